@@ -1,0 +1,89 @@
+"""The next token of each row, chosen on the device from logits whose vocabulary may be cut over devices."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from megajax.inference.sampling.edits import biased, only_allowed, penalised
+from megajax.inference.sampling.filters import kept
+from megajax.inference.sampling.rows import Chosen, Drawing, Program, RowSampling, Scores
+from megajax.inference.sampling.vocabulary import best, entries, ids_of
+from megajax.kernels.cross_entropy import VocabularyShard
+from megajax.mesh.layout import Layout
+
+LOGITS, ROW = ("batch", "vocab"), ("batch",)
+
+
+def choose(layout: Layout, size: int, program: Program, k: int, logits: Array, rows: RowSampling) -> Chosen:
+    """The next token of each row, its log-probability and, from Program.SCORED on, its rank and the k most likely.
+
+    size: ids in use, columns at or above it are padding. logits: float32 [R, V], laid out (batch, vocab), V divisible
+    by the devices of `vocab`. rows: what `program` reads is required.
+
+    Random numbers are drawn by the Gumbel-max method: a token is the argmax of logits / temperature + noise, where the
+    noise depends on the row's seed, the number of the token and the id alone. So a row's token is the same bits
+    whatever the other rows are and however the vocabulary is cut.
+    """
+    noise = None if rows.drawing is None else layout.act(_noise(rows.drawing, logits.shape[1]), *LOGITS)
+    axes = layout.summed("vocab")
+    single = jax.tree.map(lambda each: ("batch", *[None] * (each.ndim - 1)), rows)
+    out = Chosen(ROW, ROW, ROW, Scores(ROW, ("batch", None), ("batch", None)) if program >= Program.SCORED else None)
+
+    def local(logits: Array, noise: Array | None, rows: RowSampling) -> Chosen:
+        first = lax.axis_index(axes) * logits.shape[1] if axes else 0
+        return _choose(VocabularyShard(first, size, axes), program, k, logits, noise, rows)
+
+    return layout.island(local, (LOGITS, None if noise is None else LOGITS, single), out)(logits, noise, rows)
+
+
+def _choose(
+    shard: VocabularyShard, program: Program, k: int, logits: Array, noise: Array | None, rows: RowSampling
+) -> Chosen:
+    used = (ids_of(shard, logits.shape[1]) < shard.size)[None]
+    raw = jnp.where(used, logits, -jnp.inf)
+    finite = shard.sum((used & ~jnp.isfinite(logits)).sum(-1, dtype=jnp.int32)) == 0
+    x = raw
+    if program >= Program.GUIDED and rows.allowed is not None:
+        x = only_allowed(x, rows.allowed, shard)
+    if program >= Program.EDITED and rows.edits is not None and rows.history is not None:
+        x = penalised(biased(x, rows.edits, shard), rows.edits, rows.history, shard)
+    top, first = best(x, 1, shard)
+    token = first[:, 0]
+    if program >= Program.SAMPLED and rows.drawing is not None and noise is not None:
+        token = jnp.where(rows.drawing.temperature > 0, _drawn(x, top, noise, rows.drawing, shard), token)
+    normaliser = log_sum_exp(raw, shard)
+    logit = shard.sum(entries(raw, token, shard))
+    scores = scores_of(raw, logit, normaliser, k, shard) if program >= Program.SCORED else None
+    usable = finite & (top[:, 0] > -jnp.inf)
+    return Chosen(jnp.where(usable, token, -1), logit - normaliser, finite, scores)
+
+
+def _drawn(x: Array, top: Array, noise: Array, drawing: Drawing, shard: VocabularyShard) -> Array:
+    """Tokens int32 [R] drawn from softmax(x / temperature) over the kept ones. top: float32 [R, 1], the largest x."""
+    temperature = jnp.where(drawing.temperature > 0, drawing.temperature, 1)[:, None]
+    # The largest is subtracted first: at a tiny temperature the quotients of the others become -inf, not its own inf.
+    scaled = jnp.where(x > -jnp.inf, (x - top) / temperature, -jnp.inf)
+    _, ids = best(jnp.where(kept(scaled, drawing, shard), scaled + noise, -jnp.inf), 1, shard)
+    return ids[:, 0]
+
+
+def _noise(drawing: Drawing, count: int) -> Array:
+    """Standard Gumbel noise, float32 [R, V], from the key fold_in(seed, number of the token) of each row."""
+    keys = jax.vmap(partial(jax.random.wrap_key_data, impl="threefry2x32"))(drawing.seed)
+    keys = jax.vmap(jax.random.fold_in)(keys, drawing.number)
+    return jax.vmap(lambda key: jax.random.gumbel(key, (count,), jnp.float32))(keys)
+
+
+def log_sum_exp(x: Array, shard: VocabularyShard) -> Array:
+    """Of each row of x [R, V] over all devices, float32 [R]."""
+    maximum = shard.max(x.max(-1))
+    return maximum + jnp.log(shard.sum(jnp.exp(x - maximum[:, None]).sum(-1)))
+
+
+def scores_of(x: Array, logit: Array, normaliser: Array, k: int, shard: VocabularyShard) -> Scores:
+    """Rank of the tokens with these logits [R] in the rows of x [R, V], and the k most likely tokens."""
+    rank = 1 + shard.sum((x > logit[:, None]).sum(-1, dtype=jnp.int32))
+    values, ids = best(x, k, shard)
+    return Scores(rank, ids, values - normaliser[:, None])

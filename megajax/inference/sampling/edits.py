@@ -1,0 +1,61 @@
+"""Changes of logits before a token is chosen: allowed tokens, biases, penalties.
+
+The order is that of vLLM (vllm/v1/sample/sampler.py, `Sampler`): allowed tokens, forbidden tokens and biases, then the
+penalties. All of them also act on greedy rows.
+"""
+
+import jax.numpy as jnp
+from jax import Array
+
+from megajax.inference.sampling.rows import Edits, History
+from megajax.inference.sampling.vocabulary import ids_of
+from megajax.kernels.cross_entropy import VocabularyShard
+
+WORD = 32
+"""Bits of a word of a mask."""
+
+
+def only_allowed(x: Array, allowed: Array, shard: VocabularyShard) -> Array:
+    """x float32 [R, V], -inf for ids whose bit is not set in allowed, uint32 [R, W]."""
+    ids = ids_of(shard, x.shape[1])
+    words = allowed[:, jnp.minimum(ids // WORD, allowed.shape[1] - 1)]
+    bits = (words >> (ids % WORD).astype(jnp.uint32)[None]) & 1
+    return jnp.where((bits == 1) & (ids < allowed.shape[1] * WORD)[None], x, -jnp.inf)
+
+
+def biased(x: Array, edits: Edits, shard: VocabularyShard) -> Array:
+    """x float32 [R, V] with the biases added; -inf as a bias forbids a token."""
+    return x.at[_rows(x), _columns(edits.tokens, shard, x.shape[1])].add(edits.biases, mode="drop")
+
+
+def penalised(x: Array, edits: Edits, history: History, shard: VocabularyShard) -> Array:
+    """x float32 [R, V] less the penalties of tokens that the row already has.
+
+    - repetition r (Keskar et al. 2019): the logit of a token of prompt or answer is divided by r if positive, else
+      multiplied by it; as RepetitionPenaltyLogitsProcessor of `transformers`.
+    - then frequency f and presence p: a logit is lowered by f times the number of times that the answer has the token,
+      and by p if it has it; as in the API of OpenAI. The prompt does not count.
+
+    Tokens are counted anew in each step from the ids in the cache (see docs/sampling.md), so shared, preempted and
+    copied rows need no state of their own.
+    """
+    place = jnp.arange(history.tokens.shape[1])[None]
+    here = place < history.length[:, None]
+    columns = _columns(jnp.where(here, history.tokens, -1), shard, x.shape[1])
+    answer = here & (place >= history.prompt[:, None])
+    seen = jnp.zeros(x.shape, bool).at[_rows(x), columns].set(True, mode="drop")
+    counts = jnp.zeros(x.shape, jnp.int32).at[_rows(x), columns].add(answer.astype(jnp.int32), mode="drop")
+    repetition = edits.repetition[:, None]
+    x = jnp.where(seen, jnp.where(x > 0, x / repetition, x * repetition), x)
+    x = x - edits.frequency[:, None] * counts.astype(x.dtype)
+    return x - edits.presence[:, None] * (counts > 0).astype(x.dtype)
+
+
+def _rows(x: Array) -> Array:
+    return jnp.arange(x.shape[0])[:, None]
+
+
+def _columns(tokens: Array, shard: VocabularyShard, count: int) -> Array:
+    """Columns of ids on this device; `count`, which is dropped, for others and for -1."""
+    columns = tokens - shard.first
+    return jnp.where((tokens >= 0) & (columns >= 0) & (columns < count), columns, count)

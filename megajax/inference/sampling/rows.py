@@ -1,0 +1,105 @@
+"""What the sampler reads of each row of a step, and what it returns.
+
+R rows, V ids of the vocabulary with padding, B edited ids of a row, W = ceil(V / 32) words of a mask, L tokens of the
+longest row, k most likely tokens.
+"""
+
+from enum import IntEnum
+from typing import NamedTuple
+
+from jax import Array
+
+
+class Program(IntEnum):
+    """The compiled programs of the sampler. Each does what the ones before it do, so the largest of the rows' serves.
+
+    A row's token does not depend on which of them serves it. Greedy rows alone neither draw random numbers nor filter.
+    """
+
+    GREEDY = 0
+    """The first most likely token and its log-probability."""
+    SAMPLED = 1
+    """Temperature, min_p, top_k, top_p."""
+    SCORED = 2
+    """Ranks, and the k most likely tokens."""
+    EDITED = 3
+    """Penalties, biases and forbidden tokens."""
+    GUIDED = 4
+    """Masks of allowed tokens."""
+
+
+class Drawing(NamedTuple):
+    """How rows draw, from Program.SAMPLED on."""
+
+    temperature: Array
+    """float32 [R]; 0: the first most likely token."""
+    top_k: Array
+    """int32 [R]; 0: all."""
+    top_p: Array
+    """float32 [R]; 1: all."""
+    min_p: Array
+    """float32 [R]; 0: all."""
+    seed: Array
+    """uint32 [R, 2]: upper and lower half of the seed."""
+    number: Array
+    """int32 [R]: how many tokens the row has generated."""
+
+
+class Edits(NamedTuple):
+    """What is changed about rows' logits, from Program.EDITED on."""
+
+    tokens: Array
+    """int32 [R, B]: ids with a bias; -1: none."""
+    biases: Array
+    """float32 [R, B]: what is added to their logits; -inf forbids a token."""
+    repetition: Array
+    """float32 [R]; 1: no penalty."""
+    presence: Array
+    """float32 [R]; 0: no penalty."""
+    frequency: Array
+    """float32 [R]; 0: no penalty."""
+
+
+class History(NamedTuple):
+    """The tokens of rows, for penalties."""
+
+    tokens: Array
+    """int32 [R, L]: prompt and answer, those past `length` are ignored."""
+    prompt: Array
+    """int32 [R]: number of tokens of the prompt."""
+    length: Array
+    """int32 [R]: number of tokens of prompt and answer."""
+
+
+class RowSampling(NamedTuple):
+    """The settings of the rows of a step; what the program does not read is None."""
+
+    drawing: Drawing | None = None
+    edits: Edits | None = None
+    history: History | None = None
+    allowed: Array | None = None
+    """uint32 [R, W]: bit i % 32 of word i // 32 is set where the row may go on with id i."""
+
+
+class Chosen(NamedTuple):
+    """The next tokens of rows."""
+
+    token: Array
+    """int32 [R]; -1 for a row whose logits are not finite, or of which no token is allowed."""
+    logprob: Array
+    """float32 [R]: its log-probability under the model, before any setting."""
+    finite: Array
+    """bool [R]: whether all logits of the row are finite."""
+    scores: "Scores | None" = None
+    """None before Program.SCORED."""
+
+
+class Scores(NamedTuple):
+    """Where a given token stands among all, and the most likely ones, under the model, before any setting."""
+
+    rank: Array
+    """int32 [R]: 1 + number of ids that are more likely."""
+    top: Array
+    """int32 [R, k]: ids of the most likely tokens; of equal ones the lowest id comes first."""
+    logprobs: Array
+    """float32 [R, k]: their log-probabilities."""

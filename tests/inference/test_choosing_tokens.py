@@ -1,0 +1,306 @@
+"""The sampler against a plain numpy statement of each setting, closed forms, and itself on several devices."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from megajax.inference.sampling.choose import choose
+from megajax.inference.sampling.edits import only_allowed
+from megajax.inference.sampling.filters import kept
+from megajax.inference.sampling.rows import Chosen, Drawing, Edits, History, Program, RowSampling
+from megajax.kernels.cross_entropy import VocabularyShard
+from megajax.mesh.config import ParallelConfig
+from megajax.mesh.layout import Layout
+from megajax.mesh.mesh import build_mesh
+from megajax.mesh.rules import Plan
+
+ROWS, IDS, SIZE, TOP = 8, 64, 61, 5
+CFG = ParallelConfig(data_sharding="replicate", sequence=False)
+LAYOUT = Layout(Plan.of(CFG))
+CHOOSE = jax.jit(choose, static_argnums=(0, 1, 2, 3))
+
+
+def drawing(count: int = ROWS, **settings: object) -> Drawing:
+    neutral = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "number": 0} | settings
+    dtypes = {"top_k": np.int32, "number": np.int32}
+    seed = neutral.pop("seed", np.stack([np.zeros(count), np.arange(count)], -1))
+    arrays = {
+        name: np.broadcast_to(np.asarray(value, dtypes.get(name, np.float32)), count) for name, value in neutral.items()
+    }
+    return Drawing(**arrays, seed=np.asarray(seed, np.uint32))
+
+
+def edits(count: int = ROWS, width: int = 3, **settings: object) -> Edits:
+    neutral = {"repetition": 1.0, "presence": 0.0, "frequency": 0.0} | settings
+    tokens = neutral.pop("tokens", np.full((count, width), -1))
+    biases = neutral.pop("biases", np.zeros((count, width)))
+    penalties = {name: np.broadcast_to(np.asarray(value, np.float32), count) for name, value in neutral.items()}
+    return Edits(np.asarray(tokens, np.int32), np.asarray(biases, np.float32), **penalties)
+
+
+def history(generator: np.random.Generator, count: int = ROWS, length: int = 12) -> History:
+    tokens = generator.integers(0, SIZE, (count, length)).astype(np.int32)
+    tokens[:, 7] = tokens[:, 6]
+    return History(tokens, np.full(count, 4, np.int32), np.full(count, 9, np.int32))
+
+
+def mask(allowed: np.ndarray) -> np.ndarray:
+    """bool [R, V] -> uint32 [R, V / 32]."""
+    bits = allowed.reshape(len(allowed), -1, 32).astype(np.uint64) << np.arange(32, dtype=np.uint64)
+    return bits.sum(-1).astype(np.uint32)
+
+
+def everything(generator: np.random.Generator) -> tuple[np.ndarray, RowSampling]:
+    """Rows of every kind of setting."""
+    logits = (generator.normal(size=(ROWS, IDS)) * 3).astype(np.float32)
+    rows = RowSampling(
+        drawing(
+            temperature=[0, 1, 0.7, 1.5, 1, 1, 0, 2],
+            top_k=[0, 5, 0, 7, 0, 0, 3, 0],
+            top_p=[1, 1, 0.6, 0.9, 0.99, 1, 0.5, 1],
+            min_p=[0, 0, 0, 0.01, 0, 0.3, 0, 0],
+            number=np.arange(ROWS),
+        ),
+        edits(
+            tokens=[[3, 60, -1]] * ROWS,
+            biases=[[-np.inf, 2.5, 9]] * ROWS,
+            repetition=[1, 1.3, 1, 0.8, 1, 2, 1.1, 1],
+            presence=[0, 0.5, 0, 0, -1, 0, 2, 0],
+            frequency=[0, 0, 0.4, 0, 0.3, 0, -0.2, 0],
+        ),
+        history(generator),
+        mask(generator.random((ROWS, IDS)) < 0.8),
+    )
+    return logits, rows
+
+
+def by_hand(logits: np.ndarray, rows: RowSampling) -> np.ndarray:
+    """Probabilities of the tokens of each row, float64 [R, SIZE], by the texts of the settings, one row at a time."""
+    out = np.zeros((len(logits), SIZE))
+    for row in range(len(logits)):
+        x = logits[row, :SIZE].astype(np.float64)
+        for token in range(SIZE):
+            if not int(rows.allowed[row, token // 32]) >> (token % 32) & 1:
+                x[token] = -np.inf
+        for token, bias in zip(rows.edits.tokens[row], rows.edits.biases[row], strict=True):
+            if token >= 0:
+                x[token] += bias
+        tokens = rows.history.tokens[row, : rows.history.length[row]].tolist()
+        answer = tokens[rows.history.prompt[row] :]
+        for token in set(tokens):
+            x[token] = x[token] / rows.edits.repetition[row] if x[token] > 0 else x[token] * rows.edits.repetition[row]
+        for token in set(answer):
+            x[token] -= rows.edits.frequency[row] * answer.count(token) + rows.edits.presence[row]
+        out[row] = probabilities(x, *(each[row] for each in rows.drawing[:4]))
+    return out
+
+
+def probabilities(x: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float) -> np.ndarray:
+    """Of one row of logits, float64 [V], by sorting."""
+    if temperature == 0:
+        return np.eye(len(x))[x.argmax()]
+    p = np.exp((x - x.max()) / np.float64(temperature))
+    p /= p.sum()
+    p[p < p.max() * np.float64(min_p)] = 0
+    if 0 < top_k < len(p):
+        p[p < np.sort(p)[-top_k]] = 0
+    p /= p.sum()
+    if top_p < 1:
+        order = np.argsort(-p, kind="stable")
+        before = np.cumsum(p[order]) - p[order]
+        p[order[before >= np.float64(top_p)]] = 0
+    return p / p.sum()
+
+
+def test_kept_tokens_are_those_of_a_sort() -> None:
+    generator = np.random.default_rng(1)
+    logits = (generator.normal(size=(64, SIZE)) * generator.uniform(0.1, 6, (64, 1))).astype(np.float32)
+    settings = drawing(
+        64,
+        temperature=generator.choice([0.3, 1, 2], 64),
+        top_k=generator.integers(0, 70, 64),
+        top_p=generator.choice([1e-6, 0.3, 0.8, 0.95, 0.999, 1], 64),
+        min_p=generator.choice([0, 0, 0.02, 0.5, 1], 64),
+    )
+    scaled = (logits - logits.max(1, keepdims=True)) / settings.temperature[:, None]
+    keep = np.asarray(jax.jit(kept)(scaled, settings, VocabularyShard(0, SIZE, ())))
+    expected = [probabilities(x, *(each[row] for each in settings[:4])) > 0 for row, x in enumerate(logits)]
+    np.testing.assert_array_equal(keep, expected)
+    assert 1 == keep.sum(1).min() < keep.sum(1).max() == SIZE
+
+
+def test_equal_logits_at_the_border_are_kept_together() -> None:
+    x = np.asarray([[0, -1, -1, -1, -2, 0.0, -0.0]], np.float32)
+    keep = jax.jit(kept)(x, drawing(1, top_k=4), VocabularyShard(0, 7, ()))
+    assert np.asarray(keep)[0].tolist() == [True, True, True, True, False, True, True]
+
+
+def test_frequencies_are_the_probabilities() -> None:
+    """Chi-square over 4096 draws of each kind of row, with seeds that never change."""
+    logits, kinds = everything(np.random.default_rng(2))
+    draws = 4096
+    counts = np.zeros((ROWS, SIZE))
+    rows = jax.tree.map(lambda each: np.repeat(each, draws, 0), kinds)
+    seeds = np.stack([np.full(ROWS * draws, 7), np.arange(ROWS * draws)], -1).astype(np.uint32)
+    rows = rows._replace(drawing=rows.drawing._replace(seed=seeds))
+    chosen = CHOOSE(LAYOUT, SIZE, Program.GUIDED, TOP, np.repeat(logits, draws, 0), rows)
+    for row, tokens in enumerate(np.asarray(chosen.token).reshape(ROWS, draws)):
+        counts[row] = np.bincount(tokens, minlength=SIZE)
+    expected = by_hand(logits, kinds) * draws
+    assert not counts[expected == 0].any()
+    for row in range(ROWS):
+        often = expected[row] >= 5
+        rest = [counts[row, ~often].sum()], [expected[row, ~often].sum()]
+        seen, wanted = np.append(counts[row, often], rest[0]), np.append(expected[row, often], rest[1])
+        statistic = ((seen - wanted)[wanted > 0] ** 2 / wanted[wanted > 0]).sum()
+        freedom = max(often.sum(), 1)
+        # The mean of chi-square is its degrees of freedom, the variance twice that.
+        assert statistic < freedom + 4 * np.sqrt(2 * freedom), (row, statistic, freedom)
+
+
+def test_scores_are_those_of_the_model_alone() -> None:
+    logits, rows = everything(np.random.default_rng(3))
+    chosen = CHOOSE(LAYOUT, SIZE, Program.GUIDED, TOP, logits, rows)
+    x = logits[:, :SIZE].astype(np.float64)
+    logprobs = x - np.log(np.exp(x).sum(1, keepdims=True))
+    token = np.asarray(chosen.token)
+    own = np.take_along_axis(logprobs, token[:, None], 1)
+    np.testing.assert_allclose(chosen.logprob, own[:, 0], atol=1e-5)
+    np.testing.assert_array_equal(chosen.scores.rank, 1 + (logprobs > own).sum(1))
+    order = np.argsort(-logprobs, 1, kind="stable")[:, :TOP]
+    np.testing.assert_array_equal(chosen.scores.top, order)
+    np.testing.assert_allclose(chosen.scores.logprobs, np.take_along_axis(logprobs, order, 1), atol=1e-5)
+
+
+@pytest.mark.parametrize("setting", [{"top_p": 1e-9}, {"top_k": 1}, {"min_p": 1.0}, {"temperature": 1e-6}])
+def test_settings_that_leave_one_token_are_greedy(setting: dict[str, float]) -> None:
+    logits, rows = everything(np.random.default_rng(4))
+    rows = rows._replace(drawing=drawing(**setting), edits=edits())
+    chosen = CHOOSE(LAYOUT, SIZE, Program.GUIDED, TOP, logits, rows)
+    greedy = np.where(rows_allowed(rows), logits, -np.inf)[:, :SIZE].argmax(1)
+    np.testing.assert_array_equal(chosen.token, greedy)
+
+
+def rows_allowed(rows: RowSampling) -> np.ndarray:
+    words = rows.allowed[:, np.arange(IDS) // 32]
+    return (words >> (np.arange(IDS, dtype=np.uint32) % 32) & 1).astype(bool)
+
+
+def test_a_huge_temperature_draws_evenly() -> None:
+    logits, rows = everything(np.random.default_rng(5))
+    rows = rows._replace(drawing=drawing(temperature=1e6), edits=edits(), allowed=mask(np.ones((ROWS, IDS), bool)))
+    tokens = [
+        np.asarray(
+            CHOOSE(
+                LAYOUT,
+                SIZE,
+                Program.GUIDED,
+                TOP,
+                logits,
+                rows._replace(drawing=rows.drawing._replace(number=np.full(ROWS, number, np.int32))),
+            ).token
+        )
+        for number in range(200)
+    ]
+    counts = np.bincount(np.concatenate(tokens), minlength=SIZE)
+    expected = ROWS * 200 / SIZE
+    assert len(counts) == SIZE
+    assert ((counts - expected) ** 2 / expected).sum() < SIZE + 4 * np.sqrt(2 * SIZE)
+
+
+def same(one: Chosen, other: Chosen) -> None:
+    jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
+def test_rows_do_not_depend_on_their_neighbours() -> None:
+    generator = np.random.default_rng(6)
+    logits, rows = everything(generator)
+    others, other_rows = everything(generator)
+    alone = CHOOSE(LAYOUT, SIZE, Program.GUIDED, TOP, logits, rows)
+    order = generator.permutation(ROWS)
+
+    def mixed(own: np.ndarray, other: np.ndarray) -> np.ndarray:
+        """Half of the rows, in another order, among other rows."""
+        out = np.array(other)
+        out[order[:4]] = own[:4]
+        return out
+
+    among = CHOOSE(LAYOUT, SIZE, Program.GUIDED, TOP, mixed(logits, others), jax.tree.map(mixed, rows, other_rows))
+    same(jax.tree.map(lambda x: x[:4], alone), jax.tree.map(lambda x: x[order[:4]], among))
+
+
+@pytest.mark.slow
+def test_a_token_does_not_depend_on_the_program() -> None:
+    logits, rows = everything(np.random.default_rng(7))
+    plain = rows._replace(edits=edits(), allowed=mask(np.ones((ROWS, IDS), bool)))
+    drawn = [CHOOSE(LAYOUT, SIZE, program, TOP, logits, plain) for program in list(Program)[1:]]
+    for chosen in drawn[1:]:
+        np.testing.assert_array_equal(chosen.token, drawn[0].token)
+        np.testing.assert_allclose(chosen.logprob, drawn[0].logprob, atol=1e-6)
+    assert drawn[0].scores is None
+    greedy = CHOOSE(LAYOUT, SIZE, Program.GREEDY, TOP, logits, RowSampling())
+    np.testing.assert_array_equal(greedy.token, logits[:, :SIZE].argmax(1))
+    still = plain._replace(drawing=drawing(temperature=0))
+    np.testing.assert_array_equal(greedy.token, CHOOSE(LAYOUT, SIZE, Program.GUIDED, TOP, logits, still).token)
+
+
+def test_the_first_of_equal_logits_is_taken() -> None:
+    logits = np.zeros((ROWS, IDS), np.float32)
+    logits[:, [9, 30]] = 1
+    greedy = CHOOSE(LAYOUT, SIZE, Program.GREEDY, TOP, logits, RowSampling())
+    assert np.asarray(greedy.token).tolist() == [9] * ROWS
+
+
+@pytest.mark.parametrize(
+    ("tensor", "data"), [pytest.param(2, 1, marks=pytest.mark.slow), pytest.param(4, 1, marks=pytest.mark.slow), (2, 2)]
+)
+def test_devices_change_nothing(tensor: int, data: int) -> None:
+    """A cut vocabulary gives the same bits; with two replicas, one of them filters and the other does not."""
+    logits, rows = everything(np.random.default_rng(8))
+    if data == 2:
+        rows = rows._replace(drawing=rows.drawing._replace(top_p=np.where(np.arange(ROWS) < 4, rows.drawing.top_p, 1)))
+    whole = CHOOSE(LAYOUT, SIZE, Program.GUIDED, TOP, logits, rows)
+    cfg = ParallelConfig(tensor=tensor, data=data, data_sharding="replicate", sequence=False)
+    layout = Layout(Plan.of(cfg))
+    with jax.set_mesh(build_mesh(cfg, jax.devices()[: tensor * data])):
+        compiled = CHOOSE.lower(layout, SIZE, Program.GUIDED, TOP, logits, rows).compile()
+        cut = compiled(logits, rows)
+    np.testing.assert_array_equal(cut.token, whole.token)
+    np.testing.assert_array_equal(cut.scores.rank, whole.scores.rank)
+    np.testing.assert_array_equal(cut.scores.top, whole.scores.top)
+    np.testing.assert_allclose(cut.logprob, whole.logprob, atol=1e-5)
+    np.testing.assert_allclose(cut.scores.logprobs, whole.scores.logprobs, atol=1e-5)
+    # No device has the logits, or the noise, of more than its part of the vocabulary.
+    text = compiled.as_text()
+    assert f"f32[{ROWS // data},{IDS // tensor}]" in text
+    assert f"f32[{ROWS // data},{IDS}]" not in text
+
+
+def test_logits_that_are_not_finite_give_no_token() -> None:
+    logits, rows = everything(np.random.default_rng(9))
+    logits[1, 5], logits[2, 6], logits[3, 7], logits[4, SIZE] = np.nan, np.inf, -np.inf, np.nan
+    rows.allowed[5] = 0
+    chosen = CHOOSE(LAYOUT, SIZE, Program.GUIDED, TOP, logits, rows)
+    assert np.asarray(chosen.finite).tolist() == [True, False, False, False, True, True, True, True]
+    assert (np.asarray(chosen.token) < 0).tolist() == [False, True, True, True, False, True, False, False]
+
+
+def test_noise_does_not_depend_on_padding() -> None:
+    """The same tokens whatever the vocabulary is padded to."""
+    logits, rows = everything(np.random.default_rng(10))
+    wide = np.pad(logits, ((0, 0), (0, 64)))
+    one, other = (
+        CHOOSE(LAYOUT, SIZE, Program.SAMPLED, TOP, each, RowSampling(rows.drawing)).token for each in (logits, wide)
+    )
+    np.testing.assert_array_equal(one, other)
+
+
+def test_masks_reach_over_ids_without_a_bit() -> None:
+    """Ids past the last word of a mask are not allowed."""
+    x = jax.jit(partial(only_allowed, shard=VocabularyShard(0, 40, ())))(
+        jnp.zeros((1, 40)), jnp.full((1, 1), 6, "uint32")
+    )
+    assert np.flatnonzero(np.isfinite(x[0])).tolist() == [1, 2]
