@@ -1,0 +1,106 @@
+"""Beam search over the most likely continuations of each row, on the host.
+
+The rules are those of `transformers` 5 (GenerationMixin._beam_search): which continuations go on, which finish, and
+when to stop. The device gives the most likely tokens of each running row. Rows are copied by sharing the full blocks of
+the cache, so a copy computes at most one block again.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+
+class Beam(NamedTuple):
+    """A running answer."""
+
+    tokens: tuple[int, ...]
+    logprob: float
+    """Sum over its tokens."""
+    parent: int
+    """Number of the running answer of the step before that it extends."""
+
+
+class Finished(NamedTuple):
+    """An answer that has ended."""
+
+    tokens: tuple[int, ...]
+    """Includes the token that ended it, unless the length did."""
+    logprob: float
+    """Sum over its tokens."""
+    score: float
+    """logprob / len(tokens) ** length_penalty."""
+
+
+@dataclass(kw_only=True)
+class BeamSearch:
+    """The beam search of one prompt.
+
+    It starts with one running answer without tokens. `advance` takes what the device says of the running ones, until
+    `done`. The answers are `best(count)`.
+    """
+
+    beams: int
+    limit: int
+    """Most tokens of an answer."""
+    ends: frozenset[int]
+    """Tokens that end an answer."""
+    length_penalty: float = 1.0
+    """Above 0, longer answers score higher."""
+    early_stopping: Literal[False, True, "never"] = False
+    """When to stop, once `beams` answers have finished. True: at once. False: when the best running answer, scored at
+    its present length, is not above the worst of them. "never": likewise, but scored at `limit` if the length penalty
+    is positive, so it stops only when no answer can become better."""
+    running: list[Beam] = field(default_factory=lambda: [Beam((), 0.0, 0)])
+    """The most likely first."""
+    finished: list[Finished] = field(default_factory=list)
+    """At most `beams`, the highest score first."""
+    done: bool = False
+
+    @property
+    def wanted(self) -> int:
+        """Most likely tokens that `advance` needs of each row: enough to go on even if each end is among them."""
+        return max(2, 1 + len(self.ends)) * self.beams
+
+    def advance(self, tops: Sequence[Sequence[tuple[int, float]]], barred: Collection[int] = ()) -> list[Beam]:
+        """Extends the running answers by a token each, and returns them; empty when the search is done.
+
+        tops: for each of `running`, at least `wanted` of its most likely tokens, or all of the vocabulary, and their
+        log-probabilities, in descending order; barred: tokens that may not be chosen now.
+        """
+        candidates = [
+            Beam((*beam.tokens, token), beam.logprob + logprob, number)
+            for number, (beam, top) in enumerate(zip(self.running, tops, strict=True))
+            for token, logprob in top
+            if token not in barred
+        ]
+        candidates.sort(key=lambda beam: -beam.logprob)
+        candidates = candidates[: self.wanted]
+        # Those behind the first `beams` only replace the ones that ended: they may not finish themselves.
+        self._finish([beam for beam in candidates[: self.beams] if self._ends(beam)])
+        self.running = [beam for beam in candidates if not self._ends(beam)][: self.beams]
+        self.done = not self.running or not self._can_improve()
+        self.running = [] if self.done else self.running
+        return self.running
+
+    def best(self, count: int) -> list[Finished]:
+        """The finished answers with the highest scores; at most `beams`."""
+        return self.finished[:count]
+
+    def _ends(self, beam: Beam) -> bool:
+        return beam.tokens[-1] in self.ends or len(beam.tokens) >= self.limit
+
+    def _score(self, logprob: float, length: int) -> float:
+        return logprob / length**self.length_penalty
+
+    def _finish(self, beams: Sequence[Beam]) -> None:
+        ended = [Finished(beam.tokens, beam.logprob, self._score(beam.logprob, len(beam.tokens))) for beam in beams]
+        self.finished = sorted([*self.finished, *ended], key=lambda answer: -answer.score)[: self.beams]
+
+    def _can_improve(self) -> bool:
+        if len(self.finished) < self.beams:
+            return True
+        if self.early_stopping is True:
+            return False
+        longest = self.early_stopping == "never" and self.length_penalty > 0
+        best = self._score(self.running[0].logprob, self.limit if longest else len(self.running[0].tokens))
+        return best > self.finished[-1].score

@@ -1,0 +1,145 @@
+"""Beam search against all answers of a tiny vocabulary, and against `transformers` where it is installed."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from megajax.inference.sampling.beams import BeamSearch
+
+IDS, LIMIT, END = 4, 4, 0
+
+
+class Table:
+    """A model by heart: log-probabilities after each text of up to LIMIT tokens."""
+
+    def __init__(self, seed: int, ids: int = IDS):
+        self.generator, self.ids, self.rows = np.random.default_rng(seed), ids, {}
+
+    def __call__(self, tokens: tuple[int, ...]) -> np.ndarray:
+        if tokens not in self.rows:
+            x = self.generator.normal(size=self.ids) * 1.5
+            self.rows[tokens] = x - np.log(np.exp(x).sum())
+        return self.rows[tokens]
+
+    def top(self, tokens: tuple[int, ...], count: int) -> list[tuple[int, float]]:
+        row = self(tokens)
+        return [(token, float(row[token])) for token in np.argsort(-row, kind="stable")[:count].tolist()]
+
+
+def search(model: Table, search: BeamSearch, barred_until: int = 0) -> BeamSearch:
+    while not search.done:
+        barred = search.ends if len(search.running[0].tokens) < barred_until else ()
+        before = search.running
+        after = search.advance([model.top(beam.tokens, search.wanted) for beam in before], barred)
+        assert all(beam.tokens[:-1] == before[beam.parent].tokens for beam in after)
+    return search
+
+
+def answers(model: Table, length_penalty: float) -> list[tuple[float, tuple[int, ...]]]:
+    """All answers that end, by their scores."""
+    every = []
+    for length in range(1, LIMIT + 1):
+        for tokens in itertools.product(range(IDS), repeat=length):
+            if END in tokens[:-1] or (length < LIMIT and tokens[-1] != END):
+                continue
+            total = sum(model(tokens[:place])[token] for place, token in enumerate(tokens))
+            every.append((total / length**length_penalty, tokens))
+    return sorted(every, reverse=True)
+
+
+@pytest.mark.parametrize("length_penalty", [0.0, 0.5, 1.0, 2.0])
+def test_a_beam_of_all_answers_finds_the_best_ones(length_penalty: float) -> None:
+    """With as many beams as there are texts nothing is ever dropped."""
+    for seed in range(10):
+        model = Table(seed)
+        wide = BeamSearch(
+            beams=IDS**LIMIT,
+            limit=LIMIT,
+            ends=frozenset({END}),
+            length_penalty=length_penalty,
+            early_stopping="never",
+        )
+        best = search(model, wide).best(3)
+        for answer, (score, tokens) in zip(best, answers(model, length_penalty), strict=False):
+            assert answer.tokens == tokens
+            assert math.isclose(answer.score, score, rel_tol=1e-12)
+
+
+def test_one_beam_is_greedy() -> None:
+    for seed in range(20):
+        model, tokens = Table(seed), ()
+        while len(tokens) < LIMIT and END not in tokens:
+            tokens = (*tokens, int(model(tokens).argmax()))
+        best = search(model, BeamSearch(beams=1, limit=LIMIT, ends=frozenset({END}), early_stopping=True)).best(1)
+        assert best[0].tokens == tokens
+
+
+def test_stopping_early_takes_the_first_answers() -> None:
+    """True stops at once with `beams` finished answers; the others look further and never do worse."""
+    lengths, scores = {}, {}
+    for early in (True, False, "never"):
+        done = [
+            search(Table(seed, 12), BeamSearch(beams=3, limit=9, ends=frozenset({END, 1}), early_stopping=early))
+            for seed in range(30)
+        ]
+        lengths[early] = sum(max(len(answer.tokens) for answer in each.finished) for each in done)
+        scores[early] = [each.best(1)[0].score for each in done]
+    assert lengths[True] < lengths[False] <= lengths["never"]
+    assert all(one <= other + 1e-12 for one, other in zip(scores[True], scores["never"], strict=True))
+
+
+def test_an_end_that_is_barred_is_not_taken() -> None:
+    for seed in range(10):
+        done = search(Table(seed), BeamSearch(beams=2, limit=LIMIT, ends=frozenset({END})), barred_until=2)
+        assert all(len(answer.tokens) > 2 and END not in answer.tokens[:2] for answer in done.finished)
+
+
+def test_answers_as_in_transformers() -> None:
+    """96 settings on a model that is a table of the last two tokens. Neither library is among our dependencies."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    ids, limit = 40, 10
+
+    class Model(transformers.PreTrainedModel, transformers.GenerationMixin):
+        config_class = transformers.PretrainedConfig
+        main_input_name = "input_ids"
+
+        def __init__(self, table: np.ndarray):
+            super().__init__(transformers.PretrainedConfig(vocab_size=ids, is_encoder_decoder=False))
+            self.table = torch.nn.Parameter(torch.tensor(table, dtype=torch.float32))
+
+        def forward(self, input_ids: object, **_: object) -> object:
+            logits = self.table[input_ids] + self.table.roll(1, 0)[torch.roll(input_ids, 1, -1)]
+            return transformers.modeling_outputs.CausalLMOutput(logits=logits)
+
+        def prepare_inputs_for_generation(self, input_ids: object, **_: object) -> dict:
+            return {"input_ids": input_ids}
+
+    settings = itertools.product((2, 4), (0.0, 0.6, 1.0, 2.0), (False, True, "never"), ((0,), (0, 5)), (0, 3))
+    for number, (beams, penalty, early, ends, least) in enumerate(settings):
+        table = np.random.default_rng(number).normal(size=(ids, ids)) * 1.3
+        table[:, list(ends)] += 1.5
+        model = Model(table)
+        prompt = torch.tensor([[3, 7]])
+        out = model.generate(
+            prompt, num_beams=beams, num_return_sequences=beams, max_new_tokens=limit, do_sample=False, use_cache=False,
+            length_penalty=penalty, early_stopping=early, eos_token_id=list(ends), pad_token_id=ends[0],
+            min_new_tokens=least or None, return_dict_in_generate=True, output_scores=True,
+        )  # fmt: skip
+
+        def top(tokens: tuple[int, ...], count: int, model: Model = model) -> list[tuple[int, float]]:
+            with torch.no_grad():
+                logits = model(torch.tensor([[3, 7, *tokens]])).logits[0, -1]
+            values, order = torch.log_softmax(logits, -1).topk(count)
+            return list(zip(order.tolist(), values.tolist(), strict=True))
+
+        ours = BeamSearch(beams=beams, limit=limit, ends=frozenset(ends), length_penalty=penalty, early_stopping=early)
+        while not ours.done:
+            barred = ours.ends if len(ours.running[0].tokens) < least else ()
+            ours.advance([top(beam.tokens, ours.wanted) for beam in ours.running], barred)
+        for row, score, answer in zip(out.sequences, out.sequences_scores, ours.best(beams), strict=True):
+            theirs = row[2:].tolist()
+            assert tuple(theirs[: len(answer.tokens)]) == answer.tokens, (number, theirs, answer)
+            assert math.isclose(float(score), answer.score, rel_tol=1e-4)
