@@ -3,10 +3,10 @@
 This module imports neither jax nor numpy, so configs are checked against the same table.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 from megajax.config.errors import UserError
 
@@ -232,21 +232,41 @@ class Choice[K: str](NamedTuple):
         return self.place if self.place and not self.place.endswith("attention") else "attention"
 
 
+class Labelled(Protocol):
+    """A kernel in a table of capabilities."""
+
+    @property
+    def label(self) -> str:
+        """Its name in messages."""
+        ...
+
+
+def pick[K: str, B: Labelled](
+    kernel: K, kernels: Mapping[K, B], refusal: Callable[[B], str | None], where: str
+) -> Choice[K]:
+    """The named kernel, or for `auto` the first of the table that is not refused; the last one never is.
+
+    refusal: why a kernel is not supported, to follow its label. Raises UserError if the named one is refused.
+    """
+    reasons: dict[str, list[str]] = {}
+    for name, one in kernels.items():
+        refused = refusal(one)
+        if refused is None:
+            break
+        reasons.setdefault(refused, []).append(name)
+    else:
+        raise AssertionError("the last kernel supports every request")
+    if kernel == "auto":
+        return Choice(name, tuple(f"{', '.join(names)}: {reason}" for reason, names in reasons.items()))
+    refused = refusal(kernels[kernel])
+    if refused is None:
+        return Choice(kernel)
+    raise UserError(f"{where}={kernel}: {kernels[kernel].label} {refused}. Set {where}={name} or auto.")
+
+
 def choose(kernel: Kernel, request: Request, device: Device | None, where: str = "kernel") -> Choice[Kernel]:
     """The backend for this request on this device: `kernel` itself, or for `auto` the fastest that supports it.
 
     Raises UserError if the named backend does not support the request. `where`: name of the setting.
     """
-    if kernel == "auto":
-        reasons: dict[str, list[str]] = {}
-        for name, backend in BACKENDS.items():
-            refusal = backend.refusal(request, device)
-            if refusal is None:
-                return Choice(name, tuple(f"{', '.join(names)}: {reason}" for reason, names in reasons.items()))
-            reasons.setdefault(refusal, []).append(name)
-        raise AssertionError("the reference supports every request")
-    refusal = BACKENDS[kernel].refusal(request, device)
-    if refusal is None:
-        return Choice(kernel)
-    supported = choose("auto", request, device).kernel
-    raise UserError(f"{where}={kernel}: {BACKENDS[kernel].label} {refusal}. Set {where}={supported} or auto.")
+    return pick(kernel, BACKENDS, lambda backend: backend.refusal(request, device), where)

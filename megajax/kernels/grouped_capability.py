@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
-from megajax.config.errors import UserError
-from megajax.kernels.capability import AMPERE, BLACKWELL, HOPPER, Device, DeviceRange
+from megajax.kernels.capability import AMPERE, BLACKWELL, HOPPER, Choice, Device, DeviceRange, pick
 
 type GroupedKernel = Literal["auto", "reference", "triton", "mosaic"]
 
@@ -84,14 +83,6 @@ GROUPED_BACKENDS: Mapping[GroupedKernel, GroupedBackend] = MappingProxyType(
 """Fastest first."""
 
 
-class GroupedChoice(NamedTuple):
-    """A kernel of the grouped matmul, and why the faster ones were not chosen."""
-
-    kernel: GroupedKernel
-    reasons: tuple[str, ...] = ()
-    """Faster kernels with the reason, "mosaic, triton: needs an NVIDIA GPU, jax found cpu"."""
-
-
 def capable_grouped(kernel: GroupedKernel, dtype: str, sizes: GroupedSizes) -> GroupedKernel:
     """The kernel, or where it does not take the dtype or the sizes, the next fastest that does."""
     if kernel == "auto":
@@ -107,22 +98,10 @@ def choose_grouped(
     device: Device | None,
     where: str = "kernel",
     sizes: GroupedSizes | None = None,
-) -> GroupedChoice:
+) -> Choice[GroupedKernel]:
     """The kernel for rows of this dtype on this device: the named one, or for `auto` the fastest that can.
 
     device: None for any NVIDIA GPU; sizes: None where they are not known yet. `where`: name of the setting.
     Raises UserError if the named kernel can't.
     """
-    if kernel == "auto":
-        reasons: dict[str, list[str]] = {}
-        for name, backend in GROUPED_BACKENDS.items():
-            refusal = backend.refusal(dtype, device, sizes)
-            if refusal is None:
-                return GroupedChoice(name, tuple(f"{', '.join(names)}: {why}" for why, names in reasons.items()))
-            reasons.setdefault(refusal, []).append(name)
-        raise AssertionError("the reference supports every request")
-    refusal = GROUPED_BACKENDS[kernel].refusal(dtype, device, sizes)
-    if refusal is None:
-        return GroupedChoice(kernel)
-    able = choose_grouped("auto", dtype, device, sizes=sizes).kernel
-    raise UserError(f"{where}={kernel}: {GROUPED_BACKENDS[kernel].label} {refusal}. Set {where}={able} or auto.")
+    return pick(kernel, GROUPED_BACKENDS, lambda backend: backend.refusal(dtype, device, sizes), where)

@@ -36,10 +36,11 @@ class Blocks(NamedTuple):
 
     def within(self, queries: int, keys: int) -> "Blocks":
         """Blocks no larger than these numbers of queries and keys need."""
-        return Blocks(min(self.queries, _next_power(queries)), min(self.keys, _next_power(keys)), self.warps)
+        return Blocks(min(self.queries, next_power(queries)), min(self.keys, next_power(keys)), self.warps)
 
 
-def _next_power(length: int) -> int:
+def next_power(length: int) -> int:
+    """The power of two from 16 on that is not below the length."""
     return max(16, 1 << (length - 1).bit_length())
 
 
@@ -52,7 +53,7 @@ def blocks_for(size: int) -> tuple[Blocks, Blocks]:
     return Blocks(64, 32, 8), Blocks(32, 32, 4)
 
 
-def _tiles(size: int) -> tuple[tuple[int, int], ...]:
+def head_tiles(size: int) -> tuple[tuple[int, int], ...]:
     """(first, size) of each power of two that a head is made of: 192 -> (0, 128), (128, 64)."""
     tiles, first = [], 0
     for bit in reversed(range(size.bit_length())):
@@ -128,7 +129,7 @@ def _padded(x: Array, length: int) -> Array:
     return jnp.pad(x, [(0, 0), (0, length - x.shape[1])] + [(0, 0)] * (x.ndim - 2)) if x.shape[1] < length else x
 
 
-def _dot(x: Array, y: Array) -> Array:
+def dot_float32(x: Array, y: Array) -> Array:
     """Matmul with float32 accumulation; float32 operands at full precision."""
     exact = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     return jnp.dot(x, y, preferred_element_type=jnp.float32, precision=exact)
@@ -143,20 +144,20 @@ def _visible(qi: Array, ki: Array, qs: Array, ks: Array, mask: Mask) -> Array:
 
 def _head(ref: Any, start: Any, block: int, size: int, *head: Any) -> list[Array]:
     """The tiles of a block's head, each [block, tile]; `head` selects one where the block has several heads."""
-    return [ref[(pl.ds(start, block), *head, pl.ds(first, tile))] for first, tile in _tiles(size)]
+    return [ref[(pl.ds(start, block), *head, pl.ds(first, tile))] for first, tile in head_tiles(size)]
 
 
 def _scores(q: list[Array], k: list[Array]) -> Array:
-    return sum((_dot(x, y.T) for x, y in zip(q, k, strict=True)), start=jnp.float32(0))
+    return sum((dot_float32(x, y.T) for x, y in zip(q, k, strict=True)), start=jnp.float32(0))
 
 
 def _zeros(block: int, size: int) -> tuple[Array, ...]:
     """Float32 accumulators, one for each tile of a head."""
-    return tuple(jnp.zeros((block, tile), jnp.float32) for _, tile in _tiles(size))
+    return tuple(jnp.zeros((block, tile), jnp.float32) for _, tile in head_tiles(size))
 
 
 def _store(ref: Any, sums: tuple[Array, ...], size: int) -> None:
-    for (first, tile), value in zip(_tiles(size), sums, strict=True):
+    for (first, tile), value in zip(head_tiles(size), sums, strict=True):
         ref[:, pl.ds(first, tile)] = value.astype(ref.dtype)
 
 
@@ -179,7 +180,7 @@ def _forward_kernel(
         finite = jnp.where(new_maximum == -jnp.inf, 0.0, new_maximum)
         p, shrink = jnp.exp2(s - finite[:, None]), jnp.exp2(maximum - finite)
         v = _head(v_ref, start, blocks.keys, sizes[1])
-        sums = tuple(a * shrink[:, None] + _dot(p.astype(x.dtype), x) for a, x in zip(sums, v, strict=True))
+        sums = tuple(a * shrink[:, None] + dot_float32(p.astype(x.dtype), x) for a, x in zip(sums, v, strict=True))
         return new_maximum, total * shrink + p.sum(1), sums
 
     start = (
@@ -209,7 +210,7 @@ def _query_gradient_kernel(
         k, v = _head(k_ref, start, blocks.keys, sizes[0]), _head(v_ref, start, blocks.keys, sizes[1])
         visible = _visible(qi, ki_ref[keys], qs, ks_ref[keys], mask)
         _, ds = _weights_and_score_gradients(q, k, v, dout, lse, delta, visible, scale)
-        return tuple(a + _dot(ds, x) for a, x in zip(dq, k, strict=True))
+        return tuple(a + dot_float32(ds, x) for a, x in zip(dq, k, strict=True))
 
     dq = lax.fori_loop(range_ref[0, block], range_ref[1, block], step, _zeros(blocks.queries, sizes[0]))
     _store(dq_ref, dq, sizes[0])
@@ -237,8 +238,8 @@ def _key_gradient_kernel(
             lse, delta = lse_ref[head, queries], delta_ref[head, queries]
             p, ds = _weights_and_score_gradients(q, k, v, dout, lse, delta, visible, scale)
             p = p.astype(dout[0].dtype)
-            dk = tuple(a + _dot(ds.T, x) for a, x in zip(dk, q, strict=True))
-            return dk, tuple(a + _dot(p.T, x) for a, x in zip(dv, dout, strict=True))
+            dk = tuple(a + dot_float32(ds.T, x) for a, x in zip(dk, q, strict=True))
+            return dk, tuple(a + dot_float32(p.T, x) for a, x in zip(dv, dout, strict=True))
 
         return lax.fori_loop(first, last, step, sums)
 

@@ -14,7 +14,7 @@ from megajax.config.errors import UserError
 from megajax.kernels import grouped_matmul as module
 from megajax.kernels import grouped_mosaic, grouped_triton
 from megajax.kernels.attention import local_device
-from megajax.kernels.capability import Device
+from megajax.kernels.capability import Choice, Device
 from megajax.kernels.grouped_capability import GROUPED_BACKENDS, GroupedSizes, choose_grouped
 from megajax.kernels.grouped_matmul import PRODUCTS, Products, grouped_matmul
 from megajax.kernels.grouped_tiles import most_tiles, tiles
@@ -142,7 +142,7 @@ FITTING = GroupedSizes(rows=4096, groups=8, inner=2048, outer=768)
     ],
 )
 def test_auto_chooses_the_fastest_kernel_that_can(device, dtype, sizes, kernel, why) -> None:
-    assert choose_grouped("auto", dtype, device, sizes=sizes) == (kernel, why)
+    assert choose_grouped("auto", dtype, device, sizes=sizes) == Choice(kernel, why)
     assert choose_grouped(kernel, dtype, device, sizes=sizes).kernel == kernel
 
 

@@ -1,0 +1,315 @@
+"""Attention to a paged cache as Pallas Triton kernels, for NVIDIA GPUs from compute capability 8.0 on.
+
+The keys of a row are cut into splits at fixed positions (flash-decoding, Dao et al. 2023). Where rows have few queries,
+each split has a program of its own, and a second kernel merges the splits. Where rows have many, a program goes through
+all splits for one tile of queries. Both merge in the order of positions with the same arithmetic. So the result of a
+query depends neither on the other rows of a step nor on their lengths.
+
+R rows, W queries of each, N query heads, K key-value heads (N a multiple of K), H head size, U size of a value head,
+P blocks of the pool, M blocks of a row's table, S splits of a table.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+from megajax.kernels.paged import Bias, Pools
+from megajax.kernels.pallas_attention import LOG2_E, dot_float32, head_tiles, next_power
+
+SHORTEST_SPLIT, MOST_SPLITS = 256, 32
+"""The positions of a split are the first power of two from 256 on with which a table has at most 32 splits."""
+FEW_QUERIES = 16
+"""Up to as many queries of a row, its splits are spread over programs."""
+LARGEST_8_BIT_POOL = 2**31
+"""Elements up to which offsets fit int32; the lowering of Pallas computes them in int64 from 4 GiB on."""
+
+type Pool = Mapping[str, Any]
+"""Refs "keys" and, where they are arrays of their own, "values", "key_scales" and "value_scales"."""
+
+
+class _Sizes(NamedTuple):
+    """The static arguments of both kernels."""
+
+    width: int
+    heads: int
+    share: int
+    """Query heads of a key-value head."""
+    key_tiles: tuple[tuple[int, int], ...]
+    """(first, size) of the powers of two that a key head is made of; those of values first, if they are in keys."""
+    value_tiles: tuple[tuple[int, int], ...]
+    queries: int
+    """Of a tile, a power of two from 16 on."""
+    keys: int
+    """Of a step of the loop, a power of two from 16 on."""
+    split: int
+    """Positions of a split."""
+    splits: int
+    scale: float
+    window: int | None
+
+    @property
+    def tiles(self) -> int:
+        """Of the queries of a row that read the same key-value head."""
+        return pl.cdiv(self.width * self.share, self.queries)
+
+    @property
+    def spread(self) -> bool:
+        """Whether each split has a program of its own."""
+        return self.splits > 1 and self.width <= FEW_QUERIES
+
+    def parameters(self) -> triton.CompilerParams:
+        """Larger sums need the registers of more warps."""
+        return triton.CompilerParams(num_warps=4 if self.queries * self.value_tiles[0][1] <= 4096 else 8, num_stages=2)
+
+
+def _sizes(q: Array, pools: Pools, table: Array, scale: float, window: int | None) -> _Sizes:
+    (_, width, heads, size), (_, block, groups, _) = q.shape, pools.keys.shape
+    share, value_tiles = heads // groups, head_tiles(pools.value_size)
+    key_tiles = head_tiles(size)
+    if pools.values is None:
+        after = head_tiles(size - pools.value_size)
+        key_tiles = (*value_tiles, *((pools.value_size + first, tile) for first, tile in after))
+    largest = max(tile for _, tile in (*key_tiles, *value_tiles))
+    length = table.shape[1] * block
+    split = max(SHORTEST_SPLIT, next_power(pl.cdiv(length, MOST_SPLITS)))
+    queries = min(next_power(width * share), 64 if largest <= 128 else 16)
+    keys = 64 if largest <= 128 else 32
+    splits = pl.cdiv(length, split)
+    return _Sizes(width, heads, share, key_tiles, value_tiles, queries, keys, split, splits, scale, window)
+
+
+class _Queries(NamedTuple):
+    """A tile of queries of one row that read the same key-value head."""
+
+    row: Array
+    group: Array
+    """The key-value head."""
+    index: Array
+    """int32 [queries]: query * N + head; W * N where the tile is not filled."""
+    inside: Array
+    """The same, but of a query where the tile is not filled."""
+    head: Array
+    """int32 [queries]."""
+    position: Array
+    """int32 [queries]; negative for none."""
+    first: Array
+    """Of the positions that any of them sees; the last one is -1 if there are none."""
+    last: Array
+
+    @classmethod
+    def of_program(cls, positions: Any, sizes: _Sizes) -> "_Queries":
+        """positions: ref int32 [R, W]."""
+        group, tile = lax.div(pl.program_id(0), _int(sizes.tiles)), lax.rem(pl.program_id(0), _int(sizes.tiles))
+        row, used = pl.program_id(2), sizes.width * sizes.share
+        place = tile * sizes.queries + _range(sizes.queries)
+        number = jnp.minimum(place, used - 1)
+        query, head = lax.div(number, _int(sizes.share)), group * sizes.share + lax.rem(number, _int(sizes.share))
+        position = jnp.where(place < used, triton.load(positions.at[row, query]), -1)
+        lowest = jnp.min(jnp.where(position < 0, jnp.iinfo(jnp.int32).max, position))
+        first = _int(0) if sizes.window is None else jnp.maximum(lowest - sizes.window, 0)
+        inside = query * sizes.heads + head
+        index = jnp.where(place < used, inside, sizes.width * sizes.heads)
+        return cls(row, group, index, inside, head, position, first, jnp.max(position))
+
+    def filled(self, sizes: _Sizes) -> Array:
+        """bool [queries]: where the tile is filled."""
+        return self.index < sizes.width * sizes.heads
+
+    def splits(self, sizes: _Sizes) -> tuple[Array, Array]:
+        """The first split with a key that any of them sees, and the one after the last."""
+        return lax.div(self.first, _int(sizes.split)), lax.div(self.last + sizes.split, _int(sizes.split))
+
+
+class _Sums(NamedTuple):
+    """Of a softmax over some keys, for each query of a tile; float32."""
+
+    highest: Array
+    """The highest score, times log2(e); -inf without keys."""
+    total: Array
+    """Of the weights, relative to that of the highest score."""
+    mixed: tuple[Array, ...]
+    """Values times weights, by tiles of a value head."""
+
+    @classmethod
+    def of_nothing(cls, sizes: _Sizes) -> "_Sums":
+        mixed = tuple(jnp.zeros((sizes.queries, tile), jnp.float32) for _, tile in sizes.value_tiles)
+        return cls(jnp.full(sizes.queries, -jnp.inf, jnp.float32), jnp.zeros(sizes.queries, jnp.float32), mixed)
+
+    @classmethod
+    def of_sink(cls, sink: Any, queries: _Queries, sizes: _Sizes) -> "_Sums":
+        """sink: ref float32 [N], a score of each head without a value; None: of nothing."""
+        nothing = cls.of_nothing(sizes)
+        if sink is None:
+            return nothing
+        return nothing._replace(highest=triton.load(sink.at[queries.head]) * LOG2_E, total=nothing.total + 1)
+
+    def plus(self, other: "_Sums") -> "_Sums":
+        """Over the keys of both."""
+        highest = jnp.maximum(self.highest, other.highest)
+        finite = jnp.where(highest == -jnp.inf, 0.0, highest)
+        own, others = jnp.exp2(self.highest - finite), jnp.exp2(other.highest - finite)
+        pairs = zip(self.mixed, other.mixed, strict=True)
+        mixed = tuple(x * own[:, None] + y * others[:, None] for x, y in pairs)
+        return _Sums(highest, self.total * own + other.total * others, mixed)
+
+    def store(self, out: Any, queries: _Queries, sizes: _Sizes) -> None:
+        """The weighted mean of values into out, a ref [R, W * N, U]; 0 without keys."""
+        divisor = jnp.where(self.total > 0, self.total, 1.0)[:, None]
+        _store_tiles(out, (queries.row,), queries, tuple(x / divisor for x in self.mixed), sizes)
+
+
+def _int(number: int) -> Array:
+    """Bounds of a loop, and both sides of a division, must have one type, int32."""
+    return jnp.int32(number)
+
+
+def _range(size: int, first: Any = 0) -> Array:
+    return first + jnp.arange(size, dtype=jnp.int32)
+
+
+def _store_tiles(out: Any, at: tuple, queries: _Queries, values: tuple[Array, ...], sizes: _Sizes) -> None:
+    for (first, tile), value in zip(sizes.value_tiles, values, strict=True):
+        place = out.at[(*at, queries.index[:, None], _range(tile, first)[None])]
+        mask = jnp.broadcast_to(queries.filled(sizes)[:, None], value.shape)
+        triton.store(place, value.astype(out.dtype), mask=mask)
+
+
+def _sums_of_split(number: Array, q: list[Array], pool: Pool, table: Any, queries: _Queries, sizes: _Sizes) -> _Sums:
+    """Over the keys of one split. q: the tiles of the queries' heads, each [queries, tile]."""
+    block, most = pool["keys"].shape[1], table.shape[1]
+    start = jnp.maximum(number * sizes.split, queries.first)
+    end = jnp.minimum((number + 1) * sizes.split, queries.last + 1)
+
+    def step(i: Array, sums: _Sums) -> _Sums:
+        at = i * sizes.keys + _range(sizes.keys)
+        # What lies behind the last position may be NaN, left by another row: it is not read.
+        own = at <= queries.last
+        ids = triton.load(table.at[queries.row, jnp.minimum(lax.div(at, _int(block)), most - 1)])
+        place = lax.rem(at, _int(block))
+
+        def read(name: str, tile: tuple[int, int]) -> Array:
+            column = _range(tile[1], tile[0])[None]
+            x = pool[name].at[ids[:, None], place[:, None], queries.group, column]
+            return triton.load(x, mask=own[:, None], other=jnp.zeros((), x.dtype)).astype(q[0].dtype)
+
+        def scales(name: str) -> Array:
+            x = pool[name].at[ids, place, queries.group]
+            return triton.load(x, mask=own, other=jnp.zeros((), x.dtype)).astype(jnp.float32)[None]
+
+        keys = [read("keys", tile) for tile in sizes.key_tiles]
+        values = [read("values", tile) for tile in sizes.value_tiles] if "values" in pool else keys
+        scores = sum((dot_float32(x, y.T) for x, y in zip(q, keys, strict=True)), start=jnp.float32(0))
+        scores = scores * (
+            scales("key_scales") * (sizes.scale * LOG2_E) if "key_scales" in pool else sizes.scale * LOG2_E
+        )
+        before = queries.position[:, None] - at[None]
+        seen = before >= 0 if sizes.window is None else (before >= 0) & (before <= sizes.window)
+        scores = jnp.where(seen, scores, -jnp.inf)
+        highest = jnp.maximum(sums.highest, scores.max(1))
+        finite = jnp.where(highest == -jnp.inf, 0.0, highest)
+        weights, shrink = jnp.exp2(scores - finite[:, None]), jnp.exp2(sums.highest - finite)
+        total = sums.total * shrink + weights.sum(1)
+        weights = (weights * scales("value_scales") if "value_scales" in pool else weights).astype(q[0].dtype)
+        pairs = zip(sums.mixed, values, strict=False)
+        return _Sums(highest, total, tuple(x * shrink[:, None] + dot_float32(weights, y) for x, y in pairs))
+
+    tiles = lax.div(start, _int(sizes.keys)), lax.div(end + sizes.keys - 1, _int(sizes.keys))
+    return lax.fori_loop(*tiles, step, _Sums.of_nothing(sizes))
+
+
+def _attention_kernel(
+    q_ref: Any, pool: Pool, table: Any, positions: Any, sink: Any, *outputs: Any, sizes: _Sizes
+) -> None:
+    """One tile of queries. outputs: refs of `_Sums`, each [R, S, W * N, ...], or of the result [R, W * N, U]."""
+    queries = _Queries.of_program(positions, sizes)
+    first, end = queries.splits(sizes)
+    columns = [_range(tile, at)[None] for at, tile in sizes.key_tiles]
+    q = [triton.load(q_ref.at[queries.row, queries.inside[:, None], column]) for column in columns]
+
+    def of_split(number: Array) -> _Sums:
+        return _sums_of_split(number, q, pool, table, queries, sizes)
+
+    if not sizes.spread:
+        sums = _Sums.of_sink(sink, queries, sizes)
+        lax.fori_loop(first, end, lambda i, sums: sums.plus(of_split(i)), sums).store(outputs[0], queries, sizes)
+        return
+    number = pl.program_id(1)
+    highest, total, mixed = outputs
+
+    @pl.when((number >= first) & (number < end))
+    def _() -> None:
+        sums, at = of_split(number), (queries.row, number)
+        _store_tiles(mixed, at, queries, sums.mixed, sizes)
+        triton.store(highest.at[(*at, queries.index)], sums.highest, mask=queries.filled(sizes))
+        triton.store(total.at[(*at, queries.index)], sums.total, mask=queries.filled(sizes))
+
+
+def _merge_kernel(partial_sums: Any, positions: Any, sink: Any, out: Any, *, sizes: _Sizes) -> None:
+    """The splits of one tile of queries, in the order of positions."""
+    queries = _Queries.of_program(positions, sizes)
+
+    def add(number: Array, sums: _Sums) -> _Sums:
+        at = (queries.row, number, queries.inside)
+        columns = [_range(tile, first)[None] for first, tile in sizes.value_tiles]
+        place = (queries.row, number, queries.inside[:, None])
+        mixed = tuple(triton.load(partial_sums.mixed.at[(*place, column)]) for column in columns)
+        highest, total = (triton.load(x.at[at]) for x in (partial_sums.highest, partial_sums.total))
+        return sums.plus(_Sums(highest, total, mixed))
+
+    sums = _Sums.of_sink(sink, queries, sizes)
+    lax.fori_loop(*queries.splits(sizes), add, sums).store(out, queries, sizes)
+
+
+def paged_attention(
+    q: Array,
+    pools: Pools,
+    table: Array,
+    positions: Array,
+    *,
+    scale: float,
+    window: int | None = None,
+    sink: Array | None = None,
+    bias: Bias | None = None,
+    interpret: bool = False,
+) -> Array:
+    """See `megajax.kernels.paged.Attend`. `interpret` runs the kernels on a CPU.
+
+    H and U are multiples of 16. Raises ValueError for a bias, which `megajax.kernels.paged_capability` refuses earlier.
+    """
+    if bias is not None:
+        raise ValueError("the Triton kernel of a paged cache has no bias of scores: choose reference or tiled")
+    for name, pool in (("keys", pools.keys), ("values", pools.values)):
+        if pool is not None and pool.dtype.itemsize == 1 and LARGEST_8_BIT_POOL < pool.size <= 2 * LARGEST_8_BIT_POOL:
+            raise ValueError(
+                f"{name} of the cache have {pool.size:,} elements of 1 byte on a device; "
+                f"this kernel takes up to {LARGEST_8_BIT_POOL:,}, or more than {2 * LARGEST_8_BIT_POOL:,}"
+            )
+    sizes, (rows, width, heads, _) = _sizes(q, pools, table, scale, window), q.shape
+    arrays = {"keys": pools.keys, "key_scales": pools.key_scales}
+    if pools.values is not None:
+        arrays |= {"values": pools.values, "value_scales": pools.value_scales}
+    elif pools.key_scales is not None:
+        arrays["value_scales"] = pools.key_scales
+    pool = {name: x for name, x in arrays.items() if x is not None}
+    sink = None if sink is None else sink.astype(jnp.float32)
+    flat = jax.ShapeDtypeStruct((rows, width * heads, pools.value_size), q.dtype)
+    call = partial(pl.pallas_call, compiler_params=sizes.parameters(), interpret=interpret)
+    grid = (sizes.tiles * pools.keys.shape[2], sizes.splits if sizes.spread else 1, rows)
+    queries = q.reshape(rows, width * heads, -1)
+    kernel = partial(_attention_kernel, sizes=sizes)
+    if not sizes.spread:
+        out = call(kernel, out_shape=flat, grid=grid, name="paged_attention")(queries, pool, table, positions, sink)
+        return out.reshape(*q.shape[:3], -1)
+    shape = (rows, sizes.splits, width * heads)
+    like = partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+    sums: Any = _Sums(like(shape), like(shape), like((*shape, pools.value_size)))
+    sums = call(kernel, out_shape=sums, grid=grid, name="paged_attention_splits")(queries, pool, table, positions, sink)
+    merge = partial(_merge_kernel, sizes=sizes)
+    out = call(merge, out_shape=flat, grid=(grid[0], 1, rows), name="paged_attention_merge")(sums, positions, sink)
+    return out.reshape(*q.shape[:3], -1)
