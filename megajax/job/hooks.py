@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
@@ -114,7 +115,7 @@ class EvaluateTasks:
         cfg = run.cfg.evaluation
         if not cfg.tasks:
             return None
-        scorer = Scorer(run.program, run.parts.tokenizer, {}, stopping=stopping)
+        scorer = Scorer(run.program, run.parts.tokenizer, {}, stopping=stopping, folder=Path(run.cfg.run_dir))
         return cls(cfg, log, scorer, {task.name: task.build(scorer) for task in cfg.tasks}, ticker)
 
     def due(self, step: int) -> bool:

@@ -26,10 +26,14 @@ class Bert(DecoderLM):
         settings = layer_settings(cfg, layout)
         if cfg.token_types:
             self.types = param((cfg.token_types, cfg.hidden), (None, "embed"), init=Normal(cfg.init_std))
-        self.masked = Dense(settings)
-        self.masked_norm = cfg.masked_norm().build(settings)
         if cfg.embedding_norm is not None:
             self.embedding_norm = cfg.embedding_norm.build(settings)
+
+    def add_head(self, settings: LayerSettings) -> None:
+        super().add_head(settings)
+        cfg = self.cfg
+        self.masked = Dense(settings)
+        self.masked_norm = cfg.masked_norm().build(settings)
         self.masked_bias = param((cfg.padded_vocabulary(),), ("vocab",), init=ZEROS, role="bias")
         if cfg.next_sentence:
             self.pooler = Dense(settings)

@@ -43,12 +43,18 @@ class DecoderLM(nnx.Module):
             self.positions = param((cfg.position_count(), cfg.hidden), (None, "embed"), init=init)
         self.stack = cfg.stack.build(settings, recomputing=cfg.recomputing(), unroll=cfg.unroll)
         self.norm = cfg.norm.build(settings)
-        if not cfg.tied:
-            self.head = param((vocabulary, cfg.hidden), ("vocab", "embed"), init=Normal(cfg.init_std))
+        self.add_head(settings)
         self.predictions = nnx.List()
         if cfg.prediction is not None:
             for number, block in enumerate(cfg.predicting_blocks(), start=cfg.stack.layers()):
                 self.predictions.append(cfg.prediction.build(settings, block=block, norm=cfg.norm, number=number))
+
+    def add_head(self, settings: LayerSettings) -> None:
+        """Declare the weights that only the loss and the logits read."""
+        del settings
+        if not self.cfg.tied:
+            shape, init = (self.cfg.padded_vocabulary(), self.cfg.hidden), Normal(self.cfg.init_std)
+            self.head = param(shape, ("vocab", "embed"), init=init)
 
     @property
     def sections(self) -> Mapping[str, Section]:

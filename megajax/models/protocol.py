@@ -217,6 +217,17 @@ class GeneratingModel(Model, Protocol):
         ...
 
 
+class PredictingModel(Model, Protocol):
+    """A model that evaluation can ask for what it predicts of whole rows, such as their classes."""
+
+    def outputs(self, x: Array, batch: Rows, ctx: Any) -> Mapping[str, Array]:
+        """Float32 arrays [B, ...] by name, a row's own in each row, from the last section's output on, as for `loss`.
+
+        Called by all stages of a pipeline with the same x; the results are the same on all.
+        """
+        ...
+
+
 NEEDED = ("context", "embed", "enter", "stack")
 """Of a section; one before the last also has `leave`."""
 

@@ -3,15 +3,26 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-from megajax.config.builds import Builds
+from megajax.config.builds import Builds, resolve
 from megajax.config.errors import Problem
 from megajax.training.run_config import RunConfig
 
 
+class LanguageTask(Builds):
+    """Base of the tasks of causal language models."""
+
+    __slots__ = ()
+
+    def build(self, scorer: Any) -> Any:
+        """Raises UserError for another model, and for data that cannot be had."""
+        resolve("megajax.training.scoring:demand_scores")(scorer.program)
+        return Builds.build(self, scorer)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PerplexityConfig(Builds):
+class PerplexityConfig(LanguageTask):
     """Loss and perplexity of token files, read as one stream of tokens."""
 
     target: ClassVar[str] = "megajax.tasks.perplexity:TokenFiles"
@@ -28,7 +39,7 @@ class PerplexityConfig(Builds):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TextConfig(Builds):
+class TextConfig(LanguageTask):
     """Perplexity of raw text for each token, word and byte. Every document is scored after a token that begins a
     sequence, or ends a document where the vocabulary has no such token."""
 
@@ -47,7 +58,7 @@ class TextConfig(Builds):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class WikitextConfig(Builds):
+class WikitextConfig(LanguageTask):
     """Perplexity of a word-tokenised text for each original word: the task WIKITEXT103 of Megatron-LM."""
 
     target: ClassVar[str] = "megajax.tasks.perplexity:Wikitext"
@@ -65,7 +76,7 @@ class WikitextConfig(Builds):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LambadaConfig(Builds):
+class LambadaConfig(LanguageTask):
     """Prediction of the last word of a text: the task LAMBADA of Megatron-LM."""
 
     target: ClassVar[str] = "megajax.tasks.lambada:Lambada"
@@ -81,7 +92,7 @@ class LambadaConfig(Builds):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ChoicesConfig(Builds):
+class ChoicesConfig(LanguageTask):
     """Multiple choice by log-likelihood."""
 
     target: ClassVar[str] = "megajax.tasks.choices:Choices"
@@ -97,7 +108,7 @@ class ChoicesConfig(Builds):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SplitConfig(Builds):
+class SplitConfig(LanguageTask):
     """Loss on all rows of a split of the run's own data, as with evaluation.full."""
 
     target: ClassVar[str] = "megajax.tasks.perplexity:Split"
@@ -108,7 +119,7 @@ class SplitConfig(Builds):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class HarnessConfig(Builds):
+class HarnessConfig(LanguageTask):
     """Tasks of lm-evaluation-harness on data of this machine (extra eval)."""
 
     target: ClassVar[str] = "megajax.tasks.harness:Harness"

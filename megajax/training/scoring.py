@@ -7,6 +7,7 @@ a row of its own: neither the others of its batch nor the padding behind it chan
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -19,6 +20,7 @@ from megajax.config.errors import UserError
 from megajax.models.protocol import demand_causal
 from megajax.tokenizers.base import Tokenizer
 from megajax.training.program import Program
+from megajax.training.staged import Head
 
 SHORTEST = 64
 """The shortest row that is compiled; longer ones are twice as long each, up to the rows of training."""
@@ -80,14 +82,17 @@ type Task = Callable[[], Figures]
 
 
 class Scorer:
-    """Scores windows of tokens with the present `weights`; several processes call the same methods in the same order.
+    """Asks a model with the present `weights`; several processes call the same methods in the same order.
+
+    It scores windows of tokens by a causal language model, and gives the outputs of rows by a model that has some.
 
     Attributes:
         program, tokenizer: of the run.
         weights: what `Program.eval_step` takes; may be replaced between calls.
         cache: answers of earlier attempts with the same weights.
         stopping: asked before each batch; True ends the evaluation with Stopped.
-        progress: called after each batch with the number of windows done, and of all.
+        progress: called after each batch with the number of windows or rows done, and of all.
+        folder: where a task leaves files, such as predictions; None: nowhere.
     """
 
     def __init__(
@@ -99,14 +104,17 @@ class Scorer:
         cache: Cache | None = None,
         stopping: Callable[[], bool] = lambda: False,
         progress: Callable[[int, int], None] = lambda done, total: None,
+        folder: Path | None = None,
     ):
-        """Raises UserError for a model that is no causal language model over tokens, or has no `scores`."""
-        demand_scores(program)
+        """Raises UserError for a model that has neither outputs of rows nor probabilities of next tokens."""
+        if not hasattr(program.abstract, "outputs"):
+            demand_scores(program)
+        self.folder = folder
         self.program, self.tokenizer, self.weights = program, tokenizer, weights
         self.cache, self.stopping, self.progress = cache, stopping, progress
         self.length: int = program.cfg.model.row_positions()
         self._tokens_per_device = program.cfg.batch.micro_size * self.length
-        self._steps: dict[tuple[int, int], Any] = {}
+        self._steps: dict[tuple[int, ...], Any] = {}
 
     def answers(self, windows: Sequence[Window]) -> list[Answer]:
         """What the model says of each window; of several equal ones, once. Raises ValueError for one too long."""
@@ -139,31 +147,48 @@ class Scorer:
 
         Shorter rows are padded at their ends. At most `rows_at_once` rows. Raises Stopped.
         """
-        if self.stopping():
-            raise Stopped
-        program, mesh = self.program, self.program.mesh
         length = self.padded(max(len(each["tokens"]) for each in rows))
         total = self._rows(len(rows), length)
-        microbatches = mesh.shape["pipeline"]
-        names = [name for name in READ if name in rows[0] and name in program.schema]
-        batch = {SAMPLE: np.arange(total, dtype=np.uint32)}
-        for name in names:
-            leaf = np.zeros((total, length), program.schema[name].dtype)
+        names, schema = [name for name in READ if name in rows[0]], self.program.schema
+        batch = {name: np.zeros((total, length), schema[name].dtype) for name in names if name in schema}
+        for name, leaf in batch.items():
             for number, each in enumerate(rows):
                 leaf[number, : len(each[name])] = each[name]
-            batch[name] = leaf
-        shardings = program.batch_shardings
+        sums = self._sums((total, length), batch, partial(scores_of_rows, rows=total, length=length))
+        log_p, likeliest = (sums[name][: len(rows)] for name in ("log_p", "likeliest"))
+        return log_p, likeliest.astype(np.int32)
+
+    def outputs(self, rows: Sequence[Rows]) -> dict[str, np.ndarray]:
+        """Rows of data, with all leaves of the schema -> what the model predicts of them, float32 [rows, ...] by name.
+
+        Raises Stopped.
+        """
+        schema = {name: leaf for name, leaf in self.program.schema.items() if name != SAMPLE}
+        total, parts = self._rows(len(rows), self.length), list[dict[str, np.ndarray]]()
+        for first in range(0, len(rows), total):
+            # The last batch repeats its last row.
+            own = [rows[min(place, len(rows) - 1)] for place in range(first, first + total)]
+            batch = {name: np.stack([each[name] for each in own]).astype(leaf.dtype) for name, leaf in schema.items()}
+            parts.append(self._sums((total,), batch, partial(outputs_of_rows, rows=total)))
+            self.progress(min(first + total, len(rows)), len(rows))
+        return {name: np.concatenate([part[name] for part in parts])[: len(rows)] for name in parts[0]}
+
+    def _sums(self, size: tuple[int, ...], batch: Mapping[str, np.ndarray], head: Head) -> dict[str, np.ndarray]:
+        """What `head` makes of rows [rows, ...], whose numbers are their places; compiled once for each size."""
+        if self.stopping():
+            raise Stopped
+        program, numbers = self.program, np.arange(size[0], dtype=np.uint32)
+        microbatches, shardings = program.mesh.shape["pipeline"], program.batch_shardings
         placed = {
             name: _placed(leaf.reshape(microbatches, -1, *leaf.shape[1:]), shardings[name])
-            for name, leaf in batch.items()
+            for name, leaf in {SAMPLE: numbers, **batch}.items()
         }
-        if (total, length) not in self._steps:
-            self._steps[total, length] = program.forward_step(partial(scores_of_rows, rows=total, length=length))
+        if size not in self._steps:
+            self._steps[size] = program.forward_step(head)
         precision = program.cfg.precision.matmul_precision()
-        with jax.set_mesh(mesh), jax.default_matmul_precision(precision):
-            sums = self._steps[total, length](self.weights, placed)
-        log_p, likeliest = (np.asarray(sums[name][0])[: len(rows)] for name in ("log_p", "likeliest"))
-        return log_p, likeliest.astype(np.int32)
+        with jax.set_mesh(program.mesh), jax.default_matmul_precision(precision):
+            sums = self._steps[size](self.weights, placed)
+        return {name: np.asarray(total) for name, (total, _) in sums.items()}
 
     def padded(self, tokens: int) -> int:
         """Length of the row that is compiled for so many tokens."""
@@ -226,6 +251,26 @@ def scores_of_rows(model: Any, x: Array, batch: Rows, ctx: Any, reduction: Any, 
     # Sums are float32, which has every integer up to 2**24: more than any vocabulary.
     sums = {"log_p": (placed(log_p), nothing), "likeliest": (placed(likeliest), nothing)}
     return Loss(nothing, nothing, sums)
+
+
+def outputs_of_rows(model: Any, x: Array, batch: Rows, ctx: Any, reduction: Any, *, rows: int) -> Loss:
+    """The outputs of a microbatch as sums over the batch: each row's at its own place in zeros [rows, ...]."""
+    del reduction
+    nothing = jnp.zeros((), jnp.float32)
+
+    def placed(values: Array) -> tuple[Array, Array]:
+        zeros = jnp.zeros((rows, *values.shape[1:]), jnp.float32)
+        return zeros.at[batch[SAMPLE]].add(values.astype(jnp.float32)), nothing
+
+    outputs = model.outputs(x, batch, ctx)
+    return Loss(nothing, nothing, {name: placed(values) for name, values in outputs.items()})
+
+
+def demand_outputs(program: Program, task: str) -> None:
+    """Raises UserError, which names the task, for a model that predicts nothing of whole rows."""
+    if not hasattr(program.abstract, "outputs"):
+        model = type(program.cfg.model).__name__
+        raise UserError(f"{task} is for models that predict something of whole rows, such as a class: not {model}")
 
 
 def demand_scores(program: Program) -> None:

@@ -1,0 +1,210 @@
+"""Models that classify texts. B rows, K sequences of a row, N = B K sequences, S positions, D hidden, C classes."""
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from megajax.batch import SAMPLE, Loss, Rows
+from megajax.layers.context import Context, dropout
+from megajax.layers.param import LayerSettings
+from megajax.models.bert import Bert, Dense
+from megajax.models.config.classifier import (
+    BertClassifierConfig,
+    ChoiceHeadConfig,
+    ClassHeadConfig,
+    DecoderClassifierConfig,
+    RegressionHeadConfig,
+    SpanHeadConfig,
+)
+from megajax.models.decoder import EMBEDDING_PLACE, DecoderLM
+from megajax.models.reduction import LossReduction
+from megajax.models.vit import Linear, reported, scored
+
+HEAD_PLACE = EMBEDDING_PLACE - 1
+"""A row's key is folded with this for the head's dropout; classifiers have no heads that predict further tokens."""
+MASKED = -1e9
+"""Score of what is padding."""
+
+
+def _first(x: Array, segments: Array) -> Array:
+    del segments
+    return x[:, 0]
+
+
+def _last(x: Array, segments: Array) -> Array:
+    last = jnp.maximum(segments.sum(1) - 1, 0)
+    return jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0]
+
+
+def _mean(x: Array, segments: Array) -> Array:
+    weights = segments.astype(jnp.float32)
+    total = jnp.einsum("nsd,ns->nd", x.astype(jnp.float32), weights)
+    return (total / jnp.maximum(weights.sum(1, keepdims=True), 1)).astype(x.dtype)
+
+
+POOLINGS = {"first": _first, "last": _last, "mean": _mean}
+"""(states [N, S, D], 1 for tokens and 0 for padding, int32 [N, S]) -> [N, D]."""
+
+
+class Classifying(DecoderLM):
+    """What BERT and a decoder with a head of texts share."""
+
+    cfg: BertClassifierConfig | DecoderClassifierConfig
+
+    def add_head(self, settings: LayerSettings) -> None:
+        head = self.cfg.head
+        if head.dense():
+            self.pooler = Dense(settings)
+        self.head = head.build(settings)
+
+    def __call__(self, tokens: Array, segment_ids: Array | None = None, token_types: Array | None = None) -> Array:
+        """int32 [B, S], or [B, K, S] for choices -> float32 logits [B, C], numbers [B], scores of choices [B, K], or of
+        first and last tokens [B, S, 2]; by plain jax.jit.
+
+        segment_ids: 1 for tokens, 0 for padding after them, none: no padding; token_types, none: all 0.
+        """
+        batch = {"tokens": tokens, "segment_ids": jnp.ones_like(tokens) if segment_ids is None else segment_ids}
+        batch["token_types"] = jnp.zeros_like(tokens) if token_types is None else token_types
+        ctx = self.context(batch)
+        return self.head_scores(self.stack(self.enter(self.embed(batch), ctx), ctx), batch, ctx)
+
+    def context(self, batch: Rows, key: Array | None = None) -> Context:
+        """The context of the sequences of a microbatch: positions in order, padding unseen."""
+        rows = self.sequences(batch)
+        rows["positions"] = jnp.broadcast_to(jnp.arange(rows["tokens"].shape[1])[None], rows["tokens"].shape)
+        if not self.cfg.pads_rows():  # behind a causal mask, padding at the end is never seen
+            del rows["segment_ids"]
+        if SAMPLE in batch:
+            count = self.cfg.head.sequences()
+            numbers = batch[SAMPLE][:, None] * count + jnp.arange(count, dtype=batch[SAMPLE].dtype)[None]
+            rows[SAMPLE] = numbers.reshape(-1)
+        return super().context(rows, key)
+
+    def embed(self, batch: Rows) -> Array:
+        """Embeddings of all sequences [N, S, D]."""
+        return super().embed(self.sequences(batch))
+
+    def sequences(self, batch: Rows) -> dict[str, Array]:
+        """The leaves along the sequence of a microbatch, each [N, S]."""
+        names = ("tokens", "segment_ids", "token_types")
+        return {name: batch[name].reshape(-1, batch[name].shape[-1]) for name in names if name in batch}
+
+    def head_scores(self, x: Array, batch: Rows, ctx: Context) -> Array:
+        """What the head makes of the output of the layers [N, S, D], float32, with B rows first."""
+        cfg, x = self.cfg.head, self.layout.act(self.final_norm(x), "batch", "seq", "embed")
+        segments = self.sequences(batch)["segment_ids"]
+        if cfg.pools():
+            x = POOLINGS[cfg.pooling](x, segments)[:, None]
+            x = jnp.tanh(self.pooler(x)) if cfg.dense() else x
+            ctx = ctx._replace(index=jnp.zeros(1, jnp.int32))
+        x = dropout(x, cfg.dropout, ctx, HEAD_PLACE, self.layout, ("batch", None, "embed"))
+        return self.head(x, segments)
+
+    def loss(self, x: Array, batch: Rows, ctx: Context, reduction: LossReduction) -> Loss:
+        """The loss of the head; a row weighs 1, or what loss_mask says."""
+        rows = batch[self.head.labels[0]].shape
+        weights = batch.get("loss_mask", jnp.ones(rows, jnp.float32))
+        return self.head.loss(self.head_scores(x, batch, ctx), batch, weights, reduction)
+
+    def outputs(self, x: Array, batch: Rows, ctx: Context) -> Mapping[str, Array]:
+        """See `megajax.models.protocol.PredictingModel`: `scores` [B, ...], and `losses` [B] of rows with labels."""
+        scores = self.head_scores(x, batch, ctx)
+        return {"scores": scores, "losses": self.head.losses(scores, batch)}
+
+
+class BertClassifier(Classifying, Bert):
+    """BERT whose states one of these heads reads."""
+
+
+class DecoderClassifier(Classifying):
+    """A decoder whose states one of these heads reads."""
+
+
+class ClassHead(nnx.Module):
+    """Cross-entropy over classes."""
+
+    labels = ("labels",)
+
+    def __init__(self, cfg: ClassHeadConfig, settings: LayerSettings):
+        self.cfg, self.linear = cfg, Linear(settings, cfg.columns())
+
+    def __call__(self, x: Array, segments: Array) -> Array:
+        """Pooled states [N, 1, D] -> logits [B, C]."""
+        del segments
+        return self.linear(x)[:, 0]
+
+    def losses(self, scores: Array, batch: Rows) -> Array:
+        """Cross-entropy of each row [B]."""
+        return scored(scores, batch["labels"], 0.0)[0]
+
+    def loss(self, scores: Array, batch: Rows, weights: Array, reduction: LossReduction) -> Loss:
+        """Cross-entropy with smoothed labels; reported without, with the accuracy."""
+        return reported(*scored(scores, batch["labels"], self.cfg.label_smoothing), weights, reduction)
+
+
+class RegressionHead(ClassHead):
+    """Mean squared error of one number."""
+
+    def __init__(self, cfg: RegressionHeadConfig, settings: LayerSettings):
+        self.linear = Linear(settings, cfg.columns())
+
+    def __call__(self, x: Array, segments: Array) -> Array:
+        """Pooled states [N, 1, D] -> numbers [B]."""
+        del segments
+        return self.linear(x)[:, 0, 0]
+
+    def losses(self, scores: Array, batch: Rows) -> Array:
+        """Squared error of each row [B]."""
+        return jnp.square(scores - batch["labels"])
+
+    def loss(self, scores: Array, batch: Rows, weights: Array, reduction: LossReduction) -> Loss:
+        """The mean squared error."""
+        return reduction(self.losses(scores, batch), weights)
+
+
+class ChoiceHead(ClassHead):
+    """Cross-entropy over the sequences of a row."""
+
+    def __init__(self, cfg: ChoiceHeadConfig, settings: LayerSettings):
+        self.cfg, self.linear = cfg, Linear(settings, cfg.columns())
+
+    def __call__(self, x: Array, segments: Array) -> Array:
+        """Pooled states [N, 1, D] -> scores of the choices [B, K]."""
+        del segments
+        return self.linear(x).reshape(-1, self.cfg.choices)
+
+    def loss(self, scores: Array, batch: Rows, weights: Array, reduction: LossReduction) -> Loss:
+        """Cross-entropy, with the accuracy."""
+        return reported(*scored(scores, batch["labels"], 0.0), weights, reduction)
+
+
+class SpanHead(ClassHead):
+    """The mean of the cross-entropies of the first and the last token, over tokens that are no padding."""
+
+    labels = ("starts", "ends")
+
+    def __init__(self, cfg: SpanHeadConfig, settings: LayerSettings):
+        self.linear = Linear(settings, cfg.columns())
+
+    def __call__(self, x: Array, segments: Array) -> Array:
+        """States [B, S, D] -> scores [B, S, 2]."""
+        return jnp.where(segments[..., None] > 0, self.linear(x), MASKED)
+
+    def losses(self, scores: Array, batch: Rows) -> Array:
+        return self._both(scores, batch)[0]
+
+    def loss(self, scores: Array, batch: Rows, weights: Array, reduction: LossReduction) -> Loss:
+        """Accuracy is of rows whose first and last token are the likeliest ones."""
+        losses, right = self._both(scores, batch)
+        return reported(losses, losses, right, weights, reduction)
+
+    def _both(self, scores: Array, batch: Rows) -> tuple[Array, Array]:
+        losses, right = jnp.zeros(()), jnp.ones(())
+        for place, name in enumerate(self.labels):
+            log_p = jax.nn.log_softmax(scores[..., place])
+            losses = losses - jnp.take_along_axis(log_p, batch[name][:, None], axis=1)[:, 0] / len(self.labels)
+            right = right * (jnp.argmax(log_p, -1) == batch[name])
+        return losses, right
