@@ -1,6 +1,7 @@
 """Models that classify texts. B rows, K sequences of a row, N = B K sequences, S positions, D hidden, C classes."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +13,8 @@ from megajax.layers.context import Context, dropout
 from megajax.layers.param import LayerSettings
 from megajax.models.bert import Bert, Dense
 from megajax.models.config.classifier import (
-    BertClassifierConfig,
     ChoiceHeadConfig,
     ClassHeadConfig,
-    DecoderClassifierConfig,
     RegressionHeadConfig,
     SpanHeadConfig,
 )
@@ -52,7 +51,8 @@ POOLINGS = {"first": _first, "last": _last, "mean": _mean}
 class Classifying(DecoderLM):
     """What BERT and a decoder with a head of texts share."""
 
-    cfg: BertClassifierConfig | DecoderClassifierConfig
+    cfg: Any
+    """A `ClassifyingConfig`."""
 
     def add_head(self, settings: LayerSettings) -> None:
         head = self.cfg.head
@@ -60,21 +60,30 @@ class Classifying(DecoderLM):
             self.pooler = Dense(settings)
         self.head = head.build(settings)
 
-    def __call__(self, tokens: Array, segment_ids: Array | None = None, token_types: Array | None = None) -> Array:
+    def __call__(
+        self,
+        tokens: Array,
+        positions: Array | None = None,
+        segment_ids: Array | None = None,
+        token_types: Array | None = None,
+    ) -> Array:
         """int32 [B, S], or [B, K, S] for choices -> float32 logits [B, C], numbers [B], scores of choices [B, K], or of
         first and last tokens [B, S, 2]; by plain jax.jit.
 
-        segment_ids: 1 for tokens, 0 for padding after them, none: no padding; token_types, none: all 0.
+        positions: none, in order; segment_ids: 1 for tokens, 0 for padding after them, none: no padding; token_types,
+        none: all 0.
         """
         batch = {"tokens": tokens, "segment_ids": jnp.ones_like(tokens) if segment_ids is None else segment_ids}
         batch["token_types"] = jnp.zeros_like(tokens) if token_types is None else token_types
+        batch |= {} if positions is None else {"positions": positions}
         ctx = self.context(batch)
         return self.head_scores(self.stack(self.enter(self.embed(batch), ctx), ctx), batch, ctx)
 
     def context(self, batch: Rows, key: Array | None = None) -> Context:
         """The context of the sequences of a microbatch: positions in order, padding unseen."""
         rows = self.sequences(batch)
-        rows["positions"] = jnp.broadcast_to(jnp.arange(rows["tokens"].shape[1])[None], rows["tokens"].shape)
+        in_order = jnp.broadcast_to(jnp.arange(rows["tokens"].shape[1])[None], rows["tokens"].shape)
+        rows.setdefault("positions", in_order)
         if not self.cfg.pads_rows():  # behind a causal mask, padding at the end is never seen
             del rows["segment_ids"]
         if SAMPLE in batch:
@@ -89,7 +98,7 @@ class Classifying(DecoderLM):
 
     def sequences(self, batch: Rows) -> dict[str, Array]:
         """The leaves along the sequence of a microbatch, each [N, S]."""
-        names = ("tokens", "segment_ids", "token_types")
+        names = ("tokens", "positions", "segment_ids", "token_types")
         return {name: batch[name].reshape(-1, batch[name].shape[-1]) for name in names if name in batch}
 
     def head_scores(self, x: Array, batch: Rows, ctx: Context) -> Array:
@@ -129,7 +138,7 @@ class ClassHead(nnx.Module):
     labels = ("labels",)
 
     def __init__(self, cfg: ClassHeadConfig, settings: LayerSettings):
-        self.cfg, self.linear = cfg, Linear(settings, cfg.columns())
+        self.smoothing, self.linear = cfg.label_smoothing, Linear(settings, cfg.columns())
 
     def __call__(self, x: Array, segments: Array) -> Array:
         """Pooled states [N, 1, D] -> logits [B, C]."""
@@ -142,11 +151,13 @@ class ClassHead(nnx.Module):
 
     def loss(self, scores: Array, batch: Rows, weights: Array, reduction: LossReduction) -> Loss:
         """Cross-entropy with smoothed labels; reported without, with the accuracy."""
-        return reported(*scored(scores, batch["labels"], self.cfg.label_smoothing), weights, reduction)
+        return reported(*scored(scores, batch["labels"], self.smoothing), weights, reduction)
 
 
-class RegressionHead(ClassHead):
+class RegressionHead(nnx.Module):
     """Mean squared error of one number."""
+
+    labels = ("labels",)
 
     def __init__(self, cfg: RegressionHeadConfig, settings: LayerSettings):
         self.linear = Linear(settings, cfg.columns())
@@ -169,19 +180,16 @@ class ChoiceHead(ClassHead):
     """Cross-entropy over the sequences of a row."""
 
     def __init__(self, cfg: ChoiceHeadConfig, settings: LayerSettings):
-        self.cfg, self.linear = cfg, Linear(settings, cfg.columns())
+        self.choices, self.smoothing = cfg.choices, 0.0
+        self.linear = Linear(settings, cfg.columns())
 
     def __call__(self, x: Array, segments: Array) -> Array:
         """Pooled states [N, 1, D] -> scores of the choices [B, K]."""
         del segments
-        return self.linear(x).reshape(-1, self.cfg.choices)
-
-    def loss(self, scores: Array, batch: Rows, weights: Array, reduction: LossReduction) -> Loss:
-        """Cross-entropy, with the accuracy."""
-        return reported(*scored(scores, batch["labels"], 0.0), weights, reduction)
+        return self.linear(x).reshape(-1, self.choices)
 
 
-class SpanHead(ClassHead):
+class SpanHead(nnx.Module):
     """The mean of the cross-entropies of the first and the last token, over tokens that are no padding."""
 
     labels = ("starts", "ends")
@@ -194,6 +202,7 @@ class SpanHead(ClassHead):
         return jnp.where(segments[..., None] > 0, self.linear(x), MASKED)
 
     def losses(self, scores: Array, batch: Rows) -> Array:
+        """Cross-entropy of each row [B]."""
         return self._both(scores, batch)[0]
 
     def loss(self, scores: Array, batch: Rows, weights: Array, reduction: LossReduction) -> Loss:

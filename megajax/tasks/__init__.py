@@ -1,1 +1,1 @@
-"""Evaluation of causal language models on tasks."""
+"""Evaluation of models on tasks."""

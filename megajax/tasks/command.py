@@ -97,7 +97,7 @@ def evaluate(cfg: RunConfig, asked: Asked, load: Load) -> int:
     with jax.set_mesh(program.mesh):
         weights, where = load(asked.source, program)
     progress = Progress(shown=primary)
-    scorer = Scorer(program, tokenizer, weights, progress=progress)
+    scorer = Scorer(program, tokenizer, weights, progress=progress, folder=asked.output)
     tasks = {task.name: task.build(scorer) for task in asked.tasks}
     results: dict[str, Figures] = {}
     with kept_answers(cfg, asked, where, tokenizer.identity) as scorer.cache:

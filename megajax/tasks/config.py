@@ -145,6 +145,59 @@ class HarnessConfig(LanguageTask):
         return problems
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BenchmarkTaskConfig(Builds):
+    """What the tasks of benchmarks share: figures of a split of the run's own data, and a file of predictions.
+
+    The files are in predictions/SPLIT of the run's folder, or of --output.
+    """
+
+    split: Literal["validation", "test"] = "validation"
+    """Which split."""
+    name: str
+    """Under which the figures are reported."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GlueTaskConfig(BenchmarkTaskConfig):
+    """The metrics of the run's task of GLUE, and predictions in the form that its server takes."""
+
+    target: ClassVar[str] = "megajax.tasks.glue:Glue"
+    name: str = "glue"
+    """Under which the figures are reported."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RaceTaskConfig(BenchmarkTaskConfig):
+    """The accuracy on RACE, of all questions and of those of middle schools and of high schools."""
+
+    target: ClassVar[str] = "megajax.tasks.race:Race"
+    name: str = "race"
+    """Under which the figures are reported."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SquadTaskConfig(BenchmarkTaskConfig):
+    """Exact match and F1 on SQuAD in percent, as the official evaluation has them, and the files that it reads."""
+
+    target: ClassVar[str] = "megajax.tasks.squad:Squad"
+    name: str = "squad"
+    """Under which the figures are reported."""
+    longest_answer: int = 30
+    """Tokens of an answer."""
+    best: int = 20
+    """Likeliest first and last tokens that are combined, and answers of a question in nbest_predictions.json."""
+    threshold: float = 0.0
+    """In version 2.0, no answer is given where its score exceeds that of the best answer by more than this."""
+
+    def problems(self) -> list[Problem]:
+        counts = {"longest_answer": self.longest_answer, "best": self.best}
+        problems = [Problem(name, f"must be at least 1, got {n}") for name, n in counts.items() if n < 1]
+        if self.split == "test":
+            problems.append(Problem("split", "test: the questions of the test split are not public", "use validation"))
+        return problems
+
+
 KINDS: Mapping[str, tuple[type, str]] = {
     "perplexity": (PerplexityConfig, "paths"),
     "text": (TextConfig, "path"),
@@ -152,6 +205,9 @@ KINDS: Mapping[str, tuple[type, str]] = {
     "lambada": (LambadaConfig, "path"),
     "choices": (ChoicesConfig, "path"),
     "split": (SplitConfig, "split"),
+    "glue": (GlueTaskConfig, "split"),
+    "race": (RaceTaskConfig, "split"),
+    "squad": (SquadTaskConfig, "split"),
     "lm-eval": (HarnessConfig, "tasks"),
 }
 """Name on the command line -> config, and the setting that follows the name."""

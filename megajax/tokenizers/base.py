@@ -59,6 +59,18 @@ class Tokenizer(Protocol):
         """Ids of UTF-8 bytes, int32 [tokens]; what becomes of bytes that are not UTF-8 is said by each tokenizer."""
         ...
 
+    def encode_spans(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """Ids of the text, int32 [tokens], and what characters of it each stands for, int64 [tokens, 2]: first, end.
+
+        By default the words between white space are tokenised one by one, and a token has the span of its word.
+        """
+        words = [match.span() for match in re.finditer(r"\s*\S+", text)]
+        ids = [self.encode(text[first:end]) for first, end in words]
+        spans = [(first + len(text[first:end]) - len(text[first:end].lstrip()), end) for first, end in words]
+        counts = [len(each) for each in ids]
+        joined = np.concatenate([np.zeros(0, np.int32), *ids])
+        return joined, np.repeat(np.array(spans, np.int64).reshape(-1, 2), counts, axis=0)
+
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Text of the ids, U+FFFD for bytes that are not UTF-8. Raises UserError for an id outside the vocabulary."""
         ...
@@ -143,6 +155,18 @@ def check_ids(ids: Sequence[int] | np.ndarray, vocabulary_size: int) -> list[int
             "Were these tokens made by another tokenizer?"
         )
     return numbers.tolist()
+
+
+def spans_of_bytes(text: str, sizes: Sequence[int]) -> np.ndarray:
+    """Tokens that are so many bytes of the text (UTF-8) each -> their characters, int64 [tokens, 2]: first, end.
+
+    A character of several tokens belongs to each of them.
+    """
+    lengths = [len(each.encode("utf-8", errors="surrogatepass")) for each in text]
+    starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+    ends = np.cumsum(np.asarray(sizes, np.int64), dtype=np.int64)
+    first = np.searchsorted(starts, ends - np.asarray(sizes, np.int64), side="right") - 1
+    return np.stack([first, np.searchsorted(starts, ends, side="left")], axis=1).reshape(-1, 2)
 
 
 def join_tokens(ids: Sequence[int] | np.ndarray, table: Sequence[bytes | None]) -> bytes:

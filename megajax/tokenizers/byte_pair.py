@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megajax.tokenizers.base import Tokenizer, join_tokens
+from megajax.tokenizers.base import Tokenizer, join_tokens, spans_of_bytes
 
 NOT_UTF8 = re.compile("([\udc80-\udcff]+)")
 """Bytes that are no UTF-8, as `surrogateescape` shows them."""
@@ -37,6 +37,10 @@ class BytePairTokenizer(Tokenizer):
             for place, piece in enumerate(pieces)
         ]
         return np.concatenate(ids)
+
+    def encode_spans(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        ids = self.encode(text)
+        return ids, spans_of_bytes(text, [len(self.table[number] or b"") for number in ids.tolist()])
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         return join_tokens(ids, self.table).decode("utf-8", errors="replace")

@@ -28,6 +28,11 @@ class LibraryTokenizer(Tokenizer):
         encoding = self.engine.encode_batch_fast([text], add_special_tokens=False)[0]
         return np.array(encoding.ids, np.int32)
 
+    def encode_spans(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        clean = text.encode("utf-8", errors="replace").decode("utf-8")  # a half surrogate is one character, as before
+        encoding = self.engine.encode(clean, add_special_tokens=False)
+        return np.array(encoding.ids, np.int32), np.array(encoding.offsets, np.int64).reshape(-1, 2)
+
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         return self.engine.decode(check_ids(ids, self.vocabulary_size), skip_special_tokens=False)
 

@@ -169,7 +169,7 @@ class ClassifyingConfig:
     head: TextHead
 
     def problems(self: Any) -> list[Problem]:
-        problems = super().problems()  # ty: ignore[unresolved-attribute] of the config behind the mixin
+        problems = super().problems()
         if self.prediction is not None:
             problems.append(Problem("prediction", "predicts further tokens, and a classifier none", "set it to none"))
         causal = any(getattr(mixer, "causal", True) for mixer in self.own_mixers().values())
@@ -206,7 +206,7 @@ class ClassifyingConfig:
 
     def has_dropout(self: Any) -> bool:
         """That of the head too."""
-        return super().has_dropout() or self.head.dropout > 0  # ty: ignore[unresolved-attribute]
+        return super().has_dropout() or self.head.dropout > 0
 
     def head_size(self: Any) -> int:
         """Weights behind the layers."""
@@ -215,11 +215,11 @@ class ClassifyingConfig:
 
     def parameter_count(self: Any) -> ParameterCount:
         """Number of weights."""
-        return replace(super().parameter_count(), head=self.head_size())  # ty: ignore[unresolved-attribute]
+        return replace(super().parameter_count(), head=self.head_size())
 
     def section_facts(self: Any) -> tuple[SectionFacts, ...]:
         """That of the model, for each sequence of a row."""
-        (section,) = super().section_facts()  # ty: ignore[unresolved-attribute]
+        (section,) = super().section_facts()
         return (replace(section, sequences=self.head.sequences()),)
 
     def head_facts(self: Any) -> HeadFacts:
@@ -233,7 +233,7 @@ class ClassifyingConfig:
 
     def parallel_problems(self: Any, parallel: ParallelConfig, shards: int | None) -> Iterator[Problem]:
         """Sequences are not cut: the head reads whole ones."""
-        yield from super().parallel_problems(parallel, shards)  # ty: ignore[unresolved-attribute]
+        yield from super().parallel_problems(parallel, shards)
         if parallel.context > 1:
             what = f"reads whole sequences, which parallel.context={parallel.context} cuts"
             yield Problem("head", what, "use parallel.context=1, and parallel.data or parallel.tensor")

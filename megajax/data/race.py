@@ -1,0 +1,103 @@
+"""RACE (Lai et al. 2017): questions about articles, with four options each; as rows they are Megatron-LM's."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from megajax.batch import Schema
+from megajax.config.errors import UserError
+from megajax.data.config.benchmarks import RaceConfig
+from megajax.data.sequence_pairs import Examples, Row, Sequences, example_splits, read_lines
+from megajax.data.splits import Rows, Splits
+from megajax.tokenizers.base import Tokenizer
+
+LETTERS = "ABCD"
+GROUPS = ("middle", "high")
+"""Folders of examinations of middle schools and high schools."""
+FOLDERS = {"train": "train", "valid": "dev", "validation": "dev", "test": "test"}
+FIELDS = ("article", "questions", "options", "answers")
+
+
+class Question(NamedTuple):
+    """A question about an article."""
+
+    where: str
+    identifier: str
+    """File, and number of the line where it has several articles."""
+    group: str
+    """middle, high, or nothing."""
+    article: str
+    options: tuple[str, ...]
+    """The question with each option: in the place of "_", or behind it."""
+    label: int
+
+
+def build_splits(config: RaceConfig, *, tokenizer: Tokenizer, schema: Schema, rows: Rows, seed: int) -> Splits:
+    """Rows of the splits that a run requests. Raises UserError: folders or files that are missing or not RACE's."""
+    return example_splits(config, lambda split: read_split(config, split, tokenizer, schema), rows, seed)
+
+
+def read_split(config: RaceConfig, split: str, tokenizer: Tokenizer, schema: Schema) -> Examples[Question]:
+    """The questions of a split, by file names. Raises UserError, which names file and line."""
+    shape = schema["tokens"].shape if "tokens" in schema else ()
+    if len(shape) != 2 or shape[0] != len(LETTERS):
+        raise UserError(f"RACE has {len(LETTERS)} sequences in a row; the model's tokens have the shape {shape}.")
+    folder, sequences = Path(config.path).expanduser() / FOLDERS[split], Sequences(tokenizer, schema)
+    places = {group: folder / group for group in GROUPS if (folder / group).is_dir()} or {"": folder}
+    files = [(group, path) for group, place in places.items() for path in sorted(place.glob("*.txt"))]
+    if not files:
+        raise UserError(f"{folder}: no files NAME.txt in it, nor in its folders middle/ and high/. See data.path.")
+    items = [question for group, path in files for question in _questions(group, path)]
+
+    def row(item: Question) -> Row:
+        article = sequences.encode(item.article)
+        asked = [sequences.encode(option)[: config.longest_question] for option in item.options]
+        each = [sequences(ids, article) for ids in asked]
+        stacked = {name: np.stack([one[name] for one in each]) for name in each[0]}
+        return {**stacked, "labels": np.array(item.label, np.int32), "loss_mask": np.ones((), np.float32)}
+
+    return Examples(items, row)
+
+
+def _questions(group: str, path: Path) -> Iterator[Question]:
+    lines = [(number, line) for number, line in read_lines(path) if line.strip()]
+    for number, line in lines:
+        where = f"{path}, line {number}"
+        try:
+            data = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{where}: is not JSON: {error}. A line of RACE is an object.") from error
+        _demand_article(where, data)
+        identifier = f"{group}/{path.name}".lstrip("/") + (f":{number}" if len(lines) > 1 else "")
+        for place, (question, options, answer) in enumerate(
+            zip(data["questions"], data["options"], data["answers"], strict=True)
+        ):
+            merged = tuple(question.replace("_", each) if "_" in question else f"{question} {each}" for each in options)
+            name = f"{where}, question {place + 1}"
+            yield Question(name, identifier, group, data["article"], merged, LETTERS.index(answer))
+
+
+def _demand_article(where: str, data: Any) -> None:
+    """Raises UserError for an object that is not an article with its questions."""
+    if not isinstance(data, dict) or (missing := [name for name in FIELDS if name not in data]):
+        lacks = f"lacks {', '.join(missing)}" if isinstance(data, dict) else f"is a {type(data).__name__}"
+        raise UserError(f"{where}: {lacks}; an article of RACE is an object with {', '.join(FIELDS)}.")
+    if not isinstance(data["article"], str):
+        raise UserError(f"{where}: article is no text.")
+    counts = {name: len(data[name]) if isinstance(data[name], list) else None for name in FIELDS[1:]}
+    if None in counts.values() or len(set(counts.values())) > 1:
+        said = ", ".join(
+            f"{count} {name}" if count is not None else f"{name} no list" for name, count in counts.items()
+        )
+        raise UserError(f"{where}: has {said}; expected lists of the same length.")
+    for place, (question, options, answer) in enumerate(
+        zip(data["questions"], data["options"], data["answers"], strict=True), start=1
+    ):
+        texts = isinstance(options, list) and all(isinstance(each, str) for each in [question, *options])
+        if not texts or len(options) != len(LETTERS):
+            raise UserError(f"{where}: question {place} must be a text with {len(LETTERS)} options, got {options!r}.")
+        if not isinstance(answer, str) or len(answer) != 1 or answer not in LETTERS:
+            raise UserError(f"{where}: question {place} has answer {answer!r}, expected {', '.join(LETTERS)}.")

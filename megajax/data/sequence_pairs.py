@@ -1,0 +1,156 @@
+"""Rows of one or two texts for models that classify them, and the examples of benchmarks that they are made of."""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from megajax.batch import Schema
+from megajax.config.errors import UserError
+from megajax.data.config.benchmarks import BenchmarkConfig
+from megajax.data.item_rows import ItemRows, rows_of_splits
+from megajax.data.splits import Rows, Splits
+from megajax.tokenizers.base import Tokenizer
+
+SHORTEST = 8
+"""Fewest tokens of a row."""
+
+type Row = dict[str, np.ndarray]
+
+
+class Example(Protocol):
+    """What a row is made of."""
+
+    @property
+    def where(self) -> str:
+        """File and line."""
+        ...
+
+
+@dataclass(frozen=True)
+class Examples[E: Example]:
+    """The examples of a file or of a split, in its order; as a sequence, their rows."""
+
+    items: Sequence[E]
+    row: Callable[[E], Row]
+    """The row of an example."""
+    skipped: Mapping[str, int] = field(default_factory=dict)
+    """Reason -> examples that were left out."""
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def name(self, item: int) -> str:
+        """File and line."""
+        return self.items[item].where
+
+    def __getitem__(self, item: int) -> Row:
+        return self.row(self.items[item])
+
+
+class ExampleRows(ItemRows[Examples[Any]]):
+    """Rows of examples, in another order in each pass."""
+
+    def __init__(self, items: Examples[Any], *, rows: int | None, seed: int, split: int):
+        super().__init__(items, rows=rows, seed=seed, split=split, on_error="stop")
+        self.skipped.update(items.skipped)
+
+    def make(self, item: int, generator: np.random.Generator) -> Row:
+        del generator
+        return self.items[item]
+
+
+def example_splits(
+    config: BenchmarkConfig, examples: Callable[[str], Examples[Any] | None], rows: Rows, seed: int
+) -> Splits:
+    """Row sources of the splits that a run requests. examples: train, valid or test -> its examples, None for none."""
+    chosen = seed if config.seed is None else config.seed
+
+    def make(items: Examples[Any], position: int, asked: int | None) -> ExampleRows:
+        return ExampleRows(items, rows=asked, seed=chosen, split=position)
+
+    return rows_of_splits(examples, rows, make)
+
+
+class Sequences:
+    """Makes sequences of texts: [CLS] first [SEP] second [SEP], padded to the model's length.
+
+    A vocabulary without [CLS] or [SEP] has its tokens for the beginning and the end of a sequence or document there.
+
+    Args:
+        tokenizer: of the run.
+        schema: of the model; its tokens say how long sequences are.
+
+    Raises:
+        UserError: a model that reads no tokens, or too few.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, schema: Schema):
+        if "tokens" not in schema or schema["tokens"].shape[-1] < SHORTEST:
+            reads = schema["tokens"].shape[-1] if "tokens" in schema else 0
+            raise UserError(f"this data makes sequences of {SHORTEST} tokens or more, the model reads {reads}.")
+        roles = tokenizer.specials
+        self.tokenizer, self.length = tokenizer, schema["tokens"].shape[-1]
+        self._begin = roles.get("cls", roles.get("bos", tokenizer.eod))
+        self._end = roles.get("sep", roles.get("eos", tokenizer.eod))
+        self._pad = tokenizer.eod if tokenizer.pad is None else tokenizer.pad
+
+    def encode(self, text: str) -> np.ndarray:
+        """Ids of a text, its white space made single blanks."""
+        return self.tokenizer.encode(cleaned(text))
+
+    def __call__(self, first: np.ndarray, second: np.ndarray | None = None) -> Row:
+        """tokens, token_types and segment_ids, int32 [S] each; texts that are too long are cut, see `cut_to`."""
+        first, second = cut_to(self.length - (2 if second is None else 3), first, second)
+        one = [[self._begin], first, [self._end]]
+        other = [] if second is None else [second, [self._end]]
+        tokens = np.full(self.length, self._pad, np.int32)
+        ids = np.concatenate([*one, *other])
+        tokens[: len(ids)] = ids
+        places, begin = np.arange(self.length), 2 + len(first)
+        segments = places < len(ids)
+        return {
+            "tokens": tokens,
+            "token_types": (segments & (places >= begin)).astype(np.int32),
+            "segment_ids": segments.astype(np.int32),
+        }
+
+
+def cut_to(room: int, first: np.ndarray, second: np.ndarray | None) -> tuple[np.ndarray, np.ndarray | None]:
+    """Texts of at most `room` tokens together: the last token of the longer one goes until they fit (BERT's rule).
+
+    Of equally long ones, the second is cut.
+    """
+    if second is None:
+        return first[:room], None
+    shorter = min(len(first), len(second))
+    if len(first) + len(second) <= room:
+        return first, second
+    if shorter <= room // 2:  # the shorter one stays
+        keep = room - shorter
+        return (first[:keep], second) if len(first) > len(second) else (first, second[:keep])
+    return first[: room - room // 2], second[: room // 2]
+
+
+def cleaned(text: str) -> str:
+    """Megatron-LM's cleaning of texts of tasks: single blanks, and none before a full stop within the text."""
+    text = re.sub(r"\s+", " ", text)
+    for _ in range(3):
+        text = text.replace(" . ", ". ")
+    return text
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """(number from 1, line) of a file of UTF-8 text. Raises UserError."""
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror or error}. Give the folder in data.path.") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: byte {error.start} is not UTF-8 text: {error.reason}. Convert the file.") from error
+    lines = text.split("\n")
+    for number, line in enumerate(lines[:-1] if not lines[-1] else lines, start=1):
+        yield number, line.removesuffix("\r")

@@ -1,0 +1,33 @@
+"""RACE (Lai et al. 2017): the accuracy of both kinds of schools, and of all questions."""
+
+from collections import defaultdict
+
+from megajax.data.config.benchmarks import RaceConfig
+from megajax.data.race import LETTERS, read_split
+from megajax.tasks.benchmark import as_lines, demand_data, leave, predicted
+from megajax.tasks.config import RaceTaskConfig
+from megajax.tasks.statistics import mean
+from megajax.training.scoring import Figures, Scorer
+
+
+class Race:
+    """`accuracy`, and `accuracy_middle` and `accuracy_high` where the folder has both.
+
+    race.json has the letters of each article's questions, by its file.
+    """
+
+    def __init__(self, config: RaceTaskConfig, scorer: Scorer):
+        """Raises UserError for a run on other data, and for files that are not RACE's."""
+        self._config, self._scorer = config, scorer
+        data, schema = demand_data(config, scorer, RaceConfig), scorer.program.cfg.model.schema()
+        self._examples = read_split(data, config.split, scorer.tokenizer, schema)
+
+    def __call__(self) -> Figures:
+        scores, losses = predicted(self._scorer, self._examples)
+        right, letters = defaultdict[str, list[float]](list), defaultdict[str, list[str]](list)
+        for question, choice in zip(self._examples.items, scores.argmax(-1).tolist(), strict=True):
+            letters[question.identifier].append(LETTERS[choice])
+            for name in {"accuracy", f"accuracy_{question.group}".rstrip("_")}:
+                right[name].append(choice == question.label)
+        leave(self._scorer, self._config, "race.json", as_lines(letters))
+        return {name: mean(each) for name, each in sorted(right.items())} | {"loss": mean(losses.tolist())}

@@ -1,0 +1,167 @@
+"""SQuAD (Rajpurkar et al. 2016, 2018): answers from windows, and the official evaluation of them."""
+
+import re
+import string
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+import numpy as np
+
+from megajax.data.config.benchmarks import SquadConfig
+from megajax.data.squad import Asked, Window, read_split
+from megajax.tasks.benchmark import as_lines, demand_data, leave, predicted
+from megajax.tasks.config import SquadTaskConfig
+from megajax.tasks.statistics import mean, scaled
+from megajax.training.scoring import Figure, Figures, Scorer
+
+
+class Answer(NamedTuple):
+    """An answer of a question; the empty text is none."""
+
+    text: str
+    score: float
+    """Sum of the scores of its first and last token."""
+
+
+class Squad:
+    """Exact match and F1 in percent; with version 2.0 also of questions with and without an answer.
+
+    predictions.json and, with version 2.0, null_odds.json are what the official evaluation reads.
+    """
+
+    def __init__(self, config: SquadTaskConfig, scorer: Scorer):
+        """Raises UserError for a run on other data, and for a file that is not SQuAD's."""
+        self._config, self._scorer = config, scorer
+        self._data = demand_data(config, scorer, SquadConfig)
+        schema = scorer.program.cfg.model.schema()
+        self._examples = read_split(self._data, config.split, scorer.tokenizer, schema)
+
+    def __call__(self) -> Figures:
+        scores, losses = predicted(self._scorer, self._examples)
+        answers, odds, kept = dict[str, str](), dict[str, float](), dict[str, list[dict]]()
+        places = groupby(range(len(scores)), key=lambda place: self._examples.items[place].asked.identifier)
+        for identifier, group in places:
+            own = list(group)
+            windows = [self._examples.items[place] for place in own]
+            best, none = best_answers(windows, scores[own], self._config)
+            odds[identifier] = none - (best[0].score if best else 0.0)
+            unanswered = not best or (self._data.version == "2.0" and odds[identifier] > self._config.threshold)
+            answers[identifier] = "" if unanswered else best[0].text
+            kept[identifier] = _with_probabilities(best + [Answer("", none)] * (self._data.version == "2.0"))
+        leave(self._scorer, self._config, "predictions.json", as_lines(answers))
+        leave(self._scorer, self._config, "nbest_predictions.json", as_lines(kept))
+        if self._data.version == "2.0":
+            leave(self._scorer, self._config, "null_odds.json", as_lines(odds))
+        asked = {window.asked.identifier: window.asked for window in self._examples.items}
+        return evaluation(asked, answers, odds, self._data.version) | {"loss": mean(losses.tolist())}
+
+
+def best_answers(windows: Sequence[Window], scores: np.ndarray, config: SquadTaskConfig) -> tuple[list[Answer], float]:
+    """The best answers of a question from its windows, each text once, and the score of no answer.
+
+    scores: [windows, S, 2] of first and last tokens. A first token counts in the window where it has most context; no
+    answer has the least score of both heads at the first token of a row (Devlin et al. 2019, run_squad).
+    """
+    answers, paragraph = list[Answer](), windows[0].asked.paragraph
+    for number, (window, own) in enumerate(zip(windows, scores, strict=True)):
+        inside = own[window.offset : window.offset + window.count].astype(np.float64)
+        firsts, lasts = (np.argsort(-inside[:, head], kind="stable")[: config.best].tolist() for head in (0, 1))
+        for first in firsts:
+            if most_context(windows, window.first + first) != number:
+                continue
+            for last in lasts:
+                if first <= last < first + config.longest_answer:
+                    start, end = paragraph.spans[window.first + first][0], paragraph.spans[window.first + last][1]
+                    score = float(inside[first, 0] + inside[last, 1])
+                    answers.append(Answer(paragraph.text[start:end].strip(), score))
+    answers.sort(key=lambda answer: -answer.score)
+    unique = {answer.text: answer for answer in reversed(answers) if answer.text}
+    best = sorted(unique.values(), key=lambda answer: -answer.score)[: config.best]
+    return best, float(scores[:, 0].astype(np.float64).sum(-1).min())
+
+
+def most_context(windows: Sequence[Window], token: int) -> int:
+    """Which window has most tokens on the shorter side of a token of the paragraph; of equal ones the first."""
+    within = [
+        min(token - each.first, each.first + each.count - 1 - token) + 0.01 * each.count
+        if each.first <= token < each.first + each.count
+        else -1.0
+        for each in windows
+    ]
+    return int(np.argmax(within))
+
+
+def _with_probabilities(answers: Sequence[Answer]) -> list[dict]:
+    ordered = sorted(answers, key=lambda answer: -answer.score)
+    values = np.exp(np.array([answer.score for answer in ordered]) - max((a.score for a in ordered), default=0.0))
+    shares = values / max(values.sum(), 1e-30)
+    return [
+        {"text": answer.text, "probability": float(share), "score": answer.score}
+        for answer, share in zip(ordered, shares, strict=True)
+    ]
+
+
+def evaluation(
+    asked: Mapping[str, Asked], answers: Mapping[str, str], odds: Mapping[str, float], version: str
+) -> dict[str, Figure]:
+    """The figures of the official evaluation, in percent."""
+    exact, overlap = dict[str, float](), dict[str, float]()
+    for identifier, question in asked.items():
+        right = right_answers(question, version)
+        exact[identifier] = max(float(normalized(answers[identifier]) == normalized(each)) for each in right)
+        overlap[identifier] = max(f1(answers[identifier], each, version) for each in right)
+    figures = {"exact": _percent(exact.values()), "f1": _percent(overlap.values())}
+    if version != "2.0":
+        return figures
+    for name, wanted in (("has_answer", True), ("no_answer", False)):
+        own = [identifier for identifier, question in asked.items() if bool(question.answers) == wanted]
+        if own:
+            figures[f"{name}_exact"] = _percent([exact[each] for each in own])
+            figures[f"{name}_f1"] = _percent([overlap[each] for each in own])
+    for name, values in (("exact", exact), ("f1", overlap)):
+        best, threshold = best_threshold(asked, answers, values, odds)
+        figures |= {f"best_{name}": Figure(best), f"best_{name}_threshold": Figure(threshold)}
+    return figures
+
+
+def best_threshold(
+    asked: Mapping[str, Asked], answers: Mapping[str, str], values: Mapping[str, float], odds: Mapping[str, float]
+) -> tuple[float, float]:
+    """The largest mean of the scores `values` in percent over thresholds of the odds of no answer, and the threshold.
+
+    As by the official evaluation, from the answers as they are given.
+    """
+    current = best = float(sum(not question.answers for question in asked.values()))
+    threshold = 0.0
+    for identifier in sorted(odds, key=odds.__getitem__):
+        current += values[identifier] if asked[identifier].answers else -float(bool(answers[identifier]))
+        if current > best:
+            best, threshold = current, odds[identifier]
+    return 100 * best / len(asked), threshold
+
+
+def right_answers(question: Asked, version: str) -> list[str]:
+    """Texts of the answers; in version 2.0 those that are nothing but articles and punctuation do not count."""
+    texts = [text for text, _ in question.answers]
+    return texts if version != "2.0" else [text for text in texts if normalized(text)] or [""]
+
+
+def normalized(text: str) -> str:
+    """Lower case, without punctuation, articles and double blanks."""
+    plain = "".join(letter for letter in text.lower() if letter not in string.punctuation)
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", plain).split())
+
+
+def f1(answer: str, right: str, version: str = "2.0") -> float:
+    """Of the words that two answers share; in version 2.0, 1 for two answers without words, and 0 for one."""
+    ours, theirs = normalized(answer).split(), normalized(right).split()
+    if version == "2.0" and not (ours and theirs):
+        return float(ours == theirs)
+    same = sum((Counter(ours) & Counter(theirs)).values())
+    return 2 * same / (len(ours) + len(theirs)) if same else 0.0
+
+
+def _percent(values: Iterable[float]) -> Figure:
+    return scaled(mean(list(values)), 100.0)
