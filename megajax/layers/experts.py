@@ -51,7 +51,7 @@ class DenseExperts(nnx.Module):
 
     def axes(self) -> dict[str, tuple[str | None, ...]]:
         """Logical axes of the weights of one layer, by name."""
-        return {name: leaf.axes[-leaf[...].ndim :] for name, leaf in self.leaves().items()}
+        return {name: leaf.axes[len(leaf.axes) - leaf[...].ndim :] for name, leaf in self.leaves().items()}
 
     def apply(
         self,
@@ -82,7 +82,9 @@ class DenseExperts(nnx.Module):
 
         Where the ffn is cut, it is a part of a sum or of the columns, as the product of the matrix alone is.
         """
-        y, low_rank = grouped_matmul(rows, weights[name], sizes, kernel), getattr(self, name).low_rank
+        matrix: Matrix = getattr(self, name)
+        array = matrix.multiplied({end: weights[name + end] for end in matrix.leaves()})
+        y, low_rank = grouped_matmul(rows, array, sizes, kernel), matrix.low_rank
         if low_rank is None:
             return y
         return y + low_rank.grouped(rows, weights[f"{name}.lora_a"], weights[f"{name}.lora_b"], sizes, kernel)

@@ -12,7 +12,7 @@ from megajax.config.errors import UserError
 from megajax.config.nearest import matching
 from megajax.layers.config.lora import LoRAConfig
 from megajax.layers.context import Context, dropout
-from megajax.layers.param import Matrix
+from megajax.layers.param import matrices_of
 from megajax.mesh.layout import Layout
 from megajax.mesh.rules import LogicalAxes
 
@@ -25,7 +25,7 @@ def adapt[M: nnx.Module](cfg: LoRAConfig, model: M) -> M:
     Raises UserError for a target that names none, for a rank that no chosen matrix can have, and for dropout where it
     is not possible. A rank may exceed the sides of some matrices, such as those of key-value heads and routers.
     """
-    matrices = _matrices(model)
+    matrices = matrices_of(model)
     chosen = {path for target in cfg.targets for path in matching(SETTING, target, matrices, "matrix")}
     widest = max(chosen, key=lambda path: matrices[path].smaller_side())
     if cfg.rank > (side := matrices[widest].smaller_side()):
@@ -54,7 +54,7 @@ def drop_inputs(block: nnx.Module, ctx: Context) -> None:
     """
     if ctx.row_keys is None:
         return
-    for path, matrix in _matrices(block).items():
+    for path, matrix in matrices_of(block).items():
         if matrix.low_rank is not None and matrix.low_rank.rate:
             place = zlib.crc32(path.encode()) >> 1
             matrix.low_rank = replace(matrix.low_rank, drop=partial(_dropped, ctx, place, matrix.layout))
@@ -64,9 +64,3 @@ def _dropped(ctx: Context, place: int, layout: Layout, x: Array, rate: float, ax
     """x [B, S, ...]. Of another section, whose length differs, positions count from 0."""
     own = ctx if x.shape[1] == ctx.index.shape[0] else ctx._replace(index=jnp.arange(x.shape[1]))
     return dropout(x, rate, own, place, layout, axes)
-
-
-def _matrices(module: nnx.Module) -> dict[str, Matrix]:
-    """By path."""
-    nodes = nnx.iter_graph(module)
-    return {".".join(map(str, path)): node for path, node in nodes if isinstance(node, Matrix)}

@@ -18,8 +18,9 @@ from jax import Array
 
 from megajax.batch import Params
 from megajax.layers.low_rank import LowRank
+from megajax.layers.quantized import AMAX, FACTOR, SCALE, Quantized
 from megajax.mesh.copies import copy_heads
-from megajax.mesh.layout import Layout
+from megajax.mesh.layout import Layout, Matmul
 from megajax.mesh.observations import REDUCTIONS, Observed, Reduction, Updater
 from megajax.mesh.rules import LogicalAxes
 
@@ -64,9 +65,10 @@ ZEROS, ONES = Constant(0.0), Constant(1.0)
 type RowOrder = Callable[[Sequence[int]], tuple[int, ...]]
 """Numbers of the layers that a stacked weight is of, in their order -> for each row the place among them of the layer
 that it holds, or -1 for a row of zeros that is no layer."""
-type Role = Literal["weight", "filter", "bias", "gain", "rate", "observation"]
+type Role = Literal["weight", "filter", "bias", "gain", "rate", "quantized", "observation"]
 """What update rules tell apart. A filter is the kernel of a convolution: it decays as matrices do, and is none. A rate
-is of a recurrence: it does not decay, and is computed with in float32."""
+is of a recurrence: it does not decay, and is computed with in float32. What is quantized, numbers of 8 or 4 bits and
+their scales, is not trained, and computed with as it is."""
 
 
 class Init(Protocol):
@@ -111,6 +113,11 @@ class ParamSpec:
     """Numbers of the layers along the leading dimension, -1 for a row that is no layer; () outside a stack."""
     updater: Updater | None = None
     """Of an observation; None for a weight."""
+    dtype: str = "float32"
+
+    def keeps_dtype(self) -> bool:
+        """Whether layers take it in its own dtype; others are cast to the compute dtype."""
+        return self.role in ("rate", "quantized", "observation")
 
     def observed(self) -> Updater:
         """The updater. Raises TypeError for a weight."""
@@ -137,7 +144,7 @@ def observation(declared: Observed) -> Observation:
     """
     if "embed" in declared.axes:
         raise ValueError(f"observations are not spread: use None for embed in the axes {declared.axes}")
-    more = {"reduction": declared.reduction, "updater": declared.updater}
+    more: dict[str, Any] = {"reduction": declared.reduction, "updater": declared.updater}
     return _leaf(Observation, declared.shape, declared.axes, init=ZEROS, role="observation", **more)
 
 
@@ -149,7 +156,8 @@ class Matrix(nnx.Module):
     """A weight that `Layout.dot` or a grouped matmul multiplies by, with what belongs to it.
 
     The array has the path of the matrix itself (`query`). After it come what the layout's recipe keeps beside it
-    (`query.amax.max`) and the two matrices of an adapter (`query.lora_a`, `query.lora_b`).
+    (`query.amax.max`), the two matrices of an adapter (`query.lora_a`, `query.lora_b`) and, where the array is
+    quantized, its scales (`query.scale`).
     """
 
     def __init__(
@@ -159,6 +167,7 @@ class Matrix(nnx.Module):
         behind those of layers and experts."""
         self.layout, self.array, self.inputs = layout, array, inputs
         self.low_rank: LowRank | None = None
+        self.quantized: Quantized | None = None
         self.names = tuple(beside)
         for name, declared in beside.items():
             setattr(self, name, observation(declared))
@@ -167,11 +176,17 @@ class Matrix(nnx.Module):
         """matrix[...]: the array as it is multiplied by, with a copy of each key-value head on every device that uses
         it. A training step hands in weights that have them; outside of one, they are made here."""
         del whole
-        return self._used(self.array)
+        return self.multiplied(self._stored())
 
-    def carried(self) -> dict[str, Array]:
-        """What is beside the array, by name."""
-        return {name: getattr(self, name)[...] for name in self.names}
+    def product(self, multiply: Matmul, equation: str, x: Array) -> Array:
+        """Of x and the array, by a recipe for arrays that are not quantized; see `adapted`."""
+        if self.quantized is not None:
+            return self.quantized.product(equation, x, self._stored())
+        return multiply(equation, x, self[...], **{name: getattr(self, name)[...] for name in self.names})
+
+    def multiplied(self, values: Mapping[str, Array]) -> Array:
+        """The array that inputs are multiplied by, of the values of `leaves`; float32 where it is quantized."""
+        return values[""] if self.quantized is None else self.quantized.whole(values)
 
     def adapted(self, y: Array, equation: str, x: Array, *out: str | None) -> Array:
         """y, the product of x and the array, with what the adapter adds, if there is one. out: logical axes of y."""
@@ -182,17 +197,34 @@ class Matrix(nnx.Module):
 
     def _used(self, leaf: nnx.Param) -> Array:
         array = leaf[...]
-        return copy_heads(self.layout, array, leaf.axes[-array.ndim :])
+        return copy_heads(self.layout, array, leaf.axes[len(leaf.axes) - array.ndim :])
+
+    def _stored(self) -> dict[str, Array]:
+        return {end: self._used(leaf) for end, leaf in self._own_leaves().items()}
+
+    def _own_leaves(self) -> dict[str, nnx.Param]:
+        """Without those of the adapter."""
+        scales = (SCALE, FACTOR, AMAX)
+        return {"": self.array} | {end: getattr(self, end[1:]) for end in scales if hasattr(self, end[1:])}
 
     def leaves(self) -> dict[str, nnx.Param]:
-        """The array and the matrices of the adapter, by what their paths have beyond that of the matrix."""
+        """The array and what it is read with, by what their paths have beyond that of the matrix."""
         adapter = {} if self.low_rank is None else {".lora_a": self.lora_a, ".lora_b": self.lora_b}
-        return {"": self.array, **adapter}
+        return self._own_leaves() | adapter
 
     def smaller_side(self) -> int:
         """The smaller of the numbers of inputs and outputs: the largest rank that it can have."""
         shape = self.array.shape[sum(name in ("layer", "expert") for name in self.array.axes) :]
         return min(prod(shape[: self.inputs]), prod(shape[self.inputs :]))
+
+    def quantize(self, quantized: Quantized) -> None:
+        """Store the array so; after `adapt`, where there is an adapter."""
+        self.quantized = quantized
+        array = self.array
+        for end, (shape, axes, dtype) in quantized.declared(array.shape, array.axes).items():
+            leaf = _leaf(nnx.Param, shape, axes, init=ZEROS, role="quantized", dtype=dtype)
+            origin = f"{array.init_path}{end}" if array.layers else None
+            setattr(self, end[1:] or "array", _changed(leaf, leaf[...], layers=array.layers, init_path=origin))
 
     def adapt(self, rank: int, scale: float, rate: float) -> None:
         """Add an adapter: A from the inputs to `rank`, B from there to the outputs, laid out as the array is.
@@ -224,10 +256,18 @@ def matrix(
     return Matrix(settings.layout, array, settings.layout.beside(shape, axes), inputs)
 
 
-def _leaf[V: nnx.Variable](kind: type[V], shape: tuple[int, ...], axes: LogicalAxes, **metadata: Any) -> V:
+def matrices_of(module: nnx.Module) -> dict[str, Matrix]:
+    """Those of a module by path."""
+    nodes = nnx.iter_graph(module)
+    return {".".join(map(str, path)): node for path, node in nodes if isinstance(node, Matrix)}
+
+
+def _leaf[V: nnx.Variable](
+    kind: type[V], shape: tuple[int, ...], axes: LogicalAxes, *, dtype: str = "float32", **metadata: Any
+) -> V:
     if len(shape) != len(axes):
         raise ValueError(f"shape {shape} and logical axes {axes} differ in length")
-    return kind(jnp.zeros(shape, jnp.float32), axes=tuple(axes), init_path=None, layers=(), **metadata)
+    return kind(jnp.zeros(shape, dtype), axes=tuple(axes), init_path=None, layers=(), **metadata)
 
 
 def stacked(block: nnx.Module, layers: tuple[int, ...]) -> nnx.Module:
@@ -274,19 +314,20 @@ def specs(model: nnx.Module, kind: type[nnx.Variable] = nnx.Param) -> dict[str, 
     for parts, leaf in nnx.to_flat_state(nnx.state(model, kind)):
         path, shape, updater = path_of(parts, leaf), tuple(leaf.shape), leaf.get_metadata().get("updater")
         origin = leaf.init_path or path
-        declared[path] = ParamSpec(path, shape, leaf.axes, leaf.init, leaf.role, origin, leaf.layers, updater)
+        given = leaf.axes, leaf.init, leaf.role, origin, leaf.layers, updater, leaf.dtype.name
+        declared[path] = ParamSpec(path, shape, *given)
     return declared
 
 
 def initial_values(declared: Mapping[str, ParamSpec], seed: int) -> Params:
-    """Float32 weights from (seed, path, layer number) alone, on whatever layout they are made.
+    """Weights from (seed, path, layer number) alone, on whatever layout they are made; float32 unless quantized.
 
     The random bits are the same everywhere. Turning them into Gaussian values takes a logarithm, whose last bit a
     compiler may round otherwise in a vectorised loop: a few percent of the values differ by one unit in the last place
     (2e-7 relative) between layouts.
     """
     weights = jax.random.fold_in(jax.random.key(seed), WEIGHTS_STREAM)
-    return {path: _draw(spec, weights) for path, spec in declared.items()}
+    return {path: _draw(spec, weights).astype(spec.dtype) for path, spec in declared.items()}
 
 
 def _draw(spec: ParamSpec, key: Array) -> Array:

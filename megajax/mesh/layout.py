@@ -7,7 +7,6 @@ mesh everything is the identity. So the same layer runs under plain `jax.jit` in
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from types import EllipsisType
 from typing import Any, Protocol, overload
 
 import jax
@@ -32,12 +31,8 @@ Hashable. The auxiliary arrays of the weight are passed as keyword arguments, by
 class Weight(Protocol):
     """A weight that `Layout.dot` multiplies by."""
 
-    def __getitem__(self, whole: EllipsisType) -> Array:
-        """weight[...]: the array."""
-        ...
-
-    def carried(self) -> Mapping[str, Array]:
-        """The auxiliary arrays that the recipe needs, by name."""
+    def product(self, multiply: Matmul, equation: str, x: Array) -> Array:
+        """Of x and the array, by this recipe unless the weight has one of its own, as quantized ones do."""
         ...
 
     def adapted(self, y: Array, equation: str, x: Array, *out: str | None) -> Array:
@@ -139,7 +134,7 @@ class Layout:
         if isinstance(w, Array):
             y = self.matmul(equation, x, w)
         else:
-            y = w.adapted(self.matmul(equation, x, w[...], **w.carried()), equation, x, *out)
+            y = w.adapted(w.product(self.matmul, equation, x), equation, x, *out)
         if "seq_residual" in out:
             y = self._cotangent_as(y, tuple("seq" if name == "seq_residual" else name for name in out))
         return self.act(y, *out)

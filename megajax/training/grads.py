@@ -70,7 +70,7 @@ class Weights:
         if updater is not None:
             return updater.used(w, scale)
         plan, axes = self.layout.plan, self.declared[path].axes
-        if self.declared[path].role != "rate":
+        if not self.declared[path].keeps_dtype():
             w = to_compute(w, self.precision)
         w = copy_heads(self.layout, w, axes)
         axes = plan.axes_in_step(axes)

@@ -284,6 +284,15 @@ def _fp8(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
             yield Problem(f"model.{side.where}", what.lstrip(), "or set precision.fp8=none")
 
 
+def _quantized(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
+    """Quantized weights are used, not trained."""
+    del devices
+    quantization = getattr(cfg.model, "quantization", None)
+    if quantization is not None:
+        what = f"the weights are quantized ({quantization.weights}, model.quantization), which no optimizer can train"
+        yield Problem("optimizer", what, "train from the weights they were made of, and quantize the result")
+
+
 _CHECKS: tuple[Check, ...] = (
     _leaves,
     _evaluation,
@@ -295,4 +304,5 @@ _CHECKS: tuple[Check, ...] = (
     _pipeline,
     _schedule,
     _fp8,
+    _quantized,
 )

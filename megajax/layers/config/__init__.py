@@ -36,6 +36,7 @@ from megajax.layers.config.norm import (
     above_zero,
 )
 from megajax.layers.config.position import Llama3ScalingConfig, RelativeBiasConfig, RopeConfig, YarnScalingConfig
+from megajax.layers.config.quantization import QuantizationConfig
 
 __all__ = [
     "LARGEST",
@@ -63,6 +64,7 @@ __all__ = [
     "MoEConfig",
     "NormConfig",
     "PostNormBlockConfig",
+    "QuantizationConfig",
     "RMSNormConfig",
     "RelativeBiasConfig",
     "RopeConfig",

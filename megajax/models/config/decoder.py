@@ -14,6 +14,7 @@ from megajax.layers.config import (
     AnyBlockConfig,
     LoRAConfig,
     NormConfig,
+    QuantizationConfig,
     RMSNormConfig,
     StackConfig,
     above_zero,
@@ -129,6 +130,8 @@ class DecoderConfig(AdaptedConfig, TransformerConfig, ModelConfig):
     """muP scaling from a narrower base model."""
     lora: LoRAConfig | None = None
     """Low-rank adapters: they are trained, and the other weights only where optimizer.trainable names them."""
+    quantization: QuantizationConfig | None = None
+    """Weights in 8 or 4 bits, as `python -m megajax.convert --quantize` made them; none: float weights."""
     recompute: Recompute = "selective"
     """Tensors that the backward pass recomputes instead of saving: none; a list of names such as norm,activation,mlp;
     selective, which is norm,latent,activation; or full, everything but the inputs of layers. Except with none,

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal, Self
 from megajax.config.builds import Builds
 from megajax.config.errors import Problem, UserError
 from megajax.kernels.capability import Choice, Device, Request
-from megajax.layers.config import AnyBlockConfig, LoRAConfig, NormConfig, StackConfig
+from megajax.layers.config import AnyBlockConfig, LoRAConfig, NormConfig, QuantizationConfig, StackConfig
 from megajax.layers.facts import LayerBuilder, Mixer, Norm, Side, total_size
 from megajax.layers.remat import Part, Recompute, Recomputing, words
 from megajax.layers.segments import SegmentsConfig
@@ -15,15 +15,18 @@ from megajax.mesh.config import MESH_AXES, ParallelConfig
 
 
 class AdaptedConfig(Builds):
-    """Base of the configs of models that may have low-rank adapters; every subclass is a dataclass with this field."""
+    """Base of the configs of models that may have low-rank adapters and quantized weights; every subclass is a
+    dataclass with these fields."""
 
     __slots__ = ()
     lora: LoRAConfig | None
+    quantization: QuantizationConfig | None
 
     def build(self, layout: Any) -> Any:
-        """The module on this layout, with its adapters."""
+        """The module on this layout, with its adapters and its quantized matrices."""
         model = Builds.build(self, layout)
-        return model if self.lora is None else self.lora.build(model)
+        model = model if self.lora is None else self.lora.build(model)
+        return model if self.quantization is None else self.quantization.build(model)
 
     def drops_inputs(self) -> bool:
         """Whether training draws random numbers for adapters."""

@@ -7,7 +7,14 @@ from typing import ClassVar
 from megajax.batch import Leaf
 from megajax.config.builds import Builds
 from megajax.config.errors import Problem
-from megajax.layers.config import LARGEST, DenseMLPConfig, LayerNormConfig, LoRAConfig, above_zero
+from megajax.layers.config import (
+    LARGEST,
+    DenseMLPConfig,
+    LayerNormConfig,
+    LoRAConfig,
+    QuantizationConfig,
+    above_zero,
+)
 from megajax.layers.config.cross import CrossAttentionConfig
 from megajax.layers.facts import Matmul, Weight, prefixed, total_size
 from megajax.models.config.transformer import AdaptedConfig
@@ -221,6 +228,8 @@ class ViTConfig(AdaptedConfig, VisionTowerConfig, ModelConfig):  # ty: ignore[in
     """What is predicted."""
     lora: LoRAConfig | None = None
     """Low-rank adapters: they are trained, and the other weights only where optimizer.trainable names them."""
+    quantization: QuantizationConfig | None = None
+    """Weights in 8 or 4 bits, as `python -m megajax.convert --quantize` made them; none: float weights."""
 
     def problems(self) -> list[Problem]:
         problems = VisionTowerConfig.problems(self)

@@ -1,0 +1,48 @@
+"""Quantized weights of a model that is built already: which matrices, and how each is stored."""
+
+from fnmatch import fnmatchcase
+
+from flax import nnx
+
+from megajax.config.errors import UserError
+from megajax.config.nearest import matching
+from megajax.layers.config.quantization import QuantizationConfig
+from megajax.layers.param import Matrix, matrices_of
+from megajax.layers.quantized import Quantized, form_of
+
+SETTING = "model.quantization"
+SHOWN = 10
+
+
+def quantize[M: nnx.Module](cfg: QuantizationConfig, model: M) -> M:
+    """The model, with matrices that are stored as the config says. Their values are zeros until they are loaded.
+
+    Raises UserError for a pattern that names no matrix, for a model without matrices, and for those that do not fit.
+    """
+    matrices = matrices_of(model)
+    for pattern in cfg.exclude:
+        matching(f"{SETTING}.exclude", pattern, matrices, "matrix")
+    chosen = {path: each for path, each in matrices.items() if not any(fnmatchcase(path, p) for p in cfg.exclude)}
+    if not chosen:
+        raise UserError(f"{SETTING}: the model has no matrix to quantize")
+    forms = {path: _quantized(cfg, matrix) for path, matrix in chosen.items()}
+    misfits = {path: forms[path].form.misfit(tuple(matrix.array.shape)) for path, matrix in chosen.items()}
+    if wrong := [f"  {path}: {misfit}" for path, misfit in misfits.items() if misfit]:
+        more = [f"  and {len(wrong) - SHOWN} more"] * (len(wrong) > SHOWN)
+        raise UserError(
+            "\n".join([f"these matrices can't be stored in {cfg.weights}:", *wrong[:SHOWN], *more])
+            + f"\nChange {SETTING}.group, or leave them out with {SETTING}.exclude."
+        )
+    for path, matrix in chosen.items():
+        matrix.quantize(forms[path])
+    return model
+
+
+def _quantized(cfg: QuantizationConfig, matrix: Matrix) -> Quantized:
+    axes = matrix.array.axes
+    leading = sum(name in ("layer", "expert") for name in axes)
+    form = form_of(cfg.weights, cfg.group, matrix.inputs, len(axes) - leading - matrix.inputs)
+    # Rows of experts are multiplied by another kernel, and no calibration sees them.
+    plain = "expert" in axes
+    eight = cfg.activations == "fp8" and not plain
+    return Quantized(form, balanced=cfg.balanced and not plain, activations=eight, static=cfg.static and eight)

@@ -1,0 +1,104 @@
+"""Products with a quantized matrix; the matrix as a whole is made for one layer at a time, if at all."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from megajax.mesh.layout import exact
+from megajax.mesh.rules import LogicalAxes
+from megajax.precision import fp8
+from megajax.precision.quantization import Channels, Form, Groups, largest, rounded
+
+ARRAY, SCALE, FACTOR, AMAX = "", ".scale", ".input_factor", ".input_amax"
+"""Leaves of a quantized matrix, by what their paths have beyond that of the matrix: numbers, scales, factors on inputs,
+and the largest magnitude of inputs that is expected."""
+E4M3 = "float8_e4m3fn"
+
+type Leaves = Mapping[str, Array]
+
+
+@dataclass(frozen=True, slots=True)
+class Quantized:
+    """How a matrix is stored and multiplied by. Hashable; its arrays are leaves of the `Matrix` that it belongs to."""
+
+    form: Form
+    balanced: bool = False
+    """Inputs are multiplied by factors."""
+    activations: bool = False
+    """Inputs are rounded to 8 bits; the form is Channels in e4m3."""
+    static: bool = False
+    """Inputs have one scale, from the magnitude that is expected."""
+
+    def declared(
+        self, shape: tuple[int, ...], axes: LogicalAxes
+    ) -> dict[str, tuple[tuple[int, ...], LogicalAxes, str]]:
+        """Shape, logical axes and dtype of each leaf, by its name, of a matrix of this shape."""
+        form, end = self.form, len(shape) - self.form.outputs
+        numbers, dtype = form.stored(shape)
+        leaves = {ARRAY: (numbers, axes, dtype), SCALE: (*form.scales(shape, axes), "float32")}
+        if self.balanced:
+            leaves[FACTOR] = (shape[:end], tuple(None if name == "embed" else name for name in axes[:end]), "float32")
+        if self.static:
+            first = end - form.inputs
+            leaves[AMAX] = (shape[:first], axes[:first], "float32")
+        return leaves
+
+    def quantized(self, w: Array, factor: Array | None = None, amax: Array | None = None) -> dict[str, Array]:
+        """The leaves of a float matrix. factor [..., inputs]: on inputs; amax [...]: of inputs. None: 1 and no leaf."""
+        leaves = {}
+        if factor is not None:
+            leaves[FACTOR] = factor
+            w = w.astype(jnp.float32) / self._along_inputs(factor)
+        if amax is not None:
+            leaves[AMAX] = amax
+        values, scale = self.form.quantized(w)
+        return {ARRAY: values, SCALE: scale, **leaves}
+
+    def whole(self, leaves: Leaves) -> Array:
+        """The matrix that inputs are multiplied by, float32, before they are rounded."""
+        w = self.form.whole(leaves[ARRAY], leaves[SCALE])
+        return w * self._along_inputs(leaves[FACTOR]) if self.balanced else w
+
+    def product(self, equation: str, x: Array, leaves: Leaves) -> Array:
+        """einsum of x and the matrix, in x's dtype."""
+        first, second, result = equation.replace("->", ",").split(",")
+        inputs, outputs = second[: self.form.inputs], second[self.form.inputs :]
+        if not (first.endswith(inputs) and result.endswith(outputs)) or {*inputs} & {*result}:
+            return exact(equation, x, self.whole(leaves).astype(x.dtype))
+        if self.balanced:
+            x = x * leaves[FACTOR].astype(x.dtype)
+        if self.activations:
+            return self._rounded_product((first, second, result), x, leaves)
+        if not isinstance(self.form, Channels):
+            return exact(equation, x, self.form.whole(leaves[ARRAY], leaves[SCALE]).astype(x.dtype))
+        # Sums of integers may exceed float16, whose largest is 65504.
+        dtype = jnp.float32 if x.dtype == jnp.float16 else x.dtype
+        y = jnp.einsum(equation, x, leaves[ARRAY].astype(x.dtype), preferred_element_type=dtype)
+        return (y * leaves[SCALE]).astype(x.dtype)
+
+    def _rounded_product(self, letters: fp8.Letters, x: Array, leaves: Leaves) -> Array:
+        """Both in e4m3: numbers of 8 bits are multiplied, and both scales are applied to the product."""
+        if self.static:
+            scale = leaves[AMAX] / largest(E4M3)
+            values = jnp.clip(x.astype(jnp.float32) / scale, -largest(E4M3), largest(E4M3)).astype(E4M3)
+        else:
+            values, scale = rounded(x, E4M3, self.form.inputs)
+            # The dimensions of x that are left, then outputs: [B, S] -> [B, S, 1, 1] for "bsnh".
+            scale = scale.reshape(*scale.shape, *[1] * (len(letters[2]) - scale.ndim))
+        one = jnp.float32(1)
+        small, matrix = fp8.Quantized(values, one, one), fp8.Quantized(leaves[ARRAY], one, one)
+        dtype = jnp.dtype(jnp.float32) if x.dtype == jnp.float16 else x.dtype
+        y = fp8.product(letters, small, matrix, dtype=dtype, precision=lax.Precision.DEFAULT)
+        return (y * scale * leaves[SCALE]).astype(x.dtype)
+
+    def _along_inputs(self, factor: Array) -> Array:
+        return factor.reshape(*factor.shape, *[1] * self.form.outputs)
+
+
+def form_of(weights: str, group: int, inputs: int, outputs: int) -> Form:
+    """By the name that the config has for it."""
+    if weights == "int4":
+        return Groups(group, inputs, outputs)
+    return Channels("int8" if weights == "int8" else E4M3, inputs, outputs)

@@ -1,0 +1,164 @@
+"""Weights in 8 and 4 bits: rounding to nearest under a scale, packing, and back.
+
+A matrix has dimensions [..., inputs, outputs]: maybe layers and experts, then those that a product sums over, then
+those that it makes. Both sides may have several.
+"""
+
+from dataclasses import dataclass
+from math import prod
+from typing import Literal
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from megajax.mesh.rules import LogicalAxes
+
+LARGEST_INT4 = 7
+"""-8 is not used, so that numbers of either sign have the same error."""
+BITS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Channels:
+    """A scale for each output: w is about values * scale."""
+
+    dtype: Literal["int8", "float8_e4m3fn"]
+    inputs: int
+    outputs: int
+
+    def misfit(self, shape: tuple[int, ...]) -> str:
+        """Why a matrix of this shape can't be stored so; "" if it can."""
+        del shape
+        return ""
+
+    def stored(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], str]:
+        """Shape and dtype of the numbers."""
+        return shape, self.dtype
+
+    def scales(self, shape: tuple[int, ...], axes: LogicalAxes) -> tuple[tuple[int, ...], LogicalAxes]:
+        """Shape and logical axes of the scales, which are float32."""
+        end = len(shape) - self.outputs
+        first = end - self.inputs
+        return (*shape[:first], *shape[end:]), _whole_at_rest((*axes[:first], *axes[end:]))
+
+    def quantized(self, w: Array) -> tuple[Array, Array]:
+        """A float matrix -> its numbers and scales.
+
+        The scale brings the largest magnitude of an output to the largest number; it is 1 for an output of zeros.
+        """
+        w = w.astype(jnp.float32)
+        whole, top = self.dtype == "int8", largest(self.dtype)
+        scale = _scale(jnp.max(jnp.abs(w), axis=self._summed(w.ndim)), top)
+        values = jnp.clip(w / self._spread(scale), -top, top)
+        return (jnp.round(values) if whole else values).astype(self.dtype), scale
+
+    def whole(self, values: Array, scale: Array) -> Array:
+        """Numbers and scales -> the matrix in float32."""
+        return values.astype(jnp.float32) * self._spread(scale)
+
+    def _summed(self, ndim: int) -> tuple[int, ...]:
+        end = ndim - self.outputs
+        return tuple(range(end - self.inputs, end))
+
+    def _spread(self, scale: Array) -> Array:
+        return jnp.expand_dims(scale, self._summed(scale.ndim + self.inputs))
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Integers of 4 bits, -7 to 7, two to a byte; a scale for each output and each group of inputs.
+
+    Groups and pairs are along the last dimension of the inputs. The first of a pair is in the low bits.
+    """
+
+    size: int
+    """Inputs of a group; all where the dimension is shorter."""
+    inputs: int
+    outputs: int
+
+    def misfit(self, shape: tuple[int, ...]) -> str:
+        size = shape[self._axis(len(shape))]
+        if size % 2:
+            return f"{size} inputs are odd, and int4 packs two to a byte"
+        if size % min(self.size, size):
+            return f"{size} inputs are not a multiple of the group, {self.size}"
+        return ""
+
+    def stored(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], str]:
+        return self._cut(shape, 2), "uint8"
+
+    def scales(self, shape: tuple[int, ...], axes: LogicalAxes) -> tuple[tuple[int, ...], LogicalAxes]:
+        return self._cut(shape, min(self.size, shape[self._axis(len(shape))])), _whole_at_rest(axes)
+
+    def quantized(self, w: Array) -> tuple[Array, Array]:
+        """The scale brings the largest magnitude of a group to 7; it is 1 for a group of zeros."""
+        axis = self._axis(w.ndim)
+        groups = self._grouped(w.astype(jnp.float32), w.shape[axis] // min(self.size, w.shape[axis]))
+        scale = _scale(jnp.max(jnp.abs(groups), axis=axis + 1), LARGEST_INT4)
+        values = jnp.clip(jnp.round(groups / jnp.expand_dims(scale, axis + 1)), -LARGEST_INT4, LARGEST_INT4)
+        return pack(values.astype(jnp.int8).reshape(w.shape), axis), scale
+
+    def whole(self, values: Array, scale: Array) -> Array:
+        axis = self._axis(values.ndim)
+        unpacked = unpack(values, axis)
+        groups = self._grouped(unpacked.astype(jnp.float32), scale.shape[axis])
+        return (groups * jnp.expand_dims(scale, axis + 1)).reshape(unpacked.shape)
+
+    def _axis(self, ndim: int) -> int:
+        return ndim - self.outputs - 1
+
+    def _cut(self, shape: tuple[int, ...], by: int) -> tuple[int, ...]:
+        axis = self._axis(len(shape))
+        return (*shape[:axis], shape[axis] // by, *shape[axis + 1 :])
+
+    def _grouped(self, w: Array, groups: int) -> Array:
+        axis = self._axis(w.ndim)
+        return w.reshape(*w.shape[:axis], groups, -1, *w.shape[axis + 1 :])
+
+
+type Form = Channels | Groups
+"""How a matrix is stored; both have the same methods."""
+
+
+def pack(values: Array, axis: int) -> Array:
+    """Integers -8 to 7, int8 [..., n, ...] -> uint8 [..., n / 2, ...] along `axis`; see `Groups`."""
+    pairs = values.reshape(*values.shape[:axis], -1, 2, *values.shape[axis + 1 :]).astype(jnp.uint8)
+    low, high = (lax.index_in_dim(pairs, place, axis + 1, keepdims=False) for place in (0, 1))
+    return (low & 15) | (high << BITS)
+
+
+def unpack(packed: Array, axis: int) -> Array:
+    """What `pack` packed, int8."""
+    signed = lax.bitcast_convert_type(packed, jnp.int8)
+    pairs = jnp.stack([(signed << BITS) >> BITS, signed >> BITS], axis + 1)
+    return pairs.reshape(*packed.shape[:axis], -1, *packed.shape[axis + 1 :])
+
+
+def largest(dtype: str) -> float:
+    """The largest number of an 8-bit dtype that is used."""
+    return 127.0 if dtype == "int8" else float(jnp.finfo(dtype).max)
+
+
+def rounded(x: Array, dtype: str, axes: int) -> tuple[Array, Array]:
+    """x -> 8-bit numbers, and their scales float32 without the last `axes` dimensions, over which they are shared."""
+    x, top = x.astype(jnp.float32), largest(dtype)
+    scale = _scale(jnp.max(jnp.abs(x), axis=tuple(range(-axes, 0))), top)
+    values = jnp.clip(x / scale.reshape(*scale.shape, *[1] * axes), -top, top)
+    return (jnp.round(values) if dtype == "int8" else values).astype(dtype), scale
+
+
+def _scale(amax: Array, top: float) -> Array:
+    """NaN and infinity stay, so that they are seen in what is multiplied."""
+    return jnp.where(amax == 0, 1.0, amax / top)
+
+
+def _whole_at_rest(axes: LogicalAxes) -> LogicalAxes:
+    """Scales are small: they are not spread over data-parallel devices, which weights are along `embed`."""
+    return tuple(None if name == "embed" else name for name in axes)
+
+
+def stored_bytes(form: Form, shape: tuple[int, ...]) -> int:
+    """Of a matrix, with its scales."""
+    numbers, dtype = form.stored(shape)
+    scales, _ = form.scales(shape, (None,) * len(shape))
+    return prod(numbers) * jnp.dtype(dtype).itemsize + 4 * prod(scales)
