@@ -1,23 +1,12 @@
 """The Triton kernels of a paged cache: interpreted against the reference, and compiled for virtual GPUs."""
 
-import re
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
-from megajax.config.errors import UserError
-from megajax.kernels.capability import Device
 from megajax.kernels.paged import Pools, reference
-from megajax.kernels.paged_capability import PAGED_BACKENDS, PagedRequest, choose_paged
 from megajax.kernels.paged_triton import paged_attention
-from megajax.mesh.xla import DEVICELESS, GPU, compiler_options
-from megajax.planning.program import devices
-from megajax.planning.program.devices import Cluster
 
 BLOCK, TABLE = 16, 36
 """A table of 576 positions: three splits."""
@@ -46,14 +35,14 @@ def step(width: int, heads: int, groups: int, size: int, *, latent: int | None =
 
 
 CASES = {
-    "one query a row": dict(width=1, heads=4, groups=2, size=16),
-    "prompts": dict(width=40, heads=2, groups=1, size=16),
-    "a window and sinks": dict(width=1, heads=6, groups=2, size=48, window=300, sinks=True),
-    "prompts with a window and sinks": dict(width=20, heads=4, groups=2, size=32, window=100, sinks=True),
-    "values inside keys": dict(width=1, heads=20, groups=1, size=80, latent=64),
-    "prompts with values inside keys": dict(width=17, heads=2, groups=1, size=48, latent=32),
-    "int8": dict(width=2, heads=4, groups=2, size=16, stored="int8"),
-    "float8": dict(width=2, heads=4, groups=2, size=16, stored="float8_e4m3fn"),
+    "one query a row": {"width": 1, "heads": 4, "groups": 2, "size": 16},
+    "prompts": {"width": 40, "heads": 2, "groups": 1, "size": 16},
+    "a window and sinks": {"width": 1, "heads": 6, "groups": 2, "size": 48, "window": 300, "sinks": True},
+    "prompts with a window and sinks": {"width": 20, "heads": 4, "groups": 2, "size": 32, "window": 100, "sinks": True},
+    "values inside keys": {"width": 1, "heads": 20, "groups": 1, "size": 80, "latent": 64},
+    "prompts with values inside keys": {"width": 17, "heads": 2, "groups": 1, "size": 48, "latent": 32},
+    "int8": {"width": 2, "heads": 4, "groups": 2, "size": 16, "stored": "int8"},
+    "float8": {"width": 2, "heads": 4, "groups": 2, "size": 16, "stored": "float8_e4m3fn"},
 }
 FAST = ["a window and sinks"]
 
@@ -66,7 +55,7 @@ def test_the_interpreted_kernels_equal_the_reference(case: str) -> None:
     window, sinks = rest.pop("window", None), rest.pop("sinks", False)
     q, pools, table, positions = step(**rest)
     sink = jnp.linspace(-1, 2, q.shape[2]) if sinks else None
-    arguments = dict(scale=0.3, window=window, sink=sink)
+    arguments = {"scale": 0.3, "window": window, "sink": sink}
     expected = reference(q, pools, table, positions, **arguments)
     actual = paged_attention(q, pools, table, positions, interpret=True, **arguments)
     np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
