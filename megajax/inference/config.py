@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from megajax.config.errors import Problem
+from megajax.kernels.paged_capability import PagedKernel
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.xla import XlaConfig
 from megajax.models.config import DecoderConfig
@@ -35,8 +36,9 @@ class InferenceConfig:
     """Dtype of weights and activations; of a run, its precision.compute unless given."""
     cache_dtype: Dtype | None = None
     """Dtype of the cache; none: that of compute."""
-    kernel: Literal["reference", "tiled"] = "tiled"
-    """Attention to the cache. reference: gathers the keys and values of whole rows first; tiled: a tile at a time."""
+    kernel: PagedKernel = "auto"
+    """Attention to the cache. auto: the fastest that the devices have; triton: on NVIDIA GPUs; tiled: a tile of keys at
+    a time; reference: gathers the keys and values of whole rows."""
     batch_invariant: bool = False
     """Every token is computed in steps of one shape, so that a request's tokens do not depend on what else runs.
     Steps with few requests take as long as full ones then."""

@@ -17,10 +17,12 @@ from megajax.config.tree import check
 from megajax.inference.config import GenerationConfig
 from megajax.inference.loading import load_weights
 from megajax.inference.programs import LoadedModel
-from megajax.job.origin import Origin, without_adapters
+from megajax.job.origin import Origin, folder_ends, tokenizer_folder, without_adapters
 from megajax.mesh.mesh import build_mesh, find_devices
 from megajax.models.protocol import ids_below
 from megajax.tokenizers.base import Tokenizer
+from megajax.tokenizers.chat_template import ChatTemplate
+from megajax.tokenizers.conversation import Conversation
 from megajax.training.session import build_tokenizer
 
 
@@ -30,6 +32,10 @@ class Loaded(NamedTuple):
     config: GenerationConfig
     model: LoadedModel
     tokenizer: Tokenizer
+    ends: frozenset[int]
+    """Tokens that end an answer."""
+    conversation: Conversation | None
+    """Makes prompts of messages; None without a chat template."""
     where: str
     """What was read, for messages."""
 
@@ -45,9 +51,22 @@ def load(config: GenerationConfig, origin: Origin) -> Loaded:
     mesh = build_mesh(parallel, devices)
     remedy = "give the tokenizer that the weights were trained with"
     tokenizer = build_tokenizer(config.tokenizer, config.model, remedy)
+    template = config.inference.template
+    template = None if template is None else ChatTemplate(template, "inference.template")
     weights = weights_of(origin, config.model)
-    model = load_weights(config.model, weights, parallel, mesh, config.inference.compute)
-    return Loaded(config, model, tokenizer, weights.where)
+    return Loaded(
+        config,
+        load_weights(config.model, weights, parallel, mesh, config.inference.compute),
+        tokenizer,
+        ends_of(tokenizer) | folder_ends(tokenizer_folder(config.tokenizer)),
+        None if template is None else Conversation(template, tokenizer),
+        weights.where,
+    )
+
+
+def ends_of(tokenizer: Tokenizer) -> frozenset[int]:
+    """Tokens by which a tokenizer's texts end."""
+    return frozenset({tokenizer.eod, tokenizer.specials.get("eos", tokenizer.eod)})
 
 
 def weights_of(origin: Origin, model: Any) -> WeightSource:

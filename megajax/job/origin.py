@@ -1,5 +1,6 @@
 """Where a model that is evaluated or generates text comes from, and its settings; imports neither jax nor flax."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,10 @@ from megajax.config.builds import resolve
 from megajax.config.errors import ConfigError, Problem, UserError
 from megajax.config.files import ROOT, Source, assembled, read
 from megajax.inference.config import GenerationConfig, InferenceConfig
-from megajax.tokenizers.chat_template import template_file
+
+TEMPLATES = ("chat_template.jinja", "tokenizer_config.json")
+"""Files beside a tokenizer that may hold a chat template; the first that does counts."""
+GENERATION_CONFIG = "generation_config.json"
 
 
 class Origin(NamedTuple):
@@ -58,10 +62,13 @@ def run_config(run: Path, root: str | type = ROOT) -> Source:
     return read(str(config), root)
 
 
-def generation_config(origin: Origin) -> Source:
-    """What text is generated with. Raises UserError for a model or a tokenizer that cannot be read."""
+def generation_config[C: GenerationConfig](origin: Origin, root: type[C]) -> Source:
+    """What text is generated with, in a config of the class `root`.
+
+    Raises UserError for a model or a tokenizer that cannot be read.
+    """
     if origin.hf is not None:
-        return Source(f"hf:{origin.hf}", folder_config(origin.hf))
+        return Source(f"hf:{origin.hf}", folder_config(origin.hf, root))
     if origin.run is None:
         raise ValueError("an origin has a run or a folder")
     source = run_config(origin.run)
@@ -71,7 +78,7 @@ def generation_config(origin: Origin) -> Source:
     if cfg is None or wrong:
         raise ConfigError(wrong or problems, source.name)
     template = getattr(cfg.data, "template", None) or folder_template(tokenizer_folder(cfg.tokenizer))
-    config = GenerationConfig(
+    config = root(
         model=without_adapters(cfg.model),
         tokenizer=cfg.tokenizer,
         inference=InferenceConfig(compute=cfg.precision.compute, template=template),
@@ -80,7 +87,7 @@ def generation_config(origin: Origin) -> Source:
     return Source(source.name, config)
 
 
-def folder_config(folder: Path) -> GenerationConfig:
+def folder_config[C: GenerationConfig](folder: Path, root: type[C]) -> C:
     """Of a Hugging Face folder. Raises UserError for one that is no model, or with settings that we lack."""
     model = resolve("megajax.checkpoint.sources:read_foreign")(f"hf:{folder}").model
     if not hasattr(model, "schema"):
@@ -88,7 +95,7 @@ def folder_config(folder: Path) -> GenerationConfig:
     names = [path.name for path in folder.iterdir()]
     vocabulary = resolve("megajax.models.protocol:ids_below")(model)
     tokenizer = resolve("megajax.checkpoint.huggingface.tokenizer_files:tokenizer_config")
-    return GenerationConfig(
+    return root(
         model=model,
         tokenizer=tokenizer(names, folder, vocabulary, folder),
         inference=InferenceConfig(compute="bfloat16", template=folder_template(folder)),
@@ -110,5 +117,17 @@ def tokenizer_folder(tokenizer: Any) -> Path | None:
 
 def folder_template(folder: Path | None) -> str | None:
     """The file in a tokenizer's folder with a chat template; None without one."""
-    path = None if folder is None else template_file(folder)
-    return None if path is None else str(path)
+    for path in () if folder is None else (folder / name for name in TEMPLATES):
+        if path.is_file() and (path.suffix != ".json" or b'"chat_template"' in path.read_bytes()):
+            return str(path)
+    return None
+
+
+def folder_ends(folder: Path | None) -> frozenset[int]:
+    """Ids that end an answer by generation_config.json in a tokenizer's folder, as chat models have several."""
+    try:
+        settings = json.loads(((folder or Path()) / GENERATION_CONFIG).read_bytes()) if folder is not None else {}
+    except (OSError, ValueError):
+        return frozenset()
+    given = settings.get("eos_token_id") if isinstance(settings, dict) else None
+    return frozenset(token for token in (given if isinstance(given, list) else [given]) if type(token) is int)

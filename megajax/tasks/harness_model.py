@@ -9,7 +9,8 @@ from lm_eval.api.model import TemplateLM
 
 from megajax.config.errors import UserError
 from megajax.tasks.generation import Generation, generate
-from megajax.tasks.loglikelihood import LogLikelihoods, Request, start_token, with_prefix
+from megajax.tasks.loglikelihood import LogLikelihoods, Request
+from megajax.tokenizers.base import start_token, with_prefix
 from megajax.training.scoring import Scorer
 
 LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megajax.config.errors import UserError
-from megajax.tokenizers.base import Tokenizer
+from megajax.tokenizers.base import Tokenizer, start_token, with_prefix
 from megajax.training.scoring import Scorer, Window
 
 
@@ -39,17 +39,6 @@ def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> Reques
         return Request(np.array([start_token(tokenizer)], np.int32), whole)
     whole, before = with_prefix(tokenizer, context + continuation), with_prefix(tokenizer, kept)
     return Request(whole[: len(before)], whole[len(before) :])
-
-
-def with_prefix(tokenizer: Tokenizer, text: str) -> np.ndarray:
-    """Ids of a text after the tokenizer's prefix, int32 [N]; the prefix once where the text begins with it."""
-    ids, prefix = tokenizer.encode(text), np.array(tokenizer.prefix, np.int32)
-    return ids if np.array_equal(ids[: len(prefix)], prefix) else np.concatenate([prefix, ids])
-
-
-def start_token(tokenizer: Tokenizer) -> int:
-    """What a text without a context is scored after, as in lm-eval: the beginning of a sequence, else `eod`."""
-    return int(next(iter(tokenizer.prefix), tokenizer.specials.get("bos", tokenizer.eod)))
 
 
 class LogLikelihoods:

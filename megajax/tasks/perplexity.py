@@ -11,8 +11,8 @@ from megajax.data.splits import Rows
 from megajax.tasks.config import PerplexityConfig, SplitConfig, TextConfig, WikitextConfig
 from megajax.tasks.detokenizers import detokenize
 from megajax.tasks.files import read_lines, read_text
-from megajax.tasks.loglikelihood import start_token
 from megajax.tasks.statistics import exponential, ratio, scaled
+from megajax.tokenizers.base import start_token
 from megajax.training.scoring import Answer, Figure, Figures, Scorer, Window
 
 LARGEST_EXPONENT = 20.0

@@ -175,3 +175,14 @@ def join_tokens(ids: Sequence[int] | np.ndarray, table: Sequence[bytes | None]) 
     if unknown := [number for number, piece in pieces if piece is None]:
         raise UserError(f"Token id {unknown[0]} is not in the vocabulary, which has gaps.")
     return b"".join(piece for _, piece in pieces if piece is not None)
+
+
+def with_prefix(tokenizer: Tokenizer, text: str) -> np.ndarray:
+    """Ids of a text after the tokenizer's prefix, int32 [N]; the prefix once where the text begins with it."""
+    ids, prefix = tokenizer.encode(text), np.array(tokenizer.prefix, np.int32)
+    return ids if np.array_equal(ids[: len(prefix)], prefix) else np.concatenate([prefix, ids])
+
+
+def start_token(tokenizer: Tokenizer) -> int:
+    """What a text without a context is scored after, as in lm-eval: the beginning of a sequence, else `eod`."""
+    return int(next(iter(tokenizer.prefix), tokenizer.specials.get("bos", tokenizer.eod)))
