@@ -1,0 +1,257 @@
+"""Random walks over allowed tokens give documents that parse and are valid, by a check of our own."""
+
+import json
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megajax.config.errors import UserError
+from megajax.inference.sampling.grammar import Automaton, Repeat, choice, joined, literal, one_of, optional
+from megajax.inference.sampling.guide import Guide, Guided, TokenTrie
+from megajax.inference.sampling.json_grammar import any_object
+from megajax.inference.sampling.json_schema import schema_grammar
+
+END = 256
+WORDS = (
+    "true",
+    "null",
+    '{"',
+    '"}',
+    '":',
+    '", "',
+    "},",
+    "[]",
+    "]}",
+    "12",
+    "0.",
+    "e+",
+    "-1",
+    " \n",
+    "name",
+    "ab",
+    "é",
+    "\\u00",
+    "€x",
+    '\\"',
+)
+PIECES = [*(bytes((value,)) for value in range(END)), b"", *(word.encode() for word in WORDS), b"12", None]
+TRIE = TokenTrie(PIECES)
+
+SCHEMAS: dict[str, Any] = {
+    "types": {"type": ["string", "integer", "null"]},
+    "lengths": {"type": "string", "minLength": 2, "maxLength": 4},
+    "number": {"type": "number"},
+    "array": {"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 3},
+    "empty": {"type": "array", "maxItems": 0},
+    "enum": {"enum": ["a", "ab", 1.5, None, True, {"k": [1]}, 'é"\n']},
+    "typed enum": {"type": "integer", "enum": [1, "1", 2.5, True, -30]},
+    "const": {"const": {"b": [], "a": {"x": 1}}},
+    "any of": {"anyOf": [{"type": "boolean"}, {"type": "array", "items": {"const": 0}}]},
+    "optional": {
+        "type": "object",
+        "properties": {"a": {"type": "integer"}, "b": {"type": "boolean"}, "c": {"const": ""}},
+        "required": ["b"],
+        "additionalProperties": False,
+    },
+    "none required": {"properties": {"a": {"type": "null"}, "b": {"type": "null"}}},
+    "more": {
+        "type": "object",
+        "properties": {"a": {"type": "integer"}, "ab": {"type": "integer"}},
+        "required": ["ab", "z"],
+        "additionalProperties": {"type": "boolean"},
+    },
+    "references": {
+        "$defs": {"point": {"type": "object", "properties": {"x": {"type": "number"}}, "required": ["x"]}},
+        "type": "array",
+        "items": {"$ref": "#/$defs/point"},
+        "minItems": 1,
+        "title": "points",
+    },
+    "anything": {},
+    "any object": {"type": "object"},
+}
+
+
+def types(value: Any) -> set[str]:
+    match value:
+        case None:
+            return {"null"}
+        case bool():
+            return {"boolean"}
+        case int() | float():
+            return {"number", "integer"} if float(value).is_integer() else {"number"}
+        case str():
+            return {"string"}
+        case list():
+            return {"array"}
+        case _:
+            return {"object"}
+
+
+def same(one: Any, other: Any) -> bool:
+    """Equal as JSON: 1 is not true."""
+    return json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
+
+
+def valid(value: Any, schema: Any, root: Any) -> bool:
+    """A check of the keywords one by one, as the specification states them."""
+    if isinstance(schema, bool):
+        return schema
+    if "$ref" in schema:
+        return valid(value, root["$defs"][schema["$ref"].rpartition("/")[2]], root)
+    wanted = schema.get("type", [])
+    checks = [
+        not wanted or bool(types(value) & set([wanted] if isinstance(wanted, str) else wanted)),
+        "enum" not in schema or any(same(value, each) for each in schema["enum"]),
+        "const" not in schema or same(value, schema["const"]),
+        "anyOf" not in schema or any(valid(value, each, root) for each in schema["anyOf"]),
+    ]
+    if isinstance(value, str):
+        checks.append(schema.get("minLength", 0) <= len(value) <= schema.get("maxLength", math.inf))
+    if isinstance(value, list):
+        checks.append(schema.get("minItems", 0) <= len(value) <= schema.get("maxItems", math.inf))
+        checks.append(all(valid(item, schema.get("items", True), root) for item in value))
+    if isinstance(value, dict):
+        checks.append(set(schema.get("required", [])) <= set(value))
+        named = schema.get("properties", {})
+        checks += [
+            valid(item, named.get(key, schema.get("additionalProperties", True)), root) for key, item in value.items()
+        ]
+    return all(checks)
+
+
+def allowed(state: Guided) -> list[int]:
+    return np.flatnonzero(np.unpackbits(state.mask.view(np.uint8), bitorder="little")).tolist()
+
+
+def walk(guide: Guide, generator: np.random.Generator, most: int = 400) -> bytes | None:
+    """A document of random tokens, which at every step is complete exactly where the end is allowed."""
+    state, text = guide.start(), b""
+    closing = frozenset(b'"}]')
+    for step in range(most):
+        tokens = allowed(state)
+        assert tokens, text
+        assert (END in tokens) == state.complete
+        if END in tokens and (len(tokens) == 1 or generator.random() < 0.5):
+            return text
+        tokens = [token for token in tokens if token != END]
+        # Late in a text, what closes something is preferred.
+        ends = [token for token in tokens if PIECES[token] and closing & {PIECES[token][0]}]
+        chosen = ends if ends and generator.random() < step / 100 else tokens
+        token = int(generator.choice(chosen))
+        text += PIECES[token] or b""
+        state = state.after(token)
+    return None
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_documents_are_valid(name: str) -> None:
+    schema, generator = SCHEMAS[name], np.random.default_rng(0)
+    guide = Guide(schema_grammar(schema), TRIE, [END])
+    documents = [walk(guide, generator) for _ in range(12)]
+    finished = [json.loads(document.decode()) for document in documents if document is not None]
+    assert len(finished) >= 6
+    assert all(valid(document, schema, schema) for document in finished), finished
+
+
+def test_json_objects_parse() -> None:
+    guide, generator = Guide(any_object(), TRIE, [END]), np.random.default_rng(1)
+    documents = [walk(guide, generator) for _ in range(12)]
+    assert all(isinstance(json.loads(document), dict) for document in documents if document is not None)
+
+
+def test_a_mask_holds_exactly_the_tokens_that_the_automaton_reads() -> None:
+    """Against reading every token alone, in all states of a walk; tokens of equal bytes are all allowed."""
+    guide = Guide(schema_grammar(SCHEMAS["more"]), TRIE, [END])
+    state = guide.start()
+    for token in b'{"ab":1,"z":true,"q':
+        automaton = guide.automaton
+        one_by_one = [
+            number
+            for number, piece in enumerate(PIECES)
+            if (automaton.accepts(state.state) if number == END else piece and automaton.read(state.state, piece) >= 0)
+        ]
+        assert allowed(state) == one_by_one
+        state = state.after(token)
+    assert state.mask is state.mask
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "read"),
+    [
+        ({"type": "integer"}, "-0", True),
+        ({"type": "integer"}, "01", False),
+        ({"type": "integer"}, "1.0", False),
+        ({"type": "number"}, "1.", False),
+        ({"type": "number"}, "-1.5e+07", True),
+        ({"type": "string", "maxLength": 1}, '"\U0001f600"', True),
+        ({"type": "string", "maxLength": 1}, '"ab"', False),
+        ({"type": "string", "maxLength": 1}, '"\\u20aC"', True),
+        ({"type": "string"}, '"\\ud800"', False),
+        ({"type": "string"}, '"\n"', False),
+        ({"type": "string"}, '"\\x"', False),
+        ({"const": '\n"'}, '"\\n\\""', True),
+        (SCHEMAS["optional"], '{"b":true,"c":""}', True),
+        (SCHEMAS["optional"], '{"c":"","b":true}', False),
+        (SCHEMAS["optional"], '{"a":1}', False),
+        (SCHEMAS["optional"], '{,"b":true}', False),
+        (SCHEMAS["none required"], "{ }", True),
+        (SCHEMAS["none required"], '{"b" :\n null}', True),
+        (SCHEMAS["more"], '{"ab":1,"z":true,"abc":false}', True),
+        (SCHEMAS["more"], '{"ab":1,"z":true,"ab":false}', False),
+        (SCHEMAS["more"], '{"ab":1,"z":true,"a":false}', False),
+        ({}, "[" * 16 + "]" * 16, True),
+        ({}, "[" * 17 + "]" * 17, False),
+    ],
+)
+def test_texts(schema: Any, text: str, *, read: bool) -> None:
+    automaton = Automaton(schema_grammar(schema))
+    state = automaton.read(0, text.encode())
+    assert (state >= 0 and automaton.accepts(state)) == read
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        ({"type": "string", "pattern": "a"}, "/pattern is not supported"),
+        ({"type": "object", "properties": {"a": {"minimum": 1}}}, "/properties/a/minimum is not supported"),
+        ({"anyOf": [{}], "minLength": 1}, "/minLength is not supported beside anyOf"),
+        ({"$defs": {"a": {"items": {"$ref": "#/$defs/a"}}}, "$ref": "#/$defs/a"}, "is recursive: #/$defs/a"),
+        ({"$ref": "#/$defs/a"}, "is missing"),
+        ({"$ref": "https://example.org"}, "must begin with #/"),
+        ({"type": "text"}, "/type must be one of string"),
+        ({"type": "array", "minItems": 3, "maxItems": 2}, "/maxItems is 2, below minItems, 3"),
+        ({"type": "string", "maxLength": -1}, "/maxLength must be an integer between 0"),
+        ({"type": "string", "maxLength": True}, "/maxLength must be an integer between 0"),
+        ({"type": "boolean", "enum": [1]}, "/enum has no value of the type boolean"),
+        ({"required": ["a"], "additionalProperties": False}, "names a, which additionalProperties forbids"),
+        (False, "the schema allows no value"),
+        ([], "must be an object, got list"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(schema: Any, words: str) -> None:
+    with pytest.raises(UserError) as error:
+        schema_grammar(schema)
+    assert words in str(error.value)
+
+
+def test_a_token_off_the_grammar_is_refused() -> None:
+    guide = Guide(schema_grammar({"type": "boolean"}), TRIE, [END])
+    with pytest.raises(ValueError, match="token 65 does not follow the grammar"):
+        guide.start().after(65)
+
+
+def test_automata_of_each_construction() -> None:
+    digits = one_of(b"01")
+    for grammar, texts in (
+        (joined(literal(b"a"), optional(digits)), {"a", "a0", "a1"}),
+        (choice(literal(b"ab"), literal(b"abc"), literal(b"")), {"", "ab", "abc"}),
+        (Repeat(optional(digits), 0, 2), {"", "0", "1", "00", "01", "10", "11"}),
+        (Repeat(joined(), 2), {""}),
+    ):
+        automaton = Automaton(grammar)
+        every = {""} | {a + b + c for a in "ab01" for b in ["", *"ab01"] for c in ["", *"bc01"]}
+        states = {text: automaton.read(0, text.encode()) for text in every}
+        assert {text for text, state in states.items() if state >= 0 and automaton.accepts(state)} == texts
