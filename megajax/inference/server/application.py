@@ -1,0 +1,50 @@
+"""The application: the routes behind their gate."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from megajax.inference.server.config import ServerConfig
+from megajax.inference.server.errors import RequestError
+from megajax.inference.server.gate import Gate, error_response
+from megajax.inference.server.metrics import ServerMetrics
+from megajax.inference.server.models import ServedModel
+from megajax.inference.server.routes import Routes
+from megajax.inference.server.state import Readiness
+
+
+def build_application(
+    models: Sequence[ServedModel],
+    config: ServerConfig,
+    readiness: Readiness,
+    log: Callable[[str], None],
+) -> Gate:
+    """The ASGI application of models, the first of which answers requests that name none."""
+    metrics = ServerMetrics()
+    by_name: Mapping[str, ServedModel] = {model.name: model for model in models}
+    routes = Routes(by_name, config, metrics, readiness).table()
+    handlers: dict[Any, Any] = {RequestError: _error, HTTPException: _http_error}
+    app = Starlette(routes=routes, exception_handlers=handlers)
+    app.router.redirect_slashes = False
+    paths = {route.path for route in routes}
+    return Gate(app, keys=config.keys(), paths=paths, metrics=metrics, readiness=readiness, log=log)
+
+
+async def _error(request: Request, error: RequestError) -> Response:
+    del request
+    return error_response(error)
+
+
+async def _http_error(request: Request, error: HTTPException) -> Response:
+    """Unknown paths and methods."""
+    message = f"no route {request.url.path[:200]}" if error.status_code == 404 else str(error.detail)
+    if error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "")
+        message = f"{request.method[:16]} is not allowed here" + f": use {allowed}" * bool(allowed)
+    response = error_response(RequestError(error.status_code, message))
+    response.headers.update(error.headers or {})
+    return response

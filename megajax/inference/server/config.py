@@ -1,0 +1,90 @@
+"""Settings and limits of the server; importing this imports neither jax nor flax."""
+
+from dataclasses import dataclass
+from ipaddress import ip_address
+from pathlib import Path
+
+from megajax.config.errors import Problem, UserError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerConfig:
+    """Where the server listens, and how much of everything it takes."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on. Others than those of this machine need `api_key_file`, or `insecure`."""
+    port: int = 5000
+    """0: any that is free."""
+    api_key_file: str | None = None
+    """File with a key in each line. Every route but /health asks for one: `Authorization: Bearer KEY`."""
+    insecure: bool = False
+    """Listen on any address without keys."""
+    name: str | None = None
+    """Name of the model in requests and answers; none: that of its folder."""
+    log_prompts: bool = False
+    """Log prompts and answers as well."""
+    queue: int = 128
+    """Most answers that wait while others are generated; further requests are answered with status 429."""
+    prompts: int = 128
+    """Most prompts of a request, and most answers: prompts x n."""
+    body_bytes: int = 2 * 2**20
+    """Most bytes of a body."""
+    header_bytes: int = 16 * 2**10
+    """Most bytes of the first line and the headers of a request."""
+    connections: int = 512
+    """Most connections at the same time; further ones are closed."""
+    header_seconds: float = 10.0
+    """For the headers of a request to arrive, and a connection without a request to stay open."""
+    body_seconds: float = 30.0
+    """For a body to arrive."""
+    write_seconds: float = 60.0
+    """For a client to take what was sent; its request is cancelled then."""
+    stall_seconds: float = 60.0
+    """Without a step while requests run, until /health answers 503."""
+    drain_seconds: float = 60.0
+    """For running requests to end after SIGTERM; those left are ended with status 503."""
+
+    def problems(self) -> list[Problem]:
+        least = {"queue": 1, "prompts": 1, "body_bytes": 1024, "header_bytes": 1024, "connections": 1, "port": 0}
+        problems = [
+            Problem(name, f"must be at least {least}, got {value}")
+            for name, least in least.items()
+            if (value := getattr(self, name)) < least
+        ]
+        if self.port > 65535:
+            problems.append(Problem("port", f"must be at most 65535, got {self.port}"))
+        for name in ("header_seconds", "body_seconds", "write_seconds", "stall_seconds", "drain_seconds"):
+            if not 0 < (value := getattr(self, name)) < 1e6:
+                problems.append(Problem(name, f"must be above 0 and below a million, got {value:g}"))
+        if not (self.api_key_file or self.insecure or is_loopback(self.host)):
+            what = f"{self.host} can be reached from other machines, and there is no api_key_file"
+            problems.append(Problem("host", what, "set api_key_file, or insecure=true for a server open to all"))
+        return problems
+
+    def keys(self) -> tuple[bytes, ...]:
+        """Those of `api_key_file`; none without it.
+
+        Raises:
+            UserError: a file that cannot be read, or has no key, or one of less than 16 characters.
+        """
+        if self.api_key_file is None:
+            return ()
+        try:
+            lines = Path(self.api_key_file).expanduser().read_bytes().splitlines()
+        except OSError as error:
+            raise UserError(f"server.api_key_file={self.api_key_file}: cannot be read: {error.strerror}") from error
+        keys = tuple(line.strip() for line in lines if line.strip())
+        if not keys:
+            raise UserError(f"server.api_key_file={self.api_key_file}: the file is empty: write a key into it")
+        if short := [key for key in keys if len(key) < 16]:
+            what = f"a key has {len(short[0])} characters, fewer than 16"
+            raise UserError(f"server.api_key_file={self.api_key_file}: {what}: openssl rand -hex 32 makes a good one")
+        return keys
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach the address. Names other than localhost may resolve to anything."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

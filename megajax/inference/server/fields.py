@@ -1,0 +1,215 @@
+"""The fields of requests: which a route takes, of what kind they are, and which setting of `Sampling` they give.
+
+Numbers have their bounds in `request.LIMITS`; what is checked here is the shape of the others.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from megajax.config.nearest import did_you_mean
+from megajax.inference.request import LIMITS, Sampling
+from megajax.inference.server.errors import invalid
+
+
+class Field(NamedTuple):
+    """A field that a request may have."""
+
+    kind: str
+    """In words, for messages and documentation."""
+    read: Callable[[Any], Any]
+    """The value as we use it. Raises ValueError for one of another kind."""
+    setting: str | None = None
+    """Of `Sampling`, which checks the bounds."""
+    null: bool = False
+    """null means: not given."""
+
+
+class Unsupported(NamedTuple):
+    """A field that others have: refused with a reason."""
+
+    reason: str
+
+
+type Fields = Mapping[str, Field | Unsupported]
+
+
+def _any(value: Any) -> Any:
+    return value
+
+
+def _flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError
+    return value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError
+    return value
+
+
+def _object(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError
+    return value
+
+
+def _stop(value: Any) -> tuple[str, ...]:
+    strings = [value] if isinstance(value, str) else value
+    if not isinstance(strings, list) or not all(isinstance(string, str) for string in strings):
+        raise ValueError
+    return tuple(strings)
+
+
+def _tokens(value: Any) -> tuple[int, ...]:
+    if not isinstance(value, list) or not all(type(token) is int for token in value):
+        raise ValueError
+    return tuple(value)
+
+
+def _bias(value: Any) -> dict[int, float]:
+    """JSON's keys are strings."""
+    if not isinstance(value, dict) or not all(name.isascii() and name.isdigit() for name in value):
+        raise ValueError
+    if any(len(name) > 10 for name in value):
+        raise ValueError
+    return {int(name): bias for name, bias in value.items()}
+
+
+def _stream_options(value: Any) -> bool:
+    """Whether the last event has the usage."""
+    if not isinstance(value, dict) or not value.keys() <= {"include_usage"}:
+        raise ValueError
+    return _flag(value.get("include_usage", False))
+
+
+def number(setting: str) -> Field:
+    """A number with its bounds in LIMITS."""
+    limit = LIMITS[setting]
+    kind = "an integer" if limit.kind is int else "a number"
+    return Field(kind, _any, setting, limit.optional)
+
+
+FLAG = Field("true or false", _flag)
+STRING = Field("a string", _text)
+
+SAMPLING: Fields = {
+    **{
+        name: number(name)
+        for name in (
+            *("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"),
+            *("presence_penalty", "frequency_penalty", "seed", "n", "best_of", "beams", "length_penalty"),
+        )
+    },
+    "logit_bias": Field("an object of token ids and numbers", _bias, "logit_bias", null=True),
+    "stop": Field("a string or a list of strings", _stop, "stop", null=True),
+    "stop_token_ids": Field("a list of token ids", _tokens, "stop_tokens", null=True),
+    "ignore_eos": FLAG._replace(setting="ignore_eos"),
+}
+"""Of both routes of OpenAI's; those that it lacks are named as elsewhere."""
+
+COMMON: Fields = {
+    **SAMPLING,
+    "model": STRING,
+    "stream": FLAG._replace(null=True),
+    "stream_options": Field("an object with include_usage", _stream_options, null=True),
+    "response_format": Field("an object with a type", _object, null=True),
+    "user": STRING._replace(null=True),
+}
+
+COMPLETIONS: Fields = {
+    **COMMON,
+    "prompt": Field("a string, a list of strings, a list of token ids, or a list of such lists", _any),
+    "echo": FLAG._replace(null=True),
+    "logprobs": number("logprobs"),
+    "special_tokens": FLAG,
+    "add_special_tokens": FLAG,
+    "suffix": Unsupported("text is not inserted before a suffix: leave it out"),
+}
+"""Of /v1/completions."""
+
+NO_TOOLS = Unsupported("tools are not supported: describe them in a message, and ask for response_format json_schema")
+CHAT: Fields = {
+    **COMMON,
+    "messages": Field("a list of messages", _any),
+    "max_completion_tokens": number("max_tokens"),
+    "logprobs": FLAG._replace(null=True),
+    "top_logprobs": number("logprobs"),
+    **dict.fromkeys(("tools", "tool_choice", "functions", "function_call", "parallel_tool_calls"), NO_TOOLS),
+    "chat_template": Unsupported("templates are chosen when the server starts (inference.template)"),
+}
+"""Of /v1/chat/completions."""
+
+TOKENIZE: Fields = {
+    "model": STRING,
+    "prompt": STRING,
+    "messages": Field("a list of messages", _any),
+    "special_tokens": FLAG,
+    "add_special_tokens": FLAG,
+}
+"""Of /tokenize: one of prompt and messages."""
+DETOKENIZE: Fields = {"model": STRING, "tokens": Field("a list of token ids", _tokens)}
+"""Of /detokenize."""
+
+
+def check(body: Mapping[str, Any], fields: Fields) -> dict[str, Any]:
+    """The fields that are given, each of its kind. Raises RequestError for others, and for an unknown name."""
+    values = {}
+    for name, value in body.items():
+        field = fields.get(name)
+        if field is None:
+            near = did_you_mean(name[:60], [name for name, field in fields.items() if isinstance(field, Field)])
+            raise invalid(name[:60], f"unknown field {name[:60]!r}" + f": {near}" * bool(near))
+        if isinstance(field, Unsupported):
+            raise invalid(name, f"{name}: {field.reason}")
+        if value is None and field.null:
+            continue
+        try:
+            values[name] = field.read(value)
+        except ValueError:
+            raise invalid(name, f"{name} must be {field.kind}, got {shown(value)}") from None
+    return values
+
+
+def sampling(values: Mapping[str, Any], fields: Fields, base: Sampling) -> Sampling:
+    """The settings that fields give, over those of `base`. Raises RequestError for one that is out of bounds."""
+    settings = {}
+    for name, value in values.items():
+        field = fields[name]
+        if isinstance(field, Field) and field.setting is not None:
+            settings[field.setting] = value
+    made = replace(base, **settings)
+    names = names_by_setting(fields, values)
+    for problem in made.problems():
+        param = names.get(problem.where, problem.where)
+        raise invalid(param, f"{param} {problem.what}")
+    return made
+
+
+def names_by_setting(fields: Fields, given: Mapping[str, Any]) -> dict[str, str]:
+    """A setting of `Sampling` -> the field that gives it; of two, the one that is given."""
+    settings = {name: field.setting for name, field in fields.items() if isinstance(field, Field) and field.setting}
+    order = sorted(settings, key=lambda name: name in given)
+    return {settings[name]: name for name in order}
+
+
+def one_of(values: Mapping[str, Any], first: str, second: str) -> None:
+    """Raises RequestError where two names of one thing differ."""
+    if first in values and second in values and values[first] != values[second]:
+        what = f"{second} is {shown(values[second])} and {first} is {shown(values[first])}, which say the same"
+        raise invalid(second, f"{what}: give one of them")
+
+
+def shown(value: Any) -> str:
+    """At most 60 characters of a value."""
+    text = type(value).__name__ if isinstance(value, (dict, list)) else repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def demand(values: Mapping[str, Any], name: str) -> Any:
+    """A field that must be given. Raises RequestError without it."""
+    if name not in values:
+        raise invalid(name, f"{name} must be given")
+    return values[name]

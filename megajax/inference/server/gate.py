@@ -1,0 +1,114 @@
+"""Around every route: keys, counts, one line of log, and JSON for whatever goes wrong."""
+
+import json
+import time
+import traceback
+from base64 import b64decode
+from binascii import Error as Base64Error
+from collections.abc import Callable, Collection, Mapping, Sequence
+from hmac import compare_digest
+from typing import Any
+
+from starlette.requests import ClientDisconnect
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from megajax.inference.server.errors import RequestError
+from megajax.inference.server.metrics import ServerMetrics
+from megajax.inference.server.state import Readiness
+
+OPEN = ("/health",)
+"""Routes without a key."""
+CLIENT_GONE = 499
+"""In the log, where a client closed the connection before the answer."""
+READING = ("GET", "HEAD")
+
+
+class Gate:
+    """An ASGI application around another.
+
+    Args:
+        app: the routes.
+        keys: one of them has to be given; none: no key is needed.
+        paths: of the routes, for the counts.
+        log: takes a line for each request.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        keys: Sequence[bytes],
+        paths: Collection[str],
+        metrics: ServerMetrics,
+        readiness: Readiness,
+        log: Callable[[str], None],
+    ):
+        self._app, self._keys, self._paths = app, keys, paths
+        self._metrics, self._readiness, self._log = metrics, readiness, log
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        notes: dict[str, Any] = {}
+        scope["state"] = {"log": notes}
+        began, status, writes = time.monotonic(), CLIENT_GONE, scope["method"] not in READING
+        started = False
+
+        async def record(message: Message) -> None:
+            nonlocal status, started
+            if message["type"] == "http.response.start":
+                status, started = message["status"], True
+            await send(message)
+
+        self._readiness.active += writes
+        try:
+            self._demand_key(scope)
+            await self._app(scope, receive, record)
+        except ClientDisconnect:
+            notes["gone"] = True
+        except RequestError as error:
+            await error_response(error)(scope, receive, record)
+        except Exception:
+            # A fault of ours. The client learns nothing of it, the log has it all.
+            self._log(traceback.format_exc())
+            if not started:
+                await error_response(RequestError(500, "the server failed on this request"))(scope, receive, record)
+        finally:
+            self._readiness.active -= writes
+            path = scope["path"] if scope["path"] in self._paths else "other"
+            self._metrics.requests.add(1, route=path, code=str(status))
+            self._log(line(scope, status, time.monotonic() - began, notes))
+
+    def _demand_key(self, scope: Scope) -> None:
+        if not self._keys or scope["path"] in OPEN:
+            return
+        given = _key(dict(scope["headers"]).get(b"authorization", b""))
+        # All are compared, so that the time says nothing about which one is near.
+        if not sum([compare_digest(key, given) for key in self._keys]):
+            raise RequestError(401, "a key is needed: the header Authorization: Bearer KEY")
+
+
+def error_response(error: RequestError) -> JSONResponse:
+    """As JSON, with the headers that its status asks for."""
+    return JSONResponse(error.body(), error.status, headers=error.headers())
+
+
+def line(scope: Scope, status: int, seconds: float, notes: Mapping[str, Any]) -> str:
+    """The log of a request: neither its prompt nor its headers, unless the notes have them."""
+    client = scope.get("client") or ("-",)
+    path = scope.get("raw_path", b"").decode("ascii", errors="replace")[:200]
+    more = "".join(f" {name}={json.dumps(value)}" for name, value in notes.items())
+    now = time.strftime("%Y-%m-%dT%H:%M:%S")
+    return f"{now} {client[0]} {scope['method'][:16]} {path} {status} {seconds:.3f}s{more}"
+
+
+def _key(header: bytes) -> bytes:
+    """Of Authorization: Bearer KEY, or Basic with the key as password, which browsers ask for."""
+    scheme, _, value = header.strip().partition(b" ")
+    if scheme.lower() == b"bearer":
+        return value.strip()
+    if scheme.lower() != b"basic":
+        return b""
+    try:
+        return b64decode(value.strip(), validate=True).partition(b":")[2]
+    except (Base64Error, ValueError):
+        return b""

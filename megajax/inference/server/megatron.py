@@ -1,0 +1,144 @@
+"""Megatron-LM's route, PUT /api: its fields, its defaults and its answers; errors have their status."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from megajax.inference.request import Sampling
+from megajax.inference.server.calls import Growth
+from megajax.inference.server.config import ServerConfig
+from megajax.inference.server.errors import invalid
+from megajax.inference.server.fields import FLAG, Field, Fields, Unsupported, check, demand, names_by_setting, number
+from megajax.inference.server.fields import sampling as read_sampling
+from megajax.inference.server.models import ServedModel, find_model
+from megajax.inference.server.openai import Job
+from megajax.inference.server.prompts import split_prompts
+from megajax.inference.server.scores import TokenTexts, finite
+
+
+def _within(least: float, most: float, kind: type = float, *, above: bool = False) -> Callable[[Any], Any]:
+    """Reads a number between bounds. above: `least` itself is excluded."""
+
+    def read(value: Any) -> Any:
+        if isinstance(value, bool) or not isinstance(value, int if kind is int else (int, float)):
+            raise ValueError
+        if not (least < value if above else least <= value) or not value <= most:
+            raise ValueError
+        return value
+
+    return read
+
+
+def _only(wanted: Any) -> Callable[[Any], Any]:
+    def read(value: Any) -> Any:
+        if isinstance(value, bool) != isinstance(wanted, bool) or value != wanted:
+            raise ValueError
+        return value
+
+    return read
+
+
+FIELDS: Fields = {
+    "prompts": Field("a list of strings", lambda value: value),
+    "model": Field("a string", lambda value: value),
+    "tokens_to_generate": number("max_tokens"),
+    "logprobs": FLAG,
+    "temperature": Field("a number above 0 and at most 100", _within(0, 100, above=True), "temperature"),
+    "top_k": Field("an integer between 0 and 1000", _within(0, 1000, int), "top_k"),
+    "top_p": Field("a number between 0 and 1", _within(0, 1)),
+    "top_p_decay": Field("0: top_p does not decay here", _only(0)),
+    "top_p_bound": Field("0: top_p does not decay here", _only(0)),
+    "add_BOS": FLAG,
+    "stop_on_eol": FLAG,
+    "stop_on_double_eol": FLAG,
+    "prevent_newline_after_colon": Field("false: tokens are not forbidden after others here", _only(False)),
+    "random_seed": number("seed")._replace(null=False),
+    "no_log": FLAG,
+    "beam_width": number("beams"),
+    "stop_token": Field("a token id", _within(0, 2**31 - 1, int)),
+    "length_penalty": number("length_penalty"),
+    "max_len": Unsupported("replaced by tokens_to_generate"),
+    "sentences": Unsupported("replaced by prompts"),
+}
+"""Of PUT /api. Those of Megatron-LM, and `model`."""
+
+
+class MegatronForm:
+    """Texts with their prompts, tokens, segments (the text of each token) and log-probabilities."""
+
+    def __init__(self, model: ServedModel, prompts: Sequence[Sequence[int]], settings: Sampling, *, scored: bool):
+        self._tokenizer, self._texts = model.tokenizer, TokenTexts(model.tokenizer)
+        self._prompts, self._settings, self._scored = prompts, settings, scored
+
+    def whole(self, answers: Mapping[int, Growth]) -> dict[str, Any]:
+        grown = [answers[number] for number in sorted(answers)]
+        prompts = [self._prompts[growth.number // self._settings.n] for growth in grown]
+        tokens = [[*prompt, *growth.tokens] for prompt, growth in zip(prompts, grown, strict=True)]
+        body: dict[str, Any] = {
+            "text": [self._tokenizer.decode(prompt) + a.text for prompt, a in zip(prompts, grown, strict=True)],
+            "tokens": tokens,
+            "segments": [[self._texts.text(token) for token in row] for row in tokens],
+        }
+        if self._settings.beams > 1:
+            body["scores"] = [self._score(growth) for growth in grown]
+        if self._scored:
+            # Of all tokens but the first, which nothing predicts.
+            both = [(*growth.prompt_scores[1:], *growth.scores) for growth in grown]
+            body["logprobs"] = [[finite(score.logprob) for score in scores if score] for scores in both]
+        return body
+
+    def opening(self) -> list[dict[str, Any]]:
+        return []
+
+    def event(self, growth: Growth) -> dict[str, Any]:
+        raise NotImplementedError("the route does not stream")
+
+    def closing(self) -> list[dict[str, Any]]:
+        return []
+
+    def _score(self, growth: Growth) -> float:
+        """Of a beam: its log-probability by its length to the power of length_penalty."""
+        length = max(len(growth.tokens), 1) ** self._settings.length_penalty
+        return finite(math.fsum(score.logprob for score in growth.scores) / length)
+
+
+async def megatron_job(body: Mapping[str, Any], models: Mapping[str, ServedModel], config: ServerConfig) -> Job:
+    """What a body of PUT /api asks for. Raises RequestError."""
+    values = check(body, FIELDS)
+    model = find_model(models, values)
+    settings, scored = _settings(values), values.get("logprobs", False)
+    texts = demand(values, "prompts")
+    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
+        raise invalid("prompts", "prompts must be a list of strings")
+    if settings.beams > 1 and len(texts) > 1:
+        raise invalid("prompts", f"a beam search takes one prompt, got {len(texts)}")
+    begins = values.get("add_BOS", False)
+    if not begins or len(texts) > config.prompts:
+        if not all(texts):
+            raise invalid("prompts", "an empty prompt needs add_BOS=true")
+        split_prompts(texts, config.prompts, "prompts")
+    tokenizer = model.tokenizer
+    first = [tokenizer.specials.get("bos", tokenizer.eod)] if begins else []
+    prompts = [first + await model.encode(text, special_tokens=False, prefix=False) for text in texts]
+    form = MegatronForm(model, prompts, settings, scored=scored)
+    names = names_by_setting(FIELDS, values) | {"prompt": "prompts", "top_p": "top_p", "n": "beam_width"}
+    return Job(model=model, prompts=prompts, sampling=settings, form=form, names=names)
+
+
+def _settings(values: Mapping[str, Any]) -> Sampling:
+    """Raises RequestError for settings that contradict each other."""
+    top_p = values.get("top_p", 0.0)
+    if top_p > 0 and values.get("top_k", 0) > 0:
+        raise invalid("top_p", f"top_p={top_p:g} and top_k={values['top_k']} are given: give one of them")
+    settings = read_sampling(values, FIELDS, Sampling(max_tokens=64))
+    if settings.max_tokens == 0 and not values.get("logprobs", False):
+        raise invalid("tokens_to_generate", "tokens_to_generate=0 needs logprobs=true")
+    ends = ("\n\n",) * values.get("stop_on_double_eol", False) + ("\n",) * values.get("stop_on_eol", False)
+    settings = replace(settings, top_p=top_p or 1.0, stop=ends, n=settings.beams)
+    if "stop_token" in values:
+        # In place of the token that ends a document.
+        settings = replace(settings, stop_tokens=(values["stop_token"],), ignore_eos=True)
+    if settings.beams > 1 or values.get("logprobs", False):
+        settings = replace(settings, logprobs=0)
+    return replace(settings, prompt_logprobs=0) if values.get("logprobs", False) else settings

@@ -1,0 +1,85 @@
+"""Counts and times of the server, in the text format of Prometheus."""
+
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+PREFIX = "megajax_"
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+"""Upper bounds of the histograms of requests."""
+TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
+"""Likewise, between two tokens."""
+
+
+class Counter:
+    """A sum for each set of labels. It is used on one thread, as the histograms are."""
+
+    def __init__(self, name: str, text: str):
+        self.name, self.text = name, text
+        self._sums: dict[tuple[tuple[str, str], ...], float] = {}
+
+    def add(self, value: float, **labels: str) -> None:
+        key = tuple(labels.items())
+        self._sums[key] = self._sums.get(key, 0) + value
+
+    def lines(self) -> Iterator[str]:
+        yield from _head(self.name, self.text, "counter")
+        for labels, value in sorted(self._sums.items()):
+            yield f"{PREFIX}{self.name}{_labels(labels)} {_number(value)}"
+
+
+class Histogram:
+    """How many values are at most each bound."""
+
+    def __init__(self, name: str, text: str, bounds: Sequence[float]):
+        self.name, self.text, self._bounds = name, text, bounds
+        self._counts, self._sum = [0] * (len(bounds) + 1), 0.0
+
+    def observe(self, value: float) -> None:
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def lines(self) -> Iterator[str]:
+        yield from _head(self.name, self.text, "histogram")
+        total = 0
+        for bound, count in zip((*self._bounds, float("inf")), self._counts, strict=True):
+            total += count
+            shown = "+Inf" if bound == float("inf") else f"{bound:g}"
+            yield f'{PREFIX}{self.name}_bucket{{le="{shown}"}} {total}'
+        yield f"{PREFIX}{self.name}_sum {self._sum!r}"
+        yield f"{PREFIX}{self.name}_count {total}"
+
+
+class ServerMetrics:
+    """Of what the server itself sees; the engine counts the rest."""
+
+    def __init__(self) -> None:
+        self.requests = Counter("requests_total", "HTTP requests by route and status.")
+        self.answers = Counter("answers_total", "Answers by the reason for which they ended.")
+        self.first_token_seconds = Histogram("time_to_first_token_seconds", "From request to first token.", SECONDS)
+        self.token_seconds = Histogram("time_per_token_seconds", "Between two tokens of an answer.", TOKEN_SECONDS)
+        self.seconds = Histogram("request_seconds", "From request to last token.", SECONDS)
+
+    def lines(self) -> Iterator[str]:
+        for metric in (self.requests, self.answers, self.first_token_seconds, self.token_seconds, self.seconds):
+            yield from metric.lines()
+
+
+def gauge(name: str, text: str, by_model: Mapping[str, float]) -> Iterator[str]:
+    """A number of each model. It only grows if its name ends in _total."""
+    yield from _head(name, text, "counter" if name.endswith("_total") else "gauge")
+    for model, value in by_model.items():
+        yield f"{PREFIX}{name}{_labels((('model', model),))} {_number(value)}"
+
+
+def _head(name: str, text: str, kind: str) -> tuple[str, str]:
+    return f"# HELP {PREFIX}{name} {text}", f"# TYPE {PREFIX}{name} {kind}"
+
+
+def _labels(labels: Iterable[tuple[str, str]]) -> str:
+    escaped = {name: value.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"") for name, value in labels}
+    return "{" + ",".join(f'{name}="{value}"' for name, value in escaped.items()) + "}" if escaped else ""
+
+
+def _number(value: float) -> str:
+    """All digits: %g has six, too few for a count."""
+    return str(value) if isinstance(value, int) else repr(float(value))

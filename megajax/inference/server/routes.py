@@ -1,0 +1,200 @@
+"""The routes of the server."""
+
+import asyncio
+import json
+from base64 import b64encode
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from hashlib import sha256
+from importlib.resources import files
+from typing import Any
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from megajax.inference.server.body import read_object
+from megajax.inference.server.calls import Call, whole
+from megajax.inference.server.config import ServerConfig
+from megajax.inference.server.errors import RequestError, invalid, shutting_down
+from megajax.inference.server.fields import DETOKENIZE, TOKENIZE, check, demand
+from megajax.inference.server.megatron import megatron_job
+from megajax.inference.server.metrics import ServerMetrics
+from megajax.inference.server.models import ServedModel, find_model
+from megajax.inference.server.openai import Job, chat_job, completion_job
+from megajax.inference.server.state import Readiness
+
+type Reader = Callable[[Mapping[str, Any], Mapping[str, ServedModel], ServerConfig], Awaitable[Job]]
+
+CLIENT_GONE = 499
+"""In the log, for a client that closed the connection before the answer."""
+
+
+class Routes:
+    """What the routes do."""
+
+    def __init__(
+        self, models: Mapping[str, ServedModel], config: ServerConfig, metrics: ServerMetrics, readiness: Readiness
+    ):
+        self._models, self._config, self._metrics, self._readiness = models, config, metrics, readiness
+        self._page = files("megajax.inference.server").joinpath("page.html").read_text(encoding="utf-8")
+
+    def table(self) -> list[Route]:
+        completions, chat = self._generate(completion_job), self._generate(chat_job)
+        return [
+            Route("/", self.page),
+            Route("/health", self.health),
+            Route("/metrics", self.metrics),
+            Route("/v1/models", self.models),
+            Route("/v1/models/{name:path}", self.model),
+            Route("/v1/completions", completions, methods=["POST"]),
+            Route("/v1/chat/completions", chat, methods=["POST"]),
+            Route("/completions", self._generate(_megatron_completions), methods=["POST"]),
+            Route("/chat/completions", chat, methods=["POST"]),
+            Route("/api", self._generate(megatron_job), methods=["PUT"]),
+            Route("/tokenize", self.tokenize, methods=["POST"]),
+            Route("/detokenize", self.detokenize, methods=["POST"]),
+        ]
+
+    async def page(self, request: Request) -> Response:
+        """The page to try prompts."""
+        del request
+        return HTMLResponse(self._page, headers=page_headers(self._page))
+
+    async def health(self, request: Request) -> Response:
+        """200 while requests are answered."""
+        del request
+        status = self._readiness.status()
+        return JSONResponse({"status": status}, 200 if status == "ok" else 503)
+
+    async def metrics(self, request: Request) -> Response:
+        """In the text format of Prometheus."""
+        del request
+        lines = [*self._metrics.lines(), *self._readiness.lines()]
+        return Response("\n".join([*lines, ""]), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def models(self, request: Request) -> Response:
+        """The names that the field `model` may have."""
+        del request
+        return JSONResponse({"object": "list", "data": [model.card() for model in self._models.values()]})
+
+    async def model(self, request: Request) -> Response:
+        """One of them. Raises RequestError 404."""
+        return JSONResponse(find_model(self._models, {"model": request.path_params["name"]}).card())
+
+    async def tokenize(self, request: Request) -> Response:
+        """Tokens of a prompt, or of messages with the header of an answer."""
+        values = check(await read_object(request, self._config), TOKENIZE)
+        model = find_model(self._models, values)
+        if ("prompt" in values) == ("messages" in values):
+            raise invalid("prompt", "give one of prompt and messages")
+        if "messages" in values:
+            tokens = await model.converse(values["messages"])
+        else:
+            special, prefix = values.get("special_tokens", False), values.get("add_special_tokens", True)
+            tokens = await model.encode(values["prompt"], special_tokens=special, prefix=prefix)
+        return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": model.length})
+
+    async def detokenize(self, request: Request) -> Response:
+        """Text of tokens."""
+        values = check(await read_object(request, self._config), DETOKENIZE)
+        return JSONResponse({"prompt": find_model(self._models, values).decode(demand(values, "tokens"))})
+
+    def _generate(self, read: Reader) -> Callable[[Request], Awaitable[Response]]:
+        async def answer(request: Request) -> Response:
+            body = await read_object(request, self._config)
+            if self._readiness.status() != "ok":
+                raise shutting_down()
+            job = await read(body, self._models, self._config)
+            log = request.state.log
+            log.update(model=job.model.name, prompt_tokens=sum(map(len, job.prompts)))
+            if self._config.log_prompts and not body.get("no_log", False):
+                log.update(prompt=body.get("prompt") or body.get("messages") or body.get("prompts"))
+            call = Call(job.model.worker, self._metrics, job.names)
+            call.submit([tuple(prompt) for prompt in job.prompts], job.sampling, job.model.adapter)
+            if job.stream:
+                return EventStream(self._events(call, job, log), self._config.write_seconds)
+            answers = await whole(call, asyncio.ensure_future(_disconnected(request)))
+            log.update(tokens=call.generated)
+            if answers is None:
+                return Response(status_code=CLIENT_GONE)
+            if self._config.log_prompts:
+                log.update(answer=[growth.text for growth in answers.values()])
+            return JSONResponse(job.form.whole(answers))
+
+        return answer
+
+    async def _events(self, call: Call, job: Job, log: dict[str, Any]) -> AsyncGenerator[str]:
+        """Server-sent events. Closed by starlette when the client has gone, which cancels the call."""
+        try:
+            for event in job.form.opening():
+                yield _event(event)
+            async for grown in call.grow():
+                for growth in grown:
+                    yield _event(job.form.event(growth))
+            for event in job.form.closing():
+                yield _event(event)
+            yield "data: [DONE]\n\n"
+        except RequestError as error:
+            log.update(error=error.status)
+            yield _event(error.body())
+        finally:
+            call.cancel()
+            log.update(tokens=call.generated)
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events to a client that takes what it is sent in time."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[str], seconds: float):
+        super().__init__(events, headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
+        self._seconds, self._events = seconds, events
+
+    async def stream_response(self, send: Callable[[Any], Awaitable[None]]) -> None:
+        async def timely(message: Any) -> None:
+            async with asyncio.timeout(self._seconds):
+                await send(message)
+
+        try:
+            await super().stream_response(timely)
+        except TimeoutError:
+            # The rest cannot be sent, and the connection says so: it closes before the last chunk.
+            raise ClientDisconnect from None
+        finally:
+            await self._events.aclose()
+
+
+def page_headers(page: str) -> dict[str, str]:
+    """Only the script and the style that are in the page run, and they reach this server alone."""
+    hashes = {}
+    for tag in ("script", "style"):
+        text = page.partition(f"<{tag}>")[2].partition(f"</{tag}>")[0]
+        hashes[tag] = b64encode(sha256(text.encode()).digest()).decode()
+    policy = "; ".join(
+        (
+            "default-src 'none'",
+            *(f"{tag}-src 'sha256-{digest}'" for tag, digest in hashes.items()),
+            "connect-src 'self'",
+            "base-uri 'none'",
+            "form-action 'none'",
+            "frame-ancestors 'none'",
+        )
+    )
+    return {"Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
+
+
+async def _megatron_completions(
+    body: Mapping[str, Any], models: Mapping[str, ServedModel], config: ServerConfig
+) -> Job:
+    """Megatron-LM's /completions always has log-probabilities."""
+    return await completion_job({"logprobs": 0, **body}, models, config)
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _event(body: Mapping[str, Any]) -> str:
+    return f"data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n"

@@ -1,0 +1,146 @@
+"""The process: sockets with limits, signals, and the end."""
+
+import asyncio
+import json
+import os
+import time
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import Any
+
+import h11
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from megajax.inference.server.config import ServerConfig
+from megajax.inference.server.errors import RequestError
+from megajax.inference.server.gate import Gate
+from megajax.inference.server.state import Readiness
+
+CLOSING_SECONDS = 5
+"""For the last bytes of responses to be sent."""
+
+
+class Server(uvicorn.Server):
+    """Serves until SIGTERM or SIGINT, or until an engine ends.
+
+    At the first signal /health and new requests are answered with 503, running ones end, and so does the server; at
+    the second signal the process ends at once. `exit_code` is 0 for an end that was asked for, else 1.
+    """
+
+    def __init__(self, app: Gate, config: ServerConfig, readiness: Readiness, log: Callable[[str], None]):
+        super().__init__(
+            uvicorn.Config(
+                app,  # type: ignore[arg-type]
+                config.host,
+                config.port,
+                http=bounded_protocol(config),
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                proxy_headers=False,
+                server_header=False,
+                h11_max_incomplete_event_size=config.header_bytes,
+                timeout_keep_alive=max(1, round(config.header_seconds)),
+                timeout_graceful_shutdown=CLOSING_SECONDS,
+            )
+        )
+        self._limits, self._readiness, self._log = config, readiness, log
+        self._deadline = float("inf")
+        self.exit_code = 0
+
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        """uvicorn's own would raise the signal again at the end, and the process would end by it."""
+        del frame
+        if self._readiness.draining:
+            os._exit(128 + sig)
+        self._readiness.draining = True
+        self._deadline = time.monotonic() + self._limits.drain_seconds
+
+    async def on_tick(self, counter: int) -> bool:
+        """Ten times a second."""
+        if self._readiness.failed() and self._deadline == float("inf"):
+            self._log("an engine has ended by an error: the server ends")
+            self.exit_code, self._deadline = 1, time.monotonic() + CLOSING_SECONDS
+        late = time.monotonic() > self._deadline
+        if late and self._readiness.active:
+            self._log(f"{self._readiness.active} requests are cut off")
+            await asyncio.to_thread(self._readiness.close)
+        if self._deadline < float("inf") and (late or not self._readiness.active):
+            self.should_exit = True
+        return await super().on_tick(counter)
+
+    def address(self) -> str:
+        """Where it listens, once it does."""
+        host, port = self.servers[0].sockets[0].getsockname()[:2]
+        return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+class BoundedProtocol(H11Protocol):
+    """A connection whose requests have to arrive in time, one of a bounded number.
+
+    uvicorn has a limit for the time between two requests alone: a connection that sends nothing, or a header byte now
+    and then, would stay open.
+    """
+
+    limits: ServerConfig
+    _timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > self.limits.connections:
+            self._end(RequestError(503, f"there are {self.limits.connections} connections already"))
+        else:
+            self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._unwatch()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if not self.transport.is_closing():
+            super().data_received(data)
+            self._watch()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._watch()
+
+    def send_400_response(self, msg: str) -> None:
+        self._end(RequestError(400, msg))
+
+    def _watch(self) -> None:
+        """Starts the time for the headers of the next request, unless it runs or a request is being answered."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._unwatch()
+        elif self._timer is None and not self.transport.is_closing():
+            self._timer = self.loop.call_later(self.limits.header_seconds, self._late)
+
+    def _unwatch(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _late(self) -> None:
+        self._timer = None
+        if not self.transport.is_closing():
+            begun = bool(self.conn.trailing_data[0]) and self.conn.their_state is h11.IDLE
+            if begun:
+                message = f"the headers must arrive within {self.limits.header_seconds:g} seconds"
+                self._end(RequestError(408, message))
+            else:
+                self.transport.close()
+
+    def _end(self, error: RequestError) -> None:
+        """Answers without the application, and closes."""
+        body = json.dumps(error.body()).encode()
+        head = f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\ncontent-type: application/json\r\n"
+        more = "".join(f"{name}: {value}\r\n" for name, value in error.headers().items())
+        self.transport.write(f"{head}{more}content-length: {len(body)}\r\nconnection: close\r\n\r\n".encode() + body)
+        self.transport.close()
+
+
+def bounded_protocol(limits: ServerConfig) -> type[BoundedProtocol]:
+    """uvicorn makes a protocol for each connection from a class."""
+    return type("Connection", (BoundedProtocol,), {"limits": limits})

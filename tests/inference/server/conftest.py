@@ -1,0 +1,28 @@
+"""A server that the tests of a module share."""
+
+from collections.abc import Iterator
+
+import pytest
+from served import Running, start, stop
+from stand_in_worker import StandInWorker
+
+from megajax.inference.server.config import ServerConfig
+from megajax.tokenizers.config import ByteTokenizerConfig
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Running]:
+    """With small limits."""
+    config = ServerConfig(
+        port=0,
+        prompts=8,
+        body_bytes=64 * 1024,
+        header_bytes=4096,
+        connections=100,
+        header_seconds=0.4,
+        body_seconds=0.4,
+        write_seconds=1.0,
+    )
+    running = start(config, StandInWorker(ByteTokenizerConfig().build()))
+    yield running
+    stop(running)

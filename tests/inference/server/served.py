@@ -1,0 +1,78 @@
+"""A server in this process: its event loop runs on a thread of its own, its engine is a stand-in."""
+
+import asyncio
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import httpx2
+from stand_in_worker import StandInWorker
+
+from megajax.inference.server.application import build_application
+from megajax.inference.server.config import ServerConfig
+from megajax.inference.server.models import ServedModel
+from megajax.inference.server.server import Server
+from megajax.inference.server.state import Readiness
+from megajax.tokenizers.chat_template import ChatTemplate
+from megajax.tokenizers.conversation import Conversation
+
+
+@dataclass
+class Running:
+    """A server that runs."""
+
+    server: Server
+    worker: StandInWorker
+    readiness: Readiness
+    log: list[str]
+    thread: threading.Thread
+    url: str = ""
+
+    def ask(self, path: str, body: Any = None, method: str = "POST", **more: Any) -> httpx2.Response:
+        content = {} if body is None else {"content": body} if isinstance(body, bytes) else {"json": body}
+        headers = {"content-type": "application/json"} | more.pop("headers", {})
+        with httpx2.Client(timeout=30) as client:
+            return client.request(method, self.url + path, headers=headers, **content, **more)
+
+    def complete(self, **body: Any) -> httpx2.Response:
+        return self.ask("/v1/completions", body)
+
+    def all_free(self, seconds: float = 5) -> bool:
+        """Whether all blocks are free within some time."""
+        end = time.monotonic() + seconds
+        while self.worker.free != self.worker.blocks and time.monotonic() < end:
+            time.sleep(0.002)
+        return self.worker.free == self.worker.blocks
+
+
+def start(config: ServerConfig, worker: StandInWorker, template: str | None = "plain") -> Running:
+    tokenizer = worker.tokenizer
+    conversation = Conversation(ChatTemplate(template), tokenizer) if template else None
+    names = {"tiny": None, "tuned": "tuned"}
+    models = [
+        ServedModel(
+            name=name,
+            worker=worker,
+            tokenizer=tokenizer,
+            conversation=conversation,
+            length=worker.length,
+            adapter=adapter,
+        )
+        for name, adapter in names.items()
+    ]
+    readiness, log = Readiness({"tiny": worker}), list[str]()
+    server = Server(build_application(models, config, readiness, log.append), config, readiness, log.append)
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve()), daemon=True)
+    thread.start()
+    while not server.started:
+        assert thread.is_alive(), log
+        time.sleep(0.005)
+    return Running(server, worker, readiness, log, thread, server.address())
+
+
+def stop(running: Running) -> None:
+    running.server.should_exit = True
+    running.thread.join(10)
+    running.worker.close()
+    assert not running.thread.is_alive()
