@@ -1,6 +1,7 @@
 """The next token of each row, chosen on the device from logits whose vocabulary may be cut over devices."""
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +30,9 @@ def choose(layout: Layout, size: int, program: Program, k: int, logits: Array, r
     noise = None if rows.drawing is None else layout.act(_noise(rows.drawing, logits.shape[1]), *LOGITS)
     axes = layout.summed("vocab")
     single = jax.tree.map(lambda each: ("batch", *[None] * (each.ndim - 1)), rows)
-    out = Chosen(ROW, ROW, ROW, Scores(ROW, ("batch", None), ("batch", None)) if program >= Program.SCORED else None)
+    row: Any = ROW
+    pairs: Any = ("batch", None)
+    out: Any = Chosen(row, row, row, Scores(row, pairs, pairs) if program >= Program.SCORED else None)
 
     def local(logits: Array, noise: Array | None, rows: RowSampling) -> Chosen:
         first = lax.axis_index(axes) * logits.shape[1] if axes else 0
