@@ -44,6 +44,7 @@ def test_the_largest_moments_move_until_the_share_is_reached():
     assert [moved(share) for share in (0, 0.5, 0.6, 0.9, 1)] == [set(), {"b"}, {"b", "c"}, {"b", "c"}, set(sizes)]
 
 
+@pytest.mark.slow
 def test_training_is_the_same_to_the_last_bit():
     alone, away = (trained(made(AdamWConfig(offload=share))) for share in (0.0, 1.0))
     kinds = {

@@ -260,7 +260,9 @@ def test_rules_as_transformations_agree_with_optax(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "cfg", [AdamWConfig(), SGDConfig(), LionConfig(), MuonConfig()], ids=lambda c: type(c).__name__
+    "cfg",
+    [AdamWConfig(), SGDConfig(), LionConfig(), pytest.param(MuonConfig(), marks=pytest.mark.slow)],
+    ids=lambda c: type(c).__name__,
 )
 def test_an_optimizer_is_a_transformation(cfg: Any) -> None:
     """What it adds to the weights is what its own update does to them."""

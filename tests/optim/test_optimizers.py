@@ -99,7 +99,9 @@ def test_every_optimizer_brings_a_quadratic_down(cfg):
     assert float(sum((p**2).sum() for p in params.values())) < 0.2 * start
 
 
-@pytest.mark.parametrize("cfg", EVERY, ids=NAMES)
+@pytest.mark.parametrize(
+    "cfg", [EVERY[0], *[pytest.param(cfg, marks=pytest.mark.slow) for cfg in EVERY[1:]]], ids=NAMES
+)
 def test_moments_in_bfloat16_are_kept_so_and_computed_in_float32(cfg):
     rng = np.random.default_rng(3)
     params, gradients = random(rng), [random(rng) for _ in range(4)]

@@ -55,10 +55,10 @@ def two_updates(optimizer, place):
 @pytest.mark.parametrize(
     "cfg",
     [
-        AdamWConfig(),
+        pytest.param(AdamWConfig(), marks=pytest.mark.slow),
         pytest.param(AdamWConfig(moments="float16"), marks=pytest.mark.slow),
         pytest.param(SGDConfig(), marks=pytest.mark.slow),
-        LionConfig(),
+        pytest.param(LionConfig(), marks=pytest.mark.slow),
         MuonConfig(),
     ],
     ids=lambda c: type(c).__name__ + (c.moments == "float16") * " in float16",
@@ -82,6 +82,7 @@ def test_as_on_one_device(cfg):
     np.testing.assert_allclose(norm, exact, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_muon_moves_one_matrix_at_a_time():
     """Over data two swaps for each weight; over tensor sums of the small side, and gathers of the narrow ones."""
     plan, mesh = Plan.of(PARALLEL), build_mesh(PARALLEL)

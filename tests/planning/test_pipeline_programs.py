@@ -328,6 +328,7 @@ def test_on_cpu_devices_a_layer_gathers_what_it_must() -> None:
         assert moved["all-reduce"] == (2 if matmuls == forward else 5)
 
 
+@pytest.mark.slow
 def test_on_cpu_devices_memory_does_not_grow_with_microbatches() -> None:
     few, many = (on_cpu("1f1b", microbatches).temporary for microbatches in (MICROBATCHES, MORE))
     assert many == pytest.approx(few, rel=0.02)

@@ -61,7 +61,11 @@ def best_zero1(name: str, devices: int) -> tuple[Task, Entry]:
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(name, marks=[pytest.mark.slow] * name.startswith("GPT-3")) for name in PUBLISHED]
+    "case",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name.startswith("GPT-3") or "context" in name))
+        for name in PUBLISHED
+    ],
 )
 def test_it_finds_a_layout_no_slower_than_the_published_one(case: str) -> None:
     name, devices, sizes = PUBLISHED[case]

@@ -56,6 +56,7 @@ def test_going_on_from_a_checkpoint_is_exact_and_another_layout_gets_the_same_hi
     assert after[1] == pytest.approx(after[0], abs=2e-3)
 
 
+@pytest.mark.slow
 def test_evaluation_and_the_model_use_them_and_change_nothing(tmp_path: Path) -> None:
     run = setup(job(model=model(hidden=64, ffn=64, dropout=0.0, repeats=1)))
     for _ in run.steps(1):

@@ -130,6 +130,7 @@ def test_going_on_is_as_if_it_had_never_stopped(whole, copied):
     assert losses(copied) == losses(whole)
 
 
+@pytest.mark.slow
 def test_going_on_with_another_layout_is_the_same_run(whole, copied):
     """In a pipeline; test_going_on_in_another_pipeline.py has more of them."""
     layout = ParallelConfig(pipeline=2, data=1)
@@ -171,6 +172,7 @@ def test_going_on_with_other_settings_is_refused_and_nothing_is_touched(halted, 
     assert contents(halted) == before
 
 
+@pytest.mark.slow
 def test_another_schedule_takes_over_where_the_config_says_so(whole, copied, capsys):
     """At the rows the run has come to, as if it had been the schedule from the start; nothing else may change."""
     rates = {

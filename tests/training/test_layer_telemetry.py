@@ -38,6 +38,7 @@ def mixture(layers: int = 2) -> DecoderConfig:
     return replace(dense, stack=replace(dense.stack, pattern=(block,)))
 
 
+@pytest.mark.slow
 def test_a_step_reports_each_layer_even_if_its_update_is_not_made() -> None:
     run = setup(run_config(model=mixture()), devices=jax.devices()[:1])
     (info,) = run.steps(1)

@@ -129,6 +129,7 @@ def test_one_array_is_never_whole_on_a_device():
     assert "all-to-all" in text and "all-gather" not in text
 
 
+@pytest.mark.slow
 def test_rows_of_hybrids_find_their_places():
     """Weights that some layers have, of seven layers on one device, on two stages with two chunks each."""
     (block,) = llama().stack.pattern

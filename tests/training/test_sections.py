@@ -109,7 +109,7 @@ def two_towers(recompute: Recompute = "selective") -> TwoTowersConfig:
     return TwoTowersConfig(reader=reader, stack=replace(reader, pattern=(reading,)), recompute=recompute)
 
 
-@pytest.mark.parametrize("recompute", ["full", pytest.param("none", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("recompute", [pytest.param(name, marks=pytest.mark.slow) for name in ("full", "none")])
 def test_gradients_and_evaluation_are_those_of_plain_differentiation(recompute):
     made = program(two_towers(recompute), ONE, microbatches=2)
 

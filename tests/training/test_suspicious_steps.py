@@ -129,6 +129,7 @@ def test_a_fault_that_stays_ends_the_run(parts):
     assert "the same to the last bit when the step was run again" in text
 
 
+@pytest.mark.slow
 def test_the_weights_are_named_whose_gradients_are_not_finite(monkeypatch):
     """Only where a step came out so twice: others compile and compute nothing for it."""
     path, original = "stack.blocks.0.mlp.up", Program.grad_fn

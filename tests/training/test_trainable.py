@@ -56,6 +56,7 @@ def matmuls(made: Compiled) -> int:
     return made.step.as_text().count(" dot(")
 
 
+@pytest.mark.slow
 def test_the_compiled_step_has_no_work_for_frozen_weights() -> None:
     every, some = compiled(("*",)), compiled(TRAINED)
     assert sum(one.arrays for one in reductions(some)) == len(PATHS)

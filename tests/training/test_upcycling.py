@@ -70,6 +70,7 @@ GRANULAR = experts(8, 4, 16, score="sigmoid", scale=2.5)
 """Two experts make a dense layer; a token passes two such groups."""
 
 
+@pytest.mark.slow
 def test_parts_of_a_dense_layer_together_compute_what_it_does(dense: tuple[Path, np.ndarray]) -> None:
     run, _ = started(dense[0], GRANULAR)
     np.testing.assert_allclose(np.asarray(run.model(TOKENS)), dense[1], rtol=0, atol=1e-5)
@@ -110,7 +111,7 @@ def dense_layer(x: np.ndarray, weights: dict[str, np.ndarray]) -> np.ndarray:
     return inner @ weights["down"] + weights["down_bias"]
 
 
-@pytest.mark.parametrize("normalise", ["chosen", "all"])
+@pytest.mark.parametrize("normalise", [pytest.param("chosen", marks=pytest.mark.slow), "all"])
 def test_biases_and_all_scores_are_made_up_for(normalise: str) -> None:
     """Outputs of a group of three, each weighted as a router with logits of zero does."""
     cfg = MoEConfig(

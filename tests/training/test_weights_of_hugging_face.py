@@ -85,7 +85,7 @@ def test_devices_hold_the_layers_and_shards_of_the_files(folder: Path, tmp_path:
         np.testing.assert_array_equal(np.asarray(run.state.params[path]), whole, err_msg=path)
 
 
-@pytest.mark.parametrize("way", ["drawn", "mean"])
+@pytest.mark.parametrize("way", [pytest.param("drawn", marks=pytest.mark.slow), "mean"])
 def test_tables_grow_to_more_tokens(folder: Path, tmp_path: Path, way: Any) -> None:
     """From 96 to 200 tokens: the rows behind are drawn, or the mean of those that are there."""
     model = replace(MODEL, vocabulary_size=200)
@@ -119,6 +119,7 @@ def test_what_does_not_fit_is_refused(
         started(tmp_path, hf(folder, **source), model)
 
 
+@pytest.mark.slow
 def test_intended_changes_are_named(folder: Path, tmp_path: Path) -> None:
     model = replace(MODEL, norm=RMSNormConfig(epsilon=1e-6))
     started(tmp_path, hf(folder, changed=("norm.epsilon",)), model)

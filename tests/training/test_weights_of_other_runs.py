@@ -103,6 +103,7 @@ def test_a_linear_probe_trains_a_new_head_alone(pretrained: Path, tmp_path: Path
             np.testing.assert_array_equal(end[path], there[path], err_msg=path)
 
 
+@pytest.mark.slow
 def test_positions_are_interpolated_for_larger_images(pretrained: Path, tmp_path: Path) -> None:
     """As jax.image.resize does it; the class token keeps its own. All else is taken, and training begins."""
     small = stored(pretrained, 1)["positions"]
