@@ -106,6 +106,10 @@ class TextStream:
         self.stopped = False
         """A stop string was complete: no text follows."""
 
+    def watch(self, stops: Sequence[str]) -> None:
+        """From now on these end the text; text that was returned before is no part of them."""
+        self._stops = stops
+
     def add(self, token: int) -> str:
         """Text that can neither change nor become part of a stop string."""
         text = self._before_stop(self._decoding.add(token))

@@ -18,16 +18,12 @@ class Sampled(NamedTuple):
     rank: int | None = None
     """1 + the number of tokens that were more likely; None: not asked for."""
     top: tuple[tuple[int, float], ...] = ()
-    """The most likely tokens and their log-probabilities: as many as `Sampling.logprobs`, or twice `Sampling.beams`, if
-    that is more."""
+    """The `Row.top` most likely tokens and their log-probabilities, in descending order."""
     finite: bool = True
     """Whether all logits of the row were finite."""
     prompt: tuple[TokenScore, ...] = ()
-    """Where `Row.unscored`: of the tokens of the prompt that follow those in the step."""
-
-    def score(self, count: int) -> TokenScore:
-        """With the `count` most likely tokens."""
-        return TokenScore(self.token, self.logprob, self.rank, self.top[:count])
+    """Where `Row.unscored`: of the tokens of the prompt that follow those in the step, with the
+    `Sampling.prompt_logprobs` most likely ones."""
 
 
 class Device(Protocol):

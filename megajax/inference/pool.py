@@ -37,6 +37,11 @@ class Pool:
         """Blocks that `take` can give."""
         return len(self._empty) + len(self._idle)
 
+    @property
+    def used(self) -> int:
+        """Blocks with owners."""
+        return self.blocks - self.available
+
     def first_digest(self, salt: str) -> bytes:
         """The hash before the first block. salt: what the keys and values depend on beside the tokens."""
         return blake2b(salt.encode(), digest_size=DIGEST, key=self._key).digest()

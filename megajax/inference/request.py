@@ -161,6 +161,8 @@ class Sampling:
             problems.append(Problem("best_of", f"{self.best_of} is below n, {self.n}"))
         if self.beams > 1 and self.best_of is not None:
             problems.append(Problem("best_of", "is of no use with a beam search: leave it out, and set n"))
+        if self.beams > 1 and self.guide is not None:
+            problems.append(Problem("guide", "cannot constrain a beam search: leave one of the two out"))
         if 1 < self.beams < self.n:
             problems.append(Problem("n", f"{self.n} answers are more than the {self.beams} beams"))
         return problems
@@ -193,6 +195,25 @@ class Piece(NamedTuple):
     """None: more pieces follow."""
     prompt_scores: tuple[TokenScore | None, ...] = ()
     """With the first piece of choice 0, if the request asks for them; None for the first token."""
+
+
+@dataclass(kw_only=True)
+class Answer:
+    """What the pieces of a choice add up to."""
+
+    text: str = ""
+    tokens: tuple[int, ...] = ()
+    scores: tuple[TokenScore, ...] = ()
+    finish: Finish | None = None
+    prompt_scores: tuple[TokenScore | None, ...] = ()
+
+    def add(self, piece: Piece) -> None:
+        """Grows by a piece of its choice."""
+        self.text += piece.text
+        self.tokens += piece.tokens
+        self.scores += piece.scores
+        self.finish = piece.finish
+        self.prompt_scores += piece.prompt_scores
 
 
 @dataclass(kw_only=True)

@@ -31,7 +31,9 @@ class Row:
     adapter: str = ""
     """Name of the adapter of weights; empty: none."""
     unscored: bool = False
-    """Scores of the prompt are wanted and incomplete: its blocks are computed and not shared with others."""
+    """Scores of the prompt are wanted and incomplete: all of it is computed, and no block of others is shared."""
+    top: int | None = None
+    """How many of the most likely tokens to report with each one. None: neither these nor ranks."""
     guide: Any = None
     """State of what constrains the text."""
     paused: bool = False
@@ -110,7 +112,7 @@ class Scheduler:
     def fork(self, row: Row, order: tuple[int, int]) -> Row:
         """A copy of a row, which waits; it will share the row's full blocks."""
         copy = Row(order=order, tokens=list(row.tokens), limit=row.limit, sampling=row.sampling, seed=row.seed)
-        copy.ends, copy.adapter, copy.guide, copy.prompt = row.ends, row.adapter, row.guide, row.prompt
+        copy.ends, copy.adapter, copy.prompt, copy.top = row.ends, row.adapter, row.prompt, row.top
         copy.digests = list(row.digests)
         self.add(copy)
         return copy

@@ -69,8 +69,8 @@ class StandIn:
         tokens = self.candidates(row, row.tokens[: first + count])
         following = range(first + 1, min(first + count + 1, row.prompt))
         scores = tuple(TokenScore(row.tokens[at], -at / 8, 1, ()) for at in following) if row.unscored else ()
-        top = tuple((token, -0.5 - place) for place, token in enumerate(tokens))
-        return Sampled(tokens[0], top[0][1], 1, top, prompt=scores)
+        top = tuple((token, -0.5 - place / 8) for place, token in enumerate(tokens[: row.top or 0]))
+        return Sampled(tokens[0], -0.5, None if row.top is None else 1, top, prompt=scores)
 
     def candidates(self, row: Row, tokens: Sequence[int]) -> list[int]:
         """Different tokens that may follow, the most likely first."""

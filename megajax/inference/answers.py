@@ -1,0 +1,285 @@
+"""The answers of a request while they are made: results of the device become pieces of text.
+
+How the next tokens of its rows are chosen is the kind of object that a request gets: `Answers` takes what the device
+sampled, `BestAnswers` keeps the pieces until all have ended, and `BeamAnswers` searches.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from megajax.inference.detokenizer import TextStream
+from megajax.inference.device import Sampled
+from megajax.inference.request import Answer, Finish, Piece, Request, TokenScore
+from megajax.inference.sampling.beams import Beam, BeamSearch, Finished
+from megajax.inference.scheduler import Row, Scheduler
+
+
+class Making:
+    """The answers of a request in the making.
+
+    Attributes:
+        prompt_scores: of the prompt, as far as it was computed; the first token has none.
+        tokens: made so far, in all answers.
+        faults: of the request's own.
+    """
+
+    def __init__(self, request: Request, scheduler: Scheduler):
+        self.request, self.scheduler, self.tokens, self.faults = request, scheduler, 0, 0
+        self.prompt_scores: list[TokenScore | None] = [None]
+
+    def rows(self) -> list[Row]:
+        """Those that are not finished; empty when all answers were delivered."""
+        raise NotImplementedError
+
+    def unfinished(self) -> list[int]:
+        """Numbers of the answers whose ends were not delivered."""
+        raise NotImplementedError
+
+    def grow(self, row: Row, result: Sampled) -> None:
+        """The row was computed up to its last token: chooses what follows."""
+        raise NotImplementedError
+
+    def end(self, row: Row, finish: Finish) -> None:
+        """Ends the row without another token."""
+        raise NotImplementedError
+
+    def take(self, row: Row, done: int, result: Sampled) -> None:
+        """A result of the device. done: tokens of the row that were computed."""
+        if row.unscored:
+            last = min(done + 1, row.prompt)
+            self.prompt_scores[last - len(result.prompt) :] = result.prompt
+            row.unscored = done < row.prompt
+        complete = done == len(row.tokens)
+        if not result.finite or (complete and result.token < 0):
+            self.faults += 1
+            self.end(row, "error")
+        elif complete and len(row.tokens) >= row.limit:
+            self.end(row, "length")
+        elif complete:
+            self.grow(row, result)
+
+    def end_all(self, finish: Finish) -> None:
+        """Ends what is not finished."""
+        while rows := self.rows():
+            self.end(rows[0], finish)
+
+    def free(self) -> None:
+        """Nothing is computed for the request any more."""
+        for row in self.rows():
+            self.scheduler.remove(row)
+
+    def fail(self) -> None:
+        """Ends the request after an exception, whatever state it is in."""
+        self.faults += 1
+        self.free()
+        for number in self.unfinished():
+            self.request.deliver(Piece(number, "", (), (), "error"))
+
+    def prompt_part(self, number: int) -> tuple[TokenScore | None, ...]:
+        """The scores of the prompt, for the first piece of answer 0."""
+        if number or self.request.sampling.prompt_logprobs is None:
+            return ()
+        scores, self.prompt_scores = tuple(self.prompt_scores), []
+        return scores
+
+
+@dataclass(eq=False)
+class Choice:
+    """One answer in the making."""
+
+    number: int
+    row: Row
+    text: TextStream
+    logprob: float = 0.0
+    """Sum over its tokens."""
+
+
+class Answers(Making):
+    """Answers that do not depend on each other, which are delivered token by token."""
+
+    def __init__(self, request: Request, rows: Sequence[Row], texts: Sequence[TextStream], scheduler: Scheduler):
+        """rows and texts: one for each answer."""
+        super().__init__(request, scheduler)
+        numbered = enumerate(zip(rows, texts, strict=True))
+        self._choices = {row: Choice(number, row, text) for number, (row, text) in numbered}
+        for row in rows:
+            scheduler.add(row)
+
+    def rows(self) -> list[Row]:
+        return list(self._choices)
+
+    def unfinished(self) -> list[int]:
+        return [choice.number for choice in self._choices.values()]
+
+    def grow(self, row: Row, result: Sampled) -> None:
+        choice, token, sampling = self._choices[row], result.token, row.sampling
+        row.tokens.append(token)
+        self.tokens += 1
+        choice.logprob += result.logprob
+        if row.guide is not None:
+            row.guide = row.guide.after(token)
+        if row.made == max(1, sampling.min_tokens):
+            choice.text.watch(sampling.stop)
+        text = "" if token in row.ends else choice.text.add(token)
+        ended = token in row.ends or choice.text.stopped or len(row.tokens) >= row.limit
+        text += choice.text.end() if ended else ""
+        # What was kept back may have been a stop string.
+        stopped = token in row.ends or choice.text.stopped
+        scores = () if sampling.logprobs is None else (score_of(token, result, sampling.logprobs),)
+        self._deliver(choice, text, (token,), scores, "stop" if stopped else "length" if ended else None)
+
+    def end(self, row: Row, finish: Finish) -> None:
+        choice = self._choices[row]
+        self._deliver(choice, choice.text.end(), (), (), finish)
+
+    def _deliver(
+        self, choice: Choice, text: str, tokens: tuple[int, ...], scores: tuple[TokenScore, ...], finish: Finish | None
+    ) -> None:
+        if finish is not None:
+            self.scheduler.remove(choice.row)
+            del self._choices[choice.row]
+        self._send(choice, Piece(choice.number, text, tokens, scores, finish, self.prompt_part(choice.number)))
+
+    def _send(self, choice: Choice, piece: Piece) -> None:
+        self.request.deliver(piece)
+
+
+class BestAnswers(Answers):
+    """The n answers with the largest mean log-probability of a token, of `best_of`; delivered when all have ended."""
+
+    def __init__(self, request: Request, rows: Sequence[Row], texts: Sequence[TextStream], scheduler: Scheduler):
+        super().__init__(request, rows, texts, scheduler)
+        self._answers = [Answer() for _ in rows]
+        self._logprobs = [0.0 for _ in rows]
+
+    def unfinished(self) -> list[int]:
+        return list(range(self.request.sampling.n))
+
+    def _send(self, choice: Choice, piece: Piece) -> None:
+        self._answers[choice.number].add(piece)
+        self._logprobs[choice.number] = choice.logprob / max(1, choice.row.made)
+        if not self._choices:
+            deliver_best(self.request, self._ranked(), self._answers[0].prompt_scores)
+
+    def _ranked(self) -> list[Answer]:
+        """Those with a fault last."""
+
+        def order(number: int) -> tuple[bool, float]:
+            return self._answers[number].finish not in ("stop", "length"), -self._logprobs[number]
+
+        return [self._answers[number] for number in sorted(range(len(self._answers)), key=order)]
+
+
+class BeamAnswers(Making):
+    """A beam search, whose answers are delivered at its end.
+
+    Each running beam is a row. A beam that was computed waits for the others, however the scheduler interleaves or
+    preempts them; then beams are extended, copied and dropped together.
+    """
+
+    def __init__(self, request: Request, row: Row, texts: Sequence[TextStream], scheduler: Scheduler):
+        """texts: one for each answer."""
+        super().__init__(request, scheduler)
+        sampling, self._texts, self._copies = request.sampling, texts, 0
+        limit, penalty = row.limit - row.prompt, sampling.length_penalty
+        self._search = BeamSearch(beams=sampling.beams, limit=limit, ends=row.ends, length_penalty=penalty)
+        row.top = max(self._search.wanted, sampling.logprobs or 0)
+        self._beams, self._results = [row], dict[Row, Sampled]()
+        self._scores: dict[tuple[int, ...], tuple[TokenScore, ...]] = {(): ()}
+        scheduler.add(row)
+
+    def rows(self) -> list[Row]:
+        return list(self._beams)
+
+    def unfinished(self) -> list[int]:
+        return list(range(self.request.sampling.n))
+
+    def grow(self, row: Row, result: Sampled) -> None:
+        self._results[row], row.paused = result, True
+        if len(self._results) == len(self._beams):
+            self._advance()
+
+    def end(self, row: Row, finish: Finish) -> None:
+        """A fault of one beam ends the search."""
+        self._finish([Answer(finish=finish)] * self.request.sampling.n)
+
+    def _advance(self) -> None:
+        parents, results = self._beams, [self._results[row] for row in self._beams]
+        running = self._search.advance([result.top for result in results], parents[0].barred)
+        if self.request.sampling.logprobs is not None:
+            self._note_scores(parents, results, running)
+        rows: list[Row] = []
+        # Copies are made first: they begin with the tokens that their parent has now.
+        for number, beam in enumerate(running):
+            first = all(other.parent != beam.parent for other in running[:number])
+            rows.append(parents[beam.parent] if first else self._copy(parents[beam.parent]))
+        for row, beam in zip(rows, running, strict=True):
+            row.tokens.append(beam.tokens[-1])
+            row.paused = False
+        for row in parents:
+            if row not in rows:
+                self.scheduler.remove(row)
+        self._beams, self._results = rows, {}
+        self.tokens += len(rows)
+        if self._search.done:
+            best = self._search.best(len(self._texts))
+            self._finish([self._answer(beam, text) for beam, text in zip(best, self._texts, strict=False)])
+
+    def _copy(self, row: Row) -> Row:
+        self._copies += 1
+        return self.scheduler.fork(row, (row.order[0], self._copies))
+
+    def _note_scores(self, parents: Sequence[Row], results: Sequence[Sampled], running: Sequence[Beam]) -> None:
+        """Keeps the scores of the running and finished beams, by their tokens."""
+        by_tokens = {tuple(row.tokens[row.prompt :]): result for row, result in zip(parents, results, strict=True)}
+        scores = {}
+        for tokens in [*(beam.tokens for beam in running), *(answer.tokens for answer in self._search.finished)]:
+            if tokens in self._scores:
+                scores[tokens] = self._scores[tokens]
+                continue
+            top = by_tokens[tokens[:-1]].top
+            rank = next(place for place, (token, _) in enumerate(top) if token == tokens[-1])
+            score = TokenScore(tokens[-1], top[rank][1], rank + 1, top[: self.request.sampling.logprobs])
+            scores[tokens] = (*self._scores[tokens[:-1]], score)
+        self._scores = scores
+
+    def _answer(self, beam: Finished, text: TextStream) -> Answer:
+        """The text of a beam, which ends before a stop string."""
+        sampling, answer = self.request.sampling, Answer(finish="length")
+        for number, token in enumerate(beam.tokens, start=1):
+            if number == max(1, sampling.min_tokens):
+                text.watch(sampling.stop)
+            ended = token in self._search.ends
+            answer.text += "" if ended else text.add(token)
+            answer.tokens = beam.tokens[:number]
+            if ended or text.stopped:
+                answer.finish = "stop"
+                break
+        answer.text += text.end()
+        answer.scores = self._scores.get(beam.tokens, ())[: len(answer.tokens)]
+        return answer
+
+    def _finish(self, answers: Sequence[Answer]) -> None:
+        self.free()
+        self._beams = []
+        answers = [*answers, *[Answer(finish="error")] * (self.request.sampling.n - len(answers))]
+        deliver_best(self.request, answers, self.prompt_part(0))
+
+
+def deliver_best(request: Request, answers: Sequence[Answer], prompt: tuple[TokenScore | None, ...]) -> None:
+    """The first n answers, a piece each. prompt: its scores."""
+    for number, answer in enumerate(answers[: request.sampling.n]):
+        own = prompt if number == 0 else ()
+        request.deliver(Piece(number, answer.text, answer.tokens, answer.scores, answer.finish, own))
+
+
+def score_of(token: int, result: Sampled, count: int) -> TokenScore:
+    """Of the chosen token, with the `count` most likely ones."""
+    return TokenScore(token, result.logprob, result.rank, result.top[:count])
+
+
+def seed_of(seed: int, choice: int) -> int:
+    """The seed of one of a request's answers."""
+    digest = blake2b(seed.to_bytes(8, "big") + choice.to_bytes(8, "big"), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1

@@ -1,0 +1,290 @@
+"""Continuous batching: requests join and leave the steps of a device at any time.
+
+A step runs on the caller's thread: which rows run is decided, the device computes, results become pieces of text.
+`megajax.inference.worker` runs the steps on a thread of their own.
+"""
+
+import logging
+import random
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+from megajax.config.errors import Problem
+from megajax.inference.answers import Answers, BeamAnswers, BestAnswers, Making, seed_of
+from megajax.inference.detokenizer import Detokenizer
+from megajax.inference.device import Device, Sampled
+from megajax.inference.pool import Pool
+from megajax.inference.request import Answer, Finish, Refused, Request, Sampling
+from megajax.inference.scheduler import Row, Scheduler, Step
+from megajax.tokenizers.base import Tokenizer
+
+LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Statistics:
+    """Counts of all replicas. Those that end in `_total` only grow."""
+
+    running: int
+    """Rows that run."""
+    waiting: int
+    """Rows that wait for a place or for blocks."""
+    requests: int
+    """Requests that are not finished."""
+    blocks_used: int
+    blocks: int
+    """Of all replicas."""
+    steps_total: int
+    tokens_total: int
+    """Tokens of answers."""
+    prompt_tokens_total: int
+    """Tokens of prompts that were computed, those of preempted rows each time."""
+    shared_tokens_total: int
+    """Tokens of prompts that were in the cache already."""
+    preemptions_total: int
+    errors_total: int
+    """Faults that ended an answer or a request, and no other."""
+    scheduler_seconds_total: float
+    """Of the host: scheduling, text and delivery."""
+    device_seconds_total: float
+    last_step_seconds: float
+    """Of host and device."""
+
+
+class Engine:
+    """Requests in, pieces of text out. Not safe for threads; `check` alone may be called from any."""
+
+    def __init__(
+        self,
+        device: Device,
+        *,
+        tokenizer: Tokenizer | None = None,
+        ends: Collection[int] | None = None,
+        queue: int = 128,
+        seed: int | None = None,
+        guide: Callable[[Any], Any] | None = None,
+    ):
+        """tokenizer: None: answers have no text. ends: tokens that end a text; None: the tokenizer's.
+
+        queue: most requests that are not finished, beside one for each row of the device. seed: of the seeds of
+        requests without one; None: other ones each time. guide: makes the state of a constraint from `Sampling.guide`;
+        raises UserError for one that is not valid.
+        """
+        self.device, self.tokenizer = device, tokenizer
+        self.capacity = device.rows * device.replicas + queue
+        """Most requests that are not finished."""
+        self.length = min(device.length, device.blocks * device.block)
+        """Most tokens of a row, prompt and answer."""
+        self.schedulers = [
+            Scheduler(
+                Pool(device.blocks, device.block),
+                rows=device.rows,
+                chunk=device.chunk,
+                prefix_sharing=device.prefix_sharing,
+            )
+            for _ in range(device.replicas)
+        ]
+        own = () if tokenizer is None else {tokenizer.eod, tokenizer.specials.get("eos", tokenizer.eod)}
+        self.ends = frozenset(own if ends is None else ends)
+        self.finite = True
+        """Whether a row of the last step had finite logits."""
+        self.failed = False
+        """The device raised an exception: a new engine is needed."""
+        self._detokenizer, self._draw, self._guide = Detokenizer(tokenizer), random.Random(seed), guide
+        self._numbers, self._names = count(), count()
+        self._open: dict[str, int] = {}
+        self._making: dict[int, Making] = {}
+        self._steps = self._tokens = self._errors = 0
+        self._host_seconds = self._device_seconds = self._last_seconds = 0.0
+
+    @property
+    def requests(self) -> int:
+        """Those that are not finished."""
+        return len(self._open)
+
+    def check(self, request: Request) -> None:
+        """Raises Refused for a request that can never run."""
+        if self.failed:
+            raise Refused("draining", "the device failed; a new engine is needed")
+        sampling, prompt = request.sampling, request.prompt
+        problems = sampling.problems() or list(self._problems(request))
+        if problems:
+            raise Refused("invalid", f"{problems[0].where} {problems[0].what}", problems[0].where)
+        if request.identifier in self._open:
+            raise Refused("invalid", f"identifier {request.identifier!r} is in use", "identifier")
+        if len(prompt) + min(1, sampling.max_tokens) > self.length:
+            left = "with the first token of its answer " if sampling.max_tokens else ""
+            message = f"the prompt has {len(prompt):,} tokens; {left}it may have {self.length:,}: shorten it"
+            raise Refused("too_long", message, "prompt")
+
+    def submit(self, request: Request) -> None:
+        """The request waits, and runs in the following steps. Raises Refused."""
+        self.check(request)
+        if len(self._open) >= self.capacity:
+            raise Refused("queue_full", f"{len(self._open)} requests are not finished; {self.capacity} may be")
+        number, sampling = next(self._numbers), request.sampling
+        seed = self._draw.getrandbits(63) if sampling.seed is None else sampling.seed
+        scheduler = min(self.schedulers, key=lambda each: len(each.running) + len(each.waiting))
+        rows = [self._row(request, (number, choice), seed_of(seed, choice)) for choice in range(sampling.choices())]
+        streams = [self._detokenizer.stream(request.prompt) for _ in range(max(sampling.n, len(rows)))]
+        if sampling.beams > 1:
+            self._making[number] = BeamAnswers(request, rows[0], streams[: sampling.n], scheduler)
+        else:
+            kind = Answers if sampling.best_of is None else BestAnswers
+            self._making[number] = kind(request, rows, streams, scheduler)
+        self._open[request.identifier] = number
+
+    def cancel(self, identifier: str) -> None:
+        """Ends a request, whose blocks are free from now on. Nothing happens if it has ended."""
+        number = self._open.get(identifier)
+        if number is not None:
+            self._guarded(self._making[number], lambda making: making.end_all("cancelled"))
+
+    def step(self) -> bool:
+        """One step of the device. False: no row can run."""
+        start = time.perf_counter()
+        work = [scheduler.next() for scheduler in self.schedulers]
+        if not any(work):
+            return False
+        scheduled = time.perf_counter()
+        try:
+            results = self.device.run(work)
+        except BaseException:
+            self.fail()
+            raise
+        computed = time.perf_counter()
+        self._take(work, results)
+        ended = time.perf_counter()
+        self._steps += 1
+        self._device_seconds += computed - scheduled
+        self._host_seconds += scheduled - start + ended - computed
+        self._last_seconds = ended - start
+        return True
+
+    def fail(self) -> None:
+        """Ends every request with an error, and takes no more: the device's cache is not what the pools say."""
+        self.failed = True
+        self.end_all("error")
+
+    def end_all(self, finish: Finish) -> None:
+        """Ends every request."""
+        for making in list(self._making.values()):
+            self._guarded(making, lambda making: making.end_all(finish))
+
+    def complete(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, adapter: str | None = None
+    ) -> list[list[Answer]]:
+        """Runs until the n answers of each prompt are complete. Raises Refused before anything runs."""
+        answers = [[Answer() for _ in range(sampling.n)] for _ in prompts]
+        requests = [
+            Request(
+                identifier=f"complete {next(self._names)}",
+                prompt=tuple(prompt),
+                sampling=sampling,
+                deliver=lambda piece, own=own: own[piece.choice].add(piece),
+                adapter=adapter,
+            )
+            for prompt, own in zip(prompts, answers, strict=True)
+        ]
+        for request in requests:
+            self.check(request)
+        waiting, active = deque(requests), True
+        try:
+            while active:
+                while waiting and len(self._open) < self.capacity:
+                    self.submit(waiting.popleft())
+                active = self.step() or bool(waiting)
+        finally:
+            for request in requests:
+                self.cancel(request.identifier)
+        return answers
+
+    def statistics(self) -> Statistics:
+        """Counts up to now."""
+        schedulers = self.schedulers
+        return Statistics(
+            running=sum(len(each.running) for each in schedulers),
+            waiting=sum(len(each.waiting) for each in schedulers),
+            requests=len(self._open),
+            blocks_used=sum(each.pool.used for each in schedulers),
+            blocks=sum(each.pool.blocks for each in schedulers),
+            steps_total=self._steps,
+            tokens_total=self._tokens,
+            prompt_tokens_total=sum(each.prompt_tokens for each in schedulers),
+            shared_tokens_total=sum(each.shared_tokens for each in schedulers),
+            preemptions_total=sum(each.preemptions for each in schedulers),
+            errors_total=self._errors,
+            scheduler_seconds_total=self._host_seconds,
+            device_seconds_total=self._device_seconds,
+            last_step_seconds=self._last_seconds,
+        )
+
+    def _problems(self, request: Request) -> list[Problem]:
+        """What is wrong beside the settings' own limits, by the names of the fields."""
+        sampling, vocabulary, problems = request.sampling, self.device.vocabulary, []
+        named = {"prompt": request.prompt, "stop_tokens": sampling.stop_tokens, "logit_bias": sampling.logit_bias}
+        for name, tokens in named.items():
+            if set(map(type, tokens)) - {int}:
+                problems.append(Problem(name, "must be token ids, as integers"))
+            elif tokens and not 0 <= min(tokens) <= max(tokens) < vocabulary:
+                wrong = min(tokens) if min(tokens) < 0 else max(tokens)
+                problems.append(Problem(name, f"has the token {wrong}; ids go from 0 to {vocabulary - 1}"))
+        if not request.prompt:
+            problems.append(Problem("prompt", "has no tokens"))
+        if sampling.stop and self.tokenizer is None:
+            problems.append(Problem("stop", "needs a tokenizer, and the engine has none"))
+        if request.adapter and request.adapter not in self.device.adapters:
+            present = ", ".join(sorted(self.device.adapters)) or "none"
+            problems.append(Problem("adapter", f"is {request.adapter[:60]!r}; the engine has {present}"))
+        if sampling.guide is not None and self._guide is None:
+            problems.append(Problem("guide", "is not supported by this engine"))
+        return problems
+
+    def _row(self, request: Request, order: tuple[int, int], seed: int) -> Row:
+        sampling, prompt = request.sampling, request.prompt
+        ends = frozenset(sampling.stop_tokens) | (frozenset() if sampling.ignore_eos else self.ends)
+        return Row(
+            order=order,
+            tokens=list(prompt),
+            limit=min(self.length, len(prompt) + sampling.max_tokens),
+            sampling=sampling,
+            seed=seed,
+            ends=ends,
+            adapter=request.adapter or "",
+            unscored=sampling.prompt_logprobs is not None and order[1] == 0,
+            top=sampling.logprobs,
+            guide=None if sampling.guide is None or self._guide is None else self._guide(sampling.guide),
+        )
+
+    def _take(self, work: Sequence[Step | None], results: Sequence[Sequence[Sampled]]) -> None:
+        finite = False
+        for step, replica in zip(work, results, strict=True):
+            for (row, done), result in zip(step.parts() if step else [], replica, strict=True):
+                finite = finite or result.finite
+                making = self._making.get(row.order[0])
+                # A fault of one row may have ended its request.
+                if making is not None and row in making.rows():
+                    self._guarded(
+                        making, lambda making, row=row, done=done, result=result: making.take(row, done, result)
+                    )
+        self.finite = finite
+
+    def _guarded(self, making: Making, act: Callable[[Making], None]) -> None:
+        """Whatever one request raises, the others go on."""
+        made, faults, failed = making.tokens, making.faults, False
+        try:
+            act(making)
+        except Exception:
+            LOG.exception("request %s ends with an error", making.request.identifier)
+            failed = True
+            with suppress(Exception):
+                making.fail()
+        self._tokens += making.tokens - made
+        self._errors += making.faults - faults
+        if failed or not making.rows():
+            del self._making[self._open.pop(making.request.identifier)]

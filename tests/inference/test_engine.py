@@ -1,0 +1,431 @@
+"""Requests through the engine on a device without a model: answers, ends, faults, counts."""
+
+import random
+from collections.abc import Sequence
+from itertools import count
+from typing import Any
+
+import pytest
+from stand_in import StandIn, expected, hashed
+
+from megajax.inference.answers import seed_of
+from megajax.inference.engine import Engine
+from megajax.inference.request import Answer, Piece, Refused, Request, Sampling
+from megajax.tokenizers.config import ByteTokenizerConfig
+
+NAMES = count()
+
+
+class Client:
+    """A request, its pieces, and what they add up to."""
+
+    def __init__(self, prompt: Sequence[int], adapter: str | None = None, **settings: Any):
+        settings = {"temperature": 0, "ignore_eos": True, **settings}
+        self.pieces: list[Piece] = []
+        name = f"client {next(NAMES)}"
+        sampling = Sampling(**settings)
+        self.request = Request(
+            identifier=name, prompt=tuple(prompt), sampling=sampling, adapter=adapter, deliver=self.pieces.append
+        )
+
+    def answers(self) -> list[Answer]:
+        answers = [Answer() for _ in range(self.request.sampling.n)]
+        for piece in self.pieces:
+            assert answers[piece.choice].finish is None, "a piece after the end"
+            answers[piece.choice].add(piece)
+        return answers
+
+    @property
+    def answer(self) -> Answer:
+        (answer,) = self.answers()
+        return answer
+
+
+def serve(engine: Engine, *clients: Client, steps: int = 5000) -> None:
+    for client in clients:
+        engine.submit(client.request)
+    for _ in range(steps):
+        if not engine.step():
+            break
+        for scheduler in engine.schedulers:
+            scheduler.check()
+    idle(engine)
+
+
+def idle(engine: Engine) -> None:
+    statistics = engine.statistics()
+    assert (statistics.requests, statistics.running, statistics.waiting, statistics.blocks_used) == (0, 0, 0, 0)
+
+
+def byte_engine(**settings: Any) -> Engine:
+    return Engine(StandIn(vocabulary=257, **settings), tokenizer=ByteTokenizerConfig().build())
+
+
+def test_tokens_come_one_by_one_until_max_tokens() -> None:
+    client = Client([1, 2, 3], max_tokens=5)
+    serve(Engine(StandIn()), client)
+    assert [piece.tokens for piece in client.pieces] == [(token,) for token in expected([1, 2, 3], 5)]
+    assert [piece.finish for piece in client.pieces] == [None] * 4 + ["length"]
+
+
+def test_max_tokens_is_cut_to_the_longest_row_and_to_the_pool() -> None:
+    client = Client([1] * 60, max_tokens=50)
+    serve(Engine(StandIn(length=64)), client)
+    assert len(client.answer.tokens) == 4 and client.answer.finish == "length"
+    client = Client([1] * 30, max_tokens=50)
+    serve(Engine(StandIn(blocks=9)), client)
+    assert len(client.answer.tokens) == 6
+
+
+def test_requests_join_running_ones_and_do_not_change_them() -> None:
+    engine, draw = Engine(StandIn(rows=3, blocks=24, replicas=2)), random.Random(1)
+    clients: list[Client] = []
+    for _ in range(30):
+        client = Client([draw.randrange(50) for _ in range(draw.randint(1, 30))], max_tokens=draw.randint(1, 30))
+        clients.append(client)
+        engine.submit(client.request)
+        for _ in range(draw.randint(0, 6)):
+            engine.step()
+    serve(engine)
+    for client in clients:
+        assert list(client.answer.tokens) == expected(client.request.prompt, len(client.answer.tokens))
+    assert engine.statistics().preemptions_total > 0
+
+
+def test_replicas_share_the_load() -> None:
+    engine = Engine(StandIn(replicas=3, rows=2))
+    for number in range(6):
+        engine.submit(Client([number], max_tokens=9).request)
+    assert [len(scheduler.waiting) for scheduler in engine.schedulers] == [2, 2, 2]
+    serve(engine)
+
+
+def test_end_of_text_and_stop_tokens() -> None:
+    tokens = expected([7], 10)
+    for settings in ({"stop_tokens": (tokens[4],)}, {"ignore_eos": False}):
+        client = Client([7], max_tokens=10, **settings)
+        serve(Engine(StandIn(), ends=(tokens[4],)), client)
+        assert client.answer.tokens == tuple(tokens[:5]) and client.answer.finish == "stop"
+    client = Client([7], max_tokens=10)
+    serve(Engine(StandIn(), ends=(tokens[4],)), client)
+    assert client.answer.tokens == tuple(tokens) and client.answer.finish == "length"
+
+
+def test_the_token_that_ends_a_text_has_none() -> None:
+    engine = byte_engine()
+    client = Client(b"abc", max_tokens=3)
+    serve(engine, client)
+    last = client.answer.tokens[2]
+    other = Client(b"abc", max_tokens=9, stop_tokens=(last,))
+    serve(engine, other)
+    assert other.answer.tokens == client.answer.tokens
+    assert other.answer.text == bytes(client.answer.tokens[:2]).decode(errors="replace")
+
+
+def test_min_tokens_bars_what_would_end_the_answer() -> None:
+    tokens = expected([7], 10)
+    client = Client([7], max_tokens=12, min_tokens=6, stop_tokens=(tokens[1], tokens[4]))
+    serve(Engine(StandIn()), client)
+    answer = client.answer
+    assert len(answer.tokens) >= 6 and not set(answer.tokens[:6]) & {tokens[1], tokens[4]}
+
+
+def test_stop_strings_end_the_text_before_them() -> None:
+    whole = Client(b"ab", max_tokens=40)
+    serve(byte_engine(), whole)
+    text = whole.answer.text
+    stop = text[12:15]
+    client = Client(b"ab", max_tokens=40, stop=(stop,))
+    serve(byte_engine(), client)
+    assert client.answer.text == text[: text.index(stop)] and client.answer.finish == "stop"
+    late = Client(b"ab", max_tokens=40, min_tokens=39, stop=(stop,))
+    serve(byte_engine(), late)
+    assert late.answer.text == text
+
+
+def test_texts_are_those_of_the_tokens() -> None:
+    client = Client("é".encode()[:1], max_tokens=30)
+    serve(byte_engine(), client)
+    pieces = "".join(piece.text for piece in client.pieces)
+    assert (client.request.prompt + client.answer.tokens).count(256) == 0
+    assert pieces.endswith(bytes(client.answer.tokens[-20:]).decode(errors="ignore")[-3:])
+
+
+def test_seeds() -> None:
+    """One of a request gives the same answer again, whatever runs beside it; each choice has its own."""
+
+    def answers(seed: int | None, engine_seed: int = 5, beside: int = 0, n: int = 3) -> list[tuple[int, ...]]:
+        client = Client([1, 2], max_tokens=8, temperature=1, seed=seed, n=n)
+        others = [Client([9, number], max_tokens=8, temperature=1) for number in range(beside)]
+        serve(Engine(StandIn(), seed=engine_seed), *others, client)
+        return [answer.tokens for answer in client.answers()]
+
+    assert answers(11) == answers(11, engine_seed=6, beside=5)
+    assert answers(11) == [tuple(expected([1, 2], 8, seed=seed_of(11, choice))) for choice in range(3)]
+    assert len(set(answers(11))) == 3
+    assert answers(11, n=1) == answers(11)[:1]
+    assert answers(None) == answers(None) != answers(None, engine_seed=6)
+
+
+def test_choices_share_the_prompt() -> None:
+    client = Client(list(range(40)), max_tokens=5, n=4)
+    engine = Engine(StandIn())
+    serve(engine, client)
+    assert [answer.tokens for answer in client.answers()] == [tuple(expected(range(40), 5))] * 4
+    assert engine.statistics().shared_tokens_total == 3 * 36
+
+
+def test_the_best_of_several_comes_at_the_end() -> None:
+    class Scored(StandIn):
+        """Odd tokens are likely."""
+
+        def run(self, work: Any) -> Any:
+            return [
+                [result._replace(logprob=-0.1 if result.token % 2 else -3.0) for result in replica]
+                for replica in super().run(work)
+            ]
+
+    client = Client([1, 2], max_tokens=6, temperature=1, seed=3, n=2, best_of=5, logprobs=1)
+    serve(Engine(Scored()), client)
+    every = [expected([1, 2], 6, seed=seed_of(3, choice)) for choice in range(5)]
+    best = sorted(every, key=lambda tokens: -sum(token % 2 for token in tokens))
+    odd = [sum(token % 2 for token in answer.tokens) for answer in client.answers()]
+    assert odd == [sum(token % 2 for token in tokens) for tokens in best[:2]]
+    assert len(client.pieces) == 2 and len(client.pieces[0].scores) == 6
+
+
+def test_scores_of_tokens() -> None:
+    client = Client([1, 2], max_tokens=3, logprobs=2)
+    serve(Engine(StandIn()), client)
+    for token, score in zip(client.answer.tokens, client.answer.scores, strict=True):
+        assert score.token == token and score.rank == 1 and len(score.top) == 2 and score.top[0][0] == token
+    plain = Client([1, 2], max_tokens=3)
+    serve(Engine(StandIn()), plain)
+    assert plain.answer.scores == ()
+
+
+@pytest.mark.parametrize("blocks", [64, 13])
+def test_scores_of_the_prompt_are_complete_and_come_first(blocks: int) -> None:
+    """Also where the prompt is in the cache, and where the row is preempted within its prompt."""
+    engine = Engine(StandIn(blocks=blocks))
+    prompt = list(range(40))
+    serve(engine, Client(prompt, max_tokens=2))
+    clients = [Client(prompt, max_tokens=4, prompt_logprobs=0, n=2) for _ in range(2)]
+    serve(engine, *clients)
+    for client in clients:
+        scores = client.answers()[0].prompt_scores
+        assert scores[0] is None and [score.token for score in scores[1:] if score] == prompt[1:]
+        assert [score.logprob for score in scores[1:] if score] == [-at / 8 for at in range(1, 40)]
+        assert client.answers()[1].prompt_scores == ()
+        assert next(piece for piece in client.pieces if piece.choice == 0).prompt_scores
+
+
+def test_no_tokens_but_the_scores_of_the_prompt() -> None:
+    client = Client([number % 50 for number in range(64)], max_tokens=0, prompt_logprobs=1)
+    serve(Engine(StandIn(length=64)), client)
+    assert client.answer.tokens == () and client.answer.finish == "length" and len(client.answer.prompt_scores) == 64
+
+
+@pytest.mark.parametrize(
+    ("prompt", "settings", "reason", "field"),
+    [
+        ([1] * 64, {}, "too_long", "prompt"),
+        ([1] * 65, {"max_tokens": 0}, "too_long", "prompt"),
+        ([], {}, "invalid", "prompt"),
+        ([50], {}, "invalid", "prompt"),
+        ([-1], {}, "invalid", "prompt"),
+        ([True], {}, "invalid", "prompt"),
+        ([1], {"top_p": 0}, "invalid", "top_p"),
+        ([1], {"stop_tokens": (50,)}, "invalid", "stop_tokens"),
+        ([1], {"logit_bias": {50: 1}}, "invalid", "logit_bias"),
+        ([1], {"stop": ("a",)}, "invalid", "stop"),
+        ([1], {"guide": {}}, "invalid", "guide"),
+        ([1], {"adapter": "other"}, "invalid", "adapter"),
+    ],
+)
+def test_what_can_never_run_is_refused(prompt: list[int], settings: dict[str, Any], reason: str, field: str) -> None:
+    engine = Engine(StandIn(length=64, adapters=("mine",)))
+    with pytest.raises(Refused) as refused:
+        engine.submit(Client(prompt, **settings).request)
+    assert (refused.value.reason, refused.value.field) == (reason, field)
+    idle(engine)
+    serve(engine, Client([1] * 63, max_tokens=5, adapter="mine"), Client([1] * 63, max_tokens=5))
+
+
+def test_too_many_requests_are_refused() -> None:
+    engine = Engine(StandIn(rows=2), queue=3)
+    clients = [Client([number], max_tokens=4) for number in range(6)]
+    for client in clients[:5]:
+        engine.submit(client.request)
+    with pytest.raises(Refused) as refused:
+        engine.submit(clients[5].request)
+    assert refused.value.reason == "queue_full"
+    serve(engine)
+    serve(engine, clients[5])
+
+
+def test_an_identifier_is_used_once_at_a_time() -> None:
+    engine, client = Engine(StandIn()), Client([1])
+    engine.submit(client.request)
+    with pytest.raises(Refused, match="in use"):
+        engine.submit(client.request)
+    serve(engine)
+
+
+def test_cancelled_requests_free_their_blocks_at_once() -> None:
+    engine = Engine(StandIn(rows=2))
+    clients = [Client([number] * 9, max_tokens=30, n=2) for number in range(4)]
+    for client in clients:
+        engine.submit(client.request)
+    for _ in range(8):
+        engine.step()
+    for client in clients:
+        engine.cancel(client.request.identifier)
+        engine.cancel(client.request.identifier)
+    idle(engine)
+    assert [answer.finish for client in clients for answer in client.answers()] == ["cancelled"] * 8
+    serve(engine, Client([1], max_tokens=3))
+
+
+def test_a_row_with_bad_logits_ends_alone() -> None:
+    engine = Engine(StandIn(bad=(13,)))
+    good, bad = Client([1, 2, 3], max_tokens=12), Client([1, 13], max_tokens=5, n=2)
+    serve(engine, good, bad)
+    assert [answer.finish for answer in bad.answers()] == ["error", "error"]
+    assert all(answer.text == "" and answer.tokens == () for answer in bad.answers())
+    assert good.answer.tokens == tuple(expected([1, 2, 3], 12))
+    assert engine.statistics().errors_total == 2 and not engine.failed
+
+
+def test_whether_the_last_step_was_finite() -> None:
+    engine = Engine(StandIn(bad=(13,)))
+    serve(engine, Client([13]))
+    assert not engine.finite
+    serve(engine, Client([1], max_tokens=2))
+    assert engine.finite
+
+
+def test_a_fault_of_one_request_ends_no_other() -> None:
+    class Broken(Client):
+        def __init__(self, after: int, **settings: Any):
+            super().__init__([5, 6], max_tokens=9, **settings)
+            self.request.deliver = self.deliver
+            self.after = after
+
+        def deliver(self, piece: Piece) -> None:
+            self.pieces.append(piece)
+            if len(self.pieces) > self.after:
+                raise OSError("gone")
+
+    engine = Engine(StandIn())
+    good = Client([1, 2, 3], max_tokens=12)
+    broken = [Broken(0), Broken(3), Broken(3, n=2), Broken(0, beams=2), Broken(0, n=1, best_of=3, temperature=1)]
+    serve(engine, *broken, good)
+    assert good.answer.tokens == tuple(expected([1, 2, 3], 12))
+    assert engine.statistics().errors_total == len(broken)
+
+
+def test_text_that_cannot_be_made_is_an_error_of_its_request() -> None:
+    engine = Engine(StandIn(vocabulary=300), tokenizer=ByteTokenizerConfig().build())
+    clients = [Client([number], max_tokens=5) for number in range(30)]
+    serve(engine, *clients)
+    finishes = {client.answer.finish for client in clients}
+    assert finishes == {"error", "length"}
+    for client in clients:
+        assert (client.answer.finish == "error") == (hashed(client.request.prompt + client.answer.tokens, 300) > 256)
+
+
+def test_a_fault_of_the_device_ends_all_and_the_engine() -> None:
+    class Failing(StandIn):
+        def run(self, work: Any) -> Any:
+            if self.steps == 3:
+                raise RuntimeError("device lost")
+            return super().run(work)
+
+    engine = Engine(Failing())
+    clients = [Client([number], max_tokens=9) for number in range(3)]
+    with pytest.raises(RuntimeError, match="device lost"):
+        serve(engine, *clients)
+    assert [client.answer.finish for client in clients] == ["error"] * 3
+    idle(engine)
+    with pytest.raises(Refused, match="new engine"):
+        engine.submit(Client([1]).request)
+
+
+def test_complete_runs_many_prompts() -> None:
+    engine = Engine(StandIn(rows=2), queue=1)
+    answers = engine.complete([[number] for number in range(20)], Sampling(temperature=0, max_tokens=4, n=2))
+    for number, (first, second) in enumerate(answers):
+        assert first.tokens == second.tokens == tuple(expected([number], 4))
+    with pytest.raises(Refused):
+        engine.complete([[1], [99]], Sampling())
+    idle(engine)
+
+
+def beams_of(prompt: Sequence[int], beams: int, length: int, ends: Sequence[int] = ()) -> list[tuple[int, ...]]:
+    """By extending whole sequences, without rows and blocks; scores as of `StandIn`."""
+    device, running, finished = StandIn(), [((), 0.0)], []
+    for made in range(1, length + 1):
+        options = []
+        for tokens, logprob in running:
+            first = hashed([*prompt, *tokens], device.vocabulary)
+            for place in range(max(2, 1 + len(ends)) * beams):
+                options.append(((*tokens, (first + place) % device.vocabulary), logprob - 0.5 - place / 8))
+        options = sorted(options, key=lambda option: -option[1])[: max(2, 1 + len(ends)) * beams]
+        done = [option for option in options[:beams] if option[0][-1] in ends or made == length]
+        finished = sorted([*finished, *((t, s / len(t)) for t, s in done)], key=lambda each: -each[1])[:beams]
+        running = [option for option in options if option[0][-1] not in ends and made < length][:beams]
+        if not running or (len(finished) == beams and running[0][1] / made <= finished[-1][1]):
+            break
+    return [tokens for tokens, _ in finished]
+
+
+@pytest.mark.parametrize("blocks", [64, 7])
+def test_beam_search_through_rows(blocks: int) -> None:
+    """Beams are copied, dropped, preempted; others run beside them. In 7 blocks no two beams fit."""
+    engine = Engine(StandIn(rows=3, blocks=blocks))
+    prompt, other = list(range(13)), Client([4, 5], max_tokens=9)
+    client = Client(prompt, max_tokens=12, beams=4, n=3, logprobs=1)
+    serve(engine, client, other)
+    assert [answer.tokens for answer in client.answers()] == beams_of(prompt, 4, 12)[:3]
+    assert list(other.answer.tokens) == expected([4, 5], 9)
+    for answer in client.answers():
+        assert [score.token for score in answer.scores] == list(answer.tokens)
+        for place, score in enumerate(answer.scores):
+            first = hashed([*prompt, *answer.tokens[:place]], 50)
+            assert score.top == ((first, -0.5),) and score.rank == (score.token - first) % 50 + 1
+            assert score.logprob == -0.5 - (score.token - first) % 50 / 8
+
+
+def test_beam_search_ends_at_ends_and_stop_strings() -> None:
+    device = StandIn(vocabulary=257)
+    engine = Engine(device, tokenizer=ByteTokenizerConfig().build())
+    plain = Client(b"abcd", max_tokens=10, beams=3)
+    serve(engine, plain)
+    assert plain.answer.finish == "length" and len(plain.answer.tokens) == 10
+    token = plain.answer.tokens[3]
+    ended = Client(b"abcd", max_tokens=10, beams=3, stop_tokens=(token,))
+    serve(engine, ended)
+    assert ended.answer.finish == "stop" and ended.answer.tokens[-1] == token
+    stop = plain.answer.text[2:4]
+    cut = Client(b"abcd", max_tokens=10, beams=3, stop=(stop,))
+    serve(engine, cut)
+    assert cut.answer.finish == "stop" and cut.answer.text == plain.answer.text[: plain.answer.text.index(stop)]
+
+
+def test_beam_search_of_models_with_a_state_per_row() -> None:
+    client = Client(list(range(13)), max_tokens=6, beams=2)
+    engine = Engine(StandIn(prefix_sharing=False))
+    serve(engine, client)
+    assert client.answer.tokens == beams_of(range(13), 2, 6)[0]
+    assert engine.statistics().shared_tokens_total == 0
+
+
+def test_a_cancelled_beam_search() -> None:
+    engine, client = Engine(StandIn()), Client([1, 2], max_tokens=20, beams=3, n=2)
+    engine.submit(client.request)
+    for _ in range(5):
+        engine.step()
+    engine.cancel(client.request.identifier)
+    idle(engine)
+    assert [answer.finish for answer in client.answers()] == ["cancelled"] * 2
