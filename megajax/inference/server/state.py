@@ -10,14 +10,13 @@ type Status = Literal["ok", "draining", "stalled", "failed"]
 
 
 class WatchedWorker(Worker, Protocol):
-    """An engine's thread."""
+    """An engine's thread: `megajax.inference.worker.Worker`."""
+
+    failure: BaseException | None
+    """The error by which it has ended. It does not start again."""
 
     def healthy(self) -> bool:
         """Whether its loop advances, and the last step gave finite numbers."""
-        ...
-
-    def failed(self) -> bool:
-        """Whether its loop has ended by an error. It does not start again."""
         ...
 
     def statistics(self) -> Any:
@@ -68,7 +67,7 @@ class Readiness:
 
     def failed(self) -> bool:
         """Whether an engine has ended by an error."""
-        return any(worker.failed() for worker in self._workers.values())
+        return any(worker.failure is not None for worker in self._workers.values())
 
     def close(self) -> None:
         """Ends all engines."""

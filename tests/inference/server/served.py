@@ -27,13 +27,13 @@ class Running:
     readiness: Readiness
     log: list[str]
     thread: threading.Thread
-    url: str = ""
+    url: str
+    client: httpx2.Client
 
     def ask(self, path: str, body: Any = None, method: str = "POST", **more: Any) -> httpx2.Response:
         content = {} if body is None else {"content": body} if isinstance(body, bytes) else {"json": body}
         headers = {"content-type": "application/json"} | more.pop("headers", {})
-        with httpx2.Client(timeout=30) as client:
-            return client.request(method, self.url + path, headers=headers, **content, **more)
+        return self.client.request(method, self.url + path, headers=headers, **content, **more)
 
     def complete(self, **body: Any) -> httpx2.Response:
         return self.ask("/v1/completions", body)
@@ -68,10 +68,11 @@ def start(config: ServerConfig, worker: StandInWorker, template: str | None = "p
     while not server.started:
         assert thread.is_alive(), log
         time.sleep(0.005)
-    return Running(server, worker, readiness, log, thread, server.address())
+    return Running(server, worker, readiness, log, thread, server.address(), httpx2.Client(timeout=30, verify=False))
 
 
 def stop(running: Running) -> None:
+    running.client.close()
     running.server.should_exit = True
     running.thread.join(10)
     running.worker.close()

@@ -40,10 +40,12 @@ class StandInWorker:
     death: tuple[int, ...] = tuple(b"death")
     free: int = 0
     steps: int = 0
-    died: bool = False
+    failure: BaseException | None = None
     running: list[Answer] = field(default_factory=list)
     waiting: list[Answer] = field(default_factory=list)
     hung: bool = False
+    adapters: list[str | None] = field(default_factory=list)
+    guides: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.free, self._inbox, self._lock = self.blocks, queue.SimpleQueue[Any](), threading.Lock()
@@ -58,6 +60,8 @@ class StandInWorker:
             if self._pending + request.sampling.n > self.rows + self.queue:
                 raise Refused("queue_full", f"{self.queue} answers wait already")
             self._pending += request.sampling.n
+        self.adapters.append(request.adapter)
+        self.guides.append(request.sampling.guide)
         self._inbox.put(request)
 
     def cancel(self, identifier: str) -> None:
@@ -65,9 +69,6 @@ class StandInWorker:
 
     def healthy(self) -> bool:
         return not self.hung
-
-    def failed(self) -> bool:
-        return self.died
 
     def close(self) -> None:
         self._inbox.put(None)
@@ -88,8 +89,8 @@ class StandInWorker:
                 self.steps += 1
                 for answer in list(self.running):
                     self._advance(answer)
-        except RuntimeError:
-            self.died = True
+        except RuntimeError as error:
+            self.failure = error
             for answer in [*self.running, *self.waiting]:
                 answer.request.deliver(Piece(answer.choice, "", (), (), "error"))
 

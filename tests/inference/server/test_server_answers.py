@@ -1,0 +1,203 @@
+"""Answers of the routes, read by the official client where it has the route."""
+
+import json
+import re
+import time
+from base64 import b64encode
+from hashlib import sha256
+from importlib.resources import files
+
+import openai
+import pytest
+from served import Running
+
+CHATS = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture(scope="module")
+def client(served: Running) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
+
+
+def test_completions(client: openai.OpenAI) -> None:
+    answer = client.completions.create(model="tiny", prompt="abc", max_tokens=5)
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("abcab", "length")
+    assert answer.usage and (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (3, 5)
+    assert answer.model == "tiny" and answer.object == "text_completion"
+    assert client.completions.create(model="tiny", prompt="ab").choices[0].text == "ab" * 8
+
+
+@pytest.mark.parametrize(
+    ("prompt", "texts"),
+    [
+        ("ab", ["aba", "aba"]),
+        (["ab", "cd"], ["aba", "aba", "cdc", "cdc"]),
+        ([97, 98], ["aba", "aba"]),
+        ([[97, 98], [99, 100]], ["aba", "aba", "cdc", "cdc"]),
+    ],
+)
+def test_prompts_of_every_kind_and_several_answers(
+    client: openai.OpenAI, prompt: str | list[str] | list[int] | list[list[int]], texts: list[str]
+) -> None:
+    answer = client.completions.create(model="tiny", prompt=prompt, max_tokens=3, n=2)
+    assert [choice.index for choice in answer.choices] == list(range(len(texts)))
+    assert [choice.text for choice in answer.choices] == texts
+
+
+def test_echo_and_log_probabilities(client: openai.OpenAI) -> None:
+    answer = client.completions.create(model="tiny", prompt="h\u00e9", max_tokens=2, echo=True, logprobs=2)
+    choice = answer.choices[0]
+    assert choice.text == "h\u00e9h\ufffd" and choice.logprobs
+    assert choice.logprobs.tokens == ["h", "bytes:\\xc3", "bytes:\\xa9", "h", "bytes:\\xc3"]
+    assert choice.logprobs.token_logprobs == [None, -0.5, -0.5, -0.5, -0.5]
+    assert choice.logprobs.top_logprobs and choice.logprobs.top_logprobs[3] == {"h": -0.5, "i": -1.5}
+    assert choice.logprobs.text_offset == [0, 1, 1, 2, 3]
+    only = client.completions.create(model="tiny", prompt="abc", max_tokens=0, echo=True, logprobs=0)
+    assert only.choices[0].text == "abc" and only.choices[0].logprobs
+    assert only.choices[0].logprobs.token_logprobs == [None, -0.5, -0.5]
+    plain = client.completions.create(model="tiny", prompt="abc", max_tokens=2, echo=True)
+    assert (plain.choices[0].text, plain.choices[0].logprobs) == ("abcab", None)
+
+
+def test_streams_are_the_answers_in_pieces(client: openai.OpenAI) -> None:
+    events = list(client.completions.create(model="tiny", prompt="h\u00e9", max_tokens=9, stream=True, n=2))
+    for number in range(2):
+        pieces = [choice for event in events for choice in event.choices if choice.index == number]
+        assert "".join(piece.text for piece in pieces) == "h\u00e9" * 3
+        assert [piece.finish_reason for piece in pieces][-1] == "length"
+    scored = client.completions.create(model="tiny", prompt="ab", max_tokens=2, stream=True, echo=True, logprobs=1)
+    choices = [event.choices[0] for event in scored]
+    assert "".join(choice.text for choice in choices) == "abab"
+    assert [choice.logprobs and choice.logprobs.text_offset for choice in choices] == [[0, 1, 2], [3]]
+    counted = client.completions.create(
+        model="tiny", prompt="ab", max_tokens=4, stream=True, stream_options={"include_usage": True}
+    )
+    *_, last = counted
+    assert not last.choices and last.usage and last.usage.total_tokens == 6
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_stop_strings_across_tokens(client: openai.OpenAI, stream: bool) -> None:
+    asked = client.completions.create(
+        model="tiny", prompt="a\u2713b", max_tokens=50, stop=["x", "\u2713ba"], stream=stream
+    )
+    events = list(asked) if stream else [asked]
+    choices = [event.choices[0] for event in events]
+    assert "".join(choice.text for choice in choices) == "a" and choices[-1].finish_reason == "stop"
+
+
+def test_chats(client: openai.OpenAI) -> None:
+    text = "user: hi\nassistant: "
+    answer = client.chat.completions.create(model="tiny", messages=CHATS, max_tokens=8, logprobs=True, top_logprobs=1)
+    choice = answer.choices[0]
+    assert (choice.message.role, choice.message.content) == ("assistant", text[:8])
+    assert choice.logprobs and choice.logprobs.content
+    entry = choice.logprobs.content[0]
+    assert (entry.token, entry.bytes, entry.top_logprobs[0].token) == ("u", [ord("u")], "u")
+    events = list(client.chat.completions.create(model="tiny", messages=CHATS, max_completion_tokens=8, stream=True))
+    deltas = [event.choices[0].delta for event in events]
+    assert deltas[0].role == "assistant" and "".join(delta.content or "" for delta in deltas) == text[:8]
+    assert events[-1].choices[0].finish_reason == "length"
+    parts = [{"role": "developer", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
+    answer = client.chat.completions.create(model="tiny", messages=parts, max_tokens=10)  # type: ignore[arg-type]
+    assert answer.choices[0].message.content == "system: ab"
+
+
+def test_names_of_special_tokens_are_text(served: Running) -> None:
+    """The byte tokenizer has none; what counts is that the plain twin is asked unless the field says otherwise."""
+    asked = {"prompt": "</s>"}
+    tokens = served.ask("/tokenize", asked).json()
+    assert tokens == {"tokens": list(b"</s>"), "count": 4, "max_model_len": 4096}
+    assert served.ask("/tokenize", asked | {"special_tokens": True, "add_special_tokens": False}).json() == tokens
+    assert served.ask("/detokenize", {"tokens": tokens["tokens"]}).json() == {"prompt": "</s>"}
+    chat = served.ask("/tokenize", {"messages": CHATS}).json()["tokens"]
+    assert bytes(chat) == b"user: hi\nassistant: "
+    for wrong in ({}, {"prompt": "a", "messages": CHATS}, {"prompt": 1}, {"prompt": "a", "x": 1}):
+        assert served.ask("/tokenize", wrong).status_code == 400
+    for tokens in ([257], [-1], ["a"], [True], None):
+        assert served.ask("/detokenize", {"tokens": tokens}).status_code == 400
+
+
+def test_the_route_of_megatron(served: Running) -> None:
+    asked = {"prompts": ["ab", "c"], "tokens_to_generate": 3, "logprobs": True, "top_k": 1, "random_seed": 5}
+    answer = served.ask("/api", asked, "PUT").json()
+    assert answer["text"] == ["ababa", "cccc"] and answer["segments"][1] == ["c"] * 4
+    assert answer["tokens"][0] == list(b"ababa")
+    assert [len(row) for row in answer["logprobs"]] == [4, 3]
+    begun = served.ask("/api", {"prompts": [""], "add_BOS": True, "tokens_to_generate": 2}, "PUT").json()
+    assert begun["tokens"] == [[256, 256, 256]] and "logprobs" not in begun
+    only = served.ask("/api", {"prompts": ["abc"], "tokens_to_generate": 0, "logprobs": True}, "PUT").json()
+    assert only["text"] == ["abc"] and len(only["logprobs"][0]) == 2
+    line = served.ask("/api", {"prompts": ["a\nb"], "stop_on_eol": True}, "PUT").json()
+    assert line["text"] == ["a\nba"]
+    legacy = served.ask("/completions", {"prompt": "ab", "max_tokens": 2}).json()["choices"][0]
+    assert legacy["text"] == "ab" and legacy["logprobs"]["token_logprobs"] == [-0.5, -0.5]
+
+
+def test_beams_of_megatron(served: Running) -> None:
+    answer = served.ask("/api", {"prompts": ["ab"], "beam_width": 2, "tokens_to_generate": 4}, "PUT").json()
+    assert answer["text"] == ["ababab"] * 2 and answer["scores"] == [-0.5, -0.5]
+    longer = {"prompts": ["ab"], "beam_width": 2, "tokens_to_generate": 4, "length_penalty": 2.0}
+    assert served.ask("/api", longer, "PUT").json()["scores"] == [-2 / 16] * 2
+
+
+def test_models(client: openai.OpenAI, served: Running) -> None:
+    assert [model.id for model in client.models.list()] == ["tiny", "tuned"]
+    assert client.models.retrieve("tuned").owned_by == "megajax"
+    served.worker.adapters.clear()
+    client.completions.create(model="tuned", prompt="a", max_tokens=1)
+    assert served.worker.adapters == ["tuned"]
+
+
+def test_metrics(served: Running) -> None:
+    served.complete(prompt="abc", max_tokens=3)
+    served.ask("/no/such\nroute".replace("\n", "%0a"), method="GET")
+    lines = served.ask("/metrics", method="GET").text.splitlines()
+    values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    assert all(re.fullmatch(r'megajax_\w+(\{\w+="[^"]*"(,\w+="[^"]*")*\})? [-+.\de]+(inf)?', line) for line in
+               lines if not line.startswith("#"))  # fmt: skip
+    assert float(values['megajax_requests_total{route="/v1/completions",code="200"}']) >= 1
+    assert float(values['megajax_requests_total{route="other",code="404"}']) >= 1
+    assert values['megajax_blocks{model="tiny"}'] == str(served.worker.blocks)
+    counts = [int(value) for name, value in values.items() if name.startswith("megajax_request_seconds_bucket")]
+    assert counts == sorted(counts) and counts[-1] == int(values["megajax_request_seconds_count"]) > 0
+    assert int(values["megajax_time_per_token_seconds_count"]) >= 2
+
+
+def test_the_page_reaches_nothing_else(served: Running) -> None:
+    answer = served.ask("/", method="GET")
+    page, policy = answer.text, answer.headers["content-security-policy"]
+    assert answer.headers["content-type"].startswith("text/html")
+    assert not re.search(r"https?://|<link|<img|<iframe|\bon\w+=|style=|innerHTML|eval\(", page)
+    for tag in ("script", "style"):
+        (text,) = re.findall(f"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
+        assert f"{tag}-src 'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'" in policy
+    assert "default-src 'none'" in policy and "unsafe" not in policy and "*" not in policy
+    assert "access-control-allow-origin" not in answer.headers
+    assert page == files("megajax.inference.server").joinpath("page.html").read_text(encoding="utf-8")
+
+
+def test_the_log_has_no_prompts(served: Running) -> None:
+    served.log.clear()
+    served.complete(prompt="secret", max_tokens=2, stop=["quiet"])
+    served.complete(prompt="secret", bad="quiet")
+    asked = {"messages": CHATS, "max_tokens": 1}
+    served.ask("/v1/chat/completions", asked, headers={"authorization": "Bearer hidden"})
+    while len(served.log) < 3:
+        time.sleep(0.01)
+    assert len(served.log) == 3 and not re.search("secret|quiet|hidden|hi\\b", "".join(served.log))
+    assert re.search(r'127\.0\.0\.1 POST /v1/completions 200 \S+s model="tiny" prompt_tokens=6 tokens=2', served.log[0])
+    assert " 400 " in served.log[1]
+
+
+def test_json_is_what_a_guide_makes(served: Running) -> None:
+    """The schema goes to the engine, which this one lacks a guide for."""
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    for asked, guide in (
+        ({"type": "text"}, None),
+        ({"type": "json_object"}, {"type": "object"}),
+        ({"type": "json_schema", "json_schema": {"name": "a", "schema": schema, "strict": True}}, schema),
+    ):
+        body = {"messages": CHATS, "max_tokens": 1, "response_format": asked}
+        assert served.ask("/v1/chat/completions", body).status_code == 200
+        assert json.dumps(served.worker.guides[-1]) == json.dumps(guide)
