@@ -1,4 +1,4 @@
-"""Attention to a paged cache: the reference, and a loop over tiles with the same signature.
+"""Attention to a paged cache: the reference, a loop over tiles, and the kernels by name.
 
 Keys and values of all rows are in one pool of blocks; a row's table names its blocks, in order. A step computes a few
 queries of each row: one where the row decodes, several where it is a prompt.
@@ -7,70 +7,15 @@ R rows, W queries of each, N query heads, K key-value heads (N a multiple of K),
 P blocks of the pool, M blocks of a row's table.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Literal, Protocol
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-type PagedKernel = Literal["reference", "tiled"]
-type Bias = Callable[[Array], Array]
-"""int32 [...], the key's position minus the query's -> [..., N]: what is added to the scores of each head."""
-
-
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["keys", "values", "key_scales", "value_scales"],
-    meta_fields=["value_size"],
-)
-@dataclass(frozen=True, slots=True)
-class Pools:
-    """Keys and values of all blocks; a pytree."""
-
-    keys: Array
-    """[P, block, K, H]."""
-    values: Array | None
-    """[P, block, K, U]; None: the first `value_size` elements of keys."""
-    value_size: int
-    """U."""
-    key_scales: Array | None = None
-    """[P, block, K]: what 8-bit keys are multiplied by; None: keys are stored as they are."""
-    value_scales: Array | None = None
-
-    def read(self, blocks: Array, dtype: jnp.dtype) -> tuple[Array, Array]:
-        """Keys and values of these blocks, int32 [R, m] -> [R, m * block, K, H] and [R, m * block, K, U] in dtype."""
-        keys = _dequantized(_rows(self.keys, blocks), self.key_scales, blocks, dtype)
-        if self.values is None:
-            return keys, keys[..., : self.value_size]
-        return keys, _dequantized(_rows(self.values, blocks), self.value_scales, blocks, dtype)
-
-
-class Attend(Protocol):
-    """What a kernel for a paged cache is."""
-
-    def __call__(
-        self,
-        q: Array,
-        pools: Pools,
-        table: Array,
-        positions: Array,
-        *,
-        scale: float,
-        window: int | None = None,
-        sink: Array | None = None,
-        bias: Bias | None = None,
-    ) -> Array:
-        """q [R, W, N, H], table int32 [R, M], positions int32 [R, W] -> [R, W, N, U] in q's dtype.
-
-        A query at position p attends to the keys of its row at positions 0 to p, or to the last `window` before p and
-        p itself. The keys of the step are in the pool already. A query at a negative position attends to nothing; its
-        output is 0. window, sink and bias are as in `megajax.kernels.attention`.
-        """
-        ...
+from megajax.kernels.paged_capability import PagedKernel
+from megajax.kernels.paged_pools import Attend, Bias, Pools
+from megajax.kernels.paged_triton import paged_attention
 
 
 def reference(
@@ -143,17 +88,9 @@ def tiled(
     return _joined(mixed / jnp.where(total > 0, total, 1)[..., None], q)
 
 
-KERNELS: Mapping[PagedKernel, Attend] = MappingProxyType({"reference": reference, "tiled": tiled})
-
-
-def _rows(pool: Array, blocks: Array) -> Array:
-    return pool[blocks].reshape(blocks.shape[0], -1, *pool.shape[2:])
-
-
-def _dequantized(x: Array, scales: Array | None, blocks: Array, dtype: jnp.dtype) -> Array:
-    if scales is None:
-        return x.astype(dtype)
-    return (x.astype(jnp.float32) * _rows(scales, blocks)[..., None].astype(jnp.float32)).astype(dtype)
+KERNELS: Mapping[PagedKernel, Attend] = MappingProxyType(
+    {"triton": paged_attention, "tiled": tiled, "reference": reference}
+)
 
 
 def _scores(

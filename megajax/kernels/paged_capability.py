@@ -3,7 +3,7 @@
 This module imports neither jax nor numpy, so configs are checked against the same table.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal, NamedTuple
@@ -102,10 +102,14 @@ PAGED_BACKENDS: Mapping[PagedKernel, PagedBackend] = MappingProxyType(
 
 
 def choose_paged(
-    kernel: PagedKernel, request: PagedRequest, device: Device | None, where: str = "kernel"
+    kernel: PagedKernel, requests: Sequence[PagedRequest], device: Device | None, where: str = "kernel"
 ) -> Choice[PagedKernel]:
-    """The kernel for this request on this device: the named one, or for `auto` the fastest that supports it.
+    """One kernel for all these layers on this device: the named one, or for `auto` the fastest that supports them.
 
-    Raises UserError if the named kernel does not support the request. `where`: name of the setting.
+    Raises UserError if the named kernel does not support one of them. `where`: name of the setting.
     """
-    return pick(kernel, PAGED_BACKENDS, lambda backend: backend.refusal(request, device), where)
+
+    def refusal(backend: PagedBackend) -> str | None:
+        return next((reason for one in requests if (reason := backend.refusal(one, device))), None)
+
+    return pick(kernel, PAGED_BACKENDS, refusal, where)

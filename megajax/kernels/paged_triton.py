@@ -9,7 +9,6 @@ R rows, W queries of each, N query heads, K key-value heads (N a multiple of K),
 P blocks of the pool, M blocks of a row's table, S splits of a table.
 """
 
-from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,7 +18,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from megajax.kernels.paged import Bias, Pools
+from megajax.kernels.paged_pools import Bias, Pools
 from megajax.kernels.pallas_attention import LOG2_E, dot_float32, head_tiles, next_power
 
 SHORTEST_SPLIT, MOST_SPLITS = 256, 32
@@ -28,9 +27,6 @@ FEW_QUERIES = 16
 """Up to as many queries of a row, its splits are spread over programs."""
 LARGEST_8_BIT_POOL = 2**31
 """Elements up to which offsets fit int32; the lowering of Pallas computes them in int64 from 4 GiB on."""
-
-type Pool = Mapping[str, Any]
-"""Refs "keys" and, where they are arrays of their own, "values", "key_scales" and "value_scales"."""
 
 
 class _Sizes(NamedTuple):
@@ -180,34 +176,33 @@ def _store_tiles(out: Any, at: tuple, queries: _Queries, values: tuple[Array, ..
         triton.store(place, value.astype(out.dtype), mask=mask)
 
 
-def _sums_of_split(number: Array, q: list[Array], pool: Pool, table: Any, queries: _Queries, sizes: _Sizes) -> _Sums:
+def _sums_of_split(number: Array, q: list[Array], pools: Pools, table: Any, queries: _Queries, sizes: _Sizes) -> _Sums:
     """Over the keys of one split. q: the tiles of the queries' heads, each [queries, tile]."""
-    block, most = pool["keys"].shape[1], table.shape[1]
+    block, most = pools.keys.shape[1], table.shape[1]
     start = jnp.maximum(number * sizes.split, queries.first)
     end = jnp.minimum((number + 1) * sizes.split, queries.last + 1)
 
     def step(i: Array, sums: _Sums) -> _Sums:
         at = i * sizes.keys + _range(sizes.keys)
-        # What lies behind the last position may be NaN, left by another row: it is not read.
-        own = at <= queries.last
+        # What lies behind the last position, or in blocks that were freed, may be NaN: it is not read.
+        own = (at >= queries.first) & (at <= queries.last)
         ids = triton.load(table.at[queries.row, jnp.minimum(lax.div(at, _int(block)), most - 1)])
         place = lax.rem(at, _int(block))
 
-        def read(name: str, tile: tuple[int, int]) -> Array:
-            column = _range(tile[1], tile[0])[None]
-            x = pool[name].at[ids[:, None], place[:, None], queries.group, column]
-            return triton.load(x, mask=own[:, None], other=jnp.zeros((), x.dtype)).astype(q[0].dtype)
+        def read(pool: Any, tile: tuple[int, int]) -> Array:
+            x = pool.at[ids[:, None], place[:, None], queries.group, _range(tile[1], tile[0])[None]]
+            return triton.load(x, mask=own[:, None], other=jnp.zeros((), pool.dtype)).astype(q[0].dtype)
 
-        def scales(name: str) -> Array:
-            x = pool[name].at[ids, place, queries.group]
-            return triton.load(x, mask=own, other=jnp.zeros((), x.dtype)).astype(jnp.float32)[None]
+        def scaled(x: Array, scales: Any) -> Array:
+            if scales is None:
+                return x
+            by = triton.load(scales.at[ids, place, queries.group], mask=own, other=jnp.zeros((), scales.dtype))
+            return x * by.astype(jnp.float32)[None]
 
-        keys = [read("keys", tile) for tile in sizes.key_tiles]
-        values = [read("values", tile) for tile in sizes.value_tiles] if "values" in pool else keys
+        keys = [read(pools.keys, tile) for tile in sizes.key_tiles]
+        values = keys if pools.values is None else [read(pools.values, tile) for tile in sizes.value_tiles]
         scores = sum((dot_float32(x, y.T) for x, y in zip(q, keys, strict=True)), start=jnp.float32(0))
-        scores = scores * (
-            scales("key_scales") * (sizes.scale * LOG2_E) if "key_scales" in pool else sizes.scale * LOG2_E
-        )
+        scores = scaled(scores, pools.key_scales) * (sizes.scale * LOG2_E)
         before = queries.position[:, None] - at[None]
         seen = before >= 0 if sizes.window is None else (before >= 0) & (before <= sizes.window)
         scores = jnp.where(seen, scores, -jnp.inf)
@@ -215,7 +210,8 @@ def _sums_of_split(number: Array, q: list[Array], pool: Pool, table: Any, querie
         finite = jnp.where(highest == -jnp.inf, 0.0, highest)
         weights, shrink = jnp.exp2(scores - finite[:, None]), jnp.exp2(sums.highest - finite)
         total = sums.total * shrink + weights.sum(1)
-        weights = (weights * scales("value_scales") if "value_scales" in pool else weights).astype(q[0].dtype)
+        of_values = pools.key_scales if pools.values is None else pools.value_scales
+        weights = scaled(weights, of_values).astype(q[0].dtype)
         pairs = zip(sums.mixed, values, strict=False)
         return _Sums(highest, total, tuple(x * shrink[:, None] + dot_float32(weights, y) for x, y in pairs))
 
@@ -224,7 +220,7 @@ def _sums_of_split(number: Array, q: list[Array], pool: Pool, table: Any, querie
 
 
 def _attention_kernel(
-    q_ref: Any, pool: Pool, table: Any, positions: Any, sink: Any, *outputs: Any, sizes: _Sizes
+    q_ref: Any, pools: Pools, table: Any, positions: Any, sink: Any, *outputs: Any, sizes: _Sizes
 ) -> None:
     """One tile of queries. outputs: refs of `_Sums`, each [R, S, W * N, ...], or of the result [R, W * N, U]."""
     queries = _Queries.of_program(positions, sizes)
@@ -233,7 +229,7 @@ def _attention_kernel(
     q = [triton.load(q_ref.at[queries.row, queries.inside[:, None], column]) for column in columns]
 
     def of_split(number: Array) -> _Sums:
-        return _sums_of_split(number, q, pool, table, queries, sizes)
+        return _sums_of_split(number, q, pools, table, queries, sizes)
 
     if not sizes.spread:
         sums = _Sums.of_sink(sink, queries, sizes)
@@ -250,16 +246,17 @@ def _attention_kernel(
         triton.store(total.at[(*at, queries.index)], sums.total, mask=queries.filled(sizes))
 
 
-def _merge_kernel(partial_sums: Any, positions: Any, sink: Any, out: Any, *, sizes: _Sizes) -> None:
-    """The splits of one tile of queries, in the order of positions."""
+def _merge_kernel(sums_ref: Any, positions: Any, sink: Any, out: Any, *, sizes: _Sizes) -> None:
+    """The splits of one tile of queries, in order. sums_ref: refs of `_Sums` as `_attention_kernel` writes them."""
+    highest_ref, total_ref, mixed_ref = sums_ref
     queries = _Queries.of_program(positions, sizes)
 
     def add(number: Array, sums: _Sums) -> _Sums:
         at = (queries.row, number, queries.inside)
         columns = [_range(tile, first)[None] for first, tile in sizes.value_tiles]
         place = (queries.row, number, queries.inside[:, None])
-        mixed = tuple(triton.load(partial_sums.mixed.at[(*place, column)]) for column in columns)
-        highest, total = (triton.load(x.at[at]) for x in (partial_sums.highest, partial_sums.total))
+        mixed = tuple(triton.load(mixed_ref.at[(*place, column)]) for column in columns)
+        highest, total = (triton.load(x.at[at]) for x in (highest_ref, total_ref))
         return sums.plus(_Sums(highest, total, mixed))
 
     sums = _Sums.of_sink(sink, queries, sizes)
@@ -278,7 +275,7 @@ def paged_attention(
     bias: Bias | None = None,
     interpret: bool = False,
 ) -> Array:
-    """See `megajax.kernels.paged.Attend`. `interpret` runs the kernels on a CPU.
+    """See `megajax.kernels.paged_pools.Attend`. `interpret` runs the kernels on a CPU.
 
     H and U are multiples of 16. Raises ValueError for a bias, which `megajax.kernels.paged_capability` refuses earlier.
     """
@@ -291,25 +288,17 @@ def paged_attention(
                 f"this kernel takes up to {LARGEST_8_BIT_POOL:,}, or more than {2 * LARGEST_8_BIT_POOL:,}"
             )
     sizes, (rows, width, heads, _) = _sizes(q, pools, table, scale, window), q.shape
-    arrays = {"keys": pools.keys, "key_scales": pools.key_scales}
-    if pools.values is not None:
-        arrays |= {"values": pools.values, "value_scales": pools.value_scales}
-    elif pools.key_scales is not None:
-        arrays["value_scales"] = pools.key_scales
-    pool = {name: x for name, x in arrays.items() if x is not None}
     sink = None if sink is None else sink.astype(jnp.float32)
     flat = jax.ShapeDtypeStruct((rows, width * heads, pools.value_size), q.dtype)
     call = partial(pl.pallas_call, compiler_params=sizes.parameters(), interpret=interpret)
-    grid = (sizes.tiles * pools.keys.shape[2], sizes.splits if sizes.spread else 1, rows)
-    queries = q.reshape(rows, width * heads, -1)
-    kernel = partial(_attention_kernel, sizes=sizes)
-    if not sizes.spread:
-        out = call(kernel, out_shape=flat, grid=grid, name="paged_attention")(queries, pool, table, positions, sink)
-        return out.reshape(*q.shape[:3], -1)
-    shape = (rows, sizes.splits, width * heads)
-    like = partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
-    sums: Any = _Sums(like(shape), like(shape), like((*shape, pools.value_size)))
-    sums = call(kernel, out_shape=sums, grid=grid, name="paged_attention_splits")(queries, pool, table, positions, sink)
-    merge = partial(_merge_kernel, sizes=sizes)
-    out = call(merge, out_shape=flat, grid=(grid[0], 1, rows), name="paged_attention_merge")(sums, positions, sink)
+    programs, kernel = sizes.tiles * pools.keys.shape[2], partial(_attention_kernel, sizes=sizes)
+    inputs = q.reshape(rows, width * heads, -1), pools, table, positions, sink
+    if sizes.spread:
+        shape = (rows, sizes.splits, width * heads)
+        sums = [jax.ShapeDtypeStruct(each, jnp.float32) for each in (shape, shape, (*shape, pools.value_size))]
+        grid = (programs, sizes.splits, rows)
+        sums = call(kernel, out_shape=sums, grid=grid, name="paged_attention_splits")(*inputs)
+        inputs, kernel = (sums, positions, sink), partial(_merge_kernel, sizes=sizes)
+    name = "paged_attention_merge" if sizes.spread else "paged_attention"
+    out = call(kernel, out_shape=flat, grid=(programs, 1, rows), name=name)(*inputs)
     return out.reshape(*q.shape[:3], -1)

@@ -6,6 +6,7 @@ from math import prod
 from typing import Any, Literal
 
 from megajax.config.errors import UserError
+from megajax.kernels.paged_capability import PagedRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,12 @@ def stack_leaves(stack: Any, hidden: int, tensor: int) -> tuple[CacheLeaf, ...]:
             own: Sequence[CacheLeaf] = mixer.cache_leaves(hidden, tensor)
             leaves += [replace(leaf, name=f"{number}.{place}.{leaf.name}", layers=len(layers)) for leaf in own]
     return tuple(leaves)
+
+
+def paged_requests(stack: Any, hidden: int, known: PagedRequest) -> tuple[PagedRequest, ...]:
+    """What the mixers of a stack config ask of a kernel of a paged cache: `known`, with their own settings."""
+    mixers = [mixer for block, _ in stack.stored() for mixer in block.mixers().values()]
+    return tuple(mixer.paged_request(hidden, known) for mixer in mixers if hasattr(mixer, "paged_request"))
 
 
 def below[V](values: Mapping[str, V], prefix: str) -> dict[str, V]:

@@ -20,7 +20,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from megajax.kernels.paged import KERNELS, PagedKernel, Pools
+from megajax.kernels.paged import KERNELS
+from megajax.kernels.paged_capability import PagedKernel
+from megajax.kernels.paged_pools import Pools
 from megajax.layers.context import Context
 from megajax.layers.core_attention import CoreAttention
 from megajax.layers.relative import bucket

@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol
 
 from megajax.batch import Array, Loss, Rows, Schema
 from megajax.config.errors import Problem, UserError, demand_members
+from megajax.kernels.paged_capability import PagedRequest
 from megajax.layers.cache_facts import CacheLeaf
 from megajax.layers.config import StackConfig
 from megajax.layers.segments import SegmentsConfig
@@ -68,6 +69,11 @@ class ModelConfig(Protocol):
         """
         del tensor
         raise UserError(f"{type(self).__name__} does not generate text: see docs/inference.md")
+
+    def paged_requests(self, known: PagedRequest) -> tuple[PagedRequest, ...]:
+        """What its layers ask of a kernel of a paged cache: `known`, with their own settings."""
+        del known
+        return ()
 
     def sampler(self) -> str | None:
         """What shows the work of a trained model: a name in `megajax.inference.sample.SAMPLERS`; none: nothing.

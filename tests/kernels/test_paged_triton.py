@@ -1,12 +1,26 @@
 """The Triton kernels of a paged cache: interpreted against the reference, and compiled for virtual GPUs."""
 
+import re
+from dataclasses import replace
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from megajax.kernels.paged import Pools, reference
+from megajax.config import load
+from megajax.config.errors import UserError
+from megajax.kernels.capability import Device
+from megajax.kernels.paged import KERNELS, reference
+from megajax.kernels.paged_capability import PAGED_BACKENDS, PagedRequest, choose_paged
+from megajax.kernels.paged_pools import Pools
 from megajax.kernels.paged_triton import paged_attention
+from megajax.mesh.xla import DEVICELESS, GPU, compiler_options
+from megajax.planning.program import devices
+from megajax.planning.program.devices import Cluster
 
 BLOCK, TABLE = 16, 36
 """A table of 576 positions: three splits."""
@@ -60,3 +74,111 @@ def test_the_interpreted_kernels_equal_the_reference(case: str) -> None:
     actual = paged_attention(q, pools, table, positions, interpret=True, **arguments)
     np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
     assert not np.asarray(actual[4]).any()
+
+
+H100 = Device(name="H100", capability=(9, 0))
+A100 = Device(name="A100", capability=(8, 0))
+CPU = Device(name="cpu")
+PLAIN = PagedRequest(dtype="bfloat16", stored="bfloat16", key_dim=128, value_dim=128)
+CHOICES = [
+    (H100, PLAIN, "triton", None),
+    (CPU, PLAIN, "tiled", "needs an NVIDIA GPU, jax found cpu"),
+    (Device(name="V100", capability=(7, 0)), PLAIN, "tiled", "runs from compute capability 8.0 on, V100 has 7.0"),
+    (H100, replace(PLAIN, dtype="float32"), "tiled", "computes in bfloat16 or float16, not in float32"),
+    (H100, replace(PLAIN, bias=True), "tiled", "has no bias of scores"),
+    (H100, replace(PLAIN, key_dim=576, value_dim=512), "triton", None),
+    (H100, replace(PLAIN, key_dim=592, value_dim=512), "tiled", "takes heads up to 576, not of 592 with values of 512"),
+    (H100, replace(PLAIN, key_dim=72, value_dim=72), "tiled", "takes heads of a multiple of 16, not of 72"),
+    (A100, replace(PLAIN, stored="int8"), "triton", None),
+    (H100, replace(PLAIN, stored="float8_e4m3fn"), "triton", None),
+    (A100, replace(PLAIN, stored="float8_e4m3fn"), "tiled", "float8_e4m3fn from compute capability 8.9 on, A100 has"),
+    (H100, replace(PLAIN, stored="float32"), "tiled", "reads a cache in bfloat16, float16, int8, float8_e4m3fn, not"),
+]
+
+
+@pytest.mark.parametrize(("device", "request_", "kernel", "why"), CHOICES)
+def test_auto_chooses_the_fastest_kernel_that_all_layers_can_have(device, request_, kernel, why) -> None:
+    choice = choose_paged("auto", [PagedRequest(), request_], device)
+    assert choice.kernel == kernel and (why or "") in "; ".join(choice.reasons)
+    assert bool(choice.reasons) == (why is not None)
+    assert choose_paged(kernel, [request_], device).kernel == kernel
+
+
+def test_a_kernel_that_can_not_be_had_is_refused_with_another() -> None:
+    assert list(PAGED_BACKENDS) == list(KERNELS)
+    with pytest.raises(UserError) as caught:
+        choose_paged("triton", [PLAIN, replace(PLAIN, bias=True)], H100, "engine.kernel")
+    assert str(caught.value) == (
+        "engine.kernel=triton: the Triton kernel of a paged cache has no bias of scores. "
+        "Set engine.kernel=tiled or auto."
+    )
+
+
+def test_models_tell_what_their_layers_ask_for() -> None:
+    known = PagedRequest(dtype="bfloat16", stored="int8")
+    latent = load("deepseek.py:deepseek_v3").model.paged_requests(known)
+    assert set(latent) == {replace(known, key_dim=576, value_dim=512)}
+    assert set(load("llama3.py:llama3_8b").model.paged_requests(known)) == {replace(known, key_dim=128, value_dim=128)}
+    assert load("mamba2.py:mamba2_130m").model.paged_requests(known) == ()
+
+
+@pytest.fixture(scope="module")
+def compiler() -> None:
+    try:
+        devices.prepare()
+    except UserError as error:
+        pytest.skip(str(error).splitlines()[0])
+
+
+def compiled(gpu: str, rows: int, width: int, heads: int, groups: int, size: int, **rest):
+    """Kernels, and bytes of arguments and temporaries, of attention to a table of 8192 positions."""
+    mesh, blocks = Mesh(np.array(devices.virtual_devices(Cluster(gpu, 1, 8))), ("data",)), 2048
+    stored, latent = rest.get("stored", jnp.bfloat16), rest.get("latent")
+
+    def like(dtype, *shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P()))
+
+    pool = like(stored, blocks, BLOCK, groups, size)
+    scales = None if stored == jnp.bfloat16 else like(jnp.float32, blocks, BLOCK, groups)
+    values = (None, None) if latent else (pool, scales)
+    pools = Pools(pool, values[0], latent or size, scales, values[1])
+    inputs = (
+        like(jnp.bfloat16, rows, width, heads, size),
+        pools,
+        like(jnp.int32, rows, 512),
+        like(jnp.int32, rows, width),
+    )
+    attend = partial(paged_attention, scale=0.1, window=rest.get("window"))
+    with jax.set_mesh(mesh):
+        island = jax.shard_map(attend, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+        program = jax.jit(island).lower(*inputs).compile(compiler_options=compiler_options(*GPU, *DEVICELESS))
+    memory = program.memory_analysis()
+    calls = re.findall(r'custom_call_target="(.*?)"', program.as_text())
+    return calls, memory.argument_size_in_bytes, memory.temp_size_in_bytes
+
+
+TRITON = "__gpu$xla.gpu.triton"
+PROGRAMS = {
+    "decoding, 70B on 8 devices": ((64, 1, 8, 1, 128), {}),
+    "a prompt": ((1, 512, 32, 8, 128), {"window": 4096}),
+    "decoding with latents": ((8, 1, 128, 1, 576), {"latent": 512}),
+    "a prompt with latents": ((1, 512, 128, 1, 576), {"latent": 512}),
+    "heads of 256": ((8, 1, 4, 2, 256), {}),
+    "int8": ((8, 1, 8, 1, 128), {"stored": jnp.int8}),
+    "float8": ((8, 1, 8, 1, 128), {"stored": jnp.float8_e4m3fn}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gpu", ["a100-80gb", "h100", "b200"])
+@pytest.mark.parametrize("case", PROGRAMS)
+def test_the_kernels_compile_for_gpus_and_copy_no_pool(case: str, gpu: str, compiler: None) -> None:
+    shape, rest = PROGRAMS[case]
+    if gpu == "a100-80gb" and case == "float8":
+        pytest.skip("refused by the capability table")
+    calls, arguments, temporary = compiled(gpu, *shape, **rest)
+    rows, width, heads, groups, size = shape
+    assert calls == [TRITON] * (2 if width == 1 else 1)
+    assert arguments > 2048 * BLOCK * groups * size
+    partial_sums = 32 * rows * heads * (rest.get("latent", size) + 2) * 4 if width == 1 else 0
+    assert temporary <= partial_sums + 4096, "the sums of 32 splits, and nothing of the size of the pool"

@@ -8,6 +8,7 @@ from megajax.config.builds import Builds
 from megajax.config.errors import Problem
 from megajax.config.nearest import divisors_of
 from megajax.kernels.capability import BACKENDS, Choice, Device, Kernel, Request, choose
+from megajax.kernels.paged_capability import PagedRequest
 from megajax.layers.cache_facts import CacheLeaf, cached_heads
 from megajax.layers.config.norm import NormConfig, RMSNormConfig, above_zero
 from megajax.layers.config.position import RelativeBiasConfig, RopeConfig
@@ -272,6 +273,11 @@ class AttentionConfig(MultiHeadConfig):
         shape = (cached_heads(self.groups(), tensor), self.size(hidden))
         return tuple(CacheLeaf(name, shape, ("kv_heads", None)) for name in ("key", "value"))
 
+    def paged_request(self, hidden: int, known: PagedRequest) -> PagedRequest:
+        """What a kernel of a paged cache is asked for: `known`, with the settings of this layer."""
+        size = self.size(hidden)
+        return replace(known, key_dim=size, value_dim=size, bias=self.relative is not None)
+
     def multiply_adds(self, hidden: int) -> MultiplyAdds:
         """Those of the matmuls, and of scores and values."""
         pairs = self.per_pair(hidden)
@@ -393,6 +399,11 @@ class LatentAttentionConfig(MultiHeadConfig):
         """The latent of earlier tokens and the part of their keys with positions, whole on every device."""
         del hidden, tensor
         return (CacheLeaf("key", (1, self.key_value_rank + self.position_dim), (None, None)),)
+
+    def paged_request(self, hidden: int, known: PagedRequest) -> PagedRequest:
+        """Of the latent, whose first part is the values."""
+        del hidden
+        return replace(known, key_dim=self.key_value_rank + self.position_dim, value_dim=self.key_value_rank)
 
     def matmuls(self, hidden: int) -> tuple[Matmul, ...]:
         """All that leads to queries, keys and values, as one matrix with as many elements; the output."""

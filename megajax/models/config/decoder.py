@@ -8,7 +8,8 @@ from typing import ClassVar, Literal
 from megajax.batch import Leaf
 from megajax.config.builds import Builds
 from megajax.config.errors import Problem, UserError
-from megajax.layers.cache_facts import CacheLeaf, stack_leaves
+from megajax.kernels.paged_capability import PagedRequest
+from megajax.layers.cache_facts import CacheLeaf, paged_requests, stack_leaves
 from megajax.layers.config import (
     LARGEST,
     AnyBlockConfig,
@@ -294,6 +295,10 @@ class DecoderConfig(AdaptedConfig, TransformerConfig, ModelConfig):
         if not self.ignores_later_positions():
             raise UserError(f"{type(self).__name__} does not generate text: its layers read later tokens too")
         return stack_leaves(self.stack, self.hidden, tensor)
+
+    def paged_requests(self, known: PagedRequest) -> tuple[PagedRequest, ...]:
+        """Of its attention layers."""
+        return paged_requests(self.stack, self.hidden, known)
 
     def sampler(self) -> str | None:
         """It continues a text."""

@@ -1,0 +1,78 @@
+"""What kernels of a paged cache have in common: the pools of keys and values, and the signature.
+
+R rows, W queries of each, N query heads, K key-value heads (N a multiple of K), H head size, U size of a value head,
+P blocks of the pool, M blocks of a row's table.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+type Bias = Callable[[Array], Array]
+"""int32 [...], the key's position minus the query's -> [..., N]: what is added to the scores of each head."""
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["keys", "values", "key_scales", "value_scales"],
+    meta_fields=["value_size"],
+)
+@dataclass(frozen=True, slots=True)
+class Pools:
+    """Keys and values of all blocks; a pytree."""
+
+    keys: Array
+    """[P, block, K, H]."""
+    values: Array | None
+    """[P, block, K, U]; None: the first `value_size` elements of keys."""
+    value_size: int
+    """U."""
+    key_scales: Array | None = None
+    """[P, block, K]: what 8-bit keys are multiplied by; None: keys are stored as they are."""
+    value_scales: Array | None = None
+
+    def read(self, blocks: Array, dtype: jnp.dtype) -> tuple[Array, Array]:
+        """Keys and values of these blocks, int32 [R, m] -> [R, m * block, K, H] and [R, m * block, K, U] in dtype."""
+        keys = _dequantized(_rows(self.keys, blocks), self.key_scales, blocks, dtype)
+        if self.values is None:
+            return keys, keys[..., : self.value_size]
+        return keys, _dequantized(_rows(self.values, blocks), self.value_scales, blocks, dtype)
+
+
+class Attend(Protocol):
+    """What a kernel for a paged cache is."""
+
+    def __call__(
+        self,
+        q: Array,
+        pools: Pools,
+        table: Array,
+        positions: Array,
+        *,
+        scale: float,
+        window: int | None = None,
+        sink: Array | None = None,
+        bias: Bias | None = None,
+    ) -> Array:
+        """q [R, W, N, H], table int32 [R, M], positions int32 [R, W] -> [R, W, N, U] in q's dtype.
+
+        A query at position p attends to the keys of its row at positions 0 to p, or to the last `window` before p and
+        p itself. The keys of the step are in the pool already. A query at a negative position attends to nothing; its
+        output is 0. window, sink and bias are as in `megajax.kernels.attention`.
+        """
+        ...
+
+
+def _rows(pool: Array, blocks: Array) -> Array:
+    return pool[blocks].reshape(blocks.shape[0], -1, *pool.shape[2:])
+
+
+def _dequantized(x: Array, scales: Array | None, blocks: Array, dtype: jnp.dtype) -> Array:
+    if scales is None:
+        return x.astype(dtype)
+    return (x.astype(jnp.float32) * _rows(scales, blocks)[..., None].astype(jnp.float32)).astype(dtype)
