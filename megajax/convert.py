@@ -2,13 +2,12 @@
 
 import signal
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from megajax.command_line import Flag, front_door, parse, use_devices
 from megajax.config.builds import resolve
-from megajax.config.errors import ConfigError, Problem
+from megajax.config.errors import ConfigError
+from megajax.tools.conversion_flags import flag_problems
 from megajax.tools.conversion_progress import Progress
 
 DESCRIPTION = """Convert weights between formats, a part at a time: memory need not hold them.
@@ -20,12 +19,9 @@ DESCRIPTION = """Convert weights between formats, a part at a time: memory need 
   python -m megajax.convert --from=peft:DIR --base=hf:DIR --to=runs/lora
   python -m megajax.convert --from=megatron:DIR --to=runs/gpt       a checkpoint of Megatron-LM, also the other way
   python -m megajax.convert --average=runs/llama/100,runs/llama/200 --to=runs/mean
+  python -m megajax.convert --from=runs/llama --to=runs/int8 --quantize=int8 --compare=FILE
 
 A folder is written under a temporary name and renamed when it is complete. Nothing is fetched."""
-FORMATS = ("hf", "megatron", "peft")
-LARGEST_SHARD = 1e6
-"""GB."""
-DTYPES = ("float32", "bfloat16", "float16")
 FLAGS = (
     Flag("from", str | None, help="hf:DIR, megatron:DIR, peft:DIR, a run's folder or one of its steps"),
     Flag("to", str, required=True, help="a new folder: of a run, or hf:DIR, megatron:DIR, peft:DIR"),
@@ -40,6 +36,12 @@ FLAGS = (
     ),
     Flag("shard-size", float, 5.0, help="GB of a safetensors file, at most"),
     Flag("vocabulary", int | None, help="tokens of a Megatron-LM checkpoint whose arguments have the padded number"),
+    Flag("quantize", str | None, help="store matrices of weights in int8, fp8 or int4"),
+    Flag("group", int | None, help="inputs that share a scale in int4; 128 unless given"),
+    Flag("exclude", tuple[str, ...], (), help="patterns of matrices that are not quantized, such as *.mixer.output"),
+    Flag("activations", str | None, help="fp8: round the inputs of matrices too, with --quantize=fp8"),
+    Flag("calibration", Path | None, help="a file of text to choose factors and scales by"),
+    Flag("compare", Path | None, help="a file of text to compare the logits on, before and after"),
 )
 
 
@@ -51,7 +53,7 @@ def main(argv: list[str]) -> int:
     """
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     flags = parse(argv, verb="convert", flags=FLAGS, with_config=False, description=DESCRIPTION).flags
-    if problems := _problems(flags):
+    if problems := flag_problems(flags):
         raise ConfigError(problems, "command line")
     use_devices("cpu:1")
     # By name, so that jax is imported now, and the front door can report a package that is not installed.
@@ -62,6 +64,10 @@ def main(argv: list[str]) -> int:
     given = (flags["average"], flags["average_last"], flags["base"])
     stored = open_source(flags["from"], *given, merge=flags["merge"], vocabulary=flags["vocabulary"])
     settings = options(flags["dtype"], flags["family"] or "", flags["shard_size"])
+    before, report = stored, None
+    if flags["quantize"]:
+        quantize, report = (resolve(f"megajax.tools.quantization:{name}") for name in ("quantize", "report"))
+        stored = quantize(stored, flags)
     with Progress(sys.stderr, elements(stored), "converting") as progress:
         lines = write(stored, flags["to"], settings, progress)
     print(*lines, progress.total(), sep="\n")
@@ -69,51 +75,9 @@ def main(argv: list[str]) -> int:
         with Progress(sys.stderr, elements(stored), "verifying") as progress:
             line = verified(stored, flags["to"], settings, progress)
         print(line, progress.total(), sep="\n")
+    if report is not None:
+        print(*report(before, stored, flags["to"], flags["compare"]), sep="\n")
     return 0
-
-
-def _problems(flags: Mapping[str, Any]) -> list[Problem]:
-    """Of flags that do not fit together."""
-    problems, averaged, last = [], flags["average"], flags["average_last"]
-    if not averaged and flags["from"] is None:
-        problems.append(Problem("--from", "must be given", "hf:DIR or a run's folder; or --average=STEP,STEP"))
-    if averaged and (flags["from"] is not None or last is not None):
-        problems.append(Problem("--average", "names what to read", "leave out --from and --average-last"))
-    problems += [
-        problem
-        for flag, names in (
-            ("from", [flags["from"]]),
-            ("to", [flags["to"]]),
-            ("base", [flags["base"]]),
-            ("average", averaged),
-        )
-        for name in names
-        if name is not None and (problem := _name_problem(f"--{flag}", name)) is not None
-    ]
-    if len(averaged) == 1 or (last is not None and last < 2):
-        problems.append(Problem("--average", "needs two steps or more"))
-    if flags["dtype"] not in (None, *DTYPES):
-        problems.append(Problem("--dtype", f"is {flags['dtype']}", f"use {', '.join(DTYPES)}"))
-    if not 0 < flags["shard_size"] < LARGEST_SHARD:
-        problems.append(Problem("--shard-size", f"is {flags['shard_size']:g}", "give GB, such as 5"))
-    return problems
-
-
-def _name_problem(flag: str, name: str) -> Problem | None:
-    """Of a name that is neither a run nor FORMAT:DIR."""
-    before, colon, folder = name.partition(":")
-    form = before if colon else ""
-    if not name or (form in FORMATS and not folder):
-        return Problem(flag, f"is {name!r}, which names no folder", "give a run's folder or hf:DIR")
-    if form in FORMATS:
-        return Problem(flag, f"{name} has no steps", "give steps of runs") if flag == "--average" else None
-    if form and form.isalnum() and not Path(name).exists():
-        forms = ", ".join(f"{each}:DIR" for each in FORMATS)
-        hint = f"did you mean {form.lower()}:{folder}?" if form.lower() in FORMATS else f"did you mean hf:{folder}?"
-        return Problem(flag, f"is {name}, and there is no format {form}", f"{hint} Formats: {forms}")
-    if flag != "--to" and ((Path(name) / "config.json").is_file() or any(Path(name).glob("*.safetensors"))):
-        return Problem(flag, f"{name} is a Hugging Face folder, not a run", f"did you mean hf:{name}?")
-    return None
 
 
 if __name__ == "__main__":

@@ -92,9 +92,15 @@ def _differences(
             (shape, dtype), leaf = stored[name], wanted[name]
             if shape != tuple(leaf.shape):
                 rows.append((name, "shape", show(shape, dtype), show(leaf.shape, leaf.dtype)))
-            elif dtype != leaf.dtype and not (partial and jnp.promote_types(dtype, leaf.dtype) == leaf.dtype):
+            elif dtype != leaf.dtype and not (partial and _widens(dtype, leaf.dtype)):
                 rows.append((name, "dtype", show(shape, dtype), show(leaf.shape, leaf.dtype)))
     return rows
+
+
+def _widens(dtype: Any, wide: Any) -> bool:
+    """Whether numbers of a dtype are the same in a wider one. Integers and 8-bit floats mean nothing without scales."""
+    plain = jnp.dtype(dtype).itemsize > 1 and jnp.issubdtype(dtype, jnp.floating) == jnp.issubdtype(wide, jnp.floating)
+    return plain and jnp.promote_types(dtype, wide) == wide
 
 
 def _table(rows: list[tuple[str, str, str, str]], limit: int = 40) -> str:

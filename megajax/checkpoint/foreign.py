@@ -136,10 +136,14 @@ class ForeignWeights:
 
 def declared_by(model: Any) -> dict[str, ParamSpec]:
     """Weights and observations of a model config, on one device, by path. Nothing is allocated."""
-    layout = Layout(Plan.of(ParallelConfig(data=1)))
-    build: Callable[[], nnx.Module] = lambda: model.build(layout)  # noqa: E731
-    abstract = nnx.eval_shape(build)
+    abstract = nnx.eval_shape(one_device(model))
     return {**specs(abstract), **specs(abstract, Observation)}
+
+
+def one_device(model: Any) -> Callable[[], nnx.Module]:
+    """Builds a model config for one device."""
+    layout = Layout(Plan.of(ParallelConfig(data=1)))
+    return lambda: model.build(layout)
 
 
 def demand_fit(tensors: Tensors, table: Sequence[Mapped], ignored: Sequence[str] = ()) -> None:

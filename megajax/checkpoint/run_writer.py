@@ -41,6 +41,7 @@ def write_step(
 ) -> Path:
     """Writes a step into a new checkpoints folder: weights in `dtype`, observations that the source has in float32.
 
+    Quantized weights are written as they are.
     state: further arrays, by their names in a checkpoint. Nothing commits the step here: `folder` is below a
     `new_folder`. Raises OSError if it can't be written.
     """
@@ -51,7 +52,8 @@ def write_step(
         if path in shapes:
             name = f"{'params' if spec.updater is None else 'observed'}.{path}"
             paths[name] = path
-            entries[name] = Entry(shapes[path], dtype if spec.updater is None else np.dtype(np.float32))
+            own = spec.updater is not None or spec.role == "quantized"
+            entries[name] = Entry(shapes[path], jnp.dtype(spec.dtype) if own else dtype)
     writer = ArrayWriter(step / ARRAYS, entries | {name: array.entry for name, array in state.items()})
     try:
         for name, box in writer.chunks():
@@ -75,6 +77,8 @@ def converted(values: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
     """The values in another dtype, contiguous. Raises UserError for finite values that are infinite in it."""
     with np.errstate(over="ignore"):
         result = values.astype(dtype, order="C", copy=False)
+    if values.dtype == dtype:
+        return result
     if 2 * float(jnp.finfo(dtype).max) < float(jnp.finfo(values.dtype).max):
         lost = np.isfinite(values) & ~np.isfinite(result)
         if lost.any():

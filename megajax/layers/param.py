@@ -18,7 +18,7 @@ from jax import Array
 
 from megajax.batch import Params
 from megajax.layers.low_rank import LowRank
-from megajax.layers.quantized import AMAX, FACTOR, SCALE, Quantized
+from megajax.layers.quantized import AMAX, FACTOR, SCALE, Product, Quantized
 from megajax.mesh.copies import copy_heads
 from megajax.mesh.layout import Layout, Matmul
 from megajax.mesh.observations import REDUCTIONS, Observed, Reduction, Updater
@@ -167,7 +167,7 @@ class Matrix(nnx.Module):
         behind those of layers and experts."""
         self.layout, self.array, self.inputs = layout, array, inputs
         self.low_rank: LowRank | None = None
-        self.quantized: Quantized | None = None
+        self.quantized: Product | None = None
         self.names = tuple(beside)
         for name, declared in beside.items():
             setattr(self, name, observation(declared))

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -17,6 +18,18 @@ and the largest magnitude of inputs that is expected."""
 E4M3 = "float8_e4m3fn"
 
 type Leaves = Mapping[str, Array]
+
+
+class Product(Protocol):
+    """What a `Matrix` may have in place of the product with a float array. leaves: its arrays, by name."""
+
+    def whole(self, leaves: Leaves) -> Array:
+        """The matrix that inputs are multiplied by."""
+        ...
+
+    def product(self, equation: str, x: Array, leaves: Leaves) -> Array:
+        """einsum of x and the matrix, in x's dtype."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +81,7 @@ class Quantized:
         if not (first.endswith(inputs) and result.endswith(outputs)) or {*inputs} & {*result}:
             return exact(equation, x, self.whole(leaves).astype(x.dtype))
         if self.balanced:
-            x = x * leaves[FACTOR].astype(x.dtype)
+            x = x * _behind(x.ndim, leaves[FACTOR].astype(x.dtype))
         if self.activations:
             return self._rounded_product((first, second, result), x, leaves)
         if not isinstance(self.form, Channels):
@@ -76,7 +89,7 @@ class Quantized:
         # Sums of integers may exceed float16, whose largest is 65504.
         dtype = jnp.float32 if x.dtype == jnp.float16 else x.dtype
         y = jnp.einsum(equation, x, leaves[ARRAY].astype(x.dtype), preferred_element_type=dtype)
-        return (y * leaves[SCALE]).astype(x.dtype)
+        return (y * _behind(y.ndim, leaves[SCALE])).astype(x.dtype)
 
     def _rounded_product(self, letters: fp8.Letters, x: Array, leaves: Leaves) -> Array:
         """Both in e4m3: numbers of 8 bits are multiplied, and both scales are applied to the product."""
@@ -91,10 +104,15 @@ class Quantized:
         small, matrix = fp8.Quantized(values, one, one), fp8.Quantized(leaves[ARRAY], one, one)
         dtype = jnp.dtype(jnp.float32) if x.dtype == jnp.float16 else x.dtype
         y = fp8.product(letters, small, matrix, dtype=dtype, precision=lax.Precision.DEFAULT)
-        return (y * scale * leaves[SCALE]).astype(x.dtype)
+        return (y * scale * _behind(y.ndim, leaves[SCALE])).astype(x.dtype)
 
     def _along_inputs(self, factor: Array) -> Array:
         return factor.reshape(*factor.shape, *[1] * self.form.outputs)
+
+
+def _behind(ndim: int, x: Array) -> Array:
+    """x with as many dimensions, its own the last ones."""
+    return x.reshape(*[1] * (ndim - x.ndim), *x.shape)
 
 
 def form_of(weights: str, group: int, inputs: int, outputs: int) -> Form:

@@ -247,6 +247,10 @@ def write(stored: Stored, target: str, options: Options, advance: Advance) -> li
     Raises UserError for a target that exists, that can't be written, or that has no place for the model.
     """
     form, folder = format_of(target), Path(target.partition(":")[2])
+    kept = _quantized_dtype(stored)
+    if form is not None and kept is not None:
+        what = f"the weights are quantized ({kept}), which is written to runs only"
+        raise UserError(f"--to={target}: {what}\nConvert from the weights they were made of.")
     if form is None:
         return _write_run(stored, Path(target), options, advance)
     write_folder = _write_megatron if form == MEGATRON else _write_huggingface
@@ -259,8 +263,10 @@ def elements(stored: Stored) -> int:
 
 
 def _write_run(stored: Stored, run: Path, options: Options, advance: Advance) -> list[str]:
-    dtype = options.dtype or np.dtype(np.float32)
-    with new_folder(run, elements(stored) * dtype.itemsize) as folder:
+    dtype, kept = options.dtype or np.dtype(np.float32), _quantized_dtype(stored)
+    if kept and options.dtype is None:
+        dtype = jnp.dtype(stored.config(run, []).precision.compute)
+    with new_folder(run, _bytes(stored, dtype)) as folder:
         files = copy_files(stored.files, folder / FILES)
         cfg = stored.config(run, files)
         text = to_yaml(cfg)
@@ -292,13 +298,28 @@ def _write_run(stored: Stored, run: Path, options: Options, advance: Advance) ->
     if state:
         fresh = []
     return [
-        f"{run}: {len(stored.weights.shapes())} arrays, {elements(stored):,} elements, weights in {dtype.name}",
+        f"{run}: {len(stored.weights.shapes())} arrays, {elements(stored):,} elements, "
+        + (f"matrices in {kept}, other weights in {dtype.name}" if kept else f"weights in {dtype.name}"),
         *[f"not stored, zero in a new run: {_listed(fresh)}"] * bool(fresh),
         *[f"optimizer: {number} steps with their moments, to go on from"] * bool(state),
         *[f"left out: {_listed(stored.left_out())}"] * bool(stored.left_out()),
         f"tokenizer: {type(cfg.tokenizer).__name__}" + (f" of {', '.join(files)}" if files else ""),
-        f"train from it: python -m megajax.train --config={run}/config.yaml{_data_setting(cfg.data)}",
+        f"evaluate it: python -m megajax.evaluate --run={run} --tasks=text:FILE"
+        if kept
+        else f"train from it: python -m megajax.train --config={run}/config.yaml{_data_setting(cfg.data)}",
     ]
+
+
+def _quantized_dtype(stored: Stored) -> str | None:
+    """What the model's config calls it."""
+    quantization = getattr(stored.model, "quantization", None)
+    return None if quantization is None else quantization.weights
+
+
+def _bytes(stored: Stored, dtype: np.dtype) -> int:
+    """Of a run, whose weights but quantized ones are in `dtype`."""
+    quantized = {path: jnp.dtype(spec.dtype) for path, spec in stored.declared.items() if spec.role == "quantized"}
+    return sum(prod(shape) * quantized.get(path, dtype).itemsize for path, shape in stored.weights.shapes().items())
 
 
 def _data_setting(data: Any) -> str:

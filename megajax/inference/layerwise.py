@@ -1,0 +1,162 @@
+"""The forward pass of a language model whose weights are read a layer at a time, for models larger than memory.
+
+B rows, S positions, D hidden, V vocabulary.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property, partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import Array
+
+from megajax.batch import Params
+from megajax.checkpoint.foreign import Box, WeightSource, declared_by, one_device
+from megajax.config.errors import UserError
+from megajax.layers.context import Context
+from megajax.layers.param import ParamSpec, bind, matrices_of, path_of
+from megajax.layers.stack import BLOCKS
+from megajax.mesh.layout import exact
+from megajax.models.protocol import demand_causal
+
+STACK = "stack."
+type Seen = Mapping[str, Array]
+"""Path of a matrix in its block -> its inputs, [B, S, *inputs]."""
+type Watch = Callable[["Layer", Params, Seen], None]
+"""Called with a layer, its weights by path in the block, and the inputs of its matrices."""
+
+
+class Layer(NamedTuple):
+    """A layer of the stack."""
+
+    block: int
+    """Number of the stacked block whose weights it has."""
+    row: int
+    """Of these weights."""
+    number: int
+    """In the model."""
+
+
+class LayerByLayer:
+    """A causal model of one stack, in float32 on one device."""
+
+    def __init__(self, model: Any, weights: WeightSource):
+        """Raises UserError for a model of another kind."""
+        demand_causal(model)
+        if len(model.stacks()) > 1:
+            raise UserError(f"{type(model).__name__} has several stacks: only models of one can be read layer by layer")
+        self.model, self._weights, self._declared = model, weights, declared_by(model)
+        self._abstract: Any = nnx.eval_shape(one_device(model))
+
+    def states(self, tokens: np.ndarray, *, rows: int, watch: Watch | None = None) -> list[Array]:
+        """tokens int32 [B, S] -> the output of the stack in parts of at most `rows` rows, [rows, S, D] each."""
+        parts = [jnp.asarray(tokens[first : first + rows]) for first in range(0, len(tokens), rows)]
+        states = [self._enter(self._outer, part) for part in parts]
+        for layer in self.layers():
+            values = dict(self._values(f"{STACK}{BLOCKS}{layer.block}.", layer.row))
+            for place, x in enumerate(states):
+                states[place], seen = self._block(layer.block, watch is not None)(values, self._shared, x, layer.number)
+                if watch is not None:
+                    watch(layer, values, seen)
+        return states
+
+    def logits(self, x: Array) -> Array:
+        """Output of the stack [B, S, D] -> float32 [B, S, V]."""
+        return self._leave(self._outer, x)
+
+    def layers(self) -> list[Layer]:
+        """In the order of the model."""
+        numbers = enumerate(self._abstract.stack.numbers)
+        layers = [Layer(block, row, layer) for block, own in numbers for row, layer in enumerate(own)]
+        return sorted(layers, key=lambda layer: layer.number)
+
+    @cached_property
+    def _outer(self) -> Params:
+        """Weights that are of no layer."""
+        outer = [path for path in self._declared if not path.startswith((STACK, "predictions."))]
+        return {path: self._read(path, None) for path in outer}
+
+    @cached_property
+    def _shared(self) -> Params:
+        """Weights that all layers share, by path in the stack."""
+        paths = [path for path in self._declared if path.startswith(STACK) and not self._declared[path].layers]
+        return {path.removeprefix(STACK): self._read(path, None) for path in paths}
+
+    def _values(self, prefix: str, row: int) -> Iterator[tuple[str, Array]]:
+        for path in self._declared:
+            if path.startswith(prefix):
+                yield path.removeprefix(prefix), self._read(path, row)
+
+    def _read(self, path: str, row: int | None) -> Array:
+        """A weight, or a row of it; zeros for an observation that is not stored."""
+        spec: ParamSpec = self._declared[path]
+        sides = [slice(0, size) for size in spec.shape]
+        box: Box = tuple(sides) if row is None else (slice(row, row + 1), *sides[1:])
+        stored = path in self._weights.shapes()
+        values = self._weights.read(path, box) if stored else np.zeros([side.stop - side.start for side in box])
+        return jnp.asarray(values if row is None else values[0], spec.dtype)
+
+    @cached_property
+    def _enter(self) -> Callable[[Params, Array], Array]:
+        def enter(values: Params, tokens: Array) -> Array:
+            model = _partly_bound(self._abstract, values)
+            return model.enter(model.embed_tokens(tokens), _context(tokens.shape))
+
+        return jax.jit(enter)
+
+    @cached_property
+    def _leave(self) -> Callable[[Params, Array], Array]:
+        def leave(values: Params, x: Array) -> Array:
+            model = _partly_bound(self._abstract, values)
+            return model.logits(model.final_norm(x))
+
+        return jax.jit(leave)
+
+    def _block(self, number: int, watched: bool) -> Callable[..., tuple[Array, Seen]]:
+        return self._blocks.setdefault((number, watched), jax.jit(partial(self._run_block, number, watched)))
+
+    @cached_property
+    def _blocks(self) -> dict[tuple[int, bool], Callable[..., tuple[Array, Seen]]]:
+        return {}
+
+    def _run_block(
+        self, number: int, watched: bool, values: Params, shared: Params, x: Array, layer: Array
+    ) -> tuple[Array, Seen]:
+        graph, state = nnx.split(self._abstract.stack.blocks[number])
+        block, seen = bind(nnx.merge(graph, state), values), dict[str, Array]()
+        for path, matrix in matrices_of(block).items() if watched else ():
+            matrix.quantized = Watching(path, seen)
+        ctx = _context(x.shape[:2])._replace(bias=shared.get("relative.table"))
+        return block(x, ctx.for_layer(layer)), seen
+
+
+class Watching:
+    """Stands for how a matrix is stored, and keeps what it is multiplied by. The array is a float one."""
+
+    def __init__(self, path: str, seen: dict[str, Array]):
+        self._path, self._seen = path, seen
+
+    def product(self, equation: str, x: Array, leaves: Mapping[str, Array]) -> Array:
+        self._seen[self._path] = x
+        return exact(equation, x, leaves[""])
+
+    def whole(self, leaves: Mapping[str, Array]) -> Array:
+        return leaves[""]
+
+
+def _context(shape: Sequence[int]) -> Context:
+    index = jnp.arange(shape[1])
+    return Context(jnp.broadcast_to(index[None], tuple(shape)), index)
+
+
+def _partly_bound[M: nnx.Module](model: M, values: Params) -> M:
+    """The abstract module with these values; its other leaves stay abstract."""
+    graph, state = nnx.split(model)
+    flat = [
+        (parts, leaf.replace(values[path_of(parts, leaf)]) if path_of(parts, leaf) in values else leaf)
+        for parts, leaf in nnx.to_flat_state(state)
+    ]
+    return nnx.merge(graph, nnx.from_flat_state(flat))

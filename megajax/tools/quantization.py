@@ -1,0 +1,131 @@
+"""`python -m megajax.convert --quantize`: a run of quantized weights, and how far its answers are from before."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from math import prod
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from megajax.checkpoint.foreign import WeightSource, declared_by
+from megajax.checkpoint.huggingface.tokenizer_files import copy_files
+from megajax.checkpoint.quantized_weights import Calibrated, QuantizedWeights, quantized_matrices
+from megajax.config.errors import ConfigError, UserError
+from megajax.inference.calibration import Calibration, calibrate
+from megajax.inference.comparison import Difference, compare, text_rows
+from megajax.inference.layerwise import LayerByLayer
+from megajax.layers.config import QuantizationConfig
+from megajax.metrics.record import to_json
+from megajax.metrics.runfolder import write_atomically
+from megajax.tasks.files import read_text
+from megajax.tokenizers.base import Tokenizer
+from megajax.tools.adapter_conversion import Remade
+from megajax.tools.conversion import FILES, Stored, open_source
+
+REPORT = "quantization.json"
+LENGTH = 512
+"""Tokens of a row of text, at most."""
+ROWS = 4
+"""Computed at once."""
+MOST = 2**15
+"""Tokens of a text that are read."""
+
+
+@dataclass(frozen=True)
+class Quantizing(Remade):
+    """A model whose matrices are quantized as they are written."""
+
+    calibration: Calibration | None = None
+
+
+def quantize(stored: Stored, flags: Mapping[str, Any]) -> Quantizing:
+    """The model of a source with quantized weights. flags: of the command line.
+
+    Raises UserError for a model that is quantized already, that has no setting for it, or whose matrices do not fit.
+    """
+    cfg, model = _config(flags), stored.model
+    if "quantization" not in (field.name for field in fields(model)):
+        raise UserError(f"--quantize: {type(model).__name__} has no setting quantization")
+    if model.quantization is not None:
+        what = f"the weights are quantized already ({model.quantization.weights})"
+        raise UserError(f"--quantize={cfg.weights}: {what}; convert from the weights they were made of")
+    made = replace(model, quantization=cfg)
+    matrices, calibration = quantized_matrices(made), None
+    if flags["calibration"] is not None:
+        tokens = text_rows(_tokenizer(stored), read_text(str(flags["calibration"])), length=_length(stored), most=MOST)
+        calibration = calibrate(model, stored.weights, matrices, tokens, rows=ROWS)
+        if missing := [path for path, how in matrices.items() if how.static and path not in calibration.matrices]:
+            raise UserError(f"--calibration: no input of {', '.join(missing)} was seen; leave them out with --exclude")
+    calibrated: Mapping[str, Calibrated] = {} if calibration is None else calibration.matrices
+    weights = QuantizedWeights(stored.weights, declared_by(made), matrices, calibrated)
+    return Quantizing(stored, made, weights, calibration)
+
+
+def report(before: Stored, made: Quantizing, target: str, text: Path | None) -> list[str]:
+    """A table of sizes and errors, also written to the run, as quantization.json. text: to compare answers on."""
+    run, written = Path(target), open_source(target)
+    sizes = {"bytes_before": _bytes(before.weights), "bytes_after": _bytes(written.weights)}
+    content: dict[str, Any] = {"quantization": asdict(made.model.quantization), **sizes}
+    small, large = sizes["bytes_after"] / 1e6, sizes["bytes_before"] / 1e6
+    lines = [f"weights: {large:,.2f} MB before, {small:,.2f} MB after ({small / large:.1%})"]
+    if made.calibration is not None:
+        errors = made.calibration.errors
+        content["output_errors"] = {path: {"plain": a, "calibrated": b} for path, (a, b) in errors.items()}
+        plain, calibrated = (sum(each) / max(1, len(errors)) for each in zip(*errors.values(), strict=True))
+        what = "mean relative error of a matrix's outputs on the calibration text"
+        lines.append(f"{what}: {plain:.3%} without calibration, {calibrated:.3%} with it")
+    if text is not None:
+        rows = text_rows(_tokenizer(before), read_text(str(text)), length=_length(before), most=MOST)
+        models = [LayerByLayer(each.model, each.weights) for each in (before, written)]
+        difference = compare(*models, rows, rows=ROWS)
+        content |= {"text": str(text), **asdict(difference)}
+        lines += _table(difference)
+    write_atomically(run / REPORT, to_json(content))
+    return [*lines, f"report: {run / REPORT}"]
+
+
+def _table(difference: Difference) -> list[str]:
+    each, largest = difference.mean_logit_difference, difference.largest_logit_difference
+    return [
+        f"on {difference.tokens:,} tokens, in float32:",
+        f"  perplexity         {difference.perplexity_before:.4f} before, {difference.perplexity_after:.4f} after",
+        f"  logits differ by   {each:.4g} in the mean, {largest:.4g} at most",
+        f"  KL divergence      {difference.kl_divergence:.4g} nats",
+        f"  likeliest token    the same for {difference.same_likeliest:.2%}",
+    ]
+
+
+def _config(flags: Mapping[str, Any]) -> QuantizationConfig:
+    calibrated, activations = flags["calibration"] is not None, flags["activations"] or "none"
+    given = {} if flags["group"] is None else {"group": flags["group"]}
+    cfg = QuantizationConfig(
+        weights=flags["quantize"],
+        exclude=flags["exclude"],
+        activations=activations,
+        static=calibrated and activations != "none",
+        balanced=calibrated,
+        **given,
+    )
+    if problems := [replace(problem, where=f"--{problem.where}") for problem in cfg.problems()]:
+        raise ConfigError(problems, "command line")
+    return cfg
+
+
+def _tokenizer(stored: Stored) -> Tokenizer:
+    """As the run that would be written has it. Raises UserError where its files are missing."""
+    with TemporaryDirectory() as folder:
+        files = copy_files(stored.files, Path(folder) / FILES)
+        return stored.config(Path(folder), files).tokenizer.build()
+
+
+def _length(stored: Stored) -> int:
+    return min(LENGTH, stored.model.row_positions())
+
+
+def _bytes(weights: WeightSource) -> int:
+    """Of all arrays, as they are stored."""
+    total = 0
+    for path, shape in weights.shapes().items():
+        nothing = weights.read(path, tuple(slice(0, 0) for _ in shape))
+        total += prod(shape) * nothing.dtype.itemsize
+    return total

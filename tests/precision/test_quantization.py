@@ -1,0 +1,130 @@
+"""Rounding of matrices to 8 and 4 bits, against closed forms, and products with what is stored."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from megajax.layers.quantized import ARRAY, Quantized, form_of
+from megajax.precision.quantization import Channels, Groups, largest, pack, rounded, stored_bytes, unpack
+
+EQUATIONS = {
+    "bsd,dnh->bsnh": ((2, 3, 16), (16, 4, 6), 1),
+    "bsnh,nhd->bsd": ((2, 3, 4, 6), (4, 6, 16), 2),
+    "bsr,rnu->bsnu": ((2, 3, 8), (8, 4, 5), 1),
+    "bsnr,rnu->bsnu": ((2, 3, 4, 8), (8, 4, 5), 1),
+    "bsnc,rnc->bsnr": ((2, 3, 4, 5), (8, 4, 5), 1),
+}
+"""Shapes of x and w, and the dimensions of inputs. The last one sums over the outputs, as latent attention does."""
+
+
+def draw(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).normal(0, 1, shape).astype(np.float32)
+
+
+def at(w: np.ndarray, place: tuple[Any, ...], value: float) -> np.ndarray:
+    changed = w.copy()
+    changed[place] = value
+    return changed
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_a_channel_is_off_by_half_a_step_at_most(dtype: str) -> None:
+    w = draw(5, 7, 3) * np.float32([0.01, 0.1, 1])
+    form = Channels(dtype, inputs=2, outputs=1)
+    values, scale = form.quantized(jnp.asarray(w))
+    assert scale.shape == (3,)
+    np.testing.assert_allclose(scale, np.abs(w).max((0, 1)) / largest(dtype), rtol=1e-6)
+    error, whole = np.abs(form.whole(values, scale) - w), np.abs(w) / np.asarray(scale)
+    # e4m3 has steps of 2^-3 of the power of two below a number, and of 2^-9 below 2^-6.
+    step = 1.0 if dtype == "int8" else 2.0 ** (np.floor(np.log2(np.maximum(whole, 2.0**-6))) - 3)
+    assert (error <= np.asarray(scale) * step / 2 * (1 + 1e-5)).all()
+    assert np.abs(np.asarray(values, np.float32)).max() == largest(dtype)
+
+
+def test_a_group_is_off_by_half_a_step_at_most() -> None:
+    w, form = draw(3, 2, 16, 5), Groups(4, inputs=2, outputs=1)
+    values, scale = form.quantized(jnp.asarray(w))
+    assert values.shape == (3, 2, 8, 5)
+    assert values.dtype == jnp.uint8
+    assert scale.shape == (3, 2, 4, 5)
+    groups = w.reshape(3, 2, 4, 4, 5)
+    np.testing.assert_allclose(scale, np.abs(groups).max(3) / 7, rtol=1e-6)
+    error = np.abs(np.asarray(form.whole(values, scale)).reshape(groups.shape) - groups)
+    assert (error <= np.asarray(scale)[:, :, :, None] / 2 * (1 + 1e-5)).all()
+
+
+@pytest.mark.parametrize("weights", ["int8", "fp8", "int4"])
+def test_zeros_stay_zeros_and_what_is_not_finite_stays_visible(weights: str) -> None:
+    w, form = at(draw(8, 3), (slice(None), 1), 0), form_of(weights, 4, 1, 1)
+    values, scale = form.quantized(jnp.asarray(w))
+    assert (np.asarray(scale)[..., 1] == 1).all()
+    assert (np.asarray(form.whole(values, scale))[:, 1] == 0).all()
+    wrong = np.isfinite(form.whole(*form.quantized(jnp.asarray(at(w, (0, 2), np.inf)))))
+    assert not wrong[:4, 2].any()
+    assert wrong[:, :2].all()
+
+
+def test_packing_keeps_every_number_in_every_place() -> None:
+    pairs = np.stack(np.meshgrid(np.arange(-8, 8), np.arange(-8, 8), indexing="ij")).reshape(2, 1, -1)
+    values = jnp.asarray(np.concatenate([pairs, -1 - pairs]), jnp.int8)
+    packed = pack(values, 0)
+    assert packed.shape == (2, 1, 256)
+    np.testing.assert_array_equal(packed[0, 0], (pairs[0, 0] & 15) | (pairs[1, 0] & 15) << 4)
+    np.testing.assert_array_equal(unpack(packed, 0), values)
+
+
+@pytest.mark.parametrize(("weights", "balanced"), [("int8", False), ("int8", True), ("fp8", False), ("int4", True)])
+def test_the_product_is_that_of_the_matrix_scaled_back(weights: str, balanced: bool) -> None:
+    def products() -> list[tuple[Any, ...]]:
+        made = []
+        for equation, (left, right, inputs) in EQUATIONS.items():
+            x, w = (jnp.asarray(next(drawn)) for _ in range(2))
+            how = Quantized(form_of(weights, 2, inputs, len(right) - inputs), balanced=balanced)
+            leaves = how.quantized(w, jnp.asarray(next(drawn)) if balanced else None)
+            whole = how.whole(leaves)
+            made.append((how.product(equation, x, leaves), jnp.einsum(equation, x, whole), w, whole))
+            assert left == x.shape
+        return made
+
+    shapes = [(left, right, right[:inputs]) for left, right, inputs in EQUATIONS.values()]
+    values = [draw(*shape, seed=place) for each in shapes for place, shape in enumerate(each[: 2 + balanced])]
+    drawn = iter(np.abs(each) + 0.5 if balanced and place % 3 == 2 else each for place, each in enumerate(values))
+    for product, expected, w, whole in jax.jit(products)():
+        assert np.abs(whole - w).max() < (0.5 if weights == "int4" else 0.3)
+        np.testing.assert_allclose(product, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_products_in_8_bits_are_those_of_rounded_numbers() -> None:
+    x, w = jnp.asarray(draw(2, 3, 16) * np.float32([[1.0], [30.0], [1e-3]])), jnp.asarray(draw(16, 4, 6, seed=1))
+    how = Quantized(form_of("fp8", 0, 1, 2), activations=True)
+    leaves = how.quantized(w)
+    values, scale = rounded(x, "float8_e4m3fn", 1)
+    assert scale.shape == (2, 3)
+    expected = jnp.einsum("bsd,dnh->bsnh", values.astype(jnp.float32) * scale[..., None], how.whole(leaves))
+    np.testing.assert_allclose(how.product("bsd,dnh->bsnh", x, leaves), expected, rtol=1e-5, atol=1e-5)
+    static = Quantized(how.form, activations=True, static=True)
+    clipped = jnp.clip(x * (448 / 2.0), -448, 448).astype("float8_e4m3fn").astype(jnp.float32) * (2.0 / 448)
+    product = static.product("bsd,dnh->bsnh", x, static.quantized(w, amax=jnp.float32(2.0)))
+    np.testing.assert_allclose(product, jnp.einsum("bsd,dnh->bsnh", clipped, how.whole(leaves)), rtol=1e-5, atol=1e-5)
+
+
+def test_sums_of_integers_do_not_overflow_float16() -> None:
+    x, w = jnp.full((1, 1, 4096), 8, jnp.float16), jnp.full((4096, 2), 0.25)
+    how = Quantized(form_of("int8", 0, 1, 1))
+    product = how.product("bsd,df->bsf", x, how.quantized(w))
+    assert product.dtype == jnp.float16
+    np.testing.assert_allclose(product, 8192, rtol=1e-3)
+
+
+def test_bytes_of_a_matrix() -> None:
+    shape = (32, 4096, 14336)
+    for weights, expected in (("int8", 32 * (4096 + 4) * 14336), ("int4", 32 * (2048 + 4096 // 128 * 4) * 14336)):
+        form = form_of(weights, 128, 1, 1)
+        assert stored_bytes(form, shape) == expected
+    assert form_of("int4", 128, 1, 1).misfit((100, 3)) == ""
+    assert form_of("int4", 128, 1, 1).misfit((200, 3)) == "200 inputs are not a multiple of the group, 128"
+    assert form_of("int4", 128, 1, 1).misfit((33, 3)) == "33 inputs are odd, and int4 packs two to a byte"
+    assert ARRAY == ""
