@@ -14,7 +14,7 @@ from megajax.checkpoint.folder import ARRAYS
 from megajax.checkpoint.foreign import Box, WeightSource, declared_by
 from megajax.checkpoint.integrity import Damaged
 from megajax.checkpoint.reader import Meta, open_checkpoints
-from megajax.checkpoint.stored_arrays import StoredArrays
+from megajax.checkpoint.stored_arrays import OBSERVED, WEIGHTS, StoredArrays
 from megajax.config.errors import UserError
 from megajax.config.files import ROOT, Source, assembled
 from megajax.layers.param import ParamSpec
@@ -30,7 +30,7 @@ class StepWeights:
         Raises UserError for weights that the step lacks.
         """
         self.where, self._stored, self._chunks = str(step), StoredArrays(step / ARRAYS), chunks
-        names = {path: f"{'params' if spec.updater is None else 'observed'}.{path}" for path, spec in declared.items()}
+        names = {path: (WEIGHTS if spec.updater is None else OBSERVED) + path for path, spec in declared.items()}
         self._names = {path: name for path, name in names.items() if name in self._stored.arrays}
         if lacking := [path for path, spec in declared.items() if spec.updater is None and path not in self._names]:
             raise UserError(f"{step} has no weights of {', '.join(lacking)}")

@@ -14,6 +14,7 @@ from megajax.checkpoint.array_writer import ArrayWriter
 from megajax.checkpoint.folder import ARRAYS, META, step_name
 from megajax.checkpoint.foreign import Box, Entry, WeightSource
 from megajax.checkpoint.new_folder import flush_folder
+from megajax.checkpoint.stored_arrays import OBSERVED, WEIGHTS
 from megajax.config.errors import UserError
 from megajax.layers.param import ParamSpec
 
@@ -50,7 +51,7 @@ def write_step(
     shapes, paths, entries = weights.shapes(), dict[str, str](), dict[str, Entry]()
     for path, spec in declared.items():
         if path in shapes:
-            name = f"{'params' if spec.updater is None else 'observed'}.{path}"
+            name = (WEIGHTS if spec.updater is None else OBSERVED) + path
             paths[name] = path
             own = spec.updater is not None or spec.role == "quantized"
             entries[name] = Entry(shapes[path], jnp.dtype(spec.dtype) if own else dtype)

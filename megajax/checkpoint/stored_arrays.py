@@ -18,6 +18,9 @@ import tensorstore as ts
 
 from megajax.checkpoint.integrity import Damaged
 
+WEIGHTS, OBSERVED = "params.", "observed."
+"""Before the path of a weight, or of an observation, in the name of its array."""
+
 DATABASE = "state"
 """Folder of the merged OCDBT database inside the folder that Orbax writes."""
 DESCRIPTION = "/zarr.json"

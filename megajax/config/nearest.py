@@ -1,6 +1,6 @@
 """Nearest names and divisors, for hints."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from difflib import SequenceMatcher
 from fnmatch import fnmatchcase
 from math import isqrt
@@ -59,6 +59,11 @@ def either(names: Iterable[str]) -> str:
     """a, b or c."""
     *first, last = names
     return f"{', '.join(first)} or {last}" if first else last
+
+
+def listed(names: Sequence[str], most: int = 8) -> str:
+    """The first names, and how many more there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def matching(setting: str, pattern: str, names: Iterable[str], what: str = "weight") -> list[str]:

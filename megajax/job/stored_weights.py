@@ -14,6 +14,7 @@ from megajax.checkpoint.foreign import ForeignModel, ForeignWeights, declared_by
 from megajax.checkpoint.placement import placed
 from megajax.checkpoint.reader import open_checkpoints
 from megajax.checkpoint.sources import foreign_format, read_foreign
+from megajax.checkpoint.stored_arrays import OBSERVED, WEIGHTS
 from megajax.checkpoint.tensor_table import tensors_of
 from megajax.config.dump import flatten
 from megajax.config.errors import UserError
@@ -22,9 +23,6 @@ from megajax.layers.param import ParamSpec, RowOrder
 from megajax.models.protocol import ids_below
 from megajax.pipeline.partition import row_order
 from megajax.training.program import Program
-
-WEIGHTS, OBSERVED = "params.", "observed."
-"""Before the path of a weight or an observation in a checkpoint."""
 
 
 class Wanted(NamedTuple):

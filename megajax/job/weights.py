@@ -16,6 +16,7 @@ from megajax.checkpoint.config import WeightsConfig
 from megajax.checkpoint.foreign import declared_by
 from megajax.checkpoint.model_differences import differences, in_words
 from megajax.config.errors import UserError
+from megajax.config.nearest import listed
 from megajax.job.stored_weights import StoredWeights, Wanted, open_weights
 from megajax.layers.upcycling import Derived
 from megajax.mesh.shardings import without_dimension
@@ -43,7 +44,7 @@ class TakeWeights:
             taken |= Taking.of(source, parts, like).weights(lambda: fresh().params, self.say)
         state = fresh()
         if others := sorted(set(state.params) - set(taken)):
-            self.say(f"fresh weights: {_listed(others)}")
+            self.say(f"fresh weights: {listed(others)}")
         return replace(state, params=_over(state.params, taken), observed=_over(state.observed, taken))
 
 
@@ -55,16 +56,12 @@ def frozen_fresh(program: Program) -> str:
     others = "adapters" if program.adapters else "the others"
     return (
         f"{others} are trained beside fresh, frozen weights: set checkpoint.load to start from trained ones. "
-        f"Frozen at random values: {_listed(frozen)}"
+        f"Frozen at random values: {listed(frozen)}"
     )
 
 
 def _over(fresh: Params, taken: Mapping[str, Array]) -> Params:
     return {path: taken.get(path, array) for path, array in fresh.items()}
-
-
-def _listed(paths: Sequence[str], most: int = 8) -> str:
-    return ", ".join(paths[:most]) + (f" and {len(paths) - most} more" if len(paths) > most else "")
 
 
 @dataclass(frozen=True)

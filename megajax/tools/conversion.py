@@ -27,6 +27,7 @@ from megajax.checkpoint.sources import foreign_format, read_foreign
 from megajax.checkpoint.tensor_table import Mapped, resolved
 from megajax.config.dump import to_yaml
 from megajax.config.errors import UserError
+from megajax.config.nearest import listed
 from megajax.data.config import ImageTextConfig, MaskedSentencesConfig, MaskedSpansConfig
 from megajax.layers.param import ParamSpec
 from megajax.models.protocol import ids_below
@@ -300,9 +301,9 @@ def _write_run(stored: Stored, run: Path, options: Options, advance: Advance) ->
     return [
         f"{run}: {len(stored.weights.shapes())} arrays, {elements(stored):,} elements, "
         + (f"matrices in {kept}, other weights in {dtype.name}" if kept else f"weights in {dtype.name}"),
-        *[f"not stored, zero in a new run: {_listed(fresh)}"] * bool(fresh),
+        *[f"not stored, zero in a new run: {listed(fresh)}"] * bool(fresh),
         *[f"optimizer: {number} steps with their moments, to go on from"] * bool(state),
-        *[f"left out: {_listed(stored.left_out())}"] * bool(stored.left_out()),
+        *[f"left out: {listed(stored.left_out())}"] * bool(stored.left_out()),
         f"tokenizer: {type(cfg.tokenizer).__name__}" + (f" of {', '.join(files)}" if files else ""),
         f"evaluate it: python -m megajax.evaluate --run={run} --tasks=text:FILE"
         if kept
@@ -370,7 +371,7 @@ def _write_huggingface(stored: Stored, target: Path, options: Options, advance: 
     return [
         f"{target}: {len(table)} tensors of {family.name} in {count} file{'s' * (count > 1)}, "
         + ", ".join(f"{number} in {dtype}" for dtype, number in written.items()),
-        *[f"left out, no place for it: {_listed(left)}"] * bool(left),
+        *[f"left out, no place for it: {listed(left)}"] * bool(left),
         *[f"tokenizer: {', '.join(files)}"] * bool(files),
     ]
 
@@ -406,7 +407,3 @@ def set_aside(folder: Path) -> Path:
     if aside.exists():
         aside = folder.with_name(f"{folder.name}.{secrets.token_hex(4)}.unverified")
     return folder.rename(aside)
-
-
-def _listed(names: Sequence[str], most: int = 5) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

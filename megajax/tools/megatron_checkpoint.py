@@ -15,6 +15,7 @@ from megajax.checkpoint.megatron.checkpoint import MegatronCheckpoint, MegatronM
 from megajax.checkpoint.megatron.pickles import Name, Record
 from megajax.checkpoint.model_differences import differences, in_words
 from megajax.checkpoint.run_writer import StateArray
+from megajax.checkpoint.stored_arrays import OBSERVED
 from megajax.checkpoint.tensor_table import Mapped
 from megajax.config.errors import ConfigError, UserError
 from megajax.config.patch import patch_of
@@ -107,7 +108,7 @@ def state(opened: MegatronModel, declared: Mapping[str, ParamSpec]) -> dict[str,
     }
     kept = opened.weights.shapes()
     counts |= {
-        f"observed.{path}": np.zeros(spec.shape, np.float32)
+        OBSERVED + path: np.zeros(spec.shape, np.float32)
         for path, spec in declared.items()
         if spec.updater is not None and path not in kept
     }
