@@ -250,10 +250,10 @@ class BeamAnswers(Making):
         for number, token in enumerate(beam.tokens, start=1):
             if number == max(1, sampling.min_tokens):
                 text.watch(sampling.stop)
-            ended = token in self._search.ends
-            answer.text += "" if ended else text.add(token)
+            last = token in self._search.ends
+            answer.text += "" if last else text.add(token)
             answer.tokens = beam.tokens[:number]
-            if ended or text.stopped:
+            if last or text.stopped:
                 answer.finish = "stop"
                 break
         answer.text += text.end()
@@ -263,8 +263,9 @@ class BeamAnswers(Making):
     def _finish(self, answers: Sequence[Answer]) -> None:
         self.free()
         self._beams = []
-        answers = [*answers, *[Answer(finish="error")] * (self.request.sampling.n - len(answers))]
-        deliver_best(self.request, answers, self.prompt_part(0))
+        # A vocabulary smaller than the number of beams may give fewer answers.
+        lacking = self.request.sampling.n - len(answers)
+        deliver_best(self.request, [*answers, *[Answer(finish="error")] * lacking], self.prompt_part(0))
 
 
 def deliver_best(request: Request, answers: Sequence[Answer], prompt: tuple[TokenScore | None, ...]) -> None:

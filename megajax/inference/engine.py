@@ -7,7 +7,6 @@ A step runs on the caller's thread: which rows run is decided, the device comput
 import logging
 import random
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from megajax.inference.answers import Answers, BeamAnswers, BestAnswers, Making,
 from megajax.inference.detokenizer import Detokenizer
 from megajax.inference.device import Device, Sampled
 from megajax.inference.pool import Pool
-from megajax.inference.request import Answer, Finish, Refused, Request, Sampling
+from megajax.inference.request import Finish, Refused, Request
 from megajax.inference.scheduler import Row, Scheduler, Step
 from megajax.tokenizers.base import Tokenizer
 
@@ -96,7 +95,7 @@ class Engine:
         self.failed = False
         """The device raised an exception: a new engine is needed."""
         self._detokenizer, self._draw, self._guide = Detokenizer(tokenizer), random.Random(seed), guide
-        self._numbers, self._names = count(), count()
+        self._numbers = count()
         self._open: dict[str, int] = {}
         self._making: dict[int, Making] = {}
         self._steps = self._tokens = self._errors = 0
@@ -175,34 +174,6 @@ class Engine:
         """Ends every request."""
         for making in list(self._making.values()):
             self._guarded(making, lambda making: making.end_all(finish))
-
-    def complete(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, adapter: str | None = None
-    ) -> list[list[Answer]]:
-        """Runs until the n answers of each prompt are complete. Raises Refused before anything runs."""
-        answers = [[Answer() for _ in range(sampling.n)] for _ in prompts]
-        requests = [
-            Request(
-                identifier=f"complete {next(self._names)}",
-                prompt=tuple(prompt),
-                sampling=sampling,
-                deliver=lambda piece, own=own: own[piece.choice].add(piece),
-                adapter=adapter,
-            )
-            for prompt, own in zip(prompts, answers, strict=True)
-        ]
-        for request in requests:
-            self.check(request)
-        waiting, active = deque(requests), True
-        try:
-            while active:
-                while waiting and len(self._open) < self.capacity:
-                    self.submit(waiting.popleft())
-                active = self.step() or bool(waiting)
-        finally:
-            for request in requests:
-                self.cancel(request.identifier)
-        return answers
 
     def statistics(self) -> Statistics:
         """Counts up to now."""

@@ -93,6 +93,10 @@ class Worker:
             return False
         return self.engine.finite and (not self._busy() or time.monotonic() - self._beat < self._patience)
 
+    def failed(self) -> bool:
+        """The engine ended by a fault; it does not start again."""
+        return self.failure is not None
+
     def statistics(self) -> Statistics:
         """Counts of the engine, as of about now."""
         return self.engine.statistics()

@@ -1,0 +1,217 @@
+"""The thread of an engine: clients on other threads, cancellation, draining, faults."""
+
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from stand_in import StandIn, expected
+
+from megajax.inference.engine import Engine
+from megajax.inference.request import Piece, Refused, Request, Sampling
+from megajax.inference.worker import Worker
+
+
+class Waiting:
+    """A request, and an event at its end."""
+
+    def __init__(self, name: str, prompt: tuple[int, ...], max_tokens: int = 9):
+        self.pieces: list[Piece] = []
+        self.ended, self.began = threading.Event(), threading.Event()
+        sampling = Sampling(temperature=0, max_tokens=max_tokens)
+        self.request = Request(identifier=name, prompt=prompt, sampling=sampling, deliver=self.deliver)
+
+    def deliver(self, piece: Piece) -> None:
+        self.pieces.append(piece)
+        self.began.set()
+        if piece.finish is not None:
+            self.ended.set()
+
+    @property
+    def tokens(self) -> list[int]:
+        return [token for piece in self.pieces for token in piece.tokens]
+
+    @property
+    def finish(self) -> str | None:
+        assert self.ended.wait(20)
+        return self.pieces[-1].finish
+
+
+class Gated(StandIn):
+    """Steps when it may; the step `fails` raises."""
+
+    def __init__(self, fails: int = -1, **settings: Any):
+        super().__init__(**settings)
+        self.gate, self.fails = threading.Event(), fails
+        self.gate.set()
+
+    def run(self, work: Any) -> Any:
+        assert self.gate.wait(20)
+        if self.steps == self.fails:
+            raise RuntimeError("device lost")
+        return super().run(work)
+
+
+@pytest.fixture
+def started(request: pytest.FixtureRequest):
+    """Workers, which end with the test."""
+    workers: list[Worker] = []
+
+    def start(device: StandIn, **settings: Any) -> Worker:
+        worker = Worker(Engine(device, queue=settings.pop("queue", 128)), on_failure=lambda error: None, **settings)
+        workers.append(worker)
+        worker.start()
+        return worker
+
+    yield start
+    for worker in workers:
+        worker.engine.device.gate.set()
+        worker.close()
+        assert not worker._thread.is_alive()
+
+
+def test_many_threads_submit_and_cancel(started: Any) -> None:
+    worker = started(Gated(rows=4, blocks=24))
+    clients = [Waiting(f"{number}", (number, 1), max_tokens=20) for number in range(48)]
+
+    def submit(part: list[Waiting]) -> None:
+        for number, client in enumerate(part):
+            worker.submit(client.request)
+            if number % 3 == 2:
+                worker.cancel(client.request.identifier)
+
+    threads = [threading.Thread(target=submit, args=(clients[first::8],)) for first in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for number, client in enumerate(clients):
+        finish = client.finish
+        assert finish == "length" or ((number // 8) % 3 == 2 and finish == "cancelled")
+        assert client.tokens == expected((number, 1), len(client.tokens))
+    assert worker.drain(20)
+    statistics = worker.statistics()
+    assert (statistics.requests, statistics.blocks_used) == (0, 0) and worker.healthy()
+
+
+def test_refusals_are_raised_where_the_request_is_submitted(started: Any) -> None:
+    worker = started(device := Gated(rows=1), queue=1)
+    with pytest.raises(Refused) as refused:
+        worker.submit(Waiting("a", (99,)).request)
+    assert refused.value.field == "prompt"
+    device.gate.clear()
+    clients = [Waiting(f"{number}", (number,)) for number in range(3)]
+    for client in clients[:2]:
+        worker.submit(client.request)
+    with pytest.raises(Refused) as refused:
+        worker.submit(clients[2].request)
+    assert refused.value.reason == "queue_full"
+    device.gate.set()
+    assert [client.finish for client in clients[:2]] == ["length", "length"]
+
+
+def test_an_identifier_is_used_once_at_a_time(started: Any) -> None:
+    worker = started(device := Gated())
+    device.gate.clear()
+    worker.submit(Waiting("same", (1,)).request)
+    with pytest.raises(Refused, match="in use"):
+        worker.submit(Waiting("same", (1,)).request)
+    device.gate.set()
+
+
+def test_draining_finishes_what_runs_and_takes_no_more(started: Any) -> None:
+    worker = started(device := Gated())
+    device.gate.clear()
+    client = Waiting("a", (1,))
+    worker.submit(client.request)
+    assert not worker.drain(0.02)
+    with pytest.raises(Refused) as refused:
+        worker.submit(Waiting("b", (1,)).request)
+    assert refused.value.reason == "draining"
+    device.gate.set()
+    assert worker.drain(20) and client.finish == "length"
+
+
+def test_closing_cancels_the_rest(started: Any) -> None:
+    worker = started(Gated(length=4096, blocks=2048))
+    client = Waiting("a", (1,), max_tokens=4000)
+    worker.submit(client.request)
+    assert client.began.wait(20)
+    worker.close()
+    assert client.finish == "cancelled" and not worker.healthy() and not worker.failed()
+
+
+def test_a_fault_of_the_device_ends_everything(started: Any) -> None:
+    worker = started(Gated(fails=3))
+    clients = [Waiting(f"{number}", (number,)) for number in range(9)]
+    for client in clients:
+        try:
+            worker.submit(client.request)
+        except Refused as refusal:
+            assert refusal.reason == "draining"
+            client.ended.set()
+            client.pieces.append(Piece(0, "", (), (), "error"))
+    assert [client.finish for client in clients] == ["error"] * 9
+    deadline = time.monotonic() + 20
+    while not worker.failed() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert worker.failed() and not worker.healthy() and isinstance(worker.failure, RuntimeError)
+    with pytest.raises(Refused):
+        worker.submit(Waiting("late", (1,)).request)
+    assert worker.drain(1)
+
+
+def test_a_step_that_hangs_is_not_healthy(started: Any) -> None:
+    worker = started(device := Gated(), patience=0.05)
+    assert worker.healthy()
+    device.gate.clear()
+    client = Waiting("a", (1,))
+    worker.submit(client.request)
+    deadline = time.monotonic() + 20
+    while worker.healthy() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not worker.healthy()
+    device.gate.set()
+    assert client.finish == "length"
+    assert worker.drain(20) and worker.healthy()
+
+
+def test_bad_logits_are_not_healthy_until_the_next_good_step(started: Any) -> None:
+    worker = started(Gated(bad=(13,)))
+    for prompt, finish, healthy in (((13,), "error", False), ((1,), "length", True)):
+        client = Waiting("a", prompt)
+        worker.submit(client.request)
+        assert client.finish == finish and worker.drain(0) is not None
+        deadline = time.monotonic() + 20
+        while worker.healthy() != healthy and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert worker.healthy() == healthy
+        worker._draining = False
+
+
+def test_the_process_ends_with_an_error(tmp_path: Path) -> None:
+    """By default: a supervisor starts another."""
+    program = """
+import time
+from stand_in import StandIn
+from megajax.inference.engine import Engine
+from megajax.inference.request import Request, Sampling
+from megajax.inference.worker import Worker
+
+class Failing(StandIn):
+    def run(self, work):
+        raise RuntimeError("device lost")
+
+worker = Worker(Engine(Failing()))
+worker.start()
+worker.submit(Request(identifier="a", prompt=(1,), sampling=Sampling(), deliver=lambda piece: print(piece.finish)))
+time.sleep(20)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 1 and done.stdout == "error\n"
+    assert "device lost" in done.stderr
