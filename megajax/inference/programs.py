@@ -20,7 +20,7 @@ from megajax.inference.pack import Bucket, Step, StepArrays, bucket_for, joined,
 from megajax.kernels.paged_capability import PagedKernel
 from megajax.layers.cache_facts import CacheLeaf
 from megajax.layers.context import Context
-from megajax.layers.decoding import Cache, StepRows
+from megajax.layers.decoding import Cache, StepRows, write
 from megajax.layers.param import bind
 from megajax.mesh.layout import Layout
 
@@ -39,16 +39,36 @@ class LoadedModel:
     layout: Layout
 
 
+class StepOutput(NamedTuple):
+    """What a step computes, for the choice of tokens; what a chooser does not read is not computed."""
+
+    logits: Array
+    """float32 [sampled rows, V], of the tokens that follow; laid out (batch, vocab), with columns for padding."""
+    tokens: Array
+    """int32 [sampled rows, L]: the tokens of each row, as the cache has them; past the row's end, any."""
+    prompt: Array
+    """[chunk, 1, D]: output of the stack for the tokens of the prompt; no tokens in steps without one."""
+    logits_of: Callable[[Array], Array]
+    """Such outputs [T, 1, D] -> logits float32 [T, V]."""
+
+
 class Chooser(Protocol):
     """A way to choose the next tokens; hashable."""
 
-    def like(self, rows: int) -> Any:
-        """A pytree of the arrays per row that it needs, each [rows, ...], as jax.ShapeDtypeStruct."""
+    def like(self, rows: int, chunk: int) -> Any:
+        """A pytree of the arrays that it needs, as jax.ShapeDtypeStruct.
+
+        Each is [rows, ...], or [chunk, ...] of the prompt's tokens; both count those of all replicas.
+        """
         ...
 
-    def __call__(self, layout: Layout, logits: Array, inputs: Any) -> Any:
-        """Logits float32 [rows, V] and those arrays -> a pytree of arrays [rows, ...]."""
+    def __call__(self, layout: Layout, out: StepOutput, inputs: Any) -> Any:
+        """The output of a step and those arrays -> a pytree of arrays."""
         ...
+
+
+TOKENS = CacheLeaf("tokens", (), (), dtype="int32")
+"""The ids of the tokens in the cache. So rows that share blocks, or are computed again, need no state for penalties."""
 
 
 class Ran(NamedTuple):
@@ -95,7 +115,7 @@ class Programs:
         self.choosers = tuple(choosers)
         shape = loaded.mesh.shape
         self.replicas = shape["data"] * shape["expert"]
-        self.leaves: tuple[CacheLeaf, ...] = loaded.cfg.cache_leaves(shape["tensor"])
+        self.leaves: tuple[CacheLeaf, ...] = (*loaded.cfg.cache_leaves(shape["tensor"]), TOKENS)
         self.width = -(-length // size.block)
         like = like_cache(self.leaves, size, dtype, loaded.mesh, loaded.layout, self.replicas)
         self.cache = empty_cache(like)
@@ -129,18 +149,21 @@ class Programs:
 
         def step(weights: Params, cache: Cache, arrays: StepArrays, inputs: Any) -> tuple[Any, Cache]:
             model = bind(loaded.model, weights)
-            logits, cache = next_logits(model, loaded.layout, cache, arrays, bucket.groups(), self.kernel)
-            return chooser(loaded.layout, logits, inputs), cache
+            out, cache = step_output(model, loaded.layout, cache, arrays, bucket.groups(), self.kernel)
+            return chooser(loaded.layout, out, inputs), cache
 
         with jax.set_mesh(loaded.mesh):
             weights, cache = (jax.tree.map(_like, tree) for tree in (loaded.weights, self.cache))
-            inputs = jax.tree.map(self._rows_like, chooser.like(self.replicas * bucket.sampled))
+            inputs = jax.tree.map(
+                self._rows_like, chooser.like(self.replicas * bucket.sampled, self.replicas * bucket.chunk)
+            )
             return jax.jit(step, donate_argnums=1).lower(weights, cache, self.like(bucket), inputs)
 
     def run(self, work: Sequence[Step | None], chooser: Chooser, inputs: Callable[[Bucket], Any]) -> Ran:
         """One step of each replica.
 
-        inputs: bucket -> the chooser's arrays, replica after replica, `bucket.sampled` rows of each.
+        inputs: bucket -> the chooser's arrays, replica after replica, `bucket.sampled` rows or `bucket.chunk` tokens
+        of each.
         """
         bucket = bucket_for(work, self.buckets)
         arrays = joined([pack(step, bucket, block=self.size.block, width=self.width) for step in work])
@@ -167,15 +190,15 @@ class Programs:
         return self._like(leaf.shape, leaf.dtype)
 
 
-def next_logits(
+def step_output(
     model: Any,
     layout: Layout,
     cache: Mapping[str, Array],
     arrays: StepArrays,
     groups: tuple[tuple[int, int], ...],
     kernel: PagedKernel,
-) -> tuple[Array, Cache]:
-    """Logits float32 [sampled rows, V] of the tokens `arrays.last`, and the cache with this step's tokens."""
+) -> tuple[StepOutput, Cache]:
+    """The output of a step, and the cache with its tokens."""
     rows = StepRows(
         groups=groups,
         kernel=kernel,
@@ -185,11 +208,32 @@ def next_logits(
         states=arrays.states,
         layer=jnp.int32(0),
     )
+    ids, tokens = _row_tokens(layout, cache[TOKENS.name], arrays.tokens, rows)
     ctx = Context(arrays.positions, jnp.zeros(1, jnp.int32), rows=rows)
-    x, cache = model.step(arrays.tokens, cache, ctx)
+    x, cache = model.step(arrays.tokens, {name: leaf for name, leaf in cache.items() if name != TOKENS.name}, ctx)
     token = ("batch", None, None)
-    take = layout.island(lambda x, last: x[last], (token, ("batch",)), token)
-    return model.next_logits(take(x, arrays.last))[:, 0], cache
+
+    def parts(x: Array, last: Array) -> tuple[Array, Array]:
+        return x[last], x[rows.parts()[1]] if len(groups) > 1 else x[:0]
+
+    own, prompt = layout.island(parts, (token, ("batch",)), (token, token))(x, arrays.last)
+
+    def logits_of(x: Array) -> Array:
+        return model.next_logits(x)[:, 0]
+
+    return StepOutput(logits_of(own), tokens, prompt, logits_of), {**cache, TOKENS.name: ids}
+
+
+def _row_tokens(layout: Layout, leaf: Array, new: Array, rows: StepRows) -> tuple[Array, Array]:
+    """The leaf `TOKENS` with those of the step [T, 1], and the tokens of the sampled rows, int32 [sampled rows, L]."""
+
+    def local(leaf: Array, new: Array, rows: StepRows) -> tuple[Array, Array]:
+        leaf = write(leaf, new[:, 0], rows)
+        own = [leaf[0][table] for table in rows.tables]
+        return leaf, jnp.concatenate([blocks.reshape(blocks.shape[0], -1) for blocks in own])
+
+    pool, row = (None, "batch", None), ("batch", None)
+    return layout.island(local, (pool, row, rows.axes()), (pool, row))(leaf, new, rows)
 
 
 def _like(x: Array) -> jax.ShapeDtypeStruct:

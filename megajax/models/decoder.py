@@ -197,16 +197,20 @@ class DecoderLM(nnx.Module):
         return self.token_scores(self.final_norm(x), labels)
 
     def next_logits(self, x: Array) -> Array:
-        """Output of the stack [T, 1, D] -> logits of the next token, float32 [T, 1, vocabulary_size]."""
-        return self.logits(self.final_norm(x))
+        """Output of the stack [T, 1, D] -> logits of the next token, float32 [T, 1, V] with columns for padding."""
+        return self.padded_logits(self.final_norm(x))
 
     def logits(self, x: Array) -> Array:
         """Hidden states [B, S, D] -> float32 [B, S, vocabulary_size]."""
+        return self.padded_logits(x)[..., : self.cfg.vocabulary_size]
+
+    def padded_logits(self, x: Array) -> Array:
+        """Hidden states [B, S, D] -> float32 [B, S, V], laid out (batch, seq, vocab), with columns for padding."""
         x = scaled(self.layout.act(x, "batch", "seq", "embed"), self.cfg.logit_factor())
         scores = jnp.einsum("bsd,vd->bsv", x, self.table(), preferred_element_type=jnp.float32)
         bias = self.logit_bias()
         scores = scores if bias is None else scores + bias.astype(jnp.float32)[None, None]
-        return self.layout.act(scores, "batch", "seq", "vocab")[..., : self.cfg.vocabulary_size]
+        return self.layout.act(scores, "batch", "seq", "vocab")
 
 
 def layer_settings(cfg: DecoderConfig, layout: Layout) -> LayerSettings:

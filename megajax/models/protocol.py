@@ -219,7 +219,10 @@ class GeneratingModel(Model, Protocol):
         ...
 
     def next_logits(self, x: Array) -> Array:
-        """That output -> logits of the next token, float32 [T, 1, V]."""
+        """That output -> logits of the next token, float32 [T, 1, V], laid out (batch, seq, vocab).
+
+        V: the vocabulary with padding, which every number of devices along `vocab` divides.
+        """
         ...
 
 

@@ -10,7 +10,7 @@ import pytest
 from megajax.inference.sampling.choose import choose
 from megajax.inference.sampling.edits import only_allowed
 from megajax.inference.sampling.filters import kept
-from megajax.inference.sampling.rows import Chosen, Drawing, Edits, History, Program, RowSampling
+from megajax.inference.sampling.rows import Chosen, Drawing, Edits, Program, RowSampling
 from megajax.kernels.cross_entropy import VocabularyShard
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
@@ -34,17 +34,26 @@ def drawing(count: int = ROWS, **settings: object) -> Drawing:
 
 
 def edits(count: int = ROWS, width: int = 3, **settings: object) -> Edits:
-    neutral = {"repetition": 1.0, "presence": 0.0, "frequency": 0.0} | settings
-    tokens = neutral.pop("tokens", np.full((count, width), -1))
-    biases = neutral.pop("biases", np.zeros((count, width)))
-    penalties = {name: np.broadcast_to(np.asarray(value, np.float32), count) for name, value in neutral.items()}
-    return Edits(np.asarray(tokens, np.int32), np.asarray(biases, np.float32), **penalties)
+    neutral = {
+        "allowed": np.full((count, IDS // 32), 2**32 - 1),
+        "tokens": np.full((count, width), -1),
+        "biases": np.zeros((count, width)),
+        "repetition": np.ones(count),
+        "presence": np.zeros(count),
+        "frequency": np.zeros(count),
+        "prompt": np.full(count, 4),
+        "length": np.full(count, 9),
+    }
+    dtypes = {"allowed": np.uint32, "tokens": np.int32, "prompt": np.int32, "length": np.int32}
+    return Edits(
+        **{name: np.asarray(value, dtypes.get(name, np.float32)) for name, value in (neutral | settings).items()}
+    )
 
 
-def history(generator: np.random.Generator, count: int = ROWS, length: int = 12) -> History:
-    tokens = generator.integers(0, SIZE, (count, length)).astype(np.int32)
+def rows_tokens(generator: np.random.Generator, length: int = 12) -> np.ndarray:
+    tokens = generator.integers(0, SIZE, (ROWS, length)).astype(np.int32)
     tokens[:, 7] = tokens[:, 6]
-    return History(tokens, np.full(count, 4, np.int32), np.full(count, 9, np.int32))
+    return tokens
 
 
 def mask(allowed: np.ndarray) -> np.ndarray:
@@ -53,8 +62,8 @@ def mask(allowed: np.ndarray) -> np.ndarray:
     return bits.sum(-1).astype(np.uint32)
 
 
-def everything(generator: np.random.Generator) -> tuple[np.ndarray, RowSampling]:
-    """Rows of every kind of setting."""
+def everything(generator: np.random.Generator) -> tuple[np.ndarray, RowSampling, np.ndarray]:
+    """Rows of every kind of setting: logits, settings and tokens."""
     logits = (generator.normal(size=(ROWS, IDS)) * 3).astype(np.float32)
     rows = RowSampling(
         drawing(
@@ -65,31 +74,30 @@ def everything(generator: np.random.Generator) -> tuple[np.ndarray, RowSampling]
             number=np.arange(ROWS),
         ),
         edits(
+            allowed=mask(generator.random((ROWS, IDS)) < 0.8),
             tokens=[[3, 60, -1]] * ROWS,
             biases=[[-np.inf, 2.5, 9]] * ROWS,
             repetition=[1, 1.3, 1, 0.8, 1, 2, 1.1, 1],
             presence=[0, 0.5, 0, 0, -1, 0, 2, 0],
             frequency=[0, 0, 0.4, 0, 0.3, 0, -0.2, 0],
         ),
-        history(generator),
-        mask(generator.random((ROWS, IDS)) < 0.8),
     )
-    return logits, rows
+    return logits, rows, rows_tokens(generator)
 
 
-def by_hand(logits: np.ndarray, rows: RowSampling) -> np.ndarray:
+def by_hand(logits: np.ndarray, rows: RowSampling, history: np.ndarray) -> np.ndarray:
     """Probabilities of the tokens of each row, float64 [R, SIZE], by the texts of the settings, one row at a time."""
     out = np.zeros((len(logits), SIZE))
     for row in range(len(logits)):
         x = logits[row, :SIZE].astype(np.float64)
         for token in range(SIZE):
-            if not int(rows.allowed[row, token // 32]) >> (token % 32) & 1:
+            if not int(rows.edits.allowed[row, token // 32]) >> (token % 32) & 1:
                 x[token] = -np.inf
         for token, bias in zip(rows.edits.tokens[row], rows.edits.biases[row], strict=True):
             if token >= 0:
                 x[token] += bias
-        tokens = rows.history.tokens[row, : rows.history.length[row]].tolist()
-        answer = tokens[rows.history.prompt[row] :]
+        tokens = history[row, : rows.edits.length[row]].tolist()
+        answer = tokens[rows.edits.prompt[row] :]
         for token in set(tokens):
             x[token] = x[token] / rows.edits.repetition[row] if x[token] > 0 else x[token] * rows.edits.repetition[row]
         for token in set(answer):
@@ -140,16 +148,17 @@ def test_equal_logits_at_the_border_are_kept_together() -> None:
 
 def test_frequencies_are_the_probabilities() -> None:
     """Chi-square over 4096 draws of each kind of row, with seeds that never change."""
-    logits, kinds = everything(np.random.default_rng(2))
+    logits, kinds, tokens = everything(np.random.default_rng(2))
     draws = 4096
     counts = np.zeros((ROWS, SIZE))
     rows = jax.tree.map(lambda each: np.repeat(each, draws, 0), kinds)
     seeds = np.stack([np.full(ROWS * draws, 7), np.arange(ROWS * draws)], -1).astype(np.uint32)
     rows = rows._replace(drawing=rows.drawing._replace(seed=seeds))
-    chosen = CHOOSE(LAYOUT, SIZE, Program.GUIDED, TOP, np.repeat(logits, draws, 0), rows)
-    for row, tokens in enumerate(np.asarray(chosen.token).reshape(ROWS, draws)):
-        counts[row] = np.bincount(tokens, minlength=SIZE)
-    expected = by_hand(logits, kinds) * draws
+    inputs = (np.repeat(logits, draws, 0), rows, np.repeat(tokens, draws, 0))
+    chosen = CHOOSE(LAYOUT, SIZE, Program.FULL, TOP, *inputs)
+    for row, drawn in enumerate(np.asarray(chosen.token).reshape(ROWS, draws)):
+        counts[row] = np.bincount(drawn, minlength=SIZE)
+    expected = by_hand(logits, kinds, tokens) * draws
     assert not counts[expected == 0].any()
     for row in range(ROWS):
         often = expected[row] >= 5
@@ -162,8 +171,8 @@ def test_frequencies_are_the_probabilities() -> None:
 
 
 def test_scores_are_those_of_the_model_alone() -> None:
-    logits, rows = everything(np.random.default_rng(3))
-    chosen = CHOOSE(LAYOUT, SIZE, Program.GUIDED, TOP, logits, rows)
+    logits, rows, tokens = everything(np.random.default_rng(3))
+    chosen = CHOOSE(LAYOUT, SIZE, Program.FULL, TOP, logits, rows, tokens)
     x = logits[:, :SIZE].astype(np.float64)
     logprobs = x - np.log(np.exp(x).sum(1, keepdims=True))
     token = np.asarray(chosen.token)
@@ -177,35 +186,33 @@ def test_scores_are_those_of_the_model_alone() -> None:
 
 @pytest.mark.parametrize("setting", [{"top_p": 1e-9}, {"top_k": 1}, {"min_p": 1.0}, {"temperature": 1e-6}])
 def test_settings_that_leave_one_token_are_greedy(setting: dict[str, float]) -> None:
-    logits, rows = everything(np.random.default_rng(4))
-    rows = rows._replace(drawing=drawing(**setting), edits=edits())
-    chosen = CHOOSE(LAYOUT, SIZE, Program.GUIDED, TOP, logits, rows)
-    greedy = np.where(rows_allowed(rows), logits, -np.inf)[:, :SIZE].argmax(1)
+    logits, rows, tokens = everything(np.random.default_rng(4))
+    allowed = rows.edits.allowed
+    rows = RowSampling(drawing(**setting), edits(allowed=allowed))
+    chosen = CHOOSE(LAYOUT, SIZE, Program.FULL, TOP, logits, rows, tokens)
+    bits = (allowed[:, np.arange(IDS) // 32] >> (np.arange(IDS, dtype=np.uint32) % 32) & 1).astype(bool)
+    greedy = np.where(bits, logits, -np.inf)[:, :SIZE].argmax(1)
     np.testing.assert_array_equal(chosen.token, greedy)
 
 
-def rows_allowed(rows: RowSampling) -> np.ndarray:
-    words = rows.allowed[:, np.arange(IDS) // 32]
-    return (words >> (np.arange(IDS, dtype=np.uint32) % 32) & 1).astype(bool)
-
-
 def test_a_huge_temperature_draws_evenly() -> None:
-    logits, rows = everything(np.random.default_rng(5))
-    rows = rows._replace(drawing=drawing(temperature=1e6), edits=edits(), allowed=mask(np.ones((ROWS, IDS), bool)))
-    tokens = [
+    logits, rows, tokens = everything(np.random.default_rng(5))
+    rows = RowSampling(drawing(temperature=1e6), edits())
+    drawn = [
         np.asarray(
             CHOOSE(
                 LAYOUT,
                 SIZE,
-                Program.GUIDED,
+                Program.FULL,
                 TOP,
                 logits,
                 rows._replace(drawing=rows.drawing._replace(number=np.full(ROWS, number, np.int32))),
+                tokens,
             ).token
         )
         for number in range(200)
     ]
-    counts = np.bincount(np.concatenate(tokens), minlength=SIZE)
+    counts = np.bincount(np.concatenate(drawn), minlength=SIZE)
     expected = ROWS * 200 / SIZE
     assert len(counts) == SIZE
     assert ((counts - expected) ** 2 / expected).sum() < SIZE + 4 * np.sqrt(2 * SIZE)
@@ -217,9 +224,8 @@ def same(one: Chosen, other: Chosen) -> None:
 
 def test_rows_do_not_depend_on_their_neighbours() -> None:
     generator = np.random.default_rng(6)
-    logits, rows = everything(generator)
-    others, other_rows = everything(generator)
-    alone = CHOOSE(LAYOUT, SIZE, Program.GUIDED, TOP, logits, rows)
+    own, others = everything(generator), everything(generator)
+    alone = CHOOSE(LAYOUT, SIZE, Program.FULL, TOP, *own)
     order = generator.permutation(ROWS)
 
     def mixed(own: np.ndarray, other: np.ndarray) -> np.ndarray:
@@ -228,23 +234,22 @@ def test_rows_do_not_depend_on_their_neighbours() -> None:
         out[order[:4]] = own[:4]
         return out
 
-    among = CHOOSE(LAYOUT, SIZE, Program.GUIDED, TOP, mixed(logits, others), jax.tree.map(mixed, rows, other_rows))
+    among = CHOOSE(LAYOUT, SIZE, Program.FULL, TOP, *jax.tree.map(mixed, own, others))
     same(jax.tree.map(lambda x: x[:4], alone), jax.tree.map(lambda x: x[order[:4]], among))
 
 
 @pytest.mark.slow
 def test_a_token_does_not_depend_on_the_program() -> None:
-    logits, rows = everything(np.random.default_rng(7))
-    plain = rows._replace(edits=edits(), allowed=mask(np.ones((ROWS, IDS), bool)))
-    drawn = [CHOOSE(LAYOUT, SIZE, program, TOP, logits, plain) for program in list(Program)[1:]]
-    for chosen in drawn[1:]:
-        np.testing.assert_array_equal(chosen.token, drawn[0].token)
-        np.testing.assert_allclose(chosen.logprob, drawn[0].logprob, atol=1e-6)
-    assert drawn[0].scores is None
+    logits, rows, tokens = everything(np.random.default_rng(7))
+    plain = rows._replace(edits=edits())
+    full, sampled = (CHOOSE(LAYOUT, SIZE, program, TOP, logits, plain, tokens) for program in (Program.FULL, 1))
+    np.testing.assert_array_equal(sampled.token, full.token)
+    np.testing.assert_allclose(sampled.logprob, full.logprob, atol=1e-6)
+    assert sampled.scores is None
     greedy = CHOOSE(LAYOUT, SIZE, Program.GREEDY, TOP, logits, RowSampling())
     np.testing.assert_array_equal(greedy.token, logits[:, :SIZE].argmax(1))
     still = plain._replace(drawing=drawing(temperature=0))
-    np.testing.assert_array_equal(greedy.token, CHOOSE(LAYOUT, SIZE, Program.GUIDED, TOP, logits, still).token)
+    np.testing.assert_array_equal(greedy.token, CHOOSE(LAYOUT, SIZE, Program.FULL, TOP, logits, still, tokens).token)
 
 
 def test_the_first_of_equal_logits_is_taken() -> None:
@@ -259,15 +264,15 @@ def test_the_first_of_equal_logits_is_taken() -> None:
 )
 def test_devices_change_nothing(tensor: int, data: int) -> None:
     """A cut vocabulary gives the same bits; with two replicas, one of them filters and the other does not."""
-    logits, rows = everything(np.random.default_rng(8))
+    logits, rows, tokens = everything(np.random.default_rng(8))
     if data == 2:
         rows = rows._replace(drawing=rows.drawing._replace(top_p=np.where(np.arange(ROWS) < 4, rows.drawing.top_p, 1)))
-    whole = CHOOSE(LAYOUT, SIZE, Program.GUIDED, TOP, logits, rows)
+    whole = CHOOSE(LAYOUT, SIZE, Program.FULL, TOP, logits, rows, tokens)
     cfg = ParallelConfig(tensor=tensor, data=data, data_sharding="replicate", sequence=False)
     layout = Layout(Plan.of(cfg))
     with jax.set_mesh(build_mesh(cfg, jax.devices()[: tensor * data])):
-        compiled = CHOOSE.lower(layout, SIZE, Program.GUIDED, TOP, logits, rows).compile()
-        cut = compiled(logits, rows)
+        compiled = CHOOSE.lower(layout, SIZE, Program.FULL, TOP, logits, rows, tokens).compile()
+        cut = compiled(logits, rows, tokens)
     np.testing.assert_array_equal(cut.token, whole.token)
     np.testing.assert_array_equal(cut.scores.rank, whole.scores.rank)
     np.testing.assert_array_equal(cut.scores.top, whole.scores.top)
@@ -280,17 +285,17 @@ def test_devices_change_nothing(tensor: int, data: int) -> None:
 
 
 def test_logits_that_are_not_finite_give_no_token() -> None:
-    logits, rows = everything(np.random.default_rng(9))
+    logits, rows, tokens = everything(np.random.default_rng(9))
     logits[1, 5], logits[2, 6], logits[3, 7], logits[4, SIZE] = np.nan, np.inf, -np.inf, np.nan
-    rows.allowed[5] = 0
-    chosen = CHOOSE(LAYOUT, SIZE, Program.GUIDED, TOP, logits, rows)
+    rows.edits.allowed[5] = 0
+    chosen = CHOOSE(LAYOUT, SIZE, Program.FULL, TOP, logits, rows, tokens)
     assert np.asarray(chosen.finite).tolist() == [True, False, False, False, True, True, True, True]
     assert (np.asarray(chosen.token) < 0).tolist() == [False, True, True, True, False, True, False, False]
 
 
 def test_noise_does_not_depend_on_padding() -> None:
     """The same tokens whatever the vocabulary is padded to."""
-    logits, rows = everything(np.random.default_rng(10))
+    logits, rows, _ = everything(np.random.default_rng(10))
     wide = np.pad(logits, ((0, 0), (0, 64)))
     one, other = (
         CHOOSE(LAYOUT, SIZE, Program.SAMPLED, TOP, each, RowSampling(rows.drawing)).token for each in (logits, wide)

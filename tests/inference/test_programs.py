@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 
 from megajax.inference.cache import CacheSize
 from megajax.inference.pack import Bucket
-from megajax.inference.programs import LoadedModel, Programs, buckets_up_to
+from megajax.inference.programs import LoadedModel, Programs, StepOutput, buckets_up_to
 from megajax.layers.config import (
     AttentionConfig,
     BlockConfig,
@@ -70,13 +70,13 @@ MODELS = {
 class Logits(NamedTuple):
     """Gives the logits themselves."""
 
-    def like(self, rows: int) -> tuple[()]:
-        del rows
+    def like(self, rows: int, chunk: int) -> tuple[()]:
+        del rows, chunk
         return ()
 
-    def __call__(self, layout: Layout, logits: jax.Array, inputs: tuple[()]) -> jax.Array:
+    def __call__(self, layout: Layout, out: StepOutput, inputs: tuple[()]) -> jax.Array:
         del layout, inputs
-        return logits
+        return out.logits
 
 
 @dataclass(eq=False)
@@ -171,7 +171,7 @@ def test_steps_give_the_logits_of_the_trainer(name: str, sizes: dict[str, int]) 
             parts += [(row, at + count - 1, ran.row(replica, 0, prompt=True)) for row, at, count in step.prompts]
             for row, at, place in parts:
                 wanted = expected[owners.index(row), at]
-                np.testing.assert_allclose(logits[place], wanted, atol=1e-5 * np.abs(expected).max())
+                np.testing.assert_allclose(logits[place, :VOCABULARY], wanted, atol=1e-5 * np.abs(expected).max())
                 compared += 1
     assert compared == 37 * replicas
     assert set(programs.compiled) <= {(bucket, Logits()) for bucket in programs.buckets}

@@ -14,51 +14,71 @@ from megajax.inference.sampling.vocabulary import best, entries, ids_of
 from megajax.kernels.cross_entropy import VocabularyShard
 from megajax.mesh.layout import Layout
 
-LOGITS, ROW = ("batch", "vocab"), ("batch",)
+LOGITS, ROW, ROWS = ("batch", "vocab"), ("batch",), ("batch", None)
 
 
-def choose(layout: Layout, size: int, program: Program, k: int, logits: Array, rows: RowSampling) -> Chosen:
-    """The next token of each row, its log-probability and, from Program.SCORED on, its rank and the k most likely.
+def choose(
+    layout: Layout, size: int, program: Program, k: int, logits: Array, rows: RowSampling, tokens: Array | None = None
+) -> Chosen:
+    """The next token of each row and its log-probability; for Program.FULL, its rank and the k most likely tokens.
 
     size: ids in use, columns at or above it are padding. logits: float32 [R, V], laid out (batch, vocab), V divisible
-    by the devices of `vocab`. rows: what `program` reads is required.
+    by the devices of `vocab`. rows: what `program` reads is required; so are, for Program.FULL, tokens: int32 [R, L],
+    those of prompt and answer.
 
     Random numbers are drawn by the Gumbel-max method: a token is the argmax of logits / temperature + noise, where the
-    noise depends on the row's seed, the number of the token and the id alone. So a row's token is the same bits
-    whatever the other rows are and however the vocabulary is cut.
+    noise depends on the row's seed, the number of the token and the id alone. So a row's token is the same whatever the
+    other rows are and however the vocabulary is cut.
     """
     noise = None if rows.drawing is None else layout.act(_noise(rows.drawing, logits.shape[1]), *LOGITS)
     axes = layout.summed("vocab")
-    single = jax.tree.map(lambda each: ("batch", *[None] * (each.ndim - 1)), rows)
     row: Any = ROW
-    pairs: Any = ("batch", None)
-    out: Any = Chosen(row, row, row, Scores(row, pairs, pairs) if program >= Program.SCORED else None)
+    several: Any = ROWS
+    out: Any = Chosen(row, row, row, Scores(row, several, several) if program == Program.FULL else None)
 
-    def local(logits: Array, noise: Array | None, rows: RowSampling) -> Chosen:
-        first = lax.axis_index(axes) * logits.shape[1] if axes else 0
-        return _choose(VocabularyShard(first, size, axes), program, k, logits, noise, rows)
+    def local(logits: Array, noise: Array | None, rows: RowSampling, tokens: Array | None) -> Chosen:
+        return _choose(shard_of(logits, size, axes), program, k, logits, noise, rows, tokens)
 
-    return layout.island(local, (LOGITS, None if noise is None else LOGITS, single), out)(logits, noise, rows)
+    ins = LOGITS, None if noise is None else LOGITS, jax.tree.map(_axes, rows), None if tokens is None else ROWS
+    return layout.island(local, ins, out)(logits, noise, rows, tokens)
+
+
+def shard_of(logits: Array, size: int, axes: tuple[str, ...]) -> VocabularyShard:
+    """The columns of this device, inside an island."""
+    return VocabularyShard(lax.axis_index(axes) * logits.shape[1] if axes else 0, size, axes)
+
+
+def _axes(each: Array) -> tuple[str | None, ...]:
+    return ("batch", *[None] * (each.ndim - 1))
 
 
 def _choose(
-    shard: VocabularyShard, program: Program, k: int, logits: Array, noise: Array | None, rows: RowSampling
+    shard: VocabularyShard,
+    program: Program,
+    k: int,
+    logits: Array,
+    noise: Array | None,
+    rows: RowSampling,
+    tokens: Array | None,
 ) -> Chosen:
     used = (ids_of(shard, logits.shape[1]) < shard.size)[None]
     raw = jnp.where(used, logits, -jnp.inf)
     finite = shard.sum((used & ~jnp.isfinite(logits)).sum(-1, dtype=jnp.int32)) == 0
     x = raw
-    if program >= Program.GUIDED and rows.allowed is not None:
-        x = only_allowed(x, rows.allowed, shard)
-    if program >= Program.EDITED and rows.edits is not None and rows.history is not None:
-        x = penalised(biased(x, rows.edits, shard), rows.edits, rows.history, shard)
+    if program == Program.FULL:
+        if rows.edits is None or tokens is None:
+            raise ValueError("Program.FULL needs the edits and tokens of the rows")
+        x = biased(only_allowed(x, rows.edits.allowed, shard), rows.edits, shard)
+        x = penalised(x, rows.edits, tokens, shard)
     top, first = best(x, 1, shard)
     token = first[:, 0]
-    if program >= Program.SAMPLED and rows.drawing is not None and noise is not None:
+    if program >= Program.SAMPLED:
+        if rows.drawing is None or noise is None:
+            raise ValueError(f"Program.{program.name} needs to know how the rows draw")
         token = jnp.where(rows.drawing.temperature > 0, _drawn(x, top, noise, rows.drawing, shard), token)
     normaliser = log_sum_exp(raw, shard)
     logit = shard.sum(entries(raw, token, shard))
-    scores = scores_of(raw, logit, normaliser, k, shard) if program >= Program.SCORED else None
+    scores = scores_of(raw, logit, normaliser, k, shard) if program == Program.FULL else None
     usable = finite & (top[:, 0] > -jnp.inf)
     return Chosen(jnp.where(usable, token, -1), logit - normaliser, finite, scores)
 

@@ -4,10 +4,11 @@ The order is that of vLLM (vllm/v1/sample/sampler.py, `Sampler`): allowed tokens
 penalties. All of them also act on greedy rows.
 """
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
-from megajax.inference.sampling.rows import Edits, History
+from megajax.inference.sampling.rows import Edits
 from megajax.inference.sampling.vocabulary import ids_of
 from megajax.kernels.cross_entropy import VocabularyShard
 
@@ -28,21 +29,27 @@ def biased(x: Array, edits: Edits, shard: VocabularyShard) -> Array:
     return x.at[_rows(x), _columns(edits.tokens, shard, x.shape[1])].add(edits.biases, mode="drop")
 
 
-def penalised(x: Array, edits: Edits, history: History, shard: VocabularyShard) -> Array:
+def penalised(x: Array, edits: Edits, tokens: Array, shard: VocabularyShard) -> Array:
     """x float32 [R, V] less the penalties of tokens that the row already has.
+
+    tokens: int32 [R, L], prompt and answer; those at or past `edits.length` are ignored.
 
     - repetition r (Keskar et al. 2019): the logit of a token of prompt or answer is divided by r if positive, else
       multiplied by it; as RepetitionPenaltyLogitsProcessor of `transformers`.
     - then frequency f and presence p: a logit is lowered by f times the number of times that the answer has the token,
       and by p if it has it; as in the API of OpenAI. The prompt does not count.
 
-    Tokens are counted anew in each step from the ids in the cache (see docs/sampling.md), so shared, preempted and
-    copied rows need no state of their own.
+    Skipped if no row has a penalty.
     """
-    place = jnp.arange(history.tokens.shape[1])[None]
-    here = place < history.length[:, None]
-    columns = _columns(jnp.where(here, history.tokens, -1), shard, x.shape[1])
-    answer = here & (place >= history.prompt[:, None])
+    some = (edits.repetition != 1) | (edits.presence != 0) | (edits.frequency != 0)
+    return jax.lax.cond(some.any(), lambda: _penalised(x, edits, tokens, shard), lambda: x)
+
+
+def _penalised(x: Array, edits: Edits, tokens: Array, shard: VocabularyShard) -> Array:
+    place = jnp.arange(tokens.shape[1])[None]
+    present = place < edits.length[:, None]
+    columns = _columns(jnp.where(present, tokens, -1), shard, x.shape[1])
+    answer = present & (place >= edits.prompt[:, None])
     seen = jnp.zeros(x.shape, bool).at[_rows(x), columns].set(True, mode="drop")
     counts = jnp.zeros(x.shape, jnp.int32).at[_rows(x), columns].add(answer.astype(jnp.int32), mode="drop")
     repetition = edits.repetition[:, None]

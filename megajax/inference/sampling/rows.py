@@ -11,25 +11,21 @@ from jax import Array
 
 
 class Program(IntEnum):
-    """The compiled programs of the sampler. Each does what the ones before it do, so the largest of the rows' serves.
+    """The compiled ways to choose tokens. Each does what the ones before it do, so the largest of the rows' serves all.
 
-    A row's token does not depend on which of them serves it. Greedy rows alone neither draw random numbers nor filter.
+    A row's token does not depend on which of them serves it.
     """
 
     GREEDY = 0
-    """The first most likely token and its log-probability."""
+    """The first most likely token, and its log-probability: neither random numbers nor passes that filter."""
     SAMPLED = 1
     """Temperature, min_p, top_k, top_p."""
-    SCORED = 2
-    """Ranks, and the k most likely tokens."""
-    EDITED = 3
-    """Penalties, biases and forbidden tokens."""
-    GUIDED = 4
-    """Masks of allowed tokens."""
+    FULL = 2
+    """Allowed and forbidden tokens, biases, penalties; ranks and the most likely tokens; scores of prompts."""
 
 
 class Drawing(NamedTuple):
-    """How rows draw, from Program.SAMPLED on."""
+    """How rows draw."""
 
     temperature: Array
     """float32 [R]; 0: the first most likely token."""
@@ -46,8 +42,10 @@ class Drawing(NamedTuple):
 
 
 class Edits(NamedTuple):
-    """What is changed about rows' logits, from Program.EDITED on."""
+    """What is changed about rows' logits before a token is chosen."""
 
+    allowed: Array
+    """uint32 [R, W]: bit i % 32 of word i // 32 is set where id i is allowed."""
     tokens: Array
     """int32 [R, B]: ids with a bias; -1: none."""
     biases: Array
@@ -58,13 +56,6 @@ class Edits(NamedTuple):
     """float32 [R]; 0: no penalty."""
     frequency: Array
     """float32 [R]; 0: no penalty."""
-
-
-class History(NamedTuple):
-    """The tokens of rows, for penalties."""
-
-    tokens: Array
-    """int32 [R, L]: prompt and answer, those past `length` are ignored."""
     prompt: Array
     """int32 [R]: number of tokens of the prompt."""
     length: Array
@@ -72,13 +63,12 @@ class History(NamedTuple):
 
 
 class RowSampling(NamedTuple):
-    """The settings of the rows of a step; what the program does not read is None."""
+    """The settings of the rows of a step; None for what the program does not read."""
 
     drawing: Drawing | None = None
+    """From Program.SAMPLED on."""
     edits: Edits | None = None
-    history: History | None = None
-    allowed: Array | None = None
-    """uint32 [R, W]: bit i % 32 of word i // 32 is set where the row may go on with id i."""
+    """From Program.FULL on."""
 
 
 class Chosen(NamedTuple):
@@ -91,7 +81,7 @@ class Chosen(NamedTuple):
     finite: Array
     """bool [R]: whether all logits of the row are finite."""
     scores: "Scores | None" = None
-    """None before Program.SCORED."""
+    """From Program.FULL on."""
 
 
 class Scores(NamedTuple):

@@ -1,0 +1,67 @@
+"""A model as the device of an engine: steps of the scheduler in, sampled tokens out."""
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import jax
+
+from megajax.inference.device import Sampled
+from megajax.inference.programs import Programs, Ran
+from megajax.inference.request import TokenScore
+from megajax.inference.sampling.chooser import TOP, RowChooser, StepChosen, program_of
+from megajax.inference.sampling.prompt import PromptScores, place
+from megajax.inference.scheduler import Row, Step
+
+
+class ModelDevice:
+    """A `megajax.inference.device.Device`."""
+
+    top = TOP
+    """Largest `Row.top`."""
+
+    def __init__(self, programs: Programs, vocabulary: int, adapters: Collection[str] = ()):
+        """programs: with `chooser.choosers(vocabulary)`; vocabulary: ids in use."""
+        self.programs, self.vocabulary, self.adapters = programs, vocabulary, adapters
+        self.rows, self.chunk, self.length = programs.rows, programs.chunk, programs.length
+        self.block, self.blocks, self.replicas = programs.size.block, programs.size.blocks, programs.replicas
+        self.prefix_sharing = programs.prefix_sharing
+
+    def run(self, work: Sequence[Step | None]) -> list[list[Sampled]]:
+        """One step of each replica; its results in the order of `Step.parts`."""
+        rows = [row for step in work if step is not None for row, _ in step.parts()]
+        chooser = RowChooser(max(map(program_of, rows)), self.vocabulary)
+        ran = self.programs.run(work, chooser, lambda bucket: chooser.inputs(work, bucket))
+        chosen: StepChosen = jax.device_get(ran.chosen)
+        return [_sampled(step, replica, ran, chosen) if step else [] for replica, step in enumerate(work)]
+
+
+def _sampled(step: Step, replica: int, ran: Ran, chosen: StepChosen) -> list[Sampled]:
+    out = [_row(row, chosen, ran.row(replica, number)) for number, (row, _) in enumerate(step.decode)]
+    for row, start, count in step.prompts:
+        own = _row(row, chosen, ran.row(replica, 0, prompt=True))
+        if row.unscored and chosen.prompt is not None:
+            following = row.tokens[start + 1 : min(start + count + 1, row.prompt)]
+            places = [place(number, replica, ran.bucket.chunk) for number in range(len(following))]
+            top = row.sampling.prompt_logprobs or 0
+            scores = [_score(token, at, top, chosen.prompt) for token, at in zip(following, places, strict=True)]
+            own = own._replace(prompt=tuple(scores))
+        out.append(own)
+    return out
+
+
+def _row(row: Row, chosen: StepChosen, place: int) -> Sampled:
+    rows = chosen.rows
+    own = Sampled(int(rows.token[place]), float(rows.logprob[place]), finite=bool(rows.finite[place]))
+    if row.top is None or rows.scores is None:
+        return own
+    top = _pairs(rows.scores.top[place], rows.scores.logprobs[place], row.top)
+    return own._replace(rank=int(rows.scores.rank[place]), top=top)
+
+
+def _score(token: int, at: tuple[int, int], count: int, scores: PromptScores) -> TokenScore:
+    top = _pairs(scores.scores.top[at], scores.scores.logprobs[at], count)
+    return TokenScore(token, float(scores.logprob[at]), int(scores.scores.rank[at]), top)
+
+
+def _pairs(tokens: Any, logprobs: Any, count: int) -> tuple[tuple[int, float], ...]:
+    return tuple(zip(tokens[:count].tolist(), logprobs[:count].tolist(), strict=True))

@@ -1,0 +1,76 @@
+"""Scores of the tokens of a prompt, a few rows of logits at a time."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from megajax.inference.sampling.choose import LOGITS, ROW, ROWS, log_sum_exp, scores_of, shard_of
+from megajax.inference.sampling.rows import Scores
+from megajax.inference.sampling.vocabulary import entries
+from megajax.mesh.layout import Layout
+from megajax.mesh.mesh import devices_along
+
+PIECE = 64
+"""Most tokens whose logits exist at once, on each replica."""
+STATES = ("batch", None, None)
+
+
+class PromptScores(NamedTuple):
+    """Of C given tokens of each replica, in pieces of P = min(C, PIECE) that `place` finds."""
+
+    logprob: Array
+    """float32 [pieces, replicas * P]: under the model, before any setting."""
+    scores: Scores
+    """Arrays [pieces, replicas * P, ...]."""
+
+
+def place(token: int, replica: int, count: int) -> tuple[int, int]:
+    """Where `PromptScores` has the token of a replica, of `count` each: the piece, and the place in it.
+
+    The last piece ends with the last token, so it may overlap the one before.
+    """
+    size = min(count, PIECE)
+    piece = token // size
+    return piece, replica * size + token - min(piece * size, count - size)
+
+
+def prompt_scores(
+    layout: Layout, size: int, k: int, logits_of: Callable[[Array], Array], states: Array, targets: Array
+) -> PromptScores:
+    """Scores of the tokens that follow the given ones, and the k most likely ones at each place.
+
+    logits_of: states [T, 1, D] -> logits float32 [T, V], laid out (batch, vocab); states [replicas * C, 1, D] of the
+    given tokens; targets: int32 [replicas * C], the ids that follow, -1 where the scores are not wanted. Of no target
+    at all the scores are 0, and nothing is computed. size: ids in use.
+
+    The logits of at most PIECE tokens exist at once.
+    """
+    axes, replicas = layout.summed("vocab"), devices_along(layout.summed("batch"))
+    count = targets.shape[0] // replicas
+    length = min(count, PIECE)
+
+    def cut(states: Array, targets: Array, first: Array) -> tuple[Array, Array]:
+        return tuple(lax.dynamic_slice_in_dim(each, first, length) for each in (states, targets))
+
+    def score(logits: Array, targets: Array) -> PromptScores:
+        shard = shard_of(logits, size, axes)
+        raw = jnp.where((shard.first + jnp.arange(logits.shape[1]) < size)[None], logits, -jnp.inf)
+        logit, normaliser = shard.sum(entries(raw, targets, shard)), log_sum_exp(raw, shard)
+        return PromptScores(logit - normaliser, scores_of(raw, logit, normaliser, k, shard))
+
+    def piece(first: Array) -> PromptScores:
+        own, wanted = layout.island(cut, (STATES, ROW, ()), (STATES, ROW))(states, targets, first)
+        out = PromptScores(ROW, Scores(ROW, ROWS, ROWS))
+        return layout.island(score, (LOGITS, ROW), out)(logits_of(own), wanted)
+
+    def every() -> PromptScores:
+        firsts = [min(first, count - length) for first in range(0, count, length)]
+        return lax.map(piece, jnp.asarray(firsts, jnp.int32))
+
+    def nothing() -> PromptScores:
+        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(every))
+
+    return lax.cond((targets >= 0).any(), every, nothing)
