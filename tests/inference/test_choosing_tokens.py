@@ -147,27 +147,30 @@ def test_equal_logits_at_the_border_are_kept_together() -> None:
 
 
 def test_frequencies_are_the_probabilities() -> None:
-    """Chi-square over 4096 draws of each kind of row, with seeds that never change."""
-    logits, kinds, tokens = everything(np.random.default_rng(2))
-    draws = 4096
-    counts = np.zeros((ROWS, SIZE))
-    rows = jax.tree.map(lambda each: np.repeat(each, draws, 0), kinds)
-    seeds = np.stack([np.full(ROWS * draws, 7), np.arange(ROWS * draws)], -1).astype(np.uint32)
-    rows = rows._replace(drawing=rows.drawing._replace(seed=seeds))
-    inputs = (np.repeat(logits, draws, 0), rows, np.repeat(tokens, draws, 0))
-    chosen = CHOOSE(LAYOUT, SIZE, Program.FULL, TOP, *inputs)
-    for row, drawn in enumerate(np.asarray(chosen.token).reshape(ROWS, draws)):
-        counts[row] = np.bincount(drawn, minlength=SIZE)
-    expected = by_hand(logits, kinds, tokens) * draws
-    assert not counts[expected == 0].any()
+    """Chi-square over 1500 draws of each kind of row, with seeds that never change."""
+    logits, rows, tokens = everything(np.random.default_rng(2))
+    drawn = draws(1500, logits, rows, tokens)
+    expected = by_hand(logits, rows, tokens) * len(drawn)
     for row in range(ROWS):
+        counts = np.bincount(drawn[:, row], minlength=SIZE)
+        assert not counts[expected[row] == 0].any()
         often = expected[row] >= 5
-        rest = [counts[row, ~often].sum()], [expected[row, ~often].sum()]
-        seen, wanted = np.append(counts[row, often], rest[0]), np.append(expected[row, often], rest[1])
+        seen = np.append(counts[often], counts[~often].sum())
+        wanted = np.append(expected[row, often], expected[row, ~often].sum())
         statistic = ((seen - wanted)[wanted > 0] ** 2 / wanted[wanted > 0]).sum()
         freedom = max(often.sum(), 1)
         # The mean of chi-square is its degrees of freedom, the variance twice that.
         assert statistic < freedom + 4 * np.sqrt(2 * freedom), (row, statistic, freedom)
+
+
+def draws(count: int, logits: np.ndarray, rows: RowSampling, tokens: np.ndarray) -> np.ndarray:
+    """The first tokens of each row under so many seeds, int [count, ROWS]."""
+    drawn = []
+    for number in range(count):
+        seed = np.stack([np.full(ROWS, number), np.arange(ROWS)], -1).astype(np.uint32)
+        own = rows._replace(drawing=rows.drawing._replace(seed=seed))
+        drawn.append(CHOOSE(LAYOUT, SIZE, Program.FULL, TOP, logits, own, tokens).token)
+    return np.asarray(drawn)
 
 
 def test_scores_are_those_of_the_model_alone() -> None:
@@ -196,26 +199,27 @@ def test_settings_that_leave_one_token_are_greedy(setting: dict[str, float]) -> 
 
 
 def test_a_huge_temperature_draws_evenly() -> None:
-    logits, rows, tokens = everything(np.random.default_rng(5))
-    rows = RowSampling(drawing(temperature=1e6), edits())
-    drawn = [
-        np.asarray(
-            CHOOSE(
-                LAYOUT,
-                SIZE,
-                Program.FULL,
-                TOP,
-                logits,
-                rows._replace(drawing=rows.drawing._replace(number=np.full(ROWS, number, np.int32))),
-                tokens,
-            ).token
-        )
-        for number in range(200)
-    ]
-    counts = np.bincount(np.concatenate(drawn), minlength=SIZE)
-    expected = ROWS * 200 / SIZE
+    logits, _, tokens = everything(np.random.default_rng(5))
+    drawn = draws(200, logits, RowSampling(drawing(temperature=1e6), edits()), tokens)
+    counts = np.bincount(drawn.reshape(-1), minlength=SIZE)
+    expected = drawn.size / SIZE
     assert len(counts) == SIZE
     assert ((counts - expected) ** 2 / expected).sum() < SIZE + 4 * np.sqrt(2 * SIZE)
+
+
+def test_seeds_and_numbers_of_tokens_draw_anew() -> None:
+    """Each half of the seed, and the number of the token, changes what is drawn; the same ones repeat it."""
+    logits, _, tokens = everything(np.random.default_rng(11))
+    logits[:] = 0
+
+    def token(seed: tuple[int, int], number: int) -> list[int]:
+        settings = drawing(seed=np.full((ROWS, 2), seed), number=number)
+        own = RowSampling(settings, edits())
+        return np.asarray(CHOOSE(LAYOUT, SIZE, Program.FULL, TOP, logits, own, tokens * 0).token).tolist()
+
+    every = [token((high, low), number)[0] for high in range(4) for low in range(4) for number in range(4)]
+    assert len(set(every)) > 25
+    assert len(set(token((1, 2), 3))) == 1
 
 
 def same(one: Chosen, other: Chosen) -> None:
@@ -293,6 +297,7 @@ def test_logits_that_are_not_finite_give_no_token() -> None:
     assert (np.asarray(chosen.token) < 0).tolist() == [False, True, True, True, False, True, False, False]
 
 
+@pytest.mark.slow
 def test_noise_does_not_depend_on_padding() -> None:
     """The same tokens whatever the vocabulary is padded to."""
     logits, rows, _ = everything(np.random.default_rng(10))

@@ -150,15 +150,15 @@ def walk(guide: Guide, generator: np.random.Generator, most: int = 400) -> bytes
 def test_documents_are_valid(name: str) -> None:
     schema, generator = SCHEMAS[name], np.random.default_rng(0)
     guide = Guide(schema_grammar(schema), TRIE, [END])
-    documents = [walk(guide, generator) for _ in range(12)]
+    documents = [walk(guide, generator) for _ in range(6)]
     finished = [json.loads(document.decode()) for document in documents if document is not None]
-    assert len(finished) >= 6
+    assert len(finished) >= 3
     assert all(valid(document, schema, schema) for document in finished), finished
 
 
 def test_json_objects_parse() -> None:
     guide, generator = Guide(any_object(), TRIE, [END]), np.random.default_rng(1)
-    documents = [walk(guide, generator) for _ in range(12)]
+    documents = [walk(guide, generator) for _ in range(6)]
     assert all(isinstance(json.loads(document), dict) for document in documents if document is not None)
 
 

@@ -1,0 +1,222 @@
+"""Rows of a scheduler on a tiny model: penalties, scores of prompts, seeds and constraints."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from test_programs import HEADS, ROPE, decoder, loaded
+
+from megajax.inference.cache import CacheSize
+from megajax.inference.device import Sampled
+from megajax.inference.model_device import ModelDevice
+from megajax.inference.pack import Bucket
+from megajax.inference.pool import Pool
+from megajax.inference.programs import LoadedModel, Programs
+from megajax.inference.request import Sampling
+from megajax.inference.sampling.chooser import RowChooser, choosers, program_of
+from megajax.inference.sampling.guide import Guide, TokenTrie
+from megajax.inference.sampling.json_schema import schema_grammar
+from megajax.inference.sampling.rows import Program
+from megajax.inference.scheduler import Row, Scheduler
+from megajax.layers.param import bind
+
+VOCABULARY, LENGTH, BLOCK, CHUNK, ROWS = 250, 32, 4, 8, 3
+TRIE = TokenTrie([*(bytes((value,)) for value in range(128)), *[None] * (VOCABULARY - 128)])
+END = 249
+
+
+@pytest.fixture(scope="module")
+def model() -> LoadedModel:
+    return loaded(decoder(replace(HEADS, rope=ROPE)), {})
+
+
+@pytest.fixture(scope="module")
+def forward(model: LoadedModel) -> Any:
+    """Logits of whole rows by the trainer's forward, float64 [S, V]: at every length from one compiled shape."""
+
+    run = jax.jit(lambda weights, tokens: bind(model.model, weights)(tokens))
+
+    def logits(tokens: Sequence[int]) -> np.ndarray:
+        padded = np.zeros((1, LENGTH), np.int32)
+        padded[0, : len(tokens)] = tokens
+        return np.asarray(run(model.weights, padded))[0, : len(tokens)].astype(np.float64)
+
+    return logits
+
+
+@pytest.fixture(scope="module")
+def programs(model: LoadedModel) -> Programs:
+    size = CacheSize(blocks=18, block=BLOCK, slots=ROWS)
+    return Programs(
+        model,
+        size,
+        buckets=[Bucket(ROWS, CHUNK)],
+        choosers=choosers(VOCABULARY),
+        length=LENGTH,
+        dtype="float32",
+        kernel="tiled",
+    )
+
+
+def row(order: int, tokens: Sequence[int], made: int, seed: int = 0, **settings: Any) -> Row:
+    own = Sampling(max_tokens=made, **settings)
+    return Row(
+        order=(order, 0),
+        tokens=list(tokens),
+        limit=len(tokens) + made,
+        sampling=own,
+        seed=seed,
+        ends=frozenset({END}),
+        unscored=own.prompt_logprobs is not None,
+        top=own.logprobs,
+    )
+
+
+def generate(programs: Programs, rows: Sequence[Row], blocks: int = 18) -> dict[int, list[Sampled]]:
+    """Runs the rows to their limits; results of each answer's tokens, by the row's order."""
+    device = ModelDevice(programs, VOCABULARY)
+    scheduler = Scheduler(Pool(blocks, BLOCK), rows=ROWS, chunk=CHUNK, prefix_sharing=True)
+    results: dict[int, list[Sampled]] = {own.order[0]: [] for own in rows}
+    for own in rows:
+        scheduler.add(own)
+    while (step := scheduler.next()) is not None:
+        for (own, done), result in zip(step.parts(), device.run([step])[0], strict=True):
+            if done < len(own.tokens):
+                results[own.order[0]] += [result] if result.prompt else []
+                continue
+            results[own.order[0]].append(result)
+            own.tokens.append(result.token)
+            own.unscored = False
+            if own.guide is not None:
+                own.guide = own.guide.after(result.token)
+            if len(own.tokens) >= own.limit or result.token in own.ends:
+                scheduler.remove(own)
+    return results
+
+
+def log_softmax(x: np.ndarray) -> np.ndarray:
+    return x - np.log(np.exp(x - x.max(-1, keepdims=True)).sum(-1, keepdims=True)) - x.max(-1, keepdims=True)
+
+
+def penalised(x: np.ndarray, tokens: Sequence[int], prompt: int, own: Sampling) -> np.ndarray:
+    x = x.copy()
+    for token in set(tokens):
+        x[token] = x[token] / own.repetition_penalty if x[token] > 0 else x[token] * own.repetition_penalty
+    for token in tokens[prompt:]:
+        x[token] -= own.frequency_penalty
+    for token in set(tokens[prompt:]):
+        x[token] -= own.presence_penalty
+    return x
+
+
+def prompts() -> list[list[int]]:
+    """Three with a beginning in common, which share blocks."""
+    draw = np.random.default_rng(3)
+    head = draw.integers(0, 40, 9).tolist()
+    return [[*head, *draw.integers(0, 40, count).tolist()] for count in (1, 8, 3)]
+
+
+SETTINGS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0, "repetition_penalty": 1.7, "frequency_penalty": 0.9, "presence_penalty": 0.4, "logprobs": 3},
+    {"temperature": 0, "prompt_logprobs": 2, "logit_bias": {7: 2.5}, "min_tokens": 5},
+    {"temperature": 1.3, "top_p": 0.9, "top_k": 40, "logprobs": 0},
+)
+
+
+def test_rows_follow_their_settings(programs: Programs, forward: Any) -> None:
+    """Greedy rows with penalties and biases, against the trainer's forward; prompts' scores beside them."""
+    rows = [row(number, *each) for number, each in enumerate(zip(prompts(), (10, 6, 9), strict=True))]
+    for own, settings in zip(rows, SETTINGS, strict=True):
+        fresh = row(own.order[0], own.tokens, own.limit - len(own.tokens), seed=11, **settings)
+        own.sampling, own.top, own.unscored, own.seed = fresh.sampling, fresh.top, fresh.unscored, fresh.seed
+    results = generate(programs, rows)
+    for own, settings in zip(rows[:2], SETTINGS, strict=False):
+        logits = forward(own.tokens)
+        answers = [result for result in results[own.order[0]] if result.token >= 0][-own.made :]
+        for place, result in zip(range(own.prompt, len(own.tokens)), answers, strict=True):
+            x = logits[place - 1].copy()
+            scores = log_softmax(x)
+            for token, bias in own.sampling.logit_bias.items():
+                x[token] += bias
+            x[END] = -np.inf if place - own.prompt < own.sampling.min_tokens else x[END]
+            token = int(penalised(x, own.tokens[:place], own.prompt, own.sampling).argmax())
+            assert own.tokens[place] == result.token == token
+            np.testing.assert_allclose(result.logprob, scores[token], atol=1e-4)
+            if settings.get("logprobs"):
+                assert result.rank == 1 + (scores > scores[token]).sum()
+                assert [id for id, _ in result.top] == np.argsort(-scores)[:3].tolist()
+    prompt = [score for result in results[1] for score in result.prompt]
+    scores = log_softmax(forward(rows[1].tokens))
+    assert [score.token for score in prompt] == rows[1].tokens[1 : rows[1].prompt]
+    for place, score in enumerate(prompt):
+        np.testing.assert_allclose(score.logprob, scores[place, score.token], atol=1e-4)
+        assert score.rank == 1 + (scores[place] > scores[place, score.token]).sum()
+        np.testing.assert_allclose([logprob for _, logprob in score.top], -np.sort(-scores[place])[:2], atol=1e-4)
+
+
+def test_preempted_rows_have_the_tokens_of_rows_alone(programs: Programs) -> None:
+    """Few blocks: rows are computed again, with their penalties and random numbers."""
+    alone = []
+    for number, prompt in enumerate(prompts()):
+        own = row(number, prompt, 12, seed=number, temperature=0.8, presence_penalty=1.5, repetition_penalty=1.2)
+        generate(programs, [own])
+        alone.append(own.tokens)
+    rows = [
+        row(number, prompt, 12, seed=number, temperature=0.8, presence_penalty=1.5, repetition_penalty=1.2)
+        for number, prompt in enumerate(prompts())
+    ]
+    generate(programs, rows, blocks=9)
+    assert sum(own.preempted for own in rows) > 0
+    assert [own.tokens for own in rows] == alone
+
+
+def test_a_guided_row_writes_a_document(programs: Programs) -> None:
+    """Of a model that knows nothing of JSON."""
+    schema = {
+        "type": "object",
+        "properties": {"a": {"enum": [1, 22]}, "b": {"type": "boolean"}},
+        "required": ["a", "b"],
+    }
+    own = row(0, prompts()[0], 20, seed=5)
+    guide = Guide(schema_grammar(schema), TRIE, [END])
+    own.guide = guide.start()
+    other = row(1, prompts()[1], 8)
+    results = generate(programs, [own, other])
+    text = bytes(token for token in own.tokens[own.prompt :] if token != END)
+    assert guide.automaton.read(0, text) >= 0
+    assert own.tokens[-1] != END or own.guide.complete
+    assert all(result.finite and result.token >= 0 for result in results[0])
+
+
+@pytest.mark.parametrize(
+    ("settings", "program"),
+    [
+        ({"temperature": 0}, Program.GREEDY),
+        ({"temperature": 0, "top_p": 0.5, "seed": 3}, Program.GREEDY),
+        ({}, Program.SAMPLED),
+        ({"logprobs": 0}, Program.FULL),
+        ({"temperature": 0, "prompt_logprobs": 0}, Program.FULL),
+        ({"repetition_penalty": 1.1}, Program.FULL),
+        ({"presence_penalty": -0.1}, Program.FULL),
+        ({"frequency_penalty": 0.1}, Program.FULL),
+        ({"logit_bias": {3: 1.0}}, Program.FULL),
+        ({"min_tokens": 1}, Program.FULL),
+    ],
+)
+def test_the_first_program_that_serves_a_row(settings: dict[str, Any], program: Program) -> None:
+    assert program_of(row(0, [1, 2], 4, **settings)) == program
+
+
+def test_largest_requests_fit_the_arrays() -> None:
+    """512 biases and 64 stop tokens that may not come yet."""
+    own = row(0, [1], 4, min_tokens=2, logit_bias=dict.fromkeys(range(512), 1.0))
+    own.ends = frozenset(range(1000, 1066))
+    inputs = RowChooser(Program.FULL, 2000).inputs(
+        [type("Step", (), {"decode": [(own, 0)], "prompts": []})], Bucket(2, 0)
+    )
+    assert inputs.rows.edits is not None
+    assert (inputs.rows.edits.tokens[0] >= 0).sum() == 512 + 66
+    assert (inputs.rows.edits.tokens[1] < 0).all()
