@@ -93,10 +93,12 @@ def pack(step: Step | None, bucket: Bucket, *, block: int, width: int) -> StepAr
     groups, total = bucket.groups(), bucket.tokens
     tokens, positions = np.zeros((total, 1), np.int32), np.zeros((total, 1), np.int32)
     slots, last = np.full(total, NOWHERE, np.int32), np.zeros(bucket.sampled, np.int32)
-    # Slots have to be unique: those past the pool too.
+    # Slots and states have to be unique: those past the pool too.
     slots += np.arange(total, dtype=np.int32)
     tables = tuple(np.zeros((rows, width), np.int32) for rows, _ in groups)
-    counts, states = (tuple(np.full(rows, fill, np.int32) for rows, _ in groups) for fill in (0, NOWHERE))
+    counts = tuple(np.zeros(rows, np.int32) for rows, _ in groups)
+    nowhere = NOWHERE + np.arange(bucket.sampled, dtype=np.int32)
+    states = (nowhere[: bucket.rows], nowhere[bucket.rows :])[: len(groups)]
     last[:] = np.arange(bucket.sampled)
     places = [] if step is None else [(0, n, n, row, at, 1) for n, (row, at) in enumerate(step.decode)]
     places += [] if step is None else [(1, 0, bucket.rows, *part) for part in step.prompts]

@@ -95,6 +95,11 @@ def ssd(scan: Scan, chunk: int) -> tuple[Array, Array]:
     alone: what is of the size of chunk x chunk for each head exists once, and only while a layer works.
     """
     length = scan.x.shape[1]
+    if length == 1:
+        # A row of one position is one document, whatever `runs` says.
+        x, dt, b, c = (each[:, 0] for each in (scan.x, scan.dt, scan.b, scan.c))
+        y, state = ssd_step(first_state(scan), x, dt, scan.a, b, c, scan.skip)
+        return y[:, None], state
     chunk = min(chunk, -(-length // BLOCK) * BLOCK)
     scan = _padded(scan, -length % chunk)
     y, state = jax.checkpoint(partial(_by_chunks, chunk), prevent_cse=False)(scan)

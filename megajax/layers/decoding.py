@@ -11,7 +11,7 @@ slots count within a replica.
 R rows of a group, W tokens of each, M blocks of a table, N query heads, K key-value heads, H head size.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,9 +26,15 @@ from megajax.kernels.paged_pools import Pools
 from megajax.layers.context import Context
 from megajax.layers.core_attention import CoreAttention
 from megajax.layers.relative import bucket
+from megajax.mesh.layout import AxesTree, Layout
+from megajax.mesh.rules import LogicalAxes
 
 type Cache = Mapping[str, Array]
 """Leaves by name, as the layer's config declares them (`CacheLeaf`), each with a leading dimension of layers."""
+
+type Advance = Callable[[Any, Any, Cache, Array], tuple[Array, Cache]]
+"""(inputs [R, W, ...], weights, leaves of the rows before their first tokens [R, ...], counts int32 [R]) -> outputs
+[R, W, ...] and the leaves after the last. Tokens from a row's count on change no leaf."""
 
 
 @partial(
@@ -122,3 +128,59 @@ def write(leaf: Array, x: Array, step: StepRows) -> Array:
     size = leaf.shape[2]
     at = leaf.at[step.layer, step.slots // size, step.slots % size]
     return at.set(x.astype(leaf.dtype), mode="drop", unique_indices=True)
+
+
+def advance_rows(
+    layout: Layout,
+    advance: Advance,
+    inputs: tuple[Any, AxesTree],
+    weights: tuple[Any, AxesTree],
+    cache: tuple[Cache, Mapping[str, LogicalAxes]],
+    out: LogicalAxes,
+    ctx: Context,
+) -> tuple[Array, Cache]:
+    """A recurrence over the tokens of each row, from the row's leaves on: an island.
+
+    inputs: arrays [T, 1, ...], weights and the leaves of rows, each with their logical axes; those of a leaf are its
+    axes in one row. out: axes of the outputs [T, 1, ...]. A row that begins with position 0 has leaves of zeros before:
+    its slot may have been that of another row.
+    """
+
+    def local(inputs: Any, weights: Any, cache: Cache, step: StepRows, positions: Array) -> tuple[Array, Cache]:
+        slots, outputs, after = jnp.concatenate(step.states), [], []
+        kept = {name: leaf.at[step.layer, slots].get(mode="clip") for name, leaf in cache.items()}
+        first = 0
+        for (rows, width), part, count in zip(step.groups, step.parts(), step.counts, strict=True):
+
+            def of_rows(x: Array, part: slice = part, shape: tuple[int, int] = (rows, width)) -> Array:
+                return x[part].reshape(*shape, *x.shape[2:])
+
+            begins = of_rows(positions)[:, 0] == 0
+            own = {name: leaf[first : first + rows] for name, leaf in kept.items()}
+            before = {name: jnp.where(begins.reshape(rows, *[1] * (x.ndim - 1)), 0, x) for name, x in own.items()}
+            y, leaves = advance(jax.tree.map(of_rows, inputs), weights, before, count)
+            outputs.append(y.reshape(rows * width, 1, *y.shape[2:]))
+            after.append(leaves)
+            first += rows
+        # One scatter for all groups: of one for a single row XLA makes a dynamic-update-slice, which may copy the leaf.
+        joined = {name: jnp.concatenate([leaves[name] for leaves in after]) for name in cache}
+        written = {
+            name: leaf.at[step.layer, slots].set(joined[name].astype(leaf.dtype), mode="drop", unique_indices=True)
+            for name, leaf in cache.items()
+        }
+        return jnp.concatenate(outputs), written
+
+    pools = {name: (None, "batch", *axes) for name, axes in cache[1].items()}
+    step = rows_of(ctx)
+    ins = (inputs[1], weights[1], pools, step.axes(), ("batch", None))
+    return layout.island(local, ins, (out, pools))(inputs[0], weights[0], cache[0], step, ctx.positions)
+
+
+def last_inputs(x: Array, before: Array, counts: Array) -> Array:
+    """The last K - 1 inputs of a convolution, in before's dtype, [R, K - 1, ...].
+
+    x [R, W, ...], of which `counts` int32 [R] count; before [R, K - 1, ...]: the last inputs before.
+    """
+    every = jnp.concatenate([before, x.astype(before.dtype)], axis=1)
+    at = counts[:, None] + jnp.arange(before.shape[1])[None]
+    return jnp.take_along_axis(every, at.reshape(*at.shape, *[1] * (x.ndim - 2)), axis=1)

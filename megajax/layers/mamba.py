@@ -4,6 +4,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from megajax.kernels.ssd import Scan, causal_conv, gated_norm, runs_of, ssd
 from megajax.layers.config import Mamba1Config, Mamba2Config
 from megajax.layers.context import Context
+from megajax.layers.decoding import Cache, advance_rows, last_inputs
 from megajax.layers.fused import keeping_inputs
 from megajax.layers.param import ONES, ZEROS, LayerSettings, Normal, Uniform, matrix, param
 from megajax.mesh.copies import copy_heads
@@ -83,17 +86,7 @@ def filtered(x: Array, weights: Mapping[str, Array], runs: Array | None, before:
 type Inputs = Mapping[str, Array]
 """What a layer makes of the residual stream: x [B, S, N, P], b and c [B, S, G, Z] before convolutions, dt [B, S, N]."""
 
-type Cache = Mapping[str, Array]
-"""What the next positions need of those before, in the document that goes on: the last inputs of the convolutions, x
-[B, K - 1, N, P], b and c [B, K - 1, G, Z], and state, float32 [B, N, P, Z]."""
-
 INPUT_AXES: Mapping[str, LogicalAxes] = {"x": HEADS, "b": GROUPS, "c": GROUPS, "dt": ("batch", "seq", "heads")}
-CACHE_AXES: Mapping[str, LogicalAxes] = {
-    "x": ("batch", None, "heads", "head_dim"),
-    "b": ("batch", None, "kv_heads", "state"),
-    "c": ("batch", None, "kv_heads", "state"),
-    "state": ("batch", "heads", "head_dim", "state"),
-}
 
 
 class Mamba2(nnx.Module):
@@ -129,22 +122,23 @@ class Mamba2(nnx.Module):
 
     def __call__(self, x: Array, ctx: Context) -> Array:
         inputs, z = self.project(x)
-        y, _ = self.mixed_on_devices(inputs, None, ctx)
+        runs, rows = (None, None) if ctx.segments is None else (runs_of(ctx.segments), ("batch", "seq"))
+        island = self.layout.island(lambda *arrays: self.mixed(*arrays)[0], (INPUT_AXES, self.axes(), rows), HEADS)
+        y = island(inputs, self.weights(), runs)
         return self.combined(checkpoint_name(y, "attention"), z)
 
     def step(self, x: Array, cache: Cache, ctx: Context) -> tuple[Array, Cache]:
-        """The next positions of each row, [B, S, D] -> [B, S, D]: one, or several of a prompt."""
-        inputs, z = self.project(x)
-        y, cache = self.mixed_on_devices(inputs, cache, ctx)
-        return self.combined(y, z), cache
+        """The tokens of a decoding step, [T, 1, D] -> [T, 1, D]; cache: see `Mamba2Config.cache_leaves`."""
 
-    def cache(self, rows: int, dtype: jnp.dtype) -> Cache:
-        """Before the first position. dtype: of activations."""
-        cfg, convs = self.cfg, self.weights()
-        shapes = {name: (rows, cfg.conv_kernel - 1, *convs[name]["kernel"].shape[1:]) for name in ("x", "b", "c")}
-        cache = {name: self.layout.zeros(shape, dtype, *CACHE_AXES[name]) for name, shape in shapes.items()}
-        state = (rows, cfg.heads, cfg.head_dim, cfg.state)
-        return {**cache, "state": self.layout.zeros(state, jnp.float32, *CACHE_AXES["state"])}
+        def advance(inputs: Inputs, weights: Any, before: Cache, counts: Array) -> tuple[Array, Cache]:
+            y, state = self.mixed(inputs, weights, None, before, counts)
+            last = {name: last_inputs(inputs[name], before[name], counts) for name in ("x", "b", "c")}
+            return y, {**last, "state": state}
+
+        inputs, z = self.project(x)
+        weights, axes = (self.weights(), self.axes()), {leaf.name: leaf.axes for leaf in self.cfg.cache_leaves(0, 1)}
+        y, cache = advance_rows(self.layout, advance, (inputs, INPUT_AXES), weights, (cache, axes), HEADS, ctx)
+        return self.combined(y, z), cache
 
     def project(self, x: Array) -> tuple[Inputs, Array]:
         """[B, S, D] -> what the convolutions and steps are made of, and the gate [B, S, N, P]."""
@@ -160,25 +154,24 @@ class Mamba2(nnx.Module):
         y, b, c = checkpoint_name(y, "value"), checkpoint_name(b, "key"), checkpoint_name(c, "query")
         return {"x": y, "b": b, "c": c, "dt": checkpoint_name(dt, "value")}, checkpoint_name(z, "gate")
 
-    def mixed_on_devices(self, inputs: Inputs, cache: Cache | None, ctx: Context) -> tuple[Array, Cache]:
-        """`mixed` in an island: each device has whole rows of some heads."""
-        runs, rows = (None, None) if ctx.segments is None else (runs_of(ctx.segments), ("batch", "seq"))
-        ins = (INPUT_AXES, rows, self.axes(), None if cache is None else CACHE_AXES)
-        return self.layout.island(self.mixed, ins, (HEADS, CACHE_AXES))(inputs, runs, self.weights(), cache)
-
     def mixed(
-        self, inputs: Inputs, runs: Array | None, weights: Mapping[str, Mapping[str, Array]], cache: Cache | None
-    ) -> tuple[Array, Cache]:
-        """Convolutions and recurrence of a device's heads: y [B, S, N, P], and what the next positions need."""
-        before, rates, names = cache or {}, weights["rates"], ("x", "b", "c")
+        self,
+        inputs: Inputs,
+        weights: Mapping[str, Mapping[str, Array]],
+        runs: Array | None,
+        before: Cache = MappingProxyType({}),
+        counts: Array | None = None,
+    ) -> tuple[Array, Array]:
+        """Convolutions and recurrence of a device's heads: y [B, S, N, P], and the last state [B, N, P, Z].
+
+        counts: int32 [B], positions that change the state; None: all.
+        """
+        rates, names = weights["rates"], ("x", "b", "c")
         x, b, c = (keeping_inputs(filtered)(inputs[name], weights[name], runs, before.get(name)) for name in names)
         dt = jax.nn.softplus(inputs["dt"].astype(jnp.float32) + rates["dt_bias"].astype(jnp.float32)[None, None])
         a, skip = -jnp.exp(rates["a_log"].astype(jnp.float32)), rates["skip"].astype(jnp.float32)
-        dt = jnp.clip(dt, *self.cfg.dt_limit)
-        y, state = ssd(Scan(x, dt, a, b, c, skip, runs, before.get("state")), self.cfg.chunk)
-        count = self.cfg.conv_kernel - 1
-        kept = {name: last_inputs(inputs[name], runs, before.get(name), count) for name in names}
-        return y, {**kept, "state": state}
+        dt = counted(jnp.clip(dt, *self.cfg.dt_limit), counts)
+        return ssd(Scan(x, dt, a, b, c, skip, runs, before.get("state")), self.cfg.chunk)
 
     def combined(self, y: Array, z: Array) -> Array:
         """The recurrence's output and the gate [B, S, N, P] -> the layer's output [B, S, D]."""
@@ -202,13 +195,9 @@ class Mamba2(nnx.Module):
         return {**convs, "rates": dict.fromkeys(("dt_bias", "a_log", "skip"), ("heads",))}
 
 
-def last_inputs(x: Array, runs: Array | None, before: Array | None, count: int) -> Array:
-    """The last inputs of a convolution, [B, count, ...], with zeros where another document stood."""
-    if before is None:
-        before = jnp.zeros((x.shape[0], count, *x.shape[2:]), x.dtype)
-    kept = jnp.concatenate([before, x.astype(before.dtype)], axis=1)[:, x.shape[1] :]
-    if runs is None:
-        return kept
-    marks = jnp.pad(runs, ((0, 0), (count, 0)), mode="edge")[:, x.shape[1] :]
-    same = jnp.equal(marks, runs[:, -1:])
-    return jnp.where(same.reshape(*same.shape, *[1] * (x.ndim - 2)), kept, 0)
+def counted(dt: Array, counts: Array | None) -> Array:
+    """Steps [B, S, ...], 0 from position `counts` int32 [B] on: those change no state. None: all steps."""
+    if counts is None:
+        return dt
+    present = jnp.arange(dt.shape[1])[None] < counts[:, None]
+    return jnp.where(present[..., None], dt, 0)

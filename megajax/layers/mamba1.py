@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,15 +14,16 @@ from megajax.kernels.selective_scan import SelectiveScan, selective_scan
 from megajax.kernels.ssd import runs_of
 from megajax.layers.config import Mamba1Config
 from megajax.layers.context import Context
+from megajax.layers.decoding import Advance, Cache, advance_rows, last_inputs
 from megajax.layers.fused import keeping_inputs
-from megajax.layers.mamba import Cache, Filter, StepBias, filtered, last_inputs
+from megajax.layers.mamba import Filter, StepBias, counted, filtered
 from megajax.layers.param import ONES, ZEROS, LayerSettings, Normal, Uniform, matrix, param
 from megajax.mesh.layout import AxesTree
-from megajax.mesh.rules import LogicalAxes
 
 CHANNELS = ("batch", "seq", "heads")
 STATES = ("batch", "seq", "state")
-CACHE_AXES: Mapping[str, LogicalAxes] = {"x": ("batch", None, "heads"), "state": ("batch", "heads", "state")}
+SCANNED: AxesTree = (CHANNELS, CHANNELS, STATES, STATES)
+RATES: AxesTree = {"dt_bias": ("heads",), "a_log": ("heads", "state"), "skip": ("heads",)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,53 +59,73 @@ class Mamba1(nnx.Module):
         self.skip = param((inner,), ("heads",), init=ONES, role="rate")
 
     def __call__(self, x: Array, ctx: Context) -> Array:
-        y, z, _ = self.mixed(x, None, ctx)
-        return self.combined(y, z)
+        x, z = self.project(x)
+        runs, rows = (None, None) if ctx.segments is None else (runs_of(ctx.segments), ("batch", "seq"))
+        y = keeping_inputs(filtered)(x, self.conv_x.weights(), runs, None)
+        island = self.layout.island(lambda *arrays: self.scanned(*arrays)[0], (SCANNED, RATES, rows), CHANNELS)
+        y = island(self.scan_inputs(y), self.rates(), runs)
+        return self.combined(checkpoint_name(y, "attention"), z)
 
     def step(self, x: Array, cache: Cache, ctx: Context) -> tuple[Array, Cache]:
-        """The next positions of each row, [B, S, D] -> [B, S, D]: one, or several of a prompt."""
-        y, z, cache = self.mixed(x, cache, ctx)
-        return self.combined(y, z), cache
+        """The tokens of a decoding step, [T, 1, D] -> [T, 1, D]; cache: see `Mamba1Config.cache_leaves`."""
+        axes = {leaf.name: leaf.axes for leaf in self.cfg.cache_leaves(0, 1)}
 
-    def cache(self, rows: int, dtype: jnp.dtype) -> Cache:
-        """Before the first position. dtype: of activations."""
-        cfg = self.cfg
-        return {
-            "x": self.layout.zeros((rows, cfg.conv_kernel - 1, cfg.inner), dtype, *CACHE_AXES["x"]),
-            "state": self.layout.zeros((rows, cfg.inner, cfg.state), jnp.float32, *CACHE_AXES["state"]),
-        }
+        def convolve(x: Array, weights: Mapping[str, Array], before: Cache, counts: Array) -> tuple[Array, Cache]:
+            y = filtered(x, weights, None, before["x"])
+            return y, {"x": last_inputs(x, before["x"], counts)}
 
-    def mixed(self, x: Array, cache: Cache | None, ctx: Context) -> tuple[Array, Array, Cache]:
-        """[B, S, D] -> the recurrence's output and the gate [B, S, I], and what the next positions need."""
-        dot, cfg = self.layout.dot, self.cfg
-        runs, before = None if ctx.segments is None else runs_of(ctx.segments), cache or {}
-        z, raw = dot("bsd,di->bsi", x, self.in_z, *CHANNELS), dot("bsd,di->bsi", x, self.in_x, *CHANNELS)
-        if cfg.bias:
-            z, raw = z + self.in_z_bias[...][None, None], raw + self.in_x_bias[...][None, None]
-        z, raw = checkpoint_name(z, "gate"), checkpoint_name(raw, "value")
-        y = keeping_inputs(filtered)(raw, self.conv_x.weights(), runs, before.get("x"))
-        b = checkpoint_name(dot("bsi,iz->bsz", y, self.down_b, *STATES), "latent")
-        c = checkpoint_name(dot("bsi,iz->bsz", y, self.down_c, *STATES), "latent")
-        dt = checkpoint_name(dot("bsi,ir->bsr", y, self.down_dt, "batch", "seq", None), "latent")
-        dt = checkpoint_name(dot("bsr,ri->bsi", dt, self.up_dt, *CHANNELS), "value")
-        rates = {"dt_bias": self.dt_bias[...], "a_log": self.a_log[...], "skip": self.skip[...]}
+        def scan(inputs: Any, rates: Mapping[str, Array], before: Cache, counts: Array) -> tuple[Array, Cache]:
+            y, state = self.scanned(inputs, rates, None, before["state"], counts)
+            return y, {"state": state}
 
-        def local(
-            inputs: tuple[Array, ...], runs: Array | None, rates: Mapping[str, Array], state: Array | None
-        ) -> tuple[Array, Array]:
-            x, dt, b, c = inputs
-            full = {name: w.astype(jnp.float32) for name, w in rates.items()}
-            dt = jax.nn.softplus(dt.astype(jnp.float32) + full["dt_bias"][None, None])
-            scan = SelectiveScan(x, dt, -jnp.exp(full["a_log"]), b, c, full["skip"], runs, state)
-            return selective_scan(scan, cfg.chunk)
+        def advance(f: Advance, inputs: Any, weights: Any, name: str) -> tuple[Array, Cache]:
+            leaf = {name: cache[name]}, {name: axes[name]}
+            return advance_rows(self.layout, f, inputs, weights, leaf, CHANNELS, ctx)
 
-        rows: AxesTree = None if runs is None else ("batch", "seq")
-        axes: AxesTree = {"dt_bias": ("heads",), "a_log": ("heads", "state"), "skip": ("heads",)}
-        states = CACHE_AXES["state"]
-        ins = ((CHANNELS, CHANNELS, STATES, STATES), rows, axes, None if cache is None else states)
-        out, state = self.layout.island(local, ins, (CHANNELS, states))((y, dt, b, c), runs, rates, before.get("state"))
-        kept = {"x": last_inputs(raw, runs, before.get("x"), cfg.conv_kernel - 1), "state": state}
-        return checkpoint_name(out, "attention"), z, kept
+        x, z = self.project(x)
+        weights = self.conv_x.weights()
+        filters = {name: (*[None] * (w.ndim - 1), "heads") for name, w in weights.items()}
+        y, inputs = advance(convolve, (x, CHANNELS), (weights, filters), "x")
+        y, state = advance(scan, (self.scan_inputs(y), SCANNED), (self.rates(), RATES), "state")
+        return self.combined(y, z), {**inputs, **state}
+
+    def project(self, x: Array) -> tuple[Array, Array]:
+        """[B, S, D] -> what the convolution reads, and the gate, [B, S, I] each."""
+        dot = self.layout.dot
+        z, x = dot("bsd,di->bsi", x, self.in_z, *CHANNELS), dot("bsd,di->bsi", x, self.in_x, *CHANNELS)
+        if self.cfg.bias:
+            z, x = z + self.in_z_bias[...][None, None], x + self.in_x_bias[...][None, None]
+        return checkpoint_name(x, "value"), checkpoint_name(z, "gate")
+
+    def scan_inputs(self, x: Array) -> tuple[Array, Array, Array, Array]:
+        """The convolution's output x [B, S, I] -> x, steps before softplus [B, S, I], b and c [B, S, Z]."""
+        dot = self.layout.dot
+        b = checkpoint_name(dot("bsi,iz->bsz", x, self.down_b, *STATES), "latent")
+        c = checkpoint_name(dot("bsi,iz->bsz", x, self.down_c, *STATES), "latent")
+        dt = checkpoint_name(dot("bsi,ir->bsr", x, self.down_dt, "batch", "seq", None), "latent")
+        return x, checkpoint_name(dot("bsr,ri->bsi", dt, self.up_dt, *CHANNELS), "value"), b, c
+
+    def rates(self) -> dict[str, Array]:
+        """Those of the recurrence."""
+        return {"dt_bias": self.dt_bias[...], "a_log": self.a_log[...], "skip": self.skip[...]}
+
+    def scanned(
+        self,
+        inputs: tuple[Array, Array, Array, Array],
+        rates: Mapping[str, Array],
+        runs: Array | None,
+        state: Array | None = None,
+        counts: Array | None = None,
+    ) -> tuple[Array, Array]:
+        """The recurrence of a device's channels: [B, S, I], and the last state [B, I, Z].
+
+        counts: int32 [B], positions that change the state; None: all.
+        """
+        x, dt, b, c = inputs
+        full = {name: w.astype(jnp.float32) for name, w in rates.items()}
+        dt = counted(jax.nn.softplus(dt.astype(jnp.float32) + full["dt_bias"][None, None]), counts)
+        scan = SelectiveScan(x, dt, -jnp.exp(full["a_log"]), b, c, full["skip"], runs, state)
+        return selective_scan(scan, self.cfg.chunk)
 
     def combined(self, y: Array, z: Array) -> Array:
         """The recurrence's output and the gate [B, S, I] -> the layer's output [B, S, D]."""

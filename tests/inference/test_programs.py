@@ -16,8 +16,12 @@ from megajax.inference.programs import LoadedModel, Programs, StepOutput, bucket
 from megajax.layers.config import (
     AttentionConfig,
     BlockConfig,
+    FeedForwardBlockConfig,
     GatedMLPConfig,
     LatentAttentionConfig,
+    Mamba1Config,
+    Mamba2Config,
+    MixerBlockConfig,
     RelativeBiasConfig,
     RMSNormConfig,
     RopeConfig,
@@ -51,6 +55,16 @@ def hybrid() -> DecoderConfig:
     return replace(whole, stack=SegmentsConfig.of(whole.stack.pattern))
 
 
+MAMBA = Mamba2Config(heads=8, head_dim=6, state=5, groups=2, chunk=8, bias=True)
+
+
+def nemotron() -> DecoderConfig:
+    """Blocks of one mixer or one feed-forward each, in an order that is no repeated pattern."""
+    mixer, mlp = MixerBlockConfig(mixer=MAMBA), FeedForwardBlockConfig(mlp=GatedMLPConfig(ffn=48))
+    attention = MixerBlockConfig(mixer=HEADS)
+    return replace(decoder(HEADS), stack=SegmentsConfig.of((mixer, mlp, mixer, mlp, mixer, attention, mlp, mixer)))
+
+
 LATENT = LatentAttentionConfig(
     heads=4, query_rank=24, key_value_rank=32, content_dim=16, position_dim=8, value_dim=16, kernel="reference"
 )
@@ -64,6 +78,9 @@ MODELS = {
     "relative biases": decoder(SHARED, repeats=2),
     "latent": decoder(LATENT, repeats=2),
     "segments": hybrid(),
+    "mamba 2": decoder(MAMBA, repeats=2),
+    "mamba 1": decoder(Mamba1Config(inner=48, rank=3, state=4, chunk=5, bias=True), repeats=2),
+    "nemotron-h": nemotron(),
 }
 
 
@@ -131,6 +148,7 @@ def work_of(rows: list[Row], prompts: list[int]) -> list[Step]:
 
 
 LAYOUTS = [("llama", {"tensor": 4}), ("llama", {"data": 2, "tensor": 2}), ("latent", {"data": 2, "tensor": 2})]
+LAYOUTS += [(name, {"data": 2, "tensor": 2}) for name in ("nemotron-h", "mamba 1")] + [("mamba 2", {"tensor": 4})]
 QUICK = ("window, sinks, gate", {}), ("segments", {}), LAYOUTS[-1]
 
 

@@ -10,6 +10,7 @@ from flax import nnx
 
 from megajax.layers.config import Mamba1Config, Mamba2Config
 from megajax.layers.context import Context
+from megajax.layers.decoding import StepRows
 from megajax.layers.param import LayerSettings, bind, initial_values, specs
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
@@ -40,17 +41,44 @@ def inputs(seed: int) -> np.ndarray:
     return np.random.default_rng(seed).normal(size=(2, LENGTH, HIDDEN)).astype(np.float32)
 
 
+def rows_of_step(width: int, counts: list[int], slots: list[int], first: int) -> Context:
+    """Two rows with `width` tokens each, of which `counts` count, at the positions from `first` on."""
+    positions = first + jnp.tile(jnp.arange(width), 2)[:, None]
+    rows = StepRows(
+        groups=((2, width),),
+        kernel="reference",
+        slots=jnp.zeros(2 * width, jnp.int32),
+        tables=(jnp.zeros((2, 1), jnp.int32),),
+        counts=(jnp.asarray(counts),),
+        states=(jnp.asarray(slots),),
+        layer=jnp.int32(1),
+    )
+    return Context(positions, jnp.zeros(1, jnp.int32), rows=rows)
+
+
 @pytest.mark.parametrize("name", LAYERS)
 def test_steps_are_the_whole_row(name):
-    """A prompt of 7 positions, which ends within the second document, and then one position after another."""
-    mixer, x, ids = layer(name), inputs(0), np.array([[1] * 5 + [2] * 7] * 2, np.int32)
-    whole = jax.jit(lambda x: mixer(x, context(ids)))(x)
-    y, cache = jax.jit(lambda x, cache: mixer.step(x, cache, context(ids[:, :7])))(x[:, :7], mixer.cache(2, x.dtype))
-    pieces, step = [y], jax.jit(lambda x, cache: mixer.step(x, cache, context(None)))
-    for t in range(7, LENGTH):
-        y, cache = step(x[:, t : t + 1], cache)
-        pieces.append(y)
-    np.testing.assert_allclose(np.concatenate(pieces, axis=1), whole, rtol=1e-5, atol=1e-5)
+    """Prompts of 7 and 5 positions in slots that others left, then one position after another."""
+    mixer, x, slots = layer(name), inputs(0), [2, 0]
+    whole = jax.jit(lambda x: mixer(x, context(None)))(x)
+    leaves = mixer.cfg.cache_leaves(HIDDEN, 1)
+    cache = {leaf.name: jnp.full((2, 3, *leaf.shape), 9.0, leaf.dtype) for leaf in leaves}
+    flat, done = x[:, :7].reshape(14, 1, HIDDEN), [7, 5]
+    y, cache = jax.jit(lambda x, cache: mixer.step(x, cache, rows_of_step(7, done, slots, 0)))(flat, cache)
+    rows = [[each[:count]] for each, count in zip(y.reshape(2, 7, HIDDEN), done, strict=True)]
+    step = jax.jit(lambda x, cache, ctx: mixer.step(x, cache, ctx))
+    while min(done) < LENGTH:
+        # Where a row has ended, no row is in its place.
+        runs, at = [count < LENGTH for count in done], [min(count, LENGTH - 1) for count in done]
+        ctx = rows_of_step(1, runs, [slot if run else 99 + slot for slot, run in zip(slots, runs, strict=True)], 0)
+        ctx = ctx._replace(positions=jnp.asarray(at)[:, None])
+        y, cache = step(x[np.arange(2), at][:, None], cache, ctx)
+        for number, run in enumerate(runs):
+            rows[number] += [y[number]] * run
+            done[number] += run
+    np.testing.assert_allclose([np.concatenate(row) for row in rows], whole, rtol=1e-5, atol=1e-5)
+    for leaf in cache.values():
+        assert np.all(leaf[0] == 9) and np.all(leaf[1, 1] == 9), "another layer or slot was written"
 
 
 @pytest.mark.parametrize("name", LAYERS)

@@ -9,6 +9,7 @@ from megajax.config.builds import Builds
 from megajax.config.errors import Problem
 from megajax.config.nearest import divisors_of
 from megajax.kernels.capability import Choice, Device, Request
+from megajax.layers.cache_facts import CacheLeaf, cached_heads
 from megajax.layers.config.norm import above_zero
 from megajax.layers.facts import Elements, KernelWork, Matmul, MultiplyAdds, Side, Weight
 from megajax.layers.remat import Part
@@ -134,6 +135,16 @@ class Mamba2Config(StateSpaceConfig):
             Weight("output", (*head, hidden), (*per_head, "embed")),
         )
 
+    def cache_leaves(self, hidden: int, tensor: int) -> tuple[CacheLeaf, ...]:
+        """The last inputs of the convolutions, and the state."""
+        del hidden
+        group = (cached_heads(self.groups, tensor), self.state)
+        return (
+            last_inputs(self, "x", (self.heads, self.head_dim), ("heads", None)),
+            *(last_inputs(self, name, group, ("kv_heads", None)) for name in ("b", "c")),
+            state_leaf((self.heads, self.head_dim, self.state)),
+        )
+
     def matmuls(self, hidden: int) -> tuple[Matmul, ...]:
         """The gate, what convolutions read, and steps; the output."""
         whole = Elements(whole=hidden)
@@ -257,6 +268,11 @@ class Mamba1Config(StateSpaceConfig):
             Weight("output", (self.inner, hidden), ("heads", "embed")),
         )
 
+    def cache_leaves(self, hidden: int, tensor: int) -> tuple[CacheLeaf, ...]:
+        """The last inputs of the convolution, and the state."""
+        del hidden, tensor
+        return last_inputs(self, "x", (self.inner,), ("heads",)), state_leaf((self.inner, self.state))
+
     def matmuls(self, hidden: int) -> tuple[Matmul, ...]:
         """Gate and input; steps, b and c; the output."""
         whole, channels = Elements(whole=hidden), Elements(cut=self.inner)
@@ -313,6 +329,16 @@ class Mamba1Config(StateSpaceConfig):
         """Channels and states."""
         del hidden
         return f"Mamba {self.inner} channels, states of {self.state}"
+
+
+def last_inputs(cfg: StateSpaceConfig, name: str, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> CacheLeaf:
+    """Those of a convolution, in float32: they are few beside the state."""
+    return CacheLeaf(name, (cfg.conv_kernel - 1, *shape), (None, *axes), per="row", dtype="float32")
+
+
+def state_leaf(shape: tuple[int, ...]) -> CacheLeaf:
+    """The state of heads or channels."""
+    return CacheLeaf("state", shape, ("heads", *[None] * (len(shape) - 1)), per="row", dtype="float32")
 
 
 def uncut_rows(sizes: Mapping[str, int]) -> Iterator[Problem]:
