@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from megajax.checkpoint.foreign import Box, WeightSource
+from megajax.config.errors import UserError
 from megajax.layers.param import ParamSpec
 
 LORA_A, LORA_B = ".lora_a", ".lora_b"
@@ -31,7 +32,13 @@ class MergedWeights:
     """A `WeightSource` of the weights of a model without adapters, with what its adapters add."""
 
     def __init__(self, weights: WeightSource, declared: Mapping[str, ParamSpec], scale: float):
-        """weights: of the model with adapters; declared: the same on one device, by path; scale: of the adapters."""
+        """weights: of the model with adapters; declared: the same on one device, by path; scale: of the adapters.
+
+        Raises UserError for quantized weights, which nothing can be added to.
+        """
+        if any(spec.role == "quantized" for spec in declared.values()):
+            what = "are quantized, and adapters can't be added to them"
+            raise UserError(f"the weights of {weights.where} {what}: convert with --merge before --quantize")
         self.where, self._weights, self._declared, self._scale = weights.where, weights, declared, scale
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:

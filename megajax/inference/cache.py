@@ -7,14 +7,13 @@ slots, and number them from 0.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.sharding import Mesh, NamedSharding
 
-from megajax.layers.cache_facts import CacheLeaf
+from megajax.layers.cache_facts import CacheLeaf, stored_leaves
 from megajax.mesh.layout import Layout
 
 
@@ -46,14 +45,14 @@ def row_bytes(leaves: Sequence[CacheLeaf], dtype: str) -> int:
 def like_cache(
     leaves: Sequence[CacheLeaf], size: CacheSize, dtype: str, mesh: Mesh, layout: Layout, replicas: int
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes, dtypes and shardings of the cache, by name of the leaf."""
+    """Shapes, dtypes and shardings of the cache, by name of the leaf; dtype as in `stored_leaves`."""
     cache = {}
-    for leaf in leaves:
+    for leaf in stored_leaves(leaves, dtype):
         first = (size.blocks, size.block) if leaf.per == "token" else (size.slots,)
         shape = (leaf.layers, replicas * first[0], *first[1:], *leaf.shape)
         axes = (None, "batch", *[None] * (len(first) - 1), *leaf.axes)
         sharding = NamedSharding(mesh, layout.plan.compute.spec(axes))
-        cache[leaf.name] = jax.ShapeDtypeStruct(shape, leaf.dtype or dtype, sharding=sharding)
+        cache[leaf.name] = jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
     return cache
 
 
@@ -63,4 +62,4 @@ def empty_cache(like: dict[str, jax.ShapeDtypeStruct]) -> dict[str, Array]:
 
 
 def _bytes(leaves: Sequence[CacheLeaf], dtype: str) -> int:
-    return sum(leaf.layers * prod(leaf.shape) * jnp.dtype(leaf.dtype or dtype).itemsize for leaf in leaves)
+    return sum(leaf.size * jnp.dtype(leaf.dtype).itemsize for leaf in stored_leaves(leaves, dtype))

@@ -34,8 +34,8 @@ class InferenceConfig:
     cache has room for `rows` requests of `length` tokens, within a quarter of the free memory."""
     compute: Dtype = "bfloat16"
     """Dtype of weights and activations; of a run, its precision.compute unless given."""
-    cache_dtype: Dtype | None = None
-    """Dtype of the cache; none: that of compute."""
+    cache_dtype: Dtype | Literal["int8", "fp8"] | None = None
+    """Dtype of the cache; none: that of compute. int8 and fp8 (e4m3) have a scale for each token and head."""
     kernel: PagedKernel = "auto"
     """Attention to the cache. auto: the fastest that the devices have; triton: on NVIDIA GPUs; tiled: a tile of keys at
     a time; reference: gathers the keys and values of whole rows."""

@@ -40,7 +40,7 @@ def load_weights(cfg: Any, source: WeightSource, parallel: ParallelConfig, mesh:
 
     with jax.set_mesh(mesh):
         for path, spec in declared.items():
-            wanted = like(spec, spec.shape, jnp.float32 if spec.role == "rate" else compute)
+            wanted = like(spec, spec.shape, spec.dtype if spec.keeps_dtype() else compute)
             stored = placed(source, path, wanted, _rows(spec))
             weights[path] = jax.block_until_ready(copy_heads(layout, stored, spec.axes))
         for path, spec in observed.items():

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from types import MappingProxyType
 from typing import Any, Literal
 
 from megajax.config.errors import UserError
@@ -30,6 +31,30 @@ class CacheLeaf:
     def size(self) -> int:
         """Elements of one token, or of one row, in all layers."""
         return self.layers * prod(self.shape)
+
+
+SCALE = "_scale"
+"""What the name of the scales of an 8-bit leaf has beyond that of the leaf."""
+EIGHT_BIT = MappingProxyType({"int8": "int8", "fp8": "float8_e4m3fn"})
+"""Dtypes of a cache with scales: setting -> dtype of the numbers."""
+
+
+def stored_leaves(leaves: Sequence[CacheLeaf], dtype: str) -> tuple[CacheLeaf, ...]:
+    """Leaves with the dtypes that they are stored in. dtype: of the cache, or int8 or fp8.
+
+    In 8 bits, each leaf of tokens has a float32 scale for each token and head beside it, "key_scale"; what is kept for
+    a row stays in float32.
+    """
+    stored = []
+    for leaf in leaves:
+        if leaf.dtype is not None or dtype not in EIGHT_BIT:
+            stored.append(replace(leaf, dtype=leaf.dtype or dtype))
+        elif leaf.per == "row":
+            stored.append(replace(leaf, dtype="float32"))
+        else:
+            scale = replace(leaf, name=leaf.name + SCALE, shape=leaf.shape[:-1], axes=leaf.axes[:-1], dtype="float32")
+            stored += [replace(leaf, dtype=EIGHT_BIT[dtype]), scale]
+    return tuple(stored)
 
 
 def cached_heads(groups: int, tensor: int) -> int:

@@ -23,11 +23,13 @@ from jax import Array
 from megajax.kernels.paged import KERNELS
 from megajax.kernels.paged_capability import PagedKernel
 from megajax.kernels.paged_pools import Pools
+from megajax.layers.cache_facts import SCALE
 from megajax.layers.context import Context
 from megajax.layers.core_attention import CoreAttention
 from megajax.layers.relative import bucket
 from megajax.mesh.layout import AxesTree, Layout
 from megajax.mesh.rules import LogicalAxes
+from megajax.precision.quantization import rounded
 
 type Cache = Mapping[str, Array]
 """Leaves by name, as the layer's config declares them (`CacheLeaf`), each with a leading dimension of layers."""
@@ -88,7 +90,8 @@ def attend_to_cache(
     """Writes the keys and values of this step's tokens, then attends to the rows: an island, without collectives.
 
     q [T, 1, N, H]; new: leaves "key" and, unless values are the first `value_size` elements of keys, "value", each
-    [T, 1, K, .]; cache: the same leaves in blocks. Returns [T, 1, N, value_size] and the cache.
+    [T, 1, K, .]; cache: the same leaves in blocks, in 8 bits with "key_scale" and "value_scale" [layers, blocks, block,
+    K]. Returns [T, 1, N, value_size] and the cache.
     """
     step, cfg, weights = rows_of(ctx), core.cfg, core.weights(ctx)
     axes = {name: (*[None] * (w.ndim - 1), "heads") for name, w in weights.items()}
@@ -96,7 +99,8 @@ def attend_to_cache(
     def local(
         q: Array, new: Cache, cache: Cache, step: StepRows, positions: Array, weights: Mapping[str, Array]
     ) -> tuple[Array, Cache]:
-        written = {name: write(leaf, new[name][:, 0], step) for name, leaf in cache.items()}
+        stored = {leaf: x for name, each in new.items() for leaf, x in in_cache(name, each[:, 0], cache).items()}
+        written = {name: write(leaf, stored[name], step) for name, leaf in cache.items()}
         blocks = written["key"].shape[1]
         # A view: indexing the pool by layer would copy it.
         flat = {name: leaf.reshape(-1, *leaf.shape[2:]) for name, leaf in written.items()}
@@ -106,7 +110,7 @@ def attend_to_cache(
             present = jnp.arange(width)[None] < count[:, None]
             out = KERNELS[step.kernel](
                 q[part].reshape(rows, width, *q.shape[2:]),
-                Pools(flat["key"], flat.get("value"), value_size),
+                Pools(flat["key"], flat.get("value"), value_size, flat.get("key" + SCALE), flat.get("value" + SCALE)),
                 step.layer * blocks + table,
                 jnp.where(present, positions[part].reshape(rows, width), -1),
                 scale=core.scale,
@@ -118,9 +122,17 @@ def attend_to_cache(
         return jnp.concatenate(mixed), written
 
     heads, keyed = ("batch", None, "heads", None), ("batch", None, kv_axis, None)
-    pools = dict.fromkeys(cache, (None, "batch", None, kv_axis, None))
+    pools = {name: (None, "batch", None, kv_axis, None)[: leaf.ndim] for name, leaf in cache.items()}
     ins: tuple[Any, ...] = (heads, dict.fromkeys(new, keyed), pools, step.axes(), ("batch", None), axes)
     return core.layout.island(local, ins, (heads, pools))(q, new, cache, step, ctx.positions, weights)
+
+
+def in_cache(name: str, x: Array, cache: Cache) -> dict[str, Array]:
+    """x [T, K, .] as the leaves that it is stored in: itself, or 8-bit numbers and a scale for each token and head."""
+    if name + SCALE not in cache:
+        return {name: x}
+    values, scale = rounded(x, cache[name].dtype.name, 1)
+    return {name: values, name + SCALE: scale}
 
 
 def write(leaf: Array, x: Array, step: StepRows) -> Array:
