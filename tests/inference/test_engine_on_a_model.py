@@ -1,0 +1,117 @@
+"""The engine on a tiny model: tokens of the trainer's forward under preemption, and no compile after the warm-up."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from test_engine import Client, serve
+from test_programs import HEADS, LENGTH, ROPE, VOCABULARY, decoder, loaded, whole_logits
+
+from megajax.inference.cache import CacheSize
+from megajax.inference.engine import Engine
+from megajax.inference.model_device import ModelDevice
+from megajax.inference.pack import Bucket
+from megajax.inference.programs import LoadedModel, Programs
+from megajax.inference.sampling.chooser import choosers
+from megajax.inference.sampling.rows import Program
+
+ROWS, CHUNK, BLOCK = 3, 8, 4
+
+
+@pytest.fixture(scope="module")
+def model() -> LoadedModel:
+    return loaded(decoder(replace(HEADS, rope=ROPE)), {})
+
+
+def device_of(model: LoadedModel, blocks: int, programs: Program) -> ModelDevice:
+    """With steps compiled for the settings up to these."""
+    compiled = Programs(
+        model,
+        CacheSize(blocks=blocks, block=BLOCK, slots=ROWS),
+        buckets=[Bucket(ROWS, 0), Bucket(ROWS, CHUNK)],
+        choosers=choosers(VOCABULARY)[: programs + 1],
+        length=LENGTH,
+        dtype="float32",
+        kernel="tiled",
+    )
+    assert len(list(compiled.compile())) == 2 * (programs + 1)
+    return ModelDevice(compiled, VOCABULARY)
+
+
+@pytest.fixture
+def compiled() -> Iterator[list[str]]:
+    """Events of compiles since the beginning of the test."""
+    events: list[str] = []
+
+    def note(name: str, seconds: float, **more: Any) -> None:
+        if "compile" in name:
+            events.append(name)
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    yield events
+    jax.monitoring.clear_event_listeners()
+
+
+def demand_greedy(model: LoadedModel, clients: list[Client]) -> None:
+    """Each token is the most likely one of a forward pass over the whole row, which is compiled for all rows."""
+    rows = np.zeros((len(clients), LENGTH), np.int32)
+    for row, client in zip(rows, clients, strict=True):
+        tokens = [*client.request.prompt, *client.answer.tokens]
+        row[: len(tokens)] = tokens
+    best = whole_logits(model, rows)[..., :VOCABULARY].argmax(-1)
+    for row, client in zip(best, clients, strict=True):
+        first = len(client.request.prompt) - 1
+        assert row[first : first + len(client.answer.tokens)].tolist() == list(client.answer.tokens)
+        assert client.answer.finish == "length" and first + len(client.answer.tokens) == LENGTH - 1
+
+
+def test_few_blocks_many_long_requests(model: LoadedModel, compiled: list[str]) -> None:
+    """Rows are preempted, and share beginnings: all have the tokens of a whole forward pass of the row alone."""
+    draw = np.random.default_rng(1)
+    head = draw.integers(0, VOCABULARY, 9).tolist()
+    prompts = [[*head, *draw.integers(0, VOCABULARY, draw.integers(1, 6)).tolist()] for _ in range(8)]
+    clients = [Client(prompt, max_tokens=LENGTH) for prompt in prompts]
+    engine = Engine(device_of(model, 12, Program.GREEDY))
+    assert compiled
+    compiled.clear()
+    serve(engine, *clients)
+    assert compiled == []
+    statistics = engine.statistics()
+    assert statistics.preemptions_total > 3 and statistics.shared_tokens_total > 30
+    demand_greedy(model, clients)
+
+
+@pytest.mark.slow
+def test_requests_of_all_kinds_join_running_ones(model: LoadedModel, compiled: list[str]) -> None:
+    """What each gets does not depend on the others, and nothing is compiled."""
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0},
+        {"temperature": 0.8, "top_p": 0.9, "seed": 3, "n": 2},
+        {"temperature": 1.2, "top_k": 7, "min_p": 0.01, "seed": 4, "logprobs": 2},
+        {"temperature": 0, "prompt_logprobs": 1, "repetition_penalty": 1.3, "min_tokens": 4, "stop_tokens": (3,)},
+        {"beams": 2, "n": 2, "logprobs": 1},
+        {"temperature": 1, "seed": 5, "n": 1, "best_of": 3, "logit_bias": {9: 3.0}},
+    ]
+
+    def client(kind: dict[str, Any], number: int) -> Client:
+        return Client([number, 17, 200, 31, 5, 77], max_tokens=12, **kind)
+
+    device, alone = device_of(model, 20, Program.FULL), []
+    compiled.clear()
+    for number, kind in enumerate(kinds):
+        alone.append(client(kind, number))
+        serve(Engine(device), alone[-1])
+    engine, together = Engine(device), []
+    for number, kind in enumerate(kinds):
+        together.append(client(kind, number))
+        engine.submit(together[-1].request)
+        for _ in range(2):
+            engine.step()
+    serve(engine)
+    for first, second in zip(alone, together, strict=True):
+        assert [answer.tokens for answer in first.answers()] == [answer.tokens for answer in second.answers()]
+        assert all(answer.finish in ("length", "stop") for answer in second.answers())
+    assert compiled == []
