@@ -182,7 +182,7 @@ def test_a_guided_row_writes_a_document(programs: Programs) -> None:
     }
     own = row(0, prompts()[0], 20, seed=5)
     guide = Guide(schema_grammar(schema), TRIE, [END])
-    own.guide = guide.start()
+    own.guide = guide.at(0)
     other = row(1, prompts()[1], 8)
     results = generate(programs, [own, other])
     text = bytes(token for token in own.tokens[own.prompt :] if token != END)

@@ -10,7 +10,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megajax.config.errors import UserError
+
 DEAD, UNKNOWN = -1, -2
+STATES, STACKS = 2**15, 4096
+"""Most states of an automaton, and most ways to read on in one of them."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -80,7 +84,10 @@ class Stack:
 
 
 class Automaton:
-    """A deterministic automaton of a grammar, with states numbered as they are reached; 0 is the first."""
+    """A deterministic automaton of a grammar, with states numbered as they are reached; 0 is the first.
+
+    Reading raises UserError for a grammar that needs more than STATES or STACKS, as counts within counts may.
+    """
 
     def __init__(self, grammar: Grammar):
         self._stacks: dict[tuple[int, int], Stack] = {}
@@ -89,6 +96,11 @@ class Automaton:
         self._states: list[frozenset[Stack | None]] = []
         self._table = np.full((64, 256), UNKNOWN, np.int32)
         self._number(self._expanded([self._push(grammar, None)]))
+
+    @property
+    def states(self) -> int:
+        """Those that were reached so far."""
+        return len(self._states)
 
     def accepts(self, state: int) -> bool:
         """Whether the text that led here is complete."""
@@ -122,6 +134,9 @@ class Automaton:
 
     def _number(self, stacks: frozenset[Stack | None]) -> int:
         number = self._numbers.setdefault(stacks, len(self._states))
+        if number == STATES:
+            del self._numbers[stacks]
+            raise UserError(f"the text needs more than {STATES:,} states of its grammar: use fewer or smaller counts")
         if number == len(self._states):
             self._states.append(stacks)
             if number == len(self._table):
@@ -143,6 +158,8 @@ class Automaton:
                 if other not in seen:
                     seen.add(other)
                     todo.append(other)
+            if len(seen) > STACKS:
+                raise UserError(f"the grammar has more than {STACKS:,} ways to read on: use fewer options or counts")
         return frozenset(stack for stack in seen if stack is None or isinstance(stack.part, Byte))
 
     def _unfolded(self, stack: Stack) -> Iterator[Stack | None]:

@@ -4,16 +4,22 @@ The tokens' bytes form a trie, stored as arrays in breadth-first order. A mask w
 once, and follows only those that the automaton allows. Masks are kept by the automaton's state.
 """
 
+import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
-from megajax.inference.sampling.grammar import DEAD, Automaton, Grammar
+from megajax.config.errors import UserError
+from megajax.inference.sampling.grammar import DEAD, STATES, Automaton, Grammar
+from megajax.inference.sampling.json_schema import schema_grammar
+from megajax.inference.sampling.regular_expression import regular_expression
+from megajax.tokenizers.base import Tokenizer
 
-MASKS = 4096
-"""Masks that a guide keeps."""
+MASKS, GUIDES = 512, 32
+"""Masks that a guide keeps, and guides that are kept."""
 
 
 class TokenTrie:
@@ -68,16 +74,16 @@ class Guide:
         self.automaton, self.trie, self.ends = Automaton(grammar), trie, tuple(ends)
         self._masks: dict[int, np.ndarray] = {}
 
-    def start(self) -> "Guided":
-        """The state of an empty text."""
-        return Guided(self, 0)
+    def at(self, state: int) -> "Guided":
+        """The state of a text; 0: of an empty one. Raises UserError if the grammar is too large (see `Automaton`)."""
+        return Guided(self, state, self._mask(state))
 
-    def mask(self, state: int) -> np.ndarray:
-        """uint32 [ceil(V / 32)]: bit i % 32 of word i // 32 is set where token i is allowed."""
-        if state not in self._masks:
-            if len(self._masks) >= MASKS:
-                self._masks.pop(next(iter(self._masks)))
-            self._masks[state] = self._built(state)
+    def _mask(self, state: int) -> np.ndarray:
+        mask = self._masks.pop(state, None)
+        if len(self._masks) >= MASKS:
+            self._masks.pop(next(iter(self._masks)))
+        # The last ones that were used are kept.
+        self._masks[state] = self._built(state) if mask is None else mask
         return self._masks[state]
 
     def _built(self, state: int) -> np.ndarray:
@@ -88,28 +94,86 @@ class Guide:
         return np.packbits(allowed, bitorder="little").view("<u4")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Guided:
     """How far a row's text has followed its guide. Immutable, so that copies of rows share it."""
 
     guide: Guide
     state: int
+    mask: np.ndarray
+    """Allowed next tokens, uint32 [ceil(V / 32)]: bit i % 32 of word i // 32 is set where token i is allowed."""
 
-    @cached_property
+    @property
     def complete(self) -> bool:
         """Whether the text is a whole document."""
         return self.guide.automaton.accepts(self.state)
 
-    @property
-    def mask(self) -> np.ndarray:
-        """Allowed next tokens, uint32 [ceil(V / 32)]."""
-        return self.guide.mask(self.state)
-
     def after(self, token: int) -> "Guided":
-        """With one token more; an end changes nothing. Raises ValueError for a token that the mask does not allow."""
+        """With one token more; an end changes nothing.
+
+        Raises ValueError for a token that the mask does not allow, UserError as `Guide.at`.
+        """
         if token in self.guide.ends:
             return self
         state = self.guide.automaton.read(self.state, self.guide.trie.pieces[token] or b"")
         if state == DEAD:
             raise ValueError(f"token {token} does not follow the grammar")
-        return Guided(self.guide, state)
+        return self.guide.at(state)
+
+
+class Guides:
+    """Makes the guides of requests: `Engine(guide=Guides(...))`."""
+
+    def __init__(self, pieces: Sequence[bytes | None], ends: Collection[int]):
+        """pieces: of the vocabulary, as for `TokenTrie`; ends: tokens that end a text."""
+        self._pieces, self._ends = pieces, ends
+        self._guides: dict[str, Guide] = {}
+
+    @cached_property
+    def _trie(self) -> TokenTrie:
+        return TokenTrie(self._pieces)
+
+    def __call__(self, guide: Any) -> Guided:
+        """The state of an empty text. guide: a JSON schema, or a regular expression as a string.
+
+        Raises UserError for one that is malformed, or not supported.
+        """
+        try:
+            key = json.dumps(guide)
+            kept = self._guides.pop(key, None)
+            if kept is None or kept.automaton.states > STATES // 4:
+                grammar = regular_expression(guide) if isinstance(guide, str) else schema_grammar(guide)
+                kept = Guide(grammar, self._trie, self._ends)
+        except RecursionError:
+            raise UserError("the guide is nested too deeply") from None
+        except TypeError as error:
+            raise UserError(f"the guide is neither a JSON schema nor a regular expression: {error}") from None
+        while len(self._guides) >= GUIDES:
+            self._guides.pop(next(iter(self._guides)))
+        self._guides[key] = kept
+        return kept.at(0)
+
+
+def token_pieces(tokenizer: Tokenizer, vocabulary: int) -> list[bytes | None]:
+    """The bytes of each token below `vocabulary`; None for those that stand for no text, or not for whole characters.
+
+    Of a tokenizer without a table of bytes, a token's text is what it adds behind a letter.
+    """
+    special = {tokenizer.eod, tokenizer.pad, *tokenizer.specials.values(), *tokenizer.sentinels}
+    known = range(min(vocabulary, tokenizer.vocabulary_size))
+    if tokenizer.table:
+        pieces = [None if token in special else tokenizer.table[token] for token in known]
+    else:
+        before = tokenizer.encode("a").tolist()
+        start = tokenizer.decode(before)
+        pieces = [None if token in special else _added(tokenizer, before, start, token) for token in known]
+    return [*pieces, *[None] * (vocabulary - len(pieces))]
+
+
+def _added(tokenizer: Tokenizer, before: Sequence[int], start: str, token: int) -> bytes | None:
+    try:
+        text = tokenizer.decode([*before, token])
+    except UserError:
+        return None
+    added = text[len(start) :] if text.startswith(start) else ""
+    return None if not added or "\N{REPLACEMENT CHARACTER}" in added else added.encode()

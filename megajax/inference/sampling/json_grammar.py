@@ -6,6 +6,7 @@ from functools import cache
 from typing import Any
 
 from megajax.inference.sampling.grammar import Byte, Grammar, Repeat, choice, joined, literal, one_of, optional
+from megajax.inference.sampling.regular_expression import LAST, Ranges, regular_expression, text
 
 DEPTH = 16
 """Most arrays and objects within each other where a schema leaves the value open."""
@@ -17,29 +18,15 @@ KEY = 64
 """Most characters of a key that a schema does not name."""
 
 DIGIT, NONZERO, HEXADECIMAL = one_of(b"0123456789"), one_of(b"123456789"), one_of(b"0123456789abcdefABCDEF")
-CONTINUATION = one_of(range(0x80, 0xC0))
 SPACE = Repeat(one_of(b" \n\t\r"), 0, SPACES)
 COMMA, COLON = joined(SPACE, literal(b","), SPACE), joined(SPACE, literal(b":"), SPACE)
+UNESCAPED: Ranges = ((0x20, 0x21), (0x23, 0x5B), (0x5D, LAST))
+"""Code points that a string holds without an escape."""
 PLAIN = frozenset(range(0x20, 0x80)) - frozenset(b'"\\')
-"""ASCII that a string holds without an escape."""
+"""Those of ASCII."""
 
 
-def _utf8(*ranges: tuple[int, int]) -> Grammar:
-    return joined(*(one_of(range(first, last + 1)) for first, last in ranges))
-
-
-TAIL = (0x80, 0xBF)
-BEYOND_ASCII = choice(
-    _utf8((0xC2, 0xDF), TAIL),
-    _utf8((0xE0, 0xE0), (0xA0, 0xBF), TAIL),
-    _utf8((0xE1, 0xEC), TAIL, TAIL),
-    _utf8((0xED, 0xED), (0x80, 0x9F), TAIL),
-    _utf8((0xEE, 0xEF), TAIL, TAIL),
-    _utf8((0xF0, 0xF0), (0x90, 0xBF), TAIL, TAIL),
-    _utf8((0xF1, 0xF3), TAIL, TAIL, TAIL),
-    _utf8((0xF4, 0xF4), (0x80, 0x8F), TAIL, TAIL),
-)
-"""RFC 3629, section 4. Half surrogates are no characters."""
+BEYOND_ASCII = text(((0x80, LAST),))
 NO_SURROGATE = choice(
     joined(one_of(b"0123456789abcefABCEF"), HEXADECIMAL),
     joined(one_of(b"dD"), one_of(b"01234567")),
@@ -56,6 +43,8 @@ NUMBER = joined(
     optional(joined(literal(b"."), Repeat(DIGIT, 1, FRACTION))),
     optional(joined(one_of(b"eE"), optional(one_of(b"+-")), Repeat(DIGIT, 1, EXPONENT))),
 )
+LARGEST = 10**DIGITS - 1
+"""Of the integers."""
 BOOLEAN, NULL = choice(literal(b"true"), literal(b"false")), literal(b"null")
 
 
@@ -65,6 +54,50 @@ def string(least: int = 0, most: int | None = None) -> Grammar:
 
 
 STRING = string()
+
+
+def integers(least: int, most: int) -> Grammar:
+    """The integers from least to most, of which there is one."""
+    negative = [joined(literal(b"-"), _digits(max(-most, 1), -least))] if least < 0 else []
+    return choice(*negative, *([_digits(max(least, 0), most)] if most >= 0 else []))
+
+
+def _digits(least: int, most: int) -> Grammar:
+    """The same, none of them negative."""
+    lengths = range(len(str(least)), len(str(most)) + 1)
+    limits = [(max(least, 10 ** (length - 1) if length > 1 else 0), min(most, 10**length - 1)) for length in lengths]
+    return choice(*(_between(str(lower), str(upper)) for lower, upper in limits))
+
+
+def _between(lower: str, upper: str) -> Grammar:
+    """Numbers of as many digits as these two."""
+    if not lower:
+        return joined()
+    first, last, rest = int(lower[0]), int(upper[0]), len(lower) - 1
+    if first == last:
+        return joined(literal(lower[:1].encode()), _between(lower[1:], upper[1:]))
+    options = [joined(literal(lower[:1].encode()), _between(lower[1:], "9" * rest))]
+    if last - first > 1:
+        options.append(joined(one_of(range(49 + first, 48 + last)), Repeat(DIGIT, rest, rest)))
+    return choice(*options, joined(literal(upper[:1].encode()), _between("0" * rest, upper[1:])))
+
+
+def matching(pattern: str) -> Grammar:
+    """A string in which a regular expression matches somewhere. Raises UserError for what it does not support."""
+    return joined(literal(b'"'), regular_expression(pattern, search=True, character=_within_string), literal(b'"'))
+
+
+@cache
+def _within_string(ranges: Ranges) -> Grammar:
+    """A character of these, as a string has it: what needs an escape is escaped in one way."""
+    plain, options = [], []
+    for lower, upper in ranges:
+        plain += [
+            (max(lower, first), min(upper, last)) for first, last in UNESCAPED if lower <= last and first <= upper
+        ]
+        escaped = [point for point in (*range(0x20), *b'"\\') if lower <= point <= upper]
+        options += [literal(json.dumps(chr(point))[1:-1].encode()) for point in escaped]
+    return choice(*options, *([text(tuple(plain))] if plain else []))
 
 
 def array(item: Grammar, least: int = 0, most: int | None = None) -> Grammar:

@@ -5,6 +5,7 @@ generated only if `additionalProperties` asks for them, and numbers and blanks a
 Keywords that are not supported are refused by name.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,11 +19,11 @@ ANNOTATIONS = frozenset(
 """Keywords without an effect on validity."""
 DEFINITIONS = frozenset(("$defs", "definitions"))
 KEYWORDS: Mapping[str, frozenset[str]] = {
-    "string": frozenset(("minLength", "maxLength")),
+    "string": frozenset(("minLength", "maxLength", "pattern")),
     "array": frozenset(("items", "minItems", "maxItems")),
     "object": frozenset(("properties", "required", "additionalProperties")),
     "number": frozenset(),
-    "integer": frozenset(),
+    "integer": frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")),
     "boolean": frozenset(),
     "null": frozenset(),
 }
@@ -116,13 +117,42 @@ class _Reader:
         supported = frozenset(("type",)).union(*KEYWORDS.values())
         if unknown := sorted(used - supported):
             raise _refused(f"{place}/{unknown[0]}", "is not supported")
-        readers = {"string": self._string, "array": self._array, "object": self._object}
-        fixed = {"number": grammar.NUMBER, "integer": grammar.INTEGER, "boolean": grammar.BOOLEAN, "null": grammar.NULL}
+        if "number" in types and (bounds := sorted(KEYWORDS["integer"] & used)):
+            raise _refused(f"{place}/{bounds[0]}", "is supported for integers only: set type to integer")
+        readers = {
+            "string": self._string,
+            "array": self._array,
+            "object": self._object,
+            "integer": self._integer,
+        }
+        fixed = {"number": grammar.NUMBER, "boolean": grammar.BOOLEAN, "null": grammar.NULL}
         return choice(*(fixed[name] if name in fixed else readers[name](schema, place, references) for name in types))
 
     def _string(self, schema: Mapping[str, Any], place: str, references: tuple[str, ...]) -> Grammar:
         del references
-        return grammar.string(*_bounds(schema, "minLength", "maxLength", place))
+        if "pattern" not in schema:
+            return grammar.string(*_bounds(schema, "minLength", "maxLength", place))
+        if lengths := sorted({"minLength", "maxLength"} & set(schema)):
+            raise _refused(f"{place}/{lengths[0]}", "is not supported beside pattern: write it into the pattern")
+        if not isinstance(schema["pattern"], str):
+            raise _refused(f"{place}/pattern", "must be a regular expression")
+        return grammar.matching(schema["pattern"])
+
+    def _integer(self, schema: Mapping[str, Any], place: str, references: tuple[str, ...]) -> Grammar:
+        del references
+        bounds = {name: schema[name] for name in KEYWORDS["integer"] if name in schema}
+        for name, bound in bounds.items():
+            if isinstance(bound, bool) or not isinstance(bound, int | float) or not -math.inf < bound < math.inf:
+                raise _refused(f"{place}/{name}", f"must be a number, got {bound!r}")
+        if not bounds:
+            return grammar.INTEGER
+        least = max(math.ceil(bounds.get("minimum", -grammar.LARGEST)), -grammar.LARGEST)
+        least = max(least, math.floor(bounds.get("exclusiveMinimum", least - 1)) + 1)
+        most = min(math.floor(bounds.get("maximum", grammar.LARGEST)), grammar.LARGEST)
+        most = min(most, math.ceil(bounds.get("exclusiveMaximum", most + 1)) - 1)
+        if most < least:
+            raise _refused(f"{place}/{min(bounds)}", "leaves no integer")
+        return grammar.integers(least, most)
 
     def _array(self, schema: Mapping[str, Any], place: str, references: tuple[str, ...]) -> Grammar:
         least, most = _bounds(schema, "minItems", "maxItems", place)
@@ -136,6 +166,8 @@ class _Reader:
             raise _refused(f"{place}/properties", "must be an object of schemas")
         if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
             raise _refused(f"{place}/required", "must be a list of names")
+        if not properties and not required and schema.get("additionalProperties", True) is True:
+            return grammar.any_object()
         further = schema.get("additionalProperties", "properties" not in schema)
         named = {name: (each, f"{place}/properties/{name}") for name, each in properties.items()}
         for name in required:

@@ -1,7 +1,7 @@
 """Scores of the tokens of a prompt, a few rows of logits at a time."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -53,7 +53,7 @@ def prompt_scores(
     length = min(count, PIECE)
 
     def cut(states: Array, targets: Array, first: Array) -> tuple[Array, Array]:
-        return tuple(lax.dynamic_slice_in_dim(each, first, length) for each in (states, targets))
+        return lax.dynamic_slice_in_dim(states, first, length), lax.dynamic_slice_in_dim(targets, first, length)
 
     def score(logits: Array, targets: Array) -> PromptScores:
         shard = shard_of(logits, size, axes)
@@ -63,7 +63,9 @@ def prompt_scores(
 
     def piece(first: Array) -> PromptScores:
         own, wanted = layout.island(cut, (STATES, ROW, ()), (STATES, ROW))(states, targets, first)
-        out = PromptScores(ROW, Scores(ROW, ROWS, ROWS))
+        row: Any = ROW
+        several: Any = ROWS
+        out: Any = PromptScores(row, Scores(row, several, several))
         return layout.island(score, (LOGITS, ROW), out)(logits_of(own), wanted)
 
     def every() -> PromptScores:

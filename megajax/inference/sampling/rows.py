@@ -5,7 +5,7 @@ longest row, k most likely tokens.
 """
 
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jax import Array
 
@@ -24,41 +24,45 @@ class Program(IntEnum):
     """Allowed and forbidden tokens, biases, penalties; ranks and the most likely tokens; scores of prompts."""
 
 
+type Values = Any
+"""An array; numpy's where a step is packed."""
+
+
 class Drawing(NamedTuple):
     """How rows draw."""
 
-    temperature: Array
+    temperature: Values
     """float32 [R]; 0: the first most likely token."""
-    top_k: Array
+    top_k: Values
     """int32 [R]; 0: all."""
-    top_p: Array
+    top_p: Values
     """float32 [R]; 1: all."""
-    min_p: Array
+    min_p: Values
     """float32 [R]; 0: all."""
-    seed: Array
+    seed: Values
     """uint32 [R, 2]: upper and lower half of the seed."""
-    number: Array
+    number: Values
     """int32 [R]: how many tokens the row has generated."""
 
 
 class Edits(NamedTuple):
     """What is changed about rows' logits before a token is chosen."""
 
-    allowed: Array
+    allowed: Values
     """uint32 [R, W]: bit i % 32 of word i // 32 is set where id i is allowed."""
-    tokens: Array
+    tokens: Values
     """int32 [R, B]: ids with a bias; -1: none."""
-    biases: Array
+    biases: Values
     """float32 [R, B]: what is added to their logits; -inf forbids a token."""
-    repetition: Array
+    repetition: Values
     """float32 [R]; 1: no penalty."""
-    presence: Array
+    presence: Values
     """float32 [R]; 0: no penalty."""
-    frequency: Array
+    frequency: Values
     """float32 [R]; 0: no penalty."""
-    prompt: Array
+    prompt: Values
     """int32 [R]: number of tokens of the prompt."""
-    length: Array
+    length: Values
     """int32 [R]: number of tokens of prompt and answer."""
 
 
