@@ -30,7 +30,8 @@ class ModelDevice:
         """One step of each replica; its results in the order of `Step.parts`."""
         rows = [row for step in work if step is not None for row, _ in step.parts()]
         chooser = RowChooser(max(map(program_of, rows)), self.vocabulary)
-        ran = self.programs.run(work, chooser, lambda bucket: chooser.inputs(work, bucket))
+        steps: Sequence[Any] = work
+        ran = self.programs.run(steps, chooser, lambda bucket: chooser.inputs(work, bucket))
         chosen: StepChosen = jax.device_get(ran.chosen)
         return [_sampled(step, replica, ran, chosen) if step else [] for replica, step in enumerate(work)]
 

@@ -1,17 +1,18 @@
 """The ways to choose tokens that an engine compiles, and their arrays made from the rows of a step."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from megajax.inference.pack import Bucket
 from megajax.inference.programs import StepOutput
-from megajax.inference.request import BIASES, STOP_TOKENS, Sampling
+from megajax.inference.request import BIASES, STOP_TOKENS
 from megajax.inference.sampling.choose import choose
 from megajax.inference.sampling.prompt import PromptScores, prompt_scores
 from megajax.inference.sampling.rows import Chosen, Drawing, Edits, Program, RowSampling
+from megajax.inference.scheduler import Row
 from megajax.mesh.layout import Layout
 
 TOP, PROMPT_TOP = 64, 20
@@ -19,25 +20,6 @@ TOP, PROMPT_TOP = 64, 20
 EDITED = BIASES + STOP_TOKENS + 8
 """Most tokens of a row with a bias or forbidden; 8: ends of the model's own."""
 WORD = 32
-
-
-class SampledRow(Protocol):
-    """What is read of a row of the scheduler."""
-
-    tokens: Sequence[int]
-    prompt: int
-    made: int
-    """Tokens of the answer."""
-    sampling: Sampling
-    seed: int
-    barred: Collection[int]
-    """Tokens that may not be chosen next."""
-    unscored: bool
-    """The scores of its prompt are wanted."""
-    top: int | None
-    """Number of most likely tokens that are wanted; None: not even the rank."""
-    guide: Any
-    """A `Guided`, or None."""
 
 
 class ChooserInputs(NamedTuple):
@@ -94,7 +76,7 @@ def choosers(size: int) -> tuple[RowChooser, ...]:
     return tuple(RowChooser(program, size) for program in Program)
 
 
-def program_of(row: SampledRow) -> Program:
+def program_of(row: Row) -> Program:
     """The first program that serves a row."""
     own = row.sampling
     penalties = own.repetition_penalty != 1 or own.presence_penalty != 0 or own.frequency_penalty != 0
@@ -104,21 +86,21 @@ def program_of(row: SampledRow) -> Program:
     return Program.SAMPLED if own.temperature > 0 else Program.GREEDY
 
 
-def settings(placed: Iterable[tuple[int, SampledRow]], program: Program, count: int, size: int) -> RowSampling:
+def settings(placed: Iterable[tuple[int, Row]], program: Program, count: int, size: int) -> RowSampling:
     """Arrays of `count` rows, of which the placed ones are rows of the scheduler; numpy."""
     placed = list(placed)
     drawing = _drawing(placed, count) if program >= Program.SAMPLED else None
     return RowSampling(drawing, _edits(placed, count, size) if program == Program.FULL else None)
 
 
-def _column(placed: Sequence[tuple[int, SampledRow]], count: int, neutral: float, name: str) -> np.ndarray:
+def _column(placed: Sequence[tuple[int, Row]], count: int, neutral: float, name: str) -> np.ndarray:
     column = np.full(count, neutral, np.float32)
     for place, row in placed:
         column[place] = getattr(row.sampling, name)
     return column
 
 
-def _drawing(placed: Sequence[tuple[int, SampledRow]], count: int) -> Drawing:
+def _drawing(placed: Sequence[tuple[int, Row]], count: int) -> Drawing:
     seed, number = np.zeros((count, 2), np.uint32), np.zeros(count, np.int32)
     for place, row in placed:
         seed[place], number[place] = divmod(row.seed, 2**32), row.made
@@ -132,7 +114,7 @@ def _drawing(placed: Sequence[tuple[int, SampledRow]], count: int) -> Drawing:
     )
 
 
-def _edits(placed: Sequence[tuple[int, SampledRow]], count: int, size: int) -> Edits:
+def _edits(placed: Sequence[tuple[int, Row]], count: int, size: int) -> Edits:
     allowed = np.full((count, -(-size // WORD)), 2**WORD - 1, np.uint32)
     tokens, biases = np.full((count, EDITED), -1, np.int32), np.zeros((count, EDITED), np.float32)
     prompt, length = np.zeros(count, np.int32), np.zeros(count, np.int32)
