@@ -102,7 +102,7 @@ class Routes:
     def _generate(self, read: Reader) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
             body = await read_object(request, self._config)
-            if self._readiness.status() != "ok":
+            if self._readiness.draining or self._readiness.failed():
                 raise shutting_down()
             job = await read(body, self._models, self._config)
             log = request.state.log

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
-import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -125,8 +124,7 @@ class BoundedProtocol(H11Protocol):
     def _late(self) -> None:
         self._timer = None
         if not self.transport.is_closing():
-            begun = bool(self.conn.trailing_data[0]) and self.conn.their_state is h11.IDLE
-            if begun:
+            if self.conn.trailing_data[0]:  # a part of a head
                 message = f"the headers must arrive within {self.limits.header_seconds:g} seconds"
                 self._end(RequestError(408, message))
             else:

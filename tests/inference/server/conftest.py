@@ -4,10 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 from served import Running, start, stop
-from stand_in_worker import StandInWorker
 
 from megajax.inference.server.config import ServerConfig
-from megajax.tokenizers.config import ByteTokenizerConfig
 
 
 @pytest.fixture(scope="module")
@@ -15,6 +13,7 @@ def served() -> Iterator[Running]:
     """With small limits."""
     config = ServerConfig(
         port=0,
+        queue=32,
         prompts=8,
         body_bytes=64 * 1024,
         header_bytes=4096,
@@ -23,6 +22,6 @@ def served() -> Iterator[Running]:
         body_seconds=0.4,
         write_seconds=1.0,
     )
-    running = start(config, StandInWorker(ByteTokenizerConfig().build()))
+    running = start(config)
     yield running
     stop(running)

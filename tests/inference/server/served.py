@@ -1,4 +1,4 @@
-"""A server in this process: its event loop runs on a thread of its own, its engine is a stand-in."""
+"""A server in this process: its event loop runs on a thread of its own, its engine runs on a device without a model."""
 
 import asyncio
 import threading
@@ -7,14 +7,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx2
-from stand_in_worker import StandInWorker
+from echo_device import EchoDevice
 
+from megajax.inference.engine import Engine
 from megajax.inference.server.application import build_application
 from megajax.inference.server.config import ServerConfig
 from megajax.inference.server.models import ServedModel
 from megajax.inference.server.server import Server
 from megajax.inference.server.state import Readiness
+from megajax.inference.worker import Worker
 from megajax.tokenizers.chat_template import ChatTemplate
+from megajax.tokenizers.config import ByteTokenizerConfig
 from megajax.tokenizers.conversation import Conversation
 
 
@@ -23,7 +26,8 @@ class Running:
     """A server that runs."""
 
     server: Server
-    worker: StandInWorker
+    worker: Worker
+    device: EchoDevice
     readiness: Readiness
     log: list[str]
     thread: threading.Thread
@@ -38,16 +42,22 @@ class Running:
     def complete(self, **body: Any) -> httpx2.Response:
         return self.ask("/v1/completions", body)
 
+    def blocks_used(self) -> int:
+        return self.worker.statistics().blocks_used
+
     def all_free(self, seconds: float = 5) -> bool:
         """Whether all blocks are free within some time."""
         end = time.monotonic() + seconds
-        while self.worker.free != self.worker.blocks and time.monotonic() < end:
+        while self.worker.statistics().requests and time.monotonic() < end:
             time.sleep(0.002)
-        return self.worker.free == self.worker.blocks
+        return not self.blocks_used() and not self.worker.statistics().requests
 
 
-def start(config: ServerConfig, worker: StandInWorker, template: str | None = "plain") -> Running:
-    tokenizer = worker.tokenizer
+def start(config: ServerConfig, device: EchoDevice | None = None, template: str | None = "plain") -> Running:
+    device, tokenizer = device or EchoDevice(), ByteTokenizerConfig().build()
+    engine = Engine(device, tokenizer=tokenizer, queue=config.queue, guide=lambda schema: None)
+    worker = Worker(engine, patience=config.stall_seconds, on_failure=lambda error: None)
+    worker.start()
     conversation = Conversation(ChatTemplate(template), tokenizer) if template else None
     names = {"tiny": None, "tuned": "tuned"}
     models = [
@@ -56,7 +66,7 @@ def start(config: ServerConfig, worker: StandInWorker, template: str | None = "p
             worker=worker,
             tokenizer=tokenizer,
             conversation=conversation,
-            length=worker.length,
+            length=engine.length,
             adapter=adapter,
         )
         for name, adapter in names.items()
@@ -68,7 +78,9 @@ def start(config: ServerConfig, worker: StandInWorker, template: str | None = "p
     while not server.started:
         assert thread.is_alive(), log
         time.sleep(0.005)
-    return Running(server, worker, readiness, log, thread, server.address(), httpx2.Client(timeout=30, verify=False))
+    return Running(
+        server, worker, device, readiness, log, thread, server.address(), httpx2.Client(timeout=30, verify=False)
+    )
 
 
 def stop(running: Running) -> None:

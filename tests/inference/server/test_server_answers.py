@@ -124,8 +124,8 @@ def test_the_route_of_megatron(served: Running) -> None:
     assert answer["text"] == ["ababa", "cccc"] and answer["segments"][1] == ["c"] * 4
     assert answer["tokens"][0] == list(b"ababa")
     assert [len(row) for row in answer["logprobs"]] == [4, 3]
-    begun = served.ask("/api", {"prompts": [""], "add_BOS": True, "tokens_to_generate": 2}, "PUT").json()
-    assert begun["tokens"] == [[256, 256, 256]] and "logprobs" not in begun
+    begun = served.ask("/api", {"prompts": ["", "a"], "add_BOS": True, "tokens_to_generate": 2}, "PUT").json()
+    assert begun["tokens"] == [[256, 256], [256, 97, 256]] and "logprobs" not in begun
     only = served.ask("/api", {"prompts": ["abc"], "tokens_to_generate": 0, "logprobs": True}, "PUT").json()
     assert only["text"] == ["abc"] and len(only["logprobs"][0]) == 2
     line = served.ask("/api", {"prompts": ["a\nb"], "stop_on_eol": True}, "PUT").json()
@@ -136,17 +136,16 @@ def test_the_route_of_megatron(served: Running) -> None:
 
 def test_beams_of_megatron(served: Running) -> None:
     answer = served.ask("/api", {"prompts": ["ab"], "beam_width": 2, "tokens_to_generate": 4}, "PUT").json()
-    assert answer["text"] == ["ababab"] * 2 and answer["scores"] == [-0.5, -0.5]
+    assert answer["text"] == ["ababab", "ababac"] and answer["scores"] == [-0.5, -0.75]
     longer = {"prompts": ["ab"], "beam_width": 2, "tokens_to_generate": 4, "length_penalty": 2.0}
-    assert served.ask("/api", longer, "PUT").json()["scores"] == [-2 / 16] * 2
+    assert served.ask("/api", longer, "PUT").json()["scores"] == [-2 / 16, -3 / 16]
 
 
 def test_models(client: openai.OpenAI, served: Running) -> None:
     assert [model.id for model in client.models.list()] == ["tiny", "tuned"]
     assert client.models.retrieve("tuned").owned_by == "megajax"
-    served.worker.adapters.clear()
     client.completions.create(model="tuned", prompt="a", max_tokens=1)
-    assert served.worker.adapters == ["tuned"]
+    assert [row.adapter for row in served.device.seen] == ["tuned"]
 
 
 def test_metrics(served: Running) -> None:
@@ -158,7 +157,7 @@ def test_metrics(served: Running) -> None:
                lines if not line.startswith("#"))  # fmt: skip
     assert float(values['megajax_requests_total{route="/v1/completions",code="200"}']) >= 1
     assert float(values['megajax_requests_total{route="other",code="404"}']) >= 1
-    assert values['megajax_blocks{model="tiny"}'] == str(served.worker.blocks)
+    assert values['megajax_blocks{model="tiny"}'] == str(served.device.blocks)
     counts = [int(value) for name, value in values.items() if name.startswith("megajax_request_seconds_bucket")]
     assert counts == sorted(counts) and counts[-1] == int(values["megajax_request_seconds_count"]) > 0
     assert int(values["megajax_time_per_token_seconds_count"]) >= 2
@@ -191,7 +190,7 @@ def test_the_log_has_no_prompts(served: Running) -> None:
 
 
 def test_json_is_what_a_guide_makes(served: Running) -> None:
-    """The schema goes to the engine, which this one lacks a guide for."""
+    """The schema goes to the engine."""
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     for asked, guide in (
         ({"type": "text"}, None),
@@ -200,4 +199,4 @@ def test_json_is_what_a_guide_makes(served: Running) -> None:
     ):
         body = {"messages": CHATS, "max_tokens": 1, "response_format": asked}
         assert served.ask("/v1/chat/completions", body).status_code == 200
-        assert json.dumps(served.worker.guides[-1]) == json.dumps(guide)
+        assert json.dumps(served.device.seen[0].sampling.guide) == json.dumps(guide)

@@ -1,0 +1,47 @@
+"""A device without a model: an answer repeats its prompt."""
+
+import threading
+import time
+from collections.abc import Sequence
+
+from megajax.inference.device import Sampled
+from megajax.inference.request import TokenScore
+from megajax.inference.scheduler import Row, Step
+
+BAD, DEATH = tuple(b"bad logits"), tuple(b"death")
+"""Prompts at which logits are not finite, and at which the device is lost."""
+
+
+class EchoDevice:
+    """Steps take `seconds`, and none ends while `open` is not set."""
+
+    chunk, block, replicas, vocabulary = 512, 16, 1, 257
+    prefix_sharing, adapters = True, ("tuned",)
+
+    def __init__(self, rows: int = 16, blocks: int = 4000, length: int = 4096, seconds: float = 0.0005):
+        self.rows, self.blocks, self.length, self.seconds = rows, blocks, length, seconds
+        self.open = threading.Event()
+        self.open.set()
+        self.seen: list[Row] = []
+
+    def run(self, work: Sequence[Step | None]) -> list[list[Sampled]]:
+        time.sleep(self.seconds)
+        self.open.wait()
+        (step,) = work
+        assert step is not None
+        self.seen = [row for row, _ in step.parts()]
+        return [[self._next(row, done) for row, done in step.parts()]]
+
+    def _next(self, row: Row, done: int) -> Sampled:
+        prompt = tuple(row.tokens[: row.prompt])
+        if prompt == DEATH:
+            raise RuntimeError("the device is lost")
+        if prompt == BAD:
+            return Sampled(-1, float("nan"), finite=False)
+        token = prompt[max(0, done - row.prompt) % row.prompt]
+        scores = tuple(_score(each) for each in prompt[1:]) if row.unscored and done == row.prompt else ()
+        return Sampled(token, -0.5, 1, _score(token).top, prompt=scores)
+
+
+def _score(token: int) -> TokenScore:
+    return TokenScore(token, -0.5, 1, tuple(((token + place) % 256, -0.5 - place) for place in range(20)))

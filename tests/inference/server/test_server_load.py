@@ -1,0 +1,181 @@
+"""Too much, too slow, gone: what other clients and the engine see of it."""
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from echo_device import BAD, DEATH, EchoDevice
+from served import Running, start, stop
+
+from megajax.inference.server.config import ServerConfig
+
+
+@pytest.fixture(scope="module")
+def small() -> Iterator[Running]:
+    """Four rows, eight requests that wait."""
+    config = ServerConfig(port=0, queue=8, prompts=8, write_seconds=0.5, stall_seconds=0.3)
+    running = start(config, EchoDevice(rows=4, blocks=400, length=4096, seconds=0.002))
+    yield running
+    stop(running)
+
+
+def test_more_requests_than_the_queue_takes(small: Running) -> None:
+    with ThreadPoolExecutor(40) as pool:
+        asked = [pool.submit(small.complete, prompt=f"p{number:02d}", max_tokens=60) for number in range(40)]
+        began = time.monotonic()
+        assert small.ask("/health", method="GET").status_code == 200 and time.monotonic() - began < 0.5
+        answers = [future.result() for future in asked]
+    for number, answer in enumerate(answers):
+        if answer.status_code == 200:
+            assert answer.json()["choices"][0]["text"] == f"p{number:02d}" * 20
+        else:
+            assert answer.status_code == 429 and int(answer.headers["retry-after"]) > 0
+            assert answer.json()["error"]["type"] == "rate_limit_error"
+    assert {answer.status_code for answer in answers} == {200, 429} and small.all_free()
+
+
+def test_a_list_of_prompts_is_taken_whole_or_not_at_all(small: Running) -> None:
+    small.device.open.clear()
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(small.complete, prompt=["a"] * 8, max_tokens=2)
+        while not small.worker.statistics().requests:
+            time.sleep(0.002)
+        time.sleep(0.1)
+        assert small.complete(prompt=["a"] * 8, max_tokens=2).status_code == 429
+        small.device.open.set()
+        assert len(first.result().json()["choices"]) == 8
+    assert small.all_free()
+
+
+def open_stream(small: Running, **body: Any) -> socket.socket:
+    """A connection whose answer nobody reads."""
+    connection = socket.create_connection(("127.0.0.1", int(small.url.rpartition(":")[2])))
+    text = json.dumps({"stream": True, **body}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+    connection.sendall(head % len(text) + text)
+    return connection
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_clients_that_go_free_their_blocks(small: Running, stream: bool) -> None:
+    for _ in range(10):
+        connections = [open_stream(small, prompt="abc", max_tokens=4000, stream=stream) for _ in range(10)]
+        while not small.blocks_used():
+            time.sleep(0.002)
+        if stream:
+            assert connections[0].recv(10)
+        for connection in connections:
+            connection.close()
+        began = time.monotonic()
+        assert small.all_free(), "blocks are not free"
+        assert time.monotonic() - began < 1
+
+
+def test_a_reader_that_does_not_read_is_cut_off(small: Running) -> None:
+    """It costs no other client anything, and its blocks when its time is over."""
+    small.log.clear()
+    slow = open_stream(small, prompt=["abc" * 400] * 4, max_tokens=2000, echo=True, logprobs=20)
+    while not small.blocks_used():
+        time.sleep(0.002)
+    assert small.complete(prompt="ab", max_tokens=4).json()["choices"][0]["text"] == "abab"
+    assert small.all_free(10)
+    slow.close()
+    assert any("gone=true" in line for line in small.log)
+    assert small.complete(prompt="ab", max_tokens=4).status_code == 200
+
+
+def test_a_fault_of_one_request_ends_that_request(small: Running) -> None:
+    bad = bytes(BAD).decode()
+    with ThreadPoolExecutor(4) as pool:
+        good = [pool.submit(small.complete, prompt="ab", max_tokens=100) for _ in range(3)]
+        wrong = small.complete(prompt=bad, max_tokens=5)
+        assert wrong.status_code == 500 and wrong.json()["error"]["type"] == "server_error"
+        assert "choices" not in wrong.text
+        assert all(future.result().json()["choices"][0]["text"] == "ab" * 50 for future in good)
+    events = small.complete(prompt=bad, max_tokens=5, stream=True).text.strip().split("\n\n")
+    assert json.loads(events[-1][6:])["error"]["type"] == "server_error" and "[DONE]" not in events[-1]
+    # Health needs a step with finite numbers, and requests are taken that make one.
+    assert small.ask("/health", method="GET").status_code == 503
+    assert small.complete(prompt="ab", max_tokens=2).status_code == 200
+    assert small.ask("/health", method="GET").status_code == 200
+
+
+def test_health_says_that_the_engine_hangs(small: Running) -> None:
+    small.device.open.clear()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(small.complete, prompt="ab", max_tokens=2)
+        end = time.monotonic() + 5
+        while (health := small.ask("/health", method="GET")).status_code == 200 and time.monotonic() < end:
+            time.sleep(0.02)
+        assert (health.status_code, health.json()) == (503, {"status": "stalled"})
+        small.device.open.set()
+        assert waiting.result().status_code == 200
+    assert small.ask("/health", method="GET").status_code == 200
+
+
+def test_the_death_of_the_engine_ends_the_server() -> None:
+    running = start(ServerConfig(port=0), EchoDevice(seconds=0.002))
+    with ThreadPoolExecutor(3) as pool:
+        others = [pool.submit(running.complete, prompt="ab", max_tokens=4000) for _ in range(2)]
+        while running.worker.statistics().running < 2:
+            time.sleep(0.002)
+        assert running.complete(prompt=bytes(DEATH).decode(), max_tokens=5).status_code == 500
+        assert [future.result().status_code for future in others] == [500, 500]
+    running.thread.join(10)
+    assert running.server.exit_code == 1 and not running.thread.is_alive()
+    assert any("the server ends" in line for line in running.log)
+
+
+def test_keys_on_every_route_but_health(tmp_path: Any) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("0123456789abcdef\n  second-key-of-some-length \n\n")
+    running = start(ServerConfig(port=0, api_key_file=str(keys)), template=None)
+    routes = [("GET", "/"), ("GET", "/metrics"), ("GET", "/v1/models"), ("POST", "/v1/completions"), ("PUT", "/api"),
+              ("POST", "/tokenize"), ("GET", "/none"), ("GET", "/health/")]  # fmt: skip
+    for method, path in routes:
+        for given in ({}, {"authorization": "Bearer 0123456789abcde"}, {"authorization": "0123456789abcdef"}):
+            answer = running.ask(path, {} if method != "GET" else None, method, headers=given)
+            assert answer.status_code == 401 and answer.json()["error"]["type"] == "authentication_error"
+            assert "Bearer" in answer.headers["www-authenticate"]
+    assert running.ask("/health", method="GET").status_code == 200
+    for header in ("Bearer 0123456789abcdef", "bearer second-key-of-some-length", "Basic OjAxMjM0NTY3ODlhYmNkZWY="):
+        assert running.ask("/v1/models", method="GET", headers={"authorization": header}).status_code == 200
+    without = running.ask(
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": "a"}]},
+        headers={"authorization": "Bearer 0123456789abcdef"},
+    )
+    assert without.status_code == 400 and "chat template" in without.json()["error"]["message"]
+    stop(running)
+
+
+def test_requests_that_are_being_answered_end_after_the_first_signal() -> None:
+    running = start(ServerConfig(port=0, drain_seconds=10), EchoDevice(seconds=0.002))
+    with ThreadPoolExecutor(4) as pool:
+        asked = [pool.submit(running.complete, prompt="ab", max_tokens=200) for _ in range(4)]
+        while running.worker.statistics().running < 4:
+            time.sleep(0.002)
+        running.server.handle_exit(15, None)
+        refused, health = running.complete(prompt="ab"), running.ask("/health", method="GET")
+        assert (refused.status_code, health.status_code, health.json()["status"]) == (503, 503, "draining")
+        assert refused.headers["retry-after"]
+        assert all(future.result().json()["choices"][0]["text"] == "ab" * 100 for future in asked)
+    running.thread.join(10)
+    assert running.server.exit_code == 0 and not running.thread.is_alive()
+    running.worker.close()
+
+
+def test_what_does_not_end_in_time_is_cut_off() -> None:
+    running = start(ServerConfig(port=0, drain_seconds=0.3), EchoDevice(seconds=0.005))
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(running.complete, prompt="ab", max_tokens=4000)
+        while not running.worker.statistics().running:
+            time.sleep(0.002)
+        running.server.handle_exit(15, None)
+        assert asked.result().status_code == 503
+    running.thread.join(10)
+    assert running.server.exit_code == 0 and not running.thread.is_alive()
