@@ -8,9 +8,10 @@ from hashlib import sha256
 from importlib.resources import files
 from typing import Any
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from megajax.inference.server.body import read_object
 from megajax.inference.server.calls import Call, whole
@@ -112,7 +113,7 @@ class Routes:
             call = Call(job.model.worker, self._metrics, job.names)
             call.submit([tuple(prompt) for prompt in job.prompts], job.sampling, job.model.adapter)
             if job.stream:
-                return EventStream(self._events(call, job, log), self._config.write_seconds)
+                return EventStream(self._events(call, job, log))
             answers = await whole(call, asyncio.ensure_future(_disconnected(request)))
             log.update(tokens=call.generated)
             if answers is None:
@@ -143,24 +144,17 @@ class Routes:
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events to a client that takes what it is sent in time."""
+    """Server-sent events, which end when the client has gone."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[str], seconds: float):
+    def __init__(self, events: AsyncGenerator[str]):
         super().__init__(events, headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
-        self._seconds, self._events = seconds, events
+        self._events = events
 
-    async def stream_response(self, send: Callable[[Any], Awaitable[None]]) -> None:
-        async def timely(message: Any) -> None:
-            async with asyncio.timeout(self._seconds):
-                await send(message)
-
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await super().stream_response(timely)
-        except TimeoutError:
-            # The rest cannot be sent, and the connection says so: it closes before the last chunk.
-            raise ClientDisconnect from None
+            await super().__call__(scope, receive, send)
         finally:
             await self._events.aclose()
 

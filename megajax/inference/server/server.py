@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import socket
 import time
 from collections.abc import Callable
 from http import HTTPStatus
@@ -18,6 +19,9 @@ from megajax.inference.server.state import Readiness
 
 CLOSING_SECONDS = 5
 """For the last bytes of responses to be sent."""
+
+UNSENT = 128 * 1024
+"""Bytes that the kernel keeps for a client that does not read; Linux doubles it."""
 
 
 class Server(uvicorn.Server):
@@ -77,17 +81,21 @@ class Server(uvicorn.Server):
 
 
 class BoundedProtocol(H11Protocol):
-    """A connection whose requests have to arrive in time, one of a bounded number.
+    """A connection whose requests have to arrive in time, and whose responses have to be taken in time; one of a
+    bounded number.
 
-    uvicorn has a limit for the time between two requests alone: a connection that sends nothing, or a header byte now
-    and then, would stay open.
+    uvicorn limits the time between two requests alone: a connection that sends nothing, or a byte of a header now and
+    then, or reads nothing, would stay open.
     """
 
     limits: ServerConfig
     _timer: asyncio.TimerHandle | None = None
+    _writing: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        # Unsent bytes count against a client soon, not after the megabytes that the kernel would take.
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNSENT)
         if len(self.connections) > self.limits.connections:
             self._end(RequestError(503, f"there are {self.limits.connections} connections already"))
         else:
@@ -96,6 +104,8 @@ class BoundedProtocol(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._unwatch()
         super().connection_lost(exc)
+        if self._writing is not None:
+            self._writing.cancel()
 
     def data_received(self, data: bytes) -> None:
         if not self.transport.is_closing():
@@ -105,6 +115,16 @@ class BoundedProtocol(H11Protocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         self._watch()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        # What is still to be sent is dropped, so the connection ends at once; the request is cancelled by it.
+        self._writing = self.loop.call_later(self.limits.write_seconds, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._writing is not None:
+            self._writing.cancel()
 
     def send_400_response(self, msg: str) -> None:
         self._end(RequestError(400, msg))
