@@ -6,6 +6,8 @@ way to choose tokens.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -109,17 +111,23 @@ class Programs:
         length: int,
         dtype: str,
         kernel: PagedKernel,
+        options: Mapping[str, Any] = MappingProxyType({}),
     ):
-        """length: most tokens of a row, prompt and answer; dtype: of the cache."""
+        """length: most tokens of a row, prompt and answer; dtype: of the cache; options: of the compiler."""
         self.loaded, self.size, self.buckets, self.length, self.kernel = loaded, size, tuple(buckets), length, kernel
         self.choosers = tuple(choosers)
         shape = loaded.mesh.shape
         self.replicas = shape["data"] * shape["expert"]
         self.leaves: tuple[CacheLeaf, ...] = (*loaded.cfg.cache_leaves(shape["tensor"]), TOKENS)
         self.width = -(-length // size.block)
-        like = like_cache(self.leaves, size, dtype, loaded.mesh, loaded.layout, self.replicas)
-        self.cache = empty_cache(like)
+        self.options = dict(options)
+        self.cache_like = like_cache(self.leaves, size, dtype, loaded.mesh, loaded.layout, self.replicas)
         self.compiled: dict[tuple[Bucket, Chooser], Callable[..., Any]] = {}
+
+    @cached_property
+    def cache(self) -> Cache:
+        """The arrays of the cache; made when a step first needs them, so that steps can be compiled without devices."""
+        return empty_cache(self.cache_like)
 
     @property
     def rows(self) -> int:
@@ -140,7 +148,7 @@ class Programs:
         """Compiles every program; gives each after it was compiled."""
         for bucket in self.buckets:
             for chooser in self.choosers:
-                self.compiled[bucket, chooser] = self.lowered(bucket, chooser).compile()
+                self.compiled[bucket, chooser] = self.lowered(bucket, chooser).compile(self.options)
                 yield bucket, chooser
 
     def lowered(self, bucket: Bucket, chooser: Chooser) -> jax.stages.Lowered:
@@ -153,11 +161,11 @@ class Programs:
             return chooser(loaded.layout, out, inputs), cache
 
         with jax.set_mesh(loaded.mesh):
-            weights, cache = (jax.tree.map(_like, tree) for tree in (loaded.weights, self.cache))
+            weights = jax.tree.map(_like, loaded.weights)
             inputs = jax.tree.map(
                 self._rows_like, chooser.like(self.replicas * bucket.sampled, self.replicas * bucket.chunk)
             )
-            return jax.jit(step, donate_argnums=1).lower(weights, cache, self.like(bucket), inputs)
+            return jax.jit(step, donate_argnums=1).lower(weights, self.cache_like, self.like(bucket), inputs)
 
     def run(self, work: Sequence[Step | None], chooser: Chooser, inputs: Callable[[Bucket], Any]) -> Ran:
         """One step of each replica.
@@ -169,7 +177,7 @@ class Programs:
         arrays = joined([pack(step, bucket, block=self.size.block, width=self.width) for step in work])
         program = self.compiled.get((bucket, chooser))
         if program is None:
-            program = self.compiled[bucket, chooser] = self.lowered(bucket, chooser).compile()
+            program = self.compiled[bucket, chooser] = self.lowered(bucket, chooser).compile(self.options)
         chosen, self.cache = program(self.loaded.weights, self.cache, arrays, inputs(bucket))
         return Ran(bucket, chosen)
 

@@ -168,7 +168,7 @@ class Stack(nnx.Module):
         places = self.places(segment, 0, 1, segment.repeats)
         parts = [nnx.split(self.blocks[place.block]) for place in places]
 
-        def repeat(carry: tuple[Array, Cache], number: Array) -> tuple[tuple[Array, Cache], None]:
+        def repeat(number: Array, carry: tuple[Array, Cache]) -> tuple[Array, Cache]:
             x, cache = carry
             for place, (graph, state) in zip(places, parts, strict=True):
                 row, used = place.start + number * place.stride, {}
@@ -179,9 +179,10 @@ class Stack(nnx.Module):
                 block, own = bind(nnx.merge(graph, state), used), below(cache, str(place.block))
                 x, own = block.step(x, own, ctx._replace(rows=replace(ctx.rows, layer=row)))
                 cache = {**cache, **{f"{place.block}.{name}": leaf for name, leaf in own.items()}}
-            return (x, cache), None
+            return x, cache
 
-        return jax.lax.scan(repeat, (x, cache), jnp.arange(segment.repeats))[0]
+        # On GPUs, cuBLAS reads a row of a stack in place where it is numbered by the loop's own counter.
+        return jax.lax.fori_loop(0, segment.repeats, repeat, (x, cache))
 
     def spans(self, repeats: int, first: int | None = None) -> list[Span]:
         """How layers are differentiated: all there are, or in a pipeline a chunk of that many repeats.

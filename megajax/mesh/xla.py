@@ -69,6 +69,15 @@ FP8 = (
 )
 """In addition to GPU, for programs with precision.fp8."""
 
+INFERENCE = (
+    Option(
+        "xla_gpu_dot_merger_threshold_mb",
+        0,
+        "keeps queries, keys and values separate matmuls: merged, their weights would be copied in every step",
+    ),
+)
+"""In addition to GPU, for the steps that generate text."""
+
 DETERMINISTIC = (
     Option(
         "xla_gpu_deterministic_ops",
@@ -113,9 +122,11 @@ class Defaults(NamedTuple):
     """With precision.fp8."""
     deterministic: tuple[Option, ...] = ()
     """With xla.deterministic."""
+    inference: tuple[Option, ...] = ()
+    """For steps that generate text."""
 
 
-_ON_GPU = Defaults(GPU, FSDP, FP8, DETERMINISTIC)
+_ON_GPU = Defaults(GPU, FSDP, FP8, DETERMINISTIC, INFERENCE)
 
 DEFAULTS: Mapping[str, Defaults] = MappingProxyType({"cpu": Defaults(CPU), "gpu": _ON_GPU, "cuda": _ON_GPU})
 """jax.Device.platform -> default options. Devices of a GPU topology are "cuda", other GPUs "gpu"."""

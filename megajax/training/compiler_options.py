@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 from megajax.config.coerce import Mismatch, scalar
 from megajax.config.errors import ConfigError, Problem
 from megajax.config.nearest import did_you_mean, nearest_names
-from megajax.mesh.xla import DEFAULTS, Defaults, Option, Value, compiler_options
+from megajax.mesh.xla import DEFAULTS, Defaults, Option, Value, XlaConfig, compiler_options
 from megajax.training.run_config import RunConfig
 
 UNKNOWN = re.compile(r"No such compile option: '(?P<name>[^']*)'")
@@ -59,6 +59,16 @@ def settled(cfg: RunConfig, mesh: Mesh) -> dict[str, Value]:
     devices = list(mesh.devices.flat)
     device = next((here for here in devices if here.process_index == jax.process_index()), devices[0])
     return settle(compiler_options(*chosen(cfg, device.platform)), cfg.xla.options, device)
+
+
+def settled_for_inference(xla: XlaConfig, device: jax.Device) -> dict[str, Value]:
+    """The options that the steps of text generation are compiled with.
+
+    Raises ConfigError for options given by the user that the compiler refuses.
+    """
+    defaults = DEFAULTS.get(device.platform, Defaults())
+    options = (*defaults.always, *defaults.inference, *(defaults.deterministic if xla.deterministic else ()))
+    return settle(compiler_options(*options), xla.options, device)
 
 
 def settle(defaults: Mapping[str, Value], given: Mapping[str, Any], device: jax.Device) -> dict[str, Value]:

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.config import load
 from megajax.config.errors import UserError
+from megajax.inference.kernel import choose_kernel
 from megajax.kernels.capability import Device
 from megajax.kernels.paged import KERNELS, reference
 from megajax.kernels.paged_capability import PAGED_BACKENDS, PagedRequest, choose_paged
@@ -120,6 +121,16 @@ def test_models_tell_what_their_layers_ask_for() -> None:
     assert set(latent) == {replace(known, key_dim=576, value_dim=512)}
     assert set(load("llama3.py:llama3_8b").model.paged_requests(known)) == {replace(known, key_dim=128, value_dim=128)}
     assert load("mamba2.py:mamba2_130m").model.paged_requests(known) == ()
+
+
+def test_the_kernel_of_a_model_is_chosen_for_the_device_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load("llama3.py:llama3_8b").model
+    assert choose_kernel("auto", model, "bfloat16", "bfloat16").kernel == "tiled"
+    with pytest.raises(UserError, match=r"inference.kernel=triton: .* needs an NVIDIA GPU, jax found cpu"):
+        choose_kernel("triton", model, "bfloat16", "bfloat16")
+    monkeypatch.setattr("megajax.inference.kernel.local_device", lambda: H100)
+    assert choose_kernel("auto", model, "bfloat16", "bfloat16").kernel == "triton"
+    assert choose_kernel("auto", model, "bfloat16", "float32").kernel == "tiled"
 
 
 @pytest.fixture(scope="module")
