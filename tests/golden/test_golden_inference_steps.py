@@ -1,0 +1,109 @@
+"""The compiled steps of text generation on virtual H100s: collectives, and that neither weights nor the pool move."""
+
+from collections.abc import Callable
+from math import prod
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import pytest
+from collective_counts import counts
+from flax import nnx
+from jax.sharding import NamedSharding
+
+from megajax.config import load
+from megajax.config.errors import UserError
+from megajax.inference.cache import CacheSize
+from megajax.inference.pack import Bucket
+from megajax.inference.programs import LoadedModel, Programs, StepOutput
+from megajax.layers.param import specs
+from megajax.mesh.config import ParallelConfig
+from megajax.mesh.layout import Layout
+from megajax.mesh.mesh import build_mesh
+from megajax.mesh.rules import Plan
+from megajax.mesh.xla import DEVICELESS, GPU, INFERENCE, XlaConfig, compiler_options
+from megajax.planning.program import devices
+from megajax.planning.program.audit import audit
+from megajax.planning.program.devices import Cluster
+from megajax.planning.program.hlo import read
+from megajax.training.compiler_options import settled_for_inference
+
+MIB = 2**20
+SIZE = CacheSize(blocks=4096, block=16, slots=64)
+
+
+class Greedy(NamedTuple):
+    """The most likely token of each row."""
+
+    def like(self, rows: int, chunk: int) -> tuple[()]:
+        del rows, chunk
+        return ()
+
+    def __call__(self, layout: Layout, out: StepOutput, inputs: tuple[()]) -> jax.Array:
+        del layout, inputs
+        return jnp.argmax(out.logits, axis=-1)
+
+
+def programs(name: str, tensor: int, bucket: Bucket) -> Programs:
+    """Steps of a model whose weights are in bfloat16, on that many H100s."""
+    cfg, parallel = load(name).model, ParallelConfig(tensor=tensor, data=1, data_sharding="replicate", sequence=False)
+    mesh, layout = build_mesh(parallel, devices.virtual_devices(Cluster("h100", tensor, 8))), Layout(Plan.of(parallel))
+    abstract = nnx.eval_shape(lambda: cfg.build(layout))
+    weights: dict[str, Any] = {
+        path: jax.ShapeDtypeStruct(
+            one.shape, jnp.bfloat16, sharding=NamedSharding(mesh, layout.plan.compute.spec(one.axes))
+        )
+        for path, one in specs(abstract).items()
+    }
+    return Programs(
+        LoadedModel(cfg, abstract, weights, mesh, layout),
+        SIZE,
+        buckets=[bucket],
+        choosers=[Greedy()],
+        length=8192,
+        dtype="bfloat16",
+        kernel="triton",
+        options=compiler_options(*GPU, *INFERENCE, *DEVICELESS),
+    )
+
+
+STEPS = {
+    "llama3_8b": ("llama3.py:llama3_8b", 1, Bucket(64, 0)),
+    "llama3_8b_prompt": ("llama3.py:llama3_8b", 1, Bucket(64, 512)),
+    "llama3_70b_tensor_8": ("llama3.py:llama3_70b", 8, Bucket(64, 0)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", STEPS)
+def test_a_step_moves_neither_weights_nor_pool(step: str, golden: Callable[[str, str], None]) -> None:
+    try:
+        devices.prepare()
+    except UserError as error:
+        pytest.skip(str(error).splitlines()[0])
+    name, tensor, bucket = STEPS[step]
+    steps = programs(name, tensor, bucket)
+    program = steps.lowered(bucket, Greedy()).compile(steps.options)
+    memory, text = program.memory_analysis(), program.as_text()
+    leaves = steps.cache_like.values()
+    pool = sum(prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
+    assert memory.alias_size_in_bytes == pool, "the whole cache is updated in place"
+    copied = audit(text).by_class()["copies"]
+    assert copied < 512 * MIB, "activations alone: copies of the keys' matrices of all layers would be as many"
+    actual = read(text, {"tensor": tensor}).collectives
+    if tensor > 1:
+        layers = load(name).model.stack.layers()
+        assert sum(one.place.runs() or 0 for one in actual if one.kind == "all-reduce") == 2 * layers + 1
+    lines = [
+        f"{name}, tensor {tensor}, {bucket}, on H100",
+        f"temporary: {memory.temp_size_in_bytes / MIB:.0f} MiB; copied: {copied / MIB:.0f} MiB",
+        *counts(actual),
+    ]
+    golden(f"inference_{step}", "\n".join(lines) + "\n")
+
+
+def test_options_of_inference_follow_from_the_platform() -> None:
+    device = jax.devices()[0]
+    given = settled_for_inference(XlaConfig(options={"xla_cpu_enable_fast_math": True}), device)
+    assert given == {"xla_cpu_enable_fast_math": True}
+    assert settled_for_inference(XlaConfig(), device) == {"xla_cpu_enable_fast_math": False}
