@@ -132,7 +132,7 @@ class MixtureOfExperts(nnx.Module):
 
     def routed(self, x: Array, ctx: Context) -> Array:
         """Of the experts."""
-        cfg, layout = self.cfg, self.layout
+        cfg, layout = self.cfg if ctx.rows is None else self.cfg.decoding(), self.layout
         tokens, seen = x, self.jittered(x, ctx)
         if cfg.latent is not None:
             tokens = layout.dot("bsd,dl->bsl", x, self.latent_down, "batch", "seq_residual", None)
@@ -142,21 +142,21 @@ class MixtureOfExperts(nnx.Module):
         axes = {name: (None,) * w.ndim for name, w in weights.items()}
         tokens_axes = ("batch", "seq_residual", None)
         ins = tokens_axes, tokens_axes, axes, self.experts.axes()
-        island = layout.island(self.on_device(training=ctx.row_keys is not None), ins, tokens_axes)
+        island = layout.island(self.on_device(cfg, training=ctx.row_keys is not None), ins, tokens_axes)
         y = island(tokens, seen, weights, self.experts.weights())
         if cfg.latent is None:
             return layout.act(y, *TOKENS)
         return layout.dot("bsl,ld->bsd", y, self.latent_up, *TOKENS)
 
-    def on_device(self, *, training: bool) -> Callable[..., Array]:
+    def on_device(self, cfg: MoEConfig, *, training: bool) -> Callable[..., Array]:
         """(tokens, input of the router, the router's arrays, weights of the experts) -> outputs, on one device."""
-        cfg, axes, spread = self.cfg, token_axes(self.layout), expert_axes(self.layout)
+        axes, spread = token_axes(self.layout), expert_axes(self.layout)
         stages = manual_axes().get("pipeline", 1) if self.on_every_stage else 1
         copies, facts = spread.copies(axes) * stages, cfg.expert_facts(self.router.shape[0])
 
         def local(x: Array, seen: Array, arrays: Mapping[str, Array], experts: Mapping[str, Array]) -> Array:
             rows, flat = x.shape[0], x.reshape(-1, x.shape[-1])
-            routing, routed = self.route(seen, arrays, axes, copies, training=training)
+            routing, routed = self.route(cfg, seen, arrays, axes, copies, training=training)
 
             def apply(rows: Array, sizes: Array, scale: Array) -> Array:
                 return self.experts.apply(cfg.kernel, experts, rows, sizes, scale, spread.cuts())
@@ -179,14 +179,20 @@ class MixtureOfExperts(nnx.Module):
         return local
 
     def route(
-        self, x: Array, arrays: Mapping[str, Array], axes: TokenAxes, copies: int, *, training: bool
+        self,
+        cfg: MoEConfig,
+        x: Array,
+        arrays: Mapping[str, Array],
+        axes: TokenAxes,
+        copies: int,
+        *,
+        training: bool,
     ) -> tuple[Routing, dict[str, Array]]:
         """The experts of this device's tokens, and what is reported of them: parts of sums over all devices.
 
         copies: devices that route the same tokens.
         """
-        cfg, rows = self.cfg, x.shape[0]
-        flat = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
+        rows, flat = x.shape[0], x.reshape(-1, x.shape[-1]).astype(jnp.float32)
         logits = jnp.matmul(flat, arrays["router"].astype(jnp.float32), precision=lax.Precision.HIGHEST)
         if "router_bias" in arrays:
             logits = logits + arrays["router_bias"].astype(jnp.float32)[None]

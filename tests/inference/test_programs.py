@@ -1,5 +1,6 @@
 """Compiled steps give the logits of the trainer's forward, for any mix of prompts and decoding rows."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -27,7 +28,7 @@ from megajax.layers.config import (
     RopeConfig,
     StackConfig,
 )
-from megajax.layers.param import bind, initial_values, specs
+from megajax.layers.param import Observation, bind, initial_values, specs
 from megajax.layers.segments import SegmentsConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
@@ -116,7 +117,8 @@ def loaded(cfg: DecoderConfig, sizes: dict[str, int], seed: int = 0) -> LoadedMo
     layout, draw = Layout(Plan.of(parallel)), np.random.default_rng(seed)
     abstract = nnx.eval_shape(lambda: cfg.build(layout))
     weights = {}
-    for path, value in initial_values(declared := specs(abstract), seed).items():
+    declared = {**specs(abstract), **specs(abstract, Observation)}
+    for path, value in initial_values(declared, seed).items():
         noise = 0.0 if declared[path].role == "weight" else 0.1 * draw.standard_normal(value.shape)
         spec = layout.plan.compute.spec(declared[path].axes)
         weights[path] = jax.device_put(jnp.asarray(value + noise, jnp.float32), NamedSharding(mesh, spec))
@@ -147,6 +149,58 @@ def work_of(rows: list[Row], prompts: list[int]) -> list[Step]:
     return steps
 
 
+def replicas(model: LoadedModel) -> int:
+    """Those of a model on its mesh."""
+    return model.mesh.shape["data"] * model.mesh.shape["expert"]
+
+
+def tokens_of(model: LoadedModel) -> np.ndarray:
+    """Three rows for each replica."""
+    return np.random.default_rng(1).integers(0, VOCABULARY, (3 * replicas(model), LENGTH)).astype(np.int32)
+
+
+def steps_of(model: LoadedModel, dtype: str = "float32") -> Iterator[tuple[tuple[int, int], np.ndarray]]:
+    """Runs `tokens_of` the model as prompts and single tokens; gives row, position, and the logits there.
+
+    dtype: of the cache.
+    """
+    draw = np.random.default_rng(2)
+    programs = Programs(
+        model,
+        CacheSize(blocks=3 * LENGTH // BLOCK, block=BLOCK, slots=3),
+        buckets=[Bucket(3, 0), Bucket(3, CHUNK)],
+        choosers=[Logits()],
+        length=LENGTH,
+        dtype=dtype,
+        kernel="tiled",
+    )
+    lengths, prompts, schedules, owners, tokens = [LENGTH, 21, 9], [19, 3, 8], [], [], tokens_of(model)
+    for replica in range(replicas(model)):
+        blocks = draw.permutation(programs.size.blocks).reshape(3, -1)
+        own = tokens[3 * replica : 3 * replica + 3]
+        rows = [Row(own[n, : lengths[n]].tolist(), blocks[n].tolist(), n) for n in range(3)]
+        schedules.append(work_of(rows, prompts))
+        owners += rows
+    for work in zip(*schedules, strict=True):
+        ran = programs.run(work, Logits(), lambda _: ())
+        logits = np.asarray(ran.chosen)
+        for replica, step in enumerate(work):
+            for number, (row, at) in enumerate(step.decode):
+                yield (owners.index(row), at), logits[ran.row(replica, number)]
+            for row, at, count in step.prompts:
+                yield (owners.index(row), at + count - 1), logits[ran.row(replica, 0, prompt=True)]
+    assert set(programs.compiled) <= {(bucket, Logits()) for bucket in programs.buckets}
+
+
+def compare_steps(model: LoadedModel, expected: np.ndarray) -> None:
+    """Asserts that steps give these logits [rows, positions, V], to 1e-5 of the largest."""
+    compared = 0
+    for place, logits in steps_of(model):
+        np.testing.assert_allclose(logits[:VOCABULARY], expected[place], atol=1e-5 * np.abs(expected).max())
+        compared += 1
+    assert compared == 37 * replicas(model)
+
+
 LAYOUTS = [("llama", {"tensor": 4}), ("llama", {"data": 2, "tensor": 2}), ("latent", {"data": 2, "tensor": 2})]
 LAYOUTS += [(name, {"data": 2, "tensor": 2}) for name in ("nemotron-h", "mamba 1")] + [("mamba 2", {"tensor": 4})]
 QUICK = ("window, sinks, gate", {}), ("segments", {}), LAYOUTS[-1]
@@ -160,39 +214,8 @@ QUICK = ("window, sinks, gate", {}), ("segments", {}), LAYOUTS[-1]
     ],
 )
 def test_steps_give_the_logits_of_the_trainer(name: str, sizes: dict[str, int]) -> None:
-    model, replicas = loaded(MODELS[name], sizes), sizes.get("data", 1)
-    draw = np.random.default_rng(1)
-    tokens = draw.integers(0, VOCABULARY, (3 * replicas, LENGTH)).astype(np.int32)
-    expected = whole_logits(model, tokens)
-    programs = Programs(
-        model,
-        CacheSize(blocks=3 * LENGTH // BLOCK, block=BLOCK, slots=3),
-        buckets=[Bucket(3, 0), Bucket(3, CHUNK)],
-        choosers=[Logits()],
-        length=LENGTH,
-        dtype="float32",
-        kernel="tiled",
-    )
-    lengths, prompts, schedules, owners = [LENGTH, 21, 9], [19, 3, 8], [], []
-    for replica in range(replicas):
-        blocks = draw.permutation(programs.size.blocks).reshape(3, -1)
-        own = tokens[3 * replica : 3 * replica + 3]
-        rows = [Row(own[n, : lengths[n]].tolist(), blocks[n].tolist(), n) for n in range(3)]
-        schedules.append(work_of(rows, prompts))
-        owners += rows
-    compared = 0
-    for work in zip(*schedules, strict=True):
-        ran = programs.run(work, Logits(), lambda _: ())
-        logits = np.asarray(ran.chosen)
-        for replica, step in enumerate(work):
-            parts = [(row, at, ran.row(replica, n)) for n, (row, at) in enumerate(step.decode)]
-            parts += [(row, at + count - 1, ran.row(replica, 0, prompt=True)) for row, at, count in step.prompts]
-            for row, at, place in parts:
-                wanted = expected[owners.index(row), at]
-                np.testing.assert_allclose(logits[place, :VOCABULARY], wanted, atol=1e-5 * np.abs(expected).max())
-                compared += 1
-    assert compared == 37 * replicas
-    assert set(programs.compiled) <= {(bucket, Logits()) for bucket in programs.buckets}
+    model = loaded(MODELS[name], sizes)
+    compare_steps(model, whole_logits(model, tokens_of(model)))
 
 
 def test_buckets() -> None:

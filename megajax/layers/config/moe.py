@@ -190,6 +190,11 @@ class MoEConfig(Builds):
         chosen = choose_grouped(self.kernel, known.dtype, device, where, sizes)
         return Choice(chosen.kernel, chosen.reasons, "experts")
 
+    def decoding(self) -> Self:
+        """Without what makes a token depend on the others of its batch: capacities, and forced balance."""
+        router = replace(self.router, capacity=None, force_balance=False)
+        return replace(self, router=router, dispatch=replace(self.dispatch, room=None))
+
     def with_kernel(self, name: GroupedKernel) -> Self:
         """The same layer with this kernel."""
         return replace(self, kernel=name)

@@ -1,0 +1,117 @@
+"""Steps of every kind of block give the logits of the trainer's forward; experts take all tokens of a step."""
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+from test_programs import (
+    HEADS,
+    LENGTH,
+    ROPE,
+    VOCABULARY,
+    compare_steps,
+    decoder,
+    loaded,
+    steps_of,
+    tokens_of,
+    whole_logits,
+)
+
+from megajax.inference.programs import LoadedModel
+from megajax.layers.config import (
+    CapacityConfig,
+    DispatchConfig,
+    GatedMLPConfig,
+    Llama3ScalingConfig,
+    MoEConfig,
+    PostNormBlockConfig,
+    RMSNormConfig,
+    RopeConfig,
+    RouterConfig,
+    StackConfig,
+    YarnScalingConfig,
+)
+from megajax.layers.config.norm import LayerScaleConfig
+from megajax.models.config import DecoderConfig, WidthScalingConfig
+from megajax.models.presets.deepseek import deepseek
+from megajax.models.presets.gpt_oss import gpt_oss
+
+ROTATED = replace(HEADS, rope=ROPE)
+SHORT = {"sequence_length": LENGTH, "vocabulary_size": VOCABULARY}
+
+
+def of_block(cfg: DecoderConfig, **changes: object) -> DecoderConfig:
+    """The model with these settings of its blocks."""
+    (block,) = cfg.stack.pattern
+    return replace(cfg, stack=StackConfig(pattern=(replace(block, **changes),), repeats=2))
+
+
+def mixture(**settings: object) -> DecoderConfig:
+    """A mixture of experts in every block."""
+    moe = MoEConfig(experts=8, top_k=2, expert=GatedMLPConfig(ffn=16), **settings)
+    return of_block(decoder(ROTATED), mlp=moe)
+
+
+def stretched(scaling: YarnScalingConfig | Llama3ScalingConfig) -> DecoderConfig:
+    """RoPE from rows of 8 tokens to longer ones."""
+    return decoder(replace(HEADS, rope=RopeConfig(scaling=scaling)), repeats=2)
+
+
+POST = decoder(ROTATED)
+MODELS = {
+    "mixture": mixture(),
+    "deepseek": replace(deepseek("debug", **SHORT, yarn=True), init_std=0.1),
+    "gpt-oss": replace(gpt_oss("debug", **SHORT, window=6), init_std=0.1),
+    "post-norm": replace(
+        POST, stack=StackConfig(pattern=(PostNormBlockConfig(mixer=ROTATED, mlp=GatedMLPConfig(ffn=48)),), repeats=2)
+    ),
+    "layer scale": of_block(decoder(ROTATED), layer_scale=LayerScaleConfig(initial=0.3)),
+    "muP": decoder(
+        ROTATED, repeats=2, tied=True, width_scaling=WidthScalingConfig(base_hidden=16, base_head_dim=4, embedding=3.0)
+    ),
+    "float32 residual": decoder(ROTATED, repeats=2, residual="float32"),
+    "tied, norms over all heads": decoder(
+        replace(ROTATED, qk_norm=RMSNormConfig(), qk_norm_over="heads"), repeats=2, tied=True
+    ),
+    "yarn": stretched(YarnScalingConfig(factor=4.0, original=8)),
+    "llama 3": stretched(Llama3ScalingConfig(factor=4.0, original=8)),
+}
+LAYOUTS = [
+    ("mixture", {"expert": 2}),
+    ("deepseek", {"expert": 2, "data": 2}),
+    ("gpt-oss", {"expert": 2, "tensor": 2}),
+    ("tied, norms over all heads", {"tensor": 2}),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "sizes"), [*((name, {}) for name in MODELS), *LAYOUTS])
+def test_steps_give_the_logits_of_the_trainer(name: str, sizes: dict[str, int]) -> None:
+    model = loaded(MODELS[name], sizes)
+    compare_steps(model, whole_logits(model, tokens_of(model)))
+
+
+def test_steps_have_no_capacity() -> None:
+    """A trainer drops tokens by what else is in the batch. A step takes all of them, as a trainer without limits."""
+    limits = {"router": RouterConfig(capacity=CapacityConfig(factor=0.5)), "dispatch": DispatchConfig(room=1.0)}
+    model, free = loaded(mixture(**limits), {}), loaded(mixture(), {})
+    tokens = tokens_of(model)
+    expected = whole_logits(free, tokens)
+    assert np.abs(whole_logits(model, tokens) - expected).max() > 0.1
+    compare_steps(model, expected)
+
+
+def in_bfloat16(model: LoadedModel) -> LoadedModel:
+    """The model with weights in bfloat16."""
+    weights = jax.tree.map(lambda w: w.astype("bfloat16"), model.weights)
+    return replace(model, weights=weights)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mixture", "deepseek", "gpt-oss", "float32 residual"])
+def test_bfloat16_has_the_likeliest_tokens_of_the_trainer(name: str) -> None:
+    model = in_bfloat16(loaded(MODELS[name], {}))
+    expected = whole_logits(model, tokens_of(model))
+    for place, logits in steps_of(model, "bfloat16"):
+        assert logits[:VOCABULARY].argmax() == expected[place].argmax()
