@@ -21,13 +21,21 @@ from megajax.mesh.config import ParallelConfig
 from megajax.mesh.copies import copy_heads
 from megajax.mesh.layout import Layout
 from megajax.mesh.rules import Plan
+from megajax.precision.config import PrecisionConfig
 
 
-def load_weights(cfg: Any, source: WeightSource, parallel: ParallelConfig, mesh: Mesh, compute: str) -> LoadedModel:
+def load_weights(
+    cfg: Any,
+    source: WeightSource,
+    parallel: ParallelConfig,
+    mesh: Mesh,
+    precision: PrecisionConfig,
+    options: Mapping[str, Any],
+) -> LoadedModel:
     """A model with the weights of a source, and with what layers read of its observations.
 
-    cfg: a `megajax.models.protocol.ModelConfig`; compute: dtype. Raises UserError for a model that does not generate,
-    and with every weight that is missing or of another shape.
+    cfg: a `megajax.models.protocol.ModelConfig`; options: of the compiler, for the steps of the model.
+    Raises UserError for a model that does not generate, and with every weight that is missing or of another shape.
     """
     layout = Layout(Plan.of(parallel))
     cfg.cache_leaves(mesh.shape["tensor"])
@@ -40,7 +48,7 @@ def load_weights(cfg: Any, source: WeightSource, parallel: ParallelConfig, mesh:
 
     with jax.set_mesh(mesh):
         for path, spec in declared.items():
-            wanted = like(spec, spec.shape, spec.dtype if spec.keeps_dtype() else compute)
+            wanted = like(spec, spec.shape, spec.dtype if spec.keeps_dtype() else precision.compute)
             stored = placed(source, path, wanted, _rows(spec))
             weights[path] = jax.block_until_ready(copy_heads(layout, stored, spec.axes))
         for path, spec in observed.items():
@@ -49,7 +57,7 @@ def load_weights(cfg: Any, source: WeightSource, parallel: ParallelConfig, mesh:
             present = path in source.shapes()
             kept = placed(source, path, wanted, _rows(spec)) if present else jnp.zeros(wanted.shape, jnp.float32)
             weights[path] = jax.device_put(updater.used(kept, jnp.ones((), jnp.float32)), wanted.sharding)
-    return LoadedModel(cfg, abstract, weights, mesh, layout)
+    return LoadedModel(cfg, abstract, weights, mesh, layout, precision.matmul_precision(), options)
 
 
 def demand_shapes(source: WeightSource, declared: Mapping[str, ParamSpec]) -> None:

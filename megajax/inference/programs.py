@@ -5,9 +5,8 @@ way to choose tokens.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -39,6 +38,10 @@ class LoadedModel:
     """By path, in the compute dtype."""
     mesh: Mesh
     layout: Layout
+    matmul_precision: str | None = None
+    """jax_default_matmul_precision of its steps."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Of the compiler."""
 
 
 class StepOutput(NamedTuple):
@@ -111,16 +114,14 @@ class Programs:
         length: int,
         dtype: str,
         kernel: PagedKernel,
-        options: Mapping[str, Any] = MappingProxyType({}),
     ):
-        """length: most tokens of a row, prompt and answer; dtype: of the cache; options: of the compiler."""
+        """length: most tokens of a row, prompt and answer; dtype: of the cache."""
         self.loaded, self.size, self.buckets, self.length, self.kernel = loaded, size, tuple(buckets), length, kernel
         self.choosers = tuple(choosers)
         shape = loaded.mesh.shape
         self.replicas = shape["data"] * shape["expert"]
         self.leaves: tuple[CacheLeaf, ...] = (*loaded.cfg.cache_leaves(shape["tensor"]), TOKENS)
         self.width = -(-length // size.block)
-        self.options = dict(options)
         self.cache_like = like_cache(self.leaves, size, dtype, loaded.mesh, loaded.layout, self.replicas)
         self.compiled: dict[tuple[Bucket, Chooser], Callable[..., Any]] = {}
 
@@ -148,8 +149,11 @@ class Programs:
         """Compiles every program; gives each after it was compiled."""
         for bucket in self.buckets:
             for chooser in self.choosers:
-                self.compiled[bucket, chooser] = self.lowered(bucket, chooser).compile(self.options)
+                self.compiled[bucket, chooser] = self._compiled(bucket, chooser)
                 yield bucket, chooser
+
+    def _compiled(self, bucket: Bucket, chooser: Chooser) -> Callable[..., Any]:
+        return self.lowered(bucket, chooser).compile(compiler_options=dict(self.loaded.options))
 
     def lowered(self, bucket: Bucket, chooser: Chooser) -> jax.stages.Lowered:
         """The step of a bucket, before it is compiled."""
@@ -160,7 +164,7 @@ class Programs:
             out, cache = step_output(model, loaded.layout, cache, arrays, bucket.groups(), self.kernel)
             return chooser(loaded.layout, out, inputs), cache
 
-        with jax.set_mesh(loaded.mesh):
+        with jax.set_mesh(loaded.mesh), jax.default_matmul_precision(loaded.matmul_precision):
             weights = jax.tree.map(_like, loaded.weights)
             inputs = jax.tree.map(
                 self._rows_like, chooser.like(self.replicas * bucket.sampled, self.replicas * bucket.chunk)
@@ -177,7 +181,7 @@ class Programs:
         arrays = joined([pack(step, bucket, block=self.size.block, width=self.width) for step in work])
         program = self.compiled.get((bucket, chooser))
         if program is None:
-            program = self.compiled[bucket, chooser] = self.lowered(bucket, chooser).compile(self.options)
+            program = self.compiled[bucket, chooser] = self._compiled(bucket, chooser)
         chosen, self.cache = program(self.loaded.weights, self.cache, arrays, inputs(bucket))
         return Ran(bucket, chosen)
 

@@ -3,10 +3,10 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from megajax.config.errors import UserError
-from megajax.inference.request import Piece, TokenScore
+from megajax.inference.request import Answer, TokenScore
 from megajax.tokenizers.base import Tokenizer, start_token, with_prefix
 from megajax.tokenizers.chat_template import TemplateMisfit
 from megajax.tokenizers.conversation import Conversation
@@ -94,28 +94,11 @@ def demand_conversation(conversation: Conversation | None, where: str) -> Conver
     return conversation
 
 
-class Answer:
-    """One answer, as its pieces come."""
-
-    def __init__(self) -> None:
-        self.text, self.finish = "", None
-        self.tokens: list[int] = []
-        self.scores: list[TokenScore] = []
-        self.prompt_scores: Sequence[TokenScore | None] = ()
-
-    def add(self, piece: Piece) -> None:
-        """What it grew by."""
-        self.text += piece.text
-        self.tokens += piece.tokens
-        self.scores += piece.scores
-        self.prompt_scores = piece.prompt_scores or self.prompt_scores
-        self.finish = piece.finish
-
-    def as_json(self) -> dict[str, Any]:
-        """text, tokens, finish; with scores `logprobs` and `top_logprobs`."""
-        made: dict[str, Any] = {"text": self.text, "tokens": self.tokens, "finish": self.finish}
-        made |= _scores("", self.scores) if self.scores else {}
-        return made | (_scores("prompt_", self.prompt_scores) if self.prompt_scores else {})
+def as_json(answer: Answer) -> dict[str, Any]:
+    """text, tokens, finish; with scores `logprobs` and `top_logprobs`, and those of the prompt."""
+    made: dict[str, Any] = {"text": answer.text, "tokens": answer.tokens, "finish": answer.finish}
+    made |= _scores("", answer.scores) if answer.scores else {}
+    return made | (_scores("prompt_", answer.prompt_scores) if answer.prompt_scores else {})
 
 
 def _scores(before: str, scores: Sequence[TokenScore | None]) -> dict[str, Any]:
@@ -164,11 +147,13 @@ class AnswerFile:
     def write(self, answers: Sequence[Answer]) -> None:
         """The answers to the next prompt."""
         for choice, answer in enumerate(answers):
-            line = {"index": self.done, "choice": choice, **answer.as_json(), "key": self._keys[self.done]}
+            line = {"index": self.done, "choice": choice, **as_json(answer), "key": self._keys[self.done]}
             self._file.write(json.dumps(line, ensure_ascii=False).encode("utf-8", errors="replace") + b"\n")
         self._file.flush()
         self.done += 1
 
-    def close(self) -> None:
-        """Close the file."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
         self._file.close()

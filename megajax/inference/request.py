@@ -82,10 +82,15 @@ class Sampling:
     top_k: int = 0
     """0: all tokens."""
     top_p: float = 1.0
+    """Keep the most likely tokens whose probabilities add up to this; 1: all."""
     min_p: float = 0.0
+    """Keep tokens with at least this share of the largest probability; 0: all."""
     repetition_penalty: float = 1.0
+    """Divides positive logits of tokens of prompt and answer, and multiplies negative ones; 1: none."""
     presence_penalty: float = 0.0
+    """Subtracted from the logits of tokens of the answer."""
     frequency_penalty: float = 0.0
+    """The same, times the number of their occurrences."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     """Token -> what is added to its logit."""
     seed: int | None = None
@@ -93,7 +98,9 @@ class Sampling:
     stop: tuple[str, ...] = ()
     """The text ends before the first of them."""
     stop_tokens: tuple[int, ...] = ()
+    """Token ids that end the answer."""
     ignore_eos: bool = False
+    """Go on after the end of a text."""
     logprobs: int | None = None
     """Number of most likely tokens to report beside the chosen one. None: no scores."""
     prompt_logprobs: int | None = None

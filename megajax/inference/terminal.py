@@ -1,110 +1,49 @@
 """Text generation at a terminal: answers to prompts, and conversations. Runs the engine on the caller's thread."""
 
+import hashlib
 import signal
 import sys
 import time
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from functools import partial
-from itertools import count
-from typing import Protocol, TextIO
+from dataclasses import astuple, replace
+from pathlib import Path
+from typing import TextIO
 
-from megajax.inference.prompts import Answer
-from megajax.inference.request import Piece, Refused, Request, Sampling
+from megajax.inference.completions import complete
+from megajax.inference.engine import Engine
+from megajax.inference.prompts import AnswerFile, Prompt, demand_conversation, encode
+from megajax.inference.request import Answer, Piece, Refused, Sampling
 from megajax.metrics.text import visible
+from megajax.tokenizers.base import Tokenizer
 from megajax.tokenizers.chat_template import TemplateMisfit
 from megajax.tokenizers.conversation import Conversation
 
 HELP = "/reset forgets the conversation, /system TEXT sets a system message, /exit or Ctrl-D ends"
-
-
-class Engine(Protocol):
-    """What runs requests; `megajax.inference.engine.Engine` is one."""
-
-    def submit(self, request: Request) -> None:
-        """Raises Refused."""
-        ...
-
-    def cancel(self, identifier: str) -> None:
-        """End a request."""
-        ...
-
-    def step(self) -> bool:
-        """One step on the devices; False: nothing to do."""
-        ...
-
-
-class Asking:
-    """Requests to an engine from one thread, which runs it."""
-
-    def __init__(self, engine: Engine, sampling: Sampling, *, waiting: int):
-        """waiting: most requests that the engine has at a time."""
-        self._engine, self._sampling, self._waiting, self._names = engine, sampling, waiting, count()
-        self.choices = sampling.n
-        """Answers to each prompt."""
-        self.first_seconds: float | None = None
-        """To the first token of the first answer."""
-
-    def answer(self, prompt: tuple[int, ...], show: Callable[[Piece], None] = lambda piece: None) -> list[Answer]:
-        """All answers to one prompt; Ctrl-C ends them where they are. show: called with each piece. Raises Refused."""
-        with interrupts() as interrupted:
-            (answers,) = self._run([prompt], show, interrupted)
-        return answers
-
-    def all_answers(self, prompts: Iterable[tuple[int, ...]]) -> Iterator[list[Answer]]:
-        """The answers to many prompts, in their order. Raises Refused."""
-        return self._run(prompts, lambda piece: None, lambda: False)
-
-    def _run(
-        self, prompts: Iterable[tuple[int, ...]], show: Callable[[Piece], None], interrupted: Callable[[], bool]
-    ) -> Iterator[list[Answer]]:
-        prompts, running, started = iter(prompts), deque[tuple[str, list[Answer]]](), time.monotonic()
-
-        def deliver(answers: list[Answer], piece: Piece) -> None:
-            if self.first_seconds is None:
-                self.first_seconds = time.monotonic() - started
-            answers[piece.choice].add(piece)
-            show(piece)
-
-        more = True
-        while more or running:
-            while more and len(running) < self._waiting:
-                prompt = next(prompts, None)
-                more = prompt is not None
-                if prompt is not None:
-                    name, answers = str(next(self._names)), [Answer() for _ in range(self._sampling.n)]
-                    deliver_to = partial(deliver, answers)
-                    request = Request(identifier=name, prompt=prompt, sampling=self._sampling, deliver=deliver_to)
-                    self._engine.submit(request)
-                    running.append((name, answers))
-            if interrupted():
-                for name, _ in running:
-                    self._engine.cancel(name)
-            self._engine.step()
-            while running and all(answer.finish for answer in running[0][1]):
-                yield running.popleft()[1]
+NOTES = {"cancelled": " (stopped)", "length": " (cut off: raise --max-tokens)", "error": " (logits are not finite)"}
+"""Finish -> what is shown behind an answer of a conversation."""
 
 
 @contextmanager
 def interrupts() -> Generator[Callable[[], bool]]:
-    """Ctrl-C is told to who asks, once; it does not break into a step, which would lose the cache."""
-    told = list[bool]()
-    before = signal.signal(signal.SIGINT, lambda *_: told.append(True))
+    """Gives a function that tells whether Ctrl-C was pressed since it was asked last. Within a step of the engine,
+    KeyboardInterrupt would lose the cache."""
+    pressed = list[bool]()
+    before = signal.signal(signal.SIGINT, lambda *_: pressed.append(True))
 
-    def asked() -> bool:
-        was = bool(told)
-        told.clear()
+    def interrupted() -> bool:
+        was = bool(pressed)
+        pressed.clear()
         return was
 
     try:
-        yield asked
+        yield interrupted
     finally:
         signal.signal(signal.SIGINT, before)
 
 
 class Screen:
-    """Writes an answer as it comes: at a terminal with control characters escaped, elsewhere as it is."""
+    """Shows text as it comes: at a terminal with control characters escaped, elsewhere as it is."""
 
     def __init__(self, stream: TextIO | None = None):
         """stream: None: the standard output."""
@@ -113,33 +52,121 @@ class Screen:
 
     def write(self, text: str) -> None:
         """Show text at once."""
-        self._stream.write(visible(text) if self._safe else text.encode(errors="replace").decode())
-        self._stream.flush()
+        if text:
+            self._stream.write(visible(text) if self._safe else text.encode(errors="replace").decode())
+            self._stream.flush()
 
 
-def print_answers(asking: Asking, prompt: tuple[int, ...], screen: Screen) -> list[Answer]:
-    """Answers to one prompt: a single one as it comes, several one after another when they are complete."""
-    single = asking.choices == 1
-    answers = asking.answer(prompt, (lambda piece: screen.write(piece.text)) if single else lambda piece: None)
-    for number, answer in enumerate(answers if not single else (), start=1):
-        screen.write(f"[{number}] {answer.text}\n")
-    if single:
-        screen.write("\n")
-    return answers
+class Session:
+    """What `python -m megajax.generate` does with a model."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        conversation: Conversation | None,
+        sampling: Sampling,
+        where: str,
+        screen: Screen | None = None,
+    ):
+        """conversation: None without a chat template; where: of the weights."""
+        self._engine, self._tokenizer, self._conversation = engine, tokenizer, conversation
+        self._sampling, self._where, self._screen = sampling, where, screen or Screen()
+        self._started = time.monotonic()
+        self._first_seconds: float | None = None
+
+    def answer(self, text: str) -> None:
+        """Shows the answers to a prompt: a single one as it comes, several one after another when all are complete."""
+        prompt, single = encode(Prompt("--prompt", text), self._tokenizer, None), self._sampling.n == 1
+        answers = self.answers(prompt, self._sampling, lambda piece: self._screen.write(piece.text * single))
+        self._screen.write("\n" if single else "".join(f"[{n}] {each.text}\n" for n, each in enumerate(answers, 1)))
+
+    def answer_all(
+        self, prompts: Sequence[Prompt], output: Path | None, progress: Callable[[int, int], None] = lambda *_: None
+    ) -> None:
+        """Writes the answers to many prompts, in their order. output: a .jsonl file; None: texts are shown.
+
+        progress: called with the number of prompts that are done, and of all. Raises UserError.
+        """
+        encoded = [encode(prompt, self._tokenizer, self._conversation) for prompt in prompts]
+        chat = None if self._conversation is None else self.of_chat()
+        requests = [
+            (tokens, chat if chat is not None and prompt.is_conversation else self._sampling)
+            for tokens, prompt in zip(encoded, prompts, strict=True)
+        ]
+        if output is None:
+            for answers in complete(self._engine, requests, self._timed):
+                self._screen.write("".join(f"{answer.text}\n" for answer in answers))
+            return
+        keys = [self._key(*request) for request in requests]
+        with AnswerFile(output, self._sampling.n, keys) as file:
+            for answers in complete(self._engine, requests[file.done :], self._timed):
+                file.write(answers)
+                progress(file.done, len(requests))
+
+    def chat(self, read: Callable[[str], str], *, live: bool) -> None:
+        """A conversation. read: shows a text and gives a line, or raises EOFError; live: a person types."""
+        conversation = demand_conversation(self._conversation, "--chat")
+        sampling = replace(self.of_chat(), n=1, best_of=None)
+        Chat(lambda prompt, show: self.answers(prompt, sampling, show)[0], conversation, self._screen, live).run(read)
+
+    def answers(self, prompt: tuple[int, ...], sampling: Sampling, show: Callable[[Piece], None]) -> list[Answer]:
+        """All answers to one prompt; Ctrl-C ends them where they are. show: called with each piece. Raises Refused."""
+
+        def shown(piece: Piece) -> None:
+            self._timed(piece)
+            show(piece)
+
+        with interrupts() as interrupted:
+            (answers,) = complete(self._engine, [(prompt, sampling)], shown, interrupted)
+        return answers
+
+    def of_chat(self) -> Sampling:
+        """The settings of an answer in a conversation, which also ends where the template ends one."""
+        conversation = demand_conversation(self._conversation, "--chat")
+        return replace(self._sampling, stop=tuple(dict.fromkeys((*self._sampling.stop, *conversation.ends()))))
+
+    def statistics(self) -> str:
+        """Lines on what was computed since the model was loaded."""
+        counts, seconds = self._engine.statistics(), time.monotonic() - self._started
+        first = self._first_seconds
+        first = "" if first is None else f", the first token after {first:.2f} s"
+        return (
+            f"{self._where}: {counts.tokens_total:,} tokens of answers in {seconds:.1f} s with compilation{first}\n"
+            f"{counts.prompt_tokens_total:,} tokens of prompts computed, {counts.shared_tokens_total:,} taken from the "
+            f"cache, {counts.preemptions_total:,} preemptions\n"
+            f"{counts.steps_total:,} steps: {counts.device_seconds_total:.2f} s on the device, "
+            f"{counts.scheduler_seconds_total:.2f} s of scheduling and text"
+        )
+
+    def _timed(self, piece: Piece) -> None:
+        """Measures the time to the first piece."""
+        del piece
+        if self._first_seconds is None:
+            self._first_seconds = time.monotonic() - self._started
+
+    def _key(self, prompt: tuple[int, ...], sampling: Sampling) -> str:
+        """Digest of all that the answers to a prompt depend on."""
+        return hashlib.sha256(repr((prompt, astuple(sampling), self._where)).encode()).hexdigest()[:16]
 
 
 class Chat:
-    """A conversation at a terminal: reads lines, and writes answers as they come."""
+    """A conversation: reads lines, and shows answers as they come."""
 
-    def __init__(self, asking: Asking, conversation: Conversation, screen: Screen, *, live: bool):
-        """live: a person types."""
-        self._asking, self._conversation, self._screen, self._live = asking, conversation, screen, live
+    def __init__(
+        self,
+        answer: Callable[[tuple[int, ...], Callable[[Piece], None]], Answer],
+        conversation: Conversation,
+        screen: Screen,
+        live: bool,
+    ):
+        """answer: a prompt, and what to call with each piece -> the whole answer; live: a person types."""
+        self._answer, self._conversation, self._screen, self._live = answer, conversation, screen, live
         self.messages: list[dict[str, str]] = []
 
-    def run(self, read: Callable[[str], str] = input) -> None:
-        """Until the lines end, or /exit. read: shows a text and gives a line, or raises EOFError."""
-        if self._live:
-            self._screen.write(f"{HELP}. Ctrl-C stops an answer.\n")
+    def run(self, read: Callable[[str], str]) -> None:
+        """Until the lines end, or /exit."""
+        self._screen.write(f"{HELP}. Ctrl-C stops an answer.\n" * self._live)
         while True:
             try:
                 line = read("> " if self._live else "").strip()
@@ -158,26 +185,24 @@ class Chat:
 
     def _command(self, line: str) -> str:
         name, _, text = line.partition(" ")
-        match name:
-            case "/reset":
-                self.messages = [message for message in self.messages if message["role"] == "system"]
-                return "(the conversation is forgotten)\n"
-            case "/system":
-                others = [message for message in self.messages if message["role"] != "system"]
-                self.messages = [{"role": "system", "content": text.strip()}] * bool(text.strip()) + others
-                return "(the system message is set)\n" if text.strip() else "(no system message)\n"
-            case _:
-                return f"(there is no {name}: {HELP})\n"
+        system = [message for message in self.messages if message["role"] == "system"]
+        if name == "/reset":
+            self.messages = system
+            return "(the conversation is forgotten)\n"
+        if name == "/system":
+            text = text.strip()
+            self.messages = [{"role": "system", "content": text}] * bool(text) + self.messages[len(system) :]
+            return "(the system message is set)\n" if text else "(no system message)\n"
+        return f"(there is no {name}: {HELP})\n"
 
     def _turn(self, line: str) -> None:
         """A question and its answer, which are part of the conversation afterwards, unless it cannot be answered."""
         asked = [*self.messages, {"role": "user", "content": line}]
         try:
             prompt = tuple(self._conversation.encode(asked))
-            answer = self._asking.answer(prompt, lambda piece: self._screen.write(piece.text * (piece.choice == 0)))[0]
+            answer = self._answer(prompt, lambda piece: self._screen.write(piece.text))
         except (TemplateMisfit, Refused) as error:
             self._screen.write(f"({error})\n")
             return
-        notes = {"cancelled": " (stopped)", "length": " (cut off: --max-tokens)", "error": " (not a number)"}
-        self._screen.write(notes.get(answer.finish or "", "") + "\n")
+        self._screen.write(NOTES.get(answer.finish or "", "") + "\n")
         self.messages = [*asked, {"role": "assistant", "content": answer.text}]

@@ -1,10 +1,11 @@
 """Device memory: of the compiled step, in use now, and at its peak."""
 
+import os
 import resource
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -82,6 +83,24 @@ def memory_in_use() -> dict[str, int]:
     if _PAGES.exists():
         sizes["host"] = int(_PAGES.read_text().split()[1]) * resource.getpagesize()
     return sizes
+
+
+class FreeMemory(NamedTuple):
+    """What arrays may still take."""
+
+    bytes: int
+    """On one device."""
+    counted: bool
+    """By the devices; else they share the memory of the host."""
+
+
+def free_memory(devices: Sequence[jax.Device]) -> FreeMemory:
+    """Of the device with the least; of CPUs an equal share of what the host has."""
+    stats = [device.memory_stats() or {} for device in devices]
+    if all({"bytes_in_use", "bytes_limit"} <= each.keys() for each in stats):
+        return FreeMemory(min(each["bytes_limit"] - each["bytes_in_use"] for each in stats), True)
+    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return FreeMemory(available // len(devices), False)
 
 
 def _counted() -> list[dict[str, int]]:

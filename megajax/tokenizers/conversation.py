@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megajax.tokenizers.base import Tokenizer
-from megajax.tokenizers.chat_template import ChatTemplate
+from megajax.tokenizers.chat_template import ChatTemplate, TemplateMisfit
 
 MARK = "\ufdd2"
 """Put into names of special tokens that a message contains; Unicode reserves it for a program's own use."""
@@ -46,6 +46,16 @@ class Conversation:
             tokens += [*self._text(text[done : match.start()]), self._controls[match[0]]]
             done = match.end()
         return tokens + self._text(text[done:])
+
+    def ends(self) -> tuple[str, ...]:
+        """Texts that end an answer: what the template puts between it and the next question, and its first line."""
+        turns = [{"role": role, "content": MARK} for role in ("user", "assistant", "user")]
+        try:
+            parts = self._template.render(turns).split(MARK)
+        except TemplateMisfit:
+            return ()
+        between = parts[2] if len(parts) == 4 else ""
+        return tuple(dict.fromkeys(end for end in (between.partition("\n")[0].strip(), between) if end.strip()))
 
     def _marked(self, value: Any) -> Any:
         """A text without MARK but within names of special tokens."""

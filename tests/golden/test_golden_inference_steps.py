@@ -56,14 +56,13 @@ def programs(name: str, tensor: int, bucket: Bucket) -> Programs:
         for path, one in specs(abstract).items()
     }
     return Programs(
-        LoadedModel(cfg, abstract, weights, mesh, layout),
+        LoadedModel(cfg, abstract, weights, mesh, layout, options=compiler_options(*GPU, *INFERENCE, *DEVICELESS)),
         SIZE,
         buckets=[bucket],
         choosers=[Greedy()],
         length=8192,
         dtype="bfloat16",
         kernel="triton",
-        options=compiler_options(*GPU, *INFERENCE, *DEVICELESS),
     )
 
 
@@ -83,7 +82,7 @@ def test_a_step_moves_neither_weights_nor_pool(step: str, golden: Callable[[str,
         pytest.skip(str(error).splitlines()[0])
     name, tensor, bucket = STEPS[step]
     steps = programs(name, tensor, bucket)
-    program = steps.lowered(bucket, Greedy()).compile(steps.options)
+    program = steps.lowered(bucket, Greedy()).compile(steps.loaded.options)
     memory, text = program.memory_analysis(), program.as_text()
     leaves = steps.cache_like.values()
     pool = sum(prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)

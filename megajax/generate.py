@@ -1,0 +1,95 @@
+"""Generate text: `python -m megajax.generate --run=RUN --prompt=TEXT`."""
+
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megajax.command_line import Flag, front_door, parse
+from megajax.config.builds import resolve
+from megajax.config.errors import ConfigError, Problem, UserError
+from megajax.config.files import Source
+from megajax.inference.config import GenerationConfig
+from megajax.inference.sampling_flags import sampling_flags, sampling_of
+from megajax.job.origin import generation_config, origin_of
+from megajax.mesh.world import find_world
+from megajax.mesh.xla import set_process
+
+DESCRIPTION = """Generate text with the model of a run or of a Hugging Face folder, with a cache of earlier tokens.
+
+  python -m megajax.generate --run=runs/a --prompt='Once upon a time' --max-tokens=100
+  python -m megajax.generate --hf=DIR --adapter=DIR --chat --temperature=0.7
+  python -m megajax.generate --run=runs/a --prompts=FILE --output=answers.jsonl --temperature=0
+
+Flags that follow --stats say how tokens are chosen and where an answer ends. docs/generate.md has the formats of the
+files."""
+
+MODEL_FLAGS = (
+    Flag("run", Path | None, help="a run's folder, for its newest checkpoint, or one step in its checkpoints folder"),
+    Flag("hf", Path | None, help="a Hugging Face model folder instead of a run"),
+    Flag("adapter", Path | None, help="a PEFT folder, or a run with model.lora: its adapter is added to the weights"),
+)
+"""What model; `serve` takes the same."""
+FLAGS = (
+    *MODEL_FLAGS,
+    Flag("prompt", str | None, help="a text to go on with"),
+    Flag("prompts", Path | None, help="a file with a prompt in each line, or .jsonl with prompt or messages"),
+    Flag("output", Path | None, help="of --prompts: a .jsonl file of answers; goes on where it stopped. The terminal "
+         "unless given"),
+    Flag("chat", help="talk to the model, by its chat template"),
+    Flag("stats", help="print counts and speed at the end"),
+    *sampling_flags(),
+)  # fmt: skip
+
+
+def main(argv: list[str]) -> int:
+    """Read the command line, then (and only then) import jax, load the model and generate."""
+    command = parse(argv, verb="generate", flags=FLAGS, description=DESCRIPTION, root=GenerationConfig, base=base)
+    flags, config = command.flags, command.config
+    sampling = sampling_of(flags)
+    world = find_world()
+    if world is not None and world.count > 1:
+        raise UserError(f"generate runs in one process, and this is one of {world.count}: start it without a launcher")
+    prompts = resolve("megajax.inference.prompts:read_prompts")(flags["prompts"]) if flags["prompts"] else None
+    set_process(config.xla)
+    resolve("megajax.job.compile_cache:use_cache")(config.xla)
+    # More rows than requests would be compiled for nothing.
+    rows = min(config.inference.rows, len(prompts or [1]) * max(sampling.choices(), sampling.beams))
+    config = replace(config, inference=replace(config.inference, rows=rows))
+    loaded = resolve("megajax.job.inference:load")(config, origin_of(flags))
+    engine = resolve("megajax.job.inference:start_engine")(loaded, queue=rows)
+    session = resolve("megajax.inference.terminal:Session")(
+        engine, loaded.tokenizer, loaded.conversation, sampling, loaded.where
+    )
+    if flags["chat"]:
+        session.chat(input, live=sys.stdin.isatty())
+    elif prompts is not None:
+        progress = resolve("megajax.tasks.progress:Progress")(shown=flags["output"] is not None)
+        progress.start("prompts")
+        session.answer_all(prompts, flags["output"], progress)
+        progress.clear()
+    else:
+        session.answer(flags["prompt"])
+    if flags["stats"]:
+        print(session.statistics(), file=sys.stderr)
+    return 0
+
+
+def base(flags: Mapping[str, Any]) -> Source:
+    """The settings of the model. Raises ConfigError where the flags do not say what to do."""
+    asked = [name for name in ("prompt", "prompts", "chat") if flags[name] not in (None, False)]
+    problems = []
+    if len(asked) != 1:
+        what = f"--{' and --'.join(asked)} are given" if asked else "there is nothing to generate"
+        problems.append(Problem("--prompt", what, "give one of --prompt=TEXT, --prompts=FILE and --chat"))
+    if flags["output"] is not None and flags["prompts"] is None:
+        problems.append(Problem("--output", "goes with --prompts=FILE"))
+    if problems:
+        raise ConfigError(problems, "command line")
+    sampling_of(flags)
+    return generation_config(origin_of(flags), GenerationConfig)
+
+
+if __name__ == "__main__":
+    front_door(main)
