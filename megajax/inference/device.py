@@ -40,6 +40,8 @@ class Device(Protocol):
     replicas: int
     length: int
     """Most tokens of a row, prompt and answer."""
+    top: int
+    """Largest `Row.top`."""
     vocabulary: int
     """Tokens have smaller ids."""
     prefix_sharing: bool

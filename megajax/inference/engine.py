@@ -11,14 +11,16 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
+from threading import Lock
 from typing import Any
 
-from megajax.config.errors import Problem
+from megajax.config.errors import Problem, UserError
 from megajax.inference.answers import Answers, BeamAnswers, BestAnswers, Making, seed_of
 from megajax.inference.detokenizer import Detokenizer
 from megajax.inference.device import Device, Sampled
 from megajax.inference.pool import Pool
-from megajax.inference.request import Finish, Refused, Request
+from megajax.inference.request import Finish, Refused, Request, Sampling
+from megajax.inference.sampling.beams import candidates_of
 from megajax.inference.scheduler import Row, Scheduler, Step
 from megajax.tokenizers.base import Tokenizer
 
@@ -95,7 +97,7 @@ class Engine:
         self.failed = False
         """The device raised an exception: a new engine is needed."""
         self._detokenizer, self._draw, self._guide = Detokenizer(tokenizer), random.Random(seed), guide
-        self._numbers = count()
+        self._numbers, self._guiding = count(), Lock()
         self._open: dict[str, int] = {}
         self._making: dict[int, Making] = {}
         self._steps = self._tokens = self._errors = 0
@@ -212,24 +214,40 @@ class Engine:
         if request.adapter and request.adapter not in self.device.adapters:
             present = ", ".join(sorted(self.device.adapters)) or "none"
             problems.append(Problem("adapter", f"is {request.adapter[:60]!r}; the engine has {present}"))
-        if sampling.guide is not None and self._guide is None:
-            problems.append(Problem("guide", "is not supported by this engine"))
+        if sampling.beams > 1 and (wanted := candidates_of(sampling.beams, self._ends_of(sampling))) > self.device.top:
+            what = f"{sampling.beams} and the tokens that end a text need {wanted} candidates of each beam"
+            problems.append(Problem("beams", f"{what}; the device gives {self.device.top}"))
+        try:
+            self._start_of(sampling)
+        except UserError as error:
+            problems.append(Problem("guide", str(error)))
         return problems
+
+    def _ends_of(self, sampling: Sampling) -> frozenset[int]:
+        return frozenset(sampling.stop_tokens) | (frozenset() if sampling.ignore_eos else self.ends)
+
+    def _start_of(self, sampling: Sampling) -> Any:
+        """The constraint of an empty text. Raises UserError for one that is not valid."""
+        if sampling.guide is None:
+            return None
+        if self._guide is None:
+            raise UserError("is not supported by this engine")
+        with self._guiding:
+            return self._guide(sampling.guide)
 
     def _row(self, request: Request, order: tuple[int, int], seed: int) -> Row:
         sampling, prompt = request.sampling, request.prompt
-        ends = frozenset(sampling.stop_tokens) | (frozenset() if sampling.ignore_eos else self.ends)
         return Row(
             order=order,
             tokens=list(prompt),
             limit=min(self.length, len(prompt) + sampling.max_tokens),
             sampling=sampling,
             seed=seed,
-            ends=ends,
+            ends=self._ends_of(sampling),
             adapter=request.adapter or "",
             unscored=sampling.prompt_logprobs is not None and order[1] == 0,
             top=sampling.logprobs,
-            guide=None if sampling.guide is None or self._guide is None else self._guide(sampling.guide),
+            guide=self._start_of(sampling),
         )
 
     def _take(self, work: Sequence[Step | None], results: Sequence[Sequence[Sampled]]) -> None:

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import takewhile
 from operator import itemgetter
@@ -15,6 +15,7 @@ from megajax.config.errors import UserError
 from megajax.config.missing import require
 from megajax.tokenizers.base import Tokenizer, check_ids, end_of_document, read_file, sentinels_of, usual_specials
 from megajax.tokenizers.config import HuggingFaceTokenizerConfig
+from megajax.tokenizers.gpt2 import printable_bytes
 
 
 class LibraryTokenizer(Tokenizer):
@@ -71,6 +72,8 @@ class HuggingFaceTokenizer(LibraryTokenizer):
         self.pad = self.specials.pop("pad", None)
         self.sentinels = sentinels_of(vocabulary)
         self.prefix = self._prefix(os.path.join(os.path.dirname(path), "tokenizer_config.json"))
+        if isinstance(self.engine.decoder, tokenizers.decoders.ByteLevel):
+            self.table = byte_level_table(vocabulary, self.vocabulary_size)
         if isinstance(self.engine.model, tokenizers.models.WordPiece):
             prefix = self.engine.model.continuing_subword_prefix
             self.continues = np.zeros(self.vocabulary_size, bool)
@@ -109,3 +112,12 @@ class HuggingFaceTokenizer(LibraryTokenizer):
         if settings["add_bos_token"] and number is None:
             raise UserError(f"{path}: add_bos_token is set, and bos_token, {name!r}, is not in the vocabulary.")
         return (number,) if settings["add_bos_token"] and number is not None else ()
+
+
+def byte_level_table(vocabulary: Mapping[str, int], size: int) -> list[bytes | None]:
+    """Bytes of each id below `size`, where a token's characters stand for bytes; of others their own UTF-8."""
+    byte_of, table = printable_bytes(), list[bytes | None]([None] * size)
+    for token, number in vocabulary.items():
+        own = byte_of.keys() >= set(token)
+        table[number] = bytes(byte_of[character] for character in token) if own else token.encode()
+    return table

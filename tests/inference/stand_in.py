@@ -36,6 +36,7 @@ class StandIn:
     ):
         self.rows, self.chunk, self.block, self.blocks, self.replicas = rows, chunk, block, blocks, replicas
         self.length, self.vocabulary, self.prefix_sharing, self.adapters = length, vocabulary, prefix_sharing, adapters
+        self.top = vocabulary
         self.bad, self.steps = frozenset(bad), 0
         self.computed: list[tuple[Row, int, int]] = []
         self._cells: list[dict[tuple[int, int], tuple[int, int, str]]] = [{} for _ in range(replicas)]

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from stand_in import StandIn, expected, hashed
 
+from megajax.config.errors import UserError
 from megajax.inference.answers import seed_of
 from megajax.inference.engine import Engine
 from megajax.inference.request import Answer, Piece, Refused, Request, Sampling
@@ -250,6 +251,44 @@ def test_what_can_never_run_is_refused(prompt: list[int], settings: dict[str, An
     assert (refused.value.reason, refused.value.field) == (reason, field)
     idle(engine)
     serve(engine, Client([1] * 63, max_tokens=5, adapter="mine"), Client([1] * 63, max_tokens=5))
+
+
+def test_more_candidates_than_the_device_gives_are_refused() -> None:
+    device = StandIn()
+    device.top = 8
+    serve(Engine(device), Client([1], beams=4))
+    with pytest.raises(Refused, match="need 12 candidates of each beam; the device gives 8") as refused:
+        Engine(device).submit(Client([1], beams=4, stop_tokens=(1, 2)).request)
+    assert refused.value.field == "beams"
+
+
+class ThreeTokens:
+    """A constraint that allows three tokens."""
+
+    def __init__(self, made: int = 0):
+        self.made = made
+
+    def after(self, token: int) -> "ThreeTokens":
+        if self.made == 3:
+            raise ValueError("no fourth token")
+        return ThreeTokens(self.made + 1)
+
+
+def test_constraints_are_made_once_for_a_row_and_follow_its_tokens() -> None:
+    def guide(value: Any) -> ThreeTokens:
+        if value != "good":
+            raise UserError(f"{value!r} is no constraint")
+        return ThreeTokens()
+
+    engine = Engine(StandIn(), guide=guide)
+    good = [Client([1], max_tokens=3, guide="good", n=2), Client([1], max_tokens=4, guide="good")]
+    serve(engine, *good)
+    assert [answer.finish for client in good for answer in client.answers()] == ["length", "length", "error"]
+    with pytest.raises(Refused, match="'bad' is no constraint") as refused:
+        engine.submit(Client([1], guide="bad").request)
+    assert refused.value.field == "guide"
+    with pytest.raises(Refused, match="guide"):
+        engine.submit(Client([1], guide="good", beams=2).request)
 
 
 def test_too_many_requests_are_refused() -> None:

@@ -58,8 +58,8 @@ class BeamSearch:
 
     @property
     def wanted(self) -> int:
-        """Most likely tokens that `advance` needs of each row: enough to go on even if each end is among them."""
-        return max(2, 1 + len(self.ends)) * self.beams
+        """Most likely tokens that `advance` needs of each row."""
+        return candidates_of(self.beams, self.ends)
 
     def advance(self, tops: Sequence[Sequence[tuple[int, float]]], barred: Collection[int] = ()) -> list[Beam]:
         """Extends the running answers by a token each, and returns them; empty when the search is done.
@@ -104,3 +104,8 @@ class BeamSearch:
         longest = self.early_stopping == "never" and self.length_penalty > 0
         best = self._score(self.running[0].logprob, self.limit if longest else len(self.running[0].tokens))
         return best > self.finished[-1].score
+
+
+def candidates_of(beams: int, ends: Collection[int]) -> int:
+    """Continuations of a step that are looked at: enough to go on even if each end is among them."""
+    return max(2, 1 + len(ends)) * beams
