@@ -93,10 +93,26 @@ def _drawn(x: Array, top: Array, noise: Array, drawing: Drawing, shard: Vocabula
 
 
 def _noise(drawing: Drawing, count: int) -> Array:
-    """Standard Gumbel noise, float32 [R, V], from the key fold_in(seed, number of the token) of each row."""
+    """Standard Gumbel noise, float32 [R, V], a function of the key fold_in(seed, number) of each row and the id.
+
+    The bits of an id are a keyed hash of it, with the finalizer of MurmurHash3 as its rounds: threefry for every id
+    takes four times as long. They become -log(-log(1 - v)) of v in (0, 1), which is exact to float32 for small v,
+    where the largest noise comes from.
+    """
     keys = jax.vmap(partial(jax.random.wrap_key_data, impl="threefry2x32"))(drawing.seed)
-    keys = jax.vmap(jax.random.fold_in)(keys, drawing.number)
-    return jax.vmap(lambda key: jax.random.gumbel(key, (count,), jnp.float32))(keys)
+    data = jax.vmap(lambda key, number: jax.random.key_data(jax.random.fold_in(key, number)))(keys, drawing.number)
+    ids = jnp.arange(count, dtype=jnp.uint32)[None]
+    bits = _mixed(_mixed(ids ^ data[:, :1]) + data[:, 1:])
+    v = jnp.minimum((bits.astype(jnp.float32) + 0.5) * 2.0**-32, 1 - 2.0**-24)
+    # XLA:CPU would compute it inside of the argmax, where it is not vectorized: 60 instead of 20 ms for 2^20 ids.
+    return lax.optimization_barrier(-jnp.log(-jnp.log1p(-v)))
+
+
+def _mixed(x: Array) -> Array:
+    """A bijection of uint32 in which every bit of x decides about every bit of the result."""
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        x = (x ^ (x >> shift)) * jnp.uint32(factor)
+    return x ^ (x >> 16)
 
 
 def log_sum_exp(x: Array, shard: VocabularyShard) -> Array:
