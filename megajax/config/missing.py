@@ -23,6 +23,8 @@ EXTRAS = {
     "tensorboardX": "log",
     "tiktoken": "tokenizers",
     "tokenizers": "tokenizers",
+    "starlette": "serve",
+    "uvicorn": "serve",
     "wandb": "wandb",
     "zstandard": "data",
 }

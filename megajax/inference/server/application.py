@@ -8,7 +8,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from megajax.inference.server.config import ServerConfig
+from megajax.inference.server.config import Access, ServerConfig
 from megajax.inference.server.errors import RequestError
 from megajax.inference.server.gate import Gate, error_response
 from megajax.inference.server.metrics import ServerMetrics
@@ -20,18 +20,22 @@ from megajax.inference.server.state import Readiness
 def build_application(
     models: Sequence[ServedModel],
     config: ServerConfig,
+    access: Access,
     readiness: Readiness,
     log: Callable[[str], None],
 ) -> Gate:
-    """The ASGI application of models, the first of which answers requests that name none."""
+    """The ASGI application of models, the first of which answers requests that name none.
+
+    Raises UserError for a file of keys that is wrong.
+    """
     metrics = ServerMetrics()
     by_name: Mapping[str, ServedModel] = {model.name: model for model in models}
-    routes = Routes(by_name, config, metrics, readiness).table()
+    routes = Routes(by_name, config, metrics, readiness, log_prompts=access.log_prompts).table()
     handlers: dict[Any, Any] = {RequestError: _error, HTTPException: _http_error}
     app = Starlette(routes=routes, exception_handlers=handlers)
     app.router.redirect_slashes = False
     paths = {route.path for route in routes}
-    return Gate(app, keys=config.keys(), paths=paths, metrics=metrics, readiness=readiness, log=log)
+    return Gate(app, keys=access.keys(), paths=paths, metrics=metrics, readiness=readiness, log=log)
 
 
 async def _error(request: Request, error: RequestError) -> Response:

@@ -1,32 +1,23 @@
 """Settings and limits of the server; importing this imports neither jax nor flax."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from ipaddress import ip_address
 from pathlib import Path
 
 from megajax.config.errors import Problem, UserError
+from megajax.inference.config import GenerationConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerConfig:
-    """Where the server listens, and how much of everything it takes."""
+    """How much of everything the server takes."""
 
-    host: str = "127.0.0.1"
-    """Address to listen on. Others than those of this machine need `api_key_file`, or `insecure`."""
-    port: int = 5000
-    """0: any that is free."""
-    api_key_file: str | None = None
-    """File with a key in each line. Every route but /health asks for one: `Authorization: Bearer KEY`."""
-    insecure: bool = False
-    """Listen on any address without keys."""
     name: str | None = None
     """Name of the model in requests and answers; none: that of its folder."""
-    log_prompts: bool = False
-    """Log prompts and answers as well."""
     queue: int = 128
-    """Most answers that wait while others are generated; further requests are answered with status 429."""
+    """Most requests that wait; with more, the answer is status 429. Each prompt of a call is one."""
     prompts: int = 128
-    """Most prompts of a request, and most answers: prompts x n."""
+    """Most answers of a call: prompts x n, or prompts x best_of."""
     body_bytes: int = 2 * 2**20
     """Most bytes of a body."""
     header_bytes: int = 16 * 2**10
@@ -34,7 +25,7 @@ class ServerConfig:
     connections: int = 512
     """Most connections at the same time; further ones are closed."""
     header_seconds: float = 10.0
-    """For the headers of a request to arrive, and a connection without a request to stay open."""
+    """For the headers of a request to arrive, and for a connection without a request to stay open."""
     body_seconds: float = 30.0
     """For a body to arrive."""
     write_seconds: float = 60.0
@@ -45,20 +36,48 @@ class ServerConfig:
     """For running requests to end after SIGTERM; those left are ended with status 503."""
 
     def problems(self) -> list[Problem]:
-        least = {"queue": 1, "prompts": 1, "body_bytes": 1024, "header_bytes": 1024, "connections": 1, "port": 0}
+        least = {"queue": 1, "prompts": 1, "body_bytes": 1024, "header_bytes": 1024, "connections": 1}
         problems = [
-            Problem(name, f"must be at least {least}, got {value}")
-            for name, least in least.items()
-            if (value := getattr(self, name)) < least
+            Problem(name, f"must be at least {bound}, got {value}")
+            for name, bound in least.items()
+            if (value := getattr(self, name)) < bound
         ]
-        if self.port > 65535:
-            problems.append(Problem("port", f"must be at most 65535, got {self.port}"))
         for name in ("header_seconds", "body_seconds", "write_seconds", "stall_seconds", "drain_seconds"):
             if not 0 < (value := getattr(self, name)) < 1e6:
                 problems.append(Problem(name, f"must be above 0 and below a million, got {value:g}"))
+        return problems
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServingConfig(GenerationConfig):
+    """Everything that `serve` depends on but the weights and the address."""
+
+    server: ServerConfig = field(default_factory=ServerConfig)
+    """Limits of the server."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Access:
+    """Who reaches the server, and what is written down of it."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    port: int = 5000
+    """0: any that is free."""
+    api_key_file: Path | None = None
+    """File with a key in each line. Every route but /health asks for one."""
+    insecure: bool = False
+    """Listen on any address without keys."""
+    log_prompts: bool = False
+    """Log prompts and answers as well."""
+
+    def problems(self) -> list[Problem]:
+        problems = []
+        if not 0 <= self.port <= 65535:
+            problems.append(Problem("--port", f"must be between 0 and 65535, got {self.port}"))
         if not (self.api_key_file or self.insecure or is_loopback(self.host)):
-            what = f"{self.host} can be reached from other machines, and there is no api_key_file"
-            problems.append(Problem("host", what, "set api_key_file, or insecure=true for a server open to all"))
+            what = f"{self.host} can be reached from other machines, and there is no --api-key-file"
+            problems.append(Problem("--host", what, "give one, or --insecure for a server that is open to all"))
         return problems
 
     def keys(self) -> tuple[bytes, ...]:
@@ -70,15 +89,15 @@ class ServerConfig:
         if self.api_key_file is None:
             return ()
         try:
-            lines = Path(self.api_key_file).expanduser().read_bytes().splitlines()
+            lines = self.api_key_file.expanduser().read_bytes().splitlines()
         except OSError as error:
-            raise UserError(f"server.api_key_file={self.api_key_file}: cannot be read: {error.strerror}") from error
+            raise UserError(f"--api-key-file={self.api_key_file}: cannot be read: {error.strerror}") from error
         keys = tuple(line.strip() for line in lines if line.strip())
         if not keys:
-            raise UserError(f"server.api_key_file={self.api_key_file}: the file is empty: write a key into it")
+            raise UserError(f"--api-key-file={self.api_key_file}: the file is empty: write a key into it")
         if short := [key for key in keys if len(key) < 16]:
             what = f"a key has {len(short[0])} characters, fewer than 16"
-            raise UserError(f"server.api_key_file={self.api_key_file}: {what}: openssl rand -hex 32 makes a good one")
+            raise UserError(f"--api-key-file={self.api_key_file}: {what}: `openssl rand -hex 32` makes a good one")
         return keys
 
 

@@ -34,8 +34,15 @@ class Routes:
     """What the routes do."""
 
     def __init__(
-        self, models: Mapping[str, ServedModel], config: ServerConfig, metrics: ServerMetrics, readiness: Readiness
+        self,
+        models: Mapping[str, ServedModel],
+        config: ServerConfig,
+        metrics: ServerMetrics,
+        readiness: Readiness,
+        *,
+        log_prompts: bool,
     ):
+        self._log_prompts = log_prompts
         self._models, self._config, self._metrics, self._readiness = models, config, metrics, readiness
         self._page = files("megajax.inference.server").joinpath("page.html").read_text(encoding="utf-8")
 
@@ -108,7 +115,7 @@ class Routes:
             job = await read(body, self._models, self._config)
             log = request.state.log
             log.update(model=job.model.name, prompt_tokens=sum(map(len, job.prompts)))
-            if self._config.log_prompts and not body.get("no_log", False):
+            if self._log_prompts and not body.get("no_log", False):
                 log.update(prompt=body.get("prompt") or body.get("messages") or body.get("prompts"))
             call = Call(job.model.worker, self._metrics, job.names)
             call.submit([tuple(prompt) for prompt in job.prompts], job.sampling, job.model.adapter)
@@ -118,7 +125,7 @@ class Routes:
             log.update(tokens=call.generated)
             if answers is None:
                 return Response(status_code=CLIENT_GONE)
-            if self._config.log_prompts:
+            if self._log_prompts:
                 log.update(answer=[growth.text for growth in answers.values()])
             return JSONResponse(job.form.whole(answers))
 

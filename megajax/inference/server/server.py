@@ -12,7 +12,8 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from megajax.inference.server.config import ServerConfig
+from megajax.config.errors import UserError
+from megajax.inference.server.config import Access, ServerConfig
 from megajax.inference.server.errors import RequestError
 from megajax.inference.server.gate import Gate
 from megajax.inference.server.state import Readiness
@@ -35,8 +36,6 @@ class Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,  # type: ignore[arg-type]
-                config.host,
-                config.port,
                 http=bounded_protocol(config),
                 ws="none",
                 lifespan="off",
@@ -74,10 +73,25 @@ class Server(uvicorn.Server):
             self.should_exit = True
         return await super().on_tick(counter)
 
-    def address(self) -> str:
-        """Where it listens, once it does."""
-        host, port = self.servers[0].sockets[0].getsockname()[:2]
-        return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+def listening_socket(access: Access) -> socket.socket:
+    """Bound to the address; it takes connections once the server runs. Raises UserError for an address in use."""
+    family = socket.AF_INET6 if ":" in access.host else socket.AF_INET
+    made = socket.socket(family)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        made.bind((access.host, access.port))
+    except OSError as error:
+        made.close()
+        where = f"--host={access.host} --port={access.port}"
+        raise UserError(f"{where}: cannot listen there: {error.strerror or error}. Choose another port.") from error
+    return made
+
+
+def address(bound: socket.socket) -> str:
+    """Where a server on this socket is reached."""
+    host, port = bound.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 class BoundedProtocol(H11Protocol):

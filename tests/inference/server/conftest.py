@@ -12,7 +12,6 @@ from megajax.inference.server.config import ServerConfig
 def served() -> Iterator[Running]:
     """With small limits."""
     config = ServerConfig(
-        port=0,
         queue=32,
         prompts=8,
         body_bytes=64 * 1024,

@@ -11,9 +11,9 @@ from echo_device import EchoDevice
 
 from megajax.inference.engine import Engine
 from megajax.inference.server.application import build_application
-from megajax.inference.server.config import ServerConfig
+from megajax.inference.server.config import Access, ServerConfig
 from megajax.inference.server.models import ServedModel
-from megajax.inference.server.server import Server
+from megajax.inference.server.server import Server, address, listening_socket
 from megajax.inference.server.state import Readiness
 from megajax.inference.worker import Worker
 from megajax.tokenizers.chat_template import ChatTemplate
@@ -53,7 +53,12 @@ class Running:
         return not self.blocks_used() and not self.worker.statistics().requests
 
 
-def start(config: ServerConfig, device: EchoDevice | None = None, template: str | None = "plain") -> Running:
+def start(
+    config: ServerConfig,
+    device: EchoDevice | None = None,
+    template: str | None = "plain",
+    access: Access | None = None,
+) -> Running:
     device, tokenizer = device or EchoDevice(), ByteTokenizerConfig().build()
     engine = Engine(device, tokenizer=tokenizer, queue=config.queue, guide=lambda schema: None)
     worker = Worker(engine, patience=config.stall_seconds, on_failure=lambda error: None)
@@ -72,14 +77,17 @@ def start(config: ServerConfig, device: EchoDevice | None = None, template: str 
         for name, adapter in names.items()
     ]
     readiness, log = Readiness({"tiny": worker}), list[str]()
-    server = Server(build_application(models, config, readiness, log.append), config, readiness, log.append)
-    thread = threading.Thread(target=lambda: asyncio.run(server.serve()), daemon=True)
+    server = Server(
+        build_application(models, config, access or Access(), readiness, log.append), config, readiness, log.append
+    )
+    bound = listening_socket(Access(port=0))
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve([bound])), daemon=True)
     thread.start()
     while not server.started:
         assert thread.is_alive(), log
         time.sleep(0.005)
     return Running(
-        server, worker, device, readiness, log, thread, server.address(), httpx2.Client(timeout=30, verify=False)
+        server, worker, device, readiness, log, thread, address(bound), httpx2.Client(timeout=30, verify=False)
     )
 
 

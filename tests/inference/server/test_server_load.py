@@ -11,13 +11,13 @@ import pytest
 from echo_device import BAD, DEATH, EchoDevice
 from served import Running, start, stop
 
-from megajax.inference.server.config import ServerConfig
+from megajax.inference.server.config import Access, ServerConfig
 
 
 @pytest.fixture(scope="module")
 def small() -> Iterator[Running]:
     """Four rows, eight requests that wait."""
-    config = ServerConfig(port=0, queue=8, prompts=8, write_seconds=0.5, stall_seconds=0.3)
+    config = ServerConfig(queue=8, prompts=8, write_seconds=0.5, stall_seconds=0.3)
     running = start(config, EchoDevice(rows=4, blocks=400, length=4096, seconds=0.002))
     yield running
     stop(running)
@@ -120,7 +120,7 @@ def test_health_says_that_the_engine_hangs(small: Running) -> None:
 
 
 def test_the_death_of_the_engine_ends_the_server() -> None:
-    running = start(ServerConfig(port=0), EchoDevice(seconds=0.002))
+    running = start(ServerConfig(), EchoDevice(seconds=0.002))
     with ThreadPoolExecutor(3) as pool:
         others = [pool.submit(running.complete, prompt="ab", max_tokens=4000) for _ in range(2)]
         while running.worker.statistics().running < 2:
@@ -135,7 +135,7 @@ def test_the_death_of_the_engine_ends_the_server() -> None:
 def test_keys_on_every_route_but_health(tmp_path: Any) -> None:
     keys = tmp_path / "keys"
     keys.write_text("0123456789abcdef\n  second-key-of-some-length \n\n")
-    running = start(ServerConfig(port=0, api_key_file=str(keys)), template=None)
+    running = start(ServerConfig(), template=None, access=Access(api_key_file=keys))
     routes = [("GET", "/"), ("GET", "/metrics"), ("GET", "/v1/models"), ("POST", "/v1/completions"), ("PUT", "/api"),
               ("POST", "/tokenize"), ("GET", "/none"), ("GET", "/health/")]  # fmt: skip
     for method, path in routes:
@@ -156,7 +156,7 @@ def test_keys_on_every_route_but_health(tmp_path: Any) -> None:
 
 
 def test_requests_that_are_being_answered_end_after_the_first_signal() -> None:
-    running = start(ServerConfig(port=0, drain_seconds=10), EchoDevice(seconds=0.002))
+    running = start(ServerConfig(drain_seconds=10), EchoDevice(seconds=0.002))
     with ThreadPoolExecutor(4) as pool:
         asked = [pool.submit(running.complete, prompt="ab", max_tokens=200) for _ in range(4)]
         while running.worker.statistics().running < 4:
@@ -172,7 +172,7 @@ def test_requests_that_are_being_answered_end_after_the_first_signal() -> None:
 
 
 def test_what_does_not_end_in_time_is_cut_off() -> None:
-    running = start(ServerConfig(port=0, drain_seconds=0.3), EchoDevice(seconds=0.005))
+    running = start(ServerConfig(drain_seconds=0.3), EchoDevice(seconds=0.005))
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(running.complete, prompt="ab", max_tokens=4000)
         while not running.worker.statistics().running:

@@ -1,0 +1,114 @@
+"""Runs a server of one model until it is told to end."""
+
+import time
+from collections.abc import Iterator
+from math import prod
+
+from megajax.config.errors import ConfigError
+from megajax.inference.engine import Engine
+from megajax.inference.model_device import ModelDevice
+from megajax.inference.programs import Programs
+from megajax.inference.server.application import build_application
+from megajax.inference.server.config import Access, ServerConfig
+from megajax.inference.server.models import ServedModel
+from megajax.inference.server.server import Server, address, listening_socket
+from megajax.inference.server.state import Readiness
+from megajax.inference.worker import Worker
+from megajax.metrics.banner import Section, plain
+from megajax.metrics.text import count
+from megajax.tokenizers.base import Tokenizer
+from megajax.tokenizers.conversation import Conversation
+
+
+class Serving:
+    """A server that is about to run.
+
+    Its address is taken when it is made, before a model is loaded, so that an address in use is an error at once.
+    """
+
+    def __init__(self, config: ServerConfig, access: Access):
+        """Raises UserError for an address that cannot be had or is not safe, and for a file of keys that is wrong."""
+        if problems := access.problems():
+            raise ConfigError(problems, "command line")
+        access.keys()
+        self._config, self._access, self._socket = config, access, listening_socket(access)
+
+    def run(
+        self,
+        engine: Engine,
+        device: ModelDevice,
+        tokenizer: Tokenizer,
+        conversation: Conversation | None,
+        *,
+        name: str,
+        where: str,
+        warm_up: bool,
+    ) -> int:
+        """Returns the exit code when the server has ended.
+
+        device: of the engine. name: of the model in requests; where: its weights came from; warm_up: compile all steps
+        before the first request.
+        """
+        compiled = list(_compiled(device.programs)) if warm_up else ["each step when it is first needed"]
+        worker = Worker(engine, patience=self._config.stall_seconds, on_failure=lambda error: None)
+        names = dict.fromkeys((name, *sorted(device.adapters)))
+        models = [
+            ServedModel(
+                name=each,
+                worker=worker,
+                tokenizer=tokenizer,
+                conversation=conversation,
+                length=engine.length,
+                adapter=None if each == name else each,
+            )
+            for each in names
+        ]
+        readiness = Readiness({name: worker})
+        app = build_application(models, self._config, self._access, readiness, _log)
+        server = Server(app, self._config, readiness, _log)
+        _log(plain("megajax serve", [*_banner(device.programs, list(names), where, compiled), self._section()]))
+        worker.start()
+        server.run([self._socket])
+        worker.close()
+        return server.exit_code
+
+    def _section(self) -> Section:
+        keys = len(self._access.keys())
+        needed = f"one of {keys} keys, on every route but /health" if keys else "no key is needed"
+        logged = "with prompts and answers" if self._access.log_prompts else "without prompts"
+        rows = [("address", address(self._socket)), ("access", needed), ("log", f"a line for each request, {logged}")]
+        return ("server", [*rows, ("queue", f"{self._config.queue} requests")])
+
+
+def _compiled(programs: Programs) -> Iterator[str]:
+    began = time.monotonic()
+    for number, (bucket, _) in enumerate(programs.compile(), 1):
+        _log(f"compiled {number} of {len(programs.buckets) * len(programs.choosers)} steps: {bucket}")
+        yield str(bucket)
+    _log(f"compiled all steps in {time.monotonic() - began:.1f} s")
+
+
+def _banner(programs: Programs, names: list[str], where: str, compiled: list[str]) -> list[Section]:
+    loaded, size = programs.loaded, programs.size
+    weights = sum(prod(each.shape) for each in loaded.weights.values())
+    dtypes = ", ".join(sorted({each.dtype.name for each in loaded.weights.values()}))
+    mesh = [f"{axis} {devices}" for axis, devices in loaded.mesh.shape.items() if devices > 1]
+    devices = loaded.mesh.devices.size
+    pool = f"{size.tokens():,} tokens, {size.blocks:,} blocks of {size.block}, on each of {programs.replicas} replicas"
+    return [
+        ("model", [("names", ", ".join(names)), ("weights", f"{count(weights)} in {dtypes}, of {where}")]),
+        (
+            "engine",
+            [
+                ("devices", f"{devices} {loaded.mesh.devices.flat[0].device_kind}: {', '.join(mesh) or 'no mesh'}"),
+                ("kernel", f"{programs.kernel}"),
+                ("steps", f"{len(compiled)} compiled: {', '.join(dict.fromkeys(compiled))}"),
+                ("cache", pool),
+                ("request", f"at most {programs.length:,} tokens, prompt and answer"),
+            ],
+        ),
+    ]
+
+
+def _log(line: str) -> None:
+    print(line, flush=True)
