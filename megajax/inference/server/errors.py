@@ -42,7 +42,7 @@ class RequestError(Exception):
     def headers(self) -> dict[str, str]:
         """Those that the status asks for."""
         own = {"Retry-After": str(RETRY_SECONDS[self.status])} if self.status in RETRY_SECONDS else {}
-        return own | ({"WWW-Authenticate": 'Bearer, Basic realm="key as password"'} if self.status == 401 else {})
+        return own | ({"WWW-Authenticate": 'Basic realm="the key is the password"'} if self.status == 401 else {})
 
 
 def invalid(param: str | None, message: str) -> RequestError:
