@@ -1,0 +1,150 @@
+"""Quantized matrices in models: every layer that multiplies by one, on one device and on two."""
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding
+from test_lora import model
+from tiny_runs import ONE, QUICK, wide
+
+from megajax.config.errors import UserError
+from megajax.layers.config import QuantizationConfig
+from megajax.layers.param import Observation, bind, matrices_of, specs
+from megajax.layers.quantized import Quantized
+from megajax.mesh.config import ParallelConfig
+from megajax.mesh.layout import Layout
+from megajax.mesh.mesh import build_mesh
+from megajax.mesh.rules import Plan
+from megajax.models.config import DecoderConfig
+
+ODD = ("stack.blocks.1.mixer.*", "stack.blocks.3.mixer.up_dt")
+"""Matrices of these with an odd number of inputs do not fit int4."""
+HOW = {
+    "int8": QuantizationConfig(weights="int8", balanced=True),
+    "fp8": QuantizationConfig(weights="fp8"),
+    "int4": QuantizationConfig(weights="int4", group=2, exclude=ODD),
+}
+EVERY_LAYER = model(None)
+
+
+@cache
+def abstract(cfg: DecoderConfig, parallel: ParallelConfig = ONE) -> Any:
+    return nnx.eval_shape(lambda: cfg.build(Layout(Plan.of(parallel))))
+
+
+def drawn(cfg: DecoderConfig) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(1)
+    return {path: rng.normal(0, 0.2, spec.shape).astype(np.float32) for path, spec in specs(abstract(cfg)).items()}
+
+
+def quantized(
+    cfg: DecoderConfig, how: QuantizationConfig, params: dict[str, np.ndarray]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Values of the quantized model, and the float weights that they stand for."""
+    stored, whole = dict(params), dict(params)
+    for path, each in matrices_of(abstract(replace(cfg, quantization=how))).items():
+        if isinstance(each.quantized, Quantized):
+            shape = params[path].shape[: params[path].ndim - each.quantized.form.outputs]
+            factor = np.random.default_rng(2).uniform(0.5, 2, shape).astype(np.float32)
+            factor, amax = factor if each.quantized.balanced else None, jnp.full(shape[:1], 4.0)
+            leaves = each.quantized.quantized(params[path], factor, amax if each.quantized.static else None)
+            stored |= {path + end: leaf for end, leaf in leaves.items()}
+            whole[path] = each.quantized.whole(leaves)
+    return stored, whole
+
+
+@cache
+def forward(cfg: DecoderConfig, parallel: ParallelConfig) -> Any:
+    """(weights by path) -> logits of two rows of tokens, compiled."""
+    tokens = np.random.default_rng(0).integers(0, 61, (2, 12)).astype(np.int32)
+    mesh, built = build_mesh(parallel, jax.devices()[: parallel.tensor]), abstract(cfg, parallel)
+    rules, declared = Plan.of(parallel).compute, specs(built)
+    like = {
+        path: jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=NamedSharding(mesh, rules.spec(spec.axes)))
+        for path, spec in declared.items()
+    }
+    zeros = {path: np.zeros(spec.shape, np.float32) for path, spec in specs(built, Observation).items()}
+    with jax.set_mesh(mesh), jax.default_matmul_precision("highest"):
+        run = jax.jit(lambda values: bind(built, {**values, **zeros})(tokens)).lower(like)
+        compiled = run.compile(compiler_options=dict(QUICK))
+    return lambda values: np.asarray(
+        compiled({path: jax.device_put(x, like[path].sharding) for path, x in values.items()})
+    )
+
+
+def logits(cfg: DecoderConfig, values: dict[str, Any], parallel: ParallelConfig = ONE) -> np.ndarray:
+    return forward(cfg, parallel)(values)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", HOW)
+def test_every_kind_of_matrix_multiplies_as_if_scaled_back(name: str) -> None:
+    params, cfg = drawn(EVERY_LAYER), replace(EVERY_LAYER, quantization=HOW[name])
+    stored, whole = quantized(EVERY_LAYER, HOW[name], params)
+    declared = specs(abstract(cfg))
+    assert {path: (spec.shape, spec.dtype) for path, spec in declared.items()} == {
+        path: (value.shape, value.dtype.name) for path, value in stored.items()
+    }
+    right, plain = logits(EVERY_LAYER, whole), logits(EVERY_LAYER, params)
+    largest = np.abs(right).max()
+    np.testing.assert_allclose(logits(cfg, stored), right, rtol=0, atol=1e-5 * largest)
+    assert np.abs(right - plain).max() > 1e-3 * largest
+    # Everything but tables, norms, routers, biases and what belongs to a recurrence.
+    kept = {path for path in params if declared[path].dtype == "float32"} - {"tokens", "head", "norm.gain"}
+    words = ("norm", "bias", "router", "a_log", "skip", "filter", "gain", "conv", "dt")
+    unexpected = [path for path in kept if not any(word in path for word in words)]
+    assert name == "int4" or not unexpected
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        QuantizationConfig(weights="int4", group=16),
+        pytest.param(QuantizationConfig(weights="int8", balanced=True), marks=pytest.mark.slow),
+        pytest.param(QuantizationConfig(weights="fp8", activations="fp8", static=True), marks=pytest.mark.slow),
+    ],
+)
+def test_two_devices_of_tensor_give_the_logits_of_one(how: QuantizationConfig) -> None:
+    plain = wide()
+    cfg, params = replace(plain, quantization=how), drawn(plain)
+    stored, _ = quantized(plain, how, params)
+    one = logits(cfg, stored)
+    two = logits(cfg, stored, ParallelConfig(data=1, tensor=2, data_sharding="replicate"))
+    np.testing.assert_allclose(two, one, rtol=0, atol=1e-5 * np.abs(one).max())
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    def build(**settings: Any) -> Any:
+        return abstract(replace(EVERY_LAYER, quantization=QuantizationConfig(**settings)))
+
+    with pytest.raises(UserError, match=r"stack.blocks.1.mixer.key: 5 inputs are odd") as raised:
+        build(weights="int4", group=2)
+    assert "stack.blocks.1.mixer.output: 7 inputs are odd" in str(raised.value)
+    assert "leave them out with model.quantization.exclude" in str(raised.value)
+    with pytest.raises(UserError, match="24 inputs are not a multiple of the group, 16"):
+        build(weights="int4", group=16, exclude=ODD)
+    with pytest.raises(UserError, match=r"model.quantization.exclude.*did you mean"):
+        build(exclude=("stack.blocks.0.mixer.querry",))
+    with pytest.raises(UserError, match="no matrix to quantize"):
+        build(exclude=("*",))
+    left = matrices_of(build(exclude=("*.mixer.*",)))
+    assert {path for path, each in left.items() if each.quantized is None} == {p for p in left if ".mixer." in p}
+
+
+@pytest.mark.parametrize(
+    ("settings", "where"),
+    [
+        ({"weights": "int4", "group": 7}, "group"),
+        ({"weights": "int4", "group": 0}, "group"),
+        ({"weights": "int8", "activations": "fp8"}, "activations"),
+        ({"weights": "fp8", "static": True}, "static"),
+    ],
+)
+def test_settings_that_do_not_go_together(settings: dict[str, Any], where: str) -> None:
+    assert [problem.where for problem in QuantizationConfig(**settings).problems()] == [where]
