@@ -1,0 +1,286 @@
+"""`convert --quantize`: runs of quantized weights, what calibration and comparison say, and what reads such runs."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_runs import llama
+
+from megajax import convert
+from megajax.checkpoint import array_writer
+from megajax.checkpoint.adapters import MergedWeights
+from megajax.checkpoint.arrays import read
+from megajax.checkpoint.foreign import Box, declared_by, one_device
+from megajax.checkpoint.quantized_weights import QuantizedWeights, quantized_matrices
+from megajax.checkpoint.run_weights import open_step
+from megajax.checkpoint.run_writer import write_step
+from megajax.config.dump import to_yaml
+from megajax.config.errors import ConfigError, UserError
+from megajax.inference.calibration import calibrate
+from megajax.inference.comparison import compare, text_rows
+from megajax.inference.layerwise import LayerByLayer
+from megajax.inference.loading import load_weights
+from megajax.job.stored_weights import all_weights
+from megajax.layers.config import QuantizationConfig
+from megajax.layers.param import bind
+from megajax.mesh.config import ParallelConfig
+from megajax.mesh.mesh import build_mesh
+from megajax.models.config import DecoderConfig
+from megajax.precision.config import PrecisionConfig
+from megajax.tasks.command import prepare
+from megajax.tasks.config import EvaluatedConfig
+from megajax.tokenizers.config import ByteTokenizerConfig
+from megajax.tools.weights_config import model_facts, weights_config
+from megajax.training.scoring import Scorer, Window, row
+
+MODEL = replace(llama(), vocabulary_size=257, vocabulary_multiple=1)
+MATRICES = 2 * 32 * (8 * 4 * 2 + 4 * 4 * 2 + 3 * 48)
+OTHERS = 2 * 257 * 32 + 5 * 32
+SCALES = 2 * (8 * 4 + 2 * 4 * 4 + 32 + 2 * 48 + 32)
+
+
+class Drawn:
+    """Weights of a model whose inputs differ much in size from channel to channel, as those of trained ones do."""
+
+    where = "drawn"
+
+    def __init__(self, model: DecoderConfig):
+        rng = np.random.default_rng(3)
+        self.values = {path: self._value(rng, path, spec.shape) for path, spec in declared_by(model).items()}
+
+    def _value(self, rng: np.random.Generator, path: str, shape: tuple[int, ...]) -> np.ndarray:
+        if path.endswith("gain"):
+            return np.exp(rng.normal(0, 1.5, shape)).astype(np.float32)
+        return rng.normal(0, 0.2, shape).astype(np.float32)
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {path: value.shape for path, value in self.values.items()}
+
+    def read(self, path: str, box: Box) -> np.ndarray:
+        return self.values[path][box]
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several chunks for each array; and no settings for later programs."""
+    monkeypatch.setattr(array_writer, "CHUNK_BYTES", 1600)
+    monkeypatch.setattr(convert, "use_devices", lambda devices: None)
+    monkeypatch.setattr(convert.signal, "signal", lambda number, handler: None)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("runs") / "float"
+    run.mkdir()
+    cfg = replace(weights_config(MODEL, ByteTokenizerConfig(), run), precision=PrecisionConfig(compute="float32"))
+    (run / "config.yaml").write_text(to_yaml(cfg))
+    meta = {"facts": model_facts(cfg), "config": to_yaml(cfg), "rows": [[0, 2]], "seed": 0}
+    declared = declared_by(MODEL)
+    write_step(run / "checkpoints", declared, Drawn(MODEL), meta, dtype=np.dtype(np.float32))
+    (run / "text.txt").write_text("To be, or not to be, that is the question. " * 20)
+    return run
+
+
+def stored(run: Path) -> dict[str, np.ndarray]:
+    weights = open_step(run).weights()
+    return {path: weights.read(path, tuple(map(slice, shape))) for path, shape in weights.shapes().items()}
+
+
+def whole(model: Any, values: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """The float weights that a run's stand for, by the reference: numbers times scales, spread over their inputs."""
+    result = {path: np.asarray(value) for path, value in values.items()}
+    for path, how in quantized_matrices(model).items():
+        leaves = {end: jnp.asarray(result.pop(path + end)) for end in how.declared(*_like(path))}
+        result[path] = np.asarray(how.whole(leaves))
+    return result
+
+
+def _like(path: str) -> tuple[tuple[int, ...], tuple[str | None, ...]]:
+    spec = declared_by(MODEL)[path]
+    return spec.shape, spec.axes
+
+
+@pytest.mark.parametrize(
+    ("words", "matrix_bytes", "error"),
+    [
+        (["--quantize=int8"], MATRICES + 4 * SCALES, 1 / 254),
+        (["--quantize=int4", "--group=4", "--dtype=bfloat16"], MATRICES // 2 + MATRICES, 1 / 14),
+    ],
+)
+def test_a_quantized_run(
+    words: list[str], matrix_bytes: int, error: float, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "quantized"
+    assert convert.main([f"--from={source}", f"--to={run}", "--verify", *words]) == 0
+    report, values = json.loads((run / "quantization.json").read_text()), stored(run)
+    rest = 2 if "--dtype=bfloat16" in words else 4
+    assert report["bytes_before"] == 4 * (MATRICES + OTHERS)
+    assert report["bytes_after"] == matrix_bytes + rest * OTHERS == sum(value.nbytes for value in values.values())
+    model = open_step(run).config.model
+    assert model.quantization.weights == words[0].partition("=")[2]
+    assert model == replace(MODEL, quantization=model.quantization)
+    right, made = Drawn(MODEL).values, whole(model, values)
+    for path, value in right.items():
+        assert np.abs(made[path].astype(np.float32) - value).max() <= np.abs(value).max() * max(error, 2.0**-9), path
+    assert "all equal" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_factors_are_those_with_the_least_error_of_outputs(source: Path) -> None:
+    weights, tokens = open_step(source).weights(), np.random.default_rng(0).integers(0, 256, (6, 16)).astype(np.int32)
+    made = replace(MODEL, quantization=QuantizationConfig(weights="int4", group=16, balanced=True))
+    matrices = quantized_matrices(made)
+    calibration = calibrate(MODEL, weights, matrices, tokens, rows=2)
+    assert set(calibration.matrices) == set(matrices)
+    for path, (plain, calibrated) in calibration.errors.items():
+        assert calibrated <= plain, path
+        factor = calibration.matrices[path].factor
+        assert factor is not None
+        assert factor.shape == inputs_of(path)
+    gained = [calibrated / plain for plain, calibrated in calibration.errors.values()]
+    assert np.mean(gained) < 0.9
+    quantized = [
+        QuantizedWeights(weights, declared_by(model), quantized_matrices(model), known)
+        for model, known in ((made, calibration.matrices), (made, {}))
+    ]
+    models = [LayerByLayer(MODEL, weights), *(LayerByLayer(made, each) for each in quantized)]
+    with_it, without = (compare(models[0], model, tokens, rows=4) for model in models[1:])
+    assert with_it.kl_divergence < without.kl_divergence
+    assert with_it.tokens == 6 * 15
+    assert with_it.loss_before == without.loss_before
+
+
+def inputs_of(path: str) -> tuple[int, ...]:
+    shape = declared_by(MODEL)[path].shape
+    return shape[:3] if path.endswith("mixer.output") else shape[:2]
+
+
+def test_static_scales_cover_the_text(source: Path) -> None:
+    weights, tokens = open_step(source).weights(), np.random.default_rng(0).integers(0, 256, (4, 16)).astype(np.int32)
+    how = QuantizationConfig(weights="fp8", activations="fp8", static=True)
+    calibration = calibrate(MODEL, weights, quantized_matrices(replace(MODEL, quantization=how)), tokens, rows=2)
+    seen: dict[tuple[str, int], float] = {}
+
+    def watch(layer: Any, values: Any, inputs: Mapping[str, jax.Array]) -> None:
+        del values
+        for name, x in inputs.items():
+            key = f"stack.blocks.{layer.block}.{name}", layer.row
+            seen[key] = max(seen.get(key, 0.0), float(jnp.abs(x).max()))
+
+    LayerByLayer(MODEL, weights).states(tokens, rows=4, watch=watch)
+    for (path, number), largest in seen.items():
+        amax = calibration.matrices[path].amax
+        assert amax is not None
+        np.testing.assert_allclose(amax[number], largest, rtol=1e-5)
+    assert len(seen) == 2 * len(calibration.matrices)
+
+
+def test_layers_one_by_one_give_the_logits_of_the_model(source: Path) -> None:
+    weights, tokens = open_step(source).weights(), np.random.default_rng(0).integers(0, 256, (3, 16)).astype(np.int32)
+    runner = LayerByLayer(MODEL, weights)
+    parts = [np.asarray(runner.logits(x)) for x in runner.states(tokens, rows=2)]
+    values = {path: jnp.asarray(value) for path, value in Drawn(MODEL).values.items()}
+    right = jax.jit(lambda values: bind(one_device(MODEL)(), values)(tokens))(values)
+    np.testing.assert_allclose(np.concatenate(parts), right, atol=1e-5 * np.abs(right).max())
+
+
+def test_differences_by_numpy(source: Path) -> None:
+    weights, tokens = open_step(source).weights(), np.random.default_rng(0).integers(0, 256, (3, 8)).astype(np.int32)
+    changed = Drawn(MODEL)
+    changed.values["head"] = changed.values["head"] * np.float32(1.1)
+    models = LayerByLayer(MODEL, weights), LayerByLayer(MODEL, changed)
+    actual = compare(*models, tokens, rows=2)
+    (a, b) = (np.concatenate([np.asarray(m.logits(x), np.float64) for x in m.states(tokens, rows=3)]) for m in models)
+    a, b, labels = a[:, :-1], b[:, :-1], tokens[:, 1:, None]
+    p, q = (z - np.log(np.exp(z).sum(-1, keepdims=True)) for z in (a, b))
+    np.testing.assert_allclose(actual.largest_logit_difference, np.abs(a - b).max(), rtol=1e-4)
+    np.testing.assert_allclose(actual.mean_logit_difference, np.abs(a - b).mean(), rtol=1e-4)
+    np.testing.assert_allclose(actual.kl_divergence, (np.exp(p) * (p - q)).sum(-1).mean(), rtol=1e-3)
+    np.testing.assert_allclose(actual.loss_after, -np.take_along_axis(q, labels, -1).mean(), rtol=1e-5)
+    np.testing.assert_allclose(actual.perplexity_before, np.exp(-np.take_along_axis(p, labels, -1).mean()), rtol=1e-4)
+    assert actual.same_likeliest == (a.argmax(-1) == b.argmax(-1)).mean()
+
+
+def test_rows_of_a_text() -> None:
+    tokenizer = ByteTokenizerConfig().build()
+    assert text_rows(tokenizer, "abcdefg", length=3, most=100).tolist() == [[97, 98, 99], [100, 101, 102]]
+    assert text_rows(tokenizer, "abcdefg", length=3, most=5).shape == (1, 3)
+    assert text_rows(tokenizer, "ab", length=3, most=100).shape == (1, 2)
+    with pytest.raises(UserError, match="text of 1 tokens is too short"):
+        text_rows(tokenizer, "a", length=3, most=100)
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (["--quantize=int3"], "--quantize: is int3"),
+        (["--group=64"], "--group: is about quantized weights"),
+        (["--quantize=int8", "--group=64"], "--group: is of int4, not of int8"),
+        (["--quantize=int4", "--group=7"], "--group: must be even"),
+        (["--quantize=int8", "--activations=fp8"], "--activations: fp8 goes with weights=fp8"),
+        (["--quantize=int8", "--activations=fp4"], "--activations: is fp4"),
+        (["--quantize=int8", "--compare=none.txt"], "--compare: there is no file none.txt"),
+        (["--quantize=int8", "--exclude=*.mixer.querry"], "model.quantization.exclude"),
+        (["--quantize=int4", "--group=20"], "32 inputs are not a multiple of the group, 20"),
+    ],
+)
+def test_wrong_command_lines_write_nothing(words: list[str], what: str, source: Path, tmp_path: Path) -> None:
+    with pytest.raises((ConfigError, UserError)) as raised:
+        convert.main([f"--from={source}", f"--to={tmp_path / 'new'}", *words])
+    assert what in str(raised.value)
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_what_quantized_weights_are_not_for(source: Path, tmp_path: Path) -> None:
+    run = tmp_path / "quantized"
+    assert convert.main([f"--from={source}", f"--to={run}", "--quantize=fp8"]) == 0
+    for words, what in (
+        ([f"--to={tmp_path / 'twice'}", "--quantize=int8"], r"quantized already \(fp8\)"),
+        ([f"--to=hf:{tmp_path / 'theirs'}"], r"the weights are quantized \(fp8\), which is written to runs only"),
+    ):
+        with pytest.raises(UserError, match=what):
+            convert.main([f"--from={run}", *words])
+    assert convert.main([f"--from={run}", f"--to={tmp_path / 'copy'}", "--verify"]) == 0
+    step = open_step(run)
+    problems = [str(problem) for problem in step.config.problems(1)]
+    assert any("which no optimizer can train" in problem for problem in problems)
+    with pytest.raises(UserError, match="adapters can't be added"):
+        MergedWeights(step.weights(), declared_by(step.config.model), 1.0)
+    name = "params.stack.blocks.0.mixer.query"
+    like = {name: jax.ShapeDtypeStruct((2, 32, 8, 4), jnp.float32)}
+    with pytest.raises(UserError, match=r"query +dtype +float8_e4m3fn"):
+        read(step.path / "arrays", like, partial=True)
+
+
+@pytest.mark.slow
+def test_evaluation_and_generation_read_a_quantized_run(source: Path, tmp_path: Path) -> None:
+    run = tmp_path / "quantized"
+    text = source / "text.txt"
+    words = ["--quantize=int4", "--group=16", f"--calibration={text}", f"--compare={text}"]
+    assert convert.main([f"--from={source}", f"--to={run}", *words]) == 0
+    assert json.loads((run / "quantization.json").read_text())["kl_divergence"] > 0
+    step, tokens = open_step(run), np.arange(40, 56, dtype=np.int32)
+    runner = LayerByLayer(step.config.model, step.weights())
+    right = np.asarray(runner.logits(runner.states(tokens[None], rows=1)[0]))
+    parallel = ParallelConfig(data=1)
+    cfg = replace(step.config, parallel=parallel, precision=PrecisionConfig(compute="float32"))
+    evaluated = EvaluatedConfig(**{field.name: getattr(cfg, field.name) for field in fields(cfg)})
+    program, tokenizer = prepare(evaluated, 1)
+    with jax.set_mesh(program.mesh):
+        weights, _ = all_weights(run, program)
+    log_p, _ = Scorer(program, tokenizer, weights).scores([row(Window(tokens, 1))])
+    expected = jax.nn.log_softmax(right[0, :-1])[np.arange(15), tokens[1:]]
+    np.testing.assert_allclose(log_p[0, :15], expected, atol=1e-4)
+    mesh = build_mesh(parallel, jax.devices()[:1])
+    loaded = load_weights(step.config.model, step.weights(), parallel, mesh, "float32")
+    with jax.set_mesh(mesh):
+        logits = jax.jit(lambda values: bind(loaded.model, values)(tokens[None]))(loaded.weights)
+    np.testing.assert_allclose(logits, right, atol=1e-5 * np.abs(right).max())
+    narrow = load_weights(step.config.model, step.weights(), parallel, mesh, "bfloat16").weights
+    assert {str(value.dtype) for path, value in narrow.items() if ".query" in path} == {"uint8", "float32"}
