@@ -61,7 +61,7 @@ def read_file(
     config: GlueConfig, name: str, tokenizer: Tokenizer, schema: Schema, *, labelled: bool
 ) -> Examples[Sentences]:
     """The examples of a file. Raises UserError, which names file and line."""
-    path, task, skipped = Path(config.path).expanduser() / name, GLUE[config.task], Counter[str]()
+    path, task, skipped = config.folder() / name, GLUE[config.task], Counter[str]()
     items = list(_sentences(path, task, skipped, labelled=labelled))
     if not items:
         raise UserError(f"{path}: has no examples of {config.task}.")

@@ -45,7 +45,7 @@ def read_split(config: RaceConfig, split: str, tokenizer: Tokenizer, schema: Sch
     shape = schema["tokens"].shape if "tokens" in schema else ()
     if len(shape) != 2 or shape[0] != len(LETTERS):
         raise UserError(f"RACE has {len(LETTERS)} sequences in a row; the model's tokens have the shape {shape}.")
-    folder, sequences = Path(config.path).expanduser() / FOLDERS[split], Sequences(tokenizer, schema)
+    folder, sequences = config.folder() / FOLDERS[split], Sequences(tokenizer, schema)
     places = {group: folder / group for group in GROUPS if (folder / group).is_dir()} or {"": folder}
     files = [(group, path) for group, place in places.items() for path in sorted(place.glob("*.txt"))]
     if not files:

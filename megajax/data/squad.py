@@ -79,7 +79,7 @@ def build_splits(config: SquadConfig, *, tokenizer: Tokenizer, schema: Schema, r
 
 def read_split(config: SquadConfig, split: str, tokenizer: Tokenizer, schema: Schema) -> Examples[Window]:
     """The windows of a split, in the order of the questions. Raises UserError, which names the question."""
-    path, skipped = Path(config.path).expanduser() / f"{FILES[split]}-v{config.version}.json", Counter[str]()
+    path, skipped = config.folder() / f"{FILES[split]}-v{config.version}.json", Counter[str]()
     sequences = Sequences(tokenizer, schema)
     most = sequences.length - MARKS - 1
     questions = list(_questions(config, path, tokenizer, min(config.longest_question, most)))

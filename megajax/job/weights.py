@@ -147,7 +147,8 @@ class Taking:
         here = getattr(model, self.source.into, None) if self.source.into else model
         if (there := self.stored.model()) is None or here is None:
             return
-        allowed = (*FREE, *self.source.changed)
+        # What is drawn anew may have other settings.
+        allowed = (*FREE, *self.source.changed, *self.source.fresh)
         pairs = differences(here, there)
         pairs = [pair for pair in pairs if not any(fnmatchcase(pair.name, each) for each in allowed)]
         if pairs:

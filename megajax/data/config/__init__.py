@@ -5,6 +5,15 @@ Each config says which leaves its rows have (`leaves()`) and builds its row sour
 """
 
 from megajax.data.config.base import CyclicConfig, LoaderConfig, RowsConfig, TokenFilesConfig
+from megajax.data.config.benchmarks import (
+    BenchmarkConfig,
+    GlueConfig,
+    MockGlueConfig,
+    MockRaceConfig,
+    MockSquadConfig,
+    RaceConfig,
+    SquadConfig,
+)
 from megajax.data.config.chat import ChatConfig
 from megajax.data.config.choices import DataConfig
 from megajax.data.config.fim import FillInMiddleConfig
@@ -28,6 +37,7 @@ from megajax.data.splits import Rows, Splits
 
 __all__ = [
     "AugmentConfig",
+    "BenchmarkConfig",
     "BlendConfig",
     "ChatConfig",
     "ClassFoldersConfig",
@@ -38,6 +48,7 @@ __all__ = [
     "DigitCaptionsConfig",
     "DigitsConfig",
     "FillInMiddleConfig",
+    "GlueConfig",
     "ImageShardsConfig",
     "ImageTextConfig",
     "ImageTextRowsConfig",
@@ -51,12 +62,17 @@ __all__ = [
     "MaskedSpansConfig",
     "MockCaptionsConfig",
     "MockConfig",
+    "MockGlueConfig",
     "MockImagesConfig",
     "MockMasksConfig",
+    "MockRaceConfig",
+    "MockSquadConfig",
     "PairsConfig",
+    "RaceConfig",
     "Rows",
     "RowsConfig",
     "Splits",
+    "SquadConfig",
     "StandardLibraryConfig",
     "TokenFilesConfig",
 ]

@@ -2,9 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import ClassVar, Literal, NamedTuple
 
-from megajax.config.builds import Builds
+from megajax.config.builds import Builds, resolve
 from megajax.config.errors import Problem
 from megajax.data.config.base import LoaderConfig, at_least
 
@@ -68,6 +69,10 @@ class BenchmarkConfig(Builds):
         """The leaves of a row, name -> dtype."""
         return dict.fromkeys(("tokens", "segment_ids", "token_types"), "int32") | {"loss_mask": "float32"}
 
+    def folder(self) -> Path:
+        """Where the files are."""
+        return Path(self.path).expanduser()
+
     def problems(self) -> list[Problem]:
         return [] if self.path else [Problem("path", "is empty", "give the folder of the benchmark's files")]
 
@@ -129,3 +134,43 @@ class SquadConfig(BenchmarkConfig):
     def problems(self) -> list[Problem]:
         problems = BenchmarkConfig.problems(self) + at_least("stride", self.stride, 1)
         return problems + at_least("longest_question", self.longest_question, 1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MockGlueConfig(GlueConfig):
+    """Synthetic files of a task of GLUE, whose second word tells the class. Written where there are none."""
+
+    task: Literal["cola", "sst2", "mrpc", "stsb", "qqp", "mnli", "qnli", "rte", "wnli"] = "mnli"
+    """Which one."""
+    path: str = "data/mock_benchmarks"
+    """The folder for the folder of the files."""
+
+    def folder(self) -> Path:
+        """Where the files are, written unless they are there."""
+        return resolve("megajax.data.benchmark_mock:write_glue")(BenchmarkConfig.folder(self) / self.task, self.task)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MockRaceConfig(RaceConfig):
+    """Synthetic files of RACE, whose right options begin alike. Written where there are none."""
+
+    path: str = "data/mock_benchmarks"
+    """The folder for the folder of the files."""
+
+    def folder(self) -> Path:
+        """Where the files are, written unless they are there."""
+        return resolve("megajax.data.benchmark_mock:write_race")(BenchmarkConfig.folder(self) / "race")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MockSquadConfig(SquadConfig):
+    """Synthetic files of SQuAD, whose answers stand behind the same word. Written where there are none."""
+
+    path: str = "data/mock_benchmarks"
+    """The folder for the folder of the files."""
+
+    def folder(self) -> Path:
+        """Where the files are, written unless they are there."""
+        return resolve("megajax.data.benchmark_mock:write_squad")(
+            BenchmarkConfig.folder(self) / f"squad{self.version}", self.version
+        )

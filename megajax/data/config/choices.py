@@ -1,5 +1,13 @@
 """The data that a config can name besides a class of the user's own."""
 
+from megajax.data.config.benchmarks import (
+    GlueConfig,
+    MockGlueConfig,
+    MockRaceConfig,
+    MockSquadConfig,
+    RaceConfig,
+    SquadConfig,
+)
 from megajax.data.config.chat import ChatConfig
 from megajax.data.config.fim import FillInMiddleConfig
 from megajax.data.config.image_text import DigitCaptionsConfig, ImageTextConfig, MockCaptionsConfig
@@ -23,6 +31,7 @@ DataConfig = (
     | DigitCaptionsConfig
     | DigitsConfig
     | FillInMiddleConfig
+    | GlueConfig
     | ImageShardsConfig
     | ImageTextConfig
     | LibrarySentencesConfig
@@ -32,8 +41,13 @@ DataConfig = (
     | MaskedSpansConfig
     | MockCaptionsConfig
     | MockConfig
+    | MockGlueConfig
     | MockImagesConfig
     | MockMasksConfig
+    | MockRaceConfig
+    | MockSquadConfig
     | PairsConfig
+    | RaceConfig
+    | SquadConfig
     | StandardLibraryConfig
 )

@@ -1,6 +1,6 @@
 """Configs of models that classify texts: BERT or a decoder with a head on its states; imports neither jax nor flax."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Literal
 
@@ -207,6 +207,12 @@ class ClassifyingConfig:
     def has_dropout(self: Any) -> bool:
         """That of the head too."""
         return super().has_dropout() or self.head.dropout > 0
+
+    def refit(self: Any, path: str, weight: Any, settings: Mapping[str, Any]) -> Any | None:
+        """Learned positions of longer sequences: the first of them."""
+        if path == "positions" and weight.shape[1:] == (self.hidden,) and len(weight) >= self.position_count():
+            return weight[: self.position_count()]
+        return super().refit(path, weight, settings)
 
     def head_size(self: Any) -> int:
         """Weights behind the layers."""

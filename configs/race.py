@@ -1,0 +1,91 @@
+"""RACE (Lai et al. 2017): a trained BERT, tuned to choose one of four answers. `config()` is race_base.
+
+The debug twins write synthetic files of the same format and start from fresh weights. The settings are those of
+Megatron-LM's examples (Shoeybi et al. 2019): 3 epochs, questions with options of up to 128 tokens.
+
+Prepare:  the run of bert.py as runs/bert_base with data/vocab.txt, and data/RACE with train/, dev/ and test/
+Run:      python -m megajax.train --config=race.py
+Laptop:   python -m megajax.train --config=race.py:debug
+Test:     python -m megajax.evaluate --run=runs/race_base --tasks=race:test
+Hardware: 8 GPUs with 80 GB; not yet run on GPUs
+"""
+
+from dataclasses import replace
+
+from megajax.checkpoint.config import CheckpointConfig, WeightsConfig
+from megajax.data.config import MockRaceConfig, RaceConfig
+from megajax.models.config import ChoiceHeadConfig
+from megajax.models.config.classifier import classifying
+from megajax.models.presets.bert import bert
+from megajax.optim.config import AdamWConfig, ScheduleConfig
+from megajax.tasks.config import RaceTaskConfig
+from megajax.tokenizers.config import ByteTokenizerConfig, WordPieceTokenizerConfig
+from megajax.training.config import BatchConfig, EvaluationConfig
+from megajax.training.debug_config import debug_config
+from megajax.training.run_config import RunConfig
+
+QUESTIONS = 87_866
+"""Of the training split."""
+EPOCHS, ROWS = 3, 16
+
+
+def config() -> RunConfig:
+    """The base size."""
+    return race_base()
+
+
+def debug() -> RunConfig:
+    """The debug twin of `config()`."""
+    return race_base_debug()
+
+
+def race_base() -> RunConfig:
+    """BERT base. 8 GPUs, data 8."""
+    return _tuned("base", micro_size=2)
+
+
+def race_large() -> RunConfig:
+    """BERT large. 8 GPUs, data 8."""
+    return _tuned("large", micro_size=1)
+
+
+def race_base_debug() -> RunConfig:
+    """race_base in a tiny size, from fresh weights, on synthetic files."""
+    return _debug(race_base())
+
+
+def race_large_debug() -> RunConfig:
+    """race_large in a tiny size."""
+    return _debug(race_large())
+
+
+def _tuned(size: str, micro_size: int) -> RunConfig:
+    steps = EPOCHS * QUESTIONS // ROWS
+    return RunConfig(
+        model=classifying(bert(size), ChoiceHeadConfig()),
+        data=RaceConfig(path="data/RACE"),
+        tokenizer=WordPieceTokenizerConfig(vocabulary="data/vocab.txt"),
+        optimizer=AdamWConfig(weight_decay=0.01),
+        schedule=ScheduleConfig(lr=1e-5, style="linear", warmup_fraction=0.06),
+        batch=BatchConfig(global_size=ROWS, micro_size=micro_size),
+        evaluation=EvaluationConfig(batches=0, tasks=(RaceTaskConfig(),), tasks_every=steps // EPOCHS),
+        checkpoint=CheckpointConfig(every=1000, weights=(WeightsConfig(run=f"runs/bert_{size}", fresh=("head.*",)),)),
+        steps=steps,
+        run_dir=f"runs/race_{size}",
+    )
+
+
+def _debug(cfg: RunConfig) -> RunConfig:
+    """Bytes as tokens, in sequences of 96."""
+    model = replace(bert("debug", sequence_length=96, vocabulary_size=257, dropout=0.0), init_std=0.06)
+    return debug_config(
+        cfg,
+        classifying(model, ChoiceHeadConfig()),
+        data=MockRaceConfig(),
+        tokenizer=ByteTokenizerConfig(),
+        schedule=ScheduleConfig(lr=2e-3, style="linear", warmup_fraction=0.1),
+        batch=BatchConfig(global_size=16, micro_size=2),
+        evaluation=EvaluationConfig(batches=0, tasks=(RaceTaskConfig(),), tasks_every=50),
+        checkpoint=CheckpointConfig(every=None),
+        steps=100,
+    )

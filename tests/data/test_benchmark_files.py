@@ -1,0 +1,283 @@
+"""GLUE, RACE and SQuAD: rows of hand-made files, and what is said of files that are wrong."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megajax.batch import Leaf
+from megajax.config.errors import UserError
+from megajax.data import glue, race, squad
+from megajax.data.config import GlueConfig, MockGlueConfig, MockRaceConfig, MockSquadConfig, RaceConfig, SquadConfig
+from megajax.data.config.benchmarks import GLUE
+from megajax.data.sequence_pairs import Sequences, cleaned, cut_to
+from megajax.data.splits import Rows
+from megajax.tokenizers.config import ByteTokenizerConfig, WordPieceTokenizerConfig
+
+WORDS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "sat", "dog", "ran", "##s", ".", "a", "who", "?")
+CLS, SEP = 2, 3
+
+
+def schema(length: int, choices: int = 1, classes: int | None = None) -> dict[str, Leaf]:
+    shape, axes = ((length,), ("seq",)) if choices == 1 else ((choices, length), (None, "seq"))
+    return {"tokens": Leaf("int32", shape, axes), "labels": Leaf("int32", below=classes)}
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory):
+    pytest.importorskip("tokenizers")
+    path = tmp_path_factory.mktemp("words") / "vocab.txt"
+    path.write_text("\n".join(WORDS) + "\n")
+    return WordPieceTokenizerConfig(vocabulary=str(path)).build()
+
+
+def ids(text: str) -> list[int]:
+    return [WORDS.index(word) for word in text.split()]
+
+
+def written(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_a_pair_has_berts_marks_types_and_padding(words):
+    row = Sequences(words, schema(12))(np.array(ids("the cat")), np.array(ids("dog ran .")))
+    expected = [CLS, *ids("the cat"), SEP, *ids("dog ran ."), SEP]
+    assert row["tokens"].tolist() == [*expected, 0, 0, 0, 0]
+    assert row["token_types"].tolist() == [0] * 4 + [1] * 4 + [0] * 4
+    assert row["segment_ids"].tolist() == [1] * 8 + [0] * 4
+    alone = Sequences(words, schema(8))(np.array(ids("the cat sat the cat sat the cat")))
+    assert alone["tokens"].tolist() == [CLS, *ids("the cat sat the cat sat"), SEP] and not alone["token_types"].any()
+
+
+def test_a_vocabulary_without_marks_has_the_end_of_a_document_there():
+    row = Sequences(ByteTokenizerConfig().build(), schema(8))(np.array([5, 6]), np.array([7]))
+    assert row["tokens"].tolist() == [256, 5, 6, 256, 7, 256, 256, 256]
+    with pytest.raises(UserError, match="sequences of 8 tokens or more, the model reads 7"):
+        Sequences(ByteTokenizerConfig().build(), schema(7))
+
+
+def test_the_longer_text_loses_its_last_tokens():
+    for first in range(9):
+        for second in range(9):
+            for room in range(1, 13):
+                a, b = list(range(first)), list(range(second))
+                while len(a) + len(b) > room:
+                    (a if len(a) > len(b) else b).pop()
+                cut = cut_to(room, np.arange(first), np.arange(second))
+                assert [each.tolist() for each in cut] == [a, b], (first, second, room)
+
+
+def test_texts_are_cleaned_as_by_megatron():
+    assert cleaned("One .\nTwo   . Three .") == "One. Two. Three ."
+
+
+MNLI = "index\tgenre\tsentence1\tsentence2\tlabel1\tgold_label\n"
+
+
+def test_columns_are_those_of_the_header(words, tmp_path):
+    written(tmp_path / "train.tsv", MNLI + '0\tx\t"the cat\tthe dogs\tneutral\tentailment\n1\tx\ta\tcat\tneutral\t-\n')
+    splits = glue.build_splits(
+        GlueConfig(task="mnli", path=str(tmp_path)), tokenizer=words, schema=schema(12, classes=3), rows=Rows(5), seed=1
+    )
+    row = splits.train[0]
+    quote = [WORDS.index("[UNK]")]
+    assert row["tokens"][:9].tolist() == [CLS, *quote, *ids("the cat"), SEP, *ids("the dog ##s"), SEP]
+    assert (row["labels"], row["loss_mask"]) == (GLUE["mnli"].classes.index("entailment"), 1)
+    assert len(splits.train) == splits.train.passes == 5 and dict(splits.train.skipped) == {"no label": 1}
+    assert splits.valid is None and splits.test is None
+
+
+def test_every_task_reads_the_files_of_its_form(words, tmp_path):
+    for task, form in GLUE.items():
+        config = MockGlueConfig(task=task, path=str(tmp_path))
+        makes, reads = config.leaves(), schema(32, classes=len(form.classes) or None)
+        splits = glue.build_splits(config, tokenizer=words, schema=reads, rows=Rows(3, 2, 0), seed=1)
+        for split in (splits.train, splits.valid):
+            assert {name: str(leaf.dtype) for name, leaf in split[0].items()} == dict(makes)
+        assert len(glue.read_split(config, "validation", words, reads)) == len(form.validation)
+        unlabelled = glue.read_split(config, "test", words, reads)[""]
+        assert len(unlabelled) == 40 and unlabelled[0]["loss_mask"] == 0
+    assert (tmp_path / "cola" / "train.tsv").read_text().count("\t\t\n") == 0
+
+
+def test_acceptability_has_no_header_and_paraphrases_a_byte_order_mark(words, tmp_path):
+    written(tmp_path / "cola/train.tsv", "gj04\t1\t\tthe cat sat .\ngj04\t0\t*\tsat the .\n")
+    config = GlueConfig(task="cola", path=str(tmp_path / "cola"))
+    read = glue.read_file(config, "train.tsv", words, schema(12), labelled=True)
+    assert [(item.first, item.second, item.label) for item in read.items] == [
+        ("the cat sat .", None, 1),
+        ("sat the .", None, 0),
+    ]
+    header = "\ufeffQuality\t#1 ID\t#2 ID\t#1 String\t#2 String\r\n"
+    written(tmp_path / "mrpc/train.tsv", header + "1\t7\t8\tthe cat\ta cat\r\n")
+    config = GlueConfig(task="mrpc", path=str(tmp_path / "mrpc"))
+    (item,) = glue.read_file(config, "train.tsv", words, schema(12), labelled=True).items
+    assert (item.first, item.second, item.label) == ("the cat", "a cat", 1)
+
+
+def test_malformed_rows_of_questions_are_counted(words, tmp_path):
+    lines = [
+        "id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate",
+        "0\t1\t2\twho ?\tthe cat ?\t1",
+        "1\t2\t3\twho",
+        "ran?\t0",
+    ]
+    lines.append("2\t3\t4\t\twho ?\t0")
+    written(tmp_path / "train.tsv", "\n".join(lines))
+    config = GlueConfig(task="qqp", path=str(tmp_path))
+    read = glue.read_file(config, "train.tsv", words, schema(12), labelled=True)
+    assert len(read) == 1 and dict(read.skipped) == {"malformed": 3}
+
+
+@pytest.mark.parametrize(
+    ("task", "text", "message"),
+    [
+        ("rte", "index\tsentence1\tsentence2\tlabel\n0\ta\tb\n", r"train.tsv, line 2: has 3 columns .* expected 4"),
+        ("rte", "index\tsentence1\tsentence_2\tlabel\n", r"line 1: no column 'sentence2'.*did you mean sentence_2"),
+        (
+            "rte",
+            "index\tsentence1\tsentence2\tlabel\n0\ta\tb\tmaybe\n",
+            r"line 2: label 'maybe', expected one of entail",
+        ),
+        ("rte", "index\tsentence1\tsentence2\tlabel\n0\ta\t \tentailment\n", r"line 2: a text is empty"),
+        ("rte", "index\tsentence1\tsentence2\tlabel\n", r"has no examples of rte"),
+        (
+            "stsb",
+            "index\tsentence1\tsentence2\tscore\n0\ta\tb\t5.1\n",
+            r"line 2: score '5.1', expected a number from 0",
+        ),
+        ("stsb", "index\tsentence1\tsentence2\tscore\n0\ta\tb\tnan\n", r"line 2: score 'nan'"),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_said_with_its_line(task, text, message, words, tmp_path):
+    written(tmp_path / "train.tsv", text)
+    with pytest.raises(UserError, match=message):
+        glue.read_file(GlueConfig(task=task, path=str(tmp_path)), "train.tsv", words, schema(12), labelled=True)
+
+
+def test_missing_files_and_other_numbers_of_classes_are_refused(words, tmp_path):
+    config = GlueConfig(task="rte", path=str(tmp_path))
+    with pytest.raises(UserError, match=r"train.tsv: cannot be read: No such file.*data.path"):
+        glue.build_splits(config, tokenizer=words, schema=schema(12, classes=2), rows=Rows(1), seed=1)
+    with pytest.raises(UserError, match=r"rte has 2 classes, .*; model.head.classes is 3"):
+        glue.build_splits(config, tokenizer=words, schema=schema(12, classes=3), rows=Rows(1), seed=1)
+    (tmp_path / "train.tsv").write_bytes(b"index\xff")
+    with pytest.raises(UserError, match=r"train.tsv: byte 5 is not UTF-8"):
+        glue.build_splits(config, tokenizer=words, schema=schema(12, classes=2), rows=Rows(1), seed=1)
+
+
+ARTICLE = {
+    "article": "the cat\nsat .",
+    "questions": ["who ran ?", "the _ sat _ ."],
+    "options": [["cat", "dog", "a dog", "the dogs"], ["cat", "dog", "a", "the"]],
+    "answers": ["B", "D"],
+}
+
+
+def test_options_stand_in_the_gap_or_behind_the_question(words, tmp_path):
+    written(tmp_path / "train/high/1.txt", json.dumps(ARTICLE))
+    read = race.read_split(RaceConfig(path=str(tmp_path)), "train", words, schema(20, choices=4))
+    assert [(item.group, item.identifier, item.label) for item in read.items] == [
+        ("high", "high/1.txt", n) for n in (1, 3)
+    ]
+    row = read[0]
+    tail = [SEP, *ids("the cat sat ."), SEP]
+    assert row["tokens"].shape == (4, 20)
+    assert row["tokens"][2][:12].tolist() == [CLS, *ids("who ran ? a dog"), *tail]
+    assert read[1]["tokens"][3][:12].tolist() == [CLS, *ids("the the sat the ."), *tail]
+    assert row["labels"] == 1 and row["segment_ids"].sum(-1).tolist() == [11, 11, 12, 13]
+    short = RaceConfig(path=str(tmp_path), longest_question=2)
+    assert race.read_split(short, "train", words, schema(20, choices=4))[0]["tokens"][0][:4].tolist() == [
+        CLS,
+        *ids("who ran"),
+        SEP,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"answers": ["B"]}, "2 questions, 2 options, 1 answers; expected lists of the same length"),
+        ({"answers": ["B", "E"]}, "line 1: question 2 has answer 'E', expected A, B, C, D"),
+        ({"options": [["a"], ["a"]]}, "question 1 must be a text with 4 options"),
+        ({"article": 3}, "article is no text"),
+    ],
+)
+def test_what_is_wrong_with_an_article_is_said(change, message, words, tmp_path):
+    written(tmp_path / "dev/1.txt", json.dumps({**ARTICLE, **change}))
+    with pytest.raises(UserError, match=message):
+        race.read_split(RaceConfig(path=str(tmp_path)), "validation", words, schema(20, choices=4))
+
+
+def test_folders_and_models_that_are_not_for_race_are_refused(words, tmp_path):
+    config = RaceConfig(path=str(tmp_path))
+    with pytest.raises(UserError, match="4 sequences in a row; the model's tokens have the shape"):
+        race.read_split(config, "train", words, schema(20))
+    with pytest.raises(UserError, match=r"train: no files NAME.txt"):
+        race.read_split(config, "train", words, schema(20, choices=4))
+    written(tmp_path / "train/1.txt", "{\n")
+    with pytest.raises(UserError, match=r"1.txt, line 1: is not JSON"):
+        race.read_split(config, "train", words, schema(20, choices=4))
+    written(tmp_path / "train/1.txt", '{"article": ""}\n')
+    with pytest.raises(UserError, match="lacks questions, options, answers"):
+        race.read_split(config, "train", words, schema(20, choices=4))
+
+
+def questions(*asked: dict, context: str) -> str:
+    return json.dumps({"version": "v2.0", "data": [{"title": "t", "paragraphs": [{"context": context, "qas": asked}]}]})
+
+
+def ask(identifier: str, answer: str | None, start: int = 0) -> dict:
+    answers = [] if answer is None else [{"text": answer, "answer_start": start}]
+    return {"id": identifier, "question": "who?", "answers": answers, "is_impossible": answer is None}
+
+
+def test_windows_cover_a_paragraph_and_know_their_answers(words, tmp_path):
+    context = "the cat. the dogs  ran. the cat sat"
+    text = questions(ask("one", "dogs", 13), ask("two", None), ask("off", "sat", 2), context=context)
+    written(tmp_path / "train-v2.0.json", text)
+    config = SquadConfig(path=str(tmp_path), stride=3)
+    read = squad.read_split(config, "train", words, schema(10))
+    own = [window for window in read.items if window.asked.identifier == "one"]
+    assert dict(read.skipped) == {"answer not at its place": 1}
+    # 11 tokens of the paragraph, 5 beside the question and three marks.
+    assert [(window.first, window.count) for window in own] == [(0, 5), (3, 5), (6, 5)]
+    row = read[1]
+    assert row["tokens"].tolist() == [CLS, *ids("who ?"), SEP, *ids("the dog ##s ran ."), SEP]
+    assert row["token_types"].tolist() == [0] * 4 + [1] * 6
+    assert [(int(read[n]["starts"]), int(read[n]["ends"])) for n in range(4)] == [(0, 0), (5, 6), (0, 0), (0, 0)]
+    spans = own[0].asked.paragraph.spans
+    assert context[spans[4][0] : spans[5][1]] == "dogs"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "is not JSON"),
+        ("{}", "lacks data; it has nothing. This is not the format of SQuAD"),
+        (questions(ask("a", None), ask("a", None), context="a"), "question 2: id a is given twice"),
+        (questions({"id": "a", "question": "?", "answers": []}, context="a"), "lacks is_impossible"),
+        (
+            questions({**ask("a", "a"), "answers": [{"text": "a", "answer_start": "0"}]}, context="a"),
+            'answer_start is "0"',
+        ),
+        (questions({**ask("a", "a"), "answers": []}, context="a"), "has no answers; in version 2.0"),
+    ],
+)
+def test_what_is_wrong_with_questions_is_said(text, message, words, tmp_path):
+    written(tmp_path / "dev-v2.0.json", text)
+    with pytest.raises(UserError, match=message):
+        squad.read_split(SquadConfig(path=str(tmp_path)), "validation", words, schema(12))
+
+
+def test_synthetic_files_are_written_once_and_read(words, tmp_path):
+    config = MockRaceConfig(path=str(tmp_path))
+    assert len(race.read_split(config, "validation", words, schema(40, choices=4))) == 80
+    assert config.folder() == tmp_path / "race" and not list(tmp_path.glob("tmp*"))
+    for version in ("1.1", "2.0"):
+        read = squad.read_split(MockSquadConfig(path=str(tmp_path), version=version), "train", words, schema(40))
+        assert {bool(window.asked.answers) for window in read.items} == ({True} if version == "1.1" else {True, False})
+        assert not read.skipped["answer not at its place"]

@@ -1,0 +1,181 @@
+"""BERT and decoders with heads that classify texts: their numbers, layouts, and starts from pretrained weights."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny_runs
+from flax import nnx
+from tiny_runs import LENGTH, ROWS, VOCABULARY
+
+from megajax.batch import Batch
+from megajax.layers.param import bind, specs
+from megajax.mesh.config import ParallelConfig
+from megajax.mesh.layout import Layout
+from megajax.mesh.rules import Plan
+from megajax.models.classifier import POOLINGS
+from megajax.models.config import (
+    ChoiceHeadConfig,
+    ClassHeadConfig,
+    DecoderConfig,
+    RegressionHeadConfig,
+    SpanHeadConfig,
+)
+from megajax.models.config.classifier import ClassifyingConfig, TextHead, classifying
+from megajax.models.facts import facts_of
+from megajax.models.presets.bert import bert
+from megajax.models.reduction import LossReduction
+
+CLASSES = ClassHeadConfig(classes=3, dropout=0.0)
+HEADS = {
+    "classes": CLASSES,
+    "number": RegressionHeadConfig(dropout=0.0),
+    "choices": ChoiceHeadConfig(choices=3, dropout=0.0),
+    "span": SpanHeadConfig(),
+}
+LAST = replace(CLASSES, pooling="last", pooler=False)
+
+
+def small_bert(head: TextHead) -> ClassifyingConfig:
+    base = bert("debug", sequence_length=LENGTH, vocabulary_size=VOCABULARY, dropout=0.0)
+    return classifying(replace(base, init_std=0.06, recompute="none"), head)
+
+
+def draw(seed: int, choices: int = 3) -> Batch:
+    """Rows of sequences with padding at their ends, a fifth of the rows without weight."""
+    rng = np.random.default_rng(seed)
+    shape = (ROWS, choices, LENGTH) if choices > 1 else (ROWS, LENGTH)
+    lengths = rng.integers(4, LENGTH + 1, (*shape[:-1], 1))
+    segments = (np.arange(LENGTH) < lengths).astype(np.int32)
+    starts = rng.integers(0, 4, ROWS, dtype=np.int32)
+    return {
+        "tokens": rng.integers(0, VOCABULARY, shape, dtype=np.int32),
+        "segment_ids": segments,
+        "token_types": segments * (np.arange(LENGTH) >= 3).astype(np.int32),
+        "labels": rng.integers(0, 3, ROWS, dtype=np.int32),
+        "starts": starts,
+        "ends": starts,
+        "loss_mask": (rng.random(ROWS) < 0.8).astype(np.float32),
+        "sample": np.arange(40, 40 + ROWS, dtype=np.uint32),
+    }
+
+
+def draw_one(seed: int) -> Batch:
+    return draw(seed, choices=1)
+
+
+def draw_numbers(seed: int) -> Batch:
+    rows = draw_one(seed)
+    return {**rows, "labels": rows["labels"].astype(np.float32)}
+
+
+def draw_of(name: str):
+    return {"choices": draw, "number": draw_numbers}.get(name, draw_one)
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_heads_have_the_loss_that_numpy_makes_of_their_scores(name):
+    rows, model = draw_of(name)(0), drawn(small_bert(HEADS[name]))
+    shape = (ROWS * model.cfg.head.sequences(), LENGTH, model.cfg.hidden)
+    x = np.random.default_rng(1).normal(size=shape).astype(np.float32)
+    ctx = model.context(rows)
+    sums = model.loss(x, rows, ctx, LossReduction()).metrics
+    outputs = model.outputs(x, rows, ctx)
+    scores, weights = np.asarray(outputs["scores"], np.float64), rows["loss_mask"]
+    if name == "number":
+        losses = (scores - rows["labels"]) ** 2
+    elif name == "span":
+        assert (scores[rows["segment_ids"] == 0] < -1e8).all()
+        losses = sum(cross_entropy(scores[..., place], rows["starts"]) for place in (0, 1)) / 2
+    else:
+        losses = cross_entropy(scores, rows["labels"])
+        right = np.sum((scores.argmax(-1) == rows["labels"]) * weights)
+        np.testing.assert_allclose(float(sums["accuracy"][0]), right)
+    np.testing.assert_allclose(outputs["losses"], losses, 1e-5)
+    np.testing.assert_allclose([float(each) for each in sums["loss"]], [np.sum(losses * weights), weights.sum()], 1e-5)
+
+
+def abstract(cfg: ClassifyingConfig):
+    return nnx.eval_shape(lambda: cfg.build(Layout(Plan.of(ParallelConfig()))))
+
+
+def drawn(cfg: ClassifyingConfig):
+    """The model with random weights, biases too."""
+    model, rng = abstract(cfg), np.random.default_rng(0)
+    values = {path: rng.normal(0, 0.06, spec.shape).astype(np.float32) for path, spec in specs(model).items()}
+    return bind(model, jax.tree.map(jnp.asarray, values))
+
+
+def cross_entropy(scores: np.ndarray, labels: np.ndarray) -> np.ndarray:
+    exponents = np.exp(scores - scores.max(-1, keepdims=True))
+    return -np.log(np.take_along_axis(exponents, labels[:, None], 1)[:, 0] / exponents.sum(-1))
+
+
+def test_padding_and_what_stands_in_it_change_nothing():
+    model, rows = drawn(small_bert(CLASSES)), draw_one(0)
+    ask = jax.jit(lambda tokens: model(tokens, segment_ids=rows["segment_ids"]))
+    other = np.where(rows["segment_ids"] > 0, rows["tokens"], 7)
+    np.testing.assert_allclose(ask(rows["tokens"]), ask(other), atol=1e-6)
+
+
+def test_poolings_are_those_of_the_tokens_that_are_no_padding():
+    x = jnp.arange(24.0).reshape(2, 4, 3)
+    segments = jnp.array([[1, 1, 0, 0], [1, 1, 1, 1]])
+    for name, expected in {
+        "first": [x[0, 0], x[1, 0]],
+        "last": [x[0, 1], x[1, 3]],
+        "mean": [x[0, :2].mean(0), x[1].mean(0)],
+    }.items():
+        np.testing.assert_allclose(POOLINGS[name](x, segments), np.stack(expected))
+
+
+LAYOUTS = {
+    "data": ParallelConfig(data=4),
+    "fsdp": ParallelConfig(data=2, tensor=2, data_sharding="fsdp"),
+    "sequence": ParallelConfig(data=2, tensor=2, sequence=True, data_sharding="zero1"),
+    "pipeline": ParallelConfig(data=2, pipeline=2, tensor=2),
+}
+
+
+def same_gradients(cfg, layout: str, draw) -> None:
+    cfg = replace(cfg, recompute="selective") if layout == "fsdp" else cfg
+    expected = tiny_runs.differentiate(cfg, microbatches=2, draw=draw)
+    actual = tiny_runs.differentiate(cfg, LAYOUTS[layout], microbatches=2, draw=draw)
+    np.testing.assert_allclose(actual.loss, expected.loss, rtol=1e-5)
+    assert actual.padding == 0 and actual.gradients.keys() == expected.gradients.keys()
+    for path, gradient in expected.gradients.items():
+        scale = np.abs(gradient).max()
+        np.testing.assert_allclose(actual.gradients[path], gradient, atol=1e-5 * max(scale, 1e-3), err_msg=path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", [*HEADS, "decoder"])
+def test_layouts_have_the_gradients_of_one_device(name, layout):
+    cfg = classifying(tiny_runs.llama("none"), LAST) if name == "decoder" else small_bert(HEADS[name])
+    same_gradients(cfg, layout, draw_of(name))
+
+
+@pytest.mark.parametrize("name", [*HEADS, "decoder"])
+def test_facts_count_the_weights_that_the_module_declares(name):
+    cfg = classifying(tiny_runs.llama(), LAST) if name == "decoder" else small_bert(HEADS[name])
+    declared = specs(abstract(cfg))
+    padding = (cfg.padded_vocabulary() - cfg.vocabulary_size) * cfg.hidden
+    assert facts_of(cfg) is cfg
+    assert cfg.parameter_count().total == sum(int(np.prod(spec.shape)) for spec in declared.values()) - padding
+    tables = {weight.name: weight.shape for weight in cfg.head_facts().tables}
+    assert tables == {path: declared[path].shape for path in tables}
+    assert cfg.row_positions() == LENGTH * cfg.head.sequences()
+
+
+def test_what_does_not_fit_is_said():
+    decoder: DecoderConfig = tiny_runs.llama()
+    said = [str(problem) for problem in classifying(decoder, CLASSES).problems()]
+    assert len(said) == 1 and "the first token sees no other one" in said[0]
+    assert not classifying(decoder, LAST).problems()
+    cut = list(small_bert(CLASSES).parallel_problems(ParallelConfig(context=2), None))
+    assert any("parallel.context=2 cuts" in problem.what for problem in cut)
+    for head, where in ((replace(CLASSES, classes=1), "classes"), (replace(CLASSES, dropout=1.0), "dropout")):
+        assert [problem.where for problem in head.problems()] == [where]
