@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from megajax.batch import Params
 from megajax.inference.cache import CacheSize, empty_cache, like_cache
+from megajax.inference.memory import ReadingRow, Texts, beginning, lengths_up_to, texts_of
 from megajax.inference.pack import Bucket, Step, StepArrays, bucket_for, joined, pack
 from megajax.kernels.paged_capability import PagedKernel
 from megajax.layers.cache_facts import CacheLeaf
@@ -124,6 +125,8 @@ class Programs:
         self.width = -(-length // size.block)
         self.cache_like = like_cache(self.leaves, size, dtype, loaded.mesh, loaded.layout, self.replicas)
         self.compiled: dict[tuple[Bucket, Chooser], Callable[..., Any]] = {}
+        self.text_lengths = lengths_up_to(loaded.cfg.memory_length())
+        self.reading: dict[int, Callable[..., Any]] = {}
 
     @cached_property
     def cache(self) -> Cache:
@@ -146,7 +149,9 @@ class Programs:
         return all(leaf.per == "token" for leaf in self.leaves)
 
     def compile(self) -> Iterator[tuple[Bucket, Chooser]]:
-        """Compiles every program; gives each after it was compiled."""
+        """Compiles every program; gives each step after it was compiled."""
+        for length in self.text_lengths:
+            self.reading[length] = self.reading_lowered(length).compile()
         for bucket in self.buckets:
             for chooser in self.choosers:
                 self.compiled[bucket, chooser] = self._compiled(bucket, chooser)
@@ -177,6 +182,9 @@ class Programs:
         inputs: bucket -> the chooser's arrays, replica after replica, `bucket.sampled` rows or `bucket.chunk` tokens
         of each.
         """
+        begun = beginning(work) if self.text_lengths else None
+        if begun is not None:
+            self.read(begun)
         bucket = bucket_for(work, self.buckets)
         arrays = joined([pack(step, bucket, block=self.size.block, width=self.width) for step in work])
         program = self.compiled.get((bucket, chooser))
@@ -184,6 +192,36 @@ class Programs:
             program = self.compiled[bucket, chooser] = self._compiled(bucket, chooser)
         chosen, self.cache = program(self.loaded.weights, self.cache, arrays, inputs(bucket))
         return Ran(bucket, chosen)
+
+    def read(self, rows: Sequence[ReadingRow | None]) -> None:
+        """Reads the texts of rows, one of each replica, with the section before, into the slots of the rows."""
+        texts = texts_of(rows, self.text_lengths)
+        length = texts.tokens.shape[1]
+        if length not in self.reading:
+            self.reading[length] = self.reading_lowered(length).compile()
+        self.cache = self.reading[length](self.loaded.weights, self.cache, texts)
+
+    def reading_lowered(self, length: int) -> jax.stages.Lowered:
+        """The program that reads texts of this length, before it is compiled."""
+        loaded, rows = self.loaded, self.replicas
+
+        def read(weights: Params, cache: Cache, texts: Texts) -> Cache:
+            own = StepRows(
+                groups=((1, length),),
+                kernel=self.kernel,
+                slots=jnp.zeros(rows, jnp.int32),
+                tables=(jnp.zeros((rows, 1), jnp.int32),),
+                counts=(texts.counts,),
+                states=(texts.states,),
+                layer=jnp.int32(0),
+            )
+            ctx = Context(jnp.zeros((rows, 1), jnp.int32), jnp.zeros(1, jnp.int32), rows=own)
+            return {**cache, **bind(loaded.model, weights).remember(texts.tokens, of_layers(cache), ctx)}
+
+        with jax.set_mesh(loaded.mesh):
+            weights, cache = (jax.tree.map(_like, tree) for tree in (loaded.weights, self.cache))
+            texts = Texts(self._like((rows, length)), self._like((rows,)), self._like((rows,)))
+            return jax.jit(read, donate_argnums=1).lower(weights, cache, texts)
 
     def like(self, bucket: Bucket) -> StepArrays:
         """Shapes and shardings of the arrays of a step."""
@@ -222,7 +260,7 @@ def step_output(
     )
     ids, tokens = _row_tokens(layout, cache[TOKENS.name], arrays.tokens, rows)
     ctx = Context(arrays.positions, jnp.zeros(1, jnp.int32), rows=rows)
-    x, cache = model.step(arrays.tokens, {name: leaf for name, leaf in cache.items() if name != TOKENS.name}, ctx)
+    x, cache = model.step(arrays.tokens, of_layers(cache), ctx)
     token = ("batch", None, None)
 
     def parts(x: Array, last: Array) -> tuple[Array, Array]:
@@ -234,6 +272,11 @@ def step_output(
         return model.next_logits(x)[:, 0]
 
     return StepOutput(logits_of(own), tokens, prompt, logits_of), {**cache, TOKENS.name: ids}
+
+
+def of_layers(cache: Cache) -> Cache:
+    """The cache without what is not of a layer."""
+    return {name: leaf for name, leaf in cache.items() if name != TOKENS.name}
 
 
 def _row_tokens(layout: Layout, leaf: Array, new: Array, rows: StepRows) -> tuple[Array, Array]:

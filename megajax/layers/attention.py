@@ -64,12 +64,14 @@ class Attention(nnx.Module):
 
     def normalised(self, q: Array, k: Array) -> tuple[Array, Array]:
         """Queries [B, S, N, H] and keys [B, T, K, H] after `qk_norm`."""
+        return self.normed("query_norm", q), self.normed("key_norm", k)
+
+    def normed(self, name: str, x: Array) -> Array:
+        """Queries or keys [B, S, N, H] after `qk_norm`. name: of the norm."""
         if self.cfg.qk_norm is None:
-            return q, k
-        if self.cfg.qk_norm_over == "head":
-            return self.query_norm(q), self.key_norm(k)
-        query = self.query_norm(q.reshape(*q.shape[:2], -1)).reshape(q.shape)
-        return query, self.key_norm(k.reshape(*k.shape[:2], -1)).reshape(k.shape)
+            return x
+        norm = getattr(self, name)
+        return norm(x) if self.cfg.qk_norm_over == "head" else norm(x.reshape(*x.shape[:2], -1)).reshape(x.shape)
 
     def combined(self, mixed: Array, x: Array) -> Array:
         """The kernel's output [B, S, N, H] and the layer's input -> the layer's output [B, S, D].

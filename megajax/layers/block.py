@@ -47,6 +47,11 @@ class Residual(nnx.Module):
 
         return self.residual(x, ctx, apply), cache
 
+    def remember(self, cache: Cache, ctx: Context) -> Cache:
+        """The cache with what the block keeps of `ctx.memory`: nothing, unless it has cross-attention."""
+        del ctx
+        return cache
+
     def residual(self, x: Array, ctx: Context, apply: Apply) -> Array:
         """The residual lines of the block, for training and decoding alike."""
         raise NotImplementedError
@@ -133,6 +138,11 @@ class CrossBlock(Block):
         super().__init__(cfg, settings)
         self.cross_norm = cfg.norm.build(settings)
         self.cross = cfg.cross.build(settings)
+
+    def remember(self, cache: Cache, ctx: Context) -> Cache:
+        """The cache with keys and values of `ctx.memory`."""
+        own = self.cross.remember(below(cache, "cross"), ctx)
+        return {**cache, **{f"cross.{name}": leaf for name, leaf in own.items()}}
 
     def residual(self, x: Array, ctx: Context, apply: Apply) -> Array:
         mixed = apply("mixer", self.whole(self.mixer_norm(x)))

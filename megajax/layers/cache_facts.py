@@ -20,8 +20,9 @@ class CacheLeaf:
     """Of one token, or of one row."""
     axes: tuple[str | None, ...]
     """Logical axes, one for each dimension."""
-    per: Literal["token", "row"] = "token"
-    """A leaf for each token is in blocks of the pool; one for each row is of constant size, in a slot of the row."""
+    per: Literal["token", "row", "memory"] = "token"
+    """A leaf for each token is in blocks of the pool; one for each row is of constant size, in a slot of the row; one
+    for each token of the section before is made one for a row, as long as that section may be."""
     dtype: str | None = None
     """None: that of the cache."""
     layers: int = 1
@@ -35,6 +36,8 @@ class CacheLeaf:
 
 SCALE = "_scale"
 """What the name of the scales of an 8-bit leaf has beyond that of the leaf."""
+MEMORY_BLOCK = 16
+"""Tokens of the section before in a block, as kernels of a paged cache read them."""
 EIGHT_BIT = MappingProxyType({"int8": "int8", "fp8": "float8_e4m3fn"})
 """Dtypes of a cache with scales: setting -> dtype of the numbers."""
 
@@ -62,11 +65,11 @@ def cached_heads(groups: int, tensor: int) -> int:
     return max(groups, tensor)
 
 
-def stack_leaves(stack: Any, hidden: int, tensor: int) -> tuple[CacheLeaf, ...]:
+def stack_leaves(stack: Any, hidden: int, tensor: int, memory: int = 0) -> tuple[CacheLeaf, ...]:
     """Those of all layers of a stack config; names are below the stack's blocks: "0.mixer.key".
 
-    hidden: size of the residual stream; tensor: devices that share the heads. Raises UserError for a mixer that only
-    trains.
+    hidden: size of the residual stream; tensor: devices that share the heads; memory: most tokens of the section
+    before. Raises UserError for a mixer that only trains.
     """
     leaves: list[CacheLeaf] = []
     for number, (block, layers) in enumerate(stack.stored()):
@@ -76,7 +79,7 @@ def stack_leaves(stack: Any, hidden: int, tensor: int) -> tuple[CacheLeaf, ...]:
                     f"{type(mixer).__name__} cannot generate text: it has no cache_leaves, which say what it keeps of "
                     "earlier tokens, and its module no step; see docs/inference.md"
                 )
-            own: Sequence[CacheLeaf] = mixer.cache_leaves(hidden, tensor)
+            own: Sequence[CacheLeaf] = [in_row(leaf, memory) for leaf in mixer.cache_leaves(hidden, tensor)]
             leaves += [replace(leaf, name=f"{number}.{place}.{leaf.name}", layers=len(layers)) for leaf in own]
     return tuple(leaves)
 
@@ -85,6 +88,14 @@ def paged_requests(stack: Any, hidden: int, known: PagedRequest) -> tuple[PagedR
     """What the mixers of a stack config ask of a kernel of a paged cache: `known`, with their own settings."""
     mixers = [mixer for block, _ in stack.stored() for mixer in block.mixers().values()]
     return tuple(mixer.paged_request(hidden, known) for mixer in mixers if hasattr(mixer, "paged_request"))
+
+
+def in_row(leaf: CacheLeaf, memory: int) -> CacheLeaf:
+    """A leaf of the section before as one of the row, [blocks, MEMORY_BLOCK, ...]; any other unchanged."""
+    if leaf.per != "memory":
+        return leaf
+    shape = (-(-memory // MEMORY_BLOCK), MEMORY_BLOCK, *leaf.shape)
+    return replace(leaf, shape=shape, axes=(None, None, *leaf.axes), per="row")
 
 
 def below[V](values: Mapping[str, V], prefix: str) -> dict[str, V]:

@@ -11,7 +11,7 @@ slots count within a replica.
 R rows of a group, W tokens of each, M blocks of a table, N query heads, K key-value heads, H head size.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -93,7 +93,7 @@ def attend_to_cache(
     [T, 1, K, .]; cache: the same leaves in blocks, in 8 bits with "key_scale" and "value_scale" [layers, blocks, block,
     K]. Returns [T, 1, N, value_size] and the cache.
     """
-    step, cfg, weights = rows_of(ctx), core.cfg, core.weights(ctx)
+    step, weights = rows_of(ctx), core.weights(ctx)
     axes = {name: (*[None] * (w.ndim - 1), "heads") for name, w in weights.items()}
 
     def local(
@@ -104,27 +104,96 @@ def attend_to_cache(
         blocks = written["key"].shape[1]
         # A view: indexing the pool by layer would copy it.
         flat = {name: leaf.reshape(-1, *leaf.shape[2:]) for name, leaf in written.items()}
-        sink, bias = jnp.zeros(q.shape[2]) if cfg.sink == "zero" else weights.get("sink"), core.bias
-        mixed = []
-        for (rows, width), part, table, count in zip(step.groups, step.parts(), step.tables, step.counts, strict=True):
-            present = jnp.arange(width)[None] < count[:, None]
-            out = KERNELS[step.kernel](
-                q[part].reshape(rows, width, *q.shape[2:]),
-                Pools(flat["key"], flat.get("value"), value_size, flat.get("key" + SCALE), flat.get("value" + SCALE)),
-                step.layer * blocks + table,
-                jnp.where(present, positions[part].reshape(rows, width), -1),
-                scale=core.scale,
-                window=cfg.window,
-                sink=sink,
-                bias=None if bias is None else lambda after: weights["table"][bucket(bias, after)],
-            )
-            mixed.append(out.reshape(rows * width, 1, *out.shape[2:]))
-        return jnp.concatenate(mixed), written
+        pools = Pools(flat["key"], flat.get("value"), value_size, flat.get("key" + SCALE), flat.get("value" + SCALE))
+        tables = [step.layer * blocks + table for table in step.tables]
+        last = [positions[part].reshape(shape) for part, shape in zip(step.parts(), step.groups, strict=True)]
+        return attend_by_groups(core, q, pools, step, tables, last, weights), written
 
     heads, keyed = ("batch", None, "heads", None), ("batch", None, kv_axis, None)
     pools = {name: (None, "batch", None, kv_axis, None)[: leaf.ndim] for name, leaf in cache.items()}
     ins: tuple[Any, ...] = (heads, dict.fromkeys(new, keyed), pools, step.axes(), ("batch", None), axes)
     return core.layout.island(local, ins, (heads, pools))(q, new, cache, step, ctx.positions, weights)
+
+
+def attend_by_groups(
+    core: CoreAttention,
+    q: Array,
+    pools: Pools,
+    step: StepRows,
+    tables: Sequence[Array],
+    last: Sequence[Array],
+    weights: Mapping[str, Array],
+) -> Array:
+    """Attention of the tokens q [T, 1, N, H] to blocks of the pools, [T, 1, N, U].
+
+    For each group, tables int32 [R, M]: the blocks of its rows; last int32 [R, W]: the last position that each token
+    attends to.
+    """
+    cfg, bias, mixed = core.cfg, core.bias, []
+    sink = jnp.zeros(q.shape[2]) if cfg.sink == "zero" else weights.get("sink")
+    groups = zip(step.groups, step.parts(), step.counts, tables, last, strict=True)
+    for (rows, width), part, count, table, positions in groups:
+        out = KERNELS[step.kernel](
+            q[part].reshape(rows, width, *q.shape[2:]),
+            pools,
+            table,
+            jnp.where(jnp.arange(width)[None] < count[:, None], positions, -1),
+            scale=core.scale,
+            window=cfg.window,
+            sink=sink,
+            bias=None if bias is None else lambda after: weights["table"][bucket(bias, after)],
+        )
+        mixed.append(out.reshape(rows * width, 1, *out.shape[2:]))
+    return jnp.concatenate(mixed)
+
+
+def attend_to_memory(core: CoreAttention, q: Array, cache: Cache, ctx: Context) -> Array:
+    """Attention of the tokens q [T, 1, N, H] to what `write_memory` wrote for their rows, [T, 1, N, H]: an island."""
+    weights = core.weights(ctx)
+    axes = {name: (*[None] * (w.ndim - 1), "heads") for name, w in weights.items()}
+
+    def local(q: Array, cache: Cache, step: StepRows, weights: Mapping[str, Array]) -> Array:
+        slots, blocks = cache["key"].shape[1:3]
+        keys, values = (cache[name].reshape(-1, *cache[name].shape[3:]) for name in ("key", "value"))
+        tables, last = [], []
+        for (rows, width), states in zip(step.groups, step.states, strict=True):
+            slot = jnp.minimum(states, slots - 1)
+            tables.append((step.layer * slots + slot)[:, None] * blocks + jnp.arange(blocks)[None])
+            last.append(jnp.broadcast_to(cache["length"][step.layer, slot][:, None] - 1, (rows, width)))
+        return attend_by_groups(core, q, Pools(keys, values, values.shape[-1]), step, tables, last, weights)
+
+    heads, pools = ("batch", None, "heads", None), memory_axes(cache)
+    ins = (heads, pools, rows_of(ctx).axes(), axes)
+    return core.layout.island(local, ins, heads)(q, cache, rows_of(ctx), weights)
+
+
+def write_memory(layout: Layout, new: Cache, cache: Cache, ctx: Context) -> Cache:
+    """The cache with keys and values [R, L, K, H] of the rows of the step, the first `counts` of each, and the counts.
+
+    cache: "key" and "value" [layers, slots, blocks, block, K, H], "length" int32 [layers, slots].
+    """
+
+    def local(new: Cache, cache: Cache, step: StepRows) -> Cache:
+        (counts,), (states,), written = step.counts, step.states, {}
+        for name, leaf in cache.items():
+            if name in new:
+                behind = leaf.shape[2] * leaf.shape[3] - new[name].shape[1]
+                x = jnp.pad(new[name], ((0, 0), (0, behind), (0, 0), (0, 0))).reshape(-1, *leaf.shape[2:])
+            else:
+                x = counts
+            at = leaf.at[step.layer, states]
+            written[name] = at.set(x.astype(leaf.dtype), mode="drop", unique_indices=True)
+        return written
+
+    keyed, pools = ("batch", None, "kv_heads", None), memory_axes(cache)
+    ins = (dict.fromkeys(new, keyed), pools, rows_of(ctx).axes())
+    return layout.island(local, ins, pools)(new, cache, rows_of(ctx))
+
+
+def memory_axes(cache: Cache) -> dict[str, LogicalAxes]:
+    """Logical axes of the leaves of cross-attention."""
+    keyed = (None, "batch", None, None, "kv_heads", None)
+    return {name: keyed[: leaf.ndim] for name, leaf in cache.items()}
 
 
 def in_cache(name: str, x: Array, cache: Cache) -> dict[str, Array]:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +35,9 @@ weights: of one repeat a row of each, of n [n, ...], by the place of the block i
 be kept as something computed rather than as an argument.
 """
 
+
+type BlockStep = Callable[[Any, Array, Cache, Context], tuple[Array, Cache]]
+"""(block, x, its part of the cache, ctx) -> x and that part."""
 
 type Fp8Layers = tuple[tuple[bool, ...], ...]
 """For each repeat of a unit, for each block of the pattern: whether it multiplies in 8 bits."""
@@ -159,11 +162,23 @@ class Stack(nnx.Module):
         The cache is carried through the scans: as their inputs and results it would be copied.
         """
         for segment in self.segments:
-            x, cache = self.segment_step(segment, x, dict(cache), ctx)
+            x, cache = self.segment_step(segment, lambda block, *inputs: block.step(*inputs), x, dict(cache), ctx)
         return x, cache
 
-    def segment_step(self, segment: Segment, x: Array, cache: Cache, ctx: Context) -> tuple[Array, Cache]:
-        """`step` of one segment."""
+    def remember(self, cache: Cache, ctx: Context) -> Cache:
+        """The cache with what layers keep of `ctx.memory` for the rows of the step."""
+
+        def keep(block: Any, x: Array, cache: Cache, ctx: Context) -> tuple[Array, Cache]:
+            return x, block.remember(cache, ctx)
+
+        for segment in self.segments:
+            cache = self.segment_step(segment, keep, jnp.zeros(()), dict(cache), ctx)[1]
+        return cache
+
+    def segment_step(
+        self, segment: Segment, apply: BlockStep, x: Array, cache: Cache, ctx: Context
+    ) -> tuple[Array, Cache]:
+        """`apply` to the layers of one segment."""
         weights, ctx = self.in_order(), ctx._replace(bias=self.common().get("relative.table"))
         places = self.places(segment, 0, 1, segment.repeats)
         parts = [nnx.split(self.blocks[place.block]) for place in places]
@@ -177,7 +192,7 @@ class Stack(nnx.Module):
                     w = jax.lax.dynamic_index_in_dim(weights[f"{place.block}.{path}"], row, keepdims=False)
                     used[path] = self.layout.gather(w, leaf.axes[1:])
                 block, own = bind(nnx.merge(graph, state), used), below(cache, str(place.block))
-                x, own = block.step(x, own, ctx._replace(rows=replace(ctx.rows, layer=row)))
+                x, own = apply(block, x, own, ctx._replace(rows=replace(ctx.rows, layer=row)))
                 cache = {**cache, **{f"{place.block}.{name}": leaf for name, leaf in own.items()}}
             return x, cache
 

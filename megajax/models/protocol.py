@@ -75,6 +75,13 @@ class ModelConfig(Protocol):
         del known
         return ()
 
+    def memory_length(self) -> int:
+        """Most tokens that the section before the last one reads of a row, where text is generated from them; 0: none.
+
+        The module then has `remember`, see `RememberingModel`.
+        """
+        return 0
+
     def sampler(self) -> str | None:
         """What shows the work of a trained model: a name in `megajax.inference.sample.SAMPLERS`; none: nothing.
 
@@ -233,6 +240,17 @@ class PredictingModel(Model, Protocol):
         """Float32 arrays [B, ...] by name, a row's own in each row, from the last section's output on, as for `loss`.
 
         Called by all stages of a pipeline with the same x; the results are the same on all.
+        """
+        ...
+
+
+class RememberingModel(GeneratingModel, Protocol):
+    """One whose layers read what an earlier section makes of another text, as decoders read an encoder."""
+
+    def remember(self, tokens: Array, cache: Mapping[str, Array], ctx: Any) -> Mapping[str, Array]:
+        """The texts of some rows, int32 [R, L] -> the cache, with what the layers read of them in the rows' slots.
+
+        ctx: a `megajax.layers.context.Context` whose `rows` has one group, of R rows with L tokens each.
         """
         ...
 

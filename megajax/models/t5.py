@@ -10,6 +10,7 @@ from jax import Array
 
 from megajax.batch import SAMPLE, Rows
 from megajax.layers.context import Context
+from megajax.layers.decoding import Cache, rows_of
 from megajax.layers.param import ZEROS, LayerSettings, param
 from megajax.mesh.layout import Layout
 from megajax.models.config import T5Config
@@ -59,6 +60,15 @@ class T5(DecoderLM):
         """The context of the decoder, but for the encoder's output."""
         ctx = super().context({"positions": in_order(batch["tokens"]), **batch}, key)
         return ctx._replace(memory_segments=batch.get("encoder_segment_ids"))
+
+    def remember(self, tokens: Array, cache: Cache, ctx: Context) -> Cache:
+        """What the encoder makes of tokens int32 [R, L], in the slots of its rows."""
+        (counts,), index = rows_of(ctx).counts, jnp.arange(tokens.shape[1])
+        present = (index[None] < counts[:, None]).astype(jnp.int32)
+        reading, batch = Reading(self), {"encoder_tokens": tokens, "encoder_segment_ids": present}
+        own = reading.context(batch, None)
+        memory = reading.leave(reading.stack(reading.enter(reading.embed(batch), own), own), own)
+        return self.stack.remember(cache, ctx._replace(memory=memory))
 
     def logit_bias(self) -> Array | None:
         """The bias of the head [V]."""

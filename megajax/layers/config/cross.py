@@ -6,6 +6,7 @@ from typing import ClassVar
 
 from megajax.config.errors import Problem
 from megajax.kernels.capability import Request
+from megajax.layers.cache_facts import CacheLeaf
 from megajax.layers.config.attention import AttentionConfig
 from megajax.layers.config.block import BlockConfig
 from megajax.layers.config.mixer import MixerConfig
@@ -38,6 +39,12 @@ class CrossAttentionConfig(AttentionConfig):
             if getattr(self, name):
                 problems.append(Problem(name, "is about distances, and two sequences have none", "leave it out"))
         return problems
+
+    def cache_leaves(self, hidden: int, tensor: int) -> tuple[CacheLeaf, ...]:
+        """Keys and values of the section before, and its length."""
+        keyed = AttentionConfig.cache_leaves(self, hidden, tensor)
+        length = CacheLeaf("length", (), (), per="row", dtype="int32")
+        return (*(replace(leaf, per="memory") for leaf in keyed), length)
 
     def request(self, known: Request) -> Request:
         """What an attention backend is asked for."""

@@ -292,9 +292,9 @@ class DecoderConfig(AdaptedConfig, TransformerConfig, ModelConfig):
 
     def cache_leaves(self, tensor: int) -> tuple[CacheLeaf, ...]:
         """What its layers keep. Raises UserError unless all its blocks are causal."""
-        if not self.ignores_later_positions():
+        if not all(getattr(mixer, "causal", True) for mixer in self.own_mixers("stack").values()):
             raise UserError(f"{type(self).__name__} does not generate text: its layers read later tokens too")
-        return stack_leaves(self.stack, self.hidden, tensor)
+        return stack_leaves(self.stack, self.hidden, tensor, self.memory_length())
 
     def paged_requests(self, known: PagedRequest) -> tuple[PagedRequest, ...]:
         """Of its attention layers."""

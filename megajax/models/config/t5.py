@@ -126,6 +126,10 @@ class T5Config(DecoderConfig):
         encoder = replace(decoder, path="encoder", length=self.encoder_length, stack=self.encoder)
         return encoder, replace(decoder, read=self.encoder_length, tables=())
 
+    def memory_length(self) -> int:
+        """Tokens that the encoder reads."""
+        return self.encoder_length
+
     def position_count(self) -> int:
         """Rows of the table of positions, which both sections read."""
         return max(self.sequence_length, self.encoder_length)

@@ -1,0 +1,123 @@
+"""A model that reads a text with an encoder: steps give the logits of the trainer's forward over both."""
+
+from dataclasses import dataclass, replace
+
+import jax
+import numpy as np
+import pytest
+from test_programs import CHUNK, HEADS, LENGTH, VOCABULARY, Logits, Step, loaded
+
+from megajax.inference.cache import CacheSize
+from megajax.inference.memory import lengths_up_to
+from megajax.inference.pack import Bucket
+from megajax.inference.programs import LoadedModel, Programs
+from megajax.layers.config import (
+    BlockConfig,
+    GatedMLPConfig,
+    LayerNormConfig,
+    RelativeBiasConfig,
+    RMSNormConfig,
+    StackConfig,
+)
+from megajax.layers.config.cross import CrossAttentionConfig, CrossBlockConfig
+from megajax.layers.param import bind
+from megajax.models.config import T5Config
+
+TEXT = 21
+CROSS = CrossAttentionConfig(heads=4, kv_heads=2, kernel="reference", bias=True)
+NORM = LayerNormConfig()
+MLP = GatedMLPConfig(ffn=48)
+FROM_BOTH_SIDES = replace(HEADS, causal=False, relative=RelativeBiasConfig(shared=True, both_ways=True))
+T5 = T5Config(
+    hidden=32,
+    vocabulary_size=VOCABULARY,
+    sequence_length=LENGTH,
+    encoder_length=TEXT,
+    encoder=StackConfig(pattern=(BlockConfig(mixer=FROM_BOTH_SIDES, mlp=MLP, norm=NORM),), repeats=2),
+    stack=StackConfig(
+        pattern=(
+            CrossBlockConfig(
+                mixer=replace(HEADS, relative=RelativeBiasConfig(shared=True)), cross=CROSS, mlp=MLP, norm=NORM
+            ),
+            CrossBlockConfig(
+                mixer=replace(HEADS, relative=RelativeBiasConfig(shared=True)),
+                cross=replace(CROSS, qk_norm=RMSNormConfig(), sink="learned"),
+                mlp=MLP,
+                norm=NORM,
+            ),
+        ),
+        repeats=1,
+    ),
+    init_std=0.3,
+)
+
+
+@dataclass(eq=False)
+class Row:
+    memory: list[int]
+    tokens: list[int]
+    blocks: list[int]
+    slot: int
+
+
+def forward(model: LoadedModel, rows: list[Row]) -> np.ndarray:
+    """Of the trainer's forward pass over texts and answers, [rows, positions, V]."""
+
+    def padded(all_tokens: list[list[int]], length: int) -> np.ndarray:
+        return np.asarray([tokens + [0] * (length - len(tokens)) for tokens in all_tokens], np.int32)
+
+    lengths = np.asarray([len(row.memory) for row in rows])
+    leaves = {"encoder_tokens": padded([row.memory for row in rows], TEXT)}
+    leaves["encoder_segment_ids"] = (np.arange(TEXT)[None] < lengths[:, None]).astype(np.int32)
+    leaves["tokens"] = padded([row.tokens for row in rows], CHUNK)
+    leaves["segment_ids"] = np.ones_like(leaves["tokens"])
+    with jax.set_mesh(model.mesh):
+        return np.asarray(jax.jit(lambda weights: bind(model.model, weights)(**leaves))(model.weights))
+
+
+@pytest.mark.parametrize("sizes", [{}, pytest.param({"data": 2, "tensor": 2}, marks=pytest.mark.slow)])
+def test_rows_read_their_texts(sizes: dict[str, int]) -> None:
+    model, draw = loaded(T5, sizes), np.random.default_rng(3)
+    size = CacheSize(blocks=12, block=4, slots=2)
+    programs = Programs(
+        model,
+        size,
+        buckets=[Bucket(2, 0), Bucket(2, CHUNK)],
+        choosers=[Logits()],
+        length=LENGTH,
+        dtype="float32",
+        kernel="tiled",
+    )
+    assert not programs.prefix_sharing
+    replicas = sizes.get("data", 1)
+
+    def rows(text: int, tokens: int, blocks: list[int], slot: int) -> list[Row]:
+        new = [[draw.integers(1, VOCABULARY, n).tolist() for n in (text, tokens)] for _ in range(replicas)]
+        return [Row(*each, blocks, slot) for each in new]
+
+    # The third rows take the slots and blocks of the first, as rows that were admitted later do.
+    first, second, third = rows(TEXT, 3, [0], 1), rows(5, 7, [3, 1], 0), rows(9, 3, [0], 1)
+    work = [
+        [Step(prompts=[(row, 0, 2)]) for row in first],
+        [Step(decode=[(one, 2)], prompts=[(other, 0, 5)]) for one, other in zip(first, second, strict=True)],
+        [Step(decode=[(other, 5)], prompts=[(one, 0, 1)]) for one, other in zip(third, second, strict=True)],
+        [Step(decode=[(other, 6), (one, 1)]) for one, other in zip(third, second, strict=True)],
+        [Step(decode=[(one, 2)]) for one in third],
+    ]
+    every = [*first, *second, *third]
+    wanted = dict(zip(every, forward(model, every), strict=True))
+    for step in work:
+        ran = programs.run(step, Logits(), lambda _: ())
+        logits = np.asarray(ran.chosen)
+        for replica, own in enumerate(step):
+            places = [(row, at, ran.row(replica, number)) for number, (row, at) in enumerate(own.decode)]
+            places += [(row, at + count - 1, ran.row(replica, 0, prompt=True)) for row, at, count in own.prompts]
+            for row, at, place in places:
+                scale = np.abs(wanted[row]).max()
+                np.testing.assert_allclose(logits[place, :VOCABULARY], wanted[row][at], atol=1e-5 * scale)
+
+
+def test_lengths_of_texts() -> None:
+    assert lengths_up_to(0) == ()
+    assert lengths_up_to(21) == (21,)
+    assert lengths_up_to(300) == (64, 128, 256, 300)
