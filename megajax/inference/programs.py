@@ -151,7 +151,8 @@ class Programs:
     def compile(self) -> Iterator[tuple[Bucket, Chooser]]:
         """Compiles every program; gives each step after it was compiled."""
         for length in self.text_lengths:
-            self.reading[length] = self.reading_lowered(length).compile()
+            lowered = self.reading_lowered(length)
+            self.reading[length] = lowered.compile(compiler_options=dict(self.loaded.options))
         for bucket in self.buckets:
             for chooser in self.choosers:
                 self.compiled[bucket, chooser] = self._compiled(bucket, chooser)
@@ -198,7 +199,8 @@ class Programs:
         texts = texts_of(rows, self.text_lengths)
         length = texts.tokens.shape[1]
         if length not in self.reading:
-            self.reading[length] = self.reading_lowered(length).compile()
+            lowered = self.reading_lowered(length)
+            self.reading[length] = lowered.compile(compiler_options=dict(self.loaded.options))
         self.cache = self.reading[length](self.loaded.weights, self.cache, texts)
 
     def reading_lowered(self, length: int) -> jax.stages.Lowered:
@@ -216,9 +218,10 @@ class Programs:
                 layer=jnp.int32(0),
             )
             ctx = Context(jnp.zeros((rows, 1), jnp.int32), jnp.zeros(1, jnp.int32), rows=own)
-            return {**cache, **bind(loaded.model, weights).remember(texts.tokens, of_layers(cache), ctx)}
+            model: Any = bind(loaded.model, weights)
+            return {**cache, **model.remember(texts.tokens, of_layers(cache), ctx)}
 
-        with jax.set_mesh(loaded.mesh):
+        with jax.set_mesh(loaded.mesh), jax.default_matmul_precision(loaded.matmul_precision):
             weights, cache = (jax.tree.map(_like, tree) for tree in (loaded.weights, self.cache))
             texts = Texts(self._like((rows, length)), self._like((rows,)), self._like((rows,)))
             return jax.jit(read, donate_argnums=1).lower(weights, cache, texts)
