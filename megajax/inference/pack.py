@@ -100,16 +100,20 @@ def pack(step: Step | None, bucket: Bucket, *, block: int, width: int) -> StepAr
     nowhere = NOWHERE + np.arange(bucket.sampled, dtype=np.int32)
     states = (nowhere[: bucket.rows], nowhere[bucket.rows :])[: len(groups)]
     last[:] = np.arange(bucket.sampled)
-    places = [] if step is None else [(0, n, n, row, at, 1) for n, (row, at) in enumerate(step.decode)]
-    places += [] if step is None else [(1, 0, bucket.rows, *part) for part in step.prompts]
-    for group, number, first, row, start, count in places:
-        at = np.arange(start, start + count)
-        own = slice(first, first + count)
+    decode, prompts = ([], []) if step is None else (step.decode, step.prompts)
+    # All rows at once where it is possible: the device waits for this.
+    own = slice(len(decode))
+    tokens[own, 0], positions[own, 0] = [row.tokens[at] for row, at in decode], [at for _, at in decode]
+    slots[own] = [row.blocks[at // block] * block + at % block for row, at in decode]
+    counts[0][own], states[0][own] = 1, [row.slot for row, _ in decode]
+    for number, (row, _) in enumerate(decode):
+        tables[0][number, : len(row.blocks)] = row.blocks
+    for row, start, count in prompts:
+        at, own = np.arange(start, start + count), slice(bucket.rows, bucket.rows + count)
         tokens[own, 0], positions[own, 0] = row.tokens[start : start + count], at
         slots[own] = np.asarray(row.blocks, np.int32)[at // block] * block + at % block
-        tables[group][number, : len(row.blocks)] = row.blocks
-        counts[group][number], states[group][number] = count, row.slot
-        last[bucket.rows if group else number] = first + count - 1
+        tables[1][0, : len(row.blocks)] = row.blocks
+        counts[1][0], states[1][0], last[bucket.rows] = count, row.slot, bucket.rows + count - 1
     return StepArrays(tokens, positions, slots, tables, counts, states, last)
 
 

@@ -5,6 +5,7 @@ and one chunk of one prompt. Rows are admitted in the order in which they came. 
 running row gives its blocks up, waits in front of those that came later, and is computed again.
 """
 
+from array import array
 from bisect import insort
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -42,7 +43,7 @@ class Row:
     """Tokens of the prompt."""
     done: int = 0
     """Tokens whose keys are in the row's blocks once the last step that was scheduled has run."""
-    blocks: list[int] = field(default_factory=list)
+    blocks: array[int] = field(default_factory=lambda: array("i"))
     slot: int = -1
     """Of what the layers keep per row; -1: the row does not run."""
     published: int = 0
@@ -216,7 +217,7 @@ class Scheduler:
         # The ends of prompts are overwritten before their beginnings.
         for block in reversed(row.blocks):
             self.pool.release(block)
-        row.blocks, row.done, row.published = [], 0, 0
+        row.blocks, row.done, row.published = array("i"), 0, 0
 
     def _blocks(self, tokens: int) -> int:
         return -(-tokens // self.pool.size)
