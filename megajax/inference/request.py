@@ -168,8 +168,19 @@ class Sampling:
             problems.append(Problem("best_of", f"{self.best_of} is below n, {self.n}"))
         if self.beams > 1 and self.best_of is not None:
             problems.append(Problem("best_of", "is of no use with a beam search: leave it out, and set n"))
-        if self.beams > 1 and self.guide is not None:
-            problems.append(Problem("guide", "cannot constrain a beam search: leave one of the two out"))
+        plain = {
+            "guide": None,
+            "logit_bias": {},
+            "repetition_penalty": 1,
+            "presence_penalty": 0,
+            "frequency_penalty": 0,
+        }
+        for name, neutral in plain.items() if self.beams > 1 else ():
+            if getattr(self, name) != neutral:
+                problems.append(Problem(name, "cannot be combined with a beam search: leave one of the two out"))
+        for name in ("min_tokens", "ignore_eos") if self.guide is not None else ():
+            if getattr(self, name):
+                problems.append(Problem(name, "cannot be combined with a guide, which says where a text ends"))
         if 1 < self.beams < self.n:
             problems.append(Problem("n", f"{self.n} answers are more than the {self.beams} beams"))
         return problems

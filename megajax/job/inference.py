@@ -24,6 +24,7 @@ from megajax.inference.loading import load_weights
 from megajax.inference.model_device import ModelDevice
 from megajax.inference.programs import LoadedModel, Programs, buckets_up_to
 from megajax.inference.sampling.chooser import choosers
+from megajax.inference.sampling.guide import Guides, token_pieces
 from megajax.job.device_memory import free_memory
 from megajax.job.origin import Origin, folder_ends, tokenizer_folder, without_adapters
 from megajax.kernels.attention import local_device
@@ -166,7 +167,8 @@ def start_engine(loaded: Loaded, *, queue: int) -> Engine:
         kernel=kernel_for(config, loaded.config.model, dtype),
     )
     device = ModelDevice(programs, vocabulary)
-    return Engine(device, tokenizer=loaded.tokenizer, ends=loaded.ends, queue=queue)
+    guides = Guides(lambda: token_pieces(loaded.tokenizer, vocabulary), loaded.ends)
+    return Engine(device, tokenizer=loaded.tokenizer, ends=loaded.ends, queue=queue, guide=guides)
 
 
 def kernel_for(config: InferenceConfig, model: ModelConfig, dtype: str) -> PagedKernel:

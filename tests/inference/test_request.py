@@ -83,6 +83,13 @@ def test_settings_that_contradict_each_other() -> None:
     assert wrong(beams=4, best_of=4) == ["best_of"]
     assert wrong(beams=2, n=3) == ["n"]
     assert wrong(beams=3, n=3) == []
+    assert wrong(beams=2, guide={}, logit_bias={1: 1.0}, presence_penalty=1.0) == [
+        "guide",
+        "logit_bias",
+        "presence_penalty",
+    ]
+    assert wrong(guide={}, min_tokens=1, ignore_eos=True) == ["min_tokens", "ignore_eos"]
+    assert wrong(guide={}, presence_penalty=1.0) == []
 
 
 def test_messages_give_both_values_and_stay_short() -> None:

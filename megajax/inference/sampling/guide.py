@@ -5,7 +5,7 @@ once, and follows only those that the automaton allows. Masks are kept by the au
 """
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -124,14 +124,14 @@ class Guided:
 class Guides:
     """Makes the guides of requests: `Engine(guide=Guides(...))`."""
 
-    def __init__(self, pieces: Sequence[bytes | None], ends: Collection[int]):
-        """pieces: of the vocabulary, as for `TokenTrie`; ends: tokens that end a text."""
+    def __init__(self, pieces: Callable[[], Sequence[bytes | None]], ends: Collection[int]):
+        """pieces: gives those of the vocabulary, for a `TokenTrie`. ends: tokens that end a text."""
         self._pieces, self._ends = pieces, ends
         self._guides: dict[str, Guide] = {}
 
     @cached_property
     def _trie(self) -> TokenTrie:
-        return TokenTrie(self._pieces)
+        return TokenTrie(self._pieces())
 
     def __call__(self, guide: Any) -> Guided:
         """The state of an empty text. guide: a JSON schema, or a regular expression as a string.
