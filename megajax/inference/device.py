@@ -44,8 +44,6 @@ class Device(Protocol):
     """Largest `Row.top`."""
     vocabulary: int
     """Tokens have smaller ids."""
-    top: int
-    """Largest `Row.top`."""
     prefix_sharing: bool
     """Whether rows may share blocks: not if layers keep a state per row."""
     adapters: Collection[str]

@@ -35,7 +35,6 @@ class StandIn:
         bad: Sequence[int] = (),
     ):
         self.rows, self.chunk, self.block, self.blocks, self.replicas = rows, chunk, block, blocks, replicas
-        self.top = 64
         self.length, self.vocabulary, self.prefix_sharing, self.adapters = length, vocabulary, prefix_sharing, adapters
         self.top = vocabulary
         self.bad, self.steps = frozenset(bad), 0

@@ -240,7 +240,7 @@ def test_no_tokens_but_the_scores_of_the_prompt() -> None:
         ([1], {"stop_tokens": (50,)}, "invalid", "stop_tokens"),
         ([1], {"logit_bias": {50: 1}}, "invalid", "logit_bias"),
         ([1], {"stop": ("a",)}, "invalid", "stop"),
-        ([1], {"guide": {}}, "invalid", "guide"),
+        ([1], {"guide": {}, "ignore_eos": False}, "invalid", "guide"),
         ([1], {"adapter": "other"}, "invalid", "adapter"),
     ],
 )
@@ -281,14 +281,17 @@ def test_constraints_are_made_once_for_a_row_and_follow_its_tokens() -> None:
         return ThreeTokens()
 
     engine = Engine(StandIn(), guide=guide)
-    good = [Client([1], max_tokens=3, guide="good", n=2), Client([1], max_tokens=4, guide="good")]
+    good = [
+        Client([1], max_tokens=3, guide="good", n=2, ignore_eos=False),
+        Client([1], max_tokens=4, guide="good", ignore_eos=False),
+    ]
     serve(engine, *good)
     assert [answer.finish for client in good for answer in client.answers()] == ["length", "length", "error"]
     with pytest.raises(Refused, match="'bad' is no constraint") as refused:
-        engine.submit(Client([1], guide="bad").request)
+        engine.submit(Client([1], guide="bad", ignore_eos=False).request)
     assert refused.value.field == "guide"
     with pytest.raises(Refused, match="guide"):
-        engine.submit(Client([1], guide="good", beams=2).request)
+        engine.submit(Client([1], guide="good", beams=2, ignore_eos=False).request)
 
 
 def test_too_many_requests_are_refused() -> None:
