@@ -118,7 +118,11 @@ class Routes:
             if self._log_prompts and not body.get("no_log", False):
                 log.update(prompt=body.get("prompt") or body.get("messages") or body.get("prompts"))
             call = Call(job.model.worker, self._metrics, job.names)
-            call.submit([tuple(prompt) for prompt in job.prompts], job.sampling, job.model.adapter)
+            prompts = [tuple(prompt) for prompt in job.prompts]
+            if job.sampling.guide is None:
+                call.submit(prompts, job.sampling, job.model.adapter)
+            else:  # its schema is compiled first
+                await asyncio.to_thread(call.submit, prompts, job.sampling, job.model.adapter)
             if job.stream:
                 return EventStream(self._events(call, job, log))
             answers = await whole(call, asyncio.ensure_future(_disconnected(request)))
@@ -132,12 +136,14 @@ class Routes:
         return answer
 
     async def _events(self, call: Call, job: Job, log: dict[str, Any]) -> AsyncGenerator[str]:
-        """Server-sent events. Closed by starlette when the client has gone, which cancels the call."""
+        """Server-sent events. Closed when the client has gone, which cancels the call."""
+        texts: dict[int, str] = {}
         try:
             for event in job.form.opening():
                 yield _event(event)
             async for grown in call.grow():
                 for growth in grown:
+                    texts[growth.number] = texts.get(growth.number, "") + growth.text
                     yield _event(job.form.event(growth))
             for event in job.form.closing():
                 yield _event(event)
@@ -148,6 +154,8 @@ class Routes:
         finally:
             call.cancel()
             log.update(tokens=call.generated)
+            if self._log_prompts:
+                log.update(answer=list(texts.values()))
 
 
 class EventStream(StreamingResponse):

@@ -49,7 +49,7 @@ class Serving:
         device: of the engine. name: of the model in requests; where: its weights came from; warm_up: compile all steps
         before the first request.
         """
-        compiled = list(_compiled(device.programs)) if warm_up else ["each step when it is first needed"]
+        compiled = list(_compiled(device.programs)) if warm_up else []
         worker = Worker(engine, patience=self._config.stall_seconds, on_failure=lambda error: None)
         names = dict.fromkeys((name, *sorted(device.adapters)))
         models = [
@@ -94,6 +94,8 @@ def _banner(programs: Programs, names: list[str], where: str, compiled: list[str
     dtypes = ", ".join(sorted({each.dtype.name for each in loaded.weights.values()}))
     mesh = [f"{axis} {devices}" for axis, devices in loaded.mesh.shape.items() if devices > 1]
     devices = loaded.mesh.devices.size
+    shapes = ", ".join(dict.fromkeys(compiled))
+    steps = f"{len(compiled)} compiled: {shapes}" if compiled else "each is compiled when it is first needed"
     pool = f"{size.tokens():,} tokens, {size.blocks:,} blocks of {size.block}, on each of {programs.replicas} replicas"
     return [
         ("model", [("names", ", ".join(names)), ("weights", f"{count(weights)} in {dtypes}, of {where}")]),
@@ -102,7 +104,7 @@ def _banner(programs: Programs, names: list[str], where: str, compiled: list[str
             [
                 ("devices", f"{devices} {loaded.mesh.devices.flat[0].device_kind}: {', '.join(mesh) or 'no mesh'}"),
                 ("kernel", f"{programs.kernel}"),
-                ("steps", f"{len(compiled)} compiled: {', '.join(dict.fromkeys(compiled))}"),
+                ("steps", steps),
                 ("cache", pool),
                 ("request", f"at most {programs.length:,} tokens, prompt and answer"),
             ],

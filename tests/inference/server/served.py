@@ -1,6 +1,7 @@
 """A server in this process: its event loop runs on a thread of its own, its engine runs on a device without a model."""
 
 import asyncio
+import sys
 import threading
 import time
 from dataclasses import dataclass
@@ -97,3 +98,25 @@ def stop(running: Running) -> None:
     running.thread.join(10)
     running.worker.close()
     assert not running.thread.is_alive()
+
+
+def main() -> int:
+    """A server in the main thread of its own process, as `serve` has it. Returns its exit code."""
+    engine = Engine(EchoDevice(seconds=0.003), tokenizer=ByteTokenizerConfig().build())
+    worker = Worker(engine, on_failure=lambda error: None)
+    model = ServedModel(
+        name="tiny", worker=worker, tokenizer=ByteTokenizerConfig().build(), conversation=None, length=engine.length
+    )
+    config, readiness = ServerConfig(drain_seconds=20), Readiness({"tiny": worker})
+    bound = listening_socket(Access(port=0))
+    server = Server(build_application([model], config, Access(), readiness, print), config, readiness, print)
+    worker.start()
+    bound.listen()
+    print(address(bound), flush=True)
+    server.run([bound])
+    worker.close()
+    return server.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,136 @@
+"""The process of a server: its address, its keys, signals and exit codes."""
+
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+import serving_load
+from echo_device import DEATH, EchoDevice
+from served import start, stop
+
+from megajax.config.errors import UserError
+from megajax.inference.server.config import Access, ServerConfig, is_loopback
+from megajax.inference.server.run import Serving
+from megajax.serve import main
+
+
+@pytest.fixture
+def process() -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A server's process and its address."""
+    program = Path(__file__).with_name("served.py")
+    made = subprocess.Popen([sys.executable, str(program)], stdout=subprocess.PIPE, text=True)
+    assert made.stdout
+    yield made, made.stdout.readline().strip()
+    made.kill()
+    made.communicate()
+
+
+def ask(url: str, prompt: str, max_tokens: int) -> Any:
+    body = {"prompt": prompt, "max_tokens": max_tokens}
+    return httpx2.post(f"{url}/v1/completions", json=body, timeout=30, verify=False)
+
+
+def running(pool: ThreadPoolExecutor, url: str, max_tokens: int) -> list[Future[Any]]:
+    """Four requests that the engine works on."""
+    asked = [pool.submit(ask, url, "ab", max_tokens) for _ in range(4)]
+    while 'megajax_running{model="tiny"} 4' not in httpx2.get(f"{url}/metrics", verify=False).text:
+        time.sleep(0.01)
+    return asked
+
+
+def test_signals_and_exit_codes(process: tuple[subprocess.Popen[str], str]) -> None:
+    made, url = process
+    with ThreadPoolExecutor(4) as pool:
+        asked = running(pool, url, 300)
+        made.send_signal(signal.SIGTERM)
+        while httpx2.get(f"{url}/health", verify=False).status_code == 200:
+            time.sleep(0.01)
+        assert ask(url, "ab", 1).status_code == 503
+        assert [future.result().json()["choices"][0]["text"] for future in asked] == ["ab" * 150] * 4
+    assert made.wait(10) == 0
+
+
+def test_the_second_signal_ends_at_once(process: tuple[subprocess.Popen[str], str]) -> None:
+    made, url = process
+    with ThreadPoolExecutor(4) as pool:
+        asked = running(pool, url, 4000)
+        made.send_signal(signal.SIGTERM)
+        time.sleep(0.2)
+        assert made.poll() is None
+        made.send_signal(signal.SIGTERM)
+        assert made.wait(2) == 128 + signal.SIGTERM
+        assert all(isinstance(future.exception(), httpx2.HTTPError) for future in asked)
+
+
+def test_a_lost_device_ends_the_process(process: tuple[subprocess.Popen[str], str]) -> None:
+    made, url = process
+    assert ask(url, bytes(DEATH).decode(), 5).status_code == 500
+    assert made.wait(10) == 1
+
+
+@pytest.mark.parametrize(
+    ("host", "loopback"),
+    [("127.0.0.1", True), ("127.8.9.1", True), ("::1", True), ("localhost", True), ("0.0.0.0", False), ("::", False),
+     ("192.168.0.5", False), ("localhost.example", False), ("", False)],
+)  # fmt: skip
+def test_addresses_that_others_reach_need_keys(host: str, loopback: bool, tmp_path: Path) -> None:
+    assert is_loopback(host) == loopback == (not Access(host=host).problems())
+    keys = tmp_path / "keys"
+    assert not Access(host=host, api_key_file=keys).problems()
+    assert not Access(host=host, insecure=True).problems()
+
+
+def test_servers_that_do_not_start(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"--host: 0\.0\.0\.0 can be reached from other machines.*\n.*--insecure"):
+        Serving(ServerConfig(), Access(host="0.0.0.0"))
+    for text, what in (("", "is empty"), ("short\n", "fewer than 16")):
+        (tmp_path / "keys").write_text(text)
+        with pytest.raises(UserError, match=what):
+            Serving(ServerConfig(), Access(api_key_file=tmp_path / "keys"))
+    with pytest.raises(UserError, match="cannot be read"):
+        Serving(ServerConfig(), Access(api_key_file=tmp_path / "none"))
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        with pytest.raises(UserError, match="cannot listen there: Address already in use"):
+            Serving(ServerConfig(), Access(port=other.getsockname()[1]))
+    assert [problem.where for problem in Access(port=70_000).problems()] == ["--port"]
+    wrong = ServerConfig(queue=0, prompts=0, body_bytes=1, body_seconds=0.0, drain_seconds=float("nan"))
+    assert {problem.where for problem in wrong.problems()} == {
+        *("queue", "prompts", "body_bytes", "body_seconds", "drain_seconds"),
+    }
+
+
+def test_command_lines_that_are_wrong(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="--run: must be given, or --hf"):
+        main([])
+    with pytest.raises(UserError, match="is given, and --hf="):
+        main([f"--run={tmp_path}", f"--hf={tmp_path}"])
+    with pytest.raises(UserError, match="there is no"):
+        main([f"--run={tmp_path}"])
+
+
+@pytest.mark.slow
+def test_sixty_four_clients_for_a_minute() -> None:
+    """No error, no wrong answer, nothing left in the engine, and no growth of the server's memory."""
+    served = start(ServerConfig(), EchoDevice(rows=32, seconds=0.001))
+    serving_load.load(served.url, clients=64, seconds=5)
+    before = resident()
+    seen = serving_load.load(served.url, clients=64, seconds=60)
+    print(*seen.lines(), sep="\n")
+    assert set(seen.statuses) == {200} and not seen.errors and len(seen.latencies) > 500
+    assert served.all_free()
+    assert resident() - before < 30
+    stop(served)
+
+
+def resident() -> float:
+    """MiB of this process."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS")) / 1024
