@@ -58,6 +58,7 @@ def test_signals_and_exit_codes(process: tuple[subprocess.Popen[str], str]) -> N
     assert made.wait(10) == 0
 
 
+@pytest.mark.slow
 def test_the_second_signal_ends_at_once(process: tuple[subprocess.Popen[str], str]) -> None:
     made, url = process
     with ThreadPoolExecutor(4) as pool:
@@ -70,6 +71,7 @@ def test_the_second_signal_ends_at_once(process: tuple[subprocess.Popen[str], st
         assert all(isinstance(future.exception(), httpx2.HTTPError) for future in asked)
 
 
+@pytest.mark.slow
 def test_a_lost_device_ends_the_process(process: tuple[subprocess.Popen[str], str]) -> None:
     made, url = process
     assert ask(url, bytes(DEATH).decode(), 5).status_code == 500
@@ -97,9 +99,9 @@ def test_servers_that_do_not_start(tmp_path: Path) -> None:
             Serving(ServerConfig(), Access(api_key_file=tmp_path / "keys"))
     with pytest.raises(UserError, match="cannot be read"):
         Serving(ServerConfig(), Access(api_key_file=tmp_path / "none"))
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        with pytest.raises(UserError, match="cannot listen there: Address already in use"):
-            Serving(ServerConfig(), Access(port=other.getsockname()[1]))
+    other = socket.create_server(("127.0.0.1", 0))
+    with other, pytest.raises(UserError, match="cannot listen there: Address already in use"):
+        Serving(ServerConfig(), Access(port=other.getsockname()[1]))
     assert [problem.where for problem in Access(port=70_000).problems()] == ["--port"]
     wrong = ServerConfig(queue=0, prompts=0, body_bytes=1, body_seconds=0.0, drain_seconds=float("nan"))
     assert {problem.where for problem in wrong.problems()} == {
