@@ -1,6 +1,7 @@
 """Device memory: of the compiled step, in use now, and at its peak."""
 
 import os
+import re
 import resource
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 
 GIB = 2**30
-_PAGES = Path("/proc/self/statm")
+_PAGES, _HOST = Path("/proc/self/statm"), Path("/proc/meminfo")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,8 +100,9 @@ def free_memory(devices: Sequence[jax.Device]) -> FreeMemory:
     stats = [device.memory_stats() or {} for device in devices]
     if all({"bytes_in_use", "bytes_limit"} <= each.keys() for each in stats):
         return FreeMemory(min(each["bytes_limit"] - each["bytes_in_use"] for each in stats), True)
-    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return FreeMemory(available // len(devices), False)
+    available = re.search(r"MemAvailable:\s+(\d+) kB", _HOST.read_text() if _HOST.exists() else "")
+    free = int(available[1]) * 1024 if available else os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return FreeMemory(free // len(devices), False)
 
 
 def _counted() -> list[dict[str, int]]:

@@ -18,8 +18,9 @@ from megajax.checkpoint.run_weights import RunModel, StepWeights, open_step
 from megajax.config.errors import UserError
 from megajax.config.tree import check
 from megajax.inference.cache import CacheSize, like_cache
-from megajax.inference.config import GenerationConfig, InferenceConfig
+from megajax.inference.config import GenerationConfig
 from megajax.inference.engine import Engine
+from megajax.inference.kernel import choose_kernel
 from megajax.inference.loading import load_weights
 from megajax.inference.model_device import ModelDevice
 from megajax.inference.programs import LoadedModel, Programs, buckets_up_to
@@ -27,11 +28,10 @@ from megajax.inference.sampling.chooser import choosers
 from megajax.inference.sampling.guide import Guides, token_pieces
 from megajax.job.device_memory import free_memory
 from megajax.job.origin import Origin, folder_ends, tokenizer_folder, without_adapters
-from megajax.kernels.attention import local_device
-from megajax.kernels.paged_capability import PagedKernel, PagedRequest, choose_paged
+from megajax.layers.cache_facts import stored_leaves
 from megajax.mesh.mesh import build_mesh, find_devices
 from megajax.metrics.text import byte_size
-from megajax.models.protocol import ModelConfig, ids_below
+from megajax.models.protocol import ids_below
 from megajax.precision.config import PrecisionConfig
 from megajax.tokenizers.base import Tokenizer
 from megajax.tokenizers.chat_template import ChatTemplate
@@ -164,17 +164,11 @@ def start_engine(loaded: Loaded, *, queue: int) -> Engine:
         choosers=choosers(vocabulary),
         length=length,
         dtype=dtype,
-        kernel=kernel_for(config, loaded.config.model, dtype),
+        kernel=choose_kernel(config.kernel, loaded.config.model, config.compute, dtype).kernel,
     )
     device = ModelDevice(programs, vocabulary)
     guides = Guides(lambda: token_pieces(loaded.tokenizer, vocabulary), loaded.ends)
     return Engine(device, tokenizer=loaded.tokenizer, ends=loaded.ends, queue=queue, guide=guides)
-
-
-def kernel_for(config: InferenceConfig, model: ModelConfig, dtype: str) -> PagedKernel:
-    """The kernel of attention to a cache in this dtype. Raises UserError if the named one does not take the model."""
-    requests = model.paged_requests(PagedRequest(dtype=config.compute, stored=dtype))
-    return choose_paged(config.kernel, requests, local_device(), "inference.kernel").kernel
 
 
 def cache_size(config: GenerationConfig, model: LoadedModel, dtype: str) -> CacheSize:
@@ -190,9 +184,9 @@ def cache_size(config: GenerationConfig, model: LoadedModel, dtype: str) -> Cach
     shape = model.mesh.shape
     leaves, replicas = model.cfg.cache_leaves(shape["tensor"]), shape["data"] * shape["expert"]
     like = like_cache(leaves, one, dtype, model.mesh, model.layout, replicas)
-    bytes_of = {leaf.name: shard_bytes(like[leaf.name]) for leaf in leaves}
-    of_block = sum(bytes_of[leaf.name] for leaf in leaves if leaf.per == "token")
-    of_rows = sum(bytes_of[leaf.name] for leaf in leaves if leaf.per == "row")
+    bytes_of = {leaf: shard_bytes(like[leaf.name]) for leaf in stored_leaves(leaves, dtype)}
+    of_block = sum(size for leaf, size in bytes_of.items() if leaf.per == "token")
+    of_rows = sum(size for leaf, size in bytes_of.items() if leaf.per == "row")
     free = free_memory(list(model.mesh.devices.flat))
     needed = rows * -(-length // own.block)
     if not of_block:

@@ -1,0 +1,206 @@
+"""Prompts, answers and conversations at a terminal, on a device without a model."""
+
+import io
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from stand_in import StandIn, expected
+
+from megajax.command_line import Flag
+from megajax.config.errors import ConfigError, UserError
+from megajax.generate import main
+from megajax.inference.completions import complete
+from megajax.inference.engine import Engine
+from megajax.inference.prompts import Prompt, encode, read_prompts
+from megajax.inference.request import Sampling
+from megajax.inference.sampling_flags import sampling_flags, sampling_of
+from megajax.inference.terminal import Screen, Session
+from megajax.tokenizers.chat_template import ChatTemplate
+from megajax.tokenizers.config import ByteTokenizerConfig
+from megajax.tokenizers.conversation import Conversation
+
+BYTES = ByteTokenizerConfig().build()
+GREEDY = Sampling(max_tokens=6, temperature=0.0, ignore_eos=True)
+
+
+def session(sampling: Sampling = GREEDY, device: StandIn | None = None, queue: int = 2) -> tuple[Session, io.StringIO]:
+    engine = Engine(device or StandIn(vocabulary=257, length=256, blocks=256), tokenizer=BYTES, queue=queue)
+    text = io.StringIO()
+    chat = Conversation(ChatTemplate("plain"), BYTES)
+    return Session(engine, BYTES, chat, sampling, "nowhere", Screen(text)), text
+
+
+def answer_to(prompt: str, count: int = 6) -> str:
+    return BYTES.decode(expected(BYTES.encode(prompt).tolist(), count, 257))
+
+
+def written(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+def test_an_answer_is_shown() -> None:
+    one, text = session()
+    one.answer("abc")
+    assert text.getvalue() == answer_to("abc") + "\n"
+    assert "6 tokens of answers" in one.statistics()
+
+
+def test_several_answers_are_shown_one_after_another() -> None:
+    one, text = session(Sampling(max_tokens=3, n=2, seed=1, ignore_eos=True))
+    one.answer("abc")
+    assert text.getvalue().startswith("[1] ") and "\n[2] " in text.getvalue()
+
+
+def test_prompts_of_a_file_are_answered_in_order(tmp_path: Path) -> None:
+    prompts = read_prompts(written(tmp_path / "p.txt", "first\n\nsecond\nthe third\n"))
+    one, text = session(queue=0)
+    one.answer_all(prompts, None)
+    assert text.getvalue() == "".join(answer_to(each) + "\n" for each in ("first", "second", "the third"))
+
+
+def test_an_interrupted_file_of_answers_is_completed(tmp_path: Path) -> None:
+    prompts = [Prompt("", f"prompt {number}") for number in range(5)]
+    out, sampling = tmp_path / "a.jsonl", Sampling(max_tokens=4, n=2, seed=3, ignore_eos=True, logprobs=1)
+    session(sampling)[0].answer_all(prompts, out)
+    whole = out.read_bytes()
+    lines = [json.loads(line) for line in whole.splitlines()]
+    assert [(line["index"], line["choice"]) for line in lines] == [(n, c) for n in range(5) for c in range(2)]
+    assert {"text", "tokens", "finish", "logprobs", "top_logprobs"} < lines[0].keys()
+    out.write_bytes(whole[: len(whole) // 2])
+    device, progress = StandIn(vocabulary=257, length=256, blocks=256), []
+    session(sampling, device)[0].answer_all(prompts, out, lambda done, total: progress.append((done, total)))
+    assert out.read_bytes() == whole
+    assert progress == [(number, 5) for number in range(3, 6)]
+    with pytest.raises(UserError, match="from prompt 0 on: name another file"):
+        session(GREEDY)[0].answer_all(prompts, out)
+    with pytest.raises(UserError, match="from prompt 4 on"):
+        session(sampling)[0].answer_all(prompts[:4], out)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "expected"),
+        ('{"prompt": "a", "messages": []}', "expected"),
+        ('{"prompt": [1, true]}', "expected"),
+        ('{"prompt": []}', "expected"),
+        ('{"prompt": "a", "temperature": 1}', "unknown field 'temperature'"),
+        ('{"messages": [{"role": "robot", "content": "a"}]}', "roles are"),
+        ('{"messages": []}', "expected"),
+    ],
+)
+def test_lines_that_are_no_prompts_are_refused(tmp_path: Path, line: str, message: str) -> None:
+    path = written(tmp_path / "p.jsonl", f'{{"prompt": "fine"}}\n{line}\n')
+    with pytest.raises(UserError, match=f"line 2: .*{message}"):
+        read_prompts(path)
+
+
+def test_kinds_of_prompts(tmp_path: Path) -> None:
+    lines = ['{"prompt": "a"}', '{"prompt": [5, 6]}', '{"messages": [{"role": "user", "content": "hi"}]}']
+    prompts = read_prompts(written(tmp_path / "p.jsonl", "\n".join(lines)))
+    chat = Conversation(ChatTemplate("plain"), BYTES)
+    ids = [encode(prompt, BYTES, chat) for prompt in prompts]
+    assert ids == [(97,), (5, 6), tuple(b"user: hi\nassistant: ")]
+    assert encode(Prompt("", ""), BYTES, None) == (BYTES.eod,)
+    with pytest.raises(UserError, match=r"line 3: the model has no chat template\. Set inference\.template"):
+        encode(prompts[2], BYTES, None)
+
+
+def test_a_conversation() -> None:
+    one, text = session()
+    lines = iter(["hello", "/reset", "again", "/system be brief", "more", "/nothing", "/exit", "not read"])
+    one.chat(lambda shown: next(lines), live=False)
+    first = answer_to("user: hello\nassistant: ")
+    again = "user: again\nassistant: "
+    second = answer_to(again)
+    third = answer_to(f"system: be brief\n{again}{second}\nuser: more\nassistant: ")
+    note = " (cut off: raise --max-tokens)\n"
+    shown = text.getvalue()
+    assert shown.startswith(
+        f"{first}{note}(the conversation is forgotten)\n{second}{note}(the system message is set)\n"
+    )
+    assert f"{third}{note}(there is no /nothing" in shown
+    assert next(lines) == "not read"
+
+
+def test_a_conversation_ends_where_the_lines_end_and_goes_on_after_one_that_is_too_long() -> None:
+    one, text = session(device=StandIn(vocabulary=257, length=64, blocks=64))
+
+    def lines(shown: str, given: list[str] = ["x" * 99, "ok"]) -> str:  # noqa: B006 read once
+        if not given:
+            raise EOFError
+        return given.pop(0)
+
+    one.chat(lines, live=False)
+    assert text.getvalue().startswith("(the prompt has ") and answer_to("user: ok\nassistant: ") in text.getvalue()
+
+
+def test_control_c_stops_an_answer_between_steps() -> None:
+    class Interrupted(StandIn):
+        def run(self, work):
+            if self.steps == 3:
+                os.kill(os.getpid(), signal.SIGINT)
+            return super().run(work)
+
+    before = signal.getsignal(signal.SIGINT)
+    one, _ = session(device=Interrupted(vocabulary=257, length=256, blocks=256))
+    (answer,) = one.answers((1, 2, 3), Sampling(max_tokens=99, temperature=0.0, ignore_eos=True), lambda piece: None)
+    assert answer.finish == "cancelled" and 2 <= len(answer.tokens) < 8
+    assert signal.getsignal(signal.SIGINT) is before
+    (answer,) = one.answers((1, 2, 3), GREEDY, lambda piece: None)
+    assert list(answer.tokens) == expected([1, 2, 3], 6, 257)
+
+
+def test_text_at_a_terminal_is_made_visible() -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    plain, terminal = io.StringIO(), Terminal()
+    for stream in (plain, terminal):
+        Screen(stream).write("a\x1b[2Jb\n")
+    assert (plain.getvalue(), terminal.getvalue()) == ("a\x1b[2Jb\n", "a\\x1b[2Jb\n")
+
+
+def test_completions_are_limited_by_what_the_engine_takes() -> None:
+    engine = Engine(StandIn(rows=2), queue=1)
+    answers = [
+        [list(answer.tokens) for answer in each] for each in complete(engine, [((n,), GREEDY) for n in range(9)])
+    ]
+    assert answers == [[expected([n], 6)] for n in range(9)]
+
+
+def test_ends_of_answers_by_the_template() -> None:
+    ends = {name: Conversation(ChatTemplate(name), BYTES).ends() for name in ("plain", "chatml", "identity")}
+    assert ends == {"plain": ("\nuser: ",), "chatml": ("<|im_end|>", "<|im_end|>\n<|im_start|>user\n"), "identity": ()}
+
+
+def test_flags_follow_from_the_settings() -> None:
+    flags: tuple[Flag, ...] = sampling_flags()
+    values = {flag.name.replace("-", "_"): flag.default for flag in flags}
+    assert sampling_of(values) == Sampling(max_tokens=256)
+    with pytest.raises(ConfigError, match="--top-p: must be above 0"):
+        sampling_of({**values, "top_p": 0.0})
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "there is nothing to generate"),
+        (["--prompt=a", "--chat"], "--prompt and --chat are given"),
+        (["--prompt=a"], "--run: must be given, or --hf=DIR"),
+        (["--prompt=a", "--run=a", "--hf=b"], "name one model"),
+        (["--prompt=a", "--output=b", "--run=a"], "goes with --prompts=FILE"),
+        (["--prompt=a", "--run=a", "--temperature=-1", "--top-p=2"], "2 problems in command line"),
+        (["--prompt=a", "--run=a", "--guide=none.json"], "is not a file with a JSON schema"),
+        (["--prompt=a", "--run=a", "--max-tokns=3"], "there are no checkpoints"),
+    ],
+)
+def test_wrong_command_lines(words: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        main(words)
