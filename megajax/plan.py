@@ -29,6 +29,8 @@ FLAGS = (
     Flag("compile", int | None, help="of a search: layouts to compile; 3 with the extra aot, else 0"),
     Flag("out", Path | None, help="of a search: write the best into this YAML file, a config based on --config"),
     Flag("resume", Path | None, help="of a search: cache file to go on from; beside --out unless given"),
+    Flag("serve", help="text generation: tokens of cache beside the weights, and bounds of its speed"),
+    Flag("context", int | None, help="with --serve: tokens of a request; the model's sequence_length unless given"),
     Flag("compare", str | None, help="another plan, in quotes: OTHER.py, GPU:N, --setting=value ..., or several"),
     Flag("sweep", str | None, help="curves over devices:64,128,...,16384, or over a setting: NAME:1,2,4"),
     Flag("device-file", Path | None, help="by formula: YAML that describes another device"),

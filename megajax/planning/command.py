@@ -19,19 +19,20 @@ from megajax.metrics.banner import Report
 from megajax.metrics.runfolder import write_asked
 from megajax.models.facts import demand_facts, facts_of
 from megajax.planning.cost.estimate import Case, to_dict
+from megajax.planning.cost.serving import servings
 from megajax.planning.program import devices
 from megajax.planning.program.audit import audit, largest_arrays
 from megajax.planning.search.compare import advice, comparison, other, sweep
 from megajax.planning.search.ranking import Cache, check_config_path, compile_layout, find_best, write_config
 from megajax.planning.search.search import SEARCHED, Choice, Task, changes, settings
-from megajax.planning.show import plan_report
+from megajax.planning.show import plan_report, serving_report
 from megajax.training.run_config import RunConfig
 
 COMPILED = 3
 """Layouts of a search that are compiled by default, if the compiler is installed."""
 MARGIN = 0.03
 """Fraction of usable memory that a change of a compiled plan must leave: its excess over the formula may change."""
-NEEDS = {"compile": "search", "out": "search", "resume": "search", "png": "sweep"}
+NEEDS = {"context": "serve", "compile": "search", "out": "search", "resume": "search", "png": "sweep"}
 """Flags that need another flag."""
 
 
@@ -49,12 +50,12 @@ def count_devices(flags: Mapping[str, Any]) -> tuple[int | None, list[Problem]]:
     for name, mode in NEEDS.items():
         if flags[name] is not None and not flags[mode]:
             problems.append(Problem(f"--{name}", f"goes with --{mode}, which is not given"))
-    free = cluster is None or flags["search"] or flags["sweep"] is not None
+    free = cluster is None or flags["search"] or flags["serve"] or flags["sweep"] is not None
     return None if free else cluster.devices, problems
 
 
 def _modes(flags: Mapping[str, Any]) -> list[str]:
-    return [name for name in ("search", "compare", "sweep") if flags[name] not in (None, False)]
+    return [name for name in ("search", "compare", "sweep", "serve") if flags[name] not in (None, False)]
 
 
 def take_searched(argv: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
@@ -130,6 +131,14 @@ class Request:
 
     def sweep(self) -> tuple[Report, Any]:
         return sweep(self.flags["sweep"], self.case, self.source, self.flags["png"])
+
+    def serve(self) -> tuple[Report, Any]:
+        run, asked = self.case.described, self.flags["context"]
+        context = run.sections[-1].length if asked is None else asked
+        if context < 1:
+            raise UserError(f"--context must be at least 1 token, got {context}")
+        plans = servings(run, self.case.cluster.devices, context)
+        return serving_report(plans), [plan.to_dict() for plan in plans]
 
     def search(self) -> tuple[Report, Any]:
         out, resume, wanted = self.flags["out"], self.flags["resume"], self._layouts_to_compile()

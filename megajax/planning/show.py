@@ -3,10 +3,11 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from megajax.metrics.banner import Report, Section
-from megajax.metrics.text import count, duration
+from megajax.metrics.banner import Report, Section, Table
+from megajax.metrics.text import byte_size, count, duration
 from megajax.models.protocol import counted
 from megajax.planning.cost.estimate import Estimate, bytes_per_step
+from megajax.planning.cost.serving import Serving, batches
 from megajax.planning.program.devices import GIB, MIB, Device
 
 BYTE_CLASSES = {
@@ -128,6 +129,44 @@ def times(plan: Estimate) -> list[tuple[str, str]]:
         ("MFU", f"{plan.mfu_causal:9.1%} with causal attention, {plan.mfu_full:.1%} with full{peak}"),
         *([("whole run", f"{whole}{plan.device_hours:,.0f} GPU hours")] if run.steps else []),
     ]
+
+
+def serving_report(plans: Sequence[Serving]) -> Report:
+    """The room of each layout and dtype, and bounds of the speed of the fastest, unquantized if one has room."""
+    run, context = plans[0].run, plans[0].context
+    rows = [
+        (
+            f"{plan.tensor}",
+            f"{plan.run.replicas}",
+            plan.weights,
+            plan.cache,
+            f"{plan.weight_bytes / GIB:.2f}",
+            byte_size(plan.token_bytes) if plan.token_bytes else "none",
+            "any" if plan.tokens is None else f"{plan.tokens:,}",
+            f"{plan.rows:,}",
+            f"{plan.first_token_seconds * 1e3:,.1f}",
+        )
+        for plan in plans
+    ]
+    headings = ("tensor", "replicas", "weights", "cache", "weights, GiB", "token", "tokens", "rows", "first token, ms")
+    room = Table("a replica; weights and bytes of a token are of one device", headings, rows, (2, 3))
+    blocks: list[Section | Table] = [("rows", [("of", f"{context:,} tokens, prompt and answer")]), room]
+    fitting = [plan for plan in plans if plan.rows]
+    if fitting:
+        whole = [plan for plan in fitting if plan.weights == plan.cache == run.dtype]
+        blocks.append(_serving_speed(max(whole or fitting, key=lambda plan: plan.tokens_per_second(plan.rows))))
+    return Report(f"text generation on {run.devices} x {run.device.name}, by formula", blocks)
+
+
+def _serving_speed(plan: Serving) -> Table:
+    lines = []
+    for rows in batches(plan.rows):
+        memory, compute, sums = (1e3 * each for each in plan.step_seconds(rows))
+        speed = f"{plan.tokens_per_second(rows):,.0f}"
+        lines.append((f"{rows:,}", f"{memory:.2f}", f"{compute:.2f}", f"{sums:.2f}", speed))
+    headings = ("rows", "bandwidth, ms", "compute, ms", "collectives, ms", "tokens/s of all devices")
+    title = f"bounds of a step: tensor {plan.tensor}, weights {plan.weights}, cache {plan.cache}"
+    return Table(title, headings, lines, ())
 
 
 def traffic_by_class(

@@ -1,6 +1,7 @@
 """The compiled steps of text generation on virtual H100s: collectives, and that neither weights nor the pool move."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from math import prod
 from typing import Any, NamedTuple
 
@@ -22,9 +23,11 @@ from megajax.mesh.layout import Layout
 from megajax.mesh.mesh import build_mesh
 from megajax.mesh.rules import Plan
 from megajax.mesh.xla import DEVICELESS, GPU, INFERENCE, XlaConfig, compiler_options
+from megajax.planning.cost.description import describe
+from megajax.planning.cost.serving import servings
 from megajax.planning.program import devices
 from megajax.planning.program.audit import audit
-from megajax.planning.program.devices import Cluster
+from megajax.planning.program.devices import GPUS, Cluster
 from megajax.planning.program.hlo import read
 from megajax.training.compiler_options import settled_for_inference
 
@@ -87,6 +90,11 @@ def test_a_step_moves_neither_weights_nor_pool(step: str, golden: Callable[[str,
     leaves = steps.cache_like.values()
     pool = sum(prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
     assert memory.alias_size_in_bytes == pool, "the whole cache is updated in place"
+    plans = servings(replace(describe(load(name), GPUS["h100"], tensor), compute="bfloat16"), tensor, 8192)
+    plan = next(one for one in plans if (one.tensor, one.weights, one.cache) == (tensor, "bfloat16", "bfloat16"))
+    # The plan leaves out the tokens' ids beside their keys, and the numbers that a step is given.
+    arguments = plan.weight_bytes + SIZE.tokens() * plan.token_bytes
+    assert 0 <= memory.argument_size_in_bytes - arguments < 4 * MIB
     copied = audit(text).by_class()["copies"]
     assert copied < 512 * MIB, "activations alone: copies of the keys' matrices of all layers would be as many"
     actual = read(text, {"tensor": tensor}).collectives
