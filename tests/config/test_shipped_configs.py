@@ -16,8 +16,8 @@ from megajax.config.twin import advised, twin_of
 
 REPOSITORY = Path(__file__).parents[2]
 FAMILIES = (
-    "bert.py", "deepseek.py", "gpt2.py", "gpt3.py", "gpt_oss.py", "llama3.py", "mamba2.py", "mixtral.py",
-    "nemotron_h.py", "qwen3_moe.py", "sft.py", "t5.py",
+    "bert.py", "deepseek.py", "glue.py", "gpt2.py", "gpt3.py", "gpt_oss.py", "llama3.py", "mamba2.py", "mixtral.py",
+    "nemotron_h.py", "qwen3_moe.py", "race.py", "sft.py", "squad.py", "t5.py",
 )  # fmt: skip
 
 
@@ -46,7 +46,7 @@ def test_a_name_is_looked_for_here_then_in_configs_then_among_the_shipped(tmp_pa
         ("quikstart.py", "did you mean quickstart.py?"),
         (
             "mine.py",
-            "bench.py, bert.py, deepseek.py, gpt2.py, gpt3.py, gpt_oss.py, llama3.py, llava.py, lora.py, mamba2.py",
+            "bench.py, bert.py, deepseek.py, glue.py, gpt2.py, gpt3.py, gpt_oss.py, llama3.py, llava.py, lora.py",
         ),
         ("gpt3.py:gpt3_175", "did you mean gpt3_175b?"),
         ("gpt3.py:small", "(it has config, debug, gpt3_50m, gpt3_160m, gpt3_1_3b, gpt3_6_7b, gpt3_175b, "),

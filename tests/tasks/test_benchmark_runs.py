@@ -1,0 +1,154 @@
+"""Runs on synthetic files of GLUE, RACE and SQuAD: starts from a pretrained BERT, metrics, predictions, evaluations."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from megajax.checkpoint.config import CheckpointConfig, WeightsConfig
+from megajax.checkpoint.manager import CheckpointManager
+from megajax.checkpoint.model_differences import differences
+from megajax.config import load
+from megajax.config.errors import UserError
+from megajax.data.config import GlueConfig, LoaderConfig, MockGlueConfig, Splits
+from megajax.evaluate import main as evaluate
+from megajax.job.job import train
+from megajax.job.resume import stored as beside
+from megajax.job.weights import TakeWeights
+from megajax.models.config import ClassHeadConfig
+from megajax.models.config.classifier import classifying
+from megajax.models.presets.bert import bert
+from megajax.tasks.config import GlueTaskConfig, LambadaConfig, RaceTaskConfig, SquadTaskConfig
+from megajax.training.run_config import RunConfig
+from megajax.training.scoring import Scorer
+from megajax.training.session import Run, setup
+
+LENGTH = 32
+
+
+@dataclass(frozen=True, slots=True)
+class MaskedRows:
+    """Eight rows of random tokens for BERT's pretraining."""
+
+    loader: LoaderConfig = field(default_factory=LoaderConfig)
+
+    def leaves(self) -> dict[str, str]:
+        return {name: leaf.dtype for name, leaf in pretraining().schema().items()}
+
+    def build(self, **given: Any) -> Splits:
+        rng, schema = np.random.default_rng(0), pretraining().schema()
+        row = {name: rng.integers(0, 2, leaf.shape).astype(leaf.dtype) for name, leaf in schema.items()}
+        return Splits([row] * 8, None, None)
+
+
+def pretraining():
+    return bert("debug", sequence_length=2 * LENGTH, vocabulary_size=257, dropout=0.0)
+
+
+def tuning(**changes: Any) -> RunConfig:
+    model = classifying(replace(pretraining(), sequence_length=LENGTH), ClassHeadConfig(classes=2))
+    settings = {"model": model, "batch.global_size": 8, "steps": 1} | changes
+    return replace(
+        load("glue.py:glue_rte_debug", *[f"{k}={v}" for k, v in settings.items() if "." in k]),
+        **{name: value for name, value in settings.items() if "." not in name},
+    )
+
+
+@pytest.fixture(scope="module")
+def pretrained(tmp_path_factory) -> tuple[Path, Mapping[str, np.ndarray]]:
+    """A run of BERT's pretraining with a checkpoint, and its weights."""
+    folder = tmp_path_factory.mktemp("pretrained")
+    run = setup(tuning(model=pretraining(), data=MaskedRows(), run_dir=str(folder)), devices=jax.devices()[:1])
+    with CheckpointManager(CheckpointConfig(), folder / "checkpoints") as manager:
+        manager.save(1, run.state, beside(run.parts, ""))
+    run.close()
+    return folder, {path: np.asarray(weight) for path, weight in run.state.params.items()}
+
+
+@pytest.fixture(scope="module")
+def tuned(pretrained, tmp_path_factory) -> Run:
+    """A classifier before its first step."""
+    source = WeightsConfig(run=pretrained[0], fresh=("head.*",))
+    data = MockGlueConfig(task="rte", path=str(tmp_path_factory.mktemp("files")))
+    cfg = tuning(checkpoint=CheckpointConfig(weights=(source,)), data=data)
+    return setup(cfg, devices=jax.devices()[:1], start=TakeWeights(cfg.checkpoint.weights, print))
+
+
+def test_a_classifier_starts_from_a_pretrained_bert_with_a_fresh_head(pretrained, tuned):
+    params = tuned.state.params
+    assert set(params) - set(pretrained[1]) == {"head.linear.matrix", "head.linear.bias"}
+    np.testing.assert_array_equal(params["positions"], pretrained[1]["positions"][:LENGTH])
+    for path in set(params) & set(pretrained[1]) - {"positions"}:
+        np.testing.assert_array_equal(params[path], pretrained[1][path])
+    assert np.any(params["pooler.matrix"]) and np.any(params["head.linear.matrix"])
+
+
+def test_only_the_head_differs_from_the_model_of_another_library():
+    names = [each.name for each in differences(tuning().model, pretraining())]
+    assert all(fnmatchcase(name, "head.*") or name == "sequence_length" for name in names) and len(names) > 1
+
+
+def test_outputs_of_rows_do_not_depend_on_their_batches(tuned, tmp_path):
+    scorer = Scorer(tuned.program, tuned.parts.tokenizer, tuned.state.inputs, folder=tmp_path)
+    rows = [tuned.parts.splits.train[number] for number in range(8)]
+    whole, single = scorer.outputs(rows), scorer.outputs(rows[7:])
+    assert whole["scores"].shape == (8, 2) and whole["losses"].shape == (8,)
+    np.testing.assert_allclose(whole["scores"][7:], single["scores"], atol=1e-6)
+    given = {name: np.stack([row[name] for row in rows]) for name in ("tokens", "segment_ids", "token_types")}
+    np.testing.assert_allclose(whole["scores"], tuned.model(**given), atol=1e-5)
+    figures = GlueTaskConfig().build(scorer)()
+    table = (tmp_path / "predictions/validation/RTE.tsv").read_text().splitlines()
+    assert table[0] == "index\tprediction" and len(table) == 81 == 1 + figures["accuracy"].count
+    right = [line.split("\t")[-1] for line in (Path(tuned.cfg.data.folder()) / "dev.tsv").read_text().splitlines()[1:]]
+    predicted = [line.split("\t")[1] for line in table[1:]]
+    assert figures["accuracy"].value == np.mean([a == b for a, b in zip(right, predicted, strict=True)])
+    test = GlueTaskConfig(split="test").build(scorer)()
+    assert test["predictions"].value == 40 and (tmp_path / "predictions/test/RTE.tsv").is_file()
+
+
+def test_tasks_for_other_data_or_other_models_are_refused(tuned, tmp_path):
+    scorer = Scorer(tuned.program, tuned.parts.tokenizer, tuned.state.inputs)
+    for task, kind in ((RaceTaskConfig(), "RaceConfig"), (SquadTaskConfig(), "SquadConfig")):
+        with pytest.raises(UserError, match=f"evaluates a run on {kind}; this run's data is MockGlueConfig"):
+            task.build(scorer)
+    with pytest.raises(UserError, match="BertClassifierConfig is not a causal language model"):
+        LambadaConfig(path=str(tmp_path)).build(scorer)
+    wrong = tuning(data=GlueConfig(task="stsb", path="x"))
+    assert any("makes labels of dtype float32" in problem.what for problem in wrong.problems())
+
+
+def lines_of(folder: Path, split: str) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line.get("split") == split]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "metric", "least", "file"),
+    [
+        ("glue", "accuracy_mismatched", 0.95, "MNLI-mm.tsv"),
+        ("glue:glue_stsb", "spearman", 0.9, "STS-B.tsv"),
+        ("race", "accuracy_high", 0.95, "race.json"),
+        ("squad", "f1", 90.0, "null_odds.json"),
+    ],
+)
+def test_a_tiny_bert_learns_synthetic_files(name, metric, least, file, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    task, _, function = name.partition(":")
+    asked = f"{task}.py:{function}_debug" if function else f"{task}.py:debug"
+    quick = ("batch.micro_size=16", "run_dir=run", "logging.plot=false", "logging.report=false", "logging.every=50")
+    assert train(load(asked, *quick, devices=1)) == 0
+    last = lines_of(Path("run"), task)[-1]
+    assert last[metric] >= least and last["loss"] < 0.5
+    assert (tmp_path / "run/predictions/validation" / file).is_file()
+    assert evaluate(["--run=run", f"--tasks={task}:validation", "--output=out", "--batch.micro_size=8"]) == 0
+    figures = json.loads((tmp_path / "out/results.json").read_text())["results"][task]
+    np.testing.assert_allclose(figures[metric]["value"], last[metric])
+    files = [Path(folder, "predictions/validation", file).read_bytes() for folder in ("run", "out")]
+    assert files[0] == files[1] or file == "null_odds.json"
