@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 from test_engine import Client, serve
-from test_programs import HEADS, LENGTH, ROPE, VOCABULARY, decoder, loaded, whole_logits
+from test_programs import HEADS, LENGTH, MODELS, ROPE, VOCABULARY, decoder, loaded, whole_logits
 
 from megajax.inference.cache import CacheSize
 from megajax.inference.engine import Engine
@@ -17,13 +17,12 @@ from megajax.inference.pack import Bucket
 from megajax.inference.programs import LoadedModel, Programs
 from megajax.inference.sampling.chooser import choosers
 from megajax.inference.sampling.rows import Program
+from megajax.models.config import DecoderConfig
 
 ROWS, CHUNK, BLOCK = 3, 8, 4
 
 
-@pytest.fixture(scope="module")
-def model() -> LoadedModel:
-    return loaded(decoder(replace(HEADS, rope=ROPE)), {})
+LLAMA = decoder(replace(HEADS, rope=ROPE))
 
 
 def device_of(model: LoadedModel, blocks: int, programs: Program) -> ModelDevice:
@@ -68,11 +67,20 @@ def demand_greedy(model: LoadedModel, clients: list[Client]) -> None:
         assert client.answer.finish == "length" and first + len(client.answer.tokens) == LENGTH - 1
 
 
-def test_few_blocks_many_long_requests(model: LoadedModel, compiled: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("cfg", "sizes"),
+    [
+        pytest.param(LLAMA, {}, id="llama"),
+        pytest.param(LLAMA, {"data": 2, "tensor": 2}, id="replicas", marks=pytest.mark.slow),
+        pytest.param(MODELS["mamba 2"], {}, id="mamba", marks=pytest.mark.slow),
+    ],
+)
+def test_few_blocks_many_long_requests(cfg: DecoderConfig, sizes: dict[str, int], compiled: list[str]) -> None:
     """Rows are preempted, and share beginnings: all have the tokens of a whole forward pass of the row alone."""
+    model, replicas = loaded(cfg, sizes), sizes.get("data", 1)
     draw = np.random.default_rng(1)
     head = draw.integers(0, VOCABULARY, 9).tolist()
-    prompts = [[*head, *draw.integers(0, VOCABULARY, draw.integers(1, 6)).tolist()] for _ in range(8)]
+    prompts = [[*head, *draw.integers(0, VOCABULARY, draw.integers(1, 6)).tolist()] for _ in range(8 * replicas)]
     clients = [Client(prompt, max_tokens=LENGTH) for prompt in prompts]
     engine = Engine(device_of(model, 12, Program.GREEDY))
     assert compiled
@@ -80,12 +88,13 @@ def test_few_blocks_many_long_requests(model: LoadedModel, compiled: list[str]) 
     serve(engine, *clients)
     assert compiled == []
     statistics = engine.statistics()
-    assert statistics.preemptions_total > 3 and statistics.shared_tokens_total > 30
+    assert statistics.preemptions_total > 3
+    assert (statistics.shared_tokens_total > 30) == engine.device.prefix_sharing
     demand_greedy(model, clients)
 
 
 @pytest.mark.slow
-def test_requests_of_all_kinds_join_running_ones(model: LoadedModel, compiled: list[str]) -> None:
+def test_requests_of_all_kinds_join_running_ones(compiled: list[str]) -> None:
     """What each gets does not depend on the others, and nothing is compiled."""
     kinds: list[dict[str, Any]] = [
         {"temperature": 0},
@@ -99,7 +108,7 @@ def test_requests_of_all_kinds_join_running_ones(model: LoadedModel, compiled: l
     def client(kind: dict[str, Any], number: int) -> Client:
         return Client([number, 17, 200, 31, 5, 77], max_tokens=12, **kind)
 
-    device, alone = device_of(model, 20, Program.FULL), []
+    device, alone = device_of(loaded(LLAMA, {}), 20, Program.FULL), []
     compiled.clear()
     for number, kind in enumerate(kinds):
         alone.append(client(kind, number))
