@@ -1,5 +1,6 @@
 """Rows of a scheduler on a tiny model: penalties, scores of prompts, seeds and constraints."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -7,24 +8,25 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from test_engine import Client, serve
 from test_programs import HEADS, ROPE, decoder, loaded
 
 from megajax.inference.cache import CacheSize
 from megajax.inference.device import Sampled
+from megajax.inference.engine import Engine
 from megajax.inference.model_device import ModelDevice
 from megajax.inference.pack import Bucket
 from megajax.inference.pool import Pool
 from megajax.inference.programs import LoadedModel, Programs
 from megajax.inference.request import Sampling
 from megajax.inference.sampling.chooser import RowChooser, choosers, program_of
-from megajax.inference.sampling.guide import Guide, TokenTrie
-from megajax.inference.sampling.json_schema import schema_grammar
+from megajax.inference.sampling.guide import Guides
 from megajax.inference.sampling.rows import Program
 from megajax.inference.scheduler import Row, Scheduler
 from megajax.layers.param import bind
 
 VOCABULARY, LENGTH, BLOCK, CHUNK, ROWS = 250, 32, 4, 8, 3
-TRIE = TokenTrie([*(bytes((value,)) for value in range(128)), *[None] * (VOCABULARY - 128)])
+PIECES = [*(bytes((value,)) for value in range(128)), *[None] * (VOCABULARY - 128)]
 END = 249
 
 
@@ -90,8 +92,6 @@ def generate(programs: Programs, rows: Sequence[Row], blocks: int = 18) -> dict[
             results[own.order[0]].append(result)
             own.tokens.append(result.token)
             own.unscored = False
-            if own.guide is not None:
-                own.guide = own.guide.after(result.token)
             if len(own.tokens) >= own.limit or result.token in own.ends:
                 scheduler.remove(own)
     return results
@@ -173,22 +173,62 @@ def test_preempted_rows_have_the_tokens_of_rows_alone(programs: Programs) -> Non
     assert [own.tokens for own in rows] == alone
 
 
-def test_a_guided_row_writes_a_document(programs: Programs) -> None:
-    """Of a model that knows nothing of JSON."""
-    schema = {
-        "type": "object",
-        "properties": {"a": {"enum": [1, 22]}, "b": {"type": "boolean"}},
-        "required": ["a", "b"],
-    }
-    own = row(0, prompts()[0], 20, seed=5)
-    guide = Guide(schema_grammar(schema), TRIE, [END])
-    own.guide = guide.at(0)
-    other = row(1, prompts()[1], 8)
-    results = generate(programs, [own, other])
-    text = bytes(token for token in own.tokens[own.prompt :] if token != END)
-    assert guide.automaton.read(0, text) >= 0
-    assert own.tokens[-1] != END or own.guide.complete
-    assert all(result.finite and result.token >= 0 for result in results[0])
+def test_a_guided_request_writes_a_document(programs: Programs) -> None:
+    """Of a model that knows nothing of JSON, beside a request without a guide."""
+    values = {"a": {"enum": [1, 22]}, "b": {"type": "boolean"}}
+    schema = {"type": "object", "properties": values, "required": ["a", "b"], "additionalProperties": False}
+    guides = Guides(lambda: PIECES, [END])
+    engine = Engine(ModelDevice(programs, VOCABULARY), ends=[END], guide=guides, seed=1)
+    # Blanks are as likely as anything else to this model: they are made unlikely.
+    bias = dict.fromkeys(b" \n\t\r", -30.0)
+    settings = {"guide": schema, "temperature": 1, "logit_bias": bias, "max_tokens": 22, "ignore_eos": False}
+    guided = [Client(prompts()[0], **settings) for _ in range(3)]
+    other = Client(prompts()[1], max_tokens=8, logprobs=0)
+    serve(engine, *guided, other)
+    assert len(other.answer.tokens) == 8
+    for client in guided:
+        text = bytes(client.answer.tokens[:-1])
+        document = json.loads(text)
+        assert client.answer.finish == "stop" and client.answer.tokens[-1] == END
+        assert list(document) == ["a", "b"] and document["a"] in (1, 22) and document["b"] in (True, False)
+
+
+@pytest.mark.slow
+def test_replicas_and_a_cut_vocabulary_change_nothing(programs: Programs) -> None:
+    """Two replicas of two devices each: the tokens, ranks and prompt scores of one device."""
+
+    def requests() -> list[Client]:
+        return [
+            Client(prompt, max_tokens=8, seed=number, ignore_eos=True, **settings)
+            for number, (prompt, settings) in enumerate(zip(prompts() * 2, SETTINGS * 2, strict=True))
+        ]
+
+    cut = loaded(decoder(replace(HEADS, rope=ROPE)), {"data": 2, "tensor": 2})
+    size = CacheSize(blocks=18, block=BLOCK, slots=ROWS)
+    spread = Programs(
+        cut,
+        size,
+        buckets=[Bucket(ROWS, CHUNK)],
+        choosers=choosers(VOCABULARY),
+        length=LENGTH,
+        dtype="float32",
+        kernel="tiled",
+    )
+    one, four = requests(), requests()
+    serve(Engine(ModelDevice(programs, VOCABULARY), ends=[END]), *one)
+    serve(Engine(ModelDevice(spread, VOCABULARY), ends=[END]), *four)
+    for first, second in zip(one, four, strict=True):
+        assert first.answer.tokens == second.answer.tokens
+        for mine, other in zip(
+            [*first.answer.scores, *first.answer.prompt_scores[1:]],
+            [*second.answer.scores, *second.answer.prompt_scores[1:]],
+            strict=True,
+        ):
+            assert mine is not None and other is not None
+            assert (mine.token, mine.rank) == (other.token, other.rank)
+            np.testing.assert_allclose(mine.logprob, other.logprob, atol=1e-4)
+            assert [token for token, _ in mine.top] == [token for token, _ in other.top]
+    assert any(client.answer.prompt_scores for client in one)
 
 
 @pytest.mark.parametrize(
