@@ -12,6 +12,7 @@ from megajax.command_line import front_door, parse
 from megajax.config.constructors import config_classes
 from megajax.config.errors import UserError
 from megajax.config.help import field_texts
+from megajax.inference.server.config import ServingConfig
 from megajax.tasks.config import KINDS
 from megajax.training.run_config import RunConfig
 
@@ -42,7 +43,8 @@ def main(argv: list[str]) -> int:
 
 def reference() -> str:
     """The page: contents, then a section for each class with all its fields."""
-    classes = [*config_classes(RunConfig), *(cls for cls, _ in KINDS.values())]
+    every = (*config_classes(RunConfig), *(cls for cls, _ in KINDS.values()), *config_classes(ServingConfig))
+    classes = [*dict.fromkeys(every)]
     lines = [HEAD]
     lines += [f"- [{cls.__name__}](#{cls.__name__.lower()}): {_summary(cls)}" for cls in classes]
     for cls in classes:
