@@ -66,6 +66,9 @@ def load(config: GenerationConfig, origin: Origin) -> Loaded:
     """
     devices = find_devices()
     check(config, len(devices))
+    if config.model.memory_length():
+        name = type(config.model).__name__
+        raise UserError(f"{name} reads a text before it answers: requests to an engine have a prompt alone")
     parallel = config.parallel.layout()
     mesh = build_mesh(parallel, devices)
     remedy = "give the tokenizer that the weights were trained with"

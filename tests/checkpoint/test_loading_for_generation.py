@@ -1,0 +1,172 @@
+"""Models as they are loaded for text generation: from folders and runs, with adapters, on several layouts."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hugging_face_folders import write_llama
+from safetensors.numpy import save_file
+
+from megajax.checkpoint.adapters import LORA_A
+from megajax.checkpoint.foreign import declared_by
+from megajax.checkpoint.huggingface.export import family_for
+from megajax.checkpoint.huggingface.folder import open_model
+from megajax.checkpoint.huggingface.peft import TENSORS, adapter_files
+from megajax.checkpoint.huggingface.peft_settings import CONFIG
+from megajax.config.errors import ConfigError, UserError
+from megajax.convert import main as convert
+from megajax.data.config import ChatConfig
+from megajax.inference.config import GenerationConfig, InferenceConfig, InferenceParallelConfig
+from megajax.job.inference import Loaded, cache_size, load, start_engine
+from megajax.job.origin import Origin, folder_ends, generation_config, origin_of
+from megajax.layers.config import LoRAConfig
+from megajax.layers.param import bind
+
+LORA = LoRAConfig(rank=2, alpha=6.0, targets=("*.mixer.query", "*.mlp.down"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """base: a Hugging Face folder; run: the same as a run; adapter: of PEFT; lora, merged: runs with it."""
+    folder = tmp_path_factory.mktemp("models")
+    write_llama(folder / "base", dtype=np.float32)
+    model = open_model(folder / "base").model
+    adapted, draw = replace(model, lora=LORA), np.random.default_rng(1)
+
+    class Drawn:
+        where = "drawn"
+
+        def read(self, path: str, box: Any) -> np.ndarray:
+            return weights[path][box]
+
+    specs = {path: spec for path, spec in declared_by(adapted).items() if ".lora_" in path}
+    weights = {path: draw.normal(size=spec.shape).astype(np.float32) for path, spec in specs.items()}
+    config, tensors = adapter_files(adapted, family_for(model).rows(model), Drawn(), str(folder / "base"))  # ty: ignore
+    (folder / "adapter").mkdir()
+    (folder / "adapter" / CONFIG).write_text(json.dumps(config))
+    save_file(tensors, folder / "adapter" / TENSORS)
+    assert any(path.endswith(LORA_A) for path in weights)
+    hf, peft = f"hf:{folder / 'base'}", f"peft:{folder / 'adapter'}"
+    assert convert([f"--from={hf}", f"--to={folder / 'run'}"]) == 0
+    assert convert([f"--from={peft}", f"--base={hf}", f"--to={folder / 'lora'}"]) == 0
+    assert convert([f"--from={peft}", f"--base={hf}", "--merge", f"--to={folder / 'merged'}"]) == 0
+    return folder
+
+
+def loaded(origin: Origin, tensor: int = 1, data: int = 1, **settings: Any) -> Loaded:
+    config = generation_config(origin, GenerationConfig).base
+    engine = replace(config.inference, **{"compute": "float32", "cache_tokens": 128, "rows": 2, **settings})
+    parallel = InferenceParallelConfig(tensor=tensor, data=data)
+    return load(replace(config, inference=engine, parallel=parallel), origin)
+
+
+def same(one: Loaded, other: Loaded, tolerance: float = 0.0) -> None:
+    assert one.model.weights.keys() == other.model.weights.keys()
+    for path, weight in one.model.weights.items():
+        np.testing.assert_allclose(weight, other.model.weights[path], rtol=0, atol=tolerance, err_msg=path)
+
+
+def test_a_run_is_loaded_as_the_folder_it_was_made_of(folder: Path) -> None:
+    of_folder, of_run = loaded(Origin(hf=folder / "base")), loaded(Origin(run=folder / "run"))
+    same(of_folder, of_run)
+    assert of_run.model.cfg == of_folder.model.cfg
+    assert of_run.where == str(folder / "run/checkpoints/00000000")
+
+
+@pytest.mark.parametrize(
+    "origin",
+    [
+        Origin(hf=Path("base"), adapter=Path("adapter")),
+        Origin(run=Path("run"), adapter=Path("adapter")),
+        Origin(run=Path("lora")),
+        Origin(hf=Path("base"), adapter=Path("lora")),
+    ],
+    ids=["folder and PEFT", "run and PEFT", "run with adapters", "folder and run with adapters"],
+)
+def test_adapters_are_added_to_the_weights(folder: Path, origin: Origin) -> None:
+    merged = loaded(Origin(run=folder / "merged"))
+    same(loaded(Origin(*[path and folder / path for path in origin])), merged, 1e-6)
+    base = loaded(Origin(hf=folder / "base"))
+    assert not np.array_equal(base.model.weights[QUERY], merged.model.weights[QUERY])
+
+
+QUERY = "stack.blocks.0.mixer.query"
+
+
+def test_weights_are_on_their_devices_in_the_dtype_of_the_computation(folder: Path) -> None:
+    one, four = (loaded(Origin(hf=folder / "base"), **sizes) for sizes in ({}, {"tensor": 4}))
+    key = four.model.weights["stack.blocks.0.mixer.key"]
+    # Two key-value heads on four devices: each has the one that its queries use.
+    np.testing.assert_array_equal(key, np.repeat(one.model.weights["stack.blocks.0.mixer.key"], 2, axis=2))
+    for path, weight in four.model.weights.items():
+        cut = not path.endswith("norm.gain") and "norm" not in path
+        assert weight.addressable_shards[0].data.size == weight.size // (4 if cut else 1), path
+    half = loaded(Origin(hf=folder / "base"), compute="bfloat16", tensor=2, data=2)
+    assert {weight.dtype for weight in half.model.weights.values()} == {jnp.dtype(jnp.bfloat16)}
+    tokens = np.arange(24, dtype=np.int32).reshape(2, 12)
+
+    def logits(model: Loaded) -> np.ndarray:
+        with jax.set_mesh(model.model.mesh):
+            return np.asarray(jax.jit(lambda w: bind(model.model.model, w)(tokens))(model.model.weights))
+
+    np.testing.assert_allclose(logits(four), logits(one), rtol=0, atol=1e-5 * np.abs(logits(one)).max())
+
+
+def test_settings_of_the_model_are_checked_against_its_weights(folder: Path) -> None:
+    origin = Origin(hf=folder / "base")
+    config = generation_config(origin, GenerationConfig).base
+    with pytest.raises(UserError, match=r"tokens: \[128, 16\] there, \[256, 16\] here"):
+        load(replace(config, model=replace(config.model, vocabulary_size=150)), origin)
+    origin = Origin(run=folder / "run")
+    with pytest.raises(UserError, match="it has 40 tokens there, 41 here"):
+        load(replace(config, model=replace(config.model, vocabulary_size=41)), origin)
+    wrong = replace(config, inference=InferenceConfig(length=64))
+    with pytest.raises(ConfigError, match=r"inference.length: 64 is more than model.sequence_length=32"):
+        load(wrong, origin)
+    with pytest.raises(UserError, match=r"its run has no adapters \(model.lora\)"):
+        loaded(Origin(hf=folder / "base", adapter=folder / "run"))
+
+
+def test_origins(folder: Path) -> None:
+    given = {"run": None, "hf": None, "adapter": folder / "adapter"}
+    assert origin_of(given) == Origin(hf=folder / "base", adapter=folder / "adapter")
+    assert origin_of({**given, "adapter": folder / "lora"}) == Origin(run=folder / "lora")
+    assert origin_of({**given, "run": folder / "run"}).hf is None
+
+
+def test_what_a_folder_says_of_chats(folder: Path, tmp_path: Path) -> None:
+    write_llama(tmp_path / "chat")
+    assert generation_config(Origin(hf=tmp_path / "chat"), GenerationConfig).base.inference.template is None
+    (tmp_path / "chat/chat_template.jinja").write_text("{{ messages[0].content }}")
+    (tmp_path / "chat/generation_config.json").write_text('{"eos_token_id": [3, 5]}')
+    config = generation_config(Origin(hf=tmp_path / "chat"), GenerationConfig).base
+    assert config.inference.template == str(tmp_path / "chat/chat_template.jinja")
+    assert folder_ends(tmp_path / "chat") == {3, 5} and folder_ends(None) == folder_ends(tmp_path) == frozenset()
+    written = (folder / "run/config.yaml").read_text()
+    assert "template" not in written
+    chat = ChatConfig(paths=("a",), template="chatml")
+    assert chat.template == "chatml"
+
+
+def test_room_of_the_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = loaded(Origin(hf=folder / "base"), tensor=2, data=2)
+    config = replace(model.config, inference=replace(model.config.inference, cache_tokens=None, rows=3))
+    whole = cache_size(config, model.model, "float32")
+    assert (whole.blocks, whole.block, whole.slots) == (3 * 2, 16, 3)
+    memory = "megajax.job.inference.free_memory"
+    # A token: 3 layers x keys and values x 1 of 2 heads x 4 elements x 4 bytes.
+    of_block = 16 * 3 * 2 * 4 * 4
+    from megajax.job.device_memory import FreeMemory
+
+    monkeypatch.setattr(memory, lambda devices: FreeMemory(of_block * 100 + 7, counted=True))
+    assert cache_size(config, model.model, "float32").blocks == 90
+    assert cache_size(config, model.model, "bfloat16").blocks == 180
+    monkeypatch.setattr(memory, lambda devices: FreeMemory(of_block - 1, counted=True))
+    with pytest.raises(UserError, match=r"the cache has no room: 1\.5 KiB are free on a device, and a block of 16"):
+        cache_size(config, model.model, "float32")
+    assert start_engine(model, queue=4).capacity == 2 * 2 + 4
