@@ -10,6 +10,7 @@ import numpy as np
 from flax import nnx
 
 from megajax.checkpoint.foreign import Box, WeightSource, one_device
+from megajax.config.errors import UserError
 from megajax.layers.param import ParamSpec, matrices_of
 from megajax.layers.quantized import AMAX, ARRAY, FACTOR, SCALE, Quantized
 
@@ -33,7 +34,16 @@ class QuantizedWeights:
         matrices: Mapping[str, Quantized],
         calibrated: Mapping[str, Calibrated],
     ):
-        """declared, matrices: of the quantized model, by path; calibrated: of matrices, by path."""
+        """declared, matrices: of the quantized model, by path; calibrated: of matrices, by path.
+
+        Raises UserError for a matrix whose inputs need a scale from a calibration that did not see them.
+        """
+        unseen = (path for path, how in matrices.items() if how.static)
+        if missing := [path for path in unseen if calibrated.get(path, Calibrated()).amax is None]:
+            raise UserError(
+                f"model.quantization.static: no calibration has seen inputs of {', '.join(missing)}\n"
+                "Convert with --quantize and --calibration, and leave out with --exclude what its text does not reach."
+            )
         self.where, self._source, self._matrices, self._calibrated = source.where, source, matrices, calibrated
         before = source.shapes()
         self._shapes = {path: spec.shape for path, spec in declared.items() if spec.role == "quantized"}

@@ -17,6 +17,7 @@ from megajax.checkpoint.placement import placed
 from megajax.config.errors import UserError
 from megajax.inference.programs import LoadedModel
 from megajax.layers.param import Observation, ParamSpec, specs
+from megajax.layers.quantization import demand_device
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.copies import copy_heads
 from megajax.mesh.layout import Layout
@@ -38,6 +39,7 @@ def load_weights(
     Raises UserError for a model that does not generate, and with every weight that is missing or of another shape.
     """
     layout = Layout(Plan.of(parallel))
+    demand_device(cfg, mesh.devices.flat[0])
     cfg.cache_leaves(mesh.shape["tensor"])
     abstract: nnx.Module = nnx.eval_shape(lambda: cfg.build(layout))
     declared, observed, weights = specs(abstract), specs(abstract, Observation), {}

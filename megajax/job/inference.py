@@ -1,6 +1,7 @@
 """Loading a model for text generation: of a run or a Hugging Face folder, with or without adapters."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ from megajax.checkpoint.huggingface.folder import open_model
 from megajax.checkpoint.huggingface.peft import read_adapter
 from megajax.checkpoint.huggingface.peft_settings import CONFIG as PEFT_CONFIG
 from megajax.checkpoint.model_differences import differences, in_words
+from megajax.checkpoint.quantized_weights import QuantizedWeights, quantized_matrices
 from megajax.checkpoint.run_weights import RunModel, StepWeights, open_step
 from megajax.config.errors import UserError
 from megajax.config.tree import check
@@ -75,7 +77,7 @@ def load(config: GenerationConfig, origin: Origin) -> Loaded:
     tokenizer = build_tokenizer(config.tokenizer, config.model, remedy)
     template = config.inference.template
     template = None if template is None else ChatTemplate(template, "inference.template")
-    weights = weights_of(origin, config.model)
+    weights = quantized_weights(origin, config.model)
     precision = PrecisionConfig(compute=config.inference.compute)
     options = settled_for_inference(config.xla, mesh.devices.flat[0])
     return Loaded(
@@ -91,6 +93,16 @@ def load(config: GenerationConfig, origin: Origin) -> Loaded:
 def ends_of(tokenizer: Tokenizer) -> frozenset[int]:
     """Tokens by which a tokenizer's texts end."""
     return frozenset({tokenizer.eod, tokenizer.specials.get("eos", tokenizer.eod)})
+
+
+def quantized_weights(origin: Origin, model: Any) -> WeightSource:
+    """`weights_of`; where they are not quantized and the model's config is, they are while they are read."""
+    quantization = getattr(model, "quantization", None)
+    stored = None if origin.run is None else open_step(origin.run).config.model
+    if quantization is None or getattr(stored, "quantization", None) is not None:
+        return weights_of(origin, model)
+    weights = weights_of(origin, replace(model, quantization=None))
+    return QuantizedWeights(weights, declared_by(model), quantized_matrices(model), {})
 
 
 def weights_of(origin: Origin, model: Any) -> WeightSource:

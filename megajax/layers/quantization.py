@@ -1,7 +1,9 @@
 """Quantized weights of a model that is built already: which matrices, and how each is stored."""
 
 from fnmatch import fnmatchcase
+from typing import Any
 
+import jax
 from flax import nnx
 
 from megajax.config.errors import UserError
@@ -9,6 +11,7 @@ from megajax.config.nearest import matching
 from megajax.layers.config.quantization import QuantizationConfig
 from megajax.layers.param import Matrix, matrices_of
 from megajax.layers.quantized import Quantized, form_of
+from megajax.precision.fp8 import refuse_old
 
 SETTING = "model.quantization"
 SHOWN = 10
@@ -36,6 +39,13 @@ def quantize[M: nnx.Module](cfg: QuantizationConfig, model: M) -> M:
     for path, matrix in chosen.items():
         matrix.quantize(forms[path])
     return model
+
+
+def demand_device(model: Any, device: jax.Device) -> None:
+    """Raises UserError for a GPU that can't multiply what a model config has in 8 bits. CPUs do it slowly."""
+    cfg = getattr(model, "quantization", None)
+    if cfg is not None and cfg.activations == "fp8":
+        refuse_old(device, f"{SETTING}.activations")
 
 
 def _quantized(cfg: QuantizationConfig, matrix: Matrix) -> Quantized:

@@ -223,8 +223,11 @@ def product(letters: Letters, a: Quantized, b: Quantized, *, dtype: jnp.dtype, p
     return y if list(out) == made else y.transpose(places("".join(made), list(out)))
 
 
-def refuse_old(device: jax.Device) -> None:
-    """Raises UserError for a real or virtual GPU that cannot multiply 8-bit floats. CPUs do it slowly."""
+def refuse_old(device: jax.Device, setting: str = "precision.fp8") -> None:
+    """Raises UserError for a real or virtual GPU that cannot multiply 8-bit floats. CPUs do it slowly.
+
+    setting: that asks for them, and may be none.
+    """
     if device.platform == "cpu":
         return
     written = str(getattr(device, "compute_capability", ""))
@@ -232,6 +235,6 @@ def refuse_old(device: jax.Device) -> None:
     if capability < OLDEST:
         needed = ".".join(map(str, OLDEST))
         raise UserError(
-            f"precision.fp8: {device.device_kind} has compute capability {written or 'unknown'}, and 8-bit matmuls "
-            f"need {needed} or later (H100, B200).\nSet precision.fp8=none."
+            f"{setting}: {device.device_kind} has compute capability {written or 'unknown'}, and 8-bit matmuls "
+            f"need {needed} or later (H100, B200).\nSet {setting}=none."
         )

@@ -54,8 +54,6 @@ def quantize(stored: Stored, flags: Mapping[str, Any]) -> Quantizing:
     if flags["calibration"] is not None:
         tokens = text_rows(_tokenizer(stored), read_text(str(flags["calibration"])), length=_length(stored), most=MOST)
         calibration = calibrate(model, stored.weights, matrices, tokens, rows=ROWS)
-        if missing := [path for path, how in matrices.items() if how.static and path not in calibration.matrices]:
-            raise UserError(f"--calibration: no input of {', '.join(missing)} was seen; leave them out with --exclude")
     calibrated: Mapping[str, Calibrated] = {} if calibration is None else calibration.matrices
     weights = QuantizedWeights(stored.weights, declared_by(made), matrices, calibrated)
     return Quantizing(stored, made, weights, calibration)

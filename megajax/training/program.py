@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from megajax.batch import SAMPLE, Batch, Leaf, Params, Schema, batch_schema
 from megajax.config.errors import UserError
 from megajax.layers.param import Adapter, Observation, ParamSpec, reordered, specs
+from megajax.layers.quantization import demand_device
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.rules import Plan, demand_known
@@ -123,6 +124,7 @@ class Program:
         given by the user that it refuses.
         """
         plan = Plan.of(cfg.parallel)
+        demand_device(cfg.model, mesh.devices.flat[0])
         layout = _layout(cfg, mesh, plan)
         partition = _partition(cfg)
         built = nnx.eval_shape(lambda: cfg.model.build(layout))
