@@ -33,7 +33,7 @@ T5 = T5Config(
     vocabulary_size=VOCABULARY,
     sequence_length=LENGTH,
     encoder_length=TEXT,
-    encoder=StackConfig(pattern=(BlockConfig(mixer=FROM_BOTH_SIDES, mlp=MLP, norm=NORM),), repeats=2),
+    encoder=StackConfig(pattern=(BlockConfig(mixer=FROM_BOTH_SIDES, mlp=MLP, norm=NORM),), repeats=1),
     stack=StackConfig(
         pattern=(
             CrossBlockConfig(
@@ -82,7 +82,7 @@ def test_rows_read_their_texts(sizes: dict[str, int]) -> None:
     programs = Programs(
         model,
         size,
-        buckets=[Bucket(2, 0), Bucket(2, CHUNK)],
+        buckets=[Bucket(2, CHUNK)],
         choosers=[Logits()],
         length=LENGTH,
         dtype="float32",
