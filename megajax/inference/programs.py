@@ -157,6 +157,8 @@ class Programs:
             for chooser in self.choosers:
                 self.compiled[bucket, chooser] = self._compiled(bucket, chooser)
                 yield bucket, chooser
+        # Made now: the first request neither waits for it nor finds too little memory.
+        jax.block_until_ready(self.cache)
 
     def _compiled(self, bucket: Bucket, chooser: Chooser) -> Callable[..., Any]:
         return self.lowered(bucket, chooser).compile(compiler_options=dict(self.loaded.options))
