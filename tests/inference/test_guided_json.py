@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -378,3 +379,19 @@ def test_pieces_of_tokenizers() -> None:
             return "".join(self.names[number] for number in ids).replace("\u2581", " ").removeprefix(" ")
 
     assert token_pieces(Marked(), 6) == [b"a", b" b", b"c", None, None, None]
+
+
+def test_guides_of_several_threads() -> None:
+    """A server checks requests while the engine follows the same guide."""
+    guide, documents = Guide(schema_grammar(SCHEMAS["optional"]), TRIE, [END]), []
+
+    def run(seed: int) -> None:
+        for _ in range(3):
+            documents.append(walk(guide, np.random.default_rng(seed)))
+
+    threads = [Thread(target=run, args=(seed % 2,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(documents) == 12 and len(set(documents)) <= 2

@@ -5,7 +5,7 @@ is built while it is used: a state is a set of stacks of what is still to be mat
 computed when a byte is first read in it. So deep nesting and large counts cost nothing until a text reaches them.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -94,6 +94,7 @@ class Automaton:
         self._counted: dict[tuple[int, int, int | None], Repeat] = {}
         self._numbers: dict[frozenset[Stack | None], int] = {}
         self._states: list[frozenset[Stack | None]] = []
+        self._after: dict[frozenset[Stack | None], int] = {}
         self._table = np.full((64, 256), UNKNOWN, np.int32)
         self._number(self._expanded([self._push(grammar, None)]))
 
@@ -129,8 +130,11 @@ class Automaton:
         return state
 
     def _next(self, state: int, value: int) -> int:
-        tops = [stack for stack in self._states[state] if stack is not None and value in _values(stack)]
-        return self._number(self._expanded([stack.rest for stack in tops])) if tops else DEAD
+        rests = frozenset(stack.rest for stack in self._states[state] if stack is not None and value in _values(stack))
+        # Most bytes that a state can read lead to the same one.
+        if rests not in self._after:
+            self._after[rests] = self._number(self._expanded(rests)) if rests else DEAD
+        return self._after[rests]
 
     def _number(self, stacks: frozenset[Stack | None]) -> int:
         number = self._numbers.setdefault(stacks, len(self._states))
@@ -149,7 +153,7 @@ class Automaton:
             self._stacks[key] = Stack(part, rest)
         return self._stacks[key]
 
-    def _expanded(self, stacks: Sequence[Stack | None]) -> frozenset[Stack | None]:
+    def _expanded(self, stacks: Collection[Stack | None]) -> frozenset[Stack | None]:
         """The stacks with a byte on top, or nothing, that these can become without reading."""
         seen, todo = set(stacks), list(stacks)
         while todo:

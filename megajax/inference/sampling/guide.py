@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -73,10 +74,21 @@ class Guide:
         """ends: tokens that end a text; they are allowed exactly where it is complete."""
         self.automaton, self.trie, self.ends = Automaton(grammar), trie, tuple(ends)
         self._masks: dict[int, np.ndarray] = {}
+        self._lock = Lock()
 
     def at(self, state: int) -> "Guided":
         """The state of a text; 0: of an empty one. Raises UserError if the grammar is too large (see `Automaton`)."""
-        return Guided(self, state, self._mask(state))
+        # A server checks requests in its own thread.
+        with self._lock:
+            return Guided(self, state, self._mask(state))
+
+    def read(self, state: int, token: int) -> int:
+        """The state after another token. Raises ValueError for one that is impossible, UserError as `at`."""
+        with self._lock:
+            after = self.automaton.read(state, self.trie.pieces[token] or b"")
+        if after == DEAD:
+            raise ValueError(f"token {token} does not follow the grammar")
+        return after
 
     def _mask(self, state: int) -> np.ndarray:
         mask = self._masks.pop(state, None)
@@ -115,10 +127,7 @@ class Guided:
         """
         if token in self.guide.ends:
             return self
-        state = self.guide.automaton.read(self.state, self.guide.trie.pieces[token] or b"")
-        if state == DEAD:
-            raise ValueError(f"token {token} does not follow the grammar")
-        return self.guide.at(state)
+        return self.guide.at(self.guide.read(self.state, token))
 
 
 class Guides:
