@@ -33,11 +33,16 @@ FLAGS = (
     Flag("insecure", help="listen on any address without keys"),
     Flag("log-prompts", help="log prompts and answers too; without it, neither is written anywhere"),
 )
+COMMON = ("inference.rows", "inference.length", "inference.cache_tokens", "inference.template", "parallel.tensor",
+          "server.name", "server.queue", "server.drain_seconds")  # fmt: skip
+"""Settings that --help shows."""
 
 
 def main(argv: list[str]) -> int:
     """Read the command line, take the address, then (and only then) import jax, load the model and serve."""
-    command = parse(argv, verb="serve", flags=FLAGS, description=DESCRIPTION, root=ServingConfig, base=base)
+    command = parse(
+        argv, verb="serve", flags=FLAGS, description=DESCRIPTION, root=ServingConfig, common=COMMON, base=base
+    )
     flags, config = command.flags, command.config
     world = find_world()
     if world is not None and world.count > 1:

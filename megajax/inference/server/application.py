@@ -8,6 +8,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from megajax.config.errors import UserError
 from megajax.inference.server.config import Access, ServerConfig
 from megajax.inference.server.errors import RequestError
 from megajax.inference.server.gate import Gate, error_response
@@ -31,7 +32,12 @@ def build_application(
     metrics = ServerMetrics()
     by_name: Mapping[str, ServedModel] = {model.name: model for model in models}
     routes = Routes(by_name, config, metrics, readiness, log_prompts=access.log_prompts).table()
-    handlers: dict[Any, Any] = {RequestError: _error, HTTPException: _http_error}
+    handlers: dict[Any, Any] = {
+        RequestError: _error,
+        UserError: _user_error,
+        HTTPException: _http_error,
+        Exception: _fault,
+    }
     app = Starlette(routes=routes, exception_handlers=handlers)
     app.router.redirect_slashes = False
     paths = {route.path for route in routes}
@@ -41,6 +47,18 @@ def build_application(
 async def _error(request: Request, error: RequestError) -> Response:
     del request
     return error_response(error)
+
+
+async def _user_error(request: Request, error: UserError) -> Response:
+    """What a tokenizer says of tokens or text."""
+    del request
+    return error_response(RequestError(400, str(error)))
+
+
+async def _fault(request: Request, error: Exception) -> Response:
+    """A fault of ours: the client learns nothing of it. Starlette raises it again, for the gate to log."""
+    del request, error
+    return error_response(RequestError(500, "the server failed on this request; its log says why"))
 
 
 async def _http_error(request: Request, error: HTTPException) -> Response:

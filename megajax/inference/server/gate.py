@@ -51,12 +51,11 @@ class Gate:
         notes: dict[str, Any] = {}
         scope["state"] = {"log": notes}
         began, status, writes = time.monotonic(), CLIENT_GONE, scope["method"] not in READING
-        started = False
 
         async def record(message: Message) -> None:
-            nonlocal status, started
+            nonlocal status
             if message["type"] == "http.response.start":
-                status, started = message["status"], True
+                status = message["status"]
             await send(message)
 
         self._readiness.active += writes
@@ -68,10 +67,8 @@ class Gate:
         except RequestError as error:
             await error_response(error)(scope, receive, record)
         except Exception:
-            # A fault of ours. The client learns nothing of it, the log has it all.
+            # The client has an answer already, or the connection ends before its last part.
             self._log(traceback.format_exc())
-            if not started:
-                await error_response(RequestError(500, "the server failed on this request"))(scope, receive, record)
         finally:
             self._readiness.active -= writes
             path = scope["path"] if scope["path"] in self._paths else "other"

@@ -15,7 +15,7 @@ BAD, DEATH = tuple(b"bad logits"), tuple(b"death")
 class EchoDevice:
     """Steps take `seconds`, and none ends while `open` is not set."""
 
-    chunk, block, replicas, vocabulary = 512, 16, 1, 257
+    chunk, block, replicas, vocabulary, top = 512, 16, 1, 257, 20
     prefix_sharing, adapters = True, ("tuned",)
 
     def __init__(self, rows: int = 16, blocks: int = 4000, length: int = 4096, seconds: float = 0.0005):

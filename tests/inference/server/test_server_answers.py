@@ -200,3 +200,15 @@ def test_json_is_what_a_guide_makes(served: Running) -> None:
         body = {"messages": CHATS, "max_tokens": 1, "response_format": asked}
         assert served.ask("/v1/chat/completions", body).status_code == 200
         assert json.dumps(served.device.seen[0].sampling.guide) == json.dumps(guide)
+
+
+def test_a_fault_of_the_server_is_json_and_says_nothing(served: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object) -> None:
+        raise RuntimeError("the inside of the server")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(served.worker, "submit", fail)
+        answer = served.complete(prompt="a", max_tokens=1)
+    assert answer.status_code == 500 and answer.json()["error"]["type"] == "server_error"
+    assert "inside" not in answer.text and "inside" in "".join(served.log)
+    assert served.complete(prompt="a", max_tokens=1).status_code == 200
