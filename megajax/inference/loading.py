@@ -10,8 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import Array
 from jax.sharding import Mesh, NamedSharding
 
+from megajax.batch import Params
 from megajax.checkpoint.foreign import WeightSource
 from megajax.checkpoint.placement import placed
 from megajax.config.errors import UserError
@@ -59,6 +61,34 @@ def load_weights(
             present = path in source.shapes()
             kept = placed(source, path, wanted, _rows(spec)) if present else jnp.zeros(wanted.shape, jnp.float32)
             weights[path] = jax.device_put(updater.used(kept, jnp.ones((), jnp.float32)), wanted.sharding)
+    return LoadedModel(cfg, abstract, weights, mesh, layout, precision.matmul_precision(), options)
+
+
+def model_on_mesh(
+    cfg: Any,
+    arrays: Params,
+    parallel: ParallelConfig,
+    mesh: Mesh,
+    precision: PrecisionConfig,
+    options: Mapping[str, Any],
+) -> LoadedModel:
+    """As `load_weights`, from the weights and observations of a training state on the same mesh, without a pipeline."""
+    layout = Layout(Plan.of(parallel))
+    cfg.cache_leaves(mesh.shape["tensor"])
+    abstract: nnx.Module = nnx.eval_shape(lambda: cfg.build(layout))
+    declared = {**specs(abstract), **specs(abstract, Observation)}
+
+    def used(path: str, array: Array) -> Array:
+        spec = declared[path]
+        if spec.updater is not None:
+            return spec.updater.used(array, jnp.ones((), jnp.float32))
+        return copy_heads(layout, array.astype(spec.dtype if spec.keeps_dtype() else precision.compute), spec.axes)
+
+    rules, axes = layout.plan.compute, layout.plan.axes_in_step
+    shardings = {path: NamedSharding(mesh, rules.spec(axes(spec.axes))) for path, spec in declared.items()}
+    with jax.set_mesh(mesh):
+        make = jax.jit(lambda given: {path: used(path, w) for path, w in given.items()}, out_shardings=shardings)
+        weights = make({path: arrays[path] for path in declared})
     return LoadedModel(cfg, abstract, weights, mesh, layout, precision.matmul_precision(), options)
 
 

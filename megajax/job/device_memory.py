@@ -1,17 +1,15 @@
 """Device memory: of the compiled step, in use now, and at its peak."""
 
-import os
-import re
 import resource
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
 GIB = 2**30
-_PAGES, _HOST = Path("/proc/self/statm"), Path("/proc/meminfo")
+_PAGES = Path("/proc/self/statm")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,25 +82,6 @@ def memory_in_use() -> dict[str, int]:
     if _PAGES.exists():
         sizes["host"] = int(_PAGES.read_text().split()[1]) * resource.getpagesize()
     return sizes
-
-
-class FreeMemory(NamedTuple):
-    """What arrays may still take."""
-
-    bytes: int
-    """On one device."""
-    counted: bool
-    """By the devices; else they share the memory of the host."""
-
-
-def free_memory(devices: Sequence[jax.Device]) -> FreeMemory:
-    """Of the device with the least; of CPUs an equal share of what the host has."""
-    stats = [device.memory_stats() or {} for device in devices]
-    if all({"bytes_in_use", "bytes_limit"} <= each.keys() for each in stats):
-        return FreeMemory(min(each["bytes_limit"] - each["bytes_in_use"] for each in stats), True)
-    available = re.search(r"MemAvailable:\s+(\d+) kB", _HOST.read_text() if _HOST.exists() else "")
-    free = int(available[1]) * 1024 if available else os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return FreeMemory(free // len(devices), False)
 
 
 def _counted() -> list[dict[str, int]]:

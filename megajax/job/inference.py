@@ -2,11 +2,8 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import jax
 
 from megajax.checkpoint.adapters import LORA_A, LORA_B, JoinedWeights, MergedWeights
 from megajax.checkpoint.foreign import Box, WeightSource, declared_by
@@ -19,20 +16,13 @@ from megajax.checkpoint.quantized_weights import QuantizedWeights, quantized_mat
 from megajax.checkpoint.run_weights import RunModel, StepWeights, open_step
 from megajax.config.errors import UserError
 from megajax.config.tree import check
-from megajax.inference.cache import CacheSize, like_cache
+from megajax.inference.assembly import make_engine
 from megajax.inference.config import GenerationConfig
 from megajax.inference.engine import Engine
-from megajax.inference.kernel import choose_kernel
 from megajax.inference.loading import load_weights
-from megajax.inference.model_device import ModelDevice
-from megajax.inference.programs import LoadedModel, Programs, buckets_up_to
-from megajax.inference.sampling.chooser import choosers
-from megajax.inference.sampling.guide import Guides, token_pieces
-from megajax.job.device_memory import free_memory
+from megajax.inference.programs import LoadedModel
 from megajax.job.origin import Origin, folder_ends, tokenizer_folder, without_adapters
-from megajax.layers.cache_facts import stored_leaves
 from megajax.mesh.mesh import build_mesh, find_devices
-from megajax.metrics.text import byte_size
 from megajax.models.protocol import ids_below
 from megajax.precision.config import PrecisionConfig
 from megajax.tokenizers.base import Tokenizer
@@ -40,11 +30,6 @@ from megajax.tokenizers.chat_template import ChatTemplate
 from megajax.tokenizers.conversation import Conversation
 from megajax.training.compiler_options import settled_for_inference
 from megajax.training.session import build_tokenizer
-
-CPU_SHARE = 0.25
-"""Share of the free memory of the host that the cache takes at most, where devices do not count their memory."""
-LARGEST_POOL = 2**30
-"""Tokens of a replica's pool; `megajax.inference.pack` has larger numbers for places past it."""
 
 
 class Loaded(NamedTuple):
@@ -164,57 +149,7 @@ class AdaptersAlone:
 
 
 def start_engine(loaded: Loaded, *, queue: int) -> Engine:
-    """An engine for a model, whose steps are compiled when they are first needed; see `ModelDevice.programs`.
-
-    queue: most requests that wait. Raises UserError where the cache has no room.
-    """
-    config, model = loaded.config.inference, loaded.model
-    dtype, length = config.cache_dtype or config.compute, loaded.config.length()
-    size = cache_size(loaded.config, model, dtype)
-    vocabulary = min(ids_below(loaded.config.model) or 0, loaded.tokenizer.vocabulary_size)
-    programs = Programs(
-        model,
-        size,
-        buckets=buckets_up_to(max(2, config.rows), min(config.chunk, length), invariant=config.batch_invariant),
-        choosers=choosers(vocabulary),
-        length=length,
-        dtype=dtype,
-        kernel=choose_kernel(config.kernel, loaded.config.model, config.compute, dtype).kernel,
-    )
-    device = ModelDevice(programs, vocabulary)
-    guides = Guides(lambda: token_pieces(loaded.tokenizer, vocabulary), loaded.ends)
-    return Engine(device, tokenizer=loaded.tokenizer, ends=loaded.ends, queue=queue, guide=guides)
-
-
-def cache_size(config: GenerationConfig, model: LoadedModel, dtype: str) -> CacheSize:
-    """Blocks of each replica: those of the settings, or what the devices have room for beside the weights.
-
-    Raises UserError where that is less than a block.
-    """
-    own, length = config.inference, config.length()
-    rows = max(2, own.rows)
-    if own.cache_tokens is not None:
-        return CacheSize(blocks=own.cache_tokens // own.block, block=own.block, slots=rows)
-    one = CacheSize(blocks=1, block=own.block, slots=rows)
-    shape = model.mesh.shape
-    leaves, replicas = model.cfg.cache_leaves(shape["tensor"]), shape["data"] * shape["expert"]
-    like = like_cache(leaves, one, dtype, model.mesh, model.layout, replicas)
-    bytes_of = {leaf: shard_bytes(like[leaf.name]) for leaf in stored_leaves(leaves, dtype)}
-    of_block = sum(size for leaf, size in bytes_of.items() if leaf.per == "token")
-    of_rows = sum(size for leaf, size in bytes_of.items() if leaf.per == "row")
-    free = free_memory(list(model.mesh.devices.flat))
-    needed = rows * -(-length // own.block)
-    if not of_block:
-        return CacheSize(blocks=needed, block=own.block, slots=rows)
-    blocks = int((free.bytes * (own.memory_share if free.counted else CPU_SHARE) - of_rows) // of_block)
-    if blocks < 1:
-        what = f"{byte_size(free.bytes)} are free on a device, and a block of {own.block} tokens takes"
-        raise UserError(f"the cache has no room: {what} {byte_size(of_block)}. Use more devices (parallel.tensor)")
-    most = LARGEST_POOL // own.block if free.counted else needed
-    return CacheSize(blocks=min(blocks, most), block=own.block, slots=rows)
-
-
-def shard_bytes(like: jax.ShapeDtypeStruct) -> int:
-    """Bytes of an array on one device."""
-    sharding: Any = like.sharding
-    return prod(sharding.shard_shape(like.shape)) * like.dtype.itemsize
+    """An engine for a model; see `megajax.inference.assembly.make_engine`."""
+    config = loaded.config
+    ends, length = loaded.ends, config.length()
+    return make_engine(loaded.model, config.inference, loaded.tokenizer, ends=ends, length=length, queue=queue)

@@ -1,13 +1,25 @@
-"""Greedy generation by recomputation: each token takes a forward pass over the whole text."""
+"""Greedy generation: by an engine with a cache; on layouts that engines do not have, by recomputation."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import jax
 import numpy as np
 
 from megajax.config.errors import UserError
+from megajax.inference.assembly import make_engine
+from megajax.inference.completions import complete
+from megajax.inference.config import InferenceConfig
+from megajax.inference.loading import model_on_mesh
+from megajax.inference.request import Sampling
+from megajax.mesh.config import ParallelConfig
 from megajax.tokenizers.base import Tokenizer
-from megajax.training.scoring import Scorer
+from megajax.training.compiler_options import settled_for_inference
+from megajax.training.program import Program
+from megajax.training.scoring import Scorer, Stopped
+
+ROWS, BLOCK = 16, 16
+"""Most texts that an engine writes at the same time on each replica, and tokens of a block of its cache."""
 
 
 @dataclass
@@ -22,6 +34,10 @@ class Generation:
     """The text ends before the first of these."""
     tokens: list[int] = field(default_factory=list)
     done: bool = False
+
+    def sampling(self) -> Sampling:
+        """The settings of a request to an engine."""
+        return Sampling(max_tokens=self.most, temperature=0.0, stop=tuple(filter(None, self.until)))
 
     def take(self, token: int, tokenizer: Tokenizer) -> None:
         """One token more; the end-of-document token ends the text and does not belong to it."""
@@ -47,6 +63,48 @@ def generate(scorer: Scorer, texts: Sequence[Generation]) -> list[str]:
     for text in texts:
         if not 0 < text.most < scorer.length:
             raise UserError(f"{text.most} tokens to generate: a row of the model has {scorer.length}, prompt included")
+    if has_engine(scorer.program):
+        return by_engine(scorer, texts)
+    return by_recomputation(scorer, texts)
+
+
+def has_engine(program: Program) -> bool:
+    """Whether an engine can take the weights where they are: no pipeline, one process, a model that generates."""
+    shape = program.mesh.shape
+    if jax.process_count() > 1 or shape["pipeline"] * shape["expert"] * shape["context"] > 1:
+        return False
+    try:
+        program.cfg.model.cache_leaves(shape["tensor"])
+    except UserError:
+        return False
+    return not program.cfg.model.memory_length()
+
+
+def by_engine(scorer: Scorer, texts: Sequence[Generation]) -> list[str]:
+    """`generate` with a cache of earlier tokens. Raises Stopped."""
+    program, eod = scorer.program, scorer.tokenizer.eod
+    cfg, shape = program.cfg, program.mesh.shape
+    parallel = ParallelConfig(tensor=shape["tensor"], data=shape["data"], data_sharding="replicate")
+    options = settled_for_inference(cfg.xla, program.mesh.devices.flat[0])
+    model = model_on_mesh(cfg.model, scorer.weights, parallel, program.mesh, cfg.precision, options)
+    rows, prompts = min(ROWS, len(texts)), [text.prompt[text.most - scorer.length :].tolist() for text in texts]
+    longest = max(len(prompt) + text.most for prompt, text in zip(prompts, texts, strict=True))
+    config = InferenceConfig(
+        rows=rows, compute=cfg.precision.compute, cache_tokens=rows * (longest + BLOCK), block=BLOCK
+    )
+    engine = make_engine(model, config, scorer.tokenizer, ends={eod}, length=scorer.length, queue=len(texts))
+    requests = [(tuple(prompt), text.sampling()) for prompt, text in zip(prompts, texts, strict=True)]
+    written = list[str]()
+    for (answer,) in complete(engine, requests, interrupted=scorer.stopping):
+        if answer.finish == "cancelled":
+            raise Stopped
+        written.append(answer.text)
+        scorer.progress(len(written), len(texts))
+    return written
+
+
+def by_recomputation(scorer: Scorer, texts: Sequence[Generation]) -> list[str]:
+    """`generate` by a forward pass over whole texts for each token."""
     while active := [text for text in texts if not text.done]:
         seen = [np.append(text.prompt[text.most - scorer.length :], text.tokens).astype(np.int32) for text in active]
         for text, token in zip(active, scorer.next_tokens(seen), strict=True):

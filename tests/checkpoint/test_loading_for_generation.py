@@ -21,8 +21,9 @@ from megajax.checkpoint.huggingface.peft_settings import CONFIG
 from megajax.config.errors import ConfigError, UserError
 from megajax.convert import main as convert
 from megajax.data.config import ChatConfig
+from megajax.inference.assembly import FreeMemory, cache_size
 from megajax.inference.config import GenerationConfig, InferenceConfig, InferenceParallelConfig
-from megajax.job.inference import Loaded, cache_size, load, start_engine
+from megajax.job.inference import Loaded, load, start_engine
 from megajax.job.origin import Origin, folder_ends, generation_config, origin_of
 from megajax.layers.config import LoRAConfig
 from megajax.layers.param import bind
@@ -155,18 +156,16 @@ def test_what_a_folder_says_of_chats(folder: Path, tmp_path: Path) -> None:
 
 def test_room_of_the_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = loaded(Origin(hf=folder / "base"), tensor=2, data=2)
-    config = replace(model.config, inference=replace(model.config.inference, cache_tokens=None, rows=3))
-    whole = cache_size(config, model.model, "float32")
+    config = replace(model.config.inference, cache_tokens=None, rows=3)
+    whole = cache_size(config, 32, model.model, "float32")
     assert (whole.blocks, whole.block, whole.slots) == (3 * 2, 16, 3)
-    memory = "megajax.job.inference.free_memory"
+    memory = "megajax.inference.assembly.free_memory"
     # A token: 3 layers x keys and values x 1 of 2 heads x 4 elements x 4 bytes.
     of_block = 16 * 3 * 2 * 4 * 4
-    from megajax.job.device_memory import FreeMemory
-
     monkeypatch.setattr(memory, lambda devices: FreeMemory(of_block * 100 + 7, counted=True))
-    assert cache_size(config, model.model, "float32").blocks == 90
-    assert cache_size(config, model.model, "bfloat16").blocks == 180
+    assert cache_size(config, 32, model.model, "float32").blocks == 90
+    assert cache_size(config, 32, model.model, "bfloat16").blocks == 180
     monkeypatch.setattr(memory, lambda devices: FreeMemory(of_block - 1, counted=True))
     with pytest.raises(UserError, match=r"the cache has no room: 1\.5 KiB are free on a device, and a block of 16"):
-        cache_size(config, model.model, "float32")
+        cache_size(config, 32, model.model, "float32")
     assert start_engine(model, queue=4).capacity == 2 * 2 + 4

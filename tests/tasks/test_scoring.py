@@ -15,7 +15,7 @@ from megajax.mesh.mesh import build_mesh
 from megajax.mesh.xla import XlaConfig
 from megajax.models.presets.bert import bert
 from megajax.precision.config import PrecisionConfig
-from megajax.tasks.generation import Generation, generate
+from megajax.tasks.generation import Generation, by_recomputation, generate, has_engine
 from megajax.tasks.loglikelihood import LogLikelihoods, Request
 from megajax.tokenizers.config import NullTokenizerConfig
 from megajax.training.config import BatchConfig
@@ -132,8 +132,26 @@ def test_generation_is_the_likeliest_token_again_and_again():
     # The tokenizer writes ids with blanks between them.
     assert generate(scorer(), [Generation(prompt, 4)]) == [" ".join(map(str, written))]
     assert generate(scorer(), [Generation(prompt, 4, [f" {written[2]}"])])[0] == " ".join(map(str, written[:2]))
+    assert by_recomputation(scorer(), [Generation(prompt, 4)]) == [" ".join(map(str, written))]
     with pytest.raises(UserError, match="16 tokens to generate: a row of the model has 16"):
         generate(scorer(), [Generation(prompt, 16)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("parallel", "engine"),
+    [
+        (ParallelConfig(data=2, tensor=2, sequence=True, data_sharding="fsdp"), True),
+        (ParallelConfig(data=2, pipeline=2), False),
+    ],
+    ids=["fsdp2-tensor2-sequence", "data2-pipeline2"],
+)
+def test_generation_on_layouts_is_that_of_one_device(parallel, engine):
+    def texts():
+        return [Generation(window.tokens[:size], 4) for window, size in zip(windows(), (5, 9, 3), strict=False)]
+
+    assert has_engine(scorer(parallel, 2).program) is engine
+    assert generate(scorer(parallel, 2), texts()) == by_recomputation(scorer(), texts())
 
 
 def test_an_evaluation_can_be_stopped():

@@ -1,0 +1,105 @@
+"""An engine for a loaded model: the size of its cache, its steps, its kernel."""
+
+import os
+import re
+from collections.abc import Collection, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from megajax.config.errors import UserError
+from megajax.inference.cache import CacheSize, like_cache
+from megajax.inference.config import InferenceConfig
+from megajax.inference.engine import Engine
+from megajax.inference.kernel import choose_kernel
+from megajax.inference.model_device import ModelDevice
+from megajax.inference.programs import LoadedModel, Programs, buckets_up_to
+from megajax.inference.sampling.chooser import choosers
+from megajax.inference.sampling.guide import Guides, token_pieces
+from megajax.layers.cache_facts import stored_leaves
+from megajax.metrics.text import byte_size
+from megajax.models.protocol import ids_below
+from megajax.tokenizers.base import Tokenizer
+
+CPU_SHARE = 0.25
+"""Share of the free memory of the host that the cache takes at most, where devices do not count their memory."""
+LARGEST_POOL = 2**30
+"""Tokens of a replica's pool; `megajax.inference.pack` has larger numbers for places past it."""
+HOST = Path("/proc/meminfo")
+
+
+def make_engine(
+    model: LoadedModel, config: InferenceConfig, tokenizer: Tokenizer, *, ends: Collection[int], length: int, queue: int
+) -> Engine:
+    """Steps are compiled when they are first needed; see `ModelDevice.programs`.
+
+    ends: tokens that end an answer; length: most tokens of a row; queue: most requests that wait.
+    Raises UserError where the cache has no room.
+    """
+    dtype = config.cache_dtype or config.compute
+    vocabulary = min(ids_below(model.cfg) or 0, tokenizer.vocabulary_size)
+    programs = Programs(
+        model,
+        cache_size(config, length, model, dtype),
+        buckets=buckets_up_to(max(2, config.rows), min(config.chunk, length), invariant=config.batch_invariant),
+        choosers=choosers(vocabulary),
+        length=length,
+        dtype=dtype,
+        kernel=choose_kernel(config.kernel, model.cfg, config.compute, dtype).kernel,
+    )
+    guides = Guides(lambda: token_pieces(tokenizer, vocabulary), ends)
+    return Engine(ModelDevice(programs, vocabulary), tokenizer=tokenizer, ends=ends, queue=queue, guide=guides)
+
+
+def cache_size(own: InferenceConfig, length: int, model: LoadedModel, dtype: str) -> CacheSize:
+    """Blocks of each replica: those of the settings, or what the devices have room for beside the weights.
+
+    length: most tokens of a row. Raises UserError where that is less than a block.
+    """
+    rows = max(2, own.rows)
+    if own.cache_tokens is not None:
+        return CacheSize(blocks=own.cache_tokens // own.block, block=own.block, slots=rows)
+    one = CacheSize(blocks=1, block=own.block, slots=rows)
+    shape = model.mesh.shape
+    leaves, replicas = model.cfg.cache_leaves(shape["tensor"]), shape["data"] * shape["expert"]
+    like = like_cache(leaves, one, dtype, model.mesh, model.layout, replicas)
+    bytes_of = {leaf: shard_bytes(like[leaf.name]) for leaf in stored_leaves(leaves, dtype)}
+    of_block = sum(size for leaf, size in bytes_of.items() if leaf.per == "token")
+    of_rows = sum(size for leaf, size in bytes_of.items() if leaf.per == "row")
+    free = free_memory(list(model.mesh.devices.flat))
+    needed = rows * -(-length // own.block)
+    if not of_block:
+        return CacheSize(blocks=needed, block=own.block, slots=rows)
+    blocks = int((free.bytes * (own.memory_share if free.counted else CPU_SHARE) - of_rows) // of_block)
+    if blocks < 1:
+        what = f"{byte_size(free.bytes)} are free on a device, and a block of {own.block} tokens takes"
+        raise UserError(f"the cache has no room: {what} {byte_size(of_block)}. Use more devices (parallel.tensor)")
+    most = LARGEST_POOL // own.block if free.counted else needed
+    return CacheSize(blocks=min(blocks, most), block=own.block, slots=rows)
+
+
+def shard_bytes(like: jax.ShapeDtypeStruct) -> int:
+    """Bytes of an array on one device."""
+    sharding: Any = like.sharding
+    return prod(sharding.shard_shape(like.shape)) * like.dtype.itemsize
+
+
+class FreeMemory(NamedTuple):
+    """What arrays may still take."""
+
+    bytes: int
+    """On one device."""
+    counted: bool
+    """By the devices; else they share the memory of the host."""
+
+
+def free_memory(devices: Sequence[jax.Device]) -> FreeMemory:
+    """Of the device with the least; of CPUs an equal share of what the host has."""
+    stats = [device.memory_stats() or {} for device in devices]
+    if all({"bytes_in_use", "bytes_limit"} <= each.keys() for each in stats):
+        return FreeMemory(min(each["bytes_limit"] - each["bytes_in_use"] for each in stats), True)
+    available = re.search(r"MemAvailable:\s+(\d+) kB", HOST.read_text() if HOST.exists() else "")
+    free = int(available[1]) * 1024 if available else os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return FreeMemory(free // len(devices), False)
