@@ -1,0 +1,406 @@
+"""Text generation on this machine: speed over its bandwidth bound, against transformers, and under mixed loads.
+
+Run:  python benchmarks/inference.py [--torch-python=FILE] [--parts=NAME,...] [--seconds=N] [--clients=N]
+
+A Llama with random weights in float32 and the tiled kernel; ratios are of one run on the same cores.
+
+bound         tokens/s of 8 rows over what the memory's bandwidth allows: it is measured in the same run, and a step
+              reads all weights and the cache of its rows.
+transformers  against `generate` of transformers on the same weights, greedy, 8 rows of equal length; the tokens must be
+              the same. Needs --torch-python, a Python with torch and transformers; otherwise left out.
+batching      requests with answers of many lengths: all submitted at once, against groups that wait for their longest.
+overhead      time of the host beside the device's, per step of 64 rows.
+latency       time to the first token and between tokens, with requests that arrive at 60 % of the rate of `batching`.
+server        requests/s, latency and memory of `python -m megajax.serve` with clients that ask all the time.
+
+Writes benchmarks/results/inference.json.
+"""
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import outcome
+from safetensors.numpy import save_file
+
+from megajax.checkpoint.huggingface.folder import open_model
+from megajax.inference.cache import CacheSize, token_bytes
+from megajax.inference.engine import Engine
+from megajax.inference.loading import load_weights
+from megajax.inference.model_device import ModelDevice
+from megajax.inference.pack import Bucket
+from megajax.inference.programs import LoadedModel, Programs
+from megajax.inference.request import Piece, Request, Sampling
+from megajax.inference.sampling.chooser import choosers
+from megajax.mesh.config import ParallelConfig
+from megajax.mesh.mesh import build_mesh
+from megajax.precision.config import PrecisionConfig
+
+SIZES = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12,
+         "num_key_value_heads": 4, "vocab_size": 8192, "max_position_embeddings": 512}  # fmt: skip
+"""Of the model, by the names of transformers: 88 million weights, 350 MB, many times the caches of a processor."""
+BATCH, PROMPT, ANSWER, LENGTH, BLOCK, CHUNK = 8, 64, 64, 512, 16, 64
+PARTS = ("bound", "transformers", "batching", "overhead", "latency", "server")
+PEER = """
+import json, sys, time
+import torch
+from transformers import LlamaForCausalLM
+torch.set_num_threads(int(sys.argv[2]))
+prompts, answer = torch.tensor(json.loads(sys.argv[3])), int(sys.argv[4])
+model = LlamaForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32).eval()
+args = dict(do_sample=False, min_new_tokens=answer, max_new_tokens=answer, attention_mask=torch.ones_like(prompts))
+taken = []
+with torch.inference_mode():
+    for _ in range(4):
+        start = time.perf_counter()
+        out = model.generate(prompts, **args)
+        taken.append(time.perf_counter() - start)
+print(json.dumps({"seconds": taken[1:], "tokens": out[:, prompts.shape[1]:].tolist()}))
+"""
+
+
+def write_model(folder: Path) -> None:
+    """A Hugging Face folder of a Llama with random weights."""
+    draw, hidden, inner, columns = (
+        np.random.default_rng(0),
+        *(SIZES[n] for n in ("hidden_size", "intermediate_size", "vocab_size")),
+    )
+    keyed = hidden * SIZES["num_key_value_heads"] // SIZES["num_attention_heads"]
+    shapes = {"model.embed_tokens": (columns, hidden), "lm_head": (columns, hidden), "model.norm": (hidden,)}
+    for layer in range(SIZES["num_hidden_layers"]):
+        each = {"q_proj": hidden, "k_proj": keyed, "v_proj": keyed, "o_proj": hidden}
+        below = {f"self_attn.{name}": (outputs, hidden) for name, outputs in each.items()}
+        below |= {"mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner)}
+        below |= {"input_layernorm": (hidden,), "post_attention_layernorm": (hidden,)}
+        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in below.items()}
+    tensors = {
+        f"{name}.weight": np.ones(shape, "float32")
+        if len(shape) == 1
+        else draw.normal(0, 0.05, shape).astype("float32")
+        for name, shape in shapes.items()
+    }
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "rms_norm_eps": 1e-5}
+    config |= {"rope_theta": 1e4, "tie_word_embeddings": False, "torch_dtype": "float32", **SIZES}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def model_of(folder: Path) -> LoadedModel:
+    """The model of the folder on the first device."""
+    opened, parallel = open_model(folder), ParallelConfig(data=1, data_sharding="replicate")
+    mesh = build_mesh(parallel, jax.devices()[:1])
+    return load_weights(opened.model, opened.weights, parallel, mesh, PrecisionConfig(compute="float32"), {})
+
+
+def stream_bandwidth() -> float:
+    """Bytes/s that all cores read together: the best of several sums over 512 MiB."""
+    x = jnp.ones(2**27, jnp.float32)
+    total, best = jax.jit(lambda x: x.reshape(64, -1).sum(axis=1)), 0.0
+    for _ in range(8):
+        start = time.perf_counter()
+        total(x).block_until_ready()
+        best = max(best, x.nbytes / (time.perf_counter() - start))
+    return best
+
+
+class Listener:
+    """When each piece of a request came."""
+
+    def __init__(self) -> None:
+        self.tokens, self.times, self.begun = list[int](), list[float](), time.perf_counter()
+        self.finish: str | None = None
+
+    def __call__(self, piece: Piece) -> None:
+        self.tokens += piece.tokens
+        self.times += [time.perf_counter()] * bool(piece.tokens)
+        self.finish = piece.finish or self.finish
+
+
+def engine_of(model: LoadedModel, rows: int) -> Engine:
+    """With every step of greedy choice compiled."""
+    steps = Programs(
+        model,
+        CacheSize(blocks=rows * LENGTH // BLOCK, block=BLOCK, slots=rows),
+        buckets=[Bucket(count, chunk) for count in {min(rows, 8), rows} for chunk in (0, CHUNK)],
+        choosers=choosers(SIZES["vocab_size"])[:1],
+        length=LENGTH,
+        dtype="float32",
+        kernel="tiled",
+    )
+    for _ in steps.compile():
+        pass
+    return Engine(ModelDevice(steps, SIZES["vocab_size"]), ends=(), queue=10_000)
+
+
+def submit(engine: Engine, name: object, prompt: Sequence[int], answer: int) -> Listener:
+    listener = Listener()
+    sampling = Sampling(max_tokens=answer, temperature=0, ignore_eos=True)
+    engine.submit(Request(identifier=str(name), prompt=tuple(prompt), sampling=sampling, deliver=listener))
+    return listener
+
+
+def finish(engine: Engine) -> None:
+    while engine.step():
+        pass
+
+
+def prompts_of(count: int, draw: np.random.Generator, lengths: Sequence[int]) -> list[list[int]]:
+    """Different prompts, so that no blocks are shared."""
+    return [draw.integers(0, SIZES["vocab_size"], lengths[n % len(lengths)]).tolist() for n in range(count)]
+
+
+def decode_seconds(engine: Engine, prompts: list[list[int]], answer: int) -> tuple[float, list[list[int]]]:
+    """Of the whole, prompts included, and the tokens."""
+    start = time.perf_counter()
+    listeners = [submit(engine, n, prompt, answer) for n, prompt in enumerate(prompts)]
+    finish(engine)
+    return time.perf_counter() - start, [listener.tokens for listener in listeners]
+
+
+def bound(model: LoadedModel, engine: Engine) -> dict[str, Any]:
+    """Steps in which all rows decode, over the time that reading takes."""
+    draw, taken = np.random.default_rng(1), []
+    for _ in range(3):
+        listeners = [submit(engine, n, prompt, ANSWER) for n, prompt in enumerate(prompts_of(BATCH, draw, [PROMPT]))]
+        while not all(listener.tokens for listener in listeners):
+            engine.step()
+        done, start = sum(len(listener.tokens) for listener in listeners), time.perf_counter()
+        finish(engine)
+        taken.append((sum(len(one.tokens) for one in listeners) - done) / (time.perf_counter() - start))
+    weights = sum(w.nbytes for path, w in model.weights.items() if path != "tokens")
+    cache = BATCH * (PROMPT + ANSWER / 2) * token_bytes(model.cfg.cache_leaves(1), "float32")
+    bandwidth, speed = stream_bandwidth(), statistics.median(taken)
+    most = BATCH * bandwidth / (weights + cache)
+    return {
+        "bandwidth_gb_per_second": bandwidth / 1e9,
+        "weights_bytes": weights,
+        "cache_bytes": cache,
+        "tokens_per_second": speed,
+        "bound_tokens_per_second": most,
+        "share_of_bound": speed / most,
+    }
+
+
+def transformers(engine: Engine, python: Path, folder: Path) -> dict[str, Any]:
+    """The same prompts in both, one after the other; seconds of prompts and answers."""
+    prompts = prompts_of(BATCH, np.random.default_rng(2), [PROMPT])
+    words = [str(python), "-c", PEER, str(folder), str(os.cpu_count()), json.dumps(prompts), str(ANSWER)]
+    peer = json.loads(subprocess.run(words, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
+    tokens = decode_seconds(engine, prompts, ANSWER)[1]
+    # Other prompts, which are not in the cache.
+    others = [prompts_of(BATCH, np.random.default_rng(seed), [PROMPT]) for seed in (3, 4, 5)]
+    fresh = [decode_seconds(engine, each, ANSWER)[0] for each in others]
+    same = int((np.array(tokens) == np.array(peer["tokens"])).sum())
+    ours, theirs = statistics.median(fresh), statistics.median(peer["seconds"])
+    return {
+        "tokens_equal": f"{same} of {BATCH * ANSWER}",
+        "tokens_per_second": BATCH * ANSWER / ours,
+        "transformers_tokens_per_second": BATCH * ANSWER / theirs,
+        "ratio": theirs / ours,
+    }
+
+
+def batching(engine: Engine, rows: int) -> dict[str, Any]:
+    """Requests with prompts of 16 to 128 tokens and answers of 8 to 192."""
+    draw = np.random.default_rng(6)
+    answers = np.clip(np.round(np.exp(draw.normal(3.6, 0.9, 6 * rows))), 8, 192).astype(int).tolist()
+    lengths = draw.integers(16, 129, len(answers)).tolist()
+
+    def all_at_once() -> None:
+        for n, (prompt, answer) in enumerate(zip(prompts_of(len(answers), draw, lengths), answers, strict=True)):
+            submit(engine, n, prompt, answer)
+        finish(engine)
+
+    def in_groups() -> None:
+        each = list(zip(prompts_of(len(answers), draw, lengths), answers, strict=True))
+        for first in range(0, len(each), rows):
+            for n, (prompt, answer) in enumerate(each[first : first + rows]):
+                submit(engine, n, prompt, answer)
+            finish(engine)
+
+    taken: dict[Callable[[], None], list[float]] = {all_at_once: [], in_groups: []}
+    for _ in range(2):
+        for way, seconds in taken.items():
+            start = time.perf_counter()
+            way()
+            seconds.append(time.perf_counter() - start)
+    whole, groups = (min(seconds) for seconds in taken.values())
+    return {
+        "requests": len(answers),
+        "answer_tokens": sum(answers),
+        "continuous_tokens_per_second": sum(answers) / whole,
+        "static_tokens_per_second": sum(answers) / groups,
+        "ratio": groups / whole,
+        "requests_per_second": len(answers) / whole,
+    }
+
+
+def overhead(engine: Engine, rows: int) -> dict[str, Any]:
+    """Steps in which all rows decode."""
+    for n, prompt in enumerate(prompts_of(rows, np.random.default_rng(7), [32])):
+        submit(engine, n, prompt, 40)
+    while engine.statistics().tokens_total < 2 * rows:
+        engine.step()
+    before = engine.statistics()
+    finish(engine)
+    after = engine.statistics()
+    host = after.scheduler_seconds_total - before.scheduler_seconds_total
+    device = after.device_seconds_total - before.device_seconds_total
+    steps = after.steps_total - before.steps_total
+    return {
+        "rows": rows,
+        "host_ms": 1e3 * host / steps,
+        "device_ms": 1e3 * device / steps,
+        "share": host / (host + device),
+    }
+
+
+def latency(engine: Engine, rate: float, seconds: float) -> dict[str, Any]:
+    """Requests that arrive at random, `rate` a second in the mean."""
+    draw, listeners, start = np.random.default_rng(8), list[Listener](), time.perf_counter()
+    coming = start
+    while time.perf_counter() < start + seconds or engine.requests:
+        while coming <= time.perf_counter() < start + seconds:
+            prompt = draw.integers(0, SIZES["vocab_size"], int(draw.integers(16, 129))).tolist()
+            answer = int(np.clip(np.exp(draw.normal(3.6, 0.9)), 8, 192))
+            listeners.append(submit(engine, len(listeners), prompt, answer))
+            listeners[-1].begun = coming
+            coming += draw.exponential(1 / rate)
+        if not engine.step():
+            time.sleep(0.001)
+    first = [1e3 * (one.times[0] - one.begun) for one in listeners]
+    between = [1e3 * gap for one in listeners for gap in np.diff(one.times)]
+    figures = {"rate": rate, "requests": len(listeners)}
+    for name, values in (("first_token_ms", first), ("between_tokens_ms", between)):
+        figures |= {f"{name}_p{part}": float(np.percentile(values, part)) for part in (50, 99)}
+    return figures
+
+
+def server(folder: Path, clients: int, seconds: float) -> dict[str, Any]:
+    """Every client asks again when it has its answer."""
+    words = [sys.executable, "-m", "megajax.serve", f"--hf={folder}", "--port=0", "--tokenizer.type=ByteTokenizer"]
+    words += ["--inference.compute=float32", "--inference.rows=64", "--inference.chunk=64", "--inference.length=256"]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        return _asked(process, clients, seconds)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(60)
+
+
+def _asked(process: Any, clients: int, seconds: float) -> dict[str, Any]:
+    lines = []
+    url = None
+    for line in process.stdout:
+        lines.append(line)
+        if "http://" in line:
+            url = "http://" + line.partition("http://")[2].split()[0].rstrip("/.,")
+            break
+    if url is None:
+        raise SystemExit("".join(lines))
+    threading.Thread(target=process.stdout.read, daemon=True).start()
+    taken, errors, end = list[float](), list[str](), 0.0
+
+    def ask(number: int) -> float:
+        body = {"prompt": f"{number:04d} is a number", "max_tokens": 16, "temperature": 0, "ignore_eos": True}
+        start = time.perf_counter()
+        request = urllib.request.Request(
+            f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            assert answer.status == 200 and json.load(answer)["choices"]
+        return time.perf_counter() - start
+
+    def client(number: int) -> None:
+        while time.perf_counter() < end:
+            try:
+                taken.append(ask(number))
+            except (OSError, AssertionError) as error:
+                errors.append(repr(error))
+
+    def memory() -> float:
+        text = Path(f"/proc/{process.pid}/status").read_text()
+        return int(text.partition("VmRSS:")[2].split()[0]) / 1024
+
+    for _ in range(600):
+        try:
+            ask(0)
+            break
+        except OSError:
+            time.sleep(0.5)
+    growth = []
+    for each in (seconds / 4, seconds):  # the first fills what is made once for each client
+        taken.clear()
+        start = time.perf_counter()
+        end = start + each
+        threads = [threading.Thread(target=client, args=(n,)) for n in range(clients)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        growth.append(memory())
+    return {
+        "clients": clients,
+        "seconds": seconds,
+        "requests_per_second": len(taken) / (time.perf_counter() - start),
+        "latency_ms_p50": 1e3 * float(np.percentile(taken, 50)),
+        "latency_ms_p99": 1e3 * float(np.percentile(taken, 99)),
+        "errors": len(errors),
+        "memory_mib_before": growth[0],
+        "memory_mib_after": growth[1],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--torch-python", type=Path, required=False)
+    parser.add_argument("--parts", type=lambda text: text.split(","), default=PARTS)
+    parser.add_argument("--seconds", type=float, default=60.0, help="of `latency` and `server`")
+    parser.add_argument("--clients", type=int, default=64)
+    asked = parser.parse_args()
+    if unknown := set(asked.parts) - set(PARTS):
+        parser.error(f"--parts: there is no {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+    with tempfile.TemporaryDirectory() as name:
+        figures = measure(asked, Path(name))
+    outcome.write("inference", figures)
+
+
+def measure(asked: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """The parts that are asked for, each with a title."""
+    write_model(folder)
+    model = model_of(folder)
+    figures: dict[str, Any] = {"model": SIZES, "batch": BATCH, "prompt": PROMPT, "answer": ANSWER}
+    eight = engine_of(model, BATCH)
+    if "bound" in asked.parts:
+        figures["bound"] = bound(model, eight)
+    if "transformers" in asked.parts and asked.torch_python is not None:
+        figures["transformers"] = transformers(eight, asked.torch_python, folder)
+    rate = 1.0
+    if {"batching", "latency"} & set(asked.parts):
+        figures["batching"] = batching(eight, BATCH)
+        rate = 0.6 * figures["batching"]["requests_per_second"]
+    if "latency" in asked.parts:
+        figures["latency"] = latency(eight, rate, asked.seconds)
+    if "overhead" in asked.parts:
+        figures["overhead"] = overhead(engine_of(model, 64), 64)
+    if "server" in asked.parts:
+        figures["server"] = server(folder, asked.clients, asked.seconds)
+    return figures
+
+
+if __name__ == "__main__":
+    main()
