@@ -193,9 +193,19 @@ class ForeignFolder:
 
 
 def _fitting(foreign: ForeignModel, declared: Mapping[str, ParamSpec], asked: set[str]) -> ForeignWeights:
-    """The weights of a foreign model that are asked for, as the model that takes them declares them."""
-    tensors = tensors_of(foreign.rows, declared)
+    """The weights of a foreign model that are asked for, as the model that takes them declares them.
+
+    Those outside of layers and vocabularies, such as positions, have the shapes that they have there. What the other
+    model has outside of its layers and this one lacks, such as a head, is left.
+    """
+    theirs = declared_by(foreign.model)
+    own = {
+        path: theirs.get(path, spec) if not spec.layers and "vocab" not in spec.axes else spec
+        for path, spec in declared.items()
+    }
+    tensors = tensors_of(foreign.rows, own)
     needed = [tensor for tensor in tensors if any(piece.path in asked for piece in tensor.pieces)]
-    others = [tensor.name for tensor in tensors if tensor not in needed]
+    lacking = {path: spec for path, spec in theirs.items() if path not in declared and not spec.layers}
+    others = [tensor.name for tensor in (*tensors, *tensors_of(foreign.rows, lacking)) if tensor not in needed]
     demand_fit(foreign.tensors, needed, [*foreign.ignored, *others])
-    return ForeignWeights(foreign.tensors, needed, declared)
+    return ForeignWeights(foreign.tensors, needed, own)

@@ -30,8 +30,9 @@ class LibraryTokenizer(Tokenizer):
         return np.array(encoding.ids, np.int32)
 
     def encode_spans(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        clean = text.encode("utf-8", errors="replace").decode("utf-8")  # a half surrogate is one character, as before
-        encoding = self.engine.encode(clean, add_special_tokens=False)
+        if any("\ud800" <= letter <= "\udfff" for letter in text):  # the library takes no half surrogates
+            return super().encode_spans(text)
+        encoding = self.engine.encode(text, add_special_tokens=False)
         return np.array(encoding.ids, np.int32), np.array(encoding.offsets, np.int64).reshape(-1, 2)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:

@@ -82,10 +82,9 @@ class SentencePieceTokenizer(Tokenizer):
         return np.array(ids + self._engine.encode(rest), np.int32)
 
     def encode_spans(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """Added tokens written out in the text are plain text."""
-        pieces = self._engine.encode(text, out_type="immutable_proto").pieces
-        spans = np.array([(piece.begin, piece.end) for piece in pieces], np.int64).reshape(-1, 2)
-        return np.array([piece.id for piece in pieces], np.int32), spans
+        """Added tokens written out in the text are plain text. Needs sentencepiece 0.2.3."""
+        encoded = self._engine.encode(text, return_type="offset_mapping")
+        return np.array(encoded["ids"], np.int32), np.array(encoded["offsets"], np.int64).reshape(-1, 2)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         numbers = check_ids(ids, self.vocabulary_size)

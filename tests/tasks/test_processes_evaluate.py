@@ -11,6 +11,7 @@ from gangs import launcher, started
 from tiny_runs import LENGTH, VOCABULARY, llama
 
 from megajax.checkpoint.config import CheckpointConfig
+from megajax.config import load
 from megajax.config.dump import to_yaml
 from megajax.data.config import MockConfig
 from megajax.mesh.config import ParallelConfig
@@ -22,6 +23,29 @@ from megajax.training.program import Program
 from megajax.training.run_config import RunConfig
 
 
+def keep(cfg: RunConfig, folder: Path) -> None:
+    """A run with fresh weights."""
+    mesh = build_mesh(ParallelConfig(data=1))
+    program = Program.of(cfg, mesh)
+    with jax.set_mesh(mesh), CheckpointConfig().build(folder / "checkpoints") as manager:
+        rows = [[chunk.start, chunk.stop] for chunk in program.partition.stored()]
+        manager.save(1, program.fresh_state()(), {"rows": rows, "facts": {}})
+    (folder / "config.yaml").write_text(to_yaml(cfg))
+
+
+@pytest.mark.slow
+def test_two_processes_leave_the_predictions_of_one(tmp_path: Path) -> None:
+    keep(load("glue.py:debug", f"data.path={tmp_path / 'files'}", f"run_dir={tmp_path / 'run'}"), tmp_path / "run")
+    command = [sys.executable, "-m", "megajax.evaluate", f"--run={tmp_path / 'run'}", "--tasks=glue:validation"]
+    with started(tmp_path) as start:
+        for name, before in (("one", []), ("two", launcher())):
+            run = start(*before, *command, "--devices=cpu:1", f"--output={tmp_path / name}", name=name)
+            assert run.wait(400) == 0, run.text
+    for file in ("MNLI-m.tsv", "MNLI-mm.tsv"):
+        one, two = ((tmp_path / name / "predictions/validation" / file).read_text() for name in ("one", "two"))
+        assert one == two and len(one.splitlines()) == 81
+
+
 @pytest.mark.slow
 def test_two_processes_evaluate_as_one(tmp_path: Path) -> None:
     cfg = RunConfig(
@@ -31,12 +55,7 @@ def test_two_processes_evaluate_as_one(tmp_path: Path) -> None:
         precision=PrecisionConfig(compute="float32"),
         batch=BatchConfig(global_size=4, micro_size=4),
     )
-    mesh = build_mesh(ParallelConfig(data=1))
-    program = Program.of(cfg, mesh)
-    with jax.set_mesh(mesh), CheckpointConfig().build(tmp_path / "run/checkpoints") as manager:
-        rows = [[chunk.start, chunk.stop] for chunk in program.partition.stored()]
-        manager.save(1, program.fresh_state()(), {"rows": rows, "facts": {}})
-    (tmp_path / "run/config.yaml").write_text(to_yaml(cfg))
+    keep(cfg, tmp_path / "run")
     draw = np.random.default_rng(0)
     texts = [" ".join(map(str, draw.integers(0, VOCABULARY - 1, size))) for size in draw.integers(2, LENGTH, 20)]
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))

@@ -1,0 +1,72 @@
+"""Which characters of a text its tokens stand for."""
+
+import io
+
+import numpy as np
+import pytest
+from hard_texts import TEXT, TEXTS
+
+from megajax.tokenizers.base import Tokenizer
+from megajax.tokenizers.config import (
+    ByteTokenizerConfig,
+    GPT2TokenizerConfig,
+    NullTokenizerConfig,
+    SentencePieceTokenizerConfig,
+    WordPieceTokenizerConfig,
+)
+
+
+def parts(tokenizer: Tokenizer, text: str) -> list[str]:
+    """What each token stands for; ids are those of `encode`."""
+    ids, spans = tokenizer.encode_spans(text)
+    np.testing.assert_array_equal(ids, tokenizer.encode(text))
+    assert ids.dtype == np.int32 and spans.shape == (len(ids), 2)
+    assert all(0 <= first <= end <= len(text) for first, end in spans.tolist())
+    assert np.all(np.diff(spans[:, 0]) >= 0)
+    return [text[first:end] for first, end in spans.tolist()]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_byte_stands_for_its_character(text):
+    tokenizer = ByteTokenizerConfig().build()
+    expected = [letter for letter in text for _ in letter.encode("utf-8", errors="surrogatepass")]
+    assert parts(tokenizer, text) == expected
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_tokens_of_byte_pairs_cover_the_text(text, small_bpe):
+    tokenizer = GPT2TokenizerConfig(vocabulary=small_bpe[0], merges=small_bpe[1]).build()
+    ids, spans = tokenizer.encode_spans(text)
+    for number, part in zip(ids.tolist(), parts(tokenizer, text), strict=True):
+        if "\ufffd" not in (piece := tokenizer.decode([number])):
+            assert part == piece
+    covered = {place for first, end in spans.tolist() for place in range(first, end)}
+    assert covered == set(range(len(text)))
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_pieces_of_words_stand_for_the_text_before_it_is_lower_cased(text, tmp_path):
+    pytest.importorskip("tokenizers")
+    path = tmp_path / "vocab.txt"
+    path.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "un", "##aff", "##able", "cafe", ","]))
+    tokenizer = WordPieceTokenizerConfig(vocabulary=str(path)).build()
+    assert not any(part.isspace() for part in parts(tokenizer, text))
+    assert parts(tokenizer, "  Unaffable, CAFÉ") == ["Un", "aff", "able", ",", "CAFÉ"]
+
+
+def test_sentence_pieces_have_the_blank_before_them(tmp_path):
+    sentencepiece = pytest.importorskip("sentencepiece")
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter([TEXT] * 20), model_writer=model, vocab_size=90, hard_vocab_limit=False, minloglevel=2
+    )
+    (tmp_path / "a.model").write_bytes(model.getvalue())
+    tokenizer = SentencePieceTokenizerConfig(path=str(tmp_path / "a.model")).build()
+    said = parts(tokenizer, "the quick Grün 猫 fox")
+    assert "".join(said) == "the quick Grün 猫 fox"
+
+
+def test_other_tokenizers_have_spans_of_words():
+    tokenizer = NullTokenizerConfig(vocabulary_size=50).build()
+    assert parts(tokenizer, " 12  7\n3 ") == ["12", "7", "3"]
+    assert parts(tokenizer, "") == []
