@@ -46,6 +46,8 @@ class Device(Protocol):
     """Tokens have smaller ids."""
     prefix_sharing: bool
     """Whether rows may share blocks: not if layers keep a state per row."""
+    memory: int
+    """Most tokens of `Row.memory`; 0: the model has no encoder."""
     adapters: Collection[str]
     """Names that `Row.adapter` may have, beside the empty one."""
 

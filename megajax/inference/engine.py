@@ -122,6 +122,9 @@ class Engine:
             left = "with the first token of its answer " if sampling.max_tokens else ""
             message = f"the prompt has {len(prompt):,} tokens; {left}it may have {self.length:,}: shorten it"
             raise Refused("too_long", message, "prompt")
+        if len(request.memory) > self.device.memory:
+            message = f"the text to read has {len(request.memory):,} tokens; it may have {self.device.memory:,}"
+            raise Refused("too_long", message, "memory")
 
     def submit(self, request: Request) -> None:
         """The request waits, and runs in the following steps. Raises Refused."""
@@ -200,7 +203,8 @@ class Engine:
     def _problems(self, request: Request) -> list[Problem]:
         """What is wrong beside the settings' own limits, by the names of the fields."""
         sampling, vocabulary, problems = request.sampling, self.device.vocabulary, []
-        named = {"prompt": request.prompt, "stop_tokens": sampling.stop_tokens, "logit_bias": sampling.logit_bias}
+        named: dict[str, Collection[int]] = {"prompt": request.prompt, "memory": request.memory}
+        named |= {"stop_tokens": sampling.stop_tokens, "logit_bias": sampling.logit_bias}
         for name, tokens in named.items():
             if set(map(type, tokens)) - {int}:
                 problems.append(Problem(name, "must be token ids, as integers"))
@@ -209,6 +213,11 @@ class Engine:
                 problems.append(Problem(name, f"has the token {wrong}; ids go from 0 to {vocabulary - 1}"))
         if not request.prompt:
             problems.append(Problem("prompt", "has no tokens"))
+        if bool(request.memory) != bool(self.device.memory):
+            missing = "is missing: the encoder of the model reads it"
+            problems.append(
+                Problem("memory", missing if self.device.memory else "is given, and the model has no encoder")
+            )
         if sampling.stop and self.tokenizer is None:
             problems.append(Problem("stop", "needs a tokenizer, and the engine has none"))
         if request.adapter and request.adapter not in self.device.adapters:
@@ -245,6 +254,7 @@ class Engine:
             seed=seed,
             ends=self._ends_of(sampling),
             adapter=request.adapter or "",
+            memory=request.memory,
             unscored=sampling.prompt_logprobs is not None and order[1] == 0,
             top=sampling.logprobs,
             guide=self._start_of(sampling),

@@ -24,7 +24,7 @@ class ModelDevice:
         self.programs, self.vocabulary, self.adapters = programs, vocabulary, adapters
         self.rows, self.chunk, self.length = programs.rows, programs.chunk, programs.length
         self.block, self.blocks, self.replicas = programs.size.block, programs.size.blocks, programs.replicas
-        self.prefix_sharing = programs.prefix_sharing
+        self.prefix_sharing, self.memory = programs.prefix_sharing, max(programs.text_lengths, default=0)
 
     def run(self, work: Sequence[Step | None]) -> list[list[Sampled]]:
         """One step of each replica; its results in the order of `Step.parts`."""

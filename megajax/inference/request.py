@@ -244,6 +244,8 @@ class Request:
     deliver: Callable[[Piece], None]
     """Called on the engine's thread; it must return at once."""
     adapter: str | None = None
+    memory: tuple[int, ...] = ()
+    """The text that an encoder reads, where the model has one; the prompt is then the beginning of the answer."""
 
 
 class Refused(UserError):

@@ -31,6 +31,8 @@ class Row:
     """Tokens that end the answer; they may not be chosen before `sampling.min_tokens`."""
     adapter: str = ""
     """Name of the adapter of weights; empty: none."""
+    memory: tuple[int, ...] = ()
+    """The text that an encoder reads when the row begins."""
     unscored: bool = False
     """Scores of the prompt are wanted and incomplete: all of it is computed, and no block of others is shared."""
     top: int | None = None
@@ -114,7 +116,7 @@ class Scheduler:
         """A copy of a row, which waits; it will share the row's full blocks."""
         copy = Row(order=order, tokens=list(row.tokens), limit=row.limit, sampling=row.sampling, seed=row.seed)
         copy.ends, copy.adapter, copy.prompt, copy.top = row.ends, row.adapter, row.prompt, row.top
-        copy.digests = list(row.digests)
+        copy.digests, copy.memory = list(row.digests), row.memory
         self.add(copy)
         return copy
 

@@ -32,9 +32,11 @@ class StandIn:
         vocabulary: int = 50,
         prefix_sharing: bool = True,
         adapters: Sequence[str] = (),
+        memory: int = 0,
         bad: Sequence[int] = (),
     ):
         self.rows, self.chunk, self.block, self.blocks, self.replicas = rows, chunk, block, blocks, replicas
+        self.memory = memory
         self.length, self.vocabulary, self.prefix_sharing, self.adapters = length, vocabulary, prefix_sharing, adapters
         self.top = vocabulary
         self.bad, self.steps = frozenset(bad), 0

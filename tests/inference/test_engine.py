@@ -262,6 +262,20 @@ def test_more_candidates_than_the_device_gives_are_refused() -> None:
     assert refused.value.field == "beams"
 
 
+@pytest.mark.parametrize(
+    ("longest", "text", "reason"),
+    [(0, (1,), "invalid"), (4, (), "invalid"), (4, (50,), "invalid"), (4, (1,) * 5, "too_long")],
+)
+def test_texts_that_no_encoder_can_read_are_refused(longest: int, text: tuple[int, ...], reason: str) -> None:
+    engine, client = Engine(StandIn(memory=longest, prefix_sharing=False)), Client([1])
+    client.request.memory = text
+    with pytest.raises(Refused) as refused:
+        engine.submit(client.request)
+    assert (refused.value.reason, refused.value.field) == (reason, "memory")
+    client.request.memory = (1,) * longest
+    serve(engine, client)
+
+
 class ThreeTokens:
     """A constraint that allows three tokens."""
 
