@@ -55,7 +55,7 @@ def load(config: GenerationConfig, origin: Origin) -> Loaded:
     check(config, len(devices))
     if config.model.memory_length():
         name = type(config.model).__name__
-        raise UserError(f"{name} reads a text before it answers: requests to an engine have a prompt alone")
+        raise UserError(f"{name} reads a text before it answers, for which neither generate nor serve has a place")
     parallel = config.parallel.layout()
     mesh = build_mesh(parallel, devices)
     remedy = "give the tokenizer that the weights were trained with"
