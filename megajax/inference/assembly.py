@@ -44,7 +44,7 @@ def make_engine(
         model,
         cache_size(config, length, model, dtype),
         buckets=buckets_up_to(max(2, config.rows), min(config.chunk, length), invariant=config.batch_invariant),
-        choosers=choosers(vocabulary),
+        choosers=choosers(vocabulary, invariant=config.batch_invariant),
         length=length,
         dtype=dtype,
         kernel=choose_kernel(config.kernel, model.cfg, config.compute, dtype).kernel,

@@ -22,6 +22,7 @@ class ModelDevice:
     def __init__(self, programs: Programs, vocabulary: int, adapters: Collection[str] = ()):
         """programs: with `chooser.choosers(vocabulary)`; vocabulary: ids in use."""
         self.programs, self.vocabulary, self.adapters = programs, vocabulary, adapters
+        self.choosers: Sequence[RowChooser] = [each for each in programs.choosers if isinstance(each, RowChooser)]
         self.rows, self.chunk, self.length = programs.rows, programs.chunk, programs.length
         self.block, self.blocks, self.replicas = programs.size.block, programs.size.blocks, programs.replicas
         self.prefix_sharing, self.memory = programs.prefix_sharing, max(programs.text_lengths, default=0)
@@ -29,7 +30,8 @@ class ModelDevice:
     def run(self, work: Sequence[Step | None]) -> list[list[Sampled]]:
         """One step of each replica; its results in the order of `Step.parts`."""
         rows = [row for step in work if step is not None for row, _ in step.parts()]
-        chooser = RowChooser(max(map(program_of, rows)), self.vocabulary)
+        needed = max(map(program_of, rows))
+        chooser = next(each for each in self.choosers if each.program >= needed)
         steps: Sequence[Any] = work
         ran = self.programs.run(steps, chooser, lambda bucket: chooser.inputs(work, bucket))
         chosen: StepChosen = jax.device_get(ran.chosen)

@@ -250,6 +250,11 @@ def test_the_first_program_that_serves_a_row(settings: dict[str, Any], program: 
     assert program_of(row(0, [1, 2], 4, **settings)) == program
 
 
+def test_one_program_for_all_rows_where_steps_are_invariant() -> None:
+    assert [each.program for each in choosers(9)] == [Program.GREEDY, Program.SAMPLED, Program.FULL]
+    assert [each.program for each in choosers(9, invariant=True)] == [Program.FULL]
+
+
 def test_largest_requests_fit_the_arrays() -> None:
     """512 biases and 64 stop tokens that may not come yet."""
     own = row(0, [1], 4, min_tokens=2, logit_bias=dict.fromkeys(range(512), 1.0))

@@ -71,9 +71,12 @@ class RowChooser(NamedTuple):
         return ChooserInputs(rows, targets.reshape(-1) if self.program == Program.FULL and bucket.chunk else None)
 
 
-def choosers(size: int) -> tuple[RowChooser, ...]:
-    """One for each program, in their order."""
-    return tuple(RowChooser(program, size) for program in Program)
+def choosers(size: int, *, invariant: bool = False) -> tuple[RowChooser, ...]:
+    """One for each program, in their order; size: ids in use.
+
+    invariant: the last alone, so that the compiled step of a row does not depend on what the rows beside it ask for.
+    """
+    return tuple(RowChooser(program, size) for program in Program if program == Program.FULL or not invariant)
 
 
 def program_of(row: Row) -> Program:
