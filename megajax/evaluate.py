@@ -22,7 +22,8 @@ DESCRIPTION = """Evaluate a model on tasks over local files, on any mesh; settin
 
 Tasks are written NAME:VALUE, with commas between them and :setting=value behind: perplexity:PREFIX of token files,
 text:FILE, wikitext:FILE[:stride=32], lambada:FILE[:strict=true], choices:FILE, split:validation or split:test of the
-run's own data, lm-eval:NAME. Nothing is ever fetched. docs/evaluation.md has the formats of the files."""
+run's own data, lm-eval:NAME; of runs on these benchmarks glue:SPLIT, race:SPLIT, squad:validation. Nothing is ever
+fetched. docs/evaluation.md and docs/tasks.md have the formats of the files."""
 FLAGS = (
     Flag("run", Path | None, help="a run's folder, for its newest checkpoint, or one step in its checkpoints folder"),
     Flag("hf", Path | None, help="a Hugging Face model folder instead of a run"),

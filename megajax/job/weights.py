@@ -134,7 +134,7 @@ class Taking:
             )
         taken |= self._read(same)
         taken |= {path: self._derived(how, path, fresh) for path, how in made.items()}
-        resized = f", {', '.join(other)} interpolated" if other else ""
+        resized = f", {', '.join(other)} resized" if other else ""
         copies = sum(how.source is not None for how in made.values())
         copied = f", {copies} of them experts made from dense layers" if made else ""
         grown = f", {', '.join(tables)} for {self._own_vocabulary()} tokens" if tables else ""

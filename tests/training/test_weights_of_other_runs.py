@@ -109,7 +109,7 @@ def test_positions_are_interpolated_for_larger_images(pretrained: Path, tmp_path
     small = stored(pretrained, 1)["positions"]
     run, said = started(job(tmp_path, vit(size=20), checkpoint=weights(pretrained)))
     large = np.asarray(run.state.params["positions"])
-    assert said == [f"24 weights of {pretrained}, step 1, positions interpolated"]
+    assert said == [f"24 weights of {pretrained}, step 1, positions resized"]
     assert int(run.state.step) == int(run.state.consumed_samples) == 0
     np.testing.assert_array_equal(large[0], small[0])
     expected = jax.image.resize(small[1:].reshape(2, 2, 16), (5, 5, 16), "bilinear").reshape(25, 16)

@@ -138,7 +138,7 @@ class SquadConfig(BenchmarkConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MockGlueConfig(GlueConfig):
-    """Synthetic files of a task of GLUE, whose second word tells the class. Written where there are none."""
+    """Synthetic files of a task of GLUE; a letter in the last text tells the class. Written where there are none."""
 
     task: Literal["cola", "sst2", "mrpc", "stsb", "qqp", "mnli", "qnli", "rte", "wnli"] = "mnli"
     """Which one."""
@@ -152,7 +152,7 @@ class MockGlueConfig(GlueConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MockRaceConfig(RaceConfig):
-    """Synthetic files of RACE, whose right options begin alike. Written where there are none."""
+    """Synthetic files of RACE; the right options begin with the same letter. Written where there are none."""
 
     path: str = "data/mock_benchmarks"
     """The folder for the folder of the files."""
@@ -164,7 +164,7 @@ class MockRaceConfig(RaceConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MockSquadConfig(SquadConfig):
-    """Synthetic files of SQuAD, whose answers stand behind the same word. Written where there are none."""
+    """Synthetic files of SQuAD; the answers follow the same sign. Written where there are none."""
 
     path: str = "data/mock_benchmarks"
     """The folder for the folder of the files."""
