@@ -253,7 +253,7 @@ def test_what_comes_too_slowly(served: Running) -> None:
     head = raw(served, b"POST /v1/completions HTTP/1.1\r\nHost: ", drip=b"x")
     assert head.startswith(b"HTTP/1.1 408")
     assert raw(served, b"") == b""
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 12
 
 
 def test_headers_that_are_too_large_or_no_http(served: Running) -> None:
@@ -272,12 +272,12 @@ def test_more_connections_than_allowed(served: Running) -> None:
 
 
 def raw(served: Running, data: bytes, drip: bytes = b"") -> bytes:
-    """What the server sends until it closes, or nothing comes for a second. drip: sent every 0.1 s meanwhile."""
+    """What the server sends until it closes, or nothing comes for five seconds. drip: sent every 0.1 s meanwhile."""
     received = b""
     with socket.create_connection(("127.0.0.1", int(served.url.rpartition(":")[2]))) as connection:
         connection.sendall(data)
         connection.settimeout(0.1)
-        end = time.monotonic() + 1.2
+        end = time.monotonic() + 5
         while time.monotonic() < end and b"\r\n\r\n" not in received:
             try:
                 part = connection.recv(65536)

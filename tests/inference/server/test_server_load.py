@@ -24,11 +24,16 @@ def small() -> Iterator[Running]:
 
 
 def test_more_requests_than_the_queue_takes(small: Running) -> None:
+    small.device.open.clear()
     with ThreadPoolExecutor(40) as pool:
         asked = [pool.submit(small.complete, prompt=f"p{number:02d}", max_tokens=60) for number in range(40)]
-        began = time.monotonic()
-        assert small.ask("/health", method="GET").status_code == 200 and time.monotonic() - began < 0.5
+        end = time.monotonic() + 20
+        while sum(future.done() for future in asked) < 40 - 12 and time.monotonic() < end:
+            time.sleep(0.01)
+        assert small.ask("/metrics", method="GET").status_code == 200
+        small.device.open.set()
         answers = [future.result() for future in asked]
+    assert sum(answer.status_code == 200 for answer in answers) == 12
     for number, answer in enumerate(answers):
         if answer.status_code == 200:
             assert answer.json()["choices"][0]["text"] == f"p{number:02d}" * 20
@@ -72,9 +77,8 @@ def test_clients_that_go_free_their_blocks(small: Running, stream: bool) -> None
             assert connections[0].recv(10)
         for connection in connections:
             connection.close()
-        began = time.monotonic()
+        # The answers alone would take 80 seconds.
         assert small.all_free(), "blocks are not free"
-        assert time.monotonic() - began < 1
 
 
 def test_a_reader_that_does_not_read_is_cut_off(small: Running) -> None:
