@@ -95,10 +95,13 @@ def by_engine(scorer: Scorer, texts: Sequence[Generation]) -> list[str]:
     engine = make_engine(model, config, scorer.tokenizer, ends={eod}, length=scorer.length, queue=len(texts))
     requests = [(tuple(prompt), text.sampling()) for prompt, text in zip(prompts, texts, strict=True)]
     written = list[str]()
-    for (answer,) in complete(engine, requests, interrupted=scorer.stopping):
+    answers = complete(engine, requests, interrupted=scorer.stopping)
+    for text, (answer,) in zip(texts, answers, strict=True):
         if answer.finish == "cancelled":
             raise Stopped
-        written.append(answer.text)
+        # Decoded by itself, as by recomputation: engines decode an answer as what follows its prompt.
+        text.tokens = [token for token in answer.tokens if token != eod]
+        written.append(text.text(scorer.tokenizer) if answer.text else "")
         scorer.progress(len(written), len(texts))
     return written
 
