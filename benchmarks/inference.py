@@ -80,10 +80,11 @@ def write_model(folder: Path) -> None:
         *(SIZES[n] for n in ("hidden_size", "intermediate_size", "vocab_size")),
     )
     keyed = hidden * SIZES["num_key_value_heads"] // SIZES["num_attention_heads"]
-    shapes = {"model.embed_tokens": (columns, hidden), "lm_head": (columns, hidden), "model.norm": (hidden,)}
+    shapes: dict[str, tuple[int, ...]] = {"model.norm": (hidden,)}
+    shapes |= dict.fromkeys(("model.embed_tokens", "lm_head"), (columns, hidden))
     for layer in range(SIZES["num_hidden_layers"]):
         each = {"q_proj": hidden, "k_proj": keyed, "v_proj": keyed, "o_proj": hidden}
-        below = {f"self_attn.{name}": (outputs, hidden) for name, outputs in each.items()}
+        below: dict[str, tuple[int, ...]] = {f"self_attn.{name}": (outputs, hidden) for name, outputs in each.items()}
         below |= {"mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner)}
         below |= {"input_layernorm": (hidden,), "post_attention_layernorm": (hidden,)}
         shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in below.items()}
@@ -292,7 +293,14 @@ def latency(engine: Engine, rate: float, seconds: float) -> dict[str, Any]:
 
 def server(folder: Path, clients: int, seconds: float) -> dict[str, Any]:
     """Every client asks again when it has its answer."""
-    words = [sys.executable, "-m", "megajax.serve", f"--hf={folder}", "--port=0", "--tokenizer.type=ByteTokenizer"]
+    words = [
+        sys.executable,
+        "-m",
+        "megajax.serve",
+        f"--hf={folder}",
+        "--port=0",
+        "--tokenizer.type=ByteTokenizerConfig",
+    ]
     words += ["--inference.compute=float32", "--inference.rows=64", "--inference.chunk=64", "--inference.length=256"]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
@@ -303,8 +311,7 @@ def server(folder: Path, clients: int, seconds: float) -> dict[str, Any]:
 
 
 def _asked(process: Any, clients: int, seconds: float) -> dict[str, Any]:
-    lines = []
-    url = None
+    lines, url = list[str](), None
     for line in process.stdout:
         lines.append(line)
         if "http://" in line:
