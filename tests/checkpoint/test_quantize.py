@@ -26,6 +26,8 @@ from megajax.inference.calibration import calibrate
 from megajax.inference.comparison import compare, text_rows
 from megajax.inference.layerwise import LayerByLayer
 from megajax.inference.loading import load_weights
+from megajax.job.inference import quantized_weights
+from megajax.job.origin import Origin
 from megajax.job.stored_weights import all_weights
 from megajax.layers.config import QuantizationConfig
 from megajax.layers.param import bind
@@ -258,6 +260,21 @@ def test_what_quantized_weights_are_not_for(source: Path, tmp_path: Path) -> Non
         read(step.path / "arrays", like, partial=True)
 
 
+def test_weights_are_quantized_while_they_are_loaded(source: Path, tmp_path: Path) -> None:
+    run, how = tmp_path / "quantized", QuantizationConfig(weights="int4", group=16)
+    model, origin = replace(MODEL, quantization=how), Origin(run=source)
+    assert convert.main([f"--from={source}", f"--to={run}", "--quantize=int4", "--group=16"]) == 0
+    loaded = quantized_weights(origin, model)
+    for path, value in stored(run).items():
+        box = tuple(slice(0, size) for size in value.shape)
+        np.testing.assert_array_equal(loaded.read(path, box), value)
+    again = quantized_weights(Origin(run=run), model)
+    assert again.shapes() == loaded.shapes()
+    static = replace(MODEL, quantization=QuantizationConfig(weights="fp8", activations="fp8", static=True))
+    with pytest.raises(UserError, match=r"no calibration has seen inputs of .*stack.blocks.0.mixer.query,"):
+        quantized_weights(origin, static)
+
+
 @pytest.mark.slow
 def test_evaluation_and_generation_read_a_quantized_run(source: Path, tmp_path: Path) -> None:
     run = tmp_path / "quantized"
@@ -278,9 +295,11 @@ def test_evaluation_and_generation_read_a_quantized_run(source: Path, tmp_path: 
     expected = jax.nn.log_softmax(right[0, :-1])[np.arange(15), tokens[1:]]
     np.testing.assert_allclose(log_p[0, :15], expected, atol=1e-4)
     mesh = build_mesh(parallel, jax.devices()[:1])
-    loaded = load_weights(step.config.model, step.weights(), parallel, mesh, "float32")
+    loaded = load_weights(step.config.model, step.weights(), parallel, mesh, PrecisionConfig(compute="float32"), {})
     with jax.set_mesh(mesh):
         logits = jax.jit(lambda values: bind(loaded.model, values)(tokens[None]))(loaded.weights)
     np.testing.assert_allclose(logits, right, atol=1e-5 * np.abs(right).max())
-    narrow = load_weights(step.config.model, step.weights(), parallel, mesh, "bfloat16").weights
+    narrow = load_weights(
+        step.config.model, step.weights(), parallel, mesh, PrecisionConfig(compute="bfloat16"), {}
+    ).weights
     assert {str(value.dtype) for path, value in narrow.items() if ".query" in path} == {"uint8", "float32"}
