@@ -42,14 +42,16 @@ def banner(run: Run, resumed: str | None) -> list[Section]:
 def _model(run: Run) -> list[tuple[str, str]]:
     cfg, known = run.cfg.model, run.parts.tokenizer.vocabulary_size
     facts, flops, vocabulary = facts_of(cfg), flops_of(cfg), ids_below(cfg)
-    total, besides, padded = run.program.parameters, "", ""
+    total, besides, padded, predicted = run.program.parameters, "", "", vocabulary is not None
     shapes = [f"{stack.layers()} layers" for stack in cfg.stacks().values()]
     if facts is not None:
         parameters = facts.parameter_count()
         total, besides = parameters.total, f", without embeddings {count(parameters.layers)}"
         besides += f", active {count(parameters.active)}" if parameters.idle else ""
         shapes = [_shape(section) for section in facts.section_facts()]
-        padded = f", padded to {facts.head_facts().columns:,}"
+        columns = facts.head_facts().columns
+        predicted = vocabulary is not None and columns >= vocabulary  # not by a model that classifies texts
+        padded = f", padded to {columns:,}" if predicted else ""
     rows = [
         ("parameters", f"{count(total)} ({total:,}){besides}"),
         *_trained(run),
@@ -61,7 +63,9 @@ def _model(run: Run) -> list[tuple[str, str]]:
     if flops is not None:
         both = f"{flops.causal:.4g} with causal attention, {flops.full:.4g} with full"
         rows.append((f"FLOPs per {counted(cfg).removesuffix('s')}", both))
-    return rows if vocabulary is None else [*rows, ("first loss", f"about ln {vocabulary} = {log(vocabulary):.3f}")]
+    if predicted and vocabulary is not None:
+        rows.append(("first loss", f"about ln {vocabulary} = {log(vocabulary):.3f}"))
+    return rows
 
 
 def _trained(run: Run) -> list[tuple[str, str]]:
