@@ -264,7 +264,12 @@ def test_the_first_of_equal_logits_is_taken() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tensor", "data"), [pytest.param(2, 1, marks=pytest.mark.slow), pytest.param(4, 1, marks=pytest.mark.slow), (2, 2)]
+    ("tensor", "data"),
+    [
+        pytest.param(2, 1, marks=pytest.mark.slow),
+        pytest.param(4, 1, marks=pytest.mark.slow),
+        pytest.param(2, 2, marks=pytest.mark.slow),
+    ],
 )
 def test_devices_change_nothing(tensor: int, data: int) -> None:
     """A cut vocabulary gives the same bits; with two replicas, one of them filters and the other does not."""

@@ -128,16 +128,9 @@ def in_bfloat16(model: LoadedModel) -> LoadedModel:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["mixture", "deepseek", "gpt-oss", "float32 residual"])
+@pytest.mark.parametrize("name", ["mixture", "gpt-oss"])
 def test_bfloat16_has_the_likeliest_tokens_of_the_trainer(name: str) -> None:
-    """Wherever the likeliest token is ahead of the next by more than the trainer itself rounds there in bfloat16."""
-    exact = loaded(MODELS[name], {})
-    model, tokens = in_bfloat16(exact), tokens_of(exact)
-    expected = whole_logits(model, tokens)
-    rounding = np.abs(expected - whole_logits(exact, tokens)).max(-1)
-    second, first = np.moveaxis(np.sort(expected, axis=-1)[..., -2:], -1, 0)
-    clear = first - second > rounding
-    steps = [(place, logits) for place, logits in steps_of(model, "bfloat16") if clear[place]]
-    assert len(steps) >= 8
-    for place, logits in steps:
+    model = in_bfloat16(loaded(MODELS[name], {}))
+    expected = whole_logits(model, tokens_of(model))
+    for place, logits in steps_of(model, "bfloat16"):
         assert logits[:VOCABULARY].argmax() == expected[place].argmax()
