@@ -5,7 +5,6 @@ those that it makes. Both sides may have several.
 """
 
 from dataclasses import dataclass
-from math import prod
 from typing import Literal
 
 import jax.numpy as jnp
@@ -155,10 +154,3 @@ def _scale(amax: Array, top: float) -> Array:
 def _whole_at_rest(axes: LogicalAxes) -> LogicalAxes:
     """Scales are small: they are not spread over data-parallel devices, which weights are along `embed`."""
     return tuple(None if name == "embed" else name for name in axes)
-
-
-def stored_bytes(form: Form, shape: tuple[int, ...]) -> int:
-    """Of a matrix, with its scales."""
-    numbers, dtype = form.stored(shape)
-    scales, _ = form.scales(shape, (None,) * len(shape))
-    return prod(numbers) * jnp.dtype(dtype).itemsize + 4 * prod(scales)

@@ -1,5 +1,6 @@
 """Rounding of matrices to 8 and 4 bits, against closed forms, and products with what is stored."""
 
+from math import prod
 from typing import Any
 
 import jax
@@ -7,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from megajax.layers.quantized import ARRAY, Quantized, form_of
-from megajax.precision.quantization import Channels, Groups, largest, pack, rounded, stored_bytes, unpack
+from megajax.layers.quantized import Quantized, form_of
+from megajax.precision.quantization import Channels, Groups, largest, pack, rounded, unpack
 
 EQUATIONS = {
     "bsd,dnh->bsnh": ((2, 3, 16), (16, 4, 6), 1),
@@ -122,9 +123,8 @@ def test_sums_of_integers_do_not_overflow_float16() -> None:
 def test_bytes_of_a_matrix() -> None:
     shape = (32, 4096, 14336)
     for weights, expected in (("int8", 32 * (4096 + 4) * 14336), ("int4", 32 * (2048 + 4096 // 128 * 4) * 14336)):
-        form = form_of(weights, 128, 1, 1)
-        assert stored_bytes(form, shape) == expected
+        leaves = Quantized(form_of(weights, 128, 1, 1)).declared(shape, ("layer", "embed", "mlp"))
+        assert sum(prod(size) * jnp.dtype(dtype).itemsize for size, _, dtype in leaves.values()) == expected
     assert form_of("int4", 128, 1, 1).misfit((100, 3)) == ""
     assert form_of("int4", 128, 1, 1).misfit((200, 3)) == "200 inputs are not a multiple of the group, 128"
     assert form_of("int4", 128, 1, 1).misfit((33, 3)) == "33 inputs are odd, and int4 packs two to a byte"
-    assert ARRAY == ""
