@@ -31,7 +31,8 @@ def reference(
 ) -> Array:
     """Gathers all blocks of every table. See `Attend`."""
     k, v = pools.read(table, q.dtype)
-    scores = _scores(q, k, positions, jnp.arange(k.shape[1]), scale, window, bias)
+    at = jnp.arange(k.shape[1])
+    scores, v = _scores(q, k, positions, at, scale, window, bias), _written(v, positions, at)
     column = jnp.full(q.shape[2], -jnp.inf) if sink is None else sink.astype(jnp.float32)
     column = jnp.broadcast_to(column.reshape(1, *scores.shape[1:3], 1, 1), (*scores.shape[:-1], 1))
     # With a sink the sum is never 0; without one it is for a query that sees no key.
@@ -68,7 +69,8 @@ def tiled(
     def one(number: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         highest, total, mixed = carry
         k, v = pools.read(lax.dynamic_slice_in_dim(table, number * per, per, axis=1), q.dtype)
-        scores = _scores(q, k, positions, number * step + jnp.arange(step), scale, window, bias)
+        at = number * step + jnp.arange(step)
+        scores, v = _scores(q, k, positions, at, scale, window, bias), _written(v, positions, at)
         higher = jnp.maximum(highest, scores.max(-1))
         finite = jnp.where(jnp.isneginf(higher), 0.0, higher)
         weights, shrink = jnp.exp(scores - finite[..., None]), jnp.exp(highest - finite)
@@ -105,6 +107,12 @@ def _scores(
         scores = scores + jnp.moveaxis(bias(-before).astype(jnp.float32), -1, 1).reshape(scores.shape)
     seen = before >= 0 if window is None else (before >= 0) & (before <= window)
     return jnp.where((seen & (positions[..., None] >= 0))[:, None, None], scores, -jnp.inf)
+
+
+def _written(v: Array, positions: Array, at: Array) -> Array:
+    """Values [R, L, K, U] at positions `at` int32 [L], with 0 behind the end of each row: a block may have numbers of
+    an earlier request there that are not finite, and 0 times these is not 0."""
+    return jnp.where((at[None] <= positions.max(1)[:, None])[..., None, None], v, 0)
 
 
 def _joined(mixed: Array, q: Array) -> Array:
