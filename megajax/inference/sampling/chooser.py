@@ -44,6 +44,9 @@ class RowChooser(NamedTuple):
     size: int
     """Ids in use."""
 
+    def __str__(self) -> str:
+        return self.program.name.lower()
+
     def like(self, rows: int, chunk: int) -> ChooserInputs:
         targets = jax.ShapeDtypeStruct((chunk,), np.int32) if self.program == Program.FULL and chunk else None
         neutral = settings([], self.program, rows, self.size)

@@ -82,8 +82,8 @@ class Serving:
 
 def _compiled(programs: Programs) -> Iterator[str]:
     began = time.monotonic()
-    for number, (bucket, _) in enumerate(programs.compile(), 1):
-        _log(f"compiled {number} of {len(programs.buckets) * len(programs.choosers)} steps: {bucket}")
+    for number, (bucket, chooser) in enumerate(programs.compile(), 1):
+        _log(f"compiled {number} of {len(programs.buckets) * len(programs.choosers)} steps: {bucket}, {chooser}")
         yield str(bucket)
     _log(f"compiled all steps in {time.monotonic() - began:.1f} s")
 
