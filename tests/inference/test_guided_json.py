@@ -237,6 +237,7 @@ def test_texts(schema: Any, text: str, *, read: bool) -> None:
         ({"$ref": "#/$defs/a"}, "is missing"),
         ({"$ref": "https://example.org"}, "must begin with #/"),
         ({"type": "text"}, "/type must be one of string"),
+        ({"type": [["string"]]}, "/type must be one of string"),
         ({"type": "array", "minItems": 3, "maxItems": 2}, "/maxItems is 2, below minItems, 3"),
         ({"type": "string", "maxLength": -1}, "/maxLength must be an integer between 0"),
         ({"type": "string", "maxLength": True}, "/maxLength must be an integer between 0"),
@@ -285,6 +286,28 @@ def test_integers_between_bounds() -> None:
         }:
             state = automaton.read(0, str(number).encode())
             assert (state >= 0 and automaton.accepts(state)) == (least <= number <= most), (least, most, number)
+
+
+@pytest.mark.parametrize("least", [0, 1, -5])
+def test_integers_with_one_bound_are_read_at_once(least: int) -> None:
+    """Ranges of all numbers of n digits are one part, not 2 ** n."""
+    grammar, counted, left = schema_grammar({"type": "integer", "minimum": least}), 0, list[Any]()
+    left.append(grammar)
+    while left and counted < 10_000:
+        counted, part = counted + 1, left.pop()
+        left += [*getattr(part, "parts", ()), *getattr(part, "options", ())]
+    assert counted < 1000
+    automaton = Automaton(grammar)
+    for number in (least - 1, least, least + 1, 10, 10**12 + 345, 10**19 - 1):
+        state = automaton.read(0, str(number).encode())
+        assert (state >= 0 and automaton.accepts(state)) == (least <= number), number
+
+
+def test_definitions_are_read_once() -> None:
+    """Each of 30 definitions uses the next one twice."""
+    twice = {f"d{n}": {"anyOf": [{"$ref": f"#/$defs/d{n + 1}"}] * 2} for n in range(30)}
+    automaton = Automaton(schema_grammar({"$defs": {**twice, "d30": {"type": "null"}}, "$ref": "#/$defs/d0"}))
+    assert automaton.accepts(automaton.read(0, b"null"))
 
 
 def test_regular_expressions_match_as_those_of_python() -> None:
@@ -353,6 +376,8 @@ def test_grammars_that_are_too_large_are_refused() -> None:
         guides({"const": deep})
     with pytest.raises(UserError, match="neither a JSON schema nor a regular expression"):
         guides({"const": b""})
+    with pytest.raises(UserError, match="half of a surrogate pair"):
+        guides({"const": "\ud800"})
 
 
 def test_guides_are_kept_by_what_they_say() -> None:

@@ -155,6 +155,8 @@ class Guides:
                 kept = Guide(grammar, self._trie, self._ends)
         except RecursionError:
             raise UserError("the guide is nested too deeply") from None
+        except UnicodeEncodeError:
+            raise UserError("the guide has half of a surrogate pair, which is not a character") from None
         except TypeError as error:
             raise UserError(f"the guide is neither a JSON schema nor a regular expression: {error}") from None
         while len(self._guides) >= GUIDES:

@@ -71,9 +71,9 @@ def _digits(least: int, most: int) -> Grammar:
 
 def _between(lower: str, upper: str) -> Grammar:
     """Numbers of as many digits as these two."""
-    if not lower:
-        return joined()
     first, last, rest = int(lower[0]), int(upper[0]), len(lower) - 1
+    if (lower[1:], upper[1:]) == ("0" * rest, "9" * rest):  # else a range of n digits would become 2 ** n parts
+        return joined(one_of(range(48 + first, 49 + last)), Repeat(DIGIT, rest, rest))
     if first == last:
         return joined(literal(lower[:1].encode()), _between(lower[1:], upper[1:]))
     options = [joined(literal(lower[:1].encode()), _between(lower[1:], "9" * rest))]

@@ -47,6 +47,8 @@ class _Reader:
 
     def __init__(self, root: Any):
         self.root = root
+        self._targets: dict[str, Grammar] = {}
+        """Of each reference. Definitions that use the next one twice would be read 2 ** n times without it."""
 
     def read(self, schema: Any, place: str, references: tuple[str, ...]) -> Grammar:
         """references: those on the way here, to recognise recursion."""
@@ -76,12 +78,15 @@ class _Reader:
             raise _refused(f"{place}/$ref", "must begin with #/: only definitions of the same schema can be used")
         if name in references:
             raise _refused(f"{place}/$ref", f"is recursive: {name}")
+        if name in self._targets:
+            return self._targets[name]
         for key in name[2:].split("/"):
             key = key.replace("~1", "/").replace("~0", "~")
             if not isinstance(target, Mapping) or key not in target:
                 raise _refused(f"{place}/$ref", f"refers to {name}, which is missing")
             target = target[key]
-        return self.read(target, place, (*references, name))
+        self._targets[name] = self.read(target, place, (*references, name))
+        return self._targets[name]
 
     def _any(self, schema: Mapping[str, Any], place: str, references: tuple[str, ...]) -> Grammar:
         options = schema["anyOf"]
@@ -187,7 +192,7 @@ def _types(schema: Mapping[str, Any], place: str) -> list[str]:
     """All without the keyword. An integer is a number."""
     names = schema.get("type", [name for name in KEYWORDS if name != "integer"])
     names = [names] if isinstance(names, str) else names
-    if not isinstance(names, list) or not names or any(name not in KEYWORDS for name in names):
+    if not isinstance(names, list) or not names or any(name not in tuple(KEYWORDS) for name in names):
         raise _refused(f"{place}/type", f"must be one of {', '.join(KEYWORDS)}, or a list of them")
     return names
 
