@@ -1,6 +1,7 @@
 """A file of prompts, and a file of their answers; imports neither jax nor flax."""
 
 import json
+from codecs import BOM_UTF8
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -33,7 +34,8 @@ def read_prompts(path: Path) -> list[Prompt]:
     Blank lines are left out. Raises UserError that names the line.
     """
     try:
-        lines = path.read_bytes().decode("utf-8").split("\n")
+        # A byte order mark, which other systems write, is no part of the first prompt.
+        lines = path.read_bytes().removeprefix(BOM_UTF8).decode("utf-8").split("\n")
     except OSError as error:
         raise UserError(f"--prompts={path}: cannot be read: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
@@ -126,17 +128,23 @@ class AnswerFile:
             self._file = path.open("a+b")
             self._file.seek(0)
             end = 0
-            while (lines := [self._file.readline() for _ in range(choices)])[-1].endswith(b"\n"):
+            while lines := [line for _ in range(choices) if (line := self._file.readline())]:
                 if not all(self._is_answer(line, choice) for choice, line in enumerate(lines)):
                     what = f"{path} has answers to other prompts, by other settings or of another model"
                     raise UserError(f"--output={path}: {what}, from prompt {self.done} on: name another file")
+                if len(lines) < choices or not lines[-1].endswith(b"\n"):
+                    break
                 self.done, end = self.done + 1, self._file.tell()
             self._file.truncate(end)
         except OSError as error:
             raise UserError(f"--output={path}: cannot be written: {error.strerror or error}") from error
 
     def _is_answer(self, line: bytes, choice: int) -> bool:
-        """Whether a line is of the prompt behind those that are done."""
+        """Whether a line is of the prompt behind those that are done. A line without its end may be the last one that
+        was being written: what it begins with has to be right, or the file is not ours to cut."""
+        if not line.endswith(b"\n"):
+            begins = b'{"index": %d, "choice": %d, "text": "' % (self.done, choice)
+            return self.done < len(self._keys) and line[: len(begins)] == begins[: len(line)]
         try:
             value = json.loads(line)
         except (ValueError, RecursionError):

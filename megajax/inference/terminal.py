@@ -10,10 +10,11 @@ from dataclasses import astuple, replace
 from pathlib import Path
 from typing import TextIO
 
+from megajax.config.errors import UserError
 from megajax.inference.completions import complete
 from megajax.inference.engine import Engine
 from megajax.inference.prompts import AnswerFile, Prompt, demand_conversation, encode
-from megajax.inference.request import Answer, Piece, Refused, Sampling
+from megajax.inference.request import Answer, Piece, Refused, Request, Sampling
 from megajax.metrics.text import visible
 from megajax.tokenizers.base import Tokenizer
 from megajax.tokenizers.chat_template import TemplateMisfit
@@ -94,6 +95,13 @@ class Session:
             (tokens, chat if chat is not None and prompt.is_conversation else self._sampling)
             for tokens, prompt in zip(encoded, prompts, strict=True)
         ]
+        for prompt, (tokens, sampling) in zip(prompts, requests, strict=True):
+            try:  # before anything is generated or written
+                self._engine.check(
+                    Request(identifier="check", prompt=tokens, sampling=sampling, deliver=lambda piece: None)
+                )
+            except Refused as refusal:
+                raise UserError(f"{prompt.where}: {refusal.message}") from None
         if output is None:
             for answers in complete(self._engine, requests, self._timed):
                 self._screen.write("".join(f"{answer.text}\n" for answer in answers))

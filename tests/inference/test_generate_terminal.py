@@ -81,6 +81,27 @@ def test_an_interrupted_file_of_answers_is_completed(tmp_path: Path) -> None:
         session(sampling)[0].answer_all(prompts[:4], out)
 
 
+@pytest.mark.parametrize("content", ['{"prompt": "a"}', "notes", '{"index": 0, "choice": 0}\n', '{"index": 1, "ch'])
+def test_files_that_are_not_of_answers_are_left_alone(tmp_path: Path, content: str) -> None:
+    """Also without an end of the line, and with fewer lines than a prompt has answers."""
+    out = written(tmp_path / "a.jsonl", content)
+    with pytest.raises(UserError, match="from prompt 0 on: name another file"):
+        session(Sampling(max_tokens=4, n=3, seed=3))[0].answer_all([Prompt("", "a")], out)
+    assert out.read_text() == content
+
+
+def test_a_prompt_that_the_engine_refuses_is_named_before_anything_is_written(tmp_path: Path) -> None:
+    prompts, out = [Prompt("p.txt, line 1", "a"), Prompt("p.txt, line 2", "a" * 300)], tmp_path / "a.jsonl"
+    with pytest.raises(UserError, match="line 2: the prompt has 300 tokens"):
+        session()[0].answer_all(prompts, out)
+    assert not out.exists()
+
+
+def test_a_byte_order_mark_is_no_part_of_a_prompt(tmp_path: Path) -> None:
+    (tmp_path / "p.txt").write_bytes(b"\xef\xbb\xbffirst\r\n\r\nsecond\r\n")
+    assert [prompt.content for prompt in read_prompts(tmp_path / "p.txt")] == ["first", "second"]
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
