@@ -50,7 +50,10 @@ def main(argv: list[str]) -> int:
     source = flags["run"] or Path(f"hf:{flags['hf']}")
     output = flags["output"] or (run_folder(flags["run"]) if flags["run"] else Path())
     asked = resolve("megajax.tasks.command:Asked")(source, tasks, output, flags["cache"], flags["rows"])
-    code = resolve("megajax.tasks.command:evaluate")(config, asked, resolve("megajax.job.stored_weights:all_weights"))
+    # Programs that it does not record are deleted by the next start.
+    with resolve("megajax.job.compile_log:CompileLog")(lambda sentence: None):
+        weights = resolve("megajax.job.stored_weights:all_weights")
+        code = resolve("megajax.tasks.command:evaluate")(config, asked, weights)
     finish()
     return code
 

@@ -57,22 +57,24 @@ def main(argv: list[str]) -> int:
     # More rows than requests would be compiled for nothing.
     rows = min(config.inference.rows, len(prompts or [1]) * max(sampling.choices(), sampling.beams))
     config = replace(config, inference=replace(config.inference, rows=rows))
-    loaded = resolve("megajax.job.inference:load")(config, origin_of(flags))
-    engine = resolve("megajax.job.inference:start_engine")(loaded, queue=rows)
-    session = resolve("megajax.inference.terminal:Session")(
-        engine, loaded.tokenizer, loaded.conversation, sampling, loaded.where
-    )
-    if flags["chat"]:
-        session.chat(input, live=sys.stdin.isatty())
-    elif prompts is not None:
-        progress = resolve("megajax.tasks.progress:Progress")(shown=flags["output"] is not None)
-        progress.start("prompts")
-        session.answer_all(prompts, flags["output"], progress)
-        progress.clear()
-    else:
-        session.answer(flags["prompt"])
-    if flags["stats"]:
-        print(session.statistics(), file=sys.stderr)
+    # Programs that it does not record are deleted by the next start.
+    with resolve("megajax.job.compile_log:CompileLog")(lambda sentence: None):
+        loaded = resolve("megajax.job.inference:load")(config, origin_of(flags))
+        engine = resolve("megajax.job.inference:start_engine")(loaded, queue=rows)
+        session = resolve("megajax.inference.terminal:Session")(
+            engine, loaded.tokenizer, loaded.conversation, sampling, loaded.where
+        )
+        if flags["chat"]:
+            session.chat(input, live=sys.stdin.isatty())
+        elif prompts is not None:
+            progress = resolve("megajax.tasks.progress:Progress")(shown=flags["output"] is not None)
+            progress.start("prompts")
+            session.answer_all(prompts, flags["output"], progress)
+            progress.clear()
+        else:
+            session.answer(flags["prompt"])
+        if flags["stats"]:
+            print(session.statistics(), file=sys.stderr)
     return 0
 
 

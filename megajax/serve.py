@@ -53,19 +53,21 @@ def main(argv: list[str]) -> int:
     access = Access(**{each.name: flags[each.name] for each in fields(Access)})
     serving = resolve("megajax.inference.server.run:Serving")(config.server, access)
     resolve("megajax.job.compile_cache:use_cache")(config.xla)
-    origin = origin_of(flags)
-    loaded = resolve("megajax.job.inference:load")(config, origin)
-    engine = resolve("megajax.job.inference:start_engine")(loaded, queue=config.server.queue)
-    folder = next(path for path in (origin.adapter, origin.hf, origin.run) if path is not None)
-    return serving.run(
-        engine,
-        engine.device,
-        loaded.tokenizer,
-        loaded.conversation,
-        name=config.server.name or folder.resolve().name,
-        where=loaded.where,
-        warm_up=config.inference.warm_up,
-    )
+    # Programs that it does not record are deleted by the next start.
+    with resolve("megajax.job.compile_log:CompileLog")(lambda sentence: None):
+        origin = origin_of(flags)
+        loaded = resolve("megajax.job.inference:load")(config, origin)
+        engine = resolve("megajax.job.inference:start_engine")(loaded, queue=config.server.queue)
+        folder = next(path for path in (origin.adapter, origin.hf, origin.run) if path is not None)
+        return serving.run(
+            engine,
+            engine.device,
+            loaded.tokenizer,
+            loaded.conversation,
+            name=config.server.name or folder.resolve().name,
+            where=loaded.where,
+            warm_up=config.inference.warm_up,
+        )
 
 
 def base(flags: Mapping[str, Any]) -> Source:

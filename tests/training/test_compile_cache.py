@@ -61,6 +61,24 @@ def test_the_second_start_finds_the_programs_of_the_first(tmp_path):
 
 
 @pytest.mark.slow
+def test_generation_finds_its_programs_again(tmp_path):
+    """What is not recorded with a SHA-256 counts as damaged at the next start."""
+    start(tmp_path, "run", "--checkpoint.every=2")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_"))}
+    environment |= {"PYTHONPATH": str(REPOSITORY), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    environment |= {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    command = [sys.executable, "-m", "megajax.generate", f"--run={tmp_path / 'run'}", "--prompt=1 2", "--max-tokens=2"]
+    command += ["--devices=cpu:1"]
+    folder = tmp_path / "cache/megajax/compile" / machine()
+    for _ in range(2):
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=PATIENCE, cwd=REPOSITORY, env=environment
+        )
+        assert done.returncode == 0 and "damaged" not in done.stderr, done.stderr
+        assert len(list(folder.glob("jit_step-*-cache.sha256"))) == len(list(folder.glob("jit_step-*-cache"))) > 0
+
+
+@pytest.mark.slow
 def test_damaged_programs_are_compiled_again(tmp_path):
     start(tmp_path, "first")
     (entry,) = (tmp_path / "cache/megajax/compile" / machine()).glob("jit_train_step-*-cache")
