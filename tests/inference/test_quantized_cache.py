@@ -53,7 +53,7 @@ def logits(model: LoadedModel, tokens: np.ndarray, dtype: str, kernel: str) -> n
     row, results = Row(tokens.tolist(), [5, 1, 2, 3, 4, 0, 6, 7], 0), []
     for step in (Step(prompts=[(row, 0, 8)]), Step(prompts=[(row, 8, 5)]), Step(decode=[(row, 13)])):
         ran = programs.run([step], Logits(), lambda _: ())
-        results.append(np.asarray(ran.chosen)[ran.row(0, 0, prompt=bool(step.prompts))])
+        results.append(np.asarray(ran.chosen)[ran.row(0, 0, prompt=bool(step.prompts)), :VOCABULARY])
     return np.stack(results)
 
 

@@ -147,6 +147,9 @@ SLOW = {
     "llama_qk_layernorm",
     "llama_rotary_base500k_scaling",
     "llama_window8",
+    "moe_group_limited",
+    "moe_seq_aux",
+    "moe_shared_gate",
 }
 """Those that differ from gpt_base and llama_base in a setting or two, which tests of layers compare with formulas."""
 

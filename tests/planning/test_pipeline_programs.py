@@ -311,6 +311,7 @@ def on_cpu(schedule: str, microbatches: int) -> Compiled:
     return Compiled(contents, compiled.memory_analysis().temp_size_in_bytes, residual, 0, 0)
 
 
+@pytest.mark.slow
 def test_on_cpu_devices_between_stages_go_activations_alone() -> None:
     step = on_cpu("1f1b", MICROBATCHES)
     check_axes(step)
