@@ -52,7 +52,7 @@ from megajax.precision.config import PrecisionConfig
 
 SIZES = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12,
          "num_key_value_heads": 4, "vocab_size": 8192, "max_position_embeddings": 512}  # fmt: skip
-"""Of the model, by the names of transformers: 88 million weights, 350 MB, many times the caches of a processor."""
+"""Of the model, by the names of transformers: 82 million weights, 327 MB, many times the caches of a processor."""
 BATCH, PROMPT, ANSWER, LENGTH, BLOCK, CHUNK = 8, 64, 64, 512, 16, 64
 PARTS = ("bound", "transformers", "batching", "overhead", "latency", "server")
 PEER = """

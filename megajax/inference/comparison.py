@@ -54,7 +54,7 @@ def text_rows(tokenizer: Tokenizer, text: str, *, length: int, most: int) -> np.
 
 
 def compare(before: LayerByLayer, after: LayerByLayer, tokens: np.ndarray, *, rows: int) -> Difference:
-    """tokens: int32 [B, S], of which the last S - 1 of each row are predicted; rows: computed at once."""
+    """tokens: int32 [B, S]; every token but the first of each row is predicted. rows: rows of a forward pass."""
     states = [model.states(tokens, rows=rows) for model in (before, after)]
     sums: list[Sequence[Array]] = []
     for place, (x, y) in enumerate(zip(*states, strict=True)):

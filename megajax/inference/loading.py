@@ -94,12 +94,12 @@ def model_on_mesh(
 
 def demand_shapes(source: WeightSource, declared: Mapping[str, ParamSpec]) -> None:
     """Raises UserError with every weight that the source lacks, or has in another shape."""
-    there, wrong = source.shapes(), list[str]()
+    stored, wrong = source.shapes(), list[str]()
     for path, spec in declared.items():
-        if path not in there:
+        if path not in stored:
             wrong.append(f"{path}: missing")
-        elif there[path] != spec.shape:
-            wrong.append(f"{path}: {list(there[path])} there, {list(spec.shape)} here")
+        elif stored[path] != spec.shape:
+            wrong.append(f"{path}: {list(stored[path])} stored, {list(spec.shape)} in the model")
     if wrong:
         raise UserError(f"the weights of {source.where} are not this model's:\n" + "\n".join(f"  {w}" for w in wrong))
 

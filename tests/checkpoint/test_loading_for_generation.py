@@ -121,7 +121,7 @@ def test_weights_are_on_their_devices_in_the_dtype_of_the_computation(folder: Pa
 def test_settings_of_the_model_are_checked_against_its_weights(folder: Path) -> None:
     origin = Origin(hf=folder / "base")
     config = generation_config(origin, GenerationConfig).base
-    with pytest.raises(UserError, match=r"tokens: \[128, 16\] there, \[256, 16\] here"):
+    with pytest.raises(UserError, match=r"tokens: \[128, 16\] stored, \[256, 16\] in the model"):
         load(replace(config, model=replace(config.model, vocabulary_size=150)), origin)
     origin = Origin(run=folder / "run")
     with pytest.raises(UserError, match="it has 40 tokens there, 41 here"):

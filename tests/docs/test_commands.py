@@ -45,7 +45,7 @@ LEFT_OUT = {
     "{rank: 16, alpha: 32}": "compiles for minutes",
     "benchmarks/program_audit.py": "tests/planning/test_program_audit_deviceless.py does the same",
     "--chat": "waits for a person; tests/inference has conversations",
-    "megajax.serve": "runs until it is told to end; tests/inference/server runs it",
+    "megajax.serve": "runs until a signal stops it; tests/inference/server runs it",
     "curl ": "needs a server; tests/inference/server asks one",
     "benchmarks/serving_load.py": "needs a server; tests/inference/server starts one",
 }

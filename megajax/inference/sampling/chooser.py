@@ -93,7 +93,7 @@ def program_of(row: Row) -> Program:
 
 
 def settings(placed: Iterable[tuple[int, Row]], program: Program, count: int, size: int) -> RowSampling:
-    """Arrays of `count` rows, of which the placed ones are rows of the scheduler; numpy."""
+    """Numpy arrays with `count` rows. placed: pairs of a place in them and the row there; other places are neutral."""
     placed = list(placed)
     drawing = _drawing(placed, count) if program >= Program.SAMPLED else None
     return RowSampling(drawing, _edits(placed, count, size) if program == Program.FULL else None)

@@ -57,7 +57,7 @@ STRING = string()
 
 
 def integers(least: int, most: int) -> Grammar:
-    """The integers from least to most, of which there is one."""
+    """The integers from least to most, both included; least must not be above most."""
     negative = [joined(literal(b"-"), _digits(max(-most, 1), -least))] if least < 0 else []
     return choice(*negative, *([_digits(max(least, 0), most)] if most >= 0 else []))
 

@@ -1,4 +1,4 @@
-"""Runs a server of one model until it is told to end."""
+"""Runs the server of a model until a signal stops it."""
 
 import time
 from collections.abc import Iterator

@@ -84,7 +84,9 @@ def listening_socket(access: Access) -> socket.socket:
     except OSError as error:
         made.close()
         where = f"--host={access.host} --port={access.port}"
-        raise UserError(f"{where}: cannot listen there: {error.strerror or error}. Choose another port.") from error
+        raise UserError(
+            f"{where}: cannot listen on this address: {error.strerror or error}. Choose another port."
+        ) from error
     return made
 
 
@@ -111,7 +113,7 @@ class BoundedProtocol(H11Protocol):
         # Unsent bytes count against a client soon, not after the megabytes that the kernel would take.
         transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNSENT)
         if len(self.connections) > self.limits.connections:
-            self._end(RequestError(503, f"there are {self.limits.connections} connections already"))
+            self._end(RequestError(503, f"all {self.limits.connections} connections are in use"))
         else:
             self._watch()
 

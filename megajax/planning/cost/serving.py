@@ -178,7 +178,7 @@ def servings(run: Description, devices: int, context: int) -> list[Serving]:
     divides it.
     """
     run.model.cache_leaves(1)
-    found = []
+    plans = []
     for tensor in (2**n for n in range(run.per_node.bit_length())):
         sizes = {"pipeline": 1, "data": 1, "expert": 1, "context": 1, "tensor": tensor}
         blocks, hidden = run.sections[-1].stack.pattern, run.sections[-1].hidden
@@ -189,7 +189,7 @@ def servings(run: Description, devices: int, context: int) -> list[Serving]:
         )
         own = replace(run, parallel=parallel)
         dtypes = [(run.dtype, run.dtype), (run.dtype, "int8"), ("int8", "int8"), ("int4", "int8")]
-        found += [Serving(own, weights, cache, context) for weights, cache in dtypes]
-    if not found:
+        plans += [Serving(own, weights, cache, context) for weights, cache in dtypes]
+    if not plans:
         raise UserError(f"the model's heads can't be divided over {devices} devices in nodes of {run.per_node}")
-    return found
+    return plans

@@ -100,7 +100,7 @@ def test_servers_that_do_not_start(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot be read"):
         Serving(ServerConfig(), Access(api_key_file=tmp_path / "none"))
     other = socket.create_server(("127.0.0.1", 0))
-    with other, pytest.raises(UserError, match="cannot listen there: Address already in use"):
+    with other, pytest.raises(UserError, match="cannot listen on this address: Address already in use"):
         Serving(ServerConfig(), Access(port=other.getsockname()[1]))
     assert [problem.where for problem in Access(port=70_000).problems()] == ["--port"]
     wrong = ServerConfig(queue=0, prompts=0, body_bytes=1, body_seconds=0.0, drain_seconds=float("nan"))
