@@ -211,8 +211,9 @@ def start(program: Program) -> TrainState:
 
 def place(program: Program, batch: Batch) -> Batch:
     """Rows [ROWS, ...] as the microbatches of a step, each of rows that follow each other; what its model reads."""
-    micro = program.microbatches
-    cut = {name: batch[name].reshape(micro, ROWS // micro, *batch[name].shape[1:]) for name in program.schema}
+    micro, schema = program.microbatches, program.schema
+    cut = {name: batch[name].reshape(micro, ROWS // micro, *batch[name].shape[1:]) for name in schema}
+    cut = {name: program.layout.rows.arranged(values, schema[name].batch_axes) for name, values in cut.items()}
     return jax.device_put(cut, program.batch_shardings)
 
 

@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding
 from megajax.batch import SAMPLE, Batch, Leaf, Schema
 from megajax.config.errors import UserError
 from megajax.data.config import LoaderConfig
+from megajax.mesh.row_cut import WHOLE, RowCut
 
 SAMPLE_BITS = 32
 
@@ -66,8 +67,8 @@ class LocalRows:
         return chosen[(slice(None), slice(None), *index[2:])]
 
 
-def read_rows(source: RowSource, schema: Schema, first: int, offsets: np.ndarray) -> Block:
-    """Read rows first + offsets: each leaf [K, ...], `sample` uint32 [K].
+def read_rows(source: RowSource, schema: Schema, first: int, offsets: np.ndarray, cut: RowCut = WHOLE) -> Block:
+    """Read rows first + offsets: each leaf [K, ...], `sample` uint32 [K]; sequences in the order that `cut` says.
 
     Raises UserError for a row that lacks a leaf, and for arrays with other shapes, kinds of dtypes or values than the
     schema says.
@@ -91,6 +92,7 @@ def read_rows(source: RowSource, schema: Schema, first: int, offsets: np.ndarray
                     f"row {numbers[outside][0]} of the data has {name} from {first.min()} to {first.max()}, the model "
                     f"reads 0 to {below - 1}{also}: change the data, or the model's size"
                 )
+    block = {name: cut.arranged(values, (None, *schema[name].axes)) for name, values in block.items()}
     block[SAMPLE] = (numbers % (1 << SAMPLE_BITS)).astype(np.uint32)
     return block
 
@@ -112,14 +114,16 @@ def _array(row: Mapping[str, np.ndarray], name: str, leaf: Leaf, number: int) ->
 class _Steps:
     """Local rows of step k, for grain to read ahead."""
 
-    def __init__(self, source: RowSource, schema: Schema, first: int, size: int, offsets: np.ndarray):
-        self._source, self._schema, self._first, self._size, self._offsets = source, schema, first, size, offsets
+    def __init__(self, source: RowSource, schema: Schema, first: int, size: int, offsets: np.ndarray, cut: RowCut):
+        self._source, self._schema, self._cut = source, schema, cut
+        self._first, self._size, self._offsets = first, size, offsets
 
     def __len__(self) -> int:
         return max(0, len(self._source) - self._first) // self._size
 
     def __getitem__(self, index: Any) -> Block:
-        return read_rows(self._source, self._schema, self._first + int(index) * self._size, self._offsets)
+        first = self._first + int(index) * self._size
+        return read_rows(self._source, self._schema, first, self._offsets, self._cut)
 
 
 class Loader:
@@ -134,6 +138,7 @@ class Loader:
         shardings: of each leaf [M, B, ...] over the devices.
         consumed: rows used before; the first batch starts there.
         config: threads and batches read ahead.
+        cut: how rows are cut over devices; the values of a row, the losses and the order of rows do not depend on it.
 
     Raises:
         UserError: G is not divisible by M; on iteration, the source has too few rows for the next batch, or a
@@ -151,6 +156,7 @@ class Loader:
         consumed: int = 0,
         config: LoaderConfig | None = None,
         size_at: Callable[[int], int] | None = None,
+        cut: RowCut = WHOLE,
     ):
         if global_size % microbatches:
             raise UserError(
@@ -160,7 +166,7 @@ class Loader:
         self.consumed = consumed
         self._source, self._size, self._schema, self._shardings = source, global_size, schema, shardings
         self._micro_rows, self._size_at = global_size // microbatches, size_at
-        self._config = config or LoaderConfig()
+        self._config, self._cut = config or LoaderConfig(), cut
         self._blocks: grain.DatasetIterator[Block] | None = None
 
     def __repr__(self) -> str:
@@ -183,7 +189,7 @@ class Loader:
             flags.mark_as_parsed()  # grain reads its flags, which only programs run by absl have parsed
         indices = self._shardings[SAMPLE].addressable_devices_indices_map(self._shape)
         self._local = LocalRows((index for index in indices.values() if index is not None), *self._shape)
-        steps = _Steps(self._source, self._schema, self.consumed, self._size, self._local.offsets)
+        steps = _Steps(self._source, self._schema, self.consumed, self._size, self._local.offsets, self._cut)
         ahead = grain.ReadOptions(num_threads=self._config.threads, prefetch_buffer_size=self._config.prefetch)
         return iter(grain.MapDataset.source(steps).to_iter_dataset(ahead))
 

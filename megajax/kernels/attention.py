@@ -11,7 +11,7 @@ B rows, S queries, T keys, N query heads, K key-value heads (N a multiple of K),
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,19 +39,32 @@ class AttentionDropout(NamedTuple):
     """int32 [N]: index of each head in the whole model."""
     query_index: Array
     """int32 [S]: position of each query in its row."""
+    length: int | None = None
+    """Positions of whole rows, where keys are a part of them."""
 
     def apply(self, weights: Array) -> Array:
-        """Zeroes a share `rate` of the weights [B, N, S, T] and scales up the rest."""
+        """Zeroes a share `rate` of the weights [B, N, S, T] of whole rows and scales up the rest."""
+        return jnp.where(self.keep(weights.shape[-1]), weights / (1 - self.rate), 0)
+
+    def factor(self, key_index: Array) -> Array:
+        """What the weights of some keys of a row are multiplied by, float32 [B, N, S, T].
+
+        key_index: int32 [T], positions of the keys in their rows of `length` positions.
+        """
+        keep = self.keep(len(key_index) if self.length is None else self.length)
+        return jnp.where(keep[..., key_index], 1 / (1 - self.rate), 0)
+
+    def keep(self, length: int) -> Array:
+        """Which weights stay, bool [B, N, S, length]."""
         fold = jax.random.fold_in
 
         def keep_one(row: Array, head: Array, query: Array) -> Array:
             key = fold(fold(jax.random.wrap_key_data(row), head), query)
-            return jax.random.bernoulli(key, 1 - self.rate, weights.shape[-1:])
+            return jax.random.bernoulli(key, 1 - self.rate, (length,))
 
         over_queries = jax.vmap(keep_one, (None, None, 0))
         over_heads = jax.vmap(over_queries, (None, 0, None))
-        keep = jax.vmap(over_heads, (0, None, None))(self.row_keys, self.head_index, self.query_index)
-        return jnp.where(keep, weights / (1 - self.rate), 0)
+        return jax.vmap(over_heads, (0, None, None))(self.row_keys, self.head_index, self.query_index)
 
 
 def _scores(q: Array, k: Array, mask: Mask, scale: float, bias: Array | None) -> Array:
@@ -102,18 +115,35 @@ def _softmax_with_sink(scores: Array, sink: Array) -> Array:
     return jax.nn.softmax(jnp.concatenate([scores, column], axis=-1), axis=-1)[..., :-1]
 
 
-def reference_forward(q: Array, k: Array, v: Array, mask: Mask, *, scale: float) -> tuple[Array, Array]:
+def reference_forward(
+    q: Array, k: Array, v: Array, mask: Mask, *, scale: float, dropout: AttentionDropout | None = None
+) -> tuple[Array, Array]:
     """The output [B, S, N, U] and its log-sum-exp, float32 [B, N, S]; 0 and -inf where no key is visible."""
     scores = _scores(q, k, mask, scale, None)
     visible = mask.visible()[:, None, None]
     lse = jax.nn.logsumexp(scores, axis=-1, where=visible)
     weights = jnp.where(visible, jnp.exp(scores - jnp.where(jnp.isneginf(lse), 0, lse)[..., None]), 0)
+    weights = weights * _dropped(dropout, mask, weights)
     out = jnp.einsum("bkgst,btku->bskgu", weights.astype(v.dtype), v)
     return out.reshape(*q.shape[:3], v.shape[-1]), lse.reshape(q.shape[0], q.shape[2], q.shape[1])
 
 
+def _dropped(dropout: AttentionDropout | None, mask: Mask, weights: Array) -> Array | float:
+    """What dropout multiplies weights [B, K, N/K, S, T] by."""
+    return 1.0 if dropout is None else dropout.factor(mask.key_index).reshape(weights.shape)
+
+
 def reference_backward(
-    q: Array, k: Array, v: Array, mask: Mask, out: Array, lse: Array, dout: Array, *, scale: float
+    q: Array,
+    k: Array,
+    v: Array,
+    mask: Mask,
+    out: Array,
+    lse: Array,
+    dout: Array,
+    *,
+    scale: float,
+    dropout: AttentionDropout | None = None,
 ) -> tuple[Array, Array, Array]:
     """Gradients with respect to q, k and v, from the output [B, S, N, U], its log-sum-exp [B, N, S] and its gradient.
 
@@ -124,14 +154,15 @@ def reference_backward(
     split = q.shape[0], q.shape[1], k.shape[2], q.shape[2] // k.shape[2]
     visible = mask.visible()[:, None, None]
     weights = jnp.where(visible, jnp.exp(scores - lse.reshape(*scores.shape[:-1], 1)), 0)
+    factor = _dropped(dropout, mask, weights)
     delta = jnp.einsum("bsnu,bsnu->bns", out.astype(jnp.float32), dout.astype(jnp.float32))
     dout = dout.reshape(*split, v.shape[-1])
     product = partial(jnp.einsum, preferred_element_type=jnp.float32)
-    dweights = product("bskgu,btku->bkgst", dout, v)
+    dweights = product("bskgu,btku->bkgst", dout, v) * factor
     dscores = weights * (dweights - delta.reshape(*scores.shape[:-1], 1)) * scale
     dq = product("bkgst,btkh->bskgh", dscores.astype(k.dtype), k).reshape(q.shape)
     dk = product("bkgst,bskgh->btkh", dscores.astype(q.dtype), q.reshape(*split, -1))
-    dv = product("bkgst,bskgu->btku", weights.astype(dout.dtype), dout)
+    dv = product("bkgst,bskgu->btku", (weights * factor).astype(dout.dtype), dout)
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
 
 
@@ -142,6 +173,16 @@ class Passes(NamedTuple):
     """(q, k, v, mask, scale=) -> the output [B, S, N, U] and its log-sum-exp, float32 [B, N, S]."""
     backward: Callable[..., tuple[Array, Array, Array]]
     """(q, k, v, mask, output, log-sum-exp, gradient of the output, scale=) -> gradients of q, k and v."""
+    dropout: bool = False
+    """Whether both also take `dropout`, an AttentionDropout."""
+
+    def call_forward(self, *arrays: Any, scale: float, dropout: AttentionDropout | None) -> tuple[Array, Array]:
+        """`forward`, with dropout if there is any."""
+        return self.forward(*arrays, scale=scale, **({} if dropout is None else {"dropout": dropout}))
+
+    def call_backward(self, *arrays: Any, scale: float, dropout: AttentionDropout | None) -> tuple[Array, Array, Array]:
+        """`backward`, with dropout if there is any."""
+        return self.backward(*arrays, scale=scale, **({} if dropout is None else {"dropout": dropout}))
 
 
 PASSES: Mapping[str, Passes] = MappingProxyType(
@@ -149,7 +190,7 @@ PASSES: Mapping[str, Passes] = MappingProxyType(
         "cudnn": Passes(cudnn.forward, cudnn.backward),
         "cudnn_mask": Passes(cudnn.masked_forward, cudnn.masked_backward),
         "pallas": Passes(pallas_attention.forward, pallas_attention.backward),
-        "reference": Passes(reference_forward, reference_backward),
+        "reference": Passes(reference_forward, reference_backward, dropout=True),
     }
 )
 
@@ -162,6 +203,14 @@ class _Static(NamedTuple):
     window: int | None
     causal: bool
     padded: bool
+    rate: float | None = None
+    """Of dropout; None: no dropout."""
+    length: int | None = None
+    """`AttentionDropout.length`."""
+
+    def dropout(self, arrays: tuple | None) -> AttentionDropout | None:
+        """The dropout with these arrays."""
+        return None if arrays is None or self.rate is None else AttentionDropout(self.rate, *arrays, self.length)
 
     def mask(self, positions: tuple) -> Mask:
         """The mask of these arrays."""
@@ -169,14 +218,17 @@ class _Static(NamedTuple):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _fused(static: _Static, q: Array, k: Array, v: Array, positions: tuple, sink: Array | None) -> Array:
-    return _fused_forward(static, q, k, v, positions, sink)[0]
+def _fused(
+    static: _Static, q: Array, k: Array, v: Array, positions: tuple, sink: Array | None, drop: tuple | None
+) -> Array:
+    return _fused_forward(static, q, k, v, positions, sink, drop)[0]
 
 
 def _fused_forward(
-    static: _Static, q: Array, k: Array, v: Array, positions: tuple, sink: Array | None
+    static: _Static, q: Array, k: Array, v: Array, positions: tuple, sink: Array | None, drop: tuple | None
 ) -> tuple[Array, tuple]:
-    out, lse = static.passes.forward(q, k, v, static.mask(positions), scale=static.scale)
+    dropout = static.dropout(drop)
+    out, lse = static.passes.call_forward(q, k, v, static.mask(positions), scale=static.scale, dropout=dropout)
     if sink is not None:
         # The sink is one more score without a value: it only adds to the denominator of the softmax.
         with_sink = jnp.logaddexp(lse, sink.astype(jnp.float32)[None, :, None])
@@ -184,18 +236,19 @@ def _fused_forward(
         out, lse = (out.astype(jnp.float32) * share).astype(out.dtype), with_sink
     # The output and the residual must be the same named array, or the unnamed one would be recomputed.
     out, lse = checkpoint_name(out, OUTPUT), checkpoint_name(lse, STATISTICS)
-    return out, (q, k, v, positions, sink, out, lse)
+    return out, (q, k, v, positions, sink, drop, out, lse)
 
 
 def _fused_backward(static: _Static, saved: tuple, dout: Array) -> tuple:
     """The saved log-sum-exp includes the sink, so the backward kernel needs no change for it."""
-    q, k, v, positions, sink, out, lse = saved
-    dq, dk, dv = static.passes.backward(q, k, v, static.mask(positions), out, lse, dout, scale=static.scale)
+    q, k, v, positions, sink, drop, out, lse = saved
+    arrays = q, k, v, static.mask(positions), out, lse, dout
+    gradients = static.passes.call_backward(*arrays, scale=static.scale, dropout=static.dropout(drop))
     if sink is None:
-        return dq, dk, dv, None, None
+        return *gradients, None, None, None
     delta = jnp.einsum("bsnu,bsnu->bns", out.astype(jnp.float32), dout.astype(jnp.float32))
     dsink = -jnp.sum(jnp.exp(sink.astype(jnp.float32)[None, :, None] - lse) * delta, axis=(0, 2))
-    return dq, dk, dv, None, dsink.astype(sink.dtype)
+    return *gradients, None, dsink.astype(sink.dtype), None
 
 
 _fused.defvjp(_fused_forward, _fused_backward)
@@ -220,12 +273,16 @@ def attend(
     """
     if kernel == "reference":
         return reference_attention(q, k, v, mask, scale=scale, dropout=dropout, sink=sink, bias=bias)
-    if dropout is not None or bias is not None:
+    passes = PASSES[kernel] if isinstance(kernel, str) else kernel
+    if bias is not None or (dropout is not None and not passes.dropout):
         what = "bias of scores" if dropout is None else "dropout of attention weights"
         raise ValueError(f"{kernel} attention has no {what}: set kernel=reference")
-    passes = PASSES[kernel] if isinstance(kernel, str) else kernel
     positions = mask.query_index, mask.key_index, mask.query_segments, mask.key_segments
-    return _fused(_Static(passes, scale, mask.window, mask.causal, mask.padded), q, k, v, positions, sink)
+    static = _Static(passes, scale, mask.window, mask.causal, mask.padded)
+    if dropout is None:
+        return _fused(static, q, k, v, positions, sink, None)
+    static = static._replace(rate=dropout.rate, length=dropout.length)
+    return _fused(static, q, k, v, positions, sink, (dropout.row_keys, dropout.head_index, dropout.query_index))
 
 
 def local_device() -> Device:

@@ -9,6 +9,8 @@ from jax import Array, lax
 
 from megajax.kernels.attention import AttentionDropout, Mask, attend, local_device
 from megajax.kernels.capability import Kernel, Request, choose
+from megajax.kernels.context.all_gather import whole_keys
+from megajax.kernels.context.strategy import over_context
 from megajax.layers.config import AttentionConfig, SelfAttentionConfig
 from megajax.layers.context import Context, fold_rows
 from megajax.layers.param import ZEROS, LayerSettings, param
@@ -57,7 +59,7 @@ class CoreAttention(nnx.Module):
         known = Request(dtype=jnp.dtype(q.dtype).name, key_dim=q.shape[-1], length=q.shape[1], key_length=k.shape[1])
         known = replace(known, documents=isolated and not self.padded, padded=isolated and self.padded)
         kernel = choose_kernel(cfg, known)
-        head_axes = self.layout.summed("heads")
+        head_axes, cut = self.layout.summed("heads"), self.layout.row_cut()
         rate = 0.0 if ctx.row_keys is None else cfg.dropout
         keys = (
             jnp.zeros((q.shape[0], 2), jnp.uint32) if ctx.row_keys is None else fold_rows(ctx.row_keys, DROPOUT_PLACE)
@@ -76,17 +78,23 @@ class CoreAttention(nnx.Module):
         ) -> Array:
             index, key_index = indices
             first = lax.axis_index(head_axes) * q.shape[2] if head_axes else 0
-            drop = AttentionDropout(rate, keys, first + jnp.arange(q.shape[2]), index) if rate else None
+            length = k.shape[1] * cut.devices
+            drop = AttentionDropout(rate, keys, first + jnp.arange(q.shape[2]), index, length) if rate else None
+            mask = Mask(index, key_index, *((None, None) if ids is None else ids), cfg.window, causal, self.padded)
+            backend = kernel if cut.devices == 1 else over_context(cut, kernel)
+            if bias is not None and cut.devices > 1:
+                # Only the reference has biases: autodiff makes their gradient, and that of the gather.
+                backend, (k, v, mask) = kernel, whole_keys(cut, k, v, mask)
             return attend(
-                kernel,
+                backend,
                 q,
                 k,
                 v,
-                Mask(index, key_index, *((None, None) if ids is None else ids), cfg.window, causal, self.padded),
+                mask,
                 scale=self.scale,
                 dropout=drop,
                 sink=jnp.zeros(q.shape[2]) if cfg.sink == "zero" else weights.get("sink"),
-                bias=None if bias is None else biases(bias, weights["table"], index, key_index),
+                bias=None if bias is None else biases(bias, weights["table"], index, mask.key_index),
             )
 
         queries, keyed = ("batch", "seq", "heads", "head_dim"), ("batch", "seq", "kv_heads", "head_dim")

@@ -9,6 +9,8 @@ from megajax.config.errors import Problem, TooFewDevices
 MESH_AXES = ("pipeline", "data", "expert", "context", "tensor")
 """Outermost first: devices along `tensor` communicate most, so they are the closest ones."""
 
+type ContextStrategy = Literal["all_gather", "ring", "all_to_all", "ring+all_to_all"]
+
 BATCH_AXES = ("data", "expert")
 """Mesh axes that the rows of a batch are sharded over; for dense layers `expert` is like `data`."""
 
@@ -27,7 +29,16 @@ class ParallelConfig:
     """What `tensor` does with experts. cut: shards the matrices of each along its ffn; whole: shards the list of
     experts further, over expert x tensor devices, which needs sequence parallelism."""
     context: int = 1
-    """Devices that the sequence is sharded over in attention; this version supports 1."""
+    """Devices that each row is cut over along the sequence, for long rows: see docs/context.md."""
+    context_strategy: ContextStrategy = "all_gather"
+    """How attention reaches the keys and values of the other devices of `context`. all_gather: gathers them; ring:
+    passes them on from device to device while it computes; all_to_all: exchanges heads for positions, so that each
+    device has whole rows of some heads; ring+all_to_all: neighbours exchange heads, and their groups form a ring."""
+    context_heads: int = 2
+    """With ring+all_to_all, the neighbouring devices that exchange heads, such as those of a node."""
+    context_rounds: int = 1
+    """Rounds in which causal rows are dealt out over `context`, two chunks a device and round. More rounds balance rows
+    of packed documents better, with smaller chunks."""
     tensor: int = 1
     """Devices that each matrix is sharded over; must divide heads, kv heads, ffn and the padded vocabulary."""
     sequence: bool = False
@@ -53,9 +64,6 @@ class ParallelConfig:
             size = getattr(self, name)
             if size is not None and size < 1:
                 problems.append(Problem(name, f"must be at least 1, got {size}"))
-        if self.context > 1:
-            hint = "use parallel.data, parallel.tensor or parallel.pipeline"
-            problems.append(Problem("context", f"{self.context} devices asked for, this version runs 1", hint))
         if self.expert_tensor == "whole" and self.tensor > 1 and not self.sequence:
             what = "whole experts over `tensor` take each device's own positions, and parallel.sequence is false"
             problems.append(Problem("expert_tensor", what, "set parallel.sequence=true, or expert_tensor=cut"))
@@ -63,11 +71,28 @@ class ParallelConfig:
             what = "sequence parallelism needs parallel.tensor > 1, which is 1"
             hint = "set parallel.tensor=2 or more, or parallel.sequence=false"
             problems.append(Problem("sequence", what, hint))
-        return problems + self._pipeline_problems()
+        return problems + self._context_problems() + self._pipeline_problems()
 
     def chunks(self) -> int:
         """Number of chunks that the layers are divided into."""
         return self.pipeline * self.virtual_stages
+
+    def exchanging(self) -> int:
+        """Neighbouring devices of `context` that exchange heads for positions."""
+        return {"all_to_all": self.context, "ring+all_to_all": self.context_heads}.get(self.context_strategy, 1)
+
+    def _context_problems(self) -> list[Problem]:
+        problems = []
+        if self.context_rounds < 1:
+            problems.append(Problem("context_rounds", f"must be at least 1, got {self.context_rounds}"))
+        if self.context_heads < 1:
+            return [*problems, Problem("context_heads", f"must be at least 1, got {self.context_heads}")]
+        if self.context_strategy == "ring+all_to_all" and self.context % self.context_heads:
+            divisors = [size for size in range(2, self.context) if self.context % size == 0]
+            what = f"groups of {self.context_heads} do not divide parallel.context={self.context}"
+            hint = f"use {' or '.join(map(str, divisors))}" if divisors else "use context_strategy=ring or all_to_all"
+            problems.append(Problem("context_heads", what, hint))
+        return problems
 
     def _pipeline_problems(self) -> list[Problem]:
         virtual, problems = self.virtual_stages, []

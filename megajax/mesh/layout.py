@@ -16,6 +16,7 @@ from jax import Array
 from megajax.mesh.collectives import Moves, gather_shards, moved_axes, reduce_shards
 from megajax.mesh.mesh import devices_along, free_axes, manual_axes
 from megajax.mesh.observations import Observed
+from megajax.mesh.row_cut import AXIS, WHOLE, RowCut
 from megajax.mesh.rules import LogicalAxes, Plan, demand_known
 
 type AxesTree = LogicalAxes | Sequence[AxesTree] | Mapping[str, AxesTree] | None
@@ -83,6 +84,8 @@ class Layout:
     """Dtype in which `gather` communicates weights; None: unchanged."""
     reduced: str | None = None
     """Dtype in which their gradients are communicated; None: unchanged."""
+    rows: RowCut = WHOLE
+    """How a step cuts rows over `context`; see `row_cut`."""
     token_weight: float = 1.0
     """About what the loss of a position weighs in the loss that is differentiated, before the loss scale."""
 
@@ -102,6 +105,12 @@ class Layout:
         """Whether the layer is one of `fp8_layers`."""
         first, end = self.fp8_layers or (0, 2**31 - 1)
         return (layer >= first) & (layer < end)
+
+    def row_cut(self) -> RowCut:
+        """How rows are cut here: as `rows` says within a step, in plain chunks under `jax.jit`, or not at all."""
+        if manual_axes().get(AXIS, 1) > 1:
+            return self.rows
+        return self.rows.plain() if free_axes().get(AXIS, 1) > 1 else WHOLE
 
     def act(self, x: Array, *axes: str | None) -> Array:
         """Constrains the sharding of an activation; one logical axis (or None) for each dimension of x."""

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import jax.numpy as jnp
 from flax import nnx
-from jax import Array, lax
+from jax import Array
 
 from megajax.batch import SAMPLE, Loss, Rows
 from megajax.kernels.cross_entropy import Objective
@@ -21,7 +21,6 @@ from megajax.layers.embedding import (
 from megajax.layers.param import LayerSettings, Normal, param
 from megajax.layers.stack import recomputed
 from megajax.mesh.layout import Layout
-from megajax.mesh.mesh import manual_axes
 from megajax.models.config import DecoderConfig
 from megajax.models.prediction import mtp_targets, shifted
 from megajax.models.protocol import Section
@@ -77,9 +76,8 @@ class DecoderLM(nnx.Module):
         row_keys = None
         if key is not None and self.cfg.has_dropout():
             row_keys = keys_of_rows(key, batch[SAMPLE])
-        length = batch["tokens"].shape[1]
-        first = lax.axis_index("context") * length if "context" in manual_axes() else 0
-        return Context(batch["positions"], first + jnp.arange(length), batch.get("segment_ids"), row_keys)
+        index = self.layout.row_cut().local_index(batch["tokens"].shape[1])
+        return Context(batch["positions"], index, batch.get("segment_ids"), row_keys)
 
     def hidden_states(self, tokens: Array, ctx: Context) -> Array:
         """tokens int32 [B, S] -> normalised output of the stack [B, S, D]."""

@@ -62,6 +62,13 @@ class ModelConfig(Protocol):
         """
         return False
 
+    def allows_context(self) -> bool:
+        """Whether devices may hold parts of rows (`parallel.context`).
+
+        Then everything that looks along a row reads `Context.index`, or is attention of megajax.layers.
+        """
+        return False
+
     def cache_leaves(self, tensor: int) -> tuple[CacheLeaf, ...]:
         """What layers keep of earlier tokens while text is generated, by block: "0.mixer.key".
 

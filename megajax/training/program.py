@@ -18,6 +18,7 @@ from megajax.layers.param import Adapter, Observation, ParamSpec, reordered, spe
 from megajax.layers.quantization import demand_device
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
+from megajax.mesh.row_cut import RowCut
 from megajax.mesh.rules import Plan, demand_known
 from megajax.mesh.xla import Value
 from megajax.models.facts import facts_of
@@ -283,7 +284,13 @@ def demand_divisible(declared: Mapping[str, ParamSpec], plan: Plan, mesh: Mesh) 
 def _layout(cfg: RunConfig, mesh: Mesh, plan: Plan) -> Layout:
     precision, batch = cfg.precision, cfg.batch
     tokens = 1 if batch.loss_average == "tokens" else batch.micro_size * cfg.model.row_positions()
-    layout = Layout(plan, gathered=precision.compute, reduced=precision.reduced_in(), token_weight=1 / tokens)
+    layout = Layout(
+        plan,
+        gathered=precision.compute,
+        reduced=precision.reduced_in(),
+        rows=RowCut.of(cfg.parallel, causal=cfg.model.ignores_later_positions()),
+        token_weight=1 / tokens,
+    )
     if precision.fp8 is None:
         return layout
     refuse_old(mesh.devices.flat[0])

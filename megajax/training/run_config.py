@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from math import lcm
 from typing import Any
 
 from megajax.checkpoint.config import CheckpointConfig
@@ -200,6 +201,32 @@ def _model(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
         yield replace(problem, where=f"model.{problem.where}")
 
 
+def _context(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
+    """Devices hold equal parts of each row."""
+    del devices
+    parallel = cfg.parallel
+    if parallel.context == 1 or parallel.problems():
+        return
+    if not cfg.model.allows_context():
+        others = "parallel.data, parallel.tensor or parallel.pipeline"
+        what = f"{parallel.context} devices would hold parts of rows, which {type(cfg.model).__name__} does not allow"
+        yield Problem("parallel.context", what, f"set it to 1, and use {others}")
+        return
+    each = parallel.tensor if parallel.sequence else 1
+    chunks = 2 * parallel.context_rounds if cfg.model.ignores_later_positions() else 1
+    unit = parallel.context * lcm(chunks, each)
+    for name, leaf in cfg.model.schema().items():
+        length = leaf.positions()
+        if "seq" in leaf.axes and length % unit and name in cfg.data.leaves():
+            below = length // unit * unit
+            words = [f"parallel.context={parallel.context}", f"{chunks} chunks on each" if chunks > 1 else ""]
+            words += [f"parallel.tensor={parallel.tensor} with parallel.sequence=true" if each > 1 else ""]
+            what = f"rows of {length} positions ({name}) are no multiple of {unit}: {', '.join(filter(None, words))}"
+            nearest = " or ".join(str(near) for near in (below, below + unit) if near)
+            yield Problem("parallel.context", what, f"use rows of {nearest} positions (model.sequence_length)")
+            return
+
+
 def _batch(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
     total = _known_devices(cfg, devices)
     if total is None or cfg.parallel.problems():
@@ -300,6 +327,7 @@ _CHECKS: tuple[Check, ...] = (
     _positive,
     _devices,
     _model,
+    _context,
     _batch,
     _pipeline,
     _schedule,

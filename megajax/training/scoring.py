@@ -179,8 +179,12 @@ class Scorer:
             raise Stopped
         program, numbers = self.program, np.arange(size[0], dtype=np.uint32)
         microbatches, shardings = program.mesh.shape["pipeline"], program.batch_shardings
+
+        def arranged(values: np.ndarray, name: str) -> np.ndarray:
+            return program.layout.rows.arranged(values, program.schema[name].batch_axes)
+
         placed = {
-            name: _placed(leaf.reshape(microbatches, -1, *leaf.shape[1:]), shardings[name])
+            name: _placed(arranged(leaf.reshape(microbatches, -1, *leaf.shape[1:]), name), shardings[name])
             for name, leaf in {SAMPLE: numbers, **batch}.items()
         }
         if size not in self._steps:

@@ -47,6 +47,10 @@ HEAVY = ("jax", "jaxlib", "numpy", "flax", "optax", "orbax", "grain", "tensorsto
 
 COLLECTIVES = {
     "megajax.mesh.collectives": ({"all_gather", "psum_scatter", "psum", "pmax"}, "the place for them"),
+    "megajax.kernels.context.collectives": (
+        {"all_gather", "all_to_all", "ppermute", "psum_scatter"},
+        "keys, values and heads between devices that hold parts of rows, in an island",
+    ),
     "megajax.kernels.cross_entropy": ({"psum", "pmax"}, "softmax over a cut vocabulary, over the axes it is given"),
     "megajax.layers.embedding": ({"psum", "psum_scatter", "all_gather"}, "islands of the cut vocabulary"),
     "megajax.layers.dispatch": (

@@ -60,7 +60,6 @@ def test_one_process_may_leave_devices_unused():
         (ParallelConfig(pipeline=3), "parallel.pipeline: 8 devices are not divisible by 3"),
         (ParallelConfig(pipeline=3), "parallel.data=2 uses 6 of them"),
         (ParallelConfig(tensor=0), "parallel.tensor: must be at least 1, got 0"),
-        (ParallelConfig(context=2), "parallel.context: 2 devices asked for, this version runs 1"),
         (ParallelConfig(virtual_stages=2), "parallel.virtual_stages: 2 virtual stages need a pipeline"),
         (ParallelConfig(pipeline=2, schedule="interleaved"), "interleaved needs parallel.virtual_stages > 1"),
         (ParallelConfig(pipeline=4, layers=(1, 2)), "parallel.layers: 1,2 must be 4 numbers above 0"),

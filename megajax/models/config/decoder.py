@@ -290,6 +290,10 @@ class DecoderConfig(AdaptedConfig, TransformerConfig, ModelConfig):
         """Whether all its blocks are causal."""
         return all(getattr(mixer, "causal", True) for mixer in self.own_mixers().values())
 
+    def allows_context(self) -> bool:
+        """Whether devices may hold parts of its rows: where no position sees later ones."""
+        return self.ignores_later_positions()
+
     def cache_leaves(self, tensor: int) -> tuple[CacheLeaf, ...]:
         """What its layers keep. Raises UserError unless all its blocks are causal."""
         if not all(getattr(mixer, "causal", True) for mixer in self.own_mixers("stack").values()):
@@ -312,7 +316,7 @@ class DecoderConfig(AdaptedConfig, TransformerConfig, ModelConfig):
             if self.prediction is not None and self.hidden % tensor:
                 what = f"{self.hidden} is not divisible by parallel.tensor={tensor}, which cuts the matrices of "
                 yield Problem("hidden", f"{what}model.prediction")
-            if sequence and self.sequence_length % tensor:
+            if sequence and sizes["context"] == 1 and self.sequence_length % tensor:
                 what = f"{self.sequence_length} is not divisible by parallel.tensor={tensor}"
                 yield Problem("sequence_length", what, "needed with parallel.sequence=true")
         if cuts > 0 and self.padded_vocabulary() % cuts:

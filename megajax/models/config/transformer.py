@@ -179,6 +179,7 @@ class TransformerConfig:
         sizes = {axis: getattr(parallel, axis) or 1 for axis in MESH_AXES}
         whole = sizes["tensor"] if parallel.expert_tensor == "whole" else 1
         sizes |= {"experts": sizes["expert"] * whole, "expert_mlp": sizes["tensor"] // whole}
+        sizes |= {"exchanging": parallel.exchanging()}
         yield from self.mesh_problems(sizes, sequence=parallel.sequence)
         yield from self._group_problems(parallel)
         if parallel.data_sharding == "fsdp" and self.recomputing().keeps_all():
@@ -224,7 +225,7 @@ class TransformerConfig:
     def mesh_problems(self, sizes: Mapping[str, int], *, sequence: bool) -> Iterator[Problem]:
         """What is wrong with the blocks on a mesh. sizes: mesh axis -> devices; sequence: sequence parallelism."""
         del sequence
-        if max(sizes["tensor"], sizes["expert"]) > 1:
+        if max(sizes["tensor"], sizes["expert"], sizes["context"]) > 1:
             for where, block in self.named_blocks().items():
                 for problem in block.mesh_problems(sizes):
                     yield replace(problem, where=f"{where}.{problem.where}")

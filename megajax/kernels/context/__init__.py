@@ -1,0 +1,1 @@
+"""Attention over rows that are cut over devices: each strategy is a `Passes` made of a backend's."""

@@ -1,0 +1,51 @@
+"""Attention to gathered keys and values (Grattafiori et al. 2024, "The Llama 3 Herd of Models", section 3.3.2).
+
+Each device gathers the keys and values of whole rows, and attends to them with its own queries. They are gathered
+again in the backward pass: kept, they would take T positions of each layer.
+"""
+
+import jax.numpy as jnp
+from jax import Array
+
+from megajax.kernels.attention import AttentionDropout, Passes
+from megajax.kernels.context.collectives import gather_rows, reduce_rows
+from megajax.kernels.mask import Mask
+from megajax.mesh.row_cut import RowCut
+
+
+def whole_keys(cut: RowCut, k: Array, v: Array, mask: Mask) -> tuple[Array, Array, Mask]:
+    """Keys and values of a device -> those of whole rows in order, and the mask of the device's queries on them.
+
+    Differentiable.
+    """
+    segments = None if mask.key_segments is None else gather_rows(cut, mask.key_segments)
+    keys = gather_rows(cut, k)
+    index = jnp.arange(keys.shape[1], dtype=jnp.int32)
+    return keys, gather_rows(cut, v), mask._replace(key_index=index, key_segments=segments)
+
+
+def all_gather(cut: RowCut, passes: Passes) -> Passes:
+    """Attention of whole rows from a device's part of them, by a backend that takes any mask."""
+
+    def forward(
+        q: Array, k: Array, v: Array, mask: Mask, *, scale: float, dropout: AttentionDropout | None = None
+    ) -> tuple[Array, Array]:
+        return passes.call_forward(q, *whole_keys(cut, k, v, mask), scale=scale, dropout=dropout)
+
+    def backward(
+        q: Array,
+        k: Array,
+        v: Array,
+        mask: Mask,
+        out: Array,
+        lse: Array,
+        dout: Array,
+        *,
+        scale: float,
+        dropout: AttentionDropout | None = None,
+    ) -> tuple[Array, Array, Array]:
+        keys, values, mask = whole_keys(cut, k, v, mask)
+        dq, dk, dv = passes.call_backward(q, keys, values, mask, out, lse, dout, scale=scale, dropout=dropout)
+        return dq, reduce_rows(cut, dk), reduce_rows(cut, dv)
+
+    return Passes(forward, backward, passes.dropout)

@@ -1,0 +1,88 @@
+"""Exchange of heads for positions (Jacobs et al. 2023, "DeepSpeed Ulysses").
+
+The devices of a group exchange arrays so that each has the positions of the whole group, of a part of the heads; then
+any attention over what the groups hold follows, and the exchange back. A key-value head is repeated for all devices
+that have one of its query heads.
+
+B rows, S positions of a device, N query heads and K key-value heads of a device before the exchange.
+"""
+
+from math import gcd
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from megajax.kernels.attention import AttentionDropout, Passes
+from megajax.kernels.context.collectives import gather_group, to_heads, to_positions
+from megajax.kernels.mask import Mask
+from megajax.mesh.row_cut import AXIS, RowCut
+
+
+def exchange_refusal(devices: int, heads: int, kv_heads: int) -> str | None:
+    """Why a device's heads cannot be exchanged over a group of so many devices; None if they can."""
+    if heads % devices:
+        return f"needs a device's query heads to be divisible by the {devices} devices that exchange them, not {heads}"
+    if kv_heads % devices and devices % kv_heads:
+        return f"needs a device's {kv_heads} key-value heads to divide the {devices} devices, or be divisible by them"
+    return None
+
+
+def all_to_all(cut: RowCut, passes: Passes) -> Passes:
+    """Attention of whole rows. passes: over the groups' positions, see `RowCut.exchanged`."""
+    groups, devices = cut.exchanged(), cut.exchanging
+
+    def copies(k: Array) -> int:
+        """Of each key-value head, one for each device that has a query head of its group."""
+        return devices // gcd(devices, k.shape[2])
+
+    def exchanged(mask: Mask, q: Array, dropout: AttentionDropout | None) -> tuple[Mask, AttentionDropout | None]:
+        """Of the positions and heads after the exchange; q: before it."""
+        index = groups.local_index(q.shape[1] * devices)
+        ids = None if mask.key_segments is None else gather_group(cut, mask.key_segments)
+        mask = Mask(index, index, ids, ids, mask.window, mask.causal, mask.padded)
+        if dropout is None:
+            return mask, None
+        heads = q.shape[2] // devices
+        first = lax.axis_index(AXIS) % cut.exchanging * heads
+        names = lax.dynamic_slice_in_dim(dropout.head_index, first, heads)
+        return mask, dropout._replace(head_index=names, query_index=index)
+
+    def moved(q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
+        k, v = (jnp.repeat(x, copies(k), axis=2) for x in (k, v))
+        return to_heads(cut, q), to_heads(cut, k), to_heads(cut, v)
+
+    def forward(
+        q: Array, k: Array, v: Array, mask: Mask, *, scale: float, dropout: AttentionDropout | None = None
+    ) -> tuple[Array, Array]:
+        mask, dropout = exchanged(mask, q, dropout)
+        out, lse = passes.call_forward(*moved(q, k, v), mask, scale=scale, dropout=dropout)
+        lse = to_positions(cut, lse.transpose(0, 2, 1))
+        return to_positions(cut, out), lse.transpose(0, 2, 1)
+
+    def backward(
+        q: Array,
+        k: Array,
+        v: Array,
+        mask: Mask,
+        out: Array,
+        lse: Array,
+        dout: Array,
+        *,
+        scale: float,
+        dropout: AttentionDropout | None = None,
+    ) -> tuple[Array, Array, Array]:
+        mask, dropout = exchanged(mask, q, dropout)
+        saved = to_heads(cut, out), to_heads(cut, lse.transpose(0, 2, 1)).transpose(0, 2, 1), to_heads(cut, dout)
+        moves = passes.call_backward(*moved(q, k, v), mask, *saved, scale=scale, dropout=dropout)
+        dq, dk, dv = (to_positions(cut, x) for x in moves)
+        return dq, _summed(dk, k), _summed(dv, v)
+
+    return Passes(forward, backward, passes.dropout)
+
+
+def _summed(dx: Array, x: Array) -> Array:
+    """Gradients of repeated heads -> those of the heads of x."""
+    if dx.shape == x.shape:
+        return dx
+    copies = dx.astype(jnp.float32).reshape(*x.shape[:3], -1, x.shape[3])
+    return copies.sum(3).astype(x.dtype)
