@@ -1,5 +1,6 @@
 """Start several processes of a run on this machine: `python -m megajax.launch --processes=4 -- COMMAND`."""
 
+import resource
 import sys
 from pathlib import Path
 
@@ -11,6 +12,10 @@ DESCRIPTION = """Start several processes of one program on this machine, connect
 fails, the others are stopped, and what it ended with is the exit code. Everything after -- is the command; `python`
 there means the interpreter that runs the launcher. SIGTERM and Ctrl-C are passed on to all: a training run saves and
 ends."""
+
+FILES_PER_PROCESS = 4
+"""Open files of the launcher for each process: its two pipes, while it starts also their other ends."""
+
 FLAGS = (
     Flag("processes", int, required=True, help="how many"),
     Flag("devices-per-process", int | None, help="devices of each; none: one CPU device, or a share of the GPUs"),
@@ -33,6 +38,11 @@ def main(argv: list[str]) -> int:
         for name, value in (("processes", asked["processes"]), ("devices-per-process", asked["devices_per_process"]))
         if value is not None and value < 1
     ]
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if asked["processes"] * FILES_PER_PROCESS > limit:
+        what = f"{asked['processes']} processes need {FILES_PER_PROCESS} open files each, the limit of this shell is"
+        hint = f"use at most {limit // FILES_PER_PROCESS} on a machine, or raise the limit with ulimit -n"
+        problems.append(Problem("--processes", f"{what} {limit}", hint))
     if port is not None and not 0 < port < 65536:
         problems.append(Problem("--coordinator-port", f"must be a port, 1 to 65535, got {port}"))
     if not command:

@@ -3,27 +3,58 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import yaml
 from yaml.constructor import ConstructorError
 
 from megajax.config.errors import UserError
 
+MOST_VALUES = 100_000
+"""Settings of a file. A few lines of YAML with aliases of aliases can stand for billions."""
+
 
 def parse(path: Path, label: str) -> Mapping:
     """The settings in a .yaml, .yml or .json file; `label` names it in errors. Raises UserError."""
     try:
         text = path.read_text(encoding="utf-8")
-        settings = json.loads(text) if path.suffix == ".json" else yaml.load(text, _Strict)
-    except (yaml.YAMLError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        settings = read_json(text) if path.suffix == ".json" else yaml.load(text, _Strict)
+    except RecursionError:
+        raise UserError(f"{label}: lists and mappings are nested too deeply to be settings") from None
+    except (yaml.YAMLError, ValueError) as error:
         mark = getattr(error, "problem_mark", None)
-        line = mark.line + 1 if mark else getattr(error, "lineno", "?")
-        what = getattr(error, "problem", None) or getattr(error, "msg", None) or str(error)
-        raise UserError(f"{label}, line {line}: {what}") from error
+        line = mark.line + 1 if mark else getattr(error, "lineno", None)
+        where = label if line is None else f"{label}, line {line}"
+        what = getattr(error, "problem", None) or getattr(error, "msg", None) or str(error).partition(";")[0]
+        raise UserError(f"{where}: {what}") from error
+    if (size := _values(settings, {})) > MOST_VALUES:
+        raise UserError(f"{label}: has {size} values where its aliases stand, more than the {MOST_VALUES} allowed")
     settings = {} if settings is None else settings
     if not isinstance(settings, Mapping):
         raise UserError(f"{label}: expected settings, name: value; got {type(settings).__name__}")
     return settings
+
+
+def _values(tree: Any, known: dict[int, int]) -> int:
+    """Values of a tree, those of an alias each time it is used. known: of the lists and mappings seen, by id."""
+    inner = tree.values() if isinstance(tree, Mapping) else tree if isinstance(tree, list) else ()
+    if id(tree) not in known:
+        known[id(tree)] = 1
+        known[id(tree)] = 1 + sum(_values(each, known) for each in inner)
+    return known[id(tree)]
+
+
+def read_json(text: str) -> Any:
+    """JSON without repeated keys. Raises ValueError, for numbers with thousands of digits too."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        keys = [key for key, _ in pairs]
+        for index, key in enumerate(keys):
+            if key in keys[:index]:
+                raise ValueError(f"{key} is given twice")
+        return dict(pairs)
+
+    return json.loads(text, object_pairs_hook=unique)
 
 
 class _Strict(yaml.SafeLoader):

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable, Iterator
+from math import inf
 from typing import Any, NamedTuple
 
 from megajax.config.errors import UserError
@@ -81,15 +82,18 @@ def parse_paths(items: Iterable[object]) -> tuple[tuple[str, ...], tuple[float, 
 def parse_split(text: str) -> tuple[Range | None, Range | None, Range | None]:
     """ "969,30,1" -> the ranges (low, high) of train, valid and test in the corpus, from 0 to 1.
 
-    Any characters may separate the numbers, missing ones are zero, and the sum is scaled to 1. A share of 0 is None.
+    Missing numbers are zero, and the sum is scaled to 1. A share of 0 is None.
 
     Raises:
-        UserError: no number, a malformed one, more than three, or all zero.
+        UserError: no number, a malformed, negative or infinite one, more than three, or all zero.
     """
-    items = re.findall(r"[.0-9]+", text)
+    items = re.split(r"[\s,/;:]+", text.strip(" ,"))
     numbers = [float(item) for item in items if _is_number(item)]
-    if not numbers or len(numbers) != len(items) or len(numbers) > 3 or sum(numbers) <= 0:
-        raise UserError(f'split {text!r}: expected one to three numbers, not all zero, such as "969,30,1".')
+    if len(numbers) != len(items) or len(numbers) > 3 or not 0 < sum(numbers) < inf or min(numbers) < 0:
+        raise UserError(
+            f"split {text!r}: expected one to three numbers from 0 up, separated by commas and not all zero, such as "
+            '"969,30,1".'
+        )
     numbers += [0.0] * (3 - len(numbers))
     total = numbers[0] + numbers[1] + numbers[2]
     low, ranges = 0.0, []

@@ -114,6 +114,14 @@ def test_a_manifest_that_names_files_outside_the_step_is_refused(folder):
         integrity.read_manifest(step)
 
 
+def test_a_manifest_whose_entries_are_no_mappings_is_refused(folder):
+    entries = {"a": 3}
+    document = {"format": integrity.FORMAT, "files": entries, "seal": integrity._seal(entries)}
+    (folder / integrity.MANIFEST).write_text(json.dumps(document))
+    with pytest.raises(integrity.Damaged, match="a size and a hash for each file"):
+        integrity.read_manifest(folder)
+
+
 def test_an_altered_manifest_is_detected(folder):
     path = folder / "00000002" / integrity.MANIFEST
     document = json.loads(path.read_text())

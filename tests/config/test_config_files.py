@@ -1,5 +1,7 @@
 """Config files: how they are found, run and read, and what is said when they cannot be."""
 
+from itertools import pairwise
+
 import pytest
 from config_samples import AdamWConfig, MuonConfig, RunConfig
 
@@ -159,12 +161,18 @@ def test_yaml_over_a_base(folder):
     assert "is based on itself" in refusal("loop.yaml")
 
 
+ALIASES = "a: &a [1, 1]\n" + "".join(f"{y}: &{y} [*{x}, *{x}]\n" for x, y in pairwise("abcdefghijklmnopqrst"))
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
         ("steps: 1\nstep: 2\nmodel: {hidden_size: 4}\n", "step: no such setting\n      did you mean steps?"),
         ("steps: 1\nsteps: 2\n", "line 2: steps is given twice"),
         ("a: [1\n", "bad.yaml, line 2: "),
+        ("steps: " + "[" * 3000 + "]" * 3000, "nested too deeply"),
+        ("steps: " + "9" * 5000, "Exceeds the limit (4300 digits)"),
+        (ALIASES, "more than the 100000 allowed"),
         ("- 1\n", "expected settings, name: value; got list"),
         ("model: {hidden_size: 4}\nsteps:\n", "steps: expected a whole number, got None"),
         ("model: 4\n", "model: expected ModelConfig, got 4"),
@@ -175,3 +183,17 @@ def test_yaml_over_a_base(folder):
 def test_faults_in_yaml(folder, text, words):
     (folder / "bad.yaml").write_text(text)
     assert words in refusal("bad.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"steps": 1, "steps": 2}', "bad.json: steps is given twice"),
+        ('{"steps": ' + "[" * 3000 + "]" * 3000 + "}", "nested too deeply"),
+        ('{"steps": ' + "9" * 5000 + "}", "Exceeds the limit (4300 digits)"),
+        ('{"steps": 1,\n', "bad.json, line 2: "),
+    ],
+)
+def test_faults_in_json(folder, text, words):
+    (folder / "bad.json").write_text(text)
+    assert words in refusal("bad.json")

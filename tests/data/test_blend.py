@@ -71,7 +71,7 @@ def test_split_shares() -> None:
     # Halves go to the even number: 2.5 -> 2, 7.5 -> 8.
     assert [split_bounds(share, 10) for share in parse_split("1,2,1")] == [(0, 2), (2, 8), (8, 10)]
     assert split_bounds(None, 10) == (0, 0)
-    for bad in ("", "a", "0,0,0", "1,2,3,4", "1..2", "-"):
+    for bad in ("", "a", "0,0,0", "1,2,3,4", "1..2", "-", "-90,5,5", "90,x10,0", "nan,1,1", "1e309,1", "1,-0.5"):
         with pytest.raises(UserError, match="one to three numbers"):
             parse_split(bad)
 
