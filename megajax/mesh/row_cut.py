@@ -84,7 +84,7 @@ class RowCut:
         size = length // self.chunks
         starts = jnp.asarray(self.chunk_order().reshape(self.devices, -1), jnp.int32)
         starts = starts[self.rank() if rank is None else rank] * size
-        return (starts[:, None] + jnp.arange(size, dtype=jnp.int32)).reshape(length)
+        return (starts[:, None] + jnp.arange(size, dtype=jnp.int32)[None]).reshape(length)
 
     def in_order(self, x: Array) -> Array:
         """[B, T, ...] as gathered device by device -> in the row's order."""
