@@ -32,10 +32,15 @@ def llama2(size: str, *, sequence_length: int = 4096, vocabulary_size: int = 320
 
 
 def llama3(
-    size: str, *, sequence_length: int = 8192, vocabulary_size: int = 128256, llama3_scaling: bool = False
+    size: str,
+    *,
+    sequence_length: int = 8192,
+    vocabulary_size: int = 128256,
+    rope_base: float = 500000.0,
+    llama3_scaling: bool = False,
 ) -> DecoderConfig:
     """Llama 3; `llama3_scaling`: the RoPE frequencies of Llama 3.1. Raises UserError for an unknown size."""
-    rope = RopeConfig(base=500000.0, scaling=Llama3ScalingConfig() if llama3_scaling else None)
+    rope = RopeConfig(base=rope_base, scaling=Llama3ScalingConfig() if llama3_scaling else None)
     return _llama(pick("llama3", LLAMA3, size), rope, sequence_length, vocabulary_size)
 
 

@@ -231,6 +231,7 @@ KINDS = (
     ("virtual_stages",),
     ("tensor", "data", "sequence"),
     ("pipeline", "data"),
+    ("context", "data"),
     ("offload",),
 )
 """Fields of a Choice that are changed together."""

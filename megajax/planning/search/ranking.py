@@ -33,8 +33,6 @@ MAX_TRIES = 2
 """Layouts that are compiled at most, as a multiple of those asked for: some turn out not to fit."""
 SHOWN = 5
 """Layouts in the table."""
-LEFT_OUT = "context parallelism, which the config's rules refuse in this version"
-
 
 type Figures = dict[str, Any]
 """By the names of a plan's JSON: `fits`, `peak_gib` and those of time; or only `fits` and the compiler's `error`."""
@@ -185,7 +183,7 @@ class Result:
     def well_known(self) -> list[tuple[str, str]]:
         """Pure FSDP, tensor parallelism without a pipeline, and the config as given: name and verdict."""
         task, devices, per_node = self.task, self.task.devices, self.task.case.cluster.per_node
-        fsdp, pure = None, {"data_sharding": "fsdp", "expert": 1}
+        fsdp, pure = None, {"data_sharding": "fsdp", "expert": 1, "context": 1}
         if (1, 1, devices) in self.groups and all(task.fixed.get(name, value) == value for name, value in pure.items()):
             fsdp = explore(replace(task, fixed={**task.fixed, **pure}), (1, 1, devices))
         tensors = (place[0] for place in self.groups if place[1] == 1 and place[0] <= per_node)
@@ -227,7 +225,6 @@ class Result:
             "layouts": f"{tally['tried']:,} in {self.seconds:.1f} s: {counts}, {tally['estimated']:,} estimated",
             "compiled": f"{compiled} in {duration(self.compile_seconds)}" if compiled else "none",
             **({"fixed": self.task.fixed_text()} if self.task.fixed else {}),
-            "left out": LEFT_OUT,
         }
         rejected = [
             (

@@ -1,7 +1,7 @@
 """The fastest layout of a config on a cluster, by formulas: every combination that the rules and the memory allow.
 
 A layout is a Choice of settings. `apply` puts it into a config, and the config's own rules say whether it is valid.
-Groups of (tensor, pipeline, data x expert) are searched one after another, so that a search can report progress. Of
+Groups of (tensor, pipeline, data x expert x context) are searched one after another, so that a search can report progress. Of
 each layout the recompute policies are tried from the cheapest on.
 """
 
@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import product
-from math import gcd
+from math import gcd, prod
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -35,7 +35,10 @@ OFFLOADS = (0.5, 1.0)
 SOME_LAYERS = ("selective", "full")
 """Policies that are also tried on some of the layers only."""
 MAX_TOKENS = 65_536
-"""Tokens of a microbatch, unless a single row has more: matmuls reach their full rate long before."""
+"""Tokens of a microbatch on a device, unless a single row has more: matmuls reach their full rate long before."""
+
+LEAST_POSITIONS = 8192
+"""Of a row on a device of `context`, unless the config has fewer: shorter parts are for other axes to divide."""
 
 PARTIAL: tuple[Recompute, ...] = (
     ("activation",),
@@ -62,6 +65,7 @@ class Choice:
     virtual_stages: int
     data: int
     expert: int = 1
+    context: int = 1
     data_sharding: Sharding
     sequence: bool
     micro_size: int
@@ -74,7 +78,8 @@ class Choice:
         """Such as "tensor 4, pipeline 4 x 5, data 4"."""
         chunks = f" x {self.virtual_stages}" if self.virtual_stages > 1 else ""
         experts = f", expert {self.expert}" if self.expert > 1 else ""
-        return f"tensor {self.tensor}, pipeline {self.pipeline}{chunks}, data {self.data}{experts}"
+        rows = f", context {self.context}" if self.context > 1 else ""
+        return f"tensor {self.tensor}, pipeline {self.pipeline}{chunks}, data {self.data}{experts}{rows}"
 
     @property
     def recomputing(self) -> str:
@@ -92,8 +97,8 @@ class Choice:
     @property
     def kind(self) -> tuple:
         """Everything but the recompute policy: layouts of one kind appear once in a ranking."""
-        parallel = self.tensor, self.pipeline, self.virtual_stages, self.expert, self.data_sharding, self.sequence
-        return *parallel, self.micro_size
+        parallel = self.tensor, self.pipeline, self.virtual_stages, self.expert, self.context
+        return *parallel, self.data_sharding, self.sequence, self.micro_size
 
     @classmethod
     def of(cls, cfg: RunConfig, devices: int) -> "Choice":
@@ -110,7 +115,7 @@ class Choice:
         )
 
 
-_PARALLEL = ("tensor", "pipeline", "virtual_stages", "data", "expert", "data_sharding", "sequence")
+_PARALLEL = ("tensor", "pipeline", "virtual_stages", "data", "expert", "context", "data_sharding", "sequence")
 SEARCHED: Mapping[str, str] = MappingProxyType(
     {f"parallel.{name}": name for name in _PARALLEL}
     | {
@@ -184,7 +189,7 @@ def _text(value: Any) -> str:
 
 
 type Place = tuple[int, int, int]
-"""(tensor, pipeline, data x expert) of a group."""
+"""(tensor, pipeline, data x expert x context) of a group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,35 +246,41 @@ class Task:
     def given(self) -> Choice:
         """The config as it is, with what is fixed."""
         now = replace(Choice.of(self.case.cfg, self.devices), **self.fixed)
-        rest = max(1, self.devices // (now.tensor * now.pipeline * now.expert))
+        rest = max(1, self.devices // (now.tensor * now.pipeline * now.expert * now.context))
         return now if "data" in self.fixed or self.case.cfg.parallel.data is not None else replace(now, data=rest)
 
     def groups(self) -> list[Place]:
-        """(tensor, pipeline, data x expert) that use all devices, or as many as a fixed `data` leaves."""
+        """(tensor, pipeline, data x expert x context) that use all devices, or as many as a fixed `data` leaves."""
         places, model = [], self.case.cfg.model
         stages = model.stack.repeats if len(model.stacks()) == 1 else 1  # no pipeline cuts several sections
         for tensor in self._given("tensor", divisors(self.devices, self.case.cluster.per_node)):
             for pipeline in self._given("pipeline", divisors(self.devices // tensor, stages)):
                 rest, over = divmod(self.devices, tensor * pipeline)
-                fixed = [data * expert for data in self._given("data", []) for expert in self._experts(self.devices)]
+                apart = product(self._given("data", []), self._experts(self.devices), self._contexts(self.devices))
+                fixed = dict.fromkeys(map(prod, apart))
                 places += [(tensor, pipeline, size) for size in fixed or [rest] * (rest and not over)]
         return places
 
     def layouts(self, group: Place) -> Iterator[Choice]:
         """All layouts of a group, each with the recompute policy that takes least memory."""
-        tensor, pipeline, replicas = group
-        options = {
-            "expert": self._experts(replicas // self.fixed.get("data", 1)),
-            "data_sharding": self._given("data_sharding", self._shardings(replicas)),
-            "sequence": self._given("sequence", [True, False] if tensor > 1 else [False]),
-            "virtual_stages": self._given("virtual_stages", self._chunks(pipeline)),
-            "micro_size": self._given("micro_size", self._micro_sizes(replicas)),
-        }
+        tensor, pipeline, size = group
         policy = {"recompute": self.recomputes()[-1], "recompute_layers": self.fixed.get("recompute_layers")}
-        for values in product(*options.values()):
-            chosen: dict[str, Any] = dict(zip(options, values, strict=True)) | policy
-            data, offload = replicas // chosen["expert"], self.fixed.get("offload", 0.0)
-            yield Choice(tensor=tensor, pipeline=pipeline, data=data, offload=offload, **chosen)
+        for context in self._contexts(size):
+            replicas = size // context
+            options = {
+                "expert": self._experts(replicas // self.fixed.get("data", 1)),
+                "data_sharding": self._given("data_sharding", self._shardings(size)),
+                "sequence": self._given("sequence", [True, False] if tensor > 1 else [False]),
+                "virtual_stages": self._given("virtual_stages", self._chunks(pipeline)),
+                "micro_size": self._given("micro_size", self._micro_sizes(replicas, context)),
+            }
+            for values in product(*options.values()):
+                chosen: dict[str, Any] = dict(zip(options, values, strict=True)) | policy
+                data, offload = replicas // chosen["expert"], self.fixed.get("offload", 0.0)
+                if data == self.fixed.get("data", data):
+                    yield Choice(
+                        tensor=tensor, pipeline=pipeline, data=data, context=context, offload=offload, **chosen
+                    )
 
     def recomputes(self) -> list[Recompute]:
         """Recompute policies, least recomputing first; those with latents only for models that have any."""
@@ -296,6 +307,13 @@ class Task:
         experts = gcd(*(one.experts for block in blocks for one in block.experts))
         return self._given("expert", [n for n in divisors(experts, most) if most % n == 0] or [1])
 
+    def _contexts(self, most: int) -> list[int]:
+        """Sizes of `context` that divide the devices, where the model allows it and rows are long."""
+        cfg = self.case.cfg
+        parts = max(section.positions for section in self.model.section_facts()) // LEAST_POSITIONS
+        longest = max(cfg.parallel.context, parts) if cfg.model.allows_context() else 1
+        return [n for n in self._given("context", divisors(most, max(1, longest))) if most % n == 0]
+
     def _shardings(self, replicas: int) -> tuple[Sharding, ...]:
         """All, or one of them where there is one replica and they are equal."""
         mine = self.case.cfg.parallel.data_sharding
@@ -311,10 +329,10 @@ class Task:
             fewest.setdefault(-(-repeats // (pipeline * chunks)), chunks)
         return list(fewest.values())
 
-    def _micro_sizes(self, replicas: int) -> list[int]:
+    def _micro_sizes(self, replicas: int, context: int) -> list[int]:
         rows = max(1, self.case.cfg.batch.global_size // replicas)
         longest = max(section.positions for section in self.model.section_facts())
-        return divisors(rows, max(1, self.case.cfg.batch.micro_size, MAX_TOKENS // longest))
+        return divisors(rows, max(1, self.case.cfg.batch.micro_size, MAX_TOKENS * context // longest))
 
 
 def divisors(number: int, most: int) -> list[int]:
