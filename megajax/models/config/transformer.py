@@ -179,7 +179,8 @@ class TransformerConfig:
         sizes = {axis: getattr(parallel, axis) or 1 for axis in MESH_AXES}
         whole = sizes["tensor"] if parallel.expert_tensor == "whole" else 1
         sizes |= {"experts": sizes["expert"] * whole, "expert_mlp": sizes["tensor"] // whole}
-        sizes |= {"exchanging": parallel.exchanging()}
+        ring = sizes["context"] // parallel.exchanging() if "ring" in parallel.context_strategy else 1
+        sizes |= {"exchanging": parallel.exchanging(), "ring": ring}
         yield from self.mesh_problems(sizes, sequence=parallel.sequence)
         yield from self._group_problems(parallel)
         if parallel.data_sharding == "fsdp" and self.recomputing().keeps_all():
