@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from megajax.job.compile_cache import cache_in_use
 from megajax.job.device_memory import size
 from megajax.kernels.attention import local_device
+from megajax.kernels.capability import Cut
 from megajax.layers.expert_facts import ExpertFacts, Spread
 from megajax.layers.facts import Share
 from megajax.layers.remat import SavePolicy, words
@@ -190,7 +191,9 @@ def _kernels(run: Run) -> list[tuple[str, str]]:
     for choice in chosen:
         names = backends.setdefault(choice.place or "attention", [])
         names += [choice.kernel] * (choice.kernel not in names)
-    kernels = [f"{place} {'/'.join(names)}" for place, names in backends.items()]
+    cut = Cut.of(run.cfg.parallel, causal=run.cfg.model.ignores_later_positions())
+    over = {choice.place or "attention": f" {cut.words()}" for choice in chosen if choice.layer == "attention" and cut}
+    kernels = [f"{place} {'/'.join(names)}{over.get(place, '')}" for place, names in backends.items()]
     if facts is not None:
         kernels.append(f"cross-entropy in chunks of {facts.head_facts().chunk} tokens")
     rows = [("kernels", ", ".join(kernels))] if kernels else []

@@ -9,9 +9,47 @@ from types import MappingProxyType
 from typing import Literal, NamedTuple, Protocol
 
 from megajax.config.errors import UserError
+from megajax.config.nearest import divisors_of
+from megajax.mesh.config import ContextStrategy, ParallelConfig
 
 type Version = tuple[int, ...]
 type Kernel = Literal["auto", "reference", "cudnn", "cudnn_mask", "pallas"]
+
+
+class Cut(NamedTuple):
+    """How rows are cut over `parallel.context`; `megajax.mesh.row_cut.RowCut` without jax."""
+
+    devices: int
+    """Devices that hold different positions of a row."""
+    strategy: ContextStrategy
+    exchanging: int = 1
+    """Neighbouring devices that exchange heads for positions first."""
+    chunks: int = 2
+    """Chunks of a row that a device holds: two for each round of zigzag, 1 for plain chunks."""
+
+    @classmethod
+    def of(cls, parallel: ParallelConfig, *, causal: bool) -> "Cut | None":
+        """The cut of a layout; None for whole rows. causal: of a model in which no position sees a later one."""
+        if parallel.context == 1:
+            return None
+        chunks = 2 * parallel.context_rounds if causal else 1
+        return cls(parallel.context, parallel.context_strategy, parallel.exchanging(), chunks)
+
+    def between(self) -> Literal["all_gather", "ring"] | None:
+        """How queries reach keys of devices with the same heads; None where a device has all positions of its heads."""
+        if self.exchanging == self.devices:
+            return None
+        return "ring" if "ring" in self.strategy else "all_gather"
+
+    def words(self) -> str:
+        """For the banner."""
+        groups = f" in groups of {self.exchanging}" if 1 < self.exchanging < self.devices else ""
+        return f"over context {self.devices} by {self.strategy}{groups}"
+
+
+def exchange_sizes(heads: int, kv_heads: int) -> list[int]:
+    """Numbers of devices that can exchange heads for positions, of a device's query and key-value heads."""
+    return [n for n in divisors_of(heads) if kv_heads % n == 0 or n % kv_heads == 0]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,6 +80,8 @@ class Request:
     """Differentiable bias of the scores."""
     dropout: float = 0.0
     """Of attention weights."""
+    cut: Cut | None = None
+    """How rows are cut over devices; None: each device has whole rows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,6 +153,9 @@ class Backend:
     dropout: bool = False
     documents_of_two: bool = False
     """Whether documents are isolated where queries and keys are of two sequences."""
+    positions: Literal["any", "chunks", "whole rows"] = "whole rows"
+    """Which parts of rows it takes, where they are cut over devices. any: queries and keys at any positions; chunks:
+    a chunk by the keys of its own and those before it (kernels/context/chunks.py); whole rows: none."""
 
     def refusal(self, request: Request, device: Device | None = None) -> str | None:
         """Why the request is not supported, to follow `label`; None if it is. No device: on any NVIDIA GPU."""
@@ -123,6 +166,7 @@ class Backend:
                 return f"runs {reason}"
         return (
             self._shape_refusal(request)
+            or self._cut_refusal(request)
             or self._head_refusal(request, device)
             or self._feature_refusal(request, device)
         )
@@ -135,6 +179,28 @@ class Backend:
                 return f"takes rows of even length, not of {length}"
         if request.window is not None and not request.causal and not self.bidirectional_window:
             return f"has windows in causal attention only, and window={request.window}"
+        return None
+
+    def _cut_refusal(self, request: Request) -> str | None:
+        """Why the cut of rows over `parallel.context` is not supported."""
+        cut, between = request.cut, None if request.cut is None else request.cut.between()
+        if cut is None or between is None or self.positions == "any":
+            return None
+        over = f"over parallel.context={cut.devices} with parallel.context_strategy={cut.strategy}"
+        if self.positions == "whole rows":
+            return f"takes whole rows, and has parts of them {over}"
+        if request.window is not None:
+            return f"has no windows in parts of rows, and window={request.window} {over}"
+        if request.documents and not request.causal:
+            return f"isolates documents in parts of rows of causal attention only, and attention is not causal {over}"
+        if between == "ring" and request.documents:
+            return f"isolates no documents {over}"
+        if between == "ring" and request.causal and (request.padded or cut.chunks != 2):
+            rows = "rows are padded" if request.padded else f"a device has chunks={cut.chunks} of a row"
+            return f"takes in a causal ring two chunks a device without padding, and {rows} {over}"
+        size = None if request.length is None else request.length // (cut.devices * cut.chunks)
+        if self.even and size is not None and size % 2:
+            return f"takes chunks of even length, not of {size} {over}"
         return None
 
     def _head_refusal(self, request: Request, device: Device | None) -> str | None:
@@ -190,7 +256,9 @@ _CUDNN = Backend(
 
 BACKENDS: Mapping[Kernel, Backend] = MappingProxyType(
     {
-        "cudnn": replace(_CUDNN, documents=DeviceRange(HOPPER, (9, 6), below=(11,)), documents_of_one_size=True),
+        "cudnn": replace(
+            _CUDNN, documents=DeviceRange(HOPPER, (9, 6), below=(11,)), documents_of_one_size=True, positions="chunks"
+        ),
         "pallas": Backend(
             label="the Pallas kernel",
             dtypes=("bfloat16", "float16"),
@@ -199,6 +267,7 @@ BACKENDS: Mapping[Kernel, Backend] = MappingProxyType(
             heads=(Heads(256, 256, DeviceRange(AMPERE, ())),),
             documents=DeviceRange(AMPERE, ()),
             documents_of_two=True,
+            positions="any",
             bidirectional_window=True,
         ),
         "cudnn_mask": replace(_CUDNN, label="cuDNN's attention with a mask", documents=DeviceRange(AMPERE, (9, 2))),
@@ -209,6 +278,7 @@ BACKENDS: Mapping[Kernel, Backend] = MappingProxyType(
             bias=True,
             dropout=True,
             documents_of_two=True,
+            positions="any",
         ),
     }
 )

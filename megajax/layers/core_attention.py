@@ -8,7 +8,7 @@ from flax import nnx
 from jax import Array, lax
 
 from megajax.kernels.attention import AttentionDropout, Mask, attend, local_device
-from megajax.kernels.capability import Kernel, Request, choose
+from megajax.kernels.capability import Cut, Kernel, Request, choose
 from megajax.kernels.context.all_gather import whole_keys
 from megajax.kernels.context.strategy import over_context
 from megajax.layers.config import AttentionConfig, SelfAttentionConfig
@@ -56,10 +56,17 @@ class CoreAttention(nnx.Module):
             key_index, key_segments = ctx.index, ctx.segments
         cfg, bias, causal = self.cfg, self.bias, self.causal
         isolated = ctx.segments is not None and key_segments is not None
-        known = Request(dtype=jnp.dtype(q.dtype).name, key_dim=q.shape[-1], length=q.shape[1], key_length=k.shape[1])
+        head_axes, cut = self.layout.summed("heads"), self.layout.row_cut()
+        parts = self.layout.devices_around("seq")
+        known = Request(
+            dtype=jnp.dtype(q.dtype).name,
+            key_dim=q.shape[-1],
+            length=q.shape[1] * parts,
+            key_length=k.shape[1] * parts,
+            cut=Cut(cut.devices, cut.strategy, cut.exchanging, cut.chunks) if cut.devices > 1 else None,
+        )
         known = replace(known, documents=isolated and not self.padded, padded=isolated and self.padded)
         kernel = choose_kernel(cfg, known)
-        head_axes, cut = self.layout.summed("heads"), self.layout.row_cut()
         rate = 0.0 if ctx.row_keys is None else cfg.dropout
         keys = (
             jnp.zeros((q.shape[0], 2), jnp.uint32) if ctx.row_keys is None else fold_rows(ctx.row_keys, DROPOUT_PLACE)

@@ -1,7 +1,7 @@
 """Which kernels a run takes; importing this imports neither readers of data nor writers of checkpoints."""
 
 from megajax.kernels.attention import local_device
-from megajax.kernels.capability import Choice, Device, Request
+from megajax.kernels.capability import Choice, Cut, Device, Request
 from megajax.models.facts import ChoosesKernels
 from megajax.training.run_config import RunConfig
 
@@ -12,7 +12,8 @@ def demand_kernels(cfg: RunConfig, device: Device | None = None) -> tuple[Choice
     device: None for the first that jax finds. Raises UserError where a kernel was asked for by name that is not
     available there.
     """
-    known = Request(dtype=cfg.precision.compute, documents="segment_ids" in cfg.data.leaves())
     if not isinstance(cfg.model, ChoosesKernels):
         return ()
+    cut = Cut.of(cfg.parallel, causal=cfg.model.ignores_later_positions())
+    known = Request(dtype=cfg.precision.compute, documents="segment_ids" in cfg.data.leaves(), cut=cut)
     return cfg.model.kernel_choices(known, local_device() if device is None else device)

@@ -9,7 +9,7 @@ from gpu_stand_in import KIND, CudaVersions, stand_in
 
 from megajax.config.errors import UserError
 from megajax.kernels.attention import PASSES, local_device
-from megajax.kernels.capability import BACKENDS, Device, Request, choose
+from megajax.kernels.capability import BACKENDS, Cut, Device, Request, choose
 
 H100 = Device(name="H100", capability=(9, 0), cudnn=(9, 10, 0))
 A100 = Device(name="A100", capability=(8, 0), cudnn=(9, 10, 0))
@@ -114,3 +114,65 @@ def test_the_local_device() -> None:
     device = local_device()
     assert device.name == jax.devices()[0].device_kind
     assert (device.capability is None) == (jax.devices()[0].platform != "gpu")
+
+
+RING, GATHER, HEADS = Cut(4, "ring"), Cut(4, "all_gather"), Cut(4, "all_to_all", exchanging=4)
+GROUPS, PLAIN_CHUNKS = Cut(4, "ring+all_to_all", exchanging=2), Cut(4, "all_gather", chunks=1)
+BOTH_WAYS = replace(PLAIN, causal=False)
+
+
+@pytest.mark.parametrize(
+    ("request_", "cut", "kernel", "why"),
+    [
+        (PLAIN, GATHER, "cudnn", ""),
+        (PLAIN, RING, "cudnn", ""),
+        (PLAIN, GROUPS, "cudnn", ""),
+        (PLAIN, HEADS, "cudnn", ""),
+        (replace(PLAIN, sink=True), RING, "cudnn", ""),
+        (replace(PLAIN, documents=True), GATHER, "cudnn", ""),
+        (replace(PLAIN, documents=True), RING, "pallas", "isolates no documents over parallel.context=4 with"),
+        (replace(PLAIN, documents=True), GROUPS, "pallas", "parallel.context_strategy=ring+all_to_all"),
+        (replace(PLAIN, documents=True, window=7), HEADS, "cudnn", ""),
+        (
+            replace(PLAIN, window=7),
+            GATHER,
+            "pallas",
+            "has no windows in parts of rows, and window=7 over",
+        ),
+        (
+            replace(PLAIN, window=7),
+            RING,
+            "pallas",
+            "window=7 over parallel.context=4 with parallel.context_strategy=ring",
+        ),
+        (BOTH_WAYS, PLAIN_CHUNKS, "cudnn", ""),
+        (replace(BOTH_WAYS, padded=True), RING._replace(chunks=1), "cudnn", ""),
+        (replace(BOTH_WAYS, documents=True), PLAIN_CHUNKS, "pallas", "attention is not causal over parallel.context=4"),
+        (replace(BOTH_WAYS, documents=True), HEADS, "cudnn", ""),
+        (replace(PLAIN, padded=True), GATHER, "cudnn", ""),
+        (replace(PLAIN, padded=True), RING, "pallas", "two chunks a device without padding, and rows are padded"),
+        (PLAIN, RING._replace(chunks=4), "pallas", "and a device has chunks=4 of a row"),
+        (PLAIN, GATHER._replace(chunks=4), "cudnn", ""),
+        (replace(PLAIN, length=4104), GATHER, "pallas", "takes chunks of even length, not of 513 over"),
+        (replace(PLAIN, dropout=0.1), RING, "reference", "dropout"),
+        (replace(PLAIN, bias=True), GATHER, "reference", "bias"),
+    ],
+)
+def test_auto_chooses_by_the_strategy_too(request_: Request, cut: Cut, kernel: str, why: str) -> None:
+    choice = choose("auto", replace(request_, cut=cut), H100)
+    assert choice.kernel == kernel
+    assert why in "; ".join(choice.reasons) and bool(why) == bool(choice.reasons)
+
+
+@pytest.mark.parametrize("cut", [GATHER, RING, GROUPS])
+def test_a_mask_of_scores_is_for_whole_rows(cut: Cut) -> None:
+    with pytest.raises(UserError, match=r"with a mask takes whole rows, and has parts of them over parallel.context=4"):
+        choose("cudnn_mask", replace(PLAIN, cut=cut), H100)
+    assert choose("cudnn_mask", replace(PLAIN, cut=HEADS), H100).kernel == "cudnn_mask"
+
+
+def test_the_reference_and_pallas_take_any_cut() -> None:
+    for cut in (GATHER, RING, GROUPS, HEADS, PLAIN_CHUNKS):
+        hard = replace(PLAIN, window=3, documents=True, sink=True, cut=cut)
+        assert BACKENDS["pallas"].refusal(hard, H100) is None
+        assert BACKENDS["reference"].refusal(replace(hard, dropout=0.1), Device(name="cpu")) is None

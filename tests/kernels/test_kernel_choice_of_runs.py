@@ -20,6 +20,7 @@ from megajax.layers.config import (
 )
 from megajax.layers.config.cross import CrossAttentionConfig, CrossBlockConfig
 from megajax.layers.config.moe import MoEConfig
+from megajax.mesh.config import ParallelConfig
 from megajax.models.config import DecoderConfig, T5Config
 from megajax.training.kernels import demand_kernels
 
@@ -62,7 +63,8 @@ def t5(read: AttentionConfig = READ, written: AttentionConfig = WRITTEN, **cross
         stack=StackConfig(pattern=(CrossBlockConfig(mixer=written, cross=across, mlp=MLP),), repeats=2),
     )
     data = SimpleNamespace(leaves=lambda: {"segment_ids": "int32", "encoder_segment_ids": "int32"})
-    return SimpleNamespace(model=model, data=data, precision=SimpleNamespace(compute="bfloat16"))
+    precision = SimpleNamespace(compute="bfloat16")
+    return SimpleNamespace(model=model, data=data, precision=precision, parallel=ParallelConfig())
 
 
 def test_every_kind_of_attention_has_a_kernel_and_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,7 +136,8 @@ def moe(**settings: Any) -> SimpleNamespace:
         hidden=64, vocabulary_size=64, sequence_length=32, stack=StackConfig(pattern=(block,), repeats=2)
     )
     data = SimpleNamespace(leaves=lambda: {})
-    return SimpleNamespace(model=model, data=data, precision=SimpleNamespace(compute="bfloat16"))
+    precision = SimpleNamespace(compute="bfloat16")
+    return SimpleNamespace(model=model, data=data, precision=precision, parallel=ParallelConfig())
 
 
 def test_the_grouped_matmul_is_chosen_for_the_device_of_the_run_and_not_for_this_machine() -> None:
@@ -154,3 +157,86 @@ def test_the_banner_names_the_kernel_of_experts(monkeypatch: pytest.MonkeyPatch)
     (_, kernels), (name, why) = banner._kernels(SimpleNamespace(cfg=moe()))
     assert kernels.startswith("attention cudnn, experts triton, cross-entropy")
     assert name == "experts" and why.startswith("experts triton, because mosaic: runs")
+
+
+@pytest.mark.parametrize(
+    ("settings", "line", "why"),
+    [
+        ((), "attention cudnn over context 4 by all_gather, cross", ""),
+        (
+            ("parallel.context_strategy=ring",),
+            "attention pallas over context 4 by ring,",
+            "cudnn: isolates no documents",
+        ),
+        (
+            ("parallel.context_strategy=ring+all_to_all", f"{MIXER}.kernel=reference"),
+            "attention reference over context 4 by ring+all_to_all in groups of 2,",
+            "",
+        ),
+    ],
+)
+def test_the_banner_names_the_strategy_of_a_cut_of_rows(settings, line, why, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megajax.training.kernels.local_device", lambda: H100)
+    monkeypatch.setattr(banner, "local_device", lambda: H100)
+    (_, kernels), *reasons = banner._kernels(SimpleNamespace(cfg=config("parallel.context=4", *settings)))
+    assert kernels.startswith(line)
+    assert [why in text for _, text in reasons] == [True] * bool(why)
+
+
+def test_a_kernel_that_lacks_the_strategy_is_an_error_before_anything_is_built() -> None:
+    cut = config("parallel.context=4", "parallel.context_strategy=ring", f"{MIXER}.kernel=cudnn")
+    with pytest.raises(UserError) as caught:
+        demand_kernels(cut, H100)
+    assert str(caught.value) == (
+        f"{MIXER}.kernel=cudnn: cuDNN's attention isolates no documents over parallel.context=4 with "
+        f"parallel.context_strategy=ring. Set {MIXER}.kernel=pallas or auto."
+    )
+
+
+def problems(mixer: AttentionConfig, **settings: Any) -> list[str]:
+    """What a block of this attention says of a mesh."""
+    parallel = ParallelConfig(data=1, **settings)
+    model = DecoderConfig(
+        hidden=64,
+        vocabulary_size=64,
+        sequence_length=32,
+        stack=StackConfig(pattern=(BlockConfig(mixer=mixer, mlp=MLP),), repeats=2),
+    )
+    return [f"{problem.where}: {problem.what}; {problem.hint}" for problem in model.parallel_problems(parallel, None)]
+
+
+EXCHANGE = {"context": 4, "context_strategy": "all_to_all"}
+
+
+def test_heads_that_cannot_be_exchanged_are_a_config_error() -> None:
+    (wrong,) = problems(AttentionConfig(heads=8, kv_heads=2), **EXCHANGE, tensor=4)
+    assert wrong == (
+        "stack.pattern.0.mixer.heads: heads=8 and 2 key-value heads over parallel.tensor=4, 2 and 1 on a device, "
+        "cannot be exchanged over 4 devices (parallel.context_strategy); 1, 2 can exchange them: use one of these as "
+        "parallel.context_heads with context_strategy=ring+all_to_all, or as parallel.context with all_to_all; or use "
+        "all_gather or ring"
+    )
+    # One key-value head of two is copied to both devices that exchange; the four devices of `tensor` have copies too.
+    assert not problems(AttentionConfig(heads=8, kv_heads=2), context=2, context_strategy="all_to_all", tensor=4)
+    (wrong,) = problems(AttentionConfig(heads=12, kv_heads=3), **EXCHANGE)
+    assert "heads=12 and 3 key-value heads cannot be exchanged over 4 devices" in wrong
+    assert "1, 3, 6, 12 can exchange them" in wrong
+    assert not problems(AttentionConfig(heads=12, kv_heads=3), context=4, context_strategy="ring")
+
+
+@pytest.mark.parametrize("strategy", ["ring", "all_to_all", "ring+all_to_all"])
+def test_biases_of_scores_and_another_section_need_gathered_keys(strategy) -> None:
+    biased = AttentionConfig(heads=4, relative=RelativeBiasConfig())
+    (wrong,) = problems(biased, context=4, context_strategy=strategy)
+    assert "mixer.relative: biases of scores are added where keys are gathered over parallel.context=4" in wrong
+    assert wrong.endswith("set parallel.context_strategy=all_gather")
+    assert not problems(biased, context=4)
+    sizes = {
+        "tensor": 1,
+        "context": 4,
+        "exchanging": 1 if strategy == "ring" else 2,
+        "ring": 4 if "ring" in strategy else 1,
+    }
+    across = CrossAttentionConfig(heads=4)
+    assert [problem.where for problem in across.mesh_problems(sizes)] == ["kernel"]
+    assert not [*across.mesh_problems(sizes | {"exchanging": 1, "ring": 1})]

@@ -18,15 +18,6 @@ from megajax.kernels.mask import Mask
 from megajax.mesh.row_cut import AXIS, RowCut
 
 
-def exchange_refusal(devices: int, heads: int, kv_heads: int) -> str | None:
-    """Why a device's heads cannot be exchanged over a group of so many devices; None if they can."""
-    if heads % devices:
-        return f"needs a device's query heads to be divisible by the {devices} devices that exchange them, not {heads}"
-    if kv_heads % devices and devices % kv_heads:
-        return f"needs a device's {kv_heads} key-value heads to divide the {devices} devices, or be divisible by them"
-    return None
-
-
 def all_to_all(cut: RowCut, passes: Passes) -> Passes:
     """Attention of whole rows. passes: over the groups' positions, see `RowCut.exchanged`."""
     groups, devices = cut.exchanged(), cut.exchanging

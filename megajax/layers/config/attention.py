@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal, Self
 from megajax.config.builds import Builds
 from megajax.config.errors import Problem
 from megajax.config.nearest import divisors_of
-from megajax.kernels.capability import BACKENDS, Choice, Device, Kernel, Request, choose
+from megajax.kernels.capability import BACKENDS, Choice, Device, Kernel, Request, choose, exchange_sizes
 from megajax.kernels.paged_capability import PagedRequest
 from megajax.layers.cache_facts import CacheLeaf, cached_heads
 from megajax.layers.config.norm import NormConfig, RMSNormConfig, above_zero
@@ -122,6 +122,28 @@ class MultiHeadConfig(Builds):
         elif tensor not in self.tensor_sizes():
             what = f"kv_heads={self.groups()} and parallel.tensor={tensor}: one must be a multiple of the other"
             yield Problem("kv_heads", what)
+        elif sizes.get("context", 1) > 1:
+            yield from self.context_problems(sizes)
+
+    def context_problems(self, sizes: Mapping[str, int]) -> Iterator[Problem]:
+        """What is wrong where rows are cut over devices: those that exchange heads have to divide a device's heads.
+
+        Also key-value heads, or each is copied to as many of them as share it. sizes: as `mesh_problems`.
+        """
+        tensor, exchanging = sizes["tensor"], sizes.get("exchanging", 1)
+        heads, groups = max(1, self.heads // tensor), max(1, self.groups() // tensor)
+        legal = exchange_sizes(heads, groups)
+        if exchanging in legal:
+            return
+        cut = f" over parallel.tensor={tensor}, {heads} and {groups} on a device," if tensor > 1 else ""
+        what = (
+            f"heads={self.heads} and {self.groups()} key-value heads{cut} cannot be exchanged over {exchanging} devices"
+        )
+        hint = (
+            f"{', '.join(map(str, legal))} can exchange them: use one of these as parallel.context_heads with "
+            "context_strategy=ring+all_to_all, or as parallel.context with all_to_all; or use all_gather or ring"
+        )
+        yield Problem("heads", f"{what} (parallel.context_strategy)", hint)
 
     def matmul_sides(self, hidden: int, tensor: int) -> Iterator[Side]:
         """A device's query heads, and its key-value heads."""
@@ -135,6 +157,13 @@ class MultiHeadConfig(Builds):
         """Numbers and size of heads."""
         groups = f", {self.groups()} key-value heads" if self.groups() != self.heads else ""
         return f"{self.heads} heads{groups} of {self.size(hidden)}"
+
+
+def gathering_problems(where: str, done: str, sizes: Mapping[str, int]) -> Iterator[Problem]:
+    """What is wrong with a setting for which keys of whole rows are gathered. done: what is done with them."""
+    if sizes.get("ring", 1) > 1 or sizes.get("exchanging", 1) > 1:
+        what = f"{done} where keys are gathered over parallel.context={sizes['context']}, by no other strategy"
+        yield Problem(where, what, "set parallel.context_strategy=all_gather")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -211,6 +240,12 @@ class AttentionConfig(MultiHeadConfig):
         elif self.rope is not None and self.heads > 0:
             problems += self.rope.head_problems(self.size(hidden))
         return problems
+
+    def context_problems(self, sizes: Mapping[str, int]) -> Iterator[Problem]:
+        """What is wrong where rows are cut over devices."""
+        yield from MultiHeadConfig.context_problems(self, sizes)
+        if self.relative is not None:
+            yield from gathering_problems("relative", "biases of scores are added", sizes)
 
     def groups(self) -> int:
         """Number of key-value heads."""

@@ -7,7 +7,7 @@ from typing import ClassVar
 from megajax.config.errors import Problem
 from megajax.kernels.capability import Request
 from megajax.layers.cache_facts import CacheLeaf
-from megajax.layers.config.attention import AttentionConfig
+from megajax.layers.config.attention import AttentionConfig, gathering_problems
 from megajax.layers.config.block import BlockConfig
 from megajax.layers.config.mixer import MixerConfig
 from megajax.layers.config.residual import KERNEL_TENSORS, mixer_facts
@@ -39,6 +39,11 @@ class CrossAttentionConfig(AttentionConfig):
             if getattr(self, name):
                 problems.append(Problem(name, "is about distances, and two sequences have none", "leave it out"))
         return problems
+
+    def context_problems(self, sizes: Mapping[str, int]) -> Iterator[Problem]:
+        """Keys of another section are of another length than queries."""
+        yield from AttentionConfig.context_problems(self, sizes)
+        yield from gathering_problems("kernel", "another section is attended to", sizes)
 
     def cache_leaves(self, hidden: int, tensor: int) -> tuple[CacheLeaf, ...]:
         """Keys and values of the section before, and its length."""
