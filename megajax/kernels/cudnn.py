@@ -267,6 +267,47 @@ def _padded_backward(
     return jnp.where(seeing, dq, 0), jnp.where(seen, dk, 0), jnp.where(seen, dv, 0)
 
 
+class Rectangle(NamedTuple):
+    """The first queries of a chunk by the keys before it that they see: at most those of one document."""
+
+    queries: Array
+    """int32 [B]: number of queries, 0 where they see no key."""
+    first: Array | None
+    """int32 [B]: the first key; None: 0."""
+    keys: Array
+    """int32 [B]: number of keys."""
+    fit: Array | None
+    """bool []: documents are in one piece each in ascending order, padding comes last; None: without segments."""
+
+    @classmethod
+    def of(cls, mask: Mask, rows: int) -> "Rectangle":
+        """mask: causal, all queries at the position of the last key before the chunk, or -1; whole rows of keys."""
+        length, start = mask.query_index.shape[0], mask.query_index[0] + 1
+        if mask.query_segments is None or mask.key_segments is None:
+            keys = jnp.full((rows,), start, jnp.int32)
+            return cls(jnp.where(keys > 0, length, 0), None, keys, None)
+        if mask.padded:
+            text = mask.key_segments != 0
+            keys = jnp.minimum(text.sum(1, dtype=jnp.int32), start)
+            return cls(jnp.where(keys > 0, length, 0), None, keys, (text[:, :-1] | ~text[:, 1:]).all())
+        document = mask.query_segments[:, :1]
+        before = (mask.key_segments == document) & (mask.key_index < start)[None]
+        keys = before.sum(1, dtype=jnp.int32)
+        queries = (mask.query_segments == document).sum(1, dtype=jnp.int32)
+        fit = (mask.key_segments[:, 1:] >= mask.key_segments[:, :-1]).all()
+        return cls(jnp.where(keys > 0, queries, 0), start - keys, keys, fit)
+
+    def padding(self, queries: int, keys: int) -> Padding:
+        """As rows whose keys are `aligned`."""
+        seeing, seen = (jnp.arange(n)[None] < x[:, None] for n, x in ((queries, self.queries), (keys, self.keys)))
+        lengths = jnp.maximum(self.queries, 1), jnp.maximum(self.keys, 1)
+        return Padding(seeing, seen, lengths, jnp.ones((), bool))
+
+    def aligned(self, x: Array, sign: int = -1) -> Array:
+        """x [B, T, ...] with the first key first, the keys before it last. sign: 1 for the inverse."""
+        return x if self.first is None else jax.vmap(lambda row, n: jnp.roll(row, n, axis=0))(x, sign * self.first)
+
+
 def _padding(mask: Mask) -> Padding | None:
     """None for rows that are not padded."""
     if mask.query_segments is None or mask.key_segments is None or not mask.padded:
@@ -328,6 +369,39 @@ def backward(
         lambda: _backward(call, (q, k, v, out, _by_document(lse, documents), dout), [], documents),
         lambda: pallas_attention.backward(q, k, v, mask, out, lse, dout, scale=scale),
     )
+
+
+def rectangle_forward(q: Array, k: Array, v: Array, mask: Mask, *, scale: float) -> tuple[Array, Array]:
+    """As `forward`, of a chunk of queries on the keys before it, in whole rows of keys; mask: see `Rectangle.of`.
+
+    Only a batch with segments has a Pallas kernel beside cuDNN's in its program, for rows that do not `fit`.
+    """
+    where = Rectangle.of(mask, q.shape[0])
+
+    def fused() -> tuple[Array, Array]:
+        padding, keys = where.padding(q.shape[1], k.shape[1]), where.aligned(k)
+        return _padded_forward(q, keys, where.aligned(v), mask._replace(causal=False), padding, scale)
+
+    if where.fit is None:
+        return fused()
+    return lax.cond(where.fit, fused, lambda: pallas_attention.forward(q, k, v, mask, scale=scale))
+
+
+def rectangle_backward(
+    q: Array, k: Array, v: Array, mask: Mask, out: Array, lse: Array, dout: Array, *, scale: float
+) -> tuple[Array, Array, Array]:
+    """As `backward`, of what `rectangle_forward` computes; out and lse may be of more keys."""
+    where = Rectangle.of(mask, q.shape[0])
+
+    def fused() -> tuple[Array, Array, Array]:
+        arrays = q, where.aligned(k), where.aligned(v), out, lse, dout
+        padding = where.padding(q.shape[1], k.shape[1])
+        dq, dk, dv = _padded_backward(arrays, mask._replace(causal=False), padding, scale)
+        return dq, where.aligned(dk, 1), where.aligned(dv, 1)
+
+    if where.fit is None:
+        return fused()
+    return lax.cond(where.fit, fused, lambda: pallas_attention.backward(q, k, v, mask, out, lse, dout, scale=scale))
 
 
 def masked_forward(q: Array, k: Array, v: Array, mask: Mask, *, scale: float) -> tuple[Array, Array]:

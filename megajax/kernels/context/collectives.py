@@ -35,10 +35,10 @@ def reduce_rows(cut: RowCut, x: Array) -> Array:
     return lax.psum_scatter(cut.by_device(x), AXIS, scatter_dimension=1, tiled=True, axis_index_groups=_same_heads(cut))
 
 
-def from_previous(cut: RowCut, x: Array) -> Array:
-    """What the device before this one in the ring holds."""
+def from_before(cut: RowCut, x: Array, places: int) -> Array:
+    """What the device so many places before this one in the ring holds."""
     total = cut.devices * cut.stride
-    return lax.ppermute(x, AXIS, [(i, (i + cut.stride) % total) for i in range(total)])
+    return lax.ppermute(x, AXIS, [(i, (i + places * cut.stride) % total) for i in range(total)])
 
 
 def to_heads(cut: RowCut, x: Array) -> Array:

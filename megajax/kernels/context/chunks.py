@@ -1,0 +1,166 @@
+"""Attention over rows cut in chunks by kernels that know no positions, as cuDNN's.
+
+Their causal mask begins at the first query and the first key of a call. So a chunk attends to itself in one call (a
+triangle), and to what is before it in another, without a mask (a rectangle); both are joined by their log-sum-exps. In
+a ring, the keys of another device are before whole chunks of queries, or after them: in zigzag with two chunks a
+device, each step is two squares.
+
+In the backward pass each call gets the result and log-sum-exp over all keys, and the gradients add up (Liu et al.
+2023). No call is in a branch: on a GPU a branch waits for the host.
+
+B rows, S positions of a device, T of a row, N query heads.
+"""
+
+import jax.numpy as jnp
+from jax import Array
+
+from megajax.kernels.attention import Passes
+from megajax.kernels.context.all_gather import all_gather, whole_keys
+from megajax.kernels.context.collectives import reduce_rows
+from megajax.kernels.context.merge import merged
+from megajax.kernels.mask import Mask
+from megajax.mesh.row_cut import RowCut
+
+
+def _as_rows(x: Array, count: int, axis: int = 1) -> Array:
+    """The chunks of x [B, S, ...] as rows of their own, [count * B, S / count, ...]. axis: of positions."""
+    return jnp.concatenate(jnp.split(x, count, axis=axis))
+
+
+def _from_rows(x: Array, count: int, axis: int = 1) -> Array:
+    """The inverse of `_as_rows`."""
+    return jnp.concatenate(jnp.split(x, count), axis=axis)
+
+
+def _inside(mask: Mask, count: int) -> Mask:
+    """Of chunks as rows by themselves."""
+    index = jnp.arange(mask.query_index.shape[0] // count, dtype=jnp.int32)
+    ids = [None if x is None else _as_rows(x, count) for x in (mask.query_segments, mask.key_segments)]
+    return mask._replace(query_index=index, key_index=index, query_segments=ids[0], key_segments=ids[1])
+
+
+def _before(mask: Mask, whole: Mask, count: int) -> list[Mask]:
+    """Of each chunk on what is before it: its queries have the position of the last key there. whole: keys of rows."""
+    size = mask.query_index.shape[0] // count
+    ids = [None] * count if mask.query_segments is None else jnp.split(mask.query_segments, count, axis=1)
+    return [
+        whole._replace(query_index=jnp.full((size,), mask.query_index[place * size] - 1), query_segments=ids[place])
+        for place in range(count)
+    ]
+
+
+def _demand_chunks(mask: Mask) -> None:
+    if mask.window is not None:
+        raise ValueError(f"chunks have no windows, window={mask.window}: kernels.capability refuses it earlier")
+
+
+def chunks_with_gathered_keys(cut: RowCut, passes: Passes, rectangles: Passes) -> Passes:
+    """Attention of whole rows from a device's chunks, of gathered keys and values.
+
+    passes: takes rows that begin at the first query and the first key; rectangles: takes causal masks whose queries all
+    have the same position. Bidirectional attention is that of `all_gather`.
+    """
+    whole, count = all_gather(cut, passes), cut.chunks
+
+    def forward(q: Array, k: Array, v: Array, mask: Mask, *, scale: float) -> tuple[Array, Array]:
+        if not mask.causal:
+            return whole.forward(q, k, v, mask, scale=scale)
+        _demand_chunks(mask)
+        # The triangles need no key of another device: they run while keys are gathered.
+        keys, values, everywhere = whole_keys(cut, k, v, mask)
+        rows = (_as_rows(x, count) for x in (q, k, v))
+        out, lse = passes.forward(*rows, _inside(mask, count), scale=scale)
+        parts = []
+        for part, mine, own in zip(
+            jnp.split(q, count, axis=1),
+            _before(mask, everywhere, count),
+            zip(jnp.split(out, count), jnp.split(lse, count), strict=True),
+            strict=True,
+        ):
+            parts.append(merged(own, rectangles.forward(part, keys, values, mine, scale=scale)))
+        outs, sums = zip(*parts, strict=True)
+        return jnp.concatenate(outs, axis=1).astype(q.dtype), jnp.concatenate(sums, axis=2)
+
+    def backward(
+        q: Array, k: Array, v: Array, mask: Mask, out: Array, lse: Array, dout: Array, *, scale: float
+    ) -> tuple[Array, Array, Array]:
+        if not mask.causal:
+            return whole.backward(q, k, v, mask, out, lse, dout, scale=scale)
+        keys, values, everywhere = whole_keys(cut, k, v, mask)
+        saved = _as_rows(out, count), _as_rows(lse, count, 2), _as_rows(dout, count)
+        rows = (_as_rows(x, count) for x in (q, k, v))
+        inside = passes.backward(*rows, _inside(mask, count), *saved, scale=scale)
+        dq, dk, dv = (_from_rows(x.astype(jnp.float32), count) for x in inside)
+        queries, sums = [], [jnp.zeros(x.shape, jnp.float32) for x in (keys, values)]
+        for part, mine, o, statistics, do in zip(
+            jnp.split(q, count, axis=1),
+            _before(mask, everywhere, count),
+            jnp.split(out, count, axis=1),
+            jnp.split(lse, count, axis=2),
+            jnp.split(dout, count, axis=1),
+            strict=True,
+        ):
+            new = rectangles.backward(part, keys, values, mine, o, statistics, do, scale=scale)
+            queries.append(new[0])
+            sums = [x + y.astype(jnp.float32) for x, y in zip(sums, new[1:], strict=True)]
+        dq = dq + jnp.concatenate(queries, axis=1).astype(jnp.float32)
+        dk, dv = (
+            x + reduce_rows(cut, y.astype(k.dtype)).astype(jnp.float32) for x, y in zip((dk, dv), sums, strict=True)
+        )
+        return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
+
+    return Passes(forward, backward)
+
+
+def two_squares(passes: Passes) -> Passes:
+    """Attention to the keys that arrive from another device in a ring of causal rows, two chunks a device.
+
+    Where they are of an earlier device, both chunks of queries see the lower chunk of keys; where of a later one, the
+    upper chunk of queries sees both chunks of keys. Either is two rows of one call. passes: takes rows without a mask.
+    Bidirectional attention is that of `passes`. Results and gradients are in float32.
+    """
+
+    def earlier(mask: Mask) -> Array:
+        _demand_chunks(mask)
+        if mask.query_segments is not None:
+            raise ValueError("squares have no documents: kernels.capability refuses them earlier")
+        return mask.key_index[0] < mask.query_index[0]
+
+    def queries(first: Array, x: Array, axis: int = 1) -> Array:
+        low, high = jnp.split(x, 2, axis=axis)
+        return jnp.concatenate([jnp.where(first, low, high), high])
+
+    def keys(first: Array, x: Array) -> Array:
+        low, high = jnp.split(x, 2, axis=1)
+        return jnp.concatenate([low, jnp.where(first, low, high)])
+
+    def unmasked(mask: Mask) -> Mask:
+        index = jnp.arange(mask.query_index.shape[0] // 2, dtype=jnp.int32)
+        return mask._replace(query_index=index, key_index=index, causal=False)
+
+    def forward(q: Array, k: Array, v: Array, mask: Mask, *, scale: float) -> tuple[Array, Array]:
+        if not mask.causal:
+            return passes.forward(q, k, v, mask, scale=scale)
+        first = earlier(mask)
+        both = passes.forward(queries(first, q), keys(first, k), keys(first, v), unmasked(mask), scale=scale)
+        (one, other), (lse, other_lse) = (jnp.split(x, 2) for x in both)
+        # The first square is of the lower queries or, like the second, of the upper ones.
+        low, low_lse = jnp.where(first, one, 0).astype(jnp.float32), jnp.where(first, lse, -jnp.inf)
+        high, high_lse = merged((one, jnp.where(first, -jnp.inf, lse)), (other, other_lse))
+        return jnp.concatenate([low, high], axis=1), jnp.concatenate([low_lse, high_lse], axis=2)
+
+    def backward(
+        q: Array, k: Array, v: Array, mask: Mask, out: Array, lse: Array, dout: Array, *, scale: float
+    ) -> tuple[Array, Array, Array]:
+        if not mask.causal:
+            return passes.backward(q, k, v, mask, out, lse, dout, scale=scale)
+        first = earlier(mask)
+        rows = queries(first, q), keys(first, k), keys(first, v)
+        saved = queries(first, out), queries(first, lse, 2), queries(first, dout)
+        both = passes.backward(*rows, unmasked(mask), *saved, scale=scale)
+        (one, other), *keyed = (jnp.split(x.astype(jnp.float32), 2) for x in both)
+        dq = jnp.concatenate([jnp.where(first, one, 0), jnp.where(first, 0, one) + other], axis=1)
+        dk, dv = (jnp.concatenate([x + jnp.where(first, y, 0), jnp.where(first, 0, y)], axis=1) for x, y in keyed)
+        return dq, dk, dv
+
+    return Passes(forward, backward)
