@@ -112,6 +112,13 @@ class Layout:
             return self.rows
         return self.rows.plain() if free_axes().get(AXIS, 1) > 1 else WHOLE
 
+    def row_index(self, length: int) -> Array:
+        """int32 [length]: position in the row of each of the positions that layers see here, outside islands.
+
+        Of all under `jax.jit`, of this device's in a step.
+        """
+        return (self.rows if manual_axes().get(AXIS, 1) > 1 else WHOLE).local_index(length)
+
     def act(self, x: Array, *axes: str | None) -> Array:
         """Constrains the sharding of an activation; one logical axis (or None) for each dimension of x."""
         if len(axes) != x.ndim:
