@@ -76,7 +76,7 @@ class DecoderLM(nnx.Module):
         row_keys = None
         if key is not None and self.cfg.has_dropout():
             row_keys = keys_of_rows(key, batch[SAMPLE])
-        index = self.layout.row_cut().local_index(batch["tokens"].shape[1])
+        index = self.layout.row_index(batch["tokens"].shape[1])
         return Context(batch["positions"], index, batch.get("segment_ids"), row_keys)
 
     def hidden_states(self, tokens: Array, ctx: Context) -> Array:
@@ -122,7 +122,7 @@ class DecoderLM(nnx.Module):
         """
         states, positions = [], ctx.positions
         for depth, head in enumerate(self.predictions, start=1):
-            tokens, positions = shifted(tokens, ctx.segments), shifted(positions, ctx.segments)
+            tokens, positions = (shifted(self.layout, each, ctx.segments) for each in (tokens, positions))
             there = ctx._replace(positions=positions).for_layer(EMBEDDING_PLACE - depth)
             embedded = self.enter(embedded_beside_loss(self.layout, self.embed_tokens(tokens)), there)
             run = recomputed(head, self.cfg.recomputing().policy())
@@ -153,7 +153,7 @@ class DecoderLM(nnx.Module):
         metrics = {name: (each / scale / share, counted) for name, each in sums.losses.items()}
         states = self.mtp_states(x, batch["tokens"], ctx)
         prediction = self.cfg.prediction
-        targets = () if prediction is None else mtp_targets(prediction, batch, ctx.segments, reduction)
+        targets = () if prediction is None else mtp_targets(prediction, self.layout, batch, ctx.segments, reduction)
         for depth, (state, target) in enumerate(zip(states, targets, strict=False), start=2):
             sums = self.vocabulary_loss(state, target.labels, target.weights * (target.share * scale))
             total = total + sums.minimised / scale * target.coefficient
@@ -222,3 +222,8 @@ def layer_settings(cfg: DecoderConfig, layout: Layout) -> LayerSettings:
 def scaled(x: Array, factor: float) -> Array:
     """x * factor in x's dtype."""
     return x if factor == 1 else x * jnp.asarray(factor, x.dtype)
+
+
+def in_order(layout: Layout, tokens: Array) -> Array:
+    """int32 [B, S] -> positions from 0 on in the row, int32 [B, S]."""
+    return jnp.broadcast_to(layout.row_index(tokens.shape[1])[None], tokens.shape)

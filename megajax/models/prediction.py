@@ -13,12 +13,16 @@ from flax import nnx
 from jax import Array, lax
 
 from megajax.batch import Rows
+from megajax.kernels.context.collectives import gather_rows
 from megajax.layers.config import AnyBlockConfig, NormConfig
 from megajax.layers.context import Context
 from megajax.layers.param import LayerSettings, Matrix, matrix
+from megajax.mesh.layout import Layout
 from megajax.mesh.mesh import manual_axes
 from megajax.models.config import PredictionConfig
 from megajax.models.reduction import LossReduction
+
+TOKENS = ("batch", "seq")
 
 
 class Prediction(nnx.Module):
@@ -67,7 +71,7 @@ class Target(NamedTuple):
 
 
 def mtp_targets(
-    cfg: PredictionConfig, batch: Rows, segments: Array | None, reduction: LossReduction
+    cfg: PredictionConfig, layout: Layout, batch: Rows, segments: Array | None, reduction: LossReduction
 ) -> Iterator[Target]:
     """The targets of heads 1, 2, and so on without end: each loss is a mean of the same kind as the main one.
 
@@ -76,7 +80,7 @@ def mtp_targets(
     """
     labels, mask = batch["labels"], batch["loss_mask"]
     while True:
-        labels, mask = shifted(labels, segments), shifted(mask, segments)
+        labels, mask = shifted(layout, labels, segments), shifted(layout, mask, segments)
         by_tokens = reduction.average == "tokens"
         weights = reweighted(mask, batch["loss_mask"], DIMENSIONS[cfg.reweighted]) if by_tokens else mask
         counted = jnp.sum(weights)
@@ -95,10 +99,31 @@ def reweighted(mask: Array, whole: Array, over: tuple[int, ...]) -> Array:
     return mask * (wanted / jnp.maximum(inside, 1))
 
 
-def shifted(x: Array, segments: Array | None) -> Array:
-    """[B, S] -> the next position's value, within the document where they are apart; zero at the end."""
-    last = jnp.zeros_like(x[:, :1])
-    if segments is None:
-        return jnp.concatenate([x[:, 1:], last], axis=1)
-    inside = segments[:, 1:] == segments[:, :-1]
-    return jnp.concatenate([jnp.where(inside, x[:, 1:], 0), last], axis=1)
+def shifted(layout: Layout, x: Array, segments: Array | None) -> Array:
+    """[B, S] -> the next position's value, within the document where they are apart; zero at the end of the row.
+
+    Where rows are cut, the value after a chunk is the first of the chunk that follows it in the row. So a device sends
+    one number of each of its chunks, B x chunks x 4 bytes, for x and for the segments.
+    """
+    cut = layout.row_cut()
+    if cut.devices == 1:
+        return _within(_shifted(x), segments, None if segments is None else _shifted(segments))
+
+    def local(x: Array) -> Array:
+        chunks = x.reshape(x.shape[0], cut.chunks, -1)
+        firsts = _shifted(gather_rows(cut, chunks[:, :, 0]))
+        after = firsts[:, cut.local_index(cut.chunks)]
+        return jnp.concatenate([chunks[:, :, 1:], after[:, :, None]], axis=2).reshape(x.shape)
+
+    following = layout.island(local, (TOKENS,), TOKENS)
+    return _within(following(x), segments, None if segments is None else following(segments))
+
+
+def _shifted(x: Array) -> Array:
+    """[B, S] -> the next value of a whole row; zero at the end."""
+    return jnp.pad(x[:, 1:], ((0, 0), (0, 1)))
+
+
+def _within(x: Array, segments: Array | None, following: Array | None) -> Array:
+    """Zero where the next position is of another document."""
+    return x if segments is None else jnp.where(segments == following, x, jnp.zeros_like(x))

@@ -10,10 +10,15 @@ from tiny_runs import gpt, llama, train
 
 from megajax.layers.embedding import VocabularyLoss
 from megajax.mesh.config import ParallelConfig
+from megajax.mesh.layout import Layout
+from megajax.mesh.rules import Plan
 from megajax.models.config import DecoderConfig, PredictionConfig
 from megajax.models.decoder import DecoderLM
 from megajax.models.prediction import shifted
 from megajax.models.reduction import LossReduction
+
+LAYOUT = Layout(Plan.of(ParallelConfig()))
+"""Without a mesh everything is on one device."""
 
 MODELS = {
     "tied, dropout": replace(gpt(dropout=0.1), prediction=PredictionConfig(depth=2)),
@@ -23,10 +28,10 @@ MODELS = {
 
 def test_what_is_ahead_ends_with_the_row_and_the_document():
     x = jnp.asarray([[3, 4, 5, 6, 7]])
-    np.testing.assert_array_equal(shifted(x, None), [[4, 5, 6, 7, 0]])
+    np.testing.assert_array_equal(shifted(LAYOUT, x, None), [[4, 5, 6, 7, 0]])
     apart = jnp.asarray([[0, 0, 1, 1, 1]])
-    np.testing.assert_array_equal(shifted(x, apart), [[4, 0, 6, 7, 0]])
-    np.testing.assert_array_equal(shifted(shifted(x, apart), apart), [[0, 0, 7, 0, 0]])
+    np.testing.assert_array_equal(shifted(LAYOUT, x, apart), [[4, 0, 6, 7, 0]])
+    np.testing.assert_array_equal(shifted(LAYOUT, shifted(LAYOUT, x, apart), apart), [[0, 0, 7, 0, 0]])
 
 
 class Known:
@@ -34,7 +39,7 @@ class Known:
 
     def __init__(self, main: np.ndarray, further: np.ndarray, reweighted: str):
         self.cfg = SimpleNamespace(prediction=PredictionConfig(weight=0.5, reweighted=reweighted))
-        self.main, self.ahead = main, further
+        self.main, self.ahead, self.layout = main, further, LAYOUT
 
     def final_norm(self, x):
         return self.main
