@@ -6,6 +6,7 @@ B rows, S positions, I channels, Z state size; h is [I, Z]. A state starts from 
 document's results depend on no number of another one, to the last bit.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -45,14 +46,7 @@ def selective_scan(scan: SelectiveScan, chunk: int) -> tuple[Array, Array]:
     state = scan.state
     if state is None:
         state = jnp.zeros((rows, channels, scan.a.shape[1]), jnp.float32)
-    starts = jnp.zeros((rows, length), bool)
-    if scan.runs is not None:
-        starts = jnp.pad(scan.runs[:, 1:] != scan.runs[:, :-1], ((0, 0), (1, 0)))
-
-    def in_chunks(x: Array) -> Array:
-        """[B, S, ...] -> [chunks, B, L, ...]; positions behind the last have steps of 0, which change no state."""
-        x = jnp.pad(x, ((0, 0), (0, -length % chunk), *[(0, 0)] * (x.ndim - 2)))
-        return jnp.moveaxis(x.reshape(rows, -1, chunk, *x.shape[2:]), 1, 0)
+    starts = _starts(scan)
 
     def advance(state: Array, at: tuple[Array, ...]) -> tuple[Array, Array]:
         start, x, dt, b, c = at
@@ -65,9 +59,50 @@ def selective_scan(scan: SelectiveScan, chunk: int) -> tuple[Array, Array]:
         y = jnp.einsum("btiz,btz->bti", states, c.astype(jnp.float32)) + scan.skip[None, None] * full
         return states[:, -1], y.astype(x.dtype)
 
-    inputs = tuple(in_chunks(each) for each in (starts, scan.x, scan.dt, scan.b, scan.c))
+    inputs = tuple(_in_chunks(each, chunk) for each in (starts, scan.x, scan.dt, scan.b, scan.c))
     state, y = lax.scan(jax.checkpoint(advance, prevent_cse=False), state, inputs)
     return jnp.moveaxis(y, 0, 1).reshape(rows, -1, channels)[:, :length], state
+
+
+def selective_transition(scan: SelectiveScan, chunk: int) -> tuple[Array, Array]:
+    """What the positions of a row do to any state before them, h -> kept h + added; `scan.state` is not read.
+
+    kept: float32 [B, I, Z], 0 where a document starts behind the first position; added: float32 [B, I, Z]. Each chunk
+    of positions is one sum, without the states between them. The backward pass saves the inputs alone.
+    """
+    return jax.checkpoint(partial(_transition, min(chunk, scan.x.shape[1])), prevent_cse=False)(scan)
+
+
+def _transition(chunk: int, scan: SelectiveScan) -> tuple[Array, Array]:
+    def advance(transition: tuple[Array, Array], at: tuple[Array, ...]) -> tuple[tuple[Array, Array], None]:
+        start, x, dt, b = at
+        # Positions of the document that the chunk ends with: no other starts at them or behind.
+        closing = lax.cumsum(jnp.pad(start[:, 1:], ((0, 0), (0, 1))).astype(jnp.int32), axis=1, reverse=True) == 0
+        after = lax.cumsum(jnp.pad(dt[:, 1:], ((0, 0), (0, 1), (0, 0))), axis=1, reverse=True)
+        taken = jnp.where(closing[..., None], dt * x.astype(jnp.float32), 0)
+        decays = jnp.exp(after[..., None] * scan.a[None, None])
+        added = (decays * taken[..., None] * b.astype(jnp.float32)[:, :, None]).sum(1)
+        kept = jnp.exp(dt.sum(1)[..., None] * scan.a[None])
+        kept = jnp.where(start.any(1)[:, None, None], 0, kept)
+        return _both(transition, (kept, added)), None
+
+    shape = (scan.x.shape[0], *scan.a.shape)
+    nothing = jnp.ones(shape, jnp.float32), jnp.zeros(shape, jnp.float32)
+    inputs = tuple(_in_chunks(each, chunk) for each in (_starts(scan), scan.x, scan.dt, scan.b))
+    return lax.scan(jax.checkpoint(advance, prevent_cse=False), nothing, inputs)[0]
+
+
+def _starts(scan: SelectiveScan) -> Array:
+    """bool [B, S]: a document starts at the position; not said of the first."""
+    if scan.runs is None:
+        return jnp.zeros(scan.x.shape[:2], bool)
+    return jnp.pad(scan.runs[:, 1:] != scan.runs[:, :-1], ((0, 0), (1, 0)))
+
+
+def _in_chunks(x: Array, chunk: int) -> Array:
+    """[B, S, ...] -> [chunks, B, L, ...]; positions behind the last have steps of 0, which change no state."""
+    x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % chunk), *[(0, 0)] * (x.ndim - 2)))
+    return jnp.moveaxis(x.reshape(x.shape[0], -1, chunk, *x.shape[2:]), 1, 0)
 
 
 def _both(first: tuple[Array, Array], second: tuple[Array, Array]) -> tuple[Array, Array]:

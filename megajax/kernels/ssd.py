@@ -106,6 +106,30 @@ def ssd(scan: Scan, chunk: int) -> tuple[Array, Array]:
     return y[:, :length], state
 
 
+def ssd_transition(scan: Scan) -> tuple[Array, Array]:
+    """What the positions of a row do to any state before them, h -> kept h + added; `scan.state` is not read.
+
+    kept: float32 [B, N], 0 where a document starts behind the first position; added: float32 [B, N, P, Z]. The backward
+    pass saves the inputs alone.
+    """
+    return jax.checkpoint(_transition, prevent_cse=False)(scan)
+
+
+def _transition(scan: Scan) -> tuple[Array, Array]:
+    (rows, length, heads, size), (groups, states) = scan.x.shape, scan.b.shape[2:]
+    logs = scan.dt * scan.a[None, None]
+    runs = jnp.zeros((rows, length), jnp.int32) if scan.runs is None else scan.runs
+    closing, through = runs == runs[:, -1:], runs[:, 0] == runs[:, -1]
+    after = lax.cumsum(_shifted(logs, -1, axis=1), axis=1, reverse=True)
+    taken = jnp.where(closing[..., None], jnp.exp(after), 0) * scan.dt
+    taken = taken.reshape(rows, length, groups, -1, 1)
+    weighted = (taken * scan.b[:, :, :, None].astype(jnp.float32)).astype(scan.x.dtype)
+    x = scan.x.reshape(rows, length, groups, -1, size)
+    added = jnp.einsum("bjgrp,bjgrz->bgrpz", x, weighted, preferred_element_type=jnp.float32)
+    kept = jnp.where(through[:, None], jnp.exp(logs.sum(1)), 0)
+    return kept, added.reshape(rows, heads, size, states)
+
+
 def _padded(scan: Scan, behind: int) -> Scan:
     """With positions behind the last whose steps are 0: they change no state."""
     if not behind:

@@ -4,7 +4,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -13,7 +12,8 @@ from flax import nnx
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
-from megajax.kernels.ssd import Scan, causal_conv, gated_norm, runs_of, ssd
+from megajax.kernels.context.recurrence import CutRows
+from megajax.kernels.ssd import Scan, causal_conv, gated_norm, ssd, ssd_transition
 from megajax.layers.config import Mamba1Config, Mamba2Config
 from megajax.layers.context import Context
 from megajax.layers.decoding import Cache, advance_rows, last_inputs
@@ -122,9 +122,17 @@ class Mamba2(nnx.Module):
 
     def __call__(self, x: Array, ctx: Context) -> Array:
         inputs, z = self.project(x)
-        runs, rows = (None, None) if ctx.segments is None else (runs_of(ctx.segments), ("batch", "seq"))
-        island = self.layout.island(lambda *arrays: self.mixed(*arrays)[0], (INPUT_AXES, self.axes(), rows), HEADS)
-        y = island(inputs, self.weights(), runs)
+        cut, reach = self.layout.row_cut(), self.cfg.conv_kernel - 1
+
+        def local(inputs: Inputs, weights: Mapping[str, Mapping[str, Array]], segments: Array | None) -> Array:
+            rows = CutRows.of(cut, segments)
+            before = {name: rows.last_inputs(inputs[name], reach) for name in ("x", "b", "c")}
+            inputs = {name: rows.apart(each) for name, each in inputs.items()}
+            return rows.together(self.mixed(inputs, weights, rows.runs(), before, cut_rows=rows)[0])
+
+        of_rows = None if ctx.segments is None else ("batch", "seq")
+        island = self.layout.island(local, (INPUT_AXES, self.axes(), of_rows), HEADS)
+        y = island(inputs, self.weights(), ctx.segments)
         return self.combined(checkpoint_name(y, "attention"), z)
 
     def step(self, x: Array, cache: Cache, ctx: Context) -> tuple[Array, Cache]:
@@ -159,19 +167,25 @@ class Mamba2(nnx.Module):
         inputs: Inputs,
         weights: Mapping[str, Mapping[str, Array]],
         runs: Array | None,
-        before: Cache = MappingProxyType({}),
+        before: Mapping[str, Array | None],
         counts: Array | None = None,
+        cut_rows: CutRows | None = None,
     ) -> tuple[Array, Array]:
         """Convolutions and recurrence of a device's heads: y [B, S, N, P], and the last state [B, N, P, Z].
 
-        counts: int32 [B], positions that change the state; None: all.
+        counts: int32 [B], positions that change the state; None: all. cut_rows: of what the inputs are chunks.
         """
         rates, names = weights["rates"], ("x", "b", "c")
         x, b, c = (keeping_inputs(filtered)(inputs[name], weights[name], runs, before.get(name)) for name in names)
         dt = jax.nn.softplus(inputs["dt"].astype(jnp.float32) + rates["dt_bias"].astype(jnp.float32)[None, None])
         a, skip = -jnp.exp(rates["a_log"].astype(jnp.float32)), rates["skip"].astype(jnp.float32)
         dt = counted(jnp.clip(dt, *self.cfg.dt_limit), counts)
-        return ssd(Scan(x, dt, a, b, c, skip, runs, before.get("state")), self.cfg.chunk)
+        scan = Scan(x, dt, a, b, c, skip, runs, before.get("state"))
+        if cut_rows is not None and not cut_rows.whole:
+            kept, added = ssd_transition(scan)
+            first = cut_rows.first_states(kept[..., None], added.reshape(*kept.shape, -1))
+            scan = scan._replace(state=first.reshape(added.shape))
+        return ssd(scan, self.cfg.chunk)
 
     def combined(self, y: Array, z: Array) -> Array:
         """The recurrence's output and the gate [B, S, N, P] -> the layer's output [B, S, D]."""

@@ -10,8 +10,8 @@ from flax import nnx
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
-from megajax.kernels.selective_scan import SelectiveScan, selective_scan
-from megajax.kernels.ssd import runs_of
+from megajax.kernels.context.recurrence import CutRows
+from megajax.kernels.selective_scan import SelectiveScan, selective_scan, selective_transition
 from megajax.layers.config import Mamba1Config
 from megajax.layers.context import Context
 from megajax.layers.decoding import Advance, Cache, advance_rows, last_inputs
@@ -22,6 +22,9 @@ from megajax.mesh.layout import AxesTree
 
 CHANNELS = ("batch", "seq", "heads")
 STATES = ("batch", "seq", "state")
+type Scanned = tuple[Array, ...]
+"""x and steps before softplus [B, S, I], b and c [B, S, Z]."""
+
 SCANNED: AxesTree = (CHANNELS, CHANNELS, STATES, STATES)
 RATES: AxesTree = {"dt_bias": ("heads",), "a_log": ("heads", "state"), "skip": ("heads",)}
 
@@ -60,10 +63,23 @@ class Mamba1(nnx.Module):
 
     def __call__(self, x: Array, ctx: Context) -> Array:
         x, z = self.project(x)
-        runs, rows = (None, None) if ctx.segments is None else (runs_of(ctx.segments), ("batch", "seq"))
-        y = keeping_inputs(filtered)(x, self.conv_x.weights(), runs, None)
-        island = self.layout.island(lambda *arrays: self.scanned(*arrays)[0], (SCANNED, RATES, rows), CHANNELS)
-        y = island(self.scan_inputs(y), self.rates(), runs)
+        cut, weights = self.layout.row_cut(), self.conv_x.weights()
+
+        def convolve(x: Array, weights: Mapping[str, Array], segments: Array | None) -> Array:
+            rows = CutRows.of(cut, segments)
+            before = rows.last_inputs(x, self.cfg.conv_kernel - 1)
+            return rows.together(keeping_inputs(filtered)(rows.apart(x), weights, rows.runs(), before))
+
+        def scan(inputs: Scanned, rates: Mapping[str, Array], segments: Array | None) -> Array:
+            rows = CutRows.of(cut, segments)
+            inputs = tuple(rows.apart(each) for each in inputs)
+            return rows.together(self.scanned(inputs, rates, rows.runs(), cut_rows=rows)[0])
+
+        of_rows = None if ctx.segments is None else ("batch", "seq")
+        filters: AxesTree = {name: (*[None] * (w.ndim - 1), "heads") for name, w in weights.items()}
+        y = self.layout.island(convolve, (CHANNELS, filters, of_rows), CHANNELS)(x, weights, ctx.segments)
+        island = self.layout.island(scan, (SCANNED, RATES, of_rows), CHANNELS)
+        y = island(self.scan_inputs(y), self.rates(), ctx.segments)
         return self.combined(checkpoint_name(y, "attention"), z)
 
     def step(self, x: Array, cache: Cache, ctx: Context) -> tuple[Array, Cache]:
@@ -97,7 +113,7 @@ class Mamba1(nnx.Module):
             z, x = z + self.in_z_bias[...][None, None], x + self.in_x_bias[...][None, None]
         return checkpoint_name(x, "value"), checkpoint_name(z, "gate")
 
-    def scan_inputs(self, x: Array) -> tuple[Array, Array, Array, Array]:
+    def scan_inputs(self, x: Array) -> Scanned:
         """The convolution's output x [B, S, I] -> x, steps before softplus [B, S, I], b and c [B, S, Z]."""
         dot = self.layout.dot
         b = checkpoint_name(dot("bsi,iz->bsz", x, self.down_b, *STATES), "latent")
@@ -111,20 +127,23 @@ class Mamba1(nnx.Module):
 
     def scanned(
         self,
-        inputs: tuple[Array, Array, Array, Array],
+        inputs: Scanned,
         rates: Mapping[str, Array],
         runs: Array | None,
         state: Array | None = None,
         counts: Array | None = None,
+        cut_rows: CutRows | None = None,
     ) -> tuple[Array, Array]:
         """The recurrence of a device's channels: [B, S, I], and the last state [B, I, Z].
 
-        counts: int32 [B], positions that change the state; None: all.
+        counts: int32 [B], positions that change the state; None: all. cut_rows: of what the inputs are chunks.
         """
         x, dt, b, c = inputs
         full = {name: w.astype(jnp.float32) for name, w in rates.items()}
         dt = counted(jax.nn.softplus(dt.astype(jnp.float32) + full["dt_bias"][None, None]), counts)
         scan = SelectiveScan(x, dt, -jnp.exp(full["a_log"]), b, c, full["skip"], runs, state)
+        if cut_rows is not None and not cut_rows.whole:
+            scan = scan._replace(state=cut_rows.first_states(*selective_transition(scan, self.cfg.chunk)))
         return selective_scan(scan, self.cfg.chunk)
 
     def combined(self, y: Array, z: Array) -> Array:

@@ -130,10 +130,9 @@ def test_rates_do_not_decay_and_filters_are_no_matrices(name):
         (Mamba2Config(heads=12, groups=2), {"tensor": 3}, "groups", "groups=2 and parallel.tensor=3: one must be"),
         (Mamba1Config(inner=9, rank=1), {"tensor": 2}, "inner", "inner=9 is not divisible by parallel.tensor=2"),
         (Mamba1Config(inner=9, rank=0), {}, "rank", "must be a number above 0, got 0"),
-        (Mamba1Config(inner=9, rank=1), {"context": 2}, "state", "and parallel.context=2 cuts them"),
     ],
 )
 def test_what_is_refused(cfg, sizes, where, what):
-    (problem,) = cfg.problems() or list(cfg.mesh_problems({"tensor": 1, "context": 1} | sizes))
+    (problem,) = cfg.problems() or list(cfg.mesh_problems({"tensor": 1} | sizes))
     assert problem.where == where
     assert what in problem.what

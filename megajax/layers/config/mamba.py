@@ -190,14 +190,13 @@ class Mamba2Config(StateSpaceConfig):
         return [n for n in divisors_of(max(self.heads, 1)) if groups % n == 0 or n % groups == 0]
 
     def mesh_problems(self, sizes: Mapping[str, int]) -> Iterator[Problem]:
-        """`tensor` has to divide heads, and to divide groups or to be a multiple of them; `context` has to be 1."""
+        """`tensor` has to divide heads, and to divide groups or to be a multiple of them."""
         tensor = sizes["tensor"]
         if self.heads % tensor:
             yield Problem("heads", f"heads={self.heads} is not divisible by parallel.tensor={tensor}")
         elif tensor not in self.tensor_sizes():
             what = f"groups={self.groups} and parallel.tensor={tensor}: one must be a multiple of the other"
             yield Problem("groups", what)
-        yield from uncut_rows(sizes)
 
     def matmul_sides(self, hidden: int, tensor: int) -> Iterator[Side]:
         """A device's heads, and its groups. Steps are never in 8 bits."""
@@ -312,10 +311,9 @@ class Mamba1Config(StateSpaceConfig):
         return divisors_of(max(self.inner, 1))
 
     def mesh_problems(self, sizes: Mapping[str, int]) -> Iterator[Problem]:
-        """`tensor` has to divide the channels; `context` has to be 1."""
+        """`tensor` has to divide the channels."""
         if self.inner % sizes["tensor"]:
             yield Problem("inner", f"inner={self.inner} is not divisible by parallel.tensor={sizes['tensor']}")
-        yield from uncut_rows(sizes)
 
     def matmul_sides(self, hidden: int, tensor: int) -> Iterator[Side]:
         """A device's channels, and what steps, b and c are made of."""
@@ -339,10 +337,3 @@ def last_inputs(cfg: StateSpaceConfig, name: str, shape: tuple[int, ...], axes: 
 def state_leaf(shape: tuple[int, ...]) -> CacheLeaf:
     """The state of heads or channels."""
     return CacheLeaf("state", shape, ("heads", *[None] * (len(shape) - 1)), per="row", dtype="float32")
-
-
-def uncut_rows(sizes: Mapping[str, int]) -> Iterator[Problem]:
-    """States pass along whole rows: `context` has to be 1."""
-    if sizes.get("context", 1) > 1:
-        what = f"has states that pass along whole rows, and parallel.context={sizes['context']} cuts them"
-        yield Problem("state", what, "set parallel.context=1")

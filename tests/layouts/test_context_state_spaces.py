@@ -1,0 +1,193 @@
+"""State-space layers whose rows are cut over `context`: outputs and gradients as with whole rows, documents apart."""
+
+from dataclasses import replace
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax import Array
+from jax.sharding import PartitionSpec
+from test_hybrid_layouts import hybrid
+from tiny_runs import ONE, QUICK, differentiate, llama
+
+from megajax.layers.config import (
+    FeedForwardBlockConfig,
+    GatedMLPConfig,
+    Mamba1Config,
+    Mamba2Config,
+    MixerBlockConfig,
+    StackConfig,
+)
+from megajax.layers.context import Context
+from megajax.layers.param import LayerSettings, bind, initial_values, specs
+from megajax.mesh.config import ParallelConfig
+from megajax.mesh.layout import Layout
+from megajax.mesh.mesh import build_mesh
+from megajax.mesh.row_cut import RowCut
+from megajax.mesh.rules import Plan
+from megajax.models.config import DecoderConfig
+
+HIDDEN, ROWS = 16, 2
+LAYERS = {
+    "mamba 2": Mamba2Config(heads=3, head_dim=6, state=5, groups=3, chunk=8, bias=True),
+    "mamba 2, one group": Mamba2Config(heads=4, head_dim=5, state=3, groups=1, chunk=8),
+    "mamba 1": Mamba1Config(inner=22, rank=3, state=5, chunk=3, bias=True),
+}
+SHORT = 16, ParallelConfig(data=1, context=4)
+"""Chunks shorter than what a convolution sees."""
+ROUNDS = 48, ParallelConfig(data=1, context=2, context_rounds=2)
+DEFAULT = {"mamba 2": ROUNDS, "mamba 1": SHORT}
+CASES = [
+    pytest.param(name, *cut, isolated, marks=[] if isolated and DEFAULT.get(name) == cut else pytest.mark.slow)
+    for name in LAYERS
+    for cut in (SHORT, ROUNDS)
+    for isolated in (True, False)
+]
+
+
+def segments(length: int) -> np.ndarray:
+    """Documents across borders of chunks, on them, and of one position; an id that comes again."""
+    row, other = np.zeros((2, length), np.int32)
+    row[3:] = 1
+    row[length // 4 :] = 2
+    row[length // 4 + 1 :] = 1
+    row[length // 2 : length - 2] = 5
+    other[length - 1 :] = 1
+    return np.stack([row, other])
+
+
+def drawn(length: int) -> np.ndarray:
+    return np.random.default_rng(0).normal(size=(ROWS, length, HIDDEN)).astype(np.float32)
+
+
+@cache
+def layer(name: str, parallel: ParallelConfig) -> nnx.Module:
+    """With the same weights on every layout, all of them random."""
+    layout = Layout(Plan.of(parallel), rows=RowCut.of(parallel, causal=True))
+    settings = LayerSettings(layout=layout, hidden=HIDDEN, std=0.3, output_std=0.3)
+    abstract = nnx.eval_shape(lambda: LAYERS[name].build(settings))
+    rng = np.random.default_rng(1)
+    like = jax.eval_shape(lambda: initial_values(specs(abstract), 0))
+    return bind(abstract, jax.tree.map(lambda leaf: rng.normal(0.3, 0.3, leaf.shape).astype(np.float32), like))
+
+
+def applied(weights: nnx.State, x: Array, ids: Array | None, *, graph: nnx.GraphDef, cut: RowCut) -> Array:
+    """The layer on what a device holds of rows."""
+    index = cut.local_index(x.shape[1])
+    return nnx.merge(graph, weights)(x, Context(jnp.broadcast_to(index[None], x.shape[:2]), index, ids))
+
+
+def pulled(f, weights, x, ids, weighting):
+    """Output, and the gradients of a weighted sum of it by weights and x."""
+
+    def total(weights, x):
+        y = f(weights, x, ids)
+        return (y * weighting).sum(), y
+
+    (_, y), gradients = jax.value_and_grad(total, argnums=(0, 1), has_aux=True)(weights, x)
+    return y, gradients
+
+
+@cache
+def compiled(name: str, parallel: ParallelConfig, length: int, isolated: bool):
+    """(weights, x, ids, weighting) -> see `pulled`, on the devices of the layout; rows device by device."""
+    graph, weights = nnx.split(layer(name, parallel))
+    run = partial(applied, graph=graph, cut=RowCut.of(parallel, causal=True))
+    if parallel.context > 1:
+        rows = PartitionSpec(None, "context")
+        run = jax.shard_map(
+            run,
+            mesh=build_mesh(parallel),
+            in_specs=(PartitionSpec(), rows, rows),
+            out_specs=rows,
+            axis_names={"context"},
+            check_vma=False,
+        )
+    x, ids = drawn(length), segments(length) if isolated else None
+    with jax.default_matmul_precision("highest"):
+        return jax.jit(partial(pulled, run)).lower(weights, x, ids, x).compile(compiler_options=dict(QUICK))
+
+
+def results(name: str, parallel: ParallelConfig, x: np.ndarray, ids: np.ndarray | None):
+    """Output [B, T, D] and gradients in the row's order, by a layer on the devices of the layout."""
+    weights, length = nnx.split(layer(name, parallel))[1], x.shape[1]
+    places = RowCut.of(parallel, causal=True).places(length)
+    weighting = np.cos(np.arange(x.size, dtype=np.float32)).reshape(x.shape)
+    moved = x[:, places], None if ids is None else ids[:, places], weighting[:, places]
+    y, (of_weights, of_x) = jax.device_get(compiled(name, parallel, length, ids is not None)(weights, *moved))
+    order = np.argsort(places)
+    gradients = {"/".join(map(str, path)): each[...] for path, each in nnx.to_flat_state(of_weights)}
+    return y[:, order], {**gradients, "x": of_x[:, order]}
+
+
+def alike(actual, expected, what: str) -> None:
+    """To 1e-5 of the largest number."""
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-5 * np.abs(expected).max(), err_msg=what)
+
+
+@pytest.mark.parametrize(("name", "length", "parallel", "isolated"), CASES)
+def test_layers_on_cut_rows_are_those_on_whole_rows(name, length, parallel, isolated) -> None:
+    ids, x = segments(length) if isolated else None, drawn(length)
+    y, gradients = results(name, parallel, x, ids)
+    expected, wanted = results(name, ONE, x, ids)
+    alike(y, expected, "output")
+    assert gradients.keys() == wanted.keys()
+    for path, gradient in wanted.items():
+        alike(gradients[path], gradient, path)
+
+
+@pytest.mark.parametrize("name", ["mamba 2", "mamba 1"])
+def test_a_document_is_the_same_to_the_bit_whatever_its_neighbours(name) -> None:
+    length, parallel = DEFAULT[name]
+    ids, x = segments(length), drawn(length)
+    changed = (np.arange(ROWS) == 0)[:, None] & (ids == 5)
+    before, after = (results(name, parallel, np.where(changed[..., None], factor * x, x), ids) for factor in (1, -3))
+    for first, second in ((before[0], after[0]), (before[1]["x"], after[1]["x"])):
+        assert (first[changed] != second[changed]).all()
+        np.testing.assert_array_equal(first[~changed], second[~changed])
+
+
+@pytest.mark.parametrize("name", ["mamba 2", pytest.param("mamba 1", marks=pytest.mark.slow)])
+def test_plain_jit_cuts_rows_into_chunks_in_order(name) -> None:
+    parallel, x, ids = ParallelConfig(data=1, context=2, tensor=1), drawn(12), segments(12)
+    whole = results(name, ONE, x, ids)[0]
+    graph, weights = nnx.split(layer(name, parallel))
+    with jax.set_mesh(build_mesh(parallel)), jax.default_matmul_precision("highest"):
+        run = jax.jit(partial(applied, graph=graph, cut=RowCut()))
+        y = run.lower(weights, x, ids).compile(compiler_options=dict(QUICK))(weights, x, ids)
+    alike(y, whole, "output")
+
+
+MLP = FeedForwardBlockConfig(mlp=GatedMLPConfig(ffn=48))
+SPACES = {
+    "groups": Mamba2Config(heads=4, head_dim=6, state=5, groups=2, chunk=8, bias=True),
+    "one group": Mamba2Config(heads=4, head_dim=6, state=5, groups=1, chunk=8),
+    "mamba 1": Mamba1Config(inner=24, rank=4, state=5, chunk=4, bias=True),
+}
+MODELS = {
+    name: replace(llama(), stack=StackConfig(pattern=(MixerBlockConfig(mixer=space), MLP), repeats=2))
+    for name, space in SPACES.items()
+}
+MODELS["attention and experts between"] = hybrid("ME*EM-")
+LAYOUTS = {
+    "context 2": ParallelConfig(data=1, context=2),
+    "context 4, ring": ParallelConfig(data=1, context=4, context_strategy="ring"),
+    "two rounds": ParallelConfig(data=1, context=2, context_rounds=2),
+    "tensor, sequence": ParallelConfig(data=1, context=2, tensor=2, sequence=True),
+    "fsdp": ParallelConfig(data=2, context=2, data_sharding="fsdp"),
+    "pipeline": ParallelConfig(data=1, context=2, pipeline=2),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+def test_models_train_as_on_one_device(model: DecoderConfig, parallel: ParallelConfig) -> None:
+    one, cut = (differentiate(model, layout, microbatches=2) for layout in (ONE, parallel))
+    np.testing.assert_allclose(cut.loss, one.loss, rtol=1e-5)
+    assert cut.gradients.keys() == one.gradients.keys()
+    for path, gradient in one.gradients.items():
+        alike(cut.gradients[path], gradient, path)
