@@ -131,7 +131,7 @@ def chat_speed(length: int, folder: Path) -> dict[str, float]:
     lengths = draw.lognormal(np.log(length / 6), 0.85, 1_000_000).clip(20, length).astype(int)
     read = min(2000, len(rows))
     return {
-        "chat_packing_share": rows.packing_share(),
+        "chat_packing_share": rows.packing.fill,
         "chat_conversations_built_per_second": count / built,
         "chat_conversations_from_cache_per_second": count / cached,
         "chat_rows_per_second": read / seconds(lambda: [rows[row] for row in range(read)]),

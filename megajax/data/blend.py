@@ -11,6 +11,7 @@ import numpy as np
 
 from megajax.batch import Schema
 from megajax.config.errors import UserError
+from megajax.data.attention_work import lengths_of_row
 from megajax.data.cache import Arrays, load_or_build, user_cache
 from megajax.data.config import BlendConfig, TokenFilesConfig
 from megajax.data.gpt import GPTDataset, RowOptions, Tokenizer, TokenSource, pad_token
@@ -130,6 +131,10 @@ class BlendedDataset:
 
     def __len__(self) -> int:
         return len(self.index.datasets)
+
+    def document_lengths(self, row: int) -> np.ndarray:
+        """Tokens of each document of a row, int64 [D]."""
+        return lengths_of_row(self.datasets[self.index.datasets[row]], int(self.index.samples[row]))
 
     def __getitem__(self, row: int) -> dict[str, np.ndarray]:
         if not 0 <= row < len(self):

@@ -15,7 +15,7 @@ from megajax.data.cache import user_cache
 from megajax.data.chat_files import Conversations, Reader, counted
 from megajax.data.config import ChatConfig
 from megajax.data.gpt import ORDER_SAMPLE
-from megajax.data.packing import best_fit
+from megajax.data.packing import Packing, balanced_fit, best_fit, padding_lengths
 from megajax.data.splits import Rows, Splits, parse_split, split_bounds, wanted
 from megajax.tokenizers.base import Tokenizer
 from megajax.tokenizers.chat_template import ChatTemplate
@@ -34,7 +34,7 @@ class ChatRows:
         labels: int32, the token after each input.
         loss_mask: float32, weight of the label in the loss: 1 in answers unless their message says another, else 0.
         positions: int32, from 0 in each conversation, and on through the padding of the last.
-        segment_ids: int32, index of the conversation in the row; padding belongs to the last one.
+        segment_ids: int32, index of the conversation in the row; see `document_lengths` for padding.
 
     A row that is cut to S tokens has no label at its end.
 
@@ -47,6 +47,9 @@ class ChatRows:
         pad: token of padding.
         seed: of the order.
         skipped: reason -> lines left out.
+
+    Attributes:
+        packing: how full rows are, and how equal their work is; None for rows of one line each.
     """
 
     def __init__(
@@ -60,11 +63,12 @@ class ChatRows:
         pad: int,
         seed: int,
         skipped: Mapping[str, int],
+        packing: Packing | None = None,
     ):
-        self.sequence_length, self.skipped = sequence_length, skipped
+        self.sequence_length, self.skipped, self.packing = sequence_length, skipped, packing
         self._conversations, self._packs, self._pad = conversations, packs, pad
         self._multiple, self._mask_pad = config.pad_multiple, config.mask_pad
-        self._shuffled, self._seed = config.packing == "best_fit", seed
+        self._shuffled, self._seed, self._apart = config.packing != "lines", seed, config.isolate_padding
         self._rows = len(packs) if rows is None else rows
         self.passes = -(-self._rows // len(packs))
         self._epoch: tuple[int, np.ndarray] = (-1, np.empty(0, np.int64))
@@ -94,15 +98,17 @@ class ChatRows:
         length = self.sequence_length
         # One place more than a row has, for the last label.
         tokens, weights = np.full(length + 1, self._pad, np.int32), np.zeros(length + 1, np.float32)
-        begins, filled = np.zeros(length, bool), 0
-        for first, last in self._pieces(self.pack(row)):
+        pieces, filled = self._pieces(self.pack(row)), 0
+        for first, last in pieces:
             if filled >= length:
                 break
             room = min(length - filled, last - first)
-            begins[filled] = True
             tokens[filled : filled + room] = self._conversations.tokens[first : first + room]
             weights[filled : filled + room] = self._conversations.weights[first : first + room]
             filled += -(-(last - first) // self._multiple) * self._multiple
+        # Only conversations, not the parts of padding, begin at position 0.
+        lengths, conversations = self._lengths(pieces)
+        starts = np.cumsum(lengths) - lengths
         labels = tokens[1:]
         weights = weights[1:] * (labels != self._pad) if self._mask_pad else weights[1:]
         index = np.arange(length, dtype=np.int32)
@@ -110,20 +116,37 @@ class ChatRows:
             "tokens": tokens[:-1],
             "labels": labels,
             "loss_mask": weights.astype(np.float32),
-            "positions": index - np.maximum.accumulate(np.where(begins, index, 0)),
-            "segment_ids": np.cumsum(begins, dtype=np.int32) - np.int32(1),
+            "positions": index - np.repeat(np.minimum(starts, starts[conversations - 1]), lengths).astype(np.int32),
+            "segment_ids": np.repeat(np.arange(len(lengths), dtype=np.int32), lengths),
         }
+
+    def document_lengths(self, row: int) -> np.ndarray:
+        """Tokens of each document of a row, int64 [D]: its conversations, then its padding.
+
+        Padding is cut into short documents: as one document it would have nearly the scores of a conversation of that
+        length, and as a part of the last conversation more.
+        """
+        return self._lengths(self._pieces(self.pack(row)))[0]
+
+    def _lengths(self, pieces: Sequence[tuple[int, int]]) -> tuple[np.ndarray, int]:
+        """(Tokens of each document of a row, int64 [D]; how many of them are conversations)."""
+        length, multiple = self.sequence_length, self._multiple
+        ends = np.cumsum([-(-(last - first) // multiple) * multiple for first, last in pieces])
+        count = int(np.searchsorted(ends, length)) + 1
+        lengths = np.diff(np.minimum(ends[:count], length), prepend=0)
+        padding = length - int(lengths.sum())
+        if not padding:
+            return lengths, len(lengths)
+        if not self._apart:
+            lengths[-1] += padding
+            return lengths, len(lengths)
+        return np.concatenate([lengths, padding_lengths(padding, len(lengths))]), len(lengths)
 
     def _pieces(self, pack: int) -> list[tuple[int, int]]:
         """First token and one past the last of each conversation of a pack."""
         conversations = self._conversations
         spans = (range(*conversations.lines[line : line + 2].tolist()) for line in self._packs[pack])
         return [tuple(conversations.starts[number : number + 2].tolist()) for span in spans for number in span]
-
-    def packing_share(self) -> float:
-        """Tokens of conversations among all places of one pass over the rows."""
-        used = sum(min(self.sequence_length, sum(b - a for a, b in self._pieces(n))) for n in range(len(self._packs)))
-        return used / (len(self._packs) * self.sequence_length)
 
 
 class ChatBuilder:
@@ -204,12 +227,14 @@ class ChatBuilder:
         if not len(kept):
             what = f"{TOO_LONG} of {length} tokens, or have {NO_WEIGHT}"
             raise UserError(f"the {name} split: all of its lines are {what}.")
-        packs: Sequence[Sequence[int]] = kept[:, None].tolist()
-        if config.packing == "best_fit":
-            packs = [kept[pack].tolist() for pack in best_fit(np.minimum(lengths, self.length), self.length)]
+        packs, packing = kept[:, None].tolist(), None
+        if config.packing != "lines":
+            lengths = np.minimum(lengths, length)
+            rooms = (balanced_fit if config.packing == "balanced" else best_fit)(lengths, length)
+            packs, packing = [kept[pack].tolist() for pack in rooms], Packing.of(lengths, rooms, length)
         return ChatRows(
             read, packs, config=config, sequence_length=self.length, rows=rows, pad=self.pad, seed=self.seed,
-            skipped=skipped,
+            skipped=skipped, packing=packing,
         )  # fmt: skip
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from megajax.config.errors import UserError
+from megajax.data.attention_work import lengths_of_row
 from megajax.data.config import CyclicConfig
 
 LARGEST = (1 << 32) // 20
@@ -94,3 +95,7 @@ class CyclicRows:
 
     def __getitem__(self, row: int) -> Mapping[str, np.ndarray]:
         return self.source[self.number(row)]
+
+    def document_lengths(self, row: int) -> np.ndarray:
+        """Tokens of each document of a row, int64 [D]."""
+        return lengths_of_row(self.source, self.number(row))

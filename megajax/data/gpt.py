@@ -128,6 +128,18 @@ class GPTDataset:
             values.setflags(write=False)
         return row_of
 
+    def document_lengths(self, row: int) -> np.ndarray | None:
+        """Tokens of each document of a row, int64 [D]; None where only its tokens tell."""
+        options, length = self.options, self.sequence_length
+        if options.reset_attention_mask:
+            return None
+        if not options.isolate_documents:
+            return np.array([length])
+        pieces = self._pieces(row)
+        parts = [int(self.tokens.lengths[sequence]) - begin for sequence, begin, _ in pieces]
+        starts = np.unique(np.minimum([0, *np.cumsum(parts[:-1])], length))
+        return np.diff(starts[starts < length], append=length)
+
     def _pieces(self, row: int) -> list[tuple[int, int, int | None]]:
         """(sequence, first token, one past the last) of each part of a row; None: the end of the sequence."""
         position = int(self.index.shuffle[row])

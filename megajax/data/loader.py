@@ -2,7 +2,8 @@
 
 The global batch of a step is rows consumed .. consumed + G - 1, laid out as [M, B]: microbatch m is the m-th run of
 B = G / M rows, and a data shard holds a run of each. So the batch is the same for every number of processes, and the
-whole position in the data is one number.
+whole position in the data is one number. Rows may be dealt out to other places of the batch by their work (`Dealing`):
+then the batch has the same rows, each with its number.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -17,6 +18,7 @@ from jax.sharding import NamedSharding
 from megajax.batch import SAMPLE, Batch, Leaf, Schema
 from megajax.config.errors import UserError
 from megajax.data.config import LoaderConfig
+from megajax.data.dealing import Dealing, DealtSteps, Imbalance
 from megajax.mesh.row_cut import WHOLE, RowCut
 
 SAMPLE_BITS = 32
@@ -29,8 +31,9 @@ class RowSource(Protocol):
     """Rows by number: `len` and `[i]` -> a mapping from name to array, with at least the leaves of the schema.
 
     A source may have more, which a run shows: `passes` (int, epochs over its text), `order()` (str that changes with
-    the order of the rows), and `skipped` (mapping from a reason to the number of rows left out; it may grow as rows
-    are read).
+    the order of the rows), `skipped` (mapping from a reason to the number of rows left out; it may grow as rows are
+    read), and `packing` (`megajax.data.packing.Packing`). With `document_lengths` (see `lengths_of_row`), rows are
+    dealt out over data groups without being read.
     """
 
     def __len__(self) -> int: ...
@@ -114,8 +117,17 @@ def _array(row: Mapping[str, np.ndarray], name: str, leaf: Leaf, number: int) ->
 class _Steps:
     """Local rows of step k, for grain to read ahead."""
 
-    def __init__(self, source: RowSource, schema: Schema, first: int, size: int, offsets: np.ndarray, cut: RowCut):
-        self._source, self._schema, self._cut = source, schema, cut
+    def __init__(
+        self,
+        source: RowSource,
+        schema: Schema,
+        first: int,
+        size: int,
+        offsets: np.ndarray,
+        cut: RowCut,
+        dealt: DealtSteps | None,
+    ):
+        self._source, self._schema, self._cut, self._dealt = source, schema, cut, dealt
         self._first, self._size, self._offsets = first, size, offsets
 
     def __len__(self) -> int:
@@ -123,7 +135,8 @@ class _Steps:
 
     def __getitem__(self, index: Any) -> Block:
         first = self._first + int(index) * self._size
-        return read_rows(self._source, self._schema, first, self._offsets, self._cut)
+        rows = self._offsets if self._dealt is None else self._dealt.places(first)[self._offsets]
+        return read_rows(self._source, self._schema, first, rows, self._cut)
 
 
 class Loader:
@@ -139,6 +152,8 @@ class Loader:
         consumed: rows used before; the first batch starts there.
         config: threads and batches read ahead.
         cut: how rows are cut over devices; the values of a row, the losses and the order of rows do not depend on it.
+        dealing: how rows of a step are dealt out over data groups; None: in their order. Needs `segment_ids`, and every
+            process needs the lengths of the documents of all rows of a step.
 
     Raises:
         UserError: G is not divisible by M; on iteration, the source has too few rows for the next batch, or a
@@ -157,6 +172,7 @@ class Loader:
         config: LoaderConfig | None = None,
         size_at: Callable[[int], int] | None = None,
         cut: RowCut = WHOLE,
+        dealing: Dealing | None = None,
     ):
         if global_size % microbatches:
             raise UserError(
@@ -166,7 +182,7 @@ class Loader:
         self.consumed = consumed
         self._source, self._size, self._schema, self._shardings = source, global_size, schema, shardings
         self._micro_rows, self._size_at = global_size // microbatches, size_at
-        self._config, self._cut = config or LoaderConfig(), cut
+        self._config, self._cut, self.dealing = config or LoaderConfig(), cut, dealing
         self._blocks: grain.DatasetIterator[Block] | None = None
 
     def __repr__(self) -> str:
@@ -182,6 +198,21 @@ class Loader:
             self.close()
             self._size = size
 
+    def _dealt(self) -> DealtSteps | None:
+        """Steps of the present size."""
+        if self.dealing is None:
+            return None
+        (microbatches, rows), sharding = self._shape, self._shardings[SAMPLE]
+        groups = rows // sharding.shard_shape(self._shape)[1]
+        return DealtSteps(self.dealing, self._source, microbatches, rows, groups, self._cut)
+
+    def imbalance(self) -> tuple[Imbalance, Imbalance] | None:
+        """Of the next step, with its rows in order and as dealt out; None where they are not, or none is left."""
+        steps = self._dealt()
+        return (
+            None if steps is None or len(self._source) < self.consumed + self._size else steps.imbalance(self.consumed)
+        )
+
     def _start(self) -> grain.DatasetIterator[Block]:
         """Start reading; at the first batch and not before, so that a finished run can be set up without data left."""
         flags = absl.flags.FLAGS
@@ -189,7 +220,9 @@ class Loader:
             flags.mark_as_parsed()  # grain reads its flags, which only programs run by absl have parsed
         indices = self._shardings[SAMPLE].addressable_devices_indices_map(self._shape)
         self._local = LocalRows((index for index in indices.values() if index is not None), *self._shape)
-        steps = _Steps(self._source, self._schema, self.consumed, self._size, self._local.offsets, self._cut)
+        steps = _Steps(
+            self._source, self._schema, self.consumed, self._size, self._local.offsets, self._cut, self._dealt()
+        )
         ahead = grain.ReadOptions(num_threads=self._config.threads, prefetch_buffer_size=self._config.prefetch)
         return iter(grain.MapDataset.source(steps).to_iter_dataset(ahead))
 

@@ -322,6 +322,22 @@ def _passes(rows: Any) -> str:
     return f" ({passes:,} passes over the data)" if passes > 1 else ""
 
 
+def _balance(run: Run) -> list[tuple[str, str]]:
+    """How full packed rows are, and how equal attention's work is: among rows, and among data groups."""
+    packing, dealt = getattr(run.parts.splits.train, "packing", None), run.batches.imbalance()
+    text = (
+        "" if packing is None else f"{packing.fill:.1%} filled; most scores of a row {packing.imbalance:.2f} x the mean"
+    )
+    rows = [] if packing is None else [("packed rows", text)]
+    if dealt is None:
+        return rows
+    as_read, balanced = ("step {:.3f}, microbatches {:.3f}".format(*each) for each in dealt)
+    text = (
+        f"by {run.cfg.data.loader.balance}; busiest group over mean at the next step: {balanced} (in order: {as_read})"
+    )
+    return [*rows, ("rows dealt out", text)]
+
+
 def _run(run: Run, resumed: str | None) -> list[tuple[str, str]]:
     splits: Any = run.parts.splits
     named = [(name, part) for name, part in zip(splits._fields, splits, strict=True) if part is not None]
@@ -331,6 +347,7 @@ def _run(run: Run, resumed: str | None) -> list[tuple[str, str]]:
     return [
         ("data", f"{type(run.cfg.data).__name__.removesuffix('Config')}; rows: {rows}{isolated}"),
         *([("rows skipped", skipped_rows(skipped))] if skipped else []),
+        *_balance(run),
         ("folder", str(run.cfg.run_dir)),
         ("start", resumed or "new run"),
         ("software", f"jax {jax.__version__}, Python {platform.python_version()}"),

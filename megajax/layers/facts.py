@@ -8,7 +8,7 @@ of `Layer` (and of `Mixer`); planning and training need no change. Importing thi
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from megajax.config.errors import Problem
 from megajax.kernels.capability import Choice, Device, Request
@@ -262,6 +262,15 @@ class DrawsNumbers(Protocol):
 
     def draws_numbers(self) -> bool:
         """Whether it does so in training."""
+        ...
+
+
+@runtime_checkable
+class ComparesRows(Protocol):
+    """A layer in which what a token gets, or its loss, may depend on other rows of its microbatch."""
+
+    def compares_rows(self) -> dict[str, Literal["rows", "order"]]:
+        """Settings in use that do so: by which rows they are alone, or by their order and their devices too."""
         ...
 
 

@@ -99,6 +99,7 @@ def _chats(args: Arguments) -> ChatConfig:
         template=form if form in FORMATS else own,
         loss="all" if form == "default" else "answers",
         packing="lines",
+        isolate_padding=False,
         cut_long=True,
         mask_pad=True,
         cache_dir=args["data-cache-path"],

@@ -23,6 +23,7 @@ from megajax.precision.config import MULTIPLE, PrecisionConfig
 from megajax.resilience.config import ResilienceConfig
 from megajax.tokenizers.config import ByteTokenizerConfig, TokenizerBuilder, TokenizerConfig
 from megajax.training.config import BatchConfig, EvaluationConfig
+from megajax.training.row_balance import balance_problems
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -328,6 +329,7 @@ _CHECKS: tuple[Check, ...] = (
     _devices,
     _model,
     _context,
+    balance_problems,
     _batch,
     _pipeline,
     _schedule,

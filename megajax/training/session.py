@@ -29,6 +29,7 @@ from megajax.training.compiler_options import settled
 from megajax.training.kernels import demand_kernels
 from megajax.training.loop import StepInfo, run_steps
 from megajax.training.program import Program
+from megajax.training.row_work import dealing
 from megajax.training.run_config import RunConfig
 from megajax.training.state import TrainState
 from megajax.training.step import TrainStep
@@ -74,6 +75,7 @@ class Parts:
             config=self.cfg.data.loader,
             size_at=(lambda rows: sizes.at(rows).rows) if training else None,
             cut=self.program.layout.rows,
+            dealing=dealing(self.cfg) if training else None,
         )
 
 

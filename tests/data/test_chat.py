@@ -51,7 +51,8 @@ def test_a_row_of_two_conversations(tmp_path: Path) -> None:
     assert text(row["tokens"]) == first + second + "|" * (50 - len(first + second))
     learned = "".join(chr(label) for label in row["labels"][row["loss_mask"] == 1])
     assert learned == "bc\n\u0100e\n\u0100", "the answers and the ends of the conversations"
-    assert (np.diff(row["segment_ids"]) == 1).nonzero()[0].tolist() == [len(first) - 1]
+    borders = [len(first) - 1, len(first + second) - 1]
+    assert (np.diff(row["segment_ids"]) == 1).nonzero()[0].tolist() == borders, "padding is a document of its own"
     assert row["positions"].tolist() == [*range(len(first)), *range(50 - len(first))]
     assert row["loss_mask"].dtype == np.float32 and row["labels"].dtype == row["tokens"].dtype == np.int32
 
@@ -151,7 +152,7 @@ def test_each_pass_has_every_conversation_once_in_another_order(tmp_path: Path) 
         expected = [m["messages"] for m in lines]
         assert seen == Counter(f"user: {q['content']}\nassistant: {a['content']}\n" for q, a in expected)
     assert passes[0] != passes[1] and sorted(passes[0]) == sorted(passes[1])
-    assert rows.packing_share() > 0.95
+    assert rows.packing.fill > 0.95
 
 
 def test_rows_are_a_pure_function_of_their_number(tmp_path: Path) -> None:
@@ -168,7 +169,8 @@ def test_rows_are_a_pure_function_of_their_number(tmp_path: Path) -> None:
 def test_a_line_may_hold_several_conversations(tmp_path: Path) -> None:
     line = {"messages": chat("a", "b", "S")["messages"] + chat("c", "d", "T")["messages"]}
     row = splits(write(tmp_path / "c", [line]), 80).train[0]
-    assert text(row["tokens"]).rstrip("|").count("|") == 1 and row["segment_ids"].max() == 1
+    assert text(row["tokens"]).rstrip("|").count("|") == 1
+    assert row["segment_ids"].max() == 2, "two conversations and padding"
 
 
 def test_names_of_other_programs(tmp_path: Path) -> None:

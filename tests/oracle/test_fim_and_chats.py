@@ -110,6 +110,7 @@ def test_chats(key: str, tmp_path: Path) -> None:
         cut_long=True,
         mask_pad=True,
         pad_multiple=2 * case["cp"] if case["cp"] > 1 else 1,
+        isolate_padding=False,
         cache_dir=str(tmp_path),
     )
     assert not config.problems()

@@ -352,7 +352,7 @@ def test_conversations() -> None:
     data = config(f"{CHATS} --split 100,0,0").data
     assert data == ChatConfig(
         paths=("a.jsonl",), split="100,0,0", template="nemotron-h-aligned", packing="lines", cut_long=True,
-        mask_pad=True,
+        mask_pad=True, isolate_padding=False,
     )  # fmt: skip
     sft = "--without tokenizer-type --tokenizer-type SFTTokenizer --tokenizer-model folder --vocab-size 64"
     default = config(f"{CHATS} {sft} --sft-tokenizer-prompt-format default").data

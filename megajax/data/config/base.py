@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 from megajax.batch import Schema
 from megajax.config.builds import Builds
@@ -71,6 +71,11 @@ class LoaderConfig:
     cyclic: CyclicConfig | None = None
     """Read rows in another random order in each pass, and as many passes as the run needs; none: in the order of the
     data, which may already be random."""
+
+    balance: Literal["none", "microbatch", "step"] = "none"
+    """Deal the rows of a training step out over data groups so that attention has about equal work in each. microbatch:
+    rows stay in their microbatch. step: microbatches too get rows of like work. The rows of a step stay the same, and
+    so do the losses."""
 
     def problems(self) -> list[Problem]:
         return at_least("threads", self.threads, 1) + at_least("prefetch", self.prefetch, 1)

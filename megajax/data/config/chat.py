@@ -35,9 +35,13 @@ class ChatConfig(Builds):
     plain, chatml, identity, nemotron-h-aligned, nemotron-nano-v2."""
     loss: Literal["answers", "all"] = "answers"
     """What the model learns: the assistant's messages, or everything."""
-    packing: Literal["best_fit", "lines"] = "best_fit"
-    """best_fit: rows of several lines with little padding, in another order in each epoch. lines: a row for each line,
-    in the order of the files; a line may hold several conversations, each from a system message on."""
+    packing: Literal["best_fit", "balanced", "lines"] = "best_fit"
+    """best_fit: rows of several lines with little padding, in another order in each epoch. balanced: the same, and
+    attention has about equal work on each row, as far as lines that are long by themselves allow. lines: a row for each
+    line, in the order of the files; a line may hold several conversations, each from a system message on."""
+    isolate_padding: bool = True
+    """Number the padding behind the last conversation as short documents of its own, which attention hardly computes.
+    False: it belongs to the last conversation, as in Megatron-LM."""
     cut_long: bool = False
     """Cut a line that is longer than a row; false: an error, as `on_error` says."""
     pad_multiple: int = 1

@@ -178,6 +178,15 @@ class MoEConfig(Builds):
         """Whether training does."""
         return self.router.jitter > 0 or self.router.sinkhorn
 
+    def compares_rows(self) -> dict[str, Literal["rows", "order"]]:
+        """Settings of the router by which tokens depend on other rows of their microbatch, or on the order of these."""
+        router = self.router
+        by_rows = {"router.aux_loss": router.aux_loss, "router.global_loss": router.global_loss}
+        by_order = {"router.sinkhorn": router.sinkhorn, "router.capacity": router.capacity is not None}
+        return {name: "rows" for name, used in by_rows.items() if used} | {
+            name: "order" for name, used in by_order.items() if used
+        }
+
     def kernel_choice(
         self, hidden: int, known: Request, device: Device | None, where: str = "kernel"
     ) -> Choice[GroupedKernel]:

@@ -1,0 +1,81 @@
+"""Attention work of a row: the scores that its documents need, and how they fall on the devices that share the row.
+
+A query has a score with each key that it sees, so a document of n tokens needs n (n + 1) / 2 scores. Rows of equal
+length can differ a hundredfold: one document, or a hundred. The work of all other layers is the same for every row.
+
+C devices of `context` hold parts of a row of S positions; see `megajax.mesh.row_cut`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from megajax.mesh.row_cut import WHOLE, RowCut
+
+
+def document_lengths(segment_ids: np.ndarray) -> np.ndarray:
+    """Tokens of each document of a row, int64 [D]. segment_ids: int [S]; a document begins wherever the id changes."""
+    starts = np.flatnonzero(np.diff(segment_ids)) + 1
+    return np.diff(starts, prepend=0, append=len(segment_ids))
+
+
+def lengths_of_row(source: object, row: int) -> np.ndarray:
+    """Tokens of each document of row `row` of a row source, int64 [D], without its tokens where the source can.
+
+    A source may have `document_lengths(row)`, which returns them, or None where only the tokens tell.
+    """
+    own: Callable[[int], np.ndarray | None] | None = getattr(source, "document_lengths", None)
+    lengths = None if own is None else own(row)
+    return document_lengths(source[row]["segment_ids"]) if lengths is None else lengths  # ty: ignore[not-subscriptable]
+
+
+def scores(tokens: np.ndarray, window: int | None = None) -> np.ndarray:
+    """float64: scores of the first n tokens of a document, for each n in `tokens`.
+
+    window: keys before its own position that a query sees; None: all.
+    """
+    tokens = np.asarray(tokens, np.float64)
+    near = tokens if window is None else np.minimum(tokens, window + 1)
+    return near * (near + 1) / 2 + (tokens - near) * near
+
+
+def device_scores(lengths: np.ndarray, cut: RowCut = WHOLE, window: int | None = None) -> np.ndarray:
+    """Scores that each device computes of a row, float64 [C]. lengths: int [D], with a sum that `cut` divides.
+
+    Devices that exchange heads compute equal shares of what they hold together.
+    """
+    ends = np.concatenate([[0], np.cumsum(lengths)])
+    groups = cut.exchanged()
+    borders = np.linspace(0, ends[-1], groups.unit + 1).astype(np.int64)
+    place = np.minimum(np.searchsorted(ends, borders, side="right") - 1, len(lengths))
+    before = np.concatenate([[0.0], np.cumsum(scores(lengths, window))])
+    chunks = np.diff(before[place] + scores(borders - ends[place], window))
+    of_groups = chunks[groups.chunk_order()].reshape(groups.devices, -1).sum(1)
+    return np.repeat(of_groups / cut.exchanging, cut.exchanging)
+
+
+def imbalance(work: np.ndarray) -> float:
+    """The largest over the mean: 1 where all are equal."""
+    return float(work.max() / work.mean())
+
+
+@dataclass(frozen=True, slots=True)
+class RowWork:
+    """What the positions and the scores of a row cost, in any unit, such as FLOPs of a step."""
+
+    per_position: float = 0.0
+    """Of each position, whatever it sees."""
+    per_score: tuple[tuple[int | None, float], ...] = ((None, 1.0),)
+    """(window, cost of a score of the layers with this window)."""
+
+    def of_devices(self, lengths: np.ndarray, cut: RowCut = WHOLE) -> np.ndarray:
+        """Of each device that holds a part of a row with documents of these lengths, float64 [C]."""
+        work = np.full(cut.devices, self.per_position * int(np.sum(lengths)) / cut.devices)
+        for window, cost in self.per_score:
+            work += cost * device_scores(lengths, cut, window)
+        return work
+
+    def of_row(self, lengths: np.ndarray, cut: RowCut = WHOLE) -> float:
+        """Of the busiest device of a row: the others wait for it in each layer."""
+        return float(self.of_devices(lengths, cut).max())

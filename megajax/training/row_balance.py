@@ -1,0 +1,40 @@
+"""What speaks against dealing rows out over data groups by their work (`data.loader.balance`)."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from megajax.config.errors import Problem
+from megajax.layers.facts import ComparesRows
+
+SETTING = "data.loader.balance"
+
+
+def balance_problems(cfg: Any, devices: int | None) -> Iterator[Problem]:
+    """Rows that have no different work, and losses that depend on which rows share a microbatch, of a RunConfig."""
+    del devices
+    balance, model = cfg.data.loader.balance, cfg.model
+    if balance == "none":
+        return
+    if not model.ignores_later_positions():
+        what = f"{type(model).__name__} reads later positions too, and rows are dealt out by causal attention's work"
+        yield Problem(SETTING, what, "set it to none")
+        return
+    if "segment_ids" not in cfg.data.leaves() or "segment_ids" not in model.schema():
+        what = f"{balance}, but each row is one document, so all rows have the same work"
+        yield Problem(SETTING, what, "set it to none, or data.isolate_documents=true")
+    if cfg.batch.loss_average == "microbatches" and cfg.batch.micro_size > 1:
+        what = (
+            f"{balance} puts other rows into the microbatch of a device, whose mean loss then changes: "
+            f"batch.loss_average=microbatches with batch.micro_size={cfg.batch.micro_size}"
+        )
+        yield Problem(SETTING, what, "set it to none, batch.loss_average=tokens, or batch.micro_size=1")
+    for path, stack in model.stacks().items():
+        for where, block in stack.written().items():
+            for name, part in block.parts().items():
+                compares = part.compares_rows() if isinstance(part, ComparesRows) else {}
+                for setting in (setting for setting, kind in compares.items() if balance == "step" or kind == "order"):
+                    place = ".".join(filter(None, ("model", path or "stack", where, name, setting)))
+                    what = f"{balance} changes the losses of {place}, which compares the rows of a microbatch"
+                    other = "microbatch or none" if compares[setting] == "rows" else "none"
+                    yield Problem(SETTING, what, f"set it to {other}")
+                    return

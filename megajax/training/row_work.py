@@ -1,0 +1,35 @@
+"""What the rows of a run cost, by which they are dealt out over data groups."""
+
+from collections import defaultdict
+from typing import Any
+
+from megajax.data.attention_work import RowWork
+from megajax.data.dealing import Dealing
+from megajax.models.facts import count_flops, facts_of
+
+
+def row_work(model: Any) -> RowWork:
+    """FLOPs of a training step on the positions and the scores of a row, as `count_flops` counts them.
+
+    A score of a layer with a window counts where the window lets it be. A model without facts is taken by its scores
+    alone: rows have equally many positions, so the order of their work is the same unless windows differ.
+    """
+    facts = facts_of(model)
+    if facts is None:
+        return RowWork()
+    flops, pairs = count_flops(facts), defaultdict[int | None, float](float)
+    for section in facts.section_facts():
+        blocks = [*section.stack.repeated_blocks(), *((block, 1) for block in facts.head_facts().ahead)]
+        for block, times in blocks:
+            window: int | None = getattr(getattr(block, "mixer", None), "window", None)
+            pairs[window] += times * block.multiply_adds(section.hidden, 0.0).per_pair
+    # What the two conventions differ by is half of a whole row's square of scores.
+    each = 2 * (flops.full - flops.causal) / facts.row_positions() / (sum(pairs.values()) or 1)
+    per_score = tuple((window, each * count) for window, count in pairs.items() if count)
+    return RowWork(2 * flops.causal - flops.full, per_score)
+
+
+def dealing(cfg: Any) -> Dealing | None:
+    """How `data.loader.balance` of a RunConfig deals rows out; None: in their order."""
+    balance = cfg.data.loader.balance
+    return None if balance == "none" else Dealing(row_work(cfg.model), across=balance == "step")
