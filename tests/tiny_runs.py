@@ -287,10 +287,12 @@ def differentiate(
     parallel: ParallelConfig = ONE,
     *,
     microbatches: int,
+    average: str = "tokens",
+    isolated: bool = True,
     draw: Callable[[int], Batch] = rows,
 ) -> Differentiated:
     """The gradients that the optimizer would get, in float32. Without an optimizer two thirds are left to compile."""
-    made = program(model, parallel, microbatches=microbatches)
+    made = program(model, parallel, microbatches=microbatches, average=average, isolated=isolated)
     with within(made):
         arguments = start(made).inputs, place(made, draw(0)), np.float32(1)
         compiled = jax.jit(made.grad_fn()).lower(*arguments).compile(compiler_options=dict(QUICK))

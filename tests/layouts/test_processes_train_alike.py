@@ -15,6 +15,11 @@ LAYOUTS = {
     "zero1": (2, ["--parallel.data=2"]),
     "tensor": (2, ["--parallel.data=1", "--parallel.tensor=2"]),
     "pipeline": (2, ["--parallel.data=1", "--parallel.pipeline=2"]),
+    "context": (2, ["--parallel.data=1", "--parallel.context=2"]),
+    "context2-tensor2": (
+        4,
+        ["--parallel.data=1", "--parallel.context=2", "--parallel.tensor=2", "--parallel.context_strategy=ring"],
+    ),
     "data2-tensor2": (4, ["--parallel.data=2", "--parallel.tensor=2", "--parallel.sequence=true"]),
     "data2-pipeline2": (4, ["--parallel.data=2", "--parallel.pipeline=2"]),
     "fsdp": (4, ["--parallel.data=4", "--parallel.data_sharding=fsdp", "--model.recompute=full"]),
@@ -69,7 +74,7 @@ def test_four_devices(start, tmp_path, alone, layout, processes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["tensor", "pipeline"])
+@pytest.mark.parametrize("layout", ["tensor", "pipeline", "context"])
 def test_two_devices(start, tmp_path, alone, layout):
     check(run(start, 2, layout, tmp_path / "run"), alone)
 

@@ -22,6 +22,7 @@ LAYOUTS = {
     "data": ParallelConfig(data=2, data_sharding="zero1"),
     "fsdp": ParallelConfig(data=2, data_sharding="fsdp"),
     "pipeline": ParallelConfig(data=1, pipeline=2),
+    "context": ParallelConfig(data=1, context=2, context_strategy="ring"),
     "pipeline, data and tensor": ParallelConfig(data=2, pipeline=2, tensor=2, sequence=True),
 }
 ROUNDED = {"xla_allow_excess_precision": False}

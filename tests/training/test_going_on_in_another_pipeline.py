@@ -1,6 +1,6 @@
 """A checkpoint knows the order its rows of stacked weights are in; any layout goes on from any other's.
 
-Two key-value heads on four devices of `tensor` are two heads in a checkpoint.
+Whole rows go on as rows cut over `context`, and the other way round. Two key-value heads on four devices of `tensor` are two heads in a checkpoint.
 """
 
 import json
@@ -27,6 +27,15 @@ LEGS = {
         ParallelConfig(pipeline=2, virtual_stages=2, schedule="interleaved", data=2),
         ParallelConfig(pipeline=2, layers=(3, 1), data=1),
         ParallelConfig(data=1),
+    ),
+    "one-context4-one": (
+        ParallelConfig(data=1),
+        ParallelConfig(context=4, data=2),
+        ParallelConfig(data=1),
+    ),
+    "ring-pipeline_exchange": (
+        ParallelConfig(context=4, context_strategy="ring", tensor=2, sequence=True, data=1),
+        ParallelConfig(context=2, context_strategy="all_to_all", pipeline=2, data=2),
     ),
 }
 
@@ -57,3 +66,11 @@ def whole(tmp_path_factory) -> dict[int, float]:
 @pytest.mark.parametrize("legs", LEGS.values(), ids=LEGS)
 def test_a_run_goes_on_in_another_pipeline(tmp_path, whole, legs):
     assert one_run(tmp_path, legs) == pytest.approx(whole, rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["all_gather", "ring"])
+def test_stopping_changes_no_bit_where_rows_are_cut(tmp_path, strategy):
+    """Two legs of three steps against one of six, on the same layout."""
+    layout = ParallelConfig(context=4, context_strategy=strategy, data=2)
+    assert one_run(tmp_path / "legs", (layout, layout)) == one_run(tmp_path / "whole", (layout,))
