@@ -25,9 +25,14 @@ def _same_positions(cut: RowCut) -> list[list[int]] | None:
     return [[group * cut.exchanging + n for n in range(cut.exchanging)] for group in groups]
 
 
+def gather_devices(cut: RowCut, x: Array) -> Array:
+    """[B, S, ...] -> whole rows, device by device, [B, T, ...]."""
+    return lax.all_gather(x, AXIS, axis=1, tiled=True, axis_index_groups=_same_heads(cut))
+
+
 def gather_rows(cut: RowCut, x: Array) -> Array:
     """[B, S, ...] -> whole rows in order, [B, T, ...]."""
-    return cut.in_order(lax.all_gather(x, AXIS, axis=1, tiled=True, axis_index_groups=_same_heads(cut)))
+    return cut.in_order(gather_devices(cut, x))
 
 
 def reduce_rows(cut: RowCut, x: Array) -> Array:

@@ -4,6 +4,7 @@ In the backward pass the gradients of keys and values follow them around in floa
 the last step.
 """
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -11,29 +12,42 @@ import numpy as np
 from jax import Array, lax
 
 from megajax.kernels.attention import AttentionDropout, Passes
-from megajax.kernels.context.collectives import from_before
+from megajax.kernels.context.collectives import from_before, gather_devices
 from megajax.kernels.context.merge import merged
 from megajax.kernels.mask import Mask
 from megajax.mesh.row_cut import RowCut
 
 
-class _Held(NamedTuple):
-    """The keys that a device holds in a step of the ring."""
+class _Ring(NamedTuple):
+    """What a device knows of the ring."""
 
-    keys: Array
-    values: Array
+    cut: RowCut
+    mask: Mask
     segments: Array | None
+    """int32 [B, T] of the keys of all devices, device by device."""
+    steps: list[int]
+    """`sources`."""
 
-    def passed_on(self, cut: RowCut, places: int) -> "_Held":
-        """What the device so many places before holds."""
-        segments = None if self.segments is None else from_before(cut, self.segments, places)
-        return _Held(from_before(cut, self.keys, places), from_before(cut, self.values, places), segments)
+    @classmethod
+    def of(cls, cut: RowCut, mask: Mask, length: int) -> "_Ring":
+        """length: positions of a device."""
+        segments = None if mask.key_segments is None else gather_devices(cut, mask.key_segments)
+        return cls(cut, mask, segments, sources(cut, length, mask))
 
-    def mask(self, cut: RowCut, mask: Mask, source: int) -> Mask:
-        """Of this device's queries on these keys, which come from the device `source` places before in the ring."""
-        rank = (cut.rank() - source) % cut.devices
-        index = mask.key_index if source == 0 else cut.local_index(self.keys.shape[1], rank)
-        return mask._replace(key_index=index, key_segments=self.segments)
+    def turns(self) -> Iterator[tuple[int, int, int]]:
+        """Of each step: where its keys come from, and how far keys and then sums travel after it."""
+        for source, following in zip(self.steps, [*self.steps[1:], None], strict=True):
+            last = following is None
+            yield source, 0 if last else following - source, (self.cut.devices if last else following) - source
+
+    def mask_of(self, source: int, length: int) -> Mask:
+        """Of this device's queries on keys that come from the device `source` places before in the ring."""
+        if source == 0:
+            return self.mask
+        rank, ids = (self.cut.rank() - source) % self.cut.devices, None
+        if self.segments is not None:
+            ids = lax.dynamic_slice_in_dim(self.segments, rank * length, length, axis=1)
+        return self.mask._replace(key_index=self.cut.local_index(length, rank), key_segments=ids)
 
 
 def sources(cut: RowCut, length: int, mask: Mask) -> list[int]:
@@ -55,9 +69,9 @@ def sources(cut: RowCut, length: int, mask: Mask) -> list[int]:
     return [source for source in range(cut.devices) if source == 0 or needed(source)]
 
 
-def _together[S](sums: S, arriving: _Held) -> tuple[S, _Held]:
+def _together[S](sums: S, coming: Array) -> tuple[S, Array]:
     """Ends a step of the ring. Without it the compiler runs all transfers first, and none beside a kernel."""
-    return lax.optimization_barrier((sums, arriving))
+    return lax.optimization_barrier((sums, coming))
 
 
 def ring(cut: RowCut, own: Passes, arriving: Passes) -> Passes:
@@ -69,12 +83,14 @@ def ring(cut: RowCut, own: Passes, arriving: Passes) -> Passes:
     def forward(
         q: Array, k: Array, v: Array, mask: Mask, *, scale: float, dropout: AttentionDropout | None = None
     ) -> tuple[Array, Array]:
-        held, steps = _Held(k, v, mask.key_segments), sources(cut, k.shape[1], mask)
+        around, size, length = _Ring.of(cut, mask, k.shape[1]), k.shape[3], k.shape[1]
+        # One transfer for both: the scheduler bounds how many are under way.
+        held = jnp.concatenate([k, v], axis=3)
         sums: list[tuple[Array, Array]] = []
-        for source, following in zip(steps, [*steps[1:], None], strict=True):
-            coming = held if following is None else held.passed_on(cut, following - source)
-            there, passes = held.mask(cut, mask, source), arriving if source else own
-            new = passes.call_forward(q, held.keys, held.values, there, scale=scale, dropout=dropout)
+        for source, next_keys, _ in around.turns():
+            coming = from_before(cut, held, next_keys) if next_keys else held
+            passes, there = arriving if source else own, around.mask_of(source, length)
+            new = passes.call_forward(q, held[..., :size], held[..., size:], there, scale=scale, dropout=dropout)
             sums, held = _together([merged(*sums, new)], coming)
         ((out, lse),) = sums
         return out.astype(q.dtype), lse
@@ -91,20 +107,21 @@ def ring(cut: RowCut, own: Passes, arriving: Passes) -> Passes:
         scale: float,
         dropout: AttentionDropout | None = None,
     ) -> tuple[Array, Array, Array]:
-        held, saved, steps = _Held(k, v, mask.key_segments), (out, lse, dout), sources(cut, k.shape[1], mask)
-        dq, *moving = (jnp.zeros(x.shape, jnp.float32) for x in (q, k, v))
-        last = 0
-        for source, following in zip(steps, [*steps[1:], None], strict=True):
-            coming = held if following is None else held.passed_on(cut, following - source)
+        around, size, length = _Ring.of(cut, mask, k.shape[1]), k.shape[3], k.shape[1]
+        held, saved = jnp.concatenate([k, v], axis=3), (out, lse, dout)
+        dq, moving, way = jnp.zeros(q.shape, jnp.float32), jnp.zeros(held.shape, jnp.float32), 0
+        for source, next_keys, next_sums in around.turns():
+            coming = from_before(cut, held, next_keys) if next_keys else held
             # The sums of the step before travel beside this step's kernel.
-            moving = [from_before(cut, x, source - last) if source else x for x in moving]
-            there, passes = held.mask(cut, mask, source), arriving if source else own
-            new = passes.call_backward(q, held.keys, held.values, there, *saved, scale=scale, dropout=dropout)
-            dq, *moving = (x + y.astype(jnp.float32) for x, y in zip((dq, *moving), new, strict=True))
-            (dq, moving), held = _together((dq, moving), coming)
-            last = source
-        home = [x.astype(k.dtype) for x in moving]
-        dk, dv = (from_before(cut, x, cut.devices - last) for x in home) if last else home
-        return dq.astype(q.dtype), dk, dv
+            moving = from_before(cut, moving, way) if way else moving
+            passes, there = arriving if source else own, around.mask_of(source, length)
+            keys = held[..., :size], held[..., size:]
+            new = passes.call_backward(q, *keys, there, *saved, scale=scale, dropout=dropout)
+            new_q, *keyed = (x.astype(jnp.float32) for x in new)
+            (dq, moving), held = _together((dq + new_q, moving + jnp.concatenate(keyed, axis=3)), coming)
+            way = next_sums
+        home = moving.astype(k.dtype)
+        home = from_before(cut, home, way) if way < cut.devices else home
+        return dq.astype(q.dtype), home[..., :size], home[..., size:]
 
     return Passes(forward, backward, own.dropout)
