@@ -141,22 +141,24 @@ class MixtureOfExperts(nnx.Module):
             weights["router_bias"] = self.router_bias[...]
         axes = {name: (None,) * w.ndim for name, w in weights.items()}
         tokens_axes = ("batch", "seq_residual", None)
-        ins = tokens_axes, tokens_axes, axes, self.experts.axes()
+        ins = tokens_axes, tokens_axes, ("seq_residual",), axes, self.experts.axes()
         island = layout.island(self.on_device(cfg, training=ctx.row_keys is not None), ins, tokens_axes)
-        y = island(tokens, seen, weights, self.experts.weights())
+        y = island(tokens, seen, ctx.index, weights, self.experts.weights())
         if cfg.latent is None:
             return layout.act(y, *TOKENS)
         return layout.dot("bsl,ld->bsd", y, self.latent_up, *TOKENS)
 
     def on_device(self, cfg: MoEConfig, *, training: bool) -> Callable[..., Array]:
-        """(tokens, input of the router, the router's arrays, weights of the experts) -> outputs, on one device."""
+        """(tokens, input of the router, positions, the router's arrays, weights of experts) -> outputs of a device."""
         axes, spread = token_axes(self.layout), expert_axes(self.layout)
         stages = manual_axes().get("pipeline", 1) if self.on_every_stage else 1
         copies, facts = spread.copies(axes) * stages, cfg.expert_facts(self.router.shape[0])
 
-        def local(x: Array, seen: Array, arrays: Mapping[str, Array], experts: Mapping[str, Array]) -> Array:
+        def local(
+            x: Array, seen: Array, index: Array, arrays: Mapping[str, Array], experts: Mapping[str, Array]
+        ) -> Array:
             rows, flat = x.shape[0], x.reshape(-1, x.shape[-1])
-            routing, routed = self.route(cfg, seen, arrays, axes, copies, training=training)
+            routing, routed = self.route(cfg, seen, index, arrays, axes, copies, training=training)
 
             def apply(rows: Array, sizes: Array, scale: Array) -> Array:
                 return self.experts.apply(cfg.kernel, experts, rows, sizes, scale, spread.cuts())
@@ -182,6 +184,7 @@ class MixtureOfExperts(nnx.Module):
         self,
         cfg: MoEConfig,
         x: Array,
+        index: Array,
         arrays: Mapping[str, Array],
         axes: TokenAxes,
         copies: int,
@@ -190,7 +193,7 @@ class MixtureOfExperts(nnx.Module):
     ) -> tuple[Routing, dict[str, Array]]:
         """The experts of this device's tokens, and what is reported of them: parts of sums over all devices.
 
-        copies: devices that route the same tokens.
+        index: positions int32 [S] in the row; copies: devices that route the same tokens.
         """
         rows, flat = x.shape[0], x.reshape(-1, x.shape[-1]).astype(jnp.float32)
         logits = jnp.matmul(flat, arrays["router"].astype(jnp.float32), precision=lax.Precision.HIGHEST)
@@ -204,7 +207,7 @@ class MixtureOfExperts(nnx.Module):
         if balanced is not None:
             logits = add_gradient(logits, balanced.gradient * (scale * self.layout.token_weight / copies))
             report |= {name: value / copies for name, value in balanced.values.items()}
-        routing = choose(cfg.router, logits, cfg.top_k, load[0], axes, training=training)
+        routing = choose(cfg.router, logits, cfg.top_k, load[0], axes, training=training, index=index)
         tokens = counts(routing.experts, cfg.experts)
         if cfg.router.capacity is not None:
             routing = within_capacity(cfg.router.capacity, routing, rows, cfg.experts, axes)
@@ -251,7 +254,7 @@ class ExpertAxes(NamedTuple):
 
 def token_axes(layout: Layout) -> TokenAxes:
     """Axes over which the tokens of the residual stream are cut."""
-    return TokenAxes(layout.divided("batch"), layout.divided("seq_residual"))
+    return TokenAxes(layout.divided("batch"), layout.divided("seq_residual"), layout.row_cut())
 
 
 def expert_axes(layout: Layout) -> ExpertAxes:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from megajax.layers.config.moe import CapacityConfig, RouterConfig
+from megajax.mesh.row_cut import WHOLE, RowCut
 
 SINKHORN_TOLERANCE, SINKHORN_EPSILON = 1e-4, 1e-8
 SINKHORN_ROUNDS = 1000
@@ -31,6 +32,8 @@ class TokenAxes(NamedTuple):
     """Over which rows are."""
     seq: tuple[str, ...] = ()
     """Over which positions are."""
+    rows: RowCut = WHOLE
+    """Which positions of a row a device holds."""
 
     @property
     def every(self) -> tuple[str, ...]:
@@ -85,10 +88,25 @@ def shares(cfg: RouterConfig, logits: Array) -> Array:
     return each if cfg.score == "softmax" else each / (each.sum(-1, keepdims=True) + 1e-20)
 
 
-def choose(cfg: RouterConfig, logits: Array, k: int, bias: Array, axes: TokenAxes, *, training: bool) -> Routing:
-    """The experts of tokens with these logits [T, E]. bias: of `State`."""
+def choose(
+    cfg: RouterConfig,
+    logits: Array,
+    k: int,
+    bias: Array,
+    axes: TokenAxes,
+    *,
+    training: bool,
+    index: Array | None = None,
+) -> Routing:
+    """The experts of tokens with these logits [T, E]. bias: of `State`.
+
+    index: int32 [S], positions in the row of those of this device, for a balance that is forced; None: of whole rows.
+    """
     if cfg.force_balance:
-        turns = (jnp.arange(logits.shape[0])[:, None] * k + jnp.arange(k)[None]) % logits.shape[1]
+        index = jnp.arange(logits.shape[0]) if index is None else index
+        length = index.size * (lax.axis_size(axes.seq) if axes.seq else 1)
+        numbers = jnp.arange(logits.shape[0] // index.size)[:, None] * length + index[None]
+        turns = (numbers.reshape(-1)[:, None] * k + jnp.arange(k)[None]) % logits.shape[1]
         return _weighed(cfg, logits, turns.astype(jnp.int32))
     if cfg.sinkhorn:
         each = jax.nn.softmax(logits) if k > 1 else jax.nn.sigmoid(logits)
@@ -196,15 +214,15 @@ def balance(cfg: RouterConfig, logits: Array, rows: int, k: int, known: Array, a
 def within_capacity(cfg: CapacityConfig, routing: Routing, rows: int, number: int, axes: TokenAxes) -> Routing:
     """The routing without tokens beyond the capacity of each expert, counted over all devices.
 
-    Positions count first, then rows, as Megatron-LM's tokens are in that order.
+    Positions count first, in the order of the row, then rows, as Megatron-LM's tokens are in that order.
     """
     k = routing.experts.shape[1]
 
     def everywhere(x: Array) -> Array:
         x = x.reshape(rows, -1, k)
-        for dimension, names in enumerate(axes):
+        for dimension, names in enumerate((axes.batch, axes.seq)):
             x = lax.all_gather(x, names, axis=dimension, tiled=True) if names else x
-        return x
+        return axes.rows.in_order(x)
 
     weights, experts = everywhere(lax.stop_gradient(routing.weights)), everywhere(routing.experts)
     capacity = ceil(experts.size / number * cfg.factor)
@@ -217,8 +235,8 @@ def within_capacity(cfg: CapacityConfig, routing: Routing, rows: int, number: in
     starts = jnp.cumsum(sizes) - sizes
     sorted_experts = flat[order]
     kept = jnp.zeros(flat.size, bool).at[order].set(jnp.arange(flat.size) - starts[sorted_experts] < capacity)
-    kept = kept.reshape(experts.shape[1], experts.shape[0], k).swapaxes(0, 1)
-    for dimension, names in enumerate(axes):
+    kept = axes.rows.by_device(kept.reshape(experts.shape[1], experts.shape[0], k).swapaxes(0, 1))
+    for dimension, names in enumerate((axes.batch, axes.seq)):
         if names:
             size = kept.shape[dimension] // lax.axis_size(names)
             kept = lax.dynamic_slice_in_dim(kept, lax.axis_index(names) * size, size, dimension)
