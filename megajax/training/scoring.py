@@ -7,6 +7,7 @@ a row of its own: neither the others of its batch nor the padding behind it chan
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby
+from math import lcm
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -113,7 +114,9 @@ class Scorer:
         self.program, self.tokenizer, self.weights = program, tokenizer, weights
         self.cache, self.stopping, self.progress = cache, stopping, progress
         self.length: int = program.cfg.model.row_positions()
-        self._tokens_per_device = program.cfg.batch.micro_size * self.length
+        self._tokens_per_replica = program.cfg.batch.micro_size * self.length
+        parallel, chunks = program.cfg.parallel, program.layout.rows.chunks
+        self._multiple = parallel.context * lcm(chunks, parallel.tensor if parallel.sequence else 1)
         self._steps: dict[tuple[int, ...], Any] = {}
 
     def answers(self, windows: Sequence[Window]) -> list[Answer]:
@@ -195,15 +198,16 @@ class Scorer:
         return {name: np.asarray(total) for name, (total, _) in sums.items()}
 
     def padded(self, tokens: int) -> int:
-        """Length of the row that is compiled for so many tokens."""
+        """Length of the row that is compiled for so many tokens; the chunks of a row over devices are equal."""
         length = SHORTEST
         while length < tokens:
             length *= 2
-        return min(length, self.length)
+        return min(length + -length % self._multiple, self.length)
 
     def rows_at_once(self, length: int) -> int:
         """Most rows of a batch: as many tokens on each device as in a microbatch of training, up to MOST_TOKENS."""
-        return self._devices() * max(1, min(self._tokens_per_device, MOST_TOKENS) // length)
+        most = MOST_TOKENS * self.program.mesh.shape["context"]
+        return self._devices() * max(1, min(self._tokens_per_replica, most) // length)
 
     def _devices(self) -> int:
         """Groups of devices that work on different rows, times the microbatches of a pipeline."""
