@@ -1,13 +1,14 @@
 """The layout that Megatron-LM's flags describe."""
 
 import re
+from math import prod
 from typing import Any
 
-from megajax.mesh.config import ParallelConfig
 from megajax.tools.flags import Arguments, Settings
 from megajax.tools.megatron_hybrid import hybrid_cut
 from megajax.tools.megatron_model import layers
 
+STRATEGIES = {"p2p": "ring", "all_gather": "all_gather", "a2a": "all_to_all", "a2a+p2p": "ring+all_to_all"}
 SHARDING = {"no_shard": "replicate", "optim": "zero1", "optim_grads": "zero1", "optim_grads_params": "fsdp"}
 
 
@@ -37,13 +38,39 @@ def parallel(args: Arguments) -> Settings:
         "parallel.schedule": "interleaved" if chunks > 1 else "1f1b",
         "parallel.virtual_stages": chunks,
     }
-    problems = ParallelConfig(context=args["context-parallel-size"]).problems()
-    for problem in problems:
-        args.refuse("context-parallel-size", problem.what)
-    settings |= {} if problems else {"parallel.context": args["context-parallel-size"]}
+    settings |= _context(args)
     settings |= _experts(args, max(tensor, 1))
     cut = _cut(args, max(pipeline, 1), chunks)
     return settings | ({"parallel.layers": cut} if cut else {}) | dict(hybrid_cut(args))
+
+
+def _context(args: Arguments) -> Settings:
+    """How rows are cut over devices, and how attention reaches the other parts."""
+    size, kind, groups = args["context-parallel-size"], "cp-comm-type", "hierarchical-context-parallel-sizes"
+    if size < 2 or not args.given(kind):
+        # Megatron-LM's ring and the gather that is the default here give the same numbers.
+        return {"parallel.context": size}
+    # The name is all_gather in its library and allgather in its help.
+    ways = {"allgather": "all_gather", **STRATEGIES}
+    words = dict.fromkeys(args[kind] or ["p2p"])
+    if unknown := [word for word in words if word not in ways]:
+        args.wrong(kind, f"expected one of {', '.join(STRATEGIES)}, got {' '.join(unknown)}")
+        return {"parallel.context": size}
+    settings = {"parallel.context": size, "parallel.context_strategy": ways[next(iter(words))]}
+    if len({ways[word] for word in words}) > 1:
+        args.refuse(kind, "all layers exchange rows in one way: give one")
+    if "a2a+p2p" not in words:
+        return settings
+    if args.given(groups) and args[groups]:
+        levels = args.numbers(groups)
+        if levels and prod(levels) != size:
+            what = f"{' x '.join(map(str, levels))} devices are {prod(levels)}, and --context-parallel-size is {size}"
+            args.wrong(groups, what, "give two sizes with that product")
+        elif levels and len(levels) != 2:
+            args.refuse(groups, f"there are two levels, of heads and of a ring, not {len(levels)}")
+        return settings | ({"parallel.context_heads": levels[0]} if levels else {})
+    args.wrong(kind, "a2a+p2p needs --hierarchical-context-parallel-sizes", "give both sizes: heads, then ring")
+    return settings
 
 
 def _experts(args: Arguments, tensor: int) -> Settings:

@@ -55,6 +55,7 @@ def problem(changes: str) -> str:
     return "\n".join(str(one) for one in converted.problems)
 
 
+LEVELS = "--context-parallel-size 4 --cp-comm-type a2a+p2p"
 CHATS = "--without mock-data --data-path a.jsonl --sft"
 MOE = "--num-experts 4"
 SIGMOID = f"{MOE} --moe-router-score-function sigmoid"
@@ -247,7 +248,9 @@ CASES = {
     "ddp-reduce-scatter-with-fp32-accumulation": None,
     "tensor-model-parallel-size": "--tensor-model-parallel-size 2",
     "pipeline-model-parallel-size": "--pipeline-model-parallel-size 2",
-    "context-parallel-size": None,
+    "context-parallel-size": "--context-parallel-size 2",
+    "cp-comm-type": "--context-parallel-size 2 | --cp-comm-type a2a",
+    "hierarchical-context-parallel-sizes": f"{LEVELS} --hierarchical-context-parallel-sizes 4 1",
     "num-experts": MOE,
     "moe-layer-freq": f"{MOE} | --moe-layer-freq 2",
     "moe-ffn-hidden-size": f"{MOE} | --moe-ffn-hidden-size 96",

@@ -217,14 +217,14 @@ def test_a_place_that_cannot_be_written_is_told(tmp_path: Path) -> None:
 def test_refused_flags_end_with_code_2_unless_partial(tmp_path: Path) -> None:
     tool = [sys.executable, "-m", "megajax.tools.megatron_args"]
     flags = ["--", "torchrun", "--nproc_per_node", "2", "pretrain_gpt.py", *SMALL.split(), "--moe-use-upcycling",
-             "--context-parallel-size", "2", "--no-such-flag"]  # fmt: skip
+             "--hybrid-context-parallel", "--no-such-flag"]  # fmt: skip
     wrong = subprocess.run([*tool, *flags], cwd=REPOSITORY, capture_output=True, text=True)
     assert wrong.returncode == 2 and wrong.stdout == ""
     assert "--no-such-flag: no such flag is known" in wrong.stderr
     refused = subprocess.run([*tool, *flags[:-1]], cwd=REPOSITORY, capture_output=True, text=True)
     assert refused.returncode == 2 and refused.stdout == ""
     assert "--moe-use-upcycling: leave out --load: checkpoint.weights makes experts" in refused.stderr
-    assert "--context-parallel-size 2: 2 devices asked for" in refused.stderr
+    assert "--hybrid-context-parallel: all rows are cut over the same devices" in refused.stderr
     assert "2 flags refused" in refused.stderr
     made = subprocess.run([*tool, "--partial", *flags[:-1]], cwd=REPOSITORY, capture_output=True, text=True)
     assert made.returncode == 0, made.stderr

@@ -332,12 +332,45 @@ def test_refused_values_and_harmless_ones() -> None:
     assert [flag for flag, _ in made("--eval-micro-batch-size 4").refused] == ["--eval-micro-batch-size 4"]
     assert made("--eval-global-batch-size 8 --dataloader-type single").refused == ()
     # A flag that is refused may still be given with the value it has anyway.
-    harmless = made("--cp-comm-type p2p --num-distributed-optimizer-instances 1 --timing-log-level 0")
-    assert not harmless.refused and len(harmless.unnecessary) == 3
+    harmless = made("--num-distributed-optimizer-instances 1 --timing-log-level 0")
+    assert not harmless.refused and len(harmless.unnecessary) == 2
     assert made("--context-parallel-size 1 --expert-model-parallel-size 1").refused == ()
-    assert [flag for flag, _ in made("--context-parallel-size 2 --seq-length 32").refused] == [
-        "--context-parallel-size 2"
-    ]
+    assert [flag for flag, _ in made("--hybrid-context-parallel").refused] == ["--hybrid-context-parallel"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "strategy", "heads"),
+    [
+        ("", "all_gather", 2),
+        ("--cp-comm-type p2p", "ring", 2),
+        ("--cp-comm-type p2p p2p p2p p2p", "ring", 2),
+        ("--cp-comm-type allgather", "all_gather", 2),
+        ("--cp-comm-type a2a", "all_to_all", 2),
+        ("--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2", "ring+all_to_all", 2),
+        ("--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 1 4", "ring+all_to_all", 1),
+    ],
+)
+def test_how_rows_are_exchanged(flags: str, strategy: str, heads: int) -> None:
+    parallel = config(f"--attention-dropout 0 --context-parallel-size 4 {flags}").parallel
+    assert (parallel.context, parallel.context_strategy, parallel.context_heads) == (4, strategy, heads)
+
+
+def test_exchanges_of_rows_that_cannot_be() -> None:
+    cut = "--attention-dropout 0 --context-parallel-size 4 --cp-comm-type"
+    ((flag, why),) = made(f"{cut} p2p p2p a2a a2a").refused
+    assert flag == "--cp-comm-type p2p p2p a2a a2a" and "in one way" in why
+    ((flag, why),) = made(f"{cut} a2a+p2p --hierarchical-context-parallel-sizes 2 2 1").refused
+    assert "hierarchical" in flag and "not 3" in why
+    assert "2 x 4 devices are 8, and --context-parallel-size is 4" in problem(
+        f"{cut} a2a+p2p --hierarchical-context-parallel-sizes 2 4"
+    )
+    assert "a2a+p2p needs --hierarchical-context-parallel-sizes" in problem(f"{cut} a2a+p2p")
+    assert "expected one of p2p, all_gather, a2a, a2a+p2p, got a2b" in problem(f"{cut} a2b")
+    # Without a cut the way says nothing, and sizes of levels say nothing without two levels.
+    assert made("--cp-comm-type a2a").idle == ("--cp-comm-type a2a",)
+    assert made(f"{cut} p2p --hierarchical-context-parallel-sizes 2 2").idle == (
+        "--hierarchical-context-parallel-sizes 2 2",
+    )
 
 
 def test_fill_in_the_middle() -> None:
