@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 
 from megajax.config.errors import UserError
+from megajax.data.attention_work import document_lengths, scores
 from megajax.data.config import ChatConfig, Rows
 from megajax.data.loader import read_rows
-from megajax.data.packing import best_fit
+from megajax.data.packing import DOCUMENTS, PADDING_PART, Packing, balanced_fit, best_fit, padding_lengths
+from megajax.kernels import cudnn
 from megajax.models.config import text_schema
 from megajax.tokenizers.config import ByteTokenizerConfig
 
@@ -290,3 +292,82 @@ def test_best_fit() -> None:
     many = draw.lognormal(5.5, 0.8, 20_000).clip(10, 2048).astype(int)
     assert many.sum() / (2048 * len(best_fit(many, 2048))) > 0.995
     assert best_fit(np.array([3, 7, 5, 5]), 10) == [[0, 1], [2, 3]]
+
+
+def scores_of(lengths: np.ndarray, rows: list[list[int]]) -> np.ndarray:
+    return np.array([scores(lengths[row]).sum() for row in rows])
+
+
+def test_balanced_fit() -> None:
+    """About as full, and no row has far less to do than the others."""
+    draw = np.random.default_rng(1)
+    for median, sigma in ((300, 0.8), (1000, 1.0), (40, 1.5)):
+        lengths = draw.lognormal(np.log(median), sigma, 4000).clip(1, 4096).astype(int)
+        rows, tight = balanced_fit(lengths, 4096), best_fit(lengths, 4096)
+        assert sorted(piece for row in rows for piece in row) == list(range(4000))
+        assert all(lengths[row].sum() <= 4096 for row in rows)
+        assert all(row == sorted(row) for row in rows) and all(a[0] < b[0] for a, b in pairwise(rows))
+        assert len(rows) <= 1.01 * len(tight) + 1
+        work, before = scores_of(lengths, rows), scores_of(lengths, tight)
+        assert work.std() / work.mean() < before.std() / before.mean()
+        assert np.quantile(work, 0.02) > 5 * np.quantile(before, 0.02)
+    assert Packing.of(lengths, rows, 4096).fill == lengths.sum() / 4096 / len(rows)
+    assert Packing.of(lengths, rows, 4096).imbalance == work.max() / work.mean()
+    # The longest with the shortest, where best fit puts like with like.
+    assert balanced_fit(np.array([6, 6, 3, 3]), 12) == [[0, 2], [1, 3]] != best_fit(np.array([6, 6, 3, 3]), 12)
+    assert balanced_fit(np.array([], int), 10) == [] and balanced_fit(np.array([0, 10, 0]), 10) == [[0, 1, 2]]
+    assert balanced_fit(np.array([7, 7, 7, 4, 4]), 11) == [[0, 3], [1, 4], [2]]
+
+
+def test_balanced_rows_of_conversations(tmp_path: Path) -> None:
+    path = write(tmp_path / "c", random_chats(60))
+    tight, rows = splits(path, 256).train, splits(path, 256, packing="balanced").train
+    assert len(rows) == len(tight) and rows.packing.fill == tight.packing.fill > 0.9
+    assert rows.packing.imbalance < tight.packing.imbalance and rows.order() != tight.order()
+    texts = [sorted(text(part[row]["tokens"]) for row in range(len(part))) for part in (rows, tight)]
+    assert texts[0] != texts[1] and sorted("".join(texts[0])) == sorted("".join(texts[1]))
+    assert splits(path, 256, packing="lines").train.packing is None
+
+
+@pytest.mark.parametrize("multiple", [1, 16])
+@pytest.mark.parametrize("packing", ["best_fit", "balanced", "lines"])
+def test_documents_of_a_row_are_known(tmp_path: Path, packing: str, multiple: int) -> None:
+    path = write(tmp_path / "c", [*random_chats(30), chat("q" * 600, "a"), chat("a", "b" * 300)])
+    for apart in (False, True):
+        options = {"pad_multiple": multiple, "cut_long": True, "on_error": "skip", "isolate_padding": apart}
+        rows = splits(path, 512, packing=packing, **options).train
+        for number in range(len(rows)):
+            row = rows[number]
+            np.testing.assert_array_equal(rows.document_lengths(number), document_lengths(row["segment_ids"]))
+            begins = np.flatnonzero(np.diff(row["positions"]) < 1) + 1
+            assert set(begins) <= set(np.flatnonzero(np.diff(row["segment_ids"])) + 1), "conversations are documents"
+            assert apart or len(begins) == row["segment_ids"].max()
+
+
+def test_padding_is_hardly_computed(tmp_path: Path) -> None:
+    """It is documents of a block of queries, which take no part in the loss; nothing else of a row changes."""
+    path = write(tmp_path / "c", [chat("a" * 50, "b" * 50)])
+    apart, joined = (splits(path, 4096, isolate_padding=each).train for each in (True, False))
+    for name, values in joined[0].items():
+        if name != "segment_ids":
+            np.testing.assert_array_equal(apart[0][name], values)
+    text = int(apart.document_lengths(0)[0])
+    real = apart[0]["segment_ids"] == 0
+    assert real.sum() == text < 200 and not apart[0]["loss_mask"][~real].any()
+    assert (apart.document_lengths(0)[1:] <= PADDING_PART).all()
+    assert scores(joined.document_lengths(0)).sum() == 4096 * 4097 / 2 > 25 * scores(apart.document_lengths(0)).sum()
+
+
+def test_padding_leaves_rows_to_cudnn() -> None:
+    """Documents of padding do not make a row one of too many documents."""
+    assert DOCUMENTS == cudnn.DOCUMENTS
+    for padding, documents, parts in (
+        (1, 1, 1),
+        (128, 1, 1),
+        (129, 63, 1),
+        (10**5, 1, 63),
+        (10**5, 64, 782),
+        (5, 99, 1),
+    ):
+        lengths = padding_lengths(padding, documents)
+        assert lengths.sum() == padding and len(lengths) == parts and lengths.max() - lengths.min() <= 1

@@ -10,8 +10,11 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from megajax.batch import Leaf, batch_schema
 from megajax.config.errors import UserError
+from megajax.data.attention_work import RowWork, scores
 from megajax.data.config import LoaderConfig
+from megajax.data.dealing import Dealing, dealt_rows
 from megajax.data.loader import Loader, LocalRows, read_rows
+from megajax.mesh.row_cut import RowCut
 from megajax.models.config import text_schema
 
 pytestmark = pytest.mark.smoke
@@ -227,3 +230,70 @@ def test_growing_steps() -> None:
     ]
     assert some(0, 4) == every
     assert some(16, 2) == every[2:]
+
+
+class Documents(Numbers):
+    """Rows of 1 to S documents, which are known without reading."""
+
+    def document_lengths(self, row: int) -> np.ndarray:
+        starts = np.flatnonzero(np.random.default_rng(row).random(S) < row % 7 / 7)
+        return np.diff(np.union1d(starts, [0]), append=S)
+
+    def work(self, first: int, count: int) -> np.ndarray:
+        return np.array([scores(self.document_lengths(row)).sum() for row in range(first, first + count)])
+
+
+@pytest.mark.parametrize("across", [False, True])
+@pytest.mark.parametrize("sizes", [(1, 2, 1, 2, 2), (1, 2, 2, 1, 2), (1, 8, 1, 1, 1)], ids=str)
+def test_rows_are_dealt_out_over_data_groups(sizes: tuple[int, ...], across: bool) -> None:
+    """Each stands with its number where `dealt_rows` says, also after a resume, and reads no row of another process."""
+    sharding, source, dealing = layout(sizes), Documents(), Dealing(RowWork(), across)
+    groups = sizes[1] * sizes[2]
+    with load(sharding, source=source, dealing=dealing) as loader:
+        before, after = loader.imbalance()
+        batches = [next(loader)[0] for _ in range(3)]
+    assert after.step <= before.step and after.microbatch <= before.microbatch and before.microbatch > 1.01
+    for number, batch in enumerate(batches):
+        first = number * G
+        order = first + dealt_rows(source.work(first, G), groups, M, across=across).reshape(M, G // M)
+        assert (order != np.arange(first, first + G).reshape(order.shape)).any()
+        np.testing.assert_array_equal(batch["sample"], order)
+        np.testing.assert_array_equal(batch["tokens"], order[..., None] * S + np.arange(S))
+    with load(sharding, consumed=G, source=source, dealing=dealing) as loader:
+        for batch in batches[1:]:
+            np.testing.assert_array_equal(next(loader)[0]["sample"], batch["sample"])
+    with load(sharding, consumed=192, source=source, dealing=dealing) as ended:
+        assert ended.imbalance() is None and load(sharding).imbalance() is None
+
+
+def test_dealt_rows_of_growing_steps() -> None:
+    sizes, source = {0: 8, 8: 16, 24: 24}, Documents()
+    dealing = Dealing(RowWork(), across=True)
+    with load(layout((1, 4, 1, 1, 2)), source=source, dealing=dealing, size_at=sizes.__getitem__) as loader:
+        for first, size in sizes.items():
+            expected = first + dealt_rows(source.work(first, size), 4, size // 8, across=True)
+            np.testing.assert_array_equal(np.ravel(next(loader)[0]["sample"]), expected)
+
+
+@pytest.mark.parametrize("processes", [1, 2, 4])
+@pytest.mark.parametrize("sizes", [(1, 1, 1, 4, 1), (1, 2, 1, 4, 1), (1, 1, 1, 4, 2)], ids=str)
+@pytest.mark.parametrize("rounds", [0, 1])
+def test_processes_hold_parts_of_the_same_rows(sizes: tuple[int, ...], rounds: int, processes: int) -> None:
+    """Context cut over processes: each reads whole rows, and its devices' blocks are those of one process."""
+    sharding, cut = layout(sizes), RowCut(4, rounds)
+    schema = batch_schema(text_schema(16, 10_000), LEAVES)
+    rows = [{name: (row * 16 + np.arange(16)).astype(dtype) for name, dtype in LEAVES.items()} for row in range(G)]
+    whole = np.stack([row["tokens"] for row in rows]).reshape(M, G // M, 16)
+    whole = whole[..., cut.places(16)]
+    indices = list(sharding.devices_indices_map(whole.shape).values())
+    size, seen = len(indices) // processes, np.zeros(whole.shape, np.int32)
+    for process in range(processes):
+        mine = indices[process * size : (process + 1) * size]
+        local = LocalRows(mine, M, G // M)
+        block = read_rows(rows, schema, 0, local.offsets, cut)
+        for index in mine:
+            np.testing.assert_array_equal(local.block(block["tokens"], index), whole[index])
+            seen[index] += 1
+    assert (seen == sizes[4]).all()
+    if rounds and processes == 4 and sizes == (1, 1, 1, 4, 1):
+        assert local.block(block["tokens"], mine[0])[0, 0].tolist() == [6, 7, 8, 9], "chunks 3 and 4 of 8"

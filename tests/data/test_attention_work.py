@@ -1,0 +1,150 @@
+"""Attention work of rows: scores counted one by one, and the rows of a step dealt out by them."""
+
+from itertools import permutations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from token_files import tokenizer, write_random
+
+from megajax.data.attention_work import (
+    RowWork,
+    device_scores,
+    document_lengths,
+    imbalance,
+    lengths_of_row,
+    scores,
+)
+from megajax.data.config import BlendConfig, CyclicConfig, FillInMiddleConfig, MockConfig, Rows
+from megajax.data.dealing import Imbalance, dealt_rows
+from megajax.mesh.row_cut import RowCut
+from megajax.models.config import text_schema
+
+pytestmark = pytest.mark.smoke
+
+CUTS = [RowCut(), *(RowCut(devices, rounds) for devices in (2, 4) for rounds in (0, 1, 2))]
+
+
+def mask_of(segments: np.ndarray, window: int | None) -> np.ndarray:
+    """bool [S, S]: whether the query of a row sees the key of a column."""
+    distance = np.arange(len(segments))[:, None] - np.arange(len(segments))[None]
+    seen = (distance >= 0) & (segments[:, None] == segments[None])
+    return seen if window is None else seen & (distance <= window)
+
+
+@pytest.mark.parametrize("window", [None, 0, 3, 40])
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+def test_scores_of_each_device(cut: RowCut, window: int | None) -> None:
+    draw = np.random.default_rng(0)
+    for most in (1, 2, 6, 48):
+        segments = np.sort(draw.integers(0, most, 48))
+        seen = mask_of(segments, window).sum(1)
+        expected = seen[cut.places(48)].reshape(cut.devices, -1).sum(1)
+        lengths = document_lengths(segments)
+        np.testing.assert_array_equal(device_scores(lengths, cut, window), expected)
+        assert scores(lengths, window).sum() == seen.sum() == device_scores(lengths, window=window).item()
+
+
+def test_devices_that_exchange_heads_have_equal_shares() -> None:
+    lengths, ring = np.array([30, 2, 16]), RowCut(2, 1)
+    both = RowCut(4, 1, "ring+all_to_all", exchanging=2)
+    np.testing.assert_array_equal(device_scores(lengths, both), np.repeat(device_scores(lengths, ring) / 2, 2))
+    alone = RowCut(4, 1, "all_to_all", exchanging=4)
+    assert imbalance(device_scores(lengths, alone)) == 1
+
+
+def test_zigzag_balances_rows_of_one_document() -> None:
+    one = np.array([64])
+    assert imbalance(device_scores(one, RowCut(4, 1))) == 1 < imbalance(device_scores(one, RowCut(4, 0)))
+
+
+def test_work_is_of_positions_and_of_scores_by_window() -> None:
+    work, lengths, cut = RowWork(10.0, ((None, 2.0), (3, 1.0))), np.array([5, 11]), RowCut(2, 1)
+    expected = 10 * 16 / 2 + 2 * device_scores(lengths, cut) + device_scores(lengths, cut, 3)
+    np.testing.assert_array_equal(work.of_devices(lengths, cut), expected)
+    assert work.of_row(lengths, cut) == expected.max()
+    # 15 + 66 scores, and 14 + 38 within a window of 3.
+    assert work.of_row(lengths) == 10 * 16 + 2 * 81 + 52
+
+
+@pytest.mark.parametrize("across", [False, True])
+@pytest.mark.parametrize(("groups", "microbatches", "each"), [(2, 1, 2), (2, 4, 1), (4, 3, 2), (8, 8, 1), (1, 2, 3)])
+def test_each_row_stands_at_one_place(groups: int, microbatches: int, each: int, across: bool) -> None:
+    work = np.random.default_rng(0).lognormal(0, 1, groups * microbatches * each)
+    places = dealt_rows(work, groups, microbatches, across=across)
+    assert sorted(places.tolist()) == list(range(len(work)))
+    in_order, dealt = (Imbalance.of(values, groups, microbatches) for values in (work, work[places]))
+    assert 1 <= dealt.step <= in_order.step and dealt.microbatch <= in_order.microbatch + 1e-12
+    kept = [set(micro) == set(range(n * groups * each, (n + 1) * groups * each))
+            for n, micro in enumerate(places.reshape(microbatches, -1).tolist())]  # fmt: skip
+    assert across or all(kept)
+    if across:
+        micro = work[places].reshape(microbatches, -1)
+        assert (micro[:-1].min(1) >= micro[1:].max(1)).all(), "neighbours have like work"
+
+
+def test_rows_of_a_microbatch_are_dealt_nearly_as_well_as_possible() -> None:
+    """Longest first is at most 4/3 of the best (Graham 1969)."""
+    draw = np.random.default_rng(3)
+    for _ in range(10):
+        work = draw.lognormal(0, 1.5, 6)
+        best = min(Imbalance.of(work[list(order)], 3, 1).step for order in permutations(range(6)))
+        assert Imbalance.of(work[dealt_rows(work, 3, 1, across=False)], 3, 1).step <= 4 / 3 * best
+
+
+def test_many_uneven_rows_are_dealt_evenly() -> None:
+    work = np.random.default_rng(0).lognormal(0, 1, 8 * 16)
+    assert Imbalance.of(work, 8, 16).step > 1.2
+    assert Imbalance.of(work[dealt_rows(work, 8, 16, across=False)], 8, 16).step < 1.05
+    across = Imbalance.of(work[dealt_rows(work, 8, 16, across=True)], 8, 16)
+    assert across.step < 1.05 and across.microbatch < 1.2 < 1.6 < Imbalance.of(work, 8, 16).microbatch
+
+
+def test_ties_go_to_the_first() -> None:
+    assert dealt_rows(np.ones(8), 2, 2, across=True).tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
+
+
+class Unread:
+    """A source that must not be read."""
+
+    def __init__(self, source: Any):
+        self.document_lengths = source.document_lengths
+
+
+SOURCES = {
+    "whole rows": (BlendConfig, {}, False),
+    "documents": (BlendConfig, {"isolate_documents": True}, False),
+    "end tokens": (BlendConfig, {"reset_attention_mask": True}, True),
+    "both": (BlendConfig, {"reset_attention_mask": True, "isolate_documents": True}, True),
+    "padded": (BlendConfig, {"isolate_documents": True, "extra_token": False}, False),
+    "middle": (FillInMiddleConfig, {"isolate_documents": True, "rate": 1.0, "prefix_token": "p", "middle_token": "m",
+                                    "suffix_token": "s"}, False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_sources_know_their_documents(tmp_path: Path, name: str) -> None:
+    kind, options, read = SOURCES[name]
+    prefixes = [str(write_random(tmp_path / each, documents=60, seed=seed)) for seed, each in enumerate("ab")]
+    made = tokenizer()
+    made.token_id = made.encode = None
+    if kind is FillInMiddleConfig:
+        made.token_id = "pms".index
+        made.encode, made.decode = (lambda text: np.full(len(text), 7, np.int32)), (lambda tokens: "x" * len(tokens))
+    for paths in (prefixes[:1], ["0.5", prefixes[0], "0.5", prefixes[1]]):
+        config = kind(paths=tuple(paths), split="1", cache_dir=str(tmp_path), **options)
+        rows = config.build(tokenizer=made, schema=text_schema(48, 100), rows=Rows(30), seed=5).train
+        rows = CyclicConfig(buckets=False).build(source=rows, rows=30, shards=2, micro_rows=4)
+        for row in range(30):
+            expected = document_lengths(rows[row]["segment_ids"])
+            np.testing.assert_array_equal(lengths_of_row(rows if read else Unread(rows), row), expected)
+
+
+def test_made_up_documents_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, schema = MockConfig(isolate_documents=True), text_schema(20_000, 100)
+    rows = config.build(tokenizer=tokenizer(), schema=schema, rows=Rows(3), seed=5).train
+    expected = [document_lengths(rows[row]["segment_ids"]) for row in range(3)]
+    monkeypatch.setattr(type(rows), "_text", None)
+    for row in range(3):
+        np.testing.assert_array_equal(lengths_of_row(rows, row), expected[row])
