@@ -314,7 +314,7 @@ def test_balanced_fit() -> None:
     assert Packing.of(lengths, rows, 4096).fill == lengths.sum() / 4096 / len(rows)
     assert Packing.of(lengths, rows, 4096).imbalance == work.max() / work.mean()
     assert balanced_fit(np.array([], int), 10) == [] and balanced_fit(np.array([0, 10, 0]), 10) == [[0, 1, 2]]
-    assert balanced_fit(np.array([7, 7, 7, 4, 4]), 11) == [[0, 3], [1, 4], [2]]
+    assert balanced_fit(np.array([7, 7, 7, 4, 4]), 11) == [[0], [1, 4], [2, 3]]
 
 
 def test_balanced_rows_of_conversations(tmp_path: Path) -> None:
