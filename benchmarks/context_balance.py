@@ -1,0 +1,193 @@
+"""Work of the busiest device over the mean, of rows with documents: cut over context, and dealt out over data groups.
+
+Run:  python benchmarks/context_balance.py [--rows=1024] [--model=llama3.py]
+
+Documents have log-normal lengths. As they come, they are read as one stream that is cut into rows, as token files are.
+Packed, documents no longer than a row fill rows, as conversations do. Prints tables, and writes
+benchmarks/results/context_balance.json.
+"""
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import outcome
+
+from megajax.config import load
+from megajax.data.attention_work import RowWork, device_scores, imbalance
+from megajax.data.dealing import Imbalance, dealt_rows
+from megajax.data.packing import Packing, balanced_fit, best_fit
+from megajax.mesh.row_cut import RowCut
+from megajax.training.row_work import row_work
+
+ROUNDS = (1, 4, 16)
+GROUPS = 8
+
+
+class Corpus(NamedTuple):
+    """Rows of documents with log-normal lengths."""
+
+    length: int
+    """Tokens of a row."""
+    median: int
+    """Tokens of a document."""
+    sigma: float
+    """Of the logarithm of lengths."""
+
+
+CORPORA = (
+    *(Corpus(32768, 600, 1.3), Corpus(32768, 4000, 1.5)),
+    *(Corpus(131072, 600, 1.3), Corpus(131072, 4000, 1.5), Corpus(131072, 30000, 1.0)),
+)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Lengths of the documents of each row, in the order in which rows are read."""
+
+    documents: Sequence[np.ndarray]
+
+    def shuffled(self, seed: int) -> "Rows":
+        order = np.random.default_rng(seed).permutation(len(self.documents))
+        return Rows([self.documents[row] for row in order.tolist()])
+
+
+def drawn(corpus: Corpus, rows: int, seed: int = 0) -> np.ndarray:
+    """Lengths of documents that fill at least so many rows, int64."""
+    draw, mean = np.random.default_rng(seed), corpus.median * np.exp(corpus.sigma**2 / 2)
+    count = int(2 * rows * corpus.length / mean) + 1000
+    lengths = np.maximum(1, draw.lognormal(np.log(corpus.median), corpus.sigma, count)).astype(np.int64)
+    enough = int(np.searchsorted(np.cumsum(lengths), rows * corpus.length)) + 1
+    return lengths[:enough]
+
+
+def streamed(corpus: Corpus, rows: int) -> Rows:
+    """A stream of documents cut into rows; a document that a cut divides is two."""
+    ends, cuts = np.cumsum(drawn(corpus, rows)), np.arange(rows + 1) * corpus.length
+    borders = np.union1d(ends[ends < cuts[-1]], cuts)
+    first = np.searchsorted(borders, cuts)
+    return Rows([np.diff(borders[a : b + 1]) for a, b in zip(first[:-1], first[1:], strict=True)])
+
+
+def packed(corpus: Corpus, rows: int, fit: Callable[[np.ndarray, int], list[list[int]]]) -> tuple[Rows, Packing]:
+    """Documents no longer than a row, packed; padding is left out of the lengths, for it has next to no scores."""
+    lengths = drawn(corpus, rows)
+    lengths = lengths[lengths <= corpus.length]
+    packs = fit(lengths, corpus.length)
+    return Rows([_filled(lengths[pack], corpus.length) for pack in packs]), Packing.of(lengths, packs, corpus.length)
+
+
+def _filled(lengths: np.ndarray, length: int) -> np.ndarray:
+    """With the padding behind them as documents of one position."""
+    return np.concatenate([lengths, np.ones(length - int(lengths.sum()), np.int64)])
+
+
+def over_context(rows: Rows, work: RowWork, context: int, rounds: int) -> tuple[float, float]:
+    """(scores, FLOPs) of the busiest device of each row, summed over rows, over the mean device's."""
+    cut, ratios = RowCut(context, rounds), []
+    for measure in (lambda lengths: device_scores(lengths, cut), lambda lengths: work.of_devices(lengths, cut)):
+        each = np.array([measure(lengths) for lengths in rows.documents])
+        ratios.append(float(each.max(1).sum() / each.mean(1).sum()))
+    return ratios[0], ratios[1]
+
+
+def over_groups(
+    rows: Rows, work: RowWork, cut: RowCut, microbatches: int, balance: str, groups: int = GROUPS
+) -> Imbalance:
+    """Mean over steps of a row of each group in each microbatch. balance: as data.loader.balance."""
+    each = np.array([work.of_row(lengths, cut) for lengths in rows.documents])
+    size, found = groups * microbatches, []
+    for first in range(0, len(each) - size + 1, size):
+        step = each[first : first + size]
+        if balance != "none":
+            step = step[dealt_rows(step, groups, microbatches, across=balance == "step")]
+        found.append(Imbalance.of(step, groups, microbatches))
+    return Imbalance(*np.mean(found, axis=0).tolist())
+
+
+def whole(rows: Rows, work: RowWork) -> float:
+    """Of rows, the one with the most over the mean."""
+    return imbalance(np.array([work.of_row(lengths) for lengths in rows.documents]))
+
+
+def figures(corpus: Corpus, work: RowWork, rows: int, microbatches: int = 8) -> dict[str, Any]:
+    """All ratios of a corpus: by kind of rows, over context, over groups."""
+    kinds: dict[str, tuple[Rows, Packing | None]] = {"as they come": (streamed(corpus, rows), None)}
+    for name, fit in (("best fit", best_fit), ("balanced", balanced_fit)):
+        made, packing = packed(corpus, rows, fit)
+        kinds[name] = made.shuffled(0), packing
+    found: dict[str, Any] = {}
+    for name, (made, packing) in kinds.items():
+        context = {
+            f"{devices}/{rounds}": over_context(made, work, devices, rounds)
+            for devices in (8, 16)
+            for rounds in (0, *ROUNDS)
+        }
+        parts = {"scores": RowWork(), "FLOPs": work}
+        groups = {
+            f"{unit}/{balance}": over_groups(made, part, RowCut(8, 4), microbatches, balance)
+            for unit, part in parts.items()
+            for balance in ("none", "microbatch", "step")
+        }
+        found[name] = {
+            "rows": len(made.documents),
+            "fill": None if packing is None else packing.fill,
+            "busiest row, scores": whole(made, RowWork()),
+            "busiest row, FLOPs": whole(made, work),
+            "context/rounds": context,
+            "groups": groups,
+        }
+    return found
+
+
+def tables(all_found: dict[str, dict[str, Any]]) -> str:
+    """Markdown: work of the busiest over the mean, in scores and, in brackets, in FLOPs."""
+    orders = [f"{devices}/{rounds}" for devices in (8, 16) for rounds in (0, *ROUNDS)]
+    lines = ["Context: busiest device over mean; context size/rounds (0: plain chunks)", ""]
+    lines += ["| rows | " + " | ".join(orders) + " |", "|" + "---|" * (1 + len(orders))]
+    for corpus, kinds in all_found.items():
+        for kind, each in kinds.items():
+            cells = [f"{scores:.2f} [{flops:.2f}]" for scores, flops in (each["context/rounds"][o] for o in orders)]
+            lines.append(f"| {corpus}, {kind} | " + " | ".join(cells) + " |")
+    lines += [
+        "",
+        f"{GROUPS} data groups, 8 microbatches of a row each: busiest over mean, of a step; of microbatches",
+        "",
+    ]
+    lines += ["| rows | fill | busiest row | in order | microbatch | step |", "|" + "---|" * 6]
+    for corpus, kinds in all_found.items():
+        for kind, each in kinds.items():
+            cells = [
+                "; ".join(f"{a:.2f} [{b:.2f}]" for a, b in zip(*(each["groups"][f"{u}/{balance}"] for u in ("scores", "FLOPs")), strict=True))
+                for balance in ("none", "microbatch", "step")
+            ]  # fmt: skip
+            fill = "" if each["fill"] is None else f"{each['fill']:.1%}"
+            row = f"{each['busiest row, scores']:.2f} [{each['busiest row, FLOPs']:.2f}]"
+            lines.append(f"| {corpus}, {kind} | {fill} | {row} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def balance(rows: int, model: str) -> dict[str, dict[str, Any]]:
+    """Figures of every corpus, by name. model: a config, whose layers are counted at each length."""
+    found = {}
+    for corpus in CORPORA:
+        work = row_work(load(model, f"model.sequence_length={corpus.length}").model)
+        name = f"{corpus.length // 1024}k, median {corpus.median}, sigma {corpus.sigma}"
+        found[name] = figures(corpus, work, rows)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", type=int, default=1024, help="rows of each corpus")
+    parser.add_argument("--model", default="llama3.py", help="config of the model whose FLOPs are counted")
+    arguments = parser.parse_args()
+    found = balance(arguments.rows, arguments.model)
+    print(tables(found))
+    outcome.write("context_balance", {"rows": arguments.rows, "model": arguments.model, "ratios": found})
+
+
+if __name__ == "__main__":
+    main()
