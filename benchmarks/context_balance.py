@@ -10,6 +10,7 @@ benchmarks/results/context_balance.json.
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,6 +25,8 @@ from megajax.training.row_work import row_work
 
 ROUNDS = (1, 4, 16)
 GROUPS = 8
+BALANCES = ("none", "microbatch", "step")
+"""Of data.loader.balance."""
 
 
 class Corpus(NamedTuple):
@@ -68,7 +71,7 @@ def streamed(corpus: Corpus, rows: int) -> Rows:
     ends, cuts = np.cumsum(drawn(corpus, rows)), np.arange(rows + 1) * corpus.length
     borders = np.union1d(ends[ends < cuts[-1]], cuts)
     first = np.searchsorted(borders, cuts)
-    return Rows([np.diff(borders[a : b + 1]) for a, b in zip(first[:-1], first[1:], strict=True)])
+    return Rows([np.diff(borders[a : b + 1]) for a, b in pairwise(first.tolist())])
 
 
 def packed(corpus: Corpus, rows: int, fit: Callable[[np.ndarray, int], list[list[int]]]) -> tuple[Rows, Packing]:
@@ -129,7 +132,7 @@ def figures(corpus: Corpus, work: RowWork, rows: int, microbatches: int = 8) -> 
         groups = {
             f"{unit}/{balance}": over_groups(made, part, RowCut(8, 4), microbatches, balance)
             for unit, part in parts.items()
-            for balance in ("none", "microbatch", "step")
+            for balance in BALANCES
         }
         found[name] = {
             "rows": len(made.documents),
@@ -153,19 +156,18 @@ def tables(all_found: dict[str, dict[str, Any]]) -> str:
             lines.append(f"| {corpus}, {kind} | " + " | ".join(cells) + " |")
     lines += [
         "",
-        f"{GROUPS} data groups, 8 microbatches of a row each: busiest over mean, of a step; of microbatches",
+        f"{GROUPS} data groups, 8 microbatches of a row each: busiest over mean of a step; of microbatches",
         "",
     ]
     lines += ["| rows | fill | busiest row | in order | microbatch | step |", "|" + "---|" * 6]
     for corpus, kinds in all_found.items():
         for kind, each in kinds.items():
-            cells = [
-                "; ".join(f"{a:.2f} [{b:.2f}]" for a, b in zip(*(each["groups"][f"{u}/{balance}"] for u in ("scores", "FLOPs")), strict=True))
-                for balance in ("none", "microbatch", "step")
-            ]  # fmt: skip
-            fill = "" if each["fill"] is None else f"{each['fill']:.1%}"
             row = f"{each['busiest row, scores']:.2f} [{each['busiest row, FLOPs']:.2f}]"
-            lines.append(f"| {corpus}, {kind} | {fill} | {row} | " + " | ".join(cells) + " |")
+            cells = ["" if each["fill"] is None else f"{each['fill']:.1%}", row]
+            for way in BALANCES:
+                pairs = zip(*(each["groups"][f"{unit}/{way}"] for unit in ("scores", "FLOPs")), strict=True)
+                cells.append("; ".join(f"{scores:.2f} [{flops:.2f}]" for scores, flops in pairs))
+            lines.append(f"| {corpus}, {kind} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
