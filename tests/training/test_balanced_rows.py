@@ -1,0 +1,182 @@
+"""Rows dealt out over data groups: the same losses on every layout and after a resume; what is refused, and said."""
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import gangs
+import jax
+import numpy as np
+import pytest
+from small_jobs import VOCABULARY, model, run_config
+
+from megajax.config.errors import ConfigError
+from megajax.config.tree import check
+from megajax.data.attention_work import RowWork
+from megajax.data.config import BlendConfig, LoaderConfig, MockConfig
+from megajax.data.indexed import IndexedWriter
+from megajax.job.banner import banner
+from megajax.job.resume import facts
+from megajax.layers.config import CapacityConfig, GatedMLPConfig, MoEConfig, RouterConfig
+from megajax.mesh.config import ParallelConfig
+from megajax.models.facts import count_flops
+from megajax.training.config import BatchConfig, EvaluationConfig
+from megajax.training.row_balance import balance_problems
+from megajax.training.row_work import row_work
+from megajax.training.run_config import RunConfig
+from megajax.training.session import Run, setup
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Short documents of uneven length."""
+    draw, prefix = np.random.default_rng(0), tmp_path_factory.mktemp("text") / "text"
+    with IndexedWriter(prefix, np.dtype(np.uint16)) as writer:
+        for length in draw.lognormal(1.8, 1, 600).astype(int).clip(1, 40).tolist():
+            writer.add_document([draw.integers(0, VOCABULARY - 4, length)])
+    return prefix
+
+
+def config(text: Path, balance: str, **changes: Any) -> RunConfig:
+    loader, files = LoaderConfig(balance=balance), {"paths": (str(text),), "split": "1", "cache_dir": f"{text}-cache"}
+    data = BlendConfig(**files, isolate_documents=True, loader=loader)
+    batch, small = BatchConfig(global_size=16, micro_size=2), model(repeats=1)
+    settings = {"model": small, "data": data, "batch": batch, "evaluation": EvaluationConfig(batches=0), "steps": 4}
+    return run_config(text.parent / "run", **settings | changes)
+
+
+def under(run: Run, text: Path, balance: str, **start: Any) -> Run:
+    """The same program with rows dealt out in another way."""
+    parts = replace(run.parts, cfg=config(text, balance, parallel=run.cfg.parallel, batch=run.cfg.batch))
+    state = start.get("state") or run.program.fresh_state()()
+    return Run(parts, state, parts.loader(parts.splits.train, int(state.consumed_samples), training=True))
+
+
+def losses(run: Run, count: int) -> list[float]:
+    found = [info.loss for info in run.steps(count)]
+    run.close()
+    return found
+
+
+def compared(text: Path, parallel: ParallelConfig, micro_size: int, expected: list[float] | None = None) -> list[float]:
+    """Losses without dealing out; with it they are the same, also where a run changes how in between."""
+    batch = BatchConfig(global_size=16, micro_size=micro_size)
+    devices = jax.devices()[: parallel.data * parallel.context * parallel.pipeline * parallel.tensor]
+    run = setup(config(text, "step", parallel=parallel, batch=batch), devices=devices)
+    in_order, dealt = run.batches.imbalance()
+    assert dealt.step < in_order.step or parallel.data == 1
+    with jax.set_mesh(run.mesh):
+        plain = losses(under(run, text, "none"), 4)
+        assert losses(run, 4) == pytest.approx(plain, rel=1e-5)
+        first = under(run, text, "microbatch")
+        begun = losses(first, 2)
+        again = under(run, text, "step", state=first.state)
+        assert again.batches.consumed == 32
+        assert begun + losses(again, 2) == pytest.approx(plain, rel=1e-5)
+    assert run.train_step._cache_size() == 1, "one program"
+    assert expected is None or plain == pytest.approx(expected, rel=1e-5)
+    return plain
+
+
+def test_two_data_groups_train_alike(text: Path) -> None:
+    compared(text, ParallelConfig(data=2), 2)
+
+
+@pytest.mark.slow
+def test_layouts_train_alike(text: Path) -> None:
+    plain = compared(text, ParallelConfig(data=1), 4)
+    compared(text, ParallelConfig(data=4), 1, plain)
+    compared(text, ParallelConfig(data=2, context=2, context_rounds=2, data_sharding="fsdp"), 2, plain)
+    compared(text, ParallelConfig(data=2, pipeline=2), 2, None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [2, 4])
+def test_processes_train_alike(text: Path, tmp_path: Path, processes: int) -> None:
+    """Real processes find the same places, each for itself; the losses are those without."""
+    found = []
+    for balance in ("none", "step"):
+        with gangs.started(tmp_path) as start:
+            data = [f"--data.paths={text}", "--data.split=1", "--data.isolate_documents=true"]
+            data += [f"--data.cache_dir={tmp_path}", f"--data.loader.balance={balance}"]
+            layout = ["--parallel.data=4", "--batch.global_size=16", "--batch.micro_size=1", "--evaluation.batches=0"]
+            command = [*gangs.TRAIN, f"--config={gangs.CONFIG}", "--data.type=BlendConfig", *data, *layout]
+            command += [f"--devices=cpu:{4 // processes}", f"--run_dir={tmp_path / balance}"]
+            gang = start(*gangs.launcher(processes=processes), *command)
+            assert gang.wait() == 0, gang.text
+            assert ("rows dealt out" in gang.text) == (balance == "step")
+        found.append(gangs.steps(tmp_path / balance))
+    assert list(found[0]) == [1, 2, 3, 4, 5, 6] and found[1] == pytest.approx(found[0], rel=1e-5)
+
+
+def test_a_run_says_that_rows_are_dealt_out(text: Path) -> None:
+    cfg = config(text, "step", parallel=ParallelConfig(data=4), batch=BatchConfig(global_size=16, micro_size=1))
+    run = setup(cfg, devices=jax.devices()[:4])
+    said = {name: text for _, rows in banner(run, None) for name, text in rows}
+    assert said["rows dealt out"].startswith("by step; busiest group over mean at the next step: step 1.0")
+    assert "rows dealt out" not in {
+        name for _, rows in banner(under(run, text, "none", state=run.state), None) for name, _ in rows
+    }
+    assert facts(run.parts) == facts(under(run, text, "none", state=run.state).parts), "a run may go on with the other"
+
+
+def experts(**router: Any) -> MoEConfig:
+    return MoEConfig(experts=4, top_k=2, expert=GatedMLPConfig(ffn=8), router=RouterConfig(**router))
+
+
+REFUSED = {
+    "whole rows": ({"data": {"isolate_documents": False}}, "each row is one document, so all rows have the same work"),
+    "means": ({"batch": {"loss_average": "microbatches"}}, "loss_average=microbatches with batch.micro_size=2"),
+    "experts": ({"mlp": experts(aux_loss=0.1)}, "changes the losses of model.stack.pattern.0.mlp.router.aux_loss"),
+    "capacity": (
+        {"mlp": experts(capacity=CapacityConfig(factor=1.0))},
+        "mlp.router.capacity, which compares",
+    ),
+}
+
+
+def changed(text: Path, balance: str, changes: dict[str, Any]) -> RunConfig:
+    cfg = config(text, balance)
+    (block,) = cfg.model.stack.pattern
+    block = replace(block, mlp=changes.get("mlp", block.mlp))
+    small = replace(cfg.model, stack=replace(cfg.model.stack, pattern=(block,)))
+    data, batch = (replace(getattr(cfg, name), **changes.get(name, {})) for name in ("data", "batch"))
+    return cfg.but(model=small, data=data, batch=batch)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_does_not_go_together(text: Path, name: str) -> None:
+    changes, message = REFUSED[name]
+    with pytest.raises(ConfigError, match=rf"data\.loader\.balance: .*{message}"):
+        check(changed(text, "step", changes), 1)
+    check(changed(text, "none", changes), 1)
+
+
+def test_rows_without_causal_attention_are_refused(text: Path) -> None:
+    encoder = SimpleNamespace(ignores_later_positions=lambda: False)
+    (problem,) = balance_problems(SimpleNamespace(data=config(text, "step").data, model=encoder), 1)
+    assert "reads later positions too" in problem.what
+
+
+def test_what_goes_together(text: Path) -> None:
+    """Rows may change places within a microbatch whose tokens a loss compares, and means of single rows stay."""
+    check(changed(text, "microbatch", REFUSED["experts"][0]), 1)
+    check(changed(text, "step", {"mlp": experts(z_loss=0.1, row_loss=0.1, balance_rate=None)}), 1)
+    check(changed(text, "step", {"batch": {"loss_average": "microbatches", "micro_size": 1}}), 1)
+
+
+def test_work_of_rows_is_that_of_the_throughput() -> None:
+    """FLOPs of a whole row by half the square of its scores, as MFU counts them; windows take their part."""
+    small = model(sequence_length=64, repeats=2)
+    work, flops = row_work(small), count_flops(small)
+    ((window, each),) = work.per_score
+    assert window is None and work.per_position + each * 64 / 2 == pytest.approx(flops.causal)
+    (block,) = small.stack.pattern
+    near = replace(block, mixer=replace(block.mixer, window=7))
+    mixed = replace(small, stack=replace(small.stack, pattern=(block, near), repeats=1))
+    assert row_work(mixed) == RowWork(work.per_position, ((None, each / 2), (7, each / 2)))
+
+
+def test_made_up_data_may_be_dealt_out() -> None:
+    check(run_config(data=MockConfig(isolate_documents=True, loader=LoaderConfig(balance="step"))), 1)
