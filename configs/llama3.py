@@ -103,34 +103,37 @@ def llama3_405b() -> RunConfig:
 
 
 def llama3_8b_32k() -> RunConfig:
-    """llama3_8b on rows of 32,768 tokens. 8 GPUs with 80 GB, context 4 x tensor 2.
+    """llama3_8b on rows of 32,768 tokens. 8 GPUs with 80 GB, context 2 x data 4.
 
     RoPE as in training on short rows: its base, 500,000, serves up to 32,768 positions (Xiong et al. 2023,
     "Effective Long-Context Scaling of Foundation Models"; Llama team 2024, section 3.2).
     """
-    return _long_rows("llama3_8b_32k", llama3("8b", sequence_length=32 * KI), context=4, tensor=2, rows=128)
+    return _long_rows("llama3_8b_32k", llama3("8b", sequence_length=32 * KI), context=2, rows=128)
 
 
 def llama3_8b_128k() -> RunConfig:
-    """llama3_8b on rows of 131,072 tokens, with Llama 3.1's RoPE scaling. 16 GPUs with 80 GB, context 8 x tensor 2."""
+    """llama3_8b on rows of 131,072 tokens, with Llama 3.1's RoPE scaling. 16 GPUs with 80 GB, context 8 x data 2."""
     model = llama3("8b", sequence_length=128 * KI, llama3_scaling=True)
-    return _long_rows("llama3_8b_128k", model, context=8, tensor=2, rows=32)
+    return _long_rows("llama3_8b_128k", model, context=8, rows=32)
 
 
 def llama3_8b_1m() -> RunConfig:
-    """llama3_8b on rows of 1,048,576 tokens. 128 GPUs with 80 GB, context 16 x tensor 8.
+    """llama3_8b on rows of 1,048,576 tokens. 128 GPUs with 80 GB, context 16 x tensor 2 x data 4.
 
     Base of RoPE: 2.8e9, as in Gradient's Llama-3 8B of that length (Gradient 2024, model card of
     Llama-3-8B-Instruct-Gradient-1048k).
     """
     model = llama3("8b", sequence_length=1024 * KI, rope_base=2.8e9)
-    return _long_rows("llama3_8b_1m", model, context=16, tensor=8, rows=4)
+    return _long_rows("llama3_8b_1m", model, context=16, tensor=2, rows=4)
 
 
 def llama3_70b_128k() -> RunConfig:
-    """llama3_70b on rows of 131,072 tokens, with Llama 3.1's RoPE scaling. 64 GPUs with 80 GB, context 8 x tensor 8."""
+    """llama3_70b on rows of 131,072 tokens, with Llama 3.1's RoPE scaling.
+
+    64 GPUs with 80 GB, context 8 x tensor 2 x data 4.
+    """
     model = llama3("70b", sequence_length=128 * KI, llama3_scaling=True)
-    return _long_rows("llama3_70b_128k", model, context=8, tensor=8, rows=32)
+    return _long_rows("llama3_70b_128k", model, context=8, tensor=2, rows=32, lr=1.5e-5)
 
 
 def llama3_7m_debug() -> RunConfig:
@@ -154,17 +157,17 @@ def llama3_405b_debug() -> RunConfig:
 
 
 def _long_rows(
-    name: str, model: DecoderConfig, *, context: int, tensor: int, rows: int, lr: float = 3e-5, **changes: Any
+    name: str, model: DecoderConfig, *, context: int, rows: int, tensor: int = 1, lr: float = 3e-5
 ) -> RunConfig:
-    """Training on from a model of short rows, at a tenth of its learning rate.
+    """Training on from a model of short rows, given by --checkpoint.load, at a tenth of its learning rate.
 
-    Layers save the residual stream and the output of attention: to compute attention again costs more than all else.
+    Layers save the residual stream and the output of attention, which takes longest to compute again. Rows are so long
+    that the gathers of fsdp hide behind a layer's computing.
     """
-    settings: dict[str, Any] = {"data_sharding": "zero1"} | changes
     return own_text(
         name,
         replace(model, recompute=LONG_ROWS),
-        parallel=ParallelConfig(context=context, tensor=tensor, sequence=tensor > 1, **settings),
+        parallel=ParallelConfig(context=context, tensor=tensor, sequence=tensor > 1, data_sharding="fsdp"),
         schedule=ScheduleConfig(lr=lr, min_lr=lr / 10, warmup_steps=50),
         rows=rows,
         steps=1000,
@@ -172,7 +175,7 @@ def _long_rows(
 
 
 def llama3_8b_32k_debug() -> RunConfig:
-    """llama3_8b_32k in tiny sizes: rows of 256 tokens over context 4 x tensor 2."""
+    """llama3_8b_32k in tiny sizes: rows of 256 tokens over context 4, and data 2 on eight devices."""
     return _long_twin(llama3_8b_32k())
 
 
@@ -182,12 +185,12 @@ def llama3_8b_128k_debug() -> RunConfig:
 
 
 def llama3_8b_1m_debug() -> RunConfig:
-    """llama3_8b_1m in tiny sizes, in the layout of llama3_8b_32k_debug."""
+    """llama3_8b_1m in tiny sizes: rows of 256 tokens over context 4 x tensor 2."""
     return _long_twin(llama3_8b_1m(), rope_base=2.8e9)
 
 
 def llama3_70b_128k_debug() -> RunConfig:
-    """llama3_70b_128k in tiny sizes, in the layout of llama3_8b_32k_debug."""
+    """llama3_70b_128k in tiny sizes, in the layout of llama3_8b_1m_debug."""
     return _long_twin(llama3_70b_128k(), llama3_scaling=True)
 
 
@@ -196,12 +199,13 @@ def _debug_model() -> DecoderConfig:
 
 
 def _long_twin(run: RunConfig, **rope: Any) -> RunConfig:
-    """On eight devices: context 4 x tensor 2, from random weights. rope: settings of RoPE, those of the run."""
+    """On four devices and more, from random weights. rope: settings of RoPE, those of the run."""
+    tensor = run.parallel.tensor
     model = llama3("debug", sequence_length=256, vocabulary_size=512, **rope)
     return debug_config(
         run,
         replace(model, recompute=LONG_ROWS),
-        parallel=replace(run.parallel, context=4, tensor=2),
+        parallel=replace(run.parallel, context=4, tensor=tensor, sequence=tensor > 1),
         schedule=ScheduleConfig(lr=1e-3, min_lr=1e-4, warmup_fraction=0.25),
     )
 

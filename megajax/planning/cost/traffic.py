@@ -12,8 +12,9 @@ links.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import ceil, gcd, log2, prod
+from math import ceil, log2, prod
 
+from megajax.planning.cost.context import RowTraffic
 from megajax.planning.cost.description import BYTES, Description, Tower, pipeline_bubble
 from megajax.planning.cost.work import Halves, copied_weights, held_weights, recomputed
 from megajax.planning.program.devices import Device
@@ -138,7 +139,12 @@ def _span(run: Description, axis: str) -> Span:
 
 
 def _row(
-    run: Description, named: tuple[str, str, str], count: float, size: float, hidden: float = 0.0, span: Span | None = None
+    run: Description,
+    named: tuple[str, str, str],
+    count: float,
+    size: float,
+    hidden: float = 0.0,
+    span: Span | None = None,
 ) -> Traffic:
     """named: kind, axis, what; size: bytes of each; hidden: share of the seconds; span: None for all of the axis."""
     kind, axis, what = named
@@ -202,77 +208,26 @@ def _experts(run: Description) -> Iterator[Traffic]:
 
 
 def _context(run: Description, layers: Halves) -> Iterator[Traffic]:
-    """What the strategies of `context` send for attention, see megajax.kernels.context. Ids of documents are left out.
-
-    Beside the kernels of a ring run all its transfers but the last gradients; in the backward pass, where matmuls do
-    not wait for them, what gathers and scatters send; nothing else.
-    """
-    if run.parallel.context == 1:
-        return
-    for tower in run.towers:
+    """What attention's strategies send."""
+    parallel, apart = run.parallel, run.parallel.exchanging()
+    spans = {
+        True: Span.of(apart, parallel.tensor, run.per_node),
+        False: Span.of(parallel.context // apart, parallel.tensor * apart, run.per_node),
+    }
+    for tower in run.towers if parallel.context > 1 else ():
+        part = run.microbatches / len(run.towers)
+        rooms = {
+            "forward kernels": layers.forward.attention_seconds * part,
+            "backward kernels": layers.backward.attention_seconds * part,
+            "matmuls": layers.backward.matmul_seconds * part / 2,
+        }
         again = recomputed(tower.section.recomputing.policy(), "core_attention")
-        attention = [half.attention_seconds * run.microbatches / len(run.towers) for half in layers]
-        matmuls = layers.backward.matmul_seconds * run.microbatches / len(run.towers)
-        sent = Sent.of(tower)
-        for kind, what, each, beside in sent.rows(again):
-            room = {"forward kernels": attention[0], "backward kernels": attention[1], "matmuls": matmuls / 2}
-            times = tower.repeats * run.microbatches
-            count = len(each) * (times * tower.differentiated if "backward" in what else times)
-            size = sum(each) / max(1, len(each)) * run.parallel.context ** (kind in ("all-gather", "reduce-scatter"))
-            row = _row(run, (kind, "context", f"{tower.prefix}{what}"), count, size, span=sent.span(kind))
-            yield row.beside(room.get(beside, 0.0))
-
-
-@dataclass(frozen=True, slots=True)
-class Sent:
-    """Bytes that a device holds of one row of a stack's pattern, of a microbatch, where `context` cuts its rows."""
-
-    run: Description
-    queries: float
-    keys: float
-    """And values, of the heads that devices exchange: copies included."""
-    outputs: float
-
-    @classmethod
-    def of(cls, tower: Tower) -> "Sent":
-        """Of the pattern's attention: mixers whose tokens meet all of their row."""
-        run, sums = tower.run, [0.0, 0.0, 0.0]
-        tensor, exchanging = run.parallel.tensor, run.parallel.exchanging()
-        for block in tower.blocks:
-            for mixer in block.mixers:
-                if mixer.work.scores < mixer.heads * tower.section.length:
-                    continue
-                kernel, result = mixer.tensors
-                heads = max(1, kernel.groups // tensor)
-                copies = exchanging // gcd(exchanging, heads)
-                each = kernel.cut / tensor, copies * (kernel.grouped / tensor + kernel.copied(tensor)), result.local(tensor)
-                sums = [total + tower.tokens * run.width * elements for total, elements in zip(sums, each, strict=True)]
-        return cls(run, *sums)
-
-    def span(self, kind: str) -> Span:
-        """Of the devices that exchange heads, or of one of each group of these."""
-        parallel, apart = self.run.parallel, self.run.parallel.exchanging()
-        if kind == "all-to-all":
-            return Span.of(apart, parallel.tensor, self.run.per_node)
-        return Span.of(parallel.context // apart, parallel.tensor * apart, self.run.per_node)
-
-    def rows(self, again: bool) -> Iterator[tuple[str, str, list[float], str]]:
-        """Kind; what; bytes of a device's part of each; what runs beside them. again: attention is recomputed."""
-        parallel, groups = self.run.parallel, self.run.parallel.context // self.run.parallel.exchanging()
-        both, sums = [self.keys / 2] * 2, [self.keys / 2 * 4 / self.run.width] * 2
-        way = [self.queries, *both, self.outputs]
-        if parallel.exchanging() > 1:
-            yield "all-to-all", "heads, forward", way * (1 + again), ""
-            yield "all-to-all", "heads, backward", 2 * way, ""
-        if groups > 1 and "ring" in parallel.context_strategy:
-            yield "collective-permute", "keys and values, forward", both * (groups - 1) * (1 + again), "forward kernels"
-            moving = (both + sums) * (groups - 1)
-            yield "collective-permute", "keys, values and gradients, backward", moving, "backward kernels"
-            yield "collective-permute", "last gradients, backward", both, ""
-        elif groups > 1:
-            yield "all-gather", "keys and values, forward", both * (1 + again), ""
-            yield "all-gather", "keys and values, backward", both, "matmuls"
-            yield "reduce-scatter", "gradients of keys and values, backward", both, "matmuls"
+        for sent in RowTraffic.of(tower).sent(again=again):
+            count = len(sent.parts) * tower.repeats * run.microbatches * (sent.forward or tower.differentiated)
+            span = spans[sent.kind == "all-to-all"]
+            size = sum(sent.parts) / len(sent.parts) * (span.size if sent.gathered else 1)
+            row = _row(run, (sent.kind, "context", f"{tower.prefix}{sent.what}"), count, size, span=span)
+            yield row.beside(min(rooms.get(sent.beside, 0.0), sent.share * row.seconds))
 
 
 def _pipeline(run: Description, layers: Halves) -> Iterator[Traffic]:

@@ -17,6 +17,7 @@ from megajax.layers.expert_facts import ExpertFacts
 from megajax.layers.facts import BlockFacts, Matmul
 from megajax.layers.remat import NAMES, Part, SavePolicy
 from megajax.models.memory import saved_bytes
+from megajax.planning.cost.context import RowTraffic
 from megajax.planning.cost.description import BYTES, Description, Tower, pipeline_bubble
 from megajax.planning.program.devices import GIB
 
@@ -439,6 +440,12 @@ def _working(run: Description) -> float:
     layer = max(
         tower.tokens * run.width * (3 * tower.hidden / run.cut + 2 * tower.hidden + _largest_layer(tower))
         for tower in run.towers
+    )
+    # Keys of whole rows; the compiler gathers them early, and whole rows of the residual stream with them.
+    layer += max(
+        keys + (keys > 0) * (run.cut > 1) * 2 * tower.tokens * tower.hidden * run.width
+        for tower in run.towers
+        for keys in [RowTraffic.of(tower).gathered_bytes]
     )
     # A chunk's logits three times in float32; in a pipeline the table's gradient as well.
     scores = min(run.scored, run.head.chunk) * run.columns * run.head.upsampled

@@ -177,15 +177,16 @@ def bytes_per_device(tree: Any) -> int:
 def grouped(collectives: Iterable[Collective], unknown_trips: int | None = None) -> list[dict[str, Any]]:
     """Collectives with the same place, kind, axes and overlap, summed: rows of a table, in the order of places.
 
-    kind; axis: "tensor", "data+context"; loop: "1.2" is the second loop in the first, "" outside all loops; trips: of
-    the loops around, outermost first; inside_loop; conditional; share: fraction of the runs that is not skipped;
-    overlapped; instructions: their number in the program; arrays: how many these move; count: runs per step;
-    bytes_once: of one device, each run once; bytes: of one device per step. count, bytes: None as in `Place.runs`.
+    kind; axis: "tensor", "data+context"; members: devices of a group; loop: "1.2" is the second loop in the first, ""
+    outside all loops; trips: of the loops around, outermost first; inside_loop; conditional; share: fraction of the
+    runs that is not skipped; overlapped; instructions: their number in the program; arrays: how many these move; count:
+    runs per step; bytes_once: of one device, each run once; bytes: of one device per step. count, bytes: None as in
+    `Place.runs`.
     """
 
     def key(one: Collective) -> tuple:
-        place = one.place
-        return place.path, one.kind, one.groups.name, not one.overlapped, place.conditional, place.share
+        place, groups = one.place, one.groups
+        return place.path, one.kind, groups.name, groups.size, not one.overlapped, place.conditional, place.share
 
     rows = []
     for _, group in groupby(sorted(collectives, key=key), key):
@@ -196,6 +197,7 @@ def grouped(collectives: Iterable[Collective], unknown_trips: int | None = None)
             {
                 "kind": same[0].kind,
                 "axis": same[0].groups.name,
+                "members": same[0].groups.size,
                 "loop": place.name,
                 "trips": list(place.trips),
                 "inside_loop": bool(place.path),
@@ -221,7 +223,8 @@ def timed(plan: TrainPlan, device: Device) -> list[dict[str, Any]]:
     for row in rows:
         axes = row["axis"].partition(" ")[0].split("+")  # without "(part)"
         count = row["instructions"] * row["share"] * rounds(row["trips"], plan.unknown_trips)
-        span = Span.along(axes, plan.mesh, plan.cluster.per_node)
+        whole = Span.along(axes, plan.mesh, plan.cluster.per_node)
+        span = Span(row["members"], min(row["members"], whole.inside))  # of a part of an axis: neighbours
         row["seconds"] = count * seconds(row["kind"], row["bytes_once"] / row["instructions"], span, device)
     return rows
 

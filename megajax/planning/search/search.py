@@ -1,8 +1,8 @@
 """The fastest layout of a config on a cluster, by formulas: every combination that the rules and the memory allow.
 
 A layout is a Choice of settings. `apply` puts it into a config, and the config's own rules say whether it is valid.
-Groups of (tensor, pipeline, data x expert x context) are searched one after another, so that a search can report progress. Of
-each layout the recompute policies are tried from the cheapest on.
+Groups of (tensor, pipeline, data x expert x context) are searched one after another, so that a search can report
+progress. Of each layout the recompute policies are tried from the cheapest on.
 """
 
 import hashlib

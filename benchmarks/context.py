@@ -1,0 +1,210 @@
+"""Recipes of long rows on virtual H100s, by each strategy of `context`: memory, what is sent, and what hides it.
+
+Run:  nice python benchmarks/context.py                 (needs the extra aot; no GPU. Some 15 minutes on two cores)
+      python benchmarks/context.py llama3_8b_1m ring    only cases with all of these words
+      python benchmarks/context.py --table              the figures on file as Markdown; compiles nothing
+
+Of each recipe and strategy: peak memory of a device, the compiler's and by formula; the bytes that a device sends over
+`context` for one layer and microbatch, forward and backward, beside the least that the strategy needs (keys and values
+in compute dtype, gradients in float32 where a ring adds them up; megajax.planning.cost.context); how many of these
+collectives have a matmul or an attention kernel between start and end; and the attention of the busiest device over the
+mean, exactly, of rows of one document and of packed ones. Nothing is run, so no time is measured: `step_seconds` is
+the cost model's. Each case is written to benchmarks/results/context.json as soon as it is compiled.
+"""
+
+import json
+import sys
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import outcome
+from megajax.data.attention_work import device_scores, imbalance
+
+from megajax.command_line import front_door
+from megajax.config import load
+from megajax.config.builds import resolve
+from megajax.mesh.config import ParallelConfig
+from megajax.mesh.row_cut import RowCut
+from megajax.planning.cost.context import RowTraffic
+from megajax.planning.cost.description import Description, describe
+from megajax.planning.cost.estimate import estimate
+from megajax.planning.cost.work import recomputed
+from megajax.planning.program.devices import GIB, GPUS, MIB
+from megajax.planning.program.hlo import Collective
+
+FIGURES = outcome.RESULTS / "context.json"
+STRATEGIES = ("all_gather", "ring", "all_to_all", "ring+all_to_all")
+ROUNDS = (1, 4, 16)
+SEED, ROWS = 1234, 64
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A recipe on so many H100s, with a strategy."""
+
+    recipe: str
+    gpus: int
+    strategy: str
+
+    @property
+    def key(self) -> str:
+        """What its figures are filed under."""
+        return f"{self.recipe}, {self.gpus}, {self.strategy}"
+
+    def config(self) -> Any:
+        """The recipe with the strategy."""
+        return load(f"llama3.py:{self.recipe}", f"parallel.context_strategy={self.strategy}", devices=self.gpus)
+
+
+RECIPES = {"llama3_8b_32k": 8, "llama3_8b_128k": 16, "llama3_70b_128k": 64, "llama3_8b_1m": 128}
+CASES = [
+    Case(recipe, gpus, strategy)
+    for recipe, gpus in RECIPES.items()
+    for strategy in STRATEGIES
+    if (recipe, strategy) != ("llama3_8b_32k", "ring+all_to_all")  # two devices form no groups
+]
+
+
+def compiled(case: Case) -> dict[str, Any]:
+    """Figures of the train step of a case."""
+    cfg = case.config()
+    cluster, _ = resolve("megajax.planning.program.devices:read_cluster")(f"h100:{case.gpus}")
+    train_step = "megajax.planning.program.train_step"
+    plan = resolve(f"{train_step}:compile_train_step")(cfg, cluster)
+    rows = resolve(f"{train_step}:timed")(plan, GPUS["h100"])
+    resolve("jax:clear_caches")()
+    described = describe(cfg, GPUS["h100"], case.gpus)
+    formula = estimate(described)
+    step = resolve(f"{train_step}:with_program")(formula, rows)
+    return {
+        "mesh": {axis: size for axis, size in plan.mesh.items() if size > 1},
+        "kernel": "; ".join(kernel for kernels in plan.kernels.values() for kernel in kernels),
+        "arguments_gib": round(plan.memory.arguments / GIB, 2),
+        "temporary_gib": round(plan.memory.temporary / GIB, 2),
+        "peak_gib": round(plan.memory.peak / GIB, 2),
+        "usable_gib": round(cluster.gpu.usable_gib, 2),
+        "fits": plan.fits,
+        "formula_peak_gib": round(formula.memory.peak / GIB, 2),
+        **sent(described, [one for one in plan.contents.collectives if one.place.path]),
+        "step_seconds": round(step.step_seconds, 2),
+        "formula_step_seconds": round(formula.step_seconds, 2),
+        "exposed_seconds": round(step.exposed_seconds, 3),
+        "compile_seconds": round(plan.compile_seconds, 1),
+    }
+
+
+def sent(run: Description, collectives: list[Collective]) -> dict[str, Any]:
+    """MiB that a device sends over `context` for a layer and microbatch, and what runs beside.
+
+    collectives: those of the loops of a program. The first or last layers may stand outside of the loop over layers.
+    """
+    layers = run.microbatches * run.towers[-1].repeats
+    own = [one for one in collectives if one.groups.axes == ("context",) and one.bytes >= 2**20]
+    total = sum(_sent_of(one.kind, one.bytes, one.groups.size) * _runs(run, one) for one in own)
+    count = sum(_runs(run, one) for one in own)
+    beside = sum(_runs(run, one) for one in own if one.overlapped)
+    again = recomputed(run.towers[-1].section.recomputing.policy(), "core_attention")
+    spread = {"all-to-all": run.parallel.exchanging()}
+    least = sum(
+        _sent_of(
+            one.kind, part * (run.parallel.context if one.gathered else 1), spread.get(one.kind, run.parallel.context)
+        )
+        for one in RowTraffic.of(run.towers[-1]).sent(again=again)
+        for part in one.parts
+    )
+    kinds = sorted({one.kind for one in own})
+    return {
+        "sent_mib_a_layer": round(total / layers / MIB, 1),
+        "least_mib_a_layer": round(least / MIB, 1),
+        "collectives_a_layer": round(count / layers, 2),
+        "beside_kernels": round(beside / count, 3),
+        "beside_by_kind": {
+            kind: f"{sum(_runs(run, one) for one in own if one.overlapped and one.kind == kind) / layers:.3g} of "
+            f"{sum(_runs(run, one) for one in own if one.kind == kind) / layers:.3g}"
+            for kind in kinds
+        },
+    }
+
+
+def _runs(run: Description, one: Collective) -> int:
+    unknown = max(1, run.microbatches - 1) if run.parallel.pipeline == 1 else 1
+    return one.place.runs(unknown) or 0
+
+
+def _sent_of(kind: str, size: float, devices: int) -> float:
+    """Bytes that a device sends for a collective of so many bytes on its full side."""
+    return size if kind == "collective-permute" else size * (devices - 1) / devices
+
+
+def balance(recipe: str, gpus: int) -> dict[str, Any]:
+    """Attention of the busiest device over the mean: of one document, and the mean over packed rows by rounds."""
+    cfg: Any = load(f"llama3.py:{recipe}", devices=gpus)
+    length, parallel = cfg.model.sequence_length, cfg.parallel
+    whole = device_scores(np.array([length]), _cut(parallel, 1))
+    numbers = np.random.default_rng(SEED)
+    rows = [_packed(numbers, length) for _ in range(ROWS)]
+    packed = {
+        f"{rounds}": round(float(np.mean([imbalance(device_scores(row, _cut(parallel, rounds))) for row in rows])), 4)
+        for rounds in ROUNDS
+    }
+    return {"context": parallel.context, "one_document": round(imbalance(whole), 6), "packed_by_rounds": packed}
+
+
+def _cut(parallel: ParallelConfig, rounds: int) -> RowCut:
+    return RowCut.of(replace(parallel, context_rounds=rounds), causal=True)
+
+
+def _packed(numbers: np.random.Generator, length: int) -> np.ndarray:
+    """Lengths of documents of a row: log-normal with a median of 1,100 tokens; the last one is cut off."""
+    lengths: list[int] = []
+    while sum(lengths) < length:
+        lengths.append(min(length - sum(lengths), 1 + int(numbers.lognormal(7.0, 1.5))))
+    return np.array(lengths)
+
+
+def table(figures: dict[str, Any]) -> str:
+    """The figures on file as Markdown."""
+    columns = (
+        "recipe, H100s",
+        "strategy",
+        "kernel",
+        "peak GiB",
+        "formula",
+        "MiB sent a layer",
+        "least",
+        "beside kernels",
+    )
+    lines = [f"| {' | '.join([*columns, 'step, s'])} |", "|---|---|---|---:|---:|---:|---:|---|---:|"]
+    for key, one in figures["programs"].items():
+        recipe, gpus, strategy = key.split(", ")
+        beside = ", ".join(f"{kind} {share}" for kind, share in one["beside_by_kind"].items())
+        cells = [f"`{recipe}`, {gpus}", f"`{strategy}`", one["kernel"].split(" (")[0].removeprefix("attention ")]
+        cells += [
+            f"{one[name]:.1f}" for name in ("peak_gib", "formula_peak_gib", "sent_mib_a_layer", "least_mib_a_layer")
+        ]
+        lines.append(f"| {' | '.join([*cells, beside, format(one['step_seconds'], '.1f')])} |")
+    lines += ["", "| recipe | context | one document | packed, 1 round | 4 rounds | 16 rounds |", "|---|" + "---:|" * 5]
+    for recipe, one in figures["balance"].items():
+        cells = [f"`{recipe}`", str(one["context"]), f"{one['one_document']:.3f}"]
+        lines.append(f"| {' | '.join([*cells, *(f'{each:.3f}' for each in one['packed_by_rounds'].values())])} |")
+    return "\n".join(lines)
+
+
+def main(argv: list[str]) -> None:
+    figures = json.loads(FIGURES.read_text())["figures"] if FIGURES.exists() else {"programs": {}}
+    words = [word for word in argv if not word.startswith("--")]
+    if "--table" not in argv:
+        figures["balance"] = {recipe: balance(recipe, gpus) for recipe, gpus in RECIPES.items()}
+        for case in CASES:
+            if all(word in case.key.replace(",", "").split() for word in words):
+                print(case.key, flush=True)
+                figures["programs"][case.key] = compiled(case)
+                order = {one.key: place for place, one in enumerate(CASES)}
+                figures["programs"] = dict(sorted(figures["programs"].items(), key=lambda item: order[item[0]]))
+                outcome.write_to(FIGURES, figures, told=False)
+    print(table(figures))
+
+
+if __name__ == "__main__":
+    front_door(main, sys.argv[1:])
