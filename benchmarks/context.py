@@ -19,11 +19,11 @@ from typing import Any
 
 import numpy as np
 import outcome
-from megajax.data.attention_work import device_scores, imbalance
 
 from megajax.command_line import front_door
 from megajax.config import load
 from megajax.config.builds import resolve
+from megajax.data.attention_work import device_scores, imbalance
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.row_cut import RowCut
 from megajax.planning.cost.context import RowTraffic
@@ -207,4 +207,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    front_door(main, sys.argv[1:])
+    front_door(main)
