@@ -13,7 +13,6 @@ the cost model's. Each case is written to benchmarks/results/context.json as soo
 """
 
 import json
-import sys
 from dataclasses import dataclass, replace
 from typing import Any
 

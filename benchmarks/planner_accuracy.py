@@ -19,11 +19,12 @@ import outcome
 
 from megajax.layers.config import AttentionConfig, BlockConfig, DenseMLPConfig, LayerNormConfig, StackConfig
 from megajax.layers.remat import PARTS, Recompute
-from megajax.mesh.config import ParallelConfig
+from megajax.mesh.config import ContextStrategy, ParallelConfig
 from megajax.models.config import DecoderConfig
+from megajax.models.facts import count_flops
 from megajax.models.presets.gpt import gpt3
 from megajax.models.presets.llama import llama2, llama3
-from megajax.planning.cost.description import Description, System
+from megajax.planning.cost.description import OURS, Description, System
 from megajax.planning.cost.estimate import estimate
 from megajax.planning.program.devices import GPUS
 
@@ -70,6 +71,8 @@ class Published:
     tensor: int = 1
     pipeline: int = 1
     context: int = 1
+    strategy: ContextStrategy = "ring"
+    """What TransformerEngine does unless told otherwise."""
     virtual_stages: int = 1
     fsdp: bool = False
     compute: str = "bfloat16"
@@ -85,6 +88,7 @@ class Published:
                 tensor=self.tensor,
                 pipeline=self.pipeline,
                 context=self.context,
+                context_strategy=self.strategy,
                 virtual_stages=self.virtual_stages,
                 data=self.devices // apart,
                 sequence=self.tensor > 1,
@@ -272,6 +276,24 @@ RUNS = (
          virtual_stages=12, per_node=64),
 )  # fmt: skip
 
+LONG = Published(
+    name="Llama-3 405B, rows of 131,072, 16,384 x H100, bf16",
+    source="Llama team 2024, table 4",
+    device="h100",
+    tokens=380e12 / count_flops(llama3("405b", sequence_length=131_072)).causal,
+    model=llama3("405b", sequence_length=131_072),
+    devices=16_384,
+    rows=128,
+    system=MEGATRON,
+    tensor=8,
+    context=16,
+    strategy="all_gather",
+    pipeline=16,
+    virtual_stages=8,
+)
+"""380 TFLOP/s and GPU. Not counted: the source does not say whether that is with the masked half of attention; here it
+is without. Virtual stages and recomputation are not published either: chunks of one layer, and selective."""
+
 GPT7 = replace(gpt(32, 4096, 32, length=8192, vocabulary=50_304), tied=False)
 BOUNDS = (
     _run("Megatron-LM test, GPT 7B, TP4, 8 x H100, bf16", "its own tests", 8192 / 1.1155,
@@ -378,7 +400,7 @@ def main() -> int:
         for name, value in fit().items():
             print(f"{name:24} {value:.3f}")
         return 0
-    found, bounds = lines(), lines(BOUNDS)
+    found, bounds, long = lines(), lines(BOUNDS), lines((LONG, replace(LONG, name=f"{LONG.name}: ours", system=OURS)))
     said = summary(found)
     text = (
         "# Published speeds against the planner's\n\n"
@@ -389,9 +411,11 @@ def main() -> int:
         f"{said['worst_error']:.1%} ({said['worst']});\n{said['within_10_percent']} within 10 %, "
         f"{said['within_20_percent']} within 20 %.\n\n"
         "Lower bounds, not counted: Megatron-LM's own tests, with deterministic kernels.\n\n"
-        f"{table(bounds)}\n"
+        f"{table(bounds)}\n\n"
+        "Rows over context 16, not counted: 380 TFLOP/s and GPU, taken to be without the masked half of attention.\n\n"
+        f"{table(long)}\n"
     )
-    outcome.write("planner_accuracy", {"summary": said, "lines": found, "lower_bounds": bounds})
+    outcome.write("planner_accuracy", {"summary": said, "lines": found, "lower_bounds": bounds, "long": long})
     (outcome.RESULTS / "planner_accuracy.md").write_text(text)
     print(text)
     return 0 if said["median_error"] <= 0.1 and said["worst_error"] <= 0.2 else 1

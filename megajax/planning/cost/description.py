@@ -1,8 +1,8 @@
 """The input of the cost model: a small description of a run, made from a RunConfig or by hand.
 
-By hand it may describe what no config may ask for: context parallelism, and the programs of other systems, which
-overlap communication and computation differently. So speeds that others published can be predicted
-(benchmarks/planner_accuracy.py).
+By hand it may describe the programs of other systems, which overlap communication and computation differently. So
+speeds that others published can be predicted (benchmarks/planner_accuracy.py). Rows are counted as one document each:
+of packed documents attention does less, and `context` divides it less evenly (docs/context.md).
 """
 
 from dataclasses import dataclass, replace
@@ -77,7 +77,7 @@ class Description:
 
     model: Facts
     parallel: ParallelConfig
-    """`data` is given. Its problems() are not asked: context may be above 1."""
+    """`data` is given. Its problems() are not asked."""
     device: Device
     per_node: int
     """Devices that NVLink connects."""
