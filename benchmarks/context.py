@@ -13,6 +13,7 @@ the cost model's. Each case is written to benchmarks/results/context.json as soo
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,8 +23,7 @@ import outcome
 from megajax.command_line import front_door
 from megajax.config import load
 from megajax.config.builds import resolve
-from megajax.data.attention_work import device_scores, imbalance
-from megajax.mesh.config import ParallelConfig
+from megajax.data.attention_work import RowWork, imbalance
 from megajax.mesh.row_cut import RowCut
 from megajax.planning.cost.context import RowTraffic
 from megajax.planning.cost.description import Description, describe
@@ -31,6 +31,7 @@ from megajax.planning.cost.estimate import estimate
 from megajax.planning.cost.work import recomputed
 from megajax.planning.program.devices import GIB, GPUS, MIB
 from megajax.planning.program.hlo import Collective
+from megajax.training.row_work import row_work
 
 FIGURES = outcome.RESULTS / "context.json"
 STRATEGIES = ("all_gather", "ring", "all_to_all", "ring+all_to_all")
@@ -85,7 +86,8 @@ def compiled(case: Case) -> dict[str, Any]:
         "usable_gib": round(cluster.gpu.usable_gib, 2),
         "fits": plan.fits,
         "formula_peak_gib": round(formula.memory.peak / GIB, 2),
-        **sent(described, [one for one in plan.contents.collectives if one.place.path]),
+        "workspace_gib": round(workspace(cfg, described) / GIB, 2),
+        **sent(described, plan.contents.collectives),
         "step_seconds": round(step.step_seconds, 2),
         "formula_step_seconds": round(formula.step_seconds, 2),
         "exposed_seconds": round(step.exposed_seconds, 3),
@@ -93,10 +95,20 @@ def compiled(case: Case) -> dict[str, Any]:
     }
 
 
-def sent(run: Description, collectives: list[Collective]) -> dict[str, Any]:
+def workspace(cfg: Any, run: Description) -> float:
+    """Bytes that cuDNN's backward kernel takes beside the compiled plan: dK and dV of all query heads of a call."""
+    mixer, parallel = cfg.model.stack.pattern[0].mixer, run.parallel
+    apart = parallel.exchanging()
+    ringed = parallel.context // apart if "ring" in parallel.context_strategy else 1
+    keys, heads = cfg.model.sequence_length / ringed, mixer.heads / parallel.tensor / apart
+    return 2 * keys * heads * mixer.size(cfg.model.hidden) * run.width
+
+
+def sent(run: Description, collectives: Sequence[Collective]) -> dict[str, Any]:
     """MiB that a device sends over `context` for a layer and microbatch, and what runs beside.
 
-    collectives: those of the loops of a program. The first or last layers may stand outside of the loop over layers.
+    The first or the last layer may stand outside of the loop over layers. In the recipes no weights are spread over
+    `context` alone, and ids of documents are small, so that all large collectives over it are of attention.
     """
     layers = run.microbatches * run.towers[-1].repeats
     own = [one for one in collectives if one.groups.axes == ("context",) and one.bytes >= 2**20]
@@ -137,21 +149,24 @@ def _sent_of(kind: str, size: float, devices: int) -> float:
 
 
 def balance(recipe: str, gpus: int) -> dict[str, Any]:
-    """Attention of the busiest device over the mean: of one document, and the mean over packed rows by rounds."""
+    """Work of the busiest device over the mean: of one document, and the mean of packed rows, by rounds.
+
+    attention: scores alone; all: FLOPs of a step, in which those of short documents weigh little.
+    """
     cfg: Any = load(f"llama3.py:{recipe}", devices=gpus)
     length, parallel = cfg.model.sequence_length, cfg.parallel
-    whole = device_scores(np.array([length]), _cut(parallel, 1))
     numbers = np.random.default_rng(SEED)
     rows = [_packed(numbers, length) for _ in range(ROWS)]
-    packed = {
-        f"{rounds}": round(float(np.mean([imbalance(device_scores(row, _cut(parallel, rounds))) for row in rows])), 4)
-        for rounds in ROUNDS
-    }
-    return {"context": parallel.context, "one_document": round(imbalance(whole), 6), "packed_by_rounds": packed}
+    found: dict[str, Any] = {"context": parallel.context, "rounds": parallel.context_rounds}
+    for name, work in {"attention": RowWork(), "all": row_work(cfg.model)}.items():
 
+        def mean(some: list[np.ndarray], rounds: int, work: RowWork = work) -> float:
+            cut = RowCut.of(replace(parallel, context_rounds=rounds), causal=True)
+            return round(float(np.mean([imbalance(work.of_devices(row, cut)) for row in some])), 4)
 
-def _cut(parallel: ParallelConfig, rounds: int) -> RowCut:
-    return RowCut.of(replace(parallel, context_rounds=rounds), causal=True)
+        found[name] = {"one_document": mean([np.array([length])], 1)}
+        found[name] |= {f"packed_{rounds}": mean(rows, rounds) for rounds in ROUNDS}
+    return found
 
 
 def _packed(numbers: np.random.Generator, length: int) -> np.ndarray:
@@ -185,8 +200,9 @@ def table(figures: dict[str, Any]) -> str:
         lines.append(f"| {' | '.join([*cells, beside, format(one['step_seconds'], '.1f')])} |")
     lines += ["", "| recipe | context | one document | packed, 1 round | 4 rounds | 16 rounds |", "|---|" + "---:|" * 5]
     for recipe, one in figures["balance"].items():
-        cells = [f"`{recipe}`", str(one["context"]), f"{one['one_document']:.3f}"]
-        lines.append(f"| {' | '.join([*cells, *(f'{each:.3f}' for each in one['packed_by_rounds'].values())])} |")
+        for name in ("attention", "all"):
+            cells = [f"`{recipe}`, {name}", str(one["context"]), *(f"{each:.3f}" for each in one[name].values())]
+            lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

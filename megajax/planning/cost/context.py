@@ -66,8 +66,8 @@ class RowTraffic:
 
     @property
     def gathered_bytes(self) -> float:
-        """Keys and values of whole rows and their gradients, each as sent and in the row's order."""
-        return 4 * self.keys * self.run.parallel.context if self.gathers else 0.0
+        """Keys and values of whole rows: the compiler gathers them early in a layer's backward pass."""
+        return self.keys * self.run.parallel.context if self.gathers else 0.0
 
     def sent(self, *, again: bool) -> Iterator[Sent]:
         """again: attention is recomputed."""

@@ -441,12 +441,7 @@ def _working(run: Description) -> float:
         tower.tokens * run.width * (3 * tower.hidden / run.cut + 2 * tower.hidden + _largest_layer(tower))
         for tower in run.towers
     )
-    # Keys of whole rows; the compiler gathers them early, and whole rows of the residual stream with them.
-    layer += max(
-        keys + (keys > 0) * (run.cut > 1) * 2 * tower.tokens * tower.hidden * run.width
-        for tower in run.towers
-        for keys in [RowTraffic.of(tower).gathered_bytes]
-    )
+    layer += max(RowTraffic.of(tower).gathered_bytes for tower in run.towers)
     # A chunk's logits three times in float32; in a pipeline the table's gradient as well.
     scores = min(run.scored, run.head.chunk) * run.columns * run.head.upsampled
     loss = 12 * scores + 4 * run.columns * hidden * pipelined
