@@ -1,0 +1,138 @@
+"""Attention over rows that are cut, forward and backward in a loop over layers, compiled for virtual H100s.
+
+Within a loop, as in a model: alone, forward and backward pass would share what they gather.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import Array, lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from megajax.config.errors import UserError
+from megajax.kernels.attention import OUTPUT, STATISTICS, attend
+from megajax.kernels.context.strategy import over_context
+from megajax.kernels.mask import Mask
+from megajax.mesh.row_cut import RowCut
+from megajax.mesh.xla import DEVICELESS, FSDP, GPU, compiler_options
+from megajax.planning.program import devices, hlo
+from megajax.planning.program.devices import Cluster
+
+LENGTH, HEADS, SIZE, LAYERS = 8192, 4, 64, 3
+CONTEXT, TENSOR = 4, 2
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiler() -> None:
+    try:
+        devices.prepare()
+    except UserError as error:
+        pytest.skip(str(error).splitlines()[0])
+
+
+def compiled(
+    cut: RowCut, kernel: str, *, segments: bool = False, fsdp: bool = False, **rest: Any
+) -> tuple[str, Mapping]:
+    """The program's text and its mesh. rest: of the mask."""
+    mesh = Mesh(
+        np.array(devices.virtual_devices(Cluster("h100", CONTEXT * TENSOR, 8))).reshape(CONTEXT, TENSOR),
+        ("context", "tensor"),
+    )
+    passes, heads = over_context(cut, kernel), P(None, None, "tensor")
+
+    def local(q: Array, k: Array, v: Array, index: Array, ids: Array | None) -> Array:
+        return attend(passes, q, k, v, Mask(index, index, ids, ids, **rest), scale=0.1)
+
+    def gradient(x: Array, ids: Array) -> Array:
+        island = jax.shard_map(
+            local, axis_names={"tensor"}, in_specs=(heads, heads, heads, P(), P()), out_specs=heads, check_vma=False
+        )
+        index = cut.local_index(x.shape[1])
+
+        def layer(x: Array, _: None) -> tuple[Array, None]:
+            few = x[:, :, :: HEADS // 2]
+            return x + island(jnp.sin(x), 2 * few, jnp.cos(few), index, ids if segments else None), None
+
+        policy = jax.checkpoint_policies.save_only_these_names(OUTPUT, STATISTICS)
+        layer = jax.checkpoint(layer, policy=policy, prevent_cse=False)
+        return jax.grad(lambda x: lax.scan(layer, x, None, length=LAYERS)[0].astype(jnp.float32).sum())(x)
+
+    row = P(None, "context")
+    whole = jax.shard_map(
+        gradient, mesh=mesh, axis_names={"context"}, in_specs=(row, row), out_specs=row, check_vma=False
+    )
+    x = jax.ShapeDtypeStruct((1, LENGTH, HEADS, SIZE), jnp.bfloat16, sharding=NamedSharding(mesh, P(*row, "tensor")))
+    ids = jax.ShapeDtypeStruct((1, LENGTH), jnp.int32, sharding=NamedSharding(mesh, row))
+    options = compiler_options(*GPU, *(FSDP if fsdp else ()), *DEVICELESS)
+    with jax.set_mesh(mesh):
+        return jax.jit(whole).lower(x, ids).compile(compiler_options=options).as_text(), dict(mesh.shape)
+
+
+def kernels(text: str) -> Counter:
+    """Calls in the program by what they are; those in a loop count once."""
+    return Counter(re.findall(r'custom_call_target="(?:__cudnn\$|__gpu\$xla.gpu.)(fmha\w+|triton)"', text))
+
+
+def branches(text: str) -> int:
+    """In the loops over layers."""
+    return len(re.findall(r" conditional\(.*op_name=\"[^\"]*/while/body/", text))
+
+
+def moved(text: str, mesh: Mapping[str, int], kind: str) -> tuple[int, int]:
+    """Of keys, values and their gradients: arrays that collectives of a kind move, and those beside no kernel."""
+    each = [one for one in hlo.read(text, mesh).collectives if one.kind == kind]
+    each = [one for one in each if one.bytes >= LENGTH // CONTEXT * SIZE]
+    return sum(one.arrays for one in each), sum(one.arrays for one in each if not one.overlapped)
+
+
+FORWARD, BACKWARD = "fmhaSoftmax", "fmhaSoftmaxBackward"
+
+
+@pytest.mark.parametrize("fsdp", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_all_transfers_of_a_ring_but_the_last_run_beside_a_kernel(fsdp: bool) -> None:
+    text, mesh = compiled(RowCut(CONTEXT, 1, "ring"), "cudnn", fsdp=fsdp)
+    assert kernels(text) == {FORWARD: CONTEXT, BACKWARD: CONTEXT}
+    assert branches(text) == 0
+    # Keys with values in both passes, sums of their gradients in the second, and those on their way home.
+    assert moved(text, mesh, "collective-permute") == (3 * (CONTEXT - 1) + 1, 1)
+
+
+@pytest.mark.slow
+def test_gathered_keys_of_whole_rows_have_three_calls_and_no_branch() -> None:
+    text, mesh = compiled(RowCut(CONTEXT, 1, "all_gather"), "cudnn")
+    assert kernels(text) == {FORWARD: 3, BACKWARD: 3}
+    assert branches(text) == 0
+    # Forward the triangles run meanwhile, backward they run while gradients are scattered.
+    assert moved(text, mesh, "all-gather") == (4, 2)
+    assert moved(text, mesh, "reduce-scatter") == (2, 0)
+
+
+@pytest.mark.slow
+def test_documents_have_another_kernel_for_rows_that_do_not_fit() -> None:
+    text, _ = compiled(RowCut(CONTEXT, 1, "all_gather"), "cudnn", segments=True)
+    assert kernels(text) == {FORWARD: 3, BACKWARD: 3, "triton": 9}
+    assert branches(text) == 6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("window", [None, LENGTH // 16])
+def test_a_ring_by_pallas_has_no_branch_and_no_kernel_for_keys_out_of_reach(window: int | None) -> None:
+    text, mesh = compiled(RowCut(CONTEXT, 1, "ring"), "pallas", segments=True, window=window)
+    steps = CONTEXT if window is None else 3
+    assert kernels(text) == {"triton": 3 * steps}
+    assert branches(text) == 0
+    assert moved(text, mesh, "collective-permute") == (3 * (steps - 1) + 1, 1)
+
+
+@pytest.mark.slow
+def test_bidirectional_rows_have_one_call_on_gathered_keys() -> None:
+    text, _ = compiled(RowCut(CONTEXT, 0, "all_gather"), "cudnn", causal=False)
+    assert kernels(text) == {FORWARD: 1, BACKWARD: 1}
+    assert branches(text) == 0
