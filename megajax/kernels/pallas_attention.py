@@ -124,6 +124,13 @@ def _cut_into_blocks(mask: Mask, rows: int, blocks: Blocks) -> _Blocked:
     return _Blocked(query_index, key_index, query_segments, key_segments, ranges(visible), by_key)
 
 
+def visited(mask: Mask, rows: int, blocks: Blocks) -> tuple[Array, Array]:
+    """How many blocks the kernels compute, int32 [B] each: by blocks of queries, and by blocks of keys."""
+    blocked = _cut_into_blocks(mask, rows, blocks)
+    by_query, by_key = ((ranges[:, 1] - ranges[:, 0]).sum(-1) for ranges in (blocked.keys_of, blocked.queries_of))
+    return by_query, by_key
+
+
 def _padded(x: Array, length: int) -> Array:
     """Zero-pads dimension 1, the positions, to `length`."""
     return jnp.pad(x, [(0, 0), (0, length - x.shape[1])] + [(0, 0)] * (x.ndim - 2)) if x.shape[1] < length else x

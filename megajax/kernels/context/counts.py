@@ -1,0 +1,93 @@
+"""How many blocks of scores each device computes of a row, and how many of them hold a score that a query needs.
+
+The Pallas kernels visit a range of blocks of keys for each block of queries, and backward also a range of blocks of
+queries for each block of keys: `pallas_attention.visited`. Blocks that a device may skip are those before a window,
+after the diagonal, or between documents. cuDNN is told lengths instead, see kernels/context/chunks.py.
+
+T positions of a row, S of a device, C devices.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from megajax.kernels.context.ring import sources
+from megajax.kernels.mask import Mask
+from megajax.kernels.pallas_attention import Blocks, visited
+from megajax.mesh.row_cut import RowCut
+
+
+class Counted(NamedTuple):
+    """Blocks of each device for one head, int [C]."""
+
+    by_query: np.ndarray
+    """Visited by the kernels that loop over the keys of a block of queries."""
+    by_key: np.ndarray
+    """Visited by the kernel that loops over the queries of a block of keys."""
+    needed: np.ndarray
+    """With a score that a query needs."""
+
+    def imbalance(self) -> float:
+        """Of the busiest device over the mean."""
+        return float(self.by_query.max() / self.by_query.mean())
+
+
+def blocks_of_devices(
+    cut: RowCut,
+    length: int,
+    blocks: Blocks,
+    *,
+    segments: np.ndarray | None = None,
+    window: int | None = None,
+    causal: bool = True,
+) -> Counted:
+    """The blocks of one row of `length` positions; segments: int [T], ascending, None for one document.
+
+    Where devices exchange heads, the counts are of each group, whose devices have different heads.
+    """
+    cut = cut.exchanged() if cut.exchanging > 1 else cut
+    places = cut.places(length).reshape(cut.devices, -1)
+    first, last = seen(np.arange(length), segments, window, causal)
+    rows = []
+    for rank, mine in enumerate(places):
+        held = [np.arange(length)]
+        if "ring" in cut.strategy and cut.devices > 1:
+            index = jnp.asarray(mine)
+            steps = sources(cut, len(mine), Mask(index, index, None, None, window, causal))
+            held = [places[(rank - source) % cut.devices] for source in steps]
+        total = np.zeros(3, np.int64)
+        for keys in held:
+            ids = [None if segments is None else jnp.asarray(segments[each])[None] for each in (mine, keys)]
+            mask = Mask(jnp.asarray(mine), jnp.asarray(keys), ids[0], ids[1], window, causal)
+            total[:2] += [int(each.sum()) for each in visited(mask, 1, blocks)]
+            total[2] += _needed(keys, first[mine], last[mine], blocks)
+        rows.append(total)
+    return Counted(*np.stack(rows, axis=1))
+
+
+def seen(
+    queries: np.ndarray, segments: np.ndarray | None, window: int | None, causal: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """The first and the last position that each query sees, of a row of ascending segments."""
+    first, last = np.zeros_like(queries), np.full_like(queries, len(queries) - 1)
+    if segments is not None:
+        first = np.searchsorted(segments, segments[queries])
+        last = np.searchsorted(segments, segments[queries], side="right") - 1
+    if window is not None:
+        first = np.maximum(first, queries - window)
+    return first, np.minimum(last, queries) if causal else last
+
+
+def _needed(keys: np.ndarray, first: np.ndarray, last: np.ndarray, blocks: Blocks) -> int:
+    """Pairs of blocks in which a query sees a key. keys: positions, ascending; first, last: seen by each query."""
+    begin, end = np.searchsorted(keys, first), np.searchsorted(keys, last, side="right")
+    total = 0
+    for start in range(0, len(first), blocks.queries):
+        here = slice(start, start + blocks.queries)
+        change = np.zeros(-(-len(keys) // blocks.keys) + 1, np.int64)
+        some = end[here] > begin[here]
+        np.add.at(change, begin[here][some] // blocks.keys, 1)
+        np.add.at(change, (end[here][some] - 1) // blocks.keys + 1, -1)
+        total += int((change.cumsum() > 0).sum())
+    return total
