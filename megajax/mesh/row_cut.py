@@ -103,8 +103,11 @@ class RowCut:
         return jnp.concatenate([cut(i * size, (i + 1) * size) for i in order.tolist()], axis=1)
 
     def plain(self) -> "RowCut":
-        """The same devices with rows in plain chunks: how arrays are laid out where the mesh axis is not manual."""
-        return replace(self, rounds=0)
+        """The same devices with rows in plain chunks: how arrays are laid out where the mesh axis is not manual.
+
+        Without a ring, in which not every kernel takes plain chunks of causal rows.
+        """
+        return replace(self, rounds=0, strategy="all_gather" if "ring" in self.strategy else self.strategy)
 
     def exchanged(self) -> "RowCut":
         """Of the groups of devices that have exchanged heads: each holds the positions of all its devices."""
