@@ -1,6 +1,5 @@
 """Attention to another section. B rows, S queries, T keys, D hidden, N query heads, K key-value heads, H head size."""
 
-import jax.numpy as jnp
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
@@ -15,7 +14,7 @@ class CrossAttention(Attention):
     def __call__(self, x: Array, ctx: Context) -> Array:
         q, (k, v) = self.normed("query_norm", self.queries(x)), self.keys_and_values_of(ctx)
         q, k, v = checkpoint_name(q, "query"), checkpoint_name(k, "key"), checkpoint_name(v, "value")
-        return self.combined(self.core(q, k, v, ctx, jnp.arange(k.shape[1]), ctx.memory_segments), x)
+        return self.combined(self.core(q, k, v, ctx, self.layout.row_index(k.shape[1]), ctx.memory_segments), x)
 
     def step(self, x: Array, cache: Cache, ctx: Context) -> tuple[Array, Cache]:
         """The tokens of a decoding step, [T, 1, D] -> [T, 1, D]; cache: see `CrossAttentionConfig.cache_leaves`."""

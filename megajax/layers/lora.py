@@ -4,7 +4,6 @@ import zlib
 from dataclasses import replace
 from functools import partial
 
-import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
@@ -61,6 +60,6 @@ def drop_inputs(block: nnx.Module, ctx: Context) -> None:
 
 
 def _dropped(ctx: Context, place: int, layout: Layout, x: Array, rate: float, axes: LogicalAxes) -> Array:
-    """x [B, S, ...]. Of another section, whose length differs, positions count from 0."""
-    own = ctx if x.shape[1] == ctx.index.shape[0] else ctx._replace(index=jnp.arange(x.shape[1]))
+    """x [B, S, ...]. Of another section, whose length differs, the positions are its own."""
+    own = ctx if x.shape[1] == ctx.index.shape[0] else ctx._replace(index=layout.row_index(x.shape[1]))
     return dropout(x, rate, own, place, layout, axes)

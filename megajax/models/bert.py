@@ -11,7 +11,7 @@ from megajax.layers.mlp import ACTIVATIONS
 from megajax.layers.param import ZEROS, LayerSettings, Normal, param
 from megajax.mesh.layout import Layout
 from megajax.models.config import BertConfig
-from megajax.models.decoder import DecoderLM, layer_settings
+from megajax.models.decoder import DecoderLM, in_order, layer_settings
 from megajax.models.reduction import LossReduction
 
 RESIDUAL = ("batch", "seq_residual", "embed")
@@ -60,7 +60,7 @@ class Bert(DecoderLM):
 
     def context(self, batch: Rows, key: Array | None = None) -> Context:
         """The context of a microbatch [B, S]: tokens see all that are not padding."""
-        positions = jnp.broadcast_to(jnp.arange(batch["tokens"].shape[1])[None], batch["tokens"].shape)
+        positions = in_order(self.layout, batch["tokens"])
         return super().context({"positions": positions, **batch}, key)
 
     def embed(self, batch: Rows) -> Array:
@@ -90,9 +90,9 @@ class Bert(DecoderLM):
         """Cross-entropy of the masked tokens, plus that of the order of sentences.
 
         The order counts as much as the masked tokens of its row (loss_average=tokens) or as a row among those of its
-        microbatch (loss_average=microbatches, as in Megatron-LM).
+        microbatch (loss_average=microbatches, as in Megatron-LM). Where rows are cut over devices, the one that holds
+        the first position of a row counts it.
         """
-        del ctx
         mask, scale = batch["loss_mask"], reduction.scale
         counted = jnp.sum(mask)
         share, weight = reduction.share(counted)
@@ -103,8 +103,9 @@ class Bert(DecoderLM):
         if self.cfg.next_sentence:
             log_p = jax.nn.log_softmax(self.order_logits(x))
             losses = -jnp.take_along_axis(log_p, batch["is_random"][:, None], axis=1)[:, 0]
-            total = total + jnp.sum(losses * reduction.row_weights(mask))
-            metrics["next_sentence_loss"] = (jnp.sum(losses), jnp.float32(losses.shape[0]))
+            here = (ctx.index[0] == 0).astype(jnp.float32)
+            total = total + jnp.sum(losses * reduction.row_weights(mask)) * here
+            metrics["next_sentence_loss"] = (jnp.sum(losses) * here, losses.shape[0] * here)
         return Loss(total, weight, metrics)
 
 

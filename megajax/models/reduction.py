@@ -40,15 +40,21 @@ class LossReduction:
         return Loss(total * share, weight, {"loss": (total, counted)})
 
     def row_weights(self, weights: Array) -> Array:
-        """Weights [B] of a loss of each row beside one of its positions, whose weights [B, S] they add up to."""
-        if self.average == "tokens":
-            return weights.sum(1)
-        return jnp.full(weights.shape[:1], self.share(weights.sum())[1] / weights.shape[0])
+        """Weights [B] of a loss of each row beside one of its positions, whose weights [B, S] they add up to.
+
+        Where rows are cut over devices, of whole rows: one of these devices counts the loss.
+        """
+        if self.average == "microbatches":
+            return jnp.full(weights.shape[:1], 1 / weights.shape[0])
+        return _over_context(weights.sum(1))
 
     def share(self, counted: Array) -> tuple[Array, Array]:
         """(factor on the weight of each loss, weight of all of them); counted: their sum on this device, float32 []."""
         if self.average == "tokens":
             return jnp.ones(()), counted
-        context = manual_axes().get("context", 1)
-        total = lax.psum(counted, "context") if context > 1 else counted
-        return 1 / jnp.maximum(total, 1), jnp.full((), 1 / context)
+        return 1 / jnp.maximum(_over_context(counted), 1), jnp.full((), 1 / manual_axes().get("context", 1))
+
+
+def _over_context(x: Array) -> Array:
+    """Summed over the devices that hold parts of the same rows."""
+    return lax.psum(x, "context") if manual_axes().get("context", 1) > 1 else x

@@ -1,4 +1,8 @@
-"""T5 (Raffel et al. 2020), as Megatron-LM has it. B rows, S positions of the decoder, T of the encoder, D hidden."""
+"""T5 (Raffel et al. 2020), as Megatron-LM has it. B rows, S positions of the decoder, T of the encoder, D hidden.
+
+Where rows are cut over devices, both sections have them in plain chunks: the encoder sees both ways, and every position
+of the decoder reads the whole encoder, which is as much work for each.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +18,7 @@ from megajax.layers.decoding import Cache, rows_of
 from megajax.layers.param import ZEROS, LayerSettings, param
 from megajax.mesh.layout import Layout
 from megajax.models.config import T5Config
-from megajax.models.decoder import DecoderLM, layer_settings
+from megajax.models.decoder import DecoderLM, in_order, layer_settings
 from megajax.models.protocol import Section
 from megajax.models.sections import last_output
 
@@ -58,7 +62,7 @@ class T5(DecoderLM):
 
     def context(self, batch: Rows, key: Array | None = None) -> Context:
         """The context of the decoder, but for the encoder's output."""
-        ctx = super().context({"positions": in_order(batch["tokens"]), **batch}, key)
+        ctx = super().context({"positions": in_order(self.layout, batch["tokens"]), **batch}, key)
         return ctx._replace(memory_segments=batch.get("encoder_segment_ids"))
 
     def remember(self, tokens: Array, cache: Cache, ctx: Context) -> Cache:
@@ -92,7 +96,7 @@ class Reading:
     def context(self, batch: Rows, key: Array | None) -> Context:
         """Every token sees every other one of its row that is no padding."""
         tokens = batch["encoder_tokens"]
-        rows: dict[str, Any] = {"tokens": tokens, "positions": in_order(tokens)}
+        rows: dict[str, Any] = {"tokens": tokens, "positions": in_order(self.model.layout, tokens)}
         rows |= {SAMPLE: batch[SAMPLE]} if SAMPLE in batch else {}
         rows |= {"segment_ids": batch["encoder_segment_ids"]} if "encoder_segment_ids" in batch else {}
         own = None if key is None else jax.random.fold_in(key, ENCODER)
@@ -110,8 +114,3 @@ class Reading:
         """Normalised output of the layers [B, T, D]."""
         del ctx
         return self.model.layout.act(self.model.encoder.norm(x), "batch", "seq_residual", "embed")
-
-
-def in_order(tokens: Array) -> Array:
-    """int32 [B, S] -> positions from 0 on, int32 [B, S]."""
-    return jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)

@@ -199,10 +199,10 @@ class Scorer:
 
     def padded(self, tokens: int) -> int:
         """Length of the row that is compiled for so many tokens; the chunks of a row over devices are equal."""
-        length = SHORTEST
+        length = SHORTEST + -SHORTEST % self._multiple
         while length < tokens:
             length *= 2
-        return min(length + -length % self._multiple, self.length)
+        return min(length, self.length)
 
     def rows_at_once(self, length: int) -> int:
         """Most rows of a batch: as many tokens on each device as in a microbatch of training, up to MOST_TOKENS."""

@@ -77,6 +77,10 @@ class BertConfig(DecoderConfig):
         """Pairs of sentences are padded."""
         return True
 
+    def allows_context(self) -> bool:
+        """Rows are in plain chunks; the head of sentences works where the first position is."""
+        return True
+
     def sampler(self) -> str | None:
         """It fills in blanks."""
         return "blanks"

@@ -1,6 +1,6 @@
 """Configs of models that classify texts: BERT or a decoder with a head on its states; imports neither jax nor flax."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Literal
 
@@ -9,7 +9,6 @@ from megajax.config.builds import Builds
 from megajax.config.errors import Problem
 from megajax.layers.config import LARGEST
 from megajax.layers.facts import Weight
-from megajax.mesh.config import ParallelConfig
 from megajax.models.config.bert import BertConfig
 from megajax.models.config.decoder import DecoderConfig
 from megajax.models.facts import HeadFacts, ParameterCount, SectionFacts
@@ -237,12 +236,9 @@ class ClassifyingConfig:
         scored = self.head.sequences() if self.head.pools() else self.sequence_length
         return HeadFacts(columns=columns, positions=scored, chunk=LARGEST, whole=True, tables=tuple(tables))
 
-    def parallel_problems(self: Any, parallel: ParallelConfig, shards: int | None) -> Iterator[Problem]:
-        """Sequences are not cut: the head reads whole ones."""
-        yield from super().parallel_problems(parallel, shards)
-        if parallel.context > 1:
-            what = f"reads whole sequences, which parallel.context={parallel.context} cuts"
-            yield Problem("head", what, "use parallel.context=1, and parallel.data or parallel.tensor")
+    def allows_context(self) -> bool:
+        """Its head reads whole sequences."""
+        return False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

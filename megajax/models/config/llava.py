@@ -200,6 +200,10 @@ class LlavaConfig(DecoderConfig):
         inside = path.removeprefix("vision.")
         return None if inside == path else self.vision.refit(inside, weight, tower or settings)
 
+    def allows_context(self) -> bool:
+        """Images are whole sequences, and positions of the decoder read any of them."""
+        return False
+
     def sampler(self) -> str | None:
         """It says what is in an image."""
         return "captions"

@@ -194,6 +194,3 @@ class VisionTowerConfig(Builds, TransformerConfig):
             what = f"pads rows to {self.positions()} positions, which parallel.tensor={tensor} does not divide"
             multiple = lcm(self.positions_multiple, tensor)
             yield Problem("positions_multiple", what, f"with parallel.sequence=true, use {multiple}")
-        if sizes["context"] > 1:
-            what = f"images are not cut along the sequence, as parallel.context={sizes['context']} asks for"
-            yield Problem("stack", what, "use parallel.context=1")
