@@ -177,7 +177,6 @@ def test_what_does_not_fit_is_said():
     said = [str(problem) for problem in classifying(decoder, CLASSES).problems()]
     assert len(said) == 1 and "the first token sees no other one" in said[0]
     assert not classifying(decoder, LAST).problems()
-    cut = list(small_bert(CLASSES).parallel_problems(ParallelConfig(context=2), None))
-    assert any("parallel.context=2 cuts" in problem.what for problem in cut)
+    assert not small_bert(CLASSES).allows_context() and not classifying(decoder, LAST).allows_context()
     for head, where in ((replace(CLASSES, classes=1), "classes"), (replace(CLASSES, dropout=1.0), "dropout")):
         assert [problem.where for problem in head.problems()] == [where]

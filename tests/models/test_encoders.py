@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from tiny_runs import LENGTH, ONE, READ, VOCABULARY, differentiate, program
+from tiny_runs import LENGTH, ONE, READ, VOCABULARY, differentiate, program, train
 
 from megajax.config.errors import ConfigError
 from megajax.config.tree import check
@@ -15,6 +15,7 @@ from megajax.layers.config import (
     GatedMLPConfig,
     IdentityNormConfig,
     LayerNormConfig,
+    LoRAConfig,
     PostNormBlockConfig,
     RelativeBiasConfig,
     RopeConfig,
@@ -128,6 +129,55 @@ def test_trains_like_one_device(model: DecoderConfig, parallel: ParallelConfig) 
     for path, expected in one.gradients.items():
         scale = max(np.abs(expected).max(), 1e-4)
         np.testing.assert_allclose(many.gradients[path], expected, atol=1e-4 * scale, err_msg=path)
+
+
+CONTEXT = ParallelConfig(data=1, context=2)
+CONTEXT_FSDP = ParallelConfig(data=1, context=2, tensor=2, sequence=True, data_sharding="fsdp")
+CONTEXT_OF_FOUR = replace(CONTEXT, context=4)
+ADAPTED = replace(t5(), lora=LoRAConfig(rank=4, alpha=8.0, dropout=0.2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "parallel"),
+    [
+        (bert(), replace(CONTEXT, context_strategy="ring")),
+        (bert(), replace(CONTEXT, context_strategy="all_to_all")),
+        (bert(), replace(CONTEXT_OF_FOUR, context_strategy="ring+all_to_all")),
+        (bert(dropout=0.1), CONTEXT_OF_FOUR),
+        (bert(), replace(CONTEXT_FSDP, pipeline=2, schedule="1f1b")),
+        (normalised_after(), CONTEXT_FSDP),
+        (t5(dropout=0.1), CONTEXT),
+        (t5("full"), CONTEXT_FSDP),
+        (positioned(rope=True), CONTEXT),
+        (positioned(rope=False), CONTEXT_FSDP),
+        (positioned(rope=False), CONTEXT_OF_FOUR),
+        (ADAPTED, CONTEXT),
+    ],
+)
+def test_rows_in_parts_train_like_whole_ones(model: DecoderConfig, parallel: ParallelConfig) -> None:
+    """Padded rows; sentences, which read a position that one device has; sections of different lengths."""
+    one, many = (differentiate(model, on, microbatches=3) for on in (ONE, parallel))
+    np.testing.assert_allclose(many.loss, one.loss, rtol=1e-5)
+    top = max(np.abs(expected).max() for expected in one.gradients.values())
+    for path, expected in one.gradients.items():
+        scale = max(np.abs(expected).max(), 1e-3 * top)
+        np.testing.assert_allclose(many.gradients[path], expected, rtol=0, atol=1e-5 * scale, err_msg=path)
+
+
+@pytest.mark.slow
+def test_rows_in_parts_weigh_the_same_in_both_averages() -> None:
+    parts, settings = replace(CONTEXT, data=2), {"average": "microbatches", "steps": 1}
+    many, one = train(bert(), parts, microbatches=2, **settings), train(bert(), ONE, microbatches=4, **settings)
+    np.testing.assert_allclose(many.losses, one.losses, rtol=1e-5)
+    np.testing.assert_allclose(many.norms, one.norms, rtol=1e-5)
+    np.testing.assert_allclose(many.evaluation, one.evaluation, rtol=1e-5)
+
+
+def test_t5_attends_to_gathered_keys() -> None:
+    cfg = replace(program(t5(), CONTEXT, microbatches=1).cfg, parallel=replace(CONTEXT, context_strategy="ring"))
+    with pytest.raises(ConfigError, match=r"use parallel\.context_strategy=all_gather"):
+        check(cfg, 2)
 
 
 @pytest.mark.parametrize("part", ["encoder", "cross"])

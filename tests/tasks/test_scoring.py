@@ -1,5 +1,6 @@
 """Scores of windows: against log_softmax of the model's logits, on every layout, in any batch."""
 
+from dataclasses import replace
 from functools import cache
 
 import jax
@@ -12,6 +13,7 @@ from megajax.data.config import MockConfig
 from megajax.layers.param import bind
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import build_mesh
+from megajax.mesh.row_cut import RowCut
 from megajax.mesh.xla import XlaConfig
 from megajax.models.presets.bert import bert
 from megajax.precision.config import PrecisionConfig
@@ -105,11 +107,28 @@ def test_batches_change_nothing():
         ParallelConfig(data=2, tensor=2),
         ParallelConfig(data=2, tensor=2, sequence=True, data_sharding="fsdp"),
         ParallelConfig(data=2, pipeline=2),
+        ParallelConfig(data=1, pipeline=2, context=2, tensor=2, sequence=True),
+        ParallelConfig(data=2, context=4, context_strategy="ring"),
     ],
-    ids=["data2-tensor2", "fsdp2-tensor2-sequence", "data2-pipeline2"],
+    ids=["data2-tensor2", "fsdp2-tensor2-sequence", "data2-pipeline2", "pipeline2-context2", "data2-context4"],
 )
 def test_layouts_agree_with_one_device(parallel):
     close(scorer(parallel, 2).answers(windows()), scorer().answers(windows()))
+
+
+def test_rows_that_are_cut_over_devices_are_scored_as_whole_ones():
+    close(scorer(ParallelConfig(data=1, context=2)).answers(windows()), scorer().answers(windows()))
+
+
+@pytest.mark.parametrize(("context", "tensor", "length"), [(3, 1, 66), (4, 3, 72)])
+def test_compiled_rows_have_equal_chunks(context, tensor, length):
+    """66 = 3 devices x 2 chunks x 11, 72 = 4 devices x 6, the least of 2 chunks and 3 devices of tensor."""
+    parallel = ParallelConfig(data=1, context=context, tensor=tensor, sequence=tensor > 1)
+    cut = RowCut.of(parallel, causal=True)
+    cfg = replace(scorer().program.cfg, parallel=parallel, model=replace(llama(), sequence_length=144))
+    known = replace(scorer().program, cfg=cfg, layout=replace(scorer().program.layout, rows=cut))
+    asked = Scorer(known, scorer().tokenizer, {})
+    assert [asked.padded(tokens) for tokens in (1, 64, length, 144)] == [length, length, length, 144]
 
 
 def test_a_context_that_does_not_fit_loses_its_beginning():
@@ -143,8 +162,9 @@ def test_generation_is_the_likeliest_token_again_and_again():
     [
         (ParallelConfig(data=2, tensor=2, sequence=True, data_sharding="fsdp"), True),
         (ParallelConfig(data=2, pipeline=2), False),
+        (ParallelConfig(data=1, context=2), False),
     ],
-    ids=["fsdp2-tensor2-sequence", "data2-pipeline2"],
+    ids=["fsdp2-tensor2-sequence", "data2-pipeline2", "context2"],
 )
 def test_generation_on_layouts_is_that_of_one_device(parallel, engine):
     def texts():

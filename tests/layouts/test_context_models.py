@@ -1,0 +1,271 @@
+"""What looks along a row beside attention, where rows are cut over `context`: losses and gradients of one device."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+import tiny_runs
+from jax.sharding import AxisType, PartitionSpec
+from test_experts_train_alike import BIASED, DROPS, LOAD, LOSSES, moe, shards
+from tiny_runs import LENGTH, ONE, differentiate, gpt, llama, program, train
+
+from megajax.batch import Batch, Leaf
+from megajax.layers.config import CapacityConfig, LoRAConfig, MoEConfig, RouterConfig, StackConfig
+from megajax.layers.router import Routing, TokenAxes, choose, within_capacity
+from megajax.mesh.config import ParallelConfig
+from megajax.mesh.layout import Layout
+from megajax.mesh.row_cut import RowCut
+from megajax.mesh.rules import Plan
+from megajax.models.config import DecoderConfig, PredictionConfig
+from megajax.models.config.classifier import ClassHeadConfig, classifying
+from megajax.models.config.decoder import WidthScalingConfig
+from megajax.models.prediction import shifted
+from megajax.models.presets.bert import bert
+from megajax.models.presets.llava import llava
+from megajax.models.presets.vit import vit, vit_tower
+from megajax.models.protocol import ModelConfig
+
+TWO = ParallelConfig(data=1, context=2)
+FOUR = ParallelConfig(data=1, context=4)
+ROUNDS = replace(TWO, context_rounds=2)
+MIXED = ParallelConfig(data=1, context=2, tensor=2, sequence=True, data_sharding="fsdp")
+PIPELINE = ParallelConfig(pipeline=2, data=1, context=2, tensor=2)
+
+
+def slow(*values: object) -> object:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def near(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+    """Gradients within 1e-5 of their size, or of a thousandth of the largest one's."""
+    top = max(np.abs(gradient).max() for gradient in expected.values())
+    assert actual.keys() == expected.keys()
+    for path, gradient in expected.items():
+        scale = max(np.abs(gradient).max(), 1e-3 * top)
+        np.testing.assert_allclose(actual[path], gradient, rtol=0, atol=1e-5 * scale, err_msg=path)
+
+
+def same_gradients(model: ModelConfig, parallel: ParallelConfig, draw: Callable[[int], Batch] = tiny_runs.rows) -> None:
+    """Loss and gradients of a step."""
+    actual, expected = (differentiate(model, each, microbatches=3, draw=draw) for each in (parallel, ONE))
+    np.testing.assert_allclose(actual.loss, expected.loss, rtol=1e-5)
+    near(actual.gradients, expected.gradients)
+
+
+def same_run(model: DecoderConfig, parallel: ParallelConfig, **settings: object) -> tuple:
+    """Losses of three steps and of evaluations, and the first step's gradients."""
+    replicas = parallel.data_size(8) * parallel.expert if settings.get("average") == "microbatches" else 1
+    actual = train(model, parallel, microbatches=2, **settings)
+    expected = train(model, ONE, microbatches=2 * replicas, **settings)
+    np.testing.assert_allclose(actual.losses[0], expected.losses[0], rtol=1e-5)
+    np.testing.assert_allclose(actual.losses, expected.losses, rtol=1e-4)
+    np.testing.assert_allclose(actual.before, expected.before, rtol=1e-5)
+    np.testing.assert_allclose(actual.evaluation, expected.evaluation, rtol=1e-4)
+    assert actual.counted == expected.counted
+    near(actual.gradients, expected.gradients)
+    return actual, expected
+
+
+def on_devices(cut: RowCut, local: Callable, *arrays: np.ndarray) -> list[np.ndarray]:
+    """`local` of each device's part of arrays [B, T, ...] -> its results as whole rows."""
+    mesh = jax.make_mesh(
+        (cut.devices,), ("context",), axis_types=(AxisType.Auto,), devices=jax.devices()[: cut.devices]
+    )
+    spec = PartitionSpec(None, "context")
+    mapped = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
+    axes = (None, "seq")
+    with jax.set_mesh(mesh):
+        results = mapped(*(cut.arranged(array, (*axes, *[None] * (array.ndim - 2))) for array in arrays))
+    places = np.argsort(cut.places(arrays[0].shape[1]))
+    return [np.asarray(result)[:, places] for result in results]
+
+
+@pytest.mark.parametrize("cut", [RowCut(4), RowCut(2, 1), RowCut(4, 2)], ids=["plain", "zigzag", "rounds"])
+def test_the_next_position_is_that_of_the_row(cut: RowCut) -> None:
+    draw = np.random.default_rng(0)
+    x, segments = draw.integers(1, 9, (2, 32)), np.sort(draw.integers(0, 6, (2, 32)), axis=1)
+    segments[:, 16:] += segments[:, 15:16] - segments[:, 16:17] + np.array([[0], [1]])  # on a border, and across it
+    layout = Layout(Plan.of(ParallelConfig(context=cut.devices)), rows=cut)
+
+    def local(x: jax.Array, segments: jax.Array) -> tuple[jax.Array, ...]:
+        once = shifted(layout, x, segments)
+        return once, shifted(layout, once, segments), shifted(layout, x, None)
+
+    expected = local_layout_free(x, segments)
+    for actual, each in zip(on_devices(cut, local, x, segments), expected, strict=True):
+        np.testing.assert_array_equal(actual, each)
+
+
+def local_layout_free(x: np.ndarray, segments: np.ndarray) -> tuple[np.ndarray, ...]:
+    """The values one and two positions on within the document, and one on in the row."""
+
+    def ahead(count: int, apart: np.ndarray) -> np.ndarray:
+        moved = np.zeros_like(x)
+        moved[:, :-count] = np.where(apart[:, count:] == apart[:, :-count], x[:, count:], 0)
+        return moved
+
+    return ahead(1, segments), ahead(2, segments), ahead(1, np.zeros_like(segments))
+
+
+@pytest.mark.parametrize("drop", ["probability", "position"])
+def test_experts_count_tokens_in_the_order_of_the_row(drop: str) -> None:
+    cut, rows, experts, k = RowCut(2, 1), 2, 4, 2
+    router, capacity = RouterConfig(force_balance=True), CapacityConfig(factor=0.6, drop=drop)
+    logits = np.random.default_rng(0).normal(size=(rows, 12, experts)).astype(np.float32)
+
+    def local(axes: TokenAxes, logits: jax.Array) -> list[jax.Array]:
+        index = axes.rows.local_index(logits.shape[1])
+        flat, bias = logits.reshape(-1, experts), np.zeros(experts, np.float32)
+        turns = choose(router, flat, k, bias, axes, training=True, index=index)
+        best = choose(RouterConfig(), flat, k, bias, axes, training=True)
+        kept: Routing = within_capacity(capacity, best, rows, experts, axes)
+        return [each.reshape(rows, -1, k) for each in (turns.experts, kept.experts, kept.weights)]
+
+    expected = jax.jit(partial(local, TokenAxes()))(logits)
+    actual = on_devices(cut, partial(local, TokenAxes(seq=("context",), rows=cut)), logits)
+    assert (np.asarray(expected[1]) == experts).any()
+    np.testing.assert_array_equal(actual[0], expected[0])
+    np.testing.assert_array_equal(actual[1], expected[1])
+    np.testing.assert_allclose(actual[2], expected[2], rtol=1e-6)
+
+
+def ahead(model: DecoderConfig, depth: int, **settings: object) -> DecoderConfig:
+    return replace(model, prediction=PredictionConfig(depth=depth, weight=0.3, **settings))
+
+
+@pytest.mark.parametrize(
+    ("model", "parallel"),
+    [
+        (ahead(llama(repeats=1), 1), TWO),
+        slow(ahead(llama(), 2), replace(PIPELINE, context_rounds=2)),
+        slow(ahead(llama(), 2, reweighted="microbatches"), replace(FOUR, tensor=2, sequence=True)),
+        slow(ahead(gpt(), 2), replace(FOUR, tensor=2, sequence=True)),
+        slow(ahead(gpt(), 2), PIPELINE),
+    ],
+    ids=["documents", "pipeline", "microbatches", "dropout", "dropout in a pipeline"],
+)
+def test_heads_that_predict_further_ahead(model: DecoderConfig, parallel: ParallelConfig) -> None:
+    same_gradients(model, parallel)
+
+
+@pytest.mark.slow
+def test_heads_that_predict_further_ahead_over_a_run() -> None:
+    same_run(ahead(llama(), 2), replace(TWO, data=2, context_strategy="ring"), average="microbatches")
+    same_run(ahead(llama(), 2), FOUR, isolated=False)
+
+
+def without_counted(seed: int) -> Batch:
+    """Rows whose tokens of the first and the last quarter do not count: the first of two devices has none."""
+    batch = tiny_runs.rows(seed)
+    quarter = LENGTH // 4
+    inside = (np.arange(LENGTH) >= quarter) & (np.arange(LENGTH) < 3 * quarter)
+    return {**batch, "loss_mask": batch["loss_mask"] * inside[None]}
+
+
+OBJECTIVE = replace(llama(), label_smoothing=0.1, z_loss=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("average", ["tokens", "microbatches"])
+@pytest.mark.parametrize("draw", [tiny_runs.rows, without_counted])
+def test_both_averages_with_smoothed_labels_and_a_z_loss(draw: Callable[[int], Batch], average: str) -> None:
+    same_run(ahead(OBJECTIVE, 1), replace(TWO, data=2), average=average, draw=draw)
+
+
+DROPS_BY_POSITION = RouterConfig(aux_loss=0.01, capacity=CapacityConfig(factor=0.7, drop="position"))
+SINKHORN = RouterConfig(sinkhorn=True, score="sigmoid")
+FORCED = RouterConfig(force_balance=True, aux_loss=0.01)
+EXPERTS = ParallelConfig(data=2, expert=2, context=2)
+WHOLE = replace(MIXED, expert=2, expert_tensor="whole")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("router", "way", "parallel", "average"),
+    [
+        (DROPS, "gather", TWO, "tokens"),
+        (DROPS_BY_POSITION, "gather", FOUR, "tokens"),
+        (FORCED, "gather", TWO, "tokens"),
+        (SINKHORN, "gather", TWO, "tokens"),
+        (LOSSES, "gather", TWO, "microbatches"),
+        (BIASED, "ragged", EXPERTS, "tokens"),
+        (LOSSES, "capacity", EXPERTS, "tokens"),
+        (DROPS, "gather", WHOLE, "tokens"),
+        (DROPS, "gather", replace(PIPELINE, tensor=1, expert=2, context_rounds=2), "tokens"),
+    ],
+)
+def test_experts(router: RouterConfig, way: str, parallel: ParallelConfig, average: str) -> None:
+    settings = {"microbatches": 3 if parallel.pipeline == 1 else 2, "average": average}
+    actual, expected = train(moe(router, way), parallel, **settings), train(moe(router), ONE, **settings)
+    np.testing.assert_allclose(actual.losses, expected.losses, rtol=1e-4)
+    np.testing.assert_allclose(actual.losses[0], expected.losses[0], rtol=1e-5)
+    np.testing.assert_allclose(actual.evaluation, expected.evaluation, rtol=1e-4)
+    near(actual.gradients, expected.gradients)
+    for name in (LOAD, LOAD.replace("load", "report")):
+        seen = [np.sort(np.asarray(run.state.observed[name]), axis=0) for run in (actual, expected)]
+        np.testing.assert_allclose(seen[0], seen[1], rtol=1e-5, atol=1e-5, err_msg=name)
+    spread = parallel.without_data() * parallel.data
+    assert shards(actual, actual.state.params, "stack.blocks.0.mlp.experts.up") == spread
+
+
+def experts_in_one_layer() -> DecoderConfig:
+    model = moe(DROPS_BY_POSITION, "gather")
+    (block,) = model.stack.pattern
+    assert isinstance(block.mlp, MoEConfig)
+    block = replace(block, mlp=replace(block.mlp, experts=4, shared=None))
+    return replace(model, stack=replace(model.stack, pattern=(block,), repeats=1))
+
+
+def test_a_layer_of_experts() -> None:
+    same_gradients(experts_in_one_layer(), TWO)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "model",
+    [
+        replace(llama(), lora=LoRAConfig(rank=4, alpha=8.0, dropout=0.2)),
+        replace(llama(), width_scaling=WidthScalingConfig(base_hidden=16)),
+    ],
+    ids=["adapters", "muP"],
+)
+def test_adapters_and_width_scaling(model: ModelConfig) -> None:
+    same_gradients(model, replace(TWO, tensor=2))
+
+
+CLASSES = ClassHeadConfig(classes=3, pooling="last")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnConfig(ModelConfig):
+    """A user's, which says nothing of `allows_context`."""
+
+    stack: StackConfig = field(default_factory=lambda: llama().stack)
+
+    def schema(self) -> dict[str, Leaf]:
+        return {"tokens": Leaf("int32", (LENGTH,), ("seq",))}
+
+    def build(self, layout: Layout) -> None:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        vit("b16"),
+        llava(llama(), vit_tower("b16"), image_token=0),
+        classifying(bert("base"), CLASSES),
+        classifying(llama(), CLASSES),
+        OwnConfig(),
+    ],
+    ids=lambda model: type(model).__name__,
+)
+def test_models_that_read_whole_rows_are_refused_by_name(model: ModelConfig) -> None:
+    name = type(model).__name__
+    cfg = replace(program(llama(), ONE, microbatches=1).cfg, model=model, parallel=TWO)
+    about = [problem for problem in cfg.problems(2) if "context" in str(problem)]
+    assert [problem.where for problem in about] == ["parallel.context"]
+    assert f"2 devices would hold parts of rows, which {name} does not allow" in about[0].what
