@@ -176,7 +176,7 @@ def test_rows_in_parts_weigh_the_same_in_both_averages() -> None:
 
 def test_t5_attends_to_gathered_keys() -> None:
     cfg = replace(program(t5(), CONTEXT, microbatches=1).cfg, parallel=replace(CONTEXT, context_strategy="ring"))
-    with pytest.raises(ConfigError, match=r"use parallel\.context_strategy=all_gather"):
+    with pytest.raises(ConfigError, match=r"set parallel\.context_strategy=all_gather"):
         check(cfg, 2)
 
 

@@ -11,7 +11,6 @@ from megajax.layers.config import AnyBlockConfig, LayerNormConfig, NormConfig, S
 from megajax.layers.config.cross import CrossBlockConfig
 from megajax.layers.facts import LayerBuilder
 from megajax.layers.segments import SegmentsConfig
-from megajax.mesh.config import ParallelConfig
 from megajax.models.config.decoder import DecoderConfig
 from megajax.models.facts import ParameterCount, SectionFacts
 
@@ -130,13 +129,6 @@ class T5Config(DecoderConfig):
     def allows_context(self) -> bool:
         """Rows of both sections are in plain chunks."""
         return True
-
-    def parallel_problems(self, parallel: ParallelConfig, shards: int | None) -> Iterator[Problem]:
-        """The keys of cross-attention and of relative biases are gathered."""
-        yield from DecoderConfig.parallel_problems(self, parallel, shards)
-        if parallel.context > 1 and parallel.context_strategy != "all_gather":
-            what = f"attends to gathered keys, and parallel.context_strategy is {parallel.context_strategy}"
-            yield Problem("stack", what, "use parallel.context_strategy=all_gather")
 
     def memory_length(self) -> int:
         """Tokens that the encoder reads."""
