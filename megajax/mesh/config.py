@@ -5,6 +5,7 @@ from math import prod
 from typing import Literal
 
 from megajax.config.errors import Problem, TooFewDevices
+from megajax.config.nearest import divisors_of, either
 
 MESH_AXES = ("pipeline", "data", "expert", "context", "tensor")
 """Outermost first: devices along `tensor` communicate most, so they are the closest ones."""
@@ -79,6 +80,8 @@ class ParallelConfig:
 
     def exchanging(self) -> int:
         """Neighbouring devices of `context` that exchange heads for positions."""
+        if self.context == 1:
+            return 1
         return {"all_to_all": self.context, "ring+all_to_all": self.context_heads}.get(self.context_strategy, 1)
 
     def _context_problems(self) -> list[Problem]:
@@ -87,11 +90,11 @@ class ParallelConfig:
             problems.append(Problem("context_rounds", f"must be at least 1, got {self.context_rounds}"))
         if self.context_heads < 1:
             return [*problems, Problem("context_heads", f"must be at least 1, got {self.context_heads}")]
-        if self.context_strategy == "ring+all_to_all" and self.context % self.context_heads:
-            divisors = [size for size in range(2, self.context) if self.context % size == 0]
-            what = f"groups of {self.context_heads} do not divide parallel.context={self.context}"
-            hint = f"use {' or '.join(map(str, divisors))}" if divisors else "use context_strategy=ring or all_to_all"
-            problems.append(Problem("context_heads", what, hint))
+        if self.context > 1 and self.context % self.exchanging():
+            what = f"groups of {self.context_heads} devices that exchange heads do not divide parallel.context="
+            sizes = [str(size) for size in divisors_of(self.context)[1:-1]]
+            hint = f"use {either(sizes)}" if sizes else "use context_strategy=ring or all_to_all"
+            problems.append(Problem("context_heads", f"{what}{self.context}", hint))
         return problems
 
     def _pipeline_problems(self) -> list[Problem]:

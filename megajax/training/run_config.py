@@ -9,6 +9,7 @@ from typing import Any
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.config.dump import default_leaves, flatten, scalar_text
 from megajax.config.errors import Problem
+from megajax.config.nearest import divisors_of, either
 from megajax.config.placeholder import UnknownValue
 from megajax.data.config import DataConfig, RowsConfig
 from megajax.layers.facts import Side
@@ -210,22 +211,44 @@ def _context(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
         return
     if not cfg.model.allows_context():
         others = "parallel.data, parallel.tensor or parallel.pipeline"
-        what = f"{parallel.context} devices would hold parts of rows, which {type(cfg.model).__name__} does not allow"
+        what = f"{type(cfg.model).__name__} needs whole rows, and parallel.context={parallel.context} cuts them"
         yield Problem("parallel.context", what, f"set it to 1, and use {others}")
         return
-    each = parallel.tensor if parallel.sequence else 1
-    chunks = 2 * parallel.context_rounds if cfg.model.ignores_later_positions() else 1
-    unit = parallel.context * lcm(chunks, each)
+    if parallel.context_rounds > 1 and not cfg.model.ignores_later_positions():
+        what = f"{parallel.context_rounds} rounds balance the work of causal models; the positions of "
+        what += f"{type(cfg.model).__name__} see later ones, and devices hold one chunk of each row"
+        yield Problem("parallel.context_rounds", what, "set it to 1")
+        return
     for name, leaf in cfg.model.schema().items():
-        length = leaf.positions()
+        length, unit = leaf.positions(), _unit(cfg, parallel.context_rounds)
         if "seq" in leaf.axes and length % unit and name in cfg.data.leaves():
-            below = length // unit * unit
-            words = [f"parallel.context={parallel.context}", f"{chunks} chunks on each" if chunks > 1 else ""]
-            words += [f"parallel.tensor={parallel.tensor} with parallel.sequence=true" if each > 1 else ""]
-            what = f"rows of {length} positions ({name}) are no multiple of {unit}: {', '.join(filter(None, words))}"
-            nearest = " or ".join(str(near) for near in (below, below + unit) if near)
-            yield Problem("parallel.context", what, f"use rows of {nearest} positions (model.sequence_length)")
+            yield _uneven_rows(cfg, name, length)
             return
+
+
+def _unit(cfg: RunConfig, rounds: int) -> int:
+    """What the positions of a row have to be a multiple of, with so many rounds over `context`."""
+    parallel, chunks = cfg.parallel, 2 * rounds if cfg.model.ignores_later_positions() else 1
+    return parallel.context * lcm(chunks, parallel.tensor if parallel.sequence else 1)
+
+
+def _uneven_rows(cfg: RunConfig, name: str, length: int) -> Problem:
+    """Rows that devices cannot have equal chunks of, with the nearest lengths and rounds that do."""
+    parallel, rounds = cfg.parallel, cfg.parallel.context_rounds
+    unit, chunks = _unit(cfg, rounds), 2 * rounds if cfg.model.ignores_later_positions() else 1
+    words = [f"parallel.context={parallel.context}", f"{chunks} chunks on each" if chunks > 1 else ""]
+    words += [f"parallel.context_rounds={rounds}" if rounds > 1 else ""]
+    words += [f"parallel.tensor={parallel.tensor} with parallel.sequence=true" if parallel.sequence else ""]
+    what = f"rows of {length} positions ({name}) are not divisible by {unit}: {', '.join(filter(None, words))}"
+    below = length // unit * unit
+    hint = (
+        f"use rows of {either(str(near) for near in (below, below + unit) if near)} positions (model.sequence_length)"
+    )
+    legal = [] if rounds == 1 else [n for n in divisors_of(length) if length % _unit(cfg, n) == 0]
+    nearest = [*[n for n in legal if n < rounds][-1:], *[n for n in legal if n > rounds][:1]]
+    if nearest:
+        hint += f", or parallel.context_rounds={either(map(str, nearest))}"
+    return Problem("parallel.context_rounds" if nearest else "parallel.context", what, hint)
 
 
 def _batch(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:

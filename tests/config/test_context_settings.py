@@ -1,0 +1,124 @@
+"""Rows over `context` that cannot be, said with both values and the nearest that can; see also test_run_config.py."""
+
+import re
+import subprocess
+import sys
+from dataclasses import dataclass, fields, replace
+
+import pytest
+
+from megajax.config import load
+from megajax.mesh.config import ParallelConfig
+from megajax.models.config import DecoderConfig
+from megajax.training.run_config import RunConfig
+
+
+def run(**parallel) -> RunConfig:
+    cfg = load("quickstart.py", "parallel.data=1")
+    return cfg.but(parallel=replace(cfg.parallel, **parallel))
+
+
+def of_length(length: int, **parallel) -> RunConfig:
+    cfg = run(**parallel)
+    return cfg.but(model=replace(cfg.model, sequence_length=length))
+
+
+def said(cfg: RunConfig) -> dict[str, str]:
+    return {problem.where: f"{problem.what} | {problem.hint}" for problem in cfg.problems(8)}
+
+
+@pytest.mark.parametrize(
+    ("length", "sizes", "where", "what", "hint"),
+    [
+        (126, {"context": 2}, "context", "are not divisible by 4: parallel.context=2, 2 chunks", "124 or 128 pos"),
+        (3, {"context": 2}, "context", "rows of 3 positions (tokens)", "use rows of 4 positions"),
+        (
+            132,
+            {"context": 2, "tensor": 4, "sequence": True},
+            "context",
+            "by 8: parallel.context=2, 2 chunks on each, parallel.tensor=4 with parallel.sequence=true",
+            "use rows of 128 or 136 positions",
+        ),
+        (
+            128,
+            {"context": 4, "context_rounds": 3},
+            "context_rounds",
+            "by 24: parallel.context=4, 6 chunks on each, parallel.context_rounds=3",
+            "use rows of 120 or 144 positions (model.sequence_length), or parallel.context_rounds=2 or 4",
+        ),
+        (128, {"context": 2, "context_rounds": 100}, "context_rounds", "by 400", "or parallel.context_rounds=32"),
+    ],
+)
+def test_rows_that_cannot_be_cut_into_equal_chunks(length, sizes, where, what, hint) -> None:
+    ((name, text),) = said(of_length(length, **sizes)).items()
+    assert name == f"parallel.{where}"
+    assert what in text.partition(" | ")[0] and hint in text.partition(" | ")[2]
+
+
+@pytest.mark.parametrize(
+    ("length", "sizes"),
+    [
+        (132, {"context": 2, "tensor": 2, "sequence": True}),
+        (128, {"context": 2, "context_rounds": 32}),
+        (126, {"context": 1, "context_rounds": 5, "context_strategy": "ring+all_to_all"}),
+    ],
+)
+def test_rows_that_can_be_cut(length, sizes) -> None:
+    assert said(of_length(length, **sizes)) == {}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "where", "what"),
+    [
+        ({"context": 0}, "context", "must be at least 1, got 0"),
+        ({"context": 4, "context_rounds": 0}, "context_rounds", "must be at least 1, got 0"),
+        ({"context": 4, "context_heads": 0}, "context_heads", "must be at least 1, got 0"),
+        (
+            {"context": 8, "context_heads": 3},
+            "context_heads",
+            "groups of 3 .* parallel.context=8 .* use 2 or 4",
+        ),
+        ({"context": 2, "context_heads": 3}, "context_heads", "use context_strategy=ring or all_to_all"),
+    ],
+)
+def test_settings_of_context_that_cannot_be(sizes, where, what) -> None:
+    (problem,) = ParallelConfig(context_strategy="ring+all_to_all", **sizes).problems()
+    assert problem.where == where
+    assert re.search(what, f"{problem.what} | {problem.hint}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SeesLater(DecoderConfig):
+    """A model whose positions see later ones, and whose rows may be cut all the same."""
+
+    def ignores_later_positions(self) -> bool:
+        return False
+
+    def allows_context(self) -> bool:
+        return True
+
+
+def test_models_that_see_later_positions() -> None:
+    """They have plain chunks, which no rounds balance."""
+    cfg = of_length(126, context=2)
+    given = [each.name for each in fields(DecoderConfig)]
+    model = SeesLater(**{name: getattr(cfg.model, name) for name in given})
+    assert said(cfg.but(model=model)) == {}
+    cfg = cfg.but(model=model, parallel=replace(cfg.parallel, context_rounds=4))
+    (text,) = said(cfg).values()
+    assert "4 rounds balance the work of causal models" in text and "| set it to 1" in text
+
+
+def test_a_model_that_needs_whole_rows() -> None:
+    cfg = load("bert.py:debug", "parallel.data=1")
+    text = said(cfg.but(parallel=replace(cfg.parallel, context=2)))["parallel.context"]
+    assert "BertConfig needs whole rows, and parallel.context=2 cuts them" in text
+
+
+def test_the_command_lists_all_problems() -> None:
+    settings = ["--parallel.context=2", "--model.sequence_length=126", "--batch.global_size=5", "--parallel.data=1"]
+    command = [sys.executable, "-m", "megajax.train", "--config=quickstart.py", "--devices=cpu:2", *settings]
+    done = subprocess.run([*command, "--print-config"], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "rows of 126 positions (tokens) are not divisible by 4" in done.stderr
+    assert "use rows of 124 or 128 positions" in done.stderr and "batch.global_size" in done.stderr
