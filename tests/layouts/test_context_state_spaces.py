@@ -1,5 +1,7 @@
 """State-space layers whose rows are cut over `context`: outputs and gradients as with whole rows, documents apart."""
 
+import math
+import re
 from dataclasses import replace
 from functools import cache, partial
 
@@ -91,21 +93,26 @@ def pulled(f, weights, x, ids, weighting):
     return y, gradients
 
 
+def on_devices(run, parallel: ParallelConfig):
+    """(weights, x, ids) of whole rows, by what `run` does on each device of `context`."""
+    if parallel.context == 1:
+        return run
+    rows = PartitionSpec(None, "context")
+    return jax.shard_map(
+        run,
+        mesh=build_mesh(parallel),
+        in_specs=(PartitionSpec(), rows, rows),
+        out_specs=rows,
+        axis_names={"context"},
+        check_vma=False,
+    )
+
+
 @cache
 def compiled(name: str, parallel: ParallelConfig, length: int, isolated: bool):
     """(weights, x, ids, weighting) -> see `pulled`, on the devices of the layout; rows device by device."""
     graph, weights = nnx.split(layer(name, parallel))
-    run = partial(applied, graph=graph, cut=RowCut.of(parallel, causal=True))
-    if parallel.context > 1:
-        rows = PartitionSpec(None, "context")
-        run = jax.shard_map(
-            run,
-            mesh=build_mesh(parallel),
-            in_specs=(PartitionSpec(), rows, rows),
-            out_specs=rows,
-            axis_names={"context"},
-            check_vma=False,
-        )
+    run = on_devices(partial(applied, graph=graph, cut=RowCut.of(parallel, causal=True)), parallel)
     x, ids = drawn(length), segments(length) if isolated else None
     with jax.default_matmul_precision("highest"):
         return jax.jit(partial(pulled, run)).lower(weights, x, ids, x).compile(compiler_options=dict(QUICK))
@@ -159,6 +166,27 @@ def test_plain_jit_cuts_rows_into_chunks_in_order(name) -> None:
         run = jax.jit(partial(applied, graph=graph, cut=RowCut()))
         y = run.lower(weights, x, ids).compile(compiler_options=dict(QUICK))(weights, x, ids)
     alike(y, whole, "output")
+
+
+@pytest.mark.parametrize("name", DEFAULT)
+def test_devices_send_states_and_no_rows(name) -> None:
+    """What a device receives: two or three exchanges of a state a chunk, last inputs, factors, ids of documents."""
+    (length, parallel), cfg = ROUNDS, LAYERS[name]
+    cut, (graph, weights) = RowCut.of(parallel, causal=True), nnx.split(layer(name, parallel))
+    run = on_devices(partial(applied, graph=graph, cut=cut), parallel)
+    text = jax.jit(run).lower(weights, drawn(length), segments(length)).as_text(dialect="hlo")
+    sent = {"all-to-all": 0, "all-gather": 0}
+    for shape, operation in re.findall(r"= \w+\[([\d,]+)\]\S* (all-to-all|all-gather)\(", text):
+        sent[operation] += math.prod(map(int, shape.split(",")))
+    mamba1, chunks = name == "mamba 1", cut.devices * cut.chunks
+    channels = cfg.inner if mamba1 else cfg.heads * cfg.head_dim
+    # The elements of a head's or channel's state are cut over two devices: 5 are padded to 6, 6 x 5 are not.
+    state = ROWS * cut.chunks * channels * (6 if mamba1 else cfg.state)
+    convolved = channels if mamba1 else channels + 2 * cfg.groups * cfg.state
+    ends, ids, factors = chunks * (cfg.conv_kernel - 1) * convolved, length, chunks * cfg.heads
+    # Factors of channels differ by element, and are exchanged like states. Mamba reads ids in two islands.
+    assert sent["all-to-all"] == (3 if mamba1 else 2) * state
+    assert sent["all-gather"] == ROWS * (ends + (2 * ids if mamba1 else ids + factors))
 
 
 MLP = FeedForwardBlockConfig(mlp=GatedMLPConfig(ffn=48))
