@@ -48,7 +48,7 @@ def config(text: Path, balance: str, **changes: Any) -> RunConfig:
 
 def under(run: Run, text: Path, balance: str, **start: Any) -> Run:
     """The same program with rows dealt out in another way."""
-    parts = replace(run.parts, cfg=config(text, balance, parallel=run.cfg.parallel, batch=run.cfg.batch))
+    parts = replace(run.parts, cfg=replace(run.cfg, data=config(text, balance).data))
     state = start.get("state") or run.program.fresh_state()()
     return Run(parts, state, parts.loader(parts.splits.train, int(state.consumed_samples), training=True))
 
@@ -63,7 +63,8 @@ def compared(text: Path, parallel: ParallelConfig, micro_size: int, expected: li
     """Losses without dealing out; with it they are the same, also where a run changes how in between."""
     batch = BatchConfig(global_size=16, micro_size=micro_size)
     devices = jax.devices()[: parallel.data * parallel.context * parallel.pipeline * parallel.tensor]
-    run = setup(config(text, "step", parallel=parallel, batch=batch), devices=devices)
+    small = model(repeats=1, recompute="selective" if parallel.data_sharding == "fsdp" else "none")
+    run = setup(config(text, "step", parallel=parallel, batch=batch, model=small), devices=devices)
     in_order, dealt = run.batches.imbalance()
     assert dealt.step < in_order.step or parallel.data == 1
     with jax.set_mesh(run.mesh):
@@ -88,7 +89,7 @@ def test_layouts_train_alike(text: Path) -> None:
     plain = compared(text, ParallelConfig(data=1), 4)
     compared(text, ParallelConfig(data=4), 1, plain)
     compared(text, ParallelConfig(data=2, context=2, context_rounds=2, data_sharding="fsdp"), 2, plain)
-    compared(text, ParallelConfig(data=2, pipeline=2), 2, None)
+    compared(text, ParallelConfig(data=2, tensor=2, sequence=True), 2, plain)
 
 
 @pytest.mark.slow
@@ -115,6 +116,9 @@ def test_a_run_says_that_rows_are_dealt_out(text: Path) -> None:
     run = setup(cfg, devices=jax.devices()[:4])
     said = {name: text for _, rows in banner(run, None) for name, text in rows}
     assert said["rows dealt out"].startswith("by step; busiest group over mean at the next step: step 1.0")
+    rows = np.ravel(next(run.batches)[0]["sample"]).tolist()
+    run.close()
+    assert rows != sorted(rows) == list(range(16)), "the run reads them so"
     assert "rows dealt out" not in {
         name for _, rows in banner(under(run, text, "none", state=run.state), None) for name, _ in rows
     }
@@ -164,6 +168,24 @@ def test_what_goes_together(text: Path) -> None:
     check(changed(text, "microbatch", REFUSED["experts"][0]), 1)
     check(changed(text, "step", {"mlp": experts(z_loss=0.1, row_loss=0.1, balance_rate=None)}), 1)
     check(changed(text, "step", {"batch": {"loss_average": "microbatches", "micro_size": 1}}), 1)
+
+
+LIKE = {
+    "microbatch, router's loss": ("microbatch", {"mlp": experts(aux_loss=1.0)}, 2),
+    "step, losses of rows and tokens": ("step", {"mlp": experts(row_loss=1.0, z_loss=1.0)}, 2),
+    "step, means of single rows": ("step", {"batch": {"loss_average": "microbatches", "micro_size": 1}}, 1),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LIKE)
+def test_what_goes_together_trains_alike(text: Path, name: str) -> None:
+    balance, changes, micro_size = LIKE[name]
+    cfg = changed(text, balance, changes).but(parallel=ParallelConfig(data=2), steps=6)
+    assert cfg.batch.micro_size == micro_size
+    run = setup(cfg, devices=jax.devices()[:2])
+    with jax.set_mesh(run.mesh):
+        assert losses(run, 6) == pytest.approx(losses(under(run, text, "none"), 6), rel=1e-5)
 
 
 def test_work_of_rows_is_that_of_the_throughput() -> None:
