@@ -40,6 +40,7 @@ MODELS = {
 of two of these occur in one of them."""
 
 
+STRATEGIES = {"gathered": "all_gather", "ring": "ring", "exchanged": "all_to_all"}
 WORDS = {"data_sharding": ("replicate", "zero1", "fsdp"), "schedule": ("gpipe", "1f1b", "interleaved")}
 NUMBERS = {"virtual": "virtual_stages", "wait": "loss_wait"}
 
@@ -69,7 +70,8 @@ class Combination:
             settings["layers"] = tuple(map(int, numbers["layers"].split(",")))
         for name, choices in WORDS.items():
             settings |= {name: word for word in flags.intersection(choices)}  # noqa: B035
-        assert flags <= {"sequence", "means", "open", *chain(*WORDS.values())}, line
+        settings |= {"context_strategy": STRATEGIES[word] for word in flags.intersection(STRATEGIES)}  # noqa: B035
+        assert flags <= {"sequence", "means", "open", *STRATEGIES, *chain(*WORDS.values())}, line
         return cls(
             name=line,
             model=model,
@@ -139,7 +141,8 @@ class Combination:
             "data": parallel.data,
             "tensor": parallel.tensor,
             "sequence": parallel.sequence if parallel.tensor > 1 else None,
-            "sharding": parallel.data_sharding if parallel.data > 1 else None,
+            "context": parallel.context,
+            "sharding": parallel.data_sharding if parallel.data * parallel.context > 1 else None,
             "recompute": self.recompute,
             "tied": cfg.tied,
             "learned positions": cfg.learned_positions,
@@ -160,37 +163,37 @@ class Combination:
 
 
 TABLE = """
-llama 8 selective 6 pipeline=2 data=2 tensor=2 sequence zero1 interleaved virtual=2 wait=0 means open
-pair-tied-learned 5 selective 1 data=2 tensor=4 fsdp
+llama 8 selective 6 pipeline=2 context=2 tensor=2 sequence zero1 interleaved virtual=2 wait=0 means open
+pair-tied-learned 5 selective 1 data=4 context=2 ring fsdp
 pair-tied-learned 5 none 3 pipeline=4 tensor=2 sequence 1f1b wait=0 layers=1,2,1,1 means
-gpt 5 selective 1 pipeline=2 data=4 zero1 gpipe layers=1,4 open
+gpt 5 selective 1 pipeline=2 context=2 exchanged tensor=2 zero1 gpipe layers=1,4 open
 llama 8 full 12 pipeline=2 tensor=4 interleaved virtual=3 wait=1 layers=2,1,1,2,1,1 means
 llama 12 full 12 pipeline=8 gpipe means
 llama 5 full 2 data=4 tensor=2 sequence replicate means open
-pair-tied-rope-dropout 8 none 3 pipeline=2 data=2 tensor=2 replicate 1f1b wait=1
-gpt 5 none 2 pipeline=2 data=4 replicate interleaved virtual=2 wait=0
-pair-untied-learned-dropout 16 full 4 pipeline=4 data=2 fsdp interleaved virtual=3 wait=1 open
+pair-tied-rope-dropout 8 none 3 pipeline=2 tensor=4 sequence 1f1b wait=1
+gpt 5 none 2 pipeline=2 tensor=4 interleaved virtual=2 wait=0
+pair-untied-learned-dropout 16 full 4 pipeline=4 context=2 fsdp interleaved virtual=3 wait=1 open
 llama 5 selective 3 pipeline=2 data=4 fsdp 1f1b wait=0 layers=1,4 means open
-pair-untied-learned-dropout 8 full 2 pipeline=2 tensor=4 sequence gpipe virtual=2 open
-pair-tied-rope-dropout 5 full 1 pipeline=2 data=2 tensor=2 zero1 gpipe means
+pair-untied-learned-dropout 8 full 2 pipeline=2 context=2 ring tensor=2 sequence replicate gpipe virtual=2 open
+pair-tied-rope-dropout 5 full 1 pipeline=2 data=4 replicate gpipe means
 pair-untied-learned-dropout 8 full 3 pipeline=8 1f1b wait=1 open
 pair-tied-rope-dropout 16 selective 4 pipeline=4 data=2 replicate gpipe virtual=3 layers=1,2,1,1,2,1,1,2,1,1,2,1
 pair-untied-learned-dropout 5 selective 4 pipeline=2 tensor=4 1f1b wait=0 open
 llama 8 none 2 pipeline=2 data=2 tensor=2 sequence zero1 gpipe virtual=3 means open
 gpt 8 selective 12 pipeline=4 data=2 zero1 interleaved virtual=2 wait=1
 pair-tied-learned 12 full 6 pipeline=2 data=4 replicate interleaved virtual=3 wait=0 open
-pair-tied-rope-dropout 8 none 12 data=2 tensor=4 zero1 open
-gpt 5 selective 6 pipeline=2 data=2 tensor=2 fsdp gpipe virtual=2 layers=1,2,1,1
+pair-tied-rope-dropout 8 none 12 data=2 context=2 exchanged replicate open
+gpt 5 selective 6 pipeline=2 data=4 fsdp gpipe virtual=2 layers=1,2,1,1
 pair-untied-learned-dropout 16 none 24 pipeline=8 interleaved virtual=2 wait=0
 pair-untied-learned-dropout 5 full 6 pipeline=4 data=2 zero1 1f1b wait=0 open
 gpt 12 selective 6 pipeline=8 1f1b wait=1 layers=1,2,1,2,1,2,1,2 means
-pair-untied-learned-dropout 5 full 3 pipeline=2 tensor=4 sequence 1f1b wait=1 layers=1,4
+pair-untied-learned-dropout 5 full 3 pipeline=2 context=2 tensor=2 replicate 1f1b wait=1 layers=1,4
 llama 8 selective 1 pipeline=2 data=2 tensor=2 sequence fsdp gpipe open
 pair-tied-learned 5 full 1 pipeline=2 data=4 replicate 1f1b wait=1 layers=1,4
-pair-tied-rope-dropout 8 none 4 tensor=2 open
+pair-tied-rope-dropout 8 none 4 context=2 ring tensor=4 replicate open
 llama 5 none 6 data=4 tensor=2 zero1 means
-pair-tied-learned 5 selective 3 data=4 zero1 means open
-pair-tied-learned 5 selective 4 data=2 tensor=4 sequence replicate
+pair-tied-learned 5 selective 3 data=2 tensor=4 fsdp means open
+pair-tied-learned 5 selective 4 data=2 tensor=4 zero1
 gpt 8 none 2 pipeline=4 tensor=2 gpipe open
 pair-tied-rope-dropout 5 selective 1 pipeline=2 tensor=4 sequence gpipe layers=1,4
 """

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
-from tiny_runs import ROWS, VOCABULARY, differentiate, gpt, llama
+from tiny_runs import ROWS, VOCABULARY, Differentiated, differentiate, gpt, llama
 
 from megajax.batch import Batch
 from megajax.layers.config import LatentAttentionConfig, StackConfig
@@ -43,12 +43,12 @@ def long(model: DecoderConfig) -> DecoderConfig:
     return replace(model, sequence_length=LONG)
 
 
-def windows() -> DecoderConfig:
+def windows(repeats: int = 1) -> DecoderConfig:
     """By turns a window with a learned sink and all earlier positions with a sink of 0."""
     (block,) = llama().stack.pattern
     near = replace(block, mixer=replace(block.mixer, window=9, sink="learned"))
     far = replace(block, mixer=replace(block.mixer, sink="zero"))
-    return long(replace(llama(), stack=StackConfig(pattern=(near, far), repeats=1)))
+    return long(replace(llama(), stack=StackConfig(pattern=(near, far), repeats=repeats)))
 
 
 def latent() -> DecoderConfig:
@@ -122,14 +122,7 @@ class Case:
         model = MODELS[self.model]
         how = {"microbatches": 2, "average": model.average, "isolated": model.isolated, "draw": long_rows}
         expected, actual = (differentiate(model.config, on, **how) for on in (ParallelConfig(data=1), self.parallel))
-        assert actual.gradients.keys() == expected.gradients.keys()
-        floor = FLOOR * max(np.abs(g).max() for g in expected.gradients.values())
-        errors = {
-            path: float(np.abs(actual.gradients[path] - g).max() / max(np.abs(g).max(), floor))
-            for path, g in expected.gradients.items()
-        }
-        worst = max(errors, key=lambda path: (np.isnan(errors[path]), errors[path]))
-        return Apart(abs(actual.loss / expected.loss - 1), errors[worst], worst)
+        return apart(actual, expected)
 
 
 @dataclass(frozen=True)
@@ -142,6 +135,20 @@ class Apart:
     """Largest error of a gradient over the largest of its weight."""
     weight: str
     """Path of that weight."""
+    padding: float = 0.0
+    """The largest absolute gradient that belongs to no layer."""
+
+
+def apart(actual: Differentiated, expected: Differentiated) -> Apart:
+    """Between the same step on two layouts; a NaN is the largest error."""
+    assert actual.gradients.keys() == expected.gradients.keys()
+    floor = FLOOR * max(np.abs(g).max() for g in expected.gradients.values())
+    errors = {
+        path: float(np.abs(actual.gradients[path] - g).max() / max(np.abs(g).max(), floor))
+        for path, g in expected.gradients.items()
+    }
+    worst = max(errors, key=lambda path: (np.isnan(errors[path]), errors[path]))
+    return Apart(abs(actual.loss / expected.loss - 1), errors[worst], worst, actual.padding)
 
 
 CASES = tuple(

@@ -11,9 +11,9 @@ import jax
 import numpy as np
 import pytest
 from combinations import TOLERANCE, difference
-from context_cases import CASES, LONG, MODELS, Case, cut, latent, long, long_rows, windows
+from context_cases import CASES, LONG, MODELS, Case, apart, cut, latent, long, long_rows, windows
 from test_experts_train_alike import LOSSES, moe
-from tiny_runs import ONE, Trained, gpt, llama, program, start, train, within
+from tiny_runs import ONE, Trained, differentiate, gpt, llama, program, start, train, within
 
 from megajax.layers.remat import Recompute
 from megajax.mesh.config import ContextStrategy, ParallelConfig
@@ -34,8 +34,8 @@ def small_memory():
 
 
 def check(case: Case) -> None:
-    apart = case.difference()
-    assert max(apart.loss, apart.gradient) <= TOLERANCE, apart
+    actual = case.difference()
+    assert max(actual.loss, actual.gradient) <= TOLERANCE, actual
 
 
 @pytest.mark.parametrize("case", QUICKEST, ids=lambda case: case.name)
@@ -54,19 +54,16 @@ def on(context: int, strategy: ContextStrategy = GATHER, rounds: int = 1, **sett
     return ParallelConfig(**{"data": 1} | settings, context=context, context_strategy=strategy, context_rounds=rounds)
 
 
-def four(model: DecoderConfig) -> DecoderConfig:
-    """With four layers."""
-    return replace(model, stack=replace(model.stack, repeats=4 // len(model.stack.pattern)))
-
-
 INTERLEAVED = {"pipeline": 2, "schedule": "interleaved", "virtual_stages": 2}
 TOGETHER: dict[str, tuple[DecoderConfig, ParallelConfig, int]] = {
-    "pipeline, tensor, sequence": (long(gpt()), on(2, GATHER, pipeline=2, tensor=2, sequence=True), 4),
-    "1f1b, tensor": (four(windows()), on(2, RING, pipeline=2, tensor=2), 4),
-    "interleaved, tensor, sequence": (four(windows()), on(2, HEADS, tensor=2, sequence=True, **INTERLEAVED), 4),
-    "interleaved, dropout": (long(gpt(repeats=4)), on(4, RING, **INTERLEAVED), 4),
-    "gpipe, fsdp": (four(latent()), on(2, GROUPS, 2, pipeline=2, data=2, schedule="gpipe", data_sharding="fsdp"), 4),
-    "pipeline of 4": (four(latent()), on(2, GATHER, pipeline=4, loss_wait=0), 6),
+    "pipeline, tensor, sequence": (
+        replace(windows(), stack=replace(windows().stack, repeats=2)),
+        on(2, GATHER, pipeline=2, tensor=2, sequence=True),
+        4,
+    ),
+    "1f1b, ring, tensor": (windows(2), on(2, RING, pipeline=2, tensor=2), 4),
+    "interleaved, exchange": (long(llama(repeats=4)), on(2, HEADS, **INTERLEAVED), 4),
+    "gpipe, fsdp": (latent(), on(2, RING, 2, pipeline=2, data=2, schedule="gpipe", data_sharding="fsdp"), 4),
     "fsdp, ring": (long(llama()), on(4, RING, data=2, data_sharding="fsdp"), 2),
     "fsdp, exchange": (windows(), on(4, GROUPS, data=2, data_sharding="fsdp"), 2),
     "zero1": (long(gpt("selective")), on(4, RING, data=2), 2),
@@ -74,43 +71,55 @@ TOGETHER: dict[str, tuple[DecoderConfig, ParallelConfig, int]] = {
     "tensor, sequence": (windows(), on(4, GROUPS, 2, tensor=2, sequence=True), 2),
     "tensor": (latent(), on(4, RING, tensor=2), 2),
     "experts, data": (long(moe(LOSSES)), on(2, GATHER, expert=2, data=2), 3),
-    "experts, ring, fsdp": (long(moe(LOSSES)), on(2, RING, expert=2, data=2, data_sharding="fsdp"), 3),
     "experts, tensor, sequence": (long(moe(LOSSES)), on(2, HEADS, expert=2, tensor=2, sequence=True), 3),
-    "whole experts": (
-        long(moe(LOSSES)),
-        on(2, RING, expert=2, tensor=2, sequence=True, expert_tensor="whole"),
-        3,
-    ),
+    "whole experts": (long(moe(LOSSES)), on(2, RING, expert=2, tensor=2, sequence=True, expert_tensor="whole"), 3),
     "experts, pipeline": (long(moe(LOSSES)), on(2, GATHER, pipeline=2, expert=2), 3),
 }
 """Name -> model, layout, microbatches."""
 
 
-def alone(model: DecoderConfig, parallel: ParallelConfig, microbatches: int) -> Trained:
-    """One device's run of the same model. Losses that balance experts are of a microbatch."""
-    of_microbatches = any(hasattr(block.mlp, "experts") for block in model.stack.pattern)
-    return train(model, ONE, microbatches=microbatches if of_microbatches else 2, evaluated=False, draw=long_rows)
+def has_experts(model: DecoderConfig) -> bool:
+    return any(hasattr(block.mlp, "experts") for block in model.stack.pattern)
+
+
+def alone(model: DecoderConfig, microbatches: int = 2) -> Trained:
+    """One device's run of the same model."""
+    return train(model, ONE, microbatches=microbatches, evaluated=False, draw=long_rows)
 
 
 def compare(actual: Trained, expected: Trained) -> None:
-    apart = difference(actual, expected)
+    between = difference(actual, expected)
     np.testing.assert_allclose(actual.losses[0], expected.losses[0], rtol=TOLERANCE)
-    assert max(apart.norm, apart.gradient) <= TOLERANCE, apart
-    assert apart.loss <= RUN, apart
-    assert apart.padding == 0, apart
-
-
-def together(name: str) -> None:
-    model, parallel, microbatches = TOGETHER[name]
-    actual = train(model, parallel, microbatches=microbatches, evaluated=False, draw=long_rows)
-    compare(actual, alone(model, parallel, microbatches))
+    assert max(between.norm, between.gradient) <= TOLERANCE, between
+    assert between.loss <= RUN, between
+    assert between.padding == 0, between
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TOGETHER)
 def test_with_other_axes(name: str) -> None:
-    """test_layouts_matrix.py has context 2 x pipeline 2 x tensor 2 by default."""
-    together(name)
+    """A step; test_layouts_matrix.py trains further combinations, context 2 x pipeline 2 x tensor 2 by default."""
+    model, parallel, microbatches = TOGETHER[name]
+    # Losses that balance experts are of a microbatch.
+    count = microbatches if has_experts(model) else 2
+    expected = differentiate(model, ONE, microbatches=count, draw=long_rows)
+    actual = apart(differentiate(model, parallel, microbatches=microbatches, draw=long_rows), expected)
+    assert max(actual.loss, actual.gradient) <= TOLERANCE, actual
+    assert actual.padding == 0, actual
+
+
+RUNS = {
+    "fsdp": (long(llama()), on(4, RING, data=2, data_sharding="fsdp"), 2),
+    "experts": (long(moe(LOSSES)), on(2, GATHER, expert=2, data=2), 3),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS)
+def test_three_steps_with_other_axes(name: str) -> None:
+    model, parallel, microbatches = RUNS[name]
+    actual = train(model, parallel, microbatches=microbatches, evaluated=False, draw=long_rows)
+    compare(actual, alone(model, microbatches if has_experts(model) else 2))
 
 
 @pytest.mark.slow
@@ -133,7 +142,7 @@ def test_averages_and_evaluation(strategy: ContextStrategy, average: str) -> Non
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_what_is_recomputed_does_not_matter(recompute: Recompute, strategy: ContextStrategy) -> None:
     model, layout = replace(windows(), recompute=recompute), on(4, strategy)
-    compare(train(model, layout, microbatches=2, evaluated=False, draw=long_rows), alone(windows(), layout, 2))
+    compare(train(model, layout, microbatches=2, evaluated=False, draw=long_rows), alone(windows()))
 
 
 @pytest.mark.slow
@@ -147,7 +156,7 @@ def test_two_layers_are_recomputed_together(parallel: ParallelConfig) -> None:
         evaluated=False,
         draw=long_rows,
     )
-    compare(actual, alone(model, parallel, 4))
+    compare(actual, alone(model))
 
 
 @pytest.mark.slow

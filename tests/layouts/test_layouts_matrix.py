@@ -41,7 +41,7 @@ def test_every_pair_trains_as_one_device_does(one: Combination) -> None:
 def possible(one: tuple[str, object], other: tuple[str, object]) -> bool:
     """Whether a combination on eight devices can have these two values of two dimensions."""
     (a, x), (b, y) = sorted((one, other), key=lambda value: str(value[0]))
-    sizes = {"pipeline", "data", "tensor"}
+    sizes = {"pipeline", "data", "tensor", "context"}
     if {a, b} <= sizes:
         return x * y <= 8
     match a, x, b, y:
@@ -49,8 +49,8 @@ def possible(one: tuple[str, object], other: tuple[str, object]) -> bool:
             return a not in {"virtual stages", "schedule", "loss wait", "microbatches", "cut"}
         case ("pipeline", 1, _, _):
             return b not in {"virtual stages", "schedule", "loss wait", "microbatches", "cut"}
-        # These need devices of data and of tensor; without them they mean nothing.
-        case ("pipeline", 8, "sequence" | "sharding", _) | ("data", 1, "sharding", _) | ("sequence", _, "tensor", 1):
+        # These need devices of data or context, and of tensor; without them they mean nothing.
+        case ("pipeline", 8, "sequence" | "sharding", _) | ("sequence", _, "tensor", 1):
             return False
         # 24 layers or more.
         case ("pipeline", 8, "virtual stages", 3):

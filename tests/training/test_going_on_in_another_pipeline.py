@@ -1,6 +1,7 @@
 """A checkpoint knows the order its rows of stacked weights are in; any layout goes on from any other's.
 
-Whole rows go on as rows cut over `context`, and the other way round. Two key-value heads on four devices of `tensor` are two heads in a checkpoint.
+Whole rows go on as rows cut over `context`, and the other way round. Two key-value heads on
+four devices of `tensor` are two heads in a checkpoint.
 """
 
 import json
