@@ -5,8 +5,11 @@ B rows, S positions of a device, T of a row, N heads.
 
 from functools import partial
 
+import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
+from megajax.mesh.mesh import manual_axes
 from megajax.mesh.row_cut import AXIS, RowCut
 
 
@@ -41,9 +44,42 @@ def reduce_rows(cut: RowCut, x: Array) -> Array:
 
 
 def from_before(cut: RowCut, x: Array, places: int) -> Array:
-    """What the device so many places before this one in the ring holds."""
+    """What the device so many places before this one in the ring holds.
+
+    A permute is one operation of all devices of the mesh, also of those that send each other nothing. The stages of a
+    pipeline compute their layers in different ticks, so there a permute would wait for stages that never come to it.
+    Groups of devices exchange instead, each within a stage.
+    """
+    if manual_axes().get("pipeline", 1) > 1:
+        return _from_before_in_stage(cut, x, places % cut.devices)
     total = cut.devices * cut.stride
     return lax.ppermute(x, AXIS, [(i, (i + places * cut.stride) % total) for i in range(total)])
+
+
+def _from_before_in_stage(cut: RowCut, x: Array, places: int) -> Array:
+    """The same by groups of two: a rotation of an even number of devices is one exchange or two, r -> -r -> places + r.
+
+    Two take twice the bytes of a permute. An odd number of devices gathers.
+    """
+    count, ranks = cut.devices, range(cut.devices)
+    if count % 2:
+        every = lax.all_gather(x, AXIS, axis_index_groups=_same_heads(cut))
+        return lax.dynamic_index_in_dim(every, (cut.rank() - places) % count, keepdims=False)
+    if 2 * places % count == 0:
+        return _exchanged(cut, x, [(r + places) % count for r in ranks])
+    return _exchanged(cut, _exchanged(cut, x, [-r % count for r in ranks]), [(places - r) % count for r in ranks])
+
+
+def _exchanged(cut: RowCut, x: Array, partners: list[int]) -> Array:
+    """What each device's partner holds; those that are their own partners, two or none, keep what they have."""
+    alone = [r for r, partner in enumerate(partners) if r == partner]
+    pairs = [[r, partner] for r, partner in enumerate(partners) if r < partner] + [alone] * bool(alone)
+    groups = [[r * cut.stride + first for r in pair] for pair in pairs for first in range(cut.stride)]
+    place = np.zeros(cut.devices, np.int32)
+    for pair in pairs:
+        place[pair] = (0, 1) if pair == alone else (1, 0)
+    both = lax.all_gather(x, AXIS, axis_index_groups=groups)
+    return lax.dynamic_index_in_dim(both, jnp.asarray(place)[cut.rank()], keepdims=False)
 
 
 def to_heads(cut: RowCut, x: Array) -> Array:
