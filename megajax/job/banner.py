@@ -108,9 +108,19 @@ def _layout(run: Run) -> list[tuple[str, str]]:
         ("mesh", ", ".join(f"{name} {size}" for name, size in run.mesh.shape.items())),
         ("data sharding", sharding[parallel.data_sharding]),
         ("sequence parallel", "on" if parallel.sequence else "off"),
+        *_context(run),
         *_experts(run),
         *_pipeline(run),
     ]
+
+
+def _context(run: Run) -> list[tuple[str, str]]:
+    """How rows are cut over `context`."""
+    cut = run.program.layout.rows
+    if cut.devices == 1:
+        return []
+    positions, chunks = run.cfg.model.row_positions() // cut.unit, f"{cut.chunks} chunk" + "s" * (cut.chunks > 1)
+    return [("rows over context", f"{chunks} of {positions:,} positions on each device, keys by {cut.strategy}")]
 
 
 def _mixtures(run: Run) -> list[tuple[ExpertFacts, float]]:
@@ -233,7 +243,7 @@ def _recompute(run: Run) -> list[tuple[str, str]]:
         text = f"{words(chosen.recompute)}: groups of {chosen.layers_per_checkpoint} layers save the input of the first"
     if chosen.layers is not None and chosen.layers < layers:
         text += f" (first {chosen.layers} layers of each chunk); other layers: {_saved(chosen.lighter_policy())}"
-    share = run.mesh.shape["tensor"]
+    share = run.mesh.shape["tensor"] * run.mesh.shape["context"]
     over = f", over {share} devices" if share > 1 else ""
     rows = [("recompute", text)]
     for path, costs in saved_by_layers(run, facts).items():
@@ -249,7 +259,7 @@ def _recompute(run: Run) -> list[tuple[str, str]]:
 
 
 def saved_by_layers(run: Run, facts: Facts) -> dict[str, list[SavedBytes]]:
-    """What layers of each section save of a microbatch, over all devices of `tensor`."""
+    """What layers of each section save of a microbatch, over all devices of `context` and `tensor`."""
     cfg, program = run.cfg, run.program
     width, saved = jnp.dtype(cfg.precision.compute).itemsize, {}
     named = facts.with_kernels([choice.kernel for choice in demand_kernels(cfg)])
@@ -278,9 +288,9 @@ def _saved(policy: SavePolicy) -> str:
 
 
 def memory_formula(run: Run) -> str:
-    """Memory by Megatron-LM's formula, as the end of a line; "" for a model that it does not know."""
+    """Memory by Megatron-LM's formula, as the end of a line; "" for what it does not know: some models, and context."""
     facts, sizes = facts_of(run.cfg.model), run.mesh.shape
-    if facts is None:
+    if facts is None or sizes["context"] > 1:
         return ""
     setting = MemorySetting.of(
         run.cfg.parallel,

@@ -14,6 +14,7 @@ import jax
 from megajax.config.errors import UserError
 from megajax.config.tree import override
 from megajax.job.device_memory import compiled_memory, size
+from megajax.mesh.config import MESH_AXES
 from megajax.mesh.installation import find_installation
 from megajax.mesh.mesh import build_mesh
 from megajax.mesh.xla import memory_fraction
@@ -106,7 +107,7 @@ def out_of_memory(error: BaseException, cfg: RunConfig) -> str:
     elif state is not None:
         lines.append(f"  needed:  {size(state)} for the state alone: weights and optimizer; the step is not compiled")
     parallel, model = cfg.parallel, facts_of(cfg.model)
-    mesh = ", ".join(f"{axis} {getattr(parallel, axis)}" for axis in ("pipeline", "data", "context", "tensor"))
+    mesh = ", ".join(f"{axis} {getattr(parallel, axis)}" for axis in MESH_AXES)
     lines.append(
         f"  tried:   micro_size {cfg.batch.micro_size}, data_sharding {parallel.data_sharding}, "
         f"{mesh.replace('None', 'what is left')}{'' if model is None else f', loss_chunk {model.head_facts().chunk}'}"
@@ -161,6 +162,9 @@ def _of_activations(cfg: RunConfig) -> Iterator[Change]:
         yield Change(f"model.loss_chunk={head.chunk // 2}", f"halves the logits, {size(logits)} at a time")
     if recompute != "full":
         yield Change("model.recompute=full", "saves inputs of layers only; about a third more computation")
+    if micro == 1 and cfg.model.allows_context():
+        effect = "cuts each row over twice as many devices, and half as many work on different rows"
+        yield Change(f"parallel.context={2 * parallel.context}", effect)
 
 
 def _of_state(cfg: RunConfig) -> Iterator[Change]:
