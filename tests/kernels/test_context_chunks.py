@@ -1,10 +1,25 @@
 """cuDNN over rows that are cut: triangles, rectangles and squares, with its calls in plain jax."""
 
+import re
+
+import jax
+import jax.numpy as jnp
 import pytest
 from cudnn_in_jax import stand_in
 from cut_rows import Case, check, documents, texts
+from flax import nnx
+from jax.sharding import PartitionSpec as P
 
+from megajax.config.errors import UserError
 from megajax.kernels import cudnn
+from megajax.layers.config import AttentionConfig
+from megajax.layers.context import Context
+from megajax.layers.param import LayerSettings, bind, specs
+from megajax.mesh.config import ParallelConfig
+from megajax.mesh.layout import Layout
+from megajax.mesh.mesh import build_mesh
+from megajax.mesh.row_cut import RowCut
+from megajax.mesh.rules import Plan
 
 BIDIRECTIONAL = Case(causal=False, padded=True, segments=texts())
 TRIANGLES = ["forward CAUSAL", "forward PADDING", "forward PADDING"]
@@ -73,3 +88,45 @@ def test_a_window_in_chunks_is_not_computed_in_silence(monkeypatch: pytest.Monke
     for strategy in ("all_gather", "ring"):
         with pytest.raises(ValueError, match="chunks have no windows, window=3"):
             check(Case(strategy=strategy, context=2, window=3), "cudnn")
+
+
+def calls_of_a_layer(strategy: str, *, manual: bool = True, length: int = 64, **settings: object) -> list[str]:
+    """Mask types that a layer of attention hands to cuDNN on context 4 x tensor 2, within a step or by `jax.jit`."""
+    parallel = ParallelConfig(data=1, context=4, tensor=2, context_strategy=strategy)
+    cut = RowCut.of(parallel, causal=True)
+    layer = LayerSettings(layout=Layout(Plan.of(parallel), rows=cut), hidden=64, std=0.1, output_std=0.1)
+    cfg = AttentionConfig(heads=8, kv_heads=4, kernel="cudnn", **settings)
+    module = nnx.eval_shape(lambda: cfg.build(layer))
+    weights = {path: jax.ShapeDtypeStruct(spec.shape, jnp.bfloat16) for path, spec in specs(module).items()}
+
+    def attention(weights: dict, x: jax.Array) -> jax.Array:
+        index = cut.local_index(x.shape[1]) if manual else jnp.arange(x.shape[1])
+        return bind(module, weights)(x, Context(jnp.zeros(x.shape[:2], jnp.int32), index, None))
+
+    row, outer = P(None, "context"), {"pipeline", "data", "expert", "context"}
+    mesh, run = build_mesh(parallel), attention
+    if manual:
+        ins = (P(), row)
+        run = jax.shard_map(attention, mesh=mesh, axis_names=outer, in_specs=ins, out_specs=row, check_vma=False)
+    with jax.set_mesh(mesh):
+        traced = jax.jit(run).trace(weights, jax.ShapeDtypeStruct((2, length, 64), jnp.bfloat16))
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    return re.findall(r"mask_type\\22: ?\\22(\w+)", text)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "calls"),
+    [("all_gather", ["CAUSAL", "PADDING", "PADDING"]), ("ring", ["CAUSAL", *["NO_MASK"] * 3])],
+)
+def test_layers_call_cudnn_by_chunks(strategy: str, calls: list[str]) -> None:
+    assert calls_of_a_layer(strategy) == calls
+    # Outside a step rows are in plain chunks, one a device.
+    assert calls_of_a_layer(strategy, manual=False) == ["CAUSAL", "PADDING"]
+
+
+def test_layers_refuse_what_cudnn_cannot_over_context() -> None:
+    with pytest.raises(UserError, match=r"has no windows in parts of rows, and window=8 over parallel.context=4"):
+        calls_of_a_layer("all_gather", window=8)
+    # Of the whole row's 72 positions, not of a device's 18.
+    with pytest.raises(UserError, match=r"takes chunks of even length, not of 9 over parallel.context=4"):
+        calls_of_a_layer("all_gather", length=72)
