@@ -96,7 +96,7 @@ def compiled(case: Case) -> dict[str, Any]:
 
 
 def workspace(cfg: Any, run: Description) -> float:
-    """Bytes that cuDNN's backward kernel takes beside the compiled plan: dK and dV of all query heads of a call."""
+    """Bytes that cuDNN's backward kernel would take beside the plan: dK and dV of all query heads of a call."""
     mixer, parallel = cfg.model.stack.pattern[0].mixer, run.parallel
     apart = parallel.exchanging()
     ringed = parallel.context // apart if "ring" in parallel.context_strategy else 1
