@@ -78,8 +78,8 @@ def call(backward: bool, config: dict, shapes: list[tuple[int, ...]], *operands:
     k, v = (jnp.repeat(x, share, axis=2) for x in (k, v))
     product = partial(jnp.einsum, preferred_element_type=jnp.float32)
     scores = product("bsnh,btnh->bnst", q, k) * config["fmha_scale"]
-    broken = (lengths == 0) | (key_lengths == 0) if most == 1 else jnp.zeros((rows,), bool)
-    covered = (piece >= 0) & ~(broken[:, None] if most == 1 else False)
+    whole = (lengths > 0) & (key_lengths > 0) if most == 1 else jnp.ones((rows,), bool)
+    covered = (piece >= 0) & whole[:, None]
     if not backward:
         lse = jax.nn.logsumexp(scores, axis=-1, where=seen)
         weights = jnp.where(seen, jnp.exp(scores - lse[..., None]), 0)

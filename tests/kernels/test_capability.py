@@ -176,3 +176,4 @@ def test_the_reference_and_pallas_take_any_cut() -> None:
         hard = replace(PLAIN, window=3, documents=True, sink=True, cut=cut)
         assert BACKENDS["pallas"].refusal(hard, H100) is None
         assert BACKENDS["reference"].refusal(replace(hard, dropout=0.1), Device(name="cpu")) is None
+        assert choose("auto", replace(PLAIN, dtype="float32", cut=cut), Device(name="cpu")).kernel == "reference"

@@ -1,9 +1,12 @@
 """cuDNN over rows that are cut: triangles, rectangles and squares, with its calls in plain jax."""
 
 import re
+from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from cudnn_in_jax import stand_in
 from cut_rows import Case, check, documents, texts
@@ -12,6 +15,8 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.config.errors import UserError
 from megajax.kernels import cudnn
+from megajax.kernels.attention import PASSES, local_device
+from megajax.kernels.mask import Mask
 from megajax.layers.config import AttentionConfig
 from megajax.layers.context import Context
 from megajax.layers.param import LayerSettings, bind, specs
@@ -21,12 +26,14 @@ from megajax.mesh.mesh import build_mesh
 from megajax.mesh.row_cut import RowCut
 from megajax.mesh.rules import Plan
 
+GPU = local_device().capability is not None if jax.default_backend() == "gpu" else False
 BIDIRECTIONAL = Case(causal=False, padded=True, segments=texts())
 TRIANGLES = ["forward CAUSAL", "forward PADDING", "forward PADDING"]
 CASES = {
     "gather": (Case(sink=True, groups=2, context=2), TRIANGLES),
     "gather, MLA": (Case(size=24, wide=16), TRIANGLES),
     "gather, 2 rounds": (Case(rounds=2, context=2), [TRIANGLES[0], *TRIANGLES[1:] * 2]),
+    "gather, plain chunks": (Case(rounds=0), TRIANGLES[:2]),
     "gather, documents": (
         Case(segments=documents(), sink=True, groups=2),
         ["forward PADDING_CAUSAL", "forward PADDING", "forward PADDING"],
@@ -130,3 +137,45 @@ def test_layers_refuse_what_cudnn_cannot_over_context() -> None:
     # Of the whole row's 72 positions, not of a device's 18.
     with pytest.raises(UserError, match=r"takes chunks of even length, not of 9 over parallel.context=4"):
         calls_of_a_layer("all_gather", length=72)
+
+
+def check_rectangle(start: int, segments: bool, chunk: int) -> None:
+    """A chunk that begins at `start` of rows of four chunks, in bfloat16, beside the formula in float32."""
+    rng, length, heads, groups, size = np.random.default_rng(0), 4 * chunk, 4, 2, 64
+    shapes = [(2, chunk, heads, size), *[(2, length, groups, size)] * 2, (2, chunk, heads, size)]
+    q, k, v, dout = (jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in shapes)
+    ids = jnp.asarray(documents([[5, chunk + 3, 2 * chunk + 9], [2 * chunk]], length)) if segments else None
+    mine = None if ids is None else ids[:, start : start + chunk]
+    mask = Mask(jnp.full((chunk,), start - 1), jnp.arange(length), mine, ids)
+
+    def passes(forward: Callable, backward: Callable, *arrays: jax.Array) -> tuple:
+        q, k, v, dout = arrays
+        out, lse = forward(q, k, v, mask, scale=0.125)
+        # In a row the log-sum-exp is of more keys, and finite.
+        whole = jnp.logaddexp(lse, 1.0)
+        return out, jnp.exp(lse), *backward(q, k, v, mask, out, whole, dout, scale=0.125)
+
+    actual = jax.jit(partial(passes, cudnn.rectangle_forward, cudnn.rectangle_backward))(q, k, v, dout)
+    exact = [x.astype(jnp.float32) for x in (q, k, v, dout)]
+    with jax.default_matmul_precision("highest"):
+        wanted = jax.jit(partial(passes, *PASSES["reference"][:2]))(*exact)
+    for one, other in zip(actual, wanted, strict=True):
+        other = np.asarray(other)
+        np.testing.assert_allclose(np.asarray(one, np.float32), other, atol=2**-6 * max(np.abs(other).max(), 1e-3))
+
+
+RECTANGLES = pytest.mark.parametrize(("start", "segments"), [(0, False), (0, True), (1, False), (1, True), (2, True)])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="needs an NVIDIA GPU")
+@RECTANGLES
+def test_rectangles_on_a_gpu_match_the_formula(start: int, segments: bool) -> None:
+    check_rectangle(256 * start, segments, 256)
+
+
+@pytest.mark.slow
+@RECTANGLES
+def test_the_check_of_rectangles_passes_for_the_calls_in_jax(start, segments, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(monkeypatch, pallas=False)
+    check_rectangle(16 * start, segments, 16)

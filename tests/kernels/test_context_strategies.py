@@ -35,6 +35,7 @@ FEATURES = {
     "dropout": Case(rate=0.3, segments=documents()),
     "two rounds": Case(rounds=2, segments=documents()),
     "four rounds, a window": Case(rounds=4, window=9, length=128),
+    "plain chunks": Case(rounds=0, segments=documents()),
     "both ways": Case(causal=False),
     "both ways, padded": Case(causal=False, padded=True, segments=texts()),
     "padded": Case(padded=True, segments=texts([40, 0])),
