@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -10,15 +11,17 @@ import pytest
 import tiny_runs
 from jax.sharding import AxisType, PartitionSpec
 from test_experts_train_alike import BIASED, DROPS, LOAD, LOSSES, moe, shards
-from tiny_runs import LENGTH, ONE, differentiate, gpt, llama, program, train
+from tiny_runs import LENGTH, ONE, QUICK, VOCABULARY, differentiate, gpt, llama, program, train
 
 from megajax.batch import Batch, Leaf
+from megajax.inference.continuation import sample
 from megajax.layers.config import CapacityConfig, LoRAConfig, MoEConfig, RouterConfig, StackConfig
 from megajax.layers.router import Routing, TokenAxes, choose, within_capacity
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.row_cut import RowCut
 from megajax.mesh.rules import Plan
+from megajax.mesh.xla import XlaConfig
 from megajax.models.config import DecoderConfig, PredictionConfig
 from megajax.models.config.classifier import ClassHeadConfig, classifying
 from megajax.models.config.decoder import WidthScalingConfig
@@ -27,6 +30,9 @@ from megajax.models.presets.bert import bert
 from megajax.models.presets.llava import llava
 from megajax.models.presets.vit import vit, vit_tower
 from megajax.models.protocol import ModelConfig
+from megajax.tokenizers.config import NullTokenizerConfig
+from megajax.training import setup
+from megajax.training.config import EvaluationConfig
 
 TWO = ParallelConfig(data=1, context=2)
 FOUR = ParallelConfig(data=1, context=4)
@@ -234,6 +240,31 @@ def test_a_layer_of_experts() -> None:
 )
 def test_adapters_and_width_scaling(model: ModelConfig) -> None:
     same_gradients(model, replace(TWO, tensor=2))
+
+
+def asked(parallel: ParallelConfig) -> tuple[list[np.ndarray], float, str | None]:
+    """Logits of rows of several lengths, the loss of an evaluation, and a text, by fresh weights."""
+    cfg = program(llama(repeats=2), parallel, microbatches=2).cfg
+    tokenizer = NullTokenizerConfig(vocabulary_size=VOCABULARY)
+    cfg = replace(cfg, tokenizer=tokenizer, xla=XlaConfig(options=dict(QUICK)), evaluation=EvaluationConfig(batches=1))
+    run = setup(cfg, devices=jax.devices()[: parallel.without_data()])
+    draw = np.random.default_rng(0)
+    logits = [run.model(draw.integers(0, VOCABULARY, (3, length))) for length in (1, 7, LENGTH)]
+    answers = logits, run.evaluate(run.parts.splits.valid), sample(run, Path())
+    run.close()
+    return answers
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", [replace(PIPELINE, tensor=1), replace(MIXED, context_strategy="ring")])
+def test_a_run_answers_in_a_notebook(parallel: ParallelConfig) -> None:
+    """There the compiler cuts rows, in plain chunks of any length."""
+    actual, expected = asked(parallel), asked(ONE)
+    for each, whole in zip(actual[0], expected[0], strict=True):
+        np.testing.assert_allclose(each, whole, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(actual[1], expected[1], rtol=1e-5)
+    # A text takes a limited time, so that the other may be longer.
+    assert actual[2] is not None and expected[2] is not None and actual[2][:120] == expected[2][:120]
 
 
 CLASSES = ClassHeadConfig(classes=3, pooling="last")
