@@ -86,6 +86,17 @@ def test_what_is_beside_kernels() -> None:
     assert sum(row.exposed for row in rows(estimate(short))) > 0
 
 
+def test_a_ring_in_a_pipeline_sends_by_pairs() -> None:
+    """Twice the bytes of permutes, once with two devices: see `from_before` of megajax.kernels.context.collectives."""
+    for devices, times in ((2, 1), (8, 2)):
+        layout = ParallelConfig(context=devices, data=1, context_strategy="ring")
+        alone, staged = (estimate(replace(run("ring"), parallel=replace(layout, pipeline=n))) for n in (1, 2))
+        assert {row.kind for row in rows(alone)} == {"collective-permute"}
+        assert {row.kind for row in rows(staged)} == {"all-gather"}
+        # A gather of two counts with its whole side, and a stage has half of the layers.
+        assert sum(row.bytes for row in rows(staged)) == pytest.approx(times * sum(row.bytes for row in rows(alone)))
+
+
 def test_attention_that_is_recomputed_sends_again() -> None:
     full = replace(run("ring"), model=replace(run("ring").model, recompute="full"))
     again = sum(row.bytes for row in rows(estimate(full))) - sum(row.bytes for row in rows(estimate(run("ring"))))
@@ -115,7 +126,7 @@ def test_heads_of_latent_attention_are_all_sent_and_states_are_not_keys() -> Non
 
 @pytest.mark.parametrize("case", FIGURES["programs"])
 def test_recipes_fit_and_send_no_more_than_they_must(case: str) -> None:
-    """As compiled. Pallas's kernels keep copies of saved outputs, which the formula does not know: 12 % at most."""
+    """As compiled. Formulas are up to 20 % above programs of 1M tokens, and up to 12 % below Pallas's, which keep copies."""
     recipe, gpus, strategy = case.split(", ")
     one = FIGURES["programs"][case]
     assert one["fits"] and one["peak_gib"] + one["workspace_gib"] <= one["usable_gib"]
@@ -123,7 +134,7 @@ def test_recipes_fit_and_send_no_more_than_they_must(case: str) -> None:
     cfg: Any = load(f"{ROOT}/configs/llama3.py:{recipe}", f"parallel.context_strategy={strategy}")
     step = estimate(describe(cfg, GPUS["h100"], int(gpus)))
     assert step.memory.peak / GIB == pytest.approx(one["formula_peak_gib"], abs=0.01), "run benchmarks/context.py again"
-    assert step.memory.peak / GIB == pytest.approx(one["peak_gib"], rel=0.15)
+    assert step.memory.peak / GIB == pytest.approx(one["peak_gib"], rel=0.2)
     assert step.step_seconds == pytest.approx(one["step_seconds"], rel=0.06)
 
 

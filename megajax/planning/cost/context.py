@@ -29,6 +29,9 @@ class Sent:
         """Whether they are of the forward pass."""
         return self.what.endswith("forward")
 
+    members: int | None = None
+    """Devices of a group; None: all that the strategy has in one."""
+
     @property
     def gathered(self) -> bool:
         """Whether the bytes of a collective count on its full side."""
@@ -84,7 +87,15 @@ class RowTraffic:
             yield Sent(kind="all-gather", what="keys and values, backward", parts=both, beside="matmuls")
             yield Sent(kind="reduce-scatter", what="their gradients, backward", parts=both, beside="matmuls")
         elif steps:
-            kind, moving = "collective-permute", (both + sums) * steps
-            yield Sent(kind=kind, what="keys and values, forward", parts=both * steps * times, beside="forward kernels")
-            yield Sent(kind=kind, what="both and gradients, backward", parts=moving, beside="backward kernels")
-            yield Sent(kind=kind, what="last gradients, backward", parts=both, beside="matmuls")
+            for what, parts, beside in (
+                ("keys and values, forward", both * steps * times, "forward kernels"),
+                ("both and gradients, backward", (both + sums) * steps, "backward kernels"),
+                ("last gradients, backward", both, "matmuls"),
+            ):
+                if parallel.pipeline > 1 and self.run.system.lockstep:
+                    # By gathers of two devices, two of them where the ring has more; of all where it is odd.
+                    odd = steps % 2 == 0
+                    hops, members = (1, steps + 1) if odd or steps == 1 else (2, 2)
+                    yield Sent(kind="all-gather", what=what, parts=parts * hops, beside=beside, members=members)
+                else:
+                    yield Sent(kind="collective-permute", what=what, parts=parts, beside=beside)

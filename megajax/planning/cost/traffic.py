@@ -225,6 +225,8 @@ def _context(run: Description, layers: Halves) -> Iterator[Traffic]:
         for sent in RowTraffic.of(tower).sent(again=again):
             count = len(sent.parts) * tower.repeats * run.microbatches * (sent.forward or tower.differentiated)
             span = spans[sent.kind == "all-to-all"]
+            if sent.members is not None and sent.members < span.size:
+                span = Span(sent.members, sent.members if span.nodes == 1 else 1)
             size = sum(sent.parts) / len(sent.parts) * (span.size if sent.gathered else 1)
             row = _row(run, (sent.kind, "context", f"{tower.prefix}{sent.what}"), count, size, span=span)
             yield row.beside(min(rooms.get(sent.beside, 0.0), sent.share * row.seconds))
