@@ -126,7 +126,7 @@ def test_heads_of_latent_attention_are_all_sent_and_states_are_not_keys() -> Non
 
 @pytest.mark.parametrize("case", FIGURES["programs"])
 def test_recipes_fit_and_send_no_more_than_they_must(case: str) -> None:
-    """As compiled. Formulas are up to 20 % above programs of 1M tokens, and up to 12 % below Pallas's, which keep copies."""
+    """As compiled. Formulas are up to 20 % above programs of 1M tokens, and up to 12 % below programs with Pallas."""
     recipe, gpus, strategy = case.split(", ")
     one = FIGURES["programs"][case]
     assert one["fits"] and one["peak_gib"] + one["workspace_gib"] <= one["usable_gib"]
