@@ -5,7 +5,7 @@ a position, are left out.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 
 from megajax.planning.cost.description import Description, Tower
@@ -92,10 +92,11 @@ class RowTraffic:
                 ("both and gradients, backward", (both + sums) * steps, "backward kernels"),
                 ("last gradients, backward", both, "matmuls"),
             ):
+                sent = Sent(kind="collective-permute", what=what, parts=parts, beside=beside)
                 if parallel.pipeline > 1 and self.run.system.lockstep:
-                    # By gathers of two devices, two of them where the ring has more; of all where it is odd.
-                    odd = steps % 2 == 0
-                    hops, members = (1, steps + 1) if odd or steps == 1 else (2, 2)
-                    yield Sent(kind="all-gather", what=what, parts=parts * hops, beside=beside, members=members)
-                else:
-                    yield Sent(kind="collective-permute", what=what, parts=parts, beside=beside)
+                    # By gathers of two devices, two of them where the ring has more: one runs beside kernels. An odd
+                    # number of devices gathers at once.
+                    hops = 1 if steps == 1 or steps % 2 == 0 else 2
+                    members = 2 if steps % 2 else steps + 1
+                    sent = replace(sent, kind="all-gather", parts=parts * hops, share=1 / hops, members=members)
+                yield sent
