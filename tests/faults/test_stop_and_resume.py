@@ -73,13 +73,11 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
     return actual
 
 
+# By default test_job.py goes on bit for bit from where it was stopped, and test_signals.py has the exit codes.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "code"),
-    [
-        pytest.param(signal.SIGTERM, 0, marks=pytest.mark.slow),
-        pytest.param(signal.SIGKILL, -signal.SIGKILL, marks=pytest.mark.slow),
-        (signal.SIGINT, 0),
-    ],
+    [(signal.SIGTERM, 0), (signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 0)],
     ids=str,
 )
 def test_the_same_losses_after(number: int, code: int, undisturbed: dict[int, str], tmp_path: Path) -> None:

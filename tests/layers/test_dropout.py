@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 
 from megajax.layers.config import AttentionConfig, BlockConfig, GatedMLPConfig, RopeConfig, StackConfig
@@ -80,6 +81,7 @@ def abstract(pattern: int, recompute: str) -> nnx.Module:
     return nnx.eval_shape(lambda: cfg.build(settings, recomputing=Recomputing(recompute=recompute)))
 
 
+@pytest.mark.slow  # masks follow from keys, which the tests above have
 def test_a_stack_is_the_same_however_grouped_and_recomputed():
     """Dropout on: masks are drawn again in the recomputation and must be the same masks."""
     rng = np.random.default_rng(1)

@@ -188,6 +188,7 @@ def test_pipelines_remember_the_same(parallel: ParallelConfig) -> None:
     same_after_a_step(parallel, LAYOUTS["pipeline"], repeats=4)
 
 
+@pytest.mark.slow
 def test_a_step_that_is_skipped_leaves_them_as_they_are() -> None:
     made = compiled(ONE, DELAYED, told=True)
     broken = AS_IT_IS._replace(limits=np.array(GuardLimits(loss=-np.inf), np.float32))
