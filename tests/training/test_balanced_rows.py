@@ -18,8 +18,16 @@ from megajax.data.config import BlendConfig, LoaderConfig, MockConfig
 from megajax.data.indexed import IndexedWriter
 from megajax.job.banner import banner
 from megajax.job.resume import facts
-from megajax.layers.config import CapacityConfig, GatedMLPConfig, MoEConfig, RouterConfig
+from megajax.layers.config import (
+    AttentionConfig,
+    BlockConfig,
+    CapacityConfig,
+    GatedMLPConfig,
+    MoEConfig,
+    RouterConfig,
+)
 from megajax.mesh.config import ParallelConfig
+from megajax.models.config import PredictionConfig
 from megajax.models.facts import count_flops
 from megajax.training.config import BatchConfig, EvaluationConfig
 from megajax.training.row_balance import balance_problems
@@ -137,6 +145,14 @@ REFUSED = {
         {"mlp": experts(capacity=CapacityConfig(factor=1.0))},
         "mlp.router.capacity, which compares",
     ),
+    "weights of further tokens": (
+        {"prediction": PredictionConfig(reweighted="microbatches")},
+        "prediction.reweighted=microbatches weighs tokens: batch.micro_size=2",
+    ),
+    "experts further ahead": (
+        {"prediction": PredictionConfig(block=BlockConfig(mixer=AttentionConfig(heads=2), mlp=experts(aux_loss=0.1)))},
+        "changes the losses of model.prediction.block.mlp.router.aux_loss",
+    ),
 }
 
 
@@ -144,7 +160,7 @@ def changed(text: Path, balance: str, changes: dict[str, Any]) -> RunConfig:
     cfg = config(text, balance)
     (block,) = cfg.model.stack.pattern
     block = replace(block, mlp=changes.get("mlp", block.mlp))
-    small = replace(cfg.model, stack=replace(cfg.model.stack, pattern=(block,)))
+    small = replace(cfg.model, stack=replace(cfg.model.stack, pattern=(block,)), prediction=changes.get("prediction"))
     data, batch = (replace(getattr(cfg, name), **changes.get(name, {})) for name in ("data", "batch"))
     return cfg.but(model=small, data=data, batch=batch)
 
@@ -168,6 +184,7 @@ def test_what_goes_together(text: Path) -> None:
     check(changed(text, "microbatch", REFUSED["experts"][0]), 1)
     check(changed(text, "step", {"mlp": experts(z_loss=0.1, row_loss=0.1, balance_rate=None)}), 1)
     check(changed(text, "step", {"batch": {"loss_average": "microbatches", "micro_size": 1}}), 1)
+    check(changed(text, "step", REFUSED["weights of further tokens"][0] | {"batch": {"micro_size": 1}}), 1)
 
 
 LIKE = {
