@@ -116,7 +116,9 @@ class Scorer:
         self.length: int = program.cfg.model.row_positions()
         self._tokens_per_replica = program.cfg.batch.micro_size * self.length
         parallel, chunks = program.cfg.parallel, program.layout.rows.chunks
-        self._multiple = parallel.context * lcm(chunks, parallel.tensor if parallel.sequence else 1)
+        # Chunks of even length: cuDNN's attention takes no others.
+        even = 2 if parallel.context > 1 else 1
+        self._multiple = parallel.context * lcm(even * chunks, parallel.tensor if parallel.sequence else 1)
         self._steps: dict[tuple[int, ...], Any] = {}
 
     def answers(self, windows: Sequence[Window]) -> list[Answer]:

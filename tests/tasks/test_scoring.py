@@ -120,10 +120,10 @@ def test_rows_that_are_cut_over_devices_are_scored_as_whole_ones():
     close(scorer(ParallelConfig(data=1, context=2)).answers(windows()), scorer().answers(windows()))
 
 
-@pytest.mark.parametrize(("context", "tensor", "length"), [(3, 1, 66), (4, 3, 72)])
-def test_compiled_rows_have_equal_chunks(context, tensor, length):
-    """66 = 3 devices x 2 chunks x 11, 72 = 4 devices x 6, the least of 2 chunks and 3 devices of tensor."""
-    parallel = ParallelConfig(data=1, context=context, tensor=tensor, sequence=tensor > 1)
+@pytest.mark.parametrize(("context", "rounds", "tensor", "length"), [(3, 1, 1, 72), (4, 1, 3, 96), (8, 4, 1, 128)])
+def test_compiled_rows_have_equal_chunks(context, rounds, tensor, length):
+    """Even ones, as cuDNN takes: 72 = 3 devices x 2 chunks x 12, 96 = 4 x 3 of tensor x 8, 128 = 8 x 8 x 2."""
+    parallel = ParallelConfig(data=1, context=context, context_rounds=rounds, tensor=tensor, sequence=tensor > 1)
     cut = RowCut.of(parallel, causal=True)
     cfg = replace(scorer().program.cfg, parallel=parallel, model=replace(llama(), sequence_length=144))
     known = replace(scorer().program, cfg=cfg, layout=replace(scorer().program.layout, rows=cut))
