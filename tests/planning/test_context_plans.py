@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,9 @@ from megajax.planning.cost.context import RowTraffic
 from megajax.planning.cost.description import Description, describe
 from megajax.planning.cost.estimate import Estimate, estimate
 from megajax.planning.cost.traffic import Traffic
-from megajax.planning.program.devices import GIB, GPUS, MIB
+from megajax.planning.program.devices import GIB, GPUS, MIB, Cluster
+from megajax.planning.program.hlo import Collective, Contents, Groups, Place
+from megajax.planning.program.train_step import timed
 
 ROOT = Path(__file__).parents[2]
 FIGURES: dict[str, Any] = json.loads((ROOT / "benchmarks/results/context.json").read_text("utf-8"))["figures"]
@@ -143,6 +146,22 @@ def test_rows_of_one_document_are_equal_work_and_rounds_balance_packed_ones() ->
         for name in ("attention", "all"):
             whole, *packed = one[name].values()
             assert whole == 1 and packed == sorted(packed, reverse=True)
+
+
+def test_neighbours_of_a_part_of_an_axis_are_in_a_node() -> None:
+    """Context 8 x tensor 2 reaches over two nodes of 8, groups of two of `context` do not."""
+
+    def seconds(groups: Groups) -> float:
+        one = Collective("all-to-all", groups, Place(), 256 * MIB, 1, 0, overlapped=False)
+        mesh = {"pipeline": 1, "data": 1, "expert": 1, "context": 8, "tensor": 2}
+        program = Contents((one,), (), ())
+        plan: Any = SimpleNamespace(contents=program, unknown_trips=1, mesh=mesh, cluster=Cluster("h100", 16, 8))
+        (row,) = timed(plan, GPUS["h100"])
+        return row["seconds"]
+
+    whole, part = Groups(("context",), 8), Groups(("context",), 2, whole=False)
+    assert seconds(part) < seconds(whole) / 3
+    assert seconds(part) == pytest.approx(128 * MIB / (GPUS["h100"].nvlink * GPUS["h100"].nvlink_share), rel=0.1)
 
 
 LAYOUT = (
