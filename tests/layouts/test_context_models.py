@@ -299,4 +299,4 @@ def test_models_that_read_whole_rows_are_refused_by_name(model: ModelConfig) -> 
     cfg = replace(program(llama(), ONE, microbatches=1).cfg, model=model, parallel=TWO)
     about = [problem for problem in cfg.problems(2) if "context" in str(problem)]
     assert [problem.where for problem in about] == ["parallel.context"]
-    assert f"2 devices would hold parts of rows, which {name} does not allow" in about[0].what
+    assert about[0].what == f"{name} needs whole rows, and parallel.context=2 cuts them"

@@ -238,7 +238,7 @@ def test_iou_is_the_mean_over_classes_that_occur() -> None:
         ({"class_tokens": 0}, ONE, "reads a class token, and class_tokens=0"),
         ({"mean": (0.5,)}, ONE, "must be 3 numbers"),
         ({"positions_multiple": 1}, ParallelConfig(data=1, tensor=2, sequence=True), "use 2"),
-        ({}, ParallelConfig(data=1, context=2), "parts of rows, which ViTConfig does not allow"),
+        ({}, ParallelConfig(data=1, context=2), "ViTConfig needs whole rows"),
         ({"stack": StackConfig(pattern=(replace(BLOCK, mixer=AttentionConfig(heads=4)),), repeats=2)}, ONE, "to false"),
     ],
 )
