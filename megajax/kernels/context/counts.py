@@ -2,7 +2,7 @@
 
 The Pallas kernels visit a range of blocks of keys for each block of queries, and backward also a range of blocks of
 queries for each block of keys: `pallas_attention.visited`. Blocks that a device may skip are those before a window,
-after the diagonal, or between documents. cuDNN is told lengths instead, see kernels/context/chunks.py.
+after the diagonal, or between documents. cuDNN gets lengths instead, see kernels/context/chunks.py.
 
 T positions of a row, S of a device, C devices.
 """
