@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
+from blocks_of_devices import blocks_of_devices, seen
 
-from megajax.kernels.context.counts import blocks_of_devices, seen
 from megajax.kernels.pallas_attention import Blocks
 from megajax.mesh.row_cut import RowCut
 
