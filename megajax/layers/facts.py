@@ -257,6 +257,15 @@ class Mixer(Layer, HasKernel, Protocol):
 
 
 @runtime_checkable
+class MixesParts(Protocol):
+    """A mixer that says whether devices may hold parts of the rows that it mixes; of others they may not."""
+
+    def allows_context(self) -> bool:
+        """Whether everything in its module that looks along a row reads `Context.index` (`parallel.context`)."""
+        ...
+
+
+@runtime_checkable
 class DrawsNumbers(Protocol):
     """A layer that may draw random numbers beside those of dropout."""
 

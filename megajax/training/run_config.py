@@ -211,7 +211,10 @@ def _context(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
         return
     if not cfg.model.allows_context():
         others = "parallel.data, parallel.tensor or parallel.pipeline"
-        what = f"{type(cfg.model).__name__} needs whole rows, and parallel.context={parallel.context} cuts them"
+        mixers: dict[str, Any] = getattr(cfg.model, "mixers_of_whole_rows", dict)()
+        named = [f"{type(mixer).__name__} (model.{where})" for where, mixer in mixers.items()]
+        who = " and ".join(named) or type(cfg.model).__name__
+        what = f"{who} needs whole rows, and parallel.context={parallel.context} cuts them"
         yield Problem("parallel.context", what, f"set it to 1, and use {others}")
         return
     if parallel.context_rounds > 1 and not cfg.model.ignores_later_positions():

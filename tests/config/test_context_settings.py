@@ -4,10 +4,12 @@ import re
 import subprocess
 import sys
 from dataclasses import dataclass, fields, replace
+from typing import ClassVar
 
 import pytest
 
 from megajax.config import load
+from megajax.config.builds import Builds
 from megajax.mesh.config import ParallelConfig
 from megajax.models.config import DecoderConfig
 from megajax.training.run_config import RunConfig
@@ -110,9 +112,34 @@ def test_models_that_see_later_positions() -> None:
 
 
 def test_a_model_that_needs_whole_rows() -> None:
-    cfg = load("bert.py:debug", "parallel.data=1")
+    cfg = load("vit.py:debug", "parallel.data=1")
     text = said(cfg.but(parallel=replace(cfg.parallel, context=2)))["parallel.context"]
-    assert "BertConfig needs whole rows, and parallel.context=2 cuts them" in text
+    assert "ViTConfig needs whole rows, and parallel.context=2 cuts them" in text
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnMixerConfig(Builds):
+    """A user's, which may read other positions by itself."""
+
+    target: ClassVar[str] = "own.py:OwnMixer"
+
+
+def test_a_mixer_of_ones_own_in_a_decoder() -> None:
+    """It needs whole rows unless it says otherwise: it would train wrongly in silence."""
+
+    class Allowing(OwnMixerConfig):
+        def allows_context(self) -> bool:
+            return True
+
+    def with_mixer(mixer: Builds) -> RunConfig:
+        cfg = of_length(128, context=2)
+        (block,) = cfg.model.stack.pattern
+        stack = replace(cfg.model.stack, pattern=(block, replace(block, mixer=mixer)))
+        return cfg.but(model=replace(cfg.model, stack=stack))
+
+    text = said(with_mixer(OwnMixerConfig()))["parallel.context"]
+    assert "OwnMixerConfig (model.stack.pattern.1.mixer) needs whole rows, and parallel.context=2 cuts them" in text
+    assert said(with_mixer(Allowing())) == {}
 
 
 def test_the_command_lists_all_problems() -> None:

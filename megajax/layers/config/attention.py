@@ -47,6 +47,10 @@ class MultiHeadConfig(Builds):
         """What an attention backend is asked for: `known`, with the settings of this layer."""
         raise NotImplementedError
 
+    def allows_context(self) -> bool:
+        """Devices may hold parts of rows."""
+        return True
+
     def core_problems(self) -> list[Problem]:
         """What is wrong with the settings that all kinds of attention have."""
         problems = []

@@ -43,6 +43,10 @@ class StateSpaceConfig(Builds):
         del hidden, length
         return []
 
+    def allows_context(self) -> bool:
+        """Devices may hold parts of rows."""
+        return True
+
     def kernel_choice(
         self, hidden: int, known: Request, device: Device | None, where: str = "kernel"
     ) -> Choice[Literal["chunks"]]:

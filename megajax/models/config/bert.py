@@ -79,7 +79,7 @@ class BertConfig(DecoderConfig):
 
     def allows_context(self) -> bool:
         """Rows are in plain chunks; the head of sentences works where the first position is."""
-        return True
+        return not self.mixers_of_whole_rows()
 
     def sampler(self) -> str | None:
         """It fills in blanks."""

@@ -291,8 +291,8 @@ class DecoderConfig(AdaptedConfig, TransformerConfig, ModelConfig):
         return all(getattr(mixer, "causal", True) for mixer in self.own_mixers().values())
 
     def allows_context(self) -> bool:
-        """Whether devices may hold parts of its rows: where no position sees later ones."""
-        return self.ignores_later_positions()
+        """Whether devices may hold parts of its rows: where no position sees later ones, and all mixers allow it."""
+        return self.ignores_later_positions() and not self.mixers_of_whole_rows()
 
     def cache_leaves(self, tensor: int) -> tuple[CacheLeaf, ...]:
         """What its layers keep. Raises UserError unless all its blocks are causal."""

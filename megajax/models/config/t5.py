@@ -128,7 +128,7 @@ class T5Config(DecoderConfig):
 
     def allows_context(self) -> bool:
         """Rows of both sections are in plain chunks."""
-        return True
+        return not self.mixers_of_whole_rows()
 
     def memory_length(self) -> int:
         """Tokens that the encoder reads."""

@@ -8,7 +8,7 @@ from megajax.config.builds import Builds
 from megajax.config.errors import Problem, UserError
 from megajax.kernels.capability import Choice, Device, Request
 from megajax.layers.config import AnyBlockConfig, LoRAConfig, NormConfig, QuantizationConfig, StackConfig
-from megajax.layers.facts import LayerBuilder, Mixer, Norm, Side, total_size
+from megajax.layers.facts import LayerBuilder, Mixer, MixesParts, Norm, Side, total_size
 from megajax.layers.remat import Part, Recompute, Recomputing, words
 from megajax.layers.segments import SegmentsConfig
 from megajax.mesh.config import MESH_AXES, ParallelConfig
@@ -61,6 +61,14 @@ class TransformerConfig:
         """Setting -> config, of each mixer that reads its block's own sequence. below: settings; none: everywhere."""
         blocks = {where: block for where, block in self.named_blocks().items() if where.startswith(below or "")}
         return {f"{where}.{name}": each for where, block in blocks.items() for name, each in block.own_mixers().items()}
+
+    def mixers_of_whole_rows(self) -> dict[str, Any]:
+        """Setting -> config, of each mixer that does not say that devices may hold parts of its rows."""
+        return {
+            where: mixer
+            for where, mixer in self.own_mixers().items()
+            if not (isinstance(mixer, MixesParts) and mixer.allows_context())
+        }
 
     def has_dropout(self) -> bool:
         """Whether training draws random numbers."""
