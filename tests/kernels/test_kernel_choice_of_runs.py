@@ -212,15 +212,18 @@ def test_heads_that_cannot_be_exchanged_are_a_config_error() -> None:
     (wrong,) = problems(AttentionConfig(heads=8, kv_heads=2), **EXCHANGE, tensor=4)
     assert wrong == (
         "stack.pattern.0.mixer.heads: heads=8 and 2 key-value heads over parallel.tensor=4, 2 and 1 on a device, "
-        "cannot be exchanged over 4 devices (parallel.context_strategy); 1, 2 can exchange them: use one of these as "
-        "parallel.context_heads with context_strategy=ring+all_to_all, or as parallel.context with all_to_all; or use "
-        "all_gather or ring"
+        "cannot be exchanged over 4 devices (parallel.context_strategy); use parallel.context_strategy=all_gather or "
+        "ring, or exchange heads over 2 devices: parallel.context_heads with ring+all_to_all, parallel.context with "
+        "all_to_all"
     )
     # One key-value head of two is copied to both devices that exchange; the four devices of `tensor` have copies too.
     assert not problems(AttentionConfig(heads=8, kv_heads=2), context=2, context_strategy="all_to_all", tensor=4)
     (wrong,) = problems(AttentionConfig(heads=12, kv_heads=3), **EXCHANGE)
     assert "heads=12 and 3 key-value heads cannot be exchanged over 4 devices" in wrong
-    assert "1, 3, 6, 12 can exchange them" in wrong
+    assert "exchange heads over 3, 6 or 12 devices" in wrong
+    # One head on a device: no number of devices can exchange it.
+    (wrong,) = problems(AttentionConfig(heads=4), **EXCHANGE, tensor=4)
+    assert wrong.endswith("; use parallel.context_strategy=all_gather or ring")
     assert not problems(AttentionConfig(heads=12, kv_heads=3), context=4, context_strategy="ring")
 
 

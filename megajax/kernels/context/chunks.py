@@ -6,7 +6,8 @@ a ring, the keys of another device are before whole chunks of queries, or after 
 device, each step is two squares.
 
 In the backward pass each call gets the result and log-sum-exp over all keys, and the gradients add up (Liu et al.
-2023). No call is in a branch: on a GPU a branch waits for the host.
+2023). On a GPU a branch waits for the host, so only documents have one: their number decides which kernel runs
+(`megajax.kernels.cudnn`).
 
 B rows, S positions of a device, T of a row, N query heads.
 """

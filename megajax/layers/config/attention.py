@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from megajax.config.builds import Builds
 from megajax.config.errors import Problem
-from megajax.config.nearest import divisors_of
+from megajax.config.nearest import divisors_of, either
 from megajax.kernels.capability import BACKENDS, Choice, Device, Kernel, Request, choose, exchange_sizes
 from megajax.kernels.paged_capability import PagedRequest
 from megajax.layers.cache_facts import CacheLeaf, cached_heads
@@ -143,10 +143,12 @@ class MultiHeadConfig(Builds):
         what = (
             f"heads={self.heads} and {self.groups()} key-value heads{cut} cannot be exchanged over {exchanging} devices"
         )
-        hint = (
-            f"{', '.join(map(str, legal))} can exchange them: use one of these as parallel.context_heads with "
-            "context_strategy=ring+all_to_all, or as parallel.context with all_to_all; or use all_gather or ring"
-        )
+        hint = "use parallel.context_strategy=all_gather or ring"
+        if larger := legal[1:]:
+            hint += (
+                f", or exchange heads over {either(map(str, larger))} devices: parallel.context_heads with "
+                "ring+all_to_all, parallel.context with all_to_all"
+            )
         yield Problem("heads", f"{what} (parallel.context_strategy)", hint)
 
     def matmul_sides(self, hidden: int, tensor: int) -> Iterator[Side]:

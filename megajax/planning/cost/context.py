@@ -22,15 +22,14 @@ class Sent:
     beside: str = ""
     """What the compiler runs beside them."""
     share: float = 1.0
-    """Of them, which it does so for."""
+    """Of the collectives, those beside which it runs something."""
+    members: int | None = None
+    """Devices of a group; None: all that the strategy has in one."""
 
     @property
     def forward(self) -> bool:
         """Whether they are of the forward pass."""
         return self.what.endswith("forward")
-
-    members: int | None = None
-    """Devices of a group; None: all that the strategy has in one."""
 
     @property
     def gathered(self) -> bool:
