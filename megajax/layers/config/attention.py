@@ -168,7 +168,8 @@ class MultiHeadConfig(Builds):
 def gathering_problems(where: str, done: str, sizes: Mapping[str, int]) -> Iterator[Problem]:
     """What is wrong with a setting for which keys of whole rows are gathered. done: what is done with them."""
     if sizes.get("ring", 1) > 1 or sizes.get("exchanging", 1) > 1:
-        what = f"{done} where keys are gathered over parallel.context={sizes['context']}, by no other strategy"
+        what = f"{done} only where keys of whole rows are gathered; parallel.context={sizes['context']} has another"
+        what += " strategy"
         yield Problem(where, what, "set parallel.context_strategy=all_gather")
 
 

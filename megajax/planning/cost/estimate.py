@@ -106,10 +106,12 @@ def estimate(run: Description) -> Estimate:
     # Moments in host memory are fetched and sent back, and nothing overlaps with that.
     away = run.moments_away * run.moments * run.moment_bytes * memory.updated
     counts = {"data": run.shards, "micro_size": run.micro_size, "microbatches": run.microbatches}
+    setting = MemorySetting.of(run.parallel, run.model.recomputing().recompute, **counts)
     return Estimate(
         run=run,
         memory=memory,
-        report=memory_report(run.model, MemorySetting.of(run.parallel, run.model.recomputing().recompute, **counts)),
+        # The report counts activations of whole rows.
+        report=memory_report(run.model, setting) if run.parallel.context == 1 else None,
         flops=count_flops(run.model),
         schedule=schedule,
         traffic=tuple(rows),
