@@ -120,7 +120,7 @@ def _context(run: Run) -> list[tuple[str, str]]:
     if cut.devices == 1:
         return []
     positions, chunks = run.cfg.model.row_positions() // cut.unit, f"{cut.chunks} chunk" + "s" * (cut.chunks > 1)
-    return [("rows over context", f"{chunks} of {positions:,} positions on each device, keys by {cut.strategy}")]
+    return [("rows over context", f"{chunks} of {positions:,} positions on each device")]
 
 
 def _mixtures(run: Run) -> list[tuple[ExpertFacts, float]]:

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from megajax.config.tree import check
+from megajax.kernels.capability import Cut
 from megajax.kernels.capability import Device as KernelDevice
 from megajax.mesh.mesh import build_mesh
 from megajax.mesh.xla import DEVICELESS, Option, compiler_options
@@ -331,7 +332,9 @@ def _layout(plan: TrainPlan) -> list[tuple[str, str]]:
 
 def _kernels(plan: TrainPlan) -> list[tuple[str, str]]:
     if plan.kernels:
-        named = (f"{layer} {kernel}" for layer, each in plan.kernels.items() for kernel in each)
+        cut = Cut.of(plan.cfg.parallel, causal=plan.cfg.model.ignores_later_positions())
+        over = {"attention": f" {cut.words()}"} if cut else {}
+        named = (f"{layer} {kernel}{over.get(layer, '')}" for layer, each in plan.kernels.items() for kernel in each)
         return [("kernels", "; ".join(dict.fromkeys(named)))]
     auto = any(
         getattr(mixer, "kernel", None) == "auto"
