@@ -158,7 +158,7 @@ def test_long_rows_are_cut_where_they_do_not_fit_whole() -> None:
 
 
 def test_contexts_that_the_rules_refuse_are_not_found() -> None:
-    """3 chunks of zigzag do not divide 131,072 positions; a T5 has no rows that devices may share."""
+    """3 chunks of zigzag do not divide 131,072 positions; rows of a T5 are short."""
     asked = task("llama3_8b_128k", 48, "parallel.context=1", pipeline=1, tensor=1, context=3, micro_size=1)
     group = explore(asked, (1, 1, 48))
     assert not group.best and any("131072 positions" in reason for reason in group.refusals)

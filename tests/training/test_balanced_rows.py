@@ -22,6 +22,7 @@ from megajax.layers.config import (
     AttentionConfig,
     BlockConfig,
     CapacityConfig,
+    DispatchConfig,
     GatedMLPConfig,
     MoEConfig,
     RouterConfig,
@@ -144,6 +145,10 @@ REFUSED = {
     "capacity": (
         {"mlp": experts(capacity=CapacityConfig(factor=1.0))},
         "mlp.router.capacity, which compares",
+    ),
+    "room": (
+        {"mlp": replace(experts(), dispatch=DispatchConfig(room=1.5))},
+        "changes the losses of model.stack.pattern.0.mlp.dispatch.room",
     ),
     "weights of further tokens": (
         {"prediction": PredictionConfig(reweighted="microbatches")},

@@ -179,10 +179,12 @@ class MoEConfig(Builds):
         return self.router.jitter > 0 or self.router.sinkhorn
 
     def compares_rows(self) -> dict[str, Literal["rows", "order"]]:
-        """Settings of the router by which tokens depend on other rows of their microbatch, or on the order of these."""
+        """Settings by which tokens depend on other rows of their microbatch, or on the order of these."""
         router = self.router
         by_rows = {"router.aux_loss": router.aux_loss, "router.global_loss": router.global_loss}
         by_order = {"router.sinkhorn": router.sinkhorn, "router.capacity": router.capacity is not None}
+        # Which tokens are dropped depends on which rows share a device.
+        by_order["dispatch.room"] = self.dispatch.room is not None
         return {name: "rows" for name, used in by_rows.items() if used} | {
             name: "order" for name, used in by_order.items() if used
         }
