@@ -11,10 +11,10 @@ import jax.numpy as jnp
 from megajax.job.compile_cache import cache_in_use
 from megajax.job.device_memory import size
 from megajax.kernels.attention import local_device
-from megajax.kernels.capability import Cut
 from megajax.layers.expert_facts import ExpertFacts, Spread
 from megajax.layers.facts import Share
 from megajax.layers.remat import SavePolicy, words
+from megajax.mesh.cut import Cut
 from megajax.mesh.xla import flag_names, memory_fraction
 from megajax.metrics.text import count, skipped_rows
 from megajax.models.facts import Facts, SectionFacts, block_facts, demand_facts, facts_of, flops_of
@@ -201,8 +201,8 @@ def _kernels(run: Run) -> list[tuple[str, str]]:
     for choice in chosen:
         names = backends.setdefault(choice.place or "attention", [])
         names += [choice.kernel] * (choice.kernel not in names)
-    cut = Cut.of(run.cfg.parallel, causal=run.cfg.model.ignores_later_positions())
-    over = {choice.place or "attention": f" {cut.words()}" for choice in chosen if choice.layer == "attention" and cut}
+    cut = Cut.of(run.cfg.parallel, causal=run.cfg.model.ignores_later_positions()).words()
+    over = {choice.place or "attention": f" {cut}" for choice in chosen if choice.layer == "attention" and cut}
     kernels = [f"{place} {'/'.join(names)}{over.get(place, '')}" for place, names in backends.items()]
     if facts is not None:
         kernels.append(f"cross-entropy in chunks of {facts.head_facts().chunk} tokens")

@@ -10,41 +10,10 @@ from typing import Literal, NamedTuple, Protocol
 
 from megajax.config.errors import UserError
 from megajax.config.nearest import divisors_of
-from megajax.mesh.config import ContextStrategy, ParallelConfig
+from megajax.mesh.cut import UNCUT, Cut
 
 type Version = tuple[int, ...]
 type Kernel = Literal["auto", "reference", "cudnn", "cudnn_mask", "pallas"]
-
-
-class Cut(NamedTuple):
-    """How rows are cut over `parallel.context`; `megajax.mesh.row_cut.RowCut` without jax."""
-
-    devices: int
-    """Devices that hold different positions of a row."""
-    strategy: ContextStrategy
-    exchanging: int = 1
-    """Neighbouring devices that exchange heads for positions first."""
-    chunks: int = 2
-    """Chunks of a row that a device holds: two for each round of zigzag, 1 for plain chunks."""
-
-    @classmethod
-    def of(cls, parallel: ParallelConfig, *, causal: bool) -> "Cut | None":
-        """The cut of a layout; None for whole rows. causal: of a model in which no position sees a later one."""
-        if parallel.context == 1:
-            return None
-        chunks = 2 * parallel.context_rounds if causal else 1
-        return cls(parallel.context, parallel.context_strategy, parallel.exchanging(), chunks)
-
-    def between(self) -> Literal["all_gather", "ring"] | None:
-        """How queries reach keys of devices with the same heads; None where a device has all positions of its heads."""
-        if self.exchanging == self.devices:
-            return None
-        return "ring" if "ring" in self.strategy else "all_gather"
-
-    def words(self) -> str:
-        """For the banner."""
-        groups = f" in groups of {self.exchanging}" if 1 < self.exchanging < self.devices else ""
-        return f"over context {self.devices} by {self.strategy}{groups}"
 
 
 def exchange_sizes(heads: int, kv_heads: int) -> list[int]:
@@ -80,8 +49,8 @@ class Request:
     """Differentiable bias of the scores."""
     dropout: float = 0.0
     """Of attention weights."""
-    cut: Cut | None = None
-    """How rows are cut over devices; None: each device has whole rows."""
+    cut: Cut = UNCUT
+    """How rows are cut over devices."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -183,8 +152,9 @@ class Backend:
 
     def _cut_refusal(self, request: Request) -> str | None:
         """Why the cut of rows over `parallel.context` is not supported."""
-        cut, between = request.cut, None if request.cut is None else request.cut.between()
-        if cut is None or between is None or self.positions == "any":
+        cut = request.cut
+        between = cut.between()
+        if between is None or self.positions == "any":
             return None
         over = f"over parallel.context={cut.devices} with parallel.context_strategy={cut.strategy}"
         if self.positions == "whole rows":

@@ -8,7 +8,7 @@ from flax import nnx
 from jax import Array, lax
 
 from megajax.kernels.attention import AttentionDropout, Mask, attend, local_device
-from megajax.kernels.capability import Cut, Kernel, Request, choose
+from megajax.kernels.capability import Kernel, Request, choose
 from megajax.kernels.context.all_gather import whole_keys
 from megajax.kernels.context.strategy import over_context
 from megajax.layers.config import AttentionConfig, SelfAttentionConfig
@@ -63,7 +63,7 @@ class CoreAttention(nnx.Module):
             key_dim=q.shape[-1],
             length=q.shape[1] * parts,
             key_length=k.shape[1] * parts,
-            cut=Cut(cut.devices, cut.strategy, cut.exchanging, cut.chunks) if cut.devices > 1 else None,
+            cut=cut,
         )
         known = replace(known, documents=isolated and not self.padded, padded=isolated and self.padded)
         kernel = choose_kernel(cfg, known)

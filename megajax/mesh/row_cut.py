@@ -17,41 +17,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from megajax.mesh.config import ContextStrategy, ParallelConfig
+from megajax.mesh.cut import Cut
 
 AXIS = "context"
 
 
 @dataclass(frozen=True, slots=True)
-class RowCut:
-    """Which part of each row a device holds, and how attention reaches the other parts. Hashable."""
+class RowCut(Cut):
+    """A cut, with the order of positions in arrays."""
 
-    devices: int = 1
-    """Devices that hold different positions of a row, C."""
-    rounds: int = 0
-    """Rounds of zigzag: a device holds two chunks of each. 0: one chunk, and the chunks in order."""
-    strategy: ContextStrategy = "all_gather"
-    """How attention reaches keys of other devices."""
-    exchanging: int = 1
-    """Neighbouring devices that exchange heads for positions before that."""
     stride: int = 1
     """Places along the mesh axis from one of the C devices to the next."""
-
-    @classmethod
-    def of(cls, cfg: ParallelConfig, *, causal: bool) -> "RowCut":
-        """The cut of a layout. causal: of a model in which no position sees a later one."""
-        rounds = cfg.context_rounds if causal and cfg.context > 1 else 0
-        return cls(cfg.context, rounds, cfg.context_strategy, cfg.exchanging())
-
-    @property
-    def chunks(self) -> int:
-        """Chunks of a row that a device holds."""
-        return max(1, 2 * self.rounds)
-
-    @property
-    def unit(self) -> int:
-        """What the positions of a row have to be a multiple of."""
-        return self.devices * self.chunks
 
     def chunk_order(self) -> np.ndarray:
         """Number in the row of each chunk, device by device; a device's chunks ascend."""

@@ -1,7 +1,8 @@
 """Which kernels a run takes; importing this imports neither readers of data nor writers of checkpoints."""
 
 from megajax.kernels.attention import local_device
-from megajax.kernels.capability import Choice, Cut, Device, Request
+from megajax.kernels.capability import Choice, Device, Request
+from megajax.mesh.cut import Cut
 from megajax.models.facts import ChoosesKernels
 from megajax.training.run_config import RunConfig
 

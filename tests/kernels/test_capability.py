@@ -9,7 +9,8 @@ from gpu_stand_in import KIND, CudaVersions, stand_in
 
 from megajax.config.errors import UserError
 from megajax.kernels.attention import PASSES, local_device
-from megajax.kernels.capability import BACKENDS, Cut, Device, Request, choose
+from megajax.kernels.capability import BACKENDS, Device, Request, choose
+from megajax.mesh.cut import Cut
 
 H100 = Device(name="H100", capability=(9, 0), cudnn=(9, 10, 0))
 A100 = Device(name="A100", capability=(8, 0), cudnn=(9, 10, 0))
@@ -116,8 +117,8 @@ def test_the_local_device() -> None:
     assert (device.capability is None) == (jax.devices()[0].platform != "gpu")
 
 
-RING, GATHER, HEADS = Cut(4, "ring"), Cut(4, "all_gather"), Cut(4, "all_to_all", exchanging=4)
-GROUPS, PLAIN_CHUNKS = Cut(4, "ring+all_to_all", exchanging=2), Cut(4, "all_gather", chunks=1)
+RING, GATHER, HEADS = Cut(4, 1, "ring"), Cut(4, 1, "all_gather"), Cut(4, 1, "all_to_all", exchanging=4)
+GROUPS, PLAIN_CHUNKS = Cut(4, 1, "ring+all_to_all", exchanging=2), Cut(4, 0, "all_gather")
 BOTH_WAYS = replace(PLAIN, causal=False)
 
 
@@ -146,13 +147,13 @@ BOTH_WAYS = replace(PLAIN, causal=False)
             "window=7 over parallel.context=4 with parallel.context_strategy=ring",
         ),
         (BOTH_WAYS, PLAIN_CHUNKS, "cudnn", ""),
-        (replace(BOTH_WAYS, padded=True), RING._replace(chunks=1), "cudnn", ""),
+        (replace(BOTH_WAYS, padded=True), replace(RING, rounds=0), "cudnn", ""),
         (replace(BOTH_WAYS, documents=True), PLAIN_CHUNKS, "pallas", "attention is not causal over parallel.context=4"),
         (replace(BOTH_WAYS, documents=True), HEADS, "cudnn", ""),
         (replace(PLAIN, padded=True), GATHER, "cudnn", ""),
         (replace(PLAIN, padded=True), RING, "pallas", "two chunks a device without padding, and rows are padded"),
-        (PLAIN, RING._replace(chunks=4), "pallas", "and a device has chunks=4 of a row"),
-        (PLAIN, GATHER._replace(chunks=4), "cudnn", ""),
+        (PLAIN, replace(RING, rounds=2), "pallas", "and a device has chunks=4 of a row"),
+        (PLAIN, replace(GATHER, rounds=2), "cudnn", ""),
         (replace(PLAIN, length=4104), GATHER, "pallas", "takes chunks of even length, not of 513 over"),
         (replace(PLAIN, dropout=0.1), RING, "reference", "dropout"),
         (replace(PLAIN, bias=True), GATHER, "reference", "bias"),
