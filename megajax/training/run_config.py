@@ -14,6 +14,7 @@ from megajax.config.placeholder import UnknownValue
 from megajax.data.config import DataConfig, RowsConfig
 from megajax.layers.facts import Side
 from megajax.mesh.config import BATCH_AXES, ParallelConfig
+from megajax.mesh.cut import Cut
 from megajax.mesh.xla import XlaConfig
 from megajax.metrics.config import LoggingConfig, ProfileConfig
 from megajax.models.config import DecoderConfig
@@ -231,14 +232,19 @@ def _context(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
 
 def _unit(cfg: RunConfig, rounds: int) -> int:
     """What the positions of a row have to be a multiple of, with so many rounds over `context`."""
-    parallel, chunks = cfg.parallel, 2 * rounds if cfg.model.ignores_later_positions() else 1
-    return parallel.context * lcm(chunks, parallel.tensor if parallel.sequence else 1)
+    parallel = cfg.parallel
+    return lcm(_cut(cfg, rounds).unit, parallel.context * (parallel.tensor if parallel.sequence else 1))
+
+
+def _cut(cfg: RunConfig, rounds: int) -> Cut:
+    """How rows are cut over `context`, with so many rounds."""
+    return Cut.of(replace(cfg.parallel, context_rounds=rounds), causal=cfg.model.ignores_later_positions())
 
 
 def _uneven_rows(cfg: RunConfig, name: str, length: int) -> Problem:
     """Rows that devices cannot have equal chunks of, with the nearest lengths and rounds that do."""
     parallel, rounds = cfg.parallel, cfg.parallel.context_rounds
-    unit, chunks = _unit(cfg, rounds), 2 * rounds if cfg.model.ignores_later_positions() else 1
+    unit, chunks = _unit(cfg, rounds), _cut(cfg, rounds).chunks
     words = [f"parallel.context={parallel.context}", f"{chunks} chunks on each" if chunks > 1 else ""]
     words += [f"parallel.context_rounds={rounds}" if rounds > 1 else ""]
     words += [f"parallel.tensor={parallel.tensor} with parallel.sequence=true" if parallel.sequence else ""]
