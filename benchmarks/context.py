@@ -157,16 +157,16 @@ def balance(recipe: str, gpus: int) -> dict[str, Any]:
     length, parallel = cfg.model.sequence_length, cfg.parallel
     numbers = np.random.default_rng(SEED)
     rows = [_packed(numbers, length) for _ in range(ROWS)]
-    found: dict[str, Any] = {"context": parallel.context, "rounds": parallel.context_rounds}
+    ratios: dict[str, Any] = {"context": parallel.context, "rounds": parallel.context_rounds}
     for name, work in {"attention": RowWork(), "all": row_work(cfg.model)}.items():
 
         def mean(some: list[np.ndarray], rounds: int, work: RowWork = work) -> float:
             cut = RowCut.of(replace(parallel, context_rounds=rounds), causal=True)
             return round(float(np.mean([imbalance(work.of_devices(row, cut)) for row in some])), 4)
 
-        found[name] = {"one_document": mean([np.array([length])], 1)}
-        found[name] |= {f"packed_{rounds}": mean(rows, rounds) for rounds in ROUNDS}
-    return found
+        ratios[name] = {"one_document": mean([np.array([length])], 1)}
+        ratios[name] |= {f"packed_{rounds}": mean(rows, rounds) for rounds in ROUNDS}
+    return ratios
 
 
 def _packed(numbers: np.random.Generator, length: int) -> np.ndarray:

@@ -101,13 +101,13 @@ def over_groups(
 ) -> Imbalance:
     """Mean over steps of a row of each group in each microbatch. balance: as data.loader.balance."""
     each = np.array([work.of_row(lengths, cut) for lengths in rows.documents])
-    size, found = groups * microbatches, []
+    size, steps = groups * microbatches, list[Imbalance]()
     for first in range(0, len(each) - size + 1, size):
         step = each[first : first + size]
         if balance != "none":
             step = step[dealt_rows(step, groups, microbatches, across=balance == "step")]
-        found.append(Imbalance.of(step, groups, microbatches))
-    return Imbalance(*np.mean(found, axis=0).tolist())
+        steps.append(Imbalance.of(step, groups, microbatches))
+    return Imbalance(*np.mean(steps, axis=0).tolist())
 
 
 def whole(rows: Rows, work: RowWork) -> float:
@@ -121,7 +121,7 @@ def figures(corpus: Corpus, work: RowWork, rows: int, microbatches: int = 8) -> 
     for name, fit in (("best fit", best_fit), ("balanced", balanced_fit)):
         made, packing = packed(corpus, rows, fit)
         kinds[name] = made.shuffled(0), packing
-    found: dict[str, Any] = {}
+    ratios: dict[str, Any] = {}
     for name, (made, packing) in kinds.items():
         context = {
             f"{devices}/{rounds}": over_context(made, work, devices, rounds)
@@ -134,7 +134,7 @@ def figures(corpus: Corpus, work: RowWork, rows: int, microbatches: int = 8) -> 
             for unit, part in parts.items()
             for balance in BALANCES
         }
-        found[name] = {
+        ratios[name] = {
             "rows": len(made.documents),
             "fill": None if packing is None else packing.fill,
             "busiest row, scores": whole(made, RowWork()),
@@ -142,15 +142,15 @@ def figures(corpus: Corpus, work: RowWork, rows: int, microbatches: int = 8) -> 
             "context/rounds": context,
             "groups": groups,
         }
-    return found
+    return ratios
 
 
-def tables(all_found: dict[str, dict[str, Any]]) -> str:
+def tables(ratios: dict[str, dict[str, Any]]) -> str:
     """Markdown: work of the busiest over the mean, in scores and, in brackets, in FLOPs."""
     orders = [f"{devices}/{rounds}" for devices in (8, 16) for rounds in (0, *ROUNDS)]
     lines = ["Context: busiest device over mean; context size/rounds (0: plain chunks)", ""]
     lines += ["| rows | " + " | ".join(orders) + " |", "|" + "---|" * (1 + len(orders))]
-    for corpus, kinds in all_found.items():
+    for corpus, kinds in ratios.items():
         for kind, each in kinds.items():
             cells = [f"{scores:.2f} [{flops:.2f}]" for scores, flops in (each["context/rounds"][o] for o in orders)]
             lines.append(f"| {corpus}, {kind} | " + " | ".join(cells) + " |")
@@ -160,7 +160,7 @@ def tables(all_found: dict[str, dict[str, Any]]) -> str:
         "",
     ]
     lines += ["| rows | fill | busiest row | in order | microbatch | step |", "|" + "---|" * 6]
-    for corpus, kinds in all_found.items():
+    for corpus, kinds in ratios.items():
         for kind, each in kinds.items():
             row = f"{each['busiest row, scores']:.2f} [{each['busiest row, FLOPs']:.2f}]"
             cells = ["" if each["fill"] is None else f"{each['fill']:.1%}", row]
@@ -173,12 +173,12 @@ def tables(all_found: dict[str, dict[str, Any]]) -> str:
 
 def balance(rows: int, model: str) -> dict[str, dict[str, Any]]:
     """Figures of every corpus, by name. model: a config, whose layers are counted at each length."""
-    found = {}
+    ratios = {}
     for corpus in CORPORA:
         work = row_work(load(model, f"model.sequence_length={corpus.length}").model)
         name = f"{corpus.length // 1024}k, median {corpus.median}, sigma {corpus.sigma}"
-        found[name] = figures(corpus, work, rows)
-    return found
+        ratios[name] = figures(corpus, work, rows)
+    return ratios
 
 
 def main() -> None:
@@ -186,9 +186,9 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=1024, help="rows of each corpus")
     parser.add_argument("--model", default="llama3.py", help="config of the model whose FLOPs are counted")
     arguments = parser.parse_args()
-    found = balance(arguments.rows, arguments.model)
-    print(tables(found))
-    outcome.write("context_balance", {"rows": arguments.rows, "model": arguments.model, "ratios": found})
+    ratios = balance(arguments.rows, arguments.model)
+    print(tables(ratios))
+    outcome.write("context_balance", {"rows": arguments.rows, "model": arguments.model, "ratios": ratios})
 
 
 if __name__ == "__main__":

@@ -49,15 +49,15 @@ def compared(one: Combination, *, quick: bool) -> dict[str, object]:
 
 def compared_over_context(one: Case) -> dict[str, object]:
     """A line of the results, printed too."""
-    found = one.difference()
-    good = max(found.loss, found.gradient) <= TOLERANCE
-    print(f"{found.loss:9.1e} {found.gradient:9.1e}  {'     ' if good else 'WRONG'}  {one.name}", flush=True)
+    errors = one.difference()
+    good = max(errors.loss, errors.gradient) <= TOLERANCE
+    print(f"{errors.loss:9.1e} {errors.gradient:9.1e}  {'     ' if good else 'WRONG'}  {one.name}", flush=True)
     return {
         "model": one.model,
         "cut": one.cut,
-        "loss": float(f"{found.loss:.2e}"),
-        "gradient": float(f"{found.gradient:.2e}"),
-        "weight": found.weight,
+        "loss": float(f"{errors.loss:.2e}"),
+        "gradient": float(f"{errors.gradient:.2e}"),
+        "weight": errors.weight,
         "equal": bool(good),
     }
 

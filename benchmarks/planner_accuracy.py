@@ -400,13 +400,17 @@ def main() -> int:
         for name, value in fit().items():
             print(f"{name:24} {value:.3f}")
         return 0
-    found, bounds, long = lines(), lines(BOUNDS), lines((LONG, replace(LONG, name=f"{LONG.name}: ours", system=OURS)))
-    said = summary(found)
+    comparisons, bounds, long = (
+        lines(),
+        lines(BOUNDS),
+        lines((LONG, replace(LONG, name=f"{LONG.name}: ours", system=OURS))),
+    )
+    said = summary(comparisons)
     text = (
         "# Published speeds against the planner's\n\n"
         "Tokens per second and GPU; columns behind the error are shares of the predicted step. Made by\n"
         "benchmarks/planner_accuracy.py, which says where each figure is published.\n\n"
-        f"{table(found)}\n\n"
+        f"{table(comparisons)}\n\n"
         f"Of the {said['predicted']} runs that nothing was fitted to: median error {said['median_error']:.1%}, worst "
         f"{said['worst_error']:.1%} ({said['worst']});\n{said['within_10_percent']} within 10 %, "
         f"{said['within_20_percent']} within 20 %.\n\n"
@@ -415,7 +419,7 @@ def main() -> int:
         "Rows over context 16, not counted: 380 TFLOP/s and GPU, taken to be without the masked half of attention.\n\n"
         f"{table(long)}\n"
     )
-    outcome.write("planner_accuracy", {"summary": said, "lines": found, "lower_bounds": bounds, "long": long})
+    outcome.write("planner_accuracy", {"summary": said, "lines": comparisons, "lower_bounds": bounds, "long": long})
     (outcome.RESULTS / "planner_accuracy.md").write_text(text)
     print(text)
     return 0 if said["median_error"] <= 0.1 and said["worst_error"] <= 0.2 else 1

@@ -1,4 +1,4 @@
-"""What speaks against dealing rows out over data groups by their work (`data.loader.balance`)."""
+"""Checks of `data.loader.balance`, which deals rows out over data groups by their work."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -10,7 +10,7 @@ SETTING = "data.loader.balance"
 
 
 def balance_problems(cfg: Any, devices: int | None) -> Iterator[Problem]:
-    """Rows that have no different work, and losses that depend on which rows share a microbatch, of a RunConfig."""
+    """Of a RunConfig: rows that all have the same work, and losses that depend on which rows share a microbatch."""
     del devices
     balance, model = cfg.data.loader.balance, cfg.model
     if balance == "none":

@@ -143,6 +143,6 @@ def differences(case: Case, kernel: str | Passes = "reference", rectangles: Pass
 
 def check(case: Case, kernel: str | Passes = "reference", rectangles: Passes | None = None, most: float = 1e-5) -> None:
     """Result and gradients equal those of one device."""
-    found = differences(case, kernel, rectangles)
-    assert max(found.values()) <= most, found
-    assert all(np.isfinite(list(found.values()))), found
+    errors = differences(case, kernel, rectangles)
+    assert max(errors.values()) <= most, errors
+    assert all(np.isfinite(list(errors.values()))), errors

@@ -63,9 +63,9 @@ def under(run: Run, text: Path, balance: str, **start: Any) -> Run:
 
 
 def losses(run: Run, count: int) -> list[float]:
-    found = [info.loss for info in run.steps(count)]
+    losses = [info.loss for info in run.steps(count)]
     run.close()
-    return found
+    return losses
 
 
 def compared(text: Path, parallel: ParallelConfig, micro_size: int, expected: list[float] | None = None) -> list[float]:
@@ -105,7 +105,7 @@ def test_layouts_train_alike(text: Path) -> None:
 @pytest.mark.parametrize("processes", [2, 4])
 def test_processes_train_alike(text: Path, tmp_path: Path, processes: int) -> None:
     """Real processes find the same places, each for itself; the losses are those without."""
-    found = []
+    losses = []
     for balance in ("none", "step"):
         with gangs.started(tmp_path) as start:
             data = [f"--data.paths={text}", "--data.split=1", "--data.isolate_documents=true"]
@@ -116,8 +116,8 @@ def test_processes_train_alike(text: Path, tmp_path: Path, processes: int) -> No
             gang = start(*gangs.launcher(processes=processes), *command)
             assert gang.wait() == 0, gang.text
             assert ("rows dealt out" in gang.text) == (balance == "step")
-        found.append(gangs.steps(tmp_path / balance))
-    assert list(found[0]) == [1, 2, 3, 4, 5, 6] and found[1] == pytest.approx(found[0], rel=1e-5)
+        losses.append(gangs.steps(tmp_path / balance))
+    assert list(losses[0]) == [1, 2, 3, 4, 5, 6] and losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
 def test_a_run_says_that_rows_are_dealt_out(text: Path) -> None:

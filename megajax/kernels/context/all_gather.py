@@ -33,19 +33,10 @@ def all_gather(cut: RowCut, passes: Passes) -> Passes:
         return passes.call_forward(q, *whole_keys(cut, k, v, mask), scale=scale, dropout=dropout)
 
     def backward(
-        q: Array,
-        k: Array,
-        v: Array,
-        mask: Mask,
-        out: Array,
-        lse: Array,
-        dout: Array,
-        *,
-        scale: float,
-        dropout: AttentionDropout | None = None,
+        q: Array, k: Array, v: Array, mask: Mask, *saved: Array, scale: float, dropout: AttentionDropout | None = None
     ) -> tuple[Array, Array, Array]:
         keys, values, mask = whole_keys(cut, k, v, mask)
-        dq, dk, dv = passes.call_backward(q, keys, values, mask, out, lse, dout, scale=scale, dropout=dropout)
+        dq, dk, dv = passes.call_backward(q, keys, values, mask, *saved, scale=scale, dropout=dropout)
         return dq, reduce_rows(cut, dk), reduce_rows(cut, dv)
 
     return Passes(forward, backward, passes.dropout)

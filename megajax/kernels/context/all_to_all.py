@@ -51,21 +51,14 @@ def all_to_all(cut: RowCut, passes: Passes) -> Passes:
         return to_positions(cut, out), lse.transpose(0, 2, 1)
 
     def backward(
-        q: Array,
-        k: Array,
-        v: Array,
-        mask: Mask,
-        out: Array,
-        lse: Array,
-        dout: Array,
-        *,
-        scale: float,
-        dropout: AttentionDropout | None = None,
+        q: Array, k: Array, v: Array, mask: Mask, *saved: Array, scale: float, dropout: AttentionDropout | None = None
     ) -> tuple[Array, Array, Array]:
         mask, dropout = exchanged(mask, q, dropout)
-        saved = to_heads(cut, out), to_heads(cut, lse.transpose(0, 2, 1)).transpose(0, 2, 1), to_heads(cut, dout)
-        moves = passes.call_backward(*moved(q, k, v), mask, *saved, scale=scale, dropout=dropout)
-        dq, dk, dv = (to_positions(cut, x) for x in moves)
+        out, lse, dout = saved
+        lse = to_heads(cut, lse.transpose(0, 2, 1)).transpose(0, 2, 1)
+        arrays = *moved(q, k, v), mask, to_heads(cut, out), lse, to_heads(cut, dout)
+        gradients = passes.call_backward(*arrays, scale=scale, dropout=dropout)
+        dq, dk, dv = (to_positions(cut, x) for x in gradients)
         return dq, _summed(dk, k), _summed(dv, v)
 
     return Passes(forward, backward, passes.dropout)

@@ -96,19 +96,10 @@ def ring(cut: RowCut, own: Passes, arriving: Passes) -> Passes:
         return out.astype(q.dtype), lse
 
     def backward(
-        q: Array,
-        k: Array,
-        v: Array,
-        mask: Mask,
-        out: Array,
-        lse: Array,
-        dout: Array,
-        *,
-        scale: float,
-        dropout: AttentionDropout | None = None,
+        q: Array, k: Array, v: Array, mask: Mask, *saved: Array, scale: float, dropout: AttentionDropout | None = None
     ) -> tuple[Array, Array, Array]:
         around, size, length = _Ring.of(cut, mask, k.shape[1]), k.shape[3], k.shape[1]
-        held, saved = jnp.concatenate([k, v], axis=3), (out, lse, dout)
+        held = jnp.concatenate([k, v], axis=3)
         dq, moving, way = jnp.zeros(q.shape, jnp.float32), jnp.zeros(held.shape, jnp.float32), 0
         for source, next_keys, next_sums in around.turns():
             coming = from_before(cut, held, next_keys) if next_keys else held

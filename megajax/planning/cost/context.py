@@ -25,11 +25,8 @@ class Sent:
     """Of the collectives, those beside which it runs something."""
     members: int | None = None
     """Devices of a group; None: all that the strategy has in one."""
-
-    @property
-    def forward(self) -> bool:
-        """Whether they are of the forward pass."""
-        return self.what.endswith("forward")
+    forward: bool = False
+    """Whether they are of the forward pass."""
 
     @property
     def gathered(self) -> bool:
@@ -77,21 +74,21 @@ class RowTraffic:
         both, sums = [self.keys / 2] * 2, [self.keys / 2 * 4 / self.run.width] * 2
         if parallel.exchanging() > 1:
             way = [self.queries, *both, self.outputs]
-            yield Sent(kind="all-to-all", what="heads, forward", parts=way * times)
+            yield Sent(kind="all-to-all", what="heads, forward", parts=way * times, forward=True)
             # Gradients of the outputs are exchanged beside matmuls.
             yield Sent(kind="all-to-all", what="heads, backward", parts=2 * way, beside="matmuls", share=1 / 4)
         steps = parallel.context // parallel.exchanging() - 1
         if self.gathers:
-            yield Sent(kind="all-gather", what="keys and values, forward", parts=both * times)
+            yield Sent(kind="all-gather", what="keys and values, forward", parts=both * times, forward=True)
             yield Sent(kind="all-gather", what="keys and values, backward", parts=both, beside="matmuls")
             yield Sent(kind="reduce-scatter", what="their gradients, backward", parts=both, beside="matmuls")
         elif steps:
-            for what, parts, beside in (
-                ("keys and values, forward", both * steps * times, "forward kernels"),
-                ("both and gradients, backward", (both + sums) * steps, "backward kernels"),
-                ("last gradients, backward", both, "matmuls"),
+            for what, parts, beside, forward in (
+                ("keys and values, forward", both * steps * times, "forward kernels", True),
+                ("both and gradients, backward", (both + sums) * steps, "backward kernels", False),
+                ("last gradients, backward", both, "matmuls", False),
             ):
-                sent = Sent(kind="collective-permute", what=what, parts=parts, beside=beside)
+                sent = Sent(kind="collective-permute", what=what, parts=parts, beside=beside, forward=forward)
                 if parallel.pipeline > 1 and self.run.system.lockstep:
                     # By gathers of two devices, two of them where the ring has more: one runs beside kernels. An odd
                     # number of devices gathers at once.
