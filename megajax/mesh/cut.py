@@ -20,7 +20,7 @@ class Cut:
     strategy: ContextStrategy = "all_gather"
     """How attention reaches keys of other devices."""
     exchanging: int = 1
-    """Neighbouring devices that exchange heads for positions before that."""
+    """Neighbouring devices that first exchange heads for positions."""
 
     @classmethod
     def of(cls, cfg: ParallelConfig, *, causal: bool) -> Self:

@@ -39,7 +39,7 @@ class RowCut(Cut):
         )
 
     def places(self, length: int) -> np.ndarray:
-        """int32 [T]: position in the row of what stands at each place, device by device; length: T."""
+        """int32 [T]: positions of a row in the order in which devices hold them; length: T."""
         return np.arange(length, dtype=np.int32).reshape(self.unit, -1)[self.chunk_order()].ravel()
 
     def arranged(self, values: np.ndarray, axes: Sequence[str | None]) -> np.ndarray:

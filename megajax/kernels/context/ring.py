@@ -53,8 +53,8 @@ class _Ring(NamedTuple):
 def sources(cut: RowCut, length: int, mask: Mask) -> list[int]:
     """How many places before a device are those whose keys it needs, from 0, itself, on.
 
-    With a window, keys that no device needs are passed by: where it is no longer than a chunk, all but those of both
-    neighbours. length: positions of a device. The same for all devices, which run one program.
+    With a window, devices whose keys no query needs are skipped: with one no longer than a chunk, all but both
+    neighbours. length: positions of a device. The same list for all devices, which run one program.
     """
     if mask.window is None or not mask.causal:
         return list(range(cut.devices))
