@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Self
 import jax
 
 from megajax.job.compile_cache import cache_in_use, record
+from megajax.metrics.event_log import EventLog
 from megajax.metrics.text import duration
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
@@ -50,21 +51,12 @@ class Compile(NamedTuple):
 
 
 class CompileLog:
-    """Within its `with` block, reports each program: a sentence to `say`, and an event to what `events` was given."""
+    """Within its `with` block, reports each program: a sentence to `say`, and an event to `event`."""
 
-    def __init__(self, say: Callable[[str], None]):
-        self._say = say
-        self._event: Callable[..., None] | None = None
+    def __init__(self, say: Callable[[str], None], event: Callable[..., None] | None = None):
+        self._say, self._event = say, event or EventLog().event
         self._ready: dict[str, Callable[[], None]] = {}
-        self._early: list[Compile] = []
         self._thread = threading.local()
-
-    def events(self, event: Callable[..., None]) -> None:
-        """Write programs as events from now on, and the earlier ones."""
-        self._event = event
-        for program in self._early:
-            self._write(program)
-        self._early.clear()
 
     @contextmanager
     def ready(self, name: str, call: Callable[[], None]) -> Generator[None]:
@@ -104,7 +96,7 @@ class CompileLog:
             record(folder)
         if program.name in ALWAYS or duration_secs >= MIN_SECONDS:
             self._say(program.sentence())
-            self._write(program)
+            self._event("compile", name=program.name, seconds=round(program.seconds, 3), cached=program.cached)
         if (call := self._ready.get(program.name)) is not None:
             call()
 
@@ -112,9 +104,3 @@ class CompileLog:
     def _noted(self) -> dict[str, Any]:
         """What jax reported about the program that this thread is compiling."""
         return self._thread.__dict__
-
-    def _write(self, program: Compile) -> None:
-        if self._event is None:
-            self._early.append(program)
-        else:
-            self._event("compile", name=program.name, seconds=round(program.seconds, 3), cached=program.cached)

@@ -12,6 +12,7 @@ import numpy as np
 from megajax.checkpoint.manager import CheckpointManager
 from megajax.metrics.record import EvaluationRecord
 from megajax.metrics.writers import Writer
+from megajax.resilience.activity import Activity
 from megajax.training.config import EvaluationConfig
 from megajax.training.run_config import RunConfig
 from megajax.training.scoring import Scorer, Stopped, Task
@@ -24,7 +25,8 @@ class Save:
     """A checkpoint when the policy says so, or when the job asks."""
 
     manager: CheckpointManager
-    log: Writer
+    event: Callable[..., None]
+    activity: Activity
     meta: Callable[[], dict[str, Any]]
     total: int
     saved: int | None = None
@@ -35,10 +37,21 @@ class Save:
         return self.manager.due(step, self.total)
 
     def __call__(self, run: Run, step: int) -> None:
-        started = time.monotonic()
+        self.event("save_begun", step=step)
         self.manager.save(step, run.state, self.meta())
         self.saved = step
-        self.log.event("save", step=step, blocking_seconds=round(time.monotonic() - started, 4))
+
+    def committed(self) -> None:
+        """Note the saves that have finished since. Raises CheckpointError if one failed."""
+        for report in self.manager.poll():
+            self.activity.committed = report.step
+            self.event(
+                "save_committed",
+                step=report.step,
+                blocking_seconds=round(report.blocking_seconds, 4),
+                seconds=round(report.total_seconds, 4),
+                bytes=report.bytes,
+            )
 
 
 @dataclass

@@ -17,45 +17,37 @@ from megajax.config.errors import UserError
 from megajax.job import banner
 from megajax.job.compile_log import CompileLog
 from megajax.job.device_faults import device_fault
-from megajax.job.device_memory import compiled_memory, memory_in_use, peak_memory, size
+from megajax.job.device_memory import compiled_memory, memory_in_use
+from megajax.job.ending import Ending, Reporter, Sampler
 from megajax.job.hooks import Evaluate, EvaluateTasks, Save
 from megajax.job.resume import Resume, stored
 from megajax.job.watch import Watch
 from megajax.job.weights import TakeWeights, frozen_fresh
 from megajax.mesh.mesh import find_devices
-from megajax.metrics.banner import Section
 from megajax.metrics.console import open_console
-from megajax.metrics.layer_history import plot_layers
+from megajax.metrics.event_log import EventLog
 from megajax.metrics.lines import Terms
-from megajax.metrics.plot import plot_loss
 from megajax.metrics.profile import Profile
 from megajax.metrics.record import StepRecord, read_metrics
 from megajax.metrics.runfolder import RunFolder
-from megajax.metrics.text import count, duration, skipped_rows
 from megajax.metrics.throughput import StepRate, peak_bf16_flops
 from megajax.metrics.writers import Writers, open_writers
 from megajax.models.facts import flops_of
-from megajax.models.protocol import counted, ids_below
+from megajax.models.protocol import counted
+from megajax.resilience.activity import Activity
 from megajax.resilience.signals import Signals, agree
 from megajax.training.guard import Guard
-from megajax.training.loop import NumericFault, StepInfo, run_steps
+from megajax.training.loop import Hook, NumericFault, StepInfo, run_steps
 from megajax.training.run_config import RunConfig
 from megajax.training.session import Run, setup
 
 NUMERIC_FAULT_EXIT = 17
 
-type Sampler = Callable[[Run, Path], str | None]
-"""What shows the work of a trained model, None for nothing: `inference.sample.sample`.
-
-Handed in by the front door, for training and inference never import each other."""
-
-type Reporter = Callable[[Path], str]
-"""Run folder -> what to say of the page that was made of it: `reporting.write.leave_page`; from the front door too."""
-
 
 class Job:
     """A job that is set up; `open` makes it ready to train, `work` trains.
 
+    hooks: what runs between steps, in order. watches: take every step's numbers, in order.
     first: steps done before this attempt. started: of this attempt, by the monotonic clock.
     """
 
@@ -69,7 +61,8 @@ class Job:
         sampler: Sampler | None,
         reporter: Reporter | None,
     ):
-        self.cfg, self.stack, self.started, self.sampler, self.reporter = cfg, stack, started, sampler, reporter
+        self.cfg, self.stack, self.started = cfg, stack, started
+        self.activity, self.events = Activity(), EventLog()
         self.folder = RunFolder.create(cfg.run_dir)
         self.manager: CheckpointManager = stack.enter_context(cfg.checkpoint.build(self.folder.checkpoints))
         start = self.manager.start()
@@ -81,18 +74,17 @@ class Job:
         self.first = 0 if start is None else start[1]
         self.resumed = start is not None and start[0] is self.manager
         self.primary = jax.process_index() == 0
-        self.counted = counted(cfg.model)
         console = open_console(
             cfg.logging,
             total_steps=cfg.steps,
             start_step=self.first,
             primary=self.primary,
-            terms=Terms(self.counted),
+            terms=Terms(counted(cfg.model)),
         )
         self.console = stack.enter_context(console)
         signals = Signals(announce=console.stop_requested, before_exit=console.release, polled=False)
         self.signals = stack.enter_context(signals)
-        self.compiles = stack.enter_context(CompileLog(console.say))
+        self.compiles = stack.enter_context(CompileLog(console.say, self.events.event))
         with console.ticker("setting up data, model and state"):
             resume = None if start is None else Resume(*start, own=self.resumed, say=console.say)
             sources = cfg.checkpoint.sources() if resume is None else ()
@@ -102,7 +94,16 @@ class Job:
         stack.callback(self.run.close)
         if resume is None and (line := frozen_fresh(self.run.program)):
             console.say(line)
-        self.begun = int(self.run.state.consumed_samples)
+        self.ending = Ending(
+            run=self.run,
+            folder=self.folder,
+            console=console,
+            sampler=sampler,
+            reporter=reporter,
+            first=self.first,
+            begun=int(self.run.state.consumed_samples),
+            started=started,
+        )
         self.told_skipped: dict[str, dict[str, int]] = {}
         read = None if start is None else f"step {self.first} of {Path(start[0].folder).parent}"
         if sources:
@@ -117,9 +118,10 @@ class Job:
         self.log = Writers([self.stack.enter_context(files), console])
         if self.primary:
             folder.write_config(yaml, "\n".join(diff_from_defaults(cfg)) + "\n")
+        # First, because it is what begins an attempt in events.jsonl; the early events follow, with their own times.
         self.log.event("start", step=self.first, devices=self.run.mesh.size, processes=jax.process_count())
+        self.events.open(self.log.event)
         self.tell_skipped()
-        self.compiles.events(self.log.event)
         signals.polled = True
         self.guard = Guard(cfg.resilience, cfg.precision.floor(), self.run.mesh)
         if self.resumed:
@@ -132,8 +134,16 @@ class Job:
         self.tasks = EvaluateTasks.of(self.run, self.log, self.evaluate.stopping, ticker)
         spikes = self.guard.spikes
         self.save = Save(
-            self.manager, self.log, lambda: stored(self.run.parts, yaml) | {"spikes": spikes.state()}, cfg.steps
+            self.manager,
+            self.events.event,
+            self.activity,
+            lambda: stored(self.run.parts, yaml) | {"spikes": spikes.state()},
+            cfg.steps,
         )
+        # Evaluated before saved: a checkpoint at a step means everything due at that step was done.
+        self.hooks: list[Hook] = [self.evaluate, *self.task_hooks(), self.save]
+        watch = Watch(self.guard, cfg.precision.floor(), self.log, console.say)
+        self.watches: list[Callable[[StepInfo], None]] = [lambda info: self.save.committed(), watch]
 
     def work(self) -> int:
         """Train to the end -> exit code."""
@@ -155,13 +165,13 @@ class Job:
             self.console.steps_over()
         except NumericFault as fault:
             self.console.steps_over()
-            self.log.event("numeric_fault", message=str(fault))
+            self.events.event("numeric_fault", message=str(fault))
             self.console.say(
                 f"stopped by a numeric fault at {fault}; the weights before it are kept, nothing was saved. "
                 "Lower the learning rate, look at the data, or leave the step out with resilience.skip_steps; "
                 "resilience.stop_on_nonfinite=false goes on without updates that are not finite"
             )
-            self.report()
+            self.ending.report()
             return NUMERIC_FAULT_EXIT
         self.finish(last)
         return 0
@@ -174,25 +184,24 @@ class Job:
     def steps(self) -> Iterator[StepInfo]:
         """Train, log every step, and stop at a signal or a numeric fault."""
         rate = step_rate(self.run)
-        # Evaluated before saved: a checkpoint at a step means everything due at that step was done.
         infos = run_steps(
             self.run,
             self.last(),
-            (self.profile.ends(), self.evaluate, *self.task_hooks(), self.save, self.profile.begins()),
+            (self.profile.ends(), *self.hooks, self.profile.begins()),
             self.stopping,
             guard=self.guard,
             tell_every=self.cfg.logging.every,
+            activity=self.activity,
         )
         first = self.first_step(infos)
-        self.log.event("first_step", step=first.step, seconds=round(first.seconds, 3))
+        self.events.event("first_step", step=first.step, seconds=round(first.seconds, 3))
         if memory := compiled_memory(self.run.mesh.local_devices):
-            self.log.event("compiled", **asdict(memory))
+            self.events.event("compiled", **asdict(memory))
             self.console.say(f"{memory.sentence()}{banner.memory_formula(self.run)}")
-        watch = Watch(self.guard, self.cfg.precision.floor(), self.log, self.console.say)
         for info in chain([first], infos):
             self.log.log(step_record(self.run, info, rate, detailed=self.detailed(info.step)))
-            self.manager.poll()
-            watch(info)
+            for watch in self.watches:
+                watch(info)
             yield info
 
     def task_hooks(self) -> list[EvaluateTasks]:
@@ -207,7 +216,7 @@ class Job:
         """Log the rows that the row sources have left out so far, for the report."""
         skipped = self.run.parts.skipped_rows()
         if skipped != self.told_skipped:
-            self.log.event("rows_skipped", splits=skipped)
+            self.events.event("rows_skipped", splits=skipped)
             self.told_skipped = skipped
 
     def first_step(self, infos: Iterator[StepInfo]) -> StepInfo:
@@ -255,80 +264,18 @@ class Job:
                 tasks(self.run, step)
         with self.console.ticker("finishing the checkpoint", total=False):
             self.manager.wait()
+        self.save.committed()
         if stopped:
             kept = f"step {self.save.saved} saved" if self.save.saved == step else "nothing saved"
             self.console.say(
                 f"stopped after step {step} of {self.cfg.steps} ({self.reason()}); {kept}; the same command goes on "
                 "from there"
             )
-            self.log.event("stopped", step=step, saved=self.save.saved, reason=self.reason())
+            self.events.event("stopped", step=step, saved=self.save.saved, reason=self.reason())
         self.tell_skipped()
-        self.log.event("end", step=step)
+        self.events.event("end", step=step)
         if jax.process_index() == 0:
-            self.leave_behind(last)
-
-    def leave_behind(self, last: StepInfo | None) -> None:
-        """The picture, the report, the sample and the box with the totals."""
-        step = self.run.step
-        if self.cfg.logging.plot:
-            title = f"{self.folder.path.name}: {step:,} steps"
-            self.console.say(
-                plot_loss(self.folder.metrics, self.folder.loss_plot, title=title, vocabulary=ids_below(self.cfg.model))
-            )
-            if drawn := plot_layers(self.folder.metrics, self.folder.layers, self.folder.layers_plot):
-                self.console.say(drawn)
-        self.report()
-        self.sample()
-        self.console.show("done" if step >= self.cfg.steps else "stopped", self.totals(last))
-
-    def sample(self) -> None:
-        """What the model can do now: only after the last step, and by a single process. No run fails for want of it."""
-        wanted = self.cfg.logging.sample and self.run.step >= self.cfg.steps
-        if self.sampler is None or not wanted or jax.process_count() > 1:
-            return
-        try:
-            with self.console.ticker("sampling", total=False):
-                text = self.sampler(self.run, self.folder.path)
-        except Exception as error:
-            text = f"no sample: {type(error).__name__}: {error}"
-        if text:
-            self.console.say(text)
-
-    def totals(self, last: StepInfo | None) -> list[Section]:
-        """What the run came to; last: the last step of this attempt."""
-        step, here, seconds = self.run.step, self.run.step - self.first, time.monotonic() - self.started
-        done = (int(self.run.state.consumed_samples) - self.begun) * self.cfg.model.row_positions()
-        work = [
-            ("steps", f"{step:,}" + (f" ({here:,} in this attempt)" if here != step else "")),
-            (self.counted, count(done)),
-            ("wall time", duration(seconds)),
-            (f"{self.counted}/s, all included", count(done / seconds)),
-        ]
-        if (peak := peak_memory()) is not None:
-            work.append(("peak memory of a device", f"{size(peak[0])} of {size(peak[1])}"))
-        if skipped := self.run.parts.skipped_rows():
-            work.append(("rows skipped", skipped_rows(skipped)))
-        losses = [("train loss", f"{last.loss:.4f}")] if last is not None else []
-        for split, metrics in self.evaluate.last.items():
-            losses += [(f"{split} {name.replace('_', ' ')}", f"{value:.4f}") for name, value in metrics.items()]
-        newest = self.manager.newest()
-        kept = [] if newest is None else [("checkpoint", f"{self.folder.checkpoints} (step {newest})")]
-        files = [
-            path
-            for path in (self.folder.metrics, self.folder.loss_plot, self.folder.layers_plot, self.folder.report)
-            if path.exists()
-        ]
-        kept.append(("files", "\n".join(map(str, files))))
-        return [section for section in (("work", work), ("loss", losses), ("kept", kept)) if section[1]]
-
-    def report(self) -> None:
-        """The page about the run; a run that has trained does not fail for want of it."""
-        if self.reporter is None or not self.cfg.logging.report or jax.process_index():
-            return
-        try:
-            self.console.say(self.reporter(self.folder.path))
-        except Exception as error:
-            self.console.say(f"no report: {error}; python -m megajax.report {self.folder.path} tries again")
+            self.ending.leave_behind(last, self.evaluate.last, self.manager.newest())
 
 
 def step_record(run: Run, info: StepInfo, rate: StepRate, *, detailed: bool) -> StepRecord:

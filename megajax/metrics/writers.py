@@ -23,7 +23,7 @@ class Writer:
         """Take a training step or an evaluation."""
 
     def event(self, name: str, /, **fields: Any) -> None:
-        """Take an event, such as "start", "compiled", "save" or "stopped"."""
+        """Take an event, such as "start", "compiled" or "stopped"; `time` among the fields if it was earlier."""
 
     def close(self) -> None:
         """Write what is left. Called once, as the last method."""
@@ -139,8 +139,8 @@ class EventsWriter(Writer):
         self._clock = clock
 
     def event(self, name: str, /, **fields: Any) -> None:
-        if clash := {"time", "event"} & fields.keys():
-            raise ValueError(f"event {name!r} has a field {min(clash)!r}, which every event has; rename it")
+        if "event" in fields:
+            raise ValueError(f"event {name!r} has a field 'event', which every event has; rename it")
         self._file.write(to_json({"time": self._clock(), "event": name, **fields}))
         self._file.flush()
 

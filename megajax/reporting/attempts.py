@@ -170,7 +170,7 @@ def time_by_cause(history: History, runs: Sequence[Attempt]) -> list[Share]:
     causes = {
         "steps": max(history.steps.total("step_seconds") - (compiled - lost), 0.0),
         "evaluation": sum(_seconds(event) for event in events if event.name == "evaluate"),
-        "saving": sum(_seconds(event) for event in events if event.name == "save"),
+        "saving": sum(_seconds(event) for event in events if event.name == "save_committed"),
         "compiling": compiled + before_first,
         "profiling": history.steps.total("seconds_profile"),
         "steps run again": max(sum(run.rerun_seconds for run in runs) - lost, 0.0),
@@ -188,5 +188,5 @@ def data_wait(history: History) -> float | None:
 
 
 def _seconds(event: Event) -> float:
-    value = event.fields.get("seconds", event.fields.get("blocking_seconds"))
+    value = event.fields.get("blocking_seconds", event.fields.get("seconds"))
     return float(value) if isinstance(value, int | float) else 0.0

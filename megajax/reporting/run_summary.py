@@ -11,7 +11,9 @@ from megajax.metrics.text import byte_size, count, duration, moment, skipped_row
 from megajax.reporting.attempts import Attempt, Share, attempts, data_wait, time_by_cause
 from megajax.reporting.history import Event, History
 
-ROUTINE = frozenset({"save", "evaluate", "first_step", "compiled", "metrics_superseded", "rows_skipped"})
+ROUTINE = frozenset(
+    {"save_begun", "save_committed", "evaluate", "first_step", "compiled", "metrics_superseded", "rows_skipped"}
+)
 """Events of a run without incidents. There may be thousands."""
 
 MOODS = {

@@ -32,7 +32,7 @@ MARKS = {
     "resume": "resumed",
     "warning": "stopped, skipped or transient fault",
     "bad": "fault",
-    "save": "saved",
+    "save_committed": "saved",
     "evaluate": "evaluated",
 }
 

@@ -14,6 +14,7 @@ from jax import Array
 from megajax.batch import SAMPLE
 from megajax.mesh.measures import Measured
 from megajax.mesh.processes import StopFlags
+from megajax.resilience.activity import STEP, Activity
 from megajax.resilience.signals import agree
 from megajax.training.exchange import SECONDS, STOP
 from megajax.training.guard import Guard
@@ -117,6 +118,7 @@ def run_steps(
     *,
     guard: Guard | None = None,
     tell_every: int = 10,
+    activity: Activity | None = None,
 ) -> Iterator[StepInfo]:
     """Train up to and including step `last`, yielding what each step reported, one step late.
 
@@ -128,8 +130,10 @@ def run_steps(
 
     guard: has suspicious steps run again, and what followed them after that, so that a fault that passes leaves no
     trace; without one, updates that are not finite are left out and training goes on.
+
+    activity: is kept up to date about what the loop is doing.
     """
-    loop = _Loop(run, stopping, guard, tell_every)
+    loop = _Loop(run, stopping, guard, tell_every, activity or Activity())
     step, flights = run.step, deque[Flight]()
     while step < last:
         step += 1
@@ -146,7 +150,7 @@ def run_steps(
             stop = stop or info.stop
             yield info
         for hook in due:
-            with loop.times.measure(hook.phase):
+            with loop.times.measure(hook.phase), loop.activity.phase(hook.phase, step):
                 hook(run, step)
         if due:
             loop.done = time.monotonic()
@@ -159,8 +163,11 @@ def run_steps(
 class _Loop:
     """What `run_steps` needs to send a step off and to take its numbers."""
 
-    def __init__(self, run: Any, stopping: Callable[[], bool], guard: Guard | None, tell_every: int):
-        self.run, self.stopping, self.guard = run, stopping, guard
+    def __init__(
+        self, run: Any, stopping: Callable[[], bool], guard: Guard | None, tell_every: int, activity: Activity
+    ):
+        self.run, self.stopping, self.guard, self.activity = run, stopping, guard, activity
+        activity.step = run.step
         several = jax.process_count() > 1
         self.flags = StopFlags(run.mesh) if several else None
         self.times = PhaseTimes(run.mesh, tell_every if several else None)
@@ -170,7 +177,8 @@ class _Loop:
 
     def read(self, step: int) -> Reading:
         """The next batch."""
-        with self.times.measure(DATA_WAIT), jax.set_mesh(self.run.mesh):
+        waiting = self.activity.phase(DATA_WAIT, step)
+        with self.times.measure(DATA_WAIT), waiting, jax.set_mesh(self.run.mesh):
             batch, consumed = next(self.run.batches)
         fresh = self.times.due(step)
         return Reading(step, batch, consumed, self.times.of_step(), self.times.tell(fresh), fresh)
@@ -179,8 +187,8 @@ class _Loop:
         """Send a step off, with limits or with those the guard has for it."""
         if limits is None and self.guard is not None:
             limits = self.guard.limits(reading.step)
-        dispatched = time.monotonic()
-        with jax.set_mesh(self.run.mesh), jax.default_matmul_precision(self.precision):
+        dispatched, running = time.monotonic(), self.activity.phase(STEP, reading.step)
+        with running, jax.set_mesh(self.run.mesh), jax.default_matmul_precision(self.precision):
             control = self.control(reading, limits)
             more = () if all(part is None for part in control) else (control,)
             with jax.profiler.StepTraceAnnotation("train", step_num=reading.step):
@@ -227,7 +235,9 @@ class _Loop:
 
     def fetch(self, flight: Flight) -> StepInfo:
         """Wait for a step."""
-        values = jax.device_get(dict(flight.metrics))
+        with self.activity.phase(STEP, flight.reading.step):
+            values = jax.device_get(dict(flight.metrics))
+        self.activity.step = flight.reading.step
         since, self.done = max(self.done, flight.dispatched), time.monotonic()
         told = self.times.told(values.pop(SECONDS, None), flight.reading.fresh)
         observed = self.run.program.observed

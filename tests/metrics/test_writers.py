@@ -28,10 +28,10 @@ def test_events_keep_every_attempt(tmp_path):
     assert [line["step"] for line in lines] == [1, 2]
 
 
-def test_an_event_may_not_hide_its_time(tmp_path):
+def test_an_event_may_not_hide_its_name(tmp_path):
     writer = EventsWriter(tmp_path / "events.jsonl")
-    with pytest.raises(ValueError, match="'time'"):
-        writer.event("saved", time=3)
+    with pytest.raises(ValueError, match="'event'"):
+        writer.event("saved", **{"event": 3})
     writer.close()
 
 

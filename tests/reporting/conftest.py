@@ -62,7 +62,8 @@ class FakeRun:
                 metrics.log(EvaluationRecord(step=step, split="validation", loss=2.5 + 1 / step))
                 events.event("evaluate", step=step, split="validation", seconds=2.0)
                 self.now += 1.0
-                events.event("save", step=step, blocking_seconds=1.0)
+                events.event("save_begun", step=step)
+                events.event("save_committed", step=step, blocking_seconds=1.0, seconds=1.5, bytes=2**20)
 
     def event(self, name: str, /, **fields: object) -> None:
         """Something of the last attempt."""

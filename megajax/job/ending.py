@@ -1,0 +1,112 @@
+"""What a job leaves behind at its end: the picture, the page, a sample, and the box with the totals."""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+
+from megajax.job.device_memory import peak_memory, size
+from megajax.metrics.banner import Section
+from megajax.metrics.console import Console
+from megajax.metrics.layer_history import plot_layers
+from megajax.metrics.plot import plot_loss
+from megajax.metrics.runfolder import RunFolder
+from megajax.metrics.text import count, duration, skipped_rows
+from megajax.models.protocol import counted, ids_below
+from megajax.training.loop import StepInfo
+from megajax.training.session import Run
+
+type Sampler = Callable[[Run, Path], str | None]
+"""What shows the work of a trained model, None for nothing: `inference.sample.sample`.
+
+Handed in by the front door, for training and inference never import each other."""
+
+type Reporter = Callable[[Path], str]
+"""Run folder -> what to say of the page that was made of it: `reporting.write.leave_page`; from the front door too."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ending:
+    """The end of an attempt at a run, on process 0."""
+
+    run: Run
+    folder: RunFolder
+    console: Console
+    sampler: Sampler | None
+    reporter: Reporter | None
+    first: int
+    """Steps done before this attempt."""
+    begun: int
+    """Rows consumed before it."""
+    started: float
+    """Of this attempt, by the monotonic clock."""
+
+    def leave_behind(
+        self, last: StepInfo | None, evaluations: Mapping[str, Mapping[str, float]], newest: int | None
+    ) -> None:
+        """All of it. last: the last step of this attempt; evaluations: of each split; newest: checkpoint."""
+        step = self.run.step
+        if self.run.cfg.logging.plot:
+            title = f"{self.folder.path.name}: {step:,} steps"
+            self.console.say(
+                plot_loss(
+                    self.folder.metrics, self.folder.loss_plot, title=title, vocabulary=ids_below(self.run.cfg.model)
+                )
+            )
+            if drawn := plot_layers(self.folder.metrics, self.folder.layers, self.folder.layers_plot):
+                self.console.say(drawn)
+        self.report()
+        self.sample()
+        self.console.show("done" if step >= self.run.cfg.steps else "stopped", self.totals(last, evaluations, newest))
+
+    def sample(self) -> None:
+        """What the model can do now: only after the last step, and by a single process. No run fails for want of it."""
+        wanted = self.run.cfg.logging.sample and self.run.step >= self.run.cfg.steps
+        if self.sampler is None or not wanted or jax.process_count() > 1:
+            return
+        try:
+            with self.console.ticker("sampling", total=False):
+                text = self.sampler(self.run, self.folder.path)
+        except Exception as error:
+            text = f"no sample: {type(error).__name__}: {error}"
+        if text:
+            self.console.say(text)
+
+    def totals(
+        self, last: StepInfo | None, evaluations: Mapping[str, Mapping[str, float]], newest: int | None
+    ) -> list[Section]:
+        """What the run came to; arguments as for `leave_behind`."""
+        step, here, seconds = self.run.step, self.run.step - self.first, time.monotonic() - self.started
+        done = (int(self.run.state.consumed_samples) - self.begun) * self.run.cfg.model.row_positions()
+        work = [
+            ("steps", f"{step:,}" + (f" ({here:,} in this attempt)" if here != step else "")),
+            (counted(self.run.cfg.model), count(done)),
+            ("wall time", duration(seconds)),
+            (f"{counted(self.run.cfg.model)}/s, all included", count(done / seconds)),
+        ]
+        if (peak := peak_memory()) is not None:
+            work.append(("peak memory of a device", f"{size(peak[0])} of {size(peak[1])}"))
+        if skipped := self.run.parts.skipped_rows():
+            work.append(("rows skipped", skipped_rows(skipped)))
+        losses = [("train loss", f"{last.loss:.4f}")] if last is not None else []
+        for split, metrics in evaluations.items():
+            losses += [(f"{split} {name.replace('_', ' ')}", f"{value:.4f}") for name, value in metrics.items()]
+        kept = [] if newest is None else [("checkpoint", f"{self.folder.checkpoints} (step {newest})")]
+        files = [
+            path
+            for path in (self.folder.metrics, self.folder.loss_plot, self.folder.layers_plot, self.folder.report)
+            if path.exists()
+        ]
+        kept.append(("files", "\n".join(map(str, files))))
+        return [section for section in (("work", work), ("loss", losses), ("kept", kept)) if section[1]]
+
+    def report(self) -> None:
+        """The page about the run; a run that has trained does not fail for want of it."""
+        if self.reporter is None or not self.run.cfg.logging.report or jax.process_index():
+            return
+        try:
+            self.console.say(self.reporter(self.folder.path))
+        except Exception as error:
+            self.console.say(f"no report: {error}; python -m megajax.report {self.folder.path} tries again")

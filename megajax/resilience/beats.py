@@ -1,0 +1,81 @@
+"""Heartbeat files: by them the launcher knows how far each process is and what it is doing.
+
+The launcher names the folder in MEGAJAX_BEATS. Each process replaces its own file there about once a second; a file
+that does not change any more belongs to a process that is stopped or dead. A process without a launcher writes none.
+"""
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+BEATS, ATTEMPT = "MEGAJAX_BEATS", "MEGAJAX_ATTEMPT"
+"""Environment variables that the launcher sets: the folder, and which start of the gang this is, from 1."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Beat:
+    """What a process last wrote."""
+
+    process: int
+    pid: int
+    host: str
+    time: float
+    """When it was written, in seconds since 1970."""
+    run_dir: str | None = None
+    """None: not known yet."""
+    step: int = 0
+    """The last step whose numbers have arrived."""
+    committed: int | None = None
+    """The last step with a whole checkpoint; None: none so far."""
+    phase: str | None = None
+    """What the main thread is doing; see `megajax.resilience.activity`."""
+    phase_step: int | None = None
+    """The step that the phase belongs to."""
+    phase_seconds: float = 0.0
+    """How long it has been in it."""
+    failure: str | None = None
+    """Why it is about to end, in one line; None: it is not."""
+    code: int | None = None
+    """The exit code it is about to end with."""
+    stacks: str | None = None
+    """File with the stacks of its threads, written before it ends because of a hang."""
+
+    def write(self, folder: Path) -> None:
+        """Replace the file of this process."""
+        path = _path(folder, self.process)
+        temporary = path.with_suffix(f".{os.getpid()}.writing")
+        temporary.write_text(json.dumps(asdict(self)), encoding="utf-8")
+        temporary.rename(path)
+
+    @classmethod
+    def read(cls, folder: Path, process: int) -> Self | None:
+        """The last beat of a process; None if it has written none."""
+        try:
+            fields = json.loads(_path(folder, process).read_text(encoding="utf-8"))
+            return cls(**fields)
+        except (OSError, ValueError, TypeError):
+            return None
+
+    def age(self) -> float:
+        """Seconds since it was written."""
+        return time.time() - self.time
+
+
+def beats_folder(environment: Mapping[str, str] = os.environ) -> Path | None:
+    """Where the launcher reads beats; None without a launcher."""
+    folder = environment.get(BEATS)
+    return Path(folder) if folder else None
+
+
+def attempt_number(environment: Mapping[str, str] = os.environ) -> int:
+    """Which start of the gang this is, from 1."""
+    text: Any = environment.get(ATTEMPT, "1")
+    return int(text) if text.isdigit() else 1
+
+
+def _path(folder: Path, process: int) -> Path:
+    return folder / f"process_{process}.json"
