@@ -9,6 +9,7 @@ from megajax.config.dump import flatten
 from megajax.config.errors import ConfigError
 from megajax.config.twin import advised
 from megajax.mesh.xla import set_process
+from megajax.resilience.beats import failures_told
 from megajax.training.run_config import COMMON
 
 DESCRIPTION = """Train a model; resumes by itself from its run folder. With several processes, each is started with the
@@ -22,6 +23,7 @@ FLAGS = (
 )
 
 
+@failures_told()
 def main(argv: list[str]) -> int:
     """Read the command line, then (and only then) import jax, meet the other processes, and run the job."""
     command = parse(argv, verb="train", flags=FLAGS, description=DESCRIPTION, common=COMMON)

@@ -19,6 +19,7 @@ from megajax.job.compile_log import CompileLog
 from megajax.job.device_faults import device_fault
 from megajax.job.device_memory import compiled_memory, memory_in_use
 from megajax.job.ending import Ending, Reporter, Sampler
+from megajax.job.hang import Pulse
 from megajax.job.hooks import Evaluate, EvaluateTasks, Save
 from megajax.job.resume import Resume, stored
 from megajax.job.watch import Watch
@@ -34,7 +35,7 @@ from megajax.metrics.throughput import StepRate, peak_bf16_flops
 from megajax.metrics.writers import Writers, open_writers
 from megajax.models.facts import flops_of
 from megajax.models.protocol import counted
-from megajax.resilience.activity import Activity
+from megajax.resilience.activity import FINISH, SETUP, Activity
 from megajax.resilience.signals import Signals, agree
 from megajax.training.guard import Guard
 from megajax.training.loop import Hook, NumericFault, StepInfo, run_steps
@@ -56,13 +57,14 @@ class Job:
         cfg: RunConfig,
         stack: ExitStack,
         *,
+        pulse: Pulse,
         started: float,
         skip_train: bool,
         sampler: Sampler | None,
         reporter: Reporter | None,
     ):
-        self.cfg, self.stack, self.started = cfg, stack, started
-        self.activity, self.events = Activity(), EventLog()
+        self.cfg, self.stack, self.started, self.pulse = cfg, stack, started, pulse
+        self.activity, self.events = pulse.activity, EventLog()
         self.folder = RunFolder.create(cfg.run_dir)
         self.manager: CheckpointManager = stack.enter_context(cfg.checkpoint.build(self.folder.checkpoints))
         start = self.manager.start()
@@ -82,7 +84,8 @@ class Job:
             terms=Terms(counted(cfg.model)),
         )
         self.console = stack.enter_context(console)
-        signals = Signals(announce=console.stop_requested, before_exit=console.release, polled=False)
+        pulse.before_exit = console.release
+        signals = Signals(announce=console.stop_requested, before_exit=pulse.exiting, polled=False, dump=pulse.dump)
         self.signals = stack.enter_context(signals)
         self.compiles = stack.enter_context(CompileLog(console.say, self.events.event))
         with console.ticker("setting up data, model and state"):
@@ -166,6 +169,7 @@ class Job:
         except NumericFault as fault:
             self.console.steps_over()
             self.events.event("numeric_fault", message=str(fault))
+            self.pulse.last_beat(f"numeric fault at {fault}", NUMERIC_FAULT_EXIT)
             self.console.say(
                 f"stopped by a numeric fault at {fault}; the weights before it are kept, nothing was saved. "
                 "Lower the learning rate, look at the data, or leave the step out with resilience.skip_steps; "
@@ -173,7 +177,8 @@ class Job:
             )
             self.ending.report()
             return NUMERIC_FAULT_EXIT
-        self.finish(last)
+        with self.activity.phase(FINISH):
+            self.finish(last)
         return 0
 
     def last(self) -> int:
@@ -327,10 +332,14 @@ def train(
     reporter: writes a page about the run at its end, unless logging.report is off.
     """
     started = time.monotonic()
-    find_devices()
     with ExitStack() as stack:
+        pulse = stack.enter_context(Pulse(cfg.run_dir, Activity()))
         try:
-            job = Job(cfg, stack, started=started, skip_train=skip_train, sampler=sampler, reporter=reporter)
+            with pulse.activity.phase(SETUP):
+                find_devices()
+                job = Job(
+                    cfg, stack, pulse=pulse, started=started, skip_train=skip_train, sampler=sampler, reporter=reporter
+                )
             if skip_train:
                 Evaluate(cfg, job.console, ticker=partial(job.console.ticker, total=False)).at_end(job.run, job.first)
                 return 0
@@ -338,6 +347,7 @@ def train(
             return job.work()
         except BaseException as error:
             fault = device_fault(error, cfg, Path(cfg.run_dir).expanduser())
+            pulse.failed(fault or error)
             end_at_once(fault or error)
             if fault is not None:
                 raise fault from error

@@ -1,13 +1,18 @@
 """What the threads of this process are doing: for the watchdog, the launcher, and messages about failures."""
 
+import statistics
 import threading
 import time
-from collections.abc import Generator
+from collections import deque
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-SETUP, COMPILE, STEP, BACKGROUND_SAVE = "setup", "compile", "step", "background_save"
+SETUP, COMPILE, STEP, BACKGROUND_SAVE, FINISH = "setup", "compile", "step", "background_save", "finish"
 """Phases beside those of `megajax.training.timing`, which are also timed: data_wait, evaluation, save."""
+
+REMEMBERED = 64
+"""Durations kept of each phase."""
 
 
 class Doing(NamedTuple):
@@ -20,34 +25,77 @@ class Doing(NamedTuple):
     """When it began, by the monotonic clock."""
     thread: int
     """Identifier of the thread."""
+    moved: float
+    """When it last made progress: at `since`, or later in a phase of many parts."""
 
 
 class Activity:
     """The phases that threads are in, nested: each thread enters and leaves its own, any thread reads all."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._threads: dict[int, tuple[Doing, ...]] = {}
         self._lock = threading.Lock()
+        self._seconds: dict[str, deque[tuple[int | None, float]]] = {}
         self.step = 0
         """The last step whose numbers have arrived."""
+        self.arrivals = 0
+        """Steps whose numbers have arrived in this attempt."""
         self.committed: int | None = None
         """The last step with a whole checkpoint; None: none so far."""
 
     @contextmanager
     def phase(self, name: str, step: int | None = None) -> Generator[None]:
         """Within the block, this thread is in phase `name`."""
-        thread = threading.get_ident()
+        thread, now = threading.get_ident(), self._clock()
         before = self._threads.get(thread, ())
-        self._set(thread, (*before, Doing(name, step, time.monotonic(), thread)))
+        self._set(thread, (*before, Doing(name, step, now, thread, now)))
         try:
             yield
         finally:
+            done = self._threads[thread][-1]
+            self._lasted(done)
             self._set(thread, before)
+
+    def progress(self) -> None:
+        """The phase that this thread is in has finished a part of its work, such as a batch of an evaluation."""
+        thread = threading.get_ident()
+        if phases := self._threads.get(thread, ()):
+            self._lasted(phases[-1], part=True)
+            self._set(thread, (*phases[:-1], phases[-1]._replace(moved=self._clock())))
+
+    def arrived(self, step: int) -> None:
+        """The numbers of a step have arrived."""
+        self.step, self.arrivals = step, self.arrivals + 1
 
     def now(self) -> tuple[Doing, ...]:
         """The innermost phase of each thread that is in one."""
         with self._lock:
             return tuple(phases[-1] for phases in self._threads.values())
+
+    def of_main_thread(self) -> Doing | None:
+        """The innermost phase of the main thread."""
+        with self._lock:
+            phases = self._threads.get(threading.main_thread().ident or 0, ())
+        return phases[-1] if phases else None
+
+    def typical(self, phase: str) -> float | None:
+        """Median of the seconds that the phase has taken, or its parts, step by step; None: it has not finished yet."""
+        with self._lock:
+            seconds = [each for _, each in self._seconds.get(phase, ())]
+        return statistics.median(seconds) if seconds else None
+
+    def _lasted(self, done: Doing, *, part: bool = False) -> None:
+        """Remember how long a phase or a part of it took. A step is dispatched first and fetched later: both count."""
+        seconds, step = self._clock() - done.moved, None if part else done.step
+        with self._lock:
+            known = self._seconds.setdefault(done.phase, deque(maxlen=REMEMBERED))
+            # The step after it may have been dispatched in between.
+            for place in range(len(known) - 1, max(len(known) - 3, -1), -1):
+                if step is not None and known[place][0] == step:
+                    known[place] = step, known[place][1] + seconds
+                    return
+            known.append((step, seconds))
 
     def _set(self, thread: int, phases: tuple[Doing, ...]) -> None:
         with self._lock:

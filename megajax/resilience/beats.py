@@ -4,13 +4,19 @@ The launcher names the folder in MEGAJAX_BEATS. Each process replaces its own fi
 that does not change any more belongs to a process that is stopped or dead. A process without a launcher writes none.
 """
 
+import contextlib
 import json
 import os
+import signal
+import socket
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Generator, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
+
+from megajax.config.errors import UserError
+from megajax.mesh.world import process_index
 
 BEATS, ATTEMPT = "MEGAJAX_BEATS", "MEGAJAX_ATTEMPT"
 """Environment variables that the launcher sets: the folder, and which start of the gang this is, from 1."""
@@ -63,6 +69,49 @@ class Beat:
     def age(self) -> float:
         """Seconds since it was written."""
         return time.time() - self.time
+
+
+def last_beat(failure: str, code: int, stacks: str | None = None) -> None:
+    """Tell the launcher, if there is one, why this process is about to end. The first failure counts, if it is called
+    again."""
+    folder, process = beats_folder(), process_index()
+    if folder is None:
+        return
+    beat = Beat.read(folder, process)
+    if beat is None or beat.pid != os.getpid():
+        beat = Beat(process=process, pid=os.getpid(), host=socket.gethostname(), time=0.0)
+    if beat.failure is None:
+        with contextlib.suppress(OSError):
+            replace(beat, failure=failure, code=code, stacks=stacks, time=time.time()).write(folder)
+
+
+def first_line(error: BaseException) -> str:
+    """An error in one line, with its class unless it is a message for the user."""
+    text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    return text if isinstance(error, UserError) and text else f"{type(error).__name__}: {text}".removesuffix(": ")
+
+
+def exit_code(error: BaseException) -> int:
+    """The exit code of a process that ends because of an error."""
+    match error:
+        case UserError():
+            return error.code
+        case KeyboardInterrupt():
+            return 128 + signal.SIGINT
+        case SystemExit():
+            return error.code if isinstance(error.code, int) else int(error.code is not None)
+    return 1
+
+
+@contextlib.contextmanager
+def failures_told() -> Generator[None]:
+    """An error that leaves the block becomes the last beat of this process."""
+    try:
+        yield
+    except BaseException as error:
+        if exit_code(error):
+            last_beat(first_line(error), exit_code(error))
+        raise
 
 
 def beats_folder(environment: Mapping[str, str] = os.environ) -> Path | None:

@@ -1,5 +1,6 @@
 """Stop signals: they become a request that the training loop polls, so that it can save a checkpoint first."""
 
+import faulthandler
 import os
 import signal
 import socket
@@ -19,6 +20,7 @@ from jax.experimental import multihost_utils
 
 _STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _EXIT_IF_REPEATED = (signal.SIGTERM, signal.SIGINT)
+_DUMP = signal.SIGUSR2
 
 # A launcher and the terminal, or two layers of a scheduler, may forward the same request within milliseconds.
 _DUPLICATE_SECONDS = 0.25
@@ -39,9 +41,12 @@ class Signals:
 
     The loop polls `request` wherever it may wait: between steps, in evaluation, and for data. A second SIGTERM or
     SIGINT ends the process at once with exit code 143 or 130, without saving, even if the main thread is in a
-    compilation or a collective; `before_exit` is called first, to restore the terminal. A signal within 0.25 s of
-    another is a duplicate. SIGUSR1 never ends the process at once. While `polled` is False, because there is nothing
-    to save yet, the first SIGTERM or SIGINT ends the process in the same way.
+    compilation or a collective; `before_exit(message, code)` is called first, to restore the terminal. A signal within
+    0.25 s of another is a duplicate. SIGUSR1 never ends the process at once. While `polled` is False, because there is
+    nothing to save yet, the first SIGTERM or SIGINT ends the process in the same way.
+
+    SIGUSR2 stops nothing: the stacks of all threads are written to stderr, also while C code holds the interpreter's
+    lock, and `dump` is called, in another thread.
 
     Enter it in the main thread, after `jax.distributed.initialize`, which replaces the handler of SIGTERM unless
     jax_enable_preemption_service is off. Leaving the block restores the former handlers.
@@ -51,11 +56,12 @@ class Signals:
         self,
         *,
         announce: Callable[[str], None] | None = None,
-        before_exit: Callable[[], None] | None = None,
+        before_exit: Callable[[str, int], None] | None = None,
         polled: bool = True,
+        dump: Callable[[], None] | None = None,
     ):
         self._announce = announce or _to_stderr
-        self._before_exit = before_exit
+        self._before_exit, self._dump = before_exit, dump or (lambda: None)
         self._request: StopRequest | None = None
         self._former: dict[signal.Signals, Any] = {}
         self._first_time: float | None = None
@@ -74,7 +80,9 @@ class Signals:
         # code also writes the number of each signal to a socket at once, and a thread reads it.
         self._inbox, self._outbox = socket.socketpair()
         self._outbox.setblocking(False)
-        self._former = {number: signal.signal(number, self._handle) for number in _STOP}
+        self._former = {number: signal.signal(number, self._handle) for number in (*_STOP, _DUMP)}
+        if (stderr := _stderr()) is not None:
+            faulthandler.register(_DUMP, file=stderr, all_threads=True, chain=True)
         self._former_descriptor = signal.set_wakeup_fd(self._outbox.fileno(), warn_on_full_buffer=False)
         self._watcher = threading.Thread(target=self._watch, name="signals", daemon=True)
         self._watcher.start()
@@ -92,6 +100,7 @@ class Signals:
         """Restores the former handlers; also in a forked child."""
         if not self._former:
             return
+        faulthandler.unregister(_DUMP)
         signal.set_wakeup_fd(self._former_descriptor)
         for number, handler in self._former.items():
             # None: a handler that was not installed from Python and cannot be restored.
@@ -99,13 +108,16 @@ class Signals:
         self._former = {}
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        self._take(signal.Signals(number))
+        if number != _DUMP:
+            self._take(signal.Signals(number))
 
     def _watch(self) -> None:
         while numbers := self._inbox.recv(64):
             for number in numbers:
                 if number in _STOP:
                     self._arrive(signal.Signals(number))
+                elif number == _DUMP:
+                    self._dump()
 
     def _take(self, which: signal.Signals) -> None:
         if self._request is None:
@@ -137,15 +149,24 @@ class Signals:
     def _exit_now(self, message: str, which: signal.Signals) -> None:
         try:
             if self._before_exit is not None:
-                self._before_exit()
+                self._before_exit(message, 128 + which)
             _to_stderr(message)
         finally:
             # Not sys.exit: atexit hooks of the runtime wait minutes for other processes.
             os._exit(128 + which)
 
 
+def _stderr() -> int | None:
+    """Descriptor of the standard error; None if it is closed."""
+    try:
+        return 2 if sys.__stderr__ is None else sys.__stderr__.fileno()
+    except (OSError, ValueError):
+        return None
+
+
 def _to_stderr(message: str) -> None:
-    os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, f"megajax: {message}\n".encode())
+    if (descriptor := _stderr()) is not None:
+        os.write(descriptor, f"megajax: {message}\n".encode())
 
 
 def agree(flag: bool) -> bool:

@@ -237,7 +237,7 @@ class _Loop:
         """Wait for a step."""
         with self.activity.phase(STEP, flight.reading.step):
             values = jax.device_get(dict(flight.metrics))
-        self.activity.step = flight.reading.step
+        self.activity.arrived(flight.reading.step)
         since, self.done = max(self.done, flight.dispatched), time.monotonic()
         told = self.times.told(values.pop(SECONDS, None), flight.reading.fresh)
         observed = self.run.program.observed

@@ -32,7 +32,7 @@ STUCK = """
 import jax, os
 from megajax.resilience.signals import Signals
 forever = jax.jit(lambda x: jax.lax.while_loop(lambda n: n >= 0, lambda n: (n + 1) % 1000, x))
-with Signals(before_exit=lambda: os.write(1, b"terminal in order\\n")):
+with Signals(before_exit=lambda why, code: os.write(1, b"terminal in order\\n")):
     print("ready", flush=True)
     forever(0).block_until_ready()
 """

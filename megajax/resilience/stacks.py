@@ -1,0 +1,44 @@
+"""The Python stacks of all threads as text, for a process that hangs."""
+
+import contextlib
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+
+from megajax.resilience.activity import Activity
+
+FOLDER = "hangs"
+"""Folder of the stacks in the run folder."""
+
+
+def stacks(activity: Activity) -> str:
+    """The stack of each thread, most recent call last, with the phase it is in; the main thread comes first."""
+    now, doing = time.monotonic(), {each.thread: each for each in activity.now()}
+    names: Mapping[int | None, str] = {thread.ident: thread.name for thread in threading.enumerate()}
+    main, lines = threading.main_thread().ident, []
+    frames = sys._current_frames()
+    for thread in sorted(frames, key=lambda each: (each != main, each not in doing)):
+        if thread == threading.get_ident():
+            continue
+        head = f"thread {names.get(thread, 'without a name')} ({thread})"
+        if (phase := doing.get(thread)) is not None:
+            step = "" if phase.step is None else f" of step {phase.step}"
+            head += f", in {phase.phase}{step} for {now - phase.since:.1f} s"
+        lines += [f"{head}:\n", *traceback.format_stack(frames[thread]), "\n"]
+    return "".join(lines)
+
+
+def write_stacks(run_dir: Path, process: int, why: str, text: str) -> Path | None:
+    """Append stacks to RUN_DIR/hangs/process_K.txt; None if it can't be written."""
+    path = run_dir / FOLDER / f"process_{process}.txt"
+    head = f"{time.strftime('%Y-%m-%d %H:%M:%S')}, process {process}, pid {os.getpid()}: {why}\n\n"
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            file.write(head + text)
+        return path
+    return None

@@ -1,0 +1,113 @@
+"""What a process tells the launcher before it ends, and when it is asked for its stacks."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megajax.config.errors import UserError
+from megajax.job.hang import Pulse
+from megajax.resilience.activity import Activity
+from megajax.resilience.beats import BEATS, Beat, failures_told, last_beat
+from megajax.resilience.signals import Signals
+from megajax.resilience.stacks import FOLDER
+
+
+class Wrong(UserError):
+    """An error of the user's making."""
+
+    code = 2
+
+
+@pytest.fixture
+def beats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(BEATS, str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("error", "failure", "code"),
+    [
+        (Wrong("no data\nmore"), "no data", 2),
+        (ValueError("odd"), "ValueError: odd", 1),
+        (KeyboardInterrupt(), "KeyboardInterrupt", 130),
+        (SystemExit(3), "SystemExit: 3", 3),
+    ],
+)
+def test_an_error_becomes_the_last_beat(beats: Path, error: BaseException, failure: str, code: int) -> None:
+    with pytest.raises(type(error)), failures_told():
+        raise error
+    beat = Beat.read(beats, 0)
+    assert beat is not None and (beat.failure, beat.code, beat.pid) == (failure, code, os.getpid())
+
+
+def test_a_clean_end_is_no_failure(beats: Path) -> None:
+    with pytest.raises(SystemExit), failures_told():
+        raise SystemExit(0)
+    assert Beat.read(beats, 0) is None
+
+
+def test_the_first_failure_counts(beats: Path) -> None:
+    last_beat("hang", 124, "stacks.txt")
+    last_beat("lost", 1)
+    beat = Beat.read(beats, 0)
+    assert beat is not None and (beat.failure, beat.code, beat.stacks) == ("hang", 124, "stacks.txt")
+
+
+def test_a_failure_of_a_former_process_is_forgotten(beats: Path) -> None:
+    Beat(process=0, pid=os.getpid() + 1, host="", time=0.0, failure="old", code=1).write(beats)
+    last_beat("new", 2)
+    beat = Beat.read(beats, 0)
+    assert beat is not None and beat.failure == "new"
+
+
+def test_beats_say_what_the_main_thread_does_and_stop_at_the_last(beats: Path, tmp_path: Path) -> None:
+    activity = Activity()
+    with Pulse(tmp_path / "run", activity) as pulse, activity.phase("evaluation", 7):
+        deadline = time.monotonic() + 30
+        while not ((beat := Beat.read(beats, 0)) and beat.phase) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert beat is not None and (beat.phase, beat.phase_step, beat.run_dir) == (
+            *("evaluation", 7),
+            str(tmp_path / "run"),
+        )
+        pulse.failed(ValueError("odd"))
+        time.sleep(1.5)
+        beat = Beat.read(beats, 0)
+        assert beat is not None and (beat.failure, beat.code, beat.phase) == ("ValueError: odd", 1, "evaluation")
+
+
+def test_no_launcher_no_beats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(BEATS, raising=False)
+    monkeypatch.chdir(tmp_path)
+    with Pulse(tmp_path, Activity()):
+        last_beat("hang", 124)
+    assert not list(tmp_path.iterdir())
+
+
+def test_sigusr2_writes_the_stacks_and_nothing_ends(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    activity = Activity()
+    pulse = Pulse(tmp_path, activity)
+    with Signals(dump=pulse.dump) as signals, activity.phase("data_wait", 7):
+        os.kill(os.getpid(), signal.SIGUSR2)
+        path, deadline = tmp_path / FOLDER / "process_0.txt", time.monotonic() + 30
+        while not (path.exists() and __name__ in path.read_text()) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert signals.request is None
+    text = path.read_text()
+    assert "asked for by SIGUSR2" in text and "thread MainThread" in text and "in data_wait of step 7" in text
+    assert "test_sigusr2_writes_the_stacks_and_nothing_ends" in text
+
+
+def test_a_command_that_fails_tells_the_launcher(tmp_path: Path) -> None:
+    """Also before there is a job."""
+    command = [sys.executable, "-m", "megajax.train", "--config=quickstart.py", "--steps=many", "--devices=cpu:1"]
+    ended = subprocess.run(command, env=os.environ | {BEATS: str(tmp_path)}, capture_output=True, check=False)
+    assert ended.returncode == 2
+    beat = json.loads((tmp_path / "process_0.json").read_text())
+    assert beat["code"] == 2 and beat["failure"]
