@@ -37,7 +37,14 @@ def main(argv: list[str]) -> int:
     skip_train = command.flags["skip_train"]
     sources = command.sources
     try:
-        code = train(command.config, skip_train=skip_train, sources=sources, sampler=sampler, reporter=reporter)
+        code = train(
+            command.config,
+            skip_train=skip_train,
+            sources=sources,
+            sampler=sampler,
+            reporter=reporter,
+            started=resolve("megajax.metrics.event_log:process_start")(),
+        )
     except ConfigError as error:
         raise advised(error, command.source, "train") from None
     finish()

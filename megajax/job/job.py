@@ -19,6 +19,7 @@ from megajax.job.compile_log import CompileLog
 from megajax.job.device_faults import device_fault
 from megajax.job.device_memory import compiled_memory, memory_in_use
 from megajax.job.ending import Ending, Reporter, Sampler
+from megajax.job.failure import FailureLog
 from megajax.job.hang import Pulse
 from megajax.job.hooks import Evaluate, EvaluateTasks, Save
 from megajax.job.resume import Resume, stored
@@ -59,6 +60,7 @@ class Job:
         *,
         pulse: Pulse,
         started: float,
+        failures: FailureLog,
         skip_train: bool,
         sampler: Sampler | None,
         reporter: Reporter | None,
@@ -67,6 +69,8 @@ class Job:
         self.activity, self.events = pulse.activity, EventLog()
         self.folder = RunFolder.create(cfg.run_dir)
         self.manager: CheckpointManager = stack.enter_context(cfg.checkpoint.build(self.folder.checkpoints))
+        if not skip_train:
+            failures.open(self.folder.events, self.activity, self.events, jax.process_index())
         start = self.manager.start()
         if skip_train and start is None:
             raise UserError(
@@ -85,11 +89,19 @@ class Job:
         )
         self.console = stack.enter_context(console)
         pulse.before_exit = console.release
-        signals = Signals(announce=console.stop_requested, before_exit=pulse.exiting, polled=False, dump=pulse.dump)
+        signals = Signals(
+            announce=console.stop_requested,
+            before_exit=pulse.exiting,
+            polled=False,
+            dump=pulse.dump,
+            received=failures.signal,
+        )
         self.signals = stack.enter_context(signals)
         self.compiles = stack.enter_context(CompileLog(console.say, self.events.event))
         with console.ticker("setting up data, model and state"):
-            resume = None if start is None else Resume(*start, own=self.resumed, say=console.say)
+            resume = (
+                None if start is None else Resume(*start, own=self.resumed, say=console.say, event=self.events.event)
+            )
             sources = cfg.checkpoint.sources() if resume is None else ()
             if sources:
                 resume = TakeWeights(sources, console.say)
@@ -122,7 +134,13 @@ class Job:
         if self.primary:
             folder.write_config(yaml, "\n".join(diff_from_defaults(cfg)) + "\n")
         # First, because it is what begins an attempt in events.jsonl; the early events follow, with their own times.
-        self.log.event("start", step=self.first, devices=self.run.mesh.size, processes=jax.process_count())
+        self.log.event(
+            "start",
+            step=self.first,
+            devices=self.run.mesh.size,
+            processes=jax.process_count(),
+            setup_seconds=round(time.monotonic() - self.started, 3),
+        )
         self.events.open(self.log.event)
         self.tell_skipped()
         signals.polled = True
@@ -323,6 +341,7 @@ def train(
     sources: Mapping[str, str] | None = None,
     sampler: Sampler | None = None,
     reporter: Reporter | None = None,
+    started: float | None = None,
 ) -> int:
     """Run the job; returns the exit code. Raises UserError for what is wrong before the first step.
 
@@ -330,15 +349,23 @@ def train(
     sources: setting -> where its value came from, for config.yaml.
     sampler: shows what the model can do at the end of a finished run, where logging.sample asks for it.
     reporter: writes a page about the run at its end, unless logging.report is off.
+    started: when this process began, by the monotonic clock; None: now.
     """
-    started = time.monotonic()
+    started, failures = time.monotonic() if started is None else started, FailureLog()
     with ExitStack() as stack:
         pulse = stack.enter_context(Pulse(cfg.run_dir, Activity()))
         try:
             with pulse.activity.phase(SETUP):
                 find_devices()
                 job = Job(
-                    cfg, stack, pulse=pulse, started=started, skip_train=skip_train, sampler=sampler, reporter=reporter
+                    cfg,
+                    stack,
+                    pulse=pulse,
+                    started=started,
+                    failures=failures,
+                    skip_train=skip_train,
+                    sampler=sampler,
+                    reporter=reporter,
                 )
             if skip_train:
                 Evaluate(cfg, job.console, ticker=partial(job.console.ticker, total=False)).at_end(job.run, job.first)
@@ -348,6 +375,7 @@ def train(
         except BaseException as error:
             fault = device_fault(error, cfg, Path(cfg.run_dir).expanduser())
             pulse.failed(fault or error)
+            failures.crash(fault or error)
             end_at_once(fault or error)
             if fault is not None:
                 raise fault from error

@@ -1,6 +1,7 @@
 """Going on from a checkpoint: what is stored beside the arrays, and what may not have changed since."""
 
 import re
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -85,11 +86,19 @@ class Resume:
     """The checkpoint is this run's; another run's may have had other settings."""
     say: Callable[[str], None]
     """Shows a line to people."""
+    event: Callable[..., None] = lambda name, **fields: None
+    """Takes the event `restored`."""
 
     def __call__(self, parts: Parts, like: TrainState) -> TrainState:
         """Raises UserError listing every changed setting, or the arrays that don't fit; nothing is written."""
         if self.own:
             self._compare(parts)
+        begun = time.monotonic()
+        state = self._restored(parts, like)
+        self.event("restored", step=self.step, seconds=round(time.monotonic() - begun, 3))
+        return state
+
+    def _restored(self, parts: Parts, like: TrainState) -> TrainState:
         program = parts.program
         wanted, stored = program.partition.order_of, partial(row_order, stored_chunks(self.reader.meta(self.step)))
         if same_order(program.arrays, stored, wanted):

@@ -6,12 +6,13 @@ Writers get plain numbers, already fetched from the devices, so that none of the
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
 from megajax.config.missing import require
 from megajax.metrics.config import LoggingConfig, WandbConfig
+from megajax.metrics.event_log import Clock, line_break
 from megajax.metrics.record import EvaluationRecord, Record, StepRecord, parse, to_json
 from megajax.metrics.runfolder import RunFolder, write_atomically
 
@@ -132,16 +133,17 @@ class LayersWriter(Writer):
 
 
 class EventsWriter(Writer):
-    """events.jsonl: the events of all attempts of a run. `time` is in seconds since 1970 (UTC)."""
+    """events.jsonl: the events of all attempts of a run. For `time` and `clock` of a line see Clock."""
 
-    def __init__(self, path: Path, *, clock: Callable[[], float] = time.time):
-        self._file = path.open("a", encoding="utf-8")
-        self._clock = clock
+    def __init__(self, path: Path, *, clock: Clock | None = None):
+        self._file = path.open("a+", encoding="utf-8")
+        self._file.write(line_break(self._file.fileno()))
+        self._clock = clock or Clock()
 
     def event(self, name: str, /, **fields: Any) -> None:
         if "event" in fields:
             raise ValueError(f"event {name!r} has a field 'event', which every event has; rename it")
-        self._file.write(to_json({"time": self._clock(), "event": name, **fields}))
+        self._file.write(to_json({**self._clock.now(), "event": name, **fields}))
         self._file.flush()
 
     def close(self) -> None:

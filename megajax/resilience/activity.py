@@ -46,12 +46,16 @@ class Activity:
 
     @contextmanager
     def phase(self, name: str, step: int | None = None) -> Generator[None]:
-        """Within the block, this thread is in phase `name`."""
+        """Within the block, this thread is in phase `name`; an error that leaves it says so as its `doing`."""
         thread, now = threading.get_ident(), self._clock()
         before = self._threads.get(thread, ())
-        self._set(thread, (*before, Doing(name, step, now, thread, now)))
+        doing = Doing(name, step, now, thread, now)
+        self._set(thread, (*before, doing))
         try:
             yield
+        except BaseException as error:
+            error.__dict__.setdefault("doing", doing)  # the innermost phase comes first
+            raise
         finally:
             done = self._threads[thread][-1]
             self._lasted(done)

@@ -59,9 +59,12 @@ class Signals:
         before_exit: Callable[[str, int], None] | None = None,
         polled: bool = True,
         dump: Callable[[], None] | None = None,
+        received: Callable[[str, int | None], None] | None = None,
     ):
+        """received: gets the name of each signal, and the exit code if the process ends now because of it."""
         self._announce = announce or _to_stderr
         self._before_exit, self._dump = before_exit, dump or (lambda: None)
+        self._received = received or (lambda name, code: None)
         self._request: StopRequest | None = None
         self._former: dict[signal.Signals, Any] = {}
         self._first_time: float | None = None
@@ -127,6 +130,7 @@ class Signals:
         """Handles a signal; only called in the watcher thread."""
         self._take(which)
         if which not in _EXIT_IF_REPEATED:
+            self._received(which.name, None)
             self._tell(f"{which.name} received: stopping {self.when}")
             return
         now = time.monotonic()
@@ -134,6 +138,7 @@ class Signals:
             self._exit_now(f"{which.name}: ended at once, with nothing to save yet", which)
         elif self._first_time is None:
             self._first_time = now
+            self._received(which.name, None)
             again = "press Ctrl-C again" if which is signal.SIGINT else "send it again"
             self._tell(f"{which.name} received: stopping {self.when}; {again} to exit at once, unsaved")
         elif now - self._first_time > _DUPLICATE_SECONDS:
@@ -148,6 +153,7 @@ class Signals:
 
     def _exit_now(self, message: str, which: signal.Signals) -> None:
         try:
+            self._received(which.name, 128 + which)
             if self._before_exit is not None:
                 self._before_exit(message, 128 + which)
             _to_stderr(message)

@@ -10,6 +10,7 @@ import pytest
 
 from megajax.config.errors import UserError
 from megajax.metrics.config import LoggingConfig, WandbConfig
+from megajax.metrics.event_log import Clock
 from megajax.metrics.record import EvaluationRecord, read_metrics
 from megajax.metrics.runfolder import RunFolder
 from megajax.metrics.writers import EventsWriter, Writer, Writers
@@ -18,7 +19,7 @@ from megajax.metrics.writers import EventsWriter, Writer, Writers
 def test_events_keep_every_attempt(tmp_path):
     path = tmp_path / "events.jsonl"
     for attempt in (1, 2):
-        writer = EventsWriter(path, clock=lambda: 1.5)
+        writer = EventsWriter(path, clock=Clock(lambda: 1.5, lambda: 3.25))
         writer.event("saved", step=attempt, path=Path("/x"), seconds=math.inf, name="a", sizes=(1, 2))
         writer.close()
     lines = [json.loads(line) for line in path.read_text().splitlines()]

@@ -1,0 +1,79 @@
+"""What ends or disturbs a process, as lines of events.jsonl: crashes and signals, from any process and at any time."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megajax.config.errors import UserError
+from megajax.metrics.event_log import EventLog, append_event
+from megajax.resilience.activity import SETUP, Activity, Doing
+
+LONGEST = 400
+"""Characters of an error that are kept."""
+
+
+class FailureLog:
+    """Appends to events.jsonl directly: the process may be gone before anything that is buffered is written.
+
+    Until `open`, the run folder may belong to another run that is still going, and nothing is written.
+    """
+
+    def __init__(self) -> None:
+        self._path: Path | None = None
+        self._activity, self._events, self._process = Activity(), EventLog(), 0
+
+    def open(self, path: Path, activity: Activity, events: EventLog, process: int) -> None:
+        """Write to `path` from now on. activity, events: of this process, whose index is `process`."""
+        self._path, self._activity, self._events, self._process = path, activity, events, process
+
+    def crash(self, error: BaseException) -> None:
+        """An error ends this process."""
+        phase, step = self._where(_doing(error))
+        self._append("crash", error=one_line(error), phase=phase, step=step, exit_code=_exit_code(error))
+
+    def signal(self, name: str, exit_code: int | None) -> None:
+        """A signal arrived. exit_code: of this process, if the signal ends it now."""
+        phase, step = self._where(next(iter(self._activity.now()), None))
+        ends = {} if exit_code is None else {"exit_code": exit_code}
+        self._append("signal", signal=name, phase=phase, step=step, **ends)
+
+    def _where(self, doing: Doing | None) -> tuple[str | None, int | None]:
+        if doing is None:
+            return None if self._events.opened else SETUP, None
+        return doing.phase, doing.step
+
+    def _append(self, event: str, **fields: Any) -> None:
+        # The disk may be full or gone; the failure itself is what people must see.
+        with contextlib.suppress(OSError):
+            if self._path is not None:
+                append_event(self._path, event, process=self._process, **fields)
+
+
+def one_line(error: BaseException) -> str:
+    """Type and message of an error, without what comes after its first line."""
+    first = next(iter(str(error).strip().splitlines()), "")
+    text = first if isinstance(error, UserError) else f"{type(error).__name__}{': ' * bool(first)}{first}"
+    return text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…"
+
+
+def _exit_code(error: BaseException) -> int:
+    if isinstance(error, KeyboardInterrupt):
+        return 130
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else 1
+    return error.code if isinstance(error, UserError) else 1
+
+
+def _doing(error: BaseException) -> Doing | None:
+    """The phase in which an error was raised; None if in none."""
+    return next(filter(None, (getattr(one, "doing", None) for one in _chain(error))), None)
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    one: BaseException | None = error
+    while one is not None and id(one) not in seen:
+        seen.add(id(one))
+        yield one
+        one = one.__cause__ or one.__context__
