@@ -1,6 +1,7 @@
 """Rows for language models: a fixed number of tokens from a stream of shuffled documents."""
 
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -9,6 +10,7 @@ import numpy as np
 
 from megajax.config.errors import UserError
 from megajax.data.index import RowIndex
+from megajax.data.indexed import Piece
 
 NO_PAD = -1
 """Padding value for tokenizers without a pad token: no token has this value."""
@@ -30,7 +32,7 @@ class TokenSource(Protocol):
     dtype: np.dtype
     lengths: np.ndarray
 
-    def sequence(self, number: int, start: int = 0, stop: int | None = None) -> np.ndarray: ...
+    def gather(self, pieces: Sequence[Piece]) -> tuple[np.ndarray, list[int]]: ...
     def document_of(self, sequence: int) -> int: ...
     def identity(self) -> str: ...
 
@@ -101,8 +103,6 @@ class GPTDataset:
         self._positions = _constant(np.arange(length, dtype=np.int32))
         self._zeros = _constant(np.zeros(length, np.int32))
         self._ones = _constant(np.ones(length, np.float32))
-        # int64 tokens are checked against the vocabulary before they are cast to int32.
-        self._dtype = np.int64 if tokens.dtype.itemsize > 4 else np.int32
 
     def order(self) -> str:
         """Identifier of the order of the rows; unchanged if rows are appended."""
@@ -140,30 +140,26 @@ class GPTDataset:
         starts = np.unique(np.minimum([0, *np.cumsum(parts[:-1])], length))
         return np.diff(starts[starts < length], append=length)
 
-    def _pieces(self, row: int) -> list[tuple[int, int, int | None]]:
-        """(sequence, first token, one past the last) of each part of a row; None: the end of the sequence."""
+    def _pieces(self, row: int) -> list[Piece]:
+        """The parts of a row."""
         position = int(self.index.shuffle[row])
         (first, begin), (last, end) = self.index.samples[position : position + 2].tolist()
         documents = self.index.documents[first : last + 1].tolist()
-        pieces: list[tuple[int, int, int | None]] = [(document, 0, None) for document in documents]
+        pieces: list[Piece] = [(document, 0, None) for document in documents]
         pieces[-1] = (documents[-1], 0, end + self.options.extra)
         pieces[0] = (documents[0], begin, pieces[0][2])
         return pieces
 
     def _text(self, row: int) -> tuple[np.ndarray, list[int], int]:
         """Tokens [S + extra] with padding at the end, the start of each document, and the number of real tokens."""
-        text = np.empty(self.sequence_length + self.options.extra, self._dtype)
-        pieces, borders, filled = self._pieces(row), [], 0
-        for sequence, begin, end in pieces:
-            part = self.tokens.sequence(sequence, begin, end)
-            borders.append(filled)
-            text[filled : filled + len(part)] = part
-            filled += len(part)
-        real = text[:filled]
-        if filled and (real.max() >= self._vocabulary_size or real.min() < 0):
-            raise self._outside(real, pieces, borders)
+        text, pieces = np.empty(self.sequence_length + self.options.extra, np.int32), self._pieces(row)
+        stored, borders = self.tokens.gather(pieces)
+        filled = len(stored)
+        if filled and (stored.max() >= self._vocabulary_size or stored.min() < 0):
+            raise self._outside(stored, pieces, borders)
+        text[:filled] = stored  # after the check: int64 tokens may not fit
         text[filled:] = self._pad
-        return text.astype(np.int32, copy=False), borders, filled
+        return text, borders, filled
 
     def _outside(self, real: np.ndarray, pieces: list, borders: list[int]) -> UserError:
         at = int(np.argmax((real >= self._vocabulary_size) | (real < 0)))

@@ -10,6 +10,7 @@ import numpy as np
 
 from megajax.config.missing import require
 from megajax.data.item_rows import UnreadableItem
+from megajax.data.reading import passing
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 """Formats that are read: others of Pillow start programs or are never trained on."""
@@ -116,13 +117,17 @@ class StoredPicture:
 
 
 def read_bounded(path: Path, maximum_pixels: int) -> bytes:
-    """The file's content. Raises UnreadableItem for one that is missing, or larger than any image allowed."""
+    """The file's content.
+
+    Raises UnreadableItem for one that is missing, or larger than any image allowed; OSError where the disk or file
+    server fails.
+    """
     try:
         with path.open("rb") as file:
             check_bytes(os.fstat(file.fileno()).st_size, maximum_pixels)
             return file.read()
     except OSError as error:
-        raise UnreadableItem("cannot be read", error.strerror or str(error)) from error
+        raise _unreadable(error) from error
     except ValueError as error:  # a path with a zero byte
         raise UnreadableItem("cannot be read", str(error)) from error
 
@@ -130,16 +135,21 @@ def read_bounded(path: Path, maximum_pixels: int) -> bytes:
 def read_at(path: Path, offset: int, size: int) -> bytes:
     """Bytes of a file, which is opened for each read: there may be more files than a process may hold open.
 
-    Raises UnreadableItem.
+    Raises UnreadableItem; OSError where the disk or file server fails.
     """
     try:
         with path.open("rb", buffering=0) as file:
             data = os.pread(file.fileno(), size, offset)
     except OSError as error:
-        raise UnreadableItem("cannot be read", error.strerror or str(error)) from error
+        raise _unreadable(error) from error
     if len(data) < size:
         raise UnreadableItem("cannot be read", f"{path} ends at byte {offset + len(data)}: it was cut")
     return data
+
+
+def _unreadable(error: OSError) -> Exception:
+    """An error of the disk or file server is not the item's fault: it stays what it is, and the row is read again."""
+    return error if passing(error) else UnreadableItem("cannot be read", error.strerror or str(error))
 
 
 def is_compressed(path: Path) -> bool:

@@ -28,6 +28,7 @@ from typing import BinaryIO, Self
 import numpy as np
 
 from megajax.config.errors import UserError
+from megajax.data.reading import ReadFile, retried
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -61,8 +62,12 @@ def _fault(path: Path, field: str, offset: int, expected: object, actual: object
     return UserError(f"{text} {hint or 'The file is damaged or not an index of tokens: write it again.'}")
 
 
+type Piece = tuple[int, int, int | None]
+"""(sequence, first token, one past the last) of a part of a sequence; None: to the end of the sequence."""
+
+
 class IndexedTokens:
-    """A validated, memory-mapped token file.
+    """A validated token file; its index is memory-mapped, its tokens are read by position.
 
     Attributes:
         prefix: path without `.bin` / `.idx`.
@@ -71,11 +76,11 @@ class IndexedTokens:
         offsets: int64 [N], byte offset of each sequence in `.bin`.
         document_table: int64 [D], first sequence of each document, then N.
         modes: int8 [N] for multimodal files, else None.
-        tokens: all tokens of `.bin`, flat, in `dtype`.
+        total: tokens of all sequences.
 
     Raises:
         UserError: a file is missing or a field of the index is invalid; names file, field, byte offset, and the
-            expected and actual value.
+            expected and actual value. ReadError: the disk or file server fails.
     """
 
     def __init__(self, prefix: Path | str, *, multimodal: bool = False):
@@ -87,6 +92,9 @@ class IndexedTokens:
                     f"{path}: no such file. A data path is a prefix: PREFIX.bin and PREFIX.idx must both exist "
                     "(python -m megajax.preprocess writes them)."
                 )
+        # Read once, which may fail with a message; a page of the map that cannot be read ends the process.
+        self._digest = retried(lambda: _sha256(index), str(index))
+        self._index = ReadFile(index)
         buffer = _map(index)
         self.dtype, sequences, entries = _header(index, buffer, multimodal)
         lengths_at = HEADER_BYTES
@@ -99,14 +107,15 @@ class IndexedTokens:
         self.modes = np.frombuffer(buffer, "<i1", sequences, modes_at) if multimodal else None
         total = _check_sequences(index, self.lengths, self.offsets, self.dtype.itemsize)
         _check_documents(index, self.document_table, sequences, documents_at)
-        size = tokens.stat().st_size
+        self._bytes = retried(lambda: ReadFile(tokens), str(tokens))
+        size = self._bytes.size
         if size != total:
             raise UserError(
                 f"{tokens}: expected {total} bytes (the lengths in {index.name} add up to "
                 f"{total // self.dtype.itemsize} tokens of {self.dtype.name}), found {size} bytes. "
                 "The file is cut short or belongs to another index: write both again."
             )
-        self.tokens = np.frombuffer(_map(tokens), self.dtype)
+        self.total = total // self.dtype.itemsize
 
     def __len__(self) -> int:
         """Number of sequences."""
@@ -118,10 +127,54 @@ class IndexedTokens:
         return len(self.document_table) - 1
 
     def sequence(self, number: int, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Tokens [start, stop) of a sequence (to its end when stop is None): a view of the memory map, not a copy."""
-        length = int(self.lengths[number])
-        first = int(self.offsets[number]) // self.dtype.itemsize
-        return self.tokens[first + start : first + (length if stop is None else min(stop, length))]
+        """Tokens [start, stop) of a sequence (to its end when stop is None). Raises as `gather`."""
+        return self.gather([(number, start, stop)])[0]
+
+    def gather(self, pieces: Sequence[Piece]) -> tuple[np.ndarray, list[int]]:
+        """Tokens of parts of sequences, one after another, and where each part begins in them.
+
+        Raises:
+            ChangedFile: one of the two files has been cut since it was opened.
+            OSError: the disk or file server fails.
+        """
+        numbers = [number for number, _, _ in pieces]
+        self._demand_index(numbers[0])
+        parts, begins, total, width = [], [], 0, self.dtype.itemsize
+        lengths, offsets = self.lengths[numbers].tolist(), self.offsets[numbers].tolist()
+        for (_, start, stop), length, offset in zip(pieces, lengths, offsets, strict=True):
+            count = max(0, (length if stop is None or stop > length else stop) - start)
+            parts.append((offset + start * width, count * width))
+            begins.append(total)
+            total += count
+        return self._bytes.read(parts, self.dtype, lambda part: f"sequence {numbers[part]}"), begins
+
+    def document(self, number: int) -> np.ndarray:
+        """All tokens of a document. Raises as `gather`."""
+        self._demand_index(number)
+        return self.read(*self.document_table[number : number + 2].tolist())
+
+    def read(self, first: int, last: int) -> np.ndarray:
+        """All tokens of sequences [first, last), which lie back to back. Raises as `gather`."""
+        if first == last:
+            return np.zeros(0, self.dtype)
+        self._demand_index(first)
+        begin = int(self.offsets[first])
+        end = int(self.offsets[last - 1]) + int(self.lengths[last - 1]) * self.dtype.itemsize
+        return self._bytes.read([(begin, end - begin)], self.dtype, lambda _: f"sequences {first} to {last - 1}")
+
+    def _demand_index(self, number: int) -> None:
+        """Raises ChangedFile where the index has been cut: looking a number up would end the process."""
+        if self._index.size_now() < self._index.size:
+            raise self._index.changed(f"number {number} cannot be looked up")
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """All tokens of `.bin`, flat, in `dtype`, read at once."""
+        return self.read(0, len(self))
+
+    def files(self) -> tuple[Path, ...]:
+        """The files that are read."""
+        return tokens_path(self.prefix), index_path(self.prefix)
 
     def document_of(self, sequence: int) -> int:
         """Number of the document that holds a sequence."""
@@ -129,10 +182,14 @@ class IndexedTokens:
 
     def identity(self) -> str:
         """SHA-256 of the content of `.idx` and the size of `.bin`: independent of file dates."""
-        with index_path(self.prefix).open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256")
-        digest.update(struct.pack("<Q", self.tokens.nbytes))
+        digest = self._digest.copy()
+        digest.update(struct.pack("<Q", self._bytes.size))
         return digest.hexdigest()
+
+
+def _sha256(path: Path) -> "hashlib._Hash":
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256")
 
 
 def _map(path: Path) -> mmap.mmap | bytes:

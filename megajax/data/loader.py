@@ -19,6 +19,7 @@ from megajax.batch import SAMPLE, Batch, Leaf, Schema
 from megajax.config.errors import UserError
 from megajax.data.config import LoaderConfig
 from megajax.data.dealing import Dealing, DealtSteps, Imbalance
+from megajax.data.reading import RETRIES, ChangedFile, retried
 from megajax.mesh.row_cut import WHOLE, RowCut
 
 SAMPLE_BITS = 32
@@ -70,16 +71,25 @@ class LocalRows:
         return chosen[(slice(None), slice(None), *index[2:])]
 
 
-def read_rows(source: RowSource, schema: Schema, first: int, offsets: np.ndarray, cut: RowCut = WHOLE) -> Block:
+def read_rows(
+    source: RowSource,
+    schema: Schema,
+    first: int,
+    offsets: np.ndarray,
+    cut: RowCut = WHOLE,
+    retries: int = RETRIES,
+) -> Block:
     """Read rows first + offsets: each leaf [K, ...], `sample` uint32 [K]; sequences in the order that `cut` says.
 
-    Raises UserError for a row that lacks a leaf, and for arrays with other shapes, kinds of dtypes or values than the
-    schema says.
+    A row is read again, up to `retries` times, where the disk or file server failed.
+
+    Raises UserError for a row that lacks a leaf or cannot be read, and for arrays with other shapes, kinds of dtypes or
+    values than the schema says.
     """
     numbers = first + offsets
     block = {name: np.empty((len(numbers), *leaf.shape), leaf.dtype) for name, leaf in schema.items() if name != SAMPLE}
     for place, number in enumerate(numbers.tolist()):
-        row = source[number]
+        row = _row(source, number, retries)
         for name, values in block.items():
             values[place] = _array(row, name, schema[name], number)
     for name, values in block.items():
@@ -98,6 +108,23 @@ def read_rows(source: RowSource, schema: Schema, first: int, offsets: np.ndarray
     block = {name: cut.arranged(values, (None, *schema[name].axes)) for name, values in block.items()}
     block[SAMPLE] = (numbers % (1 << SAMPLE_BITS)).astype(np.uint32)
     return block
+
+
+def _row(source: RowSource, number: int, retries: int) -> Mapping[str, np.ndarray]:
+    """Row `number`. Raises UserError, which names the row where a file cannot be read."""
+    try:
+        return source[number]
+    except ChangedFile as error:
+        raise ChangedFile(f"row {number} of the data: {error}") from error
+    except OSError as error:
+        first: list[OSError] = [error]
+
+    def again() -> Mapping[str, np.ndarray]:
+        if first:
+            raise first.pop()
+        return source[number]
+
+    return retried(again, f"row {number} of the data", retries)
 
 
 def _array(row: Mapping[str, np.ndarray], name: str, leaf: Leaf, number: int) -> np.ndarray:
@@ -126,8 +153,10 @@ class _Steps:
         offsets: np.ndarray,
         cut: RowCut,
         dealt: DealtSteps | None,
+        retries: int,
     ):
         self._source, self._schema, self._cut, self._dealt = source, schema, cut, dealt
+        self._retries = retries
         self._first, self._size, self._offsets = first, size, offsets
 
     def __len__(self) -> int:
@@ -136,7 +165,7 @@ class _Steps:
     def __getitem__(self, index: Any) -> Block:
         first = self._first + int(index) * self._size
         rows = self._offsets if self._dealt is None else self._dealt.places(first)[self._offsets]
-        return read_rows(self._source, self._schema, first, rows, self._cut)
+        return read_rows(self._source, self._schema, first, rows, self._cut, self._retries)
 
 
 class Loader:
@@ -221,8 +250,9 @@ class Loader:
         indices = self._shardings[SAMPLE].addressable_devices_indices_map(self._shape)
         self._local = LocalRows((index for index in indices.values() if index is not None), *self._shape)
         steps = _Steps(
-            self._source, self._schema, self.consumed, self._size, self._local.offsets, self._cut, self._dealt()
-        )
+            self._source, self._schema, self.consumed, self._size, self._local.offsets, self._cut, self._dealt(),
+            self._config.retries,
+        )  # fmt: skip
         ahead = grain.ReadOptions(num_threads=self._config.threads, prefetch_buffer_size=self._config.prefetch)
         return iter(grain.MapDataset.source(steps).to_iter_dataset(ahead))
 

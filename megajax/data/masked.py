@@ -100,7 +100,7 @@ class MaskedSamples:
     def read(self, first: int, last: int) -> np.ndarray:
         """Tokens of sentences [first, last), which lie back to back in the file."""
         file = self.tokens
-        text = file.tokens[self.place(first) : self.place(last - 1) + int(file.lengths[last - 1])]
+        text = file.read(first, last)
         if len(text) and (text.max() >= self._vocabulary_size or text.min() < 0):
             wrong = int(text[np.argmax((text >= self._vocabulary_size) | (text < 0))])
             raise UserError(

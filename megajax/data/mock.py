@@ -1,6 +1,7 @@
 """Made-up token files for tests of speed and of the way from index to device: no disk, no cost."""
 
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ from megajax.batch import Schema
 from megajax.data.blend import DatasetBuilder
 from megajax.data.config import BlendConfig, MockConfig
 from megajax.data.gpt import Tokenizer
+from megajax.data.indexed import Piece
 from megajax.data.splits import Rows, Splits, parse_split
 
 DOCUMENTS = 100_000
@@ -38,6 +40,12 @@ class MockTokens:
         tokens = self._counted[start:length].copy()
         tokens[-1:] = self._eod
         return tokens
+
+    def gather(self, pieces: Sequence[Piece]) -> tuple[np.ndarray, list[int]]:
+        """Tokens of parts of documents, one after another, and where each part begins in them."""
+        parts = [self.sequence(*piece) for piece in pieces]
+        sizes = [len(part) for part in parts]
+        return np.concatenate(parts), [0, *np.cumsum(sizes[:-1]).tolist()]
 
     def document_of(self, sequence: int) -> int:
         """Each sequence is a document of its own."""

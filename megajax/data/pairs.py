@@ -35,22 +35,22 @@ class PairedTokens:
         if len(set(counts)) > 1:
             sizes = " and ".join(f"{side.prefix} has {side.documents}" for side in self.sides)
             raise UserError(f"{path}: {sizes} documents, but they belong together. Preprocess both at once.")
-        # Where each document begins in the tokens of its file, and the end.
-        self._starts = tuple(np.append(side.offsets // side.dtype.itemsize, len(side.tokens))[side.document_table]
-                             for side in self.sides)  # fmt: skip
-        for side, starts in zip(self.sides, self._starts, strict=True):
+        for side in self.sides:
             if side.dtype.kind not in "iu":
                 raise UserError(f"{side.prefix}: stored as {side.dtype.name}, but tokens must be integers.")
+            # Where each document begins in the tokens of its file, and the end.
+            starts = np.append(side.offsets // side.dtype.itemsize, side.total)[side.document_table]
             if empty := np.flatnonzero(np.diff(starts) == 0).tolist():
                 what = f"{len(empty)} of {self.documents} documents have no tokens, the first is number {empty[0]}"
                 raise UserError(f"{side.prefix}: {what}. Preprocess with --pairs --on-error=skip to leave them out.")
 
     def pair(self, number: int) -> list[np.ndarray]:
-        """Tokens of both texts of a pair, views of the memory maps."""
-        return [
-            side.tokens[starts[number] : starts[number + 1]]
-            for side, starts in zip(self.sides, self._starts, strict=True)
-        ]
+        """Tokens of both texts of a pair."""
+        return [side.document(number) for side in self.sides]
+
+    def files(self) -> tuple[Path, ...]:
+        """The files that are read."""
+        return tuple(file for side in self.sides for file in side.files())
 
     def identity(self) -> str:
         """Hash of both files' identities."""

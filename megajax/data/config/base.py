@@ -65,9 +65,12 @@ class LoaderConfig:
     """Reading of rows: in which order, and how far ahead of the step that uses them."""
 
     threads: int = 1
-    """Threads that read batches. One is fastest: token files are memory-mapped, and more threads compete."""
+    """Threads that read batches. One is fastest for token files: more threads compete for Python's lock."""
     prefetch: int = 4
     """Batches read ahead and kept in host memory."""
+    retries: int = 6
+    """How often a row is read again where the disk or file server fails; the first time after a quarter of a second,
+    then after twice as long each time."""
     cyclic: CyclicConfig | None = None
     """Read rows in another random order in each pass, and as many passes as the run needs; none: in the order of the
     data, which may already be random."""
@@ -78,7 +81,8 @@ class LoaderConfig:
     so do the losses."""
 
     def problems(self) -> list[Problem]:
-        return at_least("threads", self.threads, 1) + at_least("prefetch", self.prefetch, 1)
+        problems = at_least("threads", self.threads, 1) + at_least("prefetch", self.prefetch, 1)
+        return problems + at_least("retries", self.retries, 0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
