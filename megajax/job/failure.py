@@ -28,7 +28,9 @@ class FailureLog:
         self._path, self._activity, self._events, self._process = path, activity, events, process
 
     def crash(self, error: BaseException) -> None:
-        """An error ends this process."""
+        """An error ends this process. A refused start is no part of the run: it leaves the folder as it was."""
+        if _exit_code(error) == 2 and not self._events.opened:
+            return
         phase, step = self._where(_doing(error))
         self._append("crash", error=one_line(error), phase=phase, step=step, exit_code=_exit_code(error))
 
