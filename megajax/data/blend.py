@@ -1,6 +1,7 @@
 """Blends of datasets: the dataset of each row, and the number of rows of each dataset."""
 
 import math
+import warnings
 import zlib
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -15,7 +16,7 @@ from megajax.data.attention_work import lengths_of_row
 from megajax.data.cache import Arrays, load_or_build, user_cache
 from megajax.data.config import BlendConfig, TokenFilesConfig
 from megajax.data.gpt import GPTDataset, RowOptions, Tokenizer, TokenSource, pad_token
-from megajax.data.index import IndexRequest, RowIndex, build_index
+from megajax.data.index import IndexRequest, RowIndex, build_index, least_tokens
 from megajax.data.indexed import IndexedTokens
 from megajax.data.splits import NAMES, Range, Rows, Splits, parse_paths, parse_split, split_bounds, wanted
 
@@ -286,6 +287,14 @@ class DatasetBuilder(BlendBuilder[GPTDataset]):
         arrays = load_or_build(self.folder, description, lambda: build_index(tokens.lengths, request, name)._asdict())
         index = RowIndex(**arrays)
         passes = len(index.documents) // (request.last - request.first)  # each reads every sequence once
+        split_tokens = int(tokens.lengths[request.first : request.last].sum(dtype=np.int64))
+        if split_tokens < least_tokens(request):
+            warnings.warn(
+                f"{name}: has {split_tokens} tokens, and a row reads {least_tokens(request)}: its documents are "
+                f"repeated within rows, {passes} times in all, as by Megatron-LM. Give it a larger share in "
+                "data.split, or more data.",
+                stacklevel=2,
+            )
         return self.make(tokens, identity, index, passes)
 
     def make(self, tokens: TokenSource, identity: str, index: RowIndex, passes: int) -> GPTDataset:

@@ -5,7 +5,7 @@ at token k·S and has S tokens plus one extra, the last label, so adjacent rows 
 shuffled. One generator, seeded once, does both, and the arrays are bitwise equal to Megatron-LM's.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -70,8 +70,13 @@ def plan_epochs(tokens_per_epoch: int, request: IndexRequest) -> Epochs:
     return Epochs(count, before, request.rows - before < int(SEPARATE_BELOW * per_epoch))
 
 
+def least_tokens(request: IndexRequest) -> int:
+    """Tokens that a split needs so that one epoch has a row."""
+    return request.extra + (request.sequence_length if request.drop_last else 1)
+
+
 def build_index(lengths: np.ndarray, request: IndexRequest, name: str) -> RowIndex:
-    """Build the three arrays of a split.
+    """Build the three arrays of a split. One with too few tokens for a row is repeated until a row is full.
 
     Args:
         lengths: int32 [N], tokens of every sequence of the token file.
@@ -79,18 +84,24 @@ def build_index(lengths: np.ndarray, request: IndexRequest, name: str) -> RowInd
         name: the split's name in errors.
 
     Raises:
-        UserError: the split has no sequences, no tokens, or too few tokens for a single row.
+        UserError: the split has no sequences or no tokens.
     """
     own = lengths[request.first : request.last]
     tokens = int(own.sum(dtype=np.int64))
-    least = 1 if not request.drop_last else request.sequence_length
-    if tokens < least + request.extra:
+    if not tokens:
         raise UserError(
             f"{name}: {len(own)} of {len(lengths)} sequences fall into it (numbers {request.first} to {request.last}), "
-            f"with {tokens} tokens; one row needs {least + request.extra}. Give it a larger share in data.split, "
-            "more data, or ask for no rows of it."
+            "with 0 tokens: there is nothing to make rows of. Give it a larger share in data.split, more data, or ask "
+            "for no rows of it."
         )
+    if request.rows is None and tokens < least_tokens(request):
+        request = replace(request, rows=1)  # one epoch has no row
     epochs = plan_epochs(tokens, request)
+    if tokens < least_tokens(request) and epochs.count * len(own) > INT32_MAX:
+        raise UserError(
+            f"{name}: its {tokens} tokens would be repeated {epochs.count} times for {request.rows} rows of "
+            f"{request.sequence_length}. Give it a larger share in data.split, more data, or ask for fewer rows of it."
+        )
     generator = np.random.RandomState(request.seed)
     documents = _document_index(request, epochs, generator)
     stream_ends = np.cumsum(lengths[documents], dtype=np.int64)

@@ -168,3 +168,22 @@ def test_the_order_of_rows_has_an_identifier(tmp_path: Path, pair: list[str]) ->
     apart, together = one_epoch + one_epoch // 4, 2 * one_epoch - 2
     lengths = {len(build(tmp_path, Rows(rows), paths=(pair[0],), split="100,0,0").train) for rows in (apart, together)}
     assert len(lengths) == 1 and order(apart, paths=(pair[0],)) != order(together, paths=(pair[0],))
+
+
+def test_a_split_smaller_than_a_row_is_repeated_with_a_warning(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "tiny", [range(1, 10), range(10, 15)])
+    config = BlendConfig(paths=(str(prefix),), split="1", cache_dir=str(tmp_path / "cache"))
+
+    def build(rows: int | None) -> Any:
+        return config.build(tokenizer=tokenizer(), schema=text_schema(32, 2**31), rows=Rows(rows), seed=1).train
+
+    for _ in range(2):  # built, then from the cache
+        with pytest.warns(
+            UserWarning, match=r"tiny, split train: has 14 tokens, and a row reads 33: .* repeated"
+        ) as seen:
+            rows = build(8)
+        assert len(seen) == 1
+    assert len(rows) >= 8 and rows.passes == 19  # 8 · 32 + 1 tokens
+    assert sorted(set(np.concatenate([rows[row]["tokens"] for row in range(8)]).tolist())) == list(range(1, 15))
+    with pytest.warns(UserWarning, match="3 times in all"):
+        assert len(build(None)) == 1

@@ -43,11 +43,13 @@ def test_equals_a_walk(lengths: list[int], sequence_length: int, rows: int | Non
         first=0, last=len(lengths), rows=rows, sequence_length=sequence_length, seed=7, extra=extra, drop_last=drop_last
     )
     sizes, total = np.array(lengths, np.int32), sum(lengths)
-    if total < extra + (sequence_length if drop_last else 1):
-        with pytest.raises(UserError, match="one row needs"):
+    if not total:
+        with pytest.raises(UserError, match="with 0 tokens"):
             build_index(sizes, request, "x")
         return
     index = build_index(sizes, request, "x")
+    if rows is None and total < extra + (sequence_length if drop_last else 1):
+        rows = 1  # repeated until a row is full
     stream = len(index.documents) // len(lengths) * total - extra
     expected = stream // sequence_length if drop_last else -(-stream // sequence_length)
     assert len(index.shuffle) == expected >= (rows or 0)
@@ -85,5 +87,54 @@ def test_exact_fit_starts_on_the_last_token() -> None:
 
 def test_errors_name_split_and_numbers(tmp_path: Path) -> None:
     empty = IndexRequest(first=5, last=5, rows=40, sequence_length=8, seed=0)
-    with pytest.raises(UserError, match=r"corpus, split test: 0 of 10 sequences .* 0 tokens; one row needs 9"):
+    with pytest.raises(UserError, match=r"corpus, split test: 0 of 10 sequences .* 0 tokens: there is nothing"):
         build_index(np.full(10, 4, np.int32), empty, "corpus, split test")
+    one = IndexRequest(first=0, last=1, rows=1_000_000, sequence_length=8192, seed=0)
+    with pytest.raises(UserError, match=r"its 1 tokens would be repeated 8192000001 times for 1000000 rows of 8192"):
+        build_index(np.array([1], np.int32), one, "x")
+
+
+def megatron_index(lengths: list[int], rows: int, length: int, seed: int, extra: int) -> list[list[int]]:
+    """Tokens of each row in the order read, numbered through the file: Megatron-LM's GPTDataset, step by step."""
+    epochs, tokens = 1, sum(lengths)
+    while epochs * tokens < rows * length + extra:
+        epochs += 1
+    separate, before = False, 0
+    if epochs > 1:
+        before = ((epochs - 1) * tokens - extra) // length
+        per_epoch = (tokens - extra) // length
+        assert 0 <= rows - before <= per_epoch + 1
+        separate = rows - before < int(0.80 * per_epoch)
+    generator, own = np.random.RandomState(seed), np.arange(len(lengths))
+    order = np.concatenate([own] * epochs)
+    if separate:
+        order, last = np.concatenate([own] * (epochs - 1)), own.copy()
+        generator.shuffle(order)
+        generator.shuffle(last)
+        order = np.concatenate([order, last])
+    else:
+        generator.shuffle(order)
+    first = np.cumsum([0, *lengths])
+    stream = [token for number in order for token in range(first[number], first[number + 1])]
+    count = (epochs * tokens - extra) // length
+    shuffle = np.arange(count)
+    parts = (shuffle[:before], shuffle[before:]) if separate else (shuffle,)
+    for part in parts:
+        generator.shuffle(part)
+    return [stream[row * length : row * length + length + extra] for row in shuffle.tolist()]
+
+
+@pytest.mark.parametrize("lengths", [[9, 5], [14], [1], [0, 3, 32], [33]], ids=str)
+@pytest.mark.parametrize("rows", [1, 2, 5, 40])
+@pytest.mark.parametrize("extra", [0, 1])
+def test_a_split_smaller_than_a_row_is_repeated_as_by_megatron(lengths: list[int], rows: int, extra: int) -> None:
+    request = IndexRequest(first=0, last=len(lengths), rows=rows, sequence_length=33, seed=5, extra=extra)
+    index = build_index(np.array(lengths, np.int32), request, "x")
+    first, read = np.cumsum([0, *lengths]), []
+    for row in index.shuffle.tolist():
+        (begin, offset), (end, stop) = index.samples[row : row + 2].tolist()
+        pieces = [range(first[n], first[n + 1]) for n in index.documents[begin : end + 1].tolist()]
+        pieces[-1] = pieces[-1][: stop + extra]
+        pieces[0] = pieces[0][offset:]
+        read.append([token for piece in pieces for token in piece])
+    assert read == megatron_index(lengths, rows, 33, 5, extra)
