@@ -93,8 +93,7 @@ class IndexedTokens:
                     "(python -m megajax.preprocess writes them)."
                 )
         # Read once, which may fail with a message; a page of the map that cannot be read ends the process.
-        self._digest = retried(lambda: _sha256(index), str(index))
-        self._index = ReadFile(index)
+        self._digest, self._index = retried(lambda: (_sha256(index), ReadFile(index)), str(index))
         buffer = _map(index)
         self.dtype, sequences, entries = _header(index, buffer, multimodal)
         lengths_at = HEADER_BYTES

@@ -42,6 +42,8 @@ PASSING = frozenset(
     }
 )
 """Errors of disks and file servers that another try may not meet."""
+LASTING = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
+"""Errors that are the user's to correct."""
 
 
 class ReadError(UserError):
@@ -76,6 +78,7 @@ def retried[T](read: Callable[[], T], what: str, retries: int = RETRIES) -> T:
 
     Raises:
         ReadError: the last try failed as well, or the error is none that passes.
+        UserError: no such file, or no permission to read it.
     """
     wait, tries = FIRST_WAIT, 1
     while True:
@@ -83,7 +86,8 @@ def retried[T](read: Callable[[], T], what: str, retries: int = RETRIES) -> T:
             return read()
         except OSError as error:
             if not passing(error):
-                raise ReadError(f"{what} cannot be read: {named(error)}") from error
+                kind = UserError if isinstance(error, LASTING) else ReadError
+                raise kind(f"{what} cannot be read: {named(error)}") from error
             if tries > retries:
                 tried = f"in {tries} tries" if retries else "and data.loader.retries=0 asks for no further try"
                 raise ReadError(

@@ -1,0 +1,182 @@
+"""Reads that fail: a file cut under a run is named, errors of disks are tried again, then named."""
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from token_files import tokenizer, write
+
+from megajax.data import reading
+from megajax.data.config import BlendConfig, Rows
+from megajax.data.image_decoding import read_at, read_bounded
+from megajax.data.indexed import IndexedTokens, index_path, tokens_path
+from megajax.data.item_rows import UnreadableItem
+from megajax.data.loader import read_rows
+from megajax.data.reading import ChangedFile, ReadError, retried
+from megajax.models.config import text_schema
+
+DOCUMENTS = [list(range(1, 40)) for _ in range(20)]
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Any:
+    config = BlendConfig(paths=(str(write(tmp_path / "text", DOCUMENTS)),), split="1", cache_dir=str(tmp_path / "c"))
+    return config.build(tokenizer=tokenizer(), schema=text_schema(16, 2**31), rows=Rows(20), seed=1).train
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Seconds slept before further tries."""
+    seconds: list[float] = []
+    monkeypatch.setattr(reading.time, "sleep", seconds.append)
+    return seconds
+
+
+def read(source: Any, **options: Any) -> Any:
+    return read_rows(source, {"tokens": text_schema(16, 2**31)["tokens"]}, 3, np.arange(2), **options)
+
+
+@pytest.mark.parametrize("left", [0, 1, 700])
+def test_a_file_that_is_cut_while_it_is_read_is_named(source: Any, tmp_path: Path, left: int) -> None:
+    """Read through a memory map, this ends the process with SIGBUS."""
+    whole = os.path.getsize(tokens_path(tmp_path / "text"))
+    os.truncate(tokens_path(tmp_path / "text"), left)
+    with pytest.raises(
+        ChangedFile, match=rf"row \d+ of the data: .*text.bin: {whole:,} bytes .*, {left} now: seq"
+    ) as e:
+        read_rows(source, {"tokens": text_schema(16, 2**31)["tokens"]}, 0, np.arange(20))
+    assert e.value.code == 2
+
+
+def test_an_index_that_is_cut_while_it_is_read_is_named(source: Any, tmp_path: Path) -> None:
+    os.truncate(index_path(tmp_path / "text"), 40)
+    with pytest.raises(ChangedFile, match=r"row 3 of the data: .*text.idx: \d+ bytes .*, 40 now: number"):
+        read(source)
+
+
+def test_documents_and_whole_files_that_are_cut_are_named(tmp_path: Path) -> None:
+    side = IndexedTokens(write(tmp_path / "side", DOCUMENTS))
+    os.truncate(tokens_path(side.prefix), 100)
+    for look in (lambda: side.document(19), lambda: side.tokens, lambda: side.sequence(7, 30)):
+        with pytest.raises(ChangedFile, match="100 now"):
+            look()
+    assert side.sequence(0).tolist() == DOCUMENTS[0]
+    os.truncate(index_path(side.prefix), 0)
+    with pytest.raises(ChangedFile, match="number 19 cannot be looked up"):
+        side.document(19)
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, code: int, times: int) -> list[int]:
+    """Reads by position fail with `code`, then succeed. -> the descriptors asked."""
+    asked: list[int] = []
+    whole: Callable[..., int] = os.preadv
+
+    def preadv(descriptor: int, *more: Any) -> int:
+        asked.append(descriptor)
+        if len(asked) <= times:
+            raise OSError(code, os.strerror(code))
+        return whole(descriptor, *more)
+
+    monkeypatch.setattr(reading.os, "preadv", preadv)
+    return asked
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE, errno.ETIMEDOUT])
+def test_an_error_that_passes_is_tried_again(
+    source: Any, waits: list[float], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], code: int
+) -> None:
+    expected = read(source)
+    failing(monkeypatch, code, times=3)
+    np.testing.assert_array_equal(read(source)["tokens"], expected["tokens"])
+    assert waits == [0.25, 0.5, 1.0]
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 3 and all("row 3 of the data" in line and "text.bin" in line for line in lines)
+    assert f"({errno.errorcode[code]})" in lines[0] and lines[0].endswith("try 2 of 7 in 0.25 s")
+
+
+def test_a_stale_handle_is_opened_again(source: Any, tmp_path: Path, waits: list[float], monkeypatch: Any) -> None:
+    expected = read(source)
+    # The server has another file under the name now, as after a failover: the old handle would not do.
+    content = tokens_path(tmp_path / "text").read_bytes()
+    tokens_path(tmp_path / "text").unlink()
+    tokens_path(tmp_path / "text").write_bytes(content)
+    asked, before = failing(monkeypatch, errno.ESTALE, times=1), source.tokens._bytes._open
+    np.testing.assert_array_equal(read(source)["tokens"], expected["tokens"])
+    assert len(asked) > 1 and source.tokens._bytes._open is not before
+
+
+@pytest.mark.parametrize("retries", [0, 2])
+def test_an_error_that_stays_ends_in_one_message(
+    source: Any, waits: list[float], monkeypatch: pytest.MonkeyPatch, retries: int
+) -> None:
+    asked = failing(monkeypatch, errno.EIO, times=1000)
+    with pytest.raises(
+        ReadError, match=r"row 3 of the data cannot be read .*text.bin: .*\(EIO\).*data.loader.retri"
+    ) as e:
+        read(source, retries=retries)
+    assert e.value.code == 1 and len(asked) == retries + 1 and len(waits) == retries
+
+
+def test_an_error_that_does_not_pass_is_not_tried_again(source: Any, waits: list[float], monkeypatch: Any) -> None:
+    failing(monkeypatch, errno.EMFILE, times=1000)
+    with pytest.raises(ReadError, match=r"row 3 of the data cannot be read: .*text.bin: .*\(EMFILE\)"):
+        read(source)
+    assert not waits
+
+
+def test_opening_is_tried_again(tmp_path: Path, waits: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "text", DOCUMENTS)
+    calls, opened = [], os.open
+
+    def opens(*arguments: Any) -> int:
+        calls.append(arguments)
+        if len(calls) == 1:
+            raise OSError(errno.ESTALE, "Stale file handle", str(arguments[0]))
+        return opened(*arguments)
+
+    monkeypatch.setattr(reading.os, "open", opens)
+    assert len(IndexedTokens(tmp_path / "text")) == 20 and waits == [0.25]
+
+
+def test_a_failing_disk_is_not_the_fault_of_an_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An unreadable image may be left out by data.on_error=skip; a failing disk must not leave out all of them."""
+    with pytest.raises(UnreadableItem, match="No such file"):
+        read_bounded(tmp_path / "absent.png", 100)
+
+    def fails(*arguments: Any, **more: Any) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(Path, "open", fails)
+    for look in (lambda: read_bounded(tmp_path / "x.png", 100), lambda: read_at(tmp_path / "x.tar", 0, 10)):
+        with pytest.raises(OSError, match="Input/output error"):
+            look()
+
+
+def test_what_a_source_of_ones_own_raises_is_tried_again(waits: list[float]) -> None:
+    answers: list[Any] = [OSError(errno.EIO, "Input/output error"), {"tokens": np.zeros(16, np.int32)}]
+
+    class Own:
+        def __len__(self) -> int:
+            return 1
+
+        def __getitem__(self, row: int) -> Any:
+            answer = answers.pop(0)
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+    block = read_rows(Own(), {"tokens": text_schema(16, 2**31)["tokens"]}, 0, np.arange(1))
+    assert block["tokens"].shape == (1, 16) and waits == [0.25]
+
+
+def test_waits_double_up_to_a_limit(waits: list[float]) -> None:
+    def fails() -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with pytest.raises(ReadError, match="in 11 tries"):
+        retried(fails, "it", 10)
+    assert waits == [0.25, 0.5, 1, 2, 4, 8, 16, 30, 30, 30]
