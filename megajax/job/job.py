@@ -37,6 +37,7 @@ from megajax.metrics.writers import Writers, open_writers
 from megajax.models.facts import flops_of
 from megajax.models.protocol import counted
 from megajax.resilience.activity import FINISH, SETUP, Activity
+from megajax.resilience.drills import drilled
 from megajax.resilience.signals import Signals, agree
 from megajax.training.guard import Guard
 from megajax.training.loop import Hook, NumericFault, StepInfo, run_steps
@@ -106,6 +107,7 @@ class Job:
             if sources:
                 resume = TakeWeights(sources, console.say)
             self.run = setup(cfg, start=resume)
+        self.run.batches = drilled(self.run.batches, cfg.resilience.process_drills(), self.run.step)
         stack.callback(self.run.close)
         if resume is None and (line := frozen_fresh(self.run.program)):
             console.say(line)

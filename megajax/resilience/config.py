@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megajax.config.errors import Problem
-from megajax.resilience.drills import Drill
+from megajax.resilience.drills import NUMERIC, PROCESS, Drill
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,12 +37,18 @@ class ResilienceConfig:
     skip_steps: tuple[int, ...] = ()
     """Steps whose update is skipped; their rows are consumed."""
     inject: tuple[str, ...] = ()
-    """Faults to inject, for drills. KIND:step=N: the first time an attempt runs that step; KIND:step=N:always: every
-    time. KIND is nan, inf, spike (loss and gradients times 1000) or nan_gradients."""
+    """Faults to inject, for drills. KIND:step=N: the first time that step is run; KIND:step=N:always: every time, also
+    after a restart by the launcher. KIND is nan, inf, spike (loss and gradients times 1000) or nan_gradients; or what
+    happens to a process (to all, or to process K: KIND:step=N:process=K): kill (SIGKILL), frozen (SIGSTOP), crash (an
+    exception), stuck (its rows never come), locked (the same, in C code), or slow (0.3 s late from that step on)."""
 
     def drills(self) -> tuple[Drill, ...]:
-        """The faults to inject. Raises ValueError for an invalid one, which `problems` lists."""
-        return tuple(Drill.parse(text) for text in self.inject)
+        """The faults in the numbers of steps. Raises ValueError for an invalid one, which `problems` lists."""
+        return tuple(drill for drill in map(Drill.parse, self.inject) if drill.kind in NUMERIC)
+
+    def process_drills(self) -> tuple[Drill, ...]:
+        """The faults of processes. Raises ValueError as `drills`."""
+        return tuple(drill for drill in map(Drill.parse, self.inject) if drill.kind in PROCESS)
 
     def problems(self) -> list[Problem]:
         problems = [

@@ -1,20 +1,45 @@
 """Fault injection, to test how a run handles faults: see docs/faults.md."""
 
+import ctypes
+import os
 import re
-from typing import NamedTuple
+import signal
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
-KINDS = ("nan", "inf", "spike", "nan_gradients")
+from megajax.mesh.world import process_index
+from megajax.resilience.beats import attempt_number
+
+NUMERIC = ("nan", "inf", "spike", "nan_gradients")
 """nan, inf: loss and gradients are multiplied by it; spike: by 1000; nan_gradients: only the gradients, by NaN."""
 
-_FORM = re.compile(r"(?P<kind>\w+):step=(?P<step>[0-9]+)(?P<always>:always)?")
+PROCESS = ("kill", "stuck", "frozen", "locked", "crash", "slow")
+"""What happens to a process instead of its next rows. kill: SIGKILL; stuck: they never come; frozen: SIGSTOP; locked:
+as stuck, in C code that holds the interpreter's lock; crash: an exception; slow: they come 0.3 s late, from that step
+on."""
+
+KINDS = NUMERIC + PROCESS
+SLOW_SECONDS = 0.3
+
+_FORM = re.compile(r"(?P<kind>\w+):step=(?P<step>[0-9]+)(?::process=(?P<process>[0-9]+))?(?P<always>:always)?")
+
+
+class DrillFault(Exception):
+    """The fault of a drill of kind crash."""
 
 
 class Drill(NamedTuple):
-    """A fault: KIND:step=N for the first run of step N, KIND:step=N:always for every run."""
+    """A fault: KIND:step=N for the first run of step N, KIND:step=N:always for every run.
+
+    Those of PROCESS may name the process: KIND:step=N:process=K.
+    """
 
     kind: str
     step: int
     always: bool
+    process: int | None = None
+    """None: all processes."""
 
     @classmethod
     def parse(cls, text: str) -> "Drill":
@@ -22,7 +47,12 @@ class Drill(NamedTuple):
         match = _FORM.fullmatch(text)
         if match is None or match["kind"] not in KINDS:
             raise ValueError(f"expected KIND:step=N or KIND:step=N:always with KIND one of {', '.join(KINDS)}")
-        return cls(match["kind"], int(match["step"]), match["always"] is not None)
+        process = match["process"]
+        if process is not None and match["kind"] not in PROCESS:
+            raise ValueError(f"process={process} is for {', '.join(PROCESS)}; {match['kind']} is a fault of all")
+        return cls(
+            match["kind"], int(match["step"]), match["always"] is not None, None if process is None else int(process)
+        )
 
     def factors(self) -> tuple[float, float]:
         """Factors of the loss and of the gradients."""
@@ -33,6 +63,28 @@ class Drill(NamedTuple):
                 return 1000.0, 1000.0
         return float(self.kind), float(self.kind)
 
+    def happen(self) -> None:
+        """Do to this process what is asked for."""
+        match self.kind:
+            case "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "frozen":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            case "crash":
+                raise DrillFault(f"resilience.inject asked for a crash at step {self.step}")
+            case "slow":
+                time.sleep(SLOW_SECONDS)
+            case "locked":
+                ctypes.PyDLL(None).sleep(1 << 30)
+            case "stuck":
+                while True:
+                    time.sleep(1.0)
+
+
+def of_this_attempt(drills: Iterable[Drill]) -> tuple[Drill, ...]:
+    """Restarts by the launcher run the same steps again: they have the faults of KIND:step=N:always only."""
+    return tuple(drill for drill in drills if drill.always or attempt_number() == 1)
+
 
 def factors(drills: tuple[Drill, ...], step: int, *, again: bool) -> tuple[float, float]:
     """Factors of the loss and of the gradients of a step; again: the step is repeated."""
@@ -40,3 +92,27 @@ def factors(drills: tuple[Drill, ...], step: int, *, again: bool) -> tuple[float
         if drill.step == step and (drill.always or not again):
             return drill.factors()
     return 1.0, 1.0
+
+
+def drilled(batches: Any, drills: Sequence[Drill], step: int) -> Any:
+    """Batches of a run after `step`, with the faults of this process before those of the steps they are asked for."""
+    return _Drilled(batches, drills, step) if drills else batches
+
+
+class _Drilled:
+    def __init__(self, batches: Any, drills: Iterable[Drill], step: int):
+        self._batches, self._step, here = batches, step, process_index()
+        self._drills = [each for each in of_this_attempt(drills) if each.process in (None, here)]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._batches, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        self._step += 1
+        for drill in self._drills:
+            if drill.step == self._step or (drill.kind == "slow" and drill.step < self._step):
+                drill.happen()
+        return next(self._batches)
