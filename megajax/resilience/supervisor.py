@@ -1,243 +1,186 @@
-"""Starts and supervises the processes of one machine (a gang), and stops all of them when one fails.
-
-The first process to fail is the cause. The others would hang in a collective with it, so they are stopped at once.
-"""
+"""Starts the processes of a run, and starts them again after a failure that may not repeat itself."""
 
 import contextlib
-import ctypes
-import os
-import resource
+import shutil
 import signal
-import socket
-import subprocess
 import sys
-import threading
+import tempfile
 import time
-from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import BinaryIO
 
 from megajax.config.errors import UserError
-from megajax.mesh.world import COORDINATOR, COUNT, INDEX, LOCAL_COUNT, LOCAL_INDEX
+from megajax.resilience.attempt import Attempt, Outcome
+from megajax.resilience.gang import CannotStart, Gang, Member, forwarding, last_lines, running, write_or_drop
+from megajax.resilience.gang_watch import GangWatch, Limits
+from megajax.resilience.restarts import Restart, RestartConfig, Restarts, Stop
 
-GRACE_SECONDS = 5.0
-"""From SIGTERM to SIGKILL after a failure: the remaining processes can't save without the failed one."""
-
-OTHER_ERRORS_SECONDS = 1.0
-"""From an exit with an error code to SIGTERM for the others, which may be about to print their own errors."""
-
-TOGETHER_SECONDS = 0.05
-"""Processes that end within this time may have failed in any order."""
-
-DRAIN_SECONDS = 1.0
-"""How long to wait for the remaining output of ended processes: a stray grandchild may keep a pipe open."""
-
-LINE_BYTES = 1 << 16
-"""A longer line is forwarded in pieces."""
-
-_FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-_PR_SET_PDEATHSIG = 1
+type Record = Callable[..., None]
+"""(events.jsonl, name, **fields): `megajax.metrics.event_log.append_event`, handed in by the front door."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Gang:
-    """The processes to start."""
+class Supervision:
+    """What is done beside starting the processes."""
 
-    command: Sequence[str]
-    processes: int
-    devices_per_process: int | None = None
-    """CPU devices, or GPUs, of each; None: one CPU device, or an equal share of the GPUs."""
-    port: int | None = None
-    """Port of the coordinator, on the loopback address; None: a free one."""
-    log_dir: Path | None = None
-    """Folder for a log file per process; None: output is printed, each line with the index of its process."""
-
-    def environment(self, index: int, port: int) -> dict[str, str]:
-        """Environment variables of process `index`, in addition to the launcher's own."""
-        own = {
-            COORDINATOR: f"127.0.0.1:{port}",
-            COUNT: str(self.processes),
-            INDEX: str(index),
-            LOCAL_INDEX: str(index),
-            LOCAL_COUNT: str(self.processes),
-            "PYTHONUNBUFFERED": "1",
-        }
-        if (count := self.devices_per_process) is not None:
-            own["JAX_NUM_CPU_DEVICES"] = str(count)
-            own["JAX_LOCAL_DEVICE_IDS"] = ",".join(str(index * count + device) for device in range(count))
-        return own
+    restarts: RestartConfig = field(default_factory=RestartConfig)
+    limits: Limits = field(default_factory=Limits)
+    beats: Path | None = None
+    """Folder for heartbeats, which all machines of the run share; None: a temporary one of this machine."""
 
 
-def run(gang: Gang) -> int:
-    """Start the gang and wait for its end. -> 0, or the exit code of the process that failed first (1 for a signal).
+def run(gang: Gang, supervision: Supervision, record: Record) -> int:
+    """Start the gang, restart it where that may help, and wait for its end.
 
+    -> 0, or the exit code of the process that failed first (1 for a signal), or 93: restarts bring no progress.
     Raises UserError where a process can't be started.
     """
-    if gang.log_dir is not None:
+    for name, folder in (("log-dir", gang.log_dir), ("beats", supervision.beats)):
+        if folder is not None:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise UserError(f"--{name}={folder} cannot be made: {error.strerror}") from error
+    events: SimpleQueue[Member | signal.Signals] = SimpleQueue()
+    with forwarding(events), _beats_folder(supervision.beats) as beats:
+        return Supervisor(gang, supervision, record, beats, events).run()
+
+
+class Supervisor:
+    """The attempts of a run, one after another."""
+
+    def __init__(
+        self,
+        gang: Gang,
+        supervision: Supervision,
+        record: Record,
+        beats: Path,
+        events: "SimpleQueue[Member | signal.Signals]",
+    ):
+        self._gang, self._limits, self._record, self._beats = gang, supervision.limits, record, beats
+        self._events = events
+        self._restarts = Restarts(supervision.restarts, range(gang.processes))
+        self._supervised = supervision.restarts.max_restarts > 0
+        self._run_dir: Path | None = None
+        self._number = 0
+
+    def run(self) -> int:
+        """-> exit code."""
+        while True:
+            self._number += 1
+            watch = GangWatch(self._fresh_folder(), self._limits)
+            try:
+                outcome = self._attempt(watch)
+            except CannotStart as error:
+                if self._number == 1:
+                    raise
+                outcome = Outcome(1, None, str(error), time.monotonic())
+                decision = self._restarts.unable_to_start(error.index)
+            else:
+                if outcome.cause is None:
+                    return outcome.code
+                self._run_dir = watch.run_dir or self._run_dir
+                self._tell_lost(outcome)
+                decision = self._restarts.after(
+                    outcome.cause, baseline=watch.baseline, committed=watch.committed(), judged=bool(watch.seen)
+                )
+                if outcome.asked is not None:
+                    decision = Stop(outcome.code, f"{outcome.asked.name} asked for the end")
+            if isinstance(decision, Stop):
+                return self._stop(outcome, decision)
+            self._announce(outcome, decision, watch.committed())
+            if (asked := self._wait(decision.wait)) is not None:
+                return self._stop(outcome, Stop(128 + asked, f"{asked.name} asked for the end before the restart"))
+            self._tell_restart(outcome)
+
+    def _attempt(self, watch: GangWatch) -> Outcome:
+        slots, beats, number = self._restarts.slots, watch.folder, self._number
+        with running(self._gang, slots, beats=beats, attempt=number, events=self._events) as members:
+            return Attempt(members, self._events, watch, scheduler=self._gang.scheduler).supervise()
+
+    def _fresh_folder(self) -> Path:
+        """An empty folder for the beats of this attempt."""
+        folder = self._beats / f"attempt_{self._number}"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def _wait(self, seconds: float) -> signal.Signals | None:
+        """Wait for the restart; a signal that asks to stop ends the wait and is returned."""
+        deadline = time.monotonic() + seconds
+        while (left := deadline - time.monotonic()) > 0:
+            with contextlib.suppress(Empty):
+                event = self._events.get(timeout=left)
+                if isinstance(event, signal.Signals):
+                    return event
+        return None
+
+    def _announce(self, outcome: Outcome, decision: Restart, committed: int | None) -> None:
+        place = "the beginning" if committed is None else f"step {committed}"
+        number, of = self._restarts.restarts, self._restarts.cfg.max_restarts
+        line = f"attempt {self._number}: {outcome.description}; restart {number} of {of} in {decision.wait:g} s"
+        if decision.dropped is not None:
+            count, slots = len(decision.slots), ", ".join(map(str, decision.slots))
+            line += f", with {count} processes (places {slots}): the one in place {decision.dropped} keeps failing"
+        self._say(f"{line}, from {place}")
+        self._say_stacks(outcome)
+
+    def _stop(self, outcome: Outcome, decision: Stop) -> int:
+        if outcome.log is not None and (lines := last_lines(outcome.log)):
+            self._say(f"the last lines of {outcome.log}:")
+            for line in lines:
+                self._print(f"    {line}")
+        self._say_stacks(outcome)
+        if self._supervised:
+            self._tell("supervisor_stop", code=decision.code, why=decision.why or outcome.description)
+        attempt = f"attempt {self._number}: " * self._supervised
+        self._say(f"{attempt}{outcome.description}" + f"; {decision.why}" * bool(decision.why))
+        return decision.code
+
+    def _say_stacks(self, outcome: Outcome) -> None:
+        if outcome.stacks:
+            self._say(f"stacks of its processes: {', '.join(map(str, outcome.stacks))}")
+
+    def _tell_lost(self, outcome: Outcome) -> None:
+        cause = outcome.cause
+        if cause is not None and cause.silenced:
+            self._tell("lost", process=cause.process, cause=cause.text, step=cause.step)
+
+    def _tell_restart(self, outcome: Outcome) -> None:
+        cause = outcome.cause
+        self._tell(
+            "restart",
+            attempt=self._number + 1,
+            after_code=outcome.code,
+            cause=outcome.description,
+            process=None if cause is None else cause.process,
+            step=None if cause is None else cause.step,
+            processes=len(self._restarts.slots),
+            seconds_down=round(time.monotonic() - outcome.failed, 3),
+        )
+
+    def _tell(self, name: str, /, **fields: object) -> None:
+        """Record an event in the run folder, if beats have named one."""
+        if self._run_dir is None or not self._run_dir.is_dir():
+            return
         try:
-            gang.log_dir.mkdir(parents=True, exist_ok=True)
+            self._record(self._run_dir / "events.jsonl", name, **fields)
         except OSError as error:
-            raise UserError(f"--log-dir={gang.log_dir} cannot be made: {error.strerror}") from error
-    port = free_port(gang.port)
-    events: SimpleQueue[_Member | signal.Signals] = SimpleQueue()
-    members: list[_Member] = []
-    with _forwarding(events):
-        try:
-            for index in range(gang.processes):
-                members.append(_Member(gang, index, port))
-            # Only now, because a process with threads may not be forked safely.
-            for member in members:
-                member.watch(events)
-            code, cause = _supervise(members, events)
-        finally:
-            for member in members:
-                if member.process.returncode is None:
-                    member.signal(signal.SIGKILL)
-                    member.process.wait()
-            deadline = time.monotonic() + DRAIN_SECONDS
-            for member in members:
-                member.drain(deadline)
-    if cause:
-        print(f"megajax.launch: {cause}; the others were stopped", file=sys.stderr, flush=True)
-    return code
+            self._say(f"{self._run_dir / 'events.jsonl'} can't be written: {error.strerror}")
 
+    def _say(self, text: str) -> None:
+        self._print(f"megajax.launch: {text}")
 
-def free_port(port: int | None) -> int:
-    """The port, or for None a free one, of the loopback address. Raises UserError if the port is in use."""
-    try:
-        with socket.create_server(("127.0.0.1", port or 0)) as server:
-            return server.getsockname()[1]
-    except OSError as error:
-        raise UserError(
-            f"--coordinator-port={port}: {error.strerror}; give another one, or none for one that is free"
-        ) from error
+    def _print(self, line: str) -> None:
+        write_or_drop(sys.stderr.fileno(), f"{line}\n".encode())
 
 
 @contextlib.contextmanager
-def _forwarding(events: SimpleQueue) -> Generator[None]:
-    """Within the block, signals to this process go into `events`."""
-    # nohup ignores SIGHUP, which must stay ignored.
-    handled = [number for number in _FORWARDED if signal.getsignal(number) != signal.SIG_IGN]
-    former = {number: signal.signal(number, lambda number, _: events.put(signal.Signals(number))) for number in handled}
-    try:
-        yield
-    finally:
-        for number, handler in former.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
-
-
-class _Member:
-    """One process of the gang. Raises UserError where its command can't be run."""
-
-    def __init__(self, gang: Gang, index: int, port: int):
-        self.index, self.started = index, time.monotonic()
-        self.log = None if gang.log_dir is None else gang.log_dir / f"process_{index}.log"
-        with contextlib.ExitStack() as stack:
-            log = None if self.log is None else stack.enter_context(self.log.open("ab"))
-            try:
-                self.process = subprocess.Popen(
-                    gang.command,
-                    stdin=subprocess.DEVNULL,
-                    env=os.environ | gang.environment(index, port),
-                    process_group=0,  # Ctrl-C reaches the launcher only, which forwards it once
-                    preexec_fn=_Prepare(os.getpid()),
-                    stdout=log or subprocess.PIPE,
-                    stderr=subprocess.STDOUT if log else subprocess.PIPE,
-                )
-            except (OSError, subprocess.SubprocessError) as error:
-                raise UserError(f"{gang.command[0]} cannot be started: {error}") from error
-        self._readers: list[threading.Thread] = []
-
-    def watch(self, events: SimpleQueue) -> None:
-        """Forward its output from now on, and put this object into `events` when it has ended."""
-        for pipe, target in ((self.process.stdout, sys.stdout), (self.process.stderr, sys.stderr)):
-            if pipe is not None:
-                self._readers.append(threading.Thread(target=self._forward, args=(pipe, target.buffer), daemon=True))
-        for thread in (*self._readers, threading.Thread(target=self._wait, args=(events,), daemon=True)):
-            thread.start()
-
-    def _wait(self, events: SimpleQueue) -> None:
-        self.process.wait()
-        self.signal(signal.SIGKILL)  # the rest of its process group
-        events.put(self)
-
-    def _forward(self, pipe: BinaryIO, target: BinaryIO) -> None:
-        while line := pipe.readline(LINE_BYTES):
-            target.write(b"[%d] %s\n" % (self.index, line.removesuffix(b"\n")))
-            target.flush()
-
-    def drain(self, deadline: float) -> None:
-        """Wait until all its output is forwarded, or until the deadline."""
-        for thread in self._readers:
-            thread.join(max(deadline - time.monotonic(), 0))
-
-    def signal(self, number: int) -> None:
-        """Signals its process group, if that still exists."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, number)
-
-    @property
-    def killed_by(self) -> int | None:
-        """The signal that ended it, or None."""
-        status = self.process.returncode
-        return -status if status is not None and status < 0 else None
-
-    @property
-    def code(self) -> int:
-        """Its exit code; 1 if a signal ended it."""
-        return 1 if self.killed_by is not None else self.process.returncode or 0
-
-    def secondary_failure(self) -> int:
-        """How likely another process caused its failure: 0 if it caused it itself; an abort is the most likely."""
-        if self.killed_by is not None:
-            return 2 if self.killed_by == signal.SIGABRT else 0
-        return int(self.code == 1)
-
-    def describe_exit(self) -> str:
-        """process 2 killed by SIGKILL after 12.3 s (DIR/process_2.log)."""
-        reason = f"exited with code {self.code}"
-        if self.killed_by is not None:
-            reason = f"killed by {signal.Signals(self.killed_by).name}"
-        log = f" ({self.log})" if self.log else ""
-        return f"process {self.index} {reason} after {time.monotonic() - self.started:.1f} s{log}"
-
-
-class _Prepare:
-    """Runs in a child before its program: makes it die with the launcher, and disables core dumps."""
-
-    def __init__(self, parent: int):
-        self._parent = parent
-        self._prctl = ctypes.CDLL(None, use_errno=True).prctl if sys.platform == "linux" else None
-
-    def __call__(self) -> None:
-        resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
-        if self._prctl is not None:
-            self._prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-            if os.getppid() != self._parent:  # the launcher died in the meantime
-                os._exit(1)
-
-
-def _supervise(members: Sequence[_Member], events: SimpleQueue) -> tuple[int, str]:
-    """Forward signals until all have ended; at the first failure, stop the others. -> exit code, first failure."""
-    alive, code, cause = set(members), 0, ""
-    scheduled: list[tuple[float, signal.Signals]] = []
-    while alive:
-        try:
-            event = events.get(timeout=max(scheduled[0][0] - time.monotonic(), 0) if scheduled else None)
-        except Empty:
-            event = scheduled.pop(0)[1]
-        if isinstance(event, signal.Signals):
-            for member in alive:
-                member.signal(event)
-            continue
-        if event.code and not cause:
-            time.sleep(TOGETHER_SECONDS)
-            # Processes abort or raise when they lose a peer, so another kind of failure came first.
-            first = min((member for member in alive if member.code), key=_Member.secondary_failure)
-            code, cause = first.code, first.describe_exit()
-            terminate = time.monotonic() + (0.0 if first.killed_by else OTHER_ERRORS_SECONDS)
-            scheduled = [(terminate, signal.SIGTERM), (terminate + GRACE_SECONDS, signal.SIGKILL)]
-        alive.remove(event)
-    return code, cause
+def _beats_folder(folder: Path | None) -> Generator[Path]:
+    if folder is not None:
+        yield folder.absolute()
+        return
+    with tempfile.TemporaryDirectory(prefix="megajax-beats-", ignore_cleanup_errors=True) as temporary:
+        yield Path(temporary)

@@ -1,0 +1,248 @@
+"""One attempt at a run: its processes are watched until all have ended; the first failure ends the others."""
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import NamedTuple
+
+from megajax.resilience.blame import Cause, Seen, first_cause, scheduler_cause, signal_name
+from megajax.resilience.exit_codes import HANG, REQUEUE
+from megajax.resilience.gang import Member
+from megajax.resilience.gang_watch import GangWatch, handles
+
+GRACE_SECONDS = 5.0
+"""From SIGTERM to SIGKILL after a failure: the remaining processes can't save without the failed one."""
+
+HUNG_GRACE_SECONDS = 1.0
+"""The same after a hang: who waits for a stuck process does not come to the end of its step either."""
+
+SCHEDULER_GRACE_SECONDS = 30.0
+"""The same for a command that has processes of other machines to end."""
+
+OTHER_ERRORS_SECONDS = 1.0
+"""From an exit with an error code to SIGTERM for the others, which may be about to print their own errors."""
+
+TOGETHER_SECONDS = 0.05
+"""Processes that end within this time may have failed in any order."""
+
+STACKS_SECONDS = 2.0
+"""How long processes of a hung gang have to write their stacks."""
+
+TICK_SECONDS = 1.0
+"""How often heartbeats are read."""
+
+FIRST_TICKS, FIRST_SECONDS = 0.1, 60.0
+"""How often before the run folder is known, so that it is seen as it was when the attempt began; and for how long."""
+
+DUPLICATE_SECONDS = 0.25
+"""A signal this soon after another is the same request, delivered twice."""
+
+
+class Outcome(NamedTuple):
+    """How an attempt ended."""
+
+    code: int
+    """Exit code, 1 for a signal."""
+    cause: Cause | None = None
+    """The first failure; None: none."""
+    description: str = ""
+    """The cause, and what followed from it."""
+    failed: float = 0.0
+    """When, by the monotonic clock."""
+    asked: signal.Signals | None = None
+    """The signal by which the launcher was asked to stop."""
+    log: Path | None = None
+    """The log of the process that failed first."""
+    stacks: tuple[Path, ...] = ()
+    """Files with the stacks of a hung gang."""
+
+
+class Attempt:
+    """Watches the processes of one attempt."""
+
+    def __init__(
+        self,
+        members: Sequence[Member],
+        events: "SimpleQueue[Member | signal.Signals]",
+        watch: GangWatch,
+        *,
+        scheduler: bool = False,
+    ):
+        """scheduler: the only member starts the processes, which are known by their beats alone."""
+        self._members, self._events, self._watch, self._scheduler = members, events, watch, scheduler
+        self._alive = set(members)
+        self._due: list[tuple[float, Callable[[], None]]] = []
+        self._asked: tuple[signal.Signals, float] | None = None
+        self._cause: Cause | None = None
+        self._failed: float | None = None
+        self._description = ""
+        self._dumped: float | None = None
+
+    def supervise(self) -> Outcome:
+        """Forward signals until all have ended; at the first failure, stop the others."""
+        began = looked = time.monotonic()
+        while self._alive:
+            first = self._watch.run_dir is None and looked < began + FIRST_SECONDS
+            look = looked + (FIRST_TICKS if first else TICK_SECONDS)
+            event = self._next(look)
+            if isinstance(event, signal.Signals):
+                self._pass_on(event)
+            elif event is not None:
+                self._alive.discard(event)
+                if event.process.returncode not in (0, REQUEUE, None) and self._failed is None:
+                    self._fail(event)
+            for _, action in self._take_due():
+                action()
+            if time.monotonic() >= look:
+                looked = time.monotonic()
+                self._look()
+        return self._outcome()
+
+    def _next(self, until: float) -> Member | signal.Signals | None:
+        due = min((moment for moment, _ in self._due), default=until)
+        try:
+            return self._events.get(timeout=max(min(due, until) - time.monotonic(), 0))
+        except Empty:
+            return None
+
+    def _take_due(self) -> list[tuple[float, Callable[[], None]]]:
+        now = time.monotonic()
+        due = [entry for entry in self._due if entry[0] <= now]
+        self._due = [entry for entry in self._due if entry[0] > now]
+        return due
+
+    def _pass_on(self, number: signal.Signals) -> None:
+        self._signal(number)
+        now = time.monotonic()
+        if self._asked is None:
+            self._asked = number, now
+        elif number in (signal.SIGTERM, signal.SIGINT) and now - self._asked[1] > DUPLICATE_SECONDS:
+            # They end at once unless they are stopped or ignore it.
+            self._due.append((now + self._grace(), lambda: self._signal(signal.SIGKILL)))
+
+    def _look(self) -> None:
+        self._watch.look()
+        if self._failed is not None:
+            return
+        ended = {member.index for member in self._members if member not in self._alive and not self._scheduler}
+        if (why := self._watch.hang(ended)) is not None:
+            self._failed = time.monotonic()
+            self._decide(why)
+            self._ask_for_stacks()
+
+    def _fail(self, first: Member) -> None:
+        """A process has ended with a failure; others that end now may have failed before it."""
+        self._failed = now = time.monotonic()
+        code = first.process.returncode
+        if code == HANG:
+            self._watch.look()
+            self._decide(None)
+            self._ask_for_stacks()
+        else:
+            self._due.append((now + (TOGETHER_SECONDS if code < 0 else OTHER_ERRORS_SECONDS), self._decide_and_stop))
+
+    def _decide_and_stop(self) -> None:
+        self._watch.look()
+        self._decide(None)
+        self._stop()
+
+    def _decide(self, hang: str | None) -> None:
+        """Name the first failure, while the others can still be looked at."""
+        seen = self._seen()
+        if self._scheduler:
+            self._cause = scheduler_cause(seen, self._members[0].process.returncode, hang)
+        else:
+            self._cause = first_cause(seen, hang)
+        self._description = self._describe(self._cause)
+        for each in sorted(seen, key=lambda each: each.order):
+            if each.code and each.process != self._cause.process and not self._scheduler:
+                what = f"killed by {signal_name(-each.code)}" if each.code < 0 else f"exited with code {each.code}"
+                self._description += f"; after it, process {each.process} {what}"
+
+    def _seen(self) -> list[Seen]:
+        sights, silent = self._watch.seen, self._watch.silent
+        if self._scheduler:
+            return [
+                Seen(
+                    process=index,
+                    code=sight.beat.code if sight.beat.failure else None,
+                    order=sight.beat.time,
+                    beat=sight.beat,
+                    silent=silent(index),
+                    state=sight.state,
+                )
+                for index, sight in sights.items()
+            ]
+        return [
+            Seen(
+                process=member.index,
+                code=member.process.returncode or None,
+                order=member.ended or 0.0,
+                beat=sight.beat if (sight := sights.get(member.index)) else None,
+                silent=silent(member.index),
+                state=sight.state if sight else None,
+            )
+            for member in self._members
+            if member.process.returncode != 0
+        ]
+
+    def _describe(self, cause: Cause) -> str:
+        """process 2 killed by SIGKILL after 12.3 s at step 7 (DIR/process_2.log)."""
+        if cause.process is None:
+            return cause.text
+        if cause.code == HANG and cause.said is None:
+            return f"process {cause.process} {cause.text}"
+        step = "" if cause.step is None else f" at step {cause.step}"
+        member = self._members[0 if self._scheduler else cause.process]
+        log = f" ({member.log})" if member.log else ""
+        said = f": {cause.said}" if cause.said else ""
+        return f"process {cause.process} {cause.text} after {member.seconds:.1f} s{step}{log}{said}"
+
+    def _ask_for_stacks(self) -> None:
+        """Have all that can do so write their stacks, then stop them."""
+        self._dumped = time.time()
+        for sight in self._watch.seen.values():
+            # By the process of the beat: the command may be a script around it, which the signal would end.
+            if sight.state is not None and handles(sight.beat.pid, signal.SIGUSR2):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(sight.beat.pid, signal.SIGUSR2)
+        if self._scheduler and any(sight.state is None for sight in self._watch.seen.values()):
+            self._signal(signal.SIGUSR2)  # srun and mpirun pass it on to their processes
+        self._due.append((time.monotonic() + (STACKS_SECONDS if self._alive else 0.0), self._stop))
+
+    def _stop(self) -> None:
+        """SIGTERM for all that are left, and some time later SIGKILL."""
+        self._signal(signal.SIGTERM)
+        self._due.append((time.monotonic() + self._grace(), lambda: self._signal(signal.SIGKILL)))
+
+    def _grace(self) -> float:
+        if self._scheduler:
+            return SCHEDULER_GRACE_SECONDS
+        return GRACE_SECONDS if self._dumped is None else HUNG_GRACE_SECONDS
+
+    def _signal(self, number: int) -> None:
+        for member in self._alive:
+            member.signal(number)
+
+    def _outcome(self) -> Outcome:
+        self._watch.look()
+        if self._failed is not None and self._cause is None:
+            self._decide(None)
+        asked = None if self._asked is None else self._asked[0]
+        cause = self._cause
+        if cause is None:
+            return Outcome(max(member.process.returncode for member in self._members), asked=asked)
+        member = self._members[0 if self._scheduler else cause.process or 0]
+        return Outcome(
+            cause.code,
+            cause,
+            self._description + "; the others were stopped" * (len(self._members) > 1),
+            self._failed or time.monotonic(),
+            asked,
+            None if cause.process is None else member.log,
+            () if self._dumped is None else tuple(self._watch.stacks_since(self._dumped - STACKS_SECONDS)),
+        )

@@ -1,0 +1,159 @@
+"""What the launcher sees of the processes of an attempt while they run: their heartbeats, and whether they move."""
+
+import re
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from megajax.config.errors import Problem
+from megajax.resilience.beats import Beat
+
+STOPPED_SECONDS = 10.0
+"""A process in state T (stopped by SIGSTOP) whose beat is this old is not coming back by itself."""
+
+STACKS = "hangs"
+"""Folder in the run folder where processes write their stacks."""
+
+NO_BEATS_DUE = (None, "finish")
+"""Phases in which a process may have stopped its beats in good order: it waits for the others to end."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """Seconds after which a gang counts as hung; None: never."""
+
+    beat: float | None = 60.0
+    """Without a new heartbeat of a process that has written some."""
+    progress: float | None = 3600.0
+    """Without a change in the heartbeats of any process: the same steps, the same phases."""
+
+    def problems(self) -> list[Problem]:
+        """What is wrong with the flags."""
+        return [
+            Problem(f"--{name}", f"must be above 0 seconds, got {value:g}", "none: never")
+            for name, value in (("beat-timeout", self.beat), ("watchdog-timeout", self.progress))
+            if value is not None and not value > 0
+        ]
+
+
+@dataclass(slots=True)
+class Sight:
+    """What was last seen of a process."""
+
+    beat: Beat
+    changed: float
+    """When the beat was last another one, by the launcher's monotonic clock: clocks of machines differ."""
+    state: str | None = None
+    """Its state as Linux has it (R, S, D, T, Z), where it runs on this machine."""
+
+
+class GangWatch:
+    """Reads the heartbeats in a folder."""
+
+    def __init__(
+        self, folder: Path, limits: Limits, clock: Callable[[], float] = time.monotonic, host: str | None = None
+    ):
+        self.folder, self.limits, self._clock = folder, limits, clock
+        self._host = socket.gethostname() if host is None else host
+        self.seen: dict[int, Sight] = {}
+        """By process."""
+        self.run_dir: Path | None = None
+        self.baseline: int | None = None
+        """The newest step with a whole checkpoint when the run folder became known; None: none."""
+        self._positions: dict[int, tuple[object, ...]] = {}
+        self._moved = clock()
+
+    def look(self) -> None:
+        """Read all beats."""
+        now = self._clock()
+        for path in sorted(self.folder.glob("process_*.json")):
+            number = re.fullmatch(r"process_(\d+)\.json", path.name)
+            beat = Beat.read(self.folder, int(number[1])) if number else None
+            if beat is None:
+                continue
+            before = self.seen.get(beat.process)
+            changed = now if before is None or before.beat != beat else before.changed
+            state = process_state(beat.pid) if beat.host == self._host else None
+            self.seen[beat.process] = Sight(beat, changed, state)
+            if beat.run_dir is not None and self.run_dir is None:
+                self.run_dir = Path(beat.run_dir)
+                self.baseline = max(committed_steps(self.run_dir), default=None)
+            position = (beat.step, beat.committed, beat.phase, beat.phase_step, beat.failure)
+            if self._positions.get(beat.process) != position:
+                self._positions[beat.process], self._moved = position, now
+
+    def silent(self, process: int) -> float:
+        """Seconds since the beat of a process changed; 0.0 without beats."""
+        sight = self.seen.get(process)
+        return 0.0 if sight is None else self._clock() - sight.changed
+
+    def hang(self, ended: set[int]) -> str | None:
+        """Why the gang counts as hung, apart from processes that have ended; None: it does not."""
+        alive = {
+            index: sight for index, sight in self.seen.items() if index not in ended and sight.beat.failure is None
+        }
+        for index, sight in alive.items():
+            if (why := self._silence(index, sight)) is not None:
+                return why
+        limit, still = self.limits.progress, self._clock() - self._moved
+        if alive and limit is not None and still > limit:
+            return f"no process has moved for {still:.0f} s (--watchdog-timeout={limit:g})"
+        return None
+
+    def _silence(self, index: int, sight: Sight) -> str | None:
+        limit, silent = self.limits.beat, self.silent(index)
+        if limit is None:
+            return None
+        if sight.state == "T" and silent > min(STOPPED_SECONDS, limit):
+            return f"process {index} is stopped (state T), its last beat is {silent:.0f} s old"
+        if silent > limit and sight.beat.phase not in NO_BEATS_DUE:
+            return f"process {index} does not answer, its last beat is {silent:.0f} s old (--beat-timeout={limit:g})"
+        return None
+
+    def committed(self) -> int | None:
+        """The newest step with a whole checkpoint, of the beats and in the run folder; None: none."""
+        steps = [sight.beat.committed for sight in self.seen.values() if sight.beat.committed is not None]
+        if self.run_dir is not None:
+            steps += committed_steps(self.run_dir)
+        return max(steps, default=None)
+
+    def stacks_since(self, since: float) -> list[Path]:
+        """Files with stacks that were written after `since`, in seconds since 1970."""
+        named = [Path(sight.beat.stacks) for sight in self.seen.values() if sight.beat.stacks]
+        folder = [] if self.run_dir is None else sorted((self.run_dir / STACKS).glob("process_*.txt"))
+        return sorted({path for path in (*named, *folder) if _written(path) >= since})
+
+
+def committed_steps(run_dir: Path) -> list[int]:
+    """Steps in its checkpoints folder: a step has its name only when it is whole."""
+    try:
+        return [int(path.name) for path in (run_dir / "checkpoints").iterdir() if path.name.isdigit()]
+    except OSError:
+        return []
+
+
+def process_state(pid: int) -> str | None:
+    """The state of a process of this machine as Linux has it; None if it is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return None
+
+
+def handles(pid: int, number: int) -> bool:
+    """Whether a process of this machine has a handler of its own for a signal; without one it might be ended by it."""
+    try:
+        text = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
+    except OSError:
+        return False
+    caught = re.search(r"^SigCgt:\s*([0-9a-f]+)", text, re.MULTILINE)
+    return caught is not None and bool(int(caught[1], 16) >> (number - 1) & 1)
+
+
+def _written(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0

@@ -1,0 +1,124 @@
+"""Whether a gang that has failed is started again: when, with which processes, or why not."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megajax.config.errors import Problem
+from megajax.resilience.blame import Cause
+from megajax.resilience.exit_codes import INVALID, NO_PROGRESS, worth_a_restart
+
+FRUITLESS_ATTEMPTS = 3
+"""Attempts in a row without a new checkpoint, after which another one is not expected to help."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RestartConfig:
+    """How often, and how."""
+
+    max_restarts: int = 0
+    backoff: float = 1.0
+    """Seconds before the first restart; doubled for each further one, until an attempt has saved a new checkpoint."""
+    max_backoff: float = 60.0
+    min_processes: int | None = None
+    """A process that fails again and again is left out while at least so many remain; None: never."""
+
+    def problems(self, processes: int) -> list[Problem]:
+        """What is wrong with the flags."""
+        problems = []
+        if self.max_restarts < 0:
+            problems.append(Problem("--max-restarts", f"must be at least 0, got {self.max_restarts}"))
+        for name, value in (("backoff", self.backoff), ("max-backoff", self.max_backoff)):
+            if not 0 <= value < float("inf"):
+                problems.append(Problem(f"--{name}", f"must be at least 0 seconds, got {value:g}"))
+        if self.min_processes is not None and not 1 <= self.min_processes <= processes:
+            what = f"must be from 1 to --processes={processes}, got {self.min_processes}"
+            problems.append(Problem("--min-processes", what))
+        return problems
+
+
+class Restart(NamedTuple):
+    """Start the gang again."""
+
+    wait: float
+    """Seconds to wait before."""
+    slots: tuple[int, ...]
+    """The places on the machine to use, one for each process."""
+    dropped: int | None = None
+    """A place that is left out from now on."""
+
+
+class Stop(NamedTuple):
+    """Do not."""
+
+    code: int
+    """Exit code of the launcher."""
+    why: str = ""
+
+
+class Restarts:
+    """Decides after each failed attempt."""
+
+    def __init__(self, cfg: RestartConfig, slots: Sequence[int]):
+        self.cfg, self.slots = cfg, tuple(slots)
+        self.restarts = 0
+        self._all = len(self.slots)
+        self._newest: int | None = None
+        self._fruitless = 0
+        self._wait = cfg.backoff
+        self._last_slot: int | None = None
+        self._judged = False
+
+    def after(self, cause: Cause, *, baseline: int | None, committed: int | None, judged: bool) -> Restart | Stop:
+        """What to do after an attempt that failed.
+
+        baseline, committed: the newest step with a checkpoint when it began and when it ended. judged: whether its
+        processes wrote heartbeats; a program that never does so is judged by the number of restarts alone.
+        """
+        fewer = len(self.slots) < self._all
+        slot = None if cause.process is None or cause.process >= len(self.slots) else self.slots[cause.process]
+        progressed = self._note(baseline, committed, judged)
+        repeated = slot is not None and slot == self._last_slot and not progressed
+        self._last_slot = slot
+        if self.cfg.max_restarts == 0:
+            return Stop(cause.code)
+        if cause.code == INVALID and fewer and not progressed and self._may_drop():
+            return self._again(self.slots[-1])
+        if not worth_a_restart(cause.code):
+            on = f" on {len(self.slots)} of {self._all} processes" if fewer else ""
+            return Stop(cause.code, f"exit code {cause.code}{on} is never retried")
+        if self.restarts >= self.cfg.max_restarts:
+            return Stop(cause.code, f"no restart is left of --max-restarts={self.cfg.max_restarts}")
+        if repeated and self._may_drop():
+            return self._again(slot)
+        if self._judged and self._fruitless >= FRUITLESS_ATTEMPTS:
+            return Stop(NO_PROGRESS, f"no progress past step {self._newest or 0} in {FRUITLESS_ATTEMPTS} attempts")
+        return self._again()
+
+    def unable_to_start(self, process: int) -> Restart | Stop:
+        """What to do when a process of a restart can't be started."""
+        self._last_slot = self.slots[process] if self._may_drop() else None
+        return self.after(Cause(process, 1, "cannot be started"), baseline=None, committed=None, judged=False)
+
+    def _note(self, baseline: int | None, committed: int | None, judged: bool) -> bool:
+        """Whether the attempt has saved a new checkpoint."""
+        self._judged = self._judged or judged
+        if baseline is not None and (self._newest is None or baseline > self._newest):
+            self._newest = baseline
+        progressed = committed is not None and (self._newest is None or committed > self._newest)
+        if progressed:
+            self._newest, self._fruitless, self._wait = committed, 0, self.cfg.backoff
+        else:
+            self._fruitless += 1
+        return progressed
+
+    def _may_drop(self) -> bool:
+        return self.cfg.min_processes is not None and len(self.slots) > self.cfg.min_processes
+
+    def _again(self, dropped: int | None = None) -> Restart:
+        if dropped is not None:
+            self.slots = tuple(slot for slot in self.slots if slot != dropped)
+            self._fruitless, self._last_slot = 0, None
+        self.restarts += 1
+        wait, self._wait = self._wait, min(2 * self._wait, self.cfg.max_backoff)
+        return Restart(min(wait, self.cfg.max_backoff), self.slots, dropped)
