@@ -112,6 +112,18 @@ def _table(rows: list[tuple[str, str, str, str]], limit: int = 40) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
+def demand_fit(
+    where: str, stored: Mapping[str, tuple[tuple[int, ...], jnp.dtype]], wanted: Mapping[str, Any], *, partial: bool
+) -> None:
+    """Raises one UserError with a table if names, shapes or dtypes differ."""
+    rows = _differences(stored, wanted, partial=partial)
+    if rows:
+        raise UserError(
+            f"the checkpoint {where} does not fit this run: {len(rows)} of its arrays differ.\n{_table(rows)}\n"
+            "Use the model and optimizer settings of the run that saved it, or start a new run."
+        )
+
+
 def read(path: Path, like: Tree, *, partial: bool = False) -> Tree:
     """Reads a tree with the layout of `like`; each process reads its own shards. The saving layout does not matter.
 
@@ -121,12 +133,7 @@ def read(path: Path, like: Tree, *, partial: bool = False) -> Tree:
     """
     wanted = named_leaves(like)
     to_load = {name: leaf for name, leaf in wanted.items() if _stored(leaf)}
-    rows = _differences(stored_shapes(path), to_load, partial=partial)
-    if rows:
-        raise UserError(
-            f"the checkpoint {path.parent} does not fit this run: {len(rows)} of its arrays differ.\n{_table(rows)}\n"
-            "Use the model and optimizer settings of the run that saved it, or start a new run."
-        )
+    demand_fit(str(path.parent), stored_shapes(path), to_load, partial=partial)
     if jax.process_count() > 1 and any(leaf.sharding is None for leaf in wanted.values()):
         raise ValueError("with several processes every array to restore needs a sharding")
     first_device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])

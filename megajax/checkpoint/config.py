@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
+from megajax.checkpoint.local_config import LocalConfig
 from megajax.checkpoint.sources import foreign_format
 from megajax.config.builds import Builds
 from megajax.config.errors import Problem
@@ -55,6 +56,9 @@ class CheckpointConfig(Builds):
     step: int | None = None
     """The step to start from, in `load` or else in the run's own folder; none: the newest intact one.
     Going back in the run's own folder sets the later steps aside."""
+
+    local: LocalConfig | None = None
+    """Checkpoints on disks of the machines, or in their memory, between those in the shared folder; none: none."""
 
     def sources(self) -> tuple[WeightsConfig, ...]:
         """Where a fresh run takes weights from."""

@@ -86,6 +86,16 @@ class Peers:
             return value
         return json.loads(self._client.blocking_key_value_get(key, TIMEOUT_SECONDS * 1000))
 
+    def gather[T](self, value: T) -> list[T]:
+        """The values of all processes, JSON-serialisable, by index."""
+        if self.count == 1:
+            return [value]
+        key = self._next_key()
+        self._client.key_value_set(f"{key}/values/{self.index}", json.dumps(value))
+        self._client.wait_at_barrier(f"{key}/gathered", TIMEOUT_SECONDS * 1000)
+        values = {int(name.rpartition("/")[2]): text for name, text in self._client.key_value_dir_get(f"{key}/values/")}
+        return [json.loads(values[index]) for index in range(self.count)]
+
     def _next_key(self) -> str:
         self._rounds += 1
         return self._key(f"round{self._rounds}")

@@ -22,6 +22,7 @@ from megajax.job.ending import Ending, Reporter, Sampler
 from megajax.job.failure import FailureLog
 from megajax.job.hang import Pulse
 from megajax.job.hooks import Evaluate, EvaluateTasks, Save
+from megajax.job.local_saves import LocalSaves
 from megajax.job.resume import Resume, stored
 from megajax.job.watch import Watch
 from megajax.job.weights import TakeWeights, frozen_fresh
@@ -72,14 +73,15 @@ class Job:
         self.manager: CheckpointManager = stack.enter_context(cfg.checkpoint.build(self.folder.checkpoints))
         if not skip_train:
             failures.open(self.folder.events, self.activity, self.events, jax.process_index())
-        start = self.manager.start()
+        self.local = LocalSaves(cfg, self.manager, self.activity, self.events.event, skip_train=skip_train)
+        self.start = start = stack.enter_context(self.local).start()
         if skip_train and start is None:
             raise UserError(
                 f"--skip-train: {cfg.run_dir} has no checkpoint to evaluate; give another --run_dir, or "
                 "--checkpoint.load=RUN"
             )
         self.first = 0 if start is None else start[1]
-        self.resumed = start is not None and start[0] is self.manager
+        self.resumed = self.local.own(start)
         self.primary = jax.process_index() == 0
         console = open_console(
             cfg.logging,
@@ -147,8 +149,8 @@ class Job:
         self.tell_skipped()
         signals.polled = True
         self.guard = Guard(cfg.resilience, cfg.precision.floor(), self.run.mesh)
-        if self.resumed:
-            self.guard.spikes.restore(self.manager.meta(self.first).get("spikes", {}))
+        if self.start is not None and self.resumed:
+            self.guard.spikes.restore(self.start[0].meta(self.first).get("spikes", {}))
         show = partial(console.show, f"profile of {cfg.profile.steps}")
         self.profile = Profile(cfg.profile, folder.profile, self.first, lambda summary: show(summary.sections()))
         self.stack.callback(self.profile.close)
@@ -163,10 +165,15 @@ class Job:
             lambda: stored(self.run.parts, yaml) | {"spikes": spikes.state()},
             cfg.steps,
         )
+        self.local.meta = self.save.meta
         # Evaluated before saved: a checkpoint at a step means everything due at that step was done.
-        self.hooks: list[Hook] = [self.evaluate, *self.task_hooks(), self.save]
+        self.hooks: list[Hook] = [self.evaluate, *self.task_hooks(), self.save, self.local]
         watch = Watch(self.guard, cfg.precision.floor(), self.log, console.say)
-        self.watches: list[Callable[[StepInfo], None]] = [lambda info: self.save.committed(), watch]
+        self.watches: list[Callable[[StepInfo], None]] = [
+            lambda info: self.save.committed(),
+            lambda info: self.local.committed(),
+            watch,
+        ]
 
     def work(self) -> int:
         """Train to the end -> exit code."""
@@ -182,6 +189,7 @@ class Job:
             return 0
         if self.first:
             self.manager.go_back(self.first)
+        self.local.begin(self.run, self.first)
         try:
             for info in self.steps():
                 last = info
@@ -282,6 +290,7 @@ class Job:
         self.profile.stop(step)
         wanted = self.cfg.resilience.save_on_signal or self.signals.request is None
         if stopped and wanted and self.save.saved != step:
+            self.local.before_stop(self.run, step)
             self.save(self.run, step)
         if not stopped and self.cfg.evaluation.at_end:
             self.evaluate.at_end(self.run, step)
@@ -290,6 +299,7 @@ class Job:
         with self.console.ticker("finishing the checkpoint", total=False):
             self.manager.wait()
         self.save.committed()
+        self.local.finished()
         if stopped:
             kept = f"step {self.save.saved} saved" if self.save.saved == step else "nothing saved"
             self.console.say(
@@ -354,6 +364,7 @@ def train(
     started: when this process began, by the monotonic clock; None: now.
     """
     started, failures = time.monotonic() if started is None else started, FailureLog()
+    job: Job | None = None
     with ExitStack() as stack:
         pulse = stack.enter_context(Pulse(cfg.run_dir, Activity()))
         try:
@@ -376,8 +387,10 @@ def train(
             return job.work()
         except BaseException as error:
             fault = device_fault(error, cfg, Path(cfg.run_dir).expanduser())
-            pulse.failed(fault or error)
             failures.crash(fault or error)
+            if job is not None and fault is None:
+                job.local.rescue(job.run, error)
+            pulse.failed(fault or error)
             end_at_once(fault or error)
             if fault is not None:
                 raise fault from error

@@ -8,6 +8,7 @@ from functools import partial
 from importlib.metadata import version
 from typing import Any
 
+from megajax.checkpoint.local_reader import LocalReader
 from megajax.checkpoint.reader import CheckpointReader
 from megajax.config.dump import flatten, scalar_text
 from megajax.config.errors import UserError
@@ -80,7 +81,7 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]:
 class Resume:
     """Brings the state of a checkpoint onto this run's layout, if nothing that matters has changed."""
 
-    reader: CheckpointReader
+    reader: CheckpointReader | LocalReader
     step: int
     own: bool
     """The checkpoint is this run's; another run's may have had other settings."""

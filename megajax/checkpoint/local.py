@@ -1,0 +1,323 @@
+"""Local checkpoints: each process saves its shards to a folder of its machine, and keeps those of others as replicas.
+
+The stages of a save, in a background thread of every process:
+    own shards into process_K/STEP.TOKEN.saving; fsync             all agree
+    shards of the peers whose replicas it keeps, read over TCP     all agree: the step is whole
+    rename to STEP                                                 all agree
+    older steps are deleted
+Threads use no collectives of devices, whose order relative to those of the training step would differ between
+processes.
+"""
+
+import errno
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent import futures
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import jax
+
+from megajax.checkpoint import arrays
+from megajax.checkpoint.folder import step_name
+from megajax.checkpoint.integrity import Damaged
+from megajax.checkpoint.local_config import LocalConfig
+from megajax.checkpoint.local_folder import LocalFolder
+from megajax.checkpoint.local_history import RunHistory
+from megajax.checkpoint.local_members import Members
+from megajax.checkpoint.local_set import OWN, REPLICAS, LocalSet, SetInfo, SetWriter, set_id
+from megajax.checkpoint.local_shards import Boxes, HostCopy, boxes_of_processes, byte_count, copy_to_host, parts_in
+from megajax.checkpoint.peers import Peers
+from megajax.checkpoint.reader import Meta, Tree, say
+from megajax.config.errors import UserError
+
+NICE = 10
+"""Added to the niceness of the thread that writes, so that it yields to training."""
+
+
+class LocalReport(NamedTuple):
+    """A local save that has ended."""
+
+    step: int
+    blocking_seconds: float
+    """How long the caller of `save` waited, including for an earlier save."""
+    total_seconds: float
+    bytes: int
+    """Written by this process, replicas included."""
+    failure: str | None = None
+    """Why it was not committed; None: it was."""
+
+
+class _Save(NamedTuple):
+    step: int
+    name: str
+    meta: Meta
+    peers: Peers
+    copies: list[HostCopy]
+    started: float
+
+
+class LocalCheckpoints:
+    """The writer of a run's local checkpoints; `megajax.checkpoint.local_reader` finds and restores them.
+
+    All processes call the methods in the same order. `close` it, or use it as a context manager.
+    """
+
+    def __init__(
+        self,
+        cfg: LocalConfig,
+        shared: Path | str,
+        *,
+        during: Callable[[int], AbstractContextManager[Any]] = lambda step: nullcontext(),
+    ):
+        """shared: the run's checkpoints folder. during: entered by the background thread while it saves a step.
+
+        Raises UserError if the folder can't be written, or if replicas have no other process to be on.
+        """
+        self.cfg, self.shared, self._during = cfg, Path(shared).absolute(), during
+        self.peers = Peers()
+        self.attempt = self.peers.token
+        mine = RunHistory.read(self.shared) if self.peers.first else RunHistory("")
+        run, attempts = self.peers.share((mine.run, mine.attempts))
+        self.history = RunHistory(run, tuple((name, first) for name, first in attempts))
+        self.folder = LocalFolder(cfg.folder, self.history, self.shared, jax.process_index())
+        self._agreed(self.folder.prepare)
+        self._serving = threading.Lock()
+        self.served: dict[str, LocalSet] = {}
+        """The sets that this process looks after, by their ids."""
+        self.members = Members(self.peers, self.folder.machine, self._offered)
+        self._agreed(lambda: self.members.demand_replicas(cfg.replicas, cfg.jump))
+        for each in self.folder.adopt(self.members.elsewhere()):
+            self.serve(each)
+        self._background = futures.ThreadPoolExecutor(1, "megajax local checkpoint", initializer=_yield_to_training)
+        self._current: futures.Future[LocalReport] | None = None
+        self._reports: list[LocalReport] = []
+        self._saves = 0
+        self.failures = 0
+        """Failed saves in a row."""
+        self._boxes: dict[int, Boxes] = {}
+
+    def _agreed(self, check: Callable[[], None]) -> None:
+        """Raises UserError on all processes if `check` raises it on any."""
+        reason = None
+        try:
+            check()
+        except UserError as error:
+            reason = str(error)
+        if (reason := self.peers.agree(reason)) is not None:
+            raise UserError(reason)
+
+    def _offered(self, set_id: str) -> LocalSet | None:
+        with self._serving:
+            return self.served.get(set_id)
+
+    def serve(self, each: LocalSet) -> None:
+        """Lets other processes read a set."""
+        with self._serving:
+            self.served[each.index.info.id] = each
+
+    def drop(self, each: LocalSet) -> None:
+        """Deletes a set."""
+        with self._serving:
+            self.served.pop(each.index.info.id, None)
+        self.folder.delete(each.path)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether too many saves have failed in a row."""
+        return self.failures >= self.cfg.failures
+
+    def begin(self, first: int, state: Tree) -> None:
+        """This attempt trains from step `first` on: drops the sets that are no part of the run any more.
+
+        Raises UserError if there is no room.
+        """
+        self.history = self.history.begin(self.attempt, first)
+        if self.peers.first:
+            self.history.write(self.shared)
+        for each in list(self.served.values()):
+            if not self.history.includes(each.index.info.attempt, each.index.info.step):
+                self.drop(each)
+        named = arrays.flatten(state)
+        self._boxes = boxes_of_processes(named)
+        own = self._boxes[self.members.process]
+        missing = frozenset().union(*(self._boxes[each] for each in self._sources())) - own
+        needs = self.peers.gather((self.members.process, byte_count(own | missing, named)))
+        here = sum(size for process, size in needs if process in self.members.together())
+        self._agreed(lambda: self.folder.demand_room((self.cfg.keep + 1) * here, self.cfg.keep + 1))
+
+    def _sources(self) -> list[int]:
+        """The processes whose replicas this one keeps."""
+        return self.members.sources(self.cfg.replicas, self.cfg.jump)
+
+    def due(self, step: int) -> bool:
+        return step > 0 and step % self.cfg.every == 0 and not self.stopped
+
+    def save(self, step: int, state: Tree, meta: Mapping[str, Any] | None = None) -> None:
+        """Saves jax.Arrays and metadata (JSON-serialisable) in the background; waits for an earlier save first.
+
+        Returns when the arrays are copied to host memory, after which they may be donated. Failures are reported by
+        `poll`. Called by all processes.
+        """
+        started = time.monotonic()
+        self.wait()
+        if self.stopped:
+            return
+        self._saves += 1
+        save = _Save(
+            step,
+            f"{self.attempt}-{self._saves}",
+            dict(meta or {}),
+            self.peers.among(f"local{self._saves}"),
+            copy_to_host(arrays.flatten(state)),
+            started,
+        )
+        self._current = self._background.submit(self._finish, save, time.monotonic() - started)
+
+    def _finish(self, save: _Save, blocking: float) -> LocalReport:
+        """The background part of a save."""
+        path = self.folder.own / f"{step_name(save.step)}.{self.attempt}{self._saves:04x}.saving"
+        failure, size = None, 0
+        with self._during(save.step):
+            try:
+                size = self._write(save, path)
+            except _NotSavedError as error:
+                failure = str(error)
+                with self._serving:
+                    self.served.pop(set_id(save.name, self.members.process), None)
+                shutil.rmtree(path, ignore_errors=True)
+        return LocalReport(save.step, blocking, time.monotonic() - save.started, size, failure)
+
+    def _write(self, save: _Save, path: Path) -> int:
+        writer = self._on_all(save, lambda: self._write_own(save, path))
+        self._on_all(save, lambda: self._write_replicas(save, writer))
+        whole = self._on_all(save, lambda: writer.finish(self._info(save, writer)))
+        self.serve(self._on_all(save, lambda: writer.rename(whole, self.folder.own / step_name(save.step))))
+        for each in self._superseded():
+            self.drop(each)
+        return writer.bytes
+
+    def _on_all[T](self, save: _Save, work: Callable[[], T]) -> T:
+        """Does this process's part, then waits for all. Raises _NotSavedError on all if any part failed."""
+        try:
+            result = work()
+        except (OSError, Damaged) as error:
+            reason = self.folder.explained(error) if isinstance(error, OSError) else str(error)
+            raise _NotSavedError(save.peers.agree(reason)) from error
+        if (failure := save.peers.agree()) is not None:
+            raise _NotSavedError(failure)
+        return result
+
+    def _write_own(self, save: _Save, path: Path) -> SetWriter:
+        need = sum(copy.content.nbytes for copy in save.copies)
+        if (free := shutil.disk_usage(self.folder.own).free) < need:
+            raise OSError(errno.ENOSPC, f"{need:,} bytes are needed and {free:,} are free")
+        writer = SetWriter(path)
+        # Each copy is released as soon as it is written.
+        while save.copies:
+            writer.append(OWN, [save.copies.pop(0)])
+        self.serve(writer.so_far(self._info(save, writer)))
+        return writer
+
+    def _write_replicas(self, save: _Save, writer: SetWriter) -> None:
+        """Reads from other processes what this one keeps of theirs and does not have itself."""
+        for source in self._sources():
+            missing = self._boxes[source] - writer.pieces.keys()
+            if not missing:
+                continue
+            with self.members.read_from(source, set_id(save.name, source)) as remote:
+                for key in sorted(missing):
+                    piece = remote.index.pieces[key]
+                    content = remote.read(piece).reshape(-1).view("u1")
+                    writer.append(REPLICAS, [(piece.name, piece.shape, piece.dtype, piece.box, content)])
+
+    def _info(self, save: _Save, writer: SetWriter) -> SetInfo:
+        return SetInfo(
+            step=save.step,
+            save=save.name,
+            process=self.members.process,
+            attempt=self.attempt,
+            processes=self.peers.count,
+            parts=parts_in(frozenset(writer.pieces), self._boxes),
+            meta=save.meta,
+        )
+
+    def _superseded(self) -> list[LocalSet]:
+        """All but the newest `keep` steps."""
+        steps = sorted({each.index.info.step for each in self.served.values()})[-self.cfg.keep :]
+        return [each for each in list(self.served.values()) if each.index.info.step not in steps]
+
+    def poll(self) -> list[LocalReport]:
+        """The saves that have ended since the last call, without waiting."""
+        if self._current is not None and self._current.done():
+            self.wait()
+        reports, self._reports = self._reports, []
+        return reports
+
+    def wait(self) -> None:
+        """Waits for the save in progress; `poll` returns its report."""
+        if self._current is None:
+            return
+        current, self._current = self._current, None
+        report = current.result()
+        self.failures = 0 if report.failure is None else self.failures + 1
+        self._reports.append(report)
+
+    def save_alone(self, step: int, state: Tree, meta: Mapping[str, Any]) -> tuple[int, ...]:
+        """Saves what this process has, without the others: some of them are gone. -> the processes whose shards it has.
+
+        The next start of the run restores it if the survivors' shards are all there are.
+        """
+        named = arrays.flatten(state)
+        boxes = boxes_of_processes(named)
+        copies = copy_to_host(named)
+        info = SetInfo(
+            step=step,
+            save=f"{self.attempt}-alone-{step}",
+            process=self.members.process,
+            attempt=self.attempt,
+            processes=self.peers.count,
+            parts=parts_in(frozenset((copy.name, copy.box) for copy in copies), boxes),
+            meta=dict(meta),
+        )
+        writer = SetWriter(self.folder.own / f"{step_name(step)}.{self.attempt}.saving")
+        writer.append(OWN, copies)
+        writer.rename(writer.finish(info), self.folder.own / step_name(step))
+        return info.parts
+
+    def clear(self) -> None:
+        """Deletes all sets of this run: the shared folder has a later step, or the same."""
+        self.wait()
+        for each in list(self.served.values()):
+            self.drop(each)
+        self.folder.remove()
+
+    def close(self) -> None:
+        """Waits for the last save."""
+        try:
+            self.wait()
+        finally:
+            self._background.shutdown()
+            self.members.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+class _NotSavedError(Exception):
+    """A local save failed on some process; the message names it."""
+
+
+def _yield_to_training() -> None:
+    """Lets this thread have the processor when no other thread wants it; without effect where that can't be set."""
+    try:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+    except (OSError, AttributeError):
+        say("local checkpoints are written at the priority of training: it can't be lowered here")

@@ -1,0 +1,42 @@
+"""Settings of checkpoints on local disks or in host memory."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from megajax.config.builds import Builds
+from megajax.config.errors import Problem
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LocalConfig(Builds):
+    """Checkpoints that each process writes to a folder of its machine, between those in the shared folder.
+
+    `build(folder)` gives the `LocalCheckpoints` of the run whose shared checkpoints folder is given.
+    """
+
+    target: ClassVar[str] = "megajax.checkpoint.local:LocalCheckpoints"
+
+    every: int
+    """Steps between local checkpoints. A step that is saved to the shared folder is not saved here as well."""
+    folder: Path
+    """A folder of the machine: on a local disk, or below /dev/shm for host memory. Processes of a machine share it."""
+    replicas: int = 0
+    """Other processes that also keep the shards of a process, so that they survive the loss of its machine."""
+    jump: int | None = None
+    """Process k keeps the shards of process k + jump as well; none: the number of processes of a machine, so that they
+    are on another machine."""
+    keep: int = 2
+    """How many of the newest local checkpoints to keep. While one is written, its size is needed in addition."""
+    failures: int = 3
+    """After this many failed local checkpoints in a row there are no more in this attempt; training continues."""
+
+    def problems(self) -> list[Problem]:
+        """Problems of the settings themselves; `LocalCheckpoints` checks the folder."""
+        least = (("every", self.every, 1), ("replicas", self.replicas, 0), ("keep", self.keep, 1))
+        least = (*least, ("failures", self.failures, 1), ("jump", self.jump, 1))
+        return [
+            Problem(name, f"is {value}, but must be at least {minimum}")
+            for name, value, minimum in least
+            if value is not None and value < minimum
+        ]

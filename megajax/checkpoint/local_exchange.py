@@ -1,0 +1,159 @@
+"""Reading sets of local checkpoints from other processes over TCP.
+
+Every process serves the sets that it has, read-only, to the processes of its run. A connection begins with proof of a
+secret that only they know: the server sends a nonce, the client its HMAC under the secret. A request names a set and a
+piece in it, never a file. Nothing is encrypted, like all other traffic of a run.
+
+    server: 32 bytes of nonce            client: HMAC-SHA256(secret, nonce)
+    client: length, JSON {"set": ..., "name": ..., "box": ...}, or without a name for set.json
+    server: status, length, content; status 0: the content is a message that says why there is none
+"""
+
+import contextlib
+import hmac
+import json
+import secrets
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from typing import Any, Self
+
+import numpy as np
+
+from megajax.checkpoint.integrity import Damaged
+from megajax.checkpoint.local_set import LocalSet, Piece, SetIndex
+
+TIMEOUT_SECONDS = 120.0
+"""For a connection that sends or takes nothing."""
+HELLO_SECONDS = 10.0
+"""For a client to prove that it belongs to the run."""
+REQUEST_BYTES = 2**16
+_HEADER = struct.Struct(">BQ")
+_LENGTH = struct.Struct(">I")
+
+
+class SetServer:
+    """Serves sets in background threads until `close`. offered: id of a set -> set; None: it is not here."""
+
+    def __init__(self, host: str, secret: bytes, offered: Callable[[str], LocalSet | None]):
+        self._secret, self._offered = secret, offered
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, 0), family=family, backlog=128)
+        self.address: tuple[str, int] = self._listener.getsockname()[:2]
+        threading.Thread(target=self._accept, name="megajax local checkpoints", daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:  # closed
+                return
+            threading.Thread(target=self._serve, args=(connection,), name="megajax local reader", daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        with connection, contextlib.suppress(OSError, ValueError, EOFError):
+            connection.settimeout(HELLO_SECONDS)
+            nonce = secrets.token_bytes(32)
+            connection.sendall(nonce)
+            if not hmac.compare_digest(_receive(connection, 32), _proof(self._secret, nonce)):
+                return
+            connection.settimeout(TIMEOUT_SECONDS)
+            while True:
+                (size,) = _LENGTH.unpack(_receive(connection, _LENGTH.size))
+                if size > REQUEST_BYTES:
+                    return
+                request = json.loads(_receive(connection, size))
+                try:
+                    status, content = 1, self._answer(request)
+                except (Damaged, KeyError, TypeError) as error:
+                    status, content = 0, str(error).encode()
+                connection.sendall(_HEADER.pack(status, len(content)))
+                connection.sendall(content)
+
+    def _answer(self, request: dict[str, Any]) -> bytes | bytearray:
+        available = self._offered(request["set"])
+        if available is None:
+            raise Damaged(f"there is no set {request['set']} here")
+        if request.get("name") is None:
+            return available.index.to_json().encode()
+        box = tuple((start, stop) for start, stop in request["box"])
+        piece = available.index.pieces.get((request["name"], box))
+        if piece is None:
+            raise Damaged(f"there is no {request['name']} {box} in set {request['set']} here")
+        return available.content(piece)
+
+    def close(self) -> None:
+        # shutdown wakes the thread that accepts; close alone does not.
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+
+class RemoteSet:
+    """A set that another process serves, for reading; the counterpart of `LocalSet`. Use it as a context manager."""
+
+    def __init__(self, address: tuple[str, int], secret: bytes, set_id: str):
+        """Raises ConnectionError if the process does not answer, Damaged if it does not have the set."""
+        self._set = set_id
+        self._where = f"{address[0]}:{address[1]}"
+        try:
+            self._connection = socket.create_connection(address, timeout=TIMEOUT_SECONDS)
+            self._connection.sendall(_proof(secret, _receive(self._connection, 32)))
+        except (OSError, EOFError) as error:
+            raise ConnectionError(f"no connection to {self._where}: {error}") from error
+        self.index = SetIndex.from_json(self._ask().decode())
+
+    def read(self, piece: Piece) -> np.ndarray:
+        """The values of a piece. Raises ConnectionError or Damaged."""
+        return piece.array(self.content(piece))
+
+    def content(self, piece: Piece) -> bytearray:
+        """The bytes of a piece, not compared with its SHA-256."""
+        return self._ask(name=piece.name, box=piece.box)
+
+    def _ask(self, **request: Any) -> bytearray:
+        body = json.dumps({"set": self._set, **request}).encode()
+        try:
+            self._connection.sendall(_LENGTH.pack(len(body)) + body)
+            status, size = _HEADER.unpack(_receive(self._connection, _HEADER.size))
+            content = _receive(self._connection, size)
+        except (OSError, EOFError) as error:
+            raise ConnectionError(f"{self._where} does not answer: {error}") from error
+        if not status:
+            raise Damaged(f"{self._where}: {content.decode(errors='replace')}")
+        return content
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._connection.close()
+
+
+def own_address(coordinator: str | None) -> str:
+    """The address of this machine from which it reaches the coordinator (HOST:PORT); loopback for a single machine.
+
+    Other processes that reach the coordinator by the same network reach this one at that address.
+    """
+    host, _, port = (coordinator or "127.0.0.1:1").rpartition(":")
+    family, kind, protocol, _, address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(address)  # sends nothing
+        return probe.getsockname()[0]
+
+
+def _proof(secret: bytes, nonce: bytes | bytearray) -> bytes:
+    return hmac.digest(secret, nonce, "sha256")
+
+
+def _receive(connection: socket.socket, size: int) -> bytearray:
+    """Exactly that many bytes. Raises EOFError if the connection ends before."""
+    content = bytearray(size)
+    view, done = memoryview(content), 0
+    while done < size:
+        count = connection.recv_into(view[done:])
+        if not count:
+            raise EOFError("the connection was closed")
+        done += count
+    return content

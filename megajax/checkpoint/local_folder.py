@@ -1,0 +1,133 @@
+"""The folder of a run's local checkpoints on one machine.
+
+FOLDER/RUN/                 checkpoint.local.folder, and the name in the run's local.json
+  run.json                  the shared checkpoints folder that it belongs to
+  machine                   a name drawn by the first process: those that read the same share the folder
+  process_K/STEP/           a set of process K; see local_set
+"""
+
+import contextlib
+import errno
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from megajax.checkpoint.folder import STEP
+from megajax.checkpoint.integrity import Damaged
+from megajax.checkpoint.local_history import RunHistory
+from megajax.checkpoint.local_set import LocalSet
+from megajax.checkpoint.new_folder import FULL
+from megajax.checkpoint.reader import say
+from megajax.config.errors import UserError
+
+
+class LocalFolder:
+    """Finds, names and deletes sets. Nothing is on disk before `prepare`."""
+
+    def __init__(self, path: Path, history: RunHistory, shared: Path, process: int):
+        self.base = path.expanduser().absolute()
+        self.path, self.own = self.base / history.run, self.base / history.run / f"process_{process}"
+        self._history, self._shared = history, shared
+        self.machine = ""
+
+    def prepare(self) -> None:
+        """Creates the folders. Raises UserError if they can't be written."""
+        try:
+            self.base.mkdir(parents=True, exist_ok=True)
+            # Weights are nobody else's to read, and the folder may be /tmp or /dev/shm.
+            self.path.mkdir(mode=0o700, exist_ok=True)
+            self.own.mkdir(exist_ok=True)
+            probe = self.own / "probe"
+            with open(probe, "wb") as file:
+                file.write(b"\0" * 4096)
+                file.flush()
+                os.fsync(file.fileno())
+            probe.unlink()
+            with contextlib.suppress(FileExistsError), open(self.path / "run.json", "x", encoding="utf-8") as file:
+                json.dump({"checkpoints": str(self._shared)}, file)
+            self.machine = _drawn(self.path / "machine")
+            self._remove_others()
+        except OSError as error:
+            raise UserError(
+                f"checkpoint.local.folder {self.base} can't be written: {error.strerror}.\n"
+                "Name a writable folder with free space on a disk of this machine, or below /dev/shm."
+            ) from error
+
+    def _remove_others(self) -> None:
+        """Removes local checkpoints of former runs in the same run folder, which no longer names them."""
+        for path in self.base.glob("*/run.json"):
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                same = json.loads(path.read_text(encoding="utf-8"))["checkpoints"] == str(self._shared)
+                if same and path.parent != self.path:
+                    shutil.rmtree(path.parent)
+                    say(f"removed {path.parent}: local checkpoints of a run that {self._shared.parent} no longer holds")
+
+    def adopt(self, elsewhere: Callable[[int], bool]) -> list[LocalSet]:
+        """The sets that this process looks after; removes what was left unfinished, and what can't be read.
+
+        elsewhere: whether another process looks after those of a number.
+        """
+        sets = []
+        for folder in sorted(self.path.glob("process_*")):
+            number = folder.name.removeprefix("process_")
+            if not number.isdigit() or elsewhere(int(number)):
+                continue
+            for path in sorted(folder.iterdir()):
+                if not STEP.fullmatch(path.name):
+                    self.delete(path)
+                    continue
+                try:
+                    each = LocalSet.open(path)
+                except Damaged as error:
+                    say(f"removed the local checkpoint {path}: {error}")
+                    self.delete(path)
+                    continue
+                if self._history.includes(each.index.info.attempt, each.index.info.step):
+                    sets.append(each)
+                else:
+                    self.delete(path)
+        return sets
+
+    def delete(self, path: Path) -> None:
+        """Deletes a set, under another name first. What can't be deleted is deleted at the next start."""
+        with contextlib.suppress(OSError):
+            aside = path.with_name(f"{path.name}.deleting")
+            path.rename(aside)
+            shutil.rmtree(aside, ignore_errors=True)
+
+    def remove(self) -> None:
+        """Deletes the sets of this process, and the folder of the run if it was the last."""
+        shutil.rmtree(self.own, ignore_errors=True)
+        if not list(self.path.glob("process_*")):
+            shutil.rmtree(self.path, ignore_errors=True)
+
+    def demand_room(self, need: int, sets: int) -> None:
+        """Raises UserError unless the processes of this machine have room for that many sets of theirs."""
+        there = sum(file.stat().st_size for file in self.path.rglob("*.bin"))
+        free = shutil.disk_usage(self.path).free
+        if free + there < need:
+            raise UserError(
+                f"checkpoint.local.folder {self.base}: {sets} local checkpoints of the processes of this machine need "
+                f"{need / 1e9:.3g} GB ({need:,} bytes), and {(free + there) / 1e9:.3g} GB ({free + there:,} bytes) are "
+                "free.\nFree space, name a folder on a larger disk, or keep fewer with checkpoint.local.keep."
+            )
+
+    def explained(self, error: OSError) -> str:
+        """An error in a line, with the path, and with the free bytes if a disk is full."""
+        text = f"{error.strerror or error} ({error.filename or self.own})"
+        if error.errno in FULL and "free" not in text:
+            text = f"{os.strerror(errno.ENOSPC)}, {shutil.disk_usage(self.own).free:,} bytes free ({self.own})"
+        return text
+
+
+def _drawn(path: Path) -> str:
+    """The name in the file; drawn by whoever is first."""
+    temporary = path.with_name(f"machine.{secrets.token_hex(4)}")
+    temporary.write_text(secrets.token_hex(8), encoding="utf-8")
+    with contextlib.suppress(FileExistsError):
+        os.link(temporary, path)
+    temporary.unlink()
+    return path.read_text(encoding="utf-8")

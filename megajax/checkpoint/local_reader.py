@@ -1,0 +1,198 @@
+"""Finding and restoring local checkpoints: from this machine's folder, and what is not there from others."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from math import prod
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from megajax.checkpoint import arrays
+from megajax.checkpoint.integrity import Damaged
+from megajax.checkpoint.local import LocalCheckpoints
+from megajax.checkpoint.local_exchange import RemoteSet
+from megajax.checkpoint.local_set import Box, LocalSet
+from megajax.checkpoint.local_shards import box_of
+from megajax.checkpoint.manager import CheckpointError
+from megajax.checkpoint.reader import Meta, Tree, say
+
+
+class NotWhole(NamedTuple):
+    """A local checkpoint that was passed over."""
+
+    step: int
+    why: str
+
+
+class Holder(NamedTuple):
+    """A set of a whole checkpoint, and where it is."""
+
+    process: int
+    """Which process looks after it now."""
+    set_id: str
+    parts: tuple[int, ...]
+    """Processes of the run that saved it, whose shards it has."""
+
+
+class LocalReader:
+    """Restores the newest whole local checkpoint of a run; the same methods as a `CheckpointReader`.
+
+    All processes call them in the same order.
+    """
+
+    def __init__(self, local: LocalCheckpoints):
+        self._local, self._members, self._peers = local, local.members, local.peers
+        self.folder = local.folder.own
+        self.passed_over: list[NotWhole] = []
+        """What `newest_whole` did not take."""
+        self._step: int | None = None
+        self._holders: list[Holder] = []
+        self._meta: Meta | None = None
+
+    def newest_whole(self) -> int | None:
+        """The newest step of which every shard is on some process, with the SHA-256 it was saved with; None: none."""
+        infos = [each.index.info for each in self._local.served.values()]
+        gathered = self._peers.gather([(info.step, info.save, info.processes) for info in infos])
+        for step, save, processes in sorted({tuple(each) for some in gathered for each in some}, reverse=True):
+            faults = self._damaged(save)
+            mine = [
+                Holder(self._members.process, each.index.info.id, each.index.info.parts)
+                for each in self._local.served.values()
+                if each.index.info.save == save
+            ]
+            answers = self._peers.gather((mine, faults))
+            holders = [Holder(process, name, tuple(parts)) for some, _ in answers for process, name, parts in some]
+            missing = set(range(processes)).difference(*(holder.parts for holder in holders))
+            if not missing:
+                self._step, self._holders, self._meta = step, holders, None
+                return step
+            why = "; ".join(
+                [
+                    f"no process has the shards of {', '.join(f'process {each}' for each in sorted(missing))} any more",
+                    *(fault for _, some in answers for fault in some),
+                ]
+            )
+            self.passed_over.append(NotWhole(step, why))
+        return None
+
+    def _damaged(self, save: str) -> list[str]:
+        """Verifies this process's sets of a save; removes the damaged ones -> why."""
+        faults = []
+        for each in list(self._local.served.values()):
+            if each.index.info.save != save:
+                continue
+            try:
+                each.verify()
+            except Damaged as error:
+                faults.append(f"{each.path} is damaged: {error}")
+                say(f"removed the local checkpoint {faults[-1]}")
+                self._local.drop(each)
+        return faults
+
+    def meta(self, step: int) -> Meta:
+        """The metadata given to `save`."""
+        self._demand(step)
+        if self._meta is None:
+            with self._sources() as sources:
+                self._meta = dict(sources.first.index.info.meta)
+        return self._meta
+
+    def restore(self, step: int, like: Tree, *, partial: bool = False) -> tuple[Tree, Meta]:
+        """The arrays of the step with the layout of `like`, bit for bit, and its metadata.
+
+        Raises UserError if names, shapes or dtypes differ, CheckpointError if a process can't be read from.
+        """
+        self._demand(step)
+        wanted = arrays.named_leaves(like)
+        result: dict[str, jax.Array] = {}
+        reason = None
+        try:
+            with self._sources() as sources:
+                stored = {
+                    piece.name: (piece.shape, jnp.dtype(piece.dtype)) for piece in sources.first.index.pieces.values()
+                }
+                to_load = {name: leaf for name, leaf in wanted.items() if prod(leaf.shape)}
+                arrays.demand_fit(f"local checkpoint of step {step}", stored, to_load, partial=partial)
+                for name, leaf in wanted.items():
+                    result[name] = self._array(sources, name, leaf)
+        except (Damaged, OSError) as error:
+            reason = str(error)
+        if (reason := self._peers.agree(reason)) is not None:
+            raise CheckpointError(f"local checkpoint step {step} can't be read: {reason}")
+        return jax.tree.unflatten(jax.tree.structure(like), [result[name] for name in wanted]), self.meta(step)
+
+    @staticmethod
+    def _array(sources: "_Sources", name: str, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        shards: dict[Box, np.ndarray] = {}
+
+        def shard(index: tuple[slice, ...] | None) -> np.ndarray:
+            box = box_of(index or (), leaf.shape)
+            if box not in shards:  # several devices may have the same
+                shards[box] = sources.read(name, box, leaf.dtype)
+            return shards[box]
+
+        sharding = leaf.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        return jax.make_array_from_callback(leaf.shape, sharding, shard)
+
+    def _sources(self) -> "_Sources":
+        return _Sources(self._local, self._holders)
+
+    def _demand(self, step: int) -> None:
+        if step != self._step:
+            raise ValueError(f"newest_whole gave step {self._step}, not {step}")
+
+
+class _Sources:
+    """The sets of a whole checkpoint; those of other processes are connected when they are needed."""
+
+    def __init__(self, local: LocalCheckpoints, holders: list[Holder]):
+        self._local, self._members = local, local.members
+        me = self._members.process
+        # First those here, then those with the shards of this process's own devices.
+        self._holders = sorted(holders, key=lambda each: (each.process != me, me not in each.parts))
+        self._opened: dict[str, LocalSet | RemoteSet] = {}
+        self._stack = ExitStack()
+
+    def __enter__(self) -> "_Sources":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def __iter__(self) -> Iterator[LocalSet | RemoteSet]:
+        for process, set_id, _ in self._holders:
+            if set_id not in self._opened:
+                self._opened[set_id] = (
+                    self._local.served[set_id]
+                    if process == self._members.process
+                    else self._stack.enter_context(self._members.read_from(process, set_id))
+                )
+            yield self._opened[set_id]
+
+    @property
+    def first(self) -> LocalSet | RemoteSet:
+        return next(iter(self))
+
+    def read(self, name: str, box: Box, dtype: Any) -> np.ndarray:
+        """A box of an array, as it was saved or put together from others. Raises Damaged or OSError."""
+        if not all(stop > start for start, stop in box):
+            return np.zeros([stop - start for start, stop in box], dtype)
+        for source in self:
+            if (piece := source.index.pieces.get((name, box))) is not None:
+                return source.read(piece).astype(dtype, copy=False)
+        result, done, filled = np.empty([stop - start for start, stop in box], dtype), set(), 0
+        for source in self:
+            for piece in source.index.pieces.values():
+                common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, piece.box, strict=False))
+                if piece.name != name or piece.box in done or any(start >= stop for start, stop in common):
+                    continue
+                done.add(piece.box)
+                target = tuple(slice(s - side[0], e - side[0]) for (s, e), side in zip(common, box, strict=True))
+                part = tuple(slice(s - side[0], e - side[0]) for (s, e), side in zip(common, piece.box, strict=True))
+                result[target] = source.read(piece)[part]
+                filled += prod(stop - start for start, stop in common)
+        if filled != result.size:
+            raise Damaged(f"{filled} of {result.size} elements of {name} {box} are in the sets of this checkpoint")
+        return result
