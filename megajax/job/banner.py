@@ -2,12 +2,14 @@
 
 import platform
 from collections import Counter
+from collections.abc import Sequence
 from math import log
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from megajax.config.nearest import listed
 from megajax.job.compile_cache import cache_in_use
 from megajax.job.device_memory import size
 from megajax.kernels.attention import local_device
@@ -29,11 +31,14 @@ from megajax.training.session import Run
 type Section = tuple[str, list[tuple[str, str]]]
 
 
-def banner(run: Run, resumed: str | None) -> list[Section]:
-    """Sections for metrics.banner: model, layout, batch, numbers, data, run."""
+def banner(run: Run, resumed: str | None, fitted: Sequence[str] = ()) -> list[Section]:
+    """Sections for metrics.banner: model, layout, batch, numbers, data, run.
+
+    fitted: lines on how --elastic changed the layout.
+    """
     return [
         ("model", _model(run)),
-        ("layout", _layout(run)),
+        ("layout", [*_layout(run), *(("elastic", line) for line in fitted)]),
         ("batch", _batch(run)),
         ("training", _training(run)),
         ("run", _run(run, resumed)),
@@ -105,6 +110,7 @@ def _layout(run: Run) -> list[tuple[str, str]]:
     }
     return [
         ("devices", f"{used} x {run.mesh.devices.flat[0].device_kind}{rest}, {processes}"),
+        *_idle(run),
         ("mesh", ", ".join(f"{name} {size}" for name, size in run.mesh.shape.items())),
         ("data sharding", sharding[parallel.data_sharding]),
         ("sequence parallel", "on" if parallel.sequence else "off"),
@@ -112,6 +118,13 @@ def _layout(run: Run) -> list[tuple[str, str]]:
         *_experts(run),
         *_pipeline(run),
     ]
+
+
+def _idle(run: Run) -> list[tuple[str, str]]:
+    """The devices that are not in the mesh."""
+    used = set(run.mesh.devices.flat)
+    idle = [f"{device} of process {device.process_index}" for device in jax.devices() if device not in used]
+    return [("idle", listed(idle))] if idle else []
 
 
 def _context(run: Run) -> list[tuple[str, str]]:

@@ -14,7 +14,7 @@ from megajax.checkpoint.manager import CheckpointManager
 from megajax.command_line import end_at_once
 from megajax.config.dump import diff_from_defaults, flatten, to_yaml
 from megajax.config.errors import UserError
-from megajax.job import banner
+from megajax.job import banner, layout
 from megajax.job.compile_log import CompileLog
 from megajax.job.device_faults import device_fault
 from megajax.job.device_memory import compiled_memory, memory_in_use
@@ -42,6 +42,7 @@ from megajax.resilience.drills import drilled
 from megajax.resilience.signals import Signals, agree
 from megajax.training.guard import Guard
 from megajax.training.loop import Hook, NumericFault, StepInfo, run_steps
+from megajax.training.replan import Replan
 from megajax.training.run_config import RunConfig
 from megajax.training.session import Run, setup
 
@@ -66,9 +67,11 @@ class Job:
         skip_train: bool,
         sampler: Sampler | None,
         reporter: Reporter | None,
+        replan: Replan | None = None,
     ):
         self.cfg, self.stack, self.started, self.pulse = cfg, stack, started, pulse
         self.activity, self.events = pulse.activity, EventLog()
+        fitted = layout.told(replan, self.events.event)
         self.folder = RunFolder.create(cfg.run_dir)
         self.manager: CheckpointManager = stack.enter_context(cfg.checkpoint.build(self.folder.checkpoints))
         if not skip_train:
@@ -127,7 +130,7 @@ class Job:
         read = None if start is None else f"step {self.first} of {Path(start[0].folder).parent}"
         if sources:
             read = f"new run, from weights of {', '.join(str(source.run) for source in sources)}"
-        console.show("MegaJAX", banner.banner(self.run, read))
+        console.show("MegaJAX", banner.banner(self.run, read, fitted))
 
     def open(self, sources: Mapping[str, str] | None) -> None:
         """Open the writers, and build what runs between steps."""
@@ -350,6 +353,7 @@ def train(
     cfg: RunConfig,
     *,
     skip_train: bool = False,
+    elastic: bool = False,
     sources: Mapping[str, str] | None = None,
     sampler: Sampler | None = None,
     reporter: Reporter | None = None,
@@ -358,6 +362,7 @@ def train(
     """Run the job; returns the exit code. Raises UserError for what is wrong before the first step.
 
     skip_train: only evaluate the newest checkpoint on the validation and test splits; nothing is written.
+    elastic: fit the layout of cfg to the devices that are present.
     sources: setting -> where its value came from, for config.yaml.
     sampler: shows what the model can do at the end of a finished run, where logging.sample asks for it.
     reporter: writes a page about the run at its end, unless logging.report is off.
@@ -365,11 +370,12 @@ def train(
     """
     started, failures = time.monotonic() if started is None else started, FailureLog()
     job: Job | None = None
+    devices = find_devices()
+    replan, cfg, sources = layout.fitted(cfg, devices, sources) if elastic else (None, cfg, sources)
     with ExitStack() as stack:
         pulse = stack.enter_context(Pulse(cfg.run_dir, Activity()))
         try:
             with pulse.activity.phase(SETUP):
-                find_devices()
                 job = Job(
                     cfg,
                     stack,
@@ -379,6 +385,7 @@ def train(
                     skip_train=skip_train,
                     sampler=sampler,
                     reporter=reporter,
+                    replan=replan,
                 )
             if skip_train:
                 Evaluate(cfg, job.console, ticker=partial(job.console.ticker, total=False)).at_end(job.run, job.first)

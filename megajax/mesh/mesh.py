@@ -1,6 +1,7 @@
 """Building the mesh, and reading the mesh that surrounds the traced code."""
 
 import warnings
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
@@ -8,7 +9,7 @@ from math import prod
 import jax
 from jax.sharding import AxisType, Mesh
 
-from megajax.config.errors import ConfigError, UserError
+from megajax.config.errors import ConfigError, Problem, UserError
 from megajax.config.missing import install
 from megajax.mesh.config import MESH_AXES, ParallelConfig
 from megajax.mesh.installation import find_installation
@@ -17,7 +18,8 @@ from megajax.mesh.installation import find_installation
 def build_mesh(cfg: ParallelConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """The five-axis mesh over `devices` (default: all). Axes of size 1 are kept, so that all layouts are alike.
 
-    A single process may use a part of the devices. Raises ConfigError if the sizes don't fit the devices.
+    It may be of a part of the devices, with at least one of each process. Raises ConfigError if the sizes don't fit the
+    devices.
     """
     devices = list(jax.devices() if devices is None else devices)
     problems = cfg.problems() or cfg.device_problems(len(devices))
@@ -25,14 +27,43 @@ def build_mesh(cfg: ParallelConfig, devices: Sequence[jax.Device] | None = None)
         raise ConfigError([replace(problem, where=f"parallel.{problem.where}".rstrip(".")) for problem in problems])
     sizes = cfg.sizes(len(devices))
     used = cfg.without_data() * sizes["data"]
-    if used < len(devices) and jax.process_count() > 1:
-        raise UserError(
-            f"parallel uses {used} of {len(devices)} devices; with several processes every device must be "
-            "used: set parallel.data=none or make the sizes multiply to the number of devices"
-        )
     return jax.make_mesh(
-        tuple(sizes.values()), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES), devices=devices[:used]
+        tuple(sizes.values()),
+        MESH_AXES,
+        axis_types=(AxisType.Auto,) * len(MESH_AXES),
+        devices=part_of(devices, used, cfg.tensor),
     )
+
+
+def per_process(devices: Sequence[jax.Device]) -> tuple[int, ...]:
+    """How many of the devices each process has, in the order of the processes."""
+    counts = Counter(device.process_index for device in devices)
+    return tuple(counts[index] for index in sorted(counts))
+
+
+def part_of(devices: Sequence[jax.Device], used: int, neighbours: int = 1) -> list[jax.Device]:
+    """`used` of the devices, at least one of each process and else as evenly as possible, in their order.
+
+    neighbours: as many devices at a time are of one process, where that is possible. Raises ConfigError for fewer
+    devices than processes: a process without a device in the mesh could not take part in the run.
+    """
+    owned: dict[int, list[jax.Device]] = {}
+    for device in devices:
+        owned.setdefault(device.process_index, []).append(device)
+    if used < len(owned):
+        what = f"the axes multiply to {used} devices, and each of the {len(owned)} processes needs one of its own"
+        hint = "start fewer processes, set parallel.data=none or make the sizes multiply to the number of devices"
+        raise ConfigError([Problem("parallel", what, hint)])
+    for unit in (neighbours, 1):
+        taken = dict.fromkeys(owned, 0)
+        while (left := used - sum(taken.values())) >= unit:
+            room = [index for index, own in owned.items() if len(own) - taken[index] >= unit]
+            if not room:
+                break
+            taken[min(room, key=taken.__getitem__)] += unit
+        if not left and all(taken.values()):
+            break
+    return [device for index, own in owned.items() for device in own[: taken[index]]]
 
 
 def find_devices() -> list[jax.Device]:

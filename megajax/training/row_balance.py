@@ -28,13 +28,13 @@ def balance_problems(cfg: Any, devices: int | None) -> Iterator[Problem]:
             f"batch.loss_average=microbatches with batch.micro_size={cfg.batch.micro_size}"
         )
         yield Problem(SETTING, what, "set it to none, batch.loss_average=tokens, or batch.micro_size=1")
-    if cfg.batch.loss_average == "tokens" and cfg.batch.micro_size > 1 and _weighs_by_microbatch(model):
+    if cfg.batch.loss_average == "tokens" and cfg.batch.micro_size > 1 and weighs_by_microbatch(model):
         what = (
             f"{balance} puts other rows into the microbatch of a device, by which "
             f"model.prediction.reweighted=microbatches weighs tokens: batch.micro_size={cfg.batch.micro_size}"
         )
         yield Problem(SETTING, what, "set it to none, model.prediction.reweighted=rows, or batch.micro_size=1")
-    for where, block in _written_blocks(model):
+    for where, block in written_blocks(model):
         for name, part in block.parts().items():
             compares = part.compares_rows() if isinstance(part, ComparesRows) else {}
             for setting in (setting for setting, kind in compares.items() if balance == "step" or kind == "order"):
@@ -45,12 +45,12 @@ def balance_problems(cfg: Any, devices: int | None) -> Iterator[Problem]:
                 return
 
 
-def _weighs_by_microbatch(model: Any) -> bool:
+def weighs_by_microbatch(model: Any) -> bool:
     """Whether the weights of predicted tokens depend on the other rows of a device's microbatch."""
     return getattr(getattr(model, "prediction", None), "reweighted", "rows") == "microbatches"
 
 
-def _written_blocks(model: Any) -> Iterator[tuple[str, Any]]:
+def written_blocks(model: Any) -> Iterator[tuple[str, Any]]:
     """(setting, block) of each that is written in the config, those of heads that predict further ahead too."""
     for path, stack in model.stacks().items():
         for where, block in stack.written().items():

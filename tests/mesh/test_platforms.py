@@ -3,16 +3,16 @@
 import os
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import pytest
 
 from megajax import command_line
-from megajax.config.errors import UserError
+from megajax.config.errors import ConfigError, UserError
 from megajax.mesh import mesh, processes
-from megajax.mesh.config import ParallelConfig
 from megajax.mesh.installation import Installation
-from megajax.mesh.mesh import build_mesh, find_devices
+from megajax.mesh.mesh import find_devices, part_of
 from megajax.mesh.world import World
 
 GPUS = Installation(8, (550, 54), {"jax": "0.12.0.1", "jaxlib": "0.12.0.1"}, frozenset())
@@ -63,11 +63,34 @@ def test_missing_gpus_are_an_error_with_the_remedy(actual, there, says, monkeypa
     assert says in str(refused.value)
 
 
-def test_several_processes_use_every_device(monkeypatch):
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    with pytest.raises(UserError, match="parallel uses 4 of 8 devices; with several processes every device"):
-        build_mesh(ParallelConfig(data=4))
-    assert build_mesh(ParallelConfig(data=8)).size == 8
+def devices_of(*counts: int) -> list[Any]:
+    """Stand-ins for the devices of so many processes."""
+    return [SimpleNamespace(process_index=index, id=n) for index, count in enumerate(counts) for n in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("counts", "used", "neighbours", "expected"),
+    [
+        ((8,), 6, 4, [6]),
+        ((2, 2, 2), 4, 1, [2, 1, 1]),
+        ((2, 2, 2), 4, 2, [2, 1, 1]),
+        ((4, 4, 4), 8, 2, [4, 2, 2]),
+        ((4, 4, 4), 12, 3, [4, 4, 4]),
+        ((3, 1), 3, 1, [2, 1]),
+        ((4, 4), 4, 4, [2, 2]),
+        ((1, 1, 1), 3, 1, [1, 1, 1]),
+    ],
+)
+def test_each_process_has_devices_in_the_mesh(counts, used, neighbours, expected):
+    devices = devices_of(*counts)
+    part = part_of(devices, used, neighbours)
+    assert [sum(device.process_index == index for device in part) for index in range(len(counts))] == expected
+    assert part == [device for device in devices if device in part], "in their order"
+
+
+def test_a_mesh_smaller_than_the_number_of_processes_is_refused():
+    with pytest.raises(ConfigError, match="multiply to 2 devices, and each of the 3 processes needs one"):
+        part_of(devices_of(2, 2, 2), 2)
 
 
 @pytest.mark.parametrize(

@@ -25,8 +25,8 @@ def test_events_keep_every_attempt(tmp_path):
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert lines[0]["clock"][1] == 3.25
     assert lines[1] == {
-        "time": 1.5, "clock": lines[0]["clock"], "event": "saved", "step": 2, "path": "/x", "seconds": None, "name": "a",
-        "sizes": [1, 2],
+        "time": 1.5, "clock": lines[0]["clock"], "event": "saved", "step": 2, "path": "/x", "seconds": None,
+        "name": "a", "sizes": [1, 2],
     }  # fmt: skip
     assert [line["step"] for line in lines] == [1, 2]
 
