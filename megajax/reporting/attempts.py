@@ -1,56 +1,68 @@
-"""The attempts of a run: when they started and ended, how, and where their time went.
+"""The attempts of a run: which events belong to each, when it began and ended, and what of it was run again.
 
-metrics.jsonl has the duration of each step, events.jsonl the time of each event. A killed attempt records no end: it is
-taken to end after its last event and the steps it logged since then.
+metrics.jsonl has the duration of each step, events.jsonl the time of each event. An attempt that was killed writes no
+line about its end: it is taken to end after its last event and the steps it logged since then, or when the launcher
+says so.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise, zip_longest
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from megajax.reporting.endings import FAILURES, NOT_DONE, Ending, ending_of
 from megajax.reporting.history import Event, History
 
-START, OPENING = "start", "metrics_superseded"
-"""The first event of an attempt, and one that may precede it."""
+START, OPENING, RESTART, STOP = "start", "metrics_superseded", "restart", "supervisor_stop"
+"""The first event of an attempt; one that may precede it; the launcher's about its beginning and the last end."""
 
-ENDS = {"end": 0, "numeric_fault": 17}
-"""Last event of an attempt -> its exit code, if the event has none."""
+SETUP = "setup"
+"""Phase of a process before `start`."""
 
-NOTES = {
-    "steps": "those that counted, without compilation",
-    "saving": "only while training waited for it",
-    "compiling": "up to the end of each attempt's first step",
-    "profiling": "starting and ending traces",
-    "steps run again": "done, and lost to a restart",
-    "between attempts": "waiting for a restart, and setting up",
-    "other": "not accounted for",
-}
-"""Cause of time -> what it includes."""
+
+@dataclass
+class Group:
+    """The events of one attempt."""
+
+    events: list[Event] = field(default_factory=list)
+    """Its own, in file order, without those of the launcher about its beginning and end."""
+    restart: Event | None = None
+    """The launcher's, with which it began."""
+    start: Event | None = None
+    """None: it did not get that far."""
+
+    def failed(self) -> bool:
+        """Whether it has ended, or a process of it has."""
+        return any(
+            event.name in FAILURES or event.name == "end" or "exit_code" in event.fields for event in self.events
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One process (group) of the run, from the end of its setup on."""
+    """One process (group) of the run. Times are on the common axis of `Event.at`."""
 
     number: int
     """From 1."""
     begin: float
-    """Seconds since 1970, when it was ready to train."""
+    """When its setup began, as far as that is known."""
+    ready: float | None
+    """When it was ready to train; None: it did not get that far."""
+    progress: float
+    """When its last step or other work was done."""
     end: float
-    """Time of its last event or step."""
+    """When it was over: no earlier than `progress`."""
     first_step: int
     """Steps that were done before it."""
     last_step: int
     """The last step it logged."""
     start: Mapping[str, Any]
     """Fields of the event `start`: devices, processes."""
-    ending: str
-    """How it ended, in words."""
-    exit_code: int | None
-    """None if it recorded no end: killed, crashed, or still running."""
+    how: Ending
+    """How it ended."""
+    restart: Event | None
+    """The launcher's event with which it began."""
     events: tuple[Event, ...]
     rerun_steps: int
     """How many of its steps a later attempt ran again."""
@@ -62,131 +74,166 @@ class Attempt:
         """Wall time."""
         return self.end - self.begin
 
+    @property
+    def ending(self) -> str:
+        """How it ended, in words."""
+        return self.how.text
 
-@dataclass(frozen=True, slots=True)
-class Share:
-    """A part of the wall time."""
-
-    cause: str
-    seconds: float
-    part: float
-    """Of the wall time, 0 to 1."""
-    note: str = ""
+    @property
+    def exit_code(self) -> int | None:
+        """None if nothing tells it: killed, or still running."""
+        return self.how.code
 
 
 def attempts(history: History) -> list[Attempt]:
     """The attempts in events.jsonl, in order."""
-    groups = _groups(history.events)
-    opened = [next((e for e in group if e.name == OPENING), None) for group in groups]
-    runs, used = [], 0
-    for index, (group, after) in enumerate(zip_longest(groups, groups[1:])):
-        opening = opened[index + 1] if after else None
-        count = opening.fields.get("lines", 0) if opening else 0
-        redone = history.superseded_seconds[used : used + count] if isinstance(count, int) else ()
-        used += len(redone)
-        runs.append(_attempt(history, index + 1, group, redone, after[0].step if after else None))
+    groups = groups_of(history.events)
+    redone = _superseded(history, groups)
+    runs: list[Attempt] = []
+    for index, group in enumerate(groups):
+        later = [after for after in groups[index + 1 :] if after.start is not None]
+        resumed_at = (later[0].start.step or 0) if later and later[0].start else None
+        following = groups[index + 1] if index + 1 < len(groups) else None
+        runs.append(_attempt(history, runs, group, redone.get(index, []), resumed_at, following))
     return runs
 
 
-def _groups(events: Sequence[Event]) -> list[list[Event]]:
-    """The events of each attempt, `start` first; those before it that belong to it come after it."""
-    groups: list[list[Event]] = []
-    early: list[Event] = []
+def groups_of(events: Sequence[Event]) -> list[Group]:
+    """The events of each attempt.
+
+    Lines of several processes and of the launcher follow one another as they were written: early events of an attempt
+    come after its `start`, and failures of a setup without one.
+    """
+    groups: list[Group] = []
+    opening: list[Event] = []
     for event in events:
-        if event.name == START:
-            groups.append([event, *early])
-            early = []
-        elif event.name == OPENING or not groups:
-            early.append(event)
+        now = groups[-1] if groups else None
+        if event.name == OPENING:
+            opening.append(event)
+        elif event.name == START:
+            group = _begun(groups, event)
+            group.start = event
+            group.events = [event, *opening, *group.events]
+            opening = []
+        elif event.name == RESTART:
+            groups.append(Group(restart=event))
+        elif now is None or _of_another(now, event):
+            groups.append(Group([event]))
         else:
-            groups[-1].append(event)
+            now.events.append(event)
     return groups
 
 
+def _begun(groups: list[Group], start: Event) -> Group:
+    """The group that an attempt's `start` belongs to: the present one, or a new one with what its setup wrote."""
+    begin = start.at - start.seconds("setup_seconds")
+    now = groups[-1] if groups else None
+    if now is None:
+        groups.append(Group())
+    elif now.start is not None or (now.failed() and now.events[-1].at < begin):
+        early = [event for event in now.events if "setup_seconds" in start.fields and event.at >= begin]
+        early = [event for event in early if event.name not in ("end", START)]
+        now.events = [event for event in now.events if event not in early]
+        groups.append(Group(early))
+    return groups[-1]
+
+
+def _of_another(group: Group, event: Event) -> bool:
+    """Whether a failure in the setup is of an attempt that has no other line yet."""
+    if event.fields.get("phase") != SETUP:
+        return False
+    if group.start is not None:
+        return group.failed() or any(one.name == "first_step" for one in group.events)
+    process = event.whole("process")
+    return any(one.name == event.name and one.whole("process") == process for one in group.events)
+
+
+def _superseded(history: History, groups: Sequence[Group]) -> dict[int, list[float]]:
+    """Place of a group -> seconds of its steps that were run again, in order."""
+    used, last, found = 0, None, {}
+    for index, group in enumerate(groups):
+        opening = next((event for event in group.events if event.name == OPENING), None)
+        count = (opening.whole("lines") or 0) if opening is not None else 0
+        lines = history.superseded_seconds[used : used + max(count, 0)]
+        used += len(lines)
+        if last is not None:
+            found[last] = [seconds for seconds in lines if seconds is not None]
+        if group.start is not None:
+            last = index
+    return found
+
+
 def _attempt(
-    history: History, number: int, group: list[Event], redone: Sequence[float], resumed_at: int | None
+    history: History,
+    before: Sequence[Attempt],
+    group: Group,
+    redone: Sequence[float],
+    resumed_at: int | None,
+    following: Group | None,
 ) -> Attempt:
-    start = group[0]
-    first, steps = start.step or 0, history.steps.step
-    kept = steps[(steps > first) & (steps <= (np.inf if resumed_at is None else resumed_at))]
-    last = max([first, *kept[-1:].tolist(), *(event.step or 0 for event in group)])
-    if redone:
-        last = max(last, (resumed_at or 0) + len(redone))
-    code, ending = _ending(history, group, last, followed=resumed_at is not None)
-    end = max(event.time for event in group)
-    if code is None:  # the steps that it logged after its last event
-        since, upto = max(event.step or 0 for event in group), np.inf if resumed_at is None else resumed_at
-        logged = (history.steps.step > since) & (history.steps.step <= upto)
-        end += float(np.nansum(history.steps.column("step_seconds")[logged]))
-        end += sum(redone[max(since - (resumed_at or 0), 0) :])
+    """following: the next group; resumed_at: the step from which the next that was ready to train went on."""
+    own, start = tuple(group.events), group.start
+    work = [event for event in own if event.name not in NOT_DONE]
+    first, last = _range(history, before, group, redone, resumed_at)
+    launched = following.restart if following is not None else None
+    how = ending_of(own, launched, last, _total(history), followed=following is not None)
+    begin = _begin(group, before)
+    ready = None if start is None else max(start.at, begin)
+    progress = max([begin, *(event.at for event in work)])
+    if not any(event.name == "end" for event in own):
+        progress += _since(history, work, redone, resumed_at) if start is not None else 0.0
+    end = max([progress, *(event.at for event in own)])
+    if launched is not None:
+        end = max(progress, launched.at - launched.seconds("seconds_down"))
     return Attempt(
-        number=number,
-        begin=start.time,
+        number=len(before) + 1,
+        begin=begin,
+        ready=ready,
+        progress=progress,
         end=end,
         first_step=first,
         last_step=last,
-        start=start.fields,
-        ending=ending,
-        exit_code=code,
-        events=tuple(group),
+        start={} if start is None else start.fields,
+        how=how,
+        restart=group.restart,
+        events=(*([group.restart] if group.restart else []), *own),
         rerun_steps=len(redone),
         rerun_seconds=float(sum(redone)),
     )
 
 
-def _ending(history: History, group: Sequence[Event], last: int, *, followed: bool) -> tuple[int | None, str]:
-    named = {event.name: event for event in group}
-    codes = [event.fields["exit_code"] for event in group if isinstance(event.fields.get("exit_code"), int)]
-    code = codes[-1] if codes else next((code for name, code in ENDS.items() if name in named), None)
+def _begin(group: Group, before: Sequence[Attempt]) -> float:
+    """When the setup began, but not before the attempt before ended."""
+    times = [event.at for event in group.events]
+    if group.start is not None:
+        times = [group.start.at - group.start.seconds("setup_seconds")]
+    if group.restart is not None:
+        times.append(group.restart.at)
+    return max([min(times, default=0.0), *(run.end for run in before[-1:])])
+
+
+def _range(
+    history: History, before: Sequence[Attempt], group: Group, redone: Sequence[float], resumed_at: int | None
+) -> tuple[int, int]:
+    """Steps that were done before an attempt, and the last it logged."""
+    if group.start is None:
+        done = before[-1].last_step - before[-1].rerun_steps if before else 0
+        return done, done
+    first, steps = group.start.step or 0, history.steps.step
+    kept = steps[(steps > first) & (steps <= (np.inf if resumed_at is None else resumed_at))]
+    known = [event.step or 0 for event in group.events if event.name not in NOT_DONE]
+    last = max([first, *kept[-1:].tolist(), *known])
+    return first, max(last, (resumed_at or 0) + len(redone)) if redone else last
+
+
+def _since(history: History, work: Sequence[Event], redone: Sequence[float], resumed_at: int | None) -> float:
+    """Seconds of the steps that an attempt logged after its last event."""
+    since, upto = max(event.step or 0 for event in work), np.inf if resumed_at is None else resumed_at
+    logged = (history.steps.step > since) & (history.steps.step <= upto)
+    kept = float(np.nansum(history.steps.column("step_seconds")[logged]))
+    return kept + sum(redone[max(since - (resumed_at or 0), 0) :])
+
+
+def _total(history: History) -> int | None:
     total = history.config.get("steps")
-    if code is None and isinstance(total, int) and (group[0].step or 0) >= total:
-        return 0, "nothing to train"
-    if code is None:
-        return None, "no end recorded: killed" + (" or crashed" if followed else ", crashed, or still running")
-    if "numeric_fault" in named:
-        return code, str(named["numeric_fault"].fields.get("message", "numeric fault"))
-    if "stopped" in named:
-        saved, reason = (named["stopped"].fields.get(name) for name in ("saved", "reason"))
-        return code, f"stopped ({reason}), " + ("nothing saved" if saved is None else f"step {saved} saved")
-    return code, "done" if code == 0 and (not isinstance(total, int) or last >= total) else f"ended with code {code}"
-
-
-def time_by_cause(history: History, runs: Sequence[Attempt]) -> list[Share]:
-    """Where the wall time from the first attempt's start to the last one's end went; [] without attempts.
-
-    The parts add up to the wall time; the last one is what is not accounted for. Setup of an attempt, before its event
-    `start`, counts as time between attempts (for the first attempt it is not counted).
-    """
-    if not runs:
-        return []
-    events = [event for run in runs for event in run.events]
-    firsts = [(run, event) for run in runs for event in run.events if event.name == "first_step"]
-    before_first = sum(max(event.time - run.begin - _seconds(event), 0.0) for run, event in firsts)
-    # The first step of an attempt includes its compilation, whether the step was kept or run again.
-    typical = history.steps.median("step_seconds") or 0.0
-    compiling = [(run, max(_seconds(event) - typical, 0.0)) for run, event in firsts]
-    compiled = sum(seconds for _, seconds in compiling)
-    lost = sum(s for run, s in compiling if run.rerun_steps and run.last_step - run.rerun_steps <= run.first_step)
-    causes = {
-        "steps": max(history.steps.total("step_seconds") - (compiled - lost), 0.0),
-        "evaluation": sum(_seconds(event) for event in events if event.name == "evaluate"),
-        "saving": sum(_seconds(event) for event in events if event.name == "save_committed"),
-        "compiling": compiled + before_first,
-        "profiling": history.steps.total("seconds_profile"),
-        "steps run again": max(sum(run.rerun_seconds for run in runs) - lost, 0.0),
-        "between attempts": sum(max(after.begin - run.end, 0.0) for run, after in pairwise(runs)),
-    }
-    wall = max(runs[-1].end - runs[0].begin, 1e-9)
-    causes["other"] = max(wall - sum(causes.values()), 0.0)
-    wall = max(wall, sum(causes.values()))
-    return [Share(cause, seconds, seconds / wall, NOTES.get(cause, "")) for cause, seconds in causes.items() if seconds]
-
-
-def data_wait(history: History) -> float | None:
-    """Seconds process 0 waited for data, within the steps; devices may have been busy meanwhile. None if unknown."""
-    return None if history.steps.median("seconds_data_wait") is None else history.steps.total("seconds_data_wait")
-
-
-def _seconds(event: Event) -> float:
-    value = event.fields.get("blocking_seconds", event.fields.get("seconds"))
-    return float(value) if isinstance(value, int | float) else 0.0
+    return total if isinstance(total, int) else None

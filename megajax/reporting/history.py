@@ -20,6 +20,16 @@ from megajax.config.errors import UserError
 from megajax.metrics.layer_history import LayerColumns, LayerHistory
 from megajax.metrics.record import parse
 from megajax.metrics.runfolder import RunFolder
+from megajax.reporting.clocks import Stamp, common_times
+
+MOST_STEPS = 2**53
+"""A larger number of steps is damage."""
+
+LINE_BEGINS = '{"time":'
+"""First characters of every line of events.jsonl."""
+
+BEGINNINGS = frozenset(("start", "restart", "metrics_superseded"))
+"""Events with which an attempt begins, perhaps on another machine than the one before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +37,28 @@ class Event:
     """A line of events.jsonl."""
 
     time: float
-    """Seconds since 1970."""
+    """Seconds since 1970, as it was written."""
+    at: float
+    """The same on one axis for all lines, whatever was done to clocks: for durations."""
     name: str
     step: int | None
     fields: Mapping[str, Any]
     """Everything else in the line."""
+
+    def whole(self, name: str) -> int | None:
+        """A field, if it is a whole number."""
+        value = self.fields.get(name)
+        return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+    def seconds(self, name: str) -> float:
+        """A field that is a duration; 0 if there is none."""
+        value = number_of(self.fields.get(name))
+        return value if value > 0 else 0.0
+
+    def text(self, name: str) -> str:
+        """A field as text; "" if there is none."""
+        value = self.fields.get(name)
+        return "" if value is None else str(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +95,9 @@ class History:
 
     folder: Path
     steps: Steps
-    superseded_seconds: tuple[float, ...]
-    """step_seconds of each line of metrics.superseded.jsonl (steps that a later attempt ran again), in file order."""
+    superseded_seconds: tuple[float | None, ...]
+    """step_seconds of each line of metrics.superseded.jsonl (steps that a later attempt ran again), in file order; None
+    for an evaluation."""
     layers: LayerHistory
     """What layers reported."""
     evaluations: Mapping[str, tuple[np.ndarray, np.ndarray]]
@@ -102,13 +130,13 @@ def read_history(run_dir: Path) -> History:
     _require_run(folder)
     faults: list[str] = []
     metrics = _read_metrics(folder.metrics, faults)
-    superseded = _read_metrics(folder.superseded, faults) if folder.superseded.exists() else _Columns()
+    superseded = _read_superseded(folder.superseded, faults) if folder.superseded.exists() else ()
     checkpoints = tuple(steps_in(folder.checkpoints))
     return History(
         folder=folder.path,
         steps=metrics.steps(),
         layers=metrics.layers.history(folder.layers),
-        superseded_seconds=tuple(np.nan_to_num(superseded.steps().column("step_seconds")).tolist()),
+        superseded_seconds=tuple(superseded),
         evaluations={split: _curve(points) for split, points in metrics.splits.items()},
         events=tuple(_read_events(folder.events, faults)),
         config=_read_config(folder.config_yaml, faults),
@@ -163,14 +191,13 @@ class _Columns:
 
     def add(self, line: Mapping[str, Any]) -> None:
         if "split" in line:
-            loss = line.get("loss")
-            self.splits[str(line["split"])][line["step"]] = loss if isinstance(loss, int | float) else math.nan
+            self.splits[str(line["split"])][line["step"]] = number_of(line.get("loss"))
             return
         self.layers.add(line)
         for name, value in line.items():
             if isinstance(value, int | float) and name != "step":
                 self._fill(self.columns[name])
-                self.columns[name].append(value)
+                self.columns[name].append(number_of(value))
         if line.get("loss") is None:
             self.nonfinite[line["step"]] = str(line.get("loss_hex") or "unknown")
         self.step.append(line["step"])
@@ -187,16 +214,46 @@ class _Columns:
         return Steps(step[order], columns, self.nonfinite)
 
 
-def _read_metrics(path: Path, faults: list[str]) -> _Columns:
-    columns, torn = _Columns(), 0
+def number_of(value: Any) -> float:
+    """A number of a file as a float; nan for what is none, or is too large for one."""
+    if not isinstance(value, int | float):
+        return math.nan
+    try:
+        number = float(value)
+    except OverflowError:
+        return math.nan
+    return number if math.isfinite(number) else math.nan
+
+
+def _parsed(text: str) -> dict[str, Any] | None:
+    try:
+        return parse(text)
+    except (ValueError, RecursionError):  # thousands of digits or of brackets
+        return None
+
+
+def _metrics_lines(path: Path, faults: list[str]) -> Iterator[dict[str, Any]]:
+    torn = 0
     for text in _lines(path, faults):
-        line = parse(text)
-        if line is None:
+        line = _parsed(text)
+        if line is None or not 0 <= line["step"] <= MOST_STEPS:
             torn += bool(text.strip())
         else:
-            columns.add(line)
+            yield line
     _note_torn(path, torn, faults)
+
+
+def _read_metrics(path: Path, faults: list[str]) -> _Columns:
+    columns = _Columns()
+    for line in _metrics_lines(path, faults):
+        columns.add(line)
     return columns
+
+
+def _read_superseded(path: Path, faults: list[str]) -> Iterator[float | None]:
+    for line in _metrics_lines(path, faults):
+        seconds = number_of(line.get("step_seconds"))
+        yield None if "split" in line else seconds if seconds > 0 else 0.0
 
 
 def _curve(points: Mapping[int, float]) -> tuple[np.ndarray, np.ndarray]:
@@ -205,16 +262,29 @@ def _curve(points: Mapping[int, float]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _read_events(path: Path, faults: list[str]) -> Iterator[Event]:
-    torn = 0
+    torn, lines = 0, []
     for text in _lines(path, faults):
+        whole = _whole_line(text)
+        torn += whole != text.strip()
         try:
-            line = json.loads(text)
-            fields = {name: value for name, value in line.items() if name not in ("time", "event", "step")}
-            step = line.get("step")
-            yield Event(float(line["time"]), str(line["event"]), step if isinstance(step, int) else None, fields)
-        except (ValueError, TypeError, KeyError, AttributeError):
-            torn += bool(text.strip())
+            line = json.loads(whole)
+            lines.append((Stamp.of(line), str(line["event"]), line))
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
+            torn += bool(whole) and whole == text.strip()
     _note_torn(path, torn, faults)
+    times = common_times([stamp for stamp, *_ in lines], [name in BEGINNINGS for _, name, _ in lines])
+    for at, (stamp, name, line) in zip(times, lines, strict=True):
+        step = line.get("step")
+        counts = isinstance(step, int) and not isinstance(step, bool) and 0 <= step <= MOST_STEPS
+        fields = {key: value for key, value in line.items() if key not in ("time", "clock", "event", "step")}
+        yield Event(stamp.time, at, name, step if counts else None, fields)
+
+
+def _whole_line(text: str) -> str:
+    """The line; where a writer was killed within one, and another went on behind it, what the other wrote."""
+    text = text.strip()
+    later = text.rfind(LINE_BEGINS)
+    return text[later:] if later > 0 and not text.startswith("[") else text
 
 
 def _read_config(path: Path, faults: list[str]) -> dict[str, Any]:

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from megajax.metrics.text import byte_size, count, duration, moment, skipped_rows
-from megajax.reporting.attempts import Attempt, Share, attempts, data_wait, time_by_cause
+from megajax.reporting.attempts import Attempt, attempts
 from megajax.reporting.history import Event, History
+from megajax.reporting.shares import Share, data_wait, time_by_cause
 
 ROUTINE = frozenset(
     {"save_begun", "save_committed", "evaluate", "first_step", "compiled", "metrics_superseded", "rows_skipped"}

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from megajax.metrics.event_log import Clock
 from megajax.metrics.record import EvaluationRecord, StepRecord
 from megajax.metrics.runfolder import RunFolder
 from megajax.metrics.throughput import StepRate
@@ -20,18 +21,24 @@ class FakeRun:
     folder: RunFolder
     now: float = 1_800_000_000.0
     devices: int = 2
+    processes: int = 1
+    setup: float = 0.0
+    """Seconds before `start`."""
+    skew: float = 0.0
+    """Of the wall clock."""
     writers: list = field(default_factory=list)
 
     def attempt(
         self, first: int, last: int, *, losses: dict[int, float] | None = None, save: int | None = None
     ) -> None:
         """Steps first+1 .. last, begun where `first` steps are done; saved and evaluated every `save` steps."""
-        events = EventsWriter(self.folder.events, clock=lambda: self.now)
+        events = EventsWriter(self.folder.events, clock=Clock(lambda: self.now + self.skew, lambda: self.now))
         metrics = JsonlWriter(self.folder.metrics, start_step=first)
         self.writers += [events, metrics]
         if metrics.superseded:
             events.event("metrics_superseded", start_step=first, lines=metrics.superseded)
-        events.event("start", step=first, devices=self.devices, processes=1)
+        self.now += self.setup
+        events.event("start", step=first, devices=self.devices, processes=self.processes, setup_seconds=self.setup)
         rate = StepRate(devices=self.devices, flops_per_token_causal=1e9, flops_per_token_full=1.1e9, peak_flops=1e13)
         for step in range(first + 1, last + 1):
             seconds = 0.5 + 10.0 * (step == first + 1)

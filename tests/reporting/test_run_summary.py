@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from megajax.config.errors import UserError
-from megajax.reporting.attempts import attempts, time_by_cause
+from megajax.reporting.attempts import attempts
 from megajax.reporting.history import read_history
 from megajax.reporting.run_summary import RunSummary, summarize
+from megajax.reporting.shares import time_by_cause
 
 pytestmark = pytest.mark.smoke
 

@@ -1,0 +1,71 @@
+"""Times of events on one axis, whatever the clocks of machines did: set back, set forward, or different on each.
+
+The wall clock of a line may be set at any moment. The monotonic clock of one boot of a machine is not: lines of the
+same boot are as far apart as it says.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+
+class Stamp(NamedTuple):
+    """When a line says that it was written."""
+
+    time: float
+    """By the wall clock, in seconds since 1970."""
+    boot: str | None = None
+    """The boot of the machine whose monotonic clock `seconds` is of; None: not known."""
+    seconds: float = 0.0
+
+    @classmethod
+    def of(cls, line: dict[str, Any]) -> "Stamp":
+        """Of a line of events.jsonl. Raises ValueError, TypeError or KeyError if it has no time."""
+        time = float(line["time"])
+        if not math.isfinite(time):
+            raise ValueError(f"time {time}")
+        match line.get("clock"):
+            case [str() as boot, int() | float() as seconds] if math.isfinite(seconds):
+                return cls(time, boot, float(seconds))
+        return cls(time)
+
+
+@dataclass
+class _Machine:
+    """The last line of a boot: where it lies on the common axis."""
+
+    seconds: float
+    at: float
+
+
+def common_times(stamps: Sequence[Stamp], begins: Sequence[bool]) -> list[float]:
+    """Seconds since 1970 by the clock of the first line, one for each line in the order of the file.
+
+    begins: whether a line begins an attempt, which may be on another machine than the one before.
+    """
+    machines: dict[str, _Machine] = {}
+    times: list[float] = []
+    guessed: list[bool] = []
+    latest, offset = -math.inf, 0.0
+    for stamp, first in zip(stamps, begins, strict=True):
+        known = machines.get(stamp.boot or "")
+        if known is not None:
+            at = known.at + (stamp.seconds - known.seconds)
+        else:
+            at = max(stamp.time + (0.0 if first else offset), latest)
+        if stamp.boot is None or known is not None or first:
+            offset = at - stamp.time
+        if stamp.boot is not None:
+            machines[stamp.boot] = _Machine(stamp.seconds, at)
+        times.append(at)
+        guessed.append(known is None and not first)
+        latest = max(latest, at)
+    # A line of another machine is no later than the next line of one whose clock is known.
+    bounds = list(accumulate((math.inf if unsure else at for at, unsure in _reversed(times, guessed)), min))[::-1]
+    return [min(at, bound) if unsure else at for at, unsure, bound in zip(times, guessed, bounds, strict=True)]
+
+
+def _reversed(times: Sequence[float], guessed: Sequence[bool]) -> list[tuple[float, bool]]:
+    return list(zip(reversed(times), reversed(guessed), strict=True))

@@ -1,0 +1,160 @@
+"""Why an attempt ended: the failure that came first, in words, and those that followed from it."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megajax.reporting.history import Event
+
+FAILURES = frozenset(("crash", "hang", "lost", "supervisor_stop"))
+"""Events of processes that end, or were ended. Their step is the one they were in."""
+
+NOT_DONE = FAILURES | {"signal", "restart", "restored", "checkpoint_damaged", "checkpoint_fallback", "save_retried"}
+"""Events whose step is not the last that was done."""
+
+CODES = {"end": 0, "numeric_fault": 17, "hang": 124}
+"""Event -> the exit code of the attempt, if no event has it."""
+
+OF_PEERS = re.compile(
+    r"gloo|nccl|connection (closed|reset|refused)|coordination|heartbeat|socket closed|UNAVAILABLE|peer",
+    re.IGNORECASE,
+)
+"""Errors of a process that has lost another one."""
+
+WAITS = "step"
+"""The phase in which processes wait for one another."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How an attempt ended."""
+
+    text: str
+    code: int | None = None
+    """Exit code; None if nothing tells it."""
+    failure: Event | None = None
+    """What began it; None: an end in order, or not known."""
+    cascade: tuple[Event, ...] = ()
+    """Failures of other processes that followed from it."""
+    orderly: bool = False
+    """Done, or stopped as asked."""
+
+
+def ending_of(
+    events: Sequence[Event], restart: Event | None, last: int, total: int | None, *, followed: bool
+) -> Ending:
+    """The end of the attempt with these events.
+
+    restart: the launcher's event after it. last: the last step that was done, of `total`. followed: another attempt
+    came after it.
+    """
+    failures = [event for event in events if event.name in FAILURES and event.name != "supervisor_stop"]
+    stop = next((event for event in reversed(events) if event.name == "supervisor_stop"), None)
+    several = any((event.whole("processes") or 1) > 1 or (event.whole("process") or 0) for event in events)
+    after = (" (restarted)" if restart is not None else "") + ("" if stop is None else f"; not restarted: {_why(stop)}")
+    if faults := [event for event in events if event.name == "numeric_fault"]:
+        fault = faults[-1]
+        text = fault.text("message") or "numeric fault"
+        return Ending(text + after, _code(events, fault, restart), fault, tuple(failures))
+    if failures:
+        first = _initiating(failures, restart)
+        text = _saves(events, first) or describe(first, several=several)
+        others = tuple(event for event in failures if event is not first)
+        return Ending(text + after, _code(events, first, restart), first, others)
+    if (orderly := _orderly(events, last, total)) is not None:
+        return orderly
+    ending = next((event for event in events if event.name == "signal" and event.whole("exit_code") is not None), None)
+    if ending is not None:
+        text = f"{ending.text('signal')} {_where(ending) or 'again'}: ended at once, unsaved"
+        return Ending(text + after, ending.whole("exit_code"), ending)
+    if restart is not None or stop is not None:
+        cause = _cause(restart) if restart is not None else "failed"
+        return Ending(cause + after, _code(events, None, restart or stop), restart or stop)
+    return Ending("no end recorded: killed" + (" or crashed" if followed else ", crashed, or still running"))
+
+
+def describe(event: Event, *, several: bool = True) -> str:
+    """A failure as a sentence. several: name the process."""
+    process = event.whole("process")
+    who = f"process {process} " if process is not None and several else ""
+    where = _where(event)
+    if event.name == "hang":
+        seconds = event.seconds("seconds")
+        lasted = f" for {seconds:.0f} s" if seconds else ""
+        return f"hang: {who}{where}{lasted}".replace("hang: in", "hang in").rstrip(": ")
+    if event.name == "lost":
+        return _cause(event)
+    error = event.text("error") or "no message"
+    verb = "stopped" if event.whole("exit_code") == 2 else "crashed"
+    return f"{who}{verb}{' ' * bool(where)}{where}: {error}"
+
+
+def _where(event: Event) -> str:
+    phase = event.text("phase").replace("_", " ")
+    step = "" if event.step is None else f"step {event.step:,}"
+    if not phase or phase == WAITS:
+        return f"in {step or phase}" if step or phase else ""
+    return f"in {phase}{' of ' * bool(step)}{step}"
+
+
+def _cause(event: Event) -> str:
+    """What the launcher says of a process."""
+    process, cause = event.whole("process"), event.text("cause") or "failed"
+    step = "" if event.step is None or f"step {event.step}" in cause else f" at step {event.step:,}"
+    named = process is None or cause.startswith(("process ", "hang"))
+    return f"{cause}{step}" if named else f"process {process} {cause}{step}"
+
+
+def _why(stop: Event) -> str:
+    code = stop.whole("code")
+    return (stop.text("why") or "the launcher gave up") + ("" if code is None else f" ({code})")
+
+
+def _initiating(failures: Sequence[Event], restart: Event | None) -> Event:
+    """Of several failures the one that the others followed from."""
+    blamed = None if restart is None else restart.whole("process")
+
+    def late(event: Event) -> tuple[bool, bool, int]:
+        waiting = event.name == "hang" and event.text("phase") == WAITS
+        followed = event.name == "crash" and OF_PEERS.search(event.text("error")) is not None
+        step = event.step if event.name == "hang" and event.step is not None else 0
+        return waiting or followed, blamed is not None and event.whole("process") != blamed, step
+
+    return min(failures, key=late)
+
+
+def _saves(events: Sequence[Event], failure: Event) -> str:
+    """That a failure is the end of saves that failed; "" if it is not."""
+    saves = [event for event in events if event.name in ("save_failed", "save_committed")]
+    if failure.name != "crash" or not saves or saves[-1].name != "save_failed":
+        return ""
+    why, error = saves[-1].text("why"), failure.text("error")
+    if not (why and why in error) and not re.search(r"checkpoint|saves?\b", f"{error} {failure.text('phase')}"):
+        return ""
+    count = max(saves[-1].whole("failures") or 1, 1)
+    return f"{count} saves failed in a row: {why}" if count > 1 else f"a save failed: {why}"
+
+
+def _orderly(events: Sequence[Event], last: int, total: int | None) -> Ending | None:
+    """Done, stopped as asked, or nothing to do; None if the events have no such end."""
+    named = {event.name: event for event in events}
+    if "end" not in named and "stopped" not in named:
+        nothing = total is not None and "start" in named and (named["start"].step or 0) >= total
+        return Ending("nothing to train", 0, orderly=True) if nothing else None
+    code = _code(events, named.get("end"), None)
+    if "stopped" in named:
+        saved, reason = (named["stopped"].fields.get(name) for name in ("saved", "reason"))
+        kept = "nothing saved" if saved is None else f"step {saved} saved"
+        return Ending(f"stopped ({reason}), {kept}", 0 if code is None else code, orderly=not code)
+    done = not code and (total is None or last >= total)
+    return Ending("done" if done else f"ended with code {code}", code, orderly=done)
+
+
+def _code(events: Sequence[Event], cause: Event | None, launcher: Event | None) -> int | None:
+    """Exit code of an attempt: as its cause says, else the launcher, else what its kind stands for."""
+    known = [] if cause is None else [cause.whole("exit_code"), cause.whole("code")]
+    if launcher is not None:
+        known += [launcher.whole("after_code"), launcher.whole("code")]
+    known += [event.whole("exit_code") for event in reversed(events) if event.name in ("end", "stopped")]
+    known += [CODES.get("" if cause is None else cause.name)]
+    return next((code for code in known if code is not None), None)
