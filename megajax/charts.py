@@ -381,6 +381,8 @@ class Timeline:
     y_label: str = ""
     breaks: Sequence[tuple[float, str]] = ()
     """Vertical lines, such as where something is left out, and the text above each."""
+    marks: Sequence[Mark] = ()
+    """Events, with tooltips (SVG only)."""
     time_text: Callable[[float], str] = tick_text
     """How a tick of the time axis is written."""
 
@@ -412,6 +414,7 @@ class Timeline:
             at = left + time * unit
             parts.append(f'<line class="break" x1="{at:.1f}" x2="{at:.1f}" y1="{top - 6}" y2="{lower + 4}"/>')
             parts.append(_text(text, at, top - 10, kind="tick strong"))
+        parts += _marks(self.marks, _Axis(0.0, self.end or 1.0, left, width - 12), lower)
         return "".join([*parts, "</svg>"])
 
     def plot(self, axes: Any, colors: Mapping[str, Any]) -> None:

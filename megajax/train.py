@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
     resolve("megajax.job.compile_cache:use_cache")(command.config.xla)
     train = resolve("megajax.job.job:train")
     sampler = resolve("megajax.inference.sample:sample")
-    reporter = resolve("megajax.reporting.write:leave_page")
+    reporter = resolve("megajax.reporting.write:close_run")
     flags: dict[str, Any] = {"skip_train": command.flags["skip_train"], "elastic": elastic(command.flags)}
     try:
         code = train(

@@ -10,6 +10,7 @@ import jax
 from megajax.job.device_memory import peak_memory, size
 from megajax.metrics.banner import Section
 from megajax.metrics.console import Console
+from megajax.metrics.goodput import Goodput
 from megajax.metrics.layer_history import plot_layers
 from megajax.metrics.plot import plot_loss
 from megajax.metrics.runfolder import RunFolder
@@ -23,8 +24,9 @@ type Sampler = Callable[[Run, Path], str | None]
 
 Handed in by the front door, for training and inference never import each other."""
 
-type Reporter = Callable[[Path], str]
-"""Run folder -> what to say of the page that was made of it: `reporting.write.leave_page`; from the front door too."""
+type Reporter = Callable[[Path, bool], tuple[str | None, Goodput | None]]
+"""Run folder, and whether to leave a page there -> what to say of the page, and the goodput of the run:
+`reporting.write.close_run`; from the front door too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +38,8 @@ class Ending:
     console: Console
     sampler: Sampler | None
     reporter: Reporter | None
+    event: Callable[..., None]
+    """Takes the event `goodput`."""
     first: int
     """Steps done before this attempt."""
     begun: int
@@ -57,9 +61,10 @@ class Ending:
             )
             if drawn := plot_layers(self.folder.metrics, self.folder.layers, self.folder.layers_plot):
                 self.console.say(drawn)
-        self.report()
+        good = self.report()
         self.sample()
-        self.console.show("done" if step >= self.run.cfg.steps else "stopped", self.totals(last, evaluations, newest))
+        totals = self.totals(last, evaluations, newest, good)
+        self.console.show("done" if step >= self.run.cfg.steps else "stopped", totals)
 
     def sample(self) -> None:
         """What the model can do now: only after the last step, and by a single process. No run fails for want of it."""
@@ -75,9 +80,13 @@ class Ending:
             self.console.say(text)
 
     def totals(
-        self, last: StepInfo | None, evaluations: Mapping[str, Mapping[str, float]], newest: int | None
+        self,
+        last: StepInfo | None,
+        evaluations: Mapping[str, Mapping[str, float]],
+        newest: int | None,
+        good: Goodput | None,
     ) -> list[Section]:
-        """What the run came to; arguments as for `leave_behind`."""
+        """What the run came to; arguments as for `leave_behind`. good: over all attempts."""
         step, here, seconds = self.run.step, self.run.step - self.first, time.monotonic() - self.started
         done = (int(self.run.state.consumed_samples) - self.begun) * self.run.cfg.model.row_positions()
         work = [
@@ -86,6 +95,8 @@ class Ending:
             ("wall time", duration(seconds)),
             (f"{counted(self.run.cfg.model)}/s, all included", count(done / seconds)),
         ]
+        if good is not None:
+            work.append(("goodput", good.sentence()))
         if (peak := peak_memory()) is not None:
             work.append(("peak memory of a device", f"{size(peak[0])} of {size(peak[1])}"))
         if skipped := self.run.parts.skipped_rows():
@@ -102,11 +113,17 @@ class Ending:
         kept.append(("files", "\n".join(map(str, files))))
         return [section for section in (("work", work), ("loss", losses), ("kept", kept)) if section[1]]
 
-    def report(self) -> None:
-        """The page about the run; a run that has trained does not fail for want of it."""
-        if self.reporter is None or not self.run.cfg.logging.report or jax.process_index():
-            return
+    def report(self) -> Goodput | None:
+        """The page about the run, and its goodput; a run that has trained does not fail for want of them."""
+        if self.reporter is None or jax.process_index():
+            return None
         try:
-            self.console.say(self.reporter(self.folder.path))
+            said, good = self.reporter(self.folder.path, self.run.cfg.logging.report)
         except Exception as error:
             self.console.say(f"no report: {error}; python -m megajax.report {self.folder.path} tries again")
+            return None
+        if said:
+            self.console.say(said)
+        if good is not None:
+            self.event("goodput", **good.fields())
+        return good

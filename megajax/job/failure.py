@@ -53,9 +53,12 @@ class FailureLog:
 
 
 def one_line(error: BaseException) -> str:
-    """Type and message of an error, without what comes after its first line."""
-    first = next(iter(str(error).strip().splitlines()), "")
-    text = first if isinstance(error, UserError) else f"{type(error).__name__}{': ' * bool(first)}{first}"
+    """Type and message of an error; of errors that are not for users only the first line of the message."""
+    lines = [line.strip() for line in str(error).strip().splitlines()] or [""]
+    if isinstance(error, UserError):
+        text = " ".join(lines)
+    else:
+        text = f"{type(error).__name__}{': ' * bool(lines[0])}{lines[0]}"
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…"
 
 

@@ -122,6 +122,7 @@ class Job:
             console=console,
             sampler=sampler,
             reporter=reporter,
+            event=self.events.event,
             first=self.first,
             begun=int(self.run.state.consumed_samples),
             started=started,
@@ -206,7 +207,8 @@ class Job:
                 "Lower the learning rate, look at the data, or leave the step out with resilience.skip_steps; "
                 "resilience.stop_on_nonfinite=false goes on without updates that are not finite"
             )
-            self.ending.report()
+            if (good := self.ending.report()) is not None:
+                self.console.say(f"goodput: {good.sentence()}")
             return NUMERIC_FAULT_EXIT
         with self.activity.phase(FINISH):
             self.finish(last)

@@ -76,8 +76,8 @@ class Attempt:
 
     @property
     def ending(self) -> str:
-        """How it ended, in words."""
-        return self.how.text
+        """How it ended, in words, and what the launcher did about it."""
+        return self.how.text + self.how.then
 
     @property
     def exit_code(self) -> int | None:

@@ -32,7 +32,9 @@ PLOTTED = frozenset(
 )
 """Columns with a chart of their own, or none. The others, except seconds of phases, are a model's own metrics."""
 
-UNMARKED = frozenset({"start", "first_step", "compiled", "end", "metrics_superseded", "save_begun"})
+UNMARKED = frozenset(
+    {"start", "first_step", "compiled", "end", "metrics_superseded", "save_begun", "restart", "restored", "goodput"}
+)
 
 
 def curves(history: History, runs: Sequence[Attempt]) -> list[LineChart]:
@@ -121,6 +123,5 @@ def _marks(runs: Sequence[Attempt]) -> Iterator[Mark]:
         for event in run.events:
             if event.step is not None and event.name not in UNMARKED:
                 text = f"step {event.step:,}: {event.name.replace('_', ' ')} ({details(event)})"
-                routine = event.name in ("save_committed", "evaluate")
-                kind = event.name if routine else MOODS.get(event.name, "plain")
-                yield Mark(event.step, kind, text, line=not routine)
+                routine = {"save_committed": "save", "evaluate": "evaluate"}.get(event.name)
+                yield Mark(event.step, routine or MOODS.get(event.name, "plain"), text, line=routine is None)

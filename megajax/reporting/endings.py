@@ -30,6 +30,8 @@ class Ending:
     """How an attempt ended."""
 
     text: str
+    then: str = ""
+    """What the launcher did about it, to be appended."""
     code: int | None = None
     """Exit code; None if nothing tells it."""
     failure: Event | None = None
@@ -55,21 +57,21 @@ def ending_of(
     if faults := [event for event in events if event.name == "numeric_fault"]:
         fault = faults[-1]
         text = fault.text("message") or "numeric fault"
-        return Ending(text + after, _code(events, fault, restart), fault, tuple(failures))
+        return Ending(text, after, _code(events, fault, restart), fault, tuple(failures))
     if failures:
         first = _initiating(failures, restart)
         text = _saves(events, first) or describe(first, several=several)
         others = tuple(event for event in failures if event is not first)
-        return Ending(text + after, _code(events, first, restart), first, others)
+        return Ending(text, after, _code(events, first, restart), first, others)
     if (orderly := _orderly(events, last, total)) is not None:
         return orderly
     ending = next((event for event in events if event.name == "signal" and event.whole("exit_code") is not None), None)
     if ending is not None:
         text = f"{ending.text('signal')} {_where(ending) or 'again'}: ended at once, unsaved"
-        return Ending(text + after, ending.whole("exit_code"), ending)
+        return Ending(text, after, ending.whole("exit_code"), ending)
     if restart is not None or stop is not None:
         cause = _cause(restart) if restart is not None else "failed"
-        return Ending(cause + after, _code(events, None, restart or stop), restart or stop)
+        return Ending(cause, after, _code(events, None, restart or stop), restart or stop)
     return Ending("no end recorded: killed" + (" or crashed" if followed else ", crashed, or still running"))
 
 
@@ -140,14 +142,17 @@ def _orderly(events: Sequence[Event], last: int, total: int | None) -> Ending | 
     named = {event.name: event for event in events}
     if "end" not in named and "stopped" not in named:
         nothing = total is not None and "start" in named and (named["start"].step or 0) >= total
-        return Ending("nothing to train", 0, orderly=True) if nothing else None
+        return Ending("nothing to train", code=0, orderly=True) if nothing else None
     code = _code(events, named.get("end"), None)
     if "stopped" in named:
         saved, reason = (named["stopped"].fields.get(name) for name in ("saved", "reason"))
         kept = "nothing saved" if saved is None else f"step {saved} saved"
-        return Ending(f"stopped ({reason}), {kept}", 0 if code is None else code, orderly=not code)
-    done = not code and (total is None or last >= total)
-    return Ending("done" if done else f"ended with code {code}", code, orderly=done)
+        return Ending(f"stopped ({reason}), {kept}", code=0 if code is None else code, orderly=not code)
+    if code:
+        return Ending(f"ended with code {code}", code=code)
+    # The run may have been given more steps since.
+    done = total is None or last >= total
+    return Ending("done" if done else f"done: step {last:,} was its last", code=code, orderly=True)
 
 
 def _code(events: Sequence[Event], cause: Event | None, launcher: Event | None) -> int | None:

@@ -8,20 +8,29 @@ from typing import Any
 import numpy as np
 
 from megajax.metrics.text import byte_size, count, duration, moment, skipped_rows
-from megajax.reporting.attempts import Attempt, attempts
+from megajax.reporting.attempts import STOP, Attempt, attempts
 from megajax.reporting.history import Event, History
-from megajax.reporting.shares import Share, data_wait, time_by_cause
+from megajax.reporting.shares import Share, data_wait, goodput, time_by_cause
+from megajax.reporting.timeline import RunTimeline, timeline
 
 ROUTINE = frozenset(
-    {"save_begun", "save_committed", "evaluate", "first_step", "compiled", "metrics_superseded", "rows_skipped"}
+    {
+        *("save_begun", "save_committed", "evaluate", "first_step", "compile", "compiled", "metrics_superseded"),
+        *("rows_skipped", "restored", "goodput"),
+    }
 )
 """Events of a run without incidents. There may be thousands."""
 
 MOODS = {
-    **dict.fromkeys(("persistent_fault", "numeric_fault", "evaluation_broken_off", "hang"), "bad"),
-    **dict.fromkeys(("transient_fault", "update_skipped", "layer_warning", "stopped"), "warning"),
+    **dict.fromkeys(("persistent_fault", "numeric_fault", "evaluation_broken_off", "replica_mismatch"), "bad"),
+    **dict.fromkeys(("crash", "hang", "lost", "supervisor_stop", "save_failed", "checkpoint_damaged"), "bad"),
+    **dict.fromkeys(("transient_fault", "update_skipped", "layer_warning", "stopped", "signal", "restart"), "warning"),
+    **dict.fromkeys(("save_retried", "checkpoint_fallback", "straggler", "recompute_mismatch", "health"), "warning"),
 }
 """Event -> bad or warning; all others are plain."""
+
+TIME = "Where the time went"
+"""Title of the table on time."""
 
 RECENT = 20
 """Number of last steps whose mean loss is shown."""
@@ -57,6 +66,7 @@ class RunSummary:
     """Name, value and remark of the headline numbers."""
     shares: Sequence[Share]
     attempts: Sequence[Attempt]
+    timeline: RunTimeline | None
     tables: Sequence[Table]
     """Those that have rows; the first is about time where `shares` are known."""
     faults: Sequence[str]
@@ -82,9 +92,10 @@ def summarize(history: History, *, routine: int) -> RunSummary:
         name=history.name,
         verdict=verdict,
         mood=mood,
-        figures=list(_figures(history, runs, shares)),
+        figures=list(_figures(history, runs)),
         shares=shares,
         attempts=runs,
+        timeline=timeline(runs),
         tables=[table for table in tables if table.rows],
         faults=(*history.faults, *_lost_metrics(history, runs)),
     )
@@ -97,12 +108,22 @@ def _verdict(history: History, runs: Sequence[Attempt]) -> tuple[str, str]:
     at = f"step {done:,}" + (f" of {total:,}" if isinstance(total, int) else "")
     if not runs:
         return f"{at}; events.jsonl has no attempt", "warning"
-    last = runs[-1]
+    last, *refused = _verdict_of(runs)
+    note = f" A later start was refused: {refused[-1].ending}." if refused else ""
+    if (stop := next((e for e in reversed(last.events) if e.name == STOP), None)) is not None:
+        code, why = stop.whole("code"), stop.text("why") or "not restarted"
+        return f"{at}: {why}{'' if code is None else f'; exit code {code}'}. Last: {last.how.text}", "bad"
     if last.exit_code is None:
-        return f"{at}: {last.ending}; last event or step at {moment(last.end)}", "warning"
+        return f"{at}: {last.ending}; last event or step at {moment(last.end)}{note}", "warning"
     mood = "bad" if last.exit_code else "good" if last.ending in ("done", "nothing to train") else "warning"
     ending = re.sub(r"^step \d+: ", "", last.ending)
-    return f"{at}: {ending}; exit code {last.exit_code}", mood
+    return f"{at}: {ending}; exit code {last.exit_code}{note}", mood
+
+
+def _verdict_of(runs: Sequence[Attempt]) -> Sequence[Attempt]:
+    """The attempt that says how the run stands, and those after it that never began because of their settings."""
+    trained = [place for place, run in enumerate(runs) if run.ready is not None or run.exit_code != 2]
+    return runs[trained[-1] :] if trained else runs[-1:]
 
 
 def _lost_metrics(history: History, runs: Sequence[Attempt]) -> Iterator[str]:
@@ -111,7 +132,7 @@ def _lost_metrics(history: History, runs: Sequence[Attempt]) -> Iterator[str]:
         yield f"metrics.jsonl has no steps, but events.jsonl reaches step {runs[-1].last_step:,}: metrics are lost"
 
 
-def _figures(history: History, runs: Sequence[Attempt], shares: Sequence[Share]) -> Iterator[tuple[str, str, str]]:
+def _figures(history: History, runs: Sequence[Attempt]) -> Iterator[tuple[str, str, str]]:
     steps = history.steps
     if not len(steps):
         return
@@ -132,9 +153,9 @@ def _figures(history: History, runs: Sequence[Attempt], shares: Sequence[Share])
     elif (rate := steps.median("tflops_per_device_causal")) is not None:
         full = steps.median("tflops_per_device_full") or 0
         yield "TFLOP/s per device", f"{rate:.3g}", f"median; {full:.3g} with full attention"
-    if shares:
-        useful = sum(share.part for share in shares if share.cause == "steps")
-        yield "wall time", duration(runs[-1].end - runs[0].begin), f"{useful:.0%} of it in steps that counted"
+    if (good := goodput(history, runs)) is not None:
+        yield "wall time", duration(good.elapsed), f"in {len(runs)} attempt{'s' * (len(runs) != 1)}"
+        yield "goodput", f"{good.share:.1%}", "of the wall time in steps that counted"
 
 
 def _facts(history: History, runs: Sequence[Attempt]) -> Iterator[tuple[str, str]]:
@@ -144,7 +165,8 @@ def _facts(history: History, runs: Sequence[Attempt]) -> Iterator[tuple[str, str
         yield "started", moment(runs[0].begin)
         yield "last event or step", moment(runs[-1].end)
         devices, processes = (
-            " and ".join(sorted({str(run.start.get(name, "?")) for run in runs})) for name in ("devices", "processes")
+            " and ".join(sorted({str(run.start.get(name, "?")) for run in runs if run.start}))
+            for name in ("devices", "processes")
         )
         yield "devices", f"{devices}, in {processes} process{'es' * (processes != '1')}"
     if len(steps):
@@ -165,7 +187,7 @@ def _time(history: History, shares: Sequence[Share]) -> Table:
     rows = [(share.cause, duration(share.seconds), f"{share.part:.1%}", share.note) for share in shares]
     wait = data_wait(history)
     note = "" if wait is None else f"Of the steps, {duration(wait)} waiting for data, while devices may have been busy."
-    return Table("Where the time went", (), rows, frozenset({1, 2}), note)
+    return Table(TIME, (), rows, frozenset({1, 2}), note)
 
 
 def _attempts(runs: Sequence[Attempt]) -> Table:
@@ -177,14 +199,22 @@ def _attempts(runs: Sequence[Attempt]) -> Table:
             f"{run.first_step:,}",
             f"{run.last_step:,}",
             f"{run.rerun_steps:,}" if run.rerun_steps else "",
-            str(run.start.get("devices", "?")),
+            str(run.start.get("devices", "")),
             "" if run.exit_code is None else str(run.exit_code),
-            run.ending,
+            run.ending + _cascade(run),
         )
         for run in runs
     ]
     headings = ("attempt", "started", "duration", "from step", "to step", "run again", "devices", "exit code", "end")
     return Table("Attempts", headings, rows, frozenset({2, 3, 4, 5, 6, 7}))
+
+
+def _cascade(run: Attempt) -> str:
+    """How many other processes failed after the one that began it."""
+    others = {event.whole("process") for event in run.how.cascade}
+    others -= {run.how.failure.whole("process")} if run.how.failure is not None else set()
+    count = len(others)
+    return f"; then {count} other process{'es' * (count != 1)} failed" if count else ""
 
 
 def _evaluations(history: History) -> Table:
@@ -216,15 +246,18 @@ def _memory(runs: Sequence[Attempt]) -> Table:
 
 
 def _events(runs: Sequence[Attempt], routine: int) -> Table:
-    events = [event for run in runs for event in run.events]
+    events = [event for run in runs for event in sorted(run.events, key=lambda event: event.at)]
     usual = [place for place, event in enumerate(events) if event.name in ROUTINE]
     dropped = set(usual[: max(len(usual) - routine, 0)])
     shown = [event for place, event in enumerate(events) if place not in dropped]
     steps = ["" if event.step is None else f"{event.step:,}" for event in shown]
-    rows = [(moment(e.time), at, e.name.replace("_", " "), details(e)) for e, at in zip(shown, steps, strict=True)]
+    cascade = {id(event) for run in runs for event in run.how.cascade}
+    names = [event.name.replace("_", " ") + " (cascade)" * (id(event) in cascade) for event in shown]
+    rows = [(moment(e.time), at, name, details(e)) for e, at, name in zip(shown, steps, names, strict=True)]
     note = f"{len(dropped):,} earlier saves, evaluations and the like left out." if dropped else ""
     headings = ("time", "step", "event", "details")
-    return Table("Events", headings, rows, frozenset({1}), note, [MOODS.get(event.name, "plain") for event in shown])
+    moods = ["plain" if id(event) in cascade else MOODS.get(event.name, "plain") for event in shown]
+    return Table("Events", headings, rows, frozenset({1}), note, moods)
 
 
 def details(event: Event) -> str:

@@ -13,12 +13,15 @@ from rich.text import Text
 
 from megajax.charts import LineChart, Segment, legend, stacked_bar
 from megajax.config.errors import UserError
+from megajax.metrics.goodput import Goodput
 from megajax.metrics.runfolder import RunFolder, write_atomically
 from megajax.metrics.text import duration
 from megajax.pages import figures, header, page, section, table
+from megajax.reporting.attempts import attempts
 from megajax.reporting.curves import curves
 from megajax.reporting.history import History, read_history
-from megajax.reporting.run_summary import RunSummary, Table, summarize
+from megajax.reporting.run_summary import TIME, RunSummary, Table, summarize
+from megajax.reporting.shares import goodput
 
 WIDTH = 160
 """Columns of the text where it does not go to a terminal."""
@@ -30,10 +33,17 @@ STYLES = {"good": "green", "warning": "yellow", "bad": "red", "plain": "default"
 
 MARKS = {
     "resume": "resumed",
-    "warning": "stopped, skipped or transient fault",
-    "bad": "fault",
-    "save_committed": "saved",
+    "warning": "stopped, skipped, retried or a transient fault",
+    "bad": "failure",
+    "save": "saved",
     "evaluate": "evaluated",
+}
+
+TIMELINE_MARKS = {
+    "resume": "next attempt",
+    "bad": "failure",
+    "warning": "signal, retry, fallback, straggler",
+    "save": "saved",
 }
 
 
@@ -61,9 +71,11 @@ def report(run_dir: Path, output: Path | None, *, as_text: bool) -> None:
         ) from error
 
 
-def leave_page(run_dir: Path) -> str:
-    """Write report.html into a run's folder -> a line that says so."""
-    return _write_page(read_history(run_dir), None)
+def close_run(run_dir: Path, page: bool) -> tuple[str | None, Goodput | None]:
+    """At the end of a run, write report.html into its folder if `page` -> a line that says so, and the goodput."""
+    history = read_history(run_dir)
+    good = goodput(history, attempts(history))
+    return _write_page(history, None) if page else None, good
 
 
 def _print(summary: RunSummary, console: Console) -> None:
@@ -82,6 +94,8 @@ def _print(summary: RunSummary, console: Console) -> None:
         console.print(grid)
         if given.note:
             console.print(Text(f"  {given.note}", style="dim"))
+        if given.title == TIME and summary.timeline is not None:
+            console.print(Text(f"\n{summary.timeline.text()}"), soft_wrap=True)
 
 
 def _write_page(history: History, path: Path | None) -> str:
@@ -95,6 +109,7 @@ def _write_page(history: History, path: Path | None) -> str:
         header(summary.name, verdict=(summary.mood, summary.verdict)),
         f'<ul class="faults">{faults}</ul>' if faults else "",
         figures(summary.figures),
+        *_timeline(summary),
         *_charts([chart.thinned() for chart in curves(history, summary.attempts)]),
         *(section(one.title, one.svg()) for one in history.layers.heat_maps()),
         *_tables(summary),
@@ -102,6 +117,17 @@ def _write_page(history: History, path: Path | None) -> str:
     ]
     write_atomically(path, page(f"{summary.name}: report", body, style=style, script=script))
     return f"report: {path}"
+
+
+def _timeline(summary: RunSummary) -> Iterator[str]:
+    """The bar of the run; its colours are those of the table on time."""
+    if summary.timeline is None:
+        return
+    shown = {mark.kind for mark in summary.timeline.marks}
+    keys = [(f"mark {kind}", text, "") for kind, text in TIMELINE_MARKS.items() if kind in shown]
+    causes = {span.cause: None for span in summary.timeline.spans}
+    keys = [(cause.replace(" ", "-"), cause, "") for cause in causes] + keys
+    yield section("Timeline", summary.timeline.svg() + legend(keys), "wall time; the numbers are attempts")
 
 
 def _charts(charts: Sequence[LineChart]) -> Iterator[str]:

@@ -108,7 +108,7 @@ def test_events_lie_on_the_curves(eventful: Path) -> None:
     loss = charts[0]
     assert loss.crosses == ((13, "nan"),)
     marks = {(mark.x, mark.kind) for mark in loss.marks}
-    assert {(15, "resume"), (13, "warning"), (33, "warning"), (40, "save_committed"), (40, "evaluate")} <= marks
+    assert {(15, "resume"), (13, "warning"), (33, "warning"), (40, "save"), (40, "evaluate")} <= marks
     picture = loss.svg()
     assert picture.count('class="cross"') == 1 and "step 13: nan" in picture
     (curve,) = [one for one in charts if one.title == "Tokens per second"]

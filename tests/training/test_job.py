@@ -15,7 +15,7 @@ from megajax.config.errors import UserError
 from megajax.job.job import Job, train
 from megajax.mesh.config import ParallelConfig
 from megajax.optim.config import AdamWConfig, ScheduleConfig
-from megajax.reporting.write import leave_page
+from megajax.reporting.write import close_run
 from megajax.training.config import BatchConfig
 from megajax.training.run_config import RunConfig
 
@@ -52,7 +52,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 def whole(tmp_path_factory) -> Path:
     """Six steps without a pause."""
     folder = tmp_path_factory.mktemp("whole") / "run"
-    assert train(run_config(folder), reporter=leave_page) == 0
+    assert train(run_config(folder), reporter=close_run) == 0
     return folder
 
 

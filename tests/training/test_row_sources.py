@@ -11,7 +11,7 @@ from megajax.data.cyclic import CyclicRows
 from megajax.job.job import train
 from megajax.job.resume import facts
 from megajax.metrics.config import LoggingConfig
-from megajax.reporting.write import leave_page
+from megajax.reporting.write import close_run
 from megajax.tokenizers.config import ByteTokenizerConfig
 from megajax.training.config import EvaluationConfig
 from megajax.training.session import prepare
@@ -59,7 +59,7 @@ def test_skipped_lines_of_conversations(tmp_path, capsys):
         logging=LoggingConfig(every=1, plot=False, sample=False, live="never", report=True),
         steps=3,
     )
-    assert train(cfg, reporter=leave_page) == 0
+    assert train(cfg, reporter=close_run) == 0
     shown = "train: 2 not a conversation, 1 no answer"
     out = capsys.readouterr().out
     assert sum("rows skipped" in line and shown in line for line in out.splitlines()) == 2, "banner and last box"

@@ -1,0 +1,171 @@
+"""The wall time of a run as a bar: its attempts, what they did, and marks for failures, saves and fallbacks."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+from typing import NamedTuple
+
+from megajax.charts import Box, Mark, Timeline
+from megajax.metrics.text import duration
+from megajax.reporting.attempts import Attempt
+from megajax.reporting.endings import describe
+from megajax.reporting.history import Event
+from megajax.reporting.shares import STEPS
+
+UNITS = ((120.0, 1.0, "s"), (3 * 3600.0, 60.0, "min"), (3 * 86400.0, 3600.0, "h"), (float("inf"), 86400.0, "d"))
+"""Up to how many seconds, seconds of a unit, its name."""
+
+LETTERS = {
+    STEPS: "=",
+    "evaluation": "e",
+    "saving": "s",
+    "setup": ".",
+    "restoring": "r",
+    "compiling": "c",
+    "steps run again": "x",
+    "stuck": "!",
+    "between attempts": " ",
+    "other": "-",
+}
+"""Cause of time -> its character in the text."""
+
+MARKED = {
+    **dict.fromkeys(("crash", "hang", "lost", "numeric_fault", "save_failed", "supervisor_stop"), "bad"),
+    **dict.fromkeys(("checkpoint_damaged", "replica_mismatch"), "bad"),
+    **dict.fromkeys(("signal", "save_retried", "checkpoint_fallback", "straggler", "transient_fault"), "warning"),
+    "save_committed": "save",
+}
+"""Event -> kind of its mark."""
+
+COLUMNS = 100
+"""Characters of the bar as text."""
+
+APART = 0.02
+"""Numbers of attempts are this part of the time apart, or left out."""
+
+
+class Span(NamedTuple):
+    """What a run did for some time, in seconds since it began."""
+
+    cause: str
+    start: float
+    length: float
+
+
+@dataclass(frozen=True, slots=True)
+class RunTimeline:
+    """The bar of a run."""
+
+    spans: Sequence[Span]
+    """Later ones lie on earlier ones."""
+    marks: Sequence[Mark]
+    begins: Sequence[tuple[float, str]]
+    """Of attempts, and their numbers."""
+    length: float
+    """Seconds."""
+
+    def svg(self) -> str:
+        """As an <svg>."""
+        _, unit, name = next(row for row in UNITS if self.length <= row[0])
+        boxes: dict[str, list[Box]] = defaultdict(list)
+        for span in self.spans:
+            boxes[span.cause.replace(" ", "-")].append(Box(0, span.start / unit, span.length / unit))
+        return Timeline(
+            title="what the run did when",
+            rows=("attempt",),
+            boxes=boxes,
+            end=self.length / unit,
+            names={cause.replace(" ", "-"): cause for cause in LETTERS},
+            breaks=[(at / unit, number) for at, number in self._numbers()],
+            marks=[replace(mark, x=mark.x / unit) for mark in self.marks],
+            time_text=lambda time: f"{time:g} {name}",
+        ).svg()
+
+    def text(self) -> str:
+        """As characters: the numbers of attempts, the bar, failures, and the meaning of the characters."""
+        bar = [" "] * COLUMNS
+        for span in self.spans:
+            first, last = self._column(span.start), self._column(span.start + span.length)
+            small = span.length < 0.5 * self.length / COLUMNS
+            if not small:
+                bar[first : max(last, first + 1)] = LETTERS.get(span.cause, "-") * (max(last, first + 1) - first)
+        numbers, failures = [" "] * COLUMNS, [" "] * COLUMNS
+        for at, number in self._numbers():
+            column = min(self._column(at), COLUMNS - len(number))
+            numbers[column : column + len(number)] = number
+        for mark in self.marks:
+            if mark.kind == "bad":
+                failures[self._column(mark.x)] = "^"
+        used = [f"{letter} {cause}" for cause, letter in LETTERS.items() if letter in bar and letter != " "]
+        lines = [" " + "".join(numbers).rstrip(), f"|{''.join(bar)}| {duration(self.length)}"]
+        lines += [" " + "".join(failures).rstrip()] if "^" in failures else []
+        return "\n".join([*lines, "  ".join([*used, *["^ failure"] * ("^" in failures)])])
+
+    def _column(self, at: float) -> int:
+        return min(max(int(at / (self.length or 1.0) * COLUMNS), 0), COLUMNS - 1)
+
+    def _numbers(self) -> Iterator[tuple[float, str]]:
+        last = float("-inf")
+        for at, number in self.begins:
+            if at - last >= APART * self.length:
+                last = at
+                yield at, number
+
+
+def timeline(runs: Sequence[Attempt]) -> RunTimeline | None:
+    """None if no time has passed."""
+    if not runs or runs[-1].end <= runs[0].begin:
+        return None
+    begin = runs[0].begin
+    spans = [
+        Span(cause, start - begin, end - start)
+        for run, after in zip_longest(runs, runs[1:])
+        for cause, start, end in _phases(run, after)
+        if end > start
+    ]
+    several = any((run.start.get("processes") or 1) != 1 for run in runs)
+    marks = [
+        Mark(event.at - begin, MARKED[event.name], _said(event, several=several), line=event.name != "save_committed")
+        for run in runs
+        for event in run.events
+        if event.name in MARKED
+    ]
+    marks += [Mark(run.begin - begin, "resume", _resumed(run)) for run in runs[1:]]
+    begins = [(run.begin - begin, str(run.number)) for run in runs]
+    return RunTimeline(spans, marks, begins, runs[-1].end - begin)
+
+
+def _phases(run: Attempt, after: Attempt | None) -> Iterator[tuple[str, float, float]]:
+    """Cause, begin and end of what an attempt did, in the order of drawing."""
+    ready = run.ready or run.end
+    yield "setup", run.begin, ready
+    first = next((event.at for event in run.events if event.name == "first_step"), run.progress)
+    yield "compiling", ready, first
+    yield STEPS, first, run.progress
+    if run.rerun_seconds:
+        yield "steps run again", max(first, run.progress - run.rerun_seconds), run.progress
+    yield "other" if run.how.orderly else "stuck", run.progress, run.end
+    if after is not None:
+        yield "between attempts", run.end, after.begin
+    blocked = {event.step: event.seconds("blocking_seconds") for event in run.events if event.name == "save_committed"}
+    for event in run.events:
+        if event.name == "evaluate":
+            yield "evaluation", event.at - event.seconds("seconds"), event.at
+        elif event.name == "restored":
+            yield "restoring", event.at - event.seconds("seconds"), event.at
+        elif event.name == "save_begun":
+            yield "saving", event.at, event.at + blocked.get(event.step, 0.0)
+
+
+def _said(event: Event, *, several: bool) -> str:
+    if event.name in ("crash", "hang", "lost"):
+        return describe(event, several=several)
+    why = event.text("why") or event.text("message") or event.text("signal")
+    step = "" if event.step is None else f"step {event.step:,}: "
+    return f"{step}{event.name.replace('_', ' ')}{': ' * bool(why)}{why}"
+
+
+def _resumed(run: Attempt) -> str:
+    where = f" after step {run.first_step:,}" if run.ready is not None else ", which did not begin to train"
+    return f"attempt {run.number}{where}"
