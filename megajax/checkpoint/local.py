@@ -100,6 +100,8 @@ class LocalCheckpoints:
         self.failures = 0
         """Failed saves in a row."""
         self._boxes: dict[int, Boxes] = {}
+        self.need = 0
+        """Bytes of a set of this process, replicas included; known after `begin`."""
 
     def _agreed(self, check: Callable[[], None]) -> None:
         """Raises UserError on all processes if `check` raises it on any."""
@@ -146,7 +148,8 @@ class LocalCheckpoints:
         self._boxes = boxes_of_processes(named)
         own = self._boxes[self.members.process]
         missing = frozenset().union(*(self._boxes[each] for each in self._sources())) - own
-        needs = self.peers.gather((self.members.process, byte_count(own | missing, named)))
+        self.need = byte_count(own | missing, named)
+        needs = self.peers.gather((self.members.process, self.need))
         here = sum(size for process, size in needs if process in self.members.together())
         self._agreed(lambda: self.folder.demand_room((self.cfg.keep + 1) * here, self.cfg.keep + 1))
 
@@ -206,16 +209,15 @@ class LocalCheckpoints:
         try:
             result = work()
         except (OSError, Damaged) as error:
-            reason = self.folder.explained(error) if isinstance(error, OSError) else str(error)
+            reason = self.folder.explained(error, self.need) if isinstance(error, OSError) else str(error)
             raise _NotSavedError(save.peers.agree(reason)) from error
         if (failure := save.peers.agree()) is not None:
             raise _NotSavedError(failure)
         return result
 
     def _write_own(self, save: _Save, path: Path) -> SetWriter:
-        need = sum(copy.content.nbytes for copy in save.copies)
-        if (free := shutil.disk_usage(self.folder.own).free) < need:
-            raise OSError(errno.ENOSPC, f"{need:,} bytes are needed and {free:,} are free")
+        if shutil.disk_usage(self.folder.own).free < self.need:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         writer = SetWriter(path)
         # Each copy is released as soon as it is written.
         while save.copies:

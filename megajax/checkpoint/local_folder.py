@@ -7,7 +7,6 @@ FOLDER/RUN/                 checkpoint.local.folder, and the name in the run's l
 """
 
 import contextlib
-import errno
 import json
 import os
 import secrets
@@ -115,11 +114,13 @@ class LocalFolder:
                 "free.\nFree space, name a folder on a larger disk, or keep fewer with checkpoint.local.keep."
             )
 
-    def explained(self, error: OSError) -> str:
-        """An error in a line, with the path, and with the free bytes if a disk is full."""
+    def explained(self, error: OSError, need: int) -> str:
+        """An error in a line, with the path; with both sizes if a disk is full. need: bytes of a set."""
         text = f"{error.strerror or error} ({error.filename or self.own})"
-        if error.errno in FULL and "free" not in text:
-            text = f"{os.strerror(errno.ENOSPC)}, {shutil.disk_usage(self.own).free:,} bytes free ({self.own})"
+        if error.errno not in FULL:
+            return text
+        with contextlib.suppress(OSError):
+            return f"{text}: {need:,} bytes are needed, {shutil.disk_usage(self.own).free:,} are free"
         return text
 
 

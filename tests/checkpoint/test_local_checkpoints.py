@@ -1,0 +1,263 @@
+"""Local checkpoints of one process on eight devices: what comes back, what is refused, what a full disk does."""
+
+import resource
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from test_restore import bits, mesh_of, state_on
+
+from megajax.checkpoint.config import CheckpointConfig
+from megajax.checkpoint.local import LocalCheckpoints
+from megajax.checkpoint.local_config import LocalConfig
+from megajax.checkpoint.local_history import RunHistory
+from megajax.checkpoint.local_reader import LocalReader
+from megajax.config.errors import UserError
+
+META = {"mesh": {"data": 4}, "spikes": {}}
+
+
+def opened(folder: Path, **settings: Any) -> LocalCheckpoints:
+    """A start of the run whose shared checkpoints are in folder/shared."""
+    (folder / "shared").mkdir(exist_ok=True)
+    return LocalConfig(**{"every": 1, "folder": folder / "node"} | settings).build(folder / "shared")
+
+
+def small(step: int) -> dict[str, Any]:
+    return {"w": jax.device_put(np.full((4, 4), step, np.float32))}
+
+
+def like(tree: Any) -> Any:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
+
+
+def saved(folder: Path, *steps: int, first: int = 0, **settings: Any) -> None:
+    """An attempt that saves these steps and ends."""
+    with opened(folder, **settings) as local:
+        local.begin(first, small(0))
+        for step in steps:
+            local.save(step, small(step), META | {"step": step})
+        local.wait()
+        assert [report.failure for report in local.poll()] == [None] * len(steps)
+
+
+def sets(folder: Path) -> list[Path]:
+    return sorted(path.parent for path in (folder / "node").rglob("set.json"))
+
+
+def newest(folder: Path) -> tuple[int | None, list[int], float | None]:
+    """What a start finds: its step, the steps it passed over, and a value of the state."""
+    with opened(folder) as local:
+        reader = LocalReader(local)
+        step = reader.newest_whole()
+        value = None if step is None else float(reader.restore(step, like(small(0)))[0]["w"][0, 0])
+        return step, [each.step for each in reader.passed_over], value
+
+
+def damage(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def laid_out(mesh: jax.sharding.Mesh, state: Any) -> Any:
+    """The first dimension over `tensor` and the second over `data`, where they divide: not as it was saved."""
+
+    def one(leaf: jax.Array) -> jax.ShapeDtypeStruct:
+        pairs = zip(leaf.shape, ("tensor", "data"), strict=False)
+        spec = jax.sharding.PartitionSpec(*(axis if size % mesh.shape[axis] == 0 else None for size, axis in pairs))
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=jax.sharding.NamedSharding(mesh, spec))
+
+    return jax.tree.map(one, state)
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize(("data", "tensor"), [(4, 2), (2, 4), (8, 1), (1, 1)])
+def test_every_bit_comes_back_on_the_same_layout_and_on_others(tmp_path, data, tensor):
+    state = state_on(mesh_of(4, 2))
+    with opened(tmp_path) as local:
+        local.begin(0, state)
+        local.save(7, state, META)
+    with opened(tmp_path) as local:
+        reader = LocalReader(local)
+        assert reader.newest_whole() == 7 and reader.meta(7) == META
+        same, _ = reader.restore(7, like(state))
+        restored, meta = reader.restore(7, laid_out(mesh_of(data, tensor), state))
+    assert meta == META
+    leaves = (jax.tree.leaves(tree) for tree in (state, same, restored))
+    for one, here, other in zip(*leaves, strict=True):
+        assert bits(one) == bits(here) == bits(other) and here.sharding == one.sharding and one.dtype == other.dtype
+        assert dict(other.sharding.mesh.shape) == {"data": data, "tensor": tensor}
+
+
+def test_the_saved_values_are_those_before_the_arrays_were_donated(tmp_path):
+    change = jax.jit(lambda state: jax.tree.map(lambda x: x + 1, state), donate_argnums=0)
+    state = {"w": jax.device_put(np.zeros((1024, 1024), np.float32))}
+    with opened(tmp_path, keep=3) as local:
+        local.begin(0, state)
+        for step in (1, 2, 3):
+            state = change(state)
+            local.save(step, state, META)
+            for _ in range(5):
+                state = change(state)
+    for each in sets(tmp_path):
+        values = np.frombuffer((each / "own.bin").read_bytes(), np.float32)
+        assert set(values) == {6 * int(each.name) - 5}
+    assert [int(each.name) for each in sets(tmp_path)] == [1, 2, 3]
+
+
+def test_a_state_of_other_shapes_is_refused_with_a_table(tmp_path):
+    saved(tmp_path, 1)
+    with opened(tmp_path) as local:
+        reader = LocalReader(local)
+        reader.newest_whole()
+        with pytest.raises(UserError, match=r"local checkpoint of step 1 does not fit(?s:.*)float32\[4, 4\]"):
+            reader.restore(1, like({"w": np_zeros(5)}))
+
+
+def np_zeros(size: int) -> jax.Array:
+    return jax.device_put(np.zeros((size, size), np.float32))
+
+
+def test_the_newest_sets_are_kept(tmp_path):
+    saved(tmp_path, 1, 2, 3, 4)
+    assert [path.name for path in sets(tmp_path)] == ["00000003", "00000004"]
+    assert newest(tmp_path) == (4, [], 4.0)
+
+
+@pytest.mark.parametrize("file", ["own.bin", "set.json"])
+def test_a_damaged_set_is_passed_over(tmp_path, capfd, file):
+    saved(tmp_path, 1, 2)
+    damage(sets(tmp_path)[-1] / file)
+    step, passed_over, value = newest(tmp_path)
+    # A set whose description can't be read is no set; one whose shards differ is named.
+    assert (step, value) == (1, 1.0) and passed_over == ([2] if file == "own.bin" else [])
+    assert "removed the local checkpoint" in capfd.readouterr().err
+    assert [path.name for path in sets(tmp_path)] == ["00000001"]
+    damage(sets(tmp_path)[0] / file)
+    assert newest(tmp_path)[0] is None
+
+
+def test_a_shortened_file_is_damage_and_so_is_a_missing_one(tmp_path):
+    saved(tmp_path, 1, 2)
+    older, newer = sets(tmp_path)
+    (newer / "own.bin").write_bytes((newer / "own.bin").read_bytes()[:-1])
+    (older / "own.bin").unlink()
+    assert newest(tmp_path) == (None, [2, 1], None)
+
+
+def test_unfinished_sets_and_those_of_a_former_run_are_removed(tmp_path, capfd):
+    saved(tmp_path, 1, 2)
+    shutil.copytree(sets(tmp_path)[-1], sets(tmp_path)[-1].with_name("00000003.00aa0001.saving"))
+    assert newest(tmp_path)[0] == 2
+    assert not list((tmp_path / "node").rglob("*.saving"))
+    shutil.rmtree(tmp_path / "shared")  # a new run in the same place
+    assert newest(tmp_path)[0] is None and sets(tmp_path) == []
+    assert "no longer holds" in capfd.readouterr().err
+
+
+def test_two_runs_with_one_folder_do_not_mix(tmp_path):
+    for name, step in (("a", 5), ("b", 9)):
+        (tmp_path / name).mkdir()
+        with LocalConfig(every=1, folder=tmp_path / "node").build(tmp_path / name) as local:
+            local.begin(0, small(0))
+            local.save(step, small(step), META)
+    for name, step in (("a", 5), ("b", 9)):
+        with LocalConfig(every=1, folder=tmp_path / "node").build(tmp_path / name) as local:
+            assert LocalReader(local).newest_whole() == step
+    assert oct((tmp_path / "node" / local.history.run).stat().st_mode & 0o777) == "0o700"
+
+
+def test_steps_after_the_one_a_run_goes_on_from_are_dropped(tmp_path):
+    saved(tmp_path, 2, 4)
+    with opened(tmp_path) as local:
+        local.begin(2, small(0))
+    assert [path.name for path in sets(tmp_path)] == ["00000002"]
+
+
+def test_only_what_the_present_line_of_attempts_saved_counts():
+    history = RunHistory("run").begin("a", 0).begin("b", 10).begin("c", 20)
+    assert history.includes("a", 10) and not history.includes("a", 11)
+    assert history.includes("b", 20) and not history.includes("b", 21)
+    assert history.includes("c", 500) and not history.includes("of another run", 1)
+    assert not history.begin("d", 4).includes("c", 500)
+
+
+def test_a_set_that_missed_the_restart_does_not_come_back(tmp_path):
+    """A machine is away with step 4 while the run goes on from step 2, and joins it again."""
+    saved(tmp_path, 2, 4)
+    shutil.copytree(sets(tmp_path)[-1], tmp_path / "away")
+    saved(tmp_path, first=2)
+    shutil.copytree(tmp_path / "away", sets(tmp_path)[-1].with_name("00000004"))
+    assert newest(tmp_path)[0] == 2
+
+
+def test_failed_saves_leave_the_older_ones_and_stop_after_some(tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    big = {"w": np_zeros(100)}
+    with opened(tmp_path, failures=2) as local:
+        local.begin(0, big)
+        local.save(1, big, META)
+        local.wait()
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (10000, limits[1]))
+            local.save(2, big, META)
+            local.wait()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        good, bad = local.poll()
+        assert (
+            good.failure is None
+            and "File too large" in str(bad.failure)
+            and "40,000 bytes are needed" in str(bad.failure)
+            and not local.stopped
+        )
+        assert [path.name for path in sets(tmp_path)] == ["00000001"]
+        assert not list((tmp_path / "node").rglob("*.saving"))
+        local.save(3, big, META)  # there is room again
+        local.wait()
+        assert [report.failure for report in local.poll()] == [None] and local.failures == 0
+        shutil.rmtree(local.folder.path)
+        for step in (4, 5):
+            assert local.due(step)
+            local.save(step, big, META)
+        local.wait()
+        assert all("No such file" in str(report.failure) for report in local.poll())
+        assert local.stopped and not local.due(6)
+
+
+def test_a_full_disk_is_named_with_both_sizes(tmp_path, monkeypatch):
+    usage = type(shutil.disk_usage(tmp_path))
+    with opened(tmp_path) as local:
+        local.begin(0, small(0))
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(1000, 937, 63))
+        local.save(1, small(1), META)
+        local.wait()
+        (report,) = local.poll()
+        assert "64 bytes are needed, 63 are free" in str(report.failure)
+    with opened(tmp_path) as local, pytest.raises(UserError, match=r"3 local checkpoints.*192 bytes.*63 bytes"):
+        local.begin(0, small(0))
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_at_the_start(tmp_path):
+    (tmp_path / "node").write_text("a file")
+    with pytest.raises(UserError, match=r"checkpoint.local.folder .*node can't be written: File exists"):
+        opened(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["every", "keep", "failures", "jump"])
+def test_settings_below_one_are_problems(name):
+    local = LocalConfig(**{"every": 1, "folder": Path("/tmp"), name: 0})
+    assert [problem.where for problem in local.problems()] == [name]
+    assert CheckpointConfig(local=LocalConfig(every=1, folder=Path("/tmp"))).problems() == []
+
+
+def test_nothing_is_left_when_the_shared_folder_has_it_all(tmp_path):
+    with opened(tmp_path) as local:
+        local.begin(0, small(0))
+        local.save(1, small(1), META)
+        local.clear()
+    assert list((tmp_path / "node").iterdir()) == []

@@ -1,0 +1,167 @@
+"""Sets read over TCP: only by processes with the secret, only what is offered, and what arrives is verified."""
+
+import json
+import socket
+import struct
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megajax.checkpoint.integrity import Damaged
+from megajax.checkpoint.local_exchange import REQUEST_BYTES, RemoteSet, SetServer, own_address
+from megajax.checkpoint.local_members import Members
+from megajax.checkpoint.local_set import OWN, LocalSet, SetIndex, SetInfo, SetWriter
+from megajax.checkpoint.local_shards import as_bytes, box_of, boxes_of_processes, parts_in
+from megajax.config.errors import UserError
+
+SECRET = b"s" * 32
+BOX = ((0, 3), (4, 8))
+VALUES = np.arange(12, dtype=np.float32).reshape(3, 4)
+
+
+@pytest.fixture
+def a_set(tmp_path) -> LocalSet:
+    writer = SetWriter(tmp_path / "00000007.saving")
+    writer.append(OWN, [("w", (3, 8), "float32", BOX, as_bytes(VALUES)), ("n", (), "int32", (), as_bytes(np.int32(5)))])
+    info = SetInfo(step=7, save="a-1", process=0, attempt="a", processes=2, parts=(0,), meta={"rows": [[0, 2]]})
+    return writer.rename(writer.finish(info), tmp_path / "00000007")
+
+
+@pytest.fixture
+def server(a_set):
+    served = SetServer("127.0.0.1", SECRET, {"a-1/0": a_set}.get)
+    yield served
+    served.close()
+
+
+def test_a_set_is_read_from_another_process(server, a_set):
+    with RemoteSet(server.address, SECRET, "a-1/0") as remote:
+        assert remote.index == a_set.index and remote.index.info.id == "a-1/0"
+        assert np.array_equal(remote.read(remote.index.pieces["w", BOX]), VALUES)
+        assert remote.read(remote.index.pieces["n", ()]) == 5
+
+
+def test_without_the_secret_nothing_is_sent(server):
+    with pytest.raises(ConnectionError):
+        RemoteSet(server.address, b"t" * 32, "a-1/0")
+    with socket.create_connection(server.address, timeout=10) as stranger:
+        assert len(stranger.recv(32)) == 32
+        stranger.sendall(b"\0" * 32)
+        assert stranger.recv(1) == b""
+
+
+def test_what_is_not_offered_is_refused_by_name(server):
+    with pytest.raises(Damaged, match="there is no set b-1/0 here"):
+        RemoteSet(server.address, SECRET, "b-1/0")
+    with RemoteSet(server.address, SECRET, "a-1/0") as remote:
+        piece = remote.index.pieces["w", BOX]
+        with pytest.raises(Damaged, match="there is no /etc/passwd"):
+            remote.read(piece._replace(name="/etc/passwd"))
+        assert np.array_equal(remote.read(piece), VALUES)  # the connection goes on
+
+
+def test_an_endless_request_ends_the_connection(server):
+    with RemoteSet(server.address, SECRET, "a-1/0") as remote:
+        remote._connection.sendall(struct.pack(">I", REQUEST_BYTES + 1))
+        with pytest.raises(ConnectionError):
+            remote.read(remote.index.pieces["w", BOX])
+
+
+def test_damage_at_the_sender_is_found_by_the_receiver(server, a_set):
+    content = bytearray((a_set.path / OWN).read_bytes())
+    content[5] ^= 128
+    (a_set.path / OWN).write_bytes(content)
+    with RemoteSet(server.address, SECRET, "a-1/0") as remote, pytest.raises(Damaged, match="w: sha256"):
+        remote.read(remote.index.pieces["w", BOX])
+
+
+def test_a_closed_server_takes_no_connections(server):
+    server.close()
+    with pytest.raises(ConnectionError):
+        RemoteSet(server.address, SECRET, "a-1/0")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda document: document["info"].update(step=8),
+        lambda document: document["pieces"][0].__setitem__(5, 4),
+        lambda document: document.update(format=2),
+        lambda document: document.pop("seal"),
+        lambda document: document.update(pieces=[1]),
+    ],
+)
+def test_a_changed_description_is_damage(a_set, change):
+    document = json.loads(a_set.index.to_json())
+    change(document)
+    with pytest.raises(Damaged, match=r"set\.json"):
+        SetIndex.from_json(json.dumps(document))
+
+
+def test_the_address_towards_the_coordinator():
+    assert own_address("127.0.0.1:1234") == own_address("localhost:1234") == own_address(None) == "127.0.0.1"
+
+
+class Device:
+    def __init__(self, process: int):
+        self.process_index = process
+
+
+class Sharding:
+    """Rows over the devices of processes; `copies` devices have the same."""
+
+    def __init__(self, processes: list[int], copies: int = 1):
+        self.devices, self.copies = [Device(process) for process in processes], copies
+
+    def devices_indices_map(self, shape: tuple[int, ...]) -> dict[Any, tuple[slice, ...]]:
+        rows = shape[0] * self.copies // len(self.devices)
+        starts = [number // self.copies * rows for number in range(len(self.devices))]
+        return {device: (slice(start, start + rows),) for device, start in zip(self.devices, starts, strict=True)}
+
+
+class Leaf(SimpleNamespace):
+    shape: tuple[int, ...]
+    sharding: Any
+
+
+def test_the_boxes_of_each_process_and_whose_are_all_held():
+    def boxes(copies: int) -> dict[int, frozenset]:
+        return boxes_of_processes({"w": Leaf(shape=(8,), sharding=Sharding([0, 0, 1, 1], copies))})
+
+    spread = boxes(1)
+    assert spread[1] == {("w", ((4, 6),)), ("w", ((6, 8),))}
+    assert parts_in(spread[0], spread) == (0,) and parts_in(spread[0] | spread[1], spread) == (0, 1)
+    copied = boxes(4)  # data parallel: every process has everything
+    assert parts_in(copied[1], copied) == (0, 1)
+    assert box_of((slice(None), slice(2, 4)), (3, 8)) == ((0, 3), (2, 4))
+
+
+class Together(Members):
+    """Four processes, of which this is one."""
+
+    def __init__(self, process: int, machines: str):
+        self.process, self._machines = process, dict(enumerate(machines))
+
+
+@pytest.mark.parametrize(
+    ("machines", "sources"), [("aabb", [2, 3, 0, 1]), ("abcd", [1, 2, 3, 0]), ("aaaa", [1, 2, 3, 0])]
+)
+def test_replicas_are_on_another_machine_where_there_is_one(machines, sources):
+    assert [Together(process, machines).sources(1, None)[0] for process in range(4)] == sources
+    assert Together(0, machines).sources(2, 1) == [1, 2] and Together(0, machines).sources(0, None) == []
+
+
+def test_replicas_that_would_be_on_their_own_process_are_refused():
+    with pytest.raises(UserError, match="jump of 4"):
+        Together(0, "abcd").demand_replicas(1, 4)
+    with pytest.raises(UserError, match="replicas=4"):
+        Together(0, "abcd").demand_replicas(4, 1)
+    Together(0, "abcd").demand_replicas(3, 1)
+
+
+def test_sets_of_a_number_that_has_moved_are_looked_after_by_the_first_process_of_the_machine():
+    first, second = Together(2, "bbaa").elsewhere(), Together(3, "bbaa").elsewhere()
+    assert [number for number in range(6) if not first(number)] == [0, 1, 2, 4, 5]
+    assert [number for number in range(6) if not second(number)] == [3]
