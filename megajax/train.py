@@ -24,6 +24,7 @@ same command: by srun, mpirun, a Kubernetes job, `python -m megajax.launch`, or 
 FLAGS = (
     Flag("skip-train", help="only evaluate the newest checkpoint on the validation and test splits"),
     Flag(FLAG, help="fit the layout to the devices that are present, with the same rows per step: docs/launch.md"),
+    Flag("verify-data", help="read every byte of the data files first, and compare with what the run had before"),
     *PROCESS_FLAGS,
 )
 
@@ -40,7 +41,8 @@ def main(argv: list[str]) -> int:
     train = resolve("megajax.job.job:train")
     sampler = resolve("megajax.inference.sample:sample")
     reporter = resolve("megajax.reporting.write:close_run")
-    flags: dict[str, Any] = {"skip_train": command.flags["skip_train"], "elastic": elastic(command.flags)}
+    flags: dict[str, Any] = {name: command.flags[name] for name in ("skip_train", "verify_data")}
+    flags["elastic"] = elastic(command.flags)
     try:
         code = train(
             command.config,
@@ -65,7 +67,8 @@ def elastic(flags: Mapping[str, Any]) -> bool:
 def fingerprint(command: Command) -> str:
     """Hexadecimal digest of what must be the same for all processes: all but folders that may lie on local disks."""
     settings = {name: value for name, value in flatten(command.config).items() if not name.endswith("cache_dir")}
-    return hashlib.sha256(repr((settings, command.flags["skip_train"], elastic(command.flags))).encode()).hexdigest()
+    flags = (*(command.flags[name] for name in ("skip_train", "verify_data")), elastic(command.flags))
+    return hashlib.sha256(repr((settings, flags)).encode()).hexdigest()
 
 
 if __name__ == "__main__":

@@ -53,6 +53,10 @@ class CheckpointConfig(Builds):
     weights: tuple[WeightsConfig, ...] = ()
     """Start from weights of other runs, with a fresh optimizer, schedule and order of rows, as for fine-tuning.
     Ignored by a run that has checkpoints of its own. On the command line: --checkpoint.weights='[{run: runs/a}]'."""
+    changed_data: Literal["refuse", "accept"] = "refuse"
+    """What to do when the run resumes and data files have another content than before, or other settings of `data`:
+    refuse, or accept, and compare with the new ones from then on. The rows of the steps to come are those of the new
+    data, from the row that is due."""
     step: int | None = None
     """The step to start from, in `load` or else in the run's own folder; none: the newest intact one.
     Going back in the run's own folder sets the later steps aside."""

@@ -14,6 +14,7 @@ from megajax.batch import Schema
 from megajax.config.errors import UserError
 from megajax.data.attention_work import lengths_of_row
 from megajax.data.cache import Arrays, load_or_build, user_cache
+from megajax.data.checksum import files_of
 from megajax.data.config import BlendConfig, TokenFilesConfig
 from megajax.data.gpt import GPTDataset, RowOptions, Tokenizer, TokenSource, pad_token
 from megajax.data.index import IndexRequest, RowIndex, build_index, least_tokens
@@ -129,6 +130,10 @@ class BlendedDataset:
         """Identifier of the order of the rows; unchanged if rows are appended."""
         weights = f"{zlib.crc32(repr(self.weights).encode()):08x}"
         return "-".join([weights, *(dataset.order() for dataset in self.datasets)])
+
+    def files(self) -> list[str]:
+        """The files that are read."""
+        return [file for dataset in self.datasets for file in files_of(dataset)]
 
     def __len__(self) -> int:
         return len(self.index.datasets)

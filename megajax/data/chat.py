@@ -47,6 +47,7 @@ class ChatRows:
         pad: token of padding.
         seed: of the order.
         skipped: reason -> lines left out.
+        paths: the files of the conversations.
 
     Attributes:
         packing: how full rows are, and how equal their work is; None for rows of one line each.
@@ -64,9 +65,10 @@ class ChatRows:
         seed: int,
         skipped: Mapping[str, int],
         packing: Packing | None = None,
+        paths: Sequence[str] = (),
     ):
         self.sequence_length, self.skipped, self.packing = sequence_length, skipped, packing
-        self._conversations, self._packs, self._pad = conversations, packs, pad
+        self._conversations, self._packs, self._pad, self._paths = conversations, packs, pad, paths
         self._multiple, self._mask_pad = config.pad_multiple, config.mask_pad
         self._shuffled, self._seed, self._apart = config.packing != "lines", seed, config.isolate_padding
         self._rows = len(packs) if rows is None else rows
@@ -80,6 +82,10 @@ class ChatRows:
         """Identifier of the order of the rows; unchanged if rows are appended."""
         packs = repr([list(pack) for pack in self._packs[:ORDER_SAMPLE]]).encode()
         return f"{zlib.crc32(packs, self._seed if self._shuffled else 0):08x}"
+
+    def files(self) -> Sequence[str]:
+        """The files that are read."""
+        return self._paths
 
     def pack(self, row: int) -> int:
         """Which pack a row is. Each pass over the packs has an order of its own."""
@@ -234,7 +240,7 @@ class ChatBuilder:
             packs, packing = [kept[pack].tolist() for pack in rooms], Packing.of(lengths, rooms, length)
         return ChatRows(
             read, packs, config=config, sequence_length=self.length, rows=rows, pad=self.pad, seed=self.seed,
-            skipped=skipped, packing=packing,
+            skipped=skipped, packing=packing, paths=paths,
         )  # fmt: skip
 
 

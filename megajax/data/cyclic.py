@@ -8,6 +8,7 @@ import numpy as np
 
 from megajax.config.errors import UserError
 from megajax.data.attention_work import lengths_of_row
+from megajax.data.checksum import files_of
 from megajax.data.config import CyclicConfig
 
 LARGEST = (1 << 32) // 20
@@ -71,6 +72,10 @@ class CyclicRows:
         before = self.source.order() if hasattr(self.source, "order") else ""
         own = (len(self.source), self._shards, self._each, self._buckets)
         return f"cyclic-{zlib.crc32(repr(own).encode()):08x}-{before}"
+
+    def files(self) -> list[str]:
+        """The files that are read."""
+        return files_of(self.source)
 
     def number(self, row: int) -> int:
         """Which row of the source row `row` is."""

@@ -73,7 +73,7 @@ def read_file(
         label = {"labels": np.array(item.label or 0, kind), "loss_mask": counted}
         return {**sequences(sequences.encode(item.first), second), **label}
 
-    return Examples(items, row, skipped)
+    return Examples(items, row, skipped, (path,))
 
 
 def _sentences(path: Path, task: GlueFormat, skipped: Counter[str], *, labelled: bool) -> Iterator[Sentences]:

@@ -9,6 +9,7 @@ from typing import Protocol
 import numpy as np
 
 from megajax.config.errors import UserError
+from megajax.data.checksum import files_of
 from megajax.data.index import RowIndex
 from megajax.data.indexed import Piece
 
@@ -108,6 +109,10 @@ class GPTDataset:
         """Identifier of the order of the rows; unchanged if rows are appended."""
         heads = (self.index.documents[:ORDER_SAMPLE], self.index.shuffle[:ORDER_SAMPLE])
         return "-".join(f"{zlib.crc32(np.ascontiguousarray(head).tobytes()):08x}" for head in heads)
+
+    def files(self) -> list[str]:
+        """The files that are read."""
+        return files_of(self.tokens)
 
     def __len__(self) -> int:
         return len(self.index.shuffle)

@@ -16,6 +16,7 @@ from megajax.data.labelled_images import Framing, MaskRows, class_rows, demand_c
 from megajax.data.progress import Progress
 from megajax.data.splits import Rows, Splits
 
+KINDS = ("images", "masks")
 SPLIT_FOLDERS = {"train": ("train", "training"), "valid": ("val", "valid", "validation"), "test": ("test",)}
 
 
@@ -48,6 +49,10 @@ class ClassFolder:
     def label(self, item: int) -> int:
         """Number of its class in the order of their names."""
         return self._files[item][0]
+
+    def files(self) -> list[str]:
+        """The files that are read."""
+        return [f"{self._folder}/{self.classes[label]}/{name}" for label, name in self._files]
 
     def groups(self) -> list[np.ndarray]:
         """The images of each class."""
@@ -84,6 +89,10 @@ class MaskFolder:
     def classes(self, item: int) -> np.ndarray:
         """Class of each pixel, int32 [H, W]. Raises UnreadableItem."""
         return self._read(self._folder / "masks" / self._files[item][1]).classes()
+
+    def files(self) -> list[str]:
+        """The files that are read."""
+        return [f"{self._folder}/{kind}/{name}" for pair in self._files for kind, name in zip(KINDS, pair, strict=True)]
 
     def groups(self) -> list[np.ndarray]:
         """All images as one group."""
@@ -146,7 +155,7 @@ def _images_below(folder: Path) -> Iterator[str]:
 def mask_files(folder: Path) -> list[tuple[str, str]]:
     """(image, mask) names in images/ and masks/, sorted. Raises UserError for an image without a mask."""
     stems: list[dict[str, str]] = []
-    for kind in ("images", "masks"):
+    for kind in KINDS:
         if not (folder / kind).is_dir():
             raise UserError(f"{folder}: has no folder {kind}/. Segmentation needs images/NAME.jpg and masks/NAME.png")
         names = (entry.name for entry in os.scandir(folder / kind) if entry.is_file())

@@ -78,6 +78,10 @@ class ShardImages:
         """Its class."""
         return int(self.location.labels[item])
 
+    def files(self) -> list[Path]:
+        """The files that are read."""
+        return list(self._paths)
+
     def groups(self) -> list[np.ndarray]:
         """The images of each class."""
         return groups_of(self.location.labels)

@@ -56,6 +56,10 @@ class ImageTextLines:
         """File and number of the line."""
         return f"{self._paths[self.lines.files[item]]}, line {self.lines.numbers[item]}"
 
+    def files(self) -> list[Path]:
+        """The files of lines; not the images that lines name."""
+        return list(self._paths)
+
     def groups(self) -> list[np.ndarray]:
         """All lines as one group."""
         return [np.arange(len(self))]

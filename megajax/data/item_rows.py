@@ -9,6 +9,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from megajax.config.errors import UserError
+from megajax.data.checksum import files_of
 from megajax.data.gpt import ORDER_SAMPLE
 from megajax.data.splits import NAMES, Range, Rows, Splits, parse_split, split_bounds, wanted
 
@@ -87,6 +88,10 @@ class ItemRows[Data: Items]:
     def order(self) -> str:
         """Identifier of the order of the rows; unchanged if rows are appended."""
         return f"{len(self.items)}-{zlib.crc32(self._order(0)[:ORDER_SAMPLE].tobytes()):08x}"
+
+    def files(self) -> list[str]:
+        """The files that are read."""
+        return files_of(self.items)
 
     def item(self, row: int, further: int = 0) -> int:
         """The item of a row, or that of the row `further` places on in the same pass."""

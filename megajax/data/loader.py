@@ -32,7 +32,8 @@ class RowSource(Protocol):
     """Rows by number: `len` and `[i]` -> a mapping from name to array, with at least the leaves of the schema.
 
     A source may have more, which a run shows: `passes` (int, epochs over its text), `order()` (str that changes with
-    the order of the rows), `skipped` (mapping from a reason to the number of rows left out; it may grow as rows are
+    the order of the rows), `files()` (paths of the files that are read: whether their content changed is asked when a
+    run resumes), `skipped` (mapping from a reason to the number of rows left out; it may grow as rows are
     read), and `packing` (`megajax.data.packing.Packing`). With `document_lengths` (see `lengths_of_row`), rows are
     dealt out over data groups without being read.
     """

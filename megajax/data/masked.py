@@ -10,6 +10,7 @@ import numpy as np
 from megajax.config.errors import UserError
 from megajax.data.blend import BlendBuilder, Dataset
 from megajax.data.cache import load_or_build
+from megajax.data.checksum import files_of
 from megajax.data.config import MaskedConfig
 from megajax.data.gpt import ORDER_SAMPLE
 from megajax.data.indexed import IndexedTokens
@@ -82,6 +83,10 @@ class MaskedSamples:
     def order(self) -> str:
         """Identifier of the order of the rows."""
         return f"{zlib.crc32(np.ascontiguousarray(self.index[:ORDER_SAMPLE]).tobytes()):08x}"
+
+    def files(self) -> list[str]:
+        """The files that are read."""
+        return files_of(self.tokens)
 
     def __len__(self) -> int:
         return len(self.index)

@@ -11,6 +11,7 @@ import numpy as np
 from megajax.batch import Schema
 from megajax.config.errors import UserError
 from megajax.data.blend import BlendBuilder
+from megajax.data.checksum import files_of
 from megajax.data.config import PairsConfig
 from megajax.data.gpt import ORDER_SAMPLE
 from megajax.data.indexed import IndexedTokens
@@ -86,6 +87,10 @@ class Pairs:
     def order(self) -> str:
         """Identifier of the order of the rows; unchanged if rows are appended."""
         return f"{zlib.crc32(np.ascontiguousarray(self.numbers[:ORDER_SAMPLE]).tobytes()):08x}"
+
+    def files(self) -> list[str]:
+        """The files that are read."""
+        return files_of(self.tokens)
 
     def __len__(self) -> int:
         return len(self.numbers)

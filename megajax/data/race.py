@@ -59,7 +59,7 @@ def read_split(config: RaceConfig, split: str, tokenizer: Tokenizer, schema: Sch
         stacked = {name: np.stack([one[name] for one in each]) for name in each[0]}
         return {**stacked, "labels": np.array(item.label, np.int32), "loss_mask": np.ones((), np.float32)}
 
-    return Examples(items, row)
+    return Examples(items, row, paths=tuple(path for _, path in files))
 
 
 def _questions(group: str, path: Path) -> Iterator[Question]:

@@ -39,6 +39,12 @@ class Examples[E: Example]:
     """The row of an example."""
     skipped: Mapping[str, int] = field(default_factory=dict)
     """Reason -> examples that were left out."""
+    paths: Sequence[Path] = ()
+    """The files of the examples."""
+
+    def files(self) -> Sequence[Path]:
+        """The files that are read."""
+        return self.paths
 
     def __len__(self) -> int:
         return len(self.items)

@@ -100,7 +100,7 @@ def read_split(config: SquadConfig, split: str, tokenizer: Tokenizer, schema: Sc
         labels = {"starts": np.array(first, np.int32), "ends": np.array(last, np.int32)}
         return {**sequences(window.asked.question, ids), **labels, "loss_mask": np.ones((), np.float32)}
 
-    return Examples(windows, row, skipped)
+    return Examples(windows, row, skipped, (path,))
 
 
 def windows_of(asked: Asked, room: int, stride: int) -> Iterator[Window]:

@@ -16,6 +16,7 @@ from megajax.config.dump import diff_from_defaults, flatten, to_yaml
 from megajax.config.errors import UserError
 from megajax.job import banner, layout
 from megajax.job.compile_log import CompileLog
+from megajax.job.data_files import DataFiles
 from megajax.job.device_faults import device_fault
 from megajax.job.device_memory import compiled_memory, memory_in_use
 from megajax.job.ending import Ending, Reporter, Sampler
@@ -65,6 +66,7 @@ class Job:
         started: float,
         failures: FailureLog,
         skip_train: bool,
+        verify_data: bool,
         sampler: Sampler | None,
         reporter: Reporter | None,
         replan: Replan | None = None,
@@ -104,14 +106,18 @@ class Job:
         )
         self.signals = stack.enter_context(signals)
         self.compiles = stack.enter_context(CompileLog(console.say, self.events.event))
+        self.data = DataFiles(verify=verify_data, say=console.say, progress=self.activity.progress)
         with console.ticker("setting up data, model and state"):
             resume = (
-                None if start is None else Resume(*start, own=self.resumed, say=console.say, event=self.events.event)
+                None
+                if start is None
+                else Resume(*start, own=self.resumed, say=console.say, data=self.data, event=self.events.event)
             )
             sources = cfg.checkpoint.sources() if resume is None else ()
             if sources:
                 resume = TakeWeights(sources, console.say)
             self.run = setup(cfg, start=resume)
+            self.data.look(self.run.parts.splits)
         self.run.batches = drilled(self.run.batches, cfg.resilience.process_drills(), self.run.step)
         stack.callback(self.run.close)
         if resume is None and (line := frozen_fresh(self.run.program)):
@@ -166,7 +172,7 @@ class Job:
             self.manager,
             self.events.event,
             self.activity,
-            lambda: stored(self.run.parts, yaml) | {"spikes": spikes.state()},
+            lambda: stored(self.run.parts, yaml, self.data) | {"spikes": spikes.state()},
             cfg.steps,
         )
         self.local.meta = self.save.meta
@@ -356,6 +362,7 @@ def train(
     *,
     skip_train: bool = False,
     elastic: bool = False,
+    verify_data: bool = False,
     sources: Mapping[str, str] | None = None,
     sampler: Sampler | None = None,
     reporter: Reporter | None = None,
@@ -365,6 +372,7 @@ def train(
 
     skip_train: only evaluate the newest checkpoint on the validation and test splits; nothing is written.
     elastic: fit the layout of cfg to the devices that are present.
+    verify_data: look at every byte of the data files, and compare with what was stored.
     sources: setting -> where its value came from, for config.yaml.
     sampler: shows what the model can do at the end of a finished run, where logging.sample asks for it.
     reporter: writes a page about the run at its end, unless logging.report is off.
@@ -385,6 +393,7 @@ def train(
                     started=started,
                     failures=failures,
                     skip_train=skip_train,
+                    verify_data=verify_data,
                     sampler=sampler,
                     reporter=reporter,
                     replan=replan,

@@ -12,6 +12,7 @@ from megajax.checkpoint.local_reader import LocalReader
 from megajax.checkpoint.reader import CheckpointReader
 from megajax.config.dump import flatten, scalar_text
 from megajax.config.errors import UserError
+from megajax.job.data_files import DataFiles
 from megajax.job.layer_order import like_stored, reorder, same_order, stored_chunks
 from megajax.models.facts import facts_of
 from megajax.models.protocol import ids_below
@@ -26,6 +27,9 @@ FREE = re.compile(
     r"|model\.(recompute\w*|offload.*|unroll|loss_chunk|vocabulary_multiple)$|optimizer\.(log_|offload$)|model\..*\.kernel$|data\.(cache_dir|loader\.|surplus)"
 )
 """Settings that change no number of the training, or whose effect is compared as a derived fact."""
+
+DATA = re.compile(r"data[.:]")
+"""Facts about data, which checkpoint.changed_data=accept lets change."""
 
 RATES = re.compile(r"schedule[.:]|optimizer\.(weight_decay|embedding_lr|embedding_min_lr|groups|groups\..*)$")
 """Facts about learning rates and decay, which schedule.on_resume=config lets change."""
@@ -52,11 +56,12 @@ def _matters(name: str, cfg: RunConfig) -> bool:
     return FREE.match(name) is None
 
 
-def stored(parts: Parts, config_yaml: str) -> dict[str, Any]:
+def stored(parts: Parts, config_yaml: str, data: DataFiles) -> dict[str, Any]:
     """What goes into a checkpoint beside the arrays."""
     packages = {name: version(name) for name in ("jax", "jaxlib", "flax", "orbax-checkpoint", "numpy")}
     return {
         "facts": facts(parts),
+        "data_files": data.plain(),
         "rows": [[chunk.start, chunk.stop] for chunk in parts.program.partition.stored()],
         "mesh": dict(parts.program.mesh.shape),
         "axes": {path: list(spec.axes) for path, spec in parts.program.declared.items()},
@@ -87,6 +92,8 @@ class Resume:
     """The checkpoint is this run's; another run's may have had other settings."""
     say: Callable[[str], None]
     """Shows a line to people."""
+    data: DataFiles
+    """The data files of this run."""
     event: Callable[..., None] = lambda name, **fields: None
     """Takes the event `restored`."""
 
@@ -108,20 +115,35 @@ class Resume:
         return reorder(state, like, program.arrays, stored, wanted)
 
     def _compare(self, parts: Parts) -> None:
-        changed = changes(self.reader.meta(self.step)["facts"], facts(parts))
+        changed = self._changed(parts)
         rates = {name: text for name, text in changed.items() if RATES.match(name)}
-        may_change = parts.cfg.schedule.on_resume == "config"
-        wrong = {name: text for name, text in changed.items() if not (may_change and name in rates)}
-        if wrong:
+        data = {name: text for name, text in changed.items() if DATA.match(name)}
+        free = rates if parts.cfg.schedule.on_resume == "config" else {}
+        free = free | (data if parts.cfg.checkpoint.changed_data == "accept" else {})
+        if wrong := {name: text for name, text in changed.items() if name not in free}:
             decay = self._decay(parts) if DECAY in wrong else ""
-            take_over = "set schedule.on_resume=config to let rates change from here on; " * (bool(rates) > may_change)
+            take_over = "set schedule.on_resume=config to let rates change from here on; " * bool(wrong.keys() & rates)
+            take_over += "set checkpoint.changed_data=accept to go on with other data; " * bool(wrong.keys() & data)
+            what = "data" if wrong.keys() <= data.keys() else "settings"
             raise UserError(
-                f"{parts.cfg.run_dir} holds step {self.step} of a run with other settings (stored -> asked for):\n"
-                f"{_listed(wrong)}\n{decay}Go on with the old settings; {take_over}or set another run_dir, for a new "
+                f"{parts.cfg.run_dir} holds step {self.step} of a run with other {what} (stored -> asked for):\n"
+                f"{_listed(wrong)}\n{decay}Go on with the old {what}; {take_over}or set another run_dir, for a new "
                 f"run there or, with checkpoint.load={parts.cfg.run_dir}, for one that starts from this one's state."
             )
         if rates:
             self.say(f"other rates from step {self.step} on (schedule.on_resume=config):\n{_listed(rates)}")
+        if data:
+            self.say(f"other data from step {self.step} on (checkpoint.changed_data=accept):\n{_listed(data)}")
+
+    def _changed(self, parts: Parts) -> dict[str, str]:
+        """Facts and data files that differ; a file of the same content at another place does not."""
+        meta, new = self.reader.meta(self.step), facts(parts)
+        old, (files, same) = meta["facts"], self.data.compare(parts.splits, meta.get("data_files", {}))
+        changed = changes(old, new)
+        moved = [name for name in changed if not files and self.data.moved(name, old.get(name), new.get(name), same)]
+        for name in moved:
+            self.say(f"{name}: {changed.pop(name)}; the content is the same")
+        return changed | files
 
     def _decay(self, parts: Parts) -> str:
         """How a run of another length keeps its learning rates; "" where the length of the decay is set."""

@@ -42,6 +42,8 @@ class RowsConfig(Protocol):
     def build(self, *, tokenizer: Any, schema: Schema, rows: Rows, seed: int) -> Splits:
         """Row sources (`len`, `[i]` -> mapping of arrays) for training, validation and test; pure functions of i.
 
+        With a method `files()`, the paths of what they read, a resume asks whether the content is still the same.
+
         schema: the leaves that the model reads; rows: how many rows of each split the run reads.
         """
         ...
