@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from megajax.config.nearest import listed
 from megajax.job.compile_cache import cache_in_use
 from megajax.job.device_memory import size
+from megajax.job.replicas import coverage
 from megajax.kernels.attention import local_device
 from megajax.layers.expert_facts import ExpertFacts, Spread
 from megajax.layers.facts import Share
@@ -373,6 +374,7 @@ def _run(run: Run, resumed: str | None) -> list[tuple[str, str]]:
         *_balance(run),
         ("folder", str(run.cfg.run_dir)),
         ("start", resumed or "new run"),
+        *coverage(run.cfg.resilience.replicas, run.program),
         ("software", f"jax {jax.__version__}, Python {platform.python_version()}"),
         *_compiler(run),
     ]

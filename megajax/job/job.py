@@ -23,6 +23,7 @@ from megajax.job.ending import Ending, Reporter, Sampler
 from megajax.job.failure import FailureLog
 from megajax.job.hang import Pulse
 from megajax.job.hooks import Evaluate, EvaluateTasks, Save
+from megajax.job.integrity import Integrity
 from megajax.job.local_saves import LocalSaves
 from megajax.job.resume import Resume, stored
 from megajax.job.watch import Watch
@@ -42,7 +43,7 @@ from megajax.resilience.activity import FINISH, SETUP, Activity
 from megajax.resilience.drills import drilled
 from megajax.resilience.signals import Signals, agree
 from megajax.training.guard import Guard
-from megajax.training.loop import Hook, NumericFault, StepInfo, run_steps
+from megajax.training.loop import Corruption, Hook, NumericFault, StepInfo, run_steps
 from megajax.training.replan import Replan
 from megajax.training.run_config import RunConfig
 from megajax.training.session import Run, setup
@@ -176,13 +177,15 @@ class Job:
             cfg.steps,
         )
         self.local.meta = self.save.meta
+        self.integrity = Integrity(self.run, self.stack, self.events.event, console.say, folder.events, self.save.due)
         # Evaluated before saved: a checkpoint at a step means everything due at that step was done.
-        self.hooks: list[Hook] = [self.evaluate, *self.task_hooks(), self.save, self.local]
+        self.hooks: list[Hook] = [*self.integrity.hooks, self.evaluate, *self.task_hooks(), self.save, self.local]
         watch = Watch(self.guard, cfg.precision.floor(), self.log, console.say)
         self.watches: list[Callable[[StepInfo], None]] = [
             lambda info: self.save.committed(),
             lambda info: self.local.committed(),
             watch,
+            *self.integrity.watches,
         ]
 
     def work(self) -> int:
@@ -204,6 +207,12 @@ class Job:
             for info in self.steps():
                 last = info
             self.console.steps_over()
+            self.integrity.at_end()
+        except Corruption as fault:
+            self.console.steps_over()
+            self.console.say(str(fault))
+            self.ending.report()
+            return NUMERIC_FAULT_EXIT
         except NumericFault as fault:
             self.console.steps_over()
             self.events.event("numeric_fault", message=str(fault))
@@ -236,6 +245,7 @@ class Job:
             guard=self.guard,
             tell_every=self.cfg.logging.every,
             activity=self.activity,
+            stalled=self.integrity.stalled,
         )
         first = self.first_step(infos)
         self.events.event("first_step", step=first.step, seconds=round(first.seconds, 3))

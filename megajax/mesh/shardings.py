@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from math import prod
 
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 
 def uncut(sharding: NamedSharding, shape: Sequence[int]) -> NamedSharding:
@@ -39,3 +39,8 @@ def without_dimension(sharding: NamedSharding, dimensions: int, left_out: int) -
     spec = [*sharding.spec, *[None] * (dimensions - len(sharding.spec))]
     entries = *spec[:left_out], *spec[left_out + 1 :]
     return NamedSharding(sharding.mesh, PartitionSpec(*entries), memory_kind=sharding.memory_kind)
+
+
+def one_for_each_device(mesh: Mesh) -> PartitionSpec:
+    """Of an array [devices of the mesh, ...] with one row on each device."""
+    return PartitionSpec(mesh.axis_names)

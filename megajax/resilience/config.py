@@ -1,10 +1,11 @@
 """Settings for signals, early ends, and losses or gradients that are not finite or spike."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from megajax.config.errors import Problem
-from megajax.resilience.drills import NUMERIC, PROCESS, Drill
+from megajax.resilience.drills import CORRUPTION, NUMERIC, PROCESS, Drill
+from megajax.resilience.integrity_config import HealthConfig, RecomputeConfig, ReplicasConfig, StragglersConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,11 +37,21 @@ class ResilienceConfig:
     """Skip updates whose gradient norm, before clipping, is above this; none: no limit."""
     skip_steps: tuple[int, ...] = ()
     """Steps whose update is skipped; their rows are consumed."""
+    replicas: ReplicasConfig = field(default_factory=ReplicasConfig)
+    """Comparison of copies of the state."""
+    recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
+    """Computing gradients again on other devices."""
+    stragglers: StragglersConfig = field(default_factory=StragglersConfig)
+    """Slow processes."""
+    health: HealthConfig = field(default_factory=HealthConfig)
+    """Health of devices and hosts, before and during a run."""
     inject: tuple[str, ...] = ()
     """Faults to inject, for drills. KIND:step=N: the first time that step is run; KIND:step=N:always: every time, also
-    after a restart by the launcher. KIND is nan, inf, spike (loss and gradients times 1000) or nan_gradients; or what
-    happens to a process (to all, or to process K: KIND:step=N:process=K): kill (SIGKILL), frozen (SIGSTOP), crash (an
-    exception), stuck (its rows never come), locked (the same, in C code), or slow (0.3 s late from that step on)."""
+    after a restart by the launcher; KIND:step=N:attempt=M: after its restart number M - 1. KIND is nan, inf, spike (loss
+    and gradients times 1000) or nan_gradients; or what happens to a process (to all, or to process K:
+    KIND:step=N:process=K): kill (SIGKILL), frozen (SIGSTOP), crash (an exception), stuck (its rows never come), locked
+    (the same, in C code), or slow (0.3 s late from that step on); or to the numbers on the first device of process K:
+    bitflip (a bit of a weight, after the step) or wrong_gradients (what resilience.recompute computes)."""
 
     def drills(self) -> tuple[Drill, ...]:
         """The faults in the numbers of steps. Raises ValueError for an invalid one, which `problems` lists."""
@@ -49,6 +60,10 @@ class ResilienceConfig:
     def process_drills(self) -> tuple[Drill, ...]:
         """The faults of processes. Raises ValueError as `drills`."""
         return tuple(drill for drill in map(Drill.parse, self.inject) if drill.kind in PROCESS)
+
+    def corruption_drills(self) -> tuple[Drill, ...]:
+        """The faults of numbers on one device. Raises ValueError as `drills`."""
+        return tuple(drill for drill in map(Drill.parse, self.inject) if drill.kind in CORRUPTION)
 
     def problems(self) -> list[Problem]:
         problems = [

@@ -19,10 +19,17 @@ PROCESS = ("kill", "stuck", "frozen", "locked", "crash", "slow")
 as stuck, in C code that holds the interpreter's lock; crash: an exception; slow: they come 0.3 s late, from that step
 on."""
 
-KINDS = NUMERIC + PROCESS
+CORRUPTION = ("bitflip", "wrong_gradients")
+"""What happens to numbers on the first device of one process. bitflip: after the step, one bit of a copy of a weight;
+wrong_gradients: what it computes for `resilience.recompute`."""
+
+KINDS = NUMERIC + PROCESS + CORRUPTION
 SLOW_SECONDS = 0.3
 
-_FORM = re.compile(r"(?P<kind>\w+):step=(?P<step>[0-9]+)(?::process=(?P<process>[0-9]+))?(?P<always>:always)?")
+_FORM = re.compile(
+    r"(?P<kind>\w+):step=(?P<step>[0-9]+)(?::process=(?P<process>[0-9]+))?(?::attempt=(?P<attempt>[0-9]+))?"
+    r"(?P<always>:always)?"
+)
 
 
 class DrillFault(Exception):
@@ -32,7 +39,8 @@ class DrillFault(Exception):
 class Drill(NamedTuple):
     """A fault: KIND:step=N for the first run of step N, KIND:step=N:always for every run.
 
-    Those of PROCESS may name the process: KIND:step=N:process=K.
+    Those of PROCESS may name the process: KIND:step=N:process=K; those of CORRUPTION do. KIND:step=N:attempt=M is for
+    the M-th start by the launcher.
     """
 
     kind: str
@@ -40,6 +48,8 @@ class Drill(NamedTuple):
     always: bool
     process: int | None = None
     """None: all processes."""
+    attempt: int = 1
+    """The start by the launcher that it is for, unless `always`."""
 
     @classmethod
     def parse(cls, text: str) -> "Drill":
@@ -47,12 +57,13 @@ class Drill(NamedTuple):
         match = _FORM.fullmatch(text)
         if match is None or match["kind"] not in KINDS:
             raise ValueError(f"expected KIND:step=N or KIND:step=N:always with KIND one of {', '.join(KINDS)}")
-        process = match["process"]
-        if process is not None and match["kind"] not in PROCESS:
-            raise ValueError(f"process={process} is for {', '.join(PROCESS)}; {match['kind']} is a fault of all")
-        return cls(
-            match["kind"], int(match["step"]), match["always"] is not None, None if process is None else int(process)
-        )
+        kind, process = match["kind"], match["process"]
+        if process is not None and kind in NUMERIC:
+            raise ValueError(f"process={process} is for {', '.join(PROCESS + CORRUPTION)}; {kind} is a fault of all")
+        if process is None and kind in CORRUPTION:
+            raise ValueError(f"{kind} needs :process=K after the step")
+        number = None if process is None else int(process)
+        return cls(kind, int(match["step"]), match["always"] is not None, number, int(match["attempt"] or 1))
 
     def factors(self) -> tuple[float, float]:
         """Factors of the loss and of the gradients."""
@@ -82,14 +93,14 @@ class Drill(NamedTuple):
 
 
 def of_this_attempt(drills: Iterable[Drill]) -> tuple[Drill, ...]:
-    """Restarts by the launcher run the same steps again: they have the faults of KIND:step=N:always only."""
-    return tuple(drill for drill in drills if drill.always or attempt_number() == 1)
+    """Restarts by the launcher run the same steps again, without the faults of the first start."""
+    return tuple(drill for drill in drills if drill.always or attempt_number() == drill.attempt)
 
 
 def factors(drills: tuple[Drill, ...], step: int, *, again: bool) -> tuple[float, float]:
     """Factors of the loss and of the gradients of a step; again: the step is repeated."""
     for drill in drills:
-        if drill.step == step and (drill.always or not again):
+        if drill.kind in KINDS and drill.step == step and (drill.always or not again):
             return drill.factors()
     return 1.0, 1.0
 

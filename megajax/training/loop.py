@@ -31,6 +31,10 @@ class NumericFault(Exception):
     """A step whose numbers are not to be trained with; its update was not made."""
 
 
+class Corruption(Exception):
+    """A device holds or computes something else than others: nothing is to be saved. The message is for people."""
+
+
 class StepInfo(NamedTuple):
     """What a step reported, on the host."""
 
@@ -65,10 +69,14 @@ class StepInfo(NamedTuple):
     """What it reported the first time, if it was run again."""
     nonfinite: str | None = None
     """Whose gradients are not finite, if they were not when it was run again."""
+    by_process: np.ndarray | None = None
+    """float32 [processes, timing.EXCHANGED], now and then: how long each process took over what in the steps before."""
 
     def __repr__(self) -> str:
         empty = (None, False, {})
-        fields = {name: value for name, value in self._asdict().items() if name not in ("phases", "measured")}
+        fields = {
+            name: value for name, value in self._asdict().items() if name not in ("phases", "measured", "by_process")
+        }
         shown = [
             f"{name}={value:.6g}" if isinstance(value, float) else f"{name}={value!r}"
             for name, value in fields.items()
@@ -119,6 +127,7 @@ def run_steps(
     guard: Guard | None = None,
     tell_every: int = 10,
     activity: Activity | None = None,
+    stalled: Callable[[], float] = lambda: 0.0,
 ) -> Iterator[StepInfo]:
     """Train up to and including step `last`, yielding what each step reported, one step late.
 
@@ -131,9 +140,9 @@ def run_steps(
     guard: has suspicious steps run again, and what followed them after that, so that a fault that passes leaves no
     trace; without one, updates that are not finite are left out and training goes on.
 
-    activity: is kept up to date about what the loop is doing.
+    activity: is kept up to date about what the loop is doing. stalled: see PhaseTimes.
     """
-    loop = _Loop(run, stopping, guard, tell_every, activity or Activity())
+    loop = _Loop(run, stopping, guard, activity or Activity(), PhaseTimes(run.mesh, _told_every(tell_every), stalled))
     step, flights = run.step, deque[Flight]()
     while step < last:
         step += 1
@@ -164,13 +173,12 @@ class _Loop:
     """What `run_steps` needs to send a step off and to take its numbers."""
 
     def __init__(
-        self, run: Any, stopping: Callable[[], bool], guard: Guard | None, tell_every: int, activity: Activity
+        self, run: Any, stopping: Callable[[], bool], guard: Guard | None, activity: Activity, times: PhaseTimes
     ):
         self.run, self.stopping, self.guard, self.activity = run, stopping, guard, activity
         activity.step = run.step
-        several = jax.process_count() > 1
-        self.flags = StopFlags(run.mesh) if several else None
-        self.times = PhaseTimes(run.mesh, tell_every if several else None)
+        self.flags = StopFlags(run.mesh) if jax.process_count() > 1 else None
+        self.times, self.first = times, run.step + 1
         self.held = None if guard is None else guard.held
         self.done = time.monotonic()
         self.precision = run.cfg.precision.matmul_precision()
@@ -235,11 +243,13 @@ class _Loop:
 
     def fetch(self, flight: Flight) -> StepInfo:
         """Wait for a step."""
-        with self.activity.phase(STEP, flight.reading.step):
+        with self.activity.phase(STEP, flight.reading.step), self.times.waiting():
             values = jax.device_get(dict(flight.metrics))
         self.activity.arrived(flight.reading.step)
         since, self.done = max(self.done, flight.dispatched), time.monotonic()
-        told = self.times.told(values.pop(SECONDS, None), flight.reading.fresh)
+        if flight.reading.step == self.first:
+            self.times.forget()
+        told, by_process = self.times.told(values.pop(SECONDS, None), flight.reading.fresh)
         observed = self.run.program.observed
         seen = {path: values.pop(path) for path in observed if path in values}
         numbers = {name: value.item() for name, value in values.items()}
@@ -256,4 +266,10 @@ class _Loop:
             measured=measured(observed, seen),
             phases=flight.reading.phases | told,
             limits=flight.limits,
+            by_process=by_process,
         )
+
+
+def _told_every(steps: int) -> int | None:
+    """How often processes tell each other; None for a single one."""
+    return steps if jax.process_count() > 1 else None

@@ -196,8 +196,8 @@ class Program:
     @cached_property
     def train_step(self) -> TrainStep:
         """(state, batch) or (state, batch, StepControl) -> (state, metrics); compiled when it is called or lowered."""
-        step = exchanging(guarded(self.step_parts, drills=bool(self.cfg.resilience.drills())))
-        return compiled(step, self.step_parts, self.options)
+        step = guarded(self.step_parts, drills=bool(self.cfg.resilience.drills()))
+        return compiled(exchanging(step, self.shardings.step), self.step_parts, self.options)
 
     @cached_property
     def step_parts(self) -> StepParts:

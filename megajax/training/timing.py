@@ -1,7 +1,7 @@
 """Where the time between steps goes, phase by phase, and how that differs over processes."""
 
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
 import numpy as np
@@ -11,22 +11,28 @@ from jax.sharding import Mesh
 from megajax.mesh.processes import each_process
 
 DATA_WAIT, EVALUATION, SAVE = "data_wait", "evaluation", "save"
+INTEGRITY = "integrity"
+"""Checks for silent corruption: timed, and not exchanged."""
 PHASES = (DATA_WAIT, EVALUATION, SAVE)
-PER_STEP = (DATA_WAIT,)
+HOST, STALLED = "host", "stalled"
+"""Time of a process that is no other phase and no waiting for its devices, and time in which it did not run at all:
+exchanged, to see who keeps the others waiting."""
+EXCHANGED = (*PHASES, HOST, STALLED)
+PER_STEP = (DATA_WAIT, HOST, STALLED)
 """Phases that every step has: of these means per step are told, of others sums."""
 
 
 class PhaseTimes:
-    """Seconds by phase, on this process and, every `tell_every` steps, the least and largest of all.
+    """Seconds by phase, on this process and, every `tell_every` steps, of all processes.
 
     They travel with a step like the wish to stop does, so that telling them makes nobody wait. tell_every: None where
-    there is one process.
+    there is one process. stalled: seconds in which this process did not run, so far.
     """
 
-    def __init__(self, mesh: Mesh, tell_every: int | None):
-        self._mesh, self._every = mesh, tell_every
+    def __init__(self, mesh: Mesh, tell_every: int | None, stalled: Callable[[], float] = lambda: 0.0):
+        self._mesh, self._every, self._stalled_so_far = mesh, tell_every, stalled
         self._since_step: dict[str, float] = {}
-        self._since_told, self._steps = dict.fromkeys(PHASES, 0.0), 0
+        self.forget()
         self._sent: Array | None = None if tell_every is None else self._array()
 
     @contextmanager
@@ -37,6 +43,15 @@ class PhaseTimes:
             yield
         finally:
             self.add(phase, time.monotonic() - start)
+
+    @contextmanager
+    def waiting(self) -> Generator[None]:
+        """Within the block, this process waits for its devices."""
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            self._waited += time.monotonic() - start
 
     def add(self, phase: str, seconds: float) -> None:
         """Count seconds."""
@@ -49,29 +64,46 @@ class PhaseTimes:
         self._steps += 1
         return seconds
 
+    def forget(self) -> None:
+        """Begin a new account; what is known so far is not told. A first step is compiled, and says nothing."""
+        self._since_told, self._steps = dict.fromkeys(PHASES, 0.0), 0
+        self._waited, self._began, self._stalled_before = 0.0, time.monotonic(), self._stalled_so_far()
+
     def due(self, step: int) -> bool:
         """Whether seconds are told with this step."""
         return self._every is not None and step % self._every == 0
 
     def tell(self, fresh: bool) -> Array | None:
-        """float32 [devices, 3], what goes along with a step: a new account if `fresh`, or the one before again."""
+        """float32 [devices, exchanged phases], what goes along with a step: a new account if `fresh`, or the one before
+        again."""
         if fresh:
             self._sent = self._array()
-            self._since_told, self._steps = dict.fromkeys(PHASES, 0.0), 0
+            self.forget()
         return self._sent
 
-    def told(self, extremes: np.ndarray | None, fresh: bool) -> dict[str, float]:
-        """What came back, float32 [2, 3], as {"data_wait_min": seconds, ...}; {} for an account known already."""
-        if extremes is None or not fresh:
-            return {}
-        least, most = extremes.tolist()
-        return {
-            f"{name}_{end}": seconds
-            for name, *ends in zip(PHASES, least, most, strict=True)
-            if ends[1] or name in PER_STEP
-            for end, seconds in zip(("min", "max"), ends, strict=True)
+    def told(self, seconds: np.ndarray | None, fresh: bool) -> tuple[dict[str, float], np.ndarray | None]:
+        """What came back, float32 [devices, exchanged phases], as {"data_wait_min": seconds, ...} and as the seconds
+        [processes][exchanged phases]; ({}, None) for an account known already."""
+        if seconds is None or not fresh:
+            return {}, None
+        least, most = seconds.min(0).tolist(), seconds.max(0).tolist()
+        extremes = {
+            f"{name}_{end}": value
+            for name, *ends in zip(EXCHANGED, least, most, strict=True)
+            if name in PHASES and (ends[1] or name in PER_STEP)
+            for end, value in zip(("min", "max"), ends, strict=True)
+        }
+        owners = [device.process_index for device in self._mesh.devices.flat]
+        return extremes, np.stack([seconds[owners.index(process)] for process in sorted(set(owners))])
+
+    def counted(self) -> dict[str, float]:
+        """Seconds by phase in this account."""
+        return self._since_told | {
+            HOST: max(time.monotonic() - self._began - self._waited - sum(self._since_told.values()), 0.0),
+            STALLED: self._stalled_so_far() - self._stalled_before,
         }
 
     def _array(self) -> Array:
-        values = [self._since_told[name] / (max(self._steps, 1) if name in PER_STEP else 1) for name in PHASES]
+        counted = self.counted()
+        values = [counted[name] / (max(self._steps, 1) if name in PER_STEP else 1) for name in EXCHANGED]
         return each_process(self._mesh, np.asarray(values, np.float32))

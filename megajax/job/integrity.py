@@ -1,0 +1,46 @@
+"""What a job does against silent corruption, slow processes and failing devices: hooks, watches and a thread."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import jax
+
+from megajax.job.replicas import CheckReplicas, FlipBit
+from megajax.job.stragglers import WatchStragglers
+from megajax.resilience.stalls import Stalls
+from megajax.training.loop import Hook, StepInfo
+from megajax.training.session import Run
+
+
+class Integrity:
+    """Built when the writers of a job are open.
+
+    hooks: to run before all others, drills first. watches: take every step's numbers. stalled: seconds in which this
+    process did not run.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        stack: ExitStack,
+        event: Callable[..., None],
+        say: Callable[[str], None],
+        events_file: Path,
+        save_due: Callable[[int], bool],
+    ):
+        """events_file: to which any process appends. save_due: whether a checkpoint is due at a step."""
+        cfg, self._run = run.cfg.resilience, run
+        self.replicas = CheckReplicas(cfg.replicas, run.program, event, save_due)
+        flips = [FlipBit(drill) for drill in cfg.corruption_drills() if drill.kind == "bitflip"]
+        self.hooks: list[Hook] = [*flips, self.replicas]
+        self.watches: list[Callable[[StepInfo], None]] = []
+        self.stalled: Callable[[], float] = lambda: 0.0
+        if jax.process_count() > 1 and cfg.stragglers.factor is not None:
+            stalls = stack.enter_context(Stalls())
+            self.stalled = lambda: stalls.seconds
+            self.watches.append(WatchStragglers(cfg.stragglers, event, say))
+
+    def at_end(self) -> None:
+        """Before a last checkpoint. Raises Corruption."""
+        self.replicas.at_end(self._run)

@@ -1,0 +1,155 @@
+"""Comparison of copies of the state between steps, and the drill that damages one of them."""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import jax
+import numpy as np
+from jax import Array
+from jax.sharding import Mesh
+
+from megajax.job.device_memory import size
+from megajax.resilience.drills import Drill
+from megajax.resilience.integrity_config import ReplicasConfig
+from megajax.training.loop import Corruption
+from megajax.training.program import Program
+from megajax.training.session import Run
+from megajax.training.state import TrainState
+from megajax.training.state_hash import HashedLeaf, Odd, StateHash, group_hashes, odd_ones
+from megajax.training.timing import INTEGRITY
+
+MANTISSA_BIT = 1 << 12
+"""Of a float32: the drill changes a weight by about one part in two thousand."""
+
+
+class CheckReplicas:
+    """Compares the copies every n steps and before every save. Raises Corruption where two differ."""
+
+    phase = INTEGRITY
+
+    def __init__(
+        self, cfg: ReplicasConfig, program: Program, event: Callable[..., None], save_due: Callable[[int], bool]
+    ):
+        self.cfg, self._program, self._event, self._save_due = cfg, program, event, save_due
+        self.checked: int | None = None
+        """The last step that was checked."""
+
+    @cached_property
+    def _hash(self) -> StateHash:
+        return state_hash(self._program)
+
+    def due(self, step: int) -> bool:
+        return self.cfg.every is not None and (step % self.cfg.every == 0 or self._save_due(step))
+
+    def __call__(self, run: Run, step: int) -> None:
+        with jax.set_mesh(run.mesh):
+            hashes = self._hash(run.state)
+        odd = [*odd_ones(hashes, self._hash.leaves, run.mesh)]
+        if odd:
+            fields = blame(odd, run.mesh)
+            self._event("replica_mismatch", step=step, **fields)
+            raise Corruption(sentence(step, odd, run.mesh))
+        if self.cfg.log_hash:
+            self._event("state_hash", step=step, **group_hashes(hashes, self._hash.leaves, run.mesh))
+        self.checked = step
+
+    def at_end(self, run: Run) -> None:
+        """Before a last checkpoint, at whatever step the run ends."""
+        if self.cfg.every is not None and self.checked != run.step:
+            self(run, run.step)
+
+
+def state_hash(program: Program) -> StateHash:
+    """The hash of this program's state."""
+    offload = program.optimizer.cfg.offload
+    return StateHash(program.shardings, program.state_like(), program.mesh, offload, program.options)
+
+
+def blame(odd: list[Odd], mesh: Mesh) -> dict[str, object]:
+    """Fields of the event: the devices that differ most often, their processes, and the first array."""
+    devices = [mesh.devices.flat[i] for i in _most_often(odd)]
+    return {
+        "devices": [device.id for device in devices],
+        "processes": sorted({device.process_index for device in devices}),
+        "weight": odd[0].path,
+        "arrays": len({each.path for each in odd}),
+        "copies": odd[0].copies,
+    }
+
+
+def sentence(step: int, odd: list[Odd], mesh: Mesh) -> str:
+    """What differs, on which device, and what to do."""
+    devices = [mesh.devices.flat[i] for i in _most_often(odd)]
+    named = ", ".join(f"device {device.id} (process {device.process_index})" for device in devices)
+    arrays = len({each.path for each in odd})
+    more = f" and of {arrays - 1} other arrays" if arrays > 1 else ""
+    alike = odd[0].copies - len(odd[0].devices)
+    holds = f"{named} {'hold' if len(devices) > 1 else 'holds'}"
+    which = (
+        f"{holds} other bytes than the other {alike} copies"
+        if alike
+        else f"{holds} different bytes, and no value has a majority"
+    )
+    return (
+        f"step {step}: the copies of {odd[0].path}{more} differ: {which}. Nothing is saved. Test the machine "
+        "(python -m megajax.doctor --before-run) or leave it out; the same command goes on from the last checkpoint"
+    )
+
+
+def _most_often(odd: list[Odd]) -> list[int]:
+    """Positions in the mesh of the devices that differ in most arrays."""
+    counts = Counter(device for each in odd for device in each.devices)
+    top = max(counts.values())
+    return sorted(device for device, count in counts.items() if count == top)
+
+
+def coverage(cfg: ReplicasConfig, program: Program) -> list[tuple[str, str]]:
+    """For the banner: how much of the state has copies; nothing if copies are not compared."""
+    if cfg.every is None:
+        return []
+    leaves, mesh = state_hash(program).leaves, program.mesh
+    copied = sum(leaf.bytes for leaf in leaves if leaf.copies(mesh) > 1)
+    whole = sum(leaf.bytes for leaf in leaves)
+    text = f"every {cfg.every} steps and before saves; {size(copied)} of the {size(whole)} on a device have copies"
+    if copied < whole / 100:
+        text += " (a sharded state has few: resilience.recompute tests devices by their results)"
+    return [("copies compared", text)]
+
+
+@dataclass
+class FlipBit:
+    """A drill: after a step, changes one bit of a weight on the first device of a process."""
+
+    drill: Drill
+    phase: str = INTEGRITY
+
+    def due(self, step: int) -> bool:
+        return step == self.drill.step
+
+    def __call__(self, run: Run, step: int) -> None:
+        # Due on all processes alike: what runs between steps is agreed on.
+        if jax.process_index() == self.drill.process:
+            path = copied_weight(state_hash(run.program).leaves, run.mesh)
+            run.state = with_flipped_bit(run.state, path, run.mesh.local_devices[0])
+
+
+def copied_weight(leaves: list[HashedLeaf], mesh: Mesh) -> str:
+    """Path of the first weight that has most copies."""
+    weights = [leaf for leaf in leaves if leaf.path.startswith("params.")]
+    return max(weights, key=lambda leaf: leaf.copies(mesh)).path.removeprefix("params.")
+
+
+def with_flipped_bit(state: TrainState, path: str, device: jax.Device) -> TrainState:
+    """The state with one bit of the first element of a weight changed on one device."""
+
+    def changed(data: Array) -> Array:
+        values = np.array(data)
+        values.reshape(-1).view(np.uint32)[0] ^= MANTISSA_BIT
+        return jax.device_put(values, device)
+
+    weight = state.params[path]
+    shards = [changed(each.data) if each.device == device else each.data for each in weight.addressable_shards]
+    damaged = jax.make_array_from_single_device_arrays(weight.shape, weight.sharding, shards)
+    return replace(state, params={**state.params, path: damaged})

@@ -1,0 +1,216 @@
+"""A hash of every array of the train state, computed by each device over the bytes that it holds.
+
+Devices that hold the same part of an array have the same hash, unless one of them holds other bytes. Positions count in
+the whole array, so the sum of the hashes of its parts, each part once, does not depend on the layout.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from megajax.mesh.shardings import axes_of, one_for_each_device
+from megajax.mesh.xla import Value
+from megajax.optim.offload import on_device
+from megajax.training.state import TrainState
+
+LANES = 2
+"""A hash is two uint32."""
+GOLDEN, FIRST, SECOND = 0x9E3779B9, 0x85EBCA6B, 0xC2B2AE35
+"""2^32 divided by the golden ratio, and the multipliers of MurmurHash3's finalizer."""
+PRIME = 0x01000193
+"""Larger than any dimension: the multiplier of the FNV hash."""
+
+
+class HashedLeaf(NamedTuple):
+    """An array of the state, and where it is."""
+
+    path: str
+    """As in "params.stack.blocks.0.mlp.up"."""
+    cut: tuple[bool, ...]
+    """For each mesh axis, whether the array is sharded over it."""
+    bytes: int
+    """On each device."""
+
+    def copies(self, mesh: Mesh) -> int:
+        """Number of devices that hold the same bytes."""
+        sizes = zip(mesh.devices.shape, self.cut, strict=True)
+        return prod(size for size, cut in sizes if not cut)
+
+
+class Odd(NamedTuple):
+    """Devices whose bytes differ from those of other devices with the same part of an array."""
+
+    path: str
+    devices: tuple[int, ...]
+    """Positions in the mesh. Of two copies both, because nothing says which one is right."""
+    copies: int
+    """Number of devices that hold the part."""
+
+
+class StateHash:
+    """state -> uint32 [devices of the mesh, arrays, 2], the same on every process; compiled at the first call."""
+
+    def __init__(
+        self, shardings: Any, like: TrainState, mesh: Mesh, offload: float, options: Mapping[str, Value] | None = None
+    ):
+        """shardings, like: the state as NamedSharding and as jax.ShapeDtypeStruct; offload: of the optimizer."""
+        self.mesh, self._offload = mesh, offload
+        placed: list[NamedSharding] = jax.tree.leaves(shardings)
+        self._specs = [sharding.spec for sharding in placed]
+        self.leaves = [
+            HashedLeaf(_name(path), _cut(sharding, mesh), _bytes(leaf, sharding))
+            for (path, leaf), sharding in zip(jax.tree_util.tree_leaves_with_path(like), placed, strict=True)
+        ]
+        self._hash = jax.jit(
+            self.state_hash,
+            out_shardings=NamedSharding(mesh, PartitionSpec()),
+            compiler_options=None if options is None else dict(options),
+        )
+
+    def __call__(self, state: TrainState) -> np.ndarray:
+        return np.asarray(self._hash(state))
+
+    def state_hash(self, state: TrainState) -> Array:
+        """What is compiled."""
+        optimizer = on_device(state.optimizer, self._offload)
+        arrays = [*jax.tree.leaves(state)]
+        at = [i for i, leaf in enumerate(self.leaves) if leaf.path.startswith("optimizer.")]
+        for i, array in zip(at, jax.tree.leaves(optimizer), strict=True):
+            arrays[i] = array
+
+        def local(*shards: Array) -> Array:
+            hashes = [_hash(x, offsets(spec, x.shape)) for x, spec in zip(shards, self._specs, strict=True)]
+            return jnp.stack(hashes)[None]
+
+        return jax.shard_map(
+            local,
+            mesh=self.mesh,
+            in_specs=tuple(self._specs),
+            out_specs=one_for_each_device(self.mesh),
+            check_vma=False,
+        )(*arrays)
+
+
+def offsets(spec: PartitionSpec, shape: Sequence[int]) -> list[Array]:
+    """uint32 []: for each dimension the index of this device's first element in the whole array; in a shard_map."""
+    entries = [*spec, *[None] * (len(shape) - len(spec))]
+    parts = [lax.axis_index(entry) if entry else jnp.int32(0) for entry in entries]
+    return [part.astype(jnp.uint32) * jnp.uint32(size) for part, size in zip(parts, shape, strict=True)]
+
+
+def _hash(x: Array, first: Sequence[Array]) -> Array:
+    """uint32 [2] of a shard's bytes. A single changed bit always changes it; so does nearly every other difference.
+
+    Every word is mixed with its position by a bijection, and the results are added up: sums modulo 2^32 are the same in
+    any order, so that a device may add them up as is fastest. first: see `offsets`.
+    """
+    words = _words(x)
+    position = _positions(words.shape, first, x.shape)
+    mixed = _finalized(words ^ (position * jnp.uint32(GOLDEN)))
+    weighted = mixed * (position * jnp.uint32(2) + jnp.uint32(1))
+    return jnp.stack([mixed.sum(dtype=jnp.uint32), weighted.sum(dtype=jnp.uint32)])
+
+
+def _words(x: Array) -> Array:
+    """The bytes of each element as uint32."""
+    if x.dtype == jnp.bool_:
+        return x.astype(jnp.uint32)
+    unsigned = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
+    bits = jax.dtypes.itemsize_bits(x.dtype) if hasattr(jax.dtypes, "itemsize_bits") else 8 * x.dtype.itemsize
+    if bits < 8:  # float32 holds every value of a format of four bits
+        x, bits = x.astype(jnp.float32), 32
+    return lax.bitcast_convert_type(x, unsigned[bits // 8]).astype(jnp.uint32)
+
+
+def _positions(shape: Sequence[int], first: Sequence[Array], local: Sequence[int]) -> Array:
+    """uint32: a number for each element that depends on its index in the whole array alone.
+
+    The strides of dimensions are powers of a prime, whatever the sizes: they only have to tell dimensions apart.
+    """
+    position = jnp.zeros(shape, jnp.uint32)
+    stride = 1
+    for dimension in reversed(range(len(local))):
+        index = lax.broadcasted_iota(jnp.uint32, tuple(shape), dimension) + first[dimension]
+        position = position + index * jnp.uint32(stride)
+        stride = stride * PRIME % 2**32
+    return position
+
+
+def _finalized(x: Array) -> Array:
+    """MurmurHash3's finalizer, a bijection of uint32."""
+    x = (x ^ (x >> 16)) * jnp.uint32(FIRST)
+    x = (x ^ (x >> 13)) * jnp.uint32(SECOND)
+    return x ^ (x >> 16)
+
+
+def odd_ones(hashes: np.ndarray, leaves: Sequence[HashedLeaf], mesh: Mesh) -> Iterator[Odd]:
+    """Arrays with copies that differ. hashes: as of StateHash."""
+    shape = mesh.devices.shape
+    positions = np.arange(mesh.size).reshape(shape)
+    for number, leaf in enumerate(leaves):
+        order = [*_where(leaf.cut, wanted=True), *_where(leaf.cut, wanted=False)]
+        copies = leaf.copies(mesh)
+        table = hashes[:, number].reshape(*shape, LANES).transpose(*order, len(shape)).reshape(-1, copies, LANES)
+        if (table == table[:, :1]).all():
+            continue
+        where = positions.transpose(order).reshape(-1, copies)
+        for row, devices in zip(table, where, strict=True):
+            if odd := _minority(row):
+                yield Odd(leaf.path, tuple(int(devices[i]) for i in odd), copies)
+
+
+def _minority(row: np.ndarray) -> list[int]:
+    """Indices of the rows that are not like most; all where no value has a majority."""
+    _, kind, count = np.unique(row, axis=0, return_inverse=True, return_counts=True)
+    kind = kind.reshape(-1)
+    if len(count) == 1:
+        return []
+    top = int(count.max())
+    if (count == top).sum() > 1:
+        return list(range(len(row)))
+    return [i for i, each in enumerate(kind) if count[each] < top]
+
+
+def group_hashes(hashes: np.ndarray, leaves: Sequence[HashedLeaf], mesh: Mesh) -> dict[str, str]:
+    """Part of the state -> 16 hexadecimal digits, the same on every layout that stores rows in the same order."""
+    shape, sums = mesh.devices.shape, dict[str, np.ndarray]()
+    for number, leaf in enumerate(leaves):
+        first = tuple(slice(None) if cut else 0 for cut in leaf.cut)
+        parts = hashes[:, number].reshape(*shape, LANES)[first].reshape(-1, LANES)
+        # Two arrays that change places are to change the sum: each counts by its place in the state.
+        weight = np.uint64(2 * number + 1)
+        group = group_of(leaf.path)
+        total = parts.sum(0, dtype=np.uint64) * weight
+        sums[group] = (sums.get(group, np.zeros(LANES, np.uint64)) + total) & np.uint64(0xFFFFFFFF)
+    return {group: "".join(f"{int(lane):08x}" for lane in lanes) for group, lanes in sums.items()}
+
+
+def group_of(path: str) -> str:
+    """params, optimizer.mu, ...: what the hash of an array counts in; scalars are one group."""
+    first, *more = path.split(".")
+    if first == "optimizer":
+        return ".".join([first, *more[:1]])
+    return first if more else "counters"
+
+
+def _where(values: Sequence[bool], *, wanted: bool) -> list[int]:
+    return [i for i, value in enumerate(values) if value is wanted]
+
+
+def _name(path: Sequence[Any]) -> str:
+    return ".".join(str(getattr(key, "name", getattr(key, "key", getattr(key, "idx", key)))) for key in path)
+
+
+def _cut(sharding: NamedSharding, mesh: Mesh) -> tuple[bool, ...]:
+    over = {axis for dimension in range(len(sharding.spec)) for axis in axes_of(sharding, dimension)}
+    return tuple(axis in over for axis in mesh.axis_names)
+
+
+def _bytes(leaf: Any, sharding: NamedSharding) -> int:
+    return prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize

@@ -1,0 +1,94 @@
+"""Faults that no process notices by itself: a damaged copy of a weight (F24) and a slow process (F08), in a gang."""
+
+import contextlib
+import json
+import os
+import signal
+import threading
+from pathlib import Path
+
+import gangs
+import pytest
+
+QUIET = ("--checkpoint.every=none", "--evaluation.at_end=false", "--model.dropout=0")
+
+
+def events(folder: Path, name: str) -> list[dict]:
+    path = folder / "events.jsonl"
+    lines = map(json.loads, path.read_text().splitlines()) if path.exists() else []
+    return [line for line in lines if line["event"] == name]
+
+
+@pytest.mark.slow
+def test_a_flipped_bit_ends_the_run_and_is_never_saved(tmp_path):
+    """F24: the run ends at the next check, with 17; the save due at that step is not made."""
+    run = tmp_path / "run"
+    settings = (*gangs.TINY, f"--run_dir={run}", "--parallel.data_sharding=replicate", "--checkpoint.every=2")
+    checks = ("--resilience.replicas.every=3", "--resilience.inject=bitflip:step=5:process=1")
+    with gangs.started(tmp_path) as start:
+        gang = start(*gangs.launcher(), *gangs.TRAIN, *settings, *checks)
+        assert gang.wait() == 17, gang.text
+        (event,) = events(run, "replica_mismatch")
+        assert event["step"] == 6 and event["processes"] == [0, 1] and event["weight"].startswith("params.")
+        assert gangs.saved(run) == [2, 4], "step 6 was due"
+        assert "hold different bytes" in gang.text and "(process 1)" in gang.text
+        assert "Traceback" not in gang.text
+        # The same command goes on from the last checkpoint, and without the fault to the end.
+        again = start(*gangs.launcher(), *gangs.TRAIN, *settings, "--resilience.replicas.every=3", name="again")
+        assert again.wait() == 0, again.text
+        assert gangs.saved(run)[-1] == 6
+
+
+@pytest.mark.slow
+def test_a_process_that_sleeps_is_a_straggler(tmp_path):
+    """F08: named within ten steps with its phase, and the losses are those of an undisturbed run."""
+    losses = {}
+    with gangs.started(tmp_path) as start:
+        for name, more in (("plain", ()), ("slow", ("--resilience.inject=slow:step=6:process=1",))):
+            run = tmp_path / name
+            settings = (*gangs.TINY, *QUIET, f"--run_dir={run}", "--steps=20", "--logging.every=5")
+            gang = start(*gangs.launcher(), *gangs.TRAIN, *settings, *more, name=name)
+            assert gang.wait() == 0, gang.text
+            losses[name] = gangs.steps(run)
+    assert losses["slow"] == losses["plain"] and len(losses["plain"]) == 20
+    told = [event for event in events(run, "straggler") if event["phase"] == "host"]
+    assert [event["process"] for event in told] == [1], told
+    assert told[0]["step"] <= 16 and told[0]["since_step"] >= 5 and told[0]["factor"] > 2
+    assert "process 1 is slow since step" in gang.text and "its own work on the host" in gang.text
+
+
+@pytest.mark.slow
+def test_a_process_that_is_stopped_half_of_the_time_is_a_straggler(tmp_path):
+    """F08: SIGSTOP and SIGCONT in turn."""
+    run, over = tmp_path / "run", threading.Event()
+
+    def halve(pid: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            while not over.is_set():
+                os.kill(pid, signal.SIGSTOP)
+                over.wait(0.25)
+                os.kill(pid, signal.SIGCONT)
+                over.wait(0.25)
+
+    settings = (*gangs.TINY, *gangs.LONG, f"--run_dir={run}", "--logging.every=20")
+    with gangs.started(tmp_path) as start:
+        gang = start(*gangs.launcher(), *gangs.TRAIN, *settings)
+        gang.until(lambda: len(gangs.steps(run)) > 5)
+        (slow,) = (pid for pid in gang.children() if rank(pid) == "1")
+        halving = threading.Thread(target=halve, args=(slow,))
+        halving.start()
+        try:
+            gang.until(lambda: [event for event in events(run, "straggler") if event["phase"] == "stalled"])
+        finally:
+            over.set()
+            halving.join()
+        assert {event["process"] for event in events(run, "straggler") if event["phase"] == "stalled"} == {1}
+        gang.until(lambda: events(run, "straggler_over"))
+        assert gang.process.poll() is None, "nobody restarts"
+
+
+def rank(pid: int) -> str | None:
+    """The process index that the launcher gave a process."""
+    entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    values = [entry.partition(b"=")[2] for entry in entries if entry.startswith(b"MEGAJAX_PROCESS_ID=")]
+    return values[0].decode() if values else None

@@ -1,0 +1,96 @@
+"""Who keeps the others waiting: the rule, what is said of it, and time in which a process does not run."""
+
+import re
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from megajax.job.stragglers import WatchStragglers
+from megajax.resilience.integrity_config import StragglersConfig
+from megajax.resilience.stalls import Stalls
+from megajax.resilience.stragglers import StragglerRule
+from megajax.training.timing import EXCHANGED, PhaseTimes
+
+RULE = StragglersConfig(factor=2.0, share=0.1)
+
+
+def test_one_change_is_told_once():
+    rule = StragglerRule(RULE, ("data_wait", "host"))
+    even = [[0.01, 0.02], [0.01, 0.02], [0.01, 0.02]]
+    slow = [[0.01, 0.02], [0.01, 0.32], [0.01, 0.02]]
+    assert rule(1, 1.0, even) == []
+    (begun,) = rule(10, 1.0, slow)
+    assert not begun.over
+    assert begun.straggler._asdict() == {
+        "process": 1, "phase": "host", "factor": 16.0, "seconds": 0.32, "others": 0.02, "since_step": 10,
+    }  # fmt: skip
+    assert rule(20, 1.0, slow) == [], "it is known"
+    (over,) = rule(30, 1.0, even)
+    assert over.over and over.straggler.process == 1 and over.straggler.since_step == 10
+
+
+@pytest.mark.parametrize(
+    ("own", "others", "step", "told"),
+    [
+        (0.09, 0.001, 1.0, False),  # ninety times as long, and nobody notices
+        (0.11, 0.001, 1.0, True),
+        (1.9, 1.0, 2.0, False),  # not twice as long
+        (2.2, 1.0, 2.0, True),
+        (0.3, 0.0, 0.3, True),  # the others took no time at all
+    ],
+)
+def test_both_a_factor_and_a_share_of_the_step(own, others, step, told):
+    changes = StragglerRule(RULE, ("host",))(1, step, [[others], [own]])
+    assert [change.straggler.process for change in changes] == [1] * told
+    assert not StragglerRule(StragglersConfig(factor=None), ("host",))(1, step, [[others], [own]])
+
+
+def test_what_people_and_files_are_told():
+    events, lines = [], []
+    watch = WatchStragglers(RULE, lambda name, **fields: events.append((name, fields)), lines.append)
+    even = np.full((2, len(EXCHANGED)), 0.01)
+    slow = even.copy()
+    slow[1, EXCHANGED.index("host")] = 0.4
+    for step, times in ((1, None), (10, even), (11, None), (20, slow), (30, slow), (40, even)):
+        watch(SimpleNamespace(step=step, seconds=0.5, by_process=times))
+    assert [name for name, _ in events] == ["straggler", "straggler_over"]
+    assert events[0][1]["process"] == 1 and events[0][1]["phase"] == "host" and events[0][1]["since_step"] == 10
+    assert lines[0].startswith("step 20: process 1 is slow since step 10: 40 times as long as the others")
+    assert "no longer" in lines[1] and len(lines) == 2
+
+
+def test_a_process_that_does_not_run_notices_afterwards():
+    with Stalls() as stalls:
+        deadline = time.monotonic() + 30
+        # A regular expression that backtracks holds the interpreter, as a stopped process does.
+        while stalls.seconds < 0.1 and time.monotonic() < deadline:
+            re.match(r"(a|a)*b", "a" * 21)
+        assert stalls.seconds >= 0.1
+
+
+def test_waiting_for_devices_is_nobodys_own_work():
+    times = PhaseTimes(None, None)  # ty: ignore[invalid-argument-type]
+    times.forget()
+    with times.waiting():
+        time.sleep(0.2)
+    with times.measure("data_wait"):
+        time.sleep(0.05)
+    assert times.of_step()["data_wait"] >= 0.05
+    counted = times.counted()
+    assert counted["host"] < 0.15 and counted["data_wait"] >= 0.05
+
+
+def test_times_come_back_by_process():
+    devices = [SimpleNamespace(process_index=process) for process in (0, 0, 2, 2, 1, 1)]
+    times = PhaseTimes(SimpleNamespace(devices=np.array(devices)), None)  # ty: ignore[invalid-argument-type]
+    rows = np.array([[process + 0.5] * len(EXCHANGED) for process in (0, 0, 2, 2, 1, 1)], np.float32)
+    extremes, by_process = times.told(rows, fresh=True)
+    assert by_process is not None and by_process[:, 0].tolist() == [0.5, 1.5, 2.5]
+    assert extremes == {
+        f"{phase}_{end}": value
+        for phase in ("data_wait", "evaluation", "save")
+        for end, value in (("min", 0.5), ("max", 2.5))
+    }
+    assert times.told(rows, fresh=False) == ({}, None)

@@ -1,0 +1,60 @@
+"""A job whose copies of a weight come to differ: it ends with 17, and the save that was due is not made."""
+
+import json
+
+import pytest
+from small_jobs import model, run_config
+
+from megajax.config.errors import ConfigError
+from megajax.config.tree import check
+from megajax.job.job import train
+from megajax.mesh.config import ParallelConfig
+from megajax.resilience.config import ResilienceConfig
+from megajax.resilience.drills import Drill
+from megajax.resilience.integrity_config import HealthConfig, RecomputeConfig, ReplicasConfig, StragglersConfig
+
+REPLICATED = ParallelConfig(data=2, data_sharding="replicate")
+
+
+def test_a_damaged_copy_ends_the_run_before_the_save(tmp_path, capfd):
+    resilience = ResilienceConfig(
+        replicas=ReplicasConfig(every=100, log_hash=True), inject=("bitflip:step=5:process=0",)
+    )
+    settings = {"model": model(repeats=1), "parallel": REPLICATED, "resilience": resilience}
+    assert train(run_config(tmp_path, **settings)) == 17
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    (mismatch,) = (event for event in events if event["event"] == "replica_mismatch")
+    # Every hundred steps, and before every save: at step 3, where all was well, and at step 6.
+    assert mismatch["step"] == 6 and mismatch["devices"] == [0, 1] and mismatch["copies"] == 2
+    assert [event["step"] for event in events if event["event"] == "state_hash"] == [3]
+    assert [event["step"] for event in events if event["event"] == "save_begun"] == [3]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").glob("0*")) == ["00000003"]
+    out = capfd.readouterr().out
+    assert "copies compared" in out and "of the" in out
+    assert f"step 6: the copies of {mismatch['weight']}" in out and "Nothing is saved." in out
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        ({"replicas": ReplicasConfig(every=0)}, "resilience.replicas.every"),
+        ({"replicas": ReplicasConfig(log_hash=True)}, "resilience.replicas.log_hash"),
+        ({"recompute": RecomputeConfig(every=-1)}, "resilience.recompute.every"),
+        ({"recompute": RecomputeConfig(every=5, tolerance=1.5)}, "resilience.recompute.tolerance"),
+        ({"stragglers": StragglersConfig(factor=1.0)}, "resilience.stragglers.factor"),
+        ({"stragglers": StragglersConfig(share=0.0)}, "resilience.stragglers.share"),
+        ({"health": HealthConfig(every_seconds=0.1)}, "resilience.health.every_seconds"),
+        ({"inject": ("bitflip:step=5",)}, "resilience.inject"),
+        ({"inject": ("nan:step=5:process=1",)}, "resilience.inject"),
+    ],
+)
+def test_settings_that_mean_nothing(settings, name):
+    with pytest.raises(ConfigError) as caught:
+        check(run_config(resilience=ResilienceConfig(**settings)), 1)
+    assert name in str(caught.value)
+
+
+def test_drills_of_a_process():
+    assert Drill.parse("bitflip:step=7:process=3") == Drill("bitflip", 7, False, 3)
+    assert Drill.parse("slow:step=2:process=0:always") == Drill("slow", 2, True, 0)
+    assert Drill.parse("nan:step=7") == Drill("nan", 7, False)
