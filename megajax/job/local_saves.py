@@ -185,7 +185,7 @@ class LocalSaves:
             parts = local.save_alone(step, run.state, self.meta())
         except OSError as failed:
             say(
-                f"another process was lost; step {step} not saved: {local.folder.explained(failed, local.need)}; {before}"
+                f"a process was lost; step {step} not saved: {local.folder.explained(failed, local.need)}; {before}"
             )
             return
         whole = len(parts) == local.peers.count

@@ -1,0 +1,214 @@
+"""Kills, restarts, watchdog delay, overhead and leaks, measured on real runs.
+
+    python benchmarks/reliability.py kills [--single=200] [--gang=40]
+    python benchmarks/reliability.py restarts [--trials=20]
+    python benchmarks/reliability.py watchdog [--trials=5]
+    python benchmarks/reliability.py overhead
+    python benchmarks/reliability.py leaks [--steps=4000]
+
+kills: a process that saves in a loop is killed at random moments and started again (--single), and a random rank of a
+supervised gang of two (--gang). restarts: from the death of a rank to no process left, and to the next step. watchdog:
+from a rank that stops to the end of the gang. overhead: of the watchdog, hashes of replicas and local checkpoints on a
+model of 0.3 s a step or more. leaks: memory, descriptors and threads over many steps with saves.
+Each writes benchmarks/results/reliability_NAME.json.
+"""
+
+import argparse
+import json
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import outcome
+from supervised_run import SMALL, SupervisedRun, alive, kill
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+KILL_TRIALS = REPOSITORY / "tests/checkpoint/kill_trials.py"
+
+
+def single_kills(trials: int, folder: Path, seed: int) -> dict[str, Any]:
+    """`trials` kills of a process that saves in a loop, half of them with saves in the foreground."""
+    results, wrong, lost = [], 0, 0
+    for mode in ("asynchronous", "synchronous"):
+        place = folder / mode
+        place.mkdir()
+        command = [sys.executable, str(KILL_TRIALS), str(place), str(trials // 2), mode, str(seed)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        lines = [json.loads(line) for line in done.stdout.splitlines()]
+        starts = [line["started_from"] for line in lines]
+        wrong += sum(not line["ok"] for line in lines)
+        lost += sum(after < before for before, after in pairwise(starts))
+        results += lines
+    return {
+        "kills": trials // 2 * 2,
+        "in the middle of a save": sum(bool(line["in_the_middle"]) for line in results),
+        "lost commits": lost,
+        "wrong resumes": wrong,
+        "steps damaged": sum(bool(line["damaged"]) for line in results),
+    }
+
+
+def gang(run_dir: Path, *settings: str, restarts: int = 1000) -> SupervisedRun:
+    """Two processes of a small model, restarted at once."""
+    launcher = (f"--max-restarts={restarts}", "--backoff=0")
+    return SupervisedRun(run_dir, 2, (*SMALL, "--batch.micro_size=8", *settings), launcher)
+
+
+def gang_kills(trials: int, folder: Path, seed: int) -> dict[str, Any]:
+    """A random rank is killed at a random moment, `trials` times; the losses are compared with a quiet run's."""
+    draw, every, steps = random.Random(seed), 5, 20 * trials
+    settings = (f"--steps={steps}", f"--checkpoint.every={every}", "--checkpoint.keep_last=2", "--logging.every=50")
+    resumed, commits, lost, during = [], [], 0, 0
+    with gang(folder / "killed", *settings) as run:
+        for trial in range(trials):
+            run.until(lambda trial=trial: len(run.events("start")) > trial, f"start {trial + 1}")
+            reached = run.step()
+            run.until(lambda reached=reached: run.step() > reached or run.step() >= steps - 5, "a step")
+            time.sleep(draw.uniform(0.0, 1.5))
+            if run.step() >= steps - 10:
+                break
+            begun, committed = len(run.events("save_begun")), run.events("save_committed")
+            during += begun > len(committed)
+            commits.append(max([0, *(event["step"] for event in committed)]))
+            kill(run, draw.randrange(2))
+            started = trial + 1
+            run.until(lambda started=started: len(run.events("start")) > started, "a restart")
+            resumed.append(run.events("start")[-1]["step"])
+            lost += resumed[-1] < commits[-1]
+        code = run.wait()
+        actual = run.losses()
+    with gang(folder / "quiet", *settings) as run:
+        quiet_code, expected = run.wait(), run.losses()
+    return {
+        "kills": len(resumed),
+        "while a save was under way": during,
+        "lost commits": lost,
+        "exit codes": [code, quiet_code],
+        "steps compared": len(expected),
+        "steps whose loss differs in any bit": sum(actual.get(step) != loss for step, loss in expected.items()),
+    }
+
+
+def restarts(trials: int, folder: Path) -> dict[str, Any]:
+    """Seconds from the death of a rank until no process of the gang is left, and until the next step is logged."""
+    down, again = [], []
+    settings = ("--steps=100000", "--checkpoint.every=5", "--logging.every=50")
+    with gang(folder / "run", *settings) as run:
+        for trial in range(trials):
+            run.until(lambda trial=trial: len(run.events("first_step")) > trial, "the first step")
+            reached = run.step()
+            run.until(lambda reached=reached: run.step() >= reached + 7, "a few steps")
+            pids, rank = run.ranks(), trial % 2
+            kill(run, rank)
+            since = time.monotonic()
+            run.until(lambda pids=pids: not any(map(alive, pids.values())), "the end of the gang")
+            down.append(time.monotonic() - since)
+            run.until(lambda trial=trial: len(run.events("first_step")) > trial + 1, "the first step of a new attempt")
+            again.append(time.monotonic() - since)
+    return {"trials": trials, "seconds to gang down": _spread(down), "seconds to the next step": _spread(again)}
+
+
+def _spread(values: list[float]) -> dict[str, float]:
+    return {"median": round(statistics.median(values), 3), "worst": round(max(values), 3)}
+
+
+def watchdog(trials: int, folder: Path) -> dict[str, Any]:
+    """Seconds from a rank that stops, in a sleep or by SIGSTOP, until the gang is down, with a limit of ten seconds."""
+    limit, results = 10.0, {}
+    for kind in ("stuck", "frozen"):
+        delays, codes, blamed = [], [], []
+        for trial in range(trials):
+            settings = (
+                *("--steps=100000", "--checkpoint.every=none", "--logging.every=50"),
+                *(f"--resilience.inject={kind}:step=12:process=1", f"--resilience.watchdog.step_seconds={limit:g}"),
+                f"--resilience.watchdog.data_wait_seconds={limit:g}",
+            )
+            with gang(folder / f"{kind}{trial}", *settings, restarts=0) as run:
+                run.until(lambda run=run: run.step() >= 10, "step 10")
+                since = time.monotonic()
+                codes.append(run.wait(120.0))
+                delays.append(time.monotonic() - since)
+                blamed.append("process 1" in run.tail(3))
+        results[kind] = {"seconds": _spread(delays), "exit codes": sorted(set(codes)), "named process 1": sum(blamed)}
+    return {"limit of a step, seconds": limit, "trials of each": trials, **results}
+
+
+def leaks(steps: int, folder: Path) -> dict[str, Any]:
+    """Memory, descriptors and threads of a process over many steps with a save each tenth."""
+    settings = (
+        *SMALL,
+        *(f"--steps={steps}", "--checkpoint.every=10", "--parallel.data=1", "--logging.every=500", "--model.hidden=32"),
+    )
+    samples = []
+    with SupervisedRun(folder / "run", 1, settings) as run:
+        run.until(lambda: run.step() >= steps // 10, "a tenth of the steps", 3600.0)
+        while run.process.poll() is None:
+            for pid in run.ranks().values():
+                if sample := _sample(pid):
+                    samples.append({"step": run.step(), **sample})
+            time.sleep(5.0)
+    thirds = len(samples) // 3
+    first, last = samples[:thirds], samples[-thirds:]
+    return {
+        "steps": steps,
+        "saves": steps // 10,
+        "exit code": run.process.returncode,
+        **{
+            name: {
+                "median of the first third": statistics.median(sample[name] for sample in first),
+                "median of the last third": statistics.median(sample[name] for sample in last),
+                "largest": max(sample[name] for sample in samples),
+            }
+            for name in ("MiB", "descriptors", "threads")
+        },
+    }
+
+
+def _sample(pid: int) -> dict[str, int] | None:
+    try:
+        status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+        return {
+            "MiB": int(status["VmRSS"].split()[0]) // 1024,
+            "threads": int(status["Threads"]),
+            "descriptors": len(list(Path(f"/proc/{pid}/fd").iterdir())),
+        }
+    except (OSError, KeyError):
+        return None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("what", choices=("kills", "restarts", "watchdog", "overhead", "leaks"))
+    parser.add_argument("--single", type=int, default=200, help="kills of a process that saves in a loop")
+    parser.add_argument("--gang", type=int, default=40, help="kills of a rank of a supervised gang")
+    parser.add_argument("--trials", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=4000)
+    parser.add_argument("--seed", type=int, default=1)
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="reliability-") as temporary:
+        folder = Path(temporary)
+        figures: dict[str, Any]
+        match asked.what:
+            case "kills":
+                figures = {
+                    "single": single_kills(asked.single, folder, asked.seed),
+                    "gang": gang_kills(asked.gang, folder, asked.seed),
+                }
+            case "restarts":
+                figures = restarts(asked.trials, folder)
+            case "watchdog":
+                figures = watchdog(asked.trials, folder)
+            case "leaks":
+                figures = leaks(asked.steps, folder)
+    outcome.write(f"reliability_{asked.what}", figures)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""One run of four processes that meets four faults in sequence and ends like an undisturbed one, to the last bit.
+
+    python benchmarks/survival.py [--folder=DIR] [--steps=240]
+
+The faults, each put in by this script while the supervisor (`megajax.launch --max-restarts`) alone answers them:
+  1. kill -9 of a rank
+  2. a rank that is alive but stuck: it sleeps for ever before its next batch
+  3. a full disk: the file system of the checkpoints has no room for a save until the run has failed one and goes on
+  4. the newest checkpoint is damaged: one bit of one file is flipped, then a rank is killed
+Needs a small file system of its own for the third: as root a tmpfs is mounted; otherwise give --disk=DIR, a folder
+on a file system with less than 64 MiB of room. Writes benchmarks/results/survival.json.
+"""
+
+import argparse
+import os
+import random
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import outcome
+from supervised_run import SMALL, SupervisedRun, damage, kill
+
+PROCESSES = 4
+DISK_MIB = 48
+LIMIT_SECONDS = 15
+"""Of a step and of a batch, for the watchdog: a step takes a fraction of a second."""
+
+
+@contextmanager
+def small_disk(asked: Path | None, folder: Path) -> Generator[Path]:
+    """A folder on a file system of `DISK_MIB`."""
+    if asked is not None:
+        yield asked
+        return
+    place = folder / "disk"
+    place.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_MIB}m", "tmpfs", str(place)], check=True)
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", "--lazy", str(place)], check=False)
+
+
+def settings(steps: int) -> tuple[str, ...]:
+    """Of both runs: what a fault may change is not among them."""
+    return (
+        *(*SMALL, f"--steps={steps}", "--checkpoint.every=10", "--checkpoint.keep_last=3", "--logging.every=20"),
+        *(f"--resilience.watchdog.step_seconds={LIMIT_SECONDS}",),
+        *(f"--resilience.watchdog.data_wait_seconds={LIMIT_SECONDS}",),
+    )
+
+
+class Recording:
+    """What happened when, in seconds since the start."""
+
+    def __init__(self, run: SupervisedRun):
+        self._run, self.lines = run, list[dict[str, Any]]()
+
+    def note(self, what: str) -> None:
+        """A line with the time and the step."""
+        line = {"seconds": round(time.monotonic() - self._run.began, 1), "step": self._run.step(), "what": what}
+        self.lines.append(line)
+        print(f"{line['seconds']:7.1f} s  step {line['step']:4d}  {what}", flush=True)
+
+
+def disturbed(run: SupervisedRun, disk: Path, steps: int) -> list[dict[str, Any]]:
+    """Put the faults into the run, and wait for its end."""
+    record, draw = Recording(run), random.Random(1)
+
+    def trained_to(step: int) -> None:
+        run.until(lambda: run.step() >= step, f"step {step}")
+
+    def restarted(count: int) -> None:
+        run.until(lambda: len(run.events("first_step")) > count, "a restart that trains")
+        record.note(f"trains again, from the checkpoint of step {run.events('start')[-1]['step']}")
+
+    trained_to(steps // 8)
+    kill(run, 2)
+    record.note("kill -9 of process 2")
+    restarted(1)
+
+    run.until(lambda: run.events("hang"), "the watchdog")
+    record.note("process 1 was stuck in its data, the watchdog ended the gang")
+    restarted(2)
+
+    trained_to(steps // 2)
+    filler = disk / "filler"
+    with filler.open("wb") as file:
+        left = shutil.disk_usage(disk).free - 2**19
+        file.write(bytes(max(left, 0)))
+    record.note(f"disk filled: {shutil.disk_usage(disk).free // 1024} KiB free")
+    run.until(lambda: run.events("save_failed"), "a failed save")
+    filler.unlink()
+    record.note("a save has failed; room again")
+    failed = run.events("save_failed")[-1]["step"]
+    run.until(lambda: any(event["step"] >= failed for event in run.events("save_committed")), "a save that succeeds")
+    record.note(f"step {run.events('save_committed')[-1]['step']} saved")
+
+    trained_to(3 * steps // 4 + 3)
+    newest = run.events("save_committed")[-1]["step"]
+    file = damage(disk / "checkpoints" / f"{newest:08d}", draw)
+    record.note(f"one bit of {file} of step {newest} flipped")
+    kill(run, 0)
+    record.note("kill -9 of process 0")
+    restarted(3)
+    run.wait()
+    record.note(f"ended with {run.process.returncode}")
+    return record.lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--folder", type=Path, help="where both runs are kept; none: a temporary folder")
+    parser.add_argument("--disk", type=Path, help="a folder on a small file system; none: a tmpfs is mounted")
+    parser.add_argument("--steps", type=int, default=240)
+    asked = parser.parse_args()
+    folder = asked.folder or Path(tempfile.mkdtemp(prefix="survival-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    with small_disk(asked.disk, folder) as disk:
+        run_dir = folder / "disturbed"
+        (disk / "checkpoints").mkdir()
+        run_dir.mkdir()
+        (run_dir / "checkpoints").symlink_to(disk / "checkpoints")
+        stuck = f"--resilience.inject=stuck:step={steps_of_stuck(asked.steps)}:process=1:attempt=2"
+        launcher = ("--max-restarts=10", "--backoff=1")
+        with SupervisedRun(run_dir, PROCESSES, (*settings(asked.steps), stuck), launcher) as run:
+            lines = disturbed(run, disk, asked.steps)
+            code, actual, events = run.process.returncode, run.losses(), run.events()
+    with SupervisedRun(folder / "undisturbed", PROCESSES, settings(asked.steps), launcher) as run:
+        quiet_code, expected = run.wait(), run.losses()
+    outcome.write(
+        "survival",
+        {
+            "processes": PROCESSES,
+            "recording": lines,
+            "exit codes": [code, quiet_code],
+            "attempts": sum(event["event"] == "start" for event in events),
+            "steps compared": len(expected),
+            "steps whose loss differs in any bit": sum(actual.get(step) != loss for step, loss in expected.items()),
+            "events": [event for event in events if event["event"] not in ("compile", "save_begun", "save_committed")],
+        },
+    )
+    print(f"the runs are in {folder}; {os.fspath(folder / 'disturbed' / 'report.html')}")
+
+
+def steps_of_stuck(steps: int) -> int:
+    """The step before which process 1 is stuck in the second attempt."""
+    return 2 * steps // 6
+
+
+if __name__ == "__main__":
+    main()
