@@ -46,12 +46,12 @@ class ResilienceConfig:
     health: HealthConfig = field(default_factory=HealthConfig)
     """Health of devices and hosts, before and during a run."""
     inject: tuple[str, ...] = ()
-    """Faults to inject, for drills. KIND:step=N: the first time that step is run; KIND:step=N:always: every time, also
-    after a restart by the launcher; KIND:step=N:attempt=M: in its M-th start. KIND is nan, inf, spike (loss and gradients
-    times 1000) or nan_gradients; or what happens to a process (to all, or to process K: KIND:step=N:process=K): kill
-    (SIGKILL), frozen (SIGSTOP), crash (an exception), stuck (its rows never come), locked (the same, in C code), or slow
-    (0.3 s late from that step on); or to the numbers on the first device of process K: bitflip (a bit of a weight, after
-    the step) or wrong_gradients (what resilience.recompute computes)."""
+    """Faults to inject, for drills. KIND:step=N: the first time that step is run; KIND:step=N:always: every time,
+    also after a restart by the launcher; KIND:step=N:attempt=M: in its M-th start. KIND is nan, inf, spike (loss and
+    gradients times 1000) or nan_gradients; or what happens to a process (to all, or to process K:
+    KIND:step=N:process=K): kill (SIGKILL), frozen (SIGSTOP), crash (an exception), stuck (its rows never come),
+    locked (the same, in C code), or slow (0.3 s late from that step on); or to the numbers on the first device of
+    process K: bitflip (a bit of a weight, after the step) or wrong_gradients (what resilience.recompute computes)."""
 
     def drills(self) -> tuple[Drill, ...]:
         """The faults in the numbers of steps. Raises ValueError for an invalid one, which `problems` lists."""
