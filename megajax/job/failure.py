@@ -36,7 +36,7 @@ class FailureLog:
 
     def signal(self, name: str, exit_code: int | None) -> None:
         """A signal arrived. exit_code: of this process, if the signal ends it now."""
-        phase, step = self._where(next(iter(self._activity.now()), None))
+        phase, step = self._where(self._activity.of_main_thread())
         ends = {} if exit_code is None else {"exit_code": exit_code}
         self._append("signal", signal=name, phase=phase, step=step, **ends)
 

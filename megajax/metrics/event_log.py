@@ -18,13 +18,19 @@ class Clock:
     these say. It is left out where the system does not name its boot.
     """
 
-    def __init__(self, wall: Callable[[], float] = time.time, monotonic: Callable[[], float] = time.monotonic):
-        self._wall, self._monotonic = wall, monotonic
+    def __init__(
+        self,
+        wall: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+        boot: str | None = None,
+    ):
+        """boot: None for that of this machine."""
+        self._wall, self._monotonic, self._boot = wall, monotonic, _boot() if boot is None else boot
 
     def now(self) -> dict[str, Any]:
         """The fields."""
-        boot = _boot()
-        return {"time": self._wall()} | ({"clock": [boot, round(self._monotonic(), 3)]} if boot else {})
+        clock = {"clock": [self._boot, round(self._monotonic(), 3)]} if self._boot else {}
+        return {"time": self._wall(), **clock}
 
 
 @cache

@@ -17,6 +17,9 @@ from megajax.reporting.history import Event, History
 START, OPENING, RESTART, STOP = "start", "metrics_superseded", "restart", "supervisor_stop"
 """The first event of an attempt; one that may precede it; the launcher's about its beginning and the last end."""
 
+LATE = frozenset(("save_committed", "save_failed"))
+"""Events that are written some time after their step."""
+
 SETUP = "setup"
 """Phase of a process before `start`."""
 
@@ -180,8 +183,8 @@ def _attempt(
     begin = _begin(group, before)
     ready = None if start is None else max(start.at, begin)
     progress = max([begin, *(event.at for event in work)])
-    if not any(event.name == "end" for event in own):
-        progress += _since(history, work, redone, resumed_at) if start is not None else 0.0
+    if start is not None and not any(event.name == "end" for event in own):
+        progress = max(progress, _last_logged(history, work, redone, resumed_at))
     end = max([progress, *(event.at for event in own)])
     if launched is not None:
         end = max(progress, launched.at - launched.seconds("seconds_down"))
@@ -226,12 +229,16 @@ def _range(
     return first, max(last, (resumed_at or 0) + len(redone)) if redone else last
 
 
-def _since(history: History, work: Sequence[Event], redone: Sequence[float], resumed_at: int | None) -> float:
-    """Seconds of the steps that an attempt logged after its last event."""
-    since, upto = max(event.step or 0 for event in work), np.inf if resumed_at is None else resumed_at
+def _last_logged(history: History, work: Sequence[Event], redone: Sequence[float], resumed_at: int | None) -> float:
+    """When the last step was done that an attempt logged: so long after the last event that was written at its step."""
+    timely = [event for event in work if event.step is not None and event.name not in LATE]
+    last = max(reversed(timely), key=lambda event: (event.step or 0, event.at), default=work[0])
+    saved = [event for event in work if event.name == "save_committed" and event.step == last.step]
+    blocked = sum(event.seconds("blocking_seconds") for event in saved) if last.name == "save_begun" else 0.0
+    since, upto = last.step or 0, np.inf if resumed_at is None else resumed_at
     logged = (history.steps.step > since) & (history.steps.step <= upto)
     kept = float(np.nansum(history.steps.column("step_seconds")[logged]))
-    return kept + sum(redone[max(since - (resumed_at or 0), 0) :])
+    return last.at + blocked + kept + sum(redone[max(since - (resumed_at or 0), 0) :])
 
 
 def _total(history: History) -> int | None:

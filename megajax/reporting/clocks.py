@@ -34,10 +34,12 @@ class Stamp(NamedTuple):
 
 @dataclass
 class _Machine:
-    """The last line of a boot: where it lies on the common axis."""
+    """A line of a boot, and where it lies on the common axis."""
 
     seconds: float
     at: float
+    sure: bool
+    """Whether it is known how this axis and the machine's clock go together."""
 
 
 def common_times(stamps: Sequence[Stamp], begins: Sequence[bool]) -> list[float]:
@@ -47,25 +49,21 @@ def common_times(stamps: Sequence[Stamp], begins: Sequence[bool]) -> list[float]
     """
     machines: dict[str, _Machine] = {}
     times: list[float] = []
-    guessed: list[bool] = []
+    sure: list[bool] = []
     latest, offset = -math.inf, 0.0
     for stamp, first in zip(stamps, begins, strict=True):
         known = machines.get(stamp.boot or "")
         if known is not None:
-            at = known.at + (stamp.seconds - known.seconds)
+            at, certain = known.at + (stamp.seconds - known.seconds), known.sure
         else:
-            at = max(stamp.time + (0.0 if first else offset), latest)
-        if stamp.boot is None or known is not None or first:
-            offset = at - stamp.time
+            at, certain = max(stamp.time + (0.0 if first else offset), latest), first
         if stamp.boot is not None:
-            machines[stamp.boot] = _Machine(stamp.seconds, at)
+            machines.setdefault(stamp.boot, _Machine(stamp.seconds, at, first))
+        if certain or stamp.boot is None:
+            latest, offset = max(latest, at), at - stamp.time
         times.append(at)
-        guessed.append(known is None and not first)
-        latest = max(latest, at)
+        sure.append(certain)
     # A line of another machine is no later than the next line of one whose clock is known.
-    bounds = list(accumulate((math.inf if unsure else at for at, unsure in _reversed(times, guessed)), min))[::-1]
-    return [min(at, bound) if unsure else at for at, unsure, bound in zip(times, guessed, bounds, strict=True)]
-
-
-def _reversed(times: Sequence[float], guessed: Sequence[bool]) -> list[tuple[float, bool]]:
-    return list(zip(reversed(times), reversed(guessed), strict=True))
+    known_times = [at if certain else math.inf for at, certain in zip(times, sure, strict=True)]
+    bounds = reversed(list(accumulate(reversed(known_times), min)))
+    return [at if certain else min(at, bound) for at, certain, bound in zip(times, sure, bounds, strict=True)]

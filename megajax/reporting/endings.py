@@ -115,12 +115,15 @@ def _why(stop: Event) -> str:
 def _initiating(failures: Sequence[Event], restart: Event | None) -> Event:
     """Of several failures the one that the others followed from."""
     blamed = None if restart is None else restart.whole("process")
+    spoken = {event.whole("process") for event in failures if event.name != "lost"}
 
-    def late(event: Event) -> tuple[bool, bool, int]:
+    def late(event: Event) -> tuple[bool, bool, bool, int]:
         waiting = event.name == "hang" and event.text("phase") == WAITS
         followed = event.name == "crash" and OF_PEERS.search(event.text("error")) is not None
         step = event.step if event.name == "hang" and event.step is not None else 0
-        return waiting or followed, blamed is not None and event.whole("process") != blamed, step
+        process = event.whole("process")
+        said_itself = event.name == "lost" and process in spoken
+        return waiting or followed, blamed is not None and process != blamed, said_itself, step
 
     return min(failures, key=late)
 

@@ -109,7 +109,7 @@ def _verdict(history: History, runs: Sequence[Attempt]) -> tuple[str, str]:
     if not runs:
         return f"{at}; events.jsonl has no attempt", "warning"
     last, *refused = _verdict_of(runs)
-    note = f" A later start was refused: {refused[-1].ending}." if refused else ""
+    note = f". A later start was refused: {refused[-1].how.text}" if refused else ""
     if (stop := next((e for e in reversed(last.events) if e.name == STOP), None)) is not None:
         code, why = stop.whole("code"), stop.text("why") or "not restarted"
         return f"{at}: {why}{'' if code is None else f'; exit code {code}'}. Last: {last.how.text}", "bad"
@@ -164,9 +164,9 @@ def _facts(history: History, runs: Sequence[Attempt]) -> Iterator[tuple[str, str
     if runs:
         yield "started", moment(runs[0].begin)
         yield "last event or step", moment(runs[-1].end)
+        begun = [run.start for run in runs if run.start]
         devices, processes = (
-            " and ".join(sorted({str(run.start.get(name, "?")) for run in runs if run.start}))
-            for name in ("devices", "processes")
+            " and ".join(sorted({str(start.get(name, "?")) for start in begun})) for name in ("devices", "processes")
         )
         yield "devices", f"{devices}, in {processes} process{'es' * (processes != '1')}"
     if len(steps):

@@ -26,13 +26,15 @@ class FakeRun:
     """Seconds before `start`."""
     skew: float = 0.0
     """Of the wall clock."""
+    boot: str = "b0071d00"
+    """Of the machine; "" for lines without a monotonic clock."""
     writers: list = field(default_factory=list)
 
     def attempt(
         self, first: int, last: int, *, losses: dict[int, float] | None = None, save: int | None = None
     ) -> None:
         """Steps first+1 .. last, begun where `first` steps are done; saved and evaluated every `save` steps."""
-        events = EventsWriter(self.folder.events, clock=Clock(lambda: self.now + self.skew, lambda: self.now))
+        events = EventsWriter(self.folder.events, clock=self.clock())
         metrics = JsonlWriter(self.folder.metrics, start_step=first)
         self.writers += [events, metrics]
         if metrics.superseded:
@@ -68,9 +70,22 @@ class FakeRun:
                 self.now += 2.0
                 metrics.log(EvaluationRecord(step=step, split="validation", loss=2.5 + 1 / step))
                 events.event("evaluate", step=step, split="validation", seconds=2.0)
-                self.now += 1.0
                 events.event("save_begun", step=step)
+                self.now += 1.0
                 events.event("save_committed", step=step, blocking_seconds=1.0, seconds=1.5, bytes=2**20)
+
+    def clock(self, boot: str | None = None, *, skew: float | None = None, since: float = 0.0) -> Clock:
+        """Of a machine that began `since` seconds earlier than this one."""
+
+        def wall() -> float:
+            return self.now + (self.skew if skew is None else skew)
+
+        return Clock(wall, lambda: self.now - 1_799_990_000.0 + since, self.boot if boot is None else boot)
+
+    def by_other(self, name: str, /, *, clock: Clock | None = None, **fields: object) -> None:
+        """A line that another process or the launcher appends."""
+        with EventsWriter(self.folder.events, clock=clock or self.clock()) as writer:
+            writer.event(name, **fields)
 
     def event(self, name: str, /, **fields: object) -> None:
         """Something of the last attempt."""
