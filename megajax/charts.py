@@ -289,7 +289,7 @@ def _text(text: str, x: float, y: float, anchor: str = "middle", kind: str = "ti
     return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
 
 
-def _marks(marks: Sequence[Mark], x: _Axis, lower: int) -> Iterator[str]:
+def _marks(marks: Sequence[Mark], x: _Axis, lower: int, upper: int = TOP) -> Iterator[str]:
     """At most one mark of a kind per pixel: a long run saves many times."""
     drawn = set()
     for mark in marks:
@@ -297,7 +297,7 @@ def _marks(marks: Sequence[Mark], x: _Axis, lower: int) -> Iterator[str]:
         if key in drawn or not x.low <= mark.x <= x.high:
             continue
         drawn.add(key)
-        at, top = f"{x(mark.x):.1f}", TOP if mark.line else lower - 7
+        at, top = f"{x(mark.x):.1f}", upper if mark.line else lower - 7
         line = (
             f'<line class="mark{" small" * (not mark.line)} {mark.kind}" x1="{at}" x2="{at}" y1="{top}" y2="{lower}">'
         )
@@ -414,7 +414,7 @@ class Timeline:
             at = left + time * unit
             parts.append(f'<line class="break" x1="{at:.1f}" x2="{at:.1f}" y1="{top - 6}" y2="{lower + 4}"/>')
             parts.append(_text(text, at, top - 10, kind="tick strong"))
-        parts += _marks(self.marks, _Axis(0.0, self.end or 1.0, left, width - 12), lower)
+        parts += _marks(self.marks, _Axis(0.0, self.end or 1.0, left, width - 12), lower + 5, top - 7)
         return "".join([*parts, "</svg>"])
 
     def plot(self, axes: Any, colors: Mapping[str, Any]) -> None:

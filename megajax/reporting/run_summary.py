@@ -246,7 +246,7 @@ def _memory(runs: Sequence[Attempt]) -> Table:
 
 
 def _events(runs: Sequence[Attempt], routine: int) -> Table:
-    events = [event for run in runs for event in sorted(run.events, key=lambda event: event.at)]
+    events = [event for run in runs for event in _in_order(run)]
     usual = [place for place, event in enumerate(events) if event.name in ROUTINE]
     dropped = set(usual[: max(len(usual) - routine, 0)])
     shown = [event for place, event in enumerate(events) if place not in dropped]
@@ -258,6 +258,17 @@ def _events(runs: Sequence[Attempt], routine: int) -> Table:
     headings = ("time", "step", "event", "details")
     moods = ["plain" if id(event) in cascade else MOODS.get(event.name, "plain") for event in shown]
     return Table("Events", headings, rows, frozenset({1}), note, moods)
+
+
+def _in_order(run: Attempt) -> list[Event]:
+    """The events of an attempt by time, its failure before those that followed from it."""
+    failure, cascade = run.how.failure, {id(event) for event in run.how.cascade}
+
+    def key(event: Event) -> tuple[float, bool]:
+        follows = id(event) in cascade and failure is not None
+        return max(event.at, failure.at) if follows else event.at, follows
+
+    return sorted(run.events, key=key)
 
 
 def details(event: Event) -> str:

@@ -127,7 +127,8 @@ def _timeline(summary: RunSummary) -> Iterator[str]:
     keys = [(f"mark {kind}", text, "") for kind, text in TIMELINE_MARKS.items() if kind in shown]
     causes = {span.cause: None for span in summary.timeline.spans}
     keys = [(cause.replace(" ", "-"), cause, "") for cause in causes] + keys
-    yield section("Timeline", summary.timeline.svg() + legend(keys), "wall time; the numbers are attempts")
+    body = f'<div class="timeline">{summary.timeline.svg()}</div>{legend(keys)}'
+    yield section("Timeline", body, "wall time; the numbers are attempts")
 
 
 def _charts(charts: Sequence[LineChart]) -> Iterator[str]:
