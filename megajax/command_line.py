@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import megajax.config.schema as schema
 from megajax.config.coerce import Text
@@ -71,15 +71,6 @@ class Command:
     source: str | None = None  # what --config was given
 
 
-class LayoutFlag(NamedTuple):
-    """How a verb fits the layout of a config to the devices that are present, if its flags ask for it."""
-
-    asked: Callable[[Mapping[str, Any]], bool]
-    """From the flags' values. The number of devices is then not checked against the config, but later."""
-    hint: Callable[[ConfigError, Any, Sequence[int]], ConfigError]
-    """From an error, the config and the devices of each process, the error with what the flag would do about it."""
-
-
 def parse(
     argv: Sequence[str],
     *,
@@ -91,7 +82,7 @@ def parse(
     common: Sequence[str] = (),
     count_devices: Callable[[Mapping[str, Any]], tuple[int | None, list[Problem]]] | None = None,
     base: Callable[[Mapping[str, Any]], Source] | None = None,
-    layout: LayoutFlag | None = None,
+    hint: Callable[[ConfigError, Any, Sequence[int]], ConfigError] | None = None,
 ) -> Command:
     """Read a command line (without the program's name) before jax is imported, and set up --devices for it.
 
@@ -99,8 +90,8 @@ def parse(
     config. `common` are the settings that --help shows; --help=all shows all of them. A verb whose own flags have a
     --devices, of devices that need not exist, gives `count_devices`: from its flags' values, how many they are and what
     is wrong with them; nothing is set up for jax then. A verb that has a config without --config gives `base`: from its
-    flags' values, what settings are over. A verb that can fit the layout to the devices gives `layout`. Raises
-    ConfigError that lists everything wrong with the file and the command line together.
+    flags' values, what settings are over. `hint` adds advice to an error, from the config and the devices of each
+    process. Raises ConfigError that lists everything wrong with the file and the command line together.
     """
     given, problems = _tokens(argv)
     own = {plain_name(flag.name): flag for flag in flags}
@@ -133,14 +124,13 @@ def parse(
             raise ConfigError(problems, "command line")
         return Command(None, devices, answers)
     file = None if base is None else base(_sound(answers, source, verb, problems))
-    fitted = layout is not None and not problems and layout.asked(answers)
-    config, file, wrong = _configured(source, given, None if fitted else count, own, root, file)
+    config, file, wrong = _configured(source, given, count, own, root, file)
     places = ([file.name] if file else []) + ["command line"] * bool(given or problems or file is None)
     if file is None or wrong or problems:
         error = ConfigError([*wrong, *problems], " + ".join(places))
-        if layout is not None and config is not None and count is not None:
+        if hint is not None and config is not None and count is not None:
             processes = _process_count() or 1
-            error = layout.hint(error, config, [count // processes] * processes)
+            error = hint(error, config, [count // processes] * processes)
         # A verb that counts virtual devices has no use for a config of this machine's size.
         raise error if count_devices else advised(error, source, verb)
     sources = _sources(config, file, patch_of(given.items()))

@@ -3,17 +3,15 @@
 import hashlib
 import os
 import signal
-from collections.abc import Mapping
-from typing import Any
 
-from megajax.command_line import PROCESS_FLAGS, Command, Flag, LayoutFlag, front_door, parse
+from megajax.command_line import PROCESS_FLAGS, Command, Flag, front_door, parse
 from megajax.config.builds import resolve
 from megajax.config.dump import flatten
 from megajax.config.errors import ConfigError
 from megajax.config.twin import advised
 from megajax.mesh.xla import set_process
 from megajax.resilience.beats import failures_told
-from megajax.training.replan import FLAG, SWITCH, elastic_hint
+from megajax.training.replan import elastic_hint
 from megajax.training.run_config import COMMON
 
 DESCRIPTION = """Train a model; resumes by itself from its run folder. With several processes, each is started with the
@@ -21,9 +19,10 @@ same command: by srun, mpirun, a Kubernetes job, `python -m megajax.launch`, or 
 
   python -m megajax.train --config=quickstart.py                    trains what the file describes
   python -m megajax.train --config=quickstart.py --steps=100 --run_dir=runs/short    with other settings"""
+ELASTIC = "MEGAJAX_ELASTIC"
+"""Environment variable by which a launcher sets parallel.elastic."""
 FLAGS = (
     Flag("skip-train", help="only evaluate the newest checkpoint on the validation and test splits"),
-    Flag(FLAG, help="fit the layout to the devices that are present, with the same rows per step: docs/launch.md"),
     Flag("verify-data", help="read every byte of the data files first, and compare with what the run had before"),
     *PROCESS_FLAGS,
 )
@@ -32,8 +31,8 @@ FLAGS = (
 @failures_told()
 def main(argv: list[str]) -> int:
     """Read the command line, then (and only then) import jax, meet the other processes, and run the job."""
-    layout = LayoutFlag(elastic, elastic_hint)
-    command = parse(argv, verb="train", flags=FLAGS, description=DESCRIPTION, common=COMMON, layout=layout)
+    argv = [*argv, "--parallel.elastic=true"] if os.environ.get(ELASTIC, "") not in ("", "0") else argv
+    command = parse(argv, verb="train", flags=FLAGS, description=DESCRIPTION, common=COMMON, hint=elastic_hint)
     set_process(command.config.xla)
     start, finish = (resolve(f"megajax.mesh.processes:{name}") for name in ("start", "finish"))
     start(patience=command.flags["init_timeout"], settings=fingerprint(command))
@@ -42,7 +41,6 @@ def main(argv: list[str]) -> int:
     sampler = resolve("megajax.inference.sample:sample")
     reporter = resolve("megajax.reporting.write:close_run")
     flags: dict[str, Any] = {name: command.flags[name] for name in ("skip_train", "verify_data")}
-    flags["elastic"] = elastic(command.flags)
     try:
         code = train(
             command.config,
@@ -53,21 +51,15 @@ def main(argv: list[str]) -> int:
             started=resolve("megajax.metrics.event_log:process_start")(),
         )
     except ConfigError as error:
-        error = resolve("megajax.job.layout:hinted")(error, command.config)
         raise advised(error, command.source, "train") from None
     finish()
     return code
 
 
-def elastic(flags: Mapping[str, Any]) -> bool:
-    """Whether the layout is fitted to the devices, by the flag or by a launcher."""
-    return flags[FLAG] or os.environ.get(SWITCH, "") not in ("", "0")
-
-
 def fingerprint(command: Command) -> str:
     """Hexadecimal digest of what must be the same for all processes: all but folders that may lie on local disks."""
     settings = {name: value for name, value in flatten(command.config).items() if not name.endswith("cache_dir")}
-    flags = (*(command.flags[name] for name in ("skip_train", "verify_data")), elastic(command.flags))
+    flags = [command.flags[name] for name in ("skip_train", "verify_data")]
     return hashlib.sha256(repr((settings, flags)).encode()).hexdigest()
 
 

@@ -14,7 +14,7 @@ from megajax.checkpoint.manager import CheckpointManager
 from megajax.command_line import end_at_once
 from megajax.config.dump import diff_from_defaults, flatten, to_yaml
 from megajax.config.errors import UserError
-from megajax.job import banner, layout
+from megajax.job import banner
 from megajax.job.compile_log import CompileLog
 from megajax.job.data_files import DataFiles
 from megajax.job.device_faults import device_fault
@@ -44,7 +44,6 @@ from megajax.resilience.drills import drilled
 from megajax.resilience.signals import Signals, agree
 from megajax.training.guard import Guard
 from megajax.training.loop import Corruption, Hook, NumericFault, StepInfo, run_steps
-from megajax.training.replan import Replan
 from megajax.training.run_config import RunConfig
 from megajax.training.session import Run, setup
 
@@ -70,11 +69,9 @@ class Job:
         verify_data: bool,
         sampler: Sampler | None,
         reporter: Reporter | None,
-        replan: Replan | None = None,
     ):
         self.cfg, self.stack, self.started, self.pulse = cfg, stack, started, pulse
         self.activity, self.events = pulse.activity, EventLog()
-        fitted = layout.told(replan, self.events.event)
         self.folder = RunFolder.create(cfg.run_dir)
         self.manager: CheckpointManager = stack.enter_context(cfg.checkpoint.build(self.folder.checkpoints))
         if not skip_train:
@@ -121,6 +118,8 @@ class Job:
             self.data.look(self.run.parts.splits)
         self.run.batches = drilled(self.run.batches, cfg.resilience.process_drills(), self.run.step)
         stack.callback(self.run.close)
+        self.cfg = self.run.cfg  # with the layout that fits the devices
+        fitted = self.told_layout()
         if resume is None and (line := frozen_fresh(self.run.program)):
             console.say(line)
         self.ending = Ending(
@@ -140,10 +139,19 @@ class Job:
             read = f"new run, from weights of {', '.join(str(source.run) for source in sources)}"
         console.show("MegaJAX", banner.banner(self.run, read, fitted))
 
+    def told_layout(self) -> list[str]:
+        """What people read about a layout that parallel.elastic changed, a line each; events.jsonl gets the same."""
+        plan = self.run.parts.replan
+        if plan is None or not plan.changes:
+            return []
+        self.events.event("replan", **plan.event())
+        return [plan.text(), *plan.notes]
+
     def open(self, sources: Mapping[str, str] | None) -> None:
         """Open the writers, and build what runs between steps."""
         cfg, folder, console, signals = self.cfg, self.folder, self.console, self.signals
-        yaml = to_yaml(cfg, sources)
+        plan = self.run.parts.replan
+        yaml = to_yaml(cfg, {**(sources or {}), **dict.fromkeys(plan.changes if plan else (), "parallel.elastic")})
         files = open_writers(cfg.logging, folder, start_step=self.first, primary=self.primary, run_config=flatten(cfg))
         self.log = Writers([self.stack.enter_context(files), console])
         if self.primary:
@@ -371,7 +379,6 @@ def train(
     cfg: RunConfig,
     *,
     skip_train: bool = False,
-    elastic: bool = False,
     verify_data: bool = False,
     sources: Mapping[str, str] | None = None,
     sampler: Sampler | None = None,
@@ -381,7 +388,6 @@ def train(
     """Run the job; returns the exit code. Raises UserError for what is wrong before the first step.
 
     skip_train: only evaluate the newest checkpoint on the validation and test splits; nothing is written.
-    elastic: fit the layout of cfg to the devices that are present.
     verify_data: look at every byte of the data files, and compare with what was stored.
     sources: setting -> where its value came from, for config.yaml.
     sampler: shows what the model can do at the end of a finished run, where logging.sample asks for it.
@@ -390,8 +396,7 @@ def train(
     """
     started, failures = time.monotonic() if started is None else started, FailureLog()
     job: Job | None = None
-    devices = find_devices()
-    replan, cfg, sources = layout.fitted(cfg, devices, sources) if elastic else (None, cfg, sources)
+    find_devices()
     with ExitStack() as stack:
         pulse = stack.enter_context(Pulse(cfg.run_dir, Activity()))
         try:
@@ -406,10 +411,11 @@ def train(
                     verify_data=verify_data,
                     sampler=sampler,
                     reporter=reporter,
-                    replan=replan,
                 )
             if skip_train:
-                Evaluate(cfg, job.console, ticker=partial(job.console.ticker, total=False)).at_end(job.run, job.first)
+                Evaluate(job.cfg, job.console, ticker=partial(job.console.ticker, total=False)).at_end(
+                    job.run, job.first
+                )
                 return 0
             job.open(sources)
             return job.work()

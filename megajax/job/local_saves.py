@@ -184,9 +184,7 @@ class LocalSaves:
         try:
             parts = local.save_alone(step, run.state, self.meta())
         except OSError as failed:
-            say(
-                f"a process was lost; step {step} not saved: {local.folder.explained(failed, local.need)}; {before}"
-            )
+            say(f"a process was lost; step {step} not saved: {local.folder.explained(failed, local.need)}; {before}")
             return
         whole = len(parts) == local.peers.count
         said = "all shards" if whole else f"the shards of {len(parts)} of {local.peers.count} processes"

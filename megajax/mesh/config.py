@@ -55,6 +55,9 @@ class ParallelConfig:
     layers: tuple[int, ...] | None = None
     """Repeats of the stack's pattern, or layers of a segmented stack, of each of the pipeline * virtual_stages chunks,
     first to last; none: as even as possible, with one more in the first chunks."""
+    elastic: bool = False
+    """Fit the layout to the devices that are present, with the same rows per step: see docs/launch.md. Then `data` may
+    be any size, and other axes change where they have to."""
     loss_wait: int = 1
     """1: the output is sent to the loss, and its gradient back, while other microbatches compute, which takes memory
     for one more activation; 0: all stages wait for both. For 1f1b and interleaved."""

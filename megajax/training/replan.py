@@ -12,8 +12,7 @@ from megajax.training.candidates import MODEL_AXES, Candidate, candidates, fixed
 from megajax.training.row_balance import written_blocks
 from megajax.training.run_config import RunConfig
 
-FLAG, SWITCH = "elastic", "MEGAJAX_ELASTIC"
-"""The flag of the command line that asks for it, and the environment variable by which a launcher does."""
+SETTING = "parallel.elastic"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,16 +62,17 @@ def replanned(cfg: RunConfig, per_process: Sequence[int]) -> Replan:
     A layout that fits and uses all devices stays as it is. Raises ConfigError for a config that is wrong on any number
     of devices, and where no layout has the same rows per step, with a reason for each axis.
     """
-    devices = sum(per_process)
+    devices, asked = sum(per_process), cfg
     wanted = None if cfg.parallel.data is None else cfg.parallel.without_data() * cfg.parallel.data
+    cfg = _with_elastic(cfg, value=False)
     if problems := cfg.problems():
         raise ConfigError(problems)
     if wanted in (None, devices) and not cfg.problems(devices):
-        return Replan(cfg=cfg, wanted=wanted, present=devices, used=devices)
+        return Replan(cfg=asked, wanted=wanted, present=devices, used=devices)
     for candidate in candidates(cfg, per_process):
         if not candidate.problems():
             return Replan(
-                cfg=candidate.cfg,
+                cfg=_with_elastic(candidate.cfg, value=asked.parallel.elastic),
                 wanted=wanted,
                 present=devices,
                 used=candidate.used,
@@ -82,9 +82,18 @@ def replanned(cfg: RunConfig, per_process: Sequence[int]) -> Replan:
     raise ConfigError(_refusal(cfg, per_process, wanted))
 
 
+def _with_elastic(cfg: RunConfig, *, value: bool) -> RunConfig:
+    """With it, a config passes all checks of the number of devices."""
+    return cfg.but(parallel=replace(cfg.parallel, elastic=value))
+
+
 def elastic_hint(error: ConfigError, cfg: RunConfig, per_process: Sequence[int]) -> ConfigError:
-    """The error; one about the number of devices says what --elastic would do, or that it could not help either."""
-    if cfg.problems() or not (about := [problem for problem in error.problems if _of_layout(problem)]):
+    """The error; one about the number of devices says what parallel.elastic would do, where it helps."""
+    if (
+        cfg.parallel.elastic
+        or cfg.problems()
+        or not (about := [problem for problem in error.problems if _of_layout(problem)])
+    ):
         return error
     try:
         plan = replanned(cfg, per_process)
@@ -92,7 +101,7 @@ def elastic_hint(error: ConfigError, cfg: RunConfig, per_process: Sequence[int])
         return error
     if not plan.changes:
         return error
-    line = f"--{FLAG} trains on {plan.used} of {plan.present} with the same rows per step: {plan.described()}"
+    line = f"--{SETTING} trains on {plan.used} of {plan.present} with the same rows per step: {plan.described()}"
     first = replace(about[0], hint="\n".join(filter(None, [about[0].hint, line])))
     problems = [first if problem is about[0] else problem for problem in error.problems]
     return ConfigError(problems, error.place)
@@ -166,11 +175,13 @@ def _refusal(cfg: RunConfig, per_process: Sequence[int], wanted: int | None) -> 
     if least > 1:
         what += f", with at least one device of each process: {least} to {devices} devices"
         hint = f"start fewer processes, {hint.removeprefix('give ')}"
-    problems = [Problem(FLAG, what, hint)]
+    problems = [Problem(SETTING, what, hint)]
     if fixed := fixed_micro_size(cfg):
         what = f"stays {cfg.batch.micro_size}, because losses depend on it ({fixed})"
         problems.append(Problem("batch.micro_size", what))
     for axis in ("data", *MODEL_AXES[::-1]):
+        if axis == "expert" and not has_experts(cfg):
+            continue
         problems += _refused_axis(cfg, axis, devices)
     return problems
 

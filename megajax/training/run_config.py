@@ -78,8 +78,12 @@ class RunConfig:
                 printer.text(f"  {name}: {scalar_text(value)}")
 
     def problems(self, devices: int | None = None) -> list[Problem]:
-        """Everything the parts cannot see alone; what depends on the number of devices only where that is known."""
+        """Everything the parts cannot see alone; what depends on the number of devices only where that is known.
+
+        With parallel.elastic, the layout is fitted to that number later, see `replan`.
+        """
         problems: list[Problem] = []
+        devices = None if self.parallel.elastic else devices
         for check in _CHECKS:
             with suppress(UnknownValue):  # a part that is wrong is reported already; other checks may not need it
                 problems.extend(check(self, devices))

@@ -12,14 +12,14 @@ from jax import Array
 from jax.sharding import Mesh
 
 from megajax.batch import Leaf, Params
-from megajax.config.errors import UserError, demand_members
+from megajax.config.errors import ConfigError, UserError, demand_members
 from megajax.config.schema import members
 from megajax.config.tree import check
 from megajax.data.loader import Loader
 from megajax.data.missing import demand_files
 from megajax.data.splits import Evaluation, Rows, Splits, requested_rows
 from megajax.layers.param import bind
-from megajax.mesh.mesh import build_mesh, find_devices
+from megajax.mesh.mesh import build_mesh, find_devices, per_process
 from megajax.models.protocol import ModelConfig, ids_below
 from megajax.models.reduction import quotient
 from megajax.tokenizers.base import Tokenizer
@@ -29,6 +29,7 @@ from megajax.training.compiler_options import settled
 from megajax.training.kernels import demand_kernels
 from megajax.training.loop import StepInfo, run_steps
 from megajax.training.program import Program
+from megajax.training.replan import Replan, elastic_hint, replanned
 from megajax.training.row_work import dealing
 from megajax.training.run_config import RunConfig
 from megajax.training.state import TrainState
@@ -49,6 +50,8 @@ class Parts:
     splits: Splits
     sets: Mapping[str, Any]
     """Further validation sets: rows by name."""
+    replan: Replan | None = None
+    """How parallel.elastic fitted the layout; `cfg` is the result. None: it was not asked for."""
 
     def __repr__(self) -> str:
         splits: Any = self.splits
@@ -267,8 +270,15 @@ def setup(cfg: RunConfig, *, devices: list[jax.Device] | None = None, start: Sta
 def prepare(cfg: RunConfig, devices: list[jax.Device] | None = None) -> Parts:
     """Mesh, tokenizer, data and the shape of the model: all that can be wrong is found here."""
     devices = find_devices() if devices is None else devices
-    check(cfg, len(devices))
-    mesh = build_mesh(cfg.parallel, devices)
+    replan = None
+    try:
+        check(cfg, len(devices))
+        if cfg.parallel.elastic:
+            replan = replanned(cfg, per_process(devices))
+            cfg = replan.cfg
+        mesh = build_mesh(cfg.parallel, devices)
+    except ConfigError as error:
+        raise elastic_hint(error, cfg, per_process(devices)) from None
     demand_files(cfg.data, cfg.tokenizer)
     tokenizer = build_tokenizer(cfg.tokenizer, cfg.model)
     _check_prompt(cfg.logging.prompt, tokenizer)
@@ -293,7 +303,7 @@ def prepare(cfg: RunConfig, devices: list[jax.Device] | None = None) -> Parts:
             f"evaluation.every={cfg.evaluation.every}, but the data has no validation split: give it a share "
             "in data.split (or data.valid_paths), or set evaluation.every=none"
         )
-    return Parts(cfg, Program.of(cfg, mesh, options), tokenizer, splits, sets)
+    return Parts(cfg, Program.of(cfg, mesh, options), tokenizer, splits, sets, replan)
 
 
 def build_tokenizer(config: TokenizerConfig | TokenizerBuilder, model: ModelConfig, remedy: str = "") -> Tokenizer:
