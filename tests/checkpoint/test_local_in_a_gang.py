@@ -1,0 +1,91 @@
+"""Two processes that keep each other's shards: both killed, one disk lost, and the run goes on bit for bit."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import gangs
+import pytest
+
+SETTINGS = ("--parallel.data_sharding=zero1", "--logging.every=1", "--model.dropout=0.1")
+
+
+def lines(run: Path, name: str) -> list[dict[str, Any]]:
+    path = run / name
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("}\n")]
+
+
+def events(run: Path, name: str) -> list[dict[str, Any]]:
+    return [event for event in lines(run, "events.jsonl") if event["event"] == name]
+
+
+def hexes(run: Path) -> dict[int, str]:
+    return {line["step"]: line["loss_hex"] for line in lines(run, "metrics.jsonl") if "split" not in line}
+
+
+def local_steps(run: Path) -> list[int]:
+    return [event["step"] for event in events(run, "save_committed") if event.get("kind") == "local"]
+
+
+@pytest.mark.slow
+def test_one_lost_disk_loses_nothing_and_the_newest_whole_checkpoint_wins(tmp_path):
+    run, node = tmp_path / "run", tmp_path / "node"
+    settings = (*gangs.launcher(), *gangs.TRAIN, *gangs.TINY, *gangs.LONG, *SETTINGS)
+    local = ("--checkpoint.local.every=2", f"--checkpoint.local.folder={node}", "--checkpoint.local.replicas=1")
+    with gangs.started(tmp_path) as start:
+        control = start(*settings, f"--run_dir={tmp_path / 'control'}", "--resilience.exit_after_steps=80", name="one")
+        assert control.wait() == 0, control.text
+
+        killed = start(*settings, *local, f"--run_dir={run}", name="two")
+        killed.until(lambda: len(local_steps(run)) >= 4)
+        for pid in killed.children():
+            os.kill(pid, 9)
+        assert killed.wait() != 0
+        newest = max(local_steps(run))
+        (folder,) = node.iterdir()
+        shutil.copytree(folder, tmp_path / "copy")
+        # Both processes have both parts, of which each wrote one; the machine of process 1 is another now.
+        assert all((folder / f"process_{each}" / f"{newest:08d}/replicas.bin").stat().st_size for each in (0, 1))
+        shutil.rmtree(folder / "process_1")
+
+        again = start(*settings, *local, f"--run_dir={run}", "--resilience.exit_after_steps=10", name="three")
+        assert again.wait() == 0, again.text
+        begun = events(run, "start")[-1]["step"]
+        assert begun >= newest and f"starting from step {begun} in local checkpoints" in again.text
+        after, expected = hexes(run), hexes(tmp_path / "control")
+        assert max(after) == begun + 10 <= 80
+        assert after == {step: expected[step] for step in after}
+        # It was stopped and saved in the shared folder: nothing is left on the machine.
+        assert gangs.saved(run) == [begun + 10] and not folder.exists()
+
+        # Older sets that turn up again do not count, though the run they belong to is this one.
+        shutil.copytree(tmp_path / "copy", folder)
+        shared = start(*settings, *local, f"--run_dir={run}", "--resilience.exit_after_steps=2", name="four")
+        assert shared.wait() == 0, shared.text
+        assert events(run, "start")[-1]["step"] == begun + 10 and "in local checkpoints" not in shared.text
+
+
+@pytest.mark.slow
+def test_without_a_replica_a_lost_disk_falls_back_to_the_shared_folder(tmp_path):
+    run, node = tmp_path / "run", tmp_path / "node"
+    settings = (*gangs.launcher(), *gangs.TRAIN, *gangs.TINY, *gangs.LONG, *SETTINGS, f"--run_dir={run}")
+    settings = (*settings, "--checkpoint.local.every=2", f"--checkpoint.local.folder={node}")
+    with gangs.started(tmp_path) as start:
+        killed = start(*settings, "--checkpoint.every=5", name="one")
+        killed.until(lambda: len(gangs.saved(run)) >= 2 and local_steps(run)[-1:] > gangs.saved(run)[-1:])
+        for pid in killed.children():
+            os.kill(pid, 9)
+        killed.wait()
+        shared = gangs.saved(run)[-1]
+        (folder,) = node.iterdir()
+        shutil.rmtree(folder / "process_0")
+        again = start(*settings, "--resilience.exit_after_steps=2", name="two")
+        assert again.wait() == 0, again.text
+        assert events(run, "start")[-1]["step"] == shared
+        passed_over = events(run, "checkpoint_fallback")
+        assert passed_over[0]["kind"] == "local" and passed_over[0]["from_step"] > shared
+        assert "no process has the shards of process 0 any more" in passed_over[0]["why"]
+        assert "is not whole" in again.text
