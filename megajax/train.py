@@ -40,7 +40,7 @@ def main(argv: list[str]) -> int:
     train = resolve("megajax.job.job:train")
     sampler = resolve("megajax.inference.sample:sample")
     reporter = resolve("megajax.reporting.write:close_run")
-    flags: dict[str, Any] = {name: command.flags[name] for name in ("skip_train", "verify_data")}
+    flags = {name: command.flags[name] for name in ("skip_train", "verify_data")}
     try:
         code = train(
             command.config,

@@ -26,7 +26,7 @@ from megajax.job.hooks import Evaluate, EvaluateTasks, Save
 from megajax.job.integrity import Integrity
 from megajax.job.local_saves import LocalSaves
 from megajax.job.resume import Resume, stored
-from megajax.job.watch import Watch
+from megajax.job.watch import Watch, advice
 from megajax.job.weights import TakeWeights, frozen_fresh
 from megajax.mesh.mesh import find_devices
 from megajax.metrics.console import open_console
@@ -46,8 +46,6 @@ from megajax.training.guard import Guard
 from megajax.training.loop import Corruption, Hook, NumericFault, StepInfo, run_steps
 from megajax.training.run_config import RunConfig
 from megajax.training.session import Run, setup
-
-NUMERIC_FAULT_EXIT = 17
 
 
 class Job:
@@ -223,16 +221,12 @@ class Job:
             return NUMERIC_FAULT_EXIT
         except NumericFault as fault:
             self.console.steps_over()
-            self.events.event("numeric_fault", message=str(fault))
-            self.pulse.last_beat(f"numeric fault at {fault}", NUMERIC_FAULT_EXIT)
+            self.events.event("numeric_fault", message=str(fault), exit_code=fault.code)
+            self.pulse.last_beat(f"numeric fault at {fault}", fault.code)
             self.console.say(
                 f"stopped by a numeric fault at {fault}; the weights before it are kept, nothing was saved. "
-                "Lower the learning rate, look at the data, or leave the step out with resilience.skip_steps; "
-                "resilience.stop_on_nonfinite=false goes on without updates that are not finite"
+                f"{advice(fault)}"
             )
-            if (good := self.ending.report()) is not None:
-                self.console.say(f"goodput: {good.sentence()}")
-            return NUMERIC_FAULT_EXIT
         with self.activity.phase(FINISH):
             self.finish(last)
         return 0
@@ -421,10 +415,10 @@ def train(
             return job.work()
         except BaseException as error:
             fault = device_fault(error, cfg, Path(cfg.run_dir).expanduser())
-            failures.crash(fault or error)
             if job is not None and fault is None:
                 job.local.rescue(job.run, error)
-            pulse.failed(fault or error)
+            fault = pulse.failed(fault or error) or fault
+            failures.crash(fault or error)
             end_at_once(fault or error)
             if fault is not None:
                 raise fault from error

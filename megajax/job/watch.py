@@ -1,12 +1,15 @@
 """What a job makes of suspicious steps: what is told, and when the run ends."""
 
 from collections.abc import Callable
-from math import inf, isfinite
+from math import inf, isclose, isfinite
 
 from megajax.metrics.writers import Writer
 from megajax.training.guard import Guard
 from megajax.training.guarded import GuardLimits
-from megajax.training.loop import NumericFault, StepInfo
+from megajax.training.loop import NumericFault, StepInfo, UnrepeatedFault
+
+KERNEL_TOLERANCE = 1e-3
+"""Two runs of the same step may differ by so much: sums on GPUs are not in a fixed order. Megatron-LM's figure."""
 
 
 class Watch:
@@ -47,7 +50,8 @@ class Watch:
             fields["blame"] = info.nonfinite
         self._log.event("persistent_fault", step=info.step, **self._told(info, limits), **fields)
         if ends:
-            raise NumericFault(self._message(info, str(why)))
+            kind = NumericFault if first is None or _alike(first, info) else UnrepeatedFault
+            raise kind(self._message(info, str(why)))
         self._say(f"{self._message(info, str(why))}; training goes on with{'out' * info.skipped} its update")
 
     def warn_of(self, info: StepInfo) -> None:
@@ -78,6 +82,19 @@ class Watch:
         )
 
 
+def advice(fault: NumericFault) -> str:
+    """What to do about a fault that has ended a run."""
+    if isinstance(fault, UnrepeatedFault):
+        return (
+            "The same command goes on from the last checkpoint; a launcher restarts it by itself. If it comes again, "
+            "leave this machine out (python -m megajax.doctor examines it)"
+        )
+    return (
+        "Lower the learning rate, look at the data, or leave the step out with resilience.skip_steps; "
+        "resilience.stop_on_nonfinite=false goes on without updates that are not finite"
+    )
+
+
 def _numbers(info: StepInfo) -> dict[str, float]:
     return {"loss": info.loss, "grad_norm": info.grad_norm}
 
@@ -85,3 +102,9 @@ def _numbers(info: StepInfo) -> dict[str, float]:
 def _same(a: StepInfo, b: StepInfo) -> bool:
     """Whether two runs of a step gave the same numbers, bit for bit; one nan is like another."""
     return repr((a.loss, a.grad_norm)) == repr((b.loss, b.grad_norm))
+
+
+def _alike(a: StepInfo, b: StepInfo) -> bool:
+    """Whether two runs of a step failed in the same way: what is finite differs by what kernels may differ by."""
+    pairs = ((a.loss, b.loss), (a.grad_norm, b.grad_norm))
+    return all(repr(x) == repr(y) or isclose(x, y, rel_tol=KERNEL_TOLERANCE) for x, y in pairs)

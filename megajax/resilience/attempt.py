@@ -14,8 +14,8 @@ from megajax.resilience.exit_codes import HANG, REQUEUE
 from megajax.resilience.gang import Member
 from megajax.resilience.gang_watch import GangWatch, handles
 
-GRACE_SECONDS = 5.0
-"""From SIGTERM to SIGKILL after a failure: the remaining processes can't save without the failed one."""
+GRACE_SECONDS = 7.0
+"""From SIGTERM to SIGKILL after a failure: time for a survivor to keep its state on a local disk, where it can."""
 
 HUNG_GRACE_SECONDS = 1.0
 """The same after a hang: who waits for a stuck process does not come to the end of its step either."""

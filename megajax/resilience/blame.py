@@ -134,7 +134,8 @@ def _held_up_by(seen: Sequence[Seen]) -> Cause | None:
     freshest = min((each.silent for each in seen if each.beat is not None), default=0.0)
     worst = max(alive, key=lambda each: each.silent, default=None)
     if worst is not None and worst.silent - freshest > SILENT_SECONDS:
-        text = f"does not answer, its last beat is {worst.silent:.0f} s old" + _doing(worst)
+        place = "" if worst.beat is None else _place(worst.beat)
+        text = f"does not answer, its last beat is {worst.silent:.0f} s old ({place or 'between phases'})"
         return Cause(worst.process, HANG, text, step=_step(worst), silenced=True)
     return _behind(seen)
 
@@ -148,7 +149,7 @@ def _behind(seen: Sequence[Seen]) -> Cause | None:
     if len(behind) == len(places):
         return None
     worst = max(behind, key=lambda each: each.beat.phase_seconds if each.beat else 0.0)
-    ahead = max(places, key=lambda pair: pair[0])[1]
+    ahead = min(places, key=lambda pair: (-pair[0][0], -pair[0][1], pair[1].process))[1]
     text = f"holds up the others:{_doing(worst)}, process {ahead.process} is{_doing(ahead)}"
     return Cause(worst.process, HANG, text, step=_step(worst), silenced=worst.code is None)
 
@@ -169,12 +170,16 @@ def _step(seen: Seen) -> int | None:
 
 
 def _doing(seen: Seen) -> str:
-    beat = seen.beat
-    if beat is None or beat.phase is None:
+    place = "" if seen.beat is None else _place(seen.beat)
+    return f" {place} for {seen.beat.phase_seconds:.0f} s" if seen.beat and place else ""
+
+
+def _place(beat: Beat) -> str:
+    """in step 7, in data_wait of step 7."""
+    if beat.phase is None:
         return ""
     of = "" if beat.phase_step is None else f" of step {beat.phase_step}"
-    where = f" in step {beat.phase_step}" if beat.phase == STEP else f" in {beat.phase}{of}"
-    return f"{where} for {beat.phase_seconds:.0f} s"
+    return f"in step {beat.phase_step}" if beat.phase == STEP else f"in {beat.phase}{of}"
 
 
 def signal_name(number: int) -> str:

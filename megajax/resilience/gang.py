@@ -30,6 +30,10 @@ LINE_BYTES = 1 << 16
 LAST_LINES, LAST_BYTES = 50, 1 << 16
 """What is shown of the log of the process that failed."""
 
+ELASTIC = "MEGAJAX_ELASTIC"
+"""Environment variable by which fewer processes than asked for fit the layout to the devices they have, as --elastic
+does: `megajax.training.replan`."""
+
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 _PR_SET_PDEATHSIG = 1
 
@@ -113,7 +117,9 @@ def running(
     Their ends go into `events`. Raises UserError where a process can't be started.
     """
     port = 0 if gang.scheduler else free_port(gang.port)
-    common = {BEATS: str(beats), ATTEMPT: str(attempt)} | ({} if gang.scheduler else {COUNT: str(len(slots))})
+    common = {BEATS: str(beats), ATTEMPT: str(attempt)}
+    if not gang.scheduler:
+        common |= {COUNT: str(len(slots))} | ({ELASTIC: "1"} if len(slots) < gang.processes else {})
     members: list[Member] = []
     try:
         for index, slot in enumerate(slots):

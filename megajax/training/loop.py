@@ -15,6 +15,7 @@ from megajax.batch import SAMPLE
 from megajax.mesh.measures import Measured
 from megajax.mesh.processes import StopFlags
 from megajax.resilience.activity import STEP, Activity
+from megajax.resilience.exit_codes import NUMERIC_FAULT, TRANSIENT_FAULT
 from megajax.resilience.signals import agree
 from megajax.training.exchange import SECONDS, STOP
 from megajax.training.guard import Guard
@@ -29,6 +30,21 @@ KEYS = ("loss", "grad_norm", "lr", "loss_scale", "skipped")
 
 class NumericFault(Exception):
     """A step whose numbers are not to be trained with; its update was not made."""
+
+    code = NUMERIC_FAULT
+    """Exit code of the run."""
+
+
+class UnrepeatedFault(NumericFault):
+    """The step failed twice from the same state and rows, with other numbers each time: not the data, nor the model.
+
+    Megatron-LM's codes differ: 16 for a result that repeats itself on this machine, to be run again on another one to
+    tell a broken machine from a bad batch, and 17 after that. Here the data are as likely to be the cause of what
+    repeats itself, and a restart on the same machine, which is all that a supervisor can promise, would only repeat
+    it: that is 17. What does not repeat itself may be gone after a restart, above all on other machines: 16.
+    """
+
+    code = TRANSIENT_FAULT
 
 
 class Corruption(Exception):

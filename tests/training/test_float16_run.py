@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 from small_jobs import model, run_config
 
-from megajax.job.job import NUMERIC_FAULT_EXIT, train
+from megajax.job.job import train
 from megajax.mesh.config import ParallelConfig
 from megajax.optim.config import ScheduleConfig
 from megajax.precision.config import DynamicScaleConfig, PrecisionConfig
+from megajax.resilience.exit_codes import NUMERIC_FAULT
 from megajax.training.config import EvaluationConfig
 
 
@@ -53,6 +54,6 @@ def test_overflows_are_skipped_by_optimizer_and_schedule_but_not_by_the_data(tmp
 @pytest.mark.slow
 def test_an_overflow_at_the_lowest_scale_ends_the_run(tmp_path, capfd):
     cfg = job(tmp_path, DynamicScaleConfig(initial=2.0**28, floor=2.0**27, hysteresis=1))
-    assert train(cfg) == NUMERIC_FAULT_EXIT
+    assert train(cfg) == NUMERIC_FAULT
     text = capfd.readouterr()
     assert "lowest loss scale, 1.34218e+08; 2 steps were skipped" in text.out + text.err

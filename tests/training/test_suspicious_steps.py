@@ -20,7 +20,7 @@ from megajax.precision.config import DynamicScaleConfig, PrecisionConfig
 from megajax.resilience.config import ResilienceConfig
 from megajax.resilience.spikes import SpikeRule
 from megajax.training.guard import Guard
-from megajax.training.loop import NumericFault, StepInfo, run_steps
+from megajax.training.loop import NumericFault, StepInfo, UnrepeatedFault, run_steps
 from megajax.training.nonfinite_gradients import sentence
 from megajax.training.program import Program
 from megajax.training.session import Parts, Run, prepare
@@ -123,6 +123,7 @@ def test_the_optimizer_is_spared_too(parts, undisturbed):
 def test_a_fault_that_stays_ends_the_run(parts):
     with pytest.raises(NumericFault) as raised:
         finished(parts, inject=("nan_gradients:step=4:always",))
+    assert raised.value.code == 17
     text = str(raised.value)
     assert "step 4: gradient norm (nan) is not finite; loss 3." in text
     assert "; the gradients of all weights are not finite; the same to the last bit" in text
@@ -178,8 +179,11 @@ def test_the_first_layer_with_a_fault_is_named():
 
 
 def test_numbers_that_differ_from_run_to_run_point_at_the_hardware(parts):
-    with pytest.raises(NumericFault, match=r"with other numbers when it was first run .loss nan.*suspect the hardware"):
+    """Exit code 16: a restart may help, on other machines above all."""
+    told = r"with other numbers when it was first run .loss nan.*suspect the hardware"
+    with pytest.raises(UnrepeatedFault, match=told) as raised:
         finished(parts, inject=("nan:step=4", "nan_gradients:step=4:always"))
+    assert raised.value.code == 16
 
 
 def test_three_ways_not_to_make_an_update_are_the_same(parts, undisturbed):

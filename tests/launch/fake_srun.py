@@ -1,0 +1,35 @@
+"""As srun --kill-on-bad-exit: starts tasks, kills all after the first that fails, and returns the highest code.
+
+fake_srun.py TASKS COMMAND...
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+count, command = int(sys.argv[1]), sys.argv[2:]
+assert "MEGAJAX_PROCESS_ID" not in os.environ and "MEGAJAX_NUM_PROCESSES" not in os.environ
+slurm = {"SLURM_NTASKS": str(count)}
+tasks = [
+    subprocess.Popen(command, env=os.environ | slurm | {"SLURM_PROCID": str(index)}, process_group=0)
+    for index in range(count)
+]
+killed = False
+
+
+def forward(number: int, frame: object) -> None:
+    for task in tasks:
+        if task.poll() is None:
+            task.send_signal(number)
+
+
+for number in (signal.SIGTERM, signal.SIGUSR2):
+    signal.signal(number, forward)
+while any(task.poll() is None for task in tasks):
+    if not killed and any(task.poll() for task in tasks):
+        killed = True
+        forward(signal.SIGKILL, None)
+    time.sleep(0.02)
+sys.exit(max(task.returncode if task.returncode >= 0 else 128 - task.returncode for task in tasks))

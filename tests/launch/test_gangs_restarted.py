@@ -1,0 +1,267 @@
+"""Restarts of real gangs, of a program that behaves like training and starts at once: see fake_train.py."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from gangs import REPOSITORY, Started, launcher, saved
+
+FAKE = Path(__file__).with_name("fake_train.py")
+SRUN = Path(__file__).with_name("fake_srun.py")
+QUICK = ("--backoff=0.1", "--max-restarts=9")
+
+
+def train(start, run_dir: Path, *options: str, processes: int = 2, **environment: str) -> Started:
+    return start(*launcher(*options, processes=processes), sys.executable, FAKE, run_dir, **environment)
+
+
+def events(run_dir: Path) -> list[dict]:
+    path = run_dir / "events.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def losses(run_dir: Path) -> list[tuple[int, ...]]:
+    """(attempt, step) in the order in which they were trained."""
+    lines = (run_dir / "losses.txt").read_text().splitlines()
+    return [tuple(map(int, line.split()[:2])) for line in lines]
+
+
+def whole(attempts: dict[int, range]) -> list[tuple[int, int]]:
+    return [(attempt, step) for attempt, steps in attempts.items() for step in steps]
+
+
+def last_line(gang: Started) -> str:
+    return gang.text.splitlines()[-1]
+
+
+@pytest.mark.smoke
+def test_a_killed_process_is_named_and_the_gang_goes_on_from_its_checkpoint(start, tmp_path):
+    """F01: with beats, the step too."""
+    gang = train(start, tmp_path, *QUICK, FAULTS="kill:1@7#1")
+    assert gang.wait(30) == 0, gang.text
+    assert losses(tmp_path) == whole({1: range(1, 7), 2: range(6, 11)})
+    lost, restart = events(tmp_path)
+    assert (lost["event"], lost["process"], lost["cause"], lost["step"]) == ("lost", 1, "killed by SIGKILL", 7)
+    named = {name: restart[name] for name in ("event", "attempt", "after_code", "process", "step", "processes")}
+    assert named == {"event": "restart", "attempt": 2, "after_code": 1, "process": 1, "step": 7, "processes": 2}
+    assert restart["cause"].startswith("process 1 killed by SIGKILL after ") and 0 < restart["seconds_down"] < 20
+    lines = [line for line in gang.text.splitlines() if line.startswith("megajax.launch")]
+    assert len(lines) == 1 and lines[0].startswith("megajax.launch: attempt 1: process 1 killed by SIGKILL after ")
+    assert "; restart 1 of 9 in 0.1 s, from step 5" in lines[0]
+
+
+@pytest.mark.slow
+def test_process_0_killed_and_its_peers_follow(start, tmp_path):
+    """F02: errors of the others are told as what follows, whichever came first."""
+    gang = train(start, tmp_path, *QUICK, processes=3, FAULTS="kill:0@7#1,kill:0@8#2")
+    assert gang.wait(40) == 0, gang.text
+    assert [event["process"] for event in events(tmp_path) if event["event"] == "restart"] == [0, 0]
+    assert [attempt for attempt, step in losses(tmp_path) if step == 6] == [1, 2, 3]
+
+
+@pytest.mark.slow
+def test_a_crash_loop_ends_with_93(start, tmp_path):
+    """F09."""
+    gang = train(start, tmp_path, *QUICK, FAULTS="1:1@7#*")
+    assert gang.wait(60) == 93, gang.text
+    assert "no progress past step 5 in 3 attempts" in last_line(gang)
+    assert "in 0.1 s" in gang.text and "in 0.2 s" in gang.text
+    assert [event["event"] for event in events(tmp_path)] == ["restart"] * 3 + ["supervisor_stop"]
+    assert events(tmp_path)[-1]["code"] == 93
+    assert gang.text.count("failed: fault 1") == 4  # the first attempt saved step 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("code", [2, 17])
+def test_some_codes_are_never_retried(start, tmp_path, code):
+    gang = train(start, tmp_path, *QUICK, FAULTS=f"{code}:1@7#*")
+    assert gang.wait(30) == code, gang.text
+    assert f"process 1 exited with code {code} after " in last_line(gang)
+    assert f": fault {code}; the others were stopped; exit code {code} is never retried" in last_line(gang)
+    assert [event["event"] for event in events(tmp_path)] == ["supervisor_stop"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["16", "124", "abort"])
+def test_others_are(start, tmp_path, kind):
+    gang = train(start, tmp_path, *QUICK, FAULTS=f"{kind}:1@7#1")
+    assert gang.wait(40) == 0, gang.text
+    restart = next(event for event in events(tmp_path) if event["event"] == "restart")
+    assert restart["process"] == 1 and restart["after_code"] == (1 if kind == "abort" else int(kind))
+
+
+@pytest.mark.slow
+def test_without_restarts_it_ends_and_records_who_was_lost(start, tmp_path):
+    gang = train(start, tmp_path, FAULTS="kill:1@7#1")
+    assert gang.wait(30) == 1, gang.text
+    assert "restart" not in gang.text
+    assert [event["event"] for event in events(tmp_path)] == ["lost"]
+
+
+@pytest.mark.slow
+def test_no_restart_left(start, tmp_path):
+    gang = train(start, tmp_path, "--max-restarts=1", "--backoff=0.1", FAULTS="1:1@7#*")
+    assert gang.wait(30) == 1, gang.text
+    assert last_line(gang).endswith("no restart is left of --max-restarts=1")
+
+
+@pytest.mark.slow
+def test_a_stopped_process_is_blamed_and_not_those_that_wait_for_it(start, tmp_path):
+    """F04 of the launcher: no watchdog of a process fires here. The stacks of the others are collected."""
+    gang = train(start, tmp_path, *QUICK, "--beat-timeout=3", processes=3, FAULTS="stop:1@7#1")
+    assert gang.wait(60) == 0, gang.text
+    lost, restart = events(tmp_path)
+    assert lost["process"] == 1 and lost["cause"].startswith("is stopped (state T), its last beat is ")
+    assert restart["after_code"] == 124
+    assert f"stacks of its processes: {tmp_path}/hangs/process_0.txt, {tmp_path}/hangs/process_2.txt" in gang.text
+
+
+@pytest.mark.slow
+def test_a_stuck_process_is_blamed_and_not_the_one_whose_watchdog_fired(start, tmp_path):
+    """F05: process 0 waits in its collective of step 7 and ends with 124, process 1 waits for its rows."""
+    gang = train(start, tmp_path, *QUICK, processes=3, FAULTS="stuck:1@7#1", FAKE_WATCHDOG="3")
+    assert gang.wait(60) == 0, gang.text
+    restart = events(tmp_path)[-1]
+    assert (restart["process"], restart["step"], restart["after_code"]) == (1, 7, 124)
+    assert "process 1 holds up the others: in data_wait of step 7 for " in restart["cause"]
+    assert str(tmp_path / "hangs/process_1.txt") in gang.text
+    assert "in happen" in (tmp_path / "hangs/process_1.txt").read_text()
+
+
+@pytest.mark.slow
+def test_the_launchers_watchdog_ends_a_gang_that_does_not_move(start, tmp_path):
+    gang = train(start, tmp_path, "--watchdog-timeout=3", FAULTS="stuck:1@7#1")
+    assert gang.wait(60) == 124, gang.text
+    assert "process 1 holds up the others" in last_line(gang)
+
+
+@pytest.mark.slow
+def test_fewer_processes_when_one_keeps_failing(start, tmp_path):
+    """The one in place 1 never comes further; the others take their own places with them."""
+    gang = train(start, tmp_path, *QUICK, "--min-processes=2", processes=3, FAULTS="1:1@7#*")
+    assert gang.wait(60) == 0, gang.text
+    # The first attempt saved step 5, so the second is the first without progress.
+    assert [event["processes"] for event in events(tmp_path)] == [3, 2]
+    assert "with 2 processes (places 0, 2): the one in place 1 keeps failing" in gang.text
+
+
+@pytest.mark.slow
+def test_a_layout_that_does_not_fit_fewer_processes_says_why(start, tmp_path):
+    gang = train(start, tmp_path, *QUICK, "--min-processes=2", processes=3, FAULTS="1:1@7#*", FITS="3")
+    assert gang.wait(60) == 2, gang.text
+    assert ": the layout needs 3 devices, there are 2; " in last_line(gang)
+    assert last_line(gang).endswith("exit code 2 on 2 of 3 processes is never retried")
+
+
+@pytest.mark.slow
+def test_the_last_lines_of_the_log_are_shown(start, tmp_path):
+    gang = train(start, tmp_path, f"--log-dir={tmp_path / 'logs'}", FAULTS="1:0@7#1")
+    assert gang.wait(30) == 1, gang.text
+    assert f"megajax.launch: the last lines of {tmp_path / 'logs/process_0.log'}:\n    step 1\n" in gang.text
+    assert "    failed: fault 1\n" in gang.text
+
+
+@pytest.mark.slow
+def test_uneven_ends_are_success(start, tmp_path):
+    """F11: nobody waits for nobody, and silence at the end is no hang."""
+    gang = train(start, tmp_path, *QUICK, "--beat-timeout=0.5", FAULTS="late:1@0#1")
+    assert gang.wait(30) == 0, gang.text
+    assert "megajax.launch" not in gang.text and events(tmp_path) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_during_the_back_off_ends_it(start, tmp_path, number):
+    gang = train(start, tmp_path, "--max-restarts=9", "--backoff=60", FAULTS="1:1@7#1")
+    gang.until(lambda: "restart 1 of 9" in gang.text)
+    gang.process.send_signal(number)
+    assert gang.wait(5) == 128 + number
+    assert f"{number.name} asked for the end before the restart" in last_line(gang)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("code", [0, 75, 1])
+def test_who_asked_for_the_end_gets_no_restart(start, tmp_path, code):
+    stop = f"signal.signal(signal.SIGTERM, lambda *_: sys.exit({code}))"
+    script = f"import signal, sys, time; {stop}; print('up'); time.sleep(60)"
+    gang = start(*launcher(*QUICK), sys.executable, "-c", script)
+    gang.until(lambda: gang.text.count("up") == 2)
+    gang.process.send_signal(signal.SIGTERM)
+    assert gang.wait(20) == code, gang.text
+    assert "restart 1" not in gang.text
+
+
+@pytest.mark.slow
+def test_a_second_ctrl_c_ends_even_what_ignores_the_first(start):
+    script = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); print('up')\ntime.sleep(60)"
+    gang = start(*launcher(*QUICK), sys.executable, "-c", script)
+    gang.until(lambda: gang.text.count("up") == 2)
+    for _ in range(2):
+        gang.process.send_signal(signal.SIGINT)
+        time.sleep(0.5)
+    assert gang.wait(20) == 1, gang.text
+    assert "killed by SIGKILL" in last_line(gang)
+
+
+def test_a_reader_that_leaves_does_not_end_training(tmp_path):
+    """`... | head -1`: what follows is dropped, and the exit code is that of the training."""
+    command = [*map(str, launcher()), sys.executable, str(FAKE), str(tmp_path)]
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    gang = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=REPOSITORY, env=environment)
+    assert gang.stdout is not None and gang.stderr is not None
+    assert gang.stdout.readline() == b"[0] step 1\n"
+    gang.stdout.close()
+    gang.stderr.close()
+    assert gang.wait(30) == 0
+    assert saved(tmp_path) == [5, 10]
+
+
+@pytest.mark.slow
+def test_every_attempt_has_another_port_and_its_number(start, tmp_path):
+    script = (
+        "import os, sys; print(os.environ['MEGAJAX_COORDINATOR'], os.environ['MEGAJAX_ATTEMPT'], "
+        "os.path.isdir(os.environ['MEGAJAX_BEATS']), os.listdir(os.environ['MEGAJAX_BEATS'])); sys.exit(1)"
+    )
+    gang = start(*launcher("--max-restarts=2", "--backoff=0.1", processes=1), sys.executable, "-c", script)
+    assert gang.wait(30) == 1
+    lines = [line.split() for line in gang.text.splitlines() if line.startswith("[0]")]
+    assert [line[2:] for line in lines] == [[str(attempt), "True", "[]"] for attempt in (1, 2, 3)]
+    assert len({line[1] for line in lines}) > 1
+
+
+def scheduled(start, run_dir: Path, *options: str, tasks: int = 2, **environment: str) -> Started:
+    command = (sys.executable, "-m", "megajax.launch", "--scheduler", f"--beats={run_dir / 'beats'}", *options, "--")
+    return start(*command, sys.executable, SRUN, tasks, sys.executable, FAKE, run_dir, **environment)
+
+
+@pytest.mark.slow
+def test_a_scheduler_runs_the_processes(start, tmp_path):
+    """srun ends with 137 whatever the first failure was: beats tell it."""
+    gang = scheduled(start, tmp_path, *QUICK, FAULTS="1:1@7#1,kill:1@8#2")
+    assert gang.wait(60) == 0, gang.text
+    restarts = [event for event in events(tmp_path) if event["event"] == "restart"]
+    assert [event["process"] for event in restarts] == [1, 1]
+    assert [event["attempt"] for event in restarts] == [2, 3]
+    assert "process 1 exited with code 1 after " in restarts[0]["cause"]
+    assert sorted(path.name for path in (tmp_path / "beats").iterdir()) == ["attempt_1", "attempt_2", "attempt_3"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("code", [2, 17])
+def test_a_scheduler_does_not_hide_codes_that_are_never_retried(start, tmp_path, code):
+    gang = scheduled(start, tmp_path, *QUICK, FAULTS=f"{code}:1@7#*")
+    assert gang.wait(60) == code, gang.text
+    assert last_line(gang).endswith(f"exit code {code} is never retried")
+
+
+@pytest.mark.slow
+def test_a_hang_under_a_scheduler(start, tmp_path):
+    gang = scheduled(start, tmp_path, "--watchdog-timeout=3", FAULTS="stuck:1@7#1", STOPS="1")
+    assert gang.wait(60) == 124, gang.text
+    assert "process 1 holds up the others" in last_line(gang)
+    assert str(tmp_path / "hangs/process_1.txt") in gang.text

@@ -1,0 +1,149 @@
+"""What the launcher takes from the beats: silence, no movement, checkpoints, stacks."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from megajax.resilience.beats import Beat
+from megajax.resilience.gang_watch import GangWatch, Limits, handles, process_state
+
+
+class Clocked:
+    """Two processes whose beats the test writes, and a clock that it sets."""
+
+    def __init__(self, folder, **limits):
+        self.now, self.folder, self.written = 0.0, folder, 0
+        limits = Limits(**({"beat": 60.0, "progress": 600.0} | limits))
+        self.watch = GangWatch(folder, limits, lambda: self.now, host="here")
+
+    def beat(self, process: int, *, host: str = "elsewhere", pid: int = 1, **fields) -> None:
+        self.written += 1
+        known = {"phase": "step", "phase_step": 7, "step": 6}
+        Beat(process=process, pid=pid, host=host, time=self.written, **(known | fields)).write(self.folder)
+
+    def after(self, seconds: float, ended: tuple[int, ...] = ()) -> str | None:
+        self.now += seconds
+        self.watch.look()
+        return self.watch.hang(set(ended))
+
+
+@pytest.fixture
+def gang(tmp_path):
+    one = Clocked(tmp_path)
+    for process in (0, 1):
+        one.beat(process)
+    assert one.after(0.0) is None
+    return one
+
+
+def test_a_process_that_falls_silent(gang):
+    for _ in range(6):
+        gang.beat(0)
+        assert gang.after(10.0) is None
+    gang.beat(0)
+    assert gang.after(1.0) == "process 1 does not answer, its last beat is 61 s old (--beat-timeout=60)"
+    assert gang.watch.hang({1}) is None
+
+
+def test_a_process_that_waits_for_the_others_to_end_may_be_silent(gang):
+    for phase in ("finish", None):
+        gang.beat(1, phase=phase)
+        gang.beat(0)
+        assert gang.after(1.0) is None
+        gang.beat(0)
+        assert gang.after(100.0) is None
+
+
+def test_a_process_that_said_why_it_ends_may_be_silent(gang):
+    gang.beat(1, failure="full disk", code=1)
+    assert gang.after(1.0) is None
+    gang.beat(0)
+    assert gang.after(100.0) is None
+
+
+def test_beats_without_movement(tmp_path):
+    gang = Clocked(tmp_path, progress=100.0)
+    for step in (6, 7, 8, 8, 8):
+        for process in (0, 1):
+            gang.beat(process, step=step)
+        assert gang.after(50.0) is None
+    gang.beat(0, step=8, phase="save")  # one process that moves is enough
+    gang.beat(1, step=8)
+    assert gang.after(50.0) is None
+    for process, phase in enumerate(("save", "step")):
+        gang.beat(process, step=8, phase=phase)
+    assert gang.after(101.0) == "no process has moved for 101 s (--watchdog-timeout=100)"
+
+
+def test_limits_may_be_off(tmp_path):
+    gang = Clocked(tmp_path, beat=None, progress=None)
+    gang.beat(0)
+    assert gang.after(0.0) is None and gang.after(1e6) is None
+
+
+def test_a_program_without_beats_never_hangs(tmp_path):
+    assert Clocked(tmp_path).after(1e6) is None
+
+
+def test_a_stopped_process_of_this_machine(gang):
+    sleeping = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        os.kill(sleeping.pid, signal.SIGSTOP)
+        while process_state(sleeping.pid) != "T":
+            time.sleep(0.01)
+        gang.beat(1, host="here", pid=sleeping.pid)
+        assert gang.after(1.0) is None
+        gang.beat(0)
+        assert gang.after(11.0) == "process 1 is stopped (state T), its last beat is 11 s old"
+    finally:
+        sleeping.kill()
+        sleeping.wait()
+    assert process_state(sleeping.pid) is None
+
+
+def test_a_signal_that_has_a_handler():
+    former = signal.signal(signal.SIGUSR2, lambda *_: None)
+    try:
+        assert handles(os.getpid(), signal.SIGUSR2)
+        signal.signal(signal.SIGUSR2, signal.SIG_DFL)
+        assert not handles(os.getpid(), signal.SIGUSR2)
+    finally:
+        signal.signal(signal.SIGUSR2, former)
+
+
+def test_checkpoints_count_from_the_beats_and_from_the_run_folder(gang, tmp_path):
+    run = tmp_path / "run"
+    for name in ("5", "10.saving", "15.damaged", "notes"):
+        (run / "checkpoints" / name).mkdir(parents=True)
+    gang.beat(0, run_dir=str(run))
+    gang.after(1.0)
+    assert (gang.watch.run_dir, gang.watch.baseline, gang.watch.committed()) == (run, 5, 5)
+    (run / "checkpoints" / "10").mkdir()
+    assert (gang.watch.baseline, gang.watch.committed()) == (5, 10)
+    gang.beat(1, run_dir=str(run), committed=12)  # on a local disk
+    gang.after(1.0)
+    assert gang.watch.committed() == 12
+
+
+def test_stacks_of_this_hang(gang, tmp_path):
+    run = tmp_path / "run"
+    (run / "hangs").mkdir(parents=True)
+    old, new, named = (run / "hangs" / f"process_{n}.txt" for n in range(3))
+    for path in (old, new, named):
+        path.touch()
+    os.utime(old, (1000, 1000))
+    gang.beat(0, run_dir=str(run))
+    gang.beat(1, run_dir=str(run), stacks=str(named))
+    gang.after(1.0)
+    assert gang.watch.stacks_since(2000) == [new, named]
+
+
+def test_half_a_beat_and_other_files_are_passed_over(gang, tmp_path):
+    (tmp_path / "process_1.json").write_text('{"process": 1,')
+    (tmp_path / "process_x.json").write_text("{}")
+    (tmp_path / "process_7.123.writing").write_text("{}")
+    assert gang.after(1.0) is None and set(gang.watch.seen) == {0, 1}

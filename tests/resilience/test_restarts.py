@@ -1,0 +1,129 @@
+"""When a failed gang is started again, with which processes, and when not."""
+
+import pytest
+
+from megajax.resilience.blame import Cause
+from megajax.resilience.exit_codes import EXIT_CODES, worth_a_restart
+from megajax.resilience.restarts import Restart, RestartConfig, Restarts, Stop
+
+
+class Failing:
+    """A gang of four whose attempts end as `fail` says."""
+
+    def __init__(self, **settings):
+        self.restarts = Restarts(RestartConfig(**({"max_restarts": 100} | settings)), range(4))
+        self.committed: int | None = None
+
+    def fail(self, code: int = 1, *, process: int = 0, committed: int | None = None, judged: bool = True):
+        """An attempt ends; committed: the newest checkpoint at its end, None: as before."""
+        before = self.committed
+        self.committed = before if committed is None else committed
+        cause = Cause(process, code, "failed")
+        return self.restarts.after(cause, baseline=before, committed=self.committed, judged=judged)
+
+
+def test_without_restarts_a_failure_is_the_end():
+    for code in (1, 16, 17, 124):
+        assert Failing(max_restarts=0).fail(code) == Stop(code)
+
+
+@pytest.mark.parametrize("code", sorted(EXIT_CODES))
+def test_only_codes_that_may_not_repeat_themselves_are_restarted(code):
+    decision = Failing().fail(code)
+    assert isinstance(decision, Restart) == (code in (1, 16, 124))
+    if isinstance(decision, Stop):
+        assert decision == Stop(code, f"exit code {code} is never retried")
+
+
+def test_unknown_codes_and_signals_are_crashes():
+    assert worth_a_restart(3) and worth_a_restart(-9) and worth_a_restart(134)
+
+
+def test_the_wait_doubles_until_there_is_a_new_checkpoint():
+    gang = Failing(backoff=1.0, max_backoff=5.0)
+    waits = [gang.fail(committed=5).wait, gang.fail().wait, gang.fail().wait, gang.fail(committed=10).wait]
+    assert waits == [1.0, 2.0, 4.0, 1.0]
+    unjudged = Failing(backoff=1.0, max_backoff=5.0)
+    assert [unjudged.fail(judged=False).wait for _ in range(5)] == [1.0, 2.0, 4.0, 5.0, 5.0]
+
+
+def test_three_attempts_without_a_new_checkpoint_are_enough():
+    gang = Failing()
+    assert isinstance(gang.fail(committed=5), Restart)  # this one got somewhere
+    assert isinstance(gang.fail(), Restart)
+    assert isinstance(gang.fail(), Restart)
+    assert gang.fail() == Stop(93, "no progress past step 5 in 3 attempts")
+
+
+def test_a_checkpoint_from_before_the_first_attempt_is_no_progress():
+    gang = Failing()
+    gang.committed = 5
+    assert [isinstance(gang.fail(), Restart) for _ in range(3)] == [True, True, False]
+
+
+def test_a_run_that_never_saved():
+    gang = Failing()
+    gang.fail()
+    gang.fail()
+    assert gang.fail() == Stop(93, "no progress past step 0 in 3 attempts")
+
+
+def test_a_step_that_was_saved_before_is_no_progress():
+    """The newest was damaged, and the run saves it again and again."""
+    gang = Failing()
+    gang.fail(committed=10)
+    decisions = []
+    for _ in range(3):
+        gang.committed = 5
+        decisions.append(gang.fail(committed=10))
+    assert decisions[-1] == Stop(93, "no progress past step 10 in 3 attempts")
+
+
+def test_progress_starts_the_count_again():
+    gang = Failing()
+    for step in range(5, 100, 5):
+        assert isinstance(gang.fail(committed=step), Restart)
+        assert isinstance(gang.fail(), Restart)
+        assert isinstance(gang.fail(), Restart)
+
+
+def test_a_program_without_beats_is_restarted_as_often_as_asked():
+    gang = Failing(max_restarts=6)
+    assert all(isinstance(gang.fail(judged=False), Restart) for _ in range(6))
+    assert gang.fail(judged=False) == Stop(1, "no restart is left of --max-restarts=6")
+
+
+def test_the_process_that_keeps_failing_is_left_out():
+    gang = Failing(min_processes=2)
+    assert gang.fail(process=1).slots == (0, 1, 2, 3)
+    left = gang.fail(process=1)
+    assert left.slots == (0, 2, 3) and left.dropped == 1
+    # Process 2 is now the one in place 3.
+    assert gang.fail(process=2).slots == (0, 2, 3)
+    assert gang.fail(process=2).slots == (0, 2)
+    assert [gang.fail(process=0).slots for _ in range(2)] == [(0, 2), (0, 2)]
+    assert isinstance(gang.fail(process=0), Stop)
+
+
+def test_failures_of_several_processes_leave_none_out():
+    gang = Failing(min_processes=2)
+    assert [gang.fail(process=process, committed=process).slots for process in (1, 2, 3)] == [(0, 1, 2, 3)] * 3
+    assert gang.fail(process=3, committed=9).slots == (0, 1, 2, 3)  # got further, so it may be chance
+    assert Failing(min_processes=4).fail(process=1).slots == (0, 1, 2, 3)
+
+
+def test_a_layout_that_three_processes_refuse_may_suit_two():
+    gang = Failing(min_processes=2)
+    gang.fail(process=1)
+    assert gang.fail(process=1).slots == (0, 2, 3)
+    assert gang.fail(2, process=0).slots == (0, 2)
+    assert gang.fail(2, process=0) == Stop(2, "exit code 2 on 2 of 4 processes is never retried")
+
+
+def test_a_process_that_cannot_be_started_is_left_out():
+    gang = Failing(min_processes=3)
+    gang.fail(process=0, committed=5)
+    assert gang.restarts.unable_to_start(2).slots == (0, 1, 3)
+    strict = Failing(max_restarts=1)
+    strict.fail(committed=5)
+    assert isinstance(strict.restarts.unable_to_start(2), Stop)
