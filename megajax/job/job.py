@@ -41,6 +41,7 @@ from megajax.models.facts import flops_of
 from megajax.models.protocol import counted
 from megajax.resilience.activity import FINISH, SETUP, Activity
 from megajax.resilience.drills import drilled
+from megajax.resilience.exit_codes import NUMERIC_FAULT
 from megajax.resilience.signals import Signals, agree
 from megajax.training.guard import Guard
 from megajax.training.loop import Corruption, Hook, NumericFault, StepInfo, run_steps
@@ -73,6 +74,7 @@ class Job:
         self.folder = RunFolder.create(cfg.run_dir)
         self.manager: CheckpointManager = stack.enter_context(cfg.checkpoint.build(self.folder.checkpoints))
         if not skip_train:
+            pulse.events = self.folder.events
             failures.open(self.folder.events, self.activity, self.events, jax.process_index())
         self.local = LocalSaves(cfg, self.manager, self.activity, self.events.event, skip_train=skip_train)
         self.start = start = stack.enter_context(self.local).start()
@@ -172,7 +174,7 @@ class Job:
         self.profile = Profile(cfg.profile, folder.profile, self.first, lambda summary: show(summary.sections()))
         self.stack.callback(self.profile.close)
         ticker = partial(console.ticker, total=False)
-        self.evaluate = Evaluate(cfg, self.log, lambda: agree(signals.request is not None), ticker)
+        self.evaluate = Evaluate(cfg, self.log, self.evaluation_stops, ticker)
         self.tasks = EvaluateTasks.of(self.run, self.log, self.evaluate.stopping, ticker)
         spikes = self.guard.spikes
         self.save = Save(
@@ -218,7 +220,7 @@ class Job:
             self.console.steps_over()
             self.console.say(str(fault))
             self.ending.report()
-            return NUMERIC_FAULT_EXIT
+            return NUMERIC_FAULT
         except NumericFault as fault:
             self.console.steps_over()
             self.events.event("numeric_fault", message=str(fault), exit_code=fault.code)
@@ -227,6 +229,9 @@ class Job:
                 f"stopped by a numeric fault at {fault}; the weights before it are kept, nothing was saved. "
                 f"{advice(fault)}"
             )
+            if (good := self.ending.report()) is not None:
+                self.console.say(f"goodput: {good.sentence()}")
+            return fault.code
         with self.activity.phase(FINISH):
             self.finish(last)
         return 0
@@ -292,6 +297,11 @@ class Job:
     def stopping(self) -> bool:
         """Whether this process was asked to stop, or its time is up."""
         return self.signals.request is not None or self.out_of_time()
+
+    def evaluation_stops(self) -> bool:
+        """Asked before each batch of an evaluation."""
+        self.activity.progress()
+        return agree(self.signals.request is not None)
 
     def out_of_time(self) -> bool:
         """Whether the attempt has lasted as long as it may."""
@@ -392,7 +402,7 @@ def train(
     job: Job | None = None
     find_devices()
     with ExitStack() as stack:
-        pulse = stack.enter_context(Pulse(cfg.run_dir, Activity()))
+        pulse = stack.enter_context(Pulse(cfg.run_dir, Activity(), cfg.resilience.watchdog))
         try:
             with pulse.activity.phase(SETUP):
                 job = Job(

@@ -15,6 +15,25 @@ REMEMBERED = 64
 """Durations kept of each phase."""
 
 
+_WORDS = {
+    SETUP: "setting up",
+    COMPILE: "compiling for step {}",
+    STEP: "in step {}",
+    FINISH: "finishing",
+    BACKGROUND_SAVE: "writing the checkpoint of step {}",
+    "data_wait": "waiting for the rows of step {}",
+    "evaluation": "evaluating after step {}",
+    "save": "saving step {}",
+}
+
+
+def words(phase: str, step: int | None) -> str:
+    """A phase as part of a sentence: "waiting for the rows of step 7"."""
+    if step is None:
+        return _WORDS.get(phase, f"in {phase}").removesuffix(" {}").removesuffix(" of step").removesuffix(" for step")
+    return _WORDS.get(phase, f"in {phase} of step {{}}").format(step)
+
+
 class Doing(NamedTuple):
     """A phase that a thread is in."""
 
@@ -27,6 +46,8 @@ class Doing(NamedTuple):
     """Identifier of the thread."""
     moved: float
     """When it last made progress: at `since`, or later in a phase of many parts."""
+    first: bool = False
+    """Whether this process or another may compile a program in it."""
 
 
 class Activity:
@@ -39,17 +60,18 @@ class Activity:
         self._seconds: dict[str, deque[tuple[int | None, float]]] = {}
         self.step = 0
         """The last step whose numbers have arrived."""
-        self.arrivals = 0
-        """Steps whose numbers have arrived in this attempt."""
         self.committed: int | None = None
         """The last step with a whole checkpoint; None: none so far."""
 
     @contextmanager
-    def phase(self, name: str, step: int | None = None) -> Generator[None]:
-        """Within the block, this thread is in phase `name`; an error that leaves it says so as its `doing`."""
+    def phase(self, name: str, step: int | None = None, *, first: bool = False) -> Generator[None]:
+        """Within the block, this thread is in phase `name`; an error that leaves it says so as its `doing`.
+
+        first: a program is run for the first time.
+        """
         thread, now = threading.get_ident(), self._clock()
         before = self._threads.get(thread, ())
-        doing = Doing(name, step, now, thread, now)
+        doing = Doing(name, step, now, thread, now, first)
         self._set(thread, (*before, doing))
         try:
             yield
@@ -67,10 +89,6 @@ class Activity:
         if phases := self._threads.get(thread, ()):
             self._lasted(phases[-1], part=True)
             self._set(thread, (*phases[:-1], phases[-1]._replace(moved=self._clock())))
-
-    def arrived(self, step: int) -> None:
-        """The numbers of a step have arrived."""
-        self.step, self.arrivals = step, self.arrivals + 1
 
     def now(self) -> tuple[Doing, ...]:
         """The innermost phase of each thread that is in one."""
@@ -94,8 +112,8 @@ class Activity:
         seconds, step = self._clock() - done.moved, None if part else done.step
         with self._lock:
             known = self._seconds.setdefault(done.phase, deque(maxlen=REMEMBERED))
-            # The step after it may have been dispatched in between.
-            for place in range(len(known) - 1, max(len(known) - 3, -1), -1):
+            # Later steps may have been dispatched in between.
+            for place in range(len(known) - 1, max(len(known) - 4, -1), -1):
                 if step is not None and known[place][0] == step:
                     known[place] = step, known[place][1] + seconds
                     return

@@ -6,6 +6,7 @@ from typing import Literal
 from megajax.config.errors import Problem
 from megajax.resilience.drills import CORRUPTION, NUMERIC, PROCESS, Drill
 from megajax.resilience.integrity_config import HealthConfig, RecomputeConfig, ReplicasConfig, StragglersConfig
+from megajax.resilience.watchdog_config import WatchdogConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,6 +46,8 @@ class ResilienceConfig:
     """Slow processes."""
     health: HealthConfig = field(default_factory=HealthConfig)
     """Health of devices and hosts, before and during a run."""
+    watchdog: WatchdogConfig | None = field(default_factory=WatchdogConfig)
+    """Limits of the phases of a process: one that takes longer ends it with exit code 124; none: no limits."""
     inject: tuple[str, ...] = ()
     """Faults to inject, for drills. KIND:step=N: the first time that step is run; KIND:step=N:always: every time,
     also after a restart by the launcher; KIND:step=N:attempt=M: in its M-th start. KIND is nan, inf, spike (loss and

@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Mapping
 from pathlib import Path
 
-from megajax.resilience.activity import Activity
+from megajax.resilience.activity import Activity, words
 
 FOLDER = "hangs"
 """Folder of the stacks in the run folder."""
@@ -26,8 +26,7 @@ def stacks(activity: Activity) -> str:
             continue
         head = f"thread {names.get(thread, 'without a name')} ({thread})"
         if (phase := doing.get(thread)) is not None:
-            step = "" if phase.step is None else f" of step {phase.step}"
-            head += f", in {phase.phase}{step} for {now - phase.since:.1f} s"
+            head += f", {words(phase.phase, phase.step)} for {now - phase.since:.1f} s"
         lines += [f"{head}:\n", *traceback.format_stack(frames[thread]), "\n"]
     return "".join(lines)
 

@@ -14,7 +14,7 @@ from jax import Array
 from megajax.batch import SAMPLE
 from megajax.mesh.measures import Measured
 from megajax.mesh.processes import StopFlags
-from megajax.resilience.activity import STEP, Activity
+from megajax.resilience.activity import COMPILE, STEP, Activity
 from megajax.resilience.exit_codes import NUMERIC_FAULT, TRANSIENT_FAULT
 from megajax.resilience.signals import agree
 from megajax.training.exchange import SECONDS, STOP
@@ -124,6 +124,11 @@ class Reading(NamedTuple):
     fresh: bool
     """Whether that is a new account."""
 
+    @property
+    def rows(self) -> int:
+        """Rows of the batch."""
+        return self.batch[SAMPLE].size
+
 
 class Flight(NamedTuple):
     """A dispatched step whose numbers have not been fetched."""
@@ -193,6 +198,9 @@ class _Loop:
     ):
         self.run, self.stopping, self.guard, self.activity = run, stopping, guard, activity
         activity.step = run.step
+        # Sizes of batches: each has a program of its own, which another process may still compile when it is run here.
+        self.compiled: set[int] = set()
+        self.landed: set[int] = set()
         self.flags = StopFlags(run.mesh) if jax.process_count() > 1 else None
         self.times, self.first = times, run.step + 1
         self.held = None if guard is None else guard.held
@@ -211,7 +219,9 @@ class _Loop:
         """Send a step off, with limits or with those the guard has for it."""
         if limits is None and self.guard is not None:
             limits = self.guard.limits(reading.step)
-        dispatched, running = time.monotonic(), self.activity.phase(STEP, reading.step)
+        phase = STEP if reading.rows in self.compiled else COMPILE
+        self.compiled.add(reading.rows)
+        dispatched, running = time.monotonic(), self.activity.phase(phase, reading.step, first=self.untried(reading))
         with running, jax.set_mesh(self.run.mesh), jax.default_matmul_precision(self.precision):
             control = self.control(reading, limits)
             more = () if all(part is None for part in control) else (control,)
@@ -257,11 +267,17 @@ class _Loop:
             )
         return sentence(nonfinite, program.declared, measured(program.observed, seen).values())
 
+    def untried(self, reading: Reading) -> bool:
+        """Whether no step of this size is done yet."""
+        return reading.rows not in self.landed
+
     def fetch(self, flight: Flight) -> StepInfo:
         """Wait for a step."""
-        with self.activity.phase(STEP, flight.reading.step), self.times.waiting():
+        first = self.untried(flight.reading)
+        with self.activity.phase(STEP, flight.reading.step, first=first), self.times.waiting():
             values = jax.device_get(dict(flight.metrics))
-        self.activity.arrived(flight.reading.step)
+        self.activity.step = flight.reading.step
+        self.landed.add(flight.reading.rows)
         since, self.done = max(self.done, flight.dispatched), time.monotonic()
         if flight.reading.step == self.first:
             self.times.forget()
@@ -274,7 +290,7 @@ class _Loop:
             flight.reading.step,
             **known,
             consumed_samples=flight.reading.consumed,
-            rows=flight.reading.batch[SAMPLE].size,
+            rows=flight.reading.rows,
             seconds=self.done - since,
             stop=bool(numbers.pop(STOP, False)),
             held=bool(numbers.pop(HELD, False)),

@@ -100,7 +100,7 @@ def test_sigusr2_writes_the_stacks_and_nothing_ends(tmp_path: Path, capfd: pytes
             time.sleep(0.02)
         assert signals.request is None
     text = path.read_text()
-    assert "asked for by SIGUSR2" in text and "thread MainThread" in text and "in data_wait of step 7" in text
+    assert "asked for by SIGUSR2" in text and "thread MainThread" in text and "waiting for the rows of step 7" in text
     assert "test_sigusr2_writes_the_stacks_and_nothing_ends" in text
 
 

@@ -1,0 +1,217 @@
+"""What each process of a run is doing, published in jax's coordination service: to name the first cause of a failure.
+
+A process that fails or hangs asks for the status of the others. The service answers without the devices, but only while
+process 0 runs, which holds it; calls may block for as long as process 0 is stopped.
+"""
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+from jax._src import distributed  # the key-value store of the coordination service has no public name
+
+from megajax.resilience.activity import words
+
+PERIOD_SECONDS = 1.0
+"""How often a process publishes its status."""
+
+PROCESSES_A_SECOND = 500
+"""With more processes, each publishes less often."""
+
+SERVICE_SECONDS = 4.0
+"""How long to wait for the coordination service."""
+
+TELL_SECONDS = 1.0
+"""The same in a process that is about to end."""
+
+SILENT_PERIODS = 2.5
+"""A process that publishes nothing new for so many periods does not run."""
+
+_KEY, _HANGS = "megajax/status", "megajax/hangs"
+_ORDER = {"data_wait": 0, "step": 1, "compile": 1}
+"""Phases of a step in their order; others follow."""
+
+
+class Status(NamedTuple):
+    """What a process published last."""
+
+    beat: int
+    """Counts up."""
+    phase: str | None = None
+    step: int | None = None
+    seconds: float = 0.0
+    """How long it has been in the phase without progress."""
+    left: float = 0.0
+    """Seconds until the limit of the phase; 0: the watchdog is off."""
+    failure: str | None = None
+    """Why it ends; None: it does not."""
+
+    def place(self) -> tuple[float, int]:
+        """How far it is: the step, and the phase of it."""
+        if self.step is None:
+            return (float("inf") if self.phase == "finish" else -1.0), 0
+        return self.step, _ORDER.get(self.phase or "", 2)
+
+    def doing(self) -> str:
+        """waiting for the rows of step 7."""
+        return "between phases" if self.phase is None else words(self.phase, self.step)
+
+
+class Verdict(NamedTuple):
+    """Who keeps this process waiting."""
+
+    process: int | None
+    """The first cause; None: unknown."""
+    sentence: str
+    """About it; "" if nothing is known."""
+    patience: float = 0.0
+    """Seconds for which the process may still be waited for, because its own limit has not passed."""
+    said: bool = False
+    """Whether the process said it itself."""
+
+
+def judge(own: int, before: Mapping[int, Status], after: Mapping[int, Status], count: int) -> Verdict:
+    """Who is the first cause of what `own` meets, from two readings some periods apart: the one that failed, does not
+    run, or is behind the others."""
+    if (failed := first_failure(own, after)) is not None:
+        return failed
+    others = [process for process in range(count) if process != own]
+    silent = [each for each in others if each not in after or after[each].beat == getattr(before.get(each), "beat", -1)]
+    if silent:
+        first = min(silent, key=lambda each: after[each].place() if each in after else (-2.0, 0))
+        more = "" if len(silent) == 1 else f" (nor do {len(silent) - 1} others)"
+        last = f"; it was {after[first].doing()}" if first in after else ""
+        return Verdict(first, f"process {first} does not run any more{more}{last}")
+    here = after.get(own, Status(0)).place()
+    first = min(others, key=lambda each: after[each].place())
+    if after[first].place() < here:
+        status = after[first]
+        step = after[own].step if own in after else None
+        entered = "" if step is None else f" has not entered step {step}: it"
+        sentence = f"process {first}{entered} has been {status.doing()} for {status.seconds:.0f} s"
+        return Verdict(first, sentence, max(status.left, 0.0))
+    if here < min(after[each].place() for each in others):
+        return Verdict(own, "the other processes wait for this one")
+    return Verdict(None, "all processes are equally far: a collective or a device does not answer")
+
+
+def first_failure(own: int, states: Mapping[int, Status]) -> Verdict | None:
+    """Another process that said why it fails, and that did not lose one itself; None: there is none."""
+    for process, status in sorted(states.items()):
+        if process != own and status.failure is not None and not secondary(status.failure):
+            return Verdict(process, f"process {process} failed: {status.failure}", said=True)
+    return None
+
+
+LOST = "lost the connection to"
+
+
+def secondary(failure: str) -> bool:
+    """Whether a failure follows from that of another process."""
+    return failure.startswith(LOST)
+
+
+class PeerStatus:
+    """Publishes the status of this process, and reads that of the others.
+
+    Its calls to the service run in threads of their own, for they may block.
+    """
+
+    def __init__(self, status: Callable[[int], Status], dump: Callable[[str], None]):
+        """status: what this process does now, numbered as given. dump: writes the stacks of this process; called with
+        the reason if another one hangs."""
+        state = distributed.global_state
+        self.index, self.count = state.process_id, state.num_processes
+        self.period = max(PERIOD_SECONDS, self.count / PROCESSES_A_SECOND)
+        self._client: Any = state.client
+        self._status, self._dump, self._beat = status, dump, 0
+        self._over = threading.Event()
+
+    @property
+    def alone(self) -> bool:
+        """Whether this is the only process."""
+        return self._client is None or self.count < 2
+
+    def start(self) -> None:
+        """Publish from now on."""
+        if not self.alone:
+            threading.Thread(target=self._run, name="peer status", daemon=True).start()
+
+    def stop(self) -> None:
+        """Publish no more."""
+        self._over.set()
+
+    def tell(self, failure: str) -> None:
+        """Publish why this process ends; gives up after a while."""
+        self.stop()
+        if not self.alone:
+            self._answered(lambda: self._publish(failure), TELL_SECONDS)
+
+    def ask_for_stacks(self) -> None:
+        """Have the others write their stacks, because this process hangs; waits until they should have."""
+        if not self.alone:
+            ask = partial(self._client.key_value_set, f"{_HANGS}/{self.index}", "", allow_overwrite=True)
+            self._answered(ask, TELL_SECONDS)
+            time.sleep(SILENT_PERIODS * self.period)
+
+    def verdict(self) -> Verdict:
+        """Who is the first cause of a failure or a hang of this process. Takes some periods."""
+        if self.alone:
+            return Verdict(None, "")
+        before = self._answered(self._read, SERVICE_SECONDS)
+        if before is not None:
+            time.sleep(SILENT_PERIODS * self.period)
+        after = None if before is None else self._answered(self._read, SERVICE_SECONDS)
+        if before is None or after is None:
+            if self.index == 0:
+                return Verdict(None, "the coordination service does not answer")
+            return Verdict(0, "process 0, which holds the coordination service, does not answer")
+        return judge(self.index, before, after, self.count)
+
+    def failed(self) -> Verdict | None:
+        """The process that said that it fails; None: none has, or nobody knows. Answers at once."""
+        states = None if self.alone else self._answered(self._read, TELL_SECONDS)
+        return None if states is None else first_failure(self.index, states)
+
+    def _run(self) -> None:
+        asked = False
+        while not self._over.is_set() and self._publish(None) is not None:
+            if not asked and (hangs := self._hang()) is not None:
+                asked = True
+                self._dump(f"process {hangs} hangs")
+            self._over.wait(self.period)
+
+    def _hang(self) -> int | None:
+        """A process that asked for the stacks of all."""
+        with contextlib.suppress(Exception):
+            for key, _ in self._client.key_value_dir_get(_HANGS):
+                return int(key.rpartition("/")[2])
+        return None
+
+    def _publish(self, failure: str | None) -> bool | None:
+        self._beat += 1
+        text = json.dumps(self._status(self._beat)._replace(failure=failure))
+        try:
+            self._client.key_value_set(f"{_KEY}/{self.index}", text, allow_overwrite=True)
+        except Exception:  # the service is gone: jax ends this process
+            return None
+        return True
+
+    def _read(self) -> dict[int, Status] | None:
+        try:
+            pairs = self._client.key_value_dir_get(_KEY)
+        except Exception:
+            return None
+        return {int(key.rpartition("/")[2]): Status(*json.loads(text)) for key, text in pairs}
+
+    def _answered[T](self, ask: Callable[[], T], seconds: float) -> T | None:
+        """What `ask` returns; None if it takes too long."""
+        answers: list[T] = []
+        asking = threading.Thread(target=lambda: answers.append(ask()), daemon=True)
+        asking.start()
+        asking.join(seconds)
+        return answers[0] if answers else None

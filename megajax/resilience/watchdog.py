@@ -1,0 +1,92 @@
+"""Decides from the phases that threads are in whether a process hangs."""
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import NamedTuple
+
+from megajax.resilience.activity import COMPILE, Activity, Doing, words
+from megajax.resilience.watchdog_config import WatchdogConfig
+
+ASLEEP_SECONDS = 5.0
+"""If this much more time passes between two checks than should, the process was stopped itself, or had no processor."""
+
+_COMPILING = tuple(f"jax/_src/{name}.py" for name in ("compiler", "interpreters/partial_eval", "interpreters/mlir"))
+
+
+class Hang(NamedTuple):
+    """A phase that takes longer than its limit."""
+
+    phase: str
+    step: int | None
+    seconds: float
+    """Since it began, or since its last progress."""
+    limit: float
+    setting: str
+    """The setting of `WatchdogConfig` that the limit comes from."""
+
+    def sentence(self) -> str:
+        """waiting for the rows of step 7 for 21 s, limit 20 s (resilience.watchdog.data_wait)."""
+        setting = f"resilience.watchdog.{self.setting}"
+        return f"{words(self.phase, self.step)} for {self.seconds:.0f} s, limit {self.limit:.0f} s ({setting})"
+
+
+class Watchdog:
+    """Compares the phases of an activity with their limits. Time in which the process was stopped does not count."""
+
+    def __init__(
+        self,
+        cfg: WatchdogConfig,
+        activity: Activity,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        compiles: Callable[[int], bool] | None = None,
+    ):
+        """compiles: whether a thread is tracing or compiling a program."""
+        self._cfg, self._activity, self._clock = cfg, activity, clock
+        self._compiles = compiles or is_compiling
+        self._checked: float | None = None
+        self._asleep: list[tuple[float, float]] = []
+
+    def check(self, period: float) -> Hang | None:
+        """The first hang found, or None. period: seconds between checks."""
+        now = self._clock()
+        if self._checked is not None and now - self._checked > period + ASLEEP_SECONDS:
+            self._asleep.append((self._checked, now - self._checked - period))
+        self._checked, doing = now, self._activity.now()
+        oldest = min((each.moved for each in doing), default=now)
+        self._asleep = [each for each in self._asleep if each[0] + each[1] > oldest]
+        return next((hang for each in doing if (hang := self._hang(each, now))), None)
+
+    def limit(self, doing: Doing) -> tuple[str, float]:
+        """The setting that limits a phase, and the limit in seconds."""
+        (name, floor), typical = self._cfg.floor(doing.phase), self._activity.typical(doing.phase)
+        if (doing.first or typical is None) and floor < self._cfg.compile:
+            return COMPILE, self._cfg.compile
+        return name, max(floor, self._cfg.factor * (typical or 0.0))
+
+    def awake(self, doing: Doing, now: float) -> float:
+        """Seconds since the last progress of a phase, without those in which the process was stopped."""
+        stopped = sum(min(seconds, begun + seconds - doing.moved) for begun, seconds in self._asleep)
+        return now - doing.moved - stopped
+
+    def _hang(self, doing: Doing, now: float) -> Hang | None:
+        seconds, (name, limit) = self.awake(doing, now), self.limit(doing)
+        if seconds <= limit:
+            return None
+        if name != COMPILE and self._compiles(doing.thread):
+            doing = doing._replace(phase=COMPILE)
+            name, limit = self.limit(doing)
+        return Hang(doing.phase, doing.step, seconds, limit, name) if seconds > limit else None
+
+
+def is_compiling(thread: int) -> bool:
+    """Whether a thread is tracing, lowering or compiling a program, by its stack."""
+    return any(frame.f_code.co_filename.endswith(_COMPILING) for frame in _frames(sys._current_frames().get(thread)))
+
+
+def _frames(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back

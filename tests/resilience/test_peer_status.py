@@ -1,0 +1,137 @@
+"""Who is the first cause of a hang or of a lost connection, from what processes published."""
+
+import pytest
+
+from megajax.job import peer_status
+from megajax.job.lost_peer import CONNECTION
+from megajax.job.peer_status import LOST, PeerStatus, Status, judge, secondary
+
+
+def moved(states: dict[int, Status]) -> dict[int, Status]:
+    """The same, some periods later."""
+    return {process: state._replace(beat=state.beat + 2) for process, state in states.items()}
+
+
+STEP = Status(5, "step", 7, 21.0, -1.0)
+
+
+def test_a_process_behind_the_others_is_the_cause():
+    before = {0: STEP, 1: Status(9, "data_wait", 7, 21.0, -1.0), 2: STEP}
+    verdict = judge(0, before, moved(before), 3)
+    assert (verdict.process, verdict.patience) == (1, 0.0)
+    assert verdict.sentence == "process 1 has not entered step 7: it has been waiting for the rows of step 7 for 21 s"
+
+
+def test_a_process_that_hangs_itself_says_that_others_wait():
+    before = {0: STEP, 1: Status(9, "data_wait", 7, 21.0, -1.0), 2: STEP}
+    verdict = judge(1, before, moved(before), 3)
+    assert (verdict.process, verdict.sentence) == (1, "the other processes wait for this one")
+
+
+def test_a_process_within_its_own_limit_is_waited_for():
+    before = {0: STEP, 1: Status(9, "compile", 6, 21.0, 900.0)}
+    assert judge(0, before, moved(before), 2).patience == 900.0
+
+
+def test_a_process_that_publishes_nothing_more_is_the_cause_whatever_it_did():
+    before = {0: STEP, 1: Status(9, "step", 8), 2: Status(5, "data_wait", 7, 3.0, -1.0)}
+    verdict = judge(0, before, moved(before) | {1: before[1]}, 3)
+    assert verdict.process == 1 and verdict.sentence == "process 1 does not run any more; it was in step 8"
+
+
+def test_a_process_that_never_published_is_the_cause():
+    before = {0: STEP}
+    assert judge(0, before, moved(before), 2).process == 1
+
+
+def test_the_first_failure_is_the_cause_and_not_what_follows_from_it():
+    after = {
+        0: STEP,
+        1: Status(5, "step", 7, failure=f"{LOST} process 2: it failed"),
+        2: Status(9, "data_wait", 7, failure="ValueError: odd"),
+    }
+    verdict = judge(0, {}, after, 3)
+    assert (verdict.process, verdict.sentence, verdict.said) == (2, "process 2 failed: ValueError: odd", True)
+    assert secondary(str(after[1].failure)) and not secondary(str(after[2].failure))
+
+
+def test_nobody_is_blamed_where_all_are_equally_far():
+    before = {0: STEP, 1: STEP}
+    verdict = judge(0, before, moved(before), 2)
+    assert verdict.process is None and "all processes are equally far" in verdict.sentence
+
+
+@pytest.mark.parametrize(
+    ("earlier", "later"),
+    [
+        (Status(1, "setup"), Status(1, "data_wait", 1)),
+        (Status(1, "data_wait", 7), Status(1, "step", 7)),
+        (Status(1, "step", 7), Status(1, "save", 7)),
+        (Status(1, "save", 7), Status(1, "step", 8)),
+        (Status(1, "step", 8), Status(1, "finish")),
+    ],
+)
+def test_places_of_a_run_in_order(earlier, later):
+    assert earlier.place() < later.place()
+
+
+class Service:
+    """The key-value store of the coordination service."""
+
+    def __init__(self):
+        self.values: dict[str, str] = {}
+
+    def key_value_set(self, key: str, value: str, allow_overwrite: bool) -> None:
+        self.values[key] = value
+
+    def key_value_dir_get(self, folder: str) -> list[tuple[str, str]]:
+        return [(key, value) for key, value in self.values.items() if key.startswith(f"{folder}/")]
+
+
+def peers(index: int, service: Service, dumps: list[str]) -> PeerStatus:
+    made = PeerStatus(lambda beat: Status(beat, "step", 7), dumps.append)
+    made._client, made.index, made.count = service, index, 2
+    return made
+
+
+def test_processes_know_of_each_other(monkeypatch):
+    monkeypatch.setattr(peer_status, "PERIOD_SECONDS", 0.05)
+    service, dumps = Service(), []
+    here, there = (peers(index, service, dumps) for index in (0, 1))
+    here.period = there.period = 0.05
+    assert here.failed() is None
+    here.start()
+    there.start()
+    there.ask_for_stacks()
+    assert dumps == ["process 1 hangs"] * 2
+    assert here.verdict().process is None
+    there.stop()
+    verdict = here.verdict()
+    assert verdict.process == 1 and not verdict.said
+    there.tell("ValueError: odd")
+    assert here.failed() == here.verdict() and here.verdict().said
+    here.stop()
+
+
+def test_alone_nothing_is_published():
+    alone = PeerStatus(Status, lambda why: None)
+    alone.start()
+    alone.tell("odd")
+    assert alone.alone and alone.failed() is None and alone.verdict().process is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "UNKNOWN: Gloo AllGather failed: [pair.cc:547] Connection closed by peer [127.0.0.1]:29074",
+        "DEADLINE_EXCEEDED: Gloo ReduceScatter timed out: Read error [127.0.0.1]:29837: Connection reset by peer",
+        "INTERNAL: NCCL operation ncclGroupEnd() failed: remote process exited or there was a network error",
+        "UNAVAILABLE: Failed to send RPC to coordination service. Either the leader task was preempted",
+    ],
+)
+def test_errors_of_connections(text):
+    assert CONNECTION.search(text)
+
+
+def test_other_errors_are_none_of_connections():
+    assert not CONNECTION.search("RESOURCE_EXHAUSTED: Out of memory allocating 1024 bytes")

@@ -1,0 +1,207 @@
+"""The watchdog, by a clock that is set by hand: what is a hang, and what is not."""
+
+import threading
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from megajax.resilience.activity import Activity
+from megajax.resilience.config import ResilienceConfig
+from megajax.resilience.stacks import stacks
+from megajax.resilience.watchdog import Hang, Watchdog, is_compiling
+from megajax.resilience.watchdog_config import WatchdogConfig
+
+
+class Hands:
+    """A clock, and a watchdog that looks at it every second."""
+
+    def __init__(self, compiles: bool = False, **limits: float):
+        self.now = 1000.0
+        self.activity = Activity(lambda: self.now)
+        cfg = WatchdogConfig(**{"step": 20.0, "data_wait": 20.0, "compile": 100.0, "evaluation": 30.0} | limits)
+        self.watchdog = Watchdog(cfg, self.activity, clock=lambda: self.now, compiles=lambda thread: compiles)
+
+    def wait(self, seconds: float) -> Hang | None:
+        """The first hang found."""
+        until = self.now + seconds
+        while self.now < until:
+            self.now = min(self.now + 1.0, until)
+            if (hang := self.watchdog.check(1.0)) is not None:
+                return hang
+        return None
+
+    def asleep(self, seconds: float) -> None:
+        """The process is stopped."""
+        self.now += seconds
+
+    def lasts(self, phase: str, seconds: float, steps: int = 1) -> None:
+        """A phase that ends, step after step."""
+        for step in range(steps):
+            with self.activity.phase(phase, step + 1):
+                assert self.wait(seconds) is None
+
+
+def test_a_phase_beyond_its_limit_is_a_hang():
+    hands = Hands()
+    hands.lasts("step", 1.0, steps=3)
+    with hands.activity.phase("step", 7):
+        hang = hands.wait(100)
+    assert hang == Hang("step", 7, 21.0, 20.0, "step")
+    assert hang.sentence() == "in step 7 for 21 s, limit 20 s (resilience.watchdog.step)"
+
+
+def test_between_phases_nothing_hangs():
+    hands = Hands()
+    hands.lasts("step", 1.0, steps=3)
+    assert hands.wait(1000) is None
+
+
+def test_long_steps_have_a_long_limit():
+    hands = Hands(factor=3.0)
+    hands.lasts("step", 15.0, steps=5)
+    with hands.activity.phase("step", 6):
+        assert hands.wait(45.0) is None
+        hang = hands.wait(10.0)
+    assert hang is not None and hang.limit == 45.0
+
+
+def test_a_step_is_its_dispatch_and_its_fetch():
+    """They do not count as two steps, of which one is short: the median would be halved."""
+    hands = Hands(factor=3.0)
+    for step in range(1, 20):
+        with hands.activity.phase("step", step + 1):
+            assert hands.wait(0.0) is None
+        with hands.activity.phase("step", step):
+            assert hands.wait(15.0) is None
+    assert hands.activity.typical("step") == 15.0
+
+
+def test_the_first_of_each_phase_may_last_as_long_as_a_compilation_elsewhere():
+    hands = Hands()
+    with hands.activity.phase("data_wait", 1):
+        assert hands.wait(99.0) is None
+    hands.lasts("step", 1.0)
+    with hands.activity.phase("step", 2, first=True):
+        assert hands.wait(99.0) is None
+        hang = hands.wait(5.0)
+    assert hang is not None and hang.setting == "compile"
+
+
+def test_a_compilation_within_a_phase_has_the_limit_of_compilations():
+    hands = Hands(compiles=True)
+    hands.lasts("step", 1.0, steps=3)
+    with hands.activity.phase("step", 7):
+        assert hands.wait(99.0) is None
+        hang = hands.wait(5.0)
+    assert hang is not None and (hang.phase, hang.setting) == ("compile", "compile")
+
+
+def test_parts_of_an_evaluation_are_progress():
+    hands = Hands()
+    hands.lasts("evaluation", 1.0)
+    with hands.activity.phase("evaluation", 7):
+        for _ in range(20):
+            assert hands.wait(25.0) is None
+            hands.activity.progress()
+        hang = hands.wait(1000.0)
+    assert hang is not None and 250 <= hang.limit == 10 * hands.activity.typical("evaluation")
+
+
+@pytest.mark.parametrize("seconds", [6.5, 60.0, 1e5])
+def test_time_in_which_the_process_was_stopped_does_not_count(seconds):
+    hands = Hands()
+    hands.lasts("step", 1.0, steps=3)
+    with hands.activity.phase("step", 7):
+        for _ in range(3):
+            assert hands.wait(6.0) is None
+            hands.asleep(seconds)
+        assert hands.wait(1.0) is None
+        hang = hands.wait(5.0)
+    assert hang is not None and hang.seconds <= 22.0
+    assert hands.watchdog.check(1.0) is None and not hands.watchdog._asleep
+
+
+def test_a_phase_after_the_stop_has_its_whole_limit_and_no_more():
+    hands = Hands()
+    hands.lasts("step", 1.0, steps=3)
+    hands.asleep(50.0)
+    assert hands.wait(1.0) is None
+    with hands.activity.phase("step", 7):
+        assert hands.wait(20.0) is None
+        assert hands.wait(1.0) is not None
+
+
+def test_other_threads_are_watched_too():
+    hands = Hands(background_save=40.0)
+    hands.lasts("background_save", 1.0)
+    begun, over = threading.Event(), threading.Event()
+
+    def save() -> None:
+        with hands.activity.phase("background_save", 5):
+            begun.set()
+            over.wait()
+
+    thread = threading.Thread(target=save)
+    thread.start()
+    begun.wait()
+    hang = hands.wait(100.0)
+    over.set()
+    thread.join()
+    assert hang is not None and (hang.phase, hang.step, hang.limit) == ("background_save", 5, 40.0)
+
+
+def test_a_phase_of_another_name_has_a_limit():
+    hands = Hands(other=50.0)
+    hands.lasts("hash", 1.0)
+    with hands.activity.phase("hash", 7):
+        hang = hands.wait(1000.0)
+    assert hang is not None and (hang.limit, hang.setting) == (50.0, "other")
+
+
+def test_healthy_runs_have_no_alarm_by_default():
+    """A compilation of half an hour, a first step of an hour, saves and evaluations of an hour, in steps of 30 s."""
+    hands = Hands()
+    hands.watchdog = Watchdog(WatchdogConfig(), hands.activity, clock=lambda: hands.now, compiles=lambda _: False)
+    for phase, minutes in (("setup", 90), ("data_wait", 10), ("compile", 30)):
+        with hands.activity.phase(phase, 1):
+            assert hands.wait(60.0 * minutes) is None
+    with hands.activity.phase("step", 1, first=True):
+        assert hands.wait(3600.0) is None
+    hands.lasts("step", 30.0, steps=5)
+    for phase, minutes in (("step", 5), ("data_wait", 9), ("save", 60), ("background_save", 90), ("finish", 60)):
+        with hands.activity.phase(phase, 7):
+            assert hands.wait(60.0 * minutes) is None, phase
+
+
+def test_settings_that_can_not_be():
+    assert not ResilienceConfig(watchdog=None).problems()
+    problems = WatchdogConfig(step=0.0, factor=0.5).problems()
+    assert [problem.where for problem in problems] == ["step", "factor"]
+
+
+def test_a_thread_that_compiles_is_known_by_its_stack():
+    seen = []
+    here = threading.get_ident()
+
+    @jax.jit
+    def traced(x: jax.Array) -> jax.Array:
+        seen.append(is_compiling(here))
+        return x + 1
+
+    assert not is_compiling(here)
+    traced(jnp.zeros(3))
+    assert seen == [True]
+    assert not is_compiling(0)
+
+
+def test_stacks_name_threads_and_phases(tmp_path: Path):
+    activity = Activity()
+    with activity.phase("data_wait", 7):
+        other = threading.Thread(target=lambda: texts.append(stacks(activity)), name="other")
+        texts: list[str] = []
+        other.start()
+        other.join()
+    assert texts[0].startswith("thread MainThread") and "waiting for the rows of step 7 for 0.0 s" in texts[0]
+    assert "test_stacks_name_threads_and_phases" in texts[0]
