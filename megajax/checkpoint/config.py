@@ -44,6 +44,12 @@ class CheckpointConfig(Builds):
     """Write in the background: training waits for the copy to host memory only."""
     at_end: bool = True
     """Write a checkpoint after the last step."""
+    retries: int = 2
+    """How often a failed save is retried, between steps, before it counts as failed."""
+    retry_seconds: float = 10.0
+    """Seconds from a failed save to its first retry; doubled for each further one."""
+    failed_saves: int | None = 2
+    """End with exit code 1 after this many failed saves in a row, retries included; none: train on to the end."""
     load: Path | None = None
     """Start from another run's state: its run folder, its checkpoints folder or one step in it; or from the weights of
     hf:DIR, a Hugging Face model folder.
@@ -82,6 +88,9 @@ class CheckpointConfig(Builds):
                 ("every", self.every, 1, "use none to save only at the end"),
                 ("keep_last", self.keep_last, 1, "use none to keep all"),
                 ("keep_every", self.keep_every, 1, "use none to keep no step for good"),
+                ("retries", self.retries, 0, "use 0 for no retries"),
+                ("retry_seconds", self.retry_seconds, 0, "use 0 to retry at once"),
+                ("failed_saves", self.failed_saves, 1, "use none to train on whatever fails"),
                 ("step", self.step, 0, "use none for the newest"),
             )
             if value is not None and value < minimum

@@ -12,25 +12,25 @@ background saves only on request.
 
 import json
 import os
-import shutil
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from concurrent import futures
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from megajax.checkpoint import arrays, folder, integrity
+from megajax.checkpoint import arrays, failures, folder, integrity
 from megajax.checkpoint.config import CheckpointConfig
+from megajax.checkpoint.failures import CheckpointError, PartFailed, byte_size
 from megajax.checkpoint.folder import ARRAYS, META
+from megajax.checkpoint.new_folder import delete_folder
 from megajax.checkpoint.peers import Peers
-from megajax.checkpoint.reader import CheckpointReader, Tree, open_checkpoints, say
+from megajax.checkpoint.reader import CheckpointReader, Event, Tree, no_event, open_checkpoints, say
 from megajax.config.errors import UserError
 
 SHARED_FOLDER_TIMEOUT_SECONDS = 60.0
-
-
-class CheckpointError(Exception):
-    """A checkpoint was not saved; older ones are unchanged. Unlike after a UserError, a retry may succeed."""
 
 
 class SaveReport(NamedTuple):
@@ -45,15 +45,6 @@ class SaveReport(NamedTuple):
     """Size of all files of the step (0 on processes other than 0)."""
 
 
-def _cause(error: BaseException) -> str:
-    """The innermost reason, on one line, without the long messages that Orbax and TensorStore add."""
-    while (inner := error.__cause__ or error.__context__) is not None:
-        error = inner
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.strerror} ({error.filename})" if error.filename else error.strerror
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:500]
-
-
 class _Save(NamedTuple):
     """A save in progress."""
 
@@ -62,28 +53,60 @@ class _Save(NamedTuple):
     meta: str
     peers: Peers
     started: float
+    bytes: int
+    """Of its arrays."""
+
+
+type Background = Callable[[int], AbstractContextManager[Any]]
+"""Step -> the block in which it is written in the background: for those who watch over threads."""
+
+
+@dataclass
+class _Unread:
+    """The save whose result nobody has asked for."""
+
+    step: int | None = None
+    result: futures.Future[SaveReport] | None = None
+
+    def tell(self) -> None:
+        """At the end of the program, or when the manager is deleted: say if the last save failed."""
+        if self.result is None or not self.result.done() or (error := self.result.exception()) is None:
+            return
+        if "interpreter shutdown" in str(error):
+            error = CheckpointError(self.step or 0, "the program ended first. Call close() on the manager, or use with")
+        say(str(error))
 
 
 class CheckpointManager(CheckpointReader):
     """The writer of a run's checkpoints folder. Use it as a context manager, or call `close`.
 
-    A program that ends without either leaves its last save incomplete.
+    The last save of a program that ends without either may fail, which is then printed.
 
     Damaged steps are renamed to NAME.damaged and kept. The error of a failed background save is raised by the next
     `save`, `poll`, `wait` or `close`; the manager stays usable, and the next save may succeed.
     """
 
-    def __init__(self, cfg: CheckpointConfig, path: Path | str):
+    def __init__(
+        self,
+        cfg: CheckpointConfig,
+        path: Path | str,
+        *,
+        event: Event = no_event,
+        background: Background = lambda step: nullcontext(),
+    ):
         """Takes the folder's lock and removes the unfinished steps of dead attempts.
 
+        event: takes checkpoint_damaged, checkpoint_fallback and checkpoint_abandoned, on process 0.
         Raises UserError if the folder can't be written, is being written by another run, or is not shared by all
         processes.
         """
-        super().__init__(path)
+        super().__init__(path, event=event)
         self.cfg = cfg
         self._saves = 0
+        self._watched = background
         self._background = futures.ThreadPoolExecutor(1, thread_name_prefix="megajax checkpoint")
-        self._current: futures.Future[SaveReport] | None = None
+        self._unread = _Unread()
+        weakref.finalize(self, self._unread.tell)
         self._reports: list[SaveReport] = []
         self._lock: folder.WriterLock | None = None
         for check in (self._open, self._check_shared_folder):
@@ -155,6 +178,7 @@ class CheckpointManager(CheckpointReader):
         if self._peers.first:
             for number in later:
                 path = folder.set_aside(self.folder, number, "abandoned")
+                self._event("checkpoint_abandoned", step=number, back_to=step, kept_as=str(path))
                 say(f"going back to step {step}: the later checkpoint is kept as {path}")
         self._peers.agree()
 
@@ -163,62 +187,73 @@ class CheckpointManager(CheckpointReader):
         regular = self.cfg.every is not None and step > 0 and step % self.cfg.every == 0
         return regular or (self.cfg.at_end and step == total)
 
-    def save(self, step: int, state: Tree, meta: Mapping[str, Any] | None = None) -> None:
+    def save(self, step: int, state: Tree, meta: Mapping[str, Any] | None = None) -> bool:
         """Saves jax.Arrays with any layout, and metadata (JSON-serialisable, no NaN).
 
         Waits for an earlier save first. Returns when the arrays are copied to host memory, after which they may be
-        donated; with asynchronous=False, when the step is committed. A committed step is not written again. Called
-        by all processes. Raises CheckpointError if this or an earlier save failed, TypeError or ValueError if the
-        state or the metadata can't be saved.
+        donated; with asynchronous=False, when the step is committed. A committed step is not written again: the result
+        is False. Called by all processes. Raises CheckpointError if this or an earlier save failed, TypeError or
+        ValueError if the state or the metadata can't be saved.
         """
         started = time.monotonic()
         self.wait()
         if step in self._peers.share(self.steps()):
-            return
+            return False
         text = json.dumps({"step": step, "meta": dict(meta or {})}, allow_nan=False, indent=1, sort_keys=True)
         named = arrays.flatten(state)
         self._saves += 1
         path = self.folder / f"{folder.step_name(step)}.{self._peers.token}{self._saves:04x}.saving"
-        save = _Save(step, path, text, self._peers.among(f"save{self._saves}"), started)
+        size = sum(leaf.nbytes for leaf in named.values())
+        save = _Save(step, path, text, self._peers.among(f"save{self._saves}"), started, size)
         try:
-            self._on_all(save, lambda: save.path.mkdir() if save.peers.first else None)
-        except CheckpointError as error:
+            self._on_all(save, lambda: self._create(save) if save.peers.first else None)
+        except PartFailed as error:
             raise self._failed(save, error) from error
         try:
             writing: Any = arrays.start_writing(save.path / ARRAYS, named)
         except Exception as error:
             # Other processes may have succeeded: the thread informs them, then `wait` raises the error here.
             writing = error
-        self._current = self._background.submit(self._finish, save, writing, time.monotonic() - started)
+        finished = self._background.submit(self._finish, save, writing, time.monotonic() - started)
+        self._unread.step, self._unread.result = step, finished
         if isinstance(writing, Exception) or not self.cfg.asynchronous:
             self.wait()
+        return True
+
+    def _create(self, save: _Save) -> None:
+        # A save that certainly does not fit is not begun: other programs may need what is free.
+        failures.demand_space(self.folder, save.bytes)
+        save.path.mkdir()
 
     def _failed(self, save: _Save, error: Exception) -> CheckpointError:
         if save.peers.first:
-            shutil.rmtree(save.path, ignore_errors=True)
-        return CheckpointError(f"checkpoint step {save.step} not saved: {error} ({self.folder})")
+            delete_folder(save.path)
+        reason = str(error) if isinstance(error, PartFailed) else failures.reason(error, save.path, save.bytes)
+        return CheckpointError(save.step, reason)
 
     def _on_all[T](self, save: _Save, work: Callable[[], T]) -> T:
-        """Does this process's part, then waits for all. Raises CheckpointError on all processes if any part failed."""
+        """Does this process's part, then waits for all. Raises PartFailed on all processes if any part failed."""
         try:
             result = work()
         except Exception as error:
-            reason = _cause(error)
+            known = isinstance(error, PartFailed)
+            reason = str(error) if known else failures.reason(error, save.path, save.bytes)
             save.peers.fail(reason)
-            raise CheckpointError(save.peers.agree(reason)) from error
+            raise PartFailed(save.peers.agree(reason)) from error
         failure = save.peers.agree()
         if failure is not None:
-            raise CheckpointError(failure)
+            raise PartFailed(failure)
         return result
 
     def _finish(self, save: _Save, writing: Any, blocking: float) -> SaveReport:
         """The background part of a save; runs in a thread on every process. writing: of arrays, or its error."""
-        try:
-            self._on_all(save, lambda: self._wait_for_arrays(save, writing))
-            self._on_all(save, lambda: self._write_part(save))
-            size = self._on_all(save, lambda: self._commit(save) if save.peers.first else 0)
-        except Exception as error:
-            raise self._failed(save, error) from error
+        with self._watched(save.step):
+            try:
+                self._on_all(save, lambda: self._wait_for_arrays(save, writing))
+                self._on_all(save, lambda: self._write_part(save))
+                size = self._on_all(save, lambda: self._commit(save) if save.peers.first else 0)
+            except Exception as error:
+                raise self._failed(save, error) from error
         self._verified.add(save.step)
         total = time.monotonic() - save.started
         return SaveReport(save.step, blocking if self.cfg.asynchronous else total, total, size)
@@ -235,7 +270,7 @@ class CheckpointManager(CheckpointReader):
                 if time.monotonic() - began < 0.5:  # not this timeout but one that ended the writing
                     raise
             if (failure := save.peers.failure()) is not None:
-                raise CheckpointError(failure)
+                raise PartFailed(failure)
 
     def _write_part(self, save: _Save) -> None:
         """Process 0: writes the metadata. Others: hash their own files, so that process 0 need not hash all."""
@@ -278,18 +313,17 @@ class CheckpointManager(CheckpointReader):
 
     def poll(self) -> list[SaveReport]:
         """The saves that finished since the last call, without waiting. Raises CheckpointError if one failed."""
-        if self._current is not None and self._current.done():
+        if self._unread.result is not None and self._unread.result.done():
             self.wait()
         reports, self._reports = self._reports, []
         return reports
 
     def wait(self) -> None:
         """Waits for the save in progress. Raises CheckpointError if it failed; `poll` returns its report."""
-        if self._current is None:
-            return
-        futures.wait([self._current])
-        finished, self._current = self._current, None
-        self._reports.append(finished.result())
+        finished, self._unread.result = self._unread.result, None
+        if finished is not None:
+            futures.wait([finished])
+            self._reports.append(finished.result())
 
     def close(self) -> None:
         """Waits for the last save and releases the lock. Raises CheckpointError if the save failed."""
@@ -298,16 +332,42 @@ class CheckpointManager(CheckpointReader):
         finally:
             self._release()
 
+    def peers_for(self, name: str) -> Peers:
+        """All processes of the run, for communication of another thread. The name is used once."""
+        return self._peers.among(name)
+
+    def space_warning(self, state: Tree) -> str | None:
+        """What to say if the disk can't hold the checkpoints of such a state; None: it can, or it is unknown."""
+        size = sum(leaf.nbytes for leaf in arrays.flatten(state).values())
+        free, kept = failures.free_bytes(self.folder), len(self.steps())
+        if free is None:
+            return None
+        if free < size:
+            return (
+                f"warning: {self.folder} has {byte_size(free)} free, and a checkpoint of this run needs "
+                f"{byte_size(size)}: no save can succeed until there is space"
+            )
+        # The oldest step is deleted after the newest is committed.
+        most = None if self.cfg.keep_last is None or self.cfg.keep_every else self.cfg.keep_last + 1
+        if most is not None and free < (needed := max(most - kept, 1) * size):
+            return (
+                f"warning: {self.folder} has {byte_size(free)} free, and checkpoint.keep_last={self.cfg.keep_last} "
+                f"needs {byte_size(needed)} for {max(most - kept, 1)} more checkpoints of {byte_size(size)}"
+            )
+        return None
+
     def _release(self) -> None:
         if self._lock is not None:
             self._lock.release()
             self._lock = None
 
-    def _refuse(self, step: int, reason: str) -> None:
-        super()._refuse(step, reason)
+    def _keep(self, step: int) -> Path | None:
+        kept = None
         if self._peers.first:
-            say(f"it is kept as {folder.set_aside(self.folder, step, 'damaged')}")
+            kept = folder.set_aside(self.folder, step, "damaged")
+            say(f"it is kept as {kept}")
         self._peers.agree()
+        return kept
 
     def __enter__(self) -> Self:
         return self

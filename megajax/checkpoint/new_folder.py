@@ -9,10 +9,11 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
+from megajax.checkpoint.failures import FULL
 from megajax.checkpoint.integrity import files_below, flush_to_disk
 from megajax.config.errors import UserError
 
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_FULL = (*FULL, errno.EFBIG)
 
 
 @contextmanager
@@ -37,15 +38,15 @@ def new_folder(target: Path, needed: int = 0) -> Generator[Path]:
         folder.rename(target)
         flush_to_disk(target.parent)
     except OSError as error:
-        full = error.errno in FULL or "no space" in str(error).lower() or "too large" in str(error).lower()
+        full = error.errno in _FULL or "no space" in str(error).lower() or "too large" in str(error).lower()
         advice = "free space or name a folder on another disk" if full else "check the folder and its permissions"
         raise UserError(f"{target} can't be written: {error.strerror or error}; {advice}. Nothing is left.") from error
     finally:
-        _delete(folder)
+        delete_folder(folder)
 
 
-def _delete(folder: Path, tries: int = 20) -> None:
-    """More than once, since a library may still write a file in the background."""
+def delete_folder(folder: Path, tries: int = 20) -> None:
+    """Tries more than once: a library may still write a file in the background."""
     for _ in range(tries):
         shutil.rmtree(folder, ignore_errors=True)
         if not folder.exists():

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,17 @@ from megajax.config.errors import UserError
 
 type Tree = Any
 type Meta = dict[str, Any]
+type Event = Callable[..., None]
+"""Takes the name of an event and its fields, for events.jsonl."""
 
 
 def say(line: str) -> None:
     """Prints a line for the user, on stderr."""
     print(f"megajax: {line}", file=sys.stderr, flush=True)
+
+
+def no_event(name: str, /, **fields: Any) -> None:
+    """Takes an event and does nothing."""
 
 
 class CheckpointReader:
@@ -26,9 +33,10 @@ class CheckpointReader:
     With several processes, each creates a reader, and all call the same methods in the same order.
     """
 
-    def __init__(self, path: Path | str, *, peers: Peers | None = None):
+    def __init__(self, path: Path | str, *, peers: Peers | None = None, event: Event = no_event):
         self.folder = Path(path).absolute()
         self._peers = peers or Peers()
+        self._event = event
         self._verified: set[int] = set()
         self._refused: set[int] = set()
 
@@ -49,6 +57,8 @@ class CheckpointReader:
         for step in reversed(steps):
             reason = self._fault(step)
             if reason is None:
+                if step != steps[-1] and self._peers.first:
+                    self._event("checkpoint_fallback", from_step=steps[-1], to_step=step)
                 return step
             self._refuse(step, reason)
         if steps or damaged:
@@ -127,6 +137,12 @@ class CheckpointReader:
         self._refused.add(step)
         if self._peers.first:
             say(f"checkpoint step {step} in {self.folder} is damaged and was passed over: {reason}")
+        kept = self._keep(step)
+        if self._peers.first:
+            self._event("checkpoint_damaged", step=step, why=reason, kept_as=None if kept is None else str(kept))
+
+    def _keep(self, step: int) -> Path | None:
+        """Keeps a damaged step for inspection -> its new path. A reader changes nothing."""
 
 
 def open_checkpoints(path: Path | str) -> tuple[CheckpointReader, int | None]:

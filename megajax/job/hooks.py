@@ -1,4 +1,4 @@
-"""What a training job does between steps: save and evaluate."""
+"""What a training job does between steps beside saving: evaluate."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -9,49 +9,13 @@ from typing import Any, Self
 
 import numpy as np
 
-from megajax.checkpoint.manager import CheckpointManager
 from megajax.metrics.record import EvaluationRecord
 from megajax.metrics.writers import Writer
-from megajax.resilience.activity import Activity
 from megajax.training.config import EvaluationConfig
 from megajax.training.run_config import RunConfig
 from megajax.training.scoring import Scorer, Stopped, Task
 from megajax.training.session import Run
-from megajax.training.timing import EVALUATION, SAVE
-
-
-@dataclass
-class Save:
-    """A checkpoint when the policy says so, or when the job asks."""
-
-    manager: CheckpointManager
-    event: Callable[..., None]
-    activity: Activity
-    meta: Callable[[], dict[str, Any]]
-    total: int
-    saved: int | None = None
-    """Last step handed to the manager."""
-    phase: str = SAVE
-
-    def due(self, step: int) -> bool:
-        return self.manager.due(step, self.total)
-
-    def __call__(self, run: Run, step: int) -> None:
-        self.event("save_begun", step=step)
-        self.manager.save(step, run.state, self.meta())
-        self.saved = step
-
-    def committed(self) -> None:
-        """Note the saves that have finished since. Raises CheckpointError if one failed."""
-        for report in self.manager.poll():
-            self.activity.committed = report.step
-            self.event(
-                "save_committed",
-                step=report.step,
-                blocking_seconds=round(report.blocking_seconds, 4),
-                seconds=round(report.total_seconds, 4),
-                bytes=report.bytes,
-            )
+from megajax.training.timing import EVALUATION
 
 
 @dataclass

@@ -3,13 +3,14 @@
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
 
 import jax
 
+from megajax.checkpoint.boundary import StepBoundary
 from megajax.checkpoint.manager import CheckpointManager
 from megajax.command_line import end_at_once
 from megajax.config.dump import diff_from_defaults, flatten, to_yaml
@@ -22,10 +23,11 @@ from megajax.job.device_memory import compiled_memory, memory_in_use
 from megajax.job.ending import Ending, Reporter, Sampler
 from megajax.job.failure import FailureLog
 from megajax.job.hang import Pulse
-from megajax.job.hooks import Evaluate, EvaluateTasks, Save
+from megajax.job.hooks import Evaluate, EvaluateTasks
 from megajax.job.integrity import Integrity
 from megajax.job.local_saves import LocalSaves
 from megajax.job.resume import Resume, stored
+from megajax.job.save import Save, SavesFailed
 from megajax.job.watch import Watch, advice
 from megajax.job.weights import TakeWeights, frozen_fresh
 from megajax.mesh.mesh import find_devices
@@ -39,7 +41,7 @@ from megajax.metrics.throughput import StepRate, peak_bf16_flops
 from megajax.metrics.writers import Writers, open_writers
 from megajax.models.facts import flops_of
 from megajax.models.protocol import counted
-from megajax.resilience.activity import FINISH, SETUP, Activity
+from megajax.resilience.activity import BACKGROUND_SAVE, FINISH, SETUP, Activity
 from megajax.resilience.drills import drilled
 from megajax.resilience.exit_codes import NUMERIC_FAULT
 from megajax.resilience.signals import Signals, agree
@@ -72,7 +74,10 @@ class Job:
         self.cfg, self.stack, self.started, self.pulse = cfg, stack, started, pulse
         self.activity, self.events = pulse.activity, EventLog()
         self.folder = RunFolder.create(cfg.run_dir)
-        self.manager: CheckpointManager = stack.enter_context(cfg.checkpoint.build(self.folder.checkpoints))
+        background = partial(self.activity.phase, BACKGROUND_SAVE)
+        self.manager: CheckpointManager = stack.enter_context(
+            cfg.checkpoint.build(self.folder.checkpoints, event=self.events.event, background=background)
+        )
         if not skip_train:
             pulse.events = self.folder.events
             failures.open(self.folder.events, self.activity, self.events, jax.process_index())
@@ -179,13 +184,17 @@ class Job:
         spikes = self.guard.spikes
         self.save = Save(
             self.manager,
+            StepBoundary(self.manager.peers_for("retries"), self.first),
             self.events.event,
+            console.say,
             self.activity,
             lambda: stored(self.run.parts, yaml, self.data) | {"spikes": spikes.state()},
             cfg.steps,
         )
         self.local.meta = self.save.meta
         self.integrity = Integrity(self.run, self.stack, self.events.event, console.say, folder.events, self.save.due)
+        if warning := self.manager.space_warning(self.run.state):
+            console.say(warning)
         # Evaluated before saved: a checkpoint at a step means everything due at that step was done.
         self.hooks: list[Hook] = [*self.integrity.hooks, self.evaluate, *self.task_hooks(), self.save, self.local]
         watch = Watch(self.guard, cfg.precision.floor(), self.log, console.say)
@@ -216,9 +225,12 @@ class Job:
                 last = info
             self.console.steps_over()
             self.integrity.at_end()
+            with self.activity.phase(FINISH):
+                self.finish(last)
         except Corruption as fault:
             self.console.steps_over()
             self.console.say(str(fault))
+            self.save.abandon()
             self.ending.report()
             return NUMERIC_FAULT
         except NumericFault as fault:
@@ -229,11 +241,14 @@ class Job:
                 f"stopped by a numeric fault at {fault}; the weights before it are kept, nothing was saved. "
                 f"{advice(fault)}"
             )
+            self.save.abandon()
             if (good := self.ending.report()) is not None:
                 self.console.say(f"goodput: {good.sentence()}")
             return fault.code
-        with self.activity.phase(FINISH):
-            self.finish(last)
+        except SavesFailed:
+            self.console.steps_over()
+            self.ending.report()
+            raise
         return 0
 
     def last(self) -> int:
@@ -260,7 +275,8 @@ class Job:
             self.events.event("compiled", **asdict(memory))
             self.console.say(f"{memory.sentence()}{banner.memory_formula(self.run)}")
         for info in chain([first], infos):
-            self.log.log(step_record(self.run, info, rate, detailed=self.detailed(info.step)))
+            record = step_record(self.run, info, rate, detailed=self.detailed(info.step))
+            self.log.log(replace(record, save_failed=self.save.failed is not None))
             for watch in self.watches:
                 watch(info)
             yield info
@@ -324,14 +340,13 @@ class Job:
         wanted = self.cfg.resilience.save_on_signal or self.signals.request is None
         if stopped and wanted and self.save.saved != step:
             self.local.before_stop(self.run, step)
-            self.save(self.run, step)
+            self.save(self.run, step)  # before all else: time may be short
         if not stopped and self.cfg.evaluation.at_end:
             self.evaluate.at_end(self.run, step)
             for tasks in self.task_hooks():
                 tasks(self.run, step)
         with self.console.ticker("finishing the checkpoint", total=False):
-            self.manager.wait()
-        self.save.committed()
+            self.save.finish(self.run, step, save=stopped and wanted, retry=wanted)
         self.local.finished()
         if stopped:
             kept = f"step {self.save.saved} saved" if self.save.saved == step else "nothing saved"

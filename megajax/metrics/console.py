@@ -133,7 +133,7 @@ class LiveConsole(Console):
         self._latest = record
         if summary := self._printed.add(record):
             fields = lines.short_fields(summary, speed=not self._printed.first(record), terms=self._terms)
-            broken = summary.skipped or summary.not_finite
+            broken = summary.skipped or summary.not_finite or summary.last.save_failed
             self._print(self._row(record.step, fields, style="red" if broken else "default"))
 
     def say(self, message: str) -> None:

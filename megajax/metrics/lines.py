@@ -129,6 +129,8 @@ def step_line(summary: Summary, *, total_steps: int, now: datetime, eta: float |
     if rates.mfu_causal is not None:
         parts.append(f"MFU: {rates.mfu_causal:.1%}")
     parts += _times(summary.phases)
+    if last.save_failed:
+        parts.append("ckpt: FAILED")
     if eta is not None and last.step < total_steps:
         parts.append(f"ETA: {text.duration(eta)}")
     return " | ".join(parts) + " |"
@@ -165,4 +167,6 @@ def short_fields(summary: Summary, *, speed: bool = True, terms: Terms = LANGUAG
         pairs.append(("skipped", str(summary.skipped)))
     if summary.not_finite:
         pairs.append(("not finite", str(summary.not_finite)))
+    if last.save_failed:
+        pairs.append(("ckpt", "FAILED"))
     return pairs

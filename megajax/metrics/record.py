@@ -53,6 +53,9 @@ class StepRecord:
     """Phase -> seconds it took before this step, written as seconds_PHASE: data_wait; evaluation and save if there was
     one; with several processes, now and then, the extremes over processes as data_wait_min and data_wait_max."""
 
+    save_failed: bool = False
+    """The last save failed and none has succeeded since; written only if so."""
+
     memory: Mapping[str, int] = field(default_factory=dict)
     """Bytes after this step, where known, written as memory_NAME: see device_memory.memory_in_use."""
 
@@ -69,6 +72,7 @@ class StepRecord:
             **asdict(self.rates),
             "loss_scale": self.loss_scale,
             "skipped": self.skipped,
+            **({"save_failed": True} if self.save_failed else {}),
             **{f"seconds_{name}": seconds for name, seconds in self.phases.items()},
             **{f"memory_{name}": size for name, size in self.memory.items()},
         }

@@ -27,7 +27,7 @@ PLOTTED = frozenset(
     {
         *("loss", "grad_norm", "lr", "loss_scale", "skipped", "consumed_samples", "consumed_tokens", "step_seconds"),
         *("tokens_per_second", "tokens_per_second_per_device", "tflops_per_device_causal", "tflops_per_device_full"),
-        *("mfu_causal", "mfu_full", "memory_device", "memory_device_peak", "memory_host"),
+        *("mfu_causal", "mfu_full", "memory_device", "memory_device_peak", "memory_host", "save_failed"),
     }
 )
 """Columns with a chart of their own, or none. The others, except seconds of phases, are a model's own metrics."""

@@ -25,7 +25,10 @@ MOODS = {
     **dict.fromkeys(("persistent_fault", "numeric_fault", "evaluation_broken_off", "replica_mismatch"), "bad"),
     **dict.fromkeys(("crash", "hang", "lost", "supervisor_stop", "save_failed", "checkpoint_damaged"), "bad"),
     **dict.fromkeys(("transient_fault", "update_skipped", "layer_warning", "stopped", "signal", "restart"), "warning"),
-    **dict.fromkeys(("save_retried", "checkpoint_fallback", "straggler", "recompute_mismatch", "health"), "warning"),
+    **dict.fromkeys(
+        ("save_retried", "checkpoint_fallback", "checkpoint_abandoned", "straggler", "recompute_mismatch", "health"),
+        "warning",
+    ),
 }
 """Event -> bad or warning; all others are plain."""
 

@@ -1,0 +1,180 @@
+"""Saves of a job: when they are due, and what follows when one fails.
+
+A failed save is retried between two steps some seconds later, with the state at that time: steps donate the state
+that was not saved. All processes retry, count and give up alike. Whether an attempt failed is agreed on in
+background threads; what follows is done after the same step everywhere, either a step whose checkpoint is due or one
+that a StepBoundary agrees on.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from megajax.checkpoint.boundary import Appointment, StepBoundary
+from megajax.checkpoint.failures import CheckpointError
+from megajax.checkpoint.manager import CheckpointManager
+from megajax.config.errors import UserError
+from megajax.resilience.activity import Activity
+from megajax.training.session import Run
+from megajax.training.timing import SAVE
+
+
+class SavesFailed(UserError):
+    """So many saves failed that the run ends."""
+
+    code = 1
+
+
+@dataclass
+class Save:
+    """A checkpoint when the policy says so, when the job asks, and again when one was not saved."""
+
+    manager: CheckpointManager
+    boundary: StepBoundary
+    event: Callable[..., None]
+    say: Callable[[str], None]
+    """Shows a line to people."""
+    activity: Activity
+    meta: Callable[[], dict[str, Any]]
+    total: int
+    saved: int | None = None
+    """Last step handed to the manager and not known to have failed."""
+    failed: CheckpointError | None = None
+    """Why the last save failed; None: it did not, or is under way."""
+    failures: int = 0
+    """Failed saves in a row."""
+    phase: str = SAVE
+    _retries: int = 0
+    """Of the save under way."""
+    _appointment: Appointment | None = None
+    _agreed: bool = False
+    """Whether this is the boundary of the appointment."""
+    _finishing: bool = False
+    """No step follows."""
+    _end: SavesFailed | None = field(default=None, repr=False)
+
+    def due(self, step: int) -> bool:
+        self._agreed = self.boundary.reached(step)
+        if self._appointment is not None and self._appointment.error is not None:
+            raise self._appointment.error
+        return self._agreed or self.manager.due(step, self.total)
+
+    def __call__(self, run: Run, step: int) -> None:
+        """Save, unless a retry is to come anyway. Raises SavesFailed if too many failed."""
+        self._wait()
+        if self._agreed:
+            self._keep_appointment(hurry=True)
+        # Whether a retry is to come is the same on all processes: each knows whether the save before has failed, and
+        # none is past the boundary that they agree on.
+        if self._appointment is None:
+            self._begin(run, step)
+
+    def committed(self) -> None:
+        """Note the saves that have finished or failed since, without waiting."""
+        try:
+            self._note_reports()
+        except CheckpointError as error:
+            self._note_failure(error)
+
+    def finish(self, run: Run, step: int, *, save: bool, retry: bool = True) -> None:
+        """The end of training: save if asked to, wait for it, and with `retry` save again what was not saved.
+
+        Raises SavesFailed if the last save has failed for good.
+        """
+        self._settle(hurry=not retry)
+        self._finishing = True
+        if save and self.saved != step:
+            self._begin(run, step)
+            self._settle(hurry=False)
+        while self.failed is not None:
+            if not retry:
+                raise SavesFailed(f"{self.failed}\n{self._kept()}")
+            self._begin(run, step)
+            self._settle(hurry=False)
+
+    def abandon(self) -> None:
+        """The run ends for another reason: wait for the save under way, and only say if it failed."""
+        try:
+            self._settle(hurry=True)
+        except UserError as error:
+            self.say(str(error))
+
+    def _begin(self, run: Run, step: int) -> None:
+        self.event("save_begun", step=step)
+        self.saved = step
+        try:
+            begun = self.manager.save(step, run.state, self.meta())
+        except CheckpointError as error:
+            self._note_failure(error)
+            return
+        if not begun:
+            self._note_success(step)
+
+    def _settle(self, *, hurry: bool) -> None:
+        """Wait for the save under way and, if it failed, for the time of the retry. hurry: not for that time."""
+        self._wait()
+        if self._appointment is not None:
+            self._keep_appointment(hurry=hurry or self._end is not None)
+
+    def _wait(self) -> None:
+        try:
+            self.manager.wait()
+        except CheckpointError as error:
+            self._note_failure(error)
+        self.committed()
+
+    def _keep_appointment(self, *, hurry: bool) -> None:
+        """At the agreed boundary, or at one that is the same for all because training ends there."""
+        appointment, self._appointment, self._agreed = self._appointment, None, False
+        if appointment is not None:
+            appointment.over(hurry=hurry)
+            self.boundary.cancel()
+        if self._end is not None:
+            raise self._end
+
+    def _note_reports(self) -> None:
+        for report in self.manager.poll():
+            self.activity.committed = report.step
+            self._note_success(report.step)
+            self.event(
+                "save_committed",
+                step=report.step,
+                blocking_seconds=round(report.blocking_seconds, 4),
+                seconds=round(report.total_seconds, 4),
+                bytes=report.bytes,
+            )
+
+    def _note_success(self, step: int) -> None:
+        if self.failed is not None or self.failures or self._retries:
+            self.say(f"checkpoint step {step} saved; saves work again")
+        self.failed, self.failures, self._retries = None, 0, 0
+
+    def _note_failure(self, error: CheckpointError) -> None:
+        """Retry, go on without, or end: the same on all processes, which know of the same failures."""
+        cfg = self.manager.cfg
+        self.failed, self.saved = error, self.activity.committed
+        if self._retries < cfg.retries:
+            wait = cfg.retry_seconds * 2**self._retries
+            self._retries += 1
+            self.event("save_retried", step=error.step, why=error.reason, attempt=self._retries, wait_seconds=wait)
+            self.say(f"{error}; retry {self._retries} of {cfg.retries} in {wait:g} s, with the state at that time")
+            self._appointment = Appointment(self.boundary, wait)
+            return
+        self._retries = 0
+        self.failures += 1
+        last = self._finishing or (cfg.failed_saves is not None and self.failures >= cfg.failed_saves)
+        times = "1 failed save" if self.failures == 1 else f"{self.failures} failed saves in a row"
+        following = "the run ends with exit code 1" if last else "training goes on until the next save"
+        code = {"exit_code": 1} if last else {}
+        self.event("save_failed", step=error.step, why=error.reason, failures=self.failures, next=following, **code)
+        if last:
+            why = "at the end of training" if self._finishing else f"checkpoint.failed_saves={cfg.failed_saves}"
+            self._end = SavesFailed(f"{error}\n{times} ({why}). {self._kept()}")
+            self._appointment = Appointment(self.boundary, 0.0)
+        else:
+            self.say(f"WARNING: {error}; {times}, {following}. {self._kept()}")
+
+    def _kept(self) -> str:
+        newest = self.manager.newest()
+        since = "Nothing has been saved yet" if newest is None else f"Nothing has been saved since step {newest}"
+        return f"{since}. Free space or repair the folder; the same command resumes the run."
