@@ -15,7 +15,6 @@ from megajax.checkpoint.local import LocalCheckpoints
 from megajax.checkpoint.local_exchange import RemoteSet
 from megajax.checkpoint.local_set import Box, LocalSet
 from megajax.checkpoint.local_shards import box_of
-from megajax.checkpoint.manager import CheckpointError
 from megajax.checkpoint.reader import Meta, Tree, say
 
 
@@ -102,7 +101,7 @@ class LocalReader:
     def restore(self, step: int, like: Tree, *, partial: bool = False) -> tuple[Tree, Meta]:
         """The arrays of the step with the layout of `like`, bit for bit, and its metadata.
 
-        Raises UserError if names, shapes or dtypes differ, CheckpointError if a process can't be read from.
+        Raises UserError if names, shapes or dtypes differ, or if a process can't be read from.
         """
         self._demand(step)
         wanted = arrays.named_leaves(like)
@@ -120,7 +119,10 @@ class LocalReader:
         except (Damaged, OSError) as error:
             reason = str(error)
         if (reason := self._peers.agree(reason)) is not None:
-            raise CheckpointError(f"local checkpoint step {step} can't be read: {reason}")
+            raise UserError(
+                f"local checkpoint step {step} can't be read: {reason}.\n"
+                "Set checkpoint.local=none to go on from the run folder's checkpoints."
+            )
         return jax.tree.unflatten(jax.tree.structure(like), [result[name] for name in wanted]), self.meta(step)
 
     @staticmethod
