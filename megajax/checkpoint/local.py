@@ -20,8 +20,6 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-import jax
-
 from megajax.checkpoint import arrays
 from megajax.checkpoint.folder import step_name
 from megajax.checkpoint.integrity import Damaged
@@ -84,7 +82,7 @@ class LocalCheckpoints:
         mine = RunHistory.read(self.shared) if self.peers.first else RunHistory("")
         run, attempts = self.peers.share((mine.run, mine.attempts))
         self.history = RunHistory(run, tuple((name, first) for name, first in attempts))
-        self.folder = LocalFolder(cfg.folder, self.history, self.shared, jax.process_index())
+        self.folder = LocalFolder(cfg.folder, self.history, self.shared, self.peers.process)
         self._agreed(self.folder.prepare)
         self._serving = threading.Lock()
         self.served: dict[str, LocalSet] = {}

@@ -4,9 +4,6 @@ import secrets
 from collections.abc import Callable
 from typing import Any
 
-import jax
-from jax._src import distributed  # the coordinator's address has no public name
-
 from megajax.checkpoint.local_exchange import RemoteSet, SetServer, own_address
 from megajax.checkpoint.local_set import LocalSet
 from megajax.checkpoint.peers import Peers
@@ -18,12 +15,12 @@ class Members:
 
     def __init__(self, peers: Peers, machine: str, offered: Callable[[str], LocalSet | None]):
         """machine: a name that processes with the same local folder have in common. offered: sets to serve."""
-        self.process = jax.process_index()
+        self.process = peers.process
         self._secret = bytes.fromhex(peers.share(secrets.token_hex(32) if peers.first else ""))
         self._server: SetServer | None = None
         address: tuple[str, int] = ("", 0)
         if peers.count > 1:
-            self._server = SetServer(own_address(distributed.global_state.coordinator_address), self._secret, offered)
+            self._server = SetServer(own_address(peers.coordinator), self._secret, offered)
             address = self._server.address
         everyone = peers.gather((self.process, machine, address))
         self._machines: dict[int, str] = {process: machine for process, machine, _ in everyone}

@@ -16,6 +16,7 @@ from megajax.checkpoint.local_exchange import RemoteSet
 from megajax.checkpoint.local_set import Box, LocalSet
 from megajax.checkpoint.local_shards import box_of
 from megajax.checkpoint.reader import Meta, Tree, say
+from megajax.config.errors import UserError
 
 
 class NotWhole(NamedTuple):
@@ -101,7 +102,8 @@ class LocalReader:
     def restore(self, step: int, like: Tree, *, partial: bool = False) -> tuple[Tree, Meta]:
         """The arrays of the step with the layout of `like`, bit for bit, and its metadata.
 
-        Raises UserError if names, shapes or dtypes differ, or if a process can't be read from.
+        like: tree of jax.ShapeDtypeStruct with shardings. Raises UserError if names, shapes or dtypes differ, or if a
+        process can't be read from.
         """
         self._demand(step)
         wanted = arrays.named_leaves(like)
@@ -135,8 +137,7 @@ class LocalReader:
                 shards[box] = sources.read(name, box, leaf.dtype)
             return shards[box]
 
-        sharding = leaf.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-        return jax.make_array_from_callback(leaf.shape, sharding, shard)
+        return jax.make_array_from_callback(leaf.shape, leaf.sharding, shard)
 
     def _sources(self) -> "_Sources":
         return _Sources(self._local, self._holders)

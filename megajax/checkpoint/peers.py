@@ -27,6 +27,10 @@ class Peers:
         self.count = jax.process_count()
         # Not jax.process_index(): Orbax names files by the process's index in the coordination service.
         self.index = state.process_id if self.count > 1 else 0
+        self.process = jax.process_index()
+        """The number by which devices name their process."""
+        self.coordinator: str | None = state.coordinator_address
+        """HOST:PORT of the coordination service; None with a single process."""
         self._client: Any = state.client  # None, and unused, with a single process
         self._rounds = 0
         if token is None:

@@ -170,34 +170,29 @@ class LocalSaves:
         if the state can't be read, only a message says so.
         """
         local = self.local
-        if local is None or jax.process_count() == 1 or not isinstance(error, jax.errors.JaxRuntimeError):
+        if local is None or local.peers.count == 1 or not isinstance(error, jax.errors.JaxRuntimeError):
             return
-        local_steps = [each.index.info.step for each in local.served.values()]
-        before = f"the newest local checkpoint is of step {max(local_steps)}" if local_steps else "there is none before"
+        before = max((each.index.info.step for each in local.served.values()), default=None)
+        kept = f"the newest local checkpoint is of step {before}" if before is not None else "there is none before"
         step = intact_step(run.state, LOST_SECONDS)
         if step is None or step != self.activity.step:
-            say(f"another process was lost during a step, whose state is not whole: nothing is saved; {before}")
-            return
-        if step in local_steps:
-            say(f"another process was lost; {before}")
-            return
+            say(f"another process was lost during a step, whose state is not whole: nothing is saved; {kept}")
+        elif step == before:
+            say(f"another process was lost; {kept}, the last one")
+        else:
+            say(f"another process was lost; {self._save_alone(local, run, step)}")
+
+    def _save_alone(self, local: LocalCheckpoints, run: Run, step: int) -> str:
+        """Save what this process has -> what to say of it."""
         try:
             parts = local.save_alone(step, run.state, self.meta())
         except OSError as failed:
-            say(f"a process was lost; step {step} not saved: {local.folder.explained(failed, local.need)}; {before}")
-            return
-        whole = len(parts) == local.peers.count
-        said = "all shards" if whole else f"the shards of {len(parts)} of {local.peers.count} processes"
-        say(f"another process was lost; this one saved step {step} in {local.folder.own}: {said}")
-        append_event(
-            Path(self.cfg.run_dir).expanduser() / "events.jsonl",
-            "save_committed",
-            step=step,
-            kind="emergency",
-            process=local.members.process,
-            parts=list(parts),
-            whole=whole,
-        )
+            return f"step {step} not saved: {local.folder.explained(failed, local.need)}"
+        whole, process = len(parts) == local.peers.count, local.members.process
+        told = {"step": step, "kind": "emergency", "process": process, "parts": list(parts), "whole": whole}
+        append_event(Path(self.cfg.run_dir).expanduser() / "events.jsonl", "save_committed", **told)
+        shards = "all shards" if whole else f"the shards of {len(parts)} of {local.peers.count} processes"
+        return f"process {process} saved step {step} in {local.folder.own}: {shards}"
 
     def close(self) -> None:
         if self.local is not None:

@@ -28,6 +28,7 @@ from megajax.tools.megatron_run import (
     batch,
     checkpoint,
     evaluation,
+    local_checkpoint,
     logging,
     optimizer,
     precision,
@@ -40,7 +41,7 @@ from megajax.training.run_config import RunConfig
 
 SHARED = (
     *(residual, vocabulary, width_scaling, recompute, parallel),
-    *(batch, optimizer, schedule, precision, evaluation, checkpoint, logging, profile, resilience),
+    *(batch, optimizer, schedule, precision, evaluation, checkpoint, local_checkpoint, logging, profile, resilience),
 )
 """What makes settings of several flags for every kind of model, in the order in which they are called."""
 DECODERS = (decoder_stack, embedding, data)

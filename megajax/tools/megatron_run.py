@@ -4,6 +4,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from megajax.checkpoint.local_config import LocalConfig
 from megajax.metrics.config import WandbConfig
 from megajax.optim.config import AdamWConfig, GroupConfig, LionConfig, MuonConfig, OptimizerConfig, SGDConfig
 from megajax.precision.config import ConstantScaleConfig, DelayedScalingConfig, DynamicScaleConfig, Fp8Config
@@ -317,6 +318,23 @@ def checkpoint(args: Arguments) -> Settings:
         if args["exit-on-missing-checkpoint"]:
             args.refuse("exit-on-missing-checkpoint", "a run whose own folder is empty starts from the beginning")
     return settings
+
+
+def local_checkpoint(args: Arguments) -> Settings:
+    """Checkpoints on local disks between those in the run's folder, and their replicas."""
+    every, kind, folder = (args[f"non-persistent-{name}"] for name in ("save-interval", "ckpt-type", "local-ckpt-dir"))
+    replication, factor, jump = args["replication"], args["replication-factor"], args["replication-jump"]
+    if every is None and kind is None:
+        return {}
+    if kind != "local":
+        args.refuse("non-persistent-ckpt-type", "only local is in this version: each process saves to a local disk")
+        return {}
+    if every is None or folder is None:
+        missing = "--non-persistent-save-interval" if every is None else "--non-persistent-local-ckpt-dir"
+        args.refuse("non-persistent-ckpt-type", f"local needs {missing}")
+        return {}
+    replicas = factor - 1 if replication else 0
+    return {"checkpoint.local": LocalConfig(every=every, folder=Path(folder), replicas=replicas, jump=jump)}
 
 
 def logging(args: Arguments) -> Settings:

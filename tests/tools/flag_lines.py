@@ -55,6 +55,8 @@ def problem(changes: str) -> str:
     return "\n".join(str(one) for one in converted.problems)
 
 
+LOCAL = "--non-persistent-save-interval 5 --non-persistent-ckpt-type local --non-persistent-local-ckpt-dir d"
+REPLICATION = "--replication --replication-factor 3 --replication-jump 4"
 LEVELS = "--context-parallel-size 4 --cp-comm-type a2a+p2p"
 CHATS = "--without mock-data --data-path a.jsonl --sft"
 MOE = "--num-experts 4"
@@ -338,6 +340,8 @@ CASES = {
     "save": "--save s",
     "load": "--load l",
     "save-interval": "--save s --save-interval 5",
+    **dict.fromkeys((f"non-persistent-{name}" for name in ("save-interval", "ckpt-type", "local-ckpt-dir")), LOCAL),
+    **dict.fromkeys(("replication", "replication-factor", "replication-jump"), f"{LOCAL} {REPLICATION}"),
     "most-recent-k": "--save s --save-interval 5 --most-recent-k 2",
     "save-retain-interval": "--save s --save-interval 5 --save-retain-interval 10",
     "ckpt-step": "--ckpt-step 7",

@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from flag_lines import CASES, CASES_OF, CHATS, FILES, FIM, MUP, config, line, made, problem
+from flag_lines import CASES, CASES_OF, CHATS, FILES, FIM, LOCAL, MUP, REPLICATION, config, line, made, problem
 
+from megajax.checkpoint.local_config import LocalConfig
 from megajax.config import schema
 from megajax.config.dump import flatten
 from megajax.data.config import ChatConfig, FillInMiddleConfig
@@ -420,6 +421,23 @@ def test_where_a_run_starts_from() -> None:
     converted = made("--save s --load t --exit-on-missing-checkpoint")
     assert (converted.refused, converted.unnecessary[0][0]) == ((), "--exit-on-missing-checkpoint")
     assert config("--async-save").checkpoint.asynchronous
+
+
+def test_checkpoints_on_local_disks() -> None:
+    local = config(f"{LOCAL} {REPLICATION}").checkpoint.local
+    assert local == LocalConfig(every=5, folder=Path("d"), replicas=2, jump=4)
+    assert config(LOCAL).checkpoint.local == LocalConfig(every=5, folder=Path("d"))
+    assert config("--replication-factor 2").checkpoint.local is None
+    for changes, missing in (
+        ("--non-persistent-save-interval 5 --non-persistent-ckpt-type global", "only local"),
+        ("--non-persistent-save-interval 5 --non-persistent-ckpt-type local", "--non-persistent-local-ckpt-dir"),
+        ("--non-persistent-ckpt-type local --non-persistent-local-ckpt-dir d", "--non-persistent-save-interval"),
+    ):
+        ((name, why),) = made(changes).refused
+        assert name.startswith("--non-persistent-ckpt-type") and missing in why
+
+
+def test_a_run_ends_by_a_signal() -> None:
     assert config("--exit-signal-handler").resilience.save_on_signal
 
 
