@@ -3,7 +3,7 @@
 import re
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
 from typing import Any
@@ -56,12 +56,12 @@ def _matters(name: str, cfg: RunConfig) -> bool:
     return FREE.match(name) is None
 
 
-def stored(parts: Parts, config_yaml: str, data: DataFiles) -> dict[str, Any]:
+def stored(parts: Parts, config_yaml: str, data: DataFiles | None = None) -> dict[str, Any]:
     """What goes into a checkpoint beside the arrays."""
     packages = {name: version(name) for name in ("jax", "jaxlib", "flax", "orbax-checkpoint", "numpy")}
     return {
         "facts": facts(parts),
-        "data_files": data.plain(),
+        "data_files": {} if data is None else data.plain(),
         "rows": [[chunk.start, chunk.stop] for chunk in parts.program.partition.stored()],
         "mesh": dict(parts.program.mesh.shape),
         "axes": {path: list(spec.axes) for path, spec in parts.program.declared.items()},
@@ -92,10 +92,10 @@ class Resume:
     """The checkpoint is this run's; another run's may have had other settings."""
     say: Callable[[str], None]
     """Shows a line to people."""
-    data: DataFiles
-    """The data files of this run."""
     event: Callable[..., None] = lambda name, **fields: None
     """Takes the event `restored`."""
+    data: DataFiles = field(default_factory=DataFiles)
+    """The data files of this run."""
 
     def __call__(self, parts: Parts, like: TrainState) -> TrainState:
         """Raises UserError listing every changed setting, or the arrays that don't fit; nothing is written."""

@@ -16,7 +16,7 @@ FUNCTION_LINES = 100
 FUNCTION_IFS = 10
 GRAB_BAGS = {"utils", "util", "common", "helpers", "helper", "misc"}
 TRAIN_FLAGS = {
-    *("config", "devices", "print-config", "help", "skip-train"),
+    *("config", "devices", "print-config", "help", "skip-train", "verify-data"),
     *("coordinator", "num-processes", "process-id", "init-timeout"),
 }
 

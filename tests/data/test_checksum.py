@@ -1,0 +1,179 @@
+"""Checksums of data files: what a sample notices, whole files in shares, and the files of row sources."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from token_files import tokenizer, write
+
+from megajax.config.errors import UserError
+from megajax.data import checksum
+from megajax.data.blend import BlendedDataset, BlendIndex
+from megajax.data.checksum import BLOCK, BLOCKS, FileSum, files_of, groups_of, sampled, whole
+from megajax.data.config import BlendConfig, ChatConfig, CyclicConfig, MaskedSpansConfig, MockConfig, PairsConfig, Rows
+from megajax.data.image_folders import ClassFolder, MaskFolder
+from megajax.data.item_rows import ItemRows
+from megajax.models.config import text_schema
+from megajax.tokenizers.config import ByteTokenizerConfig
+
+
+def sums(*paths: Path) -> list[FileSum]:
+    return list(sampled(groups_of(list(map(str, paths)))).values())
+
+
+def changed(path: Path, at: int, value: bytes = b"?") -> None:
+    with path.open("r+b") as file:
+        file.seek(at, os.SEEK_END if at < 0 else os.SEEK_SET)
+        file.write(value)
+
+
+@pytest.fixture
+def large(tmp_path: Path) -> Path:
+    """A sparse file of a gigabyte."""
+    with (tmp_path / "large").open("wb") as file:
+        file.truncate(1 << 30)
+    return tmp_path / "large"
+
+
+def test_every_byte_of_a_small_file_counts(tmp_path: Path) -> None:
+    path = tmp_path / "small"
+    path.write_bytes(bytes(BLOCK * 3 + 5))
+    (before,) = sums(path)
+    for at in (0, BLOCK + 7, BLOCK * 3 + 4):
+        changed(path, at)
+        (after,) = sums(path)
+        assert after.bytes == before.bytes and "sample of its content" in str(after.difference(before))
+        changed(path, at, b"\0")
+    assert sums(path) == [before] and before.difference(before) is None
+
+
+def test_a_sample_of_a_large_file_is_cheap(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (before,), reads, pread = sums(large), list[tuple[int, int]](), os.pread
+
+    def counted(descriptor: int, size: int, at: int) -> bytes:
+        reads.append((at, size))
+        return pread(descriptor, size, at)
+
+    monkeypatch.setattr(checksum.os, "pread", counted)
+    for at in (0, -1, (1 << 29) + (1 << 23)):
+        changed(large, at)
+        (after,) = sums(large)
+        noticed = after.sample != before.sample
+        # Of what lies between its blocks a sample knows nothing: the whole is for that.
+        assert noticed == (at in (0, -1)) and after.bytes == 1 << 30
+        changed(large, at, b"\0")
+    assert len(reads) == 3 * BLOCKS and {size for _, size in reads} == {BLOCK}
+
+
+def test_size_and_place_are_named(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"12")
+    (tmp_path / "b").write_bytes(b"123")
+    first, second = sums(tmp_path / "a", tmp_path / "b")
+    assert second.difference(first) == f"in place of {tmp_path / 'a'}, bytes: 2 -> 3"
+    (tmp_path / "b").write_bytes(b"12")
+    assert sums(tmp_path / "b")[0].difference(first) is None  # at another place, the same content
+
+
+def test_files_among_many_have_small_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    few, many = groups_of(["a"] * 10), groups_of(["a"] * 800)
+    assert (few[0].blocks, many[0].blocks) == (BLOCKS, 5)
+    assert len(groups_of(["/x/a/1", "/x/b/2"] * 800)) == 1
+
+
+def test_very_many_files_are_one_group_with_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checksum, "SAMPLED_FILES", 4)
+    files = [tmp_path / f"{kind}" / f"{number}.png" for kind in "ab" for number in range(5)]
+    for number, file in enumerate(files):
+        file.parent.mkdir(exist_ok=True)
+        file.write_bytes(bytes([number]) * 10)
+    (before,) = sums(*files)
+    assert (before.path, before.files) == (str(tmp_path), 10)
+    files[0].write_bytes(b"X" * 10)
+    assert "sample" in str(sums(*files)[0].difference(before))
+    files[0].write_bytes(bytes(10))
+    files[9].rename(files[9].with_name("other.png"))
+    (renamed,) = sums(*files[:9], files[9].with_name("other.png"))
+    assert renamed.sample == before.sample and "names of its 10 files" in str(renamed.difference(before))
+    (fewer,) = sums(*files[:9])
+    assert fewer.difference(before) == "files: 10 -> 9"
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3, 7])
+def test_whole_files_are_divided_over_processes(
+    tmp_path: Path, processes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checksum, "PART", 10)
+    paths = [tmp_path / name for name in ("a", "b", "empty")]
+    for path, content in zip(paths, (bytes(range(95)), b"b" * 20, b""), strict=True):
+        path.write_bytes(content)
+    groups, seen = groups_of(list(map(str, paths))), list[tuple[int, int]]()
+    alone = whole(groups, done=lambda *each: seen.append(each))
+    shares = [whole(groups, mine=process, processes=processes) for process in range(processes)]
+    assert [sum(share[number] for share in shares) % checksum.MODULUS for number in range(3)] == alone
+    assert seen[-1][0] == 115 and len(set(alone)) == 3
+    # Parts that change places, or move to another file, are noticed.
+    paths[0].write_bytes(bytes([*range(10, 20), *range(10), *range(20, 95)]))
+    other = whole(groups)
+    assert other[0] != alone[0] and other[1:] == alone[1:]
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    for look in (lambda groups: sampled(groups), lambda groups: whole(groups)):
+        with pytest.raises(UserError, match=r"absent cannot be read: .*absent: No such file"):
+            look(groups_of([str(tmp_path / "absent")]))
+
+
+def pair(prefix: Path) -> list[str]:
+    return [f"{prefix}.bin", f"{prefix}.idx"]
+
+
+def built(config: Any, rows: int = 4, **more: Any) -> Any:
+    given = {"tokenizer": tokenizer(), "schema": text_schema(8, 2**31), "rows": Rows(rows), "seed": 1}
+    return config.build(**(given | more)).train
+
+
+def test_rows_of_token_files_name_them(tmp_path: Path) -> None:
+    first, second = (write(tmp_path / name, [range(1, 30)] * 9) for name in "ab")
+    cache = {"split": "1", "cache_dir": str(tmp_path / "cache")}
+    single = built(BlendConfig(paths=(str(first),), **cache))
+    assert files_of(single) == pair(first)
+    cyclic = CyclicConfig().build(source=single, rows=9, shards=1, micro_rows=1)
+    assert files_of(cyclic) == pair(first)
+    blend = built(BlendConfig(paths=("0.5", str(first), "0.5", str(second)), **cache))
+    assert files_of(blend) == [*pair(first), *pair(second)]
+    twice = BlendedDataset([single, single], BlendIndex(np.zeros(1, np.int16), np.zeros(1, np.int64)), [1, 1])
+    assert files_of(twice) == pair(first)
+    assert files_of(built(MockConfig())) == []
+
+
+def test_rows_of_two_token_files_name_all(tmp_path: Path) -> None:
+    from megajax.data.pairs import PairedTokens, Pairs
+
+    sides = [write(tmp_path / name, [range(1, 30)] * 9) for name in ("source", "target")]
+    paired = PairedTokens("p", tuple(map(str, sides)))
+    bare = Pairs.__new__(Pairs)
+    bare.tokens = paired
+    assert files_of(bare) == [*pair(sides[0]), *pair(sides[1])]
+    assert PairsConfig(paths=("p",)).problems() == [] == MaskedSpansConfig(paths=("p",)).problems()
+
+
+def test_rows_of_conversations_name_their_files(tmp_path: Path) -> None:
+    path = tmp_path / "chat.jsonl"
+    path.write_text('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n' * 9)
+    config = ChatConfig(paths=(str(path),), split="1", cache_dir=str(tmp_path / "cache"))
+    rows = built(config, tokenizer=ByteTokenizerConfig().build(), schema=text_schema(64, 257))
+    assert files_of(rows) == [str(path)]
+
+
+def test_rows_of_items_name_their_files(tmp_path: Path) -> None:
+    classes = ClassFolder(tmp_path, [(0, "1.png"), (1, "2/3.png")], ("cat", "dog"), 100)
+    masks = MaskFolder(tmp_path, [("1.jpg", "1.png")], 100)
+    of: dict[Any, list[str]] = {
+        classes: ["cat/1.png", "dog/2/3.png"],
+        masks: ["images/1.jpg", "masks/1.png"],
+    }
+    for items, names in of.items():
+        rows = ItemRows(items, rows=None, seed=1, split=0, on_error="stop")
+        assert files_of(rows) == [f"{tmp_path}/{name}" for name in names]

@@ -1,0 +1,218 @@
+"""Data that changed between two attempts of a run is noticed; the same data at another place is not a change."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from gangs import CONFIG, TINY, TRAIN, Started, launcher, started
+
+from megajax.checkpoint.config import CheckpointConfig
+from megajax.config.errors import UserError
+from megajax.data.indexed import IndexedWriter
+from megajax.data.splits import Splits
+from megajax.job import resume as resuming
+from megajax.job.data_files import DataFiles
+from megajax.job.resume import Resume
+from megajax.optim.config import ScheduleConfig
+
+
+class Source:
+    """Rows of files."""
+
+    def __init__(self, *paths: Path):
+        self.paths = paths
+
+    def files(self) -> tuple[Path, ...]:
+        return self.paths
+
+
+class Attempts:
+    """A run that stops and resumes, of which only its data and the facts about it are real."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.said: list[str] = []
+        self.meta: dict[str, Any] = {}
+        self.checkpoint = CheckpointConfig()
+        monkeypatch.setattr(resuming, "facts", lambda parts: parts.facts)
+
+    def __call__(self, *paths: Path, verify: bool = False, valid: Source | None = None, **facts: Any) -> None:
+        """An attempt that reads these files, and leaves a checkpoint."""
+        data = DataFiles(verify=verify, say=self.said.append)
+        cfg = SimpleNamespace(checkpoint=self.checkpoint, schedule=ScheduleConfig(), run_dir="RUN")
+        parts: Any = SimpleNamespace(splits=Splits(Source(*paths), valid, None), facts=facts, cfg=cfg)
+        reader: Any = SimpleNamespace(meta=lambda step: self.meta)
+        if self.meta:
+            Resume(reader, 7, own=True, say=self.said.append, data=data)._compare(parts)
+        data.look(parts.splits)
+        self.meta = json.loads(json.dumps({"facts": facts, "data_files": data.plain()}))
+
+
+@pytest.fixture
+def attempt(monkeypatch: pytest.MonkeyPatch) -> Attempts:
+    return Attempts(monkeypatch)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "text.bin"
+    path.write_bytes(bytes(range(200)))
+    return path
+
+
+def test_other_content_of_the_same_size_is_refused(attempt: Attempts, file: Path) -> None:
+    attempt(file)
+    attempt(file)
+    before = attempt.meta
+    file.write_bytes(bytes(range(1, 201)))
+    with pytest.raises(UserError, match=r"RUN holds step 7 of a run with other data \(stored -> asked for\)") as error:
+        attempt(file)
+    text = str(error.value)
+    assert f"data: {file}: checksum of a sample of its content: " in text and "-> " in text
+    assert "checkpoint.changed_data=accept" in text and error.value.code == 2 and not attempt.said
+    assert attempt.meta == before
+
+
+def test_a_change_is_accepted_where_that_is_asked_for(attempt: Attempts, file: Path) -> None:
+    attempt(file, **{"data: order": "a", "data.seed": 1})
+    file.write_bytes(b"other")
+    attempt.checkpoint = CheckpointConfig(changed_data="accept")
+    attempt(file, **{"data: order": "b", "data.seed": 2})
+    assert len(attempt.said) == 1 and "other data from step 7 on" in attempt.said[0]
+    for text in ("data: order: a -> b", "data.seed: 1 -> 2", f"data: {file}: bytes: 200 -> 5"):
+        assert text in attempt.said[0]
+    attempt.checkpoint = CheckpointConfig()
+    attempt(file, **{"data: order": "b", "data.seed": 2})  # what was accepted is what is compared with from now on
+    attempt.checkpoint = CheckpointConfig(changed_data="accept")
+    with pytest.raises(UserError, match=r"other settings .*\n  seed: 1 -> 2\n"):  # only data may change
+        attempt.meta["facts"]["seed"] = 1
+        attempt(file, **{"data: order": "b", "data.seed": 2, "seed": 2})
+
+
+def test_files_that_moved_are_accepted(attempt: Attempts, file: Path) -> None:
+    attempt(file, **{"data.paths": '["0.3", text, "0.7", b]'})
+    moved = file.rename(file.with_name("moved.bin"))
+    attempt(moved, **{"data.paths": '["0.3", moved, "0.7", b]'})
+    assert attempt.said == ['data.paths: ["0.3", text, "0.7", b] -> ["0.3", moved, "0.7", b]; the content is the same']
+    with pytest.raises(UserError, match=r"other data .*\n  data.paths: "):  # other weights
+        attempt(moved, **{"data.paths": '["0.4", moved, "0.6", b]'})
+    moved.write_bytes(b"other")
+    with pytest.raises(UserError, match=r"\n  data.paths: .*\n  data: .*moved.bin: bytes: 200 -> 5\n"):
+        attempt(moved, **{"data.paths": "[again]"})
+
+
+def test_files_that_are_not_read_any_more_are_not_accepted_unseen(attempt: Attempts, file: Path) -> None:
+    attempt(file, valid=Source(file), **{"data.valid_paths": "[a]"})
+    with pytest.raises(UserError, match=r"data.valid_paths: \[a\] -> \[b\]"):
+        attempt(file, **{"data.valid_paths": "[b]"})
+    attempt(file, valid=Source(file), **{"data.valid_paths": "[b]"})
+
+
+def test_another_number_of_files_is_refused(attempt: Attempts, file: Path) -> None:
+    attempt(file)
+    (more := file.with_name("more")).touch()
+    with pytest.raises(UserError, match="data: files of split train: 1 -> 2"):
+        attempt(file, more)
+
+
+def test_a_checkpoint_without_checksums_is_resumed(attempt: Attempts, file: Path) -> None:
+    attempt.meta = {"facts": {}}
+    attempt(file)
+    assert attempt.meta["data_files"]["train"][0]["bytes"] == 200
+
+
+def test_verifying_notices_what_lies_between_the_blocks_of_a_sample(attempt: Attempts, tmp_path: Path) -> None:
+    large = tmp_path / "large"
+    large.touch()
+    os.truncate(large, 100 << 20)
+    attempt(large, verify=True)
+    assert len(attempt.said) == 1 and "every byte of 1 files" in attempt.said.pop()
+    attempt(large)  # the sample alone; the checksum of the whole is kept
+    with large.open("r+b") as opened:
+        opened.seek(50 << 20)
+        opened.write(b"?")
+    attempt(large)
+    with pytest.raises(UserError, match="checksum of its whole content: "):
+        attempt(large, verify=True)
+
+
+def test_verifying_for_the_first_time_says_so(attempt: Attempts, file: Path) -> None:
+    attempt(file)
+    attempt(file, verify=True)
+    assert len(attempt.said) == 2 and "the last checkpoint has no checksums of whole files" in attempt.said[1]
+    attempt(file, verify=True)
+    assert len(attempt.said) == 3
+
+
+def write(prefix: Path, first: int) -> Path:
+    with IndexedWriter(prefix, np.dtype(np.uint16)) as writer:
+        for document in range(first, first + 200):
+            writer.add_document([np.arange(document, document + 100, dtype=np.uint16) % 60])
+    return prefix
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Any:
+    with started(tmp_path) as start:
+
+        def train(*settings: str, **more: str) -> Started:
+            cache = f"--data.cache_dir={tmp_path / 'cache'}"
+            data = ("--data.type=BlendConfig", f"--data.paths={tmp_path / 'text'}", "--data.split=1", cache)
+            single = ("--batch.micro_size=4", "--evaluation.every=none", "--evaluation.at_end=false")
+            base = (f"--config={CONFIG}", "--devices=cpu:1", f"--run_dir={tmp_path / 'run'}", *data, *single)
+            return start(*TRAIN, *base, *settings, name=f"output{len(list(tmp_path.iterdir()))}", **more)
+
+        yield train
+
+
+@pytest.mark.slow
+def test_a_run_whose_data_changed_ends_with_one_message(run: Callable[..., Started], tmp_path: Path) -> None:
+    write(tmp_path / "text", 0)
+    assert run("--steps=3").wait() == 0
+    write(tmp_path / "text", 1)
+    second = run("--steps=6", "--schedule.decay_steps=3", "--verify-data")
+    assert second.wait() == 2 and "Traceback" not in second.text
+    assert f"data: {tmp_path / 'text'}.bin: checksum of a sample of its content" in second.text
+    third = run("--steps=6", "--schedule.decay_steps=3", "--checkpoint.changed_data=accept", "--verify-data")
+    assert third.wait() == 0 and "other data from step 3 on" in third.text and "every byte of 2 files" in third.text
+
+
+@pytest.mark.slow
+def test_a_file_that_is_cut_under_a_run_ends_it_with_one_message(run: Callable[..., Started], tmp_path: Path) -> None:
+    """Through a memory map, the process would be gone with SIGBUS."""
+    write(tmp_path / "text", 0)
+    training = run("--steps=100000", "--checkpoint.every=none")
+    training.until(lambda: "iteration" in training.text or "step" in training.text)
+    os.truncate(tmp_path / "text.bin", 1000)
+    assert training.wait() == 2, training.text
+    assert "Traceback" not in training.text and "Bus error" not in training.text
+    assert f"{tmp_path / 'text'}.bin: 40,000 bytes when the run opened it, 1,000 now" in training.text
+    assert "row " in training.text
+
+
+@pytest.mark.slow
+def test_two_processes_compare_with_what_one_has_stored(tmp_path: Path) -> None:
+    """Each looks into its share of the files; the sums are those of one process alone."""
+    prefix = write(tmp_path / "text", 0)
+    data = ("--data.type=BlendConfig", f"--data.paths={prefix}", "--data.split=1", f"--data.cache_dir={tmp_path / 'c'}")
+    both = (
+        *data,
+        "--evaluation.every=none",
+        "--evaluation.at_end=false",
+        "--verify-data",
+        f"--run_dir={tmp_path / 'r'}",
+    )
+    one = (*TRAIN, f"--config={CONFIG}", "--devices=cpu:2", "--parallel.data=2", "--batch.micro_size=2", *both)
+    with started(tmp_path) as start:
+        alone = start(*one, "--steps=3", "--schedule.decay_steps=3")
+        assert alone.wait() == 0, alone.text
+        gang = start(*launcher(), *TRAIN, *TINY, *both, "--steps=6", "--schedule.decay_steps=3", name="gang")
+        assert gang.wait() == 0, gang.text
+        assert "every byte of 2 files" in gang.text and "has no checksums" not in gang.text
+        write(prefix, 1)
+        last = start(*launcher(), *TRAIN, *TINY, *both, "--steps=9", "--schedule.decay_steps=3", name="last")
+        assert last.wait() == 2 and last.text.count("checksum of a sample of its content") == 1, last.text
