@@ -51,6 +51,8 @@ def load_or_build(folder: Path, description: Mapping[str, object], build: Callab
     cached = _read(path, description)
     if cached is not None:
         return cached
+    if path.exists():
+        warnings.warn(f"{path}: damaged, or not of this version: built again.", stacklevel=2)
     arrays = build()
     try:
         _write(path, description, arrays)

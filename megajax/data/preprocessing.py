@@ -32,6 +32,7 @@ from megajax.data.document_rules import WholeFile
 from megajax.data.indexed import IndexedTokens, IndexedWriter, index_path, token_dtype, tokens_path
 from megajax.data.preprocessing_options import TEXT_KEY, Preprocessing
 from megajax.data.preprocessing_report import Counts, Preprocessed
+from megajax.data.reading import ReadError, named
 from megajax.data.sentences import split_sentences
 from megajax.data.text_files import Chunk, TextFile, find_files, find_pairs
 from megajax.data.text_formats import TextFormat, format_of, partitions
@@ -55,6 +56,19 @@ class _Result:
     prefix: str
     piece: bool = False
     fault: tuple[int | None, str] | None = None
+
+
+class WorkerDied(UserError):
+    """A worker process ended before its work was done. code: its exit code; below 0, the signal that killed it."""
+
+    code = 1
+
+    def __init__(self, code: int | None):
+        how = "died"
+        if code is not None:
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        memory = " The system kills processes so when memory is short: try fewer --workers." * (code == -signal.SIGKILL)
+        super().__init__(f"A worker process {how}; nothing was written.{memory}")
 
 
 def preprocess_text(
@@ -112,7 +126,7 @@ def preprocess(job: Preprocessing, report: Callable[[Counts, int], None] = lambd
     Raises:
         UserError: input that is missing, damaged or invalid; output that exists, can't be written or does not fit on
             the disk; a tokenizer that can't be built.
-        RuntimeError: a worker died (killed, or out of memory).
+        WorkerDied: a worker was killed, or out of memory.
     """
     started = time.perf_counter()
     _check_keys(job)
@@ -147,7 +161,7 @@ def preprocess(job: Preprocessing, report: Callable[[Counts, int], None] = lambd
             index_path(folder / f"all-{key}").replace(index_path(prefix))
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
+            raise ReadError(f"{job.prefix}: nothing was written: {named(error)}. Look after the disk.") from error
         what = f"the disk is full: {error.strerror}. Nothing was written; free some space."
         raise UserError(f"{job.prefix}: {what}") from error
     finally:
@@ -345,6 +359,7 @@ def _by_workers(
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(job.workers, context, initializer=_start_worker)
     waiting: deque = deque()
+    workers: dict[int | None, multiprocessing.process.BaseProcess] = {}
 
     def first() -> tuple[Any, _Result]:
         task, future = waiting.popleft()
@@ -356,12 +371,16 @@ def _by_workers(
     try:
         for number, task in enumerate(tasks):
             waiting.append((task, pool.submit(work, job, task, f"{prefix}.{number}")))
+            workers |= {each.pid: each for each in multiprocessing.active_children() if each not in others}
             if len(waiting) > 2 * job.workers:
                 yield first()
         while waiting:
             yield first()
     except BrokenProcessPool as error:
-        raise RuntimeError("A worker process died; was it killed for memory? Try fewer --workers.") from error
+        # The pool ends the other workers with SIGTERM.
+        pool.shutdown(wait=True, cancel_futures=True)
+        codes = [each.exitcode for each in workers.values() if each.exitcode not in (0, None, -signal.SIGTERM)]
+        raise WorkerDied(codes[0] if codes else None) from error
     except BaseException:
         # The results are not needed any more: stop the workers instead of waiting for them.
         for worker in multiprocessing.active_children():

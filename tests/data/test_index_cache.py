@@ -1,6 +1,11 @@
 """Index files: reused when whole and of the same content, else built again; never in the way."""
 
 import os
+import subprocess
+import sys
+import threading
+import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -57,10 +62,53 @@ def test_a_damaged_file_is_built_again(tmp_path: Path, harm: str) -> None:
     elif harm in ("flip", "header"):
         content[20 if harm == "header" else 200] ^= 1
     path.write_bytes({"cut": content[:-40], "empty": b""}.get(harm, bytes(content)))
-    check(load_or_build(tmp_path, {"seed": 1}, build))
+    with pytest.warns(UserWarning, match=rf"{path}: damaged, .* built again") as seen:
+        check(load_or_build(tmp_path, {"seed": 1}, build))
+    assert len(seen) == 1
     assert build.calls == 2
     check(load_or_build(tmp_path, {"seed": 1}, build))
     assert build.calls == 2
+
+
+KILLED = """
+import os, pathlib, sys
+import numpy as np
+from megajax.data import cache
+
+def killed(*_):
+    os.kill(os.getpid(), 9)
+
+setattr(*{"written": (os, "fsync", killed), "renamed": (pathlib.Path, "replace", killed)}[sys.argv[2]])
+arrays = {"a": np.arange(6, dtype=np.int64).reshape(3, 2)}
+cache.load_or_build(pathlib.Path(sys.argv[1]), {"seed": 1}, lambda: arrays)
+"""
+
+
+@pytest.mark.parametrize("before", ["written", "renamed"])
+def test_a_job_that_is_killed_while_it_writes_leaves_nothing_under_the_name(tmp_path: Path, before: str) -> None:
+    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), before], check=False)
+    assert done.returncode == -9 and not list(tmp_path.glob("*.arrays"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        build = Builder()
+        for _ in range(2):
+            check(load_or_build(tmp_path, {"seed": 1}, build))
+    assert build.calls == 1
+
+
+def test_two_jobs_build_at_once(tmp_path: Path) -> None:
+    both = threading.Barrier(2, timeout=30)
+
+    def build() -> dict[str, np.ndarray]:
+        both.wait()  # both have missed the file
+        return Builder()()
+
+    with ThreadPoolExecutor(2) as pool:
+        for arrays in pool.map(lambda _: load_or_build(tmp_path, {"seed": 1}, build), range(2)):
+            check(arrays)
+    (path,) = tmp_path.iterdir()
+    assert path.suffix == ".arrays"
+    check(load_or_build(tmp_path, {"seed": 1}, pytest.fail))
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
