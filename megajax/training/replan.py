@@ -13,6 +13,8 @@ from megajax.training.row_balance import written_blocks
 from megajax.training.run_config import RunConfig
 
 SETTING = "parallel.elastic"
+REASONS = 2
+"""Why an axis cannot have all devices: at most so many."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -202,4 +204,4 @@ def _refused_axis(cfg: RunConfig, axis: str, devices: int) -> list[Problem]:
     micro_size = cfg.batch.micro_size if fixed_micro_size(cfg) else 1
     batch = replace(cfg.batch, micro_size=micro_size)
     problems = Candidate(cfg.but(parallel=parallel, batch=batch), devices, 1).problems()
-    return [Problem(f"parallel.{axis}={devices}", f"{each.where}: {each.what}") for each in islice(problems, 1)]
+    return [Problem(f"parallel.{axis}={devices}", f"{each.where}: {each.what}") for each in islice(problems, REASONS)]

@@ -1,0 +1,165 @@
+"""A run goes on with fewer and with more devices by the same command, and its losses stay what they were."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import gangs
+import jax
+import pytest
+from small_jobs import losses, model, run_config
+
+from megajax.checkpoint.config import CheckpointConfig
+from megajax.config.errors import ConfigError
+from megajax.job.job import train
+from megajax.layers.config import DenseMLPConfig, GatedMLPConfig, LayerNormConfig, MoEConfig, RouterConfig
+from megajax.mesh.config import ParallelConfig
+from megajax.optim.config import ScheduleConfig
+from megajax.training import session
+from megajax.training.config import BatchConfig, EvaluationConfig
+from megajax.training.run_config import RunConfig
+from megajax.training.session import setup
+
+STEPS = 8
+LEGS = (8, 6, 4, 8)
+"""Devices of each part of a run."""
+LLAMA = model(hidden=48, heads=6, kv_heads=2, ffn=96, repeats=4)
+
+
+def with_block(**changes):
+    block = replace(LLAMA.stack.pattern[0], **changes)
+    return replace(LLAMA, stack=replace(LLAMA.stack, pattern=(block,)))
+
+
+def gpt():
+    """Learned positions, layer norms, dense feed-forward layers, dropout in all of it."""
+    plain = with_block(mlp=DenseMLPConfig(ffn=96), norm=LayerNormConfig(), dropout=0.1)
+    return replace(plain, learned_positions=True, tied=True, norm=LayerNormConfig())
+
+
+def experts():
+    mixture = MoEConfig(experts=4, expert=GatedMLPConfig(ffn=32), router=RouterConfig(z_loss=1e-3, row_loss=1e-2))
+    return with_block(mlp=mixture)
+
+
+RUNS = {
+    "gpt": (gpt(), ParallelConfig(data=8)),
+    "llama-tensor2": (LLAMA, ParallelConfig(data=4, tensor=2, sequence=True)),
+    "llama-pipeline2": (LLAMA, ParallelConfig(data=4, pipeline=2)),
+    "experts-expert2": (experts(), ParallelConfig(data=4, expert=2)),
+    "llama-fsdp": (replace(LLAMA, recompute="selective"), ParallelConfig(data=8, data_sharding="fsdp")),
+}
+
+
+def job(
+    folder: Path, model_config, parallel: ParallelConfig, *, steps: int, rows: int = 24, micro_size: int = 1
+) -> RunConfig:
+    return run_config(
+        folder,
+        model=model_config,
+        parallel=replace(parallel, elastic=True),
+        batch=BatchConfig(global_size=rows, micro_size=micro_size),
+        schedule=ScheduleConfig(lr=1e-2, warmup_steps=2, decay_steps=STEPS),
+        evaluation=EvaluationConfig(batches=0),
+        checkpoint=CheckpointConfig(every=None),
+        steps=steps,
+    )
+
+
+@pytest.fixture
+def present(monkeypatch):
+    """present(n): the run finds so many of the eight devices."""
+
+    def only(count: int) -> None:
+        monkeypatch.setattr(session, "find_devices", lambda: jax.devices()[:count])
+
+    return only
+
+
+def events(folder: Path, name: str) -> list[dict]:
+    lines = map(json.loads, (folder / "events.jsonl").read_text().splitlines())
+    return [line for line in lines if line["event"] == name]
+
+
+def check(folder: Path, legs: Sequence[int], undisturbed: Sequence[float]) -> None:
+    """The losses of the run, and what its events say of its legs."""
+    assert losses(folder) == pytest.approx(undisturbed, rel=1e-4)
+    told = [event["devices"] for event in events(folder, "start")]
+    assert told == list(legs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_goes_on_with_the_devices_that_are_present(tmp_path, present, name):
+    model_config, parallel = RUNS[name]
+    assert train(job(tmp_path / "whole", model_config, parallel, steps=STEPS)) == 0
+    for leg, devices in enumerate(LEGS, start=1):
+        present(devices)
+        assert train(job(tmp_path / "legs", model_config, parallel, steps=STEPS // len(LEGS) * leg)) == 0
+    check(tmp_path / "legs", LEGS, losses(tmp_path / "whole"))
+    replans = events(tmp_path / "legs", "replan")
+    assert [(event["wanted"], event["devices"], event["used"]) for event in replans] == [(8, 6, 6), (8, 4, 4)]
+
+
+def test_idle_devices_are_named(tmp_path, present, capsys):
+    """Eight rows on eight devices; then again from the first step on six, of which four work."""
+    cfg = job(tmp_path, model(repeats=1), ParallelConfig(data=8), steps=2, rows=8)
+    cfg = cfg.but(checkpoint=CheckpointConfig(every=1))
+    assert train(cfg) == 0
+    undisturbed = losses(tmp_path)
+    present(6)
+    assert train(cfg.but(checkpoint=CheckpointConfig(every=1, step=1))) == 0
+    check(tmp_path, (8, 4), undisturbed)
+    text = capsys.readouterr().out
+    assert "8 devices wanted, 6 present, 2 idle: data 8 -> 4, microbatches 1 -> 2" in text
+    assert "4 x cpu (4 of 8 used)" in text and f"{jax.devices()[4]} of process 0" in text
+    assert [(event["devices"], event["used"]) for event in events(tmp_path, "replan")] == [(6, 4)]
+    written = (tmp_path / "config.yaml").read_text()
+    assert "elastic: true" in written and "data: 4  # parallel.elastic" in written
+
+
+def test_a_notebook_has_the_layout_that_fits(tmp_path):
+    cfg = job(tmp_path, model(repeats=1), ParallelConfig(data=8), steps=1, rows=8)
+    run = setup(cfg, devices=jax.devices()[:2])
+    assert run.mesh.shape["data"] == 2 and run.cfg.parallel.data == 2
+    assert run.parts.replan is not None and run.parts.replan.text().endswith("data 8 -> 2, microbatches 1 -> 4")
+    run.close()
+    fixed = cfg.but(parallel=ParallelConfig(data=8))
+    with pytest.raises(ConfigError, match=r"--parallel\.elastic trains on 2 of 2 with the same rows per step"):
+        setup(fixed, devices=jax.devices()[:2])
+
+
+@pytest.fixture
+def start(tmp_path):
+    with gangs.started(tmp_path) as begin:
+        yield begin
+
+
+@pytest.mark.slow
+def test_a_gang_goes_on_with_fewer_processes(start, tmp_path):
+    """Four processes, three, two with two devices each: four again, of which one process had none to spare."""
+    settings = ["--model.hidden=48", "--batch.global_size=24", "--batch.micro_size=1", "--parallel.data=4"]
+    settings += ["--schedule.decay_steps=6", "--evaluation.at_end=false", "--checkpoint.every=none"]
+    command = [*gangs.TRAIN, f"--config={gangs.CONFIG}", *settings]
+    whole = start(*command, "--devices=cpu:4", f"--run_dir={tmp_path / 'whole'}", name="whole")
+    assert whole.wait() == 0, whole.text
+    for leg, (processes, devices) in enumerate(((4, 1), (3, 1), (2, 2)), start=1):
+        more = [f"--devices=cpu:{devices}", f"--steps={2 * leg}", f"--run_dir={tmp_path / 'legs'}"]
+        gang = start(*gangs.launcher(processes=processes), *command, *more, name=f"leg{leg}", MEGAJAX_ELASTIC="1")
+        assert gang.wait() == 0, gang.text
+    assert gangs.steps(tmp_path / "legs") == pytest.approx(gangs.steps(tmp_path / "whole"), rel=1e-5)
+    assert [event["used"] for event in events(tmp_path / "legs", "replan")] == [3]
+
+
+@pytest.mark.slow
+def test_a_gang_leaves_devices_idle(start, tmp_path):
+    """Three processes with two devices each, of which eight rows need four."""
+    settings = ["--batch.micro_size=1", "--parallel.data=4", "--parallel.elastic", "--evaluation.at_end=false"]
+    command = [*gangs.TRAIN, f"--config={gangs.CONFIG}", *settings]
+    whole = start(*command, "--devices=cpu:4", f"--run_dir={tmp_path / 'whole'}", name="whole")
+    assert whole.wait() == 0, whole.text
+    gang = start(*gangs.launcher(processes=3), *command, "--devices=cpu:2", f"--run_dir={tmp_path / 'gang'}")
+    assert gang.wait() == 0, gang.text
+    assert "4 of 6 used" in gang.text and "of process 1" in gang.text and "of process 2" in gang.text
+    assert gangs.steps(tmp_path / "gang") == pytest.approx(gangs.steps(tmp_path / "whole"), rel=1e-5)
