@@ -33,7 +33,19 @@ PLOTTED = frozenset(
 """Columns with a chart of their own, or none. The others, except seconds of phases, are a model's own metrics."""
 
 UNMARKED = frozenset(
-    {"start", "first_step", "compiled", "end", "metrics_superseded", "save_begun", "restart", "restored", "goodput"}
+    {
+        "start",
+        "first_step",
+        "compiled",
+        "end",
+        "metrics_superseded",
+        "save_begun",
+        "restart",
+        "restored",
+        "goodput",
+        "state_hash",
+        "start_source",
+    }
 )
 
 

@@ -9,7 +9,10 @@ from megajax.reporting.history import Event
 FAILURES = frozenset(("crash", "hang", "lost", "supervisor_stop"))
 """Events of processes that end, or were ended. Their step is the one they were in."""
 
-NOT_DONE = FAILURES | {"signal", "restart", "restored", "checkpoint_damaged", "checkpoint_fallback", "save_retried"}
+NOT_DONE = FAILURES | {
+    *("signal", "restart", "restored", "start_source", "save_retried"),
+    *("checkpoint_damaged", "checkpoint_fallback", "checkpoint_abandoned"),
+}
 """Events whose step is not the last that was done."""
 
 CODES = {"end": 0, "numeric_fault": 17, "hang": 124}
@@ -53,7 +56,8 @@ def ending_of(
     failures = [event for event in events if event.name in FAILURES and event.name != "supervisor_stop"]
     stop = next((event for event in reversed(events) if event.name == "supervisor_stop"), None)
     several = any((event.whole("processes") or 1) > 1 or (event.whole("process") or 0) for event in events)
-    after = (" (restarted)" if restart is not None else "") + ("" if stop is None else f"; not restarted: {_why(stop)}")
+    after = " (restarted)" if restart is not None else ""
+    after += "" if stop is None else f"; not restarted: {_why(stop)}".removesuffix(": ")
     if faults := [event for event in events if event.name == "numeric_fault"]:
         fault = faults[-1]
         text = fault.text("message") or "numeric fault"
@@ -83,7 +87,8 @@ def describe(event: Event, *, several: bool = True) -> str:
     if event.name == "hang":
         seconds = event.seconds("seconds")
         lasted = f" for {seconds:.0f} s" if seconds else ""
-        return f"hang: {who}{where}{lasted}".replace("hang: in", "hang in").rstrip(": ")
+        cause = f"; {event.text('cause')}" if event.text("cause") else ""
+        return f"hang: {who}{where}{lasted}{cause}".replace("hang: in", "hang in").rstrip(": ")
     if event.name == "lost":
         return _cause(event)
     error = event.text("error") or "no message"
@@ -101,24 +106,29 @@ def _where(event: Event) -> str:
 
 def _cause(event: Event) -> str:
     """What the launcher says of a process."""
-    process, cause = event.whole("process"), event.text("cause") or "failed"
-    step = "" if event.step is None or f"step {event.step}" in cause else f" at step {event.step:,}"
-    named = process is None or cause.startswith(("process ", "hang"))
-    return f"{cause}{step}" if named else f"process {process} {cause}{step}"
+    process, cause = event.whole("process"), event.text("cause").rstrip(";") or "failed"
+    who = "" if process is None or cause.startswith(("process ", "hang")) else f"process {process} "
+    if event.step is None or f"step {event.step}" in cause:
+        return f"{who}{cause}"
+    return f"{who}{cause} at step {event.step:,}" if "," not in cause else f"{who}at step {event.step:,}: {cause}"
 
 
 def _why(stop: Event) -> str:
-    code = stop.whole("code")
-    return (stop.text("why") or "the launcher gave up") + ("" if code is None else f" ({code})")
+    """Why the launcher gave up; "" if it only repeats the failure."""
+    code, why = stop.whole("code"), stop.text("why")
+    if why.startswith(("process ", "the command ")):
+        return ""
+    return (why or "the launcher gave up") + ("" if code is None else f" ({code})")
 
 
 def _initiating(failures: Sequence[Event], restart: Event | None) -> Event:
     """Of several failures the one that the others followed from."""
-    blamed = None if restart is None else restart.whole("process")
+    named = [restart.whole("process")] if restart is not None else [_waits_for(event) for event in failures]
+    blamed = next((process for process in named if process is not None), None)
     spoken = {event.whole("process") for event in failures if event.name != "lost"}
 
     def late(event: Event) -> tuple[bool, bool, bool, int]:
-        waiting = event.name == "hang" and event.text("phase") == WAITS
+        waiting = event.name == "hang" and (event.text("phase") == WAITS or _waits_for(event) is not None)
         followed = event.name == "crash" and OF_PEERS.search(event.text("error")) is not None
         step = event.step if event.name == "hang" and event.step is not None else 0
         process = event.whole("process")
@@ -128,9 +138,17 @@ def _initiating(failures: Sequence[Event], restart: Event | None) -> Event:
     return min(failures, key=late)
 
 
+def _waits_for(hang: Event) -> int | None:
+    """The process that another one waits for, as its watchdog says."""
+    cause = hang.whole("cause_process")
+    return None if cause == hang.whole("process") else cause
+
+
 def _saves(events: Sequence[Event], failure: Event) -> str:
     """That a failure is the end of saves that failed; "" if it is not."""
+    local = ("local", "emergency")
     saves = [event for event in events if event.name in ("save_failed", "save_committed")]
+    saves = [event for event in saves if event.text("kind") not in local]
     if failure.name != "crash" or not saves or saves[-1].name != "save_failed":
         return ""
     why, error = saves[-1].text("why"), failure.text("error")

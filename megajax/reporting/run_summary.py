@@ -16,19 +16,17 @@ from megajax.reporting.timeline import RunTimeline, timeline
 ROUTINE = frozenset(
     {
         *("save_begun", "save_committed", "evaluate", "first_step", "compile", "compiled", "metrics_superseded"),
-        *("rows_skipped", "restored", "goodput"),
+        *("rows_skipped", "restored", "goodput", "state_hash", "start_source"),
     }
 )
 """Events of a run without incidents. There may be thousands."""
 
 MOODS = {
-    **dict.fromkeys(("persistent_fault", "numeric_fault", "evaluation_broken_off", "replica_mismatch"), "bad"),
+    **dict.fromkeys(("persistent_fault", "numeric_fault", "evaluation_broken_off"), "bad"),
+    **dict.fromkeys(("replica_mismatch", "recompute_mismatch"), "bad"),
     **dict.fromkeys(("crash", "hang", "lost", "supervisor_stop", "save_failed", "checkpoint_damaged"), "bad"),
     **dict.fromkeys(("transient_fault", "update_skipped", "layer_warning", "stopped", "signal", "restart"), "warning"),
-    **dict.fromkeys(
-        ("save_retried", "checkpoint_fallback", "checkpoint_abandoned", "straggler", "recompute_mismatch", "health"),
-        "warning",
-    ),
+    **dict.fromkeys(("save_retried", "checkpoint_fallback", "checkpoint_abandoned", "straggler", "health"), "warning"),
 }
 """Event -> bad or warning; all others are plain."""
 
@@ -115,9 +113,11 @@ def _verdict(history: History, runs: Sequence[Attempt]) -> tuple[str, str]:
     note = f". A later start was refused: {refused[-1].how.text}" if refused else ""
     if (stop := next((e for e in reversed(last.events) if e.name == STOP), None)) is not None:
         code, why = stop.whole("code"), stop.text("why") or "not restarted"
-        return f"{at}: {why}{'' if code is None else f'; exit code {code}'}. Last: {last.how.text}", "bad"
+        if code != last.exit_code:
+            return f"{at}: {why}{'' if code is None else f'; exit code {code}'}. Last: {last.how.text}", "bad"
     if last.exit_code is None:
-        return f"{at}: {last.ending}; last event or step at {moment(last.end)}{note}", "warning"
+        mood = "warning" if last.how.failure is None else "bad"
+        return f"{at}: {last.ending}; last event or step at {moment(last.end)}{note}", mood
     mood = "bad" if last.exit_code else "good" if last.ending in ("done", "nothing to train") else "warning"
     ending = re.sub(r"^step \d+: ", "", last.ending)
     return f"{at}: {ending}; exit code {last.exit_code}{note}", mood

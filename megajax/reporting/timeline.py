@@ -32,8 +32,9 @@ LETTERS = {
 
 MARKED = {
     **dict.fromkeys(("crash", "hang", "lost", "numeric_fault", "save_failed", "supervisor_stop"), "bad"),
-    **dict.fromkeys(("checkpoint_damaged", "replica_mismatch"), "bad"),
-    **dict.fromkeys(("signal", "save_retried", "checkpoint_fallback", "straggler", "transient_fault"), "warning"),
+    **dict.fromkeys(("checkpoint_damaged", "replica_mismatch", "recompute_mismatch"), "bad"),
+    **dict.fromkeys(("signal", "save_retried", "checkpoint_fallback", "checkpoint_abandoned"), "warning"),
+    **dict.fromkeys(("straggler", "health", "transient_fault"), "warning"),
     "save_committed": "save",
 }
 """Event -> kind of its mark."""
