@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megajax.reporting.history import Event
 
@@ -40,7 +40,7 @@ class Ending:
     failure: Event | None = None
     """What began it; None: an end in order, or not known."""
     cascade: tuple[Event, ...] = ()
-    """Failures of other processes that followed from it."""
+    """What followed from it: failures of other processes, and signals to them."""
     orderly: bool = False
     """Done, or stopped as asked."""
 
@@ -64,8 +64,10 @@ def ending_of(
         return Ending(text, after, _code(events, fault, restart), fault, tuple(failures))
     if failures:
         first = _initiating(failures, restart)
-        text = _saves(events, first) or describe(first, several=several)
-        others = tuple(event for event in failures if event is not first)
+        text = _saves(events, first) or describe(_in_step(first, events, last), several=several)
+        since = min(event.at for event in failures)
+        signals = [event for event in events if event.name == "signal" and event.at >= since]
+        others = tuple(event for event in (*failures, *signals) if event is not first)
         return Ending(text, after, _code(events, first, restart), first, others)
     if (orderly := _orderly(events, last, total)) is not None:
         return orderly
@@ -77,6 +79,13 @@ def ending_of(
         cause = _cause(restart) if restart is not None else "failed"
         return Ending(cause, after, _code(events, None, restart or stop), restart or stop)
     return Ending("no end recorded: killed" + (" or crashed" if followed else ", crashed, or still running"))
+
+
+def _in_step(event: Event, events: Sequence[Event], last: int) -> Event:
+    """A lost process was in a step after the last one that all have done; its last heartbeat may be older."""
+    if event.name != "lost" or not any(one.name == "first_step" for one in events):
+        return event
+    return replace(event, step=max(event.step or 0, last + 1))
 
 
 def describe(event: Event, *, several: bool = True) -> str:

@@ -214,7 +214,7 @@ def _attempts(runs: Sequence[Attempt]) -> Table:
 
 def _cascade(run: Attempt) -> str:
     """How many other processes failed after the one that began it."""
-    others = {event.whole("process") for event in run.how.cascade}
+    others = {event.whole("process") for event in run.how.cascade if event.name != "signal"}
     others -= {run.how.failure.whole("process")} if run.how.failure is not None else set()
     count = len(others)
     return f"; then {count} other process{'es' * (count != 1)} failed" if count else ""
@@ -276,7 +276,8 @@ def _in_order(run: Attempt) -> list[Event]:
 
 def details(event: Event) -> str:
     """The fields of an event as text."""
-    return ", ".join(f"{name.replace('_', ' ')} {_plain(value)}" for name, value in event.fields.items())
+    known = {name: value for name, value in event.fields.items() if value is not None}
+    return ", ".join(f"{name.replace('_', ' ')} {_plain(value)}" for name, value in known.items())
 
 
 def _plain(value: Any) -> str:

@@ -43,7 +43,7 @@ def test_a_process_that_was_killed(fake_run: Callable) -> None:
     run.config(20)
     run.attempt(0, 7, save=5)
     run.now += 1.5  # the step it was in, and until the launcher sees it
-    run.by_other("lost", process=1, cause="killed by SIGKILL", step=7)
+    run.by_other("lost", process=1, cause="killed by SIGKILL", step=4)  # its last heartbeat is older
     run.by_other(
         "crash",
         process=0,
@@ -52,12 +52,13 @@ def test_a_process_that_was_killed(fake_run: Callable) -> None:
         step=8,
         exit_code=1,
     )
-    restart(run, attempt=2, cause="killed by SIGKILL", process=1, step=7)
+    run.by_other("signal", process=0, signal="SIGTERM", phase=None, step=None)
+    restart(run, attempt=2, cause="process 1 killed by SIGKILL; the others were stopped", process=1, step=4)
     run.attempt(5, 20)
     run.event("end", step=20)
     first, second = attempts(read_history(run.folder.path))
-    assert first.ending == "process 1 killed by SIGKILL at step 7 (restarted)" and first.exit_code == 1
-    assert [event.name for event in first.how.cascade] == ["crash"]
+    assert first.ending == "process 1 killed by SIGKILL at step 8 (restarted)" and first.exit_code == 1
+    assert [event.name for event in first.how.cascade] == ["crash", "signal"]
     assert (second.first_step, second.ending, second.exit_code) == (5, "done", 0)
     assert second.begin == second.restart.at and second.ready == second.begin + 4.0
     assert shares(run) == {
@@ -65,7 +66,7 @@ def test_a_process_that_was_killed(fake_run: Callable) -> None:
         "steps run again": 2 * 0.5, "stuck": 1.5, "between attempts": 2.0,
     }  # fmt: skip
     (table,) = (table for table in summary_of(run).tables if table.title == "Events")
-    assert [row[2] for row in table.rows if "cascade" in row[2]] == ["crash (cascade)"]
+    assert [row[2] for row in table.rows if "cascade" in row[2]] == ["crash (cascade)", "signal (cascade)"]
 
 
 def test_the_process_that_is_stuck_is_named_and_not_those_that_wait_for_it(fake_run: Callable) -> None:
@@ -236,7 +237,7 @@ def test_lines_that_were_torn_by_a_kill_do_not_hide_the_next(fake_run: Callable)
         file.write('{"time": 1800000000.5, "clock": ["b0071d00", 1')
         file.flush()
         file.write('{"time": 1800000017.5, "event": "lost", "process": 0, "cause": "killed by SIGKILL", "step": 6}\n')
-    assert endings(run) == ["process 0 killed by SIGKILL at step 6"]
+    assert endings(run) == ["process 0 killed by SIGKILL at step 7"]
     assert "events.jsonl: 1 incomplete line skipped" in summary_of(run).faults
 
 
