@@ -27,11 +27,14 @@ class FailureLog:
         """Write to `path` from now on. activity, events: of this process, whose index is `process`."""
         self._path, self._activity, self._events, self._process = path, activity, events, process
 
-    def crash(self, error: BaseException) -> None:
-        """An error ends this process. A refused start is no part of the run: it leaves the folder as it was."""
+    def crash(self, error: BaseException, raised: BaseException) -> None:
+        """`error` ends this process; `raised` is what it explains, or the same.
+
+        A refused start is no part of the run: it leaves the folder as it was.
+        """
         if _exit_code(error) == 2 and not self._events.opened:
             return
-        phase, step = self._where(_doing(error))
+        phase, step = self._where(_doing(raised))
         self._append("crash", error=one_line(error), phase=phase, step=step, exit_code=_exit_code(error))
 
     def signal(self, name: str, exit_code: int | None) -> None:

@@ -443,7 +443,7 @@ def train(
             if job is not None and fault is None:
                 job.local.rescue(job.run, error)
             fault = pulse.failed(fault or error) or fault
-            failures.crash(fault or error)
+            failures.crash(fault or error, error)
             end_at_once(fault or error)
             if fault is not None:
                 raise fault from error

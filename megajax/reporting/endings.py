@@ -19,7 +19,8 @@ CODES = {"end": 0, "numeric_fault": 17, "hang": 124}
 """Event -> the exit code of the attempt, if no event has it."""
 
 OF_PEERS = re.compile(
-    r"gloo|nccl|connection (closed|reset|refused)|coordination|heartbeat|socket closed|UNAVAILABLE|peer",
+    r"gloo|nccl|connection (closed|reset|refused)|coordination|heartbeat|socket closed|UNAVAILABLE|peer"
+    r"|lost the connection",
     re.IGNORECASE,
 )
 """Errors of a process that has lost another one."""

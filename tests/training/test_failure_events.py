@@ -1,0 +1,101 @@
+"""Failures of real runs: what events.jsonl says of them, and what the report makes of it."""
+
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from gangs import LONG, TINY, TRAIN, Started, launcher, started, steps
+from small_jobs import run_config
+
+from megajax.checkpoint.config import CheckpointConfig
+from megajax.config.errors import UserError
+from megajax.job.failure import LONGEST, one_line
+from megajax.job.job import train
+from megajax.reporting.attempts import attempts
+from megajax.reporting.history import read_history
+from megajax.resilience.activity import Activity
+from megajax.resilience.config import ResilienceConfig
+from megajax.resilience.drills import DrillFault
+
+
+def lines(folder: Path, *names: str) -> list[dict]:
+    every = map(json.loads, (folder / "events.jsonl").read_text().splitlines())
+    return [line for line in every if line["event"] in names]
+
+
+@pytest.fixture(name="start")
+def start_processes(tmp_path: Path) -> Iterator[Callable[..., Started]]:
+    with started(tmp_path) as start:
+        yield start
+
+
+def test_an_error_while_rows_are_awaited(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    faulty = ResilienceConfig(inject=("crash:step=4",))
+    with pytest.raises(DrillFault):
+        train(run_config(run, resilience=faulty, checkpoint=CheckpointConfig(every=2)))
+    (crash,) = lines(run, "crash")
+    assert crash.pop("time") and crash.pop("clock") and "DrillFault: " in crash.pop("error")
+    assert crash == {"event": "crash", "process": 0, "phase": "data_wait", "step": 4, "exit_code": 1}
+    (attempt,) = attempts(read_history(run))
+    assert attempt.ending.startswith("crashed in data wait of step 4: DrillFault: ") and attempt.exit_code == 1
+    assert attempt.ready is not None and attempt.begin < attempt.ready < attempt.end
+
+
+def test_an_error_of_a_setup_comes_before_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megajax.job.job.setup", lambda *_, **__: [][1])
+    with pytest.raises(IndexError):
+        train(run_config(tmp_path / "run"))
+    (attempt,) = attempts(read_history(tmp_path / "run"))
+    assert attempt.ending == "crashed in setup: IndexError: list index out of range" and attempt.ready is None
+
+
+def test_errors_in_one_line() -> None:
+    assert one_line(ValueError("first\nsecond")) == "ValueError: first"
+    assert one_line(KeyError()) == "KeyError"
+    assert one_line(UserError("two values differ:\n  a: 1 -> 2\n")) == "two values differ: a: 1 -> 2"
+    assert len(one_line(ValueError("x" * 10_000))) == LONGEST
+
+
+def test_an_error_knows_the_innermost_phase_it_left() -> None:
+    activity = Activity()
+    with pytest.raises(ValueError, match="boom") as caught, activity.phase("save", 4), activity.phase("inner", 5):
+        raise ValueError("boom")
+    assert caught.value.__dict__["doing"][:2] == ("inner", 5)
+
+
+@pytest.mark.slow
+def test_a_killed_process_a_crash_and_a_second_signal(tmp_path: Path, start: Callable[..., Started]) -> None:
+    run = tmp_path / "run"
+    faults = "--resilience.inject=kill:step=5:process=1,crash:step=8:process=1:attempt=2"
+    command = (*TRAIN, *TINY, f"--run_dir={run}", "--steps=12", "--checkpoint.every=2", faults)
+    assert start(*launcher("--max-restarts=3"), *command).wait() == 0
+    killed, crashed, done = attempts(read_history(run))
+    assert killed.ending.startswith("process 1 killed by SIGKILL at step ") and killed.exit_code == 1
+    assert (
+        crashed.ending.startswith("process 1 crashed in data wait of step 8: DrillFault: ") and crashed.exit_code == 1
+    )
+    assert killed.ending.endswith(" (restarted)") and crashed.ending.endswith(" (restarted)")
+    assert (done.ending, done.exit_code, done.last_step) == ("done", 0, 12)
+    (goodput,) = lines(run, "goodput")
+    assert goodput["attempts"] == 3 and {"setup", "compiling", "between attempts"} <= goodput["lost_seconds"].keys()
+    assert sum(goodput["lost_seconds"].values()) + goodput["effective_seconds"] == pytest.approx(
+        goodput["elapsed_seconds"], abs=0.1
+    )
+
+
+@pytest.mark.slow
+def test_signals_that_arrive_and_the_one_that_ends_a_run(tmp_path: Path, start: Callable[..., Started]) -> None:
+    run = tmp_path / "run"
+    settings = ("--parallel.data=1", "--resilience.inject=stuck:step=4")
+    training = start(*TRAIN, *TINY, *LONG, f"--run_dir={run}", *settings)
+    training.until(lambda: len(steps(run)) >= 2)
+    os.kill(training.process.pid, signal.SIGUSR1)
+    training.until(lambda: lines(run, "signal"))
+    assert [line["signal"] for line in lines(run, "signal")] == ["SIGUSR1"]
+    os.kill(training.process.pid, signal.SIGTERM)
+    assert training.wait() in (0, 143)
+    assert {line["signal"] for line in lines(run, "signal")} == {"SIGUSR1", "SIGTERM"}
