@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from local_sets import damage, like, sets, small
 from test_restore import bits, mesh_of, state_on
 
 from megajax.checkpoint.config import CheckpointConfig
@@ -26,14 +27,6 @@ def opened(folder: Path, **settings: Any) -> LocalCheckpoints:
     return LocalConfig(**{"every": 1, "folder": folder / "node"} | settings).build(folder / "shared")
 
 
-def small(step: int) -> dict[str, Any]:
-    return {"w": jax.device_put(np.full((4, 4), step, np.float32))}
-
-
-def like(tree: Any) -> Any:
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
-
-
 def saved(folder: Path, *steps: int, first: int = 0, **settings: Any) -> None:
     """An attempt that saves these steps and ends."""
     with opened(folder, **settings) as local:
@@ -44,10 +37,6 @@ def saved(folder: Path, *steps: int, first: int = 0, **settings: Any) -> None:
         assert [report.failure for report in local.poll()] == [None] * len(steps)
 
 
-def sets(folder: Path) -> list[Path]:
-    return sorted(path.parent for path in (folder / "node").rglob("set.json"))
-
-
 def newest(folder: Path) -> tuple[int | None, list[int], float | None]:
     """What a start finds: its step, the steps it passed over, and a value of the state."""
     with opened(folder) as local:
@@ -55,12 +44,6 @@ def newest(folder: Path) -> tuple[int | None, list[int], float | None]:
         step = reader.newest_whole()
         value = None if step is None else float(reader.restore(step, like(small(0)))[0]["w"][0, 0])
         return step, [each.step for each in reader.passed_over], value
-
-
-def damage(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
 
 
 def laid_out(mesh: jax.sharding.Mesh, state: Any) -> Any:

@@ -89,3 +89,42 @@ def test_without_a_replica_a_lost_disk_falls_back_to_the_shared_folder(tmp_path)
         assert passed_over[0]["kind"] == "local" and passed_over[0]["from_step"] > shared
         assert "no process has the shards of process 0 any more" in passed_over[0]["why"]
         assert "is not whole" in again.text
+
+
+def lose_process_1(gang: gangs.Started) -> str:
+    """Kills process 1 and returns what the gang said until its end."""
+    os.kill(gang.children()[1], 9)
+    assert gang.wait() != 0
+    return gang.text
+
+
+@pytest.mark.slow
+def test_the_last_process_saves_its_state_if_it_is_whole_and_says_so_if_not(tmp_path):
+    """Plain data parallel: each process has everything, but during a step only the next state, which never comes."""
+    node = f"--checkpoint.local.folder={tmp_path / 'node'}"
+    settings = (*gangs.launcher(), *gangs.TRAIN, *gangs.TINY, *gangs.LONG, "--logging.every=1", node)
+    with gangs.started(tmp_path) as start:
+        run = tmp_path / "a"
+        during = start(*settings, "--checkpoint.local.every=3", f"--run_dir={run}", name="a")
+        during.until(lambda: len(local_steps(run)) >= 2)
+        text = lose_process_1(during)
+        assert "another process was lost during a step, whose state is not whole: nothing is saved" in text, text
+        assert "the newest local checkpoint is of step" in text
+
+        run = tmp_path / "b"
+        settings = (*settings, "--checkpoint.local.every=1000", f"--run_dir={run}")
+        endless = ("--evaluation.every=4", "--evaluation.batches=30000")
+        between = start(*settings, *endless, name="b")
+        between.until(lambda: max(hexes(run), default=0) == 4)
+        text = lose_process_1(between)
+        assert "process 0 saved step 4 in" in text and "all shards" in text, text
+        (saved,) = [event for event in events(run, "save_committed") if event.get("kind") == "emergency"]
+        assert (saved["step"], saved["parts"], saved["whole"]) == (4, [0, 1], True)
+
+        again = start(*settings, "--resilience.exit_after_steps=3", name="c")
+        assert again.wait() == 0, again.text
+        assert events(run, "start")[-1]["step"] == 4 and gangs.saved(run) == [7]
+        control = tmp_path / "control"
+        undisturbed = start(*settings, f"--run_dir={control}", "--resilience.exit_after_steps=7", name="d")
+        assert undisturbed.wait() == 0, undisturbed.text
+        assert hexes(run) == hexes(control) and len(hexes(run)) == 7

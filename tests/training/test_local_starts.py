@@ -1,0 +1,186 @@
+"""Which checkpoint a run starts from, local or shared; and whole runs that do."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import small_jobs
+from local_sets import damage, like, sets, small
+
+from megajax.checkpoint.config import CheckpointConfig
+from megajax.checkpoint.local_config import LocalConfig
+from megajax.job.job import train
+from megajax.job.local_saves import LocalSaves, intact_step
+from megajax.mesh.config import ParallelConfig
+from megajax.resilience.activity import Activity
+from megajax.training.run_config import RunConfig
+
+ONE = {"pipeline": 1, "data": 1, "expert": 1, "context": 1, "tensor": 1}
+
+
+def config(folder: Path, **changes: Any) -> RunConfig:
+    local = LocalConfig(every=2, folder=folder / "node")
+    return small_jobs.run_config(folder / "run", checkpoint=CheckpointConfig(every=3, local=local), **changes)
+
+
+class Started(NamedTuple):
+    kind: str | None
+    step: int | None
+    value: float | None
+    """In the state that was read."""
+    events: list[dict[str, Any]]
+
+
+def attempt(folder: Path, cfg: RunConfig, shared: tuple[int, ...] = (), local: tuple[int, ...] = ()) -> Started:
+    """A start, and then saves of these steps: 100 + step in the shared folder, the step in local ones."""
+    events: list[dict[str, Any]] = []
+
+    def event(name: str, **fields: Any) -> None:
+        events.append({"event": name, **fields})
+
+    with (
+        cfg.checkpoint.build(folder / "run" / "checkpoints") as manager,
+        LocalSaves(cfg, manager, Activity(), event) as saves,
+    ):
+        start = saves.start()
+        kind, step, value = None, None, None
+        if start is not None:
+            step = start[1]
+            kind = "local" if start[0] is saves.reader else "shared" if start[0] is manager else "other"
+            value = float(start[0].restore(step, like(small(0)))[0]["w"][0, 0])
+            assert saves.own(start) == (kind != "other")
+        if shared or local:
+            assert saves.local is not None
+            saves.local.begin(step or 0, small(0))
+            for each in shared:
+                manager.save(each, small(100 + each), {"mesh": ONE})
+            for each in local:
+                saves.local.save(each, small(each), {"mesh": ONE})
+        saves.committed()
+    return Started(kind, step, value, events)
+
+
+def shared_step(folder: Path, step: int) -> Path:
+    return folder / "run" / "checkpoints" / f"{step:08d}" / "meta.json"
+
+
+@pytest.mark.parametrize(
+    ("shared", "local", "kind", "step"),
+    [
+        ((), (), None, None),
+        ((), (2,), "local", 2),
+        ((3,), (2,), "shared", 3),
+        ((3,), (2, 4), "local", 4),
+        ((4,), (4,), "shared", 4),
+        ((3, 6), (4,), "shared", 6),
+    ],
+)
+def test_the_newest_wins(tmp_path, shared, local, kind, step):
+    attempt(tmp_path, config(tmp_path), shared, local)
+    second = attempt(tmp_path, config(tmp_path))
+    assert (second.kind, second.step) == (kind, step)
+    assert second.value == (None if step is None else step if kind == "local" else 100 + step)
+    told = [each for each in second.events if each["event"] == "start_source"]
+    assert told == ([{"event": "start_source", "step": step, "kind": "local"}] if kind == "local" else [])
+
+
+def test_a_damaged_local_checkpoint_falls_back_to_the_next_newest(tmp_path, capfd):
+    attempt(tmp_path, config(tmp_path), (3,), (2, 4))
+    damage(sets(tmp_path)[-1] / "own.bin")
+    second = attempt(tmp_path, config(tmp_path))
+    assert (second.kind, second.step) == ("shared", 3)
+    (passed_over,) = [each for each in second.events if each["event"] == "checkpoint_fallback"]
+    assert (passed_over["from_step"], passed_over["kind"]) == (4, "local") and "sha256" in passed_over["why"]
+    assert (
+        "the local checkpoint of step 4 is not whole: no process has the shards of process 0" in capfd.readouterr().err
+    )
+
+
+def test_a_damaged_shared_checkpoint_falls_back_to_a_local_one(tmp_path, capfd):
+    attempt(tmp_path, config(tmp_path), (1, 3), (2,))
+    damage(shared_step(tmp_path, 3))
+    assert attempt(tmp_path, config(tmp_path))[:3] == ("local", 2, 2.0)
+    attempt(tmp_path, config(tmp_path), (3,))
+    for step in (1, 3):
+        damage(shared_step(tmp_path, step))
+    assert attempt(tmp_path, config(tmp_path))[:3] == ("local", 2, 2.0)
+    assert "The local checkpoint of step 2 is whole and is used" in capfd.readouterr().err
+
+
+def test_another_mesh_starts_from_the_shared_folder_and_says_so(tmp_path, capfd):
+    attempt(tmp_path, config(tmp_path), (3,), (4,))
+    second = attempt(tmp_path, config(tmp_path, parallel=ParallelConfig(data=2)))
+    assert (second.kind, second.step) == ("shared", 3)
+    assert "local checkpoint of step 4 is not used: it is of the mesh 1 device, this run has data 2" in (
+        capfd.readouterr().err
+    )
+    assert [each["from_step"] for each in second.events if each["event"] == "checkpoint_fallback"] == [4]
+
+
+def test_a_step_asked_for_by_number_is_the_shared_one(tmp_path):
+    cfg = config(tmp_path)
+    attempt(tmp_path, cfg, (3,), (4,))
+    assert attempt(tmp_path, replace(cfg, checkpoint=replace(cfg.checkpoint, step=3)))[:2] == ("shared", 3)
+
+
+def test_own_local_checkpoints_come_before_another_run(tmp_path):
+    cfg = config(tmp_path)
+    with CheckpointConfig().build(tmp_path / "other" / "checkpoints") as manager:
+        manager.save(9, small(109), {"mesh": ONE})
+    loading = replace(cfg, checkpoint=replace(cfg.checkpoint, load=tmp_path / "other"))
+    assert attempt(tmp_path, loading, (), (10,))[:2] == ("other", 9)
+    assert attempt(tmp_path, loading)[:2] == ("local", 10)
+
+
+def test_a_failed_local_save_is_an_event_and_no_error(tmp_path, monkeypatch, capfd):
+    usage = type(shutil.disk_usage(tmp_path))
+    with config(tmp_path).checkpoint.build(tmp_path / "run" / "checkpoints") as manager:
+        events: list[dict[str, Any]] = []
+        with LocalSaves(
+            config(tmp_path), manager, Activity(), lambda name, **more: events.append({"event": name} | more)
+        ) as saves:
+            saves.start()
+            assert saves.local is not None
+            saves.local.begin(0, small(0))
+            monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(100, 99, 1))
+            for step in (2, 4, 8):
+                saves.local.save(step, small(step), {})
+                saves.local.wait()
+                saves.committed()
+            assert not saves.due(10)
+    failed = [each for each in events if each["event"] == "save_failed"]
+    assert [each["failures"] for each in failed] == [1, 2, 3] and {each["kind"] for each in failed} == {"local"}
+    assert failed[-1]["next"] == "no more local checkpoints in this attempt"
+    assert "64 bytes are needed, 1 are free; 3 in a row: no more local" in capfd.readouterr().err
+
+
+def test_only_a_state_that_is_all_there_has_a_step():
+    class State(NamedTuple):
+        step: jax.Array
+        w: jax.Array
+
+    state = State(jnp.asarray(7), jnp.ones((4, 4)))
+    assert intact_step(state, 10.0) == 7
+    state.w.delete()
+    assert intact_step(state, 10.0) is None
+
+
+@pytest.mark.slow
+def test_a_run_that_breaks_off_goes_on_bit_for_bit_from_its_local_checkpoint(tmp_path, capfd):
+    faulty = replace(config(tmp_path).resilience, inject=("nan:step=5:always",))
+    small_model = small_jobs.model(repeats=1)
+    assert train(config(tmp_path, model=small_model, resilience=faulty)) == 17
+    assert [path.name for path in sets(tmp_path)] == ["00000002", "00000004"]
+    broken = small_jobs.losses(tmp_path / "run")
+    assert train(config(tmp_path, model=small_model)) == 0
+    assert "starting from step 4 in local checkpoints" in capfd.readouterr().err
+    undisturbed = small_jobs.run_config(tmp_path / "control", model=small_model)
+    assert train(undisturbed) == 0
+    control = small_jobs.losses(tmp_path / "control")
+    assert small_jobs.losses(tmp_path / "run") == control and broken[:4] == control[:4] and np.isfinite(control).all()
+    assert list((tmp_path / "node").iterdir()) == []  # the shared folder has step 6
