@@ -30,7 +30,7 @@ FLAGS = (
     Flag("backoff", float, 1.0, help="seconds before a restart, doubled each time until a new checkpoint is saved"),
     Flag("max-backoff", float, 60.0, help="the longest of these waits"),
     Flag("min-processes", int | None, help="leave out a process that keeps failing, while so many remain; none: never"),
-    Flag("watchdog-timeout", float | None, 3600.0, help="seconds without progress of any process: a hang; none: never"),
+    Flag("watchdog-timeout", float | None, help="seconds without progress of any process: a hang; none: never"),
     Flag(
         "beat-timeout", float | None, help="seconds without a heartbeat of a process: a hang; 60, 300 with --scheduler"
     ),

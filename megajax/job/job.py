@@ -42,6 +42,7 @@ from megajax.metrics.writers import Writers, open_writers
 from megajax.models.facts import flops_of
 from megajax.models.protocol import counted
 from megajax.resilience.activity import BACKGROUND_SAVE, FINISH, SETUP, Activity
+from megajax.resilience.beats import first_line
 from megajax.resilience.drills import drilled
 from megajax.resilience.exit_codes import NUMERIC_FAULT
 from megajax.resilience.signals import Signals, agree
@@ -230,6 +231,7 @@ class Job:
         except Corruption as fault:
             self.console.steps_over()
             self.console.say(str(fault))
+            self.pulse.last_beat(first_line(fault), NUMERIC_FAULT)
             self.save.abandon()
             self.ending.report()
             return NUMERIC_FAULT

@@ -196,7 +196,8 @@ class Attempt:
             return cause.text
         if cause.code == HANG and cause.said is None:
             return f"process {cause.process} {cause.text}"
-        step = "" if cause.step is None else f" at step {cause.step}"
+        # The last beat of a process that was killed may be a second old.
+        step = "" if cause.step is None else f"{', last seen' * cause.silenced} at step {cause.step}"
         member = self._members[0 if self._scheduler else cause.process]
         log = f" ({member.log})" if member.log else ""
         said = f": {cause.said}" if cause.said else ""

@@ -26,8 +26,9 @@ class Limits:
 
     beat: float | None = 60.0
     """Without a new heartbeat of a process that has written some."""
-    progress: float | None = 3600.0
-    """Without a change in the heartbeats of any process: the same steps, the same phases."""
+    progress: float | None = None
+    """Without a change in the heartbeats of any process: the same steps, the same phases. A training process has a
+    watchdog of its own, which knows what is usual in each phase; this is for where that is off."""
 
     def problems(self) -> list[Problem]:
         """What is wrong with the flags."""
