@@ -39,6 +39,7 @@ class Pulse:
     Attributes:
         before_exit: called before the process is ended, to restore the terminal.
         events: events.jsonl of the run; None: not known yet.
+        ticks: also called about once a second.
     """
 
     def __init__(self, run_dir: str | Path, activity: Activity, watchdog: WatchdogConfig | None = None):
@@ -46,6 +47,7 @@ class Pulse:
         self.process = process_index()
         self.before_exit: Callable[[], None] = lambda: None
         self.events: Path | None = None
+        self.ticks: list[Callable[[], None]] = []
         self.watchdog = None if watchdog is None else Watchdog(watchdog, activity)
         self.peers = PeerStatus(self._status, self.dump)
         self._folder, self._host = beats_folder(), socket.gethostname()
@@ -103,6 +105,8 @@ class Pulse:
     def _watch(self) -> None:
         while not self._over.wait(TICK_SECONDS):
             self._beat()
+            for tick in self.ticks:
+                tick()
             if self.watchdog is not None and (hang := self.watchdog.check(TICK_SECONDS)) is not None:
                 self._hangs(self.watchdog, hang)
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from megajax.metrics.record import EvaluationRecord
 from megajax.metrics.writers import Writer
+from megajax.resilience.signals import StopWaiting
 from megajax.training.config import EvaluationConfig
 from megajax.training.run_config import RunConfig
 from megajax.training.scoring import Scorer, Stopped, Task
@@ -28,6 +29,8 @@ class Evaluate:
     """Asked before each batch."""
     ticker: Callable[[str], AbstractContextManager[Any]] = nullcontext
     """Shows that an evaluation is under way."""
+    waiting: Callable[[int], AbstractContextManager[Any]] = nullcontext
+    """Batches are awaited in it; it may raise StopWaiting."""
     last: dict[str, dict[str, float]] = field(default_factory=dict)
     """Split -> metrics of its last evaluation."""
     phase: str = EVALUATION
@@ -61,7 +64,12 @@ class Evaluate:
             source, first = Filled(source, _batch_rows(run)), 0
             batches = len(source) // _batch_rows(run)
         with self.ticker(f"evaluating on the {split} split"):
-            metrics = run.metrics(source, first=first, batches=batches, stopping=self.stopping)
+            try:
+                metrics = run.metrics(
+                    source, first=first, batches=batches, stopping=self.stopping, waiting=self.waiting
+                )
+            except StopWaiting:
+                metrics = None
         if metrics is None:
             self.log.event("evaluation_broken_off", step=step, split=split)
             return

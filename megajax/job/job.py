@@ -28,6 +28,7 @@ from megajax.job.integrity import Integrity
 from megajax.job.local_saves import LocalSaves
 from megajax.job.resume import Resume, stored
 from megajax.job.save import Save, SavesFailed
+from megajax.job.stop import Stopping
 from megajax.job.watch import Watch, advice
 from megajax.job.weights import TakeWeights, frozen_fresh
 from megajax.mesh.mesh import find_devices
@@ -109,6 +110,7 @@ class Job:
             received=failures.signal,
         )
         self.signals = stack.enter_context(signals)
+        self.stop = Stopping(cfg.resilience, pulse, signals, self.first)
         self.compiles = stack.enter_context(CompileLog(console.say, self.events.event))
         self.data = DataFiles(verify=verify_data, say=console.say, progress=self.activity.progress)
         with console.ticker("setting up data, model and state"):
@@ -123,7 +125,7 @@ class Job:
             self.run = setup(cfg, start=resume)
             self.data.look(self.run.parts.splits)
         self.run.batches = drilled(self.run.batches, cfg.resilience.process_drills(), self.run.step)
-        stack.callback(self.run.close)
+        stack.callback(self.stop.close, self.run.close)
         self.cfg = self.run.cfg  # with the layout that fits the devices
         fitted = self.told_layout()
         if resume is None and (line := frozen_fresh(self.run.program)):
@@ -180,7 +182,7 @@ class Job:
         self.profile = Profile(cfg.profile, folder.profile, self.first, lambda summary: show(summary.sections()))
         self.stack.callback(self.profile.close)
         ticker = partial(console.ticker, total=False)
-        self.evaluate = Evaluate(cfg, self.log, self.evaluation_stops, ticker)
+        self.evaluate = Evaluate(cfg, self.log, self.evaluation_stops, ticker, self.stop.waiting)
         self.tasks = EvaluateTasks.of(self.run, self.log, self.evaluate.stopping, ticker)
         spikes = self.guard.spikes
         self.save = Save(
@@ -251,7 +253,7 @@ class Job:
             self.console.steps_over()
             self.ending.report()
             raise
-        return 0
+        return self.stop.code() if self.run.step < cfg.steps else 0
 
     def last(self) -> int:
         """The step this attempt ends after, unless it is asked to stop."""
@@ -270,8 +272,10 @@ class Job:
             tell_every=self.cfg.logging.every,
             activity=self.activity,
             stalled=self.integrity.stalled,
+            waiting=self.stop.waiting,
         )
-        first = self.first_step(infos)
+        if (first := self.first_step(infos)) is None:
+            return
         self.events.event("first_step", step=first.step, seconds=round(first.seconds, 3))
         if memory := compiled_memory(self.run.mesh.local_devices):
             self.events.event("compiled", **asdict(memory))
@@ -298,8 +302,8 @@ class Job:
             self.events.event("rows_skipped", splits=skipped)
             self.told_skipped = skipped
 
-    def first_step(self, infos: Iterator[StepInfo]) -> StepInfo:
-        """Wait for the first step; people see first that it compiles, then that it runs."""
+    def first_step(self, infos: Iterator[StepInfo]) -> StepInfo | None:
+        """Wait for the first step; people see first that it compiles, then that it runs. None: the run stops before."""
         self.signals.when = "after the first step, which is being compiled"
         with self.console.ticker("compiling the train step", total=False) as rename:
 
@@ -308,7 +312,7 @@ class Job:
                 self.signals.when = "after this step"
 
             with self.compiles.ready("train_step", compiled):
-                first = next(infos)
+                first = next(infos, None)
         self.signals.when = "after this step"
         return first
 
@@ -340,7 +344,7 @@ class Job:
         step, stopped = self.run.step, self.run.step < self.cfg.steps
         self.profile.stop(step)
         wanted = self.cfg.resilience.save_on_signal or self.signals.request is None
-        if stopped and wanted and self.save.saved != step:
+        if stopped and wanted and self.save.saved != step > self.first:
             self.local.before_stop(self.run, step)
             self.save(self.run, step)  # before all else: time may be short
         if not stopped and self.cfg.evaluation.at_end:
@@ -439,7 +443,7 @@ def train(
                 )
                 return 0
             job.open(sources)
-            return job.work()
+            code = job.work()
         except BaseException as error:
             fault = device_fault(error, cfg, Path(cfg.run_dir).expanduser())
             if job is not None and fault is None:
@@ -450,6 +454,9 @@ def train(
             if fault is not None:
                 raise fault from error
             raise
+    if job.stop.abandoned:
+        job.stop.leave(code)
+    return code
 
 
 def _same_decay(cfg: RunConfig) -> str:

@@ -31,7 +31,8 @@ TELL_SECONDS = 1.0
 SILENT_PERIODS = 2.5
 """A process that publishes nothing new for so many periods does not run."""
 
-_KEY, _HANGS = "megajax/status", "megajax/hangs"
+_KEY, _HANGS, _STOPS = "megajax/status", "megajax/asked/stacks", "megajax/asked/stop"
+_ASKED = "megajax/asked"
 _ORDER = {"data_wait": 0, "step": 1, "compile": 1}
 """Phases of a step in their order; others follow."""
 
@@ -119,6 +120,9 @@ class PeerStatus:
     """Publishes the status of this process, and reads that of the others.
 
     Its calls to the service run in threads of their own, for they may block.
+
+    Attributes:
+        asked_to_stop: called with the name of the signal if another process was asked to stop.
     """
 
     def __init__(self, status: Callable[[int], Status], dump: Callable[[str], None]):
@@ -130,6 +134,7 @@ class PeerStatus:
         self._client: Any = state.client
         self._status, self._dump, self._beat = status, dump, 0
         self._over = threading.Event()
+        self.asked_to_stop: Callable[[str], None] = lambda name: None
 
     @property
     def alone(self) -> bool:
@@ -158,6 +163,19 @@ class PeerStatus:
             self._answered(ask, TELL_SECONDS)
             time.sleep(SILENT_PERIODS * self.period)
 
+    def share_stop(self, name: str) -> None:
+        """Have the others stop as well, as after signal `name`."""
+        if not self.alone:
+            share = partial(self._client.key_value_set, f"{_STOPS}/{self.index}", name, allow_overwrite=True)
+            self._answered(share, TELL_SECONDS)
+
+    def meet(self, where: str, seconds: float) -> bool:
+        """Wait for all other processes at a point of this name. -> whether they came."""
+        if self.alone:
+            return True
+        meeting = partial(self._client.wait_at_barrier, f"megajax/{where}", max(int(1000 * seconds), 1))
+        return self._answered(lambda: self._tried(meeting), seconds + SERVICE_SECONDS) is True
+
     def verdict(self) -> Verdict:
         """Who is the first cause of a failure or a hang of this process. Takes some periods."""
         if self.alone:
@@ -178,19 +196,27 @@ class PeerStatus:
         return None if states is None else first_failure(self.index, states)
 
     def _run(self) -> None:
-        asked = False
+        asked: set[str] = set()
         while not self._over.is_set() and self._publish(None) is not None:
-            if not asked and (hangs := self._hang()) is not None:
-                asked = True
-                self._dump(f"process {hangs} hangs")
+            with contextlib.suppress(Exception):  # as in _publish
+                for key, value in self._client.key_value_dir_get(_ASKED):
+                    if key not in asked:
+                        asked.add(key)
+                        self._answer(key, value)
             self._over.wait(self.period)
 
-    def _hang(self) -> int | None:
-        """A process that asked for the stacks of all."""
-        with contextlib.suppress(Exception):
-            for key, _ in self._client.key_value_dir_get(_HANGS):
-                return int(key.rpartition("/")[2])
-        return None
+    def _answer(self, key: str, value: str) -> None:
+        if key.startswith(_STOPS):
+            self.asked_to_stop(value)
+        else:
+            self._dump(f"process {key.rpartition('/')[2]} hangs")
+
+    def _tried(self, call: Callable[[], Any]) -> bool:
+        try:
+            call()
+        except Exception:
+            return False
+        return True
 
     def _publish(self, failure: str | None) -> bool | None:
         self._beat += 1

@@ -8,13 +8,21 @@ from megajax.resilience.drills import CORRUPTION, NUMERIC, PROCESS, Drill
 from megajax.resilience.integrity_config import HealthConfig, RecomputeConfig, ReplicasConfig, StragglersConfig
 from megajax.resilience.watchdog_config import WatchdogConfig
 
+TAKEN_CODES = (1, 2, 16, 17, 93, 124)
+"""Exit codes of failures: see docs/faults.md."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResilienceConfig:
     """Signals, early ends, and losses or gradients that are not finite or spike."""
 
     save_on_signal: bool = True
-    """On SIGTERM, SIGINT (Ctrl-C) or SIGUSR1, save a checkpoint and end with exit code 0."""
+    """On SIGTERM, SIGINT (Ctrl-C) or SIGUSR1, save a checkpoint and end with exit_code_on_signal."""
+    exit_code_on_signal: int = 0
+    """Exit code of a run that was asked to stop by a signal and has saved, e.g. 75 to have a scheduler requeue it."""
+    stop_grace: float = 60.0
+    """Seconds from a signal after which a run whose step, rows or compilation do not end stops without saving; at least
+    two steps."""
     exit_after_steps: int | None = None
     """Save and end with exit code 0 after this many steps of the current attempt; none: no limit."""
     exit_after_minutes: float | None = None
@@ -74,6 +82,11 @@ class ResilienceConfig:
             for name in ("exit_after_steps", "exit_after_minutes", "largest_norm")
             if (value := getattr(self, name)) is not None and not value > 0
         ]
+        if not self.stop_grace > 0:
+            problems.append(Problem("stop_grace", f"must be above 0 seconds, got {self.stop_grace:g}"))
+        if not 0 <= self.exit_code_on_signal < 128 or self.exit_code_on_signal in TAKEN_CODES:
+            what = f"must be 0 to 127 and not {', '.join(map(str, TAKEN_CODES))}, which mean failures"
+            problems.append(Problem("exit_code_on_signal", f"{what}; got {self.exit_code_on_signal}", "75 is usual"))
         if self.spike_factor is not None and not self.spike_factor > 1:
             problems.append(Problem("spike_factor", f"must be above 1, got {self.spike_factor:g}", "none turns it off"))
         if self.spike_window < 1:

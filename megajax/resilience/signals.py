@@ -9,8 +9,9 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, Self
 
@@ -21,6 +22,8 @@ from jax.experimental import multihost_utils
 _STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _EXIT_IF_REPEATED = (signal.SIGTERM, signal.SIGINT)
 _DUMP = signal.SIGUSR2
+_WAKE = signal.SIGURG
+"""Interrupts a wait of the main thread; nothing else uses it, and by default it is ignored."""
 
 # A launcher and the terminal, or two layers of a scheduler, may forward the same request within milliseconds.
 _DUPLICATE_SECONDS = 0.25
@@ -34,6 +37,12 @@ class StopRequest:
     """Its name: "SIGTERM", "SIGINT" or "SIGUSR1"."""
     time: float
     """Time of the signal, in seconds since 1970."""
+    at: float = field(default_factory=time.monotonic, compare=False)
+    """The same by the monotonic clock."""
+
+
+class StopWaiting(Exception):
+    """Ends a wait of the main thread, because this process was asked to stop."""
 
 
 class Signals:
@@ -68,6 +77,9 @@ class Signals:
         self._request: StopRequest | None = None
         self._former: dict[signal.Signals, Any] = {}
         self._first_time: float | None = None
+        self._place: object = None
+        self._woken: object = None
+        self._at_once = False
         self.polled = polled
         """Whether the program polls `request`."""
         self.when = "after this step"
@@ -78,12 +90,39 @@ class Signals:
         """The request to stop this process, or None. Other processes may have others: see `agree`."""
         return self._request
 
+    def ask(self, name: str) -> None:
+        """Stop as after signal `name`, which another process got."""
+        self._take(signal.Signals[name])
+
+    @contextmanager
+    def interruptible(self, place: object, *, at_once: bool) -> Generator[None]:
+        """Within the block, in the main thread, a request raises StopWaiting, once it may: at once, or at `wake`.
+
+        place: what is waited for; not None.
+        """
+        self._at_once, self._place = at_once, place
+        try:
+            self._interrupt()
+            yield
+        finally:
+            self._place = None
+
+    def wake(self, place: object) -> None:
+        """Interrupt the wait for `place`, if the main thread is still in it."""
+        self._woken = place
+        signal.pthread_kill(threading.main_thread().ident or 0, _WAKE)
+
+    def _interrupt(self) -> None:
+        if self._request is not None and self._place is not None and (self._at_once or self._woken == self._place):
+            self._place = None
+            raise StopWaiting
+
     def __enter__(self) -> Self:
         # Python runs handlers only between bytecodes of the main thread, which may be in XLA for minutes. Therefore C
         # code also writes the number of each signal to a socket at once, and a thread reads it.
         self._inbox, self._outbox = socket.socketpair()
         self._outbox.setblocking(False)
-        self._former = {number: signal.signal(number, self._handle) for number in (*_STOP, _DUMP)}
+        self._former = {number: signal.signal(number, self._handle) for number in (*_STOP, _DUMP, _WAKE)}
         if (stderr := _stderr()) is not None:
             faulthandler.register(_DUMP, file=stderr, all_threads=True, chain=True)
         self._former_descriptor = signal.set_wakeup_fd(self._outbox.fileno(), warn_on_full_buffer=False)
@@ -111,8 +150,9 @@ class Signals:
         self._former = {}
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if number != _DUMP:
+        if number in _STOP:
             self._take(signal.Signals(number))
+        self._interrupt()
 
     def _watch(self) -> None:
         while numbers := self._inbox.recv(64):

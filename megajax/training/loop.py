@@ -3,6 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from math import isfinite
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
@@ -16,7 +17,7 @@ from megajax.mesh.measures import Measured
 from megajax.mesh.processes import StopFlags
 from megajax.resilience.activity import COMPILE, STEP, Activity
 from megajax.resilience.exit_codes import NUMERIC_FAULT, TRANSIENT_FAULT
-from megajax.resilience.signals import agree
+from megajax.resilience.signals import StopWaiting, agree
 from megajax.training.exchange import SECONDS, STOP
 from megajax.training.guard import Guard
 from megajax.training.guarded import HELD, GuardLimits, StepControl
@@ -149,6 +150,7 @@ def run_steps(
     tell_every: int = 10,
     activity: Activity | None = None,
     stalled: Callable[[], float] = lambda: 0.0,
+    waiting: Callable[[int], AbstractContextManager[Any]] = nullcontext,
 ) -> Iterator[StepInfo]:
     """Train up to and including step `last`, yielding what each step reported, one step late.
 
@@ -161,13 +163,21 @@ def run_steps(
     guard: has suspicious steps run again, and what followed them after that, so that a fault that passes leaves no
     trace; without one, updates that are not finite are left out and training goes on.
 
-    activity: is kept up to date about what the loop is doing. stalled: see PhaseTimes.
+    activity: is kept up to date about what the loop is doing. stalled: see PhaseTimes. waiting: the rows of a step are
+    awaited in it; StopWaiting, raised there, ends the loop after the step before.
     """
     loop = _Loop(run, stopping, guard, activity or Activity(), PhaseTimes(run.mesh, _told_every(tell_every), stalled))
+    loop.waiting = waiting
     step, flights = run.step, deque[Flight]()
     while step < last:
         step += 1
-        flights.append(loop.dispatch(loop.read(step)))
+        try:
+            reading = loop.read(step)
+        except StopWaiting:
+            while flights:
+                yield loop.land(flights)
+            return
+        flights.append(loop.dispatch(reading))
         stop = False
         if len(flights) > 1:
             info = loop.land(flights)
@@ -197,6 +207,7 @@ class _Loop:
         self, run: Any, stopping: Callable[[], bool], guard: Guard | None, activity: Activity, times: PhaseTimes
     ):
         self.run, self.stopping, self.guard, self.activity = run, stopping, guard, activity
+        self.waiting: Callable[[int], AbstractContextManager[Any]] = nullcontext
         activity.step = run.step
         # Sizes of batches: each has a program of its own, which another process may still compile when it is run here.
         self.compiled: set[int] = set()
@@ -210,7 +221,7 @@ class _Loop:
     def read(self, step: int) -> Reading:
         """The next batch."""
         waiting = self.activity.phase(DATA_WAIT, step)
-        with self.times.measure(DATA_WAIT), waiting, jax.set_mesh(self.run.mesh):
+        with self.times.measure(DATA_WAIT), waiting, jax.set_mesh(self.run.mesh), self.waiting(step):
             batch, consumed = next(self.run.batches)
         fresh = self.times.due(step)
         return Reading(step, batch, consumed, self.times.of_step(), self.times.tell(fresh), fresh)

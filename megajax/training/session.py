@@ -1,6 +1,7 @@
 """From a config to everything a run needs."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from inspect import signature
 from math import prod
@@ -200,18 +201,22 @@ class Run:
         first: int = 0,
         batches: int | None = None,
         stopping: Callable[[], bool] = lambda: False,
+        waiting: Callable[[int], AbstractContextManager[Any]] = nullcontext,
     ) -> dict[str, float] | None:
         """The model's metrics over global batches of `source` from row `first` on; nan where nothing is counted.
 
-        `stopping` is asked before each batch and ends the evaluation, which then is None.
+        `stopping` is asked before each batch and ends the evaluation, which then is None; so does StopWaiting, raised
+        in `waiting`, in which batches are awaited.
         """
         loader = self.parts.loader(source, first)
         totals: dict[str, list[np.ndarray]] = {"loss": [np.zeros(()), np.zeros(())]}
         with jax.set_mesh(self.mesh), jax.default_matmul_precision(self.cfg.precision.matmul_precision()), loader:
-            for _ in range(self.cfg.evaluation.batches if batches is None else batches):
+            for number in range(self.cfg.evaluation.batches if batches is None else batches):
                 if stopping():
                     return None
-                for name, pair in self.program.eval_step(self.state.inputs, next(loader)[0]).items():
+                with waiting(number):
+                    batch = next(loader)[0]
+                for name, pair in self.program.eval_step(self.state.inputs, batch).items():
                     sums = totals.get(name, [np.zeros(()), np.zeros(())])
                     totals[name] = [total + np.asarray(new, np.float64) for total, new in zip(sums, pair, strict=True)]
         return {name: float(quotient(*sums, xp=np)) for name, sums in totals.items()}
