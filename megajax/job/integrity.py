@@ -6,6 +6,7 @@ from pathlib import Path
 
 import jax
 
+from megajax.job.recompute import CheckResults
 from megajax.job.replicas import CheckReplicas, FlipBit
 from megajax.job.stragglers import WatchStragglers
 from megajax.resilience.stalls import Stalls
@@ -32,8 +33,10 @@ class Integrity:
         """events_file: to which any process appends. save_due: whether a checkpoint is due at a step."""
         cfg, self._run = run.cfg.resilience, run
         self.replicas = CheckReplicas(cfg.replicas, run.program, event, save_due)
-        flips = [FlipBit(drill) for drill in cfg.corruption_drills() if drill.kind == "bitflip"]
-        self.hooks: list[Hook] = [*flips, self.replicas]
+        drills = cfg.corruption_drills()
+        flips = [FlipBit(drill) for drill in drills if drill.kind == "bitflip"]
+        results = CheckResults(cfg.recompute, run, event, say, drills)
+        self.hooks: list[Hook] = [*flips, self.replicas, results]
         self.watches: list[Callable[[StepInfo], None]] = []
         self.stalled: Callable[[], float] = lambda: 0.0
         if jax.process_count() > 1 and cfg.stragglers.factor is not None:

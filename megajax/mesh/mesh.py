@@ -7,6 +7,7 @@ from dataclasses import replace
 from math import prod
 
 import jax
+import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from megajax.config.errors import ConfigError, Problem, UserError
@@ -64,6 +65,12 @@ def part_of(devices: Sequence[jax.Device], used: int, neighbours: int = 1) -> li
         if not left and all(taken.values()):
             break
     return [device for index, own in owned.items() for device in own[: taken[index]]]
+
+
+def rolled(mesh: Mesh, axis: str) -> Mesh:
+    """The same devices, of which each has the place of the one before it along an axis; the first that of the last."""
+    devices = np.roll(mesh.devices, -1, mesh.axis_names.index(axis))
+    return Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
 
 
 def find_devices() -> list[jax.Device]:

@@ -44,3 +44,8 @@ def without_dimension(sharding: NamedSharding, dimensions: int, left_out: int) -
 def one_for_each_device(mesh: Mesh) -> PartitionSpec:
     """Of an array [devices of the mesh, ...] with one row on each device."""
     return PartitionSpec(mesh.axis_names)
+
+
+def one_for_each_group(axes: Sequence[str]) -> PartitionSpec:
+    """Of an array with one row for each place along these mesh axes."""
+    return PartitionSpec(tuple(axes))

@@ -181,13 +181,17 @@ class Program:
         specs = batch_specs(self.schema, self.layout)
         return {name: NamedSharding(self.mesh, spec) for name, spec in specs.items()}
 
-    def grad_fn(self, *, fill: float = 0.0) -> GradFn:
-        """(weights, batch, loss scale) -> sums of gradients. fill: see `pipelined`; without a pipeline nothing is."""
+    def grad_fn(self, *, fill: float = 0.0, weights: Callable[..., Weights] = Weights) -> GradFn:
+        """(weights, batch, loss scale) -> sums of gradients. fill: see `pipelined`; without a pipeline nothing is.
+
+        weights: what becomes of the gradients of each device.
+        """
+        moving = self._weights_as(weights)
         key = jax.random.fold_in(jax.random.key(self.cfg.seed), DROPOUT_STREAM)
         if self.pipeline is None:
             whole = staged(self.abstract, self.arrays, self._reduction, key)
-            return accumulate(self._weights, whole, self.mesh)
-        return pipelined(self._weights, self._chunks(key), self.mesh, self.schedule_of, self.partition, fill=fill)
+            return accumulate(moving, whole, self.mesh)
+        return pipelined(moving, self._chunks(key), self.mesh, self.schedule_of, self.partition, fill=fill)
 
     def schedule_of(self, microbatches: int) -> Schedule:
         """What the stages of the pipeline do in a step of that many microbatches."""
@@ -248,8 +252,11 @@ class Program:
 
     @property
     def _weights(self) -> Weights:
+        return self._weights_as(Weights)
+
+    def _weights_as(self, kind: Callable[..., Weights]) -> Weights:
         frozen = frozenset(self.declared) - frozenset(self.optimizer.declared)
-        return Weights(self.abstract, self.arrays, self.schema, self.layout, self.cfg.precision, frozen)
+        return kind(self.abstract, self.arrays, self.schema, self.layout, self.cfg.precision, frozen)
 
     def _chunks(self, key: Array | None, head: Head = training_loss) -> Staged:
         return staged(self.abstract, self.arrays, self._reduction, key, self.partition, head)

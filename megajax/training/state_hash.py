@@ -85,7 +85,7 @@ class StateHash:
             arrays[i] = array
 
         def local(*shards: Array) -> Array:
-            hashes = [_hash(x, offsets(spec, x.shape)) for x, spec in zip(shards, self._specs, strict=True)]
+            hashes = [array_hash(x, offsets(spec, x.shape)) for x, spec in zip(shards, self._specs, strict=True)]
             return jnp.stack(hashes)[None]
 
         return jax.shard_map(
@@ -104,7 +104,7 @@ def offsets(spec: PartitionSpec, shape: Sequence[int]) -> list[Array]:
     return [part.astype(jnp.uint32) * jnp.uint32(size) for part, size in zip(parts, shape, strict=True)]
 
 
-def _hash(x: Array, first: Sequence[Array]) -> Array:
+def array_hash(x: Array, first: Sequence[Array]) -> Array:
     """uint32 [2] of a shard's bytes. A single changed bit always changes it; so does nearly every other difference.
 
     Every word is mixed with its position by a bijection, and the results are added up: sums modulo 2^32 are the same in

@@ -46,7 +46,7 @@ BORDERS = {
 HEAVY = ("jax", "jaxlib", "numpy", "flax", "optax", "orbax", "grain", "tensorstore")
 
 COLLECTIVES = {
-    "megajax.mesh.collectives": ({"all_gather", "psum_scatter", "psum", "pmax"}, "the place for them"),
+    "megajax.mesh.collectives": ({"all_gather", "psum_scatter", "psum", "pmax", "ppermute"}, "the place for them"),
     "megajax.kernels.context.collectives": (
         {"all_gather", "all_to_all", "ppermute", "psum_scatter"},
         "keys, values and heads between devices that hold parts of rows, in an island",

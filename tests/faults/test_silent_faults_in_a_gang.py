@@ -40,6 +40,31 @@ def test_a_flipped_bit_ends_the_run_and_is_never_saved(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_process_that_computes_wrongly_is_found(tmp_path):
+    """A device that reproducibly computes other gradients than others ends the run; one that does so once does not."""
+    losses = {}
+    with gangs.started(tmp_path) as start:
+        settings = (gangs.TINY[0], "--devices=cpu:2", "--batch.micro_size=1", "--parallel.data=4", *QUIET)
+        checks = ("--resilience.recompute.every=2", "--resilience.inject=wrong_gradients:step=4:process=1")
+        for name, more, code in (
+            ("plain", (), 0),
+            ("once", checks, 0),
+            ("always", (*checks[:1], checks[1] + ":always"), 17),
+        ):
+            run = tmp_path / name
+            command = (*gangs.launcher(), *gangs.TRAIN, *settings, f"--run_dir={run}", *more)
+            gang = start(*command, name=name)
+            assert gang.wait() == code, gang.text
+            losses[name] = gangs.steps(run)
+            for event in events(run, "recompute_mismatch"):
+                assert event["step"] == 4 and event["processes"] == [1] and event["reproducible"] == (name == "always")
+            assert len(events(run, "recompute_mismatch")) == (name != "plain"), gang.text
+    assert losses["once"] == losses["plain"] and len(losses["plain"]) == 6, "the check changes nothing"
+    assert list(losses["always"]) == [1, 2, 3, 4]
+    assert "(process 1) reproducibly computed other gradients" in gang.text and "2 other groups agree" in gang.text
+
+
+@pytest.mark.slow
 def test_a_process_that_sleeps_is_a_straggler(tmp_path):
     """F08: named within ten steps with its phase, and the losses are those of an undisturbed run."""
     losses = {}

@@ -11,7 +11,7 @@ from tiny_runs import QUICK, llama, program, start
 from megajax.job.replicas import blame, copied_weight, sentence, with_flipped_bit
 from megajax.mesh.config import ParallelConfig
 from megajax.training.program import Program
-from megajax.training.state_hash import HashedLeaf, StateHash, _hash, group_hashes, odd_ones
+from megajax.training.state_hash import HashedLeaf, StateHash, array_hash, group_hashes, odd_ones
 
 LAYOUTS = {
     "replicate": ParallelConfig(data=8, data_sharding="replicate"),
@@ -67,7 +67,7 @@ def test_every_bit_and_every_place_counts():
     values = np.random.default_rng(0).normal(size=(4, 6)).astype(np.float32)
 
     def digest(array: np.ndarray) -> bytes:
-        return np.asarray(_hash(jnp.asarray(array), [jnp.uint32(0)] * array.ndim)).tobytes()
+        return np.asarray(array_hash(jnp.asarray(array), [jnp.uint32(0)] * array.ndim)).tobytes()
 
     same = digest(values)
     seen = {same}
@@ -89,7 +89,7 @@ def test_narrow_dtypes(dtype):
     values = jnp.asarray([[0, 1, 1], [1, 0, 0]], dtype)
     other = jnp.asarray([[0, 1, 1], [1, 0, 1]], dtype)
     first = [jnp.uint32(0)] * 2
-    assert np.any(np.asarray(_hash(values, first)) != np.asarray(_hash(other, first)))
+    assert np.any(np.asarray(array_hash(values, first)) != np.asarray(array_hash(other, first)))
 
 
 def test_the_majority_is_right():

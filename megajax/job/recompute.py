@@ -1,0 +1,108 @@
+"""Computes the gradients of the coming step on two orders of devices, every n steps."""
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+
+import jax
+import numpy as np
+from jax import Array
+from jax.sharding import Mesh
+
+from megajax.config.errors import UserError
+from megajax.resilience.drills import Drill
+from megajax.resilience.integrity_config import RecomputeConfig
+from megajax.training.loop import Corruption
+from megajax.training.recompute import AXIS, Recompute, Verdict, scale_of
+from megajax.training.session import Run
+from megajax.training.timing import INTEGRITY
+
+
+class CheckResults:
+    """A hook. Raises Corruption where a device reproducibly computes something else than another."""
+
+    phase = INTEGRITY
+
+    def __init__(
+        self,
+        cfg: RecomputeConfig,
+        run: Run,
+        event: Callable[..., None],
+        say: Callable[[str], None],
+        drills: Sequence[Drill],
+    ):
+        """Raises UserError for a layout with a single data-parallel group."""
+        self.cfg, self._run, self._event, self._say = cfg, run, event, say
+        self._drills = [drill for drill in drills if drill.kind == "wrong_gradients"]
+        if cfg.every is not None and run.mesh.shape[AXIS] < 2:
+            raise UserError(
+                "resilience.recompute compares data-parallel groups, and parallel.data is 1: set "
+                "resilience.recompute.every=none, or use more devices for data"
+            )
+
+    @cached_property
+    def _recompute(self) -> Recompute:
+        return Recompute(self._run.program)
+
+    def due(self, step: int) -> bool:
+        # After the last step no further batch is read.
+        return self.cfg.every is not None and step % self.cfg.every == 0 and step < self._run.cfg.steps
+
+    def __call__(self, run: Run, step: int) -> None:
+        verdict = self.verdict(run, step)
+        if verdict is None:
+            return
+        devices = devices_of(run.mesh, verdict)
+        fields = {
+            "devices": [device.id for device in devices],
+            "processes": sorted({device.process_index for device in devices}),
+            "groups": list(verdict.groups),
+            "reproducible": verdict.reproducible,
+        }
+        self._event("recompute_mismatch", step=step, **fields)
+        message = sentence(step, verdict, devices)
+        if verdict.reproducible:
+            raise Corruption(message)
+        self._say(message)
+
+    def verdict(self, run: Run, step: int) -> Verdict | None:
+        """Of the state as it is and the rows of the step after it, which the run reads once more."""
+        loader = run.parts.loader(run.parts.splits.train, int(run.state.consumed_samples), training=True)
+        factor = np.float32(run.state.loss_scale)
+
+        def scale(mesh: Mesh, number: int) -> Array:
+            return scale_of(mesh, factor, self._faulty(step, number))
+
+        with loader, jax.default_matmul_precision(run.cfg.precision.matmul_precision()):
+            with jax.set_mesh(run.mesh):
+                batch = next(loader)[0]
+            return self._recompute(run.state.inputs, batch, scale, self.cfg.tolerance)
+
+    def _faulty(self, step: int, number: int) -> jax.Device | None:
+        """The device that computes wrong gradients in this run of a drill. number: of the run, from 0."""
+        here = [drill for drill in self._drills if drill.step == step and drill.process == jax.process_index()]
+        faulty = any(drill.always or number == 0 for drill in here)
+        return self._run.mesh.local_devices[0] if faulty else None
+
+
+def devices_of(mesh: Mesh, verdict: Verdict) -> list[jax.Device]:
+    """The devices of the groups that are at fault."""
+    return list(np.take(mesh.devices, verdict.groups, mesh.axis_names.index(AXIS)).flat)
+
+
+def sentence(step: int, verdict: Verdict, devices: Sequence[jax.Device]) -> str:
+    """Who computed what, and what to do."""
+    shown = ", ".join(f"{device.id} (process {device.process_index})" for device in devices[:8])
+    named = f"{'devices' if len(devices) > 1 else 'device'} {shown}{', ...' * (len(devices) > 8)}"
+    if not verdict.reproducible:
+        line = (
+            f"step {step}: {named} computed other gradients than another device, and not again when asked twice: a "
+            "passing fault in the check, the state is as it was"
+        )
+        advice = ". No group gave the same again: if kernels are not deterministic, set resilience.recompute.tolerance"
+        return line if verdict.alike else line + advice
+    alike = f"; {verdict.alike} other groups agree" if verdict.alike else ""
+    return (
+        f"step {step}: {named} reproducibly computed other gradients than another device, from the same weights and "
+        f"rows{alike}. Nothing is saved, and steps before this one may be affected. Leave the device out (python -m "
+        "megajax.doctor --before-run tests it); the same command goes on from the last checkpoint"
+    )

@@ -1,0 +1,106 @@
+"""Gradients on two orders of devices: equal bit for bit, unless a device computes something else."""
+
+from dataclasses import replace
+from functools import cache, partial
+
+import jax
+import numpy as np
+import pytest
+from tiny_runs import QUICK, llama, place, program, rows, start, within
+
+from megajax.config.errors import UserError
+from megajax.job.recompute import CheckResults, devices_of, sentence
+from megajax.mesh.config import ParallelConfig
+from megajax.mesh.mesh import build_mesh, rolled
+from megajax.resilience.integrity_config import RecomputeConfig
+from megajax.training.recompute import Recompute, Verdict, scale_of, verdict
+
+ONE = np.float32(1)
+LAYOUTS = {
+    "zero1": ParallelConfig(data=4, data_sharding="zero1"),
+    "replicate": ParallelConfig(data=4, tensor=2, sequence=True, data_sharding="replicate"),
+    "fsdp": ParallelConfig(data=4, context=2, data_sharding="fsdp"),
+    "pipeline": ParallelConfig(pipeline=2, data=4, data_sharding="zero1"),
+}
+SLOW = ("replicate", "fsdp", "pipeline")
+
+
+@cache
+def recompute(layout: str):
+    """(scale, tolerance) -> verdict, and the mesh."""
+    of = replace(program(llama("none"), LAYOUTS[layout], microbatches=2), options=QUICK)
+    state, batch, again = start(of), place(of, rows()), Recompute(of)
+
+    def run(scale, tolerance: float = 0.0) -> Verdict | None:
+        with within(of):
+            found = again(state.inputs, batch, scale, tolerance)
+        assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state)), "the state of the run stays"
+        return found
+
+    return run, of.mesh
+
+
+def faulty(device, runs, mesh, number: int):
+    return scale_of(mesh, ONE, device if number in runs else None)
+
+
+@pytest.mark.parametrize(
+    "layout", [name if name == "zero1" else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
+)
+def test_the_group_with_a_device_that_computes_wrongly_is_named(layout):
+    run, mesh = recompute(layout)
+    assert run(lambda mesh, number: scale_of(mesh, ONE, None)) is None
+    for group in (0, 3):
+        device = np.take(mesh.devices, group, mesh.axis_names.index("data")).flat[-1]
+        always = run(partial(faulty, device, range(4)))
+        assert always == Verdict((group,), reproducible=True, alike=2)
+        assert device in devices_of(mesh, always)
+        assert f"{device.id} (process 0)" in sentence(7, always, devices_of(mesh, always))
+        for number in range(2):
+            once = run(partial(faulty, device, [number]))
+            assert once == Verdict((group,), reproducible=False, alike=3)
+    assert run(partial(faulty, device, range(4)), 0.01) is None, "a thousandth is tolerated"
+    assert run(partial(faulty, device, range(4)), 1e-4) is not None
+
+
+def test_whom_results_blame():
+    none = np.zeros(4, bool)
+
+    def where(*groups: int) -> np.ndarray:
+        return np.isin(np.arange(4), groups)
+
+    # Group 2 is wrong: its own rows in the first order, those of group 1 in the second.
+    assert verdict(where(1, 2), none, none) == Verdict((2,), True, 2)
+    assert verdict(where(3, 0), none, none) == Verdict((0,), True, 2)
+    assert verdict(where(2), where(2), none) == Verdict((2,), False, 3)
+    assert verdict(where(2), none, where(2)) == Verdict((3,), False, 3)
+    assert verdict(where(2), none, none) == Verdict((2, 3), True, 3), "one of two, nothing says which"
+    two = np.ones(2, bool)
+    assert verdict(two, ~two, ~two) == Verdict((0, 1), True, 0)
+
+
+def test_messages():
+    devices = jax.devices()[:2]
+    passing = sentence(3, Verdict((0,), False, 3), devices[:1])
+    assert "device 0 (process 0) computed other gradients" in passing and "tolerance" not in passing
+    assert "resilience.recompute.tolerance" in sentence(3, Verdict((0, 1), False, 0), devices)
+    lasting = sentence(3, Verdict((0,), True, 2), devices)
+    assert "devices 0 (process 0), 1 (process 0) reproducibly" in lasting and "2 other groups agree" in lasting
+
+
+def test_devices_change_places():
+    mesh = build_mesh(ParallelConfig(data=4, tensor=2))
+    other = rolled(mesh, "data")
+    assert other.axis_names == mesh.axis_names and other.axis_types == mesh.axis_types
+    ids = np.vectorize(lambda device: device.id)
+    assert (ids(other.devices)[0, :3] == ids(mesh.devices)[0, 1:]).all()
+    assert (ids(other.devices)[0, 3] == ids(mesh.devices)[0, 0]).all()
+
+
+def test_a_single_group_is_refused():
+    class Alone:
+        mesh = build_mesh(ParallelConfig(data=1, tensor=2))
+
+    with pytest.raises(UserError, match=r"parallel\.data is 1"):
+        CheckResults(RecomputeConfig(every=5), Alone(), print, print, ())
+    CheckResults(RecomputeConfig(), Alone(), print, print, ())
