@@ -1,4 +1,4 @@
-"""Settings from YAML and JSON files. Imported only when such a file is read, since yaml is an extra package."""
+"""Settings from YAML and JSON files. Imported only when such text is read, since yaml is an extra package."""
 
 import json
 from collections.abc import Mapping
@@ -11,28 +11,48 @@ from yaml.constructor import ConstructorError
 from megajax.config.errors import UserError
 
 MOST_VALUES = 100_000
-"""Settings of a file. A few lines of YAML with aliases of aliases can stand for billions."""
+"""Values of a file. A few lines of YAML with aliases of aliases can stand for billions."""
+
+TOO_DEEP = "lists and mappings are nested too deeply to be settings"
 
 
 def parse(path: Path, label: str) -> Mapping:
     """The settings in a .yaml, .yml or .json file; `label` names it in errors. Raises UserError."""
     try:
         text = path.read_text(encoding="utf-8")
-        settings = read_json(text) if path.suffix == ".json" else yaml.load(text, _Strict)
+        settings = read_json(text) if path.suffix == ".json" else _bounded(yaml.load(text, _Strict))
     except RecursionError:
-        raise UserError(f"{label}: lists and mappings are nested too deeply to be settings") from None
+        raise UserError(f"{label}: {TOO_DEEP}") from None
     except (yaml.YAMLError, ValueError) as error:
         mark = getattr(error, "problem_mark", None)
         line = mark.line + 1 if mark else getattr(error, "lineno", None)
         where = label if line is None else f"{label}, line {line}"
         what = getattr(error, "problem", None) or getattr(error, "msg", None) or str(error).partition(";")[0]
         raise UserError(f"{where}: {what}") from error
-    if (size := _values(settings, {})) > MOST_VALUES:
-        raise UserError(f"{label}: has {size} values where its aliases stand, more than the {MOST_VALUES} allowed")
     settings = {} if settings is None else settings
     if not isinstance(settings, Mapping):
         raise UserError(f"{label}: expected settings, name: value; got {type(settings).__name__}")
     return settings
+
+
+def read_yaml(text: str) -> Any:
+    """The value of a text typed on the command line. Raises ValueError, which says what is wrong."""
+    try:
+        return _bounded(yaml.load(text, _Strict))
+    except RecursionError:
+        raise ValueError(TOO_DEEP) from None
+    except yaml.MarkedYAMLError as error:
+        repeated = isinstance(error, ConstructorError)
+        raise ValueError(str(error.problem) if repeated else "the brackets do not match up") from error
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from error
+
+
+def _bounded(tree: Any) -> Any:
+    """The tree. Raises ValueError for one that stands for too many values."""
+    if (size := _values(tree, {})) > MOST_VALUES:
+        raise ValueError(f"has {size} values where its aliases stand, more than the {MOST_VALUES} allowed")
+    return tree
 
 
 def _values(tree: Any, known: dict[int, int]) -> int:
@@ -48,11 +68,12 @@ def read_json(text: str) -> Any:
     """JSON without repeated keys. Raises ValueError, for numbers with thousands of digits too."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        keys = [key for key, _ in pairs]
-        for index, key in enumerate(keys):
-            if key in keys[:index]:
+        made: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in made:
                 raise ValueError(f"{key} is given twice")
-        return dict(pairs)
+            made[key] = value
+        return made
 
     return json.loads(text, object_pairs_hook=unique)
 

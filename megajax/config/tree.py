@@ -135,12 +135,10 @@ class _Builder:
                 return True
             return self.fault(where, "needs a value", f"write --{where}=..., {schema.words(annotation)}")
         if isinstance(raw, Text) and raw[:1] in ("[", "{") and self._branches(annotation):
-            import yaml
-
             try:
-                raw = yaml.safe_load(raw)
-            except yaml.YAMLError:
-                return self.expected(where, annotation, raw, "the brackets do not match up")
+                raw = _read_yaml(raw)
+            except ValueError as error:
+                return self.expected(where, annotation, raw, str(error).partition(";")[0])
         if isinstance(raw, Mapping) or schema.is_config(raw):
             return self._branch(raw, annotation, where, old)
         if isinstance(raw, list | tuple) and schema.lists(annotation):
@@ -190,9 +188,10 @@ class _Builder:
             except Mismatch as mismatch:
                 hint = hint or str(mismatch)
         if Any in options:
-            import yaml
-
-            return yaml.safe_load(raw) if isinstance(raw, Text) else raw
+            try:
+                return _read_yaml(raw) if isinstance(raw, Text) else raw
+            except ValueError as error:
+                return self.expected(where, annotation, raw, str(error).partition(";")[0])
         if (unfolded := self._unfolded(raw, annotation)) is not None:
             return self._one_or_list(raw, unfolded, annotation, where, hint)
         if isinstance(raw, str) and schema.holds_configs(annotation):
@@ -351,3 +350,9 @@ class _Builder:
             if others:
                 hint = f"a setting of {either(others)}, and this is {cls.__name__}; add --{where}.type={others[0]}"
             self.fault(leaf, "no such setting", hint)
+
+
+def _read_yaml(text: str) -> Any:
+    from megajax.config.markup import read_yaml  # here, so that the front doors start without yaml
+
+    return read_yaml(text)

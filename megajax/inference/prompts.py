@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from megajax.config.errors import UserError
+from megajax.config.markup import read_json
 from megajax.inference.request import Answer, TokenScore
 from megajax.tokenizers.base import Tokenizer, start_token, with_prefix
 from megajax.tokenizers.chat_template import TemplateMisfit
@@ -51,9 +52,9 @@ def _content(line: str, where: str) -> Any:
     """What an object holds. Raises UserError for one that is no prompt."""
     wanted = 'expected {"prompt": "text"}, {"prompt": [1, 2, 3]} or {"messages": [{"role": "user", "content": "text"}]}'
     try:
-        value = json.loads(line)
+        value = read_json(line)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{where}: is not JSON: {error}; {wanted}") from error
+        raise UserError(f"{where}: is not JSON as it is read here: {error}; {wanted}") from error
     if not isinstance(value, dict) or len(value.keys() & {"prompt", "messages"}) != 1:
         raise UserError(f"{where}: {wanted}")
     if unknown := value.keys() - {"prompt", "messages"}:

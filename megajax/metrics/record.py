@@ -14,6 +14,8 @@ from megajax.metrics.throughput import Rates
 
 type Record = StepRecord | EvaluationRecord
 
+LARGEST_INTEGER = 2**63 - 1
+
 
 def loss_hex(loss: float) -> str:
     """The float32 value of `loss`, exactly, as a hexadecimal literal; "nan", "inf" or "-inf" if it is not finite."""
@@ -148,11 +150,33 @@ def _plain(value: Any) -> str:
     raise TypeError(f"{type(value).__name__} {value!r} is not a plain number, text, list or mapping")
 
 
-def parse(line: str) -> dict[str, Any] | None:
-    """A line of metrics.jsonl as a dict, or None for an incomplete one."""
+def read_line(line: str) -> Any:
+    """A line of strict JSON. Raises ValueError, also for numbers beyond 64 bits, which no run has written."""
     try:
-        value = json.loads(line)
-    except json.JSONDecodeError:
+        return json.loads(line, parse_int=_integer, parse_float=_number, parse_constant=_number)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def _integer(text: str) -> int:
+    number = int(text)
+    if not -LARGEST_INTEGER <= number <= LARGEST_INTEGER:
+        raise ValueError(f"{text[:20]} is no number of 64 bits")
+    return number
+
+
+def _number(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text[:20]} is no number of 64 bits")
+    return number
+
+
+def parse(line: str) -> dict[str, Any] | None:
+    """A line of metrics.jsonl as a dict, or None for an incomplete or damaged one."""
+    try:
+        value = read_line(line)
+    except ValueError:
         return None
     return value if isinstance(value, dict) and isinstance(value.get("step"), int) else None
 

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
 from megajax.checkpoint.folder import step_name, steps_in
 from megajax.config.errors import UserError
+from megajax.config.markup import read_yaml
 from megajax.metrics.layer_history import LayerColumns, LayerHistory
-from megajax.metrics.record import parse
+from megajax.metrics.record import parse, read_line
 from megajax.metrics.runfolder import RunFolder
 from megajax.reporting.clocks import Stamp, common_times
 
@@ -267,7 +267,7 @@ def _read_events(path: Path, faults: list[str]) -> Iterator[Event]:
         whole = _whole_line(text)
         torn += whole != text.strip()
         try:
-            line = json.loads(whole)
+            line = read_line(whole)
             lines.append((Stamp.of(line), str(line["event"]), line))
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
             torn += bool(whole) and whole == text.strip()
@@ -289,8 +289,8 @@ def _whole_line(text: str) -> str:
 
 def _read_config(path: Path, faults: list[str]) -> dict[str, Any]:
     try:
-        values = yaml.safe_load("".join(_lines(path, faults)))
-    except yaml.YAMLError:
+        values = read_yaml("".join(_lines(path, faults)))
+    except ValueError:
         faults.append(f"{path.name} is not YAML")
         return {}
     return values if isinstance(values, dict) else {}

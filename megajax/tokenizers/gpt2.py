@@ -5,13 +5,13 @@ into pretokens; within each, the adjacent pair with the lowest merge rank is joi
 """
 
 import hashlib
-import json
 import re
 from collections.abc import Iterator
 
 import numpy as np
 
 from megajax.config.errors import UserError
+from megajax.config.markup import read_json
 from megajax.config.missing import require
 from megajax.tokenizers.base import before_last_blank, read_file
 from megajax.tokenizers.byte_pair import BytePairTokenizer
@@ -89,13 +89,16 @@ class GPT2Tokenizer(BytePairTokenizer):
 
 def _read_vocabulary(path: str, data: bytes) -> dict[str, int]:
     try:
-        vocabulary = json.loads(data)
-    except ValueError as error:
+        vocabulary = read_json(data.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: this GPT-2 vocabulary is not JSON: {error}.") from error
     if not isinstance(vocabulary, dict) or not all(isinstance(number, int) for number in vocabulary.values()):
         raise UserError(f"{path}: a GPT-2 vocabulary maps each token to its id; this JSON does not.")
-    if len(set(vocabulary.values())) < len(vocabulary) or min(vocabulary.values(), default=0) < 0:
-        raise UserError(f"{path}: ids of a vocabulary are different from each other and not below 0; these are not.")
+    tokens: dict[int, str] = {}
+    for token, number in vocabulary.items():
+        if tokens.setdefault(number, token) != token or number < 0:
+            what = f"is below 0, that of {token!r}" if number < 0 else f"is that of {tokens[number]!r} and of {token!r}"
+            raise UserError(f"{path}: the id {number} {what}. Give each token an id of its own, from 0 up.")
     return vocabulary
 
 

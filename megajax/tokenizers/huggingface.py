@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from megajax.config.errors import UserError
+from megajax.config.markup import read_json
 from megajax.config.missing import require
 from megajax.tokenizers.base import Tokenizer, check_ids, end_of_document, read_file, sentinels_of, usual_specials
 from megajax.tokenizers.config import HuggingFaceTokenizerConfig
@@ -49,8 +50,8 @@ class HuggingFaceTokenizer(LibraryTokenizer):
     file's normalizer and decoder. Words are known where the file holds WordPiece.
 
     Raises:
-        UserError: a file that is missing or not a tokenizer.json, no token for the end of a document, or the extra
-            `tokenizers` not installed.
+        UserError: a file that is missing or not a tokenizer.json, two tokens with one id, no token for the end of a
+            document, or the extra `tokenizers` not installed.
     """
 
     def __init__(self, config: HuggingFaceTokenizerConfig):
@@ -62,6 +63,7 @@ class HuggingFaceTokenizer(LibraryTokenizer):
         # The package raises bare Exceptions, whatever is wrong with the file.
         except Exception as error:
             raise UserError(f"{path}: not a tokenizer.json that this version of tokenizers reads: {error}.") from error
+        demand_distinct_ids(path, data)
         self.engine.no_truncation()
         self.engine.no_padding()
         self.engine.encode_special_tokens = not config.special_tokens_in_text
@@ -113,6 +115,24 @@ class HuggingFaceTokenizer(LibraryTokenizer):
         if settings["add_bos_token"] and number is None:
             raise UserError(f"{path}: add_bos_token is set, and bos_token, {name!r}, is not in the vocabulary.")
         return (number,) if settings["add_bos_token"] and number is not None else ()
+
+
+def demand_distinct_ids(path: str, data: bytes) -> None:
+    """Raises UserError where two tokens of a tokenizer.json have the same id; the library takes one of them."""
+    try:
+        content = read_json(data.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: {error}. Get the file again from where it came from.") from error
+    vocabulary = content["model"].get("vocab", {})
+    pairs = list(vocabulary.items()) if isinstance(vocabulary, dict) else []
+    pairs += [(token["content"], token["id"]) for token in content.get("added_tokens") or ()]
+    tokens: dict[int, str] = {}
+    for token, number in pairs:
+        if tokens.setdefault(number, token) != token:
+            raise UserError(
+                f"{path}: the tokens {tokens[number]!r} and {token!r} both have the id {number}. Give each token an id "
+                "of its own, the one that the model was trained with."
+            )
 
 
 def byte_level_table(vocabulary: Mapping[str, int], size: int) -> list[bytes | None]:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,6 +12,9 @@ import pytest
 from megajax.config import ConfigError
 from megajax.config.nearest import did_you_mean, nearest_divisors, nearest_names
 from megajax.config.tree import override
+
+ALIASES = "[&a [x, x], " + ", ".join(f"&{n} [*{p}, *{p}, *{p}, *{p}, *{p}]" for p, n in pairwise("abcdefghij")) + "]"
+"""A line that stands for ten million values."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,6 +130,12 @@ def test_reads(setting, value):
         ("pair=0.9", "pair: expected 2 values (a number, a number), got 1"),
         ("pair=0.9,x", "pair.1: expected a number, got 'x'"),
         ("names=[a", "the brackets do not match up"),
+        ("names=" + "[" * 3000 + "]" * 3000, "nested too deeply"),
+        ("names=[" + "9" * 5000 + "]", "Exceeds the limit (4300 digits)"),
+        ("names=[{a: 1, a: 2}]", "a is given twice"),
+        (f"names={ALIASES}", "more than the 100000 allowed"),
+        ("anything=" + "[" * 3000, "nested too deeply"),
+        ("anything=[a", "the brackets do not match up"),
         ("weights=/a", "expected name=value pairs"),
         ("weights=/a=x", "weights./a: expected a number, got 'x'"),
         ("auto=fast", "expected auto or a whole number, got 'fast'"),

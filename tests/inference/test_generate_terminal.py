@@ -106,6 +106,8 @@ def test_a_byte_order_mark_is_no_part_of_a_prompt(tmp_path: Path) -> None:
     ("line", "message"),
     [
         ("{", "is not JSON"),
+        ('{"prompt": "a", "prompt": "b"}', "prompt is given twice"),
+        ("[" * 100_000, "is not JSON .* recursion"),
         ("[]", "expected"),
         ('{"prompt": "a", "messages": []}', "expected"),
         ('{"prompt": [1, true]}', "expected"),

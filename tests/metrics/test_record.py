@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from megajax.metrics.record import EvaluationRecord, loss_hex, read_metrics, to_json
+from megajax.metrics.record import EvaluationRecord, loss_hex, parse, read_metrics, to_json
 from megajax.metrics.throughput import StepRate
 from megajax.metrics.writers import JsonlWriter
 
@@ -122,3 +122,19 @@ def test_resume_after_a_line_without_its_newline(tmp_path, step):
     writer.close()
     assert [line["step"] for line in read_metrics(path)[0]] == [1, 2]
     assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+LARGE = ["1" + "0" * 400, "9" * 5000, "1e999", "-1e999", "Infinity", "NaN", str(2**63)]
+
+
+@pytest.mark.parametrize("number", LARGE, ids=[text[:8] for text in LARGE])
+@pytest.mark.parametrize("line", ['{"step": 1, "loss": %s}', '{"step": %s, "loss": 1.0}', '{"step": 1, "x": [[%s]]}'])
+def test_a_line_with_a_number_that_no_run_writes_is_passed_over(tmp_path, number, line):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(to_json({"step": 1, "loss": 3.0}) + line % number + "\n" + to_json({"step": 2, "loss": 4.0}))
+    assert [each["loss"] for each in read_metrics(path)[0]] == [3.0, 4.0]
+
+
+def test_deep_lines_are_passed_over_and_large_numbers_of_64_bits_are_not():
+    assert parse("[" * 100_000) is None and parse('{"step": 1, "x": ' + "[" * 100_000) is None
+    assert parse(f'{{"step": 1, "n": {2**63 - 1}, "x": 1e308}}') == {"step": 1, "n": 2**63 - 1, "x": 1e308}

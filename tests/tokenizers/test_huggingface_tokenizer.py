@@ -118,6 +118,30 @@ def test_bad_files(tmp_path):
         HuggingFaceTokenizerConfig(path=str(tmp_path / "bad.json")).build()
 
 
+@pytest.mark.parametrize("kind", ["vocabulary", "added", "both added", "repeated"])
+def test_two_tokens_with_one_id_are_named(path, tmp_path, kind):
+    content = json.loads(Path(path).read_text())
+    vocabulary, added = content["model"]["vocab"], content["added_tokens"]
+    expected = "the tokens 'a' and 'b' both have the id 7"
+    if kind == "vocabulary":
+        vocabulary |= {token: 100_000 + n for n, (token, number) in enumerate(vocabulary.items()) if number == 7}
+        vocabulary |= {"a": 7, "b": 7}
+    elif kind == "added":
+        taken = next(token for token, number in vocabulary.items() if number == 9)
+        added.append({**added[0], "content": "<x>", "id": 9})
+        expected = f"the tokens {taken!r} and '<x>' both have the id 9"
+    elif kind == "both added":
+        added += [{**added[0], "content": text, "id": 90_000} for text in ("<x>", "<y>")]
+        expected = "the tokens '<x>' and '<y>' both have the id 90000"
+    text = json.dumps(content)
+    if kind == "repeated":
+        text, expected = text.replace('"vocab": {', '"vocab": {"a": 3, ', 1), "a is given twice"
+    Path(path).write_text(text)
+    with pytest.raises(UserError) as error:
+        HuggingFaceTokenizerConfig(path=path).build()
+    assert str(error.value).startswith(f"{path}: {expected}. ")
+
+
 def test_ids_outside_the_vocabulary(path):
     tokenizer = HuggingFaceTokenizerConfig(path=path).build()
     with pytest.raises(UserError, match="400 is outside the vocabulary"):
