@@ -126,8 +126,8 @@ def watchdog(trials: int, folder: Path) -> dict[str, Any]:
         for trial in range(trials):
             settings = (
                 *("--steps=100000", "--checkpoint.every=none", "--logging.every=50"),
-                *(f"--resilience.inject={kind}:step=12:process=1", f"--resilience.watchdog.step_seconds={limit:g}"),
-                f"--resilience.watchdog.data_wait_seconds={limit:g}",
+                *(f"--resilience.inject={kind}:step=12:process=1", f"--resilience.watchdog.step={limit:g}"),
+                f"--resilience.watchdog.data_wait={limit:g}",
             )
             with gang(folder / f"{kind}{trial}", *settings, restarts=0) as run:
                 run.until(lambda run=run: run.step() >= 10, "step 10")

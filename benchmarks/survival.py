@@ -51,8 +51,8 @@ def settings(steps: int) -> tuple[str, ...]:
     """Of both runs: what a fault may change is not among them."""
     return (
         *(*SMALL, f"--steps={steps}", "--checkpoint.every=10", "--checkpoint.keep_last=3", "--logging.every=20"),
-        *(f"--resilience.watchdog.step_seconds={LIMIT_SECONDS}",),
-        *(f"--resilience.watchdog.data_wait_seconds={LIMIT_SECONDS}",),
+        *(f"--resilience.watchdog.step={LIMIT_SECONDS}",),
+        *(f"--resilience.watchdog.data_wait={LIMIT_SECONDS}",),
     )
 
 
