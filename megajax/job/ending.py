@@ -53,18 +53,22 @@ class Ending:
         """All of it. last: the last step of this attempt; evaluations: of each split; newest: checkpoint."""
         step = self.run.step
         if self.run.cfg.logging.plot:
-            title = f"{self.folder.path.name}: {step:,} steps"
-            self.console.say(
-                plot_loss(
-                    self.folder.metrics, self.folder.loss_plot, title=title, vocabulary=ids_below(self.run.cfg.model)
-                )
-            )
-            if drawn := plot_layers(self.folder.metrics, self.folder.layers, self.folder.layers_plot):
-                self.console.say(drawn)
+            self.plot()
         good = self.report()
         self.sample()
         totals = self.totals(last, evaluations, newest, good)
         self.console.show("done" if step >= self.run.cfg.steps else "stopped", totals)
+
+    def plot(self) -> None:
+        """The loss curve, and what layers reported."""
+        title = f"{self.folder.path.name}: {self.run.step:,} steps"
+        vocabulary = ids_below(self.run.cfg.model)
+        try:
+            self.console.say(plot_loss(self.folder.metrics, self.folder.loss_plot, title=title, vocabulary=vocabulary))
+            if drawn := plot_layers(self.folder.metrics, self.folder.layers, self.folder.layers_plot):
+                self.console.say(drawn)
+        except OSError as error:
+            self.console.say(f"no plot: {error.strerror or error}")
 
     def sample(self) -> None:
         """What the model can do now: only after the last step, and by a single process. No run fails for want of it."""

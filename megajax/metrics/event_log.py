@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from megajax.metrics.line_file import line_break
 from megajax.metrics.record import to_json
 
 
@@ -91,9 +92,3 @@ def append_event(path: Path, name: str, /, **fields: Any) -> None:
         os.write(descriptor, (line_break(descriptor) + line).encode())
     finally:
         os.close(descriptor)
-
-
-def line_break(descriptor: int) -> str:
-    """A newline, if the file ends within a line: its writer was killed, or the disk was full."""
-    size = os.fstat(descriptor).st_size
-    return "\n" if size and os.pread(descriptor, 1, size - 1) != b"\n" else ""

@@ -12,7 +12,8 @@ from typing import Any, Self
 
 from megajax.config.missing import require
 from megajax.metrics.config import LoggingConfig, WandbConfig
-from megajax.metrics.event_log import Clock, line_break
+from megajax.metrics.event_log import Clock
+from megajax.metrics.line_file import LineFile
 from megajax.metrics.record import EvaluationRecord, Record, StepRecord, parse, to_json
 from megajax.metrics.runfolder import RunFolder, write_atomically
 
@@ -63,7 +64,7 @@ class Writers(Writer):
 
 
 class JsonlWriter(Writer):
-    """metrics.jsonl: a line for every step and every evaluation, flushed one by one.
+    """metrics.jsonl: a line for every step and every evaluation, written one by one.
 
     A run that resumes after `start_step` steps writes the later ones again. Their old lines are moved to
     metrics.superseded.jsonl, so that metrics.jsonl has every step once.
@@ -76,7 +77,7 @@ class JsonlWriter(Writer):
         self._start_step = start_step
         if path.exists():
             self._rewind(path)
-        self._file = path.open("a", encoding="utf-8")
+        self._file = LineFile(path)
 
     def _rewind(self, path: Path) -> None:
         """Replace the file atomically by its lines up to the starting step, without incomplete ones."""
@@ -104,9 +105,8 @@ class JsonlWriter(Writer):
         self.write(record.line())
 
     def write(self, line: Mapping[str, Any]) -> None:
-        """A line, flushed."""
+        """A line; on a full disk it waits until there is room."""
         self._file.write(to_json(line))
-        self._file.flush()
 
     def close(self) -> None:
         self._file.close()
@@ -136,15 +136,13 @@ class EventsWriter(Writer):
     """events.jsonl: the events of all attempts of a run. For `time` and `clock` of a line see Clock."""
 
     def __init__(self, path: Path, *, clock: Clock | None = None):
-        self._file = path.open("a+", encoding="utf-8")
-        self._file.write(line_break(self._file.fileno()))
+        self._file = LineFile(path)
         self._clock = clock or Clock()
 
     def event(self, name: str, /, **fields: Any) -> None:
         if "event" in fields:
             raise ValueError(f"event {name!r} has a field 'event', which every event has; rename it")
         self._file.write(to_json({**self._clock.now(), "event": name, **fields}))
-        self._file.flush()
 
     def close(self) -> None:
         self._file.close()

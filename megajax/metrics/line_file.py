@@ -1,0 +1,80 @@
+"""Files of lines that survive a full disk: lines that cannot be written wait for the next one."""
+
+import os
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+from megajax.config.errors import UserError
+
+MOST_WAITING = 1_000_000
+"""Lines that wait at most: hundreds of MB."""
+
+
+class LinesLost(UserError):
+    """Lines that still could not be written when the file was closed."""
+
+    code = 1
+
+
+class LineFile:
+    """Appends whole lines to a file, from any thread.
+
+    A line that the system takes only in part is written again as a whole, after a newline: readers skip the torn one.
+    """
+
+    def __init__(self, path: Path, say: Callable[[str], None] | None = None):
+        self._path, self._say = path, say or _to_stderr
+        self._descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._waiting: deque[bytes] = deque(maxlen=MOST_WAITING)
+        self._lock = threading.Lock()
+        self._torn = bool(line_break(self._descriptor))
+        self._failure: OSError | None = None
+
+    def write(self, line: str) -> None:
+        """Write a line, after those that wait; if that fails, it waits too. line: ends with a newline."""
+        with self._lock:
+            self._waiting.append(line.encode())
+            self._write_waiting()
+
+    def close(self) -> None:
+        """Raises LinesLost if lines are left that can't be written."""
+        with self._lock:
+            if self._waiting:
+                self._write_waiting()
+            os.close(self._descriptor)
+            if self._waiting and self._failure is not None:
+                raise LinesLost(
+                    f"{self._path}: the last {len(self._waiting):,} lines could not be written: "
+                    f"{self._failure.strerror}"
+                )
+
+    def _write_waiting(self) -> None:
+        try:
+            while self._waiting:
+                data = b"\n" * self._torn + self._waiting[0]
+                missing = len(data) - os.write(self._descriptor, data)
+                self._torn = missing > 0
+                if missing <= 1:  # only its newline, which comes before the next line
+                    self._waiting.popleft()
+        except OSError as error:
+            if self._failure is None:
+                self._say(f"{self._path} can't be written: {error.strerror}; its lines wait in memory")
+            self._failure = error
+            self._torn = bool(line_break(self._descriptor))
+        else:
+            if self._failure is not None:
+                self._say(f"{self._path} is written again; no line was lost")
+            self._failure = None
+
+
+def line_break(descriptor: int) -> str:
+    """A newline, if the file ends within a line: its writer was killed, or the disk was full."""
+    size = os.fstat(descriptor).st_size
+    return "\n" if size and os.pread(descriptor, 1, size - 1) != b"\n" else ""
+
+
+def _to_stderr(message: str) -> None:
+    print(f"megajax: {message}", file=sys.stderr, flush=True)

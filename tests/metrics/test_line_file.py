@@ -1,0 +1,90 @@
+"""Lines that a full disk refuses are written when there is room, whole and in order."""
+
+import errno
+import json
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from megajax.metrics.event_log import append_event
+from megajax.metrics.line_file import LineFile, LinesLost
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """{"room": bytes that can still be written}."""
+    left, write = {"room": 10**9}, os.write
+
+    def limited(descriptor: int, data: bytes) -> int:
+        if left["room"] == 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        data = data[: left["room"]]
+        left["room"] -= len(data)
+        return write(descriptor, data)
+
+    monkeypatch.setattr("megajax.metrics.line_file.os.write", limited)
+    return left
+
+
+def whole_lines(path: Path) -> list[int]:
+    numbers = []
+    for line in path.read_text().splitlines():
+        try:
+            numbers.append(json.loads(line)["n"])
+        except ValueError:
+            continue
+    return numbers
+
+
+@pytest.mark.parametrize("room", [0, 1, 5, 8, 9, 10])
+def test_lines_wait_for_room(tmp_path: Path, disk: dict[str, int], room: int) -> None:
+    said: list[str] = []
+    file = LineFile(tmp_path / "x.jsonl", said.append)
+    file.write('{"n": 0}\n')
+    disk["room"] = room
+    for number in (1, 2, 3):
+        file.write(f'{{"n": {number}}}\n')
+    assert len(said) == 1 and "No space left on device; its lines wait in memory" in said[0]
+    disk["room"] = 10**9
+    file.write('{"n": 4}\n')
+    assert len(said) == 2 and said[1].endswith("is written again; no line was lost")
+    file.close()
+    assert whole_lines(tmp_path / "x.jsonl") == [0, 1, 2, 3, 4]
+
+
+def test_lines_that_are_lost_are_counted(tmp_path: Path, disk: dict[str, int]) -> None:
+    file = LineFile(tmp_path / "x.jsonl", lambda _: None)
+    disk["room"] = 4
+    file.write('{"n": 0}\n')
+    file.write('{"n": 1}\n')
+    with pytest.raises(LinesLost, match=r"the last 2 lines could not be written: No space left on device") as caught:
+        file.close()
+    assert caught.value.code == 1
+
+
+def test_a_line_behind_a_torn_one_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_text('{"n": 0}\n{"n": ')
+    append_event(path, "lost", n=1)
+    with path.open("a") as torn:
+        torn.write('{"n": ')
+    file = LineFile(path)
+    file.write('{"n": 2}\n')
+    file.close()
+    assert whole_lines(path) == [0, 1, 2] and path.read_text().count("\n\n") == 0
+
+
+def test_threads_do_not_mix_lines(tmp_path: Path) -> None:
+    file = LineFile(tmp_path / "x.jsonl")
+    threads = [
+        threading.Thread(target=lambda first=first: [file.write(f'{{"n": {first + n}}}\n') for n in range(200)])
+        for first in (0, 1000, 2000)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    file.close()
+    assert sorted(whole_lines(tmp_path / "x.jsonl")) == [first + n for first in (0, 1000, 2000) for n in range(200)]
