@@ -22,7 +22,8 @@ class LinesLost(UserError):
 class LineFile:
     """Appends whole lines to a file, from any thread.
 
-    A line that the system takes only in part is written again as a whole, after a newline: readers skip the torn one.
+    What the system takes of a line only in part is removed again; if another process has appended to it since, the
+    line is repeated as a whole after a newline, and readers skip the torn one.
     """
 
     def __init__(self, path: Path, say: Callable[[str], None] | None = None):
@@ -55,19 +56,29 @@ class LineFile:
         try:
             while self._waiting:
                 data = b"\n" * self._torn + self._waiting[0]
-                missing = len(data) - os.write(self._descriptor, data)
-                self._torn = missing > 0
-                if missing <= 1:  # only its newline, which comes before the next line
+                written = os.write(self._descriptor, data)
+                if written == len(data):
                     self._waiting.popleft()
+                    self._torn = False
+                else:
+                    self._torn = True
+                    self._torn = not self._take_back(data[:written])
         except OSError as error:
             if self._failure is None:
                 self._say(f"{self._path} can't be written: {error.strerror}; its lines wait in memory")
             self._failure = error
-            self._torn = bool(line_break(self._descriptor))
         else:
             if self._failure is not None:
                 self._say(f"{self._path} is written again; no line was lost")
             self._failure = None
+
+    def _take_back(self, data: bytes) -> bool:
+        """Remove the end of the file, if that is `data`."""
+        start = os.fstat(self._descriptor).st_size - len(data)
+        ours = bool(data) and start >= 0 and os.pread(self._descriptor, len(data), start) == data
+        if ours:
+            os.ftruncate(self._descriptor, start)
+        return ours
 
 
 def line_break(descriptor: int) -> str:

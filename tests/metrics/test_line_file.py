@@ -11,18 +11,20 @@ import pytest
 from megajax.metrics.event_log import append_event
 from megajax.metrics.line_file import LineFile, LinesLost
 
+WRITE = os.write
+
 
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """{"room": bytes that can still be written}."""
-    left, write = {"room": 10**9}, os.write
+    left = {"room": 10**9}
 
     def limited(descriptor: int, data: bytes) -> int:
         if left["room"] == 0:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         data = data[: left["room"]]
         left["room"] -= len(data)
-        return write(descriptor, data)
+        return WRITE(descriptor, data)
 
     monkeypatch.setattr("megajax.metrics.line_file.os.write", limited)
     return left
@@ -51,7 +53,26 @@ def test_lines_wait_for_room(tmp_path: Path, disk: dict[str, int], room: int) ->
     file.write('{"n": 4}\n')
     assert len(said) == 2 and said[1].endswith("is written again; no line was lost")
     file.close()
-    assert whole_lines(tmp_path / "x.jsonl") == [0, 1, 2, 3, 4]
+    assert [json.loads(line)["n"] for line in (tmp_path / "x.jsonl").read_text().splitlines()] == [0, 1, 2, 3, 4]
+
+
+def test_a_line_that_was_torn_by_another_process_is_repeated(tmp_path: Path, disk: dict[str, int]) -> None:
+    path = tmp_path / "events.jsonl"
+    file = LineFile(path, lambda _: None)
+    pread, appended = os.pread, b'{"n": 9}\n'
+
+    def another_appends(descriptor: int, size: int, start: int) -> bytes:
+        WRITE(os.open(path, os.O_WRONLY | os.O_APPEND), appended)
+        return pread(descriptor, size, start + len(appended))
+
+    disk["room"] = 5
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("megajax.metrics.line_file.os.pread", another_appends)
+        file.write('{"n": 0}\n')
+    disk["room"] = 10**9
+    file.write('{"n": 1}\n')
+    file.close()
+    assert whole_lines(path) == [0, 1]
 
 
 def test_lines_that_are_lost_are_counted(tmp_path: Path, disk: dict[str, int]) -> None:
