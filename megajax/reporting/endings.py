@@ -118,7 +118,7 @@ def _cause(event: Event) -> str:
     """What the launcher says of a process."""
     process, cause = event.whole("process"), event.text("cause").rstrip(";") or "failed"
     who = "" if process is None or cause.startswith(("process ", "hang")) else f"process {process} "
-    if event.step is None or f"step {event.step}" in cause:
+    if event.step is None or re.search(r"\bstep \d", cause):
         return f"{who}{cause}"
     return f"{who}{cause} at step {event.step:,}" if "," not in cause else f"{who}at step {event.step:,}: {cause}"
 
@@ -137,13 +137,16 @@ def _initiating(failures: Sequence[Event], restart: Event | None) -> Event:
     blamed = next((process for process in named if process is not None), None)
     spoken = {event.whole("process") for event in failures if event.name != "lost"}
 
+    # Of several processes that speak of a lost one, the launcher is the last, and knows its exit status.
+    lost = {event.whole("process"): event for event in failures if event.name == "lost"}
+
     def late(event: Event) -> tuple[bool, bool, bool, int]:
         waiting = event.name == "hang" and (event.text("phase") == WAITS or _waits_for(event) is not None)
         followed = event.name == "crash" and OF_PEERS.search(event.text("error")) is not None
         step = event.step if event.name == "hang" and event.step is not None else 0
         process = event.whole("process")
-        said_itself = event.name == "lost" and process in spoken
-        return waiting or followed, blamed is not None and process != blamed, said_itself, step
+        better_said = event.name == "lost" and (process in spoken or lost[process] is not event)
+        return waiting or followed, blamed is not None and process != blamed, better_said, step
 
     return min(failures, key=late)
 

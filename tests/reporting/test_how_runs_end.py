@@ -43,6 +43,7 @@ def test_a_process_that_was_killed(fake_run: Callable) -> None:
     run.config(20)
     run.attempt(0, 7, save=5)
     run.now += 1.5  # the step it was in, and until the launcher sees it
+    run.by_other("lost", process=1, cause="process 1 does not run any more; it was saving step 5", step=7)
     run.by_other("lost", process=1, cause="killed by SIGKILL", step=4)  # its last heartbeat is older
     run.by_other(
         "crash",
@@ -58,7 +59,7 @@ def test_a_process_that_was_killed(fake_run: Callable) -> None:
     run.event("end", step=20)
     first, second = attempts(read_history(run.folder.path))
     assert first.ending == "process 1 killed by SIGKILL at step 8 (restarted)" and first.exit_code == 1
-    assert [event.name for event in first.how.cascade] == ["crash", "signal"]
+    assert [event.name for event in first.how.cascade] == ["lost", "crash", "signal"]
     assert (second.first_step, second.ending, second.exit_code) == (5, "done", 0)
     assert second.begin == second.restart.at and second.ready == second.begin + 4.0
     assert shares(run) == {
@@ -66,7 +67,11 @@ def test_a_process_that_was_killed(fake_run: Callable) -> None:
         "steps run again": 2 * 0.5, "stuck": 1.5, "between attempts": 2.0,
     }  # fmt: skip
     (table,) = (table for table in summary_of(run).tables if table.title == "Events")
-    assert [row[2] for row in table.rows if "cascade" in row[2]] == ["crash (cascade)", "signal (cascade)"]
+    assert [row[2] for row in table.rows if "cascade" in row[2]] == [
+        "lost (cascade)",
+        "crash (cascade)",
+        "signal (cascade)",
+    ]
 
 
 def test_the_process_that_is_stuck_is_named_and_not_those_that_wait_for_it(fake_run: Callable) -> None:
