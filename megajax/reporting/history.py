@@ -18,7 +18,7 @@ from megajax.checkpoint.folder import step_name, steps_in
 from megajax.config.errors import UserError
 from megajax.config.markup import read_yaml
 from megajax.metrics.layer_history import LayerColumns, LayerHistory
-from megajax.metrics.record import parse, read_line
+from megajax.metrics.record import parse
 from megajax.metrics.runfolder import RunFolder
 from megajax.reporting.clocks import Stamp, common_times
 
@@ -267,7 +267,7 @@ def _read_events(path: Path, faults: list[str]) -> Iterator[Event]:
         whole = _whole_line(text)
         torn += whole != text.strip()
         try:
-            line = read_line(whole)
+            line = json.loads(whole)
             lines.append((Stamp.of(line), str(line["event"]), line))
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
             torn += bool(whole) and whole == text.strip()

@@ -97,8 +97,8 @@ def test_numbers_that_no_float_holds(fake_run: Callable) -> None:
         file.write('{"step": 1' + "0" * 30 + ', "loss": 1.0}\n{"step": -4, "loss": 1.0}\n')
         file.write('{"step": 7, "loss": 1' + "0" * 5000 + "}\n" + "[" * 100_000 + "\n")
     history = read_history(run.folder.path)
-    assert list(history.steps.step) == [1, 2, 3, 4, 5, 6] and math.isnan(history.steps.column("loss")[-1])
-    assert "metrics.jsonl: 4 incomplete lines skipped" in history.faults
+    assert list(history.steps.step) == [1, 2, 3, 4, 5]
+    assert "metrics.jsonl: 5 incomplete lines skipped" in history.faults
     assert math.isfinite(sum(share.seconds for share in time_by_cause(history, attempts(history))))
 
 
