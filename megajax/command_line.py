@@ -1,6 +1,7 @@
 """The command line of every verb: `python -m megajax.VERB --config=FILE --dotted.setting=value ...`."""
 
 import contextlib
+import faulthandler
 import os
 import re
 import select
@@ -150,10 +151,14 @@ def _sound(answers: dict[str, Any], source: str | None, verb: str, problems: lis
 def front_door(main: Callable[[list[str]], int | None]) -> NoReturn:
     """Run a verb's main(argv) and end the program with what it returns (None is 0); with 2 on a UserError, shown.
 
+    A crash in compiled code, such as SIGSEGV or SIGBUS, shows the Python stacks.
+
     Ctrl-C that the verb does not handle itself ends it with one line and 130. A verb whose output nobody reads any more
     (`... | head`) ends without a word and with 141, as other programs do. One of several processes ends at once on an
     error: see `end_at_once`.
     """
+    with contextlib.suppress(OSError, ValueError, RuntimeError, AttributeError):  # a standard error without a file
+        faulthandler.enable()
     try:
         code = main(sys.argv[1:]) or 0
         sys.stdout.flush()
