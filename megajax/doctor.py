@@ -3,15 +3,17 @@
 import sys
 from pathlib import Path
 
-from megajax.command_line import Flag, front_door, parse
+from megajax.command_line import PROCESS_FLAGS, Flag, front_door, parse
 from megajax.config.builds import resolve
 
 DESCRIPTION = """Check an installation and a machine: a line for each check, ok, warn or fail, and what to do. Takes
 seconds without a GPU; every check has a time limit. On a cluster:
-srun --ntasks-per-node=1 python -m megajax.doctor"""
+srun --ntasks-per-node=1 python -m megajax.doctor --before-run"""
 FLAGS = (
     Flag("run-dir", Path | None, help="where runs will be written; none: the current folder"),
     Flag("json", help="print JSON instead of lines"),
+    Flag("before-run", help="then test all devices of all processes together, as a run would use them"),
+    *PROCESS_FLAGS,
 )
 
 
@@ -22,8 +24,10 @@ def main(argv: list[str]) -> int:
         UserError: for errors that the user can mend.
     """
     flags = parse(argv, verb="doctor", flags=FLAGS, with_config=False, description=DESCRIPTION).flags
+    together = resolve("megajax.reporting.machine.gang:together")(flags["init_timeout"]) if flags["before_run"] else ()
     try:
-        return resolve("megajax.reporting.machine.examine:examine")(flags["run_dir"], as_json=flags["json"])
+        examine = resolve("megajax.reporting.machine.examine:examine")
+        return examine(flags["run_dir"], as_json=flags["json"], together=together)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import jax
 
+from megajax.job.health import watch_gpus
 from megajax.job.recompute import CheckResults
 from megajax.job.replicas import CheckReplicas, FlipBit
 from megajax.job.stragglers import WatchStragglers
@@ -37,6 +38,8 @@ class Integrity:
         flips = [FlipBit(drill) for drill in drills if drill.kind == "bitflip"]
         results = CheckResults(cfg.recompute, run, event, say, drills)
         self.hooks: list[Hook] = [*flips, self.replicas, results]
+        if line := watch_gpus(cfg.health, run.mesh, stack, say, events_file):
+            say(line)
         self.watches: list[Callable[[StepInfo], None]] = []
         self.stalled: Callable[[], float] = lambda: 0.0
         if jax.process_count() > 1 and cfg.stragglers.factor is not None:

@@ -26,6 +26,7 @@ from megajax.job.hang import Pulse
 from megajax.job.hooks import Evaluate, EvaluateTasks
 from megajax.job.integrity import Integrity
 from megajax.job.local_saves import LocalSaves
+from megajax.job.preflight import demand_health
 from megajax.job.resume import Resume, stored
 from megajax.job.save import Save, SavesFailed
 from megajax.job.stop import Stopping
@@ -113,6 +114,8 @@ class Job:
         self.stop = Stopping(cfg.resilience, pulse, signals, self.first)
         self.compiles = stack.enter_context(CompileLog(console.say, self.events.event))
         self.data = DataFiles(verify=verify_data, say=console.say, progress=self.activity.progress)
+        if cfg.resilience.health.before_run:
+            demand_health(self.folder.path, console.say, self.events.event)
         with console.ticker("setting up data, model and state"):
             resume = (
                 None

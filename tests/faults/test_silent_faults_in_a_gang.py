@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import signal
+import sys
 import threading
 from pathlib import Path
 
@@ -117,3 +118,20 @@ def rank(pid: int) -> str | None:
     entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     values = [entry.partition(b"=")[2] for entry in entries if entry.startswith(b"MEGAJAX_PROCESS_ID=")]
     return values[0].decode() if values else None
+
+
+@pytest.mark.slow
+def test_all_processes_are_tested_together(tmp_path):
+    """By the doctor, and by a run before it begins; a process that fails keeps all from starting."""
+    with gangs.started(tmp_path) as start:
+        doctor = (sys.executable, "-m", "megajax.doctor", "--before-run", "--devices=cpu:1", "--json")
+        gang = start(*gangs.launcher(), *doctor, name="doctor")
+        assert gang.wait() == 0, gang.text
+        assert gang.text.count("exact over 2 devices, 5 times, in chunks of 4.0 MiB") == 2
+        assert gang.text.count("apart, of 2 processes") == 2
+        run = tmp_path / "run"
+        checked = (*gangs.TINY, f"--run_dir={run}", "--steps=3", "--resilience.health.before_run=true")
+        gang = start(*gangs.launcher(), *gangs.TRAIN, *checked, name="run")
+        assert gang.wait() == 0, gang.text
+        (event,) = events(run, "health_checks")
+        assert event["failed"] == [] and "exact over 2 devices" in event["all_reduce"] and "clocks" in event

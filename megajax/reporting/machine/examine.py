@@ -18,12 +18,17 @@ COLORS = {"ok": "green", "warn": "yellow", "fail": "red"}
 CHECKS = (*gpus.CHECKS, *host.CHECKS, *trial.CHECKS)
 
 
-def examine(run_dir: Path | None, *, as_json: bool, checks: Sequence[Check] = CHECKS) -> int:
-    """Check this machine and print the results. -> 1 if any check failed, else 0."""
+def examine(
+    run_dir: Path | None, *, as_json: bool, checks: Sequence[Check] = CHECKS, together: Sequence[Check] = ()
+) -> int:
+    """Check this machine and print the results. -> 1 if any check failed, else 0.
+
+    together: checks that all processes make together, after those of each machine.
+    """
     start, results = time.monotonic(), []
     console = Console(highlight=False, soft_wrap=not sys.stdout.isatty(), quiet=as_json)
     console.print(Text(f"{platform.node()}, {datetime.now(UTC):%Y-%m-%d %H:%M:%S UTC}", style="bold"))
-    for name, finding, took in run_checks(checks, Machine(run_dir)):
+    for name, finding, took in run_checks((*checks, *together), Machine(run_dir)):
         results.append({"name": name, **finding._asdict(), "seconds": round(took, 3)})
         color = COLORS[finding.status]
         status, label = (f"{finding.status:<5}", f"bold {color}"), (f"{name:<20}", "dim")

@@ -1,0 +1,138 @@
+"""What the driver says of the GPUs during a run, through NVML: memory errors, slowdowns, power limits, Xid errors."""
+
+import contextlib
+import importlib
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import ModuleType
+from typing import Any, NamedTuple, Self
+
+SLOWDOWNS = ("HwSlowdown", "HwThermalSlowdown", "HwPowerBrakeSlowdown", "SwThermalSlowdown")
+"""Reasons of low clocks that are faults. SwPowerCap is not among them: it is usual under full load."""
+
+NOT_INSTALLED = "nvidia-ml-py is not installed"
+
+
+class Symptom(NamedTuple):
+    """Something about a GPU that has changed."""
+
+    gpu: int
+    """Its index among all of the machine."""
+    what: str
+    """uncorrected_errors, remap_pending, remap_failed, retired_pages, slowdowns, temperature, power_limit, xid or
+    driver."""
+    value: Any
+    """0, false or "": no longer so."""
+
+
+def load_nvml() -> tuple[ModuleType | None, str]:
+    """NVML, initialized, and ""; or None and why not."""
+    try:
+        nvml = importlib.import_module("pynvml")
+    except ImportError:
+        return None, NOT_INSTALLED
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError as error:
+        return None, f"the driver does not answer: {error}"
+    return nvml, ""
+
+
+def gpu_numbers(local_ids: Iterable[int], environment: Mapping[str, str]) -> list[int | str]:
+    """What NVML calls the GPUs that this process sees as `local_ids`: indices, or UUIDs."""
+    visible = [name.strip() for name in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    named = [visible[i] if i < len(visible) else str(i) for i in local_ids]
+    return [int(name) if name.isdigit() else name for name in named]
+
+
+class GpuHealth:
+    """Asks the driver. `poll` gives what has changed since it was last asked, at first everything that is wrong."""
+
+    def __init__(self, nvml: Any, gpus: Iterable[int | str]):
+        self._nvml = nvml
+        self._handles = {index: handle for index, handle in map(self._found, gpus) if handle is not None}
+        self._known: dict[tuple[int, str], Any] = {}
+        self._xids = self._registered()
+
+    def poll(self) -> list[Symptom]:
+        changes = []
+        for gpu, handle in self._handles.items():
+            for what, value in self._readings(handle):
+                if value != self._known.get((gpu, what), type(value)()):
+                    changes.append(Symptom(gpu, what, value))
+                self._known[gpu, what] = value
+        return [*changes, *self._new_xids()]
+
+    def _found(self, gpu: int | str) -> tuple[int, Any]:
+        if isinstance(gpu, str):
+            handle = self._ask("nvmlDeviceGetHandleByUUID", gpu)
+            return (self._ask("nvmlDeviceGetIndex", handle) or 0, handle) if handle is not None else (0, None)
+        return gpu, self._ask("nvmlDeviceGetHandleByIndex", gpu)
+
+    def _readings(self, handle: Any) -> Iterator[tuple[str, Any]]:
+        """What this GPU supports, with values that are 0, false or "" when all is well."""
+        nvml = self._nvml
+        kinds = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
+        yield "uncorrected_errors", self._ask("nvmlDeviceGetTotalEccErrors", handle, *kinds) or 0
+        _, retired, pending, failed = self._ask("nvmlDeviceGetRemappedRows", handle) or (0, 0, 0, 0)
+        yield "retired_pages", retired
+        yield "remap_pending", bool(pending)
+        yield "remap_failed", bool(failed)
+        reasons = self._ask("nvmlDeviceGetCurrentClocksThrottleReasons", handle) or 0
+        yield "slowdowns", ", ".join(n for n in SLOWDOWNS if reasons & getattr(nvml, f"nvmlClocksThrottleReason{n}"))
+        temperature = self._ask("nvmlDeviceGetTemperature", handle, nvml.NVML_TEMPERATURE_GPU) or 0
+        limit = self._ask("nvmlDeviceGetTemperatureThreshold", handle, nvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN)
+        yield "temperature", f"{temperature} of at most {limit} °C" if limit and temperature >= limit else ""
+        now, usual = (self._ask(f"nvmlDeviceGet{name}", handle) for name in _LIMITS)
+        yield "power_limit", f"{now // 1000} W, usually {usual // 1000} W" if now and usual and now < usual else ""
+
+    def _ask(self, name: str, *arguments: Any) -> Any:
+        """None for what the GPU does not support, or the driver does not know."""
+        try:
+            return getattr(self._nvml, name)(*arguments)
+        except (self._nvml.NVMLError, AttributeError):
+            return None
+
+    def _registered(self) -> Any:
+        """The set of events that collects Xid errors; None where there are none to be had."""
+        events = self._ask("nvmlEventSetCreate")
+        if events is None:
+            return None
+        for handle in self._handles.values():
+            self._ask("nvmlDeviceRegisterEvents", handle, self._nvml.nvmlEventTypeXidCriticalError, events)
+        return events
+
+    def _new_xids(self) -> Iterator[Symptom]:
+        # Without an error, the driver answers with a timeout: an NVMLError.
+        while self._xids is not None and (event := self._ask("nvmlEventSetWait_v2", self._xids, 0)) is not None:
+            index = self._ask("nvmlDeviceGetIndex", event.device)
+            yield Symptom(-1 if index is None else index, "xid", int(event.eventData))
+
+
+_LIMITS = ("EnforcedPowerLimit", "PowerManagementDefaultLimit")
+
+
+class HealthThread:
+    """Polls every `seconds` in a thread of its own, and hands on what changed."""
+
+    def __init__(self, poll: Callable[[], list[Symptom]], seconds: float, tell: Callable[[Symptom], None]):
+        self._poll, self._seconds, self._tell = poll, seconds, tell
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="gpu health", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+        # A driver that hangs must not keep the process.
+        self._thread.join(timeout=1.0)
+
+    def _watch(self) -> None:
+        while True:
+            with contextlib.suppress(Exception):  # a disk that is full, or a driver that goes away, ends no run
+                for symptom in self._poll():
+                    self._tell(symptom)
+            if self._over.wait(self._seconds):
+                return

@@ -1,0 +1,122 @@
+"""Tests of the devices before a run: what is well passes, what is wrong is named, and no run starts."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from gpu_stand_in import stand_in
+from small_jobs import run_config
+
+from megajax.job import preflight
+from megajax.job.job import train
+from megajax.job.preflight import Outcome, Unfit, demand_health
+from megajax.resilience.config import ResilienceConfig
+from megajax.resilience.gpu_health import Symptom
+from megajax.resilience.integrity_config import HealthConfig
+
+
+@pytest.fixture
+def small(monkeypatch):
+    monkeypatch.setattr(preflight, "CHUNK", 2**16)
+    monkeypatch.setattr(preflight, "TRANSFER", 2**20)
+
+
+@pytest.mark.usefixtures("small")
+def test_this_machine_is_fit(tmp_path):
+    results = {result.name: result for result in preflight.tests(tmp_path / "not" / "yet")}
+    assert [*results] == ["matmul", "all-reduce", "host to device", "disk"], "no clocks to compare, no GPUs"
+    assert {result.status for result in results.values()} == {"ok"}
+    assert results["matmul"].state == "exact on 8 devices"
+    assert results["all-reduce"].state.startswith("exact over 8 devices, 5 times, in chunks of 0.1 MiB")
+    assert str(tmp_path) in results["disk"].state
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("wrong", ["reduce-scatter", "all-reduce"])
+def test_wrong_sums_are_named_with_their_device(wrong, monkeypatch):
+    right = preflight.reduce_shards
+
+    def reduce_shards(x, moves, also=()):
+        out = right(x, moves, also)
+        bad = (jax.lax.axis_index("devices") == 3) & (bool(moves) == (wrong == "reduce-scatter"))
+        return out.at[7].add(bad.astype(out.dtype))
+
+    monkeypatch.setattr(preflight, "reduce_shards", reduce_shards)
+    status, state = preflight.all_reduce()
+    assert status == "fail" and state.endswith(f"wrong sums over 8 devices: {wrong} on device 3")
+
+
+def test_wrong_products_are_named_with_their_device(monkeypatch):
+    put = jax.device_put
+
+    def device_put(x, device):
+        return put(x.at[0, 0].add(1), device) if device.id == 2 else put(x, device)
+
+    monkeypatch.setattr(preflight.jax, "device_put", device_put)
+    assert preflight.matmul() == ("fail", "wrong products on devices 2 (float32), 2 (bfloat16)")
+
+
+def test_an_error_is_a_failure_of_its_test(monkeypatch, tmp_path):
+    def broken():
+        raise jax.errors.JaxRuntimeError("INTERNAL: the device is gone")
+
+    monkeypatch.setattr(preflight, "matmul", broken)
+    for name in ("all_reduce", "transfer", "clocks"):
+        monkeypatch.setattr(preflight, name, lambda: ("ok", ""))
+    first, *_ = preflight.tests(tmp_path)
+    assert first == Outcome("matmul", "fail", "JaxRuntimeError: INTERNAL: the device is gone")
+
+
+def test_a_slow_link_and_clocks_apart_are_warned_of(monkeypatch):
+    monkeypatch.setattr(preflight, "TRANSFER", 2**20)
+    monkeypatch.setattr(preflight, "gathered", lambda value: np.array([value, 100 * value, 100 * value]))
+    assert preflight.transfer()[0] == "warn"
+    monkeypatch.setattr(jax, "process_count", lambda: 3)
+    monkeypatch.setattr(preflight.multihost_utils, "sync_global_devices", lambda name: None)
+    monkeypatch.setattr(preflight, "gathered", lambda value: np.array([value, value + 3, value]))
+    assert preflight.clocks() == ("warn", "3.00 s apart, of 3 processes")
+
+
+def test_memory_errors_of_gpus_are_failures(monkeypatch):
+    symptoms = [Symptom(0, "slowdowns", "HwSlowdown")]
+
+    class Health:
+        def __init__(self, nvml, gpus):
+            assert nvml == "nvml" and len([*gpus]) == 8
+
+        def poll(self):
+            return symptoms
+
+    assert preflight.gpu_health() == ("ok", ""), "not on CPUs"
+    stand_in(monkeypatch)
+    monkeypatch.setattr(preflight, "load_nvml", lambda: ("nvml", ""))
+    monkeypatch.setattr(preflight, "GpuHealth", Health)
+    assert preflight.gpu_health() == ("warn", "GPU 0: slowdowns HwSlowdown")
+    symptoms.append(Symptom(1, "uncorrected_errors", 2))
+    assert preflight.gpu_health()[0] == "fail"
+    symptoms.clear()
+    assert preflight.gpu_health() == ("ok", "no memory errors, no slowdown")
+    monkeypatch.setattr(preflight, "load_nvml", lambda: (None, "nvidia-ml-py is not installed"))
+    assert preflight.gpu_health()[0] == "warn"
+
+
+@pytest.mark.usefixtures("small")
+def test_no_run_starts_on_a_machine_that_fails(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(preflight, "SPACE", 2**60)
+    cfg = run_config(tmp_path, resilience=ResilienceConfig(health=HealthConfig(before_run=True)))
+    with pytest.raises(Unfit, match=r"process 0 of 1 failed a test before the run \(disk: .* free\)") as caught:
+        train(cfg)
+    assert caught.value.code == 1
+    assert not (tmp_path / "metrics.jsonl").exists()
+    assert "health before the run: matmul exact" in capsys.readouterr().out
+
+
+def test_all_processes_refuse_if_one_fails(monkeypatch, tmp_path):
+    monkeypatch.setattr(preflight, "tests", lambda run_dir: iter([Outcome("matmul", "ok", "exact")]))
+    monkeypatch.setattr(preflight, "gathered", lambda value: np.array([value, 1.0, 0.0]))
+    events = []
+    with pytest.raises(Unfit, match=r"process 1 of \d+ failed a test before the run; leave"):
+        demand_health(tmp_path, print, lambda name, **fields: events.append((name, fields)))
+    assert events[0][0] == "health_checks" and events[0][1]["failed"] == [1] and events[0][1]["matmul"] == "exact"
+    assert json.dumps(events)
