@@ -103,6 +103,7 @@ def test_the_last_process_saves_its_state_if_it_is_whole_and_says_so_if_not(tmp_
     """Plain data parallel: each process has everything, but during a step only the next state, which never comes."""
     node = f"--checkpoint.local.folder={tmp_path / 'node'}"
     settings = (*gangs.launcher(), *gangs.TRAIN, *gangs.TINY, *gangs.LONG, "--logging.every=1", node)
+    settings = (*settings, "--parallel.data_sharding=replicate")
     with gangs.started(tmp_path) as start:
         run = tmp_path / "a"
         during = start(*settings, "--checkpoint.local.every=3", f"--run_dir={run}", name="a")
@@ -113,7 +114,8 @@ def test_the_last_process_saves_its_state_if_it_is_whole_and_says_so_if_not(tmp_
 
         run = tmp_path / "b"
         settings = (*settings, "--checkpoint.local.every=1000", f"--run_dir={run}")
-        endless = ("--evaluation.every=4", "--evaluation.batches=30000")
+        settings = (*settings, "--steps=40", "--evaluation.at_end=false")
+        endless = ("--evaluation.every=4", "--evaluation.batches=3000")
         between = start(*settings, *endless, name="b")
         between.until(lambda: max(hexes(run), default=0) == 4)
         text = lose_process_1(between)
