@@ -19,6 +19,12 @@ from megajax.checkpoint.reader import Meta, Tree, say
 from megajax.config.errors import UserError
 
 
+class UnreadableError(UserError):
+    """A local checkpoint that was whole can't be read any more. At the next start it does not count as whole."""
+
+    code = 1
+
+
 class NotWhole(NamedTuple):
     """A local checkpoint that was passed over."""
 
@@ -102,8 +108,8 @@ class LocalReader:
     def restore(self, step: int, like: Tree, *, partial: bool = False) -> tuple[Tree, Meta]:
         """The arrays of the step with the layout of `like`, bit for bit, and its metadata.
 
-        like: tree of jax.ShapeDtypeStruct with shardings. Raises UserError if names, shapes or dtypes differ, or if a
-        process can't be read from.
+        like: tree of jax.ShapeDtypeStruct with shardings. Raises UserError if names, shapes or dtypes differ,
+        UnreadableError if a process can't be read from.
         """
         self._demand(step)
         wanted = arrays.named_leaves(like)
@@ -121,9 +127,9 @@ class LocalReader:
         except (Damaged, OSError) as error:
             reason = str(error)
         if (reason := self._peers.agree(reason)) is not None:
-            raise UserError(
+            raise UnreadableError(
                 f"local checkpoint step {step} can't be read: {reason}.\n"
-                "Set checkpoint.local=none to go on from the run folder's checkpoints."
+                "A restart takes the next newest; checkpoint.local=none, the run folder's checkpoints."
             )
         return jax.tree.unflatten(jax.tree.structure(like), [result[name] for name in wanted]), self.meta(step)
 

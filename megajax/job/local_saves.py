@@ -11,10 +11,11 @@ from megajax.checkpoint.local import LocalCheckpoints, LocalReport
 from megajax.checkpoint.local_reader import LocalReader
 from megajax.checkpoint.manager import CheckpointManager
 from megajax.checkpoint.reader import CheckpointReader, say
-from megajax.config.errors import UserError
-from megajax.mesh.mesh import build_mesh
+from megajax.config.errors import ConfigError, UserError
+from megajax.mesh.mesh import build_mesh, per_process
 from megajax.metrics.event_log import append_event
 from megajax.resilience.activity import BACKGROUND_SAVE, Activity
+from megajax.training.replan import replanned
 from megajax.training.run_config import RunConfig
 from megajax.training.session import Run
 from megajax.training.timing import SAVE
@@ -89,9 +90,9 @@ class LocalSaves:
             self.event("checkpoint_fallback", from_step=passed.step, to_step=step, kind="local", why=passed.why)
         if step is None:
             return None
-        saved, here = self.reader.meta(step)["mesh"], dict(build_mesh(self.cfg.parallel).shape)
+        saved, here = self.reader.meta(step)["mesh"], mesh_here(self.cfg)
         if saved != here:
-            why = f"it is of the mesh {_mesh(saved)}, this run has {_mesh(here)}"
+            why = f"it is of the mesh {_mesh(saved)}, this run has {'another' if here is None else _mesh(here)}"
             self._told(f"the local checkpoint of step {step} is not used: {why}; the shared folder's are")
             self.event("checkpoint_fallback", from_step=step, to_step=self.manager.newest(), kind="local", why=why)
             return None
@@ -203,6 +204,16 @@ class LocalSaves:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def mesh_here(cfg: RunConfig) -> dict[str, int] | None:
+    """Sizes of the mesh of a run; None if its layout does not fit the devices, which is explained when it is set up."""
+    try:
+        devices = jax.devices()
+        parallel = replanned(cfg, per_process(devices)).cfg.parallel if cfg.parallel.elastic else cfg.parallel
+        return dict(build_mesh(parallel, devices).shape)
+    except ConfigError:
+        return None
 
 
 def intact_step(state: Any, seconds: float) -> int | None:

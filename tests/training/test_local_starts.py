@@ -15,9 +15,10 @@ from local_sets import damage, like, sets, small
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.checkpoint.local_config import LocalConfig
 from megajax.job.job import train
-from megajax.job.local_saves import LocalSaves, intact_step
+from megajax.job.local_saves import LocalSaves, intact_step, mesh_here
 from megajax.mesh.config import ParallelConfig
 from megajax.resilience.activity import Activity
+from megajax.training.config import BatchConfig
 from megajax.training.run_config import RunConfig
 
 ONE = {"pipeline": 1, "data": 1, "expert": 1, "context": 1, "tensor": 1}
@@ -120,6 +121,15 @@ def test_another_mesh_starts_from_the_shared_folder_and_says_so(tmp_path, capfd)
         capfd.readouterr().err
     )
     assert [each["from_step"] for each in second.events if each["event"] == "checkpoint_fallback"] == [4]
+
+
+def test_a_layout_that_is_fitted_to_the_devices_is_compared_as_fitted(tmp_path):
+    attempt(tmp_path, config(tmp_path), (3,), (4,))
+    batch = BatchConfig(global_size=16, micro_size=1)
+    cfg = config(tmp_path, parallel=ParallelConfig(data=16), batch=batch)
+    assert mesh_here(cfg) is None and attempt(tmp_path, cfg)[:2] == ("shared", 3)
+    fitted = mesh_here(replace(cfg, parallel=replace(cfg.parallel, elastic=True)))
+    assert fitted is not None and fitted == ONE | {"data": 8}
 
 
 def test_a_step_asked_for_by_number_is_the_shared_one(tmp_path):
