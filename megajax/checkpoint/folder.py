@@ -6,6 +6,7 @@
 00000150.damaged/            failed verification; kept for inspection, never loaded
 00000400.abandoned/          later than the step that a run was told to go back to
 lock                         locked by the writing run; the kernel releases it when process 0 dies
+lock.probe.3/                process 3 tries a write at the start of a run
 """
 
 import errno
@@ -88,6 +89,30 @@ def remove_unfinished(folder: Path) -> list[str]:
     return sorted(path.name for path in unfinished)
 
 
+def probe(folder: Path, process: int) -> None:
+    """Raises UserError if a process can't write here: before the first step, not at the first save."""
+    inner = folder / f"lock.probe.{process}"
+    try:
+        inner.mkdir(exist_ok=True)
+        file = inner / "written"
+        with open(file, "wb") as written:
+            written.write(bytes(4096))
+            written.flush()
+            os.fsync(written.fileno())
+        file.unlink()
+        inner.rmdir()
+    except OSError as error:
+        shutil.rmtree(inner, ignore_errors=True)
+        raise _unwritable(folder, error) from error
+
+
+def _unwritable(folder: Path, error: OSError) -> UserError:
+    return UserError(
+        f"checkpoints can't be written to {folder}: {error.strerror}.\n"
+        "Make the folder writable, free space, or choose another run_dir."
+    )
+
+
 class WriterLock:
     """Exclusive write access to a checkpoints folder.
 
@@ -96,25 +121,22 @@ class WriterLock:
     """
 
     def __init__(self, folder: Path):
-        """Creates the folder, takes the lock and tries a write. Raises UserError if one of them fails."""
+        """Creates the folder, takes the lock and calls `probe`. Raises UserError if one of them fails."""
         self._descriptor: int | None = None
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
             self._take(folder, self._descriptor)
-            # Also a check: a full or read-only disk is an error before the first step, not at the first save.
             os.ftruncate(self._descriptor, 0)
-            os.pwrite(self._descriptor, f"{socket.gethostname()} pid {os.getpid()}\n".encode().ljust(4096), 0)
-            os.fsync(self._descriptor)
-            probe = folder / "lock.probe"
-            probe.mkdir(exist_ok=True)
-            probe.rmdir()
+            os.pwrite(self._descriptor, f"{socket.gethostname()} pid {os.getpid()}\n".encode(), 0)
         except OSError as error:
             self.release()
-            raise UserError(
-                f"checkpoints can't be written to {folder}: {error.strerror}.\n"
-                "Make the folder writable, free space, or choose another run_dir."
-            ) from error
+            raise _unwritable(folder, error) from error
+        try:
+            probe(folder, 0)
+        except UserError:
+            self.release()
+            raise
 
     def _take(self, folder: Path, descriptor: int) -> None:
         deadline = time.monotonic() + LOCK_TIMEOUT_SECONDS

@@ -12,6 +12,8 @@ background saves only on request.
 
 import json
 import os
+import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
@@ -31,6 +33,7 @@ from megajax.checkpoint.reader import CheckpointReader, Event, Tree, no_event, o
 from megajax.config.errors import UserError
 
 SHARED_FOLDER_TIMEOUT_SECONDS = 60.0
+LAST_SAVE_TIMEOUT_SECONDS = 5.0
 
 
 class SaveReport(NamedTuple):
@@ -70,17 +73,14 @@ class _Unread:
 
     def tell(self) -> None:
         """At the end of the program, or when the manager is deleted: say if the last save failed."""
-        if self.result is None or not self.result.done() or (error := self.result.exception()) is None:
-            return
-        if "interpreter shutdown" in str(error):
-            error = CheckpointError(self.step or 0, "the program ended first. Call close() on the manager, or use with")
-        say(str(error))
+        if self.result is not None and self.result.done() and (error := self.result.exception()) is not None:
+            say(str(error))
 
 
 class CheckpointManager(CheckpointReader):
     """The writer of a run's checkpoints folder. Use it as a context manager, or call `close`.
 
-    The last save of a program that ends without either may fail, which is then printed.
+    A program that ends without either waits for its last save, and prints its error if it failed.
 
     Damaged steps are renamed to NAME.damaged and kept. The error of a failed background save is raised by the next
     `save`, `poll`, `wait` or `close`; the manager stays usable, and the next save may succeed.
@@ -107,9 +107,11 @@ class CheckpointManager(CheckpointReader):
         self._background = futures.ThreadPoolExecutor(1, thread_name_prefix="megajax checkpoint")
         self._unread = _Unread()
         weakref.finalize(self, self._unread.tell)
+        # Not by atexit: its functions run after threads have ended that Orbax needs to finish a save.
+        threading.__dict__["_register_atexit"](finish_at_exit, weakref.ref(self))  # it has no public name
         self._reports: list[SaveReport] = []
         self._lock: folder.WriterLock | None = None
-        for check in (self._open, self._check_shared_folder):
+        for check in (self._open, self._check_shared_folder, self._check_writable):
             if (reason := self._peers.agree(check())) is not None:
                 self._release()
                 raise UserError(reason)
@@ -147,6 +149,15 @@ class CheckpointManager(CheckpointReader):
         if self._peers.first:
             self._marker().unlink()
         return reason
+
+    def _check_writable(self) -> str | None:
+        """Each process writes its own shards; the lock has tried it for process 0."""
+        try:
+            if not self._peers.first:
+                folder.probe(self.folder, self._peers.index)
+        except UserError as error:
+            return str(error)
+        return None
 
     def start(self) -> tuple[CheckpointReader, int] | None:
         """The start of this run: the checkpoints to read (this manager, or the reader of `load`) and the step.
@@ -318,6 +329,11 @@ class CheckpointManager(CheckpointReader):
         reports, self._reports = self._reports, []
         return reports
 
+    @property
+    def saving(self) -> int | None:
+        """The step that was last handed to `save`."""
+        return self._unread.step
+
     def wait(self) -> None:
         """Waits for the save in progress. Raises CheckpointError if it failed; `poll` returns its report."""
         finished, self._unread.result = self._unread.result, None
@@ -380,3 +396,29 @@ class CheckpointManager(CheckpointReader):
             self.close()
         except CheckpointError as failed:  # the first error matters more, but this one must not be lost
             error.add_note(str(failed))
+
+
+def finish_at_exit(reference: weakref.ref[CheckpointManager]) -> None:
+    """At the end of a program that did not call `close`: waits for the last save. If it failed, exit code 1."""
+    manager = reference()
+    if manager is None or (result := manager._unread.result) is None or result.done():
+        return
+    say(f"the program ends without close() of its checkpoint manager: waiting for checkpoint step {manager.saving}")
+    # Python 3.12.0 and 3.12.1 start no threads any more: Orbax may wait for minutes for what never comes.
+    futures.wait([result], timeout=None if _threads_start() else LAST_SAVE_TIMEOUT_SECONDS)
+    error = result.exception() if result.done() else None
+    if error is not None or not result.done():
+        advice = "Call close() on the manager, or use it in a with block"
+        say(f"{error or CheckpointError(manager.saving or 0, 'the program ended first')}. {advice}")
+        sys.stdout.flush()
+        os._exit(1)
+
+
+def _threads_start() -> bool:
+    try:
+        thread = threading.Thread(target=lambda: None)
+        thread.start()
+        thread.join()
+    except RuntimeError:
+        return False
+    return True

@@ -81,9 +81,11 @@ class Save:
 
         Raises SavesFailed if the last save has failed for good.
         """
+        more = save and self.saved != step
+        self._finishing = not more
         self._settle(hurry=not retry)
-        self._finishing = True
-        if save and self.saved != step:
+        if more:
+            self._finishing = True
             self._begin(run, step)
             self._settle(hurry=False)
         while self.failed is not None:

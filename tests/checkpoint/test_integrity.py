@@ -1,6 +1,8 @@
 """Damage of any kind is found before anything is loaded; the newest whole step is used; nothing starts silently."""
 
 import json
+import threading
+from contextlib import contextmanager
 
 import jax
 import jax.numpy as jnp
@@ -59,6 +61,39 @@ def test_damage_of_any_file_falls_back_to_the_previous_step(folder, capfd, damag
         (folder / "00000002.damaged").rename(newest)
         (newest / name).write_bytes(whole)
     assert CheckpointReader(folder).newest_whole() == 2
+
+
+def test_a_fallback_and_steps_set_aside_are_events(folder):
+    flip(folder / "00000002" / "meta.json")
+    events = []
+
+    def event(name, **fields):
+        events.append((name, fields))
+
+    with CheckpointConfig().build(folder, event=event) as manager:
+        assert manager.start() == (manager, 1)
+        manager.save(5, STATE)
+        manager.wait()
+        manager.go_back(1)
+    (damaged, fields), fallback, (abandoned, other) = events
+    assert damaged == "checkpoint_damaged" and "meta.json" in fields.pop("why")
+    assert fields == {"step": 2, "kept_as": str(folder / "00000002.damaged")}
+    assert fallback == ("checkpoint_fallback", {"from_step": 2, "to_step": 1})
+    assert abandoned == "checkpoint_abandoned" and other["step"] == 5 and other["back_to"] == 1
+
+
+def test_the_background_of_a_save_is_watched(folder):
+    entered = []
+
+    @contextmanager
+    def background(step):
+        entered.append((step, threading.current_thread() is threading.main_thread()))
+        yield
+        entered.append((step, "over"))
+
+    with CheckpointConfig().build(folder, background=background) as manager:
+        manager.save(7, STATE)
+    assert entered == [(7, False), (7, "over")]
 
 
 def test_the_whole_step_is_restored_after_the_fall_back(folder):

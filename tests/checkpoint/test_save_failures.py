@@ -1,0 +1,156 @@
+"""Why a save failed, in one line; saves that can't fit; programs that forget their last save."""
+
+import errno
+import os
+import subprocess
+import sys
+import weakref
+
+import jax.numpy as jnp
+import pytest
+
+from megajax.checkpoint import failures, folder
+from megajax.checkpoint.config import CheckpointConfig
+from megajax.checkpoint.failures import CheckpointError, reason
+from megajax.checkpoint.manager import finish_at_exit
+from megajax.config.errors import UserError
+
+MIB = 2**20
+STATE = {"w": jnp.zeros((512, 512), jnp.float32)}
+
+
+def free(monkeypatch, count: int | None) -> None:
+    monkeypatch.setattr(failures, "free_bytes", lambda path: count)
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS, errno.ESTALE, errno.EIO, errno.EFBIG])
+def test_an_error_of_the_file_system_names_the_path(tmp_path, number):
+    error = OSError(number, os.strerror(number), "/runs/a/file")
+    assert reason(error, tmp_path / "step", MIB) == f"/runs/a/file: {os.strerror(number)}"
+    assert reason(OSError(number, os.strerror(number)), tmp_path / "step", MIB) == f"{tmp_path}: {os.strerror(number)}"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('Error writing "/runs/a/d/x": No space left on device [OS error 28: ENOSPC] [source locations=\'', "full"),
+        ("RESOURCE_EXHAUSTED: Disk quota exceeded\nmore\nlines", "quota"),
+        ('Failed to open "/runs/a/d/x": Stale file handle [source', "/runs/a/d/x: Stale file handle"),
+        ("something else\nand its stack", "something else ({folder})"),
+    ],
+)
+def test_errors_of_libraries_become_one_line(tmp_path, monkeypatch, text, expected):
+    free(monkeypatch, 310 * MIB)
+    outer = RuntimeError("wrapped")
+    outer.__cause__ = ValueError(text)
+    texts = {name: os.strerror(number) for name, number in (("full", errno.ENOSPC), ("quota", errno.EDQUOT))}
+    if expected in texts:
+        expected = "{folder} needs 1.2 GiB, 310.0 MiB are free (" + texts[expected] + ")"
+    assert reason(outer, tmp_path / "step", int(1.2 * 2**30)) == expected.replace("{folder}", str(tmp_path))
+
+
+def test_what_the_failed_save_has_written_counts_as_free(tmp_path, monkeypatch):
+    free(monkeypatch, 0)
+    (tmp_path / "step").mkdir()
+    (tmp_path / "step" / "part").write_bytes(os.urandom(MIB))
+    text = reason(OSError(errno.ENOSPC, "x"), tmp_path / "step", 3 * MIB)
+    assert text == f"{tmp_path} needs 3.0 MiB, 1.0 MiB are free (No space left on device)"
+
+
+def test_a_save_that_cannot_fit_is_not_begun(tmp_path, monkeypatch):
+    with CheckpointConfig().build(tmp_path) as manager:
+        free(monkeypatch, MIB // 2)
+        with pytest.raises(CheckpointError, match=r"step 1 not saved: .* needs 1.0 MiB, 512.0 KiB are free") as caught:
+            manager.save(1, STATE)
+        assert (caught.value.code, caught.value.step) == (1, 1)
+        assert [path.name for path in tmp_path.iterdir()] == ["lock"]
+        for unlimited in (MIB, None):
+            free(monkeypatch, unlimited)
+            assert manager.save(unlimited or 1, STATE)
+            manager.wait()
+
+
+def test_free_bytes_are_those_of_the_file_system(tmp_path, monkeypatch):
+    stat = os.statvfs(tmp_path)
+    assert 0 < failures.free_bytes(tmp_path) <= stat.f_frsize * stat.f_blocks
+    assert failures.free_bytes(tmp_path / "missing") is None
+    sizeless = os.statvfs_result((4096, 4096, 0, 0, 0, 0, 0, 0, 0, 255))
+    monkeypatch.setattr(os, "statvfs", lambda path: sizeless)
+    assert failures.free_bytes(tmp_path) is None
+
+
+def test_a_disk_too_small_for_the_checkpoints_is_a_warning(tmp_path, monkeypatch):
+    with CheckpointConfig(keep_last=2).build(tmp_path) as manager:
+        free(monkeypatch, MIB // 2)
+        assert "has 512.0 KiB free, and a checkpoint of this run needs 1.0 MiB" in manager.space_warning(STATE)
+        free(monkeypatch, 2 * MIB)
+        assert "keep_last=2 needs 3.0 MiB for 3 more checkpoints of 1.0 MiB" in manager.space_warning(STATE)
+        manager.save(1, STATE)
+        manager.wait()
+        assert manager.space_warning(STATE) is None
+        free(monkeypatch, None)
+        assert manager.space_warning(STATE) is None
+
+
+def test_a_process_that_cannot_write_is_an_error_at_the_start(tmp_path, monkeypatch):
+    folder.probe(tmp_path, 3)
+    assert not list(tmp_path.iterdir())
+
+    def fail(descriptor):
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(UserError, match=r"can't be written to .*Stale file handle") as caught:
+        CheckpointConfig().build(tmp_path)
+    assert caught.value.code == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["lock"]
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", disk], capture_output=True).returncode:
+        pytest.skip("mounting a file system needs root")
+    yield disk
+    subprocess.run(["umount", "-l", disk], check=True)
+
+
+def test_a_full_disk_loses_no_step_and_works_again_with_space(small_disk):
+    with CheckpointConfig(keep_last=1).build(small_disk) as manager:
+        manager.save(1, STATE)
+        manager.wait()
+        ballast = small_disk / "ballast"
+        # The arrays fit, but not all else.
+        ballast.write_bytes(bytes(failures.free_bytes(small_disk) - MIB - 8192))
+        manager.save(2, STATE)
+        with pytest.raises(CheckpointError, match=rf"{small_disk} needs 1.0 MiB, 1.0 MiB are free \(No space left"):
+            manager.wait()
+        assert sorted(path.name for path in small_disk.iterdir()) == ["00000001", "ballast", "lock"]
+        ballast.unlink()
+        manager.save(3, STATE)
+        manager.wait()
+        assert manager.newest_whole() == 3 and manager.steps() == [3]
+
+
+@pytest.mark.parametrize("ending", ["", pytest.param("del manager; time.sleep(0.5)", marks=pytest.mark.slow)])
+def test_a_program_without_close_is_told_that_its_last_save_failed(tmp_path, ending):
+    script = f"""
+import resource, sys, time, jax.numpy as jnp
+from megajax.checkpoint.config import CheckpointConfig
+manager = CheckpointConfig().build(sys.argv[1])
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, -1))
+manager.save(1, {{"w": jnp.ones((512, 512))}})
+{ending}
+"""
+    done = subprocess.run([sys.executable, "-c", script, tmp_path], capture_output=True, text=True)
+    assert "megajax: checkpoint step 1 not saved: " in done.stderr, done.stderr
+    assert done.returncode == (0 if ending else 1)
+
+
+def test_the_last_save_of_a_program_without_close_is_finished_at_its_end(tmp_path, capfd):
+    manager = CheckpointConfig().build(tmp_path)
+    finish_at_exit(weakref.ref(manager))
+    manager.save(1, STATE)
+    finish_at_exit(weakref.ref(manager))
+    assert manager.steps() == [1] and "waiting for checkpoint step 1" in capfd.readouterr().err

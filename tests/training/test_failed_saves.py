@@ -1,0 +1,129 @@
+"""Saves that fail are retried and counted; in the end there is one error with exit code 1."""
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+from small_jobs import run_config
+
+from megajax.checkpoint import arrays, failures
+from megajax.checkpoint.config import CheckpointConfig
+from megajax.config.errors import UserError
+from megajax.job.job import train
+from megajax.job.save import SavesFailed
+from megajax.metrics.config import LoggingConfig
+from megajax.training.config import EvaluationConfig
+
+
+def lines(folder: Path, name: str = "metrics") -> list[dict]:
+    return [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+
+
+def saves(folder: Path) -> list[dict]:
+    """The events of saves, without time."""
+    events = [line for line in lines(folder, "events") if line["event"].startswith("save_")]
+    return [{name: value for name, value in event.items() if name != "time"} for event in events]
+
+
+def names(folder: Path) -> list[str]:
+    return [event["event"].removeprefix("save_") for event in saves(folder)]
+
+
+def job(folder: Path, steps: int, **settings: object):
+    return run_config(
+        folder,
+        steps=steps,
+        checkpoint=CheckpointConfig(**{"every": 4, "retry_seconds": 0.0} | settings),
+        evaluation=EvaluationConfig(batches=0),
+        logging=LoggingConfig(every=1, plot=False, sample=False, report=False, live="never"),
+    )
+
+
+def fill(monkeypatch: pytest.MonkeyPatch, attempts: range) -> None:
+    """A full disk at these attempts to save, from 1."""
+    count = iter(range(1, 1 << 30))
+
+    def demand_space(folder: Path, needed: int) -> None:
+        if next(count) in attempts:
+            raise OSError(28, os.strerror(28), str(folder))
+
+    monkeypatch.setattr(failures, "demand_space", demand_space)
+    monkeypatch.setattr(failures, "free_bytes", lambda folder: 3 * 2**20)
+
+
+class FailsLater:
+    """Orbax's response to a save that fails in the background."""
+
+    def result(self, timeout: float) -> None:
+        raise RuntimeError("wrapped") from OSError(5, os.strerror(5), "/runs/a/checkpoints/x")
+
+
+def test_failed_saves_are_retried_counted_and_end_the_run(tmp_path, monkeypatch, capfd):
+    fill(monkeypatch, range(2, 100))
+    with pytest.raises(SavesFailed) as caught:
+        train(job(tmp_path, 60, retries=1))
+    assert caught.value.code == 1
+    full = rf"{tmp_path}/checkpoints needs 103.\d KiB, 3.0 MiB are free \(No space left on device\)"
+    text = str(caught.value).splitlines()
+    assert re.fullmatch(rf"checkpoint step \d+ not saved: {full}", text[0]) and len(text) == 2
+    assert text[1].startswith(
+        "2 failed saves in a row (checkpoint.failed_saves=2). Nothing has been saved since step 4."
+    )
+    assert names(tmp_path) == ["begun", "committed", *2 * ["begun", "retried", "begun", "failed"]]
+    events = [event for event in saves(tmp_path) if event["event"] == "save_failed"]
+    assert [event["failures"] for event in events] == [1, 2] and re.fullmatch(full, events[0]["why"])
+    assert "goes on" in events[0]["next"] and "ends with exit code 1" in events[1]["next"]
+    done = lines(tmp_path)
+    assert "save_failed" not in done[4] and done[-1]["save_failed"] is True and len(done) < 60
+    said = capfd.readouterr().out
+    assert said.count("WARNING: checkpoint step") == 1 and "| ckpt: FAILED |" in said
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir() if path.is_dir()] == ["00000004"]
+
+
+def test_an_error_of_the_background_shows_at_the_next_step_and_a_retry_saves(tmp_path, monkeypatch, capfd):
+    whole, count = arrays.start_writing, iter(range(1, 1 << 30))
+    failing = lambda path, named: FailsLater() if next(count) in (1, 2) else whole(path, named)  # noqa: E731
+    monkeypatch.setattr(arrays, "start_writing", failing)
+    assert train(job(tmp_path, 40)) == 0
+    assert names(tmp_path)[:7] == ["begun", "retried", "begun", "retried", "begun", "committed", "begun"]
+    events = saves(tmp_path)
+    assert events[1]["why"] == "/runs/a/checkpoints/x: Input/output error" and events[1]["attempt"] == 1
+    assert [event["wait_seconds"] for event in events if "wait_seconds" in event] == [0.0, 0.0]
+    failed = [line["step"] for line in lines(tmp_path) if line.get("save_failed")]
+    # Known right after step 4, and over when a retry has committed, long before the end.
+    assert failed and failed[0] in range(5, 20) and failed[-1] < 40
+    assert "saves work again" in capfd.readouterr().out
+    assert (tmp_path / "checkpoints" / "00000040").is_dir()
+
+
+@pytest.mark.slow
+def test_the_last_save_is_retried_and_its_failure_is_not_exit_code_0(tmp_path, monkeypatch):
+    fill(monkeypatch, range(1, 3))
+    assert train(job(tmp_path / "retried", 6, every=None)) == 0
+    assert names(tmp_path / "retried") == ["begun", "retried", "begun", "retried", "begun", "committed"]
+    fill(monkeypatch, range(1, 100))
+    with pytest.raises(
+        SavesFailed, match=r"2 failed saves in a row \(at the end of training\). Nothing has been saved yet"
+    ):
+        train(job(tmp_path / "lost", 6, every=None, retries=0, failed_saves=None))
+    assert lines(tmp_path / "lost", "events")[-1]["exit_code"] == 1
+
+
+@pytest.mark.slow
+def test_a_damaged_step_and_the_fallback_are_events(tmp_path):
+    assert train(job(tmp_path, 8)) == 0
+    (tmp_path / "checkpoints" / "00000008" / "meta.json").write_text("{}")
+    with pytest.raises(UserError, match=r"step 8 .* is damaged") as caught:
+        train(job(tmp_path, 8, step=8))
+    assert caught.value.code == 2
+    assert train(job(tmp_path, 8)) == 0
+    events = [line for line in lines(tmp_path, "events") if line["event"].startswith("checkpoint_")]
+    damaged, fallback = events
+    assert damaged["event"] == "checkpoint_damaged" and damaged["step"] == 8 and "meta.json" in damaged["why"]
+    assert damaged["kept_as"].endswith("00000008.damaged") and (tmp_path / "checkpoints/00000008.damaged").is_dir()
+    assert fallback["event"] == "checkpoint_fallback" and (fallback["from_step"], fallback["to_step"]) == (8, 4)
+    assert train(job(tmp_path, 8, step=4)) == 0
+    (abandoned,) = [line for line in lines(tmp_path, "events") if line["event"] == "checkpoint_abandoned"]
+    assert (abandoned["step"], abandoned["back_to"]) == (8, 4)
