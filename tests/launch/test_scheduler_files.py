@@ -1,0 +1,109 @@
+"""The files in launch/ and the table of exit codes in docs/launch.md agree with the code."""
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+from gangs import REPOSITORY
+
+from megajax.resilience.exit_codes import EXIT_CODES, NO_PROGRESS, REQUEUE, worth_a_restart
+
+SLURM, LOCAL, JOBSET = (REPOSITORY / "launch" / name for name in ("slurm.sbatch", "local.sh", "kubernetes_jobset.yaml"))
+
+
+def test_the_exit_codes_of_the_docs():
+    """One table: docs/launch.md#exit-codes has the rows of the code, in its words."""
+    text = (REPOSITORY / "docs/launch.md").read_text().partition("### Exit codes")[2]
+    rows = re.findall(r"^\| (\d+) \| (.*) \| (yes|no) \|$", text, re.MULTILINE)
+    assert rows == [(str(row.code), row.meaning, "yes" if row.restart else "no") for row in EXIT_CODES.values()]
+
+
+@pytest.mark.parametrize("page", ["faults.md", "getting_started.md"])
+def test_other_tables_have_codes_that_exist(page):
+    text = (REPOSITORY / "docs" / page).read_text()
+    table = re.search(r"^\| (?:exit )?code \| meaning \|\n\|.*\n((?:\|.*\n)+)", text, re.MULTILINE)
+    assert table is not None
+    assert {int(code) for code in re.findall(r"^\| (\d+)", table[1], re.MULTILINE)} <= EXIT_CODES.keys()
+
+
+@pytest.mark.parametrize("path", [SLURM, LOCAL], ids=lambda path: path.name)
+def test_scripts_are_whole(path):
+    subprocess.run(["bash", "-n", path], check=True)
+
+
+def jobset() -> dict:
+    return yaml.safe_load(JOBSET.read_text())["spec"]
+
+
+def test_jobset_restarts_after_codes_that_a_restart_may_mend():
+    spec = jobset()
+    policy, job = spec["failurePolicy"], spec["replicatedJobs"][0]["template"]["spec"]
+    assert policy["maxRestarts"] > 0
+    assert [(rule["action"], rule["onJobFailureReasons"]) for rule in policy["rules"]] == [
+        ("FailJobSet", ["PodFailurePolicy"])
+    ]
+    (rule,) = job["podFailurePolicy"]["rules"]
+    codes = rule["onExitCodes"]
+    assert (rule["action"], codes["operator"]) == ("FailJob", "In")
+    # 0 is no failure, 75 is to go on, and the codes of signals are those of pods that are deleted.
+    expected = {code for code in EXIT_CODES if not worth_a_restart(code)} - {0, REQUEUE, 130, 143}
+    assert set(codes["values"]) == expected == {2, 17, NO_PROGRESS}
+    pod = job["template"]["spec"]
+    assert pod["restartPolicy"] == "Never" and job["backoffLimit"] == 0
+    assert codes["containerName"] in {container["name"] for container in pod["containers"]}
+    assert f"--resilience.exit_code_on_signal={REQUEUE}" in pod["containers"][0]["args"]
+
+
+def test_jobset_counts_machines_alike():
+    job = jobset()["replicatedJobs"][0]["template"]["spec"]
+    environment = {entry["name"]: entry["value"] for entry in job["template"]["spec"]["containers"][0]["env"]}
+    assert job["parallelism"] == job["completions"] == int(environment["MEGAJAX_NUM_PROCESSES"])
+
+
+def sbatch(folder: Path, code: int, **environment: str) -> tuple[int, list[str]]:
+    """Run the script with stand-ins for what it calls -> its exit code, and their command lines."""
+    log, state = folder / "log", environment.pop("STATE", "RUNNING")
+    for name, ends in {"python": f"exit {code}", "scontrol": "true", "squeue": f"echo {state}"}.items():
+        path = folder / name
+        path.write_text(f'#!/usr/bin/env bash\necho "{name} $*" >> {log}\n{ends}\n')
+        path.chmod(0o755)
+    slurm = {"PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "42"}
+    done = subprocess.run(["bash", SLURM, "gpt2.py", "--seed=1 2"], env=slurm | environment, cwd=folder, check=False)
+    return done.returncode, log.read_text().splitlines()
+
+
+def test_slurm_passes_cpus_and_settings_on(tmp_path):
+    code, (line,) = sbatch(tmp_path, 0, SLURM_CPUS_PER_TASK="64")
+    assert code == 0
+    launcher, _, command = line.partition(" -- ")
+    assert launcher == f"python -m megajax.launch --scheduler --max-restarts=5 --beats={tmp_path}/beats/42"
+    assert command.startswith("srun --kill-on-bad-exit=1 --label --cpus-per-task=64 python -m megajax.train ")
+    assert command.endswith(f"--config=gpt2.py --resilience.exit_code_on_signal={REQUEUE} --seed=1 2")
+
+
+def test_slurm_without_cpus_per_task_leaves_it_to_srun(tmp_path):
+    assert "--cpus-per-task" not in sbatch(tmp_path, 0)[1][0]
+
+
+def test_slurm_requeues_what_was_saved_in_time(tmp_path):
+    code, calls = sbatch(tmp_path, REQUEUE)
+    assert code == 0 and calls[-1] == "scontrol requeue 42"
+
+
+@pytest.mark.parametrize(
+    ("code", "environment"),
+    [
+        (REQUEUE, {"SLURM_RESTART_COUNT": "100"}),
+        (REQUEUE, {"SLURM_RESTART_COUNT": "3", "MAX_REQUEUES": "3"}),
+        (REQUEUE, {"STATE": "COMPLETING"}),  # scancel
+        (17, {}),
+        (93, {}),
+        (1, {}),
+    ],
+)
+def test_slurm_ends_with_every_other_code(tmp_path, code, environment):
+    ended, calls = sbatch(tmp_path, code, **environment)
+    assert ended == code and not any(call.startswith("scontrol") for call in calls)
