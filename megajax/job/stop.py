@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator
 
 from megajax.job.hang import Pulse
 from megajax.metrics.event_log import append_event
-from megajax.resilience.activity import BACKGROUND_SAVE, COMPILE, STEP
+from megajax.resilience.activity import BACKGROUND_SAVE, COMPILE, STEP, words
 from megajax.resilience.config import ResilienceConfig
 from megajax.resilience.signals import Signals, StopRequest, StopWaiting
 from megajax.training.timing import DATA_WAIT, EVALUATION
@@ -91,7 +91,7 @@ class Stopping:
             if self._peers.alone or now - request.at > TOGETHER_SECONDS:
                 self._end("a program is compiled, and there is nothing new to save", saved=True)
         elif since > max(grace, 2.0 * (self._activity.typical(doing.phase) or 0.0)):
-            what = f"{doing.phase} of step {doing.step} did not end within {since:.0f} s of the request"
+            what = f"still {words(doing.phase, doing.step)} {since:.0f} s after the request"
             self._end(f"{what} (resilience.stop_grace={grace:g})", saved=not unsaved)
         elif doing.phase == DATA_WAIT and since > min(DATA_SECONDS, grace / 2) and not self._peers.alone:
             self._signals.wake(doing.step)

@@ -8,7 +8,7 @@ docs/xla.md has the measurements.
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -91,6 +91,18 @@ DEVICELESS = (Option("xla_gpu_autotune_level", 0, "there is no device to time ke
 """In addition to GPU, for deviceless compilation."""
 
 
+def termination(seconds: float) -> tuple[Option, ...]:
+    """For every program on real GPUs: end a process whose execution, or connection to other GPUs, takes this long."""
+    why = "ends the process by SIGABRT if the watchdog, which waits less, can't"
+    return (
+        Option("xla_gpu_execution_terminate_timeout", f"{seconds:.0f}s", f"an execution, from its dispatch: {why}"),
+        Option("xla_gpu_nccl_termination_timeout_seconds", int(seconds), f"creating a communicator of NCCL: {why}"),
+    )
+
+
+TERMINATION_MARGIN = 600.0
+"""Seconds that XLA waits longer than the watchdog."""
+
 CPU_PATIENCE = (
     Option("xla_cpu_collective_call_warn_stuck_timeout_seconds", 60, "on a busy machine, devices may be minutes apart"),
     Option("xla_cpu_collective_call_terminate_timeout_seconds", 600, "40 s would end a run while a process compiles"),
@@ -124,9 +136,11 @@ class Defaults(NamedTuple):
     """With xla.deterministic."""
     inference: tuple[Option, ...] = ()
     """For steps that generate text."""
+    termination: Callable[[float], tuple[Option, ...]] = lambda seconds: ()
+    """With resilience.watchdog, for its longest limit."""
 
 
-_ON_GPU = Defaults(GPU, FSDP, FP8, DETERMINISTIC, INFERENCE)
+_ON_GPU = Defaults(GPU, FSDP, FP8, DETERMINISTIC, INFERENCE, termination)
 
 DEFAULTS: Mapping[str, Defaults] = MappingProxyType({"cpu": Defaults(CPU), "gpu": _ON_GPU, "cuda": _ON_GPU})
 """jax.Device.platform -> default options. Devices of a GPU topology are "cuda", other GPUs "gpu"."""

@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 from megajax.config.coerce import Mismatch, scalar
 from megajax.config.errors import ConfigError, Problem
 from megajax.config.nearest import did_you_mean, nearest_names
-from megajax.mesh.xla import DEFAULTS, Defaults, Option, Value, XlaConfig, compiler_options
+from megajax.mesh.xla import DEFAULTS, TERMINATION_MARGIN, Defaults, Option, Value, XlaConfig, compiler_options
 from megajax.training.run_config import RunConfig
 
 UNKNOWN = re.compile(r"No such compile option: '(?P<name>[^']*)'")
@@ -47,6 +47,9 @@ def chosen(cfg: RunConfig, platform: str) -> list[Option]:
         options += defaults.fsdp
     options += defaults.fp8 if cfg.precision.fp8 is not None else ()
     options += defaults.deterministic if cfg.xla.deterministic else ()
+    if (watchdog := cfg.resilience.watchdog) is not None:
+        # Other processes may compile while this one is in its first step.
+        options += defaults.termination(max(watchdog.compile, watchdog.step) + TERMINATION_MARGIN)
     return options
 
 

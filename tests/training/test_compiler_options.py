@@ -11,8 +11,10 @@ from small_jobs import model, run_config
 from megajax.config.errors import ConfigError
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import build_mesh
-from megajax.mesh.xla import CPU, DEFAULTS, DETERMINISTIC, FP8, FSDP, GPU, XlaConfig, compiler_options
+from megajax.mesh.xla import CPU, DEFAULTS, DETERMINISTIC, FP8, FSDP, GPU, XlaConfig, compiler_options, termination
 from megajax.precision.config import Fp8Config, PrecisionConfig
+from megajax.resilience.config import ResilienceConfig
+from megajax.resilience.watchdog_config import WatchdogConfig
 from megajax.training.compiler_options import chosen, refusal, settle, settled
 from megajax.training.program import Program
 from megajax.training.run_config import RunConfig
@@ -25,7 +27,7 @@ def device() -> jax.Device:
 
 def test_the_installed_compiler_knows_every_option_of_ours():
     """Options of GPU programs too: one table for all devices."""
-    assert refusal(compiler_options(*CPU, *GPU, *FSDP, *FP8, *DETERMINISTIC), device()) is None
+    assert refusal(compiler_options(*CPU, *GPU, *FSDP, *FP8, *DETERMINISTIC, *termination(1800.0)), device()) is None
 
 
 def test_defaults_it_does_not_take_are_left_out_with_a_warning():
@@ -82,8 +84,10 @@ def names(cfg: RunConfig, platform: str) -> set[str]:
 
 
 def test_options_follow_from_the_config_and_the_platform():
-    always = {option.name for option in GPU}
+    always = {option.name for option in (*GPU, *termination(1.0))}
     cfg = run_config()
+    unwatched = cfg.but(resilience=ResilienceConfig(watchdog=None))
+    assert names(unwatched, "gpu") == {option.name for option in GPU}
     assert names(cfg, "gpu") == names(cfg, "cuda") == always
     assert names(cfg, "cpu") == {option.name for option in CPU}
     assert names(cfg, "of another kind") == set()
@@ -96,6 +100,13 @@ def test_options_follow_from_the_config_and_the_platform():
     assert names(exact, "gpu") == always | {option.name for option in DETERMINISTIC}
     fp8 = run_config(precision=PrecisionConfig(fp8=Fp8Config()))
     assert names(fp8, "gpu") == always | {option.name for option in FP8}
+
+
+def test_xla_waits_longer_than_the_watchdog():
+    cfg = run_config(resilience=ResilienceConfig(watchdog=WatchdogConfig(compile=900.0, step=1200.5)))
+    values = {option.name: option.value for option in chosen(cfg, "gpu")}
+    assert values["xla_gpu_execution_terminate_timeout"] == "1800s"
+    assert values["xla_gpu_nccl_termination_timeout_seconds"] == 1800
 
 
 def test_a_platform_of_tests_has_defaults():
