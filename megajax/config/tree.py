@@ -353,6 +353,4 @@ class _Builder:
 
 
 def _read_yaml(text: str) -> Any:
-    from megajax.config.markup import read_yaml  # here, so that the front doors start without yaml
-
-    return read_yaml(text)
+    return resolve("megajax.config.markup:read_yaml")(text)  # by name, so that the front doors start without yaml

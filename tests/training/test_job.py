@@ -104,7 +104,7 @@ def test_memory_of_the_process_is_in_every_line(whole):
 
 
 def test_a_run_does_not_fail_for_want_of_a_report(halted, copied, capsys):
-    def broken(folder: Path) -> str:
+    def broken(folder: Path, page: bool) -> str:
         raise OSError("no space left on device")
 
     assert train(run_config(copied), reporter=broken) == 0
