@@ -1,0 +1,40 @@
+"""Durations and limits come from the monotonic clock: the wall clock, which may be set, only tells people the time."""
+
+import ast
+
+import pytest
+from source_tree import dotted, modules
+
+pytestmark = pytest.mark.smoke
+
+WALL = {"time.time", "time.time_ns", "datetime.now", "datetime.datetime.now", "datetime.utcnow", "time.localtime"}
+
+ALLOWED = {
+    "megajax.metrics.event_log": "the time of an event, beside the monotonic clock",
+    "megajax.metrics.console": "the time of day of a line, and when the run will be done",
+    "megajax.resilience.beats": "the time of a beat: the launcher only looks whether it changes",
+    "megajax.job.hang": "the same",
+    "megajax.resilience.signals": "the time of a request to stop, to be shown",
+    "megajax.job.stop": "the same",
+    "megajax.resilience.attempt": "which files of stacks are new, by the clock of the file system",
+    "megajax.job.compile_cache": "which programs have not been used for weeks, by the clock of the file system",
+    "megajax.reporting.write": "when a page was written",
+    "megajax.reporting.machine.examine": "when a machine was examined",
+    "megajax.tasks.command": "when a task was measured",
+    "megajax.tokenizers.chat_template": "the date that templates ask for",
+    "megajax.inference.server.openai": "`created` in answers",
+    "megajax.inference.server.models": "the same",
+}
+"""Module -> what it uses the wall clock for."""
+
+
+def test_who_asks_for_the_time_of_day() -> None:
+    asking = {
+        module.name
+        for module in modules().values()
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Attribute) and dotted(node) in WALL
+    }
+    assert asking <= ALLOWED.keys(), f"use time.monotonic for durations: {sorted(asking - ALLOWED.keys())}"
+    unneeded = ALLOWED.keys() - asking
+    assert not unneeded, f"listed without need: {sorted(unneeded)}"
