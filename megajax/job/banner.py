@@ -35,7 +35,7 @@ type Section = tuple[str, list[tuple[str, str]]]
 def banner(run: Run, resumed: str | None, fitted: Sequence[str] = ()) -> list[Section]:
     """Sections for metrics.banner: model, layout, batch, numbers, data, run.
 
-    fitted: lines on how --elastic changed the layout.
+    fitted: lines on how parallel.elastic changed the layout.
     """
     return [
         ("model", _model(run)),

@@ -41,6 +41,10 @@ def facts(parts: Parts) -> dict[str, Any]:
     kept = {name: value for name, value in flatten(cfg).items() if _matters(name, cfg)}
     if (model := facts_of(cfg.model)) is not None and ids_below(cfg.model) is not None:
         kept["model: rows of the vocabulary, padding included"] = model.head_facts().columns
+    if cfg.batch.decrease:
+        kept["batch: rows of a step, rounded down to a multiple of the devices"] = ", ".join(
+            str(size.rows) for size in parts.program.sizes.sizes()
+        )
     kept |= parts.program.schedule.facts()
     if hasattr(parts.splits.train, "order"):
         kept["data: order of the training rows (more steps may need another epoch)"] = parts.splits.train.order()

@@ -24,7 +24,7 @@ from megajax.planning.program import devices
 from megajax.planning.program.audit import audit, largest_arrays
 from megajax.planning.search.compare import advice, comparison, other, sweep
 from megajax.planning.search.ranking import Cache, check_config_path, compile_layout, find_best, write_config
-from megajax.planning.search.search import SEARCHED, Choice, Task, changes, settings
+from megajax.planning.search.search import SEARCHED, Choice, Task, changes, problems, settings
 from megajax.planning.show import plan_report, serving_report
 from megajax.training.run_config import RunConfig
 
@@ -187,6 +187,8 @@ def plan(command: Command, fixed: Mapping[str, Any], program: Sequence[str]) -> 
     mode = next(iter(_modes(flags)), "by_formula" if flags["formula"] else "compiled")
     if mode != "compiled":
         demand_facts(command.config.model)
+    if (count := count_devices(flags)[0]) is not None and (wrong := problems(command.config, count)):
+        raise ConfigError(wrong, command.source or "")  # of a layout that parallel.elastic would change
     request = Request(Case(command.config, cluster, device), command.source or "", flags, fixed, program)
     report, figures = getattr(request, mode)()
     print(report.text())

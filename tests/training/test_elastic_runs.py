@@ -4,6 +4,8 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import gangs
 import jax
@@ -13,6 +15,7 @@ from small_jobs import losses, model, run_config
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.config.errors import ConfigError
 from megajax.job.job import train
+from megajax.job.resume import facts
 from megajax.layers.config import DenseMLPConfig, GatedMLPConfig, LayerNormConfig, MoEConfig, RouterConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.optim.config import ScheduleConfig
@@ -130,6 +133,17 @@ def test_a_notebook_has_the_layout_that_fits(tmp_path):
         setup(fixed, devices=jax.devices()[:2])
 
 
+@pytest.mark.parametrize(("devices", "rows"), [(8, 24), (5, 25)])
+def test_rows_that_are_rounded_down_are_a_fact_of_a_checkpoint(devices, rows):
+    """A run of 8 devices would otherwise go on with other rows per step on 5."""
+    cfg = job(Path("unused"), LLAMA, ParallelConfig(), steps=1, rows=29)
+    cfg = cfg.but(batch=BatchConfig(global_size=29, decrease=True))
+    schedule, train_rows = SimpleNamespace(facts=dict), SimpleNamespace()
+    program = SimpleNamespace(schedule=schedule, sizes=cfg.batch_sizes(devices))
+    parts: Any = SimpleNamespace(cfg=cfg, program=program, splits=SimpleNamespace(train=train_rows))
+    assert facts(parts)["batch: rows of a step, rounded down to a multiple of the devices"] == str(rows)
+
+
 @pytest.fixture
 def start(tmp_path):
     with gangs.started(tmp_path) as begin:
@@ -143,11 +157,11 @@ def test_a_gang_goes_on_with_fewer_processes(start, tmp_path):
     settings += ["--schedule.decay_steps=6", "--evaluation.at_end=false", "--checkpoint.every=none"]
     command = [*gangs.TRAIN, f"--config={gangs.CONFIG}", *settings]
     whole = start(*command, "--devices=cpu:4", f"--run_dir={tmp_path / 'whole'}", name="whole")
-    assert whole.wait() == 0, whole.text
+    assert whole.wait(400.0) == 0, whole.text
     for leg, (processes, devices) in enumerate(((4, 1), (3, 1), (2, 2)), start=1):
         more = [f"--devices=cpu:{devices}", f"--steps={2 * leg}", f"--run_dir={tmp_path / 'legs'}"]
         gang = start(*gangs.launcher(processes=processes), *command, *more, name=f"leg{leg}", MEGAJAX_ELASTIC="1")
-        assert gang.wait() == 0, gang.text
+        assert gang.wait(400.0) == 0, gang.text
     assert gangs.steps(tmp_path / "legs") == pytest.approx(gangs.steps(tmp_path / "whole"), rel=1e-5)
     assert [event["used"] for event in events(tmp_path / "legs", "replan")] == [3]
 
@@ -158,8 +172,8 @@ def test_a_gang_leaves_devices_idle(start, tmp_path):
     settings = ["--batch.micro_size=1", "--parallel.data=4", "--parallel.elastic", "--evaluation.at_end=false"]
     command = [*gangs.TRAIN, f"--config={gangs.CONFIG}", *settings]
     whole = start(*command, "--devices=cpu:4", f"--run_dir={tmp_path / 'whole'}", name="whole")
-    assert whole.wait() == 0, whole.text
+    assert whole.wait(400.0) == 0, whole.text
     gang = start(*gangs.launcher(processes=3), *command, "--devices=cpu:2", f"--run_dir={tmp_path / 'gang'}")
-    assert gang.wait() == 0, gang.text
+    assert gang.wait(400.0) == 0, gang.text
     assert "4 of 6 used" in gang.text and "of process 1" in gang.text and "of process 2" in gang.text
     assert gangs.steps(tmp_path / "gang") == pytest.approx(gangs.steps(tmp_path / "whole"), rel=1e-5)

@@ -162,7 +162,8 @@ def problems(cfg: RunConfig, devices: int) -> list[Problem]:
     """Problems of a config with a choice in it; only the parts that a choice changes are checked."""
     parallel = [Problem(f"parallel.{one.where}", one.what, one.hint) for one in cfg.parallel.problems()]
     model = [Problem(f"model.{one.where}", one.what, one.hint) for one in cfg.model.problems()]
-    return parallel or model or cfg.problems(devices)
+    # The layout as it is written, not what parallel.elastic would make of it.
+    return parallel or model or cfg.but(parallel=replace(cfg.parallel, elastic=False)).problems(devices)
 
 
 def changes(old: RunConfig, new: RunConfig) -> dict[str, Any]:
