@@ -3,11 +3,16 @@
 Every trial is a fork of a process that has imported JAX but not started it, so that a trial takes a second. Each starts
 from the newest whole checkpoint, checks every element of what it restored, and saves on until it is killed. Prints
 a JSON line per trial.
+
+Modes: asynchronous and synchronous saves; `failing`, whose saves fail now and then in any of their stages; `retention`,
+which kills itself while it deletes an old step, after any number of its files.
 """
 
+import errno
 import json
 import os
 import random
+import shutil
 import signal
 import sys
 import time
@@ -17,7 +22,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from megajax.checkpoint import folder as checkpoint_folder
+from megajax.checkpoint import integrity
 from megajax.checkpoint.config import CheckpointConfig
+from megajax.checkpoint.failures import CheckpointError
 
 SHAPES = {"a": (256, 1024), "b": (64,), "c": (32, 512)}
 
@@ -26,8 +34,42 @@ def state_of(step: int) -> dict:
     return {name: jnp.full(shape, step, jnp.float32) for name, shape in SHAPES.items()} | {"step": jnp.int32(step)}
 
 
-def attempt(folder: Path, asynchronous: bool, ready: int) -> None:
-    with CheckpointConfig(keep_last=2, asynchronous=asynchronous).build(folder) as manager:
+def fail_now_and_then(draw: random.Random) -> None:
+    """A full disk at a stage of about every third save."""
+    for name in ("hash_files", "write_durably", "write_manifest", "flush_to_disk"):
+        whole = getattr(integrity, name)
+
+        def failing(*arguments, whole=whole, **named):
+            if draw.random() < 0.03:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return whole(*arguments, **named)
+
+        setattr(integrity, name, failing)
+
+
+def die_in_a_deletion(draw: random.Random, ready: int) -> None:
+    """SIGKILL in the middle of the deletion of an old step, now and then."""
+    whole = shutil.rmtree
+
+    def dying(path: Path, *arguments, **named):
+        # Not when remains are removed at the start.
+        if str(path).endswith(".deleting") and not named and draw.random() < 0.5:
+            files = [file for file in sorted(Path(path).rglob("*")) if file.is_file()]
+            for file in draw.sample(files, draw.randrange(len(files) + 1)):
+                file.unlink()
+            os.write(ready, b"dying\n")
+            os.kill(os.getpid(), signal.SIGKILL)
+        whole(path, *arguments, **named)
+
+    checkpoint_folder.shutil.rmtree = dying
+
+
+def attempt(folder: Path, mode: str, ready: int, draw: random.Random) -> None:
+    if mode == "failing":
+        fail_now_and_then(draw)
+    if mode == "retention":
+        die_in_a_deletion(draw, ready)
+    with CheckpointConfig(keep_last=2, asynchronous=mode != "synchronous").build(folder) as manager:
         actual = manager.start()
         step = 0
         if actual is not None:
@@ -39,26 +81,34 @@ def attempt(folder: Path, asynchronous: bool, ready: int) -> None:
         os.write(ready, f"{step}\n".encode())
         while True:
             step += 1
-            manager.save(step, state_of(step), {"step": step})
-            if manager.poll():
-                os.write(ready, b"committed\n")
+            try:
+                manager.save(step, state_of(step), {"step": step})
+                if manager.poll():
+                    os.write(ready, b"committed\n")
+            except CheckpointError:
+                os.write(ready, b"failed\n")
 
 
-def trial(folder: Path, asynchronous: bool, commits: int, delay: float) -> dict:
+def trial(folder: Path, mode: str, commits: int, delay: float, draw: random.Random) -> dict:
     """One attempt, killed `delay` seconds after it had restored what it found and committed that many steps."""
+    seed = draw.random()
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
         try:
-            attempt(folder, asynchronous, writing)
+            attempt(folder, mode, writing, random.Random(seed))
         finally:
             os._exit(1)
     os.close(writing)
     with os.fdopen(reading) as pipe:
         started_from = pipe.readline()
-        for _ in range(commits):
-            pipe.readline()
-        time.sleep(delay)
+        if mode == "retention" and commits:
+            while pipe.readline() not in ("dying\n", ""):
+                pass
+        else:
+            for _ in range(commits):
+                pipe.readline()
+            time.sleep(delay)
     os.kill(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
     names = sorted(path.name for path in folder.iterdir() if path.is_dir())
@@ -71,11 +121,11 @@ def trial(folder: Path, asynchronous: bool, commits: int, delay: float) -> dict:
 
 
 def main() -> None:
-    folder, trials, asynchronous, seed = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "asynchronous", sys.argv[4]
+    folder, trials, mode, seed = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
     draw = random.Random(int(seed))
     for _ in range(trials):
-        print(json.dumps(trial(folder, asynchronous, draw.choice((0, 1, 1)), draw.uniform(0.0, 0.3))), flush=True)
-    print(json.dumps(trial(folder, asynchronous, 0, 0.0)), flush=True)
+        print(json.dumps(trial(folder, mode, draw.choice((0, 1, 1)), draw.uniform(0.0, 0.3), draw)), flush=True)
+    print(json.dumps(trial(folder, mode, 0, 0.0, draw)), flush=True)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ def run_trials(folder, trials, mode, seed):
     starts = [result["started_from"] for result in results]
     assert starts == sorted(starts) and starts[-1] > trials // 4  # what was committed is never lost
     assert sum(bool(result["in_the_middle"]) for result in results) >= trials // 3  # the kills did hit saves
+    return results
 
 
 def test_five_kills(tmp_path):
@@ -29,6 +30,13 @@ def test_five_kills(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["asynchronous", "synchronous"])
+def test_thirty_kills_while_an_old_step_is_deleted(tmp_path):
+    results = run_trials(tmp_path / "checkpoints", 30, "retention", 3)
+    half_deleted = [names for result in results if (names := result["in_the_middle"]) and names[0].endswith("deleting")]
+    assert len(half_deleted) >= 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["asynchronous", "synchronous", "failing"])
 def test_a_hundred_kills(tmp_path, mode):
     run_trials(tmp_path / "checkpoints", 100, mode, 1)

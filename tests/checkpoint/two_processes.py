@@ -99,6 +99,18 @@ def main() -> None:
         raise AssertionError("two folders passed for one")
     except UserError as error:
         assert "not one folder for all processes" in str(error)
+    # One process can't write: both refuse to start.
+    if index == 1:
+
+        def probe(path, process):
+            raise UserError("Read-only file system")
+
+        folder.probe = probe
+    try:
+        CheckpointConfig().build(path)
+        raise AssertionError("a folder that process 1 can't write passed")
+    except UserError as error:
+        assert str(error) == "process 1: Read-only file system", error
     print("process", index, "done", flush=True)
     jax.distributed.shutdown()
 
