@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from gangs import LONG, TINY, TRAIN, Started, launcher, started, steps
+from gangs import LONG, PATIENCE, TINY, TRAIN, Started, launcher, started, steps
 from small_jobs import run_config
 
 from megajax.checkpoint.config import CheckpointConfig
@@ -72,7 +72,7 @@ def test_a_killed_process_and_a_crash(tmp_path: Path, start: Callable[..., Start
     run = tmp_path / "run"
     faults = "--resilience.inject=kill:step=5:process=1,crash:step=8:process=1:attempt=2"
     command = (*TRAIN, *TINY, f"--run_dir={run}", "--steps=12", "--checkpoint.every=2", faults)
-    assert start(*launcher("--max-restarts=3"), *command).wait() == 0
+    assert start(*launcher("--max-restarts=3"), *command).wait(3 * PATIENCE) == 0
     killed, crashed, done = attempts(read_history(run))
     assert killed.ending.startswith("process 1 killed by SIGKILL at step ") and killed.exit_code == 1
     assert (
