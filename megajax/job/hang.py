@@ -15,6 +15,7 @@ from megajax.job.peer_status import PeerStatus, Status, Verdict
 from megajax.mesh.world import process_index
 from megajax.metrics.event_log import append_event
 from megajax.resilience.activity import Activity
+from megajax.resilience.backstop import Backstop
 from megajax.resilience.beats import Beat, beats_folder, exit_code, first_line
 from megajax.resilience.stacks import stacks, write_stacks
 from megajax.resilience.watchdog import Hang, Watchdog
@@ -28,6 +29,12 @@ STUCK_SECONDS = 2.0
 
 END_SECONDS = 30.0
 """How long a process that hangs may take to say so, where its disks hang too."""
+
+OTHERS_SECONDS = 6.0
+"""How long process 0 waits for the others, which may be about to say that they hang."""
+
+BACKSTOP_SECONDS = 60.0
+"""How much longer than the limits the backstop waits: longer than the end of a process that hangs takes."""
 
 HANG_EXIT = 124
 
@@ -51,20 +58,25 @@ class Pulse:
         self.watchdog = None if watchdog is None else Watchdog(watchdog, activity)
         self.peers = PeerStatus(self._status, self.dump)
         self._folder, self._host = beats_folder(), socket.gethostname()
+        self._backstop = Backstop()
         self._over, self._writing = threading.Event(), threading.Lock()
 
     def __enter__(self) -> Self:
+        if self.watchdog is not None:
+            self._backstop.__enter__()
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
         self.peers.start()
         return self
 
     def __exit__(self, *error: object) -> None:
         self.stop()
+        self._backstop.__exit__()
 
     def stop(self) -> None:
         """Watch no more, and write no more beats. Does not wait for a file system that does not answer."""
         self._over.set()
         self.peers.stop()
+        self._backstop.hold(0.0)
         if self._writing.acquire(timeout=STUCK_SECONDS):
             self._writing.release()
 
@@ -107,8 +119,13 @@ class Pulse:
             self._beat()
             for tick in self.ticks:
                 tick()
-            if self.watchdog is not None and (hang := self.watchdog.check(TICK_SECONDS)) is not None:
-                self._hangs(self.watchdog, hang)
+            if self.watchdog is not None:
+                self._look(self.watchdog)
+
+    def _look(self, watchdog: Watchdog) -> None:
+        self._backstop.hold(max(watchdog.longest(), 0.0) + BACKSTOP_SECONDS)
+        if (hang := watchdog.check(TICK_SECONDS)) is not None:
+            self._hangs(watchdog, hang)
 
     def _hangs(self, watchdog: Watchdog, hang: Hang) -> None:
         """End the process, unless another one that it waits for has not reached its own limit."""
@@ -151,6 +168,7 @@ class Pulse:
                     cause_process=verdict.process,
                     exit_code=HANG_EXIT,
                 )
+        self.peers.await_failures(OTHERS_SECONDS)
         os._exit(HANG_EXIT)
 
     def _status(self, beat: int) -> Status:

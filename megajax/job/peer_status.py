@@ -163,6 +163,15 @@ class PeerStatus:
             self._answered(ask, TELL_SECONDS)
             time.sleep(SILENT_PERIODS * self.period)
 
+    def await_failures(self, seconds: float) -> None:
+        """In process 0: wait until all others have said why they end. They end at once when it does."""
+        deadline = time.monotonic() + seconds
+        while self.index == 0 and not self.alone and time.monotonic() < deadline:
+            states = self._answered(self._read, TELL_SECONDS) or {}
+            if all(index in states and states[index].failure for index in range(1, self.count)):
+                return
+            time.sleep(0.2)
+
     def share_stop(self, name: str) -> None:
         """Have the others stop as well, as after signal `name`."""
         if not self.alone:

@@ -59,6 +59,12 @@ class Watchdog:
         self._asleep = [each for each in self._asleep if each[0] + each[1] > oldest]
         return next((hang for each in doing if (hang := self._hang(each, now))), None)
 
+    def longest(self) -> float:
+        """Seconds until the last of the present limits; without a phase, a minimum."""
+        now = self._clock()
+        left = [self.limit(each)[1] - (now - each.moved) for each in self._activity.now()]
+        return max(left, default=self._cfg.other)
+
     def limit(self, doing: Doing) -> tuple[str, float]:
         """The setting that limits a phase, and the limit in seconds."""
         (name, floor), typical = self._cfg.floor(doing.phase), self._activity.typical(doing.phase)

@@ -1,6 +1,6 @@
-"""Processes of a gang that hang, freeze or fail: what each says, and with which code it ends."""
+"""Processes of a gang that hang, freeze or fail: what each says, and with which code it ends. F03, F04, F05."""
 
-import os
+import json
 import signal
 from pathlib import Path
 
@@ -9,28 +9,141 @@ import pytest
 
 from megajax.resilience.beats import BEATS, Beat
 
+SHORT = ("--resilience.watchdog.step=8", "--resilience.watchdog.data_wait=8", "--logging.every=1")
+
 
 def beat(folder: Path, process: int) -> Beat:
     """Its last beat; one without a step if it has written none."""
     return Beat.read(folder, process) or Beat(process=process, pid=0, host="", time=0.0)
 
 
+def events(run_dir: Path, name: str) -> list[dict]:
+    lines = map(json.loads, (run_dir / "events.jsonl").read_text().splitlines())
+    return [line for line in lines if line["event"] == name]
+
+
+def by_hand(start, run_dir: Path, *settings: str, beats: Path | None = None) -> list[gangs.Started]:
+    """Two processes without a launcher. beats: folder for their beats."""
+    port = gangs.free_port()
+    common = (*gangs.TRAIN, *gangs.TINY, *gangs.LONG, *SHORT, f"--run_dir={run_dir}", *settings)
+    meeting = (f"--coordinator=127.0.0.1:{port}", "--num-processes=2")
+    environment = {} if beats is None else {BEATS: str(beats)}
+    return [start(*common, *meeting, f"--process-id={n}", name=f"process_{n}", **environment) for n in (0, 1)]
+
+
+def trains(run_dir: Path) -> bool:
+    metrics = run_dir / "metrics.jsonl"
+    return metrics.exists() and len(metrics.read_text().splitlines()) > 4
+
+
 @pytest.mark.slow
 def test_stacks_of_every_process(tmp_path):
+    """On SIGUSR2; training goes on, and beats follow."""
     beats, run_dir = tmp_path / "beats", tmp_path / "run"
     beats.mkdir()
     with gangs.started(tmp_path) as start:
-        settings = (*gangs.TINY, *gangs.LONG, f"--run_dir={run_dir}")
-        gang = start(*gangs.launcher(), *gangs.TRAIN, *settings, **{BEATS: str(beats)})
-        gang.until(lambda: all(beat(beats, process).step > 2 for process in (0, 1)))
-        assert {beat(beats, process).pid for process in (0, 1)} == set(gang.children())
-        for pid in gang.children():
-            os.kill(pid, signal.SIGUSR2)
-        paths = [run_dir / "hangs" / f"process_{process}.txt" for process in (0, 1)]
-        gang.until(lambda: all(path.exists() and "run_steps" in path.read_text() for path in paths))
+        processes = by_hand(start, run_dir, beats=beats)
+        processes[0].until(lambda: all(beat(beats, index).step > 2 for index in (0, 1)))
+        assert [beat(beats, index).pid for index in (0, 1)] == [each.process.pid for each in processes]
+        for each in processes:
+            each.process.send_signal(signal.SIGUSR2)
+        paths = [run_dir / "hangs" / f"process_{index}.txt" for index in (0, 1)]
+        processes[0].until(lambda: all(path.exists() and "run_steps" in path.read_text() for path in paths))
         step = beat(beats, 0).step
-        gang.until(lambda: beat(beats, 0).step > step)
-        gang.process.send_signal(signal.SIGTERM)
-        assert gang.wait() == 0, gang.text
-    assert "[0]   File " in gang.text and "[1]   File " in gang.text
+        processes[0].until(lambda: beat(beats, 0).step > step)
+        for each in processes:
+            each.process.send_signal(signal.SIGTERM)
+        assert [each.wait() for each in processes] == [0, 0], processes[0].text
+    assert all('  File "' in each.text and "run_steps" in each.text for each in processes)
     assert beat(beats, 1).failure is None
+
+
+@pytest.mark.slow
+def test_a_process_that_is_stuck_ends_with_124_and_all_leave_stacks(tmp_path):
+    """F05."""
+    run_dir = tmp_path / "run"
+    with gangs.started(tmp_path) as start:
+        processes = by_hand(start, run_dir, "--resilience.inject=stuck:step=7:process=1")
+        codes = [process.wait() for process in processes]
+    assert codes[1] == 124 and codes[0] in (1, 124), processes[0].text
+    assert "process 1 hangs, waiting for the rows of step 7 for " in processes[1].text
+    stuck, waiting = ((run_dir / "hangs" / f"process_{index}.txt").read_text() for index in (1, 0))
+    assert "drill.happen()" in stuck and "device_get" in waiting
+    (hang,) = (event for event in events(run_dir, "hang") if event["process"] == 1)
+    assert (hang["phase"], hang["step"], hang["limit"], hang["exit_code"]) == ("data_wait", 7, 8.0, 124)
+    # The other one says whom it waited for, whichever of the two was first.
+    assert "process 1 failed: process 1 hangs" in processes[0].text or "process 1 has not entered" in processes[0].text
+
+
+@pytest.mark.slow
+def test_a_frozen_process_is_the_one_that_is_named(tmp_path):
+    """F04: SIGSTOP of process 1 makes process 0 wait, which is not its fault."""
+    run_dir = tmp_path / "run"
+    with gangs.started(tmp_path) as start:
+        processes = by_hand(start, run_dir, "--resilience.inject=frozen:step=7:process=1")
+        assert processes[0].wait() == 124, processes[0].text
+        assert gangs.alive(processes[1].process.pid)
+    assert "process 1 does not run any more" in processes[0].text
+    (hang,) = events(run_dir, "hang")
+    assert (hang["process"], hang["cause_process"], hang["phase"]) == (0, 1, "step")
+    assert Path(hang["stacks"]).exists()
+
+
+@pytest.mark.slow
+def test_a_killed_process_is_named_by_the_one_that_lost_it(tmp_path):
+    """One line, no traceback of the runtime."""
+    run_dir = tmp_path / "run"
+    with gangs.started(tmp_path) as start:
+        processes = by_hand(start, run_dir, "--resilience.inject=kill:step=7:process=1")
+        assert processes[0].wait() == 1, processes[0].text
+        assert processes[1].wait() == -signal.SIGKILL
+    assert "lost the connection to process 1: process 1 does not run any more" in processes[0].text
+    assert "Traceback" not in processes[0].text
+    (lost,) = events(run_dir, "lost")
+    assert lost["process"] == 1
+
+
+@pytest.mark.slow
+def test_a_crash_is_told_to_the_others(tmp_path):
+    """F03: the traceback is that of process 1, and process 0 says that it is the cause."""
+    run_dir, beats = tmp_path / "run", tmp_path / "beats"
+    beats.mkdir()
+    with gangs.started(tmp_path) as start:
+        processes = by_hand(start, run_dir, "--resilience.inject=crash:step=7:process=1", beats=beats)
+        assert [each.wait() for each in processes] == [1, 1], processes[0].text
+    assert "Traceback" in processes[1].text and "Traceback" not in processes[0].text
+    assert "lost the connection to process 1: process 1 failed: DrillFault" in processes[0].text
+    first, other = beat(beats, 1), beat(beats, 0)
+    assert first.failure and first.failure.startswith("DrillFault") and first.code == 1
+    assert other.failure and other.code == 1 and not events(run_dir, "lost")
+
+
+@pytest.mark.slow
+def test_without_the_watchdog_nothing_ends(tmp_path):
+    run_dir = tmp_path / "run"
+    with gangs.started(tmp_path) as start:
+        off = ("--resilience.watchdog=none", "--resilience.inject=stuck:step=7")
+        settings = (f"--config={gangs.CONFIG}", "--devices=cpu:1", *gangs.LONG, *off)
+        process = start(*gangs.TRAIN, *settings, f"--run_dir={run_dir}")
+        process.until(lambda: trains(run_dir))
+        with pytest.raises(AssertionError, match="still there"):
+            process.wait(15)
+        assert not (run_dir / "hangs").exists()
+
+
+@pytest.mark.slow
+def test_a_stopped_and_continued_process_goes_on(tmp_path):
+    """Ctrl-Z for longer than the limit of a step."""
+    run_dir = tmp_path / "run"
+    with gangs.started(tmp_path) as start:
+        settings = (f"--config={gangs.CONFIG}", "--devices=cpu:1", *gangs.LONG, f"--run_dir={run_dir}")
+        process = start(*gangs.TRAIN, *settings, "--resilience.watchdog.step=3", "--resilience.watchdog.data_wait=3")
+        process.until(lambda: trains(run_dir))
+        process.process.send_signal(signal.SIGSTOP)
+        with pytest.raises(AssertionError, match="still there"):
+            process.wait(12)
+        process.process.send_signal(signal.SIGCONT)
+        lines = len((run_dir / "metrics.jsonl").read_text().splitlines())
+        process.until(lambda: len((run_dir / "metrics.jsonl").read_text().splitlines()) > lines + 50)
+        process.process.send_signal(signal.SIGTERM)
+        assert process.wait() == 0, process.text
