@@ -117,6 +117,11 @@ class Ending:
         kept.append(("files", "\n".join(map(str, files))))
         return [section for section in (("work", work), ("loss", losses), ("kept", kept)) if section[1]]
 
+    def failed(self) -> None:
+        """The page and the goodput of a run that has failed."""
+        if (good := self.report()) is not None:
+            self.console.say(f"goodput: {good.sentence()}")
+
     def report(self) -> Goodput | None:
         """The page about the run, and its goodput; a run that has trained does not fail for want of them."""
         if self.reporter is None or jax.process_index():

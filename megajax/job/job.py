@@ -236,9 +236,10 @@ class Job:
         except Corruption as fault:
             self.console.steps_over()
             self.console.say(str(fault))
+            self.events.event("numeric_fault", message=first_line(fault), exit_code=NUMERIC_FAULT)
             self.pulse.last_beat(first_line(fault), NUMERIC_FAULT)
             self.save.abandon()
-            self.ending.report()
+            self.ending.failed()
             return NUMERIC_FAULT
         except NumericFault as fault:
             self.console.steps_over()
@@ -249,12 +250,11 @@ class Job:
                 f"{advice(fault)}"
             )
             self.save.abandon()
-            if (good := self.ending.report()) is not None:
-                self.console.say(f"goodput: {good.sentence()}")
+            self.ending.failed()
             return fault.code
         except SavesFailed:
             self.console.steps_over()
-            self.ending.report()
+            self.ending.failed()
             raise
         return self.stop.code() if self.run.step < cfg.steps else 0
 

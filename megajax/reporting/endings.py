@@ -70,6 +70,8 @@ def ending_of(
         signals = [event for event in events if event.name == "signal" and event.at >= since]
         others = tuple(event for event in (*failures, *signals) if event is not first)
         return Ending(text, after, _code(events, first, restart), first, others)
+    if unsaved := [event for event in events if event.name == "save_failed" and event.whole("exit_code")]:
+        return Ending(_unsaved(unsaved[-1]), after, unsaved[-1].whole("exit_code"), unsaved[-1])
     if (orderly := _orderly(events, last, total)) is not None:
         return orderly
     ending = next((event for event in events if event.name == "signal" and event.whole("exit_code") is not None), None)
@@ -167,7 +169,11 @@ def _saves(events: Sequence[Event], failure: Event) -> str:
     why, error = saves[-1].text("why"), failure.text("error")
     if not (why and why in error) and not re.search(r"checkpoint|saves?\b", f"{error} {failure.text('phase')}"):
         return ""
-    count = max(saves[-1].whole("failures") or 1, 1)
+    return _unsaved(saves[-1])
+
+
+def _unsaved(event: Event) -> str:
+    count, why = event.whole("failures") or 1, event.text("why")
     return f"{count} saves failed in a row: {why}" if count > 1 else f"a save failed: {why}"
 
 

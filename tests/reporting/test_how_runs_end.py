@@ -104,14 +104,10 @@ def test_a_frozen_process_that_only_the_launcher_can_name(fake_run: Callable) ->
 def test_saves_that_failed(fake_run: Callable) -> None:
     run = fake_run()
     run.attempt(0, 30, save=10)
-    for failures, step in enumerate((40, 50, 60), 1):
-        run.event(
-            "save_failed",
-            step=step,
-            why=FULL,
-            failures=failures,
-            next="the run ends" * (failures == 3),
-        )
+    for failures, step in enumerate((40, 50), 1):
+        run.event("save_failed", step=step, why=FULL, failures=failures, next="training goes on until the next save")
+    run.event("save_failed", step=60, why=FULL, failures=3, next="the run ends with exit code 1", exit_code=1)
+    assert endings(run) == [f"3 saves failed in a row: {FULL}"], "the page that the run itself leaves"
     run.event(
         "crash",
         process=0,
@@ -258,3 +254,13 @@ def test_goodput_is_said_in_a_sentence(fake_run: Callable) -> None:
         "effective": 0.88106, "elapsed_seconds": 113.5, "effective_seconds": 100.0, "attempts": 1,
         "lost_seconds": {"setup": 3.5, "compiling": 10.0},
     }  # fmt: skip
+
+
+def test_copies_of_the_state_that_differ(fake_run: Callable) -> None:
+    run = fake_run()
+    run.processes = 2
+    run.attempt(0, 20)
+    run.event("replica_mismatch", step=20, processes=[1], weight="stack.mlp.up")
+    run.event("numeric_fault", message="after step 20, device 3 (process 1) holds other bytes", exit_code=17)
+    (attempt,) = attempts(read_history(run.folder.path))
+    assert attempt.ending == "after step 20, device 3 (process 1) holds other bytes" and attempt.exit_code == 17
