@@ -21,7 +21,7 @@ SILENT_SECONDS = 5.0
 """A living process whose beat is this old, while others' are not, does not run: beats come once a second."""
 
 _PEER_LOST = re.compile(
-    r"gloo|connection (closed|reset|refused)|socket closed|coordination|UNAVAILABLE|heartbeat|NCCL|"
+    r"lost the connection|gloo|connection (closed|reset|refused)|socket closed|coordination|UNAVAILABLE|heartbeat|NCCL|"
     r"broken pipe|preempted|another task|terminating process because",
     re.IGNORECASE,
 )

@@ -1,0 +1,109 @@
+"""Training that the launcher starts again: what it computes is what an undisturbed run computes, bit for bit."""
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+from gangs import LONG, TINY, TRAIN, Started, alive, launcher, saved, steps
+
+
+def numbers(run_dir: Path) -> list[tuple[int, str, float]]:
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [(line["step"], line["loss_hex"], line["grad_norm"]) for line in lines if "split" not in line]
+
+
+def events(run_dir: Path, *names: str) -> list[dict]:
+    lines = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["event"] in names]
+
+
+def trained(start, tmp_path: Path, name: str, *options: str, faults: str = "") -> Started:
+    """Twelve steps, a checkpoint every third."""
+    inject = [f"--resilience.inject={faults}"] * bool(faults)
+    settings = (*TINY, "--steps=12", "--evaluation.batches=0", f"--run_dir={tmp_path / name}", *inject)
+    gang = start(*launcher("--backoff=0.1", *options), *TRAIN, *settings, name=name)
+    assert gang.wait(400) == 0, gang.text
+    return gang
+
+
+@pytest.mark.slow
+def test_losses_after_kills_are_those_of_an_undisturbed_run(start, tmp_path):
+    """F01 and F02: first process 1, then process 0, which hosts the coordinator."""
+    faults = "kill:step=5:process=1,kill:step=8:process=0:attempt=2"
+    gang = trained(start, tmp_path, "killed", "--max-restarts=5", faults=faults)
+    trained(start, tmp_path, "plain")
+    assert numbers(tmp_path / "killed") == numbers(tmp_path / "plain")
+    assert [line[0] for line in numbers(tmp_path / "plain")] == list(range(1, 13))
+    restarts = events(tmp_path / "killed", "restart")
+    assert [(event["process"], event["after_code"], event["attempt"]) for event in restarts] == [(1, 1, 2), (0, 1, 3)]
+    for process, event in zip((1, 0), restarts, strict=True):
+        assert event["cause"].startswith(f"process {process} killed by SIGKILL after ")
+        assert event["seconds_down"] < 30  # ten on a quiet machine
+    assert "the others were stopped; restart 1 of 5 in 0.1 s, from " in gang.text
+
+
+@pytest.mark.slow
+def test_a_frozen_process_is_blamed_by_the_launcher(start, tmp_path):
+    """F04: SIGSTOP of process 1. Process 0, which waits in its step, is not blamed."""
+    faults = "frozen:step=5:process=1"
+    gang = trained(start, tmp_path, "frozen", "--max-restarts=1", "--beat-timeout=20", faults=faults)
+    (restart,) = events(tmp_path / "frozen", "restart")
+    assert (restart["process"], restart["after_code"]) == (1, 124)
+    assert restart["cause"].startswith("process 1 is stopped (state T), its last beat is ")
+    assert str(tmp_path / "frozen/hangs/process_0.txt") in gang.text
+    assert "run_steps" in (tmp_path / "frozen/hangs/process_0.txt").read_text()
+
+
+@pytest.mark.slow
+def test_an_exception_again_and_again_ends_with_93(start, tmp_path):
+    """F09, with the exception at step 7: the newest checkpoint is of step 6."""
+    run_dir = tmp_path / "run"
+    settings = (*TINY, "--steps=12", "--evaluation.batches=0", f"--run_dir={run_dir}")
+    inject = "--resilience.inject=crash:step=7:process=1:always"
+    gang = start(*launcher("--backoff=0.1", "--max-restarts=9"), *TRAIN, *settings, inject)
+    assert gang.wait(400) == 93, gang.text
+    assert "no progress past step 6 in 3 attempts" in gang.text.splitlines()[-1]
+    assert [event["process"] for event in events(run_dir, "restart")] == [1, 1, 1]
+    assert events(run_dir, "supervisor_stop")[-1]["code"] == 93
+    assert max(saved(run_dir)) == 6
+
+
+@pytest.mark.slow
+def test_a_fault_that_does_not_repeat_itself_is_worth_a_restart(start, tmp_path):
+    """Exit code 16: the numbers are not finite in both runs of the step, but not the same."""
+    run_dir = tmp_path / "run"
+    inject = "--resilience.inject=nan:step=5:attempt=1,nan_gradients:step=5:always"
+    settings = (*TINY, "--evaluation.batches=0", f"--run_dir={run_dir}", inject)
+    gang = start(*launcher("--max-restarts=1", "--backoff=0.1"), *TRAIN, *settings)
+    assert gang.wait(300) == 17, gang.text  # the second attempt fails in the same way in both runs
+    assert [event["after_code"] for event in events(run_dir, "restart")] == [16]
+    assert [event["exit_code"] for event in events(run_dir, "numeric_fault")] == [16, 17]
+    assert gang.text.splitlines()[-1].endswith("exit code 17 is never retried")
+
+
+@pytest.mark.slow
+def test_after_the_launcher_was_killed_the_same_command_goes_on(start, tmp_path):
+    """F10: nothing that it left is in the way."""
+    command = (*launcher(), *TRAIN, *TINY, *LONG, f"--run_dir={tmp_path / 'run'}", "--checkpoint.every=3")
+    first = start(*command, name="first")
+    first.until(lambda: saved(tmp_path / "run"))
+    pids = first.children()
+    first.process.kill()
+    first.process.wait()
+    second = start(*command, "--resilience.exit_after_steps=3", name="second")
+    assert second.wait() == 0, second.text
+    assert not any(map(alive, pids))
+    assert f"step {max(saved(tmp_path / 'run'))} saved" in second.text and len(steps(tmp_path / "run")) >= 6
+
+
+@pytest.mark.slow
+def test_ctrl_c_twice_ends_training_at_once(start, tmp_path):
+    gang = start(*launcher("--max-restarts=3"), *TRAIN, *TINY, *LONG, f"--run_dir={tmp_path / 'run'}")
+    gang.until(lambda: len(steps(tmp_path / "run")) > 3)
+    for _ in range(2):
+        gang.process.send_signal(signal.SIGINT)
+        gang.until(lambda: "SIGINT received" in gang.text)
+    code = gang.wait(30)
+    assert code in (0, 130), gang.text  # 0: the step had ended before the second
+    assert "restart 1 of" not in gang.text
