@@ -69,6 +69,8 @@ class Pulse:
         return self
 
     def __exit__(self, *error: object) -> None:
+        # In no phase any more: the launcher expects no further beat while this process waits for the others to end.
+        self._beat()
         self.stop()
         self._backstop.__exit__()
 

@@ -35,6 +35,9 @@ STACKS_SECONDS = 2.0
 TICK_SECONDS = 1.0
 """How often heartbeats are read."""
 
+READS_PER_SECOND = 100
+"""Of heartbeats, where a scheduler runs thousands of processes: they are on a shared file system."""
+
 FIRST_TICKS, FIRST_SECONDS = 0.1, 60.0
 """How often before the run folder is known, so that it is seen as it was when the attempt began; and for how long."""
 
@@ -87,7 +90,7 @@ class Attempt:
         began = looked = time.monotonic()
         while self._alive:
             first = self._watch.run_dir is None and looked < began + FIRST_SECONDS
-            look = looked + (FIRST_TICKS if first else TICK_SECONDS)
+            look = looked + (FIRST_TICKS if first else max(TICK_SECONDS, len(self._watch.seen) / READS_PER_SECOND))
             event = self._next(look)
             if isinstance(event, signal.Signals):
                 self._pass_on(event)

@@ -20,6 +20,9 @@ DATA_WAIT = "data_wait"
 SILENT_SECONDS = 5.0
 """A living process whose beat is this old, while others' are not, does not run: beats come once a second."""
 
+BEATS_APART = 2.0
+"""Processes whose last beats are less far apart, in seconds, may have ended in any order."""
+
 _PEER_LOST = re.compile(
     r"lost the connection|gloo|connection (closed|reset|refused)|socket closed|coordination|UNAVAILABLE|heartbeat|NCCL|"
     r"broken pipe|preempted|another task|terminating process because",
@@ -89,15 +92,19 @@ def scheduler_cause(seen: Sequence[Seen], code: int | None, hang: str | None = N
         return first_cause(seen, hang)
     if not failed and code is not None and CRASH < code < 128:
         return Cause(None, code, f"the command exited with code {code}")
-    silent = [each for each in seen if not each.code and each.beat is not None]
-    if silent:
-        first = min(silent, key=lambda each: each.order)
+    silent = sorted((each for each in seen if not each.code and each.beat is not None), key=lambda each: each.order)
+    if silent and (failed or len(silent) == 1 or silent[1].order - silent[0].order > BEATS_APART):
+        first = silent[0]
         where = f" on {first.beat.host}" if first.beat else ""
         text = f"was lost{where}: it said nothing, and its beats ended first;"
         return Cause(first.process, CRASH, text, step=_step(first), silenced=True)
     if failed:
         return first_cause(seen)
-    ended = f"exited with code {code}" if code is None or code >= 0 else f"was killed by {signal_name(-code)}"
+    ended = (
+        f"exited with code {code}, and no process said why"
+        if code is None or code >= 0
+        else f"was killed by {signal_name(-code)}"
+    )
     return Cause(None, CRASH, f"the command {ended}")
 
 

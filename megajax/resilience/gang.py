@@ -162,8 +162,8 @@ class Member:
         self._prefix = b"" if gang.scheduler else b"[%d] " % index
         self.log = None if gang.log_dir is None else gang.log_dir / f"process_{index}.log"
         with contextlib.ExitStack() as stack:
-            log = None if self.log is None else stack.enter_context(self.log.open("ab"))
             try:
+                log = None if self.log is None else stack.enter_context(self.log.open("ab"))
                 self.process = subprocess.Popen(
                     gang.command,
                     stdin=subprocess.DEVNULL,

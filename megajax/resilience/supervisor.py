@@ -101,10 +101,11 @@ class Supervisor:
             return Attempt(members, self._events, watch, scheduler=self._gang.scheduler).supervise()
 
     def _fresh_folder(self) -> Path:
-        """An empty folder for the beats of this attempt."""
+        """An empty folder for the beats of this attempt. On a full disk there are none, and training goes on."""
         folder = self._beats / f"attempt_{self._number}"
         shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
         return folder
 
     def _wait(self, seconds: float) -> signal.Signals | None:

@@ -30,6 +30,7 @@ for number in (signal.SIGTERM, signal.SIGUSR2):
 while any(task.poll() is None for task in tasks):
     if not killed and any(task.poll() for task in tasks):
         killed = True
+        time.sleep(0.3)  # as long as the others need to notice
         forward(signal.SIGKILL, None)
     time.sleep(0.02)
 sys.exit(max(task.returncode if task.returncode >= 0 else 128 - task.returncode for task in tasks))

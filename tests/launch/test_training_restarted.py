@@ -83,6 +83,22 @@ def test_a_fault_that_does_not_repeat_itself_is_worth_a_restart(start, tmp_path)
 
 
 @pytest.mark.slow
+def test_two_of_three_processes_finish_what_the_third_never_does(start, tmp_path):
+    """The layout is fitted to the two that are left: data 3 -> 2, with the same rows per step."""
+    run_dir = tmp_path / "run"
+    layout = ("--parallel.data=3", "--batch.global_size=12", "--batch.micro_size=2", "--devices=cpu:1")
+    inject = "--resilience.inject=crash:step=4:process=2:always"
+    settings = (TINY[0], *layout, "--evaluation.batches=0", f"--run_dir={run_dir}", inject)
+    options = ("--min-processes=2", "--max-restarts=5", "--backoff=0.1")
+    gang = start(*launcher(*options, processes=3), *TRAIN, *settings)
+    assert gang.wait(500) == 0, gang.text
+    assert [event["processes"] for event in events(run_dir, "restart")] == [3, 2]
+    assert [event["devices"] for event in events(run_dir, "start")] == [3, 3, 2]
+    assert list(steps(run_dir)) == [1, 2, 3, 4, 5, 6]
+    assert "the one in place 2 keeps failing, from step 3" in gang.text
+
+
+@pytest.mark.slow
 def test_after_the_launcher_was_killed_the_same_command_goes_on(start, tmp_path):
     """F10: nothing that it left is in the way."""
     command = (*launcher(), *TRAIN, *TINY, *LONG, f"--run_dir={tmp_path / 'run'}", "--checkpoint.every=3")

@@ -108,6 +108,12 @@ def test_the_cause_behind_the_highest_code_that_srun_returns(case):
     assert (cause.process, cause.code) == (process, expected)
 
 
+def test_nobody_is_blamed_where_all_were_killed_at_once():
+    both = [Seen(process=index, beat=beat(index), order=10.0 + index) for index in (0, 1)]
+    cause = scheduler_cause(both, 137)
+    assert cause.process is None and cause.text == "the command exited with code 137, and no process said why"
+
+
 def test_the_process_whose_beats_ended_first_is_the_lost_one():
     early = Seen(process=3, beat=beat(3), order=10.0)
     late = Seen(process=2, beat=beat(2), order=12.0)
