@@ -35,6 +35,12 @@ class RunHistory(NamedTuple):
         """With another attempt, which begins from step `first`."""
         return self._replace(attempts=(*self.attempts, (attempt, first)))
 
+    @classmethod
+    def note_without_local(cls, shared: Path, first: int) -> None:
+        """An attempt without local checkpoints begins from step `first`: those of earlier attempts end there too."""
+        if (shared / FILE).exists():
+            cls.read(shared).begin(secrets.token_hex(8), first).write(shared)
+
     def includes(self, attempt: str, step: int) -> bool:
         """Whether what an attempt saved at `step` is part of the run: no later attempt began from before it."""
         names = [name for name, _ in self.attempts]

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from megajax.checkpoint.local import LocalCheckpoints, LocalReport
+from megajax.checkpoint.local_history import RunHistory
 from megajax.checkpoint.local_reader import LocalReader
 from megajax.checkpoint.manager import CheckpointManager
 from megajax.checkpoint.reader import CheckpointReader, say
@@ -20,7 +21,7 @@ from megajax.training.run_config import RunConfig
 from megajax.training.session import Run
 from megajax.training.timing import SAVE
 
-LOST_SECONDS = 10.0
+LOST_SECONDS = 5.0
 """How long to wait for a state that another process may never finish."""
 
 type Start = tuple[CheckpointReader | LocalReader, int]
@@ -110,6 +111,8 @@ class LocalSaves:
         """Training begins from step `first`. Raises UserError if the folder has no room for local checkpoints."""
         if self.local is not None:
             self.local.begin(first, run.state)
+        elif jax.process_index() == 0:
+            RunHistory.note_without_local(self.manager.folder, first)
 
     def due(self, step: int) -> bool:
         return self.local is not None and self.local.due(step) and not self.manager.due(step, self.cfg.steps)

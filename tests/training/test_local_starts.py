@@ -3,7 +3,7 @@
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -136,6 +136,19 @@ def test_a_step_asked_for_by_number_is_the_shared_one(tmp_path):
     cfg = config(tmp_path)
     attempt(tmp_path, cfg, (3,), (4,))
     assert attempt(tmp_path, replace(cfg, checkpoint=replace(cfg.checkpoint, step=3)))[:2] == ("shared", 3)
+
+
+def test_an_attempt_without_local_checkpoints_ends_those_before_it(tmp_path):
+    cfg = config(tmp_path)
+    attempt(tmp_path, cfg, (3,), (6,))
+    without = replace(cfg, checkpoint=replace(cfg.checkpoint, local=None))
+    with cfg.checkpoint.build(tmp_path / "run" / "checkpoints") as manager:
+        with LocalSaves(without, manager, Activity(), print) as saves:
+            start = saves.start()
+            assert start is not None and start[1] == 3
+            saves.begin(cast(Any, None), 3)
+        manager.save(5, small(105), {"mesh": ONE})
+    assert attempt(tmp_path, cfg)[:2] == ("shared", 5)
 
 
 def test_own_local_checkpoints_come_before_another_run(tmp_path):
