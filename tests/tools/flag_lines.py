@@ -355,6 +355,7 @@ CASES = {
     "no-check-for-nan-in-loss-and-grad": "--no-check-for-nan-in-loss-and-grad",
     "rerun-mode": "--rerun-mode disabled",
     "grad-norm-skip-threshold": "--grad-norm-skip-threshold 10",
+    "check-weight-hash-across-dp-replicas-interval": "--check-weight-hash-across-dp-replicas-interval 50",
     "full-validation": "--full-validation",
     "multiple-validation-sets":
         "--without mock-data --train-data-path t --valid-data-path a/x b/x c --multiple-validation-sets",

@@ -1,11 +1,15 @@
 """Checks that all processes of a run make together: in this process, as a run would use the devices."""
 
+import faulthandler
 from collections.abc import Callable, Mapping
 from functools import partial
 
 from megajax.config.builds import resolve
 from megajax.config.errors import UserError
 from megajax.reporting.machine.machine import Check, Finding, Machine, fail
+
+SECONDS = 180.0
+"""Time limit of all tests together."""
 
 ADVICE = {
     "matmul": "take the device out of service: its results can't be trusted",
@@ -33,9 +37,12 @@ def check(name: str, patience: float, machine: Machine) -> Finding | None:
         except UserError as error:
             # The other tests were not made: one line is enough.
             return {next(iter(ADVICE)): fail(str(error), "see what the missing processes print")}
+        # Works even if a collective waits for a process that is gone.
+        faulthandler.dump_traceback_later(SECONDS, exit=True)
         results = resolve("megajax.job.preflight:tests")(machine.run_dir)
         found = {each.name: Finding(each.status, each.state) for each in results}
         resolve("megajax.mesh.processes:finish")()
+        faulthandler.cancel_dump_traceback_later()
         return found
 
     finding = machine.once("together", run).get(name)
