@@ -23,6 +23,9 @@ HUNG_GRACE_SECONDS = 1.0
 SCHEDULER_GRACE_SECONDS = 30.0
 """The same for a command that has processes of other machines to end."""
 
+SCHEDULER_SIGNALS = ((1.0, signal.SIGTERM), (10.0, signal.SIGINT), (10.5, signal.SIGINT))
+"""What such a command gets in the meantime: seconds after the first SIGTERM, signal."""
+
 OTHER_ERRORS_SECONDS = 1.0
 """From an exit with an error code to SIGTERM for the others, which may be about to print their own errors."""
 
@@ -220,8 +223,14 @@ class Attempt:
 
     def _stop(self) -> None:
         """SIGTERM for all that are left, and some time later SIGKILL."""
+        now = time.monotonic()
         self._signal(signal.SIGTERM)
-        self._due.append((time.monotonic() + self._grace(), lambda: self._signal(signal.SIGKILL)))
+        if self._scheduler:
+            # Processes of other machines outlive a command that is killed: it has to end them. Training ends at once
+            # at a second SIGTERM; srun kills its tasks at the second of two SIGINTs.
+            for seconds, number in SCHEDULER_SIGNALS:
+                self._due.append((now + seconds, lambda number=number: self._signal(number)))
+        self._due.append((now + self._grace(), lambda: self._signal(signal.SIGKILL)))
 
     def _grace(self) -> float:
         if self._scheduler:

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-from megajax.config.errors import UserError
+from megajax.config.errors import ConfigError, UserError
 from megajax.mesh.world import process_index
 
 BEATS, ATTEMPT = "MEGAJAX_BEATS", "MEGAJAX_ATTEMPT"
@@ -86,7 +86,10 @@ def last_beat(failure: str, code: int, stacks: str | None = None) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """An error in one line, with its class unless it is a message for the user."""
+    """An error in one line, with its class unless it is a message for the user. Of several problems the first."""
+    if isinstance(error, ConfigError) and error.problems:
+        more = len(error.problems) - 1
+        return str(error.problems[0]).splitlines()[0] + f" (and {more} more)" * bool(more)
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     return text if isinstance(error, UserError) and text else f"{type(error).__name__}: {text}".removesuffix(": ")
 

@@ -25,8 +25,14 @@ def forward(number: int, frame: object) -> None:
             task.send_signal(number)
 
 
+def interrupted(number: int, frame: object) -> None:
+    """The second SIGINT kills all."""
+    signal.signal(signal.SIGINT, lambda *_: forward(signal.SIGKILL, None))
+
+
 for number in (signal.SIGTERM, signal.SIGUSR2):
     signal.signal(number, forward)
+signal.signal(signal.SIGINT, interrupted)
 while any(task.poll() is None for task in tasks):
     if not killed and any(task.poll() for task in tasks):
         killed = True

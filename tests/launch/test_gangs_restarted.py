@@ -269,3 +269,12 @@ def test_a_hang_under_a_scheduler(start, tmp_path):
     assert gang.wait(60) == 124, gang.text
     assert "process 1 holds up the others" in last_line(gang)
     assert str(tmp_path / "hangs/process_1.txt") in gang.text
+
+
+@pytest.mark.slow
+def test_a_scheduler_is_asked_to_end_its_own_processes(start, tmp_path):
+    """Processes on other machines would outlive an srun that is killed. These are frozen: SIGTERM does nothing."""
+    gang = scheduled(start, tmp_path, "--beat-timeout=3", FAULTS="stop:0@7#1,stop:1@7#1")
+    assert gang.wait(60) == 124, gang.text
+    assert " is stopped (state T)" in last_line(gang)
+    assert time.monotonic() - gang.began < 28  # ten seconds later, by two SIGINTs; not by SIGKILL after thirty

@@ -86,7 +86,13 @@ def test_a_fault_that_does_not_repeat_itself_is_worth_a_restart(start, tmp_path)
 def test_two_of_three_processes_finish_what_the_third_never_does(start, tmp_path):
     """The layout is fitted to the two that are left: data 3 -> 2, with the same rows per step."""
     run_dir = tmp_path / "run"
-    layout = ("--parallel.data=3", "--batch.global_size=12", "--batch.micro_size=2", "--devices=cpu:1")
+    layout = (
+        "--parallel.data=3",
+        "--parallel.data_sharding=replicate",
+        "--batch.global_size=12",
+        "--batch.micro_size=2",
+        "--devices=cpu:1",
+    )
     inject = "--resilience.inject=crash:step=4:process=2:always"
     settings = (TINY[0], *layout, "--evaluation.batches=0", f"--run_dir={run_dir}", inject)
     options = ("--min-processes=2", "--max-restarts=5", "--backoff=0.1")

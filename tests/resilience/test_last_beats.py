@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megajax.config.errors import UserError
+from megajax.config.errors import ConfigError, Problem, UserError
 from megajax.job.hang import Pulse
 from megajax.resilience.activity import Activity
 from megajax.resilience.beats import BEATS, Beat, failures_told, last_beat
@@ -34,6 +34,7 @@ def beats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("error", "failure", "code"),
     [
         (Wrong("no data\nmore"), "no data", 2),
+        (ConfigError([Problem("steps", "bad", "hint"), Problem("seed", "bad")], "file"), "steps: bad (and 1 more)", 2),
         (ValueError("odd"), "ValueError: odd", 1),
         (KeyboardInterrupt(), "KeyboardInterrupt", 130),
         (SystemExit(3), "SystemExit: 3", 3),
