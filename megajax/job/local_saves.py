@@ -192,6 +192,8 @@ class LocalSaves:
             parts = local.save_alone(step, run.state, self.meta())
         except OSError as failed:
             return f"step {step} not saved: {local.folder.explained(failed, local.need)}"
+        except Exception as failed:  # the error that ends the run is the one to be raised
+            return f"step {step} not saved: {type(failed).__name__}: {failed}"
         whole, process = len(parts) == local.peers.count, local.members.process
         told = {"step": step, "kind": "emergency", "process": process, "parts": list(parts), "whole": whole}
         append_event(Path(self.cfg.run_dir).expanduser() / "events.jsonl", "save_committed", **told)

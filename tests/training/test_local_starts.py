@@ -1,8 +1,10 @@
 """Which checkpoint a run starts from, local or shared; and whole runs that do."""
 
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -182,11 +184,42 @@ def test_a_failed_local_save_is_an_event_and_no_error(tmp_path, monkeypatch, cap
     assert "64 bytes are needed, 1 are free; 3 in a row: no more local" in capfd.readouterr().err
 
 
-def test_only_a_state_that_is_all_there_has_a_step():
-    class State(NamedTuple):
-        step: jax.Array
-        w: jax.Array
+class State(NamedTuple):
+    step: jax.Array
+    w: jax.Array
 
+
+def test_what_is_saved_when_another_process_is_lost(tmp_path, capfd):
+    """One process in the place of the first of two, whose state has no shards of the other."""
+    cfg, lost, activity = config(tmp_path), jax.errors.JaxRuntimeError("Gloo: Connection closed by peer"), Activity()
+    with (
+        cfg.checkpoint.build(tmp_path / "run" / "checkpoints") as manager,
+        LocalSaves(cfg, manager, activity, lambda name, **fields: None) as saves,
+    ):
+        assert saves.local is not None
+        run: Any = SimpleNamespace(state=State(jnp.asarray(4), jnp.ones((4, 4))))
+        saves.local.begin(0, run.state)
+        activity.step = 4
+        saves.rescue(run, lost)  # a run of one process has lost none
+        assert sets(tmp_path) == []
+        saves.local.peers.count = 2
+        saves.rescue(run, ValueError("of something else"))
+        assert sets(tmp_path) == []
+        saves.rescue(run, lost)
+        assert "process 0 saved step 4 in" in (said := capfd.readouterr().err) and "1 of 2 processes" in said
+        assert [path.name for path in sets(tmp_path)] == ["00000004"]
+        (line,) = map(json.loads, (tmp_path / "run" / "events.jsonl").read_text().splitlines())
+        assert (line["kind"], line["parts"], line["whole"]) == ("emergency", [0], False)
+        activity.step = 3  # the numbers of step 4 have not arrived: it may be the one that failed
+        saves.rescue(run, lost)
+        run.state.w.delete()
+        saves.rescue(run, lost)
+        assert capfd.readouterr().err.count("whose state is not whole: nothing is saved; there is none before") == 2
+        saves.local.peers.count = 1
+    assert attempt(tmp_path, cfg).kind is None  # the shards of process 1 are nowhere
+
+
+def test_only_a_state_that_is_all_there_has_a_step():
     state = State(jnp.asarray(7), jnp.ones((4, 4)))
     assert intact_step(state, 10.0) == 7
     state.w.delete()
