@@ -13,11 +13,15 @@ from megajax.config.errors import UserError
 MOST_VALUES = 100_000
 """Values of a file. A few lines of YAML with aliases of aliases can stand for billions."""
 
+MOST_BYTES = 1 << 23
+"""Size of a file of settings."""
 TOO_DEEP = "lists and mappings are nested too deeply to be settings"
 
 
 def parse(path: Path, label: str) -> Mapping:
     """The settings in a .yaml, .yml or .json file; `label` names it in errors. Raises UserError."""
+    if (size := path.stat().st_size) > MOST_BYTES:
+        raise UserError(f"{label}: has {size:,} bytes, and a file of settings has at most {MOST_BYTES:,}")
     try:
         text = path.read_text(encoding="utf-8")
         settings = read_json(text) if path.suffix == ".json" else _bounded(yaml.load(text, _Strict))

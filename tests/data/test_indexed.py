@@ -1,6 +1,8 @@
 """Token files: what is written is read, and every kind of damage is named."""
 
 import struct
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -99,6 +101,14 @@ FAULTS = {
     "sequences": (18, b"\x03", "file size .* expected 94 bytes for 3 sequences .* found 82 bytes"),
     "entries": (26, b"\x00", "entries of the document table at byte 26: expected at least 1, found 0"),
     "absurd count": (25, b"\xff", "expected .* found 82 bytes"),
+    "2^62 sequences": (18, struct.pack("<Q", 1 << 62), "for 4611686018427387904 sequences .* found 82 bytes"),
+    "2^62 documents": (26, struct.pack("<Q", 1 << 62), "4611686018427387904 entries .* found 82 bytes"),
+    "beyond the file": (
+        50,
+        struct.pack("<q", 1 << 40),
+        "offset of sequence 1 at byte 50: expected 4, found 1099511627776",
+    ),
+    "a length of 2^31 - 1": (34, struct.pack("<i", 2**31 - 1), "offset of sequence 1 at byte 50: expected 4294967294"),
     "length": (38, struct.pack("<i", -1), "length of sequence 1 at byte 38: expected 0 or more, found -1"),
     "offset": (50, struct.pack("<q", 6), "offset of sequence 1 at byte 50: expected 4, found 6"),
     "first document": (58, b"\x01", "first entry of the document table at byte 58: expected 0, found 1"),
@@ -116,6 +126,15 @@ def test_damage_is_named(tmp_path: Path, fault: str) -> None:
     with pytest.raises(UserError, match=message) as error:
         IndexedTokens(tmp_path / "a")
     assert str(tmp_path / "a") in str(error.value)
+
+
+def test_damage_is_named_by_an_optimised_python_too(tmp_path: Path) -> None:
+    """python -O leaves out every assert."""
+    write(tmp_path / "a", [[1, 2], [3]])
+    damage(index_path(tmp_path / "a"), *FAULTS["last document"][:2])
+    code = f"from megajax.data.indexed import IndexedTokens; IndexedTokens({str(tmp_path / 'a')!r})"
+    done = subprocess.run([sys.executable, "-O", "-c", code], capture_output=True, text=True, check=False)
+    assert "last entry of the document table at byte 74: expected 2, found 3" in done.stderr
 
 
 @pytest.mark.parametrize("suffix", ["bin", "idx"])
