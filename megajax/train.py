@@ -11,6 +11,7 @@ from megajax.config.errors import ConfigError
 from megajax.config.twin import advised
 from megajax.mesh.xla import set_process
 from megajax.resilience.beats import failures_told
+from megajax.resilience.output import keep_writing
 from megajax.training.replan import elastic_hint
 from megajax.training.run_config import COMMON
 
@@ -68,4 +69,5 @@ if __name__ == "__main__":
         # As SIGTERM, until the run listens: raised while libraries are imported, KeyboardInterrupt may be lost in them,
         # and the run would go on.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+    keep_writing()
     front_door(main)

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-_STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+_STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 _EXIT_IF_REPEATED = (signal.SIGTERM, signal.SIGINT)
 _DUMP = signal.SIGUSR2
 _WAKE = signal.SIGURG
@@ -34,7 +34,7 @@ class StopRequest:
     """The first signal that asked this process to stop."""
 
     signal: str
-    """Its name: "SIGTERM", "SIGINT" or "SIGUSR1"."""
+    """Its name: "SIGTERM", "SIGINT", "SIGUSR1" or "SIGHUP"."""
     time: float
     """Time of the signal, in seconds since 1970."""
     at: float = field(default_factory=time.monotonic, compare=False)
@@ -53,6 +53,8 @@ class Signals:
     compilation or a collective; `before_exit(message, code)` is called first, to restore the terminal. A signal within
     0.25 s of another is a duplicate. SIGUSR1 never ends the process at once. While `polled` is False, because there is
     nothing to save yet, the first SIGTERM or SIGINT ends the process in the same way.
+
+    SIGHUP, of a terminal that is closed, is like SIGUSR1, unless it is ignored: `nohup` starts programs that go on.
 
     SIGUSR2 stops nothing: the stacks of all threads are written to stderr, also while C code holds the interpreter's
     lock, and `dump` is called, in another thread.
@@ -122,7 +124,9 @@ class Signals:
         # code also writes the number of each signal to a socket at once, and a thread reads it.
         self._inbox, self._outbox = socket.socketpair()
         self._outbox.setblocking(False)
-        self._former = {number: signal.signal(number, self._handle) for number in (*_STOP, _DUMP, _WAKE)}
+        kept = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()
+        handled = (number for number in (*_STOP, _DUMP, _WAKE) if number not in kept)
+        self._former = {number: signal.signal(number, self._handle) for number in handled}
         if (stderr := _stderr()) is not None:
             faulthandler.register(_DUMP, file=stderr, all_threads=True, chain=True)
         self._former_descriptor = signal.set_wakeup_fd(self._outbox.fileno(), warn_on_full_buffer=False)

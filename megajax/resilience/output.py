@@ -1,0 +1,87 @@
+"""Output of a run that outlives its reader: what cannot be written is dropped, and the run goes on.
+
+`python -m megajax.train ... | head`, a terminal that is closed under `nohup`, a full disk behind `> log`, or a program
+started without standard streams: none of them is a reason to stop training, whose results are in files.
+"""
+
+import errno
+import io
+import os
+import sys
+from typing import Any
+
+GONE = (errno.EPIPE, errno.EIO, errno.EBADF)
+"""Nobody will read it any more; other errors, such as a full disk, may pass."""
+NAMES = ("standard input", "standard output", "standard error")
+
+
+class LastingOutput(io.RawIOBase):
+    """Writes to a descriptor. Bytes that cannot be written are dropped; the first time, `other` is told why.
+
+    Args:
+        descriptor: where to; stays open. Once its reader is gone, it is /dev/null, for all that writes there.
+        other: a descriptor for a line about it.
+    """
+
+    def __init__(self, descriptor: int, other: int):
+        super().__init__()
+        self._descriptor, self._other, self._told = descriptor, other, False
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def isatty(self) -> bool:
+        return os.isatty(self._descriptor)
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return os.write(self._descriptor, data)
+        except OSError as error:
+            self._tell(error)
+            if error.errno in GONE:
+                self._drop_the_rest()
+            return len(data)
+
+    def _drop_the_rest(self) -> None:
+        null = os.open(os.devnull, os.O_WRONLY)
+        if null != self._descriptor:
+            os.dup2(null, self._descriptor)
+            os.close(null)
+
+    def _tell(self, error: OSError) -> None:
+        if self._told:
+            return
+        self._told = True
+        name = NAMES[self._descriptor] if self._descriptor < len(NAMES) else f"descriptor {self._descriptor}"
+        line = f"megajax: {name}: {error.strerror}; what cannot be written there is dropped, and the run goes on\n"
+        try:
+            os.write(self._other, line.encode())
+        except OSError:
+            return
+
+
+def keep_writing() -> None:
+    """From now on, `sys.stdout` and `sys.stderr` never raise for a reader that is gone or a disk that is full.
+
+    Streams that were closed when the program started are opened on /dev/null: files would take their descriptors.
+    """
+    for descriptor in range(len(NAMES)):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number
+    for name, descriptor, other in (("stdout", 1, 2), ("stderr", 2, 1)):
+        before = getattr(sys, name)
+        if before is not None:
+            before.flush()
+        stream = io.TextIOWrapper(
+            io.BufferedWriter(LastingOutput(descriptor, other)),
+            encoding=getattr(before, "encoding", "utf-8"),
+            errors=getattr(before, "errors", "backslashreplace"),
+            line_buffering=getattr(before, "line_buffering", True),
+            write_through=getattr(before, "write_through", False),
+        )
+        setattr(sys, name, stream)

@@ -1,0 +1,100 @@
+"""A run goes on when nobody reads what it prints: a reader that is gone, a full disk, streams that were closed."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import gangs
+import pytest
+
+PRINTS = """
+import sys
+from megajax.resilience.output import keep_writing
+keep_writing()
+sys.stdin.readline() if {wait} else None
+for number in range(2000):
+    print("line", number, flush=True)
+    print("error", number, file=sys.stderr, flush=True)
+open("done", "w").write("whole")
+"""
+
+
+def run(tmp_path: Path, shell: str, *, wait: bool = False) -> subprocess.CompletedProcess:
+    script = tmp_path / "prints.py"
+    script.write_text(PRINTS.format(wait=wait))
+    environment = os.environ | {"PYTHONPATH": str(gangs.REPOSITORY)}
+    command = shell.replace("PRINTS", f"{sys.executable} {script}")
+    return subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {command}"], cwd=tmp_path, env=environment, capture_output=True, text=True,
+        stdin=subprocess.DEVNULL, check=False, timeout=100,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("shell", "says"),
+    [
+        ("PRINTS | head -2", "standard output: Broken pipe"),
+        ("PRINTS > /dev/full", "standard output: No space left on device"),
+        ("PRINTS 2>/dev/full", ""),
+        ("PRINTS 2>&1 | head -2", ""),
+        ("PRINTS >&- ", ""),
+        ("PRINTS <&- >&- 2>&-", ""),
+    ],
+)
+def test_what_nobody_reads_is_dropped(tmp_path, shell, says):
+    ended = run(tmp_path, shell)
+    assert ended.returncode == 0, ended
+    assert (tmp_path / "done").read_text() == "whole", "and not a line that was printed"
+    if says:
+        assert f"megajax: {says}; what cannot be written there is dropped" in ended.stderr
+    assert ended.stderr.count("megajax: ") == bool(says), "once"
+    assert "Traceback" not in ended.stderr and "Exception ignored" not in ended.stderr
+    if "2>/dev/full" in shell:
+        assert ended.stdout.count("megajax: standard error: No space left on device") == 1
+
+
+def test_what_is_read_is_whole(tmp_path):
+    ended = run(tmp_path, "PRINTS")
+    assert ended.stdout.splitlines() == [f"line {number}" for number in range(2000)]
+    assert ended.stderr.splitlines() == [f"error {number}" for number in range(2000)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("live", ["never", "always"])
+@pytest.mark.parametrize("reader", ["| head -3", "> /dev/full", ">&- <&-"])
+def test_training_goes_on_without_a_reader(tmp_path, live, reader):
+    """To its last step, with all its files, and code 0."""
+    command = (
+        f"{sys.executable} -m megajax.train --config={gangs.CONFIG} --devices=cpu:1 --run_dir=run --logging.live={live}"
+    )
+    environment = os.environ | {"PYTHONPATH": str(gangs.REPOSITORY)}
+    ended = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {command} {reader}"], cwd=tmp_path, env=environment, capture_output=True,
+        text=True, check=False, timeout=400, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    assert list(gangs.steps(tmp_path / "run")) == [1, 2, 3, 4, 5, 6] and gangs.saved(tmp_path / "run") == [3, 6]
+    assert (tmp_path / "run/report.html").is_file()
+    assert "Traceback" not in ended.stderr
+
+
+HANGS_UP = """
+import os, signal, time
+from megajax.resilience.signals import Signals
+with Signals() as signals:
+    os.kill(os.getpid(), signal.SIGHUP)
+    time.sleep(0.5)
+    print(signals.request and signals.request.signal)
+"""
+
+
+@pytest.mark.parametrize(("before", "asked"), [("", "SIGHUP"), ("trap '' HUP; ", "None")], ids=["terminal", "nohup"])
+def test_a_closed_terminal_stops_a_run_and_nohup_keeps_it(tmp_path, before, asked):
+    (tmp_path / "hangs_up.py").write_text(HANGS_UP)
+    environment = os.environ | {"PYTHONPATH": str(gangs.REPOSITORY), "JAX_PLATFORMS": "cpu"}
+    command = ["bash", "-c", f"{before}exec {sys.executable} hangs_up.py"]
+    ended = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=100
+    )
+    assert (ended.returncode, ended.stdout.strip()) == (0, asked), ended.stderr
