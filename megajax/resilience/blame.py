@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megajax.resilience.activity import COMPILE, SETUP, STEP
+from megajax.resilience.activity import COMPILE, SETUP, STEP, words
 from megajax.resilience.beats import Beat
 from megajax.resilience.exit_codes import CRASH, HANG, INTERRUPTED, TERMINATED
 
@@ -141,7 +141,7 @@ def _held_up_by(seen: Sequence[Seen]) -> Cause | None:
     freshest = min((each.silent for each in seen if each.beat is not None), default=0.0)
     worst = max(alive, key=lambda each: each.silent, default=None)
     if worst is not None and worst.silent - freshest > SILENT_SECONDS:
-        place = "" if worst.beat is None else _place(worst.beat)
+        place = "" if worst.beat is None or worst.beat.phase is None else words(worst.beat.phase, worst.beat.phase_step)
         text = f"does not answer, its last beat is {worst.silent:.0f} s old ({place or 'between phases'})"
         return Cause(worst.process, HANG, text, step=_step(worst), silenced=True)
     return _behind(seen)
@@ -157,7 +157,7 @@ def _behind(seen: Sequence[Seen]) -> Cause | None:
         return None
     worst = max(behind, key=lambda each: each.beat.phase_seconds if each.beat else 0.0)
     ahead = min(places, key=lambda pair: (-pair[0][0], -pair[0][1], pair[1].process))[1]
-    text = f"holds up the others:{_doing(worst)}, process {ahead.process} is{_doing(ahead)}"
+    text = f"holds up the others: it {_doing(worst)}, process {ahead.process} {_doing(ahead)}"
     return Cause(worst.process, HANG, text, step=_step(worst), silenced=worst.code is None)
 
 
@@ -177,16 +177,10 @@ def _step(seen: Seen) -> int | None:
 
 
 def _doing(seen: Seen) -> str:
-    place = "" if seen.beat is None else _place(seen.beat)
-    return f" {place} for {seen.beat.phase_seconds:.0f} s" if seen.beat and place else ""
-
-
-def _place(beat: Beat) -> str:
-    """in step 7, in data_wait of step 7."""
-    if beat.phase is None:
-        return ""
-    of = "" if beat.phase_step is None else f" of step {beat.phase_step}"
-    return f"in step {beat.phase_step}" if beat.phase == STEP else f"in {beat.phase}{of}"
+    """has been waiting for the rows of step 7 for 24 s."""
+    if seen.beat is None or seen.beat.phase is None:
+        return "was between phases"
+    return f"has been {words(seen.beat.phase, seen.beat.phase_step)} for {seen.beat.phase_seconds:.0f} s"
 
 
 def signal_name(number: int) -> str:

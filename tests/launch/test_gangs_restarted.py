@@ -131,7 +131,7 @@ def test_a_stuck_process_is_blamed_and_not_the_one_whose_watchdog_fired(start, t
     assert gang.wait(60) == 0, gang.text
     restart = events(tmp_path)[-1]
     assert (restart["process"], restart["step"], restart["after_code"]) == (1, 7, 124)
-    assert "process 1 holds up the others: in data_wait of step 7 for " in restart["cause"]
+    assert "process 1 holds up the others: it has been waiting for the rows of step 7 for " in restart["cause"]
     assert str(tmp_path / "hangs/process_1.txt") in gang.text
     assert "in happen" in (tmp_path / "hangs/process_1.txt").read_text()
 

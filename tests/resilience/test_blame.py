@@ -9,6 +9,8 @@ from megajax.resilience.blame import Seen, first_cause, scheduler_cause
 
 GLOO = "JaxRuntimeError: Gloo all_reduce failed: Connection closed by peer"
 
+BEHIND = "holds up the others: it has been waiting for the rows of step 7 "
+
 
 def beat(process: int, phase: str | None = "step", step: int | None = 7, seconds: float = 30.0, **more) -> Beat:
     numbers = {"step": 6, "phase": phase, "phase_step": step, "phase_seconds": seconds}
@@ -46,19 +48,19 @@ CASES = {
         "does not answer, its last beat is 40 s old (in step 7)"),
     "a process that still waits for rows": (
         [ended(0, 124, 1.0, "hang in step 7"), alive(1, phase="data_wait", seconds=24.0), alive(2)], 1, 124,
-        "holds up the others: in data_wait of step 7 for 24 s, process 0 is in step 7 for 30 s"),
+        BEHIND + "for 24 s, process 0 has been in step 7 for 30 s"),
     "one that is a step behind": (
         [ended(0, 124, 1.0, "hang in step 8", step=8), alive(1, step=7), alive(2, step=8)], 1, 124,
-        "holds up the others: in step 7 for 30 s, process 0 is in step 8 for 30 s"),
+        "holds up the others: it has been in step 7 for 30 s, process 0 has been in step 8 for 30 s"),
     "one that saves while the others train on": (
         [ended(0, 124, 1.0, "hang in step 7"), alive(1, phase="save", step=6)], 1, 124,
-        "holds up the others: in save of step 6 for 30 s, process 0 is in step 7 for 30 s"),
+        "holds up the others: it has been saving step 6 for 30 s, process 0 has been in step 7 for 30 s"),
     "one that compiles": (
         [ended(0, 124, 1.0, "hang in step 1", step=1), alive(1, phase="compile", step=1)], 1, 124,
-        "holds up the others: in compile of step 1 for 30 s, process 0 is in step 1 for 30 s"),
+        "holds up the others: it has been compiling for step 1 for 30 s, process 0 has been in step 1 for 30 s"),
     "all watchdogs fired": (
         [ended(0, 124, 1.0, "hang in step 7"), ended(1, 124, 1.2, "hang in data_wait of step 7", phase="data_wait")],
-        1, 124, "holds up the others: in data_wait of step 7 for 30 s, process 0 is in step 7 for 30 s"),
+        1, 124, BEHIND + "for 30 s, process 0 has been in step 7 for 30 s"),
     "nobody is behind: the first watchdog": (
         [ended(1, 124, 1.0, "hang in step 7"), ended(0, 124, 1.2, "hang in step 7"), alive(2)], 1, 124,
         "exited with code 124"),
