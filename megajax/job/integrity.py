@@ -1,6 +1,6 @@
 """What a job does against silent corruption, slow processes and failing devices: hooks, watches and a thread."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -10,6 +10,7 @@ from megajax.job.health import watch_gpus
 from megajax.job.recompute import CheckResults
 from megajax.job.replicas import CheckReplicas, FlipBit
 from megajax.job.stragglers import WatchStragglers
+from megajax.resilience.drills import of_this_attempt
 from megajax.resilience.stalls import Stalls
 from megajax.training.loop import Hook, StepInfo
 from megajax.training.session import Run
@@ -29,12 +30,12 @@ class Integrity:
         event: Callable[..., None],
         say: Callable[[str], None],
         events_file: Path,
-        save_due: Callable[[int], bool],
+        saves: Sequence[Hook],
     ):
-        """events_file: to which any process appends. save_due: whether a checkpoint is due at a step."""
+        """events_file: to which any process appends. saves: before which copies are compared."""
         cfg, self._run = run.cfg.resilience, run
-        self.replicas = CheckReplicas(cfg.replicas, run.program, event, save_due)
-        drills = cfg.corruption_drills()
+        self.replicas = CheckReplicas(cfg.replicas, run.program, event, saves)
+        drills = of_this_attempt(cfg.corruption_drills())
         flips = [FlipBit(drill) for drill in drills if drill.kind == "bitflip"]
         results = CheckResults(cfg.recompute, run, event, say, drills)
         self.hooks: list[Hook] = [*flips, self.replicas, results]

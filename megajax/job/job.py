@@ -198,7 +198,8 @@ class Job:
             cfg.steps,
         )
         self.local.meta = self.save.meta
-        self.integrity = Integrity(self.run, self.stack, self.events.event, console.say, folder.events, self.save.due)
+        saves = [self.save, self.local]
+        self.integrity = Integrity(self.run, self.stack, self.events.event, console.say, folder.events, saves)
         if warning := self.manager.space_warning(self.run.state):
             console.say(warning)
         # Evaluated before saved: a checkpoint at a step means everything due at that step was done.

@@ -1,7 +1,7 @@
 """Comparison of copies of the state between steps, and the drill that damages one of them."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from megajax.job.device_memory import size
 from megajax.resilience.drills import Drill
 from megajax.resilience.integrity_config import ReplicasConfig
-from megajax.training.loop import Corruption
+from megajax.training.loop import Corruption, Hook
 from megajax.training.program import Program
 from megajax.training.session import Run
 from megajax.training.state import TrainState
@@ -29,10 +29,8 @@ class CheckReplicas:
 
     phase = INTEGRITY
 
-    def __init__(
-        self, cfg: ReplicasConfig, program: Program, event: Callable[..., None], save_due: Callable[[int], bool]
-    ):
-        self.cfg, self._program, self._event, self._save_due = cfg, program, event, save_due
+    def __init__(self, cfg: ReplicasConfig, program: Program, event: Callable[..., None], saves: Sequence[Hook]):
+        self.cfg, self._program, self._event, self._saves = cfg, program, event, saves
         self.checked: int | None = None
         """The last step that was checked."""
 
@@ -41,7 +39,9 @@ class CheckReplicas:
         return state_hash(self._program)
 
     def due(self, step: int) -> bool:
-        return self.cfg.every is not None and (step % self.cfg.every == 0 or self._save_due(step))
+        if self.cfg.every is None:
+            return False
+        return step % self.cfg.every == 0 or any(save.due(step) for save in self._saves)
 
     def __call__(self, run: Run, step: int) -> None:
         with jax.set_mesh(run.mesh):

@@ -77,10 +77,10 @@ def test_a_process_that_sleeps_is_a_straggler(tmp_path):
             assert gang.wait() == 0, gang.text
             losses[name] = gangs.steps(run)
     assert losses["slow"] == losses["plain"] and len(losses["plain"]) == 20
-    told = [event for event in events(run, "straggler") if event["phase"] == "host"]
+    told = [event for event in events(run, "straggler") if event["phase"] == "data_wait"]
     assert [event["process"] for event in told] == [1], told
-    assert told[0]["step"] <= 16 and told[0]["since_step"] >= 5 and told[0]["factor"] > 2
-    assert "process 1 is slow since step" in gang.text and "its own work on the host" in gang.text
+    assert told[0]["step"] <= 15 and told[0]["since_step"] >= 5 and told[0]["factor"] > 2
+    assert "process 1 is slow since step" in gang.text and "for data wait" in gang.text
 
 
 @pytest.mark.slow
