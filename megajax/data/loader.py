@@ -6,6 +6,7 @@ whole position in the data is one number. Rows may be dealt out to other places 
 then the batch has the same rows, each with its number.
 """
 
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol, Self
 
@@ -19,7 +20,7 @@ from megajax.batch import SAMPLE, Batch, Leaf, Schema
 from megajax.config.errors import UserError
 from megajax.data.config import LoaderConfig
 from megajax.data.dealing import Dealing, DealtSteps, Imbalance
-from megajax.data.reading import RETRIES, ChangedFile, retried
+from megajax.data.reading import RETRIES, ChangedFile, ReadError, retried, wait_for
 from megajax.mesh.row_cut import WHOLE, RowCut
 
 SAMPLE_BITS = 32
@@ -79,6 +80,7 @@ def read_rows(
     offsets: np.ndarray,
     cut: RowCut = WHOLE,
     retries: int = RETRIES,
+    wait: Callable[[float], None] = wait_for,
 ) -> Block:
     """Read rows first + offsets: each leaf [K, ...], `sample` uint32 [K]; sequences in the order that `cut` says.
 
@@ -90,7 +92,7 @@ def read_rows(
     numbers = first + offsets
     block = {name: np.empty((len(numbers), *leaf.shape), leaf.dtype) for name, leaf in schema.items() if name != SAMPLE}
     for place, number in enumerate(numbers.tolist()):
-        row = _row(source, number, retries)
+        row = _row(source, number, retries, wait)
         for name, values in block.items():
             values[place] = _array(row, name, schema[name], number)
     for name, values in block.items():
@@ -111,7 +113,7 @@ def read_rows(
     return block
 
 
-def _row(source: RowSource, number: int, retries: int) -> Mapping[str, np.ndarray]:
+def _row(source: RowSource, number: int, retries: int, wait: Callable[[float], None]) -> Mapping[str, np.ndarray]:
     """Row `number`. Raises UserError, which names the row where a file cannot be read."""
     try:
         return source[number]
@@ -125,7 +127,7 @@ def _row(source: RowSource, number: int, retries: int) -> Mapping[str, np.ndarra
             raise first.pop()
         return source[number]
 
-    return retried(again, f"row {number} of the data", retries)
+    return retried(again, f"row {number} of the data", retries, wait)
 
 
 def _array(row: Mapping[str, np.ndarray], name: str, leaf: Leaf, number: int) -> np.ndarray:
@@ -158,6 +160,8 @@ class _Steps:
     ):
         self._source, self._schema, self._cut, self._dealt = source, schema, cut, dealt
         self._retries = retries
+        self.closed = threading.Event()
+        """Set when nobody waits for the rows any more."""
         self._first, self._size, self._offsets = first, size, offsets
 
     def __len__(self) -> int:
@@ -166,7 +170,11 @@ class _Steps:
     def __getitem__(self, index: Any) -> Block:
         first = self._first + int(index) * self._size
         rows = self._offsets if self._dealt is None else self._dealt.places(first)[self._offsets]
-        return read_rows(self._source, self._schema, first, rows, self._cut, self._retries)
+        return read_rows(self._source, self._schema, first, rows, self._cut, self._retries, self._wait)
+
+    def _wait(self, seconds: float) -> None:
+        if self.closed.wait(seconds):
+            raise ReadError("the loader was closed while a read was to be tried again")
 
 
 class Loader:
@@ -250,12 +258,12 @@ class Loader:
             flags.mark_as_parsed()  # grain reads its flags, which only programs run by absl have parsed
         indices = self._shardings[SAMPLE].addressable_devices_indices_map(self._shape)
         self._local = LocalRows((index for index in indices.values() if index is not None), *self._shape)
-        steps = _Steps(
+        self._steps = _Steps(
             self._source, self._schema, self.consumed, self._size, self._local.offsets, self._cut, self._dealt(),
             self._config.retries,
         )  # fmt: skip
         ahead = grain.ReadOptions(num_threads=self._config.threads, prefetch_buffer_size=self._config.prefetch)
-        return iter(grain.MapDataset.source(steps).to_iter_dataset(ahead))
+        return iter(grain.MapDataset.source(self._steps).to_iter_dataset(ahead))
 
     def __iter__(self) -> Self:
         return self
@@ -292,6 +300,7 @@ class Loader:
         """Stop reading ahead; the loader may be used again and then starts where it stopped."""
         blocks, self._blocks = self._blocks, None
         if blocks is not None:
+            self._steps.closed.set()
             blocks.close()
 
     def __enter__(self) -> Self:

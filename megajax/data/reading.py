@@ -68,19 +68,25 @@ def named(error: OSError) -> str:
     return f"{error.filename}: {text}" if error.filename else text
 
 
-def retried[T](read: Callable[[], T], what: str, retries: int = RETRIES) -> T:
+def wait_for(seconds: float) -> None:
+    """Wait before the next try."""
+    time.sleep(seconds)
+
+
+def retried[T](read: Callable[[], T], what: str, retries: int = RETRIES, wait: Callable[[float], None] = wait_for) -> T:
     """What `read` returns, tried again after errors that may pass; a line on standard error for each.
 
     Args:
         read: may raise OSError, and then be called again.
         what: what is read, in messages.
         retries: how often it is tried again.
+        wait: waits so many seconds before the next try; may raise an error to give up.
 
     Raises:
         ReadError: the last try failed as well, or the error is none that passes.
         UserError: no such file, or no permission to read it.
     """
-    wait, tries = FIRST_WAIT, 1
+    seconds, tries = FIRST_WAIT, 1
     while True:
         try:
             return read()
@@ -94,10 +100,10 @@ def retried[T](read: Callable[[], T], what: str, retries: int = RETRIES) -> T:
                     f"{what} cannot be read {tried}: {named(error)}. Look after the disk or file server; the same "
                     "command goes on from the last checkpoint. data.loader.retries sets the number of tries."
                 ) from error
-            line = f"{what} cannot be read: {named(error)}; try {tries + 1} of {retries + 1} in {wait:g} s"
+            line = f"{what} cannot be read: {named(error)}; try {tries + 1} of {retries + 1} in {seconds:g} s"
             print(line, file=sys.stderr, flush=True)
-        time.sleep(wait)
-        wait, tries = min(2 * wait, LONGEST_WAIT), tries + 1
+        wait(seconds)
+        seconds, tries = min(2 * seconds, LONGEST_WAIT), tries + 1
 
 
 class _Descriptor:

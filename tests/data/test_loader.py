@@ -1,6 +1,8 @@
 """Batches: the same for every layout, every number of processes, and after every resume."""
 
+import errno
 import threading
+import time
 from typing import Any
 
 import jax
@@ -14,6 +16,7 @@ from megajax.data.attention_work import RowWork, scores
 from megajax.data.config import LoaderConfig
 from megajax.data.dealing import Dealing, dealt_rows
 from megajax.data.loader import Loader, LocalRows, read_rows
+from megajax.data.reading import ReadError
 from megajax.mesh.row_cut import RowCut
 from megajax.models.config import text_schema
 
@@ -297,3 +300,39 @@ def test_processes_hold_parts_of_the_same_rows(sizes: tuple[int, ...], rounds: i
     assert (seen == sizes[4]).all()
     if rounds and processes == 4 and sizes == (1, 1, 1, 4, 1):
         assert local.block(block["tokens"], mine[0])[0, 0].tolist() == [6, 7, 8, 9], "chunks 3 and 4 of 8"
+
+
+class Broken(Numbers):
+    """Its disk fails at row 40, for good."""
+
+    tries = 0
+
+    def __getitem__(self, row: int) -> dict[str, np.ndarray]:
+        if row == 40:
+            self.tries += 1
+            raise OSError(errno.EIO, "Input/output error", "x.bin")
+        return super().__getitem__(row)
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_what_a_reading_thread_meets_is_raised_where_its_batch_is_asked_for(threads: int) -> None:
+    config = LoaderConfig(threads=threads, prefetch=4, retries=0)
+    with load(layout((1, 8, 1, 1, 1)), source=Broken(), config=config) as loader:
+        for first in (0, 16):
+            np.testing.assert_array_equal(next(loader)[0]["tokens"], expected(first))
+        with pytest.raises(ReadError, match=r"row 40 of the data cannot be read .*x.bin: Input/output error \(EIO\)"):
+            next(loader)
+
+
+def test_a_loader_whose_disk_fails_is_closed_at_once() -> None:
+    """The thread that waits for its next try does not hold up a run that is asked to stop."""
+    source = Broken()
+    with load(layout((1, 8, 1, 1, 1)), source=source, config=LoaderConfig(retries=20)) as loader:
+        next(loader)
+        next(loader)
+        time.sleep(0.5)
+        started = time.monotonic()
+    assert time.monotonic() - started < 5
+    tries = source.tries
+    time.sleep(1.2)
+    assert source.tries == tries > 1
