@@ -99,7 +99,7 @@ def describe(event: Event, *, several: bool = True) -> str:
     if event.name == "hang":
         seconds = event.seconds("seconds")
         lasted = f" for {seconds:.0f} s" if seconds else ""
-        cause = f"; {event.text('cause')}" if event.text("cause") else ""
+        cause = f"; {event.text('cause')}" if _waits_for(event) is not None and event.text("cause") else ""
         return f"hang: {who}{where}{lasted}{cause}".replace("hang: in", "hang in").rstrip(": ")
     if event.name == "lost":
         return _cause(event)

@@ -264,3 +264,13 @@ def test_copies_of_the_state_that_differ(fake_run: Callable) -> None:
     run.event("numeric_fault", message="after step 20, device 3 (process 1) holds other bytes", exit_code=17)
     (attempt,) = attempts(read_history(run.folder.path))
     assert attempt.ending == "after step 20, device 3 (process 1) holds other bytes" and attempt.exit_code == 17
+
+
+def test_what_watchdogs_say_of_each_other(fake_run: Callable) -> None:
+    run = fake_run()
+    run.processes = 2
+    run.attempt(0, 5)
+    run.by_other("hang", process=0, phase="step", step=6, seconds=8.7, cause="process 1 is late", cause_process=1)
+    assert endings(run) == ["hang: process 0 in step 6 for 9 s; process 1 is late"]
+    run.by_other("hang", process=1, phase="data_wait", step=6, seconds=8.8, cause="all wait for it", cause_process=1)
+    assert endings(run) == ["hang: process 1 in data wait of step 6 for 9 s"]
