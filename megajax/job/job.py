@@ -348,7 +348,8 @@ class Job:
         step, stopped = self.run.step, self.run.step < self.cfg.steps
         self.profile.stop(step)
         wanted = self.cfg.resilience.save_on_signal or self.signals.request is None
-        if stopped and wanted and self.save.saved != step > self.first:
+        save = stopped and wanted and step > self.first
+        if save and self.save.saved != step:
             self.local.before_stop(self.run, step)
             self.save(self.run, step)  # before all else: time may be short
         if not stopped and self.cfg.evaluation.at_end:
@@ -356,7 +357,7 @@ class Job:
             for tasks in self.task_hooks():
                 tasks(self.run, step)
         with self.console.ticker("finishing the checkpoint", total=False):
-            self.save.finish(self.run, step, save=stopped and wanted, retry=wanted)
+            self.save.finish(self.run, step, save=save, retry=wanted)
         self.local.finished()
         if stopped:
             kept = f"step {self.save.saved} saved" if self.save.saved == step else "nothing saved"

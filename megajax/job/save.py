@@ -44,6 +44,8 @@ class Save:
     failures: int = 0
     """Failed saves in a row."""
     phase: str = SAVE
+    _committed: int | None = None
+    """Last step that was saved."""
     _retries: int = 0
     """Of the save under way."""
     _appointment: Appointment | None = None
@@ -136,7 +138,7 @@ class Save:
 
     def _note_reports(self) -> None:
         for report in self.manager.poll():
-            self.activity.committed = report.step
+            self.activity.committed = self._committed = report.step
             self._note_success(report.step)
             self.event(
                 "save_committed",
@@ -154,7 +156,7 @@ class Save:
     def _note_failure(self, error: CheckpointError) -> None:
         """Retry, go on without, or end: the same on all processes, which know of the same failures."""
         cfg = self.manager.cfg
-        self.failed, self.saved = error, self.activity.committed
+        self.failed, self.saved = error, self._committed
         if self._retries < cfg.retries:
             wait = cfg.retry_seconds * 2**self._retries
             self._retries += 1
