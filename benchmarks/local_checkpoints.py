@@ -24,7 +24,7 @@ from megajax.training.session import Run, setup
 
 SETTINGS = (
     *("model.hidden=512", "model.stack.repeats=8", "model.sequence_length=256", "data.type=MockConfig"),
-    *("batch.global_size=4", "batch.micro_size=4", "precision.compute=float32", "evaluation.every=none"),
+    *("batch.global_size=4", "batch.micro_size=2", "precision.compute=float32", "evaluation.every=none"),
 )
 
 

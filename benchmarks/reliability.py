@@ -25,8 +25,17 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import integrity
+import jax
+import local_checkpoints
 import outcome
 from supervised_run import SMALL, SupervisedRun, alive, kill
+
+from megajax.config import load
+from megajax.job.hang import Pulse
+from megajax.resilience.activity import Activity
+from megajax.resilience.watchdog_config import WatchdogConfig
+from megajax.training import setup
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 KILL_TRIALS = REPOSITORY / "tests/checkpoint/kill_trials.py"
@@ -139,6 +148,48 @@ def watchdog(trials: int, folder: Path) -> dict[str, Any]:
     return {"limit of a step, seconds": limit, "trials of each": trials, **results}
 
 
+def overhead(folder: Path) -> dict[str, Any]:
+    """Shares of a step: the watchdog's thread and marks, a hash of replicas, a local checkpoint."""
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 2)
+    return {
+        "watchdog": watchdog_cost(folder),
+        "copies of the state": hashes(folder),
+        "local checkpoints": local_checkpoints.overhead(folder / "local", every=100, rounds=4),
+    }
+
+
+def watchdog_cost(folder: Path, seconds: float = 10.0) -> dict[str, float]:
+    """Of the thread, processor time by second; of the marks in the loop, time by step."""
+    activity = Activity()
+    with Pulse(folder / "pulse", activity, WatchdogConfig()):
+        before = time.process_time()
+        time.sleep(seconds)
+        thread = (time.process_time() - before) / seconds
+        count, begun = 10_000, time.perf_counter()
+        for step in range(count):
+            for phase in ("data_wait", "step", "step"):
+                with activity.phase(phase, step):
+                    pass
+        marks = (time.perf_counter() - begun) / count
+    return {
+        "processor seconds of the thread by second": round(thread, 6),
+        "microseconds of marks by step": round(1e6 * marks, 1),
+        "percent of a step of 0.3 s": round(100 * (thread + marks / 0.3), 3),
+    }
+
+
+def hashes(folder: Path) -> dict[str, Any]:
+    """Of a model of 0.3 s a step or more on two devices, all of its state with copies."""
+    settings = (*local_checkpoints.SETTINGS, "parallel.data=2")
+    run = setup(load("gpt2.py:debug", *settings, "parallel.data_sharding=replicate", f"run_dir={folder / 'hashes'}"))
+    try:
+        figures = integrity.overheads(run, 5)
+    finally:
+        run.close()
+    return {name: round(value, 5) for name, value in figures.items()}
+
+
 def leaks(steps: int, folder: Path) -> dict[str, Any]:
     """Memory, descriptors and threads of a process over many steps with a save each tenth."""
     settings = (
@@ -205,6 +256,8 @@ def main() -> None:
                 figures = restarts(asked.trials, folder)
             case "watchdog":
                 figures = watchdog(asked.trials, folder)
+            case "overhead":
+                figures = overhead(folder)
             case "leaks":
                 figures = leaks(asked.steps, folder)
     outcome.write(f"reliability_{asked.what}", figures)

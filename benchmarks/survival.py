@@ -95,10 +95,10 @@ def disturbed(run: SupervisedRun, disk: Path, steps: int) -> list[dict[str, Any]
         left = shutil.disk_usage(disk).free - 2**19
         file.write(bytes(max(left, 0)))
     record.note(f"disk filled: {shutil.disk_usage(disk).free // 1024} KiB free")
-    run.until(lambda: run.events("save_failed"), "a failed save")
+    run.until(lambda: run.events("save_retried"), "a failed save")
     filler.unlink()
-    record.note("a save has failed; room again")
-    failed = run.events("save_failed")[-1]["step"]
+    record.note("a save has failed and will be retried; room again")
+    failed = run.events("save_retried")[-1]["step"]
     run.until(lambda: any(event["step"] >= failed for event in run.events("save_committed")), "a save that succeeds")
     record.note(f"step {run.events('save_committed')[-1]['step']} saved")
 
