@@ -1,0 +1,47 @@
+"""What a resume compares: settings that change the numbers of training are named, those that do not are free."""
+
+from typing import Any
+
+import pytest
+from small_jobs import VOCABULARY, model, run_config
+
+from megajax.checkpoint.config import CheckpointConfig
+from megajax.data.config import LoaderConfig, MockConfig
+from megajax.job.resume import changes, facts
+from megajax.metrics.config import LoggingConfig
+from megajax.optim.config import AdamWConfig
+from megajax.tokenizers.config import NullTokenizerConfig
+from megajax.training.config import BatchConfig
+from megajax.training.session import prepare
+
+DRIFT: dict[str, tuple[dict[str, Any], str, str]] = {
+    "hidden": ({"model": model(hidden=32)}, "model.hidden", "16 -> 32"),
+    "vocabulary": ({"model": model(vocabulary_size=2 * VOCABULARY)}, "model.vocabulary_size", "64 -> 128"),
+    "tokenizer": ({"tokenizer": NullTokenizerConfig(vocabulary_size=63)}, "tokenizer.vocabulary_size", "64 -> 63"),
+    "optimizer": ({"optimizer": AdamWConfig(beta2=0.5)}, "optimizer.beta2", "-> 0.5"),
+    "seed": ({"seed": 5}, "seed", "1234 -> 5"),
+    "global batch": ({"batch": BatchConfig(global_size=16, micro_size=4)}, "batch.global_size", "8 -> 16"),
+    "data": ({"data": MockConfig(seed=7)}, "data.seed", "null -> 7"),
+}
+FREE: dict[str, dict[str, Any]] = {
+    "microbatches": {"batch": BatchConfig(global_size=8, micro_size=2)},
+    "checkpoints": {"checkpoint": CheckpointConfig(every=1, changed_data="accept")},
+    "logging": {"logging": LoggingConfig(every=3)},
+    "reading": {"data": MockConfig(loader=LoaderConfig(threads=3, retries=1))},
+}
+
+
+@pytest.fixture(scope="module")
+def before() -> dict[str, Any]:
+    return facts(prepare(run_config()))
+
+
+@pytest.mark.parametrize("case", DRIFT)
+def test_drift_is_named_with_both_values(before: dict[str, Any], case: str) -> None:
+    settings, name, text = DRIFT[case]
+    assert text in changes(before, facts(prepare(run_config(**settings))))[name]
+
+
+@pytest.mark.parametrize("case", FREE)
+def test_what_changes_no_number_is_free(before: dict[str, Any], case: str) -> None:
+    assert changes(before, facts(prepare(run_config(**FREE[case])))) == {}
