@@ -56,7 +56,7 @@ def test_a_full_disk_ends_a_run_with_one_message(small_disk, tmp_path):
         subprocess.run(["mount", "-o", "remount,size=4m", tmp_path / "disk"], check=True)
         assert start(*gangs.TRAIN, *settings, *more).wait() == 0
     assert gangs.saved(small_disk)[-1] == 40
-    assert events(small_disk)[-1]["event"] == "end"
+    assert "end" in [line["event"] for line in events(small_disk)[-3:]]
 
 
 def gang(start, tmp_path, failing: str, **environment: str) -> gangs.Started:
