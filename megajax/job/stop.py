@@ -25,6 +25,9 @@ before this step."""
 TOGETHER_SECONDS = 5.0
 """How long processes wait for each other at the end."""
 
+IN_VAIN_SECONDS = 0.5
+"""After a longer wait, the threads that read may never end, and the interpreter is not to wait for them."""
+
 CLOSE_SECONDS = 5.0
 """How long reading ahead may take to stop, where rows were awaited in vain."""
 
@@ -50,11 +53,12 @@ class Stopping:
     @contextlib.contextmanager
     def waiting(self, step: int) -> Generator[None]:
         """Rows of a step are awaited within the block. Raises StopWaiting if all processes can stop before it."""
+        begun = time.monotonic()
         try:
             with self._signals.interruptible(step, at_once=self._peers.alone):
                 yield
         except StopWaiting:
-            self.abandoned = True
+            self.abandoned = time.monotonic() - begun > IN_VAIN_SECONDS
             # Another process may have begun the step: then no process has the state before it any more.
             if not self._peers.meet(f"stop before step {step}", self._cfg.stop_grace):
                 self._end(f"the rows of step {step} did not come, and other processes are in that step", saved=False)
@@ -68,7 +72,6 @@ class Stopping:
         closing = threading.Thread(target=close, daemon=True)
         closing.start()
         closing.join(CLOSE_SECONDS)
-        self.abandoned = closing.is_alive()
 
     def code(self) -> int:
         """The exit code of a run that was asked to stop, and did."""
