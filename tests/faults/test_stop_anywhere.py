@@ -17,7 +17,6 @@ NEVER = """
 import time
 from dataclasses import dataclass
 import small_jobs
-from megajax.data.splits import Splits
 
 class Rows:
     def __init__(self, rows):
@@ -30,13 +29,10 @@ class Rows:
         return self.rows[row]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Data:
-    mock: small_jobs.MockConfig = small_jobs.MockConfig()
+class Data(small_jobs.MockConfig):
     def build(self, **given):
-        splits = self.mock.build(**given)
+        splits = small_jobs.MockConfig.build(self, **given)
         return splits._replace(train=Rows(splits.train))
-    def problems(self):
-        return []
 
 def run_config():
     return small_jobs.run_config(data=Data())
@@ -114,7 +110,7 @@ def test_while_the_train_step_is_compiled(tmp_path):
     beats.mkdir()
     fresh = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "empty"), BEATS: str(beats)}
     with gangs.started(tmp_path) as start:
-        process = start(*ALONE, f"--run_dir={run_dir}", "--model.repeats=24", "--xla.compile_cache=false", **fresh)
+        process = start(*ALONE, f"--run_dir={run_dir}", **fresh)
         process.until(lambda: (beat := Beat.read(beats, 0)) is not None and beat.phase == "compile")
         process.process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0, process.text
