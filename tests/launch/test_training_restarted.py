@@ -100,10 +100,12 @@ def test_two_of_three_processes_finish_what_the_third_never_does(start, tmp_path
     options = ("--min-processes=2", "--max-restarts=5", "--backoff=0.1")
     gang = start(*launcher(*options, processes=3), *TRAIN, *settings)
     assert gang.wait(500) == 0, gang.text
-    assert [event["processes"] for event in events(run_dir, "restart")] == [3, 2]
-    assert [event["devices"] for event in events(run_dir, "start")] == [3, 3, 2]
+    # Two failures without a new checkpoint between: step 3 may have been saved by the first or by the second.
+    restarted = [event["processes"] for event in events(run_dir, "restart")]
+    assert restarted in ([3, 2], [3, 3, 2])
+    assert [event["devices"] for event in events(run_dir, "start")] == [3, *restarted]
     assert list(steps(run_dir)) == [1, 2, 3, 4, 5, 6]
-    assert "the one in place 2 keeps failing, from step 3" in gang.text
+    assert "the one in place 2 keeps failing, from " in gang.text
 
 
 @pytest.mark.slow
