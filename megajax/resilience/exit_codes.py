@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 DONE, CRASH, INVALID, TRANSIENT_FAULT, NUMERIC_FAULT = 0, 1, 2, 16, 17
-REQUEUE, NO_PROGRESS, HANG, INTERRUPTED, TERMINATED = 75, 93, 124, 130, 143
+REQUEUE, NO_PROGRESS, HANG, INTERRUPTED, ALARM, TERMINATED = 75, 93, 124, 130, 142, 143
 
 
 class ExitCode(NamedTuple):
@@ -26,6 +26,7 @@ EXIT_CODES = {
         ExitCode(NO_PROGRESS, "no new checkpoint in three attempts (from `megajax.launch`)", False),
         ExitCode(HANG, "hang: ended by a watchdog", True),
         ExitCode(INTERRUPTED, "a second SIGINT, or one before training began: ended at once, not saved", False),
+        ExitCode(ALARM, "hang in C code that holds the interpreter's lock: ended by SIGALRM", True),
         ExitCode(TERMINATED, "a second SIGTERM, or one before training began: ended at once, not saved", False),
     )
 }
