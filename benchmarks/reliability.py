@@ -66,32 +66,38 @@ def single_kills(trials: int, folder: Path, seed: int) -> dict[str, Any]:
 def gang(run_dir: Path, *settings: str, restarts: int = 1000) -> SupervisedRun:
     """Two processes of a small model, restarted at once."""
     launcher = (f"--max-restarts={restarts}", "--backoff=0")
-    return SupervisedRun(run_dir, 2, (*SMALL, "--batch.micro_size=8", *settings), launcher)
+    return SupervisedRun(run_dir, 2, (*SMALL, *settings), launcher)
 
 
 def gang_kills(trials: int, folder: Path, seed: int) -> dict[str, Any]:
-    """A random rank is killed at a random moment, `trials` times; the losses are compared with a quiet run's."""
+    """A random rank is killed during a save or soon after, `trials` times; the losses are compared with a quiet run's.
+
+    The supervisor gives up after three attempts without a new checkpoint, so each second attempt saves before its kill.
+    """
     draw, every, steps = random.Random(seed), 5, 20 * trials
     settings = (f"--steps={steps}", f"--checkpoint.every={every}", "--checkpoint.keep_last=2", "--logging.every=50")
-    resumed, commits, lost, during = [], [], 0, 0
+    resumed, lost, during = list[int](), 0, 0
     with gang(folder / "killed", *settings) as run:
+
+        def newest() -> int:
+            return max([0, *(event["step"] for event in run.events("save_committed"))])
+
         for trial in range(trials):
             run.until(lambda trial=trial: len(run.events("start")) > trial, f"start {trial + 1}")
-            reached = run.step()
-            run.until(lambda reached=reached: run.step() > reached or run.step() >= steps - 5, "a step")
-            time.sleep(draw.uniform(0.0, 1.5))
-            if run.step() >= steps - 10:
+            first, saves = run.events("start")[-1]["step"], len(run.events("save_begun"))
+            run.until(lambda saves=saves: len(run.events("save_begun")) > saves, "a save")
+            if trial % 2:
+                run.until(lambda first=first: newest() > first, "a committed save")
+            time.sleep(draw.uniform(0.0, 1.0))
+            if run.step() >= steps - 2 * every:
                 break
-            begun, committed = len(run.events("save_begun")), run.events("save_committed")
-            during += begun > len(committed)
-            commits.append(max([0, *(event["step"] for event in committed)]))
+            committed = newest()
+            during += run.events("save_begun")[-1]["step"] > committed
             kill(run, draw.randrange(2))
-            started = trial + 1
-            run.until(lambda started=started: len(run.events("start")) > started, "a restart")
+            run.until(lambda trial=trial: len(run.events("start")) > trial + 1, "a restart")
             resumed.append(run.events("start")[-1]["step"])
-            lost += resumed[-1] < commits[-1]
-        code = run.wait()
-        actual = run.losses()
+            lost += resumed[-1] < committed
+        code, actual = run.wait(), run.losses()
     with gang(folder / "quiet", *settings) as run:
         quiet_code, expected = run.wait(), run.losses()
     return {
@@ -248,10 +254,8 @@ def main() -> None:
         figures: dict[str, Any]
         match asked.what:
             case "kills":
-                figures = {
-                    "single": single_kills(asked.single, folder, asked.seed),
-                    "gang": gang_kills(asked.gang, folder, asked.seed),
-                }
+                figures = {"single": single_kills(asked.single, folder, asked.seed)} if asked.single else {}
+                figures |= {"gang": gang_kills(asked.gang, folder, asked.seed)} if asked.gang else {}
             case "restarts":
                 figures = restarts(asked.trials, folder)
             case "watchdog":
