@@ -1,6 +1,6 @@
 """What a job does against silent corruption, slow processes and failing devices: hooks, watches and a thread."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -10,7 +10,8 @@ from megajax.job.health import watch_gpus
 from megajax.job.recompute import CheckResults
 from megajax.job.replicas import CheckReplicas, FlipBit
 from megajax.job.stragglers import WatchStragglers
-from megajax.resilience.drills import of_this_attempt
+from megajax.resilience.config import ResilienceConfig
+from megajax.resilience.drills import Drill, of_this_attempt
 from megajax.resilience.stalls import Stalls
 from megajax.training.loop import Hook, StepInfo
 from megajax.training.session import Run
@@ -39,6 +40,8 @@ class Integrity:
         flips = [FlipBit(drill) for drill in drills if drill.kind == "bitflip"]
         results = CheckResults(cfg.recompute, run, event, say, drills)
         self.hooks: list[Hook] = [*flips, self.replicas, results]
+        for line in idle_drills(cfg, run.cfg.steps, jax.process_count(), results.due):
+            say(line)
         if line := watch_gpus(cfg.health, run.mesh, stack, say, events_file):
             say(line)
         self.watches: list[Callable[[StepInfo], None]] = []
@@ -51,3 +54,20 @@ class Integrity:
     def at_end(self) -> None:
         """Before a last checkpoint. Raises Corruption."""
         self.replicas.at_end(self._run)
+
+
+def idle_drills(cfg: ResilienceConfig, steps: int, processes: int, recomputed: Callable[[int], bool]) -> Iterator[str]:
+    """A line for each fault that can't happen in this run. recomputed: whether gradients are computed again at a step.
+
+    Not an error: a run that goes on with fewer processes has the same command.
+    """
+    for text in cfg.inject:
+        drill, why = Drill.parse(text), ""
+        if drill.step > steps:
+            why = f"the run has {steps} steps"
+        elif drill.process is not None and drill.process >= processes:
+            why = f"the last process is process {processes - 1}"
+        elif drill.kind == "wrong_gradients" and not recomputed(drill.step):
+            why = f"resilience.recompute does not compute gradients again at step {drill.step}"
+        if why:
+            yield f"resilience.inject={text} does nothing: {why}"

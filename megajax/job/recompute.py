@@ -1,6 +1,7 @@
 """Computes the gradients of the coming step on two orders of devices, every n steps."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cached_property
 
 import jax
@@ -30,14 +31,16 @@ class CheckResults:
         say: Callable[[str], None],
         drills: Sequence[Drill],
     ):
-        """Raises UserError for a layout with a single data-parallel group."""
+        """Raises UserError for a layout with a single data-parallel group, unless parallel.elastic may have chosen it."""
         self.cfg, self._run, self._event, self._say = cfg, run, event, say
         self._drills = [drill for drill in drills if drill.kind == "wrong_gradients"]
         if cfg.every is not None and run.mesh.shape[AXIS] < 2:
-            raise UserError(
-                "resilience.recompute compares data-parallel groups, and parallel.data is 1: set "
-                "resilience.recompute.every=none, or use more devices for data"
-            )
+            why = "resilience.recompute compares data-parallel groups, and parallel.data is 1"
+            if not run.cfg.parallel.elastic:
+                raise UserError(f"{why}: set resilience.recompute.every=none, or use more devices for data")
+            # A run that goes on with what is left of its devices must not end because of a check.
+            say(f"{why} on these devices: gradients are not computed again")
+            self.cfg = replace(cfg, every=None)
 
     @cached_property
     def _recompute(self) -> Recompute:

@@ -14,6 +14,8 @@ from typing import Self
 
 GRACE_SECONDS = 10
 """From the end of the timer to SIGALRM."""
+LONGEST_SECONDS = 1e9
+"""A longer timer may not fit into the system's numbers."""
 
 _MONOTONIC, _CALL_IN_THREAD = 1, 2
 
@@ -68,6 +70,6 @@ class Backstop:
         out while the process was stopped may set the alarm just after a call."""
         if self._c is None or self._timer is None:
             return
-        times = _Times(left_s=int(seconds))
+        times = _Times(left_s=int(min(seconds, LONGEST_SECONDS)))
         self._c.timer_settime(self._timer, 0, ctypes.byref(times), None)
         signal.alarm(0)

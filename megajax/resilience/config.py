@@ -6,7 +6,7 @@ from typing import Literal
 from megajax.config.errors import Problem
 from megajax.resilience.drills import CORRUPTION, NUMERIC, PROCESS, Drill
 from megajax.resilience.integrity_config import HealthConfig, RecomputeConfig, ReplicasConfig, StragglersConfig
-from megajax.resilience.watchdog_config import WatchdogConfig
+from megajax.resilience.watchdog_config import LONGEST, WatchdogConfig
 
 TAKEN_CODES = (1, 2, 16, 17, 93, 124)
 """Exit codes of failures: see docs/faults.md."""
@@ -82,8 +82,9 @@ class ResilienceConfig:
             for name in ("exit_after_steps", "exit_after_minutes", "largest_norm")
             if (value := getattr(self, name)) is not None and not value > 0
         ]
-        if not self.stop_grace > 0:
-            problems.append(Problem("stop_grace", f"must be above 0 seconds, got {self.stop_grace:g}"))
+        if not 0 < self.stop_grace <= LONGEST:
+            what = f"must be above 0 and at most {LONGEST:g} seconds, got {self.stop_grace:g}"
+            problems.append(Problem("stop_grace", what))
         if not 0 <= self.exit_code_on_signal < 128 or self.exit_code_on_signal in TAKEN_CODES:
             what = f"must be 0 to 127 and not {', '.join(map(str, TAKEN_CODES))}, which mean failures"
             problems.append(Problem("exit_code_on_signal", f"{what}; got {self.exit_code_on_signal}", "75 is usual"))

@@ -5,6 +5,9 @@ from dataclasses import dataclass, fields
 from megajax.config.errors import Problem
 from megajax.resilience.activity import COMPILE
 
+LONGEST = 1e8
+"""Seconds: three years. Timers of the operating system and of XLA can't wait for ever."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WatchdogConfig:
@@ -38,13 +41,14 @@ class WatchdogConfig:
         return name, getattr(self, name)
 
     def problems(self) -> list[Problem]:
+        off = f"{LONGEST:g} is never in practice, and resilience.watchdog=none turns the watchdog off"
         problems = [
-            Problem(name, f"must be above 0 seconds, got {value:g}", "resilience.watchdog=none turns the watchdog off")
+            Problem(name, f"must be above 0 and at most {LONGEST:g} seconds, got {value:g}", off)
             for name in (*PHASES, "other")
-            if not (value := getattr(self, name)) > 0
+            if not 0 < (value := getattr(self, name)) <= LONGEST
         ]
-        if not self.factor >= 1:
-            problems.append(Problem("factor", f"must be at least 1, got {self.factor:g}"))
+        if not 1 <= self.factor <= LONGEST:
+            problems.append(Problem("factor", f"must be from 1 to {LONGEST:g}, got {self.factor:g}"))
         return problems
 
 

@@ -93,6 +93,7 @@ def elastic_hint(error: ConfigError, cfg: RunConfig, per_process: Sequence[int])
     """The error; one about the number of devices says what parallel.elastic would do, where it helps."""
     if (
         cfg.parallel.elastic
+        or cfg.parallel.problems()
         or cfg.problems()
         or not (about := [problem for problem in error.problems if _of_layout(problem)])
     ):

@@ -8,6 +8,8 @@ import time
 
 import pytest
 
+from megajax.resilience.backstop import Backstop
+
 PROGRAM = """
 import ctypes, os, signal, sys, time
 from megajax.resilience import backstop
@@ -41,6 +43,12 @@ def test_a_process_that_holds_the_lock_ends_with_its_stacks():
     out, err = process.communicate(timeout=50)
     assert process.returncode == -signal.SIGALRM and not out
     assert 'File "<string>", line 8' in err
+
+
+@pytest.mark.parametrize("seconds", [1e300, float("inf")])
+def test_a_limit_above_any_timer_sets_the_longest(seconds):
+    with Backstop() as held:
+        held.hold(seconds)
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """The watchdog, by a clock that is set by hand: what is a hang, and what is not."""
 
 import threading
+from math import inf
 from pathlib import Path
 
 import jax
@@ -179,6 +180,9 @@ def test_settings_that_can_not_be():
     assert not ResilienceConfig(watchdog=None).problems()
     problems = WatchdogConfig(step=0.0, factor=0.5).problems()
     assert [problem.where for problem in problems] == ["step", "factor"]
+    # Timers can't wait for ever: the thread that looks after hangs would end with an error, and nobody would look.
+    assert [each.where for each in WatchdogConfig(step=inf, factor=inf).problems()] == ["step", "factor"]
+    assert [each.where for each in ResilienceConfig(stop_grace=inf).problems()] == ["stop_grace"]
 
 
 def test_a_thread_that_compiles_is_known_by_its_stack():

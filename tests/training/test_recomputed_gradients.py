@@ -6,12 +6,15 @@ from functools import cache, partial
 import jax
 import numpy as np
 import pytest
+from small_jobs import run_config
 from tiny_runs import QUICK, llama, place, program, rows, start, within
 
 from megajax.config.errors import UserError
+from megajax.job.integrity import idle_drills
 from megajax.job.recompute import CheckResults, devices_of, sentence
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import build_mesh, rolled
+from megajax.resilience.config import ResilienceConfig
 from megajax.resilience.integrity_config import RecomputeConfig
 from megajax.training.recompute import Recompute, Verdict, scale_of, verdict
 
@@ -100,7 +103,26 @@ def test_devices_change_places():
 def test_a_single_group_is_refused():
     class Alone:
         mesh = build_mesh(ParallelConfig(data=1, tensor=2))
+        cfg = run_config()
 
     with pytest.raises(UserError, match=r"parallel\.data is 1"):
         CheckResults(RecomputeConfig(every=5), Alone(), print, print, ())
     CheckResults(RecomputeConfig(), Alone(), print, print, ())
+
+
+def test_a_run_that_goes_on_with_a_single_group_is_not_ended_by_the_check():
+    class Left:
+        mesh = build_mesh(ParallelConfig(data=1))
+        cfg = run_config(parallel=ParallelConfig(data=4, elastic=True))
+
+    said = []
+    check = CheckResults(RecomputeConfig(every=5), Left(), print, said.append, ())
+    assert not check.due(5) and "gradients are not computed again" in said[0]
+
+
+def test_drills_that_can_not_happen_are_named():
+    asked = ("kill:step=3", "kill:step=9", "frozen:step=3:process=2", "wrong_gradients:step=4:process=0")
+    cfg = ResilienceConfig(inject=(*asked, "wrong_gradients:step=5:process=1", "nan:step=6"))
+    lines = [*idle_drills(cfg, 6, 2, lambda step: step % 5 == 0)]
+    assert [line.partition(" ")[0] for line in lines] == [f"resilience.inject={each}" for each in asked[1:]]
+    assert "has 6 steps" in lines[0] and "process 1" in lines[1] and "at step 4" in lines[2]

@@ -206,6 +206,9 @@ def test_an_error_about_devices_says_what_elastic_would_do():
     impossible = job(8, data=4, model=model())
     error = ConfigError(map(named, impossible.parallel.device_problems(3)))
     assert elastic_hint(error, impossible, (1, 1, 1)) is error
+    negative = job(data=-1)
+    error = ConfigError(map(named, negative.parallel.problems()))
+    assert elastic_hint(error, negative, (1,)) is error, "a wrong size is not a number of devices that changed"
 
 
 def named(problem: Problem) -> Problem:
