@@ -51,7 +51,7 @@ def loop_round(run: Run, log: Writers, steps: int, guard: Guard) -> float:
     rate, watch = step_rate(run), Watch(guard, None, log, lambda line: None)
     start = time.perf_counter()
     for info in run_steps(run, run.step + steps, guard=guard):
-        log.log(step_record(run, info, rate))
+        log.log(step_record(run, info, rate, detailed=False))
         watch(info)
     return (time.perf_counter() - start) / steps
 

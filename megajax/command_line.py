@@ -9,6 +9,7 @@ import sys
 import textwrap
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -159,6 +160,7 @@ def front_door(main: Callable[[list[str]], int | None]) -> NoReturn:
     """
     with contextlib.suppress(OSError, ValueError, RuntimeError, AttributeError):  # a standard error without a file
         faulthandler.enable()
+    warnings.formatwarning = _worded(warnings.formatwarning)  # ty: ignore[invalid-assignment]
     try:
         code = main(sys.argv[1:]) or 0
         sys.stdout.flush()
@@ -177,6 +179,18 @@ def front_door(main: Callable[[list[str]], int | None]) -> NoReturn:
             time.sleep(1.0)
         code = _code(error)
     end(code)
+
+
+def _worded(otherwise: Callable[..., str]) -> Callable[..., str]:
+    """Formats warnings; those of MegaJAX are for people, who need no line of its code."""
+    here = str(Path(__file__).parent)
+
+    def format_warning(message: Warning | str, category: type, filename: str, lineno: int, line: Any = None) -> str:
+        if category is UserWarning and filename.startswith(here):
+            return f"warning: {message}\n"
+        return otherwise(message, category, filename, lineno, line)
+
+    return format_warning
 
 
 def end(code: int) -> NoReturn:

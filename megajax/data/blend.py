@@ -294,8 +294,9 @@ class DatasetBuilder(BlendBuilder[GPTDataset]):
         passes = len(index.documents) // (request.last - request.first)  # each reads every sequence once
         split_tokens = int(tokens.lengths[request.first : request.last].sum(dtype=np.int64))
         if split_tokens < least_tokens(request):
+            plural = "s" * (split_tokens != 1)
             warnings.warn(
-                f"{name}: has {split_tokens} tokens, and a row reads {least_tokens(request)}: its documents are "
+                f"{name}: has {split_tokens} token{plural}, and a row reads {least_tokens(request)}: its documents are "
                 f"repeated within rows, {passes} times in all, as by Megatron-LM. Give it a larger share in "
                 "data.split, or more data.",
                 stacklevel=2,

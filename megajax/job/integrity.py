@@ -8,7 +8,7 @@ import jax
 
 from megajax.job.health import watch_gpus
 from megajax.job.recompute import CheckResults
-from megajax.job.replicas import CheckReplicas, FlipBit
+from megajax.job.replicas import CheckReplicas, FlipBit, most_copies, state_hash
 from megajax.job.stragglers import WatchStragglers
 from megajax.resilience.config import ResilienceConfig
 from megajax.resilience.drills import Drill, of_this_attempt
@@ -42,6 +42,9 @@ class Integrity:
         self.hooks: list[Hook] = [*flips, self.replicas, results]
         for line in idle_drills(cfg, run.cfg.steps, jax.process_count(), results.due):
             say(line)
+        if flips and most_copies(state_hash(run.program).leaves, run.mesh) < 2:
+            sharded = f"parallel.data_sharding={run.cfg.parallel.data_sharding} leaves one of each on these devices"
+            say(f"resilience.inject: nothing can notice a bitflip, because no weight has a copy: {sharded}")
         if line := watch_gpus(cfg.health, run.mesh, stack, say, events_file):
             say(line)
         self.watches: list[Callable[[StepInfo], None]] = []

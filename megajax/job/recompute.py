@@ -31,7 +31,7 @@ class CheckResults:
         say: Callable[[str], None],
         drills: Sequence[Drill],
     ):
-        """Raises UserError for a layout with a single data-parallel group, unless parallel.elastic may have chosen it."""
+        """Raises UserError for a layout with a single data-parallel group that parallel.elastic did not choose."""
         self.cfg, self._run, self._event, self._say = cfg, run, event, say
         self._drills = [drill for drill in drills if drill.kind == "wrong_gradients"]
         if cfg.every is not None and run.mesh.shape[AXIS] < 2:

@@ -137,8 +137,16 @@ class FlipBit:
 
 def copied_weight(leaves: list[HashedLeaf], mesh: Mesh) -> str:
     """Path of the first weight that has most copies."""
-    weights = [leaf for leaf in leaves if leaf.path.startswith("params.")]
-    return max(weights, key=lambda leaf: leaf.copies(mesh)).path.removeprefix("params.")
+    return max(_weights(leaves), key=lambda leaf: leaf.copies(mesh)).path.removeprefix("params.")
+
+
+def most_copies(leaves: list[HashedLeaf], mesh: Mesh) -> int:
+    """Largest number of copies of a weight; 1: there are none."""
+    return max(leaf.copies(mesh) for leaf in _weights(leaves))
+
+
+def _weights(leaves: list[HashedLeaf]) -> list[HashedLeaf]:
+    return [leaf for leaf in leaves if leaf.path.startswith("params.")]
 
 
 def with_flipped_bit(state: TrainState, path: str, device: jax.Device) -> TrainState:

@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple
 
+LATEST = 253_402_300_800.0
+"""Seconds from 1970 to the year 10000: later times are damage, and no calendar has them."""
+
 
 class Stamp(NamedTuple):
     """When a line says that it was written."""
@@ -24,7 +27,7 @@ class Stamp(NamedTuple):
     def of(cls, line: dict[str, Any]) -> "Stamp":
         """Of a line of events.jsonl. Raises ValueError, TypeError or KeyError if it has no time."""
         time = float(line["time"])
-        if not math.isfinite(time):
+        if not 0 <= time < LATEST:
             raise ValueError(f"time {time}")
         match line.get("clock"):
             case [str() as boot, int() | float() as seconds] if math.isfinite(seconds):

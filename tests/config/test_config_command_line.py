@@ -11,6 +11,7 @@ import pytest
 from config_samples import RunConfig
 
 import megajax.command_line as cli
+from megajax import command_line
 from megajax.config import ConfigError, UserError
 
 pytestmark = pytest.mark.smoke
@@ -257,3 +258,17 @@ def test_an_interrupt_while_modules_are_imported_is_one_line(tmp_path):
         [sys.executable, "-m", "megajax.train"], capture_output=True, text=True, env=environment, timeout=60
     )
     assert (done.returncode, done.stderr) == (-signal.SIGINT, "interrupted\n"), "a shell shows 130"
+
+
+def test_warnings_are_for_people(capfd):
+    """Those of others keep the place that they come from."""
+    own = str(Path(command_line.__file__).with_name("data"))
+    program = (
+        "import sys, warnings; from megajax.command_line import front_door\n"
+        "def main(argv):\n"
+        f"    warnings.warn_explicit('ours', UserWarning, {own!r}, 7)\n"
+        "    warnings.warn_explicit('theirs', UserWarning, '/elsewhere.py', 8)\n"
+        "front_door(main)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+    assert capfd.readouterr().err.splitlines() == ["warning: ours", "/elsewhere.py:8: UserWarning: theirs"]

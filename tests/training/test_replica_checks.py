@@ -8,10 +8,13 @@ from small_jobs import model, run_config
 from megajax.config.errors import ConfigError
 from megajax.config.tree import check
 from megajax.job.job import train
+from megajax.job.replicas import most_copies
 from megajax.mesh.config import ParallelConfig
+from megajax.mesh.mesh import build_mesh
 from megajax.resilience.config import ResilienceConfig
 from megajax.resilience.drills import Drill
 from megajax.resilience.integrity_config import HealthConfig, RecomputeConfig, ReplicasConfig, StragglersConfig
+from megajax.training.state_hash import HashedLeaf
 
 REPLICATED = ParallelConfig(data=2, data_sharding="replicate")
 
@@ -52,6 +55,14 @@ def test_settings_that_mean_nothing(settings, name):
     with pytest.raises(ConfigError) as caught:
         check(run_config(resilience=ResilienceConfig(**settings)), 1)
     assert name in str(caught.value)
+
+
+@pytest.mark.parametrize(("sharding", "copies"), [("replicate", 2), ("zero1", 1)])
+def test_copies_of_weights_that_a_bitflip_needs(sharding, copies):
+    mesh = build_mesh(ParallelConfig(data=2))
+    whole = HashedLeaf("params.norm", tuple(sharding == "zero1" and axis == "data" for axis in mesh.axis_names), 8)
+    counter = HashedLeaf("consumed_samples", (False,) * len(mesh.axis_names), 4)
+    assert most_copies([counter, whole], mesh) == copies
 
 
 def test_drills_of_a_process():
