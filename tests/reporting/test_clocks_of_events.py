@@ -81,13 +81,12 @@ def test_times_that_are_none_are_torn_lines(fake_run: Callable) -> None:
     run = fake_run()
     run.attempt(0, 5)
     with run.folder.events.open("a") as file:
-        file.write(
-            '{"time": NaN, "event": "a"}\n{"time": 1e999, "event": "a"}\n{"time": 1e308, "event": "start"}\n{"time": "x", "event": "a"}\n'
-        )
+        file.write('{"time": NaN, "event": "a"}\n{"time": 1e999, "event": "a"}\n{"time": "x", "event": "a"}\n')
+        file.write('{"time": 1e308, "event": "start"}\n{"time": -5, "event": "a"}\n')
         file.write('{"time": 1' + "0" * 5000 + ', "event": "a"}\n' + "[" * 100_000 + "\n")
         file.write('{"time": 1800000100.0, "clock": ["b0071d00", 1e999], "event": "b", "step": 1' + "0" * 30 + "}\n")
     history = read_history(run.folder.path)
-    assert "events.jsonl: 5 incomplete lines skipped" in history.faults
+    assert "events.jsonl: 7 incomplete lines skipped" in history.faults
     assert (history.events[-1].name, history.events[-1].step) == ("b", None) and len(attempts(history)) == 1
 
 
