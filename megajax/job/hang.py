@@ -118,27 +118,32 @@ class Pulse:
 
     def _watch(self) -> None:
         while not self._over.wait(TICK_SECONDS):
-            self._beat()
-            for tick in self.ticks:
-                tick()
-            if self.watchdog is not None:
-                self._look(self.watchdog)
+            self._tick()
+            if self.watchdog is not None and (hang := self.watchdog.check(TICK_SECONDS)) is not None:
+                self._hangs(self.watchdog, hang)
 
-    def _look(self, watchdog: Watchdog) -> None:
-        self._backstop.hold(max(watchdog.longest(), 0.0) + BACKSTOP_SECONDS)
-        if (hang := watchdog.check(TICK_SECONDS)) is not None:
-            self._hangs(watchdog, hang)
+    def _tick(self) -> None:
+        """What is due every second, whether or not this process waits for one that is late."""
+        self._beat()
+        for tick in self.ticks:
+            tick()
+        if self.watchdog is not None:
+            self._backstop.hold(max(self.watchdog.longest(), 0.0) + BACKSTOP_SECONDS)
 
     def _hangs(self, watchdog: Watchdog, hang: Hang) -> None:
         """End the process, unless another one that it waits for has not reached its own limit."""
         verdict, deadline = self.peers.verdict(), time.monotonic()
+        waited = verdict.patience > TICK_SECONDS
         while verdict.patience > TICK_SECONDS and time.monotonic() < deadline + verdict.patience:
-            self._beat()
-            time.sleep(TICK_SECONDS)
+            if self._over.wait(TICK_SECONDS):
+                return
+            self._tick()
             if watchdog.check(TICK_SECONDS) is None:
                 return
-        if watchdog.check(TICK_SECONDS) is not None and not self._over.is_set():
-            self._end(hang, verdict)
+        now = watchdog.check(TICK_SECONDS)
+        if now is not None and not self._over.is_set():
+            # What was said of the late process is old by now, and it may have said itself why it ends.
+            self._end(now, self.peers.verdict() if waited else verdict)
 
     def _end(self, hang: Hang, verdict: Verdict) -> None:
         """Say where the process hangs, and end it with code 124."""

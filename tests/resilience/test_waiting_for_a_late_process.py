@@ -1,0 +1,67 @@
+"""A process that hangs because another one is late waits until that one has reached its own limit."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megajax.job import hang
+from megajax.job.hang import Pulse
+from megajax.job.peer_status import Verdict
+from megajax.resilience.activity import Activity
+from megajax.resilience.watchdog_config import WatchdogConfig
+
+LATE = Verdict(1, "process 1 has been saving step 6 for 1 s", patience=0.6)
+SAID = Verdict(1, "process 1 failed: it hangs", said=True)
+
+
+class Waiting(Pulse):
+    """In step 7 beyond its limit, as process 1 is saving."""
+
+    def __init__(self, run_dir: Path, activity: Activity, monkeypatch: pytest.MonkeyPatch, verdicts: list[Verdict]):
+        cfg = WatchdogConfig(step=0.1, compile=0.1)
+        super().__init__(run_dir, activity, cfg)
+        self.held: list[float] = []
+        self.ended: list[tuple[float, Verdict]] = []
+        monkeypatch.setattr(self.peers, "verdict", lambda: verdicts.pop(0))
+        monkeypatch.setattr(self._backstop, "hold", self.held.append)
+        monkeypatch.setattr(self, "_end", lambda hang, verdict: self.ended.append((hang.seconds, verdict)))
+
+
+@pytest.fixture
+def waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Waiting]:
+    monkeypatch.setattr(hang, "TICK_SECONDS", 0.05)
+    return lambda *verdicts: Waiting(tmp_path, Activity(), monkeypatch, list(verdicts))
+
+
+def hangs(pulse: Waiting) -> None:
+    with pulse.activity.phase("step", 7):
+        time.sleep(0.2)
+        found = pulse.watchdog and pulse.watchdog.check(1.0)
+        assert pulse.watchdog is not None and found is not None
+        pulse._hangs(pulse.watchdog, found)
+
+
+def test_meanwhile_the_backstop_is_held_and_requests_are_seen(waiting: Callable[..., Waiting]) -> None:
+    pulse = waiting(LATE, SAID)
+    looks: list[None] = []
+    pulse.ticks.append(lambda: looks.append(None))
+    hangs(pulse)
+    assert len(looks) >= 5, "a request to stop would be seen"
+    assert len(pulse.held) >= 5 and min(pulse.held) >= 60, "else SIGALRM ends the process, which runs"
+
+
+def test_at_its_end_the_message_is_of_now(waiting: Callable[..., Waiting]) -> None:
+    pulse = waiting(LATE, SAID)
+    hangs(pulse)
+    ((seconds, verdict),) = pulse.ended
+    assert seconds > 0.7 and verdict == SAID
+
+
+def test_nobody_is_waited_for_who_has_reached_the_limit(waiting: Callable[..., Waiting]) -> None:
+    stuck = Verdict(None, "all processes are equally far")
+    pulse = waiting(stuck)
+    hangs(pulse)
+    ((seconds, verdict),) = pulse.ended
+    assert seconds < 0.7 and verdict == stuck
