@@ -44,6 +44,10 @@ READS_PER_SECOND = 100
 FIRST_TICKS, FIRST_SECONDS = 0.1, 60.0
 """How often before the run folder is known, so that it is seen as it was when the attempt began; and for how long."""
 
+LATE_SECONDS = 5.0
+"""Beats that are read this much later than they should be: the launcher was stopped, as by Ctrl-Z, or with its machine
+or container, or a file system did not answer."""
+
 DUPLICATE_SECONDS = 0.25
 """A signal this soon after another is the same request, delivered twice."""
 
@@ -103,7 +107,9 @@ class Attempt:
                     self._fail(event)
             for _, action in self._take_due():
                 action()
-            if time.monotonic() >= look:
+            if (late := time.monotonic() - look) >= 0:
+                if late > LATE_SECONDS:
+                    self._watch.pause(late)
                 looked = time.monotonic()
                 self._look()
         return self._outcome()

@@ -64,11 +64,18 @@ class GangWatch:
         self.baseline: int | None = None
         """The newest step with a whole checkpoint when the run folder became known; None: none."""
         self._positions: dict[int, tuple[object, ...]] = {}
-        self._moved = clock()
+        self._moved = self._looked = clock()
+
+    def pause(self, seconds: float) -> None:
+        """The launcher itself did not run for so long, and perhaps nobody else did: this time does not count."""
+        for sight in self.seen.values():
+            sight.changed += seconds
+        self._moved += seconds
 
     def look(self) -> None:
         """Read all beats."""
-        now = self._clock()
+        # All ages are of this moment: reading a file system that does not answer takes time as well.
+        self._looked = now = self._clock()
         for path in sorted(self.folder.glob("process_*.json")):
             number = re.fullmatch(r"process_(\d+)\.json", path.name)
             beat = Beat.read(self.folder, int(number[1])) if number else None
@@ -88,7 +95,7 @@ class GangWatch:
     def silent(self, process: int) -> float:
         """Seconds since the beat of a process changed; 0.0 without beats."""
         sight = self.seen.get(process)
-        return 0.0 if sight is None else self._clock() - sight.changed
+        return 0.0 if sight is None else self._looked - sight.changed
 
     def hang(self, ended: set[int]) -> str | None:
         """Why the gang counts as hung, apart from processes that have ended; None: it does not."""
@@ -98,7 +105,7 @@ class GangWatch:
         for index, sight in alive.items():
             if (why := self._silence(index, sight)) is not None:
                 return why
-        limit, still = self.limits.progress, self._clock() - self._moved
+        limit, still = self.limits.progress, self._looked - self._moved
         if alive and limit is not None and still > limit:
             return f"no process has moved for {still:.0f} s (--watchdog-timeout={limit:g})"
         return None

@@ -278,3 +278,20 @@ def test_a_scheduler_is_asked_to_end_its_own_processes(start, tmp_path):
     assert gang.wait(60) == 124, gang.text
     assert " is stopped (state T)" in last_line(gang)
     assert time.monotonic() - gang.began < 28  # ten seconds later, by two SIGINTs; not by SIGKILL after thirty
+
+
+@pytest.mark.slow
+def test_a_gang_that_was_stopped_with_its_launcher_goes_on(start, tmp_path):
+    """As by Ctrl-Z, a paused container or a machine that sleeps: beats are old, and nobody hangs."""
+    late = ",".join(f"late:0@{step}#1" for step in range(1, 11))
+    gang = train(start, tmp_path, "--beat-timeout=3", FAULTS=late)
+    gang.until(lambda: (tmp_path / "losses.txt").exists())
+    everyone = (gang.process.pid, *gang.children())
+    for pid in everyone:
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(8.0)
+    for pid in everyone:  # the launcher first: then it sees the old beats
+        os.kill(pid, signal.SIGCONT)
+        time.sleep(0.2)
+    assert gang.wait(60) == 0, gang.text
+    assert losses(tmp_path) == whole({1: range(1, 11)})

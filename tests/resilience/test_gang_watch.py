@@ -49,6 +49,26 @@ def test_a_process_that_falls_silent(gang):
     assert gang.watch.hang({1}) is None
 
 
+def test_time_in_which_the_launcher_was_stopped_does_not_count(gang):
+    gang.watch.pause(1000.0)
+    assert gang.after(1001.0) is None
+    assert gang.after(60.0) == "process 0 does not answer, its last beat is 61 s old (--beat-timeout=60)"
+
+
+def test_a_file_system_that_does_not_answer_is_no_silence(gang):
+    real = gang.watch._clock
+
+    def slow() -> float:
+        gang.now += 100.0
+        return real()
+
+    gang.watch._clock = slow
+    gang.beat(0)
+    gang.beat(1)
+    gang.watch.look()
+    assert gang.watch.hang(set()) is None
+
+
 def test_a_process_that_waits_for_the_others_to_end_may_be_silent(gang):
     for phase in ("finish", None):
         gang.beat(1, phase=phase)
