@@ -256,8 +256,10 @@ class Attempt:
         if cause is None:
             return Outcome(max(member.process.returncode for member in self._members), asked=asked)
         member = self._members[0 if self._scheduler else cause.process or 0]
+        # Before it handles signals, a process is ended by what was passed on to it: that is no crash.
+        ended = asked is not None and member.process.returncode == -asked
         return Outcome(
-            cause.code,
+            128 + asked if ended else cause.code,
             cause,
             self._description + "; the others were stopped" * (len(self._members) > 1),
             self._failed or time.monotonic(),

@@ -295,3 +295,14 @@ def test_a_gang_that_was_stopped_with_its_launcher_goes_on(start, tmp_path):
         time.sleep(0.2)
     assert gang.wait(60) == 0, gang.text
     assert losses(tmp_path) == whole({1: range(1, 11)})
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_before_processes_handle_signals_is_no_crash(start, number):
+    """Code 1 would have schedulers start it again."""
+    script = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_DFL); print('up')\ntime.sleep(60)"
+    gang = start(*launcher("--max-restarts=3"), sys.executable, "-c", script)
+    gang.until(lambda: gang.text.count("up") == 2)
+    gang.process.send_signal(number)
+    assert gang.wait(20) == 128 + number, gang.text
+    assert f"killed by {number.name} after" in last_line(gang) and f"{number.name} asked for the end" in last_line(gang)
