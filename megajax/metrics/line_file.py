@@ -1,5 +1,6 @@
 """Files of lines that survive a full disk: lines that cannot be written wait for the next one."""
 
+import errno
 import os
 import sys
 import threading
@@ -63,6 +64,8 @@ class LineFile:
                 else:
                     self._torn = True
                     self._torn = not self._take_back(data[:written])
+                    # Written again at once it would be torn again: the last block may have room for a part of it.
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             if self._failure is None:
                 self._say(f"{self._path} can't be written: {error.strerror}; its lines wait in memory")

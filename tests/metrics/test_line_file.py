@@ -56,6 +56,30 @@ def test_lines_wait_for_room(tmp_path: Path, disk: dict[str, int], room: int) ->
     assert [json.loads(line)["n"] for line in (tmp_path / "x.jsonl").read_text().splitlines()] == [0, 1, 2, 3, 4]
 
 
+def test_a_part_that_is_taken_back_is_not_written_for_ever(
+    tmp_path: Path, disk: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk whose last block has room for a part of each line."""
+    truncate, taken_back = os.ftruncate, []
+
+    def truncated(descriptor: int, size: int) -> None:
+        disk["room"] += os.fstat(descriptor).st_size - size
+        taken_back.append(size)
+        assert len(taken_back) < 100, "it tries for ever"
+        truncate(descriptor, size)
+
+    monkeypatch.setattr("megajax.metrics.line_file.os.ftruncate", truncated)
+    said: list[str] = []
+    file = LineFile(tmp_path / "x.jsonl", said.append)
+    disk["room"] = 5
+    for number in range(3):
+        file.write(f'{{"n": {number}}}\n')
+    assert len(said) == 1 and "No space left on device" in said[0] and len(taken_back) == 3
+    disk["room"] = 10**9
+    file.close()
+    assert (tmp_path / "x.jsonl").read_text() == '{"n": 0}\n{"n": 1}\n{"n": 2}\n'
+
+
 def test_a_line_that_was_torn_by_another_process_is_repeated(tmp_path: Path, disk: dict[str, int]) -> None:
     path = tmp_path / "events.jsonl"
     file = LineFile(path, lambda _: None)
