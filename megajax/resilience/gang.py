@@ -20,6 +20,7 @@ from typing import BinaryIO
 from megajax.config.errors import Problem, UserError
 from megajax.mesh.world import COORDINATOR, COUNT, INDEX, LOCAL_COUNT, LOCAL_INDEX
 from megajax.resilience.beats import ATTEMPT, BEATS
+from megajax.resilience.output import GONE
 
 DRAIN_SECONDS = 1.0
 """How long to wait for the remaining output of ended processes: a stray grandchild may keep a pipe open."""
@@ -216,12 +217,15 @@ _WRITING = threading.Lock()
 
 
 def write_or_drop(target: int, text: bytes) -> None:
-    """Write a line to standard output or standard error; without a reader (`... | head`), drop it and all after it."""
+    """Write a line to standard output or standard error, or drop it: on a full disk it alone, without a reader (`...
+    | head`) all after it too."""
     with _WRITING:
         try:
             while text:
                 text = text[os.write(target, text) :]
-        except OSError:
+        except OSError as error:
+            if error.errno not in GONE:
+                return
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, target)
             os.close(null)

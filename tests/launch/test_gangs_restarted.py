@@ -1,5 +1,6 @@
 """Restarts of real gangs, of a program that behaves like training and starts at once: see fake_train.py."""
 
+import errno
 import json
 import os
 import signal
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 from gangs import REPOSITORY, Started, launcher, saved
 
-from megajax.resilience.gang import ELASTIC
+from megajax.resilience.gang import ELASTIC, write_or_drop
 from megajax.train import ELASTIC as SWITCH
 
 FAKE = Path(__file__).with_name("fake_train.py")
@@ -306,3 +307,20 @@ def test_a_stop_before_processes_handle_signals_is_no_crash(start, number):
     gang.process.send_signal(number)
     assert gang.wait(20) == 128 + number, gang.text
     assert f"killed by {number.name} after" in last_line(gang) and f"{number.name} asked for the end" in last_line(gang)
+
+
+def test_output_goes_on_after_a_full_disk(tmp_path, monkeypatch):
+    """Only a reader that is gone does not come back."""
+    real, full = os.write, [True, False]
+
+    def write(descriptor: int, text: bytes) -> int:
+        if full.pop(0):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(descriptor, text)
+
+    path = tmp_path / "log"
+    with path.open("wb") as log:
+        monkeypatch.setattr("megajax.resilience.gang.os.write", write)
+        write_or_drop(log.fileno(), b"lost\n")
+        write_or_drop(log.fileno(), b"written\n")
+    assert path.read_text() == "written\n"
