@@ -4,12 +4,14 @@ Writers get plain numbers, already fetched from the devices, so that none of the
 """
 
 import os
+import sys
 import time
 import uuid
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
+from megajax.config.errors import UserError
 from megajax.config.missing import require
 from megajax.metrics.config import LoggingConfig, WandbConfig
 from megajax.metrics.event_log import Clock
@@ -33,8 +35,14 @@ class Writer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        try:
+            self.close()
+        except UserError as failed:
+            if error is None:
+                raise
+            # People must see what ended the run: on a full disk, lines are lost because of the same.
+            print(f"megajax: {failed}", file=sys.stderr, flush=True)
 
 
 class Writers(Writer):

@@ -10,6 +10,7 @@ import pytest
 
 from megajax.metrics.event_log import append_event
 from megajax.metrics.line_file import LineFile, LinesLost
+from megajax.metrics.writers import EventsWriter
 
 WRITE = os.write
 
@@ -107,6 +108,17 @@ def test_lines_that_are_lost_are_counted(tmp_path: Path, disk: dict[str, int]) -
     with pytest.raises(LinesLost, match=r"the last 2 lines could not be written: No space left on device") as caught:
         file.close()
     assert caught.value.code == 1
+
+
+def test_lost_lines_do_not_hide_what_ended_the_run(
+    tmp_path: Path, disk: dict[str, int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A checkpoint that could not be saved for want of the same space."""
+    with pytest.raises(ValueError, match="not saved"), EventsWriter(tmp_path / "x.jsonl") as events:
+        disk["room"] = 0
+        events.event("start")
+        raise ValueError("not saved")
+    assert "the last 1 lines could not be written" in capsys.readouterr().err
 
 
 def test_a_line_behind_a_torn_one_is_whole(tmp_path: Path) -> None:
