@@ -8,6 +8,9 @@ from megajax.resilience.integrity_config import StragglersConfig
 
 LEAST_SECONDS = 1e-3
 """What a factor is at least divided by."""
+LEAST_EXCESS = 0.01
+"""A process is slower by at least so many seconds: in steps of milliseconds, a share of one is what any scheduler of
+processes takes now and then."""
 
 
 class Straggler(NamedTuple):
@@ -59,6 +62,7 @@ class StragglerRule:
     ) -> Straggler | None:
         others = median([*column[:process], *column[process + 1 :]])
         factor = own / max(others, LEAST_SECONDS)
-        if self._cfg.factor is None or factor <= self._cfg.factor or own - others < self._cfg.share * step_seconds:
+        least = max(self._cfg.share * step_seconds, LEAST_EXCESS)
+        if self._cfg.factor is None or factor <= self._cfg.factor or own - others < least:
             return None
         return Straggler(process, phase, round(factor, 1), round(own, 4), round(others, 4), first)

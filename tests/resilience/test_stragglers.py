@@ -39,6 +39,7 @@ def test_one_change_is_told_once():
         (1.9, 1.0, 2.0, False),  # not twice as long
         (2.2, 1.0, 2.0, True),
         (0.3, 0.0, 0.3, True),  # the others took no time at all
+        (0.009, 0.002, 0.04, False),  # a share of a short step, but what any scheduler of processes takes
     ],
 )
 def test_both_a_factor_and_a_share_of_the_step(own, others, step, told):
