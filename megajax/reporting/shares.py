@@ -58,7 +58,7 @@ def time_by_cause(history: History, runs: Sequence[Attempt]) -> list[Share]:
     waited = [event.at - (run.ready or run.begin) - event.seconds("seconds") for run, event in firsts]
     before_first = sum(max(seconds, 0.0) for seconds in waited)
     # The first step of an attempt includes its compilation, whether the step was kept or run again.
-    typical = history.steps.median("step_seconds") or 0.0
+    typical = _typical(history, runs)
     compiling = [(run, max(event.seconds("seconds") - typical, 0.0)) for run, event in firsts]
     compiled = sum(seconds for _, seconds in compiling)
     lost = sum(s for run, s in compiling if run.rerun_steps and run.last_step - run.rerun_steps <= run.first_step)
@@ -111,6 +111,15 @@ def exposed_wait(history: History, runs: Sequence[Attempt]) -> tuple[float, floa
     excess = np.maximum(times - np.percentile(times if compiles.all() else times[~compiles], FAST), 0.0)
     following = (np.diff(steps.step) == 1) & ~idle[1:] & ~compiles[1:] & ~compiles[:-1]
     return float(np.minimum(excess[:-1], waits[1:])[following].sum()), float(waits[idle].sum())
+
+
+def _typical(history: History, runs: Sequence[Attempt]) -> float:
+    """Median seconds of the steps that no attempt began with; 0 where there are none, for nothing tells them from
+    compilation."""
+    steps = history.steps
+    times = steps.column("step_seconds")[~np.isin(steps.step, [run.first_step + 1 for run in runs])]
+    times = times[np.isfinite(times)]
+    return float(np.median(times)) if len(times) else 0.0
 
 
 def data_wait(history: History) -> float | None:

@@ -101,6 +101,17 @@ def test_a_run_resumed_twice(fake_run: Callable) -> None:
     assert sum(share.part for share in time_by_cause(history, runs)) == pytest.approx(1.0)
 
 
+def test_attempts_of_one_step_are_compiling(fake_run: Callable) -> None:
+    """Their steps are no measure of a step: a run that starts again and again did little."""
+    run = fake_run()
+    for first in range(4):
+        run.attempt(first, first + 1)
+    run.attempt(4, 6)
+    history = read_history(run.folder.path)
+    shares = {share.cause: share.seconds for share in time_by_cause(history, attempts(history))}
+    assert shares["steps"] == pytest.approx(6 * 0.5) and shares["compiling"] >= 5 * 10.0
+
+
 def test_a_killed_attempt_lasts_to_its_last_logged_step(fake_run: Callable) -> None:
     run = fake_run()
     run.attempt(0, 40)
