@@ -126,7 +126,11 @@ def split_source(source: str) -> tuple[str, str]:
 def _config_files(folder: Path) -> list[Path]:
     if not folder.is_dir():
         return []
-    return sorted(file for file in folder.iterdir() if file.suffix in SUFFIXES and not file.name.startswith("_"))
+    return sorted(
+        file
+        for file in folder.iterdir()
+        if file.suffix in SUFFIXES and file.is_file() and not file.name.startswith("_")
+    )
 
 
 def _instead(wanted: Path, function: str, folders: Iterable[Path]) -> str:

@@ -64,6 +64,8 @@ def test_settings_over_a_file(folder):
 def test_a_missing_file_or_function_names_the_near_ones(folder):
     assert "did you mean mini_124m.py?" in refusal("mini_125m.py")
     assert "did you mean mini_124m.py?" in refusal("mini_12m")
+    (folder / "folder.yaml").mkdir()
+    assert "did you mean folder.yaml?" not in refusal("folder.yaml")
     assert "mini_124m.py" in refusal("other")
     message = refusal("mini_124m.py:debgu")
     assert "has no function debgu (it has config, debug)" in message
