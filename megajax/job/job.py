@@ -43,7 +43,7 @@ from megajax.metrics.throughput import StepRate, peak_bf16_flops
 from megajax.metrics.writers import Writers, open_writers
 from megajax.models.facts import flops_of
 from megajax.models.protocol import counted
-from megajax.resilience.activity import BACKGROUND_SAVE, FINISH, SETUP, Activity
+from megajax.resilience.activity import BACKGROUND_SAVE, FINISH, LOGGING, SETUP, Activity
 from megajax.resilience.beats import first_line
 from megajax.resilience.drills import drilled
 from megajax.resilience.exit_codes import NUMERIC_FAULT
@@ -286,7 +286,8 @@ class Job:
             self.console.say(f"{memory.sentence()}{banner.memory_formula(self.run)}")
         for info in chain([first], infos):
             record = step_record(self.run, info, rate, detailed=self.detailed(info.step))
-            self.log.log(replace(record, save_failed=self.save.failed is not None))
+            with self.activity.phase(LOGGING, info.step):  # a file system may not answer
+                self.log.log(replace(record, save_failed=self.save.failed is not None))
             for watch in self.watches:
                 watch(info)
             yield info

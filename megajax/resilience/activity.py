@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 SETUP, COMPILE, STEP, BACKGROUND_SAVE, FINISH = "setup", "compile", "step", "background_save", "finish"
+LOGGING = "logging"
 """Phases beside those of `megajax.training.timing`, which are also timed: data_wait, evaluation, save."""
 
 REMEMBERED = 64
@@ -20,6 +21,7 @@ _WORDS = {
     COMPILE: "compiling for step {}",
     STEP: "in step {}",
     FINISH: "finishing",
+    LOGGING: "logging step {}",
     BACKGROUND_SAVE: "writing the checkpoint of step {}",
     "data_wait": "waiting for the rows of step {}",
     "evaluation": "evaluating after step {}",

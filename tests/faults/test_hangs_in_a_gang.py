@@ -2,6 +2,7 @@
 
 import json
 import signal
+import sys
 from pathlib import Path
 
 import gangs
@@ -147,3 +148,16 @@ def test_a_stopped_and_continued_process_goes_on(tmp_path):
         process.until(lambda: len((run_dir / "metrics.jsonl").read_text().splitlines()) > lines + 50)
         process.process.send_signal(signal.SIGTERM)
         assert process.wait() == 0, process.text
+
+
+@pytest.mark.slow
+def test_a_line_that_is_never_written(tmp_path):
+    """A single process, whom no other one waits for."""
+    train = (sys.executable, Path(__file__).with_name("train_on_a_stuck_disk.py"))
+    limits = ("--resilience.watchdog.other=2", "--resilience.watchdog.compile=60", "--logging.every=1")
+    settings = (*gangs.TINY[:-2], "--devices=cpu:1", *gangs.LONG, *limits, f"--run_dir={tmp_path / 'run'}")
+    with gangs.started(tmp_path) as start:
+        process = start(*train, *settings)
+        assert process.wait(90) == 124, process.text
+    last = process.text.splitlines()[-1]
+    assert "process 0 hangs, logging step 3 for" in last and "limit 2 s (resilience.watchdog.other)" in last
