@@ -1,7 +1,7 @@
 """Local checkpoints in a job: which checkpoint it starts from, saves between steps, and one when a process is lost."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,7 @@ import jax
 
 from megajax.checkpoint.local import LocalCheckpoints, LocalReport
 from megajax.checkpoint.local_history import RunHistory
-from megajax.checkpoint.local_reader import LocalReader
+from megajax.checkpoint.local_reader import LocalReader, NotWhole
 from megajax.checkpoint.manager import CheckpointManager
 from megajax.checkpoint.reader import CheckpointReader, say
 from megajax.config.errors import ConfigError, UserError
@@ -85,10 +85,8 @@ class LocalSaves:
         if self.reader is None or self.cfg.checkpoint.step is not None:
             return None
         step = self.reader.newest_whole()
-        for passed in self.reader.passed_over:
-            to = "the shared folder's checkpoints" if step is None else f"the local checkpoint of step {step}"
-            self._told(f"the local checkpoint of step {passed.step} is not whole: {passed.why}; next are {to}")
-            self.event("checkpoint_fallback", from_step=passed.step, to_step=step, kind="local", why=passed.why)
+        if self.reader.passed_over:
+            self._told_passed_over(self.reader.passed_over, step)
         if step is None:
             return None
         saved, here = self.reader.meta(step)["mesh"], mesh_here(self.cfg)
@@ -98,6 +96,17 @@ class LocalSaves:
             self.event("checkpoint_fallback", from_step=step, to_step=self.manager.newest(), kind="local", why=why)
             return None
         return step
+
+    def _told_passed_over(self, passed_over: Sequence[NotWhole], step: int | None) -> None:
+        """Tell of local checkpoints that are not whole. step: the newest that is."""
+        peers = None if self.local is None else self.local.peers
+        shared = self.manager.newest() if peers is None else peers.share(self.manager.newest())
+        used = step is not None and (shared is None or step > shared)
+        to = f"the local checkpoint of step {step}" if used else "the shared folder's checkpoints"
+        next_one = step if used else shared
+        for passed in (each for each in passed_over if shared is None or each.step > shared):
+            self._told(f"the local checkpoint of step {passed.step} is not whole: {passed.why}; next are {to}")
+            self.event("checkpoint_fallback", from_step=passed.step, to_step=next_one, kind="local", why=passed.why)
 
     def _told(self, line: str) -> None:
         if self.local is not None and self.local.peers.first:

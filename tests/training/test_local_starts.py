@@ -98,10 +98,19 @@ def test_a_damaged_local_checkpoint_falls_back_to_the_next_newest(tmp_path, capf
     second = attempt(tmp_path, config(tmp_path))
     assert (second.kind, second.step) == ("shared", 3)
     (passed_over,) = [each for each in second.events if each["event"] == "checkpoint_fallback"]
-    assert (passed_over["from_step"], passed_over["kind"]) == (4, "local") and "sha256" in passed_over["why"]
-    assert (
-        "the local checkpoint of step 4 is not whole: no process has the shards of process 0" in capfd.readouterr().err
-    )
+    assert (passed_over["from_step"], passed_over["to_step"], passed_over["kind"]) == (4, 3, "local")
+    assert "sha256" in passed_over["why"]
+    told = capfd.readouterr().err
+    assert "the local checkpoint of step 4 is not whole: no process has the shards of process 0" in told
+    assert "next are the shared folder's checkpoints" in told
+
+
+def test_a_damaged_local_checkpoint_that_is_older_than_the_shared_one_is_no_fallback(tmp_path):
+    attempt(tmp_path, config(tmp_path), (6,), (4,))
+    damage(sets(tmp_path)[-1] / "own.bin")
+    second = attempt(tmp_path, config(tmp_path))
+    assert (second.kind, second.step) == ("shared", 6)
+    assert not [each for each in second.events if each["event"] == "checkpoint_fallback"]
 
 
 def test_a_damaged_shared_checkpoint_falls_back_to_a_local_one(tmp_path, capfd):
