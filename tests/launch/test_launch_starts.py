@@ -90,4 +90,7 @@ def test_the_launchers_port_is_in_use(start):
 def test_an_invalid_setting_is_reported_once(start, tmp_path):
     gang = start(*launcher(processes=3), *TRAIN, *TINY, "--steps=many", f"--run_dir={tmp_path / 'run'}")
     assert gang.wait(30) == 2
-    assert gang.text.count("steps: expected a whole number, got 'many'") == 1, gang.text
+    message = "steps: expected a whole number, got 'many'"
+    *lines, last = gang.text.splitlines()
+    assert "\n".join(lines).count(message) == 1, gang.text
+    assert last.startswith("megajax.launch: process ") and message in last  # what ended the gang comes last
