@@ -1,12 +1,14 @@
 """What ends or disturbs a process, as lines of events.jsonl: crashes and signals, from any process and at any time."""
 
 import contextlib
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
 from megajax.config.errors import UserError
 from megajax.metrics.event_log import EventLog, append_event
+from megajax.metrics.line_file import LinesLost
 from megajax.resilience.activity import SETUP, Activity, Doing
 
 LONGEST = 400
@@ -53,6 +55,20 @@ class FailureLog:
         with contextlib.suppress(OSError):
             if self._path is not None:
                 append_event(self._path, event, process=self._process, **fields)
+
+
+@contextlib.contextmanager
+def says_lost_lines(code: Callable[[], int]) -> Generator[None]:
+    """Around a job: lines lost on a full disk are an error of a job that ends with 0, and else only said.
+
+    code: what the job is about to end with, by which a launcher decides about a restart.
+    """
+    try:
+        yield
+    except LinesLost as lost:
+        if code() == 0:
+            raise
+        print(f"megajax: {lost}", file=sys.stderr, flush=True)
 
 
 def one_line(error: BaseException) -> str:

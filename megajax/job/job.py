@@ -21,7 +21,7 @@ from megajax.job.data_files import DataFiles
 from megajax.job.device_faults import device_fault
 from megajax.job.device_memory import compiled_memory, memory_in_use
 from megajax.job.ending import Ending, Reporter, Sampler
-from megajax.job.failure import FailureLog
+from megajax.job.failure import FailureLog, says_lost_lines
 from megajax.job.hang import Pulse
 from megajax.job.hooks import Evaluate, EvaluateTasks
 from megajax.job.integrity import Integrity
@@ -427,8 +427,9 @@ def train(
     """
     started, failures = time.monotonic() if started is None else started, FailureLog()
     job: Job | None = None
+    code = 0
     find_devices()
-    with ExitStack() as stack:
+    with says_lost_lines(lambda: code), ExitStack() as stack:
         pulse = stack.enter_context(Pulse(cfg.run_dir, Activity(), cfg.resilience.watchdog))
         try:
             with pulse.activity.phase(SETUP):

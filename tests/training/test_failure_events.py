@@ -12,8 +12,9 @@ from small_jobs import run_config
 
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.config.errors import UserError
-from megajax.job.failure import LONGEST, one_line
+from megajax.job.failure import LONGEST, one_line, says_lost_lines
 from megajax.job.job import train
+from megajax.metrics.line_file import LinesLost
 from megajax.reporting.attempts import attempts
 from megajax.reporting.history import read_history
 from megajax.resilience.activity import Activity
@@ -43,6 +44,15 @@ def test_an_error_while_rows_are_awaited(tmp_path: Path) -> None:
     (attempt,) = attempts(read_history(run))
     assert attempt.ending.startswith("crashed in data wait of step 4: DrillFault: ") and attempt.exit_code == 1
     assert attempt.ready is not None and attempt.begin < attempt.ready < attempt.end
+
+
+def test_lines_that_a_full_disk_lost_do_not_change_the_code_of_a_failure(capsys: pytest.CaptureFixture) -> None:
+    for code in (17, 75):
+        with says_lost_lines(lambda code=code: code):
+            raise LinesLost("3 lines of metrics.jsonl could not be written")
+        assert "megajax: 3 lines of metrics.jsonl" in capsys.readouterr().err
+    with pytest.raises(LinesLost), says_lost_lines(lambda: 0):
+        raise LinesLost("3 lines of metrics.jsonl could not be written")
 
 
 def test_an_error_of_a_setup_comes_before_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
