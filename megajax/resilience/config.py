@@ -17,7 +17,7 @@ class ResilienceConfig:
     """Signals, early ends, and losses or gradients that are not finite or spike."""
 
     save_on_signal: bool = True
-    """On SIGTERM, SIGINT (Ctrl-C), SIGUSR1 or SIGHUP (closed terminal), save a checkpoint and end with exit_code_on_signal."""
+    """On SIGTERM, SIGINT (Ctrl-C), SIGUSR1 or SIGHUP, save a checkpoint and end with exit_code_on_signal."""
     exit_code_on_signal: int = 0
     """Exit code of a run that was asked to stop by a signal and has saved, e.g. 75 to have a scheduler requeue it."""
     stop_grace: float = 60.0

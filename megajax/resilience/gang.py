@@ -32,8 +32,8 @@ LAST_LINES, LAST_BYTES = 50, 1 << 16
 """What is shown of the log of the process that failed."""
 
 ELASTIC = "MEGAJAX_ELASTIC"
-"""Environment variable by which fewer processes than asked for fit the layout to the devices they have, as parallel.elastic
-does: `megajax.training.replan`."""
+"""Environment variable by which fewer processes than asked for fit the layout to their devices, as parallel.elastic does:
+`megajax.training.replan`."""
 
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 _PR_SET_PDEATHSIG = 1
