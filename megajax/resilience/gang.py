@@ -32,7 +32,7 @@ LAST_LINES, LAST_BYTES = 50, 1 << 16
 """What is shown of the log of the process that failed."""
 
 ELASTIC = "MEGAJAX_ELASTIC"
-"""Environment variable by which fewer processes than asked for fit the layout to their devices, as parallel.elastic does:
+"""Environment variable by which fewer processes than asked for fit the layout to their devices, like parallel.elastic:
 `megajax.training.replan`."""
 
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
