@@ -78,20 +78,16 @@ def gang_kills(trials: int, folder: Path, seed: int) -> dict[str, Any]:
     settings = (f"--steps={steps}", f"--checkpoint.every={every}", "--checkpoint.keep_last=2", "--logging.every=50")
     resumed, lost, during = list[int](), 0, 0
     with gang(folder / "killed", *settings) as run:
-
-        def newest() -> int:
-            return max([0, *(event["step"] for event in run.events("save_committed"))])
-
         for trial in range(trials):
             run.until(lambda trial=trial: len(run.events("start")) > trial, f"start {trial + 1}")
             first, saves = run.events("start")[-1]["step"], len(run.events("save_begun"))
             run.until(lambda saves=saves: len(run.events("save_begun")) > saves, "a save")
             if trial % 2:
-                run.until(lambda first=first: newest() > first, "a committed save")
+                run.until(lambda first=first: _newest(run) > first, "a committed save")
             time.sleep(draw.uniform(0.0, 1.0))
             if run.step() >= steps - 2 * every:
                 break
-            committed = newest()
+            committed = _newest(run)
             during += run.events("save_begun")[-1]["step"] > committed
             kill(run, draw.randrange(2))
             run.until(lambda trial=trial: len(run.events("start")) > trial + 1, "a restart")
@@ -117,8 +113,8 @@ def restarts(trials: int, folder: Path) -> dict[str, Any]:
     with gang(folder / "run", *settings) as run:
         for trial in range(trials):
             run.until(lambda trial=trial: len(run.events("first_step")) > trial, "the first step")
-            reached = run.step()
-            run.until(lambda reached=reached: run.step() >= reached + 7, "a few steps")
+            first = run.events("start")[-1]["step"]
+            run.until(lambda first=first: _newest(run) > first, "a committed save")
             pids, rank = run.ranks(), trial % 2
             kill(run, rank)
             since = time.monotonic()
@@ -127,6 +123,11 @@ def restarts(trials: int, folder: Path) -> dict[str, Any]:
             run.until(lambda trial=trial: len(run.events("first_step")) > trial + 1, "the first step of a new attempt")
             again.append(time.monotonic() - since)
     return {"trials": trials, "seconds to gang down": _spread(down), "seconds to the next step": _spread(again)}
+
+
+def _newest(run: SupervisedRun) -> int:
+    """The newest committed step; 0: none."""
+    return max([0, *(event["step"] for event in run.events("save_committed"))])
 
 
 def _spread(values: list[float]) -> dict[str, float]:
