@@ -8,7 +8,7 @@
 
 kills: a process that saves in a loop is killed at random moments and started again (--single), and a random rank of a
 supervised gang of two (--gang). restarts: from the death of a rank to no process left, and to the next step. watchdog:
-from a rank that stops to the end of the gang. overhead: of the watchdog, hashes of replicas and local checkpoints on a
+from a rank that stops to the end of the gang. overhead: of the watchdog, hashes of replicas, saves and local checkpoints on a
 model of 0.3 s a step or more. leaks: memory, descriptors and threads over many steps with saves.
 Each writes benchmarks/results/reliability_NAME.json.
 """
@@ -31,6 +31,7 @@ import local_checkpoints
 import outcome
 from supervised_run import SMALL, SupervisedRun, alive, kill
 
+from megajax.checkpoint.config import CheckpointConfig
 from megajax.config import load
 from megajax.job.hang import Pulse
 from megajax.resilience.activity import Activity
@@ -156,13 +157,36 @@ def watchdog(trials: int, folder: Path) -> dict[str, Any]:
 
 
 def overhead(folder: Path) -> dict[str, Any]:
-    """Shares of a step: the watchdog's thread and marks, a hash of replicas, a local checkpoint."""
+    """Shares of a step: the watchdog's thread and marks, a hash of replicas, saves and local checkpoints."""
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 2)
     return {
         "watchdog": watchdog_cost(folder),
         "copies of the state": hashes(folder),
+        "saves": save_stall(folder / "saves"),
         "local checkpoints": local_checkpoints.overhead(folder / "local", every=100, rounds=4),
+    }
+
+
+def save_stall(folder: Path, every: int = 100, rounds: int = 5) -> dict[str, float]:
+    """How long training waits for a save of a model of 0.3 s a step or more, and its share of `every` steps."""
+    run = setup(load("gpt2.py:debug", *local_checkpoints.SETTINGS, f"run_dir={folder}"))
+    folder.mkdir(parents=True, exist_ok=True)
+    with CheckpointConfig(keep_last=1).build(folder / "checkpoints") as manager:
+        steps = [info.seconds for info in run.steps(7)][2:]
+        reports = []
+        for number in range(1, rounds + 1):
+            manager.save(number, run.state, {})
+            manager.wait()
+            reports += manager.poll()
+    run.close()
+    step, blocking = statistics.median(steps), statistics.median(report.blocking_seconds for report in reports)
+    return {
+        "seconds of a step": round(step, 3),
+        "MiB": round(reports[-1].bytes / 2**20, 1),
+        "seconds training waits": round(blocking, 4),
+        "seconds until committed": round(statistics.median(report.total_seconds for report in reports), 3),
+        f"percent of {every} steps": round(100 * blocking / (every * step), 3),
     }
 
 
