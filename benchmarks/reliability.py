@@ -8,8 +8,8 @@
 
 kills: a process that saves in a loop is killed at random moments and started again (--single), and a random rank of a
 supervised gang of two (--gang). restarts: from the death of a rank to no process left, and to the next step. watchdog:
-from a rank that stops to the end of the gang. overhead: of the watchdog, hashes of replicas, saves and local checkpoints on a
-model of 0.3 s a step or more. leaks: memory, descriptors and threads over many steps with saves.
+from a rank that stops to the end of the gang. overhead: of the watchdog, hashes of replicas, saves and local
+checkpoints on a model of 0.3 s a step or more. leaks: memory, descriptors and threads over many steps with saves.
 Each writes benchmarks/results/reliability_NAME.json.
 """
 
