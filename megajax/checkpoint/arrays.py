@@ -5,9 +5,11 @@ names, shapes and dtypes only, not on the container types of an optimizer.
 """
 
 import logging
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from math import prod
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import jax
@@ -57,6 +59,22 @@ def _is_not_raised(record: logging.LogRecord) -> bool:
     return "_SignalingThread.run() raised an exception" not in record.getMessage()
 
 
+class _WithoutLateCallbacks:
+    """sys.excepthook without errors of TensorStore's callbacks, which call an event loop that Orbax has closed.
+
+    Orbax closes it at the first error of a save, which is raised here; the others say nothing new.
+    """
+
+    def __init__(self, former: Callable[..., Any]):
+        self._former = former
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        # The outermost frame of a callback from C++; anybody else's call has a caller.
+        outermost = "" if trace is None else trace.tb_frame.f_code.co_name
+        if not (outermost == "call_soon_threadsafe" and str(error) == "Event loop is closed"):
+            self._former(kind, error, trace)
+
+
 def start_writing(path: Path, named: Mapping[str, jax.Array]) -> Any:
     """Copies arrays to host memory, then writes them to the new folder `path` in the background.
 
@@ -64,6 +82,8 @@ def start_writing(path: Path, named: Mapping[str, jax.Array]) -> Any:
     Returns a response whose `result(timeout)` waits until all processes have written, and raises their errors.
     """
     logging.getLogger("absl").addFilter(_is_not_raised)  # adding the same filter again has no effect
+    if not isinstance(sys.excepthook, _WithoutLateCallbacks):
+        sys.excepthook = _WithoutLateCallbacks(sys.excepthook)
     with _context():
         return ocp.save_async(str(path), dict(named))
 

@@ -1,5 +1,6 @@
 """Why a save failed, in one line; saves that can't fit; programs that forget their last save."""
 
+import asyncio
 import errno
 import os
 import subprocess
@@ -9,7 +10,7 @@ import weakref
 import jax.numpy as jnp
 import pytest
 
-from megajax.checkpoint import failures, folder
+from megajax.checkpoint import arrays, failures, folder
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.checkpoint.failures import CheckpointError, reason
 from megajax.checkpoint.manager import finish_at_exit
@@ -154,3 +155,26 @@ def test_the_last_save_of_a_program_without_close_is_finished_at_its_end(tmp_pat
     manager.save(1, STATE)
     finish_at_exit(weakref.ref(manager))
     assert manager.steps() == [1] and "waiting for checkpoint step 1" in capfd.readouterr().err
+
+
+def test_callbacks_that_come_after_a_failed_save_print_nothing(tmp_path, capsys, monkeypatch):
+    """TensorStore's futures call an event loop that Orbax has closed; an error of anybody else is shown."""
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    arrays.start_writing(tmp_path / "arrays", {"a": jnp.zeros(2)}).result()
+    loop = asyncio.new_event_loop()
+    loop.close()
+
+    def from_python():
+        loop.call_soon_threadsafe(print)
+
+    with pytest.raises(RuntimeError) as late:
+        loop.call_soon_threadsafe(print)
+    trace = late.value.__traceback__
+    while trace.tb_frame.f_code.co_name != "call_soon_threadsafe":
+        trace = trace.tb_next  # as from C++, where there is no caller
+    sys.excepthook(RuntimeError, late.value, trace)
+    assert capsys.readouterr().err == ""
+    with pytest.raises(RuntimeError) as own:
+        from_python()
+    sys.excepthook(RuntimeError, own.value, own.value.__traceback__)
+    assert "Event loop is closed" in capsys.readouterr().err
