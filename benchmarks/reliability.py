@@ -164,7 +164,7 @@ def overhead(folder: Path) -> dict[str, Any]:
         "watchdog": watchdog_cost(folder),
         "copies of the state": hashes(folder),
         "saves": save_stall(folder / "saves"),
-        "local checkpoints": local_checkpoints.overhead(folder / "local", every=100, rounds=4),
+        "local checkpoints": local_checkpoints.overhead(folder / "local", every=40, rounds=2),
     }
 
 
