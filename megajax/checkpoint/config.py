@@ -68,7 +68,7 @@ class CheckpointConfig(Builds):
     Going back in the run's own folder sets the later steps aside."""
 
     local: LocalConfig | None = None
-    """Checkpoints on disks of the machines, or in their memory, between those in the shared folder; none: none."""
+    """Checkpoints on local disks or in host memory, saved between those in the shared folder; none: turned off."""
 
     def sources(self) -> tuple[WeightsConfig, ...]:
         """Where a fresh run takes weights from."""

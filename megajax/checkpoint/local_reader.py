@@ -58,7 +58,7 @@ class LocalReader:
         self._meta: Meta | None = None
 
     def newest_whole(self) -> int | None:
-        """The newest step of which every shard is on some process, with the SHA-256 it was saved with; None: none."""
+        """The newest step whose shards are all held by some process, each with its saved SHA-256; None if no step is."""
         infos = [each.index.info for each in self._local.served.values()]
         gathered = self._peers.gather([(info.step, info.save, info.processes) for info in infos])
         for step, save, processes in sorted({tuple(each) for some in gathered for each in some}, reverse=True):

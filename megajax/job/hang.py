@@ -92,12 +92,12 @@ class Pulse:
     def failed(self, error: BaseException) -> LostPeer | None:
         """Say which error ends this process. -> the error explained, if the cause is another process."""
         self.last_beat(first_line(error), exit_code(error))
-        found = lost_peer(error, self.peers)
-        if found is not None:
-            self.last_beat(first_line(found[0]), exit_code(found[0]))
-            self._lost(found[1])
-        self.peers.tell(first_line(error if found is None else found[0]))
-        return None if found is None else found[0]
+        explained = lost_peer(error, self.peers)
+        if explained is not None:
+            self.last_beat(first_line(explained[0]), exit_code(explained[0]))
+            self._lost(explained[1])
+        self.peers.tell(first_line(error if explained is None else explained[0]))
+        return None if explained is None else explained[0]
 
     def _lost(self, verdict: Verdict) -> None:
         """An event about a process that could not write one itself, by the first of the others."""

@@ -200,7 +200,7 @@ class PeerStatus:
         return judge(self.index, before, after, self.count)
 
     def failed(self) -> Verdict | None:
-        """The process that said that it fails; None: none has, or nobody knows. Answers at once."""
+        """The process that reported a failure; None if no process has. Returns without waiting."""
         states = None if self.alone else self._answered(self._read, TELL_SECONDS)
         return None if states is None else first_failure(self.index, states)
 

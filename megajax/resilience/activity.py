@@ -63,7 +63,7 @@ class Activity:
         self.step = 0
         """The last step whose numbers have arrived."""
         self.committed: int | None = None
-        """The last step with a whole checkpoint; None: none so far."""
+        """The last step with a whole checkpoint; None if no checkpoint has been saved yet."""
 
     @contextmanager
     def phase(self, name: str, step: int | None = None, *, first: bool = False) -> Generator[None]:

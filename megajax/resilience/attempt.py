@@ -58,7 +58,7 @@ class Outcome(NamedTuple):
     code: int
     """Exit code, 1 for a signal."""
     cause: Cause | None = None
-    """The first failure; None: none."""
+    """The first failure; None if nothing has failed."""
     description: str = ""
     """The cause, and what followed from it."""
     failed: float = 0.0
@@ -228,7 +228,7 @@ class Attempt:
         self._due.append((time.monotonic() + (STACKS_SECONDS if self._alive else 0.0), self._stop))
 
     def _stop(self) -> None:
-        """SIGTERM for all that are left, and some time later SIGKILL."""
+        """Send SIGTERM to the remaining processes, and SIGKILL after a grace period."""
         now = time.monotonic()
         self._signal(signal.SIGTERM)
         if self._scheduler:

@@ -36,7 +36,7 @@ class Beat:
     step: int = 0
     """The last step whose numbers have arrived."""
     committed: int | None = None
-    """The last step with a whole checkpoint; None: none so far."""
+    """The last step with a whole checkpoint; None if no checkpoint has been saved yet."""
     phase: str | None = None
     """What the main thread is doing; see `megajax.resilience.activity`."""
     phase_step: int | None = None

@@ -62,7 +62,7 @@ class GangWatch:
         """By process."""
         self.run_dir: Path | None = None
         self.baseline: int | None = None
-        """The newest step with a whole checkpoint when the run folder became known; None: none."""
+        """The newest step with a whole checkpoint when the run folder became known; None if it had no checkpoint."""
         self._positions: dict[int, tuple[object, ...]] = {}
         self._moved = self._looked = clock()
 
@@ -121,7 +121,7 @@ class GangWatch:
         return None
 
     def committed(self) -> int | None:
-        """The newest step with a whole checkpoint, of the beats and in the run folder; None: none."""
+        """The newest step with a whole checkpoint, by the beats and the run folder; None if no checkpoint exists."""
         steps = [sight.beat.committed for sight in self.seen.values() if sight.beat.committed is not None]
         if self.run_dir is not None:
             steps += committed_steps(self.run_dir)

@@ -46,10 +46,10 @@ class StragglersConfig:
     """Which processes keep the others waiting, from times that they exchange with a step every logging.every steps."""
 
     factor: float | None = 2.0
-    """A process is a straggler if a phase takes it more than this multiple of the median of the others. none: none
-    is."""
+    """A process is a straggler if one of its phases takes more than this multiple of the median of the other
+    processes; none: stragglers are not detected."""
     share: float = 0.1
-    """And if that is longer by at least this share of the time of a step."""
+    """The phase must also be longer than that median by at least this share of the time of a step."""
 
     def problems(self) -> list[Problem]:
         problems = []

@@ -40,10 +40,10 @@ def check(name: str, patience: float, machine: Machine) -> Finding | None:
         # Works even if a collective waits for a process that is gone.
         faulthandler.dump_traceback_later(SECONDS, exit=True)
         results = resolve("megajax.job.preflight:tests")(machine.run_dir)
-        found = {each.name: Finding(each.status, each.state) for each in results}
+        findings = {each.name: Finding(each.status, each.state) for each in results}
         resolve("megajax.mesh.processes:finish")()
         faulthandler.cancel_dump_traceback_later()
-        return found
+        return findings
 
     finding = machine.once("together", run).get(name)
     if finding is None or finding.status == "ok":
