@@ -58,7 +58,7 @@ class LocalReader:
         self._meta: Meta | None = None
 
     def newest_whole(self) -> int | None:
-        """The newest step whose shards are all held by some process, each with its saved SHA-256; None if no step is."""
+        """The newest step with every shard on some process and with its saved SHA-256; None if no step has."""
         infos = [each.index.info for each in self._local.served.values()]
         gathered = self._peers.gather([(info.step, info.save, info.processes) for info in infos])
         for step, save, processes in sorted({tuple(each) for some in gathered for each in some}, reverse=True):

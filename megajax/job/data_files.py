@@ -55,10 +55,10 @@ class DataFiles:
         peers, started = Peers("data"), time.monotonic()
         mine = range(peers.index, len(groups), peers.count)
         shares = peers.gather([each.plain() for each in sampled(groups, mine).values()])
-        sums = [FileSum(**shares[number % peers.count][number // peers.count]) for number in range(len(groups))]
+        samples = [FileSum(**shares[number % peers.count][number // peers.count]) for number in range(len(groups))]
         if not self.verify:
-            return sums
-        shown = Progress("bytes", f"verifying {sum(each.files for each in sums):,} data files")
+            return samples
+        shown = Progress("bytes", f"verifying {sum(each.files for each in samples):,} data files")
 
         def done(read: int, total: int) -> None:
             self._progress()
@@ -70,8 +70,8 @@ class DataFiles:
         shown.clear()
         totals = [sum(int(part[number], 16) for part in parts) % MODULUS for number in range(len(groups))]
         took = time.monotonic() - started
-        self._say(f"data verified: every byte of {sum(each.files for each in sums):,} files, in {took:.0f} s")
-        return [replace(each, whole=f"{total:064x}") for each, total in zip(sums, totals, strict=True)]
+        self._say(f"data verified: every byte of {sum(each.files for each in samples):,} files, in {took:.0f} s")
+        return [replace(each, whole=f"{total:064x}") for each, total in zip(samples, totals, strict=True)]
 
     def plain(self) -> dict[str, list[dict[str, Any]]]:
         """As JSON values, for a checkpoint."""
