@@ -13,6 +13,7 @@ from megajax.checkpoint.local_reader import LocalReader, NotWhole
 from megajax.checkpoint.manager import CheckpointManager
 from megajax.checkpoint.reader import CheckpointReader, say
 from megajax.config.errors import ConfigError, UserError
+from megajax.job.save import note_committed
 from megajax.mesh.mesh import build_mesh, per_process
 from megajax.metrics.event_log import append_event
 from megajax.resilience.activity import BACKGROUND_SAVE, Activity
@@ -143,15 +144,7 @@ class LocalSaves:
             if report.failure is not None:
                 self._failed(report)
                 continue
-            self.activity.committed = max(report.step, self.activity.committed or 0)
-            self.event(
-                "save_committed",
-                step=report.step,
-                blocking_seconds=round(report.blocking_seconds, 4),
-                seconds=round(report.total_seconds, 4),
-                bytes=report.bytes,
-                kind="local",
-            )
+            note_committed(report, self.event, self.activity, kind="local")
 
     def _failed(self, report: LocalReport) -> None:
         local = self.local

@@ -12,7 +12,8 @@ from typing import Any
 
 from megajax.checkpoint.boundary import Appointment, StepBoundary
 from megajax.checkpoint.failures import CheckpointError
-from megajax.checkpoint.manager import CheckpointManager
+from megajax.checkpoint.local import LocalReport
+from megajax.checkpoint.manager import CheckpointManager, SaveReport
 from megajax.config.errors import UserError
 from megajax.resilience.activity import Activity
 from megajax.training.session import Run
@@ -138,15 +139,9 @@ class Save:
 
     def _note_reports(self) -> None:
         for report in self.manager.poll():
-            self.activity.committed = self._committed = report.step
+            self._committed = report.step
             self._note_success(report.step)
-            self.event(
-                "save_committed",
-                step=report.step,
-                blocking_seconds=round(report.blocking_seconds, 4),
-                seconds=round(report.total_seconds, 4),
-                bytes=report.bytes,
-            )
+            note_committed(report, self.event, self.activity)
 
     def _note_success(self, step: int) -> None:
         if self.failed is not None or self.failures or self._retries:
@@ -182,3 +177,18 @@ class Save:
         newest = self.manager.newest()
         since = "Nothing has been saved yet" if newest is None else f"Nothing has been saved since step {newest}"
         return f"{since}. Free space or repair the folder; the same command resumes the run."
+
+
+def note_committed(
+    report: SaveReport | LocalReport, event: Callable[..., None], activity: Activity, **fields: str
+) -> None:
+    """Log a committed save. The newest step counts, whether its checkpoint is shared or local."""
+    activity.committed = max(report.step, activity.committed or 0)
+    event(
+        "save_committed",
+        step=report.step,
+        blocking_seconds=round(report.blocking_seconds, 4),
+        seconds=round(report.total_seconds, 4),
+        bytes=report.bytes,
+        **fields,
+    )
