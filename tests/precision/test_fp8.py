@@ -222,6 +222,14 @@ def test_settings_that_do_not_go_together(case: str) -> None:
     assert message in str(caught.value)
 
 
+def test_sides_of_experts_may_be_any_number() -> None:
+    """They multiply in the compute dtype. What all tokens pass does not."""
+    fp8, mlp = ("--precision.compute=bfloat16", "--precision.fp8=Fp8"), "--model.stack.pattern.0.mlp"
+    load("mixtral.py:debug", *fp8, f"{mlp}.expert.ffn=24")
+    with pytest.raises(ConfigError, match=r"mlp\.latent: is 24, no multiple of 16"):
+        load("mixtral.py:debug", *fp8, f"{mlp}.latent=24")
+
+
 def test_it_is_off_unless_asked_for() -> None:
     assert PrecisionConfig().fp8 is None
     assert load(

@@ -325,11 +325,12 @@ class MoEConfig(Builds):
                 yield replace(problem, where=f"{name}.{problem.where}")
 
     def matmul_sides(self, hidden: int, tensor: int) -> Iterator[Side]:
-        """Of the experts, and of the shared one."""
-        layers = {"expert": self.expert} | ({} if self.shared is None else {"shared.mlp": self.shared.mlp})
-        for name, layer in layers.items():
-            for side in layer.matmul_sides(hidden, tensor):
-                yield side._replace(where=f"{name}.{side.where}")
+        """Of what all tokens pass. Grouped matmuls of experts have no recipe: their sides may be any."""
+        if self.latent is not None:
+            yield Side("latent", "is", self.latent)
+        if self.shared is not None:
+            for side in self.shared.mlp.matmul_sides(hidden, tensor):
+                yield side._replace(where=f"shared.mlp.{side.where}")
 
     def derived(self, name: str, stored: Mapping[str, tuple[int, ...]]) -> Any:
         """How a weight is made from those of a dense layer; see megajax.layers.upcycling."""

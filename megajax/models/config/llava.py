@@ -97,7 +97,6 @@ class LlavaConfig(DecoderConfig):
 
     def problems(self) -> list[Problem]:
         problems = DecoderConfig.problems(self)
-        problems += [replace(problem, where=f"vision.{problem.where}") for problem in self.vision.problems()]
         if not 0 <= self.image_token < self.vocabulary_size:
             what = f"is {self.image_token}, outside the vocabulary of {self.vocabulary_size} ids"
             problems.append(Problem("image_token", what))
