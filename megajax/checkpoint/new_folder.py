@@ -1,9 +1,12 @@
 """Folders that are complete or not there: written under a temporary name, flushed, renamed."""
 
 import errno
+import fcntl
+import glob
 import os
 import secrets
 import shutil
+import sys
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -13,6 +16,8 @@ from megajax.checkpoint.failures import FULL
 from megajax.checkpoint.integrity import files_below, flush_to_disk
 from megajax.config.errors import UserError
 
+SUFFIX, LOCK = ".converting", ".lock"
+"""End of the temporary name; the file in the folder that its writer holds a lock on."""
 _FULL = (*FULL, errno.EFBIG)
 
 
@@ -20,21 +25,27 @@ _FULL = (*FULL, errno.EFBIG)
 def new_folder(target: Path, needed: int = 0) -> Generator[Path]:
     """A folder beside `target` that gets its name if the block ends without an error, and is deleted otherwise.
 
-    A process that is killed leaves NAME.TOKEN.converting. needed: bytes that will be written. Raises UserError if
-    `target` exists, if there is no space for it, or if it can't be written.
+    A process that is killed leaves NAME.TOKEN.converting, which the next one with this target deletes. needed: bytes
+    that will be written. Raises UserError if `target` exists or another process is writing it, if there is no space for
+    it, or if it can't be written.
     """
     target = target.absolute()
     if target.exists() or target.is_symlink():
         raise UserError(f"{target} exists already: name another folder, or move it away")
-    folder = target.with_name(f"{target.name}.{secrets.token_hex(4)}.converting")
+    _delete_abandoned(target)
+    folder, lock = target.with_name(f"{target.name}.{secrets.token_hex(4)}{SUFFIX}"), -1
     try:
         folder.mkdir(parents=True)
+        lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        _try_lock(lock)
         if (free := shutil.disk_usage(folder).free) < needed:
             raise OSError(errno.ENOSPC, f"{needed / 1e9:.3g} GB are needed, and {free / 1e9:.3g} GB are free")
         yield folder
         flush_folder(folder)
         if target.exists():
             raise UserError(f"{target} was made by somebody else meanwhile")
+        (folder / LOCK).unlink()
+        flush_to_disk(folder)
         folder.rename(target)
         flush_to_disk(target.parent)
     except OSError as error:
@@ -43,6 +54,41 @@ def new_folder(target: Path, needed: int = 0) -> Generator[Path]:
         raise UserError(f"{target} can't be written: {error.strerror or error}; {advice}. Nothing is left.") from error
     finally:
         delete_folder(folder)
+        if lock >= 0:
+            os.close(lock)
+
+
+def _delete_abandoned(target: Path) -> None:
+    """Deletes folders for `target` whose writer is gone. Raises UserError if a writer is at work.
+
+    A folder is deleted only if its lock can be taken, so never on file systems without locks.
+    """
+    for folder in sorted(target.parent.glob(f"{glob.escape(target.name)}.*{SUFFIX}")):
+        try:
+            lock = os.open(folder / LOCK, os.O_RDWR)
+        except OSError:
+            continue  # without a lock file it was made by something else, or is not ours to write
+        try:
+            if _try_lock(lock):
+                delete_folder(folder)
+                print(f"deleted {folder}, which a killed process left", file=sys.stderr)
+        except BlockingIOError:
+            raise UserError(
+                f"another process is writing {target} as {folder.name}: wait for it, or name another folder"
+            ) from None
+        finally:
+            os.close(lock)
+
+
+def _try_lock(descriptor: int) -> bool:
+    """Whether the lock was taken; it ends with the process. Raises BlockingIOError if another process holds it."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError:
+        return False
+    return True
 
 
 def delete_folder(folder: Path, tries: int = 20) -> None:

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -284,6 +286,33 @@ def test_a_folder_is_deleted_though_files_are_still_written(tmp_path: Path, monk
     with pytest.raises(ValueError, match="stopped"), new_folder(tmp_path / "new"):
         raise ValueError("stopped")
     assert not late and not [*tmp_path.iterdir()]
+
+
+def test_the_folder_of_a_killed_process_is_deleted_by_the_next(tmp_path: Path, capsys) -> None:
+    """The folder of a process at work is not, nor one without a lock, which something else made."""
+    code = f"""
+import os, sys
+from pathlib import Path
+from megajax.checkpoint.new_folder import new_folder
+with new_folder(Path({str(tmp_path / "new")!r})) as folder:
+    (folder / "weights").write_text("half of them")
+    print(folder, flush=True)
+    sys.stdin.read()
+"""
+    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    folder, other = Path(process.stdout.readline().strip()), tmp_path / "new.backup.converting"
+    other.mkdir()
+    with pytest.raises(UserError, match=f"another process is writing .* as {folder.name}: wait for it"):
+        new_folder(tmp_path / "new").__enter__()
+    process.kill()
+    process.communicate()
+    assert (folder / "weights").is_file()
+    with new_folder(tmp_path / "new") as made:
+        (made / "weights").write_text("all of them")
+    assert f"deleted {folder}, which a killed process left" in capsys.readouterr().err
+    assert {path.name for path in tmp_path.iterdir()} == {"new", other.name}
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["weights"]
 
 
 def test_folders_that_are_no_adapters_are_refused(tmp_path: Path) -> None:
