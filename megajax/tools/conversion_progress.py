@@ -20,7 +20,7 @@ class Progress:
         now = time.monotonic()
         if now - self._shown >= (0.2 if self._live else 10.0):
             self._shown, seconds = now, now - self._started
-            left = duration(seconds * (self._all - self._done) / self._done)
+            left = duration(seconds * (self._all - self._done) / max(1, self._done))
             line = f"{self._what}: {100 * self._done / self._all:.0f} %  {self._speed(seconds)}  {left} left"
             self._stream.write(f"\r{line}\x1b[K" if self._live else f"{line}\n")
             self._stream.flush()

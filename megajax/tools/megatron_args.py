@@ -104,6 +104,8 @@ def _options(argv: Sequence[str]) -> tuple[Options, list[str]]:
                 key, _, text = value.partition("=")
                 options.defined[key] = text
             case "force" | "partial":
+                if equals:
+                    raise UserError(f"--{name} takes no value, got {value}")
                 setattr(options, name, True)
             case _:
                 hint = did_you_mean(name, ("output", "define", "force", "partial"))

@@ -182,7 +182,7 @@ class _Script:
         try:
             if re.fullmatch(r"(?:\d{1,9}|[\s()+/%-]|(?<!\*)\*(?!\*))+", text):
                 return str(eval(text.replace("/", "//").strip(), {"__builtins__": {}}))
-        except (SyntaxError, TypeError, ZeroDivisionError):
+        except (SyntaxError, TypeError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
             pass
         return _unknown(f"line {line}: {source} is not known")
 

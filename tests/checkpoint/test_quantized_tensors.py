@@ -54,7 +54,14 @@ def test_scales_that_do_not_fit_are_all_told() -> None:
 
 
 @pytest.mark.parametrize(
-    "config", [{"quant_method": "gptq", "bits": 4}, {"quant_method": "fp8"}, {**FP8, "fmt": "e5m2"}]
+    "config",
+    [
+        {"quant_method": "gptq", "bits": 4},
+        {"quant_method": "fp8"},
+        {**FP8, "fmt": "e5m2"},
+        {**FP8, "weight_block_size": [128, 0]},
+        {**FP8, "weight_block_size": ["128", 128]},
+    ],
 )
 def test_other_formats_are_refused(config: dict) -> None:
     given = Settings({"quantization_config": config})

@@ -60,6 +60,7 @@ def test_arguments_and_definitions() -> None:
         ("A=b.c\nrun ${A%.c}", "line 2: ${A%.c} is more than this reads"),
         ("A=$(nproc)\nB=$A/x\nrun $B", "line 1: only a shell can run $(nproc)"),
         ("run $((A + 1))", "line 1: $((A + 1)) is not known"),
+        ("run $((08 + 1))", "line 1: $((08 + 1)) is not known"),
     ],
 )
 def test_what_is_not_known_is_said_with_its_line(text: str, why: str) -> None:

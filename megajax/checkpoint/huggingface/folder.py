@@ -122,6 +122,7 @@ def _described(folder: Path) -> tuple[Family, dict[str, Any], ForeignModel]:
     files = reader(SafetensorsFolder(folder))
     tensors, model = fitted(files, family, model)
     model = family.adjusted(model, tensors.entries())
+    named = {*tensors.names.values()}
     read = ForeignModel(
         model=model,
         tensors=tensors,
@@ -130,6 +131,6 @@ def _described(folder: Path) -> tuple[Family, dict[str, Any], ForeignModel]:
         family=family.name,
         settings=config,
         names={here: there for here, there in tensors.names.items() if here != there},
-        copies=[name for name in files.entries() if name not in tensors.names.values()],
+        copies=[name for name in files.entries() if name not in named],
     )
     return family, config, read

@@ -171,10 +171,10 @@ def _is_patterns(value: Any) -> bool:
 
 def _is_regex(value: Any) -> bool:
     try:
-        re.compile(rf"(.*\.)?({value})$")
+        # Both: "a)|(b" is one only within brackets.
+        return isinstance(value, str) and all(re.compile(text) for text in (value, rf"(.*\.)?({value})$"))
     except (re.error, OverflowError, RecursionError):
         return False
-    return isinstance(value, str)
 
 
 def _named(names: str | list[str], module: str) -> bool:

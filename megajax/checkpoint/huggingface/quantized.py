@@ -147,7 +147,8 @@ def dequantizing(given: Settings) -> Callable[[Tensors], Tensors]:
         return lambda tensors: tensors
     if kind == "mxfp4":
         return Mxfp4
-    if kind == "fp8" and isinstance(block, list) and len(block) == 2 and config.get("fmt", "e4m3") == "e4m3":
+    sizes = isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)
+    if kind == "fp8" and sizes and config.get("fmt", "e4m3") == "e4m3":
         return lambda tensors: Fp8Blocks(tensors, (block[0], block[1]))
     what = ", ".join(
         f"{name}={config[name]}" for name in ("quant_method", "fmt", "weight_block_size") if name in config
