@@ -101,6 +101,13 @@ def test_traffic_is_that_of_the_compiled_program() -> None:
     assert rows["reduce-scatter", "data", "once a step"].bytes / 2**30 == pytest.approx(7.48, rel=1e-2)
 
 
+@pytest.mark.parametrize(("reduce", "width"), [(None, 4), ("bfloat16", 2)])
+def test_fsdp_gathers_in_compute_dtype_and_reduces_in_that_of_gradients(reduce: str | None, width: int) -> None:
+    layout = ParallelConfig(data=8, data_sharding="fsdp")
+    rows = {row.what: row.bytes for row in estimate(run(parallel=layout, reduce=reduce)).traffic}
+    assert rows["a layer's gradients"] / width == rows["a layer's weights, forward"] / 2
+
+
 def test_what_changes_what() -> None:
     base = estimate(run())
     slower = estimate(run(device=replace(H100, nvlink=H100.nvlink / 4)))

@@ -204,19 +204,13 @@ def test_a_pipeline_has_permutes_in_its_ticks_and_a_bubble(tmp_path: Path) -> No
 
 @pytest.mark.slow
 @pytest.mark.skipif(bool(missing_packages()), reason="needs the extra aot")
-def test_gathers_begun_a_microbatch_early_are_in_the_time_of_a_step(tmp_path: Path) -> None:
-    file = tmp_path / "plan.json"
-    settings = [
-        "--parallel.tensor=2",
-        "--parallel.data_sharding=fsdp",
-        "--model.stack.repeats=4",
-        "--batch.global_size=64",
-    ]
-    asked = ["--config=llama3.py", "--devices=h100:8", *settings]
-    exposed = []
-    for more in ([], ["--formula"]):
-        program = [sys.executable, "-m", "megajax.plan", *asked, f"--json={file}", *more]
-        subprocess.run(program, cwd=ROOT, check=True, capture_output=True)
-        figures = json.loads(file.read_text())
-        exposed.append(figures["exposed_seconds"] + figures["hidden_seconds"])
-    assert exposed[0] == pytest.approx(exposed[1], rel=0.2)
+def test_collectives_of_fsdp_take_as_long_compiled_as_by_formula(tmp_path: Path) -> None:
+    settings = (
+        *("--parallel.tensor=2", "--parallel.data_sharding=fsdp"),
+        *("--model.stack.repeats=4", "--batch.global_size=64"),
+    )
+    seconds = []
+    for mode in ((), ("--formula",)):
+        figures, _ = plan(tmp_path, "--devices=h100:8", *settings, *mode, config=["--config=llama3.py"])
+        seconds.append(figures["exposed_seconds"] + figures["hidden_seconds"])
+    assert seconds[0] == pytest.approx(seconds[1], rel=0.1)

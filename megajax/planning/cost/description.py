@@ -143,6 +143,11 @@ class Description:
         return BYTES[self.compute]
 
     @property
+    def reduced_width(self) -> int:
+        """Bytes of an element of a gradient that is reduced over devices."""
+        return BYTES[self.reduce or self.gradients]
+
+    @property
     def cut(self) -> int:
         """Devices that cut the residual stream along the sequence."""
         return self.parallel.tensor if self.parallel.sequence else 1

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from math import ceil, log2, prod
 
 from megajax.planning.cost.context import RowTraffic
-from megajax.planning.cost.description import BYTES, Description, Tower, pipeline_bubble
+from megajax.planning.cost.description import Description, Tower, pipeline_bubble
 from megajax.planning.cost.work import Halves, copied_weights, held_weights, recomputed
 from megajax.planning.program.devices import Device
 
@@ -282,7 +282,7 @@ def _loss(run: Description) -> Iterator[Traffic]:
 def _data(run: Description, layers: Halves) -> Iterator[Traffic]:
     if run.shards == 1:
         return
-    reduced, beside = BYTES[run.reduce or run.gradients], run.system.data_hidden
+    reduced, beside = run.reduced_width, run.system.data_hidden
     sharding = run.parallel.data_sharding
     once, trained = (
         rest if sharding == "fsdp" else stack + rest
@@ -319,15 +319,15 @@ def _gathers(tower: Tower, before: float, after: float) -> Iterator[Traffic]:
     forward, backward = (1.0, 1.0) if run.system.data_hidden else GATHERED_BESIDE
     experts = tower.held_experts()
     sizes = {"data": experts, _shared_axis(run): tower.held() - experts}
-    for kind, what, share, room in (
-        ("all-gather", "weights, forward", forward, before),
-        ("all-gather", "weights, backward", backward, after),
-        ("reduce-scatter", "gradients", 1.0, after),
+    for kind, what, width, share, room in (
+        ("all-gather", "weights, forward", run.width, forward, before),
+        ("all-gather", "weights, backward", run.width, backward, after),
+        ("reduce-scatter", "gradients", run.reduced_width, 1.0, after),
     ):
         needed = {"weights, backward": tower.differentiated, "gradients": tower.trained() > 0}
         for axis, size in sizes.items():
             count = run.microbatches * tower.repeats * needed.get(what, True) * (size > 0)
             named = kind, axis, f"{tower.prefix}a layer's {what}"
-            row = _row(run, named, count, size * run.width / tower.repeats)
+            row = _row(run, named, count, size * width / tower.repeats)
             part = room * run.microbatches / len(run.towers) * size / tower.held()
             yield row.beside(share * min(row.seconds, part))

@@ -153,7 +153,7 @@ def products(
 def _gradient_bytes(run: Description) -> float:
     """What the matmul that makes a weight's gradient reads and writes of it."""
     if run.parallel.data_sharding == "fsdp":
-        return BYTES[run.reduce or run.gradients]
+        return run.reduced_width
     return 2 * BYTES[run.gradients] if run.system.adds_in_matmul else run.width
 
 
@@ -247,7 +247,7 @@ def _accumulation(run: Description, block: BlockFacts, backward: Work) -> None:
     """Adding a layer's gradients to those of the microbatches before, and taking weights out of their stack."""
     weights, gradient = block.held(run.parallel.tensor), BYTES[run.gradients]
     if run.parallel.data_sharding == "fsdp":
-        backward.elementwise += weights / run.shards * (BYTES[run.reduce or run.gradients] + 2 * gradient)
+        backward.elementwise += weights / run.shards * (run.reduced_width + 2 * gradient)
         return
     if not run.system.adds_in_matmul:
         # Copied out of the stack, added up, written into it.
@@ -453,7 +453,7 @@ def _working(run: Description) -> float:
     # one.
     row = max(tower.held() / tower.repeats for tower in run.towers)
     if run.parallel.data_sharding == "fsdp":
-        moved += row * (2 * run.width + BYTES[run.reduce or run.gradients])
+        moved += row * (2 * run.width + run.reduced_width)
     if pipelined:
         moved += (10 * run.towers[-1].tokens * hidden / run.cut + row) * run.width
     return max(layer, loss) + tables + moved
