@@ -41,7 +41,8 @@ def build_application(
     app = Starlette(routes=routes, exception_handlers=handlers)
     app.router.redirect_slashes = False
     paths = {route.path for route in routes}
-    return Gate(app, keys=access.keys(), paths=paths, metrics=metrics, readiness=readiness, log=log)
+    hosts = {"localhost", access.host.lower(), *config.hosts}
+    return Gate(app, keys=access.keys(), hosts=hosts, paths=paths, metrics=metrics, readiness=readiness, log=log)
 
 
 async def _error(request: Request, error: RequestError) -> Response:

@@ -32,6 +32,9 @@ class ServerConfig:
     """For a client to take what was sent; its request is cancelled then."""
     stall_seconds: float = 60.0
     """Without a step while requests run, until /health answers 503."""
+    hosts: tuple[str, ...] = ()
+    """Host names by which clients reach a server without keys, beside localhost, IP addresses and --host. Other names
+    in the Host header get status 403, so that no web page can reach the server by DNS rebinding."""
     drain_seconds: float = 60.0
     """For running requests to end after SIGTERM; those left are ended with status 503."""
 
@@ -42,6 +45,8 @@ class ServerConfig:
             for name, bound in least.items()
             if (value := getattr(self, name)) < bound
         ]
+        if wrong := [name for name in self.hosts if host_of(name) != name]:
+            problems.append(Problem("hosts", f"{wrong[0]!r} is not a host name in lower case without a port"))
         for name in ("header_seconds", "body_seconds", "write_seconds", "stall_seconds", "drain_seconds"):
             if not 0 < (value := getattr(self, name)) < 1e6:
                 problems.append(Problem(name, f"must be above 0 and below a million, got {value:g}"))
@@ -101,9 +106,21 @@ class Access:
         return keys
 
 
+def host_of(header: str) -> str:
+    """The host name or IP address of a Host header, without its port."""
+    name = header.strip().lower()
+    return name[1:].partition("]")[0] if name.startswith("[") else name.partition(":")[0].rstrip(".")
+
+
+def is_ip_address(host: str) -> bool:
+    """A web page reaches another server by DNS rebinding through a name, never through an address."""
+    try:
+        ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
 def is_loopback(host: str) -> bool:
     """Whether only this machine can reach the address. Names other than localhost may resolve to anything."""
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+    return ip_address(host).is_loopback if is_ip_address(host) else host == "localhost"

@@ -7,6 +7,7 @@ from megajax.inference.request import Refused
 
 TYPES: Mapping[int, str] = {
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     408: "timeout_error",
     429: "rate_limit_error",

@@ -1,4 +1,4 @@
-"""Around every route: keys, counts, one line of log, and JSON for whatever goes wrong."""
+"""Around every route: keys, host names, counts, one line of log, and JSON for whatever goes wrong."""
 
 import json
 import time
@@ -13,12 +13,13 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from megajax.inference.server.config import host_of, is_ip_address
 from megajax.inference.server.errors import RequestError
 from megajax.inference.server.metrics import ServerMetrics
 from megajax.inference.server.state import Readiness
 
 OPEN = ("/health",)
-"""Routes without a key."""
+"""Routes that need neither a key nor a known host name."""
 CLIENT_GONE = 499
 """In the log, where a client closed the connection before the answer."""
 READING = ("GET", "HEAD")
@@ -29,7 +30,8 @@ class Gate:
 
     Args:
         app: the routes.
-        keys: one of them has to be given; none: no key is needed.
+        keys: one of them has to be given; empty: no key is needed.
+        hosts: without keys, the names that the Host header may have. An IP address is always allowed.
         paths: of the routes, for the counts.
         log: takes a line for each request.
     """
@@ -39,12 +41,13 @@ class Gate:
         app: ASGIApp,
         *,
         keys: Sequence[bytes],
+        hosts: Collection[str],
         paths: Collection[str],
         metrics: ServerMetrics,
         readiness: Readiness,
         log: Callable[[str], None],
     ):
-        self._app, self._keys, self._paths = app, keys, paths
+        self._app, self._keys, self._hosts, self._paths = app, keys, hosts, paths
         self._metrics, self._readiness, self._log = metrics, readiness, log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -60,7 +63,7 @@ class Gate:
 
         self._readiness.active += writes
         try:
-            self._demand_key(scope)
+            self._demand_access(scope)
             await self._app(scope, receive, record)
         except ClientDisconnect:
             notes["gone"] = True
@@ -75,10 +78,20 @@ class Gate:
             self._metrics.requests.add(1, route=path, code=str(status))
             self._log(line(scope, status, time.monotonic() - began, notes))
 
-    def _demand_key(self, scope: Scope) -> None:
-        if not self._keys or scope["path"] in OPEN:
+    def _demand_access(self, scope: Scope) -> None:
+        """Raises RequestError without a key, and of a server without keys for an unknown host name: after DNS rebinding
+        a browser sends requests of a web page to this address, with the page's host name and without a key."""
+        if scope["path"] in OPEN:
             return
-        given = _key(dict(scope["headers"]).get(b"authorization", b""))
+        headers = dict(scope["headers"])
+        if not self._keys:
+            host = host_of(headers.get(b"host", b"").decode("latin-1"))
+            if host not in self._hosts and not is_ip_address(host):
+                raise RequestError(
+                    403, f"the Host header names {host[:60]!r}: add the name to server.hosts to allow it"
+                )
+            return
+        given = _key(headers.get(b"authorization", b""))
         # All are compared, so that the time says nothing about which one is near.
         if not sum([compare_digest(key, given) for key in self._keys]):
             raise RequestError(401, "a key is needed: the header Authorization: Bearer KEY")

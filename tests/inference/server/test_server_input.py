@@ -236,10 +236,10 @@ def test_prompts_that_are_too_long(served: Running) -> None:
 
 def test_large_bodies_are_refused_unread(served: Running) -> None:
     assert served.ask("/v1/completions", b"x" * 65_537).status_code == 413
-    answer = raw(served, b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    answer = raw(served, b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
                  b"Content-Length: 1000000000\r\n\r\n")  # fmt: skip
     assert answer.startswith(b"HTTP/1.1 413") and b'"error"' in answer
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     head += b"Transfer-Encoding: chunked\r\n\r\n"
     answer = raw(served, head + b"1000\r\n" + b"x" * 4096 + b"\r\n" + 30 * (b"1000\r\n" + b"x" * 4096 + b"\r\n"))
     assert answer.startswith(b"HTTP/1.1 413")
@@ -247,7 +247,7 @@ def test_large_bodies_are_refused_unread(served: Running) -> None:
 
 def test_what_comes_too_slowly(served: Running) -> None:
     began = time.monotonic()
-    body = raw(served, b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    body = raw(served, b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
                b"Content-Length: 100\r\n\r\n{")  # fmt: skip
     assert body.startswith(b"HTTP/1.1 408") and b"timeout_error" in body
     head = raw(served, b"POST /v1/completions HTTP/1.1\r\nHost: ", drip=b"x")

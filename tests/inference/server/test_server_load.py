@@ -62,8 +62,8 @@ def open_stream(small: Running, **body: Any) -> socket.socket:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     connection.connect(("127.0.0.1", int(small.url.rpartition(":")[2])))
     text = json.dumps({"stream": True, **body}).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
-    connection.sendall(head % len(text) + text)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    connection.sendall(head + b"Content-Length: %d\r\n\r\n" % len(text) + text)
     return connection
 
 
@@ -157,6 +157,37 @@ def test_keys_on_every_route_but_health(tmp_path: Any) -> None:
     )
     assert without.status_code == 400 and "chat template" in without.json()["error"]["message"]
     stop(running)
+
+
+@pytest.mark.parametrize("method, path", [("GET", "/"), ("GET", "/metrics"), ("PUT", "/api"), ("GET", "/missing")])
+def test_a_server_without_keys_refuses_other_host_names(small: Running, method: str, path: str) -> None:
+    """After DNS rebinding a browser sends the requests of a web page here, with the name of the page's server."""
+    for host in ("evil.example", "evil.example:5000", "localhost.evil.example", "127.0.0.1.evil.example:80", ""):
+        answer = small.ask(path, {} if method != "GET" else None, method, headers={"host": host})
+        assert answer.status_code == 403 and answer.json()["error"]["type"] == "permission_error"
+        assert host.partition(":")[0] in answer.json()["error"]["message"]
+        assert "server.hosts" in answer.json()["error"]["message"]
+        assert small.ask("/health", method="GET", headers={"host": host}).status_code == 200
+    for host in ("localhost", "LOCALHOST.:5000", "127.0.0.1:1", "[::1]:5000", "192.168.0.5"):
+        assert small.ask(path, {} if method != "GET" else None, method, headers={"host": host}).status_code != 403
+
+
+def test_host_names_that_the_settings_allow(tmp_path: Any) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("0123456789abcdef\n")
+    authorization = {"authorization": "Bearer 0123456789abcdef"}
+    for config, access, allowed, headers in (
+        (ServerConfig(hosts=("gpu-1.example",)), Access(), "gpu-1.example", {}),
+        (ServerConfig(), Access(host="GPU-2", insecure=True), "gpu-2:5000", {}),
+        (ServerConfig(), Access(api_key_file=keys), "any.example", authorization),
+    ):
+        running = start(config, access=access)
+        assert running.ask("/v1/models", method="GET", headers={"host": allowed} | headers).status_code == 200
+        status = 401 if access.api_key_file else 403
+        assert running.ask("/v1/models", method="GET", headers={"host": "evil.example"}).status_code == status
+        stop(running)
+    for name in ("Upper.example", "name:80", "http://name", "[::1]"):
+        assert [problem.where for problem in ServerConfig(hosts=(name,)).problems()] == ["hosts"]
 
 
 def test_requests_that_are_being_answered_end_after_the_first_signal() -> None:
