@@ -9,7 +9,7 @@ B rows, S queries, T keys, N query heads, K key-value heads (N a multiple of K),
 """
 
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import partial, reduce
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -164,6 +164,20 @@ def reference_backward(
     dk = product("bkgst,bskgh->btkh", dscores.astype(q.dtype), q.reshape(*split, -1))
     dv = product("bkgst,bskgu->btku", (weights * factor).astype(dout.dtype), dout)
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
+
+
+def merge_parts(*parts: tuple[Array, Array]) -> tuple[Array, Array]:
+    """Outputs [B, S, N, U] over different keys, with log-sum-exps float32 [B, N, S] -> over all keys, in float32.
+
+    A query that sees no key of a part has the log-sum-exp -inf there (Liu et al. 2023, "Ring Attention").
+    """
+    lse = parts[0][1]
+    for _, each in parts[1:]:
+        lse = jnp.logaddexp(lse, each)
+    base = jnp.where(jnp.isneginf(lse), 0, lse)
+    shares = (jnp.exp(each - base).transpose(0, 2, 1)[..., None] for _, each in parts)
+    outs = [out.astype(jnp.float32) * share for (out, _), share in zip(parts, shares, strict=True)]
+    return reduce(jnp.add, outs), lse
 
 
 class Passes(NamedTuple):

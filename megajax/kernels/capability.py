@@ -6,7 +6,7 @@ This module imports neither jax nor numpy, so configs are checked against the sa
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 from megajax.config.errors import UserError
 from megajax.config.nearest import divisors_of
@@ -97,15 +97,32 @@ class Heads(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Backend:
-    """What an attention backend supports. All support grouped queries and return a log-sum-exp."""
+class Support:
+    """The dtypes and devices that a kernel supports: the common part of every table of capabilities."""
 
     label: str
     """Its name in messages."""
     dtypes: tuple[str, ...] | None = None
-    """None: any."""
+    """Of activations; None: any."""
     devices: DeviceRange | None = None
     """The NVIDIA GPUs that it runs on; None: any device."""
+
+    def base_refusal(self, dtype: str | None, device: Device | None) -> str | None:
+        """Why the dtype or the device is not supported, to follow `label`; None if they are, or are not known yet."""
+        if device is not None and self.devices is not None:
+            if device.capability is None:
+                return f"needs an NVIDIA GPU, jax found {device.name}"
+            if reason := self.devices.refusal(device):
+                return f"runs {reason}"
+        if self.dtypes is not None and dtype is not None and dtype not in self.dtypes:
+            return f"computes in {' or '.join(self.dtypes)}, not in {dtype}"
+        return None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Backend(Support):
+    """What an attention backend supports. All support grouped queries and return a log-sum-exp."""
+
     heads: tuple[Heads, ...] = ()
     """Supported head sizes; (): any."""
     multiple: int = 1
@@ -128,21 +145,15 @@ class Backend:
 
     def refusal(self, request: Request, device: Device | None = None) -> str | None:
         """Why the request is not supported, to follow `label`; None if it is. No device: on any NVIDIA GPU."""
-        if device is not None and self.devices is not None:
-            if device.capability is None:
-                return f"needs an NVIDIA GPU, jax found {device.name}"
-            if reason := self.devices.refusal(device):
-                return f"runs {reason}"
         return (
-            self._shape_refusal(request)
+            self.base_refusal(request.dtype, device)
+            or self._shape_refusal(request)
             or self._cut_refusal(request)
             or self._head_refusal(request, device)
             or self._feature_refusal(request, device)
         )
 
     def _shape_refusal(self, request: Request) -> str | None:
-        if self.dtypes is not None and request.dtype is not None and request.dtype not in self.dtypes:
-            return f"computes in {' or '.join(self.dtypes)}, not in {request.dtype}"
         for length in (request.length, request.key_length):
             if self.even and length is not None and length % 2:
                 return f"takes rows of even length, not of {length}"
@@ -272,16 +283,7 @@ class Choice[K: str](NamedTuple):
         return self.place if self.place and not self.place.endswith("attention") else "attention"
 
 
-class Labelled(Protocol):
-    """A kernel in a table of capabilities."""
-
-    @property
-    def label(self) -> str:
-        """Its name in messages."""
-        ...
-
-
-def pick[K: str, B: Labelled](
+def pick[K: str, B: Support](
     kernel: K, kernels: Mapping[K, B], refusal: Callable[[B], str | None], where: str
 ) -> Choice[K]:
     """The named kernel, or for `auto` the first of the table that is not refused; the last one never is.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
-from megajax.kernels.capability import AMPERE, BLACKWELL, HOPPER, Choice, Device, DeviceRange, pick
+from megajax.kernels.capability import AMPERE, BLACKWELL, HOPPER, Choice, Device, DeviceRange, Support, pick
 
 type GroupedKernel = Literal["auto", "reference", "triton", "mosaic"]
 
@@ -23,15 +23,9 @@ class GroupedSizes(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GroupedBackend:
+class GroupedBackend(Support):
     """What a kernel of the grouped matmul supports."""
 
-    label: str
-    """Its name in messages."""
-    dtypes: tuple[str, ...] | None = None
-    """None: any."""
-    devices: DeviceRange | None = None
-    """The NVIDIA GPUs that it runs on; None: any device."""
     rows: int = 1
     """The number of rows must be a multiple of this."""
     least: int = 1
@@ -43,14 +37,7 @@ class GroupedBackend:
         self, dtype: str | None = None, device: Device | None = None, sizes: GroupedSizes | None = None
     ) -> str | None:
         """Why this is not supported, to follow `label`; None if it is. None for what is not known, which passes."""
-        if device is not None and self.devices is not None:
-            if device.capability is None:
-                return f"needs an NVIDIA GPU, jax found {device.name}"
-            if reason := self.devices.refusal(device):
-                return f"runs {reason}"
-        if self.dtypes is not None and dtype is not None and dtype not in self.dtypes:
-            return f"computes in {' or '.join(self.dtypes)}, not in {dtype}"
-        return None if sizes is None else self._size_refusal(sizes)
+        return self.base_refusal(dtype, device) or (sizes and self._size_refusal(sizes))
 
     def _size_refusal(self, sizes: GroupedSizes) -> str | None:
         if sizes.rows % self.rows or sizes.rows < self.least:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
-from megajax.kernels.capability import AMPERE, Choice, Device, DeviceRange, pick
+from megajax.kernels.capability import AMPERE, Choice, Device, DeviceRange, Support, pick
 
 type PagedKernel = Literal["auto", "triton", "tiled", "reference"]
 
@@ -37,15 +37,9 @@ class PagedHeads(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PagedBackend:
+class PagedBackend(Support):
     """What a kernel of a paged cache supports. All have windows, sinks, grouped queries and any number of queries."""
 
-    label: str
-    """Its name in messages."""
-    dtypes: tuple[str, ...] | None = None
-    """Of queries; None: any."""
-    devices: DeviceRange | None = None
-    """The NVIDIA GPUs that it runs on; None: any device."""
     stored: Mapping[str, DeviceRange] | None = None
     """Dtypes of pools beside those of queries, with their devices; None: any, everywhere."""
     heads: PagedHeads | None = None
@@ -54,13 +48,8 @@ class PagedBackend:
 
     def refusal(self, request: PagedRequest, device: Device | None = None) -> str | None:
         """Why the request is not supported, to follow `label`; None if it is. No device: on any NVIDIA GPU."""
-        if device is not None and self.devices is not None:
-            if device.capability is None:
-                return f"needs an NVIDIA GPU, jax found {device.name}"
-            if reason := self.devices.refusal(device):
-                return f"runs {reason}"
-        if self.dtypes is not None and request.dtype is not None and request.dtype not in self.dtypes:
-            return f"computes in {' or '.join(self.dtypes)}, not in {request.dtype}"
+        if reason := self.base_refusal(request.dtype, device):
+            return reason
         if request.bias and not self.bias:
             return "has no bias of scores"
         return self._stored_refusal(request, device) or self._head_refusal(request)

@@ -15,10 +15,9 @@ B rows, S positions of a device, T of a row, N query heads.
 import jax.numpy as jnp
 from jax import Array
 
-from megajax.kernels.attention import Passes
+from megajax.kernels.attention import Passes, merge_parts
 from megajax.kernels.context.all_gather import all_gather, whole_keys
 from megajax.kernels.context.collectives import reduce_rows
-from megajax.kernels.context.merge import merged
 from megajax.kernels.mask import Mask
 from megajax.mesh.row_cut import RowCut
 
@@ -78,7 +77,7 @@ def chunks_with_gathered_keys(cut: RowCut, passes: Passes, rectangles: Passes) -
             zip(jnp.split(out, count), jnp.split(lse, count), strict=True),
             strict=True,
         ):
-            parts.append(merged(own, rectangles.forward(part, keys, values, mine, scale=scale)))
+            parts.append(merge_parts(own, rectangles.forward(part, keys, values, mine, scale=scale)))
         outs, sums = zip(*parts, strict=True)
         return jnp.concatenate(outs, axis=1).astype(q.dtype), jnp.concatenate(sums, axis=2)
 
@@ -147,7 +146,7 @@ def two_squares(passes: Passes) -> Passes:
         (one, other), (lse, other_lse) = (jnp.split(x, 2) for x in both)
         # The first square is of the lower queries or, like the second, of the upper ones.
         low, low_lse = jnp.where(first, one, 0).astype(jnp.float32), jnp.where(first, lse, -jnp.inf)
-        high, high_lse = merged((one, jnp.where(first, -jnp.inf, lse)), (other, other_lse))
+        high, high_lse = merge_parts((one, jnp.where(first, -jnp.inf, lse)), (other, other_lse))
         return jnp.concatenate([low, high], axis=1), jnp.concatenate([low_lse, high_lse], axis=2)
 
     def backward(

@@ -11,9 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from megajax.kernels.attention import AttentionDropout, Passes
+from megajax.kernels.attention import AttentionDropout, Passes, merge_parts
 from megajax.kernels.context.collectives import from_before, gather_devices
-from megajax.kernels.context.merge import merged
 from megajax.kernels.mask import Mask
 from megajax.mesh.row_cut import RowCut
 
@@ -91,7 +90,7 @@ def ring(cut: RowCut, own: Passes, arriving: Passes) -> Passes:
             coming = from_before(cut, held, next_keys) if next_keys else held
             passes, there = arriving if source else own, around.mask_of(source, length)
             new = passes.call_forward(q, held[..., :size], held[..., size:], there, scale=scale, dropout=dropout)
-            sums, held = _together([merged(*sums, new)], coming)
+            sums, held = _together([merge_parts(*sums, new)], coming)
         ((out, lse),) = sums
         return out.astype(q.dtype), lse
 
