@@ -16,9 +16,9 @@ from typing import Any
 
 import outcome
 
-from megajax.checkpoint.local import LocalCheckpoints
-from megajax.checkpoint.local_config import LocalConfig
-from megajax.checkpoint.local_reader import LocalReader
+from megajax.checkpoint.local.config import LocalConfig
+from megajax.checkpoint.local.manager import LocalCheckpoints
+from megajax.checkpoint.local.reader import LocalReader
 from megajax.config import load
 from megajax.training.session import Run, setup
 

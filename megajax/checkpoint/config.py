@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from megajax.checkpoint.local_config import LocalConfig
+from megajax.checkpoint.local.config import LocalConfig
 from megajax.checkpoint.sources import foreign_format
 from megajax.config.builds import Builds
 from megajax.config.errors import Problem

@@ -7,9 +7,9 @@ from typing import Any
 
 import jax
 
-from megajax.checkpoint.local import LocalCheckpoints, LocalReport
-from megajax.checkpoint.local_history import RunHistory
-from megajax.checkpoint.local_reader import LocalReader, NotWhole
+from megajax.checkpoint.local.history import RunHistory
+from megajax.checkpoint.local.manager import LocalCheckpoints, LocalReport
+from megajax.checkpoint.local.reader import LocalReader, NotWhole
 from megajax.checkpoint.manager import CheckpointManager
 from megajax.checkpoint.reader import CheckpointReader, say
 from megajax.config.errors import ConfigError, UserError

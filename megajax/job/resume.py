@@ -8,7 +8,7 @@ from functools import partial
 from importlib.metadata import version
 from typing import Any
 
-from megajax.checkpoint.local_reader import LocalReader
+from megajax.checkpoint.local.reader import LocalReader
 from megajax.checkpoint.reader import CheckpointReader
 from megajax.config.dump import flatten, scalar_text
 from megajax.config.errors import UserError

@@ -12,7 +12,7 @@ from typing import Any
 
 from megajax.checkpoint.boundary import Appointment, StepBoundary
 from megajax.checkpoint.failures import CheckpointError
-from megajax.checkpoint.local import LocalReport
+from megajax.checkpoint.local.manager import LocalReport
 from megajax.checkpoint.manager import CheckpointManager, SaveReport
 from megajax.config.errors import UserError
 from megajax.resilience.activity import Activity

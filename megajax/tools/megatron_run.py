@@ -4,7 +4,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from megajax.checkpoint.local_config import LocalConfig
+from megajax.checkpoint.local.config import LocalConfig
 from megajax.metrics.config import WandbConfig
 from megajax.optim.config import AdamWConfig, GroupConfig, LionConfig, MuonConfig, OptimizerConfig, SGDConfig
 from megajax.precision.config import ConstantScaleConfig, DelayedScalingConfig, DynamicScaleConfig, Fp8Config

@@ -12,10 +12,10 @@ from local_sets import damage, like, sets, small
 from test_restore import bits, mesh_of, state_on
 
 from megajax.checkpoint.config import CheckpointConfig
-from megajax.checkpoint.local import LocalCheckpoints
-from megajax.checkpoint.local_config import LocalConfig
-from megajax.checkpoint.local_history import RunHistory
-from megajax.checkpoint.local_reader import LocalReader
+from megajax.checkpoint.local.config import LocalConfig
+from megajax.checkpoint.local.history import RunHistory
+from megajax.checkpoint.local.manager import LocalCheckpoints
+from megajax.checkpoint.local.reader import LocalReader
 from megajax.config.errors import UserError
 
 META = {"mesh": {"data": 4}, "spikes": {}}

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from megajax.checkpoint.integrity import Damaged
-from megajax.checkpoint.local_exchange import REQUEST_BYTES, RemoteSet, SetServer, own_address
-from megajax.checkpoint.local_members import Members
-from megajax.checkpoint.local_set import OWN, LocalSet, SetIndex, SetInfo, SetWriter
-from megajax.checkpoint.local_shards import as_bytes, box_of, boxes_of_processes, parts_in
+from megajax.checkpoint.local.exchange import REQUEST_BYTES, RemoteSet, SetServer, own_address
+from megajax.checkpoint.local.members import Members
+from megajax.checkpoint.local.sets import OWN, LocalSet, SetIndex, SetInfo, SetWriter
+from megajax.checkpoint.local.shards import as_bytes, box_of, boxes_of_processes, parts_in
 from megajax.config.errors import UserError
 
 SECRET = b"s" * 32

@@ -15,7 +15,7 @@ import small_jobs
 from local_sets import damage, like, sets, small
 
 from megajax.checkpoint.config import CheckpointConfig
-from megajax.checkpoint.local_config import LocalConfig
+from megajax.checkpoint.local.config import LocalConfig
 from megajax.job.job import train
 from megajax.job.local_saves import LocalSaves, intact_step, mesh_here
 from megajax.mesh.config import ParallelConfig

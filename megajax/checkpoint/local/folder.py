@@ -3,7 +3,7 @@
 FOLDER/RUN/                 checkpoint.local.folder, and the name in the run's local.json
   run.json                  the shared checkpoints folder that it belongs to
   machine                   a name drawn by the first process: those that read the same share the folder
-  process_K/STEP/           a set of process K; see local_set
+  process_K/STEP/           a set of process K; see sets.py
 """
 
 import contextlib
@@ -16,8 +16,8 @@ from pathlib import Path
 
 from megajax.checkpoint.folder import STEP
 from megajax.checkpoint.integrity import Damaged
-from megajax.checkpoint.local_history import RunHistory
-from megajax.checkpoint.local_set import LocalSet
+from megajax.checkpoint.local.history import RunHistory
+from megajax.checkpoint.local.sets import LocalSet
 from megajax.checkpoint.new_folder import FULL
 from megajax.checkpoint.reader import say
 from megajax.config.errors import UserError

@@ -11,10 +11,10 @@ import numpy as np
 
 from megajax.checkpoint import arrays
 from megajax.checkpoint.integrity import Damaged
-from megajax.checkpoint.local import LocalCheckpoints
-from megajax.checkpoint.local_exchange import RemoteSet
-from megajax.checkpoint.local_set import Box, LocalSet
-from megajax.checkpoint.local_shards import box_of
+from megajax.checkpoint.local.exchange import RemoteSet
+from megajax.checkpoint.local.manager import LocalCheckpoints
+from megajax.checkpoint.local.sets import Box, LocalSet
+from megajax.checkpoint.local.shards import box_of
 from megajax.checkpoint.reader import Meta, Tree, say
 from megajax.config.errors import UserError
 

@@ -23,12 +23,12 @@ from typing import Any, NamedTuple, Self
 from megajax.checkpoint import arrays
 from megajax.checkpoint.folder import step_name
 from megajax.checkpoint.integrity import Damaged
-from megajax.checkpoint.local_config import LocalConfig
-from megajax.checkpoint.local_folder import LocalFolder
-from megajax.checkpoint.local_history import RunHistory
-from megajax.checkpoint.local_members import Members
-from megajax.checkpoint.local_set import OWN, REPLICAS, LocalSet, SetInfo, SetWriter, set_id
-from megajax.checkpoint.local_shards import Boxes, HostCopy, boxes_of_processes, byte_count, copy_to_host, parts_in
+from megajax.checkpoint.local.config import LocalConfig
+from megajax.checkpoint.local.folder import LocalFolder
+from megajax.checkpoint.local.history import RunHistory
+from megajax.checkpoint.local.members import Members
+from megajax.checkpoint.local.sets import OWN, REPLICAS, LocalSet, SetInfo, SetWriter, set_id
+from megajax.checkpoint.local.shards import Boxes, HostCopy, boxes_of_processes, byte_count, copy_to_host, parts_in
 from megajax.checkpoint.peers import Peers
 from megajax.checkpoint.reader import Meta, Tree, say
 from megajax.config.errors import UserError
@@ -60,7 +60,7 @@ class _Save(NamedTuple):
 
 
 class LocalCheckpoints:
-    """The writer of a run's local checkpoints; `megajax.checkpoint.local_reader` finds and restores them.
+    """The writer of a run's local checkpoints; `megajax.checkpoint.local.reader` finds and restores them.
 
     All processes call the methods in the same order. `close` it, or use it as a context manager.
     """

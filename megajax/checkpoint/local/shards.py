@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from megajax.checkpoint.copying import contiguous
-from megajax.checkpoint.local_set import Box
+from megajax.checkpoint.local.sets import Box
 
 type Boxes = frozenset[tuple[str, Box]]
 """Names of arrays and boxes in them."""

@@ -15,7 +15,7 @@ class LocalConfig(Builds):
     `build(folder)` gives the `LocalCheckpoints` of the run whose shared checkpoints folder is given.
     """
 
-    target: ClassVar[str] = "megajax.checkpoint.local:LocalCheckpoints"
+    target: ClassVar[str] = "megajax.checkpoint.local.manager:LocalCheckpoints"
 
     every: int
     """Steps between local checkpoints. A step that is saved to the shared folder is not saved here as well."""

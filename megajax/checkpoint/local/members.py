@@ -4,8 +4,8 @@ import secrets
 from collections.abc import Callable
 from typing import Any
 
-from megajax.checkpoint.local_exchange import RemoteSet, SetServer, own_address
-from megajax.checkpoint.local_set import LocalSet
+from megajax.checkpoint.local.exchange import RemoteSet, SetServer, own_address
+from megajax.checkpoint.local.sets import LocalSet
 from megajax.checkpoint.peers import Peers
 from megajax.config.errors import UserError
 

@@ -22,7 +22,7 @@ from typing import Any, Self
 import numpy as np
 
 from megajax.checkpoint.integrity import Damaged
-from megajax.checkpoint.local_set import LocalSet, Piece, SetIndex
+from megajax.checkpoint.local.sets import LocalSet, Piece, SetIndex
 
 TIMEOUT_SECONDS = 120.0
 """For a connection that sends or takes nothing."""

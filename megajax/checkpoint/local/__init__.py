@@ -1,0 +1,1 @@
+"""Checkpoints on the disks of the machines, between those in the shared folder."""
