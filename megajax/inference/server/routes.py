@@ -115,7 +115,8 @@ class Routes:
             job = await read(body, self._models, self._config)
             log = request.state.log
             log.update(model=job.model.name, prompt_tokens=sum(map(len, job.prompts)))
-            if self._log_prompts and not body.get("no_log", False):
+            logged = self._log_prompts and not body.get("no_log", False)
+            if logged:
                 log.update(prompt=body.get("prompt") or body.get("messages") or body.get("prompts"))
             call = Call(job.model.worker, self._metrics, job.names)
             prompts = [tuple(prompt) for prompt in job.prompts]
@@ -124,38 +125,39 @@ class Routes:
             else:  # its schema is compiled first
                 await asyncio.to_thread(call.submit, prompts, job.sampling, job.model.adapter)
             if job.stream:
-                return EventStream(self._events(call, job, log))
+                return EventStream(_events(call, job, log, logged=logged))
             answers = await whole(call, asyncio.ensure_future(_disconnected(request)))
             log.update(tokens=call.generated)
             if answers is None:
                 return Response(status_code=CLIENT_GONE)
-            if self._log_prompts:
+            if logged:
                 log.update(answer=[growth.text for growth in answers.values()])
             return JSONResponse(job.form.whole(answers))
 
         return answer
 
-    async def _events(self, call: Call, job: Job, log: dict[str, Any]) -> AsyncGenerator[str]:
-        """Server-sent events. Closed when the client has gone, which cancels the call."""
-        texts: dict[int, str] = {}
-        try:
-            for event in job.form.opening():
-                yield _event(event)
-            async for grown in call.grow():
-                for growth in grown:
-                    texts[growth.number] = texts.get(growth.number, "") + growth.text
-                    yield _event(job.form.event(growth))
-            for event in job.form.closing():
-                yield _event(event)
-            yield "data: [DONE]\n\n"
-        except RequestError as error:
-            log.update(error=error.status)
-            yield _event(error.body())
-        finally:
-            call.cancel()
-            log.update(tokens=call.generated)
-            if self._log_prompts:
-                log.update(answer=list(texts.values()))
+
+async def _events(call: Call, job: Job, log: dict[str, Any], *, logged: bool) -> AsyncGenerator[str]:
+    """Server-sent events. Closed when the client has gone, which cancels the call. logged: log the answers."""
+    texts: dict[int, str] = {}
+    try:
+        for event in job.form.opening():
+            yield _event(event)
+        async for grown in call.grow():
+            for growth in grown:
+                texts[growth.number] = texts.get(growth.number, "") + growth.text
+                yield _event(job.form.event(growth))
+        for event in job.form.closing():
+            yield _event(event)
+        yield "data: [DONE]\n\n"
+    except RequestError as error:
+        log.update(error=error.status)
+        yield _event(error.body())
+    finally:
+        call.cancel()
+        log.update(tokens=call.generated)
+        if logged:
+            log.update(answer=list(texts.values()))
 
 
 class EventStream(StreamingResponse):

@@ -190,6 +190,19 @@ def test_host_names_that_the_settings_allow(tmp_path: Any) -> None:
         assert [problem.where for problem in ServerConfig(hosts=(name,)).problems()] == ["hosts"]
 
 
+def test_prompts_and_answers_are_logged_unless_the_request_forbids_it() -> None:
+    running = start(ServerConfig(), access=Access(log_prompts=True))
+    running.complete(prompt="ab", max_tokens=4)
+    running.complete(prompt="cd", max_tokens=4, stream=True)
+    private = running.ask("/api", {"prompts": ["xyz"], "tokens_to_generate": 6, "no_log": True}, "PUT")
+    assert private.json()["text"] == ["xyzxyzxyz"]
+    stop(running)
+    plain, streamed, without = running.log
+    assert 'prompt="ab"' in plain and 'answer=["abab"]' in plain
+    assert 'prompt="cd"' in streamed and 'answer=["cdcd"]' in streamed
+    assert "tokens=6" in without and "xyz" not in without
+
+
 def test_requests_that_are_being_answered_end_after_the_first_signal() -> None:
     running = start(ServerConfig(drain_seconds=10), EchoDevice(seconds=0.002))
     with ThreadPoolExecutor(4) as pool:
