@@ -66,7 +66,7 @@ class Gate:
             self._demand_access(scope)
             await self._app(scope, receive, record)
         except ClientDisconnect:
-            notes["gone"] = True
+            status = CLIENT_GONE
         except RequestError as error:
             await error_response(error)(scope, receive, record)
         except Exception:

@@ -8,7 +8,7 @@ from hashlib import sha256
 from importlib.resources import files
 from typing import Any
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
@@ -25,9 +25,6 @@ from megajax.inference.server.openai import Job, chat_job, completion_job
 from megajax.inference.server.state import Readiness
 
 type Reader = Callable[[Mapping[str, Any], Mapping[str, ServedModel], ServerConfig], Awaitable[Job]]
-
-CLIENT_GONE = 499
-"""In the log, for a client that closed the connection before the answer."""
 
 
 class Routes:
@@ -129,7 +126,7 @@ class Routes:
             answers = await whole(call, asyncio.ensure_future(_disconnected(request)))
             log.update(tokens=call.generated)
             if answers is None:
-                return Response(status_code=CLIENT_GONE)
+                raise ClientDisconnect
             if logged:
                 log.update(answer=[growth.text for growth in answers.values()])
             return JSONResponse(job.form.whole(answers))

@@ -56,21 +56,21 @@ def test_a_list_of_prompts_is_taken_whole_or_not_at_all(small: Running) -> None:
     assert small.all_free()
 
 
-def open_stream(small: Running, **body: Any) -> socket.socket:
-    """A connection whose answer nobody reads."""
+def open_request(small: Running, *, unsent: int = 0, **body: Any) -> socket.socket:
+    """A connection whose answer nobody reads. unsent: bytes of the body that are announced and do not follow."""
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     connection.connect(("127.0.0.1", int(small.url.rpartition(":")[2])))
-    text = json.dumps({"stream": True, **body}).encode()
+    text = json.dumps(body).encode()
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    connection.sendall(head + b"Content-Length: %d\r\n\r\n" % len(text) + text)
+    connection.sendall(head + b"Content-Length: %d\r\n\r\n" % (len(text) + unsent) + text)
     return connection
 
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_clients_that_go_free_their_blocks(small: Running, stream: bool) -> None:
     for _ in range(10):
-        connections = [open_stream(small, prompt="abc", max_tokens=4000, stream=stream) for _ in range(10)]
+        connections = [open_request(small, prompt="abc", max_tokens=4000, stream=stream) for _ in range(10)]
         while not small.blocks_used():
             time.sleep(0.002)
         if stream:
@@ -81,9 +81,23 @@ def test_clients_that_go_free_their_blocks(small: Running, stream: bool) -> None
         assert small.all_free(), "blocks are not free"
 
 
+@pytest.mark.parametrize("unsent", [0, 100])
+def test_clients_that_go_before_their_answer_are_no_fault_of_the_server(small: Running, unsent: int) -> None:
+    """While the body is read, and while the answer is made."""
+    small.log.clear()
+    connection = open_request(small, prompt="abc", max_tokens=4000, unsent=unsent)
+    time.sleep(0.05)
+    connection.close()
+    while not small.log:
+        time.sleep(0.002)
+    assert " POST /v1/completions 499 " in small.log[0]
+    assert '{route="/v1/completions",code="499"}' in small.ask("/metrics", method="GET").text
+    assert small.all_free()
+
+
 def test_a_reader_that_does_not_read_is_cut_off(small: Running) -> None:
     """It costs no other client anything, and its blocks when its time is over."""
-    slow = open_stream(small, prompt=["abc" * 100] * 2, max_tokens=3000, logprobs=20)
+    slow = open_request(small, prompt=["abc" * 100] * 2, max_tokens=3000, logprobs=20, stream=True)
     while not small.blocks_used():
         time.sleep(0.002)
     assert small.complete(prompt="ab", max_tokens=4).json()["choices"][0]["text"] == "abab"
