@@ -13,6 +13,7 @@ from megajax.layers.config.block import (
     StackConfig,
     shared_bias,
 )
+from megajax.layers.config.checks import LARGEST, above_zero, below_one
 from megajax.layers.config.lora import LoRAConfig
 from megajax.layers.config.mamba import Mamba1Config, Mamba2Config
 from megajax.layers.config.mixer import MixerConfig
@@ -26,14 +27,12 @@ from megajax.layers.config.moe import (
     SharedExpertConfig,
 )
 from megajax.layers.config.norm import (
-    LARGEST,
     IdentityNormConfig,
     L2NormConfig,
     LayerNormConfig,
     LayerScaleConfig,
     NormConfig,
     RMSNormConfig,
-    above_zero,
 )
 from megajax.layers.config.position import Llama3ScalingConfig, RelativeBiasConfig, RopeConfig, YarnScalingConfig
 from megajax.layers.config.quantization import QuantizationConfig
@@ -74,5 +73,6 @@ __all__ = [
     "StackConfig",
     "YarnScalingConfig",
     "above_zero",
+    "below_one",
     "shared_bias",
 ]

@@ -10,7 +10,8 @@ from megajax.config.nearest import divisors_of, either
 from megajax.kernels.capability import BACKENDS, Choice, Device, Kernel, Request, choose, exchange_sizes
 from megajax.kernels.paged_capability import PagedRequest
 from megajax.layers.cache_facts import CacheLeaf, cached_heads
-from megajax.layers.config.norm import NormConfig, RMSNormConfig, above_zero
+from megajax.layers.config.checks import above_zero, below_one, head_devices, head_problems, head_sides
+from megajax.layers.config.norm import NormConfig, RMSNormConfig
 from megajax.layers.config.position import RelativeBiasConfig, RopeConfig
 from megajax.layers.facts import Elements, KernelWork, Matmul, MultiplyAdds, Side, Weight, prefixed
 from megajax.layers.remat import Part
@@ -53,9 +54,7 @@ class MultiHeadConfig(Builds):
 
     def core_problems(self) -> list[Problem]:
         """What is wrong with the settings that all kinds of attention have."""
-        problems = []
-        if not 0 <= self.dropout < 1:
-            problems.append(Problem("dropout", f"must be at least 0 and below 1, got {self.dropout}"))
+        problems = below_one(dropout=self.dropout)
         if self.window is not None and self.window < 0:
             what = f"must be at least 0, got {self.window}"
             problems.append(Problem("window", what, "none attends to all previous tokens"))
@@ -111,23 +110,15 @@ class MultiHeadConfig(Builds):
         return {"query_key_value": keys, "core_attention": Elements(cut=self.heads * values)}
 
     def tensor_sizes(self) -> list[int]:
-        """Numbers of devices of `tensor` that heads can be divided over.
-
-        Key-value heads are divided too, or each is copied to as many devices as share it.
-        """
-        groups = max(self.groups(), 1)
-        return [n for n in divisors_of(max(self.heads, 1)) if groups % n == 0 or n % groups == 0]
+        """Numbers of devices of `tensor` that heads can be divided over."""
+        return head_devices(self.heads, self.groups())
 
     def mesh_problems(self, sizes: Mapping[str, int]) -> Iterator[Problem]:
         """`tensor` has to divide heads, and to divide key-value heads or to be a multiple of them."""
-        tensor = sizes["tensor"]
-        if self.heads % tensor:
-            yield Problem("heads", f"heads={self.heads} is not divisible by parallel.tensor={tensor}")
-        elif tensor not in self.tensor_sizes():
-            what = f"kv_heads={self.groups()} and parallel.tensor={tensor}: one must be a multiple of the other"
-            yield Problem("kv_heads", what)
-        elif sizes.get("context", 1) > 1:
-            yield from self.context_problems(sizes)
+        problems = list(head_problems(self.heads, self.groups(), sizes["tensor"], "kv_heads"))
+        if not problems and sizes.get("context", 1) > 1:
+            problems += self.context_problems(sizes)
+        yield from problems
 
     def context_problems(self, sizes: Mapping[str, int]) -> Iterator[Problem]:
         """What is wrong where rows are cut over devices: those that exchange heads have to divide a device's heads.
@@ -154,10 +145,7 @@ class MultiHeadConfig(Builds):
     def matmul_sides(self, hidden: int, tensor: int) -> Iterator[Side]:
         """A device's query heads, and its key-value heads."""
         size = self.size(hidden)
-        for name, heads in (("heads", self.heads), ("kv_heads", self.groups())):
-            held = max(heads, tensor) if tensor in self.tensor_sizes() else heads
-            if held % tensor == 0:
-                yield Side(name, f"{heads} of {size} over parallel.tensor={tensor} are", held * size // tensor)
+        return head_sides((self.heads, size), (self.groups(), size), tensor, "kv_heads")
 
     def summary(self, hidden: int) -> str:
         """Numbers and size of heads."""

@@ -7,11 +7,12 @@ from typing import ClassVar, Protocol, runtime_checkable
 
 from megajax.config.builds import Builds
 from megajax.config.errors import Problem
+from megajax.layers.config.checks import LARGEST
 from megajax.layers.config.mixer import MixerConfig
 from megajax.layers.config.moe import FeedForwardConfig
-from megajax.layers.config.norm import LARGEST, LayerScaleConfig, NormConfig, RMSNormConfig
+from megajax.layers.config.norm import LayerScaleConfig, NormConfig, RMSNormConfig
 from megajax.layers.config.position import RelativeBiasConfig
-from megajax.layers.config.residual import ResidualBlock, dropout_problems
+from megajax.layers.config.residual import ResidualBlock
 from megajax.layers.facts import Layer, LayerBuilder, Mixer, Weight, prefixed
 from megajax.layers.runs import period
 
@@ -32,9 +33,6 @@ class BlockConfig(ResidualBlock):
     """Share of each sub-layer's output zeroed in training."""
     layer_scale: LayerScaleConfig | None = None
     """Learned factors on the channels of each sub-layer's output; none: no scaling."""
-
-    def problems(self) -> list[Problem]:
-        return dropout_problems(self.dropout)
 
     def weights(self, hidden: int) -> tuple[Weight, ...]:
         """Every weight of the module."""
@@ -65,9 +63,6 @@ class MixerBlockConfig(ResidualBlock):
     dropout: float = 0.0
     """Share of its output zeroed in training."""
 
-    def problems(self) -> list[Problem]:
-        return dropout_problems(self.dropout)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FeedForwardBlockConfig(ResidualBlock):
@@ -81,9 +76,6 @@ class FeedForwardBlockConfig(ResidualBlock):
     """Normalisation before it."""
     dropout: float = 0.0
     """Share of its output zeroed in training."""
-
-    def problems(self) -> list[Problem]:
-        return dropout_problems(self.dropout)
 
 
 type AnyBlockConfig = BlockConfig | MixerBlockConfig | FeedForwardBlockConfig

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from megajax.config.builds import Builds
 from megajax.config.errors import Problem
-from megajax.layers.config.norm import above_zero
+from megajax.layers.config.checks import above_zero, below_one
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,9 +31,7 @@ class LoRAConfig(Builds):
     """The scale is alpha / sqrt(rank) (Kalajdzievski 2023, rsLoRA)."""
 
     def problems(self) -> list[Problem]:
-        problems = above_zero(rank=self.rank, alpha=self.alpha)
-        if not 0 <= self.dropout < 1:
-            problems.append(Problem("dropout", f"must be at least 0 and below 1, got {self.dropout}"))
+        problems = above_zero(rank=self.rank, alpha=self.alpha) + below_one(dropout=self.dropout)
         if not self.targets:
             problems.append(Problem("targets", "names no matrix", "the default, *.blocks.*, adapts all of all blocks"))
         return problems

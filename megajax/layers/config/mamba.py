@@ -10,7 +10,7 @@ from megajax.config.errors import Problem
 from megajax.config.nearest import divisors_of
 from megajax.kernels.capability import Choice, Device, Request
 from megajax.layers.cache_facts import CacheLeaf, cached_heads
-from megajax.layers.config.norm import above_zero
+from megajax.layers.config.checks import above_zero, head_devices, head_problems, head_sides
 from megajax.layers.facts import Elements, KernelWork, Matmul, MultiplyAdds, Side, Weight
 from megajax.layers.remat import Part
 
@@ -186,29 +186,17 @@ class Mamba2Config(StateSpaceConfig):
         return sum(matmul.size for matmul in self.matmuls(hidden))
 
     def tensor_sizes(self) -> list[int]:
-        """Numbers of devices of `tensor` that heads can be divided over.
-
-        Groups are divided too, or each is copied to as many devices as share it.
-        """
-        groups = max(self.groups, 1)
-        return [n for n in divisors_of(max(self.heads, 1)) if groups % n == 0 or n % groups == 0]
+        """Numbers of devices of `tensor` that heads can be divided over."""
+        return head_devices(self.heads, self.groups)
 
     def mesh_problems(self, sizes: Mapping[str, int]) -> Iterator[Problem]:
         """`tensor` has to divide heads, and to divide groups or to be a multiple of them."""
-        tensor = sizes["tensor"]
-        if self.heads % tensor:
-            yield Problem("heads", f"heads={self.heads} is not divisible by parallel.tensor={tensor}")
-        elif tensor not in self.tensor_sizes():
-            what = f"groups={self.groups} and parallel.tensor={tensor}: one must be a multiple of the other"
-            yield Problem("groups", what)
+        return head_problems(self.heads, self.groups, sizes["tensor"], "groups")
 
     def matmul_sides(self, hidden: int, tensor: int) -> Iterator[Side]:
         """A device's heads, and its groups. Steps are never in 8 bits."""
         del hidden
-        for name, count, size in (("heads", self.heads, self.head_dim), ("groups", self.groups, self.state)):
-            held = max(count, tensor) if tensor in self.tensor_sizes() else count
-            if held % tensor == 0:
-                yield Side(name, f"{count} of {size} over parallel.tensor={tensor} are", held * size // tensor)
+        return head_sides((self.heads, self.head_dim), (self.groups, self.state), tensor, "groups")
 
     def summary(self, hidden: int) -> str:
         """Sizes of heads and states."""

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 from megajax.config.builds import Builds
 from megajax.config.errors import Problem
 from megajax.config.nearest import divisors_of
-from megajax.layers.config.norm import above_zero
+from megajax.layers.config.checks import above_zero
 from megajax.layers.facts import Elements, Matmul, MultiplyAdds, Side, Weight
 from megajax.layers.remat import Part
 

@@ -9,8 +9,8 @@ from megajax.config.errors import Problem
 from megajax.config.nearest import divisors_of
 from megajax.kernels.capability import Choice, Device, Request
 from megajax.kernels.grouped_capability import GroupedKernel, GroupedSizes, choose_grouped
+from megajax.layers.config.checks import above_zero, below_one
 from megajax.layers.config.mlp import MLPConfig
-from megajax.layers.config.norm import above_zero
 from megajax.layers.expert_facts import ExpertFacts, Way
 from megajax.layers.facts import Elements, Matmul, MultiplyAdds, Side, Weight, prefixed
 from megajax.layers.remat import Part
@@ -75,8 +75,7 @@ class RouterConfig:
         for name in ("aux_loss", "row_loss", "global_loss", "z_loss"):
             if not 0 <= (value := getattr(self, name)) < float("inf"):
                 problems.append(Problem(name, f"must be a number of at least 0, got {value}"))
-        if not 0 <= self.jitter < 1:
-            problems.append(Problem("jitter", f"must be at least 0 and below 1, got {self.jitter}"))
+        problems += below_one(jitter=self.jitter)
         if (self.groups is None) != (self.chosen_groups is None):
             problems.append(Problem("groups", "and chosen_groups go together", "set both, or neither"))
         if self.balance_rate is not None and self.score == "softmax" and self.normalise == "chosen":

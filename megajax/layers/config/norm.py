@@ -1,26 +1,12 @@
-"""Configs of normalisation layers, and checks that all configs of layers share; imports neither jax nor flax."""
+"""Configs of normalisation layers; imports neither jax nor flax."""
 
 from dataclasses import dataclass
-from math import inf
 from typing import ClassVar
 
 from megajax.config.builds import Builds
 from megajax.config.errors import Problem
+from megajax.layers.config.checks import above_zero
 from megajax.layers.facts import Weight
-
-LARGEST = 2**31 - 1
-"""The largest integer that fits the int32 indices of arrays on a device."""
-
-
-def above_zero(**settings: float | None) -> list[Problem]:
-    """A problem for each setting that is given and is not a finite number above 0, or is an integer above LARGEST."""
-    problems = []
-    for name, value in settings.items():
-        if value is not None and not 0 < value < inf:
-            problems.append(Problem(name, f"must be a number above 0, got {value}"))
-        elif isinstance(value, int) and value > LARGEST:
-            problems.append(Problem(name, f"must be at most {LARGEST}, got {value}"))
-    return problems
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

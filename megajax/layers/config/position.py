@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from megajax.config.builds import Builds
 from megajax.config.errors import Problem
-from megajax.layers.config.norm import above_zero
+from megajax.layers.config.checks import above_zero
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 from megajax.config.builds import Builds
 from megajax.config.errors import Problem, UserError
 from megajax.kernels.capability import FUSED, Request
+from megajax.layers.config.checks import below_one
 from megajax.layers.config.mixer import MixerConfig
 from megajax.layers.config.norm import NormConfig
 from megajax.layers.facts import (
@@ -51,6 +52,9 @@ class ResidualBlock(Builds):
     with the name of the field and `_norm`."""
     norm: NormConfig | LayerBuilder
     dropout: float
+
+    def problems(self) -> list[Problem]:
+        return below_one(dropout=self.dropout)
 
     def parts(self) -> dict[str, Any]:
         """Setting -> config of each sub-layer."""
@@ -188,11 +192,6 @@ class ResidualBlock(Builds):
         for name, layer in self.layers().parts.items():
             for side in layer.matmul_sides(hidden, tensor):
                 yield side._replace(where=f"{name}.{side.where}")
-
-
-def dropout_problems(rate: float) -> list[Problem]:
-    """What is wrong with a block's share of zeroed outputs."""
-    return [] if 0 <= rate < 1 else [Problem("dropout", f"must be at least 0 and below 1, got {rate}")]
 
 
 def mixer_facts(mixer: Mixer, hidden: int, length: int, dtype: str, read: float = 1.0) -> MixerFacts:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 from megajax.batch import Leaf
 from megajax.config.builds import Builds
 from megajax.config.errors import Problem
-from megajax.layers.config import LARGEST
+from megajax.layers.config import LARGEST, below_one
 from megajax.layers.facts import Weight
 from megajax.models.config.bert import BertConfig
 from megajax.models.config.decoder import DecoderConfig
@@ -22,9 +22,7 @@ class TextHeadConfig(Builds):
     """Dropout rate of the states that the head reads."""
 
     def problems(self) -> list[Problem]:
-        if 0 <= self.dropout < 1:
-            return []
-        return [Problem("dropout", f"must be at least 0 and below 1, got {self.dropout}")]
+        return below_one(dropout=self.dropout)
 
     def columns(self) -> int:
         """Numbers that the head makes of a state."""
@@ -80,10 +78,7 @@ class ClassHeadConfig(PooledHeadConfig):
         problems = PooledHeadConfig.problems(self)
         if not 2 <= self.classes <= LARGEST:
             problems.append(Problem("classes", f"must be at least 2, got {self.classes}"))
-        if not 0 <= self.label_smoothing < 1:
-            what = f"must be at least 0 and below 1, got {self.label_smoothing}"
-            problems.append(Problem("label_smoothing", what))
-        return problems
+        return problems + below_one(label_smoothing=self.label_smoothing)
 
     def columns(self) -> int:
         """A score for each class."""

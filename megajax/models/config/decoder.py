@@ -19,6 +19,7 @@ from megajax.layers.config import (
     RMSNormConfig,
     StackConfig,
     above_zero,
+    below_one,
 )
 from megajax.layers.facts import LayerBuilder, Weight, idle_size, total_size
 from megajax.layers.remat import Part, Recompute
@@ -161,11 +162,11 @@ class DecoderConfig(AdaptedConfig, TransformerConfig, ModelConfig):
                 problems.append(Problem(name, f"must be between 1 and {LARGEST}, got {getattr(self, name)}"))
         if self.unroll is not None and self.unroll < 1:
             problems.append(Problem("unroll", f"must be at least 1, got {self.unroll}", "none for all layers"))
-        if not 0 <= self.dropout < 1:
-            problems.append(Problem("dropout", f"must be at least 0 and below 1, got {self.dropout}"))
         if not 0 <= self.z_loss < inf:
             problems.append(Problem("z_loss", f"must be a number from 0 up, got {self.z_loss}"))
-        problems += self._smoothing_problems()
+        problems += below_one(dropout=self.dropout, label_smoothing=self.label_smoothing)
+        if self.label_smoothing and self.vocabulary_size < 2:
+            problems.append(Problem("label_smoothing", "needs at least 2 ids in the vocabulary"))
         problems += above_zero(init_std=self.init_std, embedding_std=self.embedding_std)
         problems += self.recompute_problems()
         if self.prediction is not None and self.prediction.depth >= self.sequence_length:
@@ -190,13 +191,6 @@ class DecoderConfig(AdaptedConfig, TransformerConfig, ModelConfig):
         blocks = TransformerConfig.named_blocks(self)
         own = None if self.prediction is None else self.prediction.block
         return blocks if own is None else {**blocks, "prediction.block": own}
-
-    def _smoothing_problems(self) -> list[Problem]:
-        if not 0 <= self.label_smoothing < 1:
-            return [Problem("label_smoothing", f"must be at least 0 and below 1, got {self.label_smoothing}")]
-        if self.label_smoothing and self.vocabulary_size < 2:
-            return [Problem("label_smoothing", "needs at least 2 ids in the vocabulary")]
-        return []
 
     def predicting_blocks(self) -> tuple[AnyBlockConfig, ...]:
         """The blocks behind the stack, one for each further token."""

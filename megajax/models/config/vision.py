@@ -9,7 +9,7 @@ from megajax.batch import Leaf
 from megajax.config.builds import Builds, resolve
 from megajax.config.errors import Problem
 from megajax.kernels.capability import Request
-from megajax.layers.config import LARGEST, LayerNormConfig, NormConfig, StackConfig, above_zero
+from megajax.layers.config import LARGEST, LayerNormConfig, NormConfig, StackConfig, above_zero, below_one
 from megajax.layers.facts import Elements, LayerBuilder, Matmul, Norm, Weight, total_size
 from megajax.layers.remat import Part, Recompute
 from megajax.layers.segments import SegmentsConfig
@@ -82,8 +82,7 @@ class VisionTowerConfig(Builds, TransformerConfig):
             problems.append(Problem("class_tokens", f"must be at least 0, got {self.class_tokens}"))
         if self.unroll is not None and self.unroll < 1:
             problems.append(Problem("unroll", f"must be at least 1, got {self.unroll}", "none for all layers"))
-        if not 0 <= self.dropout < 1:
-            problems.append(Problem("dropout", f"must be at least 0 and below 1, got {self.dropout}"))
+        problems += below_one(dropout=self.dropout)
         if problems:
             return problems
         problems += [*self._image_problems(), *self.recompute_problems(), *self.shape_problems()]

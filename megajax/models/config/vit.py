@@ -14,6 +14,7 @@ from megajax.layers.config import (
     LoRAConfig,
     QuantizationConfig,
     above_zero,
+    below_one,
 )
 from megajax.layers.config.cross import CrossAttentionConfig
 from megajax.layers.facts import Matmul, Weight, prefixed, total_size
@@ -123,7 +124,7 @@ class ClassifierConfig(Builds):
     """Probability mass spread evenly over all classes (Szegedy et al. 2016). Not in the reported loss."""
 
     def problems(self) -> list[Problem]:
-        return _class_problems(self.classes, self.label_smoothing)
+        return above_zero(classes=self.classes) + below_one(label_smoothing=self.label_smoothing)
 
     def tower_problems(self, tower: VisionTowerConfig) -> Iterator[Problem]:
         """What is wrong with it on this tower."""
@@ -170,7 +171,7 @@ class SegmenterConfig(Builds):
     """Probability mass spread evenly over all classes. Not in the reported loss."""
 
     def problems(self) -> list[Problem]:
-        problems = _class_problems(self.classes, self.label_smoothing)
+        problems = above_zero(classes=self.classes) + below_one(label_smoothing=self.label_smoothing)
         if self.classes > IGNORED:
             what = f"{self.classes} are too many: {IGNORED} is the class of pixels that do not count"
             problems.append(Problem("classes", what, f"use at most {IGNORED}"))
@@ -207,13 +208,6 @@ class SegmenterConfig(Builds):
 def linear(tower: VisionTowerConfig, classes: int) -> Weight:
     """The matrix of scores."""
     return Weight("linear.matrix", (tower.hidden, classes), ("embed", None))
-
-
-def _class_problems(classes: int, smoothing: float) -> list[Problem]:
-    problems = above_zero(classes=classes)
-    if not 0 <= smoothing < 1:
-        problems.append(Problem("label_smoothing", f"must be at least 0 and below 1, got {smoothing}"))
-    return problems
 
 
 type HeadConfig = ClassifierConfig | SegmenterConfig

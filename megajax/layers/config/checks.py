@@ -1,0 +1,55 @@
+"""Checks that configs of layers and models share; imports neither jax nor flax."""
+
+from collections.abc import Iterator
+from math import inf
+
+from megajax.config.errors import Problem
+from megajax.config.nearest import divisors_of
+from megajax.layers.facts import Side
+
+LARGEST = 2**31 - 1
+"""The largest integer that fits the int32 indices of arrays on a device."""
+
+
+def above_zero(**settings: float | None) -> list[Problem]:
+    """A problem for each setting that is given and is not a finite number above 0, or is an integer above LARGEST."""
+    problems = []
+    for name, value in settings.items():
+        if value is not None and not 0 < value < inf:
+            problems.append(Problem(name, f"must be a number above 0, got {value}"))
+        elif isinstance(value, int) and value > LARGEST:
+            problems.append(Problem(name, f"must be at most {LARGEST}, got {value}"))
+    return problems
+
+
+def below_one(**settings: float) -> list[Problem]:
+    """A problem for each setting that is not a share: at least 0 and below 1."""
+    wrong = {name: value for name, value in settings.items() if not 0 <= value < 1}
+    return [Problem(name, f"must be at least 0 and below 1, got {value}") for name, value in wrong.items()]
+
+
+def head_devices(heads: int, groups: int) -> list[int]:
+    """Numbers of devices of `tensor` that heads can be divided over.
+
+    Groups of heads are divided too, or each is copied to as many devices as share it.
+    """
+    heads, groups = max(heads, 1), max(groups, 1)
+    return [n for n in divisors_of(heads) if groups % n == 0 or n % groups == 0]
+
+
+def head_problems(heads: int, groups: int, tensor: int, setting: str) -> Iterator[Problem]:
+    """`tensor` has to divide heads, and to divide groups or to be a multiple of them. setting: that of the groups."""
+    if heads % tensor:
+        yield Problem("heads", f"heads={heads} is not divisible by parallel.tensor={tensor}")
+    elif tensor not in head_devices(heads, groups):
+        what = f"{setting}={groups} and parallel.tensor={tensor}: one must be a multiple of the other"
+        yield Problem(setting, what)
+
+
+def head_sides(heads: tuple[int, int], groups: tuple[int, int], tensor: int, setting: str) -> Iterator[Side]:
+    """Sides of a device's heads, and of its groups: numbers and sizes of both. setting: that of the groups."""
+    copied = tensor in head_devices(heads[0], groups[0])
+    for name, (count, size) in {"heads": heads, setting: groups}.items():
+        on_all = max(count, tensor) if copied else count
+        if on_all % tensor == 0:
+            yield Side(name, f"{count} of {size} over parallel.tensor={tensor} are", on_all * size // tensor)
