@@ -130,10 +130,10 @@ class Run:
         to what the mesh divides, and cut off again. Raises ValueError for other arrays, shapes and kinds of dtypes,
         and for ids out of range.
         """
-        given = self._given(arrays, named)
+        leaves = self._inputs(arrays, named)
         schema, causal = self.cfg.model.schema(), self.cfg.model.ignores_later_positions()
-        rows, length = len(next(iter(given.values()))), 0
-        for name, leaf in given.items():
+        rows, length = len(next(iter(leaves.values()))), 0
+        for name, leaf in leaves.items():
             widths = [(0, -rows % self._multiple("batch"))]
             for size, axis in zip(leaf.shape[1:], schema[name].axes, strict=True):
                 divisor = self._multiple("seq_residual") if axis == "seq" else 1
@@ -141,37 +141,29 @@ class Run:
                     raise ValueError(f"{name} have {size} positions: this layout needs a multiple of {divisor}")
                 length = size if size % divisor else length
                 widths.append((0, -size % divisor))
-            given[name] = np.pad(leaf, widths)
+            leaves[name] = np.pad(leaf, widths)
         with jax.set_mesh(self.mesh), jax.default_matmul_precision(self.cfg.precision.matmul_precision()):
-            result = self._forward(self.state.inputs, given)[:rows]
+            result = self._forward(self.state.inputs, leaves)[:rows]
         return result[:, :length] if length else result
 
-    def _given(self, arrays: Sequence[Any], named: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    def _inputs(self, arrays: Sequence[Any], named: Mapping[str, Any]) -> dict[str, np.ndarray]:
         """The arrays of a call by the names of their leaves, checked against the schema."""
-        names, schema = list(signature(self.program.abstract).parameters), self.cfg.model.schema()
-        if len(arrays) > len(names) or not (arrays or named):
-            raise ValueError(f"the model takes {', '.join(names)}; got {len(arrays)} arrays")
-        given = dict(zip(names, arrays, strict=False))
-        if wrong := [name for name in named if name in given or name not in names]:
-            raise ValueError(f"the model takes {', '.join(names)}, each once; got {wrong[0]}")
-        given |= named
-        parameters = signature(self.program.abstract).parameters
-        if missing := [name for name, each in parameters.items() if each.default is each.empty and name not in given]:
-            raise ValueError(f"the model needs {missing[0]}; got {', '.join(given)}")
-        if unknown := [name for name in given if name not in schema]:
+        call, schema = signature(self.program.abstract), self.cfg.model.schema()
+        try:
+            inputs = call.bind(*arrays, **named).arguments
+        except TypeError as error:
+            raise ValueError(f"the model takes {', '.join(call.parameters)}: {error}") from None
+        if unknown := [name for name in inputs if name not in schema]:
             raise ValueError(
                 f"__call__ of the model takes {unknown[0]}, which is no leaf of its schema: {list(schema)}"
             )
-        rows = {name: checked(name, schema[name], array) for name, array in given.items()}
-        lengths: dict[Any, set[int]] = {}
-        for name, array in rows.items():
-            lengths.setdefault("rows", set()).add(len(array))
-            if schema[name].axes == ("seq",):
-                lengths.setdefault(schema[name].shape, set()).add(array.shape[1])
-        if any(len(sizes) > 1 for sizes in lengths.values()):
-            shapes = ", ".join(f"{name} {array.shape}" for name, array in rows.items())
+        leaves = {name: checked_leaf(name, schema[name], array) for name, array in inputs.items()}
+        sizes: set[tuple[Any, int]] = {("rows", len(array)) for array in leaves.values()}
+        sizes |= {(schema[name].shape, leaves[name].shape[1]) for name in leaves if schema[name].axes == ("seq",)}
+        if len(sizes) > len(dict(sizes)):
+            shapes = ", ".join(f"{name} {array.shape}" for name, array in leaves.items())
             raise ValueError(f"the arrays of a call have equally many rows and positions; got {shapes}")
-        return rows
+        return leaves
 
     def _multiple(self, axis: str) -> int:
         """What the mesh divides a dimension of this logical axis by."""
@@ -232,7 +224,7 @@ class Run:
         self._forward = jax.jit(forward, compiler_options=dict(self.program.options))
 
 
-def checked(name: str, leaf: Leaf, array: Any) -> np.ndarray:
+def checked_leaf(name: str, leaf: Leaf, array: Any) -> np.ndarray:
     """The rows of a leaf in its dtype.
 
     Raises ValueError: a lookup out of a table's range gives meaningless numbers, and so do ids cut out of fractions.
