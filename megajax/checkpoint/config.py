@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from megajax.checkpoint.local.config import LocalConfig
-from megajax.checkpoint.sources import foreign_format
+from megajax.checkpoint.weights.formats import foreign_format
 from megajax.config.builds import Builds
 from megajax.config.errors import Problem
 

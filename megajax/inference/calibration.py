@@ -16,8 +16,8 @@ import numpy as np
 from jax import Array
 
 from megajax.batch import Params
-from megajax.checkpoint.foreign import WeightSource
-from megajax.checkpoint.quantized_weights import Calibrated
+from megajax.checkpoint.weights.foreign import WeightSource
+from megajax.checkpoint.weights.quantized import Calibrated
 from megajax.inference.layerwise import Layer, LayerByLayer, Seen
 from megajax.layers.quantized import AMAX, FACTOR, Quantized
 

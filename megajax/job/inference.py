@@ -5,15 +5,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megajax.checkpoint.adapters import LORA_A, LORA_B, JoinedWeights, MergedWeights
-from megajax.checkpoint.foreign import Box, WeightSource, declared_by
 from megajax.checkpoint.huggingface.export import family_for
 from megajax.checkpoint.huggingface.folder import open_model
 from megajax.checkpoint.huggingface.peft import read_adapter
 from megajax.checkpoint.huggingface.peft_settings import CONFIG as PEFT_CONFIG
-from megajax.checkpoint.model_differences import differences, in_words
-from megajax.checkpoint.quantized_weights import QuantizedWeights, quantized_matrices
-from megajax.checkpoint.run_weights import RunModel, StepWeights, open_step
+from megajax.checkpoint.weights.adapters import LORA_A, LORA_B, JoinedWeights, MergedWeights
+from megajax.checkpoint.weights.foreign import Box, WeightSource, declared_by
+from megajax.checkpoint.weights.model_differences import differences, in_words
+from megajax.checkpoint.weights.quantized import QuantizedWeights, quantized_matrices
+from megajax.checkpoint.weights.runs import RunModel, StepWeights, open_step
 from megajax.config.errors import UserError
 from megajax.config.tree import check
 from megajax.inference.assembly import make_engine

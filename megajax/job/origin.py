@@ -89,7 +89,7 @@ def generation_config[C: GenerationConfig](origin: Origin, root: type[C]) -> Sou
 
 def folder_config[C: GenerationConfig](folder: Path, root: type[C]) -> C:
     """Of a Hugging Face folder. Raises UserError for one that is no model, or with settings that we lack."""
-    model = resolve("megajax.checkpoint.sources:read_foreign")(f"hf:{folder}").model
+    model = resolve("megajax.checkpoint.weights.formats:read_foreign")(f"hf:{folder}").model
     if not hasattr(model, "schema"):
         raise UserError(f"--hf={folder}: a {type(model).__name__.removesuffix('Config')} alone does not generate text")
     names = [path.name for path in folder.iterdir()]

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from megajax.checkpoint.foreign import ForeignModel, ForeignWeights, declared_by, demand_fit
-from megajax.checkpoint.placement import placed
 from megajax.checkpoint.reader import open_checkpoints
-from megajax.checkpoint.sources import foreign_format, read_foreign
 from megajax.checkpoint.stored_arrays import OBSERVED, WEIGHTS
-from megajax.checkpoint.tensor_table import tensors_of
+from megajax.checkpoint.weights.foreign import ForeignModel, ForeignWeights, declared_by, demand_fit
+from megajax.checkpoint.weights.formats import foreign_format, read_foreign
+from megajax.checkpoint.weights.placement import placed
+from megajax.checkpoint.weights.tensor_table import tensors_of
 from megajax.config.dump import flatten
 from megajax.config.errors import UserError
 from megajax.job.layer_order import layers_of, like_stored, reorder, same_order, stored_chunks

@@ -13,8 +13,8 @@ from jax import Array
 
 from megajax.batch import Params
 from megajax.checkpoint.config import WeightsConfig
-from megajax.checkpoint.foreign import declared_by
-from megajax.checkpoint.model_differences import differences, in_words
+from megajax.checkpoint.weights.foreign import declared_by
+from megajax.checkpoint.weights.model_differences import differences, in_words
 from megajax.config.errors import UserError
 from megajax.config.nearest import listed
 from megajax.job.stored_weights import StoredWeights, Wanted, open_weights

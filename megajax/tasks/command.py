@@ -18,7 +18,7 @@ from rich.table import Table
 from megajax.batch import Params
 from megajax.checkpoint.folder import locate, step_name, steps_in
 from megajax.checkpoint.integrity import MANIFEST
-from megajax.checkpoint.sources import foreign_format
+from megajax.checkpoint.weights.formats import foreign_format
 from megajax.config.dump import flatten
 from megajax.config.errors import ConfigError, Problem, UserError
 from megajax.config.nearest import did_you_mean, either

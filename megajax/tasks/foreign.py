@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from megajax.checkpoint.sources import read_foreign
+from megajax.checkpoint.weights.formats import read_foreign
 from megajax.data.config import MockConfig
 from megajax.models.protocol import demand_causal
 from megajax.tasks.config import EvaluatedConfig

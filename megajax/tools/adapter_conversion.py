@@ -9,18 +9,18 @@ from typing import Any
 
 import numpy as np
 
-from megajax.checkpoint.adapters import LORA_A, LORA_B, JoinedWeights, MergedWeights
-from megajax.checkpoint.comparison import Verified, verify_weights
-from megajax.checkpoint.foreign import Entry, WeightSource, declared_by
 from megajax.checkpoint.huggingface.export import family_for
 from megajax.checkpoint.huggingface.peft import TENSORS, adapter_files, base_of, read_adapter
 from megajax.checkpoint.huggingface.peft_settings import CONFIG
 from megajax.checkpoint.huggingface.safetensors import SafetensorsFolder
 from megajax.checkpoint.huggingface.shards import TensorFile
 from megajax.checkpoint.new_folder import new_folder
-from megajax.checkpoint.run_writer import Advance, converted
-from megajax.checkpoint.sources import foreign_format
-from megajax.checkpoint.tensor_table import Mapped, Row
+from megajax.checkpoint.weights.adapters import LORA_A, LORA_B, JoinedWeights, MergedWeights
+from megajax.checkpoint.weights.comparison import Verified, verify_weights
+from megajax.checkpoint.weights.foreign import Entry, WeightSource, declared_by
+from megajax.checkpoint.weights.formats import foreign_format
+from megajax.checkpoint.weights.run_writer import Advance, converted
+from megajax.checkpoint.weights.tensor_table import Mapped, Row
 from megajax.config.errors import UserError
 from megajax.layers.param import ParamSpec
 from megajax.optim.groups import trainable

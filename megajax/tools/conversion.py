@@ -14,17 +14,17 @@ from typing import Any, Protocol
 import jax.numpy as jnp
 import numpy as np
 
-from megajax.checkpoint.comparison import Verified, verify_tensors, verify_weights
-from megajax.checkpoint.foreign import ForeignModel, ForeignWeights, WeightSource, declared_by, demand_fit
 from megajax.checkpoint.huggingface.export import SHARD_BYTES, family_for, write_model
 from megajax.checkpoint.huggingface.tokenizer_files import copy_files, tokenizer_config
-from megajax.checkpoint.model_differences import differences, in_words
 from megajax.checkpoint.new_folder import new_folder
 from megajax.checkpoint.reader import open_checkpoints
-from megajax.checkpoint.run_weights import MeanWeights, RunModel, open_step
-from megajax.checkpoint.run_writer import Advance, StateArray, write_step
-from megajax.checkpoint.sources import foreign_format, read_foreign
-from megajax.checkpoint.tensor_table import Mapped, resolved
+from megajax.checkpoint.weights.comparison import Verified, verify_tensors, verify_weights
+from megajax.checkpoint.weights.foreign import ForeignModel, ForeignWeights, WeightSource, declared_by, demand_fit
+from megajax.checkpoint.weights.formats import foreign_format, read_foreign
+from megajax.checkpoint.weights.model_differences import differences, in_words
+from megajax.checkpoint.weights.run_writer import Advance, StateArray, write_step
+from megajax.checkpoint.weights.runs import MeanWeights, RunModel, open_step
+from megajax.checkpoint.weights.tensor_table import Mapped, resolved
 from megajax.config.dump import to_yaml
 from megajax.config.errors import UserError
 from megajax.config.nearest import listed

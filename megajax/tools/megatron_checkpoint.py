@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 
 from megajax.checkpoint.config import CheckpointConfig
-from megajax.checkpoint.foreign import Entry, ForeignModel, WeightSource
 from megajax.checkpoint.megatron import export
 from megajax.checkpoint.megatron.checkpoint import MegatronCheckpoint, MegatronModel
 from megajax.checkpoint.megatron.pickles import Name, Record
-from megajax.checkpoint.model_differences import differences, in_words
-from megajax.checkpoint.run_writer import StateArray
 from megajax.checkpoint.stored_arrays import OBSERVED
-from megajax.checkpoint.tensor_table import Mapped
+from megajax.checkpoint.weights.foreign import Entry, ForeignModel, WeightSource
+from megajax.checkpoint.weights.model_differences import differences, in_words
+from megajax.checkpoint.weights.run_writer import StateArray
+from megajax.checkpoint.weights.tensor_table import Mapped
 from megajax.config.errors import ConfigError, UserError
 from megajax.config.patch import patch_of
 from megajax.config.tree import assemble

@@ -7,9 +7,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from megajax.checkpoint.foreign import WeightSource, declared_by
 from megajax.checkpoint.huggingface.tokenizer_files import copy_files
-from megajax.checkpoint.quantized_weights import Calibrated, QuantizedWeights, quantized_matrices
+from megajax.checkpoint.weights.foreign import WeightSource, declared_by
+from megajax.checkpoint.weights.quantized import Calibrated, QuantizedWeights, quantized_matrices
 from megajax.config.errors import ConfigError, UserError
 from megajax.inference.calibration import Calibration, calibrate
 from megajax.inference.comparison import Difference, compare, text_rows

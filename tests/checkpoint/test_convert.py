@@ -15,16 +15,17 @@ from orbax.checkpoint import v1 as ocp
 from safetensors.numpy import load_file, save_file
 
 from megajax import convert
-from megajax.checkpoint import array_writer, arrays, stored_arrays
-from megajax.checkpoint.array_writer import ArrayWriter, boxes, chunk_shape
-from megajax.checkpoint.copying import contiguous
-from megajax.checkpoint.foreign import Entry, declared_by
+from megajax.checkpoint import arrays, stored_arrays
 from megajax.checkpoint.huggingface.export import config_for, family_for
 from megajax.checkpoint.huggingface.folder import open_model
 from megajax.checkpoint.huggingface.registry import families
-from megajax.checkpoint.run_weights import StepWeights, open_step
-from megajax.checkpoint.run_writer import converted, write_step
 from megajax.checkpoint.stored_arrays import StoredArrays
+from megajax.checkpoint.weights import array_writer
+from megajax.checkpoint.weights.array_writer import ArrayWriter, boxes, chunk_shape
+from megajax.checkpoint.weights.copying import contiguous
+from megajax.checkpoint.weights.foreign import Entry, declared_by
+from megajax.checkpoint.weights.run_writer import converted, write_step
+from megajax.checkpoint.weights.runs import StepWeights, open_step
 from megajax.config import load
 from megajax.config.errors import UserError
 from megajax.data.config import ClassFoldersConfig, MaskedSentencesConfig, MaskedSpansConfig

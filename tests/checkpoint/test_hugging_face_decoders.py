@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from test_tensor_table import Arrays
 
-from megajax.checkpoint.foreign import ForeignWeights, declared_by, demand_fit
 from megajax.checkpoint.huggingface.family import Settings
 from megajax.checkpoint.huggingface.registry import expressed, families, family_of
-from megajax.checkpoint.tensor_table import resolved
+from megajax.checkpoint.weights.foreign import ForeignWeights, declared_by, demand_fit
+from megajax.checkpoint.weights.tensor_table import resolved
 from megajax.config.errors import UserError
 from megajax.layers.config import RopeConfig, YarnScalingConfig
 from megajax.models.config import PredictionConfig

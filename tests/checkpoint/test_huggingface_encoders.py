@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from megajax.checkpoint.foreign import Entry, declared_by, demand_fit
 from megajax.checkpoint.huggingface.family import Settings
 from megajax.checkpoint.huggingface.folder import model_of
 from megajax.checkpoint.huggingface.names import fitted
 from megajax.checkpoint.huggingface.registry import expressed, families, family_of
 from megajax.checkpoint.huggingface.tokenizer_files import tokenizer_config
-from megajax.checkpoint.tensor_table import Mapped, resolved
+from megajax.checkpoint.weights.foreign import Entry, declared_by, demand_fit
+from megajax.checkpoint.weights.tensor_table import Mapped, resolved
 from megajax.config.errors import UserError
 from megajax.layers.config import IdentityNormConfig
 from megajax.models.presets import gpt, llama, mamba, vit

@@ -12,12 +12,12 @@ import pytest
 from hugging_face_folders import write_llama
 from safetensors.numpy import save_file
 
-from megajax.checkpoint.adapters import LORA_A
-from megajax.checkpoint.foreign import declared_by
 from megajax.checkpoint.huggingface.export import family_for
 from megajax.checkpoint.huggingface.folder import open_model
 from megajax.checkpoint.huggingface.peft import TENSORS, adapter_files
 from megajax.checkpoint.huggingface.peft_settings import CONFIG
+from megajax.checkpoint.weights.adapters import LORA_A
+from megajax.checkpoint.weights.foreign import declared_by
 from megajax.config.errors import ConfigError, UserError
 from megajax.convert import main as convert
 from megajax.data.config import ChatConfig

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from megatron_folders import Shares, write_ranks, write_sharded
 
-from megajax.checkpoint.foreign import declared_by
 from megajax.checkpoint.megatron.checkpoint import MegatronCheckpoint, MegatronModel, iteration_folder
 from megajax.checkpoint.megatron.tables import table
-from megajax.checkpoint.tensor_table import resolved
+from megajax.checkpoint.weights.foreign import declared_by
+from megajax.checkpoint.weights.tensor_table import resolved
 from megajax.config.errors import UserError
 from megajax.tools.megatron_checkpoint import model_config, open_model, read_model
 

@@ -13,13 +13,13 @@ import pytest
 from tiny_runs import llama
 
 from megajax import convert
-from megajax.checkpoint import array_writer
-from megajax.checkpoint.adapters import MergedWeights
 from megajax.checkpoint.arrays import read
-from megajax.checkpoint.foreign import Box, declared_by, one_device
-from megajax.checkpoint.quantized_weights import QuantizedWeights, quantized_matrices
-from megajax.checkpoint.run_weights import open_step
-from megajax.checkpoint.run_writer import write_step
+from megajax.checkpoint.weights import array_writer
+from megajax.checkpoint.weights.adapters import MergedWeights
+from megajax.checkpoint.weights.foreign import Box, declared_by, one_device
+from megajax.checkpoint.weights.quantized import QuantizedWeights, quantized_matrices
+from megajax.checkpoint.weights.run_writer import write_step
+from megajax.checkpoint.weights.runs import open_step
 from megajax.config.dump import to_yaml
 from megajax.config.errors import ConfigError, UserError
 from megajax.inference.calibration import calibrate

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 
-from megajax.checkpoint.foreign import Entry, ForeignWeights, declared_by, demand_fit
-from megajax.checkpoint.tensor_table import Mapped, Row, resolved
+from megajax.checkpoint.weights.foreign import Entry, ForeignWeights, declared_by, demand_fit
+from megajax.checkpoint.weights.tensor_table import Mapped, Row, resolved
 from megajax.config.errors import UserError
 from megajax.layers.config import AttentionConfig, BlockConfig, GatedMLPConfig, MoEConfig, RMSNormConfig, StackConfig
 from megajax.models.config import DecoderConfig

@@ -8,9 +8,9 @@ import pytest
 from gangs import CONFIG, TINY, TRAIN, launcher, steps
 from safetensors.numpy import save_file
 
-from megajax.checkpoint.foreign import declared_by
 from megajax.checkpoint.huggingface.registry import families
-from megajax.checkpoint.tensor_table import resolved
+from megajax.checkpoint.weights.foreign import declared_by
+from megajax.checkpoint.weights.tensor_table import resolved
 from megajax.config import load
 
 SETTINGS = (

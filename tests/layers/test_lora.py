@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 from tiny_runs import QUICK
 
-from megajax.checkpoint.adapters import LORA_A, LORA_B, added, leading
+from megajax.checkpoint.weights.adapters import LORA_A, LORA_B, added, leading
 from megajax.config.errors import UserError
 from megajax.kernels.grouped_capability import GroupedSizes, capable_grouped
 from megajax.layers.config import (

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from megatron_cases import FOLDER, unsupported
 
-from megajax.checkpoint.foreign import declared_by
 from megajax.checkpoint.huggingface.folder import HuggingFaceModel, open_model
 from megajax.checkpoint.huggingface.registry import expressed
+from megajax.checkpoint.weights.foreign import declared_by
 from megajax.config.errors import UserError
 
 TOLERANCE = 1e-5

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from megajax.checkpoint.foreign import declared_by
 from megajax.checkpoint.megatron.tables import blocks, table
-from megajax.checkpoint.tensor_table import Mapped, Row, resolved
+from megajax.checkpoint.weights.foreign import declared_by
+from megajax.checkpoint.weights.tensor_table import Mapped, Row, resolved
 from megajax.models.config.vision import VisionTowerConfig
 
 type Arrays = Mapping[str, np.ndarray]

@@ -13,7 +13,7 @@ import pytest
 
 from megajax.checkpoint.config import CheckpointConfig, WeightsConfig
 from megajax.checkpoint.manager import CheckpointManager
-from megajax.checkpoint.model_differences import differences
+from megajax.checkpoint.weights.model_differences import differences
 from megajax.config import load
 from megajax.config.errors import UserError
 from megajax.data.config import GlueConfig, LoaderConfig, MockGlueConfig, Splits

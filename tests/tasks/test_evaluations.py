@@ -13,9 +13,9 @@ import pytest
 from tiny_runs import LENGTH, QUICK, VOCABULARY, llama
 
 from megajax.checkpoint.config import CheckpointConfig
-from megajax.checkpoint.foreign import declared_by
 from megajax.checkpoint.huggingface.registry import families
-from megajax.checkpoint.tensor_table import resolved
+from megajax.checkpoint.weights.foreign import declared_by
+from megajax.checkpoint.weights.tensor_table import resolved
 from megajax.config import load
 from megajax.config.errors import ConfigError, UserError
 from megajax.data.config import BlendConfig

@@ -12,7 +12,7 @@ from small_jobs import losses, model, run_config
 from tiny_runs import ONE, QUICK, llama, program, within
 
 from megajax.checkpoint.config import CheckpointConfig
-from megajax.checkpoint.run_weights import open_step
+from megajax.checkpoint.weights.runs import open_step
 from megajax.job.job import train
 from megajax.job.weights import frozen_fresh
 from megajax.layers.config import LoRAConfig

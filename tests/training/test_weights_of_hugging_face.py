@@ -12,10 +12,10 @@ from safetensors.numpy import save_file
 from small_jobs import run_config
 
 from megajax.checkpoint.config import CheckpointConfig, WeightsConfig
-from megajax.checkpoint.foreign import declared_by
 from megajax.checkpoint.huggingface.folder import open_model
 from megajax.checkpoint.huggingface.registry import families
-from megajax.checkpoint.tensor_table import resolved
+from megajax.checkpoint.weights.foreign import declared_by
+from megajax.checkpoint.weights.tensor_table import resolved
 from megajax.config.errors import UserError
 from megajax.data.config import MockConfig
 from megajax.job.layer_order import layers_of

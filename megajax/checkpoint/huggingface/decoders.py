@@ -9,7 +9,7 @@ from megajax.checkpoint.huggingface.family import Family, Settings
 from megajax.checkpoint.huggingface.rotary import rope_settings
 from megajax.checkpoint.huggingface.rows import attention as attention_rows
 from megajax.checkpoint.huggingface.rows import linear, norm
-from megajax.checkpoint.tensor_table import Row
+from megajax.checkpoint.weights.tensor_table import Row
 from megajax.layers.config import AttentionConfig, BlockConfig, GatedMLPConfig, MoEConfig, RouterConfig
 from megajax.layers.segments import blocks_of, stack_of
 from megajax.models.config import DecoderConfig

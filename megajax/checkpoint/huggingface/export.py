@@ -10,15 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from megajax.checkpoint.export_tensors import theirs
-from megajax.checkpoint.foreign import Entry, WeightSource, declared_by
 from megajax.checkpoint.huggingface.family import UNUSED, Family, Settings
 from megajax.checkpoint.huggingface.folder import CONFIG
 from megajax.checkpoint.huggingface.registry import expressed, families
 from megajax.checkpoint.huggingface.shards import ShardWriter
-from megajax.checkpoint.model_differences import differences
-from megajax.checkpoint.run_writer import Advance
-from megajax.checkpoint.tensor_table import Mapped, resolved
+from megajax.checkpoint.weights.export_tensors import theirs
+from megajax.checkpoint.weights.foreign import Entry, WeightSource, declared_by
+from megajax.checkpoint.weights.model_differences import differences
+from megajax.checkpoint.weights.run_writer import Advance
+from megajax.checkpoint.weights.tensor_table import Mapped, resolved
 from megajax.config.errors import UserError
 from megajax.config.nearest import did_you_mean
 

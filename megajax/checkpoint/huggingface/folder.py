@@ -5,13 +5,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megajax.checkpoint.foreign import ForeignModel, ForeignWeights, Tensors, declared_by, demand_fit
 from megajax.checkpoint.huggingface.family import Family, Settings
 from megajax.checkpoint.huggingface.names import fitted
 from megajax.checkpoint.huggingface.quantized import dequantizing
 from megajax.checkpoint.huggingface.registry import family_of
 from megajax.checkpoint.huggingface.safetensors import SafetensorsFolder
-from megajax.checkpoint.tensor_table import Mapped, resolved
+from megajax.checkpoint.weights.foreign import ForeignModel, ForeignWeights, Tensors, declared_by, demand_fit
+from megajax.checkpoint.weights.tensor_table import Mapped, resolved
 from megajax.config.errors import ConfigError, UserError
 from megajax.config.tree import check
 

@@ -9,7 +9,7 @@ from megajax.checkpoint.huggingface.decoders import LAYER, NORMS, ends, experts,
 from megajax.checkpoint.huggingface.family import Settings
 from megajax.checkpoint.huggingface.rotary import rope, rope_settings
 from megajax.checkpoint.huggingface.rows import linear
-from megajax.checkpoint.tensor_table import Row
+from megajax.checkpoint.weights.tensor_table import Row
 from megajax.layers.config import (
     BlockConfig,
     GatedMLPConfig,

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from megajax.checkpoint.foreign import Entry, Tensors
 from megajax.checkpoint.huggingface.family import Family
+from megajax.checkpoint.weights.foreign import Entry, Tensors
 from megajax.config.errors import UserError
 
 ROWS = 4096
@@ -16,7 +16,7 @@ ROWS = 4096
 
 
 class NamedTensors:
-    """Tensors by other names, or a part of them: `megajax.checkpoint.foreign.Tensors`."""
+    """Tensors by other names, or a part of them: `megajax.checkpoint.weights.foreign.Tensors`."""
 
     def __init__(self, tensors: Tensors, names: Mapping[str, str]):
         """names: name here -> name there."""

@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 import numpy as np
 
-from megajax.checkpoint.foreign import Entry, Tensors
 from megajax.checkpoint.huggingface.family import Settings
+from megajax.checkpoint.weights.foreign import Entry, Tensors
 from megajax.config.errors import UserError
 
 BFLOAT16, FP8 = np.dtype(jnp.bfloat16), np.dtype(jnp.float8_e4m3fn)
@@ -27,7 +27,7 @@ BIAS = 127
 
 
 class Dequantized:
-    """Tensors of which some are quantized: `megajax.checkpoint.foreign.Tensors`. A subclass is a format."""
+    """Tensors of which some are quantized: `megajax.checkpoint.weights.foreign.Tensors`. A subclass is a format."""
 
     suffixes: ClassVar[tuple[str, str]]
     """Of the names of a quantized tensor: of its numbers, of their scales."""

@@ -23,7 +23,7 @@ from megajax.checkpoint.huggingface.families import (
     vit,
 )
 from megajax.checkpoint.huggingface.family import Family, Settings
-from megajax.checkpoint.model_differences import differences, in_words
+from megajax.checkpoint.weights.model_differences import differences, in_words
 from megajax.config.errors import UserError
 from megajax.config.nearest import did_you_mean
 

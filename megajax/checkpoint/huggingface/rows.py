@@ -5,7 +5,7 @@ A row whose weight the model lacks gives no tensor, so biases are optional.
 
 from collections.abc import Sequence
 
-from megajax.checkpoint.tensor_table import Row
+from megajax.checkpoint.weights.tensor_table import Row
 
 
 def linear(theirs: str, ours: str) -> list[Row]:

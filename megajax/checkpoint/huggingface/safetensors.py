@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from megajax.checkpoint.foreign import Entry
+from megajax.checkpoint.weights.foreign import Entry
 from megajax.config.errors import UserError
 
 DTYPES: Mapping[str, np.dtype] = {
@@ -139,7 +139,7 @@ def _text(error: BaseException) -> str:
 
 
 class SafetensorsFolder:
-    """The tensors of a folder: `megajax.checkpoint.foreign.Tensors`."""
+    """The tensors of a folder: `megajax.checkpoint.weights.foreign.Tensors`."""
 
     def __init__(self, folder: Path):
         """Raises UserError for a folder without files, and for an index that does not fit them."""

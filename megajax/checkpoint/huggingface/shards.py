@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from megajax.checkpoint.foreign import Entry
 from megajax.checkpoint.huggingface.safetensors import DTYPES, INDEX
+from megajax.checkpoint.weights.foreign import Entry
 
 NAMES: Mapping[np.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 ALIGNMENT = 8

@@ -7,7 +7,7 @@ from math import inf
 from typing import Any
 
 from megajax.checkpoint.huggingface.family import Settings
-from megajax.checkpoint.tensor_table import Row
+from megajax.checkpoint.weights.tensor_table import Row
 from megajax.layers.config import FeedForwardBlockConfig, Mamba2Config
 from megajax.models.config import DecoderConfig
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from megajax.checkpoint.huggingface.activations import ACTIVATIONS, theirs
 from megajax.checkpoint.huggingface.family import Settings
 from megajax.checkpoint.huggingface.rows import attention, linear, norm, patches
-from megajax.checkpoint.tensor_table import Row
+from megajax.checkpoint.weights.tensor_table import Row
 from megajax.layers import config as layers
 from megajax.models.config.vision import CLIP_DEVIATION, CLIP_MEAN, VisionTowerConfig
 

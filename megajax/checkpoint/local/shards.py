@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from megajax.checkpoint.copying import contiguous
 from megajax.checkpoint.local.sets import Box
+from megajax.checkpoint.weights.copying import contiguous
 
 type Boxes = frozenset[tuple[str, Box]]
 """Names of arrays and boxes in them."""

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from megajax.checkpoint.foreign import ForeignModel, ForeignWeights, declared_by, demand_fit
 from megajax.checkpoint.megatron.archive import TorchArchive, memory_map
 from megajax.checkpoint.megatron.moments import MASTER, MOMENTS, UnmappedError, rank_moments, updates
 from megajax.checkpoint.megatron.names import WITHOUT_WEIGHTS, NamedParts, Part, unstacked, without_padding
@@ -16,7 +15,8 @@ from megajax.checkpoint.megatron.pickles import Record, TensorPlace
 from megajax.checkpoint.megatron.ranks import RANK, RankTensors, rank_files
 from megajax.checkpoint.megatron.sharded import METADATA, ShardedFolder
 from megajax.checkpoint.megatron.tables import table
-from megajax.checkpoint.tensor_table import Mapped, resolved
+from megajax.checkpoint.weights.foreign import ForeignModel, ForeignWeights, declared_by, demand_fit
+from megajax.checkpoint.weights.tensor_table import Mapped, resolved
 from megajax.config.errors import UserError
 from megajax.layers.param import ParamSpec
 

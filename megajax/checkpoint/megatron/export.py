@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from megajax.checkpoint.export_tensors import theirs
-from megajax.checkpoint.foreign import WeightSource, declared_by
 from megajax.checkpoint.megatron.checkpoint import TRACKER
 from megajax.checkpoint.megatron.pickles import Record
 from megajax.checkpoint.megatron.ranks import FILE
 from megajax.checkpoint.megatron.tables import table
 from megajax.checkpoint.megatron.writer import NAMESPACE, LazyTensor, write_archive
-from megajax.checkpoint.tensor_table import Mapped, resolved
+from megajax.checkpoint.weights.export_tensors import theirs
+from megajax.checkpoint.weights.foreign import WeightSource, declared_by
+from megajax.checkpoint.weights.tensor_table import Mapped, resolved
 
 VERSION = 3.0
 ENGINE_NAMES = tuple(

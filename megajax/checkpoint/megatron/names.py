@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from megajax.checkpoint.foreign import Entry
+from megajax.checkpoint.weights.foreign import Entry
 
 SPELLINGS = tuple(
     (re.compile(pattern), name)
@@ -50,7 +50,7 @@ class Part:
 
 
 class NamedParts:
-    """`megajax.checkpoint.foreign.Tensors` of parts by name."""
+    """`megajax.checkpoint.weights.foreign.Tensors` of parts by name."""
 
     def __init__(self, where: str, parts: Mapping[str, Part]):
         self.where, self._parts = where, parts

@@ -17,7 +17,7 @@ import numpy as np
 from megajax.checkpoint.megatron.archive import TorchArchive, memory_map
 from megajax.checkpoint.megatron.names import GROUPED, LAYERS, PACKED, TOKENS, Part, experts_of, flattened, plain
 from megajax.checkpoint.megatron.pickles import Record, TensorPlace
-from megajax.checkpoint.tensor_table import Mapped
+from megajax.checkpoint.weights.tensor_table import Mapped
 from megajax.config.errors import UserError
 
 FILE = "model_optim_rng.pt"

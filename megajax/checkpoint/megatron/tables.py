@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from megajax.checkpoint.tensor_table import Row
+from megajax.checkpoint.weights.tensor_table import Row
 from megajax.layers.config import AttentionConfig, GatedMLPConfig, LatentAttentionConfig, Mamba2Config, MoEConfig
 from megajax.layers.config.cross import CrossBlockConfig
 from megajax.models.config import BertConfig, DecoderConfig, T5Config

@@ -6,7 +6,7 @@ from typing import Any
 from megajax.checkpoint.huggingface.activations import ACTIVATIONS, theirs
 from megajax.checkpoint.huggingface.family import Family, Names, Settings, written
 from megajax.checkpoint.huggingface.rows import attention, dense, linear, norm
-from megajax.checkpoint.tensor_table import Row
+from megajax.checkpoint.weights.tensor_table import Row
 from megajax.layers import config as layers
 from megajax.models.config import BertConfig
 

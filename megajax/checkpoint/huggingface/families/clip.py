@@ -17,7 +17,7 @@ from megajax.checkpoint.huggingface.vision import (
     tower_rows,
     tower_settings,
 )
-from megajax.checkpoint.tensor_table import Row
+from megajax.checkpoint.weights.tensor_table import Row
 from megajax.layers.config import IdentityNormConfig
 from megajax.models.config import ViTConfig
 from megajax.models.config.vision import VisionTowerConfig

@@ -7,7 +7,7 @@ from typing import Any
 from megajax.checkpoint.huggingface import decoders, latent
 from megajax.checkpoint.huggingface.decoders import LAYER
 from megajax.checkpoint.huggingface.family import Settings
-from megajax.checkpoint.tensor_table import Row
+from megajax.checkpoint.weights.tensor_table import Row
 from megajax.layers.config import RouterConfig
 from megajax.models.config import DecoderConfig, PredictionConfig
 

@@ -8,7 +8,7 @@ from megajax.checkpoint.huggingface.activations import ACTIVATIONS, theirs
 from megajax.checkpoint.huggingface.decoders import layers_of
 from megajax.checkpoint.huggingface.family import Family, Settings
 from megajax.checkpoint.huggingface.rows import norm
-from megajax.checkpoint.tensor_table import Row
+from megajax.checkpoint.weights.tensor_table import Row
 from megajax.layers.config import AttentionConfig, BlockConfig, DenseMLPConfig, LayerNormConfig, StackConfig
 from megajax.models.config import DecoderConfig
 

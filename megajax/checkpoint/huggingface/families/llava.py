@@ -9,7 +9,7 @@ from megajax.checkpoint.huggingface.families import llama
 from megajax.checkpoint.huggingface.family import Family, Settings
 from megajax.checkpoint.huggingface.rows import linear
 from megajax.checkpoint.huggingface.vision import read_tower, tower_rows, tower_settings
-from megajax.checkpoint.tensor_table import Row
+from megajax.checkpoint.weights.tensor_table import Row
 from megajax.models.config import DecoderConfig, LlavaConfig
 from megajax.models.config.llava import ProjectorConfig
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from megajax.checkpoint.huggingface.family import Family, Names, Settings, written
 from megajax.checkpoint.huggingface.state_space import LAYER, LENGTH, RENAMED, UNUSED, ends, exact
-from megajax.checkpoint.tensor_table import Row
+from megajax.checkpoint.weights.tensor_table import Row
 from megajax.layers.config import Mamba1Config, MixerBlockConfig, RMSNormConfig, StackConfig
 from megajax.models.config import DecoderConfig
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from megajax.checkpoint.huggingface.family import Family, Names, Settings, written
 from megajax.checkpoint.huggingface.state_space import LAYER, LENGTH, MIXER, RENAMED, UNUSED, ends, exact, step_limit
-from megajax.checkpoint.tensor_table import Row
+from megajax.checkpoint.weights.tensor_table import Row
 from megajax.layers.config import Mamba2Config, MixerBlockConfig, RMSNormConfig, StackConfig
 from megajax.models.config import DecoderConfig
 

@@ -11,7 +11,7 @@ from megajax.checkpoint.huggingface.families import mamba2
 from megajax.checkpoint.huggingface.family import Family, Names, Settings, written
 from megajax.checkpoint.huggingface.rows import attention, linear
 from megajax.checkpoint.huggingface.state_space import KINDS, LAYER, MIXER, RENAMED, ends, letter, pattern
-from megajax.checkpoint.tensor_table import Row
+from megajax.checkpoint.weights.tensor_table import Row
 from megajax.layers import config as layers
 from megajax.layers.segments import stack_of
 from megajax.models.config import DecoderConfig

@@ -9,7 +9,7 @@ from megajax.checkpoint.huggingface import decoders
 from megajax.checkpoint.huggingface.decoders import ATTENTION, LAYER, ends, experts, gated
 from megajax.checkpoint.huggingface.family import Settings
 from megajax.checkpoint.huggingface.rotary import rope, window_settings, windows
-from megajax.checkpoint.tensor_table import Row
+from megajax.checkpoint.weights.tensor_table import Row
 from megajax.layers.config import BlockConfig, MoEConfig, RMSNormConfig, SharedExpertConfig
 from megajax.models.config import DecoderConfig
 

@@ -7,7 +7,7 @@ from typing import Any
 from megajax.checkpoint.huggingface.activations import feed_forward, feed_forward_name
 from megajax.checkpoint.huggingface.family import Family, Names, Settings, written
 from megajax.checkpoint.huggingface.rows import attention, linear, norm
-from megajax.checkpoint.tensor_table import Row
+from megajax.checkpoint.weights.tensor_table import Row
 from megajax.layers import config as layers
 from megajax.layers.config.cross import CrossAttentionConfig, CrossBlockConfig
 from megajax.models.config import T5Config, WidthScalingConfig

@@ -14,7 +14,7 @@ from megajax.checkpoint.huggingface.vision import (
     pixel_settings,
     pixels,
 )
-from megajax.checkpoint.tensor_table import Row
+from megajax.checkpoint.weights.tensor_table import Row
 from megajax.layers.config import StackConfig
 from megajax.models.config import ViTConfig
 from megajax.models.config.vision import VisionTowerConfig

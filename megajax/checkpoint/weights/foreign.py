@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from flax import nnx
 
-from megajax.checkpoint.copying import copy_into
-from megajax.checkpoint.tensor_table import Index, Mapped, Row
+from megajax.checkpoint.weights.copying import copy_into
+from megajax.checkpoint.weights.tensor_table import Index, Mapped, Row
 from megajax.config.errors import UserError
 from megajax.config.nearest import nearest_names
 from megajax.layers.param import Observation, ParamSpec, specs

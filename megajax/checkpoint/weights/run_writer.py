@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from megajax.checkpoint import integrity
-from megajax.checkpoint.array_writer import ArrayWriter
 from megajax.checkpoint.folder import ARRAYS, META, step_name
-from megajax.checkpoint.foreign import Box, Entry, WeightSource
 from megajax.checkpoint.new_folder import flush_folder
 from megajax.checkpoint.stored_arrays import OBSERVED, WEIGHTS
+from megajax.checkpoint.weights.array_writer import ArrayWriter
+from megajax.checkpoint.weights.foreign import Box, Entry, WeightSource
 from megajax.config.errors import UserError
 from megajax.layers.param import ParamSpec
 

@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megajax.checkpoint.array_writer import boxes, chunk_shape
-from megajax.checkpoint.export_tensors import theirs
-from megajax.checkpoint.foreign import Box, Tensors, WeightSource, box_of
-from megajax.checkpoint.run_writer import Advance, converted
-from megajax.checkpoint.tensor_table import Mapped
+from megajax.checkpoint.weights.array_writer import boxes, chunk_shape
+from megajax.checkpoint.weights.export_tensors import theirs
+from megajax.checkpoint.weights.foreign import Box, Tensors, WeightSource, box_of
+from megajax.checkpoint.weights.run_writer import Advance, converted
+from megajax.checkpoint.weights.tensor_table import Mapped
 from megajax.config.errors import UserError
 from megajax.layers.param import ParamSpec
 

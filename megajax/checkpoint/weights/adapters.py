@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from megajax.checkpoint.foreign import Box, WeightSource
+from megajax.checkpoint.weights.foreign import Box, WeightSource
 from megajax.config.errors import UserError
 from megajax.layers.param import ParamSpec
 

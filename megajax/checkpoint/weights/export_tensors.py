@@ -2,11 +2,11 @@
 
 import numpy as np
 
-from megajax.checkpoint.array_writer import boxes, chunk_shape
-from megajax.checkpoint.copying import contiguous
-from megajax.checkpoint.foreign import WeightSource, box_of
-from megajax.checkpoint.run_writer import converted
-from megajax.checkpoint.tensor_table import Mapped, Piece
+from megajax.checkpoint.weights.array_writer import boxes, chunk_shape
+from megajax.checkpoint.weights.copying import contiguous
+from megajax.checkpoint.weights.foreign import WeightSource, box_of
+from megajax.checkpoint.weights.run_writer import converted
+from megajax.checkpoint.weights.tensor_table import Mapped, Piece
 
 ITEMSIZE = 4
 """Bytes of an element of ours, at most, when the parts that are read at once are measured."""

@@ -18,8 +18,8 @@ import numpy as np
 import tensorstore as ts
 
 from megajax.checkpoint import arrays
-from megajax.checkpoint.foreign import Box, Entry
 from megajax.checkpoint.stored_arrays import DATABASE, database
+from megajax.checkpoint.weights.foreign import Box, Entry
 
 CHUNK_BYTES = 2**25
 """At most, of a chunk: what a reader of a part of it reads in vain, and what is buffered."""

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax import Array
 
-from megajax.checkpoint.foreign import Box, WeightSource
+from megajax.checkpoint.weights.foreign import Box, WeightSource
 
 PART = 2**24
 """Elements of a stacked weight from which on no more rows are read at once."""
