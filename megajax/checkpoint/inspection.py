@@ -160,7 +160,7 @@ def _committed(path: Path, step: int, verify: bool) -> Step:
         entries = integrity.read_manifest(path)
         if META not in entries:
             raise Damaged(f"{META} is not in the manifest")
-    except (Damaged, OSError) as error:
+    except Damaged as error:
         return replace(_aside(path, step, DAMAGED), verified=verify, faults=(str(error),))
     faults = integrity.wrong_sizes(path, entries, sorted(entries))
     if verify:

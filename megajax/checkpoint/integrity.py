@@ -97,7 +97,7 @@ def read_manifest(folder: Path) -> Entries:
         version, entries, seal = document["format"], document["files"], document["seal"]
     except FileNotFoundError:
         raise Damaged(f"{MANIFEST} is missing, so the step was never committed") from None
-    except (ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise Damaged(f"{MANIFEST} can't be read ({error})") from None
     if not isinstance(entries, dict) or not all(isinstance(entry, dict) for entry in entries.values()):
         raise Damaged(f"{MANIFEST} does not give a size and a hash for each file")

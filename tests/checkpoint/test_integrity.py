@@ -122,6 +122,15 @@ def test_a_folder_without_a_manifest_was_never_committed(folder, capfd):
     assert "never committed" in capfd.readouterr().err
 
 
+def test_a_manifest_that_the_disk_does_not_give_back_is_damage(folder, capfd):
+    manifest = folder / "00000002" / integrity.MANIFEST
+    manifest.unlink()
+    manifest.mkdir()  # reading it is an OSError, even for root
+    with CheckpointConfig().build(folder) as manager:
+        assert manager.start() == (manager, 1)
+    assert "manifest.json can't be read" in capfd.readouterr().err
+
+
 def test_a_requested_damaged_step_is_an_error(folder):
     flip(folder / "00000001" / "meta.json")
     with CheckpointConfig(step=1).build(folder) as manager, pytest.raises(UserError, match=r"step 1 .*meta\.json"):
