@@ -19,7 +19,7 @@ import jax
 import outcome
 
 from megajax.config import load
-from megajax.job.job import step_rate, step_record
+from megajax.job.steps import step_rate, step_record
 from megajax.job.watch import Watch
 from megajax.metrics.console import open_console
 from megajax.metrics.runfolder import RunFolder

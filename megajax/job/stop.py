@@ -1,4 +1,4 @@
-"""The end of a run that was asked to stop while it waits: for rows, for a program to be compiled, for other processes.
+"""Requests to stop: when training ends early, and what happens while it waits for rows, a compilation or a process.
 
 Between steps the loop itself sees the request. Elsewhere the thread that watches the process looks every second.
 """
@@ -14,8 +14,8 @@ from collections.abc import Callable, Generator
 from megajax.job.hang import Pulse
 from megajax.metrics.event_log import append_event
 from megajax.resilience.activity import BACKGROUND_SAVE, COMPILE, STEP, words
-from megajax.resilience.config import ResilienceConfig
-from megajax.resilience.signals import Signals, StopRequest, StopWaiting
+from megajax.resilience.signals import Signals, StopRequest, StopWaiting, agree
+from megajax.training.run_config import RunConfig
 from megajax.training.timing import DATA_WAIT, EVALUATION
 
 DATA_SECONDS = 5.0
@@ -35,20 +35,45 @@ _WAITS = (DATA_WAIT, STEP, COMPILE, EVALUATION)
 
 
 class Stopping:
-    """What a process does about a request to stop, beside the loop.
+    """When training stops before its last step, and what a process does about a request while it waits.
 
     Attributes:
+        last_step: the step this attempt ends after, unless it is asked to stop.
         abandoned: whether rows were awaited in vain: a thread that reads them may never end.
     """
 
-    def __init__(self, cfg: ResilienceConfig, pulse: Pulse, signals: Signals, first: int):
-        """first: steps done before this attempt."""
-        self._cfg, self._pulse, self._signals, self._first = cfg, pulse, signals, first
-        self._activity, self._peers = pulse.activity, pulse.peers
+    def __init__(self, cfg: RunConfig, pulse: Pulse, signals: Signals, *, first: int, started: float):
+        """first: steps done before this attempt. started: when it began, by the monotonic clock."""
+        self._cfg, self._pulse, self._signals, self._first = cfg.resilience, pulse, signals, first
+        self._activity, self._peers, self._started = pulse.activity, pulse.peers, started
+        limit = cfg.resilience.exit_after_steps
+        self.last_step = cfg.steps if limit is None else min(cfg.steps, first + limit)
         self._shared = False
         self.abandoned = False
         pulse.ticks.append(self.look)
         pulse.peers.asked_to_stop = signals.ask
+
+    def requested(self) -> bool:
+        """Whether this process was asked to stop, or its time is up."""
+        return self._signals.request is not None or self._out_of_time()
+
+    def requested_anywhere(self) -> bool:
+        """Whether any process was asked to stop; all ask together, before each batch of an evaluation."""
+        self._activity.progress()
+        return agree(self._signals.request is not None)
+
+    def reason(self, step: int) -> str:
+        """Why training ended after `step`, before the last step of the run."""
+        if self._signals.request is not None:
+            return self._signals.request.signal
+        if step >= self.last_step:
+            return f"resilience.exit_after_steps={self._cfg.exit_after_steps}"
+        minutes = self._cfg.exit_after_minutes
+        return f"resilience.exit_after_minutes={minutes:g}" if self._out_of_time() else "asked to stop"
+
+    def _out_of_time(self) -> bool:
+        minutes = self._cfg.exit_after_minutes
+        return minutes is not None and time.monotonic() - self._started >= 60 * minutes
 
     @contextlib.contextmanager
     def waiting(self, step: int) -> Generator[None]:

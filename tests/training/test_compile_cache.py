@@ -19,7 +19,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from megajax.job import compile_cache
 from megajax.job.compile_cache import cache_in_use, delete_damaged, delete_unused, machine, record, use_cache
 from megajax.job.compile_log import Compile, CompileLog
-from megajax.job.job import Job
+from megajax.job.steps import first_step
 from megajax.mesh.xla import XlaConfig
 from megajax.metrics.console import PlainConsole
 
@@ -168,7 +168,7 @@ def test_people_see_that_the_step_compiles_and_then_that_it_runs():
 
     with CompileLog(console.say) as log:
         job = SimpleNamespace(signals=signals, console=console, compiles=log)
-        assert Job.first_step(job, infos()) == "the first step"
+        assert first_step(job, infos()) == "the first step"
     compiling = "after the first step, which is being compiled"
     assert shown == [("compiling the train step", compiling), ("first step", compiling)]
     assert waits == ["after this step"]

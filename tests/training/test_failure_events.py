@@ -56,7 +56,7 @@ def test_lines_that_a_full_disk_lost_do_not_change_the_code_of_a_failure(capsys:
 
 
 def test_an_error_of_a_setup_comes_before_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megajax.job.job.setup", lambda *_, **__: [][1])
+    monkeypatch.setattr("megajax.job.setup.setup", lambda *_, **__: [][1])
     with pytest.raises(IndexError):
         train(run_config(tmp_path / "run"))
     (attempt,) = attempts(read_history(tmp_path / "run"))

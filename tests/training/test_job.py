@@ -12,10 +12,11 @@ from small_jobs import model, run_config
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.checkpoint.inspection import describe
 from megajax.config.errors import UserError
-from megajax.job.job import Job, train
+from megajax.job.job import train
 from megajax.mesh.config import ParallelConfig
 from megajax.optim.config import AdamWConfig, ScheduleConfig
 from megajax.reporting.write import close_run
+from megajax.resilience.config import ResilienceConfig
 from megajax.training.config import BatchConfig
 from megajax.training.run_config import RunConfig
 
@@ -58,11 +59,9 @@ def whole(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def halted(tmp_path_factory) -> Path:
-    """The same run, asked to stop during step 4: saved there, off the policy."""
+    """The same run, ended after step 4 and saved there, off the policy."""
     folder = tmp_path_factory.mktemp("halted") / "run"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Job, "stopping", lambda job: job.run.step >= 4)
-        assert train(run_config(folder)) == 0
+    assert train(run_config(folder, resilience=ResilienceConfig(exit_after_steps=4))) == 0
     return folder
 
 

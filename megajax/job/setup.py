@@ -1,0 +1,178 @@
+"""The parts of a training job before its first step, built in the order in which they need each other."""
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import jax
+
+from megajax.checkpoint.manager import CheckpointManager
+from megajax.config.errors import UserError
+from megajax.job import banner
+from megajax.job.compile_log import CompileLog
+from megajax.job.data_files import DataFiles
+from megajax.job.failure import FailureLog
+from megajax.job.hang import Pulse
+from megajax.job.local_saves import LocalSaves, Start
+from megajax.job.preflight import demand_health
+from megajax.job.resume import Resume
+from megajax.job.stop import Stopping
+from megajax.job.weights import TakeWeights, frozen_fresh
+from megajax.metrics.console import Console, open_console
+from megajax.metrics.event_log import EventLog
+from megajax.metrics.lines import Terms
+from megajax.metrics.runfolder import RunFolder
+from megajax.models.protocol import counted
+from megajax.resilience.activity import BACKGROUND_SAVE, Activity
+from megajax.resilience.drills import drilled
+from megajax.resilience.signals import Signals
+from megajax.training.run_config import RunConfig
+from megajax.training.session import Run, setup
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobSetup:
+    """A job that is ready to write to its run folder and to train."""
+
+    stack: ExitStack
+    """Closes all that the job opens."""
+    started: float
+    """When this attempt began, by the monotonic clock."""
+    folder: RunFolder
+    pulse: Pulse
+    events: EventLog
+    manager: CheckpointManager
+    local: LocalSaves
+    start: Start | None
+    """The checkpoint that the run starts from; None: a new run."""
+    console: Console
+    signals: Signals
+    stop: Stopping
+    compiles: CompileLog
+    data: DataFiles
+    run: Run
+
+    @property
+    def cfg(self) -> RunConfig:
+        """The settings, with the layout that fits the devices."""
+        return self.run.cfg
+
+    @property
+    def activity(self) -> Activity:
+        return self.pulse.activity
+
+    @property
+    def first(self) -> int:
+        """Steps done before this attempt."""
+        return 0 if self.start is None else self.start[1]
+
+
+def set_up(
+    cfg: RunConfig,
+    stack: ExitStack,
+    pulse: Pulse,
+    failures: FailureLog,
+    *,
+    started: float,
+    skip_train: bool,
+    verify_data: bool,
+) -> JobSetup:
+    """Open the run folder and its checkpoints, set up the run, and show the banner.
+
+    Raises UserError for settings, data or checkpoints that do not fit.
+    """
+    activity, events = pulse.activity, EventLog()
+    folder = RunFolder.create(cfg.run_dir)
+    background = partial(activity.phase, BACKGROUND_SAVE)
+    manager: CheckpointManager = stack.enter_context(
+        cfg.checkpoint.build(folder.checkpoints, event=events.event, background=background)
+    )
+    if not skip_train:
+        pulse.events = folder.events
+        failures.open(folder.events, activity, events, jax.process_index())
+    local = stack.enter_context(LocalSaves(cfg, manager, activity, events.event, skip_train=skip_train))
+    start = local.start()
+    if skip_train and start is None:
+        raise UserError(
+            f"--skip-train: {cfg.run_dir} has no checkpoint to evaluate; give another --run_dir, or "
+            "--checkpoint.load=RUN"
+        )
+    first = 0 if start is None else start[1]
+    console, signals = _open_console_and_signals(cfg, stack, pulse, failures, first)
+    stop = Stopping(cfg, pulse, signals, first=first, started=started)
+    compiles = stack.enter_context(CompileLog(console.say, events.event))
+    data = DataFiles(verify=verify_data, say=console.say, progress=activity.progress)
+    if cfg.resilience.health.before_run:
+        demand_health(folder.path, console.say, events.event)
+    with console.ticker("setting up data, model and state"):
+        state, origin = _initial_state(cfg, start, local.own(start), console, events, data)
+        run = setup(cfg, start=state)
+        data.look(run.parts.splits)
+    run.batches = drilled(run.batches, cfg.resilience.process_drills(), run.step)
+    stack.callback(stop.close, run.close)
+    changes = _layout_changes(run, events)
+    if state is None and (line := frozen_fresh(run.program)):
+        console.say(line)
+    console.show("MegaJAX", banner.banner(run, origin, changes))
+    return JobSetup(
+        stack=stack,
+        started=started,
+        folder=folder,
+        pulse=pulse,
+        events=events,
+        manager=manager,
+        local=local,
+        start=start,
+        console=console,
+        signals=signals,
+        stop=stop,
+        compiles=compiles,
+        data=data,
+        run=run,
+    )
+
+
+def _open_console_and_signals(
+    cfg: RunConfig, stack: ExitStack, pulse: Pulse, failures: FailureLog, first: int
+) -> tuple[Console, Signals]:
+    console = open_console(
+        cfg.logging,
+        total_steps=cfg.steps,
+        start_step=first,
+        primary=jax.process_index() == 0,
+        terms=Terms(counted(cfg.model)),
+    )
+    stack.enter_context(console)
+    pulse.before_exit = console.release
+    signals = Signals(
+        announce=console.stop_requested,
+        before_exit=pulse.exiting,
+        polled=False,
+        dump=pulse.dump,
+        received=failures.signal,
+    )
+    return console, stack.enter_context(signals)
+
+
+def _initial_state(
+    cfg: RunConfig, start: Start | None, own: bool, console: Console, events: EventLog, data: DataFiles
+) -> tuple[Resume | TakeWeights | None, str | None]:
+    """What makes the first state, and the banner's line about it; None for a new run."""
+    if start is not None:
+        reader, step = start
+        resume = Resume(reader, step, own=own, say=console.say, data=data, event=events.event)
+        return resume, f"step {step} of {Path(reader.folder).parent}"
+    if sources := cfg.checkpoint.sources():
+        runs = ", ".join(str(source.run) for source in sources)
+        return TakeWeights(sources, console.say), f"new run, from weights of {runs}"
+    return None, None
+
+
+def _layout_changes(run: Run, events: EventLog) -> list[str]:
+    """Lines on how parallel.elastic changed the layout; events.jsonl gets the same."""
+    plan = run.parts.replan
+    if plan is None or not plan.changes:
+        return []
+    events.event("replan", **plan.event())
+    return [plan.text(), *plan.notes]

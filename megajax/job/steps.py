@@ -1,0 +1,162 @@
+"""The steps of a training job: what runs between them, and what is logged of each."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from functools import partial
+from itertools import chain
+
+from megajax.checkpoint.boundary import StepBoundary
+from megajax.job import banner
+from megajax.job.device_memory import compiled_memory, memory_in_use
+from megajax.job.hooks import Evaluate, EvaluateTasks
+from megajax.job.integrity import Integrity
+from megajax.job.resume import stored
+from megajax.job.save import Save
+from megajax.job.setup import JobSetup
+from megajax.job.watch import Watch
+from megajax.metrics.profile import Profile
+from megajax.metrics.record import StepRecord
+from megajax.metrics.throughput import StepRate, peak_bf16_flops
+from megajax.metrics.writers import Writer
+from megajax.models.facts import flops_of
+from megajax.resilience.activity import LOGGING
+from megajax.training.guard import Guard
+from megajax.training.loop import Hook, StepInfo, run_steps
+from megajax.training.session import Run
+
+
+class Steps:
+    """Iterating trains; each step is logged before it is yielded.
+
+    Attributes:
+        hooks: run between steps when they are due, in this order.
+        watches: get the numbers of every step, in this order.
+    """
+
+    def __init__(self, job: JobSetup, log: Writer, config_yaml: str):
+        """config_yaml: stored in checkpoints."""
+        cfg, console, event = job.cfg, job.console, job.events.event
+        self._job, self._log = job, log
+        self._skipped_rows: dict[str, dict[str, int]] = {}
+        self.log_skipped_rows()
+        self._guard = guard = Guard(cfg.resilience, cfg.precision.floor(), job.run.mesh)
+        if job.start is not None and job.local.own(job.start):
+            guard.spikes.restore(job.start[0].meta(job.first).get("spikes", {}))
+        show = partial(console.show, f"profile of {cfg.profile.steps}")
+        self.profile = Profile(cfg.profile, job.folder.profile, job.first, lambda summary: show(summary.sections()))
+        job.stack.callback(self.profile.close)
+        ticker = partial(console.ticker, total=False)
+        self.evaluate = Evaluate(cfg, log, job.stop.requested_anywhere, ticker, job.stop.waiting)
+        tasks = EvaluateTasks.of(job.run, log, job.stop.requested_anywhere, ticker)
+        self.tasks = [] if tasks is None else [tasks]
+        self.save = Save(
+            job.manager,
+            StepBoundary(job.manager.peers_for("retries"), job.first),
+            event,
+            console.say,
+            job.activity,
+            lambda: stored(job.run.parts, config_yaml, job.data) | {"spikes": guard.spikes.state()},
+            cfg.steps,
+        )
+        job.local.meta = self.save.meta
+        saves = (self.save, job.local)
+        self.integrity = Integrity(job.run, job.stack, event, console.say, job.folder.events, saves)
+        if warning := job.manager.space_warning(job.run.state):
+            console.say(warning)
+        # Evaluated before saved: a checkpoint at a step means everything due at that step was done.
+        between = (*self.integrity.hooks, self.evaluate, *self.tasks, *saves)
+        self.hooks: tuple[Hook, ...] = (self.profile.ends(), *between, self.profile.begins())
+        self.watches: tuple[Callable[[StepInfo], None], ...] = (
+            lambda info: self.save.committed(),
+            lambda info: job.local.committed(),
+            Watch(guard, cfg.precision.floor(), log, console.say),
+            *self.integrity.watches,
+        )
+
+    def __iter__(self) -> Iterator[StepInfo]:
+        """Train until the last step, a request to stop, or a numeric fault."""
+        job, rate = self._job, step_rate(self._job.run)
+        infos = run_steps(
+            job.run,
+            job.stop.last_step,
+            self.hooks,
+            job.stop.requested,
+            guard=self._guard,
+            tell_every=job.cfg.logging.every,
+            activity=job.activity,
+            stalled=self.integrity.stalled,
+            waiting=job.stop.waiting,
+        )
+        if (first := first_step(job, infos)) is None:
+            return
+        job.events.event("first_step", step=first.step, seconds=round(first.seconds, 3))
+        if memory := compiled_memory(job.run.mesh.local_devices):
+            job.events.event("compiled", **asdict(memory))
+            job.console.say(f"{memory.sentence()}{banner.memory_formula(job.run)}")
+        for info in chain([first], infos):
+            record = step_record(job.run, info, rate, detailed=self._detailed(info.step))
+            with job.activity.phase(LOGGING, info.step):  # a file system may not answer
+                self._log.log(replace(record, save_failed=self.save.failed is not None))
+            for watch in self.watches:
+                watch(info)
+            yield info
+
+    def log_skipped_rows(self) -> None:
+        """Log the rows that the row sources have left out so far, if there are more than were logged before."""
+        skipped = self._job.run.parts.skipped_rows()
+        if skipped != self._skipped_rows:
+            self._job.events.event("rows_skipped", splits=skipped)
+            self._skipped_rows = skipped
+
+    def _detailed(self, step: int) -> bool:
+        """Whether all that layers report in this step is logged."""
+        job = self._job
+        return step % job.cfg.logging.layers_every == 0 or step in (job.first + 1, job.stop.last_step)
+
+
+def first_step(job: JobSetup, infos: Iterator[StepInfo]) -> StepInfo | None:
+    """Wait for the first step; people see first that it compiles, then that it runs. None: the run stops before."""
+    job.signals.when = "after the first step, which is being compiled"
+    with job.console.ticker("compiling the train step", total=False) as rename:
+
+        def compiled() -> None:
+            rename("first step")
+            job.signals.when = "after this step"
+
+        with job.compiles.ready("train_step", compiled):
+            first = next(infos, None)
+    job.signals.when = "after this step"
+    return first
+
+
+def step_record(run: Run, info: StepInfo, rate: StepRate, *, detailed: bool) -> StepRecord:
+    """A step as the writers take it."""
+    positions = run.cfg.model.row_positions()
+    return StepRecord(
+        step=info.step,
+        loss=info.loss,
+        grad_norm=info.grad_norm,
+        lr=info.lr,
+        consumed_samples=info.consumed_samples,
+        consumed_tokens=info.consumed_samples * positions,
+        rates=rate.rates(info.seconds, info.rows * positions),
+        loss_scale=info.loss_scale,
+        skipped=info.skipped,
+        global_batch_size=info.rows,
+        metrics=info.metrics,
+        measured=info.measured,
+        detailed=detailed,
+        phases=info.phases,
+        memory=memory_in_use(),
+    )
+
+
+def step_rate(run: Run) -> StepRate:
+    """What turns this run's step times into rates."""
+    flops = flops_of(run.cfg.model)
+    return StepRate(
+        devices=run.mesh.size,
+        flops_per_token_causal=None if flops is None else flops.causal,
+        flops_per_token_full=None if flops is None else flops.full,
+        peak_flops=peak_bf16_flops(run.mesh.devices.flat[0].device_kind),
+    )
