@@ -29,8 +29,7 @@ from megajax.metrics.banner import plain
 from megajax.metrics.text import count, duration
 from megajax.metrics.throughput import Rates, StepRate
 from megajax.metrics.trace import find
-from megajax.training.kernels import demand_kernels
-from megajax.training.program import Program
+from megajax.training.program import Program, demand_kernels
 from megajax.training.run_config import RunConfig
 from megajax.training.state import TrainState
 

@@ -25,8 +25,7 @@ from megajax.models.memory import MemorySetting, SavedBytes, memory_report, save
 from megajax.models.protocol import counted, ids_below
 from megajax.pipeline.check import measure
 from megajax.precision.config import PrecisionConfig
-from megajax.training.kernels import demand_kernels
-from megajax.training.program import weight_size
+from megajax.training.program import demand_kernels, weight_size
 from megajax.training.session import Run
 
 type Section = tuple[str, list[tuple[str, str]]]

@@ -33,8 +33,7 @@ from megajax.tasks.cache import RequestCache
 from megajax.tasks.config import KINDS, HarnessConfig
 from megajax.tasks.progress import Progress
 from megajax.training.config import BatchConfig
-from megajax.training.kernels import demand_kernels
-from megajax.training.program import Program
+from megajax.training.program import Program, demand_kernels
 from megajax.training.run_config import RunConfig
 from megajax.training.scoring import Figures, Scorer
 from megajax.training.session import build_tokenizer

@@ -14,14 +14,17 @@ from jax.sharding import Mesh, NamedSharding
 
 from megajax.batch import SAMPLE, Batch, Leaf, Params, Schema, batch_schema
 from megajax.config.errors import UserError
+from megajax.kernels.attention import local_device
+from megajax.kernels.capability import Choice, Device, Request
 from megajax.layers.param import Adapter, Observation, ParamSpec, reordered, specs
 from megajax.layers.quantization import demand_device
 from megajax.mesh.config import ParallelConfig
+from megajax.mesh.cut import Cut
 from megajax.mesh.layout import Layout
 from megajax.mesh.row_cut import RowCut
 from megajax.mesh.rules import Plan, demand_known
 from megajax.mesh.xla import Value
-from megajax.models.facts import facts_of
+from megajax.models.facts import ChoosesKernels, facts_of
 from megajax.models.protocol import Model, demand_model
 from megajax.models.reduction import LossReduction
 from megajax.optim.groups import trainable
@@ -264,6 +267,19 @@ class Program:
     @property
     def _reduction(self) -> LossReduction:
         return LossReduction(self.cfg.batch.loss_average)
+
+
+def demand_kernels(cfg: RunConfig, device: Device | None = None) -> tuple[Choice[str], ...]:
+    """The kernel of each block of the pattern on `device`; () for a model that does not choose kernels.
+
+    device: None for the first that jax finds. Raises UserError if the config names a kernel that is not available on
+    the device.
+    """
+    if not isinstance(cfg.model, ChoosesKernels):
+        return ()
+    cut = Cut.of(cfg.parallel, causal=cfg.model.ignores_later_positions())
+    known = Request(dtype=cfg.precision.compute, documents="segment_ids" in cfg.data.leaves(), cut=cut)
+    return cfg.model.kernel_choices(known, local_device() if device is None else device)
 
 
 def demand_axes(schema: Schema, declared: Mapping[str, ParamSpec]) -> None:

@@ -27,9 +27,8 @@ from megajax.tokenizers.base import Tokenizer
 from megajax.tokenizers.config import TokenizerBuilder, TokenizerConfig
 from megajax.training.batch_sizes import BatchSizes
 from megajax.training.compiler_options import settled
-from megajax.training.kernels import demand_kernels
 from megajax.training.loop import StepInfo, run_steps
-from megajax.training.program import Program
+from megajax.training.program import Program, demand_kernels
 from megajax.training.replan import Replan, elastic_hint, replanned
 from megajax.training.row_work import dealing
 from megajax.training.run_config import RunConfig

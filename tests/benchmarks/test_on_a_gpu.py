@@ -17,8 +17,7 @@ from megajax.mesh.mesh import build_mesh
 from megajax.mesh.xla import DETERMINISTIC, FP8, FSDP, GPU, Option
 from megajax.optim.offload import HOST
 from megajax.training.compiler_options import refusal
-from megajax.training.kernels import demand_kernels
-from megajax.training.program import Program
+from megajax.training.program import Program, demand_kernels
 
 SMALL = ("model.stack.repeats=1", "model.sequence_length=128", "batch.global_size=4", "batch.micro_size=2")
 BFLOAT16 = "precision.compute=bfloat16"

@@ -22,7 +22,7 @@ from megajax.layers.config.cross import CrossAttentionConfig, CrossBlockConfig
 from megajax.layers.config.moe import MoEConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.models.config import DecoderConfig, T5Config
-from megajax.training.kernels import demand_kernels
+from megajax.training.program import demand_kernels
 
 H100 = Device(name="NVIDIA H100", capability=(9, 0), cudnn=(9, 10, 0))
 A100 = Device(name="NVIDIA A100", capability=(8, 0), cudnn=(9, 10, 0))
@@ -76,7 +76,7 @@ def test_every_kind_of_attention_has_a_kernel_and_a_line(monkeypatch: pytest.Mon
         ("decoder self-attention", "reference"),
         ("decoder cross-attention", "cudnn"),
     ]
-    monkeypatch.setattr("megajax.training.kernels.local_device", lambda: A100)
+    monkeypatch.setattr("megajax.training.program.local_device", lambda: A100)
     monkeypatch.setattr(banner, "local_device", lambda: A100)
     (_, kernels), (_, why) = banner._kernels(SimpleNamespace(cfg=cfg))
     assert kernels.startswith(
@@ -119,7 +119,7 @@ def test_a_kernel_that_cannot_is_refused_in_every_section() -> None:
     ],
 )
 def test_the_banner_shows_the_kernel_and_the_reasons(device, settings, lines, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megajax.training.kernels.local_device", lambda: device)
+    monkeypatch.setattr("megajax.training.program.local_device", lambda: device)
     monkeypatch.setattr(banner, "local_device", lambda: device)
     actual = banner._kernels(SimpleNamespace(cfg=config(*settings)))
     assert len(actual) == len(lines)
@@ -152,7 +152,7 @@ def test_the_grouped_matmul_is_chosen_for_the_device_of_the_run_and_not_for_this
 
 
 def test_the_banner_names_the_kernel_of_experts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megajax.training.kernels.local_device", lambda: A100)
+    monkeypatch.setattr("megajax.training.program.local_device", lambda: A100)
     monkeypatch.setattr(banner, "local_device", lambda: A100)
     (_, kernels), (name, why) = banner._kernels(SimpleNamespace(cfg=moe()))
     assert kernels.startswith("attention cudnn, experts triton, cross-entropy")
@@ -176,7 +176,7 @@ def test_the_banner_names_the_kernel_of_experts(monkeypatch: pytest.MonkeyPatch)
     ],
 )
 def test_the_banner_names_the_strategy_of_a_cut_of_rows(settings, line, why, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megajax.training.kernels.local_device", lambda: H100)
+    monkeypatch.setattr("megajax.training.program.local_device", lambda: H100)
     monkeypatch.setattr(banner, "local_device", lambda: H100)
     (_, kernels), *reasons = banner._kernels(SimpleNamespace(cfg=config("parallel.context=4", *settings)))
     assert kernels.startswith(line)

@@ -26,8 +26,7 @@ from megajax.planning.program.audit import Audit, traffic_section
 from megajax.planning.program.devices import GIB, GPU, Cluster, Device
 from megajax.planning.program.hlo import Collective, Contents, read, rounds
 from megajax.planning.show import layout, memory_rows, times
-from megajax.training.kernels import demand_kernels
-from megajax.training.program import Program
+from megajax.training.program import Program, demand_kernels
 from megajax.training.run_config import RunConfig
 
 
