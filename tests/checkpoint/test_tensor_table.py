@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -98,6 +99,15 @@ def test_boxes_are_cut_out_of_whole_weights(model, table, tensors) -> None:
             ends = [sorted(draw.choice(size + 1, 2, replace=False)) for size in shape]
             box = tuple(slice(int(start), int(stop)) for start, stop in ends)
             np.testing.assert_array_equal(weights.read(path, box), whole(weights, path)[box])
+
+
+def test_layers_of_several_dtypes_lose_no_digits(model, table, tensors) -> None:
+    """Layer 0 in bfloat16 and layer 1 in float32, as of a checkpoint that was quantized in part."""
+    arrays = dict(tensors.arrays)
+    arrays["layers.0.norm_1"] = arrays["layers.0.norm_1"].astype(jnp.bfloat16)
+    gains = whole(ForeignWeights(Arrays(arrays), table, declared_by(model)), "stack.blocks.0.mixer_norm.gain")
+    for layer in range(2):
+        np.testing.assert_array_equal(gains[layer], arrays[f"layers.{layer}.norm_1"].astype(np.float32))
 
 
 def test_rows_past_the_vocabulary_are_zeros(model, table, tensors) -> None:

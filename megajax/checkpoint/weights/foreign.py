@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, Protocol
 
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -109,7 +110,10 @@ class ForeignWeights:
         return self._shapes
 
     def read(self, path: str, box: Box) -> np.ndarray:
-        """Only the tensors that the box touches are read, and of them no more than the box."""
+        """Only the tensors that the box touches are read, and of them no more than the box.
+
+        Tensors of several dtypes give one that holds the values of all.
+        """
         starts, stops = [side.start for side in box], [side.stop for side in box]
         result: np.ndarray | None = None
         for tensor, number, place in self._holding(path, box):
@@ -120,6 +124,8 @@ class ForeignWeights:
             part = whole[tuple(slice(a - p.start, b - p.start) for (a, b), p in zip(both, place, strict=True))]
             if result is None:
                 result = np.zeros([stop - start for start, stop in zip(starts, stops, strict=True)], part.dtype)
+            elif result.dtype != part.dtype:
+                result = result.astype(jnp.promote_types(result.dtype, part.dtype))
             inside = tuple(slice(a - start, b - start) for (a, b), start in zip(both, starts, strict=True))
             copy_into(result[inside], part)
         if result is None:
