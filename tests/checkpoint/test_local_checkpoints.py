@@ -16,6 +16,7 @@ from megajax.checkpoint.local.config import LocalConfig
 from megajax.checkpoint.local.history import RunHistory
 from megajax.checkpoint.local.manager import LocalCheckpoints
 from megajax.checkpoint.local.reader import LocalReader
+from megajax.checkpoint.local.sets import SetWriter
 from megajax.config.errors import UserError
 
 META = {"mesh": {"data": 4}, "spikes": {}}
@@ -207,6 +208,20 @@ def test_failed_saves_leave_the_older_ones_and_stop_after_some(tmp_path):
         assert local.stopped and not local.due(6)
 
 
+def test_an_error_of_any_kind_is_a_failed_save_and_not_the_end_of_the_run(tmp_path, monkeypatch):
+    def broken(*args: Any) -> None:
+        raise RuntimeError("no memory to hash")
+
+    with opened(tmp_path) as local:
+        local.begin(0, small(0))
+        monkeypatch.setattr(SetWriter, "append", broken)
+        local.save(1, small(1), META)
+        local.wait()
+        (report,) = local.poll()
+        assert "no memory to hash" in str(report.failure) and local.failures == 1
+    assert sets(tmp_path) == []
+
+
 def test_a_full_disk_is_named_with_both_sizes(tmp_path, monkeypatch):
     usage = type(shutil.disk_usage(tmp_path))
     with opened(tmp_path) as local:
@@ -234,7 +249,9 @@ def test_settings_below_one_are_problems(name):
 
 
 def test_nothing_is_left_when_the_shared_folder_has_it_all(tmp_path):
+    """Nor of a process of an earlier start with more of them."""
     with opened(tmp_path) as local:
+        (local.folder.path / "process_3").mkdir()
         local.begin(0, small(0))
         local.save(1, small(1), META)
         local.clear()

@@ -100,6 +100,9 @@ class LocalFolder:
     def remove(self) -> None:
         """Deletes the sets of this process, and the folder of the run if it was the last."""
         shutil.rmtree(self.own, ignore_errors=True)
+        for adopted in self.path.glob("process_*"):
+            with contextlib.suppress(OSError):  # not empty: another process looks after it
+                adopted.rmdir()
         if not list(self.path.glob("process_*")):
             shutil.rmtree(self.path, ignore_errors=True)
 

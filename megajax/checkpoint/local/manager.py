@@ -22,7 +22,6 @@ from typing import Any, NamedTuple, Self
 
 from megajax.checkpoint import arrays
 from megajax.checkpoint.folder import step_name
-from megajax.checkpoint.integrity import Damaged
 from megajax.checkpoint.local.config import LocalConfig
 from megajax.checkpoint.local.folder import LocalFolder
 from megajax.checkpoint.local.history import RunHistory
@@ -206,7 +205,7 @@ class LocalCheckpoints:
         """Does this process's part, then waits for all. Raises _NotSavedError on all if any part failed."""
         try:
             result = work()
-        except (OSError, Damaged) as error:
+        except Exception as error:  # of any kind: it must not end the run, and the other processes wait
             reason = self.folder.explained(error, self.need) if isinstance(error, OSError) else str(error)
             raise _NotSavedError(save.peers.agree(reason)) from error
         if (failure := save.peers.agree()) is not None:
