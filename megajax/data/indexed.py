@@ -100,6 +100,10 @@ class IndexedTokens:
         offsets_at = lengths_at + 4 * sequences
         documents_at = offsets_at + 8 * sequences
         modes_at = documents_at + 8 * entries
+        # Numbers are looked up in these views, which takes a quarter of the time that arrays take.
+        view = memoryview(buffer)
+        self._lengths = view[lengths_at:offsets_at].cast("i")
+        self._offsets = view[offsets_at:documents_at].cast("q")
         self.lengths = np.frombuffer(buffer, "<i4", sequences, lengths_at)
         self.offsets = np.frombuffer(buffer, "<i8", sequences, offsets_at)
         self.document_table = np.frombuffer(buffer, "<i8", entries, documents_at)
@@ -136,16 +140,15 @@ class IndexedTokens:
             ChangedFile: one of the two files has been cut since it was opened.
             OSError: the disk or file server fails.
         """
-        numbers = [number for number, _, _ in pieces]
-        self._demand_index(numbers[0])
+        self._demand_index(pieces[0][0])
         parts, begins, total, width = [], [], 0, self.dtype.itemsize
-        lengths, offsets = self.lengths[numbers].tolist(), self.offsets[numbers].tolist()
-        for (_, start, stop), length, offset in zip(pieces, lengths, offsets, strict=True):
-            count = max(0, (length if stop is None or stop > length else stop) - start)
-            parts.append((offset + start * width, count * width))
-            begins.append(total)
-            total += count
-        return self._bytes.read(parts, self.dtype, lambda part: f"sequence {numbers[part]}"), begins
+        for number, start, stop in pieces:
+            length = self._lengths[number]
+            size = max(0, (length if stop is None or stop > length else stop) - start) * width
+            parts.append((self._offsets[number] + start * width, size))
+            begins.append(total // width)
+            total += size
+        return self._bytes.read(parts, self.dtype, lambda part: f"sequence {pieces[part][0]}"), begins
 
     def document(self, number: int) -> np.ndarray:
         """All tokens of a document. Raises as `gather`."""
@@ -166,9 +169,8 @@ class IndexedTokens:
         if self._index.size_now() < self._index.size:
             raise self._index.changed(f"number {number} cannot be looked up")
 
-    @property
-    def tokens(self) -> np.ndarray:
-        """All tokens of `.bin`, flat, in `dtype`, read at once."""
+    def read_all(self) -> np.ndarray:
+        """All tokens of `.bin` [total], in `dtype`, read into memory at once."""
         return self.read(0, len(self))
 
     def files(self) -> tuple[Path, ...]:

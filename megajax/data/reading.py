@@ -9,6 +9,7 @@ import os
 import resource
 import sys
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -107,18 +108,15 @@ def retried[T](read: Callable[[], T], what: str, retries: int = RETRIES, wait: C
 
 
 class _Descriptor:
-    """A file descriptor that is closed with its last use."""
+    """A file descriptor that is closed when nothing refers to it, not even a read in another thread."""
 
     def __init__(self, path: Path):
         self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self.number).atexit = False
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         if self.number > soft // 2 and soft < hard:
             # A blend may have thousands of files, and the limit of a shell is often 1024.
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-    def __del__(self) -> None:
-        if hasattr(self, "number"):
-            os.close(self.number)
 
 
 class ReadFile:
@@ -132,40 +130,39 @@ class ReadFile:
     def __init__(self, path: Path):
         self.path = path
         self._open: _Descriptor | None = _Descriptor(path)
-        self.size = os.fstat(self._open.number).st_size
+        self.size = self.size_now()
 
     def size_now(self) -> int:
         """Its bytes at this moment."""
-        return os.fstat(self._descriptor().number).st_size
+        return os.lseek(self._descriptor().number, 0, os.SEEK_END)  # a third of the time of fstat
 
     def read(self, parts: Sequence[tuple[int, int]], dtype: np.dtype, what: Callable[[int], str]) -> np.ndarray:
-        """Parts of the file, one after another, as values [n] of `dtype`.
+        """Parts of the file, one after another, as values [n] of `dtype`, read-only.
 
         Args:
             parts: first byte and number of bytes of each.
             dtype: of the values.
-            what: number of a part -> what it is, in messages.
+            what: number of a part -> its name in messages.
 
         Raises:
             ChangedFile: the file ends before the end of a part.
             OSError: the disk or file server fails.
         """
-        values = np.empty(sum(size for _, size in parts) // dtype.itemsize, dtype)
-        room, filled, number = values.view(np.uint8).data, 0, 0
+        descriptor, pieces, number = self._descriptor(), [], 0
         try:
-            descriptor = self._descriptor().number
             for number, (offset, size) in enumerate(parts):
-                end = filled + size
-                while filled < end:
-                    done = os.preadv(descriptor, (room[filled:end],), offset)
-                    if not done:
-                        raise self.changed(f"{what(number)} is not whole (its bytes from {offset:,} on)")
-                    filled, offset = filled + done, offset + done
+                piece = os.pread(descriptor.number, size, offset)
+                while len(piece) < size:  # the file ends, or the system gives less than 2 GiB at a time
+                    more = os.pread(descriptor.number, size - len(piece), offset + len(piece))
+                    if not more:
+                        raise self.changed(f"{what(number)} is not whole (its bytes from {offset + len(piece):,} on)")
+                    piece += more
+                pieces.append(piece)
         except OSError as error:
             if error.errno == errno.ESTALE:
                 self._open = None  # the server has the file under another handle now: the next try opens it again
             raise OSError(error.errno, f"{what(number)}: {error.strerror}", str(self.path)) from error
-        return values
+        return np.frombuffer(pieces[0] if len(pieces) == 1 else b"".join(pieces), dtype)
 
     def changed(self, missing: str) -> ChangedFile:
         """The error for a file of another size than before."""

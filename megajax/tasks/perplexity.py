@@ -68,7 +68,7 @@ class TokenFiles:
         self._scorer, self._windows = scorer, list[Window]()
         for path in config.paths:
             file = IndexedTokens(path)
-            tokens = retried(lambda file=file: file.tokens, path)
+            tokens = retried(file.read_all, path)
             if len(tokens) < 2:
                 raise UserError(f"{path}: has {len(tokens)} tokens; perplexity needs two or more")
             if not np.issubdtype(tokens.dtype, np.integer):

@@ -2,6 +2,8 @@
 
 import errno
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from megajax.data.image_decoding import read_at, read_bounded
 from megajax.data.indexed import IndexedTokens, index_path, tokens_path
 from megajax.data.item_rows import UnreadableItem
 from megajax.data.loader import read_rows
-from megajax.data.reading import ChangedFile, ReadError, retried
+from megajax.data.reading import ChangedFile, ReadError, ReadFile, retried
 from megajax.models.config import text_schema
 
 DOCUMENTS = [list(range(1, 40)) for _ in range(20)]
@@ -61,7 +63,7 @@ def test_an_index_that_is_cut_while_it_is_read_is_named(source: Any, tmp_path: P
 def test_documents_and_whole_files_that_are_cut_are_named(tmp_path: Path) -> None:
     side = IndexedTokens(write(tmp_path / "side", DOCUMENTS))
     os.truncate(tokens_path(side.prefix), 100)
-    for look in (lambda: side.document(19), lambda: side.tokens, lambda: side.sequence(7, 30)):
+    for look in (lambda: side.document(19), side.read_all, lambda: side.sequence(7, 30)):
         with pytest.raises(ChangedFile, match="100 now"):
             look()
     assert side.sequence(0).tolist() == DOCUMENTS[0]
@@ -73,15 +75,15 @@ def test_documents_and_whole_files_that_are_cut_are_named(tmp_path: Path) -> Non
 def failing(monkeypatch: pytest.MonkeyPatch, code: int, times: int) -> list[int]:
     """Reads by position fail with `code`, then succeed. -> the descriptors asked."""
     asked: list[int] = []
-    whole: Callable[..., int] = os.preadv
+    whole: Callable[..., bytes] = os.pread
 
-    def preadv(descriptor: int, *more: Any) -> int:
+    def pread(descriptor: int, *more: Any) -> bytes:
         asked.append(descriptor)
         if len(asked) <= times:
             raise OSError(code, os.strerror(code))
         return whole(descriptor, *more)
 
-    monkeypatch.setattr(reading.os, "preadv", preadv)
+    monkeypatch.setattr(reading.os, "pread", pread)
     return asked
 
 
@@ -107,6 +109,41 @@ def test_a_stale_handle_is_opened_again(source: Any, tmp_path: Path, waits: list
     asked, before = failing(monkeypatch, errno.ESTALE, times=1), source.tokens._bytes._open
     np.testing.assert_array_equal(read(source)["tokens"], expected["tokens"])
     assert len(asked) > 1 and source.tokens._bytes._open is not before
+
+
+def test_a_stale_handle_stays_open_for_reads_of_other_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its number would otherwise be given to another file, whose bytes such a read would return."""
+    path = tmp_path / "text"
+    path.write_bytes(b"content")
+    file, whole = ReadFile(path), os.pread
+    former = file._descriptor().number
+
+    def stale_elsewhere(descriptor: int, *more: Any) -> bytes:
+        """While this thread reads, another one gets ESTALE."""
+        file._open = None
+        return whole(descriptor, *more)
+
+    monkeypatch.setattr(reading.os, "pread", stale_elsewhere)
+    assert file.read([(0, 7)], np.dtype(np.uint8), str).tobytes() == b"content"
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(former)
+
+
+def test_a_short_read_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    side, whole = IndexedTokens(write(tmp_path / "side", DOCUMENTS)), os.pread
+    monkeypatch.setattr(reading.os, "pread", lambda descriptor, size, offset: whole(descriptor, min(size, 7), offset))
+    assert side.read_all().tolist() == [token for document in DOCUMENTS for token in document]
+
+
+def test_the_end_of_a_program_closes_files_without_a_message(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "side", DOCUMENTS)
+    code = f"""
+import os
+from megajax.data.indexed import IndexedTokens
+os.kept = IndexedTokens({str(prefix)!r})  # lives longer than the functions of the module
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr == ""
 
 
 @pytest.mark.parametrize("retries", [0, 2])

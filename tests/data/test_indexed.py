@@ -78,7 +78,7 @@ def test_a_failure_leaves_the_old_files(tmp_path: Path) -> None:
     write(tmp_path / "a", [[1, 2]])
     with pytest.raises(UserError, match=r"from -1 to 70000 .* uint16 holds integers from 0 to 65535"):
         write(tmp_path / "a", [[5], [70000, -1]])
-    assert IndexedTokens(tmp_path / "a").tokens.tolist() == [1, 2]
+    assert IndexedTokens(tmp_path / "a").read_all().tolist() == [1, 2]
     assert len(list(tmp_path.iterdir())) == 2
 
 
@@ -153,4 +153,4 @@ def test_sizes_are_checked(tmp_path: Path, suffix: str, change: str) -> None:
 def test_a_file_without_sequences(tmp_path: Path) -> None:
     write(tmp_path / "a", [])
     file = IndexedTokens(tmp_path / "a")
-    assert len(file) == 0 and file.documents == 0 and file.tokens.size == 0
+    assert len(file) == 0 and file.documents == 0 and file.read_all().size == 0

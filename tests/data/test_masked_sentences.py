@@ -166,7 +166,7 @@ def test_spans(masking):
 
 def test_rows_are_what_their_arrays_say(tmp_path):
     data = build(write(tmp_path / "text", corpus(np.random.default_rng(2))), tmp_path)
-    flat, seen = data.tokens.tokens, set()
+    flat, seen = data.tokens.read_all(), set()
     for number in range(len(data)):
         row = data[number]
         length = int(row["segment_ids"].sum())

@@ -73,7 +73,7 @@ def test_rows_fill_their_own_blanks(prefix):
         assert list(spans) == SENTINELS[: len(spans)]
         for token in row["encoder_tokens"][:read].tolist():
             filled += spans.get(token, [token])
-        assert filled == data.tokens.tokens[begin : min(stop, begin + target)].tolist()
+        assert filled == data.tokens.read_all()[begin : min(stop, begin + target)].tolist()
         assert row["truncated"] == (stop - begin > target)
         assert all(row[name].dtype == dtype for name, dtype in MaskedSpansConfig().leaves().items())
         longest = max(longest, max(map(len, spans.values()), default=0))

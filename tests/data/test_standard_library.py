@@ -26,7 +26,7 @@ def test_documents_are_source_files(tmp_path: Path) -> None:
     file = corpus(StandardLibraryConfig(megabytes=0.5, cache_dir=str(tmp_path)), seed=1)
     root = Path(sysconfig.get_paths()["stdlib"])
     names = [name for name, _ in choose(source_files(root), 500_000, seed=1)]
-    assert file.documents == len(names) > 5 and 250_000 < len(file.tokens) < 510_000
+    assert file.documents == len(names) > 5 and 250_000 < len(file.read_all()) < 510_000
     for number, name in enumerate(names):
         assert file.sequence(number)[-1] == 256
         assert file.sequence(number)[:-1].astype(np.uint8).tobytes() == (root / name).read_bytes()
@@ -47,7 +47,7 @@ def test_reused_and_repaired(tmp_path: Path) -> None:
     config = StandardLibraryConfig(megabytes=0.2, cache_dir=str(tmp_path))
     assert tokens_path(corpus(config, seed=1).prefix).stat().st_ino == before
     path.write_bytes(content[:-10])
-    assert corpus(config, seed=1).tokens.tobytes() == content
+    assert corpus(config, seed=1).read_all().tobytes() == content
     assert len(list(tmp_path.iterdir())) == 2
 
 

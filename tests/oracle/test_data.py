@@ -207,7 +207,7 @@ def test_file(name: str, tmp_path: Path) -> None:
     expected = load_json("corpora_meta.json").get(name.removesuffix(".idx"))
     if expected:
         assert (len(file), len(file.document_table)) == (expected["n_seq"], expected["n_doc_idx"])
-        assert (file.dtype.name, len(file.tokens)) == (expected["dtype"], expected["tokens"])
+        assert (file.dtype.name, len(file.read_all())) == (expected["dtype"], expected["tokens"])
         assert file.lengths[: len(expected["seq_len_head"])].tolist() == expected["seq_len_head"]
         if "modes" in expected:
             assert file.modes is not None and file.modes.tolist() == expected["modes"]
@@ -220,8 +220,8 @@ def test_corpus(key: str) -> None:
     per_document = np.diff(file.document_table)
     token_ends = np.concatenate([[0], np.cumsum(file.lengths)])
     actual = {
-        "tokens": file.tokens,
-        "tokens_head": file.tokens[: len(expected)],
+        "tokens": file.read_all(),
+        "tokens_head": file.read_all()[: len(expected)],
         "sentence_lengths": file.lengths,
         "sentences_per_doc": per_document,
         "doc_lengths": np.diff(token_ends[file.document_table]),
