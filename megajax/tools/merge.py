@@ -26,8 +26,8 @@ def main(argv: list[str]) -> int:
     # By name, so that the front door can report a package that is not installed.
     merge = resolve("megajax.data.merging:merge")
     merged = merge(options.input, options.output_prefix, overwrite=options.overwrite)
-    print(f"{merged.documents:,} documents, {len(merged):,} sequences, {len(merged.tokens):,} tokens of "
-          f"{merged.dtype.name}, {merged.tokens.nbytes:,} bytes: {options.output_prefix}")  # fmt: skip
+    print(f"{merged.documents:,} documents, {len(merged):,} sequences, {merged.total:,} tokens of "
+          f"{merged.dtype.name}, {merged.total * merged.dtype.itemsize:,} bytes: {options.output_prefix}")  # fmt: skip
     return 0
 
 

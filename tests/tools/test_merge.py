@@ -46,6 +46,13 @@ def test_documents_of_all_inputs_in_order(tmp_path, capsys):
     assert f"3 documents, 4 sequences, 4 tokens of uint16, 8 bytes: {tmp_path}/x" in capsys.readouterr().out
 
 
+def test_a_merged_file_is_not_read_to_count_its_tokens(tmp_path, monkeypatch):
+    """It may be larger than the memory of the machine."""
+    prefix = write(tmp_path / "a", A)
+    monkeypatch.setattr(IndexedTokens, "read", None)
+    assert main(["--input", str(prefix), str(prefix), "--output-prefix", f"{tmp_path}/x"]) == 0
+
+
 def test_modes_are_kept(tmp_path):
     prefixes = [write(tmp_path / str(mode), A, modes=mode) for mode in (0, 1)]
     merged = merge(prefixes, tmp_path / "out")
