@@ -3,7 +3,7 @@
 import resource
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from megajax.command_line import Flag, front_door, parse
 from megajax.config.builds import resolve
@@ -32,7 +32,10 @@ FLAGS = (
     Flag("min-processes", int | None, help="leave out a process that keeps failing, while so many remain; none: never"),
     Flag("watchdog-timeout", float | None, help="seconds without progress of any process: a hang; none: never"),
     Flag(
-        "beat-timeout", float | None, help="seconds without a heartbeat of a process: a hang; 60, 300 with --scheduler"
+        "beat-timeout",
+        float | Literal["auto"] | None,
+        "auto",
+        help="seconds without a heartbeat of a process: a hang; auto: 60, 300 with --scheduler; none: never",
     ),
     Flag("scheduler", help="COMMAND starts the processes itself, e.g. srun or mpirun: start it once, restart it"),
     Flag(
@@ -52,7 +55,7 @@ def main(argv: list[str]) -> int:
     """
     own, command = _split(argv)
     asked = parse(own, verb="launch", flags=FLAGS, with_config=False, description=DESCRIPTION).flags
-    scheduler, processes, beat_timeout = asked["scheduler"], asked["processes"], asked["beat_timeout"]
+    scheduler, processes = asked["scheduler"], asked["processes"]
     gang = Gang(
         command=command,
         processes=processes or 1,
@@ -62,7 +65,8 @@ def main(argv: list[str]) -> int:
         scheduler=scheduler,
     )
     restarts = RestartConfig(**{name: asked[name] for name in FIELDS})
-    limits = Limits(beat=beat_timeout or (300.0 if scheduler else 60.0), progress=asked["watchdog_timeout"])
+    beat = (300.0 if scheduler else 60.0) if asked["beat_timeout"] == "auto" else asked["beat_timeout"]
+    limits = Limits(beat=beat, progress=asked["watchdog_timeout"])
     problems = [*gang.problems(processes), *restarts.problems(gang.processes), *limits.problems()]
     if scheduler and restarts.min_processes is not None:
         problems.append(Problem("--min-processes", "has no meaning with --scheduler"))

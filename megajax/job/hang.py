@@ -100,7 +100,9 @@ class Pulse:
         return None if explained is None else explained[0]
 
     def _lost(self, verdict: Verdict) -> None:
-        """An event about a process that could not write one itself, by the first of the others."""
+        """An event about a process that could not write one itself, by the first of the others or by the launcher."""
+        if self._folder is not None:
+            return
         first = verdict.process != self.process == 0 or (verdict.process, self.process) == (0, 1)
         if first and not verdict.said and self.events is not None:
             with contextlib.suppress(OSError):

@@ -137,18 +137,15 @@ def _initiating(failures: Sequence[Event], restart: Event | None) -> Event:
     """Of several failures the one that the others followed from."""
     named = [restart.whole("process")] if restart is not None else [_waits_for(event) for event in failures]
     blamed = next((process for process in named if process is not None), None)
-    spoken = {event.whole("process") for event in failures if event.name != "lost"}
-
-    # Of several processes that speak of a lost one, the launcher is the last, and knows its exit status.
-    lost = {event.whole("process"): event for event in failures if event.name == "lost"}
+    recorded = {event.whole("process") for event in failures if event.name != "lost"}
 
     def late(event: Event) -> tuple[bool, bool, bool, int]:
         waiting = event.name == "hang" and (event.text("phase") == WAITS or _waits_for(event) is not None)
         followed = event.name == "crash" and OF_PEERS.search(event.text("error")) is not None
         step = event.step if event.name == "hang" and event.step is not None else 0
         process = event.whole("process")
-        better_said = event.name == "lost" and (process in spoken or lost[process] is not event)
-        return waiting or followed, blamed is not None and process != blamed, better_said, step
+        recorded_itself = event.name == "lost" and process in recorded
+        return waiting or followed, blamed is not None and process != blamed, recorded_itself, step
 
     return min(failures, key=late)
 

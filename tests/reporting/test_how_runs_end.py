@@ -43,7 +43,6 @@ def test_a_process_that_was_killed(fake_run: Callable) -> None:
     run.config(20)
     run.attempt(0, 7, save=5)
     run.now += 1.5  # the step it was in, and until the launcher sees it
-    run.by_other("lost", process=1, cause="process 1 does not run any more; it was saving step 5", step=7)
     run.by_other("lost", process=1, cause="killed by SIGKILL", step=4)  # its last heartbeat is older
     run.by_other(
         "crash",
@@ -59,7 +58,7 @@ def test_a_process_that_was_killed(fake_run: Callable) -> None:
     run.event("end", step=20)
     first, second = attempts(read_history(run.folder.path))
     assert first.ending == "process 1 killed by SIGKILL at step 8 (restarted)" and first.exit_code == 1
-    assert [event.name for event in first.how.cascade] == ["lost", "crash", "signal"]
+    assert [event.name for event in first.how.cascade] == ["crash", "signal"]
     assert (second.first_step, second.ending, second.exit_code) == (5, "done", 0)
     assert second.begin == second.restart.at and second.ready == second.begin + 4.0
     assert shares(run) == {
@@ -68,7 +67,6 @@ def test_a_process_that_was_killed(fake_run: Callable) -> None:
     }  # fmt: skip
     (table,) = (table for table in summary_of(run).tables if table.title == "Events")
     assert [row[2] for row in table.rows if "cascade" in row[2]] == [
-        "lost (cascade)",
         "crash (cascade)",
         "signal (cascade)",
     ]

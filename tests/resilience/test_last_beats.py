@@ -8,10 +8,13 @@ import sys
 import time
 from pathlib import Path
 
+import jax
 import pytest
 
 from megajax.config.errors import ConfigError, Problem, UserError
 from megajax.job.hang import Pulse
+from megajax.job.lost_peer import LostPeer
+from megajax.job.peer_status import Verdict
 from megajax.resilience.activity import Activity
 from megajax.resilience.beats import BEATS, Beat, failures_told, last_beat
 from megajax.resilience.signals import Signals
@@ -81,6 +84,22 @@ def test_beats_say_what_the_main_thread_does_and_stop_at_the_last(beats: Path, t
         time.sleep(1.5)
         beat = Beat.read(beats, 0)
         assert beat is not None and (beat.failure, beat.code, beat.phase) == ("ValueError: odd", 1, "evaluation")
+
+
+def test_a_lost_process_is_recorded_once_by_the_launcher_if_there_is_one(
+    beats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events, verdict = tmp_path / "events.jsonl", Verdict(1, "process 1 does not run any more")
+    error = jax.errors.JaxRuntimeError("Gloo all-reduce failed: Connection closed by peer")
+    for launcher in (str(beats), ""):
+        monkeypatch.setenv(BEATS, launcher)
+        pulse = Pulse(tmp_path, Activity())
+        pulse.events = events
+        monkeypatch.setattr("megajax.job.hang.lost_peer", lambda *_: (LostPeer("lost"), verdict))
+        pulse.failed(error)
+        assert events.exists() == (not launcher)
+    (line,) = events.read_text().splitlines()
+    assert json.loads(line)["event"] == "lost" and json.loads(line)["process"] == 1
 
 
 def test_no_launcher_no_beats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,6 +83,7 @@ def test_a_killed_process_and_a_crash(tmp_path: Path, start: Callable[..., Start
     faults = "--resilience.inject=kill:step=5:process=1,crash:step=8:process=1:attempt=2"
     command = (*TRAIN, *TINY, f"--run_dir={run}", "--steps=12", "--checkpoint.every=2", faults)
     assert start(*launcher("--max-restarts=3"), *command).wait(3 * PATIENCE) == 0
+    assert [line["cause"] for line in lines(run, "lost")] == ["killed by SIGKILL"]
     killed, crashed, done = attempts(read_history(run))
     assert killed.ending.startswith("process 1 killed by SIGKILL at step ") and killed.exit_code == 1
     assert (
