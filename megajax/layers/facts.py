@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
+from megajax.config.builds import Builds
 from megajax.config.errors import Problem
 from megajax.kernels.capability import Choice, Device, Request
 from megajax.layers.expert_facts import ExpertFacts, Spread
@@ -222,6 +223,25 @@ class Layer(Protocol):
         ...
 
 
+class LayerFacts(Builds):
+    """Base of configs of layers: what follows from the matmuls, unless they say otherwise."""
+
+    __slots__ = ()
+
+    def matmuls(self, hidden: int) -> tuple[Matmul, ...]:
+        """Products with weights, in the order of the forward pass."""
+        raise NotImplementedError
+
+    def multiply_adds(self, hidden: int) -> MultiplyAdds:
+        """Those of the matmuls."""
+        return MultiplyAdds(sum(matmul.size for matmul in self.matmuls(hidden)))
+
+    def megatron_matrices(self, hidden: int, gains: int) -> int:
+        """All matrices."""
+        del gains
+        return sum(matmul.size for matmul in self.matmuls(hidden))
+
+
 @runtime_checkable
 class HasKernel(Protocol):
     """A layer with a kernel that depends on the device."""
@@ -311,14 +331,6 @@ class Norm(Protocol):
     def weights(self, size: int, axis: str | None = "embed") -> tuple[Weight, ...]:
         """Weights of a norm over a dimension of this size and logical axis."""
         ...
-
-
-class BlockLayers(NamedTuple):
-    """The sub-layers of a block and its norm, which have facts."""
-
-    parts: Mapping[str, Any]
-    """Name -> `Layer` or `Mixer`."""
-    norm: Norm
 
 
 def missing_members(config: object, protocol: type) -> list[str]:

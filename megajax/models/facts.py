@@ -198,7 +198,7 @@ def facts_of(model: Any) -> Facts | None:
     sections = model.section_facts()
     blocks = [block for section in sections for block in section.stack.pattern] + [*model.head_facts().ahead]
     known = all(isinstance(section.norm, Norm) for section in sections)
-    return model if known and all(block.known_layers() is not None for block in blocks) else None
+    return model if known and not any(block.missing_facts() for block in blocks) else None
 
 
 def demand_facts(model: Any) -> Facts:

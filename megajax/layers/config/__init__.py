@@ -16,7 +16,6 @@ from megajax.layers.config.block import (
 from megajax.layers.config.checks import LARGEST, above_zero, below_one
 from megajax.layers.config.lora import LoRAConfig
 from megajax.layers.config.mamba import Mamba1Config, Mamba2Config
-from megajax.layers.config.mixer import MixerConfig
 from megajax.layers.config.mlp import DenseMLPConfig, GatedMLPConfig, MLPConfig
 from megajax.layers.config.moe import (
     CapacityConfig,
@@ -36,6 +35,7 @@ from megajax.layers.config.norm import (
 )
 from megajax.layers.config.position import Llama3ScalingConfig, RelativeBiasConfig, RopeConfig, YarnScalingConfig
 from megajax.layers.config.quantization import QuantizationConfig
+from megajax.layers.config.residual import MixerConfig
 
 __all__ = [
     "LARGEST",

@@ -4,7 +4,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import Field, dataclass, field, replace
 from typing import Any, ClassVar, Literal, Self
 
-from megajax.config.builds import Builds
 from megajax.config.errors import Problem
 from megajax.config.nearest import divisors_of, either
 from megajax.kernels.capability import BACKENDS, Choice, Device, Kernel, Request, choose, exchange_sizes
@@ -13,14 +12,14 @@ from megajax.layers.cache_facts import CacheLeaf, cached_heads
 from megajax.layers.config.checks import above_zero, below_one, head_devices, head_problems, head_sides
 from megajax.layers.config.norm import NormConfig, RMSNormConfig
 from megajax.layers.config.position import RelativeBiasConfig, RopeConfig
-from megajax.layers.facts import Elements, KernelWork, Matmul, MultiplyAdds, Side, Weight, prefixed
+from megajax.layers.facts import Elements, KernelWork, LayerFacts, Matmul, MultiplyAdds, Side, Weight, prefixed
 from megajax.layers.remat import Part
 
 PER_HEAD = ("heads", "head_dim")
 PER_GROUP = ("kv_heads", "head_dim")
 
 
-class MultiHeadConfig(Builds):
+class MultiHeadConfig(LayerFacts):
     """What every kind of attention has: heads that `tensor` divides, and a kernel that mixes their values."""
 
     __slots__ = ()
@@ -90,10 +89,6 @@ class MultiHeadConfig(Builds):
         pairs = self.multiply_adds(hidden)
         both = pairs.per_pair + pairs.per_full_pair
         return KernelWork(keys * both, keys * (pairs.per_pair / 2 + pairs.per_full_pair), keys * self.heads)
-
-    def multiply_adds(self, hidden: int) -> MultiplyAdds:
-        """Operations of the forward pass."""
-        raise NotImplementedError
 
     def kernel_weights(self) -> tuple[Weight, ...]:
         """Weights that the kernel itself reads."""
@@ -312,7 +307,7 @@ class AttentionConfig(MultiHeadConfig):
         """Those of the matmuls, and of scores and values."""
         pairs = self.per_pair(hidden)
         masked, full = (pairs, 0) if self.causal else (0, pairs)
-        return MultiplyAdds(sum(matmul.size for matmul in self.matmuls(hidden)), masked, full)
+        return LayerFacts.multiply_adds(self, hidden)._replace(per_pair=masked, per_full_pair=full)
 
     def megatron_matrices(self, hidden: int, gains: int) -> int:
         """Queries, keys, values and the output: the report knows no gate."""

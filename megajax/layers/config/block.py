@@ -8,11 +8,10 @@ from typing import ClassVar, Protocol, runtime_checkable
 from megajax.config.builds import Builds
 from megajax.config.errors import Problem
 from megajax.layers.config.checks import LARGEST
-from megajax.layers.config.mixer import MixerConfig
 from megajax.layers.config.moe import FeedForwardConfig
 from megajax.layers.config.norm import LayerScaleConfig, NormConfig, RMSNormConfig
 from megajax.layers.config.position import RelativeBiasConfig
-from megajax.layers.config.residual import ResidualBlock
+from megajax.layers.config.residual import MixerConfig, ResidualBlock
 from megajax.layers.facts import Layer, LayerBuilder, Mixer, Weight, prefixed
 from megajax.layers.runs import period
 

@@ -9,8 +9,7 @@ from megajax.kernels.capability import Request
 from megajax.layers.cache_facts import CacheLeaf
 from megajax.layers.config.attention import AttentionConfig, gathering_problems
 from megajax.layers.config.block import BlockConfig
-from megajax.layers.config.mixer import MixerConfig
-from megajax.layers.config.residual import KERNEL_TENSORS, mixer_facts
+from megajax.layers.config.residual import KERNEL_TENSORS, MixerConfig, mixer_facts
 from megajax.layers.facts import (
     NO_ELEMENTS,
     BlockFacts,
@@ -18,9 +17,6 @@ from megajax.layers.facts import (
     LayerBuilder,
     Matmul,
     MultiplyAdds,
-    Weight,
-    prefixed,
-    total_size,
 )
 from megajax.layers.remat import Part
 
@@ -91,18 +87,6 @@ class CrossBlockConfig(BlockConfig):
         """Cross-attention too."""
         return {**self.own_mixers(), "cross": self.cross}
 
-    def mesh_problems(self, sizes: Mapping[str, int]) -> Iterator[Problem]:
-        """What is wrong with mixer, cross-attention and MLP on a mesh. sizes: mesh axis -> devices."""
-        yield from BlockConfig.mesh_problems(self, sizes)
-        for problem in self.cross.mesh_problems(sizes):
-            yield replace(problem, where=f"cross.{problem.where}")
-
-    def weights(self, hidden: int) -> tuple[Weight, ...]:
-        """Every weight of the module."""
-        own = {"cross_norm": self.layers().norm.weights(hidden), "cross": self.cross.weights(hidden)}
-        added = tuple(weight for name, weights in own.items() for weight in prefixed(name, weights))
-        return (*BlockConfig.weights(self, hidden), *added)
-
     def multiply_adds(self, hidden: int, read: float = 0.0) -> MultiplyAdds:
         """Operations of the forward pass. read: tokens of the section before for each token of a row."""
         matmuls = self.cross.matmuls_reading(hidden, read)
@@ -127,7 +111,3 @@ class CrossBlockConfig(BlockConfig):
             parts=3,
             read=ratio,
         )
-
-    def norm_size(self, hidden: int) -> int:
-        """Weights of the three norms."""
-        return 3 * total_size(self.layers().norm.weights(hidden))

@@ -5,17 +5,16 @@ from dataclasses import Field, dataclass
 from math import inf
 from typing import Any, ClassVar, Literal, Self
 
-from megajax.config.builds import Builds
 from megajax.config.errors import Problem
 from megajax.config.nearest import divisors_of
 from megajax.kernels.capability import Choice, Device, Request
 from megajax.layers.cache_facts import CacheLeaf, cached_heads
 from megajax.layers.config.checks import above_zero, head_devices, head_problems, head_sides
-from megajax.layers.facts import Elements, KernelWork, Matmul, MultiplyAdds, Side, Weight
+from megajax.layers.facts import Elements, KernelWork, LayerFacts, Matmul, MultiplyAdds, Side, Weight
 from megajax.layers.remat import Part
 
 
-class StateSpaceConfig(Builds):
+class StateSpaceConfig(LayerFacts):
     """What Mamba 1 and 2 have: a short convolution, steps that depend on the input, states that decay."""
 
     __slots__ = ()
@@ -160,7 +159,7 @@ class Mamba2Config(StateSpaceConfig):
 
     def multiply_adds(self, hidden: int) -> MultiplyAdds:
         """Those of the matmuls, and 3.5 for each element of the state, as Megatron-LM counts."""
-        return MultiplyAdds(sum(matmul.size for matmul in self.matmuls(hidden)) + 3.5 * self.inner * self.state)
+        return MultiplyAdds(LayerFacts.multiply_adds(self, hidden).per_token + 3.5 * self.inner * self.state)
 
     def kernel_work(self, hidden: int, keys: float) -> KernelWork:
         """Within a chunk, as attention; between chunks, the states."""
@@ -179,11 +178,6 @@ class Mamba2Config(StateSpaceConfig):
             "core_attention": Elements(cut=self.inner),
             "gate": Elements(cut=self.inner),
         }
-
-    def megatron_matrices(self, hidden: int, gains: int) -> int:
-        """All matrices: Megatron-LM has no report of such layers."""
-        del gains
-        return sum(matmul.size for matmul in self.matmuls(hidden))
 
     def tensor_sizes(self) -> list[int]:
         """Numbers of devices of `tensor` that heads can be divided over."""
@@ -279,7 +273,7 @@ class Mamba1Config(StateSpaceConfig):
 
     def multiply_adds(self, hidden: int) -> MultiplyAdds:
         """Those of the matmuls, and 3.5 for each element of the state, as Megatron-LM counts Mamba-2."""
-        return MultiplyAdds(sum(matmul.size for matmul in self.matmuls(hidden)) + 3.5 * self.inner * self.state)
+        return MultiplyAdds(LayerFacts.multiply_adds(self, hidden).per_token + 3.5 * self.inner * self.state)
 
     def kernel_work(self, hidden: int, keys: float) -> KernelWork:
         """Elements of states, each with a decay, an input and an output."""
@@ -292,11 +286,6 @@ class Mamba1Config(StateSpaceConfig):
         channels, narrow = Elements(cut=self.inner), Elements(whole=self.rank + 2 * self.state)
         both = Elements(cut=2 * self.inner)
         return {"query_key_value": both, "latent": narrow, "core_attention": channels, "gate": channels}
-
-    def megatron_matrices(self, hidden: int, gains: int) -> int:
-        """All matrices: Megatron-LM has no report of such layers."""
-        del gains
-        return sum(matmul.size for matmul in self.matmuls(hidden))
 
     def tensor_sizes(self) -> list[int]:
         """Numbers of devices of `tensor` that channels can be divided over."""

@@ -4,15 +4,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from megajax.config.builds import Builds
 from megajax.config.errors import Problem
 from megajax.config.nearest import divisors_of
 from megajax.layers.config.checks import above_zero
-from megajax.layers.facts import Elements, Matmul, MultiplyAdds, Side, Weight
+from megajax.layers.facts import Elements, LayerFacts, Matmul, Side, Weight
 from megajax.layers.remat import Part
 
 
-class FeedForward(Builds):
+class FeedForward(LayerFacts):
     """Facts of an MLP whose matrices `inner` lead to ffn and whose matrix `down` leads back."""
 
     __slots__ = ()
@@ -36,19 +35,10 @@ class FeedForward(Builds):
         up = Matmul(inputs=whole, outputs=Elements(cut=count * self.ffn), result="mlp", weights=count)
         return up, Matmul(inputs=Elements(cut=self.ffn), outputs=whole)
 
-    def multiply_adds(self, hidden: int) -> MultiplyAdds:
-        """Those of the matmuls."""
-        return MultiplyAdds(sum(matmul.size for matmul in self.matmuls(hidden)))
-
     def tensors(self, hidden: int) -> Mapping[Part, Elements]:
         """Inputs of the activation function, and what leads into `down`."""
         del hidden
         return {"mlp": Elements(cut=len(self.inner) * self.ffn), "activation": Elements(cut=self.ffn)}
-
-    def megatron_matrices(self, hidden: int, gains: int) -> int:
-        """All matrices."""
-        del gains
-        return sum(matmul.size for matmul in self.matmuls(hidden))
 
     def tensor_sizes(self) -> list[int]:
         """Numbers of devices of `tensor` that ffn can be divided over."""

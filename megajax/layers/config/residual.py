@@ -5,15 +5,15 @@ from dataclasses import Field
 from typing import Any, ClassVar
 
 from megajax.config.builds import Builds
-from megajax.config.errors import Problem, UserError
+from megajax.config.errors import Problem
 from megajax.kernels.capability import FUSED, Request
+from megajax.layers.config.attention import AttentionConfig, LatentAttentionConfig
 from megajax.layers.config.checks import below_one
-from megajax.layers.config.mixer import MixerConfig
+from megajax.layers.config.mamba import Mamba1Config, Mamba2Config
 from megajax.layers.config.norm import NormConfig
 from megajax.layers.facts import (
     NO_ELEMENTS,
     BlockFacts,
-    BlockLayers,
     DrawsNumbers,
     Elements,
     HasExperts,
@@ -33,6 +33,9 @@ from megajax.layers.facts import (
     unspread,
 )
 from megajax.layers.remat import Part
+
+type MixerConfig = AttentionConfig | LatentAttentionConfig | Mamba2Config | Mamba1Config
+"""Layers that mix tokens of a row."""
 
 KERNEL_TENSORS: tuple[Part, ...] = ("query_key_value", "core_attention")
 """What a kernel between matmuls reads and writes."""
@@ -60,14 +63,17 @@ class ResidualBlock(Builds):
         """Setting -> config of each sub-layer."""
         return {name: getattr(self, name) for name in self.sub_layers}
 
+    def layers(self) -> dict[str, Any]:
+        """Setting -> config of each sub-layer, with cross-attention, which is none of `sub_layers`."""
+        return {**self.mixers(), **self.parts()}
+
     def mixers(self) -> dict[str, MixerConfig | LayerBuilder]:
         """Setting -> config, of each part that mixes along a sequence."""
         return self.own_mixers()
 
     def with_kernels(self) -> dict[str, HasKernel]:
         """Setting -> config, of each part with a kernel that depends on the device."""
-        parts = {**self.mixers(), **self.parts()}
-        return {name: part for name, part in parts.items() if isinstance(part, HasKernel)}
+        return {name: layer for name, layer in self.layers().items() if isinstance(layer, HasKernel)}
 
     def own_mixers(self) -> dict[str, MixerConfig | LayerBuilder]:
         """Those of `mixers` that read the block's own sequence."""
@@ -79,22 +85,9 @@ class ResidualBlock(Builds):
         missing = {name: missing_members(getattr(self, name), protocol) for name, protocol in protocols.items()}
         return {name: lacking for name, lacking in missing.items() if lacking}
 
-    def known_layers(self) -> BlockLayers | None:
-        """Sub-layers and norm; None where one has no facts."""
-        parts, norm = self.parts(), self.norm
-        known = all(isinstance(part, self.sub_layers[name]) for name, part in parts.items())
-        return BlockLayers(parts, norm) if known and isinstance(norm, Norm) else None
-
-    def layers(self) -> BlockLayers:
-        """Sub-layers and norm. Raises UserError where one has no facts."""
-        if (known := self.known_layers()) is not None:
-            return known
-        lacking = "; ".join(f"{name} has no {', '.join(names)}" for name, names in self.missing_facts().items())
-        raise UserError(f"the layers of a block do not tell their sizes (megajax.layers.facts): {lacking}")
-
     def summary(self, hidden: int) -> str:
         """Sizes of the sub-layers, in words."""
-        return ", ".join(part.summary(hidden) for part in self.layers().parts.values())
+        return ", ".join(part.summary(hidden) for part in self.parts().values())
 
     def has_dropout(self) -> bool:
         """Whether training draws random numbers."""
@@ -105,56 +98,59 @@ class ResidualBlock(Builds):
 
     def weights(self, hidden: int) -> tuple[Weight, ...]:
         """Every weight of the module."""
-        parts, norm = self.layers()
-        weights = {f"{name}_norm": norm.weights(hidden) for name in parts}
-        weights |= {name: part.weights(hidden) for name, part in parts.items()}
-        return tuple(weight for name, each in weights.items() for weight in prefixed(name, each))
+        weights: list[Weight] = []
+        for name, layer in self.layers().items():
+            weights += prefixed(f"{name}_norm", self.norm_weights(hidden)) + prefixed(name, layer.weights(hidden))
+        return tuple(weights)
+
+    def norm_weights(self, hidden: int) -> tuple[Weight, ...]:
+        """Weights of the norm of each sub-layer."""
+        norm: Any = self.norm
+        return norm.weights(hidden)
 
     def matmuls(self, hidden: int) -> tuple[Matmul, ...]:
         """Those of the sub-layers."""
-        return tuple(matmul for part in self.layers().parts.values() for matmul in part.matmuls(hidden))
+        return tuple(matmul for part in self.parts().values() for matmul in part.matmuls(hidden))
 
     def multiply_adds(self, hidden: int, read: float = 0.0) -> MultiplyAdds:
         """Operations of the forward pass. read: tokens of the section before for each token of a row."""
         del read
         total = MultiplyAdds(0)
-        for part in self.layers().parts.values():
+        for part in self.parts().values():
             total = total.plus(part.multiply_adds(hidden))
         return total
 
     def tensors(self, hidden: int) -> Mapping[Part, Elements]:
         """Tensors within the sub-layers that may be saved; those of one name count as one."""
         total: dict[Part, Elements] = {}
-        for part in self.layers().parts.values():
+        for part in self.parts().values():
             for name, elements in part.tensors(hidden).items():
                 total[name] = total.get(name, NO_ELEMENTS).plus(elements)
         return total
 
     def megatron_matrices(self, hidden: int) -> int:
         """Parameters that tensor parallelism cuts, by Megatron-LM's memory report."""
-        parts, norm = self.layers()
-        gains = total_size(norm.weights(hidden)) // hidden
-        return sum(part.megatron_matrices(hidden, gains) for part in parts.values())
+        gains = total_size(self.norm_weights(hidden)) // hidden
+        return sum(part.megatron_matrices(hidden, gains) for part in self.parts().values())
+
+    def with_experts(self) -> list[HasExperts]:
+        """The sub-layers that have experts."""
+        return [part for part in self.parts().values() if isinstance(part, HasExperts)]
 
     def megatron_experts(self, hidden: int) -> int:
         """Parameters of experts, by the same report."""
-        parts = self.layers().parts.values()
-        return sum(part.megatron_experts(hidden) for part in parts if isinstance(part, HasExperts))
+        return sum(part.megatron_experts(hidden) for part in self.with_experts())
 
     def megatron_ffn(self, hidden: int) -> int:
         """Width between the matrices of the feed-forward layer, by the same report."""
-        parts = [part for part in self.layers().parts.values() if isinstance(part, HasExperts)]
-        return parts[0].megatron_ffn() if parts else self.tensors(hidden).get("activation", NO_ELEMENTS).total
+        for part in self.with_experts():
+            return part.megatron_ffn()
+        return self.tensors(hidden).get("activation", NO_ELEMENTS).total
 
     def megatron_whole(self, hidden: int) -> int:
         """Parameters that it has on all devices: norms and routers."""
-        parts = self.layers().parts.values()
-        routers = sum(part.megatron_router(hidden) for part in parts if isinstance(part, HasExperts))
-        return self.norm_size(hidden) + routers
-
-    def norm_size(self, hidden: int) -> int:
-        """Weights of the norms."""
-        return len(self.sub_layers) * total_size(self.layers().norm.weights(hidden))
+        norms = len(self.layers()) * total_size(self.norm_weights(hidden))
+        return norms + sum(part.megatron_router(hidden) for part in self.with_experts())
 
     def facts(self, *, hidden: int, length: int, dtype: str, read: int = 0) -> BlockFacts:
         """What the block costs on rows of `length` tokens in this compute dtype.
@@ -162,7 +158,7 @@ class ResidualBlock(Builds):
         read: tokens of the section before that each row reads.
         """
         del read  # only blocks with cross-attention read them
-        mixers = [part for part in self.layers().parts.values() if isinstance(part, Mixer)]
+        mixers = [part for part in self.parts().values() if isinstance(part, Mixer)]
         return BlockFacts(
             hidden=hidden,
             weights=total_size(self.weights(hidden)),
@@ -171,14 +167,12 @@ class ResidualBlock(Builds):
             mixers=tuple(mixer_facts(mixer, hidden, length, dtype) for mixer in mixers),
             parts=len(self.sub_layers),
             unspread=unspread(self.weights(hidden)),
-            experts=tuple(
-                part.expert_facts(hidden) for part in self.layers().parts.values() if isinstance(part, HasExperts)
-            ),
+            experts=tuple(part.expert_facts(hidden) for part in self.with_experts()),
         )
 
     def mesh_problems(self, sizes: Mapping[str, int]) -> Iterator[Problem]:
         """What is wrong with the sub-layers on a mesh, as far as they tell. sizes: mesh axis -> devices."""
-        layers = {name: layer for name, layer in self.parts().items() if isinstance(layer, Layer)}
+        layers = {name: layer for name, layer in self.layers().items() if isinstance(layer, Layer)}
         problems = [(name, problem) for name, layer in layers.items() for problem in layer.mesh_problems(sizes)]
         if problems:
             legal = set.intersection(*(set(layer.tensor_sizes()) for layer in layers.values()))
@@ -189,7 +183,7 @@ class ResidualBlock(Builds):
 
     def matmul_sides(self, hidden: int, tensor: int) -> Iterator[Side]:
         """Sides of the matrices on one device, beside the hidden size."""
-        for name, layer in self.layers().parts.items():
+        for name, layer in self.layers().items():
             for side in layer.matmul_sides(hidden, tensor):
                 yield side._replace(where=f"{name}.{side.where}")
 
