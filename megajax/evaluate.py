@@ -64,6 +64,10 @@ def base(flags: Mapping[str, Any]) -> Source:
     if (run is None) == (folder is None):
         what = "must be given, or --hf=DIR" if run is None else f"is given, and --hf={folder} as well"
         raise ConfigError([Problem("--run", what, "name one model")], "command line")
+    if flags["include_path"] is not None and "lm-eval:" not in (flags["tasks"] or ""):
+        raise ConfigError(
+            [Problem("--include-path", "is for tasks lm-eval:NAME, and --tasks has none")], "command line"
+        )
     if folder is not None:
         return Source(f"hf:{folder}", resolve("megajax.tasks.foreign:config_of")(folder))
     return run_config(run, EvaluatedConfig)

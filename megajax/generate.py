@@ -87,9 +87,14 @@ def base(flags: Mapping[str, Any]) -> Source:
         problems.append(Problem("--prompt", what, "give one of --prompt=TEXT, --prompts=FILE and --chat"))
     if flags["output"] is not None and flags["prompts"] is None:
         problems.append(Problem("--output", "goes with --prompts=FILE"))
+    sampling = sampling_of(flags)
+    for name in ("logprobs", "prompt_logprobs") if flags["output"] is None else ():
+        if getattr(sampling, name) is not None:
+            problems.append(Problem(f"--{name.replace('_', '-')}", "is written to files only", "set --output as well"))
+    if flags["chat"] and sampling.choices() > 1:
+        problems.append(Problem("--chat", f"a turn has one answer, and {sampling.choices()} are asked for"))
     if problems:
         raise ConfigError(problems, "command line")
-    sampling_of(flags)
     return generation_config(origin_of(flags), GenerationConfig)
 
 

@@ -65,6 +65,18 @@ LIMITS: Mapping[str, Limit] = {
 
 BIASES, BIAS = 512, Limit(float, -100, 100)
 """Most entries of `logit_bias`, and their values."""
+BEAM_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "temperature": (0, 1),
+    "top_k": (0,),
+    "top_p": (1,),
+    "min_p": (0,),
+    "repetition_penalty": (1,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "logit_bias": ({},),
+    "guide": (None,),
+}
+"""Settings that a beam search does not apply -> the values that ask for nothing."""
 STOPS, STOP_CHARACTERS, STOP_TOKENS = 16, 256, 64
 """Most stop strings, characters of each, and stop tokens."""
 
@@ -167,16 +179,11 @@ class Sampling:
         if self.best_of is not None and self.best_of < self.n:
             problems.append(Problem("best_of", f"{self.best_of} is below n, {self.n}"))
         if self.beams > 1 and self.best_of is not None:
-            problems.append(Problem("best_of", "is of no use with a beam search: leave it out, and set n"))
-        plain = {
-            "guide": None,
-            "logit_bias": {},
-            "repetition_penalty": 1,
-            "presence_penalty": 0,
-            "frequency_penalty": 0,
-        }
-        for name, neutral in plain.items() if self.beams > 1 else ():
-            if getattr(self, name) != neutral:
+            problems.append(Problem("best_of", "has no effect on a beam search: leave it out, and set n"))
+        if self.beams == 1 and self.length_penalty != 1:
+            problems.append(Problem("length_penalty", "has an effect on a beam search only: set beams as well"))
+        for name, neutral in BEAM_NEUTRAL.items() if self.beams > 1 else ():
+            if getattr(self, name) not in neutral:
                 problems.append(Problem(name, "cannot be combined with a beam search: leave one of the two out"))
         for name in ("min_tokens", "ignore_eos") if self.guide is not None else ():
             if getattr(self, name):

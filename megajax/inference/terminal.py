@@ -115,7 +115,7 @@ class Session:
     def chat(self, read: Callable[[str], str], *, live: bool) -> None:
         """A conversation. read: shows a text and gives a line, or raises EOFError; live: a person types."""
         conversation = demand_conversation(self._conversation, "--chat")
-        sampling = replace(self.of_chat(), n=1, best_of=None)
+        sampling = self.of_chat()
         Chat(lambda prompt, show: self.answers(prompt, sampling, show)[0], conversation, self._screen, live).run(read)
 
     def answers(self, prompt: tuple[int, ...], sampling: Sampling, show: Callable[[Piece], None]) -> list[Answer]:

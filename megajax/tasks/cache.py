@@ -33,9 +33,8 @@ class RequestCache:
                 text = self.path.read_bytes() if self.path.exists() else b""
                 self._file = self.path.open("ab")
             except OSError as error:
-                raise UserError(
-                    f"{self.path}: cannot be written: {error.strerror}. Set --output or --cache=none."
-                ) from error
+                what = f"{self.path}: cannot be written: {error.strerror}"
+                raise UserError(f"{what}. Set --output or --cache=false.") from error
             if text and not text.endswith(b"\n"):
                 self._file.write(b"\n")
         for line in _everywhere(text).split(b"\n"):

@@ -54,7 +54,14 @@ class TextConfig(LanguageTask):
     """Under which the figures are reported."""
 
     def problems(self) -> list[Problem]:
-        return _stride_problems(self.stride) + _path_problems("path", (self.path,))
+        problems = _stride_problems(self.stride) + _path_problems("path", (self.path,))
+        if self.key != "text" and not self.has_lines():
+            problems.append(Problem("key", f"is {self.key}, and {self.path} is not a .jsonl file", "leave it out"))
+        return problems
+
+    def has_lines(self) -> bool:
+        """Whether each line of the file is an object with a document."""
+        return self.path.endswith((".jsonl", ".ndjson"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -91,10 +91,10 @@ class Text:
     def __init__(self, config: TextConfig, scorer: Scorer):
         """Raises UserError for a file without text."""
         path, self._scorer = config.path, scorer
-        lines = path.endswith((".jsonl", ".ndjson"))
-        documents = (
-            [line[config.key] for _, line in read_lines(path, {config.key: str})] if lines else [read_text(path)]
-        )
+        if config.has_lines():
+            documents = [line[config.key] for _, line in read_lines(path, {config.key: str})]
+        else:
+            documents = [read_text(path)]
         self._words = sum(len(document.split()) for document in documents)
         self._bytes = sum(len(document.encode("utf-8", errors="surrogatepass")) for document in documents)
         if not self._words:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from megajax.config.errors import UserError
 from megajax.data.config.benchmarks import SquadConfig
 from megajax.data.squad import Asked, Window, read_split
 from megajax.tasks.benchmark import as_lines, demand_data, leave, predicted
@@ -35,6 +36,9 @@ class Squad:
         """Raises UserError for a run on other data, and for a file that is not SQuAD's."""
         self._config, self._scorer = config, scorer
         self._data = demand_data(config, scorer, SquadConfig)
+        if config.threshold and self._data.version != "2.0":
+            what = f"threshold={config.threshold:g} is for version 2.0, and the run's data is of {self._data.version}"
+            raise UserError(f"{config.name}: {what}: leave it out")
         schema = scorer.program.cfg.model.schema()
         self._examples = read_split(self._data, config.split, scorer.tokenizer, schema)
 

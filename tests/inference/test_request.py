@@ -15,7 +15,7 @@ def wrong(**settings: Any) -> list[str]:
 
 def alone(name: str, value: Any) -> dict[str, Any]:
     """The setting with what it needs beside it."""
-    beside: Mapping[str, dict[str, Any]] = {"min_tokens": {"max_tokens": 2**20}, "n": {"best_of": None}}
+    beside: Mapping[str, dict[str, Any]] = {"min_tokens": {"max_tokens": 2**20}, "length_penalty": {"beams": 2}}
     return {**beside.get(name, {}), name: value}
 
 
@@ -83,11 +83,11 @@ def test_settings_that_contradict_each_other() -> None:
     assert wrong(beams=4, best_of=4) == ["best_of"]
     assert wrong(beams=2, n=3) == ["n"]
     assert wrong(beams=3, n=3) == []
-    assert wrong(beams=2, guide={}, logit_bias={1: 1.0}, presence_penalty=1.0) == [
-        "guide",
-        "logit_bias",
-        "presence_penalty",
-    ]
+    unused = {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.1}
+    unused |= {"presence_penalty": 1.0, "logit_bias": {1: 1.0}, "guide": {}}
+    assert wrong(beams=2, **unused) == list(unused)
+    assert wrong(beams=2, temperature=0) == wrong(beams=2, temperature=1) == wrong(beams=2, length_penalty=0.5) == []
+    assert wrong(length_penalty=0.5) == ["length_penalty"]
     assert wrong(guide={}, min_tokens=1, ignore_eos=True) == ["min_tokens", "ignore_eos"]
     assert wrong(guide={}, presence_penalty=1.0) == []
 

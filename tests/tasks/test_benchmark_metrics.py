@@ -1,18 +1,31 @@
 """Metrics of GLUE and SQuAD against scikit-learn, scipy and cases by hand."""
 
 import warnings
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 from scipy import stats
 from sklearn import metrics as sklearn_metrics
 
+from megajax.config.errors import UserError
+from megajax.data.config.benchmarks import SquadConfig
 from megajax.data.squad import Asked, Paragraph, Window, windows_of
 from megajax.tasks.benchmark import as_table
 from megajax.tasks.config import KINDS, GlueTaskConfig, SquadTaskConfig
 from megajax.tasks.metrics import f1, matthews, pearson, spearman
-from megajax.tasks.squad import best_answers, evaluation, most_context, normalized
+from megajax.tasks.squad import Squad, best_answers, evaluation, most_context, normalized
 from megajax.tasks.squad import f1 as word_f1
+
+
+def test_a_threshold_is_for_version_2_alone(monkeypatch):
+    monkeypatch.setattr("megajax.tasks.benchmark.demand_outputs", lambda program, name: None)
+    scorer: Any = SimpleNamespace(
+        program=SimpleNamespace(cfg=SimpleNamespace(data=SquadConfig(path="", version="1.1")))
+    )
+    with pytest.raises(UserError, match=r"threshold=1 is for version 2\.0, and the run's data is of 1\.1"):
+        Squad(SquadTaskConfig(threshold=1.0), scorer)
 
 
 def test_metrics_of_classes_are_those_of_scikit_learn():

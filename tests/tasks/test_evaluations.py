@@ -293,6 +293,9 @@ def test_what_is_wrong_is_said_before_anything_runs(folder, tmp_path):
         main([f"--run={folder / 'run'}", "--config=quickstart.py"])
     with pytest.raises(ConfigError, match=r"parallel\.tensr: no such setting"):
         main([f"--run={folder / 'run'}", "--parallel.tensr=2"])
+    for tasks in ([], ["--tasks=split:validation"]):
+        with pytest.raises(ConfigError, match="--include-path: is for tasks lm-eval:NAME, and --tasks has none"):
+            main([f"--run={folder / 'run'}", f"--include-path={tmp_path}", *tasks])
 
 
 def test_a_run_without_checkpoints_and_a_tokenizer_that_does_not_fit(folder, tmp_path):

@@ -299,6 +299,7 @@ def test_tasks_are_read_from_the_command_line(tmp_path):
         ("lambada:/no/file", "--tasks=lambada: path: there is no file /no/file\n.*nothing is ever fetched"),
         ("perplexity:a:strid=3", "--tasks=perplexity: strid: no such setting"),
         ("perplexity:a:stride=0", "stride: must be at least 1, got 0"),
+        ("text:a.txt:key=body", r"key: is body, and a\.txt is not a \.jsonl file"),
     ],
 )
 def test_wrong_tasks_are_named(text, message):

@@ -83,6 +83,10 @@ class Access:
         if not (self.api_key_file or self.insecure or is_loopback(self.host)):
             what = f"{self.host} can be reached from other machines, and there is no --api-key-file"
             problems.append(Problem("--host", what, "give one, or --insecure for a server that is open to all"))
+        if self.api_key_file and self.insecure:
+            problems.append(
+                Problem("--insecure", "no key would be needed, and --api-key-file is given", "leave one out")
+            )
         return problems
 
     def keys(self) -> tuple[bytes, ...]:

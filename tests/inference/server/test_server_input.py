@@ -195,7 +195,7 @@ def test_both_edges_of_each_limit(name: str) -> None:
     if not isinstance(fields.get(field), Field):
         assert name == "prompt_logprobs"
         return
-    base = Sampling(max_tokens=2**20)
+    base = Sampling(max_tokens=2**20, beams=2 if name == "length_penalty" else 1)
     step = 1 if limit.kind is int else 1e-6
     for value in (limit.least + step * limit.above, limit.most):
         given = check({field: limit.kind(value)}, fields)

@@ -88,6 +88,7 @@ def test_addresses_that_others_reach_need_keys(host: str, loopback: bool, tmp_pa
     keys = tmp_path / "keys"
     assert not Access(host=host, api_key_file=keys).problems()
     assert not Access(host=host, insecure=True).problems()
+    assert [each.where for each in Access(host=host, insecure=True, api_key_file=keys).problems()] == ["--insecure"]
 
 
 def test_servers_that_do_not_start(tmp_path: Path) -> None:
