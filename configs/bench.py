@@ -18,7 +18,7 @@ from megajax.models.presets.sizes import Size, decoder
 from megajax.optim.config import AdamWConfig, ScheduleConfig
 from megajax.tokenizers.config import NullTokenizerConfig
 from megajax.training.config import BatchConfig, EvaluationConfig
-from megajax.training.debug_config import debug_config
+from megajax.training.presets import debug_config
 from megajax.training.run_config import RunConfig
 
 

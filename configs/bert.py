@@ -23,7 +23,7 @@ from megajax.optim.config import AdamWConfig, GroupConfig, ScheduleConfig
 from megajax.precision.config import PrecisionConfig
 from megajax.tokenizers.config import WordPieceTokenizerConfig
 from megajax.training.config import BatchConfig, EvaluationConfig
-from megajax.training.debug_config import debug_config
+from megajax.training.presets import debug_config
 from megajax.training.run_config import RunConfig
 
 

@@ -20,8 +20,7 @@ from megajax.models.config import DecoderConfig
 from megajax.models.presets.deepseek import deepseek
 from megajax.optim.config import ScheduleConfig
 from megajax.training.config import EvaluationConfig
-from megajax.training.debug_config import library_twin
-from megajax.training.own_text import own_text
+from megajax.training.presets import library_debug_config, own_text
 from megajax.training.run_config import RunConfig
 
 
@@ -68,12 +67,12 @@ def deepseek_v3() -> RunConfig:
 
 def deepseek_v2_lite_debug() -> RunConfig:
     """deepseek_v2_lite in tiny sizes, on one device or on eight."""
-    return library_twin(deepseek_v2_lite(), _debug_model())
+    return library_debug_config(deepseek_v2_lite(), _debug_model())
 
 
 def deepseek_v3_debug() -> RunConfig:
     """deepseek_v3 in tiny sizes: expert 2 x FSDP over data 4 on eight devices."""
-    return library_twin(deepseek_v3(), _debug_model(), parallel=ParallelConfig(expert=2, data_sharding="fsdp"))
+    return library_debug_config(deepseek_v3(), _debug_model(), parallel=ParallelConfig(expert=2, data_sharding="fsdp"))
 
 
 def _debug_model() -> DecoderConfig:

@@ -22,7 +22,7 @@ from megajax.optim.config import AdamWConfig, ScheduleConfig
 from megajax.tasks.config import GlueTaskConfig
 from megajax.tokenizers.config import ByteTokenizerConfig, WordPieceTokenizerConfig
 from megajax.training.config import BatchConfig, EvaluationConfig
-from megajax.training.debug_config import debug_config
+from megajax.training.presets import debug_config
 from megajax.training.run_config import RunConfig
 
 EPOCHS, ROWS = 3, 32

@@ -13,7 +13,7 @@ from megajax.models.presets.gpt import gpt2
 from megajax.optim.config import AdamWConfig, ScheduleConfig
 from megajax.tokenizers.config import GPT2TokenizerConfig
 from megajax.training.config import BatchConfig, EvaluationConfig
-from megajax.training.debug_config import debug_config
+from megajax.training.presets import debug_config
 from megajax.training.run_config import RunConfig
 
 

@@ -20,8 +20,7 @@ from megajax.mesh.config import ParallelConfig
 from megajax.models.config import DecoderConfig
 from megajax.models.presets.gpt_oss import gpt_oss
 from megajax.optim.config import ScheduleConfig
-from megajax.training.debug_config import library_twin
-from megajax.training.own_text import own_text
+from megajax.training.presets import library_debug_config, own_text
 from megajax.training.run_config import RunConfig
 
 RECOMPUTE: Recompute = ("norm", "activation", "mlp")
@@ -59,12 +58,12 @@ def gpt_oss_120b() -> RunConfig:
 
 def gpt_oss_20b_debug() -> RunConfig:
     """gpt_oss_20b in tiny sizes, with windows of 16 tokens, on one device or on eight."""
-    return library_twin(gpt_oss_20b(), _debug_model())
+    return library_debug_config(gpt_oss_20b(), _debug_model())
 
 
 def gpt_oss_120b_debug() -> RunConfig:
     """gpt_oss_120b in tiny sizes: expert 2 x FSDP over data 4 on eight devices."""
-    return library_twin(gpt_oss_120b(), _debug_model(), parallel=ParallelConfig(expert=2, data_sharding="fsdp"))
+    return library_debug_config(gpt_oss_120b(), _debug_model(), parallel=ParallelConfig(expert=2, data_sharding="fsdp"))
 
 
 def _debug_model() -> DecoderConfig:

@@ -24,8 +24,7 @@ from megajax.optim.config import AdamWConfig, ScheduleConfig
 from megajax.precision.config import PrecisionConfig
 from megajax.tokenizers.config import GPT2TokenizerConfig
 from megajax.training.config import BatchConfig, EvaluationConfig
-from megajax.training.debug_config import debug_config
-from megajax.training.own_text import own_text
+from megajax.training.presets import debug_config, own_text
 from megajax.training.run_config import RunConfig
 
 KI = 1024

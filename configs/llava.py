@@ -25,7 +25,7 @@ from megajax.models.presets.vit import clip, vit_tower
 from megajax.optim.config import AdamWConfig, ScheduleConfig
 from megajax.tokenizers.config import ByteTokenizerConfig, HuggingFaceTokenizerConfig, MultimodalTokenizerConfig
 from megajax.training.config import BatchConfig, EvaluationConfig
-from megajax.training.debug_config import debug_config
+from megajax.training.presets import debug_config
 from megajax.training.run_config import RunConfig
 
 IMAGE = 32000

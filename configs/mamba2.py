@@ -16,8 +16,7 @@ from megajax.mesh.config import ParallelConfig
 from megajax.models.presets.mamba import mamba2
 from megajax.optim.config import ScheduleConfig
 from megajax.training.config import BatchConfig
-from megajax.training.debug_config import library_twin
-from megajax.training.own_text import own_text
+from megajax.training.presets import library_debug_config, own_text
 from megajax.training.run_config import RunConfig
 
 
@@ -83,7 +82,7 @@ def mamba2_2_7b_debug() -> RunConfig:
 
 def _debug(cfg: RunConfig, parallel: ParallelConfig | None = None) -> RunConfig:
     model = mamba2("debug", sequence_length=64, vocabulary_size=257)
-    return library_twin(cfg, model, parallel=parallel or ParallelConfig())
+    return library_debug_config(cfg, model, parallel=parallel or ParallelConfig())
 
 
 def _sized(size: str, *, lr: float, micro: int, rows: int = 256, parallel: ParallelConfig | None = None) -> RunConfig:

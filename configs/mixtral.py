@@ -27,8 +27,7 @@ from megajax.models.config import DecoderConfig
 from megajax.models.presets.mixtral import mixtral
 from megajax.optim.config import ScheduleConfig
 from megajax.training.config import BatchConfig, EvaluationConfig
-from megajax.training.debug_config import library_twin
-from megajax.training.own_text import own_text
+from megajax.training.presets import library_debug_config, own_text
 from megajax.training.run_config import RunConfig
 
 RECOMPUTE: Recompute = ("norm", "activation", "mlp")
@@ -70,7 +69,7 @@ def balance() -> RunConfig:
     The most loaded expert of the worst layer gets 3.7 times the mean at step 30, less than 1.3 times from step 250 on.
     """
     model = _with_router(_debug_model(), RouterConfig(score="sigmoid", balance_rate=0.005))
-    return library_twin(
+    return library_debug_config(
         mixtral_8x7b(),
         model,
         data=StandardLibraryConfig(isolate_documents=True),
@@ -85,13 +84,13 @@ def balance() -> RunConfig:
 
 def mixtral_8x7b_debug() -> RunConfig:
     """mixtral_8x7b in tiny sizes, on one device or on eight."""
-    return library_twin(mixtral_8x7b(), _debug_model())
+    return library_debug_config(mixtral_8x7b(), _debug_model())
 
 
 def mixtral_8x22b_debug() -> RunConfig:
     """mixtral_8x22b in tiny sizes: pipeline 2 x 2 virtual stages x expert 2 x tensor 2 on eight devices."""
     parallel = ParallelConfig(pipeline=2, expert=2, tensor=2, sequence=True, schedule="interleaved", virtual_stages=2)
-    return library_twin(mixtral_8x22b(), _debug_model(), parallel=parallel)
+    return library_debug_config(mixtral_8x22b(), _debug_model(), parallel=parallel)
 
 
 def dense() -> RunConfig:
@@ -99,7 +98,7 @@ def dense() -> RunConfig:
     model = _debug_model()
     (block,) = model.stack.pattern
     model = replace(model, stack=model.stack.with_pattern((replace(block, mlp=block.mlp.expert),)))
-    return replace(library_twin(mixtral_8x7b(), model), run_dir="runs/mixtral_dense")
+    return replace(library_debug_config(mixtral_8x7b(), model), run_dir="runs/mixtral_dense")
 
 
 def upcycled() -> RunConfig:

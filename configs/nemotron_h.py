@@ -18,8 +18,7 @@ from megajax.mesh.config import ParallelConfig
 from megajax.models.config import DecoderConfig
 from megajax.models.presets.mamba import nemotron_h
 from megajax.optim.config import ScheduleConfig
-from megajax.training.debug_config import library_twin
-from megajax.training.own_text import own_text
+from megajax.training.presets import library_debug_config, own_text
 from megajax.training.run_config import RunConfig
 
 SETTINGS: dict[str, Any] = {
@@ -55,13 +54,13 @@ def nemotron_h_56b() -> RunConfig:
 
 def nemotron_h_8b_debug() -> RunConfig:
     """nemotron_h_8b in tiny sizes, on one device or any layout."""
-    return library_twin(nemotron_h_8b(), _debug_model())
+    return library_debug_config(nemotron_h_8b(), _debug_model())
 
 
 def nemotron_h_56b_debug() -> RunConfig:
     """nemotron_h_56b in tiny sizes: tensor 2 x FSDP over data 4 on eight devices."""
     parallel = ParallelConfig(tensor=2, sequence=True, data_sharding="fsdp")
-    return library_twin(nemotron_h_56b(), _debug_model(), parallel=parallel)
+    return library_debug_config(nemotron_h_56b(), _debug_model(), parallel=parallel)
 
 
 def _debug_model() -> DecoderConfig:

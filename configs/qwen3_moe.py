@@ -20,8 +20,7 @@ from megajax.mesh.config import ParallelConfig
 from megajax.models.config import DecoderConfig
 from megajax.models.presets.qwen_moe import qwen3_moe
 from megajax.optim.config import ScheduleConfig
-from megajax.training.debug_config import library_twin
-from megajax.training.own_text import own_text
+from megajax.training.presets import library_debug_config, own_text
 from megajax.training.run_config import RunConfig
 
 RECOMPUTE: Recompute = ("norm", "activation", "mlp")
@@ -59,12 +58,14 @@ def qwen3_moe_235b_a22b() -> RunConfig:
 
 def qwen3_moe_30b_a3b_debug() -> RunConfig:
     """qwen3_moe_30b_a3b in tiny sizes, on one device or on eight."""
-    return library_twin(qwen3_moe_30b_a3b(), _debug_model())
+    return library_debug_config(qwen3_moe_30b_a3b(), _debug_model())
 
 
 def qwen3_moe_235b_a22b_debug() -> RunConfig:
     """qwen3_moe_235b_a22b in tiny sizes: expert 2 x FSDP over data 4 on eight devices."""
-    return library_twin(qwen3_moe_235b_a22b(), _debug_model(), parallel=ParallelConfig(expert=2, data_sharding="fsdp"))
+    return library_debug_config(
+        qwen3_moe_235b_a22b(), _debug_model(), parallel=ParallelConfig(expert=2, data_sharding="fsdp")
+    )
 
 
 def _debug_model() -> DecoderConfig:

@@ -20,7 +20,7 @@ from megajax.models.presets.qwen import qwen3
 from megajax.optim.config import AdamWConfig, ScheduleConfig
 from megajax.tokenizers.config import HuggingFaceTokenizerConfig
 from megajax.training.config import BatchConfig, EvaluationConfig
-from megajax.training.debug_config import debug_config
+from megajax.training.presets import debug_config
 from megajax.training.run_config import RunConfig
 
 

@@ -21,7 +21,7 @@ from megajax.optim.config import AdamWConfig, ScheduleConfig
 from megajax.tasks.config import SquadTaskConfig
 from megajax.tokenizers.config import ByteTokenizerConfig, WordPieceTokenizerConfig
 from megajax.training.config import BatchConfig, EvaluationConfig
-from megajax.training.debug_config import debug_config
+from megajax.training.presets import debug_config
 from megajax.training.run_config import RunConfig
 
 

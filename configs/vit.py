@@ -21,7 +21,7 @@ from megajax.models.config.vit import ClassifierConfig, MeanPoolingConfig, class
 from megajax.models.presets.vit import vit_tower
 from megajax.optim.config import AdamWConfig, ScheduleConfig
 from megajax.training.config import BatchConfig, EvaluationConfig
-from megajax.training.debug_config import debug_config
+from megajax.training.presets import debug_config
 from megajax.training.run_config import RunConfig
 
 IMAGES = 1_281_167

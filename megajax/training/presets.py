@@ -1,0 +1,70 @@
+"""RunConfigs with most settings chosen: runs on your own text, and the debug twins of larger configs."""
+
+from dataclasses import replace
+from typing import Any
+
+from megajax.checkpoint.config import CheckpointConfig
+from megajax.data.config import BlendConfig, MockConfig, StandardLibraryConfig
+from megajax.mesh.config import ParallelConfig
+from megajax.models.protocol import ModelConfig, ids_below
+from megajax.optim.config import AdamWConfig, ScheduleConfig
+from megajax.precision.config import PrecisionConfig
+from megajax.tokenizers.config import ByteTokenizerConfig, HuggingFaceTokenizerConfig, NullTokenizerConfig
+from megajax.training.config import BatchConfig, EvaluationConfig
+from megajax.training.run_config import RunConfig
+
+
+def own_text(
+    name: str, model: ModelConfig, *, schedule: ScheduleConfig, rows: int, steps: int, **changes: Any
+) -> RunConfig:
+    """A run on token files in data/, with the tokenizer they were made with: `rows` rows per step, one per microbatch.
+
+    Documents do not attend to each other. changes: further fields of the config.
+    """
+    settings: dict[str, Any] = {
+        "data": BlendConfig(paths=("data/corpus_text_document",), split="998,1,1", isolate_documents=True),
+        "tokenizer": HuggingFaceTokenizerConfig(path="data/tokenizer.json"),
+        "optimizer": AdamWConfig(beta2=0.95, weight_decay=0.1),
+        "batch": BatchConfig(global_size=rows, micro_size=1),
+        "evaluation": EvaluationConfig(every=1000, batches=4),
+        "checkpoint": CheckpointConfig(every=250),
+        "run_dir": f"runs/{name}",
+    }
+    return RunConfig(model=model, schedule=schedule, steps=steps, **settings | changes)
+
+
+def debug_config(cfg: RunConfig, model: ModelConfig, **changes: Any) -> RunConfig:
+    """The debug twin of `cfg`: a small model, mock data, float32 and 20 steps of 8 rows, for a laptop.
+
+    The optimizer, the shape of the schedule and the treatment of documents stay. changes: further fields of the config.
+    """
+    settings = {
+        "model": model,
+        "parallel": ParallelConfig(),
+        "precision": PrecisionConfig(compute="float32"),
+        "schedule": replace(cfg.schedule, warmup_steps=None, warmup_samples=None, warmup_fraction=0.25),
+        "batch": replace(cfg.batch, global_size=8, micro_size=1),
+        "evaluation": EvaluationConfig(every=10, batches=2),
+        "checkpoint": CheckpointConfig(every=10),
+        "logging": replace(cfg.logging, prompt=None),  # mock data has no text
+        "steps": 20,
+        "run_dir": f"{cfg.run_dir}_debug",
+    }
+    vocabulary = ids_below(model)
+    if vocabulary is not None:
+        settings["data"] = MockConfig(isolate_documents="segment_ids" in cfg.data.leaves())
+        settings["tokenizer"] = NullTokenizerConfig(vocabulary_size=vocabulary)
+    return cfg.but(**settings | changes)
+
+
+def library_debug_config(cfg: RunConfig, model: ModelConfig, **changes: Any) -> RunConfig:
+    """`debug_config` for 60 steps on the source files of Python's standard library, as bytes: ids below 257."""
+    settings = {
+        "data": StandardLibraryConfig(isolate_documents=True),
+        "tokenizer": ByteTokenizerConfig(),
+        "schedule": ScheduleConfig(lr=3e-3, min_lr=3e-4, warmup_fraction=0.1),
+        "evaluation": EvaluationConfig(every=30, batches=2),
+        "checkpoint": CheckpointConfig(every=30),
+        "steps": 60,
+    }
+    return debug_config(cfg, model, **settings | changes)
