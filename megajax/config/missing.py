@@ -16,6 +16,7 @@ REQUIRED = frozenset(
 EXTRAS = {
     "PIL": "images",
     "jinja2": "tokenizers",
+    "llguidance": "serve",
     "lm_eval": "eval",
     "matplotlib": "plot",
     "pyarrow": "data",

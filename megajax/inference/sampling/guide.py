@@ -1,168 +1,149 @@
-"""Which tokens a text that follows a grammar may go on with.
+"""Which tokens may follow in a text that has to match a JSON schema or a regular expression.
 
-The tokens' bytes form a trie, stored as arrays in breadth-first order. A mask walks it level by level, all branches at
-once, and follows only those that the automaton allows. Masks are kept by the automaton's state.
+llguidance (https://github.com/guidance-ai/llguidance) parses the text and computes the masks. It works on the bytes of
+tokens, so it does not matter how a tokenizer divides the text.
 """
 
 import json
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from threading import Lock
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import cached_property, lru_cache
+from types import ModuleType, SimpleNamespace
+from typing import Any, Self
 
 import numpy as np
 
 from megajax.config.errors import UserError
-from megajax.inference.sampling.grammar import DEAD, STATES, Automaton, Grammar
-from megajax.inference.sampling.json_schema import schema_grammar
-from megajax.inference.sampling.regular_expression import regular_expression
+from megajax.config.missing import require
+from megajax.config.nearest import did_you_mean
 from megajax.tokenizers.base import Tokenizer
 
-MASKS, GUIDES = 512, 32
-"""Masks that a guide keeps, and guides that are kept."""
+GUIDES = 32
+"""Guides whose first state is kept, those used last."""
+WHITESPACE = "[ \n]{0,24}"
+"""Between the parts of a JSON document: without a limit a model may write blanks for ever."""
+IN_ONE = ("items", "additionalProperties", "contains", "propertyNames", "not", "if", "then", "else")
+IN_LIST = ("allOf", "anyOf", "oneOf", "prefixItems")
+IN_MAPPING = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+"""Keywords whose values are schemas, lists of schemas, and schemas by name."""
+PLAIN = (
+    "$anchor $comment $id $ref $schema const contentEncoding contentMediaType default deprecated dependentRequired "
+    "description enum examples exclusiveMaximum exclusiveMinimum format id maxContains maxItems maxLength "
+    "maxProperties maximum minContains minItems minLength minProperties minimum multipleOf pattern readOnly required "
+    "title type uniqueItems unevaluatedItems unevaluatedProperties writeOnly"
+)
+KEYWORDS = frozenset((*PLAIN.split(), *IN_ONE, *IN_LIST, *IN_MAPPING))
+"""Of JSON Schema, which ignores any other: a misspelled one would be without effect."""
 
 
-class TokenTrie:
-    """The tokens of a vocabulary by their bytes."""
-
-    def __init__(self, pieces: Sequence[bytes | None]):
-        """pieces: bytes of each token [V]; None or empty for those that stand for no text, which are never allowed."""
-        self.pieces = tuple(pieces)
-        lengths = np.asarray([len(piece or b"") for piece in pieces], np.int64)
-        tokens = np.argsort(-lengths, kind="stable")[: np.count_nonzero(lengths)]
-        text = np.frombuffer(b"".join(pieces[token] or b"" for token in tokens.tolist()), np.uint8)
-        starts = np.cumsum(lengths[tokens]) - lengths[tokens]
-        self.node = np.full(len(pieces), -1, np.int64)
-        """Of each token."""
-        values, firsts, counts = [np.zeros(1, np.uint8)], [], []
-        above, nodes, size = np.zeros(len(tokens), np.int64), 1, 1
-        for depth in range(int(lengths.max(initial=0))):
-            # Tokens are sorted by length, so those that reach this depth come first.
-            longer = int(np.count_nonzero(lengths[tokens] > depth))
-            keys, inverse = np.unique(above[:longer] * 256 + text[starts[:longer] + depth], return_inverse=True)
-            children = np.bincount(keys // 256 - (nodes - size), minlength=size)
-            firsts.append(nodes + np.cumsum(children) - children)
-            counts.append(children)
-            values.append((keys % 256).astype(np.uint8))
-            above = nodes + inverse
-            ended = lengths[tokens[:longer]] == depth + 1
-            self.node[tokens[:longer][ended]] = above[ended]
-            nodes, size = nodes + len(keys), len(keys)
-        firsts.append(np.zeros(size, np.int64))
-        counts.append(np.zeros(size, np.int64))
-        self.value, self.first, self.count = np.concatenate(values), np.concatenate(firsts), np.concatenate(counts)
-
-    def reached(self, automaton: Automaton, state: int) -> np.ndarray:
-        """bool [nodes]: whether the automaton can read the bytes that lead to a node, from this state."""
-        out = np.zeros(len(self.value), bool)
-        nodes, states = np.zeros(1, np.int64), np.full(1, state, np.int32)
-        while len(nodes):
-            counts = self.count[nodes]
-            before = np.cumsum(counts) - counts
-            children = np.repeat(self.first[nodes] - before, counts) + np.arange(counts.sum())
-            states = automaton.step(np.repeat(states, counts), self.value[children])
-            nodes, states = children[states != DEAD], states[states != DEAD]
-            out[nodes] = True
-        return out
-
-
-class Guide:
-    """A grammar for the tokens of a vocabulary. Shared by all rows with the same grammar."""
-
-    def __init__(self, grammar: Grammar, trie: TokenTrie, ends: Collection[int]):
-        """ends: tokens that end a text; they are allowed exactly where it is complete."""
-        self.automaton, self.trie, self.ends = Automaton(grammar), trie, tuple(ends)
-        self._masks: dict[int, np.ndarray] = {}
-        self._lock = Lock()
-
-    def at(self, state: int) -> "Guided":
-        """The state of a text; 0: of an empty one. Raises UserError if the grammar is too large (see `Automaton`)."""
-        # A server checks requests in its own thread.
-        with self._lock:
-            return Guided(self, state, self._mask(state))
-
-    def read(self, state: int, token: int) -> int:
-        """The state after another token. Raises ValueError for one that is impossible, UserError as `at`."""
-        with self._lock:
-            after = self.automaton.read(state, self.trie.pieces[token] or b"")
-        if after == DEAD:
-            raise ValueError(f"token {token} does not follow the grammar")
-        return after
-
-    def _mask(self, state: int) -> np.ndarray:
-        mask = self._masks.pop(state, None)
-        if len(self._masks) >= MASKS:
-            self._masks.pop(next(iter(self._masks)))
-        # The last ones that were used are kept.
-        self._masks[state] = self._built(state) if mask is None else mask
-        return self._masks[state]
-
-    def _built(self, state: int) -> np.ndarray:
-        node = self.trie.node
-        allowed = np.zeros(-(-len(node) // 32) * 32, bool)
-        allowed[: len(node)] = self.trie.reached(self.automaton, state)[node] & (node >= 0)
-        allowed[list(self.ends)] = self.automaton.accepts(state)
-        return np.packbits(allowed, bitorder="little").view("<u4")
-
-
-@dataclass(frozen=True, slots=True)
 class Guided:
-    """How far a row's text has followed its guide. Immutable, so that copies of rows share it."""
+    """How far a text has followed its guide. Immutable, so that copies of a row share it."""
 
-    guide: Guide
-    state: int
-    mask: np.ndarray
-    """Allowed next tokens, uint32 [ceil(V / 32)]: bit i % 32 of word i // 32 is set where token i is allowed."""
+    def __init__(self, matcher: Any, ends: Collection[int]):
+        """matcher: an LLMatcher, not changed any more. Raises UserError if the guide is too large for its limits."""
+        self._matcher, self._ends = matcher, ends
+        self.mask = np.frombuffer(matcher.compute_bitmask(), "<u4")
+        """The tokens that may follow, uint32 [ceil(V / 32)]: bit i % 32 of word i // 32 stands for token i."""
+        if matcher.is_error():
+            raise UserError(f"the guide is too large: {matcher.get_error()}")
 
     @property
     def complete(self) -> bool:
-        """Whether the text is a whole document."""
-        return self.guide.automaton.accepts(self.state)
+        """Whether the text matches as it is."""
+        return self._matcher.is_accepting()
 
-    def after(self, token: int) -> "Guided":
-        """With one token more; an end changes nothing.
+    def after(self, token: int) -> Self:
+        """The state after one more token; a token that ends texts changes nothing.
 
-        Raises ValueError for a token that the mask does not allow, UserError as `Guide.at`.
+        Raises ValueError for a token that the mask excludes, UserError as the constructor.
         """
-        if token in self.guide.ends:
+        if token in self._ends:
             return self
-        return self.guide.at(self.guide.read(self.state, token))
+        if not self.mask[token // 32] >> (token % 32) & 1:
+            raise ValueError(f"token {token} does not follow the guide")
+        matcher = self._matcher.deep_copy()
+        matcher.consume_token(token)
+        return type(self)(matcher, self._ends)
 
 
 class Guides:
-    """Makes the guides of requests: `Engine(guide=Guides(...))`."""
+    """Makes the first states of guided texts: `Engine(guide=Guides(...))`."""
 
     def __init__(self, pieces: Callable[[], Sequence[bytes | None]], ends: Collection[int]):
-        """pieces: gives those of the vocabulary, for a `TokenTrie`. ends: tokens that end a text."""
-        self._pieces, self._ends = pieces, ends
-        self._guides: dict[str, Guide] = {}
+        """pieces: returns those of the vocabulary; see `token_pieces`. ends: tokens that end a text."""
+        self._pieces, self._ends = pieces, frozenset(ends)
+        self._first = lru_cache(GUIDES)(self._new)
 
     @cached_property
-    def _trie(self) -> TokenTrie:
-        return TokenTrie(self._pieces())
+    def _tokenizer(self) -> Any:
+        # Tokens that begin with the byte ff stand for no text.
+        pieces = [
+            piece if piece and token not in self._ends else b"\xff[%d]" % token
+            for token, piece in enumerate(self._pieces())
+        ]
+        vocabulary = SimpleNamespace(
+            tokens=pieces,
+            special_token_ids=(),
+            bos_token_id=None,
+            eos_token_id=min(self._ends),
+            is_tokenizer_wrapper=True,
+        )
+        return _library().LLTokenizer(vocabulary, n_vocab=len(pieces), eos_token=sorted(self._ends))
 
     def __call__(self, guide: Any) -> Guided:
         """The state of an empty text. guide: a JSON schema, or a regular expression as a string.
 
-        Raises UserError for one that is malformed, or not supported.
+        Raises UserError for one that is malformed, not supported, or too large.
         """
         try:
-            key = json.dumps(guide)
-            kept = self._guides.pop(key, None)
-            if kept is None or kept.automaton.states > STATES // 4:
-                grammar = regular_expression(guide) if isinstance(guide, str) else schema_grammar(guide)
-                kept = Guide(grammar, self._trie, self._ends)
+            return self._first(json.dumps(guide))
         except RecursionError:
             raise UserError("the guide is nested too deeply") from None
-        except UnicodeEncodeError:
-            raise UserError("the guide has half of a surrogate pair, which is not a character") from None
-        except TypeError as error:
+        except (TypeError, ValueError) as error:
             raise UserError(f"the guide is neither a JSON schema nor a regular expression: {error}") from None
-        while len(self._guides) >= GUIDES:
-            self._guides.pop(next(iter(self._guides)))
-        self._guides[key] = kept
-        return kept.at(0)
+
+    def _new(self, guide: str) -> Guided:
+        """guide: as JSON, so that equal guides share a state."""
+        matching, value = _library().LLMatcher, json.loads(guide)
+        if isinstance(value, str):
+            if (len(value) - len(value.rstrip("\\"))) % 2:
+                raise UserError("the regular expression ends within an escape: a single \\")
+            start = json.loads(matching.grammar_from_regex(value))["grammars"][0]["lark_grammar"]
+        else:
+            for problem in _misspelled(value):
+                raise UserError(f"JSON schema: {problem}")
+            schema = value if isinstance(value, dict) else {"allOf": [value]}
+            options = {"whitespace_pattern": WHITESPACE}
+            start = f"start: %json {json.dumps(schema | {'x-guidance': options})}"
+        # Without forcing, a mask has every token that may follow, not only the usual one where the text is determined.
+        grammar = f'%llguidance {{"no_forcing": true}}\n{start}'
+        limits = _library().LLParserLimits(verbose_errors=False)
+        matcher = matching(self._tokenizer, grammar, limits=limits, log_level=0)
+        if error := matcher.get_error():
+            raise UserError(f"{'regular expression' if isinstance(value, str) else 'JSON schema'}: {error}")
+        return Guided(matcher, self._ends)
+
+
+def _library() -> ModuleType:
+    return require("llguidance", "a guide")
+
+
+def _misspelled(schema: Any, place: str = "") -> Iterator[str]:
+    """Keywords that JSON Schema does not have, each in a sentence with its place."""
+    if not isinstance(schema, dict):
+        return
+    for keyword, value in schema.items():
+        here = f"{place}/{keyword}"
+        if keyword not in KEYWORDS:
+            near = did_you_mean(keyword, KEYWORDS)
+            yield f"{here} is no keyword{f': {near}' if near else ''}"
+        elif keyword in IN_ONE:
+            yield from _misspelled(value, here)
+        elif keyword in IN_LIST and isinstance(value, list):
+            for number, part in enumerate(value):
+                yield from _misspelled(part, f"{here}/{number}")
+        elif keyword in IN_MAPPING and isinstance(value, dict):
+            for name, part in value.items():
+                yield from _misspelled(part, f"{here}/{name}")
 
 
 def token_pieces(tokenizer: Tokenizer, vocabulary: int) -> list[bytes | None]:
