@@ -10,7 +10,7 @@ from megajax.config.dump import flatten
 from megajax.config.errors import ConfigError
 from megajax.config.twin import advised
 from megajax.mesh.xla import set_process
-from megajax.resilience.beats import failures_told
+from megajax.resilience.beats import ELASTIC, failures_told
 from megajax.resilience.output import keep_writing
 from megajax.training.replan import elastic_hint
 from megajax.training.run_config import COMMON
@@ -20,8 +20,6 @@ same command: by srun, mpirun, a Kubernetes job, `python -m megajax.launch`, or 
 
   python -m megajax.train --config=quickstart.py                    trains what the file describes
   python -m megajax.train --config=quickstart.py --steps=100 --run_dir=runs/short    with other settings"""
-ELASTIC = "MEGAJAX_ELASTIC"
-"""Environment variable by which a launcher sets parallel.elastic."""
 FLAGS = (
     Flag("skip-train", help="only evaluate the newest checkpoint on the validation and test splits"),
     Flag("verify-data", help="read every byte of the data files first, and compare with what the run had before"),

@@ -10,6 +10,7 @@ from megajax.config.errors import UserError
 from megajax.metrics.event_log import EventLog, append_event
 from megajax.metrics.line_file import LinesLost
 from megajax.resilience.activity import SETUP, Activity, Doing
+from megajax.resilience.beats import exit_code
 
 LONGEST = 400
 """Characters of an error that are kept."""
@@ -34,10 +35,10 @@ class FailureLog:
 
         A refused start is no part of the run: it leaves the folder as it was.
         """
-        if _exit_code(error) == 2 and not self._events.opened:
+        if exit_code(error) == 2 and not self._events.opened:
             return
         phase, step = self._where(_doing(raised))
-        self._append("crash", error=one_line(error), phase=phase, step=step, exit_code=_exit_code(error))
+        self._append("crash", error=one_line(error), phase=phase, step=step, exit_code=exit_code(error))
 
     def signal(self, name: str, exit_code: int | None) -> None:
         """A signal arrived. exit_code: of this process, if the signal ends it now."""
@@ -81,23 +82,15 @@ def one_line(error: BaseException) -> str:
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…"
 
 
-def _exit_code(error: BaseException) -> int:
-    if isinstance(error, KeyboardInterrupt):
-        return 130
-    if isinstance(error, SystemExit):
-        return error.code if isinstance(error.code, int) else 1
-    return error.code if isinstance(error, UserError) else 1
-
-
 def _doing(error: BaseException) -> Doing | None:
     """The phase in which an error was raised; None if in none."""
-    return next(filter(None, (getattr(one, "doing", None) for one in _chain(error))), None)
+    return next(filter(None, (getattr(one, "doing", None) for one in causes(error))), None)
 
 
-def _chain(error: BaseException) -> Iterator[BaseException]:
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An error, its cause, the cause of that, and so on."""
     seen: set[int] = set()
-    one: BaseException | None = error
-    while one is not None and id(one) not in seen:
-        seen.add(id(one))
-        yield one
-        one = one.__cause__ or one.__context__
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__

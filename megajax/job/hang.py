@@ -17,6 +17,7 @@ from megajax.metrics.event_log import append_event
 from megajax.resilience.activity import Activity
 from megajax.resilience.backstop import Backstop
 from megajax.resilience.beats import Beat, beats_folder, exit_code, first_line
+from megajax.resilience.exit_codes import HANG
 from megajax.resilience.stacks import stacks, write_stacks
 from megajax.resilience.watchdog import Hang, Watchdog
 from megajax.resilience.watchdog_config import WatchdogConfig
@@ -35,8 +36,6 @@ OTHERS_SECONDS = 6.0
 
 BACKSTOP_SECONDS = 60.0
 """How much longer than the limits the backstop waits: longer than the end of a process that hangs takes."""
-
-HANG_EXIT = 124
 
 
 class Pulse:
@@ -149,17 +148,17 @@ class Pulse:
 
     def _end(self, hang: Hang, verdict: Verdict) -> None:
         """Say where the process hangs, and end it with code 124."""
-        late = threading.Timer(END_SECONDS, os._exit, (HANG_EXIT,))
+        late = threading.Timer(END_SECONDS, os._exit, (HANG,))
         late.daemon = True
         late.start()
         cause = f"; {verdict.sentence}" * bool(verdict.sentence)
         why, text = f"process {self.process} hangs, {hang.sentence()}{cause}", stacks(self.activity)
         self.before_exit()
-        self.last_beat(why, HANG_EXIT)
-        _to_stderr(f"{text}\nmegajax: {why}; exit code {HANG_EXIT}\n")
+        self.last_beat(why, HANG)
+        _to_stderr(f"{text}\nmegajax: {why}; exit code {HANG}\n")
         written = write_stacks(self.run_dir, self.process, why, text)
         path = None if written is None else str(written)
-        self.last_beat(why, HANG_EXIT, path)
+        self.last_beat(why, HANG, path)
         self.peers.tell(why)
         self.peers.ask_for_stacks()
         with contextlib.suppress(OSError):
@@ -175,10 +174,10 @@ class Pulse:
                     stacks=path,
                     cause=verdict.sentence or None,
                     cause_process=verdict.process,
-                    exit_code=HANG_EXIT,
+                    exit_code=HANG,
                 )
         self.peers.await_failures(OTHERS_SECONDS)
-        os._exit(HANG_EXIT)
+        os._exit(HANG)
 
     def _status(self, beat: int) -> Status:
         doing = self.activity.of_main_thread()

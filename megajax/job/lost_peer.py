@@ -1,11 +1,11 @@
 """Errors of a process that lost another one, explained: which, and why."""
 
 import re
-from collections.abc import Iterator
 
 import jax
 
 from megajax.config.errors import UserError
+from megajax.job.failure import causes
 from megajax.job.peer_status import LOST, PeerStatus, Verdict
 from megajax.resilience.beats import first_line
 
@@ -27,18 +27,10 @@ def lost_peer(error: BaseException, peers: PeerStatus) -> tuple[LostPeer, Verdic
 
     Takes seconds: a process that was killed is one that publishes nothing any more.
     """
-    said = next((each for each in _chain(error) if isinstance(each, jax.errors.JaxRuntimeError)), None)
+    said = next((each for each in causes(error) if isinstance(each, jax.errors.JaxRuntimeError)), None)
     if said is None or peers.alone or not CONNECTION.search(str(said)):
         return None
     verdict = peers.failed() or peers.verdict()
     if verdict.process is None or verdict.process == peers.index or verdict.patience > 0:
         return None
     return LostPeer(f"{LOST} process {verdict.process}: {verdict.sentence} ({first_line(said)})"), verdict
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        yield error
-        error = error.__cause__ or error.__context__

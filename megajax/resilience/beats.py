@@ -18,8 +18,9 @@ from typing import Any, Self
 from megajax.config.errors import ConfigError, UserError
 from megajax.mesh.world import process_index
 
-BEATS, ATTEMPT = "MEGAJAX_BEATS", "MEGAJAX_ATTEMPT"
-"""Environment variables that the launcher sets: the folder, and which start of the gang this is, from 1."""
+BEATS, ATTEMPT, ELASTIC = "MEGAJAX_BEATS", "MEGAJAX_ATTEMPT", "MEGAJAX_ELASTIC"
+"""Environment variables that the launcher sets: the folder, which start of the gang this is (from 1), and whether fewer
+processes than asked for are to fit the layout to their devices, as by parallel.elastic."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,11 +5,11 @@ from typing import Literal
 
 from megajax.config.errors import Problem
 from megajax.resilience.drills import CORRUPTION, NUMERIC, PROCESS, Drill
+from megajax.resilience.exit_codes import EXIT_CODES, STOP_ASKED
 from megajax.resilience.integrity_config import HealthConfig, RecomputeConfig, ReplicasConfig, StragglersConfig
 from megajax.resilience.watchdog_config import LONGEST, WatchdogConfig
 
-TAKEN_CODES = (1, 2, 16, 17, 93, 124)
-"""Exit codes of failures: see docs/faults.md."""
+FAILURE_CODES = tuple(code for code in sorted(EXIT_CODES.keys() - STOP_ASKED) if code < 128)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,8 +85,8 @@ class ResilienceConfig:
         if not 0 < self.stop_grace <= LONGEST:
             what = f"must be above 0 and at most {LONGEST:g} seconds, got {self.stop_grace:g}"
             problems.append(Problem("stop_grace", what))
-        if not 0 <= self.exit_code_on_signal < 128 or self.exit_code_on_signal in TAKEN_CODES:
-            what = f"must be 0 to 127 and not {', '.join(map(str, TAKEN_CODES))}, which mean failures"
+        if not 0 <= self.exit_code_on_signal < 128 or self.exit_code_on_signal in FAILURE_CODES:
+            what = f"must be 0 to 127 and not {', '.join(map(str, FAILURE_CODES))}, which mean failures"
             problems.append(Problem("exit_code_on_signal", f"{what}; got {self.exit_code_on_signal}", "75 is usual"))
         if self.spike_factor is not None and not self.spike_factor > 1:
             problems.append(Problem("spike_factor", f"must be above 1, got {self.spike_factor:g}", "none turns it off"))

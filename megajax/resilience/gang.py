@@ -19,7 +19,7 @@ from typing import BinaryIO
 
 from megajax.config.errors import Problem, UserError
 from megajax.mesh.world import COORDINATOR, COUNT, INDEX, LOCAL_COUNT, LOCAL_INDEX
-from megajax.resilience.beats import ATTEMPT, BEATS
+from megajax.resilience.beats import ATTEMPT, BEATS, ELASTIC
 from megajax.resilience.output import GONE
 
 DRAIN_SECONDS = 1.0
@@ -30,10 +30,6 @@ LINE_BYTES = 1 << 16
 
 LAST_LINES, LAST_BYTES = 50, 1 << 16
 """What is shown of the log of the process that failed."""
-
-ELASTIC = "MEGAJAX_ELASTIC"
-"""Environment variable by which fewer processes than asked for fit the layout to their devices, like parallel.elastic:
-`megajax.training.replan`."""
 
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 _PR_SET_PDEATHSIG = 1

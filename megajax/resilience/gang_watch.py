@@ -9,12 +9,10 @@ from pathlib import Path
 
 from megajax.config.errors import Problem
 from megajax.resilience.beats import Beat
+from megajax.resilience.stacks import STACKS_FOLDER
 
 STOPPED_SECONDS = 10.0
 """A process in state T (stopped by SIGSTOP) whose beat is this old is not coming back by itself."""
-
-STACKS = "hangs"
-"""Folder in the run folder where processes write their stacks."""
 
 NO_BEATS_DUE = (None, "finish")
 """Phases in which a process may have stopped its beats in good order: it waits for the others to end."""
@@ -130,7 +128,7 @@ class GangWatch:
     def stacks_since(self, since: float) -> list[Path]:
         """Files with stacks that were written after `since`, in seconds since 1970."""
         named = [Path(sight.beat.stacks) for sight in self.seen.values() if sight.beat.stacks]
-        folder = [] if self.run_dir is None else sorted((self.run_dir / STACKS).glob("process_*.txt"))
+        folder = [] if self.run_dir is None else sorted((self.run_dir / STACKS_FOLDER).glob("process_*.txt"))
         return sorted({path for path in (*named, *folder) if _written(path) >= since})
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from megajax.resilience.activity import Activity, words
 
-FOLDER = "hangs"
-"""Folder of the stacks in the run folder."""
+STACKS_FOLDER = "hangs"
+"""Folder in the run folder where processes write their stacks."""
 
 
 def stacks(activity: Activity) -> str:
@@ -33,7 +33,7 @@ def stacks(activity: Activity) -> str:
 
 def write_stacks(run_dir: Path, process: int, why: str, text: str) -> Path | None:
     """Append stacks to RUN_DIR/hangs/process_K.txt; None if it can't be written."""
-    path = run_dir / FOLDER / f"process_{process}.txt"
+    path = run_dir / STACKS_FOLDER / f"process_{process}.txt"
     head = f"{time.strftime('%Y-%m-%d %H:%M:%S')}, process {process}, pid {os.getpid()}: {why}\n\n"
     with contextlib.suppress(OSError):
         path.parent.mkdir(exist_ok=True)

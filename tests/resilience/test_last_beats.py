@@ -18,7 +18,7 @@ from megajax.job.peer_status import Verdict
 from megajax.resilience.activity import Activity
 from megajax.resilience.beats import BEATS, Beat, failures_told, last_beat
 from megajax.resilience.signals import Signals
-from megajax.resilience.stacks import FOLDER
+from megajax.resilience.stacks import STACKS_FOLDER
 
 
 class Wrong(UserError):
@@ -115,7 +115,7 @@ def test_sigusr2_writes_the_stacks_and_nothing_ends(tmp_path: Path, capfd: pytes
     pulse = Pulse(tmp_path, activity)
     with Signals(dump=pulse.dump) as signals, activity.phase("data_wait", 7):
         os.kill(os.getpid(), signal.SIGUSR2)
-        path, deadline = tmp_path / FOLDER / "process_0.txt", time.monotonic() + 30
+        path, deadline = tmp_path / STACKS_FOLDER / "process_0.txt", time.monotonic() + 30
         while not (path.exists() and __name__ in path.read_text()) and time.monotonic() < deadline:
             time.sleep(0.02)
         assert signals.request is None
