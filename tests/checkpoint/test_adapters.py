@@ -43,7 +43,7 @@ def base(kind: str) -> ForeignModel:
     """A model without tensors."""
     config = {"llama": LLAMA, "mixtral": MIXTRAL, "gpt2": GPT2}[kind]
     family = families()[kind]
-    model = family.model(Settings(config))
+    model = family.read(Settings(config))
     return ForeignModel(model=model, tensors=None, rows=family.rows(model))  # ty: ignore[invalid-argument-type]
 
 

@@ -126,7 +126,7 @@ def read(kind: str, **settings: Any) -> Any:
     """The model of a config.json. Raises one UserError that lists every unsupported setting."""
     given = Settings({"model_type": kind, **settings})
     family = family_of(given)
-    model = family.model(given)
+    model = family.read(given)
     given.finish(family.unused)
     return model
 
@@ -150,7 +150,7 @@ def test_config_and_bytes_come_back(case: tuple[str, Any, Shapes]) -> None:
     kind, model, _ = case
     family, declared = families()[kind], declared_by(model)
     assert expressed(model, family) == []
-    assert read(kind, **family.settings(model)) == model
+    assert read(kind, **family.config_json(model)) == model
     draw, table = np.random.default_rng(0), resolved(family.rows(model), declared)
     theirs = Arrays({tensor.name: draw.normal(size=tensor.shape()).astype(np.float16) for tensor in table})
     demand_fit(theirs, table, family.ignored)
@@ -234,7 +234,7 @@ def test_yarn_scales_rotated_heads_by_any_of_its_settings(settings: dict[str, fl
     scaling = model.stack.pattern[0].mixer.rope.scaling
     assert isinstance(scaling, YarnScalingConfig) and scaling.magnitude() == pytest.approx(magnitude, rel=1e-9)
     assert scaling.fast == 32 and (scaling.mscale_all or 0) == settings.get("mscale_all_dim", 0)
-    assert read("deepseek_v3", **families()["deepseek_v3"].settings(model)) == model
+    assert read("deepseek_v3", **families()["deepseek_v3"].config_json(model)) == model
 
 
 def test_blocks_that_predict_further_tokens_are_numbered_behind_the_layers() -> None:

@@ -110,6 +110,7 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
         "num_labels": 4,
     },
     "llava": LLAVA,
+    "llava, windows": {**LLAVA, "text_config": {"model_type": "mistral", **TEXT, "sliding_window": 8}},
     "llava, qwen": {
         **LLAVA,
         "text_config": {"model_type": "qwen2", **TEXT},
@@ -143,7 +144,7 @@ class Described(NamedTuple):
 def described(config: Mapping[str, Any]) -> Described:
     given = Settings(config)
     family = family_of(given)
-    model = family.model(given)
+    model = family.read(given)
     given.finish(family.unused)
     assert model.problems() == []
     assert expressed(model, family) == []
@@ -309,7 +310,7 @@ def opened(config: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> tupl
     """The model of a config.json with these tensors, which must fit, and the names of its table."""
     given = Settings(config)
     family = family_of(given)
-    named, model = fitted(Arrays(tensors), family, family.model(given))
+    named, model = fitted(Arrays(tensors), family, family.read(given))
     table = resolved(family.rows(model), declared_by(model))
     demand_fit(named, table, family.ignored)
     return model, {tensor.name for tensor in table}
@@ -400,7 +401,7 @@ def test_features_that_we_lack_are_listed_together(case: str) -> None:
     config, expected = REFUSED[case]
     given = Settings(config)
     family = family_of(given)
-    family.model(given)
+    family.read(given)
     for each in expected:
         with pytest.raises(UserError, match=each):
             given.finish(family.unused)

@@ -1,92 +1,109 @@
 """What families of decoders share: the settings and the names of Llama, which most later ones kept."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
-from megajax.checkpoint.huggingface.activations import ACTIVATIONS, theirs
-from megajax.checkpoint.huggingface.family import Family, Settings
-from megajax.checkpoint.huggingface.rotary import rope_settings
+from megajax.checkpoint.huggingface.family import Family, Settings, activation_name, layers_of
+from megajax.checkpoint.huggingface.rotary import rope, rope_settings, window_settings, windows
 from megajax.checkpoint.huggingface.rows import attention as attention_rows
-from megajax.checkpoint.huggingface.rows import linear, norm
+from megajax.checkpoint.huggingface.rows import linear, norm, tokens
 from megajax.checkpoint.weights.tensor_table import Row
-from megajax.layers.config import AttentionConfig, BlockConfig, GatedMLPConfig, MoEConfig, RouterConfig
-from megajax.layers.segments import blocks_of, stack_of
+from megajax.layers.config import (
+    AttentionConfig,
+    BlockConfig,
+    FeedForwardConfig,
+    GatedMLPConfig,
+    MixerConfig,
+    MoEConfig,
+    RMSNormConfig,
+    RouterConfig,
+)
+from megajax.layers.segments import stack_of
 from megajax.models.config import DecoderConfig
 
 LAYER = "model.layers.{layer}"
-UNTIED = {"lm_head.weight": "model.embed_tokens.weight"}
-"""A head that may stand beside the table that it is tied to."""
 
 
-def decoder(given: Settings, blocks: Sequence[BlockConfig], length: int, **more: Any) -> DecoderConfig:
-    """The model of these layers. length: max_position_embeddings."""
-    return DecoderConfig(
-        hidden=given.need("hidden_size"),
-        vocabulary_size=given.need("vocab_size"),
-        sequence_length=length,
-        stack=stack_of(blocks),
-        norm=blocks[0].norm,
-        tied=given.take("tie_word_embeddings", False),
-        **more,
+def attention(settings: Settings, *, base: float = 10000.0, partial: bool = False, **changes: Any) -> AttentionConfig:
+    """Attention with rotary positions, see `rope`, and with `changes`."""
+    heads, hidden = settings.count("num_attention_heads"), settings.peek("hidden_size")
+    return AttentionConfig(
+        heads=heads,
+        kv_heads=settings.take("num_key_value_heads", heads),
+        head_dim=settings.take("head_dim", hidden // heads),
+        rope=rope(settings, settings.peek("max_position_embeddings"), base=base, partial=partial),
+        **changes,
     )
 
 
-def attention(given: Settings, **more: Any) -> AttentionConfig:
-    """Numbers and sizes of heads; `more` are other settings."""
-    heads, hidden = given.count("num_attention_heads"), given.seen("hidden_size")
-    groups, size = given.take("num_key_value_heads", heads), given.take("head_dim", hidden // heads)
-    return AttentionConfig(heads=heads, kv_heads=groups, head_dim=size, **more)
+def gated_mlp(settings: Settings, *, bias: bool = False) -> GatedMLPConfig:
+    """A gated feed-forward layer."""
+    activation: Any = settings.activation("hidden_act", "silu")
+    return GatedMLPConfig(ffn=settings.need("intermediate_size"), activation=activation, bias=bias)
 
 
-def gated_mlp(given: Settings, name: str = "intermediate_size", **more: Any) -> GatedMLPConfig:
-    """A gated feed-forward layer. name: of the setting of its width."""
-    return GatedMLPConfig(ffn=given.need(name), activation=given.choose("hidden_act", "silu", ACTIVATIONS), **more)
+def router(settings: Settings, **changes: Any) -> RouterConfig:
+    """A router by softmax, with the balancing loss that transformers adds if output_router_logits."""
+    coefficient, used = settings.take("router_aux_loss_coef", 0.001), settings.take("output_router_logits", False)
+    return RouterConfig(aux_loss=coefficient if used else 0.0, **changes)
 
 
-def router(given: Settings, **more: Any) -> RouterConfig:
-    """A router by softmax, with the balancing loss that transformers adds if output_router_logits; `more` are other
-    settings."""
-    coefficient, used = given.take("router_aux_loss_coef", 0.001), given.take("output_router_logits", False)
-    return RouterConfig(aux_loss=coefficient if used else 0.0, **more)
+def decoder(
+    settings: Settings,
+    mixer: MixerConfig,
+    mlp: Callable[[int], FeedForwardConfig],
+    *,
+    slides: Callable[[int], bool] | None = None,
+    zero_centred: bool = False,
+    **changes: Any,
+) -> DecoderConfig:
+    """The model of these layers.
+
+    mlp: that of a layer, by number. slides: whether a layer has the window, where layer_types does not say; None: the
+    family has no windows. zero_centred: of norms.
+    """
+    layers, length = settings.layers(), settings.need("max_position_embeddings")
+    norm = RMSNormConfig(epsilon=settings.need("rms_norm_eps"), zero_centred=zero_centred)
+    mixers: list[Any] = [mixer] * layers
+    if slides is not None:
+        mixers = [replace(mixers[0], window=size) for size in windows(settings, layers, length, slides)]
+    blocks = [BlockConfig(mixer=each, mlp=mlp(layer), norm=norm) for layer, each in enumerate(mixers)]
+    return DecoderConfig(
+        hidden=settings.need("hidden_size"),
+        vocabulary_size=settings.need("vocab_size"),
+        sequence_length=length,
+        stack=stack_of(blocks),
+        norm=norm,
+        tied=settings.take("tie_word_embeddings", False),
+        **changes,
+    )
 
 
-def router_settings(moe: MoEConfig) -> dict[str, Any]:
-    """Experts of a token, and the balancing loss."""
-    loss = moe.router.aux_loss or moe.router.global_loss
-    return {
-        "num_experts_per_tok": moe.top_k,
-        "router_aux_loss_coef": loss,
-        "output_router_logits": loss > 0,
-    }
+class FeedForwards(NamedTuple):
+    """The feed-forward layers of a model with experts."""
+
+    moe: Any
+    """That of the first layer with experts."""
+    dense: list[int]
+    """Numbers of the layers without experts."""
+    dense_ffn: int
+    """Width of these; of an expert if there are none."""
 
 
-def windowed(block: BlockConfig, windows: Sequence[int | None]) -> list[BlockConfig]:
-    """A block for each layer."""
-    mixer: Any = block.mixer
-    return [replace(block, mixer=replace(mixer, window=one)) for one in windows]
-
-
-def layers_of(cfg: DecoderConfig) -> tuple[Any, ...]:
-    """The block of each layer."""
-    return blocks_of(cfg.stack)
-
-
-def mixture_of(cfg: DecoderConfig) -> tuple[Any, list[int], int]:
-    """The experts of a model, numbers of the layers that have none, and the ffn of these. Raises ValueError."""
+def feed_forwards(cfg: Any) -> FeedForwards:
+    """Raises ValueError for a model without experts."""
     mlps = [block.mlp for block in layers_of(cfg)]
-    mixtures = [mlp for mlp in mlps if isinstance(mlp, MoEConfig)]
-    if not mixtures:
+    moe = next((mlp for mlp in mlps if isinstance(mlp, MoEConfig)), None)
+    if moe is None:
         raise ValueError("no layer has experts")
     dense = [number for number, mlp in enumerate(mlps) if not isinstance(mlp, MoEConfig)]
-    return mixtures[0], dense, mlps[dense[0]].ffn if dense else mixtures[0].expert.ffn
+    return FeedForwards(moe, dense, mlps[dense[0]].ffn if dense else moe.expert.ffn)
 
 
-def settings_of(cfg: Any, kind: str, architecture: str) -> dict[str, Any]:
-    """What config.json says of every decoder, but for its layers' own settings."""
+def model_settings(cfg: Any, mlp: Any) -> dict[str, Any]:
+    """The settings of config.json that all these families have. mlp: of a layer or of an expert."""
     return {
-        "architectures": [architecture],
-        "model_type": kind,
         "hidden_size": cfg.hidden,
         "num_hidden_layers": cfg.stack.layers(),
         "rms_norm_eps": cfg.norm.epsilon,
@@ -94,33 +111,35 @@ def settings_of(cfg: Any, kind: str, architecture: str) -> dict[str, Any]:
         "vocab_size": cfg.vocabulary_size,
         "tie_word_embeddings": cfg.tied,
         "initializer_range": cfg.init_std,
+        "hidden_act": activation_name(mlp.activation),
+        "intermediate_size": mlp.ffn,
     }
 
 
-def attention_settings(mixer: AttentionConfig, hidden: int) -> dict[str, Any]:
-    """Heads, biases and rotary positions."""
+def write(cfg: Any, *windows: str, moe: MoEConfig | None = None) -> dict[str, Any]:
+    """The settings of Llama's blocks, with experts or without. windows: settings of windows that the family has."""
+    blocks = layers_of(cfg)
+    sliding, first = window_settings([block.mixer for block in blocks]), blocks[0].mixer
     return {
-        "num_attention_heads": mixer.heads,
-        "num_key_value_heads": mixer.groups(),
-        "head_dim": mixer.size(hidden),
-        "attention_bias": mixer.bias,
-        **rope_settings(mixer.rope),
+        **model_settings(cfg, blocks[0].mlp if moe is None else moe.expert),
+        "num_attention_heads": first.heads,
+        "num_key_value_heads": first.groups(),
+        "head_dim": first.size(cfg.hidden),
+        "attention_bias": first.bias,
+        **rope_settings(first.rope),
+        **{name: sliding[name] for name in windows},
+        **({} if moe is None else _router_settings(moe)),
     }
 
 
-def activation_setting(mlp: GatedMLPConfig) -> dict[str, str]:
-    """hidden_act."""
-    return {"hidden_act": theirs(mlp.activation)}
+def _router_settings(moe: MoEConfig) -> dict[str, Any]:
+    loss = moe.router.aux_loss or moe.router.global_loss
+    return {"num_experts_per_tok": moe.top_k, "router_aux_loss_coef": loss, "output_router_logits": loss > 0}
 
 
 def ends(cfg: DecoderConfig) -> list[Row]:
     """Tables of tokens and the last norm."""
-    tokens = (slice(0, cfg.vocabulary_size),)
-    return [
-        Row("model.embed_tokens.weight", "tokens", inside=tokens),
-        Row("model.norm.weight", "norm.gain"),
-        Row("lm_head.weight", "head", inside=tokens),
-    ]
+    return [*tokens(cfg, "model.embed_tokens.weight", "lm_head.weight"), *norm("model.norm", "norm")]
 
 
 GATED = ("gate_proj", "up_proj", "down_proj")
@@ -142,9 +161,8 @@ NORMS = [
     *norm(f"{LAYER}.input_layernorm", "stack.*.mixer_norm"),
     *norm(f"{LAYER}.post_attention_layernorm", "stack.*.mlp_norm"),
 ]
-INPUTS_AND_OUTPUT = ("q_proj", "k_proj", "v_proj", "o_proj")
 ATTENTION = [
-    *attention_rows(f"{LAYER}.self_attn", "stack.*.mixer", INPUTS_AND_OUTPUT),
+    *attention_rows(f"{LAYER}.self_attn", "stack.*.mixer", ("q_proj", "k_proj", "v_proj", "o_proj")),
     *norm(f"{LAYER}.self_attn.q_norm", "stack.*.mixer.query_norm"),
     *norm(f"{LAYER}.self_attn.k_norm", "stack.*.mixer.key_norm"),
     *NORMS,
@@ -152,7 +170,12 @@ ATTENTION = [
 """Attention and the norms of a block."""
 
 
-def family(name: str, *, ignored: tuple[str, ...] = (), **more: Any) -> Family:
-    """A family with one model_type, its name, a head that may be tied, and tables of angles in older files."""
-    angles = "model.layers.*.self_attn.rotary_emb.inv_freq"
-    return Family(name=name, model_types=(name,), heads=UNTIED, ignored=(angles, *ignored), **more)
+def family(name: str, architecture: str, *, ignored: tuple[str, ...] = (), **parts: Any) -> Family:
+    """A family whose head may be tied, with tables of angles in older files."""
+    return Family(
+        name=name,
+        architecture=architecture,
+        heads={"lm_head.weight": "model.embed_tokens.weight"},
+        ignored=("model.layers.*.self_attn.rotary_emb.inv_freq", *ignored),
+        **parts,
+    )

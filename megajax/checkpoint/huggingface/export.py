@@ -64,11 +64,11 @@ def config_for(
     settings of special tokens where none are recorded.
     """
     if recorded.get("model_type") not in family.model_types:
-        return {**special, **family.settings(model)}
-    if not differences(model, family.adjusted(family.model(Settings(dict(recorded))), names)):
+        return {**special, **family.config_json(model)}
+    if not differences(model, family.adjusted(family.read(Settings(dict(recorded))), names)):
         return dict(recorded)
     kept = {name: value for name, value in recorded.items() if name in UNUSED or name in family.unused}
-    return {**kept, **family.settings(model)}
+    return {**kept, **family.config_json(model)}
 
 
 def write_model(

@@ -9,6 +9,7 @@ from typing import Any
 
 from megajax.checkpoint.weights.tensor_table import Row
 from megajax.config.errors import UserError
+from megajax.layers.segments import blocks_of
 
 LARGEST = 2**31 - 1
 LARGEST_FLOAT = sys.float_info.max
@@ -67,6 +68,33 @@ def _shown(value: Any) -> str:
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
 
 
+ACTIVATIONS: Mapping[str, str] = {
+    "gelu": "gelu",
+    "gelu_python": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_python_tanh": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_accurate": "gelu_tanh",
+    "quick_gelu": "quick_gelu",
+    "relu": "relu",
+    "relu2": "squared_relu",
+    "silu": "silu",
+    "swish": "silu",
+}
+"""Activation functions: name in transformers -> name here."""
+
+
+def activation_name(activation: str) -> str:
+    """The first of the names in transformers for one of ours."""
+    return next(name for name, ours in ACTIVATIONS.items() if ours == activation)
+
+
+def layers_of(model: Any) -> tuple[Any, ...]:
+    """The block of each layer of a decoder."""
+    return blocks_of(model.stack)
+
+
 type Names = Mapping[str, tuple[str, Any]]
 """Our setting of a layer -> theirs, and its default."""
 
@@ -81,12 +109,12 @@ class Settings:
     reported all at once by `finish`."""
 
     def __init__(self, values: Mapping[str, Any], where: str = "config.json"):
-        self.left, self.where, self.problems = dict(values), where, list[str]()
+        self.remaining, self.where, self.problems = dict(values), where, list[str]()
         self._assumed: dict[str, Any] = {}
 
     def assume(self, defaults: Mapping[str, Any]) -> None:
         """Values of settings that are absent. One that is null stays so."""
-        self.left = {**defaults, **self.left}
+        self.remaining = {**defaults, **self.remaining}
         self._assumed |= defaults
 
     def take(self, name: str, default: Any = None, kind: type | None = None) -> Any:
@@ -95,7 +123,7 @@ class Settings:
         kind: of the value; object is any. None: that of the default, or of the value that was assumed.
         """
         usual = self._assumed.get(name) if default is None else default
-        value = self.left.pop(name, None)
+        value = self.remaining.pop(name, None)
         if value is None:
             return default
         wanted = kind or (object if usual is None else type(usual))
@@ -132,6 +160,10 @@ class Settings:
             return choices[default]
         return choices[value]
 
+    def activation(self, name: str, default: str) -> str:
+        """The activation function that a setting names."""
+        return self.choose(name, default, ACTIVATIONS)
+
     def fields(self, names: Names) -> dict[str, Any]:
         """Settings of a layer of ours."""
         return {ours: self.take(name, default) for ours, (name, default) in names.items()}
@@ -155,9 +187,9 @@ class Settings:
         self.problems.append(f"{name}: must be given")
         return instead
 
-    def seen(self, name: str) -> Any:
-        """A setting that must be there, see `need`, which stays to be taken."""
-        value = self.left[name] = self.need(name)
+    def peek(self, name: str) -> Any:
+        """As `need`; the setting can be taken again."""
+        value = self.remaining[name] = self.need(name)
         return value
 
     def refuse(self, name: str, value: Any, why: str) -> None:
@@ -166,14 +198,14 @@ class Settings:
 
     def close(self, ignored: Collection[str] = ()) -> None:
         """Reports what is left. Settings that are off, or match a pattern of `ignored`, do no harm."""
-        for name, value in self.left.items():
+        for name, value in self.remaining.items():
             harmless = name in UNUSED or any(fnmatchcase(name, each) for each in ignored)
             if not harmless and value not in (None, False, [], {}):
                 self.refuse(name, value, "this setting is not supported")
 
     def architecture(self) -> str:
         """The first of `architectures`, "" if none is given."""
-        return next(iter(self.left.get("architectures") or ()), "")
+        return next(iter(self.remaining.get("architectures") or ()), "")
 
     def finish(self, ignored: Collection[str] = ()) -> None:
         """Raises UserError with everything that is not supported, see `close`."""
@@ -185,16 +217,16 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
-    """Models that share a table. The three functions are given, and give, the whole model."""
+    """Models that share a table of names."""
 
     name: str
-    model_types: tuple[str, ...]
-    """Values of model_type in config.json."""
-    model: Callable[[Settings], Any]
+    """Also the model_type of a config.json that is written."""
+    architecture: str
+    """Class in transformers, `architectures` of a config.json that is written."""
+    read: Callable[[Settings], Any]
     """config.json -> our model config. What is not supported is reported to the settings; it need not call `finish`."""
-    settings: Callable[[Any], dict[str, Any]]
-    """Our model config -> config.json, with model_type and architectures. It may lose what `model` would not give
-    back; the caller compares."""
+    write: Callable[[Any], dict[str, Any]]
+    """Our model config -> settings of config.json. It may lose what `read` would not give back; the caller compares."""
     rows: Callable[[Any], Sequence[Row]]
     """Our model config -> the table of names."""
     adjusted: Callable[[Any, Collection[str]], Any] = lambda model, names: model
@@ -213,3 +245,13 @@ class Family:
     heads: Mapping[str, str] = field(default_factory=dict)
     """The same for heads of models whose config.json ties them. Where they differ from the table, transformers does not
     tie them, and the model is untied."""
+    other_types: tuple[str, ...] = ()
+    """Further values of model_type that are read."""
+
+    @property
+    def model_types(self) -> tuple[str, ...]:
+        return (self.name, *self.other_types)
+
+    def config_json(self, model: Any) -> dict[str, Any]:
+        """The config.json of a model config, see `write`."""
+        return {"model_type": self.name, "architectures": [self.architecture], **self.write(model)}

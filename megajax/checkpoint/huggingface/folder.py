@@ -57,8 +57,8 @@ def _pixels(folder: Path) -> dict[str, Any]:
     path = folder / PREPROCESSOR
     if not path.is_file():
         return {}
-    given = _json(path)
-    return {name: given[name] for name in ("image_mean", "image_std") if given.get(name)}
+    settings = _json(path)
+    return {name: settings[name] for name in ("image_mean", "image_std") if settings.get(name)}
 
 
 def read_model(folder: Path) -> ForeignModel:
@@ -95,26 +95,26 @@ class _Read(NamedTuple):
 
 def _settings_read(folder: Path) -> _Read:
     config = read_config(folder)
-    given = Settings({**_pixels(folder), **config}, str(folder / CONFIG))
-    family = family_of(given)
-    reader, model = dequantizing(given), _model(family, given)
-    given.finish(family.unused)
+    settings = Settings({**_pixels(folder), **config}, str(folder / CONFIG))
+    family = family_of(settings)
+    reader, model = dequantizing(settings), _model(family, settings)
+    settings.finish(family.unused)
     try:
         check(model)
     except ConfigError as error:
         lines = "\n".join(f"  {problem}" for problem in error.problems)
-        raise UserError(f"{given.where} gives a model that is not possible:\n{lines}") from error
+        raise UserError(f"{settings.where} gives a model that is not possible:\n{lines}") from error
     config.pop("quantization_config", None)
     return _Read(family, config, model, reader)
 
 
-def _model(family: Family, given: Settings) -> Any:
+def _model(family: Family, settings: Settings) -> Any:
     """The model config. Raises UserError for values that nothing can be computed with."""
     try:
-        return family.model(given)
+        return family.read(settings)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        lines = "".join(f"\n  {problem}" for problem in given.problems)
-        raise UserError(f"{given.where} can't be read as {family.name} ({error}){lines}") from error
+        lines = "".join(f"\n  {problem}" for problem in settings.problems)
+        raise UserError(f"{settings.where} can't be read as {family.name} ({error}){lines}") from error
 
 
 def _described(folder: Path) -> tuple[Family, dict[str, Any], ForeignModel]:

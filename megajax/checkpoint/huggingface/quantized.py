@@ -139,9 +139,9 @@ class Mxfp4(Dequantized):
         return result
 
 
-def dequantizing(given: Settings) -> Callable[[Tensors], Tensors]:
+def dequantizing(settings: Settings) -> Callable[[Tensors], Tensors]:
     """By quantization_config, how tensors are read. Another format than ours is reported to the settings."""
-    config: dict[str, Any] = given.take("quantization_config", {})
+    config: dict[str, Any] = settings.take("quantization_config", {})
     block, kind = config.get("weight_block_size"), config.get("quant_method")
     if not config:
         return lambda tensors: tensors
@@ -153,5 +153,5 @@ def dequantizing(given: Settings) -> Callable[[Tensors], Tensors]:
     what = ", ".join(
         f"{name}={config[name]}" for name in ("quant_method", "fmt", "weight_block_size") if name in config
     )
-    given.refuse("quantization_config", what or config, "only fp8 (e4m3) in blocks and mxfp4 can be read")
+    settings.refuse("quantization_config", what or config, "only fp8 (e4m3) in blocks and mxfp4 can be read")
     return lambda tensors: tensors

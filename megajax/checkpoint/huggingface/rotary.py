@@ -24,62 +24,63 @@ YARN = {
 }
 
 
-def rope(given: Settings, length: int, *, base: float = 10000.0, partial: bool = False) -> RopeConfig:
+def rope(settings: Settings, length: int, *, base: float = 10000.0, partial: bool = False) -> RopeConfig:
     """From rope_parameters, or from rope_theta and rope_scaling as older files have it, whose settings count more.
 
     length: max_position_embeddings; base: of files without rope_theta; partial: whether a part of each head may be
     rotated.
     """
-    outer = {name: given.take(name) for name in ("rope_theta", "partial_rotary_factor")}
-    new, old = given.take("rope_parameters", {}), given.take("rope_scaling", {})
+    outer = {name: settings.take(name) for name in ("rope_theta", "partial_rotary_factor")}
+    new, old = settings.take("rope_parameters", {}), settings.take("rope_scaling", {})
     inner = Settings(
         {name: value for name, value in {**outer, **(old or new)}.items() if value is not None}, "rope_parameters"
     )
-    inner.problems = given.problems
+    inner.problems = settings.problems
     older = inner.take("type", kind=str)
     kind = inner.take("rope_type", older or "default")
     plain = RopeConfig(base=inner.take("rope_theta", base, float), fraction=inner.take("partial_rotary_factor", 1.0))
     if plain.fraction != 1 and not partial:
-        given.refuse("partial_rotary_factor", plain.fraction, "this family rotates whole heads")
+        settings.refuse("partial_rotary_factor", plain.fraction, "this family rotates whole heads")
     # dynamic: frequencies change for texts longer than max_position_embeddings alone, which rows are not.
     kinds = {"default": _plain, "dynamic": _plain, "linear": _linear, "llama3": _llama3, "yarn": _yarn}
     if kind not in kinds:
-        given.refuse("rope_type", kind, f"only {', '.join(kinds)} are supported")
+        settings.refuse("rope_type", kind, f"only {', '.join(kinds)} are supported")
         return plain
     made = kinds[kind](inner, plain, length)
-    for name, value in inner.left.items():
-        given.refuse(f"rope_parameters.{name}", value, f"rope_type={kind} has no such setting here")
+    for name, value in inner.remaining.items():
+        settings.refuse(f"rope_parameters.{name}", value, f"rope_type={kind} has no such setting here")
     return made
 
 
-def _plain(given: Settings, rope: RopeConfig, length: int) -> RopeConfig:
+def _plain(settings: Settings, rope: RopeConfig, length: int) -> RopeConfig:
     del length
-    given.take("factor", kind=float)
+    settings.take("factor", kind=float)
     return rope
 
 
-def _linear(given: Settings, rope: RopeConfig, length: int) -> RopeConfig:
+def _linear(settings: Settings, rope: RopeConfig, length: int) -> RopeConfig:
     del length
-    return _with(rope, interpolation=given.need("factor", float))
+    return _with(rope, interpolation=settings.need("factor", float))
 
 
-def _llama3(given: Settings, rope: RopeConfig, length: int) -> RopeConfig:
-    original = given.count("original_max_position_embeddings", length)
-    factors = {ours: given.need(name, float) for name, ours in LLAMA3.items() if ours != "original"}
+def _llama3(settings: Settings, rope: RopeConfig, length: int) -> RopeConfig:
+    original = settings.count("original_max_position_embeddings", length)
+    factors = {ours: settings.need(name, float) for name, ours in LLAMA3.items() if ours != "original"}
     return _with(rope, scaling=Llama3ScalingConfig(**factors, original=original))
 
 
-def _yarn(given: Settings, rope: RopeConfig, length: int) -> RopeConfig:
+def _yarn(settings: Settings, rope: RopeConfig, length: int) -> RopeConfig:
     """A factor on rotated heads that does not follow from the others is kept in mscale, which then stands alone."""
     kinds = {"original": int, "rounded": bool}
-    taken = {ours: given.take(name, kind=kinds.get(ours, float)) for name, ours in YARN.items() if name in given.left}
+    present = {name: ours for name, ours in YARN.items() if name in settings.remaining}
+    taken = {ours: settings.take(name, kind=kinds.get(ours, float)) for name, ours in present.items()}
     values: dict[str, Any] = {"original": length}
     values |= {name: value for name, value in taken.items() if value or (name == "rounded" and value is not None)}
     values.setdefault("factor", length / values["original"])
     mscale, total, scale = (
         values.pop("mscale", None),
         values.pop("mscale_all", None),
-        given.take("attention_factor", kind=float),
+        settings.take("attention_factor", kind=float),
     )
     plain = YarnScalingConfig(**values)
     if scale is None and not total:
@@ -114,19 +115,19 @@ def rope_settings(rope: RopeConfig | None) -> dict[str, Any]:
     return {**settings, "rope_scaling": {"rope_type": kind, **values}}
 
 
-def windows(given: Settings, layers: int, length: int, slides: Callable[[int], bool]) -> list[int | None]:
+def windows(settings: Settings, layers: int, length: int, slides: Callable[[int], bool]) -> list[int | None]:
     """The window of each layer: the tokens before its own. Theirs counts the query itself.
 
     slides: whether a layer has the window, by number, where layer_types does not say.
     """
-    size, on = given.take("sliding_window", kind=int), given.take("use_sliding_window", True)
-    kinds = given.take("layer_types", kind=list)
+    size, on = settings.take("sliding_window", kind=int), settings.take("use_sliding_window", True)
+    kinds = settings.take("layer_types", kind=list)
     window = size - 1 if size and on and size <= length else None
     kinds = kinds or ["sliding_attention" if slides(number) else "full_attention" for number in range(layers)]
     if len(kinds) != layers:
-        given.refuse("layer_types", f"({len(kinds)} of them)", f"num_hidden_layers={layers}")
+        settings.refuse("layer_types", f"({len(kinds)} of them)", f"num_hidden_layers={layers}")
     for kind in sorted({*map(str, kinds)} - {"sliding_attention", "full_attention"}):
-        given.refuse("layer_types", kind, "only full_attention and sliding_attention are supported")
+        settings.refuse("layer_types", kind, "only full_attention and sliding_attention are supported")
     return [window if kind == "sliding_attention" else None for kind in kinds]
 
 

@@ -4,6 +4,7 @@ A row whose weight the model lacks gives no tensor, so biases are optional.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 from megajax.checkpoint.weights.tensor_table import Row
 
@@ -33,6 +34,12 @@ def attention(theirs: str, ours: str, names: Sequence[str]) -> list[Row]:
         Row(f"{output}.weight", f"{ours}.output", "d (n h) -> n h d"),
         Row(f"{output}.bias", f"{ours}.output_bias"),
     ]
+
+
+def tokens(cfg: Any, table: str, head: str) -> list[Row]:
+    """The table of tokens and the head, without the rows that pad our vocabulary."""
+    inside = (slice(0, cfg.vocabulary_size),)
+    return [Row(table, "tokens", inside=inside), Row(head, "head", inside=inside)]
 
 
 def patches(theirs: str, ours: str, side: int) -> Row:

@@ -1,4 +1,4 @@
-"""What tables of Mamba and of its hybrids share.
+"""What families of Mamba and of its hybrids share.
 
 in_proj makes the gate, x, b, c and the steps, one after another; the convolution is over x, b and c.
 """
@@ -6,7 +6,8 @@ in_proj makes the gate, x, b, c and the steps, one after another; the convolutio
 from math import inf
 from typing import Any
 
-from megajax.checkpoint.huggingface.family import Settings
+from megajax.checkpoint.huggingface.family import Names, Settings
+from megajax.checkpoint.huggingface.rows import norm, tokens
 from megajax.checkpoint.weights.tensor_table import Row
 from megajax.layers.config import FeedForwardBlockConfig, Mamba2Config
 from megajax.models.config import DecoderConfig
@@ -14,8 +15,6 @@ from megajax.models.config import DecoderConfig
 LAYER = "backbone.layers.{layer}"
 RENAMED = ((r"^(embeddings?|layers|norm_f)\.", r"backbone.\1."), (r"\.embedding\.", ".embeddings."))
 """Names without the prefix, and those of the first checkpoints."""
-LENGTH = 2048
-"""Tokens of a row where config.json does not say: it has no setting for them, and ours is max_position_embeddings."""
 UNUSED = frozenset({
     "d_inner", "d_model", "fused_add_norm", "intermediate_size", "n_layer", "norm_before_gate",
     "pad_vocab_size_multiple", "rescale_prenorm_residual", "rms_norm", "ssm_cfg", "time_step_init_scheme",
@@ -23,31 +22,41 @@ UNUSED = frozenset({
 })  # fmt: skip
 """About initial values, other names of the same sizes, and what transformers does not read."""
 
+MAMBA2: Names = {
+    "heads": ("num_heads", 128),
+    "head_dim": ("head_dim", 64),
+    "state": ("state_size", 128),
+    "groups": ("n_groups", 8),
+    "conv_kernel": ("conv_kernel", 4),
+    "conv_bias": ("use_conv_bias", True),
+    "bias": ("use_bias", False),
+    "norm_epsilon": ("layer_norm_epsilon", 1e-5),
+    "dt_min": ("time_step_min", 0.001),
+    "dt_max": ("time_step_max", 0.1),
+    "dt_floor": ("time_step_floor", 1e-4),
+    "chunk": ("chunk_size", 256),
+}
 KINDS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 """Letter of hybrid_override_pattern -> type of a layer."""
 LETTERS = {**{kind: letter for letter, kind in KINDS.items()}, "mamba": "M", "attention": "*"}
 """The reverse, with older words."""
 
 
-def step_limit(given: Settings) -> tuple[float, float]:
+def step_limit(settings: Settings) -> tuple[float, float]:
     """time_step_limit, in which infinity may be written as {"__float__": "Infinity"}."""
-    limits = given.take("time_step_limit", (0.0, inf))
+    limits = settings.take("time_step_limit", (0.0, inf))
     low, high = (float(each["__float__"] if isinstance(each, dict) else each) for each in limits)
     return low, high
 
 
-def exact(number: float) -> float | int:
-    """An int where it is one."""
-    return int(number) if number == int(number) else number
-
-
-def pattern(given: Settings) -> str:
+def pattern(settings: Settings) -> str:
     """A letter for each layer; those that we lack are refused."""
-    written, kinds = given.take("hybrid_override_pattern", "ME*-"), given.take("layers_block_type", kind=list)
-    letters = written if kinds is None else "".join(LETTERS.get(kind, "?") for kind in kinds)
+    letters, kinds = settings.take("hybrid_override_pattern", "ME*-"), settings.take("layers_block_type", kind=list)
+    if kinds is not None:
+        letters = "".join(LETTERS.get(kind, "?") for kind in kinds)
     if lacking := sorted(set(letters) - set("M*-")):
-        kinds = [KINDS.get(each, each) for each in lacking]
-        given.refuse("layers_block_type", ", ".join(kinds), "only linear_attention, full_attention, mlp are supported")
+        names = ", ".join(KINDS.get(letter, letter) for letter in lacking)
+        settings.refuse("layers_block_type", names, "only linear_attention, full_attention, mlp are supported")
     return "".join(letter for letter in letters if letter in "M*-") or "M"
 
 
@@ -58,13 +67,24 @@ def letter(block: Any) -> str:
     return "M" if isinstance(block.mixer, Mamba2Config) else "*"
 
 
+def model_settings(cfg: Any) -> dict[str, Any]:
+    """The settings of config.json that all these families have."""
+    return {
+        "hidden_size": cfg.hidden,
+        "num_hidden_layers": cfg.stack.layers(),
+        "vocab_size": cfg.vocabulary_size,
+        "max_position_embeddings": cfg.sequence_length,
+        "layer_norm_epsilon": cfg.norm.epsilon,
+        "residual_in_fp32": cfg.residual == "float32",
+    }
+
+
 def ends(cfg: DecoderConfig) -> list[Row]:
-    """Tables of tokens and the last norm."""
-    tokens = (slice(0, cfg.vocabulary_size),)
+    """Tables of tokens and all norms outside of mixers."""
     return [
-        Row("backbone.embeddings.weight", "tokens", inside=tokens),
-        Row("backbone.norm_f.weight", "norm.gain"),
-        Row("lm_head.weight", "head", inside=tokens),
+        *tokens(cfg, "backbone.embeddings.weight", "lm_head.weight"),
+        *norm("backbone.norm_f", "norm"),
+        *norm(f"{LAYER}.norm", "stack.*.mixer_norm"),
     ]
 
 
@@ -73,7 +93,7 @@ def _each(pattern: str, *names: str) -> tuple[str, ...]:
 
 
 INPUTS = ("z", "x", "b", "c", "dt")
-MIXER = [
+MAMBA2_ROWS = [
     Row(f"{LAYER}.mixer.in_proj.weight", _each("in_{}", *INPUTS), (*["(n h) d -> d n h"] * 4, "n d -> d n")),
     Row(f"{LAYER}.mixer.in_proj.bias", _each("in_{}_bias", *INPUTS), (*["(n h) -> n h"] * 4, "")),
     Row(f"{LAYER}.mixer.conv1d.weight", _each("conv_{}.kernel", "x", "b", "c"), "(n h) 1 k -> k n h"),

@@ -1,7 +1,7 @@
 """CLIP's and SigLIP's towers that read images, alone, with a classifier, or out of a model of images and text."""
 
-from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from megajax.checkpoint.huggingface.family import Family, Settings
@@ -13,9 +13,10 @@ from megajax.checkpoint.huggingface.vision import (
     Tower,
     class_settings,
     classes,
+    inner_tower,
     tower,
     tower_rows,
-    tower_settings,
+    vision_config,
 )
 from megajax.checkpoint.weights.tensor_table import Row
 from megajax.layers.config import IdentityNormConfig
@@ -24,58 +25,42 @@ from megajax.models.config.vision import VisionTowerConfig
 from megajax.models.config.vit import ClassifierConfig, MeanPoolingConfig, classifying
 
 
-def model_of(kind: Tower) -> Callable[[Settings], VisionTowerConfig | ViTConfig]:
-    """The function from a config.json to a tower of this kind, or to a classifier."""
-
-    def model(given: Settings) -> VisionTowerConfig | ViTConfig:
-        inner = given
-        if given.left.get("model_type") != kind.model_type:
-            # Both towers; older files say the same twice, and the second one counts.
-            newer = given.take("vision_config_dict", {})
-            given.left["vision_config"] = {**given.take("vision_config", {}), **newer}
-            inner = given.part("vision_config")
-            inner.assume({name: given.take(name) for name in ("image_mean", "image_std") if name in given.left})
-        one = tower(inner, kind)
-        if inner is not given:
-            inner.close(UNUSED | {"initializer_factor"})
-        if not given.architecture().endswith("ForImageClassification"):
-            return one
-        # CLIP's classifier reads the patches before the last norm.
-        one = replace(one, norm=IdentityNormConfig()) if kind.classes else one
-        return classifying(one, ClassifierConfig(classes=classes(given), pooling=MeanPoolingConfig()))
-
-    return model
+def _read(kind: Tower, settings: Settings) -> VisionTowerConfig | ViTConfig:
+    """A tower, or a classifier."""
+    if settings.remaining.get("model_type") == kind.model_type:
+        alone = tower(settings, kind)
+    else:
+        # Both towers; older files say the same twice, and the second one counts.
+        newer = settings.take("vision_config_dict", {})
+        settings.remaining["vision_config"] = {**settings.take("vision_config", {}), **newer}
+        inner = inner_tower(settings)
+        alone = tower(inner, kind)
+        inner.close(UNUSED | {"initializer_factor"})
+    if not settings.architecture().endswith("ForImageClassification"):
+        return alone
+    # CLIP's classifier reads the patches before the last norm.
+    alone = replace(alone, norm=IdentityNormConfig()) if kind is CLIP else alone
+    return classifying(alone, ClassifierConfig(classes=classes(settings), pooling=MeanPoolingConfig()))
 
 
-def settings_of(name: str) -> Callable[[Any], dict[str, Any]]:
-    """The config.json of a tower, or of a classifier, whose classes begin with `name`."""
-
-    def settings(cfg: Any) -> dict[str, Any]:
-        parts, head = tower_settings(cfg), getattr(cfg, "head", None)
-        if head is None:
-            return {"architectures": [f"{name}VisionModel"], **parts}
-        return {
-            "model_type": name.lower(),
-            "architectures": [f"{name}ForImageClassification"],
-            "vision_config": parts,
-            **class_settings(head.classes),
-        }
-
-    return settings
+def _write(name: str, cfg: Any) -> dict[str, Any]:
+    if (head := getattr(cfg, "head", None)) is None:
+        return {"architectures": [f"{name}VisionModel"], **vision_config(cfg)}
+    return {"vision_config": vision_config(cfg), **class_settings(head.classes)}
 
 
-def rows(cfg: Any) -> Sequence[Row]:
-    """The table."""
+def _rows(cfg: Any) -> list[Row]:
     return [*tower_rows(cfg.patch), *dense("classifier", "head.linear")]
 
 
 FAMILIES = [
     Family(
         name=name.lower(),
-        model_types=(name.lower(), kind.model_type),
-        model=model_of(kind),
-        settings=settings_of(name),
-        rows=rows,
+        other_types=(kind.model_type,),
+        architecture=f"{name}ForImageClassification",
+        read=partial(_read, kind),
+        write=partial(_write, name),
+        rows=_rows,
         unused=UNUSED | {"logit_scale_init_value", "text_config", "text_config_dict"},
         # Weights of the tower of text, of projections, and of SigLIP's pooling, which a tower has not.
         ignored=(

@@ -1,12 +1,8 @@
 """Gemma: Llama's blocks with zero-centred norms, GeGLU, embeddings times sqrt(hidden size), and a tied head."""
 
-from typing import Any
-
 from megajax.checkpoint.huggingface import decoders
 from megajax.checkpoint.huggingface.families import llama
 from megajax.checkpoint.huggingface.family import Settings
-from megajax.checkpoint.huggingface.rotary import rope
-from megajax.layers.config import BlockConfig, RMSNormConfig
 from megajax.models.config import DecoderConfig
 from megajax.models.config.decoder import WidthScalingConfig
 
@@ -25,36 +21,22 @@ DEFAULTS = {
 }
 
 
-def model(given: Settings) -> DecoderConfig:
-    """The model of a config.json."""
-    given.assume(DEFAULTS)
-    if given.left["hidden_act"] == "gelu":  # of the first files, which mean the other
-        given.left["hidden_act"] = "gelu_pytorch_tanh"
-    layers, length = given.layers(), given.need("max_position_embeddings")
-    hidden = given.seen("hidden_size")
-    mixer = decoders.attention(given, bias=given.take("attention_bias", False), rope=rope(given, length))
-    norm = RMSNormConfig(epsilon=given.need("rms_norm_eps"), zero_centred=True)
-    block = BlockConfig(mixer=mixer, mlp=decoders.gated_mlp(given), norm=norm)
+def _read(settings: Settings) -> DecoderConfig:
+    settings.assume(DEFAULTS)
+    if settings.remaining["hidden_act"] == "gelu":  # of the first files, which mean the other
+        settings.remaining["hidden_act"] = "gelu_pytorch_tanh"
+    mixer = decoders.attention(settings, bias=settings.take("attention_bias", False))
+    mlp, hidden = decoders.gated_mlp(settings), settings.peek("hidden_size")
     scaling = WidthScalingConfig(base_hidden=hidden, score_power=0.5, embedding=hidden**0.5)
-    return decoders.decoder(given, [block] * layers, length, width_scaling=scaling)
-
-
-def settings(cfg: DecoderConfig) -> dict[str, Any]:
-    """The config.json of a model."""
-    block = decoders.layers_of(cfg)[0]
-    return {
-        **decoders.settings_of(cfg, "gemma", "GemmaForCausalLM"),
-        **decoders.attention_settings(block.mixer, cfg.hidden),
-        **decoders.activation_setting(block.mlp),
-        "intermediate_size": block.mlp.ffn,
-    }
+    return decoders.decoder(settings, mixer, lambda _: mlp, zero_centred=True, width_scaling=scaling)
 
 
 FAMILIES = [
     decoders.family(
         "gemma",
-        model=model,
-        settings=settings,
+        "GemmaForCausalLM",
+        read=_read,
+        write=decoders.write,
         rows=llama.rows,
         unused=frozenset({"hidden_activation"}),
     )

@@ -1,13 +1,10 @@
 """GPT-2: learned positions, LayerNorm, biases. Its matrices are (in, out), with query, key and value side by side."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from megajax.checkpoint.huggingface.activations import ACTIVATIONS, theirs
-from megajax.checkpoint.huggingface.decoders import layers_of
-from megajax.checkpoint.huggingface.family import Family, Settings
-from megajax.checkpoint.huggingface.rows import norm
+from megajax.checkpoint.huggingface.family import Family, Settings, activation_name, layers_of
+from megajax.checkpoint.huggingface.rows import norm, tokens
 from megajax.checkpoint.weights.tensor_table import Row
 from megajax.layers.config import AttentionConfig, BlockConfig, DenseMLPConfig, LayerNormConfig, StackConfig
 from megajax.models.config import DecoderConfig
@@ -19,44 +16,39 @@ UNUSED = frozenset({
 """About dtypes and other heads."""
 
 
-def model(given: Settings) -> DecoderConfig:
-    """The model of a config.json."""
-    hidden, heads, layers = given.take("n_embd", 768), given.count("n_head", 12), given.layers("n_layer", 12)
-    ln = LayerNormConfig(epsilon=given.take("layer_norm_epsilon", 1e-5))
-    activation = given.choose("activation_function", "gelu_new", ACTIVATIONS)
-    mixer = AttentionConfig(heads=heads, bias=True, scale=None if given.take("scale_attn_weights", True) else 1.0)
-    mlp = DenseMLPConfig(ffn=given.take("n_inner", 4 * hidden), activation=activation)
+def _read(settings: Settings) -> DecoderConfig:
+    hidden, heads, layers = settings.take("n_embd", 768), settings.count("n_head", 12), settings.layers("n_layer", 12)
+    ln = LayerNormConfig(epsilon=settings.take("layer_norm_epsilon", 1e-5))
+    activation: Any = settings.activation("activation_function", "gelu_new")
+    mixer = AttentionConfig(heads=heads, bias=True, scale=None if settings.take("scale_attn_weights", True) else 1.0)
+    mlp = DenseMLPConfig(ffn=settings.take("n_inner", 4 * hidden), activation=activation)
     block = BlockConfig(mixer=mixer, mlp=mlp, norm=ln)
     blocks = [block] * layers
-    if given.take("scale_attn_by_inverse_layer_idx", False):
+    if settings.take("scale_attn_by_inverse_layer_idx", False):
         scale = (hidden // heads) ** -0.5 if mixer.scale is None else 1.0
         blocks = [replace(block, mixer=replace(mixer, scale=scale / (number + 1))) for number in range(layers)]
     return DecoderConfig(
         hidden=hidden,
-        vocabulary_size=given.take("vocab_size", 50257),
-        sequence_length=given.take("n_positions", 1024),
+        vocabulary_size=settings.take("vocab_size", 50257),
+        sequence_length=settings.take("n_positions", 1024),
         stack=StackConfig.of(blocks),
         learned_positions=True,
         norm=ln,
-        tied=given.take("tie_word_embeddings", True),
+        tied=settings.take("tie_word_embeddings", True),
     )
 
 
-def settings(cfg: Any) -> dict[str, Any]:
-    """The config.json of a model."""
-    layers = layers_of(cfg)
-    mixer, mlp = layers[0].mixer, layers[0].mlp
-    scales = [block.mixer.scale for block in layers]
+def _write(cfg: Any) -> dict[str, Any]:
+    blocks = layers_of(cfg)
+    mixer, mlp, scales = blocks[0].mixer, blocks[0].mlp, [block.mixer.scale for block in blocks]
     return {
-        "model_type": "gpt2",
-        "architectures": ["GPT2LMHeadModel"],
         "n_embd": cfg.hidden,
         "n_head": mixer.heads,
-        "n_layer": len(layers),
+        "n_layer": len(blocks),
         "n_inner": mlp.ffn,
         "n_positions": cfg.sequence_length,
         "vocab_size": cfg.vocabulary_size,
-        "activation_function": "gelu_new" if mlp.activation == "gelu_tanh" else theirs(mlp.activation),
+        "activation_function": "gelu_new" if mlp.activation == "gelu_tanh" else activation_name(mlp.activation),
         "layer_norm_epsilon": cfg.norm.epsilon,
         "scale_attn_weights": scales[0] != 1.0,
         "scale_attn_by_inverse_layer_idx": len(set(scales)) > 1,
@@ -68,11 +60,9 @@ LAYER, BLOCK = "transformer.h.{layer}", "stack.*"
 QKV = tuple(f"{BLOCK}.mixer.{name}" for name in ("query", "key", "value"))
 
 
-def rows(cfg: DecoderConfig) -> Sequence[Row]:
-    """The table."""
-    tokens = (slice(0, cfg.vocabulary_size),)
+def _rows(cfg: DecoderConfig) -> list[Row]:
     return [
-        Row("transformer.wte.weight", "tokens", inside=tokens),
+        *tokens(cfg, "transformer.wte.weight", "lm_head.weight"),
         Row("transformer.wpe.weight", "positions"),
         Row(f"{LAYER}.attn.c_attn.weight", QKV, "d (n h) -> d n h", axis=1),
         Row(f"{LAYER}.attn.c_attn.bias", tuple(f"{path}_bias" for path in QKV), "(n h) -> n h"),
@@ -85,17 +75,16 @@ def rows(cfg: DecoderConfig) -> Sequence[Row]:
         *norm(f"{LAYER}.ln_1", f"{BLOCK}.mixer_norm"),
         *norm(f"{LAYER}.ln_2", f"{BLOCK}.mlp_norm"),
         *norm("transformer.ln_f", "norm"),
-        Row("lm_head.weight", "head", inside=tokens),
     ]
 
 
 FAMILIES = [
     Family(
         name="gpt2",
-        model_types=("gpt2",),
-        model=model,
-        settings=settings,
-        rows=rows,
+        architecture="GPT2LMHeadModel",
+        read=_read,
+        write=_write,
+        rows=_rows,
         unused=UNUSED,
         ignored=("transformer.h.*.attn.bias", "transformer.h.*.attn.masked_bias"),
         # GPT2Model's own names, as of the first checkpoints, have no prefix.

@@ -4,10 +4,9 @@ from typing import Any
 
 from megajax.checkpoint.huggingface import decoders
 from megajax.checkpoint.huggingface.decoders import ATTENTION, LAYER, ends
-from megajax.checkpoint.huggingface.family import Settings
-from megajax.checkpoint.huggingface.rotary import rope, window_settings, windows
+from megajax.checkpoint.huggingface.family import Settings, layers_of
 from megajax.checkpoint.weights.tensor_table import Row
-from megajax.layers.config import BlockConfig, GatedMLPConfig, MoEConfig, RMSNormConfig
+from megajax.layers.config import GatedMLPConfig, MoEConfig
 from megajax.models.config import DecoderConfig
 
 DEFAULTS = {
@@ -37,70 +36,44 @@ YARN = {
 """rope_parameters, where config.json says nothing of them."""
 
 
-def model(given: Settings) -> DecoderConfig:
-    """The model of a config.json."""
-    given.assume(DEFAULTS)
-    if not given.left.get("rope_parameters") and not given.left.get("rope_scaling"):
-        given.left["rope_parameters"] = YARN
-    given.only("swiglu_alpha", 1.702)
-    layers, length = given.layers(), given.need("max_position_embeddings")
-    ffn, limit = given.need("intermediate_size"), given.need("swiglu_limit")
+def _read(settings: Settings) -> DecoderConfig:
+    settings.assume(DEFAULTS)
+    if not settings.remaining.get("rope_parameters") and not settings.remaining.get("rope_scaling"):
+        settings.remaining["rope_parameters"] = YARN
+    settings.only("swiglu_alpha", 1.702)
+    ffn, limit = settings.need("intermediate_size"), settings.need("swiglu_limit")
     moe = MoEConfig(
-        experts=given.need("num_local_experts"),
-        top_k=given.need("num_experts_per_tok"),
+        experts=settings.need("num_local_experts"),
+        top_k=settings.need("num_experts_per_tok"),
         expert=GatedMLPConfig(ffn=ffn, activation="quick_gelu", bias=True, clamp=limit, offset=1.0),
-        router=decoders.router(given, bias=True),
+        router=decoders.router(settings, bias=True),
     )
-    bias = given.take("attention_bias", False)
-    mixer = decoders.attention(given, bias=bias, sink="learned", rope=rope(given, length, base=150000.0))
-    block = BlockConfig(mixer=mixer, mlp=moe, norm=RMSNormConfig(epsilon=given.need("rms_norm_eps")))
-    sizes = windows(given, layers, length, lambda layer: layer % 2 == 0)
-    return decoders.decoder(given, decoders.windowed(block, sizes), length)
+    mixer = decoders.attention(settings, bias=settings.take("attention_bias", False), sink="learned", base=150000.0)
+    return decoders.decoder(settings, mixer, lambda _: moe, slides=lambda layer: layer % 2 == 0)
 
 
-def settings(cfg: DecoderConfig) -> dict[str, Any]:
-    """The config.json of a model."""
-    mixers = [block.mixer for block in decoders.layers_of(cfg)]
-    windows, (moe, _, _) = window_settings(mixers), decoders.mixture_of(cfg)
-    scaling = mixers[0].rope.scaling
-    return {
-        **decoders.settings_of(cfg, "gpt_oss", "GptOssForCausalLM"),
-        **decoders.attention_settings(mixers[0], cfg.hidden),
-        # Without any, transformers would stretch.
-        **({"rope_parameters": {"rope_type": "default"}} if scaling is None else {}),
-        **decoders.router_settings(moe),
-        "hidden_act": "silu",
-        "intermediate_size": moe.expert.ffn,
-        "num_local_experts": moe.experts,
-        "swiglu_limit": moe.expert.clamp,
-        "sliding_window": windows["sliding_window"],
-        "layer_types": windows["layer_types"],
-    }
+def _write(cfg: Any) -> dict[str, Any]:
+    moe = decoders.feed_forwards(cfg).moe
+    settings = decoders.write(cfg, "sliding_window", "layer_types", moe=moe)
+    if layers_of(cfg)[0].mixer.rope.scaling is None:  # without rope_parameters transformers takes YaRN
+        settings["rope_parameters"] = {"rope_type": "default"}
+    return {**settings, "hidden_act": "silu", "num_local_experts": moe.experts, "swiglu_limit": moe.expert.clamp}
 
 
-def rows(cfg: DecoderConfig) -> list[Row]:
-    """The table. Columns of gate and up alternate."""
+def _rows(cfg: DecoderConfig) -> list[Row]:
+    """Columns of gate and up alternate."""
     theirs, ours = f"{LAYER}.mlp", "stack.*.mlp"
-    two = {"two": 2}
-    matrices = (f"{ours}.experts.gate", f"{ours}.experts.up")
-    biases = (f"{ours}.experts.gate_bias", f"{ours}.experts.up_bias")
+    both, two = (f"{ours}.experts.gate", f"{ours}.experts.up"), {"two": 2}
+    biases = tuple(f"{path}_bias" for path in both)
+    up = f"{theirs}.experts.gate_up_proj"
     return [
         *ends(cfg),
         *ATTENTION,
         Row(f"{LAYER}.self_attn.sinks", "stack.*.mixer.core.sink"),
         Row(f"{theirs}.router.weight", f"{ours}.router", "e d -> d e"),
         Row(f"{theirs}.router.bias", f"{ours}.router_bias"),
-        Row(
-            f"{theirs}.experts.gate_up_proj",
-            matrices,
-            "e d f 1 -> e d f",
-            cut="e d (f two) -> e d f two",
-            axis=3,
-            sizes=two,
-        ),
-        Row(
-            f"{theirs}.experts.gate_up_proj_bias", biases, "e f 1 -> e f", cut="e (f two) -> e f two", axis=2, sizes=two
-        ),
+        Row(up, both, "e d f 1 -> e d f", cut="e d (f two) -> e d f two", axis=3, sizes=two),
+        Row(f"{up}_bias", biases, "e f 1 -> e f", cut="e (f two) -> e f two", axis=2, sizes=two),
         Row(f"{theirs}.experts.down_proj", f"{ours}.experts.down"),
         Row(f"{theirs}.experts.down_proj_bias", f"{ours}.experts.down_bias"),
     ]
@@ -109,9 +82,10 @@ def rows(cfg: DecoderConfig) -> list[Row]:
 FAMILIES = [
     decoders.family(
         "gpt_oss",
-        model=model,
-        settings=settings,
-        rows=rows,
+        "GptOssForCausalLM",
+        read=_read,
+        write=_write,
+        rows=_rows,
         # The first has no effect there; the others repeat what others say.
         unused=frozenset({"hidden_act", "experts_per_token", "initial_context_length"}),
     )

@@ -1,100 +1,124 @@
-"""Mamba, the first: in_proj makes x and the gate, x_proj what steps are made of, b and c."""
+"""Mamba and Mamba-2.
 
-from collections.abc import Sequence
+In Mamba in_proj makes x and the gate, x_proj what steps are made of, b and c; of Mamba-2 see `state_space`.
+"""
+
 from math import ceil
 from typing import Any
 
 from megajax.checkpoint.huggingface.family import Family, Names, Settings, written
-from megajax.checkpoint.huggingface.state_space import LAYER, LENGTH, RENAMED, UNUSED, ends, exact
+from megajax.checkpoint.huggingface.state_space import (
+    LAYER,
+    MAMBA2,
+    MAMBA2_ROWS,
+    RENAMED,
+    UNUSED,
+    ends,
+    model_settings,
+    step_limit,
+)
 from megajax.checkpoint.weights.tensor_table import Row
-from megajax.layers.config import Mamba1Config, MixerBlockConfig, RMSNormConfig, StackConfig
+from megajax.layers.config import Mamba1Config, Mamba2Config, MixerBlockConfig, MixerConfig, RMSNormConfig, StackConfig
 from megajax.models.config import DecoderConfig
 
-MIXER_SETTINGS: Names = {
+MAMBA: Names = {
     "state": ("state_size", 16),
-    "conv_kernel": ("conv_kernel", 4),
-    "conv_bias": ("use_conv_bias", True),
-    "bias": ("use_bias", False),
-    "dt_min": ("time_step_min", 0.001),
-    "dt_max": ("time_step_max", 0.1),
-    "dt_floor": ("time_step_floor", 1e-4),
+    **{name: MAMBA2[name] for name in ("conv_kernel", "conv_bias", "bias", "dt_min", "dt_max", "dt_floor")},
 }
+LENGTH = 2048
+"""Tokens of a row where config.json does not say: it has no setting for them, and ours is max_position_embeddings."""
 
 
-def model(given: Settings) -> DecoderConfig:
-    """The model of a config.json."""
-    hidden, rank = given.take("hidden_size", 768), given.take("time_step_rank", "auto", object)
-    given.only("hidden_act", "silu", "swish")
+def _read_mamba(settings: Settings) -> DecoderConfig:
+    settings.assume({"hidden_size": 768, "num_hidden_layers": 32, "vocab_size": 50280, "tie_word_embeddings": True})
+    hidden, rank = settings.peek("hidden_size"), settings.take("time_step_rank", "auto", object)
     mixer = Mamba1Config(
-        inner=int(given.take("expand", 2, float) * hidden),
+        inner=int(settings.take("expand", 2, float) * hidden),
         rank=ceil(hidden / 16) if rank == "auto" else rank,
-        **given.fields(MIXER_SETTINGS),
+        **settings.fields(MAMBA),
     )
-    norm = RMSNormConfig(epsilon=given.take("layer_norm_epsilon", 1e-5))
-    layers = given.layers(default=32)
+    return _decoder(settings, mixer, settings.take("layer_norm_epsilon", 1e-5))
+
+
+def _read_mamba2(settings: Settings) -> DecoderConfig:
+    settings.assume({"hidden_size": 4096, "num_hidden_layers": 64, "vocab_size": 32768, "tie_word_embeddings": False})
+    hidden, expand = settings.peek("hidden_size"), settings.take("expand", 2, float)
+    mixer = Mamba2Config(**settings.fields(MAMBA2), dt_limit=step_limit(settings))
+    if mixer.inner != expand * hidden:
+        settings.refuse("num_heads", mixer.heads, f"with head_dim={mixer.head_dim} it is not {expand} x {hidden}")
+    return _decoder(settings, mixer, mixer.norm_epsilon)
+
+
+def _decoder(settings: Settings, mixer: MixerConfig, epsilon: float) -> DecoderConfig:
+    settings.only("hidden_act", "silu", "swish")
+    norm = RMSNormConfig(epsilon=epsilon)
     return DecoderConfig(
-        hidden=hidden,
-        vocabulary_size=given.take("vocab_size", 50280),
-        sequence_length=given.take("max_position_embeddings", LENGTH),
-        stack=StackConfig(pattern=(MixerBlockConfig(mixer=mixer, norm=norm),), repeats=layers),
+        hidden=settings.need("hidden_size"),
+        vocabulary_size=settings.need("vocab_size"),
+        sequence_length=settings.take("max_position_embeddings", LENGTH),
+        stack=StackConfig(pattern=(MixerBlockConfig(mixer=mixer, norm=norm),), repeats=settings.layers()),
         norm=norm,
-        tied=given.take("tie_word_embeddings", True),
-        residual="float32" if given.take("residual_in_fp32", True) else "compute",
+        tied=settings.need("tie_word_embeddings"),
+        residual="float32" if settings.take("residual_in_fp32", True) else "compute",
     )
 
 
-def settings(cfg: Any) -> dict[str, Any]:
-    """The config.json of a model."""
-    mixer = cfg.stack.pattern[0].mixer
+def _write(cfg: Any) -> dict[str, Any]:
+    expand = cfg.stack.pattern[0].mixer.inner / cfg.hidden
     return {
-        "model_type": "mamba",
-        "architectures": ["MambaForCausalLM"],
-        "hidden_size": cfg.hidden,
-        "intermediate_size": mixer.inner,
-        "expand": exact(mixer.inner / cfg.hidden),
-        "time_step_rank": mixer.rank,
-        "num_hidden_layers": cfg.stack.layers(),
-        "vocab_size": cfg.vocabulary_size,
-        "max_position_embeddings": cfg.sequence_length,
+        **model_settings(cfg),
         "hidden_act": "silu",
-        **written(mixer, MIXER_SETTINGS),
-        "layer_norm_epsilon": cfg.norm.epsilon,
-        "residual_in_fp32": cfg.residual == "float32",
+        "expand": int(expand) if expand == int(expand) else expand,
         "tie_word_embeddings": cfg.tied,
     }
 
 
-MIXER, OURS = f"{LAYER}.mixer", "stack.*.mixer"
+def _write_mamba(cfg: Any) -> dict[str, Any]:
+    mixer = cfg.stack.pattern[0].mixer
+    own = {"intermediate_size": mixer.inner, "time_step_rank": mixer.rank}
+    return {**_write(cfg), **own, **written(mixer, MAMBA)}
 
 
-def rows(cfg: DecoderConfig) -> Sequence[Row]:
-    """The table."""
+def _write_mamba2(cfg: Any) -> dict[str, Any]:
+    mixer = cfg.stack.pattern[0].mixer
+    return {**_write(cfg), **written(mixer, MAMBA2), "time_step_limit": list(mixer.dt_limit)}
+
+
+def _rows_mamba(cfg: DecoderConfig) -> list[Row]:
+    theirs, ours = f"{LAYER}.mixer", "stack.*.mixer"
     return [
         *ends(cfg),
-        Row(f"{LAYER}.norm.weight", "stack.*.mixer_norm.gain"),
-        Row(f"{MIXER}.in_proj.weight", (f"{OURS}.in_x", f"{OURS}.in_z"), "o i -> i o"),
-        Row(f"{MIXER}.in_proj.bias", (f"{OURS}.in_x_bias", f"{OURS}.in_z_bias")),
-        Row(f"{MIXER}.conv1d.weight", f"{OURS}.conv_x.kernel", "i 1 k -> k i"),
-        Row(f"{MIXER}.conv1d.bias", f"{OURS}.conv_x.bias"),
-        Row(f"{MIXER}.x_proj.weight", (f"{OURS}.down_dt", f"{OURS}.down_b", f"{OURS}.down_c"), "o i -> i o"),
-        Row(f"{MIXER}.dt_proj.weight", f"{OURS}.up_dt", "o i -> i o"),
-        Row(f"{MIXER}.dt_proj.bias", f"{OURS}.dt_bias"),
-        Row(f"{MIXER}.A_log", f"{OURS}.a_log"),
-        Row(f"{MIXER}.D", f"{OURS}.skip"),
-        Row(f"{MIXER}.out_proj.weight", f"{OURS}.output", "o i -> i o"),
-        Row(f"{MIXER}.out_proj.bias", f"{OURS}.output_bias"),
+        Row(f"{theirs}.in_proj.weight", (f"{ours}.in_x", f"{ours}.in_z"), "o i -> i o"),
+        Row(f"{theirs}.in_proj.bias", (f"{ours}.in_x_bias", f"{ours}.in_z_bias")),
+        Row(f"{theirs}.conv1d.weight", f"{ours}.conv_x.kernel", "i 1 k -> k i"),
+        Row(f"{theirs}.conv1d.bias", f"{ours}.conv_x.bias"),
+        Row(f"{theirs}.x_proj.weight", (f"{ours}.down_dt", f"{ours}.down_b", f"{ours}.down_c"), "o i -> i o"),
+        Row(f"{theirs}.dt_proj.weight", f"{ours}.up_dt", "o i -> i o"),
+        Row(f"{theirs}.dt_proj.bias", f"{ours}.dt_bias"),
+        Row(f"{theirs}.A_log", f"{ours}.a_log"),
+        Row(f"{theirs}.D", f"{ours}.skip"),
+        Row(f"{theirs}.out_proj.weight", f"{ours}.output", "o i -> i o"),
+        Row(f"{theirs}.out_proj.bias", f"{ours}.output_bias"),
     ]
+
+
+def _rows_mamba2(cfg: DecoderConfig) -> list[Row]:
+    return [*ends(cfg), *MAMBA2_ROWS]
 
 
 FAMILIES = [
     Family(
-        name="mamba",
-        model_types=("mamba",),
-        model=model,
-        settings=settings,
+        name=name,
+        architecture=architecture,
+        read=read,
+        write=write,
         rows=rows,
         unused=UNUSED,
         renamed=RENAMED,
         heads={"lm_head.weight": "backbone.embeddings.weight"},
+    )
+    for name, architecture, read, write, rows in (
+        ("mamba", "MambaForCausalLM", _read_mamba, _write_mamba, _rows_mamba),
+        ("mamba2", "Mamba2ForCausalLM", _read_mamba2, _write_mamba2, _rows_mamba2),
     )
 ]

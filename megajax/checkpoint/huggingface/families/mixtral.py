@@ -5,9 +5,8 @@ from typing import Any
 from megajax.checkpoint.huggingface import decoders
 from megajax.checkpoint.huggingface.decoders import ATTENTION, LAYER, ends, experts
 from megajax.checkpoint.huggingface.family import Settings
-from megajax.checkpoint.huggingface.rotary import rope, window_settings, windows
 from megajax.checkpoint.weights.tensor_table import Row
-from megajax.layers.config import BlockConfig, MoEConfig, RMSNormConfig
+from megajax.layers.config import MoEConfig
 from megajax.models.config import DecoderConfig
 
 DEFAULTS = {
@@ -24,47 +23,33 @@ DEFAULTS = {
 }
 
 
-def model(given: Settings) -> DecoderConfig:
-    """The model of a config.json."""
-    given.assume(DEFAULTS)
-    layers, length = given.layers(), given.need("max_position_embeddings")
+def _read(settings: Settings) -> DecoderConfig:
+    settings.assume(DEFAULTS)
     moe = MoEConfig(
-        experts=given.need("num_local_experts"),
-        top_k=given.need("num_experts_per_tok"),
-        expert=decoders.gated_mlp(given),
-        router=decoders.router(given),
+        experts=settings.need("num_local_experts"),
+        top_k=settings.need("num_experts_per_tok"),
+        expert=decoders.gated_mlp(settings),
+        router=decoders.router(settings),
     )
-    mixer = decoders.attention(given, rope=rope(given, length, base=1e6))
-    block = BlockConfig(mixer=mixer, mlp=moe, norm=RMSNormConfig(epsilon=given.need("rms_norm_eps")))
-    return decoders.decoder(given, decoders.windowed(block, windows(given, layers, length, lambda _: True)), length)
+    return decoders.decoder(settings, decoders.attention(settings, base=1e6), lambda _: moe, slides=lambda _: True)
 
 
-def settings(cfg: DecoderConfig) -> dict[str, Any]:
-    """The config.json of a model."""
-    blocks = decoders.layers_of(cfg)
-    moe, _, _ = decoders.mixture_of(cfg)
-    return {
-        **decoders.settings_of(cfg, "mixtral", "MixtralForCausalLM"),
-        **decoders.attention_settings(blocks[0].mixer, cfg.hidden),
-        **decoders.activation_setting(moe.expert),
-        **decoders.router_settings(moe),
-        "intermediate_size": moe.expert.ffn,
-        "num_local_experts": moe.experts,
-        "sliding_window": window_settings([block.mixer for block in blocks])["sliding_window"],
-    }
+def _write(cfg: Any) -> dict[str, Any]:
+    moe = decoders.feed_forwards(cfg).moe
+    return {**decoders.write(cfg, "sliding_window", moe=moe), "num_local_experts": moe.experts}
 
 
-def rows(cfg: DecoderConfig) -> list[Row]:
-    """The table."""
+def _rows(cfg: DecoderConfig) -> list[Row]:
     return [*ends(cfg), *ATTENTION, *experts(f"{LAYER}.block_sparse_moe", ("w1", "w3", "w2"))]
 
 
 FAMILIES = [
     decoders.family(
         "mixtral",
-        model=model,
-        settings=settings,
-        rows=rows,
+        "MixtralForCausalLM",
+        read=_read,
+        write=_write,
+        rows=_rows,
         unused=frozenset({"router_jitter_noise"}),
     )
 ]

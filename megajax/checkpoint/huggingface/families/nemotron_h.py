@@ -1,16 +1,22 @@
 """Nemotron-H: Mamba-2, attention without positions, and MLPs, each a layer, in any order."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
 from typing import Any
 
-from megajax.checkpoint.huggingface.activations import ACTIVATIONS, theirs
-from megajax.checkpoint.huggingface.decoders import layers_of
-from megajax.checkpoint.huggingface.families import mamba2
-from megajax.checkpoint.huggingface.family import Family, Names, Settings, written
-from megajax.checkpoint.huggingface.rows import attention, linear
-from megajax.checkpoint.huggingface.state_space import KINDS, LAYER, MIXER, RENAMED, ends, letter, pattern
+from megajax.checkpoint.huggingface.family import Family, Names, Settings, activation_name, layers_of, written
+from megajax.checkpoint.huggingface.rows import attention, linear, norm
+from megajax.checkpoint.huggingface.state_space import (
+    KINDS,
+    LAYER,
+    MAMBA2,
+    MAMBA2_ROWS,
+    RENAMED,
+    ends,
+    letter,
+    model_settings,
+    pattern,
+)
 from megajax.checkpoint.weights.tensor_table import Row
 from megajax.layers import config as layers
 from megajax.layers.segments import stack_of
@@ -25,7 +31,7 @@ UNUSED = frozenset({
 })  # fmt: skip
 """About initial values, experts, and what transformers does not read."""
 MAMBA: Names = {
-    **mamba2.MIXER_SETTINGS,
+    **MAMBA2,
     "heads": ("mamba_num_heads", 128),
     "head_dim": ("mamba_head_dim", 64),
     "state": ("ssm_state_size", 128),
@@ -38,15 +44,15 @@ LEAST_STEP = 1e-9
 """time_step_min for no lower bound: transformers takes its logarithm."""
 
 
-def model(given: Settings) -> DecoderConfig:
-    """The model of a config.json."""
-    given.only("mamba_hidden_act", "silu", "swish")
-    given.only("num_nextn_predict_layers", 0)
-    mamba = layers.Mamba2Config(**given.fields(MAMBA))
+def _read(settings: Settings) -> DecoderConfig:
+    settings.only("mamba_hidden_act", "silu", "swish")
+    settings.only("num_nextn_predict_layers", 0)
+    mamba = layers.Mamba2Config(**settings.fields(MAMBA))
     # transformers keeps steps above time_step_min, whatever time_step_limit says.
     mamba = replace(mamba, dt_limit=(0.0 if mamba.dt_min <= LEAST_STEP else mamba.dt_min, inf))
-    attention = layers.AttentionConfig(**given.fields(ATTENTION))
-    mlp = layers.DenseMLPConfig(**given.fields(MLP), activation=given.choose("mlp_hidden_act", "relu2", ACTIVATIONS))
+    attention = layers.AttentionConfig(**settings.fields(ATTENTION))
+    activation: Any = settings.activation("mlp_hidden_act", "relu2")
+    mlp = layers.DenseMLPConfig(**settings.fields(MLP), activation=activation)
     norm = layers.RMSNormConfig(epsilon=mamba.norm_epsilon)
     blocks: dict[str, layers.AnyBlockConfig] = {
         "M": layers.MixerBlockConfig(mixer=mamba, norm=norm),
@@ -54,17 +60,16 @@ def model(given: Settings) -> DecoderConfig:
         "-": layers.FeedForwardBlockConfig(mlp=mlp, norm=norm),
     }
     return DecoderConfig(
-        hidden=given.take("hidden_size", 4096),
-        vocabulary_size=given.take("vocab_size", 131072),
-        sequence_length=given.take("max_position_embeddings", 4096),
-        stack=stack_of([blocks[each] for each in pattern(given)]),
+        hidden=settings.take("hidden_size", 4096),
+        vocabulary_size=settings.take("vocab_size", 131072),
+        sequence_length=settings.take("max_position_embeddings", 4096),
+        stack=stack_of([blocks[each] for each in pattern(settings)]),
         norm=norm,
-        residual="float32" if given.take("residual_in_fp32", False) else "compute",
+        residual="float32" if settings.take("residual_in_fp32", False) else "compute",
     )
 
 
-def settings(cfg: Any) -> dict[str, Any]:
-    """The config.json of a model."""
+def _write(cfg: Any) -> dict[str, Any]:
     blocks = layers_of(cfg)
     letters = "".join(map(letter, blocks))
     kinds = dict(zip(letters, blocks, strict=True))
@@ -77,30 +82,21 @@ def settings(cfg: Any) -> dict[str, Any]:
         parts |= written(replace(mixer, kv_heads=mixer.groups(), head_dim=mixer.size(cfg.hidden)), ATTENTION)
     if "-" in kinds:
         mlp = kinds["-"].mlp
-        parts |= {**written(mlp, MLP), "mlp_hidden_act": theirs(mlp.activation)}
+        parts |= {**written(mlp, MLP), "mlp_hidden_act": activation_name(mlp.activation)}
     return {
-        "model_type": "nemotron_h",
-        "architectures": ["NemotronHForCausalLM"],
-        "hidden_size": cfg.hidden,
-        "num_hidden_layers": len(letters),
+        **model_settings(cfg),
         "hybrid_override_pattern": letters,
         "layers_block_type": [KINDS[each] for each in letters],
-        "vocab_size": cfg.vocabulary_size,
-        "max_position_embeddings": cfg.sequence_length,
-        "layer_norm_epsilon": cfg.norm.epsilon,
-        "residual_in_fp32": cfg.residual == "float32",
         **parts,
     }
 
 
-def rows(cfg: DecoderConfig) -> Sequence[Row]:
-    """The table."""
+def _rows(cfg: DecoderConfig) -> list[Row]:
     heads = attention(f"{LAYER}.mixer", "stack.*.mixer", ("q_proj", "k_proj", "v_proj", "o_proj"))
     return [
         *ends(cfg),
-        Row(f"{LAYER}.norm.weight", "stack.*.mixer_norm.gain"),
-        Row(f"{LAYER}.norm.weight", "stack.*.mlp_norm.gain"),
-        *[replace(row, beside="stack.*.mixer.a_log") for row in MIXER],
+        *norm(f"{LAYER}.norm", "stack.*.mlp_norm"),
+        *[replace(row, beside="stack.*.mixer.a_log") for row in MAMBA2_ROWS],
         *[replace(row, beside="stack.*.mixer.query") for row in heads],
         *linear(f"{LAYER}.mixer.up_proj", "stack.*.mlp.up"),
         *linear(f"{LAYER}.mixer.down_proj", "stack.*.mlp.down"),
@@ -110,10 +106,10 @@ def rows(cfg: DecoderConfig) -> Sequence[Row]:
 FAMILIES = [
     Family(
         name="nemotron_h",
-        model_types=("nemotron_h",),
-        model=model,
-        settings=settings,
-        rows=rows,
+        architecture="NemotronHForCausalLM",
+        read=_read,
+        write=_write,
+        rows=_rows,
         unused=UNUSED,
         renamed=((r"^model\.", "backbone."), *RENAMED),
     )

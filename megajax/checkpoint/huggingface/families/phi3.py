@@ -5,9 +5,7 @@ from typing import Any
 from megajax.checkpoint.huggingface import decoders
 from megajax.checkpoint.huggingface.decoders import LAYER, NORMS, ends
 from megajax.checkpoint.huggingface.family import Settings
-from megajax.checkpoint.huggingface.rotary import rope, window_settings, windows
 from megajax.checkpoint.weights.tensor_table import Row
-from megajax.layers.config import BlockConfig, RMSNormConfig
 from megajax.models.config import DecoderConfig
 
 DEFAULTS = {
@@ -21,30 +19,17 @@ DEFAULTS = {
 }
 
 
-def model(given: Settings) -> DecoderConfig:
-    """The model of a config.json."""
-    given.assume(DEFAULTS)
-    layers, length = given.layers(), given.need("max_position_embeddings")
-    mixer = decoders.attention(given, rope=rope(given, length, partial=True))
-    norm = RMSNormConfig(epsilon=given.need("rms_norm_eps"))
-    block = BlockConfig(mixer=mixer, mlp=decoders.gated_mlp(given), norm=norm)
-    return decoders.decoder(given, decoders.windowed(block, windows(given, layers, length, lambda _: True)), length)
+def _read(settings: Settings) -> DecoderConfig:
+    settings.assume(DEFAULTS)
+    mlp = decoders.gated_mlp(settings)
+    return decoders.decoder(settings, decoders.attention(settings, partial=True), lambda _: mlp, slides=lambda _: True)
 
 
-def settings(cfg: DecoderConfig) -> dict[str, Any]:
-    """The config.json of a model."""
-    blocks = decoders.layers_of(cfg)
-    return {
-        **decoders.settings_of(cfg, "phi3", "Phi3ForCausalLM"),
-        **decoders.attention_settings(blocks[0].mixer, cfg.hidden),
-        **decoders.activation_setting(blocks[0].mlp),
-        "intermediate_size": blocks[0].mlp.ffn,
-        "sliding_window": window_settings([block.mixer for block in blocks])["sliding_window"],
-    }
+def _write(cfg: Any) -> dict[str, Any]:
+    return decoders.write(cfg, "sliding_window")
 
 
-def rows(cfg: DecoderConfig) -> list[Row]:
-    """The table."""
+def _rows(cfg: DecoderConfig) -> list[Row]:
     inner = tuple(f"stack.*.mixer.{name}" for name in ("query", "key", "value"))
     return [
         *ends(cfg),
@@ -59,9 +44,10 @@ def rows(cfg: DecoderConfig) -> list[Row]:
 FAMILIES = [
     decoders.family(
         "phi3",
-        model=model,
-        settings=settings,
-        rows=rows,
+        "Phi3ForCausalLM",
+        read=_read,
+        write=_write,
+        rows=_rows,
         unused=frozenset({"original_max_position_embeddings"}),
     )
 ]

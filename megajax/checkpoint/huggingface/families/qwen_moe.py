@@ -7,10 +7,9 @@ from typing import Any
 
 from megajax.checkpoint.huggingface import decoders
 from megajax.checkpoint.huggingface.decoders import ATTENTION, LAYER, ends, experts, gated
-from megajax.checkpoint.huggingface.family import Settings
-from megajax.checkpoint.huggingface.rotary import rope, window_settings, windows
+from megajax.checkpoint.huggingface.family import Settings, layers_of
 from megajax.checkpoint.weights.tensor_table import Row
-from megajax.layers.config import BlockConfig, MoEConfig, RMSNormConfig, SharedExpertConfig
+from megajax.layers.config import FeedForwardConfig, MoEConfig, RMSNormConfig, SharedExpertConfig
 from megajax.models.config import DecoderConfig
 
 COMMON: Mapping[str, Any] = {
@@ -31,68 +30,59 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     | {"num_attention_heads": 32, "num_key_value_heads": 4, "intermediate_size": 6144, "moe_intermediate_size": 768}
     | {"num_experts": 128, "num_experts_per_tok": 8},
 }
-ARCHITECTURES = {"qwen2_moe": "Qwen2MoeForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
 
 
-def model(kind: str, given: Settings) -> DecoderConfig:
-    """The model of a config.json."""
-    second = kind == "qwen2_moe"
-    given.assume(DEFAULTS[kind])
-    layers, length = given.layers(), given.need("max_position_embeddings")
-    norm = RMSNormConfig(epsilon=given.need("rms_norm_eps"))
+def _read(name: str, settings: Settings) -> DecoderConfig:
+    second = name == "qwen2_moe"
+    settings.assume(DEFAULTS[name])
     mixer = decoders.attention(
-        given,
-        bias=not second and given.take("attention_bias", False),
-        qkv_bias=given.take("qkv_bias", True) if second else None,
-        qk_norm=None if second else norm,
-        rope=rope(given, length),
+        settings,
+        bias=not second and settings.take("attention_bias", False),
+        qkv_bias=settings.take("qkv_bias", True) if second else None,
+        qk_norm=None if second else RMSNormConfig(epsilon=settings.peek("rms_norm_eps")),
     )
-    mlp, last = decoders.gated_mlp(given), given.take("max_window_layers", 0)
-    shared = replace(mlp, ffn=given.need("shared_expert_intermediate_size")) if second else None
+    mlp, last = decoders.gated_mlp(settings), settings.take("max_window_layers", 0)
+    shared = replace(mlp, ffn=settings.need("shared_expert_intermediate_size")) if second else None
     moe = MoEConfig(
-        experts=given.take("num_local_experts", given.need("num_experts")),
-        top_k=given.need("num_experts_per_tok"),
-        expert=replace(mlp, ffn=given.need("moe_intermediate_size")),
-        router=decoders.router(given, normalise="chosen" if given.take("norm_topk_prob", False) else "all"),
+        experts=settings.take("num_local_experts", settings.need("num_experts")),
+        top_k=settings.need("num_experts_per_tok"),
+        expert=replace(mlp, ffn=settings.need("moe_intermediate_size")),
+        router=decoders.router(settings, normalise="chosen" if settings.take("norm_topk_prob", False) else "all"),
         shared=None if shared is None else SharedExpertConfig(mlp=shared, gate=True),
     )
-    every, dense = given.count("decoder_sparse_step"), given.take("mlp_only_layers", [])
-    sizes = windows(given, layers, length, lambda layer: not second or (layer % 2 == 0 and layer < last))
-    blocks = decoders.windowed(BlockConfig(mixer=mixer, mlp=moe, norm=norm), sizes)
-    for layer in range(layers):
-        if layer in dense or (layer + 1) % every or not moe.experts:
-            blocks[layer] = replace(blocks[layer], mlp=mlp)
-    return decoders.decoder(given, blocks, length)
+    every, dense = settings.count("decoder_sparse_step"), settings.take("mlp_only_layers", [])
+
+    def feed_forward(layer: int) -> FeedForwardConfig:
+        return mlp if layer in dense or (layer + 1) % every or not moe.experts else moe
+
+    def slides(layer: int) -> bool:
+        return not second or (layer % 2 == 0 and layer < last)
+
+    return decoders.decoder(settings, mixer, feed_forward, slides=slides)
 
 
-def settings(kind: str, cfg: DecoderConfig) -> dict[str, Any]:
-    """The config.json of a model as one of this model_type."""
-    mixers = [block.mixer for block in decoders.layers_of(cfg)]
-    moe, dense, ffn = decoders.mixture_of(cfg)
-    written: dict[str, Any] = {
-        **decoders.settings_of(cfg, kind, ARCHITECTURES[kind]),
-        **decoders.attention_settings(mixers[0], cfg.hidden),
-        **decoders.activation_setting(moe.expert),
-        **decoders.router_settings(moe),
-        **window_settings(mixers),
+def _write(name: str, cfg: Any) -> dict[str, Any]:
+    moe, dense, ffn = decoders.feed_forwards(cfg)
+    windows = ("sliding_window", "use_sliding_window")
+    second: dict[str, Any] = {}
+    if name == "qwen2_moe":
+        windows += ("max_window_layers", "layer_types")
+        mixer = layers_of(cfg)[0].mixer
+        second["qkv_bias"] = mixer.has_qkv_bias()
+        second["shared_expert_intermediate_size"] = 0 if moe.shared is None else moe.shared.mlp.ffn
+    return {
+        **decoders.write(cfg, *windows, moe=moe),
         "norm_topk_prob": moe.router.normalise == "chosen",
         "num_experts": moe.experts,
         "moe_intermediate_size": moe.expert.ffn,
         "intermediate_size": ffn,
         "mlp_only_layers": dense,
         "decoder_sparse_step": 1,
-    }
-    if kind == "qwen3_moe":
-        return {name: value for name, value in written.items() if name not in ("layer_types", "max_window_layers")}
-    return {
-        **written,
-        "qkv_bias": mixers[0].has_qkv_bias(),
-        "shared_expert_intermediate_size": 0 if moe.shared is None else moe.shared.mlp.ffn,
+        **second,
     }
 
 
-def rows(cfg: DecoderConfig) -> list[Row]:
-    """The table."""
+def _rows(cfg: DecoderConfig) -> list[Row]:
     shared = gated(f"{LAYER}.mlp.shared_expert", "stack.*.mlp.shared")
     gate = Row(f"{LAYER}.mlp.shared_expert_gate.weight", "stack.*.mlp.shared_gate", "g d -> d g")
     return [*ends(cfg), *ATTENTION, *gated(f"{LAYER}.mlp", "stack.*.mlp"), *experts(f"{LAYER}.mlp"), *shared, gate]
@@ -100,11 +90,12 @@ def rows(cfg: DecoderConfig) -> list[Row]:
 
 FAMILIES = [
     decoders.family(
-        kind,
-        model=partial(model, kind),
-        settings=partial(settings, kind),
-        rows=rows,
+        name,
+        architecture,
+        read=partial(_read, name),
+        write=partial(_write, name),
+        rows=_rows,
         unused=frozenset({"max_window_layers"}),
     )
-    for kind in ARCHITECTURES
+    for name, architecture in (("qwen2_moe", "Qwen2MoeForCausalLM"), ("qwen3_moe", "Qwen3MoeForCausalLM"))
 ]

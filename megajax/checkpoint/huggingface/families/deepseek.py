@@ -1,0 +1,273 @@
+"""DeepSeek-V2 and V3: latent attention, shared experts, first layers without experts.
+
+V2 chooses experts by softmax within the groups of the best ones. V3 chooses them by sigmoid with a bias that balances
+them, and has blocks that predict further tokens.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from megajax.checkpoint.huggingface import decoders
+from megajax.checkpoint.huggingface.decoders import LAYER, NORMS, ends, experts, gated
+from megajax.checkpoint.huggingface.family import Settings, layers_of
+from megajax.checkpoint.huggingface.rotary import rope, rope_settings
+from megajax.checkpoint.huggingface.rows import linear
+from megajax.checkpoint.weights.tensor_table import Row
+from megajax.layers.config import (
+    GatedMLPConfig,
+    LatentAttentionConfig,
+    MoEConfig,
+    RMSNormConfig,
+    RouterConfig,
+    SharedExpertConfig,
+)
+from megajax.models.config import DecoderConfig, PredictionConfig
+
+V2: Mapping[str, Any] = {
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "vocab_size": 102400,
+    "intermediate_size": 11008,
+    "moe_intermediate_size": 1407,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "routed_scaling_factor": 1.0,
+}
+V3: Mapping[str, Any] = V2 | {
+    "hidden_size": 7168,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "vocab_size": 129280,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "n_group": 8,
+    "topk_group": 4,
+    "first_k_dense_replace": 3,
+    "max_position_embeddings": 4096,
+    "routed_scaling_factor": 2.5,
+    "num_nextn_predict_layers": 1,
+}
+"""Values of settings that config.json does not have."""
+METHODS = {"greedy": False, "group_limited_greedy": True}
+"""topk_method -> whether a token's experts are from some groups only."""
+LATENTS = {
+    "key_value_rank": "kv_lora_rank",
+    "content_dim": "qk_nope_head_dim",
+    "position_dim": "qk_rope_head_dim",
+    "value_dim": "v_head_dim",
+}
+"""Setting of latent attention here -> in config.json."""
+UNUSED = frozenset({
+    # What follows from others, and losses and layouts of training.
+    "aux_loss_alpha", "ep_size", "head_dim", "moe_layer_freq", "num_key_value_heads", "output_router_logits",
+    "qk_head_dim", "router_aux_loss_coef", "scoring_func", "seq_aux",
+})  # fmt: skip
+
+
+def _read_v2(settings: Settings) -> DecoderConfig:
+    settings.assume(V2)
+    mlp = decoders.gated_mlp(settings, bias=settings.take("mlp_bias", False))
+    moe, limited = _experts(settings, mlp), settings.choose("topk_method", "greedy", METHODS)
+    groups = _groups(settings, moe.top_k, scores=1)
+    scale = settings.need("routed_scaling_factor")
+    router = RouterConfig(normalise="all", scale=scale, row_loss=0.001, **(groups if limited else {}))
+    return _decoder(settings, mlp, replace(moe, router=router))
+
+
+def _read_v3(settings: Settings) -> DecoderConfig:
+    settings.assume(V3)
+    settings.only("topk_method", "noaux_tc")
+    mlp = decoders.gated_mlp(settings)
+    moe, normalised = _experts(settings, mlp), settings.take("norm_topk_prob", True)
+    if normalised and moe.top_k == 1:
+        why = "with norm_topk_prob, ours weighs a single expert by its score, not 1"
+        settings.refuse("num_experts_per_tok", 1, why)
+    router = RouterConfig(
+        score="sigmoid",
+        normalise="chosen" if normalised else "all",
+        scale=settings.need("routed_scaling_factor"),
+        balance_rate=0.001,
+        row_loss=0.0001,
+        **_groups(settings, moe.top_k, scores=2),
+    )
+    depth = settings.need("num_nextn_predict_layers")
+    prediction = PredictionConfig(depth=depth, weight=0.3) if depth else None
+    return _decoder(settings, mlp, replace(moe, router=router), prediction=prediction)
+
+
+def _decoder(settings: Settings, mlp: GatedMLPConfig, moe: MoEConfig, **changes: Any) -> DecoderConfig:
+    bias, dense = settings.take("attention_bias", False), settings.take("first_k_dense_replace", 0)
+    rotation = rope(settings, settings.peek("max_position_embeddings"))
+    mixer = LatentAttentionConfig(
+        heads=settings.count("num_attention_heads"),
+        query_rank=settings.take("q_lora_rank"),
+        **{ours: settings.need(name) for ours, name in LATENTS.items()},
+        bias=bias,
+        latent_bias=bias,
+        norm=RMSNormConfig(epsilon=1e-6),  # of the latents, whatever rms_norm_eps says
+        rope=replace(rotation, interleaved=settings.take("rope_interleave", True)),
+    )
+    return decoders.decoder(settings, mixer, lambda layer: mlp if layer < dense else moe, **changes)
+
+
+def _experts(settings: Settings, mlp: GatedMLPConfig) -> MoEConfig:
+    """The experts, with a router to be replaced. mlp: of layers without experts."""
+    ffn, shared = settings.need("moe_intermediate_size"), settings.take("n_shared_experts", 0)
+    return MoEConfig(
+        experts=settings.need("n_routed_experts"),
+        top_k=settings.need("num_experts_per_tok", int),
+        expert=replace(mlp, ffn=ffn, bias=False),
+        shared=SharedExpertConfig(mlp=replace(mlp, ffn=shared * ffn)) if shared else None,
+    )
+
+
+def _groups(settings: Settings, top_k: int, scores: int) -> dict[str, Any]:
+    """Groups that a token's experts are from. scores: how many best scores of a group are summed."""
+    number, chosen = settings.take("n_group", 1), settings.take("topk_group", 1)
+    if chosen >= number:
+        return {}
+    summed = None if top_k == scores * chosen else scores
+    return {"groups": number, "chosen_groups": chosen, "group_scores": summed}
+
+
+def _write(cfg: Any) -> dict[str, Any]:
+    """The settings of both versions."""
+    mixer = layers_of(cfg)[0].mixer
+    moe, dense, ffn = decoders.feed_forwards(cfg)
+    shared = 0 if moe.shared is None else moe.shared.mlp.ffn
+    if dense != [*range(len(dense))] or shared % moe.expert.ffn:
+        raise ValueError("layers without experts are not the first, or shared experts are not as wide as others")
+    return {
+        **decoders.model_settings(cfg, moe.expert),
+        "num_attention_heads": mixer.heads,
+        "num_key_value_heads": mixer.heads,
+        "q_lora_rank": mixer.query_rank,
+        **{name: getattr(mixer, ours) for ours, name in LATENTS.items()},
+        "attention_bias": mixer.bias,
+        **rope_settings(mixer.rope),
+        "intermediate_size": ffn,
+        "moe_intermediate_size": moe.expert.ffn,
+        "n_routed_experts": moe.experts,
+        "n_shared_experts": shared // moe.expert.ffn,
+        "num_experts_per_tok": moe.top_k,
+        "first_k_dense_replace": len(dense),
+        "n_group": moe.router.groups or 1,
+        "topk_group": moe.router.chosen_groups or 1,
+        "routed_scaling_factor": moe.router.scale,
+        "aux_loss_alpha": moe.router.row_loss,
+    }
+
+
+def _write_v2(cfg: Any) -> dict[str, Any]:
+    moe, dense, _ = decoders.feed_forwards(cfg)
+    mlps = [layers_of(cfg)[0].mlp] if dense else []
+    mlps += [] if moe.shared is None else [moe.shared.mlp]
+    return {
+        **_write(cfg),
+        "topk_method": "greedy" if moe.router.groups is None else "group_limited_greedy",
+        "mlp_bias": any(mlp.bias for mlp in mlps),
+        "norm_topk_prob": False,
+    }
+
+
+def _write_v3(cfg: Any) -> dict[str, Any]:
+    mixer = layers_of(cfg)[0].mixer
+    return {
+        **_write(cfg),
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "norm_topk_prob": decoders.feed_forwards(cfg).moe.router.normalise == "chosen",
+        "rope_interleave": mixer.rope.interleaved,
+        "num_nextn_predict_layers": 0 if cfg.prediction is None else cfg.prediction.depth,
+    }
+
+
+def _rows_v2(cfg: DecoderConfig) -> list[Row]:
+    mixer = layers_of(cfg)[0].mixer
+    theirs, ours, heads = f"{LAYER}.self_attn", "stack.*.mixer", {"n": mixer.heads}
+    query = "q_proj" if mixer.query_rank is None else "q_b_proj"
+    keys = (f"{ours}.down", f"{ours}.position_key"), (f"{ours}.key", f"{ours}.value")
+    return [
+        *ends(cfg),
+        Row(f"{theirs}.{query}.weight", f"{ours}.query", "(n h) r -> r n h"),
+        *linear(f"{theirs}.q_a_proj", f"{ours}.query_down"),
+        Row(f"{theirs}.q_a_layernorm.weight", f"{ours}.query_norm.gain"),
+        Row(f"{theirs}.kv_a_proj_with_mqa.weight", keys[0], "r d -> d r"),
+        Row(f"{theirs}.kv_a_proj_with_mqa.bias", (f"{ours}.down_bias", f"{ours}.position_key_bias")),
+        Row(f"{theirs}.kv_a_layernorm.weight", f"{ours}.norm.gain"),
+        Row(f"{theirs}.kv_b_proj.weight", keys[1], "n h r -> r n h", cut="(n h) r -> n h r", axis=1, sizes=heads),
+        Row(f"{theirs}.o_proj.weight", f"{ours}.output", "d (n h) -> n h d"),
+        Row(f"{theirs}.o_proj.bias", f"{ours}.output_bias"),
+        *NORMS,
+        *gated(f"{LAYER}.mlp", "stack.*.mlp"),
+        *experts(f"{LAYER}.mlp"),
+        *gated(f"{LAYER}.mlp.shared_experts", "stack.*.mlp.shared"),
+    ]
+
+
+def _rows_v3(cfg: DecoderConfig) -> list[Row]:
+    """The biases that balance experts are observations of ours."""
+    bias = Row(f"{LAYER}.mlp.gate.e_score_correction_bias", "stack.*.mlp.load.sum", inside=(0,))
+    table = [*_rows_v2(cfg), bias]
+    return table + _prediction_rows(table, cfg, 0 if cfg.prediction is None else cfg.prediction.depth)
+
+
+def _prediction_rows(rows: Sequence[Row], cfg: DecoderConfig, depth: int) -> list[Row]:
+    """The table of blocks that predict further tokens, which are numbered behind the layers. rows: of all."""
+    table = []
+    for number in range(depth):
+        layer, ours = f"model.layers.{cfg.stack.layers() + number}", f"predictions.{number}"
+        halves = (f"{ours}.from_embedding", f"{ours}.from_state")
+        table += [
+            Row(f"{layer}.enorm.weight", f"{ours}.embedding_norm.gain"),
+            Row(f"{layer}.hnorm.weight", f"{ours}.state_norm.gain"),
+            Row(f"{layer}.eh_proj.weight", halves, "e d -> d e", axis=1),
+            Row(f"{layer}.shared_head.norm.weight", f"{ours}.norm.gain"),
+        ]
+        for row in rows:
+            if row.theirs.startswith(LAYER):
+                paths = (row.ours,) if isinstance(row.ours, str) else row.ours
+                paths = tuple(path.replace("stack.*", f"{ours}.block") for path in paths)
+                table.append(replace(row, theirs=row.theirs.replace(LAYER, layer), ours=paths))
+    return table
+
+
+def without_missing_blocks(cfg: DecoderConfig, names: Collection[str]) -> DecoderConfig:
+    """transformers saves no blocks that predict further tokens, whatever config.json says of them."""
+    there = f"model.layers.{cfg.stack.layers()}.eh_proj.weight" in names
+    return cfg if there else replace(cfg, prediction=None)
+
+
+FAMILIES = [
+    decoders.family(
+        "deepseek_v2",
+        "DeepseekV2ForCausalLM",
+        read=_read_v2,
+        write=_write_v2,
+        rows=_rows_v2,
+        unused=UNUSED | {"norm_topk_prob"},  # it has no effect there
+    ),
+    decoders.family(
+        "deepseek_v3",
+        "DeepseekV3ForCausalLM",
+        read=_read_v3,
+        write=_write_v3,
+        rows=_rows_v3,
+        adjusted=without_missing_blocks,
+        unused=UNUSED,
+        # Copies of the tables, which blocks that predict further tokens share.
+        ignored=("model.layers.*.embed_tokens.weight", "model.layers.*.shared_head.head.weight"),
+    ),
+]
