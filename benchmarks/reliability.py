@@ -35,7 +35,7 @@ from megajax.checkpoint.config import CheckpointConfig
 from megajax.config import load
 from megajax.job.hang import Pulse
 from megajax.resilience.activity import Activity
-from megajax.resilience.watchdog_config import WatchdogConfig
+from megajax.resilience.watchdog import WatchdogConfig
 from megajax.training import setup
 
 REPOSITORY = Path(__file__).resolve().parents[1]

@@ -19,8 +19,7 @@ from megajax.resilience.backstop import Backstop
 from megajax.resilience.beats import Beat, beats_folder, exit_code, first_line
 from megajax.resilience.exit_codes import HANG
 from megajax.resilience.stacks import stacks, write_stacks
-from megajax.resilience.watchdog import Hang, Watchdog
-from megajax.resilience.watchdog_config import WatchdogConfig
+from megajax.resilience.watchdog import Hang, Watchdog, WatchdogConfig
 
 TICK_SECONDS = 1.0
 """How often the thread looks, and writes a beat."""

@@ -9,10 +9,9 @@ import jax
 from megajax.job.health import watch_gpus
 from megajax.job.recompute import CheckResults
 from megajax.job.replicas import CheckReplicas, FlipBit, most_copies, state_hash
-from megajax.job.stragglers import WatchStragglers
+from megajax.job.stragglers import Stalls, WatchStragglers
 from megajax.resilience.config import ResilienceConfig
 from megajax.resilience.drills import Drill, of_this_attempt
-from megajax.resilience.stalls import Stalls
 from megajax.training.loop import Hook, StepInfo
 from megajax.training.session import Run
 

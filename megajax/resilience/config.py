@@ -7,7 +7,7 @@ from megajax.config.errors import Problem
 from megajax.resilience.drills import CORRUPTION, NUMERIC, PROCESS, Drill
 from megajax.resilience.exit_codes import EXIT_CODES, STOP_ASKED
 from megajax.resilience.integrity_config import HealthConfig, RecomputeConfig, ReplicasConfig, StragglersConfig
-from megajax.resilience.watchdog_config import LONGEST, WatchdogConfig
+from megajax.resilience.watchdog import LONGEST, WatchdogConfig
 
 FAILURE_CODES = tuple(code for code in sorted(EXIT_CODES.keys() - STOP_ASKED) if code < 128)
 

@@ -10,7 +10,7 @@ from megajax.job import hang
 from megajax.job.hang import Pulse
 from megajax.job.peer_status import Verdict
 from megajax.resilience.activity import Activity
-from megajax.resilience.watchdog_config import WatchdogConfig
+from megajax.resilience.watchdog import WatchdogConfig
 
 LATE = Verdict(1, "process 1 has been saving step 6 for 1 s", patience=0.6)
 SAID = Verdict(1, "process 1 failed: it hangs", said=True)

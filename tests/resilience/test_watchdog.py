@@ -11,8 +11,7 @@ import pytest
 from megajax.resilience.activity import Activity
 from megajax.resilience.config import ResilienceConfig
 from megajax.resilience.stacks import stacks
-from megajax.resilience.watchdog import Hang, Watchdog, is_compiling
-from megajax.resilience.watchdog_config import WatchdogConfig
+from megajax.resilience.watchdog import Hang, Watchdog, WatchdogConfig, is_compiling
 
 
 class Hands:

@@ -14,7 +14,7 @@ from megajax.mesh.mesh import build_mesh
 from megajax.mesh.xla import CPU, DEFAULTS, DETERMINISTIC, FP8, FSDP, GPU, XlaConfig, compiler_options, termination
 from megajax.precision.config import Fp8Config, PrecisionConfig
 from megajax.resilience.config import ResilienceConfig
-from megajax.resilience.watchdog_config import WatchdogConfig
+from megajax.resilience.watchdog import WatchdogConfig
 from megajax.training.compiler_options import chosen, refusal, settle, settled
 from megajax.training.program import Program
 from megajax.training.run_config import RunConfig
