@@ -10,10 +10,10 @@ from jax import Array
 from jax.sharding import Mesh
 
 from megajax.config.errors import UserError
+from megajax.job.repeated_gradients import AXIS, Recompute, Verdict, scale_of
 from megajax.resilience.drills import Drill
 from megajax.resilience.integrity_config import RecomputeConfig
 from megajax.training.loop import Corruption
-from megajax.training.recompute import AXIS, Recompute, Verdict, scale_of
 from megajax.training.session import Run
 from megajax.training.timing import INTEGRITY
 

@@ -11,13 +11,13 @@ from jax import Array
 from jax.sharding import Mesh
 
 from megajax.job.device_memory import size
+from megajax.job.state_hash import HashedLeaf, Odd, StateHash, group_hashes, odd_ones
 from megajax.resilience.drills import Drill
 from megajax.resilience.integrity_config import ReplicasConfig
 from megajax.training.loop import Corruption, Hook
 from megajax.training.program import Program
 from megajax.training.session import Run
 from megajax.training.state import TrainState
-from megajax.training.state_hash import HashedLeaf, Odd, StateHash, group_hashes, odd_ones
 from megajax.training.timing import INTEGRITY
 
 MANTISSA_BIT = 1 << 12

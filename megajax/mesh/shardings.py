@@ -41,6 +41,11 @@ def without_dimension(sharding: NamedSharding, dimensions: int, left_out: int) -
     return NamedSharding(sharding.mesh, PartitionSpec(*entries), memory_kind=sharding.memory_kind)
 
 
+def replicated(mesh: Mesh) -> NamedSharding:
+    """The sharding of an array that every device has."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
 def one_for_each_device(mesh: Mesh) -> PartitionSpec:
     """Of an array [devices of the mesh, ...] with one row on each device."""
     return PartitionSpec(mesh.axis_names)

@@ -5,8 +5,9 @@ from math import inf, isfinite
 import jax
 import numpy as np
 from jax import Array
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
+from megajax.mesh.shardings import replicated
 from megajax.resilience.config import ResilienceConfig
 from megajax.resilience.drills import factors, of_this_attempt
 from megajax.resilience.spikes import SpikeRule
@@ -58,5 +59,4 @@ class Guard:
         return None
 
     def _everywhere(self, value: np.ndarray) -> Array:
-        sharding = NamedSharding(self._mesh, PartitionSpec())
-        return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
+        return jax.make_array_from_callback(value.shape, replicated(self._mesh), lambda index: value[index])

@@ -8,11 +8,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from megajax.batch import Params
 from megajax.layers.param import ParamSpec, initial_values
 from megajax.mesh.rules import Plan, Rules
+from megajax.mesh.shardings import replicated
 from megajax.optim.offload import in_host_memory
 from megajax.optim.optimizer import Optimizer, OptimizerState
 from megajax.precision.loss_scale import UNSCALED, LossScaler
@@ -96,7 +97,7 @@ def state_shardings(
     Of other arrays that belong to a stacked weight, the rows are cut over stages; all else is everywhere.
     """
     # Any: a tree of shardings has the state's structure, not its leaves.
-    everywhere: Any = NamedSharding(mesh, PartitionSpec())
+    everywhere: Any = replicated(mesh)
 
     def placed_like(path: str, shape: tuple[int, ...]) -> NamedSharding:
         spec = declared[path]

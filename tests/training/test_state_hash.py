@@ -9,9 +9,9 @@ import pytest
 from tiny_runs import QUICK, llama, program, start
 
 from megajax.job.replicas import blame, copied_weight, sentence, with_flipped_bit
+from megajax.job.state_hash import HashedLeaf, StateHash, array_hash, group_hashes, odd_ones
 from megajax.mesh.config import ParallelConfig
 from megajax.training.program import Program
-from megajax.training.state_hash import HashedLeaf, StateHash, array_hash, group_hashes, odd_ones
 
 LAYOUTS = {
     "replicate": ParallelConfig(data=8, data_sharding="replicate"),

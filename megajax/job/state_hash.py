@@ -14,7 +14,7 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from megajax.mesh.shardings import axes_of, one_for_each_device
+from megajax.mesh.shardings import axes_of, one_for_each_device, replicated
 from megajax.mesh.xla import Value
 from megajax.optim.offload import on_device
 from megajax.training.state import TrainState
@@ -69,7 +69,7 @@ class StateHash:
         ]
         self._hash = jax.jit(
             self.state_hash,
-            out_shardings=NamedSharding(mesh, PartitionSpec()),
+            out_shardings=replicated(mesh),
             compiler_options=None if options is None else dict(options),
         )
 

@@ -12,11 +12,11 @@ from tiny_runs import QUICK, llama, place, program, rows, start, within
 from megajax.config.errors import UserError
 from megajax.job.integrity import idle_drills
 from megajax.job.recompute import CheckResults, devices_of, sentence
+from megajax.job.repeated_gradients import Recompute, Verdict, scale_of, verdict
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import build_mesh, rolled
 from megajax.resilience.config import ResilienceConfig
 from megajax.resilience.integrity_config import RecomputeConfig
-from megajax.training.recompute import Recompute, Verdict, scale_of, verdict
 
 ONE = np.float32(1)
 LAYOUTS = {

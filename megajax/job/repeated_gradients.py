@@ -17,14 +17,14 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from megajax.batch import Batch, Params
+from megajax.job.state_hash import array_hash
 from megajax.mesh.collectives import moved_on
 from megajax.mesh.mesh import rolled
 from megajax.mesh.observations import reduction_of
-from megajax.mesh.shardings import one_for_each_group
+from megajax.mesh.shardings import one_for_each_group, replicated
 from megajax.precision.loss_scale import in_range
 from megajax.training.grads import MANUAL, Weights
 from megajax.training.program import Program
-from megajax.training.state_hash import array_hash
 
 AXIS = "data"
 HASHES, NORM = "hashes", "norm"
@@ -185,4 +185,4 @@ def scale_of(mesh: Mesh, factor: np.float32, faulty: jax.Device | None) -> Array
         jax.device_put(factor * np.float32(DRILL_FACTOR if device == faulty else 1.0), device)
         for device in mesh.local_devices
     ]
-    return jax.make_array_from_single_device_arrays((), NamedSharding(mesh, PartitionSpec()), arrays)
+    return jax.make_array_from_single_device_arrays((), replicated(mesh), arrays)
