@@ -1,6 +1,6 @@
 """What the engine asks of the device: the next token of every row of a step."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from megajax.inference.request import TokenScore
@@ -48,8 +48,6 @@ class Device(Protocol):
     """Whether rows may share blocks: not if layers keep a state per row."""
     memory: int
     """Most tokens of `Row.memory`; 0: the model has no encoder."""
-    adapters: Collection[str]
-    """Names that `Row.adapter` may have, beside the empty one."""
 
     def run(self, work: Sequence[Step | None]) -> Sequence[Sequence[Sampled]]:
         """One step of each replica; its results in the order of `Step.parts`."""

@@ -38,9 +38,11 @@ class Statistics:
     requests: int
     """Requests that are not finished."""
     blocks_used: int
+    """Blocks of the cache in use."""
     blocks: int
-    """Of all replicas."""
+    """Blocks of the cache."""
     steps_total: int
+    """Steps of the device."""
     tokens_total: int
     """Tokens of answers."""
     prompt_tokens_total: int
@@ -48,13 +50,15 @@ class Statistics:
     shared_tokens_total: int
     """Tokens of prompts that were in the cache already."""
     preemptions_total: int
+    """Rows that gave up their blocks and were computed again."""
     errors_total: int
     """Faults that ended an answer or a request, and no other."""
     scheduler_seconds_total: float
-    """Of the host: scheduling, text and delivery."""
+    """Time of the host: scheduling, text and delivery."""
     device_seconds_total: float
+    """Time of the device."""
     last_step_seconds: float
-    """Of host and device."""
+    """Time of the last step, of host and device."""
 
 
 class Engine:
@@ -220,9 +224,6 @@ class Engine:
             )
         if sampling.stop and self.tokenizer is None:
             problems.append(Problem("stop", "needs a tokenizer, and the engine has none"))
-        if request.adapter and request.adapter not in self.device.adapters:
-            present = ", ".join(sorted(self.device.adapters)) or "none"
-            problems.append(Problem("adapter", f"is {request.adapter[:60]!r}; the engine has {present}"))
         if sampling.beams > 1 and (wanted := candidates_of(sampling.beams, self._ends_of(sampling))) > self.device.top:
             what = f"{sampling.beams} and the tokens that end a text need {wanted} candidates of each beam"
             problems.append(Problem("beams", f"{what}; the device gives {self.device.top}"))
@@ -253,7 +254,6 @@ class Engine:
             sampling=sampling,
             seed=seed,
             ends=self._ends_of(sampling),
-            adapter=request.adapter or "",
             memory=request.memory,
             unscored=sampling.prompt_logprobs is not None and order[1] == 0,
             top=sampling.logprobs,

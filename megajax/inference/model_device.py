@@ -1,6 +1,6 @@
 """A model as the device of an engine: steps of the scheduler in, sampled tokens out."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -19,9 +19,9 @@ class ModelDevice:
     top = TOP
     """Largest `Row.top`."""
 
-    def __init__(self, programs: Programs, vocabulary: int, adapters: Collection[str] = ()):
+    def __init__(self, programs: Programs, vocabulary: int):
         """programs: with `chooser.choosers(vocabulary)`; vocabulary: ids in use."""
-        self.programs, self.vocabulary, self.adapters = programs, vocabulary, adapters
+        self.programs, self.vocabulary = programs, vocabulary
         self.choosers: Sequence[RowChooser] = [each for each in programs.choosers if isinstance(each, RowChooser)]
         self.rows, self.chunk, self.length = programs.rows, programs.chunk, programs.length
         self.block, self.blocks, self.replicas = programs.size.block, programs.size.blocks, programs.replicas

@@ -42,12 +42,8 @@ class Pool:
         """Blocks with owners."""
         return self.blocks - self.available
 
-    def first_digest(self, salt: str) -> bytes:
-        """The hash before the first block. salt: what the keys and values depend on beside the tokens."""
-        return blake2b(salt.encode(), digest_size=DIGEST, key=self._key).digest()
-
-    def next_digest(self, before: bytes, tokens: Sequence[int]) -> bytes:
-        """The hash of a full block, from that of the block before it and its tokens."""
+    def digest(self, before: bytes, tokens: Sequence[int]) -> bytes:
+        """The hash of a full block, from that of the block before it (empty for the first) and its tokens."""
         return blake2b(before + array("q", tokens).tobytes(), digest_size=DIGEST, key=self._key).digest()
 
     def take(self) -> int:

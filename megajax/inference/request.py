@@ -221,6 +221,17 @@ class Piece(NamedTuple):
     prompt_scores: tuple[TokenScore | None, ...] = ()
     """With the first piece of choice 0, if the request asks for them; None for the first token."""
 
+    def then(self, later: "Piece") -> "Piece":
+        """This piece and a later one of the same answer."""
+        return Piece(
+            self.choice,
+            self.text + later.text,
+            self.tokens + later.tokens,
+            self.scores + later.scores,
+            later.finish,
+            self.prompt_scores + later.prompt_scores,
+        )
+
 
 @dataclass(kw_only=True)
 class Answer:
@@ -250,7 +261,6 @@ class Request:
     sampling: Sampling
     deliver: Callable[[Piece], None]
     """Called on the engine's thread; it must return at once."""
-    adapter: str | None = None
     memory: tuple[int, ...] = ()
     """The text that an encoder reads, where the model has one; the prompt is then the beginning of the answer."""
 

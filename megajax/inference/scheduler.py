@@ -29,8 +29,6 @@ class Row:
     """Of this answer: sampling depends on it and on the number of tokens, not on the step."""
     ends: frozenset[int] = frozenset()
     """Tokens that end the answer; they may not be chosen before `sampling.min_tokens`."""
-    adapter: str = ""
-    """Name of the adapter of weights; empty: none."""
     memory: tuple[int, ...] = ()
     """The text that an encoder reads when the row begins."""
     unscored: bool = False
@@ -115,7 +113,7 @@ class Scheduler:
     def fork(self, row: Row, order: tuple[int, int]) -> Row:
         """A copy of a row, which waits; it will share the row's full blocks."""
         copy = Row(order=order, tokens=list(row.tokens), limit=row.limit, sampling=row.sampling, seed=row.seed)
-        copy.ends, copy.adapter, copy.prompt, copy.top = row.ends, row.adapter, row.prompt, row.top
+        copy.ends, copy.prompt, copy.top = row.ends, row.prompt, row.top
         copy.digests, copy.memory = list(row.digests), row.memory
         self.add(copy)
         return copy
@@ -188,8 +186,8 @@ class Scheduler:
         size = self.pool.size
         while len(row.digests) <= number:
             first = len(row.digests) * size
-            before = row.digests[-1] if row.digests else self.pool.first_digest(row.adapter)
-            row.digests.append(self.pool.next_digest(before, row.tokens[first : first + size]))
+            before = row.digests[-1] if row.digests else b""
+            row.digests.append(self.pool.digest(before, row.tokens[first : first + size]))
         return row.digests[number]
 
     def _reserve(self, row: Row, until: int) -> bool:

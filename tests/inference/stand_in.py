@@ -31,17 +31,15 @@ class StandIn:
         length: int = 64,
         vocabulary: int = 50,
         prefix_sharing: bool = True,
-        adapters: Sequence[str] = (),
         memory: int = 0,
         bad: Sequence[int] = (),
     ):
         self.rows, self.chunk, self.block, self.blocks, self.replicas = rows, chunk, block, blocks, replicas
-        self.memory = memory
-        self.length, self.vocabulary, self.prefix_sharing, self.adapters = length, vocabulary, prefix_sharing, adapters
+        self.length, self.vocabulary, self.prefix_sharing, self.memory = length, vocabulary, prefix_sharing, memory
         self.top = vocabulary
         self.bad, self.steps = frozenset(bad), 0
         self.computed: list[tuple[Row, int, int]] = []
-        self._cells: list[dict[tuple[int, int], tuple[int, int, str]]] = [{} for _ in range(replicas)]
+        self._cells: list[dict[tuple[int, int], tuple[int, int]]] = [{} for _ in range(replicas)]
 
     def run(self, work: Sequence[Step | None]) -> list[list[Sampled]]:
         assert len(work) == self.replicas and any(work)
@@ -50,7 +48,7 @@ class StandIn:
             [] if step is None else self._replica(step, cells) for step, cells in zip(work, self._cells, strict=True)
         ]
 
-    def _replica(self, step: Step, cells: dict[tuple[int, int], tuple[int, int, str]]) -> list[Sampled]:
+    def _replica(self, step: Step, cells: dict[tuple[int, int], tuple[int, int]]) -> list[Sampled]:
         assert len(step.decode) <= self.rows and len(step.prompts) <= 1
         assert all(count <= self.chunk for _, _, count in step.prompts)
         parts = [*((row, at, 1) for row, at in step.decode), *step.prompts]
@@ -60,13 +58,13 @@ class StandIn:
             for at in range(first, first + count):
                 place = row.blocks[at // self.block], at % self.block
                 assert owners.count(place[0]) == 1, "a shared block is written"
-                cells[place] = at, row.tokens[at], row.adapter
+                cells[place] = at, row.tokens[at]
         return [self._result(row, first, count, cells) for row, first, count in parts]
 
-    def _result(self, row: Row, first: int, count: int, cells: dict[tuple[int, int], tuple[int, int, str]]) -> Sampled:
+    def _result(self, row: Row, first: int, count: int, cells: dict[tuple[int, int], tuple[int, int]]) -> Sampled:
         self.computed.append((row, first, count))
         seen = [cells[row.blocks[at // self.block], at % self.block] for at in range(first + count)]
-        assert seen == [(at, row.tokens[at], row.adapter) for at in range(first + count)], f"{row.order}: other keys"
+        assert seen == [(at, row.tokens[at]) for at in range(first + count)], f"{row.order}: other keys"
         if self.bad.intersection(row.tokens[: first + count]):
             return Sampled(-1, float("nan"), finite=False)
         tokens = self.candidates(row, row.tokens[: first + count])

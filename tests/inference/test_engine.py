@@ -20,14 +20,12 @@ NAMES = count()
 class Client:
     """A request, its pieces, and what they add up to."""
 
-    def __init__(self, prompt: Sequence[int], adapter: str | None = None, **settings: Any):
+    def __init__(self, prompt: Sequence[int], **settings: Any):
         settings = {"temperature": 0, "ignore_eos": True, **settings}
         self.pieces: list[Piece] = []
         name = f"client {next(NAMES)}"
         sampling = Sampling(**settings)
-        self.request = Request(
-            identifier=name, prompt=tuple(prompt), sampling=sampling, adapter=adapter, deliver=self.pieces.append
-        )
+        self.request = Request(identifier=name, prompt=tuple(prompt), sampling=sampling, deliver=self.pieces.append)
 
     def answers(self) -> list[Answer]:
         answers = [Answer() for _ in range(self.request.sampling.n)]
@@ -241,16 +239,15 @@ def test_no_tokens_but_the_scores_of_the_prompt() -> None:
         ([1], {"logit_bias": {50: 1}}, "invalid", "logit_bias"),
         ([1], {"stop": ("a",)}, "invalid", "stop"),
         ([1], {"guide": {}, "ignore_eos": False}, "invalid", "guide"),
-        ([1], {"adapter": "other"}, "invalid", "adapter"),
     ],
 )
 def test_what_can_never_run_is_refused(prompt: list[int], settings: dict[str, Any], reason: str, field: str) -> None:
-    engine = Engine(StandIn(length=64, adapters=("mine",)))
+    engine = Engine(StandIn(length=64))
     with pytest.raises(Refused) as refused:
         engine.submit(Client(prompt, **settings).request)
     assert (refused.value.reason, refused.value.field) == (reason, field)
     idle(engine)
-    serve(engine, Client([1] * 63, max_tokens=5, adapter="mine"), Client([1] * 63, max_tokens=5))
+    serve(engine, Client([1] * 63, max_tokens=5), Client([1] * 63, max_tokens=5))
 
 
 def test_more_candidates_than_the_device_gives_are_refused() -> None:

@@ -83,7 +83,7 @@ def test_settings_that_contradict_each_other() -> None:
     assert wrong(beams=4, best_of=4) == ["best_of"]
     assert wrong(beams=2, n=3) == ["n"]
     assert wrong(beams=3, n=3) == []
-    unused = {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.1}
+    unused: dict[str, Any] = {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.1}
     unused |= {"presence_penalty": 1.0, "logit_bias": {1: 1.0}, "guide": {}}
     assert wrong(beams=2, **unused) == list(unused)
     assert wrong(beams=2, temperature=0) == wrong(beams=2, temperature=1) == wrong(beams=2, length_penalty=0.5) == []

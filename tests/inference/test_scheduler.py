@@ -52,7 +52,7 @@ class Load:
 
     def arrive(self) -> None:
         prompt = [*self.draw.choice(self.heads), *(self.draw.randrange(50) for _ in range(self.draw.randint(1, 12)))]
-        new = row(self.number, prompt, len(prompt) + self.draw.randint(1, 25), adapter=self.draw.choice(["", "other"]))
+        new = row(self.number, prompt, len(prompt) + self.draw.randint(1, 25))
         new.unscored = self.draw.random() < 0.1
         self.number, self.asked = self.number + 1, self.asked + len(prompt)
         self.scheduler.add(new)
@@ -117,10 +117,10 @@ def test_equal_prompts_are_computed_once() -> None:
     assert scheduler.shared_tokens == 20 + 20
 
 
-def test_other_adapters_and_other_beginnings_share_nothing() -> None:
+def test_other_beginnings_share_nothing() -> None:
     device, prompt = StandIn(chunk=8, block=4), list(range(21))
     scheduler = Scheduler(Pool(64, 4), rows=4, chunk=8)
-    rows = [row(0, prompt, 25), row(1, prompt, 25, adapter="other"), row(2, [7, *prompt], 25)]
+    rows = [row(0, prompt, 25), row(1, [7, *prompt], 25)]
     made(scheduler, device, rows)
     assert scheduler.shared_tokens == 0
 
@@ -137,7 +137,7 @@ def test_rows_whose_prompt_is_scored_compute_all_of_it_and_are_shared() -> None:
 
 def test_the_least_recently_used_contents_are_overwritten() -> None:
     pool = Pool(2, 4)
-    first, second = (pool.next_digest(pool.first_digest(""), tokens) for tokens in ([1, 2, 3, 4], [5, 6, 7, 8]))
+    first, second = (pool.digest(b"", tokens) for tokens in ([1, 2, 3, 4], [5, 6, 7, 8]))
     for digest in (first, second):
         block = pool.take()
         pool.publish(block, digest)

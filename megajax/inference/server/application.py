@@ -1,6 +1,6 @@
 """The application: the routes behind their gate."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from starlette.applications import Starlette
@@ -19,19 +19,15 @@ from megajax.inference.server.state import Readiness
 
 
 def build_application(
-    models: Sequence[ServedModel],
+    model: ServedModel,
     config: ServerConfig,
     access: Access,
     readiness: Readiness,
     log: Callable[[str], None],
 ) -> Gate:
-    """The ASGI application of models, the first of which answers requests that name none.
-
-    Raises UserError for a file of keys that is wrong.
-    """
+    """The ASGI application of a model. Raises UserError for a file of keys that is wrong."""
     metrics = ServerMetrics()
-    by_name: Mapping[str, ServedModel] = {model.name: model for model in models}
-    routes = Routes(by_name, config, metrics, readiness, log_prompts=access.log_prompts).table()
+    routes = Routes(model, config, metrics, readiness, log_prompts=access.log_prompts).table()
     handlers: dict[Any, Any] = {
         RequestError: _error,
         UserError: _user_error,

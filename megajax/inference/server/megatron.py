@@ -5,25 +5,30 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from megajax.inference.request import Sampling
-from megajax.inference.server.calls import Growth
+from megajax.inference.request import TOKEN, Limit, Piece, Sampling
 from megajax.inference.server.config import ServerConfig
 from megajax.inference.server.errors import invalid
-from megajax.inference.server.fields import FLAG, Field, Fields, Unsupported, check, demand, names_by_setting, number
+from megajax.inference.server.fields import (
+    FLAG,
+    STRING,
+    Field,
+    Fields,
+    Unsupported,
+    check,
+    demand,
+    names_by_setting,
+    number,
+)
 from megajax.inference.server.fields import sampling as read_sampling
-from megajax.inference.server.models import ServedModel, find_model
+from megajax.inference.server.models import ServedModel
 from megajax.inference.server.openai import Job
 from megajax.inference.server.prompts import split_prompts
 from megajax.inference.server.scores import TokenTexts, finite
 
 
-def _within(least: float, most: float, kind: type = float, *, above: bool = False) -> Callable[[Any], Any]:
-    """Reads a number between bounds. above: `least` itself is excluded."""
-
+def _within(limit: Limit) -> Callable[[Any], Any]:
     def read(value: Any) -> Any:
-        if isinstance(value, bool) or not isinstance(value, int if kind is int else (int, float)):
-            raise ValueError
-        if not (least < value if above else least <= value) or not value <= most:
+        if limit.error(value):
             raise ValueError
         return value
 
@@ -41,12 +46,12 @@ def _only(wanted: Any) -> Callable[[Any], Any]:
 
 FIELDS: Fields = {
     "prompts": Field("a list of strings", lambda value: value),
-    "model": Field("a string", lambda value: value),
+    "model": STRING,
     "tokens_to_generate": number("max_tokens"),
     "logprobs": FLAG,
-    "temperature": Field("a number above 0 and at most 100", _within(0, 100, above=True), "temperature"),
-    "top_k": Field("an integer between 0 and 1000", _within(0, 1000, int), "top_k"),
-    "top_p": Field("a number between 0 and 1", _within(0, 1)),
+    "temperature": Field("a number above 0 and at most 100", _within(Limit(float, 0, 100, above=True)), "temperature"),
+    "top_k": Field("an integer between 0 and 1000", _within(Limit(int, 0, 1000)), "top_k"),
+    "top_p": Field("a number between 0 and 1", _within(Limit(float, 0, 1))),
     "top_p_decay": Field("0: top_p does not decay here", _only(0)),
     "top_p_bound": Field("0: top_p does not decay here", _only(0)),
     "add_BOS": FLAG,
@@ -56,7 +61,7 @@ FIELDS: Fields = {
     "random_seed": number("seed")._replace(null=False),
     "no_log": FLAG,
     "beam_width": number("beams"),
-    "stop_token": Field("a token id", _within(0, 2**31 - 1, int)),
+    "stop_token": Field("a token id", _within(TOKEN)),
     "length_penalty": number("length_penalty"),
     "max_len": Unsupported("replaced by tokens_to_generate"),
     "sentences": Unsupported("replaced by prompts"),
@@ -71,42 +76,33 @@ class MegatronForm:
         self._tokenizer, self._texts = model.tokenizer, TokenTexts(model.tokenizer)
         self._prompts, self._settings, self._scored = prompts, settings, scored
 
-    def whole(self, answers: Mapping[int, Growth]) -> dict[str, Any]:
-        grown = [answers[number] for number in sorted(answers)]
-        prompts = [self._prompts[growth.number // self._settings.n] for growth in grown]
-        tokens = [[*prompt, *growth.tokens] for prompt, growth in zip(prompts, grown, strict=True)]
+    def whole(self, answers: Sequence[Piece]) -> dict[str, Any]:
+        prompts = [self._prompts[answer.choice // self._settings.n] for answer in answers]
+        pairs = list(zip(prompts, answers, strict=True))
+        tokens = [[*prompt, *answer.tokens] for prompt, answer in pairs]
         body: dict[str, Any] = {
-            "text": [self._tokenizer.decode(prompt) + a.text for prompt, a in zip(prompts, grown, strict=True)],
+            "text": [self._tokenizer.decode(prompt) + answer.text for prompt, answer in pairs],
             "tokens": tokens,
             "segments": [[self._texts.text(token) for token in row] for row in tokens],
         }
         if self._settings.beams > 1:
-            body["scores"] = [self._score(growth) for growth in grown]
+            body["scores"] = [self._score(answer) for answer in answers]
         if self._scored:
             # Of all tokens but the first, which nothing predicts.
-            both = [(*growth.prompt_scores[1:], *growth.scores) for growth in grown]
+            both = [(*answer.prompt_scores[1:], *answer.scores) for answer in answers]
             body["logprobs"] = [[finite(score.logprob) for score in scores if score] for scores in both]
         return body
 
-    def opening(self) -> list[dict[str, Any]]:
-        return []
-
-    def event(self, growth: Growth) -> dict[str, Any]:
-        raise NotImplementedError("the route does not stream")
-
-    def closing(self) -> list[dict[str, Any]]:
-        return []
-
-    def _score(self, growth: Growth) -> float:
+    def _score(self, answer: Piece) -> float:
         """Of a beam: its log-probability by its length to the power of length_penalty."""
-        length = max(len(growth.tokens), 1) ** self._settings.length_penalty
-        return finite(math.fsum(score.logprob for score in growth.scores) / length)
+        length = max(len(answer.tokens), 1) ** self._settings.length_penalty
+        return finite(math.fsum(score.logprob for score in answer.scores) / length)
 
 
-async def megatron_job(body: Mapping[str, Any], models: Mapping[str, ServedModel], config: ServerConfig) -> Job:
+async def megatron_job(body: Mapping[str, Any], model: ServedModel, config: ServerConfig) -> Job:
     """What a body of PUT /api asks for. Raises RequestError."""
     values = check(body, FIELDS)
-    model = find_model(models, values)
+    model.demand_name(values)
     settings, scored = _settings(values), values.get("logprobs", False)
     texts = demand(values, "prompts")
     if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
@@ -123,7 +119,7 @@ async def megatron_job(body: Mapping[str, Any], models: Mapping[str, ServedModel
     prompts = [first + await model.encode(text, special_tokens=False, prefix=False) for text in texts]
     form = MegatronForm(model, prompts, settings, scored=scored)
     names = names_by_setting(FIELDS, values) | {"prompt": "prompts", "top_p": "top_p", "n": "beam_width"}
-    return Job(model=model, prompts=prompts, sampling=settings, form=form, names=names)
+    return Job(prompts=prompts, sampling=settings, form=form, names=names)
 
 
 def _settings(values: Mapping[str, Any]) -> Sampling:

@@ -1,7 +1,7 @@
 """Counts and times of the server, in the text format of Prometheus."""
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 PREFIX = "megajax_"
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
@@ -64,11 +64,10 @@ class ServerMetrics:
             yield from metric.lines()
 
 
-def gauge(name: str, text: str, by_model: Mapping[str, float]) -> Iterator[str]:
-    """A number of each model. It only grows if its name ends in _total."""
+def gauge(name: str, text: str, value: float, **labels: str) -> Iterator[str]:
+    """A number that only grows if its name ends in _total."""
     yield from _head(name, text, "counter" if name.endswith("_total") else "gauge")
-    for model, value in by_model.items():
-        yield f"{PREFIX}{name}{_labels((('model', model),))} {_number(value)}"
+    yield f"{PREFIX}{name}{_labels(labels.items())} {_number(value)}"
 
 
 def _head(name: str, text: str, kind: str) -> tuple[str, str]:

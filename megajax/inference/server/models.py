@@ -1,4 +1,4 @@
-"""The models that a server answers for, and how their prompts become tokens."""
+"""The model that a server answers for, and how prompts become its tokens."""
 
 import asyncio
 import time
@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megajax.config.errors import UserError
-from megajax.inference.server.calls import Worker
 from megajax.inference.server.errors import RequestError, invalid
 from megajax.inference.server.fields import shown
+from megajax.inference.worker import Worker
 from megajax.tokenizers.base import Tokenizer
 from megajax.tokenizers.chat_template import TemplateMisfit
 from megajax.tokenizers.conversation import Conversation
@@ -21,7 +21,7 @@ LONG = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class ServedModel:
-    """A model under a name, on the engine that runs it. Several names may share one engine."""
+    """A model under a name, on the engine that runs it."""
 
     name: str
     worker: Worker
@@ -30,14 +30,17 @@ class ServedModel:
     """None: the tokenizer has no chat template."""
     length: int
     """Most tokens of a prompt and its answer."""
-    adapter: str | None = None
-    """The engine's name of the adapter that makes it another model."""
     created: int = field(default_factory=lambda: int(time.time()))
     plain: Tokenizer = field(init=False)
     """Encodes text of clients: names of special tokens in it are text."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "plain", self.tokenizer.plain())
+
+    def demand_name(self, values: Mapping[str, Any]) -> None:
+        """Raises RequestError 404 if the field `model` names another one."""
+        if (name := values.get("model", self.name)) != self.name:
+            raise RequestError(404, f"no model {shown(name)}: there is {self.name}", "model")
 
     def card(self) -> dict[str, Any]:
         """Its entry in /v1/models."""
@@ -84,16 +87,6 @@ async def _tokens(text: str, encode: Callable[[], list[int]], param: str = "prom
         return encode() if len(text) < LONG else await asyncio.to_thread(encode)
     except UserError as error:
         raise invalid(param, str(error)) from None
-
-
-def find_model(models: Mapping[str, ServedModel], values: Mapping[str, Any]) -> ServedModel:
-    """The one that the field `model` names; the first without it. Raises RequestError 404."""
-    name = values.get("model")
-    if name is None:
-        return next(iter(models.values()))
-    if name not in models:
-        raise RequestError(404, f"no model {shown(name)}: there is {', '.join(models)}", "model")
-    return models[name]
 
 
 def check_messages(messages: Any) -> list[dict[str, str]]:

@@ -2,16 +2,15 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 from uuid import uuid4
 
-from megajax.inference.request import Sampling
-from megajax.inference.server.calls import Growth
+from megajax.inference.request import Piece, Sampling
 from megajax.inference.server.config import ServerConfig
 from megajax.inference.server.errors import invalid
 from megajax.inference.server.fields import CHAT, COMPLETIONS, Fields, check, demand, names_by_setting, one_of, sampling
-from megajax.inference.server.models import ServedModel, find_model
+from megajax.inference.server.models import ServedModel
 from megajax.inference.server.prompts import read_prompts
 from megajax.inference.server.scores import TokenTexts, chat_scores, completion_scores
 
@@ -19,20 +18,8 @@ from megajax.inference.server.scores import TokenTexts, chat_scores, completion_
 class Form(Protocol):
     """How the answers of a job are written."""
 
-    def whole(self, answers: Mapping[int, Growth]) -> dict[str, Any]:
+    def whole(self, answers: Sequence[Piece]) -> dict[str, Any]:
         """The body of a response."""
-        ...
-
-    def opening(self) -> list[dict[str, Any]]:
-        """Events before the first token."""
-        ...
-
-    def event(self, growth: Growth) -> dict[str, Any]:
-        """What an answer grew by."""
-        ...
-
-    def closing(self) -> list[dict[str, Any]]:
-        """Events after the last token."""
         ...
 
 
@@ -40,24 +27,13 @@ class Form(Protocol):
 class Job:
     """A request that was understood."""
 
-    model: ServedModel
     prompts: Sequence[Sequence[int]]
     sampling: Sampling
     form: Form
-    stream: bool = False
-    names: dict[str, str] = field(default_factory=dict)
+    stream: "OpenAIForm | None" = None
+    """The form of events; None: one response."""
+    names: dict[str, str]
     """Settings of `Sampling` -> fields of the request."""
-
-
-class Usage:
-    """Tokens of a request."""
-
-    def __init__(self, prompts: Sequence[Sequence[int]]):
-        self.prompt, self.generated = sum(map(len, prompts)), 0
-
-    def body(self) -> dict[str, int]:
-        total = self.prompt + self.generated
-        return {"prompt_tokens": self.prompt, "completion_tokens": self.generated, "total_tokens": total}
 
 
 class OpenAIForm:
@@ -72,27 +48,35 @@ class OpenAIForm:
 
     def __init__(self, model: ServedModel, prompts: Sequence[Sequence[int]], *, with_usage: bool):
         """with_usage: the last event has the usage."""
-        self.texts, self.usage, self._with_usage = TokenTexts(model.tokenizer), Usage(prompts), with_usage
+        self.texts, self._with_usage = TokenTexts(model.tokenizer), with_usage
+        self._prompt_tokens, self._generated = sum(map(len, prompts)), 0
         self._head = {"id": f"{self.prefix}{uuid4().hex}", "created": int(time.time()), "model": model.name}
 
-    def choice(self, growth: Growth, *, event: bool) -> dict[str, Any]:
+    def choice(self, piece: Piece, *, event: bool) -> dict[str, Any]:
         """An entry of `choices`."""
         raise NotImplementedError
 
-    def whole(self, answers: Mapping[int, Growth]) -> dict[str, Any]:
-        choices = [self.choice(growth, event=False) for _, growth in sorted(answers.items())]
-        self.usage.generated = sum(len(growth.tokens) for growth in answers.values())
-        return {**self._head, "object": self.kind, "choices": choices, "usage": self.usage.body()}
+    def whole(self, answers: Sequence[Piece]) -> dict[str, Any]:
+        choices = [self.choice(answer, event=False) for answer in answers]
+        self._generated = sum(len(answer.tokens) for answer in answers)
+        return {**self._head, "object": self.kind, "choices": choices, "usage": self._usage()}
 
     def opening(self) -> list[dict[str, Any]]:
+        """Events before the first token."""
         return []
 
-    def event(self, growth: Growth) -> dict[str, Any]:
-        self.usage.generated += len(growth.tokens)
-        return self._event([self.choice(growth, event=True)])
+    def event(self, piece: Piece) -> dict[str, Any]:
+        """The event of a piece of an answer."""
+        self._generated += len(piece.tokens)
+        return self._event([self.choice(piece, event=True)])
 
     def closing(self) -> list[dict[str, Any]]:
-        return [{**self._event([]), "usage": self.usage.body()}] if self._with_usage else []
+        """Events after the last token."""
+        return [{**self._event([]), "usage": self._usage()}] if self._with_usage else []
+
+    def _usage(self) -> dict[str, int]:
+        total = self._prompt_tokens + self._generated
+        return {"prompt_tokens": self._prompt_tokens, "completion_tokens": self._generated, "total_tokens": total}
 
     def _event(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         event = {**self._head, "object": self.chunk, "choices": choices}
@@ -115,34 +99,28 @@ class CompletionForm(OpenAIForm):
         with_usage: bool,
     ):
         super().__init__(model, prompts, with_usage=with_usage)
-        self._prompts, self._settings = prompts, settings
-        self._echoes = [model.tokenizer.decode(prompt) for prompt in prompts] if echo else [""] * len(prompts)
-        self._echo = echo
+        self._tokenizer, self._prompts, self._settings, self._echo = model.tokenizer, prompts, settings, echo
         self._lengths: dict[int, int] = {}
         self._prompt_scores: dict[int, tuple[Any, ...]] = {}
 
-    def whole(self, answers: Mapping[int, Growth]) -> dict[str, Any]:
-        self._prompt_scores = {
-            number // self._settings.n: growth.prompt_scores
-            for number, growth in answers.items()
-            if growth.prompt_scores
-        }
+    def whole(self, answers: Sequence[Piece]) -> dict[str, Any]:
+        # The first answer to a prompt has the scores of the prompt, for all of them.
+        n = self._settings.n
+        self._prompt_scores = {answer.choice // n: answer.prompt_scores for answer in answers[::n]}
         return super().whole(answers)
 
-    def choice(self, growth: Growth, *, event: bool) -> dict[str, Any]:
-        prompt, first = growth.number // self._settings.n, growth.number not in self._lengths
-        start = self._lengths.setdefault(growth.number, 0)
-        echo = self._echoes[prompt] if first else ""
-        text = echo + growth.text
-        self._lengths[growth.number] = start + len(text)
-        tokens, scores = list(growth.tokens), list[Any](growth.scores)
+    def choice(self, piece: Piece, *, event: bool) -> dict[str, Any]:
+        number, echoes = piece.choice // self._settings.n, self._echo and piece.choice not in self._lengths
+        start = self._lengths.setdefault(piece.choice, 0)
+        text = self._tokenizer.decode(self._prompts[number]) + piece.text if echoes else piece.text
+        self._lengths[piece.choice] = start + len(text)
         logprobs = None
         if self._settings.logprobs is not None:
-            if self._echo and first:
-                tokens = [*self._prompts[prompt], *tokens]
-                scores = [*(self._prompt_scores.get(prompt) or growth.prompt_scores), *scores]
+            prompt = self._prompts[number] if echoes else ()
+            prompt_scores = self._prompt_scores.get(number, piece.prompt_scores) if echoes else ()
+            tokens, scores = [*prompt, *piece.tokens], [*prompt_scores, *piece.scores]
             logprobs = completion_scores(self.texts, tokens, scores, start)
-        return {"index": growth.number, "text": text, "logprobs": logprobs, "finish_reason": growth.finish}
+        return {"index": piece.choice, "text": text, "logprobs": logprobs, "finish_reason": piece.finish}
 
 
 class ChatForm(OpenAIForm):
@@ -155,14 +133,13 @@ class ChatForm(OpenAIForm):
         super().__init__(model, [prompt], with_usage=with_usage)
         self._settings = settings
 
-    def choice(self, growth: Growth, *, event: bool) -> dict[str, Any]:
-        scored = self._settings.logprobs is not None
-        logprobs = chat_scores(self.texts, growth.scores) if scored else None
+    def choice(self, piece: Piece, *, event: bool) -> dict[str, Any]:
+        logprobs = None if self._settings.logprobs is None else chat_scores(self.texts, piece.scores)
         if event:
-            said = {"delta": {"content": growth.text} if growth.text else {}}
+            content = {"delta": {"content": piece.text} if piece.text else {}}
         else:
-            said = {"message": {"role": "assistant", "content": growth.text, "refusal": None}}
-        return {"index": growth.number, **said, "logprobs": logprobs, "finish_reason": growth.finish}
+            content = {"message": {"role": "assistant", "content": piece.text, "refusal": None}}
+        return {"index": piece.choice, **content, "logprobs": logprobs, "finish_reason": piece.finish}
 
     def opening(self) -> list[dict[str, Any]]:
         delta = {"role": "assistant", "content": ""}
@@ -172,10 +149,10 @@ class ChatForm(OpenAIForm):
         ]
 
 
-async def completion_job(body: Mapping[str, Any], models: Mapping[str, ServedModel], config: ServerConfig) -> Job:
+async def completion_job(body: Mapping[str, Any], model: ServedModel, config: ServerConfig) -> Job:
     """What a body of /v1/completions asks for. Raises RequestError."""
     values = check(body, COMPLETIONS)
-    model = find_model(models, values)
+    model.demand_name(values)
     demand(values, "prompt")
     echo, stream = values.get("echo", False), values.get("stream", False)
     settings = sampling(values, COMPLETIONS, replace(Sampling(), guide=_guide(values)))
@@ -188,13 +165,13 @@ async def completion_job(body: Mapping[str, Any], models: Mapping[str, ServedMod
     _check_answers(prompts, settings, config, "prompt")
     form = CompletionForm(model, prompts, settings, echo=echo, with_usage=values.get("stream_options", False))
     names = _names(COMPLETIONS, values) | {"prompt": "prompt"}
-    return Job(model=model, prompts=prompts, sampling=settings, form=form, stream=stream, names=names)
+    return Job(prompts=prompts, sampling=settings, form=form, stream=form if stream else None, names=names)
 
 
-async def chat_job(body: Mapping[str, Any], models: Mapping[str, ServedModel], config: ServerConfig) -> Job:
+async def chat_job(body: Mapping[str, Any], model: ServedModel, config: ServerConfig) -> Job:
     """What a body of /v1/chat/completions asks for. Raises RequestError."""
     values = check(body, CHAT)
-    model = find_model(models, values)
+    model.demand_name(values)
     messages = demand(values, "messages")
     one_of(values, "max_tokens", "max_completion_tokens")
     scored, top = values.pop("logprobs", False), values.pop("top_logprobs", None)
@@ -210,9 +187,8 @@ async def chat_job(body: Mapping[str, Any], models: Mapping[str, ServedModel], c
     _check_answers([prompt], settings, config, "messages")
     form = ChatForm(model, prompt, settings, with_usage=values.get("stream_options", False))
     names = _names(CHAT, values) | {"prompt": "messages"}
-    return Job(
-        model=model, prompts=[prompt], sampling=settings, form=form, stream=values.get("stream", False), names=names
-    )
+    stream = form if values.get("stream", False) else None
+    return Job(prompts=[prompt], sampling=settings, form=form, stream=stream, names=names)
 
 
 def _names(fields: Fields, values: Mapping[str, Any]) -> dict[str, str]:

@@ -14,17 +14,17 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from megajax.inference.server.body import read_object
-from megajax.inference.server.calls import Call, whole
+from megajax.inference.server.calls import Call, complete_answers
 from megajax.inference.server.config import ServerConfig
 from megajax.inference.server.errors import RequestError, invalid, shutting_down
 from megajax.inference.server.fields import DETOKENIZE, TOKENIZE, check, demand
 from megajax.inference.server.megatron import megatron_job
 from megajax.inference.server.metrics import ServerMetrics
-from megajax.inference.server.models import ServedModel, find_model
-from megajax.inference.server.openai import Job, chat_job, completion_job
+from megajax.inference.server.models import ServedModel
+from megajax.inference.server.openai import Job, OpenAIForm, chat_job, completion_job
 from megajax.inference.server.state import Readiness
 
-type Reader = Callable[[Mapping[str, Any], Mapping[str, ServedModel], ServerConfig], Awaitable[Job]]
+type Reader = Callable[[Mapping[str, Any], ServedModel, ServerConfig], Awaitable[Job]]
 
 
 class Routes:
@@ -32,7 +32,7 @@ class Routes:
 
     def __init__(
         self,
-        models: Mapping[str, ServedModel],
+        model: ServedModel,
         config: ServerConfig,
         metrics: ServerMetrics,
         readiness: Readiness,
@@ -40,7 +40,7 @@ class Routes:
         log_prompts: bool,
     ):
         self._log_prompts = log_prompts
-        self._models, self._config, self._metrics, self._readiness = models, config, metrics, readiness
+        self._model, self._config, self._metrics, self._readiness = model, config, metrics, readiness
         self._page = files("megajax.inference.server").joinpath("page.html").read_text(encoding="utf-8")
 
     def table(self) -> list[Route]:
@@ -78,18 +78,20 @@ class Routes:
         return Response("\n".join([*lines, ""]), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def models(self, request: Request) -> Response:
-        """The names that the field `model` may have."""
+        """The name that the field `model` may have."""
         del request
-        return JSONResponse({"object": "list", "data": [model.card() for model in self._models.values()]})
+        return JSONResponse({"object": "list", "data": [self._model.card()]})
 
     async def model(self, request: Request) -> Response:
-        """One of them. Raises RequestError 404."""
-        return JSONResponse(find_model(self._models, {"model": request.path_params["name"]}).card())
+        """Raises RequestError 404 for another name."""
+        self._model.demand_name({"model": request.path_params["name"]})
+        return JSONResponse(self._model.card())
 
     async def tokenize(self, request: Request) -> Response:
         """Tokens of a prompt, or of messages with the header of an answer."""
         values = check(await read_object(request, self._config), TOKENIZE)
-        model = find_model(self._models, values)
+        model = self._model
+        model.demand_name(values)
         if ("prompt" in values) == ("messages" in values):
             raise invalid("prompt", "give one of prompt and messages")
         if "messages" in values:
@@ -102,49 +104,50 @@ class Routes:
     async def detokenize(self, request: Request) -> Response:
         """Text of tokens."""
         values = check(await read_object(request, self._config), DETOKENIZE)
-        return JSONResponse({"prompt": find_model(self._models, values).decode(demand(values, "tokens"))})
+        self._model.demand_name(values)
+        return JSONResponse({"prompt": self._model.decode(demand(values, "tokens"))})
 
     def _generate(self, read: Reader) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
             body = await read_object(request, self._config)
             if self._readiness.draining or self._readiness.failed():
                 raise shutting_down()
-            job = await read(body, self._models, self._config)
+            job = await read(body, self._model, self._config)
             log = request.state.log
-            log.update(model=job.model.name, prompt_tokens=sum(map(len, job.prompts)))
+            log.update(model=self._model.name, prompt_tokens=sum(map(len, job.prompts)))
             logged = self._log_prompts and not body.get("no_log", False)
             if logged:
                 log.update(prompt=body.get("prompt") or body.get("messages") or body.get("prompts"))
-            call = Call(job.model.worker, self._metrics, job.names)
+            call = Call(self._model.worker, self._metrics, job.names)
             prompts = [tuple(prompt) for prompt in job.prompts]
             if job.sampling.guide is None:
-                call.submit(prompts, job.sampling, job.model.adapter)
+                call.submit(prompts, job.sampling)
             else:  # its schema is compiled first
-                await asyncio.to_thread(call.submit, prompts, job.sampling, job.model.adapter)
-            if job.stream:
-                return EventStream(_events(call, job, log, logged=logged))
-            answers = await whole(call, asyncio.ensure_future(_disconnected(request)))
+                await asyncio.to_thread(call.submit, prompts, job.sampling)
+            if job.stream is not None:
+                return EventStream(_events(call, job.stream, log, logged=logged))
+            answers = await complete_answers(call, asyncio.ensure_future(_disconnected(request)))
             log.update(tokens=call.generated)
             if answers is None:
                 raise ClientDisconnect
             if logged:
-                log.update(answer=[growth.text for growth in answers.values()])
+                log.update(answer=[answer.text for answer in answers])
             return JSONResponse(job.form.whole(answers))
 
         return answer
 
 
-async def _events(call: Call, job: Job, log: dict[str, Any], *, logged: bool) -> AsyncGenerator[str]:
+async def _events(call: Call, form: OpenAIForm, log: dict[str, Any], *, logged: bool) -> AsyncGenerator[str]:
     """Server-sent events. Closed when the client has gone, which cancels the call. logged: log the answers."""
     texts: dict[int, str] = {}
     try:
-        for event in job.form.opening():
+        for event in form.opening():
             yield _event(event)
-        async for grown in call.grow():
-            for growth in grown:
-                texts[growth.number] = texts.get(growth.number, "") + growth.text
-                yield _event(job.form.event(growth))
-        for event in job.form.closing():
+        async for pieces in call.pieces():
+            for piece in pieces:
+                texts[piece.choice] = texts.get(piece.choice, "") + piece.text
+                yield _event(form.event(piece))
+        for event in form.closing():
             yield _event(event)
         yield "data: [DONE]\n\n"
     except RequestError as error:
@@ -192,11 +195,9 @@ def page_headers(page: str) -> dict[str, str]:
     return {"Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
 
 
-async def _megatron_completions(
-    body: Mapping[str, Any], models: Mapping[str, ServedModel], config: ServerConfig
-) -> Job:
+async def _megatron_completions(body: Mapping[str, Any], model: ServedModel, config: ServerConfig) -> Job:
     """Megatron-LM's /completions always has log-probabilities."""
-    return await completion_job({"logprobs": 0, **body}, models, config)
+    return await completion_job({"logprobs": 0, **body}, model, config)
 
 
 async def _disconnected(request: Request) -> None:

@@ -51,22 +51,13 @@ class Serving:
         """
         compiled = list(_compiled(device.programs)) if warm_up else []
         worker = Worker(engine, patience=self._config.stall_seconds, on_failure=lambda error: None)
-        names = dict.fromkeys((name, *sorted(device.adapters)))
-        models = [
-            ServedModel(
-                name=each,
-                worker=worker,
-                tokenizer=tokenizer,
-                conversation=conversation,
-                length=engine.length,
-                adapter=None if each == name else each,
-            )
-            for each in names
-        ]
-        readiness = Readiness({name: worker})
-        app = build_application(models, self._config, self._access, readiness, _log)
+        model = ServedModel(
+            name=name, worker=worker, tokenizer=tokenizer, conversation=conversation, length=engine.length
+        )
+        readiness = Readiness(name, worker)
+        app = build_application(model, self._config, self._access, readiness, _log)
         server = Server(app, self._config, readiness, _log)
-        _log(plain("megajax serve", [*_banner(device.programs, list(names), where, compiled), self._section()]))
+        _log(plain("megajax serve", [*_banner(device.programs, model, where, compiled), self._section()]))
         worker.start()
         server.run([self._socket])
         worker.close()
@@ -88,7 +79,7 @@ def _compiled(programs: Programs) -> Iterator[str]:
     _log(f"compiled all steps in {time.monotonic() - began:.1f} s")
 
 
-def _banner(programs: Programs, names: list[str], where: str, compiled: list[str]) -> list[Section]:
+def _banner(programs: Programs, model: ServedModel, where: str, compiled: list[str]) -> list[Section]:
     loaded, size = programs.loaded, programs.size
     weights = sum(prod(each.shape) for each in loaded.weights.values())
     dtypes = ", ".join(sorted({each.dtype.name for each in loaded.weights.values()}))
@@ -98,7 +89,7 @@ def _banner(programs: Programs, names: list[str], where: str, compiled: list[str
     steps = f"{len(compiled)} compiled: {shapes}" if compiled else "each is compiled when it is first needed"
     pool = f"{size.tokens():,} tokens, {size.blocks:,} blocks of {size.block}, on each of {programs.replicas} replicas"
     return [
-        ("model", [("names", ", ".join(names)), ("weights", f"{count(weights)} in {dtypes}, of {where}")]),
+        ("model", [("name", model.name), ("weights", f"{count(weights)} in {dtypes}, of {where}")]),
         (
             "engine",
             [
@@ -106,7 +97,7 @@ def _banner(programs: Programs, names: list[str], where: str, compiled: list[str
                 ("kernel", f"{programs.kernel}"),
                 ("steps", steps),
                 ("cache", pool),
-                ("request", f"at most {programs.length:,} tokens, prompt and answer"),
+                ("request", f"at most {model.length:,} tokens, prompt and answer"),
             ],
         ),
     ]

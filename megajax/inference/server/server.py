@@ -26,7 +26,7 @@ UNSENT = 128 * 1024
 
 
 class Server(uvicorn.Server):
-    """Serves until SIGTERM or SIGINT, or until an engine ends.
+    """Serves until SIGTERM or SIGINT, or until the engine ends.
 
     At the first signal /health and new requests are answered with 503, running ones end, and so does the server; at
     the second signal the process ends at once. `exit_code` is 0 for an end that was asked for, else 1.
@@ -63,7 +63,7 @@ class Server(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         """Ten times a second."""
         if self._readiness.failed() and self._deadline == float("inf"):
-            self._log("an engine has ended by an error: the server ends")
+            self._log("the engine has ended by an error: the server ends")
             self.exit_code, self._deadline = 1, time.monotonic() + CLOSING_SECONDS
         late = time.monotonic() > self._deadline
         if late and self._readiness.active:

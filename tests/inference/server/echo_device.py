@@ -16,7 +16,7 @@ class EchoDevice:
     """Steps take `seconds`, and none ends while `open` is not set."""
 
     chunk, block, replicas, vocabulary, top = 512, 16, 1, 257, 20
-    prefix_sharing, adapters, memory = True, ("tuned",), 0
+    prefix_sharing, memory = True, 0
 
     def __init__(self, rows: int = 16, blocks: int = 4000, length: int = 4096, seconds: float = 0.0005):
         self.rows, self.blocks, self.length, self.seconds = rows, blocks, length, seconds

@@ -65,21 +65,12 @@ def start(
     worker = Worker(engine, patience=config.stall_seconds, on_failure=lambda error: None)
     worker.start()
     conversation = Conversation(ChatTemplate(template), tokenizer) if template else None
-    names = {"tiny": None, "tuned": "tuned"}
-    models = [
-        ServedModel(
-            name=name,
-            worker=worker,
-            tokenizer=tokenizer,
-            conversation=conversation,
-            length=engine.length,
-            adapter=adapter,
-        )
-        for name, adapter in names.items()
-    ]
-    readiness, log = Readiness({"tiny": worker}), list[str]()
+    model = ServedModel(
+        name="tiny", worker=worker, tokenizer=tokenizer, conversation=conversation, length=engine.length
+    )
+    readiness, log = Readiness("tiny", worker), list[str]()
     server = Server(
-        build_application(models, config, access or Access(), readiness, log.append), config, readiness, log.append
+        build_application(model, config, access or Access(), readiness, log.append), config, readiness, log.append
     )
     bound = listening_socket(Access(port=0))
     thread = threading.Thread(target=lambda: asyncio.run(server.serve([bound])), daemon=True)
@@ -107,9 +98,9 @@ def main() -> int:
     model = ServedModel(
         name="tiny", worker=worker, tokenizer=ByteTokenizerConfig().build(), conversation=None, length=engine.length
     )
-    config, readiness = ServerConfig(drain_seconds=20), Readiness({"tiny": worker})
+    config, readiness = ServerConfig(drain_seconds=20), Readiness("tiny", worker)
     bound = listening_socket(Access(port=0))
-    server = Server(build_application([model], config, Access(), readiness, print), config, readiness, print)
+    server = Server(build_application(model, config, Access(), readiness, print), config, readiness, print)
     worker.start()
     bound.listen()
     print(address(bound), flush=True)

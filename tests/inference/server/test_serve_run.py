@@ -34,7 +34,7 @@ def process(run: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
         if line.strip().startswith("queue"):
             break
     rows = dict(line.split(maxsplit=1) for line in banner if " " in line)
-    assert rows["names"] == "small" and rows["cache"].startswith("256 tokens") and rows["kernel"]
+    assert rows["name"] == "small" and rows["cache"].startswith("256 tokens") and rows["kernel"]
     yield made, rows["address"]
     made.kill()
     made.communicate()
