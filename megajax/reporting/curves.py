@@ -9,8 +9,8 @@ import numpy as np
 from megajax.charts import LineChart, Mark, Series
 from megajax.metrics.plot import running_mean
 from megajax.reporting.attempts import Attempt
-from megajax.reporting.history import History, Steps
-from megajax.reporting.run_summary import MOODS, details
+from megajax.reporting.history import MOODS, ROUTINE, History, Steps
+from megajax.reporting.run_summary import details
 
 LOSS_SIZE = {"width": 1160, "height": 380}
 
@@ -32,21 +32,8 @@ PLOTTED = frozenset(
 )
 """Columns with a chart of their own, or none. The others, except seconds of phases, are a model's own metrics."""
 
-UNMARKED = frozenset(
-    {
-        "start",
-        "first_step",
-        "compiled",
-        "end",
-        "metrics_superseded",
-        "save_begun",
-        "restart",
-        "restored",
-        "goodput",
-        "state_hash",
-        "start_source",
-    }
-)
+UNMARKED = ROUTINE - {"save_committed", "evaluate"} | {"start", "end", "restart"}
+"""Events without a mark of their own."""
 
 
 def curves(history: History, runs: Sequence[Attempt]) -> list[LineChart]:

@@ -32,6 +32,24 @@ BEGINNINGS = frozenset(("start", "restart", "metrics_superseded"))
 """Events with which an attempt begins, perhaps on another machine than the one before."""
 
 
+ROUTINE = frozenset(
+    {
+        *("save_begun", "save_committed", "evaluate", "first_step", "compile", "compiled", "metrics_superseded"),
+        *("rows_skipped", "restored", "goodput", "state_hash", "start_source"),
+    }
+)
+"""Events of a run without incidents. There may be thousands."""
+
+MOODS = {
+    **dict.fromkeys(("persistent_fault", "numeric_fault", "evaluation_broken_off"), "bad"),
+    **dict.fromkeys(("replica_mismatch", "recompute_mismatch"), "bad"),
+    **dict.fromkeys(("crash", "hang", "lost", "supervisor_stop", "save_failed", "checkpoint_damaged"), "bad"),
+    **dict.fromkeys(("transient_fault", "update_skipped", "layer_warning", "stopped", "signal", "restart"), "warning"),
+    **dict.fromkeys(("save_retried", "checkpoint_fallback", "checkpoint_abandoned", "straggler", "health"), "warning"),
+}
+"""Event -> bad or warning; all others are plain."""
+
+
 @dataclass(frozen=True, slots=True)
 class Event:
     """A line of events.jsonl."""
@@ -225,17 +243,10 @@ def number_of(value: Any) -> float:
     return number if math.isfinite(number) else math.nan
 
 
-def _parsed(text: str) -> dict[str, Any] | None:
-    try:
-        return parse(text)
-    except (ValueError, RecursionError):  # thousands of digits or of brackets
-        return None
-
-
 def _metrics_lines(path: Path, faults: list[str]) -> Iterator[dict[str, Any]]:
     torn = 0
     for text in _lines(path, faults):
-        line = _parsed(text)
+        line = parse(text)
         if line is None or not 0 <= line["step"] <= MOST_STEPS:
             torn += bool(text.strip())
         else:

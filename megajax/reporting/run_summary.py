@@ -9,26 +9,9 @@ import numpy as np
 
 from megajax.metrics.text import byte_size, count, duration, moment, skipped_rows
 from megajax.reporting.attempts import STOP, Attempt, attempts
-from megajax.reporting.history import Event, History
+from megajax.reporting.history import MOODS, ROUTINE, Event, History
 from megajax.reporting.shares import Share, data_wait, goodput, time_by_cause
 from megajax.reporting.timeline import RunTimeline, timeline
-
-ROUTINE = frozenset(
-    {
-        *("save_begun", "save_committed", "evaluate", "first_step", "compile", "compiled", "metrics_superseded"),
-        *("rows_skipped", "restored", "goodput", "state_hash", "start_source"),
-    }
-)
-"""Events of a run without incidents. There may be thousands."""
-
-MOODS = {
-    **dict.fromkeys(("persistent_fault", "numeric_fault", "evaluation_broken_off"), "bad"),
-    **dict.fromkeys(("replica_mismatch", "recompute_mismatch"), "bad"),
-    **dict.fromkeys(("crash", "hang", "lost", "supervisor_stop", "save_failed", "checkpoint_damaged"), "bad"),
-    **dict.fromkeys(("transient_fault", "update_skipped", "layer_warning", "stopped", "signal", "restart"), "warning"),
-    **dict.fromkeys(("save_retried", "checkpoint_fallback", "checkpoint_abandoned", "straggler", "health"), "warning"),
-}
-"""Event -> bad or warning; all others are plain."""
 
 TIME = "Where the time went"
 """Title of the table on time."""

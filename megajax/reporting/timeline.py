@@ -10,7 +10,7 @@ from megajax.charts import Box, Mark, Timeline
 from megajax.metrics.text import duration
 from megajax.reporting.attempts import Attempt
 from megajax.reporting.endings import describe
-from megajax.reporting.history import Event
+from megajax.reporting.history import MOODS, Event
 from megajax.reporting.shares import STEPS
 
 UNITS = ((120.0, 1.0, "s"), (3 * 3600.0, 60.0, "min"), (3 * 86400.0, 3600.0, "h"), (float("inf"), 86400.0, "d"))
@@ -30,13 +30,8 @@ LETTERS = {
 }
 """Cause of time -> its character in the text."""
 
-MARKED = {
-    **dict.fromkeys(("crash", "hang", "lost", "numeric_fault", "save_failed", "supervisor_stop"), "bad"),
-    **dict.fromkeys(("checkpoint_damaged", "replica_mismatch", "recompute_mismatch"), "bad"),
-    **dict.fromkeys(("signal", "save_retried", "checkpoint_fallback", "checkpoint_abandoned"), "warning"),
-    **dict.fromkeys(("straggler", "health", "transient_fault"), "warning"),
-    "save_committed": "save",
-}
+UNMARKED = ("persistent_fault", "evaluation_broken_off", "update_skipped", "layer_warning", "stopped", "restart")
+MARKED = {name: mood for name, mood in MOODS.items() if name not in UNMARKED} | {"save_committed": "save"}
 """Event -> kind of its mark."""
 
 COLUMNS = 100
