@@ -333,6 +333,16 @@ class Norm(Protocol):
         ...
 
 
+def dense(name: str, inputs: int, outputs: int) -> tuple[Weight, Weight]:
+    """A matrix and a bias that every device of `tensor` has all of."""
+    return Weight(f"{name}.matrix", (inputs, outputs), ("embed", None)), Weight(f"{name}.bias", (outputs,), (None,))
+
+
+def norm_weights(name: str, norm: Any, size: int) -> tuple[Weight, ...]:
+    """Weights of a norm of this name; () without a norm, and for one without facts."""
+    return prefixed(name, norm.weights(size)) if isinstance(norm, Norm) else ()
+
+
 def missing_members(config: object, protocol: type) -> list[str]:
     """Names of the protocol that the config does not have."""
     protocols = [cls for cls in protocol.__mro__ if cls.__module__ not in ("typing", "builtins")]

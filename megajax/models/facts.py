@@ -21,13 +21,15 @@ from megajax.layers.facts import (
     Norm,
     Side,
     Weight,
+    idle_size,
     missing_members,
+    norm_weights,
     prefixed,
     total_size,
 )
 from megajax.layers.remat import Recomputing
 from megajax.layers.segments import SegmentsConfig
-from megajax.models.protocol import ModelConfig
+from megajax.models.protocol import ModelConfig, ids_below
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,11 @@ class ParameterCount:
         return self.total - self.idle
 
 
+def matrices(weights: Sequence[Weight]) -> tuple[Weight, ...]:
+    """Those that are not gains or biases."""
+    return tuple(weight for weight in weights if len(weight.shape) > 1)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SectionFacts:
     """A section: its rows, its layers, and the way in. Weights have the names that the module declares them by."""
@@ -86,8 +93,8 @@ class SectionFacts:
     """Dtype of the residual stream: compute or float32."""
     recomputing: Recomputing
     """What each layer saves for the backward pass."""
-    tables: tuple[Weight, ...] = ()
-    """Matrices and tables of the way in. Those with the axis "vocab" are cut over pipeline and tensor."""
+    weights: tuple[Weight, ...] = ()
+    """Of the way in. Tables with the axis "vocab" are cut over pipeline and tensor."""
     matmuls: tuple[Matmul, ...] = ()
     """Products of the way in on each position: of patches, of what a projector maps."""
     adds_positions: bool = False
@@ -97,6 +104,11 @@ class SectionFacts:
     def positions(self) -> int:
         """Of a row."""
         return self.sequences * self.length
+
+    @property
+    def tables(self) -> tuple[Weight, ...]:
+        """Matrices and tables of the way in."""
+        return matrices(self.weights)
 
     def stack_weights(self, place: int) -> tuple[Weight, ...]:
         """Of a block of the pattern, by the module's names."""
@@ -119,14 +131,19 @@ class HeadFacts:
     """Of a row, that are scored."""
     chunk: int
     """Positions whose float32 scores exist at once."""
-    tables: tuple[Weight, ...] = ()
-    """Matrices and tables that are not the way in's."""
+    weights: tuple[Weight, ...] = ()
+    """Those that are not the way in's, nor of `ahead`."""
     matmuls: tuple[Matmul, ...] = ()
     """Products on each scored position before the scores."""
     pairs: int = 0
     """Multiply-adds of attention on each scored position."""
     ahead: tuple[AnyBlockConfig, ...] = ()
     """Blocks that predict further tokens, each with a matrix of 2 x hidden x hidden, three norms, and scores."""
+
+    @property
+    def tables(self) -> tuple[Weight, ...]:
+        """Matrices and tables among the weights."""
+        return matrices(self.weights)
 
 
 @runtime_checkable
@@ -222,6 +239,34 @@ def flops_of(model: Any) -> Flops | None:
     return None if count is None else count()
 
 
+def count_parameters(model: Any) -> ParameterCount:
+    """Number of weights, from those that the config states. Raises UserError where it has no facts."""
+    facts = demand_facts(model)
+    sections, head, ids = facts.section_facts(), facts.head_facts(), ids_below(model)
+    layers = idle = 0
+    for section, block, times in _blocks(sections, head):
+        weights = block.weights(section.hidden)
+        layers, idle = layers + times * total_size(weights), idle + times * idle_size(weights)
+    norms = [total_size(norm_weights("", section.norm, section.hidden)) for section in sections]
+    merging = len(head.ahead) * (3 * norms[-1] + 2 * sections[-1].hidden ** 2)
+    layers += sum(norms) + merging + sum(total_size(section.stack.shared_weights()) for section in sections)
+    embedding = sum(_used_size(weight, ids) for section in sections for weight in section.weights)
+    return ParameterCount(layers, embedding, sum(_used_size(weight, ids) for weight in head.weights), idle)
+
+
+def _blocks(sections: Sequence[SectionFacts], head: HeadFacts) -> list[tuple[SectionFacts, AnyBlockConfig, int]]:
+    """Every block that is written in the config or follows from it, and how often it is applied."""
+    blocks = [(section, block, times) for section in sections for block, times in section.stack.repeated_blocks()]
+    return blocks + [(sections[-1], block, 1) for block in head.ahead]
+
+
+def _used_size(weight: Weight, ids: int | None) -> int:
+    """Elements, without the padding of a vocabulary of `ids`."""
+    if ids is None or "vocab" not in weight.axes:
+        return weight.size
+    return weight.size // weight.shape[weight.axes.index("vocab")] * ids
+
+
 def count_flops(model: Facts) -> Flops:
     """Forward and backward pass for each of `row_positions()`, of whole rows, as if all weights were trained.
 
@@ -233,10 +278,8 @@ def count_flops(model: Facts) -> Flops:
     """
     sections, head = model.section_facts(), model.head_facts()
     last, ahead = sections[-1], len(head.ahead)
-    blocks = [(section, block, times) for section in sections for block, times in section.stack.repeated_blocks()]
-    blocks += [(last, block, 1) for block in head.ahead]
     once = masked = full = 0.0
-    for section, block, times in blocks:
+    for section, block, times in _blocks(sections, head):
         length = section.length - section.padding
         count, positions = block.multiply_adds(section.hidden, section.read / length), section.sequences * length
         once += times * positions * count.per_token

@@ -167,8 +167,8 @@ def test_facts_count_the_weights_that_the_module_declares(name):
     padding = (cfg.padded_vocabulary() - cfg.vocabulary_size) * cfg.hidden
     assert facts_of(cfg) is cfg
     assert cfg.parameter_count().total == sum(int(np.prod(spec.shape)) for spec in declared.values()) - padding
-    tables = {weight.name: weight.shape for weight in cfg.head_facts().tables}
-    assert tables == {path: declared[path].shape for path in tables}
+    weights = {weight.name: weight.shape for weight in cfg.head_facts().weights}
+    assert weights == {path: declared[path].shape for path in weights}
     assert cfg.row_positions() == LENGTH * cfg.head.sequences()
 
 

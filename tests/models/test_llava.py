@@ -22,6 +22,7 @@ from megajax.layers.config import (
     StackConfig,
 )
 from megajax.layers.context import Context
+from megajax.layers.facts import total_size
 from megajax.layers.param import bind
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import build_mesh
@@ -144,8 +145,8 @@ def test_a_gated_projector_without_biases() -> None:
     gate, up, down = (np.asarray(getattr(model.projector, name)[...]) for name in ("gate", "up", "down"))
     expected = ((x @ gate) / (1 + np.exp(-(x @ gate))) * (x @ up)) @ down
     np.testing.assert_allclose(model.projector(jnp.asarray(x)), expected, atol=1e-5)
-    assert GATED.weight_count(64, 32) == 24 * (64 + 64 + 32)
-    _, (into, back) = GATED.facts(64, 32, 0.5)
+    weights, (into, back) = GATED.facts(64, 32, 0.5)
+    assert total_size(weights) == 24 * (64 + 64 + 32)
     assert (into.size + back.size, into.per_token) == (24 * (64 + 64 + 32), 0.5)
 
 
@@ -190,8 +191,8 @@ def test_facts_count_every_weight() -> None:
     padding = (model.padded_vocabulary() - VOCABULARY) * 2 * model.hidden
     counted = sum(int(np.prod(spec.shape)) for spec in made.declared.values()) - padding
     assert demand_facts(model).parameter_count().total == counted
-    tables = {weight.name for section in model.section_facts() for weight in section.tables}
-    assert tables <= set(made.declared), tables - set(made.declared)
+    weights = {weight.name: weight.shape for section in model.section_facts() for weight in section.weights}
+    assert weights == {path: made.declared[path].shape for path in weights}
 
 
 @pytest.mark.slow

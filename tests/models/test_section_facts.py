@@ -13,6 +13,7 @@ from tiny_runs import LENGTH, ONE, READ, ROWS, VOCABULARY, gpt, llama, program
 
 from megajax.layers.config import DenseMLPConfig, StackConfig
 from megajax.layers.config.cross import CrossAttentionConfig
+from megajax.layers.facts import norm_weights
 from megajax.layers.param import specs
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
@@ -51,7 +52,7 @@ KNOWN = MODELS | IMAGES | OTHERS
 
 
 @pytest.mark.parametrize("cfg", KNOWN.values(), ids=KNOWN)
-def test_matrices_are_those_that_modules_declare(cfg: DecoderConfig | ViTConfig) -> None:
+def test_weights_are_those_that_modules_declare(cfg: DecoderConfig | ViTConfig) -> None:
     """Names, shapes and axes, in the stacks and outside of them."""
     declared = {}
     for section in cfg.section_facts():
@@ -59,12 +60,17 @@ def test_matrices_are_those_that_modules_declare(cfg: DecoderConfig | ViTConfig)
         for place in range(len(section.stack.pattern)):
             for one in section.stack_weights(place):
                 declared[one.name] = (repeats, *one.shape), ("layer", *one.axes)
-    for table in [table for section in cfg.section_facts() for table in section.tables] + [*cfg.head_facts().tables]:
-        assert table.name not in declared
-        declared[table.name] = table.shape, table.axes
+    norms = [
+        weight
+        for section in cfg.section_facts()
+        for weight in norm_weights(f"{section.path}.norm".lstrip("."), section.norm, section.hidden)
+    ]
+    entries = [weight for section in cfg.section_facts() for weight in section.weights]
+    for weight in (*entries, *norms, *cfg.head_facts().weights):
+        assert weight.name not in declared
+        declared[weight.name] = weight.shape, weight.axes
     held = specs(nnx.eval_shape(lambda: cfg.build(layout())))
-    assert {path: (spec.shape, spec.axes) for path, spec in held.items() if path in declared} == declared
-    assert all(len(held[path].shape) == 1 for path in held.keys() - declared.keys()), "norms and biases"
+    assert {path: (spec.shape, spec.axes) for path, spec in held.items()} == declared
     cut = [prod(spec.shape) // spec.shape[0] for spec in held.values() if "vocab" in spec.axes]
     unused = (cfg.head_facts().columns - VOCABULARY) * sum(cut)
     assert cfg.parameter_count().total == sum(prod(spec.shape) for spec in held.values()) - unused

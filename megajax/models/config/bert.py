@@ -6,9 +6,9 @@ from typing import ClassVar, Literal
 from megajax.batch import Leaf
 from megajax.config.errors import Problem
 from megajax.layers.config import LayerNormConfig, NormConfig, PostNormBlockConfig
-from megajax.layers.facts import Elements, LayerBuilder, Matmul, Weight
+from megajax.layers.facts import Elements, LayerBuilder, Matmul, Weight, dense, norm_weights
 from megajax.models.config.decoder import DecoderConfig
-from megajax.models.facts import HeadFacts, ParameterCount, SectionFacts
+from megajax.models.facts import HeadFacts, SectionFacts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,38 +85,27 @@ class BertConfig(DecoderConfig):
         """It fills in blanks."""
         return "blanks"
 
-    def head_size(self) -> int:
-        """Weights of both heads beside the table."""
-        pooled = (self.hidden + 1) * self.hidden + 2 * (self.hidden + 1) if self.next_sentence else 0
-        return (self.hidden + 1) * self.hidden + self._size(self.masked_norm()) + self.vocabulary_size + pooled
-
     def masked_norm(self) -> NormConfig | LayerBuilder:
         """Normalisation within the head of masked tokens."""
         return self.norm if self.head_norm is None else self.head_norm
 
-    def _size(self, norm: NormConfig | LayerBuilder) -> int:
-        return replace(self, norm=norm).norm_size()
-
-    def parameter_count(self) -> ParameterCount:
-        """Number of weights."""
-        count = DecoderConfig.parameter_count(self)
-        tables = count.embedding + self.token_types * self.hidden
-        norm = 0 if self.embedding_norm is None else self._size(self.embedding_norm)
-        return replace(count, embedding=tables + norm, head=count.head + self.head_size())
-
     def section_facts(self) -> tuple[SectionFacts, ...]:
-        """As of a decoder, with a table of token types."""
+        """As of a decoder, with a table of token types and a norm."""
         (section,) = DecoderConfig.section_facts(self)
         types = Weight("types", (self.token_types, self.hidden), (None, "embed"))
-        return (replace(section, tables=(*section.tables, *[types] * (self.token_types > 0))),)
+        norm = norm_weights("embedding_norm", self.embedding_norm, self.hidden)
+        return (replace(section, weights=(*section.weights, *[types] * (self.token_types > 0), *norm)),)
 
     def head_facts(self) -> HeadFacts:
         """The head of masked tokens has a matrix more than a decoder's; that of sentences works on one position."""
-        head, square, whole = DecoderConfig.head_facts(self), (self.hidden, self.hidden), Elements(whole=self.hidden)
-        tables = [Weight("masked.matrix", square, ("embed", None))]
+        head, hidden, whole = DecoderConfig.head_facts(self), self.hidden, Elements(whole=self.hidden)
+        weights = [
+            *head.weights,
+            *dense("masked", hidden, hidden),
+            *norm_weights("masked_norm", self.masked_norm(), hidden),
+            Weight("masked_bias", (self.padded_vocabulary(),), ("vocab",)),
+        ]
         if self.next_sentence:
-            tables += [
-                Weight("pooler.matrix", square, ("embed", None)),
-                Weight("order", (self.hidden, 2), ("embed", None)),
-            ]
-        return replace(head, tables=(*head.tables, *tables), matmuls=(Matmul(inputs=whole, outputs=whole),))
+            order = Weight("order", (hidden, 2), ("embed", None)), Weight("order_bias", (2,), (None,))
+            weights += [*dense("pooler", hidden, hidden), *order]
+        return replace(head, weights=tuple(weights), matmuls=(Matmul(inputs=whole, outputs=whole),))

@@ -8,10 +8,10 @@ from megajax.batch import Leaf
 from megajax.config.builds import Builds
 from megajax.config.errors import Problem
 from megajax.layers.config import LARGEST, below_one
-from megajax.layers.facts import Weight
+from megajax.layers.facts import dense
 from megajax.models.config.bert import BertConfig
 from megajax.models.config.decoder import DecoderConfig
-from megajax.models.facts import HeadFacts, ParameterCount, SectionFacts
+from megajax.models.facts import HeadFacts, SectionFacts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -208,15 +208,6 @@ class ClassifyingConfig:
             return weight[: self.position_count()]
         return super().refit(path, weight, settings)
 
-    def head_size(self: Any) -> int:
-        """Weights behind the layers."""
-        pooler = (self.hidden + 1) * self.hidden if self.head.dense() else 0
-        return pooler + (self.hidden + 1) * self.head.columns()
-
-    def parameter_count(self: Any) -> ParameterCount:
-        """Number of weights."""
-        return replace(super().parameter_count(), head=self.head_size())
-
     def section_facts(self: Any) -> tuple[SectionFacts, ...]:
         """That of the model, for each sequence of a row."""
         (section,) = super().section_facts()
@@ -224,12 +215,15 @@ class ClassifyingConfig:
 
     def head_facts(self: Any) -> HeadFacts:
         """A few scores of one position of each sequence, or of all positions."""
-        columns, square = self.head.columns(), (self.hidden, self.hidden)
-        tables = [Weight("head.linear.matrix", (self.hidden, columns), ("embed", None))]
-        if self.head.dense():
-            tables.append(Weight("pooler.matrix", square, ("embed", None)))
-        scored = self.head.sequences() if self.head.pools() else self.sequence_length
-        return HeadFacts(columns=columns, positions=scored, chunk=LARGEST, whole=True, tables=tuple(tables))
+        columns, hidden = self.head.columns(), self.hidden
+        pooler = dense("pooler", hidden, hidden) if self.head.dense() else ()
+        return HeadFacts(
+            columns=columns,
+            positions=self.head.sequences() if self.head.pools() else self.sequence_length,
+            chunk=LARGEST,
+            whole=True,
+            weights=(*dense("head.linear", hidden, columns), *pooler),
+        )
 
     def allows_context(self) -> bool:
         """Its head reads whole sequences."""

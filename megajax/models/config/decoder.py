@@ -21,11 +21,11 @@ from megajax.layers.config import (
     above_zero,
     below_one,
 )
-from megajax.layers.facts import LayerBuilder, Weight, idle_size, total_size
+from megajax.layers.facts import LayerBuilder, Weight
 from megajax.layers.remat import Part, Recompute
 from megajax.layers.segments import SegmentsConfig
 from megajax.models.config.transformer import AdaptedConfig, TransformerConfig
-from megajax.models.facts import Flops, HeadFacts, ParameterCount, SectionFacts, count_flops
+from megajax.models.facts import Flops, HeadFacts, SectionFacts, count_flops
 from megajax.models.protocol import ModelConfig
 
 
@@ -220,19 +220,15 @@ class DecoderConfig(AdaptedConfig, TransformerConfig, ModelConfig):
         """Rows of the embedding table."""
         return -(-self.vocabulary_size // self.vocabulary_multiple) * self.vocabulary_multiple
 
-    def repeated_blocks(self) -> tuple[tuple[AnyBlockConfig, int], ...]:
-        """Each block that is written in the config or follows from it, and how often it is applied."""
-        return (*self.stack.repeated_blocks(), *((block, 1) for block in self.predicting_blocks()))
-
     def flops(self) -> Flops:
         """Forward and backward pass per token, for whole rows."""
         return count_flops(self)  # ty: ignore[invalid-argument-type] its fields are frozen
 
     def section_facts(self) -> tuple[SectionFacts, ...]:
         """One, which reads the tables of tokens and positions."""
-        tables = [Weight("tokens", (self.padded_vocabulary(), self.hidden), ("vocab", "embed"))]
+        weights = [Weight("tokens", (self.padded_vocabulary(), self.hidden), ("vocab", "embed"))]
         if self.learned_positions:
-            tables.append(Weight("positions", (self.position_count(), self.hidden), (None, "embed")))
+            weights.append(Weight("positions", (self.position_count(), self.hidden), (None, "embed")))
         section = SectionFacts(
             path="",
             hidden=self.hidden,
@@ -241,7 +237,7 @@ class DecoderConfig(AdaptedConfig, TransformerConfig, ModelConfig):
             norm=self.norm,
             residual=self.residual,
             recomputing=self.recomputing(),
-            tables=tuple(tables),
+            weights=tuple(weights),
             adds_positions=self.learned_positions,
         )
         return (section,)
@@ -253,20 +249,9 @@ class DecoderConfig(AdaptedConfig, TransformerConfig, ModelConfig):
             columns=self.padded_vocabulary(),
             positions=self.sequence_length,
             chunk=self.loss_chunk,
-            tables=() if self.tied else (table,),
+            weights=() if self.tied else (table,),
             ahead=self.predicting_blocks(),
         )
-
-    def parameter_count(self) -> ParameterCount:
-        """Number of weights, from those that the layers declare."""
-        hidden, norm = self.hidden, self.norm_size()
-        blocks = sum(times * total_size(block.weights(hidden)) for block, times in self.repeated_blocks())
-        merging = len(self.predicting_blocks()) * (3 * norm + 2 * hidden**2)
-        shared = sum(total_size(stack.shared_weights()) for stack in self.named_stacks().values())
-        layers = blocks + shared + len(self.named_stacks()) * norm + merging
-        table, positions = hidden * self.vocabulary_size, hidden * self.position_count() * self.learned_positions
-        idle = sum(times * idle_size(block.weights(hidden)) for block, times in self.repeated_blocks())
-        return ParameterCount(layers, table + positions, 0 if self.tied else table, idle)
 
     def position_count(self) -> int:
         """Rows of the table of learned positions."""

@@ -9,12 +9,12 @@ from megajax.config.builds import Builds
 from megajax.config.errors import Problem
 from megajax.kernels.capability import Choice, Device, Request
 from megajax.layers.config import NormConfig, StackConfig
-from megajax.layers.facts import Elements, LayerBuilder, Matmul, Mixer, Norm, Side, Weight, prefixed, total_size
+from megajax.layers.facts import Elements, LayerBuilder, Matmul, Mixer, Side, Weight, norm_weights, prefixed
 from megajax.layers.segments import SegmentsConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.models.config.decoder import DecoderConfig
 from megajax.models.config.vision import VisionTowerConfig
-from megajax.models.facts import ParameterCount, SectionFacts
+from megajax.models.facts import SectionFacts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,28 +51,23 @@ class ProjectorConfig(Builds):
         return hidden if self.ffn is None else self.ffn
 
     def facts(self, tower: int, hidden: int, share: float) -> tuple[tuple[Weight, ...], tuple[Matmul, ...]]:
-        """Matrices, and products on each position of a row. tower, hidden: widths; share: of positions it makes."""
+        """Weights, and products on each position of a row. tower, hidden: widths; share: of positions it makes."""
         entry, ffn = tower * self.pixel_shuffle**2, self.width(hidden)
-        whole, output = Elements(whole=entry), Elements(whole=hidden)
+        whole, output, names = Elements(whole=entry), Elements(whole=hidden), self.inner() if ffn else ()
+        weights = [Weight(name, (entry, ffn), ("embed", "mlp")) for name in names]
+        weights.append(Weight("down", (ffn or entry, hidden), ("mlp", "embed") if ffn else ("embed", None)))
+        if self.bias:
+            weights += [Weight(f"{name}_bias", (ffn,), ("mlp",)) for name in names]
+            weights.append(Weight("down_bias", (hidden,), (None,)))
+        weights += norm_weights("norm", self.norm, entry)
         if not ffn:
-            one = Matmul(inputs=whole, outputs=output, per_token=share)
-            return (Weight("down", (entry, hidden), ("embed", None)),), (one,)
-        ways = self.inner()
-        matrices = (*(Weight(name, (entry, ffn), ("embed", "mlp")) for name in ways),
-                    Weight("down", (ffn, hidden), ("mlp", "embed")))  # fmt: skip
-        up = Matmul(inputs=whole, outputs=Elements(cut=len(ways) * ffn), weights=len(ways), per_token=share)
-        return matrices, (up, Matmul(inputs=Elements(cut=ffn), outputs=output, per_token=share))
+            return tuple(weights), (Matmul(inputs=whole, outputs=output, per_token=share),)
+        up = Matmul(inputs=whole, outputs=Elements(cut=len(names) * ffn), weights=len(names), per_token=share)
+        return tuple(weights), (up, Matmul(inputs=Elements(cut=ffn), outputs=output, per_token=share))
 
     def inner(self) -> tuple[str, ...]:
         """Matrices that multiply the input of an MLP."""
         return ("gate", "up") if self.gated else ("up",)
-
-    def weight_count(self, tower: int, hidden: int) -> int:
-        """Number of weights."""
-        entry, ffn = tower * self.pixel_shuffle**2, self.width(hidden)
-        norm = total_size(self.norm.weights(entry)) if isinstance(self.norm, Norm) else 0
-        biases = (len(self.inner()) * ffn + hidden) * self.bias
-        return total_size(self.facts(tower, hidden, 1)[0]) + biases + norm
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,19 +137,12 @@ class LlavaConfig(DecoderConfig):
     def section_facts(self) -> tuple[SectionFacts, ...]:
         """The tower, for each image of a row, and the decoder, whose way in has the projector."""
         (tower,), (decoder,) = self.vision.section_facts(), DecoderConfig.section_facts(self)
-        tables = prefixed("vision", tower.tables)
         share = self.slots * self.image_positions() / self.sequence_length
         weights, matmuls = self.projector.facts(self.vision.hidden, self.hidden, share)
         return (
-            replace(tower, path="vision", sequences=self.slots, tables=tuple(tables)),
-            replace(decoder, tables=(*decoder.tables, *prefixed("projector", weights)), matmuls=matmuls),
+            replace(tower, path="vision", sequences=self.slots, weights=prefixed("vision", tower.weights)),
+            replace(decoder, weights=(*decoder.weights, *prefixed("projector", weights)), matmuls=matmuls),
         )
-
-    def parameter_count(self) -> ParameterCount:
-        """Number of weights: the tower's blocks among the layers, patches and projector in the way in."""
-        count = DecoderConfig.parameter_count(self)
-        entry = self.vision.entry_size() + self.projector.weight_count(self.vision.hidden, self.hidden)
-        return replace(count, layers=count.layers + self.vision.tower_size(), embedding=count.embedding + entry)
 
     def matmul_sides(self, tensor: int) -> Iterator[Side]:
         """Those of both sections."""

@@ -9,10 +9,10 @@ from megajax.config.errors import Problem
 from megajax.kernels.capability import Request
 from megajax.layers.config import AnyBlockConfig, LayerNormConfig, NormConfig, StackConfig
 from megajax.layers.config.cross import CrossBlockConfig
-from megajax.layers.facts import LayerBuilder
+from megajax.layers.facts import LayerBuilder, Weight
 from megajax.layers.segments import SegmentsConfig
 from megajax.models.config.decoder import DecoderConfig
-from megajax.models.facts import ParameterCount, SectionFacts
+from megajax.models.facts import HeadFacts, SectionFacts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,20 +111,16 @@ class T5Config(DecoderConfig):
             what = f"{self.encoder_length} is not divisible by parallel.tensor={sizes['tensor']}"
             yield Problem("encoder_length", what, "needed with parallel.sequence=true")
 
-    def repeated_blocks(self) -> tuple[tuple[AnyBlockConfig, int], ...]:
-        """Those of the encoder, then those of the decoder."""
-        return (*self.encoder.repeated_blocks(), *DecoderConfig.repeated_blocks(self))
-
-    def parameter_count(self) -> ParameterCount:
-        """Number of weights."""
-        count = DecoderConfig.parameter_count(self)
-        return replace(count, head=count.head + self.head_bias * self.vocabulary_size)
+    def head_facts(self) -> HeadFacts:
+        """As of a decoder, with a bias for each token."""
+        head, bias = DecoderConfig.head_facts(self), Weight("head_bias", (self.padded_vocabulary(),), ("vocab",))
+        return replace(head, weights=(*head.weights, *[bias] * self.head_bias))
 
     def section_facts(self) -> tuple[SectionFacts, ...]:
         """The encoder, and the decoder that reads its output; they share the tables, which the first one has here."""
         (decoder,) = DecoderConfig.section_facts(self)
         encoder = replace(decoder, path="encoder", length=self.encoder_length, stack=self.encoder)
-        return encoder, replace(decoder, read=self.encoder_length, tables=())
+        return encoder, replace(decoder, read=self.encoder_length, weights=())
 
     def allows_context(self) -> bool:
         """Rows of both sections are in plain chunks."""

@@ -5,13 +5,14 @@ from dataclasses import Field, replace
 from typing import Any, ClassVar, Literal, Self
 
 from megajax.config.builds import Builds
-from megajax.config.errors import Problem, UserError
+from megajax.config.errors import Problem
 from megajax.kernels.capability import Choice, Device, Request
 from megajax.layers.config import AnyBlockConfig, LoRAConfig, NormConfig, QuantizationConfig, StackConfig
-from megajax.layers.facts import LayerBuilder, Mixer, MixesParts, Norm, Side, total_size
+from megajax.layers.facts import LayerBuilder, Mixer, MixesParts, Side
 from megajax.layers.remat import Part, Recompute, Recomputing, words
 from megajax.layers.segments import SegmentsConfig
 from megajax.mesh.config import MESH_AXES, ParallelConfig
+from megajax.models.facts import ParameterCount, count_parameters
 
 
 class AdaptedConfig(Builds):
@@ -124,11 +125,9 @@ class TransformerConfig:
             offload=chosen.offload,
         )
 
-    def norm_size(self) -> int:
-        """Weights of the norm before the head. Raises UserError where its config does not tell."""
-        if not isinstance(self.norm, Norm):
-            raise UserError(f"model.norm: {type(self.norm).__name__} has no weights (megajax.layers.facts.Norm)")
-        return total_size(self.norm.weights(self.hidden))
+    def parameter_count(self) -> ParameterCount:
+        """Number of weights. Raises UserError where a layer has no facts."""
+        return count_parameters(self)
 
     def kernel_choices(self, known: Request, device: Device | None) -> tuple[Choice[str], ...]:
         """The kernel of each layer that has one, and why not a faster one. device: None for any NVIDIA GPU.

@@ -10,7 +10,7 @@ from megajax.config.builds import Builds, resolve
 from megajax.config.errors import Problem
 from megajax.kernels.capability import Request
 from megajax.layers.config import LARGEST, LayerNormConfig, NormConfig, StackConfig, above_zero, below_one
-from megajax.layers.facts import Elements, LayerBuilder, Matmul, Norm, Weight, total_size
+from megajax.layers.facts import Elements, LayerBuilder, Matmul, Weight, norm_weights
 from megajax.layers.remat import Part, Recompute
 from megajax.layers.segments import SegmentsConfig
 from megajax.models.config.transformer import TransformerConfig
@@ -143,17 +143,14 @@ class VisionTowerConfig(Builds, TransformerConfig):
         """Numbers in a patch."""
         return self.patch**2 * CHANNELS
 
-    def entry_size(self) -> int:
-        """Weights before the first block."""
-        norm = total_size(self.entry_norm.weights(self.hidden)) if isinstance(self.entry_norm, Norm) else 0
-        return self.hidden * (self.patch_size() + self.patch_bias + self.class_tokens + self.used_positions()) + norm
-
     def section_facts(self) -> tuple[SectionFacts, ...]:
         """The tower, as a section of its own."""
-        hidden, places = self.hidden, {"class_tokens": self.class_tokens, "positions": self.used_positions()}
-        patches = Weight("patches", (self.patch_size(), hidden), (None, "embed"))
-        tables = [Weight(name, (count, hidden), (None, "embed")) for name, count in places.items() if count]
-        inputs, outputs = Elements(whole=self.patch_size()), Elements(whole=hidden)
+        hidden, used = self.hidden, self.used_positions()
+        weights = [Weight("patches", (self.patch_size(), hidden), (None, "embed"))]
+        weights += [Weight("patch_bias", (hidden,), (None,))] * self.patch_bias
+        weights += [Weight("class_tokens", (self.class_tokens, hidden), (None, "embed"))] * (self.class_tokens > 0)
+        weights.append(Weight("positions", (used, hidden), (None, "embed")))
+        weights += norm_weights("entry_norm", self.entry_norm, hidden)
         section = SectionFacts(
             path="",
             hidden=hidden,
@@ -163,16 +160,17 @@ class VisionTowerConfig(Builds, TransformerConfig):
             norm=self.norm,
             residual=self.residual,
             recomputing=self.recomputing(),
-            tables=(patches, *tables),
-            matmuls=(Matmul(inputs=inputs, outputs=outputs, per_token=self.patches() / self.used_positions()),),
+            weights=tuple(weights),
+            matmuls=(
+                Matmul(
+                    inputs=Elements(whole=self.patch_size()),
+                    outputs=Elements(whole=hidden),
+                    per_token=self.patches() / used,
+                ),
+            ),
             adds_positions=True,
         )
         return (section,)
-
-    def tower_size(self) -> int:
-        """Weights of the blocks and of the norm after them."""
-        blocks = sum(count * total_size(block.weights(self.hidden)) for block, count in self.stack.repeated_blocks())
-        return blocks + total_size(self.stack.shared_weights()) + self.norm_size()
 
     def refit(self, path: str, weight: Any, settings: Mapping[str, Any]) -> Any | None:
         """The table of positions of images of another size, interpolated bilinearly (Dosovitskiy et al. 2021)."""

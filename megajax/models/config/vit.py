@@ -17,10 +17,10 @@ from megajax.layers.config import (
     below_one,
 )
 from megajax.layers.config.cross import CrossAttentionConfig
-from megajax.layers.facts import Matmul, Weight, prefixed, total_size
+from megajax.layers.facts import Matmul, Weight, dense, prefixed
 from megajax.models.config.transformer import AdaptedConfig
 from megajax.models.config.vision import VisionTowerConfig
-from megajax.models.facts import HeadFacts, ParameterCount
+from megajax.models.facts import HeadFacts
 from megajax.models.protocol import ModelConfig
 
 IGNORED = 255
@@ -38,13 +38,8 @@ class ClassTokenConfig(Builds):
         if not tower.class_tokens:
             yield Problem("pooling", "reads a class token, and class_tokens=0", "use mean or attention pooling")
 
-    def size(self, hidden: int) -> int:
-        """Number of weights."""
-        del hidden
-        return 0
-
-    def tables(self, hidden: int) -> tuple[Weight, ...]:
-        """Matrices."""
+    def weights(self, hidden: int) -> tuple[Weight, ...]:
+        """None."""
         del hidden
         return ()
 
@@ -88,15 +83,11 @@ class AttentionPoolingConfig(Builds):
         for problem in self.attention.shape_problems(hidden=tower.hidden, length=tower.positions()):
             yield replace(problem, where=f"pooling.attention.{problem.where}")
 
-    def size(self, hidden: int) -> int:
-        """Number of weights."""
-        layers = (self.attention.weights(hidden), self.mlp.weights(hidden), self.norm.weights(hidden))
-        return hidden + sum(map(total_size, layers))
-
-    def tables(self, hidden: int) -> tuple[Weight, ...]:
-        """Matrices."""
-        both = (*prefixed("attention", self.attention.weights(hidden)), *prefixed("mlp", self.mlp.weights(hidden)))
-        return tuple(weight for weight in both if len(weight.shape) > 1)
+    def weights(self, hidden: int) -> tuple[Weight, ...]:
+        """Every weight of the module."""
+        layers = {"attention": self.attention, "mlp": self.mlp, "norm": self.norm}
+        inner = [weight for name, layer in layers.items() for weight in prefixed(name, layer.weights(hidden))]
+        return Weight("query", (hidden,), (None,)), *inner
 
     def matmuls(self, tower: VisionTowerConfig) -> tuple[Matmul, ...]:
         """Products for each image: keys and values of all positions, the rest of one."""
@@ -142,19 +133,18 @@ class ClassifierConfig(Builds):
             "loss_mask": Leaf("float32", optional=True),  # weight of the row in the loss: 0 or 1
         }
 
-    def size(self, hidden: int) -> int:
-        """Number of weights."""
-        return self.pooling.size(hidden) + (hidden + 1) * self.classes
-
     def facts(self, tower: VisionTowerConfig) -> HeadFacts:
         """One position of each image is scored."""
-        tables = (*prefixed("pooling", self.pooling.tables(tower.hidden)), linear(tower, self.classes))
+        weights = (
+            *prefixed("pooling", self.pooling.weights(tower.hidden)),
+            *dense("linear", tower.hidden, self.classes),
+        )
         return HeadFacts(
             columns=self.classes,
             positions=1,
             chunk=LARGEST,
             whole=True,
-            tables=prefixed("head", tables),
+            weights=prefixed("head", weights),
             matmuls=self.pooling.matmuls(tower),
             pairs=self.pooling.pairs(tower),
         )
@@ -189,10 +179,6 @@ class SegmenterConfig(Builds):
             "loss_mask": Leaf("float32", optional=True),
         }
 
-    def size(self, hidden: int) -> int:
-        """Number of weights."""
-        return (hidden + 1) * self.classes
-
     def facts(self, tower: VisionTowerConfig) -> HeadFacts:
         """All patches are scored, and their scores become those of pixels."""
         return HeadFacts(
@@ -201,13 +187,8 @@ class SegmenterConfig(Builds):
             chunk=LARGEST,
             whole=True,
             upsampled=tower.patch**2,
-            tables=prefixed("head", (linear(tower, self.classes),)),
+            weights=dense("head.linear", tower.hidden, self.classes),
         )
-
-
-def linear(tower: VisionTowerConfig, classes: int) -> Weight:
-    """The matrix of scores."""
-    return Weight("linear.matrix", (tower.hidden, classes), ("embed", None))
 
 
 type HeadConfig = ClassifierConfig | SegmenterConfig
@@ -246,10 +227,6 @@ class ViTConfig(AdaptedConfig, VisionTowerConfig, ModelConfig):  # ty: ignore[in
     def head_facts(self) -> HeadFacts:
         """Of classes."""
         return self.head.facts(self)
-
-    def parameter_count(self) -> ParameterCount:
-        """Number of weights."""
-        return ParameterCount(self.tower_size(), self.entry_size(), self.head.size(self.hidden))
 
 
 def classifying(tower: VisionTowerConfig, head: HeadConfig) -> ViTConfig:
