@@ -5,7 +5,6 @@ import warnings
 import zlib
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -13,17 +12,16 @@ import numpy as np
 from megajax.batch import Schema
 from megajax.config.errors import UserError
 from megajax.data.attention_work import lengths_of_row
-from megajax.data.cache import Arrays, load_or_build, user_cache
-from megajax.data.checksum import files_of
+from megajax.data.cache import Arrays, index_folder, load_or_build
 from megajax.data.config import BlendConfig, TokenFilesConfig
 from megajax.data.gpt import GPTDataset, RowOptions, Tokenizer, TokenSource, pad_token
 from megajax.data.index import IndexRequest, RowIndex, build_index, least_tokens
-from megajax.data.indexed import IndexedTokens
-from megajax.data.splits import NAMES, Range, Rows, Splits, parse_paths, parse_split, split_bounds, wanted
+from megajax.data.indexed import integer_tokens
+from megajax.data.row_source import check_row, data_seed, files_of
+from megajax.data.splits import Range, Rows, Splits, config_paths, parse_paths, parse_split, split_bounds
 
 MAXIMUM_DATASETS = 32766
 """Dataset numbers are int16."""
-SEEDS = 1 << 32
 BLOCK = 4096
 """Rows whose target counts are computed at a time."""
 
@@ -143,18 +141,9 @@ class BlendedDataset:
         return lengths_of_row(self.datasets[self.index.datasets[row]], int(self.index.samples[row]))
 
     def __getitem__(self, row: int) -> dict[str, np.ndarray]:
-        if not 0 <= row < len(self):
-            raise IndexError(f"row {row} of a blend of {len(self)} rows")
+        check_row(self, row)
         dataset = self.index.datasets[row]
         return {"dataset_id": dataset, **self.datasets[dataset][int(self.index.samples[row])]}
-
-
-def data_seed(own: int | None, run: int) -> int:
-    """The seed of data: its own, or the run's. Raises UserError for one that generators do not take."""
-    seed = run if own is None else own
-    if not 0 <= seed < SEEDS:
-        raise UserError(f"data.seed: expected 0 to {SEEDS - 1} (NumPy's RandomState), found {seed}.")
-    return seed
 
 
 class BlendBuilder[Data: Dataset]:
@@ -164,9 +153,8 @@ class BlendBuilder[Data: Dataset]:
     """
 
     def __init__(self, config: TokenFilesConfig, *, seed: int):
-        self.surplus = config.surplus
-        self.seed = data_seed(config.seed, seed)
-        self.folder = Path(config.cache_dir) if config.cache_dir else user_cache() / "indices"
+        self.config, self.seed = config, data_seed(config.seed, seed)
+        self.folder = index_folder(config.cache_dir)
 
     def units(self, tokens: Any) -> int:
         """Number of what a split has shares of."""
@@ -178,34 +166,9 @@ class BlendBuilder[Data: Dataset]:
 
     def read(self, path: str) -> Any:
         """The token file of a path."""
-        return IndexedTokens(path)
+        return integer_tokens(path)
 
-    def splits(
-        self, files: Sequence[Any], weights: np.ndarray | None, shares: Sequence[Range | None], rows: Rows
-    ) -> Splits:
-        """The splits that `rows` requests, from one token file or a blend of several.
-
-        Validation or test with a share of zero is None; a share that rounds to no unit is an error.
-        """
-        if len(files) > MAXIMUM_DATASETS:
-            raise UserError(f"a blend of {len(files)} datasets: at most {MAXIMUM_DATASETS} are possible. Merge some.")
-        identities = [tokens.identity() for tokens in files]
-        built: list[Data | BlendedDataset | None] = [None, None, None]
-        for position, split, asked in wanted(rows):
-            if shares[position] is None and split != "train":
-                continue
-            single = len(files) == 1 and weights is None
-            each: Sequence[int | None] = [asked if single else None] * len(files)
-            if weights is not None and asked is not None:
-                each = rows_needed(asked, weights, self.surplus)
-            datasets = []
-            for tokens, identity, count in zip(files, identities, each, strict=True):
-                bounds = split_bounds(shares[position], self.units(tokens))
-                datasets.append(self.dataset(tokens, identity, split, bounds, count))
-            built[position] = datasets[0] if single else self._blend(datasets, weights, asked, identities)
-        return Splits(*built)
-
-    def configured(self, config: TokenFilesConfig, rows: Rows) -> Splits:
+    def build(self, rows: Rows) -> Splits:
         """Row sources of the config's files for the splits that a run requests; None for the others.
 
         One prefix without a weight gives the requested number of rows; a blend with weights has Σ ceil(rows · weight)
@@ -215,26 +178,50 @@ class BlendBuilder[Data: Dataset]:
         Raises:
             UserError: missing or damaged files, a requested split that is empty, too few tokens.
         """
+        config = self.config
         if config.paths:
             prefixes, weights = parse_paths(config.paths)
             files = [self.read(prefix) for prefix in prefixes]
-            scaled = None if weights is None else normalised(weights)
-            return self.splits(files, scaled, parse_split(config.split), rows)
-        built: list[Data | BlendedDataset | None] = [None, None, None]
-        for position, name, asked in wanted(rows):
-            items = getattr(config, f"{name}_paths")
-            if not items and name != "train":
-                continue
-            if not items:
-                raise UserError("data.train_paths is empty: there is nothing to train on.")
-            prefixes, weights = parse_paths(items)
-            files = [self.read(prefix) for prefix in prefixes]
+            return self.splits(files, None if weights is None else normalised(weights), parse_split(config.split), rows)
+
+        def own_files(position: int, name: str, count: int | None) -> Data | BlendedDataset | None:
+            paths = config_paths(config, name)
+            if not paths:
+                return None
+            prefixes, weights = parse_paths(paths)
             # A single prefix is not a blend, even with a weight: Megatron-LM's rule for lists per split.
             scaled = None if weights is None or len(prefixes) == 1 else normalised(weights)
-            shares = [(0.0, 1.0) if other == name else None for other in NAMES]
-            only = Rows(*(asked if other == name else 0 for other in NAMES))
-            built[position] = self.splits(files, scaled, shares, only)[position]
-        return Splits(*built)
+            return self.source([self.read(prefix) for prefix in prefixes], scaled, (0.0, 1.0), name, count)
+
+        return Splits.build(rows, own_files)
+
+    def splits(
+        self, files: Sequence[Any], weights: np.ndarray | None, shares: Sequence[Range | None], rows: Rows
+    ) -> Splits:
+        """The splits that `rows` requests, each a share of every file; None for validation or test without a share."""
+
+        def shared_files(position: int, name: str, count: int | None) -> Data | BlendedDataset | None:
+            share = shares[position]
+            return self.source(files, weights, share, name, count) if share is not None or name == "train" else None
+
+        return Splits.build(rows, shared_files)
+
+    def source(
+        self, files: Sequence[Any], weights: np.ndarray | None, share: Range | None, split: str, rows: int | None
+    ) -> Data | BlendedDataset:
+        """The rows of a split, from one token file or a blend of several. Raises UserError for a share of no unit."""
+        if len(files) > MAXIMUM_DATASETS:
+            raise UserError(f"a blend of {len(files)} datasets: at most {MAXIMUM_DATASETS} are possible. Merge some.")
+        single = len(files) == 1 and weights is None
+        each: Sequence[int | None] = [rows if single else None] * len(files)
+        if weights is not None and rows is not None:
+            each = rows_needed(rows, weights, self.config.surplus)
+        identities = [tokens.identity() for tokens in files]
+        datasets = []
+        for tokens, identity, count in zip(files, identities, each, strict=True):
+            bounds = split_bounds(share, self.units(tokens))
+            datasets.append(self.dataset(tokens, identity, split, bounds, count))
+        return datasets[0] if single else self._blend(datasets, weights, rows, identities)
 
     def _blend(
         self, datasets: list[Data], weights: np.ndarray | None, rows: int | None, identities: list[str]
@@ -309,6 +296,6 @@ class DatasetBuilder(BlendBuilder[GPTDataset]):
 
 
 def build_splits(config: BlendConfig, *, tokenizer: Tokenizer, schema: Schema, rows: Rows, seed: int) -> Splits:
-    """Rows of tokens for the splits that a run requests; see `BlendBuilder.configured`."""
+    """Rows of tokens for the splits that a run requests; see `BlendBuilder.build`."""
     builder = DatasetBuilder(config, tokenizer=tokenizer, sequence_length=schema["tokens"].positions(), seed=seed)
-    return builder.configured(config, rows)
+    return builder.build(rows)

@@ -31,6 +31,11 @@ def user_cache() -> Path:
     return Path(base) / "megajax"
 
 
+def index_folder(cache_dir: str | None) -> Path:
+    """The folder `data.cache_dir` for index files, or the user's."""
+    return Path(cache_dir) if cache_dir else user_cache() / "indices"
+
+
 def content_key(description: Mapping[str, object]) -> str:
     """SHA-256 of a description as canonical JSON."""
     return hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()

@@ -3,20 +3,19 @@
 import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from megajax.batch import Schema
 from megajax.config.errors import UserError
-from megajax.data.blend import data_seed
-from megajax.data.cache import user_cache
+from megajax.data.cache import index_folder
 from megajax.data.chat_files import Conversations, Reader, counted
 from megajax.data.config import ChatConfig
-from megajax.data.gpt import ORDER_SAMPLE
 from megajax.data.packing import Packing, balanced_fit, best_fit, padding_lengths
-from megajax.data.splits import Rows, Splits, parse_split, split_bounds, wanted
+from megajax.data.row_source import ORDER_SAMPLE, check_row, data_seed
+from megajax.data.splits import Rows, Splits, config_paths, parse_split, split_bounds
 from megajax.tokenizers.base import Tokenizer
 from megajax.tokenizers.chat_template import ChatTemplate
 
@@ -73,7 +72,7 @@ class ChatRows:
         self._shuffled, self._seed, self._apart = config.packing != "lines", seed, config.isolate_padding
         self._rows = len(packs) if rows is None else rows
         self.passes = -(-self._rows // len(packs))
-        self._epoch: tuple[int, np.ndarray] = (-1, np.empty(0, np.int64))
+        self._order = lru_cache(1)(self._permutation)
 
     def __len__(self) -> int:
         return self._rows
@@ -89,16 +88,12 @@ class ChatRows:
 
     def pack(self, row: int) -> int:
         """Which pack a row is. Each pass over the packs has an order of its own."""
-        if not 0 <= row < len(self):
-            raise IndexError(f"row {row} of a dataset of {len(self)} rows")
+        check_row(self, row)
         epoch, place = divmod(row, len(self._packs))
-        if not self._shuffled:
-            return place
-        known, order = self._epoch
-        if known != epoch:
-            order = np.random.RandomState([self._seed, epoch]).permutation(len(self._packs))
-            self._epoch = (epoch, order)  # replaced as one, for threads read along
-        return int(order[place])
+        return int(self._order(epoch)[place]) if self._shuffled else place
+
+    def _permutation(self, epoch: int) -> np.ndarray:
+        return np.random.RandomState([self._seed, epoch]).permutation(len(self._packs))
 
     def __getitem__(self, row: int) -> dict[str, np.ndarray]:
         length = self.sequence_length
@@ -162,9 +157,10 @@ class ChatBuilder:
         self.config, self.length = config, sequence_length
         self.seed = data_seed(config.seed, seed)
         self.pad = tokenizer.eod if tokenizer.pad is None else tokenizer.pad
-        folder = Path(config.cache_dir) if config.cache_dir else user_cache() / "indices"
         template = ChatTemplate(config.template)
-        self.reader = Reader(template, tokenizer, loss=config.loss, on_error=config.on_error, folder=folder)
+        self.reader = Reader(
+            template, tokenizer, loss=config.loss, on_error=config.on_error, folder=index_folder(config.cache_dir)
+        )
 
     def splits(self, asked: Rows) -> Splits:
         """Row sources for the splits that a run requests; None for the others.
@@ -173,23 +169,24 @@ class ChatBuilder:
             UserError: as `Reader.read`; a requested split without a line; a line that is longer than a row, or in which
                 no label counts.
         """
-        built: list[Any] = [None, None, None]
-        if self.config.paths:
-            read, shares = self.reader.read(self.config.paths), parse_split(self.config.split)
-            for position, name, rows in wanted(asked):
-                if shares[position] is not None or name == "train":
-                    bounds = split_bounds(shares[position], len(read.places))
-                    lost = {} if any(built) else counted(read)  # said once, for all splits
-                    built[position] = self._rows(read, self.config.paths, bounds, rows, name, lost)
-            return Splits(*built)
-        for position, name, rows in wanted(asked):
-            paths = getattr(self.config, f"{name}_paths")
-            if paths or name == "train":
-                if not paths:
-                    raise UserError("data.train_paths is empty: there is nothing to train on.")
+        config = self.config
+        whole, shares = self.reader.read(config.paths) if config.paths else None, parse_split(config.split)
+        lost = Counter(counted(whole)) if whole else Counter()
+
+        def source(position: int, name: str, rows: int | None) -> ChatRows | None:
+            if whole is None:
+                if not (paths := config_paths(config, name)):
+                    return None
                 read = self.reader.read(paths)
-                built[position] = self._rows(read, paths, (0, len(read.places)), rows, name, counted(read))
-        return Splits(*built)
+                return self._rows(read, paths, (0, len(read.places)), rows, name, counted(read))
+            if shares[position] is None and name != "train":
+                return None
+            bounds = split_bounds(shares[position], len(whole.places))
+            skipped = dict(lost)
+            lost.clear()  # lines that belong to no split are counted once, in the first
+            return self._rows(whole, config.paths, bounds, rows, name, skipped)
+
+        return Splits.build(asked, source)
 
     def _refusal(self, size: int, long: bool) -> str:
         """What is wrong with a line that is too long, or in which no label counts, and what to change."""

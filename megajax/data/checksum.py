@@ -28,11 +28,6 @@ THREADS = 16
 MODULUS = 1 << 256
 
 
-def files_of(source: Any) -> list[str]:
-    """The files that a row source reads: its `files()`, each once, in the order given; [] where it has none."""
-    return list(dict.fromkeys(os.fspath(file) for file in source.files())) if hasattr(source, "files") else []
-
-
 @dataclass(frozen=True)
 class FileSum:
     """What is remembered of a file, or of many as one."""

@@ -2,14 +2,15 @@
 
 import zlib
 from collections.abc import Mapping
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
 
 from megajax.config.errors import UserError
 from megajax.data.attention_work import lengths_of_row
-from megajax.data.checksum import files_of
 from megajax.data.config import CyclicConfig
+from megajax.data.row_source import check_row, files_of
 
 LARGEST = (1 << 32) // 20
 """From this many rows on, PyTorch's permutations are drawn in another way."""
@@ -57,7 +58,8 @@ class CyclicRows:
         self._groups = len(source) // micro_rows
         self._pass = self._groups * micro_rows
         self.passes = -(-rows // self._pass) * getattr(source, "passes", 1)
-        self._epoch: tuple[int, np.ndarray] = (-1, np.empty(0, np.int64))
+        bucket = self._groups if self._buckets else len(source) // self._each
+        self._order = lru_cache(1)(partial(permutation, bucket * self._each))
 
     def __len__(self) -> int:
         return self._rows
@@ -79,8 +81,7 @@ class CyclicRows:
 
     def number(self, row: int) -> int:
         """Which row of the source row `row` is."""
-        if not 0 <= row < len(self):
-            raise IndexError(f"row {row} of a dataset of {len(self)} rows")
+        check_row(self, row)
         epoch, place = divmod(row, self._pass)
         group, place = divmod(place, self._shards * self._each)
         shard, place = divmod(place, self._each)
@@ -89,14 +90,6 @@ class CyclicRows:
         if self._buckets:
             return shard * len(order) + int(order[place])
         return int(order[place * self._shards + shard])
-
-    def _order(self, epoch: int) -> np.ndarray:
-        known, order = self._epoch
-        if known != epoch:
-            bucket = self._groups if self._buckets else len(self.source) // self._each
-            order = permutation(bucket * self._each, epoch)
-            self._epoch = (epoch, order)  # replaced as one, for threads read along
-        return order
 
     def __getitem__(self, row: int) -> Mapping[str, np.ndarray]:
         return self.source[self.number(row)]

@@ -16,7 +16,8 @@ from megajax.data.blend import DatasetBuilder
 from megajax.data.config import FillInMiddleConfig
 from megajax.data.gpt import GPTDataset, TokenSource
 from megajax.data.index import RowIndex
-from megajax.data.masking import SEEDS, SampleGenerators
+from megajax.data.masking import SampleGenerators
+from megajax.data.row_source import SEEDS
 from megajax.data.splits import Rows, Splits
 from megajax.tokenizers.base import Tokenizer
 
@@ -181,10 +182,10 @@ class FillInMiddleBuilder(DatasetBuilder):
 
 
 def build_splits(config: FillInMiddleConfig, *, tokenizer: Tokenizer, schema: Schema, rows: Rows, seed: int) -> Splits:
-    """Rows for the splits that a run requests; see `BlendBuilder.configured`.
+    """Rows for the splits that a run requests; see `BlendBuilder.build`.
 
     Raises:
-        UserError: a text that is not one token of the tokenizer; otherwise as `BlendBuilder.configured`.
+        UserError: a text that is not one token of the tokenizer; otherwise as `BlendBuilder.build`.
     """
     length = schema["tokens"].positions()
-    return FillInMiddleBuilder(config, tokenizer=tokenizer, sequence_length=length, seed=seed).configured(config, rows)
+    return FillInMiddleBuilder(config, tokenizer=tokenizer, sequence_length=length, seed=seed).build(rows)

@@ -1,6 +1,5 @@
 """Rows for language models: a fixed number of tokens from a stream of shuffled documents."""
 
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,10 +7,9 @@ from typing import Protocol
 
 import numpy as np
 
-from megajax.config.errors import UserError
-from megajax.data.checksum import files_of
 from megajax.data.index import RowIndex
 from megajax.data.indexed import Piece
+from megajax.data.row_source import check_row, check_vocabulary, files_of, order_checksum
 
 NO_PAD = -1
 """Padding value for tokenizers without a pad token: no token has this value."""
@@ -66,10 +64,6 @@ def _constant(values: np.ndarray) -> np.ndarray:
     return values
 
 
-ORDER_SAMPLE = 65536
-"""Number of index entries that identify an order: another epoch or another rule reshuffles all entries."""
-
-
 class GPTDataset:
     """Row i of a split as a dict of arrays, a pure function of i.
 
@@ -89,14 +83,12 @@ class GPTDataset:
         passes: number of epochs over the split's sequences.
 
     Raises:
-        UserError: tokens stored as floating-point numbers; on reading, a token outside the vocabulary.
+        UserError: on reading, a token outside the vocabulary.
     """
 
     def __init__(
         self, tokens: TokenSource, index: RowIndex, options: RowOptions, *, tokenizer: Tokenizer, passes: int = 1
     ):
-        if tokens.dtype.kind not in "iu":
-            raise UserError(f"{tokens.prefix}: stored as {tokens.dtype.name}, but tokens must be integers.")
         self.tokens, self.index, self.options, self.passes = tokens, index, options, passes
         self.sequence_length = options.sequence_length
         self._vocabulary_size, self._eod, self._pad = tokenizer.vocabulary_size, tokenizer.eod, pad_token(tokenizer)
@@ -107,8 +99,7 @@ class GPTDataset:
 
     def order(self) -> str:
         """Identifier of the order of the rows; unchanged if rows are appended."""
-        heads = (self.index.documents[:ORDER_SAMPLE], self.index.shuffle[:ORDER_SAMPLE])
-        return "-".join(f"{zlib.crc32(np.ascontiguousarray(head).tobytes()):08x}" for head in heads)
+        return f"{order_checksum(self.index.documents)}-{order_checksum(self.index.shuffle)}"
 
     def files(self) -> list[str]:
         """The files that are read."""
@@ -118,15 +109,17 @@ class GPTDataset:
         return len(self.index.shuffle)
 
     def __getitem__(self, row: int) -> dict[str, np.ndarray]:
-        if not 0 <= row < len(self):
-            raise IndexError(f"row {row} of a dataset of {len(self)} rows")
+        check_row(self, row)
         options, length = self.options, self.sequence_length
         text, borders, filled = self._text(row)
         tokens = text[:length]
         labels = text[1:] if options.extra else np.append(tokens[1:], np.int32(self._pad))
-        row_of = {"tokens": tokens, "labels": labels, "loss_mask": self._loss_mask(tokens, labels)}
+        row_of = {"tokens": tokens, "labels": labels, "loss_mask": self._ones}
         row_of["positions"], row_of["segment_ids"] = self._numbers(tokens, borders)
-        if filled < len(text) or not options.extra or self._pad != NO_PAD:
+        may_be_padded = filled < len(text) or not options.extra or self._pad != NO_PAD
+        if may_be_padded or options.eod_mask_loss:
+            row_of["loss_mask"] = self._loss_mask(tokens, labels)
+        if may_be_padded:
             for name in ("tokens", "labels"):
                 row_of[name] = np.where(row_of[name] == self._pad, np.int32(0), row_of[name])
         for values in row_of.values():
@@ -159,22 +152,18 @@ class GPTDataset:
         """Tokens [S + extra] with padding at the end, the start of each document, and the number of real tokens."""
         text, pieces = np.empty(self.sequence_length + self.options.extra, np.int32), self._pieces(row)
         stored, borders = self.tokens.gather(pieces)
+
+        def where(at: int) -> str:
+            piece = int(np.searchsorted(borders, at, side="right")) - 1
+            sequence, begin, _ = pieces[piece]
+            document = self.tokens.document_of(sequence)
+            return f"document {document} (sequence {sequence}) at position {begin + at - borders[piece]}"
+
+        check_vocabulary(stored, self._vocabulary_size, self.tokens.prefix, where)
         filled = len(stored)
-        if filled and (stored.max() >= self._vocabulary_size or stored.min() < 0):
-            raise self._outside(stored, pieces, borders)
         text[:filled] = stored  # after the check: int64 tokens may not fit
         text[filled:] = self._pad
         return text, borders, filled
-
-    def _outside(self, real: np.ndarray, pieces: list, borders: list[int]) -> UserError:
-        at = int(np.argmax((real >= self._vocabulary_size) | (real < 0)))
-        piece = int(np.searchsorted(borders, at, side="right")) - 1
-        sequence, begin, _ = pieces[piece]
-        return UserError(
-            f"{self.tokens.prefix}: token {int(real[at])} in document {self.tokens.document_of(sequence)} (sequence "
-            f"{sequence}) at position {begin + at - borders[piece]} lies outside the vocabulary of "
-            f"{self._vocabulary_size}. The file was written with another tokenizer: use that one, or preprocess again."
-        )
 
     def _loss_mask(self, tokens: np.ndarray, labels: np.ndarray) -> np.ndarray:
         masked = labels == self._pad

@@ -11,7 +11,7 @@ from megajax.batch import Schema
 from megajax.config.errors import UserError
 from megajax.data.config import ClassFoldersConfig, MaskFoldersConfig
 from megajax.data.image_decoding import SUFFIXES, Picture, StoredPicture, read_bounded
-from megajax.data.item_rows import MakeRows, groups_of, rows_of_splits, split_rows
+from megajax.data.item_rows import MakeRows, RowOrder, groups_of, rows_of_splits, split_rows
 from megajax.data.labelled_images import Framing, MaskRows, class_rows, demand_classes, image_size
 from megajax.data.progress import Progress
 from megajax.data.splits import Rows, Splits
@@ -205,14 +205,7 @@ def build_masks(config: MaskFoldersConfig, *, tokenizer: Any, schema: Schema, ro
 
     def make(items: MaskFolder, position: int, asked: int | None) -> MaskRows:
         augment = config.augment if position == 0 else None
-        return MaskRows(
-            items,
-            framing=Framing(size=image_size(schema), augment=augment, centre=config.centre),
-            classes=config.classes,
-            rows=asked,
-            seed=seed if config.seed is None else config.seed,
-            split=position,
-            on_error=config.on_error,
-        )
+        framing = Framing(size=image_size(schema), augment=augment, centre=config.centre)
+        return MaskRows(items, RowOrder.of(config, asked, seed, position), framing=framing, classes=config.classes)
 
     return _splits(config, rows, read, make)

@@ -11,7 +11,8 @@ from megajax.data.image_decoding import MadePicture
 from megajax.data.image_text import Sample, captioned, image_text_rows
 from megajax.data.item_rows import rows_of_splits
 from megajax.data.labelled_images import COUNTS, IGNORED, image_size
-from megajax.data.splits import Rows, Splits, wanted
+from megajax.data.row_source import check_row, data_seed
+from megajax.data.splits import Rows, Splits
 
 CLASSES = 10
 """Where the model does not say how many it has."""
@@ -41,8 +42,7 @@ class MockRows:
         raise NotImplementedError
 
     def __getitem__(self, row: int) -> dict[str, np.ndarray]:
-        if not 0 <= row < len(self):
-            raise IndexError(f"row {row} of {len(self)} rows")
+        check_row(self, row)
         return self.make(np.random.default_rng((self._seed, self._split, row)))
 
 
@@ -140,11 +140,8 @@ def build_captions(config: MockCaptionsConfig, *, tokenizer: Any, schema: Schema
 
 def _splits(config: Any, make: Callable[..., MockRows], schema: Schema, rows: Rows, seed: int) -> Splits:
     """make: (position of the split, the arguments of MockRows but for the classes) -> rows."""
-    built: list[MockRows | None] = [None, None, None]
-    own_seed = seed if config.seed is None else config.seed
-    for position, _, asked in wanted(rows):
-        built[position] = make(position, size=image_size(schema), rows=asked, seed=own_seed, split=position)
-    return Splits(*built)
+    fixed = {"size": image_size(schema), "seed": data_seed(config.seed, seed)}
+    return Splits.build(rows, lambda position, _, asked: make(position, rows=asked, split=position, **fixed))
 
 
 def build_classes(config: MockImagesConfig, *, tokenizer: Any, schema: Schema, rows: Rows, seed: int) -> Splits:

@@ -19,13 +19,13 @@ import numpy as np
 
 from megajax.batch import Schema
 from megajax.config.errors import UserError
-from megajax.data.cache import Arrays, load_or_build, user_cache
+from megajax.data.cache import Arrays, index_folder, load_or_build
 from megajax.data.config import ImageShardsConfig
 from megajax.data.image_decoding import SUFFIXES, Picture, StoredPicture, check_bytes, is_compressed, read_at
 from megajax.data.item_rows import UnreadableItem, groups_of, rows_of_splits, split_rows
 from megajax.data.labelled_images import ClassRows, class_rows, demand_classes
 from megajax.data.progress import Progress
-from megajax.data.splits import Rows, Splits
+from megajax.data.splits import Rows, Splits, config_paths
 
 SCANNED_TOGETHER = 8
 LONGEST_LABEL = 1 << 20
@@ -243,9 +243,8 @@ def open_shards(config: ImageShardsConfig, patterns: Sequence[str]) -> ShardImag
     """
     paths = find_shards(patterns)
     facts = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
-    folder = Path(config.cache_dir) if config.cache_dir else user_cache() / "indices"
     description = {"kind": "image shards", "shards": [list(fact) for fact in facts], "label": config.label}
-    arrays = load_or_build(folder, description, lambda: build_index(paths, config.label))
+    arrays = load_or_build(index_folder(config.cache_dir), description, lambda: build_index(paths, config.label))
     wrong = json.loads(arrays["wrong"].tobytes())
     location = Location(**{name: arrays[name] for name in Location._fields})
     if wrong and (config.on_error == "stop" or not len(location.labels)):
@@ -280,4 +279,4 @@ def build_splits(config: ImageShardsConfig, *, tokenizer: Any, schema: Schema, r
 
     if (whole := read(config.paths)) is not None:
         return split_rows(whole, config.split, rows, make, config.paths[0])
-    return rows_of_splits(lambda name: read(getattr(config, f"{name}_paths")), rows, make)
+    return rows_of_splits(lambda name: read(config_paths(config, name)), rows, make)

@@ -13,7 +13,7 @@ from megajax.data.config import CropConfig, ImageTextRowsConfig
 from megajax.data.image_augmentation import cropped, random_crop
 from megajax.data.image_decoding import Picture
 from megajax.data.image_tiles import affordable_tiles, fitted, tiled
-from megajax.data.item_rows import ItemRows, Items, MakeRows, UnreadableItem
+from megajax.data.item_rows import ItemRows, Items, MakeRows, RowOrder, UnreadableItem
 from megajax.data.labelled_images import image_size
 from megajax.tokenizers.chat_template import Part
 
@@ -64,18 +64,8 @@ class ImageTextRows(ItemRows[Samples]):
     images: uint8 [slots, H, W, 3]; slots that are not used are 0.
     """
 
-    def __init__(
-        self,
-        items: Samples,
-        *,
-        layout: Layout,
-        tokenizer: Any,
-        rows: int | None,
-        seed: int,
-        split: int,
-        on_error: Literal["stop", "skip"],
-    ):
-        super().__init__(items, rows=rows, seed=seed, split=split, on_error=on_error)
+    def __init__(self, items: Samples, order: RowOrder, *, layout: Layout, tokenizer: Any):
+        super().__init__(items, order)
         self.layout, self._tokenizer = layout, tokenizer
         self._positions = np.arange(layout.length, dtype=np.int32)
         self._positions.setflags(write=False)
@@ -188,15 +178,7 @@ def image_text_rows(
             fit=config.fit,
             augment=augment if position == 0 else None,
         )
-        return ImageTextRows(
-            items,
-            layout=layout,
-            tokenizer=tokenizer,
-            rows=asked,
-            seed=seed if config.seed is None else config.seed,
-            split=position,
-            on_error=config.on_error,
-        )
+        return ImageTextRows(items, RowOrder.of(config, asked, seed, position), layout=layout, tokenizer=tokenizer)
 
     return make
 

@@ -11,14 +11,14 @@ import numpy as np
 
 from megajax.batch import Schema
 from megajax.config.errors import UserError
-from megajax.data.cache import Arrays, load_or_build, user_cache
+from megajax.data.cache import Arrays, index_folder, load_or_build
 from megajax.data.chat_files import BadLine, conversations_of
 from megajax.data.config import ImageTextConfig
 from megajax.data.image_decoding import Picture, StoredPicture, check_bytes, is_compressed, read_at, read_bounded
 from megajax.data.image_text import IMAGE, Sample, captioned, image_text_rows
 from megajax.data.item_rows import UnreadableItem, rows_of_splits, split_rows
 from megajax.data.progress import Progress
-from megajax.data.splits import Rows, Splits
+from megajax.data.splits import Rows, Splits, config_paths
 from megajax.tokenizers.chat_template import ChatTemplate, Part, TemplateMisfit
 
 BLOCK = 1 << 24
@@ -189,8 +189,9 @@ def open_lines(config: ImageTextConfig, names: Sequence[str]) -> ImageTextLines:
                     f"{path}: is one JSON list. Write a line for each entry: jq -c '.[]' {path} > NEW.jsonl"
                 )
     facts = [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in paths]
-    folder = Path(config.cache_dir) if config.cache_dir else user_cache() / "indices"
-    arrays = load_or_build(folder, {"kind": "lines", "files": facts}, lambda: build_index(paths))
+    arrays = load_or_build(
+        index_folder(config.cache_dir), {"kind": "lines", "files": facts}, lambda: build_index(paths)
+    )
     lines = Lines(**arrays)
     if not len(lines.sizes):
         raise UserError(f"{', '.join(map(str, paths))}: no lines")
@@ -204,7 +205,7 @@ def build_splits(config: ImageTextConfig, *, tokenizer: Any, schema: Schema, row
         return split_rows(open_lines(config, config.paths), config.split, rows, make, config.paths[0])
 
     def own(name: str) -> ImageTextLines | None:
-        names = getattr(config, f"{name}_paths")
+        names = config_paths(config, name)
         return open_lines(config, names) if names else None
 
     return rows_of_splits(own, rows, make)

@@ -188,6 +188,14 @@ class IndexedTokens:
         return digest.hexdigest()
 
 
+def integer_tokens(prefix: Path | str) -> IndexedTokens:
+    """A token file of token ids. Raises UserError as `IndexedTokens`, and for floating-point numbers."""
+    tokens = IndexedTokens(prefix)
+    if tokens.dtype.kind not in "iu":
+        raise UserError(f"{prefix}: stored as {tokens.dtype.name}, but tokens must be integers.")
+    return tokens
+
+
 def _sha256(path: Path) -> "hashlib._Hash":
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256")

@@ -1,17 +1,17 @@
 """Rows that are made of items, one or a few each: their order over several passes, and items that cannot be read."""
 
 import threading
-import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Protocol
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
 from megajax.config.errors import UserError
-from megajax.data.checksum import files_of
-from megajax.data.gpt import ORDER_SAMPLE
-from megajax.data.splits import NAMES, Range, Rows, Splits, parse_split, split_bounds, wanted
+from megajax.data.config.images import ImagesConfig
+from megajax.data.row_source import check_row, data_seed, files_of, order_checksum
+from megajax.data.splits import Range, Rows, Splits, parse_split, split_bounds
 
 TRIES = 1000
 """Items that are tried for one row before the data is given up."""
@@ -50,6 +50,23 @@ class DivisibleItems(Items, Protocol):
         ...
 
 
+class RowOrder(NamedTuple):
+    """Number and random numbers of the rows of a split, and what an item that cannot be read does."""
+
+    rows: int | None
+    """None: one pass over the items."""
+    seed: int
+    """Of the order and of what is random in a row."""
+    split: int
+    """Position of the split, which has random numbers of its own."""
+    on_error: Literal["stop", "skip"] = "stop"
+
+    @classmethod
+    def of(cls, config: ImagesConfig, rows: int | None, seed: int, split: int) -> "RowOrder":
+        """As the config says; seed: the run's."""
+        return cls(rows, data_seed(config.seed, seed), split, config.on_error)
+
+
 type MakeRows = Callable[[Any, int, int | None], Any]
 
 
@@ -58,25 +75,18 @@ class ItemRows[Data: Items]:
 
     A pass reads every item once, in an order of its own. Subclasses make a row of an item.
 
-    Args:
-        items: what the rows are made of.
-        rows: number of rows; None: one pass.
-        seed: of the order and of what is random in a row.
-        split: the position of the split, which has random numbers of its own.
-        on_error: what happens to an item that cannot be read.
-
     Attributes:
         passes: passes over the items, the last perhaps incomplete.
         skipped: reason -> rows of which another item was used, so far.
     """
 
-    def __init__(self, items: Data, *, rows: int | None, seed: int, split: int, on_error: Literal["stop", "skip"]):
-        self.items, self.split = items, split
-        self._rows, self._seed, self._on_error = len(items) if rows is None else rows, seed, on_error
+    def __init__(self, items: Data, order: RowOrder):
+        self.items, self.split, self._seed, self._on_error = items, order.split, order.seed, order.on_error
+        self._rows = len(items) if order.rows is None else order.rows
         self.passes = max(1, -(-self._rows // max(len(items), 1)))
         self.skipped: Counter[str] = Counter()
-        self._orders: dict[int, np.ndarray] = {}
         self._lock = threading.Lock()
+        self._order = lru_cache(KEPT_ORDERS)(self._permutation)
 
     def make(self, item: int, generator: np.random.Generator) -> dict[str, np.ndarray]:
         """A row of the item. Raises UnreadableItem."""
@@ -87,7 +97,7 @@ class ItemRows[Data: Items]:
 
     def order(self) -> str:
         """Identifier of the order of the rows; unchanged if rows are appended."""
-        return f"{len(self.items)}-{zlib.crc32(self._order(0)[:ORDER_SAMPLE].tobytes()):08x}"
+        return f"{len(self.items)}-{order_checksum(self._order(0))}"
 
     def files(self) -> list[str]:
         """The files that are read."""
@@ -99,8 +109,7 @@ class ItemRows[Data: Items]:
         return int(self._order(number)[(place + further) % len(self.items)])
 
     def __getitem__(self, row: int) -> dict[str, np.ndarray]:
-        if not 0 <= row < len(self):
-            raise IndexError(f"row {row} of {len(self)} rows")
+        check_row(self, row)
         for further in range(min(TRIES, len(self.items))):
             item = self.item(row, further)
             try:
@@ -111,27 +120,17 @@ class ItemRows[Data: Items]:
                         f"{self.items.name(item)}, row {row}: {error}. Repair or remove it, or set data.on_error=skip"
                     ) from error
                 if not further:
-                    self._count(error.reason)
+                    with self._lock:
+                        self.skipped[error.reason] += 1
         raise UserError(
             f"row {row}: none of {min(TRIES, len(self.items))} items can be read, the last one "
             f"{self.items.name(self.item(row, further))}; so far {dict(self.skipped)}"
         )
 
-    def _count(self, reason: str) -> None:
-        with self._lock:
-            self.skipped[reason] += 1
-
-    def _order(self, number: int) -> np.ndarray:
-        """Permutation of the items in a pass; those of the last few passes are kept."""
-        order = self._orders.get(number)
-        if order is None:
-            count = len(self.items)
-            order = np.random.default_rng((self._seed, self.split, number, count)).permutation(count)
-            with self._lock:
-                self._orders[number] = order
-                for old in sorted(self._orders)[:-KEPT_ORDERS]:
-                    del self._orders[old]
-        return order
+    def _permutation(self, number: int) -> np.ndarray:
+        """The order of the items in a pass."""
+        count = len(self.items)
+        return np.random.default_rng((self._seed, self.split, number, count)).permutation(count)
 
 
 def split_items(share: Range | None, groups: Sequence[np.ndarray]) -> np.ndarray:
@@ -157,21 +156,24 @@ def split_rows(whole: DivisibleItems, split: str, rows: Rows, make: MakeRows, wh
     Raises:
         UserError: a split that is requested has no items.
     """
-    shares, groups, built = parse_split(split), whole.groups(), [None] * len(NAMES)
-    for position, name, asked in wanted(rows):
+    shares, groups = parse_split(split), whole.groups()
+
+    def share(position: int, name: str, asked: int | None) -> Any:
         if shares[position] is None and name != "train":
-            continue
+            return None
         chosen = split_items(shares[position], groups)
         if not len(chosen):
             raise UserError(f"{where}: no item of {len(whole)} falls into the {name} split: change data.split={split}")
-        built[position] = make(whole.subset(chosen), position, asked)
-    return Splits(*built)
+        return make(whole.subset(chosen), position, asked)
+
+    return Splits.build(rows, share)
 
 
 def rows_of_splits(items: Callable[[str], Items | None], rows: Rows, make: MakeRows) -> Splits:
     """Row sources of splits that have items of their own. items: name of a split -> its items, None without."""
-    built: list[Any] = [None] * len(NAMES)
-    for position, name, asked in wanted(rows):
-        if (own := items(name)) is not None:
-            built[position] = make(own, position, asked)
-    return Splits(*built)
+
+    def source(position: int, name: str, asked: int | None) -> Any:
+        own = items(name)
+        return None if own is None else make(own, position, asked)
+
+    return Splits.build(rows, source)

@@ -1,7 +1,7 @@
 """Rows of images with labels: one class for the image or one for each pixel."""
 
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from megajax.data.image_augmentation import (
     random_crop,
 )
 from megajax.data.image_decoding import Picture
-from megajax.data.item_rows import ItemRows, Items, MakeRows, UnreadableItem
+from megajax.data.item_rows import ItemRows, Items, MakeRows, RowOrder, UnreadableItem
 
 IGNORED = 255
 """The class of pixels that do not count."""
@@ -99,18 +99,8 @@ class ClassRows(ItemRows[ClassImages]):
         mixup: α; 0: no mixing, None: the two leaves of mixup are not made.
     """
 
-    def __init__(
-        self,
-        items: ClassImages,
-        *,
-        framing: Framing,
-        mixup: float | None,
-        rows: int | None,
-        seed: int,
-        split: int,
-        on_error: Literal["stop", "skip"],
-    ):
-        super().__init__(items, rows=rows, seed=seed, split=split, on_error=on_error)
+    def __init__(self, items: ClassImages, order: RowOrder, *, framing: Framing, mixup: float | None):
+        super().__init__(items, order)
         self._framing, self._mixup = framing, mixup
 
     def make(self, item: int, generator: np.random.Generator) -> dict[str, np.ndarray]:
@@ -138,17 +128,9 @@ def class_rows(config: ClassImagesConfig, schema: Schema, seed: int) -> MakeRows
     """What makes rows of (images, position of the split, number of rows), as the config says."""
 
     def make(items: ClassImages, position: int, asked: int | None) -> ClassRows:
-        training = position == 0
+        training, order = position == 0, RowOrder.of(config, asked, seed, position)
         framing = Framing(size=image_size(schema), augment=config.augment if training else None, centre=config.centre)
-        return ClassRows(
-            items,
-            framing=framing,
-            mixup=config.mixup * training if config.mixup else None,
-            rows=asked,
-            seed=seed if config.seed is None else config.seed,
-            split=position,
-            on_error=config.on_error,
-        )
+        return ClassRows(items, order, framing=framing, mixup=config.mixup * training if config.mixup else None)
 
     return make
 
@@ -159,18 +141,8 @@ class MaskRows(ItemRows[MaskImages]):
     images: uint8 [H, W, 3]; labels: int32 [H, W], 255 is ignored; loss_mask: float32 [], 1.
     """
 
-    def __init__(
-        self,
-        items: MaskImages,
-        *,
-        framing: Framing,
-        classes: int | None,
-        rows: int | None,
-        seed: int,
-        split: int,
-        on_error: Literal["stop", "skip"],
-    ):
-        super().__init__(items, rows=rows, seed=seed, split=split, on_error=on_error)
+    def __init__(self, items: MaskImages, order: RowOrder, *, framing: Framing, classes: int | None):
+        super().__init__(items, order)
         self._framing, self._classes = framing, classes
 
     def make(self, item: int, generator: np.random.Generator) -> dict[str, np.ndarray]:

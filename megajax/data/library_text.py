@@ -9,6 +9,7 @@ from megajax.batch import Schema
 from megajax.data.cache import content_key, replacing
 from megajax.data.config.library import LibraryTextConfig, LibraryWordPieceConfig
 from megajax.data.indexed import IndexedTokens, IndexedWriter, token_dtype
+from megajax.data.row_source import data_seed
 from megajax.data.sentences import split_sentences
 from megajax.data.splits import Rows, Splits
 from megajax.data.standard_library import chosen_files, in_a_folder, library_root
@@ -78,7 +79,7 @@ def build_splits(config: LibraryTextConfig, *, tokenizer: Tokenizer, schema: Sch
     Raises:
         UserError: a tokenizer without the special tokens that the rows need; see also `corpus`.
     """
-    own_seed = seed if config.seed is None else config.seed
+    own_seed = data_seed(config.seed, seed)
     tokens = corpus(config, tokenizer, own_seed)
     masked = config.masked(str(tokens.prefix))
     return masked.build(tokenizer=tokenizer, schema=schema, rows=rows, seed=own_seed)

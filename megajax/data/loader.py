@@ -8,7 +8,7 @@ then the batch has the same rows, each with its number.
 
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import absl.flags
 import grain
@@ -21,26 +21,13 @@ from megajax.config.errors import UserError
 from megajax.data.config import LoaderConfig
 from megajax.data.dealing import Dealing, DealtSteps, Imbalance
 from megajax.data.reading import RETRIES, ChangedFile, ReadError, retried, wait_for
+from megajax.data.row_source import RowSource
 from megajax.mesh.row_cut import WHOLE, RowCut
 
 SAMPLE_BITS = 32
 
 type Index = tuple[slice, ...]
 type Block = dict[str, np.ndarray]
-
-
-class RowSource(Protocol):
-    """Rows by number: `len` and `[i]` -> a mapping from name to array, with at least the leaves of the schema.
-
-    A source may have more, which a run shows: `passes` (int, epochs over its text), `order()` (str that changes with
-    the order of the rows), `files()` (paths of the files that are read: whether their content changed is asked when a
-    run resumes), `skipped` (mapping from a reason to the number of rows left out; it may grow as rows are
-    read), and `packing` (`megajax.data.packing.Packing`). With `document_lengths` (see `lengths_of_row`), rows are
-    dealt out over data groups without being read.
-    """
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, row: int) -> Mapping[str, np.ndarray]: ...
 
 
 class LocalRows:

@@ -1,6 +1,5 @@
 """What BERT's and T5's data share: samples of sentences of a token file, and the choice of masked words."""
 
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
@@ -10,12 +9,11 @@ import numpy as np
 from megajax.config.errors import UserError
 from megajax.data.blend import BlendBuilder, Dataset
 from megajax.data.cache import load_or_build
-from megajax.data.checksum import files_of
 from megajax.data.config import MaskedConfig
-from megajax.data.gpt import ORDER_SAMPLE
 from megajax.data.indexed import IndexedTokens
 from megajax.data.masked_index import MaskedRequest, build_masked_index
 from megajax.data.masking import Masking, NgramMasking, SampleGenerators
+from megajax.data.row_source import check_row, check_vocabulary, files_of, order_checksum
 
 
 class MaskingTokenizer(Protocol):
@@ -59,7 +57,7 @@ class MaskedSamples:
         passes: number of epochs over the split's documents.
 
     Raises:
-        UserError: tokens stored as floating-point numbers; on reading, a token outside the vocabulary.
+        UserError: on reading, a token outside the vocabulary.
     """
 
     def __init__(
@@ -72,8 +70,6 @@ class MaskedSamples:
         tokenizer: MaskingTokenizer,
         passes: int = 1,
     ):
-        if tokens.dtype.kind not in "iu":
-            raise UserError(f"{tokens.prefix}: stored as {tokens.dtype.name}, but tokens must be integers.")
         self.tokens, self.index, self.passes = tokens, index, passes
         unmasked = tuple(tokenizer.specials[role] for role in ("cls", "sep") if role in tokenizer.specials)
         continues = np.zeros(tokenizer.vocabulary_size, bool) if tokenizer.continues is None else tokenizer.continues
@@ -82,7 +78,7 @@ class MaskedSamples:
 
     def order(self) -> str:
         """Identifier of the order of the rows."""
-        return f"{zlib.crc32(np.ascontiguousarray(self.index[:ORDER_SAMPLE]).tobytes()):08x}"
+        return order_checksum(self.index)
 
     def files(self) -> list[str]:
         """The files that are read."""
@@ -93,8 +89,7 @@ class MaskedSamples:
 
     def sample(self, row: int) -> tuple[int, int, int, np.random.RandomState]:
         """First sentence of a row, one past its last, its target length, and its generator."""
-        if not 0 <= row < len(self):
-            raise IndexError(f"row {row} of a dataset of {len(self)} rows")
+        check_row(self, row)
         first, last, target = self.index[row].tolist()
         return first, last, target, self._generators.of(row)
 
@@ -104,15 +99,12 @@ class MaskedSamples:
 
     def read(self, first: int, last: int) -> np.ndarray:
         """Tokens of sentences [first, last), which lie back to back in the file."""
-        file = self.tokens
-        text = file.read(first, last)
-        if len(text) and (text.max() >= self._vocabulary_size or text.min() < 0):
-            wrong = int(text[np.argmax((text >= self._vocabulary_size) | (text < 0))])
-            raise UserError(
-                f"{file.prefix}: token {wrong} in document {file.document_of(first)} (sentences {first} to {last - 1}) "
-                f"lies outside the vocabulary of {self._vocabulary_size}. The file was written with another tokenizer: "
-                "use that one, or preprocess again."
-            )
+        text = self.tokens.read(first, last)
+
+        def where(_: int) -> str:
+            return f"document {self.tokens.document_of(first)} (sentences {first} to {last - 1})"
+
+        check_vocabulary(text, self._vocabulary_size, self.tokens.prefix, where)
         return text
 
 

@@ -137,7 +137,7 @@ def truncate(parts: list[np.ndarray], target: int, generator: np.random.RandomSt
 def build_splits(
     config: MaskedSentencesConfig, *, tokenizer: MaskingTokenizer, schema: Schema, rows: Rows, seed: int
 ) -> Splits:
-    """Rows of masked sentences for the splits that a run requests; see `BlendBuilder.configured`.
+    """Rows of masked sentences for the splits that a run requests; see `BlendBuilder.build`.
 
     Raises:
         UserError: a tokenizer without one of the special tokens, rows of fewer than 5 tokens.
@@ -147,4 +147,4 @@ def build_splits(
     two = config.next_sentence
     make = partial(MaskedSentences, tokenizer=tokenizer, sequence_length=length, next_sentence=two)
     builder = MaskedBuilder(config, target=length - SPECIAL, sentences=2 if two else 1, seed=seed, make=make)
-    return builder.configured(config, rows)
+    return builder.build(rows)

@@ -72,7 +72,7 @@ def with_sentinels(text: list[int], spans: list[list[int]], sentinels: list[int]
 def build_splits(
     config: MaskedSpansConfig, *, tokenizer: MaskingTokenizer, schema: Schema, rows: Rows, seed: int
 ) -> Splits:
-    """Rows of text with blanks for the splits that a run requests; see `BlendBuilder.configured`.
+    """Rows of text with blanks for the splits that a run requests; see `BlendBuilder.build`.
 
     Raises:
         UserError: a tokenizer without one of the special tokens or without sentinels, rows of fewer than 4 tokens.
@@ -86,4 +86,4 @@ def build_splits(
     lengths = {"encoder_length": schema["encoder_tokens"].positions(), "sequence_length": schema["tokens"].positions()}
     make = partial(MaskedSpans, tokenizer=tokenizer, **lengths)
     target = lengths["encoder_length"] - SPECIAL
-    return MaskedBuilder(config, target=target, sentences=1, seed=seed, make=make).configured(config, rows)
+    return MaskedBuilder(config, target=target, sentences=1, seed=seed, make=make).build(rows)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-SEEDS = 1 << 32
+from megajax.data.row_source import SEEDS
+
 GEOMETRIC = 0.2
 """Of the geometric distribution of span lengths (Joshi et al. 2020, "SpanBERT", section 3.1)."""
 

@@ -2,7 +2,6 @@
 
 import hashlib
 import math
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +10,10 @@ import numpy as np
 from megajax.batch import Schema
 from megajax.config.errors import UserError
 from megajax.data.blend import BlendBuilder
-from megajax.data.checksum import files_of
 from megajax.data.config import PairsConfig
-from megajax.data.gpt import ORDER_SAMPLE
-from megajax.data.indexed import IndexedTokens
+from megajax.data.indexed import integer_tokens
 from megajax.data.masked import MaskingTokenizer, demand_tokens
+from megajax.data.row_source import check_row, check_vocabulary, files_of, order_checksum
 from megajax.data.splits import Rows, Splits
 from megajax.data.two_sided import two_sided_row, two_sided_specials
 
@@ -30,15 +28,13 @@ class PairedTokens:
 
     def __init__(self, path: str, prefixes: tuple[str, ...]):
         self.prefix = Path(path)
-        self.sides = tuple(IndexedTokens(prefix) for prefix in prefixes)
+        self.sides = tuple(integer_tokens(prefix) for prefix in prefixes)
         self.documents = self.sides[0].documents
         counts = [side.documents for side in self.sides]
         if len(set(counts)) > 1:
             sizes = " and ".join(f"{side.prefix} has {side.documents}" for side in self.sides)
             raise UserError(f"{path}: {sizes} documents, but they belong together. Preprocess both at once.")
         for side in self.sides:
-            if side.dtype.kind not in "iu":
-                raise UserError(f"{side.prefix}: stored as {side.dtype.name}, but tokens must be integers.")
             # Where each document begins in the tokens of its file, and the end.
             starts = np.append(side.offsets // side.dtype.itemsize, side.total)[side.document_table]
             if empty := np.flatnonzero(np.diff(starts) == 0).tolist():
@@ -86,7 +82,7 @@ class Pairs:
 
     def order(self) -> str:
         """Identifier of the order of the rows; unchanged if rows are appended."""
-        return f"{zlib.crc32(np.ascontiguousarray(self.numbers[:ORDER_SAMPLE]).tobytes()):08x}"
+        return order_checksum(self.numbers)
 
     def files(self) -> list[str]:
         """The files that are read."""
@@ -96,18 +92,11 @@ class Pairs:
         return len(self.numbers)
 
     def __getitem__(self, row: int) -> dict[str, np.ndarray]:
-        if not 0 <= row < len(self):
-            raise IndexError(f"row {row} of a dataset of {len(self)} rows")
+        check_row(self, row)
         number = int(self.numbers[row])
         texts = self.tokens.pair(number)
         for text, side in zip(texts, self.tokens.sides, strict=True):
-            if text.max() >= self._vocabulary_size or text.min() < 0:
-                wrong = int(text[np.argmax((text >= self._vocabulary_size) | (text < 0))])
-                raise UserError(
-                    f"{side.prefix}: token {wrong} in document {number} lies outside the vocabulary of "
-                    f"{self._vocabulary_size}. The file was written with another tokenizer: use that one, or "
-                    "preprocess again."
-                )
+            check_vocabulary(text, self._vocabulary_size, side.prefix, lambda _: f"document {number}")
         truncated = len(texts[0]) > self.lengths[0] or len(texts[1]) + 1 > self.lengths[1]
         return two_sided_row(texts[0].tolist(), texts[1].tolist(), self.lengths, self._special, truncated)
 
@@ -117,8 +106,8 @@ def shuffled_passes(bounds: tuple[int, int], rows: int | None, seed: int) -> np.
     generator, count = np.random.RandomState(seed), bounds[1] - bounds[0]
     passes = 1 if rows is None else max(1, math.ceil(rows / count))
     order = np.tile(np.arange(*bounds, dtype=np.int64), (passes, 1))
-    for one in order:
-        generator.shuffle(one)
+    for part in order:
+        generator.shuffle(part)
     return order.reshape(-1)
 
 
@@ -127,7 +116,7 @@ class PairsBuilder(BlendBuilder[Pairs]):
 
     def __init__(self, config: PairsConfig, *, lengths: tuple[int, int], tokenizer: MaskingTokenizer, seed: int):
         super().__init__(config, seed=seed)
-        self.config, self.lengths, self.tokenizer = config, lengths, tokenizer
+        self.lengths, self.tokenizer = lengths, tokenizer
 
     def read(self, path: str) -> PairedTokens:
         return PairedTokens(path, self.config.token_files(path))
@@ -147,11 +136,11 @@ class PairsBuilder(BlendBuilder[Pairs]):
 
 
 def build_splits(config: PairsConfig, *, tokenizer: MaskingTokenizer, schema: Schema, rows: Rows, seed: int) -> Splits:
-    """Rows of pairs for the splits that a run requests; see `BlendBuilder.configured`.
+    """Rows of pairs for the splits that a run requests; see `BlendBuilder.build`.
 
     Raises:
         UserError: a tokenizer without one of the special tokens; errors of `PairedTokens`.
     """
     demand_tokens(tokenizer, ("bos", "eos"), "pairs of texts", full_words=False)
     lengths = schema["encoder_tokens"].positions(), schema["tokens"].positions()
-    return PairsBuilder(config, lengths=lengths, tokenizer=tokenizer, seed=seed).configured(config, rows)
+    return PairsBuilder(config, lengths=lengths, tokenizer=tokenizer, seed=seed).build(rows)

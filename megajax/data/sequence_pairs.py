@@ -11,7 +11,8 @@ import numpy as np
 from megajax.batch import Schema
 from megajax.config.errors import UserError
 from megajax.data.config.benchmarks import BenchmarkConfig
-from megajax.data.item_rows import ItemRows, rows_of_splits
+from megajax.data.item_rows import ItemRows, RowOrder, rows_of_splits
+from megajax.data.row_source import data_seed
 from megajax.data.splits import Rows, Splits
 from megajax.tokenizers.base import Tokenizer
 
@@ -60,8 +61,8 @@ class Examples[E: Example]:
 class ExampleRows(ItemRows[Examples[Any]]):
     """Rows of examples, in another order in each pass."""
 
-    def __init__(self, items: Examples[Any], *, rows: int | None, seed: int, split: int):
-        super().__init__(items, rows=rows, seed=seed, split=split, on_error="stop")
+    def __init__(self, items: Examples[Any], order: RowOrder):
+        super().__init__(items, order)
         self.skipped.update(items.skipped)
 
     def make(self, item: int, generator: np.random.Generator) -> Row:
@@ -73,10 +74,10 @@ def example_splits(
     config: BenchmarkConfig, examples: Callable[[str], Examples[Any] | None], rows: Rows, seed: int
 ) -> Splits:
     """Row sources of the splits that a run requests. examples: train, valid or test -> its examples, None for none."""
-    chosen = seed if config.seed is None else config.seed
+    chosen = data_seed(config.seed, seed)
 
     def make(items: Examples[Any], position: int, asked: int | None) -> ExampleRows:
-        return ExampleRows(items, rows=asked, seed=chosen, split=position)
+        return ExampleRows(items, RowOrder(asked, chosen, position))
 
     return rows_of_splits(examples, rows, make)
 

@@ -1,7 +1,7 @@
 """The training, validation and test splits of a corpus, and the number of rows that a run needs of each."""
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from math import inf
 from typing import Any, NamedTuple
 
@@ -26,6 +26,12 @@ class Splits(NamedTuple):
     train: Any
     valid: Any
     test: Any
+
+    @classmethod
+    def build(cls, rows: Rows, make: Callable[[int, str, int | None], Any]) -> "Splits":
+        """The splits that a run requests. make: (position, name, rows) -> the row source, or None if it has none."""
+        asked = enumerate(zip(NAMES, rows, strict=True))
+        return cls(*(make(place, *split) if split[1] is None or split[1] > 0 else None for place, split in asked))
 
 
 class Evaluation(NamedTuple):
@@ -104,15 +110,16 @@ def parse_split(text: str) -> tuple[Range | None, Range | None, Range | None]:
     return ranges[0], ranges[1], ranges[2]
 
 
+def config_paths(config: Any, split: str) -> tuple[str, ...]:
+    """The files that a data config gives a split of its own. Raises UserError for training without any."""
+    paths = getattr(config, f"{split}_paths")
+    if not paths and split == "train":
+        raise UserError("data.train_paths is empty: there is nothing to train on.")
+    return paths
+
+
 def split_bounds(share: Range | None, count: int) -> tuple[int, int]:
     """Share of `count` sequences -> [first, last) sequence number; halves round to the even number."""
     if share is None:
         return 0, 0
     return round(share[0] * float(count)), round(share[1] * float(count))
-
-
-def wanted(rows: Rows) -> Iterator[tuple[int, str, int | None]]:
-    """(position, name, rows) of the splits that a run requests."""
-    for position, (name, asked) in enumerate(zip(NAMES, rows, strict=True)):
-        if asked is None or asked > 0:
-            yield position, name, asked

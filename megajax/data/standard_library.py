@@ -17,6 +17,7 @@ from megajax.data.cache import content_key, user_cache
 from megajax.data.config import BlendConfig, StandardLibraryConfig
 from megajax.data.gpt import Tokenizer
 from megajax.data.indexed import IndexedTokens, IndexedWriter, token_dtype
+from megajax.data.row_source import data_seed
 from megajax.data.splits import Rows, Splits, parse_split
 
 BYTE_EOD = 256
@@ -126,7 +127,7 @@ def build_splits(
             f"tokenizer {tokenizer.identity} has {tokenizer.vocabulary_size} tokens and ends documents with "
             f"{tokenizer.eod}. Choose the byte tokenizer, or preprocess files of your own and set data.paths."
         )
-    own_seed = seed if config.seed is None else config.seed
+    own_seed = data_seed(config.seed, seed)
     blend = BlendConfig(seed=own_seed, cache_dir=config.cache_dir, isolate_documents=config.isolate_documents)
     builder = DatasetBuilder(blend, tokenizer=tokenizer, sequence_length=schema["tokens"].positions(), seed=own_seed)
     return builder.splits([corpus(config, own_seed)], None, parse_split(config.split), rows)

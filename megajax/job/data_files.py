@@ -9,8 +9,9 @@ from typing import Any
 import yaml
 
 from megajax.checkpoint.peers import Peers
-from megajax.data.checksum import MODULUS, FileSum, Group, files_of, groups_of, sampled, whole
+from megajax.data.checksum import MODULUS, FileSum, Group, groups_of, sampled, whole
 from megajax.data.progress import Progress
+from megajax.data.row_source import files_of
 from megajax.data.splits import Splits
 
 MOVABLE = re.compile(r"data\.(?:(train|valid|test)_)?paths?$")

@@ -11,10 +11,11 @@ from token_files import tokenizer, write
 from megajax.config.errors import UserError
 from megajax.data import checksum
 from megajax.data.blend import BlendedDataset, BlendIndex
-from megajax.data.checksum import BLOCK, BLOCKS, FileSum, files_of, groups_of, sampled, whole
+from megajax.data.checksum import BLOCK, BLOCKS, FileSum, groups_of, sampled, whole
 from megajax.data.config import BlendConfig, ChatConfig, CyclicConfig, MaskedSpansConfig, MockConfig, PairsConfig, Rows
 from megajax.data.image_folders import ClassFolder, MaskFolder
-from megajax.data.item_rows import ItemRows
+from megajax.data.item_rows import ItemRows, RowOrder
+from megajax.data.row_source import files_of
 from megajax.models.config import text_schema
 from megajax.tokenizers.config import ByteTokenizerConfig
 
@@ -175,5 +176,5 @@ def test_rows_of_items_name_their_files(tmp_path: Path) -> None:
         masks: ["images/1.jpg", "masks/1.png"],
     }
     for items, names in of.items():
-        rows = ItemRows(items, rows=None, seed=1, split=0, on_error="stop")
+        rows = ItemRows(items, RowOrder(None, seed=1, split=0))
         assert files_of(rows) == [f"{tmp_path}/{name}" for name in names]

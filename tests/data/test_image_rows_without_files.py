@@ -63,3 +63,9 @@ def test_rectangles_are_where_their_classes_are() -> None:
     assert set(np.unique(block["labels"])) == {0, *range(1, 10), 255}
     green = block["images"][..., 1].astype(int)
     assert green[block["labels"] == 0].min() > 80 and green[block["labels"] > 0].max() < 110
+
+
+@pytest.mark.parametrize("config", [DigitsConfig(seed=-1), MockImagesConfig(seed=-1)])
+def test_a_seed_that_no_generator_takes_is_refused(config: Any) -> None:
+    with pytest.raises(UserError, match=r"data\.seed: expected 0 to 4294967295"):
+        build(config, Rows(5))

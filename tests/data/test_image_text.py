@@ -282,3 +282,10 @@ def test_shapes_with_captions() -> None:
 def test_settings() -> None:
     wrong = ImageTextConfig(tiles=0, marker="")
     assert [problem.where for problem in wrong.problems()] == ["tiles", "paths", "marker"]
+
+
+def test_training_needs_files_of_its_own_where_splits_have_them(tmp_path: Path) -> None:
+    paths = lines(tmp_path, {"image": "red.png", "caption": "red"}).paths
+    config = ImageTextConfig(valid_paths=paths, cache_dir=str(tmp_path / "cache"))
+    with pytest.raises(UserError, match=r"data\.train_paths is empty"):
+        build(config, Rows(5, 5))
