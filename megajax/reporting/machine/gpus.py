@@ -13,13 +13,12 @@ from typing import Any
 from megajax.mesh.installation import find_installation
 from megajax.metrics.text import byte_size
 from megajax.reporting.machine.machine import Check, Finding, Machine, fail, ok, warn
+from megajax.resilience.gpu_health import NOT_INSTALLED, SLOWDOWNS
 
 NVML_SECONDS = 20.0
 """The driver may have to wake up first (persistence mode is off)."""
 
 BUSY_SHARE = 0.02
-NOT_INSTALLED = "nvidia-ml-py is not installed"
-SLOWDOWNS = ("HwSlowdown", "HwThermalSlowdown", "HwPowerBrakeSlowdown", "SwThermalSlowdown")
 
 
 def driver(machine: Machine) -> Mapping[str, Any]:
