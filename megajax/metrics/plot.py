@@ -24,8 +24,9 @@ def plot_loss(metrics: Path, picture: Path, *, title: str, vocabulary: int | Non
     series = [Series("train loss", x, loss, style="line" if window == 1 else "faint")]
     if window > 1:
         series.append(Series(f"mean of {window} steps", x, running_mean(loss, window)))
-    for index, split in enumerate(dict.fromkeys(line["split"] for line in evaluations)):
-        points = _points([line for line in evaluations if line["split"] == split])
+    measured = [line for line in evaluations if line.get("loss_hex") is not None]  # some tasks have no loss
+    for index, split in enumerate(dict.fromkeys(line["split"] for line in measured)):
+        points = _points([line for line in measured if line["split"] == split])
         series.append(Series(f"{split} loss", *points, color=1 + index % 4, style="dots"))
     level = None
     if vocabulary is not None:

@@ -120,6 +120,8 @@ class History:
     """What layers reported."""
     evaluations: Mapping[str, tuple[np.ndarray, np.ndarray]]
     """Split -> steps int64 and losses float64, of the same length."""
+    tasks: Mapping[str, tuple[int, Mapping[str, float]]]
+    """Task without a loss -> step of its last evaluation, and its figures."""
     events: tuple[Event, ...]
     """In file order."""
     config: Mapping[str, Any]
@@ -156,6 +158,7 @@ def read_history(run_dir: Path) -> History:
         layers=metrics.layers.history(folder.layers),
         superseded_seconds=tuple(superseded),
         evaluations={split: _curve(points) for split, points in metrics.splits.items()},
+        tasks=metrics.tasks,
         events=tuple(_read_events(folder.events, faults)),
         config=_read_config(folder.config_yaml, faults),
         differences=tuple(_read_differences(folder.config_diff, faults)),
@@ -206,10 +209,16 @@ class _Columns:
     layers: LayerColumns = field(default_factory=LayerColumns)
     splits: dict[str, dict[int, float]] = field(default_factory=lambda: defaultdict(dict))
     """Split -> step -> loss."""
+    tasks: dict[str, tuple[int, dict[str, float]]] = field(default_factory=dict)
 
     def add(self, line: Mapping[str, Any]) -> None:
         if "split" in line:
-            self.splits[str(line["split"])][line["step"]] = number_of(line.get("loss"))
+            if line.get("loss") is None and line.get("loss_hex") is None:
+                numbers = ((name, number_of(value)) for name, value in line.items() if name != "step")
+                figures = {name: number for name, number in numbers if math.isfinite(number)}
+                self.tasks[str(line["split"])] = line["step"], figures
+            else:
+                self.splits[str(line["split"])][line["step"]] = number_of(line.get("loss"))
             return
         self.layers.add(line)
         for name, value in line.items():

@@ -67,6 +67,7 @@ def summarize(history: History, *, routine: int) -> RunSummary:
         _time(history, shares),
         _attempts(runs),
         _evaluations(history),
+        Table("Tasks", ("task", "after step", "figure", "value"), list(_tasks(history)), frozenset({1, 3})),
         _memory(runs),
         _events(runs, routine),
         Table("The run", (), list(_facts(history, runs))),
@@ -216,6 +217,12 @@ def _evaluations(history: History) -> Table:
             rows.append((split, f"{int(steps[place]):,}", number(loss), perplexity, lowest))
     note = f"{left_out:,} earlier ones left out." if left_out else ""
     return Table("Evaluations", ("split", "after step", "loss", "perplexity", ""), rows, frozenset({1, 2, 3}), note)
+
+
+def _tasks(history: History) -> Iterator[tuple[str, str, str, str]]:
+    for task, (step, figures) in history.tasks.items():
+        for name, value in figures.items():
+            yield task, f"{step:,}", name.replace("_", " "), number(value)
 
 
 def _memory(runs: Sequence[Attempt]) -> Table:

@@ -43,6 +43,17 @@ def test_a_picture_of_the_curve(tmp_path, step):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["loss.png", "metrics.jsonl"]
 
 
+def test_tasks_without_a_loss_are_not_in_the_picture(tmp_path, step, monkeypatch):
+    charts = []
+    monkeypatch.setattr("megajax.metrics.plot.save_png", lambda draw, *_, **__: charts.append(draw.__self__))
+    with JsonlWriter(tmp_path / "metrics.jsonl") as writer:
+        writer.log(step(1, 2.0))
+        writer.log(EvaluationRecord(step=1, split="race", loss=None, metrics={"accuracy": 0.5}))
+        writer.log(EvaluationRecord(step=1, split="test", loss=2.5))
+    plot_loss(tmp_path / "metrics.jsonl", tmp_path / "loss.png", title="tiny")
+    assert [series.name for series in charts[0].series] == ["train loss", "test loss"]
+
+
 def test_one_step_is_enough_for_a_picture(tmp_path, step):
     pytest.importorskip("matplotlib")
     write_run(tmp_path / "metrics.jsonl", 1, step)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from megajax.config.errors import UserError
+from megajax.metrics.record import EvaluationRecord
 from megajax.reporting.attempts import attempts
 from megajax.reporting.history import read_history
 from megajax.reporting.run_summary import RunSummary, summarize
@@ -206,3 +207,16 @@ def test_sparse_columns_keep_their_places(fake_run: Callable) -> None:
     np.testing.assert_array_equal(steps.column("seconds_save"), [np.nan, np.nan, 1.5, np.nan])
     np.testing.assert_array_equal(steps.column("lr"), [1e-3, np.nan, 1e-3, 1e-3])
     assert np.isnan(steps.column("never")).all() and len(steps.column("never")) == 4
+
+
+def test_tasks_without_a_loss_have_a_table_of_their_own(fake_run: Callable) -> None:
+    run = fake_run()
+    run.attempt(0, 5)
+    metrics = run.writers[-1]
+    metrics.log(EvaluationRecord(step=3, split="race", loss=None, metrics={"accuracy": 0.25}))
+    metrics.log(EvaluationRecord(step=5, split="race", loss=None, metrics={"accuracy": 0.5, "exact_match": 0.125}))
+    metrics.log(EvaluationRecord(step=5, split="test", loss=math.nan))
+    summary = summary_of(run)
+    assert rows(summary, "Tasks") == [("race", "5", "accuracy", "0.5000"), ("race", "5", "exact match", "0.1250")]
+    assert [row[0] for row in rows(summary, "Evaluations")] == ["test"]
+    assert "race loss" not in {name for name, *_ in summary.figures}
