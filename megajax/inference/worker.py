@@ -1,48 +1,33 @@
 """The thread of an engine: others submit and cancel, it alone runs steps.
 
-A fault of the device ends the engine: every request ends with an error, `failure` says what it was, and `on_failure`
-is called, which by default ends the process, so that a supervisor starts another.
+A fault of the device ends the engine: every request ends with an error, and `failure` says what it was. The process
+should end then, so that a supervisor starts another.
 """
 
 import logging
-import os
-import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from contextlib import suppress
 
 from megajax.inference.engine import Engine, Statistics
 from megajax.inference.request import Piece, Refused, Request
 
 LOG = logging.getLogger(__name__)
-CRASH = 1
-"""Exit code after a fault of the device."""
-
-
-def end_process(error: BaseException) -> None:
-    """Exits at once, whatever other threads wait for."""
-    LOG.critical("the engine failed: %s: %s", type(error).__name__, error)
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    os._exit(CRASH)
 
 
 class Worker:
     """Safe for threads. Pieces are delivered on the engine's thread."""
 
-    def __init__(
-        self, engine: Engine, *, patience: float = 60.0, on_failure: Callable[[BaseException], None] = end_process
-    ):
+    def __init__(self, engine: Engine, *, patience: float = 60.0):
         """patience: seconds without a step, while requests wait for one, after which `healthy` is false."""
         self.engine = engine
         self.failure: BaseException | None = None
-        """What ended the engine."""
-        self._patience, self._on_failure = patience, on_failure
+        """What ended the engine; it does not start again."""
+        self._patience = patience
         self._inbox: deque[Request] = deque()
         self._cancelled: deque[str] = deque()
-        self._draining = self._closing = False
+        self._closing = False
         self._beat = time.monotonic()
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -55,7 +40,7 @@ class Worker:
         """Raises Refused, before anything is delivered."""
         self.engine.check(request)
         with self._changed:
-            if self._draining or self.failure is not None:
+            if self._closing or self.failure is not None:
                 raise Refused("draining", "the engine takes no more requests")
             # Read while the engine's thread may step: a request counts twice for a moment, never not at all.
             open_requests = self.engine.requests + len(self._inbox)
@@ -73,17 +58,11 @@ class Worker:
             self._cancelled.append(identifier)
             self._changed.notify()
 
-    def drain(self, timeout: float) -> bool:
-        """Takes no more requests and waits for those that it has; False: not all have ended in time."""
-        with self._changed:
-            self._draining = True
-            return self._changed.wait_for(lambda: self.failure is not None or not self._busy(), timeout)
-
     def close(self) -> None:
         """Cancels what is not finished, and ends the thread."""
         with self._changed:
-            self._draining = self._closing = True
-            self._changed.notify_all()
+            self._closing = True
+            self._changed.notify()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join()
 
@@ -92,10 +71,6 @@ class Worker:
         if self.failure is not None or not self._thread.is_alive():
             return False
         return self.engine.finite and (not self._busy() or time.monotonic() - self._beat < self._patience)
-
-    def failed(self) -> bool:
-        """The engine ended by a fault; it does not start again."""
-        return self.failure is not None
 
     def statistics(self) -> Statistics:
         """Counts of the engine, as of about now."""
@@ -108,7 +83,6 @@ class Worker:
         try:
             while True:
                 with self._changed:
-                    self._changed.notify_all()
                     self._changed.wait_for(lambda: self._busy() or self._closing or self._cancelled)
                     if self._closing:
                         break
@@ -121,9 +95,6 @@ class Worker:
         except BaseException as error:
             LOG.exception("the engine's thread ends")
             self._fail(error)
-        finally:
-            with self._changed:
-                self._changed.notify_all()
 
     def _fail(self, error: BaseException) -> None:
         with self._changed:
@@ -132,7 +103,6 @@ class Worker:
         for request in self._inbox:
             _end(request)
         self._inbox.clear()
-        self._on_failure(error)
 
     def _accept(self) -> None:
         """Requests and cancellations since the last step."""

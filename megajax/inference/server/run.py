@@ -50,7 +50,7 @@ class Serving:
         before the first request.
         """
         compiled = list(_compiled(device.programs)) if warm_up else []
-        worker = Worker(engine, patience=self._config.stall_seconds, on_failure=lambda error: None)
+        worker = Worker(engine, patience=self._config.stall_seconds)
         model = ServedModel(
             name=name, worker=worker, tokenizer=tokenizer, conversation=conversation, length=engine.length
         )

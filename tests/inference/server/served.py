@@ -62,7 +62,7 @@ def start(
 ) -> Running:
     device, tokenizer = device or EchoDevice(), ByteTokenizerConfig().build()
     engine = Engine(device, tokenizer=tokenizer, queue=config.queue, guide=lambda schema: None)
-    worker = Worker(engine, patience=config.stall_seconds, on_failure=lambda error: None)
+    worker = Worker(engine, patience=config.stall_seconds)
     worker.start()
     conversation = Conversation(ChatTemplate(template), tokenizer) if template else None
     model = ServedModel(
@@ -94,7 +94,7 @@ def stop(running: Running) -> None:
 def main() -> int:
     """A server in the main thread of its own process, as `serve` has it. Returns its exit code."""
     engine = Engine(EchoDevice(seconds=0.003), tokenizer=ByteTokenizerConfig().build())
-    worker = Worker(engine, on_failure=lambda error: None)
+    worker = Worker(engine)
     model = ServedModel(
         name="tiny", worker=worker, tokenizer=ByteTokenizerConfig().build(), conversation=None, length=engine.length
     )
