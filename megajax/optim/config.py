@@ -142,7 +142,7 @@ def _epsilon_problems(epsilon: float) -> list[Problem]:
 class AdamWConfig(UpdateConfig):
     """Adam (Kingma and Ba 2015) with decoupled weight decay (Loshchilov and Hutter 2019)."""
 
-    target: ClassVar[str] = "megajax.optim.optimizer:AdamW"
+    target: ClassVar[str] = "megajax.optim.optimizer:adamw"
     beta1: float = 0.9
     """Decay of the first moment."""
     beta2: float = 0.999
@@ -160,7 +160,7 @@ class AdamWConfig(UpdateConfig):
 class SGDConfig(UpdateConfig):
     """Gradient descent with momentum. Weight decay is added to the gradient."""
 
-    target: ClassVar[str] = "megajax.optim.optimizer:SGD"
+    target: ClassVar[str] = "megajax.optim.optimizer:sgd"
     momentum: float = 0.9
     """Momentum: direction = momentum * direction + gradient."""
 
@@ -173,7 +173,7 @@ class LionConfig(UpdateConfig):
     """Lion (Chen et al. 2023): the sign of an average of gradients, with decoupled weight decay. It needs a learning
     rate 3 to 10 times smaller than Adam's, and a weight decay larger by the same factor."""
 
-    target: ClassVar[str] = "megajax.optim.optimizer:Lion"
+    target: ClassVar[str] = "megajax.optim.optimizer:lion"
     beta1: float = 0.95
     """Weight of the average, against the current gradient, in the update."""
     beta2: float = 0.98
@@ -187,7 +187,7 @@ class LionConfig(UpdateConfig):
 class MuonConfig(UpdateConfig):
     """Orthogonalised momentum (Jordan et al. 2024) for the matrices of the stack; AdamW for everything else."""
 
-    target: ClassVar[str] = "megajax.optim.muon:Muon"
+    target: ClassVar[str] = "megajax.optim.muon:muon"
     momentum: float = 0.95
     """Decay of the average of gradients that is orthogonalised."""
     nesterov: bool = True

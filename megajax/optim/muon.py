@@ -205,16 +205,14 @@ class Orthogonalised:
         return jax.lax.with_sharding_constraint(x, rules.spec(self.axes, keep=tuple(free)))
 
 
-class Muon(RuleOptimizer):
+def muon(
+    cfg: MuonConfig, declared: Mapping[str, ParamSpec], plan: Plan | None = None, width: float = 1.0
+) -> RuleOptimizer:
     """Orthogonalised momentum for matrices of the stack, AdamW for the rest."""
-
-    def __init__(
-        self, cfg: MuonConfig, declared: Mapping[str, ParamSpec], plan: Plan | None = None, width: float = 1.0
-    ):
-        rules = None if plan is None else plan.optimizer
-        adam = Adam(cfg.beta1, cfg.beta2, cfg.epsilon)
-        chosen: dict[str, Rule] = {}
-        for path, spec in declared.items():
-            shape = matrices(spec)
-            chosen[path] = adam if shape is None else Orthogonalised(cfg, spec.axes, shape, rules)
-        super().__init__(cfg, declared, chosen, width)
+    rules = None if plan is None else plan.optimizer
+    adam = Adam(cfg.beta1, cfg.beta2, cfg.epsilon)
+    chosen: dict[str, Rule] = {}
+    for path, spec in declared.items():
+        shape = matrices(spec)
+        chosen[path] = adam if shape is None else Orthogonalised(cfg, spec.axes, shape, rules)
+    return RuleOptimizer(cfg, declared, chosen, width)

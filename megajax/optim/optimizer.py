@@ -190,31 +190,28 @@ class SignOfAverage:
         return jnp.sign(self.beta1 * m + (1 - self.beta1) * g), (self.beta2 * m + (1 - self.beta2) * g,)
 
 
-class AdamW(RuleOptimizer):
+def adamw(
+    cfg: AdamWConfig, declared: Mapping[str, ParamSpec], plan: Plan | None = None, width: float = 1.0
+) -> RuleOptimizer:
     """Adam for every weight. epsilon is divided by the width as gradients are, where a weight's input grows with it."""
-
-    def __init__(
-        self, cfg: AdamWConfig, declared: Mapping[str, ParamSpec], plan: Plan | None = None, width: float = 1.0
-    ):
-        rule = Adam(cfg.beta1, cfg.beta2, cfg.epsilon, coupled=not cfg.decoupled)
-        wide = replace(rule, epsilon=cfg.epsilon / width)
-        super().__init__(cfg, declared, {p: wide if grows(spec) else rule for p, spec in declared.items()}, width)
+    rule = Adam(cfg.beta1, cfg.beta2, cfg.epsilon, coupled=not cfg.decoupled)
+    wide = replace(rule, epsilon=cfg.epsilon / width)
+    rules = {path: wide if grows(spec) else rule for path, spec in declared.items()}
+    return RuleOptimizer(cfg, declared, rules, width)
 
 
-class SGD(RuleOptimizer):
+def sgd(
+    cfg: SGDConfig, declared: Mapping[str, ParamSpec], plan: Plan | None = None, width: float = 1.0
+) -> RuleOptimizer:
     """Momentum for every weight."""
-
-    def __init__(self, cfg: SGDConfig, declared: Mapping[str, ParamSpec], plan: Plan | None = None, width: float = 1.0):
-        super().__init__(cfg, declared, dict.fromkeys(declared, Momentum(cfg.momentum)), width)
+    return RuleOptimizer(cfg, declared, dict.fromkeys(declared, Momentum(cfg.momentum)), width)
 
 
-class Lion(RuleOptimizer):
+def lion(
+    cfg: LionConfig, declared: Mapping[str, ParamSpec], plan: Plan | None = None, width: float = 1.0
+) -> RuleOptimizer:
     """The sign of an average for every weight."""
-
-    def __init__(
-        self, cfg: LionConfig, declared: Mapping[str, ParamSpec], plan: Plan | None = None, width: float = 1.0
-    ):
-        super().__init__(cfg, declared, dict.fromkeys(declared, SignOfAverage(cfg.beta1, cfg.beta2)), width)
+    return RuleOptimizer(cfg, declared, dict.fromkeys(declared, SignOfAverage(cfg.beta1, cfg.beta2)), width)
 
 
 def global_norm(arrays: Params) -> Array:
