@@ -56,8 +56,8 @@ class CoreAttention(nnx.Module):
             key_index, key_segments = ctx.index, ctx.segments
         cfg, bias, causal = self.cfg, self.bias, self.causal
         isolated = ctx.segments is not None and key_segments is not None
-        head_axes, cut = self.layout.summed("heads"), self.layout.row_cut()
-        parts = self.layout.devices_around("seq")
+        head_axes, cut = self.layout.free_axes("heads"), self.layout.row_cut()
+        parts = self.layout.manual_devices("seq")
         known = Request(
             dtype=jnp.dtype(q.dtype).name,
             key_dim=q.shape[-1],

@@ -36,12 +36,12 @@ def _shard(table: Array, size: int, axes: tuple[str, ...]) -> VocabularyShard:
 
 def _cut(layout: Layout) -> tuple[str, ...]:
     """Mesh axes the vocabulary is cut over, outermost first."""
-    return (*layout.around("vocab"), *layout.summed("vocab"))
+    return (*layout.manual_axes("vocab"), *layout.free_axes("vocab"))
 
 
 def _extra(layout: Layout) -> tuple[str, ...]:
     """Mesh axes free here over which seq_residual is cut and seq is not: sequence parallelism's."""
-    return tuple(axis for axis in layout.summed("seq_residual") if axis not in layout.summed("seq"))
+    return tuple(axis for axis in layout.free_axes("seq_residual") if axis not in layout.free_axes("seq"))
 
 
 def _whole(x: Array, extra: tuple[str, ...]) -> Array:
@@ -77,7 +77,7 @@ def _embed_forward(layout: Layout, table: Array, tokens: Array) -> tuple[Array, 
 
 def _embed_backward(layout: Layout, saved: tuple[Array, Array], dy: Array) -> tuple[Array, None]:
     table, tokens = saved
-    extra, rows, axes = _extra(layout), layout.summed("batch", "seq"), _cut(layout)
+    extra, rows, axes = _extra(layout), layout.free_axes("batch", "seq"), _cut(layout)
 
     def local(table: Array, tokens: Array, dy: Array) -> Array:
         shard = _shard(table, 0, axes)
@@ -102,7 +102,7 @@ def embedded_beside_loss(layout: Layout, x: Array) -> Array:
 
 def _beside_loss_backward(layout: Layout, saved: None, dy: Array) -> tuple[Array]:
     del saved
-    axes = layout.around("vocab")
+    axes = layout.manual_axes("vocab")
     return (layout.island(lambda dy: lax.psum(dy, axes), (RESIDUAL,), RESIDUAL)(dy) if axes else dy,)
 
 
@@ -139,7 +139,7 @@ def vocabulary_loss(
     Gradients are made in the forward pass, for a cotangent of 1, and rounded to the dtypes of x and table. So a loss
     scale belongs into the weights: applied to the result it would come after the rounding.
     """
-    rows, axes, extra = layout.summed("batch", "seq"), _cut(layout), _extra(layout)
+    rows, axes, extra = layout.free_axes("batch", "seq"), _cut(layout), _extra(layout)
 
     def local(x: Array, table: Array, labels: Array, weights: Array, bias: Array | None) -> dict[str, Array]:
         shard, x, weights = _shard(table, size, axes), _flat(_whole(x, extra)), _flat(weights)
@@ -163,8 +163,8 @@ def _loss_forward(
     weights: Array,
     bias: Array | None,
 ) -> tuple[VocabularyLoss, tuple[Array, Array, Array | None]]:
-    rows, axes, extra = layout.summed("batch", "seq"), _cut(layout), _extra(layout)
-    here = layout.summed("vocab")
+    rows, axes, extra = layout.free_axes("batch", "seq"), _cut(layout), _extra(layout)
+    here = layout.free_axes("vocab")
 
     def local(
         x: Array, table: Array, labels: Array, weights: Array, bias: Array | None
@@ -192,7 +192,7 @@ def _loss_backward(
     cotangent: VocabularyLoss,
 ) -> tuple:
     del size, chunk, objective
-    dloss = cotangent.minimised * layout.devices_around("vocab")
+    dloss = cotangent.minimised * layout.manual_devices("vocab")
     dx, dtable, dbias = jax.tree.map(lambda g: (g * dloss).astype(g.dtype), saved)
     return dx, dtable, None, None, dbias
 

@@ -254,10 +254,10 @@ class ExpertAxes(NamedTuple):
 
 def token_axes(layout: Layout) -> TokenAxes:
     """Axes over which the tokens of the residual stream are cut."""
-    return TokenAxes(layout.divided("batch"), layout.divided("seq_residual"), layout.row_cut())
+    return TokenAxes(layout.sharded_axes("batch"), layout.sharded_axes("seq_residual"), layout.row_cut())
 
 
 def expert_axes(layout: Layout) -> ExpertAxes:
     """Axes over which experts are."""
-    cut = layout.divided("expert_mlp")
-    return ExpertAxes(layout.divided("expert"), cut, set(cut) <= set(layout.divided("seq_residual")))
+    cut = layout.sharded_axes("expert_mlp")
+    return ExpertAxes(layout.sharded_axes("expert"), cut, set(cut) <= set(layout.sharded_axes("seq_residual")))

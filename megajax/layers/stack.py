@@ -338,7 +338,7 @@ class Stack(nnx.Module):
         if in_fp8 or self.layout.fp8_layers is None:
             return block
         plain = _without_recipe(block)
-        return self.layout.either(layer, block, plain) if in_fp8 is None else plain
+        return self.layout.fp8_or_plain(layer, block, plain) if in_fp8 is None else plain
 
     def in_order(self) -> Params:
         """The stacked weights by their paths in `self.blocks`, rows in the order of the layers."""

@@ -93,7 +93,9 @@ class Layout:
         """The same layout with einsum; the auxiliary arrays of weights stay."""
         return replace(self, matmul=exact, fp8_layers=None)
 
-    def either(self, layer: Array, in_fp8: Callable[..., Array], plain: Callable[..., Array]) -> Callable[..., Array]:
+    def fp8_or_plain(
+        self, layer: Array, in_fp8: Callable[..., Array], plain: Callable[..., Array]
+    ) -> Callable[..., Array]:
         """in_fp8 for the layers in `fp8_layers`, plain for the others; the same on all devices of `tensor`."""
         return lambda *inputs: jax.lax.cond(self.in_fp8(layer), in_fp8, plain, *inputs)
 
@@ -197,24 +199,24 @@ class Layout:
         """Zeros with this layout."""
         return self.act(jnp.zeros(shape, dtype), *axes)
 
-    def summed(self, *names: str) -> tuple[str, ...]:
+    def free_axes(self, *names: str) -> tuple[str, ...]:
         """Free mesh axes of these logical axes: an island must psum over them for a full sum."""
         free = free_axes()
         return tuple(axis for name in names for axis in self.plan.compute.mesh_axes(name) if free.get(axis, 1) > 1)
 
-    def divided(self, *names: str) -> tuple[str, ...]:
+    def sharded_axes(self, *names: str) -> tuple[str, ...]:
         """Mesh axes of these logical axes that have several devices, manual or free."""
         sizes = {**free_axes(), **manual_axes()}
         return tuple(axis for name in names for axis in self.plan.compute.mesh_axes(name) if sizes.get(axis, 1) > 1)
 
-    def around(self, *names: str) -> tuple[str, ...]:
+    def manual_axes(self, *names: str) -> tuple[str, ...]:
         """Manual mesh axes of these logical axes."""
         manual = manual_axes()
         return tuple(axis for name in names for axis in self.plan.compute.mesh_axes(name) if manual.get(axis, 1) > 1)
 
-    def devices_around(self, *names: str) -> int:
-        """Number of devices along the axes of `around`."""
-        return devices_along(self.around(*names))
+    def manual_devices(self, *names: str) -> int:
+        """Number of devices along these axes."""
+        return devices_along(self.manual_axes(*names))
 
     def _gathered(self, w: Array, moves: Moves, axes: LogicalAxes) -> Array:
         def sent(x: Array, dtype: str | None) -> Array:

@@ -22,7 +22,7 @@ def test_without_a_mesh_everything_is_the_identity():
     x = jnp.asarray(X)
     assert LAYOUT.act(x, "batch", "seq_residual", "embed") is x
     assert LAYOUT.gather(x[0], AXES) is x[0] or np.array_equal(LAYOUT.gather(x[0], AXES), x[0])
-    assert LAYOUT.summed("batch", "vocab") == ()
+    assert LAYOUT.free_axes("batch", "vocab") == ()
     np.testing.assert_array_equal(LAYOUT.island(lambda a: a + 1, (AXES,), AXES)(x[0]), x[0] + 1)
     assert LAYOUT.zeros((2, 3), jnp.int32, "batch", None).dtype == jnp.int32
     assert free_axes() == manual_axes() == {}
@@ -35,7 +35,7 @@ def test_an_array_needs_an_axis_for_each_dimension():
 
 def test_act_constrains_the_sharding():
     with jax.set_mesh(build_mesh(PARALLEL)):
-        assert LAYOUT.summed("batch", "vocab") == ("data", "tensor")
+        assert LAYOUT.free_axes("batch", "vocab") == ("data", "tensor")
         laid = jax.jit(lambda x: LAYOUT.act(x, "batch", "seq_residual", "embed"))(X)
     assert laid.addressable_shards[0].data.shape == (2, 3, 8)
     np.testing.assert_array_equal(laid, X)
@@ -47,7 +47,7 @@ def test_manual_axes_are_dropped():
     def local(x):
         assert manual_axes() == {"data": 2}
         assert "data" not in free_axes()
-        assert LAYOUT.summed("batch", "vocab") == ("tensor",)
+        assert LAYOUT.free_axes("batch", "vocab") == ("tensor",)
         inner = LAYOUT.island(
             lambda part: part * jnp.float32(part.size),
             (("batch", "seq_residual", "embed"),),

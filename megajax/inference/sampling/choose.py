@@ -31,7 +31,7 @@ def choose(
     other rows are and however the vocabulary is cut.
     """
     noise = None if rows.drawing is None else layout.act(_noise(rows.drawing, logits.shape[1]), *LOGITS)
-    axes = layout.summed("vocab")
+    axes = layout.free_axes("vocab")
     row: Any = ROW
     several: Any = ROWS
     out: Any = Chosen(row, row, row, Scores(row, several, several) if program == Program.FULL else None)

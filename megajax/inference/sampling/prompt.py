@@ -48,7 +48,7 @@ def prompt_scores(
 
     The logits of at most PIECE tokens exist at once.
     """
-    axes, replicas = layout.summed("vocab"), devices_along(layout.summed("batch"))
+    axes, replicas = layout.free_axes("vocab"), devices_along(layout.free_axes("batch"))
     count = targets.shape[0] // replicas
     length = min(count, PIECE)
 
