@@ -133,7 +133,11 @@ def _table(rows: list[tuple[str, str, str, str]], limit: int = 40) -> str:
 
 
 def demand_fit(
-    where: str, stored: Mapping[str, tuple[tuple[int, ...], jnp.dtype]], wanted: Mapping[str, Any], *, partial: bool
+    where: str,
+    stored: Mapping[str, tuple[tuple[int, ...], jnp.dtype]],
+    wanted: Mapping[str, Any],
+    *,
+    partial: bool = False,
 ) -> None:
     """Raises one UserError with a table if names, shapes or dtypes differ."""
     rows = _differences(stored, wanted, partial=partial)

@@ -8,7 +8,7 @@ is written last, and it is verified before anything is loaded.
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -66,26 +66,27 @@ def hash_files(folder: Path, names: Iterable[str], durably: bool = False) -> Ent
             flush_to_disk(folder / name)
         return _hash(folder / name)
 
-    entries = dict(zip(names, _in_threads(entry, names), strict=True))
+    entries = dict(zip(names, in_threads(entry, names), strict=True))
     if durably:
         for parent in sorted({(folder / name).parent for name in names}):
             flush_to_disk(parent)
     return entries
 
 
-def _in_threads[T](work: Callable[[str], T], names: list[str]) -> list[T]:
-    """work of each name. hashlib releases the GIL, so files are hashed in parallel and the training loop continues."""
+def in_threads[T, R](work: Callable[[T], R], items: Iterable[T]) -> list[R]:
+    """work of each item. hashlib releases the GIL, so files are hashed in parallel and the training loop continues."""
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        return list(pool.map(work, names))
+        return list(pool.map(work, items))
 
 
-def _seal(entries: Entries) -> str:
-    return hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest()
+def seal(document: Mapping[str, Any]) -> str:
+    """The SHA-256 of a JSON document, which it carries itself."""
+    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
 
 
 def write_manifest(folder: Path, entries: Entries) -> None:
     """Writes the manifest, the last file of a step."""
-    document = {"format": FORMAT, "files": entries, "seal": _seal(entries)}
+    document = {"format": FORMAT, "files": entries, "seal": seal(entries)}
     write_durably(folder / MANIFEST, json.dumps(document, indent=1, sort_keys=True))
 
 
@@ -94,7 +95,7 @@ def read_manifest(folder: Path) -> Entries:
     path = folder / MANIFEST
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
-        version, entries, seal = document["format"], document["files"], document["seal"]
+        version, entries, sealed = document["format"], document["files"], document["seal"]
     except FileNotFoundError:
         raise Damaged(f"{MANIFEST} is missing, so the step was never committed") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -103,7 +104,7 @@ def read_manifest(folder: Path) -> Entries:
         raise Damaged(f"{MANIFEST} does not give a size and a hash for each file")
     if version != FORMAT:
         raise Damaged(f"{MANIFEST} has format {version}, this version reads {FORMAT}")
-    if seal != _seal(entries):
+    if sealed != seal(entries):
         raise Damaged(f"{MANIFEST} was altered: its own sha256 does not match")
     if any(Path(name).is_absolute() or ".." in Path(name).parts for name in entries):
         raise Damaged(f"{MANIFEST} names files outside the step")
@@ -148,7 +149,7 @@ def wrong_contents(folder: Path, entries: Entries, names: Iterable[str]) -> list
         expected = entries[name]["sha256"]
         return None if actual == expected else Fault(name, f"sha256 {actual}, the manifest says {expected}")
 
-    return [fault for fault in _in_threads(fault, list(names)) if fault is not None]
+    return [fault for fault in in_threads(fault, names) if fault is not None]
 
 
 def verify(folder: Path, entries: Entries, names: Iterable[str] | None = None) -> None:

@@ -6,7 +6,7 @@ dotted name: NAME/zarr.json and one chunk per shard of a device.
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
+from megajax.checkpoint.boxes import Box, box_of, chunks_of, overlap, relative, shape_of
 from megajax.checkpoint.integrity import Damaged
 
 WEIGHTS, OBSERVED = "params.", "observed."
@@ -70,15 +71,13 @@ class StoredArrays:
         (chunk,) = self._chunks(name)
         return chunk.item()
 
-    def read(self, name: str, box: Sequence[slice]) -> np.ndarray:
+    def read(self, name: str, box: Box) -> np.ndarray:
         """A box of an array, in its dtype."""
         described = self._described[name]
-        if name not in self._open:
-            self._open[name] = self._opened(name)
         try:
             if prod(_chunk_shape(described)) * _dtype(described).itemsize > PART_BYTES and _is_plain(described):
                 return self._read_parts(name, box)
-            return np.asarray(self._open[name][tuple(box)].read().result())
+            return np.asarray(self._opened(name)[box].read().result())
         except (ValueError, OSError) as error:
             raise Damaged(f"{name} can't be read: {_first_line(error)}") from error
 
@@ -114,39 +113,33 @@ class StoredArrays:
         if array.bytes == 0:
             return
         opened = self._opened(name)
-        shape = _chunk_shape(self._described[name])
-        for index in product(*map(range, array.pieces)):
-            box = tuple(
-                slice(part * at, min(part * (at + 1), size))
-                for part, at, size in zip(shape, index, array.shape, strict=True)
-            )
+        for box in chunks_of(box_of((), array.shape), _chunk_shape(self._described[name])):
             yield np.asarray(opened[box].read().result()).reshape(-1)
 
-    def _read_parts(self, name: str, box: Sequence[slice]) -> np.ndarray:
+    def _read_parts(self, name: str, box: Box) -> np.ndarray:
         """A box of an array with large chunks: of each, the bytes from the box's first element to its last."""
         described = self._described[name]
         chunk, dtype = _chunk_shape(described), _dtype(described)
         strides = [prod(chunk[axis + 1 :]) * dtype.itemsize for axis in range(len(chunk))]
-        result = np.empty([side.stop - side.start for side in box], dtype)
-        if not result.size:
-            return result
+        result = np.empty(shape_of(box), dtype)
         for place in product(*(range(a.start // n, -(-a.stop // n)) for a, n in zip(box, chunk, strict=True))):
-            ends = [
-                (max(a.start, at * n), min(a.stop, (at + 1) * n)) for a, at, n in zip(box, place, chunk, strict=True)
-            ]
-            inside = [(start - at * n, stop - at * n) for (start, stop), at, n in zip(ends, place, chunk, strict=True)]
-            first = sum(start * stride for (start, _), stride in zip(inside, strides, strict=True))
-            last = sum((stop - 1) * stride for (_, stop), stride in zip(inside, strides, strict=True)) + dtype.itemsize
+            whole = tuple(slice(at * n, (at + 1) * n) for at, n in zip(place, chunk, strict=True))
+            if (common := overlap(box, whole)) is None:
+                continue
+            inside = relative(common, whole)
+            first = sum(side.start * stride for side, stride in zip(inside, strides, strict=True))
+            last = sum((side.stop - 1) * stride for side, stride in zip(inside, strides, strict=True)) + dtype.itemsize
             read = self._store.read("/".join((name, "c", *map(str, place))), byte_range=slice(first, last)).result()
             if read.state != "value" or len(read.value) != last - first:
                 raise Damaged(f"{name} has no chunk {place}, or it was cut off")
-            values = np.ndarray([stop - start for start, stop in inside], dtype, read.value, strides=strides)
-            result[tuple(slice(s - a.start, e - a.start) for (s, e), a in zip(ends, box, strict=True))] = values
+            result[relative(common, box)] = np.ndarray(shape_of(inside), dtype, read.value, strides=strides)
         return result
 
     def _opened(self, name: str) -> Any:
-        spec = {"driver": "zarr3", "kvstore": self._spec | {"path": f"{name}/"}}
-        return ts.open(spec, open=True, read=True, context=self._context).result()
+        if name not in self._open:
+            spec = {"driver": "zarr3", "kvstore": self._spec | {"path": f"{name}/"}}
+            self._open[name] = ts.open(spec, open=True, read=True, context=self._context).result()
+        return self._open[name]
 
 
 def database(path: Path) -> dict[str, Any]:

@@ -14,7 +14,8 @@ from flax import nnx
 from jax import Array
 
 from megajax.batch import Params
-from megajax.checkpoint.weights.foreign import Box, WeightSource, declared_by, one_device
+from megajax.checkpoint.boxes import Box
+from megajax.checkpoint.weights.foreign import WeightSource, declared_by, one_device
 from megajax.config.errors import UserError
 from megajax.layers.context import Context
 from megajax.layers.param import ParamSpec, bind, matrices_of, path_of

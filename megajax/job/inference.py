@@ -5,12 +5,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megajax.checkpoint.boxes import Box
 from megajax.checkpoint.huggingface.export import family_for
 from megajax.checkpoint.huggingface.folder import open_model
 from megajax.checkpoint.huggingface.peft import read_adapter
 from megajax.checkpoint.huggingface.peft_settings import CONFIG as PEFT_CONFIG
 from megajax.checkpoint.weights.adapters import LORA_A, LORA_B, JoinedWeights, MergedWeights
-from megajax.checkpoint.weights.foreign import Box, WeightSource, declared_by
+from megajax.checkpoint.weights.foreign import WeightSource, declared_by
 from megajax.checkpoint.weights.model_differences import differences, in_words
 from megajax.checkpoint.weights.quantized import QuantizedWeights, quantized_matrices
 from megajax.checkpoint.weights.runs import RunModel, StepWeights, open_step

@@ -17,9 +17,10 @@ from megajax.checkpoint.huggingface.shards import TensorFile
 from megajax.checkpoint.new_folder import new_folder
 from megajax.checkpoint.weights.adapters import LORA_A, LORA_B, JoinedWeights, MergedWeights
 from megajax.checkpoint.weights.comparison import Verified, verify_weights
+from megajax.checkpoint.weights.copying import converted
 from megajax.checkpoint.weights.foreign import Entry, WeightSource, declared_by
 from megajax.checkpoint.weights.formats import foreign_format
-from megajax.checkpoint.weights.run_writer import Advance, converted
+from megajax.checkpoint.weights.run_writer import Advance
 from megajax.checkpoint.weights.tensor_table import Mapped, Row
 from megajax.config.errors import UserError
 from megajax.layers.param import ParamSpec

@@ -14,13 +14,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from megajax.checkpoint.boxes import Box
 from megajax.checkpoint.huggingface.family import Settings
 from megajax.checkpoint.huggingface.peft import TENSORS, PeftAdapter, adapter_files, read_adapter
 from megajax.checkpoint.huggingface.peft_settings import CONFIG
 from megajax.checkpoint.huggingface.registry import families
 from megajax.checkpoint.new_folder import new_folder
 from megajax.checkpoint.weights.adapters import LORA_A, LORA_B, JoinedWeights, MergedWeights, added, leading
-from megajax.checkpoint.weights.foreign import Box, ForeignModel, declared_by
+from megajax.checkpoint.weights.foreign import ForeignModel, declared_by
 from megajax.checkpoint.weights.tensor_table import tensors_of
 from megajax.config.errors import UserError
 from megajax.convert import main

@@ -15,16 +15,16 @@ from orbax.checkpoint import v1 as ocp
 from safetensors.numpy import load_file, save_file
 
 from megajax import convert
-from megajax.checkpoint import arrays, stored_arrays
+from megajax.checkpoint import arrays, boxes, stored_arrays
+from megajax.checkpoint.boxes import box_of, chunk_shape, chunks_of
 from megajax.checkpoint.huggingface.export import config_for, family_for
 from megajax.checkpoint.huggingface.folder import open_model
 from megajax.checkpoint.huggingface.registry import families
 from megajax.checkpoint.stored_arrays import StoredArrays
-from megajax.checkpoint.weights import array_writer
-from megajax.checkpoint.weights.array_writer import ArrayWriter, boxes, chunk_shape
-from megajax.checkpoint.weights.copying import contiguous
+from megajax.checkpoint.weights.array_writer import ArrayWriter
+from megajax.checkpoint.weights.copying import contiguous, converted
 from megajax.checkpoint.weights.foreign import Entry, declared_by
-from megajax.checkpoint.weights.run_writer import converted, write_step
+from megajax.checkpoint.weights.run_writer import write_step
 from megajax.checkpoint.weights.runs import StepWeights, open_step
 from megajax.config import load
 from megajax.config.errors import UserError
@@ -40,7 +40,7 @@ from megajax.tools.weights_config import DATA, special_tokens, weights_config
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several chunks for each array; and no settings for later programs."""
-    monkeypatch.setattr(array_writer, "CHUNK_BYTES", 1600)
+    monkeypatch.setattr(boxes, "CHUNK_BYTES", 1600)
     monkeypatch.setattr(convert, "use_devices", lambda devices: None)
     monkeypatch.setattr(convert.signal, "signal", lambda number, handler: None)
 
@@ -209,12 +209,13 @@ def test_rows_of_pipelines_are_read_in_natural_order(folder, tmp_path, stages, c
             np.testing.assert_array_equal(weights.read(path, box), array[box])
 
 
-def test_chunks_cover_an_array_once_and_are_small() -> None:
+def test_chunks_cover_an_array_once_and_are_small(monkeypatch) -> None:
+    monkeypatch.setattr(boxes, "CHUNK_BYTES", 200)
     draw = np.random.default_rng(0)
     for _ in range(50):
         shape = tuple(int(size) for size in draw.integers(1, 12, draw.integers(0, 5)))
-        chunk, seen = chunk_shape(shape, 4, 200), np.zeros(shape, int)
-        for box in boxes(shape, chunk):
+        chunk, seen = chunk_shape(shape, 4), np.zeros(shape, int)
+        for box in chunks_of(box_of((), shape), chunk):
             seen[box] += 1
         assert (seen == 1).all() and np.prod(chunk) * 4 <= 200
 

@@ -160,7 +160,7 @@ def test_a_manifest_that_names_files_outside_the_step_is_refused(folder):
 
 def test_a_manifest_whose_entries_are_no_mappings_is_refused(folder):
     entries = {"a": 3}
-    document = {"format": integrity.FORMAT, "files": entries, "seal": integrity._seal(entries)}
+    document = {"format": integrity.FORMAT, "files": entries, "seal": integrity.seal(entries)}
     (folder / integrity.MANIFEST).write_text(json.dumps(document))
     with pytest.raises(integrity.Damaged, match="a size and a hash for each file"):
         integrity.read_manifest(folder)

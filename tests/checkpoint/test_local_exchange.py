@@ -12,19 +12,20 @@ import pytest
 from megajax.checkpoint.integrity import Damaged
 from megajax.checkpoint.local.exchange import REQUEST_BYTES, RemoteSet, SetServer, own_address
 from megajax.checkpoint.local.members import Members
-from megajax.checkpoint.local.sets import OWN, LocalSet, SetIndex, SetInfo, SetWriter
-from megajax.checkpoint.local.shards import as_bytes, box_of, boxes_of_processes, parts_in
+from megajax.checkpoint.local.sets import OWN, HostCopy, LocalSet, SetIndex, SetInfo, SetWriter
+from megajax.checkpoint.local.shards import as_bytes, complete_parts, shards_of_processes
 from megajax.config.errors import UserError
 
 SECRET = b"s" * 32
-BOX = ((0, 3), (4, 8))
+BOX = (slice(0, 3), slice(4, 8))
 VALUES = np.arange(12, dtype=np.float32).reshape(3, 4)
 
 
 @pytest.fixture
 def a_set(tmp_path) -> LocalSet:
     writer = SetWriter(tmp_path / "00000007.saving")
-    writer.append(OWN, [("w", (3, 8), "float32", BOX, as_bytes(VALUES)), ("n", (), "int32", (), as_bytes(np.int32(5)))])
+    writer.append(OWN, HostCopy("w", (3, 8), "float32", BOX, as_bytes(VALUES)))
+    writer.append(OWN, HostCopy("n", (), "int32", (), as_bytes(np.array(5, np.int32))))
     info = SetInfo(step=7, save="a-1", process=0, attempt="a", processes=2, parts=(0,), meta={"rows": [[0, 2]]})
     return writer.rename(writer.finish(info), tmp_path / "00000007")
 
@@ -126,16 +127,15 @@ class Leaf(SimpleNamespace):
     sharding: Any
 
 
-def test_the_boxes_of_each_process_and_whose_are_all_held():
-    def boxes(copies: int) -> dict[int, frozenset]:
-        return boxes_of_processes({"w": Leaf(shape=(8,), sharding=Sharding([0, 0, 1, 1], copies))})
+def test_the_shards_of_each_process_and_which_are_complete():
+    def shards(copies: int) -> dict[int, frozenset]:
+        return shards_of_processes({"w": Leaf(shape=(8,), sharding=Sharding([0, 0, 1, 1], copies))})
 
-    spread = boxes(1)
-    assert spread[1] == {("w", ((4, 6),)), ("w", ((6, 8),))}
-    assert parts_in(spread[0], spread) == (0,) and parts_in(spread[0] | spread[1], spread) == (0, 1)
-    copied = boxes(4)  # data parallel: every process has everything
-    assert parts_in(copied[1], copied) == (0, 1)
-    assert box_of((slice(None), slice(2, 4)), (3, 8)) == ((0, 3), (2, 4))
+    spread = shards(1)
+    assert spread[1] == {("w", (slice(4, 6),)), ("w", (slice(6, 8),))}
+    assert complete_parts(spread[0], spread) == (0,) and complete_parts(spread[0] | spread[1], spread) == (0, 1)
+    copied = shards(4)  # data parallel: every process has everything
+    assert complete_parts(copied[1], copied) == (0, 1)
 
 
 class Together(Members):

@@ -13,10 +13,11 @@ import pytest
 from tiny_runs import llama
 
 from megajax import convert
+from megajax.checkpoint import boxes
 from megajax.checkpoint.arrays import read
-from megajax.checkpoint.weights import array_writer
+from megajax.checkpoint.boxes import Box
 from megajax.checkpoint.weights.adapters import MergedWeights
-from megajax.checkpoint.weights.foreign import Box, declared_by, one_device
+from megajax.checkpoint.weights.foreign import declared_by, one_device
 from megajax.checkpoint.weights.quantized import QuantizedWeights, quantized_matrices
 from megajax.checkpoint.weights.run_writer import write_step
 from megajax.checkpoint.weights.runs import open_step
@@ -71,7 +72,7 @@ class Drawn:
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several chunks for each array; and no settings for later programs."""
-    monkeypatch.setattr(array_writer, "CHUNK_BYTES", 1600)
+    monkeypatch.setattr(boxes, "CHUNK_BYTES", 1600)
     monkeypatch.setattr(convert, "use_devices", lambda devices: None)
     monkeypatch.setattr(convert.signal, "signal", lambda number, handler: None)
 

@@ -100,7 +100,8 @@ def _images(folder: Path) -> None:
 def _megatron_checkpoint(folder: Path) -> None:
     import numpy as np
 
-    from megajax.checkpoint.weights.foreign import Box, declared_by
+    from megajax.checkpoint.boxes import Box
+    from megajax.checkpoint.weights.foreign import declared_by
     from megajax.config import load
     from megajax.tools.megatron_checkpoint import write_model
 

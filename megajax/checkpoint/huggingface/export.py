@@ -14,8 +14,7 @@ from megajax.checkpoint.huggingface.family import UNUSED, Family, Settings
 from megajax.checkpoint.huggingface.folder import CONFIG
 from megajax.checkpoint.huggingface.registry import expressed, families
 from megajax.checkpoint.huggingface.shards import ShardWriter
-from megajax.checkpoint.weights.export_tensors import theirs
-from megajax.checkpoint.weights.foreign import Entry, WeightSource, declared_by
+from megajax.checkpoint.weights.foreign import Entry, WeightSource, declared_by, export_tensor
 from megajax.checkpoint.weights.model_differences import differences
 from megajax.checkpoint.weights.run_writer import Advance
 from megajax.checkpoint.weights.tensor_table import Mapped, resolved
@@ -101,7 +100,7 @@ def write_model(
         config |= dict.fromkeys(DTYPE_SETTINGS & config.keys() or {"torch_dtype"}, usual.name)
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     for name, file in ShardWriter(folder, entries, shard_bytes):
-        file.write(name, theirs(by_name[name], weights, entries[name].dtype))
+        file.write(name, export_tensor(by_name[name], weights, entries[name].dtype))
         advance(sum(prod(piece.shape) for piece in by_name[name].pieces))
     return table
 

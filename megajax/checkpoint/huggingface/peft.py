@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from megajax.checkpoint.boxes import Box
 from megajax.checkpoint.huggingface.peft_settings import CONFIG, AdapterSettings, read_settings
 from megajax.checkpoint.huggingface.safetensors import SafetensorsFile
 from megajax.checkpoint.weights.adapters import LORA_A, LORA_B, leading
-from megajax.checkpoint.weights.foreign import Box, WeightSource, declared_by
+from megajax.checkpoint.weights.foreign import WeightSource, declared_by
 from megajax.checkpoint.weights.tensor_table import Mapped, Piece, Row, tensors_of
 from megajax.config.errors import UserError
 from megajax.config.nearest import nearest_names

@@ -22,7 +22,7 @@ from typing import Any, Self
 import numpy as np
 
 from megajax.checkpoint.integrity import Damaged
-from megajax.checkpoint.local.sets import LocalSet, Piece, SetIndex
+from megajax.checkpoint.local.sets import LocalSet, Piece, SetIndex, box_from, ends_of
 
 TIMEOUT_SECONDS = 120.0
 """For a connection that sends or takes nothing."""
@@ -71,16 +71,15 @@ class SetServer:
                 connection.sendall(_HEADER.pack(status, len(content)))
                 connection.sendall(content)
 
-    def _answer(self, request: dict[str, Any]) -> bytes | bytearray:
+    def _answer(self, request: dict[str, Any]) -> bytes | np.ndarray:
         available = self._offered(request["set"])
         if available is None:
             raise Damaged(f"there is no set {request['set']} here")
         if request.get("name") is None:
             return available.index.to_json().encode()
-        box = tuple((start, stop) for start, stop in request["box"])
-        piece = available.index.pieces.get((request["name"], box))
+        piece = available.index.pieces.get((request["name"], box_from(request["box"])))
         if piece is None:
-            raise Damaged(f"there is no {request['name']} {box} in set {request['set']} here")
+            raise Damaged(f"there is no {request['name']} {request['box']} in set {request['set']} here")
         return available.content(piece)
 
     def close(self) -> None:
@@ -110,7 +109,7 @@ class RemoteSet:
 
     def content(self, piece: Piece) -> bytearray:
         """The bytes of a piece, not compared with its SHA-256."""
-        return self._ask(name=piece.name, box=piece.box)
+        return self._ask(name=piece.name, box=ends_of(piece.box))
 
     def _ask(self, **request: Any) -> bytearray:
         body = json.dumps({"set": self._set, **request}).encode()

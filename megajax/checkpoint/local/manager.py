@@ -26,8 +26,15 @@ from megajax.checkpoint.local.config import LocalConfig
 from megajax.checkpoint.local.folder import LocalFolder
 from megajax.checkpoint.local.history import RunHistory
 from megajax.checkpoint.local.members import Members
-from megajax.checkpoint.local.sets import OWN, REPLICAS, LocalSet, SetInfo, SetWriter, set_id
-from megajax.checkpoint.local.shards import Boxes, HostCopy, boxes_of_processes, byte_count, copy_to_host, parts_in
+from megajax.checkpoint.local.sets import OWN, REPLICAS, HostCopy, LocalSet, SetInfo, SetWriter, set_id
+from megajax.checkpoint.local.shards import (
+    Shards,
+    as_bytes,
+    byte_count,
+    complete_parts,
+    copy_to_host,
+    shards_of_processes,
+)
 from megajax.checkpoint.peers import Peers
 from megajax.checkpoint.reader import Meta, Tree, say
 from megajax.config.errors import UserError
@@ -96,7 +103,7 @@ class LocalCheckpoints:
         self._saves = 0
         self.failures = 0
         """Failed saves in a row."""
-        self._boxes: dict[int, Boxes] = {}
+        self._shards: dict[int, Shards] = {}
         self.need = 0
         """Bytes of a set of this process, replicas included; known after `begin`."""
 
@@ -142,9 +149,9 @@ class LocalCheckpoints:
             if not self.history.includes(each.index.info.attempt, each.index.info.step):
                 self.drop(each)
         named = arrays.flatten(state)
-        self._boxes = boxes_of_processes(named)
-        own = self._boxes[self.members.process]
-        missing = frozenset().union(*(self._boxes[each] for each in self._sources())) - own
+        self._shards = shards_of_processes(named)
+        own = self._shards[self.members.process]
+        missing = frozenset().union(*(self._shards[each] for each in self._sources())) - own
         self.need = byte_count(own | missing, named)
         needs = self.peers.gather((self.members.process, self.need))
         here = sum(size for process, size in needs if process in self.members.together())
@@ -216,23 +223,21 @@ class LocalCheckpoints:
         if shutil.disk_usage(self.folder.own).free < self.need:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         writer = SetWriter(path)
-        # Each copy is released as soon as it is written.
         while save.copies:
-            writer.append(OWN, [save.copies.pop(0)])
+            writer.append(OWN, save.copies.pop(0))  # and release it
         self.serve(writer.so_far(self._info(save, writer)))
         return writer
 
     def _write_replicas(self, save: _Save, writer: SetWriter) -> None:
         """Reads from other processes what this one keeps of theirs and does not have itself."""
         for source in self._sources():
-            missing = self._boxes[source] - writer.pieces.keys()
+            missing = self._shards[source] - writer.pieces.keys()
             if not missing:
                 continue
             with self.members.read_from(source, set_id(save.name, source)) as remote:
-                for key in sorted(missing):
-                    piece = remote.index.pieces[key]
-                    content = remote.read(piece).reshape(-1).view("u1")
-                    writer.append(REPLICAS, [(piece.name, piece.shape, piece.dtype, piece.box, content)])
+                for shard in sorted(missing):
+                    name, shape, dtype, box, *_ = piece = remote.index.pieces[shard]
+                    writer.append(REPLICAS, HostCopy(name, shape, dtype, box, as_bytes(remote.read(piece))))
 
     def _info(self, save: _Save, writer: SetWriter) -> SetInfo:
         return SetInfo(
@@ -241,7 +246,7 @@ class LocalCheckpoints:
             process=self.members.process,
             attempt=self.attempt,
             processes=self.peers.count,
-            parts=parts_in(frozenset(writer.pieces), self._boxes),
+            parts=complete_parts(frozenset(writer.pieces), self._shards),
             meta=save.meta,
         )
 
@@ -272,7 +277,7 @@ class LocalCheckpoints:
         The next start of the run restores it if the survivors' shards are all there are.
         """
         named = arrays.flatten(state)
-        boxes = boxes_of_processes(named)
+        shards = shards_of_processes(named)
         copies = copy_to_host(named)
         info = SetInfo(
             step=step,
@@ -280,11 +285,12 @@ class LocalCheckpoints:
             process=self.members.process,
             attempt=self.attempt,
             processes=self.peers.count,
-            parts=parts_in(frozenset((copy.name, copy.box) for copy in copies), boxes),
+            parts=complete_parts(frozenset((copy.name, copy.box) for copy in copies), shards),
             meta=dict(meta),
         )
         writer = SetWriter(self.folder.own / f"{step_name(step)}.{self.attempt}.saving")
-        writer.append(OWN, copies)
+        for copy in copies:
+            writer.append(OWN, copy)
         writer.rename(writer.finish(info), self.folder.own / step_name(step))
         return info.parts
 

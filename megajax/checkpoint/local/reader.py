@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -10,12 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from megajax.checkpoint import arrays
+from megajax.checkpoint.boxes import Box, overlap, relative, shape_of
 from megajax.checkpoint.integrity import Damaged
 from megajax.checkpoint.local.exchange import RemoteSet
 from megajax.checkpoint.local.manager import LocalCheckpoints
-from megajax.checkpoint.local.sets import Box, LocalSet
-from megajax.checkpoint.local.shards import box_of
+from megajax.checkpoint.local.sets import LocalSet, ends_of
 from megajax.checkpoint.reader import Meta, Tree, say
+from megajax.checkpoint.weights.placement import array_of
 from megajax.config.errors import UserError
 
 
@@ -105,7 +107,7 @@ class LocalReader:
                 self._meta = dict(sources.first.index.info.meta)
         return self._meta
 
-    def restore(self, step: int, like: Tree, *, partial: bool = False) -> tuple[Tree, Meta]:
+    def restore(self, step: int, like: Tree) -> tuple[Tree, Meta]:
         """The arrays of the step with the layout of `like`, bit for bit, and its metadata.
 
         like: tree of jax.ShapeDtypeStruct with shardings. Raises UserError if names, shapes or dtypes differ,
@@ -121,9 +123,9 @@ class LocalReader:
                     piece.name: (piece.shape, jnp.dtype(piece.dtype)) for piece in sources.first.index.pieces.values()
                 }
                 to_load = {name: leaf for name, leaf in wanted.items() if prod(leaf.shape)}
-                arrays.demand_fit(f"local checkpoint of step {step}", stored, to_load, partial=partial)
+                arrays.demand_fit(f"local checkpoint of step {step}", stored, to_load)
                 for name, leaf in wanted.items():
-                    result[name] = self._array(sources, name, leaf)
+                    result[name] = array_of(leaf, partial(sources.read, name, leaf.dtype))
         except (Damaged, OSError) as error:
             reason = str(error)
         if (reason := self._peers.agree(reason)) is not None:
@@ -132,18 +134,6 @@ class LocalReader:
                 "A restart takes the next newest; checkpoint.local=none, the run folder's checkpoints."
             )
         return jax.tree.unflatten(jax.tree.structure(like), [result[name] for name in wanted]), self.meta(step)
-
-    @staticmethod
-    def _array(sources: "_Sources", name: str, leaf: jax.ShapeDtypeStruct) -> jax.Array:
-        shards: dict[Box, np.ndarray] = {}
-
-        def shard(index: tuple[slice, ...] | None) -> np.ndarray:
-            box = box_of(index or (), leaf.shape)
-            if box not in shards:  # several devices may have the same
-                shards[box] = sources.read(name, box, leaf.dtype)
-            return shards[box]
-
-        return jax.make_array_from_callback(leaf.shape, leaf.sharding, shard)
 
     def _sources(self) -> "_Sources":
         return _Sources(self._local, self._holders)
@@ -184,24 +174,22 @@ class _Sources:
     def first(self) -> LocalSet | RemoteSet:
         return next(iter(self))
 
-    def read(self, name: str, box: Box, dtype: Any) -> np.ndarray:
+    def read(self, name: str, dtype: Any, box: Box) -> np.ndarray:
         """A box of an array, as it was saved or put together from others. Raises Damaged or OSError."""
-        if not all(stop > start for start, stop in box):
-            return np.zeros([stop - start for start, stop in box], dtype)
+        if not prod(shape_of(box)):
+            return np.zeros(shape_of(box), dtype)
         for source in self:
             if (piece := source.index.pieces.get((name, box))) is not None:
-                return source.read(piece).astype(dtype, copy=False)
-        result, done, filled = np.empty([stop - start for start, stop in box], dtype), set(), 0
+                return source.read(piece)
+        result, done, filled = np.empty(shape_of(box), dtype), set[Box](), 0
         for source in self:
             for piece in source.index.pieces.values():
-                common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, piece.box, strict=False))
-                if piece.name != name or piece.box in done or any(start >= stop for start, stop in common):
+                if piece.name != name or piece.box in done or (common := overlap(box, piece.box)) is None:
                     continue
                 done.add(piece.box)
-                target = tuple(slice(s - side[0], e - side[0]) for (s, e), side in zip(common, box, strict=True))
-                part = tuple(slice(s - side[0], e - side[0]) for (s, e), side in zip(common, piece.box, strict=True))
-                result[target] = source.read(piece)[part]
-                filled += prod(stop - start for start, stop in common)
+                result[relative(common, box)] = source.read(piece)[relative(common, piece.box)]
+                filled += prod(shape_of(common))
         if filled != result.size:
-            raise Damaged(f"{filled} of {result.size} elements of {name} {box} are in the sets of this checkpoint")
+            where = f"{name} {ends_of(box)}"
+            raise Damaged(f"{filled} of {result.size} elements of {where} are in the sets of this checkpoint")
         return result

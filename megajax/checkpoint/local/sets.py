@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,18 +18,31 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from megajax.checkpoint.integrity import Damaged, flush_to_disk, write_durably
+from megajax.checkpoint.boxes import Box, shape_of
+from megajax.checkpoint.integrity import Damaged, flush_to_disk, in_threads, seal, write_durably
 
 SET = "set.json"
 OWN, REPLICAS = "own.bin", "replicas.bin"
 FORMAT = 1
 
-type Box = tuple[tuple[int, int], ...]
-"""Start and stop in each dimension."""
+type Shard = tuple[str, Box]
+"""Name of an array and a box of it that some device has."""
+
+
+class HostCopy(NamedTuple):
+    """A shard in host memory."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Of the whole array."""
+    dtype: str
+    box: Box
+    content: np.ndarray
+    """Its bytes."""
 
 
 class Piece(NamedTuple):
-    """A box of an array in a file of a set."""
+    """A shard in a file of a set."""
 
     name: str
     shape: tuple[int, ...]
@@ -43,15 +55,14 @@ class Piece(NamedTuple):
     sha256: str
 
     @property
-    def key(self) -> tuple[str, Box]:
+    def shard(self) -> Shard:
         return self.name, self.box
 
-    def array(self, content: bytes | bytearray) -> np.ndarray:
-        """The box from its bytes. Raises Damaged if they are others."""
+    def array(self, content: np.ndarray | bytearray) -> np.ndarray:
+        """The values from their bytes. Raises Damaged if the SHA-256 differs."""
         if (actual := hashlib.sha256(content).hexdigest()) != self.sha256:
             raise Damaged(f"{self.file}: {self.name}: sha256 {actual}, {SET} says {self.sha256}")
-        sides = [stop - start for start, stop in self.box]
-        return np.frombuffer(content, jnp.dtype(self.dtype)).reshape(sides)
+        return np.frombuffer(content, jnp.dtype(self.dtype)).reshape(shape_of(self.box))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,34 +97,41 @@ class SetIndex(NamedTuple):
     """Content of set.json."""
 
     info: SetInfo
-    pieces: dict[tuple[str, Box], Piece]
+    pieces: dict[Shard, Piece]
 
     def to_json(self) -> str:
-        document = {"format": FORMAT, "info": asdict(self.info), "pieces": [*self.pieces.values()]}
-        return json.dumps(document | {"seal": _seal(document)}, allow_nan=False)
+        pieces = [piece._asdict() | {"box": ends_of(piece.box)} for piece in self.pieces.values()]
+        document = {"format": FORMAT, "info": asdict(self.info), "pieces": [[*piece.values()] for piece in pieces]}
+        return json.dumps(document | {"seal": seal(document)}, allow_nan=False)
 
     @classmethod
     def from_json(cls, text: str) -> "SetIndex":
         """Raises Damaged if it is not what `to_json` gave."""
         try:
             document = json.loads(text)
-            seal = document.pop("seal")
+            sealed = document.pop("seal")
             if document["format"] != FORMAT:
                 raise Damaged(f"{SET} has format {document['format']}, this version reads {FORMAT}")
-            if seal != _seal(document):
+            if sealed != seal(document):
                 raise Damaged(f"{SET} was altered: its own sha256 does not match")
             info = SetInfo(**document["info"] | {"parts": tuple(document["info"]["parts"])})
             pieces = [
-                Piece(name, tuple(shape), dtype, tuple((start, stop) for start, stop in box), *rest)
-                for name, shape, dtype, box, *rest in document["pieces"]
+                Piece(name, tuple(shape), dtype, box_from(ends), *rest)
+                for name, shape, dtype, ends, *rest in document["pieces"]
             ]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise Damaged(f"{SET} can't be read ({error})") from None
-        return cls(info, {piece.key: piece for piece in pieces})
+        return cls(info, {piece.shard: piece for piece in pieces})
 
 
-def _seal(document: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
+def ends_of(box: Box) -> list[tuple[int, int]]:
+    """Start and stop in each dimension, for JSON."""
+    return [(side.start, side.stop) for side in box]
+
+
+def box_from(ends: Iterable[tuple[int, int]]) -> Box:
+    """The box of `ends_of`."""
+    return tuple(slice(start, stop) for start, stop in ends)
 
 
 class LocalSet:
@@ -130,18 +148,13 @@ class LocalSet:
         except (OSError, UnicodeDecodeError) as error:
             raise Damaged(f"{SET}: {getattr(error, 'strerror', None) or error}") from None
 
-    def content(self, piece: Piece) -> bytearray:
+    def content(self, piece: Piece) -> np.ndarray:
         """The bytes of a piece. Raises Damaged if the file is too short or can't be read."""
-        content = bytearray(piece.bytes)
         try:
-            with open(self.path / piece.file, "rb", buffering=0) as file:
-                file.seek(piece.offset)
-                view, done = memoryview(content), 0
-                while done < piece.bytes and (count := file.readinto(view[done:])):
-                    done += count
+            content = np.fromfile(self.path / piece.file, np.uint8, piece.bytes, offset=piece.offset)
         except OSError as error:
             raise Damaged(f"{piece.file}: {error.strerror}") from None
-        if done < piece.bytes:
+        if content.size < piece.bytes:
             raise Damaged(f"{piece.file} ends within {piece.name}")
         return content
 
@@ -151,9 +164,7 @@ class LocalSet:
 
     def verify(self) -> None:
         """Raises Damaged unless every piece has its SHA-256."""
-        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-            for _ in pool.map(lambda piece: piece.array(self.content(piece)), self.index.pieces.values()):
-                pass
+        in_threads(lambda piece: self.read(piece).nbytes, self.index.pieces.values())
 
 
 class SetWriter:
@@ -162,20 +173,19 @@ class SetWriter:
     def __init__(self, path: Path):
         path.mkdir(parents=True)
         self.path = path
-        self.pieces: dict[tuple[str, Box], Piece] = {}
+        self.pieces: dict[Shard, Piece] = {}
         self._sizes: dict[str, int] = {}
 
-    def append(self, file: str, boxes: Iterable[tuple[str, tuple[int, ...], str, Box, Any]]) -> None:
-        """Appends (name, shape of the array, dtype, box, content: a buffer of bytes), and flushes to disk."""
-        with open(self.path / file, "ab", buffering=0) as target:
-            for name, shape, dtype, box, content in boxes:
-                view, done = memoryview(content), 0
-                while done < view.nbytes:
-                    done += target.write(view[done : done + 2**26])
-                digest, offset = hashlib.sha256(content).hexdigest(), self._sizes.get(file, 0)
-                self.pieces[name, box] = Piece(name, shape, dtype, box, file, offset, view.nbytes, digest)
-                self._sizes[file] = offset + view.nbytes
+    def append(self, file: str, copy: HostCopy) -> None:
+        """Appends a shard to a file, and flushes it to disk."""
+        with open(self.path / file, "ab") as target:
+            target.write(copy.content)
+            target.flush()
             os.fsync(target.fileno())
+        name, shape, dtype, box, content = copy
+        digest, offset = hashlib.sha256(content).hexdigest(), self._sizes.get(file, 0)
+        self.pieces[name, box] = Piece(name, shape, dtype, box, file, offset, content.nbytes, digest)
+        self._sizes[file] = offset + content.nbytes
 
     def so_far(self, info: SetInfo) -> LocalSet:
         """What is written, for other processes to read."""

@@ -1,75 +1,57 @@
-"""Which boxes of the arrays of a state each process has, and their copies in host memory."""
+"""The shards of a state that each process has, and their copies in host memory."""
 
 from collections.abc import Iterable, Mapping
 from functools import cache
-from typing import Any, NamedTuple
+from math import prod
+from typing import Any
 
 import jax
 import numpy as np
 
-from megajax.checkpoint.local.sets import Box
+from megajax.checkpoint.boxes import Box, box_of, shape_of
+from megajax.checkpoint.local.sets import HostCopy, Shard
 from megajax.checkpoint.weights.copying import contiguous
 
-type Boxes = frozenset[tuple[str, Box]]
-"""Names of arrays and boxes in them."""
+type Shards = frozenset[Shard]
 
 
-def box_of(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
-    """The box of a shard's index."""
-    ends = [side.indices(size)[:2] for side, size in zip(index, shape, strict=True)]
-    return tuple((start, stop) for start, stop in ends)
-
-
-def boxes_of_processes(named: Mapping[str, Any]) -> dict[int, Boxes]:
-    """Process -> boxes that its devices have. named: arrays, or jax.ShapeDtypeStructs with shardings."""
+def shards_of_processes(named: Mapping[str, Any]) -> dict[int, Shards]:
+    """Process -> shards that its devices have. named: arrays, or jax.ShapeDtypeStructs with shardings."""
 
     @cache
     def boxes(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> dict[int, set[Box]]:
-        each: dict[int, set[Box]] = {}
+        by_process: dict[int, set[Box]] = {}
         for device, index in sharding.devices_indices_map(shape).items():
-            each.setdefault(device.process_index, set()).add(box_of(index, shape))
-        return each
+            by_process.setdefault(device.process_index, set()).add(box_of(index, shape))
+        return by_process
 
-    result: dict[int, set[tuple[str, Box]]] = {}
+    result: dict[int, set[Shard]] = {}
     for name, leaf in named.items():
-        for process, each in boxes(leaf.sharding, tuple(leaf.shape)).items():
-            result.setdefault(process, set()).update((name, box) for box in each)
-    return {process: frozenset(each) for process, each in result.items()}
+        for process, some in boxes(leaf.sharding, tuple(leaf.shape)).items():
+            result.setdefault(process, set()).update((name, box) for box in some)
+    return {process: frozenset(shards) for process, shards in result.items()}
 
 
-def parts_in(held: Boxes, boxes: Mapping[int, Boxes]) -> tuple[int, ...]:
-    """The processes all of whose boxes are held."""
-    return tuple(sorted(process for process, each in boxes.items() if each <= held))
-
-
-class HostCopy(NamedTuple):
-    """A box of an array, in host memory."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    box: Box
-    content: np.ndarray
-    """Its bytes."""
+def complete_parts(present: Shards, shards: Mapping[int, Shards]) -> tuple[int, ...]:
+    """The processes all of whose shards are present."""
+    return tuple(sorted(process for process, own in shards.items() if own <= present))
 
 
 def copy_to_host(named: Mapping[str, jax.Array]) -> list[HostCopy]:
-    """Each box that devices of this process have, once. The arrays may be donated when it returns.
+    """Each shard that devices of this process have, once. The arrays may be donated when it returns.
 
     On CPUs nothing is copied: jax does not reuse the memory of an array while numpy refers to it.
     """
-    shards = []
+    shards: dict[Shard, jax.Array] = {}
     for name, array in named.items():
-        seen: set[Box] = set()
         for shard in array.addressable_shards:
-            box = box_of(shard.index, array.shape)
-            if box not in seen:
-                seen.add(box)
+            key = name, box_of(shard.index, array.shape)
+            if key not in shards:
                 shard.data.copy_to_host_async()
-                shards.append((name, array, box, shard.data))
+                shards[key] = shard.data
     return [
-        HostCopy(name, tuple(array.shape), np.dtype(array.dtype).name, box, as_bytes(np.asarray(data)))
-        for name, array, box, data in shards
+        HostCopy(name, tuple(named[name].shape), np.dtype(data.dtype).name, box, as_bytes(np.asarray(data)))
+        for (name, box), data in shards.items()
     ]
 
 
@@ -78,12 +60,6 @@ def as_bytes(array: np.ndarray) -> np.ndarray:
     return contiguous(array).reshape(-1).view(np.uint8)
 
 
-def byte_count(boxes: Iterable[tuple[str, Box]], named: Mapping[str, Any]) -> int:
-    """Size of boxes."""
-    total = 0
-    for name, box in boxes:
-        elements = 1
-        for start, stop in box:
-            elements *= stop - start
-        total += elements * np.dtype(named[name].dtype).itemsize
-    return total
+def byte_count(shards: Iterable[Shard], named: Mapping[str, Any]) -> int:
+    """Size of shards."""
+    return sum(prod(shape_of(box)) * np.dtype(named[name].dtype).itemsize for name, box in shards)

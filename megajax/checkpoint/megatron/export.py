@@ -13,8 +13,7 @@ from megajax.checkpoint.megatron.pickles import Record
 from megajax.checkpoint.megatron.ranks import FILE
 from megajax.checkpoint.megatron.tables import table
 from megajax.checkpoint.megatron.writer import NAMESPACE, LazyTensor, write_archive
-from megajax.checkpoint.weights.export_tensors import theirs
-from megajax.checkpoint.weights.foreign import WeightSource, declared_by
+from megajax.checkpoint.weights.foreign import WeightSource, declared_by, export_tensor
 from megajax.checkpoint.weights.tensor_table import Mapped, resolved
 
 VERSION = 3.0
@@ -76,6 +75,6 @@ def _engine_name(name: str, names: Mapping[str, str]) -> str:
 
 def _read(tensor: Mapped, weights: WeightSource, dtype: np.dtype, advance: Callable[[int], None]) -> np.ndarray:
     """A tensor of theirs out of our weights."""
-    made = theirs(tensor, weights, dtype)
+    made = export_tensor(tensor, weights, dtype)
     advance(made.size)
     return made

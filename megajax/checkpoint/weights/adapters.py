@@ -4,7 +4,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from megajax.checkpoint.weights.foreign import Box, WeightSource
+from megajax.checkpoint.boxes import Box
+from megajax.checkpoint.weights.foreign import WeightSource
 from megajax.config.errors import UserError
 from megajax.layers.param import ParamSpec
 

@@ -8,7 +8,6 @@ import json
 import shutil
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -18,11 +17,10 @@ import numpy as np
 import tensorstore as ts
 
 from megajax.checkpoint import arrays
+from megajax.checkpoint.boxes import Box, box_of, chunk_shape, chunks_of
 from megajax.checkpoint.stored_arrays import DATABASE, database
-from megajax.checkpoint.weights.foreign import Box, Entry
+from megajax.checkpoint.weights.foreign import Entry
 
-CHUNK_BYTES = 2**25
-"""At most, of a chunk: what a reader of a part of it reads in vain, and what is buffered."""
 WRITING_BYTES = 2**26
 """At most, of chunks that are being written in the background."""
 DESCRIPTION = f"{DATABASE}/_METADATA"
@@ -49,7 +47,7 @@ class ArrayWriter:
     def chunks(self) -> Iterator[tuple[str, Box]]:
         """Name and box of every chunk, array by array."""
         for name, (shape, dtype) in self._entries.items():
-            yield from ((name, box) for box in boxes(shape, chunk_shape(shape, dtype.itemsize)))
+            yield from ((name, box) for box in chunks_of(box_of((), shape), chunk_shape(shape, dtype.itemsize)))
 
     def write(self, name: str, box: Box, values: np.ndarray) -> None:
         """A chunk, in the background. The values are not changed any more by the caller.
@@ -116,26 +114,3 @@ class _AsOSError:
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         if isinstance(error, ValueError):
             raise OSError(str(error).partition(" [")[0]) from error
-
-
-def chunk_shape(shape: Sequence[int], itemsize: int, at_most: int = 0) -> list[int]:
-    """The last dimensions whole, those before them cut evenly, so that a chunk has at most that many bytes.
-
-    at_most: 0 stands for CHUNK_BYTES.
-    """
-    chunk, left = [*shape], max(1, (at_most or CHUNK_BYTES) // itemsize)
-    for axis, size in enumerate(shape):
-        rest = prod(shape[axis + 1 :])
-        parts = -(-size // max(1, left // rest))
-        chunk[axis] = -(-size // parts)
-        if rest <= left:
-            break
-    return chunk
-
-
-def boxes(shape: Sequence[int], chunk: Sequence[int]) -> Iterator[Box]:
-    """Every chunk of an array, the last dimension fastest."""
-    starts = [range(0, size, step) for size, step in zip(shape, chunk, strict=True)]
-    for corner in product(*starts):
-        ends = zip(corner, chunk, shape, strict=True)
-        yield tuple(slice(start, min(start + step, size)) for start, step, size in ends)

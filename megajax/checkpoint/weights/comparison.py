@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megajax.checkpoint.weights.array_writer import boxes, chunk_shape
-from megajax.checkpoint.weights.export_tensors import theirs
-from megajax.checkpoint.weights.foreign import Box, Tensors, WeightSource, box_of
-from megajax.checkpoint.weights.run_writer import Advance, converted
+from megajax.checkpoint.boxes import box_of, chunk_shape, chunks_of, shape_of
+from megajax.checkpoint.weights.copying import converted
+from megajax.checkpoint.weights.foreign import ITEMSIZE, Tensors, WeightSource, export_tensor
+from megajax.checkpoint.weights.run_writer import Advance
 from megajax.checkpoint.weights.tensor_table import Mapped
 from megajax.config.errors import UserError
 from megajax.layers.param import ParamSpec
@@ -34,8 +34,8 @@ def verify_tensors(tensors: Tensors, table: Sequence[Mapped], weights: WeightSou
 
     def pairs() -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
         for tensor in table:
-            there = tensors.read(tensor.name)
-            yield tensor.name, there, theirs(tensor, weights, there.dtype)
+            values = tensors.read(tensor.name)
+            yield tensor.name, values, export_tensor(tensor, weights, values.dtype)
 
     return _all_equal(pairs(), tensors.where, weights.where, advance)
 
@@ -52,35 +52,22 @@ def verify_weights(
     table: of the format that they were written in. What no tensor of it has is not compared, such as the rows that pad
     a vocabulary. None: weights are compared whole.
     """
-    places = _whole(made) if table is None else _parts(made, table)
+    stored, expected = made.shapes(), source.shapes()
+    if wrong := [path for path in declared if path in expected and expected[path] != stored.get(path)]:
+        lines = "\n".join(f"  {path}: {expected[path]}, {stored.get(path, 'absent')}" for path in wrong)
+        raise UserError(f"{made.where} has other shapes than {source.where}:\n{lines}")
+    if table is None:
+        places = [(path, box_of((), shape)) for path, shape in stored.items()]
+    else:
+        places = [(piece.path, box_of(piece.index, stored[piece.path])) for tensor in table for piece in tensor.pieces]
 
     def pairs() -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
         for path, place in places:
-            if path not in here:
-                continue
-            sizes = [side.stop - side.start for side in place]
-            for part in boxes(sizes, chunk_shape(sizes, 4)):
-                box = tuple(slice(a.start + b.start, a.start + b.stop) for a, b in zip(place, part, strict=True))
-                there = made.read(path, box)
-                yield path, converted(source.read(path, box), there.dtype, path), there
+            for box in chunks_of(place, chunk_shape(shape_of(place), ITEMSIZE)) if path in expected else ():
+                values = made.read(path, box)
+                yield path, converted(source.read(path, box), values.dtype, path), values
 
-    there, here = made.shapes(), source.shapes()
-    if wrong := [path for path in declared if path in here and here[path] != there.get(path)]:
-        lines = "\n".join(f"  {path}: {here[path]}, {there.get(path, 'absent')}" for path in wrong)
-        raise UserError(f"{made.where} has other shapes than {source.where}:\n{lines}")
     return _all_equal(pairs(), source.where, made.where, advance)
-
-
-def _whole(made: WeightSource) -> Iterator[tuple[str, Box]]:
-    for path, shape in made.shapes().items():
-        yield path, tuple(slice(0, size) for size in shape)
-
-
-def _parts(made: WeightSource, table: Sequence[Mapped]) -> Iterator[tuple[str, Box]]:
-    """What tensors hold of each weight."""
-    shapes = made.shapes()
-    for tensor in table:
-        yield from ((piece.path, box_of(piece.index, shapes[piece.path])) for piece in tensor.pieces)
 
 
 def _all_equal(

@@ -1,6 +1,9 @@
-"""Copies of transposed arrays."""
+"""Copies of arrays: transposed, and in other dtypes."""
 
+import jax.numpy as jnp
 import numpy as np
+
+from megajax.config.errors import UserError
 
 TILE = 128
 """Elements along both sides of a tile. Tiles of two bytes an element fit into a second-level cache."""
@@ -40,4 +43,20 @@ def contiguous(array: np.ndarray) -> np.ndarray:
         return array
     result = np.empty(array.shape, array.dtype)
     copy_into(result, array)
+    return result
+
+
+def converted(values: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
+    """The values in another dtype, contiguous. Raises UserError for finite values that are infinite in it."""
+    with np.errstate(over="ignore"):
+        result = values.astype(dtype, order="C", copy=False)
+    if values.dtype == dtype:
+        return result
+    if 2 * float(jnp.finfo(dtype).max) < float(jnp.finfo(values.dtype).max):
+        lost = np.isfinite(values) & ~np.isfinite(result)
+        if lost.any():
+            largest = float(np.abs(values[lost].astype(np.float64)).max())
+            fits = largest <= float(jnp.finfo(jnp.bfloat16).max)
+            advice = ": use --dtype=bfloat16" if fits else ", and neither can float32"
+            raise UserError(f"{name} has values up to {largest:g}, which {dtype.name} can't hold{advice}")
     return result

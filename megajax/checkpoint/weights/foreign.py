@@ -14,8 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from megajax.checkpoint.weights.copying import copy_into
-from megajax.checkpoint.weights.tensor_table import Index, Mapped, Row
+from megajax.checkpoint.boxes import Box, box_of, chunk_shape, chunks_of, overlap, relative, shape_of
+from megajax.checkpoint.weights.copying import contiguous, converted, copy_into
+from megajax.checkpoint.weights.tensor_table import Mapped, Row
 from megajax.config.errors import UserError
 from megajax.config.nearest import nearest_names
 from megajax.layers.param import Observation, ParamSpec, specs
@@ -23,12 +24,10 @@ from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.rules import Plan
 
-type Box = tuple[slice, ...]
-"""A slice with a start and a stop for each dimension of an array."""
-
-
 WEIGHT_DTYPES = ("float64", "float32", "float16", "bfloat16")
 """Of tensors that are weights as they stand. They may be mixed."""
+ITEMSIZE = 4
+"""Bytes of an element of our weights, at most, when chunks of them are measured."""
 ANY_ROW = -1
 """In place of a row: a tensor that is not of one row of a weight."""
 
@@ -114,23 +113,17 @@ class ForeignWeights:
 
         Tensors of several dtypes give one that holds the values of all.
         """
-        starts, stops = [side.start for side in box], [side.stop for side in box]
         result: np.ndarray | None = None
         for tensor, number, place in self._holding(path, box):
-            both = [(max(a, p.start), min(b, p.stop)) for a, b, p in zip(starts, stops, place, strict=True)]
-            if any(start >= stop for start, stop in both):
+            if (common := overlap(box, place)) is None:
                 continue
-            whole = tensor.ours(self._tensors.read(tensor.name))[number].reshape([p.stop - p.start for p in place])
-            part = whole[tuple(slice(a - p.start, b - p.start) for (a, b), p in zip(both, place, strict=True))]
+            piece = tensor.ours(self._tensors.read(tensor.name))[number].reshape(shape_of(place))
             if result is None:
-                result = np.zeros([stop - start for start, stop in zip(starts, stops, strict=True)], part.dtype)
-            elif result.dtype != part.dtype:
-                result = result.astype(jnp.promote_types(result.dtype, part.dtype))
-            inside = tuple(slice(a - start, b - start) for (a, b), start in zip(both, starts, strict=True))
-            copy_into(result[inside], part)
-        if result is None:
-            return np.zeros([stop - start for start, stop in zip(starts, stops, strict=True)], np.float32)
-        return result
+                result = np.zeros(shape_of(box), piece.dtype)
+            elif result.dtype != piece.dtype:
+                result = result.astype(jnp.promote_types(result.dtype, piece.dtype))
+            copy_into(result[relative(common, box)], piece[relative(common, place)])
+        return np.zeros(shape_of(box), np.float32) if result is None else result
 
     def _holding(self, path: str, box: Box) -> Iterator[tuple[Mapped, int, Box]]:
         """Tensors that may hold a part of a box, which of their pieces does, and where that is in the weight."""
@@ -138,6 +131,26 @@ class ForeignWeights:
         yield from by_row.get(ANY_ROW, ())
         for row in range(box[0].start, box[0].stop) if box else ():
             yield from by_row.get(row, ())
+
+
+def export_tensor(tensor: Mapped, weights: WeightSource, dtype: np.dtype) -> np.ndarray:
+    """A tensor of another library made of our weights, contiguous.
+
+    Zeros stand for an observation that the source does not keep. Memory has the tensor twice at most, and a chunk of
+    our weights.
+    """
+    pieces, shapes = [], weights.shapes()
+    for piece in tensor.pieces:
+        if piece.path not in shapes:
+            pieces.append(np.zeros(piece.shape, dtype))
+            continue
+        place = box_of(piece.index, shapes[piece.path])
+        values = np.empty(shape_of(place), dtype)
+        for box in chunks_of(place, chunk_shape(shape_of(place), ITEMSIZE)):
+            part = converted(weights.read(piece.path, box), dtype, f"{weights.where}: {piece.path}")
+            values[relative(box, place)] = part
+        pieces.append(values.reshape(piece.shape))
+    return contiguous(tensor.theirs(pieces))
 
 
 def declared_by(model: Any) -> dict[str, ParamSpec]:
@@ -174,10 +187,3 @@ def demand_fit(tensors: Tensors, table: Sequence[Mapped], ignored: Sequence[str]
         raise UserError(
             f"the tensors of {tensors.where} are not those of the model:\n" + "\n".join(f"  {line}" for line in shown)
         )
-
-
-def box_of(index: Index, shape: Sequence[int]) -> Box:
-    """An index as a box: a number is a slice of one."""
-    full = [*index, *[slice(None)] * (len(shape) - len(index))]
-    ends = [(i, i + 1) if isinstance(i, int) else i.indices(size)[:2] for i, size in zip(full, shape, strict=True)]
-    return tuple(slice(start, stop) for start, stop in ends)

@@ -1,6 +1,7 @@
 """Weights of a `WeightSource` on a mesh: each process reads what its devices have."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -8,7 +9,8 @@ import jax
 import numpy as np
 from jax import Array
 
-from megajax.checkpoint.weights.foreign import Box, WeightSource
+from megajax.checkpoint.boxes import Box, box_of, shape_of
+from megajax.checkpoint.weights.foreign import WeightSource
 
 PART = 2**24
 """Elements of a stacked weight from which on no more rows are read at once."""
@@ -19,25 +21,26 @@ def placed(weights: WeightSource, path: str, like: jax.ShapeDtypeStruct, rows: S
 
     rows: of a stacked weight, the layer of each row, -1 for zeros that are no layer; None: it is not stacked.
     """
-    shards: dict[Box, np.ndarray] = {}
 
-    def shard(index: tuple[slice, ...] | None) -> np.ndarray:
-        ends = [side.indices(size)[:2] for side, size in zip(index or (), like.shape, strict=True)]
-        box = tuple(slice(start, stop) for start, stop in ends)
-        if box in shards:  # several devices have the same
-            return shards[box]
+    def read(box: Box) -> np.ndarray:
         if rows is None:
-            shards[box] = weights.read(path, box).astype(like.dtype)
-        else:
-            shards[box] = _rows(weights, path, rows[box[0]], box[1:], like.dtype)
-        return shards[box]
+            return weights.read(path, box).astype(like.dtype)
+        return _rows(weights, path, rows[box[0]], box[1:], like.dtype)
 
-    return jax.make_array_from_callback(like.shape, like.sharding, shard)
+    return array_of(like, read)
+
+
+def array_of(like: jax.ShapeDtypeStruct, read: Callable[[Box], np.ndarray]) -> Array:
+    """An array in the shape and sharding of `like`. read: gives a box that devices of this process have, each once."""
+    read_once = cache(read)  # several devices may have the same box
+    return jax.make_array_from_callback(
+        like.shape, like.sharding, lambda index: read_once(box_of(index or (), like.shape))
+    )
 
 
 def _rows(weights: WeightSource, path: str, rows: Sequence[int], inner: Box, dtype: Any) -> np.ndarray:
     """A box of these rows of a stacked weight in another dtype, read a part at a time."""
-    shape = [side.stop - side.start for side in inner]
+    shape = shape_of(inner)
     result, first = np.zeros((len(rows), *shape), dtype), 0
     while first < len(rows):
         row, end = rows[first], first + 1

@@ -9,7 +9,8 @@ import jax
 import numpy as np
 from flax import nnx
 
-from megajax.checkpoint.weights.foreign import Box, WeightSource, one_device
+from megajax.checkpoint.boxes import Box
+from megajax.checkpoint.weights.foreign import WeightSource, one_device
 from megajax.config.errors import UserError
 from megajax.layers.param import ParamSpec, matrices_of
 from megajax.layers.quantized import AMAX, ARRAY, FACTOR, SCALE, Quantized

@@ -10,12 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from megajax.checkpoint import integrity
+from megajax.checkpoint.boxes import Box
 from megajax.checkpoint.folder import ARRAYS, META, step_name
 from megajax.checkpoint.new_folder import flush_folder
 from megajax.checkpoint.stored_arrays import OBSERVED, WEIGHTS
 from megajax.checkpoint.weights.array_writer import ArrayWriter
-from megajax.checkpoint.weights.foreign import Box, Entry, WeightSource
-from megajax.config.errors import UserError
+from megajax.checkpoint.weights.copying import converted
+from megajax.checkpoint.weights.foreign import Entry, WeightSource
 from megajax.layers.param import ParamSpec
 
 type Advance = Callable[[int], None]
@@ -72,19 +73,3 @@ def write_step(
     flush_folder(step)
     integrity.write_manifest(step, integrity.hash_files(step, integrity.files_below(step)))
     return step
-
-
-def converted(values: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
-    """The values in another dtype, contiguous. Raises UserError for finite values that are infinite in it."""
-    with np.errstate(over="ignore"):
-        result = values.astype(dtype, order="C", copy=False)
-    if values.dtype == dtype:
-        return result
-    if 2 * float(jnp.finfo(dtype).max) < float(jnp.finfo(values.dtype).max):
-        lost = np.isfinite(values) & ~np.isfinite(result)
-        if lost.any():
-            largest = float(np.abs(values[lost].astype(np.float64)).max())
-            fits = largest <= float(jnp.finfo(jnp.bfloat16).max)
-            advice = ": use --dtype=bfloat16" if fits else ", and neither can float32"
-            raise UserError(f"{name} has values up to {largest:g}, which {dtype.name} can't hold{advice}")
-    return result

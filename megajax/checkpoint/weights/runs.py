@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import yaml
 
+from megajax.checkpoint.boxes import Box
 from megajax.checkpoint.folder import ARRAYS
 from megajax.checkpoint.integrity import Damaged
 from megajax.checkpoint.reader import Meta, open_checkpoints
 from megajax.checkpoint.stored_arrays import OBSERVED, WEIGHTS, StoredArrays
-from megajax.checkpoint.weights.foreign import Box, WeightSource, declared_by
+from megajax.checkpoint.weights.foreign import WeightSource, declared_by
 from megajax.config.errors import UserError
 from megajax.config.files import ROOT, Source, assembled
 from megajax.layers.param import ParamSpec
