@@ -64,10 +64,9 @@ def main(argv: list[str]) -> int:
     given = (flags["average"], flags["average_last"], flags["base"])
     stored = open_source(flags["from"], *given, merge=flags["merge"], vocabulary=flags["vocabulary"])
     settings = options(flags["dtype"], flags["family"] or "", flags["shard_size"])
-    before, report = stored, None
+    before, calibration = stored, None
     if flags["quantize"]:
-        quantize, report = (resolve(f"megajax.tools.quantization:{name}") for name in ("quantize", "report"))
-        stored = quantize(stored, flags)
+        stored, calibration = resolve("megajax.tools.quantization:quantize")(stored, flags)
     with Progress(sys.stderr, elements(stored), "converting") as progress:
         lines = write(stored, flags["to"], settings, progress)
     print(*lines, progress.total(), sep="\n")
@@ -75,8 +74,9 @@ def main(argv: list[str]) -> int:
         with Progress(sys.stderr, elements(stored), "verifying") as progress:
             line = verified(stored, flags["to"], settings, progress)
         print(line, progress.total(), sep="\n")
-    if report is not None:
-        print(*report(before, stored, flags["to"], flags["compare"]), sep="\n")
+    if flags["quantize"]:
+        report = resolve("megajax.tools.quantization:report")
+        print(*report(before, calibration, flags["to"], flags["compare"]), sep="\n")
     return 0
 
 

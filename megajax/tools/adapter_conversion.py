@@ -2,8 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,51 +15,17 @@ from megajax.checkpoint.huggingface.safetensors import SafetensorsFolder
 from megajax.checkpoint.huggingface.shards import TensorFile
 from megajax.checkpoint.new_folder import new_folder
 from megajax.checkpoint.weights.adapters import LORA_A, LORA_B, JoinedWeights, MergedWeights
-from megajax.checkpoint.weights.comparison import Verified, verify_weights
-from megajax.checkpoint.weights.copying import converted
-from megajax.checkpoint.weights.foreign import Entry, WeightSource, declared_by
+from megajax.checkpoint.weights.foreign import Entry
 from megajax.checkpoint.weights.formats import foreign_format
-from megajax.checkpoint.weights.run_writer import Advance
-from megajax.checkpoint.weights.tensor_table import Mapped, Row
+from megajax.checkpoint.weights.run_writer import Advance, converted
+from megajax.checkpoint.weights.tensor_table import Row
 from megajax.config.errors import UserError
-from megajax.layers.param import ParamSpec
 from megajax.optim.groups import trainable
 from megajax.tools import conversion
-from megajax.tools.conversion import Options, Origin, Stored
-from megajax.training.run_config import RunConfig
+from megajax.tools.conversion import Options, Stored
 
 PEFT = "peft:"
 """Before a folder of PEFT."""
-
-
-@dataclass(frozen=True)
-class Remade:
-    """A model that was made of another one, whose weights, files and config it has but for these."""
-
-    base: Stored
-    model: Any
-    weights: WeightSource
-
-    @cached_property
-    def declared(self) -> dict[str, ParamSpec]:
-        return declared_by(self.model)
-
-    @property
-    def files(self) -> Path:
-        return self.base.files
-
-    @property
-    def origin(self) -> Origin:
-        return self.base.origin
-
-    def config(self, run: Path, files: Sequence[str]) -> RunConfig:
-        return replace(self.base.config(run, files), model=self.model)
-
-    def left_out(self) -> list[str]:
-        return self.base.left_out()
-
-    def verify(self, made: WeightSource, advance: Advance, table: Sequence[Mapped] | None = None) -> Verified:
-        return verify_weights(self.weights, made, self.declared, advance, table)
 
 
 def open_source(
@@ -89,7 +54,7 @@ def open_source(
     if (lora := getattr(stored.model, "lora", None)) is None:
         raise UserError("--merge: the model has no adapters (model.lora)")
     merged = MergedWeights(stored.weights, stored.declared, lora.scale())
-    return Remade(stored, replace(stored.model, lora=None), merged)
+    return stored.remade(replace(stored.model, lora=None), merged)
 
 
 def write(stored: Stored, target: str, options: Options, advance: Advance) -> list[str]:
@@ -141,8 +106,8 @@ def _verified(stored: Stored, target: str, options: Options, advance: Advance) -
 
 def _demand_adapters_alone(stored: Stored, target: str) -> None:
     """Raises UserError for a run that trained other weights beside adapters."""
-    if isinstance(stored, Remade):
-        return  # its base is not what the adapter was trained with
+    if not stored.trained:
+        return
     optimizer = stored.config(Path(target.removeprefix(PEFT)), []).optimizer
     weights = {path: spec for path, spec in stored.declared.items() if spec.updater is None}
     adapters = [path for path in weights if path.endswith((LORA_A, LORA_B))]
@@ -155,7 +120,7 @@ def _demand_adapters_alone(stored: Stored, target: str) -> None:
         )
 
 
-def _with_adapter(folder: Path, base: str | None) -> Remade:
+def _with_adapter(folder: Path, base: str | None) -> Stored:
     named = base_of(folder)
     if base is None and (named is None or not Path(named).is_dir()):
         what = "names no base model" if named is None else f"is of {named}, and there is no such folder"
@@ -164,7 +129,7 @@ def _with_adapter(folder: Path, base: str | None) -> Remade:
     if getattr(stored.model, "lora", None) is not None:
         raise UserError(f"--base={base} has adapters already; --merge adds them to its weights, for another run")
     adapter = read_adapter(folder, stored.model, _rows(stored))
-    return Remade(stored, adapter.model, JoinedWeights(stored.weights, adapter))
+    return stored.remade(adapter.model, JoinedWeights(stored.weights, adapter))
 
 
 def _files(stored: Stored, options: Options) -> tuple[dict[str, Any], dict[str, np.ndarray]]:

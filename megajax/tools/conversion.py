@@ -2,24 +2,32 @@
 
 import secrets
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 from importlib.metadata import version
 from math import prod
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from megajax.checkpoint.huggingface.export import SHARD_BYTES, family_for, write_model
 from megajax.checkpoint.huggingface.tokenizer_files import copy_files, tokenizer_config
+from megajax.checkpoint.megatron.checkpoint import MegatronModel
 from megajax.checkpoint.new_folder import new_folder
 from megajax.checkpoint.reader import open_checkpoints
 from megajax.checkpoint.weights.comparison import Verified, verify_tensors, verify_weights
-from megajax.checkpoint.weights.foreign import ForeignModel, ForeignWeights, WeightSource, declared_by, demand_fit
+from megajax.checkpoint.weights.foreign import (
+    ForeignModel,
+    ForeignWeights,
+    Tensors,
+    WeightSource,
+    declared_by,
+    demand_fit,
+)
 from megajax.checkpoint.weights.formats import foreign_format, read_foreign
 from megajax.checkpoint.weights.model_differences import differences, in_words
 from megajax.checkpoint.weights.run_writer import Advance, StateArray, write_step
@@ -67,145 +75,125 @@ class Options:
     shard_bytes: int = SHARD_BYTES
 
 
-class Stored(Protocol):
+@dataclass(frozen=True, kw_only=True)
+class Stored:
     """A model with its weights, wherever they are stored."""
 
-    @property
-    def model(self) -> Any:
-        """The model config."""
-        ...
-
-    @property
-    def declared(self) -> Mapping[str, ParamSpec]:
-        """Weights and observations of the model on one device, by path."""
-        ...
-
-    @property
-    def weights(self) -> WeightSource:
-        """Their values."""
-        ...
-
-    @property
-    def files(self) -> Path:
-        """Folder with files that came with the weights."""
-        ...
-
-    @property
-    def origin(self) -> Origin:
-        """Where they came from first."""
-        ...
-
-    def config(self, run: Path, files: Sequence[str]) -> RunConfig:
-        """Of a new run from these weights. files: of the tokenizer, in the run's folder."""
-        ...
-
-    def left_out(self) -> list[str]:
-        """Names of tensors that have no place in the model."""
-        ...
-
-    def verify(self, made: WeightSource, advance: Advance, table: Sequence[Mapped] | None = None) -> Verified:
-        """Compares all weights with those that were made of them, see `verify_weights`. Raises UserError."""
-        ...
-
-
-class ForeignFolder:
-    """Weights in another library's format."""
-
-    def __init__(self, name: str, read: ForeignModel):
-        self._name, self._read = name, read
-        if not hasattr(read.model, "schema"):
-            kind = type(read.model).__name__.removesuffix("Config")
-            raise UserError(
-                f"{name} is a {kind} alone, which no run can train: load it into a model that has one, "
-                f"--checkpoint.weights='[{{run: \"{name}\", into: vision}}]'"
-            )
-        self.model, self.declared = read.model, declared_by(read.model)
-        self.table: list[Mapped] = resolved(read.rows, self.declared)
-        demand_fit(read.tensors, self.table, read.ignored)
-        self.weights = ForeignWeights(read.tensors, self.table, self.declared)
-        self.files = Path(name.partition(":")[2])
+    model: Any
+    """The model config."""
+    weights: WeightSource
+    files: Path
+    """Folder with files that came with the weights."""
+    config: Callable[[Path, Sequence[str]], RunConfig]
+    """(folder of a new run, its tokenizer files) -> the config of a run from these weights."""
+    origin: Origin = field(default_factory=Origin)
+    """Where the weights came from first."""
+    left_out: Sequence[str] = ()
+    """Names of tensors that have no place in the model."""
+    tensors: Tensors | None = None
+    """Those that the weights are made of, in another library's format."""
+    table: Sequence[Mapped] | None = None
+    """How tensors of that format hold the weights."""
+    optimizer: MegatronModel | None = None
+    """The checkpoint of Megatron-LM with the optimizer's moments."""
+    trained: bool = False
+    """Whether a run trained the weights as they are."""
 
     @cached_property
-    def origin(self) -> Origin:
-        entries = self._read.tensors.entries()
-        dtypes = {tensor.name: entries[tensor.name].dtype.name for tensor in self.table}
-        usual = Counter(dtypes.values()).most_common(1)[0][0]
-        return Origin(
-            format=format_of(self._name) or "",
-            family=self._read.family,
-            settings=self._read.settings,
-            dtype=usual,
-            dtypes={name: dtype for name, dtype in dtypes.items() if dtype != usual},
-            names=self._read.names,
+    def declared(self) -> Mapping[str, ParamSpec]:
+        """Weights and observations of the model on one device, by path."""
+        return declared_by(self.model)
+
+    def remade(self, model: Any, weights: WeightSource) -> "Stored":
+        """Another model that was made of this one, with its files, origin and config."""
+
+        def config(run: Path, files: Sequence[str]) -> RunConfig:
+            return replace(self.config(run, files), model=model)
+
+        changes = {"tensors": None, "table": None, "optimizer": None, "trained": False}
+        return replace(self, model=model, weights=weights, config=config, **changes)
+
+    def verify(self, made: "Stored", advance: Advance) -> Verified:
+        """Compares all weights with those that were made of them. Raises UserError where they differ.
+
+        Other libraries' tensors are made back from the result, unless it has a dtype that can't hold them.
+        """
+        if self.tensors is not None and self.table is not None:
+            path, shape = next(iter(self.weights.shapes().items()))
+            dtype = made.weights.read(path, tuple(slice(0, 0) for _ in shape)).dtype
+            if all(jnp.promote_types(each, dtype) == dtype for each in _dtypes(self.tensors, self.table).values()):
+                return verify_tensors(self.tensors, self.table, made.weights, advance)
+        return verify_weights(self.weights, made.weights, self.declared, advance, made.table)
+
+
+def _dtypes(tensors: Tensors, table: Sequence[Mapped]) -> dict[str, str]:
+    """Name -> dtype."""
+    entries = tensors.entries()
+    return {tensor.name: entries[tensor.name].dtype.name for tensor in table}
+
+
+def _foreign(name: str, read: ForeignModel) -> Stored:
+    """Weights in another library's format. Raises UserError for tensors that do not fit the model."""
+    if not hasattr(read.model, "schema"):
+        kind = type(read.model).__name__.removesuffix("Config")
+        raise UserError(
+            f"{name} is a {kind} alone, which no run can train: load it into a model that has one, "
+            f"--checkpoint.weights='[{{run: \"{name}\", into: vision}}]'"
         )
+    declared, files = declared_by(read.model), Path(name.partition(":")[2])
+    table = resolved(read.rows, declared)
+    demand_fit(read.tensors, table, read.ignored)
+    dtypes, names = _dtypes(read.tensors, table), {tensor.name for tensor in table}
+    usual = Counter(dtypes.values()).most_common(1)[0][0]
+    others = (other for other in read.tensors.entries() if other not in names)
 
-    def config(self, run: Path, files: Sequence[str]) -> RunConfig:
-        """Of a new run from these weights. files: of the tokenizer, in the run's folder."""
-        return weights_config(self.model, tokenizer_config(files, run / FILES, ids_below(self.model), self.files), run)
+    def config(run: Path, files_of_run: Sequence[str]) -> RunConfig:
+        tokenizer = tokenizer_config(files_of_run, run / FILES, ids_below(read.model), files)
+        return weights_config(read.model, tokenizer, run)
 
-    def left_out(self) -> list[str]:
-        """Names of tensors that have no place in the model."""
-        patterns, names = self._read.ignored, {tensor.name for tensor in self.table}
-        others = [name for name in self._read.tensors.entries() if name not in names]
-        return [*(name for name in others if any(fnmatchcase(name, each) for each in patterns)), *self._read.copies]
+    return Stored(
+        model=read.model,
+        weights=ForeignWeights(read.tensors, table, declared),
+        files=files,
+        config=config,
+        origin=Origin(
+            format=format_of(name) or "",
+            family=read.family,
+            settings=read.settings,
+            dtype=usual,
+            dtypes={tensor: dtype for tensor, dtype in dtypes.items() if dtype != usual},
+            names=read.names,
+        ),
+        left_out=[*(n for n in others if any(fnmatchcase(n, each) for each in read.ignored)), *read.copies],
+        tensors=read.tensors,
+        table=table,
+    )
 
-    def verify(self, made: WeightSource, advance: Advance, table: Sequence[Mapped] | None = None) -> Verified:
-        """Through the tensors that the result gives back, unless it was written in a dtype that can't hold them."""
-        path = next(iter(self.weights.shapes()))
-        dtype = made.read(path, tuple(slice(0, 0) for _ in self.weights.shapes()[path])).dtype
-        if all(jnp.promote_types(each, dtype) == dtype for each in {self.origin.dtype, *self.origin.dtypes.values()}):
-            return verify_tensors(self._read.tensors, self.table, made, advance)
-        return verify_weights(self.weights, made, self.declared, advance, table)
 
-
-class MegatronFolder(ForeignFolder):
+def _megatron(name: str, vocabulary: int | None) -> Stored:
     """A checkpoint of Megatron-LM, with the state of its optimizer where that can be told apart by weights."""
-
-    def __init__(self, name: str, vocabulary: int | None):
-        folder = Path(name.partition(":")[2]).absolute()
-        self.opened = megatron_checkpoint.open_model(folder, vocabulary=vocabulary)
-        super().__init__(name, self.opened.read)
-        self._unsaid: list[str] = []
-
-    def config(self, run: Path, files: Sequence[str]) -> RunConfig:
-        """Of a run that goes on with the arguments' optimizer and schedule, where the moments are there."""
-        fresh = super().config(run, files)
-        if not self.opened.moments:
-            return fresh
-        config, self._unsaid = megatron_checkpoint.continued(self.opened, fresh, run)
-        return config
-
-    def left_out(self) -> list[str]:
-        return [*super().left_out(), *self.opened.lost, *self._unsaid]
+    opened = megatron_checkpoint.open_model(Path(name.partition(":")[2]).absolute(), vocabulary=vocabulary)
+    stored = _foreign(name, opened.read)
+    stored = replace(stored, left_out=[*stored.left_out, *opened.lost])
+    return replace(stored, optimizer=opened) if opened.moments else stored
 
 
-class RunSteps:
-    """The weights of a step of a run, or the mean of several."""
-
-    def __init__(self, steps: Sequence[RunModel]):
-        """Raises UserError for steps of other models than the last one's."""
-        self._last = steps[-1]
-        for step in steps[:-1]:
-            pairs = differences(step.config.model, self._last.config.model)
-            if pairs := [pair for pair in pairs if pair.name != "sequence_length"]:
-                lines = "\n".join(f"  {line}" for line in in_words(pairs))
-                raise UserError(f"{step.path} (here) and {self._last.path} (there) are different models:\n{lines}")
-        self.model = self._last.config.model
-        self.declared = declared_by(self.model)
-        self.weights = self._last.weights() if len(steps) == 1 else MeanWeights([step.weights() for step in steps])
-        self.files = self._last.run / FILES
-        self.origin = Origin(**self._last.meta.get("source", {}))
-
-    def config(self, run: Path, files: Sequence[str]) -> RunConfig:
-        """Of a new run from these weights: this one's."""
-        del files
-        return continued(self._last.config, run)
-
-    def left_out(self) -> list[str]:
-        return []
-
-    def verify(self, made: WeightSource, advance: Advance, table: Sequence[Mapped] | None = None) -> Verified:
-        return verify_weights(self.weights, made, self.declared, advance, table)
+def _run(steps: Sequence[RunModel]) -> Stored:
+    """A step of a run, or the mean of several. Raises UserError for steps of other models than the last one's."""
+    last = steps[-1]
+    for step in steps[:-1]:
+        pairs = differences(step.config.model, last.config.model)
+        if pairs := [pair for pair in pairs if pair.name != "sequence_length"]:
+            lines = "\n".join(f"  {line}" for line in in_words(pairs))
+            raise UserError(f"{step.path} (here) and {last.path} (there) are different models:\n{lines}")
+    return Stored(
+        model=last.config.model,
+        weights=last.weights() if len(steps) == 1 else MeanWeights([step.weights() for step in steps]),
+        files=last.run / FILES,
+        config=lambda run, files: continued(last.config, run),
+        origin=Origin(**last.meta.get("source", {})),
+        trained=True,
+    )
 
 
 def format_of(name: str) -> str | None:
@@ -222,19 +210,17 @@ def open_source(
     where it does not fit.
     """
     if average:
-        return RunSteps([open_step(Path(each)) for each in average])
+        return _run([open_step(Path(each)) for each in average])
     if name is not None and format_of(name) is not None:
         if last is not None:
             raise UserError(f"--average-last: {name} has no steps")
-        return (
-            MegatronFolder(name, vocabulary) if format_of(name) == MEGATRON else ForeignFolder(name, read_foreign(name))
-        )
+        return _megatron(name, vocabulary) if format_of(name) == MEGATRON else _foreign(name, read_foreign(name))
     if last is None:
-        return RunSteps([open_step(Path(name or ""))])
+        return _run([open_step(Path(name or ""))])
     steps = open_checkpoints(name or "")[0].steps()
     if len(steps) < last:
         raise UserError(f"--average-last={last}: {name} has {len(steps)} steps: {', '.join(map(str, steps))}")
-    return RunSteps([open_step(Path(name or ""), step) for step in steps[-last:]])
+    return _run([open_step(Path(name or ""), step) for step in steps[-last:]])
 
 
 def options(dtype: str | None, family: str = "", shard_gigabytes: float = SHARD_BYTES / 1e9) -> Options:
@@ -269,7 +255,13 @@ def _write_run(stored: Stored, run: Path, options: Options, advance: Advance) ->
         dtype = jnp.dtype(stored.config(run, []).precision.compute)
     with new_folder(run, _bytes(stored, dtype)) as folder:
         files = copy_files(stored.files, folder / FILES)
-        cfg = stored.config(run, files)
+        cfg, left_out = stored.config(run, files), [*stored.left_out]
+        number, state = 0, dict[str, StateArray]()
+        if stored.optimizer is not None:
+            cfg, unread = megatron_checkpoint.continued(stored.optimizer, cfg, run)
+            left_out += unread
+            number = stored.optimizer.iteration
+            state = megatron_checkpoint.state(stored.optimizer, stored.declared)
         text = to_yaml(cfg)
         (folder / "config.yaml").write_text(text, encoding="utf-8")
         layers = sum(stack.layers() for stack in cfg.model.stacks().values())
@@ -284,7 +276,6 @@ def _write_run(stored: Stored, run: Path, options: Options, advance: Advance) ->
             "versions": {name: version(name) for name in ("jax", "orbax-checkpoint", "tensorstore", "numpy")},
             "source": asdict(stored.origin),
         }
-        number, state = _state(stored)
         write_step(
             folder / STEPS,
             stored.declared,
@@ -296,14 +287,12 @@ def _write_run(stored: Stored, run: Path, options: Options, advance: Advance) ->
             advance=advance,
         )
     fresh = [path for path, spec in stored.declared.items() if spec.updater and path not in stored.weights.shapes()]
-    if state:
-        fresh = []
     return [
         f"{run}: {len(stored.weights.shapes())} arrays, {elements(stored):,} elements, "
         + (f"matrices in {kept}, other weights in {dtype.name}" if kept else f"weights in {dtype.name}"),
-        *[f"not stored, zero in a new run: {listed(fresh)}"] * bool(fresh),
+        *[f"not stored, zero in a new run: {listed(fresh)}"] * bool(fresh and not state),
         *[f"optimizer: {number} steps with their moments, to go on from"] * bool(state),
-        *[f"left out: {listed(stored.left_out())}"] * bool(stored.left_out()),
+        *[f"left out: {listed(left_out)}"] * bool(left_out),
         f"tokenizer: {type(cfg.tokenizer).__name__}" + (f" of {', '.join(files)}" if files else ""),
         f"evaluate it: python -m megajax.evaluate --run={run} --tasks=text:FILE"
         if kept
@@ -334,13 +323,6 @@ def _data_setting(data: Any) -> str:
     return "" if name is None else f" --data.{name}={value[name]}"
 
 
-def _state(stored: Stored) -> tuple[int, dict[str, StateArray]]:
-    """The step to write, and what it has beside weights: 0 and nothing where there are no moments."""
-    if not isinstance(stored, MegatronFolder) or not stored.opened.moments:
-        return 0, {}
-    return stored.opened.iteration, megatron_checkpoint.state(stored.opened, stored.declared)
-
-
 def _write_huggingface(stored: Stored, target: Path, options: Options, advance: Advance) -> list[str]:
     origin = stored.origin if stored.origin.format == "hf" else Origin()
     family = family_for(stored.model, options.family, origin.family)
@@ -365,13 +347,13 @@ def _write_huggingface(stored: Stored, target: Path, options: Options, advance: 
         )
         files = copy_files(stored.files, folder)
         count = len([*folder.glob("*.safetensors")])
-    held = {piece.path for tensor in table for piece in tensor.pieces}
-    left = [path for path in stored.weights.shapes() if path not in held]
-    written = Counter((options.dtype or dtype_of(tensor.name)).name for tensor in table)
+    written_paths = {piece.path for tensor in table for piece in tensor.pieces}
+    left_out = [path for path in stored.weights.shapes() if path not in written_paths]
+    dtypes = Counter((options.dtype or dtype_of(tensor.name)).name for tensor in table)
     return [
         f"{target}: {len(table)} tensors of {family.name} in {count} file{'s' * (count > 1)}, "
-        + ", ".join(f"{number} in {dtype}" for dtype, number in written.items()),
-        *[f"left out, no place for it: {listed(left)}"] * bool(left),
+        + ", ".join(f"{number} in {dtype}" for dtype, number in dtypes.items()),
+        *[f"left out, no place for it: {listed(left_out)}"] * bool(left_out),
         *[f"tokenizer: {', '.join(files)}"] * bool(files),
     ]
 
@@ -396,8 +378,7 @@ def _write_megatron(stored: Stored, target: Path, options: Options, advance: Adv
 
 def verified(stored: Stored, target: str, advance: Advance) -> str:
     """Reads the target back and compares it. Returns what was compared; raises UserError where they differ."""
-    made = open_source(target)
-    result = stored.verify(made.weights, advance, made.table if isinstance(made, ForeignFolder) else None)
+    result = stored.verify(open_source(target), advance)
     return f"verified: {result.arrays} arrays, {result.elements:,} elements, all equal (sha256 {result.sha256})"
 
 

@@ -1,7 +1,7 @@
 """`python -m megajax.convert --quantize`: a run of quantized weights, and how far its answers are from before."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, fields, replace
 from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,7 +19,6 @@ from megajax.metrics.record import to_json
 from megajax.metrics.runfolder import write_atomically
 from megajax.tasks.files import read_text
 from megajax.tokenizers.base import Tokenizer
-from megajax.tools.adapter_conversion import Remade
 from megajax.tools.conversion import FILES, Stored, open_source
 
 REPORT = "quantization.json"
@@ -31,15 +30,8 @@ MOST = 2**15
 """Tokens of a text that are read."""
 
 
-@dataclass(frozen=True)
-class Quantizing(Remade):
-    """A model whose matrices are quantized as they are written."""
-
-    calibration: Calibration | None = None
-
-
-def quantize(stored: Stored, flags: Mapping[str, Any]) -> Quantizing:
-    """The model of a source with quantized weights. flags: of the command line.
+def quantize(stored: Stored, flags: Mapping[str, Any]) -> tuple[Stored, Calibration | None]:
+    """The model of a source, whose matrices are quantized as they are written. flags: of the command line.
 
     Raises UserError for a model that is quantized already, that has no setting for it, or whose matrices do not fit.
     """
@@ -56,18 +48,18 @@ def quantize(stored: Stored, flags: Mapping[str, Any]) -> Quantizing:
         calibration = calibrate(model, stored.weights, matrices, tokens, rows=ROWS)
     calibrated: Mapping[str, Calibrated] = {} if calibration is None else calibration.matrices
     weights = QuantizedWeights(stored.weights, declared_by(made), matrices, calibrated)
-    return Quantizing(stored, made, weights, calibration)
+    return stored.remade(made, weights), calibration
 
 
-def report(before: Stored, made: Quantizing, target: str, text: Path | None) -> list[str]:
+def report(before: Stored, calibration: Calibration | None, target: str, text: Path | None) -> list[str]:
     """A table of sizes and errors, also written to the run, as quantization.json. text: to compare answers on."""
     run, written = Path(target), open_source(target)
     sizes = {"bytes_before": _bytes(before.weights), "bytes_after": _bytes(written.weights)}
-    content: dict[str, Any] = {"quantization": asdict(made.model.quantization), **sizes}
+    content: dict[str, Any] = {"quantization": asdict(written.model.quantization), **sizes}
     small, large = sizes["bytes_after"] / 1e6, sizes["bytes_before"] / 1e6
     lines = [f"weights: {large:,.2f} MB before, {small:,.2f} MB after ({small / large:.1%})"]
-    if made.calibration is not None:
-        errors = made.calibration.errors
+    if calibration is not None:
+        errors = calibration.errors
         content["output_errors"] = {path: {"plain": a, "calibrated": b} for path, (a, b) in errors.items()}
         plain, calibrated = (sum(each) / max(1, len(errors)) for each in zip(*errors.values(), strict=True))
         what = "mean relative error of a matrix's outputs on the calibration text"

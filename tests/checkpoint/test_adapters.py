@@ -338,7 +338,7 @@ def test_matrices_without_a_linear_layer_of_theirs_can_not_be_written() -> None:
 
 
 def test_convert_gives_adapters_to_a_run_and_back_and_merges_them(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hf, adapter, run = tmp_path / "hf", tmp_path / "adapter", tmp_path / "run"
     model = replace(base("llama").model, lora=replace(LORA, targets=("*.mixer.*",)))
@@ -374,7 +374,7 @@ def test_convert_gives_adapters_to_a_run_and_back_and_merges_them(
         main([f"--from={run}", f"--base={run}", f"--to={tmp_path / 'other'}"])
     stored = open_source(str(run), (), None, None, merge=False)
     cfg = stored.config(run, []).but(optimizer=AdamWConfig(trainable=("*norm*",)))
-    monkeypatch.setattr(stored, "config", lambda run, files: cfg)
+    stored = replace(stored, config=lambda run, files: cfg)
     with pytest.raises(UserError, match=r"trained other weights.*=\*norm\*.*: .*norm\.gain\n.*--merge --to=hf:DIR"):
         write(stored, f"peft:{tmp_path / 'other'}", options(None), lambda elements: None)
     assert {path.name for path in tmp_path.iterdir()} == {"hf", "adapter", "run", "back", "merged"}

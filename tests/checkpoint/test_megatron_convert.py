@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from megatron_folders import Shares, write_ranks, write_sharded
 from test_megatron_folders import MODELS, drawn
 
@@ -59,6 +60,11 @@ def test_a_run_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     arrays = StoredArrays(tmp_path / "run" / "checkpoints" / "00000007" / "arrays")
     counts = {name: arrays.value(name) for name in ("step", "optimizer.count", "consumed_samples", "scheduled_samples")}
     assert counts == {"step": 7, "optimizer.count": 7, "consumed_samples": 56, "scheduled_samples": 1}
+    # Quantized weights have no moments to go on from.
+    main([f"--from=megatron:{tmp_path}/theirs", f"--to={tmp_path}/int8", "--quantize=int8"])
+    assert "optimizer:" not in capsys.readouterr().out
+    quantized = yaml.safe_load((tmp_path / "int8/config.yaml").read_text())["checkpoint"]
+    assert quantized["load"] is None and len(quantized["weights"]) == 1
     train([f"--config={tmp_path}/run/config.yaml", "--data.type=MockConfig", "--steps=8", "--devices=cpu:8"])
     line = json.loads((tmp_path / "run-continued" / "metrics.jsonl").read_text().splitlines()[0])
     assert (line["step"], line["consumed_samples"]) == (8, 64)
