@@ -201,22 +201,23 @@ class Layout:
 
     def free_axes(self, *names: str) -> tuple[str, ...]:
         """Free mesh axes of these logical axes: an island must psum over them for a full sum."""
-        free = free_axes()
-        return tuple(axis for name in names for axis in self.plan.compute.mesh_axes(name) if free.get(axis, 1) > 1)
-
-    def sharded_axes(self, *names: str) -> tuple[str, ...]:
-        """Mesh axes of these logical axes that have several devices, manual or free."""
-        sizes = {**free_axes(), **manual_axes()}
-        return tuple(axis for name in names for axis in self.plan.compute.mesh_axes(name) if sizes.get(axis, 1) > 1)
+        return self._axes_in(free_axes(), names)
 
     def manual_axes(self, *names: str) -> tuple[str, ...]:
         """Manual mesh axes of these logical axes."""
-        manual = manual_axes()
-        return tuple(axis for name in names for axis in self.plan.compute.mesh_axes(name) if manual.get(axis, 1) > 1)
+        return self._axes_in(manual_axes(), names)
+
+    def sharded_axes(self, *names: str) -> tuple[str, ...]:
+        """Mesh axes of these logical axes, manual or free."""
+        return self._axes_in({**free_axes(), **manual_axes()}, names)
 
     def manual_devices(self, *names: str) -> int:
-        """Number of devices along these axes."""
+        """Number of devices along the manual mesh axes of these logical axes."""
         return devices_along(self.manual_axes(*names))
+
+    def _axes_in(self, sizes: Mapping[str, int], names: Sequence[str]) -> tuple[str, ...]:
+        """Mesh axes of these logical axes that have several devices according to `sizes`."""
+        return tuple(axis for name in names for axis in self.plan.compute.mesh_axes(name) if sizes.get(axis, 1) > 1)
 
     def _gathered(self, w: Array, moves: Moves, axes: LogicalAxes) -> Array:
         def sent(x: Array, dtype: str | None) -> Array:
