@@ -10,7 +10,7 @@ from megajax.config.builds import resolve
 from megajax.config.dump import flatten
 from megajax.config.errors import ConfigError, Problem
 from megajax.config.files import Source
-from megajax.job.origin import run_config, run_folder
+from megajax.job.origin import MODEL_FLAGS, run_config, run_folder
 from megajax.mesh.xla import set_process
 from megajax.tasks.config import EvaluatedConfig
 
@@ -25,8 +25,7 @@ text:FILE, wikitext:FILE[:stride=32], lambada:FILE[:strict=true], choices:FILE, 
 run's own data, lm-eval:NAME; of runs on these benchmarks glue:SPLIT, race:SPLIT, squad:validation. Nothing is ever
 fetched. docs/evaluation.md and docs/tasks.md have the formats of the files."""
 FLAGS = (
-    Flag("run", Path | None, help="a run's folder, for its newest checkpoint, or one step in its checkpoints folder"),
-    Flag("hf", Path | None, help="a Hugging Face model folder instead of a run"),
+    *MODEL_FLAGS[:2],
     Flag("tasks", str | None, help="tasks; unless given, those of the run's evaluation.tasks"),
     Flag("include-path", Path | None, help="a folder with YAML files of lm-eval's tasks"),
     Flag("output", Path | None, help="folder of results.json and of kept answers; the run's folder unless given"),

@@ -12,7 +12,7 @@ from megajax.config.errors import ConfigError, Problem, UserError
 from megajax.config.files import Source
 from megajax.inference.config import GenerationConfig
 from megajax.inference.sampling_flags import sampling_flags, sampling_of
-from megajax.job.origin import generation_config, origin_of
+from megajax.job.origin import MODEL_FLAGS, generation_config, origin_of
 from megajax.mesh.world import find_world
 from megajax.mesh.xla import set_process
 
@@ -25,12 +25,6 @@ DESCRIPTION = """Generate text with the model of a run or of a Hugging Face fold
 Flags that follow --stats say how tokens are chosen and where an answer ends. docs/generate.md has the formats of the
 files."""
 
-MODEL_FLAGS = (
-    Flag("run", Path | None, help="a run's folder, for its newest checkpoint, or one step in its checkpoints folder"),
-    Flag("hf", Path | None, help="a Hugging Face model folder instead of a run"),
-    Flag("adapter", Path | None, help="a PEFT folder, or a run with model.lora: its adapter is added to the weights"),
-)
-"""What model; `serve` takes the same."""
 FLAGS = (
     *MODEL_FLAGS,
     Flag("prompt", str | None, help="a text to go on with"),

@@ -11,7 +11,7 @@ from megajax.config.errors import UserError
 from megajax.config.files import Source
 from megajax.config.missing import require
 from megajax.inference.server.config import Access, ServingConfig
-from megajax.job.origin import generation_config, origin_of
+from megajax.job.origin import MODEL_FLAGS, generation_config, origin_of
 from megajax.mesh.world import find_world
 from megajax.mesh.xla import set_process
 
@@ -24,9 +24,7 @@ route of Megatron-LM, and a page to try prompts at the address itself.
 
 SIGTERM lets running requests end. docs/serving.md has the routes, the limits and what is measured."""
 FLAGS = (
-    Flag("run", Path | None, help="a run's folder, for its newest checkpoint, or one step in its checkpoints folder"),
-    Flag("hf", Path | None, help="a Hugging Face model folder instead of a run"),
-    Flag("adapter", Path | None, help="a PEFT folder, or a run with model.lora: its adapter is added to the weights"),
+    *MODEL_FLAGS,
     Flag("host", str, "127.0.0.1", help="address to listen on; others than this machine's need --api-key-file"),
     Flag("port", int, 5000, help="0: any that is free"),
     Flag("api-key-file", Path | None, help="file with a key in each line, which every route but /health asks for"),

@@ -13,14 +13,15 @@ from megajax.config.errors import UserError
 from megajax.inference.cache import CacheSize, like_cache
 from megajax.inference.config import InferenceConfig
 from megajax.inference.engine import Engine
-from megajax.inference.kernel import choose_kernel
 from megajax.inference.model_device import ModelDevice
 from megajax.inference.programs import LoadedModel, Programs, buckets_up_to
 from megajax.inference.sampling.chooser import choosers
 from megajax.inference.sampling.guide import Guides, token_pieces
-from megajax.layers.cache_facts import stored_leaves
+from megajax.kernels.attention import local_device
+from megajax.kernels.paged_capability import PagedKernel, PagedRequest, choose_paged
+from megajax.layers.cache_facts import EIGHT_BIT, stored_leaves
 from megajax.metrics.text import byte_size
-from megajax.models.protocol import ids_below
+from megajax.models.protocol import ModelConfig, ids_below
 from megajax.tokenizers.base import Tokenizer
 
 CPU_SHARE = 0.25
@@ -47,10 +48,20 @@ def make_engine(
         choosers=choosers(vocabulary, invariant=config.batch_invariant),
         length=length,
         dtype=dtype,
-        kernel=choose_kernel(config.kernel, model.cfg, config.compute, dtype).kernel,
+        kernel=choose_kernel(config.kernel, model.cfg, config.compute, dtype),
     )
     guides = Guides(lambda: token_pieces(tokenizer, vocabulary), ends)
     return Engine(ModelDevice(programs, vocabulary), tokenizer=tokenizer, ends=ends, queue=queue, guide=guides)
+
+
+def choose_kernel(kernel: PagedKernel, model: ModelConfig, compute: str, stored: str) -> PagedKernel:
+    """One kernel for attention to the cache in all layers of a model, on the first device jax finds.
+
+    compute: dtype of queries; stored: of the cache, or int8 or fp8. Raises UserError if the named kernel does not
+    support a layer or the device.
+    """
+    requests = model.paged_requests(PagedRequest(dtype=compute, stored=EIGHT_BIT.get(stored, stored)))
+    return choose_paged(kernel, requests, local_device(), "inference.kernel").kernel
 
 
 def cache_size(own: InferenceConfig, length: int, model: LoadedModel, dtype: str) -> CacheSize:

@@ -34,12 +34,8 @@ class CacheSize:
 
 def token_bytes(leaves: Sequence[CacheLeaf], dtype: str) -> int:
     """Bytes of a token in all layers and on all devices that share its heads."""
-    return _bytes([leaf for leaf in leaves if leaf.per == "token"], dtype)
-
-
-def row_bytes(leaves: Sequence[CacheLeaf], dtype: str) -> int:
-    """Bytes of a row, beside those of its tokens."""
-    return _bytes([leaf for leaf in leaves if leaf.per == "row"], dtype)
+    tokens = [leaf for leaf in stored_leaves(leaves, dtype) if leaf.per == "token"]
+    return sum(leaf.size * jnp.dtype(leaf.dtype).itemsize for leaf in tokens)
 
 
 def like_cache(
@@ -59,7 +55,3 @@ def like_cache(
 def empty_cache(like: dict[str, jax.ShapeDtypeStruct]) -> dict[str, Array]:
     """Zeros, each device its own part."""
     return {name: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding) for name, leaf in like.items()}
-
-
-def _bytes(leaves: Sequence[CacheLeaf], dtype: str) -> int:
-    return sum(leaf.size * jnp.dtype(leaf.dtype).itemsize for leaf in stored_leaves(leaves, dtype))

@@ -15,6 +15,8 @@ PROMPT, SAMPLE = 32, 256
 """Maximum number of prompt tokens, and of generated tokens."""
 WINDOW = 256
 """Maximum number of tokens in a forward pass."""
+TEMPERATURE, SECONDS = 0.7, 20.0
+"""Of the samples, and the time limit."""
 
 
 def sample(run: Trained, folder: Path) -> str | None:
@@ -29,66 +31,31 @@ def sample(run: Trained, folder: Path) -> str | None:
 
 
 def text_sample(
-    model: Callable[[np.ndarray], np.ndarray],
-    tokenizer: Tokenizer,
-    row: np.ndarray,
-    *,
-    length: int,
-    seed: int,
-    temperature: float = 0.7,
-    seconds: float = 20.0,
+    model: Callable[[np.ndarray], np.ndarray], tokenizer: Tokenizer, row: np.ndarray, *, length: int, seed: int
 ) -> str | None:
     """A prompt and its continuation by the model, separated by a bar; None for a tokenizer without text.
 
-    Control characters are escaped (metrics.text.visible), because byte-level models generate all of them.
+    Tokens are sampled from softmax(logits / TEMPERATURE) up to the end-of-document token. Control characters are
+    escaped (metrics.text.visible), because byte-level models generate all of them.
 
     model: int32 [1, S] -> logits [1, S, V]; row: int32 [any], which starts with the prompt; length: number of positions
-    in training; seconds: time limit.
+    in training.
     """
     prompt = [int(token) for token in row[: min(PROMPT, length // 2)]]
-    generated = generate(
-        model,
-        prompt,
-        vocabulary=tokenizer.vocabulary_size,
-        window=min(WINDOW, length),
-        count=SAMPLE,
-        eod=tokenizer.eod,
-        seed=seed,
-        temperature=temperature,
-        seconds=seconds,
-    )
+    draw, deadline, generated = np.random.default_rng(seed), time.monotonic() + SECONDS, list[int]()
+    while len(generated) < SAMPLE and time.monotonic() < deadline:
+        window = min(WINDOW, length)
+        tokens = [*prompt, *generated][-window:]
+        padded = np.zeros((1, window), np.int32)
+        padded[0, : len(tokens)] = tokens
+        logits = np.asarray(model(padded)[0, len(tokens) - 1, : tokenizer.vocabulary_size], np.float64) / TEMPERATURE
+        weights = np.exp(logits - logits.max())
+        token = int(draw.choice(len(weights), p=weights / weights.sum()))
+        if token == tokenizer.eod:
+            break
+        generated.append(token)
     try:
         text = visible(f"{tokenizer.decode(prompt)}\u2502{tokenizer.decode(generated)}")
     except (UserError, UnicodeDecodeError, KeyError, ValueError):
         return None
-    return f"sample (the prompt, then the model at temperature {temperature:g}):\n{text}\n"
-
-
-def generate(
-    model: Callable[[np.ndarray], np.ndarray],
-    prompt: list[int],
-    *,
-    vocabulary: int,
-    window: int,
-    count: int,
-    eod: int,
-    seed: int,
-    temperature: float,
-    seconds: float,
-) -> list[int]:
-    """Up to `count` tokens after `prompt`, sampled from softmax(logits / temperature) over ids below `vocabulary`.
-
-    Stops at `eod` or after `seconds`.
-    """
-    draw, deadline, tokens = np.random.default_rng(seed), time.monotonic() + seconds, list(prompt)
-    while len(tokens) < len(prompt) + count and time.monotonic() < deadline:
-        seen = tokens[-window:]
-        padded = np.zeros((1, window), np.int32)
-        padded[0, : len(seen)] = seen
-        logits = np.asarray(model(padded)[0, len(seen) - 1, :vocabulary], np.float64) / temperature
-        weights = np.exp(logits - logits.max())
-        token = int(draw.choice(len(weights), p=weights / weights.sum()))
-        if token == eod:
-            break
-        tokens.append(token)
-    return tokens[len(prompt) :]
+    return f"sample (the prompt, then the model at temperature {TEMPERATURE:g}):\n{text}\n"

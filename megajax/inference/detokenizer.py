@@ -101,8 +101,8 @@ class TextStream:
     into tokens.
     """
 
-    def __init__(self, decoding: Decoding, stops: Sequence[str]):
-        self._decoding, self._stops, self._kept = decoding, stops, ""
+    def __init__(self, decoding: Decoding):
+        self._decoding, self._stops, self._kept = decoding, (), ""
         self.stopped = False
         """A stop string was complete: no text follows."""
 
@@ -144,13 +144,13 @@ class Detokenizer:
         ids = () if tokenizer is None or tokenizer.table else map(tokenizer.token_id, names)
         self._single_bytes = frozenset(number for number in ids if number is not None)
 
-    def stream(self, prompt: Sequence[int], stops: Sequence[str] = ()) -> TextStream:
+    def stream(self, prompt: Sequence[int]) -> TextStream:
         """The text that follows a prompt."""
         if self._tokenizer is None:
-            return TextStream(NoText(), stops)
+            return TextStream(NoText())
         if self._tokenizer.table:
-            return TextStream(ByteDecoding(self._tokenizer.table, prompt), stops)
-        return TextStream(WindowDecoding(self._tokenizer, self._single_bytes, prompt), stops)
+            return TextStream(ByteDecoding(self._tokenizer.table, prompt))
+        return TextStream(WindowDecoding(self._tokenizer, self._single_bytes, prompt))
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -41,7 +41,7 @@ def lengths_up_to(longest: int) -> tuple[int, ...]:
     return tuple(min(length, longest) for length in lengths)
 
 
-def beginning(work: Sequence[Step | None]) -> list[Any] | None:
+def starting_rows(work: Sequence[Step | None]) -> list[Any] | None:
     """For each replica the row that begins in this step, or None; None where none begins."""
     rows = [next((row for row, at, _ in step.prompts if at == 0), None) if step else None for step in work]
     return rows if any(row is not None for row in rows) else None

@@ -68,9 +68,6 @@ class StepArrays(NamedTuple):
     """int32 [sampled rows]: the tokens whose logits are computed, counted within the replica."""
 
 
-AXES = StepArrays(("batch", None), ("batch", None), ("batch",), (), (), (), ("batch",))
-"""Logical axes of the arrays that are the same for every number of groups."""
-
 NOWHERE = 2**30
 """A slot past every pool: what is written there is dropped."""
 

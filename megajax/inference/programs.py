@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from megajax.batch import Params
 from megajax.inference.cache import CacheSize, empty_cache, like_cache
-from megajax.inference.memory import ReadingRow, Texts, beginning, lengths_up_to, texts_of
+from megajax.inference.memory import ReadingRow, Texts, lengths_up_to, starting_rows, texts_of
 from megajax.inference.pack import Bucket, Step, StepArrays, bucket_for, joined, pack
 from megajax.kernels.paged_capability import PagedKernel
 from megajax.layers.cache_facts import CacheLeaf
@@ -124,9 +124,9 @@ class Programs:
         self.leaves: tuple[CacheLeaf, ...] = (*loaded.cfg.cache_leaves(shape["tensor"]), TOKENS)
         self.width = -(-length // size.block)
         self.cache_like = like_cache(self.leaves, size, dtype, loaded.mesh, loaded.layout, self.replicas)
-        self.compiled: dict[tuple[Bucket, Chooser], Callable[..., Any]] = {}
         self.text_lengths = lengths_up_to(loaded.cfg.memory_length())
-        self.reading: dict[int, Callable[..., Any]] = {}
+        self.compiled: dict[tuple[Bucket, Chooser] | int, Callable[..., Any]] = {}
+        """Steps, and by their lengths the programs that read texts."""
 
     @cached_property
     def cache(self) -> Cache:
@@ -151,17 +151,20 @@ class Programs:
     def compile(self) -> Iterator[tuple[Bucket, Chooser]]:
         """Compiles every program; gives each step after it was compiled."""
         for length in self.text_lengths:
-            lowered = self.reading_lowered(length)
-            self.reading[length] = lowered.compile(compiler_options=dict(self.loaded.options))
+            self._program(length)
         for bucket in self.buckets:
             for chooser in self.choosers:
-                self.compiled[bucket, chooser] = self._compiled(bucket, chooser)
+                self._program((bucket, chooser))
                 yield bucket, chooser
         # Made now: the first request neither waits for it nor finds too little memory.
         jax.block_until_ready(self.cache)
 
-    def _compiled(self, bucket: Bucket, chooser: Chooser) -> Callable[..., Any]:
-        return self.lowered(bucket, chooser).compile(compiler_options=dict(self.loaded.options))
+    def _program(self, key: tuple[Bucket, Chooser] | int) -> Callable[..., Any]:
+        """A step, or the program that reads texts of a length; compiled when it is first needed."""
+        if key not in self.compiled:
+            lowered = self.reading_lowered(key) if isinstance(key, int) else self.lowered(*key)
+            self.compiled[key] = lowered.compile(compiler_options=dict(self.loaded.options))
+        return self.compiled[key]
 
     def lowered(self, bucket: Bucket, chooser: Chooser) -> jax.stages.Lowered:
         """The step of a bucket, before it is compiled."""
@@ -174,9 +177,8 @@ class Programs:
 
         with jax.set_mesh(loaded.mesh), jax.default_matmul_precision(loaded.matmul_precision):
             weights = jax.tree.map(_like, loaded.weights)
-            inputs = jax.tree.map(
-                self._rows_like, chooser.like(self.replicas * bucket.sampled, self.replicas * bucket.chunk)
-            )
+            needed = chooser.like(self.replicas * bucket.sampled, self.replicas * bucket.chunk)
+            inputs = jax.tree.map(lambda leaf: self._like(leaf.shape, leaf.dtype), needed)
             return jax.jit(step, donate_argnums=1).lower(weights, self.cache_like, self.like(bucket), inputs)
 
     def run(self, work: Sequence[Step | None], chooser: Chooser, inputs: Callable[[Bucket], Any]) -> Ran:
@@ -185,25 +187,18 @@ class Programs:
         inputs: bucket -> the chooser's arrays, replica after replica, `bucket.sampled` rows or `bucket.chunk` tokens
         of each.
         """
-        begun = beginning(work) if self.text_lengths else None
-        if begun is not None:
-            self.read(begun)
+        starting = starting_rows(work) if self.text_lengths else None
+        if starting is not None:
+            self.read(starting)
         bucket = bucket_for(work, self.buckets)
         arrays = joined([pack(step, bucket, block=self.size.block, width=self.width) for step in work])
-        program = self.compiled.get((bucket, chooser))
-        if program is None:
-            program = self.compiled[bucket, chooser] = self._compiled(bucket, chooser)
-        chosen, self.cache = program(self.loaded.weights, self.cache, arrays, inputs(bucket))
+        chosen, self.cache = self._program((bucket, chooser))(self.loaded.weights, self.cache, arrays, inputs(bucket))
         return Ran(bucket, chosen)
 
     def read(self, rows: Sequence[ReadingRow | None]) -> None:
         """Reads the texts of rows, one of each replica, with the section before, into the slots of the rows."""
         texts = texts_of(rows, self.text_lengths)
-        length = texts.tokens.shape[1]
-        if length not in self.reading:
-            lowered = self.reading_lowered(length)
-            self.reading[length] = lowered.compile(compiler_options=dict(self.loaded.options))
-        self.cache = self.reading[length](self.loaded.weights, self.cache, texts)
+        self.cache = self._program(texts.tokens.shape[1])(self.loaded.weights, self.cache, texts)
 
     def reading_lowered(self, length: int) -> jax.stages.Lowered:
         """The program that reads texts of this length, before it is compiled."""
@@ -240,9 +235,6 @@ class Programs:
     def _like(self, shape: tuple[int, ...], dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
         spec = self.loaded.layout.plan.compute.spec(("batch", *[None] * (len(shape) - 1)))
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(self.loaded.mesh, spec))
-
-    def _rows_like(self, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        return self._like(leaf.shape, leaf.dtype)
 
 
 def step_output(

@@ -7,11 +7,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megajax.checkpoint.folder import locate
+from megajax.command_line import Flag
 from megajax.config.builds import resolve
 from megajax.config.errors import ConfigError, Problem, UserError
 from megajax.config.files import ROOT, Source, assembled, read
 from megajax.inference.config import GenerationConfig, InferenceConfig
 
+MODEL_FLAGS = (
+    Flag("run", Path | None, help="a run's folder, for its newest checkpoint, or one step in its checkpoints folder"),
+    Flag("hf", Path | None, help="a Hugging Face model folder instead of a run"),
+    Flag("adapter", Path | None, help="a PEFT folder, or a run with model.lora: its adapter is added to the weights"),
+)
+"""What `origin_of` reads."""
 TEMPLATES = ("chat_template.jinja", "tokenizer_config.json")
 """Files beside a tokenizer that may hold a chat template; the first that does counts."""
 GENERATION_CONFIG = "generation_config.json"

@@ -54,13 +54,7 @@ def test_a_beam_of_all_answers_finds_the_best_ones(length_penalty: float) -> Non
     """With as many beams as there are texts nothing is ever dropped."""
     for seed in range(10):
         model = Table(seed)
-        wide = BeamSearch(
-            beams=IDS**LIMIT,
-            limit=LIMIT,
-            ends=frozenset({END}),
-            length_penalty=length_penalty,
-            early_stopping="never",
-        )
+        wide = BeamSearch(beams=IDS**LIMIT, limit=LIMIT, ends=frozenset({END}), length_penalty=length_penalty)
         best = search(model, wide).best(3)
         for answer, (score, tokens) in zip(best, answers(model, length_penalty), strict=False):
             assert answer.tokens == tokens
@@ -72,22 +66,8 @@ def test_one_beam_is_greedy() -> None:
         model, tokens = Table(seed), ()
         while len(tokens) < LIMIT and END not in tokens:
             tokens = (*tokens, int(model(tokens).argmax()))
-        best = search(model, BeamSearch(beams=1, limit=LIMIT, ends=frozenset({END}), early_stopping=True)).best(1)
+        best = search(model, BeamSearch(beams=1, limit=LIMIT, ends=frozenset({END}))).best(1)
         assert best[0].tokens == tokens
-
-
-def test_stopping_early_takes_the_first_answers() -> None:
-    """True stops at once with `beams` finished answers; the others look further and never do worse."""
-    lengths, scores = {}, {}
-    for early in (True, False, "never"):
-        done = [
-            search(Table(seed, 12), BeamSearch(beams=3, limit=9, ends=frozenset({END, 1}), early_stopping=early))
-            for seed in range(30)
-        ]
-        lengths[early] = sum(max(len(answer.tokens) for answer in each.finished) for each in done)
-        scores[early] = [each.best(1)[0].score for each in done]
-    assert lengths[True] < lengths[False] <= lengths["never"]
-    assert all(one <= other + 1e-12 for one, other in zip(scores[True], scores["never"], strict=True))
 
 
 def test_an_end_that_is_barred_is_not_taken() -> None:
@@ -97,7 +77,7 @@ def test_an_end_that_is_barred_is_not_taken() -> None:
 
 
 def test_answers_as_in_transformers() -> None:
-    """96 settings on a model that is a table of the last two tokens. Neither library is among our dependencies."""
+    """32 settings on a model that is a table of the last two tokens. Neither library is among our dependencies."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     ids, limit = 40, 10
@@ -117,15 +97,15 @@ def test_answers_as_in_transformers() -> None:
         def prepare_inputs_for_generation(self, input_ids: object, **_: object) -> dict:
             return {"input_ids": input_ids}
 
-    settings = itertools.product((2, 4), (0.0, 0.6, 1.0, 2.0), (False, True, "never"), ((0,), (0, 5)), (0, 3))
-    for number, (beams, penalty, early, ends, least) in enumerate(settings):
+    settings = itertools.product((2, 4), (0.0, 0.6, 1.0, 2.0), ((0,), (0, 5)), (0, 3))
+    for number, (beams, penalty, ends, least) in enumerate(settings):
         table = np.random.default_rng(number).normal(size=(ids, ids)) * 1.3
         table[:, list(ends)] += 1.5
         model = Model(table)
         prompt = torch.tensor([[3, 7]])
         out = model.generate(
             prompt, num_beams=beams, num_return_sequences=beams, max_new_tokens=limit, do_sample=False, use_cache=False,
-            length_penalty=penalty, early_stopping=early, eos_token_id=list(ends), pad_token_id=ends[0],
+            length_penalty=penalty, early_stopping=False, eos_token_id=list(ends), pad_token_id=ends[0],
             min_new_tokens=least or None, return_dict_in_generate=True, output_scores=True,
         )  # fmt: skip
 
@@ -135,7 +115,7 @@ def test_answers_as_in_transformers() -> None:
             values, order = torch.log_softmax(logits, -1).topk(count)
             return list(zip(order.tolist(), values.tolist(), strict=True))
 
-        ours = BeamSearch(beams=beams, limit=limit, ends=frozenset(ends), length_penalty=penalty, early_stopping=early)
+        ours = BeamSearch(beams=beams, limit=limit, ends=frozenset(ends), length_penalty=penalty)
         while not ours.done:
             barred = ours.ends if len(ours.running[0].tokens) < least else ()
             ours.advance([top(beam.tokens, ours.wanted) for beam in ours.running], barred)

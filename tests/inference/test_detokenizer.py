@@ -175,7 +175,8 @@ def streamed(text: str, stops: tuple[str, ...], cuts: list[int]) -> tuple[str, l
     """The text in pieces of a few bytes: all of it, the parts, and whether a stop string ended it."""
 
     table = [part.encode() for part in cut(text, cuts)]
-    stream, parts = TextStream(ByteDecoding(table, []), stops), []
+    stream, parts = TextStream(ByteDecoding(table, [])), []
+    stream.watch(stops)
     for token in range(len(table)):
         parts.append(stream.add(token))
         if stream.stopped:
@@ -215,10 +216,12 @@ def test_only_what_may_begin_a_stop_string_is_kept_back() -> None:
 
 
 def test_nothing_follows_a_stop_string() -> None:
-    stream = Detokenizer(ByteTokenizerConfig().build()).stream([], ("b",))
+    stream = Detokenizer(ByteTokenizerConfig().build()).stream([])
+    stream.watch(("b",))
     assert [stream.add(token) for token in b"abab"] == ["a", "", "", ""] and stream.end() == ""
 
 
 def test_without_a_tokenizer_tokens_have_no_text() -> None:
-    stream = Detokenizer(None).stream([1, 2], ("a",))
+    stream = Detokenizer(None).stream([1, 2])
+    stream.watch(("a",))
     assert (stream.add(3), stream.end(), stream.stopped) == ("", "", False)

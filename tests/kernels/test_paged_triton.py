@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.config import load
 from megajax.config.errors import UserError
-from megajax.inference.kernel import choose_kernel
+from megajax.inference.assembly import choose_kernel
 from megajax.kernels.capability import Device
 from megajax.kernels.paged import KERNELS, reference
 from megajax.kernels.paged_capability import PAGED_BACKENDS, PagedRequest, choose_paged
@@ -125,12 +125,12 @@ def test_models_tell_what_their_layers_ask_for() -> None:
 
 def test_the_kernel_of_a_model_is_chosen_for_the_device_here(monkeypatch: pytest.MonkeyPatch) -> None:
     model = load("llama3.py:llama3_8b").model
-    assert choose_kernel("auto", model, "bfloat16", "bfloat16").kernel == "tiled"
+    assert choose_kernel("auto", model, "bfloat16", "bfloat16") == "tiled"
     with pytest.raises(UserError, match=r"inference.kernel=triton: .* needs an NVIDIA GPU, jax found cpu"):
         choose_kernel("triton", model, "bfloat16", "bfloat16")
-    monkeypatch.setattr("megajax.inference.kernel.local_device", lambda: H100)
-    assert choose_kernel("auto", model, "bfloat16", "bfloat16").kernel == "triton"
-    assert choose_kernel("auto", model, "bfloat16", "float32").kernel == "tiled"
+    monkeypatch.setattr("megajax.inference.assembly.local_device", lambda: H100)
+    assert choose_kernel("auto", model, "bfloat16", "bfloat16") == "triton"
+    assert choose_kernel("auto", model, "bfloat16", "float32") == "tiled"
 
 
 @pytest.fixture(scope="module")

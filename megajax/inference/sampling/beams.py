@@ -1,13 +1,13 @@
 """Beam search over the most likely continuations of each row, on the host.
 
-The rules are those of `transformers` 5 (GenerationMixin._beam_search): which continuations go on, which finish, and
-when to stop. The device gives the most likely tokens of each running row. Rows are copied by sharing the full blocks of
-the cache, so a copy computes at most one block again.
+The rules are those of `transformers` 5 (GenerationMixin._beam_search with early_stopping=False): which continuations go
+on, which finish, and when to stop. The device gives the most likely tokens of each running row. Rows are copied by
+sharing the full blocks of the cache, so a copy computes at most one block again.
 """
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 
 class Beam(NamedTuple):
@@ -46,10 +46,6 @@ class BeamSearch:
     """Tokens that end an answer."""
     length_penalty: float = 1.0
     """Above 0, longer answers score higher."""
-    early_stopping: Literal[False, True, "never"] = False
-    """When to stop, once `beams` answers have finished. True: at once. False: when the best running answer, scored at
-    its present length, is not above the worst of them. "never": likewise, but scored at `limit` if the length penalty
-    is positive, so it stops only when no answer can become better."""
     running: list[Beam] = field(default_factory=lambda: [Beam((), 0.0, 0)])
     """The most likely first."""
     finished: list[Finished] = field(default_factory=list)
@@ -97,13 +93,11 @@ class BeamSearch:
         self.finished = sorted([*self.finished, *ended], key=lambda answer: -answer.score)[: self.beams]
 
     def _can_improve(self) -> bool:
+        """Whether fewer than `beams` answers have finished, or the best running one scores above the worst of them."""
         if len(self.finished) < self.beams:
             return True
-        if self.early_stopping is True:
-            return False
-        longest = self.early_stopping == "never" and self.length_penalty > 0
-        best = self._score(self.running[0].logprob, self.limit if longest else len(self.running[0].tokens))
-        return best > self.finished[-1].score
+        best = self.running[0]
+        return self._score(best.logprob, len(best.tokens)) > self.finished[-1].score
 
 
 def candidates_of(beams: int, ends: Collection[int]) -> int:

@@ -98,7 +98,7 @@ class Access:
         if self.api_key_file is None:
             return ()
         try:
-            lines = self.api_key_file.expanduser().read_bytes().splitlines()
+            lines = self.api_key_file.read_bytes().splitlines()
         except OSError as error:
             raise UserError(f"--api-key-file={self.api_key_file}: cannot be read: {error.strerror}") from error
         keys = tuple(line.strip() for line in lines if line.strip())

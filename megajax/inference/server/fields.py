@@ -3,6 +3,7 @@
 Numbers have their bounds in `request.LIMITS`; what is checked here is the shape of the others.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -38,22 +39,13 @@ def _any(value: Any) -> Any:
     return value
 
 
-def _flag(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError
-    return value
+def _instance(kind: type) -> Callable[[Any], Any]:
+    def read(value: Any) -> Any:
+        if not isinstance(value, kind):
+            raise ValueError
+        return value
 
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError
-    return value
-
-
-def _object(value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise ValueError
-    return value
+    return read
 
 
 def _stop(value: Any) -> tuple[str, ...]:
@@ -71,9 +63,7 @@ def _tokens(value: Any) -> tuple[int, ...]:
 
 def _bias(value: Any) -> dict[int, float]:
     """JSON's keys are strings."""
-    if not isinstance(value, dict) or not all(name.isascii() and name.isdigit() for name in value):
-        raise ValueError
-    if any(len(name) > 10 for name in value):
+    if not isinstance(value, dict) or not all(re.fullmatch("[0-9]{1,10}", name) for name in value):
         raise ValueError
     return {int(name): bias for name, bias in value.items()}
 
@@ -82,7 +72,7 @@ def _stream_options(value: Any) -> bool:
     """Whether the last event has the usage."""
     if not isinstance(value, dict) or not value.keys() <= {"include_usage"}:
         raise ValueError
-    return _flag(value.get("include_usage", False))
+    return _instance(bool)(value.get("include_usage", False))
 
 
 def number(setting: str) -> Field:
@@ -92,8 +82,8 @@ def number(setting: str) -> Field:
     return Field(kind, _any, setting, limit.optional)
 
 
-FLAG = Field("true or false", _flag)
-STRING = Field("a string", _text)
+FLAG = Field("true or false", _instance(bool))
+STRING = Field("a string", _instance(str))
 
 SAMPLING: Fields = {
     **{
@@ -115,7 +105,7 @@ COMMON: Fields = {
     "model": STRING,
     "stream": FLAG._replace(null=True),
     "stream_options": Field("an object with include_usage", _stream_options, null=True),
-    "response_format": Field("an object with a type", _object, null=True),
+    "response_format": Field("an object with a type", _instance(dict), null=True),
     "user": STRING._replace(null=True),
 }
 
