@@ -10,7 +10,7 @@ from megajax.config.dump import flatten
 from megajax.config.errors import ConfigError
 from megajax.config.twin import advised
 from megajax.mesh.xla import set_process
-from megajax.resilience.beats import ELASTIC, failures_told
+from megajax.resilience.beats import ELASTIC, failures_reported
 from megajax.resilience.output import keep_writing
 from megajax.training.replan import elastic_hint
 from megajax.training.run_config import COMMON
@@ -27,7 +27,7 @@ FLAGS = (
 )
 
 
-@failures_told()
+@failures_reported()
 def main(argv: list[str]) -> int:
     """Read the command line, then (and only then) import jax, meet the other processes, and run the job."""
     argv = [*argv, "--parallel.elastic=true"] if os.environ.get(ELASTIC, "") not in ("", "0") else argv

@@ -9,7 +9,7 @@ from typing import Any
 from megajax.config.errors import UserError
 from megajax.metrics.event_log import EventLog, append_event
 from megajax.metrics.line_file import LinesLost
-from megajax.resilience.activity import SETUP, Activity, Doing
+from megajax.resilience.activity import SETUP, ActivePhase, Activity
 from megajax.resilience.beats import exit_code
 
 LONGEST = 400
@@ -46,7 +46,7 @@ class FailureLog:
         ends = {} if exit_code is None else {"exit_code": exit_code}
         self._append("signal", signal=name, phase=phase, step=step, **ends)
 
-    def _where(self, doing: Doing | None) -> tuple[str | None, int | None]:
+    def _where(self, doing: ActivePhase | None) -> tuple[str | None, int | None]:
         if doing is None:
             return None if self._events.opened else SETUP, None
         return doing.phase, doing.step
@@ -82,7 +82,7 @@ def one_line(error: BaseException) -> str:
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…"
 
 
-def _doing(error: BaseException) -> Doing | None:
+def _doing(error: BaseException) -> ActivePhase | None:
     """The phase in which an error was raised; None if in none."""
     return next(filter(None, (getattr(one, "doing", None) for one in causes(error))), None)
 

@@ -94,7 +94,7 @@ class Pulse:
         if explained is not None:
             self.last_beat(first_line(explained[0]), exit_code(explained[0]))
             self._lost(explained[1])
-        self.peers.tell(first_line(error if explained is None else explained[0]))
+        self.peers.publish_failure(first_line(error if explained is None else explained[0]))
         return None if explained is None else explained[0]
 
     def _lost(self, verdict: Verdict) -> None:
@@ -102,7 +102,7 @@ class Pulse:
         if self._folder is not None:
             return
         first = verdict.process != self.process == 0 or (verdict.process, self.process) == (0, 1)
-        if first and not verdict.said and self.events is not None:
+        if first and not verdict.reported and self.events is not None:
             with contextlib.suppress(OSError):
                 step = self.activity.step
                 append_event(self.events, "lost", process=verdict.process, cause=verdict.sentence, step=step)
@@ -158,7 +158,7 @@ class Pulse:
         written = write_stacks(self.run_dir, self.process, why, text)
         path = None if written is None else str(written)
         self.last_beat(why, HANG, path)
-        self.peers.tell(why)
+        self.peers.publish_failure(why)
         self.peers.ask_for_stacks()
         with contextlib.suppress(OSError):
             if self.events is not None:
@@ -182,7 +182,7 @@ class Pulse:
         doing = self.activity.of_main_thread()
         if doing is None:
             return Status(beat)
-        seconds = time.monotonic() - doing.moved
+        seconds = time.monotonic() - doing.last_progress
         left = 0.0 if self.watchdog is None else self.watchdog.limit(doing)[1] - seconds
         return Status(beat, doing.phase, doing.step, round(seconds, 1), round(left, 1))
 

@@ -11,7 +11,7 @@ from megajax.job.recompute import CheckResults
 from megajax.job.replicas import CheckReplicas, FlipBit, most_copies, state_hash
 from megajax.job.stragglers import Stalls, WatchStragglers
 from megajax.resilience.config import ResilienceConfig
-from megajax.resilience.drills import Drill, of_this_attempt
+from megajax.resilience.drills import Drill, for_this_attempt
 from megajax.training.loop import Hook, StepInfo
 from megajax.training.session import Run
 
@@ -35,7 +35,7 @@ class Integrity:
         """events_file: to which any process appends. saves: before which copies are compared."""
         cfg, self._run = run.cfg.resilience, run
         self.replicas = CheckReplicas(cfg.replicas, run.program, event, saves)
-        drills = of_this_attempt(cfg.corruption_drills())
+        drills = for_this_attempt(cfg.corruption_drills())
         flips = [FlipBit(drill) for drill in drills if drill.kind == "bitflip"]
         results = CheckResults(cfg.recompute, run, event, say, drills)
         self.hooks: list[Hook] = [*flips, self.replicas, results]

@@ -1,7 +1,7 @@
-"""What each process of a run is doing, published in jax's coordination service: to name the first cause of a failure.
+"""The status of each process of a run, published in jax's coordination service: to name the first cause of a failure.
 
-A process that fails or hangs asks for the status of the others. The service answers without the devices, but only while
-process 0 runs, which holds it; calls may block for as long as process 0 is stopped.
+A process that fails or hangs reads the status of the others. The service does not need the devices, but it is in
+process 0: calls fail when that process has ended, and block while it is stopped.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from jax._src import distributed  # the key-value store of the coordination service has no public name
 
-from megajax.resilience.activity import words
+from megajax.resilience.activity import describe_phase
 
 PERIOD_SECONDS = 1.0
 """How often a process publishes its status."""
@@ -25,8 +25,8 @@ PROCESSES_A_SECOND = 500
 SERVICE_SECONDS = 4.0
 """How long to wait for the coordination service."""
 
-TELL_SECONDS = 1.0
-"""The same in a process that is about to end."""
+LAST_CALL_SECONDS = 1.0
+"""The same, in a process that is about to end."""
 
 SILENT_PERIODS = 2.5
 """A process that publishes nothing new for so many periods does not run."""
@@ -38,7 +38,7 @@ _ORDER = {"data_wait": 0, "step": 1, "compile": 1}
 
 
 class Status(NamedTuple):
-    """What a process published last."""
+    """The status that a process published last."""
 
     beat: int
     """Counts up."""
@@ -46,65 +46,65 @@ class Status(NamedTuple):
     step: int | None = None
     seconds: float = 0.0
     """How long it has been in the phase without progress."""
-    left: float = 0.0
+    seconds_left: float = 0.0
     """Seconds until the limit of the phase; 0: the watchdog is off."""
     failure: str | None = None
     """Why it ends; None: it does not."""
 
-    def place(self) -> tuple[float, int]:
-        """How far it is: the step, and the phase of it."""
+    def position(self) -> tuple[float, int]:
+        """Its progress: the step, and the phase of the step."""
         if self.step is None:
             return (float("inf") if self.phase == "finish" else -1.0), 0
         return self.step, _ORDER.get(self.phase or "", 2)
 
-    def doing(self) -> str:
+    def description(self) -> str:
         """waiting for the rows of step 7."""
-        return "between phases" if self.phase is None else words(self.phase, self.step)
+        return "between phases" if self.phase is None else describe_phase(self.phase, self.step)
 
 
 class Verdict(NamedTuple):
-    """Who keeps this process waiting."""
+    """The process that keeps this one waiting."""
 
     process: int | None
     """The first cause; None: unknown."""
     sentence: str
-    """About it; "" if nothing is known."""
+    """What it does; "" if unknown."""
     patience: float = 0.0
-    """Seconds for which the process may still be waited for, because its own limit has not passed."""
-    said: bool = False
-    """Whether the process said it itself."""
+    """Seconds to wait for it, because its own limit has not passed."""
+    reported: bool = False
+    """Whether the process reported its failure itself."""
 
 
-def judge(own: int, before: Mapping[int, Status], after: Mapping[int, Status], count: int) -> Verdict:
-    """Who is the first cause of what `own` meets, from two readings some periods apart: the one that failed, does not
-    run, or is behind the others."""
+def find_cause(own: int, before: Mapping[int, Status], after: Mapping[int, Status], count: int) -> Verdict:
+    """The process that keeps `own` waiting, from two readings some periods apart: one that failed, does not run, or is
+    behind the others."""
     if (failed := first_failure(own, after)) is not None:
         return failed
     others = [process for process in range(count) if process != own]
     silent = [each for each in others if each not in after or after[each].beat == getattr(before.get(each), "beat", -1)]
     if silent:
-        first = min(silent, key=lambda each: after[each].place() if each in after else (-2.0, 0))
+        first = min(silent, key=lambda each: after[each].position() if each in after else (-2.0, 0))
         more = "" if len(silent) == 1 else f" (nor do {len(silent) - 1} others)"
-        last = f"; it was {after[first].doing()}" if first in after else ""
+        last = f"; it was {after[first].description()}" if first in after else ""
         return Verdict(first, f"process {first} does not run any more{more}{last}")
-    here = after.get(own, Status(0)).place()
-    first = min(others, key=lambda each: after[each].place())
-    if after[first].place() < here:
+    here = after.get(own, Status(0)).position()
+    first = min(others, key=lambda each: after[each].position())
+    if after[first].position() < here:
         status = after[first]
         step = after[own].step if own in after else None
         entered = "" if step is None else f" has not entered step {step}: it"
-        sentence = f"process {first}{entered} has been {status.doing()} for {status.seconds:.0f} s"
-        return Verdict(first, sentence, max(status.left, 0.0))
-    if here < min(after[each].place() for each in others):
+        sentence = f"process {first}{entered} has been {status.description()} for {status.seconds:.0f} s"
+        return Verdict(first, sentence, max(status.seconds_left, 0.0))
+    if here < min(after[each].position() for each in others):
         return Verdict(own, "the other processes wait for this one")
     return Verdict(None, "all processes are equally far: a collective or a device does not answer")
 
 
 def first_failure(own: int, states: Mapping[int, Status]) -> Verdict | None:
-    """Another process that said why it fails, and that did not lose one itself; None: there is none."""
+    """Another process that reported a failure which does not follow from a lost process; None if no process did."""
     for process, status in sorted(states.items()):
         if process != own and status.failure is not None and not secondary(status.failure):
-            return Verdict(process, f"process {process} failed: {status.failure}", said=True)
+            return Verdict(process, f"process {process} failed: {status.failure}", reported=True)
     return None
 
 
@@ -150,43 +150,43 @@ class PeerStatus:
         """Publish no more."""
         self._over.set()
 
-    def tell(self, failure: str) -> None:
+    def publish_failure(self, failure: str) -> None:
         """Publish why this process ends; gives up after a while."""
         self.stop()
         if not self.alone:
-            self._answered(lambda: self._publish(failure), TELL_SECONDS)
+            self._answered(lambda: self._publish(failure), LAST_CALL_SECONDS)
 
     def ask_for_stacks(self) -> None:
-        """Have the others write their stacks, because this process hangs; waits until they should have."""
+        """Make the others write their stacks, because this process hangs; waits until they should have."""
         if not self.alone:
             ask = partial(self._client.key_value_set, f"{_HANGS}/{self.index}", "", allow_overwrite=True)
-            self._answered(ask, TELL_SECONDS)
+            self._answered(ask, LAST_CALL_SECONDS)
             time.sleep(SILENT_PERIODS * self.period)
 
     def await_failures(self, seconds: float) -> None:
-        """In process 0: wait until all others have said why they end. They end at once when it does."""
+        """In process 0, whose end ends the others: wait until all of them have published why they end."""
         deadline = time.monotonic() + seconds
         while self.index == 0 and not self.alone and time.monotonic() < deadline:
-            states = self._answered(self._read, TELL_SECONDS) or {}
+            states = self._answered(self._read, LAST_CALL_SECONDS) or {}
             if all(index in states and states[index].failure for index in range(1, self.count)):
                 return
             time.sleep(0.2)
 
     def share_stop(self, name: str) -> None:
-        """Have the others stop as well, as after signal `name`."""
+        """Make the others stop as well, as after signal `name`."""
         if not self.alone:
             share = partial(self._client.key_value_set, f"{_STOPS}/{self.index}", name, allow_overwrite=True)
-            self._answered(share, TELL_SECONDS)
+            self._answered(share, LAST_CALL_SECONDS)
 
-    def meet(self, where: str, seconds: float) -> bool:
-        """Wait for all other processes at a point of this name. -> whether they came."""
+    def barrier(self, where: str, seconds: float) -> bool:
+        """Wait for all other processes at a barrier of this name. -> whether all came."""
         if self.alone:
             return True
         meeting = partial(self._client.wait_at_barrier, f"megajax/{where}", max(int(1000 * seconds), 1))
         return self._answered(lambda: self._tried(meeting), seconds + SERVICE_SECONDS) is True
 
     def verdict(self) -> Verdict:
-        """Who is the first cause of a failure or a hang of this process. Takes some periods."""
+        """The process that caused a failure or a hang of this one. Takes some periods."""
         if self.alone:
             return Verdict(None, "")
         before = self._answered(self._read, SERVICE_SECONDS)
@@ -197,11 +197,11 @@ class PeerStatus:
             if self.index == 0:
                 return Verdict(None, "the coordination service does not answer")
             return Verdict(0, "process 0, which holds the coordination service, does not answer")
-        return judge(self.index, before, after, self.count)
+        return find_cause(self.index, before, after, self.count)
 
     def failed(self) -> Verdict | None:
         """The process that reported a failure; None if no process has. Returns without waiting."""
-        states = None if self.alone else self._answered(self._read, TELL_SECONDS)
+        states = None if self.alone else self._answered(self._read, LAST_CALL_SECONDS)
         return None if states is None else first_failure(self.index, states)
 
     def _run(self) -> None:
@@ -244,7 +244,7 @@ class PeerStatus:
         return {int(key.rpartition("/")[2]): Status(*json.loads(text)) for key, text in pairs}
 
     def _answered[T](self, ask: Callable[[], T], seconds: float) -> T | None:
-        """What `ask` returns; None if it takes too long."""
+        """The result of `ask`; None if it takes too long."""
         answers: list[T] = []
         asking = threading.Thread(target=lambda: answers.append(ask()), daemon=True)
         asking.start()

@@ -48,7 +48,7 @@ class CheckReplicas:
             hashes = self._hash(run.state)
         odd = [*odd_ones(hashes, self._hash.leaves, run.mesh)]
         if odd:
-            fields = blame(odd, run.mesh)
+            fields = mismatch_fields(odd, run.mesh)
             self._event("replica_mismatch", step=step, **fields)
             raise Corruption(sentence(step, odd, run.mesh))
         if self.cfg.log_hash:
@@ -67,7 +67,7 @@ def state_hash(program: Program) -> StateHash:
     return StateHash(program.shardings, program.state_like(), program.mesh, offload, program.options)
 
 
-def blame(odd: list[Odd], mesh: Mesh) -> dict[str, object]:
+def mismatch_fields(odd: list[Odd], mesh: Mesh) -> dict[str, object]:
     """Fields of the event: the devices that differ most often, their processes, and the first array."""
     devices = [mesh.devices.flat[i] for i in _most_often(odd)]
     return {

@@ -25,7 +25,7 @@ from megajax.metrics.lines import Terms
 from megajax.metrics.runfolder import RunFolder
 from megajax.models.protocol import counted
 from megajax.resilience.activity import BACKGROUND_SAVE, Activity
-from megajax.resilience.drills import drilled
+from megajax.resilience.drills import with_process_faults
 from megajax.resilience.signals import Signals
 from megajax.training.run_config import RunConfig
 from megajax.training.session import Run, setup
@@ -109,7 +109,7 @@ def set_up(
         state, origin = _initial_state(cfg, start, local.own(start), console, events, data)
         run = setup(cfg, start=state)
         data.look(run.parts.splits)
-    run.batches = drilled(run.batches, cfg.resilience.process_drills(), run.step)
+    run.batches = with_process_faults(run.batches, cfg.resilience.process_drills(), run.step)
     stack.callback(stop.close, run.close)
     changes = _layout_changes(run, events)
     if state is None and (line := frozen_fresh(run.program)):

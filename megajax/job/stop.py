@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator
 
 from megajax.job.hang import Pulse
 from megajax.metrics.event_log import append_event
-from megajax.resilience.activity import BACKGROUND_SAVE, COMPILE, STEP, words
+from megajax.resilience.activity import BACKGROUND_SAVE, COMPILE, STEP, describe_phase
 from megajax.resilience.signals import Signals, StopRequest, StopWaiting, agree
 from megajax.training.run_config import RunConfig
 from megajax.training.timing import DATA_WAIT, EVALUATION
@@ -51,7 +51,7 @@ class Stopping:
         self._shared = False
         self.abandoned = False
         pulse.ticks.append(self.look)
-        pulse.peers.asked_to_stop = signals.ask
+        pulse.peers.asked_to_stop = signals.request_stop
 
     def requested(self) -> bool:
         """Whether this process was asked to stop, or its time is up."""
@@ -85,7 +85,7 @@ class Stopping:
         except StopWaiting:
             self.abandoned = time.monotonic() - begun > IN_VAIN_SECONDS
             # Another process may have begun the step: then no process has the state before it any more.
-            if not self._peers.meet(f"stop before step {step}", self._cfg.stop_grace):
+            if not self._peers.barrier(f"stop before step {step}", self._cfg.stop_grace):
                 self._end(f"the rows of step {step} did not come, and other processes are in that step", saved=False)
             raise
 
@@ -113,13 +113,13 @@ class Stopping:
         now = time.monotonic()
         if any(each.phase == BACKGROUND_SAVE for each in self._activity.now()) or doing.phase not in _WAITS:
             return
-        since, grace = now - max(request.at, doing.moved), self._cfg.stop_grace
+        since, grace = now - max(request.at, doing.last_progress), self._cfg.stop_grace
         unsaved = self._activity.step not in (self._first, self._activity.committed)
         if not unsaved and doing.first and doing.phase != DATA_WAIT:
             if self._peers.alone or now - request.at > TOGETHER_SECONDS:
                 self._end("a program is compiled, and there is nothing new to save", saved=True)
-        elif since > max(grace, 2.0 * (self._activity.typical(doing.phase) or 0.0)):
-            what = f"still {words(doing.phase, doing.step)} {since:.0f} s after the request"
+        elif since > max(grace, 2.0 * (self._activity.median_seconds(doing.phase) or 0.0)):
+            what = f"still {describe_phase(doing.phase, doing.step)} {since:.0f} s after the request"
             self._end(f"{what} (resilience.stop_grace={grace:g})", saved=not unsaved)
         elif doing.phase == DATA_WAIT and since > min(DATA_SECONDS, grace / 2) and not self._peers.alone:
             self._signals.wake(doing.step)
@@ -146,7 +146,7 @@ class Stopping:
 
     def leave(self, code: int) -> None:
         """End the process without waiting for threads that may never end; with several, together."""
-        self._peers.meet("leave", TOGETHER_SECONDS)
+        self._peers.barrier("leave", TOGETHER_SECONDS)
         if self._pulse.process == 0:
             # The others end as soon as the coordination service is gone.
             time.sleep(0.0 if self._peers.alone else 1.0)

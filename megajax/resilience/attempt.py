@@ -9,8 +9,8 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
-from megajax.resilience.blame import Cause, Seen, first_cause, scheduler_cause, signal_name
 from megajax.resilience.exit_codes import HANG, REQUEUE
+from megajax.resilience.first_failure import Cause, MemberState, first_cause, scheduler_cause, signal_name
 from megajax.resilience.gang import Member
 from megajax.resilience.gang_watch import GangWatch, handles
 
@@ -63,7 +63,7 @@ class Outcome(NamedTuple):
     """The cause, and what followed from it."""
     failed: float = 0.0
     """When, by the monotonic clock."""
-    asked: signal.Signals | None = None
+    stop_signal: signal.Signals | None = None
     """The signal by which the launcher was asked to stop."""
     log: Path | None = None
     """The log of the process that failed first."""
@@ -86,7 +86,7 @@ class Attempt:
         self._members, self._events, self._watch, self._scheduler = members, events, watch, scheduler
         self._alive = set(members)
         self._due: list[tuple[float, Callable[[], None]]] = []
-        self._asked: tuple[signal.Signals, float] | None = None
+        self._stop_request: tuple[signal.Signals, float] | None = None
         self._cause: Cause | None = None
         self._failed: float | None = None
         self._description = ""
@@ -100,7 +100,7 @@ class Attempt:
             look = looked + (FIRST_TICKS if first else max(TICK_SECONDS, len(self._watch.seen) / READS_PER_SECOND))
             event = self._next(look)
             if isinstance(event, signal.Signals):
-                self._pass_on(event)
+                self._forward_signal(event)
             elif event is not None:
                 self._alive.discard(event)
                 if event.process.returncode not in (0, REQUEUE, None) and self._failed is None:
@@ -111,7 +111,7 @@ class Attempt:
                 if late > LATE_SECONDS:
                     self._watch.pause(late)
                 looked = time.monotonic()
-                self._look()
+                self._check_beats()
         return self._outcome()
 
     def _next(self, until: float) -> Member | signal.Signals | None:
@@ -127,17 +127,17 @@ class Attempt:
         self._due = [entry for entry in self._due if entry[0] > now]
         return due
 
-    def _pass_on(self, number: signal.Signals) -> None:
+    def _forward_signal(self, number: signal.Signals) -> None:
         self._signal(number)
         now = time.monotonic()
-        if self._asked is None:
-            self._asked = number, now
-        elif number in (signal.SIGTERM, signal.SIGINT) and now - self._asked[1] > DUPLICATE_SECONDS:
+        if self._stop_request is None:
+            self._stop_request = number, now
+        elif number in (signal.SIGTERM, signal.SIGINT) and now - self._stop_request[1] > DUPLICATE_SECONDS:
             # They end at once unless they are stopped or ignore it.
             self._due.append((now + self._grace(), lambda: self._signal(signal.SIGKILL)))
 
-    def _look(self) -> None:
-        self._watch.look()
+    def _check_beats(self) -> None:
+        self._watch.read_beats()
         if self._failed is not None:
             return
         ended = {member.index for member in self._members if member not in self._alive and not self._scheduler}
@@ -151,14 +151,14 @@ class Attempt:
         self._failed = now = time.monotonic()
         code = first.process.returncode
         if code == HANG:
-            self._watch.look()
+            self._watch.read_beats()
             self._decide(None)
             self._ask_for_stacks()
         else:
             self._due.append((now + (TOGETHER_SECONDS if code < 0 else OTHER_ERRORS_SECONDS), self._decide_and_stop))
 
     def _decide_and_stop(self) -> None:
-        self._watch.look()
+        self._watch.read_beats()
         self._decide(None)
         self._stop()
 
@@ -175,11 +175,11 @@ class Attempt:
                 what = f"killed by {signal_name(-each.code)}" if each.code < 0 else f"exited with code {each.code}"
                 self._description += f"; after it, process {each.process} {what}"
 
-    def _seen(self) -> list[Seen]:
+    def _seen(self) -> list[MemberState]:
         sights, silent = self._watch.seen, self._watch.silent
         if self._scheduler:
             return [
-                Seen(
+                MemberState(
                     process=index,
                     code=sight.beat.code if sight.beat.failure else None,
                     order=sight.beat.time,
@@ -190,7 +190,7 @@ class Attempt:
                 for index, sight in sights.items()
             ]
         return [
-            Seen(
+            MemberState(
                 process=member.index,
                 code=member.process.returncode or None,
                 order=member.ended or 0.0,
@@ -206,14 +206,14 @@ class Attempt:
         """process 2 killed by SIGKILL after 12.3 s at step 7 (DIR/process_2.log)."""
         if cause.process is None:
             return cause.text
-        if cause.code == HANG and cause.said is None:
+        if cause.code == HANG and cause.message is None:
             return f"process {cause.process} {cause.text}"
         # The last beat of a process that was killed may be a second old.
-        step = "" if cause.step is None else f"{', last seen' * cause.silenced} at step {cause.step}"
+        step = "" if cause.step is None else f"{', last seen' * cause.unrecorded} at step {cause.step}"
         member = self._members[0 if self._scheduler else cause.process]
         log = f" ({member.log})" if member.log else ""
-        said = f": {cause.said}" if cause.said else ""
-        return f"process {cause.process} {cause.text} after {member.seconds:.1f} s{step}{log}{said}"
+        message = f": {cause.message}" if cause.message else ""
+        return f"process {cause.process} {cause.text} after {member.seconds:.1f} s{step}{log}{message}"
 
     def _ask_for_stacks(self) -> None:
         """Have all that can do so write their stacks, then stop them."""
@@ -248,13 +248,13 @@ class Attempt:
             member.signal(number)
 
     def _outcome(self) -> Outcome:
-        self._watch.look()
+        self._watch.read_beats()
         if self._failed is not None and self._cause is None:
             self._decide(None)
-        asked = None if self._asked is None else self._asked[0]
+        asked = None if self._stop_request is None else self._stop_request[0]
         cause = self._cause
         if cause is None:
-            return Outcome(max(member.process.returncode for member in self._members), asked=asked)
+            return Outcome(max(member.process.returncode for member in self._members), stop_signal=asked)
         member = self._members[0 if self._scheduler else cause.process or 0]
         # Before it handles signals, a process is ended by what was passed on to it: that is no crash.
         ended = asked is not None and member.process.returncode == -asked

@@ -108,7 +108,7 @@ def exit_code(error: BaseException) -> int:
 
 
 @contextlib.contextmanager
-def failures_told() -> Generator[None]:
+def failures_reported() -> Generator[None]:
     """An error that leaves the block becomes the last beat of this process."""
     try:
         yield

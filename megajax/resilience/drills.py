@@ -74,7 +74,7 @@ class Drill(NamedTuple):
                 return 1000.0, 1000.0
         return float(self.kind), float(self.kind)
 
-    def happen(self) -> None:
+    def inject(self) -> None:
         """Do to this process what is asked for."""
         match self.kind:
             case "kill":
@@ -92,7 +92,7 @@ class Drill(NamedTuple):
                     time.sleep(1.0)
 
 
-def of_this_attempt(drills: Iterable[Drill]) -> tuple[Drill, ...]:
+def for_this_attempt(drills: Iterable[Drill]) -> tuple[Drill, ...]:
     """Restarts by the launcher run the same steps again, without the faults of the first start."""
     return tuple(drill for drill in drills if drill.always or attempt_number() == drill.attempt)
 
@@ -105,15 +105,15 @@ def factors(drills: tuple[Drill, ...], step: int, *, again: bool) -> tuple[float
     return 1.0, 1.0
 
 
-def drilled(batches: Any, drills: Sequence[Drill], step: int) -> Any:
+def with_process_faults(batches: Any, drills: Sequence[Drill], step: int) -> Any:
     """Batches of a run after `step`, with the faults of this process before those of the steps they are asked for."""
-    return _Drilled(batches, drills, step) if drills else batches
+    return _FaultyBatches(batches, drills, step) if drills else batches
 
 
-class _Drilled:
+class _FaultyBatches:
     def __init__(self, batches: Any, drills: Iterable[Drill], step: int):
         self._batches, self._step, here = batches, step, process_index()
-        self._drills = [each for each in of_this_attempt(drills) if each.process in (None, here)]
+        self._drills = [each for each in for_this_attempt(drills) if each.process in (None, here)]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._batches, name)
@@ -125,5 +125,5 @@ class _Drilled:
         self._step += 1
         for drill in self._drills:
             if drill.step == self._step or (drill.kind == "slow" and drill.step < self._step):
-                drill.happen()
+                drill.inject()
         return next(self._batches)

@@ -38,7 +38,7 @@ class Limits:
 
 
 @dataclass(slots=True)
-class Sight:
+class Sighting:
     """What was last seen of a process."""
 
     beat: Beat
@@ -56,24 +56,24 @@ class GangWatch:
     ):
         self.folder, self.limits, self._clock = folder, limits, clock
         self._host = socket.gethostname() if host is None else host
-        self.seen: dict[int, Sight] = {}
+        self.seen: dict[int, Sighting] = {}
         """By process."""
         self.run_dir: Path | None = None
         self.baseline: int | None = None
         """The newest step with a whole checkpoint when the run folder became known; None if it had no checkpoint."""
         self._positions: dict[int, tuple[object, ...]] = {}
-        self._moved = self._looked = clock()
+        self._moved_at = self._read_at = clock()
 
     def pause(self, seconds: float) -> None:
         """The launcher itself did not run for so long, and perhaps nobody else did: this time does not count."""
         for sight in self.seen.values():
             sight.changed += seconds
-        self._moved += seconds
+        self._moved_at += seconds
 
-    def look(self) -> None:
+    def read_beats(self) -> None:
         """Read all beats."""
         # All ages are of this moment: reading a file system that does not answer takes time as well.
-        self._looked = now = self._clock()
+        self._read_at = now = self._clock()
         for path in sorted(self.folder.glob("process_*.json")):
             number = re.fullmatch(r"process_(\d+)\.json", path.name)
             beat = Beat.read(self.folder, int(number[1])) if number else None
@@ -82,18 +82,18 @@ class GangWatch:
             before = self.seen.get(beat.process)
             changed = now if before is None or before.beat != beat else before.changed
             state = process_state(beat.pid) if beat.host == self._host else None
-            self.seen[beat.process] = Sight(beat, changed, state)
+            self.seen[beat.process] = Sighting(beat, changed, state)
             if beat.run_dir is not None and self.run_dir is None:
                 self.run_dir = Path(beat.run_dir)
                 self.baseline = max(committed_steps(self.run_dir), default=None)
             position = (beat.step, beat.committed, beat.phase, beat.phase_step, beat.failure)
             if self._positions.get(beat.process) != position:
-                self._positions[beat.process], self._moved = position, now
+                self._positions[beat.process], self._moved_at = position, now
 
     def silent(self, process: int) -> float:
         """Seconds since the beat of a process changed; 0.0 without beats."""
         sight = self.seen.get(process)
-        return 0.0 if sight is None else self._looked - sight.changed
+        return 0.0 if sight is None else self._read_at - sight.changed
 
     def hang(self, ended: set[int]) -> str | None:
         """Why the gang counts as hung, apart from processes that have ended; None: it does not."""
@@ -103,12 +103,12 @@ class GangWatch:
         for index, sight in alive.items():
             if (why := self._silence(index, sight)) is not None:
                 return why
-        limit, still = self.limits.progress, self._looked - self._moved
+        limit, still = self.limits.progress, self._read_at - self._moved_at
         if alive and limit is not None and still > limit:
             return f"no process has moved for {still:.0f} s (--watchdog-timeout={limit:g})"
         return None
 
-    def _silence(self, index: int, sight: Sight) -> str | None:
+    def _silence(self, index: int, sight: Sighting) -> str | None:
         limit, silent = self.limits.beat, self.silent(index)
         if limit is None:
             return None

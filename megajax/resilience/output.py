@@ -25,7 +25,7 @@ class LastingOutput(io.RawIOBase):
 
     def __init__(self, descriptor: int, other: int):
         super().__init__()
-        self._descriptor, self._other, self._told = descriptor, other, False
+        self._descriptor, self._other, self._reported = descriptor, other, False
 
     def writable(self) -> bool:
         return True
@@ -40,7 +40,7 @@ class LastingOutput(io.RawIOBase):
         try:
             return os.write(self._descriptor, data)
         except OSError as error:
-            self._tell(error)
+            self._report(error)
             if error.errno in GONE:
                 self._drop_the_rest()
             return len(data)
@@ -51,10 +51,10 @@ class LastingOutput(io.RawIOBase):
             os.dup2(null, self._descriptor)
             os.close(null)
 
-    def _tell(self, error: OSError) -> None:
-        if self._told:
+    def _report(self, error: OSError) -> None:
+        if self._reported:
             return
-        self._told = True
+        self._reported = True
         name = NAMES[self._descriptor] if self._descriptor < len(NAMES) else f"descriptor {self._descriptor}"
         line = f"megajax: {name}: {error.strerror}; what cannot be written there is dropped, and the run goes on\n"
         try:

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megajax.config.errors import Problem
-from megajax.resilience.blame import Cause
 from megajax.resilience.exit_codes import INVALID, NO_PROGRESS, worth_a_restart
+from megajax.resilience.first_failure import Cause
 
 FRUITLESS_ATTEMPTS = 3
 """Attempts in a row without a new checkpoint, after which another one is not expected to help."""
@@ -67,42 +67,42 @@ class Restarts:
         self._fruitless = 0
         self._wait = cfg.backoff
         self._last_slot: int | None = None
-        self._judged = False
+        self._has_beats = False
 
-    def after(self, cause: Cause, *, baseline: int | None, committed: int | None, judged: bool) -> Restart | Stop:
+    def after(self, cause: Cause, *, baseline: int | None, committed: int | None, has_beats: bool) -> Restart | Stop:
         """What to do after an attempt that failed.
 
-        baseline, committed: the newest step with a checkpoint when it began and when it ended. judged: whether its
-        processes wrote heartbeats; a program that never does so is judged by the number of restarts alone.
+        baseline, committed: the newest step with a checkpoint when it began and when it ended. has_beats: whether its
+        processes wrote heartbeats; a program that never does so is has_beats by the number of restarts alone.
         """
         fewer = len(self.slots) < self._all
         slot = None if cause.process is None or cause.process >= len(self.slots) else self.slots[cause.process]
-        progressed = self._note(baseline, committed, judged)
+        progressed = self._note(baseline, committed, has_beats)
         repeated = slot is not None and slot == self._last_slot and not progressed
         self._last_slot = slot
         if self.cfg.max_restarts == 0:
             return Stop(cause.code)
         if cause.code == INVALID and fewer and not progressed and self._may_drop():
-            return self._again(self.slots[-1])
+            return self._restart(self.slots[-1])
         if not worth_a_restart(cause.code):
             on = f" on {len(self.slots)} of {self._all} processes" if fewer else ""
             return Stop(cause.code, f"exit code {cause.code}{on} is never retried")
         if self.restarts >= self.cfg.max_restarts:
             return Stop(cause.code, f"no restart is left of --max-restarts={self.cfg.max_restarts}")
         if repeated and self._may_drop():
-            return self._again(slot)
-        if self._judged and self._fruitless >= FRUITLESS_ATTEMPTS:
+            return self._restart(slot)
+        if self._has_beats and self._fruitless >= FRUITLESS_ATTEMPTS:
             return Stop(NO_PROGRESS, f"no progress past step {self._newest or 0} in {FRUITLESS_ATTEMPTS} attempts")
-        return self._again()
+        return self._restart()
 
     def unable_to_start(self, process: int) -> Restart | Stop:
         """What to do when a process of a restart can't be started."""
         self._last_slot = self.slots[process] if self._may_drop() else None
-        return self.after(Cause(process, 1, "cannot be started"), baseline=None, committed=None, judged=False)
+        return self.after(Cause(process, 1, "cannot be started"), baseline=None, committed=None, has_beats=False)
 
-    def _note(self, baseline: int | None, committed: int | None, judged: bool) -> bool:
+    def _note(self, baseline: int | None, committed: int | None, has_beats: bool) -> bool:
         """Whether the attempt has saved a new checkpoint."""
-        self._judged = self._judged or judged
+        self._has_beats = self._has_beats or has_beats
         if baseline is not None and (self._newest is None or baseline > self._newest):
             self._newest = baseline
         progressed = committed is not None and (self._newest is None or committed > self._newest)
@@ -115,7 +115,7 @@ class Restarts:
     def _may_drop(self) -> bool:
         return self.cfg.min_processes is not None and len(self.slots) > self.cfg.min_processes
 
-    def _again(self, dropped: int | None = None) -> Restart:
+    def _restart(self, dropped: int | None = None) -> Restart:
         if dropped is not None:
             self.slots = tuple(slot for slot in self.slots if slot != dropped)
             self._fruitless, self._last_slot = 0, None

@@ -92,9 +92,9 @@ class Signals:
         """The request to stop this process, or None. Other processes may have others: see `agree`."""
         return self._request
 
-    def ask(self, name: str) -> None:
+    def request_stop(self, name: str) -> None:
         """Stop as after signal `name`, which another process got."""
-        self._take(signal.Signals[name])
+        self._set_request(signal.Signals[name])
 
     @contextmanager
     def interruptible(self, place: object, *, at_once: bool) -> Generator[None]:
@@ -155,27 +155,27 @@ class Signals:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if number in _STOP:
-            self._take(signal.Signals(number))
+            self._set_request(signal.Signals(number))
         self._interrupt()
 
     def _watch(self) -> None:
         while numbers := self._inbox.recv(64):
             for number in numbers:
                 if number in _STOP:
-                    self._arrive(signal.Signals(number))
+                    self._receive(signal.Signals(number))
                 elif number == _DUMP:
                     self._dump()
 
-    def _take(self, which: signal.Signals) -> None:
+    def _set_request(self, which: signal.Signals) -> None:
         if self._request is None:
             self._request = StopRequest(which.name, time.time())
 
-    def _arrive(self, which: signal.Signals) -> None:
+    def _receive(self, which: signal.Signals) -> None:
         """Handles a signal; only called in the watcher thread."""
-        self._take(which)
+        self._set_request(which)
         if which not in _EXIT_IF_REPEATED:
             self._received(which.name, None)
-            self._tell(f"{which.name} received: stopping {self.when}")
+            self._say(f"{which.name} received: stopping {self.when}")
             return
         now = time.monotonic()
         if not self.polled:
@@ -184,11 +184,11 @@ class Signals:
             self._first_time = now
             self._received(which.name, None)
             again = "press Ctrl-C again" if which is signal.SIGINT else "send it again"
-            self._tell(f"{which.name} received: stopping {self.when}; {again} to exit at once, unsaved")
+            self._say(f"{which.name} received: stopping {self.when}; {again} to exit at once, unsaved")
         elif now - self._first_time > _DUPLICATE_SECONDS:
             self._exit_now(f"second {which.name}: exiting at once, unsaved", which)
 
-    def _tell(self, message: str) -> None:
+    def _say(self, message: str) -> None:
         try:
             self._announce(message)
         except Exception:

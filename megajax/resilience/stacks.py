@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Mapping
 from pathlib import Path
 
-from megajax.resilience.activity import Activity, words
+from megajax.resilience.activity import Activity, describe_phase
 
 STACKS_FOLDER = "hangs"
 """Folder in the run folder where processes write their stacks."""
@@ -26,7 +26,7 @@ def stacks(activity: Activity) -> str:
             continue
         head = f"thread {names.get(thread, 'without a name')} ({thread})"
         if (phase := doing.get(thread)) is not None:
-            head += f", {words(phase.phase, phase.step)} for {now - phase.since:.1f} s"
+            head += f", {describe_phase(phase.phase, phase.step)} for {now - phase.since:.1f} s"
         lines += [f"{head}:\n", *traceback.format_stack(frames[thread]), "\n"]
     return "".join(lines)
 

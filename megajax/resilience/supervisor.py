@@ -82,18 +82,18 @@ class Supervisor:
                 if outcome.cause is None:
                     return outcome.code
                 self._run_dir = watch.run_dir or self._run_dir
-                self._tell_lost(outcome)
+                self._record_lost(outcome)
                 decision = self._restarts.after(
-                    outcome.cause, baseline=watch.baseline, committed=watch.committed(), judged=bool(watch.seen)
+                    outcome.cause, baseline=watch.baseline, committed=watch.committed(), has_beats=bool(watch.seen)
                 )
-                if outcome.asked is not None:
-                    decision = Stop(outcome.code, f"{outcome.asked.name} asked for the end")
+                if outcome.stop_signal is not None:
+                    decision = Stop(outcome.code, f"{outcome.stop_signal.name} asked for the end")
             if isinstance(decision, Stop):
                 return self._stop(outcome, decision)
             self._announce(outcome, decision, watch.committed())
             if (asked := self._wait(decision.wait)) is not None:
                 return self._stop(outcome, Stop(128 + asked, f"{asked.name} asked for the end before the restart"))
-            self._tell_restart(outcome)
+            self._record_restart(outcome)
 
     def _attempt(self, watch: GangWatch) -> Outcome:
         slots, beats, number = self._restarts.slots, watch.folder, self._number
@@ -135,7 +135,7 @@ class Supervisor:
                 self._print(f"    {line}")
         self._say_stacks(outcome)
         if self._supervised:
-            self._tell("supervisor_stop", code=decision.code, why=decision.why or outcome.description)
+            self._record_event("supervisor_stop", code=decision.code, why=decision.why or outcome.description)
         attempt = f"attempt {self._number}: " * self._supervised
         self._say(f"{attempt}{outcome.description}" + f"; {decision.why}" * bool(decision.why))
         return decision.code
@@ -144,14 +144,14 @@ class Supervisor:
         if outcome.stacks:
             self._say(f"stacks of its processes: {', '.join(map(str, outcome.stacks))}")
 
-    def _tell_lost(self, outcome: Outcome) -> None:
+    def _record_lost(self, outcome: Outcome) -> None:
         cause = outcome.cause
-        if cause is not None and cause.silenced:
-            self._tell("lost", process=cause.process, cause=cause.text, step=cause.step)
+        if cause is not None and cause.unrecorded:
+            self._record_event("lost", process=cause.process, cause=cause.text, step=cause.step)
 
-    def _tell_restart(self, outcome: Outcome) -> None:
+    def _record_restart(self, outcome: Outcome) -> None:
         cause = outcome.cause
-        self._tell(
+        self._record_event(
             "restart",
             attempt=self._number + 1,
             after_code=outcome.code,
@@ -162,7 +162,7 @@ class Supervisor:
             seconds_down=round(time.monotonic() - outcome.failed, 3),
         )
 
-    def _tell(self, name: str, /, **fields: object) -> None:
+    def _record_event(self, name: str, /, **fields: object) -> None:
         """Record an event in the run folder, if beats have named one."""
         if self._run_dir is None or not self._run_dir.is_dir():
             return

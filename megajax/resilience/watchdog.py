@@ -8,7 +8,7 @@ from types import FrameType
 from typing import NamedTuple
 
 from megajax.config.errors import Problem
-from megajax.resilience.activity import COMPILE, Activity, Doing, words
+from megajax.resilience.activity import COMPILE, ActivePhase, Activity, describe_phase
 
 ASLEEP_SECONDS = 5.0
 """If this much more time passes between two checks than should, the process was stopped itself, or had no processor."""
@@ -81,7 +81,7 @@ class Hang(NamedTuple):
     def sentence(self) -> str:
         """waiting for the rows of step 7 for 21 s, limit 20 s (resilience.watchdog.data_wait)."""
         setting = f"resilience.watchdog.{self.setting}"
-        return f"{words(self.phase, self.step)} for {self.seconds:.0f} s, limit {self.limit:.0f} s ({setting})"
+        return f"{describe_phase(self.phase, self.step)} for {self.seconds:.0f} s, limit {self.limit:.0f} s ({setting})"
 
 
 class Watchdog:
@@ -107,29 +107,29 @@ class Watchdog:
         if self._checked is not None and now - self._checked > period + ASLEEP_SECONDS:
             self._asleep.append((self._checked, now - self._checked - period))
         self._checked, doing = now, self._activity.now()
-        oldest = min((each.moved for each in doing), default=now)
+        oldest = min((each.last_progress for each in doing), default=now)
         self._asleep = [each for each in self._asleep if each[0] + each[1] > oldest]
         return next((hang for each in doing if (hang := self._hang(each, now))), None)
 
     def longest(self) -> float:
         """Seconds until the last of the present limits; without a phase, a minimum."""
         now = self._clock()
-        left = [self.limit(each)[1] - (now - each.moved) for each in self._activity.now()]
+        left = [self.limit(each)[1] - (now - each.last_progress) for each in self._activity.now()]
         return max(left, default=self._cfg.other)
 
-    def limit(self, doing: Doing) -> tuple[str, float]:
+    def limit(self, doing: ActivePhase) -> tuple[str, float]:
         """The setting that limits a phase, and the limit in seconds."""
-        (name, floor), typical = self._cfg.floor(doing.phase), self._activity.typical(doing.phase)
+        (name, floor), typical = self._cfg.floor(doing.phase), self._activity.median_seconds(doing.phase)
         if (doing.first or typical is None) and floor < self._cfg.compile:
             return COMPILE, self._cfg.compile
         return name, max(floor, self._cfg.factor * (typical or 0.0))
 
-    def awake(self, doing: Doing, now: float) -> float:
+    def awake(self, doing: ActivePhase, now: float) -> float:
         """Seconds since the last progress of a phase, without those in which the process was stopped."""
-        stopped = sum(min(seconds, begun + seconds - doing.moved) for begun, seconds in self._asleep)
-        return now - doing.moved - stopped
+        stopped = sum(min(seconds, begun + seconds - doing.last_progress) for begun, seconds in self._asleep)
+        return now - doing.last_progress - stopped
 
-    def _hang(self, doing: Doing, now: float) -> Hang | None:
+    def _hang(self, doing: ActivePhase, now: float) -> Hang | None:
         seconds, (name, limit) = self.awake(doing, now), self.limit(doing)
         if seconds <= limit:
             return None

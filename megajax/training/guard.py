@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from megajax.mesh.shardings import replicated
 from megajax.resilience.config import ResilienceConfig
-from megajax.resilience.drills import factors, of_this_attempt
+from megajax.resilience.drills import factors, for_this_attempt
 from megajax.resilience.spikes import SpikeRule
 from megajax.training.guarded import GuardLimits
 
@@ -20,7 +20,7 @@ class Guard:
     def __init__(self, cfg: ResilienceConfig, floor: float | None, mesh: Mesh):
         """floor: see PrecisionConfig.floor."""
         self.cfg, self._floor = cfg, inf if floor is None else floor
-        self._drills, self._mesh = of_this_attempt(cfg.drills()), mesh
+        self._drills, self._mesh = for_this_attempt(cfg.drills()), mesh
         self.spikes = SpikeRule(cfg.spike_factor, cfg.spike_reference, cfg.spike_window)
         self.held = self._everywhere(np.asarray(False))
         self._sent: tuple[GuardLimits, Array] | None = None

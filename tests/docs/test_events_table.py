@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-WRITERS = {"event", "_event", "_tell", "_append", "append_event"}
+WRITERS = {"event", "_event", "_record_event", "_append", "append_event"}
 
 
 def written() -> set[str]:

@@ -69,7 +69,7 @@ def test_a_process_that_is_stuck_ends_with_124_and_all_leave_stacks(tmp_path):
     assert codes[1] == 124 and codes[0] in (1, 124), processes[0].text
     assert "process 1 hangs, waiting for the rows of step 7 for " in processes[1].text
     stuck, waiting = ((run_dir / "hangs" / f"process_{index}.txt").read_text() for index in (1, 0))
-    assert "drill.happen()" in stuck and "device_get" in waiting
+    assert "drill.inject()" in stuck and "device_get" in waiting
     (hang,) = (event for event in events(run_dir, "hang") if event["process"] == 1)
     assert (hang["phase"], hang["step"], hang["limit"], hang["exit_code"]) == ("data_wait", 7, 8.0, 124)
     # The other one says whom it waited for, whichever of the two was first.

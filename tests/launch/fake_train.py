@@ -78,9 +78,9 @@ class Process:
             kind, _, rest = fault.partition(":")
             where, _, attempt = rest.partition("#")
             if where == f"{self.slot}@{step}" and attempt in ("*", str(self.attempt)):
-                self.happen(kind)
+                self.inject(kind)
 
-    def happen(self, kind: str) -> None:
+    def inject(self, kind: str) -> None:
         match kind:
             case "kill" | "stop" | "abort":
                 time.sleep(0.3)  # until a beat says where it is

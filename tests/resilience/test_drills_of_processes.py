@@ -11,13 +11,13 @@ import pytest
 from megajax.resilience import drills
 from megajax.resilience.beats import ATTEMPT
 from megajax.resilience.config import ResilienceConfig
-from megajax.resilience.drills import DrillFault, drilled
+from megajax.resilience.drills import DrillFault, with_process_faults
 
 
 def crashed_at(*inject: str, after: int = 0) -> int | None:
     """The step before which batches of steps `after` + 1 to 10 crash."""
     faults = ResilienceConfig(inject=inject).process_drills()
-    batches = drilled(count(after + 1), faults, after)
+    batches = with_process_faults(count(after + 1), faults, after)
     for step in range(after + 1, 11):
         try:
             assert next(batches) == step
@@ -46,9 +46,9 @@ def test_a_restart_does_not_have_it_again(monkeypatch):
 def test_numeric_faults_are_not_repeated_by_restarts(monkeypatch):
     cfg = ResilienceConfig(inject=("nan:step=3", "inf:step=4:always", "kill:step=5"))
     assert [drill.kind for drill in cfg.drills()] == ["nan", "inf"]
-    assert len(drills.of_this_attempt(cfg.drills())) == 2
+    assert len(drills.for_this_attempt(cfg.drills())) == 2
     monkeypatch.setenv(ATTEMPT, "2")
-    assert [drill.kind for drill in drills.of_this_attempt(cfg.drills())] == ["inf"]
+    assert [drill.kind for drill in drills.for_this_attempt(cfg.drills())] == ["inf"]
 
 
 def test_slow_from_a_step_on(monkeypatch):
@@ -66,7 +66,7 @@ def test_wrong_drills_are_refused():
 
 @pytest.mark.parametrize(("kind", "number"), [("kill", signal.SIGKILL), ("frozen", signal.SIGSTOP)])
 def test_signals_to_itself(kind, number):
-    program = f"from megajax.resilience.drills import drilled, Drill; next(drilled(0, [Drill('{kind}', 1, True)], 0))"
+    program = f"from megajax.resilience.drills import Drill; Drill('{kind}', 1, True).inject()"
     process = subprocess.Popen([sys.executable, "-c", program])
     try:
         _, status = os.waitpid(process.pid, os.WUNTRACED)

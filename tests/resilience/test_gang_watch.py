@@ -27,7 +27,7 @@ class Clocked:
 
     def after(self, seconds: float, ended: tuple[int, ...] = ()) -> str | None:
         self.now += seconds
-        self.watch.look()
+        self.watch.read_beats()
         return self.watch.hang(set(ended))
 
 
@@ -65,7 +65,7 @@ def test_a_file_system_that_does_not_answer_is_no_silence(gang):
     gang.watch._clock = slow
     gang.beat(0)
     gang.beat(1)
-    gang.watch.look()
+    gang.watch.read_beats()
     assert gang.watch.hang(set()) is None
 
 

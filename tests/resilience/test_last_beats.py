@@ -16,7 +16,7 @@ from megajax.job.hang import Pulse
 from megajax.job.lost_peer import LostPeer
 from megajax.job.peer_status import Verdict
 from megajax.resilience.activity import Activity
-from megajax.resilience.beats import BEATS, Beat, failures_told, last_beat
+from megajax.resilience.beats import BEATS, Beat, failures_reported, last_beat
 from megajax.resilience.signals import Signals
 from megajax.resilience.stacks import STACKS_FOLDER
 
@@ -44,14 +44,14 @@ def beats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ],
 )
 def test_an_error_becomes_the_last_beat(beats: Path, error: BaseException, failure: str, code: int) -> None:
-    with pytest.raises(type(error)), failures_told():
+    with pytest.raises(type(error)), failures_reported():
         raise error
     beat = Beat.read(beats, 0)
     assert beat is not None and (beat.failure, beat.code, beat.pid) == (failure, code, os.getpid())
 
 
 def test_a_clean_end_is_no_failure(beats: Path) -> None:
-    with pytest.raises(SystemExit), failures_told():
+    with pytest.raises(SystemExit), failures_reported():
         raise SystemExit(0)
     assert Beat.read(beats, 0) is None
 

@@ -4,7 +4,7 @@ import pytest
 
 from megajax.job import peer_status
 from megajax.job.lost_peer import CONNECTION
-from megajax.job.peer_status import LOST, PeerStatus, Status, judge, secondary
+from megajax.job.peer_status import LOST, PeerStatus, Status, find_cause, secondary
 
 
 def moved(states: dict[int, Status]) -> dict[int, Status]:
@@ -17,31 +17,31 @@ STEP = Status(5, "step", 7, 21.0, -1.0)
 
 def test_a_process_behind_the_others_is_the_cause():
     before = {0: STEP, 1: Status(9, "data_wait", 7, 21.0, -1.0), 2: STEP}
-    verdict = judge(0, before, moved(before), 3)
+    verdict = find_cause(0, before, moved(before), 3)
     assert (verdict.process, verdict.patience) == (1, 0.0)
     assert verdict.sentence == "process 1 has not entered step 7: it has been waiting for the rows of step 7 for 21 s"
 
 
 def test_a_process_that_hangs_itself_says_that_others_wait():
     before = {0: STEP, 1: Status(9, "data_wait", 7, 21.0, -1.0), 2: STEP}
-    verdict = judge(1, before, moved(before), 3)
+    verdict = find_cause(1, before, moved(before), 3)
     assert (verdict.process, verdict.sentence) == (1, "the other processes wait for this one")
 
 
 def test_a_process_within_its_own_limit_is_waited_for():
     before = {0: STEP, 1: Status(9, "compile", 6, 21.0, 900.0)}
-    assert judge(0, before, moved(before), 2).patience == 900.0
+    assert find_cause(0, before, moved(before), 2).patience == 900.0
 
 
 def test_a_process_that_publishes_nothing_more_is_the_cause_whatever_it_did():
     before = {0: STEP, 1: Status(9, "step", 8), 2: Status(5, "data_wait", 7, 3.0, -1.0)}
-    verdict = judge(0, before, moved(before) | {1: before[1]}, 3)
+    verdict = find_cause(0, before, moved(before) | {1: before[1]}, 3)
     assert verdict.process == 1 and verdict.sentence == "process 1 does not run any more; it was in step 8"
 
 
 def test_a_process_that_never_published_is_the_cause():
     before = {0: STEP}
-    assert judge(0, before, moved(before), 2).process == 1
+    assert find_cause(0, before, moved(before), 2).process == 1
 
 
 def test_the_first_failure_is_the_cause_and_not_what_follows_from_it():
@@ -50,14 +50,14 @@ def test_the_first_failure_is_the_cause_and_not_what_follows_from_it():
         1: Status(5, "step", 7, failure=f"{LOST} process 2: it failed"),
         2: Status(9, "data_wait", 7, failure="ValueError: odd"),
     }
-    verdict = judge(0, {}, after, 3)
-    assert (verdict.process, verdict.sentence, verdict.said) == (2, "process 2 failed: ValueError: odd", True)
+    verdict = find_cause(0, {}, after, 3)
+    assert (verdict.process, verdict.sentence, verdict.reported) == (2, "process 2 failed: ValueError: odd", True)
     assert secondary(str(after[1].failure)) and not secondary(str(after[2].failure))
 
 
 def test_nobody_is_blamed_where_all_are_equally_far():
     before = {0: STEP, 1: STEP}
-    verdict = judge(0, before, moved(before), 2)
+    verdict = find_cause(0, before, moved(before), 2)
     assert verdict.process is None and "all processes are equally far" in verdict.sentence
 
 
@@ -72,7 +72,7 @@ def test_nobody_is_blamed_where_all_are_equally_far():
     ],
 )
 def test_places_of_a_run_in_order(earlier, later):
-    assert earlier.place() < later.place()
+    assert earlier.position() < later.position()
 
 
 class Service:
@@ -107,16 +107,16 @@ def test_processes_know_of_each_other(monkeypatch):
     assert here.verdict().process is None
     there.stop()
     verdict = here.verdict()
-    assert verdict.process == 1 and not verdict.said
-    there.tell("ValueError: odd")
-    assert here.failed() == here.verdict() and here.verdict().said
+    assert verdict.process == 1 and not verdict.reported
+    there.publish_failure("ValueError: odd")
+    assert here.failed() == here.verdict() and here.verdict().reported
     here.stop()
 
 
 def test_alone_nothing_is_published():
     alone = PeerStatus(Status, lambda why: None)
     alone.start()
-    alone.tell("odd")
+    alone.publish_failure("odd")
     assert alone.alone and alone.failed() is None and alone.verdict().process is None
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from megajax.resilience.blame import Cause
 from megajax.resilience.exit_codes import EXIT_CODES, worth_a_restart
+from megajax.resilience.first_failure import Cause
 from megajax.resilience.restarts import Restart, RestartConfig, Restarts, Stop
 
 
@@ -14,12 +14,12 @@ class Failing:
         self.restarts = Restarts(RestartConfig(**({"max_restarts": 100} | settings)), range(4))
         self.committed: int | None = None
 
-    def fail(self, code: int = 1, *, process: int = 0, committed: int | None = None, judged: bool = True):
+    def fail(self, code: int = 1, *, process: int = 0, committed: int | None = None, has_beats: bool = True):
         """An attempt ends; committed: the newest checkpoint at its end, None: as before."""
         before = self.committed
         self.committed = before if committed is None else committed
         cause = Cause(process, code, "failed")
-        return self.restarts.after(cause, baseline=before, committed=self.committed, judged=judged)
+        return self.restarts.after(cause, baseline=before, committed=self.committed, has_beats=has_beats)
 
 
 def test_without_restarts_a_failure_is_the_end():
@@ -44,7 +44,7 @@ def test_the_wait_doubles_until_there_is_a_new_checkpoint():
     waits = [gang.fail(committed=5).wait, gang.fail().wait, gang.fail().wait, gang.fail(committed=10).wait]
     assert waits == [1.0, 2.0, 4.0, 1.0]
     unjudged = Failing(backoff=1.0, max_backoff=5.0)
-    assert [unjudged.fail(judged=False).wait for _ in range(5)] == [1.0, 2.0, 4.0, 5.0, 5.0]
+    assert [unjudged.fail(has_beats=False).wait for _ in range(5)] == [1.0, 2.0, 4.0, 5.0, 5.0]
 
 
 def test_three_attempts_without_a_new_checkpoint_are_enough():
@@ -89,8 +89,8 @@ def test_progress_starts_the_count_again():
 
 def test_a_program_without_beats_is_restarted_as_often_as_asked():
     gang = Failing(max_restarts=6)
-    assert all(isinstance(gang.fail(judged=False), Restart) for _ in range(6))
-    assert gang.fail(judged=False) == Stop(1, "no restart is left of --max-restarts=6")
+    assert all(isinstance(gang.fail(has_beats=False), Restart) for _ in range(6))
+    assert gang.fail(has_beats=False) == Stop(1, "no restart is left of --max-restarts=6")
 
 
 def test_the_process_that_keeps_failing_is_left_out():

@@ -13,7 +13,7 @@ from megajax.resilience.activity import Activity
 from megajax.resilience.watchdog import WatchdogConfig
 
 LATE = Verdict(1, "process 1 has been saving step 6 for 1 s", patience=0.6)
-SAID = Verdict(1, "process 1 failed: it hangs", said=True)
+SAID = Verdict(1, "process 1 failed: it hangs", reported=True)
 
 
 class Waiting(Pulse):

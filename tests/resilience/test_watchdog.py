@@ -75,7 +75,7 @@ def test_a_step_is_its_dispatch_and_its_fetch():
             assert hands.wait(0.0) is None
         with hands.activity.phase("step", step):
             assert hands.wait(15.0) is None
-    assert hands.activity.typical("step") == 15.0
+    assert hands.activity.median_seconds("step") == 15.0
 
 
 def test_the_first_of_each_phase_may_last_as_long_as_a_compilation_elsewhere():
@@ -106,7 +106,7 @@ def test_parts_of_an_evaluation_are_progress():
             assert hands.wait(25.0) is None
             hands.activity.progress()
         hang = hands.wait(1000.0)
-    assert hang is not None and 250 <= hang.limit == 10 * hands.activity.typical("evaluation")
+    assert hang is not None and 250 <= hang.limit == 10 * hands.activity.median_seconds("evaluation")
 
 
 @pytest.mark.parametrize("seconds", [6.5, 60.0, 1e5])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tiny_runs import QUICK, llama, program, start
 
-from megajax.job.replicas import blame, copied_weight, sentence, with_flipped_bit
+from megajax.job.replicas import copied_weight, mismatch_fields, sentence, with_flipped_bit
 from megajax.job.state_hash import HashedLeaf, StateHash, array_hash, group_hashes, odd_ones
 from megajax.mesh.config import ParallelConfig
 from megajax.training.program import Program
@@ -41,7 +41,7 @@ def test_a_flipped_bit_of_one_copy_is_named(layout):
     if layout == "fsdp":
         assert copies == 1 and odd == [], "nothing that has no copy can be compared"
         return
-    fields = blame(odd, of.mesh)
+    fields = mismatch_fields(odd, of.mesh)
     assert fields["weight"] == f"params.{path}" and fields["arrays"] == 1 and fields["copies"] == copies
     assert device.id in fields["devices"] and fields["processes"] == [0]
     assert (fields["devices"] == [device.id]) == (copies > 2), "of two copies nothing says which is right"

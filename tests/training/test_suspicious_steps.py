@@ -54,8 +54,8 @@ class Pause:
 @pytest.fixture(scope="module")
 def parts() -> Parts:
     """With a train step that takes the factors of drills; which steps have one is said by the guard of each test."""
-    drilled = ResilienceConfig(inject=("nan:step=1",))
-    return prepare(run_config(steps=STEPS, model=model(repeats=1), resilience=drilled))
+    with_process_faults = ResilienceConfig(inject=("nan:step=1",))
+    return prepare(run_config(steps=STEPS, model=model(repeats=1), resilience=with_process_faults))
 
 
 FRESH: dict[int, object] = {}

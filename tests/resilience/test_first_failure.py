@@ -5,7 +5,7 @@ import signal
 import pytest
 
 from megajax.resilience.beats import Beat
-from megajax.resilience.blame import Seen, first_cause, scheduler_cause
+from megajax.resilience.first_failure import MemberState, first_cause, scheduler_cause
 
 GLOO = "JaxRuntimeError: Gloo all_reduce failed: Connection closed by peer"
 
@@ -17,14 +17,14 @@ def beat(process: int, phase: str | None = "step", step: int | None = 7, seconds
     return Beat(process=process, pid=1, host=f"host{process}", time=0.0, **(numbers | more))
 
 
-def alive(process: int, *, silent: float = 0.5, state: str = "S", **fields) -> Seen:
-    return Seen(process=process, beat=beat(process, **fields), silent=silent, state=state)
+def alive(process: int, *, silent: float = 0.5, state: str = "S", **fields) -> MemberState:
+    return MemberState(process=process, beat=beat(process, **fields), silent=silent, state=state)
 
 
-def ended(process: int, code: int, order: float, failure: str | None = None, **fields) -> Seen:
+def ended(process: int, code: int, order: float, failure: str | None = None, **fields) -> MemberState:
     silent = fields.pop("silent", 0.5)
     last = beat(process, failure=failure, code=None if failure is None else code, **fields)
-    return Seen(process=process, code=code, order=order, beat=last, silent=silent)
+    return MemberState(process=process, code=code, order=order, beat=last, silent=silent)
 
 
 CASES = {
@@ -80,7 +80,7 @@ def test_the_first_cause(case):
 def test_a_hang_that_only_the_launcher_sees():
     """No watchdog of a process has fired: all are alive."""
     cause = first_cause([alive(0), alive(1, phase="data_wait"), alive(2)], hang="no process has moved for 60 s")
-    assert (cause.process, cause.code, cause.silenced) == (1, 124, True)
+    assert (cause.process, cause.code, cause.unrecorded) == (1, 124, True)
     nobody = first_cause([alive(0), alive(1)], hang="no process has moved for 60 s")
     assert nobody.process is None and nobody.code == 124 and nobody.text == "no process has moved for 60 s"
 
@@ -111,13 +111,13 @@ def test_the_cause_behind_the_highest_code_that_srun_returns(case):
 
 
 def test_nobody_is_blamed_where_all_were_killed_at_once():
-    both = [Seen(process=index, beat=beat(index), order=10.0 + index) for index in (0, 1)]
+    both = [MemberState(process=index, beat=beat(index), order=10.0 + index) for index in (0, 1)]
     cause = scheduler_cause(both, 137)
     assert cause.process is None and cause.text == "the command exited with code 137, and no process said why"
 
 
 def test_the_process_whose_beats_ended_first_is_the_lost_one():
-    early = Seen(process=3, beat=beat(3), order=10.0)
-    late = Seen(process=2, beat=beat(2), order=12.0)
+    early = MemberState(process=3, beat=beat(3), order=10.0)
+    late = MemberState(process=2, beat=beat(2), order=12.0)
     cause = scheduler_cause([late, early, ended(0, 1, 13.0, GLOO)], 137)
-    assert cause.process == 3 and cause.text.startswith("was lost on host3") and cause.silenced
+    assert cause.process == 3 and cause.text.startswith("was lost on host3") and cause.unrecorded

@@ -1,8 +1,8 @@
 """Which process failed first: the others end, or wait, because of it.
 
 A process that waits in a collective looks hung to its own watchdog, and one that has lost a peer ends with an error of
-its own. So neither the first end nor the first watchdog names the cause by itself: exit codes, signals, what
-processes said in their last heartbeats, and how far each one is decide together.
+its own. Therefore neither the first exit nor the first watchdog names the cause: exit codes, signals, messages in the
+last heartbeats and the progress of each process are taken together.
 """
 
 import re
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megajax.resilience.activity import COMPILE, SETUP, STEP, words
+from megajax.resilience.activity import COMPILE, SETUP, STEP, describe_phase
 from megajax.resilience.beats import Beat
 from megajax.resilience.exit_codes import CRASH, HANG, INTERRUPTED, TERMINATED
 
@@ -35,8 +35,8 @@ _ORDER = {SETUP: -1, DATA_WAIT: _BEFORE_STEP, COMPILE: 1, STEP: _IN_STEP}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Seen:
-    """What is known of one process when its gang has failed."""
+class MemberState:
+    """A process when its gang has failed."""
 
     process: int
     code: int | None = None
@@ -59,20 +59,20 @@ class Cause(NamedTuple):
     """Exit code for the gang; 1 for a signal."""
     text: str
     """What happened to it, without its name: "killed by SIGKILL"."""
-    said: str | None = None
-    """What it said of it itself."""
+    message: str | None = None
+    """Its own error message."""
     step: int | None = None
     """The step it was in."""
-    silenced: bool = False
-    """Whether it had no chance to record this itself."""
+    unrecorded: bool = False
+    """Whether it could not record this itself."""
 
 
-def first_cause(seen: Sequence[Seen], hang: str | None = None) -> Cause:
+def first_cause(members: Sequence[MemberState], hang: str | None = None) -> Cause:
     """The cause of a failure. hang: why the launcher took the gang for hung; None: a process has ended by itself."""
-    failed = sorted((each for each in seen if each.code), key=lambda each: (_secondary(each), each.order))
+    failed = sorted((each for each in members if each.code), key=lambda each: (_secondary(each), each.order))
     if hang is None and failed and failed[0].code != HANG:
         return _own_failure(failed[0])
-    late = _held_up_by(seen)
+    late = _holding_up(members)
     if late is not None:
         return late
     if failed:
@@ -80,26 +80,26 @@ def first_cause(seen: Sequence[Seen], hang: str | None = None) -> Cause:
     return Cause(None, HANG, hang or "nothing is known")
 
 
-def scheduler_cause(seen: Sequence[Seen], code: int | None, hang: str | None = None) -> Cause:
-    """The same where a command of a scheduler runs the processes. code: what it ended with; None: it has not ended.
+def scheduler_cause(members: Sequence[MemberState], code: int | None, hang: str | None = None) -> Cause:
+    """The same where a scheduler's command runs the processes. code: its exit code; None: it has not ended.
 
-    srun returns the highest code of all: 137 for processes that it has killed itself after the first failure. So what
-    processes said in their last beats comes first. A process that said nothing while others said that they lost one
-    is the lost one.
+    srun returns the highest code of all: 137 for processes that it killed itself after the first failure. Therefore
+    messages in last beats take precedence. If processes report that they lost another one, it is the one without a
+    message.
     """
-    failed = [each for each in seen if each.code]
+    failed = [each for each in members if each.code]
     if hang is not None or any(_secondary(each) < _VICTIM for each in failed):
-        return first_cause(seen, hang)
+        return first_cause(members, hang)
     if not failed and code is not None and CRASH < code < 128:
         return Cause(None, code, f"the command exited with code {code}")
-    silent = sorted((each for each in seen if not each.code and each.beat is not None), key=lambda each: each.order)
+    silent = sorted((each for each in members if not each.code and each.beat is not None), key=lambda each: each.order)
     if silent and (failed or len(silent) == 1 or silent[1].order - silent[0].order > BEATS_APART):
         first = silent[0]
         where = f" on {first.beat.host}" if first.beat else ""
         text = f"was lost{where}: it said nothing, and its beats ended first;"
-        return Cause(first.process, CRASH, text, step=_step(first), silenced=True)
+        return Cause(first.process, CRASH, text, step=_step(first), unrecorded=True)
     if failed:
-        return first_cause(seen)
+        return first_cause(members)
     ended = (
         f"exited with code {code}, and no process said why"
         if code is None or code >= 0
@@ -112,43 +112,47 @@ _VICTIM = 2
 """From here on, `_secondary` takes another failure for the cause."""
 
 
-def _secondary(seen: Seen) -> int:
+def _secondary(state: MemberState) -> int:
     """How likely another process caused this failure: 0 if it caused it itself; an abort is the most likely."""
-    if seen.code is not None and seen.code < 0:
-        return 3 if -seen.code == signal.SIGABRT else 0
-    if seen.code in (INTERRUPTED, TERMINATED):
+    if state.code is not None and state.code < 0:
+        return 3 if -state.code == signal.SIGABRT else 0
+    if state.code in (INTERRUPTED, TERMINATED):
         return 2
-    if seen.code not in (CRASH, HANG):
+    if state.code not in (CRASH, HANG):
         return 0
-    said = None if seen.beat is None else seen.beat.failure
-    return 2 if seen.code == CRASH and said is not None and _PEER_LOST.search(said) else 1
+    message = None if state.beat is None else state.beat.failure
+    return 2 if state.code == CRASH and message is not None and _PEER_LOST.search(message) else 1
 
 
-def _own_failure(seen: Seen) -> Cause:
-    code, said = seen.code or 0, None if seen.beat is None else seen.beat.failure
+def _own_failure(state: MemberState) -> Cause:
+    code, message = state.code or 0, None if state.beat is None else state.beat.failure
     if code < 0:
-        return Cause(seen.process, CRASH, f"killed by {signal_name(-code)}", step=_step(seen), silenced=True)
-    return Cause(seen.process, code, f"exited with code {code}", said, _step(seen))
+        return Cause(state.process, CRASH, f"killed by {signal_name(-code)}", step=_step(state), unrecorded=True)
+    return Cause(state.process, code, f"exited with code {code}", message, _step(state))
 
 
-def _held_up_by(seen: Sequence[Seen]) -> Cause | None:
-    """Whom the others wait for: one that is stopped, or does not run, or is behind them; None: nobody stands out."""
-    alive = [each for each in seen if each.code is None and each.beat is not None]
+def _holding_up(members: Sequence[MemberState]) -> Cause | None:
+    """The process that the others wait for: stopped, silent, or behind them; None if no process stands out."""
+    alive = [each for each in members if each.code is None and each.beat is not None]
     for each in alive:
         if each.state == "T":
             text = f"is stopped (state T), its last beat is {each.silent:.0f} s old"
-            return Cause(each.process, HANG, text, step=_step(each), silenced=True)
-    freshest = min((each.silent for each in seen if each.beat is not None), default=0.0)
+            return Cause(each.process, HANG, text, step=_step(each), unrecorded=True)
+    freshest = min((each.silent for each in members if each.beat is not None), default=0.0)
     worst = max(alive, key=lambda each: each.silent, default=None)
     if worst is not None and worst.silent - freshest > SILENT_SECONDS:
-        place = "" if worst.beat is None or worst.beat.phase is None else words(worst.beat.phase, worst.beat.phase_step)
+        place = (
+            ""
+            if worst.beat is None or worst.beat.phase is None
+            else describe_phase(worst.beat.phase, worst.beat.phase_step)
+        )
         text = f"does not answer, its last beat is {worst.silent:.0f} s old ({place or 'between phases'})"
-        return Cause(worst.process, HANG, text, step=_step(worst), silenced=True)
-    return _behind(seen)
+        return Cause(worst.process, HANG, text, step=_step(worst), unrecorded=True)
+    return _behind(members)
 
 
-def _behind(seen: Sequence[Seen]) -> Cause | None:
-    places = [(position(each.beat), each) for each in seen if each.beat is not None and each.code in (None, HANG)]
+def _behind(members: Sequence[MemberState]) -> Cause | None:
+    places = [(position(each.beat), each) for each in members if each.beat is not None and each.code in (None, HANG)]
     if len(places) < 2:
         return None
     last = min(place for place, _ in places)
@@ -158,7 +162,7 @@ def _behind(seen: Sequence[Seen]) -> Cause | None:
     worst = max(behind, key=lambda each: each.beat.phase_seconds if each.beat else 0.0)
     ahead = min(places, key=lambda pair: (-pair[0][0], -pair[0][1], pair[1].process))[1]
     text = f"holds up the others: it {_doing(worst)}, process {ahead.process} {_doing(ahead)}"
-    return Cause(worst.process, HANG, text, step=_step(worst), silenced=worst.code is None)
+    return Cause(worst.process, HANG, text, step=_step(worst), unrecorded=worst.code is None)
 
 
 def position(beat: Beat) -> tuple[int, int]:
@@ -169,18 +173,18 @@ def position(beat: Beat) -> tuple[int, int]:
     return beat.phase_step, _ORDER.get(beat.phase, _AFTER_STEP)
 
 
-def _step(seen: Seen) -> int | None:
-    beat = seen.beat
+def _step(state: MemberState) -> int | None:
+    beat = state.beat
     if beat is None:
         return None
     return beat.phase_step if beat.phase_step is not None else beat.step or None
 
 
-def _doing(seen: Seen) -> str:
+def _doing(state: MemberState) -> str:
     """has been waiting for the rows of step 7 for 24 s."""
-    if seen.beat is None or seen.beat.phase is None:
+    if state.beat is None or state.beat.phase is None:
         return "was between phases"
-    return f"has been {words(seen.beat.phase, seen.beat.phase_step)} for {seen.beat.phase_seconds:.0f} s"
+    return f"has been {describe_phase(state.beat.phase, state.beat.phase_step)} for {state.beat.phase_seconds:.0f} s"
 
 
 def signal_name(number: int) -> str:
