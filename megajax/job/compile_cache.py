@@ -89,24 +89,25 @@ def record(folder: Path) -> None:
 
 
 def delete_damaged(folder: Path) -> list[str]:
-    """Delete entries that don't match their SHA-256 or have none, and return their names.
+    """Delete entries that don't match their SHA-256, and return their names; delete those without one as well.
 
-    XLA writes results of autotuning into a folder below, also for programs that are not kept. Such files without a
-    SHA-256 are deleted as well, but not returned: the results are measured again.
+    An entry has no SHA-256 if its process was killed before it wrote one, or is about to: that is no damage. The same
+    holds for results of autotuning, which XLA writes into a folder below, also for programs that are not kept.
     """
     damaged = []
     for path in _entries(folder):
         try:
-            intact = _digest(path).read_text() == hashlib.sha256(path.read_bytes()).hexdigest()
-        except OSError:
-            intact = False
-        if not intact:
+            digest = _digest(path).read_text()
+            if digest == hashlib.sha256(path.read_bytes()).hexdigest():
+                continue
             damaged += [path.name] * (path.parent == folder)
-            with contextlib.suppress(OSError):  # another start may do the same
-                path.unlink(missing_ok=True)
-    for digest in folder.rglob(f"*{DIGEST}"):
-        if not digest.with_suffix("").exists():  # jax evicted the entry
-            digest.unlink(missing_ok=True)
+        except OSError:
+            pass
+        with contextlib.suppress(OSError):  # another start may do the same
+            path.unlink(missing_ok=True)
+    for digest_file in folder.rglob(f"*{DIGEST}"):
+        if not digest_file.with_suffix("").exists():  # jax evicted the entry
+            digest_file.unlink(missing_ok=True)
     return damaged
 
 

@@ -62,7 +62,7 @@ def test_the_second_start_finds_the_programs_of_the_first(tmp_path):
 
 @pytest.mark.slow
 def test_generation_finds_its_programs_again(tmp_path):
-    """What is not recorded with a SHA-256 counts as damaged at the next start."""
+    """What is not recorded with a SHA-256 is deleted at the next start."""
     start(tmp_path, "run", "--checkpoint.every=2")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_"))}
     environment |= {"PYTHONPATH": str(REPOSITORY), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
@@ -222,7 +222,7 @@ def test_what_does_not_match_its_checksum_or_has_none_goes(tmp_path):
     record(tmp_path)
     (tmp_path / "b-cache").write_bytes(b"torn")
     (tmp_path / "c-cache.sha256").unlink()
-    assert delete_damaged(tmp_path) == ["b-cache", "c-cache"]
+    assert delete_damaged(tmp_path) == ["b-cache"], "c-cache may be of a process that was killed, or still compiles"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a-cache", "a-cache.sha256"]
 
 
