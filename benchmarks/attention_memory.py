@@ -31,7 +31,7 @@ from megajax.mesh.layout import Layout
 from megajax.mesh.rules import Plan
 from megajax.mesh.xla import DEVICELESS, compiler_options
 from megajax.planning.program import devices
-from megajax.planning.program.devices import MIB, Cluster
+from megajax.planning.program.devices import GPUS, MIB, Cluster
 
 ROWS, HIDDEN, HEADS = 4, 1024, 16
 TARGETS = re.compile(r'custom_call_target="(__cudnn\$fmha\w+|__gpu\$xla.gpu.triton)"')
@@ -54,7 +54,7 @@ def compiled(block: BlockConfig, length: int, gpu: str = "h100") -> tuple[list[s
     layout = Layout(Plan.of(ParallelConfig()))
     settings = LayerSettings(layout=layout, hidden=HIDDEN, std=0.02, output_std=0.02, padded=True)
     module = nnx.eval_shape(lambda: block.build(settings))
-    mesh = Mesh(np.array(devices.virtual_devices(Cluster(gpu, 1, 1))), ("data",))
+    mesh = Mesh(np.array(devices.virtual_devices(Cluster(GPUS[gpu], 1, 1))), ("data",))
     here = NamedSharding(mesh, PartitionSpec())
 
     def abstract(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:

@@ -6,7 +6,7 @@ Run:  nice python benchmarks/context.py                 (needs the extra aot; no
 
 Of each recipe and strategy: peak memory of a device, the compiler's and by formula; the bytes that a device sends over
 `context` for one layer and microbatch, forward and backward, beside the least that the strategy needs (keys and values
-in compute dtype, gradients in float32 where a ring adds them up; megajax.planning.cost.context); how many of these
+in compute dtype, gradients in float32 where a ring adds them up; megajax.planning.cost.traffic); how many of these
 collectives have a matmul or an attention kernel between start and end; and the attention of the busiest device over the
 mean, exactly, of rows of one document and of packed ones. Nothing is run, so no time is measured: `step_seconds` is
 the cost model's. Each case is written to benchmarks/results/context.json as soon as it is compiled.
@@ -25,10 +25,9 @@ from megajax.config import load
 from megajax.config.builds import resolve
 from megajax.data.attention_work import RowWork, imbalance
 from megajax.mesh.row_cut import RowCut
-from megajax.planning.cost.context import RowTraffic
 from megajax.planning.cost.description import Description, describe
 from megajax.planning.cost.estimate import estimate
-from megajax.planning.cost.work import recomputed
+from megajax.planning.cost.traffic import sent_by_attention
 from megajax.planning.program.devices import GIB, GPUS, MIB
 from megajax.planning.program.hlo import Collective
 from megajax.training.row_work import row_work
@@ -72,7 +71,7 @@ def compiled(case: Case) -> dict[str, Any]:
     cluster, _ = resolve("megajax.planning.program.devices:read_cluster")(f"h100:{case.gpus}")
     train_step = "megajax.planning.program.train_step"
     plan = resolve(f"{train_step}:compile_train_step")(cfg, cluster)
-    rows = resolve(f"{train_step}:timed")(plan, GPUS["h100"])
+    rows = resolve(f"{train_step}:timed")(plan)
     resolve("jax:clear_caches")()
     described = describe(cfg, GPUS["h100"], case.gpus)
     formula = estimate(described)
@@ -83,7 +82,7 @@ def compiled(case: Case) -> dict[str, Any]:
         "arguments_gib": round(plan.memory.arguments / GIB, 2),
         "temporary_gib": round(plan.memory.temporary / GIB, 2),
         "peak_gib": round(plan.memory.peak / GIB, 2),
-        "usable_gib": round(cluster.gpu.usable_gib, 2),
+        "usable_gib": round(cluster.device.usable_gib, 2),
         "fits": plan.fits,
         "formula_peak_gib": round(formula.memory.peak / GIB, 2),
         "workspace_gib": round(workspace(cfg, described) / GIB, 2),
@@ -115,14 +114,11 @@ def sent(run: Description, collectives: Sequence[Collective]) -> dict[str, Any]:
     total = sum(_sent_of(one.kind, one.bytes, one.groups.size) * _runs(run, one) for one in own)
     count = sum(_runs(run, one) for one in own)
     beside = sum(_runs(run, one) for one in own if one.overlapped)
-    again = recomputed(run.towers[-1].section.recomputing.policy(), "core_attention")
     spread = {"all-to-all": run.parallel.exchanging()}
+    devices = run.parallel.context
     least = sum(
-        _sent_of(
-            one.kind, part * (run.parallel.context if one.gathered else 1), spread.get(one.kind, run.parallel.context)
-        )
-        for one in RowTraffic.of(run.towers[-1]).sent(again=again)
-        for part in one.parts
+        len(one.parts) * _sent_of(one.kind, one.size(devices), spread.get(one.kind, devices))
+        for one in sent_by_attention(run.towers[-1])
     )
     kinds = sorted({one.kind for one in own})
     return {

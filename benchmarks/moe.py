@@ -42,7 +42,7 @@ from megajax.mesh.layout import Layout
 from megajax.mesh.rules import Plan
 from megajax.mesh.xla import DEVICELESS, compiler_options
 from megajax.planning.program import devices
-from megajax.planning.program.devices import MIB, Cluster
+from megajax.planning.program.devices import GPUS, MIB, Cluster
 
 ROUNDS = 15
 
@@ -103,7 +103,7 @@ def computed(kernel: GroupedKernel, sizes: np.ndarray, inner: int, outer: int) -
 
 def compiled(gpu: str, kernel: GroupedKernel, layer: Experts, inner: int, outer: int) -> tuple[int, int]:
     """Kernels of y, dx and dw of one matrix, and bytes of temporary memory."""
-    mesh = Mesh(np.array(devices.virtual_devices(Cluster(gpu, 1, 1))), ("data",))
+    mesh = Mesh(np.array(devices.virtual_devices(Cluster(GPUS[gpu], 1, 1))), ("data",))
     here = NamedSharding(mesh, PartitionSpec())
 
     def abstract(shape: Sequence[int], dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:

@@ -73,7 +73,8 @@ def least(hidden: int, moe: MoEConfig) -> float:
 def measured(hidden: int, moe: MoEConfig) -> dict[str, Any]:
     """Of a compiled train step."""
     cfg = config(hidden, moe)
-    plan = resolve("megajax.planning.program.train_step:compile_train_step")(cfg, devices.Cluster("h100", DEVICES, 8))
+    cluster = devices.Cluster(devices.GPUS["h100"], DEVICES, 8)
+    plan = resolve("megajax.planning.program.train_step:compile_train_step")(cfg, cluster)
     rows = [one for one in plan.contents.collectives if one.groups.name == "expert" and one.place.path]
     times = plan.microbatches * LAYERS
     received: dict[str, float] = {}

@@ -41,7 +41,7 @@ MEGATRON = System(name="Megatron-LM with TransformerEngine", tensor_hidden=0.75)
 """All of NVIDIA's own runs from 2024 on: collectives over `tensor` run in pieces beside the matmul they belong to."""
 MEGATRON_R08 = replace(MEGATRON, name="Megatron-LM core r0.8", fused_loss=False, overhead=1.222)
 """The README's table of 2024; `overhead` is fitted to one of its rows."""
-MAXTEXT = System(name="MaxText", joined=False, stacked=True, fused_loss=False)
+MAXTEXT = System(name="MaxText", xla=True, fused_loss=False)
 """FSDP in XLA, gathers and scatters pipelined beside the layers, which a loop keeps in stacks."""
 DETERMINISTIC = replace(MEGATRON, name="Megatron-LM, deterministic", tensor_hidden=0.0)
 """Its tests of speed: no overlap of collectives over `tensor`."""

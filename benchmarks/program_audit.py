@@ -96,7 +96,7 @@ def audited(cfg: RunConfig, devices: str) -> dict[str, Any]:
         "temporary_gib": round(plan.memory.temporary / GIB, 3),
         "peak_gib": round(plan.memory.peak / GIB, 3),
         "state_bytes": plan.memory.parameters + plan.memory.optimizer,
-        "aliased_bytes": found.aliased,
+        "aliased_bytes": plan.memory.aliased,
         "attention_calls": calls,
         **found.to_dict(),
         "largest_kernels": rows(found.kernels)[:12],

@@ -26,7 +26,7 @@ from megajax.command_line import front_door
 from megajax.kernels.ssd import Scan, ssd, ssd_reference
 from megajax.mesh.xla import DEVICELESS, GPU, compiler_options
 from megajax.planning.program import devices
-from megajax.planning.program.devices import MIB, Cluster
+from megajax.planning.program.devices import GPUS, MIB, Cluster
 
 HERE = {"length": 2048, "heads": 4, "size": 64, "groups": 1, "states": 128}
 LAYER = {"length": 8192, "heads": 80, "size": 64, "groups": 1, "states": 128}
@@ -92,7 +92,7 @@ def needed(sizes: dict[str, int], chunk: int) -> float:
 
 def compiled(chunk: int, gpu: str = "h100") -> dict[str, Any]:
     """Of a layer's recurrence on a virtual GPU."""
-    where = SingleDeviceSharding(devices.virtual_devices(Cluster(gpu, 1, 1))[0])
+    where = SingleDeviceSharding(devices.virtual_devices(Cluster(GPUS[gpu], 1, 1))[0])
     like = {
         name: jax.ShapeDtypeStruct(shape, jnp.float32 if name == "dt" else jnp.bfloat16, sharding=where)
         for name, shape in shapes(**LAYER).items()

@@ -1,8 +1,9 @@
-"""What `python -m megajax.plan` prints: a plan, a search, a comparison, a sweep, or a pipeline's schedule."""
+"""What `python -m megajax.plan --config` does: a plan, a search, a comparison, a sweep, or text generation."""
 
 import json
+import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -10,30 +11,35 @@ from typing import Any
 
 import megajax.config.schema as schema
 from megajax.command_line import Command
+from megajax.config import load
 from megajax.config.builds import resolve
+from megajax.config.dump import flatten
 from megajax.config.errors import ConfigError, Problem, UserError
 from megajax.config.files import ROOT, assembled, read
+from megajax.config.nearest import did_you_mean
 from megajax.config.patch import Mark, plain_name, setting
-from megajax.config.tree import read_value
+from megajax.config.tree import override, read_value
 from megajax.metrics.banner import Report
 from megajax.metrics.runfolder import write_asked
 from megajax.models.facts import demand_facts, facts_of
 from megajax.planning.cost.estimate import Case, to_dict
 from megajax.planning.cost.serving import servings
 from megajax.planning.program import devices
-from megajax.planning.program.audit import audit, largest_arrays
-from megajax.planning.search.compare import advice, comparison, other, sweep
-from megajax.planning.search.ranking import Cache, check_config_path, compile_layout, find_best, write_config
-from megajax.planning.search.search import SEARCHED, Choice, Task, changes, problems, settings
-from megajax.planning.show import plan_report, serving_report
-from megajax.training.run_config import RunConfig
+from megajax.planning.ranking import Cache, advice, check_config_path, compile_layout, find_best, write_config
+from megajax.planning.search import SEARCHED, Choice, Task, changes, problems, settings
+from megajax.planning.show import DEVICES_AXIS, Point, comparison, draw_sweep, plan_report, serving_report, sweep_report
 
 COMPILED = 3
 """Layouts of a search that are compiled by default, if the compiler is installed."""
 MARGIN = 0.03
 """Fraction of usable memory that a change of a compiled plan must leave: its excess over the formula may change."""
+MODES = ("search", "compare", "sweep", "serve")
 NEEDS = {"context": "serve", "compile": "search", "out": "search", "resume": "search", "png": "sweep"}
 """Flags that need another flag."""
+MAX_POINTS = 64
+"""Of a sweep."""
+STEP_SETTINGS = ("steps", "schedule.", "profile.", "optimizer.")
+"""Problems with these settings are no problems of a layout; a larger batch in fewer steps may cause them."""
 
 
 def count_devices(flags: Mapping[str, Any]) -> tuple[int | None, list[Problem]]:
@@ -41,8 +47,8 @@ def count_devices(flags: Mapping[str, Any]) -> tuple[int | None, list[Problem]]:
 
     None if the config's own layout need not match them: a search tries others, a sweep takes other numbers.
     """
-    cluster, _, problems = read_target(flags)
-    modes = _modes(flags)
+    cluster, problems = read_target(flags)
+    modes = [mode for mode in MODES if flags[mode] not in (None, False)]
     if len(modes) > 1:
         problems.append(Problem(f"--{modes[1]}", f"goes with no --{modes[0]}", "ask for one of them at a time"))
     for mode in [*["formula"] * flags["formula"], *modes] * flags["audit"]:
@@ -50,12 +56,26 @@ def count_devices(flags: Mapping[str, Any]) -> tuple[int | None, list[Problem]]:
     for name, mode in NEEDS.items():
         if flags[name] is not None and not flags[mode]:
             problems.append(Problem(f"--{name}", f"goes with --{mode}, which is not given"))
-    free = cluster is None or flags["search"] or flags["serve"] or flags["sweep"] is not None
+    free = cluster is None or {"search", "serve", "sweep"} & {*modes}
     return None if free else cluster.devices, problems
 
 
-def _modes(flags: Mapping[str, Any]) -> list[str]:
-    return [name for name in ("search", "compare", "sweep", "serve") if flags[name] not in (None, False)]
+def read_target(flags: Mapping[str, Any]) -> tuple[devices.Cluster | None, list[Problem]]:
+    """Cluster that --devices asks for, its device with the constants of other flags.
+
+    None and problems for wrong values of --devices. Raises UserError for a file that can't be read or is of another
+    device.
+    """
+    described = None if flags["device_file"] is None else devices.read_device(flags["device_file"])
+    cluster, problems = devices.read_cluster(flags["devices"], flags["gpus_per_node"], described)
+    rates = {name: flags[name] * 1e9 for name in ("nvlink", "network") if flags[name] is not None}
+    wrong = [name for name, rate in rates.items() if not 0 < rate < float("inf")]
+    problems += [Problem(f"--{name}", f"must be above 0 GB/s, got {flags[name]:g}") for name in wrong]
+    if cluster is None:
+        return None, problems
+    device, measured = cluster.device, flags["calibration"]
+    device = device if measured is None else devices.read_device(measured, device)
+    return cluster._replace(device=replace(device, **rates)), problems
 
 
 def take_searched(argv: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
@@ -82,6 +102,29 @@ def take_searched(argv: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
     return rest, {name: value for name, value in fixed.items() if name != "data" or value is not None}
 
 
+def plan(command: Command, fixed: Mapping[str, Any], program: Sequence[str]) -> None:
+    """Print what the flags ask for and write the files. fixed: of `take_searched`; program: starts this command again.
+
+    Raises UserError for what the user has to change.
+    """
+    flags = command.flags
+    cluster, _ = read_target(flags)
+    assert cluster is not None  # `count_devices` has reported problems
+    mode = next((mode for mode in MODES if flags[mode] not in (None, False)), "")
+    mode = mode or ("by_formula" if flags["formula"] else "compiled")
+    if mode != "compiled":
+        demand_facts(command.config.model)
+    if (count := count_devices(flags)[0]) is not None and (wrong := problems(command.config, count)):
+        raise ConfigError(wrong, command.source or "")  # of a layout that parallel.elastic would change
+    request = Request(Case(command.config, cluster), command.source or "", flags, fixed, program)
+    report, figures = getattr(request, mode)()
+    print(report.text())
+    if flags["png"] is not None:
+        print(f"\npicture {flags['png']}")
+    if flags["json"] is not None:
+        write_asked(flags["json"], json.dumps(figures, indent=1) + "\n")
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """A plan, as the command line asks for it. Each mode gives its report and the figures for --json."""
@@ -103,34 +146,37 @@ class Request:
         return report, to_dict(estimate) | {"parameters": estimate.run.model.parameter_count().total}
 
     def compiled(self) -> tuple[Report, Any]:
-        case = self.case
-        if case.cluster.name not in devices.GPUS:
-            raise UserError(
-                f"{case.cluster.name} is described in --device-file, which the compiler can't use: give --formula"
-            )
+        case, gpu = self.case, self.case.cluster.gpu
         devices.prepare()  # before anything imports jax
         try:
             plan = resolve("megajax.planning.program.train_step:compile_train_step")(case.cfg, case.cluster)
         except resolve("jax.errors:JaxRuntimeError") as error:
             raise UserError(
-                f"XLA of jax {resolve('jax:__version__')} did not compile this for {case.cluster.name}: "
+                f"XLA of jax {resolve('jax:__version__')} did not compile this for {gpu.name}: "
                 f"{str(error).strip().splitlines()[0][:200]}\n"
                 "Try a newer jax; --formula needs no compiler"
             ) from error
-        audited = audit(plan.text, plan.unknown_trips) if self.flags["audit"] else None
-        report, figures = resolve("megajax.planning.program.train_step:report")(plan, case.device, audited)
-        tables = [] if plan.fits else [largest_arrays(plan.text)]
+        report, figures = resolve("megajax.planning.program.train_step:report")(plan, audited=self.flags["audit"])
         if not plan.fits and facts_of(case.cfg.model) is not None:
             excess = plan.memory.peak / devices.GIB - case.estimate.memory.peak_gib
-            tables += advice(case, excess_gib=excess, margin=MARGIN)
-        return replace(report, blocks=[*report.blocks, *tables]), figures
+            report = replace(report, blocks=[*report.blocks, *advice(case, excess_gib=excess, margin=MARGIN)])
+        return report, figures
 
     def compare(self) -> tuple[Report, Any]:
         asked = self.flags["compare"]
         return comparison((self.source, asked), (self.case, other(self.case, asked, self.flags["gpus_per_node"])))
 
     def sweep(self) -> tuple[Report, Any]:
-        return sweep(self.flags["sweep"], self.case, self.source, self.flags["png"])
+        text, picture = self.flags["sweep"], self.flags["png"]
+        axis, values = read_axis(text, self.case.cfg)
+        points = [*(_over_devices(self.case, values) if axis == DEVICES_AXIS else _over(self.case, axis, values))]
+        if all("refusal" in point for point in points):
+            raise UserError(f"--sweep={text}: no point passes the checks; the first: {points[0]['refusal']}")
+        if picture is not None:
+            resolve("megajax.pipeline.drawing:save_as_asked")(
+                partial(draw_sweep, axis, points), picture, inches=(8, 4.5)
+            )
+        return sweep_report(self.source, axis, points), points
 
     def serve(self) -> tuple[Report, Any]:
         run, asked = self.case.described, self.flags["context"]
@@ -148,12 +194,17 @@ class Request:
         path = resume or (None if out is None else out.with_suffix(".search.json"))
         cache = Cache(path, task.fingerprint(), insist=resume is not None)
         result = find_best(task, cache, wanted, partial(compile_layout, self.program))
-        changed = changes(_config_of(self.source), task.config(result.best))
+        # Over the file without the settings of the command line, whether or not it passes its checks.
+        file = read(self.source, ROOT)
+        base, wrong = assembled(file, ROOT, {})
+        if base is None:
+            raise UserError(f"{file.name} can't be read without settings: {wrong[0]}")
+        changed = changes(base, task.config(result.best))
         words = [f"--config={self.source}", *(f"--{one}" for one in settings(changed))]
         lines = [f"python -m megajax.train {shlex.join(words)}"]
         if out is not None:
-            name, cluster = Path(self.source).name, self.case.cluster
-            title = f"{name} on {cluster.devices} x {self.case.device.name}: {result.best.layout}."
+            device, number, _ = self.case.cluster
+            title = f"{Path(self.source).name} on {number} x {device.name}: {result.best.layout}."
             write_config(out, self.source, changed, title)
             lines.append(f"or --config={out}, which has these settings")
         if path is not None:
@@ -161,7 +212,7 @@ class Request:
         return result.report(lines), result.to_dict(settings(changed))
 
     def _layouts_to_compile(self) -> int:
-        name, wanted = self.case.cluster.name, self.flags["compile"]
+        name, wanted = self.case.cluster.device.name, self.flags["compile"]
         unknown = f"a device the compiler knows, which {name} is not"
         missing = devices.missing_packages() if name in devices.GPUS else [unknown]
         if wanted is None:
@@ -176,56 +227,115 @@ class Request:
         return wanted
 
 
-def plan(command: Command, fixed: Mapping[str, Any], program: Sequence[str]) -> None:
-    """Print what the flags ask for and write the files. fixed: of `take_searched`; program: starts this command again.
+# --compare
 
-    Raises UserError for what the user has to change.
+
+def other(case: Case, asked: str, per_node: int | None) -> Case:
+    """What --compare describes: words as on a command line, a config and a device each at most once.
+
+    What they don't name is that of `case`. Raises UserError for other words, and for none.
     """
-    flags = command.flags
-    cluster, device, _ = read_target(flags)
-    assert cluster is not None and device is not None  # `count_devices` has reported problems
-    mode = next(iter(_modes(flags)), "by_formula" if flags["formula"] else "compiled")
-    if mode != "compiled":
-        demand_facts(command.config.model)
-    if (count := count_devices(flags)[0]) is not None and (wrong := problems(command.config, count)):
-        raise ConfigError(wrong, command.source or "")  # of a layout that parallel.elastic would change
-    request = Request(Case(command.config, cluster, device), command.source or "", flags, fixed, program)
-    report, figures = getattr(request, mode)()
-    print(report.text())
-    if flags["png"] is not None:
-        print(f"\npicture {flags['png']}")
-    if flags["json"] is not None:
-        write_asked(flags["json"], json.dumps(figures, indent=1) + "\n")
+    try:
+        words = shlex.split(asked)
+    except ValueError as error:
+        raise UserError(f"--compare={asked!r}: {error}") from error
+    overrides = [word.removeprefix("--") for word in words if word.startswith("--")]
+    named = [word for word in words if not word.startswith("--")]
+    known = {*devices.GPUS, *devices.OTHER_NAMES}
+    targets = [word for word in named if word.partition(":")[0].lower() in known or re.fullmatch(r"[\w-]+:\d+", word)]
+    configs = [word for word in named if word not in targets]
+    if not words or len(targets) > 1 or len(configs) > 1:
+        raise UserError(
+            f"--compare={asked!r} names {'nothing' if not words else 'more than one of a kind'} to compare with.\n"
+            "Give another config, another device, or settings: --compare=OTHER.py, --compare=h200:64, "
+            '--compare="--parallel.tensor=4", or several in one pair of quotes.'
+        )
+    cluster = case.cluster
+    for word in targets:
+        text = word if ":" in word else f"{word}:{cluster.devices}"
+        there, wrong = devices.read_cluster(text, per_node, cluster.device)
+        if there is None:
+            raise ConfigError([replace(one, where="--compare") for one in wrong], "command line")
+        cluster = there
+    if configs:
+        return Case(load(configs[0], *overrides, devices=cluster.devices), cluster)
+    return Case(override(case.cfg, *overrides, devices=cluster.devices, place=f"--compare={asked}"), cluster)
 
 
-def _config_of(source: str) -> RunConfig:
-    """The config of a file without settings, whether or not its checks pass. Raises UserError if there is none."""
-    file = read(source, ROOT)
-    config, problems = assembled(file, ROOT, {})
-    if config is None:
-        raise UserError(f"{file.name} can't be read without settings: {problems[0]}")
-    return config
+# --sweep
 
 
-def read_target(flags: Mapping[str, Any]) -> tuple[devices.Cluster | None, devices.Device | None, list[Problem]]:
-    """Cluster that --devices asks for, and the constants of its devices with those of other flags in their place.
+def read_axis(text: str, cfg: Any) -> tuple[str, list[str]]:
+    """ "devices:64,128,...,512" -> ("devices", ["64", "128", "256", "512"]).
 
-    None and problems for wrong values of --devices. Raises UserError for a file that can't be read or is of another
-    device.
+    Raises UserError for an unknown axis and for wrong values.
     """
-    described = {}
-    if flags["device_file"] is not None:
-        own = devices.read_device(flags["device_file"])
-        described = {own.name.lower(): own}
-    nodes = {name: own.per_node for name, own in described.items()}
-    cluster, problems = devices.read_cluster(flags["devices"], flags["gpus_per_node"], nodes)
-    if cluster is None:
-        return None, None, problems
-    device = described.get(cluster.name) or devices.GPUS[cluster.name]
-    if flags["calibration"] is not None:
-        device = devices.calibrated(device, flags["calibration"])
-    rates = {name: flags[name] * 1e9 for name in ("nvlink", "network") if flags[name] is not None}
-    for name, rate in rates.items():
-        if not 0 < rate < float("inf"):
-            problems.append(Problem(f"--{name}", f"must be above 0 GB/s, got {flags[name]:g}"))
-    return cluster, replace(device, **rates), problems
+    axis, _, written = text.partition(":")
+    values = [value.strip() for value in written.split(",") if value.strip()]
+    if not values:
+        raise UserError(
+            f"--sweep={text!r} must be AXIS:VALUE,VALUE,...\nE.g. devices:64,128,...,16384 or batch.micro_size:1,2,4"
+        )
+    names = [DEVICES_AXIS, *flatten(cfg)]
+    if axis not in names:
+        near = did_you_mean(axis, names)
+        raise UserError(f"--sweep: unknown axis {axis!r}; {near or 'devices, or a setting such as batch.micro_size'}")
+    values = _continued(text, values) if "..." in values else values
+    if axis == DEVICES_AXIS and (wrong := [value for value in values if not re.fullmatch(r"[1-9]\d{0,5}", value)]):
+        raise UserError(f"--sweep={text!r}: {wrong[0]!r} is no number of devices")
+    return axis, values
+
+
+def _continued(text: str, values: list[str]) -> list[str]:
+    """With "..." filled in, by a constant factor."""
+    place = values.index("...")
+    before, after = values[:place], values[place + 1 :]
+    if len(before) < 2 or len(after) != 1 or not all(value.isdigit() for value in (*before, *after)):
+        raise UserError(f"--sweep={text!r}: '...' stands between two or more numbers and the last one: 64,128,...,1024")
+    start, filled, last = int(before[-2]), [int(before[-1])], int(after[0])
+    while start and filled[-1] < last and filled[0] > start and len(filled) < MAX_POINTS:
+        filled.append(filled[-1] * filled[0] // start)
+    if filled[-1] != last:
+        raise UserError(f"--sweep={text!r}: {start}, {filled[0]}, ... does not lead to {last} by a constant factor")
+    return [*before[:-1], *map(str, filled)]
+
+
+def _over_devices(case: Case, values: Sequence[str]) -> list[Point]:
+    """The same layout with more `data`. Weak: rows per device as at the first count; strong: the same global batch."""
+    cfg = case.cfg.but(parallel=replace(case.cfg.parallel, data=None))
+    size, first = cfg.batch.global_size, int(values[0])
+    weak, strong = [], []
+    for value in values:
+        number = int(value)
+        _, wrong = devices.read_cluster(
+            f"{case.cluster.device.name}:{value}", case.cluster.per_node, case.cluster.device
+        )
+        there = Case(cfg, case.cluster._replace(devices=number))
+        strong.append(_point(there, value, wrong, mode="strong"))
+        rows, over = divmod(size * number, first)
+        if over:
+            wrong = [Problem(f"{size} rows on {first}", f"no whole number of rows on {number}")]
+        steps = cfg.steps * first // number  # the same number of tokens
+        there = replace(there, cfg=cfg.but(batch=replace(cfg.batch, global_size=rows), steps=steps))
+        weak.append(_point(there, value, wrong, mode="weak"))
+    return [*weak, *strong]
+
+
+def _over(case: Case, name: str, values: Sequence[str]) -> Iterator[Point]:
+    """The same config with values of a setting."""
+    for value in values:
+        try:
+            yield _point(replace(case, cfg=override(case.cfg, f"{name}={value}")), value)
+        except ConfigError as error:
+            yield _point(case, value, error.problems)
+
+
+def _point(case: Case, value: str, wrong: Sequence[Problem] = (), *, mode: str = "") -> Point:
+    if not wrong:
+        try:
+            override(case.cfg, devices=case.cluster.devices)
+        except ConfigError as error:
+            wrong = [one for one in error.problems if not one.where.startswith(STEP_SETTINGS)]
+    size = case.cfg.batch.global_size
+    point = {"value": value, "mode": mode, "devices": case.cluster.devices, "global_size": size}
+    return point | ({"refusal": f"{wrong[0].where}: {wrong[0].what}"} if wrong else to_dict(case.estimate))

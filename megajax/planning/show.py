@@ -3,10 +3,11 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from megajax.config.dump import diff
 from megajax.metrics.banner import Report, Section, Table
 from megajax.metrics.text import byte_size, count, duration
 from megajax.models.protocol import counted
-from megajax.planning.cost.estimate import Estimate, bytes_per_step
+from megajax.planning.cost.estimate import SPEED, Case, Estimate, bytes_per_step, to_dict
 from megajax.planning.cost.serving import Serving, batches
 from megajax.planning.program.devices import GIB, MIB, Device
 
@@ -28,11 +29,12 @@ FIGURES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "fits": lambda plan: "yes" if plan["fits"] else "NO",
 }
 """Columns of tables that list plans, from the figures of a plan's JSON."""
-BYTE_UNITS = (("TiB", 2**40), ("GiB", GIB), ("MiB", MIB))
+type Part = tuple[str, float, str]
+"""Name, bytes and remark of a part of a device's memory."""
 
 
 def cells(plan: Mapping[str, Any]) -> list[str]:
-    """A plan in the columns of FIGURES; nothing where its figures are unknown."""
+    """A plan in the columns of FIGURES; empty where its figures are unknown."""
     return [text(plan) if plan.get("step_seconds") else "" for text in FIGURES.values()]
 
 
@@ -40,7 +42,9 @@ def plan_report(plan: Estimate) -> Report:
     """Layout, memory, collectives, memory traffic and times of a plan by formula."""
     run, device = plan.run, plan.run.device
     usable = ("usable", device.usable_gib * GIB, f"of {device.memory_gib:g}")
-    memory = [*memory_parts(plan), ("peak", plan.memory.peak, ""), usable]
+    memory = memory_rows([*memory_parts(plan), ("peak", plan.memory.peak, ""), usable])
+    if plan.report is not None:
+        memory.append(("Megatron-LM says", f"{plan.report.total / GIB:8.2f}  by its own report"))
     collectives = [
         (
             f"{row.axis}: {row.kind}",
@@ -48,22 +52,21 @@ def plan_report(plan: Estimate) -> Report:
             f"{row.exposed:.3f} exposed  {row.what}",
         )
         for row in plan.traffic
-    ] or [("none", "")]
-    megatron = [("Megatron-LM says", f"{each.total / GIB:8.2f}  by its own report") for each in [plan.report] if each]
+    ]
     return Report(
         f"plan for {run.devices} x {device.name}, by formula",
         [
             ("layout", layout(plan)),
-            ("memory of one device, GiB", [*memory_rows(memory, device.usable_gib - plan.memory.peak_gib), *megatron]),
-            ("collectives of one device and step", collectives),
+            ("memory of one device, GiB", memory),
+            ("collectives of one device and step", collectives or [("none", "")]),
             traffic_by_class(bytes_per_step(plan), device),
             ("time of a step", times(plan)),
         ],
     )
 
 
-def memory_parts(plan: Estimate) -> list[tuple[str, float, str]]:
-    """Name, bytes and remark of the parts of a device's memory by formula."""
+def memory_parts(plan: Estimate) -> list[Part]:
+    """The parts of a device's memory by formula."""
     memory = plan.memory
     return [
         ("weights", memory.parameters, "master weights"),
@@ -75,43 +78,48 @@ def memory_parts(plan: Estimate) -> list[tuple[str, float, str]]:
     ]
 
 
+def memory_rows(parts: Sequence[Part]) -> list[tuple[str, str]]:
+    """Parts, among them `peak` and `usable`, and whether these fit."""
+    sizes = {name: size for name, size, _ in parts}
+    room = sizes["usable"] - sizes["peak"]
+    fits = f"{'yes' if room >= 0 else 'NO':>8}  {abs(room) / GIB:.2f} {'to spare' if room >= 0 else 'too much'}"
+    return [*((name, f"{size / GIB:8.2f}  {about}".rstrip()) for name, size, about in parts), ("fits", fits)]
+
+
+def placement(devices: int, per_node: int, mesh: Mapping[str, int], parameters: int) -> list[tuple[str, str]]:
+    """Devices, mesh, parameters."""
+    return [
+        ("devices", f"{devices} in nodes of {per_node}"),
+        ("mesh", ", ".join(f"{name} {size}" for name, size in mesh.items())),
+        ("parameters", f"{count(parameters)} ({parameters:,})"),
+    ]
+
+
 def layout(plan: Estimate) -> list[tuple[str, str]]:
     """Devices, mesh, parameters, microbatches, schedule."""
     run, flops = plan.run, plan.flops
-    parameters = run.model.parameter_count().total
-    lengths = " + ".join(f"{section.positions}" for section in run.model.section_facts())
-    words = counted(run.model)
+    unit = counted(run.model)
+    lengths = " + ".join(f"{section.positions}" for section in run.sections)
+    causal = f"{flops.causal:.4g} with causal attention, {flops.full:.4g} with full"
     rows = [
-        ("devices", f"{run.devices} in nodes of {run.per_node}"),
-        ("mesh", ", ".join(f"{name} {size}" for name, size in run.sizes.items())),
-        ("parameters", f"{count(parameters)} ({parameters:,})"),
-        (
-            f"FLOPs per {words.removesuffix('s')}",
-            f"{flops.causal:.4g} with causal attention, {flops.full:.4g} with full",
-        ),
+        *placement(run.devices, run.per_node, run.sizes, run.model.parameter_count().total),
+        (f"FLOPs per {unit.removesuffix('s')}", causal),
         (
             "microbatches",
-            f"{run.microbatches} of {run.micro_size} rows, {lengths} {'positions' if words == 'rows' else words} each",
+            f"{run.microbatches} of {run.micro_size} rows, {lengths} {'positions' if unit == 'rows' else unit} each",
         ),
     ]
     if run.parallel.pipeline > 1:
-        slots, chunks = plan.schedule.slots, run.parallel.virtual_stages
-        rows.append(("schedule", f"{run.parallel.schedule}, {chunks} chunks a stage, {slots} ring slots"))
-        rows.append(("bubble", f"{plan.schedule.fraction:.2%} over ideal time"))
+        chunks = f"{run.parallel.virtual_stages} chunks a stage, {run.schedule.slots} ring slots"
+        rows.append(("schedule", f"{run.parallel.schedule}, {chunks}"))
+        rows.append(("bubble", f"{run.schedule.fraction:.2%} over ideal time"))
     experts = (one.summary(tower.tokens, run.spread) for tower in run.towers for b in tower.blocks for one in b.experts)
     return rows + [("experts", text) for text in dict.fromkeys(experts)]
 
 
-def memory_rows(parts: Sequence[tuple[str, float, str]], room_gib: float) -> list[tuple[str, str]]:
-    """Name, bytes and remark of parts, and whether they fit."""
-    rows = [(name, f"{size / GIB:8.2f}  {about}".rstrip()) for name, size, about in parts]
-    verdict = f"{'yes' if room_gib >= 0 else 'NO':>8}  {abs(room_gib):.2f}"
-    return [*rows, ("fits", f"{verdict} {'to spare' if room_gib >= 0 else 'too much'}")]
-
-
 def times(plan: Estimate) -> list[tuple[str, str]]:
     """Step time by cause, speed, and time of the whole run."""
-    run, step, compute = plan.run, plan.step_seconds, plan.compute_seconds
+    run, step, compute, unit = plan.run, plan.step_seconds, plan.compute_seconds, counted(plan.run.model)
     matmul, attention = plan.matmul_seconds / compute, plan.attention_seconds / compute
     shares = f"matmuls {matmul:.0%}, attention {attention:.0%}, bound by memory {1 - matmul - attention:.0%}"
     parts = (
@@ -121,14 +129,36 @@ def times(plan: Estimate) -> list[tuple[str, str]]:
         ("optimizer", plan.optimizer_seconds, ""),
     )
     peak = ", of the bfloat16 peak" if run.compute != "bfloat16" else ""
-    whole = f"{run.steps:,} steps, {count(plan.tokens)} {counted(run.model)}: {duration(plan.days * 86_400)}, "
-    return [
+    rows = [
         *((name, f"{value:9.3f} s {value / step:6.1%}  {note}".rstrip()) for name, value, note in parts),
         ("step", f"{step:9.3f} s"),
-        (f"{counted(run.model)}/s", f"{plan.tokens_per_second_per_device:9,.0f} per device"),
+        (f"{unit}/s", f"{plan.tokens_per_second_per_device:9,.0f} per device"),
         ("MFU", f"{plan.mfu_causal:9.1%} with causal attention, {plan.mfu_full:.1%} with full{peak}"),
-        *([("whole run", f"{whole}{plan.device_hours:,.0f} GPU hours")] if run.steps else []),
     ]
+    if run.steps:
+        whole = f"{run.steps:,} steps, {count(plan.tokens)} {unit}: {duration(plan.days * 86_400)}"
+        rows.append(("whole run", f"{whole}, {plan.device_hours:,.0f} GPU hours"))
+    return rows
+
+
+def traffic_by_class(
+    sums: Mapping[str, float], device: Device, predicted: Mapping[str, float] | None = None, workspace: float = 0.0
+) -> Section:
+    """Bytes by class, counted or by formula.
+
+    predicted: what the formula says, beside what is counted; workspace: counted bytes of cuBLAS's scratch arrays.
+    """
+    total = sums["total"]
+    name, unit = next((each for each in (("TiB", 2**40), ("GiB", GIB)) if total >= each[1]), ("MiB", MIB))
+    seconds = f"{total / device.bandwidth:.3g} s at the data sheet's {device.bandwidth / 1e12:.3g} TB/s"
+    lines = []
+    for kind, about in {"total": seconds, **BYTE_CLASSES}.items():
+        share = f"{sums[kind] / total:.1%}" if kind != "total" else ""
+        formula = "" if predicted is None else f"  by formula {predicted[kind] / unit:6.2f}"
+        lines.append((kind, f"{sums[kind] / unit:8.2f} {share:>6}{formula}  {about}".rstrip()))
+    if workspace:
+        lines.append(("cuBLAS workspace", f"{workspace / unit:8.2f}  of matmul: scratch space, at most"))
+    return f"memory traffic of one device and step, {name}", lines
 
 
 def serving_report(plans: Sequence[Serving]) -> Report:
@@ -159,32 +189,87 @@ def serving_report(plans: Sequence[Serving]) -> Report:
 
 
 def _serving_speed(plan: Serving) -> Table:
-    lines = []
-    for rows in batches(plan.rows):
-        memory, compute, sums = (1e3 * each for each in plan.step_seconds(rows))
-        speed = f"{plan.tokens_per_second(rows):,.0f}"
-        lines.append((f"{rows:,}", f"{memory:.2f}", f"{compute:.2f}", f"{sums:.2f}", speed))
+    rows = [
+        [
+            f"{rows:,}",
+            *(f"{1e3 * seconds:.2f}" for seconds in plan.step_seconds(rows)),
+            f"{plan.tokens_per_second(rows):,.0f}",
+        ]
+        for rows in batches(plan.rows)
+    ]
     headings = ("rows", "bandwidth, ms", "compute, ms", "collectives, ms", "tokens/s of all devices")
     title = f"bounds of a step: tensor {plan.tensor}, weights {plan.weights}, cache {plan.cache}"
-    return Table(title, headings, lines, ())
+    return Table(title, headings, rows, ())
 
 
-def traffic_by_class(
-    sums: Mapping[str, float], device: Device, predicted: Mapping[str, float] | None = None
-) -> Section:
-    """Bytes by class, counted or by formula; predicted: what a formula says beside what is counted."""
-    total = sums["total"]
-    name, unit = unit_of(total)
+# Plans beside each other
 
-    def line(kind: str, share: str, about: str) -> tuple[str, str]:
-        formula = "" if predicted is None else f"  by formula {predicted[kind] / unit:6.2f}"
-        return kind, f"{sums[kind] / unit:8.2f} {share:>6}{formula}  {about}".rstrip()
+DEVICES_AXIS = "devices"
+MAX_DIFFERENCES = 12
+"""Differing settings that a comparison lists."""
+MODES = {
+    "weak": "weak scaling: the batch grows with the devices",
+    "strong": "strong scaling: the batch stays the same",
+    "": "one setting at several values",
+}
+"""Of the points of a sweep."""
+type Point = dict[str, Any]
+"""JSON of a plan of a sweep: `value`, `mode`, `devices`, `global_size`, and its figures or the rules' `refusal`."""
 
-    seconds = f"{total / device.bandwidth:.3g} s at the data sheet's {device.bandwidth / 1e12:.3g} TB/s"
-    lines = [line(kind, f"{sums[kind] / total:.1%}", about) for kind, about in BYTE_CLASSES.items()]
-    return f"memory traffic of one device and step, {name}", [line("total", "", seconds), *lines]
+
+def comparison(names: tuple[str, str], cases: tuple[Case, Case]) -> tuple[Report, dict[str, Any]]:
+    """Two plans side by side, and their JSON: both plans, and the ratios of the second's figures to the first's."""
+    first, second = (to_dict(case.estimate) for case in cases)
+    ratios = {name: second[name] / first[name] for name in (*SPEED, "peak_gib") if first[name]}
+    facts: dict[str, Callable[[Estimate], str]] = {
+        "devices": lambda plan: f"{plan.run.devices} x {plan.run.device.name}",
+        "parameters": lambda plan: count(plan.run.model.parameter_count().total),
+        "mesh": lambda plan: ", ".join(f"{axis} {n}" for axis, n in plan.run.sizes.items() if n > 1) or "1",
+        "microbatches": lambda plan: f"{plan.run.microbatches} x {plan.run.micro_size} rows",
+        "fits": lambda plan: "yes" if plan.fits else "NO",
+        "whole run": lambda plan: duration(plan.days * 86_400) if plan.run.steps else "",
+    }
+    rows = [[name, *(fact(case.estimate) for case in cases), ""] for name, fact in facts.items()]
+    rows += [
+        [name.replace("_", " "), f"{first[name]:.4g}", f"{second[name]:.4g}", f"{ratio:.3f}"]
+        for name, ratio in ratios.items()
+    ]
+    blocks: list[Section | Table] = [Table("side by side", ("", *names, "ratio"), rows)]
+    if changed := diff(cases[0].cfg, cases[1].cfg):
+        more = [f"and {len(changed) - MAX_DIFFERENCES} more"] if len(changed) > MAX_DIFFERENCES else []
+        blocks.append(("settings that differ", [("", line) for line in [*changed[:MAX_DIFFERENCES], *more]]))
+    return Report(" and ".join(names), blocks), {"first": first, "second": second, "ratios": ratios}
 
 
-def unit_of(total: float) -> tuple[str, int]:
-    """Name and bytes of the unit that suits a total."""
-    return next(((name, unit) for name, unit in BYTE_UNITS if total >= unit), BYTE_UNITS[-1])
+def sweep_report(source: str, axis: str, points: Sequence[Point]) -> Report:
+    """A table of each mode, and the points that the rules refuse."""
+    columns = (axis, "data", "rows", "microbatches", "efficiency", "tokens/s", *FIGURES)
+    blocks: list[Section | Table] = []
+    for mode, title in MODES.items():
+        if curve := [point for point in points if point["mode"] == mode]:
+            first = next((_speed(point) / point["devices"] for point in curve if "refusal" not in point), 1.0)
+            blocks.append(Table(title, columns, [_sweep_row(point, first) for point in curve], ()))
+    refused = [("", f"{one['mode']} {one['value']}: {one['refusal']}".strip()) for one in points if "refusal" in one]
+    return Report(f"{source} by {axis}", [*blocks, *[("refused", refused)] * bool(refused)])
+
+
+def _speed(point: Point) -> float:
+    return point["tokens_per_second_per_device"] * point["devices"]
+
+
+def _sweep_row(point: Point, first: float) -> list[str]:
+    """first: tokens per second and device of the first point."""
+    if "refusal" in point:
+        return [point["value"], "refused", "", "", "", "", *cells(point)]
+    counts = (point["mesh"]["data"], point["global_size"], point["microbatches"])
+    speeds = f"{point['tokens_per_second_per_device'] / first:.1%}", f"{_speed(point):,.0f}"
+    return [point["value"], *(f"{number:,}" for number in counts), *speeds, *cells(point)]
+
+
+def draw_sweep(axis: str, points: Sequence[Point], axes: Any) -> None:
+    """Tokens per second, a curve of each mode, on matplotlib axes."""
+    for mode, title in MODES.items():
+        if ran := [point for point in points if point["mode"] == mode and "refusal" not in point]:
+            axes.plot([point["value"] for point in ran], [*map(_speed, ran)], marker="o", label=title)
+    axes.set(title="Tokens per second", xlabel=axis, yscale="log" if axis == DEVICES_AXIS else "linear")
+    axes.legend()

@@ -50,7 +50,8 @@ class Greedy(NamedTuple):
 def programs(name: str, tensor: int, bucket: Bucket) -> Programs:
     """Steps of a model whose weights are in bfloat16, on that many H100s."""
     cfg, parallel = load(name).model, ParallelConfig(tensor=tensor, data=1, data_sharding="replicate", sequence=False)
-    mesh, layout = build_mesh(parallel, devices.virtual_devices(Cluster("h100", tensor, 8))), Layout(Plan.of(parallel))
+    mesh = build_mesh(parallel, devices.virtual_devices(Cluster(GPUS["h100"], tensor, 8)))
+    layout = Layout(Plan.of(parallel))
     abstract = nnx.eval_shape(lambda: cfg.build(layout))
     weights: dict[str, Any] = {
         path: jax.ShapeDtypeStruct(

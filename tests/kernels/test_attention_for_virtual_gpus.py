@@ -14,7 +14,7 @@ from megajax.config.errors import UserError
 from megajax.kernels.attention import Mask, attend, reference_attention
 from megajax.mesh.xla import DEVICELESS, compiler_options
 from megajax.planning.program import devices
-from megajax.planning.program.devices import Cluster
+from megajax.planning.program.devices import GPUS, Cluster
 
 LENGTH, HEADS, GROUPS = 2048, 4, 2
 SCORES = LENGTH * LENGTH * 2
@@ -31,7 +31,7 @@ def compiler() -> None:
 
 def compiled(gpu: str, kernel: str, *, size: int = 64, wide: int = 64, groups: int = GROUPS, **rest):
     """Kernels of attention's gradient on this GPU, and its temporary bytes beside queries, keys, values and results."""
-    mesh = Mesh(np.array(devices.virtual_devices(Cluster(gpu, 1, 8))), ("data",))
+    mesh = Mesh(np.array(devices.virtual_devices(Cluster(GPUS[gpu], 1, 8))), ("data",))
     documents, keys = rest.pop("documents", False) or rest.get("padded", False), rest.pop("keys", LENGTH)
     sizes = (LENGTH, HEADS, size), (keys, groups, size), (keys, groups, wide), (LENGTH, HEADS, wide)
     shapes = [(1, *each) for each in sizes]

@@ -23,7 +23,7 @@ from megajax.kernels.mask import Mask
 from megajax.mesh.row_cut import RowCut
 from megajax.mesh.xla import DEVICELESS, FSDP, GPU, compiler_options
 from megajax.planning.program import devices, hlo
-from megajax.planning.program.devices import Cluster
+from megajax.planning.program.devices import GPUS, Cluster
 
 LENGTH, HEADS, SIZE, LAYERS = 8192, 4, 64, 3
 CONTEXT, TENSOR = 4, 2
@@ -42,7 +42,7 @@ def compiled(
 ) -> tuple[str, Mapping]:
     """The program's text and its mesh. rest: of the mask."""
     mesh = Mesh(
-        np.array(devices.virtual_devices(Cluster("h100", CONTEXT * TENSOR, 8))).reshape(CONTEXT, TENSOR),
+        np.array(devices.virtual_devices(Cluster(GPUS["h100"], CONTEXT * TENSOR, 8))).reshape(CONTEXT, TENSOR),
         ("context", "tensor"),
     )
     passes, heads = over_context(cut, kernel), P(None, None, "tensor")

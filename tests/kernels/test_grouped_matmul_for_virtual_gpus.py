@@ -13,7 +13,7 @@ from megajax.config.errors import UserError
 from megajax.kernels.grouped_matmul import grouped_matmul
 from megajax.mesh.xla import DEVICELESS, compiler_options
 from megajax.planning.program import devices
-from megajax.planning.program.devices import Cluster
+from megajax.planning.program.devices import GPUS, Cluster
 
 TARGETS = {"mosaic": "mosaic_gpu_v2", "triton": "__gpu$xla.gpu.triton"}
 
@@ -49,7 +49,7 @@ CASES = [
 def test_three_kernels_and_no_temporary_arrays(gpu: str, kernel: str, shape: tuple[int, int, int, int]) -> None:
     """Result and both gradients; the compiler refuses a kernel whose blocks don't fit the GPU's shared memory."""
     rows, groups, inner, outer = shape
-    mesh = Mesh(np.array(devices.virtual_devices(Cluster(gpu, 1, 8))), ("data",))
+    mesh = Mesh(np.array(devices.virtual_devices(Cluster(GPUS[gpu], 1, 8))), ("data",))
     shapes = (rows, inner), (groups, inner, outer), (rows, outer)
     whole = NamedSharding(mesh, P())
     arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=whole) for shape in shapes]

@@ -21,7 +21,7 @@ from megajax.kernels.paged_pools import Pools
 from megajax.kernels.paged_triton import paged_attention
 from megajax.mesh.xla import DEVICELESS, GPU, compiler_options
 from megajax.planning.program import devices
-from megajax.planning.program.devices import Cluster
+from megajax.planning.program.devices import GPUS, Cluster
 
 BLOCK, TABLE = 16, 36
 """A table of 576 positions: three splits."""
@@ -143,7 +143,7 @@ def compiler() -> None:
 
 def compiled(gpu: str, rows: int, width: int, heads: int, groups: int, size: int, **rest):
     """Kernels, and bytes of arguments and temporaries, of attention to a table of 8192 positions."""
-    mesh, blocks = Mesh(np.array(devices.virtual_devices(Cluster(gpu, 1, 8))), ("data",)), 2048
+    mesh, blocks = Mesh(np.array(devices.virtual_devices(Cluster(GPUS[gpu], 1, 8))), ("data",)), 2048
     stored, latent = rest.get("stored", jnp.bfloat16), rest.get("latent")
 
     def like(dtype, *shape: int) -> jax.ShapeDtypeStruct:

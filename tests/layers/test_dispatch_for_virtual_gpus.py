@@ -14,7 +14,7 @@ from megajax.layers.dispatch import Dispatch, dispatched
 from megajax.layers.router import Routing
 from megajax.mesh.xla import DEVICELESS, compiler_options
 from megajax.planning.program import devices
-from megajax.planning.program.devices import Cluster
+from megajax.planning.program.devices import GPUS, Cluster
 
 TOKENS, WIDTH, EXPERTS, K = 64, 128, 8, 2
 
@@ -25,7 +25,7 @@ def test_rows_travel_in_ragged_all_to_alls(number: int) -> None:
         devices.prepare()
     except UserError as error:
         pytest.skip(str(error).splitlines()[0])
-    gpus = devices.virtual_devices(Cluster("h100", 1, 8))
+    gpus = devices.virtual_devices(Cluster(GPUS["h100"], 1, 8))
     mesh = Mesh(np.array(gpus[:number]), ("expert",), axis_types=(AxisType.Auto,))
     dispatch = Dispatch(experts=EXPERTS, top_k=K, axes=("expert",))
 

@@ -15,7 +15,6 @@ from megajax.mesh.config import ContextStrategy, ParallelConfig
 from megajax.models.presets.deepseek import deepseek
 from megajax.models.presets.llama import llama3
 from megajax.models.presets.mamba import mamba2
-from megajax.planning.cost.context import RowTraffic
 from megajax.planning.cost.description import Description, describe
 from megajax.planning.cost.estimate import Estimate, estimate
 from megajax.planning.cost.traffic import Traffic
@@ -122,10 +121,10 @@ def test_heads_of_latent_attention_are_all_sent_and_states_are_not_keys() -> Non
     layout = ParallelConfig(context=4, data=1)
     tower = llama3_8b(layout, 1, model=deepseek("v2-lite")).towers[-1]
     (mixer,) = {block.mixers[0] for block in tower.blocks}
-    assert RowTraffic.of(tower).keys == tower.tokens * 2 * 16 * (128 + 64 + 128) * len(tower.blocks)
+    assert tower.attention_bytes[1] == tower.tokens * 2 * 16 * (128 + 64 + 128) * len(tower.blocks)
     assert mixer.heads == 16
     tower = llama3_8b(layout, 1, model=mamba2("130m")).towers[-1]
-    assert RowTraffic.of(tower).keys == 0
+    assert tower.attention_bytes[1] == 0
 
 
 @pytest.mark.parametrize("case", FIGURES["programs"])
@@ -155,9 +154,9 @@ def test_neighbours_of_a_part_of_an_axis_are_in_a_node() -> None:
     def seconds(groups: Groups) -> float:
         one = Collective("all-to-all", groups, Place(), 256 * MIB, 1, 0, overlapped=False)
         mesh = {"pipeline": 1, "data": 1, "expert": 1, "context": 8, "tensor": 2}
-        program = Contents((one,), (), ())
-        plan: Any = SimpleNamespace(contents=program, unknown_trips=1, mesh=mesh, cluster=Cluster("h100", 16, 8))
-        (row,) = timed(plan, GPUS["h100"])
+        program = Contents((one,), ())
+        plan: Any = SimpleNamespace(contents=program, unknown_trips=1, mesh=mesh, cluster=Cluster(GPUS["h100"], 16, 8))
+        (row,) = timed(plan)
         return row["seconds"]
 
     whole, part = Groups(("context",), 8), Groups(("context",), 2, whole=False)

@@ -7,7 +7,7 @@ import pytest
 
 from megajax.config.errors import UserError
 from megajax.planning.cost.traffic import Span, ring_rate, seconds
-from megajax.planning.program.devices import GPUS, REQUIRED, calibrated, read_device
+from megajax.planning.program.devices import GPUS, REQUIRED, read_device
 
 PLAIN = replace(
     GPUS["h100"],
@@ -72,12 +72,12 @@ def test_a_described_device(tmp_path: Path) -> None:
 
 
 WRONG = {
-    "nothing": ("", "must hold names and numbers"),
+    "nothing": ("", "memory_gib: has no default and is not given"),
     "a part": ("name: mine\npeak: 1e15\n", "memory_gib: has no default and is not given"),
     "no number": (MINE.replace("3e12", "fast"), "bandwidth: expected a number, got 'fast'"),
     "below nothing": (MINE.replace("3e12", "-1"), "bandwidth: must be a number above 0, got -1"),
     "another name": (MINE + "nvlnk: 1\n", "did you mean nvlink"),
-    "no YAML": ("a: [", "is not YAML"),
+    "no YAML": ("a: [", "device.yaml, line 1: "),
 }
 
 
@@ -93,9 +93,9 @@ def test_measured_constants_take_the_place_of_known_ones(tmp_path: Path) -> None
     file = described(
         tmp_path, '{"date": "x", "figures": {"constants": {"name": "h100", "matmul": 0.5}, "readings": {}}}'
     )
-    assert calibrated(GPUS["h100"], file) == replace(GPUS["h100"], matmul=0.5)
+    assert read_device(file, GPUS["h100"]) == replace(GPUS["h100"], matmul=0.5)
     with pytest.raises(UserError, match=r"measured on h100, the plan is for h200"):
-        calibrated(GPUS["h200"], file)
+        read_device(file, GPUS["h200"])
 
 
 def test_what_must_be_said_is_what_has_no_default() -> None:

@@ -19,7 +19,7 @@ from megajax.models.presets.gpt import gpt3
 from megajax.models.presets.llama import llama3
 from megajax.pipeline.check import measure
 from megajax.pipeline.schedule import build
-from megajax.planning.cost.description import OURS, Description, describe, pipeline_bubble
+from megajax.planning.cost.description import OURS, Description, describe
 from megajax.planning.cost.estimate import Estimate, estimate, to_dict
 from megajax.planning.program.devices import GPUS
 
@@ -73,7 +73,7 @@ def test_a_bubble_is_that_of_the_table(sizes: tuple[int, int, int]) -> None:
         for wait in (0,) if name == "gpipe" else (0, 1):
             table = build(name, stages=stages, microbatches=microbatches, chunks=chunks, loss_wait=wait)
             layout = ParallelConfig(pipeline=stages, virtual_stages=chunks, schedule=name, loss_wait=wait, data=1)
-            bubble = pipeline_bubble(run(parallel=layout, global_size=microbatches))
+            bubble = run(parallel=layout, global_size=microbatches).schedule
             assert (bubble.ticks, bubble.slots) == (table.ticks, table.ring_slots)
             assert bubble.fraction == pytest.approx(float(measure(table).pipeline_bubble))
 
@@ -162,8 +162,8 @@ def test_a_layout_that_a_config_may_not_ask_for() -> None:
 def test_a_free_running_pipeline_keeps_fewer_and_its_last_stage_has_the_head() -> None:
     layout = ParallelConfig(pipeline=8, data=1)
     ours = estimate(run(parallel=layout, global_size=64))
-    other = estimate(run(parallel=layout, global_size=64, system=replace(OURS, lockstep=False, head="last")))
-    assert other.memory.activations == pytest.approx(ours.memory.activations * 8 / ours.schedule.slots)
+    other = estimate(run(parallel=layout, global_size=64, system=replace(OURS, lockstep=False)))
+    assert other.memory.activations == pytest.approx(ours.memory.activations * 8 / ours.run.schedule.slots)
     assert other.matmul_seconds > 1.2 * ours.matmul_seconds
 
 
@@ -176,12 +176,6 @@ def test_mfu_is_of_the_same_peak_whatever_is_multiplied_in() -> None:
 def test_fp8_needs_a_device_that_has_it() -> None:
     with pytest.raises(UserError, match="a100-80gb has no fp8"):
         estimate(run(compute="fp8", device=GPUS["a100-80gb"]))
-
-
-def test_more_devices_than_are_planned_for() -> None:
-    cfg: Any = load(str(ROOT / "configs" / "llama3.py"))
-    with pytest.raises(UserError, match="at most 16,384"):
-        describe(cfg, H100, 32_768)
 
 
 def test_an_estimate_is_quick_and_the_same_every_time() -> None:

@@ -14,11 +14,11 @@ from megajax.layers.segments import SegmentsConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.models.facts import count_flops
 from megajax.planning.cost.description import Description, describe
-from megajax.planning.cost.estimate import estimate
+from megajax.planning.cost.estimate import Case, estimate
 from megajax.planning.cost.traffic import Span, seconds
 from megajax.planning.cost.work import footprint
 from megajax.planning.program.devices import GPUS, Cluster
-from megajax.planning.search.search import Case, Task
+from megajax.planning.search import Task
 from megajax.planning.show import plan_report
 
 EXPERTS, TOP_K, HIDDEN, FFN, TOKENS = 8, 2, 256, 512, 1024
@@ -63,7 +63,7 @@ def test_all_devices_together_hold_every_weight_once(name: str, segments: bool) 
     count = run.model.parameter_count().total
     padding = (run.model.head_facts().columns - run.model.vocabulary_size) * HIDDEN  # type: ignore[attr-defined]
     # Gains and the router are whole on every device of `tensor`.
-    vectors = sum(tower.vectors() for tower in run.towers) + HIDDEN * EXPERTS * 4
+    vectors = sum(tower.vectors for tower in run.towers) + HIDDEN * EXPERTS * 4
     copies = (run.parallel.tensor - 1) * (vectors + HIDDEN)
     held = footprint(run).parameters / 4 * run.devices
     assert held == pytest.approx(count + 2 * padding + copies, rel=5e-3)
@@ -129,7 +129,7 @@ def test_buffers_for_all_take_the_memory_that_room_and_chunks_save() -> None:
 
 
 def task(cfg: Any, **fixed: Any) -> Task:
-    return Task(Case(cfg, Cluster("h100", 16, 8), GPUS["h100"]), fixed)
+    return Task(Case(cfg, Cluster(GPUS["h100"], 16, 8)), fixed)
 
 
 def test_a_search_tries_numbers_of_devices_that_divide_the_experts() -> None:

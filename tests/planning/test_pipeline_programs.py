@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
-from math import prod
 from typing import Any
 
 import jax
@@ -46,6 +45,8 @@ class Compiled:
     """Kernels without arithmetic that write a mebibyte or more at once; of programs for GPUs."""
     products: tuple[Kernel, ...] = ()
     """Kernels that multiply matrices into float32 arrays."""
+    attention: tuple[Kernel, ...] = ()
+    """Those of cuDNN."""
 
 
 def debug(
@@ -103,12 +104,12 @@ def exposed(found: Contents) -> list[Collective]:
     return [one for one in among if not one.overlapped]
 
 
-def in_loop(found: Contents, place: Place, axis: str) -> Counter[str]:
+def in_loop(found: Contents, path: tuple[int, ...], axis: str) -> Counter[str]:
     """Kind -> arrays moved along an axis in one round of a loop."""
     return Counter(
         {
-            kind: sum(one.arrays for one in over(axis, found) if one.place == place and one.kind == kind)
-            for kind in {one.kind for one in over(axis, found) if one.place == place}
+            kind: sum(one.arrays for one in over(axis, found) if one.place.path == path and one.kind == kind)
+            for kind in {one.kind for one in over(axis, found) if one.place.path == path}
         }
     )
 
@@ -175,6 +176,7 @@ def deviceless() -> Iterator[Deviceless]:
             ticks * rows,
             tuple(one for one in found.kernels if one.work in ("fill", "move") and one.written >= MIB),
             tuple(one for one in found.kernels if one.work == "matmul" and one.shape.startswith("(f32[")),
+            tuple(one for one in found.kernels if "fmha" in (one.target or "")),
         )
 
     with pytest.MonkeyPatch.context() as patch:
@@ -244,24 +246,21 @@ def test_weight_gradients_are_added_in_place(family: str, schedule: str, devicel
 def test_a_layer_gathers_and_scatters_and_sums_nothing_for_all(
     family: str, schedule: str, deviceless: Deviceless
 ) -> None:
-    found = deviceless(family, schedule).contents
-    # With documents apart a kernel is in a branch of its loop; what travels is beside it.
-    kernels = {(replace(one.place, conditional=False), one.target) for one in found.kernels if "fmha" in one.target}
-    forwards = {place for place, target in kernels if "Backward" not in target}
-    backwards = {place for place, target in kernels if "Backward" in target}
+    step = deviceless(family, schedule)
+    forwards = {one.place.path for one in step.attention if "Backward" not in (one.target or "")}
+    backwards = {one.place.path for one in step.attention if "Backward" in (one.target or "")}
     assert forwards and backwards and not forwards & backwards
-    for place in forwards:
-        assert in_loop(found, place, "tensor") == {"all-gather": 2, "reduce-scatter": 2}
-    for place in backwards:
+    for path in forwards:
+        assert in_loop(step.contents, path, "tensor") == {"all-gather": 2, "reduce-scatter": 2}
+    for path in backwards:
         # Two of the gathers are of what it recomputes from.
-        assert in_loop(found, place, "tensor") == {"all-gather": 4, "reduce-scatter": 2}
+        assert in_loop(step.contents, path, "tensor") == {"all-gather": 4, "reduce-scatter": 2}
 
 
 @KINDS
 def test_attention_is_computed_once_forward_and_never_again(family: str, schedule: str, deviceless: Deviceless) -> None:
     step = deviceless(family, schedule)
-    kernels = [one for one in step.contents.kernels if "fmha" in one.target and "Backward" not in one.target]
-    runs = sum(prod(one.place.trips) * one.place.share for one in kernels)
+    runs = sum(one.rounds * one.share for one in step.attention if "Backward" not in (one.target or ""))
     assert runs == pytest.approx(step.forwards)
 
 
@@ -320,7 +319,7 @@ def test_on_cpu_devices_between_stages_go_activations_alone() -> None:
 
 def test_on_cpu_devices_a_layer_gathers_what_it_must() -> None:
     found = on_cpu("1f1b", MICROBATCHES).contents
-    layers = [(loop.matmuls, in_loop(found, loop.place, "tensor")) for loop in found.loops if loop.matmuls >= 5]
+    layers = [(loop.matmuls, in_loop(found, loop.place.path, "tensor")) for loop in found.loops if loop.matmuls >= 5]
     forward = min(matmuls for matmuls, _ in layers)
     for matmuls, moved in layers:
         assert moved.keys() == {"all-gather", "all-reduce"}

@@ -10,9 +10,9 @@ from megajax.planning.program.devices import GPUS, read_cluster
 def test_clusters_are_parsed() -> None:
     cluster, problems = read_cluster("h100:128")
     assert cluster is not None and not problems
-    assert (cluster.name, cluster.devices, cluster.topology()) == ("h100", 128, "16x1x8")
+    assert (cluster.device.name, cluster.devices, cluster.topology()) == ("h100", 128, "16x1x8")
     names = [read_cluster(text)[0] for text in ("A100:8", "h200", "b200:2")]
-    assert [(one.name, one.devices, one.topology()) for one in names if one] == [
+    assert [(one.device.name, one.devices, one.topology()) for one in names if one] == [
         ("a100-80gb", 8, "1x1x8"),
         ("h200", 8, "1x1x8"),
         ("b200", 2, "1x1x2"),

@@ -16,9 +16,9 @@ from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.rules import Plan
 from megajax.planning.cost.estimate import Case, Estimate, estimate, to_dict
-from megajax.planning.program.devices import GPUS, read_cluster
-from megajax.planning.search.ranking import Cache, find_best
-from megajax.planning.search.search import Task
+from megajax.planning.program.devices import read_cluster
+from megajax.planning.ranking import Cache, find_best
+from megajax.planning.search import Task
 from tests.models.test_encoders import bert, t5
 from tests.models.test_section_facts import IMAGES
 
@@ -32,7 +32,7 @@ def case(model: Any, parallel: ParallelConfig = ONE, devices: int = 1, trainable
     leaves = tuple((name, leaf.dtype) for name, leaf in model.schema().items())
     optimizer: Any = replace(cfg.optimizer, trainable=trainable)
     cfg = cfg.but(model=model, data=TheseRows(leaves), parallel=parallel, optimizer=optimizer)
-    return Case(cfg, cluster, GPUS["h100"])
+    return Case(cfg, cluster)
 
 
 def planned(model: Any, trainable: tuple[str, ...] = ("*",)) -> Estimate:

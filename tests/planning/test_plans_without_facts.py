@@ -48,18 +48,18 @@ def test_a_compiled_plan_has_memory_and_no_times(config_file: Path, peak_gib: in
     memory = Memory(arguments=0, outputs=0, aliased=0, temporary=peak_gib * 2**30, parameters=0, optimizer=0)
     plan = TrainPlan(
         cfg=load(config_file),
-        cluster=Cluster("h100", 8, 8),
+        cluster=Cluster(GPUS["h100"], 8, 8),
         mesh={"data": 8},
         microbatches=1,
         parameters=9_696,
         kernels={},
         memory=memory,
-        contents=Contents((), (), ()),
+        contents=Contents((), ()),
         schedule=None,
         compile_seconds=1.0,
         text="ENTRY %main (a: f32[]) -> f32[] {\n}\n",
     )
-    shown, figures = report(plan, GPUS["h100"])
+    shown, figures = report(plan)
     assert figures["parameters"] == 9_696 and figures["peak_gib"] == peak_gib
     assert figures["step_seconds"] is None and figures["mfu_causal"] is None
     assert "needs facts of the model" in shown.text()

@@ -105,10 +105,6 @@ def test_kernels_in_loops_count_as_often_as_these_run(found) -> None:
     assert (pair.place.name, pair.rounds, pair.origin) == ("1", 4, "jit(step)/mul")
 
 
-def test_donated_arguments(found) -> None:
-    assert found.aliased == 4 * ROW + 4
-
-
 def test_selections_of_kernels(found) -> None:
     assert [one.name for one in found.kernels if one.work in ("fill", "move") and one.written >= 2 * ROW] == [
         "filled",

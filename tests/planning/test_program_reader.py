@@ -117,7 +117,6 @@ def test_overlap_with_matmuls() -> None:
         ("all-gather", "tensor", "1.1", False, 60, 2 * ROWS),
         ("all-reduce", "tensor", "1.1", False, 60, ROWS),
     ], "around the loop over layers; around the fused matmul; run in one piece; nothing but a negation in between"
-    assert [(one.target, one.place.runs()) for one in found.kernels] == [("__cublas$lt$matmul", 60)]
     assert [(loop.place.name, loop.matmuls) for loop in found.loops] == [("", 0), ("1", 1), ("1.1", 1)]
 
 

@@ -15,8 +15,8 @@ from megajax.plan import main
 from megajax.planning.cost.description import describe
 from megajax.planning.cost.estimate import Case, Estimate, estimate
 from megajax.planning.program.devices import GPUS, Cluster
-from megajax.planning.search.ranking import Cache, compile_best, rank_rows
-from megajax.planning.search.search import (
+from megajax.planning.ranking import Cache, compile_best, rank_rows
+from megajax.planning.search import (
     Choice,
     Entry,
     Task,
@@ -25,6 +25,7 @@ from megajax.planning.search.search import (
     explore,
     problems,
     ranked,
+    refusal,
     rounded,
     search,
     settings,
@@ -37,11 +38,11 @@ H100 = GPUS["h100"]
 def task(name: str, devices: int, *overrides: str, device: str = "h100", **fixed: Any) -> Task:
     cfg: Any = load(f"{name.split('_')[0]}.py:{name}", *overrides)
     chosen = GPUS[device]
-    return Task(Case(cfg, Cluster(device, devices, chosen.per_node), chosen), fixed)
+    return Task(Case(cfg, Cluster(chosen, devices, chosen.per_node)), fixed)
 
 
 def best_of(asked: Task) -> list[Entry]:
-    return ranked({group.place: group for group in search(asked)})
+    return ranked(search(asked))
 
 
 def published(asked: Task, devices: int, layout: ParallelConfig, **model: Any) -> Estimate:
@@ -108,8 +109,11 @@ def test_nothing_it_lists_is_refused_or_too_large_and_none_is_listed_twice() -> 
     asked, entries = eight_gpus()
     assert len({entry.choice.kind for entry in entries}) == len(entries)
     for entry in entries:
-        assert not asked.refusal(entry.choice)
-        assert asked.estimated(entry.choice).memory.peak == pytest.approx(entry.peak) and entry.peak <= asked.limit
+        assert not refusal(asked.with_choice(entry.choice))
+        assert (
+            asked.with_choice(entry.choice).estimate.memory.peak == pytest.approx(entry.peak)
+            and entry.peak <= asked.limit
+        )
     assert [entry.step_seconds for entry in entries] == pytest.approx(
         sorted(entry.step_seconds for entry in entries), rel=1e-2
     )
@@ -130,9 +134,12 @@ def test_the_best_is_that_of_an_exhaustive_search() -> None:
                         tensor=tensor, pipeline=pipeline, virtual_stages=chunks, data=8 // (tensor * pipeline),
                         data_sharding="zero1", sequence=sequence, micro_size=1,
                     )  # fmt: skip
-                    if problems(asked.with_choice(choice).cfg, 8) or asked.estimated(choice).memory.peak > asked.limit:
+                    if (
+                        problems(asked.with_choice(choice).cfg, 8)
+                        or asked.with_choice(choice).estimate.memory.peak > asked.limit
+                    ):
                         continue
-                    best = min(best, asked.estimated(choice).step_seconds)
+                    best = min(best, asked.with_choice(choice).estimate.step_seconds)
     assert entries[0].step_seconds == pytest.approx(best, rel=5e-3)
 
 
@@ -141,7 +148,7 @@ def test_the_fewest_layers_that_fit_recompute() -> None:
     (entry,) = explore(asked, (1, 1, 64)).best
     assert entry.choice.recompute == "full" and entry.choice.recompute_layers is not None
     one_less = replace(entry.choice, recompute_layers=entry.choice.recompute_layers - 1)
-    assert entry.peak <= asked.limit < asked.estimated(one_less).memory.peak
+    assert entry.peak <= asked.limit < asked.with_choice(one_less).estimate.memory.peak
 
 
 def test_long_rows_are_cut_where_they_do_not_fit_whole() -> None:
@@ -168,12 +175,13 @@ def test_contexts_that_the_rules_refuse_are_not_found() -> None:
 def test_moments_go_to_host_memory_only_where_nothing_fits_otherwise() -> None:
     tight = replace(H100, memory_gib=40.0)
     asked = task("gpt3_6_7b", 8)
-    group = explore(Task(replace(asked.case, device=tight)), (8, 1, 1))
+    group = explore(Task(replace(asked.case, cluster=asked.case.cluster._replace(device=tight))), (8, 1, 1))
     assert group.best and all(entry.choice.offload == 0 for entry in group.best)
-    tighter = explore(Task(replace(asked.case, device=replace(H100, memory_gib=17.5))), (8, 1, 1))
+    tighter = asked.case.cluster._replace(device=replace(H100, memory_gib=17.5))
+    tighter = explore(Task(replace(asked.case, cluster=tighter)), (8, 1, 1))
     assert tighter.best and all(entry.choice.offload > 0 for entry in tighter.best)
     first = tighter.best[0].choice
-    slow, quick = asked.estimated(first), asked.estimated(replace(first, offload=0.0))
+    slow, quick = (asked.with_choice(replace(first, offload=share)).estimate for share in (first.offload, 0.0))
     assert slow.optimizer_seconds > 10 * quick.optimizer_seconds and slow.memory.optimizer < quick.memory.optimizer
 
 

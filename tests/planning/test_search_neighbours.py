@@ -10,19 +10,19 @@ from megajax.config import load
 from megajax.config.errors import UserError
 from megajax.plan import main
 from megajax.planning.cost.description import describe
-from megajax.planning.cost.estimate import estimate
+from megajax.planning.cost.estimate import Case, estimate
 from megajax.planning.program.audit import largest_arrays
 from megajax.planning.program.devices import GIB, GPUS, Cluster, missing_packages
 from megajax.planning.program.train_step import scheduler_memory
-from megajax.planning.search.compare import advice, cheapest
-from megajax.planning.search.search import Case, changes, settings
+from megajax.planning.ranking import advice, cheapest
+from megajax.planning.search import changes, settings
 
 ROOT = Path(__file__).parents[2]
 ASKED = ("--config=llama3.py:llama3_70b", "--devices=h100:64")
 
 
 def case_of(*overrides: str) -> Case:
-    return Case(load("llama3.py:llama3_70b", *overrides), Cluster("h100", 64, 8), GPUS["h100"])
+    return Case(load("llama3.py:llama3_70b", *overrides), Cluster(GPUS["h100"], 64, 8))
 
 
 def written(folder: Path, *arguments: str) -> Any:
@@ -101,22 +101,27 @@ def test_the_cheapest_changes_fit() -> None:
     parts, _ = advice(here)
     assert parts.rows[0][0] == "activations"
     assert sum(float(row[1]) for row in parts.rows) == pytest.approx(here.estimate.memory.peak_gib, abs=0.05)
-    cases = cheapest(here, 0.95 * here.device.usable_gib)
+    cases = cheapest(here, 0.95 * here.cluster.device.usable_gib)
     words = [settings(changes(here.cfg, case.cfg)) for case in cases]
     assert len(words) == 3 and len(set(map(str, words))) == 3
     for case, changed in zip(cases, words, strict=True):
         cfg: Any = load("llama3.py:llama3_70b", "parallel.tensor=2", *changed, devices=64)
-        again = estimate(describe(cfg, here.device, 64, 8))
+        again = estimate(describe(cfg, *here.cluster))
         assert again.memory.peak_gib == pytest.approx(case.estimate.memory.peak_gib)
         # A compiled plan may be 3 % larger.
-        assert again.memory.peak_gib <= 0.95 * here.device.usable_gib
+        assert again.memory.peak_gib <= 0.95 * here.cluster.device.usable_gib
         assert again.step_seconds == pytest.approx(case.estimate.step_seconds)
 
 
 def test_changes_of_a_compiled_plan_start_from_its_peak() -> None:
     here = case_of()
     peaks = [[float(row[1]) for row in advice(here, excess_gib=excess)[-1].rows] for excess in (0.0, 32.0)]
-    assert peaks[1] and max(peaks[1]) <= 0.95 * here.device.usable_gib and min(peaks[1]) > 32 and peaks[0] != peaks[1]
+    assert (
+        peaks[1]
+        and max(peaks[1]) <= 0.95 * here.cluster.device.usable_gib
+        and min(peaks[1]) > 32
+        and peaks[0] != peaks[1]
+    )
 
 
 def test_advice_is_printed_if_a_plan_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:

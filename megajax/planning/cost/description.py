@@ -1,14 +1,14 @@
 """The input of the cost model: a small description of a run, made from a RunConfig or by hand.
 
-By hand it may describe the programs of other systems, which overlap communication and computation differently. So
-speeds that others published can be predicted (benchmarks/planner_accuracy.py). Rows are counted as one document each:
-of packed documents attention does less, and `context` divides it less evenly (docs/context.md).
+By hand it may describe the programs of other systems, whose published speeds test the cost model
+(benchmarks/planner_accuracy.py). Each row counts as one document: of packed documents attention does less, and
+`context` divides it less evenly (docs/context.md).
 """
 
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
-from math import prod
+from math import gcd, prod
 from typing import Literal
 
 from megajax.config.errors import UserError
@@ -20,7 +20,7 @@ from megajax.mesh.config import ParallelConfig
 from megajax.models.facts import Facts, HeadFacts, SectionFacts, adapter_share, block_facts, demand_facts, trained_share
 from megajax.optim.config import AdamWConfig, LionConfig, MuonConfig, SGDConfig
 from megajax.pipeline.closed_form import ClosedForm, closed_form, free_running
-from megajax.planning.program.devices import MOST_DEVICES, Device
+from megajax.planning.program.devices import Device
 from megajax.training.run_config import RunConfig
 
 type Compute = Literal["bfloat16", "float16", "float32", "fp8"]
@@ -31,44 +31,30 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 2}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class System:
-    """How the programs of a training system differ from each other, beside the arithmetic."""
+    """How the programs of a training system differ from those of others."""
 
     name: str
     lockstep: bool = False
-    """Stages of a pipeline run in ticks together, as ours; otherwise each runs as soon as its input has arrived."""
-    head: Literal["spread", "last"] = "last"
-    """Where the loss is computed: on all stages, each with its part of the vocabulary, or on the last one."""
+    """The stages of a pipeline run in ticks together, and all compute the loss, each with its part of the vocabulary.
+    Otherwise a stage runs as soon as its input has arrived, and the last one computes the loss."""
     data_hidden: bool = True
     """Gathers of weights overlap the first microbatch's forward, reductions of gradients the last one's backward."""
     tensor_hidden: float | None = None
     """Share of the time of collectives over `tensor` that matmuls hide; None: as counted in our compiled programs."""
-    adds_in_matmul: bool = True
-    """The matmul that makes a weight's gradient adds it to the accumulator in place; otherwise the gradient goes
-    through memory, and so does the sum."""
     most_in_place: int | None = None
     """Chunks of a stage up to which matmuls use a layer's weights and gradient accumulators in place; None: always.
     With more, weights are copied out of their stack, and accumulators out and in."""
-    joined: bool = True
-    """Queries, keys and values are one matrix, gate and up another; otherwise each is multiplied on its own."""
-    stacked: bool = False
-    """XLA's loops over layers: what a layer saves for its backward pass is copied into a stacked array, and what
-    attention reads is copied out of it."""
+    xla: bool = False
+    """Loops over layers copy what a layer saves into a stacked array, and what attention reads out of it; queries,
+    keys and values, and gate and up, are multiplied each on its own. Otherwise these are one matrix each."""
     fused_loss: bool = True
     """The loss works on chunks of tokens; otherwise all logits go through memory several times."""
     overhead: float = 1.0
     """Factor on the time of matmuls and of memory-bound kernels, for an older or a newer generation of kernels."""
 
 
-OURS = System(
-    name="MegaJAX",
-    lockstep=True,
-    head="spread",
-    data_hidden=False,
-    most_in_place=8,  # MOST_LOOPS of pipeline.executor
-    joined=False,
-    stacked=True,
-)
-"""As `python -m megajax.plan --config` finds it in compiled programs, see docs/planning.md."""
+OURS = System(name="MegaJAX", lockstep=True, data_hidden=False, most_in_place=8, xla=True)
+"""As counted in compiled programs, see docs/planning.md; most_in_place is MOST_LOOPS of pipeline.executor."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,10 +76,9 @@ class Description:
     """Dtype in which gradients are accumulated over microbatches."""
     reduce: str | None = None
     """Dtype in which they are reduced over devices; None: as they were accumulated."""
-    moments: int = 2
-    """Arrays of the optimizer for each weight."""
-    moment_bytes: int = 4
-    moments_away: float = 0.0
+    moment_bytes: int = 8
+    """Of the optimizer's moments for each weight."""
+    offload: float = 0.0
     """Share of the moments that is in host memory between updates."""
     trainable: tuple[str, ...] = ("*",)
     """Patterns of the weights that are trained; the others have neither gradients nor moments."""
@@ -130,6 +115,17 @@ class Description:
     def step_tokens(self) -> int:
         """Positions of a step that throughput is counted in, all devices together."""
         return self.microbatches * self.micro_size * self.replicas * self.model.row_positions()
+
+    @cached_property
+    def schedule(self) -> ClosedForm:
+        """Ticks, bubble and slots of the pipeline's schedule."""
+        parallel = self.parallel
+        sizes = {"stages": parallel.pipeline, "chunks": parallel.virtual_stages, "microbatches": self.microbatches}
+        if parallel.pipeline == 1:  # no bubble, and one microbatch is kept
+            return ClosedForm(Fraction(0), self.microbatches * parallel.virtual_stages, 0, (1,))
+        if self.system.lockstep:
+            return closed_form(parallel.schedule, **sizes, loss_wait=parallel.loss_wait)
+        return free_running(**sizes)
 
     @property
     def in_place(self) -> bool:
@@ -294,23 +290,41 @@ class Tower:
             sequence=self.run.cut,
         )
 
-    def held(self, *, trained: bool = False) -> float:
+    @cached_property
+    def attention_bytes(self) -> tuple[float, float, float]:
+        """Queries, keys with values, and outputs on a device, of one repeat of the pattern and one microbatch.
+
+        Of mixers whose tokens attend to all tokens of their row; keys with the copies of heads that devices exchange.
+        """
+        tensor, apart = self.run.parallel.tensor, self.run.parallel.exchanging()
+        queries = keys = outputs = 0.0
+        for mixer in (mixer for block in self.blocks for mixer in block.mixers):
+            if mixer.work.scores >= mixer.heads * self.section.length:
+                kernel, result = mixer.tensors
+                copies = apart // gcd(apart, max(1, kernel.groups // tensor))
+                queries += kernel.cut / tensor
+                keys += copies * (kernel.grouped / tensor + kernel.copied(tensor))
+                outputs += result.local(tensor)
+        each = self.tokens * self.run.width
+        return each * queries, each * keys, each * outputs
+
+    @cached_property
+    def held(self) -> float:
         """Weights of the stack's matrices on one device, whole over data, as held during the step.
 
-        Of key-value heads fewer than the devices of `tensor`, one. trained: without those that are frozen.
+        Of key-value heads fewer than the devices of `tensor`, one.
         """
-        share = self.trained() if trained else 1.0
-        return share * self.repeats * sum(block.held(self.run.parallel.tensor) for block in self.blocks)
+        return self.repeats * sum(block.held(self.run.parallel.tensor) for block in self.blocks)
 
-    def held_experts(self, *, trained: bool = False) -> float:
+    @cached_property
+    def held_experts(self) -> float:
         """Of `held`, the matrices that the devices of `expert` do not share."""
-        share = self.trained() if trained else 1.0
-        return share * self.repeats * sum(block.held_experts(self.run.parallel.tensor) for block in self.blocks)
+        return self.repeats * sum(block.held_experts(self.run.parallel.tensor) for block in self.blocks)
 
-    def vectors(self, *, trained: bool = False) -> float:
+    @cached_property
+    def vectors(self) -> float:
         """Norms and biases of the stack, whole on every device of `tensor`."""
-        share = self.trained() if trained else 1.0
-        return share * self.repeats * sum(block.vectors for block in self.blocks)
+        return self.repeats * sum(block.vectors for block in self.blocks)
 
     @cached_property
     def differentiated(self) -> bool:
@@ -327,29 +341,12 @@ class Tower:
         return self.run.trained(tuple(weight for each in weights for weight in each), adapters=adapters)
 
 
-def pipeline_bubble(run: Description) -> ClosedForm:
-    """Of a run's schedule; megajax.pipeline.check tests tables against it."""
-    parallel = run.parallel
-    sizes = {"stages": parallel.pipeline, "chunks": parallel.virtual_stages, "microbatches": run.microbatches}
-    if parallel.pipeline == 1:  # no bubble, and one microbatch is kept
-        return ClosedForm(Fraction(0), run.microbatches * parallel.virtual_stages, 0, (1,))
-    if run.system.lockstep:
-        return closed_form(parallel.schedule, **sizes, loss_wait=parallel.loss_wait)
-    return free_running(**sizes)
-
-
 def describe(cfg: RunConfig, device: Device, devices: int, per_node: int | None = None) -> Description:
     """The description of a config that passes its checks on that many devices.
 
-    Raises UserError for more than MOST_DEVICES devices, for a model or a layer without facts, and for an
-    optimizer that is not one of the library's.
+    Raises UserError for a model or a layer without facts, and for an optimizer that is not one of the library's.
     """
     model = demand_facts(cfg.model)
-    if devices > MOST_DEVICES:
-        raise UserError(
-            f"{devices:,} devices asked for, plans are made for at most {MOST_DEVICES:,}.\n"
-            "Give fewer --devices: a run's speed per device hardly changes with more data parallelism."
-        )
     few = isinstance(cfg.optimizer, SGDConfig | LionConfig)
     if not few and not isinstance(cfg.optimizer, AdamWConfig | MuonConfig):
         raise UserError(
@@ -367,9 +364,8 @@ def describe(cfg: RunConfig, device: Device, devices: int, per_node: int | None 
         compute=cfg.precision.compute if cfg.precision.fp8 is None else "fp8",
         gradients=cfg.precision.gradients,
         reduce=cfg.precision.reduce,
-        moments=1 if few else 2,
-        moment_bytes=BYTES[cfg.optimizer.moments],
-        moments_away=cfg.optimizer.offload,
+        moment_bytes=(1 if few else 2) * BYTES[cfg.optimizer.moments],
+        offload=cfg.optimizer.offload,
         trainable=cfg.optimizer.trainable,
         lora=getattr(cfg.model, "lora", None),
         steps=cfg.steps,

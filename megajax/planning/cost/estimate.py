@@ -9,11 +9,10 @@ from typing import Any
 
 from megajax.models.facts import Flops, count_flops
 from megajax.models.memory import MemoryReport, MemorySetting, memory_report
-from megajax.pipeline.closed_form import ClosedForm
 from megajax.planning.cost import work
-from megajax.planning.cost.description import Description, describe, pipeline_bubble
+from megajax.planning.cost.description import Description, describe
 from megajax.planning.cost.traffic import Traffic, memory_bytes, traffic
-from megajax.planning.program.devices import GIB, Cluster, Device
+from megajax.planning.program.devices import GIB, Cluster
 from megajax.training.run_config import RunConfig
 
 DAY = 86_400
@@ -31,7 +30,6 @@ class Estimate:
     """Megatron-LM's memory report for the same model and layout; None for a model that it does not know."""
     flops: Flops
     """Model operations for each token."""
-    schedule: ClosedForm
     traffic: tuple[Traffic, ...]
     work: work.Work
     """Bytes through memory."""
@@ -94,17 +92,17 @@ def estimate(run: Description) -> Estimate:
     Raises UserError for fp8 on a device that has none.
     """
     layers, microbatches = work.layers_work(run), run.microbatches
-    rows, schedule, memory = traffic(run, layers), pipeline_bubble(run), work.footprint(run)
+    rows, memory = traffic(run, layers), work.footprint(run)
     each = layers.forward.plus(layers.backward)
     # The layers' own collectives run in idle ticks as well; losses do not.
     inside = sum(row.exposed for row in rows if LAYER_AXES.issuperset(row.axis.split("+")))
-    bubble_seconds = schedule.fraction * (microbatches * each.seconds + inside)
+    bubble_seconds = run.schedule.fraction * (microbatches * each.seconds + inside)
     head = work.head_work(run)
     each = each.plus(head.forward).plus(head.backward)
     each.stream_seconds += run.parallel.virtual_stages * work.tick_work(run).stream_seconds
     once = work.once_work(run, sum(work.held_weights(run, trained=True)), memory.updated)
     # Moments in host memory are fetched and sent back, and nothing overlaps with that.
-    away = run.moments_away * run.moments * run.moment_bytes * memory.updated
+    away = run.offload * run.moment_bytes * memory.updated
     counts = {"data": run.shards, "micro_size": run.micro_size, "microbatches": run.microbatches}
     setting = MemorySetting.of(run.parallel, run.model.recomputing().recompute, **counts)
     return Estimate(
@@ -113,7 +111,6 @@ def estimate(run: Description) -> Estimate:
         # The report counts activations of whole rows.
         report=memory_report(run.model, setting) if run.parallel.context == 1 else None,
         flops=count_flops(run.model),
-        schedule=schedule,
         traffic=tuple(rows),
         work=work.step_work(run, layers, head, once),
         matmul_seconds=microbatches * each.matmul_seconds,
@@ -157,8 +154,8 @@ def to_dict(step: Estimate) -> dict[str, Any]:
         "megatron_report_gib": None if step.report is None else step.report.total / GIB,
         "flops_per_token_causal": step.flops.causal,
         "flops_per_token_full": step.flops.full,
-        "bubble_fraction": step.schedule.fraction,
-        "ring_slots": step.schedule.slots if run.parallel.pipeline > 1 else None,
+        "bubble_fraction": run.schedule.fraction,
+        "ring_slots": run.schedule.slots if run.parallel.pipeline > 1 else None,
         "collectives": [
             {**{name: getattr(row, name) for name in names}, "exposed_seconds": row.exposed} for row in step.traffic
         ],
@@ -181,12 +178,10 @@ class Case:
 
     cfg: RunConfig
     cluster: Cluster
-    device: Device
-    """Constants of the cluster's devices."""
 
     @cached_property
     def described(self) -> Description:
-        return describe(self.cfg, self.device, self.cluster.devices, self.cluster.per_node)
+        return describe(self.cfg, *self.cluster)
 
     @cached_property
     def estimate(self) -> Estimate:

@@ -1,8 +1,10 @@
-"""The collectives of a step by formulas, and what of them computing hides.
+"""The collectives of a step by formulas, and how much of them is hidden behind compute.
 
-What overlaps what is read from our compiled programs (docs/planning.md, docs/pipeline.md): in the backward pass two
-gathers of a layer, or a gather and a scatter; in the ticks of a pipeline with both kinds of work what travels between
-stages; under FSDP most gathers and all scatters of a layer; nothing of what ZeRO-1 does once a step.
+What overlaps is read from our compiled programs (docs/planning.md, docs/pipeline.md): in the backward pass two gathers
+of a layer, or a gather and a scatter; in the ticks of a pipeline with both kinds of work all traffic between stages;
+under FSDP most gathers and all scatters of a layer; nothing of what ZeRO-1 does once a step. What attention sends over
+`context` was counted in programs of Llama-3 8B and 70B (benchmarks/context.py), without ids of documents, 4 bytes a
+position.
 
 Times are ring (bandwidth) and tree (latency) costs as in NCCL's own model: of n devices, a ring all-gather or
 reduce-scatter sends (n-1)/n of the whole from each, an all-reduce twice that. A ring that crosses nodes leaves and
@@ -13,9 +15,9 @@ links.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, log2, prod
+from typing import NamedTuple
 
-from megajax.planning.cost.context import RowTraffic
-from megajax.planning.cost.description import Description, Tower, pipeline_bubble
+from megajax.planning.cost.description import Description, Tower
 from megajax.planning.cost.work import Halves, copied_weights, held_weights, recomputed
 from megajax.planning.program.devices import Device
 
@@ -207,13 +209,61 @@ def _experts(run: Description) -> Iterator[Traffic]:
                 yield _row(run, (*named, f"{tower.prefix}experts, backward"), count * behind, size)
 
 
+class Sent(NamedTuple):
+    """Collectives of attention over `context`, of one repeat of a stack's pattern and one microbatch."""
+
+    kind: str
+    what: str
+    parts: list[float]
+    """Bytes of each, as a device has them; of a gather, before it."""
+    beside: str = ""
+    """What the compiler runs at the same time."""
+    share: float = 1.0
+    """Share of the collectives that run beside it."""
+    members: int | None = None
+    """Devices of a group; None: all of `context` that the strategy groups."""
+
+    def size(self, devices: int) -> float:
+        """Mean bytes on the full side of one, in groups of so many devices."""
+        full = devices if self.kind in ("all-gather", "reduce-scatter") else 1
+        return full * sum(self.parts) / len(self.parts)
+
+
+def sent_by_attention(tower: Tower) -> Iterator[Sent]:
+    """What the strategy of `context` sends, see megajax.kernels.context."""
+    run, parallel = tower.run, tower.run.parallel
+    times = 1 + recomputed(tower.section.recomputing.policy(), "core_attention")
+    queries, keys, outputs = tower.attention_bytes
+    both, sums = [keys / 2] * 2, [keys / 2 * 4 / run.width] * 2
+    apart = parallel.exchanging()
+    if apart > 1:
+        heads = [queries, *both, outputs]
+        yield Sent("all-to-all", "heads, forward", heads * times)
+        # Gradients of the outputs are exchanged beside matmuls.
+        yield Sent("all-to-all", "heads, backward", 2 * heads, "matmuls", 1 / 4)
+    steps = parallel.context // apart - 1
+    if parallel.context_strategy == "all_gather":
+        yield Sent("all-gather", "keys and values, forward", both * times)
+        yield Sent("all-gather", "keys and values, backward", both, "matmuls")
+        yield Sent("reduce-scatter", "their gradients, backward", both, "matmuls")
+    elif steps:
+        for what, parts, beside in (
+            ("keys and values, forward", both * steps * times, "forward kernels"),
+            ("both and gradients, backward", (both + sums) * steps, "backward kernels"),
+            ("last gradients, backward", both, "matmuls"),
+        ):
+            if parallel.pipeline == 1 or not run.system.lockstep:
+                yield Sent("collective-permute", what, parts, beside)
+                continue
+            # By gathers of two devices, two of them where the ring has more: one runs beside kernels. An odd number of
+            # devices gathers at once.
+            hops = 1 if steps == 1 or steps % 2 == 0 else 2
+            yield Sent("all-gather", what, parts * hops, beside, 1 / hops, 2 if steps % 2 else steps + 1)
+
+
 def _context(run: Description, layers: Halves) -> Iterator[Traffic]:
     """What attention's strategies send."""
     parallel, apart = run.parallel, run.parallel.exchanging()
-    spans = {
-        True: Span.of(apart, parallel.tensor, run.per_node),
-        False: Span.of(parallel.context // apart, parallel.tensor * apart, run.per_node),
-    }
     for tower in run.towers if parallel.context > 1 else ():
         part = run.microbatches / len(run.towers)
         rooms = {
@@ -221,14 +271,15 @@ def _context(run: Description, layers: Halves) -> Iterator[Traffic]:
             "backward kernels": layers.backward.attention_seconds * part,
             "matmuls": layers.backward.matmul_seconds * part / 2,
         }
-        again = recomputed(tower.section.recomputing.policy(), "core_attention")
-        for sent in RowTraffic.of(tower).sent(again=again):
-            count = len(sent.parts) * tower.repeats * run.microbatches * (sent.forward or tower.differentiated)
-            span = spans[sent.kind == "all-to-all"]
-            if sent.members is not None and sent.members < span.size:
+        for sent in sent_by_attention(tower):
+            runs = run.microbatches * (sent.what.endswith("forward") or tower.differentiated)
+            span = Span.of(parallel.context // apart, parallel.tensor * apart, run.per_node)
+            if sent.kind == "all-to-all":
+                span = Span.of(apart, parallel.tensor, run.per_node)
+            elif sent.members is not None and sent.members < span.size:
                 span = Span(sent.members, sent.members if span.nodes == 1 else 1)
-            size = sum(sent.parts) / len(sent.parts) * (span.size if sent.gathered else 1)
-            row = _row(run, (sent.kind, "context", f"{tower.prefix}{sent.what}"), count, size, span=span)
+            named = sent.kind, "context", f"{tower.prefix}{sent.what}"
+            row = _row(run, named, len(sent.parts) * tower.repeats * runs, sent.size(span.size), span=span)
             yield row.beside(min(rooms.get(sent.beside, 0.0), sent.share * row.seconds))
 
 
@@ -238,7 +289,7 @@ def _pipeline(run: Description, layers: Halves) -> Iterator[Traffic]:
         return
     tower = run.towers[-1]
     size = tower.tokens * tower.hidden * run.width / run.cut
-    schedule, span = pipeline_bubble(run), _span(run, "pipeline")
+    schedule, span = run.schedule, _span(run, "pipeline")
     permute = seconds("collective-permute", size, span, run.device)
     between = ("collective-permute", "pipeline", "between stages")
     if not run.system.lockstep:
@@ -266,7 +317,7 @@ def _pipeline(run: Description, layers: Halves) -> Iterator[Traffic]:
 
 def _loss(run: Description) -> Iterator[Traffic]:
     """Sums over the vocabulary: small, and nothing overlaps with them."""
-    spread = run.parallel.pipeline if run.system.head == "spread" else 1
+    spread = run.parallel.pipeline if run.system.lockstep else 1
     devices = spread * run.parallel.tensor
     if devices == 1 or run.head.whole:
         return
@@ -300,7 +351,7 @@ def _data(run: Description, layers: Halves) -> Iterator[Traffic]:
     ]
     if sharding == "replicate":
         kinds = [("all-reduce", "gradients", trained * reduced, after)]
-    experts = sum(tower.held_experts() for tower in run.towers) * (sharding != "fsdp")
+    experts = sum(tower.held_experts for tower in run.towers) * (sharding != "fsdp")
     parts = [("data", "experts' ", experts / once), ("data+expert", "", 1 - experts / once)]
     for kind, what, size, room in kinds:
         for axis, whose, share in parts if experts else [(_shared_axis(run), "", 1.0)]:
@@ -317,8 +368,8 @@ def _gathers(tower: Tower, before: float, after: float) -> Iterator[Traffic]:
     """FSDP of one section. before, after: seconds of the layers' forward pass, and of a half of the backward pass."""
     run = tower.run
     forward, backward = (1.0, 1.0) if run.system.data_hidden else GATHERED_BESIDE
-    experts = tower.held_experts()
-    sizes = {"data": experts, _shared_axis(run): tower.held() - experts}
+    experts = tower.held_experts
+    sizes = {"data": experts, _shared_axis(run): tower.held - experts}
     for kind, what, width, share, room in (
         ("all-gather", "weights, forward", run.width, forward, before),
         ("all-gather", "weights, backward", run.width, backward, after),
@@ -329,5 +380,5 @@ def _gathers(tower: Tower, before: float, after: float) -> Iterator[Traffic]:
             count = run.microbatches * tower.repeats * needed.get(what, True) * (size > 0)
             named = kind, axis, f"{tower.prefix}a layer's {what}"
             row = _row(run, named, count, size * width / tower.repeats)
-            part = room * run.microbatches / len(run.towers) * size / tower.held()
+            part = room * run.microbatches / len(run.towers) * size / tower.held
             yield row.beside(share * min(row.seconds, part))

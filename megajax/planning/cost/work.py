@@ -17,8 +17,7 @@ from megajax.layers.expert_facts import ExpertFacts
 from megajax.layers.facts import BlockFacts, Matmul
 from megajax.layers.remat import NAMES, Part, SavePolicy
 from megajax.models.memory import saved_bytes
-from megajax.planning.cost.context import RowTraffic
-from megajax.planning.cost.description import BYTES, Description, Tower, pipeline_bubble
+from megajax.planning.cost.description import BYTES, Description, Tower
 from megajax.planning.program.devices import GIB
 
 ATTENTION_BACKWARD = 2.5
@@ -132,9 +131,10 @@ def products(
 ) -> Iterator[Product]:
     """Forward and backward pass of matmuls of so many tokens; those that are recomputed are in both."""
     width, tensor = run.width, run.parallel.tensor
+    accumulated = run.reduced_width if run.parallel.data_sharding == "fsdp" else 2 * BYTES[run.gradients]
     for matmul in matmuls:
         inner, outer, experts = matmul.inputs.local(tensor), matmul.outputs.local(tensor), matmul.experts
-        behind = 1 if run.system.joined else matmul.weights
+        behind = matmul.weights if run.system.xla else 1
         ahead = 1 if matmul.joined else behind
         tokens, weights = all_tokens * matmul.per_token, matmul.held(tensor)
         rows = tokens / experts
@@ -145,16 +145,9 @@ def products(
         # Results of further weights are added to the first one's: read once more.
         given = (tokens * (outer + (2 * behind - 1) * inner) + weights) * width
         yield Product(rows, outer, inner, given, True, experts)
-        made = tokens * (behind * inner + outer) * width + weights * _gradient_bytes(run)
+        made = tokens * (behind * inner + outer) * width + weights * accumulated
         if trained:
             yield Product(inner, rows, outer, made, True, experts)
-
-
-def _gradient_bytes(run: Description) -> float:
-    """What the matmul that makes a weight's gradient reads and writes of it."""
-    if run.parallel.data_sharding == "fsdp":
-        return run.reduced_width
-    return 2 * BYTES[run.gradients] if run.system.adds_in_matmul else run.width
 
 
 def matmul_work(
@@ -184,18 +177,17 @@ def block_work(tower: Tower, block: BlockFacts, kept: SavePolicy) -> Halves:
     again = sum(recomputed(kept, part) for part in LIGHT) / len(LIGHT)
     forward.elementwise += passes / 3
     backward.elementwise += (2 + again) * passes / 3
-    if not run.system.joined:
+    if run.system.xla:
         # XLA joins the matmuls of queries, keys and values itself, by copies of the weights and of their gradients.
         forward.copies += 2 * run.width * sum(matmul.held(tensor) for matmul in block.matmuls if matmul.joined)
         backward.copies += 2 * heads
         backward.elementwise += JOINING_PASSES * hidden
-    if trained:
-        _accumulation(run, block, backward)
-    _experts(tower, block, halves)
-    if run.system.stacked:
         # What is saved goes into a stacked array, and what attention reads comes out of it; matmuls read it there.
         forward.copies += 2 * block.saved_bytes(kept, tower.share) * tower.differentiated
         backward.copies += 2 * (heads + core)
+    if trained:
+        _accumulate(run, block.held(tensor), backward)
+    _experts(tower, block, halves)
     if run.compute == "fp8":
         for matmul in block.matmuls:
             rows, columns = matmul.inputs.local(tensor), matmul.outputs.local(tensor)
@@ -243,26 +235,19 @@ def _experts(tower: Tower, block: BlockFacts, halves: Halves) -> None:
         backward.elementwise += again + 3 * rows * one.width
 
 
-def _accumulation(run: Description, block: BlockFacts, backward: Work) -> None:
-    """Adding a layer's gradients to those of the microbatches before, and taking weights out of their stack."""
-    weights, gradient = block.held(run.parallel.tensor), BYTES[run.gradients]
+def _accumulate(run: Description, weights: float, backward: Work) -> None:
+    """Add a layer's gradients to those of the microbatches before, and take weights out of their stack."""
+    gradient = BYTES[run.gradients]
     if run.parallel.data_sharding == "fsdp":
         backward.elementwise += weights / run.shards * (run.reduced_width + 2 * gradient)
-        return
-    if not run.system.adds_in_matmul:
-        # Copied out of the stack, added up, written into it.
-        backward.copies += 2 * gradient * weights
-        backward.elementwise += (2 * gradient + run.width) * weights
     elif not run.in_place:
-        backward.copies += 4 * gradient * weights
-    if not run.in_place:
-        backward.copies += 4 * run.width * weights
+        backward.copies += 4 * gradient * weights + 4 * run.width * weights
 
 
 def table_work(run: Description) -> Halves:
     """Of the loss of one microbatch on one of the devices that compute it, and of looking up embeddings."""
     head, width, device, last = run.head, run.width, run.device, run.towers[-1]
-    stages = run.parallel.pipeline if run.system.head == "spread" else 1
+    stages = run.parallel.pipeline if run.system.lockstep else 1
     columns, scored = run.columns * (1 if head.whole else run.parallel.pipeline / stages), run.scored
     table, rows = columns * last.hidden, min(scored, head.chunk)
     chunks, hidden = ceil(scored / rows), scored * last.hidden * width
@@ -324,7 +309,7 @@ def layers_work(run: Description) -> Halves:
 def once_work(run: Description, held: float, weights: float) -> Work:
     """Bytes of the optimizer and of what a step begins with. held: weights in use on a device; weights: those it
     updates."""
-    ring = pipeline_bubble(run).slots * sum(
+    ring = run.schedule.slots * sum(
         tower.rows * block.saved_bytes(tower.section.recomputing.policy(), tower.share)
         for tower in run.towers
         if tower.differentiated
@@ -333,19 +318,19 @@ def once_work(run: Description, held: float, weights: float) -> Work:
     gradient = BYTES[run.gradients]
     # Zeros, and the transpose before what is reduced over devices is cut.
     turned = 2 * gradient * held * (run.shards > 1)
-    copies = gradient * held + (ring + turned) * run.system.stacked
+    copies = gradient * held + (ring + turned) * run.system.xla
     return Work(copies=copies, elementwise=optimizer_bytes(run, weights))
 
 
 def optimizer_bytes(run: Description, weights: float) -> float:
     """Of so many weights: gradient read twice, for the norm and the update; weights and moments read and written; a
     copy in compute dtype made."""
-    return weights * (8 + 8 + 2 * run.moments * run.moment_bytes + run.width)
+    return weights * (8 + 8 + 2 * run.moment_bytes + run.width)
 
 
 def step_work(run: Description, layers: Halves, head: Halves, once: Work) -> Work:
     """Bytes of a step, from those of a microbatch. Forwards run in idle ticks as well."""
-    schedule = pipeline_bubble(run)
+    schedule = run.schedule
     ticks = (schedule.ticks - schedule.alone) / run.parallel.virtual_stages if run.system.lockstep else run.microbatches
     total = once.plus(layers.forward, ticks).plus(layers.backward, run.microbatches)
     total = total.plus(head.forward, run.microbatches).plus(head.backward, run.microbatches)
@@ -390,8 +375,9 @@ def held_weights(run: Description, *, trained: bool = False) -> tuple[float, flo
     """
     tensor, hidden = run.parallel.tensor, run.towers[-1].hidden
     ahead = sum(block.held(tensor) + 2 * hidden**2 / tensor for block in run.predicting_blocks)
-    rest = sum(tower.vectors(trained=trained) for tower in run.towers) + ahead + run.held_tables(trained=trained)
-    return sum(tower.held(trained=trained) for tower in run.towers), rest
+    shares = [(tower, tower.trained() if trained else 1.0) for tower in run.towers]
+    rest = sum(share * tower.vectors for tower, share in shares) + ahead + run.held_tables(trained=trained)
+    return sum(share * tower.held for tower, share in shares), rest
 
 
 def footprint(run: Description) -> Footprint:
@@ -406,7 +392,8 @@ def footprint(run: Description) -> Footprint:
     spread = 1 if parallel.data_sharding == "replicate" else run.shards
     # The devices of `expert` share no expert: as much more of these is at rest on each.
     more = (parallel.expert - 1) * (spread > 1)
-    experts, experts_trained = (more * sum(t.held_experts(trained=only) for t in run.towers) for only in (False, True))
+    experts = more * sum(tower.held_experts for tower in run.towers)
+    experts_trained = more * sum(tower.trained() * tower.held_experts for tower in run.towers)
     # FSDP holds the stack's matrices in shards; what is outside of the stack is gathered once a step.
     if parallel.data_sharding == "fsdp":
         stack, stack_trained = (stack + experts) / spread, (stack_trained + experts_trained) / spread
@@ -425,23 +412,26 @@ def footprint(run: Description) -> Footprint:
     copies = 0.0 if run.compute == "float32" and spread == 1 else within * run.width
     return Footprint(
         parameters=4 * at_rest,
-        optimizer=(1 - run.moments_away) * run.moments * run.moment_bytes * updated,
+        optimizer=(1 - run.offload) * run.moment_bytes * updated,
         weights=copies,
         gradients=gradients * BYTES[run.gradients],
-        activations=sum(saved) * pipeline_bubble(run).slots,
+        activations=sum(saved) * run.schedule.slots,
         working=_working(run),
         updated=updated,
     )
 
 
 def _working(run: Description) -> float:
-    pipelined, hidden = run.parallel.pipeline > 1, run.towers[-1].hidden
+    parallel, hidden = run.parallel, run.towers[-1].hidden
+    pipelined = parallel.pipeline > 1
     # A layer's backward pass: what is recomputed, gradients, and whole rows of the residual stream.
     layer = max(
         tower.tokens * run.width * (3 * tower.hidden / run.cut + 2 * tower.hidden + _largest_layer(tower))
         for tower in run.towers
     )
-    layer += max(RowTraffic.of(tower).gathered_bytes for tower in run.towers)
+    if parallel.context > 1 and parallel.context_strategy == "all_gather":
+        # Keys and values of whole rows, which the compiler gathers early in a layer's backward pass.
+        layer += parallel.context * max(keys for _, keys, _ in (tower.attention_bytes for tower in run.towers))
     # A chunk's logits three times in float32; in a pipeline the table's gradient as well.
     scores = min(run.scored, run.head.chunk) * run.columns * run.head.upsampled
     loss = 12 * scores + 4 * run.columns * hidden * pipelined
@@ -451,7 +441,7 @@ def _working(run: Description) -> float:
     moved = max(tower.read * tower.hidden for tower in run.towers) / run.cut * (run.width + 4)
     # Between stages, and a row's gradients before they are accumulated; under FSDP weights of two layers, gradients of
     # one.
-    row = max(tower.held() / tower.repeats for tower in run.towers)
+    row = max(tower.held / tower.repeats for tower in run.towers)
     if run.parallel.data_sharding == "fsdp":
         moved += row * (2 * run.width + run.reduced_width)
     if pipelined:

@@ -6,15 +6,14 @@ in a conditional, by the fraction of the runs that take its branch (see `_branch
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any, Literal
 
-from megajax.metrics.banner import Section, Table
+from megajax.metrics.banner import Table
 from megajax.planning.program import hlo
-from megajax.planning.program.devices import GIB, Device
-from megajax.planning.show import traffic_by_class, unit_of
+from megajax.planning.program.devices import GIB
 
 type Work = Literal["matmul", "attention", "collective", "fill", "move", "cast", "compute"]
 """matmul, attention: kernels on tensor cores, with all that is fused into them; fill: writes a constant; move: slices,
@@ -40,8 +39,6 @@ THROUGH = frozenset(("bitcast", "convert", "reshape", "copy", "transpose"))
 OFFSETS = frozenset(("s32", "u32", "s64", "u64", "pred"))
 """Types of slice indices."""
 
-_ALIAS = re.compile(r"\{\d*\}: \((\d+), \{\}")
-_SHAPE = re.compile(r"\w+\[[\d,]*\]")
 _ONE_ARRAY = re.compile(r"(\w+\[[\d,]+\])")
 _FUSED = re.compile(r"fused|wrapped")
 
@@ -82,11 +79,9 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Audit:
-    """A program's kernels in execution order, and the arguments that it updates in place."""
+    """A program's kernels in execution order."""
 
     kernels: tuple[Kernel, ...]
-    aliased: int
-    """Bytes of one device's arguments whose buffers are reused by results."""
 
     def by_work(self) -> dict[str, int]:
         """Bytes per step and device by kind of work."""
@@ -95,16 +90,16 @@ class Audit:
             sums[one.work] = sums.get(one.work, 0) + one.total
         return sums
 
-    def workspace(self) -> int:
-        """Bytes per step of the scratch arrays of cuBLAS calls, which count as written and are hardly used."""
-        calls = (one for one in self.kernels if one.work == "matmul" and "cublas" in (one.target or ""))
-        return sum(round(one.rounds * one.share * _scratch(one.shape)) for one in calls)
-
     def by_class(self) -> dict[str, int]:
         """Bytes per step and device by class of work, with their sum as `total`."""
         works = self.by_work()
         sums = {name: sum(works.get(work, 0) for work in among) for name, among in CLASSES.items()}
         return {"total": sum(sums.values()), **sums}
+
+    def workspace(self) -> int:
+        """Bytes per step of the scratch arrays of cuBLAS calls, which count as written and are hardly used."""
+        calls = (one for one in self.kernels if one.work == "matmul" and "cublas" in (one.target or ""))
+        return sum(round(one.rounds * one.share * _scratch(one.shape)) for one in calls)
 
     def to_dict(self) -> dict[str, Any]:
         """Bytes of one device and step, under the names of a plan's JSON."""
@@ -123,13 +118,7 @@ def audit(text: str, unknown_trips: int = 1) -> Audit:
     always working.
     """
     program = hlo.Program.read(text)
-    head = text.partition("\n")[0]
-    aliased = [int(number) for number in _ALIAS.findall(head.partition("entry_computation_layout")[0])]
-    arguments = _SHAPE.findall(head.partition("entry_computation_layout={(")[2].partition(")->")[0])
-    return Audit(
-        kernels=tuple(_kernels(program, program.entry, (hlo.Place(), unknown_trips), count(1))),
-        aliased=sum(hlo.size(arguments[number]) for number in aliased),
-    )
+    return Audit(tuple(_kernels(program, program.entry, (hlo.Place(), unknown_trips), count(1))))
 
 
 def _kernels(program: hlo.Program, name: str, where: tuple[hlo.Place, int], numbers: Iterator[int]) -> Iterator[Kernel]:
@@ -293,11 +282,3 @@ def largest_arrays(text: str, most: int = 5) -> Table:
     largest = sorted(makers.items(), key=lambda item: -hlo.size(item[0]))[:most]
     rows = [(shape, f"{hlo.size(shape) / GIB:.2f}", str(len(names)), made_by(names[0])) for shape, names in largest]
     return Table("largest arrays of the program", ("shape", "GiB", "in program", "made by"), rows, (0, 3))
-
-
-def traffic_section(audited: Audit, device: Device, predicted: Mapping[str, float] | None) -> Section:
-    """Bytes by class. predicted: by formula; None where there is none for the model."""
-    sums, workspace = audited.by_class(), audited.workspace()
-    title, lines = traffic_by_class(sums, device, predicted)
-    scratch = f"{workspace / unit_of(sums['total'])[1]:8.2f}  of matmul: scratch space, at most"
-    return title, [*lines, *[("cuBLAS workspace", scratch)] * bool(workspace)]

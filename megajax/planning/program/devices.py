@@ -1,30 +1,26 @@
-"""What is known of GPUs and links: for the compiler, for the memory of a plan, and the constants of the cost model.
+"""Facts of GPUs and links: for the compiler, for the memory of a plan, and the constants of the cost model.
 
 Sources of the numbers: NVIDIA's data sheets and architecture white papers (A100: DS-10031, "NVIDIA A100 Tensor Core GPU
 Architecture"; H100 and H200 SXM: "NVIDIA H100 Tensor Core GPU Architecture" and the H200 data sheet; B200 and GB200:
 "NVIDIA Blackwell Architecture Technical Brief", the DGX B200 and the GB200 NVL72 data sheets) and, for what is common
 to a compute capability, the table in the CUDA C++ Programming Guide. Rates of NVLink and ConnectX are of one direction.
 
-The shares of these rates that programs achieve come from measurements named beside each; those that are fitted, to the
-runs named in benchmarks/planner_accuracy.py. benchmarks/calibrate.py measures them on hardware at hand, and
-`calibrated` puts such a file in their place.
+The shares of these rates that programs achieve come from the measurements named beside them, or are fitted to the runs
+named in benchmarks/planner_accuracy.py. benchmarks/calibrate.py measures them on hardware at hand;
+`read_device` reads its file.
 """
 
 import os
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from math import prod
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import yaml
-
 from megajax.config.builds import resolve
-from megajax.config.coerce import Text
 from megajax.config.errors import ConfigError, Problem, UserError
+from megajax.config.markup import parse
 from megajax.config.nearest import did_you_mean
 from megajax.config.tree import assemble
 from megajax.layers.config import above_zero
@@ -250,61 +246,42 @@ HOW = (
 """How to plan for a device that is not known."""
 
 
-def read_device(path: Path) -> Device:
-    """A device described in a YAML file. Raises UserError with all that is missing or wrong."""
-    return _device(path, None, _read(path))
+def read_device(path: Path, base: Device | None = None) -> Device:
+    """The device that a YAML file describes; over `base`, the constants that benchmarks/calibrate.py measured.
 
-
-def calibrated(base: Device, path: Path) -> Device:
-    """A device with the constants that were measured, from what benchmarks/calibrate.py writes.
-
-    Raises UserError for a file that can't be read, and for one of another device.
+    Raises UserError with everything that is missing or wrong, and for constants of another device than `base`.
     """
-    given = _read(path)
-    measured = given.get("name", base.name)
-    if measured != base.name:
+    try:
+        given: Any = parse(path, str(path))
+    except OSError as error:
+        raise UserError(f"{path} can't be read: {error.strerror}") from error
+    given = given.get("figures", given).get("constants", given)  # of a calibration
+    if base is not None and (measured := given.get("name", base.name)) != base.name:
         raise UserError(
             f"{path} was measured on {measured}, the plan is for {base.name}.\n"
             f"Plan for {measured}, or give a file measured on {base.name}."
         )
-    return _device(path, base, given)
-
-
-def _device(path: Path, base: Device | None, given: Mapping[str, Any]) -> Device:
-    # YAML reads 50e9, without a point, as text.
-    written = {name: Text(value) if isinstance(value, str) else value for name, value in given.items()}
-    device, problems = assemble(type(base) if base else Device, base, written)
+    device, problems = assemble(type(base) if base else Device, base, given)
     if problems:
         raise UserError(f"{ConfigError(problems, str(path))}\nTo plan for a device, {HOW}")
     return device
 
 
-def _read(path: Path) -> Mapping[str, Any]:
-    """Names and values in a YAML file; of a calibration file, its figures' constants. Raises UserError."""
-    try:
-        read: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{path} can't be read: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not YAML: {str(error).splitlines()[0]}") from error
-    for inner in ("figures", "constants"):
-        read = read.get(inner, read) if isinstance(read, Mapping) else read
-    if not isinstance(read, Mapping):
-        raise UserError(f"{path} must hold names and numbers.\nTo plan for a device, {HOW}")
-    return read
-
-
 class Cluster(NamedTuple):
     """A number of GPUs of one kind, in nodes."""
 
-    name: str
-    """Key of GPUS, or of a described device."""
+    device: Device
     devices: int
     per_node: int
 
     @property
     def gpu(self) -> GPU:
-        return GPUS[self.name]
+        """As the compiler knows it. Raises UserError for a device that is described in a file."""
+        if self.device.name not in GPUS:
+            raise UserError(
+                f"{self.device.name} is described in --device-file, which the compiler can't use: give --formula"
+            )
+        return GPUS[self.device.name]
 
     def topology(self) -> str:
         """For `get_topology_desc`: NVLink domains (nodes) x hosts of a domain x GPUs of a host."""
@@ -312,36 +289,41 @@ class Cluster(NamedTuple):
 
 
 def read_cluster(
-    text: str | None, per_node: int | None = None, described: Mapping[str, int] = MappingProxyType({})
+    text: str | None, per_node: int | None = None, described: Device | None = None
 ) -> tuple[Cluster | None, list[Problem]]:
-    """ "h100:128" -> 128 GPUs in nodes of `per_node`; "h100" is one node. None and problems for other text.
+    """ "h100:128" -> 128 GPUs in nodes of `per_node`; "h100" is one node. None and a problem for other text.
 
-    per_node: None for the GPU's default; described: further devices, name -> default.
+    per_node: None for the GPU's default; described: a further device.
     """
-    nodes = {name: gpu.per_node for name, gpu in GPUS.items()} | dict(described)
-    known = ", ".join([*OTHER_NAMES, *nodes])
+    known = GPUS | ({} if described is None else {described.name.lower(): described})
+    names = ", ".join([*OTHER_NAMES, *known])
+
+    def problem(what: str, hint: str = "", flag: str = "--devices") -> tuple[None, list[Problem]]:
+        return None, [Problem(flag, what, hint)]
+
     if text is None:
-        return None, [Problem("--devices", "must be given", f"GPU:N, e.g. h100:128; known: {known}")]
+        return problem("must be given", f"GPU:N, e.g. h100:128; known: {names}")
     if per_node is not None and per_node < 1:
-        return None, [Problem("--gpus-per-node", f"must be at least 1, got {per_node}")]
+        return problem(f"must be at least 1, got {per_node}", flag="--gpus-per-node")
     written, colon, count = text.partition(":")
     name = OTHER_NAMES.get(written.lower(), written.lower())
-    if name not in nodes:
-        near = did_you_mean(name, nodes)
-        hint = f"{near + '; ' if near else ''}known: {known}; {OTHERS}"
-        return None, [Problem("--devices", f"unknown device {written!r}", hint)]
+    if name not in known:
+        near = did_you_mean(name, known)
+        return problem(f"unknown device {written!r}", f"{near + '; ' if near else ''}known: {names}; {OTHERS}")
     if colon and not re.fullmatch(r"[1-9]\d{0,5}", count):
-        return None, [Problem("--devices", f"expected GPU:N with N from 1 to 999999, got {text!r}")]
-    per_node = per_node or nodes[name]
+        return problem(f"expected GPU:N with N from 1 to 999999, got {text!r}")
+    per_node = per_node or known[name].per_node
     devices = int(count) if colon else per_node
     if devices > MOST_DEVICES:
-        what = f"{devices:,} devices asked for, plans are made for at most {MOST_DEVICES:,}"
-        return None, [Problem("--devices", what, "more data parallelism hardly changes what a device holds and does")]
+        return problem(
+            f"{devices:,} devices asked for, plans are made for at most {MOST_DEVICES:,}",
+            "more data parallelism hardly changes what a device holds and does",
+        )
     if devices > per_node and devices % per_node:
         below = devices // per_node * per_node
-        what = f"{devices} GPUs don't fill nodes of {per_node}"
-        return None, [Problem("--devices", what, f"give {below} or {below + per_node}, or another --gpus-per-node")]
-    return Cluster(name, devices, per_node), []
+        hint = f"give {below} or {below + per_node}, or another --gpus-per-node"
+        return problem(f"{devices} GPUs don't fill nodes of {per_node}", hint)
+    return Cluster(known[name], devices, per_node), []
 
 
 def missing_packages() -> list[str]:
@@ -373,7 +355,7 @@ def prepare() -> None:
 def virtual_devices(cluster: Cluster) -> list[Any]:
     """jax devices of a cluster that programs can be compiled for, node by node. Call `prepare` before importing jax."""
     topology = resolve("jax.experimental.topologies:get_topology_desc")(
-        topology_name=cluster.name,
+        topology_name=cluster.gpu.name,
         platform="cuda",
         target_config=cluster.gpu.target_config(),
         topology=cluster.topology(),

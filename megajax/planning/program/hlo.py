@@ -1,4 +1,4 @@
-"""The text of a compiled program (scheduled HLO): its instructions, loops, collectives and custom calls.
+"""The text of a compiled program (scheduled HLO): its instructions, loops and collectives.
 
 Of each collective: kind, mesh axes, bytes, the loops around it, and whether matmuls overlap with it.
 """
@@ -7,9 +7,10 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import batched, count, product
+from itertools import count
 from math import prod
-from operator import mul
+
+import numpy as np
 
 MATMULS = ("dot", "convolution", "ragged-dot", "scaled-dot")
 MATMUL_KERNELS = re.compile(r"gemm|matmul|blas|fmha|cudnn|conv|triton|mosaic|_dot", re.IGNORECASE)
@@ -243,7 +244,7 @@ def closing(line: str, start: int) -> int:
     return len(line)
 
 
-# Collectives and custom calls
+# Collectives and loops
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,14 +283,6 @@ class Collective:
 
 
 @dataclass(frozen=True, slots=True)
-class CustomCall:
-    """One custom call."""
-
-    target: str
-    place: Place
-
-
-@dataclass(frozen=True, slots=True)
 class Loop:
     """A loop, or the program outside all loops."""
 
@@ -303,7 +296,6 @@ class Contents:
     """What a program runs, in execution order."""
 
     collectives: tuple[Collective, ...]
-    kernels: tuple[CustomCall, ...]
     loops: tuple[Loop, ...]
 
 
@@ -314,7 +306,7 @@ def read(text: str, mesh: Mapping[str, int]) -> Contents:
     """
     reader = _Reader(Program.read(text), mesh)
     reader.body(reader.program.entry, Place())
-    return Contents(tuple(reader.collectives), tuple(reader.kernels), tuple(reader.loops))
+    return Contents(tuple(reader.collectives), tuple(reader.loops))
 
 
 class _Reader:
@@ -323,7 +315,6 @@ class _Reader:
     def __init__(self, program: Program, mesh: Mapping[str, int]):
         self.program, self.mesh = program, mesh
         self.collectives: list[Collective] = []
-        self.kernels: list[CustomCall] = []
         self.loops: list[Loop] = []
 
     def body(self, name: str, place: Place, *more: str) -> None:
@@ -341,8 +332,7 @@ class _Reader:
         work = [self.program.matmuls(one) for one in computation.values()]
         total = 0
         for index, one in enumerate(computation.values()):
-            collective = self.collective(one, computation)
-            if collective is not None:
+            if (collective := self.collective(one, computation)) is not None:
                 last = done.get(one.name, len(work)) if one.opcode.endswith(START) else index
                 # A start and end with is_sync run as one blocking operation.
                 overlapped = any(work[index + 1 : last]) and '"is_sync":true' not in one.attributes
@@ -350,23 +340,12 @@ class _Reader:
             elif one.opcode == "while":
                 inner = place.inside(one, next(numbers))
                 self.body(one.callees["body"][0], inner, *one.callees.get("condition", ()))
-            elif one.opcode == "conditional":
-                branch = place.branch(one)
-                total += sum(self.computation(each, branch, numbers) for each in self.program.called(one, "branches"))
-            elif one.opcode == "call" or one.opcode.endswith(START):
-                total += sum(self.computation(each, place, numbers) for each in self.program.called(one))
+            elif one.opcode in ("conditional", "call") or one.opcode.endswith(START):
+                where = place.branch(one) if one.opcode == "conditional" else place
+                total += sum(self.computation(each, where, numbers) for each in self.program.called(one))
             else:
                 total += work[index]
-                self.kernels += [CustomCall(target, place) for target in self.targets(one)]
         return total
-
-    def targets(self, one: Instruction) -> Iterator[str]:
-        """Targets of custom calls, also of those inside a fusion."""
-        if one.target is not None:
-            yield one.target
-        for name in self.program.called(one, "calls"):
-            for inner in self.program.computations[name].values():
-                yield from self.targets(inner)
 
     def collective(self, one: Instruction, home: Computation) -> tuple[Instruction, Computation] | None:
         """The collective that an instruction is, starts or wraps (fusion, async-start), and its computation."""
@@ -411,33 +390,6 @@ def _ends(computation: Computation) -> dict[str, int]:
     return ends
 
 
-@lru_cache(maxsize=1024)
-def _groups(attributes: str, mesh: tuple[tuple[str, int], ...]) -> Groups:
-    sizes = [size for _, size in mesh]
-    pairs = _PAIRS.search(attributes)
-    if pairs:
-        groups = _rows(pairs[1])
-    elif listed := _LISTED.search(attributes):
-        groups = _rows(listed[1]) or [[*range(prod(sizes))]]
-    elif tiled := _TILED.search(attributes):
-        groups = [*batched(_order(tiled), int(tiled[2]))]
-    elif named := _NAMED.search(attributes):
-        groups = _by_name(*named.groups())
-    else:
-        raise ValueError(f"a collective whose groups can't be read: {attributes[:300]}")
-    coordinates = [*product(*map(range, sizes))]
-    differing = {
-        axis
-        for group in groups
-        for place in group
-        for axis, here in enumerate(coordinates[place])
-        if here != coordinates[group[0]][axis]
-    }
-    along = prod(sizes[axis] for axis in differing)
-    members = along if pairs else max(map(len, groups))
-    return Groups(tuple(name for axis, (name, _) in enumerate(mesh) if axis in differing), members, members == along)
-
-
 def groups_of(attributes: str, mesh: Mapping[str, int]) -> Groups:
     """The groups that a collective's attributes give in one of several forms; mesh: axis -> size.
 
@@ -446,28 +398,45 @@ def groups_of(attributes: str, mesh: Mapping[str, int]) -> Groups:
     return _groups(attributes, tuple(mesh.items()))
 
 
+@lru_cache(maxsize=1024)
+def _groups(attributes: str, mesh: tuple[tuple[str, int], ...]) -> Groups:
+    names, sizes = zip(*mesh, strict=True)
+    pairs = _PAIRS.search(attributes)
+    if pairs:
+        groups = _listed(pairs[1])
+    elif listed := _LISTED.search(attributes):
+        groups = _listed(listed[1]) if listed[1] else np.arange(prod(sizes))[None]
+    elif tiled := _TILED.search(attributes):
+        groups = _order(tiled).reshape(-1, int(tiled[2]))
+    elif named := _NAMED.search(attributes):
+        groups = _by_name(*named.groups())
+    else:
+        raise ValueError(f"a collective whose groups can't be read: {attributes[:300]}")
+    places = np.stack(np.unravel_index(groups, sizes))  # [axes, groups, members]
+    differing = (places != places[..., :1]).any((1, 2))
+    along = prod(size for size, differs in zip(sizes, differing, strict=True) if differs)
+    members = along if pairs else groups.shape[1]
+    axes = tuple(name for name, differs in zip(names, differing, strict=True) if differs)
+    return Groups(axes, members, members == along)
+
+
 def _numbers(text: str | None) -> list[int]:
     return [int(number) for number in text.split(",")] if text else []
 
 
-def _rows(text: str) -> list[list[int]]:
-    return [_numbers(row) for row in re.findall(r"\{([\d,]+)\}", text)]
+def _listed(text: str) -> np.ndarray:
+    """ "{0,1},{2,3}" -> [[0, 1], [2, 3]]."""
+    return np.array([_numbers(row) for row in re.findall(r"\{([\d,]+)\}", text)])
 
 
-def _order(tiles: re.Match[str]) -> list[int]:
+def _order(tiles: re.Match[str]) -> np.ndarray:
     """ "[2,4]<=[4,2]T(1,0)": the numbers of an array [4, 2], transposed."""
     shape, last, dims, axes = tiles.groups()
     sizes = _numbers(dims) or _numbers(f"{shape}{last}")
-    return _transposed(sizes, _numbers(axes) or [*range(len(sizes))])
+    return np.arange(prod(sizes)).reshape(sizes).transpose(_numbers(axes) or None).ravel()
 
 
-def _transposed(sizes: Sequence[int], axes: Sequence[int]) -> list[int]:
-    """The numbers of an array of these sizes, in the order after its transposition."""
-    steps = [prod(sizes[axis + 1 :]) for axis in axes]
-    return [sum(map(mul, index, steps)) for index in product(*(range(sizes[axis]) for axis in axes))]
-
-
-def _by_name(axes: str, order: str | None, used: str) -> list[Sequence[int]]:
+def _by_name(axes: str, order: str | None, used: str) -> np.ndarray:
     """Groups along the used axes, or sub-axes 'name':(stride)size, of a mesh written out in the text."""
     split: list[tuple[int, bool]] = []
     for name, text in _AXIS.findall(axes):
@@ -477,9 +446,9 @@ def _by_name(axes: str, order: str | None, used: str) -> list[Sequence[int]]:
             split += [(before // done, False), (part, True)]
             done = before * part
         split.append((whole // done, False))
+    sizes, taken = zip(*split, strict=True)
     # The used axes last: each group is a run of these.
-    places = _transposed([size for size, _ in split], sorted(range(len(split)), key=lambda axis: split[axis][1]))
+    places = np.arange(prod(sizes)).reshape(sizes).transpose(np.argsort(taken, kind="stable")).ravel()
     if order is not None and (tiles := _TILES.search(order)):
-        devices = _order(tiles)
-        places = [devices[place] for place in places]
-    return [*batched(places, prod(size for size, taken in split if taken))]
+        places = _order(tiles)[places]
+    return places.reshape(-1, prod(size for size, use in split if use))

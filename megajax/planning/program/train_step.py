@@ -15,17 +15,17 @@ from megajax.mesh.cut import Cut
 from megajax.mesh.mesh import build_mesh
 from megajax.mesh.xla import DEVICELESS, Option, compiler_options
 from megajax.metrics.banner import Report, Section, Table
-from megajax.metrics.text import byte_size, count, duration
+from megajax.metrics.text import byte_size, duration
 from megajax.models.facts import ChoosesKernels, facts_of
 from megajax.pipeline.check import measure
 from megajax.pipeline.schedule import Schedule
 from megajax.planning.cost.estimate import Case, Estimate, bytes_per_step, speed
 from megajax.planning.cost.traffic import Span, seconds
 from megajax.planning.program import devices
-from megajax.planning.program.audit import Audit, traffic_section
-from megajax.planning.program.devices import GIB, GPU, Cluster, Device
+from megajax.planning.program.audit import audit, largest_arrays
+from megajax.planning.program.devices import GIB, GPU, Cluster
 from megajax.planning.program.hlo import Collective, Contents, read, rounds
-from megajax.planning.show import layout, memory_rows, times
+from megajax.planning.show import layout, memory_rows, placement, times, traffic_by_class
 from megajax.training.program import Program, demand_kernels
 from megajax.training.run_config import RunConfig
 
@@ -217,7 +217,7 @@ def grouped(collectives: Iterable[Collective], unknown_trips: int | None = None)
 # The time of a step
 
 
-def timed(plan: TrainPlan, device: Device) -> list[dict[str, Any]]:
+def timed(plan: TrainPlan) -> list[dict[str, Any]]:
     """Rows of `grouped` with the seconds of each per step, by the cost model; any model has them."""
     rows = grouped(plan.contents.collectives, plan.unknown_trips)
     for row in rows:
@@ -225,7 +225,8 @@ def timed(plan: TrainPlan, device: Device) -> list[dict[str, Any]]:
         count = row["instructions"] * row["share"] * rounds(row["trips"], plan.unknown_trips)
         whole = Span.along(axes, plan.mesh, plan.cluster.per_node)
         span = Span(row["members"], min(row["members"], whole.inside))  # of a part of an axis: neighbours
-        row["seconds"] = count * seconds(row["kind"], row["bytes_once"] / row["instructions"], span, device)
+        each = row["bytes_once"] / row["instructions"]
+        row["seconds"] = count * seconds(row["kind"], each, span, plan.cluster.device)
     return rows
 
 
@@ -241,36 +242,42 @@ def with_program(formula: Estimate, rows: Iterable[Mapping[str, Any]]) -> Estima
         formula,
         exposed_seconds=sum(row["seconds"] for row in rows) - hidden,
         hidden_seconds=hidden,
-        bubble_seconds=formula.schedule.fraction * formula.compute_seconds,
+        bubble_seconds=formula.run.schedule.fraction * formula.compute_seconds,
     )
 
 
 # JSON and tables
 
 
-def report(plan: TrainPlan, device: Device, audited: Audit | None = None) -> tuple[Report, dict[str, Any]]:
+def report(plan: TrainPlan, *, audited: bool = False) -> tuple[Report, dict[str, Any]]:
     """The report of a compiled plan, and its JSON: memory, bytes and seconds are of one device.
 
-    The time of a step is unknown where the formulas do not hold for the model.
+    audited: with the bytes through memory. The time of a step is unknown where the formulas do not hold for the model.
     """
-    known, rows = facts_of(plan.cfg.model) is not None, timed(plan, device)
-    formula = Case(plan.cfg, plan.cluster, device).estimate if known else None
-    predicted = None if formula is None else bytes_per_step(formula)
+    rows, device, options = timed(plan), plan.cluster.device, plan.cfg.xla.options
+    formula = None if facts_of(plan.cfg.model) is None else Case(plan.cfg, plan.cluster).estimate
     step = None if formula is None else with_program(formula, rows)
     blocks: list[Section | Table] = [
         ("layout", [*(_layout(plan) if step is None else layout(step)), *_kernels(plan)]),
         _memory(plan),
         ("time of a step, by the cost model", [UNKNOWN_TIME] if step is None else times(step)),
-        *([] if audited is None else [traffic_section(audited, device, predicted)]),
-        ("compile", [("time", duration(plan.compile_seconds)), ("jax", jax.__version__), *_options(plan.cfg)]),
-        _collectives(plan, rows),
     ]
-    shown = Report(f"plan for {plan.cluster.devices} x {plan.cluster.gpu.description}", blocks)
-    return shown, _figures(plan, rows) | speed(step) | ({} if audited is None else audited.to_dict())
+    figures = _figures(plan, rows) | speed(step)
+    if audited:
+        kernels = audit(plan.text, plan.unknown_trips)
+        predicted = None if formula is None else bytes_per_step(formula)
+        blocks.append(traffic_by_class(kernels.by_class(), device, predicted, kernels.workspace()))
+        figures |= kernels.to_dict()
+    compiled = [("time", duration(plan.compile_seconds)), ("jax", jax.__version__)]
+    if options:
+        compiled.append(("XLA, as asked", ", ".join(f"{name}={value}" for name, value in options.items())))
+    blocks += [("compile", compiled), _collectives(plan, rows), *([] if plan.fits else [largest_arrays(plan.text)])]
+    return Report(f"plan for {plan.cluster.devices} x {plan.cluster.gpu.description}", blocks), figures
 
 
 def _figures(plan: TrainPlan, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    cluster, schedule, unknown = plan.cluster, plan.schedule, plan.unknown_trips
+    cluster, schedule = plan.cluster, plan.schedule
+    names = ("kernels", "mesh", "microbatches", "parameters", "compile_seconds")
     sizes = ("peak", "arguments", "parameters", "optimizer", "host", "temporary", "outputs", "aliased")
     return {
         "fits": plan.fits,
@@ -286,16 +293,16 @@ def _figures(plan: TrainPlan, rows: list[dict[str, Any]]) -> dict[str, Any]:
             {
                 "loop": loop.place.name,
                 "trips": list(loop.place.trips),
-                "count": loop.place.runs(unknown),
+                "count": loop.place.runs(plan.unknown_trips),
                 "conditional": loop.place.conditional,
                 "matmuls": loop.matmuls,
             }
             for loop in plan.contents.loops
         ],
-        "device": cluster.name,
+        "device": cluster.device.name,
         "devices": cluster.devices,
         "gpus_per_node": cluster.per_node,
-        **{name: getattr(plan, name) for name in ("kernels", "mesh", "microbatches", "parameters", "compile_seconds")},
+        **{name: getattr(plan, name) for name in names},
         "jax_version": jax.__version__,
     }
 
@@ -313,7 +320,7 @@ def _memory(plan: TrainPlan) -> Section:
         ("usable", gpu.usable_gib * GIB, f"of {gpu.memory_gib:g}: {reserve}"),
         *([("in host memory", memory.host, "beside that")] if memory.host else []),
     ]
-    return "memory of one device, GiB", memory_rows(parts, gpu.usable_gib - memory.peak / GIB)
+    return "memory of one device, GiB", memory_rows(parts)
 
 
 UNKNOWN_TIME = ("unknown", "the cost model needs facts of the model (megajax.models.facts)")
@@ -321,12 +328,8 @@ UNKNOWN_TIME = ("unknown", "the cost model needs facts of the model (megajax.mod
 
 def _layout(plan: TrainPlan) -> list[tuple[str, str]]:
     """Of a model without facts."""
-    return [
-        ("devices", f"{plan.cluster.devices} in nodes of {plan.cluster.per_node}"),
-        ("mesh", ", ".join(f"{axis} {size}" for axis, size in plan.mesh.items())),
-        ("parameters", f"{count(plan.parameters)} ({plan.parameters:,})"),
-        ("microbatches", f"{plan.microbatches} of {plan.cfg.batch.micro_size} rows"),
-    ]
+    rows = placement(plan.cluster.devices, plan.cluster.per_node, plan.mesh, plan.parameters)
+    return [*rows, ("microbatches", f"{plan.microbatches} of {plan.cfg.batch.micro_size} rows")]
 
 
 def _kernels(plan: TrainPlan) -> list[tuple[str, str]]:
@@ -341,12 +344,6 @@ def _kernels(plan: TrainPlan) -> list[tuple[str, str]]:
         for mixer in block.mixers().values()
     )
     return [("kernels", "kernel=auto is what this machine would take: name one in the config")] if auto else []
-
-
-def _options(cfg: RunConfig) -> list[tuple[str, str]]:
-    return [("XLA, as asked", ", ".join(f"{name}={value}" for name, value in cfg.xla.options.items()))] * bool(
-        cfg.xla.options
-    )
 
 
 def _collectives(plan: TrainPlan, rows: Iterable[Mapping[str, Any]]) -> Table:

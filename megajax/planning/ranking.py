@@ -1,4 +1,4 @@
-"""The layouts that a search lists: the best, the most promising of them compiled, and well-known ones beside them."""
+"""What a search lists: the best layouts, compiled ones first, well-known ones, and changes that make a plan fit."""
 
 import contextlib
 import json
@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,22 @@ from megajax.metrics.runfolder import write_asked
 from megajax.metrics.text import duration
 from megajax.planning.cost.estimate import SPEED, Case, to_dict
 from megajax.planning.program.devices import GIB
-from megajax.planning.search.search import Choice, Entry, Group, Place, Task, explore, rank, ranked, rounded, search
-from megajax.planning.show import FIGURES, cells
+from megajax.planning.search import (
+    HEADROOM,
+    Choice,
+    Entry,
+    Group,
+    Task,
+    changes,
+    explore,
+    rank,
+    ranked,
+    refusal,
+    rounded,
+    search,
+    settings,
+)
+from megajax.planning.show import FIGURES, cells, memory_parts
 
 MAX_TRIES = 2
 """Layouts that are compiled at most, as a multiple of those asked for: some turn out not to fit."""
@@ -43,9 +58,9 @@ def compile_layout(program: Sequence[str], case: Case) -> Figures:
     with tempfile.TemporaryDirectory(prefix="megajax_search_") as folder:
         config, constants, out = (Path(folder) / name for name in ("config.yaml", "device.json", "plan.json"))
         config.write_text(to_yaml(case.cfg), encoding="utf-8")
-        constants.write_text(json.dumps(asdict(case.device)), encoding="utf-8")
-        name, devices, per_node = case.cluster
-        words = [f"--devices={name}:{devices}", f"--gpus-per-node={per_node}", f"--calibration={constants}"]
+        device, devices, per_node = case.cluster
+        constants.write_text(json.dumps(asdict(device)), encoding="utf-8")
+        words = [f"--devices={device.name}:{devices}", f"--gpus-per-node={per_node}", f"--calibration={constants}"]
         command = [*program, f"--config={config}", *words, f"--json={out}"]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
@@ -117,19 +132,13 @@ class Row:
     """Of its compiled program, if it was compiled; else by formula."""
     compiled: bool
 
-    @property
-    def sort_key(self) -> tuple:
-        """Compiled layouts rank by their programs, ahead of all others."""
-        step = rounded(self.figures["step_seconds"])
-        return not self.compiled, step, rank(self.entry)[1], self.figures["peak_gib"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
     """What a search has found."""
 
     task: Task
-    groups: Mapping[Place, Group]
+    groups: Sequence[Group]
     rows: Sequence[Row]
     """The best SHOWN layouts."""
     rejected: Sequence[tuple[Choice, Figures]]
@@ -147,17 +156,17 @@ class Result:
 
     def tally(self) -> dict[str, int]:
         """How many layouts were tried, and what became of them."""
-        counts = {"refused": sum(group.refusals.total() for group in self.groups.values())}
-        counts |= {name: sum(getattr(one, name) for one in self.groups.values()) for name in ("too_large", "estimated")}
+        counts = {"refused": sum(group.refusals.total() for group in self.groups)}
+        counts |= {name: sum(getattr(one, name) for one in self.groups) for name in ("too_large", "estimated")}
         return {"tried": sum(counts.values()), **counts}
 
     def to_dict(self, settings: list[str]) -> dict[str, Any]:
         """For JSON. settings: those that the best lays over the config."""
-        cluster, device = self.task.case.cluster, self.task.case.device
+        device, devices, per_node = self.task.case.cluster
         return {
             "device": device.name,
-            "devices": cluster.devices,
-            "gpus_per_node": cluster.per_node,
+            "devices": devices,
+            "gpus_per_node": per_node,
             "fixed": dict(self.task.fixed),
             "settings": settings,
             **self.tally(),
@@ -182,16 +191,22 @@ class Result:
     @cached_property
     def well_known(self) -> list[tuple[str, str]]:
         """Pure FSDP, tensor parallelism without a pipeline, and the config as given: name and verdict."""
-        task, devices, per_node = self.task, self.task.devices, self.task.case.cluster.per_node
-        fsdp, pure = None, {"data_sharding": "fsdp", "expert": 1, "context": 1}
-        if (1, 1, devices) in self.groups and all(task.fixed.get(name, value) == value for name, value in pure.items()):
-            fsdp = explore(replace(task, fixed={**task.fixed, **pure}), (1, 1, devices))
-        tensors = (place[0] for place in self.groups if place[1] == 1 and place[0] <= per_node)
-        tensor, given = max(tensors, default=per_node), task.given()
-        alone = self.groups.get((tensor, 1, devices // tensor))
+        task, given = self.task, self.task.given()
+        groups, pure = (
+            {group.place: group for group in self.groups},
+            {"data_sharding": "fsdp", "expert": 1, "context": 1},
+        )
+        fsdp = groups.get((1, 1, task.devices))
+        if fsdp is not None:
+            compatible = all(task.fixed.get(name, value) == value for name, value in pure.items())
+            fsdp = explore(replace(task, fixed={**task.fixed, **pure}), fsdp.place) if compatible else None
+        tensor = max((place[0] for place in groups if place[1] == 1), default=task.case.cluster.per_node)
         return [
             ("pure FSDP", self._verdict_of_group(fsdp)),
-            (f"tensor {tensor} without a pipeline", self._verdict_of_group(alone)),
+            (
+                f"tensor {tensor} without a pipeline",
+                self._verdict_of_group(groups.get((tensor, 1, task.devices // tensor))),
+            ),
             (f"the config as given ({given.layout})", self._verdict(given)),
         ]
 
@@ -204,70 +219,65 @@ class Result:
         return f"refused: {group.refusals.most_common(1)[0][0]}" if group.refusals else "not tried"
 
     def _verdict(self, choice: Choice) -> str:
-        task = self.task
+        task, case = self.task, self.task.with_choice(choice)
         if choice == self.best:
             return "is the best"
-        if refusal := task.refusal(choice):
-            return f"refused: {refusal}"
-        this = task.estimated(choice)
-        if this.memory.peak > task.limit:
-            return f"does not fit: {this.memory.peak_gib:.1f} of {task.limit / GIB:.1f} GiB ({choice.details})"
-        slower = this.step_seconds / task.estimated(self.best).step_seconds - 1
+        if reason := refusal(case):
+            return f"refused: {reason}"
+        if (memory := case.estimate.memory).peak > task.limit:
+            return f"does not fit: {memory.peak_gib:.1f} of {task.limit / GIB:.1f} GiB ({choice.details})"
+        slower = case.estimate.step_seconds / task.with_choice(self.best).estimate.step_seconds - 1
         return f"{abs(slower):.1%} {'slower' if slower >= 0 else 'faster by formula'} ({choice.details})"
 
     def report(self, commands: Sequence[str]) -> Report:
         """The best layouts, the well-known ones beside them, and how to use the best."""
-        tally, device = self.tally(), self.task.case.device
-        usable = f"{device.usable_gib:.1f} GiB"
+        tally, device = self.tally(), self.task.case.cluster.device
         compiled = sum(row.compiled for row in self.rows) + len(self.rejected)
         counts = f"{tally['refused']:,} against the config's rules, {tally['too_large']:,} too large"
-        searched = {
-            "layouts": f"{tally['tried']:,} in {self.seconds:.1f} s: {counts}, {tally['estimated']:,} estimated",
-            "compiled": f"{compiled} in {duration(self.compile_seconds)}" if compiled else "none",
-            **({"fixed": self.task.fixed_text()} if self.task.fixed else {}),
-        }
+        searched = [
+            ("layouts", f"{tally['tried']:,} in {self.seconds:.1f} s: {counts}, {tally['estimated']:,} estimated"),
+            ("compiled", f"{compiled} in {duration(self.compile_seconds)}" if compiled else "none"),
+            *[("fixed", self.task.fixed_text())] * bool(self.task.fixed),
+        ]
         rejected = [
             (
                 f"{choice.layout}, {choice.details}",
-                one.get("error") or f"compiled: {one['peak_gib']:.1f} of {usable} GiB",
+                one.get("error") or f"compiled: {one['peak_gib']:.1f} of {device.usable_gib:.1f} GiB",
             )
             for choice, one in self.rejected
         ]
         columns = ("", "layout", "data sharding", "sequence", "micro", "recompute", "by", "slower", *FIGURES)
-        rows = [self._cells(place, row) for place, row in enumerate(self.rows, 1)]
+        rows = [
+            [
+                str(place),
+                (choice := row.entry.choice).layout,
+                choice.sharding,
+                "yes" if choice.sequence else "no",
+                str(choice.micro_size),
+                choice.recomputing,
+                "compiler" if row.compiled else "formula",
+                "" if place == 1 else f"{round(self.slower(row), 3) + 0.0:+.1%}",  # never -0.0%
+                *cells(row.figures),
+            ]
+            for place, row in enumerate(self.rows, 1)
+        ]
         return Report(
             f"search for {self.task.devices} x {device.name}",
             [
-                ("searched", [*searched.items()]),
+                ("searched", searched),
                 Table("best layouts", columns, rows, (1, 2, 3, 5, 6)),
                 Table("not chosen", ("layout", "verdict"), [*self.well_known, *rejected], (0, 1)),
                 ("to use the best", [("", line) for line in commands]),
             ],
         )
 
-    def _cells(self, place: int, row: Row) -> list[str]:
-        choice = row.entry.choice
-        return [
-            str(place),
-            choice.layout,
-            choice.data_sharding + (f", {choice.offload:.0%} of moments in host memory" if choice.offload else ""),
-            "yes" if choice.sequence else "no",
-            str(choice.micro_size),
-            choice.recomputing,
-            "compiler" if row.compiled else "formula",
-            "" if place == 1 else f"{round(self.slower(row), 3) + 0.0:+.1%}",  # never -0.0%
-            *cells(row.figures),
-        ]
-
 
 def find_best(task: Task, cache: Cache, wanted: int, compiler: Callable[[Case], Figures]) -> Result:
     """Search, compile `wanted` of the best layouts, and rank them. Raises UserError if nothing fits."""
-    started, console, groups = time.monotonic(), Console(stderr=True), {}
+    started, console, groups = time.monotonic(), Console(stderr=True), []
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        layouts = bar.add_task("layouts", total=len(task.groups()))
-        for group in search(task):
-            groups[group.place] = group
-            bar.advance(layouts)
+        for group in bar.track(search(task), total=len(task.groups()), description="layouts"):
+            groups.append(group)
         seconds = time.monotonic() - started
         entries = ranked(groups)
         if wanted and entries:
@@ -283,7 +293,7 @@ def find_best(task: Task, cache: Cache, wanted: int, compiler: Callable[[Case], 
 
 
 def rank_rows(task: Task, entries: Sequence[Entry], cache: Cache) -> tuple[list[Row], list[tuple[Choice, Figures]]]:
-    """The best SHOWN layouts, and those whose compiled program does not fit."""
+    """The best SHOWN layouts, compiled ones first and by their programs; and those whose program does not fit."""
     rows, rejected, by_formula = [], [], 0
     for entry in entries:
         compiled = cache.get(entry.choice)
@@ -291,15 +301,20 @@ def rank_rows(task: Task, entries: Sequence[Entry], cache: Cache) -> tuple[list[
             rejected.append((entry.choice, compiled))
         elif compiled is not None or by_formula < SHOWN:
             by_formula += compiled is None
-            rows.append(Row(entry, compiled or to_dict(task.estimated(entry.choice)), compiled is not None))
-    return sorted(rows, key=lambda row: row.sort_key)[:SHOWN], rejected
+            figures = compiled or to_dict(task.with_choice(entry.choice).estimate)
+            rows.append(Row(entry, figures, compiled is not None))
+
+    def order(row: Row) -> tuple:
+        return not row.compiled, rounded(row.figures["step_seconds"]), rank(row.entry)[1], row.figures["peak_gib"]
+
+    return sorted(rows, key=order)[:SHOWN], rejected
 
 
-def _nothing_fits(task: Task, groups: Mapping[Place, Group]) -> str:
+def _nothing_fits(task: Task, groups: Sequence[Group]) -> str:
     """The error message where no layout fits."""
     given, fewer = (f" with {task.fixed_text()}", ", or fix fewer settings") if task.fixed else ("", "")
-    where = f"{task.devices} x {task.case.device.name}{given}"
-    smallest = [group.smallest for group in groups.values() if group.smallest is not None]
+    where = f"{task.devices} x {task.case.cluster.device.name}{given}"
+    smallest = [group.smallest for group in groups if group.smallest is not None]
     if smallest:
         least = min(smallest, key=lambda entry: entry.peak)
         return (
@@ -307,7 +322,7 @@ def _nothing_fits(task: Task, groups: Mapping[Place, Group]) -> str:
             f"{least.peak / GIB:.1f} GiB, and {task.limit / GIB:.1f} may be taken.\n"
             f"Give more devices or larger ones{fewer}."
         )
-    refusals = sum((group.refusals for group in groups.values()), Counter[str]())
+    refusals = sum((group.refusals for group in groups), Counter[str]())
     reasons = "\n".join(f"  {text}" for text, _ in refusals.most_common(3))
     return f"no layout of {where} passes the config's rules:\n{reasons}\nChange what they name{fewer}."
 
@@ -334,3 +349,67 @@ def write_config(path: Path, source: str, changed: Mapping[str, Any], title: str
             node = node.setdefault(parent, {})
         node[last] = value
     write_asked(path, f"# {title}\n{yaml.safe_dump(tree, sort_keys=False)}")
+
+
+# Changes that make a plan fit
+
+MOST_CHANGES = 3
+"""Changes that are shown."""
+KINDS = (
+    ("micro_size",),
+    ("recompute", "recompute_layers"),
+    ("data_sharding",),
+    ("sequence",),
+    ("virtual_stages",),
+    ("tensor", "data", "sequence"),
+    ("pipeline", "data"),
+    ("context", "data"),
+    ("offload",),
+)
+"""Fields of a Choice that are changed together."""
+
+
+def cheapest(here: Case, limit_gib: float) -> list[Case]:
+    """Changed configs with a peak of at most `limit_gib` by formula, fastest first.
+
+    The best that a search finds where it may set one kind of fields alone; if these are too few, pairs of kinds that
+    are not enough alone, and further layouts of one.
+    """
+    now = asdict(Choice.of(here.cfg, here.cluster.devices))
+
+    def entries_with(*kind: str) -> list[Entry]:
+        fixed = {name: value for name, value in now.items() if name not in kind}
+        return ranked(search(Task(here, fixed, limit_gib)))
+
+    single = {kind: entries_with(*kind) for kind in KINDS}
+    best = sorted((entries[0] for entries in single.values() if entries), key=rank)
+    if len(best) < MOST_CHANGES:
+        pairs = combinations([kind for kind, entries in single.items() if not entries], 2)
+        best += sorted((entry for one, two in pairs for entry in entries_with(*one, *two)[:1]), key=rank)
+        best += sorted((entry for entries in single.values() for entry in entries[1:]), key=rank)
+    chosen = list({entry.choice: entry for entry in best}.values())[:MOST_CHANGES]
+    return [replace(here, cfg=Task(here).config(entry.choice)) for entry in sorted(chosen, key=rank)]
+
+
+def advice(here: Case, *, excess_gib: float = 0.0, margin: float = HEADROOM) -> list[Table]:
+    """What takes most memory of a plan that does not fit, and the cheapest changes that make it fit.
+
+    Of a compiled plan, excess_gib: by how much it is larger than the formula says, assumed to be the same for every
+    change. margin: fraction of usable memory that a change must leave.
+    """
+    now = here.estimate
+    parts = sorted(memory_parts(now), key=lambda part: -part[1])
+    rows = [(name, f"{size / GIB:.2f}", f"{size / now.memory.peak:.0%}", about) for name, size, about in parts if size]
+    fixes = [
+        (
+            " ".join(f"--{one}" for one in settings(changes(here.cfg, change.cfg))),
+            f"{change.estimate.memory.peak_gib + excess_gib:.2f}",
+            f"{change.estimate.step_seconds:.3f}",
+            f"{change.estimate.step_seconds / now.step_seconds - 1:+.1%}",
+        )
+        for change in cheapest(here, here.cluster.device.usable_gib * (1 - margin) - excess_gib)
+    ] or [("none of those tried; --search tries all layouts, more devices make room", "", "", "")]
+    return [
+        Table("it does not fit: what takes most memory", ("part", "GiB", "of peak", ""), rows, (0, 3)),
+        Table("cheapest changes that make it fit", ("change", "peak, GiB", "step, s", "slower"), fixes),
+    ]

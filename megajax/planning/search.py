@@ -7,8 +7,9 @@ progress. Of each layout the recompute policies are tried from the cheapest on.
 
 import hashlib
 import json
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from math import gcd, prod
@@ -19,8 +20,8 @@ from megajax.config.dump import flatten, plain
 from megajax.config.errors import Problem, UserError
 from megajax.config.nearest import divisors_of
 from megajax.layers.remat import Recompute, Recomputing, words
-from megajax.models.facts import Facts, block_facts, demand_facts
-from megajax.planning.cost.estimate import Case, Estimate
+from megajax.models.facts import SectionFacts, block_facts, demand_facts
+from megajax.planning.cost.estimate import Case
 from megajax.planning.cost.work import footprint
 from megajax.planning.program.devices import GIB
 from megajax.training.run_config import RunConfig
@@ -28,18 +29,14 @@ from megajax.training.run_config import RunConfig
 HEADROOM = 0.05
 """Fraction of usable memory that a layout must leave by formula: compiled plans are up to 3 % larger, and above 95 % of
 the memory the compiler's scheduler hides less and less communication."""
-KEPT = 12
-"""Best layouts kept of each group."""
+BEST = 12
+"""Layouts of a group that are listed at most."""
 OFFLOADS = (0.5, 1.0)
 """Fractions of the moments in host memory that are tried where nothing fits without."""
-SOME_LAYERS = ("selective", "full")
-"""Policies that are also tried on some of the layers only."""
 MAX_TOKENS = 65_536
 """Tokens of a microbatch on a device, unless a single row has more: matmuls reach their full rate long before."""
-
 LEAST_POSITIONS = 8192
 """Of a row on a device of `context`, unless the config has fewer: shorter parts are for other axes to divide."""
-
 PARTIAL: tuple[Recompute, ...] = (
     ("activation",),
     ("norm", "activation"),
@@ -51,9 +48,7 @@ PARTIAL: tuple[Recompute, ...] = (
 )
 """Recompute policies between none and full, cheapest first."""
 
-
 type Sharding = Literal["replicate", "zero1", "fsdp"]
-SHARDINGS: tuple[Sharding, ...] = ("zero1", "fsdp", "replicate")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,28 +72,29 @@ class Choice:
     def layout(self) -> str:
         """Such as "tensor 4, pipeline 4 x 5, data 4"."""
         chunks = f" x {self.virtual_stages}" if self.virtual_stages > 1 else ""
-        experts = f", expert {self.expert}" if self.expert > 1 else ""
-        rows = f", context {self.context}" if self.context > 1 else ""
-        return f"tensor {self.tensor}, pipeline {self.pipeline}{chunks}, data {self.data}{experts}{rows}"
+        further = {"expert": self.expert, "context": self.context}
+        more = "".join(f", {axis} {size}" for axis, size in further.items() if size > 1)
+        return f"tensor {self.tensor}, pipeline {self.pipeline}{chunks}, data {self.data}{more}"
+
+    @property
+    def sharding(self) -> str:
+        """Such as "zero1, 50% of moments in host memory"."""
+        return self.data_sharding + (f", {self.offload:.0%} of moments in host memory" if self.offload else "")
 
     @property
     def recomputing(self) -> str:
         """Such as "full, 3 layers"."""
-        some = "" if self.recompute_layers is None else f", {self.recompute_layers} layers"
-        return words(self.recompute) + some
+        return words(self.recompute) + ("" if self.recompute_layers is None else f", {self.recompute_layers} layers")
 
     @property
     def details(self) -> str:
         """What `layout` does not say: "zero1, 2 rows, recompute full"."""
-        rows = f"{self.micro_size} row{'s' * (self.micro_size > 1)}"
-        away = f", {self.offload:.0%} of moments in host memory" if self.offload else ""
-        return f"{self.data_sharding}, {rows}, recompute {self.recomputing}{away}"
+        return f"{self.sharding}, {self.micro_size} row{'s' * (self.micro_size > 1)}, recompute {self.recomputing}"
 
     @property
-    def kind(self) -> tuple:
-        """Everything but the recompute policy: layouts of one kind appear once in a ranking."""
-        parallel = self.tensor, self.pipeline, self.virtual_stages, self.expert, self.context
-        return *parallel, self.data_sharding, self.sequence, self.micro_size
+    def kind(self) -> "Choice":
+        """Without the recompute policy and offload: layouts of one kind appear once in a ranking."""
+        return replace(self, recompute="none", recompute_layers=None, offload=0.0)
 
     @classmethod
     def of(cls, cfg: RunConfig, devices: int) -> "Choice":
@@ -166,6 +162,11 @@ def problems(cfg: RunConfig, devices: int) -> list[Problem]:
     return parallel or model or cfg.but(parallel=replace(cfg.parallel, elastic=False)).problems(devices)
 
 
+def refusal(case: Case) -> str:
+    """The first of the `problems`, in one line; empty if there are none."""
+    return "".join(f"{one.where}: {one.what}" for one in problems(case.cfg, case.cluster.devices)[:1])
+
+
 def changes(old: RunConfig, new: RunConfig) -> dict[str, Any]:
     """The settings that turn `old` into `new`: dotted name -> plain value."""
     before = flatten(old)
@@ -174,19 +175,13 @@ def changes(old: RunConfig, new: RunConfig) -> dict[str, Any]:
 
 def settings(changed: Mapping[str, Any]) -> list[str]:
     """As "parallel.tensor=4"."""
-    return [f"{name}={_text(value)}" for name, value in changed.items()]
 
+    def text(value: Any) -> str:
+        if isinstance(value, list):
+            return ",".join(map(text, value))
+        return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
-def _text(value: Any) -> str:
-    """A plain value as it is written on a command line."""
-    match value:
-        case None:
-            return "none"
-        case bool():
-            return str(value).lower()
-        case list():
-            return ",".join(map(_text, value))
-    return str(value)
+    return [f"{name}={text(value)}" for name, value in changed.items()]
 
 
 type Place = tuple[int, int, int]
@@ -201,12 +196,7 @@ class Task:
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Fields of a Choice that the user has given."""
     limit_gib: float | None = None
-    """What a layout may take by formula; none: usable memory but for HEADROOM."""
-
-    @property
-    def model(self) -> Facts:
-        """Raises UserError for a model without facts."""
-        return demand_facts(self.case.cfg.model)
+    """What a layout may take by formula; None: usable memory but for HEADROOM."""
 
     @property
     def devices(self) -> int:
@@ -215,7 +205,12 @@ class Task:
     @property
     def limit(self) -> float:
         """Bytes that a layout may take by formula."""
-        return GIB * (self.case.device.usable_gib * (1 - HEADROOM) if self.limit_gib is None else self.limit_gib)
+        usable = self.case.cluster.device.usable_gib * (1 - HEADROOM)
+        return GIB * (usable if self.limit_gib is None else self.limit_gib)
+
+    @property
+    def sections(self) -> tuple[SectionFacts, ...]:
+        return self.case.described.sections
 
     def with_choice(self, choice: Choice) -> Case:
         return replace(self.case, cfg=apply(choice, self.case.cfg))
@@ -226,22 +221,14 @@ class Task:
         given = "data" in self.fixed or data == choice.data
         return cfg if given else cfg.but(parallel=replace(cfg.parallel, data=None))
 
-    def estimated(self, choice: Choice) -> Estimate:
-        """For a choice that the config's rules allow; see `refusal`."""
-        return self.with_choice(choice).estimate
-
-    def refusal(self, choice: Choice) -> str:
-        """Why the config's own rules refuse a choice, in one line; empty if they don't."""
-        first = problems(self.with_choice(choice).cfg, self.devices)[:1]
-        return "".join(f"{one.where}: {one.what}" for one in first)
-
     def fixed_text(self) -> str:
         """The settings that the user has given: "tensor=4, micro_size=2"."""
         return ", ".join(f"{name}={value}" for name, value in self.fixed.items())
 
     def fingerprint(self) -> str:
         """Hash of all that the result depends on: config, fixed settings, devices and their constants."""
-        parts = [plain(self.case.cfg), dict(sorted(self.fixed.items())), self.case.cluster, asdict(self.case.device)]
+        device, *nodes = self.case.cluster
+        parts = [plain(self.case.cfg), dict(sorted(self.fixed.items())), [device.name, *nodes], asdict(device)]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
     def given(self) -> Choice:
@@ -252,8 +239,8 @@ class Task:
 
     def groups(self) -> list[Place]:
         """(tensor, pipeline, data x expert x context) that use all devices, or as many as a fixed `data` leaves."""
-        places, model = [], self.case.cfg.model
-        stages = model.stack.repeats if len(model.stacks()) == 1 else 1  # no pipeline cuts several sections
+        places = []
+        stages = self.case.cfg.model.stack.repeats if len(self.sections) == 1 else 1  # no pipeline of several sections
         for tensor in self._given("tensor", divisors(self.devices, self.case.cluster.per_node)):
             for pipeline in self._given("pipeline", divisors(self.devices // tensor, stages)):
                 rest, over = divmod(self.devices, tensor * pipeline)
@@ -287,38 +274,35 @@ class Task:
         """Recompute policies, least recomputing first; those with latents only for models that have any."""
         if "recompute" in self.fixed:
             return [self.fixed["recompute"]]
-        sections = self.model.section_facts()
-        blocks = [(section, block) for section in sections for block in section.stack.pattern]
-        latents = any("latent" in block.tensors(section.hidden) for section, block in blocks)
-        policies: dict[Recompute, None] = {"none": None}
-        for parts in PARTIAL:
-            if not latents and not isinstance(parts, str):
-                # Without latents, these two parts are what "selective" recomputes.
-                parts = "selective" if parts == ("norm", "activation") else tuple(p for p in parts if p != "latent")
-            policies[parts] = None
-        return [*policies, "full"]
+        policies: list[Recompute] = ["none", *PARTIAL, "full"]
+        blocks = ((section, block) for section in self.sections for block in section.stack.pattern)
+        if any("latent" in block.tensors(section.hidden) for section, block in blocks):
+            return policies
+        # Without latents, norm and activation are what "selective" recomputes.
+        named = (one if isinstance(one, str) else tuple(part for part in one if part != "latent") for one in policies)
+        return [one for one in named if one != ("norm", "activation")]
 
     def _given(self, name: str, others: Sequence[Any]) -> Sequence[Any]:
         return [self.fixed[name]] if name in self.fixed else others
 
     def _experts(self, most: int) -> Sequence[int]:
         """Sizes of `expert` that divide the devices and the experts of every layer."""
-        sections, dtype = self.model.section_facts(), self.case.cfg.precision.compute
-        blocks = [block for section in sections for block in block_facts(section, section.stack.pattern, dtype)]
+        dtype = self.case.cfg.precision.compute
+        blocks = (block for section in self.sections for block in block_facts(section, section.stack.pattern, dtype))
         experts = gcd(*(one.experts for block in blocks for one in block.experts))
         return self._given("expert", [n for n in divisors(experts, most) if most % n == 0] or [1])
 
     def _contexts(self, most: int) -> list[int]:
         """Sizes of `context` that divide the devices, where the model allows it and rows are long."""
         cfg = self.case.cfg
-        parts = max(section.positions for section in self.model.section_facts()) // LEAST_POSITIONS
-        longest = max(cfg.parallel.context, parts) if cfg.model.allows_context() else 1
-        return [n for n in self._given("context", divisors(most, max(1, longest))) if most % n == 0]
+        longest = max(cfg.parallel.context, max(section.positions for section in self.sections) // LEAST_POSITIONS)
+        sizes = divisors(most, longest) if cfg.model.allows_context() else [1]
+        return [n for n in self._given("context", sizes) if most % n == 0]
 
     def _shardings(self, replicas: int) -> tuple[Sharding, ...]:
         """All, or one of them where there is one replica and they are equal."""
         mine = self.case.cfg.parallel.data_sharding
-        return SHARDINGS if replicas > 1 else (mine if mine != "fsdp" else "zero1",)
+        return ("zero1", "fsdp", "replicate") if replicas > 1 else (mine if mine != "fsdp" else "zero1",)
 
     def _chunks(self, pipeline: int) -> list[int]:
         """Numbers of virtual stages that give chunks of different sizes; of equal ones, the smallest number."""
@@ -332,7 +316,7 @@ class Task:
 
     def _micro_sizes(self, replicas: int, context: int) -> list[int]:
         rows = max(1, self.case.cfg.batch.global_size // replicas)
-        longest = max(section.positions for section in self.model.section_facts())
+        longest = max(section.positions for section in self.sections)
         return divisors(rows, max(1, self.case.cfg.batch.micro_size, MAX_TOKENS * context // longest))
 
 
@@ -343,7 +327,7 @@ def divisors(number: int, most: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A layout with its two figures by formula."""
+    """A layout with its figures by formula."""
 
     choice: Choice
     step_seconds: float
@@ -354,7 +338,7 @@ class Entry:
 
 @dataclass(slots=True)
 class Group:
-    """Result for one (tensor, pipeline, data x expert)."""
+    """Result for one (tensor, pipeline, data x expert x context)."""
 
     place: Place
     best: list[Entry] = field(default_factory=list)
@@ -366,27 +350,20 @@ class Group:
     too_large: int = 0
     estimated: int = 0
 
-    def admitted(self, task: Task, choice: Choice) -> tuple[Case, float] | None:
-        """The config with a choice, and its peak; None, and counted, where the rules refuse it or it is too large."""
-        if refusal := task.refusal(choice):
-            self.refusals[refusal] += 1
-            return None
+    def entries(self, task: Task, choice: Choice, *, timed: bool = True) -> Iterator[Entry]:
+        """The choice with its figures, if the rules allow it and it fits; otherwise it is only counted."""
         case = task.with_choice(choice)
+        if reason := refusal(case):
+            self.refusals[reason] += 1
+            return
         peak = footprint(case.described).peak
         if self.smallest is None or peak < self.smallest.peak:
             self.smallest = Entry(choice, 0.0, peak)
         if peak > task.limit:
             self.too_large += 1
-            return None
-        return case, peak
-
-    def entry(self, task: Task, choice: Choice) -> Entry | None:
-        """The figures of a choice that is admitted."""
-        if (admitted := self.admitted(task, choice)) is None:
-            return None
-        self.estimated += 1
-        case, peak = admitted
-        return Entry(choice, case.estimate.step_seconds, peak)
+            return
+        self.estimated += timed
+        yield Entry(choice, case.estimate.step_seconds if timed else 0.0, peak)
 
 
 def search(task: Task) -> Iterator[Group]:
@@ -403,14 +380,13 @@ def search(task: Task) -> Iterator[Group]:
 def explore(task: Task, place: Place) -> Group:
     """Search one group. Moments are offloaded only if none of its layouts fits without."""
     group = Group(place)
-    shares = [task.fixed["offload"]] if "offload" in task.fixed else [0.0]
-    entries = [*_fitting(task, group, shares)]
+    entries = [*_fitting(task, group, [task.fixed.get("offload", 0.0)])]
     if not entries and "offload" not in task.fixed and group.smallest is not None:
         entries = [*_fitting(task, group, OFFLOADS)]
-    kinds: dict[tuple, Entry] = {}
+    kinds: dict[Choice, Entry] = {}
     for entry in sorted(entries, key=rank):
         kinds.setdefault(entry.choice.kind, entry)
-    group.best = list(kinds.values())[:KEPT]
+    group.best = list(kinds.values())[:BEST]
     return group
 
 
@@ -428,16 +404,15 @@ def _fitting(task: Task, group: Group, offloads: Sequence[float]) -> Iterator[En
     """Layouts of a group that fit, with each recompute policy that fits; nothing is faster than no recomputing."""
     for offload, layout in product(offloads, task.layouts(group.place)):
         least = replace(layout, offload=offload)
-        if group.admitted(task, least) is None:
+        if not [*group.entries(task, least, timed=False)]:
             continue
         for recompute in task.recomputes():
             choice = replace(least, recompute=recompute)
-            if (entry := group.entry(task, choice)) is None:
-                continue
-            yield entry
-            if recompute == "none":
+            entries = [*group.entries(task, choice)]
+            yield from entries
+            if entries and recompute == "none":
                 break
-            if recompute in SOME_LAYERS and not {"recompute", "recompute_layers"} & set(task.fixed):
+            if entries and recompute in ("selective", "full") and not {"recompute", "recompute_layers"} & {*task.fixed}:
                 yield from _some_layers(task, choice, group)
 
 
@@ -447,15 +422,16 @@ def _some_layers(task: Task, choice: Choice, group: Group) -> Iterator[Entry]:
     if len(stack.parts()) > 1:
         return  # a number of layers is one of the repeats of one pattern
     size, rows = len(stack.pattern), task.with_choice(choice).described.towers[-1].rows
-    few, enough = 0, rows  # in repeats of the pattern
-    while enough - few > 1:
-        middle = (few + enough) // 2
-        some = task.with_choice(replace(choice, recompute_layers=middle * size))
-        few, enough = (few, middle) if footprint(some.described).peak <= task.limit else (middle, enough)
-    if enough < rows and (entry := group.entry(task, replace(choice, recompute_layers=enough * size))) is not None:
-        yield entry
+
+    def fits(repeats: int) -> bool:
+        some = task.with_choice(replace(choice, recompute_layers=repeats * size))
+        return footprint(some.described).peak <= task.limit
+
+    enough = bisect_left(range(1, int(rows)), True, key=fits) + 1
+    if enough < rows:
+        yield from group.entries(task, replace(choice, recompute_layers=enough * size))
 
 
-def ranked(groups: Mapping[Place, Group]) -> list[Entry]:
+def ranked(groups: Iterable[Group]) -> list[Entry]:
     """The best layouts of all groups, fastest first."""
-    return sorted((entry for group in groups.values() for entry in group.best), key=rank)
+    return sorted((entry for group in groups for entry in group.best), key=rank)
