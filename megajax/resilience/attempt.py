@@ -18,13 +18,13 @@ GRACE_SECONDS = 7.0
 """From SIGTERM to SIGKILL after a failure: time for a survivor to keep its state on a local disk, where it can."""
 
 HUNG_GRACE_SECONDS = 1.0
-"""The same after a hang: who waits for a stuck process does not come to the end of its step either."""
+"""The same after a hang: processes that wait for a stuck one do not reach the end of their step either."""
 
 SCHEDULER_GRACE_SECONDS = 30.0
-"""The same for a command that has processes of other machines to end."""
+"""The same for a scheduler's command, which has to end processes on other machines."""
 
 SCHEDULER_SIGNALS = ((1.0, signal.SIGTERM), (10.0, signal.SIGINT), (10.5, signal.SIGINT))
-"""What such a command gets in the meantime: seconds after the first SIGTERM, signal."""
+"""Signals that such a command gets in the meantime: (seconds after the first SIGTERM, signal)."""
 
 OTHER_ERRORS_SECONDS = 1.0
 """From an exit with an error code to SIGTERM for the others, which may be about to print their own errors."""
@@ -39,14 +39,15 @@ TICK_SECONDS = 1.0
 """How often heartbeats are read."""
 
 READS_PER_SECOND = 100
-"""Of heartbeats, where a scheduler runs thousands of processes: they are on a shared file system."""
+"""Heartbeats read per second at most: those of a scheduler's thousands of processes are on a shared file system."""
 
 FIRST_TICKS, FIRST_SECONDS = 0.1, 60.0
-"""How often before the run folder is known, so that it is seen as it was when the attempt began; and for how long."""
+"""How often heartbeats are read until the run folder is known, to see it as it was when the attempt began; and for how
+long."""
 
 LATE_SECONDS = 5.0
-"""Beats that are read this much later than they should be: the launcher was stopped, as by Ctrl-Z, or with its machine
-or container, or a file system did not answer."""
+"""If heartbeats are read this much too late, the launcher itself did not run: it was stopped by Ctrl-Z or with its
+machine, or a file system did not answer."""
 
 DUPLICATE_SECONDS = 0.25
 """A signal this soon after another is the same request, delivered twice."""
@@ -60,9 +61,9 @@ class Outcome(NamedTuple):
     cause: Cause | None = None
     """The first failure; None if nothing has failed."""
     description: str = ""
-    """The cause, and what followed from it."""
+    """The cause, and the failures that followed from it."""
     failed: float = 0.0
-    """When, by the monotonic clock."""
+    """When it failed, by the monotonic clock."""
     stop_signal: signal.Signals | None = None
     """The signal by which the launcher was asked to stop."""
     log: Path | None = None
@@ -163,7 +164,7 @@ class Attempt:
         self._stop()
 
     def _decide(self, hang: str | None) -> None:
-        """Name the first failure, while the others can still be looked at."""
+        """Name the first failure while the other processes still exist."""
         seen = self._seen()
         if self._scheduler:
             self._cause = scheduler_cause(seen, self._members[0].process.returncode, hang)
@@ -216,7 +217,7 @@ class Attempt:
         return f"process {cause.process} {cause.text} after {member.seconds:.1f} s{step}{log}{message}"
 
     def _ask_for_stacks(self) -> None:
-        """Have all that can do so write their stacks, then stop them."""
+        """Make all processes that can do so write their stacks, then stop them."""
         self._dumped = time.time()
         for sight in self._watch.seen.values():
             # By the process of the beat: the command may be a script around it, which the signal would end.

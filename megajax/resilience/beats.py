@@ -1,7 +1,7 @@
-"""Heartbeat files: by them the launcher knows how far each process is and what it is doing.
+"""Heartbeat files, from which the launcher knows the step and the phase of each process.
 
 The launcher names the folder in MEGAJAX_BEATS. Each process replaces its own file there about once a second; a file
-that does not change any more belongs to a process that is stopped or dead. A process without a launcher writes none.
+that no longer changes belongs to a process that is stopped or dead. A process without a launcher writes none.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ processes than asked for are to fit the layout to their devices, as by parallel.
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Beat:
-    """What a process last wrote."""
+    """The contents of a heartbeat file."""
 
     process: int
     pid: int
@@ -39,7 +39,7 @@ class Beat:
     committed: int | None = None
     """The last step with a whole checkpoint; None if no checkpoint has been saved yet."""
     phase: str | None = None
-    """What the main thread is doing; see `megajax.resilience.activity`."""
+    """The phase of the main thread; see `megajax.resilience.activity`."""
     phase_step: int | None = None
     """The step that the phase belongs to."""
     phase_seconds: float = 0.0
@@ -73,8 +73,7 @@ class Beat:
 
 
 def last_beat(failure: str, code: int, stacks: str | None = None) -> None:
-    """Tell the launcher, if there is one, why this process is about to end. The first failure counts, if it is called
-    again."""
+    """Tell the launcher, if any, why this process is about to end. Of several calls the first counts."""
     folder, process = beats_folder(), process_index()
     if folder is None:
         return

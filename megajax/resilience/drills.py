@@ -15,13 +15,13 @@ NUMERIC = ("nan", "inf", "spike", "nan_gradients")
 """nan, inf: loss and gradients are multiplied by it; spike: by 1000; nan_gradients: only the gradients, by NaN."""
 
 PROCESS = ("kill", "stuck", "frozen", "locked", "crash", "slow")
-"""What happens to a process instead of its next rows. kill: SIGKILL; stuck: they never come; frozen: SIGSTOP; locked:
-as stuck, in C code that holds the interpreter's lock; crash: an exception; slow: they come 0.3 s late, from that step
+"""Faults of a process, instead of its next rows. kill: SIGKILL; frozen: SIGSTOP; stuck: the rows never come; locked: as
+stuck, in C code that holds the interpreter's lock; crash: an exception; slow: the rows come 0.3 s late from that step
 on."""
 
 CORRUPTION = ("bitflip", "wrong_gradients")
-"""What happens to numbers on the first device of one process. bitflip: after the step, one bit of a copy of a weight;
-wrong_gradients: what it computes for `resilience.recompute`."""
+"""Wrong numbers on the first device of one process. bitflip: one bit of a copy of a weight, after the step;
+wrong_gradients: the results for `resilience.recompute`."""
 
 KINDS = NUMERIC + PROCESS + CORRUPTION
 SLOW_SECONDS = 0.3
@@ -49,7 +49,7 @@ class Drill(NamedTuple):
     process: int | None = None
     """None: all processes."""
     attempt: int = 1
-    """The start by the launcher that it is for, unless `always`."""
+    """The start by the launcher in which it happens, unless `always`."""
 
     @classmethod
     def parse(cls, text: str) -> "Drill":
@@ -75,7 +75,7 @@ class Drill(NamedTuple):
         return float(self.kind), float(self.kind)
 
     def inject(self) -> None:
-        """Do to this process what is asked for."""
+        """Inflict the fault on this process."""
         match self.kind:
             case "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -93,7 +93,7 @@ class Drill(NamedTuple):
 
 
 def for_this_attempt(drills: Iterable[Drill]) -> tuple[Drill, ...]:
-    """Restarts by the launcher run the same steps again, without the faults of the first start."""
+    """The faults of this start: restarts by the launcher run the same steps again without the first start's faults."""
     return tuple(drill for drill in drills if drill.always or attempt_number() == drill.attempt)
 
 
@@ -106,7 +106,7 @@ def factors(drills: tuple[Drill, ...], step: int, *, again: bool) -> tuple[float
 
 
 def with_process_faults(batches: Any, drills: Sequence[Drill], step: int) -> Any:
-    """Batches of a run after `step`, with the faults of this process before those of the steps they are asked for."""
+    """Batches of a run from step `step` + 1 on, with the faults of this process before the batches of their steps."""
     return _FaultyBatches(batches, drills, step) if drills else batches
 
 

@@ -1,4 +1,4 @@
-"""The processes of one attempt: started with what each must know, their output forwarded, none left behind."""
+"""The processes of one attempt: their environment, their output, and their end with the launcher."""
 
 import contextlib
 import ctypes
@@ -29,7 +29,7 @@ LINE_BYTES = 1 << 16
 """A longer line is forwarded in pieces."""
 
 LAST_LINES, LAST_BYTES = 50, 1 << 16
-"""What is shown of the log of the process that failed."""
+"""How much of the log of the process that failed is shown."""
 
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 _PR_SET_PDEATHSIG = 1
@@ -48,11 +48,11 @@ class Gang:
     log_dir: Path | None = None
     """Folder for a log file per process; None: output is printed, each line with the index of its process."""
     scheduler: bool = False
-    """The command itself starts the processes of the run, perhaps on other machines: srun, mpirun. It is started once
-    and its processes find each other by what it tells them."""
+    """The command itself (srun, mpirun) starts the processes of the run, perhaps on other machines. It is started once,
+    and its processes find each other through the environment that it gives them."""
 
     def problems(self, asked: int | None) -> list[Problem]:
-        """What is wrong with the flags. asked: --processes, if it was given."""
+        """Problems of the flags. asked: --processes, if given."""
         if self.scheduler:
             hint = "the command decides how many processes there are, and what each is given"
             given = (asked, self.devices_per_process, self.port)
@@ -109,7 +109,7 @@ class CannotStart(UserError):
 def running(
     gang: Gang, slots: Sequence[int], *, beats: Path, attempt: int, events: "SimpleQueue[Member | signal.Signals]"
 ) -> "Generator[list[Member]]":
-    """Within the block, the processes of an attempt, one in each slot; afterwards none is left.
+    """Within the block, the processes of an attempt run, one in each slot; afterwards none is left.
 
     Their ends go into `events`. Raises UserError where a process can't be started.
     """
@@ -213,8 +213,8 @@ _WRITING = threading.Lock()
 
 
 def write_or_drop(target: int, text: bytes) -> None:
-    """Write a line to standard output or standard error, or drop it: on a full disk it alone, without a reader (`...
-    | head`) all after it too."""
+    """Write a line to standard output or standard error. On a full disk the line is dropped; once the reader is gone
+    (`... | head`), so are all later ones."""
     with _WRITING:
         try:
             while text:

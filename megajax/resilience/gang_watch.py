@@ -1,4 +1,4 @@
-"""What the launcher sees of the processes of an attempt while they run: their heartbeats, and whether they move."""
+"""The launcher's view of the processes of an attempt: their heartbeats, and whether they hang."""
 
 import re
 import socket
@@ -12,10 +12,10 @@ from megajax.resilience.beats import Beat
 from megajax.resilience.stacks import STACKS_FOLDER
 
 STOPPED_SECONDS = 10.0
-"""A process in state T (stopped by SIGSTOP) whose beat is this old is not coming back by itself."""
+"""A process in state T (stopped by SIGSTOP) whose beat is this old counts as hung."""
 
 NO_BEATS_DUE = (None, "finish")
-"""Phases in which a process may have stopped its beats in good order: it waits for the others to end."""
+"""Phases in which a process may have stopped its beats as intended: it waits for the others to end."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,11 +25,11 @@ class Limits:
     beat: float | None = 60.0
     """Without a new heartbeat of a process that has written some."""
     progress: float | None = None
-    """Without a change in the heartbeats of any process: the same steps, the same phases. A training process has a
-    watchdog of its own, which knows what is usual in each phase; this is for where that is off."""
+    """Without a change of step or phase in the heartbeats of any process. A training process has a watchdog of its own,
+    which knows the usual duration of each phase; this limit is for runs without it."""
 
     def problems(self) -> list[Problem]:
-        """What is wrong with the flags."""
+        """Problems of the flags."""
         return [
             Problem(f"--{name}", f"must be above 0 seconds, got {value:g}", "none: never")
             for name, value in (("beat-timeout", self.beat), ("watchdog-timeout", self.progress))
@@ -39,11 +39,11 @@ class Limits:
 
 @dataclass(slots=True)
 class Sighting:
-    """What was last seen of a process."""
+    """The last heartbeat of a process."""
 
     beat: Beat
     changed: float
-    """When the beat was last another one, by the launcher's monotonic clock: clocks of machines differ."""
+    """When the beat last changed, by the launcher's monotonic clock: clocks of machines differ."""
     state: str | None = None
     """Its state as Linux has it (R, S, D, T, Z), where it runs on this machine."""
 
@@ -65,7 +65,7 @@ class GangWatch:
         self._moved_at = self._read_at = clock()
 
     def pause(self, seconds: float) -> None:
-        """The launcher itself did not run for so long, and perhaps nobody else did: this time does not count."""
+        """Do not count the last `seconds`: the launcher did not run, and perhaps the processes did not either."""
         for sight in self.seen.values():
             sight.changed += seconds
         self._moved_at += seconds
@@ -96,7 +96,7 @@ class GangWatch:
         return 0.0 if sight is None else self._read_at - sight.changed
 
     def hang(self, ended: set[int]) -> str | None:
-        """Why the gang counts as hung, apart from processes that have ended; None: it does not."""
+        """Why the gang counts as hung; None if it does not. ended: processes that are left out."""
         alive = {
             index: sight for index, sight in self.seen.items() if index not in ended and sight.beat.failure is None
         }
@@ -149,7 +149,7 @@ def process_state(pid: int) -> str | None:
 
 
 def handles(pid: int, number: int) -> bool:
-    """Whether a process of this machine has a handler of its own for a signal; without one it might be ended by it."""
+    """Whether a process of this machine handles a signal, which might end it otherwise."""
     try:
         text = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
     except OSError:

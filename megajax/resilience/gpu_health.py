@@ -1,4 +1,4 @@
-"""What the driver says of the GPUs during a run, through NVML: memory errors, slowdowns, power limits, Xid errors."""
+"""Health of the GPUs as the driver reports it through NVML: memory errors, slowdowns, power limits, Xid errors."""
 
 import contextlib
 import importlib
@@ -14,7 +14,7 @@ NOT_INSTALLED = "nvidia-ml-py is not installed"
 
 
 class Symptom(NamedTuple):
-    """Something about a GPU that has changed."""
+    """A change in the health of a GPU."""
 
     gpu: int
     """Its index among all of the machine."""
@@ -46,11 +46,11 @@ def gpu_numbers(local_ids: Iterable[int], environment: Mapping[str, str]) -> lis
 
 
 class GpuHealth:
-    """Asks the driver. `poll` gives what has changed since it was last asked, at first everything that is wrong."""
+    """Asks the driver. `poll` returns the changes since the last poll, at first all that is wrong."""
 
     def __init__(self, nvml: Any, gpus: Iterable[int | str]):
         self._nvml = nvml
-        self._handles = {index: handle for index, handle in map(self._found, gpus) if handle is not None}
+        self._handles = {index: handle for index, handle in map(self._handle_of, gpus) if handle is not None}
         self._known: dict[tuple[int, str], Any] = {}
         self._xids = self._registered()
 
@@ -63,14 +63,14 @@ class GpuHealth:
                 self._known[gpu, what] = value
         return [*changes, *self._new_xids()]
 
-    def _found(self, gpu: int | str) -> tuple[int, Any]:
+    def _handle_of(self, gpu: int | str) -> tuple[int, Any]:
         if isinstance(gpu, str):
             handle = self._ask("nvmlDeviceGetHandleByUUID", gpu)
             return (self._ask("nvmlDeviceGetIndex", handle) or 0, handle) if handle is not None else (0, None)
         return gpu, self._ask("nvmlDeviceGetHandleByIndex", gpu)
 
     def _readings(self, handle: Any) -> Iterator[tuple[str, Any]]:
-        """What this GPU supports, with values that are 0, false or "" when all is well."""
+        """(symptom, value) of what this GPU supports; values are 0, false or "" when all is well."""
         nvml = self._nvml
         kinds = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
         yield "uncorrected_errors", self._ask("nvmlDeviceGetTotalEccErrors", handle, *kinds) or 0
@@ -87,14 +87,14 @@ class GpuHealth:
         yield "power_limit", f"{now // 1000} W, usually {usual // 1000} W" if now and usual and now < usual else ""
 
     def _ask(self, name: str, *arguments: Any) -> Any:
-        """None for what the GPU does not support, or the driver does not know."""
+        """Ask the driver; None if the GPU or the driver does not support it."""
         try:
             return getattr(self._nvml, name)(*arguments)
         except (self._nvml.NVMLError, AttributeError):
             return None
 
     def _registered(self) -> Any:
-        """The set of events that collects Xid errors; None where there are none to be had."""
+        """The set of events that collects Xid errors; None if the driver has none."""
         events = self._ask("nvmlEventSetCreate")
         if events is None:
             return None
@@ -113,10 +113,10 @@ _LIMITS = ("EnforcedPowerLimit", "PowerManagementDefaultLimit")
 
 
 class HealthThread:
-    """Polls every `seconds` in a thread of its own, and hands on what changed."""
+    """Polls every `seconds` in a thread of its own, and passes changes to `on_change`."""
 
-    def __init__(self, poll: Callable[[], list[Symptom]], seconds: float, tell: Callable[[Symptom], None]):
-        self._poll, self._seconds, self._tell = poll, seconds, tell
+    def __init__(self, poll: Callable[[], list[Symptom]], seconds: float, on_change: Callable[[Symptom], None]):
+        self._poll, self._seconds, self._on_change = poll, seconds, on_change
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="gpu health", daemon=True)
 
@@ -133,6 +133,6 @@ class HealthThread:
         while True:
             with contextlib.suppress(Exception):  # a disk that is full, or a driver that goes away, ends no run
                 for symptom in self._poll():
-                    self._tell(symptom)
+                    self._on_change(symptom)
             if self._over.wait(self._seconds):
                 return

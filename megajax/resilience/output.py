@@ -1,4 +1,4 @@
-"""Output of a run that outlives its reader: what cannot be written is dropped, and the run goes on.
+"""Output of a run that outlives its reader: text that cannot be written is dropped, and the run goes on.
 
 `python -m megajax.train ... | head`, a terminal that is closed under `nohup`, a full disk behind `> log`, or a program
 started without standard streams: none of them is a reason to stop training, whose results are in files.
@@ -11,16 +11,16 @@ import sys
 from typing import Any
 
 GONE = (errno.EPIPE, errno.EIO, errno.EBADF)
-"""Nobody will read it any more; other errors, such as a full disk, may pass."""
+"""Errors after which nobody reads the stream any more; others, such as a full disk, may pass."""
 NAMES = ("standard input", "standard output", "standard error")
 
 
 class LastingOutput(io.RawIOBase):
-    """Writes to a descriptor. Bytes that cannot be written are dropped; the first time, `other` is told why.
+    """Writes to a descriptor. Bytes that cannot be written are dropped, with one line about the reason.
 
     Args:
-        descriptor: where to; stays open. Once its reader is gone, it is /dev/null, for all that writes there.
-        other: a descriptor for a line about it.
+        descriptor: file descriptor; stays open. Once its reader is gone, it is replaced by /dev/null.
+        other: descriptor of the stream that gets one line about the first error.
     """
 
     def __init__(self, descriptor: int, other: int):

@@ -9,22 +9,22 @@ from megajax.resilience.exit_codes import INVALID, NO_PROGRESS, worth_a_restart
 from megajax.resilience.first_failure import Cause
 
 FRUITLESS_ATTEMPTS = 3
-"""Attempts in a row without a new checkpoint, after which another one is not expected to help."""
+"""The launcher gives up after this many attempts in a row without a new checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RestartConfig:
-    """How often, and how."""
+    """How often a gang is restarted, and how."""
 
     max_restarts: int = 0
     backoff: float = 1.0
     """Seconds before the first restart; doubled for each further one, until an attempt has saved a new checkpoint."""
     max_backoff: float = 60.0
     min_processes: int | None = None
-    """A process that fails again and again is left out while at least so many remain; None: never."""
+    """A process that keeps failing is left out while at least this many remain; None: never."""
 
     def problems(self, processes: int) -> list[Problem]:
-        """What is wrong with the flags."""
+        """Problems of the flags."""
         problems = []
         if self.max_restarts < 0:
             problems.append(Problem("--max-restarts", f"must be at least 0, got {self.max_restarts}"))
@@ -41,15 +41,15 @@ class Restart(NamedTuple):
     """Start the gang again."""
 
     wait: float
-    """Seconds to wait before."""
+    """Seconds to wait first."""
     slots: tuple[int, ...]
-    """The places on the machine to use, one for each process."""
+    """Places on the machine, one for each process."""
     dropped: int | None = None
-    """A place that is left out from now on."""
+    """The place that is left out from now on."""
 
 
 class Stop(NamedTuple):
-    """Do not."""
+    """Do not start the gang again."""
 
     code: int
     """Exit code of the launcher."""
@@ -70,7 +70,7 @@ class Restarts:
         self._has_beats = False
 
     def after(self, cause: Cause, *, baseline: int | None, committed: int | None, has_beats: bool) -> Restart | Stop:
-        """What to do after an attempt that failed.
+        """The decision after an attempt that failed.
 
         baseline, committed: the newest step with a checkpoint when it began and when it ended. has_beats: whether its
         processes wrote heartbeats; a program that never does so is has_beats by the number of restarts alone.
@@ -96,7 +96,7 @@ class Restarts:
         return self._restart()
 
     def unable_to_start(self, process: int) -> Restart | Stop:
-        """What to do when a process of a restart can't be started."""
+        """The decision when a process of a restart can't be started."""
         self._last_slot = self.slots[process] if self._may_drop() else None
         return self.after(Cause(process, 1, "cannot be started"), baseline=None, committed=None, has_beats=False)
 

@@ -89,7 +89,7 @@ class Signals:
 
     @property
     def request(self) -> StopRequest | None:
-        """The request to stop this process, or None. Other processes may have others: see `agree`."""
+        """The request to stop this process, or None. Other processes may have different ones: see `agree`."""
         return self._request
 
     def request_stop(self, name: str) -> None:
@@ -98,9 +98,9 @@ class Signals:
 
     @contextmanager
     def interruptible(self, place: object, *, at_once: bool) -> Generator[None]:
-        """Within the block, in the main thread, a request raises StopWaiting, once it may: at once, or at `wake`.
+        """Within the block, in the main thread, a request raises StopWaiting: at once, or else at `wake(place)`.
 
-        place: what is waited for; not None.
+        place: names the wait; not None.
         """
         self._at_once, self._place = at_once, place
         try:

@@ -1,4 +1,4 @@
-"""The Python stacks of all threads as text, for a process that hangs."""
+"""The Python stacks of all threads as text, for processes that hang."""
 
 import contextlib
 import os

@@ -23,7 +23,7 @@ type Record = Callable[..., None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Supervision:
-    """What is done beside starting the processes."""
+    """Restarts, limits of hangs, and the folder of heartbeats."""
 
     restarts: RestartConfig = field(default_factory=RestartConfig)
     limits: Limits = field(default_factory=Limits)
@@ -101,7 +101,7 @@ class Supervisor:
             return Attempt(members, self._events, watch, scheduler=self._gang.scheduler).supervise()
 
     def _fresh_folder(self) -> Path:
-        """An empty folder for the beats of this attempt. On a full disk there are none, and training goes on."""
+        """An empty folder for the beats of this attempt. On a full disk there is none, and training goes on."""
         folder = self._beats / f"attempt_{self._number}"
         shutil.rmtree(folder, ignore_errors=True)
         with contextlib.suppress(OSError):

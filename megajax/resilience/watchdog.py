@@ -11,7 +11,7 @@ from megajax.config.errors import Problem
 from megajax.resilience.activity import COMPILE, ActivePhase, Activity, describe_phase
 
 ASLEEP_SECONDS = 5.0
-"""If this much more time passes between two checks than should, the process was stopped itself, or had no processor."""
+"""If checks are this much further apart than intended, the process itself was stopped, or had no processor."""
 
 _COMPILING = tuple(f"jax/_src/{name}.py" for name in ("compiler", "interpreters/partial_eval", "interpreters/mlir"))
 
@@ -42,7 +42,7 @@ class WatchdogConfig:
     setup: float = 7200.0
     """Everything before the first step: index files, weights, reading a checkpoint."""
     finish: float = 7200.0
-    """What follows the last step: the last save, evaluations, report."""
+    """After the last step: the last save, evaluations, report."""
     other: float = 1800.0
     """Any other phase."""
 
@@ -64,7 +64,7 @@ class WatchdogConfig:
 
 
 PHASES = tuple(each.name for each in fields(WatchdogConfig) if each.name not in ("factor", "other"))
-"""Phases with a limit of their own."""
+"""Phases with their own limit."""
 
 
 class Hang(NamedTuple):
