@@ -272,12 +272,19 @@ def _check_documents(path: Path, table: np.ndarray, sequences: int, at: int) -> 
 def has_modes(prefix: Path | str) -> bool:
     """Whether the size of PREFIX.idx is that of a multimodal file; other fields are not checked."""
     path = index_path(prefix)
+    if not path.is_file():
+        return False
     with path.open("rb") as file:
         head = file.read(HEADER_BYTES)
     if len(head) < HEADER_BYTES:
         return False
     sequences, entries = struct.unpack_from("<QQ", head, 18)
     return sequences > 0 and path.stat().st_size == HEADER_BYTES + 13 * sequences + 8 * entries
+
+
+def open_tokens(prefix: Path | str) -> IndexedTokens:
+    """A token file, with modes if it has some. Raises UserError as `IndexedTokens`."""
+    return IndexedTokens(prefix, multimodal=has_modes(prefix))
 
 
 class IndexedWriter:
@@ -366,7 +373,7 @@ class IndexedWriter:
         Raises:
             UserError: the other dataset is damaged, or differs in dtype or in having modes.
         """
-        other = IndexedTokens(prefix, multimodal=has_modes(prefix) if index_path(prefix).is_file() else False)
+        other = open_tokens(prefix)
         if other.dtype != self.dtype:
             raise UserError(
                 f"{prefix}: stored as {other.dtype.name}, cannot be merged into {self.prefix}, which is "
@@ -407,3 +414,39 @@ class IndexedWriter:
         self._file.close()
         for path in (tokens_path(self.prefix), index_path(self.prefix)):
             self._temporary(path).unlink(missing_ok=True)
+
+
+def check_output(prefix: Path | str, overwrite: bool) -> None:
+    """Raises UserError for token files that exist and are not to be replaced."""
+    for path in (tokens_path(prefix), index_path(prefix)):
+        if path.is_dir():
+            raise UserError(f"{path}: is a folder. Choose another --output-prefix.")
+        if path.exists() and not overwrite:
+            raise UserError(f"{path}: exists already. Choose another --output-prefix, or give --overwrite.")
+
+
+def merge(inputs: Sequence[str | Path], output: str | Path, *, overwrite: bool = False) -> IndexedTokens:
+    """Writes the documents of all inputs, prefixes or folders, to `output` and opens it.
+
+    Raises:
+        UserError: no or damaged input, inputs of different dtypes, some with modes and some without, or output that
+            exists.
+    """
+    prefixes = [prefix for given in inputs for prefix in _prefixes(Path(given))]
+    check_output(output, overwrite)
+    if Path(output).absolute() in [prefix.absolute() for prefix in prefixes]:
+        raise UserError(f"{output}: is one of the inputs, too. Choose another --output-prefix.")
+    with IndexedWriter(output, open_tokens(prefixes[0]).dtype) as writer:
+        for prefix in prefixes:
+            writer.append_index(prefix)
+    return open_tokens(output)
+
+
+def _prefixes(given: Path) -> list[Path]:
+    """The prefix, or those of all token files of a folder, by name."""
+    if not given.is_dir():
+        return [given]
+    prefixes = sorted({path.with_suffix("") for path in given.iterdir() if path.suffix in (".bin", ".idx")})
+    if not prefixes:
+        raise UserError(f"--input {given}: the folder has no token files (.bin and .idx).")
+    return prefixes

@@ -15,8 +15,7 @@ from megajax.data.splits import Rows, Splits
 from megajax.data.standard_library import chosen_files, in_a_folder, library_root
 from megajax.tokenizers.base import Tokenizer
 from megajax.tokenizers.config import WordPieceTokenizerConfig
-from megajax.tokenizers.wordpiece import WordPieceTokenizer
-from megajax.tokenizers.wordpiece_training import train_vocabulary
+from megajax.tokenizers.wordpiece import WordPieceTokenizer, train_vocabulary
 
 PROSE = re.compile(
     r"""

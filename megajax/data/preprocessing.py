@@ -29,7 +29,7 @@ import numpy as np
 from megajax.config.builds import USER_FILE
 from megajax.config.errors import UserError
 from megajax.data.document_rules import WholeFile
-from megajax.data.indexed import IndexedTokens, IndexedWriter, index_path, token_dtype, tokens_path
+from megajax.data.indexed import IndexedTokens, IndexedWriter, check_output, index_path, token_dtype, tokens_path
 from megajax.data.preprocessing_options import TEXT_KEY, Preprocessing
 from megajax.data.preprocessing_report import Counts, Preprocessed
 from megajax.data.reading import ReadError, named
@@ -141,7 +141,8 @@ def preprocess(job: Preprocessing, report: Callable[[Counts, int], None] = lambd
     _built.cache_clear()
     tokenizer = _built(job.tokenizer)
     final = tuple(job.output(key) for key in job.keys)
-    _check_output(job, final)
+    for output in final:
+        check_output(output, job.overwrite)
     workers = min(job.workers, _useful_workers(job, files))
     folder = _working_folder(job.prefix)
     try:
@@ -188,15 +189,6 @@ def _check_keys(job: Preprocessing) -> None:
         raise UserError(f"--json-keys: {', '.join(job.keys)}: a pair has two texts. Name two keys.")
     if job.pairs and job.split_sentences:
         raise UserError("--split-sentences: the sentences of pairs would not belong together. Leave it out.")
-
-
-def _check_output(job: Preprocessing, prefixes: tuple[str, ...]) -> None:
-    for prefix in prefixes:
-        for path in (tokens_path(prefix), index_path(prefix)):
-            if path.is_dir():
-                raise UserError(f"{path}: is a folder. Choose another --output-prefix.")
-            if path.exists() and not job.overwrite:
-                raise UserError(f"{path}: exists already. Choose another --output-prefix, or give --overwrite.")
 
 
 def _working_folder(prefix: str) -> Path:

@@ -2,9 +2,9 @@
 
 import math
 import os
-import time
 from dataclasses import dataclass, fields
-from typing import TextIO
+
+from megajax.data.progress import ProgressLine
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,35 +69,17 @@ class Preprocessed:
         )
 
 
-class Progress:
-    """Progress of `preprocess`: an updated line on a terminal, else a new line every `interval` seconds."""
-
-    def __init__(self, stream: TextIO, interval: float):
-        self._stream = stream
-        self._live = stream.isatty()
-        self._interval = 0.1 if self._live else interval
-        self._started = self._last = time.monotonic()
+class Progress(ProgressLine):
+    """Progress of `preprocess`."""
 
     def __call__(self, counts: Counts, total: int) -> None:
         """Shows the progress of `total` bytes on disk, unless the last line is too recent."""
-        now = time.monotonic()
-        if now - self._last < self._interval:
-            return
-        self._last = now
-        seconds = now - self._started
-        left = seconds * (total - counts.stored) / max(counts.stored, 1)
-        line = (
-            f"{counts.documents:,} documents  {counts.text / seconds / 1e6:.1f} MB/s  "
-            f"{100 * counts.stored / max(total, 1):.0f} %  {_duration(left)} left"
-        )
-        self._stream.write(f"\r{line}\x1b[K" if self._live else f"{line}\n")
-        self._stream.flush()
-
-    def clear(self) -> None:
-        """Clears the updated line."""
-        if self._live:
-            self._stream.write("\r\x1b[K")
-            self._stream.flush()
+        if seconds := self.seconds():
+            left = seconds * (total - counts.stored) / max(counts.stored, 1)
+            self.show(
+                f"{counts.documents:,} documents  {counts.text / seconds / 1e6:.1f} MB/s  "
+                f"{100 * counts.stored / max(total, 1):.0f} %  {_duration(left)} left"
+            )
 
 
 def _duration(seconds: float) -> str:

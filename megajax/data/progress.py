@@ -1,7 +1,8 @@
-"""A line on standard error while files are listed or indexed, where that takes long."""
+"""Progress of long work on files: a line on a stream, updated in place on a terminal."""
 
 import sys
 import time
+from typing import TextIO
 
 QUIET_SECONDS = 2.0
 """No line before this."""
@@ -9,8 +10,41 @@ INTERVAL_SECONDS = 10.0
 """Between lines where they cannot be updated in place."""
 
 
-class Progress:
-    """An updated line on a terminal, elsewhere a new one now and then; nothing for what is done at once.
+class ProgressLine:
+    """A line that is updated in place on a terminal; elsewhere a new line every `interval` seconds.
+
+    Args:
+        quiet: seconds before the first line.
+    """
+
+    def __init__(self, stream: TextIO, interval: float = INTERVAL_SECONDS, quiet: float = 0.0):
+        self._stream, self._live, self._shown = stream, stream.isatty(), False
+        self._interval, self._started = 0.1 if self._live else interval, time.monotonic()
+        self._next = self._started + (quiet or self._interval)
+
+    def seconds(self) -> float | None:
+        """Seconds since the start if a line is due, else None."""
+        now = time.monotonic()
+        if now < self._next:
+            return None
+        self._next = now + self._interval
+        return now - self._started
+
+    def show(self, line: str) -> None:
+        """Shows a line that is due."""
+        self._stream.write(f"\r{line}\x1b[K" if self._live else f"{line}\n")
+        self._stream.flush()
+        self._shown = True
+
+    def clear(self) -> None:
+        """Removes an updated line."""
+        if self._shown and self._live:
+            self._stream.write("\r\x1b[K")
+            self._stream.flush()
+
+
+class Progress(ProgressLine):
+    """Progress of listing or indexing files, on standard error; nothing for what takes less than two seconds.
 
     Args:
         what: the things that are counted, such as "images".
@@ -18,26 +52,12 @@ class Progress:
     """
 
     def __init__(self, what: str, doing: str):
+        super().__init__(sys.stderr, quiet=QUIET_SECONDS)
         self._what, self._doing = what, doing
-        self._live = sys.stderr.isatty()
-        self._started = time.monotonic()
-        self._next = self._started + QUIET_SECONDS
-        self._shown = False
 
     def __call__(self, count: int, share: float) -> None:
         """So many things are done, which is this share of the whole."""
-        now = time.monotonic()
-        if now < self._next:
-            return
-        self._next = now + (0.1 if self._live else INTERVAL_SECONDS)
-        speed = count / (now - self._started)
-        line = f"{self._doing}: {count:,} {self._what}, {100 * share:.0f} %, {speed:,.0f} {self._what}/s"
-        sys.stderr.write(f"\r{line}\x1b[K" if self._live else f"{line}\n")
-        sys.stderr.flush()
-        self._shown = True
-
-    def clear(self) -> None:
-        """Remove an updated line."""
-        if self._shown and self._live:
-            sys.stderr.write("\r\x1b[K")
-            sys.stderr.flush()
+        if seconds := self.seconds():
+            self.show(
+                f"{self._doing}: {count:,} {self._what}, {100 * share:.0f} %, {count / seconds:,.0f} {self._what}/s"
+            )

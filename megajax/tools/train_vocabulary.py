@@ -48,7 +48,7 @@ def main(argv: list[str]) -> int:
         resolve(f"megajax.{name}")
         for name in (
             "data.text_files:find_files",
-            "tokenizers.wordpiece_training:train_vocabulary",
+            "tokenizers.wordpiece:train_vocabulary",
             "data.cache:replacing",
         )
     )

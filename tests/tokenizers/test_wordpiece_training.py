@@ -6,7 +6,7 @@ import pytest
 
 from megajax.config.errors import UserError
 from megajax.tokenizers.config import WordPieceTokenizerConfig
-from megajax.tokenizers.wordpiece_training import train_vocabulary
+from megajax.tokenizers.wordpiece import train_vocabulary
 
 TEXT = ["The tower was built of stone.", "Stones of the towers; the builder built.", "A Café — été."] * 5
 

@@ -16,7 +16,6 @@ from megajax.data.config.benchmarks import (
 )
 from megajax.data.config.chat import ChatConfig
 from megajax.data.config.choices import DataConfig
-from megajax.data.config.fim import FillInMiddleConfig
 from megajax.data.config.image_text import DigitCaptionsConfig, ImageTextConfig, ImageTextRowsConfig, MockCaptionsConfig
 from megajax.data.config.images import (
     AugmentConfig,
@@ -30,9 +29,8 @@ from megajax.data.config.images import (
     MockMasksConfig,
 )
 from megajax.data.config.library import LibrarySentencesConfig, LibrarySpansConfig, LibraryWordPieceConfig
-from megajax.data.config.masked import MaskedConfig, MaskedSentencesConfig, MaskedSpansConfig
-from megajax.data.config.pairs import PairsConfig
-from megajax.data.config.text import BlendConfig, MockConfig, StandardLibraryConfig
+from megajax.data.config.masked import MaskedConfig, MaskedSentencesConfig, MaskedSpansConfig, PairsConfig
+from megajax.data.config.text import BlendConfig, FillInMiddleConfig, MockConfig, StandardLibraryConfig
 from megajax.data.splits import Rows, Splits
 
 __all__ = [

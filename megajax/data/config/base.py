@@ -29,6 +29,14 @@ def at_least(where: str, value: float, least: float) -> list[Problem]:
     return [] if value >= least else [Problem(where, f"expected {least} or more, found {value}")]
 
 
+def paths_problems(config: Any, what: str, hint: str) -> list[Problem]:
+    """Files for all splits together with files for each, or none at all. what: the files, in the message."""
+    own = [f"{name}_paths" for name in NAMES if getattr(config, f"{name}_paths")]
+    if config.paths and own:
+        return [Problem("paths", f"set together with {', '.join(own)}", "use one of the two ways")]
+    return [] if config.paths or own else [Problem("paths", f"no {what} given", hint)]
+
+
 class RowsConfig(Protocol):
     """A data config of your own."""
 
@@ -117,15 +125,10 @@ class TokenFilesConfig(Builds):
 
     def problems(self) -> list[Problem]:
         problems = split_problems(self.split) + at_least("surplus", self.surplus, 0)
-        lists = {f"{name}_paths": getattr(self, f"{name}_paths") for name in NAMES}
-        given = [name for name, items in lists.items() if items]
-        if self.paths and given:
-            problems.append(Problem("paths", f"set together with {', '.join(given)}", "use one of the two ways"))
-        if not self.paths and not given:
-            problems.append(Problem("paths", "no data path given", "set data.paths=PREFIX (without .bin and .idx)"))
-        for name, items in {"paths": self.paths, **lists}.items():
+        problems += paths_problems(self, "data path", "set data.paths=PREFIX (without .bin and .idx)")
+        for name in ("paths", *(f"{split}_paths" for split in NAMES)):
             try:
-                parse_paths(items or ("unset",))
+                parse_paths(getattr(self, name) or ("unset",))
             except UserError as error:
                 problems.append(Problem(name, str(error)))
         return problems

@@ -5,9 +5,8 @@ from typing import ClassVar, Literal
 
 from megajax.config.builds import Builds
 from megajax.config.errors import Problem
-from megajax.data.config.base import LoaderConfig, at_least, split_problems
+from megajax.data.config.base import LoaderConfig, at_least, paths_problems, split_problems
 from megajax.data.config.text import text_leaves
-from megajax.data.splits import NAMES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,9 +63,4 @@ class ChatConfig(Builds):
 
     def problems(self) -> list[Problem]:
         problems = split_problems(self.split) + at_least("pad_multiple", self.pad_multiple, 1)
-        given = [f"{name}_paths" for name in NAMES if getattr(self, f"{name}_paths")]
-        if self.paths and given:
-            problems.append(Problem("paths", f"set together with {', '.join(given)}", "use one of the two ways"))
-        if not self.paths and not given:
-            problems.append(Problem("paths", "no file given", "set data.paths=FILE.jsonl"))
-        return problems
+        return problems + paths_problems(self, "file", "set data.paths=FILE.jsonl")

@@ -9,7 +9,6 @@ from megajax.data.config.benchmarks import (
     SquadConfig,
 )
 from megajax.data.config.chat import ChatConfig
-from megajax.data.config.fim import FillInMiddleConfig
 from megajax.data.config.image_text import DigitCaptionsConfig, ImageTextConfig, MockCaptionsConfig
 from megajax.data.config.images import (
     ClassFoldersConfig,
@@ -20,9 +19,8 @@ from megajax.data.config.images import (
     MockMasksConfig,
 )
 from megajax.data.config.library import LibrarySentencesConfig, LibrarySpansConfig
-from megajax.data.config.masked import MaskedSentencesConfig, MaskedSpansConfig
-from megajax.data.config.pairs import PairsConfig
-from megajax.data.config.text import BlendConfig, MockConfig, StandardLibraryConfig
+from megajax.data.config.masked import MaskedSentencesConfig, MaskedSpansConfig, PairsConfig
+from megajax.data.config.text import BlendConfig, FillInMiddleConfig, MockConfig, StandardLibraryConfig
 
 DataConfig = (
     BlendConfig

@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from megajax.config.errors import Problem
-from megajax.data.config.base import LoaderConfig, between, split_problems
-from megajax.data.config.images import CropConfig, ImagesConfig, files_problems
+from megajax.data.config.base import LoaderConfig, between, paths_problems, split_problems
+from megajax.data.config.images import PATHS_HINT, CropConfig, ImagesConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,7 +61,9 @@ class ImageTextConfig(ImageTextRowsConfig):
     """Folder for the index of lines; none: the user's cache folder. It need not be shared between hosts."""
 
     def problems(self) -> list[Problem]:
-        problems = ImageTextRowsConfig.problems(self) + split_problems(self.split) + files_problems(self)
+        problems = (
+            ImageTextRowsConfig.problems(self) + split_problems(self.split) + paths_problems(self, "files", PATHS_HINT)
+        )
         return problems + ([] if self.marker else [Problem("marker", "is empty", "use <image>")])
 
 

@@ -1,14 +1,15 @@
 """Configs of images with labels: a class for each image or for each pixel."""
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from megajax.config.builds import Builds
 from megajax.config.errors import Problem
-from megajax.data.config.base import LoaderConfig, between, split_problems
+from megajax.data.config.base import LoaderConfig, between, paths_problems, split_problems
 
 MOST_PIXELS = 178_956_970
 """Pillow refuses larger images itself."""
+PATHS_HINT = "set data.paths, or data.train_paths"
 
 
 def reading_ahead() -> LoaderConfig:
@@ -27,16 +28,6 @@ def range_problems(where: str, bounds: tuple[float, float], most: float) -> list
     if 0 < bounds[0] <= bounds[1] <= most:
         return []
     return [Problem(where, f"expected 0 < low <= high <= {most:g}, found {bounds[0]:g}, {bounds[1]:g}")]
-
-
-def files_problems(config: Any) -> list[Problem]:
-    """Files for all splits together with files for each, or none at all."""
-    given = [name for name in ("train_paths", "valid_paths", "test_paths") if getattr(config, name)]
-    if config.paths and given:
-        return [Problem("paths", f"set together with {', '.join(given)}", "use one of the two ways")]
-    if not config.paths and not given:
-        return [Problem("paths", "no files given", "set data.paths, or data.train_paths")]
-    return []
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,7 +136,7 @@ class ImageShardsConfig(ClassImagesConfig):
     """Folder for the index of the tar files; none: the user's cache folder. It need not be shared between hosts."""
 
     def problems(self) -> list[Problem]:
-        return ClassImagesConfig.problems(self) + split_problems(self.split) + files_problems(self)
+        return ClassImagesConfig.problems(self) + split_problems(self.split) + paths_problems(self, "files", PATHS_HINT)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
