@@ -5,14 +5,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megajax.checkpoint.weights.formats import read_foreign
 from megajax.command_line import PROCESS_FLAGS, Command, Flag, front_door, parse
 from megajax.config.builds import resolve
 from megajax.config.dump import flatten
 from megajax.config.errors import ConfigError, Problem
 from megajax.config.files import Source
+from megajax.data.config import MockConfig
 from megajax.job.origin import MODEL_FLAGS, run_config, run_folder
 from megajax.mesh.xla import set_process
+from megajax.models.protocol import demand_causal
 from megajax.tasks.config import EvaluatedConfig
+from megajax.tokenizers.config import HuggingFaceTokenizerConfig
 
 DESCRIPTION = """Evaluate a model on tasks over local files, on any mesh; settings are those of its run or its folder.
 
@@ -48,11 +52,11 @@ def main(argv: list[str]) -> int:
         tasks = resolve("megajax.tasks.command:parse_tasks")(flags["tasks"] or "", flags["include_path"])
     source = flags["run"] or Path(f"hf:{flags['hf']}")
     output = flags["output"] or (run_folder(flags["run"]) if flags["run"] else Path())
-    asked = resolve("megajax.tasks.command:Asked")(source, tasks, output, flags["cache"], flags["rows"])
+    evaluation = resolve("megajax.tasks.command:Evaluation")(source, tasks, output, flags["cache"], flags["rows"])
     # Programs that it does not record are deleted by the next start.
     with resolve("megajax.job.compile_log:CompileLog")(lambda sentence: None):
         weights = resolve("megajax.job.stored_weights:all_weights")
-        code = resolve("megajax.tasks.command:evaluate")(config, asked, weights)
+        code = resolve("megajax.tasks.command:evaluate")(config, evaluation, weights)
     finish()
     return code
 
@@ -68,8 +72,18 @@ def base(flags: Mapping[str, Any]) -> Source:
             [Problem("--include-path", "is for tasks lm-eval:NAME, and --tasks has none")], "command line"
         )
     if folder is not None:
-        return Source(f"hf:{folder}", resolve("megajax.tasks.foreign:config_of")(folder))
+        return Source(f"hf:{folder}", folder_config(folder))
     return run_config(run, EvaluatedConfig)
+
+
+def folder_config(folder: Path) -> EvaluatedConfig:
+    """The model of a Hugging Face folder and its tokenizer.json. No task but split reads the data, which is synthetic.
+
+    Raises UserError for a folder that is no model, one with settings that we lack, or no causal language model.
+    """
+    model = read_foreign(f"hf:{folder}").model
+    demand_causal(model, f"--hf={folder}: ")
+    return EvaluatedConfig(model=model, data=MockConfig(), tokenizer=HuggingFaceTokenizerConfig(path=str(folder)))
 
 
 def fingerprint(command: Command) -> str:

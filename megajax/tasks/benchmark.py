@@ -1,4 +1,4 @@
-"""What the tasks of benchmarks share: the data they need, what the model predicts, and where predictions are left."""
+"""What the tasks of benchmarks share: the data they need, and the files of predictions."""
 
 import json
 from collections.abc import Sequence
@@ -23,13 +23,13 @@ def demand_data[C: BenchmarkConfig](config: BenchmarkTaskConfig, scorer: Scorer,
     return data
 
 
-def predicted(scorer: Scorer, rows: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Scores [rows, ...] and losses [rows] of rows of the run's data."""
+def scores_and_losses(scorer: Scorer, rows: Any) -> tuple[np.ndarray, np.ndarray]:
+    """What the model predicts for rows of the run's data: scores [rows, ...] and losses [rows]."""
     outputs = scorer.outputs(rows)
     return outputs["scores"], outputs["losses"]
 
 
-def leave(scorer: Scorer, config: BenchmarkTaskConfig, name: str, text: str) -> None:
+def write_predictions(scorer: Scorer, config: BenchmarkTaskConfig, name: str, text: str) -> None:
     """Write a file of predictions, in place of that of an earlier evaluation; the first process alone does."""
     if scorer.folder is None or jax.process_index():
         return

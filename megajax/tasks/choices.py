@@ -8,9 +8,7 @@ import numpy as np
 from megajax.config.errors import UserError
 from megajax.tasks.config import ChoicesConfig
 from megajax.tasks.files import read_lines
-from megajax.tasks.lambada import truncated
-from megajax.tasks.loglikelihood import LogLikelihoods, Request, encode_pair
-from megajax.tasks.perplexity import demand_ids
+from megajax.tasks.loglikelihood import Request, demand_ids, encode_pair, log_likelihoods, truncated_contexts
 from megajax.tasks.statistics import mean, ratio
 from megajax.training.scoring import Figures, Scorer
 
@@ -33,7 +31,7 @@ class Choices:
 
     def __init__(self, config: ChoicesConfig, scorer: Scorer):
         """Raises UserError for a line that is no question."""
-        self._engine, self._questions = LogLikelihoods(scorer), list[Question]()
+        self._scorer, self._questions = scorer, list[Question]()
         for number, line in read_lines(config.path, {"context": str, "choices": list, "answer": int}):
             where, choices = f"{config.path}, line {number}:", line["choices"]
             if len(choices) < 2 or not all(isinstance(choice, str) and choice for choice in choices):
@@ -50,16 +48,16 @@ class Choices:
             self._questions.append(Question(requests, sizes, line["answer"]))
 
     def __call__(self) -> Figures:
-        answers = iter(self._engine([request for question in self._questions for request in question.requests]))
-        cut = iter(self._engine.truncated)
-        contexts = sum(max([next(cut) for _ in question.requests]) for question in self._questions)
+        requests = [request for question in self._questions for request in question.requests]
+        answers, contexts = iter(log_likelihoods(self._scorer, requests)), 0
         right, right_norm, losses, tokens = list[float](), list[float](), list[float](), list[int]()
         for question in self._questions:
             own = [next(answers) for _ in question.requests]
-            values = np.array([each.value for each in own])
+            values = np.array([answer.value for answer in own])
             right.append(int(values.argmax()) == question.answer)
             right_norm.append(int((values / question.sizes).argmax()) == question.answer)
             losses.append(-own[question.answer].value)
             tokens.append(own[question.answer].tokens)
+            contexts += any(answer.truncated for answer in own)
         figures = {"accuracy": mean(right), "accuracy_norm": mean(right_norm), "loss": ratio(losses, tokens)}
-        return figures | truncated(contexts)
+        return figures | truncated_contexts(contexts)

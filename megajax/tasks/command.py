@@ -42,8 +42,8 @@ type Load = Callable[[Path, Program], tuple[Params, str]]
 """(path, program) -> weights and where they are from; `megajax.job.stored_weights.all_weights` by the front door."""
 
 
-class Asked(NamedTuple):
-    """What the command line asks for."""
+class Evaluation(NamedTuple):
+    """What is evaluated, on what, and where the results go."""
 
     source: Path
     """The run, a step of it, or FORMAT:DIR."""
@@ -89,17 +89,17 @@ def parse_tasks(text: str, include_path: Path | None = None) -> list[Any]:
     return tasks
 
 
-def evaluate(cfg: RunConfig, asked: Asked, load: Load) -> int:
+def evaluate(cfg: RunConfig, evaluation: Evaluation, load: Load) -> int:
     """Run the tasks, print a table, write results.json; returns the exit code. Raises UserError."""
     started, primary = time.monotonic(), jax.process_index() == 0
-    program, tokenizer = prepare(cfg, asked.rows)
+    program, tokenizer = prepare(cfg, evaluation.rows)
     with jax.set_mesh(program.mesh):
-        weights, where = load(asked.source, program)
+        weights, where = load(evaluation.source, program)
     progress = Progress(shown=primary)
-    scorer = Scorer(program, tokenizer, weights, progress=progress, folder=asked.output)
-    tasks = {task.name: task.build(scorer) for task in asked.tasks}
+    scorer = Scorer(program, tokenizer, weights, progress=progress, folder=evaluation.output)
+    tasks = {task.name: task.build(scorer) for task in evaluation.tasks}
     results: dict[str, Figures] = {}
-    with kept_answers(cfg, asked, where, tokenizer.identity) as scorer.cache:
+    with kept_answers(cfg, evaluation, where, tokenizer.identity) as scorer.cache:
         for name, task in tasks.items():
             progress.start(name)
             results[name] = task()
@@ -107,20 +107,22 @@ def evaluate(cfg: RunConfig, asked: Asked, load: Load) -> int:
     if not primary:
         return 0
     show(results, f"{where}, {program.mesh.size} devices, {duration(time.monotonic() - started)}")
-    path = RunFolder.create(asked.output).path / "results.json"
-    content = description(cfg, asked, where, program) | {"results": {n: as_json(f) for n, f in results.items()}}
+    path = RunFolder.create(evaluation.output).path / "results.json"
+    content = description(cfg, evaluation, where, program)
+    content["results"] = {name: as_json(figures) for name, figures in results.items()}
     write_atomically(path, to_json(content))
     print(f"results: {path}")
     return 0
 
 
 @contextmanager
-def kept_answers(cfg: RunConfig, asked: Asked, where: str, tokenizer: str) -> Generator[RequestCache | None]:
+def kept_answers(cfg: RunConfig, evaluation: Evaluation, where: str, tokenizer: str) -> Generator[RequestCache | None]:
     """The answers of earlier attempts, beside the results; None where none are to be kept."""
-    if not asked.cache:
+    if not evaluation.cache:
         yield None
         return
-    with RequestCache(asked.output / "evaluation_cache", cache_key(cfg, asked.source, where, tokenizer)) as cache:
+    key = cache_key(cfg, evaluation.source, where, tokenizer)
+    with RequestCache(evaluation.output / "evaluation_cache", key) as cache:
         if cache.read and jax.process_index() == 0:
             print(f"{cache.read:,} answers of an earlier attempt in {cache.path}", file=sys.stderr)
         yield cache
@@ -176,12 +178,12 @@ def show(results: Mapping[str, Figures], title: str) -> None:
     Console().print(table)
 
 
-def description(cfg: RunConfig, asked: Asked, where: str, program: Program) -> dict[str, Any]:
+def description(cfg: RunConfig, evaluation: Evaluation, where: str, program: Program) -> dict[str, Any]:
     """What results.json says beside the results."""
-    packages = ("jax", "jaxlib", "numpy", *["lm-eval"] * any(isinstance(t, HarnessConfig) for t in asked.tasks))
+    packages = ("jax", "jaxlib", "numpy", *["lm-eval"] * any(isinstance(t, HarnessConfig) for t in evaluation.tasks))
     return {
         "weights": where,
-        "tasks": {task.name: {"type": type(task).__name__, **flatten(task)} for task in asked.tasks},
+        "tasks": {task.name: {"type": type(task).__name__, **flatten(task)} for task in evaluation.tasks},
         "config": flatten(cfg),
         "mesh": dict(program.mesh.shape),
         "devices": program.mesh.size,

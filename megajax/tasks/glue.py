@@ -6,7 +6,7 @@ import numpy as np
 
 from megajax.data.config.benchmarks import GLUE, VALIDATION, GlueConfig
 from megajax.data.glue import LARGEST_SCORE, read_split
-from megajax.tasks.benchmark import as_table, demand_data, leave, predicted
+from megajax.tasks.benchmark import as_table, demand_data, scores_and_losses, write_predictions
 from megajax.tasks.config import GlueTaskConfig
 from megajax.tasks.metrics import f1, matthews, pearson, spearman
 from megajax.tasks.statistics import mean
@@ -53,9 +53,9 @@ class Glue:
     def __call__(self) -> Figures:
         figures: dict[str, Figure] = {}
         for suffix, examples in self._files.items():
-            scores, losses = predicted(self._scorer, examples)
+            scores, losses = scores_and_losses(self._scorer, examples)
             values = scores.argmax(-1) if GLUE[self._data.task].classes else np.clip(scores, 0, LARGEST_SCORE)
-            self._leave(suffix, values)
+            self._write(suffix, values)
             if self._config.split == VALIDATION:
                 right = np.array([item.label for item in examples.items])
                 metrics = METRICS.get(self._data.task, ACCURACY)
@@ -65,7 +65,7 @@ class Glue:
                 figures[f"predictions{suffix}"] = Figure(len(values))
         return figures
 
-    def _leave(self, suffix: str, values: np.ndarray) -> None:
+    def _write(self, suffix: str, values: np.ndarray) -> None:
         classes, name = GLUE[self._data.task].classes, FILES[f"{self._data.task}{suffix}"]
         texts = [classes[value] for value in values] if classes else [f"{value:.3f}" for value in values]
-        leave(self._scorer, self._config, f"{name}.tsv", as_table(texts))
+        write_predictions(self._scorer, self._config, f"{name}.tsv", as_table(texts))

@@ -11,6 +11,7 @@ from megajax.config.errors import UserError
 from megajax.config.missing import require
 from megajax.config.nearest import did_you_mean
 from megajax.tasks.config import HarnessConfig
+from megajax.tasks.loglikelihood import truncated_contexts
 from megajax.training.scoring import Figure, Figures, Scorer, Stopped
 
 ENVIRONMENT = {
@@ -61,7 +62,7 @@ class Harness:
             names = ", ".join(self._config.tasks)
             raise UserError(f"lm-eval:{names}: the task failed: {type(error).__name__}: {error}") from error
         figures = dict(_figures(results))
-        return figures | ({"truncated_contexts": Figure(model.truncated)} if model.truncated else {})
+        return figures | truncated_contexts(model.truncated)
 
     def _manager(self) -> Any:
         """The task manager of the include path; with lm-eval's own tasks too where one of these is asked for."""

@@ -9,7 +9,7 @@ from lm_eval.api.model import TemplateLM
 
 from megajax.config.errors import UserError
 from megajax.tasks.generation import Generation, generate
-from megajax.tasks.loglikelihood import LogLikelihoods, Request
+from megajax.tasks.loglikelihood import Request, log_likelihoods
 from megajax.tokenizers.base import start_token, with_prefix
 from megajax.training.scoring import Scorer
 
@@ -62,9 +62,9 @@ class HarnessModel(TemplateLM):
     ) -> list[tuple[float, bool]]:
         """[(texts, context, continuation)] -> [(log-probability, whether it is greedy)]."""
         del kwargs
-        engine = LogLikelihoods(self._scorer)
-        answers = engine([Request(np.array(before), np.array(after)) for _, before, after in requests])
-        texts = [text for (text, _, _), cut in zip(requests, engine.truncated, strict=True) if cut]
+        pairs = [Request(np.array(before), np.array(after)) for _, before, after in requests]
+        answers = log_likelihoods(self._scorer, pairs)
+        texts = [text for (text, _, _), answer in zip(requests, answers, strict=True) if answer.truncated]
         self.truncated += len({text[0] for text in texts})
         return [(answer.value, answer.greedy) for answer in answers]
 

@@ -7,10 +7,9 @@ import numpy as np
 from megajax.config.errors import UserError
 from megajax.tasks.config import LambadaConfig
 from megajax.tasks.files import read_lines
-from megajax.tasks.loglikelihood import LogLikelihoods, Request
-from megajax.tasks.perplexity import demand_ids
+from megajax.tasks.loglikelihood import Request, demand_ids, log_likelihoods, truncated_contexts
 from megajax.tasks.statistics import exponential, mean, ratio
-from megajax.training.scoring import Figure, Figures, Scorer
+from megajax.training.scoring import Figures, Scorer
 
 
 def cloze(tokenizer: Any, text: str, *, strict: bool) -> Request:
@@ -34,7 +33,7 @@ class Lambada:
 
     def __init__(self, config: LambadaConfig, scorer: Scorer):
         """Raises UserError for a line without a text of two words."""
-        self._engine, self._requests = LogLikelihoods(scorer), list[Request]()
+        self._scorer, self._requests = scorer, list[Request]()
         for number, line in read_lines(config.path, {"text": str}):
             if len(line["text"].split()) < 2:
                 raise UserError(f"{config.path}, line {number}: text is {line['text']!r}, two words are needed.")
@@ -46,16 +45,11 @@ class Lambada:
             self._requests.append(request)
 
     def __call__(self) -> Figures:
-        answers = self._engine(self._requests)
+        answers = log_likelihoods(self._scorer, self._requests)
         losses = [-answer.value for answer in answers]
         figures = {
             "accuracy": mean([answer.greedy for answer in answers]),
             "perplexity": exponential(mean(losses)),
             "loss": ratio(losses, [answer.tokens for answer in answers]),
         }
-        return figures | truncated(sum(self._engine.truncated))
-
-
-def truncated(contexts: int) -> dict[str, Figure]:
-    """The number of contexts that were cut off, if there are any."""
-    return {"truncated_contexts": Figure(contexts)} if contexts else {}
+        return figures | truncated_contexts(sum(answer.truncated for answer in answers))

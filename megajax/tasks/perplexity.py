@@ -12,6 +12,7 @@ from megajax.data.splits import Rows
 from megajax.tasks.config import PerplexityConfig, SplitConfig, TextConfig, WikitextConfig
 from megajax.tasks.detokenizers import detokenize
 from megajax.tasks.files import read_lines, read_text
+from megajax.tasks.loglikelihood import demand_ids
 from megajax.tasks.statistics import exponential, ratio, scaled
 from megajax.tokenizers.base import start_token
 from megajax.training.scoring import Answer, Figure, Figures, Scorer, Window
@@ -38,18 +39,6 @@ def windows(tokens: np.ndarray, length: int, stride: int | None) -> Iterator[Win
     for first in range(length, targets, stride):
         end = min(first + stride, targets)
         yield Window(tokens[first + stride - length : end + 1], end - first)
-
-
-def demand_ids(tokens: np.ndarray, scorer: Scorer, what: str) -> None:
-    """Raises UserError for an id of `tokens`, int [N], that the model does not have."""
-    below = scorer.program.cfg.model.schema()["tokens"].below
-    least, largest = int(tokens.min()), int(tokens.max())
-    if least < 0 or (below is not None and largest >= below):
-        ids = "0 or more" if below is None else f"0 to {below - 1}"
-        raise UserError(
-            f"{what} has token {least if least < 0 else largest}, the model's ids are {ids}: it was made with another "
-            "tokenizer. Prepare it with the run's tokenizer."
-        )
 
 
 def loss_figures(asked: Sequence[Window], answers: Sequence[Answer]) -> dict[str, Figure]:

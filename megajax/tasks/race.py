@@ -4,7 +4,7 @@ from collections import defaultdict
 
 from megajax.data.config.benchmarks import RaceConfig
 from megajax.data.race import LETTERS, read_split
-from megajax.tasks.benchmark import as_lines, demand_data, leave, predicted
+from megajax.tasks.benchmark import as_lines, demand_data, scores_and_losses, write_predictions
 from megajax.tasks.config import RaceTaskConfig
 from megajax.tasks.statistics import mean
 from megajax.training.scoring import Figures, Scorer
@@ -23,11 +23,11 @@ class Race:
         self._examples = read_split(data, config.split, scorer.tokenizer, schema)
 
     def __call__(self) -> Figures:
-        scores, losses = predicted(self._scorer, self._examples)
+        scores, losses = scores_and_losses(self._scorer, self._examples)
         right, letters = defaultdict[str, list[float]](list), defaultdict[str, list[str]](list)
         for question, choice in zip(self._examples.items, scores.argmax(-1).tolist(), strict=True):
             letters[question.identifier].append(LETTERS[choice])
             for name in {"accuracy", f"accuracy_{question.group}".rstrip("_")}:
                 right[name].append(choice == question.label)
-        leave(self._scorer, self._config, "race.json", as_lines(letters))
+        write_predictions(self._scorer, self._config, "race.json", as_lines(letters))
         return {name: mean(each) for name, each in sorted(right.items())} | {"loss": mean(losses.tolist())}

@@ -12,7 +12,7 @@ import numpy as np
 from megajax.config.errors import UserError
 from megajax.data.config.benchmarks import SquadConfig
 from megajax.data.squad import Asked, Window, read_split
-from megajax.tasks.benchmark import as_lines, demand_data, leave, predicted
+from megajax.tasks.benchmark import as_lines, demand_data, scores_and_losses, write_predictions
 from megajax.tasks.config import SquadTaskConfig
 from megajax.tasks.statistics import mean, scaled
 from megajax.training.scoring import Figure, Figures, Scorer
@@ -43,7 +43,7 @@ class Squad:
         self._examples = read_split(self._data, config.split, scorer.tokenizer, schema)
 
     def __call__(self) -> Figures:
-        scores, losses = predicted(self._scorer, self._examples)
+        scores, losses = scores_and_losses(self._scorer, self._examples)
         answers, odds, kept = dict[str, str](), dict[str, float](), dict[str, list[dict]]()
         places = groupby(range(len(scores)), key=lambda place: self._examples.items[place].asked.identifier)
         for identifier, group in places:
@@ -54,10 +54,10 @@ class Squad:
             unanswered = not best or (self._data.version == "2.0" and odds[identifier] > self._config.threshold)
             answers[identifier] = "" if unanswered else best[0].text
             kept[identifier] = _with_probabilities(best + [Answer("", none)] * (self._data.version == "2.0"))
-        leave(self._scorer, self._config, "predictions.json", as_lines(answers))
-        leave(self._scorer, self._config, "nbest_predictions.json", as_lines(kept))
+        write_predictions(self._scorer, self._config, "predictions.json", as_lines(answers))
+        write_predictions(self._scorer, self._config, "nbest_predictions.json", as_lines(kept))
         if self._data.version == "2.0":
-            leave(self._scorer, self._config, "null_odds.json", as_lines(odds))
+            write_predictions(self._scorer, self._config, "null_odds.json", as_lines(odds))
         asked = {window.asked.identifier: window.asked for window in self._examples.items}
         return evaluation(asked, answers, odds, self._data.version) | {"loss": mean(losses.tolist())}
 

@@ -24,7 +24,7 @@ from megajax.job.weights import TakeWeights
 from megajax.models.config import ClassHeadConfig
 from megajax.models.config.classifier import classifying
 from megajax.models.presets.bert import bert
-from megajax.tasks.command import Asked, evaluate
+from megajax.tasks.command import Evaluation, evaluate
 from megajax.tasks.config import GlueTaskConfig, LambadaConfig, RaceTaskConfig, SquadTaskConfig
 from megajax.training.run_config import RunConfig
 from megajax.training.scoring import Scorer
@@ -140,13 +140,13 @@ def lines_of(folder: Path, split: str) -> list[dict[str, Any]]:
 def test_a_tiny_bert_learns_synthetic_files(name, metric, least, file, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     task, _, function = name.partition(":")
-    asked = f"{task}.py:{function}_debug" if function else f"{task}.py:debug"
-    cfg = load(asked, "run_dir=run", "logging.plot=false", "logging.report=false", "logging.every=50")
+    evaluation = f"{task}.py:{function}_debug" if function else f"{task}.py:debug"
+    cfg = load(evaluation, "run_dir=run", "logging.plot=false", "logging.report=false", "logging.every=50")
     assert train(cfg) == 0
     last = lines_of(Path("run"), task)[-1]
     assert last[metric] >= least and last["loss"] < 0.5
     assert (tmp_path / "run/predictions/validation" / file).is_file()
-    assert evaluate(cfg, Asked(Path("run"), cfg.evaluation.tasks, Path("out"), cache=False), all_weights) == 0
+    assert evaluate(cfg, Evaluation(Path("run"), cfg.evaluation.tasks, Path("out"), cache=False), all_weights) == 0
     figures = json.loads((tmp_path / "out/results.json").read_text())["results"][task]
     np.testing.assert_allclose(figures[metric]["value"], last[metric])
     files = [Path(folder, "predictions/validation", file).read_bytes() for folder in ("run", "out")]

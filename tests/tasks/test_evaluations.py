@@ -20,7 +20,7 @@ from megajax.config import load
 from megajax.config.errors import ConfigError, UserError
 from megajax.data.config import BlendConfig
 from megajax.data.indexed import IndexedWriter
-from megajax.evaluate import main
+from megajax.evaluate import folder_config, main
 from megajax.job.job import train
 from megajax.job.stored_weights import all_weights
 from megajax.layers.param import bind
@@ -29,9 +29,8 @@ from megajax.mesh.xla import XlaConfig
 from megajax.metrics.config import LoggingConfig
 from megajax.precision.config import PrecisionConfig
 from megajax.tasks.cache import RequestCache
-from megajax.tasks.command import Asked, evaluate, prepare
+from megajax.tasks.command import Evaluation, evaluate, prepare
 from megajax.tasks.config import ChoicesConfig, EvaluatedConfig, HarnessConfig, LambadaConfig, SplitConfig
-from megajax.tasks.foreign import config_of
 from megajax.tokenizers.config import NullTokenizerConfig
 from megajax.training.config import BatchConfig, EvaluationConfig
 from megajax.training.run_config import RunConfig
@@ -130,7 +129,7 @@ def test_figures_are_those_of_the_run_itself(folder):
 
 def test_an_interrupted_evaluation_goes_on(folder, tmp_path, monkeypatch, capsys):
     """The second attempt asks the model only what the first one did not."""
-    asked = Asked(folder / "run", [ChoicesConfig(path=str(folder / "questions.jsonl"))], tmp_path)
+    evaluation = Evaluation(folder / "run", [ChoicesConfig(path=str(folder / "questions.jsonl"))], tmp_path)
     calls, whole = [], Scorer.scores
 
     def interrupted(self, rows):
@@ -141,22 +140,22 @@ def test_an_interrupted_evaluation_goes_on(folder, tmp_path, monkeypatch, capsys
 
     monkeypatch.setattr(Scorer, "scores", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        evaluate(config(folder), asked, all_weights)
+        evaluate(config(folder), evaluation, all_weights)
     assert not (tmp_path / "results.json").exists()
     (kept,) = (tmp_path / "evaluation_cache").iterdir()
     kept.write_bytes(kept.read_bytes()[:-9])  # the last line was cut short
     done = sum(calls) - 1
     rest = []
     monkeypatch.setattr(Scorer, "scores", lambda self, rows: (rest.append(len(rows)), whole(self, rows))[1])
-    assert evaluate(config(folder), asked, all_weights) == 0
+    assert evaluate(config(folder), evaluation, all_weights) == 0
     assert (done, sum(rest)) == (7, 36 - 7)
     assert f"{done} answers of an earlier attempt" in capsys.readouterr().err
     first = results(tmp_path)
     monkeypatch.setattr(Scorer, "scores", None)
-    evaluate(config(folder), asked, all_weights)
+    evaluate(config(folder), evaluation, all_weights)
     assert results(tmp_path) == first
     monkeypatch.setattr(Scorer, "scores", whole)
-    evaluate(config(folder), asked._replace(output=tmp_path / "new", cache=False), all_weights)
+    evaluate(config(folder), evaluation._replace(output=tmp_path / "new", cache=False), all_weights)
     for name, figure in results(tmp_path / "new")["choices"].items():
         assert figure["value"] == pytest.approx(first["choices"][name]["value"], abs=1e-5)
 
@@ -300,16 +299,16 @@ def test_what_is_wrong_is_said_before_anything_runs(folder, tmp_path):
 
 def test_a_run_without_checkpoints_and_a_tokenizer_that_does_not_fit(folder, tmp_path):
     (tmp_path / "config.yaml").write_text((folder / "run/config.yaml").read_text())
-    asked = Asked(tmp_path, [SplitConfig()], tmp_path)
+    evaluation = Evaluation(tmp_path, [SplitConfig()], tmp_path)
     with pytest.raises(UserError, match=f"there are no checkpoints to take weights from: {tmp_path} holds none"):
-        evaluate(config(folder), asked, all_weights)
+        evaluate(config(folder), evaluation, all_weights)
     cfg = replace(config(folder), tokenizer=NullTokenizerConfig(vocabulary_size=VOCABULARY + 1))
     what = f"the tokenizer has {VOCABULARY + 1} tokens, model.vocabulary_size is {VOCABULARY}: give the tokenizer that"
     with pytest.raises(UserError, match=what):
-        evaluate(cfg, asked, all_weights)
+        evaluate(cfg, evaluation, all_weights)
     other = config(folder, f"model.hidden={64}")
     with pytest.raises(UserError, match=r"are not this model's:[^$]*  tokens: .*32. there, .*64. here"):
-        evaluate(other, Asked(folder / "run", [SplitConfig()], tmp_path), all_weights)
+        evaluate(other, Evaluation(folder / "run", [SplitConfig()], tmp_path), all_weights)
 
 
 def test_a_hugging_face_folder_is_evaluated(tmp_path):
@@ -329,7 +328,7 @@ def test_a_hugging_face_folder_is_evaluated(tmp_path):
     common = [f"--hf={tmp_path}", "--precision.compute=float32"]
     settings = [*common, "--parallel.data=1", *[f"--xla={name}={str(value).lower()}" for name, value in QUICK.items()]]
     assert main([*settings, f"--tasks=lambada:{texts}:strict=true", f"--output={tmp_path}"]) == 0
-    program, _ = prepare(config_of(tmp_path))
+    program, _ = prepare(folder_config(tmp_path))
     weights = all_weights(Path(f"hf:{tmp_path}"), program)[0]
     total = 0.0
     with jax.default_matmul_precision("highest"):

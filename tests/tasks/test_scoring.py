@@ -18,7 +18,7 @@ from megajax.mesh.xla import XlaConfig
 from megajax.models.presets.bert import bert
 from megajax.precision.config import PrecisionConfig
 from megajax.tasks.generation import Generation, by_recomputation, generate, has_engine
-from megajax.tasks.loglikelihood import LogLikelihoods, Request
+from megajax.tasks.loglikelihood import Request, log_likelihoods
 from megajax.tokenizers.config import NullTokenizerConfig
 from megajax.training.config import BatchConfig
 from megajax.training.program import Program
@@ -86,11 +86,11 @@ def test_answers_are_log_softmax_in_numpy():
     close(scorer().answers(windows()), [by_hand(window) for window in windows()])
 
 
-def test_a_greedy_continuation_is_told():
+def test_greedy_continuations_are_recognised():
     prompt = windows()[1].tokens[:6]
     token = int(log_softmax(prompt.tobytes())[-1].argmax())
-    engine = LogLikelihoods(scorer())
-    yes, no = engine([Request(prompt, np.array([id])) for id in (token, (token + 1) % VOCABULARY)])
+    requests = [Request(prompt, np.array([id])) for id in (token, (token + 1) % VOCABULARY)]
+    yes, no = log_likelihoods(scorer(), requests)
     assert (yes.greedy, no.greedy) == (True, False)
     assert yes.value > no.value
 
@@ -134,12 +134,11 @@ def test_compiled_rows_have_equal_chunks(context, rounds, tensor, length):
 def test_a_context_that_does_not_fit_loses_its_beginning():
     draw = np.random.default_rng(1)
     context, end = draw.integers(0, VOCABULARY, 30).astype(np.int32), np.array([3, 4], np.int32)
-    engine = LogLikelihoods(scorer())
-    short, long = engine([Request(context[-15:], end), Request(context, end)])
-    assert engine.truncated == [False, True]
-    assert short == long
+    short, long = log_likelihoods(scorer(), [Request(context[-15:], end), Request(context, end)])
+    assert (short.truncated, long.truncated) == (False, True)
+    assert short == long._replace(truncated=False)
     with pytest.raises(UserError, match="a continuation has 17 tokens, the model scores 1 to 16"):
-        engine([Request(end, context[:17])])
+        log_likelihoods(scorer(), [Request(end, context[:17])])
 
 
 def test_generation_is_the_likeliest_token_again_and_again():
