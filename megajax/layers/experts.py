@@ -12,36 +12,33 @@ from jax.ad_checkpoint import checkpoint_name
 
 from megajax.kernels.grouped_capability import GroupedKernel
 from megajax.kernels.grouped_matmul import grouped_matmul
-from megajax.layers.config import DenseMLPConfig, GatedMLPConfig
-from megajax.layers.fused import keeping_inputs
-from megajax.layers.mlp import ACTIVATIONS
+from megajax.layers.config import MLPConfig
+from megajax.layers.mlp import activated
 from megajax.layers.param import ZEROS, LayerSettings, Matrix, Normal, param
 
 
-class DenseExperts(nnx.Module):
-    """activation(x up) down of each expert."""
+class Experts(nnx.Module):
+    """An `MLP` for each expert."""
 
-    inner: tuple[str, ...] = ("up",)
-
-    def __init__(self, cfg: DenseMLPConfig | GatedMLPConfig, settings: LayerSettings, *, number: int, width: int):
+    def __init__(self, cfg: MLPConfig, settings: LayerSettings, *, number: int, width: int):
         self.cfg = cfg
         # The width of latent tokens is no `embed`: it is not spread at rest.
         embed = "embed" if width == settings.hidden else None
-        for name in self.inner:
+        for name in cfg.inner:
             axes = ("expert", embed, "expert_mlp")
             array = param((number, width, cfg.ffn), axes, init=Normal(settings.std))
             setattr(self, name, Matrix(settings.layout, array))
         axes = ("expert", "expert_mlp", embed)
         self.down = Matrix(settings.layout, param((number, cfg.ffn, width), axes, init=Normal(settings.output_std)))
         if cfg.bias:
-            for name in self.inner:
+            for name in cfg.inner:
                 shape, axes = (number, cfg.ffn), ("expert", "expert_mlp")
                 setattr(self, f"{name}_bias", param(shape, axes, init=ZEROS, role="bias"))
             self.down_bias = param((number, width), ("expert", embed), init=ZEROS, role="bias")
 
     def leaves(self) -> dict[str, nnx.Param]:
         """Weights by name; those of an adapter as "up.lora_a"."""
-        names = (*self.inner, "down")
+        names = (*self.cfg.inner, "down")
         leaves = {name + end: leaf for name in names for end, leaf in getattr(self, name).leaves().items()}
         return leaves | {f"{name}_bias": getattr(self, f"{name}_bias") for name in names if self.cfg.bias}
 
@@ -66,8 +63,8 @@ class DenseExperts(nnx.Module):
 
         The factor is on the inner activation: the output is then not needed for the factor's gradient.
         """
-        each = [self.biased(self.product(kernel, weights, n, rows, sizes), weights, n, sizes) for n in self.inner]
-        inner = self.activated([checkpoint_name(x, "mlp") for x in each])
+        each = [self.biased(self.product(kernel, weights, n, rows, sizes), weights, n, sizes) for n in self.cfg.inner]
+        inner = activated(self.cfg, [checkpoint_name(x, "mlp") for x in each])
         inner = checkpoint_name(inner * scale.astype(inner.dtype), "activation")
         y = self.product(kernel, weights, "down", inner, sizes)
         if not self.cfg.bias:
@@ -89,29 +86,10 @@ class DenseExperts(nnx.Module):
             return y
         return y + low_rank.grouped(rows, weights[f"{name}.lora_a"], weights[f"{name}.lora_b"], sizes, kernel)
 
-    def activated(self, inputs: list[Array]) -> Array:
-        return keeping_inputs(ACTIVATIONS[self.cfg.activation])(*inputs)
-
     def biased(self, x: Array, weights: Mapping[str, Array], name: str, sizes: Array) -> Array:
         if not self.cfg.bias:
             return x
         return x + weights[f"{name}_bias"][_experts(sizes, x.shape[0])].astype(x.dtype)
-
-
-class GatedExperts(DenseExperts):
-    """(activation(x gate) * (x up + offset)) down of each expert."""
-
-    cfg: GatedMLPConfig
-    inner = ("gate", "up")
-
-    def activated(self, inputs: list[Array]) -> Array:
-        gate, up = inputs
-        if self.cfg.clamp is not None:
-            gate, up = jnp.minimum(gate, self.cfg.clamp), jnp.clip(up, -self.cfg.clamp, self.cfg.clamp)
-        return keeping_inputs(self.gated)(gate, up)
-
-    def gated(self, gate: Array, up: Array) -> Array:
-        return ACTIVATIONS[self.cfg.activation](gate) * (up + self.cfg.offset)
 
 
 def _experts(sizes: Array, rows: int) -> Array:

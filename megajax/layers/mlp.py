@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from flax import nnx
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
-from megajax.layers.config import DenseMLPConfig, GatedMLPConfig
+from megajax.layers.config import DenseMLPConfig, MLPConfig
 from megajax.layers.context import Context
 from megajax.layers.fused import keeping_inputs
 from megajax.layers.param import ZEROS, LayerSettings, Normal, matrix, param
@@ -35,53 +35,38 @@ ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = {
 }
 
 
-class DenseMLP(nnx.Module):
-    """activation(x up) down, [B, S, D] -> [B, S, D]."""
+def activated(cfg: MLPConfig, inputs: Sequence[Array]) -> Array:
+    """The input of `down`, from the products of the layer's input with the matrices `cfg.inner`."""
+    activation = ACTIVATIONS[cfg.activation]
+    if isinstance(cfg, DenseMLPConfig):
+        return keeping_inputs(activation)(*inputs)
+    gate, up = inputs
+    if cfg.clamp is not None:
+        gate, up = jnp.minimum(gate, cfg.clamp), jnp.clip(up, -cfg.clamp, cfg.clamp)
+    return keeping_inputs(lambda gate, up: activation(gate) * (up + cfg.offset))(gate, up)
 
-    def __init__(self, cfg: DenseMLPConfig, settings: LayerSettings):
+
+class MLP(nnx.Module):
+    """activation(x up) down, or gated: (activation(x gate) * (x up + offset)) down; [B, S, D] -> [B, S, D]."""
+
+    def __init__(self, cfg: MLPConfig, settings: LayerSettings):
         self.cfg, self.layout = cfg, settings.layout
-        self.up = matrix(settings, (settings.hidden, cfg.ffn), ("embed", "mlp"))
+        for name in cfg.inner:
+            setattr(self, name, matrix(settings, (settings.hidden, cfg.ffn), ("embed", "mlp")))
         self.down = matrix(settings, (cfg.ffn, settings.hidden), ("mlp", "embed"), init=Normal(settings.output_std))
         if cfg.bias:
-            self.up_bias = param((cfg.ffn,), ("mlp",), init=ZEROS, role="bias")
+            for name in cfg.inner:
+                setattr(self, f"{name}_bias", param((cfg.ffn,), ("mlp",), init=ZEROS, role="bias"))
             self.down_bias = param((settings.hidden,), ("embed",), init=ZEROS, role="bias")
 
     def __call__(self, x: Array, ctx: Context) -> Array:
         del ctx
-        up = self.layout.dot("bsd,df->bsf", x, self.up, "batch", "seq", "mlp")
-        if self.cfg.bias:
-            up = up + self.up_bias[...][None, None]
-        activation = keeping_inputs(ACTIVATIONS[self.cfg.activation])
-        inner = checkpoint_name(activation(checkpoint_name(up, "mlp")), "activation")
+        inputs = [checkpoint_name(self.product(name, x), "mlp") for name in self.cfg.inner]
+        inner = checkpoint_name(activated(self.cfg, inputs), "activation")
         y = self.layout.dot("bsf,fd->bsd", inner, self.down, "batch", "seq_residual", "embed")
         return self.layout.add_bias(y, self.down_bias[...]) if self.cfg.bias else y
 
-
-class GatedMLP(nnx.Module):
-    """(activation(x gate) * (x up + offset)) down, [B, S, D] -> [B, S, D]."""
-
-    def __init__(self, cfg: GatedMLPConfig, settings: LayerSettings):
-        self.cfg, self.layout = cfg, settings.layout
-        self.gate = matrix(settings, (settings.hidden, cfg.ffn), ("embed", "mlp"))
-        self.up = matrix(settings, (settings.hidden, cfg.ffn), ("embed", "mlp"))
-        self.down = matrix(settings, (cfg.ffn, settings.hidden), ("mlp", "embed"), init=Normal(settings.output_std))
-        if cfg.bias:
-            self.gate_bias = param((cfg.ffn,), ("mlp",), init=ZEROS, role="bias")
-            self.up_bias = param((cfg.ffn,), ("mlp",), init=ZEROS, role="bias")
-            self.down_bias = param((settings.hidden,), ("embed",), init=ZEROS, role="bias")
-
-    def __call__(self, x: Array, ctx: Context) -> Array:
-        del ctx
-        gate = self.layout.dot("bsd,df->bsf", x, self.gate, "batch", "seq", "mlp")
-        up = self.layout.dot("bsd,df->bsf", x, self.up, "batch", "seq", "mlp")
-        if self.cfg.bias:
-            gate, up = gate + self.gate_bias[...][None, None], up + self.up_bias[...][None, None]
-        gate, up = checkpoint_name(gate, "mlp"), checkpoint_name(up, "mlp")
-        if self.cfg.clamp is not None:
-            gate, up = jnp.minimum(gate, self.cfg.clamp), jnp.clip(up, -self.cfg.clamp, self.cfg.clamp)
-        inner = checkpoint_name(keeping_inputs(self.product)(gate, up), "activation")
-        y = self.layout.dot("bsf,fd->bsd", inner, self.down, "batch", "seq_residual", "embed")
-        return self.layout.add_bias(y, self.down_bias[...]) if self.cfg.bias else y
-
-    def product(self, gate: Array, up: Array) -> Array:
-        return ACTIVATIONS[self.cfg.activation](gate) * (up + self.cfg.offset)
+    def product(self, name: str, x: Array) -> Array:
+        """[B, S, D] by the matrix of this name, with its bias -> [B, S, F]."""
+        y = self.layout.dot("bsd,df->bsf", x, getattr(self, name), "batch", "seq", "mlp")
+        return y + getattr(self, f"{name}_bias")[...][None, None] if self.cfg.bias else y

@@ -9,11 +9,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array, lax
 
-from megajax.layers.config.mlp import GatedMLPConfig
 from megajax.layers.config.moe import MoEConfig, SharedExpertConfig
 from megajax.layers.context import Context, fold_rows
 from megajax.layers.dispatch import Dispatch, dispatched
-from megajax.layers.experts import DenseExperts, GatedExperts
+from megajax.layers.experts import Experts
 from megajax.layers.param import ZEROS, LayerSettings, Normal, matrix, observation, param
 from megajax.layers.router import (
     REPORTED,
@@ -99,8 +98,7 @@ class MixtureOfExperts(nnx.Module):
         self.router = param((settings.hidden, cfg.experts), ("embed", None), init=Normal(settings.std))
         if cfg.router.bias:
             self.router_bias = param((cfg.experts,), (None,), init=ZEROS, role="bias")
-        kind = GatedExperts if isinstance(cfg.expert, GatedMLPConfig) else DenseExperts
-        self.experts = kind(cfg.expert, settings, number=cfg.experts, width=cfg.width(settings.hidden))
+        self.experts = Experts(cfg.expert, settings, number=cfg.experts, width=cfg.width(settings.hidden))
         if cfg.latent is not None:
             self.latent_down = matrix(settings, (settings.hidden, cfg.latent), ("embed", None))
             self.latent_up = matrix(

@@ -14,7 +14,7 @@ from tiny_runs import LENGTH, ONE, QUICK, ROWS, llama, place, program, rows, sta
 from megajax.batch import Grads
 from megajax.layers.config import GatedMLPConfig
 from megajax.layers.context import Context
-from megajax.layers.mlp import GatedMLP
+from megajax.layers.mlp import MLP
 from megajax.layers.param import LayerSettings, observation
 from megajax.layers.remat import Recompute
 from megajax.mesh.config import ParallelConfig
@@ -48,7 +48,7 @@ class Halved:
         return ()
 
 
-class Counting(GatedMLP):
+class Counting(MLP):
     """Positions, positive inputs by column, and the largest input by column."""
 
     def __init__(self, cfg: CountingConfig, settings: LayerSettings):

@@ -10,6 +10,7 @@ from math import prod
 import pytest
 
 from megajax.config import load
+from megajax.layers.config import GatedMLPConfig
 from megajax.models.config import DecoderConfig
 from megajax.planning.program.audit import Audit, Kernel, audit
 from megajax.planning.program.devices import prepare, read_cluster
@@ -132,7 +133,7 @@ def test_layers_copy_no_activation_beyond_these(case: Case) -> None:
     mixer = case.model.stack.pattern[0].mixer
     one_head = 2 * case.tokens * mixer.size(case.model.hidden)
     groups = mixer.groups() // case.tensor
-    gated = case.model.stack.pattern[0].mlp.target.endswith("GatedMLP")
+    gated = isinstance(case.model.stack.pattern[0].mlp, GatedMLPConfig)
     # Llama's values are cut from one product with queries and keys, which XLA joins (and pass through memory in rope);
     # and a copy of the residual stream, where the collective beside it runs on.
     assert copied <= (2 * case.residual if gated else 0)

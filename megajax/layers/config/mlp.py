@@ -15,6 +15,7 @@ class FeedForward(LayerFacts):
     """Facts of an MLP whose matrices `inner` lead to ffn and whose matrix `down` leads back."""
 
     __slots__ = ()
+    target: ClassVar[str] = "megajax.layers.mlp:MLP"
     inner: ClassVar[tuple[str, ...]]
     """Names of the matrices that multiply the input."""
     ffn: int
@@ -68,7 +69,6 @@ class FeedForward(LayerFacts):
 class DenseMLPConfig(FeedForward):
     """Two matrices with an activation function between them."""
 
-    target: ClassVar[str] = "megajax.layers.mlp:DenseMLP"
     inner: ClassVar[tuple[str, ...]] = ("up",)
     ffn: int
     """Width between the matrices."""
@@ -85,7 +85,6 @@ class DenseMLPConfig(FeedForward):
 class GatedMLPConfig(FeedForward):
     """activation(x gate) * (x up), then down (Shazeer 2020)."""
 
-    target: ClassVar[str] = "megajax.layers.mlp:GatedMLP"
     inner: ClassVar[tuple[str, ...]] = ("gate", "up")
     ffn: int
     """Width between the matrices."""
