@@ -173,12 +173,12 @@ class FillInMiddleBuilder(DatasetBuilder):
         self.reorder, self.sequential = MiddleLast(config, tokenizer), config.sequential_draws
 
     def make(self, tokens: TokenSource, identity: str, index: RowIndex, passes: int) -> GPTDataset:
-        more = {"reorder": self.reorder, "tokenizer": self.tokenizer, "passes": passes}
-        if self.sequential:
-            return SequentialFillInMiddle(tokens, index, self.options, seed=self.seed, **more)
-        # The files of a blend draw different numbers for the same row.
-        seed = (self.seed + zlib.crc32(identity.encode())) % SEEDS
-        return FillInMiddle(tokens, index, self.options, seed=seed, **more)
+        rows = SequentialFillInMiddle if self.sequential else FillInMiddle
+        # Otherwise the files of a blend would draw the same numbers for the same row.
+        seed = self.seed if self.sequential else (self.seed + zlib.crc32(identity.encode())) % SEEDS
+        return rows(
+            tokens, index, self.options, reorder=self.reorder, seed=seed, tokenizer=self.tokenizer, passes=passes
+        )
 
 
 def build_splits(config: FillInMiddleConfig, *, tokenizer: Tokenizer, schema: Schema, rows: Rows, seed: int) -> Splits:

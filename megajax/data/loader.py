@@ -8,6 +8,7 @@ then the batch has the same rows, each with its number.
 
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import absl.flags
@@ -131,33 +132,30 @@ def _array(row: Mapping[str, np.ndarray], name: str, leaf: Leaf, number: int) ->
     return value
 
 
+@dataclass(frozen=True, kw_only=True)
 class _Steps:
     """Local rows of step k, for grain to read ahead."""
 
-    def __init__(
-        self,
-        source: RowSource,
-        schema: Schema,
-        first: int,
-        size: int,
-        offsets: np.ndarray,
-        cut: RowCut,
-        dealt: DealtSteps | None,
-        retries: int,
-    ):
-        self._source, self._schema, self._cut, self._dealt = source, schema, cut, dealt
-        self._retries = retries
-        self.closed = threading.Event()
-        """Set when nobody waits for the rows any more."""
-        self._first, self._size, self._offsets = first, size, offsets
+    source: RowSource
+    schema: Schema
+    first: int
+    """Row where step 0 begins."""
+    size: int
+    """Rows of a step."""
+    offsets: np.ndarray
+    cut: RowCut
+    dealt: DealtSteps | None
+    retries: int
+    closed: threading.Event = field(default_factory=threading.Event)
+    """Set when nobody waits for the rows any more."""
 
     def __len__(self) -> int:
-        return max(0, len(self._source) - self._first) // self._size
+        return max(0, len(self.source) - self.first) // self.size
 
     def __getitem__(self, index: Any) -> Block:
-        first = self._first + int(index) * self._size
-        rows = self._offsets if self._dealt is None else self._dealt.places(first)[self._offsets]
-        return read_rows(self._source, self._schema, first, rows, self._cut, self._retries, self._wait)
+        first = self.first + int(index) * self.size
+        rows = self.offsets if self.dealt is None else self.dealt.places(first)[self.offsets]
+        return read_rows(self.source, self.schema, first, rows, self.cut, self.retries, self._wait)
 
     def _wait(self, seconds: float) -> None:
         if self.closed.wait(seconds):
@@ -234,9 +232,9 @@ class Loader:
     def imbalance(self) -> tuple[Imbalance, Imbalance] | None:
         """Of the next step, with its rows in order and as dealt out; None where they are not, or none is left."""
         steps = self._dealt()
-        return (
-            None if steps is None or len(self._source) < self.consumed + self._size else steps.imbalance(self.consumed)
-        )
+        if steps is None or len(self._source) < self.consumed + self._size:
+            return None
+        return steps.imbalance(self.consumed)
 
     def _start(self) -> grain.DatasetIterator[Block]:
         """Start reading; at the first batch and not before, so that a finished run can be set up without data left."""
@@ -246,8 +244,8 @@ class Loader:
         indices = self._shardings[SAMPLE].addressable_devices_indices_map(self._shape)
         self._local = LocalRows((index for index in indices.values() if index is not None), *self._shape)
         self._steps = _Steps(
-            self._source, self._schema, self.consumed, self._size, self._local.offsets, self._cut, self._dealt(),
-            self._config.retries,
+            source=self._source, schema=self._schema, first=self.consumed, size=self._size,
+            offsets=self._local.offsets, cut=self._cut, dealt=self._dealt(), retries=self._config.retries,
         )  # fmt: skip
         ahead = grain.ReadOptions(num_threads=self._config.threads, prefetch_buffer_size=self._config.prefetch)
         return iter(grain.MapDataset.source(self._steps).to_iter_dataset(ahead))

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -45,36 +45,35 @@ def demand_tokens(tokenizer: MaskingTokenizer, roles: Sequence[str], what: str, 
         raise UserError(f"the tokenizer {tokenizer.identity} {lacks}: set data.full_words=false to mask single tokens.")
 
 
+class SampleMap(NamedTuple):
+    """The samples of a split."""
+
+    index: np.ndarray
+    """[n, 3], see `build_masked_index`."""
+    masking: Masking
+    """Which words are masked."""
+    seed: int
+    """Row i has a generator of its own with seed + i."""
+    passes: int
+    """Number of epochs over the split's documents."""
+
+
 class MaskedSamples:
     """Samples of sentences by number; the base of the datasets.
 
     Args:
         tokens: a sequence for each sentence.
-        index: [n, 3], see `build_masked_index`.
-        masking: which words are masked.
-        seed: row i has a generator of its own with seed + i.
-        tokenizer: the vocabulary.
-        passes: number of epochs over the split's documents.
 
     Raises:
         UserError: on reading, a token outside the vocabulary.
     """
 
-    def __init__(
-        self,
-        tokens: IndexedTokens,
-        index: np.ndarray,
-        *,
-        masking: Masking,
-        seed: int,
-        tokenizer: MaskingTokenizer,
-        passes: int = 1,
-    ):
-        self.tokens, self.index, self.passes = tokens, index, passes
+    def __init__(self, tokens: IndexedTokens, samples: SampleMap, tokenizer: MaskingTokenizer):
+        self.tokens, self.index, self.passes = tokens, samples.index, samples.passes
         unmasked = tuple(tokenizer.specials[role] for role in ("cls", "sep") if role in tokenizer.specials)
         continues = np.zeros(tokenizer.vocabulary_size, bool) if tokenizer.continues is None else tokenizer.continues
-        self.ngrams = NgramMasking(masking, continues, unmasked)
-        self._generators, self._vocabulary_size = SampleGenerators(seed), tokenizer.vocabulary_size
+        self.ngrams = NgramMasking(samples.masking, continues, unmasked)
+        self._generators, self._vocabulary_size = SampleGenerators(samples.seed), tokenizer.vocabulary_size
 
     def order(self) -> str:
         """Identifier of the order of the rows."""
@@ -116,10 +115,18 @@ class MaskedBuilder[Data: Dataset](BlendBuilder[Data]):
         target: tokens of a sample, without the special ones.
         sentences: minimum number of sentences of a sample.
         seed: of the run.
-        make: makes the dataset of (token file, sample map), given `masking`, `seed` and `passes` by name.
+        make: makes the dataset of a token file and its sample map.
     """
 
-    def __init__(self, config: MaskedConfig, *, target: int, sentences: int, seed: int, make: Callable[..., Data]):
+    def __init__(
+        self,
+        config: MaskedConfig,
+        *,
+        target: int,
+        sentences: int,
+        seed: int,
+        make: Callable[[IndexedTokens, SampleMap], Data],
+    ):
         super().__init__(config, seed=seed)
         self.short_probability, self.target = config.short_probability, target
         self.sentences, self.make = sentences, make
@@ -154,5 +161,4 @@ class MaskedBuilder[Data: Dataset](BlendBuilder[Data]):
             return {"samples": samples, "passes": np.array([passes])}
 
         arrays = load_or_build(self.folder, {"kind": "masked", "data": identity, **asdict(request)}, build)
-        passes = int(arrays["passes"][0])
-        return self.make(tokens, arrays["samples"], masking=self.masking, seed=self.seed, passes=passes)
+        return self.make(tokens, SampleMap(arrays["samples"], self.masking, self.seed, int(arrays["passes"][0])))

@@ -7,8 +7,7 @@ import numpy as np
 from megajax.batch import Schema
 from megajax.data.config import MaskedSentencesConfig
 from megajax.data.indexed import IndexedTokens
-from megajax.data.masked import MaskedBuilder, MaskedSamples, MaskingTokenizer, demand_tokens
-from megajax.data.masking import Masking
+from megajax.data.masked import MaskedBuilder, MaskedSamples, MaskingTokenizer, SampleMap, demand_tokens
 from megajax.data.splits import Rows, Splits
 
 MASKED = 0.8
@@ -38,16 +37,13 @@ class MaskedSentences(MaskedSamples):
     def __init__(
         self,
         tokens: IndexedTokens,
-        index: np.ndarray,
+        samples: SampleMap,
         *,
+        tokenizer: MaskingTokenizer,
         sequence_length: int,
         next_sentence: bool,
-        masking: Masking,
-        seed: int,
-        tokenizer: MaskingTokenizer,
-        passes: int = 1,
     ):
-        super().__init__(tokens, index, masking=masking, seed=seed, tokenizer=tokenizer, passes=passes)
+        super().__init__(tokens, samples, tokenizer)
         self.sequence_length, self.next_sentence, self._tokenizer = sequence_length, next_sentence, tokenizer
         self._specials = tokenizer.specials
 

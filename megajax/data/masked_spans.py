@@ -9,8 +9,7 @@ from megajax.batch import Schema
 from megajax.config.errors import UserError
 from megajax.data.config import MaskedSpansConfig
 from megajax.data.indexed import IndexedTokens
-from megajax.data.masked import MaskedBuilder, MaskedSamples, MaskingTokenizer, demand_tokens
-from megajax.data.masking import Masking
+from megajax.data.masked import MaskedBuilder, MaskedSamples, MaskingTokenizer, SampleMap, demand_tokens
 from megajax.data.splits import Rows, Splits
 from megajax.data.two_sided import two_sided_row, two_sided_specials
 
@@ -34,16 +33,13 @@ class MaskedSpans(MaskedSamples):
     def __init__(
         self,
         tokens: IndexedTokens,
-        index: np.ndarray,
+        samples: SampleMap,
         *,
+        tokenizer: MaskingTokenizer,
         encoder_length: int,
         sequence_length: int,
-        masking: Masking,
-        seed: int,
-        tokenizer: MaskingTokenizer,
-        passes: int = 1,
     ):
-        super().__init__(tokens, index, masking=masking, seed=seed, tokenizer=tokenizer, passes=passes)
+        super().__init__(tokens, samples, tokenizer)
         self.encoder_length, self.sequence_length = encoder_length, sequence_length
         self._sentinels, self._special = list(tokenizer.sentinels), two_sided_specials(tokenizer)
 
