@@ -35,6 +35,8 @@ class Mapped:
 
     settings: tuple[str, ...]
     by: "Callable[[Arguments], Settings] | None" = None
+    values: Mapping[str, str] = field(default_factory=dict)
+    """Value of the flag -> of the setting; others of a switch leave the setting alone. Empty: the value itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +79,11 @@ def read_table(text: str, functions: "Mapping[str, Callable[[Arguments], Setting
             start, colon, rest = answer.partition(": ")
             if start in ("refused", "unnecessary"):
                 fate = Refused(rest) if start == "refused" else Unnecessary(rest)
+            elif colon:
+                fate = Mapped(tuple(rest.split()), functions[start])
             else:
-                fate = Mapped(tuple(rest.split()), functions[start]) if colon else Mapped((answer,))
+                setting, *pairs = answer.split()
+                fate = Mapped((setting,), values=dict(pair.split("=") for pair in pairs))
             yield from (_row(token, fate) for token in names.split())
 
 
@@ -88,7 +93,7 @@ def _row(token: str, fate: Fate) -> Flag:
     name, *also = names.split("|")
     kind = KINDS[written or "list"]
     # A switch that is a setting by itself leaves it alone where it is not given.
-    default = False if kind is bool and not (isinstance(fate, Mapped) and fate.by is None) else None
+    default = False if kind is bool and not (isinstance(fate, Mapped) and fate.by is None and not fate.values) else None
     if equals:
         default = value.split() if kind is list else kind(value)
     return Flag(name, kind, fate, default, tuple(also))
@@ -129,6 +134,20 @@ class Arguments:
             return choices[value]
         self.wrong(name, f"expected one of {', '.join(choices)}, got {value}")
         return next(iter(choices.values()))
+
+    def single_settings(self) -> Settings:
+        """The settings that a flag makes by itself."""
+        settings = {}
+        for name, row in self.table.items():
+            if isinstance(row.fate, Mapped) and row.fate.by is None and (value := self[name]) is not None:
+                values = row.fate.values
+                if values and row.kind is bool:
+                    value = values.get(str(value).lower())
+                elif values:
+                    value = self.one_of(name, values)
+                if value is not None:
+                    settings[row.fate.settings[0]] = value
+        return settings
 
     def numbers(self, name: str) -> tuple[int, ...]:
         """Words of a flag as whole numbers; others are a problem, and () the answer."""

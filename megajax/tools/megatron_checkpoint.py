@@ -1,6 +1,6 @@
 """Checkpoints of Megatron-LM as models of ours: the arguments inside say the model, by the table of its flags."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,13 +29,13 @@ from megajax.tools.megatron_arguments import arguments, script_of
 from megajax.tools.megatron_encoders import bert_embedding, bert_stack, t5_embedding, t5_stack
 from megajax.tools.megatron_flags import FLAGS, FLAGS_OF
 from megajax.tools.megatron_hybrid import decoder_stack
-from megajax.tools.megatron_model import embedding, residual, width_scaling
+from megajax.tools.megatron_model import embedding, width_scaling
 from megajax.training.run_config import RunConfig
 
 MAKERS = {
-    "pretrain_gpt.py": (decoder_stack, embedding, residual, width_scaling),
-    "pretrain_bert.py": (bert_stack, bert_embedding, residual, width_scaling),
-    "pretrain_t5.py": (t5_stack, t5_embedding, residual, width_scaling),
+    "pretrain_gpt.py": (decoder_stack, embedding, width_scaling),
+    "pretrain_bert.py": (bert_stack, bert_embedding, width_scaling),
+    "pretrain_t5.py": (t5_stack, t5_embedding, width_scaling),
 }
 """Script -> what makes a model of flags."""
 TURNED = {
@@ -83,11 +83,12 @@ def continued(opened: MegatronModel, base: RunConfig, run: Path) -> tuple[RunCon
     """
     schedule = replace(base.schedule, warmup_fraction=None)
     whole = replace(base, checkpoint=CheckpointConfig(load=run), run_dir=f"{run}-continued", schedule=schedule)
-    flags, settings = _flags(opened.args, "pretrain_gpt.py"), dict[str, Any]()
-    for maker in (megatron_run.optimizer, megatron_run.schedule, megatron_run.batch):
-        settings |= maker(flags)
+    flags = _flags(opened.args, "pretrain_gpt.py")
+    makers = (megatron_run.optimizer, megatron_run.schedule, megatron_run.batch)
+    parts = ("optimizer", "schedule", "batch")
+    settings = _settings(flags, makers, (*parts, "steps"))
     config, wrong = assemble(RunConfig, whole, patch_of(settings.items()))
-    problems = [*flags.problems, *(one for one in wrong if one.where.startswith(("optimizer", "schedule", "batch")))]
+    problems = [*flags.problems, *(one for one in wrong if one.where.startswith(parts))]
     if config is not None and not problems:
         return config, []
     given = {name: opened.args.get(f"adam_{name}") for name in ("beta1", "beta2")}
@@ -162,9 +163,8 @@ def model_config(
     args: the namespace by attribute; script: the one that trains such models.
     """
     flags = _flags(args, script)
-    settings: dict[str, Any] = {"model.vocabulary_size": _vocabulary(args, vocabulary, where), "data": MockConfig()}
-    for maker in MAKERS[script]:
-        settings |= {name: value for name, value in maker(flags).items() if name.startswith("model.")}
+    settings = _settings(flags, MAKERS[script], ("model.",))
+    settings |= {"model.vocabulary_size": _vocabulary(args, vocabulary, where), "data": MockConfig()}
     if flags.refusals:
         lines = "\n".join(f"  {problem}" for problem in flags.refusals)
         raise UserError(f"{where}: the model has features that MegaJAX lacks:\n{lines}")
@@ -173,6 +173,13 @@ def model_config(
     if problems or config is None:
         raise ConfigError(problems or wrong, where)
     return config.model
+
+
+def _settings(flags: Arguments, makers: Sequence[Callable], parts: tuple[str, ...]) -> dict[str, Any]:
+    """The settings of flags whose names begin with one of `parts`."""
+    settings = {name: value for maker in makers for name, value in maker(flags).items()}
+    settings |= flags.single_settings()
+    return {name: value for name, value in settings.items() if name.startswith(parts)}
 
 
 def _flags(args: Mapping[str, Any], script: str) -> Arguments:

@@ -114,7 +114,6 @@ def t5_embedding(args: Arguments) -> Settings:
         "model.encoder_length": read,
         "model.sequence_length": length,
         "model.learned_positions": learned,
-        "model.tied": not args["untie-embeddings-and-output-weights"],
         "model.dropout": args["hidden-dropout"],
         "model.embedding_std": args["embedding-init-method-std"],
     }

@@ -23,7 +23,7 @@ from megajax.tools.megatron_encoders import (
 from megajax.tools.megatron_hybrid import decoder_stack
 from megajax.tools.megatron_layout import parallel
 from megajax.tools.megatron_memory import recompute
-from megajax.tools.megatron_model import embedding, residual, stack, vocabulary, width_scaling
+from megajax.tools.megatron_model import embedding, stack, vocabulary, width_scaling
 from megajax.tools.megatron_run import (
     batch,
     checkpoint,
@@ -40,7 +40,7 @@ from megajax.tools.megatron_vlm import captions, partly_frozen, vlm_embedding, v
 from megajax.training.run_config import RunConfig
 
 SHARED = (
-    *(residual, vocabulary, width_scaling, recompute, parallel),
+    *(vocabulary, width_scaling, recompute, parallel),
     *(batch, optimizer, schedule, precision, evaluation, checkpoint, local_checkpoint, logging, profile, resilience),
 )
 """What makes settings of several flags for every kind of model, in the order in which they are called."""
@@ -114,9 +114,7 @@ def convert(
     settings: dict[str, Any] = {}
     for function in SCRIPTS.get(script, SCRIPTS["pretrain_gpt.py"]):
         settings |= function(args)
-    for name, row in table.items():
-        if isinstance(row.fate, Mapped) and row.fate.by is None and args[name] is not None:
-            settings[row.fate.settings[0]] = args[name]
+    settings |= args.single_settings()
     problems, config = list(args.problems), None
     if not problems:
         config, wrong = assemble(RunConfig, None, patch_of(settings.items()))

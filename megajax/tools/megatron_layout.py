@@ -31,8 +31,6 @@ def parallel(args: Arguments) -> Settings:
         text = f"the launcher starts {args.devices} processes, which copies of {model_devices(args)} do not divide"
         args.remark("tensor-model-parallel-size", text)
     settings: dict[str, Any] = {
-        "parallel.pipeline": pipeline,
-        "parallel.tensor": tensor,
         "parallel.sequence": args["sequence-parallel"] and tensor > 1,
         "parallel.data_sharding": _sharding(args),
         "parallel.schedule": "interleaved" if chunks > 1 else "1f1b",
@@ -49,14 +47,14 @@ def _context(args: Arguments) -> Settings:
     size, kind, groups = args["context-parallel-size"], "cp-comm-type", "hierarchical-context-parallel-sizes"
     if size < 2 or not args.given(kind):
         # Megatron-LM's ring and the gather that is the default here give the same numbers.
-        return {"parallel.context": size}
+        return {}
     # The name is all_gather in its library and allgather in its help.
     ways = {"allgather": "all_gather", **STRATEGIES}
     words = dict.fromkeys(args[kind] or ["p2p"])
     if unknown := [word for word in words if word not in ways]:
         args.wrong(kind, f"expected one of {', '.join(STRATEGIES)}, got {' '.join(unknown)}")
-        return {"parallel.context": size}
-    settings = {"parallel.context": size, "parallel.context_strategy": ways[next(iter(words))]}
+        return {}
+    settings = {"parallel.context_strategy": ways[next(iter(words))]}
     if len({ways[word] for word in words}) > 1:
         args.refuse(kind, "all layers exchange rows in one way: give one")
     if "a2a+p2p" not in words:

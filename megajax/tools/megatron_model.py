@@ -311,7 +311,6 @@ def embedding(args: Arguments) -> Settings:
         "model.hidden": needed(args, "hidden-size"),
         "model.sequence_length": length,
         "model.learned_positions": learned,
-        "model.tied": not args["untie-embeddings-and-output-weights"],
         "model.dropout": args["hidden-dropout"],
         "model.embedding_std": args["embedding-init-method-std"],
     }
@@ -361,11 +360,6 @@ def width_scaling(args: Arguments) -> Settings:
         output=None if output == 1 else output,
     )
     return {"model.width_scaling": scaling}
-
-
-def residual(args: Arguments) -> Settings:
-    """The dtype of the residual stream."""
-    return {"model.residual": "float32" if args["fp32-residual-connection"] else "compute"}
 
 
 def vocabulary(args: Arguments) -> Settings:

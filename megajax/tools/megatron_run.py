@@ -13,13 +13,6 @@ from megajax.tools.megatron_layout import model_devices
 from megajax.tools.megatron_model import needed, positions
 from megajax.training.config import LinearRampConfig, RampConfig, StepRampConfig
 
-STYLES = {
-    "linear": "linear",
-    "constant": "constant",
-    "cosine": "cosine",
-    "inverse-square-root": "inverse_square_root",
-    "WSD": "wsd",
-}
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
@@ -88,12 +81,8 @@ def optimizer(args: Arguments) -> Settings:
         "decay_qk_norms": args["apply-wd-to-qk-layernorm"]
         if args["no-weight-decay-cond-type"] is None
         else args.one_of("no-weight-decay-cond-type", {"apply_wd_to_qk_layernorm": True, "qwen3_next": True}),
-        "embedding_lr": args["decoupled-lr"],
-        "embedding_min_lr": args["decoupled-min-lr"],
         "moments": _moments(args),
         "offload": args["optimizer-offload-fraction"] if args["optimizer-cpu-offload"] else 0.0,
-        "log_zeros": args["log-num-zeros-in-grad"],
-        "log_parameter_norm": args["log-params-norm"],
     }
     made: OptimizerConfig
     if kind == "sgd":
@@ -196,8 +185,6 @@ def batch(args: Arguments) -> Settings:
     settings: dict[str, Any] = {
         "batch.global_size": size,
         "batch.micro_size": needed(args, "micro-batch-size"),
-        "batch.loss_average": "tokens" if args["calculate-per-token-loss"] else "microbatches",
-        "batch.decrease": args["decrease-batch-size-if-needed"],
         "steps": _steps(args, size, grows),
     }
     if grows is not None:
@@ -231,12 +218,8 @@ def _steps(args: Arguments, size: int, grows: RampConfig | None) -> int:
 
 def schedule(args: Arguments) -> Settings:
     """Learning rate and weight decay; iterations count as many samples as the whole batch has."""
-    style = args.one_of("lr-decay-style", STYLES)
     settings: dict[str, Any] = {
         "schedule.lr": args["lr"] if args["lr"] is not None else float(needed(args, "lr")),
-        "schedule.min_lr": args["min-lr"],
-        "schedule.style": style,
-        "schedule.warmup_start": args["lr-warmup-init"],
         "schedule.on_resume": "config" if args["override-opt_param-scheduler"] else "same",
     }
     if args["use-checkpoint-opt_param-scheduler"]:
@@ -252,7 +235,7 @@ def schedule(args: Arguments) -> Settings:
         settings["schedule.warmup_samples"] = args["lr-warmup-samples"]
     elif args["lr-warmup-iters"]:
         settings |= _counted(args, "warmup", args["lr-warmup-iters"])
-    if style == "wsd":
+    if args["lr-decay-style"] == "WSD":
         settings["schedule.anneal_style"] = args.one_of(
             "lr-wsd-decay-style", _same("exponential", "linear", "cosine", "minus_sqrt")
         )
@@ -312,7 +295,9 @@ def checkpoint(args: Arguments) -> Settings:
     settings["checkpoint.keep_every"] = retain
     if load is not None and load != save:
         settings["checkpoint.load"] = Path(load)
-        args.remark("load", "must be a MegaJAX run or checkpoint; it counts where the run's folder holds none")
+        args.remark(
+            "load", "must be a MegaJAX run (megajax.convert makes one); it counts where the run's folder holds none"
+        )
     elif load is not None:
         args.remark("load", "is --save: a run goes on from its own folder by itself")
         if args["exit-on-missing-checkpoint"]:
@@ -339,7 +324,7 @@ def local_checkpoint(args: Arguments) -> Settings:
 
 def logging(args: Arguments) -> Settings:
     """What is written down."""
-    settings: dict[str, Any] = {"logging.every": args["log-interval"]}
+    settings: dict[str, Any] = {}
     if args["tensorboard-dir"] is not None:
         settings["logging.tensorboard"] = True
         args.remark("tensorboard-dir", "TensorBoard's files lie in the run's folder")
@@ -356,10 +341,6 @@ def resilience(args: Arguments) -> Settings:
         settings["resilience.exit_after_steps"] = args["exit-interval"]
         text = "counts the steps of each attempt; Megatron-LM ends at steps that are multiples of it"
         args.remark("exit-interval", text)
-    if args["no-check-for-nan-in-loss-and-grad"]:
-        settings["resilience.stop_on_nonfinite"] = False
-    if args["check-for-spiky-loss"]:
-        settings["resilience.spike_factor"] = 10.0
     if args["iterations-to-skip"]:
         settings["resilience.skip_steps"] = args.numbers("iterations-to-skip")
         args.remark("iterations-to-skip", "steps count from 1, as in Megatron-LM from 0.18 on")

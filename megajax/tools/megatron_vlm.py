@@ -27,7 +27,6 @@ from megajax.tools.megatron_model import (
     padded,
     positions,
     refuse_positions,
-    residual,
     sequence_length,
     stack,
 )
@@ -86,7 +85,7 @@ def _tower(args: Arguments, block: AnyBlockConfig) -> VisionTowerConfig:
         positions_multiple=lcm(8, tensor),
         entry_norm=norm(args),
         norm=IdentityNormConfig(),
-        residual=residual(args)["model.residual"],
+        residual="float32" if args["fp32-residual-connection"] else "compute",
         init_std=args["init-method-std"],
         **again,
     )
