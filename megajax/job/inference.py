@@ -29,7 +29,7 @@ from megajax.precision.config import PrecisionConfig
 from megajax.tokenizers.base import Tokenizer
 from megajax.tokenizers.chat_template import ChatTemplate
 from megajax.tokenizers.conversation import Conversation
-from megajax.training.compiler_options import settled_for_inference
+from megajax.training.compiler_options import inference_options
 from megajax.training.session import build_tokenizer
 
 
@@ -65,7 +65,7 @@ def load(config: GenerationConfig, origin: Origin) -> Loaded:
     template = None if template is None else ChatTemplate(template, "inference.template")
     weights = quantized_weights(origin, config.model)
     precision = PrecisionConfig(compute=config.inference.compute)
-    options = settled_for_inference(config.xla, mesh.devices.flat[0])
+    options = inference_options(config.xla, mesh.devices.flat[0])
     return Loaded(
         config,
         load_weights(config.model, weights, parallel, mesh, precision, options),

@@ -11,7 +11,7 @@ from jax import Array
 from jax.sharding import NamedSharding
 
 from megajax.layers.param import ParamSpec, RowOrder
-from megajax.mesh.shardings import parts, uncut
+from megajax.mesh.shardings import shard_count, unsharded_rows
 
 
 def stored_chunks(meta: Mapping[str, Any]) -> list[range]:
@@ -22,7 +22,7 @@ def stored_chunks(meta: Mapping[str, Any]) -> list[range]:
 def like_stored[Tree](like: Tree, declared: Mapping[str, ParamSpec], order_of: RowOrder) -> Tree:
     """`like`, with the rows of stacked weights and their moments as they were stored.
 
-    Rows are cut over the mesh as in `like` where their number divides, else another dimension is; see `uncut`.
+    Rows are cut over the mesh as in `like` where their number divides, else another dimension is; see `unsharded_rows`.
     """
 
     def stored(path: tuple, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -30,8 +30,8 @@ def like_stored[Tree](like: Tree, declared: Mapping[str, ParamSpec], order_of: R
             return leaf
         rows, sharding = len(order_of(layers)), leaf.sharding
         shape = rows, *leaf.shape[1:]
-        if rows % parts(sharding, 0):
-            sharding = uncut(sharding, shape)
+        if rows % shard_count(sharding, 0):
+            sharding = unsharded_rows(sharding, shape)
         return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
 
     return jax.tree_util.tree_map_with_path(stored, like)
@@ -57,7 +57,7 @@ def reorder[Tree](
         if (layers := _layers(path, declared)) is None:
             return leaf
         kept, device = target.sharding, _on_device(target.sharding)
-        take = compiled(layers, device, uncut(device, leaf.shape))
+        take = compiled(layers, device, unsharded_rows(device, leaf.shape))
         placed = jax.device_put(take(jax.device_put(leaf, _on_device(leaf.sharding))), kept)
         placed.block_until_ready()
         leaf.delete()

@@ -14,7 +14,7 @@ from megajax.checkpoint.manager import CheckpointManager
 from megajax.checkpoint.reader import CheckpointReader, say
 from megajax.config.errors import ConfigError, UserError
 from megajax.job.save import note_committed
-from megajax.mesh.mesh import build_mesh, per_process
+from megajax.mesh.mesh import build_mesh, devices_per_process
 from megajax.metrics.event_log import append_event
 from megajax.resilience.activity import BACKGROUND_SAVE, Activity
 from megajax.training.replan import replanned
@@ -217,7 +217,7 @@ def mesh_here(cfg: RunConfig) -> dict[str, int] | None:
     """Sizes of the mesh of a run; None if its layout does not fit the devices, which is explained when it is set up."""
     try:
         devices = jax.devices()
-        parallel = replanned(cfg, per_process(devices)).cfg.parallel if cfg.parallel.elastic else cfg.parallel
+        parallel = replanned(cfg, devices_per_process(devices)).cfg.parallel if cfg.parallel.elastic else cfg.parallel
         return dict(build_mesh(parallel, devices).shape)
     except ConfigError:
         return None

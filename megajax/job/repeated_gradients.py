@@ -18,8 +18,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from megajax.batch import Batch, Params
 from megajax.job.state_hash import array_hash
-from megajax.mesh.collectives import moved_on
-from megajax.mesh.mesh import rolled
+from megajax.mesh.collectives import rotated
+from megajax.mesh.mesh import rotated_mesh
 from megajax.mesh.observations import reduction_of
 from megajax.mesh.shardings import one_for_each_group, replicated
 from megajax.precision.loss_scale import in_range
@@ -92,7 +92,7 @@ class Recompute:
         self._program, self.groups = program, program.mesh.shape[AXIS]
         if self.groups < 2:
             raise ValueError("a single data-parallel group has nothing to be compared with")
-        self._other = Program.of(program.cfg, rolled(program.mesh, AXIS), program.options)
+        self._other = Program.of(program.cfg, rotated_mesh(program.mesh, AXIS), program.options)
         self._steps = [_compiled(each) for each in (program, self._other)]
         self._moves: dict[str, Callable] = {}
 
@@ -127,7 +127,7 @@ class Recompute:
         mesh, specs = self._program.mesh, {path: _spec(x) for path, x in tree.items()}
         if name not in self._moves:
             send = jax.shard_map(
-                partial(jax.tree.map, lambda x: moved_on(x, AXIS, self.groups)),
+                partial(jax.tree.map, lambda x: rotated(x, AXIS, self.groups)),
                 mesh=mesh,
                 in_specs=(specs,),
                 out_specs=specs,

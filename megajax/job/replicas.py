@@ -11,7 +11,7 @@ from jax import Array
 from jax.sharding import Mesh
 
 from megajax.job.device_memory import size
-from megajax.job.state_hash import HashedLeaf, Odd, StateHash, group_hashes, odd_ones
+from megajax.job.state_hash import HashedLeaf, Mismatch, StateHash, group_hashes, mismatches
 from megajax.resilience.drills import Drill
 from megajax.resilience.integrity_config import ReplicasConfig
 from megajax.training.loop import Corruption, Hook
@@ -46,7 +46,7 @@ class CheckReplicas:
     def __call__(self, run: Run, step: int) -> None:
         with jax.set_mesh(run.mesh):
             hashes = self._hash(run.state)
-        odd = [*odd_ones(hashes, self._hash.leaves, run.mesh)]
+        odd = [*mismatches(hashes, self._hash.leaves, run.mesh)]
         if odd:
             fields = mismatch_fields(odd, run.mesh)
             self._event("replica_mismatch", step=step, **fields)
@@ -67,7 +67,7 @@ def state_hash(program: Program) -> StateHash:
     return StateHash(program.shardings, program.state_like(), program.mesh, offload, program.options)
 
 
-def mismatch_fields(odd: list[Odd], mesh: Mesh) -> dict[str, object]:
+def mismatch_fields(odd: list[Mismatch], mesh: Mesh) -> dict[str, object]:
     """Fields of the event: the devices that differ most often, their processes, and the first array."""
     devices = [mesh.devices.flat[i] for i in _most_often(odd)]
     return {
@@ -79,7 +79,7 @@ def mismatch_fields(odd: list[Odd], mesh: Mesh) -> dict[str, object]:
     }
 
 
-def sentence(step: int, odd: list[Odd], mesh: Mesh) -> str:
+def sentence(step: int, odd: list[Mismatch], mesh: Mesh) -> str:
     """What differs, on which device, and what to do."""
     devices = [mesh.devices.flat[i] for i in _most_often(odd)]
     named = ", ".join(f"device {device.id} (process {device.process_index})" for device in devices)
@@ -98,7 +98,7 @@ def sentence(step: int, odd: list[Odd], mesh: Mesh) -> str:
     )
 
 
-def _most_often(odd: list[Odd]) -> list[int]:
+def _most_often(odd: list[Mismatch]) -> list[int]:
     """Positions in the mesh of the devices that differ in most arrays."""
     counts = Counter(device for each in odd for device in each.devices)
     top = max(counts.values())

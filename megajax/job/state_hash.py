@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from megajax.mesh.shardings import axes_of, one_for_each_device, replicated
 from megajax.mesh.xla import Value
-from megajax.optim.offload import on_device
+from megajax.optim.offload import to_device
 from megajax.training.state import TrainState
 
 LANES = 2
@@ -43,7 +43,7 @@ class HashedLeaf(NamedTuple):
         return prod(size for size, cut in sizes if not cut)
 
 
-class Odd(NamedTuple):
+class Mismatch(NamedTuple):
     """Devices whose bytes differ from those of other devices with the same part of an array."""
 
     path: str
@@ -78,7 +78,7 @@ class StateHash:
 
     def state_hash(self, state: TrainState) -> Array:
         """What is compiled."""
-        optimizer = on_device(state.optimizer, self._offload)
+        optimizer = to_device(state.optimizer, self._offload)
         arrays = [*jax.tree.leaves(state)]
         at = [i for i, leaf in enumerate(self.leaves) if leaf.path.startswith("optimizer.")]
         for i, array in zip(at, jax.tree.leaves(optimizer), strict=True):
@@ -149,7 +149,7 @@ def _finalized(x: Array) -> Array:
     return x ^ (x >> 16)
 
 
-def odd_ones(hashes: np.ndarray, leaves: Sequence[HashedLeaf], mesh: Mesh) -> Iterator[Odd]:
+def mismatches(hashes: np.ndarray, leaves: Sequence[HashedLeaf], mesh: Mesh) -> Iterator[Mismatch]:
     """Arrays with copies that differ. hashes: as of StateHash."""
     shape = mesh.devices.shape
     positions = np.arange(mesh.size).reshape(shape)
@@ -162,7 +162,7 @@ def odd_ones(hashes: np.ndarray, leaves: Sequence[HashedLeaf], mesh: Mesh) -> It
         where = positions.transpose(order).reshape(-1, copies)
         for row, devices in zip(table, where, strict=True):
             if odd := _minority(row):
-                yield Odd(leaf.path, tuple(int(devices[i]) for i in odd), copies)
+                yield Mismatch(leaf.path, tuple(int(devices[i]) for i in odd), copies)
 
 
 def _minority(row: np.ndarray) -> list[int]:

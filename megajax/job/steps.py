@@ -82,7 +82,7 @@ class Steps:
             self.hooks,
             job.stop.requested,
             guard=self._guard,
-            tell_every=job.cfg.logging.every,
+            exchange_every=job.cfg.logging.every,
             activity=job.activity,
             stalled=self.integrity.stalled,
             waiting=job.stop.waiting,

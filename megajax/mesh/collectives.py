@@ -70,6 +70,6 @@ def manual_replicas() -> tuple[str, ...]:
     return tuple(axis for axis, size in manual_axes().items() if size > 1)
 
 
-def moved_on(x: Array, axis: str, size: int) -> Array:
+def rotated(x: Array, axis: str, size: int) -> Array:
     """Every device gets what the device before it along a mesh axis of `size` has; the first gets that of the last."""
     return lax.ppermute(x, axis, [(place, (place + 1) % size) for place in range(size)])

@@ -32,17 +32,17 @@ def build_mesh(cfg: ParallelConfig, devices: Sequence[jax.Device] | None = None)
         tuple(sizes.values()),
         MESH_AXES,
         axis_types=(AxisType.Auto,) * len(MESH_AXES),
-        devices=part_of(devices, used, cfg.tensor),
+        devices=select_devices(devices, used, cfg.tensor),
     )
 
 
-def per_process(devices: Sequence[jax.Device]) -> tuple[int, ...]:
+def devices_per_process(devices: Sequence[jax.Device]) -> tuple[int, ...]:
     """How many of the devices each process has, in the order of the processes."""
     counts = Counter(device.process_index for device in devices)
     return tuple(counts[index] for index in sorted(counts))
 
 
-def part_of(devices: Sequence[jax.Device], used: int, neighbours: int = 1) -> list[jax.Device]:
+def select_devices(devices: Sequence[jax.Device], used: int, neighbours: int = 1) -> list[jax.Device]:
     """`used` of the devices, at least one of each process and else as evenly as possible, in their order.
 
     neighbours: as many devices at a time are of one process, where that is possible. Raises ConfigError for fewer
@@ -67,7 +67,7 @@ def part_of(devices: Sequence[jax.Device], used: int, neighbours: int = 1) -> li
     return [device for index, own in owned.items() for device in own[: taken[index]]]
 
 
-def rolled(mesh: Mesh, axis: str) -> Mesh:
+def rotated_mesh(mesh: Mesh, axis: str) -> Mesh:
     """The same devices, of which each has the place of the one before it along an axis; the first that of the last."""
     devices = np.roll(mesh.devices, -1, mesh.axis_names.index(axis))
     return Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)

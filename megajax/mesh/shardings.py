@@ -6,7 +6,7 @@ from math import prod
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 
-def uncut(sharding: NamedSharding, shape: Sequence[int]) -> NamedSharding:
+def unsharded_rows(sharding: NamedSharding, shape: Sequence[int]) -> NamedSharding:
     """A sharding with dimension 0 unsharded: its mesh axes move to other dimensions.
 
     Each moves to the first dimension whose size it divides, after the mesh axes of that dimension. If there is none,
@@ -29,7 +29,7 @@ def axes_of(sharding: NamedSharding, dimension: int) -> tuple[str, ...]:
     return (entry,) if isinstance(entry, str) else tuple(entry or ())
 
 
-def parts(sharding: NamedSharding, dimension: int) -> int:
+def shard_count(sharding: NamedSharding, dimension: int) -> int:
     """Number of shards of a dimension."""
     return prod(sharding.mesh.shape[axis] for axis in axes_of(sharding, dimension))
 

@@ -53,15 +53,15 @@ def is_embedding(spec: ParamSpec) -> bool:
     return spec.role == "weight" and not spec.layers and spec.axes in (("vocab", "embed"), (None, "embed"))
 
 
-def grows(spec: ParamSpec) -> bool:
+def scales_with_width(spec: ParamSpec) -> bool:
     """Whether a weight's input is as wide as the model: matrices within blocks, and a head of its own.
 
     Not so: tables, whose rows are looked up, a head that is such a table as well, filters, and vectors.
     """
-    return spec.role == "weight" and decayed(spec) and (spec.path == HEAD or not is_embedding(spec))
+    return spec.role == "weight" and has_decay(spec) and (spec.path == HEAD or not is_embedding(spec))
 
 
-def decayed(spec: ParamSpec) -> bool:
+def has_decay(spec: ParamSpec) -> bool:
     """Matrices and filters decay, embeddings and head among them; biases, gains and vectors of a layer do not."""
     return spec.role in ("weight", "filter") and len(spec.shape) - bool(spec.layers) > 1
 
@@ -95,7 +95,7 @@ def trainable(
 
 
 def _plain(cfg: UpdateConfig, spec: ParamSpec) -> Group:
-    decay = decayed(spec) and (cfg.decay_embeddings or not is_embedding(spec))
+    decay = has_decay(spec) and (cfg.decay_embeddings or not is_embedding(spec))
     decay = decay or (cfg.decay_qk_norms and any(norm in spec.path for norm in (".query_norm.", ".key_norm.")))
     if not is_vocabulary(spec):
         return Group(decay=float(decay))

@@ -19,7 +19,7 @@ SCALE = "_scale"
 """What is added to the name of a moment for the scales of its arrays, in the order of their sorted paths."""
 
 
-def kept(moments: Mapping[str, Mapping[str, Array]], dtype: str) -> OptimizerState:
+def packed(moments: Mapping[str, Mapping[str, Array]], dtype: str) -> OptimizerState:
     """Averages in float32 by kind and path -> as they are kept."""
     if dtype != "float16":
         return {name: {path: x.astype(dtype) for path, x in part.items()} for name, part in moments.items()}
@@ -32,7 +32,7 @@ def kept(moments: Mapping[str, Mapping[str, Array]], dtype: str) -> OptimizerSta
     return state
 
 
-def loaded(state: OptimizerState) -> dict[str, dict[str, Array]]:
+def unpacked(state: OptimizerState) -> dict[str, dict[str, Array]]:
     """Averages as they are kept -> float32 by kind and path."""
     moments: dict[str, dict[str, Array]] = {}
     for name, part in state.items():

@@ -13,7 +13,7 @@ from megajax.optim.optimizer import OptimizerState
 HOST = "pinned_host"
 
 
-def away(shapes: Mapping[str, Any], share: float) -> frozenset[tuple[str, str]]:
+def offloaded(shapes: Mapping[str, Any], share: float) -> frozenset[tuple[str, str]]:
     """(kind of moment, path) of the largest moments, until their bytes reach the share.
 
     shapes: as an OptimizerState has arrays, or of jax.ShapeDtypeStruct.
@@ -34,17 +34,17 @@ def away(shapes: Mapping[str, Any], share: float) -> frozenset[tuple[str, str]]:
 
 def in_host_memory(shardings: Mapping[str, Any], shapes: Mapping[str, Any], share: float) -> dict[str, Any]:
     """An optimizer's shardings with those moments in host memory."""
-    return _changed(shardings, away(shapes, share), lambda sharding: sharding.with_memory_kind(HOST))
+    return _changed(shardings, offloaded(shapes, share), lambda sharding: sharding.with_memory_kind(HOST))
 
 
-def on_device(state: OptimizerState, share: float) -> OptimizerState:
+def to_device(state: OptimizerState, share: float) -> OptimizerState:
     """What waits in host memory brought to the device; traced."""
-    return _changed(state, away(state, share), lambda array: jax.device_put(array, jax.memory.Space.Device))
+    return _changed(state, offloaded(state, share), lambda array: jax.device_put(array, jax.memory.Space.Device))
 
 
-def at_rest(state: OptimizerState, share: float) -> OptimizerState:
+def to_host(state: OptimizerState, share: float) -> OptimizerState:
     """What is to wait in host memory sent there; traced."""
-    return _changed(state, away(state, share), lambda array: jax.device_put(array, jax.memory.Space.Host))
+    return _changed(state, offloaded(state, share), lambda array: jax.device_put(array, jax.memory.Space.Host))
 
 
 def _changed(tree: Mapping[str, Any], moved: frozenset[tuple[str, str]], change: Callable) -> dict[str, Any]:

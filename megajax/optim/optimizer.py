@@ -13,8 +13,8 @@ from megajax.config.errors import UserError
 from megajax.layers.param import ParamSpec
 from megajax.mesh.rules import Plan
 from megajax.optim.config import AdamWConfig, LionConfig, SGDConfig, UpdateConfig
-from megajax.optim.groups import Rates, groups, grows
-from megajax.optim.moments import OptimizerState, kept, loaded
+from megajax.optim.groups import Rates, groups, scales_with_width
+from megajax.optim.moments import OptimizerState, packed, unpacked
 
 type Moments = tuple[Array, ...]
 
@@ -49,7 +49,6 @@ class Optimizer:
     def __init__(self, cfg: UpdateConfig, declared: Mapping[str, ParamSpec], widths: Mapping[str, float] | None = None):
         self.cfg, self.declared = cfg, dict(declared)
         self.groups = groups(cfg, declared, widths)
-        self.decayed = {path: group.decay > 0 for path, group in self.groups.items()}
 
     def init(self, params: Params) -> OptimizerState:
         """The state before the first update."""
@@ -93,7 +92,9 @@ class RuleOptimizer(Optimizer):
     def __init__(
         self, cfg: UpdateConfig, declared: Mapping[str, ParamSpec], rules: Mapping[str, Rule], width: float = 1.0
     ):
-        powers = {path: rule.width_powers[0 if grows(declared[path]) else 1] for path, rule in rules.items()}
+        powers = {
+            path: rule.width_powers[0 if scales_with_width(declared[path]) else 1] for path, rule in rules.items()
+        }
         super().__init__(cfg, declared, {path: width**power for path, power in powers.items()})
         self.rules = dict(rules)
 
@@ -103,7 +104,7 @@ class RuleOptimizer(Optimizer):
         for path, p in params.items():
             for name in self.rules[path].moments:
                 zero.setdefault(name, {})[path] = jnp.zeros(p.shape, jnp.float32)
-        return {"count": jnp.zeros((), jnp.int32)} | kept(zero, self.cfg.moments)
+        return {"count": jnp.zeros((), jnp.int32)} | packed(zero, self.cfg.moments)
 
     def update(
         self, grads: Params, state: OptimizerState, params: Params, *, rates: Rates
@@ -117,7 +118,7 @@ class RuleOptimizer(Optimizer):
         count = state["count"] + 1
         now = {group: rates(group) for group in dict.fromkeys(self.groups.values())}
         updated: dict[str, Array] = {}
-        before = loaded(state)
+        before = unpacked(state)
         after: dict[str, dict[str, Array]] = {name: {} for name in before}
         for path, p in params.items():
             group, rule, g = self.groups[path], self.rules[path], grads[path]
@@ -132,7 +133,7 @@ class RuleOptimizer(Optimizer):
             updated[path] = p - lr * direction
             for name, moment in zip(rule.moments, moments, strict=True):
                 after[name][path] = moment
-        return updated, {"count": count} | kept(after, self.cfg.moments)
+        return updated, {"count": count} | packed(after, self.cfg.moments)
 
     def kinds(self) -> dict[str, str]:
         return {path: type(rule).__name__ for path, rule in self.rules.items()}
@@ -196,7 +197,7 @@ def adamw(
     """Adam for every weight. epsilon is divided by the width as gradients are, where a weight's input grows with it."""
     rule = Adam(cfg.beta1, cfg.beta2, cfg.epsilon, coupled=not cfg.decoupled)
     wide = replace(rule, epsilon=cfg.epsilon / width)
-    rules = {path: wide if grows(spec) else rule for path, spec in declared.items()}
+    rules = {path: wide if scales_with_width(spec) else rule for path, spec in declared.items()}
     return RuleOptimizer(cfg, declared, rules, width)
 
 

@@ -14,7 +14,7 @@ from megajax.inference.loading import model_on_mesh
 from megajax.inference.request import Sampling
 from megajax.mesh.config import ParallelConfig
 from megajax.tokenizers.base import Tokenizer
-from megajax.training.compiler_options import settled_for_inference
+from megajax.training.compiler_options import inference_options
 from megajax.training.program import Program
 from megajax.training.scoring import Scorer, Stopped
 
@@ -85,7 +85,7 @@ def by_engine(scorer: Scorer, texts: Sequence[Generation]) -> list[str]:
     program, eod = scorer.program, scorer.tokenizer.eod
     cfg, shape = program.cfg, program.mesh.shape
     parallel = ParallelConfig(tensor=shape["tensor"], data=shape["data"], data_sharding="replicate")
-    options = settled_for_inference(cfg.xla, program.mesh.devices.flat[0])
+    options = inference_options(cfg.xla, program.mesh.devices.flat[0])
     model = model_on_mesh(cfg.model, scorer.weights, parallel, program.mesh, cfg.precision, options)
     rows, prompts = min(ROWS, len(texts)), [text.prompt[text.most - scorer.length :].tolist() for text in texts]
     longest = max(len(prompt) + text.most for prompt, text in zip(prompts, texts, strict=True))

@@ -13,7 +13,7 @@ from megajax.batch import Batch, Grads, Params, Rows
 from megajax.pipeline.layer_loop import LayerLoop, Rings, add
 from megajax.pipeline.staged import MEMORY, Staged, StagedSection
 from megajax.training.grads import GradFn, Weights, over_replicas
-from megajax.training.staged import Parted
+from megajax.training.staged import SplitWeights
 
 
 class Forward(NamedTuple):
@@ -59,7 +59,7 @@ class SectionRun:
             y, to_layers = jax.vjp(lambda shared, y: leave(shared, y, ctx), self.shared, y)
         return Forward(ctx, memory, y, to_layers, to_inputs), rings
 
-    def backward(self, done: Forward, dy: Any, rings: Rings, totals: Parted) -> tuple[Array | None, Parted]:
+    def backward(self, done: Forward, dy: Any, rings: Rings, totals: SplitWeights) -> tuple[Array | None, SplitWeights]:
         """(cotangent of what the section read, totals with its gradients). dy: cotangent of its output."""
         path, others = self.section.path, totals.shared
         if done.to_layers is not None:
@@ -74,7 +74,7 @@ class SectionRun:
         if done.memory is not None:
             dmemory = (summed[MEMORY] + dmemory).astype(done.memory.dtype)
         others = {**others, **{name: g for name, g in summed.items() if name in others}}
-        return dmemory, Parted({**totals.stacked, path: stacked}, add(others, gradients))
+        return dmemory, SplitWeights({**totals.stacked, path: stacked}, add(others, gradients))
 
     def buffers(self, rows: Rows, memory: Array | None) -> tuple[Rings, Array]:
         """Empty rings for one microbatch, and zeros like the section's output."""
@@ -87,8 +87,8 @@ class SectionRun:
 def section_runs(weights: Weights, parts: Staged, in_step: Params) -> list[SectionRun]:
     """Of the weights as they are in a step."""
     paths = [section.path for section in parts.sections]
-    stacked, shared = Parted.of(in_step, paths)
-    dtypes = Parted.of(weights.gradient_dtypes(), paths).stacked
+    stacked, shared = SplitWeights.of(in_step, paths)
+    dtypes = SplitWeights.of(weights.gradient_dtypes(), paths).stacked
     return [
         SectionRun(
             section,
@@ -139,9 +139,9 @@ def accumulate(weights: Weights, parts: Staged, mesh: Mesh) -> GradFn:
             buffers.append(rings)
         shapes = jax.eval_shape(lambda x: parts.head(shared, x, first)[1], memory)
         sums = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-        totals = Parted.of(weights.zeros(in_step), [section.path for section in parts.sections])
+        totals = SplitWeights.of(weights.zeros(in_step), [section.path for section in parts.sections])
         (sums, totals, _), _ = lax.scan(microbatch, (sums, totals, buffers), batch)
-        return over_replicas(sums), weights.reduce_all(totals.whole())
+        return over_replicas(sums), weights.reduce_all(totals.joined())
 
     mapped = weights.manual(local, mesh, (PartitionSpec(), weights.reduced_specs()))
 

@@ -39,7 +39,7 @@ class Refusal(NamedTuple):
     """Of value that it wants; None where it does not know the option."""
 
 
-def chosen(cfg: RunConfig, platform: str) -> list[Option]:
+def default_options(cfg: RunConfig, platform: str) -> list[Option]:
     """The default options of this config on a platform; none where the platform has no table."""
     defaults = DEFAULTS.get(platform, Defaults())
     options = list(defaults.always)
@@ -53,7 +53,7 @@ def chosen(cfg: RunConfig, platform: str) -> list[Option]:
     return options
 
 
-def settled(cfg: RunConfig, mesh: Mesh) -> dict[str, Value]:
+def run_options(cfg: RunConfig, mesh: Mesh) -> dict[str, Value]:
     """The options that every program of a run is compiled with, by each process asked of the compiler for one of its
     own devices.
 
@@ -61,20 +61,20 @@ def settled(cfg: RunConfig, mesh: Mesh) -> dict[str, Value]:
     """
     devices = list(mesh.devices.flat)
     device = next((here for here in devices if here.process_index == jax.process_index()), devices[0])
-    return settle(compiler_options(*chosen(cfg, device.platform)), cfg.xla.options, device)
+    return accepted_options(compiler_options(*default_options(cfg, device.platform)), cfg.xla.options, device)
 
 
-def settled_for_inference(xla: XlaConfig, device: jax.Device) -> dict[str, Value]:
+def inference_options(xla: XlaConfig, device: jax.Device) -> dict[str, Value]:
     """The options that the steps of text generation are compiled with.
 
     Raises ConfigError for options given by the user that the compiler refuses.
     """
     defaults = DEFAULTS.get(device.platform, Defaults())
     options = (*defaults.always, *defaults.inference, *(defaults.deterministic if xla.deterministic else ()))
-    return settle(compiler_options(*options), xla.options, device)
+    return accepted_options(compiler_options(*options), xla.options, device)
 
 
-def settle(defaults: Mapping[str, Value], given: Mapping[str, Any], device: jax.Device) -> dict[str, Value]:
+def accepted_options(defaults: Mapping[str, Value], given: Mapping[str, Any], device: jax.Device) -> dict[str, Value]:
     """The options to compile with for `device`: the defaults it takes, and those given by a user over them.
 
     Defaults it refuses are left out with a warning. Raises ConfigError for what it refuses of the given ones.

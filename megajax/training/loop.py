@@ -22,7 +22,7 @@ from megajax.training.exchange import SECONDS, STOP
 from megajax.training.guard import Guard
 from megajax.training.guarded import HELD, GuardLimits, StepControl
 from megajax.training.nonfinite_gradients import sentence
-from megajax.training.observations import measured
+from megajax.training.observations import measurements
 from megajax.training.step import Metrics
 from megajax.training.timing import DATA_WAIT, PhaseTimes
 
@@ -147,7 +147,7 @@ def run_steps(
     stopping: Callable[[], bool] = lambda: False,
     *,
     guard: Guard | None = None,
-    tell_every: int = 10,
+    exchange_every: int = 10,
     activity: Activity | None = None,
     stalled: Callable[[], float] = lambda: 0.0,
     waiting: Callable[[int], AbstractContextManager[Any]] = nullcontext,
@@ -158,7 +158,7 @@ def run_steps(
     everything up to its step has been yielded. `stopping` says whether this process was asked to stop; it is asked
     after each step and ends the loop. Of several processes each sends its answer along with a step instead, and all
     end after the same one, at most three steps after one of them was asked: nothing is exchanged between steps. Every
-    `tell_every` steps they send along how long they took over what.
+    `exchange_every` steps they send along how long they took over what.
 
     guard: has suspicious steps run again, and what followed them after that, so that a fault that passes leaves no
     trace; without one, updates that are not finite are left out and training goes on.
@@ -166,7 +166,8 @@ def run_steps(
     activity: is kept up to date about what the loop is doing. stalled: see PhaseTimes. waiting: the rows of a step are
     awaited in it; StopWaiting, raised there, ends the loop after the step before.
     """
-    loop = _Loop(run, stopping, guard, activity or Activity(), PhaseTimes(run.mesh, _told_every(tell_every), stalled))
+    times = PhaseTimes(run.mesh, exchange_every if jax.process_count() > 1 else None, stalled)
+    loop = _Loop(run, stopping, guard, activity or Activity(), times)
     loop.waiting = waiting
     step, flights = run.step, deque[Flight]()
     while step < last:
@@ -224,7 +225,7 @@ class _Loop:
         with self.times.measure(DATA_WAIT), waiting, jax.set_mesh(self.run.mesh), self.waiting(step):
             batch, consumed = next(self.run.batches)
         fresh = self.times.due(step)
-        return Reading(step, batch, consumed, self.times.of_step(), self.times.tell(fresh), fresh)
+        return Reading(step, batch, consumed, self.times.take_step(), self.times.account(fresh), fresh)
 
     def dispatch(self, reading: Reading, limits: GuardLimits | None = None) -> Flight:
         """Send a step off, with limits or with those the guard has for it."""
@@ -276,7 +277,7 @@ class _Loop:
             nonfinite, seen = jax.device_get(
                 program.nonfinite_gradients(self.run.state.inputs, batch, np.float32(info.loss_scale), factor)
             )
-        return sentence(nonfinite, program.declared, measured(program.observed, seen).values())
+        return sentence(nonfinite, program.declared, measurements(program.observed, seen).values())
 
     def untried(self, reading: Reading) -> bool:
         """Whether no step of this size is done yet."""
@@ -292,7 +293,7 @@ class _Loop:
         since, self.done = max(self.done, flight.dispatched), time.monotonic()
         if flight.reading.step == self.first:
             self.times.forget()
-        told, by_process = self.times.told(values.pop(SECONDS, None), flight.reading.fresh)
+        extremes, by_process = self.times.received(values.pop(SECONDS, None), flight.reading.fresh)
         observed = self.run.program.observed
         seen = {path: values.pop(path) for path in observed if path in values}
         numbers = {name: value.item() for name, value in values.items()}
@@ -306,13 +307,8 @@ class _Loop:
             stop=bool(numbers.pop(STOP, False)),
             held=bool(numbers.pop(HELD, False)),
             metrics=numbers,
-            measured=measured(observed, seen),
-            phases=flight.reading.phases | told,
+            measured=measurements(observed, seen),
+            phases=flight.reading.phases | extremes,
             limits=flight.limits,
             by_process=by_process,
         )
-
-
-def _told_every(steps: int) -> int | None:
-    """How often processes tell each other; None for a single one."""
-    return steps if jax.process_count() > 1 else None

@@ -14,7 +14,7 @@ from megajax.mesh.measures import Measured
 from megajax.mesh.xla import Value
 from megajax.precision.loss_scale import in_range
 from megajax.training.grads import GradFn
-from megajax.training.observations import reported, updated
+from megajax.training.observations import reported_arrays, updated_arrays
 from megajax.training.step import unit_weight
 
 type NonfiniteGradients = Callable[[Params, Batch, Array, Array], tuple[Mapping[str, Array], Params]]
@@ -40,7 +40,7 @@ def make_nonfinite_gradients(
         out = grad_fn(params, batch, scale * in_range(weight(batch)))
         grads = {path: g * factor for path, g in out.grads.items()}
         bad = {path: jnp.any(~jnp.isfinite(g), axis=tuple(range(1, g.ndim))) for path, g in grads.items()}
-        return bad, reported(observed, updated(observed, params, out.observed, scale))
+        return bad, reported_arrays(observed, updated_arrays(observed, params, out.observed, scale))
 
     return jax.jit(
         nonfinite_gradients, out_shardings=everywhere, compiler_options=None if options is None else dict(options)

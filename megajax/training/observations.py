@@ -11,17 +11,17 @@ from megajax.layers.param import ParamSpec
 from megajax.mesh.measures import Layer, Measure, Measured
 
 
-def initial(declared: Mapping[str, ParamSpec]) -> dict[str, Array]:
+def initial_arrays(declared: Mapping[str, ParamSpec]) -> dict[str, Array]:
     """Zeros, float32 by path."""
     return {path: jnp.zeros(spec.observed().shape(spec.shape), jnp.float32) for path, spec in declared.items()}
 
 
-def reported(declared: Mapping[str, ParamSpec], state: Params) -> dict[str, Array]:
+def reported_arrays(declared: Mapping[str, ParamSpec], state: Params) -> dict[str, Array]:
     """The arrays of the state's part that have measures, by path."""
     return {path: state[path] for path, spec in declared.items() if spec.observed().measures()}
 
 
-def measured(declared: Mapping[str, ParamSpec], state: Mapping[str, np.ndarray]) -> dict[str, Measured]:
+def measurements(declared: Mapping[str, ParamSpec], state: Mapping[str, np.ndarray]) -> dict[str, Measured]:
     """What arrays of the state's part measure, by the name of the measure; layers in their order in the model.
 
     state: on the host, by path; rows that are no layer do not count.
@@ -49,6 +49,6 @@ def _layer(path: str, spec: ParamSpec, number: int) -> Layer:
     return ".".join(parts[: next((place for place, part in enumerate(parts, 1) if part.isdigit()), len(parts) - 1)])
 
 
-def updated(declared: Mapping[str, ParamSpec], state: Params, seen: Params, scale: Array) -> dict[str, Array]:
+def updated_arrays(declared: Mapping[str, ParamSpec], state: Params, seen: Params, scale: Array) -> dict[str, Array]:
     """The state's part after a step. scale: what its loss was multiplied by, float32 []."""
     return {path: spec.observed().updated(state[path], seen[path], scale) for path, spec in declared.items()}

@@ -11,7 +11,7 @@ from megajax.pipeline.partition import Partition
 from megajax.pipeline.schedule import Schedule
 from megajax.pipeline.staged import Staged
 from megajax.training.grads import GradFn, Sums, Weights, over_replicas
-from megajax.training.staged import Parted
+from megajax.training.staged import SplitWeights
 
 type Schedules = Callable[[int], Schedule]
 """Microbatches of a step -> what stages do when; steps of another size are compiled apart."""
@@ -21,8 +21,8 @@ def _stage(
     weights: Weights, schedule: Schedule, partition: Partition, parts: Staged, in_step: Params, batch: Batch
 ) -> Stage:
     (section,) = parts.sections
-    stacked, shared = Parted.of(in_step, [section.path])
-    dtypes = Parted.of(weights.gradient_dtypes(), [section.path]).stacked
+    stacked, shared = SplitWeights.of(in_step, [section.path])
+    dtypes = SplitWeights.of(weights.gradient_dtypes(), [section.path]).stacked
     own = stacked[section.path]
     return Stage(
         schedule, partition, parts, weights.layout, own, shared, weights.cut_over(AXIS), dtypes[section.path], batch
@@ -41,9 +41,9 @@ def pipelined(
         in_step = weights.gather_all_for_step(params, scale)
         stage = _stage(weights, schedules(len(batch[SAMPLE])), partition, parts, in_step, batch)
         (section,) = parts.sections
-        zeros = Parted.of(weights.zeros(in_step), [section.path])
+        zeros = SplitWeights.of(weights.zeros(in_step), [section.path])
         sums, stacked, shared = stage.gradients(scale, (zeros.stacked[section.path], zeros.shared), fill=fill)
-        return over_replicas(sums), weights.reduce_all(Parted({section.path: stacked}, shared).whole())
+        return over_replicas(sums), weights.reduce_all(SplitWeights({section.path: stacked}, shared).joined())
 
     mapped = weights.manual(local, mesh, (PartitionSpec(), weights.reduced_specs()))
 

@@ -39,7 +39,7 @@ from megajax.precision.fp8 import refuse_old
 from megajax.precision.loss_scale import LossScaler
 from megajax.training.accumulate import accumulate
 from megajax.training.batch_sizes import BatchSizes
-from megajax.training.compiler_options import settled
+from megajax.training.compiler_options import run_options
 from megajax.training.exchange import exchanging
 from megajax.training.grads import GradFn, Weights, batch_specs, forward_sums
 from megajax.training.guarded import guarded
@@ -156,7 +156,7 @@ class Program:
             sizes,
             partition,
             _pipeline(cfg.parallel, sizes.sizes()[-1].microbatches) if cfg.parallel.pipeline > 1 else None,
-            settled(cfg, mesh) if options is None else options,
+            run_options(cfg, mesh) if options is None else options,
             batch_schema(cfg.model.schema(), cfg.data.leaves()),
         )
 

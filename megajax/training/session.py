@@ -20,13 +20,13 @@ from megajax.data.loader import Loader
 from megajax.data.missing import demand_files
 from megajax.data.splits import Evaluation, Rows, Splits, requested_rows
 from megajax.layers.param import bind
-from megajax.mesh.mesh import build_mesh, find_devices, per_process
+from megajax.mesh.mesh import build_mesh, devices_per_process, find_devices
 from megajax.models.protocol import ModelConfig, ids_below
 from megajax.models.reduction import quotient
 from megajax.tokenizers.base import Tokenizer
 from megajax.tokenizers.config import TokenizerBuilder, TokenizerConfig
 from megajax.training.batch_sizes import BatchSizes
-from megajax.training.compiler_options import settled
+from megajax.training.compiler_options import run_options
 from megajax.training.loop import StepInfo, run_steps
 from megajax.training.program import Program, demand_kernels
 from megajax.training.replan import Replan, elastic_hint, replanned
@@ -270,16 +270,16 @@ def prepare(cfg: RunConfig, devices: list[jax.Device] | None = None) -> Parts:
     try:
         check(cfg, len(devices))
         if cfg.parallel.elastic:
-            replan = replanned(cfg, per_process(devices))
+            replan = replanned(cfg, devices_per_process(devices))
             cfg = replan.cfg
         mesh = build_mesh(cfg.parallel, devices)
     except ConfigError as error:
-        raise elastic_hint(error, cfg, per_process(devices)) from None
+        raise elastic_hint(error, cfg, devices_per_process(devices)) from None
     demand_files(cfg.data, cfg.tokenizer)
     tokenizer = build_tokenizer(cfg.tokenizer, cfg.model)
     _check_prompt(cfg.logging.prompt, tokenizer)
     demand_kernels(cfg)
-    options = settled(cfg, mesh)
+    options = run_options(cfg, mesh)
     shards = mesh.shape["data"] * mesh.shape["expert"]
     wanted = wanted_rows(cfg, cfg.batch_sizes(shards))
     splits = cfg.data.build(tokenizer=tokenizer, schema=cfg.model.schema(), rows=wanted, seed=cfg.seed)

@@ -96,7 +96,7 @@ def _span(span: StackSpan, unit: Unit) -> Span:
     return Span(span.units, span.repeats, unit, span.unroll, places, span.layer, span.counts, span.ring, span.kept_at)
 
 
-class Parted(NamedTuple):
+class SplitWeights(NamedTuple):
     """Weights, or other values by path, apart: those of stacks and the others."""
 
     stacked: Mapping[str, Mapping[str, Any]]
@@ -104,7 +104,7 @@ class Parted(NamedTuple):
     shared: Mapping[str, Any]
 
     @classmethod
-    def of(cls, values: Mapping[str, Any], stacks: Sequence[str]) -> "Parted":
+    def of(cls, values: Mapping[str, Any], stacks: Sequence[str]) -> "SplitWeights":
         """From values by path in the model. stacks: `StagedSection.path`s."""
         stacked = {
             stack: {path.removeprefix(stack): value for path, value in values.items() if path.startswith(stack)}
@@ -112,7 +112,7 @@ class Parted(NamedTuple):
         }
         return cls(stacked, {path: v for path, v in values.items() if not path.startswith(tuple(stacks))})
 
-    def whole(self) -> dict[str, Any]:
+    def joined(self) -> dict[str, Any]:
         """By path in the model."""
         named = {stack + path: value for stack, values in self.stacked.items() for path, value in values.items()}
         return {**named, **self.shared}

@@ -17,7 +17,7 @@ from megajax.mesh.shardings import replicated
 from megajax.optim.offload import in_host_memory
 from megajax.optim.optimizer import Optimizer, OptimizerState
 from megajax.precision.loss_scale import UNSCALED, LossScaler
-from megajax.training.observations import initial
+from megajax.training.observations import initial_arrays
 from megajax.training.summary import state_text
 
 
@@ -81,7 +81,7 @@ def fresh_state(
         consumed_samples=jnp.zeros((), jnp.uint32),
         scheduled_samples=jnp.zeros((), jnp.int32),
         skipped=jnp.zeros((), jnp.int32),
-        observed=initial(observed),
+        observed=initial_arrays(observed),
     )
 
 

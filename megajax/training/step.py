@@ -19,12 +19,12 @@ from megajax.batch import SAMPLE, Batch, Grads, Params
 from megajax.layers.param import ParamSpec
 from megajax.mesh.xla import Value
 from megajax.models.reduction import quotient
-from megajax.optim.offload import at_rest, on_device
+from megajax.optim.offload import to_device, to_host
 from megajax.optim.optimizer import Optimizer, OptimizerState, clip_factor, global_norm
 from megajax.optim.schedule import Schedule
 from megajax.precision.loss_scale import UNSCALED, LossScaler, in_range
 from megajax.training.grads import GradFn
-from megajax.training.observations import reported, updated
+from megajax.training.observations import reported_arrays, updated_arrays
 from megajax.training.state import TrainState
 
 type Metrics = Mapping[str, Array]
@@ -86,16 +86,16 @@ def compute_update(parts: StepParts, state: TrainState, batch: Batch) -> Update:
     grads = {path: g * factor for path, g in grads.items()}
     params, moments = parts.optimizer.update(
         grads,
-        on_device(state.optimizer, parts.optimizer.cfg.offload),
+        to_device(state.optimizer, parts.optimizer.cfg.offload),
         parts.trained(state),
         rates=partial(parts.schedule.rates, state.scheduled_samples, parts.optimizer.cfg.weight_decay),
     )
     metrics = {name: quotient(total, weight) for name, (total, weight) in out.metrics.items()}
     metrics |= {"grad_norm": norm, "lr": parts.schedule(state.scheduled_samples), "loss_scale": state.loss_scale}
-    observed = updated(parts.observed, state.observed, out.observed, loss_scale)
+    observed = updated_arrays(parts.observed, state.observed, out.observed, loss_scale)
     # Also of an update that is not applied: what layers saw tells why.
     everywhere = parts.shardings.step
-    for path, x in reported(parts.observed, observed).items():
+    for path, x in reported_arrays(parts.observed, observed).items():
         metrics[path] = jax.lax.with_sharding_constraint(x, everywhere)
     return Update(params, moments, observed, grads, jnp.isfinite(norm) & jnp.isfinite(out.loss_sum), metrics)
 
@@ -109,7 +109,7 @@ def apply_update(
     new = TrainState(
         step=state.step + 1,
         params={**state.params, **place(select(apply, update.params, parts.trained(state)), parts.shardings.params)},
-        optimizer=at_rest(select(apply, update.optimizer, on_device(state.optimizer, offload)), offload),
+        optimizer=to_host(select(apply, update.optimizer, to_device(state.optimizer, offload)), offload),
         loss_scale=scale,
         scale_counters=counters,
         consumed_samples=state.consumed_samples + jnp.uint32(rows),

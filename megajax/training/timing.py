@@ -23,17 +23,17 @@ PER_STEP = (DATA_WAIT, HOST, STALLED)
 
 
 class PhaseTimes:
-    """Seconds by phase, on this process and, every `tell_every` steps, of all processes.
+    """Seconds by phase, on this process and, every `exchange_every` steps, of all processes.
 
-    They travel with a step like the wish to stop does, so that telling them makes nobody wait. tell_every: None where
-    there is one process. stalled: seconds in which this process did not run, so far.
+    They travel with a train step, as stop flags do, so no process waits for another. exchange_every: None for a single
+    process. stalled: total seconds in which this process did not run.
     """
 
-    def __init__(self, mesh: Mesh, tell_every: int | None, stalled: Callable[[], float] = lambda: 0.0):
-        self._mesh, self._every, self._stalled_so_far = mesh, tell_every, stalled
+    def __init__(self, mesh: Mesh, exchange_every: int | None, stalled: Callable[[], float] = lambda: 0.0):
+        self._mesh, self._every, self._stalled_so_far = mesh, exchange_every, stalled
         self._since_step: dict[str, float] = {}
         self.forget()
-        self._sent: Array | None = None if tell_every is None else self._array()
+        self._sent: Array | None = None if exchange_every is None else self._array()
 
     @contextmanager
     def measure(self, phase: str) -> Generator[None]:
@@ -56,9 +56,9 @@ class PhaseTimes:
     def add(self, phase: str, seconds: float) -> None:
         """Count seconds."""
         self._since_step[phase] = self._since_step.get(phase, 0.0) + seconds
-        self._since_told[phase] = self._since_told.get(phase, 0.0) + seconds
+        self._since_exchange[phase] = self._since_exchange.get(phase, 0.0) + seconds
 
-    def of_step(self) -> dict[str, float]:
+    def take_step(self) -> dict[str, float]:
         """Seconds by phase since it was last asked; phases without any are left out."""
         seconds, self._since_step = self._since_step, {}
         self._steps += 1
@@ -66,14 +66,14 @@ class PhaseTimes:
 
     def forget(self) -> None:
         """Begin a new account; what is known so far is not told. A first step is compiled, and says nothing."""
-        self._since_told, self._steps = dict.fromkeys(PHASES, 0.0), 0
+        self._since_exchange, self._steps = dict.fromkeys(PHASES, 0.0), 0
         self._waited, self._began, self._stalled_before = 0.0, time.monotonic(), self._stalled_so_far()
 
     def due(self, step: int) -> bool:
         """Whether seconds are told with this step."""
         return self._every is not None and step % self._every == 0
 
-    def tell(self, fresh: bool) -> Array | None:
+    def account(self, fresh: bool) -> Array | None:
         """float32 [devices, exchanged phases], what goes along with a step: a new account if `fresh`, or the one before
         again."""
         if fresh:
@@ -81,7 +81,7 @@ class PhaseTimes:
             self.forget()
         return self._sent
 
-    def told(self, seconds: np.ndarray | None, fresh: bool) -> tuple[dict[str, float], np.ndarray | None]:
+    def received(self, seconds: np.ndarray | None, fresh: bool) -> tuple[dict[str, float], np.ndarray | None]:
         """What came back, float32 [devices, exchanged phases], as {"data_wait_min": seconds, ...} and as the seconds
         [processes][exchanged phases]; ({}, None) for an account known already."""
         if seconds is None or not fresh:
@@ -98,8 +98,8 @@ class PhaseTimes:
 
     def counted(self) -> dict[str, float]:
         """Seconds by phase in this account."""
-        return self._since_told | {
-            HOST: max(time.monotonic() - self._began - self._waited - sum(self._since_told.values()), 0.0),
+        return self._since_exchange | {
+            HOST: max(time.monotonic() - self._began - self._waited - sum(self._since_exchange.values()), 0.0),
             STALLED: self._stalled_so_far() - self._stalled_before,
         }
 

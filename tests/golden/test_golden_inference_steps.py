@@ -29,7 +29,7 @@ from megajax.planning.program import devices
 from megajax.planning.program.audit import audit
 from megajax.planning.program.devices import GPUS, Cluster
 from megajax.planning.program.hlo import read
-from megajax.training.compiler_options import settled_for_inference
+from megajax.training.compiler_options import inference_options
 
 MIB = 2**20
 SIZE = CacheSize(blocks=4096, block=16, slots=64)
@@ -112,6 +112,6 @@ def test_a_step_moves_neither_weights_nor_pool(step: str, golden: Callable[[str,
 
 def test_options_of_inference_follow_from_the_platform() -> None:
     device = jax.devices()[0]
-    given = settled_for_inference(XlaConfig(options={"xla_cpu_enable_fast_math": True}), device)
+    given = inference_options(XlaConfig(options={"xla_cpu_enable_fast_math": True}), device)
     assert given == {"xla_cpu_enable_fast_math": True}
-    assert settled_for_inference(XlaConfig(), device) == {"xla_cpu_enable_fast_math": False}
+    assert inference_options(XlaConfig(), device) == {"xla_cpu_enable_fast_math": False}

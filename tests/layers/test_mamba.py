@@ -15,7 +15,7 @@ from megajax.layers.param import LayerSettings, bind, initial_values, specs
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.rules import Plan
-from megajax.optim.groups import decayed
+from megajax.optim.groups import has_decay
 from megajax.optim.muon import matrices
 
 HIDDEN, LENGTH = 16, 12
@@ -112,7 +112,7 @@ def test_initial_values_are_those_of_the_paper():
 @pytest.mark.parametrize("name", LAYERS)
 def test_rates_do_not_decay_and_filters_are_no_matrices(name):
     declared = specs(layer(name))
-    kept = {path for path, spec in declared.items() if not decayed(spec)}
+    kept = {path for path, spec in declared.items() if not has_decay(spec)}
     assert {"a_log", "dt_bias", "skip", "in_z_bias", "output_bias", "conv_x.bias"} <= kept
     assert {"in_z", "in_x", "output", "conv_x.kernel"} <= declared.keys() - kept
     assert all(matrices(spec) is None for path, spec in declared.items() if path.startswith("conv_"))

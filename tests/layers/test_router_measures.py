@@ -7,7 +7,7 @@ import numpy as np
 from megajax.layers.router import REPORTED
 from megajax.layers.router_measures import load_measures, report_measures
 from megajax.mesh.measures import layer_values
-from megajax.training.observations import measured
+from megajax.training.observations import measurements
 
 
 def declared(layers: tuple[int, ...], measures: tuple) -> SimpleNamespace:
@@ -26,7 +26,7 @@ LOADS = np.array(
 
 def test_load_of_experts_is_that_of_the_layers_in_their_order_without_rows_that_are_none() -> None:
     path = "stack.blocks.0.mlp.load.sum"
-    found = measured({path: declared((5, -1, 3, 4), load_measures())}, {path: LOADS})
+    found = measurements({path: declared((5, -1, 3, 4), load_measures())}, {path: LOADS})
     largest, entropy, tokens = (
         found[name] for name in ("expert_load_max_over_mean", "expert_load_entropy", "expert_tokens")
     )
@@ -42,7 +42,7 @@ def test_load_of_experts_is_that_of_the_layers_in_their_order_without_rows_that_
 def test_losses_are_means_over_microbatches_and_dropped_tokens_shares_of_what_was_chosen() -> None:
     measures = report_measures(("aux", "z"), "dispatch.room")
     seen = np.array([report(aux=8, z=2, chosen=64, parts=4), report(aux=4, z=6, chosen=64, dropped=16, parts=4)])
-    found = measured(
+    found = measurements(
         {"stack.blocks.0.mlp.report.sum": declared((0, 1), measures)}, {"stack.blocks.0.mlp.report.sum": seen}
     )
     assert [*found] == ["dropped_share", "router_aux_loss", "router_z_loss", "router_not_finite"]
@@ -55,7 +55,7 @@ def test_losses_are_means_over_microbatches_and_dropped_tokens_shares_of_what_wa
 
 def test_before_the_first_step_numbers_are_unknown_and_nothing_dropped_is_not_shown() -> None:
     of_load, of_report = declared((0,), load_measures()), declared((0,), report_measures(("aux",), ""))
-    found = measured(
+    found = measurements(
         {"a.load.sum": of_load, "a.report.sum": of_report},
         {"a.load.sum": LOADS[:1] * 0, "a.report.sum": np.zeros((1, len(REPORTED)))},
     )
@@ -67,7 +67,7 @@ def test_layers_of_other_stacks_and_outside_of_one_have_names() -> None:
     spec = declared((0, 1), load_measures())
     paths = {"encoder.stack.blocks.0.mlp.load.sum": spec, "stack.blocks.1.mlp.load.sum": spec}
     paths["predictions.1.block.mlp.load.sum"] = declared((), load_measures())
-    found = measured(paths, {**dict.fromkeys([*paths][:2], LOADS[:2]), [*paths][2]: LOADS[2]})
+    found = measurements(paths, {**dict.fromkeys([*paths][:2], LOADS[:2]), [*paths][2]: LOADS[2]})
     values = layer_values([found["expert_load_max_over_mean"]])
     assert values["layers"] == [0, 1, "encoder.0", "encoder.1", "predictions.1"]
     assert values["expert_load_max_over_mean"] == [1, 1, 1, 1, 4]

@@ -12,7 +12,7 @@ from megajax import command_line
 from megajax.config.errors import ConfigError, UserError
 from megajax.mesh import mesh, processes
 from megajax.mesh.installation import Installation
-from megajax.mesh.mesh import find_devices, part_of
+from megajax.mesh.mesh import find_devices, select_devices
 from megajax.mesh.world import World
 
 GPUS = Installation(8, (550, 54), {"jax": "0.12.0.1", "jaxlib": "0.12.0.1"}, frozenset())
@@ -83,14 +83,14 @@ def devices_of(*counts: int) -> list[Any]:
 )
 def test_each_process_has_devices_in_the_mesh(counts, used, neighbours, expected):
     devices = devices_of(*counts)
-    part = part_of(devices, used, neighbours)
+    part = select_devices(devices, used, neighbours)
     assert [sum(device.process_index == index for device in part) for index in range(len(counts))] == expected
     assert part == [device for device in devices if device in part], "in their order"
 
 
 def test_a_mesh_smaller_than_the_number_of_processes_is_refused():
     with pytest.raises(ConfigError, match="multiply to 2 devices, and each of the 3 processes needs one"):
-        part_of(devices_of(2, 2, 2), 2)
+        select_devices(devices_of(2, 2, 2), 2)
 
 
 @pytest.mark.parametrize(

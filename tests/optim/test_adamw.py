@@ -13,7 +13,7 @@ from megajax.mesh.layout import Layout
 from megajax.mesh.rules import Plan
 from megajax.models.presets.gpt import gpt2
 from megajax.optim.config import AdamWConfig
-from megajax.optim.groups import decayed
+from megajax.optim.groups import has_decay
 from megajax.optim.optimizer import clip_factor, constant_rates, global_norm, weight_so_far
 
 pytestmark = pytest.mark.smoke
@@ -114,9 +114,9 @@ def test_without_gradient_only_matrices_shrink():
 def test_tables_decay_and_biases_and_gains_do_not():
     layout = Layout(Plan.of(ParallelConfig()))
     declared = specs(nnx.eval_shape(lambda: gpt2("debug").build(layout)))
-    kept = {path for path, spec in declared.items() if not decayed(spec)}
-    assert decayed(declared["tokens"])
-    assert decayed(declared["positions"])
+    kept = {path for path, spec in declared.items() if not has_decay(spec)}
+    assert has_decay(declared["tokens"])
+    assert has_decay(declared["positions"])
     assert kept == {path for path in declared if path.endswith(("bias", "gain"))}
     assert "stack.blocks.0.mixer.query_bias" in kept
 

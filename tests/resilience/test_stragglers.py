@@ -75,7 +75,7 @@ def test_waiting_for_devices_is_nobodys_own_work():
         time.sleep(0.2)
     with times.measure("data_wait"):
         time.sleep(0.05)
-    assert times.of_step()["data_wait"] >= 0.05
+    assert times.take_step()["data_wait"] >= 0.05
     counted = times.counted()
     assert counted["host"] < 0.15 and counted["data_wait"] >= 0.05
 
@@ -84,11 +84,11 @@ def test_times_come_back_by_process():
     devices = [SimpleNamespace(process_index=process) for process in (0, 0, 2, 2, 1, 1)]
     times = PhaseTimes(SimpleNamespace(devices=np.array(devices)), None)  # ty: ignore[invalid-argument-type]
     rows = np.array([[process + 0.5] * len(EXCHANGED) for process in (0, 0, 2, 2, 1, 1)], np.float32)
-    extremes, by_process = times.told(rows, fresh=True)
+    extremes, by_process = times.received(rows, fresh=True)
     assert by_process is not None and by_process[:, 0].tolist() == [0.5, 1.5, 2.5]
     assert extremes == {
         f"{phase}_{end}": value
         for phase in ("data_wait", "evaluation", "save")
         for end, value in (("min", 0.5), ("max", 2.5))
     }
-    assert times.told(rows, fresh=False) == ({}, None)
+    assert times.received(rows, fresh=False) == ({}, None)

@@ -15,7 +15,7 @@ from megajax.mesh.xla import CPU, DEFAULTS, DETERMINISTIC, FP8, FSDP, GPU, XlaCo
 from megajax.precision.config import Fp8Config, PrecisionConfig
 from megajax.resilience.config import ResilienceConfig
 from megajax.resilience.watchdog import WatchdogConfig
-from megajax.training.compiler_options import chosen, refusal, settle, settled
+from megajax.training.compiler_options import accepted_options, default_options, refusal, run_options
 from megajax.training.program import Program
 from megajax.training.run_config import RunConfig
 from megajax.training.session import Run, prepare
@@ -33,7 +33,7 @@ def test_the_installed_compiler_knows_every_option_of_ours():
 def test_defaults_it_does_not_take_are_left_out_with_a_warning():
     wanted = {"xla_gpu_gone_since": True, "xla_gpu_enable_triton_gemm": True, "xla_gpu_autotune_level": "high"}
     with pytest.warns(UserWarning, match="xla_gpu_") as warned:
-        assert settle(wanted, {}, device()) == {"xla_gpu_enable_triton_gemm": True}
+        assert accepted_options(wanted, {}, device()) == {"xla_gpu_enable_triton_gemm": True}
     texts = "\n".join(str(one.message) for one in warned)
     assert "does not know the option xla_gpu_gone_since" in texts
     assert "takes no 'high' for the option xla_gpu_autotune_level" in texts
@@ -53,7 +53,7 @@ def test_defaults_it_does_not_take_are_left_out_with_a_warning():
     ],
 )
 def test_values_become_what_the_compiler_wants(given, typed):
-    (settled,) = settle({}, given, device()).values()
+    (settled,) = accepted_options({}, given, device()).values()
     assert settled == typed and type(settled) is type(typed)
 
 
@@ -68,19 +68,19 @@ def test_values_become_what_the_compiler_wants(given, typed):
 )
 def test_what_a_user_gives_and_it_does_not_take_is_refused(given, says):
     with pytest.raises(ConfigError) as refused:
-        settle({"xla_gpu_enable_triton_gemm": True}, given, device())
+        accepted_options({"xla_gpu_enable_triton_gemm": True}, given, device())
     assert says in str(refused.value) and f"--xla={next(iter(given))}" in str(refused.value)
     assert refused.value.code == 2
 
 
 def test_what_a_user_gives_goes_over_the_defaults():
-    assert settle({"xla_gpu_autotune_level": 4}, {"xla_gpu_autotune_level": 0}, device()) == {
+    assert accepted_options({"xla_gpu_autotune_level": 4}, {"xla_gpu_autotune_level": 0}, device()) == {
         "xla_gpu_autotune_level": 0
     }
 
 
 def names(cfg: RunConfig, platform: str) -> set[str]:
-    return {option.name for option in chosen(cfg, platform)}
+    return {option.name for option in default_options(cfg, platform)}
 
 
 def test_options_follow_from_the_config_and_the_platform():
@@ -104,7 +104,7 @@ def test_options_follow_from_the_config_and_the_platform():
 
 def test_xla_waits_longer_than_the_watchdog():
     cfg = run_config(resilience=ResilienceConfig(watchdog=WatchdogConfig(compile=900.0, step=1200.5)))
-    values = {option.name: option.value for option in chosen(cfg, "gpu")}
+    values = {option.name: option.value for option in default_options(cfg, "gpu")}
     assert values["xla_gpu_execution_terminate_timeout"] == "1800s"
     assert values["xla_gpu_nccl_termination_timeout_seconds"] == 1800
 
@@ -124,17 +124,17 @@ def test_options_are_settled_inside_a_mesh_of_several_devices(platform, monkeypa
     mesh = build_mesh(cfg.parallel, jax.devices())
     with jax.set_mesh(mesh):
         actual = Program.of(cfg, mesh).options
-    assert actual == compiler_options(*chosen(cfg, platform)) | {"xla_gpu_enable_triton_gemm": False}
+    assert actual == compiler_options(*default_options(cfg, platform)) | {"xla_gpu_enable_triton_gemm": False}
 
 
 def test_the_options_of_a_process_are_asked_for_a_device_of_its_own(monkeypatch):
     asked = []
-    monkeypatch.setattr("megajax.training.compiler_options.settle", lambda *_: asked.append(_[-1]) or {})
+    monkeypatch.setattr("megajax.training.compiler_options.accepted_options", lambda *_: asked.append(_[-1]) or {})
     devices = [SimpleNamespace(platform="gpu", process_index=number) for number in (1, 0)]
-    settled(run_config(), SimpleNamespace(devices=np.array(devices)))
+    run_options(run_config(), SimpleNamespace(devices=np.array(devices)))
     assert asked == [devices[1]]
     # Virtual devices of other processes alone.
-    settled(run_config(), SimpleNamespace(devices=np.array(devices[:1])))
+    run_options(run_config(), SimpleNamespace(devices=np.array(devices[:1])))
     assert asked[1:] == [devices[0]]
 
 

@@ -27,7 +27,7 @@ from megajax.mesh.xla import XlaConfig, compiler_options, set_process
 from megajax.optim.config import AdamWConfig
 from megajax.precision.config import PrecisionConfig
 from megajax.resilience.config import ResilienceConfig
-from megajax.training.compiler_options import chosen
+from megajax.training.compiler_options import default_options
 from megajax.training.config import BatchConfig, EvaluationConfig
 from megajax.training.run_config import RunConfig
 
@@ -99,7 +99,7 @@ def test_a_job_on_gpus_from_its_first_start_to_an_evaluation_alone(tmp_path, mon
     stand_in(monkeypatch)
     cfg = config(tmp_path)
     walk(cfg)
-    wanted = compiler_options(*chosen(cfg, "gpu")) | {**GIVEN, "xla_llvm_disable_expensive_passes": True}
+    wanted = compiler_options(*default_options(cfg, "gpu")) | {**GIVEN, "xla_llvm_disable_expensive_passes": True}
     assert {"xla_gpu_pipeline_all_gather", "xla_gpu_deterministic_ops"} <= wanted.keys()
     assert told and all(options == wanted for options in told)
     text = capsys.readouterr().out
@@ -132,7 +132,7 @@ def test_a_job_on_other_layouts(layout, platform, tmp_path, monkeypatch, told, c
     batch = BatchConfig(global_size=16, micro_size=2)
     cfg = config(tmp_path, parallel=LAYOUTS[layout], model=model(**shape), batch=batch)
     walk(cfg)
-    wanted = compiler_options(*chosen(cfg, platform))
+    wanted = compiler_options(*default_options(cfg, platform))
     assert wanted and all(wanted.items() <= options.items() for options in told)
 
 

@@ -14,7 +14,7 @@ from megajax.job.integrity import idle_drills
 from megajax.job.recompute import CheckResults, devices_of, sentence
 from megajax.job.repeated_gradients import Recompute, Verdict, scale_of, verdict
 from megajax.mesh.config import ParallelConfig
-from megajax.mesh.mesh import build_mesh, rolled
+from megajax.mesh.mesh import build_mesh, rotated_mesh
 from megajax.resilience.config import ResilienceConfig
 from megajax.resilience.integrity_config import RecomputeConfig
 
@@ -93,7 +93,7 @@ def test_messages():
 
 def test_devices_change_places():
     mesh = build_mesh(ParallelConfig(data=4, tensor=2))
-    other = rolled(mesh, "data")
+    other = rotated_mesh(mesh, "data")
     assert other.axis_names == mesh.axis_names and other.axis_types == mesh.axis_types
     ids = np.vectorize(lambda device: device.id)
     assert (ids(other.devices)[0, :3] == ids(mesh.devices)[0, 1:]).all()

@@ -79,18 +79,18 @@ def test_rows_find_their_places(stored, offload):
 
 
 def test_memory_never_holds_more_than_the_state_and_one_array_twice(monkeypatch):
-    """`uncut` is called before each array is read: by then, all arrays before it are there once."""
+    """`unsharded_rows` is called before each array is read: by then, all arrays before it are there once."""
     run = made(8)
     stored, wanted, like = tuple(reversed(range(8))), run.partition.order(), run.state_like()
     others = live()
     state = restored(run, stored)
-    whole, seen, uncut = held(state), [], layer_order.uncut
+    whole, seen, unsharded_rows = held(state), [], layer_order.unsharded_rows
 
     def watched(*arguments: Any) -> NamedSharding:
         seen.append(live() - others)
-        return uncut(*arguments)
+        return unsharded_rows(*arguments)
 
-    monkeypatch.setattr(layer_order, "uncut", watched)
+    monkeypatch.setattr(layer_order, "unsharded_rows", watched)
     moved = reorder(state, like, run.arrays, lambda _: stored, lambda _: wanted)
     stacked = [path for path, spec in run.declared.items() if spec.layers]
     assert len(seen) == 3 * len(stacked) and max(seen) == whole == held(moved)
@@ -121,7 +121,7 @@ def test_one_array_is_never_whole_on_a_device():
     source, none = np.arange(8, dtype=np.int32)[::-1], np.zeros(8, bool)
     place = NamedSharding(run.mesh, target.sharding.spec)
     take = jax.jit(
-        lambda leaf: layer_order._take(leaf, source, none, layer_order.uncut(place, shape)),
+        lambda leaf: layer_order._take(leaf, source, none, layer_order.unsharded_rows(place, shape)),
         in_shardings=place,
         out_shardings=place,
     )

@@ -9,7 +9,7 @@ import pytest
 from tiny_runs import QUICK, llama, program, start
 
 from megajax.job.replicas import copied_weight, mismatch_fields, sentence, with_flipped_bit
-from megajax.job.state_hash import HashedLeaf, StateHash, array_hash, group_hashes, odd_ones
+from megajax.job.state_hash import HashedLeaf, StateHash, array_hash, group_hashes, mismatches
 from megajax.mesh.config import ParallelConfig
 from megajax.training.program import Program
 
@@ -32,12 +32,12 @@ def hashed(layout: str) -> tuple[Program, StateHash]:
 def test_a_flipped_bit_of_one_copy_is_named(layout):
     of, state_hash = hashed(layout)
     state = start(of)
-    assert [*odd_ones(state_hash(state), state_hash.leaves, of.mesh)] == []
+    assert [*mismatches(state_hash(state), state_hash.leaves, of.mesh)] == []
     path = copied_weight(state_hash.leaves, of.mesh)
     copies = next(leaf.copies(of.mesh) for leaf in state_hash.leaves if leaf.path == f"params.{path}")
     device = of.mesh.devices.flat[5]
     damaged = with_flipped_bit(state, path, device)
-    odd = [*odd_ones(state_hash(damaged), state_hash.leaves, of.mesh)]
+    odd = [*mismatches(state_hash(damaged), state_hash.leaves, of.mesh)]
     if layout == "fsdp":
         assert copies == 1 and odd == [], "nothing that has no copy can be compared"
         return
@@ -97,8 +97,8 @@ def test_the_majority_is_right():
     hashes = np.zeros((4, 2, 2), np.uint32)
     hashes[2, 1] = 7
     leaves = [HashedLeaf("params.cut", (True,), 4), HashedLeaf("params.w", (False,), 4)]
-    assert [odd.devices for odd in odd_ones(hashes, leaves, mesh)] == [(2,)]
+    assert [odd.devices for odd in mismatches(hashes, leaves, mesh)] == [(2,)]
     hashes[0, 1] = 7
-    assert [odd.devices for odd in odd_ones(hashes, leaves, mesh)] == [(0, 1, 2, 3)]
+    assert [odd.devices for odd in mismatches(hashes, leaves, mesh)] == [(0, 1, 2, 3)]
     hashes[0, 1], hashes[:, 0] = 0, np.arange(8).reshape(4, 2)
-    assert [odd.path for odd in odd_ones(hashes, leaves, mesh)] == ["params.w"], "shards differ, and may"
+    assert [odd.path for odd in mismatches(hashes, leaves, mesh)] == ["params.w"], "shards differ, and may"
