@@ -5,10 +5,10 @@ import os
 import re
 from pathlib import Path
 
+from megajax.checkpoint import disk
 from megajax.config.errors import UserError
 
-FULL = (errno.ENOSPC, errno.EDQUOT)
-_KNOWN = (*FULL, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS, errno.ESTALE, errno.EIO)
+_KNOWN = (*disk.FULL, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS, errno.ESTALE, errno.EIO)
 """Errors of files that are recognised in the messages of libraries, which raise no OSError."""
 LONGEST = 500
 
@@ -27,33 +27,6 @@ class PartFailed(Exception):
     """A part of a save failed in some process; the message is the reason, on one line."""
 
 
-def byte_size(number: float) -> str:
-    """Bytes as "512 B", "1.5 KiB", "12.0 MiB"."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if number < 1023.95:
-            return f"{number:.0f} B" if unit == "B" else f"{number:.1f} {unit}"
-        number /= 1024
-    return f"{number:,.1f} TiB"
-
-
-def free_bytes(folder: Path) -> int | None:
-    """Bytes that this process can still write to the file system of `folder`; None: unknown."""
-    try:
-        stat = os.statvfs(folder)
-    except OSError:
-        return None
-    if stat.f_blocks == 0:  # a file system without a size
-        return None
-    return stat.f_frsize * (stat.f_bfree if os.geteuid() == 0 else stat.f_bavail)
-
-
-def demand_space(folder: Path, needed: int) -> None:
-    """Raises OSError if that many bytes certainly do not fit."""
-    free = free_bytes(folder)
-    if free is not None and free < needed:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
-
-
 def reason(error: BaseException, path: Path, needed: int) -> str:
     """The innermost cause on one line, without the long messages of Orbax and TensorStore.
 
@@ -65,9 +38,9 @@ def reason(error: BaseException, path: Path, needed: int) -> str:
     number, named = _number(error, text), _named(error, text)
     if number is None:
         return f"{text[:LONGEST]} ({path.parent})"
-    if number in FULL and (free := free_bytes(path.parent)) is not None:
-        available = byte_size(free + _written(path))
-        return f"{path.parent} needs {byte_size(needed)}, {available} are free ({os.strerror(number)})"
+    if number in disk.FULL and (free := disk.free_bytes(path.parent)) is not None:
+        available = disk.byte_size(free + _written(path))
+        return f"{path.parent} needs {disk.byte_size(needed)}, {available} are free ({os.strerror(number)})"
     return f"{named or path.parent}: {os.strerror(number)}"
 
 

@@ -18,7 +18,7 @@ import socket
 import time
 from pathlib import Path
 
-from megajax.checkpoint.integrity import flush_to_disk
+from megajax.checkpoint import disk
 from megajax.config.errors import UserError
 
 STEP = re.compile(r"\d{8,}")
@@ -71,7 +71,7 @@ def set_aside(folder: Path, step: int, suffix: str) -> Path:
         number += 1
         target = source.with_name(f"{source.name}.{suffix}{number}")
     source.rename(target)
-    flush_to_disk(folder)
+    disk.flush_to_disk(folder)
     return target
 
 
@@ -91,18 +91,9 @@ def remove_unfinished(folder: Path) -> list[str]:
 
 def probe(folder: Path, process: int) -> None:
     """Raises UserError if a process can't write here: before the first step, not at the first save."""
-    inner = folder / f"lock.probe.{process}"
     try:
-        inner.mkdir(exist_ok=True)
-        file = inner / "written"
-        with open(file, "wb") as written:
-            written.write(bytes(4096))
-            written.flush()
-            os.fsync(written.fileno())
-        file.unlink()
-        inner.rmdir()
+        disk.probe(folder / f"lock.probe.{process}")
     except OSError as error:
-        shutil.rmtree(inner, ignore_errors=True)
         raise _unwritable(folder, error) from error
 
 

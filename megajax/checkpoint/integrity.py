@@ -1,4 +1,4 @@
-"""The SHA-256 manifest of a checkpoint, and durable writes.
+"""The SHA-256 manifest of a checkpoint.
 
 Orbax commits by a rename, which does not verify the content, and array files carry no checksum: a truncated or
 corrupted file would load, or fail in the middle of a load. So every file is hashed after it is written, the manifest
@@ -13,6 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megajax.checkpoint import disk
+
 MANIFEST = "manifest.json"
 FORMAT = 1
 
@@ -24,52 +26,23 @@ class Damaged(Exception):
     """A step is damaged; the message names the file and the reason."""
 
 
-def flush_to_disk(path: Path) -> None:
-    """fsync of a file, or of a folder, which makes the names in it durable."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def write_durably(path: Path, text: str) -> None:
-    """Writes a small file atomically: after a crash it is complete or does not exist."""
-    temporary = path.with_name(path.name + ".writing")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.rename(path)
-    flush_to_disk(path.parent)
-
-
-def files_below(folder: Path) -> list[str]:
-    """Sorted paths of all files below a folder, relative to it."""
-    return sorted(
-        (Path(root) / name).relative_to(folder).as_posix() for root, _, names in os.walk(folder) for name in names
-    )
-
-
 def _hash(path: Path) -> dict[str, Any]:
     with open(path, "rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         return {"bytes": os.fstat(file.fileno()).st_size, "sha256": digest}
 
 
-def hash_files(folder: Path, names: Iterable[str], durably: bool = False) -> Entries:
-    """Hashes the named files; `durably`: also flushes them and their folders to disk."""
+def hash_files(folder: Path, names: Iterable[str]) -> Entries:
+    """Hashes the named files, and flushes them and their folders to disk."""
     names = list(names)
 
     def entry(name: str) -> dict[str, Any]:
-        if durably:
-            flush_to_disk(folder / name)
+        disk.flush_to_disk(folder / name)
         return _hash(folder / name)
 
     entries = dict(zip(names, in_threads(entry, names), strict=True))
-    if durably:
-        for parent in sorted({(folder / name).parent for name in names}):
-            flush_to_disk(parent)
+    for parent in sorted({(folder / name).parent for name in names}):
+        disk.flush_to_disk(parent)
     return entries
 
 
@@ -84,10 +57,20 @@ def seal(document: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
 
 
+def complete_step(folder: Path, known: Entries | None = None) -> int:
+    """Hashes the files of a step that are not `known`, and writes its manifest, all durably -> bytes of its files."""
+    entries = dict(known or {})
+    entries |= hash_files(folder, [name for name in disk.files_below(folder) if name not in entries])
+    for root, _, _ in os.walk(folder):
+        disk.flush_to_disk(Path(root))
+    write_manifest(folder, entries)
+    return sum(entry["bytes"] for entry in entries.values())
+
+
 def write_manifest(folder: Path, entries: Entries) -> None:
     """Writes the manifest, the last file of a step."""
     document = {"format": FORMAT, "files": entries, "seal": seal(entries)}
-    write_durably(folder / MANIFEST, json.dumps(document, indent=1, sort_keys=True))
+    disk.write_durably(folder / MANIFEST, json.dumps(document, indent=1, sort_keys=True))
 
 
 def read_manifest(folder: Path) -> Entries:

@@ -23,11 +23,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from megajax.checkpoint import arrays, failures, folder, integrity
+from megajax.checkpoint import arrays, disk, failures, folder, integrity
 from megajax.checkpoint.config import CheckpointConfig
-from megajax.checkpoint.failures import CheckpointError, PartFailed, byte_size
+from megajax.checkpoint.disk import byte_size
+from megajax.checkpoint.failures import CheckpointError, PartFailed
 from megajax.checkpoint.folder import ARRAYS, META
-from megajax.checkpoint.new_folder import delete_folder
 from megajax.checkpoint.peers import Peers
 from megajax.checkpoint.reader import CheckpointReader, Event, Tree, no_event, open_checkpoints, say
 from megajax.config.errors import UserError
@@ -111,53 +111,41 @@ class CheckpointManager(CheckpointReader):
         threading.__dict__["_register_atexit"](finish_at_exit, weakref.ref(self))  # it has no public name
         self._reports: list[SaveReport] = []
         self._lock: folder.WriterLock | None = None
-        for check in (self._open, self._check_shared_folder, self._check_writable):
-            if (reason := self._peers.agree(check())) is not None:
-                self._release()
-                raise UserError(reason)
-
-    def _open(self) -> str | None:
-        if not self._peers.first:
-            return None
+        self._marker = self.folder / f"lock.{self._peers.token}"
         try:
-            self._lock = folder.WriterLock(self.folder)
-            for name in folder.remove_unfinished(self.folder):
-                say(f"removed {self.folder / name}, left unfinished by an earlier attempt")
-            if self._peers.count > 1:
-                integrity.write_durably(self._marker(), "")
-        except UserError as error:
-            return str(error)
-        return None
+            for check in (self._open, self._check_shared_folder, self._check_writable):
+                self._peers.check(check)
+        except UserError:
+            self._release()
+            raise
 
-    def _marker(self) -> Path:
-        return self.folder / f"lock.{self._peers.token}"
+    def _open(self) -> None:
+        if not self._peers.first:
+            return
+        self._lock = folder.WriterLock(self.folder)
+        for name in folder.remove_unfinished(self.folder):
+            say(f"removed {self.folder / name}, left unfinished by an earlier attempt")
+        if self._peers.count > 1:
+            disk.write_durably(self._marker, "")
 
-    def _check_shared_folder(self) -> str | None:
+    def _check_shared_folder(self) -> None:
         """Every process must see the marker of process 0; with separate folders no step would ever be complete."""
-        if self._peers.count == 1:
-            return None
         # Network file systems may show a new name late.
         deadline = time.monotonic() + SHARED_FOLDER_TIMEOUT_SECONDS
-        while not (visible := self._marker().exists()) and time.monotonic() < deadline:
+        while self._peers.count > 1 and not self._marker.exists():
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"{self.folder} is not one folder for all processes: what process 0 writes can't be seen by "
+                    "others.\nUse a run_dir on a file system that all machines share."
+                )
             time.sleep(0.5)
-        reason = self._peers.agree(
-            None
-            if visible
-            else f"{self.folder} is not one folder for all processes: what process 0 writes can't be seen by others.\n"
-            "Use a run_dir on a file system that all machines share."
-        )
-        if self._peers.first:
-            self._marker().unlink()
-        return reason
 
-    def _check_writable(self) -> str | None:
+    def _check_writable(self) -> None:
         """Each process writes its own shards; the lock has tried it for process 0."""
-        try:
-            if not self._peers.first:
-                folder.probe(self.folder, self._peers.index)
-        except UserError as error:
-            return str(error)
-        return None
+        if self._peers.first:
+            self._marker.unlink(missing_ok=True)
+        else:
+            folder.probe(self.folder, self._peers.index)
 
     def start(self) -> tuple[CheckpointReader, int] | None:
         """The start of this run: the checkpoints to read (this manager, or the reader of `load`) and the step.
@@ -233,28 +221,17 @@ class CheckpointManager(CheckpointReader):
 
     def _create(self, save: _Save) -> None:
         # A save that certainly does not fit is not begun: other programs may need what is free.
-        failures.demand_space(self.folder, save.bytes)
+        disk.demand_space(self.folder, save.bytes)
         save.path.mkdir()
 
     def _failed(self, save: _Save, error: Exception) -> CheckpointError:
         if save.peers.first:
-            delete_folder(save.path)
+            disk.delete_folder(save.path)
         reason = str(error) if isinstance(error, PartFailed) else failures.reason(error, save.path, save.bytes)
         return CheckpointError(save.step, reason)
 
     def _on_all[T](self, save: _Save, work: Callable[[], T]) -> T:
-        """Does this process's part, then waits for all. Raises PartFailed on all processes if any part failed."""
-        try:
-            result = work()
-        except Exception as error:
-            known = isinstance(error, PartFailed)
-            reason = str(error) if known else failures.reason(error, save.path, save.bytes)
-            save.peers.fail(reason)
-            raise PartFailed(save.peers.agree(reason)) from error
-        failure = save.peers.agree()
-        if failure is not None:
-            raise PartFailed(failure)
-        return result
+        return save.peers.on_all(work, lambda error: failures.reason(error, save.path, save.bytes))
 
     def _finish(self, save: _Save, writing: Any, blocking: float) -> SaveReport:
         """The background part of a save; runs in a thread on every process. writing: of arrays, or its error."""
@@ -286,12 +263,12 @@ class CheckpointManager(CheckpointReader):
     def _write_part(self, save: _Save) -> None:
         """Process 0: writes the metadata. Others: hash their own files, so that process 0 need not hash all."""
         if save.peers.first:
-            integrity.write_durably(save.path / META, save.meta)
+            disk.write_durably(save.path / META, save.meta)
             return
         own = f"{ARRAYS}/state/ocdbt.process_{save.peers.index}"
-        names = [f"{own}/{name}" for name in integrity.files_below(save.path / own)]
-        entries = integrity.hash_files(save.path, names, durably=True)
-        integrity.write_durably(save.path / f"manifest.{save.peers.index}.json", json.dumps(entries))
+        names = [f"{own}/{name}" for name in disk.files_below(save.path / own)]
+        entries = integrity.hash_files(save.path, names)
+        disk.write_durably(save.path / f"manifest.{save.peers.index}.json", json.dumps(entries))
 
     def _commit(self, save: _Save) -> int:
         """Process 0: merges the others' entries, hashes the rest, writes the manifest, renames. Size in bytes."""
@@ -300,16 +277,12 @@ class CheckpointManager(CheckpointReader):
             part = save.path / f"manifest.{index}.json"
             entries |= json.loads(part.read_text(encoding="utf-8"))
             part.unlink()
-        rest = [name for name in integrity.files_below(save.path) if name not in entries]
-        entries |= integrity.hash_files(save.path, rest, durably=True)
-        for root, _, _ in os.walk(save.path):
-            integrity.flush_to_disk(Path(root))
-        integrity.write_manifest(save.path, entries)
+        size = integrity.complete_step(save.path, entries)
         save.path.rename(self.folder / folder.step_name(save.step))
-        integrity.flush_to_disk(self.folder)
+        disk.flush_to_disk(self.folder)
         # Before the other processes continue, so that all see the same steps after the save.
         self._delete_old(save.step)
-        return sum(entry["bytes"] for entry in entries.values())
+        return size
 
     def _delete_old(self, committed: int) -> None:
         """Deletes steps beyond keep_last; only after `committed` is, so that an intact step always remains."""
@@ -353,27 +326,25 @@ class CheckpointManager(CheckpointReader):
         return self._peers.among(name)
 
     def space_warning(self, state: Tree) -> str | None:
-        """What to say if the disk can't hold the checkpoints of such a state; None: it can, or it is unknown."""
-        size = sum(leaf.nbytes for leaf in arrays.flatten(state).values())
-        free, kept = failures.free_bytes(self.folder), len(self.steps())
+        """A warning if the disk can't hold the checkpoints of such a state; None: it can, or its size is unknown."""
+        size, free = sum(leaf.nbytes for leaf in arrays.flatten(state).values()), disk.free_bytes(self.folder)
         if free is None:
             return None
+        where = f"warning: {self.folder} has {byte_size(free)} free, and"
         if free < size:
-            return (
-                f"warning: {self.folder} has {byte_size(free)} free, and a checkpoint of this run needs "
-                f"{byte_size(size)}: no save can succeed until there is space"
-            )
+            return f"{where} a checkpoint of this run needs {byte_size(size)}: no save can succeed until there is space"
+        if self.cfg.keep_last is None or self.cfg.keep_every:
+            return None
         # The oldest step is deleted after the newest is committed.
-        most = None if self.cfg.keep_last is None or self.cfg.keep_every else self.cfg.keep_last + 1
-        if most is not None and free < (needed := max(most - kept, 1) * size):
-            return (
-                f"warning: {self.folder} has {byte_size(free)} free, and checkpoint.keep_last={self.cfg.keep_last} "
-                f"needs {byte_size(needed)} for {max(most - kept, 1)} more checkpoints of {byte_size(size)}"
-            )
+        more = max(self.cfg.keep_last + 1 - len(self.steps()), 1)
+        if free < more * size:
+            needs = f"{byte_size(more * size)} for {more} more checkpoints of {byte_size(size)}"
+            return f"{where} checkpoint.keep_last={self.cfg.keep_last} needs {needs}"
         return None
 
     def _release(self) -> None:
         if self._lock is not None:
+            self._marker.unlink(missing_ok=True)
             self._lock.release()
             self._lock = None
 

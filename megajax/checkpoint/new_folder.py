@@ -1,19 +1,16 @@
-"""Folders that are complete or not there: written under a temporary name, flushed, renamed."""
+"""Folders that are complete or absent: written under a temporary name, flushed, renamed."""
 
 import errno
 import fcntl
 import glob
 import os
 import secrets
-import shutil
 import sys
-import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megajax.checkpoint.failures import FULL
-from megajax.checkpoint.integrity import files_below, flush_to_disk
+from megajax.checkpoint.disk import FULL, delete_folder, demand_space, flush_folder, flush_to_disk
 from megajax.config.errors import UserError
 
 SUFFIX, LOCK = ".converting", ".lock"
@@ -38,8 +35,7 @@ def new_folder(target: Path, needed: int = 0) -> Generator[Path]:
         folder.mkdir(parents=True)
         lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
         _try_lock(lock)
-        if (free := shutil.disk_usage(folder).free) < needed:
-            raise OSError(errno.ENOSPC, f"{needed / 1e9:.3g} GB are needed, and {free / 1e9:.3g} GB are free")
+        demand_space(folder, needed)
         yield folder
         flush_folder(folder)
         if target.exists():
@@ -89,20 +85,3 @@ def _try_lock(descriptor: int) -> bool:
     except OSError:
         return False
     return True
-
-
-def delete_folder(folder: Path, tries: int = 20) -> None:
-    """Tries more than once: a library may still write a file in the background."""
-    for _ in range(tries):
-        shutil.rmtree(folder, ignore_errors=True)
-        if not folder.exists():
-            return
-        time.sleep(0.1)
-
-
-def flush_folder(folder: Path) -> None:
-    """fsync of all files and folders below."""
-    for name in files_below(folder):
-        flush_to_disk(folder / name)
-    for root, _, _ in os.walk(folder):
-        flush_to_disk(Path(root))

@@ -7,12 +7,16 @@ differ between processes. The coordination service has no such order.
 import json
 import re
 import secrets
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 from jax._src import distributed  # the key-value store of the coordination service has no public name
 from jax.experimental import multihost_utils
+
+from megajax.checkpoint.failures import PartFailed
+from megajax.config.errors import UserError
 
 TIMEOUT_SECONDS = 1800
 """How long a process waits for the others: longer than writing its part of the largest checkpoint takes."""
@@ -79,6 +83,31 @@ class Peers:
             self._client.key_value_set(f"{key}/reason", self._signed(reason), allow_overwrite=True)
         self._client.wait_at_barrier(f"{key}/said", TIMEOUT_SECONDS * 1000)
         return self._get(f"{key}/reason")
+
+    def on_all[T](self, work: Callable[[], T], explain: Callable[[Exception], str]) -> T:
+        """Does this process's part of a save, then waits for all. Raises PartFailed on all if any part failed.
+
+        explain: gives the reason of an error on one line. `failure` tells it to processes that are still at work.
+        """
+        try:
+            result = work()
+        except Exception as error:  # of any kind: the other processes wait
+            reason = str(error) if isinstance(error, PartFailed) else explain(error)
+            self.fail(reason)
+            raise PartFailed(self.agree(reason)) from error
+        if (failure := self.agree()) is not None:
+            raise PartFailed(failure)
+        return result
+
+    def check(self, work: Callable[[], None]) -> None:
+        """Raises UserError on all processes if `work` raises it, or OSError, on any."""
+        reason = None
+        try:
+            work()
+        except (UserError, OSError) as error:
+            reason = str(error)
+        if (reason := self.agree(reason)) is not None:
+            raise UserError(reason)
 
     def share[T](self, value: T) -> T:
         """The value of process 0, JSON-serialisable, on all processes."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from megajax.checkpoint.failures import CheckpointError
 from megajax.checkpoint.local.history import RunHistory
 from megajax.checkpoint.local.manager import LocalCheckpoints, LocalReport
 from megajax.checkpoint.local.reader import LocalReader, NotWhole
@@ -192,8 +193,8 @@ class LocalSaves:
         """Save what this process has -> what to say of it."""
         try:
             parts = local.save_alone(step, run.state, self.meta())
-        except OSError as failed:
-            return f"step {step} not saved: {local.folder.explained(failed, local.need)}"
+        except CheckpointError as failed:
+            return f"step {step} not saved: {failed.reason}"
         except Exception as failed:  # the error that ends the run is the one to be raised
             return f"step {step} not saved: {type(failed).__name__}: {failed}"
         whole, process = len(parts) == local.peers.count, local.members.process

@@ -22,8 +22,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from megajax.checkpoint import disk, integrity
 from megajax.checkpoint import folder as checkpoint_folder
-from megajax.checkpoint import integrity
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.checkpoint.failures import CheckpointError
 
@@ -36,15 +36,16 @@ def state_of(step: int) -> dict:
 
 def fail_now_and_then(draw: random.Random) -> None:
     """A full disk at a stage of about every third save."""
-    for name in ("hash_files", "write_durably", "write_manifest", "flush_to_disk"):
-        whole = getattr(integrity, name)
+    stages = {"hash_files": integrity, "write_manifest": integrity, "write_durably": disk, "flush_to_disk": disk}
+    for name, module in stages.items():
+        whole = getattr(module, name)
 
         def failing(*arguments, whole=whole, **named):
             if draw.random() < 0.03:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             return whole(*arguments, **named)
 
-        setattr(integrity, name, failing)
+        setattr(module, name, failing)
 
 
 def die_in_a_deletion(draw: random.Random, ready: int) -> None:

@@ -15,7 +15,7 @@ from orbax.checkpoint import v1 as ocp
 from safetensors.numpy import load_file, save_file
 
 from megajax import convert
-from megajax.checkpoint import arrays, boxes, stored_arrays
+from megajax.checkpoint import arrays, boxes, disk, stored_arrays
 from megajax.checkpoint.boxes import box_of, chunk_shape, chunks_of
 from megajax.checkpoint.huggingface.export import config_for, family_for
 from megajax.checkpoint.huggingface.folder import open_model
@@ -241,9 +241,8 @@ def test_a_full_disk_leaves_nothing(folder, tmp_path, target) -> None:
 
 
 def test_too_little_space_is_noticed_before(folder, tmp_path, monkeypatch) -> None:
-    usage = shutil.disk_usage(tmp_path)._replace(free=10_000)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    with pytest.raises(UserError, match=r"3\.99e-05 GB are needed, and 1e-05 GB are free"):
+    monkeypatch.setattr(disk, "free_bytes", lambda path: 10_000)
+    with pytest.raises(UserError, match=r"38\.9 KiB are needed, 9\.8 KiB are free"):
         convert.main([f"--from=hf:{folder}", f"--to={tmp_path}/new"])
     assert nothing_but(tmp_path)
 

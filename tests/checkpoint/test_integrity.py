@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from megajax.checkpoint import integrity
+from megajax.checkpoint import disk, integrity
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.checkpoint.reader import CheckpointReader
 from megajax.config.errors import UserError
@@ -46,7 +46,7 @@ def delete(path):
 @pytest.mark.parametrize("damage", [empty, halve, flip, delete])
 def test_damage_of_any_file_falls_back_to_the_previous_step(folder, capfd, damage):
     newest = folder / "00000002"
-    names = [name for name in integrity.files_below(newest) if (newest / name).stat().st_size > 1 or damage is delete]
+    names = [name for name in disk.files_below(newest) if (newest / name).stat().st_size > 1 or damage is delete]
     assert len(names) >= 8
     for name in names:
         whole = (newest / name).read_bytes()

@@ -11,6 +11,7 @@ import pytest
 from local_sets import damage, like, sets, small
 from test_restore import bits, mesh_of, state_on
 
+from megajax.checkpoint import disk
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.checkpoint.local.config import LocalConfig
 from megajax.checkpoint.local.history import RunHistory
@@ -223,15 +224,14 @@ def test_an_error_of_any_kind_is_a_failed_save_and_not_the_end_of_the_run(tmp_pa
 
 
 def test_a_full_disk_is_named_with_both_sizes(tmp_path, monkeypatch):
-    usage = type(shutil.disk_usage(tmp_path))
     with opened(tmp_path) as local:
         local.begin(0, small(0))
-        monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(1000, 937, 63))
+        monkeypatch.setattr(disk, "free_bytes", lambda path: 63)
         local.save(1, small(1), META)
         local.wait()
         (report,) = local.poll()
-        assert "64 bytes are needed, 63 are free" in str(report.failure)
-    with opened(tmp_path) as local, pytest.raises(UserError, match=r"3 local checkpoints.*192 bytes.*63 bytes"):
+        assert "process_0 needs 64 B, 63 B are free (No space left on device)" in str(report.failure)
+    with opened(tmp_path) as local, pytest.raises(UserError, match=r"3 local checkpoints.*192 B.*63 B"):
         local.begin(0, small(0))
 
 

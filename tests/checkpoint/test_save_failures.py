@@ -10,7 +10,7 @@ import weakref
 import jax.numpy as jnp
 import pytest
 
-from megajax.checkpoint import arrays, failures, folder
+from megajax.checkpoint import arrays, disk, folder
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.checkpoint.failures import CheckpointError, reason
 from megajax.checkpoint.manager import finish_at_exit
@@ -21,7 +21,7 @@ STATE = {"w": jnp.zeros((512, 512), jnp.float32)}
 
 
 def free(monkeypatch, count: int | None) -> None:
-    monkeypatch.setattr(failures, "free_bytes", lambda path: count)
+    monkeypatch.setattr(disk, "free_bytes", lambda path: count)
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS, errno.ESTALE, errno.EIO, errno.EFBIG])
@@ -73,11 +73,11 @@ def test_a_save_that_cannot_fit_is_not_begun(tmp_path, monkeypatch):
 
 def test_free_bytes_are_those_of_the_file_system(tmp_path, monkeypatch):
     stat = os.statvfs(tmp_path)
-    assert 0 < failures.free_bytes(tmp_path) <= stat.f_frsize * stat.f_blocks
-    assert failures.free_bytes(tmp_path / "missing") is None
+    assert 0 < disk.free_bytes(tmp_path) <= stat.f_frsize * stat.f_blocks
+    assert disk.free_bytes(tmp_path / "missing") is None
     sizeless = os.statvfs_result((4096, 4096, 0, 0, 0, 0, 0, 0, 0, 255))
     monkeypatch.setattr(os, "statvfs", lambda path: sizeless)
-    assert failures.free_bytes(tmp_path) is None
+    assert disk.free_bytes(tmp_path) is None
 
 
 def test_a_disk_too_small_for_the_checkpoints_is_a_warning(tmp_path, monkeypatch):
@@ -123,7 +123,7 @@ def test_a_full_disk_loses_no_step_and_works_again_with_space(small_disk):
         manager.wait()
         ballast = small_disk / "ballast"
         # The arrays fit, but not all else.
-        ballast.write_bytes(bytes(failures.free_bytes(small_disk) - MIB - 8192))
+        ballast.write_bytes(bytes(disk.free_bytes(small_disk) - MIB - 8192))
         manager.save(2, STATE)
         with pytest.raises(CheckpointError, match=rf"{small_disk} needs 1.0 MiB, 1.0 MiB are free \(No space left"):
             manager.wait()

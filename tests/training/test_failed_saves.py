@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from small_jobs import run_config
 
-from megajax.checkpoint import arrays, failures
+from megajax.checkpoint import arrays, disk
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.config.errors import UserError
 from megajax.job.job import train
@@ -49,8 +49,8 @@ def fill(monkeypatch: pytest.MonkeyPatch, attempts: range) -> None:
         if next(count) in attempts:
             raise OSError(28, os.strerror(28), str(folder))
 
-    monkeypatch.setattr(failures, "demand_space", demand_space)
-    monkeypatch.setattr(failures, "free_bytes", lambda folder: 3 * 2**20)
+    monkeypatch.setattr(disk, "demand_space", demand_space)
+    monkeypatch.setattr(disk, "free_bytes", lambda folder: 3 * 2**20)
 
 
 class FailsLater:

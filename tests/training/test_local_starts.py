@@ -1,7 +1,6 @@
 """Which checkpoint a run starts from, local or shared; and whole runs that do."""
 
 import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +13,7 @@ import pytest
 import small_jobs
 from local_sets import damage, like, sets, small
 
+from megajax.checkpoint import disk
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.checkpoint.local.config import LocalConfig
 from megajax.job.job import train
@@ -172,7 +172,6 @@ def test_own_local_checkpoints_come_before_another_run(tmp_path):
 
 
 def test_a_failed_local_save_is_an_event_and_no_error(tmp_path, monkeypatch, capfd):
-    usage = type(shutil.disk_usage(tmp_path))
     with config(tmp_path).checkpoint.build(tmp_path / "run" / "checkpoints") as manager:
         events: list[dict[str, Any]] = []
         with LocalSaves(
@@ -181,7 +180,7 @@ def test_a_failed_local_save_is_an_event_and_no_error(tmp_path, monkeypatch, cap
             saves.start()
             assert saves.local is not None
             saves.local.begin(0, small(0))
-            monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(100, 99, 1))
+            monkeypatch.setattr(disk, "free_bytes", lambda path: 1)
             for step in (2, 4, 8):
                 saves.local.save(step, small(step), {})
                 saves.local.wait()
@@ -190,7 +189,7 @@ def test_a_failed_local_save_is_an_event_and_no_error(tmp_path, monkeypatch, cap
     failed = [each for each in events if each["event"] == "save_failed"]
     assert [each["failures"] for each in failed] == [1, 2, 3] and {each["kind"] for each in failed} == {"local"}
     assert failed[-1]["next"] == "no more local checkpoints in this attempt"
-    assert "64 bytes are needed, 1 are free; 3 in a row: no more local" in capfd.readouterr().err
+    assert "needs 64 B, 1 B are free (No space left on device); 3 in a row: no more local" in capfd.readouterr().err
 
 
 class State(NamedTuple):

@@ -14,11 +14,11 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from megajax.checkpoint import disk
 from megajax.checkpoint.folder import STEP
 from megajax.checkpoint.integrity import Damaged
 from megajax.checkpoint.local.history import RunHistory
 from megajax.checkpoint.local.sets import LocalSet
-from megajax.checkpoint.new_folder import FULL
 from megajax.checkpoint.reader import say
 from megajax.config.errors import UserError
 
@@ -39,12 +39,7 @@ class LocalFolder:
             # Weights are nobody else's to read, and the folder may be /tmp or /dev/shm.
             self.path.mkdir(mode=0o700, exist_ok=True)
             self.own.mkdir(exist_ok=True)
-            probe = self.own / "probe"
-            with open(probe, "wb") as file:
-                file.write(b"\0" * 4096)
-                file.flush()
-                os.fsync(file.fileno())
-            probe.unlink()
+            disk.probe(self.own / "probe")
             with contextlib.suppress(FileExistsError), open(self.path / "run.json", "x", encoding="utf-8") as file:
                 json.dump({"checkpoints": str(self._shared)}, file)
             self.machine = _drawn(self.path / "machine")
@@ -108,23 +103,14 @@ class LocalFolder:
 
     def demand_room(self, need: int, sets: int) -> None:
         """Raises UserError unless the processes of this machine have room for that many sets of theirs."""
-        there = sum(file.stat().st_size for file in self.path.rglob("*.bin"))
-        free = shutil.disk_usage(self.path).free
-        if free + there < need:
+        free = disk.free_bytes(self.path)
+        room = None if free is None else free + sum(file.stat().st_size for file in self.path.rglob("*.bin"))
+        if room is not None and room < need:
             raise UserError(
                 f"checkpoint.local.folder {self.base}: {sets} local checkpoints of the processes of this machine need "
-                f"{need / 1e9:.3g} GB ({need:,} bytes), and {(free + there) / 1e9:.3g} GB ({free + there:,} bytes) are "
-                "free.\nFree space, name a folder on a larger disk, or keep fewer with checkpoint.local.keep."
+                f"{disk.byte_size(need)}, and {disk.byte_size(room)} are free.\n"
+                "Free space, name a folder on a larger disk, or keep fewer with checkpoint.local.keep."
             )
-
-    def explained(self, error: OSError, need: int) -> str:
-        """An error in a line, with the path; with both sizes if a disk is full. need: bytes of a set."""
-        text = f"{error.strerror or error} ({error.filename or self.own})"
-        if error.errno not in FULL:
-            return text
-        with contextlib.suppress(OSError):
-            return f"{text}: {need:,} bytes are needed, {shutil.disk_usage(self.own).free:,} are free"
-        return text
 
 
 def _drawn(path: Path) -> str:

@@ -5,7 +5,7 @@ import secrets
 from pathlib import Path
 from typing import NamedTuple
 
-from megajax.checkpoint.integrity import write_durably
+from megajax.checkpoint.disk import write_durably
 
 FILE = "local.json"
 KEPT = 1000

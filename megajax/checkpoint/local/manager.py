@@ -9,7 +9,6 @@ Threads use no collectives of devices, whose order relative to those of the trai
 processes.
 """
 
-import errno
 import os
 import shutil
 import threading
@@ -20,7 +19,8 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from megajax.checkpoint import arrays
+from megajax.checkpoint import arrays, disk, failures
+from megajax.checkpoint.failures import CheckpointError, PartFailed
 from megajax.checkpoint.folder import step_name
 from megajax.checkpoint.local.config import LocalConfig
 from megajax.checkpoint.local.folder import LocalFolder
@@ -37,7 +37,6 @@ from megajax.checkpoint.local.shards import (
 )
 from megajax.checkpoint.peers import Peers
 from megajax.checkpoint.reader import Meta, Tree, say
-from megajax.config.errors import UserError
 
 NICE = 10
 """Added to the niceness of the thread that writes, so that it yields to training."""
@@ -89,12 +88,12 @@ class LocalCheckpoints:
         run, attempts = self.peers.share((mine.run, mine.attempts))
         self.history = RunHistory(run, tuple((name, first) for name, first in attempts))
         self.folder = LocalFolder(cfg.folder, self.history, self.shared, self.peers.process)
-        self._agreed(self.folder.prepare)
+        self.peers.check(self.folder.prepare)
         self._serving = threading.Lock()
         self.served: dict[str, LocalSet] = {}
         """The sets that this process looks after, by their ids."""
         self.members = Members(self.peers, self.folder.machine, self._offered)
-        self._agreed(lambda: self.members.demand_replicas(cfg.replicas, cfg.jump))
+        self.peers.check(lambda: self.members.demand_replicas(cfg.replicas, cfg.jump))
         for each in self.folder.adopt(self.members.elsewhere()):
             self.serve(each)
         self._background = futures.ThreadPoolExecutor(1, "megajax local checkpoint", initializer=_yield_to_training)
@@ -106,16 +105,6 @@ class LocalCheckpoints:
         self._shards: dict[int, Shards] = {}
         self.need = 0
         """Bytes of a set of this process, replicas included; known after `begin`."""
-
-    def _agreed(self, check: Callable[[], None]) -> None:
-        """Raises UserError on all processes if `check` raises it on any."""
-        reason = None
-        try:
-            check()
-        except UserError as error:
-            reason = str(error)
-        if (reason := self.peers.agree(reason)) is not None:
-            raise UserError(reason)
 
     def _offered(self, set_id: str) -> LocalSet | None:
         with self._serving:
@@ -155,7 +144,7 @@ class LocalCheckpoints:
         self.need = byte_count(own | missing, named)
         needs = self.peers.gather((self.members.process, self.need))
         here = sum(size for process, size in needs if process in self.members.together())
-        self._agreed(lambda: self.folder.demand_room((self.cfg.keep + 1) * here, self.cfg.keep + 1))
+        self.peers.check(lambda: self.folder.demand_room((self.cfg.keep + 1) * here, self.cfg.keep + 1))
 
     def _sources(self) -> list[int]:
         """The processes whose replicas this one keeps."""
@@ -192,7 +181,7 @@ class LocalCheckpoints:
         with self._during(save.step):
             try:
                 size = self._write(save, path)
-            except _NotSavedError as error:
+            except PartFailed as error:
                 failure = str(error)
                 with self._serving:
                     self.served.pop(set_id(save.name, self.members.process), None)
@@ -200,28 +189,19 @@ class LocalCheckpoints:
         return LocalReport(save.step, blocking, time.monotonic() - save.started, size, failure)
 
     def _write(self, save: _Save, path: Path) -> int:
-        writer = self._on_all(save, lambda: self._write_own(save, path))
-        self._on_all(save, lambda: self._write_replicas(save, writer))
-        whole = self._on_all(save, lambda: writer.finish(self._info(save, writer)))
-        self.serve(self._on_all(save, lambda: writer.rename(whole, self.folder.own / step_name(save.step))))
+        def on_all[T](work: Callable[[], T]) -> T:
+            return save.peers.on_all(work, lambda error: failures.reason(error, path, self.need))
+
+        writer = on_all(lambda: self._write_own(save, path))
+        on_all(lambda: self._write_replicas(save, writer))
+        whole = on_all(lambda: writer.finish(self._info(save, writer)))
+        self.serve(on_all(lambda: writer.rename(whole, self.folder.own / step_name(save.step))))
         for each in self._superseded():
             self.drop(each)
         return writer.bytes
 
-    def _on_all[T](self, save: _Save, work: Callable[[], T]) -> T:
-        """Does this process's part, then waits for all. Raises _NotSavedError on all if any part failed."""
-        try:
-            result = work()
-        except Exception as error:  # of any kind: it must not end the run, and the other processes wait
-            reason = self.folder.explained(error, self.need) if isinstance(error, OSError) else str(error)
-            raise _NotSavedError(save.peers.agree(reason)) from error
-        if (failure := save.peers.agree()) is not None:
-            raise _NotSavedError(failure)
-        return result
-
     def _write_own(self, save: _Save, path: Path) -> SetWriter:
-        if shutil.disk_usage(self.folder.own).free < self.need:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        disk.demand_space(self.folder.own, self.need)
         writer = SetWriter(path)
         while save.copies:
             writer.append(OWN, save.copies.pop(0))  # and release it
@@ -274,7 +254,7 @@ class LocalCheckpoints:
     def save_alone(self, step: int, state: Tree, meta: Mapping[str, Any]) -> tuple[int, ...]:
         """Saves what this process has, without the others: some of them are gone. -> the processes whose shards it has.
 
-        The next start of the run restores it if the survivors' shards are all there are.
+        The next start of the run restores it if the survivors' shards are all there are. Raises CheckpointError.
         """
         named = arrays.flatten(state)
         shards = shards_of_processes(named)
@@ -288,10 +268,14 @@ class LocalCheckpoints:
             parts=complete_parts(frozenset((copy.name, copy.box) for copy in copies), shards),
             meta=dict(meta),
         )
-        writer = SetWriter(self.folder.own / f"{step_name(step)}.{self.attempt}.saving")
-        for copy in copies:
-            writer.append(OWN, copy)
-        writer.rename(writer.finish(info), self.folder.own / step_name(step))
+        path = self.folder.own / f"{step_name(step)}.{self.attempt}.saving"
+        try:
+            writer = SetWriter(path)
+            for copy in copies:
+                writer.append(OWN, copy)
+            writer.rename(writer.finish(info), self.folder.own / step_name(step))
+        except OSError as error:
+            raise CheckpointError(step, failures.reason(error, path, self.need)) from error
         return info.parts
 
     def clear(self) -> None:
@@ -314,10 +298,6 @@ class LocalCheckpoints:
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-
-class _NotSavedError(Exception):
-    """A local save failed on some process; the message names it."""
 
 
 def _yield_to_training() -> None:

@@ -19,7 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from megajax.checkpoint.boxes import Box, shape_of
-from megajax.checkpoint.integrity import Damaged, flush_to_disk, in_threads, seal, write_durably
+from megajax.checkpoint.disk import flush_to_disk, write_durably
+from megajax.checkpoint.integrity import Damaged, in_threads, seal
 
 SET = "set.json"
 OWN, REPLICAS = "own.bin", "replicas.bin"
@@ -171,7 +172,7 @@ class SetWriter:
     """Writes a set into a new folder. A set exists once `finish` has returned and the folder has been renamed."""
 
     def __init__(self, path: Path):
-        path.mkdir(parents=True)
+        path.mkdir()
         self.path = path
         self.pieces: dict[Shard, Piece] = {}
         self._sizes: dict[str, int] = {}

@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from megajax.checkpoint import integrity
+from megajax.checkpoint import disk, integrity
 from megajax.checkpoint.boxes import Box
 from megajax.checkpoint.folder import ARRAYS, META, step_name
-from megajax.checkpoint.new_folder import flush_folder
 from megajax.checkpoint.stored_arrays import OBSERVED, WEIGHTS
 from megajax.checkpoint.weights.array_writer import ArrayWriter
 from megajax.checkpoint.weights.copying import converted
@@ -69,7 +68,6 @@ def write_step(
     finally:
         writer.abandon()
     text = json.dumps({"step": number, "meta": dict(meta)}, allow_nan=False, indent=1, sort_keys=True)
-    integrity.write_durably(step / META, text)
-    flush_folder(step)
-    integrity.write_manifest(step, integrity.hash_files(step, integrity.files_below(step)))
+    disk.write_durably(step / META, text)
+    integrity.complete_step(step)
     return step

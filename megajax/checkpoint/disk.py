@@ -1,0 +1,92 @@
+"""Durable writes, deletion, and the space of a disk."""
+
+import errno
+import os
+import shutil
+import time
+from pathlib import Path
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+def byte_size(number: float) -> str:
+    """Bytes as "512 B", "1.5 KiB", "12.0 MiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if number < 1023.95:
+            return f"{number:.0f} B" if unit == "B" else f"{number:.1f} {unit}"
+        number /= 1024
+    return f"{number:,.1f} TiB"
+
+
+def free_bytes(folder: Path) -> int | None:
+    """Bytes that this process can still write to the file system of `folder`; None: unknown."""
+    try:
+        stat = os.statvfs(folder)
+    except OSError:
+        return None
+    if stat.f_blocks == 0:  # a file system without a size
+        return None
+    return stat.f_frsize * (stat.f_bfree if os.geteuid() == 0 else stat.f_bavail)
+
+
+def demand_space(folder: Path, needed: int) -> None:
+    """Raises OSError if that many bytes certainly do not fit."""
+    free = free_bytes(folder)
+    if free is not None and free < needed:
+        sizes = f"{byte_size(needed)} are needed, {byte_size(free)} are free"
+        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {sizes}", str(folder))
+
+
+def probe(folder: Path) -> None:
+    """Writes a file into a new folder and deletes both. Raises OSError if that fails."""
+    try:
+        folder.mkdir(exist_ok=True)
+        with open(folder / "written", "wb") as file:
+            file.write(bytes(4096))
+            file.flush()
+            os.fsync(file.fileno())
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def flush_to_disk(path: Path) -> None:
+    """fsync of a file, or of a folder, which makes the names in it durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def flush_folder(folder: Path) -> None:
+    """fsync of all files and folders below."""
+    for root, _, names in os.walk(folder):
+        for path in (*(Path(root) / name for name in names), Path(root)):
+            flush_to_disk(path)
+
+
+def files_below(folder: Path) -> list[str]:
+    """Sorted paths of all files below a folder, relative to it."""
+    return sorted(
+        (Path(root) / name).relative_to(folder).as_posix() for root, _, names in os.walk(folder) for name in names
+    )
+
+
+def write_durably(path: Path, text: str) -> None:
+    """Writes a small file atomically: after a crash it is complete or does not exist."""
+    temporary = path.with_name(path.name + ".writing")
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.rename(path)
+    flush_to_disk(path.parent)
+
+
+def delete_folder(folder: Path, tries: int = 20) -> None:
+    """Tries more than once: a library may still write a file in the background."""
+    for _ in range(tries):
+        shutil.rmtree(folder, ignore_errors=True)
+        if not folder.exists():
+            return
+        time.sleep(0.1)
