@@ -27,7 +27,7 @@ from megajax.metrics.writers import Writers, open_writers
 from megajax.resilience.config import ResilienceConfig
 from megajax.training import setup
 from megajax.training.guard import Guard
-from megajax.training.guarded import HELD, StepControl
+from megajax.training.guarded import RERUN, StepControl
 from megajax.training.loop import run_steps
 from megajax.training.session import Run
 
@@ -38,11 +38,11 @@ def bare_round(run: Run, batch: object, steps: int, guard: Guard | None = None) 
     precision = run.cfg.precision.matmul_precision()
     start = time.perf_counter()
     with jax.set_mesh(run.mesh), jax.default_matmul_precision(precision):
-        held = None if guard is None else guard.held
+        rerun = None if guard is None else guard.no_rerun
         for step in range(steps):
-            told = () if guard is None else (StepControl(limits=guard.sent(guard.limits(step)), held=held),)
+            told = () if guard is None else (StepControl(limits=guard.on_devices(guard.limits(step)), rerun=rerun),)
             run.state, metrics = run.train_step(run.state, batch, *told)
-            held = metrics.get(HELD)
+            rerun = metrics.get(RERUN)
         jax.block_until_ready(metrics)
     return (time.perf_counter() - start) / steps
 

@@ -26,7 +26,7 @@ class Watch:
         self.warn_of(info)
         cfg, first = self._guard.cfg, info.first_try
         limits = (info if first is None else first).limits or GuardLimits()
-        why = self._guard.why(limits, info.loss, info.grad_norm)
+        why = self._guard.suspicion(limits, info.loss, info.grad_norm)
         if first is not None and why is None:
             told = self._told(first, limits)
             self._log.event("transient_fault", step=info.step, **told, again=_numbers(info))
@@ -64,7 +64,7 @@ class Watch:
                 self._say(f"step {info.step}: {why}; {name} in metrics.jsonl counts further ones")
 
     def _told(self, info: StepInfo, limits: GuardLimits) -> dict[str, object]:
-        return {"why": self._guard.why(limits, info.loss, info.grad_norm), **_numbers(info)}
+        return {"why": self._guard.suspicion(limits, info.loss, info.grad_norm), **_numbers(info)}
 
     def _message(self, info: StepInfo, why: str) -> str:
         where = f"step {info.step}: {why}; loss {info.loss}, gradient norm {info.grad_norm}"

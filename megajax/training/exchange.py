@@ -1,4 +1,4 @@
-"""What processes tell each other, sent along with a train step: nobody waits for it but the step's own metrics."""
+"""Stop flags and times of all processes, exchanged within the train step, so that no process waits for them."""
 
 import jax.numpy as jnp
 from jax import lax
@@ -10,26 +10,26 @@ from megajax.training.state import TrainState
 from megajax.training.step import Metrics, TrainStep
 
 STOP = "stop"
-"""Metric of a step that was given flags: whether some process was asked to stop, int32 []."""
+"""Metric of a step with flags: whether any process was asked to stop, int32 []."""
 SECONDS = "seconds"
-"""Metric of a step that was given seconds: those of every device's process, float32 [devices, phases]."""
+"""Metric of a step with seconds: those of the process of each device, float32 [devices, phases]."""
 
 NO_CONTROL = StepControl()
 
 
 def exchanging(step: TrainStep, everywhere: Sharding) -> TrainStep:
-    """The step (state, batch, control) with what control's flags and seconds come to among its metrics.
+    """The step (state, batch, control) with the maximum of control's flags, and its seconds, among the metrics.
 
-    everywhere: the sharding of an array that all devices have.
+    everywhere: the sharding of a replicated array.
     """
 
     def train_step(state: TrainState, batch: Batch, control: StepControl = NO_CONTROL) -> tuple[TrainState, Metrics]:
         state, metrics = step(state, batch, control)
-        told = {}
+        exchanged = {}
         if control.flags is not None:
-            told[STOP] = jnp.max(control.flags)
+            exchanged[STOP] = jnp.max(control.flags)
         if control.seconds is not None:
-            told[SECONDS] = lax.with_sharding_constraint(control.seconds, everywhere)
-        return state, {**metrics, **told}
+            exchanged[SECONDS] = lax.with_sharding_constraint(control.seconds, everywhere)
+        return state, {**metrics, **exchanged}
 
     return train_step

@@ -1,4 +1,4 @@
-"""The host's part in guarded steps: the limits of each, and what its numbers mean."""
+"""The host's part of guarded steps: computes the limits of each step and explains why one is suspicious."""
 
 from math import inf, isfinite
 
@@ -15,18 +15,18 @@ from megajax.training.guarded import GuardLimits
 
 
 class Guard:
-    """Limits by step; remembers the losses that they derive from."""
+    """The limits of each step, from the losses of the steps before."""
 
     def __init__(self, cfg: ResilienceConfig, floor: float | None, mesh: Mesh):
         """floor: see PrecisionConfig.floor."""
         self.cfg, self._floor = cfg, inf if floor is None else floor
         self._drills, self._mesh = for_this_attempt(cfg.drills()), mesh
         self.spikes = SpikeRule(cfg.spike_factor, cfg.spike_reference, cfg.spike_window)
-        self.held = self._everywhere(np.asarray(False))
+        self.no_rerun = self._everywhere(np.asarray(False))
         self._sent: tuple[GuardLimits, Array] | None = None
 
     def limits(self, step: int) -> GuardLimits:
-        """For the first time a step is run."""
+        """Limits of the first run of a step."""
         skip = step in self.cfg.skip_steps
         return GuardLimits(
             -inf if skip else self.spikes.limit(step),
@@ -36,20 +36,20 @@ class Guard:
             *factors(self._drills, step, again=False),
         )
 
-    def again(self, step: int, first: GuardLimits) -> GuardLimits:
-        """For the second time."""
+    def rerun_limits(self, step: int, first: GuardLimits) -> GuardLimits:
+        """Limits of the second run. first: those of the first run."""
         loss = inf if self.cfg.spike_action == "accept" else first.loss
         again = factors(self._drills, step, again=True)
         return first._replace(loss=loss, final=1.0, loss_factor=again[0], gradient_factor=again[1])
 
-    def sent(self, limits: GuardLimits) -> Array:
-        """On the devices; nearly every step has the limits of the one before."""
+    def on_devices(self, limits: GuardLimits) -> Array:
+        """The limits as a float32 [6] on the devices; cached, because nearly every step has those of the one before."""
         if self._sent is None or self._sent[0] != limits:
             self._sent = limits, self._everywhere(np.asarray(limits, np.float32))
         return self._sent[1]
 
-    def why(self, limits: GuardLimits, loss: float, norm: float) -> str | None:
-        """What was suspicious about a step's numbers, in words; None: nothing."""
+    def suspicion(self, limits: GuardLimits, loss: float, norm: float) -> str | None:
+        """Why a step with these numbers is suspicious; None if it is not."""
         bad = [f"{name} ({value})" for name, value in (("loss", loss), ("gradient norm", norm)) if not isfinite(value)]
         if bad:
             return " and ".join(bad) + (" are" if len(bad) > 1 else " is") + " not finite"

@@ -1,7 +1,8 @@
-"""A train step that the host has limits for: suspicious updates are not applied, and the step can be run again.
+"""A train step with limits from the host: suspicious updates are not applied, and the step can be run again.
 
-The verdict falls within the compiled step, on every device alike, before anything is changed. A step that is to be run
-again changes nothing at all, and those dispatched after it, which cannot know yet, change nothing either.
+The compiled step compares loss and gradient norm with the limits before it changes the state, on all devices alike. A
+step that will be run again changes nothing at all. Steps that were dispatched after it, before the host knew, change
+nothing either.
 """
 
 from dataclasses import replace
@@ -16,44 +17,44 @@ from megajax.training.grads import GradFn
 from megajax.training.state import TrainState
 from megajax.training.step import Metrics, StepParts, TrainStep, Update, apply_update, compute_update, plain_step
 
-HELD = "held"
-"""Metric of a guarded step: whether it, or one before it, is to be run again and it changed nothing, bool []."""
+RERUN = "rerun"
+"""Metric of a guarded step: whether it changed nothing because it, or one before it, will be run again; bool []."""
 COUNTERS = ("step", "loss_scale", "scale_counters", "consumed_samples", "scheduled_samples", "skipped")
-"""What changes in a state though no update is applied."""
+"""Fields of the state that change even if the update is not applied."""
 
 
 class GuardLimits(NamedTuple):
-    """What the host says of one step; within a step each is a float32 []."""
+    """The limits of one step; within the compiled step each is a float32 []."""
 
     loss: Any = inf
-    """Updates of a larger loss are not applied."""
+    """An update with a larger loss is not applied."""
     norm: Any = inf
-    """Updates of a larger gradient norm are not applied."""
+    """An update with a larger gradient norm is not applied."""
     final: Any = 1.0
-    """Above 0: the step is not to be run again, whatever comes."""
+    """Above 0: the step is not run again, even if it is suspicious."""
     loss_scale: Any = inf
-    """Loss scale above which an overflow is nothing unusual."""
+    """Loss scale above which an overflow is not suspicious."""
     loss_factor: Any = 1.0
-    """What the loss is multiplied by: 1, but in a drill."""
+    """Factor on the loss; other than 1 in drills only."""
     gradient_factor: Any = 1.0
-    """What the gradients are multiplied by: 1, but in a drill."""
+    """Factor on the gradients; other than 1 in drills only."""
 
 
 class StepControl(NamedTuple):
-    """What a step of a run takes beside its batch; None: nothing of that kind."""
+    """The inputs of a step besides state and batch; None: not given."""
 
     flags: Array | None = None
-    """int32 [devices], from every process whether it was asked to stop."""
+    """int32 [devices]: 1 if the process of the device was asked to stop."""
     seconds: Array | None = None
-    """float32 [devices, phases], from every process how long it took over what."""
+    """float32 [devices, phases]: seconds of each phase in the process of the device."""
     limits: Array | None = None
     """float32 [6]: GuardLimits."""
-    held: Array | None = None
-    """bool []: a step before this one is to be run again, so this one does nothing; comes with limits."""
+    rerun: Array | None = None
+    """bool []: a step before this one will be run again, so this one changes nothing. Given with limits."""
 
 
 def guarded(parts: StepParts, *, drills: bool = False) -> TrainStep:
-    """(state, batch, control) -> (state, metrics): the plain step, or with limits one that keeps to them.
+    """(state, batch, control) -> (state, metrics): the plain step, or with limits the guarded one.
 
     drills: whether limits may have factors other than 1.
     """
@@ -62,28 +63,28 @@ def guarded(parts: StepParts, *, drills: bool = False) -> TrainStep:
     def train_step(state: TrainState, batch: Batch, control: StepControl) -> tuple[TrainState, Metrics]:
         if control.limits is None:
             return plain(state, batch)
-        assert control.held is not None  # it comes with limits
+        assert control.rerun is not None  # given with limits
         limits = GuardLimits(*control.limits)
         faulty = replace(parts, grad_fn=with_fault(parts.grad_fn, limits)) if drills else parts
         update = compute_update(faulty, state, batch)
-        apply, held = should_apply(update, limits, control.held)
+        apply, rerun = should_apply(update, limits, control.rerun)
         new, metrics = apply_update(parts, state, batch, update, apply)
-        counters = {name: jnp.where(held, getattr(state, name), getattr(new, name)) for name in COUNTERS}
-        return replace(new, **counters), {**metrics, HELD: lax.with_sharding_constraint(held, parts.shardings.step)}
+        counters = {name: jnp.where(rerun, getattr(state, name), getattr(new, name)) for name in COUNTERS}
+        return replace(new, **counters), {**metrics, RERUN: lax.with_sharding_constraint(rerun, parts.shardings.step)}
 
     return train_step
 
 
-def should_apply(update: Update, limits: GuardLimits, held_before: Array) -> tuple[Array, Array]:
-    """(whether the update is applied, whether nothing is changed because the step is to be run again), bool [] each.
+def should_apply(update: Update, limits: GuardLimits, rerun_before: Array) -> tuple[Array, Array]:
+    """(whether the update is applied, whether nothing changes because a step will be run again), bool [] each.
 
-    held_before: of the step before. The loss is in nats per token, nan where no token counts.
+    rerun_before: the second result of the step before. The loss is in nats per token, nan where no token counts.
     """
     loss, norm = update.metrics["loss"], update.metrics["grad_norm"]
     high = jnp.where(jnp.isnan(loss), 0.0, loss) > limits.loss
     suspicious = jnp.where(update.finite, high, ~(update.metrics["loss_scale"] > limits.loss_scale))
-    held = held_before | (suspicious & ~(limits.final > 0))
-    return update.finite & ~high & ~(norm > limits.norm) & ~held, held
+    rerun = rerun_before | (suspicious & ~(limits.final > 0))
+    return update.finite & ~high & ~(norm > limits.norm) & ~rerun, rerun
 
 
 def with_fault(grad_fn: GradFn, limits: GuardLimits) -> GradFn:

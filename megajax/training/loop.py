@@ -20,7 +20,7 @@ from megajax.resilience.exit_codes import NUMERIC_FAULT, TRANSIENT_FAULT
 from megajax.resilience.signals import StopWaiting, agree
 from megajax.training.exchange import SECONDS, STOP
 from megajax.training.guard import Guard
-from megajax.training.guarded import HELD, GuardLimits, StepControl
+from megajax.training.guarded import RERUN, GuardLimits, StepControl
 from megajax.training.nonfinite_gradients import sentence
 from megajax.training.observations import measurements
 from megajax.training.step import Metrics
@@ -78,7 +78,7 @@ class StepInfo(NamedTuple):
     """What layers report, by name."""
     stop: bool = False
     """Whether some process was asked to stop when this step was dispatched; told by several processes only."""
-    held: bool = False
+    rerun: bool = False
     """Whether it was suspicious and changed nothing, to be run again; never so in what `run_steps` yields."""
     limits: GuardLimits | None = None
     """What a guard had for it."""
@@ -215,7 +215,7 @@ class _Loop:
         self.landed: set[int] = set()
         self.flags = StopFlags(run.mesh) if jax.process_count() > 1 else None
         self.times, self.first = times, run.step + 1
-        self.held = None if guard is None else guard.held
+        self.rerun = None if guard is None else guard.no_rerun
         self.done = time.monotonic()
         self.precision = run.cfg.precision.matmul_precision()
 
@@ -240,7 +240,7 @@ class _Loop:
             with jax.profiler.StepTraceAnnotation("train", step_num=reading.step):
                 self.run.state, metrics = self.run.train_step(self.run.state, reading.batch, *more)
         if self.guard is not None:
-            self.held = metrics[HELD]
+            self.rerun = metrics[RERUN]
         return Flight(reading, limits, metrics, dispatched)
 
     def control(self, reading: Reading, limits: GuardLimits | None) -> StepControl:
@@ -248,19 +248,19 @@ class _Loop:
         return StepControl(
             None if self.flags is None else self.flags(self.stopping()),
             reading.account,
-            None if self.guard is None or limits is None else self.guard.sent(limits),
-            self.held,
+            None if self.guard is None or limits is None else self.guard.on_devices(limits),
+            self.rerun,
         )
 
     def land(self, flights: deque[Flight]) -> StepInfo:
         """The numbers of the oldest step, which leaves `flights`; if it is to be run again, after that."""
         flight = flights.popleft()
         info = self.fetch(flight)
-        if self.guard is not None and info.held:
+        if self.guard is not None and info.rerun:
             later = [other.reading for other in flights]
             flights.clear()
-            self.held = self.guard.held
-            again = self.dispatch(flight.reading, self.guard.again(info.step, info.limits or GuardLimits()))
+            self.rerun = self.guard.no_rerun
+            again = self.dispatch(flight.reading, self.guard.rerun_limits(info.step, info.limits or GuardLimits()))
             second = self.fetch(again)
             cause = None if isfinite(second.grad_norm) else self.cause(flight.reading.batch, again.limits, second)
             stop, seconds = info.stop or second.stop, info.seconds + second.seconds
@@ -305,7 +305,7 @@ class _Loop:
             rows=flight.reading.rows,
             seconds=self.done - since,
             stop=bool(numbers.pop(STOP, False)),
-            held=bool(numbers.pop(HELD, False)),
+            rerun=bool(numbers.pop(RERUN, False)),
             metrics=numbers,
             measured=measurements(observed, seen),
             phases=flight.reading.phases | extremes,

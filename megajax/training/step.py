@@ -1,7 +1,7 @@
 """The train step and the evaluation step.
 
-The plain step is all that training needs. What a run adds stands around it: `megajax.training.guarded` lets the host
-decide about suspicious steps, `megajax.training.exchange` sends what processes tell each other along with a step.
+The plain step is all that training needs. A run wraps it: `megajax.training.guarded` applies limits from the host, and
+`megajax.training.exchange` exchanges stop flags and times between processes.
 """
 
 from collections.abc import Callable, Mapping
@@ -29,42 +29,42 @@ from megajax.training.state import TrainState
 
 type Metrics = Mapping[str, Array]
 type TrainStep = Callable[..., tuple[TrainState, Metrics]]
-"""(state, batch [M, B, ...]) -> (state, metrics); those of a run take a `StepControl` too.
+"""(state, batch [M, B, ...]) -> (state, metrics); the steps of a run also take a `StepControl`.
 
-Metrics are scalars by name, and by path what the state keeps of observations that have measures."""
+Metrics are scalars by name, and arrays of the observations that have measures by path."""
 
 
 def unit_weight(batch: Batch) -> int:
-    """The weight that leaves gradients as they are."""
+    """A weight of 1, which does not change the loss scale."""
     del batch
     return 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepParts:
-    """What a train step is made of."""
+    """The parts of a train step."""
 
     grad_fn: GradFn
     optimizer: Optimizer
     schedule: Schedule
     shardings: TrainState
-    """Where each leaf of the state is."""
+    """Sharding of each leaf of the state."""
     gradient_shardings: Mapping[str, NamedSharding]
-    """Where gradients are when the update is made, by path."""
+    """Shardings of gradients during the update, by path."""
     scaler: LossScaler = UNSCALED
-    """What becomes of the loss scale."""
+    """Updates the loss scale."""
     weight: Callable[[Batch], int] = unit_weight
-    """About what the losses of a device add up to, see `in_range`."""
+    """Approximate sum of the loss weights of a device, see `in_range`."""
     observed: Mapping[str, ParamSpec] = field(default_factory=lambda: MappingProxyType({}))
     """Observations by path."""
 
     def trained(self, state: TrainState) -> Params:
-        """The weights that are trained, where their gradients are."""
+        """The trained weights, with the shardings of their gradients."""
         return place({path: state.params[path] for path in self.optimizer.declared}, self.gradient_shardings)
 
 
 class Update(NamedTuple):
-    """An update that is computed, and whether it can be applied."""
+    """A computed update, and whether it is finite."""
 
     params: Params
     optimizer: OptimizerState
@@ -72,12 +72,12 @@ class Update(NamedTuple):
     grads: Params
     """The mean over the batch, clipped."""
     finite: Array
-    """Whether loss and gradient norm are, bool []."""
+    """Whether loss and gradient norm are finite, bool []."""
     metrics: dict[str, Array]
 
 
 def compute_update(parts: StepParts, state: TrainState, batch: Batch) -> Update:
-    """The gradients of a batch and what the optimizer makes of them; changes nothing."""
+    """The gradients of a batch and the update of the optimizer; the state does not change."""
     loss_scale = state.loss_scale * in_range(parts.weight(batch))
     out = parts.grad_fn(state.inputs, batch, loss_scale)
     grads = place(mean_gradients(out, loss_scale), parts.gradient_shardings)
@@ -93,7 +93,7 @@ def compute_update(parts: StepParts, state: TrainState, batch: Batch) -> Update:
     metrics = {name: quotient(total, weight) for name, (total, weight) in out.metrics.items()}
     metrics |= {"grad_norm": norm, "lr": parts.schedule(state.scheduled_samples), "loss_scale": state.loss_scale}
     observed = updated_arrays(parts.observed, state.observed, out.observed, loss_scale)
-    # Also of an update that is not applied: what layers saw tells why.
+    # Also reported for an update that is not applied: observations can explain why.
     everywhere = parts.shardings.step
     for path, x in reported_arrays(parts.observed, observed).items():
         metrics[path] = jax.lax.with_sharding_constraint(x, everywhere)
@@ -103,7 +103,7 @@ def compute_update(parts: StepParts, state: TrainState, batch: Batch) -> Update:
 def apply_update(
     parts: StepParts, state: TrainState, batch: Batch, update: Update, apply: Array
 ) -> tuple[TrainState, Metrics]:
-    """The state after a step, with the update or, unless `apply` (bool []), with the weights as they were."""
+    """The state after a step. apply: bool []; if false, weights and optimizer state do not change."""
     offload, rows = parts.optimizer.cfg.offload, batch[SAMPLE].size
     scale, counters = parts.scaler.update(state.loss_scale, state.scale_counters, update.finite)
     new = TrainState(
@@ -122,7 +122,7 @@ def apply_update(
 
 
 def plain_step(parts: StepParts) -> TrainStep:
-    """The step: an update that is not finite changes no weight and is counted as skipped."""
+    """The train step: an update that is not finite changes no weight and is counted as skipped."""
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         update = compute_update(parts, state, batch)
@@ -132,7 +132,7 @@ def plain_step(parts: StepParts) -> TrainStep:
 
 
 def compiled(step: TrainStep, parts: StepParts, options: Mapping[str, Value] | None = None) -> TrainStep:
-    """The step, jitted; it donates the state, which keeps its layout. options: of the compiler."""
+    """The step, jitted; donates the state, whose layout stays. options: compiler options."""
     return jax.jit(
         step,
         donate_argnums=0,
@@ -144,7 +144,7 @@ def compiled(step: TrainStep, parts: StepParts, options: Mapping[str, Value] | N
 def make_eval_step(
     sums: Callable[[Params, Batch], Mapping[str, tuple[Array, Array]]], options: Mapping[str, Value] | None = None
 ) -> Callable:
-    """Jitted (weights, batch [M, B, ...]) -> {name: (sum, weight)}; options: of the compiler."""
+    """Jitted (weights, batch [M, B, ...]) -> {name: (sum, weight)}; options: compiler options."""
 
     def eval_step(weights: Params, batch: Batch) -> Mapping[str, tuple[Array, Array]]:
         return sums(weights, batch)
@@ -153,13 +153,13 @@ def make_eval_step(
 
 
 def mean_gradients(out: Grads, loss_scale: Array) -> dict[str, Array]:
-    """Sums of gradients, multiplied by the loss scale -> their mean."""
+    """Gradients summed over tokens and multiplied by the loss scale -> mean gradients."""
     divisor = jnp.maximum(out.weight_sum, 1e-8) * loss_scale
     return {path: g / divisor for path, g in out.grads.items()}
 
 
 def place(tree: Params, shardings: Mapping[str, jax.sharding.Sharding]) -> Params:
-    """Move every array to its layout."""
+    """Constrains each array to its sharding."""
     return {path: jax.lax.with_sharding_constraint(x, shardings[path]) for path, x in tree.items()}
 
 

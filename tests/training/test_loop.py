@@ -109,28 +109,31 @@ def test_a_run_that_is_done_has_no_steps():
 
 
 class Watched(Events):
-    """A run whose step 3 is held the first time, and with it whatever was dispatched after it."""
+    """A run whose step 3 changes nothing the first time; nor does what was dispatched after it."""
 
     def __init__(self):
         super().__init__()
         self.batches = ((Rows(f"rows {n}"), 8 * n) for n in itertools.count(1))
         self.guard = Guard(ResilienceConfig(skip_steps=(9,)), None, self.mesh)
 
-    def train_step(self, state: int, batch: str, told: StepControl):
-        final, held = GuardLimits(*told.limits.tolist()).final, bool(told.held) or (state == 2 and not told.limits[2])
-        self.seen.append(f"{batch}{' again' * (final == 1)}{' held' * held}")
+    def train_step(self, state: int, batch: str, control: StepControl):
+        final, rerun = (
+            GuardLimits(*control.limits.tolist()).final,
+            bool(control.rerun) or (state == 2 and not control.limits[2]),
+        )
+        self.seen.append(f"{batch}{' again' * (final == 1)}{' unchanged' * rerun}")
         metrics = {name: jnp.float32(state + 1) for name in ("loss", "grad_norm", "lr", "loss_scale")}
-        return state + (not held), metrics | {"skipped": jnp.asarray(held), "held": jnp.asarray(held)}
+        return state + (not rerun), metrics | {"skipped": jnp.asarray(rerun), "rerun": jnp.asarray(rerun)}
 
 
 @pytest.mark.parametrize("pause", [None, 3, 4])
-def test_a_held_step_and_the_one_behind_it_run_again_in_order(pause):
+def test_a_suspicious_step_and_the_one_after_it_run_again_in_order(pause):
     run = Watched()
     hooks = () if pause is None else (Every(pause, "save"),)
     infos = list(run.iterate(5, guard=run.guard, hooks=hooks))
-    behind = [] if pause == 3 else ["rows 4 held"]
+    behind = [] if pause == 3 else ["rows 4 unchanged"]
     assert [line for line in run.seen if line.startswith("rows")] == [
-        *("rows 1", "rows 2", "rows 3 held", *behind, "rows 3 again", "rows 4", "rows 5")
+        *("rows 1", "rows 2", "rows 3 unchanged", *behind, "rows 3 again", "rows 4", "rows 5")
     ]
     assert [info.step for info in infos] == [1, 2, 3, 4, 5]
     assert [info.consumed_samples for info in infos] == [8, 16, 24, 32, 40]
