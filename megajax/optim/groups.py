@@ -1,4 +1,4 @@
-"""Which weights are treated alike: their learning rate, their decay, and which update rule they get."""
+"""Groups of weights with the same learning rate and weight decay, and the choice of trained weights."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
@@ -49,14 +49,14 @@ def is_vocabulary(spec: ParamSpec) -> bool:
 
 
 def is_embedding(spec: ParamSpec) -> bool:
-    """Those two, and tables of learned positions."""
+    """The token embedding, the head and learned positions."""
     return spec.role == "weight" and not spec.layers and spec.axes in (("vocab", "embed"), (None, "embed"))
 
 
 def scales_with_width(spec: ParamSpec) -> bool:
     """Whether a weight's input is as wide as the model: matrices within blocks, and a head of its own.
 
-    Not so: tables, whose rows are looked up, a head that is such a table as well, filters, and vectors.
+    Not for tables whose rows are looked up, a head that is itself such a table, filters and vectors.
     """
     return spec.role == "weight" and has_decay(spec) and (spec.path == HEAD or not is_embedding(spec))
 

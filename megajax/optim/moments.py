@@ -1,4 +1,4 @@
-"""How running averages are kept between steps: as float32, rounded to 16 bits, or as float16 with a scale each."""
+"""Storage of moments between steps: float32, bfloat16, or float16 with a scale per array."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,11 +16,11 @@ SQUARES = ("second_moment",)
 and an average of gradients over a root that has become 0 would be an update without bound."""
 
 SCALE = "_scale"
-"""What is added to the name of a moment for the scales of its arrays, in the order of their sorted paths."""
+"""Suffix of a moment's name for the scales of its arrays, in the order of their sorted paths."""
 
 
 def packed(moments: Mapping[str, Mapping[str, Array]], dtype: str) -> OptimizerState:
-    """Averages in float32 by kind and path -> as they are kept."""
+    """Moments in float32 by kind and path -> the stored state."""
     if dtype != "float16":
         return {name: {path: x.astype(dtype) for path, x in part.items()} for name, part in moments.items()}
     state: OptimizerState = {}
@@ -33,7 +33,7 @@ def packed(moments: Mapping[str, Mapping[str, Array]], dtype: str) -> OptimizerS
 
 
 def unpacked(state: OptimizerState) -> dict[str, dict[str, Array]]:
-    """Averages as they are kept -> float32 by kind and path."""
+    """The stored state -> moments in float32 by kind and path."""
     moments: dict[str, dict[str, Array]] = {}
     for name, part in state.items():
         if not isinstance(part, dict):

@@ -1,10 +1,10 @@
-"""Muon: momentum made orthogonal, for the matrices of the stack, on whatever layout they are.
+"""Muon: orthogonalised momentum for the matrices of the stack, on any layout.
 
-A matrix must be together for that. Where its rows are spread over data-parallel devices (ZeRO), they swap: each gets
-whole matrices of some layers, works on those, and gives the parts back. So a device gathers one matrix at a time, moves
-every element twice, and none does another's work. What tensor parallelism cuts stays cut where that is the longer side:
-the small product of each iteration is summed over `tensor`. A matrix cut along its shorter side (keys and values of
-grouped-query attention) is gathered over `tensor` instead.
+Orthogonalisation needs whole matrices. If the rows of a matrix are sharded over data-parallel devices (ZeRO), the
+devices exchange shards: each gets whole matrices of some layers, orthogonalises them and sends the shards back. A
+device gathers one matrix at a time, every element moves twice, and no work is done twice. A matrix that tensor
+parallelism shards along its longer side stays sharded: the small product of each iteration is summed over `tensor`. A
+matrix sharded along its shorter side (keys and values of grouped-query attention) is gathered over `tensor` instead.
 """
 
 from collections.abc import Mapping
@@ -56,12 +56,12 @@ HEADS = ("heads", "kv_heads", "kv_heads_copied")
 
 @dataclass(frozen=True, slots=True)
 class Matrices:
-    """How a stacked weight is seen as matrices [in, out]."""
+    """The dimensions of a stacked weight as matrices [in, out]."""
 
     stacked: int
     """Leading dimensions that number matrices: layer, and expert where there is one."""
     rows: int
-    """Dimensions after those that make the rows; the rest makes the columns."""
+    """Number of the following dimensions that form the rows; the rest form the columns."""
 
     def size(self, shape: tuple[int, ...]) -> tuple[int, int]:
         """(rows, columns) for a weight of that shape."""
@@ -70,7 +70,7 @@ class Matrices:
 
 
 def matrices(spec: ParamSpec) -> Matrices | None:
-    """How Muon sees a weight; None for one it leaves to Adam: embeddings, head, vectors, and what is no matrix.
+    """A weight as matrices; None for weights that Adam updates: embeddings, head, vectors and other non-matrices.
 
     heads and head_dim together are one dimension: query [embed, heads x head_dim], output [heads x head_dim, embed].
     Query, key and value are three matrices, gate and up are two.

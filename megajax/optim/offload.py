@@ -1,6 +1,6 @@
-"""Moments that wait in host memory between updates.
+"""Offloads moments to host memory between updates.
 
-Which they are follows from shapes, not from shardings: devices that are not there have no kinds of memory.
+Shapes, not shardings, decide which moments are offloaded: virtual devices have no memory kinds.
 """
 
 from collections.abc import Callable, Mapping
@@ -33,17 +33,17 @@ def offloaded(shapes: Mapping[str, Any], share: float) -> frozenset[tuple[str, s
 
 
 def in_host_memory(shardings: Mapping[str, Any], shapes: Mapping[str, Any], share: float) -> dict[str, Any]:
-    """An optimizer's shardings with those moments in host memory."""
+    """An optimizer's shardings with the offloaded moments in host memory."""
     return _changed(shardings, offloaded(shapes, share), lambda sharding: sharding.with_memory_kind(HOST))
 
 
 def to_device(state: OptimizerState, share: float) -> OptimizerState:
-    """What waits in host memory brought to the device; traced."""
+    """The state with its offloaded moments on the device; traced."""
     return _changed(state, offloaded(state, share), lambda array: jax.device_put(array, jax.memory.Space.Device))
 
 
 def to_host(state: OptimizerState, share: float) -> OptimizerState:
-    """What is to wait in host memory sent there; traced."""
+    """The state with its offloaded moments in host memory; traced."""
     return _changed(state, offloaded(state, share), lambda array: jax.device_put(array, jax.memory.Space.Host))
 
 

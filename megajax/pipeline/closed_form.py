@@ -1,4 +1,4 @@
-"""What a step costs under a pipeline schedule, by formula, without numpy; tables are tested against it."""
+"""The cost of a step under a pipeline schedule, by formula, without numpy; tests compare schedules with it."""
 
 from dataclasses import dataclass
 from fractions import Fraction
@@ -6,7 +6,7 @@ from fractions import Fraction
 
 @dataclass(frozen=True, slots=True)
 class ClosedForm:
-    """Of one step; P stages, V chunks on each, M microbatches."""
+    """The cost of one step; P stages, V chunks per stage, M microbatches."""
 
     bubble: Fraction
     """Time stages are idle over the time they work: (P-1)/(V*M)."""

@@ -7,7 +7,7 @@ from megajax.training.config import BatchConfig
 
 
 class BatchSize(NamedTuple):
-    """What a step reads."""
+    """The batch size of a step."""
 
     rows: int
     """Over all devices."""
@@ -23,16 +23,16 @@ class BatchSizes:
     def __init__(self, cfg: BatchConfig, replicas: int, *, sequence_length: int | None = None):
         self.cfg, self.unit = cfg, cfg.micro_size * replicas
         every = ((0, cfg.global_size),) if cfg.ramp is None else cfg.ramp.thresholds(cfg.global_size, sequence_length)
-        # Thresholds that fall on the same row when tokens become rows: the later size counts.
+        # Thresholds in tokens may fall on the same row: the later size counts.
         self.thresholds = tuple(dict(every).items())
         """(rows read from which on, rows of a step before `decrease`), in order."""
 
     def nominal(self, consumed: int) -> int:
-        """Rows asked for after `consumed` rows, whether devices divide them or not."""
+        """Configured rows of the step after `consumed` rows, whether or not the devices divide them."""
         return next(rows for first, rows in reversed(self.thresholds) if first <= consumed)
 
     def at(self, consumed: int) -> BatchSize:
-        """Size of the step that begins after `consumed` rows of the run.
+        """Size of the step that starts after `consumed` rows of the run.
 
         Raises UserError where the devices do not divide it (and batch.decrease is off, or leaves nothing).
         """
@@ -43,28 +43,28 @@ class BatchSizes:
         return tuple(dict.fromkeys(self._size(rows) for _, rows in self.thresholds))
 
     def samples(self, steps: int, start: int = 0) -> int:
-        """Rows read by `steps` steps, when `start` rows were read before them."""
+        """Rows read by `steps` steps that start after `start` rows."""
         consumed = start
-        for rows, until in self._stretches(start):
-            # A step may reach over a whole stretch.
-            here = steps if until is None else min(steps, max(-(-(until - consumed) // rows), 0))
-            consumed, steps = consumed + here * rows, steps - here
+        for rows, until in self._sizes_from(start):
+            # A step may pass over a whole size of the ramp.
+            count = steps if until is None else min(steps, max(-(-(until - consumed) // rows), 0))
+            consumed, steps = consumed + count * rows, steps - count
             if not steps:
                 break
         return consumed - start
 
     def steps(self, samples: int, start: int = 0) -> int:
-        """Fewest steps that read at least `samples` rows, when `start` rows were read before them."""
+        """Fewest steps that read at least `samples` rows, starting after `start` rows."""
         consumed, steps = start, 0
-        for rows, until in self._stretches(start):
+        for rows, until in self._sizes_from(start):
             end = start + samples if until is None else min(start + samples, until)
-            here = max(-(-(end - consumed) // rows), 0)
-            consumed, steps = consumed + here * rows, steps + here
+            count = max(-(-(end - consumed) // rows), 0)
+            consumed, steps = consumed + count * rows, steps + count
             if consumed >= start + samples:
                 break
         return steps
 
-    def _stretches(self, start: int) -> list[tuple[int, int | None]]:
+    def _sizes_from(self, start: int) -> list[tuple[int, int | None]]:
         """(rows of a step, where the next size begins) from `start` on; the last one has no end."""
         ends = [first for first, _ in self.thresholds[1:]]
         return [

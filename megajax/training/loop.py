@@ -1,4 +1,4 @@
-"""The loop: dispatch a step, hand on what the step before it reported, do what is due."""
+"""The training loop: dispatch a step, yield the report of the step before it, run the hooks that are due."""
 
 import time
 from collections import deque
@@ -30,30 +30,30 @@ KEYS = ("loss", "grad_norm", "lr", "loss_scale", "skipped")
 
 
 class NumericFault(Exception):
-    """A step whose numbers are not to be trained with; its update was not made."""
+    """A step whose loss or gradients are invalid; its update was not applied."""
 
     code = NUMERIC_FAULT
     """Exit code of the run."""
 
 
 class UnrepeatedFault(NumericFault):
-    """The step failed twice from the same state and rows, with other numbers each time: not the data, nor the model.
+    """The step failed twice from the same state and rows with different numbers: neither data nor model is the cause.
 
-    Megatron-LM's codes differ: 16 for a result that repeats itself on this machine, to be run again on another one to
-    tell a broken machine from a bad batch, and 17 after that. Here the data are as likely to be the cause of what
-    repeats itself, and a restart on the same machine, which is all that a supervisor can promise, would only repeat
-    it: that is 17. What does not repeat itself may be gone after a restart, above all on other machines: 16.
+    Megatron-LM's codes differ. It exits with 16 for a result that repeats on this machine, so that a run on another
+    machine tells a broken machine from a bad batch, and then with 17. Here a result that repeats exits with 17: it is
+    as likely caused by the data, and a supervisor can only promise a restart on the same machine, which would repeat
+    it. A result that does not repeat exits with 16: it may not occur after a restart, above all on other machines.
     """
 
     code = TRANSIENT_FAULT
 
 
 class Corruption(Exception):
-    """A device holds or computes something else than others: nothing is to be saved. The message is for people."""
+    """Devices that should agree hold or compute different values: nothing may be saved. The message is for people."""
 
 
 class StepInfo(NamedTuple):
-    """What a step reported, on the host."""
+    """The report of a step, on the host."""
 
     step: int
     """Number of the step, from 1."""
@@ -62,32 +62,32 @@ class StepInfo(NamedTuple):
     lr: float
     loss_scale: float
     skipped: bool
-    """Whether its update was not made."""
+    """Whether its update was not applied."""
     consumed_samples: int
     """Rows read since the start of the run, this step's among them."""
     rows: int
-    """Of this step."""
+    """Rows of this step."""
     seconds: float
-    """From the step before being done (or this one being dispatched, if later) to this one being done."""
+    """From the end of the step before (or the dispatch of this one, if later) to the end of this one."""
     metrics: dict[str, float]
-    """What else the loss reports."""
+    """Further metrics of the loss."""
     phases: dict[str, float]
     """Seconds this process spent waiting for the step's rows, and in hooks between it and the step before; now and
     then also the least and the largest of all processes (see PhaseTimes)."""
     measured: Mapping[str, Measured] = MappingProxyType({})
     """What layers report, by name."""
     stop: bool = False
-    """Whether some process was asked to stop when this step was dispatched; told by several processes only."""
+    """Whether any process was asked to stop when this step was dispatched; always false for a single process."""
     rerun: bool = False
-    """Whether it was suspicious and changed nothing, to be run again; never so in what `run_steps` yields."""
+    """Whether it was suspicious, changed nothing and will be run again; `run_steps` never yields such a report."""
     limits: GuardLimits | None = None
-    """What a guard had for it."""
+    """Its limits, if there is a guard."""
     first_try: "StepInfo | None" = None
-    """What it reported the first time, if it was run again."""
+    """The report of its first run, if it was run again."""
     nonfinite: str | None = None
-    """Whose gradients are not finite, if they were not when it was run again."""
+    """The weights whose gradients were not finite in its second run; None if all were finite."""
     by_process: np.ndarray | None = None
-    """float32 [processes, timing.EXCHANGED], now and then: how long each process took over what in the steps before."""
+    """float32 [processes, timing.EXCHANGED]: seconds of each phase in each process; None in most steps."""
 
     def __repr__(self) -> str:
         empty = (None, False, {})
@@ -103,10 +103,10 @@ class StepInfo(NamedTuple):
 
 
 class Hook(Protocol):
-    """Something to do between steps, when `due(step)`."""
+    """Work between steps, done if `due(step)`."""
 
     phase: str
-    """What its time counts as."""
+    """The phase that its time is counted in."""
 
     def due(self, step: int) -> bool: ...
 
@@ -121,9 +121,9 @@ class Reading(NamedTuple):
     consumed: int
     phases: dict[str, float]
     account: Array | None
-    """float32 [devices, phases]: how long processes took over what, to go along with the step."""
+    """float32 [devices, phases]: seconds of each phase in each process, sent with the step."""
     fresh: bool
-    """Whether that is a new account."""
+    """Whether `account` is new."""
 
     @property
     def rows(self) -> int:
@@ -156,15 +156,15 @@ def run_steps(
 
     Numbers are fetched while the next step runs, so that reporting never holds the devices up; before a hook runs,
     everything up to its step has been yielded. `stopping` says whether this process was asked to stop; it is asked
-    after each step and ends the loop. Of several processes each sends its answer along with a step instead, and all
-    end after the same one, at most three steps after one of them was asked: nothing is exchanged between steps. Every
-    `exchange_every` steps they send along how long they took over what.
+    after each step and ends the loop. Several processes send their answers with a step instead, and all end after the
+    same step, at most three steps after one of them was asked: nothing is exchanged between steps. Every
+    `exchange_every` steps they also send their seconds by phase.
 
-    guard: has suspicious steps run again, and what followed them after that, so that a fault that passes leaves no
-    trace; without one, updates that are not finite are left out and training goes on.
+    guard: runs suspicious steps again, and then the steps that followed them, so a transient fault leaves no trace.
+    Without a guard, updates that are not finite are skipped and training continues.
 
-    activity: is kept up to date about what the loop is doing. stalled: see PhaseTimes. waiting: the rows of a step are
-    awaited in it; StopWaiting, raised there, ends the loop after the step before.
+    activity: records what the loop is doing. stalled: see PhaseTimes. waiting: context in which the rows of a step are
+    awaited; StopWaiting, raised in it, ends the loop after the step before.
     """
     times = PhaseTimes(run.mesh, exchange_every if jax.process_count() > 1 else None, stalled)
     loop = _Loop(run, stopping, guard, activity or Activity(), times)
@@ -202,7 +202,7 @@ def run_steps(
 
 
 class _Loop:
-    """What `run_steps` needs to send a step off and to take its numbers."""
+    """Dispatches the steps of `run_steps` and fetches their numbers."""
 
     def __init__(
         self, run: Any, stopping: Callable[[], bool], guard: Guard | None, activity: Activity, times: PhaseTimes
@@ -210,7 +210,7 @@ class _Loop:
         self.run, self.stopping, self.guard, self.activity = run, stopping, guard, activity
         self.waiting: Callable[[int], AbstractContextManager[Any]] = nullcontext
         activity.step = run.step
-        # Sizes of batches: each has a program of its own, which another process may still compile when it is run here.
+        # Batch sizes. Each has its own program, which another process may still be compiling when it runs here.
         self.compiled: set[int] = set()
         self.landed: set[int] = set()
         self.flags = StopFlags(run.mesh) if jax.process_count() > 1 else None
@@ -228,12 +228,15 @@ class _Loop:
         return Reading(step, batch, consumed, self.times.take_step(), self.times.account(fresh), fresh)
 
     def dispatch(self, reading: Reading, limits: GuardLimits | None = None) -> Flight:
-        """Send a step off, with limits or with those the guard has for it."""
+        """Dispatches a step, with these limits or those of the guard."""
         if limits is None and self.guard is not None:
             limits = self.guard.limits(reading.step)
         phase = STEP if reading.rows in self.compiled else COMPILE
         self.compiled.add(reading.rows)
-        dispatched, running = time.monotonic(), self.activity.phase(phase, reading.step, first=self.untried(reading))
+        dispatched, running = (
+            time.monotonic(),
+            self.activity.phase(phase, reading.step, first=self.is_first_of_size(reading)),
+        )
         with running, jax.set_mesh(self.run.mesh), jax.default_matmul_precision(self.precision):
             control = self.control(reading, limits)
             more = () if all(part is None for part in control) else (control,)
@@ -244,7 +247,7 @@ class _Loop:
         return Flight(reading, limits, metrics, dispatched)
 
     def control(self, reading: Reading, limits: GuardLimits | None) -> StepControl:
-        """What a step takes beside its batch."""
+        """The inputs of a step besides state and batch."""
         return StepControl(
             None if self.flags is None else self.flags(self.stopping()),
             reading.account,
@@ -253,7 +256,7 @@ class _Loop:
         )
 
     def land(self, flights: deque[Flight]) -> StepInfo:
-        """The numbers of the oldest step, which leaves `flights`; if it is to be run again, after that."""
+        """Removes the oldest step from `flights` and returns its report, after its second run if it is run again."""
         flight = flights.popleft()
         info = self.fetch(flight)
         if self.guard is not None and info.rerun:
@@ -262,7 +265,11 @@ class _Loop:
             self.rerun = self.guard.no_rerun
             again = self.dispatch(flight.reading, self.guard.rerun_limits(info.step, info.limits or GuardLimits()))
             second = self.fetch(again)
-            cause = None if isfinite(second.grad_norm) else self.cause(flight.reading.batch, again.limits, second)
+            cause = (
+                None
+                if isfinite(second.grad_norm)
+                else self.nonfinite_weights(flight.reading.batch, again.limits, second)
+            )
             stop, seconds = info.stop or second.stop, info.seconds + second.seconds
             info = second._replace(first_try=info, stop=stop, seconds=seconds, nonfinite=cause)
             flights.extend(self.dispatch(reading) for reading in later)
@@ -270,8 +277,8 @@ class _Loop:
             self.guard.spikes.note(info.step, info.loss)
         return info
 
-    def cause(self, batch: Any, limits: GuardLimits | None, info: StepInfo) -> str:
-        """Whose gradients are not finite in a step that left the weights as they were."""
+    def nonfinite_weights(self, batch: Any, limits: GuardLimits | None, info: StepInfo) -> str:
+        """The weights whose gradients are not finite, in words, for a step that changed no weight."""
         program, factor = self.run.program, np.float32((limits or GuardLimits()).gradient_factor)
         with jax.set_mesh(self.run.mesh), jax.default_matmul_precision(self.precision):
             nonfinite, seen = jax.device_get(
@@ -279,13 +286,13 @@ class _Loop:
             )
         return sentence(nonfinite, program.declared, measurements(program.observed, seen).values())
 
-    def untried(self, reading: Reading) -> bool:
-        """Whether no step of this size is done yet."""
+    def is_first_of_size(self, reading: Reading) -> bool:
+        """Whether no step with this batch size has finished yet."""
         return reading.rows not in self.landed
 
     def fetch(self, flight: Flight) -> StepInfo:
         """Wait for a step."""
-        first = self.untried(flight.reading)
+        first = self.is_first_of_size(flight.reading)
         with self.activity.phase(STEP, flight.reading.step, first=first), self.times.waiting():
             values = jax.device_get(dict(flight.metrics))
         self.activity.step = flight.reading.step

@@ -1,4 +1,4 @@
-"""Which weights' gradients are not finite: asked only about a step that came out so twice."""
+"""Finds the weights whose gradients are not finite, for a step that failed twice."""
 
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
@@ -33,7 +33,7 @@ def make_nonfinite_gradients(
 ) -> NonfiniteGradients:
     """Jitted: whether a gradient has elements that are not finite, by path and, of stacked weights, by row.
 
-    everywhere: the layout of the answers, on all devices alike; options, weight and observed: as of the train step.
+    everywhere: the sharding of a replicated array; options, weight and observed: as in the train step.
     """
 
     def nonfinite_gradients(params: Params, batch: Batch, scale: Array, factor: Array) -> tuple[dict, Params]:
@@ -51,7 +51,7 @@ def sentence(
     nonfinite: Mapping[str, np.ndarray], declared: Mapping[str, ParamSpec], measured: Iterable[Measured] = ()
 ) -> str:
     """Whose gradients are not finite, in words. nonfinite: path -> bool [first dimension]; measured: of the step."""
-    faults = [(one.measure.fault, one.faulty()) for one in measured if one.faulty()]
+    faults = [(each.measure.fault, each.faulty()) for each in measured if each.faulty()]
     faulty = [f"{what} not finite, first in layer {layers[0]} (of {len(layers)})" for what, layers in faults]
     return "; ".join([*faulty, _gradients(nonfinite, declared)])
 

@@ -1,4 +1,4 @@
-"""From a config to everything a run needs."""
+"""Builds a run from a config: mesh, tokenizer, data, program, state and loader."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -34,7 +34,7 @@ from megajax.training.row_work import dealing
 from megajax.training.run_config import RunConfig
 from megajax.training.state import TrainState
 from megajax.training.step import TrainStep
-from megajax.training.summary import number, plain, run_rows, table
+from megajax.training.summary import plain, run_rows, scalar_value, table
 
 type Start = Callable[["Parts", TrainState], TrainState | None]
 """(what is known before there are weights, state of jax.ShapeDtypeStruct) -> the state to go on from; None: fresh."""
@@ -42,16 +42,16 @@ type Start = Callable[["Parts", TrainState], TrainState | None]
 
 @dataclass(frozen=True)
 class Parts:
-    """What a config gives before there are weights."""
+    """The parts of a run that a config determines, without weights."""
 
     cfg: RunConfig
     program: Program
     tokenizer: Tokenizer
     splits: Splits
     sets: Mapping[str, Any]
-    """Further validation sets: rows by name."""
+    """Additional validation sets: row sources by name."""
     replan: Replan | None = None
-    """How parallel.elastic fitted the layout; `cfg` is the result. None: it was not asked for."""
+    """How parallel.elastic fitted the layout; `cfg` is the result. None without parallel.elastic."""
 
     def __repr__(self) -> str:
         splits: Any = self.splits
@@ -59,7 +59,7 @@ class Parts:
         return f"<Parts: cfg, program, tokenizer {type(self.tokenizer).__name__}, splits of {rows} rows>"
 
     def skipped_rows(self) -> dict[str, dict[str, int]]:
-        """Split -> reason -> rows that the row source has left out so far; only splits and reasons that there are."""
+        """Split -> reason -> rows that the row source has left out so far; without empty splits and reasons."""
         sources = {**self.splits._asdict(), **self.sets}
         counts = {name: getattr(source, "skipped", {}) for name, source in sources.items()}
         skipped = {name: {why: int(n) for why, n in each.items() if n} for name, each in counts.items()}
@@ -97,7 +97,7 @@ class Run:
         return table("Run", self._summary())
 
     def _summary(self) -> Sequence[tuple[str, str]]:
-        return run_rows(self.program, number(self.state.step))
+        return run_rows(self.program, scalar_value(self.state.step))
 
     @property
     def program(self) -> Program:
@@ -122,7 +122,7 @@ class Run:
         return int(self.state.step)
 
     def model(self, *arrays: Any, **named: Any) -> Array:
-        """What the module gives with the present weights, by jax.jit: `run.model(tokens)` are next-token logits.
+        """The output of the module with the present weights, by jax.jit: `run.model(tokens)` are next-token logits.
 
         arrays: leaves of the model's schema, in the order of the module's `__call__`; named: the same by their names.
         Any number of rows, and in causal models any number of positions up to what the model allows: both are padded
@@ -264,7 +264,7 @@ def setup(cfg: RunConfig, *, devices: list[jax.Device] | None = None, start: Sta
 
 
 def prepare(cfg: RunConfig, devices: list[jax.Device] | None = None) -> Parts:
-    """Mesh, tokenizer, data and the shape of the model: all that can be wrong is found here."""
+    """Builds mesh, tokenizer, data and the abstract model; raises all errors of the config and its data."""
     devices = find_devices() if devices is None else devices
     replan = None
     try:

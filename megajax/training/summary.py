@@ -1,4 +1,4 @@
-"""What a run, its state and its parts say of themselves at a prompt or as the last line of a notebook's cell."""
+"""The text that a prompt or a notebook shows for a run and its state."""
 
 import html
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ type Rows = Sequence[tuple[str, str]]
 
 
 def run_rows(program: Any, step: int | None) -> Rows:
-    """Model, layout, batch and step of a run. step: steps done; None where the state is no longer there."""
+    """Model, layout, batch and step of a run. step: steps done; None if the state was donated to a later step."""
     cfg, mesh, batch = program.cfg, program.mesh, program.sizes.sizes()[-1]
     model, parallel, device = cfg.model, cfg.parallel, mesh.devices.flat[0]
     microbatches = f"{batch.microbatches} microbatch" + "es" * (batch.microbatches > 1)
@@ -54,8 +54,8 @@ def table(title: str, rows: Rows) -> str:
     return f"<table><caption{left}>{html.escape(title)}</caption>{''.join(cells)}</table>"
 
 
-def number(leaf: Any) -> Any:
-    """The value of a scalar array; None where it has none to show: donated, abstract, traced, on other processes."""
+def scalar_value(leaf: Any) -> Any:
+    """The value of a scalar array; None if it is donated, abstract, traced, or on other processes."""
     if not isinstance(leaf, jax.Array) or isinstance(leaf, Tracer) or leaf.is_deleted() or leaf.ndim:
         return None
     return leaf.item() if leaf.is_fully_replicated else None
@@ -66,7 +66,7 @@ def state_text(state: Any) -> str:
 
     def shown(value: Any) -> str:
         leaves = jax.tree.leaves(value)
-        if len(leaves) == 1 and (value_text := number(leaves[0])) is not None:
+        if len(leaves) == 1 and (value_text := scalar_value(leaves[0])) is not None:
             return str(value_text)
         values = sum(getattr(leaf, "size", 0) for leaf in leaves)
         return f"<{len(leaves)} array{'s' * (len(leaves) != 1)}, {values:,} values>"

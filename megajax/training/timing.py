@@ -1,4 +1,4 @@
-"""Where the time between steps goes, phase by phase, and how that differs over processes."""
+"""The time between steps by phase, and how it differs between processes."""
 
 import time
 from collections.abc import Callable, Generator
@@ -15,11 +15,11 @@ INTEGRITY = "integrity"
 """Checks for silent corruption: timed, and not exchanged."""
 PHASES = (DATA_WAIT, EVALUATION, SAVE)
 HOST, STALLED = "host", "stalled"
-"""Time of a process that is no other phase and no waiting for its devices, and time in which it did not run at all:
-exchanged, to see who keeps the others waiting."""
+"""Time of a process outside of all phases and of waiting for its devices, and time in which it did not run at all. They
+are exchanged to find the process that the others wait for."""
 EXCHANGED = (*PHASES, HOST, STALLED)
 PER_STEP = (DATA_WAIT, HOST, STALLED)
-"""Phases that every step has: of these means per step are told, of others sums."""
+"""Phases of every step: means per step are exchanged for these, sums for others."""
 
 
 class PhaseTimes:
@@ -37,7 +37,7 @@ class PhaseTimes:
 
     @contextmanager
     def measure(self, phase: str) -> Generator[None]:
-        """Count what happens inside as `phase`."""
+        """Counts the time of the block in `phase`."""
         start = time.monotonic()
         try:
             yield
@@ -59,18 +59,18 @@ class PhaseTimes:
         self._since_exchange[phase] = self._since_exchange.get(phase, 0.0) + seconds
 
     def take_step(self) -> dict[str, float]:
-        """Seconds by phase since it was last asked; phases without any are left out."""
+        """Seconds by phase since the last call; phases without any are omitted."""
         seconds, self._since_step = self._since_step, {}
         self._steps += 1
         return seconds
 
     def forget(self) -> None:
-        """Begin a new account; what is known so far is not told. A first step is compiled, and says nothing."""
+        """Starts a new account and drops the current one: the time of a first step includes its compilation."""
         self._since_exchange, self._steps = dict.fromkeys(PHASES, 0.0), 0
         self._waited, self._began, self._stalled_before = 0.0, time.monotonic(), self._stalled_so_far()
 
     def due(self, step: int) -> bool:
-        """Whether seconds are told with this step."""
+        """Whether seconds are exchanged with this step."""
         return self._every is not None and step % self._every == 0
 
     def account(self, fresh: bool) -> Array | None:

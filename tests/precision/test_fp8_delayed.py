@@ -93,7 +93,7 @@ LAYOUTS = {
     "uneven pipeline": ParallelConfig(data=1, pipeline=2, layers=(1, 2)),
     "pipeline, data and tensor": ParallelConfig(data=2, pipeline=2, tensor=2, sequence=True),
 }
-AS_IT_IS = StepControl(limits=np.array(GuardLimits(), np.float32), held=np.bool(False))
+AS_IT_IS = StepControl(limits=np.array(GuardLimits(), np.float32), rerun=np.bool(False))
 ROUNDED = MappingProxyType({**QUICK, "xla_allow_excess_precision": False})
 """Compiler options: bfloat16 is rounded where the program says so, in every program in the same places."""
 MICROBATCHES, STEPS, APART = 6, 20, 1e-2
