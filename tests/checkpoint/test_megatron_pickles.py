@@ -17,8 +17,9 @@ import numpy as np
 import pytest
 
 from megajax.checkpoint.megatron.archive import TorchArchive, memory_map
+from megajax.checkpoint.megatron.names import LazyTensor
 from megajax.checkpoint.megatron.pickles import Name, Record, TensorPlace, read_pickle
-from megajax.checkpoint.megatron.writer import LazyTensor, write_archive, write_archive_to
+from megajax.checkpoint.megatron.writer import write_archive, write_archive_to
 from megajax.config.errors import UserError
 
 

@@ -2,7 +2,6 @@
 
 import secrets
 from collections.abc import Callable
-from typing import Any
 
 from megajax.checkpoint.local.exchange import RemoteSet, SetServer, own_address
 from megajax.checkpoint.local.sets import LocalSet
@@ -73,7 +72,3 @@ class Members:
     def close(self) -> None:
         if self._server is not None:
             self._server.close()
-
-    def __repr__(self) -> str:
-        described: dict[str, Any] = {"process": self.process, "count": self.count}
-        return f"<Members {described}>"

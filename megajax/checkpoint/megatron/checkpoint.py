@@ -10,7 +10,7 @@ import numpy as np
 
 from megajax.checkpoint.megatron.archive import TorchArchive, memory_map
 from megajax.checkpoint.megatron.moments import MASTER, MOMENTS, UnmappedError, rank_moments, updates
-from megajax.checkpoint.megatron.names import WITHOUT_WEIGHTS, NamedParts, Part, unstacked, without_padding
+from megajax.checkpoint.megatron.names import WITHOUT_WEIGHTS, LazyTensor, NamedTensors, unstacked, without_padding
 from megajax.checkpoint.megatron.pickles import Record, TensorPlace
 from megajax.checkpoint.megatron.ranks import RANK, RankTensors, rank_files
 from megajax.checkpoint.megatron.sharded import METADATA, ShardedFolder
@@ -44,11 +44,11 @@ class Contents(Protocol):
         """Of the weights, as tables have them."""
         ...
 
-    def weights(self, wanted: Mapping[str, Mapped]) -> dict[str, Part]:
+    def weights(self, wanted: Mapping[str, Mapped]) -> dict[str, LazyTensor]:
         """By name; of a run in 16 bits the copies in float32, where they are there."""
         ...
 
-    def moments(self, wanted: Mapping[str, Mapped]) -> dict[str, dict[str, Part]]:
+    def moments(self, wanted: Mapping[str, Mapped]) -> dict[str, dict[str, LazyTensor]]:
         """Kind -> name -> moment. Raises UnmappedError."""
         ...
 
@@ -164,12 +164,12 @@ class MegatronCheckpoint:
         return key in self.contents.common or (isinstance(inner, dict) and key in inner)
 
 
-def _padless(where: str, parts: Mapping[str, Part], wanted: Mapping[str, Mapped]) -> NamedParts:
+def _padless(where: str, parts: Mapping[str, LazyTensor], wanted: Mapping[str, Mapped]) -> NamedTensors:
     cut = {
         name: without_padding(name, part, wanted[name].shape()) if name in wanted else part
         for name, part in parts.items()
     }
-    return NamedParts(where, cut)
+    return NamedTensors(where, cut)
 
 
 def _whole(value: Any) -> int:
@@ -225,17 +225,17 @@ class _Ranks:
     def names(self) -> set[str]:
         return set(self._tensors.pieces)
 
-    def weights(self, wanted: Mapping[str, Mapped]) -> dict[str, Part]:
+    def weights(self, wanted: Mapping[str, Mapped]) -> dict[str, LazyTensor]:
         weights = self._tensors.whole(wanted)
         try:
             return weights | self._states(wanted).get(MASTER, {})
         except UnmappedError:
             return weights
 
-    def moments(self, wanted: Mapping[str, Mapped]) -> dict[str, dict[str, Part]]:
+    def moments(self, wanted: Mapping[str, Mapped]) -> dict[str, dict[str, LazyTensor]]:
         return {kind: parts for kind, parts in self._states(wanted).items() if kind in MOMENTS}
 
-    def _states(self, wanted: Mapping[str, Mapped]) -> dict[str, dict[str, Part]]:
+    def _states(self, wanted: Mapping[str, Mapped]) -> dict[str, dict[str, LazyTensor]]:
         states = {file.rank: rank_moments(file) for file in self._files}
         kinds = set.intersection(*(set(state) for state in states.values()))
         return {
@@ -254,7 +254,7 @@ class _Sharded:
         archive = TorchArchive(memory_map(path), str(path))
         self.common = archive.content if isinstance(archive.content, dict) else {}
         self._archive = archive
-        self._folder, self._states = ShardedFolder(folder), dict[str, dict[str, Part]]()
+        self._folder, self._states = ShardedFolder(folder), dict[str, dict[str, LazyTensor]]()
         self._flat = False
         for name, array in self._folder.arrays.items():
             match = OPTIMIZER.match(name)
@@ -262,7 +262,7 @@ class _Sharded:
             kind, rest = (match[1], match[2]) if match else ("", name)
             for each, index in unstacked(rest, array.shape):
                 read: Callable[[], Any] = partial(self._folder.read, name, index)
-                self._states.setdefault(kind, {})[each] = Part(array.shape[len(index) :], array.dtype, read)
+                self._states.setdefault(kind, {})[each] = LazyTensor(array.shape[len(index) :], array.dtype, read)
         if self._flat:
             self._states[""] = {
                 name: part for name, part in self._states[""].items() if not name.startswith(("optimizer.", "chained_"))
@@ -274,12 +274,12 @@ class _Sharded:
     def names(self) -> set[str]:
         return set(self._states.get("", {}))
 
-    def weights(self, wanted: Mapping[str, Mapped]) -> dict[str, Part]:
+    def weights(self, wanted: Mapping[str, Mapped]) -> dict[str, LazyTensor]:
         weights = self._states.get("", {})
         masters = self._states.get(MASTER, {})
         return {name: masters.get(name, part) for name, part in weights.items()}
 
-    def moments(self, wanted: Mapping[str, Mapped]) -> dict[str, dict[str, Part]]:
+    def moments(self, wanted: Mapping[str, Mapped]) -> dict[str, dict[str, LazyTensor]]:
         if self._flat:
             raise UnmappedError("it is in buffers over all weights: save it with --dist-ckpt-optim-fully-reshardable")
         moments = {kind: self._states[kind] for kind in MOMENTS if kind in self._states}

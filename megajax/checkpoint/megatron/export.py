@@ -9,24 +9,15 @@ from typing import Any
 import numpy as np
 
 from megajax.checkpoint.megatron.checkpoint import TRACKER
+from megajax.checkpoint.megatron.names import FUSED_NORMS, LazyTensor
 from megajax.checkpoint.megatron.pickles import Record
 from megajax.checkpoint.megatron.ranks import FILE
 from megajax.checkpoint.megatron.tables import table
-from megajax.checkpoint.megatron.writer import NAMESPACE, LazyTensor, write_archive
+from megajax.checkpoint.megatron.writer import NAMESPACE, write_archive
 from megajax.checkpoint.weights.foreign import WeightSource, declared_by, export_tensor
 from megajax.checkpoint.weights.tensor_table import Mapped, resolved
 
 VERSION = 3.0
-ENGINE_NAMES = tuple(
-    (re.compile(pattern), name)
-    for pattern, name in (
-        (r"\.input_layernorm\.(weight|bias)$", r".self_attention.linear_qkv.layer_norm_\1"),
-        (r"\.self_attention\.q_layernorm\.(weight|bias)$", r".self_attention.linear_q_up_proj.layer_norm_\1"),
-        (r"\.self_attention\.kv_layernorm\.(weight|bias)$", r".self_attention.linear_kv_up_proj.layer_norm_\1"),
-        (r"\.pre_mlp_layernorm\.(weight|bias)$", r".mlp.linear_fc1.layer_norm_\1"),
-    )
-)
-"""Names of norms that Transformer Engine keeps with the matrix behind them."""
 LINEAR = re.compile(r"^(.*\blinear_\w+|output_layer)\.weight$")
 
 
@@ -65,11 +56,11 @@ def write_model(
 
 
 def _engine_name(name: str, names: Mapping[str, str]) -> str:
-    """Of a norm, that with the matrix behind it, where there is this matrix."""
-    for pattern, replacement in ENGINE_NAMES:
-        other = pattern.sub(replacement, name)
-        if other != name and re.sub(r"layer_norm_\w+$", "weight", other) in names:
-            return other
+    """The name that Transformer Engine gives to a norm: it is kept with the matrix behind it, if the model has that."""
+    for matrix, norm in FUSED_NORMS.items():
+        layer, separator, kind = name.rpartition(f".{norm}.")
+        if separator and f"{layer}.{matrix}.weight" in names:
+            return f"{layer}.{matrix}.layer_norm_{kind}"
     return name
 
 

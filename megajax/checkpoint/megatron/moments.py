@@ -32,15 +32,15 @@ def rank_moments(file: RankFile) -> dict[str, list[dict[str, TensorPlace]]]:
         {name: place for name, place in chunk.items() if isinstance(place, TensorPlace) and not name.endswith(BUFFERS)}
         for chunk in file.chunks()
     ]
-    left = [(number, name, place) for number, chunk in enumerate(chunks) for name, place in chunk.items()]
+    rest = [(number, name, place) for number, chunk in enumerate(chunks) for name, place in chunk.items()]
     result: dict[str, list[dict[str, TensorPlace]]] = {}
     optimizers = list(_optimizers(file.archive.content.get("optimizer")))
     apart = any(group.get("is_expert_parallel") for one in optimizers for group in one["param_groups"])
     for optimizer in optimizers:
         states, masters = optimizer["state"], optimizer.get("masters")
         for place, group in enumerate(optimizer["param_groups"]):
-            members = [one for one in left if _belongs(one, group, apart)]
-            left = [one for one in left if one not in members]
+            members = [weight for weight in rest if _belongs(weight, group, apart)]
+            rest = [weight for weight in rest if not _belongs(weight, group, apart)]
             if len(members) != len(group["params"]):
                 raise UnmappedError(f"a group has {len(group['params'])} weights where {len(members)} were expected")
             if masters is not None and len(masters[place]) != len(members):
@@ -54,8 +54,8 @@ def rank_moments(file: RankFile) -> dict[str, list[dict[str, TensorPlace]]]:
                         shape = getattr(value, "shape", None)
                         raise UnmappedError(f"{kind} of {name} has the shape {shape}, the weight {weight.shape}")
                     result.setdefault(kind, [{} for _ in chunks])[number][name] = value
-    if left:
-        raise UnmappedError(f"it has no state of {left[0][1]}")
+    if rest:
+        raise UnmappedError(f"it has no state of {rest[0][1]}")
     return result
 
 

@@ -10,15 +10,18 @@ import numpy as np
 
 from megajax.checkpoint.weights.foreign import Entry
 
+FUSED_NORMS: Mapping[str, str] = {
+    "self_attention.linear_qkv": "input_layernorm",
+    "self_attention.linear_q_up_proj": "self_attention.q_layernorm",
+    "self_attention.linear_kv_up_proj": "self_attention.kv_layernorm",
+    "mlp.linear_fc1": "pre_mlp_layernorm",
+    "mixer.in_proj": "norm",
+}
+"""Matrices of Transformer Engine's layers -> the norm before them, whose gain and bias they keep as layer_norm_*."""
 SPELLINGS = tuple(
     (re.compile(pattern), name)
     for pattern, name in (
-        # Transformer Engine keeps the gain of a norm with the matrix behind it.
-        (r"\.self_attention\.linear_qkv\.layer_norm_(weight|bias)$", r".input_layernorm.\1"),
-        (r"\.self_attention\.linear_q_up_proj\.layer_norm_(weight|bias)$", r".self_attention.q_layernorm.\1"),
-        (r"\.self_attention\.linear_kv_up_proj\.layer_norm_(weight|bias)$", r".self_attention.kv_layernorm.\1"),
-        (r"\.mlp\.linear_fc1\.layer_norm_(weight|bias)$", r".pre_mlp_layernorm.\1"),
-        (r"\.mixer\.in_proj\.layer_norm_(weight|bias)$", r".norm.\1"),
+        *((rf"\.{re.escape(m)}\.layer_norm_(weight|bias)$", rf".{norm}.\1") for m, norm in FUSED_NORMS.items()),
         # Older names.
         (r"\.mixer\.conv1d\.(weight|bias)$", r".mixer.conv1d_\1"),
         (r"^(mtp\.layers\.\d+)\.transformer_layer\.", r"\1.mtp_model_layer."),
@@ -41,18 +44,18 @@ WITHOUT_WEIGHTS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """A tensor, or part of one, that is read when it is needed."""
+class LazyTensor:
+    """A tensor, or part of one, that is read or made when it is needed."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
     read: Callable[[], np.ndarray]
 
 
-class NamedParts:
+class NamedTensors:
     """`megajax.checkpoint.weights.foreign.Tensors` of parts by name."""
 
-    def __init__(self, where: str, parts: Mapping[str, Part]):
+    def __init__(self, where: str, parts: Mapping[str, LazyTensor]):
         self.where, self._parts = where, parts
 
     def entries(self) -> Mapping[str, Entry]:
@@ -62,11 +65,11 @@ class NamedParts:
         return self._parts[name].read()
 
 
-def without_padding(name: str, part: Part, shape: tuple[int, ...]) -> Part:
+def without_padding(name: str, part: LazyTensor, shape: tuple[int, ...]) -> LazyTensor:
     """A tensor as the model has it: of tables by tokens or positions, the first rows, where theirs has more."""
     longer = len(part.shape) == len(shape) and part.shape[0] > shape[0] and part.shape[1:] == shape[1:]
     if longer and (TOKENS.search(name) or POSITIONS.search(name)):
-        return Part(shape, part.dtype, lambda: part.read()[: shape[0]])
+        return LazyTensor(shape, part.dtype, lambda: part.read()[: shape[0]])
     return part
 
 
@@ -110,7 +113,7 @@ MOST_LEVELS = 12
 """Of nested mappings: a mapping may hold itself."""
 
 
-def experts_of(name: str, part: Part, count: int) -> Iterator[tuple[str, Part]]:
+def experts_of(name: str, part: LazyTensor, count: int) -> Iterator[tuple[str, LazyTensor]]:
     """The experts of a tensor of one rank, or the tensor itself, with its number among those of the rank.
 
     count: of the rank's experts.
@@ -125,12 +128,12 @@ def experts_of(name: str, part: Part, count: int) -> Iterator[tuple[str, Part]]:
         for number in range(count):
             read = _packed(part, (count, *inner), number)
             named = f"{match[1]}.local_experts.{number}.linear_fc{match[2]}.weight"
-            yield named, Part(inner[::-1], part.dtype, read)
+            yield named, LazyTensor(inner[::-1], part.dtype, read)
     else:
         yield name, part
 
 
-def _packed(part: Part, shape: tuple[int, ...], number: int) -> Callable[[], np.ndarray]:
+def _packed(part: LazyTensor, shape: tuple[int, ...], number: int) -> Callable[[], np.ndarray]:
     if prod(shape) != prod(part.shape):
         raise ValueError(f"{part.shape} is not a packing of {shape[0]} experts")
     return lambda: part.read().reshape(shape)[number].T

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megajax.checkpoint.megatron.archive import TorchArchive, memory_map
-from megajax.checkpoint.megatron.names import GROUPED, LAYERS, PACKED, TOKENS, Part, experts_of, flattened, plain
+from megajax.checkpoint.megatron.names import GROUPED, LAYERS, PACKED, TOKENS, LazyTensor, experts_of, flattened, plain
 from megajax.checkpoint.megatron.pickles import Record, TensorPlace
 from megajax.checkpoint.weights.tensor_table import Mapped
 from megajax.config.errors import UserError
@@ -112,7 +112,7 @@ class RankTensors:
         self.where = str(Path(files[0].archive.where).parents[1])
         self._files, self._chunks = files, chunks
         self._offsets = self._layer_offsets()
-        self.pieces: dict[str, dict[Rank, Part]] = defaultdict(dict)
+        self.pieces: dict[str, dict[Rank, LazyTensor]] = defaultdict(dict)
         for file in files:
             for number, chunk in enumerate(chunks[file.rank]):
                 for name, place in chunk.items():
@@ -143,9 +143,9 @@ class RankTensors:
                 before += counts[place]
         return offsets
 
-    def _experts(self, file: RankFile, name: str, place: TensorPlace) -> Iterator[tuple[str, Part]]:
+    def _experts(self, file: RankFile, name: str, place: TensorPlace) -> Iterator[tuple[str, LazyTensor]]:
         """The tensors that one of a file stands for, with experts numbered over the model."""
-        part = Part(place.shape, place.dtype, partial(file.archive.view, place))
+        part = LazyTensor(place.shape, place.dtype, partial(file.archive.view, place))
         count = self._local_experts(file)
         try:
             for each, one in experts_of(name, part, count):
@@ -167,13 +167,13 @@ class RankTensors:
         numbers = [int(match[1]) for match in map(LOCAL_EXPERT.search, names) if match]
         return 1 + max([*numbers, *(int(match[2]) for match in map(GROUPED.match, names) if match)], default=0)
 
-    def whole(self, table: Mapping[str, Mapped]) -> dict[str, Part]:
+    def whole(self, table: Mapping[str, Mapped]) -> dict[str, LazyTensor]:
         """Tensors that the ranks' shares make up. table: by name, those of the model; others are left as they are."""
         return {name: self._merged(name, shares, table.get(name)) for name, shares in self.pieces.items()}
 
-    def _merged(self, name: str, shares: Mapping[Rank, Part], wanted: Mapped | None) -> Part:
+    def _merged(self, name: str, shares: Mapping[Rank, LazyTensor], wanted: Mapped | None) -> LazyTensor:
         """By the dimension along which a share is smaller than the tensor; where none is, all ranks have it whole."""
-        by_rank: dict[int, Part] = {}
+        by_rank: dict[int, LazyTensor] = {}
         for rank in sorted(shares):
             by_rank.setdefault(rank.tensor, shares[rank])
         first = next(iter(by_rank.values()))
@@ -197,10 +197,10 @@ class RankTensors:
         sections = [1]
         if INTERLEAVED.search(name):
             sections = [piece.size for piece in wanted.ours(np.broadcast_to(np.int8(0), wanted.shape()))]
-        return Part(shape, first.dtype, partial(_joined, parts, axis, sections))
+        return LazyTensor(shape, first.dtype, partial(_joined, parts, axis, sections))
 
 
-def _joined(parts: list[Part], axis: int, sections: list[int]) -> np.ndarray:
+def _joined(parts: list[LazyTensor], axis: int, sections: list[int]) -> np.ndarray:
     """Shares of ranks, each made up of sections in these proportions."""
     ends = np.cumsum(sections)[:-1]
     arrays = [part.read() for part in parts]

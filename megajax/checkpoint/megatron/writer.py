@@ -2,8 +2,7 @@
 
 import struct
 import zipfile
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from megajax.checkpoint.megatron.archive import LOCAL_HEADER_BYTES
+from megajax.checkpoint.megatron.names import LazyTensor
 from megajax.checkpoint.megatron.pickles import DTYPES, Name, Record
 
 STORAGES: Mapping[np.dtype, str] = {
@@ -19,15 +19,6 @@ STORAGES: Mapping[np.dtype, str] = {
 ALIGNMENT = 64
 """Bytes; storages begin at multiples of it, as torch writes them."""
 ROOT = "archive"
-
-
-@dataclass(frozen=True, slots=True)
-class LazyTensor:
-    """A tensor that is made when it is written."""
-
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    read: Callable[[], np.ndarray]
 
 
 def write_archive(path: Path, content: Any) -> None:
