@@ -37,7 +37,7 @@ LAST_SAVE_TIMEOUT_SECONDS = 5.0
 
 
 class SaveReport(NamedTuple):
-    """A finished save."""
+    """A save that has ended."""
 
     step: int
     blocking_seconds: float
@@ -45,7 +45,9 @@ class SaveReport(NamedTuple):
     total_seconds: float
     """From the call to the commit, including hashing."""
     bytes: int
-    """Size of all files of the step (0 on processes other than 0)."""
+    """Size of all files of the step (0 on processes other than 0); of a local save, of this process's set."""
+    failure: str | None = None
+    """Why a local save was not committed. A failed save to the shared folder raises CheckpointError instead."""
 
 
 class _Save(NamedTuple):

@@ -9,9 +9,9 @@ import jax
 
 from megajax.checkpoint.failures import CheckpointError
 from megajax.checkpoint.local.history import RunHistory
-from megajax.checkpoint.local.manager import LocalCheckpoints, LocalReport
+from megajax.checkpoint.local.manager import LocalCheckpoints
 from megajax.checkpoint.local.reader import LocalReader, NotWhole
-from megajax.checkpoint.manager import CheckpointManager
+from megajax.checkpoint.manager import CheckpointManager, SaveReport
 from megajax.checkpoint.reader import CheckpointReader, say
 from megajax.config.errors import ConfigError, UserError
 from megajax.job.save import note_committed
@@ -147,7 +147,7 @@ class LocalSaves:
                 continue
             note_committed(report, self.event, self.activity, kind="local")
 
-    def _failed(self, report: LocalReport) -> None:
+    def _failed(self, report: SaveReport) -> None:
         local = self.local
         if local is None:
             return

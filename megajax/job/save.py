@@ -12,7 +12,6 @@ from typing import Any
 
 from megajax.checkpoint.boundary import Appointment, StepBoundary
 from megajax.checkpoint.failures import CheckpointError
-from megajax.checkpoint.local.manager import LocalReport
 from megajax.checkpoint.manager import CheckpointManager, SaveReport
 from megajax.config.errors import UserError
 from megajax.resilience.activity import Activity
@@ -179,9 +178,7 @@ class Save:
         return f"{since}. Free space or repair the folder; the same command resumes the run."
 
 
-def note_committed(
-    report: SaveReport | LocalReport, event: Callable[..., None], activity: Activity, **fields: str
-) -> None:
+def note_committed(report: SaveReport, event: Callable[..., None], activity: Activity, **fields: str) -> None:
     """Log a committed save. The newest step counts, whether its checkpoint is shared or local."""
     activity.committed = max(report.step, activity.committed or 0)
     event(

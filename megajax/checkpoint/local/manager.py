@@ -35,24 +35,12 @@ from megajax.checkpoint.local.shards import (
     copy_to_host,
     shards_of_processes,
 )
+from megajax.checkpoint.manager import SaveReport
 from megajax.checkpoint.peers import Peers
 from megajax.checkpoint.reader import Meta, Tree, say
 
 NICE = 10
 """Added to the niceness of the thread that writes, so that it yields to training."""
-
-
-class LocalReport(NamedTuple):
-    """A local save that has ended."""
-
-    step: int
-    blocking_seconds: float
-    """How long the caller of `save` waited, including for an earlier save."""
-    total_seconds: float
-    bytes: int
-    """Written by this process, replicas included."""
-    failure: str | None = None
-    """Why it was not committed; None: it was."""
 
 
 class _Save(NamedTuple):
@@ -97,8 +85,8 @@ class LocalCheckpoints:
         for each in self.folder.adopt(self.members.elsewhere()):
             self.serve(each)
         self._background = futures.ThreadPoolExecutor(1, "megajax local checkpoint", initializer=_yield_to_training)
-        self._current: futures.Future[LocalReport] | None = None
-        self._reports: list[LocalReport] = []
+        self._current: futures.Future[SaveReport] | None = None
+        self._reports: list[SaveReport] = []
         self._saves = 0
         self.failures = 0
         """Failed saves in a row."""
@@ -174,7 +162,7 @@ class LocalCheckpoints:
         )
         self._current = self._background.submit(self._finish, save, time.monotonic() - started)
 
-    def _finish(self, save: _Save, blocking: float) -> LocalReport:
+    def _finish(self, save: _Save, blocking: float) -> SaveReport:
         """The background part of a save."""
         path = self.folder.own / f"{step_name(save.step)}.{self.attempt}{self._saves:04x}.saving"
         failure, size = None, 0
@@ -186,7 +174,7 @@ class LocalCheckpoints:
                 with self._serving:
                     self.served.pop(set_id(save.name, self.members.process), None)
                 shutil.rmtree(path, ignore_errors=True)
-        return LocalReport(save.step, blocking, time.monotonic() - save.started, size, failure)
+        return SaveReport(save.step, blocking, time.monotonic() - save.started, size, failure)
 
     def _write(self, save: _Save, path: Path) -> int:
         def on_all[T](work: Callable[[], T]) -> T:
@@ -235,7 +223,7 @@ class LocalCheckpoints:
         steps = sorted({each.index.info.step for each in self.served.values()})[-self.cfg.keep :]
         return [each for each in list(self.served.values()) if each.index.info.step not in steps]
 
-    def poll(self) -> list[LocalReport]:
+    def poll(self) -> list[SaveReport]:
         """The saves that have ended since the last call, without waiting."""
         if self._current is not None and self._current.done():
             self.wait()
