@@ -127,8 +127,8 @@ class Mamba2(nnx.Module):
         def local(inputs: Inputs, weights: Mapping[str, Mapping[str, Array]], segments: Array | None) -> Array:
             rows = CutRows.of(cut, segments)
             before = {name: rows.last_inputs(inputs[name], reach) for name in ("x", "b", "c")}
-            inputs = {name: rows.apart(each) for name, each in inputs.items()}
-            return rows.together(self.mixed(inputs, weights, rows.runs(), before, cut_rows=rows)[0])
+            inputs = {name: rows.split_chunks(each) for name, each in inputs.items()}
+            return rows.join_chunks(self.mixed(inputs, weights, rows.runs(), before, cut_rows=rows)[0])
 
         of_rows = None if ctx.segments is None else ("batch", "seq")
         island = self.layout.island(local, (INPUT_AXES, self.axes(), of_rows), HEADS)

@@ -68,12 +68,12 @@ class Mamba1(nnx.Module):
         def convolve(x: Array, weights: Mapping[str, Array], segments: Array | None) -> Array:
             rows = CutRows.of(cut, segments)
             before = rows.last_inputs(x, self.cfg.conv_kernel - 1)
-            return rows.together(keeping_inputs(filtered)(rows.apart(x), weights, rows.runs(), before))
+            return rows.join_chunks(keeping_inputs(filtered)(rows.split_chunks(x), weights, rows.runs(), before))
 
         def scan(inputs: Scanned, rates: Mapping[str, Array], segments: Array | None) -> Array:
             rows = CutRows.of(cut, segments)
-            inputs = tuple(rows.apart(each) for each in inputs)
-            return rows.together(self.scanned(inputs, rates, rows.runs(), cut_rows=rows)[0])
+            inputs = tuple(rows.split_chunks(each) for each in inputs)
+            return rows.join_chunks(self.scanned(inputs, rates, rows.runs(), cut_rows=rows)[0])
 
         of_rows = None if ctx.segments is None else ("batch", "seq")
         filters: AxesTree = {name: (*[None] * (w.ndim - 1), "heads") for name, w in weights.items()}

@@ -53,13 +53,13 @@ class CutRows:
         """Whether each device has whole rows."""
         return self.cut.devices == 1
 
-    def apart(self, x: Array) -> Array:
+    def split_chunks(self, x: Array) -> Array:
         """[B, S, ...] -> [B M, L, ...]."""
         count = self.cut.chunks if not self.whole else 1
         return x.reshape(x.shape[0] * count, x.shape[1] // count, *x.shape[2:])
 
-    def together(self, x: Array) -> Array:
-        """The inverse of `apart`."""
+    def join_chunks(self, x: Array) -> Array:
+        """The inverse of `split_chunks`."""
         count = self.cut.chunks if not self.whole else 1
         return x.reshape(x.shape[0] // count, x.shape[1] * count, *x.shape[2:])
 
