@@ -133,14 +133,14 @@ class _Sums(NamedTuple):
     """Values times weights, by tiles of a value head."""
 
     @classmethod
-    def of_nothing(cls, sizes: _Sizes) -> "_Sums":
+    def empty(cls, sizes: _Sizes) -> "_Sums":
         mixed = tuple(jnp.zeros((sizes.queries, tile), jnp.float32) for _, tile in sizes.value_tiles)
         return cls(jnp.full(sizes.queries, -jnp.inf, jnp.float32), jnp.zeros(sizes.queries, jnp.float32), mixed)
 
     @classmethod
-    def of_sink(cls, sink: Any, queries: _Queries, sizes: _Sizes) -> "_Sums":
-        """sink: ref float32 [N], a score of each head without a value; None: of nothing."""
-        nothing = cls.of_nothing(sizes)
+    def with_sink(cls, sink: Any, queries: _Queries, sizes: _Sizes) -> "_Sums":
+        """sink: ref float32 [N], a score of each head without a value; None: empty."""
+        nothing = cls.empty(sizes)
         if sink is None:
             return nothing
         return nothing._replace(highest=triton.load(sink.at[queries.head]) * LOG2_E, total=nothing.total + 1)
@@ -216,7 +216,7 @@ def _sums_of_split(number: Array, q: list[Array], pools: Pools, table: Any, quer
         return _Sums(highest, total, tuple(x * shrink[:, None] + dot_float32(weights, y) for x, y in pairs))
 
     tiles = lax.div(start, _int(sizes.keys)), lax.div(end + sizes.keys - 1, _int(sizes.keys))
-    return lax.fori_loop(*tiles, step, _Sums.of_nothing(sizes))
+    return lax.fori_loop(*tiles, step, _Sums.empty(sizes))
 
 
 def _attention_kernel(
@@ -232,7 +232,7 @@ def _attention_kernel(
         return _sums_of_split(number, q, pools, table, queries, sizes)
 
     if not sizes.spread:
-        sums = _Sums.of_sink(sink, queries, sizes)
+        sums = _Sums.with_sink(sink, queries, sizes)
         lax.fori_loop(first, end, lambda i, sums: sums.plus(of_split(i)), sums).store(outputs[0], queries, sizes)
         return
     number = pl.program_id(1)
@@ -259,7 +259,7 @@ def _merge_kernel(sums_ref: Any, positions: Any, sink: Any, out: Any, *, sizes: 
         highest, total = (triton.load(x.at[at]) for x in (highest_ref, total_ref))
         return sums.plus(_Sums(highest, total, mixed))
 
-    sums = _Sums.of_sink(sink, queries, sizes)
+    sums = _Sums.with_sink(sink, queries, sizes)
     lax.fori_loop(*queries.splits(sizes), add, sums).store(out, queries, sizes)
 
 

@@ -1,4 +1,4 @@
-"""Gradients of a global batch without a pipeline: one microbatch after another, in each one section after another."""
+"""Gradients of a global batch without a pipeline: microbatches one after another, and within each the sections."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -17,14 +17,14 @@ from megajax.training.staged import SplitWeights
 
 
 class Forward(NamedTuple):
-    """The forward pass of a section on one microbatch, and how to go back."""
+    """The forward pass of a section on one microbatch, and its pullbacks."""
 
     ctx: Any
     memory: Array | None
     """The output of the section before."""
     output: Array
     to_layers: Callable | None
-    """Cotangent of `output` -> those of the shared weights and of the layers' output; None where they are the same."""
+    """Cotangent of `output` -> those of the shared weights and of the layers' output; None for the last section."""
     to_inputs: Callable
     """Cotangent of the first layer's input -> those of the shared weights and of `memory`."""
 
@@ -41,10 +41,10 @@ class SectionRun:
         """Context, the first layer's input, and `Forward.to_inputs`."""
         section, ctx = self.section, self.section.context(rows)
 
-        def way_in(shared: Params, memory: Array | None) -> Array:
+        def enter(shared: Params, memory: Array | None) -> Array:
             return section.enter(shared, section.embed(shared, rows), ctx, memory)
 
-        return ctx, *jax.vjp(way_in, self.shared, memory)
+        return ctx, *jax.vjp(enter, self.shared, memory)
 
     def reading(self, memory: Array | None) -> LayerLoop:
         """The loop over layers that read the output of the section before."""
@@ -85,7 +85,7 @@ class SectionRun:
 
 
 def section_runs(weights: Weights, parts: Staged, in_step: Params) -> list[SectionRun]:
-    """Of the weights as they are in a step."""
+    """The sections with the gathered weights of a step."""
     paths = [section.path for section in parts.sections]
     stacked, shared = SplitWeights.of(in_step, paths)
     dtypes = SplitWeights.of(weights.gradient_dtypes(), paths).stacked

@@ -1,7 +1,8 @@
-"""Options of XLA that the installed compiler takes: asked of the compiler itself, by compiling next to nothing.
+"""The XLA options of a run's programs, checked against the installed compiler by compiling an empty program.
 
-An option it does not know, or a value of the wrong kind, it refuses within milliseconds and names what it wants. So no
-list of options is kept here, and a new jax that drops one costs a warning and not the run.
+The compiler refuses an unknown option or a value of the wrong kind within milliseconds, and its message names the kind
+it wants. So there is no list of options to maintain here, and an option that a new jax drops costs a warning, not the
+run.
 """
 
 import mmap
@@ -26,21 +27,21 @@ from megajax.training.run_config import RunConfig
 UNKNOWN = re.compile(r"No such compile option: '(?P<name>[^']*)'")
 WRONG = re.compile(r"While setting option (?P<name>\w+), '.*' is not a valid (?P<kind>\w+) value", re.DOTALL)
 KINDS = {"bool": bool, "int32": int, "int64": int, "uint32": int, "uint64": int, "float": float, "double": float}
-"""What the compiler calls the kind of an option -> how a value of it is read."""
+"""The compiler's name for the kind of an option -> the Python type of its values."""
 OF_JAX = ("optimization_level", "memory_fitting_level")
-"""Options that jax takes under their own names and hands on."""
+"""Options that jax itself checks before it passes them on."""
 
 
 class Refusal(NamedTuple):
-    """What the compiler has against an option."""
+    """An option that the compiler refuses."""
 
     name: str
     kind: str | None
-    """Of value that it wants; None where it does not know the option."""
+    """The kind of value it wants; None for an unknown option."""
 
 
 def default_options(cfg: RunConfig, platform: str) -> list[Option]:
-    """The default options of this config on a platform; none where the platform has no table."""
+    """The default options of this config on a platform; empty for a platform without defaults."""
     defaults = DEFAULTS.get(platform, Defaults())
     options = list(defaults.always)
     if cfg.parallel.data_sharding == "fsdp" and cfg.parallel.pipeline == 1:
@@ -54,18 +55,17 @@ def default_options(cfg: RunConfig, platform: str) -> list[Option]:
 
 
 def run_options(cfg: RunConfig, mesh: Mesh) -> dict[str, Value]:
-    """The options that every program of a run is compiled with, by each process asked of the compiler for one of its
-    own devices.
+    """The compiler options of every program of a run. Each process checks them for one of its own devices.
 
     Raises ConfigError for options given by the user that the compiler refuses.
     """
     devices = list(mesh.devices.flat)
-    device = next((here for here in devices if here.process_index == jax.process_index()), devices[0])
+    device = next((each for each in devices if each.process_index == jax.process_index()), devices[0])
     return accepted_options(compiler_options(*default_options(cfg, device.platform)), cfg.xla.options, device)
 
 
 def inference_options(xla: XlaConfig, device: jax.Device) -> dict[str, Value]:
-    """The options that the steps of text generation are compiled with.
+    """The compiler options of the steps of text generation.
 
     Raises ConfigError for options given by the user that the compiler refuses.
     """
@@ -75,9 +75,9 @@ def inference_options(xla: XlaConfig, device: jax.Device) -> dict[str, Value]:
 
 
 def accepted_options(defaults: Mapping[str, Value], given: Mapping[str, Any], device: jax.Device) -> dict[str, Value]:
-    """The options to compile with for `device`: the defaults it takes, and those given by a user over them.
+    """The compiler options for `device`: the accepted defaults, overridden by the user's options.
 
-    Defaults it refuses are left out with a warning. Raises ConfigError for what it refuses of the given ones.
+    Refused defaults are omitted with a warning. Raises ConfigError for refused options of the user.
     """
     known: dict[str, Value] = dict(defaults)
     while known and (refused := refusal(known, device)) is not None:
@@ -98,9 +98,9 @@ def accepted_options(defaults: Mapping[str, Value], given: Mapping[str, Any], de
 
 
 def refusal(options: Mapping[str, Value], device: jax.Device) -> Refusal | None:
-    """What the compiler refuses first of these options, None where it takes them all; errors of another kind rise.
+    """The first of these options that the compiler refuses; None if it accepts all. Other errors propagate.
 
-    A surrounding `jax.set_mesh` makes no difference.
+    Works inside a surrounding `jax.set_mesh`.
     """
     sharding = jax.sharding.SingleDeviceSharding(device)
     # The devices of an argument must be those of the mesh that surrounds the lowering.
@@ -115,7 +115,7 @@ def refusal(options: Mapping[str, Value], device: jax.Device) -> Refusal | None:
             return Refusal(match["name"], match["kind"])
         raise
     except ValueError:
-        # Those of jax's own are enumerations of its own.
+        # Raised by jax for a wrong value of one of its own options.
         if wrong := [name for name in OF_JAX if name in options]:
             return Refusal(wrong[0], "effort level (O0 to O3)")
         raise
@@ -123,7 +123,7 @@ def refusal(options: Mapping[str, Value], device: jax.Device) -> Refusal | None:
 
 
 def _nothing(x: jax.Array) -> jax.Array:
-    # No kernel: four times faster to compile than one addition on a CPU, and nothing to autotune on a GPU.
+    # Without a kernel it compiles four times faster than an addition on a CPU, and a GPU has nothing to autotune.
     return x
 
 
@@ -134,7 +134,7 @@ class _Refused(Exception):
 
 
 def _typed(name: str, value: Value, device: jax.Device) -> Value:
-    """The value as the compiler wants it. Raises _Refused."""
+    """The value in the type that the compiler wants. Raises _Refused."""
     refused = refusal({name: value}, device)
     if refused is None:
         return value
@@ -152,14 +152,14 @@ def _typed(name: str, value: Value, device: jax.Device) -> Value:
 
 
 def _read(value: Value, kind: type) -> Any:
-    # What was written 1 may be meant as true, and the other way round.
+    # 1 may mean true, and true may mean 1.
     if isinstance(value, bool) and kind is not bool:
         return kind(value)
     return scalar(str(value) if kind is bool else value, kind)
 
 
 def nearest(name: str, device: jax.Device) -> str:
-    """A hint with the options that are spelt most like it and that the compiler takes."""
+    """A hint with the known options of the most similar spelling."""
     name = name if name.startswith("xla_") else f"xla_gpu_{name}"
     family = "_".join(name.split("_")[:2])
     among = [candidate for candidate in candidates() if candidate.startswith(family)]
@@ -167,13 +167,13 @@ def nearest(name: str, device: jax.Device) -> str:
 
 
 def _known(name: str, device: jax.Device) -> bool:
-    # No option has this value: it is refused before anything is compiled, unless it is text.
+    # Refused before anything is compiled, except for an option whose values are text.
     answer = refusal({name: "?"}, device)
     return answer is None or answer.kind is not None
 
 
 def candidates() -> set[str]:
-    """Words in the compiler's library that may be names of options; for hints, so reading all of it is no matter."""
+    """Words in the compiler's library that may be names of options; reads the whole library, for hints only."""
     # Begins with letters, which `re` looks for much faster than for the border of a word: 0.3 s instead of 5.
     option = re.compile(rb"xla_(?<!\wxla_)[a-z0-9_]{3,80}\b")
     names = set()

@@ -44,7 +44,7 @@ class LinearRampConfig:
         ]
 
     def size_problems(self, global_size: int) -> list[Problem]:
-        """What does not fit the size it ends at."""
+        """Conflicts with the final batch size."""
         gap = global_size - self.start
         if gap < 0:
             return [Problem("start", f"start={self.start} is above global_size={global_size}")]
@@ -120,7 +120,7 @@ class StepRampConfig:
         return sorted((_whole(m[1], m[2]), _whole(m[3], m[4])) for m in matches if m)
 
     def size_problems(self, global_size: int) -> list[Problem]:
-        """What does not fit the size it ends at."""
+        """Conflicts with the final batch size."""
         last = self.pairs()[-1][1]
         if last == global_size:
             return []
@@ -173,7 +173,7 @@ class BatchConfig(Builds):
         return problems
 
     def replica_problems(self, replicas: int) -> list[Problem]:
-        """What is wrong with these sizes on `replicas` data-parallel devices."""
+        """Problems of these sizes on `replicas` data-parallel devices."""
         unit = self.micro_size * replicas
         if not 1 <= self.global_size <= LARGEST or unit < 1:
             return []

@@ -1,7 +1,7 @@
-"""What every gradient function does with weights: gather them for a step, and reduce gradients over the data axes once.
+"""The common part of all gradient functions: gather weights for a step, reduce gradients over the data axes once.
 
-One shard_map, manual over every axis but `tensor`, holds the whole computation; the compiler lays out `tensor` by the
-constraints layers state. The gradient functions are `accumulate` and `pipelined`; both are a GradFn.
+The whole computation is one shard_map, manual over every axis but `tensor`; the compiler shards over `tensor` according
+to the constraints of the layers. The gradient functions are `accumulate` and `pipelined`; both are a GradFn.
 """
 
 from collections.abc import Callable, Mapping
@@ -46,7 +46,7 @@ MANUAL = tuple(axis for axis in MESH_AXES if axis != "tensor")
 
 @dataclass(frozen=True)
 class Weights:
-    """How the weights of a model move within a step: from rest to use, and their gradients to the optimizer.
+    """Moves the weights of a model from rest to use within a step, and their gradients to the optimizer.
 
     Observations, among them by path, come as what the state keeps of them; their gradients are what was observed.
     """
@@ -55,11 +55,11 @@ class Weights:
     """Abstract: structure without values."""
     declared: Mapping[str, ParamSpec]
     schema: Schema
-    """The leaves of the batches of training; those of an evaluation may be fewer."""
+    """The leaves of training batches; evaluation batches may have fewer."""
     layout: Layout
     precision: PrecisionConfig
     frozen: frozenset[str] = frozenset()
-    """Paths of weights that are not trained: they have no gradients."""
+    """Paths of frozen weights, which have no gradients."""
 
     def gather_for_step(self, path: str, w: Array, scale: Array) -> Array:
         """Master weight at rest -> compute dtype, gathered to its layout during the step.
@@ -74,7 +74,7 @@ class Weights:
             w = to_compute(w, self.precision)
         w = copy_heads(self.layout, w, axes)
         axes = plan.axes_in_step(axes)
-        moves = _live(moved_axes(plan.params, plan.rules_in_step(axes), axes))
+        moves = _moves_between_devices(moved_axes(plan.params, plan.rules_in_step(axes), axes))
         if moves:
             w = self.layout.island(lambda shard: row_major(gather_shards(shard, moves)), (axes,), axes)(w)
         if not plan.replicated_per_tensor_rank(axes):
@@ -96,7 +96,7 @@ class Weights:
         if plan.replicated_per_tensor_rank(axes):
             g = self.layout.act(g.sum(-2), *axes)
         in_step = plan.rules_in_step(axes)
-        moves = _live(moved_axes(plan.optimizer, in_step, axes))
+        moves = _moves_between_devices(moved_axes(plan.optimizer, in_step, axes))
         done = {axis for over in in_step.dimensions(axes) for axis in over} | {axis for _, axis in moves}
         also = tuple(axis for axis in manual_replicas() if axis not in done)
         if moves or also:
@@ -105,7 +105,7 @@ class Weights:
         return sum_copies(self.layout, to_optimizer(g), *self._heads_at_rest(path))
 
     def _combined(self, path: str, seen: Array, reduction: Reduction) -> Array:
-        """What devices observed, combined over those that hold copies of it."""
+        """An observation, combined over the devices that hold copies of it."""
         axes = self.declared[path].axes
         sharded = {axis for over in self.layout.plan.compute.dimensions(axes) for axis in over}
         over = tuple(axis for axis in manual_replicas() if axis not in sharded)
@@ -118,8 +118,8 @@ class Weights:
         spec = self.declared[path]
         return spec.axes, dict(zip(spec.axes, spec.shape, strict=True)).get(COPIED, 0)
 
-    def cut_over(self, axis: str) -> frozenset[str]:
-        """Paths of the weights that are cut over a mesh axis while they are used."""
+    def sharded_over(self, axis: str) -> frozenset[str]:
+        """Paths of the weights that are sharded over a mesh axis during computation."""
         rules = self.layout.plan.compute
         over = {path: [a for name in spec.axes for a in rules.mesh_axes(name)] for path, spec in self.declared.items()}
         return frozenset(path for path, axes in over.items() if axis in axes)
@@ -193,7 +193,7 @@ def batch_specs(schema: Schema, layout: Layout) -> dict[str, PartitionSpec]:
     return {name: layout.plan.compute.spec(leaf.batch_axes) for name, leaf in schema.items()}
 
 
-def _live(moves: tuple[tuple[int, str], ...]) -> tuple[tuple[int, str], ...]:
+def _moves_between_devices(moves: tuple[tuple[int, str], ...]) -> tuple[tuple[int, str], ...]:
     sizes = manual_axes()
     return tuple((dimension, axis) for dimension, axis in moves if sizes.get(axis, 1) > 1)
 

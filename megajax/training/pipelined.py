@@ -25,7 +25,7 @@ def _stage(
     dtypes = SplitWeights.of(weights.gradient_dtypes(), [section.path]).stacked
     own = stacked[section.path]
     return Stage(
-        schedule, partition, parts, weights.layout, own, shared, weights.cut_over(AXIS), dtypes[section.path], batch
+        schedule, partition, parts, weights.layout, own, shared, weights.sharded_over(AXIS), dtypes[section.path], batch
     )
 
 

@@ -1,4 +1,4 @@
-"""A model as gradient functions see it: cut into the ways in of its sections, their stacks, and the loss."""
+"""Divides a model for gradient functions: the inputs of its sections, their stacks, and the loss."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -18,9 +18,9 @@ from megajax.pipeline.partition import Partition
 from megajax.pipeline.staged import MEMORY, Place, Span, Staged, StagedSection
 
 OTHERS = "stack."
-"""Where a section's weights are that are its stack's and not cut over stages."""
+"""Path prefix of the stack's weights in a section."""
 STACK = OTHERS + BLOCKS
-"""Where a section's stacked weights are."""
+"""Path prefix of the stacked weights in a section."""
 
 
 type Head = Callable[[Any, Array, Rows, Any, LossReduction], Loss]
@@ -33,7 +33,7 @@ def training_loss(model: Model, x: Array, rows: Rows, ctx: Any, reduction: LossR
 
 
 def forward(model: Model, rows: Rows, key: Array | None, reduction: LossReduction, head: Head = training_loss) -> Loss:
-    """The loss of a microbatch [B, ...], whole; not to be differentiated. key: random key, None: deterministic."""
+    """The loss of a microbatch [B, ...], without gradients. key: random key; None: deterministic."""
     x, ctx = last_output(model.sections, rows, key)
     return head(model, x, rows, ctx, reduction)
 
@@ -46,10 +46,10 @@ def staged(
     partition: Partition | None = None,
     loss: Head = training_loss,
 ) -> Staged:
-    """The model (abstract) cut at its stacks.
+    """The abstract model, divided at its stacks.
 
-    key: random key of the run for dropout, None for none; partition: the chunks of a pipeline, None for all layers;
-    loss: what follows the layers.
+    key: random key of the run for dropout, None: no dropout; partition: the chunks of a pipeline, None: one chunk;
+    loss: called with the output of the last section.
     """
     shapes = {path: jax.ShapeDtypeStruct(spec.shape, "float32") for path, spec in declared.items()}
     paths = tuple(model.sections)
@@ -77,7 +77,7 @@ def staged(
             context=lambda rows: section.context(rows, key),
             embed=lambda shared, rows: bound_section(shared).embed(rows),
             enter=lambda shared, x, ctx, memory: bound_section(shared).enter(x, with_memory(ctx, memory)),
-            spans=[_span(one, named(one.unit)) for one in spans],
+            spans=[_span(span, named(span.unit)) for span in spans],
             common=lambda shared: {name: shared[name] for name in shared if name.startswith(own + OTHERS)},
             leave=None if path == paths[-1] else lambda shared, x, ctx: bound_section(shared).leave(x, ctx),
         )
@@ -91,13 +91,13 @@ def staged(
 
 
 def _span(span: StackSpan, unit: Unit) -> Span:
-    """A span of a stack as pipelines know it, with this unit."""
+    """A span of a stack as a span of a pipeline, with this unit."""
     places = [Place(*place) for place in span.places]
     return Span(span.units, span.repeats, unit, span.unroll, places, span.layer, span.counts, span.ring, span.kept_at)
 
 
 class SplitWeights(NamedTuple):
-    """Weights, or other values by path, apart: those of stacks and the others."""
+    """Weights, or other values by path, split into those of stacks and the others."""
 
     stacked: Mapping[str, Mapping[str, Any]]
     """Path of a stack -> by their paths in its blocks."""

@@ -68,7 +68,7 @@ def sources(cut: RowCut, length: int, mask: Mask) -> list[int]:
     return [source for source in range(cut.devices) if source == 0 or needed(source)]
 
 
-def _together[S](sums: S, coming: Array) -> tuple[S, Array]:
+def _end_step[S](sums: S, coming: Array) -> tuple[S, Array]:
     """Ends a step of the ring. Without it the compiler runs all transfers first, and none beside a kernel."""
     return lax.optimization_barrier((sums, coming))
 
@@ -90,7 +90,7 @@ def ring(cut: RowCut, own: Passes, arriving: Passes) -> Passes:
             coming = from_before(cut, held, next_keys) if next_keys else held
             passes, there = arriving if source else own, around.mask_of(source, length)
             new = passes.call_forward(q, held[..., :size], held[..., size:], there, scale=scale, dropout=dropout)
-            sums, held = _together([merge_parts(*sums, new)], coming)
+            sums, held = _end_step([merge_parts(*sums, new)], coming)
         ((out, lse),) = sums
         return out.astype(q.dtype), lse
 
@@ -108,7 +108,7 @@ def ring(cut: RowCut, own: Passes, arriving: Passes) -> Passes:
             keys = held[..., :size], held[..., size:]
             new = passes.call_backward(q, *keys, there, *saved, scale=scale, dropout=dropout)
             new_q, *keyed = (x.astype(jnp.float32) for x in new)
-            (dq, moving), held = _together((dq + new_q, moving + jnp.concatenate(keyed, axis=3)), coming)
+            (dq, moving), held = _end_step((dq + new_q, moving + jnp.concatenate(keyed, axis=3)), coming)
             way = next_sums
         home = moving.astype(k.dtype)
         home = from_before(cut, home, way) if way < cut.devices else home
