@@ -67,13 +67,13 @@ type Background = Callable[[int], AbstractContextManager[Any]]
 
 
 @dataclass
-class _Unread:
-    """The save whose result nobody has asked for."""
+class _Pending:
+    """The last save, until its result is asked for."""
 
     step: int | None = None
     result: futures.Future[SaveReport] | None = None
 
-    def tell(self) -> None:
+    def report_failure(self) -> None:
         """At the end of the program, or when the manager is deleted: say if the last save failed."""
         if self.result is not None and self.result.done() and (error := self.result.exception()) is not None:
             say(str(error))
@@ -107,8 +107,8 @@ class CheckpointManager(CheckpointReader):
         self._saves = 0
         self._watched = background
         self._background = futures.ThreadPoolExecutor(1, thread_name_prefix="megajax checkpoint")
-        self._unread = _Unread()
-        weakref.finalize(self, self._unread.tell)
+        self._pending = _Pending()
+        weakref.finalize(self, self._pending.report_failure)
         # Not by atexit: its functions run after threads have ended that Orbax needs to finish a save.
         threading.__dict__["_register_atexit"](finish_at_exit, weakref.ref(self))  # it has no public name
         self._reports: list[SaveReport] = []
@@ -216,7 +216,7 @@ class CheckpointManager(CheckpointReader):
             # Other processes may have succeeded: the thread informs them, then `wait` raises the error here.
             writing = error
         finished = self._background.submit(self._finish, save, writing, time.monotonic() - started)
-        self._unread.step, self._unread.result = step, finished
+        self._pending.step, self._pending.result = step, finished
         if isinstance(writing, Exception) or not self.cfg.asynchronous:
             self.wait()
         return True
@@ -299,7 +299,7 @@ class CheckpointManager(CheckpointReader):
 
     def poll(self) -> list[SaveReport]:
         """The saves that finished since the last call, without waiting. Raises CheckpointError if one failed."""
-        if self._unread.result is not None and self._unread.result.done():
+        if self._pending.result is not None and self._pending.result.done():
             self.wait()
         reports, self._reports = self._reports, []
         return reports
@@ -307,11 +307,11 @@ class CheckpointManager(CheckpointReader):
     @property
     def saving(self) -> int | None:
         """The step that was last handed to `save`."""
-        return self._unread.step
+        return self._pending.step
 
     def wait(self) -> None:
         """Waits for the save in progress. Raises CheckpointError if it failed; `poll` returns its report."""
-        finished, self._unread.result = self._unread.result, None
+        finished, self._pending.result = self._pending.result, None
         if finished is not None:
             futures.wait([finished])
             self._reports.append(finished.result())
@@ -350,7 +350,7 @@ class CheckpointManager(CheckpointReader):
             self._lock.release()
             self._lock = None
 
-    def _keep(self, step: int) -> Path | None:
+    def _set_aside(self, step: int) -> Path | None:
         kept = None
         if self._peers.first:
             kept = folder.set_aside(self.folder, step, "damaged")
@@ -374,7 +374,7 @@ class CheckpointManager(CheckpointReader):
 def finish_at_exit(reference: weakref.ref[CheckpointManager]) -> None:
     """At the end of a program that did not call `close`: waits for the last save. If it failed, exit code 1."""
     manager = reference()
-    if manager is None or (result := manager._unread.result) is None or result.done():
+    if manager is None or (result := manager._pending.result) is None or result.done():
         return
     say(f"the program ends without close() of its checkpoint manager: waiting for checkpoint step {manager.saving}")
     # Python 3.12.0 and 3.12.1 start no threads any more: Orbax may wait for minutes for what never comes.

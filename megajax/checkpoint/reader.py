@@ -137,12 +137,12 @@ class CheckpointReader:
         self._refused.add(step)
         if self._peers.first:
             say(f"checkpoint step {step} in {self.folder} is damaged and was passed over: {reason}")
-        kept = self._keep(step)
+        kept = self._set_aside(step)
         if self._peers.first:
             self._event("checkpoint_damaged", step=step, why=reason, kept_as=None if kept is None else str(kept))
 
-    def _keep(self, step: int) -> Path | None:
-        """Keeps a damaged step for inspection -> its new path. A reader changes nothing."""
+    def _set_aside(self, step: int) -> Path | None:
+        """Sets a damaged step aside for inspection -> its new path. A reader changes nothing."""
 
 
 def open_checkpoints(path: Path | str) -> tuple[CheckpointReader, int | None]:

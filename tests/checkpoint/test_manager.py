@@ -94,13 +94,13 @@ def test_a_background_failure_is_raised(tmp_path, monkeypatch, how):
 def test_poll_reports_and_raises_without_waiting(tmp_path, monkeypatch):
     with CheckpointConfig().build(tmp_path) as manager:
         manager.save(1, state_of(1))
-        futures.wait([manager._unread.result])
+        futures.wait([manager._pending.result])
         (report,) = manager.poll()
         assert report.step == 1 and 0 < report.blocking_seconds <= report.total_seconds and report.bytes > 64
         assert manager.poll() == []
         monkeypatch.setattr(arrays, "start_writing", lambda path, named: FailsLater())
         manager.save(2, state_of(2))
-        futures.wait([manager._unread.result])
+        futures.wait([manager._pending.result])
         with pytest.raises(CheckpointError, match="step 2"):
             manager.poll()
         assert manager.poll() == []

@@ -74,13 +74,13 @@ class LocalFolder:
                     self.delete(path)
                     continue
                 try:
-                    each = LocalSet.open(path)
+                    local_set = LocalSet.open(path)
                 except Damaged as error:
                     say(f"removed the local checkpoint {path}: {error}")
                     self.delete(path)
                     continue
-                if self._history.includes(each.index.info.attempt, each.index.info.step):
-                    sets.append(each)
+                if self._history.includes(local_set.index.info.attempt, local_set.index.info.step):
+                    sets.append(local_set)
                 else:
                     self.delete(path)
         return sets

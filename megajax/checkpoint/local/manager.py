@@ -82,8 +82,8 @@ class LocalCheckpoints:
         """The sets that this process looks after, by their ids."""
         self.members = Members(self.peers, self.folder.machine, self._offered)
         self.peers.check(lambda: self.members.demand_replicas(cfg.replicas, cfg.jump))
-        for each in self.folder.adopt(self.members.elsewhere()):
-            self.serve(each)
+        for local_set in self.folder.adopt(self.members.elsewhere()):
+            self.serve(local_set)
         self._background = futures.ThreadPoolExecutor(1, "megajax local checkpoint", initializer=_yield_to_training)
         self._current: futures.Future[SaveReport] | None = None
         self._reports: list[SaveReport] = []
@@ -98,16 +98,16 @@ class LocalCheckpoints:
         with self._serving:
             return self.served.get(set_id)
 
-    def serve(self, each: LocalSet) -> None:
+    def serve(self, local_set: LocalSet) -> None:
         """Lets other processes read a set."""
         with self._serving:
-            self.served[each.index.info.id] = each
+            self.served[local_set.index.info.id] = local_set
 
-    def drop(self, each: LocalSet) -> None:
+    def drop(self, local_set: LocalSet) -> None:
         """Deletes a set."""
         with self._serving:
-            self.served.pop(each.index.info.id, None)
-        self.folder.delete(each.path)
+            self.served.pop(local_set.index.info.id, None)
+        self.folder.delete(local_set.path)
 
     @property
     def stopped(self) -> bool:
@@ -122,13 +122,13 @@ class LocalCheckpoints:
         self.history = self.history.begin(self.attempt, first)
         if self.peers.first:
             self.history.write(self.shared)
-        for each in list(self.served.values()):
-            if not self.history.includes(each.index.info.attempt, each.index.info.step):
-                self.drop(each)
+        for local_set in list(self.served.values()):
+            if not self.history.includes(local_set.index.info.attempt, local_set.index.info.step):
+                self.drop(local_set)
         named = arrays.flatten(state)
         self._shards = shards_of_processes(named)
         own = self._shards[self.members.process]
-        missing = frozenset().union(*(self._shards[each] for each in self._sources())) - own
+        missing = frozenset().union(*(self._shards[source] for source in self._sources())) - own
         self.need = byte_count(own | missing, named)
         needs = self.peers.gather((self.members.process, self.need))
         here = sum(size for process, size in needs if process in self.members.together())
@@ -184,8 +184,8 @@ class LocalCheckpoints:
         on_all(lambda: self._write_replicas(save, writer))
         whole = on_all(lambda: writer.finish(self._info(save, writer)))
         self.serve(on_all(lambda: writer.rename(whole, self.folder.own / step_name(save.step))))
-        for each in self._superseded():
-            self.drop(each)
+        for local_set in self._superseded():
+            self.drop(local_set)
         return writer.bytes
 
     def _write_own(self, save: _Save, path: Path) -> SetWriter:
@@ -220,8 +220,8 @@ class LocalCheckpoints:
 
     def _superseded(self) -> list[LocalSet]:
         """All but the newest `keep` steps."""
-        steps = sorted({each.index.info.step for each in self.served.values()})[-self.cfg.keep :]
-        return [each for each in list(self.served.values()) if each.index.info.step not in steps]
+        steps = sorted({local_set.index.info.step for local_set in self.served.values()})[-self.cfg.keep :]
+        return [local_set for local_set in list(self.served.values()) if local_set.index.info.step not in steps]
 
     def poll(self) -> list[SaveReport]:
         """The saves that have ended since the last call, without waiting."""
@@ -269,8 +269,8 @@ class LocalCheckpoints:
     def clear(self) -> None:
         """Deletes all sets of this run: the shared folder has a later step, or the same."""
         self.wait()
-        for each in list(self.served.values()):
-            self.drop(each)
+        for local_set in list(self.served.values()):
+            self.drop(local_set)
         self.folder.remove()
 
     def close(self) -> None:

@@ -61,14 +61,14 @@ class LocalReader:
 
     def newest_whole(self) -> int | None:
         """The newest step with every shard on some process and with its saved SHA-256; None if no step has."""
-        infos = [each.index.info for each in self._local.served.values()]
+        infos = [local_set.index.info for local_set in self._local.served.values()]
         gathered = self._peers.gather([(info.step, info.save, info.processes) for info in infos])
-        for step, save, processes in sorted({tuple(each) for some in gathered for each in some}, reverse=True):
+        for step, save, processes in sorted({tuple(save) for saves in gathered for save in saves}, reverse=True):
             faults = self._damaged(save)
             mine = [
-                Holder(self._members.process, each.index.info.id, each.index.info.parts)
-                for each in self._local.served.values()
-                if each.index.info.save == save
+                Holder(self._members.process, local_set.index.info.id, local_set.index.info.parts)
+                for local_set in self._local.served.values()
+                if local_set.index.info.save == save
             ]
             answers = self._peers.gather((mine, faults))
             holders = [Holder(process, name, tuple(parts)) for some, _ in answers for process, name, parts in some]
@@ -76,27 +76,24 @@ class LocalReader:
             if not missing:
                 self._step, self._holders, self._meta = step, holders, None
                 return step
-            why = "; ".join(
-                [
-                    f"no process has the shards of {', '.join(f'process {each}' for each in sorted(missing))} any more",
-                    *(fault for _, some in answers for fault in some),
-                ]
-            )
+            lost = ", ".join(f"process {process}" for process in sorted(missing))
+            faults = [fault for _, some in answers for fault in some]
+            why = "; ".join([f"no process has the shards of {lost} any more", *faults])
             self.passed_over.append(NotWhole(step, why))
         return None
 
     def _damaged(self, save: str) -> list[str]:
         """Verifies this process's sets of a save; removes the damaged ones -> why."""
         faults = []
-        for each in list(self._local.served.values()):
-            if each.index.info.save != save:
+        for local_set in list(self._local.served.values()):
+            if local_set.index.info.save != save:
                 continue
             try:
-                each.verify()
+                local_set.verify()
             except Damaged as error:
-                faults.append(f"{each.path} is damaged: {error}")
+                faults.append(f"{local_set.path} is damaged: {error}")
                 say(f"removed the local checkpoint {faults[-1]}")
-                self._local.drop(each)
+                self._local.drop(local_set)
         return faults
 
     def meta(self, step: int) -> Meta:
@@ -150,7 +147,7 @@ class _Sources:
         self._local, self._members = local, local.members
         me = self._members.process
         # First those here, then those with the shards of this process's own devices.
-        self._holders = sorted(holders, key=lambda each: (each.process != me, me not in each.parts))
+        self._holders = sorted(holders, key=lambda holder: (holder.process != me, me not in holder.parts))
         self._opened: dict[str, LocalSet | RemoteSet] = {}
         self._stack = ExitStack()
 
