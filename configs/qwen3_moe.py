@@ -18,7 +18,7 @@ from typing import Any
 from megajax.layers.remat import Recompute
 from megajax.mesh.config import ParallelConfig
 from megajax.models.config import DecoderConfig
-from megajax.models.presets.qwen_moe import qwen3_moe
+from megajax.models.presets.qwen import qwen3_moe
 from megajax.optim.config import ScheduleConfig
 from megajax.training.presets import library_debug_config, own_text
 from megajax.training.run_config import RunConfig

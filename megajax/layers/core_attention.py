@@ -14,7 +14,7 @@ from megajax.kernels.context.strategy import over_context
 from megajax.layers.config import AttentionConfig, SelfAttentionConfig
 from megajax.layers.context import Context, fold_rows
 from megajax.layers.param import ZEROS, LayerSettings, param
-from megajax.layers.relative import biases
+from megajax.layers.position import biases
 
 DROPOUT_PLACE = 1
 

@@ -26,7 +26,7 @@ from megajax.kernels.paged_pools import Pools
 from megajax.layers.cache_facts import SCALE
 from megajax.layers.context import Context
 from megajax.layers.core_attention import CoreAttention
-from megajax.layers.relative import bucket
+from megajax.layers.position import bucket
 from megajax.mesh.layout import AxesTree, Layout
 from megajax.mesh.rules import LogicalAxes
 from megajax.precision.quantization import rounded

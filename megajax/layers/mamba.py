@@ -17,8 +17,8 @@ from megajax.kernels.ssd import Scan, causal_conv, gated_norm, ssd, ssd_transiti
 from megajax.layers.config import Mamba1Config, Mamba2Config
 from megajax.layers.context import Context
 from megajax.layers.decoding import Cache, advance_rows, last_inputs
-from megajax.layers.fused import keeping_inputs
 from megajax.layers.param import ONES, ZEROS, LayerSettings, Normal, Uniform, matrix, param
+from megajax.layers.recompute import keeping_inputs
 from megajax.mesh.copies import copy_heads
 from megajax.mesh.layout import AxesTree, Layout
 from megajax.mesh.rules import LogicalAxes

@@ -15,9 +15,9 @@ from megajax.kernels.selective_scan import SelectiveScan, selective_scan, select
 from megajax.layers.config import Mamba1Config
 from megajax.layers.context import Context
 from megajax.layers.decoding import Advance, Cache, advance_rows, last_inputs
-from megajax.layers.fused import keeping_inputs
 from megajax.layers.mamba import Filter, StepBias, counted, filtered
 from megajax.layers.param import ONES, ZEROS, LayerSettings, Normal, Uniform, matrix, param
+from megajax.layers.recompute import keeping_inputs
 from megajax.mesh.layout import AxesTree
 
 CHANNELS = ("batch", "seq", "heads")

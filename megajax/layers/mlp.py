@@ -12,8 +12,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from megajax.layers.config import DenseMLPConfig, MLPConfig
 from megajax.layers.context import Context
-from megajax.layers.fused import keeping_inputs
 from megajax.layers.param import ZEROS, LayerSettings, Normal, matrix, param
+from megajax.layers.recompute import keeping_inputs
 
 
 def gelu_tanh(x: Array) -> Array:

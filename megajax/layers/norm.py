@@ -12,8 +12,8 @@ from flax import nnx
 from jax import Array, lax
 
 from megajax.layers.config import IdentityNormConfig, L2NormConfig, LayerNormConfig, LayerScaleConfig, RMSNormConfig
-from megajax.layers.fused import keeping_inputs
 from megajax.layers.param import ONES, ZEROS, Constant, LayerSettings, param
+from megajax.layers.recompute import keeping_inputs
 
 
 class LayerNorm(nnx.Module):

@@ -19,6 +19,7 @@ from megajax.layers.context import Context
 from megajax.layers.decoding import Cache
 from megajax.layers.lora import drop_inputs
 from megajax.layers.param import LayerSettings, bind, path_of, stacked
+from megajax.layers.recompute import recomputed
 from megajax.layers.remat import Recomputing, SavePolicy
 from megajax.layers.runs import common_runs
 from megajax.layers.segments import SegmentsConfig
@@ -89,23 +90,6 @@ class Span(NamedTuple):
     """Spans that save the same kind of tensors, in different chunks, may share where they are kept."""
     kept_at: PerChunk = 0
     """Where those of the first unit are among them."""
-
-
-def recomputed(layer: Callable, policy: SavePolicy) -> Callable:
-    """A layer function that saves for the backward pass only what the policy says."""
-    policies = jax.checkpoint_policies
-    if policy.parts is None:
-        return layer
-    if policy.moved:
-        saveable = policies.save_and_offload_only_these_names(
-            names_which_can_be_saved=list(policy.saved),
-            names_which_can_be_offloaded=list(policy.moved),
-            offload_src="device",
-            offload_dst="pinned_host",
-        )
-    else:
-        saveable = policies.save_only_these_names(*policy.saved)
-    return jax.checkpoint(layer, policy=saveable, prevent_cse=False)
 
 
 RECOMPUTING = Recomputing()

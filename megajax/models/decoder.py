@@ -19,7 +19,7 @@ from megajax.layers.embedding import (
     vocabulary_token_scores,
 )
 from megajax.layers.param import LayerSettings, Normal, param
-from megajax.layers.stack import recomputed
+from megajax.layers.recompute import recomputed
 from megajax.mesh.layout import Layout
 from megajax.models.config import DecoderConfig
 from megajax.models.prediction import mtp_targets, shifted

@@ -19,7 +19,7 @@ from megajax.checkpoint.weights.tensor_table import resolved
 from megajax.config.errors import UserError
 from megajax.layers.config import RopeConfig, YarnScalingConfig
 from megajax.models.config import PredictionConfig
-from megajax.models.presets import deepseek, gpt_oss, llama, mixtral, qwen, qwen_moe
+from megajax.models.presets import deepseek, gpt_oss, llama, mixtral, qwen
 
 type Shapes = dict[str, tuple[int, ...]]
 
@@ -166,7 +166,7 @@ PRESETS = {
     "qwen2": (qwen.qwen2, qwen.QWEN2),
     "qwen3": (qwen.qwen3, qwen.QWEN3),
     "mixtral": (mixtral.mixtral, mixtral.MIXTRAL),
-    "qwen3_moe": (qwen_moe.qwen3_moe, qwen_moe.QWEN3_MOE),
+    "qwen3_moe": (qwen.qwen3_moe, qwen.QWEN3_MOE),
     "deepseek_v3": (deepseek.deepseek, ("debug", "v3")),
     "deepseek_v2": (deepseek.deepseek, ("v2-lite",)),
     "gpt_oss": (gpt_oss.gpt_oss, gpt_oss.GPT_OSS),
@@ -189,7 +189,7 @@ def test_our_sizes_have_a_config(kind: str) -> None:
         ("qwen2", qwen.qwen2("7b"), 339),
         ("mixtral", mixtral.mixtral("8x7b"), 995),
         pytest.param("deepseek_v2", deepseek.deepseek("v2-lite"), 5291, marks=pytest.mark.slow),
-        pytest.param("qwen3_moe", qwen_moe.qwen3_moe("30b-a3b"), 18867, marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", qwen.qwen3_moe("30b-a3b"), 18867, marks=pytest.mark.slow),
     ],
 )
 def test_released_sizes_have_as_many_tensors_as_their_indices_list(kind: str, model: Any, tensors: int) -> None:

@@ -21,7 +21,7 @@ from megajax.layers.config import (
 )
 from megajax.layers.context import Context
 from megajax.layers.param import LayerSettings, bind, specs
-from megajax.layers.relative import bucket
+from megajax.layers.position import bucket
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.rules import Plan

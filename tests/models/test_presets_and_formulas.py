@@ -31,8 +31,7 @@ from megajax.models.presets.gpt_oss import GPT_OSS, gpt_oss
 from megajax.models.presets.llama import LLAMA2, LLAMA3, llama2, llama3
 from megajax.models.presets.mamba import MAMBA2, NEMOTRON_H, mamba2, nemotron_h
 from megajax.models.presets.mixtral import MIXTRAL, mixtral
-from megajax.models.presets.qwen import QWEN2, QWEN3, qwen2, qwen3
-from megajax.models.presets.qwen_moe import QWEN3_MOE, qwen3_moe
+from megajax.models.presets.qwen import QWEN2, QWEN3, QWEN3_MOE, qwen2, qwen3, qwen3_moe
 
 EVERYTHING = DecoderConfig(
     hidden=48,

@@ -25,7 +25,7 @@ from megajax.layers.remat import Part
 class CrossAttentionConfig(AttentionConfig):
     """Attention whose keys and values are made of the output of the section before."""
 
-    target: ClassVar[str] = "megajax.layers.cross_attention:CrossAttention"
+    target: ClassVar[str] = "megajax.layers.attention:CrossAttention"
     causal: bool = False
     """Positions of two sequences have no order."""
 

@@ -75,7 +75,7 @@ class YarnScalingConfig:
 class RopeConfig(Builds):
     """Rotary positions (Su et al. 2021)."""
 
-    target: ClassVar[str] = "megajax.layers.rope:Rope"
+    target: ClassVar[str] = "megajax.layers.position:Rope"
     base: float = 10000.0
     """Wavelengths run from 2 pi to 2 pi * base."""
     scaling: Llama3ScalingConfig | YarnScalingConfig | None = None
@@ -110,7 +110,7 @@ class RopeConfig(Builds):
 class RelativeBiasConfig(Builds):
     """A learned bias of scores by head and distance (T5, Raffel et al. 2020, section 2.1)."""
 
-    target: ClassVar[str] = "megajax.layers.relative:RelativeBias"
+    target: ClassVar[str] = "megajax.layers.position:RelativeBias"
     buckets: int = 32
     """Buckets of distances: half of them hold one distance each, the others logarithmically wider ranges."""
     distance: int = 128

@@ -1,8 +1,16 @@
-"""Qwen 2.5 (Qwen team 2024, table 1) and the dense Qwen 3 (Qwen team 2025, table 1), sizes of the released configs."""
+"""Qwen 2.5 (Qwen team 2024, table 1) and Qwen 3 (Qwen team 2025, tables 1 and 2), sizes of the released configs."""
 
 from typing import Any
 
-from megajax.layers.config import AttentionConfig, BlockConfig, GatedMLPConfig, RMSNormConfig, RopeConfig
+from megajax.layers.config import (
+    AttentionConfig,
+    BlockConfig,
+    GatedMLPConfig,
+    MoEConfig,
+    RMSNormConfig,
+    RopeConfig,
+    RouterConfig,
+)
 from megajax.models.config import DecoderConfig
 from megajax.models.presets.sizes import Size, decoder, pick
 
@@ -30,6 +38,12 @@ QWEN3 = {
     "32b": Size(64, 5120, 64, 8, 25600, False, RELEASED),
 }
 
+QWEN3_MOE = {
+    "debug": Size(4, 64, 4, 2, 32, head_dim=16, experts=16, top_k=4),
+    "30b-a3b": Size(48, 2048, 32, 4, 768, head_dim=128, experts=128, top_k=8),
+    "235b-a22b": Size(94, 4096, 64, 4, 1536, head_dim=128, experts=128, top_k=8),
+}
+
 NORM = RMSNormConfig(epsilon=1e-6)
 
 
@@ -42,6 +56,26 @@ def qwen3(size: str, *, sequence_length: int = 32768, vocabulary_size: int | Non
     """Qwen 3: normalised queries and keys, heads of 128 for every width. Raises UserError for an unknown size."""
     head_dim = 16 if size == "debug" else 128
     return _qwen(pick("qwen3", QWEN3, size), sequence_length, vocabulary_size, head_dim=head_dim, qk_norm=NORM)
+
+
+def qwen3_moe(size: str, *, sequence_length: int = 32768, vocabulary_size: int = RELEASED) -> DecoderConfig:
+    """Qwen 3 with experts instead of MLPs, and no shared one. Raises UserError for an unknown size.
+
+    Balanced by a loss over the whole batch, as the report says, with the coefficient of the released configs.
+    """
+    row = pick("qwen3_moe", QWEN3_MOE, size)
+    rope = RopeConfig(base=1000000.0)
+    block = BlockConfig(
+        mixer=AttentionConfig(heads=row.heads, kv_heads=row.kv_heads, head_dim=row.head_dim, rope=rope, qk_norm=NORM),
+        mlp=MoEConfig(
+            experts=row.experts,
+            top_k=row.top_k,
+            expert=GatedMLPConfig(ffn=row.ffn),
+            router=RouterConfig(global_loss=0.001),
+        ),
+        norm=NORM,
+    )
+    return decoder(row, block, sequence_length=sequence_length, vocabulary_size=vocabulary_size)
 
 
 def _qwen(size: Size, sequence_length: int, vocabulary_size: int | None, **attention: Any) -> DecoderConfig:

@@ -1,0 +1,33 @@
+"""Functions whose intermediate results are recomputed in the backward pass."""
+
+from collections.abc import Callable
+
+import jax
+
+from megajax.layers.remat import SavePolicy
+
+
+def recomputed(layer: Callable, policy: SavePolicy) -> Callable:
+    """A layer function that saves for the backward pass only what the policy says."""
+    policies = jax.checkpoint_policies
+    if policy.parts is None:
+        return layer
+    if policy.moved:
+        saveable = policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=list(policy.saved),
+            names_which_can_be_offloaded=list(policy.moved),
+            offload_src="device",
+            offload_dst="pinned_host",
+        )
+    else:
+        saveable = policies.save_only_these_names(*policy.saved)
+    return jax.checkpoint(layer, policy=saveable, prevent_cse=False)
+
+
+def keeping_inputs[**P, R](f: Callable[P, R]) -> Callable[P, R]:
+    """f, saving only its arguments for the backward pass and recomputing the rest, whatever the layer's policy.
+
+    For functions that the compiler fuses: the backward kernel reads the arguments again, where it would otherwise read
+    each intermediate result, written in float32 if f computes in it.
+    """
+    return jax.checkpoint(f, prevent_cse=False)
