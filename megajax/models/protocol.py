@@ -185,12 +185,6 @@ class EarlierSection(Section, Protocol):
         ...
 
 
-class Reducing(Protocol):
-    """How the losses of a microbatch become sums; `megajax.models.reduction.LossReduction`."""
-
-    def __call__(self, losses: Array, weights: Array) -> Loss: ...
-
-
 class Model(Protocol):
     """An nnx.Module whose weights are made by `megajax.layers.param.param`."""
 
