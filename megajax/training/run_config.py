@@ -1,6 +1,6 @@
 """A whole run as one frozen tree, and the checks that need more than one of its parts."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from math import lcm
@@ -117,6 +117,11 @@ COMMON = (
 type Check = Callable[[RunConfig, int | None], Iterator[Problem]]
 
 
+def _under(part: str, problems: Iterable[Problem]) -> Iterator[Problem]:
+    """Problems of a part of the config, with the names of its settings in the whole."""
+    return (replace(problem, where=f"{part}.{problem.where}".rstrip(".")) for problem in problems)
+
+
 def _known_devices(cfg: RunConfig, devices: int | None) -> int | None:
     """Devices the mesh will have, where that can be told."""
     if cfg.parallel.data is not None:
@@ -149,8 +154,7 @@ def _positive(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
 
 def _devices(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
     if devices is not None and not cfg.parallel.problems():
-        for problem in cfg.parallel.device_problems(devices):
-            yield replace(problem, where=f"parallel.{problem.where}".rstrip("."))
+        yield from _under("parallel", cfg.parallel.device_problems(devices))
 
 
 def _pipeline(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
@@ -204,8 +208,7 @@ def _model(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
     total = _known_devices(cfg, devices)
     known = total is not None and not cfg.parallel.problems()
     shards = cfg.replicas(total) * cfg.parallel.context if known else None
-    for problem in cfg.model.parallel_problems(cfg.parallel, shards):
-        yield replace(problem, where=f"model.{problem.where}")
+    yield from _under("model", cfg.model.parallel_problems(cfg.parallel, shards))
 
 
 def _context(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
@@ -268,18 +271,16 @@ def _batch(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
     total = _known_devices(cfg, devices)
     if total is None or cfg.parallel.problems():
         return
-    for problem in cfg.batch.replica_problems(cfg.replicas(total)):
-        yield Problem(f"batch.{problem.where}", problem.what, problem.hint)
+    yield from _under("batch", cfg.batch.replica_problems(cfg.replicas(total)))
 
 
 def _schedule(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
     total = _known_devices(cfg, devices)
     fits = total is not None and _has_sizes(cfg, total)
     samples = cfg.batch_sizes(cfg.replicas(total or 1)).samples if fits else None
-    for problem in cfg.schedule.run_problems(steps=cfg.steps, global_size=cfg.batch.global_size, samples=samples):
-        yield Problem(f"schedule.{problem.where}", problem.what, problem.hint)
-    for problem in cfg.optimizer.rate_problems(cfg.schedule):
-        yield Problem(f"optimizer.{problem.where}", problem.what, problem.hint)
+    length = {"steps": cfg.steps, "global_size": cfg.batch.global_size}
+    yield from _under("schedule", cfg.schedule.run_problems(**length, samples=samples))
+    yield from _under("optimizer", cfg.optimizer.rate_problems(cfg.schedule))
 
 
 def _profile(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
