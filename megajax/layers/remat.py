@@ -70,7 +70,7 @@ class Recomputing:
     layers_per_checkpoint: int = 1
     offload: tuple[Part, ...] = ()
 
-    def again(self) -> tuple[Part, ...]:
+    def recomputed_parts(self) -> tuple[Part, ...]:
         """Parts that are recomputed; () for none."""
         if isinstance(self.recompute, tuple):
             return self.recompute
@@ -82,16 +82,16 @@ class Recomputing:
         """Of layers that recompute."""
         if self.recompute == "none":
             return SavePolicy(parts=None)
-        again = self.again()
+        recomputed = self.recomputed_parts()
         return SavePolicy(
-            parts=tuple(part for part in PARTS if part not in again),
+            parts=tuple(part for part in PARTS if part not in recomputed),
             offloaded=tuple(part for part in PARTS if part in self.offload),
             layers_per_checkpoint=self.layers_per_checkpoint,
         )
 
     def lighter_policy(self) -> SavePolicy:
         """Of the layers beyond `layers`: they recompute one step less."""
-        lighter = "none" if set(self.again()) <= set(SELECTIVE) else "selective"
+        lighter = "none" if set(self.recomputed_parts()) <= set(SELECTIVE) else "selective"
         return replace(self, recompute=lighter, layers_per_checkpoint=1, offload=()).policy()
 
     def keeps_all(self) -> bool:
@@ -100,17 +100,17 @@ class Recomputing:
 
     def problems(self) -> list[Problem]:
         """With `where` as the names of this class's fields."""
-        again, written = self.again(), words(self.recompute)
-        problems = _named_twice("recompute", again) + _named_twice("offload", self.offload)
-        if not again and self.recompute != "none":
+        recomputed, written = self.recomputed_parts(), words(self.recompute)
+        problems = _named_twice("recompute", recomputed) + _named_twice("offload", self.offload)
+        if not recomputed and self.recompute != "none":
             problems.append(Problem("recompute", "names no part", "write none, which saves all that gradients need"))
-        if "input" in again:
+        if "input" in recomputed:
             problems.append(Problem("recompute", "input is what everything else is computed from", "leave it out"))
-        lost = [part for part in self.offload if part in again]
+        lost = [part for part in self.offload if part in recomputed]
         if lost:
-            left = ", ".join(part for part in PARTS if part not in again)
+            saved = ", ".join(part for part in PARTS if part not in recomputed)
             problems.append(
-                Problem("offload", f"{', '.join(lost)} is recomputed with recompute={written}", f"saved: {left}")
+                Problem("offload", f"{', '.join(lost)} is recomputed with recompute={written}", f"saved: {saved}")
             )
         if self.offload and self.recompute == "none":
             problems.append(

@@ -143,7 +143,7 @@ def apply(choice: Choice, cfg: RunConfig) -> RunConfig:
         layers=choice.recompute_layers,
         layers_per_checkpoint=before.layers_per_checkpoint if choice.recompute == "full" else 1,
     )
-    again = recomputing.again()
+    again = recomputing.recomputed_parts()
     offload = () if choice.recompute == "none" else tuple(part for part in before.offload if part not in again)
     return cfg.but(
         parallel=parallel,
