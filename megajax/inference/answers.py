@@ -1,4 +1,4 @@
-"""The answers of a request while they are made: results of the device become pieces of text.
+"""The answers of a request while they are generated: results of the device become pieces of text.
 
 How the next tokens of its rows are chosen is the kind of object that a request gets: `Answers` takes what the device
 sampled, `BestAnswers` keeps the pieces until all have ended, and `BeamAnswers` searches.
@@ -15,13 +15,13 @@ from megajax.inference.sampling.beams import Beam, BeamSearch, Finished
 from megajax.inference.scheduler import Row, Scheduler
 
 
-class Making:
-    """The answers of a request in the making.
+class ActiveRequest:
+    """A request that is not finished.
 
     Attributes:
         prompt_scores: of the prompt, as far as it was computed; the first token has none.
-        tokens: made so far, in all answers.
-        faults: of the request's own.
+        tokens: generated so far, in all answers.
+        faults: of this request alone.
     """
 
     def __init__(self, request: Request, scheduler: Scheduler):
@@ -44,13 +44,13 @@ class Making:
         """Ends the row without another token."""
         raise NotImplementedError
 
-    def take(self, row: Row, done: int, result: Sampled) -> None:
-        """A result of the device. done: tokens of the row that were computed."""
+    def take(self, row: Row, computed: int, result: Sampled) -> None:
+        """A result of the device. computed: tokens of the row up to the end of the step."""
         if row.unscored:
-            last = min(done + 1, row.prompt)
+            last = min(computed + 1, row.prompt)
             self.prompt_scores[last - len(result.prompt) :] = result.prompt
-            row.unscored = done < row.prompt
-        complete = done == len(row.tokens)
+            row.unscored = computed < row.prompt
+        complete = computed == len(row.tokens)
         if not result.finite or (complete and result.token < 0):
             self.faults += 1
             self.end(row, "error")
@@ -86,7 +86,7 @@ class Making:
 
 @dataclass(eq=False)
 class Choice:
-    """One answer in the making."""
+    """One answer that is not finished."""
 
     number: int
     row: Row
@@ -95,7 +95,7 @@ class Choice:
     """Sum over its tokens."""
 
 
-class Answers(Making):
+class Answers(ActiveRequest):
     """Answers that do not depend on each other, which are delivered token by token."""
 
     def __init__(self, request: Request, rows: Sequence[Row], texts: Sequence[TextStream], scheduler: Scheduler):
@@ -119,7 +119,7 @@ class Answers(Making):
         choice.logprob += result.logprob
         if row.guide is not None:
             row.guide = row.guide.after(token)
-        if row.made == max(1, sampling.min_tokens):
+        if row.generated == max(1, sampling.min_tokens):
             choice.text.watch(sampling.stop)
         text = "" if token in row.ends else choice.text.add(token)
         ended = token in row.ends or choice.text.stopped or len(row.tokens) >= row.limit
@@ -158,7 +158,7 @@ class BestAnswers(Answers):
 
     def _send(self, choice: Choice, piece: Piece) -> None:
         self._answers[choice.number].add(piece)
-        self._logprobs[choice.number] = choice.logprob / max(1, choice.row.made)
+        self._logprobs[choice.number] = choice.logprob / max(1, choice.row.generated)
         if not self._choices:
             deliver_best(self.request, self._ranked(), self._answers[0].prompt_scores)
 
@@ -171,7 +171,7 @@ class BestAnswers(Answers):
         return [self._answers[number] for number in sorted(range(len(self._answers)), key=order)]
 
 
-class BeamAnswers(Making):
+class BeamAnswers(ActiveRequest):
     """A beam search, whose answers are delivered at its end.
 
     Each running beam is a row. A beam that was computed waits for the others, however the scheduler interleaves or
@@ -206,7 +206,7 @@ class BeamAnswers(Making):
 
     def _advance(self) -> None:
         parents, results = self._beams, [self._results[row] for row in self._beams]
-        running = self._search.advance([result.top for result in results], parents[0].barred)
+        running = self._search.advance([result.top for result in results], parents[0].forbidden)
         if self.request.sampling.logprobs is not None:
             self._note_scores(parents, results, running)
         rows: list[Row] = []

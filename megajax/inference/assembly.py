@@ -3,6 +3,7 @@
 import os
 import re
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -64,31 +65,29 @@ def choose_kernel(kernel: PagedKernel, model: ModelConfig, compute: str, stored:
     return choose_paged(kernel, requests, local_device(), "inference.kernel").kernel
 
 
-def cache_size(own: InferenceConfig, length: int, model: LoadedModel, dtype: str) -> CacheSize:
+def cache_size(config: InferenceConfig, length: int, model: LoadedModel, dtype: str) -> CacheSize:
     """Blocks of each replica: those of the settings, or what the devices have room for beside the weights.
 
     length: most tokens of a row. Raises UserError where that is less than a block.
     """
-    rows = max(2, own.rows)
-    if own.cache_tokens is not None:
-        return CacheSize(blocks=own.cache_tokens // own.block, block=own.block, slots=rows)
-    one = CacheSize(blocks=1, block=own.block, slots=rows)
+    rows, needed = max(2, config.rows), max(2, config.rows) * -(-length // config.block)
+    size = CacheSize(blocks=needed, block=config.block, slots=rows)
+    if config.cache_tokens is not None:
+        return replace(size, blocks=config.cache_tokens // config.block)
     shape = model.mesh.shape
     leaves, replicas = model.cfg.cache_leaves(shape["tensor"]), shape["data"] * shape["expert"]
-    like = like_cache(leaves, one, dtype, model.mesh, model.layout, replicas)
+    like = like_cache(leaves, replace(size, blocks=1), dtype, model.mesh, model.layout, replicas)
     bytes_of = {leaf: shard_bytes(like[leaf.name]) for leaf in stored_leaves(leaves, dtype)}
-    of_block = sum(size for leaf, size in bytes_of.items() if leaf.per == "token")
-    of_rows = sum(size for leaf, size in bytes_of.items() if leaf.per == "row")
-    free = free_memory(list(model.mesh.devices.flat))
-    needed = rows * -(-length // own.block)
+    of_block = sum(count for leaf, count in bytes_of.items() if leaf.per == "token")
+    of_rows = sum(count for leaf, count in bytes_of.items() if leaf.per == "row")
     if not of_block:
-        return CacheSize(blocks=needed, block=own.block, slots=rows)
-    blocks = int((free.bytes * (own.memory_share if free.counted else CPU_SHARE) - of_rows) // of_block)
+        return size
+    free = free_memory(list(model.mesh.devices.flat))
+    blocks = int((free.bytes * (config.memory_share if free.counted else CPU_SHARE) - of_rows) // of_block)
     if blocks < 1:
-        what = f"{byte_size(free.bytes)} are free on a device, and a block of {own.block} tokens takes"
+        what = f"{byte_size(free.bytes)} are free on a device, and a block of {config.block} tokens takes"
         raise UserError(f"the cache has no room: {what} {byte_size(of_block)}. Use more devices (parallel.tensor)")
-    most = LARGEST_POOL // own.block if free.counted else needed
-    return CacheSize(blocks=min(blocks, most), block=own.block, slots=rows)
+    return replace(size, blocks=min(blocks, LARGEST_POOL // config.block if free.counted else needed))
 
 
 def shard_bytes(like: jax.ShapeDtypeStruct) -> int:

@@ -15,7 +15,7 @@ from threading import Lock
 from typing import Any
 
 from megajax.config.errors import Problem, UserError
-from megajax.inference.answers import Answers, BeamAnswers, BestAnswers, Making, seed_of
+from megajax.inference.answers import ActiveRequest, Answers, BeamAnswers, BestAnswers, seed_of
 from megajax.inference.detokenizer import Detokenizer
 from megajax.inference.device import Device, Sampled
 from megajax.inference.pool import Pool
@@ -94,8 +94,7 @@ class Engine:
             )
             for _ in range(device.replicas)
         ]
-        own = () if tokenizer is None else {tokenizer.eod, tokenizer.specials.get("eos", tokenizer.eod)}
-        self.ends = frozenset(own if ends is None else ends)
+        self.ends = (ends_of(tokenizer) if tokenizer else frozenset()) if ends is None else frozenset(ends)
         self.finite = True
         """Whether a row of the last step had finite logits."""
         self.failed = False
@@ -103,7 +102,7 @@ class Engine:
         self._detokenizer, self._draw, self._guide = Detokenizer(tokenizer), random.Random(seed), guide
         self._numbers, self._guiding = count(), Lock()
         self._open: dict[str, int] = {}
-        self._making: dict[int, Making] = {}
+        self._active: dict[int, ActiveRequest] = {}
         self._steps = self._tokens = self._errors = 0
         self._host_seconds = self._device_seconds = self._last_seconds = 0.0
 
@@ -141,17 +140,17 @@ class Engine:
         rows = [self._row(request, (number, choice), seed_of(seed, choice)) for choice in range(sampling.choices())]
         streams = [self._detokenizer.stream(request.prompt) for _ in range(max(sampling.n, len(rows)))]
         if sampling.beams > 1:
-            self._making[number] = BeamAnswers(request, rows[0], streams[: sampling.n], scheduler)
+            self._active[number] = BeamAnswers(request, rows[0], streams[: sampling.n], scheduler)
         else:
             kind = Answers if sampling.best_of is None else BestAnswers
-            self._making[number] = kind(request, rows, streams, scheduler)
+            self._active[number] = kind(request, rows, streams, scheduler)
         self._open[request.identifier] = number
 
     def cancel(self, identifier: str) -> None:
         """Ends a request, whose blocks are free from now on. Nothing happens if it has ended."""
         number = self._open.get(identifier)
         if number is not None:
-            self._guarded(self._making[number], lambda making: making.end_all("cancelled"))
+            self._guarded(self._active[number], ActiveRequest.end_all, "cancelled")
 
     def step(self) -> bool:
         """One step of the device. False: no row can run."""
@@ -181,8 +180,8 @@ class Engine:
 
     def end_all(self, finish: Finish) -> None:
         """Ends every request."""
-        for making in list(self._making.values()):
-            self._guarded(making, lambda making: making.end_all(finish))
+        for active in list(self._active.values()):
+            self._guarded(active, ActiveRequest.end_all, finish)
 
     def statistics(self) -> Statistics:
         """Counts up to now."""
@@ -263,27 +262,30 @@ class Engine:
     def _take(self, work: Sequence[Step | None], results: Sequence[Sequence[Sampled]]) -> None:
         finite = False
         for step, replica in zip(work, results, strict=True):
-            for (row, done), result in zip(step.parts() if step else [], replica, strict=True):
+            for (row, computed), result in zip(step.parts() if step else [], replica, strict=True):
                 finite = finite or result.finite
-                making = self._making.get(row.order[0])
+                active = self._active.get(row.order[0])
                 # A fault of one row may have ended its request.
-                if making is not None and row in making.rows():
-                    self._guarded(
-                        making, lambda making, row=row, done=done, result=result: making.take(row, done, result)
-                    )
+                if active is not None and row in active.rows():
+                    self._guarded(active, ActiveRequest.take, row, computed, result)
         self.finite = finite
 
-    def _guarded(self, making: Making, act: Callable[[Making], None]) -> None:
-        """Whatever one request raises, the others go on."""
-        made, faults, failed = making.tokens, making.faults, False
+    def _guarded(self, active: ActiveRequest, method: Callable[..., None], *arguments: Any) -> None:
+        """Calls a method of one request. Whatever it raises, the others go on."""
+        tokens, faults, failed = active.tokens, active.faults, False
         try:
-            act(making)
+            method(active, *arguments)
         except Exception:
-            LOG.exception("request %s ends with an error", making.request.identifier)
+            LOG.exception("request %s ends with an error", active.request.identifier)
             failed = True
             with suppress(Exception):
-                making.fail()
-        self._tokens += making.tokens - made
-        self._errors += making.faults - faults
-        if failed or not making.rows():
-            del self._making[self._open.pop(making.request.identifier)]
+                active.fail()
+        self._tokens += active.tokens - tokens
+        self._errors += active.faults - faults
+        if failed or not active.rows():
+            del self._active[self._open.pop(active.request.identifier)]
+
+
+def ends_of(tokenizer: Tokenizer) -> frozenset[int]:
+    """Tokens by which a tokenizer's texts end."""
+    return frozenset({tokenizer.eod, tokenizer.specials.get("eos", tokenizer.eod)})

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from megajax.inference.device import Sampled
-from megajax.inference.programs import Programs, Ran
+from megajax.inference.programs import Programs, StepResult
 from megajax.inference.request import TokenScore
 from megajax.inference.sampling.chooser import TOP, RowChooser, StepChosen, program_of
 from megajax.inference.sampling.prompt import PromptScores, place
@@ -33,32 +33,32 @@ class ModelDevice:
         needed = max(map(program_of, rows))
         chooser = next(each for each in self.choosers if each.program >= needed)
         steps: Sequence[Any] = work
-        ran = self.programs.run(steps, chooser, lambda bucket: chooser.inputs(work, bucket))
-        chosen: StepChosen = jax.device_get(ran.chosen)
-        return [_sampled(step, replica, ran, chosen) if step else [] for replica, step in enumerate(work)]
+        result = self.programs.run(steps, chooser, lambda bucket: chooser.inputs(work, bucket))
+        chosen: StepChosen = jax.device_get(result.chosen)
+        return [_sampled(step, replica, result, chosen) if step else [] for replica, step in enumerate(work)]
 
 
-def _sampled(step: Step, replica: int, ran: Ran, chosen: StepChosen) -> list[Sampled]:
-    out = [_row(row, chosen, ran.row(replica, number)) for number, (row, _) in enumerate(step.decode)]
+def _sampled(step: Step, replica: int, result: StepResult, chosen: StepChosen) -> list[Sampled]:
+    samples = [_row(row, chosen, result.row(replica, number)) for number, (row, _) in enumerate(step.decode)]
     for row, start, count in step.prompts:
-        own = _row(row, chosen, ran.row(replica, 0, prompt=True))
+        sample = _row(row, chosen, result.row(replica, 0, prompt=True))
         if row.unscored and chosen.prompt is not None:
             following = row.tokens[start + 1 : min(start + count + 1, row.prompt)]
-            places = [place(number, replica, ran.bucket.chunk) for number in range(len(following))]
+            places = [place(number, replica, result.bucket.chunk) for number in range(len(following))]
             top = row.sampling.prompt_logprobs or 0
             scores = [_score(token, at, top, chosen.prompt) for token, at in zip(following, places, strict=True)]
-            own = own._replace(prompt=tuple(scores))
-        out.append(own)
-    return out
+            sample = sample._replace(prompt=tuple(scores))
+        samples.append(sample)
+    return samples
 
 
 def _row(row: Row, chosen: StepChosen, place: int) -> Sampled:
     rows = chosen.rows
-    own = Sampled(int(rows.token[place]), float(rows.logprob[place]), finite=bool(rows.finite[place]))
+    sample = Sampled(int(rows.token[place]), float(rows.logprob[place]), finite=bool(rows.finite[place]))
     if row.top is None or rows.scores is None:
-        return own
+        return sample
     top = _pairs(rows.scores.top[place], rows.scores.logprobs[place], row.top)
-    return own._replace(rank=int(rows.scores.rank[place]), top=top)
+    return sample._replace(rank=int(rows.scores.rank[place]), top=top)
 
 
 def _score(token: int, at: tuple[int, int], count: int, scores: PromptScores) -> TokenScore:

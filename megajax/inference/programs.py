@@ -77,7 +77,7 @@ TOKENS = CacheLeaf("tokens", (), (), dtype="int32")
 """The ids of the tokens in the cache. So rows that share blocks, or are computed again, need no state for penalties."""
 
 
-class Ran(NamedTuple):
+class StepResult(NamedTuple):
     """A step that was handed to the device."""
 
     bucket: Bucket
@@ -181,7 +181,7 @@ class Programs:
             inputs = jax.tree.map(lambda leaf: self._like(leaf.shape, leaf.dtype), needed)
             return jax.jit(step, donate_argnums=1).lower(weights, self.cache_like, self.like(bucket), inputs)
 
-    def run(self, work: Sequence[Step | None], chooser: Chooser, inputs: Callable[[Bucket], Any]) -> Ran:
+    def run(self, work: Sequence[Step | None], chooser: Chooser, inputs: Callable[[Bucket], Any]) -> StepResult:
         """One step of each replica.
 
         inputs: bucket -> the chooser's arrays, replica after replica, `bucket.sampled` rows or `bucket.chunk` tokens
@@ -193,7 +193,7 @@ class Programs:
         bucket = bucket_for(work, self.buckets)
         arrays = joined([pack(step, bucket, block=self.size.block, width=self.width) for step in work])
         chosen, self.cache = self._program((bucket, chooser))(self.loaded.weights, self.cache, arrays, inputs(bucket))
-        return Ran(bucket, chosen)
+        return StepResult(bucket, chosen)
 
     def read(self, rows: Sequence[ReadingRow | None]) -> None:
         """Reads the texts of rows, one of each replica, with the section before, into the slots of the rows."""

@@ -1,6 +1,6 @@
 """Which rows run in the next step of a replica, and which blocks of the pool they own. Plain Python.
 
-A row is one answer in the making: its prompt and the tokens so far. A step computes one token of each row that decodes,
+A row is one unfinished answer: its prompt and the tokens so far. A step computes one token of each row that decodes,
 and one chunk of one prompt. Rows are admitted in the order in which they came. If no block is left, the youngest
 running row gives its blocks up, waits in front of those that came later, and is computed again.
 """
@@ -16,7 +16,7 @@ from megajax.inference.request import Sampling
 
 @dataclass(eq=False, kw_only=True)
 class Row:
-    """An answer in the making, as scheduler and device see it."""
+    """An unfinished answer, as scheduler and device see it."""
 
     order: tuple[int, int]
     """Requests in the order in which they came, then the choice: the smallest is never preempted for another."""
@@ -41,7 +41,7 @@ class Row:
     """It waits for other rows of its request: it is neither computed nor admitted."""
     prompt: int = 0
     """Tokens of the prompt."""
-    done: int = 0
+    computed: int = 0
     """Tokens whose keys are in the row's blocks once the last step that was scheduled has run."""
     blocks: array[int] = field(default_factory=lambda: array("i"))
     slot: int = -1
@@ -57,14 +57,14 @@ class Row:
         self.prompt = self.prompt or len(self.tokens)
 
     @property
-    def made(self) -> int:
+    def generated(self) -> int:
         """Tokens of the answer."""
         return len(self.tokens) - self.prompt
 
     @property
-    def barred(self) -> frozenset[int]:
+    def forbidden(self) -> frozenset[int]:
         """Tokens that may not be chosen next."""
-        return self.ends if self.made < self.sampling.min_tokens else frozenset()
+        return self.ends if self.generated < self.sampling.min_tokens else frozenset()
 
 
 class Step(NamedTuple):
@@ -132,17 +132,17 @@ class Scheduler:
         step = Step([], [])
         # Rows are preempted for older ones only: none of those that were already given a part.
         for row in list(self.running):
-            left = len(row.tokens) - row.done
-            single = left == 1 and row.done > 0
+            left = len(row.tokens) - row.computed
+            single = left == 1 and row.computed > 0
             count = left if single else 0 if step.prompts else min(left, self.chunk)
-            if row.paused or row.slot < 0 or count < 1 or not self._reserve(row, row.done + count):
+            if row.paused or row.slot < 0 or count < 1 or not self._reserve(row, row.computed + count):
                 continue
             if single:
-                step.decode.append((row, row.done))
+                step.decode.append((row, row.computed))
             else:
-                step.prompts.append((row, row.done, count))
-            self.prompt_tokens += max(0, min(row.done + count, row.prompt) - row.done)
-            row.done += count
+                step.prompts.append((row, row.computed, count))
+            self.prompt_tokens += max(0, min(row.computed + count, row.prompt) - row.computed)
+            row.computed += count
             self._publish(row)
         return step if step.decode or step.prompts else None
 
@@ -153,12 +153,12 @@ class Scheduler:
             if row is None:
                 return
             self._share(row)
-            need = self._blocks(min(len(row.tokens), row.done + self.chunk)) - len(row.blocks)
+            need = self._blocks(min(len(row.tokens), row.computed + self.chunk)) - len(row.blocks)
             # One block for each running row: else the next steps would preempt what was just admitted.
             if self.running and need + len(self.running) > self.pool.available:
                 self._release(row)
                 return
-            self.shared_tokens += min(row.done, row.prompt)
+            self.shared_tokens += min(row.computed, row.prompt)
             row.slot = self._slots.pop()
             self.waiting.remove(row)
             insort(self.running, row, key=_order)
@@ -173,12 +173,12 @@ class Scheduler:
                 break
             row.blocks.append(block)
         row.published = len(row.blocks)
-        row.done = row.published * self.pool.size
+        row.computed = row.published * self.pool.size
 
     def _publish(self, row: Row) -> None:
         """The full blocks of the row may be shared."""
         if self.prefix_sharing:
-            for number in range(row.published, row.done // self.pool.size):
+            for number in range(row.published, row.computed // self.pool.size):
                 self.pool.publish(row.blocks[number], self._digest(row, number))
                 row.published = number + 1
 
@@ -217,7 +217,7 @@ class Scheduler:
         # The ends of prompts are overwritten before their beginnings.
         for block in reversed(row.blocks):
             self.pool.release(block)
-        row.blocks, row.done, row.published = array("i"), 0, 0
+        row.blocks, row.computed, row.published = array("i"), 0, 0
 
     def _blocks(self, tokens: int) -> int:
         return -(-tokens // self.pool.size)
@@ -231,10 +231,12 @@ class Scheduler:
         self.pool.check(owners)
         slots = [row.slot for row in self.running]
         assert sorted([*slots, *self._slots]) == list(range(self.rows)), "a slot was lost, or has two rows"
-        assert all(not row.blocks and row.slot < 0 and not row.done for row in self.waiting)
+        assert all(not row.blocks and row.slot < 0 and not row.computed for row in self.waiting)
         for rows in (self.running, self.waiting):
             assert sorted(rows, key=_order) == rows
-        assert all(row.done <= len(row.tokens) and len(row.blocks) >= self._blocks(row.done) for row in self.running)
+        assert all(
+            row.computed <= len(row.tokens) and len(row.blocks) >= self._blocks(row.computed) for row in self.running
+        )
 
 
 def _order(row: Row) -> tuple[int, int]:
@@ -243,5 +245,5 @@ def _order(row: Row) -> tuple[int, int]:
 
 def _in_prompt(row: Row) -> bool:
     """The row needs a chunk of its own."""
-    left = len(row.tokens) - row.done
-    return not row.paused and (left > 1 or (left == 1 and row.done == 0))
+    left = len(row.tokens) - row.computed
+    return not row.paused and (left > 1 or (left == 1 and row.computed == 0))

@@ -19,7 +19,7 @@ from megajax.config.errors import UserError
 from megajax.config.tree import check
 from megajax.inference.assembly import make_engine
 from megajax.inference.config import GenerationConfig
-from megajax.inference.engine import Engine
+from megajax.inference.engine import Engine, ends_of
 from megajax.inference.loading import load_weights
 from megajax.inference.programs import LoadedModel
 from megajax.job.origin import Origin, folder_ends, tokenizer_folder, without_adapters
@@ -74,11 +74,6 @@ def load(config: GenerationConfig, origin: Origin) -> Loaded:
         None if template is None else Conversation(template, tokenizer),
         weights.where,
     )
-
-
-def ends_of(tokenizer: Tokenizer) -> frozenset[int]:
-    """Tokens by which a tokenizer's texts end."""
-    return frozenset({tokenizer.eod, tokenizer.specials.get("eos", tokenizer.eod)})
 
 
 def quantized_weights(origin: Origin, model: Any) -> WeightSource:

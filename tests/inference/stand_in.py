@@ -78,7 +78,7 @@ class StandIn:
         seed = row.seed if row.sampling.temperature > 0 else 0
         first = hashed(tokens, self.vocabulary, seed)
         order = [(first + place) % self.vocabulary for place in range(self.vocabulary)]
-        return [token for token in order if token not in row.barred]
+        return [token for token in order if token not in row.forbidden]
 
 
 def expected(prompt: Sequence[int], count: int, vocabulary: int = 50, seed: int = 0) -> list[int]:

@@ -28,11 +28,11 @@ class Table:
         return [(token, float(row[token])) for token in np.argsort(-row, kind="stable")[:count].tolist()]
 
 
-def search(model: Table, search: BeamSearch, barred_until: int = 0) -> BeamSearch:
+def search(model: Table, search: BeamSearch, forbidden_until: int = 0) -> BeamSearch:
     while not search.done:
-        barred = search.ends if len(search.running[0].tokens) < barred_until else ()
+        forbidden = search.ends if len(search.running[0].tokens) < forbidden_until else ()
         before = search.running
-        after = search.advance([model.top(beam.tokens, search.wanted) for beam in before], barred)
+        after = search.advance([model.top(beam.tokens, search.wanted) for beam in before], forbidden)
         assert all(beam.tokens[:-1] == before[beam.parent].tokens for beam in after)
     return search
 
@@ -70,9 +70,9 @@ def test_one_beam_is_greedy() -> None:
         assert best[0].tokens == tokens
 
 
-def test_an_end_that_is_barred_is_not_taken() -> None:
+def test_forbidden_ends_are_not_taken() -> None:
     for seed in range(10):
-        done = search(Table(seed), BeamSearch(beams=2, limit=LIMIT, ends=frozenset({END})), barred_until=2)
+        done = search(Table(seed), BeamSearch(beams=2, limit=LIMIT, ends=frozenset({END})), forbidden_until=2)
         assert all(len(answer.tokens) > 2 and END not in answer.tokens[:2] for answer in done.finished)
 
 
@@ -117,8 +117,8 @@ def test_answers_as_in_transformers() -> None:
 
         ours = BeamSearch(beams=beams, limit=limit, ends=frozenset(ends), length_penalty=penalty)
         while not ours.done:
-            barred = ours.ends if len(ours.running[0].tokens) < least else ()
-            ours.advance([top(beam.tokens, ours.wanted) for beam in ours.running], barred)
+            forbidden = ours.ends if len(ours.running[0].tokens) < least else ()
+            ours.advance([top(beam.tokens, ours.wanted) for beam in ours.running], forbidden)
         for row, score, answer in zip(out.sequences, out.sequences_scores, ours.best(beams), strict=True):
             theirs = row[2:].tolist()
             assert tuple(theirs[: len(answer.tokens)]) == answer.tokens, (number, theirs, answer)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from megajax.inference.sampling.choose import choose
-from megajax.inference.sampling.edits import only_allowed
-from megajax.inference.sampling.filters import kept
+from megajax.inference.sampling.edits import mask_disallowed
+from megajax.inference.sampling.filters import keep_mask
 from megajax.inference.sampling.rows import Chosen, Drawing, Edits, Program, RowSampling
 from megajax.kernels.cross_entropy import VocabularyShard
 from megajax.mesh.config import ParallelConfig
@@ -134,7 +134,7 @@ def test_kept_tokens_are_those_of_a_sort() -> None:
         min_p=generator.choice([0, 0, 0.02, 0.5, 1], 64),
     )
     scaled = (logits - logits.max(1, keepdims=True)) / settings.temperature[:, None]
-    keep = np.asarray(jax.jit(kept)(scaled, settings, VocabularyShard(0, SIZE, ())))
+    keep = np.asarray(jax.jit(keep_mask)(scaled, settings, VocabularyShard(0, SIZE, ())))
     expected = [probabilities(x, *(each[row] for each in settings[:4])) > 0 for row, x in enumerate(logits)]
     np.testing.assert_array_equal(keep, expected)
     assert 1 == keep.sum(1).min() < keep.sum(1).max() == SIZE
@@ -142,7 +142,7 @@ def test_kept_tokens_are_those_of_a_sort() -> None:
 
 def test_equal_logits_at_the_border_are_kept_together() -> None:
     x = np.asarray([[0, -1, -1, -1, -2, 0.0, -0.0]], np.float32)
-    keep = jax.jit(kept)(x, drawing(1, top_k=4), VocabularyShard(0, 7, ()))
+    keep = jax.jit(keep_mask)(x, drawing(1, top_k=4), VocabularyShard(0, 7, ()))
     assert np.asarray(keep)[0].tolist() == [True, True, True, True, False, True, True]
 
 
@@ -315,7 +315,7 @@ def test_noise_does_not_depend_on_padding() -> None:
 
 def test_masks_reach_over_ids_without_a_bit() -> None:
     """Ids past the last word of a mask are not allowed."""
-    x = jax.jit(partial(only_allowed, shard=VocabularyShard(0, 40, ())))(
+    x = jax.jit(partial(mask_disallowed, shard=VocabularyShard(0, 40, ())))(
         jnp.zeros((1, 40)), jnp.full((1, 1), 6, "uint32")
     )
     assert np.flatnonzero(np.isfinite(x[0])).tolist() == [1, 2]

@@ -135,7 +135,7 @@ def test_rows_follow_their_settings(programs: Programs, forward: Any) -> None:
     results = generate(programs, rows)
     for own, settings in zip(rows[:2], SETTINGS, strict=False):
         logits = forward(own.tokens)
-        answers = [result for result in results[own.order[0]] if result.token >= 0][-own.made :]
+        answers = [result for result in results[own.order[0]] if result.token >= 0][-own.generated :]
         for place, result in zip(range(own.prompt, len(own.tokens)), answers, strict=True):
             x = logits[place - 1].copy()
             scores = log_softmax(x)

@@ -74,7 +74,7 @@ class Load:
                 each.tokens.append(result.token)
                 each.paused = self.draw.random() < 0.1
             if len(each.tokens) == each.limit:
-                assert each.tokens[each.prompt :] == expected(each.tokens[: each.prompt], each.made)
+                assert each.tokens[each.prompt :] == expected(each.tokens[: each.prompt], each.generated)
                 self.scheduler.remove(each)
                 self.live.remove(each)
                 self.finished += 1

@@ -57,17 +57,17 @@ class BeamSearch:
         """Most likely tokens that `advance` needs of each row."""
         return candidates_of(self.beams, self.ends)
 
-    def advance(self, tops: Sequence[Sequence[tuple[int, float]]], barred: Collection[int] = ()) -> list[Beam]:
+    def advance(self, tops: Sequence[Sequence[tuple[int, float]]], forbidden: Collection[int] = ()) -> list[Beam]:
         """Extends the running answers by a token each, and returns them; empty when the search is done.
 
         tops: for each of `running`, at least `wanted` of its most likely tokens, or all of the vocabulary, and their
-        log-probabilities, in descending order; barred: tokens that may not be chosen now.
+        log-probabilities, in descending order; forbidden: tokens that may not be chosen now.
         """
         candidates = [
             Beam((*beam.tokens, token), beam.logprob + logprob, number)
             for number, (beam, top) in enumerate(zip(self.running, tops, strict=True))
             for token, logprob in top
-            if token not in barred
+            if token not in forbidden
         ]
         candidates.sort(key=lambda beam: -beam.logprob)
         candidates = candidates[: self.wanted]

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from megajax.inference.sampling.edits import biased, only_allowed, penalised
-from megajax.inference.sampling.filters import kept
+from megajax.inference.sampling.edits import add_biases, apply_penalties, mask_disallowed
+from megajax.inference.sampling.filters import keep_mask
 from megajax.inference.sampling.rows import Chosen, Drawing, Program, RowSampling, Scores
 from megajax.inference.sampling.vocabulary import best, entries, ids_of
 from megajax.kernels.cross_entropy import VocabularyShard
@@ -68,8 +68,8 @@ def _choose(
     if program == Program.FULL:
         if rows.edits is None or tokens is None:
             raise ValueError("Program.FULL needs the edits and tokens of the rows")
-        x = biased(only_allowed(x, rows.edits.allowed, shard), rows.edits, shard)
-        x = penalised(x, rows.edits, tokens, shard)
+        x = add_biases(mask_disallowed(x, rows.edits.allowed, shard), rows.edits, shard)
+        x = apply_penalties(x, rows.edits, tokens, shard)
     top, first = best(x, 1, shard)
     token = first[:, 0]
     if program >= Program.SAMPLED:
@@ -88,7 +88,7 @@ def _drawn(x: Array, top: Array, noise: Array, drawing: Drawing, shard: Vocabula
     temperature = jnp.where(drawing.temperature > 0, drawing.temperature, 1)[:, None]
     # The largest is subtracted first: at a tiny temperature the quotients of the others become -inf, not its own inf.
     scaled = jnp.where(x > -jnp.inf, (x - top) / temperature, -jnp.inf)
-    _, ids = best(jnp.where(kept(scaled, drawing, shard), scaled + noise, -jnp.inf), 1, shard)
+    _, ids = best(jnp.where(keep_mask(scaled, drawing, shard), scaled + noise, -jnp.inf), 1, shard)
     return ids[:, 0]
 
 

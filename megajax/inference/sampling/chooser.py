@@ -1,6 +1,6 @@
 """The ways to choose tokens that an engine compiles, and their arrays made from the rows of a step."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -49,7 +49,7 @@ class RowChooser(NamedTuple):
 
     def like(self, rows: int, chunk: int) -> ChooserInputs:
         targets = jax.ShapeDtypeStruct((chunk,), np.int32) if self.program == Program.FULL and chunk else None
-        neutral = settings([], self.program, rows, self.size)
+        neutral = row_sampling([], self.program, rows, self.size)
         return ChooserInputs(jax.tree.map(lambda each: jax.ShapeDtypeStruct(each.shape, each.dtype), neutral), targets)
 
     def __call__(self, layout: Layout, out: StepOutput, inputs: ChooserInputs) -> StepChosen:
@@ -70,7 +70,7 @@ class RowChooser(NamedTuple):
                 if row.unscored:
                     following = row.tokens[start + 1 : min(start + count + 1, row.prompt)]
                     targets[replica, : len(following)] = following
-        rows = settings(placed, self.program, len(work) * bucket.sampled, self.size)
+        rows = row_sampling(placed, self.program, len(work) * bucket.sampled, self.size)
         return ChooserInputs(rows, targets.reshape(-1) if self.program == Program.FULL and bucket.chunk else None)
 
 
@@ -87,14 +87,13 @@ def program_of(row: Row) -> Program:
     own = row.sampling
     penalties = own.repetition_penalty != 1 or own.presence_penalty != 0 or own.frequency_penalty != 0
     scores = row.top is not None or row.unscored
-    if scores or penalties or own.logit_bias or row.barred or row.guide is not None:
+    if scores or penalties or own.logit_bias or row.forbidden or row.guide is not None:
         return Program.FULL
     return Program.SAMPLED if own.temperature > 0 else Program.GREEDY
 
 
-def settings(placed: Iterable[tuple[int, Row]], program: Program, count: int, size: int) -> RowSampling:
+def row_sampling(placed: Sequence[tuple[int, Row]], program: Program, count: int, size: int) -> RowSampling:
     """Numpy arrays with `count` rows. placed: pairs of a place in them and the row there; other places are neutral."""
-    placed = list(placed)
     drawing = _drawing(placed, count) if program >= Program.SAMPLED else None
     return RowSampling(drawing, _edits(placed, count, size) if program == Program.FULL else None)
 
@@ -109,7 +108,7 @@ def _column(placed: Sequence[tuple[int, Row]], count: int, neutral: float, name:
 def _drawing(placed: Sequence[tuple[int, Row]], count: int) -> Drawing:
     seed, number = np.zeros((count, 2), np.uint32), np.zeros(count, np.int32)
     for place, row in placed:
-        seed[place], number[place] = divmod(row.seed, 2**32), row.made
+        seed[place], number[place] = divmod(row.seed, 2**32), row.generated
     return Drawing(
         temperature=_column(placed, count, 0, "temperature"),
         top_k=_column(placed, count, 0, "top_k").astype(np.int32),
@@ -125,7 +124,7 @@ def _edits(placed: Sequence[tuple[int, Row]], count: int, size: int) -> Edits:
     tokens, biases = np.full((count, EDITED), -1, np.int32), np.zeros((count, EDITED), np.float32)
     prompt, length = np.zeros(count, np.int32), np.zeros(count, np.int32)
     for place, row in placed:
-        edits: Mapping[int, float] = {**row.sampling.logit_bias, **dict.fromkeys(row.barred, -np.inf)}
+        edits: Mapping[int, float] = {**row.sampling.logit_bias, **dict.fromkeys(row.forbidden, -np.inf)}
         tokens[place, : len(edits)], biases[place, : len(edits)] = list(edits), list(edits.values())
         prompt[place], length[place] = row.prompt, len(row.tokens)
         if row.guide is not None:

@@ -16,7 +16,7 @@ WORD = 32
 """Bits of a word of a mask."""
 
 
-def only_allowed(x: Array, allowed: Array, shard: VocabularyShard) -> Array:
+def mask_disallowed(x: Array, allowed: Array, shard: VocabularyShard) -> Array:
     """x float32 [R, V], -inf for ids whose bit is not set in allowed, uint32 [R, W]."""
     ids = ids_of(shard, x.shape[1])
     words = allowed[:, jnp.minimum(ids // WORD, allowed.shape[1] - 1)]
@@ -24,12 +24,12 @@ def only_allowed(x: Array, allowed: Array, shard: VocabularyShard) -> Array:
     return jnp.where((bits == 1) & (ids < allowed.shape[1] * WORD)[None], x, -jnp.inf)
 
 
-def biased(x: Array, edits: Edits, shard: VocabularyShard) -> Array:
+def add_biases(x: Array, edits: Edits, shard: VocabularyShard) -> Array:
     """x float32 [R, V] with the biases added; -inf as a bias forbids a token."""
     return x.at[_rows(x), _columns(edits.tokens, shard, x.shape[1])].add(edits.biases, mode="drop")
 
 
-def penalised(x: Array, edits: Edits, tokens: Array, shard: VocabularyShard) -> Array:
+def apply_penalties(x: Array, edits: Edits, tokens: Array, shard: VocabularyShard) -> Array:
     """x float32 [R, V] less the penalties of tokens that the row already has.
 
     tokens: int32 [R, L], prompt and answer; those at or past `edits.length` are ignored.
@@ -42,10 +42,10 @@ def penalised(x: Array, edits: Edits, tokens: Array, shard: VocabularyShard) -> 
     Skipped if no row has a penalty.
     """
     some = (edits.repetition != 1) | (edits.presence != 0) | (edits.frequency != 0)
-    return jax.lax.cond(some.any(), lambda: _penalised(x, edits, tokens, shard), lambda: x)
+    return jax.lax.cond(some.any(), lambda: _with_penalties(x, edits, tokens, shard), lambda: x)
 
 
-def _penalised(x: Array, edits: Edits, tokens: Array, shard: VocabularyShard) -> Array:
+def _with_penalties(x: Array, edits: Edits, tokens: Array, shard: VocabularyShard) -> Array:
     place = jnp.arange(tokens.shape[1])[None]
     present = place < edits.length[:, None]
     columns = _columns(jnp.where(present, tokens, -1), shard, x.shape[1])

@@ -18,7 +18,7 @@ from megajax.inference.sampling.vocabulary import order_of, threshold
 from megajax.kernels.cross_entropy import VocabularyShard
 
 
-def kept(x: Array, drawing: Drawing, shard: VocabularyShard) -> Array:
+def keep_mask(x: Array, drawing: Drawing, shard: VocabularyShard) -> Array:
     """Which tokens may be drawn, bool [R, V].
 
     x: float32 [R, V], logits divided by the temperature, less the largest of the row; -inf for forbidden tokens.
