@@ -192,21 +192,16 @@ class Result:
     def well_known(self) -> list[tuple[str, str]]:
         """Pure FSDP, tensor parallelism without a pipeline, and the config as given: name and verdict."""
         task, given = self.task, self.task.given()
-        groups, pure = (
-            {group.place: group for group in self.groups},
-            {"data_sharding": "fsdp", "expert": 1, "context": 1},
-        )
-        fsdp = groups.get((1, 1, task.devices))
+        groups = {group.place: group for group in self.groups}
+        pure = {"data_sharding": "fsdp", "expert": 1, "context": 1}
+        fsdp = groups.get((1, 1))
         if fsdp is not None:
             compatible = all(task.fixed.get(name, value) == value for name, value in pure.items())
-            fsdp = explore(replace(task, fixed={**task.fixed, **pure}), fsdp.place) if compatible else None
-        tensor = max((place[0] for place in groups if place[1] == 1), default=task.case.cluster.per_node)
+            fsdp = explore(replace(task, fixed={**task.fixed, **pure}), (1, 1)) if compatible else None
+        tensor = max((tensor for tensor, pipeline in groups if pipeline == 1), default=task.case.cluster.per_node)
         return [
             ("pure FSDP", self._verdict_of_group(fsdp)),
-            (
-                f"tensor {tensor} without a pipeline",
-                self._verdict_of_group(groups.get((tensor, 1, task.devices // tensor))),
-            ),
+            (f"tensor {tensor} without a pipeline", self._verdict_of_group(groups.get((tensor, 1)))),
             (f"the config as given ({given.layout})", self._verdict(given)),
         ]
 

@@ -1,8 +1,8 @@
 """The fastest layout of a config on a cluster, by formulas: every combination that the rules and the memory allow.
 
 A layout is a Choice of settings. `apply` puts it into a config, and the config's own rules say whether it is valid.
-Groups of (tensor, pipeline, data x expert x context) are searched one after another, so that a search can report
-progress. Of each layout the recompute policies are tried from the cheapest on.
+Groups of (tensor, pipeline) are searched one after another, so that a search can report progress. Of each layout the
+recompute policies are tried from the cheapest on.
 """
 
 import hashlib
@@ -48,8 +48,6 @@ PARTIAL: tuple[Recompute, ...] = (
 )
 """Recompute policies between none and full, cheapest first."""
 
-type Sharding = Literal["replicate", "zero1", "fsdp"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
@@ -61,7 +59,7 @@ class Choice:
     data: int
     expert: int = 1
     context: int = 1
-    data_sharding: Sharding
+    data_sharding: Literal["replicate", "zero1", "fsdp"]
     sequence: bool
     micro_size: int
     recompute: Recompute = "selective"
@@ -114,12 +112,8 @@ class Choice:
 _PARALLEL = ("tensor", "pipeline", "virtual_stages", "data", "expert", "context", "data_sharding", "sequence")
 SEARCHED: Mapping[str, str] = MappingProxyType(
     {f"parallel.{name}": name for name in _PARALLEL}
-    | {
-        "batch.micro_size": "micro_size",
-        "model.recompute": "recompute",
-        "model.recompute_layers": "recompute_layers",
-        "optimizer.offload": "offload",
-    }
+    | {f"model.{name}": name for name in ("recompute", "recompute_layers")}
+    | {"batch.micro_size": "micro_size", "optimizer.offload": "offload"}
 )
 """Settings that a search chooses -> their names in a Choice."""
 
@@ -184,8 +178,8 @@ def settings(changed: Mapping[str, Any]) -> list[str]:
     return [f"{name}={text(value)}" for name, value in changed.items()]
 
 
-type Place = tuple[int, int, int]
-"""(tensor, pipeline, data x expert x context) of a group."""
+type Place = tuple[int, int]
+"""(tensor, pipeline) of a group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,37 +232,37 @@ class Task:
         return now if "data" in self.fixed or self.case.cfg.parallel.data is not None else replace(now, data=rest)
 
     def groups(self) -> list[Place]:
-        """(tensor, pipeline, data x expert x context) that use all devices, or as many as a fixed `data` leaves."""
-        places = []
+        """(tensor, pipeline) of the layouts that use all devices."""
         stages = self.case.cfg.model.stack.repeats if len(self.sections) == 1 else 1  # no pipeline of several sections
-        for tensor in self._given("tensor", divisors(self.devices, self.case.cluster.per_node)):
-            for pipeline in self._given("pipeline", divisors(self.devices // tensor, stages)):
-                rest, over = divmod(self.devices, tensor * pipeline)
-                apart = product(self._given("data", []), self._experts(self.devices), self._contexts(self.devices))
-                fixed = dict.fromkeys(map(prod, apart))
-                places += [(tensor, pipeline, size) for size in fixed or [rest] * (rest and not over)]
-        return places
+        tensors = self._given("tensor", divisors(self.devices, self.case.cluster.per_node))
+        places = product(tensors, self._given("pipeline", divisors(self.devices, stages)))
+        return [place for place in places if self.devices % prod(place) == 0 and any(map(bool, self.layouts(place)))]
 
-    def layouts(self, group: Place) -> Iterator[Choice]:
+    def layouts(self, place: Place) -> Iterator[Choice]:
         """All layouts of a group, each with the recompute policy that takes least memory."""
-        tensor, pipeline, size = group
-        policy = {"recompute": self.recomputes()[-1], "recompute_layers": self.fixed.get("recompute_layers")}
+        (tensor, pipeline), cfg = place, self.case.cfg
+        size, sharding = self.devices // prod(place), cfg.parallel.data_sharding
+        # With one replica all are equal.
+        shardings = ("zero1", "fsdp", "replicate") if size > 1 else ("zero1" if sharding == "fsdp" else sharding,)
+        longest = max(section.positions for section in self.sections)
+        policy = {"recompute": self.recomputes()[-1], "recompute_layers": None, "offload": 0.0}
         for context in self._contexts(size):
             replicas = size // context
+            rows = max(1, cfg.batch.global_size // replicas)
+            tokens = max(1, cfg.batch.micro_size, MAX_TOKENS * context // longest)
             options = {
-                "expert": self._experts(replicas // self.fixed.get("data", 1)),
-                "data_sharding": self._given("data_sharding", self._shardings(size)),
-                "sequence": self._given("sequence", [True, False] if tensor > 1 else [False]),
-                "virtual_stages": self._given("virtual_stages", self._chunks(pipeline)),
-                "micro_size": self._given("micro_size", self._micro_sizes(replicas, context)),
+                "expert": self._experts(replicas),
+                "data_sharding": shardings,
+                "sequence": [True, False] if tensor > 1 else [False],
+                "virtual_stages": self._chunks(pipeline),
+                "micro_size": divisors(rows, tokens),
             }
-            for values in product(*options.values()):
-                chosen: dict[str, Any] = dict(zip(options, values, strict=True)) | policy
-                data, offload = replicas // chosen["expert"], self.fixed.get("offload", 0.0)
-                if data == self.fixed.get("data", data):
-                    yield Choice(
-                        tensor=tensor, pipeline=pipeline, data=data, context=context, offload=offload, **chosen
-                    )
+            for values in product(*(self._given(name, those) for name, those in options.items())):
+                chosen: dict[str, Any] = policy | dict(self.fixed) | dict(zip(options, values, strict=True))
+                chosen |= {"tensor": tensor, "pipeline": pipeline, "context": context}
+                chosen["data"] = replicas // chosen["expert"]
+                if chosen["data"] == self.fixed.get("data", chosen["data"]):
+                    yield Choice(**chosen)
 
     def recomputes(self) -> list[Recompute]:
         """Recompute policies, least recomputing first; those with latents only for models that have any."""
@@ -285,12 +279,12 @@ class Task:
     def _given(self, name: str, others: Sequence[Any]) -> Sequence[Any]:
         return [self.fixed[name]] if name in self.fixed else others
 
-    def _experts(self, most: int) -> Sequence[int]:
+    def _experts(self, most: int) -> list[int]:
         """Sizes of `expert` that divide the devices and the experts of every layer."""
         dtype = self.case.cfg.precision.compute
         blocks = (block for section in self.sections for block in block_facts(section, section.stack.pattern, dtype))
         experts = gcd(*(one.experts for block in blocks for one in block.experts))
-        return self._given("expert", [n for n in divisors(experts, most) if most % n == 0] or [1])
+        return [n for n in divisors(experts, most) if most % n == 0] or [1]
 
     def _contexts(self, most: int) -> list[int]:
         """Sizes of `context` that divide the devices, where the model allows it and rows are long."""
@@ -298,11 +292,6 @@ class Task:
         longest = max(cfg.parallel.context, max(section.positions for section in self.sections) // LEAST_POSITIONS)
         sizes = divisors(most, longest) if cfg.model.allows_context() else [1]
         return [n for n in self._given("context", sizes) if most % n == 0]
-
-    def _shardings(self, replicas: int) -> tuple[Sharding, ...]:
-        """All, or one of them where there is one replica and they are equal."""
-        mine = self.case.cfg.parallel.data_sharding
-        return ("zero1", "fsdp", "replicate") if replicas > 1 else (mine if mine != "fsdp" else "zero1",)
 
     def _chunks(self, pipeline: int) -> list[int]:
         """Numbers of virtual stages that give chunks of different sizes; of equal ones, the smallest number."""
@@ -313,11 +302,6 @@ class Task:
         for chunks in range(1, repeats // pipeline + 1):
             fewest.setdefault(-(-repeats // (pipeline * chunks)), chunks)
         return list(fewest.values())
-
-    def _micro_sizes(self, replicas: int, context: int) -> list[int]:
-        rows = max(1, self.case.cfg.batch.global_size // replicas)
-        longest = max(section.positions for section in self.sections)
-        return divisors(rows, max(1, self.case.cfg.batch.micro_size, MAX_TOKENS * context // longest))
 
 
 def divisors(number: int, most: int) -> list[int]:
@@ -338,7 +322,7 @@ class Entry:
 
 @dataclass(slots=True)
 class Group:
-    """Result for one (tensor, pipeline, data x expert x context)."""
+    """Result for one (tensor, pipeline)."""
 
     place: Place
     best: list[Entry] = field(default_factory=list)

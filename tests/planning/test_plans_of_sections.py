@@ -88,7 +88,7 @@ def test_the_backward_pass_ends_where_nothing_before_is_trained() -> None:
 
 def test_a_search_proposes_no_pipeline_of_several_sections() -> None:
     task = Task(case(t5(), ParallelConfig(), 8))
-    assert {pipeline for _, pipeline, _ in task.groups()} == {1}
+    assert {pipeline for _, pipeline in task.groups()} == {1}
     assert find_best(task, Cache(), 0, lambda case: {}).best.pipeline == 1
     with pytest.raises(UserError, match=r"parallel.pipeline: the model has several sections \(encoder, stack\)"):
         find_best(replace(task, fixed={"pipeline": 2}), Cache(), 0, lambda case: {})

@@ -145,7 +145,7 @@ def test_the_best_is_that_of_an_exhaustive_search() -> None:
 
 def test_the_fewest_layers_that_fit_recompute() -> None:
     asked = task("llama3_70b", 64, tensor=1, pipeline=1, data_sharding="fsdp", micro_size=1)
-    (entry,) = explore(asked, (1, 1, 64)).best
+    (entry,) = explore(asked, (1, 1)).best
     assert entry.choice.recompute == "full" and entry.choice.recompute_layers is not None
     one_less = replace(entry.choice, recompute_layers=entry.choice.recompute_layers - 1)
     assert entry.peak <= asked.limit < asked.with_choice(one_less).estimate.memory.peak
@@ -157,7 +157,7 @@ def test_long_rows_are_cut_where_they_do_not_fit_whole() -> None:
     asked = task("llama3_8b_128k", 16, "parallel.context=1", **few)
     best = best_of(asked)[0]
     assert best.choice.context > 1 and best.choice.data * best.choice.context == 16 and best.peak <= asked.limit
-    whole = explore(replace(asked, fixed={**few, "context": 1, "data": 16}), (1, 1, 16))
+    whole = explore(replace(asked, fixed={**few, "context": 1, "data": 16}), (1, 1))
     assert not whole.best and whole.smallest is not None and whole.smallest.peak > asked.limit
     # What it found is a config that training takes.
     assert not problems(asked.config(best.choice), 16)
@@ -167,18 +167,18 @@ def test_long_rows_are_cut_where_they_do_not_fit_whole() -> None:
 def test_contexts_that_the_rules_refuse_are_not_found() -> None:
     """3 chunks of zigzag do not divide 131,072 positions; rows of a T5 are short."""
     asked = task("llama3_8b_128k", 48, "parallel.context=1", pipeline=1, tensor=1, context=3, micro_size=1)
-    group = explore(asked, (1, 1, 48))
+    group = explore(asked, (1, 1))
     assert not group.best and any("131072 positions" in reason for reason in group.refusals)
-    assert {choice.context for choice in task("t5_base", 8).layouts((1, 1, 8))} == {1}
+    assert {choice.context for choice in task("t5_base", 8).layouts((1, 1))} == {1}
 
 
 def test_moments_go_to_host_memory_only_where_nothing_fits_otherwise() -> None:
     tight = replace(H100, memory_gib=40.0)
     asked = task("gpt3_6_7b", 8)
-    group = explore(Task(replace(asked.case, cluster=asked.case.cluster._replace(device=tight))), (8, 1, 1))
+    group = explore(Task(replace(asked.case, cluster=asked.case.cluster._replace(device=tight))), (8, 1))
     assert group.best and all(entry.choice.offload == 0 for entry in group.best)
     tighter = asked.case.cluster._replace(device=replace(H100, memory_gib=17.5))
-    tighter = explore(Task(replace(asked.case, cluster=tighter)), (8, 1, 1))
+    tighter = explore(Task(replace(asked.case, cluster=tighter)), (8, 1))
     assert tighter.best and all(entry.choice.offload > 0 for entry in tighter.best)
     first = tighter.best[0].choice
     slow, quick = (asked.with_choice(replace(first, offload=share)).estimate for share in (first.offload, 0.0))
