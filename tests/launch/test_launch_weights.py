@@ -23,7 +23,7 @@ SETTINGS = (
 def test_losses_are_those_of_one_process(start, tmp_path: Path) -> None:
     folder, model, family = tmp_path / "model", load(CONFIG).model, families()["llama"]
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(family.settings(model)))
+    (folder / "config.json").write_text(json.dumps(family.config_json(model)))
     table, draw = resolved(family.rows(model), declared_by(model)), np.random.default_rng(0)
     tensors = {one.name: (0.05 * draw.normal(size=one.shape())).astype(np.float16) for one in table}
     save_file(tensors, folder / "model.safetensors")

@@ -318,7 +318,7 @@ def test_a_hugging_face_folder_is_evaluated(tmp_path):
     table = resolved(family.rows(model), declared_by(model))
     tensors = {tensor.name: 0.1 * draw.normal(size=tensor.shape()).astype(np.float32) for tensor in table}
     safetensors.save_file(tensors, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps(family.settings(model)))
+    (tmp_path / "config.json").write_text(json.dumps(family.config_json(model)))
     words = {"<eos>": 0} | {f"w{number}": number for number in range(1, VOCABULARY)}
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<eos>"))
     made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()

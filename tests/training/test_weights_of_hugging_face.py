@@ -44,7 +44,7 @@ def of_blocks(mixer: AttentionConfig) -> DecoderConfig:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama of random weights."""
     folder, family, draw = tmp_path_factory.mktemp("llama"), families()["llama"], np.random.default_rng(0)
-    (folder / "config.json").write_text(json.dumps(family.settings(MODEL)))
+    (folder / "config.json").write_text(json.dumps(family.config_json(MODEL)))
     table = resolved(family.rows(MODEL), declared_by(MODEL))
     tensors = {tensor.name: draw.normal(size=tensor.shape()).astype(np.float16) for tensor in table}
     save_file(tensors, folder / "model.safetensors")
