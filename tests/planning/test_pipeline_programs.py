@@ -15,15 +15,15 @@ from typing import Any
 import jax
 import pytest
 
-import megajax.training.program as program_module
 from megajax.config import load
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import build_mesh
-from megajax.mesh.xla import XlaConfig
+from megajax.mesh.xla import DEFAULTS, XlaConfig
 from megajax.planning.program.audit import Kernel, audit
 from megajax.planning.program.devices import MIB, prepare, read_cluster
 from megajax.planning.program.hlo import Collective, Contents, Place, read
 from megajax.planning.program.train_step import compile_train_step
+from megajax.training import compiler_options
 from megajax.training.program import Program
 from megajax.training.run_config import RunConfig
 
@@ -287,10 +287,11 @@ def test_a_loss_that_does_not_wait_is_waited_for(deviceless: Deviceless) -> None
 @pytest.mark.slow
 def test_reductions_joined_are_waited_for(deviceless: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The option that keeps them apart does something."""
+    gpu = DEFAULTS["cuda"]
     joined = tuple(
-        option._replace(value=2**30) if "combine_threshold" in option.name else option for option in program_module.GPU
+        option._replace(value=2**30) if "combine_threshold" in option.name else option for option in gpu.always
     )
-    monkeypatch.setattr(program_module, "GPU", joined)
+    monkeypatch.setattr(compiler_options, "DEFAULTS", {**DEFAULTS, "cuda": gpu._replace(always=joined)})
     step = deviceless.__wrapped__("llama", "1f1b")
     found = exposed(step.contents)
     assert {one.kind for one in found} == {"all-reduce"} and max(one.bytes for one in found) > step.residual
