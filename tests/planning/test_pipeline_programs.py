@@ -291,7 +291,8 @@ def test_reductions_joined_are_waited_for(deviceless: Any, monkeypatch: pytest.M
     joined = tuple(
         option._replace(value=2**30) if "combine_threshold" in option.name else option for option in gpu.always
     )
-    monkeypatch.setattr(compiler_options, "DEFAULTS", {**DEFAULTS, "cuda": gpu._replace(always=joined)})
+    options = gpu._replace(always=joined)
+    monkeypatch.setattr(compiler_options, "DEFAULTS", {**DEFAULTS, "cuda": options, "gpu": options})
     step = deviceless.__wrapped__("llama", "1f1b")
     found = exposed(step.contents)
     assert {one.kind for one in found} == {"all-reduce"} and max(one.bytes for one in found) > step.residual
