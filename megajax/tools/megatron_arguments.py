@@ -37,8 +37,9 @@ def arguments(model: DecoderConfig) -> dict[str, Any]:
     blocks = [block for _, block in sorted(zip(order, layers, strict=True), key=lambda pair: pair[0])]
     first = blocks[0].parts()
     mlps = [block.parts().get("mlp") for block in blocks]
-    dense = next((mlp for mlp in mlps if not isinstance(mlp, MoEConfig)), None)
     mixtures = [mlp for mlp in mlps if isinstance(mlp, MoEConfig)]
+    dense = [mlp for mlp in mlps if mlp is not None and not isinstance(mlp, MoEConfig)]
+    feed_forwards = [*dense, *(mixture.expert for mixture in mixtures)]
     return {
         "num_layers": len(blocks),
         "hidden_size": model.hidden,
@@ -53,7 +54,7 @@ def arguments(model: DecoderConfig) -> dict[str, Any]:
         **_mixer(first.get("mixer"), model.hidden),
         **_windows([getattr(block.parts().get("mixer"), "window", None) for block in blocks]),
         **_rotated([getattr(block.parts().get("mixer"), "rope", None) for block in blocks]),
-        **_feed_forward(dense if dense is not None else mixtures[0].expert),
+        **(_feed_forward(feed_forwards[0]) if feed_forwards else {}),
         **(_experts(mixtures[0], [isinstance(mlp, MoEConfig) for mlp in mlps]) if mixtures else {}),
         **_further(model),
     }
