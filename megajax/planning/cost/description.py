@@ -54,7 +54,7 @@ class System:
 
 
 OURS = System(name="MegaJAX", lockstep=True, data_hidden=False, most_in_place=8, xla=True)
-"""As counted in compiled programs, see `megajax.planning.cost.work`; most_in_place is MOST_LOOPS of pipeline.executor."""
+"""As counted in compiled programs, see megajax.planning.cost.work; most_in_place is MOST_LOOPS of pipeline.executor."""
 
 
 @dataclass(frozen=True, kw_only=True)
