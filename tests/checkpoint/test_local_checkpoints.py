@@ -267,3 +267,12 @@ def test_a_set_that_is_lost_between_the_choice_and_the_restore_is_worth_a_restar
         with pytest.raises(UserError, match=r"can't be read: own.bin: w: sha256") as caught:
             reader.restore(1, like(small(0)))
     assert caught.value.code == 1
+
+
+def test_a_history_that_cannot_be_written_is_a_message(tmp_path, monkeypatch):
+    def fails(self: RunHistory, shared: Path) -> None:
+        raise OSError(28, "No space left on device", str(shared))
+
+    monkeypatch.setattr(RunHistory, "write", fails)
+    with opened(tmp_path) as local, pytest.raises(UserError, match="No space left on device"):
+        local.begin(0, small(0))

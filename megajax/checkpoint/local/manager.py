@@ -117,11 +117,10 @@ class LocalCheckpoints:
     def begin(self, first: int, state: Tree) -> None:
         """This attempt trains from step `first` on: drops the sets that are no part of the run any more.
 
-        Raises UserError if there is no room.
+        Raises UserError on all processes if the run's history can't be written, or if there is no room.
         """
         self.history = self.history.begin(self.attempt, first)
-        if self.peers.first:
-            self.history.write(self.shared)
+        self.peers.check(lambda: self.history.write(self.shared) if self.peers.first else None)
         for local_set in list(self.served.values()):
             if not self.history.includes(local_set.index.info.attempt, local_set.index.info.step):
                 self.drop(local_set)
