@@ -8,7 +8,7 @@ type Box = tuple[slice, ...]
 """A slice with a start and a stop for each dimension of an array."""
 
 CHUNK_BYTES = 2**25
-"""At most, of a chunk: what a reader of a part of it reads in vain, and what is buffered."""
+"""Largest chunk. Reading a part of a chunk reads all of it, and a chunk is buffered whole."""
 
 
 def box_of(index: Sequence[int | slice], shape: Sequence[int]) -> Box:

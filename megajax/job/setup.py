@@ -158,7 +158,7 @@ def _open_console_and_signals(
 def _initial_state(
     cfg: RunConfig, start: Start | None, own: bool, console: Console, events: EventLog, data: DataFiles
 ) -> tuple[Resume | TakeWeights | None, str | None]:
-    """What makes the first state, and the banner's line about it; None for a new run."""
+    """The source of the initial state and the banner's line about it; both are None for a new run."""
     if start is not None:
         reader, step = start
         resume = Resume(reader, step, own=own, say=console.say, data=data, event=events.event)

@@ -1,4 +1,4 @@
-"""The steps of a training job: what runs between them, and what is logged of each."""
+"""The steps of a training job: hooks between them, and logging."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
@@ -152,7 +152,7 @@ def step_record(run: Run, info: StepInfo, rate: StepRate, *, detailed: bool) -> 
 
 
 def step_rate(run: Run) -> StepRate:
-    """What turns this run's step times into rates."""
+    """Converts this run's step times to rates."""
     flops = flops_of(run.cfg.model)
     return StepRate(
         devices=run.mesh.size,

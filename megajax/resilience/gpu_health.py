@@ -46,7 +46,7 @@ def gpu_numbers(local_ids: Iterable[int], environment: Mapping[str, str]) -> lis
 
 
 class GpuHealth:
-    """Asks the driver. `poll` returns the changes since the last poll, at first all that is wrong."""
+    """Queries the driver. The first `poll` returns all symptoms, later ones those that changed."""
 
     def __init__(self, nvml: Any, gpus: Iterable[int | str]):
         self._nvml = nvml

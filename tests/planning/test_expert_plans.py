@@ -135,8 +135,8 @@ def task(cfg: Any, **fixed: Any) -> Task:
 def test_a_search_tries_numbers_of_devices_that_divide_the_experts() -> None:
     def sizes(cfg: Any, **fixed: Any) -> set[tuple[int, int]]:
         searched = task(cfg, **fixed)
-        found = [one for group in searched.groups() if group == (1, 1) for one in searched.layouts(group)]
-        return {(one.data, one.expert) for one in found}
+        layouts = [layout for group in searched.groups() if group == (1, 1) for layout in searched.layouts(group)]
+        return {(choice.data, choice.expert) for choice in layouts}
 
     assert sizes(config()) == {(16, 1), (8, 2), (4, 4), (2, 8)}
     assert sizes(config(), expert=4) == {(4, 4)} and sizes(config(), data=2) >= {(2, 8)}

@@ -20,7 +20,7 @@ from megajax.tokenizers.base import Tokenizer
 GUIDES = 32
 """Guides whose first state is kept, those used last."""
 WHITESPACE = "[ \n]{0,24}"
-"""Between the parts of a JSON document: without a limit a model may write blanks for ever."""
+"""Between the parts of a JSON document: without a limit a model may write whitespace until max_tokens."""
 IN_ONE = ("items", "additionalProperties", "contains", "propertyNames", "not", "if", "then", "else")
 IN_LIST = ("allOf", "anyOf", "oneOf", "prefixItems")
 IN_MAPPING = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
@@ -32,11 +32,11 @@ PLAIN = (
     "title type uniqueItems unevaluatedItems unevaluatedProperties writeOnly"
 )
 KEYWORDS = frozenset((*PLAIN.split(), *IN_ONE, *IN_LIST, *IN_MAPPING))
-"""Of JSON Schema, which ignores any other: a misspelled one would be without effect."""
+"""Keywords of JSON Schema. A schema may hold others without effect, so a misspelled one would go unnoticed."""
 
 
 class Guided:
-    """How far a text has followed its guide. Immutable, so that copies of a row share it."""
+    """The state of a text under its guide. Immutable, so that copies of a row share it."""
 
     def __init__(self, matcher: Any, ends: Collection[int]):
         """matcher: an LLMatcher, not changed any more. Raises UserError if the guide is too large for its limits."""
