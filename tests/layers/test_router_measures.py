@@ -45,7 +45,7 @@ def test_losses_are_means_over_microbatches_and_dropped_tokens_shares_of_what_wa
     measured = measurements(
         {"stack.blocks.0.mlp.report.sum": declared((0, 1), measures)}, {"stack.blocks.0.mlp.report.sum": seen}
     )
-    assert [*found] == ["dropped_share", "router_aux_loss", "router_z_loss", "router_not_finite"]
+    assert [*measured] == ["dropped_share", "router_aux_loss", "router_z_loss", "router_not_finite"]
     np.testing.assert_allclose(measured["router_aux_loss"].values, [2, 1])
     np.testing.assert_allclose(measured["router_z_loss"].values, [0.5, 1.5])
     np.testing.assert_allclose(measured["dropped_share"].values, [0, 0.25])
