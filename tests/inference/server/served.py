@@ -4,6 +4,7 @@ import asyncio
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,12 +47,24 @@ class Running:
     def blocks_used(self) -> int:
         return self.worker.statistics().blocks_used
 
+    def posts(self) -> list[str]:
+        """Lines of the log, one for each POST request that has ended."""
+        return [line for line in self.log if " POST " in line]
+
     def all_free(self, seconds: float = 5) -> bool:
-        """Whether all blocks are free within some time."""
-        end = time.monotonic() + seconds
-        while self.worker.statistics().requests and time.monotonic() < end:
-            time.sleep(0.002)
-        return not self.blocks_used() and not self.worker.statistics().requests
+        """Whether no request runs and all blocks are free within some time."""
+        return wait_until(lambda: not (self.readiness.active or self._requests() or self.blocks_used()), seconds)
+
+    def _requests(self) -> int:
+        return self.worker.statistics().requests
+
+
+def wait_until(condition: Callable[[], object], seconds: float = 5) -> bool:
+    """Whether a condition holds within some time."""
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.002)
+    return bool(condition())
 
 
 def start(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from echo_device import BAD, DEATH, EchoDevice
-from served import Running, start, stop
+from served import Running, start, stop, wait_until
 
 from megajax.inference.server.config import Access, ServerConfig
 
@@ -70,6 +70,7 @@ def open_request(small: Running, *, unsent: int = 0, **body: Any) -> socket.sock
 @pytest.mark.parametrize("stream", [True, False])
 def test_clients_that_go_free_their_blocks(small: Running, stream: bool) -> None:
     for _ in range(10):
+        before = len(small.posts())
         connections = [open_request(small, prompt="abc", max_tokens=4000, stream=stream) for _ in range(10)]
         while not small.blocks_used():
             time.sleep(0.002)
@@ -77,7 +78,8 @@ def test_clients_that_go_free_their_blocks(small: Running, stream: bool) -> None
             assert connections[0].recv(10)
         for connection in connections:
             connection.close()
-        # The answers alone would take 80 seconds.
+        # The answers alone would take 80 seconds. The last clients may have gone before the server took their requests.
+        assert wait_until(lambda count=before + 10: len(small.posts()) >= count)
         assert small.all_free(), "blocks are not free"
 
 
@@ -88,9 +90,8 @@ def test_clients_that_go_before_their_answer_are_no_fault_of_the_server(small: R
     connection = open_request(small, prompt="abc", max_tokens=4000, unsent=unsent)
     time.sleep(0.05)
     connection.close()
-    while not small.log:
-        time.sleep(0.002)
-    assert " POST /v1/completions 499 " in small.log[0]
+    assert wait_until(small.posts)
+    assert " POST /v1/completions 499 " in small.posts()[0]
     assert '{route="/v1/completions",code="499"}' in small.ask("/metrics", method="GET").text
     assert small.all_free()
 
