@@ -102,7 +102,7 @@ def elsewhere(config: str, devices: str) -> dict[str, Any]:
     """Compiled for virtual GPU devices: GiB of one of them."""
     cluster, problems = read_cluster(devices, 8)
     if cluster is None:
-        raise UserError(f"--devices={devices}: {problems[0].what}")
+        raise UserError(f"--devices={devices}: {problems[0].message}")
     found = {}
     for name in WAYS:
         start = time.perf_counter()

@@ -379,7 +379,7 @@ def _flag_values(own: Mapping[str, Flag], given: Mapping[str, Any]) -> tuple[dic
         answers[name] = bool(flag.default) if flag.kind is bool else flag.default
         if name in given:
             answers[name], wrong = read_value(given[name], flag.kind, flag.name)
-            problems += [replace(problem, where=f"--{problem.where}") for problem in wrong]
+            problems += [replace(problem, setting=f"--{problem.setting}") for problem in wrong]
         elif flag.required:
             problems.append(Problem(f"--{flag.name}", "must be given", schema.words(flag.kind)))
     return answers, problems
@@ -412,9 +412,9 @@ def _configured(
 
 def _with_flag_hint(problem: Problem, given: Mapping[str, Any], flags: Sequence[str]) -> Problem:
     """A misspelt --skip-trian is near to a flag, not to a setting."""
-    unknown = problem.what == "no such setting" and problem.where in given and "." not in problem.where
-    near = did_you_mean(problem.where, flags).replace("_", "-") if unknown else ""
-    return Problem(f"--{problem.where.replace('_', '-')}", "no such flag or setting", near) if near else problem
+    unknown = problem.message == "no such setting" and problem.setting in given and "." not in problem.setting
+    near = did_you_mean(problem.setting, flags).replace("_", "-") if unknown else ""
+    return Problem(f"--{problem.setting.replace('_', '-')}", "no such flag or setting", near) if near else problem
 
 
 def _sources(config: Any, file: Source, given: Any) -> dict[str, str]:

@@ -22,17 +22,17 @@ class UserError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One error: `where` is the dotted setting, `what` the error with both values, `hint` the remedy.
+    """One error: the dotted setting, a message with both values, and the remedy as `hint`.
 
     A hint may have several lines.
     """
 
-    where: str
-    what: str
+    setting: str
+    message: str
     hint: str = ""
 
     def __str__(self) -> str:
-        return f"{self.where}: {self.what}" + "".join(f"\n    {line}" for line in self.hint.splitlines())
+        return f"{self.setting}: {self.message}" + "".join(f"\n    {line}" for line in self.hint.splitlines())
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,7 +64,7 @@ def _cross_checks(node: Any, where: str, devices: int | None) -> list[Problem]:
         return []
     try:
         problems = ask(devices) if inspect.signature(ask).parameters else ask()
-        return [dataclasses.replace(problem, where=join(where, problem.where) or "config") for problem in problems]
+        return [dataclasses.replace(problem, setting=join(where, problem.setting) or "config") for problem in problems]
     except UnknownValue:
         return _cross_checks_of_the_rest(node, where, devices)
 
@@ -86,7 +86,9 @@ def _cross_checks_of_the_rest(node: Any, where: str, devices: int | None) -> lis
     whole = dataclasses.replace(node, **{name: fields[name] for name in unknown})
     mention = re.compile(rf"\b({'|'.join(unknown)})\b")
     problems = _cross_checks(whole, where, devices)
-    return [problem for problem in problems if not mention.search(f"{problem.where.rpartition('.')[2]} {problem.what}")]
+    return [
+        problem for problem in problems if not mention.search(f"{problem.setting.rpartition('.')[2]} {problem.message}")
+    ]
 
 
 def _example(where: str, annotation: Any) -> str:

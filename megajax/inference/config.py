@@ -108,9 +108,9 @@ class GenerationConfig:
         layout = self.parallel.layout()
         if devices is not None:
             for problem in layout.device_problems(devices):
-                yield replace(problem, where=f"parallel.{problem.where}".rstrip("."))
+                yield replace(problem, setting=f"parallel.{problem.setting}".rstrip("."))
         for problem in self.model.parallel_problems(layout, None):
-            yield replace(problem, where=f"model.{problem.where}")
+            yield replace(problem, setting=f"model.{problem.setting}")
         if self.length() > (trained := self.model.row_positions()):
             what = f"{self.length()} is more than model.sequence_length={trained}"
             yield Problem("inference.length", what, f"use at most {trained}, or set model.sequence_length as well")

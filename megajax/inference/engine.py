@@ -118,7 +118,7 @@ class Engine:
         sampling, prompt = request.sampling, request.prompt
         problems = sampling.problems() or list(self._problems(request))
         if problems:
-            raise Refused("invalid", f"{problems[0].where} {problems[0].what}", problems[0].where)
+            raise Refused("invalid", f"{problems[0].setting} {problems[0].message}", problems[0].setting)
         if request.identifier in self._open:
             raise Refused("invalid", f"identifier {request.identifier!r} is in use", "identifier")
         if len(prompt) + min(1, sampling.max_tokens) > self.length:

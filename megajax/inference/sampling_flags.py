@@ -37,6 +37,6 @@ def sampling_of(flags: Mapping[str, Any]) -> Sampling:
             raise UserError(f"--guide={flags['guide']}: is not a file with a JSON schema: {error}") from error
     sampling = Sampling(**given)
     if problems := sampling.problems():
-        named = [replace(problem, where=f"--{problem.where.replace('_', '-')}") for problem in problems]
+        named = [replace(problem, setting=f"--{problem.setting.replace('_', '-')}") for problem in problems]
         raise ConfigError(named, "command line")
     return sampling

@@ -81,7 +81,7 @@ def generation_config[C: GenerationConfig](origin: Origin, root: type[C]) -> Sou
     source = run_config(origin.run)
     cfg, problems = assembled(source, ROOT, {})
     parts = ("model", "tokenizer", "xla")
-    wrong = [problem for problem in problems if problem.where.partition(".")[0] in parts]
+    wrong = [problem for problem in problems if problem.setting.partition(".")[0] in parts]
     if cfg is None or wrong:
         raise ConfigError(wrong or problems, source.name)
     template = getattr(cfg.data, "template", None) or folder_template(tokenizer_folder(cfg.tokenizer))

@@ -25,7 +25,7 @@ def build_mesh(cfg: ParallelConfig, devices: Sequence[jax.Device] | None = None)
     devices = list(jax.devices() if devices is None else devices)
     problems = cfg.problems() or cfg.device_problems(len(devices))
     if problems:
-        raise ConfigError([replace(problem, where=f"parallel.{problem.where}".rstrip(".")) for problem in problems])
+        raise ConfigError([replace(problem, setting=f"parallel.{problem.setting}".rstrip(".")) for problem in problems])
     sizes = cfg.sizes(len(devices))
     used = cfg.without_data() * sizes["data"]
     return jax.make_mesh(

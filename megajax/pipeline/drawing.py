@@ -30,7 +30,7 @@ def draw(flags: Mapping[str, Any]) -> None:
     name = flags["schedule"]
     sizes = {"stages": flags["stages"], "microbatches": flags["microbatches"], "chunks": flags["virtual_stages"]}
     if wrong := problems(name, **sizes):
-        flagged = [replace(problem, where=f"--{problem.where.replace('_', '-')}") for problem in wrong]
+        flagged = [replace(problem, setting=f"--{problem.setting.replace('_', '-')}") for problem in wrong]
         raise ConfigError(flagged, "command line")
     entries = prod(sizes.values())
     if entries > MOST_ENTRIES:

@@ -255,7 +255,7 @@ def other(case: Case, asked: str, per_node: int | None) -> Case:
         text = word if ":" in word else f"{word}:{cluster.devices}"
         there, wrong = devices.read_cluster(text, per_node, cluster.device)
         if there is None:
-            raise ConfigError([replace(one, where="--compare") for one in wrong], "command line")
+            raise ConfigError([replace(one, setting="--compare") for one in wrong], "command line")
         cluster = there
     if configs:
         return Case(load(configs[0], *overrides, devices=cluster.devices), cluster)
@@ -335,7 +335,7 @@ def _point(case: Case, value: str, wrong: Sequence[Problem] = (), *, mode: str =
         try:
             override(case.cfg, devices=case.cluster.devices)
         except ConfigError as error:
-            wrong = [one for one in error.problems if not one.where.startswith(STEP_SETTINGS)]
+            wrong = [one for one in error.problems if not one.setting.startswith(STEP_SETTINGS)]
     size = case.cfg.batch.global_size
     point = {"value": value, "mode": mode, "devices": case.cluster.devices, "global_size": size}
-    return point | ({"refusal": f"{wrong[0].where}: {wrong[0].what}"} if wrong else to_dict(case.estimate))
+    return point | ({"refusal": f"{wrong[0].setting}: {wrong[0].message}"} if wrong else to_dict(case.estimate))

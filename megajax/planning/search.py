@@ -150,15 +150,15 @@ def apply(choice: Choice, cfg: RunConfig) -> RunConfig:
 
 def problems(cfg: RunConfig, devices: int) -> list[Problem]:
     """Problems of a config with a choice in it; only the parts that a choice changes are checked."""
-    parallel = [Problem(f"parallel.{one.where}", one.what, one.hint) for one in cfg.parallel.problems()]
-    model = [Problem(f"model.{one.where}", one.what, one.hint) for one in cfg.model.problems()]
+    parallel = [Problem(f"parallel.{one.setting}", one.message, one.hint) for one in cfg.parallel.problems()]
+    model = [Problem(f"model.{one.setting}", one.message, one.hint) for one in cfg.model.problems()]
     # The layout as it is written, not what parallel.elastic would make of it.
     return parallel or model or cfg.but(parallel=replace(cfg.parallel, elastic=False)).problems(devices)
 
 
 def refusal(case: Case) -> str:
     """The first of the `problems`, in one line; empty if there are none."""
-    return "".join(f"{one.where}: {one.what}" for one in problems(case.cfg, case.cluster.devices)[:1])
+    return "".join(f"{one.setting}: {one.message}" for one in problems(case.cfg, case.cluster.devices)[:1])
 
 
 def changes(old: RunConfig, new: RunConfig) -> dict[str, Any]:

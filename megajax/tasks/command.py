@@ -74,7 +74,7 @@ def parse_tasks(text: str, include_path: Path | None = None) -> list[Any]:
         plain = ":".join(each for each in settings if not re.match(r"\w+=", each))
         patch = patch_of([*[setting(f"{first}={plain}")] * bool(plain), *given])
         config, wrong = assemble(cls, None, patch)
-        problems += [replace(problem, where=f"--tasks={kind}: {problem.where}") for problem in wrong]
+        problems += [replace(problem, setting=f"--tasks={kind}: {problem.setting}") for problem in wrong]
         if config is None or wrong:
             continue
         if isinstance(config, HarnessConfig) and include_path is not None and config.include_path is None:

@@ -232,7 +232,7 @@ class EvaluatedConfig(RunConfig):
         """Those of training, except for settings that only training uses, such as the batch size."""
         problems = RunConfig.problems(self, devices)
         parts = (*TRAINING_ONLY, "parallel.virtual_stages")
-        return [p for p in problems if not any(p.where == part or p.where.startswith(f"{part}.") for part in parts)]
+        return [p for p in problems if not any(p.setting == part or p.setting.startswith(f"{part}.") for part in parts)]
 
 
 def _stride_problems(stride: int | None) -> list[Problem]:

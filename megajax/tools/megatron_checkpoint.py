@@ -88,7 +88,7 @@ def continued(opened: MegatronModel, base: RunConfig, run: Path) -> tuple[RunCon
     parts = ("optimizer", "schedule", "batch")
     settings = _settings(flags, makers, (*parts, "steps"))
     config, wrong = assemble(RunConfig, whole, patch_of(settings.items()))
-    problems = [*flags.problems, *(one for one in wrong if one.where.startswith(parts))]
+    problems = [*flags.problems, *(one for one in wrong if one.setting.startswith(parts))]
     if config is not None and not problems:
         return config, []
     given = {name: opened.args.get(f"adam_{name}") for name in ("beta1", "beta2")}
@@ -169,7 +169,7 @@ def model_config(
         lines = "\n".join(f"  {problem}" for problem in flags.refusals)
         raise UserError(f"{where}: the model has features that MegaJAX lacks:\n{lines}")
     config, wrong = assemble(RunConfig, None, patch_of(settings.items()))
-    problems = [*flags.problems, *(problem for problem in wrong if problem.where.startswith("model"))]
+    problems = [*flags.problems, *(problem for problem in wrong if problem.setting.startswith("model"))]
     if problems or config is None:
         raise ConfigError(problems or wrong, where)
     return config.model

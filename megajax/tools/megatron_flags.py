@@ -154,15 +154,15 @@ def _with_flags(problem: Problem, args: Arguments) -> Problem:
         for name in args.flags
         if isinstance(fate := args.table[name].fate, Mapped) and any(_about(problem, one) for one in fate.settings)
     ]
-    return replace(problem, where=f"{problem.where} ({', '.join(makers)})" if makers else problem.where)
+    return replace(problem, setting=f"{problem.setting} ({', '.join(makers)})" if makers else problem.setting)
 
 
 def _about(problem: Problem, setting: str) -> bool:
     """Whether a problem is one of this setting, or names it with its value."""
     parent, _, name = setting.rpartition(".")
-    named = re.search(rf"(?<![.\w])({re.escape(setting)}|{name}) ?=", problem.what)
-    beside = named is not None and (named[1] == setting or parent == problem.where.rpartition(".")[0])
-    return beside or _is_below(problem.where, setting)
+    named = re.search(rf"(?<![.\w])({re.escape(setting)}|{name}) ?=", problem.message)
+    beside = named is not None and (named[1] == setting or parent == problem.setting.rpartition(".")[0])
+    return beside or _is_below(problem.setting, setting)
 
 
 def _is_below(setting: str, other: str) -> bool:
@@ -187,7 +187,7 @@ def _settings_text(settings: Sequence[str], values: Mapping[str, Any]) -> str:
 def _converted(args: Arguments, config: RunConfig | None, problems: list[Problem]) -> Converted:
     values = flatten(config) if config is not None else {}
     mapped, idle, unnecessary = [], [], []
-    refused = {problem.where: (args.written(problem.where[2:]), problem.what) for problem in args.refusals}
+    refused = {problem.setting: (args.written(problem.setting[2:]), problem.message) for problem in args.refusals}
     decided: set[str] = set()
     for name, value in args.flags.items():
         row, text, is_refused = args.table[name], args.written(name), f"--{name}" in refused
@@ -213,6 +213,6 @@ def _converted(args: Arguments, config: RunConfig | None, problems: list[Problem
         idle=tuple(idle),
         unnecessary=tuple(unnecessary),
         refused=tuple(refused.values()),
-        remarks=tuple((problem.where, problem.what) for problem in args.remarks),
+        remarks=tuple((problem.setting, problem.message) for problem in args.remarks),
         problems=tuple(problems),
     )

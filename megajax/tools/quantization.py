@@ -96,7 +96,7 @@ def _config(flags: Mapping[str, Any]) -> QuantizationConfig:
         balanced=calibrated,
         **given,
     )
-    if problems := [replace(problem, where=f"--{problem.where}") for problem in cfg.problems()]:
+    if problems := [replace(problem, setting=f"--{problem.setting}") for problem in cfg.problems()]:
         raise ConfigError(problems, "command line")
     return cfg
 

@@ -39,7 +39,7 @@ class Candidate:
     def problems(self) -> list[Problem]:
         """What is wrong with it."""
         cfg = self.cfg
-        named = [replace(problem, where=f"parallel.{problem.where}") for problem in cfg.parallel.problems()]
+        named = [replace(problem, setting=f"parallel.{problem.setting}") for problem in cfg.parallel.problems()]
         return named or [*cfg.batch.problems(), *cfg.problems(self.used)]
 
 

@@ -165,7 +165,7 @@ class BatchConfig(Builds):
         ]
         if not problems and self.ramp is not None and not self.ramp.problems():
             sizes = self.ramp.size_problems(self.global_size)
-            problems += [replace(problem, where=f"ramp.{problem.where}") for problem in sizes]
+            problems += [replace(problem, setting=f"ramp.{problem.setting}") for problem in sizes]
         if not problems and self.global_size % self.micro_size and not self.decrease:
             legal = ", ".join(str(n) for n in nearest_divisors(self.global_size, self.micro_size))
             what = f"micro_size={self.micro_size} does not divide global_size={self.global_size}"
@@ -264,7 +264,9 @@ class EvaluationConfig:
             elif name in ("train", "validation", "test"):
                 problems.append(Problem("sets", f"{name} is the name of a split of the run's own data", "use another"))
             where = f"sets.{name}"
-            problems += [replace(problem, where=f"{where}.{problem.where}") for problem in _problems(self.sets[name])]
+            problems += [
+                replace(problem, setting=f"{where}.{problem.setting}") for problem in _problems(self.sets[name])
+            ]
         return problems
 
 

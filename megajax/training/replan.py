@@ -111,7 +111,7 @@ def elastic_hint(error: ConfigError, cfg: RunConfig, per_process: Sequence[int])
 
 
 def _of_layout(problem: Problem) -> bool:
-    return problem.where.partition(".")[0] == "parallel" or problem.where in ("batch.global_size", "model.hidden")
+    return problem.setting.partition(".")[0] == "parallel" or problem.setting in ("batch.global_size", "model.hidden")
 
 
 def _changes(cfg: RunConfig, candidate: Candidate) -> dict[str, tuple[Any, Any]]:
@@ -205,4 +205,6 @@ def _refused_axis(cfg: RunConfig, axis: str, devices: int) -> list[Problem]:
     micro_size = cfg.batch.micro_size if fixed_micro_size(cfg) else 1
     batch = replace(cfg.batch, micro_size=micro_size)
     problems = Candidate(cfg.but(parallel=parallel, batch=batch), devices, 1).problems()
-    return [Problem(f"parallel.{axis}={devices}", f"{each.where}: {each.what}") for each in islice(problems, REASONS)]
+    return [
+        Problem(f"parallel.{axis}={devices}", f"{each.setting}: {each.message}") for each in islice(problems, REASONS)
+    ]

@@ -119,7 +119,7 @@ type Check = Callable[[RunConfig, int | None], Iterator[Problem]]
 
 def _under(part: str, problems: Iterable[Problem]) -> Iterator[Problem]:
     """Problems of a part of the config, with the names of its settings in the whole."""
-    return (replace(problem, where=f"{part}.{problem.where}".rstrip(".")) for problem in problems)
+    return (replace(problem, setting=f"{part}.{problem.setting}".rstrip(".")) for problem in problems)
 
 
 def _known_devices(cfg: RunConfig, devices: int | None) -> int | None:

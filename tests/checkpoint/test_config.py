@@ -22,7 +22,7 @@ from megajax.checkpoint.config import CheckpointConfig
 )
 def test_bad_settings_are_named(settings, where):
     (problem,) = CheckpointConfig(**settings).problems()
-    assert problem.where == where and str(next(iter(settings.values()))) in str(problem)
+    assert problem.setting == where and str(next(iter(settings.values()))) in str(problem)
 
 
 def test_good_settings_have_no_problems():

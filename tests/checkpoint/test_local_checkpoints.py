@@ -244,7 +244,7 @@ def test_a_folder_that_cannot_be_written_is_an_error_at_the_start(tmp_path):
 @pytest.mark.parametrize("name", ["every", "keep", "failures", "jump"])
 def test_settings_below_one_are_problems(name):
     local = LocalConfig(**{"every": 1, "folder": Path("/tmp"), name: 0})
-    assert [problem.where for problem in local.problems()] == [name]
+    assert [problem.setting for problem in local.problems()] == [name]
     assert CheckpointConfig(local=LocalConfig(every=1, folder=Path("/tmp"))).problems() == []
 
 

@@ -40,7 +40,7 @@ def parse(*argv, **options):
 def problems(*argv, **options):
     with pytest.raises(ConfigError) as error:
         parse(*argv, **options)
-    return {problem.where: f"{problem.what}\n{problem.hint}" for problem in error.value.problems}
+    return {problem.setting: f"{problem.message}\n{problem.hint}" for problem in error.value.problems}
 
 
 def test_forms(capsys):

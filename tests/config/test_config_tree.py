@@ -16,7 +16,7 @@ RUN = RunConfig(model=ModelConfig(hidden_size=768))
 def problems(*settings, config=RUN, devices=None):
     with pytest.raises(ConfigError) as error:
         override(config, *settings, devices=devices)
-    return {problem.where: problem for problem in error.value.problems}
+    return {problem.setting: problem for problem in error.value.problems}
 
 
 def test_nested_names_and_dashes():
@@ -82,22 +82,22 @@ def test_all_problems_at_once_with_the_nearest_names():
         "model.pattern.0.attention.heads=7",
         "seed",
     )
-    assert wrong["paralel.tensor"].what == "no such setting"
+    assert wrong["paralel.tensor"].message == "no such setting"
     assert wrong["paralel.tensor"].hint == wrong["tensor"].hint == "did you mean parallel.tensor?"
-    assert wrong["steps"].what == "expected a whole number, got 'abc'"
+    assert wrong["steps"].message == "expected a whole number, got 'abc'"
     assert wrong["model.pattern.0.atention.heads"].hint == "did you mean model.pattern.0.attention.heads?"
     assert wrong["parallel.data_sharding"].hint == "did you mean zero1?"
-    assert wrong["optimizer.type"].what == "expected AdamWConfig or MuonConfig, got 'Lion'"
-    assert wrong["model.pattern.0.attention.heads"].what == "hidden_size=768 is not divisible by heads=7"
+    assert wrong["optimizer.type"].message == "expected AdamWConfig or MuonConfig, got 'Lion'"
+    assert wrong["model.pattern.0.attention.heads"].message == "hidden_size=768 is not divisible by heads=7"
     assert wrong["model.pattern.0.attention.heads"].hint == "divisors near 7: 6, 8"
-    assert wrong["seed"].what == "needs a value"
+    assert wrong["seed"].message == "needs a value"
     assert len(wrong) == 8
 
 
 def test_cross_checks_of_root_and_parts():
     wrong = problems("parallel.tensor=3", "model.pattern.0.attention.heads=0", devices=8)
-    assert wrong["parallel.tensor"].what == "3 does not divide 8 devices"
-    assert wrong["model.pattern.0.attention.heads"].what == "must be at least 1, got 0"
+    assert wrong["parallel.tensor"].message == "3 does not divide 8 devices"
+    assert wrong["model.pattern.0.attention.heads"].message == "must be at least 1, got 0"
     assert "model" not in wrong  # the division by it is no crash, and has its reason listed already
     check(RUN, 8)
     with pytest.raises(ConfigError, match="does not divide 7"):
@@ -107,7 +107,7 @@ def test_cross_checks_of_root_and_parts():
 def test_settings_of_another_class_in_the_same_place_are_no_hint():
     """AdamW has betas; Muon, which was chosen, has nothing like it."""
     wrong = problems("optimizer.type=Muon", "optimizer.beta=0.9")["optimizer.beta"]
-    assert wrong.what == "no such setting" and "optimizer.betas" not in wrong.hint
+    assert wrong.message == "no such setting" and "optimizer.betas" not in wrong.hint
 
 
 def test_the_message():

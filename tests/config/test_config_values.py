@@ -154,7 +154,7 @@ def test_values_set_in_python_are_checked_and_made_what_the_field_says():
     assert (fixed.names, fixed.path, fixed.number) == (("a", "b"), Path("x"), 1.0)
     with pytest.raises(ConfigError) as error:
         override(Values(whole="abc", text=5, switch=3))
-    assert [problem.where for problem in error.value.problems] == ["whole", "switch", "text"]
+    assert [problem.setting for problem in error.value.problems] == ["whole", "switch", "text"]
     assert "put it in quotes" in str(error.value)
 
 

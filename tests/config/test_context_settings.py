@@ -26,7 +26,7 @@ def of_length(length: int, **parallel) -> RunConfig:
 
 
 def said(cfg: RunConfig) -> dict[str, str]:
-    return {problem.where: f"{problem.what} | {problem.hint}" for problem in cfg.problems(8)}
+    return {problem.setting: f"{problem.message} | {problem.hint}" for problem in cfg.problems(8)}
 
 
 @pytest.mark.parametrize(
@@ -85,8 +85,8 @@ def test_rows_that_can_be_cut(length, sizes) -> None:
 )
 def test_settings_of_context_that_cannot_be(sizes, where, what) -> None:
     (problem,) = ParallelConfig(context_strategy="ring+all_to_all", **sizes).problems()
-    assert problem.where == where
-    assert re.search(what, f"{problem.what} | {problem.hint}")
+    assert problem.setting == where
+    assert re.search(what, f"{problem.message} | {problem.hint}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -76,7 +76,7 @@ ALONE = {
 
 
 def words(problem: Problem) -> str:
-    return f"{problem.where}: {problem.what}" + (f"; {problem.hint}" if problem.hint else "")
+    return f"{problem.setting}: {problem.message}" + (f"; {problem.hint}" if problem.hint else "")
 
 
 @pytest.mark.parametrize("case", ALONE)
@@ -108,13 +108,13 @@ def test_layouts_that_cannot_be(case):
     model = llama()
     (block,) = model.stack.pattern
     model = replace(model, stack=replace(model.stack, pattern=(replace(block, mlp=moe()),)))
-    problems = [replace(p, where=p.where.partition(".mlp.")[2]) for p in model.parallel_problems(parallel, 1)]
+    problems = [replace(p, setting=p.setting.partition(".mlp.")[2]) for p in model.parallel_problems(parallel, 1)]
     assert [words(problem) for problem in problems] == [expected]
 
 
 def test_whole_experts_need_sequence_parallelism():
     problems = ParallelConfig(data=1, tensor=2, expert_tensor="whole").problems()
-    assert [problem.where for problem in problems] == ["expert_tensor"]
+    assert [problem.setting for problem in problems] == ["expert_tensor"]
 
 
 FROM_THE_COMMAND_LINE = {

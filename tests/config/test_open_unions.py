@@ -104,7 +104,7 @@ def run(source="own.py", *settings):
 def problems(*settings, config=None):
     with pytest.raises(ConfigError) as error:
         override(OpenRun() if config is None else config, *settings)
-    return {problem.where: problem for problem in error.value.problems}
+    return {problem.setting: problem for problem in error.value.problems}
 
 
 def test_overrides_go_by_the_fields_of_the_users_class(own):
@@ -113,7 +113,7 @@ def test_overrides_go_by_the_fields_of_the_users_class(own):
     assert cfg.model.build() == "tiny"
     wrong = problems("model.hiden=1", "model.tail.hidden=x", config=run("own.py", "model.tail={}"))
     assert wrong["model.hiden"].hint.startswith("did you mean model.hidden")
-    assert wrong["model.tail.hidden"].what == "expected a whole number, got 'x'"
+    assert wrong["model.tail.hidden"].message == "expected a whole number, got 'x'"
     assert problems("model.hidden=3", config=run()) == {"model.hidden": Problem("model.hidden", "must be even, got 3")}
 
 
@@ -181,13 +181,13 @@ def test_what_is_not_accepted_says_why():
         f"closed.type={here}:WithoutBuild",
         f"blocks={here}:WithType,{here}:nothing",
     )
-    assert wrong["model.type"].what == "Changeable can be changed after it is checked: write @dataclass(frozen=True)"
-    assert wrong["only.type"].what == "WithoutBuild lacks build"
-    assert wrong["closed.type"].what.startswith("expected AdamWConfig or MuonConfig, got the class WithoutBuild")
-    assert wrong["blocks.0.type"].what.startswith("WithType has a field 'type'")
-    assert "has no attribute 'nothing'" in wrong["blocks.1.type"].what
+    assert wrong["model.type"].message == "Changeable can be changed after it is checked: write @dataclass(frozen=True)"
+    assert wrong["only.type"].message == "WithoutBuild lacks build"
+    assert wrong["closed.type"].message.startswith("expected AdamWConfig or MuonConfig, got the class WithoutBuild")
+    assert wrong["blocks.0.type"].message.startswith("WithType has a field 'type'")
+    assert "has no attribute 'nothing'" in wrong["blocks.1.type"].message
     assert problems(config=OpenRun(model=WithoutBuild()))["model"] == Problem("model", "WithoutBuild lacks build")
     assert example("0", AdamWConfig).startswith("write AdamWConfig("), "an entry of a list has no name to write"
-    words = problems("only.type=Tiny")["only.type"].what
+    words = problems("only.type=Tiny")["only.type"].message
     assert words == "expected module:Class of your own frozen dataclass with build, hidden, got 'Tiny'"
     assert "add --only.type=module:Class" in problems("only.hidden=2")["only"].hint

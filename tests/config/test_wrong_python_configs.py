@@ -194,5 +194,7 @@ def test_no_value_at_any_place_raises():
             value = next(values)
             config, problems = assemble(RunConfig, put(value), {}, 8)
             assert (config is None) <= bool(problems), name
-            failures[name, repr(value)[:20]] = [problem for problem in problems if "cannot be checked" in problem.what]
+            failures[name, repr(value)[:20]] = [
+                problem for problem in problems if "cannot be checked" in problem.message
+            ]
     assert not any(failures.values()), {place: told for place, told in failures.items() if told}

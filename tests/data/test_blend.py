@@ -85,7 +85,7 @@ def test_rows_that_a_run_requests() -> None:
 
 def test_problems_are_found_without_reading() -> None:
     def where(**options: Any) -> list[str]:
-        return [problem.where for problem in BlendConfig(**options).problems()]
+        return [problem.setting for problem in BlendConfig(**options).problems()]
 
     assert where(paths=("a",)) == [] and where(train_paths=("1", "a", "2", "b")) == []
     assert where() == ["paths"] and where(paths=("a",), valid_paths=("b",)) == ["paths"]

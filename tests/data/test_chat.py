@@ -248,7 +248,7 @@ def test_files_that_are_missing_or_empty(tmp_path: Path) -> None:
         splits(tmp_path / "none.jsonl")
     with pytest.raises(UserError, match=r"no line with a conversation; left out: 2 not a conversation"):
         splits(write(tmp_path / "c", ["{", "["]), on_error="skip")
-    assert [problem.where for problem in ChatConfig().problems()] == ["paths"]
+    assert [problem.setting for problem in ChatConfig().problems()] == ["paths"]
     with pytest.raises(UserError, match=r"data\.seed: expected 0 to"):
         splits(tmp_path / "c", seed=-1)
 

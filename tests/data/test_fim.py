@@ -136,7 +136,7 @@ def test_fragments_are_reordered_one_by_one(tmp_path: Path) -> None:
                            ({"isolate_documents": True}, "isolate_documents")],
 )  # fmt: skip
 def test_settings_that_are_refused(options: dict[str, Any], where: str) -> None:
-    assert [problem.where for problem in FillInMiddleConfig(paths=("a",), **options).problems()] == [where]
+    assert [problem.setting for problem in FillInMiddleConfig(paths=("a",), **options).problems()] == [where]
 
 
 def test_a_token_that_the_tokenizer_lacks(prefix: Path) -> None:

@@ -211,4 +211,4 @@ def test_problems_of_the_settings() -> None:
         (MaskFoldersConfig(path="x", classes=256, split=""), ["classes", "split"]),
     ]
     for config, places in wrong:
-        assert [problem.where for problem in config.problems()] == places
+        assert [problem.setting for problem in config.problems()] == places

@@ -189,7 +189,7 @@ def test_more_classes_than_the_model_has(tmp_path: Path) -> None:
 
 
 def test_settings_that_do_not_go_together() -> None:
-    assert [p.where for p in ImageShardsConfig().problems()] == ["paths"]
+    assert [p.setting for p in ImageShardsConfig().problems()] == ["paths"]
     both = ImageShardsConfig(paths=("a",), valid_paths=("b",))
-    assert "valid_paths" in both.problems()[0].what
+    assert "valid_paths" in both.problems()[0].message
     assert np.all([not ImageShardsConfig(**{name: ("a",)}).problems() for name in ("paths", "train_paths")])

@@ -281,7 +281,7 @@ def test_shapes_with_captions() -> None:
 
 def test_settings() -> None:
     wrong = ImageTextConfig(tiles=0, marker="")
-    assert [problem.where for problem in wrong.problems()] == ["tiles", "paths", "marker"]
+    assert [problem.setting for problem in wrong.problems()] == ["tiles", "paths", "marker"]
 
 
 def test_training_needs_files_of_its_own_where_splits_have_them(tmp_path: Path) -> None:

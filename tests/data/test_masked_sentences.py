@@ -243,7 +243,7 @@ def test_settings_are_checked():
         paths=("a",), mask_probability=1, short_probability=2, largest_ngram=0, geometric=True, longer_ngrams=True
     )
     fields = ["mask_probability", "short_probability", "largest_ngram", "longer_ngrams"]
-    assert [problem.where for problem in config.problems()] == fields
+    assert [problem.setting for problem in config.problems()] == fields
     assert not BlendConfig(paths=("a",)).problems()
 
 

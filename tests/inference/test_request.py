@@ -10,7 +10,7 @@ from megajax.inference.request import BIASES, LIMITS, STOP_CHARACTERS, STOP_TOKE
 
 
 def wrong(**settings: Any) -> list[str]:
-    return [problem.where for problem in Sampling(**settings).problems()]
+    return [problem.setting for problem in Sampling(**settings).problems()]
 
 
 def alone(name: str, value: Any) -> dict[str, Any]:

@@ -202,7 +202,9 @@ def problems(mixer: AttentionConfig, **settings: Any) -> list[str]:
         sequence_length=32,
         stack=StackConfig(pattern=(BlockConfig(mixer=mixer, mlp=MLP),), repeats=2),
     )
-    return [f"{problem.where}: {problem.what}; {problem.hint}" for problem in model.parallel_problems(parallel, None)]
+    return [
+        f"{problem.setting}: {problem.message}; {problem.hint}" for problem in model.parallel_problems(parallel, None)
+    ]
 
 
 EXCHANGE = {"context": 4, "context_strategy": "all_to_all"}
@@ -244,5 +246,5 @@ def test_biases_of_scores_and_another_section_need_gathered_keys(strategy) -> No
         "ring": 4 if "ring" in strategy else 1,
     }
     across = CrossAttentionConfig(heads=4)
-    assert [problem.where for problem in across.mesh_problems(sizes)] == ["kernel"]
+    assert [problem.setting for problem in across.mesh_problems(sizes)] == ["kernel"]
     assert not [*across.mesh_problems(sizes | {"exchanging": 1, "ring": 1})]

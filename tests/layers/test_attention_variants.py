@@ -176,4 +176,4 @@ def test_problems_with_the_model_around():
     assert problems[0].startswith("window: 16 reaches beyond sequence_length=16")
     assert problems[1].startswith("rope: rotary positions need an even head size, got 3, 0.3 of 10")
     latent = LatentAttentionConfig(heads=2, position_dim=5)
-    assert [problem.where for problem in latent.shape_problems(hidden=7, length=4)] == ["rope"]
+    assert [problem.setting for problem in latent.shape_problems(hidden=7, length=4)] == ["rope"]

@@ -182,7 +182,7 @@ def test_wrong_targets_are_refused() -> None:
     with pytest.raises(UserError, match=r"model\.lora\.rank=500 is more than the smaller side of every matrix"):
         abstract(replace(LORA, rank=500))
     wrong = LoRAConfig(rank=0, alpha=-1.0, targets=(), dropout=1.0).problems()
-    assert [problem.where for problem in wrong] == ["rank", "alpha", "dropout", "targets"]
+    assert [problem.setting for problem in wrong] == ["rank", "alpha", "dropout", "targets"]
     assert replace(LORA, rank=4, alpha=8.0, rank_stabilized=True).scale() == 4
 
 

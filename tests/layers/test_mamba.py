@@ -134,5 +134,5 @@ def test_rates_do_not_decay_and_filters_are_no_matrices(name):
 )
 def test_what_is_refused(cfg, sizes, where, what):
     (problem,) = cfg.problems() or list(cfg.mesh_problems({"tensor": 1} | sizes))
-    assert problem.where == where
-    assert what in problem.what
+    assert problem.setting == where
+    assert what in problem.message

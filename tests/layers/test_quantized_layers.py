@@ -147,4 +147,4 @@ def test_what_does_not_fit_is_refused() -> None:
     ],
 )
 def test_settings_that_do_not_go_together(settings: dict[str, Any], where: str) -> None:
-    assert [problem.where for problem in QuantizationConfig(**settings).problems()] == [where]
+    assert [problem.setting for problem in QuantizationConfig(**settings).problems()] == [where]

@@ -179,5 +179,5 @@ def test_synonyms():
     ],
 )
 def test_contradictions_are_refused(changes: dict[str, Any], where: str, what: str):
-    problems = {problem.where: problem.what for problem in replace(llama(repeats=4), **changes).problems()}
+    problems = {problem.setting: problem.message for problem in replace(llama(repeats=4), **changes).problems()}
     assert list(problems) == [where] and what in problems[where]

@@ -298,5 +298,5 @@ def test_models_that_read_whole_rows_are_refused_by_name(model: ModelConfig) -> 
     name = type(model).__name__
     cfg = replace(program(llama(), ONE, microbatches=1).cfg, model=model, parallel=TWO)
     about = [problem for problem in cfg.problems(2) if "context" in str(problem)]
-    assert [problem.where for problem in about] == ["parallel.context"]
-    assert about[0].what == f"{name} needs whole rows, and parallel.context=2 cuts them"
+    assert [problem.setting for problem in about] == ["parallel.context"]
+    assert about[0].message == f"{name} needs whole rows, and parallel.context=2 cuts them"

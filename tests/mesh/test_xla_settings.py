@@ -85,7 +85,7 @@ def test_other_mappings_still_take_no_new_entries():
     ],
 )
 def test_settings_that_cannot_be(changes, where):
-    assert [problem.where for problem in XlaConfig(**changes).problems()] == [where]
+    assert [problem.setting for problem in XlaConfig(**changes).problems()] == [where]
     assert XlaConfig().problems() == []
 
 

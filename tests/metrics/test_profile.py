@@ -44,7 +44,7 @@ def test_windows(text):
     if text == "3":
         assert config.window() == (3, 3) and config.problems() == []
     else:
-        assert [problem.where for problem in config.problems()] == ["steps"]
+        assert [problem.setting for problem in config.problems()] == ["steps"]
 
 
 def recorded(name: str, begin: float, end: float, **stats: object) -> SimpleNamespace:

@@ -179,4 +179,4 @@ def test_what_does_not_fit_is_said():
     assert not classifying(decoder, LAST).problems()
     assert not small_bert(CLASSES).allows_context() and not classifying(decoder, LAST).allows_context()
     for head, where in ((replace(CLASSES, classes=1), "classes"), (replace(CLASSES, dropout=1.0), "dropout")):
-        assert [problem.where for problem in head.problems()] == [where]
+        assert [problem.setting for problem in head.problems()] == [where]

@@ -126,7 +126,7 @@ def test_a_layer_of_a_user_plugs_into_counts_checks_and_plans() -> None:
     assert model.parameter_count().layers - dense.parameter_count().layers == 32 * (8 * 2 - 3) * 4096 * 14_336
     assert flops_of(dense).full - flops_of(model).full == 6 * 32 * 4096 * 14_336
     (problem,) = model.mesh_problems({"pipeline": 1, "expert": 1, "context": 1, "tensor": 4}, sequence=False)
-    assert (problem.where, problem.hint) == ("stack.pattern.0.mlp.experts", "parallel.tensor can be 1, 2")
+    assert (problem.setting, problem.hint) == ("stack.pattern.0.mlp.experts", "parallel.tensor can be 1, 2")
     parallel = ParallelConfig(tensor=2, sequence=True, data=4)
     given = {"parallel": parallel, "device": GPUS["h100"], "per_node": 8, "global_size": 8}
     ours, theirs = (estimate(Description(model=each, **given)) for each in (model, dense))

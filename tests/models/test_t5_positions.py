@@ -175,4 +175,4 @@ def test_tables_that_do_not_fit_their_section_are_refused() -> None:
             "stack.pattern.0.mixer.relative.both_ways",
         ),
     ):
-        assert [problem.where for problem in changed.problems()] == [where]
+        assert [problem.setting for problem in changed.problems()] == [where]

@@ -160,5 +160,5 @@ def test_clipping_scales_the_global_norm_down_to_the_limit():
 )
 def test_problems(changes, where, what):
     (problem,) = AdamWConfig(**changes).problems()
-    assert (problem.where, problem.what) == (where, what)
+    assert (problem.setting, problem.message) == (where, what)
     assert AdamWConfig(clip=None).problems() == []

@@ -136,4 +136,4 @@ def test_the_table_names_rule_rates_and_weights(declared):
     ],
 )
 def test_problems(settings, where):
-    assert [problem.where for problem in GroupConfig(**settings).problems()] == [where]
+    assert [problem.setting for problem in GroupConfig(**settings).problems()] == [where]

@@ -112,7 +112,7 @@ def test_other_averages_can_be_kept_so_too(cfg):
 def test_a_beta_that_float16_could_not_follow_is_refused():
     assert AdamWConfig(moments="float16").problems() == []
     (problem,) = AdamWConfig(moments="float16", beta2=0.9995).problems()
-    assert problem.where == "moments" and "beta2=0.9995" in problem.what and "at most 0.999" in problem.hint
+    assert problem.setting == "moments" and "beta2=0.9995" in problem.message and "at most 0.999" in problem.hint
     # It is so: the root of 0.9995 v rounds to the root of v.
     root = np.nextafter(np.float16(1), np.float16(2))
     shrunk = {beta2: np.float16(np.float32(root) * np.sqrt(np.float32(beta2))) for beta2 in (0.9995, 0.999)}

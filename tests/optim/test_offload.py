@@ -57,4 +57,4 @@ def test_training_is_the_same_to_the_last_bit():
 
 @pytest.mark.parametrize("share", [-0.1, 1.5])
 def test_a_share_is_from_0_to_1(share):
-    assert [problem.where for problem in AdamWConfig(offload=share).problems()] == ["offload"]
+    assert [problem.setting for problem in AdamWConfig(offload=share).problems()] == ["offload"]

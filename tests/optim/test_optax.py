@@ -230,7 +230,7 @@ def test_rates_that_are_not_the_schedules_are_refused() -> None:
         embedding_lr=1e-3,
         groups=(GroupConfig(match="tokens", decay=2.0), GroupConfig(match="up", lr_multiplier=0.5)),
     )
-    where = [problem.where for problem in wrong.problems()]
+    where = [problem.setting for problem in wrong.problems()]
     assert where == ["make", "settings.learning_rate", "moments", "embedding_lr", "groups.1"]
     assert not ADAFACTOR.problems()
     with pytest.raises(UserError, match=r"model\.width_scaling with optimizer\.type=Optax"):

@@ -124,8 +124,8 @@ def test_moments_in_bfloat16_are_kept_so_and_computed_in_float32(cfg):
 
 def test_a_second_moment_that_bfloat16_could_not_lower_is_refused():
     (problem,) = AdamWConfig(moments="bfloat16").problems()
-    assert problem.where == "moments"
-    assert "beta2=0.999" in problem.what
+    assert problem.setting == "moments"
+    assert "beta2=0.999" in problem.message
     assert AdamWConfig(moments="bfloat16", beta2=0.95).problems() == []
     # It is so: 0.999 v rounds to v.
     v = jnp.bfloat16(1.0)
@@ -165,5 +165,5 @@ def test_zeros_of_rows_that_are_no_layer_do_not_count():
 )
 def test_problems(cfg, where, what):
     (problem,) = cfg.problems()
-    assert problem.where == where
-    assert what in problem.what
+    assert problem.setting == where
+    assert what in problem.message

@@ -200,8 +200,8 @@ def test_no_length_divides_by_zero():
 )
 def test_problems(settings, where, what):
     problem = ScheduleConfig(**settings).problems()[0]
-    assert problem.where == where
-    assert what in problem.what
+    assert problem.setting == where
+    assert what in problem.message
 
 
 @pytest.mark.parametrize(
@@ -241,7 +241,7 @@ def test_problems(settings, where, what):
 )
 def test_a_warm_up_or_anneal_that_does_not_fit(settings, what, hint):
     (problem,) = ScheduleConfig(**settings).run_problems(steps=STEPS, global_size=SIZE)
-    assert (problem.what, problem.hint) == (what, hint)
+    assert (problem.message, problem.hint) == (what, hint)
 
 
 def test_the_warm_up_that_is_proposed_is_the_longest_that_fits():

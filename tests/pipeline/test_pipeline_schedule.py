@@ -197,7 +197,7 @@ def test_invalid_sizes_are_refused_with_the_remedy(
 ) -> None:
     stages, microbatches, chunks = sizes
     actual = problems(name, stages=stages, microbatches=microbatches, chunks=chunks)
-    assert [(problem.where, problem.hint) for problem in actual] == [(where, hint)]
+    assert [(problem.setting, problem.hint) for problem in actual] == [(where, hint)]
     with pytest.raises(ConfigError, match=where):
         build(name, stages=stages, microbatches=microbatches, chunks=chunks)
 

@@ -36,8 +36,8 @@ REFUSED = {
 def test_errors_of_devices(text: str | None) -> None:
     cluster, (problem,) = read_cluster(text)
     assert cluster is None
-    assert REFUSED[text] in problem.what
-    if "unknown" in problem.what or text is None:
+    assert REFUSED[text] in problem.message
+    if "unknown" in problem.message or text is None:
         assert all(name in problem.hint for name in GPUS), "lists those there are"
 
 

@@ -97,7 +97,7 @@ def test_a_search_proposes_no_pipeline_of_several_sections() -> None:
 def test_rows_of_every_section_are_cut_along_the_sequence() -> None:
     sizes = {"pipeline": 1, "expert": 1, "context": 1, "tensor": 4}
     odd = replace(t5(), encoder_length=10)
-    assert [problem.where for problem in odd.mesh_problems(sizes, sequence=True)] == ["encoder_length"]
+    assert [problem.setting for problem in odd.mesh_problems(sizes, sequence=True)] == ["encoder_length"]
     assert not [*odd.mesh_problems(sizes, sequence=False)]
 
 

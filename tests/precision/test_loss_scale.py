@@ -55,7 +55,7 @@ def test_float16_has_a_dynamic_scale_unless_told_otherwise():
     ],
 )
 def test_scales_that_make_no_sense_are_refused(config, where):
-    assert [problem.where for problem in config.problems()] == [where]
+    assert [problem.setting for problem in config.problems()] == [where]
 
 
 def test_scales_are_for_gradients_of_a_mean():

@@ -178,10 +178,10 @@ def test_healthy_runs_have_no_alarm_by_default():
 def test_settings_that_can_not_be():
     assert not ResilienceConfig(watchdog=None).problems()
     problems = WatchdogConfig(step=0.0, factor=0.5).problems()
-    assert [problem.where for problem in problems] == ["step", "factor"]
+    assert [problem.setting for problem in problems] == ["step", "factor"]
     # Timers can't wait for ever: the thread that looks after hangs would end with an error, and nobody would look.
-    assert [each.where for each in WatchdogConfig(step=inf, factor=inf).problems()] == ["step", "factor"]
-    assert [each.where for each in ResilienceConfig(stop_grace=inf).problems()] == ["stop_grace"]
+    assert [each.setting for each in WatchdogConfig(step=inf, factor=inf).problems()] == ["step", "factor"]
+    assert [each.setting for each in ResilienceConfig(stop_grace=inf).problems()] == ["stop_grace"]
 
 
 def test_a_thread_that_compiles_is_known_by_its_stack():

@@ -122,6 +122,6 @@ def test_a_window_without_tokens_has_no_answer():
 
 def test_settings_of_the_tasks():
     assert [KINDS[name][0]().name for name in ("glue", "race", "squad")] == ["glue", "race", "squad"]
-    assert [problem.where for problem in SquadTaskConfig(split="test", best=0).problems()] == ["best", "split"]
+    assert [problem.setting for problem in SquadTaskConfig(split="test", best=0).problems()] == ["best", "split"]
     assert as_table(["neutral", "1.5"]) == "index\tprediction\n0\tneutral\n1\t1.5\n"
     assert GlueTaskConfig().split == "validation"

@@ -121,7 +121,7 @@ def test_tasks_for_other_data_or_other_models_are_refused(tuned, tmp_path):
     with pytest.raises(UserError, match="BertClassifierConfig is not a causal language model"):
         LambadaConfig(path=str(tmp_path)).build(scorer)
     wrong = tuning(data=GlueConfig(task="stsb", path="x"))
-    assert any("makes labels of dtype float32" in problem.what for problem in wrong.problems())
+    assert any("makes labels of dtype float32" in problem.message for problem in wrong.problems())
 
 
 def lines_of(folder: Path, split: str) -> list[dict[str, Any]]:

@@ -137,7 +137,7 @@ def test_ids_outside_the_vocabulary(paths):
 
 def test_settings_and_a_missing_package(paths, monkeypatch):
     wrong = SentencePieceTokenizerConfig(path="x", special_tokens=("a", "a", "b c"), extra_ids=-1)
-    assert [problem.where for problem in wrong.problems()] == ["special_tokens", "special_tokens", "extra_ids"]
+    assert [problem.setting for problem in wrong.problems()] == ["special_tokens", "special_tokens", "extra_ids"]
     monkeypatch.setitem(sys.modules, "sentencepiece", None)
     with pytest.raises(UserError, match="uv sync --extra tokenizers"):
         SentencePieceTokenizerConfig(path=paths["llama"]).build()

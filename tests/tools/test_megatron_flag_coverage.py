@@ -18,7 +18,7 @@ PARSER = ORACLE.parent / "reference" / "megatron_flags.txt"
 
 def unanswered(names: list[str]) -> list[str]:
     """Flags without a row, under their own name or as a switch that is turned off."""
-    return [one.where for one in convert([Word(name) for name in names]).problems if "no such flag" in one.what]
+    return [one.setting for one in convert([Word(name) for name in names]).problems if "no such flag" in one.message]
 
 
 @pytest.mark.skipif(not PARSER.is_file(), reason=f"the names of Megatron-LM's parser are not at {PARSER}")

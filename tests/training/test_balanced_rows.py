@@ -181,7 +181,7 @@ def test_what_does_not_go_together(text: Path, name: str) -> None:
 def test_rows_without_causal_attention_are_refused(text: Path) -> None:
     encoder = SimpleNamespace(ignores_later_positions=lambda: False)
     (problem,) = balance_problems(SimpleNamespace(data=config(text, "step").data, model=encoder), 1)
-    assert "reads later positions too" in problem.what
+    assert "reads later positions too" in problem.message
 
 
 def test_what_goes_together(text: Path) -> None:

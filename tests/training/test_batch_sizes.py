@@ -87,7 +87,7 @@ def test_sizes_are_those_of_the_run_in_order():
 
 def test_rows_that_devices_do_not_divide():
     cfg = BatchConfig(global_size=64, micro_size=3)
-    assert [problem.where for problem in cfg.problems()] == ["micro_size"]
+    assert [problem.setting for problem in cfg.problems()] == ["micro_size"]
     with pytest.raises(
         UserError, match=r"64 rows is not divisible by batch\.micro_size=3 x 8 data-parallel devices = 24"
     ):
@@ -95,15 +95,15 @@ def test_rows_that_devices_do_not_divide():
     lower = BatchConfig(global_size=64, micro_size=3, decrease=True)
     assert lower.problems() == lower.replica_problems(8) == []
     assert lower.build(8).at(0) == BatchSize(48, 2)
-    assert [problem.where for problem in lower.replica_problems(32)] == ["global_size"]
+    assert [problem.setting for problem in lower.replica_problems(32)] == ["global_size"]
 
 
 def test_every_size_of_a_ramp_is_checked_before_the_run():
     cfg = BatchConfig(global_size=64, micro_size=2, ramp=LINEAR)
     assert cfg.replica_problems(4) == []
     (problem,) = cfg.replica_problems(8)
-    assert problem.where == "ramp"
-    assert "24, 40, 56 rows" in problem.what
+    assert problem.setting == "ramp"
+    assert "24, 40, 56 rows" in problem.message
     assert "batch.decrease=true" in problem.hint
 
 
@@ -117,8 +117,8 @@ def test_every_size_of_a_ramp_is_checked_before_the_run():
 )
 def test_a_ramp_ends_at_global_size(ramp, where, what):
     (problem,) = BatchConfig(global_size=64, ramp=ramp).problems()
-    assert problem.where == where
-    assert what in problem.what
+    assert problem.setting == where
+    assert what in problem.message
 
 
 @pytest.mark.parametrize(
@@ -136,5 +136,5 @@ def test_a_ramp_ends_at_global_size(ramp, where, what):
 )
 def test_problems(ramp, where, what):
     (problem,) = ramp.problems()
-    assert problem.where == where
-    assert what in problem.what
+    assert problem.setting == where
+    assert what in problem.message

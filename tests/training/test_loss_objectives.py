@@ -88,4 +88,4 @@ def test_layouts_that_cut_the_vocabulary_train_alike(model, parallel):
     ],
 )
 def test_problems(changes, where):
-    assert [problem.where for problem in replace(llama(), **changes).problems()] == [where]
+    assert [problem.setting for problem in replace(llama(), **changes).problems()] == [where]

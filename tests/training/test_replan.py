@@ -101,7 +101,7 @@ def test_a_layout_is_legal_and_refused_only_where_there_is_none(name):
             except ConfigError as error:
                 legal = [each for each in every_layout(cfg, devices, len(per_process)) if not wrong(each)]
                 assert not legal, (per_process, legal[0].parallel, legal[0].batch)
-                assert error.problems[0].where == "parallel.elastic"
+                assert error.problems[0].setting == "parallel.elastic"
                 continue
             chosen = plan.cfg.parallel
             assert not wrong(plan.cfg.but(parallel=replace(chosen, data=chosen.data_size(plan.used))))
@@ -184,7 +184,7 @@ def test_a_config_that_is_wrong_anyway_stays_so():
 def test_a_refusal_says_why_for_each_axis():
     with pytest.raises(ConfigError) as refused:
         replanned(job(8, 2, average="microbatches", data=4, model=model()), (1, 1, 1))
-    where = dict.fromkeys(problem.where for problem in refused.value.problems)
+    where = dict.fromkeys(problem.setting for problem in refused.value.problems)
     axes = [f"parallel.{axis}=3" for axis in ("data", "tensor", "context", "pipeline")]
     assert list(where) == ["parallel.elastic", "batch.micro_size", *axes]
     text = str(refused.value)
@@ -212,7 +212,7 @@ def test_an_error_about_devices_says_what_elastic_would_do():
 
 
 def named(problem: Problem) -> Problem:
-    return replace(problem, where=f"parallel.{problem.where}".rstrip("."))
+    return replace(problem, setting=f"parallel.{problem.setting}".rstrip("."))
 
 
 @pytest.mark.parametrize("nodes", [7, 31, 127])

@@ -18,7 +18,7 @@ from megajax.training.run_config import COMMON, RunConfig
 
 
 def problems(cfg: RunConfig, devices: int | None = 8) -> dict[str, str]:
-    return {problem.where: f"{problem.what} | {problem.hint}" for problem in cfg.problems(devices)}
+    return {problem.setting: f"{problem.message} | {problem.hint}" for problem in cfg.problems(devices)}
 
 
 def on(**sizes) -> ParallelConfig:

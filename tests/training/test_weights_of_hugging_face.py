@@ -130,4 +130,4 @@ def test_load_takes_weights_alone_where_it_says_so(folder: Path) -> None:
     run = CheckpointConfig(load=Path("runs/a"), parts="weights")
     assert run.sources() == (WeightsConfig(run=Path("runs/a")),) and run.whole_state() is None
     assert CheckpointConfig(load=Path("runs/a")).whole_state() == Path("runs/a")
-    assert [problem.where for problem in CheckpointConfig(parts="weights").problems()] == ["parts"]
+    assert [problem.setting for problem in CheckpointConfig(parts="weights").problems()] == ["parts"]

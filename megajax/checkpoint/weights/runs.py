@@ -114,7 +114,7 @@ class RunModel:
         """The run's config, as it was at that step."""
         written = yaml.safe_load(self.meta.get("config", "")) or {}
         config, problems = assembled(Source(f"the config of {self.path}", None, written), ROOT, {})
-        if config is None or any(problem.where.startswith("model") for problem in problems):
+        if config is None or any(problem.setting.startswith("model") for problem in problems):
             lines = "\n".join(f"  {problem}" for problem in problems)
             raise UserError(f"the config of {self.path} can't be read by this version of MegaJAX:\n{lines}")
         return config

@@ -173,8 +173,8 @@ def sampling(values: Mapping[str, Any], fields: Fields, base: Sampling) -> Sampl
     made = replace(base, **settings)
     names = names_by_setting(fields, values)
     for problem in made.problems():
-        param = names.get(problem.where, problem.where)
-        raise invalid(param, f"{param} {problem.what}")
+        param = names.get(problem.setting, problem.setting)
+        raise invalid(param, f"{param} {problem.message}")
     return made
 
 

@@ -169,7 +169,7 @@ class MoEConfig(Builds):
             what = f"{self.top_k} experts a token, of experts={self.experts}"
             problems.append(Problem("top_k", what, f"use at most {self.experts}"))
         return problems + [
-            replace(problem, where=f"router.{problem.where}")
+            replace(problem, setting=f"router.{problem.setting}")
             for problem in self.router.expert_problems(self.experts, self.top_k)
         ]
 
@@ -321,7 +321,7 @@ class MoEConfig(Builds):
             layers["shared.mlp"] = self.shared.mlp, sizes["tensor"]
         for name, (layer, tensor) in layers.items():
             for problem in layer.mesh_problems({**sizes, "tensor": tensor}):
-                yield replace(problem, where=f"{name}.{problem.where}")
+                yield replace(problem, setting=f"{name}.{problem.setting}")
 
     def matmul_sides(self, hidden: int, tensor: int) -> Iterator[Side]:
         """Of what all tokens pass. Grouped matmuls of experts have no recipe: their sides may be any."""

@@ -179,7 +179,7 @@ class ResidualBlock(Builds):
             advice = f"parallel.tensor can be {', '.join(map(str, sorted(legal)))}"
             for name, problem in problems:
                 hints = [problem.hint] * bool(problem.hint) + [advice] * (sizes["tensor"] not in legal)
-                yield Problem(f"{name}.{problem.where}", problem.what, "; ".join(hints))
+                yield Problem(f"{name}.{problem.setting}", problem.message, "; ".join(hints))
 
     def matmul_sides(self, hidden: int, tensor: int) -> Iterator[Side]:
         """Sides of the matrices on one device, beside the hidden size."""

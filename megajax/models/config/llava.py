@@ -178,7 +178,7 @@ class LlavaConfig(DecoderConfig):
         """Of the decoder and of the tower."""
         yield from DecoderConfig.parallel_problems(self, parallel, shards)
         for problem in self.vision.parallel_problems(parallel, shards):
-            yield replace(problem, where=f"vision.{problem.where}")
+            yield replace(problem, setting=f"vision.{problem.setting}")
 
     def refit(self, path: str, weight: Any, settings: Mapping[str, Any]) -> Any | None:
         """The tower's positions, of another LLaVA or of a ViT."""

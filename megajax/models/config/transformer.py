@@ -82,12 +82,12 @@ class TransformerConfig:
             for part, mixer in block.mixers().items():
                 if isinstance(mixer, Mixer):
                     for problem in mixer.shape_problems(hidden=self.hidden, length=self.length_of(where)):
-                        problems.append(Problem(f"{where}.{part}.{problem.where}", problem.what, problem.hint))
+                        problems.append(Problem(f"{where}.{part}.{problem.setting}", problem.message, problem.hint))
         return problems
 
     def recompute_problems(self) -> list[Problem]:
         names = {"layers": "recompute_layers"}
-        problems = [replace(p, where=names.get(p.where, p.where)) for p in self.recomputing().problems()]
+        problems = [replace(p, setting=names.get(p.setting, p.setting)) for p in self.recomputing().problems()]
         size = len(self.stack.pattern)
         if len(self.stack.parts()) > 1:
             if self.layers_per_checkpoint > 1:
@@ -236,4 +236,4 @@ class TransformerConfig:
         if max(sizes["tensor"], sizes["expert"], sizes["context"]) > 1:
             for where, block in self.named_blocks().items():
                 for problem in block.mesh_problems(sizes):
-                    yield replace(problem, where=f"{where}.{problem.where}")
+                    yield replace(problem, setting=f"{where}.{problem.setting}")

@@ -81,7 +81,7 @@ class AttentionPoolingConfig(Builds):
     def tower_problems(self, tower: VisionTowerConfig) -> Iterator[Problem]:
         """Heads that do not divide the width."""
         for problem in self.attention.shape_problems(hidden=tower.hidden, length=tower.positions()):
-            yield replace(problem, where=f"pooling.attention.{problem.where}")
+            yield replace(problem, setting=f"pooling.attention.{problem.setting}")
 
     def weights(self, hidden: int) -> tuple[Weight, ...]:
         """Every weight of the module."""
@@ -210,7 +210,7 @@ class ViTConfig(AdaptedConfig, VisionTowerConfig, ModelConfig):  # ty: ignore[in
         problems = VisionTowerConfig.problems(self)
         if problems or self.head.problems():
             return problems
-        return [replace(each, where=f"head.{each.where}") for each in self.head.tower_problems(self)]
+        return [replace(each, setting=f"head.{each.setting}") for each in self.head.tower_problems(self)]
 
     def has_dropout(self) -> bool:
         """Whether training draws random numbers."""

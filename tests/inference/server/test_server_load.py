@@ -202,7 +202,7 @@ def test_host_names_that_the_settings_allow(tmp_path: Any) -> None:
         assert running.ask("/v1/models", method="GET", headers={"host": "evil.example"}).status_code == status
         stop(running)
     for name in ("Upper.example", "name:80", "http://name", "[::1]"):
-        assert [problem.where for problem in ServerConfig(hosts=(name,)).problems()] == ["hosts"]
+        assert [problem.setting for problem in ServerConfig(hosts=(name,)).problems()] == ["hosts"]
 
 
 def test_prompts_and_answers_are_logged_unless_the_request_forbids_it() -> None:

@@ -88,7 +88,7 @@ def test_addresses_that_others_reach_need_keys(host: str, loopback: bool, tmp_pa
     keys = tmp_path / "keys"
     assert not Access(host=host, api_key_file=keys).problems()
     assert not Access(host=host, insecure=True).problems()
-    assert [each.where for each in Access(host=host, insecure=True, api_key_file=keys).problems()] == ["--insecure"]
+    assert [each.setting for each in Access(host=host, insecure=True, api_key_file=keys).problems()] == ["--insecure"]
 
 
 def test_servers_that_do_not_start(tmp_path: Path) -> None:
@@ -103,9 +103,9 @@ def test_servers_that_do_not_start(tmp_path: Path) -> None:
     other = socket.create_server(("127.0.0.1", 0))
     with other, pytest.raises(UserError, match="cannot listen on this address: Address already in use"):
         Serving(ServerConfig(), Access(port=other.getsockname()[1]))
-    assert [problem.where for problem in Access(port=70_000).problems()] == ["--port"]
+    assert [problem.setting for problem in Access(port=70_000).problems()] == ["--port"]
     wrong = ServerConfig(queue=0, prompts=0, body_bytes=1, body_seconds=0.0, drain_seconds=float("nan"))
-    assert {problem.where for problem in wrong.problems()} == {
+    assert {problem.setting for problem in wrong.problems()} == {
         *("queue", "prompts", "body_bytes", "body_seconds", "drain_seconds"),
     }
 
