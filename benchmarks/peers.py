@@ -33,8 +33,8 @@ from megajax.command_line import Flag, front_door, parse
 from megajax.config.errors import UserError
 from megajax.layers.config import AttentionConfig, DenseMLPConfig, GatedMLPConfig, LayerNormConfig, RopeConfig
 from megajax.metrics.banner import plain
-from megajax.metrics.text import count
 from megajax.optim.config import AdamWConfig
+from megajax.text import count
 from megajax.training.run_config import RunConfig
 
 HERE = Path(__file__).parent

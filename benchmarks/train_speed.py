@@ -26,9 +26,9 @@ from megajax.kernels.capability import Choice
 from megajax.mesh.mesh import build_mesh, find_devices
 from megajax.mesh.xla import memory_fraction
 from megajax.metrics.banner import plain
-from megajax.metrics.text import count, duration
 from megajax.metrics.throughput import Rates, StepRate
 from megajax.metrics.trace import find
+from megajax.text import count, duration
 from megajax.training.program import Program, demand_kernels
 from megajax.training.run_config import RunConfig
 from megajax.training.state import TrainState

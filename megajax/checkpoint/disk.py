@@ -6,16 +6,9 @@ import shutil
 import time
 from pathlib import Path
 
+from megajax.text import byte_size
+
 FULL = (errno.ENOSPC, errno.EDQUOT)
-
-
-def byte_size(number: float) -> str:
-    """Bytes as "512 B", "1.5 KiB", "12.0 MiB"."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if number < 1023.95:
-            return f"{number:.0f} B" if unit == "B" else f"{number:.1f} {unit}"
-        number /= 1024
-    return f"{number:,.1f} TiB"
 
 
 def free_bytes(folder: Path) -> int | None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from megajax.checkpoint import disk
 from megajax.config.errors import UserError
+from megajax.text import byte_size
 
 _KNOWN = (*disk.FULL, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS, errno.ESTALE, errno.EIO)
 """Errors of files that are recognised in the messages of libraries, which raise no OSError."""
@@ -39,8 +40,8 @@ def reason(error: BaseException, path: Path, needed: int) -> str:
     if number is None:
         return f"{text[:LONGEST]} ({path.parent})"
     if number in disk.FULL and (free := disk.free_bytes(path.parent)) is not None:
-        available = disk.byte_size(free + _written(path))
-        return f"{path.parent} needs {disk.byte_size(needed)}, {available} are free ({os.strerror(number)})"
+        available = byte_size(free + _written(path))
+        return f"{path.parent} needs {byte_size(needed)}, {available} are free ({os.strerror(number)})"
     return f"{named or path.parent}: {os.strerror(number)}"
 
 

@@ -21,8 +21,8 @@ from megajax.inference.sampling.guide import Guides, token_pieces
 from megajax.kernels.attention import local_device
 from megajax.kernels.paged_capability import PagedKernel, PagedRequest, choose_paged
 from megajax.layers.cache_facts import EIGHT_BIT, stored_leaves
-from megajax.metrics.text import byte_size
 from megajax.models.protocol import ModelConfig, ids_below
+from megajax.text import byte_size
 from megajax.tokenizers.base import Tokenizer
 
 CPU_SHARE = 0.25

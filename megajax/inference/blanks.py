@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from megajax.inference.sample import Trained
-from megajax.metrics.text import visible
+from megajax.text import visible
 
 SHOWN = 128
 """Tokens of a row that are shown, from its start."""

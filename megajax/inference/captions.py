@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from megajax.inference.sample import Trained
-from megajax.metrics.text import visible
+from megajax.text import visible
 from megajax.tokenizers.base import Tokenizer
 
 ROWS, SHOWN, BATCH = 256, 5, 32

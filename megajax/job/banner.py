@@ -19,12 +19,12 @@ from megajax.layers.facts import Share
 from megajax.layers.remat import SavePolicy, words
 from megajax.mesh.cut import Cut
 from megajax.mesh.xla import flag_names, memory_fraction
-from megajax.metrics.text import count, skipped_rows
 from megajax.models.facts import Facts, SectionFacts, block_facts, demand_facts, facts_of, flops_of
 from megajax.models.memory import MemorySetting, SavedBytes, memory_report, saved_bytes
 from megajax.models.protocol import counted, ids_below
 from megajax.pipeline.check import measure
 from megajax.precision.config import PrecisionConfig
+from megajax.text import count, skipped_rows
 from megajax.training.program import demand_kernels, weight_size
 from megajax.training.session import Run
 

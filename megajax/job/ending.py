@@ -15,10 +15,10 @@ from megajax.metrics.goodput import Goodput
 from megajax.metrics.layer_history import plot_layers
 from megajax.metrics.plot import plot_loss
 from megajax.metrics.record import read_metrics
-from megajax.metrics.text import count, duration, skipped_rows
 from megajax.models.protocol import counted, ids_below
 from megajax.resilience.beats import first_line
 from megajax.resilience.exit_codes import NUMERIC_FAULT
+from megajax.text import count, duration, skipped_rows
 from megajax.training.loop import Corruption, NumericFault, StepInfo
 from megajax.training.run_config import RunConfig
 from megajax.training.session import Run

@@ -9,7 +9,7 @@ from rich.panel import Panel
 from rich.table import Table as Grid
 from rich.text import Text
 
-from megajax.metrics.text import aligned
+from megajax.text import aligned
 
 type Section = tuple[str, Sequence[tuple[str, str]]]
 """A title and its (name, value) rows; a value may have several lines."""

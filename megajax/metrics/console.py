@@ -20,7 +20,8 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from megajax.metrics import banner, lines, text
+from megajax import text
+from megajax.metrics import banner, lines
 from megajax.metrics.banner import Section
 from megajax.metrics.config import LoggingConfig
 from megajax.metrics.lines import LANGUAGE, Summary, Terms

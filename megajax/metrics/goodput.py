@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megajax.metrics.text import duration
+from megajax.text import duration
 
 SMALLEST, MOST = 0.005, 4
 """Losses that are named: those of at least this share of the wall time, and no more than this many."""

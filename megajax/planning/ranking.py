@@ -24,7 +24,6 @@ from megajax.config.errors import UserError
 from megajax.config.files import SHIPPED, find, split_source
 from megajax.metrics.banner import Report, Table
 from megajax.metrics.runfolder import write_asked
-from megajax.metrics.text import duration
 from megajax.planning.cost.estimate import SPEED, Case, to_dict
 from megajax.planning.program.devices import GIB
 from megajax.planning.search import (
@@ -43,6 +42,7 @@ from megajax.planning.search import (
     settings,
 )
 from megajax.planning.show import FIGURES, cells, memory_parts
+from megajax.text import duration
 
 MAX_TRIES = 2
 """Layouts that are compiled at most, as a multiple of those asked for: some turn out not to fit."""

@@ -5,11 +5,11 @@ from typing import Any
 
 from megajax.config.dump import diff
 from megajax.metrics.banner import Report, Section, Table
-from megajax.metrics.text import byte_size, count, duration
 from megajax.models.protocol import counted
 from megajax.planning.cost.estimate import SPEED, Case, Estimate, bytes_per_step, to_dict
 from megajax.planning.cost.serving import Serving, batches
 from megajax.planning.program.devices import GIB, MIB, Device
+from megajax.text import byte_size, count, duration
 
 BYTE_CLASSES = {
     "copies": "slices, updates, copies, transposes, zeros",

@@ -15,13 +15,13 @@ from megajax.charts import LineChart, Segment, legend, stacked_bar
 from megajax.config.errors import UserError
 from megajax.metrics.goodput import Goodput
 from megajax.metrics.runfolder import RunFolder, write_atomically
-from megajax.metrics.text import duration
 from megajax.pages import figures, header, page, section, table
 from megajax.reporting.attempts import attempts
 from megajax.reporting.curves import curves
 from megajax.reporting.history import History, read_history
 from megajax.reporting.run_summary import TIME, RunSummary, Table, summarize
 from megajax.reporting.shares import goodput
+from megajax.text import duration
 
 WIDTH = 160
 """Columns of the text where it does not go to a terminal."""

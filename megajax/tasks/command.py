@@ -27,11 +27,11 @@ from megajax.config.tree import assemble, check
 from megajax.mesh.mesh import build_mesh, find_devices
 from megajax.metrics.record import to_json
 from megajax.metrics.runfolder import RunFolder, write_atomically
-from megajax.metrics.text import duration
 from megajax.models.protocol import ids_below
 from megajax.tasks.cache import RequestCache
 from megajax.tasks.config import KINDS, HarnessConfig
 from megajax.tasks.progress import Progress
+from megajax.text import duration
 from megajax.training.config import BatchConfig
 from megajax.training.program import Program, demand_kernels
 from megajax.training.run_config import RunConfig

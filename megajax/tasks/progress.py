@@ -3,7 +3,7 @@
 import sys
 import time
 
-from megajax.metrics.text import duration
+from megajax.text import duration
 
 QUIET_SECONDS, INTERVAL_SECONDS = 2.0, 10.0
 """No line before the first; seconds between lines where they cannot be updated in place."""

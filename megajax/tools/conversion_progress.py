@@ -3,7 +3,7 @@
 import time
 from typing import TextIO
 
-from megajax.metrics.text import duration
+from megajax.text import duration
 
 
 class Progress:

@@ -10,7 +10,7 @@ from megajax.command_line import Flag, front_door, parse
 from megajax.config.builds import resolve
 from megajax.config.errors import UserError
 from megajax.config.nearest import did_you_mean
-from megajax.metrics.text import aligned, byte_size, count, moment
+from megajax.text import aligned, byte_size, count, moment
 from megajax.tools.json_output import JSON, first_word, show
 
 USAGE = """python -m megajax.tools.inspect RUN [--step=N] [--verify] [--array=NAME] [--json[=FILE]]

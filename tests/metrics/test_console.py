@@ -14,7 +14,7 @@ from datetime import datetime
 import pytest
 import rich.console
 
-from megajax.metrics import text
+from megajax import text
 from megajax.metrics.banner import plain
 from megajax.metrics.config import LoggingConfig
 from megajax.metrics.console import Console, LiveConsole, PlainConsole, open_console

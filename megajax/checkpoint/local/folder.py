@@ -21,6 +21,7 @@ from megajax.checkpoint.local.history import RunHistory
 from megajax.checkpoint.local.sets import LocalSet
 from megajax.checkpoint.reader import say
 from megajax.config.errors import UserError
+from megajax.text import byte_size
 
 
 class LocalFolder:
@@ -108,7 +109,7 @@ class LocalFolder:
         if room is not None and room < need:
             raise UserError(
                 f"checkpoint.local.folder {self.base}: {sets} local checkpoints of the processes of this machine need "
-                f"{disk.byte_size(need)}, and {disk.byte_size(room)} are free.\n"
+                f"{byte_size(need)}, and {byte_size(room)} are free.\n"
                 "Free space, name a folder on a larger disk, or keep fewer with checkpoint.local.keep."
             )
 

@@ -15,7 +15,7 @@ from megajax.inference.server.server import Server, address, listening_socket
 from megajax.inference.server.state import Readiness
 from megajax.inference.worker import Worker
 from megajax.metrics.banner import Section, plain
-from megajax.metrics.text import count
+from megajax.text import count
 from megajax.tokenizers.base import Tokenizer
 from megajax.tokenizers.conversation import Conversation
 

@@ -17,9 +17,9 @@ from megajax.kernels.mask import Mask
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import build_mesh, find_devices
 from megajax.mesh.processes import each_process
-from megajax.metrics.text import byte_size
 from megajax.reporting.machine.machine import Finding, Machine, fail, ok, warn
 from megajax.reporting.machine.trial import FIRST_AID, STAGES
+from megajax.text import byte_size
 
 SIZE = 512
 """Rows and columns of the matrices."""

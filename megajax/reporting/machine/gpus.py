@@ -11,9 +11,9 @@ from itertools import combinations
 from typing import Any
 
 from megajax.mesh.installation import find_installation
-from megajax.metrics.text import byte_size
 from megajax.reporting.machine.machine import Check, Finding, Machine, fail, ok, warn
 from megajax.resilience.gpu_health import NOT_INSTALLED, SLOWDOWNS
+from megajax.text import byte_size
 
 NVML_SECONDS = 20.0
 """The driver may have to wake up first (persistence mode is off)."""

@@ -11,8 +11,8 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from megajax.mesh.xla import flag_names
-from megajax.metrics.text import byte_size
 from megajax.reporting.machine.machine import Check, Finding, Machine, fail, ok, warn
+from megajax.text import byte_size
 
 MIB, GIB = 2**20, 2**30
 MIN_SHARED, MIN_SHARED_FOR_NCCL = GIB, 128 * MIB
