@@ -56,7 +56,7 @@ def write_atomically(path: Path, text: str) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def write_asked(path: Path, text: str) -> None:
+def write_output_file(path: Path, text: str) -> None:
     """`write_atomically`, of a file that the user has named. Raises UserError if it can't be written."""
     try:
         write_atomically(path, text)

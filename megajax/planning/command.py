@@ -20,7 +20,7 @@ from megajax.config.nearest import did_you_mean
 from megajax.config.patch import Mark, plain_name, setting
 from megajax.config.tree import override, read_value
 from megajax.metrics.banner import Report
-from megajax.metrics.runfolder import write_asked
+from megajax.metrics.runfolder import write_output_file
 from megajax.models.facts import demand_facts, facts_of
 from megajax.planning.cost.estimate import Case, to_dict
 from megajax.planning.cost.serving import servings
@@ -122,7 +122,7 @@ def plan(command: Command, fixed: Mapping[str, Any], program: Sequence[str]) -> 
     if flags["png"] is not None:
         print(f"\npicture {flags['png']}")
     if flags["json"] is not None:
-        write_asked(flags["json"], json.dumps(figures, indent=1) + "\n")
+        write_output_file(flags["json"], json.dumps(figures, indent=1) + "\n")
 
 
 @dataclass(frozen=True, slots=True)

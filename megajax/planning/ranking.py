@@ -23,7 +23,7 @@ from megajax.config.dump import to_yaml
 from megajax.config.errors import UserError
 from megajax.config.files import SHIPPED, find, split_source
 from megajax.metrics.banner import Report, Table
-from megajax.metrics.runfolder import write_asked
+from megajax.metrics.runfolder import write_output_file
 from megajax.planning.cost.estimate import SPEED, Case, to_dict
 from megajax.planning.program.devices import GIB
 from megajax.planning.search import (
@@ -100,7 +100,7 @@ class Cache:
 
     def _save(self) -> None:
         if self.path is not None:
-            write_asked(self.path, json.dumps({"search": self.fingerprint, "layouts": self.layouts}))
+            write_output_file(self.path, json.dumps({"search": self.fingerprint, "layouts": self.layouts}))
 
 
 def compile_best(
@@ -343,7 +343,7 @@ def write_config(path: Path, source: str, changed: Mapping[str, Any], title: str
         for parent in parents:
             node = node.setdefault(parent, {})
         node[last] = value
-    write_asked(path, f"# {title}\n{yaml.safe_dump(tree, sort_keys=False)}")
+    write_output_file(path, f"# {title}\n{yaml.safe_dump(tree, sort_keys=False)}")
 
 
 # Changes that make a plan fit

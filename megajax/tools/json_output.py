@@ -4,7 +4,7 @@ from pathlib import Path
 
 from megajax.command_line import Flag
 from megajax.config.errors import UserError
-from megajax.metrics.runfolder import write_asked
+from megajax.metrics.runfolder import write_output_file
 
 JSON = Flag("json", None | bool | Path)
 
@@ -16,7 +16,7 @@ def show(text: str, json_text: str, asked: bool | Path | None) -> None:
         UserError: the file cannot be written.
     """
     if isinstance(asked, Path):
-        write_asked(asked, json_text + "\n")
+        write_output_file(asked, json_text + "\n")
     print(json_text if asked is True else text)
 
 
