@@ -103,7 +103,7 @@ class Ending:
         """The page and the goodput of a run that has failed."""
         self.console.steps_over()
         if (good := self._report()) is not None:
-            self.console.say(f"goodput: {good.sentence()}")
+            self.console.say(f"goodput: {good.summary()}")
 
     def _summarize(self, last: StepInfo | None) -> None:
         """The loss curve, the page, a sample, and the totals."""
@@ -149,7 +149,7 @@ class Ending:
             (f"{counted(self.run.cfg.model)}/s, all included", count(done / seconds)),
         ]
         if good is not None:
-            work.append(("goodput", good.sentence()))
+            work.append(("goodput", good.summary()))
         if (peak := peak_memory()) is not None:
             work.append(("peak memory of a device", f"{size(peak[0])} of {size(peak[1])}"))
         if skipped := self.run.parts.skipped_rows():

@@ -27,7 +27,7 @@ class Goodput:
         """Effective of elapsed time, 0 to 1."""
         return self.effective / self.elapsed if self.elapsed > 0 else 0.0
 
-    def sentence(self) -> str:
+    def summary(self) -> str:
         """For example "93.1% of 2h14m in 3 attempts; lost: 3.0% between attempts, 2.0% saving"."""
         plural = "" if self.attempts == 1 else "s"
         text = f"{self.share:.1%} of {duration(self.elapsed)} in {self.attempts} attempt{plural}"

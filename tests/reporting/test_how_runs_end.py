@@ -247,7 +247,7 @@ def test_goodput_is_said_in_a_sentence(fake_run: Callable) -> None:
     run.event("end", step=200)
     history = read_history(run.folder.path)
     good = goodput(history, attempts(history))
-    assert good.sentence() == "88.1% of 1m54s in 1 attempt; lost: 8.8% compiling, 3.1% setup"
+    assert good.summary() == "88.1% of 1m54s in 1 attempt; lost: 8.8% compiling, 3.1% setup"
     assert good.fields() == {
         "effective": 0.88106, "elapsed_seconds": 113.5, "effective_seconds": 100.0, "attempts": 1,
         "lost_seconds": {"setup": 3.5, "compiling": 10.0},
