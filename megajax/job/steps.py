@@ -65,7 +65,7 @@ class Steps:
             console.say(warning)
         # Evaluated before saved: a checkpoint at a step means everything due at that step was done.
         between = (*self.integrity.hooks, self.evaluate, *self.tasks, *saves)
-        self.hooks: tuple[Hook, ...] = (self.profile.ends(), *between, self.profile.begins())
+        self.hooks: tuple[Hook, ...] = (self.profile.stop_hook(), *between, self.profile.start_hook())
         self.watches: tuple[Callable[[StepInfo], None], ...] = (
             lambda info: self.save.committed(),
             lambda info: job.local.committed(),

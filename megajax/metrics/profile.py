@@ -59,16 +59,16 @@ class Profile:
             self.started_at = None
             jax.profiler.stop_trace()
 
-    def begins(self) -> "Border":
+    def start_hook(self) -> "StepHook":
         """A hook that starts it."""
-        return Border(None if self.window is None else self.window[0] - 1, self.start)
+        return StepHook(None if self.window is None else self.window[0] - 1, self.start)
 
-    def ends(self) -> "Border":
+    def stop_hook(self) -> "StepHook":
         """A hook that ends it."""
-        return Border(None if self.window is None else self.window[1], self.stop)
+        return StepHook(None if self.window is None else self.window[1], self.stop)
 
 
-class Border:
+class StepHook:
     """A hook for one step."""
 
     phase = "profile"

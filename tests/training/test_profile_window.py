@@ -58,7 +58,7 @@ def test_a_resumed_attempt_traces_what_is_left_of_the_window(first, starts, stop
     step = first
     profile = Profile(ProfileConfig(steps="1:2"), tmp_path, first, lambda summary: None)
     for step in range(first + 1, 12):
-        for hook in (profile.ends(), profile.begins()):
+        for hook in (profile.stop_hook(), profile.start_hook()):
             if hook.due(step):
                 hook(None, step)
     assert (seen["start"], seen["stop"]) == (starts, stops)
