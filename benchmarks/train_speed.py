@@ -27,7 +27,7 @@ from megajax.mesh.mesh import build_mesh, find_devices
 from megajax.mesh.xla import memory_fraction
 from megajax.metrics.banner import plain
 from megajax.metrics.throughput import Rates, StepRate
-from megajax.metrics.trace import find
+from megajax.metrics.trace import find_trace
 from megajax.text import count, duration
 from megajax.training.program import Program, demand_kernels
 from megajax.training.run_config import RunConfig
@@ -142,7 +142,7 @@ def write_trace(bench: Bench, file: Path) -> None:
         jax.block_until_ready(metrics)
         jax.profiler.stop_trace()
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(gzip.compress(find(Path(folder)).read_bytes()))
+        file.write_bytes(gzip.compress(find_trace(Path(folder)).read_bytes()))
 
 
 def speeds(cfg: RunConfig, devices: int, roof: Roof, step: Spread, tokens: int) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from megajax.config.errors import UserError
 from megajax.metrics.config import ProfileConfig
 from megajax.metrics.record import to_json
 from megajax.metrics.runfolder import write_atomically
-from megajax.metrics.trace import TraceSummary, find, read, summary
+from megajax.metrics.trace import TraceSummary, find_trace, read_trace, summarize
 
 
 class Profile:
@@ -48,8 +48,8 @@ class Profile:
         steps, self.started_at = step - self.started_at, None
         jax.profiler.stop_trace()
         with suppress(UserError):  # a profiler that leaves no trace does not end a run
-            if steps and (devices := read(find(self.folder)).devices):
-                result = summary(devices, steps=steps, top=self.cfg.top)
+            if steps and (devices := read_trace(find_trace(self.folder)).devices):
+                result = summarize(devices, steps=steps, top=self.cfg.top)
                 write_atomically(self.folder / "summary.json", to_json(result.values()))
                 self._show(result)
 

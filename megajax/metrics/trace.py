@@ -122,7 +122,7 @@ class TraceSummary:
         return asdict(self)
 
 
-def find(path: Path) -> Path:
+def find_trace(path: Path) -> Path:
     """The file itself, or the newest trace in a folder or below it. Raises UserError if there is none."""
     if not path.is_dir():
         if not path.is_file():
@@ -134,19 +134,19 @@ def find(path: Path) -> Path:
     return files[-1]
 
 
-def read(file: Path) -> Trace:
+def read_trace(file: Path) -> Trace:
     """A trace, plain or compressed by gzip. Raises UserError if it is none."""
     try:
         packed = file.read_bytes()
         data = gzip.decompress(packed) if packed[:2] == b"\x1f\x8b" else packed
-        return contents(jax.profiler.ProfileData.from_serialized_xspace(data))
+        return parse_profile(jax.profiler.ProfileData.from_serialized_xspace(data))
     except OSError as error:
         raise UserError(f"{file} can't be read: {error.strerror or error}") from error
     except (EOFError, zlib.error, ValueError, RuntimeError) as error:
         raise UserError(f"{file} is no trace of jax's profiler, or it is cut off: {error}") from error
 
 
-def contents(data: Any) -> Trace:
+def parse_profile(data: Any) -> Trace:
     """Of a ProfileData: the kernels of each GPU, from its streams if it has any; without GPUs, operations by device.
 
     Records of a host without an operation are the runtime's own work, and wrappers would be counted twice.
@@ -182,17 +182,17 @@ def _event(event: Any, name: str, stats: dict[str, str]) -> Event:
     return Event(name, begin, begin + float(event.duration_ns), bool(communicates))
 
 
-def summary(devices: Sequence[list[Event]], *, steps: int, top: int) -> TraceSummary:
+def summarize(devices: Sequence[list[Event]], *, steps: int, top: int) -> TraceSummary:
     """Summary of the events of each device, none of them empty. top: how many kernels are listed."""
     per = 1e-6 / (steps * len(devices))
     busy = span = communication = exposed = 0.0
     gaps: list[tuple[float, str, str]] = []
     for events in devices:
-        kernels_run = union((e.begin, e.end) for e in events)
-        computing = length(union((e.begin, e.end) for e in events if not e.communicates))
-        busy += length(kernels_run)
-        exposed += length(kernels_run) - computing
-        communication += length(union((e.begin, e.end) for e in events if e.communicates))
+        kernels_run = merge_intervals((e.begin, e.end) for e in events)
+        computing = total_length(merge_intervals((e.begin, e.end) for e in events if not e.communicates))
+        busy += total_length(kernels_run)
+        exposed += total_length(kernels_run) - computing
+        communication += total_length(merge_intervals((e.begin, e.end) for e in events if e.communicates))
         span += kernels_run[-1][1] - kernels_run[0][0]
         last, first = {e.end: e.name for e in events}, {e.begin: e.name for e in events}
         gaps += [(b[0] - a[1], last[a[1]], first[b[0]]) for a, b in pairwise(kernels_run)]
@@ -215,7 +215,7 @@ def _kernels(devices: Sequence[list[Event]], steps: int) -> list[Kernel]:
     """By time, longest first."""
     totals: dict[str, list[float]] = defaultdict(lambda: [0, 0.0, 0.0])
     for events in devices:
-        computing = union((e.begin, e.end) for e in events if not e.communicates)
+        computing = merge_intervals((e.begin, e.end) for e in events if not e.communicates)
         begins, ends = [begin for begin, _ in computing], [end for _, end in computing]
         for e in events:
             total = totals[e.name]
@@ -239,7 +239,7 @@ def _kernels(devices: Sequence[list[Event]], steps: int) -> list[Kernel]:
     ]
 
 
-def union(intervals: Iterable[Interval]) -> list[Interval]:
+def merge_intervals(intervals: Iterable[Interval]) -> list[Interval]:
     """The same times as intervals that neither overlap nor touch, in order."""
     merged: list[Interval] = []
     for begin, end in sorted(intervals):
@@ -250,6 +250,6 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
     return merged
 
 
-def length(intervals: Iterable[Interval]) -> float:
+def total_length(intervals: Iterable[Interval]) -> float:
     """Total length of intervals that don't overlap."""
     return sum(end - begin for begin, end in intervals)

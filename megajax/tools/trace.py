@@ -34,12 +34,14 @@ def main(argv: list[str]) -> int:
     if flags["top"] < 1 or (flags["steps"] is not None and flags["steps"] < 1):
         raise UserError("--top and --steps must be at least 1")
     # By name, so that the front door can report a package that is not installed.
-    find, read, summary = (resolve(f"megajax.metrics.trace:{name}") for name in ("find", "read", "summary"))
-    file = find(path)
-    trace = read(file)
+    find_trace, read_trace, summarize = (
+        resolve(f"megajax.metrics.trace:{name}") for name in ("find_trace", "read_trace", "summarize")
+    )
+    file = find_trace(path)
+    trace = read_trace(file)
     if not trace.devices:
         raise UserError(f"{file} has no kernels: nothing ran on a device while it was recorded")
-    result = summary(trace.devices, steps=flags["steps"] or trace.steps or 1, top=flags["top"])
+    result = summarize(trace.devices, steps=flags["steps"] or trace.steps or 1, top=flags["top"])
     text = resolve("megajax.metrics.banner:plain")(str(file), result.sections())
     show(text, json.dumps(result.values(), indent=1), flags["json"])
     return 0

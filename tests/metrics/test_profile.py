@@ -13,7 +13,16 @@ import pytest
 from megajax.config.errors import UserError
 from megajax.metrics.config import ProfileConfig
 from megajax.metrics.profile import Profile
-from megajax.metrics.trace import Event, Kernel, contents, find, length, read, summary, union
+from megajax.metrics.trace import (
+    Event,
+    Kernel,
+    find_trace,
+    merge_intervals,
+    parse_profile,
+    read_trace,
+    summarize,
+    total_length,
+)
 from megajax.tools import trace as tool
 
 
@@ -24,18 +33,18 @@ def event(name: str, begin: float, end: float, communicates: bool = False) -> Ev
 def test_what_is_exposed_is_communication_beside_which_nothing_runs():
     first = [event("dot", 0, 4), event("nccl", 3, 6, True), event("dot", 7, 9), event("add", 8, 10)]
     second = [event("dot", 0, 10), event("nccl", 2, 4, True)]
-    whole = summary([first, second], steps=1, top=2)
+    whole = summarize([first, second], steps=1, top=2)
     assert (whole.busy, whole.idle) == pytest.approx((9.5, 0.5))
     assert (whole.communication, whole.exposed) == pytest.approx((2.5, 1.0))
     assert [(kernel.name, kernel.milliseconds) for kernel in whole.kernels] == [("dot", 8.0), ("nccl", 2.5)]
     assert whole.kernels[0].share == pytest.approx(16 / 23)
-    half = summary([first, second], steps=2, top=2)
+    half = summarize([first, second], steps=2, top=2)
     assert half.busy == pytest.approx(whole.busy / 2)
 
 
 def test_intervals():
-    assert union([(5, 6), (0, 2), (1, 3), (3, 4)]) == [(0, 4), (5, 6)]
-    assert length(union([])) == 0
+    assert merge_intervals([(5, 6), (0, 2), (1, 3), (3, 4)]) == [(0, 4), (5, 6)]
+    assert total_length(merge_intervals([])) == 0
 
 
 @pytest.mark.parametrize("text", ["3", "0:2", "5:4", "x", "1:2:3", ""])
@@ -83,9 +92,9 @@ GPU = plane(
 
 
 def test_a_trace_of_a_gpu_by_hand() -> None:
-    trace = contents(SimpleNamespace(planes=[HOST, GPU]))
+    trace = parse_profile(SimpleNamespace(planes=[HOST, GPU]))
     assert (trace.steps, len(trace.devices)) == (2, 1)
-    result = summary(trace.devices, steps=2, top=2)
+    result = summarize(trace.devices, steps=2, top=2)
     assert (result.busy, result.idle) == pytest.approx((9.795 / 2, 0.205 / 2))
     assert (result.communication, result.exposed) == pytest.approx((1.5, 0.5))
     assert result.kernels == (
@@ -101,7 +110,7 @@ def test_a_trace_of_a_gpu_by_hand() -> None:
 
 @pytest.mark.parametrize("planes", [[HOST], [plane("/device:GPU:0"), HOST]], ids=["cpu", "a GPU that did nothing"])
 def test_without_kernels_of_gpus_operations_of_the_host_count(planes) -> None:
-    (events,) = contents(SimpleNamespace(planes=planes)).devices
+    (events,) = parse_profile(SimpleNamespace(planes=planes)).devices
     assert events == [Event("dot.1", 0.0, 4e6, False)]
 
 
@@ -115,11 +124,11 @@ def test_a_real_trace_by_the_tool(tmp_path: Path, capsys: pytest.CaptureFixture)
         with jax.profiler.StepTraceAnnotation("train", step_num=number):
             work(x).block_until_ready()
     jax.profiler.stop_trace()
-    trace = read(find(tmp_path))
+    trace = read_trace(find_trace(tmp_path))
     assert trace.steps == 3 and len(trace.devices) == 1
     packed = tmp_path / "one.xplane.pb.gz"
-    packed.write_bytes(gzip.compress(find(tmp_path).read_bytes()))
-    assert read(packed) == trace
+    packed.write_bytes(gzip.compress(find_trace(tmp_path).read_bytes()))
+    assert read_trace(packed) == trace
     assert tool.main([str(tmp_path), "--top=1", f"--json={tmp_path / 'out.json'}"]) == 0
     text = capsys.readouterr().out
     for part in ("mean over 3 steps and 1 devices", "longest kernels", "1 x "):
