@@ -1,4 +1,4 @@
-"""Work of the busiest device over the mean, of rows with documents: cut over context, and dealt out over data groups.
+"""Work of the busiest device over the mean, of rows with documents: cut over context, balanced over data groups.
 
 Run:  python benchmarks/context_balance.py [--rows=1024] [--model=llama3.py]
 
@@ -18,7 +18,7 @@ import outcome
 
 from megajax.config import load
 from megajax.data.attention_work import RowWork, device_scores, imbalance
-from megajax.data.dealing import Imbalance, dealt_rows
+from megajax.data.balancing import Imbalance, balance_rows
 from megajax.data.packing import Packing, balanced_fit, best_fit
 from megajax.mesh.row_cut import RowCut
 from megajax.training.row_work import row_work
@@ -105,7 +105,7 @@ def over_groups(
     for first in range(0, len(each) - size + 1, size):
         step = each[first : first + size]
         if balance != "none":
-            step = step[dealt_rows(step, groups, microbatches, across=balance == "step")]
+            step = step[balance_rows(step, groups, microbatches, across=balance == "step")]
         steps.append(Imbalance.of(step, groups, microbatches))
     return Imbalance(*np.mean(steps, axis=0).tolist())
 

@@ -2,8 +2,8 @@
 
 The global batch of a step is rows consumed .. consumed + G - 1, laid out as [M, B]: microbatch m is the m-th run of
 B = G / M rows, and a data shard holds a run of each. So the batch is the same for every number of processes, and the
-whole position in the data is one number. Rows may be dealt out to other places of the batch by their work (`Dealing`):
-then the batch has the same rows, each with its number.
+whole position in the data is one number. With `Balancing`, rows move to other places of the batch according to their
+work: the batch has the same rows, each with its number.
 """
 
 import threading
@@ -19,8 +19,8 @@ from jax.sharding import NamedSharding
 
 from megajax.batch import SAMPLE, Batch, Leaf, Schema
 from megajax.config.errors import UserError
+from megajax.data.balancing import BalancedSteps, Balancing, Imbalance
 from megajax.data.config import LoaderConfig
-from megajax.data.dealing import Dealing, DealtSteps, Imbalance
 from megajax.data.reading import RETRIES, ChangedFile, ReadError, retried, wait_for
 from megajax.data.row_source import RowSource
 from megajax.mesh.row_cut import WHOLE, RowCut
@@ -144,7 +144,7 @@ class _Steps:
     """Rows of a step."""
     offsets: np.ndarray
     cut: RowCut
-    dealt: DealtSteps | None
+    balanced: BalancedSteps | None
     retries: int
     closed: threading.Event = field(default_factory=threading.Event)
     """Set when nobody waits for the rows any more."""
@@ -154,7 +154,7 @@ class _Steps:
 
     def __getitem__(self, index: Any) -> Block:
         first = self.first + int(index) * self.size
-        rows = self.offsets if self.dealt is None else self.dealt.places(first)[self.offsets]
+        rows = self.offsets if self.balanced is None else self.balanced.places(first)[self.offsets]
         return read_rows(self.source, self.schema, first, rows, self.cut, self.retries, self._wait)
 
     def _wait(self, seconds: float) -> None:
@@ -175,8 +175,8 @@ class Loader:
         consumed: rows used before; the first batch starts there.
         config: threads and batches read ahead.
         cut: how rows are cut over devices; the values of a row, the losses and the order of rows do not depend on it.
-        dealing: how rows of a step are dealt out over data groups; None: in their order. Needs `segment_ids`, and every
-            process needs the lengths of the documents of all rows of a step.
+        balancing: how rows of a step are balanced over data groups; None: rows stay in order. Needs `segment_ids`, and
+            every process needs the document lengths of all rows of a step.
 
     Raises:
         UserError: G is not divisible by M; on iteration, the source has too few rows for the next batch, or a
@@ -195,7 +195,7 @@ class Loader:
         config: LoaderConfig | None = None,
         size_at: Callable[[int], int] | None = None,
         cut: RowCut = WHOLE,
-        dealing: Dealing | None = None,
+        balancing: Balancing | None = None,
     ):
         if global_size % microbatches:
             raise UserError(
@@ -205,7 +205,7 @@ class Loader:
         self.consumed = consumed
         self._source, self._size, self._schema, self._shardings = source, global_size, schema, shardings
         self._micro_rows, self._size_at = global_size // microbatches, size_at
-        self._config, self._cut, self.dealing = config or LoaderConfig(), cut, dealing
+        self._config, self._cut, self.balancing = config or LoaderConfig(), cut, balancing
         self._blocks: grain.DatasetIterator[Block] | None = None
 
     def __repr__(self) -> str:
@@ -221,17 +221,17 @@ class Loader:
             self.close()
             self._size = size
 
-    def _dealt(self) -> DealtSteps | None:
+    def _balanced_steps(self) -> BalancedSteps | None:
         """Steps of the present size."""
-        if self.dealing is None:
+        if self.balancing is None:
             return None
         (microbatches, rows), sharding = self._shape, self._shardings[SAMPLE]
         groups = rows // sharding.shard_shape(self._shape)[1]
-        return DealtSteps(self.dealing, self._source, microbatches, rows, groups, self._cut)
+        return BalancedSteps(self.balancing, self._source, microbatches, rows, groups, self._cut)
 
     def imbalance(self) -> tuple[Imbalance, Imbalance] | None:
-        """Of the next step, with its rows in order and as dealt out; None where they are not, or none is left."""
-        steps = self._dealt()
+        """Imbalance of the next step, with its rows in order and balanced; None without balancing or a next step."""
+        steps = self._balanced_steps()
         if steps is None or len(self._source) < self.consumed + self._size:
             return None
         return steps.imbalance(self.consumed)
@@ -245,7 +245,7 @@ class Loader:
         self._local = LocalRows((index for index in indices.values() if index is not None), *self._shape)
         self._steps = _Steps(
             source=self._source, schema=self._schema, first=self.consumed, size=self._size,
-            offsets=self._local.offsets, cut=self._cut, dealt=self._dealt(), retries=self._config.retries,
+            offsets=self._local.offsets, cut=self._cut, balanced=self._balanced_steps(), retries=self._config.retries,
         )  # fmt: skip
         ahead = grain.ReadOptions(num_threads=self._config.threads, prefetch_buffer_size=self._config.prefetch)
         return iter(grain.MapDataset.source(self._steps).to_iter_dataset(ahead))

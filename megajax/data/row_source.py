@@ -22,7 +22,7 @@ class RowSource(Protocol):
     the order of the rows), `files()` (paths of the files that are read: whether their content changed is asked when a
     run resumes), `skipped` (mapping from a reason to the number of rows left out; it may grow as rows are
     read), and `packing` (`megajax.data.packing.Packing`). With `document_lengths` (see `lengths_of_row`), rows are
-    dealt out over data groups without being read.
+    balanced over data groups without being read.
     """
 
     def __len__(self) -> int: ...

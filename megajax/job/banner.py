@@ -347,18 +347,18 @@ def _passes(rows: Any) -> str:
 
 def _balance(run: Run) -> list[tuple[str, str]]:
     """How full packed rows are, and how equal attention's work is: among rows, and among data groups."""
-    packing, dealt = getattr(run.parts.splits.train, "packing", None), run.batches.imbalance()
+    packing, imbalance = getattr(run.parts.splits.train, "packing", None), run.batches.imbalance()
     text = (
         "" if packing is None else f"{packing.fill:.1%} filled; most scores of a row {packing.imbalance:.2f} x the mean"
     )
     rows = [] if packing is None else [("packed rows", text)]
-    if dealt is None:
+    if imbalance is None:
         return rows
-    as_read, balanced = ("step {:.3f}, microbatches {:.3f}".format(*each) for each in dealt)
+    as_read, balanced = ("step {:.3f}, microbatches {:.3f}".format(*each) for each in imbalance)
     text = (
         f"by {run.cfg.data.loader.balance}; busiest group over mean at the next step: {balanced} (in order: {as_read})"
     )
-    return [*rows, ("rows dealt out", text)]
+    return [*rows, ("balanced rows", text)]
 
 
 def _run(run: Run, resumed: str | None) -> list[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""Checks of `data.loader.balance`, which deals rows out over data groups by their work."""
+"""Checks of `data.loader.balance`, which balances the work of data groups."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -16,7 +16,7 @@ def balance_problems(cfg: Any, devices: int | None) -> Iterator[Problem]:
     if balance == "none":
         return
     if not model.ignores_later_positions():
-        what = f"{type(model).__name__} reads later positions too, and rows are dealt out by causal attention's work"
+        what = f"{type(model).__name__} reads later positions too, and rows are balanced by causal attention's work"
         yield Problem(SETTING, what, "set it to none")
         return
     if "segment_ids" not in cfg.data.leaves() or "segment_ids" not in model.schema():

@@ -1,10 +1,10 @@
-"""What the rows of a run cost, by which they are dealt out over data groups."""
+"""The cost of a run's rows, by which they are balanced over data groups."""
 
 from collections import defaultdict
 from typing import Any
 
 from megajax.data.attention_work import RowWork
-from megajax.data.dealing import Dealing
+from megajax.data.balancing import Balancing
 from megajax.models.facts import count_flops, facts_of
 
 
@@ -29,7 +29,7 @@ def row_work(model: Any) -> RowWork:
     return RowWork(2 * flops.causal - flops.full, per_score)
 
 
-def dealing(cfg: Any) -> Dealing | None:
-    """How `data.loader.balance` of a RunConfig deals rows out; None: in their order."""
+def balancing(cfg: Any) -> Balancing | None:
+    """The balancing that `data.loader.balance` of a RunConfig asks for; None: rows stay in order."""
     balance = cfg.data.loader.balance
-    return None if balance == "none" else Dealing(row_work(cfg.model), across=balance == "step")
+    return None if balance == "none" else Balancing(row_work(cfg.model), across=balance == "step")

@@ -30,7 +30,7 @@ from megajax.training.compiler_options import run_options
 from megajax.training.loop import StepInfo, run_steps
 from megajax.training.program import Program, demand_kernels
 from megajax.training.replan import Replan, elastic_hint, replanned
-from megajax.training.row_work import dealing
+from megajax.training.row_work import balancing
 from megajax.training.run_config import RunConfig
 from megajax.training.state import TrainState
 from megajax.training.step import TrainStep
@@ -78,7 +78,7 @@ class Parts:
             config=self.cfg.data.loader,
             size_at=(lambda rows: sizes.at(rows).rows) if training else None,
             cut=self.program.layout.rows,
-            dealing=dealing(self.cfg) if training else None,
+            balancing=balancing(self.cfg) if training else None,
         )
 
 

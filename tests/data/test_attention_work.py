@@ -1,4 +1,4 @@
-"""Attention work of rows: scores counted one by one, and the rows of a step dealt out by them."""
+"""Attention work of rows: scores counted one by one, and rows of a step balanced over data groups."""
 
 from itertools import permutations
 from pathlib import Path
@@ -16,8 +16,8 @@ from megajax.data.attention_work import (
     lengths_of_row,
     scores,
 )
+from megajax.data.balancing import Imbalance, balance_rows
 from megajax.data.config import BlendConfig, CyclicConfig, FillInMiddleConfig, MockConfig, Rows
-from megajax.data.dealing import Imbalance, dealt_rows
 from megajax.mesh.row_cut import RowCut
 from megajax.models.config import text_schema
 
@@ -72,10 +72,10 @@ def test_work_is_of_positions_and_of_scores_by_window() -> None:
 @pytest.mark.parametrize(("groups", "microbatches", "each"), [(2, 1, 2), (2, 4, 1), (4, 3, 2), (8, 8, 1), (1, 2, 3)])
 def test_each_row_stands_at_one_place(groups: int, microbatches: int, each: int, across: bool) -> None:
     work = np.random.default_rng(0).lognormal(0, 1, groups * microbatches * each)
-    places = dealt_rows(work, groups, microbatches, across=across)
+    places = balance_rows(work, groups, microbatches, across=across)
     assert sorted(places.tolist()) == list(range(len(work)))
-    in_order, dealt = (Imbalance.of(values, groups, microbatches) for values in (work, work[places]))
-    assert 1 <= dealt.step <= in_order.step and dealt.microbatch <= in_order.microbatch + 1e-12
+    in_order, balanced = (Imbalance.of(values, groups, microbatches) for values in (work, work[places]))
+    assert 1 <= balanced.step <= in_order.step and balanced.microbatch <= in_order.microbatch + 1e-12
     kept = [set(micro) == set(range(n * groups * each, (n + 1) * groups * each))
             for n, micro in enumerate(places.reshape(microbatches, -1).tolist())]  # fmt: skip
     assert across or all(kept)
@@ -90,19 +90,19 @@ def test_rows_of_a_microbatch_are_dealt_nearly_as_well_as_possible() -> None:
     for _ in range(10):
         work = draw.lognormal(0, 1.5, 6)
         best = min(Imbalance.of(work[list(order)], 3, 1).step for order in permutations(range(6)))
-        assert Imbalance.of(work[dealt_rows(work, 3, 1, across=False)], 3, 1).step <= 4 / 3 * best
+        assert Imbalance.of(work[balance_rows(work, 3, 1, across=False)], 3, 1).step <= 4 / 3 * best
 
 
 def test_many_uneven_rows_are_dealt_evenly() -> None:
     work = np.random.default_rng(0).lognormal(0, 1, 8 * 16)
     assert Imbalance.of(work, 8, 16).step > 1.2
-    assert Imbalance.of(work[dealt_rows(work, 8, 16, across=False)], 8, 16).step < 1.05
-    across = Imbalance.of(work[dealt_rows(work, 8, 16, across=True)], 8, 16)
+    assert Imbalance.of(work[balance_rows(work, 8, 16, across=False)], 8, 16).step < 1.05
+    across = Imbalance.of(work[balance_rows(work, 8, 16, across=True)], 8, 16)
     assert across.step < 1.05 and across.microbatch < 1.2 < 1.6 < Imbalance.of(work, 8, 16).microbatch
 
 
 def test_ties_go_to_the_first() -> None:
-    assert dealt_rows(np.ones(8), 2, 2, across=True).tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
+    assert balance_rows(np.ones(8), 2, 2, across=True).tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
 
 
 class Unread:

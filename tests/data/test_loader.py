@@ -13,8 +13,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from megajax.batch import Leaf, batch_schema
 from megajax.config.errors import UserError
 from megajax.data.attention_work import RowWork, scores
+from megajax.data.balancing import Balancing, balance_rows
 from megajax.data.config import LoaderConfig
-from megajax.data.dealing import Dealing, dealt_rows
 from megajax.data.loader import Loader, LocalRows, read_rows
 from megajax.data.reading import ReadError
 from megajax.mesh.row_cut import RowCut
@@ -248,33 +248,33 @@ class Documents(Numbers):
 
 @pytest.mark.parametrize("across", [False, True])
 @pytest.mark.parametrize("sizes", [(1, 2, 1, 2, 2), (1, 2, 2, 1, 2), (1, 8, 1, 1, 1)], ids=str)
-def test_rows_are_dealt_out_over_data_groups(sizes: tuple[int, ...], across: bool) -> None:
-    """Each stands with its number where `dealt_rows` says, also after a resume, and reads no row of another process."""
-    sharding, source, dealing = layout(sizes), Documents(), Dealing(RowWork(), across)
+def test_rows_are_balanced_over_data_groups(sizes: tuple[int, ...], across: bool) -> None:
+    """Each row stands where `balance_rows` puts it, also after a resume; no process reads the rows of another."""
+    sharding, source, balancing = layout(sizes), Documents(), Balancing(RowWork(), across)
     groups = sizes[1] * sizes[2]
-    with load(sharding, source=source, dealing=dealing) as loader:
+    with load(sharding, source=source, balancing=balancing) as loader:
         before, after = loader.imbalance()
         batches = [next(loader)[0] for _ in range(3)]
     assert after.step <= before.step and after.microbatch <= before.microbatch and before.microbatch > 1.01
     for number, batch in enumerate(batches):
         first = number * G
-        order = first + dealt_rows(source.work(first, G), groups, M, across=across).reshape(M, G // M)
+        order = first + balance_rows(source.work(first, G), groups, M, across=across).reshape(M, G // M)
         assert (order != np.arange(first, first + G).reshape(order.shape)).any()
         np.testing.assert_array_equal(batch["sample"], order)
         np.testing.assert_array_equal(batch["tokens"], order[..., None] * S + np.arange(S))
-    with load(sharding, consumed=G, source=source, dealing=dealing) as loader:
+    with load(sharding, consumed=G, source=source, balancing=balancing) as loader:
         for batch in batches[1:]:
             np.testing.assert_array_equal(next(loader)[0]["sample"], batch["sample"])
-    with load(sharding, consumed=192, source=source, dealing=dealing) as ended:
+    with load(sharding, consumed=192, source=source, balancing=balancing) as ended:
         assert ended.imbalance() is None and load(sharding).imbalance() is None
 
 
 def test_dealt_rows_of_growing_steps() -> None:
     sizes, source = {0: 8, 8: 16, 24: 24}, Documents()
-    dealing = Dealing(RowWork(), across=True)
-    with load(layout((1, 4, 1, 1, 2)), source=source, dealing=dealing, size_at=sizes.__getitem__) as loader:
+    balancing = Balancing(RowWork(), across=True)
+    with load(layout((1, 4, 1, 1, 2)), source=source, balancing=balancing, size_at=sizes.__getitem__) as loader:
         for first, size in sizes.items():
-            expected = first + dealt_rows(source.work(first, size), 4, size // 8, across=True)
+            expected = first + balance_rows(source.work(first, size), 4, size // 8, across=True)
             np.testing.assert_array_equal(np.ravel(next(loader)[0]["sample"]), expected)
 
 

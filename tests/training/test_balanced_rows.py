@@ -1,4 +1,4 @@
-"""Rows dealt out over data groups: the same losses on every layout and after a resume; what is refused, and said."""
+"""Rows balanced over data groups: the same losses on every layout and after a resume; refusals and messages."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -56,7 +56,7 @@ def config(text: Path, balance: str, **changes: Any) -> RunConfig:
 
 
 def under(run: Run, text: Path, balance: str, **start: Any) -> Run:
-    """The same program with rows dealt out in another way."""
+    """The same program with another balancing of rows."""
     parts = replace(run.parts, cfg=replace(run.cfg, data=config(text, balance).data))
     state = start.get("state") or run.program.fresh_state()()
     return Run(parts, state, parts.loader(parts.splits.train, int(state.consumed_samples), training=True))
@@ -69,13 +69,13 @@ def losses(run: Run, count: int) -> list[float]:
 
 
 def compared(text: Path, parallel: ParallelConfig, micro_size: int, expected: list[float] | None = None) -> list[float]:
-    """Losses without dealing out; with it they are the same, also where a run changes how in between."""
+    """Losses are the same with and without balancing, also if a resumed run changes it."""
     batch = BatchConfig(global_size=16, micro_size=micro_size)
     devices = jax.devices()[: parallel.data * parallel.context * parallel.pipeline * parallel.tensor]
     small = model(repeats=1, recompute="selective" if parallel.data_sharding == "fsdp" else "none")
     run = setup(config(text, "step", parallel=parallel, batch=batch, model=small), devices=devices)
-    in_order, dealt = run.batches.imbalance()
-    assert dealt.step < in_order.step or parallel.data == 1
+    in_order, balanced = run.batches.imbalance()
+    assert balanced.step < in_order.step or parallel.data == 1
     with jax.set_mesh(run.mesh):
         plain = losses(under(run, text, "none"), 4)
         assert losses(run, 4) == pytest.approx(plain, rel=1e-5)
@@ -115,20 +115,20 @@ def test_processes_train_alike(text: Path, tmp_path: Path, processes: int) -> No
             command += [f"--devices=cpu:{4 // processes}", f"--run_dir={tmp_path / balance}"]
             gang = start(*gangs.launcher(processes=processes), *command)
             assert gang.wait() == 0, gang.text
-            assert ("rows dealt out" in gang.text) == (balance == "step")
+            assert ("balanced rows" in gang.text) == (balance == "step")
         losses.append(gangs.steps(tmp_path / balance))
     assert list(losses[0]) == [1, 2, 3, 4, 5, 6] and losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
-def test_a_run_says_that_rows_are_dealt_out(text: Path) -> None:
+def test_the_banner_reports_balanced_rows(text: Path) -> None:
     cfg = config(text, "step", parallel=ParallelConfig(data=4), batch=BatchConfig(global_size=16, micro_size=1))
     run = setup(cfg, devices=jax.devices()[:4])
     said = {name: text for _, rows in banner(run, None) for name, text in rows}
-    assert said["rows dealt out"].startswith("by step; busiest group over mean at the next step: step 1.0")
+    assert said["balanced rows"].startswith("by step; busiest group over mean at the next step: step 1.0")
     rows = np.ravel(next(run.batches)[0]["sample"]).tolist()
     run.close()
     assert rows != sorted(rows) == list(range(16)), "the run reads them so"
-    assert "rows dealt out" not in {
+    assert "balanced rows" not in {
         name for _, rows in banner(under(run, text, "none", state=run.state), None) for name, _ in rows
     }
     assert facts(run.parts) == facts(under(run, text, "none", state=run.state).parts), "a run may go on with the other"

@@ -86,9 +86,9 @@ class LoaderConfig:
     data, which may already be random."""
 
     balance: Literal["none", "microbatch", "step"] = "none"
-    """Deal the rows of a training step out over data groups so that attention has about equal work in each. microbatch:
-    rows stay in their microbatch. step: microbatches too get rows of like work. The rows of a step stay the same, and
-    so do the losses."""
+    """Assign the rows of a training step to data groups so that attention has about equal work in each. microbatch:
+    rows stay in their microbatch. step: rows of similar work also share a microbatch. The rows of a step and the losses
+    stay the same."""
 
     def problems(self) -> list[Problem]:
         problems = at_least("threads", self.threads, 1) + at_least("prefetch", self.prefetch, 1)
