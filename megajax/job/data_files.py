@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from megajax.checkpoint.peers import Peers
-from megajax.data.checksum import MODULUS, FileSum, Group, groups_of, sampled, whole
+from megajax.data.checksum import MODULUS, FileSum, Group, full_checksums, group_files, sample_checksums
 from megajax.data.progress import Progress
 from megajax.data.row_source import files_of
 from megajax.data.splits import Splits
@@ -44,7 +44,7 @@ class DataFiles:
         if self._looked:
             return self.sums
         files = {name: files_of(source) for name, source in splits._asdict().items()}
-        groups = {name: groups_of(each) for name, each in files.items() if each}
+        groups = {name: group_files(each) for name, each in files.items() if each}
         unique = list(dict.fromkeys(group for each in groups.values() for group in each))
         if unique:
             known = dict(zip(unique, self._sums(unique), strict=True))
@@ -55,7 +55,7 @@ class DataFiles:
     def _sums(self, groups: Sequence[Group]) -> list[FileSum]:
         peers, started = Peers("data"), time.monotonic()
         mine = range(peers.index, len(groups), peers.count)
-        shares = peers.gather([each.plain() for each in sampled(groups, mine).values()])
+        shares = peers.gather([each.plain() for each in sample_checksums(groups, mine).values()])
         samples = [FileSum(**shares[number % peers.count][number // peers.count]) for number in range(len(groups))]
         if not self.verify:
             return samples
@@ -66,7 +66,7 @@ class DataFiles:
             if peers.first:
                 shown(read, read / total)
 
-        sums = whole(groups, mine=peers.index, processes=peers.count, done=done)
+        sums = full_checksums(groups, process=peers.index, processes=peers.count, report=done)
         parts = peers.gather([f"{each:x}" for each in sums])
         shown.clear()
         totals = [sum(int(part[number], 16) for part in parts) % MODULUS for number in range(len(groups))]

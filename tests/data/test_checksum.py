@@ -11,7 +11,7 @@ from token_files import tokenizer, write
 from megajax.config.errors import UserError
 from megajax.data import checksum
 from megajax.data.blend import BlendedDataset, BlendIndex
-from megajax.data.checksum import BLOCK, BLOCKS, FileSum, groups_of, sampled, whole
+from megajax.data.checksum import BLOCK, BLOCKS, FileSum, full_checksums, group_files, sample_checksums
 from megajax.data.config import BlendConfig, ChatConfig, CyclicConfig, MaskedSpansConfig, MockConfig, PairsConfig, Rows
 from megajax.data.image_folders import ClassFolder, MaskFolder
 from megajax.data.item_rows import ItemRows, RowOrder
@@ -21,7 +21,7 @@ from megajax.tokenizers.config import ByteTokenizerConfig
 
 
 def sums(*paths: Path) -> list[FileSum]:
-    return list(sampled(groups_of(list(map(str, paths)))).values())
+    return list(sample_checksums(group_files(list(map(str, paths)))).values())
 
 
 def changed(path: Path, at: int, value: bytes = b"?") -> None:
@@ -78,9 +78,9 @@ def test_size_and_place_are_named(tmp_path: Path) -> None:
 
 
 def test_files_among_many_have_small_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    few, many = groups_of(["a"] * 10), groups_of(["a"] * 800)
+    few, many = group_files(["a"] * 10), group_files(["a"] * 800)
     assert (few[0].blocks, many[0].blocks) == (BLOCKS, 5)
-    assert len(groups_of(["/x/a/1", "/x/b/2"] * 800)) == 1
+    assert len(group_files(["/x/a/1", "/x/b/2"] * 800)) == 1
 
 
 def test_very_many_files_are_one_group_with_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,21 +109,21 @@ def test_whole_files_are_divided_over_processes(
     paths = [tmp_path / name for name in ("a", "b", "empty")]
     for path, content in zip(paths, (bytes(range(95)), b"b" * 20, b""), strict=True):
         path.write_bytes(content)
-    groups, seen = groups_of(list(map(str, paths))), list[tuple[int, int]]()
-    alone = whole(groups, done=lambda *each: seen.append(each))
-    shares = [whole(groups, mine=process, processes=processes) for process in range(processes)]
+    groups, seen = group_files(list(map(str, paths))), list[tuple[int, int]]()
+    alone = full_checksums(groups, report=lambda *each: seen.append(each))
+    shares = [full_checksums(groups, process=process, processes=processes) for process in range(processes)]
     assert [sum(share[number] for share in shares) % checksum.MODULUS for number in range(3)] == alone
     assert seen[-1][0] == 115 and len(set(alone)) == 3
     # Parts that change places, or move to another file, are noticed.
     paths[0].write_bytes(bytes([*range(10, 20), *range(10), *range(20, 95)]))
-    other = whole(groups)
+    other = full_checksums(groups)
     assert other[0] != alone[0] and other[1:] == alone[1:]
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    for look in (lambda groups: sampled(groups), lambda groups: whole(groups)):
+    for look in (lambda groups: sample_checksums(groups), lambda groups: full_checksums(groups)):
         with pytest.raises(UserError, match=r"absent cannot be read: .*absent: No such file"):
-            look(groups_of([str(tmp_path / "absent")]))
+            look(group_files([str(tmp_path / "absent")]))
 
 
 def pair(prefix: Path) -> list[str]:
