@@ -172,10 +172,10 @@ def merge_parts(*parts: tuple[Array, Array]) -> tuple[Array, Array]:
     A query that sees no key of a part has the log-sum-exp -inf there (Liu et al. 2023, "Ring Attention").
     """
     lse = parts[0][1]
-    for _, each in parts[1:]:
-        lse = jnp.logaddexp(lse, each)
+    for _, part_lse in parts[1:]:
+        lse = jnp.logaddexp(lse, part_lse)
     base = jnp.where(jnp.isneginf(lse), 0, lse)
-    shares = (jnp.exp(each - base).transpose(0, 2, 1)[..., None] for _, each in parts)
+    shares = (jnp.exp(part_lse - base).transpose(0, 2, 1)[..., None] for _, part_lse in parts)
     outs = [out.astype(jnp.float32) * share for (out, _), share in zip(parts, shares, strict=True)]
     return reduce(jnp.add, outs), lse
 
@@ -289,8 +289,8 @@ def attend(
         return reference_attention(q, k, v, mask, scale=scale, dropout=dropout, sink=sink, bias=bias)
     passes = PASSES[kernel] if isinstance(kernel, str) else kernel
     if bias is not None or (dropout is not None and not passes.dropout):
-        what = "bias of scores" if dropout is None else "dropout of attention weights"
-        raise ValueError(f"{kernel} attention has no {what}: set kernel=reference")
+        feature = "bias of scores" if dropout is None else "dropout of attention weights"
+        raise ValueError(f"{kernel} attention has no {feature}: set kernel=reference")
     positions = mask.query_index, mask.key_index, mask.query_segments, mask.key_segments
     static = _Static(passes, scale, mask.window, mask.causal, mask.padded)
     if dropout is None:

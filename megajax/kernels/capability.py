@@ -284,15 +284,15 @@ class Choice[K: str](NamedTuple):
 
 
 def pick[K: str, B: Support](
-    kernel: K, kernels: Mapping[K, B], refusal: Callable[[B], str | None], where: str
+    kernel: K, kernels: Mapping[K, B], refusal: Callable[[B], str | None], setting: str
 ) -> Choice[K]:
     """The named kernel, or for `auto` the first of the table that is not refused; the last one never is.
 
     refusal: why a kernel is not supported, to follow its label. Raises UserError if the named one is refused.
     """
     reasons: dict[str, list[str]] = {}
-    for name, one in kernels.items():
-        refused = refusal(one)
+    for name, support in kernels.items():
+        refused = refusal(support)
         if refused is None:
             break
         reasons.setdefault(refused, []).append(name)
@@ -303,12 +303,12 @@ def pick[K: str, B: Support](
     refused = refusal(kernels[kernel])
     if refused is None:
         return Choice(kernel)
-    raise UserError(f"{where}={kernel}: {kernels[kernel].label} {refused}. Set {where}={name} or auto.")
+    raise UserError(f"{setting}={kernel}: {kernels[kernel].label} {refused}. Set {setting}={name} or auto.")
 
 
-def choose(kernel: Kernel, request: Request, device: Device | None, where: str = "kernel") -> Choice[Kernel]:
+def choose(kernel: Kernel, request: Request, device: Device | None, setting: str = "kernel") -> Choice[Kernel]:
     """The backend for this request on this device: `kernel` itself, or for `auto` the fastest that supports it.
 
-    Raises UserError if the named backend does not support the request. `where`: name of the setting.
+    Raises UserError if the named backend does not support the request. setting: its name in messages.
     """
-    return pick(kernel, BACKENDS, lambda backend: backend.refusal(request, device), where)
+    return pick(kernel, BACKENDS, lambda backend: backend.refusal(request, device), setting)

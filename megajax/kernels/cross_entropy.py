@@ -159,7 +159,7 @@ def token_losses(
         lambda c: objective.losses(_softmax(c[0], table, bias, c[1], shard, objective), shard.size),
         (_chunked(x, chunk), _chunked(labels, chunk)),
     )
-    return {name: each.reshape(each.size)[:tokens] for name, each in losses.items()}
+    return {name: loss.reshape(loss.size)[:tokens] for name, loss in losses.items()}
 
 
 def token_scores(
@@ -172,16 +172,16 @@ def token_scores(
     tokens = x.shape[0]
     chunk = min(chunk, tokens)
 
-    def one(piece: tuple[Array, Array]) -> tuple[Array, Array]:
+    def score_chunk(piece: tuple[Array, Array]) -> tuple[Array, Array]:
         logits, rows = _logits(piece[0], table, bias, shard)
-        here = logits.max(-1)
-        maximum = shard.max(here)
-        first = jnp.where(here == maximum, rows[logits.argmax(-1)], jnp.iinfo(jnp.int32).max)
+        local_maximum = logits.max(-1)
+        maximum = shard.max(local_maximum)
+        first = jnp.where(local_maximum == maximum, rows[logits.argmax(-1)], jnp.iinfo(jnp.int32).max)
         label = jnp.where(piece[1][:, None] == rows[None], logits, 0).sum(-1)
         total, label = shard.sum(jnp.stack([jnp.exp(logits - maximum[:, None]).sum(-1), label]))
         return label - maximum - jnp.log(total), -shard.max(-first)
 
-    scores, likeliest = lax.map(one, (_chunked(x, chunk), _chunked(labels, chunk)))
+    scores, likeliest = lax.map(score_chunk, (_chunked(x, chunk), _chunked(labels, chunk)))
     return scores.reshape(scores.size)[:tokens], likeliest.reshape(likeliest.size)[:tokens]
 
 
@@ -211,7 +211,7 @@ def loss_and_gradients(
     tokens = x.shape[0]
     chunk = min(chunk, tokens)
 
-    def one(carry: tuple, piece: tuple[Array, ...]) -> tuple[tuple, Array]:
+    def add_chunk(carry: tuple, piece: tuple[Array, ...]) -> tuple[tuple, Array]:
         sums, dtable, dbias = carry
         x, labels, weights = piece
         softmax = _softmax(x, table, bias, labels, shard, objective)
@@ -220,10 +220,10 @@ def loss_and_gradients(
         dtable = dtable + jnp.einsum("cv,cd->vd", dlogits, x, preferred_element_type=jnp.float32)
         dbias = None if dbias is None else dbias + dlogits.sum(0, dtype=jnp.float32)
         losses = objective.losses(softmax, shard.size)
-        return ({name: sums[name] + weighted(each, weights) for name, each in losses.items()}, dtable, dbias), dx
+        return ({name: sums[name] + weighted(loss, weights) for name, loss in losses.items()}, dtable, dbias), dx
 
     pieces = _chunked(x, chunk), _chunked(labels, chunk), _chunked(weights, chunk)
     zero = {name: jnp.zeros((), jnp.float32) for name in objective.names}
     start = zero, jnp.zeros(table.shape, jnp.float32), None if bias is None else jnp.zeros(bias.shape, jnp.float32)
-    (sums, dtable, dbias), dx = jax.lax.scan(one, start, pieces)
+    (sums, dtable, dbias), dx = jax.lax.scan(add_chunk, start, pieces)
     return sums, dx.reshape(dx.shape[0] * chunk, x.shape[1])[:tokens], dtable, dbias

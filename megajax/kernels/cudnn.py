@@ -85,12 +85,12 @@ class _Call(NamedTuple):
             "mask_type": self.mask_type,
             **{
                 f"{name}_dot_dimension_numbers": {
-                    "lhs_contracting_dimensions": [left],
-                    "rhs_contracting_dimensions": [right],
-                    "lhs_batch_dimensions": list(left_batch),
-                    "rhs_batch_dimensions": list(right_batch),
+                    "lhs_contracting_dimensions": [lhs],
+                    "rhs_contracting_dimensions": [rhs],
+                    "lhs_batch_dimensions": list(lhs_batch),
+                    "rhs_batch_dimensions": list(rhs_batch),
                 }
-                for name, (left, right, left_batch, right_batch) in matmuls.items()
+                for name, (lhs, rhs, lhs_batch, rhs_batch) in matmuls.items()
             },
             "dropout_rate": 0.0,
             "seed": 42,
@@ -225,8 +225,8 @@ def _pad_heads(x: Array, size: int) -> Array:
 
 
 def _mask_type(mask: Mask, *, lengths: bool) -> str:
-    words = ["PADDING"] * lengths + ["CAUSAL"] * mask.causal
-    return "_".join(words) or "NO_MASK"
+    parts = ["PADDING"] * lengths + ["CAUSAL"] * mask.causal
+    return "_".join(parts) or "NO_MASK"
 
 
 def _by_document(x: Array, documents: Documents) -> Array:
@@ -261,10 +261,10 @@ def _padded_backward(
     """arrays: q, k, v, the output, its log-sum-exp and its gradient."""
     q, k, v, out, lse, dout = arrays
     call = _Call(scale, _mask_type(mask, lengths=True), mask.window)
-    seeing, seen = padding.queries[:, :, None, None], padding.keys[:, :, None, None]
-    arrays = q, k, v, out, jnp.where(padding.queries[:, None], lse, UNSEEN), jnp.where(seeing, dout, 0)
+    query_mask, key_mask = padding.queries[:, :, None, None], padding.keys[:, :, None, None]
+    arrays = q, k, v, out, jnp.where(padding.queries[:, None], lse, UNSEEN), jnp.where(query_mask, dout, 0)
     dq, dk, dv = _backward(call, arrays, [], padding)
-    return jnp.where(seeing, dq, 0), jnp.where(seen, dk, 0), jnp.where(seen, dv, 0)
+    return jnp.where(query_mask, dq, 0), jnp.where(key_mask, dk, 0), jnp.where(key_mask, dv, 0)
 
 
 class Rectangle(NamedTuple):
@@ -299,9 +299,11 @@ class Rectangle(NamedTuple):
 
     def padding(self, queries: int, keys: int) -> Padding:
         """As rows whose keys are `aligned`."""
-        seeing, seen = (jnp.arange(n)[None] < x[:, None] for n, x in ((queries, self.queries), (keys, self.keys)))
+        query_mask, key_mask = (
+            jnp.arange(n)[None] < x[:, None] for n, x in ((queries, self.queries), (keys, self.keys))
+        )
         lengths = jnp.maximum(self.queries, 1), jnp.maximum(self.keys, 1)
-        return Padding(seeing, seen, lengths, jnp.ones((), bool))
+        return Padding(query_mask, key_mask, lengths, jnp.ones((), bool))
 
     def aligned(self, x: Array, sign: int = -1) -> Array:
         """x [B, T, ...] with the first key first, the keys before it last. sign: 1 for the inverse."""
@@ -376,32 +378,32 @@ def rectangle_forward(q: Array, k: Array, v: Array, mask: Mask, *, scale: float)
 
     Only a batch with segments has a Pallas kernel beside cuDNN's in its program, for rows that do not `fit`.
     """
-    where = Rectangle.of(mask, q.shape[0])
+    rectangle = Rectangle.of(mask, q.shape[0])
 
     def fused() -> tuple[Array, Array]:
-        padding, keys = where.padding(q.shape[1], k.shape[1]), where.aligned(k)
-        return _padded_forward(q, keys, where.aligned(v), mask._replace(causal=False), padding, scale)
+        padding, keys = rectangle.padding(q.shape[1], k.shape[1]), rectangle.aligned(k)
+        return _padded_forward(q, keys, rectangle.aligned(v), mask._replace(causal=False), padding, scale)
 
-    if where.fit is None:
+    if rectangle.fit is None:
         return fused()
-    return lax.cond(where.fit, fused, lambda: pallas_attention.forward(q, k, v, mask, scale=scale))
+    return lax.cond(rectangle.fit, fused, lambda: pallas_attention.forward(q, k, v, mask, scale=scale))
 
 
 def rectangle_backward(
     q: Array, k: Array, v: Array, mask: Mask, out: Array, lse: Array, dout: Array, *, scale: float
 ) -> tuple[Array, Array, Array]:
     """As `backward`, of what `rectangle_forward` computes; out and lse may be of more keys."""
-    where = Rectangle.of(mask, q.shape[0])
+    rectangle = Rectangle.of(mask, q.shape[0])
 
     def fused() -> tuple[Array, Array, Array]:
-        arrays = q, where.aligned(k), where.aligned(v), out, lse, dout
-        padding = where.padding(q.shape[1], k.shape[1])
+        arrays = q, rectangle.aligned(k), rectangle.aligned(v), out, lse, dout
+        padding = rectangle.padding(q.shape[1], k.shape[1])
         dq, dk, dv = _padded_backward(arrays, mask._replace(causal=False), padding, scale)
-        return dq, where.aligned(dk, 1), where.aligned(dv, 1)
+        return dq, rectangle.aligned(dk, 1), rectangle.aligned(dv, 1)
 
-    if where.fit is None:
+    if rectangle.fit is None:
         return fused()
-    return lax.cond(where.fit, fused, lambda: pallas_attention.backward(q, k, v, mask, out, lse, dout, scale=scale))
+    return lax.cond(rectangle.fit, fused, lambda: pallas_attention.backward(q, k, v, mask, out, lse, dout, scale=scale))
 
 
 def masked_forward(q: Array, k: Array, v: Array, mask: Mask, *, scale: float) -> tuple[Array, Array]:

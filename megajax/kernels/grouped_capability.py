@@ -83,12 +83,12 @@ def choose_grouped(
     kernel: GroupedKernel,
     dtype: str | None,
     device: Device | None,
-    where: str = "kernel",
+    setting: str = "kernel",
     sizes: GroupedSizes | None = None,
 ) -> Choice[GroupedKernel]:
     """The kernel for rows of this dtype on this device: the named one, or for `auto` the fastest that can.
 
-    device: None for any NVIDIA GPU; sizes: None where they are not known yet. `where`: name of the setting.
+    device: None for any NVIDIA GPU; sizes: None where they are not known yet. setting: its name in messages.
     Raises UserError if the named kernel can't.
     """
-    return pick(kernel, GROUPED_BACKENDS, lambda backend: backend.refusal(dtype, device, sizes), where)
+    return pick(kernel, GROUPED_BACKENDS, lambda backend: backend.refusal(dtype, device, sizes), setting)

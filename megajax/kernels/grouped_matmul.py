@@ -41,11 +41,11 @@ def reference_rows(x: Array, w: Array, sizes: Array, *, transposed: bool = False
     contracted = ((1,), (1 if transposed else 0,)), ((), ())
 
     def step(tile: Array, y: Array) -> Array:
-        at, mine = _place(tiled.first[tile], tiled.end[tile], x.shape[0], block)
-        rows = jnp.where(mine, lax.dynamic_slice_in_dim(x, at, block), 0)
+        at, in_group = _place(tiled.first[tile], tiled.end[tile], x.shape[0], block)
+        rows = jnp.where(in_group, lax.dynamic_slice_in_dim(x, at, block), 0)
         matrix = lax.dynamic_index_in_dim(w, tiled.group[tile], keepdims=False)
         product = lax.dot_general(rows, matrix, contracted, preferred_element_type=jnp.float32).astype(x.dtype)
-        product = jnp.where(mine, product, lax.dynamic_slice_in_dim(y, at, block))
+        product = jnp.where(in_group, product, lax.dynamic_slice_in_dim(y, at, block))
         return lax.dynamic_update_slice_in_dim(y, product, at, 0)
 
     y = jnp.zeros((x.shape[0], w.shape[1 if transposed else 2]), x.dtype)
@@ -58,8 +58,8 @@ def reference_matrices(x: Array, dy: Array, sizes: Array, *, dtype: jnp.dtype) -
     tiled = tiles(sizes, x.shape[0], block)
 
     def step(tile: Array, dw: Array) -> Array:
-        at, mine = _place(tiled.first[tile], tiled.end[tile], x.shape[0], block)
-        a, b = (jnp.where(mine, lax.dynamic_slice_in_dim(rows, at, block), 0) for rows in (x, dy))
+        at, in_group = _place(tiled.first[tile], tiled.end[tile], x.shape[0], block)
+        a, b = (jnp.where(in_group, lax.dynamic_slice_in_dim(rows, at, block), 0) for rows in (x, dy))
         part = lax.dot_general(a, b, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
         group = tiled.group[tile]
         return lax.dynamic_update_index_in_dim(dw, dw[group] + part, group, 0)
@@ -119,7 +119,7 @@ def grouped_matmul(x: Array, w: Array, sizes: Array, kernel: GroupedKernel | Pro
     sizes = sizes.astype(jnp.int32)
     if isinstance(kernel, Products):
         return _multiply(kernel, x, w, sizes)
-    known = GroupedSizes(x.shape[0], *w.shape)
+    dimensions = GroupedSizes(x.shape[0], *w.shape)
     device = local_device() if kernel == "auto" else None
-    name = choose_grouped(kernel, jnp.dtype(x.dtype).name, device, sizes=known).kernel
+    name = choose_grouped(kernel, jnp.dtype(x.dtype).name, device, sizes=dimensions).kernel
     return _multiply(PRODUCTS[name], x, w, sizes)

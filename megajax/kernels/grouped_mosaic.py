@@ -149,7 +149,7 @@ def rows(
 
     def grouped_rows(group_ref: Any, first_ref: Any, end_ref: Any, x_ref: Any, w_ref: Any, y_ref: Any) -> None:
         part = lax.axis_index("part")
-        mine = pl.ds(part * half, half)
+        part_columns = pl.ds(part * half, half)
 
         def compute(cell: Array, allocations: Any, block: Any) -> None:
             # Columns first: the rows of a tile are read once, and the group's matrix stays in the L2 cache.
@@ -159,7 +159,7 @@ def rows(
             start = pl.multiple_of(jnp.minimum(first // ALIGN * ALIGN, count - height), ALIGN)
 
             def multiply(_: Any, a: Any, b: Any, total: Any) -> Any:
-                mosaic.wgmma(total, a, b.at[mine].transpose((1, 0)) if transposed else b.at[:, mine])
+                mosaic.wgmma(total, a, b.at[part_columns].transpose((1, 0)) if transposed else b.at[:, part_columns])
                 mosaic.wgmma_wait(0)
                 return total
 
@@ -199,16 +199,16 @@ def _store(value: Array, ref: Any, place: tuple, block: Any, span: tuple[Array, 
         mosaic.wait_smem_to_gmem(0, wait_read_only=True)
         block[...] = value[:, at : at + width].astype(block.dtype)
         mosaic.commit_smem()
-        there = column + at < ref.shape[1]
+        in_bounds = column + at < ref.shape[1]
         if span is None:
             to = ref.at[pl.ds(row, height), pl.ds(column + at, width)]
-            pl.when(there)(partial(mosaic.copy_smem_to_gmem, block, to))
+            pl.when(in_bounds)(partial(mosaic.copy_smem_to_gmem, block, to))
             continue
         first, count = span
         for size in (1 << bit for bit in reversed(range(height.bit_length()))):
             to = ref.at[pl.ds(row + first, size), pl.ds(column + at, width)]
             copy = partial(mosaic.copy_smem_to_gmem, block.at[pl.ds(first, size)], to)
-            pl.when((count & size != 0) & there)(copy)
+            pl.when((count & size != 0) & in_bounds)(copy)
             first = first + (count & size)
 
 
@@ -230,7 +230,7 @@ def matrices(
         start_ref: Any, end_ref: Any, origin_ref: Any, steps_ref: Any, x_ref: Any, dy_ref: Any, dw_ref: Any
     ) -> None:
         part = lax.axis_index("part")
-        mine = pl.ds(part * half, half)
+        part_columns = pl.ds(part * half, half)
 
         def compute(cell: Array, allocations: Any, block: Any, cleared: Any) -> None:
             group, (line, column) = (rest := _divided(cell, down * across))[0], _divided(rest[1], across)
@@ -238,7 +238,7 @@ def matrices(
             origin = pl.multiple_of(origin_ref[group], ALIGN)
 
             def multiply(index: tuple, a: Any, b: Any, total: Any) -> Any:
-                b = b.at[:, mine]
+                b = b.at[:, part_columns]
 
                 @pl.when((index[0] == 0) | (index[0] == last))
                 def _() -> None:

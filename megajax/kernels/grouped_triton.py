@@ -57,24 +57,28 @@ def rows(
         group, end = group_ref[tile], end_ref[tile]
         row = first_ref[tile] + jnp.arange(blocks.rows, dtype=jnp.int32)
         column = pl.program_id(0) * blocks.columns + jnp.arange(blocks.columns, dtype=jnp.int32)
-        wanted = None if outer % blocks.columns == 0 else column < outer
+        column_mask = None if outer % blocks.columns == 0 else column < outer
         # Rows of other groups may be computed, as rows don't mix; only those outside of x must not be read.
-        read = jnp.minimum(row, count - 1)
+        loaded_row = jnp.minimum(row, count - 1)
 
         def step(i: Array, total: Array) -> Array:
             at = i * depth + jnp.arange(depth, dtype=jnp.int32)
-            a = _load(x_ref, read[:, None], at[None], mask=None)
+            a = _load(x_ref, loaded_row[:, None], at[None], mask=None)
             if transposed:
-                b = _load(w_ref, group, column[:, None], at[None], mask=None if wanted is None else wanted[:, None]).T
+                b = _load(
+                    w_ref, group, column[:, None], at[None], mask=None if column_mask is None else column_mask[:, None]
+                ).T
             else:
-                b = _load(w_ref, group, at[:, None], column[None], mask=None if wanted is None else wanted[None])
+                b = _load(
+                    w_ref, group, at[:, None], column[None], mask=None if column_mask is None else column_mask[None]
+                )
             return total + jnp.dot(a, b, preferred_element_type=jnp.float32)
 
         # Bounds of a loop must have one type, int32.
         steps = jnp.where(end > first_ref[tile], jnp.int32(inner // depth), jnp.int32(0))
         total = lax.fori_loop(jnp.int32(0), steps, step, jnp.zeros((blocks.rows, blocks.columns), jnp.float32))
-        mine = (row < end)[:, None]
-        mask = jnp.broadcast_to(mine, total.shape) if wanted is None else mine & wanted[None]
+        row_mask = (row < end)[:, None]
+        mask = jnp.broadcast_to(row_mask, total.shape) if column_mask is None else row_mask & column_mask[None]
         triton.store(y_ref.at[row[:, None], column[None]], total.astype(y_ref.dtype), mask=mask)
 
     return pl.pallas_call(
@@ -103,9 +107,9 @@ def matrices(
 
         def step(i: Array, total: Array) -> Array:
             row = first + i * blocks.summed + jnp.arange(blocks.summed, dtype=jnp.int32)
-            mine = (row < end)[:, None]  # what other rows hold, NaN perhaps, is not read
-            a = _load(x_ref, row[:, None], line[None], mask=mine & (line < inner)[None])
-            b = _load(dy_ref, row[:, None], column[None], mask=mine & (column < outer)[None])
+            row_mask = (row < end)[:, None]  # what other rows hold, NaN perhaps, is not read
+            a = _load(x_ref, row[:, None], line[None], mask=row_mask & (line < inner)[None])
+            b = _load(dy_ref, row[:, None], column[None], mask=row_mask & (column < outer)[None])
             return total + jnp.dot(a.T, b, preferred_element_type=jnp.float32)
 
         steps = pl.cdiv(end - first, jnp.int32(blocks.summed))

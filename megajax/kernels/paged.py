@@ -32,7 +32,7 @@ def reference(
     """Gathers all blocks of every table. See `Attend`."""
     k, v = pools.read(table, q.dtype)
     at = jnp.arange(k.shape[1])
-    scores, v = _scores(q, k, positions, at, scale, window, bias), _written(v, positions, at)
+    scores, v = _scores(q, k, positions, at, scale, window, bias), _zero_unwritten(v, positions, at)
     column = jnp.full(q.shape[2], -jnp.inf) if sink is None else sink.astype(jnp.float32)
     column = jnp.broadcast_to(column.reshape(1, *scores.shape[1:3], 1, 1), (*scores.shape[:-1], 1))
     # With a sink the sum is never 0; without one it is for a query that sees no key.
@@ -66,11 +66,11 @@ def tiled(
     per = max(1, tile // block)
     step, table = per * block, jnp.pad(table, ((0, 0), (0, -table.shape[1] % per)))
 
-    def one(number: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+    def add_tile(number: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         highest, total, mixed = carry
         k, v = pools.read(lax.dynamic_slice_in_dim(table, number * per, per, axis=1), q.dtype)
         at = number * step + jnp.arange(step)
-        scores, v = _scores(q, k, positions, at, scale, window, bias), _written(v, positions, at)
+        scores, v = _scores(q, k, positions, at, scale, window, bias), _zero_unwritten(v, positions, at)
         higher = jnp.maximum(highest, scores.max(-1))
         finite = jnp.where(jnp.isneginf(higher), 0.0, higher)
         weights, shrink = jnp.exp(scores - finite[..., None]), jnp.exp(highest - finite)
@@ -86,7 +86,7 @@ def tiled(
     lowest = jnp.where(positions < 0, jnp.iinfo(jnp.int32).max, positions).min()
     first = 0 if window is None else jnp.maximum(lowest - window, 0) // step
     zero = (highest, total, jnp.zeros((*shape, pools.value_size)))
-    _, total, mixed = lax.fori_loop(first, (positions.max() + step) // step, one, zero)
+    _, total, mixed = lax.fori_loop(first, (positions.max() + step) // step, add_tile, zero)
     return _joined(mixed / jnp.where(total > 0, total, 1)[..., None], q)
 
 
@@ -105,11 +105,11 @@ def _scores(
     before = positions[..., None] - at[None, None]
     if bias is not None:
         scores = scores + jnp.moveaxis(bias(-before).astype(jnp.float32), -1, 1).reshape(scores.shape)
-    seen = before >= 0 if window is None else (before >= 0) & (before <= window)
-    return jnp.where((seen & (positions[..., None] >= 0))[:, None, None], scores, -jnp.inf)
+    visible = before >= 0 if window is None else (before >= 0) & (before <= window)
+    return jnp.where((visible & (positions[..., None] >= 0))[:, None, None], scores, -jnp.inf)
 
 
-def _written(v: Array, positions: Array, at: Array) -> Array:
+def _zero_unwritten(v: Array, positions: Array, at: Array) -> Array:
     """Values [R, L, K, U] at positions `at` int32 [L], with 0 behind the end of each row: a block may have numbers of
     an earlier request there that are not finite, and 0 times these is not 0."""
     return jnp.where((at[None] <= positions.max(1)[:, None])[..., None, None], v, 0)

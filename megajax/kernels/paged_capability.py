@@ -91,14 +91,14 @@ PAGED_BACKENDS: Mapping[PagedKernel, PagedBackend] = MappingProxyType(
 
 
 def choose_paged(
-    kernel: PagedKernel, requests: Sequence[PagedRequest], device: Device | None, where: str = "kernel"
+    kernel: PagedKernel, requests: Sequence[PagedRequest], device: Device | None, setting: str = "kernel"
 ) -> Choice[PagedKernel]:
     """One kernel for all these layers on this device: the named one, or for `auto` the fastest that supports them.
 
-    Raises UserError if the named kernel does not support one of them. `where`: name of the setting.
+    Raises UserError if the named kernel does not support one of them. setting: its name in messages.
     """
 
     def refusal(backend: PagedBackend) -> str | None:
-        return next((reason for one in requests if (reason := backend.refusal(one, device))), None)
+        return next((reason for request in requests if (reason := backend.refusal(request, device))), None)
 
-    return pick(kernel, PAGED_BACKENDS, refusal, where)
+    return pick(kernel, PAGED_BACKENDS, refusal, setting)

@@ -55,7 +55,7 @@ class _Sizes(NamedTuple):
         return pl.cdiv(self.width * self.share, self.queries)
 
     @property
-    def spread(self) -> bool:
+    def parallel_splits(self) -> bool:
         """Whether each split has a program of its own."""
         return self.splits > 1 and self.width <= FEW_QUERIES
 
@@ -149,10 +149,10 @@ class _Sums(NamedTuple):
         """Over the keys of both."""
         highest = jnp.maximum(self.highest, other.highest)
         finite = jnp.where(highest == -jnp.inf, 0.0, highest)
-        own, others = jnp.exp2(self.highest - finite), jnp.exp2(other.highest - finite)
+        scale, other_scale = jnp.exp2(self.highest - finite), jnp.exp2(other.highest - finite)
         pairs = zip(self.mixed, other.mixed, strict=True)
-        mixed = tuple(x * own[:, None] + y * others[:, None] for x, y in pairs)
-        return _Sums(highest, self.total * own + other.total * others, mixed)
+        mixed = tuple(x * scale[:, None] + y * other_scale[:, None] for x, y in pairs)
+        return _Sums(highest, self.total * scale + other.total * other_scale, mixed)
 
     def store(self, out: Any, queries: _Queries, sizes: _Sizes) -> None:
         """The weighted mean of values into out, a ref [R, W * N, U]; 0 without keys."""
@@ -185,27 +185,27 @@ def _sums_of_split(number: Array, q: list[Array], pools: Pools, table: Any, quer
     def step(i: Array, sums: _Sums) -> _Sums:
         at = i * sizes.keys + _range(sizes.keys)
         # What lies behind the last position, or in blocks that were freed, may be NaN: it is not read.
-        own = (at >= queries.first) & (at <= queries.last)
+        in_range = (at >= queries.first) & (at <= queries.last)
         ids = triton.load(table.at[queries.row, jnp.minimum(lax.div(at, _int(block)), most - 1)])
         place = lax.rem(at, _int(block))
 
-        def read(pool: Any, tile: tuple[int, int]) -> Array:
+        def load(pool: Any, tile: tuple[int, int]) -> Array:
             x = pool.at[ids[:, None], place[:, None], queries.group, _range(tile[1], tile[0])[None]]
-            return triton.load(x, mask=own[:, None], other=jnp.zeros((), pool.dtype)).astype(q[0].dtype)
+            return triton.load(x, mask=in_range[:, None], other=jnp.zeros((), pool.dtype)).astype(q[0].dtype)
 
         def scaled(x: Array, scales: Any) -> Array:
             if scales is None:
                 return x
-            by = triton.load(scales.at[ids, place, queries.group], mask=own, other=jnp.zeros((), scales.dtype))
+            by = triton.load(scales.at[ids, place, queries.group], mask=in_range, other=jnp.zeros((), scales.dtype))
             return x * by.astype(jnp.float32)[None]
 
-        keys = [read(pools.keys, tile) for tile in sizes.key_tiles]
-        values = keys if pools.values is None else [read(pools.values, tile) for tile in sizes.value_tiles]
+        keys = [load(pools.keys, tile) for tile in sizes.key_tiles]
+        values = keys if pools.values is None else [load(pools.values, tile) for tile in sizes.value_tiles]
         scores = sum((dot_float32(x, y.T) for x, y in zip(q, keys, strict=True)), start=jnp.float32(0))
         scores = scaled(scores, pools.key_scales) * (sizes.scale * LOG2_E)
         before = queries.position[:, None] - at[None]
-        seen = before >= 0 if sizes.window is None else (before >= 0) & (before <= sizes.window)
-        scores = jnp.where(seen, scores, -jnp.inf)
+        visible = before >= 0 if sizes.window is None else (before >= 0) & (before <= sizes.window)
+        scores = jnp.where(visible, scores, -jnp.inf)
         highest = jnp.maximum(sums.highest, scores.max(1))
         finite = jnp.where(highest == -jnp.inf, 0.0, highest)
         weights, shrink = jnp.exp2(scores - finite[:, None]), jnp.exp2(sums.highest - finite)
@@ -231,7 +231,7 @@ def _attention_kernel(
     def of_split(number: Array) -> _Sums:
         return _sums_of_split(number, q, pools, table, queries, sizes)
 
-    if not sizes.spread:
+    if not sizes.parallel_splits:
         sums = _Sums.with_sink(sink, queries, sizes)
         lax.fori_loop(first, end, lambda i, sums: sums.plus(of_split(i)), sums).store(outputs[0], queries, sizes)
         return
@@ -293,12 +293,13 @@ def paged_attention(
     call = partial(pl.pallas_call, compiler_params=sizes.parameters(), interpret=interpret)
     programs, kernel = sizes.tiles * pools.keys.shape[2], partial(_attention_kernel, sizes=sizes)
     inputs = q.reshape(rows, width * heads, -1), pools, table, positions, sink
-    if sizes.spread:
+    if sizes.parallel_splits:
         shape = (rows, sizes.splits, width * heads)
-        sums = [jax.ShapeDtypeStruct(each, jnp.float32) for each in (shape, shape, (*shape, pools.value_size))]
+        shapes = shape, shape, (*shape, pools.value_size)
+        sums = [jax.ShapeDtypeStruct(sums_shape, jnp.float32) for sums_shape in shapes]
         grid = (programs, sizes.splits, rows)
         sums = call(kernel, out_shape=sums, grid=grid, name="paged_attention_splits")(*inputs)
         inputs, kernel = (sums, positions, sink), partial(_merge_kernel, sizes=sizes)
-    name = "paged_attention_merge" if sizes.spread else "paged_attention"
+    name = "paged_attention_merge" if sizes.parallel_splits else "paged_attention"
     out = call(kernel, out_shape=flat, grid=(programs, 1, rows), name=name)(*inputs)
     return out.reshape(*q.shape[:3], -1)

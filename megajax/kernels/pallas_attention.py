@@ -99,8 +99,8 @@ def _cut_into_blocks(mask: Mask, rows: int, blocks: Blocks) -> _Blocked:
     query_index, key_index = padded(mask.query_index, blocks.queries, 0), padded(mask.key_index, blocks.keys, 0)
 
     def bounds(x: Array, block: int) -> tuple[Array, Array]:
-        cut = x.reshape(*x.shape[:-1], x.shape[-1] // block, block)
-        return cut.min(-1), cut.max(-1)
+        by_block = x.reshape(*x.shape[:-1], x.shape[-1] // block, block)
+        return by_block.min(-1), by_block.max(-1)
 
     q_low, q_high = bounds(query_index, blocks.queries)
     k_low, k_high = bounds(key_index, blocks.keys)

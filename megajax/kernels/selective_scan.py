@@ -51,15 +51,15 @@ def selective_scan(scan: SelectiveScan, chunk: int) -> tuple[Array, Array]:
     def advance(state: Array, at: tuple[Array, ...]) -> tuple[Array, Array]:
         start, x, dt, b, c = at
         full = x.astype(jnp.float32)
-        kept = jnp.exp(dt[..., None] * scan.a[None, None])
-        kept = jnp.where(start[..., None, None], 0, kept)
-        taken = (dt * full)[..., None] * b.astype(jnp.float32)[:, :, None]
-        taken = jnp.concatenate([taken[:, :1] + kept[:, :1] * state[:, None], taken[:, 1:]], axis=1)
-        states = lax.associative_scan(_both, (kept, taken), axis=1)[1]
+        decay = jnp.exp(dt[..., None] * scan.a[None, None])
+        decay = jnp.where(start[..., None, None], 0, decay)
+        updates = (dt * full)[..., None] * b.astype(jnp.float32)[:, :, None]
+        updates = jnp.concatenate([updates[:, :1] + decay[:, :1] * state[:, None], updates[:, 1:]], axis=1)
+        states = lax.associative_scan(compose_transitions, (decay, updates), axis=1)[1]
         y = jnp.einsum("btiz,btz->bti", states, c.astype(jnp.float32)) + scan.skip[None, None] * full
         return states[:, -1], y.astype(x.dtype)
 
-    inputs = tuple(_in_chunks(each, chunk) for each in (starts, scan.x, scan.dt, scan.b, scan.c))
+    inputs = tuple(_in_chunks(array, chunk) for array in (starts, scan.x, scan.dt, scan.b, scan.c))
     state, y = lax.scan(jax.checkpoint(advance, prevent_cse=False), state, inputs)
     return jnp.moveaxis(y, 0, 1).reshape(rows, -1, channels)[:, :length], state
 
@@ -79,16 +79,16 @@ def _transition(chunk: int, scan: SelectiveScan) -> tuple[Array, Array]:
         # Positions of the document that the chunk ends with: no other starts at them or behind.
         closing = lax.cumsum(jnp.pad(start[:, 1:], ((0, 0), (0, 1))).astype(jnp.int32), axis=1, reverse=True) == 0
         after = lax.cumsum(jnp.pad(dt[:, 1:], ((0, 0), (0, 1), (0, 0))), axis=1, reverse=True)
-        taken = jnp.where(closing[..., None], dt * x.astype(jnp.float32), 0)
+        scaled_x = jnp.where(closing[..., None], dt * x.astype(jnp.float32), 0)
         decays = jnp.exp(after[..., None] * scan.a[None, None])
-        added = (decays * taken[..., None] * b.astype(jnp.float32)[:, :, None]).sum(1)
-        kept = jnp.exp(dt.sum(1)[..., None] * scan.a[None])
-        kept = jnp.where(start.any(1)[:, None, None], 0, kept)
-        return _both(transition, (kept, added)), None
+        added = (decays * scaled_x[..., None] * b.astype(jnp.float32)[:, :, None]).sum(1)
+        decay = jnp.exp(dt.sum(1)[..., None] * scan.a[None])
+        decay = jnp.where(start.any(1)[:, None, None], 0, decay)
+        return compose_transitions(transition, (decay, added)), None
 
     shape = (scan.x.shape[0], *scan.a.shape)
     nothing = jnp.ones(shape, jnp.float32), jnp.zeros(shape, jnp.float32)
-    inputs = tuple(_in_chunks(each, chunk) for each in (_starts(scan), scan.x, scan.dt, scan.b))
+    inputs = tuple(_in_chunks(array, chunk) for array in (_starts(scan), scan.x, scan.dt, scan.b))
     return lax.scan(jax.checkpoint(advance, prevent_cse=False), nothing, inputs)[0]
 
 
@@ -105,6 +105,6 @@ def _in_chunks(x: Array, chunk: int) -> Array:
     return jnp.moveaxis(x.reshape(x.shape[0], -1, chunk, *x.shape[2:]), 1, 0)
 
 
-def _both(first: tuple[Array, Array], second: tuple[Array, Array]) -> tuple[Array, Array]:
-    """One piece of the recurrence after the other: each is a factor on the state, and what is added to it."""
+def compose_transitions(first: tuple[Array, Array], second: tuple[Array, Array]) -> tuple[Array, Array]:
+    """Two transitions of a state, `first` and then `second`; each is (decay, added): h -> decay * h + added."""
     return first[0] * second[0], second[0] * first[1] + second[1]

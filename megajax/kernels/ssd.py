@@ -63,9 +63,9 @@ def first_state(scan: Scan) -> Array:
 def ssd_step(state: Array, x: Array, dt: Array, a: Array, b: Array, c: Array, skip: Array) -> tuple[Array, Array]:
     """One position: state float32 [B, N, P, Z], x [B, N, P], dt [B, N], b and c [B, G, Z] -> y [B, N, P], state."""
     full, heads = x.astype(jnp.float32), x.shape[1]
-    b, c = (jnp.repeat(each.astype(jnp.float32), heads // b.shape[1], axis=1) for each in (b, c))
-    taken = jnp.einsum("bnp,bnz->bnpz", full * dt[..., None], b)
-    state = jnp.exp(dt * a[None])[..., None, None] * state + taken
+    b, c = (jnp.repeat(array.astype(jnp.float32), heads // b.shape[1], axis=1) for array in (b, c))
+    update = jnp.einsum("bnp,bnz->bnpz", full * dt[..., None], b)
+    state = jnp.exp(dt * a[None])[..., None, None] * state + update
     y = jnp.einsum("bnpz,bnz->bnp", state, c) + skip[None, :, None] * full
     return y.astype(x.dtype), state
 
@@ -83,7 +83,7 @@ def ssd_reference(scan: Scan) -> tuple[Array, Array]:
         y, state = ssd_step(state, x, dt, scan.a, b, c, scan.skip)
         return state, y
 
-    by_position = tuple(jnp.moveaxis(each, 1, 0) for each in (starts, scan.x, scan.dt, scan.b, scan.c))
+    by_position = tuple(jnp.moveaxis(array, 1, 0) for array in (starts, scan.x, scan.dt, scan.b, scan.c))
     state, y = lax.scan(advance, first_state(scan), by_position)
     return jnp.moveaxis(y, 0, 1), state
 
@@ -97,7 +97,7 @@ def ssd(scan: Scan, chunk: int) -> tuple[Array, Array]:
     length = scan.x.shape[1]
     if length == 1:
         # A row of one position is one document, whatever `runs` says.
-        x, dt, b, c = (each[:, 0] for each in (scan.x, scan.dt, scan.b, scan.c))
+        x, dt, b, c = (array[:, 0] for array in (scan.x, scan.dt, scan.b, scan.c))
         y, state = ssd_step(first_state(scan), x, dt, scan.a, b, c, scan.skip)
         return y[:, None], state
     chunk = min(chunk, -(-length // BLOCK) * BLOCK)
@@ -121,13 +121,13 @@ def _transition(scan: Scan) -> tuple[Array, Array]:
     runs = jnp.zeros((rows, length), jnp.int32) if scan.runs is None else scan.runs
     closing, through = runs == runs[:, -1:], runs[:, 0] == runs[:, -1]
     after = lax.cumsum(_shifted(logs, -1, axis=1), axis=1, reverse=True)
-    taken = jnp.where(closing[..., None], jnp.exp(after), 0) * scan.dt
-    taken = taken.reshape(rows, length, groups, -1, 1)
-    weighted = (taken * scan.b[:, :, :, None].astype(jnp.float32)).astype(scan.x.dtype)
+    input_weights = jnp.where(closing[..., None], jnp.exp(after), 0) * scan.dt
+    input_weights = input_weights.reshape(rows, length, groups, -1, 1)
+    weighted = (input_weights * scan.b[:, :, :, None].astype(jnp.float32)).astype(scan.x.dtype)
     x = scan.x.reshape(rows, length, groups, -1, size)
     added = jnp.einsum("bjgrp,bjgrz->bgrpz", x, weighted, preferred_element_type=jnp.float32)
-    kept = jnp.where(through[:, None], jnp.exp(logs.sum(1)), 0)
-    return kept, added.reshape(rows, heads, size, states)
+    decay = jnp.where(through[:, None], jnp.exp(logs.sum(1)), 0)
+    return decay, added.reshape(rows, heads, size, states)
 
 
 def _padded(scan: Scan, behind: int) -> Scan:
@@ -170,11 +170,11 @@ class Sums(NamedTuple):
         until = jnp.cumsum(blocks, axis=-1)
         after = lax.cumsum(_shifted(blocks, -1), axis=blocks.ndim - 1, reverse=True)
         totals = until[..., -1]
-        earlier = jnp.cumsum(_shifted(totals, 1), axis=-1)
-        later = lax.cumsum(_shifted(totals, -1), axis=totals.ndim - 1, reverse=True)
+        blocks_before = jnp.cumsum(_shifted(totals, 1), axis=-1)
+        blocks_after = lax.cumsum(_shifted(totals, -1), axis=totals.ndim - 1, reverse=True)
         return cls(
-            (earlier[..., None] + until).reshape(logs.shape),
-            (after + later[..., None]).reshape(logs.shape),
+            (blocks_before[..., None] + until).reshape(logs.shape),
+            (after + blocks_after[..., None]).reshape(logs.shape),
             until,
             after,
             _shifted(_sums_behind(totals), 1, axis=-2),
@@ -188,8 +188,8 @@ class Sums(NamedTuple):
         rows, columns = self.until_in_block[..., None, None], self.after_in_block[..., None, None, :, :]
         apart = rows + (self.blocks_between[..., :, None, :, None] + columns)
         number = jnp.arange(count)
-        same = (number[:, None] == number[None]).reshape((1,) * len(rest) + (count, 1, count, 1))
-        between = jnp.where(same, self.between_in_block[..., :, :, None, :], apart)
+        same_block = (number[:, None] == number[None]).reshape((1,) * len(rest) + (count, 1, count, 1))
+        between = jnp.where(same_block, self.between_in_block[..., :, :, None, :], apart)
         return between.reshape(*rest, count * block, count * block)
 
 
@@ -203,7 +203,7 @@ def _sums_behind(terms: Array) -> Array:
 def _shifted(x: Array, by: int, axis: int = -1) -> Array:
     """Moved by one place towards the end (1) or the start (-1), with a zero where nothing comes from."""
     axis, end = axis % x.ndim, x.shape[axis]
-    pads = [((by, 0) if by > 0 else (0, -by)) if each == axis else (0, 0) for each in range(x.ndim)]
+    pads = [((by, 0) if by > 0 else (0, -by)) if dimension == axis else (0, 0) for dimension in range(x.ndim)]
     return lax.slice_in_dim(jnp.pad(x, pads), 0 if by > 0 else -by, end if by > 0 else end - by, axis=axis)
 
 
@@ -223,8 +223,8 @@ class Chunks(NamedTuple):
 def _chunks(runs: Array | None, rows: int, count: int, chunk: int) -> Chunks:
     causal = jnp.tril(jnp.ones((1, 1, chunk, chunk), bool))
     if runs is None:
-        whole = jnp.ones((rows, count, chunk), bool)
-        return Chunks(causal, whole, whole, whole[..., 0])
+        all_true = jnp.ones((rows, count, chunk), bool)
+        return Chunks(causal, all_true, all_true, all_true[..., 0])
     runs = runs.reshape(rows, count, chunk)
     last = runs[..., -1]
     before = jnp.concatenate([runs[:, :1, 0], last[:, :-1]], axis=1)
@@ -235,40 +235,40 @@ def _chunks(runs: Array | None, rows: int, count: int, chunk: int) -> Chunks:
 def _by_chunks(chunk: int, scan: Scan) -> tuple[Array, Array]:
     """`ssd` of rows that are whole chunks. Letters: m chunk, i and j positions of it, g group, r head of a group."""
     (rows, length, heads, size), (groups, states) = scan.x.shape, scan.b.shape[2:]
-    count, each, dtype = length // chunk, heads // scan.b.shape[2], scan.x.dtype
+    count, heads_per_group, dtype = length // chunk, heads // scan.b.shape[2], scan.x.dtype
     product = partial(jnp.einsum, preferred_element_type=jnp.float32)
-    x = scan.x.reshape(rows, count, chunk, groups, each, size)
+    x = scan.x.reshape(rows, count, chunk, groups, heads_per_group, size)
     b, c = (of.reshape(rows, count, chunk, groups, states) for of in (scan.b, scan.c))
-    dt = scan.dt.reshape(rows, count, chunk, groups, each).transpose(0, 1, 3, 4, 2)
-    sums = Sums.of(dt * scan.a.reshape(1, 1, groups, each, 1))
+    dt = scan.dt.reshape(rows, count, chunk, groups, heads_per_group).transpose(0, 1, 3, 4, 2)
+    sums = Sums.of(dt * scan.a.reshape(1, 1, groups, heads_per_group, 1))
     parts = _chunks(scan.runs, rows, count, chunk)
 
     # Within a chunk: what position i reads of position j.
     shared = product("bmigz,bmjgz->bmgij", c, b)[:, :, :, None]
-    read = jax.checkpoint(partial(_read, dtype))(sums, shared, parts.pairs[:, :, None, None], dt)
-    y = product("bmgrij,bmjgrp->bmigrp", read, x)
+    pair_weights = jax.checkpoint(partial(_pair_weights, dtype))(sums, shared, parts.pairs[:, :, None, None], dt)
+    y = product("bmgrij,bmjgrp->bmigrp", pair_weights, x)
 
     # What each chunk adds to the state, and the states between chunks.
-    taken = jnp.where(parts.closing[:, :, None, None], jnp.exp(sums.after), 0) * dt
-    weighted = (jnp.moveaxis(taken, -1, 2)[..., None] * b[:, :, :, :, None].astype(jnp.float32)).astype(dtype)
+    input_weights = jnp.where(parts.closing[:, :, None, None], jnp.exp(sums.after), 0) * dt
+    weighted = (jnp.moveaxis(input_weights, -1, 2)[..., None] * b[:, :, :, :, None].astype(jnp.float32)).astype(dtype)
     added = product("bmjgrp,bmjgrz->mbgrpz", x, weighted)
-    kept = jnp.where(parts.through[:, :, None, None], jnp.exp(sums.until[..., -1]), 0)
+    decay = jnp.where(parts.through[:, :, None, None], jnp.exp(sums.until[..., -1]), 0)
 
     def carry(state: Array, at: tuple[Array, Array]) -> tuple[Array, Array]:
-        kept, added = at
-        return kept[..., None, None] * state + added, state
+        decay, added = at
+        return decay[..., None, None] * state + added, state
 
-    first = first_state(scan).reshape(rows, groups, each, size, states)
-    last, before = lax.scan(carry, first, (jnp.moveaxis(kept, 1, 0), added), unroll=min(UNROLL, count))
+    first = first_state(scan).reshape(rows, groups, heads_per_group, size, states)
+    last, before = lax.scan(carry, first, (jnp.moveaxis(decay, 1, 0), added), unroll=min(UNROLL, count))
 
     # What position i reads of the state before its chunk.
-    seen = jnp.where(parts.opening[:, :, None, None], jnp.exp(sums.until), 0)
-    y = y + product("bmigz,mbgrpz->bmigrp", c, before.astype(dtype)) * jnp.moveaxis(seen, -1, 2)[..., None]
-    y = y + x.astype(jnp.float32) * scan.skip.reshape(1, 1, 1, groups, each, 1)
+    state_decay = jnp.where(parts.opening[:, :, None, None], jnp.exp(sums.until), 0)
+    y = y + product("bmigz,mbgrpz->bmigrp", c, before.astype(dtype)) * jnp.moveaxis(state_decay, -1, 2)[..., None]
+    y = y + x.astype(jnp.float32) * scan.skip.reshape(1, 1, 1, groups, heads_per_group, 1)
     return y.astype(dtype).reshape(rows, length, heads, size), last.reshape(rows, heads, size, states)
 
 
-def _read(dtype: Any, sums: Sums, shared: Array, pairs: Array, dt: Array) -> Array:
+def _pair_weights(dtype: Any, sums: Sums, shared: Array, pairs: Array, dt: Array) -> Array:
     """Weight of each position j's input in what i reads, [B, M, G, N / G, L, L]; elementwise, recomputed backwards."""
     return (jnp.where(pairs, jnp.exp(sums.between()) * shared, 0) * dt[..., None, :]).astype(dtype)
 
@@ -303,9 +303,9 @@ def causal_conv(
     long = jnp.concatenate([before.astype(x.dtype), x], axis=1).astype(jnp.float32)
     y = jnp.zeros(x.shape, jnp.float32) if bias is None else jnp.broadcast_to(bias.astype(jnp.float32), x.shape)
     for place in range(reach + 1):
-        seen = lax.slice_in_dim(long, place, place + length, axis=1)
+        shifted = lax.slice_in_dim(long, place, place + length, axis=1)
         if runs is not None:
-            same = jnp.pad(runs, ((0, 0), (reach - place, 0)), mode="edge")[:, :length] == runs
-            seen = jnp.where(jnp.reshape(same, (*runs.shape, *[1] * (x.ndim - 2))), seen, 0)
-        y = y + seen * kernel[place].astype(jnp.float32)[None, None]
+            same_document = jnp.pad(runs, ((0, 0), (reach - place, 0)), mode="edge")[:, :length] == runs
+            shifted = jnp.where(jnp.reshape(same_document, (*runs.shape, *[1] * (x.ndim - 2))), shifted, 0)
+        y = y + shifted * kernel[place].astype(jnp.float32)[None, None]
     return y

@@ -42,20 +42,20 @@ class ExpertLoad:
     rate: float | None
     """What a bias changes by in a step; None: biases stay 0."""
 
-    def shape(self, seen: tuple[int, ...]) -> tuple[int, ...]:
+    def shape(self, observed: tuple[int, ...]) -> tuple[int, ...]:
         """[..., 2, E]: biases, tokens."""
-        return seen
+        return observed
 
     def used(self, state: Array, scale: Array) -> Array:
         del scale
         return state
 
-    def updated(self, state: Array, seen: Array, scale: Array) -> Array:
-        """seen [..., 2, E]: zeros, and the tokens of a step."""
+    def updated(self, state: Array, observed: Array, scale: Array) -> Array:
+        """observed [..., 2, E]: zeros, and the tokens of a step."""
         del scale
-        tokens = seen[..., 1, :]
+        tokens = observed[..., 1, :]
         if self.rate is None:
-            return seen
+            return observed
         bias = state[..., 0, :] + self.rate * jnp.sign(tokens.mean(-1, keepdims=True) - tokens)
         return jnp.stack([bias, tokens], axis=-2)
 
@@ -72,16 +72,16 @@ class RouterReport:
     setting: str = ""
     """What to change for fewer dropped tokens; "" where none is dropped."""
 
-    def shape(self, seen: tuple[int, ...]) -> tuple[int, ...]:
+    def shape(self, observed: tuple[int, ...]) -> tuple[int, ...]:
         """[..., len(REPORTED)]."""
-        return seen
+        return observed
 
     def used(self, state: Array, scale: Array) -> Array:
         return jnp.broadcast_to(scale, state.shape)
 
-    def updated(self, state: Array, seen: Array, scale: Array) -> Array:
+    def updated(self, state: Array, observed: Array, scale: Array) -> Array:
         del state, scale
-        return seen
+        return observed
 
     def measures(self) -> tuple[Measure, ...]:
         return report_measures(self.losses, self.setting)

@@ -69,12 +69,12 @@ class ParallelConfig:
             if size is not None and size < 1:
                 problems.append(Problem(name, f"must be at least 1, got {size}"))
         if self.expert_tensor == "whole" and self.tensor > 1 and not self.sequence:
-            what = "whole experts over `tensor` take each device's own positions, and parallel.sequence is false"
-            problems.append(Problem("expert_tensor", what, "set parallel.sequence=true, or expert_tensor=cut"))
+            message = "whole experts over `tensor` take each device's own positions, and parallel.sequence is false"
+            problems.append(Problem("expert_tensor", message, "set parallel.sequence=true, or expert_tensor=cut"))
         if self.sequence and self.tensor == 1:
-            what = "sequence parallelism needs parallel.tensor > 1, which is 1"
+            message = "sequence parallelism needs parallel.tensor > 1, which is 1"
             hint = "set parallel.tensor=2 or more, or parallel.sequence=false"
-            problems.append(Problem("sequence", what, hint))
+            problems.append(Problem("sequence", message, hint))
         return problems + self._context_problems() + self._pipeline_problems()
 
     def chunks(self) -> int:
@@ -94,10 +94,10 @@ class ParallelConfig:
         if self.context_heads < 1:
             return [*problems, Problem("context_heads", f"must be at least 1, got {self.context_heads}")]
         if self.context > 1 and self.context % self.exchanging():
-            what = f"groups of {self.context_heads} devices that exchange heads do not divide parallel.context="
+            message = f"groups of {self.context_heads} devices that exchange heads do not divide parallel.context="
             sizes = [str(size) for size in divisors_of(self.context)[1:-1]]
             hint = f"use {either(sizes)}" if sizes else "use context_strategy=ring or all_to_all"
-            problems.append(Problem("context_heads", f"{what}{self.context}", hint))
+            problems.append(Problem("context_heads", f"{message}{self.context}", hint))
         return problems
 
     def _pipeline_problems(self) -> list[Problem]:
@@ -107,22 +107,22 @@ class ParallelConfig:
         if self.loss_wait not in (0, 1):
             problems.append(Problem("loss_wait", f"must be 0 or 1, got {self.loss_wait}"))
         if virtual > 1 and self.pipeline == 1:
-            what = f"{virtual} virtual stages need a pipeline, parallel.pipeline is 1"
+            message = f"{virtual} virtual stages need a pipeline, parallel.pipeline is 1"
             hint = "set parallel.pipeline=2 or more, or parallel.virtual_stages=1"
-            problems.append(Problem("virtual_stages", what, hint))
+            problems.append(Problem("virtual_stages", message, hint))
         if self.schedule == "interleaved" and virtual == 1:
-            what = "interleaved needs parallel.virtual_stages > 1, which is 1"
+            message = "interleaved needs parallel.virtual_stages > 1, which is 1"
             hint = "parallel.virtual_stages=2 or more, or parallel.schedule=1f1b"
             if self.pipeline == 1:
-                what += ", and a pipeline, parallel.pipeline is 1"
+                message += ", and a pipeline, parallel.pipeline is 1"
                 hint = f"parallel.pipeline=2 or more and {hint}"
-            problems.append(Problem("schedule", what, f"set {hint}"))
+            problems.append(Problem("schedule", message, f"set {hint}"))
         if self.layers is not None and (len(self.layers) != self.chunks() or min(self.layers) < 1):
-            what = (
+            message = (
                 f"{','.join(map(str, self.layers)) or '()'} must be {self.chunks()} numbers above 0, one for each "
                 f"of parallel.pipeline={self.pipeline} stages x parallel.virtual_stages={virtual}"
             )
-            problems.append(Problem("layers", what, "none divides the layers as evenly as possible"))
+            problems.append(Problem("layers", message, "none divides the layers as evenly as possible"))
         return problems
 
     def without_data(self) -> int:
@@ -147,11 +147,15 @@ class ParallelConfig:
             smaller = " or ".join(f"parallel.{name}" for name, _ in axes)
             hint = f"parallel.data can be at most {replicas}" if replicas else f"make {smaller} smaller"
             available = f"there {'is' if devices == 1 else 'are'} {devices}"
-            what = f"the axes multiply to {needed} devices ({product}), {available}"
-            return [TooFewDevices("", what, f"{hint}, or give more devices", needed)]
+            message = f"the axes multiply to {needed} devices ({product}), {available}"
+            return [TooFewDevices("", message, f"{hint}, or give more devices", needed)]
         if self.data is None and devices % self.without_data():
             replicas = devices // self.without_data()
-            where = next((name for name in MESH_AXES[::-1] if devices % (getattr(self, name) or 1)), "tensor")
-            what = f"{devices} devices are not divisible by {self.without_data()}, the devices of one copy of the model"
-            return [Problem(where, what, f"parallel.data={replicas} uses {replicas * self.without_data()} of them")]
+            setting = next((name for name in MESH_AXES[::-1] if devices % (getattr(self, name) or 1)), "tensor")
+            message = (
+                f"{devices} devices are not divisible by {self.without_data()}, the devices of one copy of the model"
+            )
+            return [
+                Problem(setting, message, f"parallel.data={replicas} uses {replicas * self.without_data()} of them")
+            ]
         return []

@@ -28,10 +28,10 @@ def copy_heads(layout: Layout, w: Array, axes: LogicalAxes) -> Array:
     if heads % devices == 0:
         return w
 
-    def own(w: Array) -> Array:
+    def local_head(w: Array) -> Array:
         return lax.dynamic_slice_in_dim(w, lax.axis_index(over) * heads // devices, 1, dimension)
 
-    return layout.island(own, (axes,), layout.plan.axes_in_step(axes))(w)
+    return layout.island(local_head, (axes,), layout.plan.axes_in_step(axes))(w)
 
 
 def sum_copies(layout: Layout, g: Array, axes: LogicalAxes, heads: int) -> Array:
@@ -47,8 +47,8 @@ def sum_copies(layout: Layout, g: Array, axes: LogicalAxes, heads: int) -> Array
 
     def summed(g: Array) -> Array:
         number = jnp.arange(heads).reshape(-1, *[1] * (g.ndim - dimension - 1))
-        own = number[(None,) * dimension] == lax.axis_index(over) * heads // devices
-        return reduce_shards(jnp.where(own, g, 0), (), over)
+        mask = number[(None,) * dimension] == lax.axis_index(over) * heads // devices
+        return reduce_shards(jnp.where(mask, g, 0), (), over)
 
     return layout.island(summed, (layout.plan.axes_in_step(axes),), axes)(g)
 

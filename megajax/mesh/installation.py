@@ -57,11 +57,11 @@ class Installation:
 
     def _versions(self) -> list[str]:
         jaxlib = self.packages.get("jaxlib")
-        others = [f"{name} {version}" for name, version in sorted(self.packages.items()) if version != jaxlib]
-        if not others or not self.cuda or jaxlib is None:
+        mismatched = [f"{name} {version}" for name, version in sorted(self.packages.items()) if version != jaxlib]
+        if not mismatched or not self.cuda or jaxlib is None:
             return []
         return [
-            f"parts of jax are of different versions: jaxlib {jaxlib}, but {', '.join(others)}; all must be the same:\n"
+            f"jax's packages have different versions: jaxlib {jaxlib}, {', '.join(mismatched)}; install one version:\n"
             f"  {install(EXTRA.format(self.cuda[0]))}"
         ]
 
@@ -75,13 +75,13 @@ class Installation:
                 "or newer. In a container, start it with its GPUs (docker run --gpus all)."
             ]
         if self.driver[0] < minimum:
-            shown = ".".join(map(str, self.driver))
+            version = ".".join(map(str, self.driver))
             older = " or use the extra cuda12" if major == 13 and self.driver[0] >= MINIMUM_DRIVER[12] else ""
-            return [f"the NVIDIA driver is {shown}; CUDA {major} needs {minimum} or newer. Install one{older}."]
+            return [f"the NVIDIA driver is {version}; CUDA {major} needs {minimum} or newer. Install one{older}."]
         return []
 
     def _libraries(self) -> list[str]:
-        missing = [words for name, words in LIBRARIES.items() if name not in self.libraries]
+        missing = [description for name, description in LIBRARIES.items() if name not in self.libraries]
         if not self.cuda or not missing:
             return []
         return [f"not found: {', '.join(missing)}; they come with\n  {install(EXTRA.format(self.cuda[0]))}"]
@@ -91,8 +91,8 @@ class Installation:
         minimum = MINIMUM_CAPABILITY.get(self.cuda[0], (0, 0)) if self.cuda else (0, 0)
         if actual >= minimum:
             return ""
-        needed, shown = (".".join(map(str, pair)) for pair in (minimum, actual))
-        return f"{name} has compute capability {shown}; jax for CUDA {self.cuda[0]} needs {needed} or newer"
+        needed, version = (".".join(map(str, pair)) for pair in (minimum, actual))
+        return f"{name} has compute capability {version}; jax for CUDA {self.cuda[0]} needs {needed} or newer"
 
 
 def find_installation(devices: Path = Path("/dev"), driver: Path = Path("/proc/driver/nvidia/version")) -> Installation:

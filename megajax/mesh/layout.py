@@ -220,16 +220,16 @@ class Layout:
         return tuple(axis for name in names for axis in self.plan.compute.mesh_axes(name) if sizes.get(axis, 1) > 1)
 
     def _gathered(self, w: Array, moves: Moves, axes: LogicalAxes) -> Array:
-        def sent(x: Array, dtype: str | None) -> Array:
+        def cast(x: Array, dtype: str | None) -> Array:
             return x.astype(dtype or x.dtype)
 
         @jax.custom_vjp
         def gather(w: Array) -> Array:
-            whole = self.island(lambda shard: gather_shards(sent(shard, self.gathered), moves), (axes,), axes)(w)
-            return whole.astype(w.dtype)
+            gathered = self.island(lambda shard: gather_shards(cast(shard, self.gathered), moves), (axes,), axes)(w)
+            return gathered.astype(w.dtype)
 
         def reduce(_: None, g: Array) -> tuple[Array]:
-            shard = self.island(lambda part: reduce_shards(sent(part, self.reduced), moves), (axes,), axes)(g)
+            shard = self.island(lambda part: reduce_shards(cast(part, self.reduced), moves), (axes,), axes)(g)
             return (shard.astype(g.dtype),)
 
         gather.defvjp(lambda w: (gather(w), None), reduce)
@@ -237,8 +237,8 @@ class Layout:
 
     def _cotangent_as(self, y: Array, axes: tuple[str | None, ...]) -> Array:
         @jax.custom_vjp
-        def same(y: Array) -> Array:
+        def identity(y: Array) -> Array:
             return y
 
-        same.defvjp(lambda y: (y, None), lambda _, dy: (self.act(dy, *axes),))
-        return same(y)
+        identity.defvjp(lambda y: (y, None), lambda _, dy: (self.act(dy, *axes),))
+        return identity(y)

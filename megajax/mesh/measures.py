@@ -81,12 +81,14 @@ class Measured(NamedTuple):
 
 def _plain(value: np.ndarray | np.float64) -> Any:
     if value.ndim:
-        return [_plain(each) for each in value]
+        return [_plain(element) for element in value]
     return int(value) if float(value).is_integer() else float(f"{value:.5g}")
 
 
-def layer_values(measured: Iterable[Measured]) -> dict[str, list[Any]]:
+def layer_values(measurements: Iterable[Measured]) -> dict[str, list[Any]]:
     """`layers`, and by the name of each measure one value a layer; None where a layer has no such measure."""
-    measured = list(measured)
-    layers = list(dict.fromkeys(layer for one in measured for layer in one.layers))
-    return {"layers": layers} | {one.measure.name: [one.of(layer) for layer in layers] for one in measured}
+    measurements = list(measurements)
+    layers = list(dict.fromkeys(layer for measurement in measurements for layer in measurement.layers))
+    return {"layers": layers} | {
+        measurement.measure.name: [measurement.of(layer) for layer in layers] for measurement in measurements
+    }

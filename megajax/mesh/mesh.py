@@ -52,19 +52,19 @@ def select_devices(devices: Sequence[jax.Device], used: int, neighbours: int = 1
     for device in devices:
         owned.setdefault(device.process_index, []).append(device)
     if used < len(owned):
-        what = f"the axes multiply to {used} devices, and each of the {len(owned)} processes needs one of its own"
+        message = f"the axes multiply to {used} devices, and each of the {len(owned)} processes needs one of its own"
         hint = "start fewer processes, set parallel.data=none or make the sizes multiply to the number of devices"
-        raise ConfigError([Problem("parallel", what, hint)])
+        raise ConfigError([Problem("parallel", message, hint)])
     for unit in (neighbours, 1):
-        taken = dict.fromkeys(owned, 0)
-        while (left := used - sum(taken.values())) >= unit:
-            room = [index for index, own in owned.items() if len(own) - taken[index] >= unit]
+        counts = dict.fromkeys(owned, 0)
+        while (missing := used - sum(counts.values())) >= unit:
+            room = [index for index, local in owned.items() if len(local) - counts[index] >= unit]
             if not room:
                 break
-            taken[min(room, key=taken.__getitem__)] += unit
-        if not left and all(taken.values()):
+            counts[min(room, key=counts.__getitem__)] += unit
+        if not missing and all(counts.values()):
             break
-    return [device for index, own in owned.items() for device in own[: taken[index]]]
+    return [device for index, local in owned.items() for device in local[: counts[index]]]
 
 
 def rotated_mesh(mesh: Mesh, axis: str) -> Mesh:

@@ -23,7 +23,7 @@ REDUCTIONS: tuple[Reduction, ...] = ("max", "sum")
 class Updater(Protocol):
     """How an observation updates the state. Hashable."""
 
-    def shape(self, seen: tuple[int, ...]) -> tuple[int, ...]:
+    def shape(self, observed: tuple[int, ...]) -> tuple[int, ...]:
         """Shape of the state's array for an observation of shape `seen`; its initial value is zeros."""
         ...
 
@@ -31,7 +31,7 @@ class Updater(Protocol):
         """The value that layers read. scale: the loss scale, float32 []."""
         ...
 
-    def updated(self, state: Array, seen: Array, scale: Array) -> Array:
+    def updated(self, state: Array, observed: Array, scale: Array) -> Array:
         """The state after a step with the observation `seen`."""
         ...
 
@@ -44,16 +44,16 @@ class Updater(Protocol):
 class Latest:
     """Keeps the observation of the last step."""
 
-    def shape(self, seen: tuple[int, ...]) -> tuple[int, ...]:
-        return seen
+    def shape(self, observed: tuple[int, ...]) -> tuple[int, ...]:
+        return observed
 
     def used(self, state: Array, scale: Array) -> Array:
         del scale
         return state
 
-    def updated(self, state: Array, seen: Array, scale: Array) -> Array:
+    def updated(self, state: Array, observed: Array, scale: Array) -> Array:
         del state, scale
-        return seen
+        return observed
 
     def measures(self) -> tuple[Measure, ...]:
         return ()
@@ -70,17 +70,17 @@ class Observed:
 
 
 @jax.custom_vjp
-def observe(x: Array, leaf: Array, seen: Array) -> Array:
+def observe(x: Array, leaf: Array, observed: Array) -> Array:
     """Returns x; makes `seen` the cotangent of `leaf`, which has the same shape. Once per leaf and call of a layer.
 
     The loss must depend on x. For a `sum`, `seen` covers the positions of this device only; it must not be summed over
     mesh axes of the batch or the sequence. A layer that all stages of a pipeline run divides it by their number.
     """
-    del leaf, seen
+    del leaf, observed
     return x
 
 
-observe.defvjp(lambda x, leaf, seen: (x, seen.astype(leaf.dtype)), lambda seen, dx: (dx, seen, None))
+observe.defvjp(lambda x, leaf, seen: (x, seen.astype(leaf.dtype)), lambda observed, dx: (dx, observed, None))
 
 
 def reduction_of(path: str) -> Reduction | None:

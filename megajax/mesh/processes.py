@@ -84,12 +84,12 @@ class StopFlags:
         # Created once: nearly all steps use the same array.
         self._no = self._flags(False)
 
-    def __call__(self, asked: bool) -> Array:
+    def __call__(self, stop_requested: bool) -> Array:
         """int32 [devices of the mesh], one element on each device."""
-        return self._flags(True) if asked else self._no
+        return self._flags(True) if stop_requested else self._no
 
-    def _flags(self, asked: bool) -> Array:
-        return each_process(self._mesh, np.asarray(asked, np.int32))
+    def _flags(self, stop_requested: bool) -> Array:
+        return each_process(self._mesh, np.asarray(stop_requested, np.int32))
 
 
 def each_process(mesh: Mesh, value: np.ndarray) -> Array:

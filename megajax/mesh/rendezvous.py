@@ -67,12 +67,12 @@ def _listen(world: World, deadline: float) -> socket.socket:
     host, port = address
     addresses = _resolve(host, port, deadline)
     loopback = host == "localhost" or host.startswith("127.") or host == "::1"
-    if not loopback and all(each[0].startswith("127.") or each[0] == "::1" for _, each in addresses):
+    if not loopback and all(sockaddr[0].startswith("127.") or sockaddr[0] == "::1" for _, sockaddr in addresses):
         # Many machines resolve their own name to a loopback address, which other machines can't reach.
         addresses = [(socket.AF_INET, ("0.0.0.0", port))]
-    for number, (family, each) in enumerate(addresses, 1):
+    for number, (family, sockaddr) in enumerate(addresses, 1):
         try:
-            return socket.create_server(each[:2], family=family, backlog=1024)
+            return socket.create_server(sockaddr[:2], family=family, backlog=1024)
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 raise StartError(
@@ -98,12 +98,12 @@ def _resolve(host: str, port: int, deadline: float) -> list[tuple[socket.Address
             return list(dict.fromkeys((family, address) for family, _, _, _, address in results))
         except OSError as error:
             if time.monotonic() + RETRY_SECONDS > deadline:
-                what = f"the coordinator's host name {host!r} is not known here ({error.strerror})"
-                raise StartError(f"{what}: correct --coordinator or MEGAJAX_COORDINATOR", code=2) from error
+                message = f"the coordinator's host name {host!r} is not known here ({error.strerror})"
+                raise StartError(f"{message}: correct --coordinator or MEGAJAX_COORDINATOR", code=2) from error
         time.sleep(RETRY_SECONDS)
 
 
-def _gather(world: World, own: Hello, listener: socket.socket, deadline: float, patience: float) -> None:
+def _gather(world: World, root: Hello, listener: socket.socket, deadline: float, patience: float) -> None:
     """Process 0: waits for all others and answers them. On an error, reports it to all, then raises StartError."""
     arrived: dict[int, tuple[socket.socket, Hello]] = {}
     with contextlib.ExitStack() as stack:
@@ -111,18 +111,18 @@ def _gather(world: World, own: Hello, listener: socket.socket, deadline: float, 
         try:
             for connection, hello in _hellos(listener, deadline):
                 connections.append(stack.enter_context(connection))
-                if (wrong := _objection(hello, own, arrived)) is not None:
-                    raise StartError(wrong, code=2)
+                if (objection := _objection(hello, root, arrived)) is not None:
+                    raise StartError(objection, code=2)
                 arrived[hello["index"]] = connection, hello
                 if len(arrived) == world.count - 1:
-                    arrived = {index: each for index, each in arrived.items() if not _gone(each[0])}
+                    arrived = {index: arrival for index, arrival in arrived.items() if not _closed(arrival[0])}
                 if len(arrived) == world.count - 1:
                     break
             else:
                 missing = set(range(1, world.count)) - arrived.keys()
                 raise StartError(
-                    f"{named(missing)} of {world.count} did not come within {patience:g} s to {world.coordinator}: "
-                    "see whether they were started, and what they say themselves",
+                    f"{name_processes(missing)} of {world.count} did not connect to {world.coordinator} within "
+                    f"{patience:g} s: check that they were started, and read their own messages",
                     code=1,
                 )
         except StartError as error:
@@ -138,13 +138,13 @@ def _gather(world: World, own: Hello, listener: socket.socket, deadline: float, 
 
 def _hellos(listener: socket.socket, deadline: float) -> Iterator[tuple[socket.socket, Hello]]:
     """Connections until the deadline, with the messages on them; those without a valid message are closed."""
-    while (left := deadline - time.monotonic()) > 0:
-        listener.settimeout(left)
+    while (remaining := deadline - time.monotonic()) > 0:
+        listener.settimeout(remaining)
         with contextlib.suppress(OSError):
             connection, _ = listener.accept()
             hello = None
             with contextlib.suppress(OSError):
-                connection.settimeout(min(left, HELLO_SECONDS))
+                connection.settimeout(min(remaining, HELLO_SECONDS))
                 hello = _parse(connection.makefile("rb").readline(MESSAGE_BYTES))
             if hello is None:
                 connection.close()
@@ -152,21 +152,22 @@ def _hellos(listener: socket.socket, deadline: float) -> Iterator[tuple[socket.s
                 yield connection, hello
 
 
-def _objection(hello: Hello, own: Hello, arrived: Mapping[int, tuple[socket.socket, Hello]]) -> str | None:
-    """Why a process does not belong to the run, or None. own: the message of process 0."""
-    index, count, at, here = hello["index"], hello["count"], hello["at"], own["at"]
-    if count != own["count"]:
-        return f"process {index} ({at}) was told of {count} processes, process 0 ({here}) of {own['count']}"
+def _objection(hello: Hello, root: Hello, arrived: Mapping[int, tuple[socket.socket, Hello]]) -> str | None:
+    """Why a process does not belong to the run, or None. root: the message of process 0."""
+    index, count, place, root_place = hello["index"], hello["count"], hello["at"], root["at"]
+    if count != root["count"]:
+        counts = f"{count} processes, process 0 ({root_place}) of {root['count']}"
+        return f"process {index} ({place}) was started as one of {counts}"
     if not 0 <= index < count:
-        return f"a process ({at}) says it is number {index} of {count}"
+        return f"a process ({place}) says it is number {index} of {count}"
     # A process that is gone may have been started again by its launcher.
-    if index == 0 or (index in arrived and not _gone(arrived[index][0])):
-        other = here if index == 0 else arrived[index][1]["at"]
-        return f"two processes say they are process {index}: on {other} and on {at}"
-    if hello["settings"] != own["settings"]:
+    if index == 0 or (index in arrived and not _closed(arrived[index][0])):
+        other_place = root_place if index == 0 else arrived[index][1]["at"]
+        return f"two processes say they are process {index}: on {other_place} and on {place}"
+    if hello["settings"] != root["settings"]:
         return (
-            f"process {index} ({at}) was started with other settings than process 0 ({here}): give all of them "
-            "the same config file and command line"
+            f"process {index} ({place}) and process 0 ({root_place}) have different settings: give all processes the "
+            "same config file and command line"
         )
     return None
 
@@ -177,7 +178,7 @@ def _say(connection: socket.socket, answer: dict[str, Any]) -> None:
         connection.sendall(json.dumps(answer).encode() + b"\n")
 
 
-def _gone(connection: socket.socket) -> bool:
+def _closed(connection: socket.socket) -> bool:
     """Whether the other end has closed."""
     connection.settimeout(0)
     try:
@@ -195,9 +196,9 @@ def _parse(line: bytes) -> Hello | None:
     except (ValueError, RecursionError):
         return None
     kinds = {"megajax": int, "index": int, "count": int, "settings": str, "at": str}
-    whole = isinstance(hello, dict) and all(type(hello.get(name)) is kind for name, kind in kinds.items())
+    valid = isinstance(hello, dict) and all(type(hello.get(name)) is kind for name, kind in kinds.items())
     # It may be printed on a terminal.
-    return hello if whole and hello["at"].isprintable() else None
+    return hello if valid and hello["at"].isprintable() else None
 
 
 def _announce(world: World, hello: Hello, deadline: float, patience: float) -> None:
@@ -207,17 +208,17 @@ def _announce(world: World, hello: Hello, deadline: float, patience: float) -> N
     host, port = address
     _resolve(host, port, deadline)
     reason = "it does not answer"
-    while (left := deadline - time.monotonic()) > 0:
+    while (remaining := deadline - time.monotonic()) > 0:
         try:
-            with socket.create_connection((host, port), timeout=min(left, 10.0)) as connection:
+            with socket.create_connection((host, port), timeout=min(remaining, 10.0)) as connection:
                 connection.sendall(json.dumps(hello).encode() + b"\n")
                 # Process 0 answers at its own deadline, which may be slightly later than this one's.
-                connection.settimeout(left + 2.0)
+                connection.settimeout(remaining + 2.0)
                 with connection.makefile("rb") as answers:
                     answer = answers.readline(MESSAGE_BYTES)
                 if answer.endswith(b"\n"):
                     return _obey(answer, world)
-                reason = "it is there, but not as process 0 of this run"
+                reason = "something else than process 0 of this run listens there"
         except OSError as error:
             reason = error.strerror or str(error)
         time.sleep(min(RETRY_SECONDS, max(deadline - time.monotonic(), 0)))
@@ -235,11 +236,11 @@ def _obey(line: bytes, world: World) -> None:
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
         error, code = "", 2
     if not isinstance(error, str) or not error.isprintable() or not error or code not in (1, 2):
-        raise StartError(f"what answers at {world.coordinator} is not process 0 of a run", code=2)
+        raise StartError(f"the server at {world.coordinator} is not process 0 of a run", code=2)
     raise StartError(error, code=code, said=True)
 
 
-def named(indices: set[int]) -> str:
+def name_processes(indices: set[int]) -> str:
     """process 3; processes 1, 2 and 5; processes 1, 2, … 8 and 40 more."""
     numbers = [str(index) for index in sorted(indices)]
     if len(numbers) == 1:

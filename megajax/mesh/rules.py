@@ -74,8 +74,8 @@ class Rules:
         used = [axis for entry in mapped for axis in entry]
         if len(used) != len(set(used)):
             raise ValueError(f"logical axes {tuple(axes)} put a mesh axis on two dimensions: {mapped}")
-        kept = [tuple(axis for axis in entry if keep is None or axis in keep) for entry in mapped]
-        return PartitionSpec(*[(entry if len(entry) > 1 else entry[0]) if entry else None for entry in kept])
+        entries = [tuple(axis for axis in entry if keep is None or axis in keep) for entry in mapped]
+        return PartitionSpec(*[(entry if len(entry) > 1 else entry[0]) if entry else None for entry in entries])
 
 
 KNOWN = tuple(field.name for field in fields(Rules))
@@ -86,11 +86,11 @@ def demand_known(axes: LogicalAxes, whose: str) -> None:
     """Raises UserError for a logical axis that the rules lack. whose: the array that has them, for the message."""
     unknown = [name for name in axes if name is not None and name not in KNOWN]
     if unknown:
-        where = f"{whose} has logical axes {tuple(axes)}: " if whose else ""
+        prefix = f"{whose} has logical axes {tuple(axes)}: " if whose else ""
         hint = did_you_mean(str(unknown[0]), KNOWN)
         hint = f"{hint}\n" if hint else ""
         raise UserError(
-            f"{where}there is no logical axis {unknown[0]!r}\n{hint}choose one of {', '.join(KNOWN)}, or None for a "
+            f"{prefix}there is no logical axis {unknown[0]!r}\n{hint}choose one of {', '.join(KNOWN)}, or None for a "
             "dimension that is never sharded"
         )
 
@@ -118,14 +118,14 @@ class Plan:
         compute = Rules(seq_residual=("context", "tensor")) if cfg.sequence else Rules()
         if cfg.expert_tensor == "whole":
             compute = replace(compute, expert=("expert", "tensor"), expert_mlp=())
-        spread = replace(compute, embed=SHARDS)
+        sharded = replace(compute, embed=SHARDS)
         match cfg.data_sharding:
             case "replicate":
                 in_step, at_rest = compute, compute
             case "zero1":
-                in_step, at_rest = compute, spread
+                in_step, at_rest = compute, sharded
             case "fsdp":
-                in_step, at_rest = spread, spread
+                in_step, at_rest = sharded, sharded
         return cls(compute=compute, step_layout=in_step, params=at_rest, optimizer=at_rest, tensor=cfg.tensor)
 
     def kv_heads(self, heads: int) -> str:

@@ -67,26 +67,26 @@ def find_world(environment: Mapping[str, str] = os.environ) -> World | None:
     first. The rest is taken from JAX_*, Open MPI, Slurm or Kubernetes: the first that sets several processes. Raises
     StartError if values are missing or inconsistent.
     """
-    given = [name for name in (COORDINATOR, COUNT, INDEX) if environment.get(name)]
+    explicit_names = [name for name in (COORDINATOR, COUNT, INDEX) if environment.get(name)]
     problems: list[str] = []
-    own = _Launcher(
+    explicit = _Launcher(
         _number(environment, COUNT, problems),
         _number(environment, INDEX, problems),
         environment.get(COORDINATOR) or None,
         _number(environment, LOCAL_INDEX, problems),
         _number(environment, LOCAL_COUNT, problems),
     )
-    if not problems and own.count == 1 and not own.index:
+    if not problems and explicit.count == 1 and not explicit.index:
         return None
     launched = next(
-        (values for read in _LAUNCHERS if (values := read(environment)).count not in (None, 1)), _Launcher()
+        (values for launcher in _LAUNCHERS if (values := launcher(environment)).count not in (None, 1)), _Launcher()
     )
-    if not given and launched.count is None:
+    if not explicit_names and launched.count is None:
         return None
-    if launched.count is None and own.index is None:
+    if launched.count is None and explicit.index is None:
         # An indexed job also has an index when its pods are independent, so it is used only here.
         launched = launched._replace(index=_number(environment, "JOB_COMPLETION_INDEX", problems))
-    merged = launched._replace(**{name: value for name, value in own._asdict().items() if value is not None})
+    merged = launched._replace(**{name: value for name, value in explicit._asdict().items() if value is not None})
     count, index, coordinator = merged.count, merged.index, merged.coordinator
     problems += _missing(count, index, coordinator)
     if problems or count is None or index is None or coordinator is None:
@@ -119,8 +119,8 @@ def _number(environment: Mapping[str, str], name: str, problems: list[str]) -> i
 def _missing(count: int | None, index: int | None, coordinator: str | None) -> list[str]:
     """Messages about missing and invalid values."""
     problems = [
-        f"{what} is not known: give {flag} or set {name} for every process"
-        for value, flag, name, what in (
+        f"{description} is not known: give {flag} or set {name} for every process"
+        for value, flag, name, description in (
             (coordinator, "--coordinator=HOST:PORT", COORDINATOR, "where process 0 is"),
             (count, "--num-processes", COUNT, "how many processes there are"),
             (index, "--process-id", INDEX, "which process this is"),

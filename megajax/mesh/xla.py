@@ -171,11 +171,11 @@ class XlaConfig:
             elif not isinstance(value, bool | int | float | str):
                 problems.append(Problem(f"options.{name}", f"expected one value, got {value!r}"))
         if not 0 < self.memory_fraction < 1:
-            what = f"must be above 0 and below 1, got {self.memory_fraction:g}"
-            problems.append(Problem("memory_fraction", what, "try 0.9"))
+            message = f"must be above 0 and below 1, got {self.memory_fraction:g}"
+            problems.append(Problem("memory_fraction", message, "try 0.9"))
         if self.compile_cache_gib <= 0:
-            what = f"must be above 0, got {self.compile_cache_gib:g}"
-            problems.append(Problem("compile_cache_gib", what, "xla.compile_cache=false turns the cache off"))
+            message = f"must be above 0, got {self.compile_cache_gib:g}"
+            problems.append(Problem("compile_cache_gib", message, "xla.compile_cache=false turns the cache off"))
         return problems
 
 

@@ -122,9 +122,9 @@ def _form(schedule: Schedule) -> Iterator[Violation]:
     lines = dict.fromkeys(("embed", "head", "embed_gradient"), schedule.microbatches)
     lines |= dict.fromkeys(("output_written", "output_read"), schedule.output_slots)
     arrays += [(name, getattr(schedule, name), shape[:1], -1, bound) for name, bound in lines.items()]
-    for name, array, wanted, low, bound in arrays:
-        if array.dtype != np.int32 or array.shape != wanted:
-            yield Violation("form", f"{name} is {array.dtype}{list(array.shape)}, must be int32{list(wanted)}")
+    for name, array, expected, low, bound in arrays:
+        if array.dtype != np.int32 or array.shape != expected:
+            yield Violation("form", f"{name} is {array.dtype}{list(array.shape)}, must be int32{list(expected)}")
         elif ((array < low) | (array >= bound)).any():
             yield Violation("form", f"{name} holds {array.min()} to {array.max()}, may hold {low} to {bound - 1}")
 
@@ -150,9 +150,9 @@ def _borders(schedule: Schedule) -> Iterator[Violation]:
         ("head", schedule.input_gradient, last),
         ("embed_gradient", schedule.input_gradient, (0, 0)),
     ):
-        got, wanted = getattr(schedule, name), entering(work, *place)
-        for tick in np.flatnonzero(got != wanted):
-            yield Violation("borders", f"{name} at tick {tick} is microbatch {got[tick]}, must be {wanted[tick]}")
+        actual, expected = getattr(schedule, name), entering(work, *place)
+        for tick in np.flatnonzero(actual != expected):
+            yield Violation("borders", f"{name} at tick {tick} is microbatch {actual[tick]}, must be {expected[tick]}")
 
 
 def _once(schedule: Schedule) -> Iterator[Violation]:
@@ -209,25 +209,27 @@ def _slots(schedule: Schedule) -> Iterator[Violation]:
                 number = work.microbatch[tick] * schedule.chunks + work.chunk[tick]
                 if kind == "forward":
                     for s in np.flatnonzero((busy | phase.forward) & (ring[stages, slot] != empty)):
-                        what = f"{'forward' if busy[s] else 'idle forward'} at tick {tick} on stage {s}"
-                        yield Violation("slots", f"{what} writes slot {slot[s]}, still needed")
+                        work_name = f"{'forward' if busy[s] else 'idle forward'} at tick {tick} on stage {s}"
+                        yield Violation("slots", f"{work_name} writes slot {slot[s]}, still needed")
                 else:
                     for s in np.flatnonzero(busy & (ring[stages, slot] != number)):
-                        what = f"{kind} of {_item(*divmod(int(number[s]), schedule.chunks), int(s))} at tick {tick}"
-                        yield Violation("slots", f"{what} reads slot {slot[s]}, which is not its own")
+                        work_name = (
+                            f"{kind} of {_item(*divmod(int(number[s]), schedule.chunks), int(s))} at tick {tick}"
+                        )
+                        yield Violation("slots", f"{work_name} reads slot {slot[s]}, which is not its own")
                 if kind != "input_gradient":
                     ring[stages[busy], slot[busy]] = number[busy] if kind == "forward" else empty
 
 
 def _outputs(schedule: Schedule) -> Iterator[Violation]:
-    made = entering(schedule.forward, schedule.stages - 1, schedule.chunks - 1)
-    kept: dict[int, int] = {}
+    output = entering(schedule.forward, schedule.stages - 1, schedule.chunks - 1)
+    stored: dict[int, int] = {}
     for tick in range(schedule.ticks):
-        into, out, wanted = schedule.output_written[tick], schedule.output_read[tick], schedule.head[tick]
-        if into >= 0 and into in kept:
+        into, out, microbatch = schedule.output_written[tick], schedule.output_read[tick], schedule.head[tick]
+        if into >= 0 and into in stored:
             yield Violation("outputs", f"tick {tick} writes output slot {into}, still needed")
         if into >= 0:
-            kept[into] = int(made[tick])
-        if wanted >= 0 and (made[tick] if out < 0 else kept.pop(out, -1)) != wanted:
+            stored[into] = int(output[tick])
+        if microbatch >= 0 and (output[tick] if out < 0 else stored.pop(out, -1)) != microbatch:
             source = "the output of that tick" if out < 0 else f"output slot {out}"
-            yield Violation("outputs", f"head of microbatch {wanted} at tick {tick} reads {source}, another's")
+            yield Violation("outputs", f"head of microbatch {microbatch} at tick {tick} reads {source}, another's")

@@ -49,5 +49,5 @@ def closed_form(name: str, *, stages: int, chunks: int, microbatches: int, loss_
 def free_running(*, stages: int, chunks: int, microbatches: int) -> ClosedForm:
     """Of the first stage of a pipeline in which each stage runs as soon as its input has arrived (section 2.2)."""
     work = microbatches * chunks
-    kept = stages * chunks + stages - 1 if chunks > 1 else stages
-    return ClosedForm(Fraction(stages - 1, work), work + stages - 1, stages - 1, (min(work, kept),))
+    activations = stages * chunks + stages - 1 if chunks > 1 else stages
+    return ClosedForm(Fraction(stages - 1, work), work + stages - 1, stages - 1, (min(work, activations),))

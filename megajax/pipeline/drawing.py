@@ -26,11 +26,11 @@ NUMBERED_CELLS = 3_000
 
 
 def draw(flags: Mapping[str, Any]) -> None:
-    """Print a schedule's table and its figures; with --png, draw it. Raises UserError for wrong sizes."""
+    """Print a schedule's table and its figures; with --png, draw it. Raises UserError for sizes with problems."""
     name = flags["schedule"]
     sizes = {"stages": flags["stages"], "microbatches": flags["microbatches"], "chunks": flags["virtual_stages"]}
-    if wrong := problems(name, **sizes):
-        flagged = [replace(problem, setting=f"--{problem.setting.replace('_', '-')}") for problem in wrong]
+    if faults := problems(name, **sizes):
+        flagged = [replace(problem, setting=f"--{problem.setting.replace('_', '-')}") for problem in faults]
         raise ConfigError(flagged, "command line")
     entries = prod(sizes.values())
     if entries > MOST_ENTRIES:

@@ -360,9 +360,9 @@ class Stage:
         of branches. More chunks than MOST_LOOPS share one loop, in which the number of the chunk is data.
         """
         if self.schedule.chunks > MOST_LOOPS:
-            iterations, some = (chunk >= 0).astype(jnp.int32), jnp.maximum(chunk, 0)
+            iterations, index = (chunk >= 0).astype(jnp.int32), jnp.maximum(chunk, 0)
             with jax.named_scope(segment.runs(kind, None)):
-                return lax.fori_loop(0, iterations, lambda _, carry: work(some, carry), carry)
+                return lax.fori_loop(0, iterations, lambda _, carry: work(index, carry), carry)
         for number in range(self.schedule.chunks):
             if not segment.busy(kind, number).any():
                 continue

@@ -149,8 +149,8 @@ class LayerLoop:
             def step(n: Array, carry: tuple, turn: Turn = turn) -> tuple[Array, list[Array]]:
                 x, ring = carry
                 y, pullback = self._differentiated(turn, n, x, ctx)
-                kept = zip(ring, jax.tree.leaves(pullback), strict=True)
-                ring = [put(a, value, slot, turn.kept_at + n) for a, value in kept]
+                residuals = zip(ring, jax.tree.leaves(pullback), strict=True)
+                ring = [put(a, value, slot, turn.kept_at + n) for a, value in residuals]
                 return self._skip_padding(turn, n, y, x), ring
 
             x, rings[turn.span.ring] = self._loop(turn, step, (x, rings[turn.span.ring]))
@@ -250,9 +250,9 @@ class LayerLoop:
     ) -> Callable[[Array, tuple], tuple]:
         """(units done, (gradient of the output, totals)) -> (gradient, totals) after one more unit."""
 
-        def step(done: Array, carry: tuple) -> tuple:
+        def step(count: Array, carry: tuple) -> tuple:
             dy, stacked, common = carry
-            n = turn.count - 1 - done
+            n = turn.count - 1 - count
             tree = jax.tree.structure(self._residuals(turn, dy, ctx))
             pullback = jax.tree.unflatten(tree, [take(a, slot, turn.kept_at + n) for a in ring])
             pullback.args_res[:3], pullback.args_res[4] = self._arguments(turn, n), ctx

@@ -21,7 +21,7 @@ def row_order(chunks: Sequence[range], layers: Sequence[int]) -> tuple[int, ...]
         return tuple(range(len(layers)))
     inside = [[place for place, layer in enumerate(layers) if layer in chunk] for chunk in chunks]
     rows = max(map(len, inside))
-    return tuple(row for each in inside for row in (*each, *[-1] * (rows - len(each))))
+    return tuple(row for places in inside for row in (*places, *[-1] * (rows - len(places))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +39,8 @@ class Partition:
     @classmethod
     def even(cls, repeats: int, stages: int, chunks: int, size: int = 1) -> "Partition":
         """Chunks as even as possible; if the repeats don't divide, the first chunks have one more."""
-        each, remainder = divmod(repeats, stages * chunks)
-        return cls(stages, chunks, tuple(each + (chunk < remainder) for chunk in range(stages * chunks)), size)
+        base, remainder = divmod(repeats, stages * chunks)
+        return cls(stages, chunks, tuple(base + (chunk < remainder) for chunk in range(stages * chunks)), size)
 
     @property
     def rows(self) -> int:
@@ -49,8 +49,8 @@ class Partition:
 
     def layers(self) -> tuple[tuple[range, ...], int]:
         """Numbers of the layers of each chunk, in the order of the model; and `rows`."""
-        ends = np.cumsum([0, *self.repeats]) * self.size
-        return tuple(range(int(a), int(b)) for a, b in pairwise(ends)), self.rows
+        bounds = np.cumsum([0, *self.repeats]) * self.size
+        return tuple(range(int(a), int(b)) for a, b in pairwise(bounds)), self.rows
 
     def stored(self) -> tuple[range, ...]:
         """Numbers of the layers of each chunk, stage by stage."""

@@ -144,8 +144,8 @@ SCHEDULES: Mapping[str, Callable[..., Schedule]] = MappingProxyType(
 
 def build(name: str, *, stages: int, microbatches: int, chunks: int = 1, loss_wait: int = 0) -> Schedule:
     """The schedule with this name. Raises ConfigError for the problems of `problems`."""
-    if wrong := problems(name, stages=stages, microbatches=microbatches, chunks=chunks):
-        raise ConfigError(wrong, "the pipeline schedule")
+    if faults := problems(name, stages=stages, microbatches=microbatches, chunks=chunks):
+        raise ConfigError(faults, "the pipeline schedule")
     return SCHEDULES[name](stages, microbatches, chunks, loss_wait=loss_wait)
 
 
@@ -153,20 +153,20 @@ def problems(name: str, *, stages: int, microbatches: int, chunks: int) -> list[
     """Problems of these sizes: an unknown name, a number below 1, microbatches not in groups of the stages."""
     problems = []
     if name not in SCHEDULES:
-        near = did_you_mean(name, SCHEDULES) or f"there are {', '.join(SCHEDULES)}"
-        problems.append(Problem("schedule", f"there is no schedule {name!r}", near))
+        hint = did_you_mean(name, SCHEDULES) or f"there are {', '.join(SCHEDULES)}"
+        problems.append(Problem("schedule", f"there is no schedule {name!r}", hint))
     numbers = {"stages": stages, "microbatches": microbatches, "virtual_stages": chunks}
     problems += [
-        Problem(where, f"must be at least 1, got {number}", "give 1 or more")
-        for where, number in numbers.items()
+        Problem(setting, f"must be at least 1, got {number}", "give 1 or more")
+        for setting, number in numbers.items()
         if number < 1
     ]
     if min(numbers.values()) >= 1 and chunks > 1 and microbatches % stages:
         below = microbatches - microbatches % stages
         nearest = either(str(number) for number in (below, below + stages) if number)
         groups = f"with virtual_stages={chunks}, microbatches go in groups of {stages}, the stages"
-        what = f"{groups}, and {microbatches} is not a multiple of {stages}"
-        problems.append(Problem("microbatches", what, f"set microbatches to {nearest}, or virtual_stages to 1"))
+        message = f"{groups}, and {microbatches} is not a multiple of {stages}"
+        problems.append(Problem("microbatches", message, f"set microbatches to {nearest}, or virtual_stages to 1"))
     return problems
 
 
@@ -206,7 +206,7 @@ def assemble(
     ticks = 1 + max(int(when.max()) for when in kinds.values())
     slots = max(int(_alive(first[:, s], last[:, s], ticks).max()) for s in range(stages))
     assigned = [_assign(first[:, s], last[:, s], ticks) for s in range(stages)]
-    slot = np.stack([taken for taken, _ in assigned], axis=1).reshape(forward.shape)
+    slot = np.stack([slots_of_stage for slots_of_stage, _ in assigned], axis=1).reshape(forward.shape)
     tables = [_table(when, slot, ticks) for when in kinds.values()]
     phases = _phases(tables)
     free = np.stack([free for _, free in assigned], axis=1)
@@ -216,7 +216,7 @@ def assemble(
     if (output_first != output_last).any():
         output_slot, _ = _assign(output_first, output_last, ticks)
         output_written[output_first] = output_read[output_last] = output_slot
-    made = Schedule(
+    schedule = Schedule(
         name=name,
         stages=stages,
         chunks=chunks,
@@ -235,10 +235,10 @@ def assemble(
         output_written=output_written,
         output_read=output_read,
     )
-    lines = (made.embed, made.head, made.embed_gradient, output_written, output_read)
-    for array in (*made.forward, *made.input_gradient, *made.weight_gradient, *lines):
+    lines = (schedule.embed, schedule.head, schedule.embed_gradient, output_written, output_read)
+    for array in (*schedule.forward, *schedule.input_gradient, *schedule.weight_gradient, *lines):
         array.setflags(write=False)
-    return made
+    return schedule
 
 
 def entering(work: Work, stage: int, chunk: int) -> np.ndarray:
@@ -259,14 +259,14 @@ def _assign(first: np.ndarray, last: np.ndarray, ticks: int) -> tuple[np.ndarray
     """
     free = list(range(int(_alive(first, last, ticks).max())))
     slots, idle = np.zeros(len(first), np.int32), np.full(ticks, -1, np.int32)
-    begins, ends = (dict(zip(at.tolist(), range(len(at)), strict=True)) for at in (first, last))
+    starting, ending = (dict(zip(at.tolist(), range(len(at)), strict=True)) for at in (first, last))
     for tick in range(ticks):
-        if tick in begins:
-            slots[begins[tick]] = heappop(free)
+        if tick in starting:
+            slots[starting[tick]] = heappop(free)
         elif free:
             idle[tick] = free[0]
-        if tick in ends:
-            heappush(free, int(slots[ends[tick]]))
+        if tick in ending:
+            heappush(free, int(slots[ending[tick]]))
     return slots, idle
 
 
@@ -292,6 +292,6 @@ def _idle_slots(forward: Work, free: np.ndarray, phases: tuple[Phase, ...], slot
         runs[phase.start : phase.stop] = phase.forward
     idle = runs[:, None] & (forward.microbatch < 0)
     # If all slots that a stage uses are taken, the next one is free: another stage needs it, or it is the spare one.
-    own = forward.slot.max(axis=0) + 1
-    forward.slot[idle] = np.where(free < 0, np.minimum(own, slots), free)[idle]
+    used = forward.slot.max(axis=0) + 1
+    forward.slot[idle] = np.where(free < 0, np.minimum(used, slots), free)[idle]
     return bool((forward.slot == slots).any())

@@ -24,25 +24,25 @@ class AmaxHistory:
     token_share: float
     """About what a token's loss weighs in the loss that is differentiated."""
 
-    def shape(self, seen: tuple[int, ...]) -> tuple[int, ...]:
+    def shape(self, observed: tuple[int, ...]) -> tuple[int, ...]:
         """[..., 3] -> [..., 3, history], the latest step first."""
-        return (*seen, self.cfg.history)
+        return (*observed, self.cfg.history)
 
     def used(self, state: Array, scale: Array) -> Array:
         """[..., 3, history] -> [..., 3], the amax that scales are computed for; scale: of the loss, float32 []."""
-        seen = state[..., 0] if self.cfg.algorithm == "most_recent" else state.max(-1)
+        amax = state[..., 0] if self.cfg.algorithm == "most_recent" else state.max(-1)
         x, w, gradient = STARTS
-        start = jnp.broadcast_to(jnp.array([x, w, gradient * self.token_share], jnp.float32), seen.shape)
-        return jnp.where(seen > 0, seen, start) * _units(scale, seen.shape)
+        start = jnp.broadcast_to(jnp.array([x, w, gradient * self.token_share], jnp.float32), amax.shape)
+        return jnp.where(amax > 0, amax, start) * _units(scale, amax.shape)
 
-    def updated(self, state: Array, seen: Array, scale: Array) -> Array:
+    def updated(self, state: Array, observed: Array, scale: Array) -> Array:
         """[..., 3, history] after a step that saw [..., 3]; scale: as above.
 
         The history of gradients is that of an unscaled loss. Products that were not computed in 8 bits, and tensors
         of zeros, leave their history as it was.
         """
-        seen = (seen / _units(scale, seen.shape))[..., None]
-        return jnp.where(seen > 0, jnp.concatenate([seen, state[..., :-1]], axis=-1), state)
+        observed = (observed / _units(scale, observed.shape))[..., None]
+        return jnp.where(observed > 0, jnp.concatenate([observed, state[..., :-1]], axis=-1), state)
 
     def measures(self) -> tuple[Measure, ...]:
         return ()

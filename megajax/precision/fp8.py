@@ -188,8 +188,8 @@ def scale_for(largest: Array, form: jnp.dtype, margin: int = 0) -> Array:
 
 def _as_stored(x: Array) -> Array:
     # The compiler may pass the float32 numbers that x was rounded from, here and not there: they become other 8 bits.
-    own = jnp.finfo(x.dtype)
-    return lax.reduce_precision(x.astype(jnp.float32), own.nexp, own.nmant)
+    info = jnp.finfo(x.dtype)
+    return lax.reduce_precision(x.astype(jnp.float32), info.nexp, info.nmant)
 
 
 def product(letters: Letters, a: Quantized, b: Quantized, *, dtype: jnp.dtype, precision: lax.Precision) -> Array:
@@ -202,10 +202,10 @@ def product(letters: Letters, a: Quantized, b: Quantized, *, dtype: jnp.dtype, p
 
     precision: on an NVIDIA GPU, DEFAULT lets the tensor cores accumulate in fewer bits than float32, HIGHEST does not.
     """
-    left, right, out = letters
-    shared = [letter for letter in left if letter in right and letter in out]
-    summed = [letter for letter in left if letter in right and letter not in out]
-    made = [*shared, *(n for n in left if n not in right), *(n for n in right if n not in left)]
+    lhs, rhs, out = letters
+    shared = [letter for letter in lhs if letter in rhs and letter in out]
+    summed = [letter for letter in lhs if letter in rhs and letter not in out]
+    result = [*shared, *(n for n in lhs if n not in rhs), *(n for n in rhs if n not in lhs)]
 
     def scaled_back(small: Quantized) -> Array:
         return small.values.astype(dtype) * (1 / small.scale).astype(dtype)
@@ -216,11 +216,11 @@ def product(letters: Letters, a: Quantized, b: Quantized, *, dtype: jnp.dtype, p
     y = lax.dot_general(
         scaled_back(a),
         scaled_back(b),
-        ((places(left, summed), places(right, summed)), (places(left, shared), places(right, shared))),
+        ((places(lhs, summed), places(rhs, summed)), (places(lhs, shared), places(rhs, shared))),
         preferred_element_type=dtype,
         precision=precision,
     )
-    return y if list(out) == made else y.transpose(places("".join(made), list(out)))
+    return y if list(out) == result else y.transpose(places("".join(result), list(out)))
 
 
 def refuse_old(device: jax.Device, setting: str = "precision.fp8") -> None:
@@ -230,11 +230,11 @@ def refuse_old(device: jax.Device, setting: str = "precision.fp8") -> None:
     """
     if device.platform == "cpu":
         return
-    written = str(getattr(device, "compute_capability", ""))
-    capability = tuple(int(part) for part in written.split(".") if part.isdigit())
+    version = str(getattr(device, "compute_capability", ""))
+    capability = tuple(int(part) for part in version.split(".") if part.isdigit())
     if capability < OLDEST:
         needed = ".".join(map(str, OLDEST))
         raise UserError(
-            f"{setting}: {device.device_kind} has compute capability {written or 'unknown'}, and 8-bit matmuls "
+            f"{setting}: {device.device_kind} has compute capability {version or 'unknown'}, and 8-bit matmuls "
             f"need {needed} or later (H100, B200).\nSet {setting}=none."
         )

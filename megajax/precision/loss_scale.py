@@ -46,13 +46,13 @@ class DynamicScale:
 
     def update(self, scale: Array, counters: Array, finite: Array) -> tuple[Array, Array]:
         """(scale, counters) after a step whose gradients were finite, or not."""
-        good, left = counters
-        left_after = left - 1
-        lowered = jnp.where(left_after <= 0, jnp.maximum(scale * self.backoff, self.floor), scale)
-        grown = good + 1 == self.window
+        streak, remaining = counters
+        remaining_after = remaining - 1
+        lowered = jnp.where(remaining_after <= 0, jnp.maximum(scale * self.backoff, self.floor), scale)
+        grown = streak + 1 == self.window
         scale = jnp.where(finite, jnp.where(grown, scale * self.growth, scale), lowered)
-        after_good = jnp.array([0, self.hysteresis]) * grown + jnp.stack([good + 1, left]) * ~grown
-        after_bad = jnp.stack([jnp.zeros_like(good), left_after])
+        after_good = jnp.array([0, self.hysteresis]) * grown + jnp.stack([streak + 1, remaining]) * ~grown
+        after_bad = jnp.stack([jnp.zeros_like(streak), remaining_after])
         return scale, jnp.where(finite, after_good, after_bad).astype(jnp.int32)
 
 

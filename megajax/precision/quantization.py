@@ -46,20 +46,20 @@ class Channels:
         The scale brings the largest magnitude of an output to the largest number; it is 1 for an output of zeros.
         """
         w = w.astype(jnp.float32)
-        whole, top = self.dtype == "int8", largest(self.dtype)
+        integer, top = self.dtype == "int8", largest(self.dtype)
         scale = _scale(jnp.max(jnp.abs(w), axis=self._summed(w.ndim)), top)
-        values = jnp.clip(w / self._spread(scale), -top, top)
-        return (jnp.round(values) if whole else values).astype(self.dtype), scale
+        values = jnp.clip(w / self._broadcast(scale), -top, top)
+        return (jnp.round(values) if integer else values).astype(self.dtype), scale
 
     def whole(self, values: Array, scale: Array) -> Array:
         """Numbers and scales -> the matrix in float32."""
-        return values.astype(jnp.float32) * self._spread(scale)
+        return values.astype(jnp.float32) * self._broadcast(scale)
 
     def _summed(self, ndim: int) -> tuple[int, ...]:
         end = ndim - self.outputs
         return tuple(range(end - self.inputs, end))
 
-    def _spread(self, scale: Array) -> Array:
+    def _broadcast(self, scale: Array) -> Array:
         return jnp.expand_dims(scale, self._summed(scale.ndim + self.inputs))
 
 
@@ -84,10 +84,10 @@ class Groups:
         return ""
 
     def stored(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], str]:
-        return self._cut(shape, 2), "uint8"
+        return self._divided(shape, 2), "uint8"
 
     def scales(self, shape: tuple[int, ...], axes: LogicalAxes) -> tuple[tuple[int, ...], LogicalAxes]:
-        return self._cut(shape, min(self.size, shape[self._axis(len(shape))])), _whole_at_rest(axes)
+        return self._divided(shape, min(self.size, shape[self._axis(len(shape))])), _whole_at_rest(axes)
 
     def quantized(self, w: Array) -> tuple[Array, Array]:
         """The scale brings the largest magnitude of a group to 7; it is 1 for a group of zeros."""
@@ -106,7 +106,7 @@ class Groups:
     def _axis(self, ndim: int) -> int:
         return ndim - self.outputs - 1
 
-    def _cut(self, shape: tuple[int, ...], by: int) -> tuple[int, ...]:
+    def _divided(self, shape: tuple[int, ...], by: int) -> tuple[int, ...]:
         axis = self._axis(len(shape))
         return (*shape[:axis], shape[axis] // by, *shape[axis + 1 :])
 

@@ -48,25 +48,25 @@ def blocks_of_devices(
     """
     cut = cut.exchanged() if cut.exchanging > 1 else cut
     places = cut.places(length).reshape(cut.devices, -1)
-    first, last = seen(np.arange(length), segments, window, causal)
+    first, last = visible_range(np.arange(length), segments, window, causal)
     rows = []
-    for rank, mine in enumerate(places):
-        held = [np.arange(length)]
+    for rank, local_places in enumerate(places):
+        key_places = [np.arange(length)]
         if "ring" in cut.strategy and cut.devices > 1:
-            index = jnp.asarray(mine)
-            steps = sources(cut, len(mine), Mask(index, index, None, None, window, causal))
-            held = [places[(rank - source) % cut.devices] for source in steps]
+            local = jnp.asarray(local_places)
+            steps = sources(cut, len(local_places), Mask(local, local, None, None, window, causal))
+            key_places = [places[(rank - source) % cut.devices] for source in steps]
         total = np.zeros(3, np.int64)
-        for keys in held:
-            ids = [None if segments is None else jnp.asarray(segments[each])[None] for each in (mine, keys)]
-            mask = Mask(jnp.asarray(mine), jnp.asarray(keys), ids[0], ids[1], window, causal)
-            total[:2] += [int(each.sum()) for each in visited(mask, 1, blocks)]
-            total[2] += _needed(keys, first[mine], last[mine], blocks)
+        for keys in key_places:
+            ids = [None if segments is None else jnp.asarray(segments[index])[None] for index in (local_places, keys)]
+            mask = Mask(jnp.asarray(local_places), jnp.asarray(keys), ids[0], ids[1], window, causal)
+            total[:2] += [int(count.sum()) for count in visited(mask, 1, blocks)]
+            total[2] += _needed(keys, first[local_places], last[local_places], blocks)
         rows.append(total)
     return Counted(*np.stack(rows, axis=1))
 
 
-def seen(
+def visible_range(
     queries: np.ndarray, segments: np.ndarray | None, window: int | None, causal: bool
 ) -> tuple[np.ndarray, np.ndarray]:
     """The first and the last position that each query sees, of a row of ascending segments."""
@@ -84,10 +84,10 @@ def _needed(keys: np.ndarray, first: np.ndarray, last: np.ndarray, blocks: Block
     begin, end = np.searchsorted(keys, first), np.searchsorted(keys, last, side="right")
     total = 0
     for start in range(0, len(first), blocks.queries):
-        here = slice(start, start + blocks.queries)
+        rows = slice(start, start + blocks.queries)
         change = np.zeros(-(-len(keys) // blocks.keys) + 1, np.int64)
-        some = end[here] > begin[here]
-        np.add.at(change, begin[here][some] // blocks.keys, 1)
-        np.add.at(change, (end[here][some] - 1) // blocks.keys + 1, -1)
+        nonempty = end[rows] > begin[rows]
+        np.add.at(change, begin[rows][nonempty] // blocks.keys, 1)
+        np.add.at(change, (end[rows][nonempty] - 1) // blocks.keys + 1, -1)
         total += int((change.cumsum() > 0).sum())
     return total

@@ -21,19 +21,19 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, *, pallas: bool = True) -> list[st
 
     pallas: False for NaN in its place, where no row needs it.
     """
-    called: list[str] = []
+    calls: list[str] = []
 
     def ffi_call(target: str, shapes: Any, *, legacy_backend_config: str, **_: Any) -> Any:
         config = json.loads(legacy_backend_config)["cudnn_fmha_backend_config"]
-        called.append(f"{'backward' if 'Backward' in target else 'forward'} {config['mask_type']}")
+        calls.append(f"{'backward' if 'Backward' in target else 'forward'} {config['mask_type']}")
         return partial(call, "Backward" in target, config, [shape.shape for shape in shapes])
 
     monkeypatch.setitem(cudnn.ELEMENT, jnp.dtype(jnp.float32), "BF16")
     monkeypatch.setattr(jax.ffi, "ffi_call", ffi_call)
-    other = PASSES["reference"] if pallas else Passes(_no_forward, _no_backward)
-    monkeypatch.setattr(pallas_attention, "forward", other.forward)
-    monkeypatch.setattr(pallas_attention, "backward", other.backward)
-    return called
+    fallback = PASSES["reference"] if pallas else Passes(_no_forward, _no_backward)
+    monkeypatch.setattr(pallas_attention, "forward", fallback.forward)
+    monkeypatch.setattr(pallas_attention, "backward", fallback.backward)
+    return calls
 
 
 def _no_forward(q: Array, k: Array, v: Array, *_: Any, scale: float) -> tuple[Array, Array]:
@@ -71,32 +71,32 @@ def call(backward: bool, config: dict, shapes: list[tuple[int, ...]], *operands:
     piece, place = _pieces(starts, lengths, rows, length)
     key_piece, key_place = _pieces(key_starts, key_lengths, rows, keys)
     distance = place[:, :, None] - key_place[:, None]
-    seen = (piece[:, :, None] == key_piece[:, None]) & (piece[:, :, None] >= 0)
-    seen &= (distance >= 0) if "CAUSAL" in masked else True
-    seen &= distance < (config["sliding_window_length"] or length + keys + 1)
-    seen = seen[:, None]
+    visible = (piece[:, :, None] == key_piece[:, None]) & (piece[:, :, None] >= 0)
+    visible &= (distance >= 0) if "CAUSAL" in masked else True
+    visible &= distance < (config["sliding_window_length"] or length + keys + 1)
+    visible = visible[:, None]
     k, v = (jnp.repeat(x, share, axis=2) for x in (k, v))
     product = partial(jnp.einsum, preferred_element_type=jnp.float32)
     scores = product("bsnh,btnh->bnst", q, k) * config["fmha_scale"]
-    whole = (lengths > 0) & (key_lengths > 0) if most == 1 else jnp.ones((rows,), bool)
-    covered = (piece >= 0) & whole[:, None]
+    complete = (lengths > 0) & (key_lengths > 0) if most == 1 else jnp.ones((rows,), bool)
+    covered = (piece >= 0) & complete[:, None]
     if not backward:
-        lse = jax.nn.logsumexp(scores, axis=-1, where=seen)
-        weights = jnp.where(seen, jnp.exp(scores - lse[..., None]), 0)
-        made = product("bnst,btnu->bnsu", weights.astype(v.dtype), v)
-        made = jnp.where(covered[:, None, :, None], made, jnp.nan).astype(q.dtype)
+        lse = jax.nn.logsumexp(scores, axis=-1, where=visible)
+        weights = jnp.where(visible, jnp.exp(scores - lse[..., None]), 0)
+        gradients = product("bnst,btnu->bnsu", weights.astype(v.dtype), v)
+        gradients = jnp.where(covered[:, None, :, None], gradients, jnp.nan).astype(q.dtype)
         stats = jnp.where(covered[:, None], lse, jnp.nan)
         if most > 1:
             empty = jnp.full((rows * most, heads, length), jnp.nan)
             stats = empty.at[piece, :, place].set(stats.transpose(0, 2, 1), mode="drop")
-        return [made, stats, jnp.zeros((0,), jnp.uint8)]
+        return [gradients, stats, jnp.zeros((0,), jnp.uint8)]
     assert statistics is not None and dout is not None and out is not None
     lse = statistics if most == 1 else statistics[piece, :, place].transpose(0, 2, 1)
     delta = jnp.einsum("bsnu,bsnu->bns", out.astype(jnp.float32), dout.astype(jnp.float32))
-    weights = jnp.where(seen, jnp.exp(scores - lse[..., None]), 0)
+    weights = jnp.where(visible, jnp.exp(scores - lse[..., None]), 0)
     ds = weights * (product("bsnu,btnu->bnst", dout, v) - delta[..., None]) * config["fmha_scale"]
-    dq, ends = product("bnst,btnh->bsnh", ds, k), key_piece >= 0
+    dq, key_mask = product("bnst,btnh->bsnh", ds, k), key_piece >= 0
     dk, dv = product("bnst,bsnh->btnh", ds, q), product("bnst,bsnu->btnu", weights, dout)
     dk, dv = (x.reshape(rows, keys, heads // share, share, -1).sum(3) for x in (dk, dv))
-    made = [jnp.where(c[..., None, None], x, jnp.nan) for c, x in ((covered, dq), (ends, dk), (ends, dv))]
-    return [x.astype(q.dtype).transpose(0, 2, 1, 3) for x in made] + [jnp.zeros((0,), jnp.uint8)]
+    gradients = [jnp.where(c[..., None, None], x, jnp.nan) for c, x in ((covered, dq), (key_mask, dk), (key_mask, dv))]
+    return [x.astype(q.dtype).transpose(0, 2, 1, 3) for x in gradients] + [jnp.zeros((0,), jnp.uint8)]

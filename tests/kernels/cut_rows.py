@@ -25,7 +25,7 @@ PADDED = [13, 0]
 
 def documents(borders: Sequence[Sequence[int]] = BORDERS, length: int = LENGTH) -> np.ndarray:
     """int32 [B, T] of documents that begin at these positions, and at 0."""
-    return np.stack([np.searchsorted(each, np.arange(length), side="right") for each in borders]).astype(np.int32)
+    return np.stack([np.searchsorted(row, np.arange(length), side="right") for row in borders]).astype(np.int32)
 
 
 def texts(lengths: Sequence[int] = PADDED, length: int = LENGTH) -> np.ndarray:
@@ -64,8 +64,8 @@ class Case:
         """q, k, v, the gradient of the result, in the row's order, and sinks."""
         draw = np.random.default_rng(0).standard_normal
         shapes = [(self.heads, self.size), (self.groups, self.size), (self.groups, self.wide), (self.heads, self.wide)]
-        made = [jnp.asarray(draw((ROWS, self.length, *shape)), self.dtype) for shape in shapes]
-        return [*made, jnp.asarray(draw(self.heads), jnp.float32)]
+        arrays = [jnp.asarray(draw((ROWS, self.length, *shape)), self.dtype) for shape in shapes]
+        return [*arrays, jnp.asarray(draw(self.heads), jnp.float32)]
 
 
 KEYS = np.arange(2 * ROWS, dtype=np.uint32).reshape(ROWS, 2)
@@ -78,17 +78,17 @@ def on_one_device(case: Case) -> list[np.ndarray]:
     mask = Mask(index, index, *[case.segments] * 2, case.window, case.causal, case.padded)
     dropout = AttentionDropout(case.rate, jnp.asarray(KEYS), jnp.arange(case.heads), index) if case.rate else None
 
-    def alone(q: Array, k: Array, v: Array, sinks: Array) -> Array:
+    def attention(q: Array, k: Array, v: Array, sinks: Array) -> Array:
         sink = sinks if case.sink else None
         return reference_attention(q, k, v, mask, scale=SCALE, dropout=dropout, sink=sink)
 
     @jax.jit
-    def both(*arrays: Array) -> tuple:
-        out, pull = jax.vjp(alone, *arrays)
+    def output_and_gradients(*arrays: Array) -> tuple:
+        out, pull = jax.vjp(attention, *arrays)
         return out, *pull(dout.astype(jnp.float32))
 
     with jax.default_matmul_precision("highest"):
-        return [np.asarray(x) for x in both(*(x.astype(jnp.float32) for x in qkv), sinks)]
+        return [np.asarray(x) for x in output_and_gradients(*(x.astype(jnp.float32) for x in qkv), sinks)]
 
 
 def on_devices(case: Case, kernel: str | Passes = "reference", rectangles: Passes | None = None) -> list[np.ndarray]:
@@ -101,8 +101,8 @@ def on_devices(case: Case, kernel: str | Passes = "reference", rectangles: Passe
         index = cut.local_index(q.shape[1])
         mask = Mask(index, index, segments, segments, case.window, case.causal, case.padded)
         names = lax.axis_index("tensor") * q.shape[2] + jnp.arange(q.shape[2])
-        whole = q.shape[1] * case.context
-        dropout = AttentionDropout(case.rate, jnp.asarray(KEYS), names, index, whole) if case.rate else None
+        length = q.shape[1] * case.context
+        dropout = AttentionDropout(case.rate, jnp.asarray(KEYS), names, index, length) if case.rate else None
 
         def attention(q: Array, k: Array, v: Array, sinks: Array) -> Array:
             return attend(passes, q, k, v, mask, scale=SCALE, dropout=dropout, sink=sinks if case.sink else None)
@@ -124,8 +124,8 @@ def on_devices(case: Case, kernel: str | Passes = "reference", rectangles: Passe
     segments = None if case.segments is None else jnp.asarray(case.segments[:, order])
     with jax.default_matmul_precision("highest"):
         compiled = jax.jit(program, compiler_options=dict(QUICK))
-        *got, dsink = compiled(*(x[:, order] for x in rows), sinks, segments)
-    return [*(np.asarray(x, np.float32)[:, np.argsort(order)] for x in got), np.asarray(dsink)]
+        *arrays, dsink = compiled(*(x[:, order] for x in rows), sinks, segments)
+    return [*(np.asarray(x, np.float32)[:, np.argsort(order)] for x in arrays), np.asarray(dsink)]
 
 
 NAMES = ("result", "dq", "dk", "dv", "dsink")
@@ -135,8 +135,8 @@ def differences(case: Case, kernel: str | Passes = "reference", rectangles: Pass
     """Largest difference of the result and of each gradient, over the largest number in it."""
     pairs = zip(NAMES, on_devices(case, kernel, rectangles), on_one_device(case), strict=True)
     return {
-        name: float(np.abs(one - other).max() / np.abs(other).max())
-        for name, one, other in pairs
+        name: float(np.abs(value - reference).max() / np.abs(reference).max())
+        for name, value, reference in pairs
         if name != "dsink" or case.sink
     }
 

@@ -52,8 +52,8 @@ def custom_call(target: str, config: dict, *operands: Any) -> list[np.ndarray]:
     bias = rest.pop(0) if biased else None
     if backward:
         rest.pop(0)  # the output, of which the kernel needs its product with the gradient alone
-        given = np.asarray(operands[5 + biased], np.float64)
-        delta = (given * dout).sum(-1)
+        saved_statistics = np.asarray(operands[5 + biased], np.float64)
+        delta = (saved_statistics * dout).sum(-1)
     most, (batch, length, heads, _), key_length = config["max_seg_per_batch"], q.shape, k.shape[1]
     if most == 1:
         lengths, key_lengths = rest if "PADDING" in config["mask_type"] else np.tile([[length], [key_length]], batch)
@@ -68,28 +68,29 @@ def custom_call(target: str, config: dict, *operands: Any) -> list[np.ndarray]:
     grads = [np.full_like(x, np.nan) for x in flat]
     share = heads // k.shape[2]
     for piece, (size, key_size) in enumerate(zip(lengths, key_lengths, strict=True)):
-        here, there = slice(q_begins[piece], q_begins[piece] + size), slice(k_begins[piece], k_begins[piece] + key_size)
-        for grad, part in zip(grads, (here, there, there), strict=True):
+        query_range = slice(q_begins[piece], q_begins[piece] + size)
+        key_range = slice(k_begins[piece], k_begins[piece] + key_size)
+        for grad, part in zip(grads, (query_range, key_range, key_range), strict=True):
             grad[part] = 0
         before = np.arange(size)[:, None] - np.arange(key_size)[None]
-        seen = before >= 0 if causal else before == before
-        seen &= before < (config["sliding_window_length"] or size + 1)
+        visible = before >= 0 if causal else before == before
+        visible &= before < (config["sliding_window_length"] or size + 1)
         for n in range(heads):
-            a, b, c = flat[0][here, n], flat[1][there, n // share], flat[2][there, n // share]
+            a, b, c = flat[0][query_range, n], flat[1][key_range, n // share], flat[2][key_range, n // share]
             scores = a @ b.T * config["fmha_scale"] + (0 if bias is None else bias[piece % len(bias), 0])
-            scores = np.where(seen, scores, -np.inf)
+            scores = np.where(visible, scores, -np.inf)
             if not backward:
                 stats[piece, n, :size] = lse = np.logaddexp.reduce(scores, axis=1)
-                out[here, n] = np.exp(scores - lse[:, None]) @ c
+                out[query_range, n] = np.exp(scores - lse[:, None]) @ c
                 continue
             p = np.exp(scores - statistics[piece, n, :size, None])
-            do = dout.reshape(batch * length, heads, -1)[here, n]
-            ds = p * (do @ c.T - delta.reshape(batch * length, heads)[here, n, None]) * config["fmha_scale"]
-            grads[0][here, n] += ds @ b
-            grads[1][there, n // share] += ds.T @ a
-            grads[2][there, n // share] += p.T @ do
-    made = grads if backward else [out]
-    turned = [x.reshape(batch, -1, *x.shape[1:]).transpose(0, 2, 1, 3) for x in made]
+            do = dout.reshape(batch * length, heads, -1)[query_range, n]
+            ds = p * (do @ c.T - delta.reshape(batch * length, heads)[query_range, n, None]) * config["fmha_scale"]
+            grads[0][query_range, n] += ds @ b
+            grads[1][key_range, n // share] += ds.T @ a
+            grads[2][key_range, n // share] += p.T @ do
+    results = grads if backward else [out]
+    turned = [x.reshape(batch, -1, *x.shape[1:]).transpose(0, 2, 1, 3) for x in results]
     last = [np.zeros((0,), np.uint8)]
     return [x.astype(operands[0].dtype) for x in turned] + ([] if backward else [stats.astype(np.float32)]) + last
 
@@ -117,7 +118,7 @@ def documents(length: int) -> jax.Array:
     return jnp.asarray((np.arange(length)[None, :, None] >= cuts[:, None]).sum(-1), jnp.int32)
 
 
-def whole(length: int, segments: jax.Array | None = None, **rest: Any) -> Mask:
+def mask_of_rows(length: int, segments: jax.Array | None = None, **rest: Any) -> Mask:
     index = jnp.arange(length)
     return Mask(index, index, segments, segments, **rest)
 
@@ -150,7 +151,7 @@ def test_output_log_sum_exp_and_gradients_match_the_formula(case: str, name: str
     length, size, wide, rest = SHAPES[case]
     q, k, v, dout = inputs(length, size, wide)
     rest = dict(rest)
-    mask = whole(length, documents(length) if rest.pop("segments", False) else None, **rest)
+    mask = mask_of_rows(length, documents(length) if rest.pop("segments", False) else None, **rest)
 
     @jax.jit
     def run(q, k, v, dout):
@@ -159,13 +160,13 @@ def test_output_log_sum_exp_and_gradients_match_the_formula(case: str, name: str
         return out, lse, passes.backward(q, k, v, mask, out, lse, dout, scale=SCALE), pullback(dout)
 
     with jax.default_matmul_precision("highest"):
-        out, lse, actual, wanted = run(q, k, v, dout)
+        out, lse, actual, expected = run(q, k, v, dout)
     exact, exact_lse = plain(q, k, v, mask)
     np.testing.assert_allclose(out, exact, atol=1e-5)
     np.testing.assert_allclose(lse, exact_lse, atol=1e-5)
-    for one, other in zip(actual, wanted, strict=True):
-        assert one.shape == other.shape
-        np.testing.assert_allclose(one, other, atol=1e-5)
+    for value, reference in zip(actual, expected, strict=True):
+        assert value.shape == reference.shape
+        np.testing.assert_allclose(value, reference, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -176,7 +177,7 @@ def test_a_sink_and_its_gradient_are_exact(masked: bool, name: str, passes: Pass
     """Fused backends know no sinks: the result is scaled, and the backward kernel handed the lengthened sum."""
     q, k, v, dout = inputs(32, 16, 16)
     sink = jnp.asarray([-2.0, 3.0])
-    mask = whole(32, documents(32) if masked else None)
+    mask = mask_of_rows(32, documents(32) if masked else None)
 
     def total(attention, *args):
         *qkv, sink = args
@@ -184,12 +185,12 @@ def test_a_sink_and_its_gradient_are_exact(masked: bool, name: str, passes: Pass
 
     ways = [partial(total, way) for way in (partial(attend, passes), reference_attention)]
     with jax.default_matmul_precision("highest"):
-        actual, wanted = jax.jit(lambda *args: [jax.value_and_grad(way, (0, 1, 2, 3))(*args) for way in ways])(
+        actual, expected = jax.jit(lambda *args: [jax.value_and_grad(way, (0, 1, 2, 3))(*args) for way in ways])(
             q, k, v, sink
         )
-    np.testing.assert_allclose(actual[0], wanted[0], rtol=1e-5)
-    for one, other in zip(actual[1], wanted[1], strict=True):
-        np.testing.assert_allclose(one, other, atol=1e-5 * max(1, np.abs(other).max()))
+    np.testing.assert_allclose(actual[0], expected[0], rtol=1e-5)
+    for value, reference in zip(actual[1], expected[1], strict=True):
+        np.testing.assert_allclose(value, reference, atol=1e-5 * max(1, np.abs(reference).max()))
 
 
 def changed(x: jax.Array, where: jax.Array) -> jax.Array:
@@ -201,7 +202,7 @@ def check_isolation(
 ) -> None:
     """Another document 1 in each row leaves all bits of the others' results and gradients; of the last `rounded` of
     them nearly all, where a kernel adds in the order in which its threads come."""
-    mask = whole(segments.shape[1], segments, **rest)
+    mask = mask_of_rows(segments.shape[1], segments, **rest)
 
     @jax.jit
     def run(q, k, v, dout):
@@ -210,13 +211,13 @@ def check_isolation(
 
     first = run(*arrays)
     second = run(*(changed(x, segments == 1) for x in arrays))
-    others = np.asarray(segments != 1)
+    unchanged = np.asarray(segments != 1)
     for place, pair in enumerate(zip(first, second, strict=True)):
-        one, other = (np.asarray(x, np.float32) for x in pair)
+        value, reference = (np.asarray(x, np.float32) for x in pair)
         if place < len(first) - rounded:
-            np.testing.assert_array_equal(one[others], other[others])
-        np.testing.assert_allclose(one[others], other[others], atol=2**-8 * np.abs(one).max())
-        assert np.abs(one - other)[~others].max() > 2**-6 * np.abs(one).max()
+            np.testing.assert_array_equal(value[unchanged], reference[unchanged])
+        np.testing.assert_allclose(value[unchanged], reference[unchanged], atol=2**-8 * np.abs(value).max())
+        assert np.abs(value - reference)[~unchanged].max() > 2**-6 * np.abs(value).max()
 
 
 @BACKENDS
@@ -233,7 +234,7 @@ def test_documents_are_isolated_bitwise_on_a_gpu(name: str) -> None:
     segments = jnp.asarray((np.arange(512)[None, :, None] >= np.array([[100, 300], [7, 256]])[:, None]).sum(-1))
     rng = np.random.default_rng(0)
     heads = [(HEADS, 64), (GROUPS, 64), (GROUPS, 64), (HEADS, 64)]
-    arrays = [jnp.asarray(rng.normal(size=(*shape, *each)), jnp.bfloat16) for each in heads]
+    arrays = [jnp.asarray(rng.normal(size=(*shape, *head_shape)), jnp.bfloat16) for head_shape in heads]
     # cuDNN's backward kernel adds up with atomics, so that two runs on the same inputs need not agree to the bit.
     check_isolation(PASSES[name], arrays, segments, rounded=3 if name.startswith("cudnn") else 0)
 
@@ -243,7 +244,7 @@ def check_formula(passes: Passes, case: str, length: int) -> None:
     _, size, wide, rest = SHAPES[case]
     q, k, v, dout = (x.astype(jnp.bfloat16) for x in inputs(length, size, wide))
     rest = dict(rest)
-    mask = whole(length, documents(length) if rest.pop("segments", False) else None, **rest)
+    mask = mask_of_rows(length, documents(length) if rest.pop("segments", False) else None, **rest)
 
     @jax.jit
     def run(q, k, v, dout):
@@ -251,16 +252,16 @@ def check_formula(passes: Passes, case: str, length: int) -> None:
         return out, lse, passes.backward(q, k, v, mask, out, lse, dout, scale=SCALE)
 
     @jax.jit
-    def wanted(q, k, v, dout):
+    def expected_gradients(q, k, v, dout):
         return jax.vjp(lambda q, k, v: reference_attention(q, k, v, mask, scale=SCALE), q, k, v)[1](dout)
 
     out, lse, actual = run(q, k, v, dout)
-    gradients = wanted(*(x.astype(jnp.float32) for x in (q, k, v, dout)))
+    gradients = expected_gradients(*(x.astype(jnp.float32) for x in (q, k, v, dout)))
     exact, exact_lse = plain(q, k, v, mask)
     np.testing.assert_allclose(lse, exact_lse, atol=2**-8 * np.abs(exact_lse).max())
-    for one, other in zip((out, *actual), (exact, *gradients), strict=True):
+    for value, reference in zip((out, *actual), (exact, *gradients), strict=True):
         # bfloat16 keeps 8 bits; the longest way from inputs to a gradient rounds a few times.
-        np.testing.assert_allclose(np.asarray(one, np.float32), other, atol=2**-6 * np.abs(other).max())
+        np.testing.assert_allclose(np.asarray(value, np.float32), reference, atol=2**-6 * np.abs(reference).max())
 
 
 @pytest.mark.gpu
@@ -284,19 +285,19 @@ def test_rows_with_too_many_documents_use_the_pallas_kernel(monkeypatch: pytest.
     monkeypatch.setattr(cudnn, "DOCUMENTS", 3)
     stand_in(monkeypatch)
     q, k, v, _ = inputs(32, 16, 16)
-    ran = []
+    calls = []
     callback = jax.pure_callback
-    monkeypatch.setattr(jax, "pure_callback", lambda f, *args: callback(lambda *x: (ran.append(1), f(*x))[1], *args))
-    run = jax.jit(lambda q, k, v, segments: cudnn.forward(q, k, v, whole(32, segments), scale=SCALE))
+    monkeypatch.setattr(jax, "pure_callback", lambda f, *args: callback(lambda *x: (calls.append(1), f(*x))[1], *args))
+    run = jax.jit(lambda q, k, v, segments: cudnn.forward(q, k, v, mask_of_rows(32, segments), scale=SCALE))
     three = documents(32)
     for segments, fits in ((three, True), (three.at[0, 30:].set(3), False), (three.at[0, 28:].set(0), False)):
-        ran.clear()
+        calls.clear()
         with jax.default_matmul_precision("highest"):
             out, lse = run(q, k, v, segments)
-        exact, exact_lse = plain(q, k, v, whole(32, segments))
+        exact, exact_lse = plain(q, k, v, mask_of_rows(32, segments))
         np.testing.assert_allclose(out, exact, atol=1e-5)
         np.testing.assert_allclose(lse, exact_lse, atol=1e-5)
-        assert bool(cudnn.Documents.of(segments, 3).fit) == bool(ran) == fits
+        assert bool(cudnn.Documents.of(segments, 3).fit) == bool(calls) == fits
 
 
 @pytest.mark.parametrize("name", ["reference", pytest.param("pallas", marks=pytest.mark.slow)])
@@ -305,25 +306,28 @@ def test_partial_results_combine_by_log_sum_exp(name: str, passes: Passes) -> No
     q, k, v, dout = inputs(32, 16, 16)
     order = jnp.asarray(np.r_[16:32, 0:16])
     segments = documents(32)
-    exact, exact_lse = plain(q, k, v, whole(32, segments))
+    exact, exact_lse = plain(q, k, v, mask_of_rows(32, segments))
     halves = [order[:16], order[16:]]
 
     @jax.jit
     def run(q, k, v, dout):
         masks = [Mask(jnp.arange(32), keys, segments, segments[:, keys]) for keys in halves]
-        cut = [(k[:, keys], v[:, keys]) for keys in halves]
-        parts = [passes.forward(q, *kv, mask, scale=SCALE) for kv, mask in zip(cut, masks, strict=True)]
+        key_halves = [(k[:, keys], v[:, keys]) for keys in halves]
+        parts = [passes.forward(q, *kv, mask, scale=SCALE) for kv, mask in zip(key_halves, masks, strict=True)]
         lse = jnp.logaddexp(parts[0][1], parts[1][1])
-        out = sum(each * jnp.exp(own - lse).transpose(0, 2, 1)[..., None] for each, own in parts)
+        out = sum(part_out * jnp.exp(part_lse - lse).transpose(0, 2, 1)[..., None] for part_out, part_lse in parts)
         grads = [
-            passes.backward(q, *kv, mask, out, lse, dout, scale=SCALE) for kv, mask in zip(cut, masks, strict=True)
+            passes.backward(q, *kv, mask, out, lse, dout, scale=SCALE)
+            for kv, mask in zip(key_halves, masks, strict=True)
         ]
-        _, pullback = jax.vjp(lambda q, k, v: reference_attention(q, k, v, whole(32, segments), scale=SCALE), q, k, v)
+        _, pullback = jax.vjp(
+            lambda q, k, v: reference_attention(q, k, v, mask_of_rows(32, segments), scale=SCALE), q, k, v
+        )
         return out, lse, parts, grads, pullback(dout)
 
     with jax.default_matmul_precision("highest"):
         out, lse, parts, grads, (dq, dk, dv) = run(q, k, v, dout)
-    assert any(bool(jnp.isneginf(own).any()) for _, own in parts), "some queries see no key of a half"
+    assert any(bool(jnp.isneginf(part_lse).any()) for _, part_lse in parts), "some queries see no key of a half"
     np.testing.assert_allclose(out, exact, atol=1e-5)
     np.testing.assert_allclose(lse, exact_lse, atol=1e-5)
     np.testing.assert_allclose(grads[0][0] + grads[1][0], dq, atol=1e-5)
@@ -334,13 +338,15 @@ def test_partial_results_combine_by_log_sum_exp(name: str, passes: Passes) -> No
 
 def test_fully_masked_blocks_are_skipped() -> None:
     segments = jnp.asarray(np.repeat(np.arange(4), 64)[None])
-    mask = whole(256, segments)
+    mask = mask_of_rows(256, segments)
     walk = pallas_attention._cut_into_blocks(mask, 1, Blocks(32, 32, 4))
     first, last = np.asarray(walk.keys_of)[0]
     # Two blocks to a document: the first of them walks over one block, the second over two.
     np.testing.assert_array_equal(last - first, [1, 2] * 4)
     np.testing.assert_array_equal(first, np.repeat([0, 2, 4, 6], 2))
-    first, last = np.asarray(pallas_attention._cut_into_blocks(whole(256, window=31), 1, Blocks(32, 32, 4)).keys_of)[0]
+    first, last = np.asarray(
+        pallas_attention._cut_into_blocks(mask_of_rows(256, window=31), 1, Blocks(32, 32, 4)).keys_of
+    )[0]
     np.testing.assert_array_equal(last - first, [1] + [2] * 7)
     first, last = np.asarray(walk.queries_of)[0]
     np.testing.assert_array_equal(last - first, [2, 1] * 4)
@@ -350,4 +356,4 @@ def test_fully_masked_blocks_are_skipped() -> None:
 def test_unsupported_features_of_fused_backends_are_refused(name: str) -> None:
     q, k, v, _ = inputs(32, 16, 16)
     with pytest.raises(ValueError, match="kernel=reference"):
-        attend(name, q, k, v, whole(32), scale=SCALE, bias=jnp.zeros((HEADS, 32, 32)))
+        attend(name, q, k, v, mask_of_rows(32), scale=SCALE, bias=jnp.zeros((HEADS, 32, 32)))

@@ -34,10 +34,10 @@ def compiled(gpu: str, kernel: str, *, size: int = 64, wide: int = 64, groups: i
     mesh = Mesh(np.array(devices.virtual_devices(Cluster(GPUS[gpu], 1, 8))), ("data",))
     documents, keys = rest.pop("documents", False) or rest.get("padded", False), rest.pop("keys", LENGTH)
     sizes = (LENGTH, HEADS, size), (keys, groups, size), (keys, groups, wide), (LENGTH, HEADS, wide)
-    shapes = [(1, *each) for each in sizes]
-    whole = NamedSharding(mesh, P())
-    arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=whole) for shape in shapes]
-    segments = [jax.ShapeDtypeStruct((1, length), jnp.int32, sharding=whole) for length in (LENGTH, keys)]
+    shapes = [(1, *dimensions) for dimensions in sizes]
+    replicated = NamedSharding(mesh, P())
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=replicated) for shape in shapes]
+    segments = [jax.ShapeDtypeStruct((1, length), jnp.int32, sharding=replicated) for length in (LENGTH, keys)]
     attention = reference_attention if kernel == "reference" else partial(attend, kernel)
 
     def gradients(q, k, v, dout, segments):
@@ -76,8 +76,8 @@ def test_an_h100_calls_cudnn_and_stores_no_scores(case: str) -> None:
     assert [target for target in targets if target != TRITON] == FUSED
     # Rows with too many documents, or whose padding is not at their end, have kernels of their own beside cuDNN's.
     assert targets.count(TRITON) == (3 if {"documents", "padded"} & set(CASES[case]) else 0)
-    kept = LENGTH * HEADS * (2 * CASES[case].get("wide", 64) + 4)
-    assert temporary < kept + SCORES // 2, "what is kept for the backward pass, and less than half the scores of a head"
+    expected = LENGTH * HEADS * (2 * CASES[case].get("wide", 64) + 4)
+    assert temporary < expected + SCORES // 2, "the residuals, and less than half the scores of a head"
 
 
 def test_the_reference_and_the_mask_store_scores() -> None:

@@ -64,9 +64,9 @@ FIRST = ("gather, documents", "ring")
 )
 def test_the_calls_of_cudnn_add_up_to_whole_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case, calls = CASES[name]
-    called = stand_in(monkeypatch, pallas=False)
+    actual = stand_in(monkeypatch, pallas=False)
     check(case, "cudnn")
-    assert called == [*calls, *(each.replace("forward", "backward") for each in calls)]
+    assert actual == [*calls, *(call.replace("forward", "backward") for call in calls)]
 
 
 @pytest.mark.slow
@@ -145,23 +145,23 @@ def check_rectangle(start: int, segments: bool, chunk: int) -> None:
     shapes = [(2, chunk, heads, size), *[(2, length, groups, size)] * 2, (2, chunk, heads, size)]
     q, k, v, dout = (jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in shapes)
     ids = jnp.asarray(documents([[5, chunk + 3, 2 * chunk + 9], [2 * chunk]], length)) if segments else None
-    mine = None if ids is None else ids[:, start : start + chunk]
-    mask = Mask(jnp.full((chunk,), start - 1), jnp.arange(length), mine, ids)
+    chunk_ids = None if ids is None else ids[:, start : start + chunk]
+    mask = Mask(jnp.full((chunk,), start - 1), jnp.arange(length), chunk_ids, ids)
 
     def passes(forward: Callable, backward: Callable, *arrays: jax.Array) -> tuple:
         q, k, v, dout = arrays
         out, lse = forward(q, k, v, mask, scale=0.125)
         # In a row the log-sum-exp is of more keys, and finite.
-        whole = jnp.logaddexp(lse, 1.0)
-        return out, jnp.exp(lse), *backward(q, k, v, mask, out, whole, dout, scale=0.125)
+        total = jnp.logaddexp(lse, 1.0)
+        return out, jnp.exp(lse), *backward(q, k, v, mask, out, total, dout, scale=0.125)
 
     actual = jax.jit(partial(passes, cudnn.rectangle_forward, cudnn.rectangle_backward))(q, k, v, dout)
     exact = [x.astype(jnp.float32) for x in (q, k, v, dout)]
     with jax.default_matmul_precision("highest"):
-        wanted = jax.jit(partial(passes, *PASSES["reference"][:2]))(*exact)
-    for one, other in zip(actual, wanted, strict=True):
-        other = np.asarray(other)
-        np.testing.assert_allclose(np.asarray(one, np.float32), other, atol=2**-6 * max(np.abs(other).max(), 1e-3))
+        expected = jax.jit(partial(passes, *PASSES["reference"][:2]))(*exact)
+    for value, reference in zip(actual, expected, strict=True):
+        reference = np.asarray(reference)
+        np.testing.assert_allclose(value.astype(np.float32), reference, atol=2**-6 * max(np.abs(reference).max(), 1e-3))
 
 
 RECTANGLES = pytest.mark.parametrize(("start", "segments"), [(0, False), (0, True), (1, False), (1, True), (2, True)])

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from blocks_of_devices import blocks_of_devices, seen
+from blocks_of_devices import blocks_of_devices, visible_range
 
 from megajax.kernels.pallas_attention import Blocks
 from megajax.mesh.row_cut import RowCut
@@ -20,33 +20,33 @@ SLOW = pytest.mark.slow
 @pytest.mark.parametrize("rounds", [1, pytest.param(4, marks=SLOW)])
 @pytest.mark.parametrize(
     ("strategy", "exchanging"),
-    [STRATEGIES[1], *(pytest.param(*each, marks=SLOW) for each in STRATEGIES if each[1] > 1)],
+    [STRATEGIES[1], *(pytest.param(*case, marks=SLOW) for case in STRATEGIES if case[1] > 1)],
 )
 def test_blocks_that_no_query_needs_are_skipped(strategy, exchanging, rounds, segments, window) -> None:
     cut = RowCut(8, rounds, strategy, exchanging)
-    counted = blocks_of_devices(cut, LENGTH, BLOCKS, segments=segments, window=window)
-    np.testing.assert_array_equal(counted.by_query, counted.needed)
-    np.testing.assert_array_equal(counted.by_key, counted.needed)
+    counts = blocks_of_devices(cut, LENGTH, BLOCKS, segments=segments, window=window)
+    np.testing.assert_array_equal(counts.by_query, counts.needed)
+    np.testing.assert_array_equal(counts.by_key, counts.needed)
 
 
 @pytest.mark.parametrize(("strategy", "exchanging"), STRATEGIES)
 @pytest.mark.parametrize("rounds", [1, pytest.param(2, marks=SLOW)])
 def test_in_zigzag_all_devices_have_the_same_work(strategy: str, exchanging: int, rounds: int) -> None:
-    counted = blocks_of_devices(RowCut(8, rounds, strategy, exchanging), LENGTH, BLOCKS)
-    assert counted.imbalance() <= 1.05
+    counts = blocks_of_devices(RowCut(8, rounds, strategy, exchanging), LENGTH, BLOCKS)
+    assert counts.imbalance() <= 1.05
     # In all as many as one device has of the row.
-    alone = blocks_of_devices(RowCut(), LENGTH, BLOCKS)
-    assert counted.by_query.sum() == alone.needed.sum() == alone.by_query.sum()
+    unsharded = blocks_of_devices(RowCut(), LENGTH, BLOCKS)
+    assert counts.by_query.sum() == unsharded.needed.sum() == unsharded.by_query.sum()
     # In plain chunks the last device has nearly twice the mean.
     plain = blocks_of_devices(RowCut(8, 0, "all_gather"), LENGTH, BLOCKS)
     assert plain.imbalance() > 1.8
 
 
 def test_more_rounds_balance_documents_better() -> None:
-    one, four, sixteen = (
+    one_round, four, sixteen = (
         blocks_of_devices(RowCut(8, rounds), LENGTH, BLOCKS, segments=DOCUMENTS).imbalance() for rounds in (1, 4, 16)
     )
-    assert one > 1.2 > four > sixteen
+    assert one_round > 1.2 > four > sixteen
 
 
 def test_needed_blocks_are_those_with_a_visible_score() -> None:
@@ -55,18 +55,19 @@ def test_needed_blocks_are_those_with_a_visible_score() -> None:
     segments = np.searchsorted([3, 64, 65, 200], np.arange(length), side="right")
     place = np.arange(length)
     visible = (place[:, None] >= place) & (place[:, None] - place <= 30) & (segments[:, None] == segments)
-    first, last = seen(place, segments, 30, True)
+    first, last = visible_range(place, segments, 30, True)
     np.testing.assert_array_equal(visible.sum(1), last - first + 1)
-    wanted = [
-        visible[mine].reshape(-1, 16, length // 16, 16).any((1, 3)).sum() for mine in cut.places(length).reshape(4, -1)
+    expected = [
+        visible[places].reshape(-1, 16, length // 16, 16).any((1, 3)).sum()
+        for places in cut.places(length).reshape(4, -1)
     ]
-    counted = blocks_of_devices(cut, length, blocks, segments=segments, window=30)
-    np.testing.assert_array_equal(counted.needed, wanted)
+    counts = blocks_of_devices(cut, length, blocks, segments=segments, window=30)
+    np.testing.assert_array_equal(counts.needed, expected)
 
 
 @SLOW
 def test_bidirectional_rows_need_all_blocks() -> None:
     for strategy in ("all_gather", "ring"):
-        counted = blocks_of_devices(RowCut(8, 0, strategy), LENGTH, BLOCKS, causal=False)
-        assert (counted.by_query == LENGTH // 8 // 32 * (LENGTH // 16)).all()
-        np.testing.assert_array_equal(counted.by_query, counted.needed)
+        counts = blocks_of_devices(RowCut(8, 0, strategy), LENGTH, BLOCKS, causal=False)
+        assert (counts.by_query == LENGTH // 8 // 32 * (LENGTH // 16)).all()
+        np.testing.assert_array_equal(counts.by_query, counts.needed)

@@ -57,22 +57,22 @@ def compiled(
         index = cut.local_index(x.shape[1])
 
         def layer(x: Array, _: None) -> tuple[Array, None]:
-            few = x[:, :, :: HEADS // 2]
-            return x + island(jnp.sin(x), 2 * few, jnp.cos(few), index, ids if segments else None), None
+            kv = x[:, :, :: HEADS // 2]
+            return x + island(jnp.sin(x), 2 * kv, jnp.cos(kv), index, ids if segments else None), None
 
         policy = jax.checkpoint_policies.save_only_these_names(OUTPUT, STATISTICS)
         layer = jax.checkpoint(layer, policy=policy, prevent_cse=False)
         return jax.grad(lambda x: lax.scan(layer, x, None, length=LAYERS)[0].astype(jnp.float32).sum())(x)
 
     row = P(None, "context")
-    whole = jax.shard_map(
+    sharded = jax.shard_map(
         gradient, mesh=mesh, axis_names={"context"}, in_specs=(row, row), out_specs=row, check_vma=False
     )
     x = jax.ShapeDtypeStruct((1, LENGTH, HEADS, SIZE), jnp.bfloat16, sharding=NamedSharding(mesh, P(*row, "tensor")))
     ids = jax.ShapeDtypeStruct((1, LENGTH), jnp.int32, sharding=NamedSharding(mesh, row))
     options = compiler_options(*GPU, *(FSDP if fsdp else ()), *DEVICELESS)
     with jax.set_mesh(mesh):
-        return jax.jit(whole).lower(x, ids).compile(compiler_options=options).as_text(), dict(mesh.shape)
+        return jax.jit(sharded).lower(x, ids).compile(compiler_options=options).as_text(), dict(mesh.shape)
 
 
 def kernels(text: str) -> Counter:
@@ -87,9 +87,10 @@ def branches(text: str) -> int:
 
 def moved(text: str, mesh: Mapping[str, int], kind: str) -> tuple[int, int]:
     """Of keys, values and their gradients: arrays that collectives of a kind move, and those beside no kernel."""
-    each = [one for one in hlo.read(text, mesh).collectives if one.kind == kind]
-    each = [one for one in each if one.bytes >= LENGTH // CONTEXT * SIZE]
-    return sum(one.arrays for one in each), sum(one.arrays for one in each if not one.overlapped)
+    collectives = [
+        c for c in hlo.read(text, mesh).collectives if c.kind == kind and c.bytes >= LENGTH // CONTEXT * SIZE
+    ]
+    return sum(c.arrays for c in collectives), sum(c.arrays for c in collectives if not c.overlapped)
 
 
 FORWARD, BACKWARD = "fmhaSoftmax", "fmhaSoftmaxBackward"

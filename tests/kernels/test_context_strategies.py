@@ -95,8 +95,8 @@ def statistics(case: Case) -> tuple[np.ndarray, np.ndarray]:
     index = jnp.arange(case.length)
     exact = [x.astype(jnp.float32) for x in (q, k, v)]
     with jax.default_matmul_precision("highest"):
-        wanted = reference_forward(*exact, Mask(index, index, None, None), scale=SCALE)[1]
-    return np.asarray(lse)[:, :, np.argsort(order)], np.asarray(wanted)
+        expected = reference_forward(*exact, Mask(index, index, None, None), scale=SCALE)[1]
+    return np.asarray(lse)[:, :, np.argsort(order)], np.asarray(expected)
 
 
 @pytest.mark.parametrize("strategy", [*(pytest.param(s, marks=SLOW) for s in STRATEGIES if s != "ring"), "ring"])
@@ -120,14 +120,14 @@ def test_documents_are_isolated_bitwise(strategy: str) -> None:
     class Changed(Case):
         def arrays(self) -> list[jax.Array]:
             *rows, sinks = Case.arrays(self)
-            there = jnp.asarray(documents() == 3)[..., None, None]
-            return [*(jnp.where(there, x + 1, x) for x in rows), sinks]
+            in_document = jnp.asarray(documents() == 3)[..., None, None]
+            return [*(jnp.where(in_document, x + 1, x) for x in rows), sinks]
 
     case = laid_out(Case(segments=documents(), groups=2), strategy, 4)
     changed = Changed(**{name: getattr(case, name) for name in case.__dataclass_fields__})
-    for one, other in zip(on_devices(case)[:4], on_devices(changed)[:4], strict=True):
-        np.testing.assert_array_equal(one[documents() != 3], other[documents() != 3])
-        assert (one != other)[documents() == 3].any()
+    for value, changed_value in zip(on_devices(case)[:4], on_devices(changed)[:4], strict=True):
+        np.testing.assert_array_equal(value[documents() != 3], changed_value[documents() != 3])
+        assert (value != changed_value)[documents() == 3].any()
 
 
 INTERPRETED = {"interpret": True, "blocks": Blocks(16, 16, 4)}

@@ -48,8 +48,8 @@ def tower(attend, recompute: str, mesh: Mesh, x: jax.Array) -> jax.Array:
     island = jax.shard_map(attend, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False)
 
     def layer(x: jax.Array) -> jax.Array:
-        few = x[:, :, : HEADS // GROUPS]
-        q, k, v = checkpoint_name(jnp.sin(x), "query"), checkpoint_name(2 * few, "key"), checkpoint_name(few, "value")
+        kv = x[:, :, : HEADS // GROUPS]
+        q, k, v = checkpoint_name(jnp.sin(x), "query"), checkpoint_name(2 * kv, "key"), checkpoint_name(kv, "value")
         return x + jnp.sin(island(q, k, v))
 
     if recompute != "none":
@@ -68,8 +68,8 @@ def kernels(text: str) -> tuple[int, int]:
     return len(calls) - backward, backward
 
 
-def kept(f, *args) -> list[tuple[tuple[int, ...], jnp.dtype]]:
-    """What the first scan of f stacks up for later."""
+def scan_outputs(f, *args) -> list[tuple[tuple[int, ...], jnp.dtype]]:
+    """Shapes and dtypes of the outputs of f's first scan."""
     jaxpr = jax.make_jaxpr(f)(*args)
     forward = next(eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan")
     return [(var.aval.shape, var.aval.dtype) for var in forward.outvars]
@@ -86,7 +86,7 @@ def test_the_forward_kernel_is_recomputed_only_if_nothing_is_saved(recompute):
     x = jax.ShapeDtypeStruct(QUERIES, jnp.bfloat16)
     assert kernels(lowered(gradient, x)) == EXPECTED[recompute]
     statistics = ((LAYERS, ROWS, HEADS, LENGTH), jnp.float32)
-    assert kept(gradient, x).count(statistics) == (0 if recompute == "full" else 1)
+    assert scan_outputs(gradient, x).count(statistics) == (0 if recompute == "full" else 1)
 
 
 @RECOMPUTE
@@ -104,7 +104,7 @@ def test_a_stack_saves_the_residuals_of_the_backward_kernel_once(segments, recom
     gradient = jax.grad(summed(lambda values, x: bind(stack, values)(x, ctx)))
     args = weights, jax.ShapeDtypeStruct((ROWS, LENGTH, hidden), jnp.bfloat16)
     assert kernels(lowered(gradient, *args)) == EXPECTED[recompute]
-    stacked = kept(gradient, *args)
+    stacked = scan_outputs(gradient, *args)
     # As large as the output are the queries too.
     assert stacked.count(((LAYERS, *QUERIES), jnp.bfloat16)) == (0 if recompute == "full" else 2)
     assert stacked.count(((LAYERS, ROWS, HEADS, LENGTH), jnp.float32)) == (0 if recompute == "full" else 1)
@@ -165,21 +165,22 @@ def test_the_custom_calls_equal_those_of_jax(case, dtype, monkeypatch):
     monkeypatch.setattr(theirs, "check_compute_capability", lambda _: True)
     monkeypatch.setattr("megajax.kernels.cudnn.DOCUMENTS", 4)
     # Where documents or padding don't fit, another kernel is called, which is not lowered here.
-    monkeypatch.setattr(jax.lax, "cond", lambda fit, fused, other: fused())
-    kernel, shapes, ours, said = CALLS[case]
-    ours, said = dict(ours), dict(said)
+    monkeypatch.setattr(jax.lax, "cond", lambda fit, fused, fallback: fused())
+    kernel, shapes, options, expected_config = CALLS[case]
+    options, expected_config = dict(options), dict(expected_config)
     lengths = [32, shapes[1][1]]
-    segments = [FOUR] * 2 if ours.pop("documents", None) else [None] * 2
-    if texts := ours.pop("padded", None):
-        both = zip(lengths, (texts, ours.pop("key_padded", texts)), strict=True)
-        segments = [(np.arange(n) < np.array(each)[:, None]).astype(np.int32) for n, each in both]
-        ours["padded"] = True
-    mask = Mask(*map(np.arange, lengths), *segments, **ours)
-    if said.pop("mask", False):
-        said["mask"] = mask.visible()[:, None]
-    said |= {name: np.array(said[name], np.int32) for name in ("q_seqlen", "kv_seqlen") if name in said}
+    segments = [FOUR] * 2 if options.pop("documents", None) else [None] * 2
+    if texts := options.pop("padded", None):
+        texts_of = zip(lengths, (texts, options.pop("key_padded", texts)), strict=True)
+        segments = [(np.arange(n) < np.array(text_lengths)[:, None]).astype(np.int32) for n, text_lengths in texts_of]
+        options["padded"] = True
+    mask = Mask(*map(np.arange, lengths), *segments, **options)
+    if expected_config.pop("mask", False):
+        expected_config["mask"] = mask.visible()[:, None]
+    for name in {"q_seqlen", "kv_seqlen"} & expected_config.keys():
+        expected_config[name] = np.array(expected_config[name], np.int32)
     arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
-    jaxs = partial(theirs.dot_product_attention, scale=SCALE, **said)
+    jaxs = partial(theirs.dot_product_attention, scale=SCALE, **expected_config)
     actual, expected = (
         calls(lowered(jax.value_and_grad(summed(f), (0, 1, 2)), *arrays))
         for f in (partial(attend, kernel, mask=mask, scale=SCALE), jaxs)
@@ -192,16 +193,16 @@ def test_document_operands_equal_those_of_jax():
     rng = np.random.default_rng(0)
     q, k = np.zeros((3, 40, 4, 16)), np.zeros((3, 40, 2, 16))
     segments = np.sort(rng.integers(0, 5, (3, 40)), axis=1).astype(np.int32)
-    lengths, begins = np.full((3, 8), -1, np.int32), np.full((3, 9), -1, np.int32)
-    for row, each in enumerate(segments):
-        _, first, count = np.unique(each, return_index=True, return_counts=True)
-        lengths[row, : len(count)], begins[row, : len(first)] = count, first
+    lengths, starts = np.full((3, 8), -1, np.int32), np.full((3, 9), -1, np.int32)
+    for row, row_segments in enumerate(segments):
+        _, first, count = np.unique(row_segments, return_index=True, return_counts=True)
+        lengths[row, : len(count)], starts[row, : len(first)] = count, first
     actual = Documents.of(jnp.asarray(segments), 8)
-    expected = theirs._fix_seqlen_offsets(lengths, lengths, begins, begins, q, k)
-    for one, other in zip(actual.operands(q, k), expected, strict=True):
-        np.testing.assert_array_equal(one, other)
+    expected = theirs._fix_seqlen_offsets(lengths, lengths, starts, starts, q, k)
+    for value, reference in zip(actual.operands(q, k), expected, strict=True):
+        np.testing.assert_array_equal(value, reference)
     assert actual.fit and not Documents.of(jnp.asarray(segments), 3).fit
-    np.testing.assert_array_equal(np.asarray(begins)[np.arange(3)[:, None], segments - segments[:, :1]] >= 0, True)
+    np.testing.assert_array_equal(np.asarray(starts)[np.arange(3)[:, None], segments - segments[:, :1]] >= 0, True)
 
 
 def gradients(attend, recompute: str, segments: np.ndarray | None, jit: bool, dtype=jnp.float32) -> list[jax.Array]:
@@ -209,8 +210,8 @@ def gradients(attend, recompute: str, segments: np.ndarray | None, jit: bool, dt
 
     def total(q, k, v):
         def layer(q, k, v):
-            named = checkpoint_name(q, "query"), checkpoint_name(k, "key"), checkpoint_name(v, "value")
-            return jnp.sin(attend(*named, whole_row(segments), scale=SCALE))
+            arguments = checkpoint_name(q, "query"), checkpoint_name(k, "key"), checkpoint_name(v, "value")
+            return jnp.sin(attend(*arguments, whole_row(segments), scale=SCALE))
 
         if recompute != "none":
             layer = jax.checkpoint(layer, policy=POLICIES[recompute])
@@ -226,7 +227,7 @@ def gradients(attend, recompute: str, segments: np.ndarray | None, jit: bool, dt
     ("recompute", "jit"),
     [
         ("selective", True),
-        *(pytest.param(*each, marks=pytest.mark.slow) for each in (("full", True), ("selective", False))),
+        *(pytest.param(*mode, marks=pytest.mark.slow) for mode in (("full", True), ("selective", False))),
     ],
 )
 @MASKS
@@ -235,5 +236,5 @@ def test_gradients_from_saved_residuals_match_the_reference(segments, recompute,
     with jax.default_matmul_precision("highest"):
         actual = gradients(partial(attend, PASSES["reference"]), recompute, segments, jit)
         expected = gradients(reference_attention, recompute, segments, True)
-    for one, other in zip(actual, expected, strict=True):
-        np.testing.assert_allclose(one, other, atol=1e-5 * np.abs(other).max())
+    for value, reference in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(value, reference, atol=1e-5 * np.abs(reference).max())

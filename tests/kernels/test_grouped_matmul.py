@@ -43,7 +43,7 @@ def arrays(sizes: tuple[int, ...], dtype=jnp.float32) -> tuple[Array, Array, Arr
     return x.at[past].set(jnp.nan), w, dy.at[past].set(jnp.nan), jnp.array(sizes, jnp.int32)
 
 
-def both(multiply, x: Array, w: Array, dy: Array) -> tuple[Array, Array, Array]:
+def product_and_gradients(multiply, x: Array, w: Array, dy: Array) -> tuple[Array, Array, Array]:
     """The result and both gradients."""
     y, pullback = jax.vjp(multiply, x, w)
     return y, *pullback(dy.astype(y.dtype))
@@ -51,7 +51,7 @@ def both(multiply, x: Array, w: Array, dy: Array) -> tuple[Array, Array, Array]:
 
 @jax.jit
 def of_reference(x: Array, w: Array, dy: Array, sizes: Array) -> tuple[Array, Array, Array]:
-    return both(lambda x, w: grouped_matmul(x, w, sizes, "reference"), x, w, dy)
+    return product_and_gradients(lambda x, w: grouped_matmul(x, w, sizes, "reference"), x, w, dy)
 
 
 def dense(x: Array, w: Array, dy: Array, sizes: Array) -> tuple[Array, Array, Array]:
@@ -59,17 +59,17 @@ def dense(x: Array, w: Array, dy: Array, sizes: Array) -> tuple[Array, Array, Ar
     owner = np.repeat(np.arange(len(sizes)), sizes)
     live = len(owner)
     x, w, dy = (a.astype(jnp.float32) for a in (x[:live], w, dy[:live]))
-    found = both(lambda x, w: jnp.einsum("tk,tkn->tn", x, w[owner]), x, w, dy)
-    padded = [jnp.pad(a, ((0, ROWS - live), (0, 0))) for a in found[:2]]
-    return padded[0], padded[1], found[2]
+    results = product_and_gradients(lambda x, w: jnp.einsum("tk,tkn->tn", x, w[owner]), x, w, dy)
+    padded = [jnp.pad(a, ((0, ROWS - live), (0, 0))) for a in results[:2]]
+    return padded[0], padded[1], results[2]
 
 
 @pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
 def test_the_reference_equals_a_dense_product(groups: tuple[int, ...]) -> None:
     """Also with NaN in the rows past the groups, whose results are 0."""
-    given = arrays(groups)
-    for found, expected in zip(of_reference(*given), dense(*given), strict=True):
-        np.testing.assert_allclose(found, expected, atol=1e-5)
+    inputs = arrays(groups)
+    for actual, expected in zip(of_reference(*inputs), dense(*inputs), strict=True):
+        np.testing.assert_allclose(actual, expected, atol=1e-5)
 
 
 def test_wide_matrices_get_wide_gradients() -> None:
@@ -80,25 +80,25 @@ def test_wide_matrices_get_wide_gradients() -> None:
     assert (y.dtype, dx.dtype, dw.dtype) == (jnp.bfloat16, jnp.bfloat16, jnp.float32)
     expected = dense(x, w.astype(jnp.bfloat16), dy, sizes)
     np.testing.assert_allclose(dw, expected[2], atol=1e-5)
-    for found, exact in ((y, expected[0]), (dx, expected[1])):
-        np.testing.assert_array_equal(found, exact.astype(jnp.bfloat16))
+    for actual, exact in ((y, expected[0]), (dx, expected[1])):
+        np.testing.assert_array_equal(actual, exact.astype(jnp.bfloat16))
 
 
 @pytest.mark.parametrize(("block", "align"), [(1, 1), (7, 1), (8, 8), (16, 8), (64, 8)])
 def test_tiles_cover_each_group_once(block: int, align: int) -> None:
-    random, cut = np.random.default_rng(block), jax.jit(tiles, static_argnums=(1, 2, 3))
+    random, tiled = np.random.default_rng(block), jax.jit(tiles, static_argnums=(1, 2, 3))
     for _ in range(20):
         sizes = random.multinomial(ROWS - random.integers(8), random.dirichlet(np.full(5, 0.4)))
-        found = [np.asarray(each) for each in cut(jnp.array(sizes, jnp.int32), ROWS, block, align)]
-        assert found[0].shape == (most_tiles(ROWS, 5, block, align),) and found[3] == (found[2] > found[1]).sum()
-        rows = [row for first, end in zip(*found[1:3], strict=True) for row in range(first, end)]
+        actual = [np.asarray(array) for array in tiled(jnp.array(sizes, jnp.int32), ROWS, block, align)]
+        assert actual[0].shape == (most_tiles(ROWS, 5, block, align),) and actual[3] == (actual[2] > actual[1]).sum()
+        rows = [row for first, end in zip(*actual[1:3], strict=True) for row in range(first, end)]
         assert rows == list(range(sizes.sum()))
         owner = np.repeat(np.arange(5), sizes)
-        for group, first, end in zip(*found[:3], strict=True):
+        for group, first, end in zip(*actual[:3], strict=True):
             assert end - first // align * align <= block and (owner[first:end] == group).all()
     # Each group begins just before a multiple of align: no division needs more tiles.
     worst = jnp.array([align - 1] + [block] * 3, jnp.int32)
-    assert cut(worst, align - 1 + 3 * block, block, align).live <= most_tiles(align - 1 + 3 * block, 4, block, align)
+    assert tiled(worst, align - 1 + 3 * block, block, align).live <= most_tiles(align - 1 + 3 * block, 4, block, align)
 
 
 FEW = "mosaic: takes a multiple of 8 rows, 64 at least,"
@@ -159,14 +159,14 @@ def test_a_kernel_that_cannot_is_an_error_with_an_alternative() -> None:
 
 def test_auto_takes_what_the_first_device_allows(monkeypatch) -> None:
     """A named one is not held against it."""
-    taken, x, w = [], jnp.ones((64, 64), jnp.bfloat16), jnp.ones((2, 64, 64))
-    monkeypatch.setattr(module, "_multiply", lambda products, x, w, sizes: taken.append(products) or x)
+    calls, x, w = [], jnp.ones((64, 64), jnp.bfloat16), jnp.ones((2, 64, 64))
+    monkeypatch.setattr(module, "_multiply", lambda products, x, w, sizes: calls.append(products) or x)
     for device in (CPU, A100, H100):
         monkeypatch.setattr(module, "local_device", lambda device=device: device)
         grouped_matmul(x, w, jnp.array([8, 8]))
         grouped_matmul(x, w, jnp.array([8, 8]), "mosaic")
-    assert taken[1::2] == [PRODUCTS["mosaic"]] * 3
-    assert taken[::2] == [PRODUCTS[name] for name in ("reference", "triton", "mosaic")]
+    assert calls[1::2] == [PRODUCTS["mosaic"]] * 3
+    assert calls[::2] == [PRODUCTS[name] for name in ("reference", "triton", "mosaic")]
 
 
 def test_every_kernel_exists_and_the_reference_is_the_last() -> None:
@@ -182,20 +182,20 @@ def check(products: Products, groups: tuple[int, ...], count: int, inner: int, o
     keys, sizes, live = jax.random.split(jax.random.key(0), 3), jnp.array(groups, jnp.int32), sum(groups)
     shapes = (count, inner), (len(groups), inner, outer), (count, outer)
     x, w, dy = (jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=True))
-    given = x.at[live:].set(jnp.nan), w.astype(jnp.float32), dy.at[live:].set(jnp.nan), sizes
+    inputs = x.at[live:].set(jnp.nan), w.astype(jnp.float32), dy.at[live:].set(jnp.nan), sizes
 
     @jax.jit
     def run(x: Array, w: Array, dy: Array, sizes: Array) -> tuple[Array, Array, Array]:
-        return both(lambda x, w: grouped_matmul(x, w, sizes, products), x, w, dy)
+        return product_and_gradients(lambda x, w: grouped_matmul(x, w, sizes, products), x, w, dy)
 
-    expected = of_reference(*given)
+    expected = of_reference(*inputs)
     # Memory of a program that nothing was written to is NaN there; a read that no barrier orders is an error.
     with mosaic_gpu.force_gpu_interpret_mode(CAREFUL) if products is SMALL["mosaic"] else nullcontext():
-        y, dx, dw = jax.block_until_ready(run(*given))
+        y, dx, dw = jax.block_until_ready(run(*inputs))
     assert dw.dtype == jnp.float32
     np.testing.assert_allclose(dw, expected[2], atol=1e-5 * float(jnp.abs(expected[2]).max()))
     for a, b in zip((y, dx), expected[:2], strict=True):
-        a, b = (np.asarray(each[:live], np.float32) for each in (a, b))
+        a, b = (np.asarray(array[:live], np.float32) for array in (a, b))
         # Sums in another order: a result next to the middle of two bfloat16 numbers may become the other one.
         np.testing.assert_allclose(a, b, rtol=2**-7, atol=1e-5 * np.abs(b).max(initial=0.0))
 
@@ -204,8 +204,8 @@ CAREFUL = mosaic_gpu.InterpretGPUParams(detect_races=True)
 CUT = {"blocks": grouped_triton.Blocks(16, 32, 32), "interpret": True}
 FEW_PROGRAMS = {"blocks": grouped_mosaic.Blocks(64, 128, 64), "programs": 1}
 SMALL = {
-    name: Products(partial(module.rows, **how), partial(module.matrices, **how))
-    for name, module, how in (("triton", grouped_triton, CUT), ("mosaic", grouped_mosaic, FEW_PROGRAMS))
+    name: Products(partial(module.rows, **options), partial(module.matrices, **options))
+    for name, module, options in (("triton", grouped_triton, CUT), ("mosaic", grouped_mosaic, FEW_PROGRAMS))
 }
 
 

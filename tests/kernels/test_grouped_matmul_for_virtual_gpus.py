@@ -51,8 +51,8 @@ def test_three_kernels_and_no_temporary_arrays(gpu: str, kernel: str, shape: tup
     rows, groups, inner, outer = shape
     mesh = Mesh(np.array(devices.virtual_devices(Cluster(GPUS[gpu], 1, 8))), ("data",))
     shapes = (rows, inner), (groups, inner, outer), (rows, outer)
-    whole = NamedSharding(mesh, P())
-    arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=whole) for shape in shapes]
+    replicated = NamedSharding(mesh, P())
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=replicated) for shape in shapes]
 
     def gradients(x, w, dy, sizes):
         y, pullback = jax.vjp(lambda x, w: grouped_matmul(x, w, sizes, kernel), x, w)
@@ -60,7 +60,7 @@ def test_three_kernels_and_no_temporary_arrays(gpu: str, kernel: str, shape: tup
 
     with jax.set_mesh(mesh):
         island = jax.shard_map(gradients, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
-        lowered = jax.jit(island).lower(*arrays, jax.ShapeDtypeStruct((groups,), jnp.int32, sharding=whole))
+        lowered = jax.jit(island).lower(*arrays, jax.ShapeDtypeStruct((groups,), jnp.int32, sharding=replicated))
         program = lowered.compile(compiler_options=compiler_options(*DEVICELESS))
     targets = re.findall(r'custom_call_target="([^"]{1,40})"', program.as_text())
     assert targets == [TARGETS[kernel]] * 3

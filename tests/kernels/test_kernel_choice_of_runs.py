@@ -51,7 +51,7 @@ READ, WRITTEN = AttentionConfig(heads=4, causal=False), AttentionConfig(heads=4)
 MLP = DenseMLPConfig(ffn=32)
 
 
-def t5(read: AttentionConfig = READ, written: AttentionConfig = WRITTEN, **cross: Any) -> SimpleNamespace:
+def t5(encoder: AttentionConfig = READ, decoder: AttentionConfig = WRITTEN, **cross: Any) -> SimpleNamespace:
     """What is read of the config of a run of T5."""
     across = CrossAttentionConfig(heads=4, **cross)
     model = T5Config(
@@ -59,8 +59,8 @@ def t5(read: AttentionConfig = READ, written: AttentionConfig = WRITTEN, **cross
         vocabulary_size=64,
         sequence_length=32,
         encoder_length=48,
-        encoder=StackConfig(pattern=(BlockConfig(mixer=read, mlp=MLP),), repeats=2),
-        stack=StackConfig(pattern=(CrossBlockConfig(mixer=written, cross=across, mlp=MLP),), repeats=2),
+        encoder=StackConfig(pattern=(BlockConfig(mixer=encoder, mlp=MLP),), repeats=2),
+        stack=StackConfig(pattern=(CrossBlockConfig(mixer=decoder, cross=across, mlp=MLP),), repeats=2),
     )
     data = SimpleNamespace(leaves=lambda: {"segment_ids": "int32", "encoder_segment_ids": "int32"})
     precision = SimpleNamespace(compute="bfloat16")
@@ -70,8 +70,8 @@ def t5(read: AttentionConfig = READ, written: AttentionConfig = WRITTEN, **cross
 def test_every_kind_of_attention_has_a_kernel_and_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     biased = replace(WRITTEN, relative=RelativeBiasConfig(shared=True))
     cfg = t5(written=biased)
-    chosen = demand_kernels(cfg, A100)
-    assert [(choice.place, choice.kernel) for choice in chosen] == [
+    choices = demand_kernels(cfg, A100)
+    assert [(choice.place, choice.kernel) for choice in choices] == [
         ("encoder self-attention", "cudnn"),
         ("decoder self-attention", "reference"),
         ("decoder cross-attention", "cudnn"),
@@ -83,9 +83,9 @@ def test_every_kind_of_attention_has_a_kernel_and_a_line(monkeypatch: pytest.Mon
         "encoder self-attention cudnn, decoder self-attention reference, decoder cross-attention cudnn"
     )
     assert why == ("decoder self-attention reference, because cudnn, pallas, cudnn_mask: has no bias of scores")
-    model = cfg.model.with_kernels([choice.kernel for choice in chosen])
+    model = cfg.model.with_kernels([choice.kernel for choice in choices])
     block = model.stack.pattern[0]
-    assert [each.kernel for each in (model.encoder.pattern[0].mixer, block.mixer, block.cross)] == [
+    assert [attention.kernel for attention in (model.encoder.pattern[0].mixer, block.mixer, block.cross)] == [
         "cudnn",
         "reference",
         "cudnn",
@@ -93,11 +93,11 @@ def test_every_kind_of_attention_has_a_kernel_and_a_line(monkeypatch: pytest.Mon
 
 
 def test_a_kernel_that_cannot_is_refused_in_every_section() -> None:
-    asked = replace(READ, kernel="cudnn", dropout=0.1)
+    refused = replace(READ, kernel="cudnn", dropout=0.1)
     with pytest.raises(
         UserError, match=r"model\.encoder\.pattern\.0\.mixer\.kernel=cudnn: .* no dropout .* Set .*reference"
     ):
-        demand_kernels(t5(read=asked), H100)
+        demand_kernels(t5(read=refused), H100)
     with pytest.raises(UserError, match=r"model\.stack\.pattern\.0\.cross\.kernel=pallas: .*not in float32"):
         cfg = t5(kernel="pallas")
         cfg.precision.compute = "float32"
@@ -124,8 +124,8 @@ def test_the_banner_shows_the_kernel_and_the_reasons(device, settings, lines, mo
     actual = banner._kernels(SimpleNamespace(cfg=config(*settings)))
     assert len(actual) == len(lines)
     assert [name for name, _ in actual] == ["kernels", "attention"][: len(lines)]
-    for (_, text), begins in zip(actual, lines, strict=True):
-        assert text.startswith(begins)
+    for (_, text), prefix in zip(actual, lines, strict=True):
+        assert text.startswith(prefix)
 
 
 def moe(**settings: Any) -> SimpleNamespace:
@@ -141,9 +141,9 @@ def moe(**settings: Any) -> SimpleNamespace:
 
 
 def test_the_grouped_matmul_is_chosen_for_the_device_of_the_run_and_not_for_this_machine() -> None:
-    chosen = demand_kernels(moe(), H100)
-    assert [(choice.layer, choice.kernel) for choice in chosen] == [("attention", "cudnn"), ("experts", "mosaic")]
-    (block,) = moe().model.with_kernels([choice.kernel for choice in chosen]).stack.pattern
+    choices = demand_kernels(moe(), H100)
+    assert [(choice.layer, choice.kernel) for choice in choices] == [("attention", "cudnn"), ("experts", "mosaic")]
+    (block,) = moe().model.with_kernels([choice.kernel for choice in choices]).stack.pattern
     assert (block.mixer.kernel, block.mlp.kernel) == ("cudnn", "mosaic")
     assert demand_kernels(moe(), A100)[1].kernel == "triton"
     assert demand_kernels(moe(), Device(name="cpu"))[1].kernel == "reference"
@@ -184,9 +184,9 @@ def test_the_banner_names_the_strategy_of_a_cut_of_rows(settings, line, why, mon
 
 
 def test_a_kernel_that_lacks_the_strategy_is_an_error_before_anything_is_built() -> None:
-    cut = config("parallel.context=4", "parallel.context_strategy=ring", f"{MIXER}.kernel=cudnn")
+    cfg = config("parallel.context=4", "parallel.context_strategy=ring", f"{MIXER}.kernel=cudnn")
     with pytest.raises(UserError) as caught:
-        demand_kernels(cut, H100)
+        demand_kernels(cfg, H100)
     assert str(caught.value) == (
         f"{MIXER}.kernel=cudnn: cuDNN's attention isolates no documents over parallel.context=4 with "
         f"parallel.context_strategy=ring. Set {MIXER}.kernel=pallas or auto."
@@ -211,8 +211,8 @@ EXCHANGE = {"context": 4, "context_strategy": "all_to_all"}
 
 
 def test_heads_that_cannot_be_exchanged_are_a_config_error() -> None:
-    (wrong,) = problems(AttentionConfig(heads=8, kv_heads=2), **EXCHANGE, tensor=4)
-    assert wrong == (
+    (problem,) = problems(AttentionConfig(heads=8, kv_heads=2), **EXCHANGE, tensor=4)
+    assert problem == (
         "stack.pattern.0.mixer.heads: heads=8 and 2 key-value heads over parallel.tensor=4, 2 and 1 on a device, "
         "cannot be exchanged over 4 devices (parallel.context_strategy); use parallel.context_strategy=all_gather or "
         "ring, or exchange heads over 2 devices: parallel.context_heads with ring+all_to_all, parallel.context with "
@@ -220,24 +220,24 @@ def test_heads_that_cannot_be_exchanged_are_a_config_error() -> None:
     )
     # One key-value head of two is copied to both devices that exchange; the four devices of `tensor` have copies too.
     assert not problems(AttentionConfig(heads=8, kv_heads=2), context=2, context_strategy="all_to_all", tensor=4)
-    (wrong,) = problems(AttentionConfig(heads=12, kv_heads=3), **EXCHANGE)
-    assert "heads=12 and 3 key-value heads cannot be exchanged over 4 devices" in wrong
-    assert "exchange heads over 3, 6 or 12 devices" in wrong
+    (problem,) = problems(AttentionConfig(heads=12, kv_heads=3), **EXCHANGE)
+    assert "heads=12 and 3 key-value heads cannot be exchanged over 4 devices" in problem
+    assert "exchange heads over 3, 6 or 12 devices" in problem
     # One head on a device: no number of devices can exchange it.
-    (wrong,) = problems(AttentionConfig(heads=4), **EXCHANGE, tensor=4)
-    assert wrong.endswith("; use parallel.context_strategy=all_gather or ring")
+    (problem,) = problems(AttentionConfig(heads=4), **EXCHANGE, tensor=4)
+    assert problem.endswith("; use parallel.context_strategy=all_gather or ring")
     assert not problems(AttentionConfig(heads=12, kv_heads=3), context=4, context_strategy="ring")
 
 
 @pytest.mark.parametrize("strategy", ["ring", "all_to_all", "ring+all_to_all"])
 def test_biases_of_scores_and_another_section_need_gathered_keys(strategy) -> None:
     biased = AttentionConfig(heads=4, relative=RelativeBiasConfig())
-    (wrong,) = problems(biased, context=4, context_strategy=strategy)
+    (refusal,) = problems(biased, context=4, context_strategy=strategy)
     assert (
         "mixer.relative: biases of scores are added only where keys of whole rows are gathered; parallel.context=4 has"
-        in wrong
+        in refusal
     )
-    assert wrong.endswith("set parallel.context_strategy=all_gather")
+    assert refusal.endswith("set parallel.context_strategy=all_gather")
     assert not problems(biased, context=4)
     sizes = {
         "tensor": 1,

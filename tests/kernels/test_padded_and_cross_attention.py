@@ -33,8 +33,8 @@ class Case(NamedTuple):
     def mask(self) -> Mask:
         segments = [None, None]
         if self.texts is not None:
-            own = self.texts if self.key_texts is None else self.key_texts
-            pairs = ((self.queries, self.texts), (self.keys, own))
+            lengths = self.texts if self.key_texts is None else self.key_texts
+            pairs = ((self.queries, self.texts), (self.keys, lengths))
             segments = [jnp.asarray(np.arange(n)[None] < np.array(texts)[:, None], jnp.int32) for n, texts in pairs]
         padded = self.texts is not None
         return Mask(jnp.arange(self.queries), jnp.arange(self.keys), *segments, self.window, self.causal, padded)
@@ -67,8 +67,8 @@ def formula(case: Case, q, k, v, dout) -> list[np.ndarray]:
     q, k, v, dout = (np.asarray(x, np.float64) for x in (q, k, v, dout))
     share = q.shape[2] // k.shape[2]
     many_k, many_v = (np.repeat(x, share, axis=2) for x in (k, v))
-    seen = np.asarray(case.mask().visible())[:, None]
-    scores = np.where(seen, np.einsum("bsnh,btnh->bnst", q, many_k) * SCALE, -np.inf)
+    visible = np.asarray(case.mask().visible())[:, None]
+    scores = np.where(visible, np.einsum("bsnh,btnh->bnst", q, many_k) * SCALE, -np.inf)
     top = scores.max(-1, keepdims=True)
     powers = np.exp(scores - np.where(np.isinf(top), 0, top))
     sums = powers.sum(-1, keepdims=True)
@@ -97,11 +97,11 @@ def computed(kernel: str | Passes, case: Case, *arrays: jax.Array) -> list[jax.A
     "case", [pytest.param(name, marks=() if name in DEFAULT else pytest.mark.slow) for name in CASES]
 )
 def test_results_and_gradients_match_the_formula(case: str, name: str, passes: Passes) -> None:
-    chosen = CASES[case]
-    arrays = chosen.arrays()
-    actual = computed("reference" if name == "reference" else passes, chosen, *arrays)
-    for one, other in zip(actual, formula(chosen, *arrays), strict=True):
-        np.testing.assert_allclose(one, other, atol=1e-5)
+    selected = CASES[case]
+    arrays = selected.arrays()
+    actual = computed("reference" if name == "reference" else passes, selected, *arrays)
+    for value, reference in zip(actual, formula(selected, *arrays), strict=True):
+        np.testing.assert_allclose(value, reference, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -125,18 +125,18 @@ def test_cudnn_leaves_rows_it_has_no_lengths_for_to_the_pallas_kernel(row, monke
         return out, *pullback(dout)
 
     with jax.default_matmul_precision("highest"):
-        actual, wanted = run("cudnn", q, k, v, dout), run("reference", q, k, v, dout)
-    for one, other in zip(actual, wanted, strict=True):
-        np.testing.assert_allclose(one, other, atol=1e-5)
+        actual, expected = run("cudnn", q, k, v, dout), run("reference", q, k, v, dout)
+    for value, reference in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(value, reference, atol=1e-5)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not GPU, reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("name", ["pallas", "cudnn"])
-@pytest.mark.parametrize("case", [name for name, each in CASES.items() if each.queries % 2 == 0])
+@pytest.mark.parametrize("case", [name for name, entry in CASES.items() if entry.queries % 2 == 0])
 def test_kernels_on_a_gpu_match_the_formula(case: str, name: str) -> None:
-    chosen = CASES[case]._replace(size=64)
-    check_rounded(PASSES[name], chosen)
+    selected = CASES[case]._replace(size=64)
+    check_rounded(PASSES[name], selected)
 
 
 @pytest.mark.slow
@@ -148,6 +148,6 @@ def test_the_check_for_gpus_passes_for_the_cpu_replacements(name: str, passes: P
 def check_rounded(passes: Passes, case: Case) -> None:
     """In bfloat16."""
     arrays = case.arrays(jnp.bfloat16)
-    for one, other in zip(computed(passes, case, *arrays), formula(case, *arrays), strict=True):
+    for value, reference in zip(computed(passes, case, *arrays), formula(case, *arrays), strict=True):
         # bfloat16 keeps 8 bits; the longest way from inputs to a gradient rounds a few times.
-        np.testing.assert_allclose(np.asarray(one, np.float32), other, atol=2**-6 * np.abs(other).max())
+        np.testing.assert_allclose(np.asarray(value, np.float32), reference, atol=2**-6 * np.abs(reference).max())

@@ -52,14 +52,14 @@ def test_queries_see_the_keys_of_their_rows(
     values = jnp.asarray(draw.standard_normal((LENGTH, HEADS)), jnp.float32)  # by distance back
     scores = values[jnp.maximum(index[:, None] - index[None], 0)]
     added, mask = jnp.moveaxis(scores, -1, 0) if bias else None, Mask(index, index, None, None, window)
-    whole = reference_attention(q, k, v, mask, scale=0.3, sink=sinks, bias=added)
+    all_positions = reference_attention(q, k, v, mask, scale=0.3, sink=sinks, bias=added)
     positions = jnp.asarray([[0, 1, 2], [45, 46, 47], [7, 8, -1], [-1, -1, -1]], jnp.int32)
     of = None if not bias else lambda after: values[jnp.clip(-after, 0, LENGTH - 1)]
     queries = jnp.take_along_axis(q, jnp.maximum(positions, 0)[..., None, None], axis=1)
     pools = with_leftovers(pools, table, positions)
     out = jax.jit(partial(attend, scale=0.3, window=window, bias=of))(queries, pools, table, positions, sink=sinks)
-    wanted = jnp.take_along_axis(whole, jnp.maximum(positions, 0)[..., None, None], axis=1)
-    np.testing.assert_allclose(out, jnp.where(positions[..., None, None] >= 0, wanted, 0), atol=1e-5)
+    expected = jnp.take_along_axis(all_positions, jnp.maximum(positions, 0)[..., None, None], axis=1)
+    np.testing.assert_allclose(out, jnp.where(positions[..., None, None] >= 0, expected, 0), atol=1e-5)
 
 
 @pytest.mark.parametrize("kernel", ANYWHERE)
@@ -76,12 +76,12 @@ def test_values_may_be_the_beginning_of_keys(kernel: Any) -> None:
 def test_scaled_keys_and_values_are_multiplied_by_their_scales(kernel: Any) -> None:
     q, _, pools, table = rows(2)
     draw = np.random.default_rng(4)
-    whole = [jnp.asarray(draw.integers(-127, 128, pools.keys.shape), jnp.int8) for _ in "kv"]
+    quantized = [jnp.asarray(draw.integers(-127, 128, pools.keys.shape), jnp.int8) for _ in "kv"]
     scales = [jnp.asarray(draw.uniform(0.01, 0.02, pools.keys.shape[:-1]), jnp.float32) for _ in "kv"]
     positions = jnp.asarray([[5], [47], [16], [0]], jnp.int32)
     run = partial(KERNELS[kernel], scale=0.2)
-    scaled = run(q[:, :1], Pools(*whole, SIZE, *scales), table, positions)
-    plain = [x.astype(jnp.float32) * scale[..., None] for x, scale in zip(whole, scales, strict=True)]
+    scaled = run(q[:, :1], Pools(*quantized, SIZE, *scales), table, positions)
+    plain = [x.astype(jnp.float32) * scale[..., None] for x, scale in zip(quantized, scales, strict=True)]
     np.testing.assert_allclose(scaled, run(q[:, :1], Pools(*plain, SIZE), table, positions), atol=1e-5)
 
 
@@ -89,6 +89,6 @@ def test_the_order_of_a_rows_sums_does_not_depend_on_other_rows() -> None:
     q, _, pools, table = rows(2)
     positions = jnp.asarray([[17], [47], [3], [30]], jnp.int32)
     run = jax.jit(partial(tiled, scale=0.2, tile=8))
-    together = run(q[:, :1], pools, table, positions)
+    batched = run(q[:, :1], pools, table, positions)
     shorter = run(q[:, :1], pools, table, jnp.asarray([[17], [1], [2], [-1]], jnp.int32))
-    np.testing.assert_array_equal(together[0], shorter[0])
+    np.testing.assert_array_equal(batched[0], shorter[0])

@@ -63,7 +63,7 @@ FAST = ["a window and sinks"]
 
 
 @pytest.mark.parametrize(
-    "case", [*FAST, *(pytest.param(one, marks=pytest.mark.slow) for one in CASES if one not in FAST)]
+    "case", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in CASES if name not in FAST)]
 )
 def test_the_interpreted_kernels_equal_the_reference(case: str) -> None:
     rest = dict(CASES[case])
@@ -115,12 +115,13 @@ def test_a_kernel_that_can_not_be_had_is_refused_with_another() -> None:
     )
 
 
-def test_models_tell_what_their_layers_ask_for() -> None:
-    known = PagedRequest(dtype="bfloat16", stored="int8")
-    latent = load("deepseek.py:deepseek_v3").model.paged_requests(known)
-    assert set(latent) == {replace(known, key_dim=576, value_dim=512)}
-    assert set(load("llama3.py:llama3_8b").model.paged_requests(known)) == {replace(known, key_dim=128, value_dim=128)}
-    assert load("mamba2.py:mamba2_130m").model.paged_requests(known) == ()
+def test_requests_of_models_have_their_head_sizes() -> None:
+    request = PagedRequest(dtype="bfloat16", stored="int8")
+    latent = load("deepseek.py:deepseek_v3").model.paged_requests(request)
+    assert set(latent) == {replace(request, key_dim=576, value_dim=512)}
+    llama = load("llama3.py:llama3_8b").model.paged_requests(request)
+    assert set(llama) == {replace(request, key_dim=128, value_dim=128)}
+    assert load("mamba2.py:mamba2_130m").model.paged_requests(request) == ()
 
 
 def test_the_kernel_of_a_model_is_chosen_for_the_device_here(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,13 +40,13 @@ def looped(
     out = np.zeros((*q.shape[:3], v.shape[-1]))
     share = q.shape[2] // k.shape[2]
     for b, s, n in np.ndindex(*q.shape[:3]):
-        seen = [t for t in range(s + 1) if segments is None or segments[b, t] == segments[b, s]]
-        seen = [t for t in seen if s - t <= window]
-        scores = k[b, seen, n // share].astype(np.float64) @ q[b, s, n] * SCALE
-        scores = scores if bias is None else scores + bias[n, s, seen]
+        visible = [t for t in range(s + 1) if segments is None or segments[b, t] == segments[b, s]]
+        visible = [t for t in visible if s - t <= window]
+        scores = k[b, visible, n // share].astype(np.float64) @ q[b, s, n] * SCALE
+        scores = scores if bias is None else scores + bias[n, s, visible]
         weights = np.exp(scores)
         rest = 0 if sink is None else np.exp(sink[n])
-        out[b, s, n] = weights / (weights.sum() + rest) @ v[b, seen, n // share]
+        out[b, s, n] = weights / (weights.sum() + rest) @ v[b, visible, n // share]
     return out
 
 
@@ -58,51 +58,51 @@ def whole_row(segments: np.ndarray | None = None) -> Mask:
 @pytest.mark.parametrize("isolated", [False, True])
 @pytest.mark.parametrize(("heads", "groups"), [(4, 4), (4, 2), (3, 1)])
 def test_matches_a_float64_loop(heads, groups, isolated):
-    given = inputs(heads, groups)
-    segments = given.segments if isolated else None
+    arrays = inputs(heads, groups)
+    segments = arrays.segments if isolated else None
     with jax.default_matmul_precision("highest"):
-        actual = reference_attention(*given[:3], whole_row(segments), scale=SCALE)
-    np.testing.assert_allclose(actual, looped(*given[:3], segments), rtol=1e-5, atol=1e-6)
+        actual = reference_attention(*arrays[:3], whole_row(segments), scale=SCALE)
+    np.testing.assert_allclose(actual, looped(*arrays[:3], segments), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("isolated", [False, True])
 @pytest.mark.parametrize("window", [0, 3, LENGTH])
 def test_a_window_excludes_the_query_itself(window, isolated):
-    given = inputs(4, 2)
-    segments = given.segments if isolated else None
+    arrays = inputs(4, 2)
+    segments = arrays.segments if isolated else None
     mask = whole_row(segments)._replace(window=window)
     assert np.asarray(mask.visible()).sum(-1).max() <= window + 1
     with jax.default_matmul_precision("highest"):
-        actual = reference_attention(*given[:3], mask, scale=SCALE)
-    np.testing.assert_allclose(actual, looped(*given[:3], segments, window=window), rtol=1e-5, atol=1e-6)
+        actual = reference_attention(*arrays[:3], mask, scale=SCALE)
+    np.testing.assert_allclose(actual, looped(*arrays[:3], segments, window=window), rtol=1e-5, atol=1e-6)
 
 
 def test_a_sink_adds_to_the_denominator_only():
-    given, sink = inputs(4, 2), np.array([-2.0, 0.0, 1.0, 3.0], np.float32)
+    arrays, sink = inputs(4, 2), np.array([-2.0, 0.0, 1.0, 3.0], np.float32)
     with jax.default_matmul_precision("highest"):
-        actual = reference_attention(*given[:3], whole_row(), scale=SCALE, sink=sink)
-    np.testing.assert_allclose(actual, looped(*given[:3], None, sink=sink), rtol=1e-5, atol=1e-6)
+        actual = reference_attention(*arrays[:3], whole_row(), scale=SCALE, sink=sink)
+    np.testing.assert_allclose(actual, looped(*arrays[:3], None, sink=sink), rtol=1e-5, atol=1e-6)
 
 
 def test_a_bias_and_values_of_another_head_size():
-    given = inputs(4, 2)
+    arrays = inputs(4, 2)
     bias = np.random.default_rng(1).normal(size=(4, LENGTH, LENGTH)).astype(np.float32)
     with jax.default_matmul_precision("highest"):
-        actual = reference_attention(*given[:2], given.v[..., :4], whole_row(), scale=SCALE, bias=bias)
-    expected = looped(*given[:2], given.v[..., :4], None, bias=bias)
+        actual = reference_attention(*arrays[:2], arrays.v[..., :4], whole_row(), scale=SCALE, bias=bias)
+    expected = looped(*arrays[:2], arrays.v[..., :4], None, bias=bias)
     np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_queries_in_the_middle_of_a_row_see_the_keys_before_them():
-    given = inputs(4, 2)
-    mask = Mask(jnp.arange(4, 7), jnp.arange(LENGTH), given.segments[:, 4:7], given.segments)
-    actual = reference_attention(given.q[:, 4:7], given.k, given.v, mask, scale=SCALE)
-    np.testing.assert_allclose(actual, looped(*given)[:, 4:7], rtol=1e-5, atol=1e-6)
+    arrays = inputs(4, 2)
+    mask = Mask(jnp.arange(4, 7), jnp.arange(LENGTH), arrays.segments[:, 4:7], arrays.segments)
+    actual = reference_attention(arrays.q[:, 4:7], arrays.k, arrays.v, mask, scale=SCALE)
+    np.testing.assert_allclose(actual, looped(*arrays)[:, 4:7], rtol=1e-5, atol=1e-6)
 
 
 def test_bfloat16_rounds_only_inputs_and_outputs():
-    given = inputs(4, 2)
-    low = [jnp.asarray(x, jnp.bfloat16) for x in given[:3]]
+    arrays = inputs(4, 2)
+    low = [jnp.asarray(x, jnp.bfloat16) for x in arrays[:3]]
     actual = reference_attention(*low, whole_row(), scale=SCALE)
     exact = looped(*[np.asarray(x, np.float32) for x in low], None)
     assert actual.dtype == jnp.bfloat16
@@ -119,13 +119,13 @@ def dropout(rate: float, rows: np.ndarray, heads: np.ndarray, queries: np.ndarra
 def test_dropout_is_the_same_for_a_part_of_the_heads():
     """A device with some rows, heads and queries draws for them what one device would."""
     weights = jnp.ones((3, 4, 8, 16))
-    whole = dropout(0.5, np.arange(3), np.arange(4), np.arange(8)).apply(weights)
-    again = dropout(0.5, np.arange(3), np.arange(4), np.arange(8)).apply(weights)
+    first_draw = dropout(0.5, np.arange(3), np.arange(4), np.arange(8)).apply(weights)
+    second_draw = dropout(0.5, np.arange(3), np.arange(4), np.arange(8)).apply(weights)
     part = dropout(0.5, np.arange(1, 3), np.arange(2, 4), np.arange(4, 8)).apply(weights[1:, 2:, 4:])
-    np.testing.assert_array_equal(whole, again)
-    np.testing.assert_array_equal(whole[1:, 2:, 4:], part)
+    np.testing.assert_array_equal(first_draw, second_draw)
+    np.testing.assert_array_equal(first_draw[1:, 2:, 4:], part)
     # No two rows, heads or queries share a mask.
-    assert len(np.unique(np.asarray(whole).reshape(-1, 16), axis=0)) > 90
+    assert len(np.unique(np.asarray(first_draw).reshape(-1, 16), axis=0)) > 90
 
 
 def test_dropout_zeroes_its_share_and_keeps_the_mean():
@@ -137,15 +137,15 @@ def test_dropout_zeroes_its_share_and_keeps_the_mean():
 
 
 def test_attention_with_dropout_averages_to_attention_without():
-    given = inputs(4, 2)
-    many = [jnp.tile(x[:1], (2000, 1, 1, 1)) for x in given[:3]]
+    arrays = inputs(4, 2)
+    repeated = [jnp.tile(x[:1], (2000, 1, 1, 1)) for x in arrays[:3]]
     drop = dropout(0.2, np.arange(2000), np.arange(4), np.arange(LENGTH))
-    mean = reference_attention(*many, whole_row(), scale=SCALE, dropout=drop).mean(0)
-    np.testing.assert_allclose(mean, looped(*given[:3], None)[0], atol=0.06)
+    mean = reference_attention(*repeated, whole_row(), scale=SCALE, dropout=drop).mean(0)
+    np.testing.assert_allclose(mean, looped(*arrays[:3], None)[0], atol=0.06)
 
 
 @pytest.mark.parametrize("kernel", ["cudnn", "cudnn_mask", "pallas"])
 def test_fused_backends_refuse_dropout(kernel):
-    given = inputs(4, 2)
+    arrays = inputs(4, 2)
     with pytest.raises(ValueError, match="kernel=reference"):
-        attend(kernel, *given[:3], whole_row(), scale=SCALE, dropout=dropout(0.1, *[np.arange(2)] * 3))
+        attend(kernel, *arrays[:3], whole_row(), scale=SCALE, dropout=dropout(0.1, *[np.arange(2)] * 3))

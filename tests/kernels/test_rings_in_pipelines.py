@@ -39,8 +39,8 @@ def test_stages_send_at_different_times(devices: int, stride: int) -> None:
             actual = np.asarray(mapped(x))
             text = str(mapped.trace(x).jaxpr)
         for stage in range(2):
-            wanted = np.roll(x[stage], (1 + stage) * places * stride)
-            np.testing.assert_array_equal(actual[stage], wanted)
+            expected = np.roll(x[stage], (1 + stage) * places * stride)
+            np.testing.assert_array_equal(actual[stage], expected)
         assert "ppermute" not in text
 
 

@@ -13,7 +13,7 @@ IDS = np.array([[1] * 9 + [2] * 14, [1] * 9 + [2] * 10 + [1] * 4], np.int32)
 
 def inputs(seed: int) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(seed)
-    drawn = {
+    values = {
         "x": rng.normal(size=(ROWS, LENGTH, CHANNELS)),
         "dt": np.exp(rng.uniform(-7, 1, (ROWS, LENGTH, CHANNELS))),
         "a": -rng.uniform(1, 9, (CHANNELS, STATES)),
@@ -22,16 +22,16 @@ def inputs(seed: int) -> dict[str, np.ndarray]:
         "skip": rng.normal(size=CHANNELS),
         "state": rng.normal(size=(ROWS, CHANNELS, STATES)),
     }
-    return {name: value.astype(np.float32) for name, value in drawn.items()}
+    return {name: value.astype(np.float32) for name, value in values.items()}
 
 
 @jax.jit
-def results(given, ids):
+def results(arrays, ids):
     """y and the last state; gradients of sin(y) with respect to inputs that have positions."""
-    moving = {name: given[name] for name in ("x", "dt", "b", "c")}
+    moving = {name: arrays[name] for name in ("x", "dt", "b", "c")}
 
     def loss(moving):
-        y, state = selective_scan(SelectiveScan(**given | moving, runs=runs_of(ids)), 8)
+        y, state = selective_scan(SelectiveScan(**arrays | moving, runs=runs_of(ids)), 8)
         return jnp.sum(jnp.sin(y)), {"y": y, "state": state}
 
     grads, out = jax.grad(loss, has_aux=True)(moving)
@@ -39,25 +39,26 @@ def results(given, ids):
 
 
 def test_matches_a_float64_loop():
-    given = inputs(0)
-    x, dt, a, b, c, skip, state = (given[name].astype(np.float64) for name in given)
+    arrays = inputs(0)
+    x, dt, a, b, c, skip, state = (arrays[name].astype(np.float64) for name in arrays)
     y = np.zeros(x.shape)
     for row, t in np.ndindex(ROWS, LENGTH):
         if t and IDS[row, t] != IDS[row, t - 1]:
             state[row] = 0
         state[row] = np.exp(dt[row, t, :, None] * a) * state[row] + np.outer(dt[row, t] * x[row, t], b[row, t])
         y[row, t] = state[row] @ c[row, t] + skip * x[row, t]
-    actual = results(given, IDS)
+    actual = results(arrays, IDS)
     np.testing.assert_allclose(actual["y"], y, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(actual["state"], state, rtol=1e-5, atol=1e-5)
 
 
 def test_a_document_is_the_same_to_the_bit_whatever_its_neighbours():
-    given, others = inputs(0), inputs(1)
+    arrays, other_arrays = inputs(0), inputs(1)
     changed = {
-        name: np.where((IDS == 2).reshape(*IDS.shape, 1), given[name], others[name]) for name in ("x", "dt", "b", "c")
+        name: np.where((IDS == 2).reshape(*IDS.shape, 1), arrays[name], other_arrays[name])
+        for name in ("x", "dt", "b", "c")
     }
-    one, another = results(given, IDS), results(given | changed | {"state": others["state"]}, IDS)
+    original, another = results(arrays, IDS), results(arrays | changed | {"state": other_arrays["state"]}, IDS)
     for name in ("y", "x", "dt", "b", "c"):
-        np.testing.assert_array_equal(one[name][IDS == 2], another[name][IDS == 2], err_msg=name)
-        assert np.any(one[name][IDS == 1] != another[name][IDS == 1])
+        np.testing.assert_array_equal(original[name][IDS == 2], another[name][IDS == 2], err_msg=name)
+        assert np.any(original[name][IDS == 1] != another[name][IDS == 1])

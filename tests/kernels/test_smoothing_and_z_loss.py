@@ -20,7 +20,7 @@ NAMES = ["smoothed", "z", "both"]
 
 
 @pytest.fixture(scope="module")
-def given() -> dict[str, np.ndarray]:
+def inputs() -> dict[str, np.ndarray]:
     """Two tokens are masked, with a label that does not exist and one in the padding."""
     rng = np.random.default_rng(0)
     labels, weights = rng.integers(0, SIZE, TOKENS).astype(np.int32), rng.random(TOKENS).astype(np.float32)
@@ -51,17 +51,17 @@ def plain(objective: Objective, x: Any, table: Any, labels: Any, weights: Any) -
     return minimised, losses
 
 
-def check(actual: tuple, objective: Objective, given: dict[str, np.ndarray]) -> None:
+def check(actual: tuple, objective: Objective, inputs: dict[str, np.ndarray]) -> None:
     """(minimised, losses, dx, dtable) as automatic differentiation has them."""
     with jax.default_matmul_precision("highest"):
         differentiated = jax.value_and_grad(lambda *a: plain(objective, *a), (0, 1), has_aux=True)
-        (minimised, losses), gradients = differentiated(*given.values())
+        (minimised, losses), gradients = differentiated(*inputs.values())
     np.testing.assert_allclose(actual[0], minimised, rtol=1e-5)
     assert dict(actual[1]).keys() == losses.keys() == set(objective.names)
     for name, expected in losses.items():
         np.testing.assert_allclose(actual[1][name], expected, rtol=1e-5, err_msg=name)
-    for one, other in zip(actual[2:], gradients, strict=True):
-        np.testing.assert_allclose(one, other, atol=1e-5)
+    for value, reference in zip(actual[2:], gradients, strict=True):
+        np.testing.assert_allclose(value, reference, atol=1e-5)
     assert not np.any(actual[3][SIZE:])
 
 
@@ -70,31 +70,31 @@ def check(actual: tuple, objective: Objective, given: dict[str, np.ndarray]) -> 
     [*((objective, 5) for objective in OBJECTIVES), (OBJECTIVES[2], TOKENS)],
     ids=[*(f"{name}-5" for name in NAMES), f"both-{TOKENS}"],
 )
-def test_any_chunk_gives_the_plain_loss_and_gradients(given, objective, chunk):
+def test_any_chunk_gives_the_plain_loss_and_gradients(inputs, objective, chunk):
     shard = VocabularyShard(0, SIZE, ())
-    sums, dx, dtable, _ = loss_and_gradients(**given, shard=shard, objective=objective, chunk=chunk)
-    check((objective.minimised(sums), sums, dx, dtable), objective, given)
+    sums, dx, dtable, _ = loss_and_gradients(**inputs, shard=shard, objective=objective, chunk=chunk)
+    check((objective.minimised(sums), sums, dx, dtable), objective, inputs)
 
 
 @pytest.mark.parametrize(
-    "objective", [*(pytest.param(each, marks=pytest.mark.slow) for each in OBJECTIVES[:2]), OBJECTIVES[2]], ids=NAMES
+    "objective", [*(pytest.param(slow, marks=pytest.mark.slow) for slow in OBJECTIVES[:2]), OBJECTIVES[2]], ids=NAMES
 )
-def test_sharded_vocabulary_equals_unsharded(given, objective):
+def test_sharded_vocabulary_equals_unsharded(inputs, objective):
     """The mean of logits is of all ids, not of a device's, which is what Megatron-LM takes."""
     mesh = jax.make_mesh((4,), ("tensor",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
 
     def local(x, table, labels, weights):
         shard = VocabularyShard(lax.axis_index("tensor") * table.shape[0], SIZE, ("tensor",))
         sums, dx, dtable, _ = loss_and_gradients(x, table, labels, weights, shard, objective, chunk=8)
-        each = token_losses(x, table, labels, shard, objective, chunk=8)
-        return sums, shard.sum(dx), dtable, each
+        losses = token_losses(x, table, labels, shard, objective, chunk=8)
+        return sums, shard.sum(dx), dtable, losses
 
     ins, out = (P(), P("tensor"), P(), P()), (P(), P(), P("tensor"), P())
     sharded = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=ins, out_specs=out, check_vma=False))
-    sums, dx, dtable, each = sharded(*given.values())
-    check((objective.minimised(sums), sums, dx, dtable), objective, given)
+    sums, dx, dtable, losses = sharded(*inputs.values())
+    check((objective.minimised(sums), sums, dx, dtable), objective, inputs)
     for name, total in sums.items():
-        np.testing.assert_allclose(each[name][2:] @ given["weights"][2:], total, rtol=1e-5, err_msg=name)
+        np.testing.assert_allclose(losses[name][2:] @ inputs["weights"][2:], total, rtol=1e-5, err_msg=name)
 
 
 def test_the_minimum_is_at_the_target_distribution():
@@ -103,8 +103,9 @@ def test_the_minimum_is_at_the_target_distribution():
     target[3] = 0.8
     table = np.zeros((ROWS, 1), np.float32)
     table[:SIZE, 0] = np.log(target)
-    given = np.ones((1, 1), np.float32), table, np.array([3], np.int32), np.ones(1, np.float32)
-    _, dx, dtable, _ = loss_and_gradients(*given, VocabularyShard(0, SIZE, ()), Objective(label_smoothing=0.2), chunk=1)
+    arguments = np.ones((1, 1), np.float32), table, np.array([3], np.int32), np.ones(1, np.float32)
+    shard = VocabularyShard(0, SIZE, ())
+    _, dx, dtable, _ = loss_and_gradients(*arguments, shard, Objective(label_smoothing=0.2), chunk=1)
     np.testing.assert_allclose(dx, 0, atol=1e-6)
     np.testing.assert_allclose(dtable, 0, atol=1e-6)
 

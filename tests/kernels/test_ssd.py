@@ -17,7 +17,7 @@ def inputs(length: int, *, steepest: float = 16.0) -> dict[str, np.ndarray]:
     """steepest: of the rates of decay; steps are between 0.001 and 0.1, some of them 5."""
     rng = np.random.default_rng(length)
     dt = np.exp(rng.uniform(np.log(1e-3), np.log(0.1), (ROWS, length, HEADS)))
-    drawn = {
+    values = {
         "x": rng.normal(size=(ROWS, length, HEADS, SIZE)),
         "dt": np.where(rng.random(dt.shape) < 0.05, 5.0, dt),
         "a": -np.linspace(1, steepest, HEADS),
@@ -26,7 +26,7 @@ def inputs(length: int, *, steepest: float = 16.0) -> dict[str, np.ndarray]:
         "skip": rng.normal(size=HEADS),
         "state": rng.normal(size=(ROWS, HEADS, SIZE, STATES)),
     }
-    return {name: value.astype(np.float32) for name, value in drawn.items()}
+    return {name: value.astype(np.float32) for name, value in values.items()}
 
 
 def segments(length: int) -> np.ndarray:
@@ -39,22 +39,22 @@ def segments(length: int) -> np.ndarray:
     return np.array(rows, np.int32)
 
 
-def looped(given: dict[str, np.ndarray], ids: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+def looped(arrays: dict[str, np.ndarray], ids: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
     """One position of one head after another, in float64."""
-    x, dt, a, b, c, skip, state = (given[name].astype(np.float64) for name in DIFFERENTIATED)
+    x, dt, a, b, c, skip, state = (arrays[name].astype(np.float64) for name in DIFFERENTIATED)
     y, share = np.zeros(x.shape), HEADS // GROUPS
     for row, t, n in np.ndindex(*x.shape[:3]):
         if ids is not None and t and ids[row, t] != ids[row, t - 1]:
             state[row, n] = 0
-        taken = dt[row, t, n] * np.outer(x[row, t, n], b[row, t, n // share])
-        state[row, n] = np.exp(dt[row, t, n] * a[n]) * state[row, n] + taken
+        update = dt[row, t, n] * np.outer(x[row, t, n], b[row, t, n // share])
+        state[row, n] = np.exp(dt[row, t, n] * a[n]) * state[row, n] + update
         y[row, t, n] = state[row, n] @ c[row, t, n // share] + skip[n] * x[row, t, n]
     return y, state
 
 
-def scanned(given, ids, of, **options):
+def scanned(arrays, ids, of, **options):
     runs = None if ids is None else runs_of(jnp.asarray(ids))
-    return of(Scan(**given, runs=runs), **options)
+    return of(Scan(**arrays, runs=runs), **options)
 
 
 ODD = [pytest.param(24, 8, False, marks=pytest.mark.slow), pytest.param(50, 7, True, marks=pytest.mark.slow)]
@@ -62,26 +62,26 @@ ODD = [pytest.param(24, 8, False, marks=pytest.mark.slow), pytest.param(50, 7, T
 
 @pytest.mark.parametrize(("length", "chunk", "isolated"), [(1, 64, False), (70, 32, True), *ODD])
 def test_chunks_and_recurrence_match_a_float64_loop(length, chunk, isolated):
-    given, ids = inputs(length), segments(length) if isolated else None
-    expected = looped(given, ids)
+    arrays, ids = inputs(length), segments(length) if isolated else None
+    expected = looped(arrays, ids)
     for of, options in ((ssd_reference, {}), (ssd, {"chunk": chunk})):
-        y, state = jax.jit(partial(scanned, of=of, **options))(given, ids)
+        y, state = jax.jit(partial(scanned, of=of, **options))(arrays, ids)
         np.testing.assert_allclose(y, expected[0], rtol=1e-5, atol=1e-5)
         np.testing.assert_allclose(state, expected[1], rtol=1e-5, atol=1e-5)
 
 
 def test_gradients_of_chunks_are_those_of_the_recurrence():
-    given, ids = inputs(70), segments(70)
+    arrays, ids = inputs(70), segments(70)
     rng = np.random.default_rng(3)
-    weights = [rng.normal(size=shape).astype(np.float32) for shape in (given["x"].shape, given["state"].shape)]
+    weights = [rng.normal(size=shape).astype(np.float32) for shape in (arrays["x"].shape, arrays["state"].shape)]
 
-    def loss(given, of, **options):
+    def loss(arrays, of, **options):
         return sum(
-            jnp.sum(weight * out) for weight, out in zip(weights, scanned(given, ids, of, **options), strict=True)
+            jnp.sum(weight * out) for weight, out in zip(weights, scanned(arrays, ids, of, **options), strict=True)
         )
 
-    expected = jax.jit(jax.grad(partial(loss, of=ssd_reference)))(given)
-    actual = jax.jit(jax.grad(partial(loss, of=ssd, chunk=32)))(given)
+    expected = jax.jit(jax.grad(partial(loss, of=ssd_reference)))(arrays)
+    actual = jax.jit(jax.grad(partial(loss, of=ssd, chunk=32)))(arrays)
     for name in DIFFERENTIATED:
         scale = np.abs(expected[name]).max()
         np.testing.assert_allclose(actual[name], expected[name], rtol=1e-5, atol=1e-5 * scale, err_msg=name)
@@ -89,59 +89,58 @@ def test_gradients_of_chunks_are_those_of_the_recurrence():
 
 def test_large_decays_cost_no_accuracy():
     """Differences of cumulative sums would be off by 1e-3 here: sums up to 1e4, of which some are small again."""
-    given = inputs(64, steepest=500.0)
-    y, _ = jax.jit(partial(scanned, ids=None, of=ssd, chunk=64))(given)
-    np.testing.assert_allclose(y, looped(given, None)[0], rtol=1e-5, atol=1e-5)
+    arrays = inputs(64, steepest=500.0)
+    y, _ = jax.jit(partial(scanned, ids=None, of=ssd, chunk=64))(arrays)
+    np.testing.assert_allclose(y, looped(arrays, None)[0], rtol=1e-5, atol=1e-5)
 
 
 def test_a_document_is_the_same_to_the_bit_whatever_its_neighbours():
     """Values and gradients of positions 20 to 44 of 70, between other documents, borders and steps."""
-    given, own = inputs(70), slice(20, 45)
+    arrays, document = inputs(70), slice(20, 45)
     ids = np.array([[1] * 20 + [2] * 25 + [3] * 25] * ROWS, np.int32)
     other_ids = np.array([[5] * 7 + [6] * 13 + [2] * 25 + [9] * 3 + [1] * 22] * ROWS, np.int32)
-    other = {name: value.copy() for name, value in given.items()}
+    altered = {name: value.copy() for name, value in arrays.items()}
     for name in ("x", "dt", "b", "c"):
-        changed = np.flip(given[name], axis=1) * 100
-        other[name] = np.where(other_ids.reshape(*ids.shape, *[1] * (changed.ndim - 2)) == 2, given[name], changed)
+        changed = np.flip(arrays[name], axis=1) * 100
+        altered[name] = np.where(other_ids.reshape(*ids.shape, *[1] * (changed.ndim - 2)) == 2, arrays[name], changed)
 
     @jax.jit
-    def results(given, ids):
+    def results(arrays, ids):
         def loss(differentiated):
-            y, _ = scanned(given | differentiated, ids, ssd, chunk=32)
+            y, _ = scanned(arrays | differentiated, ids, ssd, chunk=32)
             return jnp.sum(jnp.sin(y)), y
 
-        grads, y = jax.grad(loss, has_aux=True)({name: given[name] for name in ("x", "dt", "b", "c")})
+        grads, y = jax.grad(loss, has_aux=True)({name: arrays[name] for name in ("x", "dt", "b", "c")})
         return grads | {"y": y}
 
-    one, another = results(given, ids), results(other, other_ids)
-    for name, value in one.items():
-        np.testing.assert_array_equal(value[:, own], another[name][:, own], err_msg=name)
+    original, another = results(arrays, ids), results(altered, other_ids)
+    for name, value in original.items():
+        np.testing.assert_array_equal(value[:, document], another[name][:, document], err_msg=name)
         assert np.any(value[:, :20] != another[name][:, :20])
 
 
 def test_steps_of_one_position_are_the_recurrence():
-    given = inputs(6)
-    y, last = jax.jit(partial(scanned, ids=None, of=ssd, chunk=16))(given)
-    state, step = given["state"], jax.jit(ssd_step)
+    arrays = inputs(6)
+    y, last = jax.jit(partial(scanned, ids=None, of=ssd, chunk=16))(arrays)
+    state, step = arrays["state"], jax.jit(ssd_step)
     for t in range(6):
-        one, state = step(
-            state, given["x"][:, t], given["dt"][:, t], given["a"], given["b"][:, t], given["c"][:, t], given["skip"]
-        )
-        np.testing.assert_allclose(one, y[:, t], rtol=1e-5, atol=1e-5)
+        x, dt, b, c = (arrays[name][:, t] for name in ("x", "dt", "b", "c"))
+        row, state = step(state, x, dt, arrays["a"], b, c, arrays["skip"])
+        np.testing.assert_allclose(row, y[:, t], rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(state, last, rtol=1e-5, atol=1e-5)
 
 
 def test_rows_continue_from_a_state():
     """Two halves are the whole row, also where a document goes on in the second and ends there."""
-    given, ids = inputs(40), np.array([[1] * 30 + [2] * 10, [1] * 5 + [2] * 35], np.int32)
+    arrays, ids = inputs(40), np.array([[1] * 30 + [2] * 10, [1] * 5 + [2] * 35], np.int32)
     by_chunks = jax.jit(partial(scanned, of=ssd, chunk=16))
-    whole, last = by_chunks(given, ids)
-    halves, state = [], given["state"]
+    expected, last = by_chunks(arrays, ids)
+    halves, state = [], arrays["state"]
     for part in (slice(0, 20), slice(20, 40)):
-        piece = {name: given[name][:, part] for name in ("x", "dt", "b", "c")}
-        y, state = by_chunks(given | piece | {"state": state}, ids[:, part])
+        piece = {name: arrays[name][:, part] for name in ("x", "dt", "b", "c")}
+        y, state = by_chunks(arrays | piece | {"state": state}, ids[:, part])
         halves.append(y)
-    np.testing.assert_allclose(np.concatenate(halves, axis=1), whole, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(np.concatenate(halves, axis=1), expected, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(state, last, rtol=1e-5, atol=1e-5)
 
 

@@ -22,7 +22,7 @@ def plain(version: str = VERSION) -> dict[str, str]:
         ({"packages": plain(), "driver": (580, 65)}, ["--extra cuda13"]),
         (
             {"packages": dict(WHOLE.packages) | {"jax-cuda12-plugin": "0.11.2"}},
-            ["jaxlib 0.12.0.1", "jax-cuda12-plugin 0.11.2", "all must be the same"],
+            ["jaxlib 0.12.0.1", "jax-cuda12-plugin 0.11.2", "different versions"],
         ),
         ({"packages": dict(WHOLE.packages) | {"jax-cuda13-plugin": VERSION}}, ["two CUDA plugins", "pip uninstall"]),
         ({"driver": (470, 82)}, ["driver is 470.82", "needs 525 or newer"]),

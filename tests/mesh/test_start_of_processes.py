@@ -14,7 +14,7 @@ import pytest
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import build_mesh
 from megajax.mesh.processes import StopFlags, local_devices, start
-from megajax.mesh.rendezvous import meet, named
+from megajax.mesh.rendezvous import meet, name_processes
 from megajax.mesh.world import StartError, World
 
 
@@ -74,13 +74,13 @@ def test_missing_processes_are_named():
     meeting = Meeting(patience=1.0)
     meeting.come(0, 5)
     meeting.come(2, 5)
-    meeting.errors(1, "processes 1, 3 and 4 of 5 did not come within 1 s", str(meeting.port))
+    meeting.errors(1, "processes 1, 3 and 4 of 5 did not connect to", f":{meeting.port} within 1 s")
 
 
 def test_many_missing_are_counted():
-    assert named({1}) == "process 1"
-    assert named({5, 1}) == "processes 1 and 5"
-    assert named(set(range(1, 60))) == "processes 1, 2, 3, 4, 5, 6, 7, 8 and 51 more"
+    assert name_processes({1}) == "process 1"
+    assert name_processes({5, 1}) == "processes 1 and 5"
+    assert name_processes(set(range(1, 60))) == "processes 1, 2, 3, 4, 5, 6, 7, 8 and 51 more"
 
 
 def test_duplicate_process_ids():
@@ -94,14 +94,14 @@ def test_a_wrong_number_of_processes():
     meeting = Meeting()
     meeting.come(0, 3)
     meeting.come(1, 4)
-    meeting.errors(2, "process 1 (", "was told of 4 processes, process 0 (", "of 3")
+    meeting.errors(2, "process 1 (", "was started as one of 4 processes, process 0 (", "of 3")
 
 
 def test_other_settings():
     meeting = Meeting()
     meeting.come(0, 2)
     meeting.come(1, 2, settings="other")
-    meeting.errors(2, "process 1 (", "other settings than process 0", "the same config file and command line")
+    meeting.errors(2, "process 1 (", "have different settings", "the same config file and command line")
 
 
 def test_late_processes_get_the_error_too():

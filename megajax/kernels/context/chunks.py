@@ -39,12 +39,12 @@ def _inside(mask: Mask, count: int) -> Mask:
     return mask._replace(query_index=index, key_index=index, query_segments=ids[0], key_segments=ids[1])
 
 
-def _before(mask: Mask, whole: Mask, count: int) -> list[Mask]:
+def _before(mask: Mask, row_mask: Mask, count: int) -> list[Mask]:
     """Of each chunk on what is before it: its queries have the position of the last key there. whole: keys of rows."""
     size = mask.query_index.shape[0] // count
     ids = [None] * count if mask.query_segments is None else jnp.split(mask.query_segments, count, axis=1)
     return [
-        whole._replace(query_index=jnp.full((size,), mask.query_index[place * size] - 1), query_segments=ids[place])
+        row_mask._replace(query_index=jnp.full((size,), mask.query_index[place * size] - 1), query_segments=ids[place])
         for place in range(count)
     ]
 
@@ -60,24 +60,24 @@ def chunks_with_gathered_keys(cut: RowCut, passes: Passes, rectangles: Passes) -
     passes: takes rows that begin at the first query and the first key; rectangles: takes causal masks whose queries all
     have the same position. Bidirectional attention is that of `all_gather`.
     """
-    whole, count = all_gather(cut, passes), cut.chunks
+    gathered, count = all_gather(cut, passes), cut.chunks
 
     def forward(q: Array, k: Array, v: Array, mask: Mask, *, scale: float) -> tuple[Array, Array]:
         if not mask.causal:
-            return whole.forward(q, k, v, mask, scale=scale)
+            return gathered.forward(q, k, v, mask, scale=scale)
         _demand_chunks(mask)
         # The triangles need no key of another device: they run while keys are gathered.
         keys, values, everywhere = whole_keys(cut, k, v, mask)
         rows = (_as_rows(x, count) for x in (q, k, v))
         out, lse = passes.forward(*rows, _inside(mask, count), scale=scale)
         parts = []
-        for part, mine, own in zip(
+        for part, part_mask, triangle in zip(
             jnp.split(q, count, axis=1),
             _before(mask, everywhere, count),
             zip(jnp.split(out, count), jnp.split(lse, count), strict=True),
             strict=True,
         ):
-            parts.append(merge_parts(own, rectangles.forward(part, keys, values, mine, scale=scale)))
+            parts.append(merge_parts(triangle, rectangles.forward(part, keys, values, part_mask, scale=scale)))
         outs, sums = zip(*parts, strict=True)
         return jnp.concatenate(outs, axis=1).astype(q.dtype), jnp.concatenate(sums, axis=2)
 
@@ -85,14 +85,14 @@ def chunks_with_gathered_keys(cut: RowCut, passes: Passes, rectangles: Passes) -
         q: Array, k: Array, v: Array, mask: Mask, out: Array, lse: Array, dout: Array, *, scale: float
     ) -> tuple[Array, Array, Array]:
         if not mask.causal:
-            return whole.backward(q, k, v, mask, out, lse, dout, scale=scale)
+            return gathered.backward(q, k, v, mask, out, lse, dout, scale=scale)
         keys, values, everywhere = whole_keys(cut, k, v, mask)
         saved = _as_rows(out, count), _as_rows(lse, count, 2), _as_rows(dout, count)
         rows = (_as_rows(x, count) for x in (q, k, v))
         inside = passes.backward(*rows, _inside(mask, count), *saved, scale=scale)
         dq, dk, dv = (_from_rows(x.astype(jnp.float32), count) for x in inside)
         queries, sums = [], [jnp.zeros(x.shape, jnp.float32) for x in (keys, values)]
-        for part, mine, o, statistics, do in zip(
+        for part, part_mask, o, statistics, do in zip(
             jnp.split(q, count, axis=1),
             _before(mask, everywhere, count),
             jnp.split(out, count, axis=1),
@@ -100,7 +100,7 @@ def chunks_with_gathered_keys(cut: RowCut, passes: Passes, rectangles: Passes) -
             jnp.split(dout, count, axis=1),
             strict=True,
         ):
-            new = rectangles.backward(part, keys, values, mine, o, statistics, do, scale=scale)
+            new = rectangles.backward(part, keys, values, part_mask, o, statistics, do, scale=scale)
             queries.append(new[0])
             sums = [x + y.astype(jnp.float32) for x, y in zip(sums, new[1:], strict=True)]
         dq = dq + jnp.concatenate(queries, axis=1).astype(jnp.float32)
@@ -120,19 +120,19 @@ def two_squares(passes: Passes) -> Passes:
     Bidirectional attention is that of `passes`. Results and gradients are in float32.
     """
 
-    def earlier(mask: Mask) -> Array:
+    def source_is_earlier(mask: Mask) -> Array:
         _demand_chunks(mask)
         if mask.query_segments is not None:
             raise ValueError("squares have no documents: kernels.capability refuses them earlier")
         return mask.key_index[0] < mask.query_index[0]
 
-    def queries(first: Array, x: Array, axis: int = 1) -> Array:
+    def queries(is_earlier: Array, x: Array, axis: int = 1) -> Array:
         low, high = jnp.split(x, 2, axis=axis)
-        return jnp.concatenate([jnp.where(first, low, high), high])
+        return jnp.concatenate([jnp.where(is_earlier, low, high), high])
 
-    def keys(first: Array, x: Array) -> Array:
+    def keys(is_earlier: Array, x: Array) -> Array:
         low, high = jnp.split(x, 2, axis=1)
-        return jnp.concatenate([low, jnp.where(first, low, high)])
+        return jnp.concatenate([low, jnp.where(is_earlier, low, high)])
 
     def unmasked(mask: Mask) -> Mask:
         index = jnp.arange(mask.query_index.shape[0] // 2, dtype=jnp.int32)
@@ -141,12 +141,14 @@ def two_squares(passes: Passes) -> Passes:
     def forward(q: Array, k: Array, v: Array, mask: Mask, *, scale: float) -> tuple[Array, Array]:
         if not mask.causal:
             return passes.forward(q, k, v, mask, scale=scale)
-        first = earlier(mask)
-        both = passes.forward(queries(first, q), keys(first, k), keys(first, v), unmasked(mask), scale=scale)
-        (one, other), (lse, other_lse) = (jnp.split(x, 2) for x in both)
+        is_earlier = source_is_earlier(mask)
+        squares = passes.forward(
+            queries(is_earlier, q), keys(is_earlier, k), keys(is_earlier, v), unmasked(mask), scale=scale
+        )
+        (out1, out2), (lse, other_lse) = (jnp.split(x, 2) for x in squares)
         # The first square is of the lower queries or, like the second, of the upper ones.
-        low, low_lse = jnp.where(first, one, 0).astype(jnp.float32), jnp.where(first, lse, -jnp.inf)
-        high, high_lse = merge_parts((one, jnp.where(first, -jnp.inf, lse)), (other, other_lse))
+        low, low_lse = jnp.where(is_earlier, out1, 0).astype(jnp.float32), jnp.where(is_earlier, lse, -jnp.inf)
+        high, high_lse = merge_parts((out1, jnp.where(is_earlier, -jnp.inf, lse)), (out2, other_lse))
         return jnp.concatenate([low, high], axis=1), jnp.concatenate([low_lse, high_lse], axis=2)
 
     def backward(
@@ -154,13 +156,15 @@ def two_squares(passes: Passes) -> Passes:
     ) -> tuple[Array, Array, Array]:
         if not mask.causal:
             return passes.backward(q, k, v, mask, out, lse, dout, scale=scale)
-        first = earlier(mask)
-        rows = queries(first, q), keys(first, k), keys(first, v)
-        saved = queries(first, out), queries(first, lse, 2), queries(first, dout)
-        both = passes.backward(*rows, unmasked(mask), *saved, scale=scale)
-        (one, other), *keyed = (jnp.split(x.astype(jnp.float32), 2) for x in both)
-        dq = jnp.concatenate([jnp.where(first, one, 0), jnp.where(first, 0, one) + other], axis=1)
-        dk, dv = (jnp.concatenate([x + jnp.where(first, y, 0), jnp.where(first, 0, y)], axis=1) for x, y in keyed)
+        is_earlier = source_is_earlier(mask)
+        rows = queries(is_earlier, q), keys(is_earlier, k), keys(is_earlier, v)
+        saved = queries(is_earlier, out), queries(is_earlier, lse, 2), queries(is_earlier, dout)
+        squares = passes.backward(*rows, unmasked(mask), *saved, scale=scale)
+        (dq1, dq2), *keyed = (jnp.split(x.astype(jnp.float32), 2) for x in squares)
+        dq = jnp.concatenate([jnp.where(is_earlier, dq1, 0), jnp.where(is_earlier, 0, dq1) + dq2], axis=1)
+        dk, dv = (
+            jnp.concatenate([x + jnp.where(is_earlier, y, 0), jnp.where(is_earlier, 0, y)], axis=1) for x, y in keyed
+        )
         return dq, dk, dv
 
     return Passes(forward, backward)

@@ -72,14 +72,14 @@ def _from_before_in_stage(cut: RowCut, x: Array, places: int) -> Array:
 
 def _exchanged(cut: RowCut, x: Array, partners: list[int]) -> Array:
     """What each device's partner holds; those that are their own partners, two or none, keep what they have."""
-    alone = [r for r, partner in enumerate(partners) if r == partner]
-    pairs = [[r, partner] for r, partner in enumerate(partners) if r < partner] + [alone] * bool(alone)
+    unpaired = [r for r, partner in enumerate(partners) if r == partner]
+    pairs = [[r, partner] for r, partner in enumerate(partners) if r < partner] + [unpaired] * bool(unpaired)
     groups = [[r * cut.stride + first for r in pair] for pair in pairs for first in range(cut.stride)]
     place = np.zeros(cut.devices, np.int32)
     for pair in pairs:
-        place[pair] = (0, 1) if pair == alone else (1, 0)
-    both = lax.all_gather(x, AXIS, axis_index_groups=groups)
-    return lax.dynamic_index_in_dim(both, jnp.asarray(place)[cut.rank()], keepdims=False)
+        place[pair] = (0, 1) if pair == unpaired else (1, 0)
+    pair_values = lax.all_gather(x, AXIS, axis_index_groups=groups)
+    return lax.dynamic_index_in_dim(pair_values, jnp.asarray(place)[cut.rank()], keepdims=False)
 
 
 def to_heads(cut: RowCut, x: Array) -> Array:

@@ -26,6 +26,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from megajax.kernels.context.collectives import gather_rows, to_heads, to_positions
+from megajax.kernels.selective_scan import compose_transitions
 from megajax.kernels.ssd import runs_of
 from megajax.mesh.row_cut import RowCut
 
@@ -68,8 +69,8 @@ class CutRows:
         if self.documents is None or self.whole:
             return self.documents
         rows, pieces = self.documents.shape[0], self.cut.devices * self.cut.chunks
-        own = jnp.take(self.documents.reshape(rows, pieces, -1), self._own(), axis=1)
-        return own.reshape(rows * self.cut.chunks, -1)
+        local_runs = jnp.take(self.documents.reshape(rows, pieces, -1), self._local_chunks(), axis=1)
+        return local_runs.reshape(rows * self.cut.chunks, -1)
 
     def last_inputs(self, x: Array, reach: int) -> Array | None:
         """The inputs of a convolution before each chunk, [B M, reach, ...], zeros where another document has them.
@@ -81,16 +82,18 @@ class CutRows:
         rows, count, length = x.shape[0], self.cut.chunks, x.shape[1] // self.cut.chunks
         # Of short chunks all positions, of others only the last. Then what stands before chunk n ends at n x tail.
         tail = min(reach, length)
-        ends = x.reshape(rows, count, length, *x.shape[2:])[:, :, length - tail :]
-        ends = gather_rows(self.cut, ends.reshape(rows, count * tail, *x.shape[2:]))
-        before = _before(ends, self._own() * tail, reach, 0)
+        tails = x.reshape(rows, count, length, *x.shape[2:])[:, :, length - tail :]
+        tails = gather_rows(self.cut, tails.reshape(rows, count * tail, *x.shape[2:]))
+        before = _before(tails, self._local_chunks() * tail, reach, 0)
         if self.documents is not None:
-            starts = self._own() * length
-            same = _before(self.documents, starts, reach, -1) == jnp.take(self.documents, starts, axis=1)[..., None]
-            before = jnp.where(same.reshape(*same.shape, *[1] * (x.ndim - 2)), before, 0)
+            starts = self._local_chunks() * length
+            same_document = (
+                _before(self.documents, starts, reach, -1) == jnp.take(self.documents, starts, axis=1)[..., None]
+            )
+            before = jnp.where(same_document.reshape(*same_document.shape, *[1] * (x.ndim - 2)), before, 0)
         return before.reshape(rows * count, reach, *x.shape[2:])
 
-    def first_states(self, kept: Array, added: Array) -> Array:
+    def first_states(self, decay: Array, added: Array) -> Array:
         """The state before each chunk of a device, float32 [B M, N, F], from what each chunk does to a state.
 
         kept: float32 [B M, N, F or 1], 0 where a document starts behind the first position; added: float32 [B M, N, F].
@@ -105,16 +108,16 @@ class CutRows:
             """[B M, N, F] -> all chunks of the row in order, and a part of the elements, [B, C M, F / C, N]."""
             return to_heads(everyone, by_row(jnp.pad(x, ((0, 0), (0, 0), (0, -size % self.cut.devices)))))
 
-        kept = gather_rows(self.cut, by_row(kept)) if kept.shape[-1] == 1 else exchanged(kept)
+        decay = gather_rows(self.cut, by_row(decay)) if decay.shape[-1] == 1 else exchanged(decay)
         added = exchanged(added)
         opens = self._opens(added.shape[:2])[..., None, None]
-        after = lax.associative_scan(_one_after_other, (jnp.where(opens, 0, kept), added), axis=1)[1]
+        after = lax.associative_scan(compose_transitions, (jnp.where(opens, 0, decay), added), axis=1)[1]
         before = jnp.pad(after[:, :-1], ((0, 0), (1, 0), (0, 0), (0, 0)))
         before = to_positions(everyone, jnp.where(opens, 0, before))
         before = jnp.moveaxis(before, 2, 3)[..., :size]
         return before.reshape(-1, *before.shape[2:])
 
-    def _own(self) -> Array:
+    def _local_chunks(self) -> Array:
         """int32 [M]: numbers in the row of a device's chunks."""
         order = jnp.asarray(self.cut.chunk_order().reshape(self.cut.devices, -1), jnp.int32)
         return order[self.cut.rank()]
@@ -131,8 +134,3 @@ def _before(x: Array, starts: Array, reach: int, filler: int) -> Array:
     """What x [B, T, ...] has before each start, [B, M, reach, ...]; `filler` before the first position."""
     padded = jnp.pad(x, ((0, 0), (reach, 0), *[(0, 0)] * (x.ndim - 2)), constant_values=filler)
     return jnp.take(padded, starts[:, None] + jnp.arange(reach)[None], axis=1)
-
-
-def _one_after_other(first: tuple[Array, Array], second: tuple[Array, Array]) -> tuple[Array, Array]:
-    """What two chunks do to a state, one after the other."""
-    return first[0] * second[0], second[0] * first[1] + second[1]

@@ -73,10 +73,10 @@ def _end_step[S](sums: S, coming: Array) -> tuple[S, Array]:
     return lax.optimization_barrier((sums, coming))
 
 
-def ring(cut: RowCut, own: Passes, arriving: Passes) -> Passes:
+def ring(cut: RowCut, local: Passes, remote: Passes) -> Passes:
     """Attention of whole rows from a device's part of them.
 
-    own: of a device's own keys; arriving: of those of another one. The same where a backend takes any mask.
+    local: for a device's own keys; remote: for those of another device. The same for a backend that takes any mask.
     """
 
     def forward(
@@ -84,13 +84,13 @@ def ring(cut: RowCut, own: Passes, arriving: Passes) -> Passes:
     ) -> tuple[Array, Array]:
         around, size, length = _Ring.of(cut, mask, k.shape[1]), k.shape[3], k.shape[1]
         # One transfer for both: the scheduler bounds how many are under way.
-        held = jnp.concatenate([k, v], axis=3)
+        kv = jnp.concatenate([k, v], axis=3)
         sums: list[tuple[Array, Array]] = []
         for source, next_keys, _ in around.turns():
-            coming = from_before(cut, held, next_keys) if next_keys else held
-            passes, there = arriving if source else own, around.mask_of(source, length)
-            new = passes.call_forward(q, held[..., :size], held[..., size:], there, scale=scale, dropout=dropout)
-            sums, held = _end_step([merge_parts(*sums, new)], coming)
+            coming = from_before(cut, kv, next_keys) if next_keys else kv
+            passes, source_mask = remote if source else local, around.mask_of(source, length)
+            new = passes.call_forward(q, kv[..., :size], kv[..., size:], source_mask, scale=scale, dropout=dropout)
+            sums, kv = _end_step([merge_parts(*sums, new)], coming)
         ((out, lse),) = sums
         return out.astype(q.dtype), lse
 
@@ -98,20 +98,20 @@ def ring(cut: RowCut, own: Passes, arriving: Passes) -> Passes:
         q: Array, k: Array, v: Array, mask: Mask, *saved: Array, scale: float, dropout: AttentionDropout | None = None
     ) -> tuple[Array, Array, Array]:
         around, size, length = _Ring.of(cut, mask, k.shape[1]), k.shape[3], k.shape[1]
-        held = jnp.concatenate([k, v], axis=3)
-        dq, moving, way = jnp.zeros(q.shape, jnp.float32), jnp.zeros(held.shape, jnp.float32), 0
+        kv = jnp.concatenate([k, v], axis=3)
+        dq, moving, way = jnp.zeros(q.shape, jnp.float32), jnp.zeros(kv.shape, jnp.float32), 0
         for source, next_keys, next_sums in around.turns():
-            coming = from_before(cut, held, next_keys) if next_keys else held
+            coming = from_before(cut, kv, next_keys) if next_keys else kv
             # The sums of the step before travel beside this step's kernel.
             moving = from_before(cut, moving, way) if way else moving
-            passes, there = arriving if source else own, around.mask_of(source, length)
-            keys = held[..., :size], held[..., size:]
-            new = passes.call_backward(q, *keys, there, *saved, scale=scale, dropout=dropout)
+            passes, source_mask = remote if source else local, around.mask_of(source, length)
+            keys = kv[..., :size], kv[..., size:]
+            new = passes.call_backward(q, *keys, source_mask, *saved, scale=scale, dropout=dropout)
             new_q, *keyed = (x.astype(jnp.float32) for x in new)
-            (dq, moving), held = _end_step((dq + new_q, moving + jnp.concatenate(keyed, axis=3)), coming)
+            (dq, moving), kv = _end_step((dq + new_q, moving + jnp.concatenate(keyed, axis=3)), coming)
             way = next_sums
         home = moving.astype(k.dtype)
         home = from_before(cut, home, way) if way < cut.devices else home
         return dq.astype(q.dtype), home[..., :size], home[..., size:]
 
-    return Passes(forward, backward, own.dropout)
+    return Passes(forward, backward, local.dropout)
