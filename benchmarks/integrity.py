@@ -15,7 +15,7 @@ from collections.abc import Callable
 import jax
 
 from megajax.config import load
-from megajax.job.recompute import CheckResults
+from megajax.job.recompute import CheckGradients
 from megajax.job.replicas import state_hash
 from megajax.resilience.integrity_config import RecomputeConfig
 from megajax.training import setup
@@ -37,7 +37,7 @@ def overheads(run: Run, rounds: int) -> dict[str, float]:
     """Seconds of a step, of a hash and of a recomputed step, and their shares."""
     steps = [info.seconds for info in run.steps(rounds + 2)]
     step, hashed = statistics.median(steps[2:]), state_hash(run.program)
-    check = CheckResults(RecomputeConfig(every=1), run, print, print, ())
+    check = CheckGradients(RecomputeConfig(every=1), run, print, print, ())
     with jax.set_mesh(run.mesh):
         hash_seconds = median_seconds(lambda: hashed(run.state), rounds)
     recompute_seconds = median_seconds(lambda: check.verdict(run, run.step), rounds)

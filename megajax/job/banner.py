@@ -1,4 +1,4 @@
-"""The start banner: sizes, arithmetic, and every choice that was made for the user."""
+"""The start banner: the model's size, the layout, and the choices that were made for the user."""
 
 import platform
 from collections import Counter
@@ -31,14 +31,14 @@ from megajax.training.session import Run
 type Section = tuple[str, list[tuple[str, str]]]
 
 
-def banner(run: Run, resumed: str | None, fitted: Sequence[str] = ()) -> list[Section]:
-    """Sections for metrics.banner: model, layout, batch, numbers, data, run.
+def banner(run: Run, resumed: str | None, layout_changes: Sequence[str] = ()) -> list[Section]:
+    """Sections for metrics.banner: model, layout, batch, training, run.
 
-    fitted: lines on how parallel.elastic changed the layout.
+    layout_changes: lines on how parallel.elastic changed the layout.
     """
     return [
         ("model", _model(run)),
-        ("layout", [*_layout(run), *(("elastic", line) for line in fitted)]),
+        ("layout", [*_layout(run), *(("elastic", line) for line in layout_changes)]),
         ("batch", _batch(run)),
         ("training", _training(run)),
         ("run", _run(run, resumed)),
@@ -46,7 +46,7 @@ def banner(run: Run, resumed: str | None, fitted: Sequence[str] = ()) -> list[Se
 
 
 def _model(run: Run) -> list[tuple[str, str]]:
-    cfg, known = run.cfg.model, run.parts.tokenizer.vocabulary_size
+    cfg, tokens = run.cfg.model, run.parts.tokenizer.vocabulary_size
     facts, flops, vocabulary = facts_of(cfg), flops_of(cfg), ids_below(cfg)
     total, besides, padded, predicted = run.program.parameters, "", "", vocabulary is not None
     shapes = [f"{stack.layers()} layers" for stack in cfg.stacks().values()]
@@ -56,7 +56,7 @@ def _model(run: Run) -> list[tuple[str, str]]:
         besides += f", active {count(parameters.active)}" if parameters.idle else ""
         shapes = [_shape(section) for section in facts.section_facts()]
         columns = facts.head_facts().columns
-        predicted = vocabulary is not None and columns >= vocabulary  # not by a model that classifies texts
+        predicted = vocabulary is not None and columns >= vocabulary  # False for a text classifier
         padded = f", padded to {columns:,}" if predicted else ""
     rows = [
         ("parameters", f"{count(total)} ({total:,}){besides}"),
@@ -64,18 +64,18 @@ def _model(run: Run) -> list[tuple[str, str]]:
         *(("shape", shape) for shape in shapes),
     ]
     if vocabulary is not None:
-        unused = f" (the tokenizer has {known:,})" if known != vocabulary else ""
+        unused = f" (the tokenizer has {tokens:,})" if tokens != vocabulary else ""
         rows.append(("vocabulary", f"{vocabulary:,}{unused}{padded}"))
     if flops is not None:
-        both = f"{flops.causal:.4g} with causal attention, {flops.full:.4g} with full"
-        rows.append((f"FLOPs per {counted(cfg).removesuffix('s')}", both))
+        by_attention = f"{flops.causal:.4g} with causal attention, {flops.full:.4g} with full"
+        rows.append((f"FLOPs per {counted(cfg).removesuffix('s')}", by_attention))
     if predicted and vocabulary is not None:
         rows.append(("first loss", f"about ln {vocabulary} = {log(vocabulary):.3f}"))
     return rows
 
 
 def _trained(run: Run) -> list[tuple[str, str]]:
-    """The weights that are trained, where not all are, with the rows of tables that only fill up."""
+    """The number of trained weights, padding rows included; nothing if all weights are trained."""
     program, adapters = run.program, run.program.adapters
     if len(program.optimizer.declared) == len(program.declared):
         return []
@@ -91,12 +91,12 @@ def _trained(run: Run) -> list[tuple[str, str]]:
 
 
 def _shape(section: SectionFacts) -> str:
-    hidden, named = section.hidden, f"{section.path}: " if section.path else ""
+    hidden, prefix = section.hidden, f"{section.path}: " if section.path else ""
     kinds = Counter()
     for block, times in section.stack.repeated_blocks():
         kinds[block.summary(hidden)] += times
-    each = "; ".join(kinds) if len(kinds) == 1 else "; ".join(f"{count} x {kind}" for kind, count in kinds.items())
-    return f"{named}{section.stack.layers()} layers x {hidden} hidden, {each}"
+    blocks = "; ".join(kinds) if len(kinds) == 1 else "; ".join(f"{count} x {kind}" for kind, count in kinds.items())
+    return f"{prefix}{section.stack.layers()} layers x {hidden} hidden, {blocks}"
 
 
 def _layout(run: Run) -> list[tuple[str, str]]:
@@ -121,40 +121,40 @@ def _layout(run: Run) -> list[tuple[str, str]]:
 
 
 def _idle(run: Run) -> list[tuple[str, str]]:
-    """The devices that are not in the mesh."""
+    """Devices outside the mesh."""
     used = set(run.mesh.devices.flat)
     idle = [f"{device} of process {device.process_index}" for device in jax.devices() if device not in used]
     return [("idle", listed(idle))] if idle else []
 
 
 def _context(run: Run) -> list[tuple[str, str]]:
-    """How rows are cut over `context`."""
-    cut = run.program.layout.rows
-    if cut.devices == 1:
+    """How rows are split over `context`."""
+    split = run.program.layout.rows
+    if split.devices == 1:
         return []
-    positions, chunks = run.cfg.model.row_positions() // cut.unit, f"{cut.chunks} chunk" + "s" * (cut.chunks > 1)
+    positions, chunks = run.cfg.model.row_positions() // split.unit, f"{split.chunks} chunk" + "s" * (split.chunks > 1)
     return [("rows over context", f"{chunks} of {positions:,} positions on each device")]
 
 
 def _mixtures(run: Run) -> list[tuple[ExpertFacts, float]]:
-    """Layers of experts that differ, each with the tokens of a microbatch on the devices of `tensor` together."""
+    """Distinct expert layers, each with the tokens of a microbatch on one group of `tensor` devices."""
     facts, layers = facts_of(run.cfg.model), []
     for section in () if facts is None else facts.section_facts():
         tokens = run.cfg.batch.micro_size * section.positions / run.mesh.shape["context"]
         sizes = {"hidden": section.hidden, "length": section.length, "read": section.read}
         blocks = (block.facts(dtype=run.cfg.precision.compute, **sizes) for block in section.stack.pattern)
-        layers += [(one, tokens) for block in blocks for one in block.experts if (one, tokens) not in layers]
-    return layers
+        layers += [(experts, tokens) for block in blocks for experts in block.experts]
+    return list(dict.fromkeys(layers))
 
 
 def _experts(run: Run) -> list[tuple[str, str]]:
-    """How tokens get to experts; what `parallel.expert` is for without any."""
-    mixtures, spread = _mixtures(run), Spread.of(run.cfg.parallel)
-    if not mixtures and spread.expert > 1 and facts_of(run.cfg.model) is not None:
-        return [("experts", f"none: the {spread.expert} devices of expert share rows, as those of data do")]
-    texts = [one.summary(tokens, spread) for one, tokens in mixtures]
+    """How tokens are dispatched to experts; without experts, what `parallel.expert` does."""
+    mixtures, layout = _mixtures(run), Spread.of(run.cfg.parallel)
+    if not mixtures and layout.expert > 1 and facts_of(run.cfg.model) is not None:
+        return [("experts", f"none: the {layout.expert} devices of expert split the rows, like those of data")]
+    texts = [experts.summary(tokens, layout) for experts, tokens in mixtures]
     on_cpu = run.mesh.devices.flat[0].platform == "cpu"
-    notes = [note for one, _ in mixtures if (note := one.unused_way(spread, on_cpu=on_cpu))]
+    notes = [note for experts, _ in mixtures if (note := experts.unused_way(layout, on_cpu=on_cpu))]
     return [("experts", text) for text in dict.fromkeys([*texts, *notes])]
 
 
@@ -172,7 +172,7 @@ def _pipeline(run: Run) -> list[tuple[str, str]]:
     rows, layers = partition.rows * len(partition.repeats), sum(partition.repeats)
     padding = f"; {rows - layers} of {rows} rows are padding" if rows > layers else ""
     if len(run.cfg.model.stack.parts()) > 1:
-        return [("pipeline", text), ("layers of a chunk", f"{sizes}, from a program that all chunks share")]
+        return [("pipeline", text), ("layers of a chunk", f"{sizes}, in one program for all chunks")]
     return [("pipeline", text), ("layers of a chunk", f"{sizes} repeats of the pattern{padding}")]
 
 
@@ -180,13 +180,13 @@ def _batch(run: Run) -> list[tuple[str, str]]:
     batch, replicas = run.cfg.batch, run.mesh.shape["data"] * run.mesh.shape["expert"]
     rows, length = run.program.sizes.sizes()[-1].rows, run.cfg.model.row_positions()
     split = f"{run.program.microbatches} microbatches x {replicas} data-parallel x {batch.micro_size} rows"
-    whole = run.program.sizes.samples(run.cfg.steps) * length
-    words = counted(run.cfg.model)
-    more = [] if words == "rows" else [(f"{words} per step", f"{rows * length:,} ({length} per row)")]
+    positions = run.program.sizes.samples(run.cfg.steps) * length
+    unit = counted(run.cfg.model)
+    more = [] if unit == "rows" else [(f"{unit} per step", f"{rows * length:,} ({length} per row)")]
     return [
         ("rows per step", f"{rows} = {split}"),
         *more,
-        ("whole run", f"{run.cfg.steps:,} steps, {count(whole)} {words}"),
+        ("whole run", f"{run.cfg.steps:,} steps, {count(positions)} {unit}"),
         ("loss average", batch.loss_average),
     ]
 
@@ -208,14 +208,14 @@ def _training(run: Run) -> list[tuple[str, str]]:
 
 
 def _kernels(run: Run) -> list[tuple[str, str]]:
-    """Backends of each kind of layer, and why not a faster one where there is a GPU."""
-    facts, chosen = facts_of(run.cfg.model), list(dict.fromkeys(demand_kernels(run.cfg)))
+    """Backends of each kind of layer; on a GPU, also why a faster one is not used."""
+    facts, choices = facts_of(run.cfg.model), list(dict.fromkeys(demand_kernels(run.cfg)))
     backends: dict[str, list[str]] = {}
-    for choice in chosen:
+    for choice in choices:
         names = backends.setdefault(choice.place or "attention", [])
         names += [choice.kernel] * (choice.kernel not in names)
-    cut = Cut.of(run.cfg.parallel, causal=run.cfg.model.ignores_later_positions()).words()
-    over = {choice.place or "attention": f" {cut}" for choice in chosen if choice.layer == "attention" and cut}
+    split = Cut.of(run.cfg.parallel, causal=run.cfg.model.ignores_later_positions()).words()
+    over = {choice.place or "attention": f" {split}" for choice in choices if choice.layer == "attention" and split}
     kernels = [f"{place} {'/'.join(names)}{over.get(place, '')}" for place, names in backends.items()]
     if facts is not None:
         kernels.append(f"cross-entropy in chunks of {facts.head_facts().chunk} tokens")
@@ -223,7 +223,7 @@ def _kernels(run: Run) -> list[tuple[str, str]]:
     gpu = local_device().capability is not None
     why = dict.fromkeys(
         (choice.layer, f"{choice.place} {choice.kernel}, because {'; '.join(choice.reasons)}".strip())
-        for choice in chosen
+        for choice in choices
         if choice.reasons
     )
     return rows + [reason for reason in why if gpu]
@@ -241,42 +241,42 @@ def _fp8(precision: PrecisionConfig, *, mixtures: bool) -> list[tuple[str, str]]
         scales = f"scales from the {'step' if last else f'{delayed.history} steps'} before"
         scales += f", margin {delayed.margin} bits" * (delayed.margin != 0)
     text = f"layers, e4m3 with gradients in {gradients}; {scales}; forward pass accumulates {adding}"
-    # Grouped matmuls have no recipe.
+    # Grouped matmuls have no 8-bit recipe.
     return [("8-bit matmuls", text + f"; experts multiply in {precision.compute}" * mixtures)]
 
 
 def _recompute(run: Run) -> list[tuple[str, str]]:
-    """What layers save for the backward pass and what it recomputes, in words and in bytes per layer."""
+    """The tensors that layers save and recompute for the backward pass, and their bytes per layer."""
     facts = facts_of(run.cfg.model)
     if facts is None:
         return []
-    chosen, layers = facts.recomputing(), run.cfg.model.stack.layers()
-    text = f"{words(chosen.recompute)}: {_saved(chosen.policy())}"
-    if chosen.layers_per_checkpoint > 1:
-        text = f"{words(chosen.recompute)}: groups of {chosen.layers_per_checkpoint} layers save the input of the first"
-    if chosen.layers is not None and chosen.layers < layers:
-        text += f" (first {chosen.layers} layers of each chunk); other layers: {_saved(chosen.lighter_policy())}"
+    remat, layers = facts.recomputing(), run.cfg.model.stack.layers()
+    text = f"{words(remat.recompute)}: {_saved(remat.policy())}"
+    if remat.layers_per_checkpoint > 1:
+        text = f"{words(remat.recompute)}: groups of {remat.layers_per_checkpoint} layers save the input of the first"
+    if remat.layers is not None and remat.layers < layers:
+        text += f" (first {remat.layers} layers of each chunk); other layers: {_saved(remat.lighter_policy())}"
     share = run.mesh.shape["tensor"] * run.mesh.shape["context"]
     over = f", over {share} devices" if share > 1 else ""
     rows = [("recompute", text)]
     for path, costs in saved_by_layers(run, facts).items():
         cost = "; ".join(
-            (f"{each.layers:.0f} layers of a chunk " if len(costs) > 1 else "")
-            + size(each.device)
-            + (f" and {size(each.host)} in host memory" if each.host else "")
-            + f", {size(each.recomputed)} recomputed"
-            for each in costs
+            (f"{saved.layers:.0f} layers of a chunk " if len(costs) > 1 else "")
+            + size(saved.device)
+            + (f" and {size(saved.host)} in host memory" if saved.host else "")
+            + f", {size(saved.recomputed)} recomputed"
+            for saved in costs
         )
         rows.append(("saved by a layer", f"{path}{': ' * bool(path)}per microbatch{over}: {cost}"))
     return rows
 
 
 def saved_by_layers(run: Run, facts: Facts) -> dict[str, list[SavedBytes]]:
-    """What layers of each section save of a microbatch, over all devices of `context` and `tensor`."""
+    """Bytes that the layers of each section save per microbatch, summed over the devices of `context` and `tensor`."""
     cfg, program = run.cfg, run.program
     width, saved = jnp.dtype(cfg.precision.compute).itemsize, {}
-    named = facts.with_kernels([choice.kernel for choice in demand_kernels(cfg)])
-    for section in demand_facts(named).section_facts():
+    kernel_facts = facts.with_kernels([choice.kernel for choice in demand_kernels(cfg)])
+    for section in demand_facts(kernel_facts).section_facts():
         share = Share(
             tokens=cfg.batch.micro_size * section.positions,
             width=width,
@@ -295,13 +295,13 @@ def saved_by_layers(run: Run, facts: Facts) -> dict[str, list[SavedBytes]]:
 
 def _saved(policy: SavePolicy) -> str:
     if policy.parts is None:
-        return "save everything that gradients need"
+        return "save all inputs of the backward pass"
     names = ", ".join(f"{part} (in host memory)" if part in policy.offloaded else part for part in policy.parts)
     return f"save {names.replace('_', ' ')}; recompute the rest"
 
 
 def memory_formula(run: Run) -> str:
-    """Memory by Megatron-LM's formula, as the end of a line; "" for what it does not know: some models, and context."""
+    """Memory by Megatron-LM's formula, as the end of a line; "" for models and layouts that the formula lacks."""
     facts, sizes = facts_of(run.cfg.model), run.mesh.shape
     if facts is None or sizes["context"] > 1:
         return ""
@@ -324,29 +324,29 @@ def memory_formula(run: Run) -> str:
 
 
 def _compiler(run: Run) -> list[tuple[str, str]]:
-    """What XLA is told, and what becomes of compiled programs."""
-    given, options, cache = run.cfg.xla.options, run.program.options, cache_in_use()
-    chosen = ", ".join(f"{name}={value}" for name, value in options.items() if name not in given)
-    own = ", ".join(f"{name}={options[name]}" for name in given)
+    """Compiler options, and the folder of compiled programs."""
+    user_options, options, cache = run.cfg.xla.options, run.program.options, cache_in_use()
+    defaults = ", ".join(f"{name}={value}" for name, value in options.items() if name not in user_options)
+    user_text = ", ".join(f"{name}={options[name]}" for name in user_options)
     share = memory_fraction() if run.mesh.devices.flat[0].platform == "gpu" else None
     return [
-        *([("XLA", chosen)] if chosen else []),
-        *([("XLA, as asked", own)] if own else []),
+        *([("XLA", defaults)] if defaults else []),
+        *([("XLA, as asked", user_text)] if user_text else []),
         *([("XLA, by environment", ", ".join(sorted(flag_names())))] if flag_names() else []),
         *([("deterministic", "on: no autotuning, sums in a fixed order")] if run.cfg.xla.deterministic else []),
-        *([("GPU memory", f"a share of {share} for arrays (xla.memory_fraction)")] if share else []),
+        *([("GPU memory", f"{share} of it for arrays (xla.memory_fraction)")] if share else []),
         ("compiled programs", "not kept" if cache is None else f"kept in {cache}"),
     ]
 
 
 def _passes(rows: Any) -> str:
-    """How often the rows of a split repeat its text, where they do. Row sources of users need not tell."""
+    """Number of passes over the data, if more than one. Row sources of users may lack `passes`."""
     passes = getattr(rows, "passes", 1)
     return f" ({passes:,} passes over the data)" if passes > 1 else ""
 
 
 def _balance(run: Run) -> list[tuple[str, str]]:
-    """How full packed rows are, and how equal attention's work is: among rows, and among data groups."""
+    """Fill of packed rows, and the balance of attention's work among rows and among data groups."""
     packing, imbalance = getattr(run.parts.splits.train, "packing", None), run.batches.imbalance()
     text = (
         "" if packing is None else f"{packing.fill:.1%} filled; most scores of a row {packing.imbalance:.2f} x the mean"
@@ -354,7 +354,7 @@ def _balance(run: Run) -> list[tuple[str, str]]:
     rows = [] if packing is None else [("packed rows", text)]
     if imbalance is None:
         return rows
-    as_read, balanced = ("step {:.3f}, microbatches {:.3f}".format(*each) for each in imbalance)
+    as_read, balanced = ("step {:.3f}, microbatches {:.3f}".format(*ratios) for ratios in imbalance)
     text = (
         f"by {run.cfg.data.loader.balance}; busiest group over mean at the next step: {balanced} (in order: {as_read})"
     )
@@ -363,8 +363,8 @@ def _balance(run: Run) -> list[tuple[str, str]]:
 
 def _run(run: Run, resumed: str | None) -> list[tuple[str, str]]:
     splits: Any = run.parts.splits
-    named = [(name, part) for name, part in zip(splits._fields, splits, strict=True) if part is not None]
-    rows = ", ".join(f"{name} {len(part):,}{_passes(part)}" for name, part in named)
+    parts = [(name, part) for name, part in zip(splits._fields, splits, strict=True) if part is not None]
+    rows = ", ".join(f"{name} {len(part):,}{_passes(part)}" for name, part in parts)
     isolated = "; documents isolated" if "segment_ids" in run.program.schema else ""
     skipped = run.parts.skipped_rows()
     return [

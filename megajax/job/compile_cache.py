@@ -1,8 +1,8 @@
-"""Compiled programs are kept on disk between starts: jax's persistent cache, in a folder that is checked.
+"""jax's persistent compilation cache, with a checksum for each entry.
 
-jax reads entries in every process and writes them in process 0, which also limits their size. It notices most damaged
-entries, warns of them at each start and never replaces them; one with damaged machine code it would run. So each entry
-has a SHA-256 beside it, and entries that don't match are deleted before jax looks.
+jax reads entries in every process and writes them in process 0, which also limits the total size. It detects most
+damaged entries, warns of them at each start and never replaces them, but it would run damaged machine code. So each
+entry has a SHA-256 beside it, and entries that don't match are deleted before jax reads them.
 """
 
 import contextlib
@@ -27,22 +27,22 @@ from megajax.metrics.runfolder import write_atomically
 from megajax.resilience.signals import agree
 
 OWN = "JAX_COMPILATION_CACHE_DIR"
-"""If a user sets this variable, the cache is that folder, and all is left to jax."""
+"""If a user sets this variable, jax alone manages the cache, in that folder."""
 MIN_COMPILE_SECONDS = 0.25
-"""Programs that compile faster are not kept: they would be many files."""
+"""Programs that compile faster are not cached: they would be many files."""
 DIGEST = ".sha256"
 LAST_START = ".writable"
-"""File of a folder that each start writes."""
+"""File in a cache folder that each start rewrites."""
 UNUSED_SECONDS = 30 * 24 * 3600
-"""Folders of other versions of jax are deleted when no run has used them for so long."""
+"""Folders of other versions of jax are deleted when no run has used them for this long."""
 GIB = 2**30
 
 
 def use_cache(xla: XlaConfig) -> None:
-    """Set up jax's cache by the settings: after the processes of a run have connected, before the first compilation.
+    """Set up jax's cache, after the processes of a run have connected and before the first compilation.
 
-    Several processes use it only if all see the same folder. XLA divides the timing of kernels between processes: one
-    that found the program in a folder of its own would never send its share.
+    Several processes use it only if all see the same folder: XLA divides autotuning between processes, and a process
+    that read the program from a folder of its own would never send its share.
     """
     if not xla.compile_cache:
         jax.config.update("jax_enable_compilation_cache", False)
@@ -54,45 +54,45 @@ def use_cache(xla: XlaConfig) -> None:
     reason = _prepare(base, folder)
     if agree(reason is not None):
         if reason is not None:
-            print(f"warning: {reason}; programs are not kept", file=sys.stderr)
+            print(f"warning: {reason}; compiled programs are not cached", file=sys.stderr)
         return
     jax.config.update("jax_compilation_cache_dir", str(folder))
     if jax.process_index() == 0:
-        # Not in other processes: with a limit jax locks the folder for each read.
+        # Not in other processes: with a limit, jax locks the folder for each read.
         jax.config.update("jax_compilation_cache_max_size", round(xla.compile_cache_gib * GIB))
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", MIN_COMPILE_SECONDS)
 
 
 def cache_in_use() -> Path | None:
-    """The folder in which jax keeps programs; None if it keeps none."""
+    """The folder of jax's compilation cache; None if the cache is off."""
     folder = jax.config.jax_compilation_cache_dir
     return Path(folder) if folder and jax.config.jax_enable_compilation_cache else None
 
 
 def machine() -> str:
-    """Name of the folder for programs of this jax and this kind of machine. Raises as `find_devices`."""
+    """Name of the folder for programs of this jax version and machine type. Raises the errors of `find_devices`."""
     backend = find_devices()[0].platform
     parts = [f"jax-{jax.__version__}", f"jaxlib-{jaxlib.__version__}", backend]
     if backend == "cpu":
-        # Programs for CPUs hold machine code for this very processor.
+        # Programs for CPUs contain machine code for this exact processor.
         parts.append(hashlib.sha256(_processor().encode()).hexdigest()[:8])
     return "-".join(parts)
 
 
 def record(folder: Path) -> None:
-    """Write the SHA-256 of every entry that has none: of those this process has just made."""
+    """Write the SHA-256 of every entry that has none: the entries that this process just wrote."""
     for path in _entries(folder):
         if not _digest(path).exists():
-            with contextlib.suppress(OSError):  # the next start deletes an entry without one
+            with contextlib.suppress(OSError):  # the next start deletes an entry without a SHA-256
                 write_atomically(_digest(path), hashlib.sha256(path.read_bytes()).hexdigest())
 
 
 def delete_damaged(folder: Path) -> list[str]:
-    """Delete entries that don't match their SHA-256, and return their names; delete those without one as well.
+    """Delete entries that don't match their SHA-256 or have none. Returns the names of those that don't match.
 
-    An entry has no SHA-256 if its process was killed before it wrote one, or is about to: that is no damage. The same
-    holds for results of autotuning, which XLA writes into a folder below, also for programs that are not kept.
+    A missing SHA-256 is no damage: the process was killed before it wrote one, or is about to write it. Autotuning
+    results, which XLA writes into a subfolder even for programs that are not cached, are not returned either.
     """
     damaged = []
     for path in _entries(folder):
@@ -112,7 +112,7 @@ def delete_damaged(folder: Path) -> list[str]:
 
 
 def delete_unused(base: Path, *, now: float) -> None:
-    """Delete the folders below `base` that no run has used for UNUSED_SECONDS: jax limits its own folder only."""
+    """Delete the folders in `base` that no run has used for UNUSED_SECONDS: jax limits only its own folder's size."""
     for folder in base.glob("jax-*"):
         last_start = folder / LAST_START
         if last_start.exists() and now - last_start.stat().st_mtime > UNUSED_SECONDS:
@@ -120,7 +120,7 @@ def delete_unused(base: Path, *, now: float) -> None:
 
 
 def _prepare(base: Path, folder: Path) -> str | None:
-    """Create and check the folder, in process 0, and see whether all processes see it. Returns why it can't be used."""
+    """Create and check the folder in process 0, and test that all processes share it. Returns why it can't be used."""
     first = jax.process_index() == 0
     reason = None
     if first:
@@ -138,7 +138,7 @@ def _prepare(base: Path, folder: Path) -> str | None:
 
 
 def _not_shared(folder: Path, first: bool) -> str | None:
-    """Why this folder is not the one that process 0 sees. A collective."""
+    """An error if this folder is not the one that process 0 sees; else None. A collective."""
     number = int(multihost_utils.broadcast_one_to_all(secrets.randbits(31)))
     token = folder / f".seen-{number}"
     if first:
@@ -155,7 +155,7 @@ def _not_shared(folder: Path, first: bool) -> str | None:
 
 
 def _entries(folder: Path) -> Iterator[Path]:
-    """Programs, and files of XLA; not those in which jax keeps the times of use."""
+    """Compiled programs and XLA's autotuning files, without the files in which jax stores access times."""
     for path in sorted(folder.rglob("*")):
         if path.is_file() and not path.name.startswith(".") and not path.name.endswith((DIGEST, "-atime")):
             yield path
@@ -170,5 +170,5 @@ def _processor(description: Path = Path("/proc/cpuinfo")) -> str:
         lines = description.read_text(errors="replace").splitlines()
     except OSError:
         return platform.processor() + platform.machine()
-    wanted = ("model name", "flags", "Features", "CPU part")
-    return "\n".join(dict.fromkeys(line for line in lines if line.startswith(wanted)))
+    fields = ("model name", "flags", "Features", "CPU part")
+    return "\n".join(dict.fromkeys(line for line in lines if line.startswith(fields)))

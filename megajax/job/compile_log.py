@@ -1,4 +1,4 @@
-"""A line for every program that is compiled or read from the cache: its name and how long it took."""
+"""Reports every program that is compiled or read from the cache: its name and its compile time."""
 
 import threading
 from collections.abc import Callable, Generator
@@ -35,13 +35,13 @@ class Compile(NamedTuple):
     name: str
     """Name of the function."""
     seconds: float
-    """To read or to compile it."""
+    """Seconds to compile the program or to read it from the cache."""
     cached: bool
-    """Whether it was read from disk."""
+    """Whether it was read from the cache."""
     saved: float | None
-    """Seconds that reading it saved, as jax recorded when it was compiled; None if it was compiled."""
+    """Compile seconds that the cache saved, as jax recorded them; None if the program was compiled."""
 
-    def sentence(self) -> str:
+    def description(self) -> str:
         """One line of text."""
         name = NAMES.get(self.name, self.name)
         if not self.cached:
@@ -51,7 +51,7 @@ class Compile(NamedTuple):
 
 
 class CompileLog:
-    """Within its `with` block, reports each program: a sentence to `say`, and an event to `event`."""
+    """Within its `with` block, reports each program: a line to `say`, and an event to `event`."""
 
     def __init__(self, say: Callable[[str], None], event: Callable[..., None] | None = None):
         self._say, self._event = say, event or EventLog().event
@@ -68,21 +68,21 @@ class CompileLog:
             del self._ready[name]
 
     def __enter__(self) -> Self:
-        jax.monitoring.register_event_listener(self._happened)
-        jax.monitoring.register_event_duration_secs_listener(self._lasted)
+        jax.monitoring.register_event_listener(self._on_event)
+        jax.monitoring.register_event_duration_secs_listener(self._on_duration)
         return self
 
     def __exit__(self, *error: object) -> None:
-        jax.monitoring.unregister_event_listener(self._happened)
-        jax.monitoring.unregister_event_duration_listener(self._lasted)
+        jax.monitoring.unregister_event_listener(self._on_event)
+        jax.monitoring.unregister_event_duration_listener(self._on_duration)
         if jax.process_index() == 0 and (folder := cache_in_use()) is not None:
-            record(folder)  # results of autotuning, also for programs that are not kept
+            record(folder)  # autotuning results, which exist even for programs that are not cached
 
-    def _happened(self, event: str, **_: Any) -> None:
+    def _on_event(self, event: str, **_: Any) -> None:
         if event in (HIT, WRITTEN):
             self._noted[event] = True
 
-    def _lasted(self, event: str, duration_secs: float, **fields: Any) -> None:
+    def _on_duration(self, event: str, duration_secs: float, **fields: Any) -> None:
         noted = self._noted
         if event == SAVED:
             noted[event] = duration_secs
@@ -90,17 +90,17 @@ class CompileLog:
             return
         name = str(fields.get("fun_name", "?")).removeprefix("jit(").removesuffix(")")
         program = Compile(name, duration_secs, HIT in noted, noted.get(SAVED))
-        written = WRITTEN in noted
+        new_entry = WRITTEN in noted
         noted.clear()
-        if written and (folder := cache_in_use()) is not None:
+        if new_entry and (folder := cache_in_use()) is not None:
             record(folder)
         if program.name in ALWAYS or duration_secs >= MIN_SECONDS:
-            self._say(program.sentence())
+            self._say(program.description())
             self._event("compile", name=program.name, seconds=round(program.seconds, 3), cached=program.cached)
         if (call := self._ready.get(program.name)) is not None:
             call()
 
     @property
     def _noted(self) -> dict[str, Any]:
-        """What jax reported about the program that this thread is compiling."""
+        """Events of jax.monitoring about the program that this thread is compiling."""
         return self._thread.__dict__

@@ -1,4 +1,4 @@
-"""Whether the data files of a run still have the content that they had when its checkpoint was written."""
+"""Checks that the data files of a run have the same content as when its checkpoint was written."""
 
 import re
 import time
@@ -15,7 +15,7 @@ from megajax.data.row_source import files_of
 from megajax.data.splits import Splits
 
 MOVABLE = re.compile(r"data\.(?:(train|valid|test)_)?paths?$")
-"""Settings with paths of data files, which may change where the content does not."""
+"""Settings with paths of data files, which may change if the content does not."""
 
 type Sums = dict[str, list[FileSum]]
 type Say = Callable[[str], None]
@@ -26,92 +26,92 @@ def _quiet(*_: object) -> None:
 
 
 class DataFiles:
-    """The data files of a run's splits, by their content.
+    """Checksums of the data files of a run's splits.
 
     Attributes:
-        verify: look at every byte of each file.
-        sums: split -> the sum of each of its files; empty before `look`.
+        verify: read every byte of each file; otherwise samples.
+        sums: split -> the checksum of each of its files; empty before `read_sums`.
     """
 
     def __init__(self, *, verify: bool = False, say: Say = _quiet, progress: Callable[[], None] = _quiet):
-        """say: shows a line to people. progress: called now and then while files are read."""
+        """say: prints a line. progress: called regularly while files are read."""
         self.verify, self.sums = verify, dict[str, list[FileSum]]()
         self._say, self._progress = say, progress
-        self._looked = False
+        self._has_sums = False
 
-    def look(self, splits: Splits) -> Sums:
-        """The sums of the files that the splits read; all processes call it together. Raises UserError."""
-        if self._looked:
+    def read_sums(self, splits: Splits) -> Sums:
+        """The checksums of the files that the splits read. A collective. Raises UserError."""
+        if self._has_sums:
             return self.sums
         files = {name: files_of(source) for name, source in splits._asdict().items()}
-        groups = {name: group_files(each) for name, each in files.items() if each}
-        unique = list(dict.fromkeys(group for each in groups.values() for group in each))
+        groups = {name: group_files(split_files) for name, split_files in files.items() if split_files}
+        unique = list(dict.fromkeys(group for split_groups in groups.values() for group in split_groups))
         if unique:
-            known = dict(zip(unique, self._sums(unique), strict=True))
-            self.sums = {name: [known[group] for group in each] for name, each in groups.items()}
-        self._looked = True
+            by_group = dict(zip(unique, self._sums(unique), strict=True))
+            self.sums = {name: [by_group[group] for group in split_groups] for name, split_groups in groups.items()}
+        self._has_sums = True
         return self.sums
 
     def _sums(self, groups: Sequence[Group]) -> list[FileSum]:
         peers, started = Peers("data"), time.monotonic()
-        mine = range(peers.index, len(groups), peers.count)
-        shares = peers.gather([each.plain() for each in sample_checksums(groups, mine).values()])
+        local_numbers = range(peers.index, len(groups), peers.count)
+        shares = peers.gather([sample.plain() for sample in sample_checksums(groups, local_numbers).values()])
         samples = [FileSum(**shares[number % peers.count][number // peers.count]) for number in range(len(groups))]
         if not self.verify:
             return samples
-        shown = Progress("bytes", f"verifying {sum(each.files for each in samples):,} data files")
+        bar = Progress("bytes", f"verifying {sum(sample.files for sample in samples):,} data files")
 
-        def done(read: int, total: int) -> None:
+        def report(bytes_read: int, total: int) -> None:
             self._progress()
             if peers.first:
-                shown(read, read / total)
+                bar(bytes_read, bytes_read / total)
 
-        sums = full_checksums(groups, process=peers.index, processes=peers.count, report=done)
-        parts = peers.gather([f"{each:x}" for each in sums])
-        shown.clear()
+        sums = full_checksums(groups, process=peers.index, processes=peers.count, report=report)
+        parts = peers.gather([f"{total:x}" for total in sums])
+        bar.clear()
         totals = [sum(int(part[number], 16) for part in parts) % MODULUS for number in range(len(groups))]
         took = time.monotonic() - started
-        self._say(f"data verified: every byte of {sum(each.files for each in samples):,} files, in {took:.0f} s")
-        return [replace(each, whole=f"{total:064x}") for each, total in zip(samples, totals, strict=True)]
+        self._say(f"data verified: every byte of {sum(sample.files for sample in samples):,} files, in {took:.0f} s")
+        return [replace(sample, whole=f"{total:064x}") for sample, total in zip(samples, totals, strict=True)]
 
     def plain(self) -> dict[str, list[dict[str, Any]]]:
-        """As JSON values, for a checkpoint."""
-        return {name: [each.plain() for each in sums] for name, sums in self.sums.items()}
+        """`sums` as JSON values, for a checkpoint."""
+        return {name: [file_sum.plain() for file_sum in sums] for name, sums in self.sums.items()}
 
     def compare(
         self, splits: Splits, stored: Mapping[str, Sequence[Mapping[str, Any]]]
     ) -> tuple[dict[str, str], set[str]]:
-        """(What differs from the stored sums: `data: FILE` -> `old -> new`; the splits with the stored content).
+        """(Differences from the stored checksums: `data: FILE` -> `old -> new`; the splits without differences).
 
-        Checksums of whole files that were stored are kept where the samples agree, for the checkpoints to come.
+        Where the samples agree, stored checksums of whole files are copied, for the next checkpoint.
         """
-        before = {name: [FileSum(**each) for each in sums] for name, sums in stored.items()}
-        now, changed, same = self.look(splits), dict[str, str](), set[str]()
+        before = {name: [FileSum(**stored_sum) for stored_sum in sums] for name, sums in stored.items()}
+        now, changed, unchanged = self.read_sums(splits), dict[str, str](), set[str]()
         for name in [name for name in now if name in before]:
-            old, new = before[name], now[name]
-            if len(old) != len(new):
-                changed[f"data: files of split {name}"] = f"{len(old):,} -> {len(new):,}"
+            old_sums, new_sums = before[name], now[name]
+            if len(old_sums) != len(new_sums):
+                changed[f"data: files of split {name}"] = f"{len(old_sums):,} -> {len(new_sums):,}"
                 continue
-            pairs = list(zip(new, old, strict=True))
-            wrong = {f"data: {one.path}": text for one, other in pairs if (text := one.difference(other))}
-            changed |= wrong
-            if not wrong:
-                same.add(name)
-                self.sums[name] = [replace(one, whole=one.whole or other.whole) for one, other in pairs]
-        if self.verify and same and all(each.whole is None for name in same for each in before[name]):
-            self._say("the last checkpoint has no checksums of whole files; the next one has, for --verify-data to use")
-        return changed, same
+            pairs = list(zip(new_sums, old_sums, strict=True))
+            differences = {f"data: {new.path}": text for new, old in pairs if (text := new.difference(old))}
+            changed |= differences
+            if not differences:
+                unchanged.add(name)
+                self.sums[name] = [replace(new, whole=new.whole or old.whole) for new, old in pairs]
+        if self.verify and unchanged and all(old.whole is None for name in unchanged for old in before[name]):
+            self._say("the last checkpoint has no checksums of whole files for --verify-data; the next one will")
+        return changed, unchanged
 
-    def moved(self, name: str, old: Any, new: Any, same: set[str]) -> bool:
-        """Whether setting `name` only names files of the same content, with the same weights, at other places."""
+    def moved(self, name: str, old: Any, new: Any, unchanged: set[str]) -> bool:
+        """Whether setting `name` changed only the paths of its files, not their content or weights."""
         match = MOVABLE.match(name)
-        if match is None or not same or (match[1] is not None and match[1] not in same):
+        if match is None or not unchanged or (match[1] is not None and match[1] not in unchanged):
             return False
         return _weights(old) == _weights(new)
 
 
 def _weights(fact: Any) -> list[float]:
-    """The numbers in a list of paths as a checkpoint has it."""
+    """The numbers in a list of weights and paths, as a checkpoint stores it."""
     items, weights = yaml.safe_load(str(fact)), []
     for item in items if isinstance(items, list) else []:
         try:

@@ -1,4 +1,4 @@
-"""Errors of devices and of their libraries, explained: what failed, the facts, and what to change."""
+"""Explains errors of devices and their libraries: what failed, the sizes or versions, and what to change."""
 
 import os
 import re
@@ -23,7 +23,7 @@ from megajax.training.program import Program
 from megajax.training.run_config import RunConfig
 
 EXHAUSTED = re.compile(r"RESOURCE_EXHAUSTED|out of memory|CUDA_ERROR_OUT_OF_MEMORY", re.IGNORECASE)
-WANTED = re.compile(r"allocat\w*\s+(?:request for\s+)?(?P<number>[\d.]+)\s*(?P<unit>[KMGT]i?B|bytes|B)?", re.IGNORECASE)
+REQUESTED = re.compile(r"allocat\w*\s+(?:request for\s+)?(?P<number>[\d.]+)\s*(?P<unit>[KMGT]i?B|bytes|B)?", re.I)
 UNITS = {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 INSTALLATION = re.compile(
     r"DNN library|libcu\w+\.so|CUDNN_STATUS|cuDNN version|libdevice|ptxas|nvlink.*not found|no kernel image"
@@ -36,35 +36,35 @@ PHASES = {"evaluate": "in an evaluation", "dispatch": "in a train step", "fetch"
 
 
 class DeviceFault(UserError):
-    """A device has too little memory, or its libraries do not fit; the traceback is in a file."""
+    """A device has too little memory, or its libraries do not work; the traceback is in a file."""
 
     code = 1
 
 
 def device_fault(error: BaseException, cfg: RunConfig, folder: Path) -> DeviceFault | None:
-    """The error explained, its traceback written into `folder`; None if it has nothing to do with devices."""
+    """An error with an explanation, its traceback written into `folder`; None if no device caused it."""
     if not isinstance(error, RuntimeError | ValueError | MemoryError) or isinstance(error, UserError):
         return None
     text = str(error)
     if isinstance(error, MemoryError):
-        said = "the host is out of memory, not a device: check data.loader and other processes"
+        explanation = "the host, not a device, is out of memory: check data.loader and other processes"
     elif EXHAUSTED.search(text):
-        said = out_of_memory(error, cfg)
+        explanation = out_of_memory(error, cfg)
     elif INSTALLATION.search(text):
-        said = installation(text)
+        explanation = installation(text)
     else:
         return None
-    return DeviceFault(f"{said}\n{_kept(error, folder)}")
+    return DeviceFault(f"{explanation}\n{_write_traceback(error, folder)}")
 
 
 def installation(text: str) -> str:
-    """What is wrong with the installed GPU libraries, as far as can be seen."""
+    """Known faults of the installed GPU libraries, and their versions."""
     installed, devices = find_installation(), _devices()
     faults = installed.faults()
     for device in {device.device_kind: device for device in devices}.values():
-        written = str(getattr(device, "compute_capability", ""))
-        if re.fullmatch(r"\d+\.\d+", written):
-            major, minor = written.split(".")
+        capability = str(getattr(device, "compute_capability", ""))
+        if re.fullmatch(r"\d+\.\d+", capability):
+            major, minor = capability.split(".")
             faults += filter(None, [installed.capability_fault(device.device_kind, (int(major), int(minor)))])
     versions = ", ".join(f"{name} {version}" for name, version in installed.packages.items())
     first, *_ = text.strip().splitlines()
@@ -72,13 +72,13 @@ def installation(text: str) -> str:
     if not faults:
         lines.append(
             "The versions seem to match. cuDNN also fails to start if another process fills the GPU's memory (see "
-            "nvidia-smi), or if LD_LIBRARY_PATH points to another CUDA: unset it."
+            "nvidia-smi), or if LD_LIBRARY_PATH points to another CUDA (unset it)."
         )
     return "\n".join([*lines, f"installed: {versions}"])
 
 
 class Change(NamedTuple):
-    """A setting that would take less memory."""
+    """A setting that would save memory."""
 
     setting: str
     """As on the command line, without dashes."""
@@ -86,15 +86,15 @@ class Change(NamedTuple):
 
 
 def out_of_memory(error: BaseException, cfg: RunConfig) -> str:
-    """What was requested, what is available, what uses it, and the cheapest changes."""
-    devices, wanted = _devices(), wanted_bytes(str(error))
+    """The requested and available memory, what uses it, and the cheapest changes."""
+    devices, requested = _devices(), requested_bytes(str(error))
     limits = [(device.memory_stats() or {}).get("bytes_limit") for device in devices]
     limit = next(filter(None, limits), None)
     share = memory_fraction() if limit is not None and devices[0].platform == "gpu" else None
     lines = [
         f"out of memory on {devices[0].device_kind if devices else 'a device'}{_phase(error)}",
-        f"  wanted:  {'an unknown amount' if wanted is None else size(wanted)} more; "
-        + ("the device's limit is unknown" if limit is None else f"arrays can have {size(limit)} of the device")
+        f"  request: {'an unknown amount' if requested is None else size(requested)} more; "
+        + ("the device's limit is unknown" if limit is None else f"the limit for arrays is {size(limit)} a device")
         + (f" (share {share})" if share else ""),
     ]
     step, state = compiled_memory(devices), state_bytes(cfg, jax.devices())
@@ -105,51 +105,51 @@ def out_of_memory(error: BaseException, cfg: RunConfig) -> str:
             f"activations, gradients and other temporaries {temporary}"
         )
     elif state is not None:
-        lines.append(f"  needed:  {size(state)} for the state alone: weights and optimizer; the step is not compiled")
+        lines.append(f"  needed:  {size(state)} for weights and optimizer alone; the step is not compiled")
     parallel, model = cfg.parallel, facts_of(cfg.model)
     mesh = ", ".join(f"{axis} {getattr(parallel, axis)}" for axis in MESH_AXES)
     lines.append(
-        f"  tried:   micro_size {cfg.batch.micro_size}, data_sharding {parallel.data_sharding}, "
-        f"{mesh.replace('None', 'what is left')}{'' if model is None else f', loss_chunk {model.head_facts().chunk}'}"
+        f"  used:    micro_size {cfg.batch.micro_size}, data_sharding {parallel.data_sharding}, "
+        f"{mesh.replace('None', 'the rest')}{'' if model is None else f', loss_chunk {model.head_facts().chunk}'}"
     )
     mostly_state = state is not None and step is not None and state > step.temporary
     changes = cheapest(cfg, len(jax.devices()), state, mostly_state=mostly_state)
     if changes:
         lines += ["  change, cheapest first:", *(f"    --{change.setting}  {change.effect}" for change in changes)]
     else:
-        lines.append("  take more devices, or a smaller model.sequence_length: nothing cheaper is left")
-    return "\n".join([*lines, "  `python -m megajax.plan` with the same settings says beforehand what fits"])
+        lines.append("  use more devices or a smaller model.sequence_length: no cheaper change is left")
+    return "\n".join([*lines, "  `python -m megajax.plan` with the same settings predicts the memory of a run"])
 
 
 def cheapest(cfg: RunConfig, devices: int, state: int | None, *, mostly_state: bool) -> list[Change]:
-    """At most three changes that the config's checks allow, in order of their cost in speed.
+    """At most three changes that the config's checks allow, ordered by their cost in speed.
 
-    state: bytes of weights and optimizer on a device. Changes of the layout have to make them fewer.
+    state: bytes of weights and optimizer on a device. Changes of the layout must reduce them.
     """
-    of_state = set(_of_state(cfg))
-    changes = [*_of_state(cfg), *_of_activations(cfg)] if mostly_state else [*_of_activations(cfg), *_of_state(cfg)]
-    chosen: list[Change] = []
-    for change in changes:
+    of_state, of_activations = [*_state_changes(cfg)], [*_activation_changes(cfg)]
+    changes: list[Change] = []
+    for change in of_state + of_activations if mostly_state else of_activations + of_state:
         try:
-            other = override(cfg, change.setting, devices=devices)
+            changed_cfg = override(cfg, change.setting, devices=devices)
         except UserError:
             continue
-        if state is not None and change in of_state and (then := state_bytes(other, jax.devices())) is not None:
-            if then >= state:
+        new_state = state_bytes(changed_cfg, jax.devices()) if change in of_state else None
+        if state is not None and new_state is not None:
+            if new_state >= state:
                 continue
-            change = change._replace(effect=f"{change.effect}: state {size(state)} -> {size(then)}")
-        chosen.append(change)
-        if len(chosen) == 3:
+            change = change._replace(effect=f"{change.effect}: state {size(state)} -> {size(new_state)}")
+        changes.append(change)
+        if len(changes) == 3:
             break
-    return chosen
+    return changes
 
 
-def _of_activations(cfg: RunConfig) -> Iterator[Change]:
+def _activation_changes(cfg: RunConfig) -> Iterator[Change]:
     micro, parallel, model = cfg.batch.micro_size, cfg.parallel, facts_of(cfg.model)
     if micro > 1:
         yield Change(f"batch.micro_size={micro // 2}", "halves activations, doubles the number of microbatches")
     if parallel.tensor > 1 and not parallel.sequence:
-        effect = f"shards activations between layers over the {parallel.tensor} of tensor"
+        effect = f"shards activations between layers over the {parallel.tensor} devices of tensor"
         yield Change("parallel.sequence=true", effect)
     if model is None:
         return
@@ -161,13 +161,13 @@ def _of_activations(cfg: RunConfig) -> Iterator[Change]:
     if logits > 2**30:
         yield Change(f"model.loss_chunk={head.chunk // 2}", f"halves the logits, {size(logits)} at a time")
     if recompute != "full":
-        yield Change("model.recompute=full", "saves inputs of layers only; about a third more computation")
+        yield Change("model.recompute=full", "saves only inputs of layers; a third more computation")
     if micro == 1 and cfg.model.allows_context():
-        effect = "cuts each row over twice as many devices, and half as many work on different rows"
+        effect = "splits each row over twice as many devices"
         yield Change(f"parallel.context={2 * parallel.context}", effect)
 
 
-def _of_state(cfg: RunConfig) -> Iterator[Change]:
+def _state_changes(cfg: RunConfig) -> Iterator[Change]:
     parallel = cfg.parallel
     if parallel.data_sharding == "replicate":
         yield Change("parallel.data_sharding=zero1", "shards optimizer and master weights over data")
@@ -178,9 +178,9 @@ def _of_state(cfg: RunConfig) -> Iterator[Change]:
 
 
 def state_bytes(cfg: RunConfig, devices: list[jax.Device]) -> int | None:
-    """Bytes of weights and optimizer on one device, computed from shapes; None if the config does not fit `devices`."""
+    """Bytes of weights and optimizer per device, computed from shapes; None if the config does not fit `devices`."""
     try:
-        program = Program.of(cfg, build_mesh(cfg.parallel, devices), options={})  # only shapes, nothing is compiled
+        program = Program.of(cfg, build_mesh(cfg.parallel, devices), options={})  # shapes only: nothing is compiled
         with jax.set_mesh(program.mesh):
             leaves = jax.tree.leaves(program.state_like())
     except (UserError, RuntimeError, ValueError):
@@ -188,9 +188,9 @@ def state_bytes(cfg: RunConfig, devices: list[jax.Device]) -> int | None:
     return sum(prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
 
 
-def wanted_bytes(text: str) -> int | None:
-    """The size of the failed allocation, from the runtime's message."""
-    match = WANTED.search(text)
+def requested_bytes(text: str) -> int | None:
+    """Bytes of the failed allocation, from the runtime's message; None if it has no size."""
+    match = REQUESTED.search(text)
     if match is None:
         return None
     unit = (match["unit"] or "b").lower()
@@ -209,8 +209,8 @@ def _phase(error: BaseException) -> str:
     return next((f" {PHASES[name]}" for name in reversed(names) if name in PHASES), " while the run was set up")
 
 
-def _kept(error: BaseException, folder: Path) -> str:
-    """Write the traceback to a file and say where; the traceback itself if that fails."""
+def _write_traceback(error: BaseException, folder: Path) -> str:
+    """Write the traceback to a file -> the path in a sentence; the traceback itself if it can't be written."""
     text = "".join(traceback.format_exception(error))
     rank = f"-process{jax.process_index()}" if _devices() and jax.process_count() > 1 else ""
     path = folder / f"traceback{rank}.txt"

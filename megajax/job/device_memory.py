@@ -19,7 +19,7 @@ class StepMemory:
     arguments: int
     """State and batch."""
     outputs: int
-    """Without those that reuse the memory of arguments."""
+    """Without outputs that reuse the memory of arguments."""
     temporary: int
     """Activations, gradients and workspaces of kernels."""
     program: int
@@ -29,8 +29,8 @@ class StepMemory:
     def total(self) -> int:
         return self.arguments + self.outputs + self.temporary + self.program
 
-    def sentence(self) -> str:
-        """One line of text."""
+    def description(self) -> str:
+        """A line for the console."""
         parts = f"state and batch {size(self.arguments)}, activations and other temporaries {size(self.temporary)}"
         rest = self.outputs + self.program
         return f"memory of the compiled step: {size(self.total)} a device ({parts}, the rest {size(rest)})"
@@ -42,17 +42,17 @@ def size(number: float) -> str:
 
 
 def compiled_memory(devices: Iterable[jax.Device], name: str = "train_step") -> StepMemory | None:
-    """Memory of the largest loaded program called `name`; None if the runtime does not know.
+    """Memory of the largest loaded program called `name`; None if the runtime does not report it.
 
-    Asks the runtime for its loaded programs: compiling again to learn it would take as long as the first time.
+    Read from the runtime's loaded programs, which saves a second compilation.
     """
     clients: dict[int, Any] = {id(device.client): device.client for device in devices}
-    known = []
+    statistics = []
     for client in clients.values():
         for program in getattr(client, "live_executables", list)():
             try:
                 if any(module.name == f"jit_{name}" for module in program.hlo_modules()):
-                    known.append(program.get_compiled_memory_stats())
+                    statistics.append(program.get_compiled_memory_stats())
             except jax.errors.JaxRuntimeError:
                 continue  # a plugin that does not support it
     sizes = [
@@ -62,29 +62,29 @@ def compiled_memory(devices: Iterable[jax.Device], name: str = "train_step") -> 
             temporary=stats.temp_size_in_bytes,
             program=stats.generated_code_size_in_bytes,
         )
-        for stats in known
+        for stats in statistics
     ]
     return max(sizes, key=lambda memory: memory.total, default=None)
 
 
 def peak_memory() -> tuple[int, int] | None:
-    """(peak bytes in use, bytes available) of the local device with the highest peak; None if not counted."""
-    return max(((stats["peak_bytes_in_use"], stats.get("bytes_limit", 0)) for stats in _counted()), default=None)
+    """(peak bytes in use, bytes available) of the local device with the highest peak; None without statistics."""
+    return max(((stats["peak_bytes_in_use"], stats.get("bytes_limit", 0)) for stats in _memory_stats()), default=None)
 
 
 def memory_in_use() -> dict[str, int]:
-    """Bytes in use, as far as they are counted: `device` and `device_peak`, the largest over local devices, and `host`,
+    """Bytes in use: `device` and `device_peak`, the largest over local devices, if they have statistics, and `host`,
     the resident memory of this process."""
     sizes = {}
-    if counted := _counted():
-        sizes["device"] = max(stats["bytes_in_use"] for stats in counted)
-        sizes["device_peak"] = max(stats["peak_bytes_in_use"] for stats in counted)
+    if statistics := _memory_stats():
+        sizes["device"] = max(stats["bytes_in_use"] for stats in statistics)
+        sizes["device_peak"] = max(stats["peak_bytes_in_use"] for stats in statistics)
     if _PAGES.exists():
         sizes["host"] = int(_PAGES.read_text().split()[1]) * resource.getpagesize()
     return sizes
 
 
-def _counted() -> list[dict[str, int]]:
-    """Memory statistics of the local devices that count: CPUs do not, nor GPUs with some allocators."""
-    counted = [device.memory_stats() or {} for device in jax.local_devices()]
-    return [stats for stats in counted if {"bytes_in_use", "peak_bytes_in_use"} <= stats.keys()]
+def _memory_stats() -> list[dict[str, int]]:
+    """Memory statistics of local devices; CPUs have none, nor do GPUs with some allocators."""
+    statistics = [device.memory_stats() or {} for device in jax.local_devices()]
+    return [stats for stats in statistics if {"bytes_in_use", "peak_bytes_in_use"} <= stats.keys()]

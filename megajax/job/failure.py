@@ -1,4 +1,4 @@
-"""What ends or disturbs a process, as lines of events.jsonl: crashes and signals, from any process and at any time."""
+"""Crashes and signals of any process as lines of events.jsonl."""
 
 import contextlib
 import sys
@@ -13,11 +13,11 @@ from megajax.resilience.activity import SETUP, ActivePhase, Activity
 from megajax.resilience.beats import exit_code
 
 LONGEST = 400
-"""Characters of an error that are kept."""
+"""Characters of an error in the log."""
 
 
 class FailureLog:
-    """Appends to events.jsonl directly: the process may be gone before anything that is buffered is written.
+    """Appends to events.jsonl directly: the process may end before buffered lines are written.
 
     Until `open`, the run folder may belong to another run that is still going, and nothing is written.
     """
@@ -31,38 +31,38 @@ class FailureLog:
         self._path, self._activity, self._events, self._process = path, activity, events, process
 
     def crash(self, error: BaseException, raised: BaseException) -> None:
-        """`error` ends this process; `raised` is what it explains, or the same.
+        """`error` ends this process; `raised` is the error that it explains, or itself.
 
-        A refused start is no part of the run: it leaves the folder as it was.
+        A start refused with code 2 is not part of the run and leaves its folder unchanged.
         """
         if exit_code(error) == 2 and not self._events.opened:
             return
-        phase, step = self._where(_doing(raised))
+        phase, step = self._phase_and_step(_doing(raised))
         self._append("crash", error=one_line(error), phase=phase, step=step, exit_code=exit_code(error))
 
     def signal(self, name: str, exit_code: int | None) -> None:
         """A signal arrived. exit_code: of this process, if the signal ends it now."""
-        phase, step = self._where(self._activity.of_main_thread())
-        ends = {} if exit_code is None else {"exit_code": exit_code}
-        self._append("signal", signal=name, phase=phase, step=step, **ends)
+        phase, step = self._phase_and_step(self._activity.of_main_thread())
+        code_field = {} if exit_code is None else {"exit_code": exit_code}
+        self._append("signal", signal=name, phase=phase, step=step, **code_field)
 
-    def _where(self, doing: ActivePhase | None) -> tuple[str | None, int | None]:
+    def _phase_and_step(self, doing: ActivePhase | None) -> tuple[str | None, int | None]:
         if doing is None:
             return None if self._events.opened else SETUP, None
         return doing.phase, doing.step
 
     def _append(self, event: str, **fields: Any) -> None:
-        # The disk may be full or gone; the failure itself is what people must see.
+        # A full or missing disk must not hide the failure itself.
         with contextlib.suppress(OSError):
             if self._path is not None:
                 append_event(self._path, event, process=self._process, **fields)
 
 
 @contextlib.contextmanager
-def says_lost_lines(code: Callable[[], int]) -> Generator[None]:
-    """Around a job: lines lost on a full disk are an error of a job that ends with 0, and else only said.
+def report_lost_lines(code: Callable[[], int]) -> Generator[None]:
+    """Around a job: lines lost on a full disk are an error if the job ends with code 0, and else a message.
 
-    code: what the job is about to end with, by which a launcher decides about a restart.
+    code: the exit code of the job, by which a launcher decides about a restart.
     """
     try:
         yield
@@ -73,7 +73,7 @@ def says_lost_lines(code: Callable[[], int]) -> Generator[None]:
 
 
 def one_line(error: BaseException) -> str:
-    """Type and message of an error; of errors that are not for users only the first line of the message."""
+    """Type and message of an error; only the first line of the message unless it is a UserError."""
     lines = [line.strip() for line in str(error).strip().splitlines()] or [""]
     if isinstance(error, UserError):
         text = " ".join(lines)
@@ -83,14 +83,14 @@ def one_line(error: BaseException) -> str:
 
 
 def _doing(error: BaseException) -> ActivePhase | None:
-    """The phase in which an error was raised; None if in none."""
-    return next(filter(None, (getattr(one, "doing", None) for one in causes(error))), None)
+    """The phase in which an error was raised; None outside of phases."""
+    return next(filter(None, (getattr(cause, "doing", None) for cause in causes(error))), None)
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """An error, its cause, the cause of that, and so on."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
+    """An error and its chain of causes."""
+    visited: set[int] = set()
+    while error is not None and id(error) not in visited:
+        visited.add(id(error))
         yield error
         error = error.__cause__ or error.__context__

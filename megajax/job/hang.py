@@ -1,4 +1,4 @@
-"""The thread that watches a training process: beats for the launcher, and the end of a process that hangs."""
+"""The thread that watches a training process: it writes beats for the launcher, and ends the process if it hangs."""
 
 import contextlib
 import os
@@ -22,28 +22,28 @@ from megajax.resilience.stacks import stacks, write_stacks
 from megajax.resilience.watchdog import Hang, Watchdog, WatchdogConfig
 
 TICK_SECONDS = 1.0
-"""How often the thread looks, and writes a beat."""
+"""Period of the thread's checks and beats."""
 
 STUCK_SECONDS = 2.0
-"""How long the end of a process waits for a beat that is being written."""
+"""How long a process that ends waits for a beat that is being written."""
 
 END_SECONDS = 30.0
-"""How long a process that hangs may take to say so, where its disks hang too."""
+"""How long a process that hangs may take to report it: its disks may hang too."""
 
 OTHERS_SECONDS = 6.0
-"""How long process 0 waits for the others, which may be about to say that they hang."""
+"""How long process 0 waits for the failure reports of the others."""
 
 BACKSTOP_SECONDS = 60.0
-"""How much longer than the limits the backstop waits: longer than the end of a process that hangs takes."""
+"""How much longer than the limits the backstop waits: longer than a process that hangs takes to end."""
 
 
 class Pulse:
-    """Within its `with` block, a thread writes a beat about once a second, if a launcher has asked for beats, and ends
-    the process if it hangs. A second thread publishes what the process does, for the others.
+    """Within its `with` block, a thread writes a beat about once a second, if a launcher wants beats, and ends the
+    process if it hangs. A second thread publishes the status of the process for the others.
 
     Attributes:
         before_exit: called before the process is ended, to restore the terminal.
-        events: events.jsonl of the run; None: not known yet.
+        events: events.jsonl of the run; None: not yet known.
         ticks: also called about once a second.
     """
 
@@ -57,7 +57,7 @@ class Pulse:
         self.peers = PeerStatus(self._status, self.dump)
         self._folder, self._host = beats_folder(), socket.gethostname()
         self._backstop = Backstop()
-        self._over, self._writing = threading.Event(), threading.Lock()
+        self._stopped, self._writing = threading.Event(), threading.Lock()
 
     def __enter__(self) -> Self:
         if self.watchdog is not None:
@@ -67,48 +67,48 @@ class Pulse:
         return self
 
     def __exit__(self, *error: object) -> None:
-        # In no phase any more: the launcher expects no further beat while this process waits for the others to end.
-        self._beat()
+        # Outside of all phases: the launcher expects no beat while this process waits for the others to end.
+        self._write_beat()
         self.stop()
         self._backstop.__exit__()
 
     def stop(self) -> None:
-        """Watch no more, and write no more beats. Does not wait for a file system that does not answer."""
-        self._over.set()
+        """Stop watching and writing beats. Does not wait for a file system that does not answer."""
+        self._stopped.set()
         self.peers.stop()
         self._backstop.hold(0.0)
         if self._writing.acquire(timeout=STUCK_SECONDS):
             self._writing.release()
 
     def last_beat(self, failure: str, code: int, stacks: str | None = None) -> None:
-        """Say why this process is about to end; no beat follows."""
+        """Write why this process is about to end, as its last beat."""
         self.stop()
         if self._folder is not None:
             with contextlib.suppress(OSError):
-                replace(self._now(), failure=failure, code=code, stacks=stacks).write(self._folder)
+                replace(self._current_beat(), failure=failure, code=code, stacks=stacks).write(self._folder)
 
     def failed(self, error: BaseException) -> LostPeer | None:
-        """Say which error ends this process. -> the error explained, if the cause is another process."""
+        """Report the error that ends this process -> an explained error, if the cause is another process."""
         self.last_beat(first_line(error), exit_code(error))
         explained = lost_peer(error, self.peers)
         if explained is not None:
             self.last_beat(first_line(explained[0]), exit_code(explained[0]))
-            self._lost(explained[1])
+            self._log_lost_process(explained[1])
         self.peers.publish_failure(first_line(error if explained is None else explained[0]))
         return None if explained is None else explained[0]
 
-    def _lost(self, verdict: Verdict) -> None:
-        """An event about a process that could not write one itself, by the first of the others or by the launcher."""
+    def _log_lost_process(self, verdict: Verdict) -> None:
+        """Log a process that could not write an event itself; the first other process does, unless a launcher does."""
         if self._folder is not None:
             return
         first = verdict.process != self.process == 0 or (verdict.process, self.process) == (0, 1)
         if first and not verdict.reported and self.events is not None:
             with contextlib.suppress(OSError):
                 step = self.activity.step
-                append_event(self.events, "lost", process=verdict.process, cause=verdict.sentence, step=step)
+                append_event(self.events, "lost", process=verdict.process, cause=verdict.explanation, step=step)
 
     def exiting(self, why: str, code: int) -> None:
-        """A signal ends this process now, whatever it does."""
+        """A signal ends this process now."""
         self.before_exit()
         self.last_beat(why, code)
 
@@ -117,46 +117,46 @@ class Pulse:
         write_stacks(self.run_dir, self.process, why, stacks(self.activity))
 
     def _watch(self) -> None:
-        while not self._over.wait(TICK_SECONDS):
+        while not self._stopped.wait(TICK_SECONDS):
             self._tick()
             if self.watchdog is not None and (hang := self.watchdog.check(TICK_SECONDS)) is not None:
-                self._hangs(self.watchdog, hang)
+                self._handle_hang(self.watchdog, hang)
 
     def _tick(self) -> None:
-        """What is due every second, whether or not this process waits for one that is late."""
-        self._beat()
+        """The work of every second, whether or not this process waits for a slow one."""
+        self._write_beat()
         for tick in self.ticks:
             tick()
         if self.watchdog is not None:
             self._backstop.hold(max(self.watchdog.longest(), 0.0) + BACKSTOP_SECONDS)
 
-    def _hangs(self, watchdog: Watchdog, hang: Hang) -> None:
-        """End the process, unless another one that it waits for has not reached its own limit."""
+    def _handle_hang(self, watchdog: Watchdog, hang: Hang) -> None:
+        """End the process, unless it waits for another process that is still within its own limit."""
         verdict, deadline = self.peers.verdict(), time.monotonic()
         waited = verdict.patience > TICK_SECONDS
         while verdict.patience > TICK_SECONDS and time.monotonic() < deadline + verdict.patience:
-            if self._over.wait(TICK_SECONDS):
+            if self._stopped.wait(TICK_SECONDS):
                 return
             self._tick()
             if watchdog.check(TICK_SECONDS) is None:
                 return
         now = watchdog.check(TICK_SECONDS)
-        if now is not None and not self._over.is_set():
-            # What was said of the late process is old by now, and it may have said itself why it ends.
+        if now is not None and not self._stopped.is_set():
+            # After a wait the first verdict is old, and the slow process may have reported its failure.
             self._end(now, self.peers.verdict() if waited else verdict)
 
     def _end(self, hang: Hang, verdict: Verdict) -> None:
-        """Say where the process hangs, and end it with code 124."""
-        late = threading.Timer(END_SECONDS, os._exit, (HANG,))
-        late.daemon = True
-        late.start()
-        cause = f"; {verdict.sentence}" * bool(verdict.sentence)
+        """Report where the process hangs, and end it with code 124."""
+        timer = threading.Timer(END_SECONDS, os._exit, (HANG,))
+        timer.daemon = True
+        timer.start()
+        cause = f"; {verdict.explanation}" * bool(verdict.explanation)
         why, text = f"process {self.process} hangs, {hang.sentence()}{cause}", stacks(self.activity)
         self.before_exit()
         self.last_beat(why, HANG)
         _to_stderr(f"{text}\nmegajax: {why}; exit code {HANG}\n")
-        written = write_stacks(self.run_dir, self.process, why, text)
-        path = None if written is None else str(written)
+        file = write_stacks(self.run_dir, self.process, why, text)
+        path = None if file is None else str(file)
         self.last_beat(why, HANG, path)
         self.peers.publish_failure(why)
         self.peers.ask_for_stacks()
@@ -171,7 +171,7 @@ class Pulse:
                     seconds=round(hang.seconds, 1),
                     limit=round(hang.limit, 1),
                     stacks=path,
-                    cause=verdict.sentence or None,
+                    cause=verdict.explanation or None,
                     cause_process=verdict.process,
                     exit_code=HANG,
                 )
@@ -183,10 +183,10 @@ class Pulse:
         if doing is None:
             return Status(beat)
         seconds = time.monotonic() - doing.last_progress
-        left = 0.0 if self.watchdog is None else self.watchdog.limit(doing)[1] - seconds
-        return Status(beat, doing.phase, doing.step, round(seconds, 1), round(left, 1))
+        remaining = 0.0 if self.watchdog is None else self.watchdog.limit(doing)[1] - seconds
+        return Status(beat, doing.phase, doing.step, round(seconds, 1), round(remaining, 1))
 
-    def _now(self) -> Beat:
+    def _current_beat(self) -> Beat:
         doing = self.activity.of_main_thread()
         return Beat(
             process=self.process,
@@ -201,13 +201,13 @@ class Pulse:
             phase_seconds=0.0 if doing is None else round(time.monotonic() - doing.since, 3),
         )
 
-    def _beat(self) -> None:
+    def _write_beat(self) -> None:
         if self._folder is None:
             return
         # OSError: a full disk, or the launcher is gone.
         with self._writing, contextlib.suppress(OSError):
-            if not self._over.is_set():
-                self._now().write(self._folder)
+            if not self._stopped.is_set():
+                self._current_beat().write(self._folder)
 
 
 def _to_stderr(text: str) -> None:

@@ -1,4 +1,4 @@
-"""What a training job does between steps beside saving: evaluate."""
+"""Hooks that evaluate between steps."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -21,16 +21,16 @@ from megajax.training.timing import EVALUATION
 
 @dataclass
 class Evaluate:
-    """Metrics on the validation sets every n steps; each time on the next rows, as in Megatron-LM, or on all."""
+    """Metrics on the validation sets every n steps; each time on the next rows, as in Megatron-LM, or on all rows."""
 
     cfg: RunConfig
     log: Writer
     stopping: Callable[[], bool] = lambda: False
-    """Asked before each batch."""
+    """Called before each batch; True ends the evaluation."""
     ticker: Callable[[str], AbstractContextManager[Any]] = nullcontext
     """Shows that an evaluation is under way."""
     waiting: Callable[[int], AbstractContextManager[Any]] = nullcontext
-    """Batches are awaited in it; it may raise StopWaiting."""
+    """Entered while the next batch is loaded; it may raise StopWaiting."""
     last: dict[str, dict[str, float]] = field(default_factory=dict)
     """Split -> metrics of its last evaluation."""
     phase: str = EVALUATION
@@ -45,7 +45,7 @@ class Evaluate:
             self.measure(run, step, name, source, (step // (self.cfg.evaluation.every or 1) - 1) * rows)
 
     def at_end(self, run: Run, step: int) -> None:
-        """Validation on rows no earlier evaluation read, unless this step was just evaluated; then the test split."""
+        """Evaluate on the next validation rows, unless this step has just been evaluated, then on the test split."""
         if self.cfg.evaluation.batches == 0:
             return
         rows = self.cfg.evaluation.batches * _batch_rows(run)
@@ -56,12 +56,12 @@ class Evaluate:
         self.measure(run, step, "test", run.parts.splits.test, 0)
 
     def measure(self, run: Run, step: int, split: str, source: Any, first: int) -> None:
-        """Evaluate on one split and log it; a split without rows is left out."""
+        """Evaluate on one split and log the metrics; a split without rows is skipped."""
         if source is None:
             return
         started, batches = time.monotonic(), self.cfg.evaluation.batches
         if self.cfg.evaluation.full:
-            source, first = Filled(source, _batch_rows(run)), 0
+            source, first = PaddedRows(source, _batch_rows(run)), 0
             batches = len(source) // _batch_rows(run)
         with self.ticker(f"evaluating on the {split} split"):
             try:
@@ -74,14 +74,14 @@ class Evaluate:
             self.log.event("evaluation_broken_off", step=step, split=split)
             return
         self.last[split] = metrics
-        others = {name: value for name, value in metrics.items() if name != "loss"}
-        self.log.log(EvaluationRecord(step=step, split=split, loss=metrics["loss"], metrics=others))
+        other_metrics = {name: value for name, value in metrics.items() if name != "loss"}
+        self.log.log(EvaluationRecord(step=step, split=split, loss=metrics["loss"], metrics=other_metrics))
         self.log.event("evaluate", step=step, split=split, seconds=round(time.monotonic() - started, 4))
 
 
 @dataclass
 class EvaluateTasks:
-    """The figures of evaluation.tasks every n steps and at the end."""
+    """Metrics of evaluation.tasks every n steps and at the end."""
 
     cfg: EvaluationConfig
     log: Writer
@@ -90,13 +90,13 @@ class EvaluateTasks:
     """By name."""
     ticker: Callable[[str], AbstractContextManager[Any]] = nullcontext
     """Shows that an evaluation is under way."""
-    done: int | None = None
+    last_step: int | None = None
     """Step of the last evaluation."""
     phase: str = EVALUATION
 
     @classmethod
     def of(cls, run: Run, log: Writer, stopping: Callable[[], bool], ticker: Callable[[str], Any]) -> Self | None:
-        """None for a run without tasks. Raises UserError for data of a task that cannot be had."""
+        """None for a run without tasks. Raises UserError if the data of a task can't be loaded."""
         cfg = run.cfg.evaluation
         if not cfg.tasks:
             return None
@@ -107,14 +107,14 @@ class EvaluateTasks:
         return self.cfg.tasks_every is not None and step % self.cfg.tasks_every == 0
 
     def __call__(self, run: Run, step: int) -> None:
-        if self.done == step:
+        if self.last_step == step:
             return
-        # Only while it is used: the next step donates the weights.
+        # Only during the evaluation: the next step donates the weights.
         self.scorer.weights = run.state.inputs
         try:
             for name, task in self.tasks.items():
                 self.measure(step, name, task)
-            self.done = step
+            self.last_step = step
         except Stopped:
             self.log.event("evaluation_broken_off", step=step, split="tasks")
         finally:
@@ -124,14 +124,14 @@ class EvaluateTasks:
         """Evaluate on one task and log it."""
         started = time.monotonic()
         with self.ticker(f"evaluating on {name}"):
-            values = {figure: each.value for figure, each in task().items()}
+            values = {figure: metric.value for figure, metric in task().items()}
         loss = values.pop("loss", None)
         self.log.log(EvaluationRecord(step=step, split=name, loss=loss, metrics=values))
         self.log.event("evaluate", step=step, split=name, seconds=round(time.monotonic() - started, 4))
 
 
-class Filled:
-    """The rows of a source, and after them rows that do not count, up to a multiple of `size`."""
+class PaddedRows:
+    """The rows of a source, padded with rows without loss to a multiple of `size`."""
 
     def __init__(self, source: Any, size: int):
         self._source, self._length = source, -(-len(source) // size) * size
@@ -146,7 +146,7 @@ class Filled:
 
 
 def _batch_rows(run: Run) -> int:
-    """Rows of a batch to evaluate on: the size training ends with."""
+    """Rows of an evaluation batch: the batch size at the end of training."""
     return run.program.sizes.sizes()[-1].rows
 
 

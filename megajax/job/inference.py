@@ -1,4 +1,4 @@
-"""Loading a model for text generation: of a run or a Hugging Face folder, with or without adapters."""
+"""Loads a model for text generation from a run or a Hugging Face folder, with or without adapters."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -22,7 +22,7 @@ from megajax.inference.config import GenerationConfig
 from megajax.inference.engine import Engine, ends_of
 from megajax.inference.loading import load_weights
 from megajax.inference.programs import LoadedModel
-from megajax.job.origin import Origin, folder_ends, tokenizer_folder, without_adapters
+from megajax.job.origin import Origin, folder_stop_tokens, tokenizer_folder, without_adapters
 from megajax.mesh.mesh import build_mesh, find_devices
 from megajax.models.protocol import ids_below
 from megajax.precision.config import PrecisionConfig
@@ -39,27 +39,27 @@ class Loaded(NamedTuple):
     config: GenerationConfig
     model: LoadedModel
     tokenizer: Tokenizer
-    ends: frozenset[int]
-    """Tokens that end an answer."""
+    stop_tokens: frozenset[int]
+    """Ids of tokens that end an answer."""
     conversation: Conversation | None
-    """Makes prompts of messages; None without a chat template."""
+    """Turns messages into prompts; None without a chat template."""
     where: str
-    """What was read, for messages."""
+    """The source of the weights, for messages."""
 
 
 def load(config: GenerationConfig, origin: Origin) -> Loaded:
-    """The model of an origin, by the settings of `origin.generation_config` and the command line.
+    """The model of an origin, with the settings of `origin.generation_config` and the command line.
 
-    Raises UserError where the settings do not fit the devices, the weights the model, or the tokenizer either.
+    Raises UserError if the settings do not fit the devices, or if the weights or the tokenizer do not fit the model.
     """
     devices = find_devices()
     check(config, len(devices))
     if config.model.memory_length():
         name = type(config.model).__name__
-        raise UserError(f"{name} reads a text before it answers, for which neither generate nor serve has a place")
+        raise UserError(f"{name} is an encoder-decoder model, which generate and serve do not support")
     parallel = config.parallel.layout()
     mesh = build_mesh(parallel, devices)
-    remedy = "give the tokenizer that the weights were trained with"
+    remedy = "set the tokenizer that the weights were trained with"
     tokenizer = build_tokenizer(config.tokenizer, config.model, remedy)
     template = config.inference.template
     template = None if template is None else ChatTemplate(template, "inference.template")
@@ -70,14 +70,14 @@ def load(config: GenerationConfig, origin: Origin) -> Loaded:
         config,
         load_weights(config.model, weights, parallel, mesh, precision, options),
         tokenizer,
-        ends_of(tokenizer) | folder_ends(tokenizer_folder(config.tokenizer)),
+        ends_of(tokenizer) | folder_stop_tokens(tokenizer_folder(config.tokenizer)),
         None if template is None else Conversation(template, tokenizer),
         weights.where,
     )
 
 
 def quantized_weights(origin: Origin, model: Any) -> WeightSource:
-    """`weights_of`; where they are not quantized and the model's config is, they are while they are read."""
+    """`weights_of`, quantized while they are read if the model's config is quantized and the stored weights are not."""
     quantization = getattr(model, "quantization", None)
     stored = None if origin.run is None else open_step(origin.run).config.model
     if quantization is None or getattr(stored, "quantization", None) is not None:
@@ -87,9 +87,9 @@ def quantized_weights(origin: Origin, model: Any) -> WeightSource:
 
 
 def weights_of(origin: Origin, model: Any) -> WeightSource:
-    """The weights of a model without adapters; those that the origin has are added.
+    """The weights of a model, with the origin's adapters merged.
 
-    Raises UserError for an adapter that is of another model.
+    Raises UserError for an adapter of another model.
     """
     adapter, family = origin.adapter, ""
     if origin.run is not None:
@@ -110,29 +110,29 @@ def weights_of(origin: Origin, model: Any) -> WeightSource:
     pairs = [pair for pair in differences(without_adapters(adapted), model) if pair.name != "sequence_length"]
     if pairs:
         lines = "\n".join(f"  {line}" for line in in_words(pairs))
-        raise UserError(f"--adapter={adapter} (here) is of another model than {weights.where} (there):\n{lines}")
-    return merged(JoinedWeights(weights, AdaptersAlone(step.weights())), adapted)
+        raise UserError(f"--adapter={adapter} (here) belongs to another model than {weights.where} (there):\n{lines}")
+    return merged(JoinedWeights(weights, AdapterWeights(step.weights())), adapted)
 
 
 def run_weights(step: RunModel, model: Any) -> WeightSource:
-    """Those of a run, with its adapters added. Raises UserError for a model with another number of tokens."""
+    """The weights of a run, with its adapters merged. Raises UserError for a model with another vocabulary size."""
     stored = step.config.model
-    if (old := ids_below(stored)) != (new := ids_below(model)):
-        raise UserError(f"the weights of {step.path} are not this model's: it has {old} tokens there, {new} here")
+    if (stored_tokens := ids_below(stored)) != (tokens := ids_below(model)):
+        raise UserError(f"the weights of {step.path} are for {stored_tokens} tokens, this model has {tokens}")
     lora = getattr(stored, "lora", None)
     if lora is None:
-        chunks = [range(*ends) for ends in step.meta.get("rows", [])]
+        chunks = [range(*bounds) for bounds in step.meta.get("rows", [])]
         return StepWeights(step.path, declared_by(model), chunks)
     return merged(step.weights(), stored)
 
 
 def merged(weights: WeightSource, model: Any) -> WeightSource:
-    """Weights and adapters as weights alone. model: with `lora`."""
+    """Weights with their adapters merged. model: a config with `lora`."""
     return MergedWeights(weights, declared_by(model), model.lora.scale())
 
 
-class AdaptersAlone:
-    """A `WeightSource` of the adapters among other weights."""
+class AdapterWeights:
+    """A `WeightSource` with only the adapters of a run."""
 
     def __init__(self, weights: StepWeights):
         self.where, self._weights = weights.where, weights
@@ -147,5 +147,5 @@ class AdaptersAlone:
 def start_engine(loaded: Loaded, *, queue: int) -> Engine:
     """An engine for a model; see `megajax.inference.assembly.make_engine`."""
     config = loaded.config
-    ends, length = loaded.ends, config.length()
-    return make_engine(loaded.model, config.inference, loaded.tokenizer, ends=ends, length=length, queue=queue)
+    stop_tokens, length = loaded.stop_tokens, config.length()
+    return make_engine(loaded.model, config.inference, loaded.tokenizer, ends=stop_tokens, length=length, queue=queue)

@@ -1,4 +1,4 @@
-"""What a job does against silent corruption, slow processes and failing devices: hooks, watches and a thread."""
+"""Checks for silent corruption, slow processes and failing devices: hooks, watches and a thread."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -7,7 +7,7 @@ from pathlib import Path
 import jax
 
 from megajax.job.health import watch_gpus
-from megajax.job.recompute import CheckResults
+from megajax.job.recompute import CheckGradients
 from megajax.job.replicas import CheckReplicas, FlipBit, most_copies, state_hash
 from megajax.job.stragglers import Stalls, WatchStragglers
 from megajax.resilience.config import ResilienceConfig
@@ -19,8 +19,10 @@ from megajax.training.session import Run
 class Integrity:
     """Built when the writers of a job are open.
 
-    hooks: to run before all others, drills first. watches: take every step's numbers. stalled: seconds in which this
-    process did not run.
+    Attributes:
+        hooks: run before all others, drills first.
+        watches: called with the numbers of every step.
+        stalled: seconds in which this process did not run.
     """
 
     def __init__(
@@ -32,18 +34,18 @@ class Integrity:
         events_file: Path,
         saves: Sequence[Hook],
     ):
-        """events_file: to which any process appends. saves: before which copies are compared."""
+        """events_file: any process may append to it. saves: hooks before which copies are compared."""
         cfg, self._run = run.cfg.resilience, run
         self.replicas = CheckReplicas(cfg.replicas, run.program, event, saves)
         drills = for_this_attempt(cfg.corruption_drills())
         flips = [FlipBit(drill) for drill in drills if drill.kind == "bitflip"]
-        results = CheckResults(cfg.recompute, run, event, say, drills)
+        results = CheckGradients(cfg.recompute, run, event, say, drills)
         self.hooks: list[Hook] = [*flips, self.replicas, results]
         for line in idle_drills(cfg, run.cfg.steps, jax.process_count(), results.due):
             say(line)
         if flips and most_copies(state_hash(run.program).leaves, run.mesh) < 2:
-            sharded = f"parallel.data_sharding={run.cfg.parallel.data_sharding} leaves one of each on these devices"
-            say(f"resilience.inject: nothing can notice a bitflip, because no weight has a copy: {sharded}")
+            sharding = f"parallel.data_sharding={run.cfg.parallel.data_sharding}"
+            say(f"resilience.inject: no check can detect a bitflip, because no weight has a copy with {sharding}")
         if line := watch_gpus(cfg.health, run.mesh, stack, say, events_file):
             say(line)
         self.watches: list[Callable[[StepInfo], None]] = []
@@ -54,14 +56,14 @@ class Integrity:
             self.watches.append(WatchStragglers(cfg.stragglers, event, say))
 
     def at_end(self) -> None:
-        """Before a last checkpoint. Raises Corruption."""
+        """Compare copies before the last checkpoint. Raises Corruption."""
         self.replicas.at_end(self._run)
 
 
 def idle_drills(cfg: ResilienceConfig, steps: int, processes: int, recomputed: Callable[[int], bool]) -> Iterator[str]:
-    """A line for each fault that can't happen in this run. recomputed: whether gradients are computed again at a step.
+    """A line for each fault that can't happen in this run. recomputed: whether a step's gradients are recomputed.
 
-    Not an error: a run that goes on with fewer processes has the same command.
+    Not an error: a run that resumes with fewer processes has the same command.
     """
     for text in cfg.inject:
         drill, why = Drill.parse(text), ""
@@ -70,6 +72,6 @@ def idle_drills(cfg: ResilienceConfig, steps: int, processes: int, recomputed: C
         elif drill.process is not None and drill.process >= processes:
             why = f"the last process is process {processes - 1}"
         elif drill.kind == "wrong_gradients" and not recomputed(drill.step):
-            why = f"resilience.recompute does not compute gradients again at step {drill.step}"
+            why = f"resilience.recompute does not check step {drill.step}"
         if why:
             yield f"resilience.inject={text} does nothing: {why}"

@@ -13,11 +13,11 @@ from megajax.command_line import end_at_once
 from megajax.config.dump import diff_from_defaults, flatten, to_yaml
 from megajax.job.device_faults import device_fault
 from megajax.job.ending import Ending, Reporter, Sampler
-from megajax.job.failure import FailureLog, says_lost_lines
+from megajax.job.failure import FailureLog, report_lost_lines
 from megajax.job.hang import Pulse
 from megajax.job.hooks import Evaluate
 from megajax.job.save import SavesFailed
-from megajax.job.setup import JobSetup, set_up
+from megajax.job.setup import JobSetup, set_up_job
 from megajax.job.steps import Steps
 from megajax.mesh.mesh import find_devices
 from megajax.metrics.writers import Writers, open_writers
@@ -36,23 +36,23 @@ def train(
     reporter: Reporter | None = None,
     started: float | None = None,
 ) -> int:
-    """Run the job; returns the exit code. Raises UserError for what is wrong before the first step.
+    """Run the job; returns the exit code. Raises UserError for errors before the first step.
 
     skip_train: only evaluate the newest checkpoint on the validation and test splits; nothing is written.
-    verify_data: look at every byte of the data files, and compare with what was stored.
-    sources: setting -> where its value came from, for config.yaml.
-    sampler: shows what the model can do at the end of a finished run, where logging.sample asks for it.
-    reporter: writes a page about the run at its end, unless logging.report is off.
-    started: when this process began, by the monotonic clock; None: now.
+    verify_data: compare every byte of the data files with the stored checksums.
+    sources: setting -> the source of its value, for config.yaml.
+    sampler: returns a sample of the trained model, if logging.sample is on.
+    reporter: writes a report of the run at its end, unless logging.report is off.
+    started: monotonic time at which this process began; None: now.
     """
     started = time.monotonic() if started is None else started
     failures, job, code = FailureLog(), None, 0
     find_devices()
-    with says_lost_lines(lambda: code), ExitStack() as stack:
+    with report_lost_lines(lambda: code), ExitStack() as stack:
         pulse = stack.enter_context(Pulse(cfg.run_dir, Activity(), cfg.resilience.watchdog))
         try:
             with pulse.activity.phase(SETUP):
-                job = set_up(
+                job = set_up_job(
                     cfg, stack, pulse, failures, started=started, skip_train=skip_train, verify_data=verify_data
                 )
             if skip_train:
@@ -96,7 +96,7 @@ def run_job(job: JobSetup, sources: Mapping[str, str], sampler: Sampler | None, 
 
 
 def open_log(job: JobSetup, config_yaml: str) -> Writers:
-    """Open the files of the run folder and write the event `start`; from now on the run saves when it is stopped."""
+    """Open the files of the run folder and log the event `start`; from now on a stopped run saves."""
     primary = jax.process_index() == 0
     files = open_writers(
         job.cfg.logging, job.folder, start_step=job.first, primary=primary, run_config=flatten(job.cfg)
@@ -104,7 +104,7 @@ def open_log(job: JobSetup, config_yaml: str) -> Writers:
     log = Writers([job.stack.enter_context(files), job.console])
     if primary:
         job.folder.write_config(config_yaml, "\n".join(diff_from_defaults(job.cfg)) + "\n")
-    # First, because it is what begins an attempt in events.jsonl; the early events follow, with their own times.
+    # First, because `start` begins an attempt in events.jsonl; earlier events follow, with their own times.
     log.event(
         "start",
         step=job.first,
@@ -118,9 +118,9 @@ def open_log(job: JobSetup, config_yaml: str) -> Writers:
 
 
 def _fail(error: BaseException, cfg: RunConfig, pulse: Pulse, failures: FailureLog, job: JobSetup | None) -> NoReturn:
-    """Save what can be saved, record the error for the launcher and the report, and raise it, explained if possible.
+    """Save if possible, record the error for the launcher and the report, and raise it, with an explanation if known.
 
-    One of several processes ends here.
+    With several processes, this one exits here.
     """
     fault = device_fault(error, cfg, Path(cfg.run_dir).expanduser())
     if job is not None and fault is None:

@@ -1,4 +1,4 @@
-"""Stacked weights stored in one order of rows, for a run that has another: another pipeline, or none."""
+"""Reorders the layers of stacked weights: checkpoints store them in the order of their run's pipeline."""
 
 from collections.abc import Mapping
 from functools import cache, partial
@@ -15,14 +15,14 @@ from megajax.mesh.shardings import shard_count, unsharded_rows
 
 
 def stored_chunks(meta: Mapping[str, Any]) -> list[range]:
-    """Numbers of the layers of each chunk of a checkpoint, in the order in which they are stored; one is of all."""
-    return [range(*ends) for ends in meta["rows"]]
+    """Layer numbers of each chunk of a checkpoint, in stored order."""
+    return [range(*bounds) for bounds in meta["rows"]]
 
 
 def like_stored[Tree](like: Tree, declared: Mapping[str, ParamSpec], order_of: RowOrder) -> Tree:
     """`like`, with the rows of stacked weights and their moments as they were stored.
 
-    Rows are cut over the mesh as in `like` where their number divides, else another dimension is; see `unsharded_rows`.
+    Rows are sharded as in `like` if their number is divisible, else another dimension is; see `unsharded_rows`.
     """
 
     def stored(path: tuple, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -38,27 +38,27 @@ def like_stored[Tree](like: Tree, declared: Mapping[str, ParamSpec], order_of: R
 
 
 def reorder[Tree](
-    state: Tree, like: Tree, declared: Mapping[str, ParamSpec], stored: RowOrder, wanted: RowOrder
+    state: Tree, like: Tree, declared: Mapping[str, ParamSpec], stored: RowOrder, target_order: RowOrder
 ) -> Tree:
-    """A state with rows in the order `stored`, in the order `wanted` and laid out like `like`.
+    """Reorders the rows of a state from `stored` to `target_order`, with the shardings of `like`.
 
-    Arrays are reordered one after another and `state`'s are deleted as soon as they have been read: memory never holds
-    more than the state and one array twice. Leaves that are not stacked are returned as they are.
+    Arrays are reordered one by one, and `state`'s are deleted at once: memory never holds more than the state and a
+    copy of one array. Leaves that are not stacked are returned unchanged.
     """
 
     @cache
     def compiled(layers: tuple[int, ...], target: NamedSharding, between: NamedSharding) -> jax.stages.Wrapped:
         place = {layer: row for row, layer in enumerate(stored(layers)) if layer >= 0}
-        source = np.array([place.get(layer, 0) for layer in wanted(layers)], np.int32)
-        none = np.array([layer < 0 for layer in wanted(layers)])
-        return jax.jit(partial(_take, source=source, none=none, between=between), out_shardings=target)
+        source = np.array([place.get(layer, 0) for layer in target_order(layers)], np.int32)
+        none = np.array([layer < 0 for layer in target_order(layers)])
+        return jax.jit(partial(_gather_rows, source=source, none=none, between=between), out_shardings=target)
 
     def moved(path: tuple, leaf: Array, target: jax.ShapeDtypeStruct) -> Array:
         if (layers := _layers(path, declared)) is None:
             return leaf
-        kept, device = target.sharding, _on_device(target.sharding)
-        take = compiled(layers, device, unsharded_rows(device, leaf.shape))
-        placed = jax.device_put(take(jax.device_put(leaf, _on_device(leaf.sharding))), kept)
+        sharding, device = target.sharding, _on_device(target.sharding)
+        gather = compiled(layers, device, unsharded_rows(device, leaf.shape))
+        placed = jax.device_put(gather(jax.device_put(leaf, _on_device(leaf.sharding))), sharding)
         placed.block_until_ready()
         leaf.delete()
         return placed
@@ -66,37 +66,37 @@ def reorder[Tree](
     return jax.tree_util.tree_map_with_path(moved, state, like)
 
 
-def _take(leaf: Array, source: np.ndarray, none: np.ndarray, between: NamedSharding) -> Array:
+def _gather_rows(leaf: Array, source: np.ndarray, none: np.ndarray, between: NamedSharding) -> Array:
     """Rows `source` of an array, zeros where `none`.
 
-    A device with all rows of a part takes them from its own memory. Left alone, the compiler would bring the whole
-    array to every device.
+    The constraints give each device all rows of its part, so that it gathers from its own memory. Without them the
+    compiler would copy the whole array to every device.
     """
-    whole = jax.lax.with_sharding_constraint(leaf, between)
+    rows = jax.lax.with_sharding_constraint(leaf, between)
     empty = jnp.asarray(none).reshape(-1, *[1] * (leaf.ndim - 1))
-    return jax.lax.with_sharding_constraint(jnp.where(empty, 0, whole[jnp.asarray(source)]), between)
+    return jax.lax.with_sharding_constraint(jnp.where(empty, 0, rows[jnp.asarray(source)]), between)
 
 
 def _on_device(sharding: jax.sharding.Sharding | None) -> NamedSharding:
-    """The same in device memory, where programs compute. Raises TypeError if it is no NamedSharding."""
+    """The sharding with memory kind "device". Raises TypeError if it is no NamedSharding."""
     if not isinstance(sharding, NamedSharding):
         raise TypeError(f"the state's arrays have NamedShardings, not {sharding}")
     return NamedSharding(sharding.mesh, sharding.spec)
 
 
-def same_order(declared: Mapping[str, ParamSpec], stored: RowOrder, wanted: RowOrder) -> bool:
-    """Whether the rows of every stacked weight are in the same order."""
-    each = {layers_of(spec) for spec in declared.values() if spec.layers}
-    return all(stored(layers) == wanted(layers) for layers in each)
+def same_order(declared: Mapping[str, ParamSpec], stored: RowOrder, target_order: RowOrder) -> bool:
+    """Whether both orders are the same for every stacked weight."""
+    stacks = {layers_of(spec) for spec in declared.values() if spec.layers}
+    return all(stored(layers) == target_order(layers) for layers in stacks)
 
 
 def _layers(path: tuple, declared: Mapping[str, ParamSpec]) -> tuple[int, ...] | None:
-    """The layers of a leaf of the state that is a stacked weight, or one of its moments, kept under its name."""
+    """The layers of a leaf of the state, if it is a stacked weight or, under the same name, one of its moments."""
     key = getattr(path[-1], "key", None)
     spec = None if key is None else declared.get(key)
     return None if spec is None or not spec.layers else layers_of(spec)
 
 
 def layers_of(spec: ParamSpec) -> tuple[int, ...]:
-    """Numbers of the layers that have a stacked weight, in their order."""
+    """Numbers of the layers in a stacked weight, sorted."""
     return tuple(sorted(layer for layer in spec.layers if layer >= 0))

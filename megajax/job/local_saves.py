@@ -1,4 +1,4 @@
-"""Local checkpoints in a job: which checkpoint it starts from, saves between steps, and one when a process is lost."""
+"""Local checkpoints in a job: the start, saves between steps, and an emergency save when a process is lost."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -24,14 +24,14 @@ from megajax.training.session import Run
 from megajax.training.timing import SAVE
 
 LOST_SECONDS = 5.0
-"""How long to wait for a state that another process may never finish."""
+"""How long to wait for a step's state: it may need a process that is gone."""
 
 type Start = tuple[CheckpointReader | LocalReader, int]
-"""What a run starts from, and the step."""
+"""The reader of the checkpoint that a run starts from, and its step."""
 
 
 class LocalSaves:
-    """The hook that saves, and all else a job has to do with local checkpoints; without any it does nothing."""
+    """The hook that saves local checkpoints, and their other uses in a job; does nothing if they are off."""
 
     phase = SAVE
 
@@ -44,14 +44,14 @@ class LocalSaves:
         *,
         skip_train: bool = False,
     ):
-        """skip_train: nothing is to be written. Raises UserError for a folder that can't be used."""
+        """skip_train: write nothing. Raises UserError for a folder that can't be used."""
         self.cfg, self.manager, self.activity, self.event = cfg, manager, activity, event
         self.local: LocalCheckpoints | None = None
         self.reader: LocalReader | None = None
         self.meta: Callable[[], dict[str, Any]] = dict
-        """What goes into a checkpoint beside the arrays; set before the first step."""
+        """Metadata for a checkpoint; set before the first step."""
         self.saved: int | None = None
-        """Last step handed over."""
+        """Step of the last save that was started."""
         if cfg.checkpoint.local is not None and not skip_train:
             self.local = cfg.checkpoint.local.build(
                 manager.folder, during=lambda step: activity.phase(BACKGROUND_SAVE, step)
@@ -59,23 +59,23 @@ class LocalSaves:
             self.reader = LocalReader(self.local)
 
     def start(self) -> Start | None:
-        """The newest whole checkpoint of the run, local or shared; else what `CheckpointManager.start` gives."""
+        """The newest complete checkpoint of the run, local or shared; else the result of `CheckpointManager.start`."""
         local = self._newest_local()
         if local is None or self.reader is None or self.local is None:
             return self.manager.start()
         shared = self.local.peers.share(self.manager.newest())
         if shared is None or local > shared:
-            return self._taken(local)
+            return self._use_local(local)
         try:
             start = self.manager.start()
         except UserError as error:
-            say(f"{error}\nThe local checkpoint of step {local} is whole and is used.")
-            return self._taken(local)
+            say(f"{error}\nThe local checkpoint of step {local} is complete and is used.")
+            return self._use_local(local)
         if start is None or (start[0] is self.manager and start[1] < local):
-            return self._taken(local)
+            return self._use_local(local)
         return start
 
-    def _taken(self, step: int) -> Start:
+    def _use_local(self, step: int) -> Start:
         if self.reader is None:
             raise ValueError("there are no local checkpoints")
         say(f"starting from step {step} in local checkpoints ({self.reader.folder.parent} on each machine)")
@@ -83,39 +83,39 @@ class LocalSaves:
         return self.reader, step
 
     def _newest_local(self) -> int | None:
-        """The newest local checkpoint that this run can start from; people hear of newer ones that it can't."""
+        """The newest local checkpoint that this run can start from; newer ones that it can't use are reported."""
         if self.reader is None or self.cfg.checkpoint.step is not None:
             return None
         step = self.reader.newest_whole()
         if self.reader.passed_over:
-            self._told_passed_over(self.reader.passed_over, step)
+            self._report_incomplete(self.reader.passed_over, step)
         if step is None:
             return None
-        saved, here = self.reader.meta(step)["mesh"], mesh_here(self.cfg)
-        if saved != here:
-            why = f"it is of the mesh {_mesh(saved)}, this run has {'another' if here is None else _mesh(here)}"
-            self._told(f"the local checkpoint of step {step} is not used: {why}; the shared folder's are")
+        saved, mesh = self.reader.meta(step)["mesh"], mesh_sizes(self.cfg)
+        if saved != mesh:
+            why = f"it is of the mesh {_mesh(saved)}, this run has {'another' if mesh is None else _mesh(mesh)}"
+            self._say_once(f"the local checkpoint of step {step} is not used: {why}; trying the shared folder's")
             self.event("checkpoint_fallback", from_step=step, to_step=self.manager.newest(), kind="local", why=why)
             return None
         return step
 
-    def _told_passed_over(self, passed_over: Sequence[NotWhole], step: int | None) -> None:
-        """Tell of local checkpoints that are not whole. step: the newest that is."""
+    def _report_incomplete(self, passed_over: Sequence[NotWhole], step: int | None) -> None:
+        """Report incomplete local checkpoints. step: the newest complete one."""
         peers = None if self.local is None else self.local.peers
         shared = self.manager.newest() if peers is None else peers.share(self.manager.newest())
         used = step is not None and (shared is None or step > shared)
         to = f"the local checkpoint of step {step}" if used else "the shared folder's checkpoints"
         next_one = step if used else shared
-        for passed in (each for each in passed_over if shared is None or each.step > shared):
-            self._told(f"the local checkpoint of step {passed.step} is not whole: {passed.why}; next are {to}")
+        for passed in (entry for entry in passed_over if shared is None or entry.step > shared):
+            self._say_once(f"the local checkpoint of step {passed.step} is not complete: {passed.why}; trying {to}")
             self.event("checkpoint_fallback", from_step=passed.step, to_step=next_one, kind="local", why=passed.why)
 
-    def _told(self, line: str) -> None:
+    def _say_once(self, line: str) -> None:
         if self.local is not None and self.local.peers.first:
             say(line)
 
-    def own(self, start: Start | None) -> bool:
-        """Whether a checkpoint is of this run and no other."""
+    def belongs_to_run(self, start: Start | None) -> bool:
+        """Whether a checkpoint was written by this run."""
         return start is not None and start[0] in (self.manager, self.reader)
 
     def begin(self, run: Run, first: int) -> None:
@@ -135,12 +135,12 @@ class LocalSaves:
             self.local.save(step, run.state, self.meta())
 
     def before_stop(self, run: Run, step: int) -> None:
-        """The run is about to be stopped from outside: the local checkpoint is done sooner than the shared one."""
+        """The run is about to be stopped: save a local checkpoint, which takes less time than a shared one."""
         if self.local is not None and not self.local.stopped and self.saved != step:
             self(run, step)
 
     def committed(self) -> None:
-        """Note the saves that have ended since. A failed one does not end the run."""
+        """Log the saves that have ended since the last call. A failed one does not end the run."""
         for report in () if self.local is None else self.local.poll():
             if report.failure is not None:
                 self._failed(report)
@@ -155,52 +155,52 @@ class LocalSaves:
         self.event(
             "save_failed", step=report.step, why=report.failure, failures=local.failures, next=following, kind="local"
         )
-        self._told(
+        self._say_once(
             f"local checkpoint step {report.step} not saved: {report.failure}; {local.failures} in a row: {following}"
         )
 
     def finished(self) -> None:
-        """Training is over: local checkpoints go where the shared folder has the same step or a later one."""
+        """Training has ended: delete local checkpoints if the shared folder has the same step or a later one."""
         if self.local is None:
             return
         self.local.wait()
         self.committed()
         shared = self.local.peers.share(self.manager.newest())
-        newest = max((each.index.info.step for each in self.local.served.values()), default=None)
+        newest = max((checkpoint.index.info.step for checkpoint in self.local.served.values()), default=None)
         if self.local.peers.share(newest is None or (shared is not None and shared >= newest)):
             self.local.clear()
 
     def rescue(self, run: Run, error: BaseException) -> None:
-        """Another process was lost: save the state of this one, if the step it belongs to is over and it is intact.
+        """Another process was lost: save this one's state if it is intact and its step is complete.
 
-        The arrays of the last step are given to the next one when that begins; if it fails, they are gone. Then, and
-        if the state can't be read, only a message says so.
+        A step donates the arrays of the step before, so they are gone if it fails. Then, and if the state can't be
+        read, only a message is printed.
         """
         local = self.local
         if local is None or local.peers.count == 1 or not isinstance(error, jax.errors.JaxRuntimeError):
             return
-        before = max((each.index.info.step for each in local.served.values()), default=None)
-        kept = f"the newest local checkpoint is of step {before}" if before is not None else "there is none before"
+        before = max((checkpoint.index.info.step for checkpoint in local.served.values()), default=None)
+        newest = f"the newest local checkpoint is of step {before}" if before is not None else "there is none yet"
         step = intact_step(run.state, LOST_SECONDS)
         if step is None or step != self.activity.step:
-            say(f"another process was lost during a step, whose state is not whole: nothing is saved; {kept}")
+            say(f"another process was lost during a step, so this state is incomplete and not saved; {newest}")
         elif step == before:
-            say(f"another process was lost; {kept}, the last one")
+            say(f"another process was lost; {newest}, the last one")
         else:
             say(f"another process was lost; {self._save_alone(local, run, step)}")
 
     def _save_alone(self, local: LocalCheckpoints, run: Run, step: int) -> str:
-        """Save what this process has -> what to say of it."""
+        """Save the shards of this process -> a line about it."""
         try:
             parts = local.save_alone(step, run.state, self.meta())
         except CheckpointError as failed:
             return f"step {step} not saved: {failed.reason}"
-        except Exception as failed:  # the error that ends the run is the one to be raised
+        except Exception as failed:  # must not replace the error that ends the run
             return f"step {step} not saved: {type(failed).__name__}: {failed}"
-        whole, process = len(parts) == local.peers.count, local.members.process
-        told = {"step": step, "kind": "emergency", "process": process, "parts": list(parts), "whole": whole}
-        append_event(Path(self.cfg.run_dir).expanduser() / "events.jsonl", "save_committed", **told)
-        shards = "all shards" if whole else f"the shards of {len(parts)} of {local.peers.count} processes"
+        complete, process = len(parts) == local.peers.count, local.members.process
+        fields = {"step": step, "kind": "emergency", "process": process, "parts": list(parts), "whole": complete}
+        append_event(Path(self.cfg.run_dir).expanduser() / "events.jsonl", "save_committed", **fields)
+        shards = "all shards" if complete else f"the shards of {len(parts)} of {local.peers.count} processes"
         return f"process {process} saved step {step} in {local.folder.own}: {shards}"
 
     def close(self) -> None:
@@ -214,8 +214,8 @@ class LocalSaves:
         self.close()
 
 
-def mesh_here(cfg: RunConfig) -> dict[str, int] | None:
-    """Sizes of the mesh of a run; None if its layout does not fit the devices, which is explained when it is set up."""
+def mesh_sizes(cfg: RunConfig) -> dict[str, int] | None:
+    """Sizes of the mesh of a run; None if its layout does not fit the devices, which setup reports."""
     try:
         devices = jax.devices()
         parallel = replanned(cfg, devices_per_process(devices)).cfg.parallel if cfg.parallel.elastic else cfg.parallel
@@ -225,21 +225,21 @@ def mesh_here(cfg: RunConfig) -> dict[str, int] | None:
 
 
 def intact_step(state: Any, seconds: float) -> int | None:
-    """The step of a state whose arrays are all there, within so many seconds; None if some are not.
+    """The step of a state if all of its arrays are available within `seconds`; else None.
 
-    An array is not there if it was given to a program, or if the program that was to make it failed or never ends.
+    An array is unavailable if a program took it as a donation, or if the program that computes it failed or hangs.
     """
     result: list[int] = []
 
-    def read() -> None:
+    def wait_for_arrays() -> None:
         try:
             if not any(leaf.is_deleted() for leaf in jax.tree.leaves(state)):
                 jax.block_until_ready(state)
                 result.append(int(state.step))
-        except RuntimeError:  # of a program that failed, JaxRuntimeError among them
+        except RuntimeError:  # includes JaxRuntimeError of a failed program
             return
 
-    thread = threading.Thread(target=read, name="megajax state", daemon=True)
+    thread = threading.Thread(target=wait_for_arrays, name="megajax state", daemon=True)
     thread.start()
     thread.join(seconds)
     return result[0] if result else None

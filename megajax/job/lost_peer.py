@@ -1,4 +1,4 @@
-"""Errors of a process that lost another one, explained: which, and why."""
+"""Explains errors of a process that lost another one: which process it lost, and why."""
 
 import re
 
@@ -13,24 +13,24 @@ CONNECTION = re.compile(
     r"Gloo \w+ (failed|timed out)|Connection (closed|reset) by peer|Socket closed|Broken pipe|NCCL|ncclComm"
     r"|[Cc]oordination ?service|[Bb]arrier .*(timed out|failed|aborted)|heartbeat|unhealthy",
 )
-"""In errors of the runtime: a collective or the coordination service could not reach another process."""
+"""Runtime errors of collectives or the coordination service that could not reach another process."""
 
 
 class LostPeer(UserError):
-    """Another process ended, or does not run; this one can't go on without it."""
+    """Another process ended or does not run, and this one can't continue without it."""
 
     code = 1
 
 
 def lost_peer(error: BaseException, peers: PeerStatus) -> tuple[LostPeer, Verdict] | None:
-    """The error explained, and who is the cause; None if it has nothing to do with other processes, or nobody knows.
+    """An explained error and its cause; None if no other process is known to be the cause.
 
-    Takes seconds: a process that was killed is one that publishes nothing any more.
+    Takes seconds: a process counts as killed when it has published nothing for some periods.
     """
-    said = next((each for each in causes(error) if isinstance(each, jax.errors.JaxRuntimeError)), None)
-    if said is None or peers.alone or not CONNECTION.search(str(said)):
+    runtime_error = next((cause for cause in causes(error) if isinstance(cause, jax.errors.JaxRuntimeError)), None)
+    if runtime_error is None or peers.single_process or not CONNECTION.search(str(runtime_error)):
         return None
     verdict = peers.failed() or peers.verdict()
     if verdict.process is None or verdict.process == peers.index or verdict.patience > 0:
         return None
-    return LostPeer(f"{LOST} process {verdict.process}: {verdict.sentence} ({first_line(said)})"), verdict
+    return LostPeer(f"{LOST} process {verdict.process}: {verdict.explanation} ({first_line(runtime_error)})"), verdict

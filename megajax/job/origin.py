@@ -1,4 +1,4 @@
-"""Where a model that is evaluated or generates text comes from, and its settings; imports neither jax nor flax."""
+"""The origin of a model for evaluation or text generation, and its settings; imports neither jax nor flax."""
 
 import json
 from collections.abc import Mapping
@@ -18,14 +18,14 @@ MODEL_FLAGS = (
     Flag("hf", Path | None, help="a Hugging Face model folder instead of a run"),
     Flag("adapter", Path | None, help="a PEFT folder, or a run with model.lora: its adapter is added to the weights"),
 )
-"""What `origin_of` reads."""
+"""The flags that `origin_of` reads."""
 TEMPLATES = ("chat_template.jinja", "tokenizer_config.json")
-"""Files beside a tokenizer that may hold a chat template; the first that does counts."""
+"""Files beside a tokenizer that may contain a chat template; the first one with a template is used."""
 GENERATION_CONFIG = "generation_config.json"
 
 
 class Origin(NamedTuple):
-    """One of `run` and `hf`; neither where an adapter names its base."""
+    """A run or a Hugging Face folder, and perhaps an adapter."""
 
     run: Path | None = None
     """A run's folder, its checkpoints folder, or one step in it."""
@@ -36,17 +36,17 @@ class Origin(NamedTuple):
 
 
 def origin_of(flags: Mapping[str, Any]) -> Origin:
-    """That of --run, --hf and --adapter. Raises ConfigError unless they name one model."""
+    """The origin by --run, --hf and --adapter. Raises ConfigError unless they name one model."""
     run, hf, adapter = (flags[name] and flags[name].expanduser() for name in ("run", "hf", "adapter"))
     if run is not None and hf is not None:
         raise ConfigError([Problem("--run", f"is given, and --hf={hf} as well", "name one model")], "command line")
     if adapter is not None and not (adapter / "adapter_config.json").is_file() and run is None and hf is None:
-        return Origin(run=adapter)  # the checkpoints of a run with adapters have the other weights too
+        return Origin(run=adapter)  # checkpoints of a run with adapters contain all weights
     if run is None and hf is None and adapter is not None:
         base = resolve("megajax.checkpoint.huggingface.peft:base_of")(adapter)
         if base is None or not Path(base).is_dir():
-            what = "names no base model" if base is None else f"is of {base}, and there is no such folder"
-            raise UserError(f"--adapter={adapter}: it {what}: give --hf=DIR or --run=RUN")
+            reason = "names no base model" if base is None else f"is of {base}, and there is no such folder"
+            raise UserError(f"--adapter={adapter}: it {reason}: set --hf=DIR or --run=RUN")
         hf = Path(base)
     if run is None and hf is None:
         raise ConfigError([Problem("--run", "must be given, or --hf=DIR", "name one model")], "command line")
@@ -54,25 +54,29 @@ def origin_of(flags: Mapping[str, Any]) -> Origin:
 
 
 def run_folder(path: Path) -> Path:
-    """The run's folder of itself, of its checkpoints folder, or of a step."""
+    """The folder of a run, from this folder, its checkpoints folder, or the folder of a step."""
     checkpoints, _ = locate(path.expanduser())
     return checkpoints.parent if checkpoints.name == "checkpoints" else checkpoints
 
 
 def run_config(run: Path, root: str | type = ROOT) -> Source:
-    """The settings of a run. Raises UserError where there is none."""
+    """The settings of a run. Raises UserError for a folder without config.yaml."""
     config = run_folder(run) / "config.yaml"
     if not config.is_file() and (run / "config.json").is_file():
-        raise UserError(f"--run={run}: there is no {config}, but a config.json as of a Hugging Face model: --hf={run}")
+        raise UserError(
+            f"--run={run}: there is no {config}, but the config.json of a Hugging Face model: use --hf={run}"
+        )
     if not config.is_file():
-        raise UserError(f"--run={run}: there is no {config}\nGive the folder of a run, or one step in its checkpoints.")
+        raise UserError(
+            f"--run={run}: no {config}\nGive the folder of a run, or of one step in its checkpoints folder."
+        )
     return read(str(config), root)
 
 
 def generation_config[C: GenerationConfig](origin: Origin, root: type[C]) -> Source:
-    """What text is generated with, in a config of the class `root`.
+    """The settings for text generation from an origin, in a config of class `root`.
 
-    Raises UserError for a model or a tokenizer that cannot be read.
+    Raises UserError for a model or a tokenizer that can't be read.
     """
     if origin.hf is not None:
         return Source(f"hf:{origin.hf}", folder_config(origin.hf, root))
@@ -81,9 +85,9 @@ def generation_config[C: GenerationConfig](origin: Origin, root: type[C]) -> Sou
     source = run_config(origin.run)
     cfg, problems = assembled(source, ROOT, {})
     parts = ("model", "tokenizer", "xla")
-    wrong = [problem for problem in problems if problem.setting.partition(".")[0] in parts]
-    if cfg is None or wrong:
-        raise ConfigError(wrong or problems, source.name)
+    relevant = [problem for problem in problems if problem.setting.partition(".")[0] in parts]
+    if cfg is None or relevant:
+        raise ConfigError(relevant or problems, source.name)
     template = getattr(cfg.data, "template", None) or folder_template(tokenizer_folder(cfg.tokenizer))
     config = root(
         model=without_adapters(cfg.model),
@@ -95,7 +99,7 @@ def generation_config[C: GenerationConfig](origin: Origin, root: type[C]) -> Sou
 
 
 def folder_config[C: GenerationConfig](folder: Path, root: type[C]) -> C:
-    """Of a Hugging Face folder. Raises UserError for one that is no model, or with settings that we lack."""
+    """The settings of a Hugging Face folder. Raises UserError if it is no model, or has unsupported settings."""
     model = resolve("megajax.checkpoint.weights.formats:read_foreign")(f"hf:{folder}").model
     if not hasattr(model, "schema"):
         raise UserError(f"--hf={folder}: a {type(model).__name__.removesuffix('Config')} alone does not generate text")
@@ -110,12 +114,12 @@ def folder_config[C: GenerationConfig](folder: Path, root: type[C]) -> C:
 
 
 def without_adapters(model: Any) -> Any:
-    """A model config without `lora`: adapters are added to the weights."""
+    """A model config without `lora`: adapters are merged into the weights."""
     return model if getattr(model, "lora", None) is None else replace(model, lora=None)
 
 
 def tokenizer_folder(tokenizer: Any) -> Path | None:
-    """Where the files of a tokenizer config are; None for one without."""
+    """The folder of a tokenizer config's files; None if it has none."""
     path = getattr(tokenizer, "path", None) or getattr(tokenizer, "vocabulary", None)
     if not isinstance(path, str):
         return None
@@ -123,18 +127,18 @@ def tokenizer_folder(tokenizer: Any) -> Path | None:
 
 
 def folder_template(folder: Path | None) -> str | None:
-    """The file in a tokenizer's folder with a chat template; None without one."""
+    """The file with a chat template in a tokenizer's folder; None without one."""
     for path in () if folder is None else (folder / name for name in TEMPLATES):
         if path.is_file() and (path.suffix != ".json" or b'"chat_template"' in path.read_bytes()):
             return str(path)
     return None
 
 
-def folder_ends(folder: Path | None) -> frozenset[int]:
-    """Ids that end an answer by generation_config.json in a tokenizer's folder, as chat models have several."""
+def folder_stop_tokens(folder: Path | None) -> frozenset[int]:
+    """Ids that end an answer, from generation_config.json in a tokenizer's folder: chat models have several."""
     try:
         settings = json.loads(((folder or Path()) / GENERATION_CONFIG).read_bytes()) if folder is not None else {}
     except (OSError, ValueError):
         return frozenset()
-    given = settings.get("eos_token_id") if isinstance(settings, dict) else None
-    return frozenset(token for token in (given if isinstance(given, list) else [given]) if type(token) is int)
+    ids = settings.get("eos_token_id") if isinstance(settings, dict) else None
+    return frozenset(token for token in (ids if isinstance(ids, list) else [ids]) if type(token) is int)

@@ -1,7 +1,7 @@
-"""The status of each process of a run, published in jax's coordination service: to name the first cause of a failure.
+"""The status of each process of a run, published in jax's coordination service to find the first cause of a failure.
 
-A process that fails or hangs reads the status of the others. The service does not need the devices, but it is in
-process 0: calls fail when that process has ended, and block while it is stopped.
+A process that fails or hangs reads the status of the others. The service needs no devices, but it runs in process 0:
+calls fail when that process has ended, and block while it is stopped.
 """
 
 import contextlib
@@ -17,48 +17,48 @@ from jax._src import distributed  # the key-value store of the coordination serv
 from megajax.resilience.activity import describe_phase
 
 PERIOD_SECONDS = 1.0
-"""How often a process publishes its status."""
+"""Period at which a process publishes its status."""
 
 PROCESSES_A_SECOND = 500
-"""With more processes, each publishes less often."""
+"""Limit of all processes together: with more processes, each publishes less often."""
 
 SERVICE_SECONDS = 4.0
 """How long to wait for the coordination service."""
 
 LAST_CALL_SECONDS = 1.0
-"""The same, in a process that is about to end."""
+"""The same in a process that is about to end."""
 
 SILENT_PERIODS = 2.5
-"""A process that publishes nothing new for so many periods does not run."""
+"""A process that publishes nothing for this many periods does not run."""
 
 _KEY, _HANGS, _STOPS = "megajax/status", "megajax/asked/stacks", "megajax/asked/stop"
-_ASKED = "megajax/asked"
+_REQUESTS = "megajax/asked"
 _ORDER = {"data_wait": 0, "step": 1, "compile": 1}
 """Phases of a step in their order; others follow."""
 
 
 class Status(NamedTuple):
-    """The status that a process published last."""
+    """The last published status of a process."""
 
     beat: int
-    """Counts up."""
+    """Counter of the statuses that the process published."""
     phase: str | None = None
     step: int | None = None
     seconds: float = 0.0
-    """How long it has been in the phase without progress."""
+    """Seconds in the phase without progress."""
     seconds_left: float = 0.0
     """Seconds until the limit of the phase; 0: the watchdog is off."""
     failure: str | None = None
-    """Why it ends; None: it does not."""
+    """Why the process ends; None: it runs."""
 
     def position(self) -> tuple[float, int]:
-        """Its progress: the step, and the phase of the step."""
+        """Progress of the process: the step, and the phase of the step."""
         if self.step is None:
             return (float("inf") if self.phase == "finish" else -1.0), 0
         return self.step, _ORDER.get(self.phase or "", 2)
 
     def description(self) -> str:
-        """waiting for the rows of step 7."""
+        """The phase in words: waiting for the rows of step 7."""
         return "between phases" if self.phase is None else describe_phase(self.phase, self.step)
 
 
@@ -67,43 +67,44 @@ class Verdict(NamedTuple):
 
     process: int | None
     """The first cause; None: unknown."""
-    sentence: str
-    """What it does; "" if unknown."""
+    explanation: str
+    """A sentence about the cause; "" if unknown."""
     patience: float = 0.0
-    """Seconds to wait for it, because its own limit has not passed."""
+    """Seconds until that process reaches its own limit."""
     reported: bool = False
     """Whether the process reported its failure itself."""
 
 
-def find_cause(own: int, before: Mapping[int, Status], after: Mapping[int, Status], count: int) -> Verdict:
-    """The process that keeps `own` waiting, from two readings some periods apart: one that failed, does not run, or is
-    behind the others."""
-    if (failed := first_failure(own, after)) is not None:
+def find_cause(process_index: int, before: Mapping[int, Status], after: Mapping[int, Status], count: int) -> Verdict:
+    """The process that keeps `process_index` waiting, from two readings some periods apart: one that failed, does not
+    run, or is behind the others."""
+    if (failed := first_failure(process_index, after)) is not None:
         return failed
-    others = [process for process in range(count) if process != own]
-    silent = [each for each in others if each not in after or after[each].beat == getattr(before.get(each), "beat", -1)]
+    peers = [process for process in range(count) if process != process_index]
+    beats = {index: status.beat for index, status in before.items()}
+    silent = [index for index in peers if index not in after or after[index].beat == beats.get(index)]
     if silent:
-        first = min(silent, key=lambda each: after[each].position() if each in after else (-2.0, 0))
+        first = min(silent, key=lambda index: after[index].position() if index in after else (-2.0, 0))
         more = "" if len(silent) == 1 else f" (nor do {len(silent) - 1} others)"
         last = f"; it was {after[first].description()}" if first in after else ""
-        return Verdict(first, f"process {first} does not run any more{more}{last}")
-    here = after.get(own, Status(0)).position()
-    first = min(others, key=lambda each: after[each].position())
-    if after[first].position() < here:
+        return Verdict(first, f"process {first} no longer runs{more}{last}")
+    position = after.get(process_index, Status(0)).position()
+    first = min(peers, key=lambda index: after[index].position())
+    if after[first].position() < position:
         status = after[first]
-        step = after[own].step if own in after else None
+        step = after[process_index].step if process_index in after else None
         entered = "" if step is None else f" has not entered step {step}: it"
-        sentence = f"process {first}{entered} has been {status.description()} for {status.seconds:.0f} s"
-        return Verdict(first, sentence, max(status.seconds_left, 0.0))
-    if here < min(after[each].position() for each in others):
-        return Verdict(own, "the other processes wait for this one")
+        text = f"process {first}{entered} has been {status.description()} for {status.seconds:.0f} s"
+        return Verdict(first, text, max(status.seconds_left, 0.0))
+    if position < min(after[index].position() for index in peers):
+        return Verdict(process_index, "the other processes wait for this one")
     return Verdict(None, "all processes are equally far: a collective or a device does not answer")
 
 
-def first_failure(own: int, states: Mapping[int, Status]) -> Verdict | None:
-    """Another process that reported a failure which does not follow from a lost process; None if no process did."""
+def first_failure(process_index: int, states: Mapping[int, Status]) -> Verdict | None:
+    """The first other process that reported a failure of its own, not of a lost process; None if none did."""
     for process, status in sorted(states.items()):
-        if process != own and status.failure is not None and not secondary(status.failure):
+        if process != process_index and status.failure is not None and not secondary(status.failure):
             return Verdict(process, f"process {process} failed: {status.failure}", reported=True)
     return None
 
@@ -117,82 +118,82 @@ def secondary(failure: str) -> bool:
 
 
 class PeerStatus:
-    """Publishes the status of this process, and reads that of the others.
+    """Publishes the status of this process, and reads the status of the others.
 
-    Its calls to the service run in threads of their own, for they may block.
+    Calls to the service run in separate threads, because they may block.
 
     Attributes:
-        asked_to_stop: called with the name of the signal if another process was asked to stop.
+        on_stop_request: called with the name of the signal if another process was asked to stop.
     """
 
     def __init__(self, status: Callable[[int], Status], dump: Callable[[str], None]):
-        """status: what this process does now, numbered as given. dump: writes the stacks of this process; called with
-        the reason if another one hangs."""
+        """status: returns the status of this process with the given beat. dump: writes the stacks of this process;
+        called with the reason if another process hangs."""
         state = distributed.global_state
         self.index, self.count = state.process_id, state.num_processes
         self.period = max(PERIOD_SECONDS, self.count / PROCESSES_A_SECOND)
         self._client: Any = state.client
         self._status, self._dump, self._beat = status, dump, 0
-        self._over = threading.Event()
-        self.asked_to_stop: Callable[[str], None] = lambda name: None
+        self._stopped = threading.Event()
+        self.on_stop_request: Callable[[str], None] = lambda name: None
 
     @property
-    def alone(self) -> bool:
+    def single_process(self) -> bool:
         """Whether this is the only process."""
         return self._client is None or self.count < 2
 
     def start(self) -> None:
-        """Publish from now on."""
-        if not self.alone:
+        """Start to publish."""
+        if not self.single_process:
             threading.Thread(target=self._run, name="peer status", daemon=True).start()
 
     def stop(self) -> None:
-        """Publish no more."""
-        self._over.set()
+        """Stop publishing."""
+        self._stopped.set()
 
     def publish_failure(self, failure: str) -> None:
-        """Publish why this process ends; gives up after a while."""
+        """Publish why this process ends, within LAST_CALL_SECONDS."""
         self.stop()
-        if not self.alone:
-            self._answered(lambda: self._publish(failure), LAST_CALL_SECONDS)
+        if not self.single_process:
+            self._with_timeout(lambda: self._publish(failure), LAST_CALL_SECONDS)
 
     def ask_for_stacks(self) -> None:
-        """Make the others write their stacks, because this process hangs; waits until they should have."""
-        if not self.alone:
-            ask = partial(self._client.key_value_set, f"{_HANGS}/{self.index}", "", allow_overwrite=True)
-            self._answered(ask, LAST_CALL_SECONDS)
+        """Make the others write their stacks, because this process hangs, and give them time to."""
+        if not self.single_process:
+            call = partial(self._client.key_value_set, f"{_HANGS}/{self.index}", "", allow_overwrite=True)
+            self._with_timeout(call, LAST_CALL_SECONDS)
             time.sleep(SILENT_PERIODS * self.period)
 
     def await_failures(self, seconds: float) -> None:
-        """In process 0, whose end ends the others: wait until all of them have published why they end."""
+        """In process 0, whose exit ends the others: wait until all of them have published why they end."""
         deadline = time.monotonic() + seconds
-        while self.index == 0 and not self.alone and time.monotonic() < deadline:
-            states = self._answered(self._read, LAST_CALL_SECONDS) or {}
+        while self.index == 0 and not self.single_process and time.monotonic() < deadline:
+            states = self._with_timeout(self._read, LAST_CALL_SECONDS) or {}
             if all(index in states and states[index].failure for index in range(1, self.count)):
                 return
             time.sleep(0.2)
 
     def share_stop(self, name: str) -> None:
-        """Make the others stop as well, as after signal `name`."""
-        if not self.alone:
+        """Make the other processes stop too, as after signal `name`."""
+        if not self.single_process:
             share = partial(self._client.key_value_set, f"{_STOPS}/{self.index}", name, allow_overwrite=True)
-            self._answered(share, LAST_CALL_SECONDS)
+            self._with_timeout(share, LAST_CALL_SECONDS)
 
-    def barrier(self, where: str, seconds: float) -> bool:
-        """Wait for all other processes at a barrier of this name. -> whether all came."""
-        if self.alone:
+    def barrier(self, name: str, seconds: float) -> bool:
+        """Wait for all other processes at the barrier `name` -> whether all reached it."""
+        if self.single_process:
             return True
-        meeting = partial(self._client.wait_at_barrier, f"megajax/{where}", max(int(1000 * seconds), 1))
-        return self._answered(lambda: self._tried(meeting), seconds + SERVICE_SECONDS) is True
+        meeting = partial(self._client.wait_at_barrier, f"megajax/{name}", max(int(1000 * seconds), 1))
+        return self._with_timeout(lambda: self._succeeds(meeting), seconds + SERVICE_SECONDS) is True
 
     def verdict(self) -> Verdict:
-        """The process that caused a failure or a hang of this one. Takes some periods."""
-        if self.alone:
+        """The process that caused a failure or a hang of this one. Takes several periods."""
+        if self.single_process:
             return Verdict(None, "")
-        before = self._answered(self._read, SERVICE_SECONDS)
+        before = self._with_timeout(self._read, SERVICE_SECONDS)
         if before is not None:
             time.sleep(SILENT_PERIODS * self.period)
-        after = None if before is None else self._answered(self._read, SERVICE_SECONDS)
+        after = None if before is None else self._with_timeout(self._read, SERVICE_SECONDS)
         if before is None or after is None:
             if self.index == 0:
                 return Verdict(None, "the coordination service does not answer")
@@ -201,26 +202,26 @@ class PeerStatus:
 
     def failed(self) -> Verdict | None:
         """The process that reported a failure; None if no process has. Returns without waiting."""
-        states = None if self.alone else self._answered(self._read, LAST_CALL_SECONDS)
+        states = None if self.single_process else self._with_timeout(self._read, LAST_CALL_SECONDS)
         return None if states is None else first_failure(self.index, states)
 
     def _run(self) -> None:
-        asked: set[str] = set()
-        while not self._over.is_set() and self._publish(None) is not None:
+        handled: set[str] = set()
+        while not self._stopped.is_set() and self._publish(None) is not None:
             with contextlib.suppress(Exception):  # as in _publish
-                for key, value in self._client.key_value_dir_get(_ASKED):
-                    if key not in asked:
-                        asked.add(key)
-                        self._answer(key, value)
-            self._over.wait(self.period)
+                for key, value in self._client.key_value_dir_get(_REQUESTS):
+                    if key not in handled:
+                        handled.add(key)
+                        self._handle_request(key, value)
+            self._stopped.wait(self.period)
 
-    def _answer(self, key: str, value: str) -> None:
+    def _handle_request(self, key: str, value: str) -> None:
         if key.startswith(_STOPS):
-            self.asked_to_stop(value)
+            self.on_stop_request(value)
         else:
             self._dump(f"process {key.rpartition('/')[2]} hangs")
 
-    def _tried(self, call: Callable[[], Any]) -> bool:
+    def _succeeds(self, call: Callable[[], Any]) -> bool:
         try:
             call()
         except Exception:
@@ -243,10 +244,10 @@ class PeerStatus:
             return None
         return {int(key.rpartition("/")[2]): Status(*json.loads(text)) for key, text in pairs}
 
-    def _answered[T](self, ask: Callable[[], T], seconds: float) -> T | None:
-        """The result of `ask`; None if it takes too long."""
+    def _with_timeout[T](self, call: Callable[[], T], seconds: float) -> T | None:
+        """The result of `call`; None if it takes too long."""
         answers: list[T] = []
-        asking = threading.Thread(target=lambda: answers.append(ask()), daemon=True)
+        asking = threading.Thread(target=lambda: answers.append(call()), daemon=True)
         asking.start()
         asking.join(seconds)
         return answers[0] if answers else None

@@ -1,4 +1,4 @@
-"""Tests of all devices, links, disks and clocks of a run before it begins, by all of its processes together."""
+"""Tests devices, links, disks and clocks before a run begins, in all of its processes at once."""
 
 import os
 import shutil
@@ -21,16 +21,16 @@ from megajax.mesh.shardings import one_for_each_device
 from megajax.resilience.gpu_health import GpuHealth, gpu_numbers, load_nvml
 
 ROWS = 512
-"""Of the matrices."""
-CHUNK, MOST = 2**22, 2**28
-"""Bytes that a device gets of a reduction, and the most that one contributes."""
+"""Rows and columns of the test matrices."""
+CHUNK_BYTES, MAX_BYTES = 2**22, 2**28
+"""Bytes of a reduction's result on each device, and the limit of a device's contribution."""
 REPEATS = 5
-"""Of each reduction: jax issue 40830 was a reduce-scatter that was wrong in most runs, and not in all."""
+"""Runs of each reduction: the wrong reduce-scatter of jax issue 40830 was right in some runs."""
 PERIOD = 997
-TRANSFER = 2**26
+TRANSFER_BYTES = 2**26
 SLOW_SHARE = 0.5
-"""Of the median of all processes: a slower one is named."""
-SPACE = 2**30
+"""A process below this share of the median transfer rate gets a warning."""
+MIN_FREE_BYTES = 2**30
 SKEW_SECONDS = 2.0
 
 
@@ -39,18 +39,18 @@ class Outcome(NamedTuple):
 
     name: str
     status: Literal["ok", "warn", "fail"]
-    """fail: no run will be right here."""
+    """fail: refuse to train on this process's machine."""
     state: str
 
 
 class Unfit(UserError):
-    """A test before the run failed; another machine may pass."""
+    """A machine failed a test before the run; another may pass."""
 
     code = 1
 
 
 def tests(run_dir: Path) -> Iterator[Outcome]:
-    """All tests, as they end. Every process runs them at the same time, whatever fails."""
+    """Yields the result of each test as it ends. All processes run all tests together, even if one fails."""
     for name, test in (
         ("matmul", matmul),
         ("all-reduce", all_reduce),
@@ -68,44 +68,45 @@ def tests(run_dir: Path) -> Iterator[Outcome]:
 
 
 type Result = tuple[Literal["ok", "warn", "fail"], str]
-"""Status and state; no state where the test does not apply."""
+"""Status and state; an empty state if the test does not apply."""
 
 
 def matmul() -> Result:
-    """Products of small whole numbers, exact in every order of addition, on each device."""
+    """Multiplies matrices of small integers, exact in every order of addition, on each device."""
     random = np.random.default_rng(7)
     a, b = (random.integers(-8, 9, (ROWS, ROWS)) for _ in range(2))
-    expected, wrong = a @ b, []
+    expected, failed = a @ b, []
     product = jax.jit(lambda x, y: jnp.dot(x, y, precision="highest", preferred_element_type=jnp.float32))
     for device in jax.local_devices():
         for dtype in (jnp.float32, jnp.bfloat16):
-            x, y = (jax.device_put(jnp.asarray(each, dtype), device) for each in (a, b))
+            x, y = (jax.device_put(jnp.asarray(matrix, dtype), device) for matrix in (a, b))
             if not np.array_equal(np.asarray(product(x, y)), expected):
-                wrong.append(f"{device.id} ({jnp.dtype(dtype).name})")
-    if wrong:
-        return "fail", f"wrong products on devices {', '.join(wrong)}"
+                failed.append(f"{device.id} ({jnp.dtype(dtype).name})")
+    if failed:
+        return "fail", f"wrong products on devices {', '.join(failed)}"
     return "ok", f"exact on {len(jax.local_devices())} devices"
 
 
 def all_reduce() -> Result:
-    """Sums and reduce-scatters of whole numbers over all devices of all processes, exact in every order."""
+    """All-reduces and reduce-scatters integers over all devices of all processes, exact in every order."""
     mesh = Mesh(np.array(jax.devices()), ("devices",))
     if mesh.size == 1:
         return "ok", "one device"
-    elements = max(min(CHUNK, MOST // mesh.size) // 4, 1)
+    elements = max(min(CHUNK_BYTES, MAX_BYTES // mesh.size) // 4, 1)
     spec = one_for_each_device(mesh)
 
     def contribution(first: int, count: int, place: int) -> np.ndarray:
         return ((np.arange(first, first + count) + place) % PERIOD).astype(np.float32)
 
-    given = jax.make_array_from_callback(
+    contributions = jax.make_array_from_callback(
         (mesh.size, mesh.size * elements),
         NamedSharding(mesh, spec),
         lambda index: contribution(0, mesh.size * elements, place_of(index))[None],
     )
-    # Of what the places 0 to n - 1 contribute, the sum repeats after PERIOD elements.
-    one = np.arange(PERIOD)
-    total = sum(((one + place) % PERIOD for place in range(mesh.size)), np.zeros(PERIOD, np.int64)).astype(np.float32)
+    # The sum of the contributions of places 0 to n - 1 repeats after PERIOD elements.
+    period = np.arange(PERIOD)
+    total = sum(((period + place) % PERIOD for place in range(mesh.size)), np.zeros(PERIOD, np.int64))
+    total = total.astype(np.float32)
 
     def local(x: Array) -> tuple[Array, Array]:
         scattered = reduce_shards(x[0], ((0, "devices"),))
@@ -113,17 +114,17 @@ def all_reduce() -> Result:
         return scattered[None], summed[None]
 
     reduce = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=(spec, spec), check_vma=False))
-    wrong = set()
+    failed = set()
     for _ in range(REPEATS):
-        scattered, summed = reduce(given)
+        scattered, summed = reduce(contributions)
         for kind, array in (("reduce-scatter", scattered), ("all-reduce", summed)):
             for shard in array.addressable_shards:
                 first = place_of(shard.index) * elements if kind == "reduce-scatter" else 0
                 expected = total[np.arange(first, first + elements) % PERIOD]
                 if not np.array_equal(np.asarray(shard.data)[0], expected):
-                    wrong.add(f"{kind} on device {shard.device.id}")
-    if wrong:
-        return "fail", f"wrong sums over {mesh.size} devices: {', '.join(sorted(wrong))}"
+                    failed.add(f"{kind} on device {shard.device.id}")
+    if failed:
+        return "fail", f"wrong sums over {mesh.size} devices: {', '.join(sorted(failed))}"
     return "ok", f"exact over {mesh.size} devices, {REPEATS} times, in chunks of {size(4 * elements)}"
 
 
@@ -133,22 +134,22 @@ def place_of(index: Any) -> int:
 
 
 def transfer() -> Result:
-    """Bytes per second from the host to each device."""
-    block, rates = np.ones(TRANSFER, np.uint8), []
+    """Measures bytes per second from the host to each device."""
+    block, rates = np.ones(TRANSFER_BYTES, np.uint8), []
     for device in jax.local_devices():
         jax.block_until_ready(jax.device_put(block[:1024], device))
         start = time.monotonic()
         jax.block_until_ready(jax.device_put(block, device))
-        rates.append(TRANSFER / max(time.monotonic() - start, 1e-6))
-    usual = float(np.median(gathered(min(rates))))
+        rates.append(TRANSFER_BYTES / max(time.monotonic() - start, 1e-6))
+    median = float(np.median(gathered(min(rates))))
     text = f"{size(min(rates))}/s at least"
-    if min(rates) < SLOW_SHARE * usual:
-        return "warn", f"{text}, the median of the processes is {size(usual)}/s"
+    if min(rates) < SLOW_SHARE * median:
+        return "warn", f"{text}, the median of the processes is {size(median)}/s"
     return "ok", text
 
 
 def clocks() -> Result:
-    """How far the clocks of the processes are apart, after they have met."""
+    """Measures the difference between the clocks of the processes, after a barrier."""
     if jax.process_count() == 1:
         return "ok", ""
     multihost_utils.sync_global_devices("clocks")
@@ -158,7 +159,7 @@ def clocks() -> Result:
 
 
 def gpu_health() -> Result:
-    """What the driver says is wrong with the GPUs of this process."""
+    """Reads the faults of this process's GPUs from the driver."""
     devices = jax.local_devices()
     if devices[0].platform != "gpu":
         return "ok", ""
@@ -167,30 +168,30 @@ def gpu_health() -> Result:
         return "warn", why
     symptoms = GpuHealth(nvml, gpu_numbers((device.local_hardware_id for device in devices), os.environ)).poll()
     fatal = any(symptom.what in ("uncorrected_errors", "remap_failed", "xid") for symptom in symptoms)
-    text = "; ".join(f"GPU {each.gpu}: {each.what.replace('_', ' ')} {each.value}" for each in symptoms)
+    text = "; ".join(f"GPU {symptom.gpu}: {symptom.what.replace('_', ' ')} {symptom.value}" for symptom in symptoms)
     return ("fail" if fatal else "warn" if symptoms else "ok"), text or "no memory errors, no slowdown"
 
 
 def disk(run_dir: Path) -> Result:
-    """Free space where the run folder is, or will be."""
-    wanted = run_dir.expanduser().absolute()
-    folder = next(each for each in (wanted, *wanted.parents) if each.is_dir())
+    """Checks the free space on the disk of the run folder."""
+    run_folder = run_dir.expanduser().absolute()
+    folder = next(path for path in (run_folder, *run_folder.parents) if path.is_dir())
     free = shutil.disk_usage(folder).free
-    return ("fail" if free < SPACE else "ok"), f"{folder} has {size(free)} free"
+    return ("fail" if free < MIN_FREE_BYTES else "ok"), f"{folder} has {size(free)} free"
 
 
 def gathered(value: float) -> np.ndarray:
-    """float64 [processes]: the value of each."""
+    """float64 [processes]: the value of each process."""
     if jax.process_count() == 1:
         return np.array([value])
     # As bytes: without x64, jax rounds to float32.
-    sent = np.frombuffer(np.float64(value).tobytes(), np.uint8)
-    rows = np.asarray(multihost_utils.process_allgather(sent), np.uint8)
+    value_bytes = np.frombuffer(np.float64(value).tobytes(), np.uint8)
+    rows = np.asarray(multihost_utils.process_allgather(value_bytes), np.uint8)
     return np.frombuffer(rows.tobytes(), np.float64)
 
 
 def demand_health(run_dir: Path, say: Callable[[str], None], event: Callable[..., None]) -> None:
-    """Test, and refuse to train on machines that fail. Raises Unfit on every process, if one failed."""
+    """Run the tests. Raises Unfit on every process if one of them failed a test."""
     start, results = time.monotonic(), [*tests(run_dir)]
     failed = refusals(results)
     event("health_checks", seconds=round(time.monotonic() - start, 3), failed=failed, **{
@@ -198,15 +199,15 @@ def demand_health(run_dir: Path, say: Callable[[str], None], event: Callable[...
     })  # fmt: skip
     say("health before the run: " + "; ".join(f"{result.name} {result.state}" for result in results))
     if failed:
-        own = "; ".join(f"{result.name}: {result.state}" for result in results if result.status == "fail")
-        others = f"process{'es' * (len(failed) > 1)} {', '.join(map(str, failed))}"
+        local = "; ".join(f"{result.name}: {result.state}" for result in results if result.status == "fail")
+        processes = f"process{'es' * (len(failed) > 1)} {', '.join(map(str, failed))}"
         raise Unfit(
-            f"{others} of {jax.process_count()} failed a test before the run{f' ({own})' * bool(own)}; leave the "
-            "machine out, or set resilience.health.before_run=false"
+            f"{processes} of {jax.process_count()} failed a test before the run{f' ({local})' * bool(local)}; leave "
+            "the machine out, or set resilience.health.before_run=false"
         )
 
 
 def refusals(results: Sequence[Outcome]) -> list[int]:
-    """Processes on which a test failed; the same on all of them."""
+    """Indices of the processes on which a test failed; the same on all processes."""
     flags = gathered(float(any(result.status == "fail" for result in results)))
     return np.flatnonzero(flags).tolist()

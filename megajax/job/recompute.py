@@ -1,4 +1,4 @@
-"""Computes the gradients of the coming step on two orders of devices, every n steps."""
+"""Computes the gradients of the next step on two orders of devices, every n steps."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -18,8 +18,8 @@ from megajax.training.session import Run
 from megajax.training.timing import INTEGRITY
 
 
-class CheckResults:
-    """A hook. Raises Corruption where a device reproducibly computes something else than another."""
+class CheckGradients:
+    """A hook. Raises Corruption if a device reproducibly computes other gradients than another device."""
 
     phase = INTEGRITY
 
@@ -38,8 +38,8 @@ class CheckResults:
             why = "resilience.recompute compares data-parallel groups, and parallel.data is 1"
             if not run.cfg.parallel.elastic:
                 raise UserError(f"{why}: set resilience.recompute.every=none, or use more devices for data")
-            # A run that goes on with what is left of its devices must not end because of a check.
-            say(f"{why} on these devices: gradients are not computed again")
+            # A run that resumes on its remaining devices must not end because of a check.
+            say(f"{why} on these devices: gradients are not recomputed")
             self.cfg = replace(cfg, every=None)
 
     @cached_property
@@ -47,7 +47,7 @@ class CheckResults:
         return Recompute(self._run.program)
 
     def due(self, step: int) -> bool:
-        # After the last step no further batch is read.
+        # There is no next batch after the last step.
         return self.cfg.every is not None and step % self.cfg.every == 0 and step < self._run.cfg.steps
 
     def __call__(self, run: Run, step: int) -> None:
@@ -62,13 +62,13 @@ class CheckResults:
             "reproducible": verdict.reproducible,
         }
         self._event("recompute_mismatch", step=step, **fields)
-        message = sentence(step, verdict, devices)
+        message = mismatch_message(step, verdict, devices)
         if verdict.reproducible:
             raise Corruption(message)
         self._say(message)
 
     def verdict(self, run: Run, step: int) -> Verdict | None:
-        """Of the state as it is and the rows of the step after it, which the run reads once more."""
+        """Compare gradients of the current state on the rows of the next step, which the run reads a second time."""
         loader = run.parts.loader(run.parts.splits.train, int(run.state.consumed_samples), training=True)
         factor = np.float32(run.state.loss_scale)
 
@@ -81,31 +81,31 @@ class CheckResults:
             return self._recompute(run.state.inputs, batch, scale, self.cfg.tolerance)
 
     def _faulty(self, step: int, number: int) -> jax.Device | None:
-        """The device that computes wrong gradients in this run of a drill. number: of the run, from 0."""
-        here = [drill for drill in self._drills if drill.step == step and drill.process == jax.process_index()]
-        faulty = any(drill.always or number == 0 for drill in here)
+        """The device that computes wrong gradients in a drill; None: no drill. number: of the computation, from 0."""
+        drills = [drill for drill in self._drills if drill.step == step and drill.process == jax.process_index()]
+        faulty = any(drill.always or number == 0 for drill in drills)
         return self._run.mesh.local_devices[0] if faulty else None
 
 
 def devices_of(mesh: Mesh, verdict: Verdict) -> list[jax.Device]:
-    """The devices of the groups that are at fault."""
+    """The devices of the suspected groups."""
     return list(np.take(mesh.devices, verdict.groups, mesh.axis_names.index(AXIS)).flat)
 
 
-def sentence(step: int, verdict: Verdict, devices: Sequence[jax.Device]) -> str:
-    """Who computed what, and what to do."""
-    shown = ", ".join(f"{device.id} (process {device.process_index})" for device in devices[:8])
-    named = f"{'devices' if len(devices) > 1 else 'device'} {shown}{', ...' * (len(devices) > 8)}"
+def mismatch_message(step: int, verdict: Verdict, devices: Sequence[jax.Device]) -> str:
+    """The devices that computed other gradients, and what to do."""
+    names = ", ".join(f"{device.id} (process {device.process_index})" for device in devices[:8])
+    subject = f"{'devices' if len(devices) > 1 else 'device'} {names}{', ...' * (len(devices) > 8)}"
     if not verdict.reproducible:
         line = (
-            f"step {step}: {named} computed other gradients than another device, and not again when asked twice: a "
-            "passing fault in the check, the state is as it was"
+            f"step {step}: {subject} computed other gradients than another device, but not when run again: a "
+            "transient fault in the check; the state is unchanged"
         )
-        advice = ". No group gave the same again: if kernels are not deterministic, set resilience.recompute.tolerance"
+        advice = ". No group repeated its result: if kernels are not deterministic, set resilience.recompute.tolerance"
         return line if verdict.alike else line + advice
     alike = f"; {verdict.alike} other groups agree" if verdict.alike else ""
     return (
-        f"step {step}: {named} reproducibly computed other gradients than another device, from the same weights and "
+        f"step {step}: {subject} reproducibly computed other gradients than another device, from the same weights and "
         f"rows{alike}. Nothing is saved, and steps before this one may be affected. Leave the device out (python -m "
         "megajax.doctor --before-run tests it); the same command goes on from the last checkpoint"
     )

@@ -1,4 +1,4 @@
-"""Comparison of copies of the state between steps, and the drill that damages one of them."""
+"""Compares the copies of the state between steps, and damages a copy in a drill."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -21,11 +21,11 @@ from megajax.training.state import TrainState
 from megajax.training.timing import INTEGRITY
 
 MANTISSA_BIT = 1 << 12
-"""Of a float32: the drill changes a weight by about one part in two thousand."""
+"""A bit of a float32's mantissa: the drill changes a weight by about one part in two thousand."""
 
 
 class CheckReplicas:
-    """Compares the copies every n steps and before every save. Raises Corruption where two differ."""
+    """Compares the copies every n steps and before every save. Raises Corruption if two copies differ."""
 
     phase = INTEGRITY
 
@@ -50,13 +50,13 @@ class CheckReplicas:
         if odd:
             fields = mismatch_fields(odd, run.mesh)
             self._event("replica_mismatch", step=step, **fields)
-            raise Corruption(sentence(step, odd, run.mesh))
+            raise Corruption(mismatch_message(step, odd, run.mesh))
         if self.cfg.log_hash:
             self._event("state_hash", step=step, **group_hashes(hashes, self._hash.leaves, run.mesh))
         self.checked = step
 
     def at_end(self, run: Run) -> None:
-        """Before a last checkpoint, at whatever step the run ends."""
+        """Compare the copies before the last checkpoint, unless this step has been checked."""
         if self.cfg.every is not None and self.checked != run.step:
             self(run, run.step)
 
@@ -74,46 +74,45 @@ def mismatch_fields(odd: list[Mismatch], mesh: Mesh) -> dict[str, object]:
         "devices": [device.id for device in devices],
         "processes": sorted({device.process_index for device in devices}),
         "weight": odd[0].path,
-        "arrays": len({each.path for each in odd}),
+        "arrays": len({mismatch.path for mismatch in odd}),
         "copies": odd[0].copies,
     }
 
 
-def sentence(step: int, odd: list[Mismatch], mesh: Mesh) -> str:
-    """What differs, on which device, and what to do."""
+def mismatch_message(step: int, odd: list[Mismatch], mesh: Mesh) -> str:
+    """The arrays and devices that differ, and what to do."""
     devices = [mesh.devices.flat[i] for i in _most_often(odd)]
-    named = ", ".join(f"device {device.id} (process {device.process_index})" for device in devices)
-    arrays = len({each.path for each in odd})
+    names = ", ".join(f"device {device.id} (process {device.process_index})" for device in devices)
+    arrays = len({mismatch.path for mismatch in odd})
     more = f" and of {arrays - 1} other arrays" if arrays > 1 else ""
     alike = odd[0].copies - len(odd[0].devices)
-    holds = f"{named} {'hold' if len(devices) > 1 else 'holds'}"
-    which = (
-        f"{holds} other bytes than the other {alike} copies"
-        if alike
-        else f"{holds} different bytes, and no value has a majority"
+    holds = f"{names} {'hold' if len(devices) > 1 else 'holds'}"
+    difference = (
+        f"other bytes than the other {alike} copies" if alike else "different bytes, and no value has a majority"
     )
     return (
-        f"step {step}: the copies of {odd[0].path}{more} differ: {which}. Nothing is saved. Test the machine "
-        "(python -m megajax.doctor --before-run) or leave it out; the same command goes on from the last checkpoint"
+        f"step {step}: the copies of {odd[0].path}{more} differ: {holds} {difference}. Nothing is saved. Test the "
+        "machine (python -m megajax.doctor --before-run) or leave it out; the same command resumes from the last "
+        "checkpoint"
     )
 
 
 def _most_often(odd: list[Mismatch]) -> list[int]:
     """Positions in the mesh of the devices that differ in most arrays."""
-    counts = Counter(device for each in odd for device in each.devices)
+    counts = Counter(device for mismatch in odd for device in mismatch.devices)
     top = max(counts.values())
     return sorted(device for device, count in counts.items() if count == top)
 
 
 def coverage(cfg: ReplicasConfig, program: Program) -> list[tuple[str, str]]:
-    """For the banner: how much of the state has copies; nothing if copies are not compared."""
+    """For the banner: the bytes of the state that have copies; nothing if copies are not compared."""
     if cfg.every is None:
         return []
     leaves, mesh = state_hash(program).leaves, program.mesh
     copied = sum(leaf.bytes for leaf in leaves if leaf.copies(mesh) > 1)
-    whole = sum(leaf.bytes for leaf in leaves)
-    text = f"every {cfg.every} steps and before saves; {size(copied)} of the {size(whole)} on a device have copies"
-    if copied < whole / 100:
+    total = sum(leaf.bytes for leaf in leaves)
+    text = f"every {cfg.every} steps and before saves; {size(copied)} of the {size(total)} on a device have copies"
+    if copied < total / 100:
         text += " (a sharded state has few: resilience.recompute tests devices by their results)"
     return [("copies compared", text)]
 
@@ -129,19 +128,19 @@ class FlipBit:
         return step == self.drill.step
 
     def __call__(self, run: Run, step: int) -> None:
-        # Due on all processes alike: what runs between steps is agreed on.
+        # Due on all processes: they run the same hooks.
         if jax.process_index() == self.drill.process:
             path = copied_weight(state_hash(run.program).leaves, run.mesh)
             run.state = with_flipped_bit(run.state, path, run.mesh.local_devices[0])
 
 
 def copied_weight(leaves: list[HashedLeaf], mesh: Mesh) -> str:
-    """Path of the first weight that has most copies."""
+    """Path of the first weight with the largest number of copies."""
     return max(_weights(leaves), key=lambda leaf: leaf.copies(mesh)).path.removeprefix("params.")
 
 
 def most_copies(leaves: list[HashedLeaf], mesh: Mesh) -> int:
-    """Largest number of copies of a weight; 1: there are none."""
+    """Largest number of devices that hold the same part of a weight; 1: no copies."""
     return max(leaf.copies(mesh) for leaf in _weights(leaves))
 
 
@@ -158,6 +157,6 @@ def with_flipped_bit(state: TrainState, path: str, device: jax.Device) -> TrainS
         return jax.device_put(values, device)
 
     weight = state.params[path]
-    shards = [changed(each.data) if each.device == device else each.data for each in weight.addressable_shards]
+    shards = [changed(shard.data) if shard.device == device else shard.data for shard in weight.addressable_shards]
     damaged = jax.make_array_from_single_device_arrays(weight.shape, weight.sharding, shards)
     return replace(state, params={**state.params, path: damaged})

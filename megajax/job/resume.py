@@ -1,4 +1,4 @@
-"""Going on from a checkpoint: what is stored beside the arrays, and what may not have changed since."""
+"""Resuming from a checkpoint: its metadata, and the settings that may not have changed since."""
 
 import re
 import time
@@ -26,31 +26,31 @@ FREE = re.compile(
     r"(parallel|logging|profile|checkpoint|resilience|evaluation|schedule|xla)\.|run_dir$|steps$|batch\.micro_size$"
     r"|model\.(recompute\w*|offload.*|unroll|loss_chunk|vocabulary_multiple)$|optimizer\.(log_|offload$)|model\..*\.kernel$|data\.(cache_dir|loader\.|surplus)"
 )
-"""Settings that change no number of the training, or whose effect is compared as a derived fact."""
+"""Settings that don't affect the numbers of training, or only through a fact that is compared."""
 
 DATA = re.compile(r"data[.:]")
-"""Facts about data, which checkpoint.changed_data=accept lets change."""
+"""Facts about data, which may change with checkpoint.changed_data=accept."""
 
 RATES = re.compile(r"schedule[.:]|optimizer\.(weight_decay|embedding_lr|embedding_min_lr|groups|groups\..*)$")
-"""Facts about learning rates and decay, which schedule.on_resume=config lets change."""
+"""Facts about learning rates and decay, which may change with schedule.on_resume=config."""
 
 
 def facts(parts: Parts) -> dict[str, Any]:
-    """What training's numbers depend on, setting by setting, as a checkpoint remembers it."""
+    """The settings and derived facts that the numbers of training depend on, as stored in a checkpoint."""
     cfg = parts.cfg
-    kept = {name: value for name, value in flatten(cfg).items() if _matters(name, cfg)}
+    values = {name: value for name, value in flatten(cfg).items() if _matters(name, cfg)}
     if (model := facts_of(cfg.model)) is not None and ids_below(cfg.model) is not None:
-        kept["model: rows of the vocabulary, padding included"] = model.head_facts().columns
+        values["model: rows of the vocabulary, padding included"] = model.head_facts().columns
     if cfg.batch.decrease:
-        kept["batch: rows of a step, rounded down to a multiple of the devices"] = ", ".join(
+        values["batch: rows of a step, rounded down to a multiple of the devices"] = ", ".join(
             str(size.rows) for size in parts.program.sizes.sizes()
         )
-    kept |= parts.program.schedule.facts()
+    values |= parts.program.schedule.facts()
     if hasattr(parts.splits.train, "order"):
-        kept["data: order of the training rows (more steps may need another epoch)"] = parts.splits.train.order()
+        values["data: order of the training rows (more steps may need another epoch)"] = parts.splits.train.order()
     return {
         name: value if isinstance(value, int | float) and not isinstance(value, bool) else scalar_text(value)
-        for name, value in kept.items()
+        for name, value in values.items()
     }
 
 
@@ -60,8 +60,8 @@ def _matters(name: str, cfg: RunConfig) -> bool:
     return FREE.match(name) is None
 
 
-def stored(parts: Parts, config_yaml: str, data: DataFiles | None = None) -> dict[str, Any]:
-    """What goes into a checkpoint beside the arrays."""
+def checkpoint_meta(parts: Parts, config_yaml: str, data: DataFiles | None = None) -> dict[str, Any]:
+    """The metadata of a checkpoint."""
     packages = {name: version(name) for name in ("jax", "jaxlib", "flax", "orbax-checkpoint", "numpy")}
     return {
         "facts": facts(parts),
@@ -76,47 +76,47 @@ def stored(parts: Parts, config_yaml: str, data: DataFiles | None = None) -> dic
     }
 
 
-def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]:
+def changes(stored_facts: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]:
     """Facts that differ: name -> `old -> new`."""
-    names = [*old, *(name for name in new if name not in old)]
+    names = [*stored_facts, *(name for name in new if name not in stored_facts)]
     return {
-        name: f"{old.get(name, '(not there)')} -> {new.get(name, '(not there)')}"
+        name: f"{stored_facts.get(name, '(none)')} -> {new.get(name, '(none)')}"
         for name in names
-        if old.get(name) != new.get(name)
+        if stored_facts.get(name) != new.get(name)
     }
 
 
 @dataclass(frozen=True)
 class Resume:
-    """Brings the state of a checkpoint onto this run's layout, if nothing that matters has changed."""
+    """Restores the state of a checkpoint in this run's layout, if no fact of the training has changed."""
 
     reader: CheckpointReader | LocalReader
     step: int
-    own: bool
-    """The checkpoint is this run's; another run's may have had other settings."""
+    same_run: bool
+    """Whether this run wrote the checkpoint; another run may have other settings."""
     say: Callable[[str], None]
-    """Shows a line to people."""
+    """Prints a line."""
     event: Callable[..., None] = lambda name, **fields: None
-    """Takes the event `restored`."""
+    """Logs the event `restored`."""
     data: DataFiles = field(default_factory=DataFiles)
     """The data files of this run."""
 
     def __call__(self, parts: Parts, like: TrainState) -> TrainState:
-        """Raises UserError listing every changed setting, or the arrays that don't fit; nothing is written."""
-        if self.own:
+        """Raises UserError with all changed settings, or with the arrays that don't fit; nothing is written."""
+        if self.same_run:
             self._compare(parts)
-        begun = time.monotonic()
+        started = time.monotonic()
         state = self._restored(parts, like)
-        self.event("restored", step=self.step, seconds=round(time.monotonic() - begun, 3))
+        self.event("restored", step=self.step, seconds=round(time.monotonic() - started, 3))
         return state
 
     def _restored(self, parts: Parts, like: TrainState) -> TrainState:
         program = parts.program
-        wanted, stored = program.partition.order_of, partial(row_order, stored_chunks(self.reader.meta(self.step)))
-        if same_order(program.arrays, stored, wanted):
+        order, stored = program.partition.order_of, partial(row_order, stored_chunks(self.reader.meta(self.step)))
+        if same_order(program.arrays, stored, order):
             return self.reader.restore(self.step, like)[0]
         state, _ = self.reader.restore(self.step, like_stored(like, program.arrays, stored))
-        return reorder(state, like, program.arrays, stored, wanted)
+        return reorder(state, like, program.arrays, stored, order)
 
     def _compare(self, parts: Parts) -> None:
         changed = self._changed(parts)
@@ -124,40 +124,42 @@ class Resume:
         data = {name: text for name, text in changed.items() if DATA.match(name)}
         free = rates if parts.cfg.schedule.on_resume == "config" else {}
         free = free | (data if parts.cfg.checkpoint.changed_data == "accept" else {})
-        if wrong := {name: text for name, text in changed.items() if name not in free}:
-            decay = self._decay(parts) if DECAY in wrong else ""
-            take_over = "set schedule.on_resume=config to let rates change from here on; " * bool(wrong.keys() & rates)
-            take_over += "set checkpoint.changed_data=accept to go on with other data; " * bool(wrong.keys() & data)
-            what = "data" if wrong.keys() <= data.keys() else "settings"
+        if conflicts := {name: text for name, text in changed.items() if name not in free}:
+            decay = self._decay(parts) if DECAY in conflicts else ""
+            accept = "set schedule.on_resume=config to change the rates from here on; " * bool(conflicts.keys() & rates)
+            accept += "set checkpoint.changed_data=accept to continue with the new data; " * bool(
+                conflicts.keys() & data
+            )
+            subject = "data" if conflicts.keys() <= data.keys() else "settings"
             raise UserError(
-                f"{parts.cfg.run_dir} holds step {self.step} of a run with other {what} (stored -> asked for):\n"
-                f"{_listed(wrong)}\n{decay}Go on with the old {what}; {take_over}or set another run_dir, for a new "
-                f"run there or, with checkpoint.load={parts.cfg.run_dir}, for one that starts from this one's state."
+                f"{parts.cfg.run_dir} has step {self.step} of a run with other {subject} (stored -> requested):\n"
+                f"{_listed(conflicts)}\n{decay}Continue with the old {subject}; {accept}or set another run_dir for a "
+                f"new run, which with checkpoint.load={parts.cfg.run_dir} starts from the state of this one."
             )
         if rates:
-            self.say(f"other rates from step {self.step} on (schedule.on_resume=config):\n{_listed(rates)}")
+            self.say(f"changed rates from step {self.step} on (schedule.on_resume=config):\n{_listed(rates)}")
         if data:
-            self.say(f"other data from step {self.step} on (checkpoint.changed_data=accept):\n{_listed(data)}")
+            self.say(f"changed data from step {self.step} on (checkpoint.changed_data=accept):\n{_listed(data)}")
 
     def _changed(self, parts: Parts) -> dict[str, str]:
-        """Facts and data files that differ; a file of the same content at another place does not."""
+        """Facts and data files that differ, without data files that only moved."""
         meta, new = self.reader.meta(self.step), facts(parts)
-        old, (files, same) = meta["facts"], self.data.compare(parts.splits, meta.get("data_files", {}))
-        changed = changes(old, new)
-        moved = [name for name in changed if not files and self.data.moved(name, old.get(name), new.get(name), same)]
-        for name in moved:
-            self.say(f"{name}: {changed.pop(name)}; the content is the same")
+        old, changed = meta["facts"], changes(meta["facts"], new)
+        files, unchanged = self.data.compare(parts.splits, meta.get("data_files", {}))
+        for name in list(changed):
+            if not files and self.data.moved(name, old.get(name), new.get(name), unchanged):
+                self.say(f"{name}: {changed.pop(name)}; the content is the same")
         return changed | files
 
     def _decay(self, parts: Parts) -> str:
-        """How a run of another length keeps its learning rates; "" where the length of the decay is set."""
+        """Advice on how a run of another length keeps its learning rates; "" if the length of the decay is set."""
         schedule, sizes = parts.cfg.schedule, parts.program.sizes
         if schedule.decay_steps is not None or schedule.decay_samples is not None:
             return ""
         before = sizes.steps(self.reader.meta(self.step)["facts"][DECAY])
         return (
             f"The learning rate decays until the last step, which was {before} and is {parts.cfg.steps} now: "
-            f"--schedule.decay_steps={before} keeps it as it was.\n"
+            f"--schedule.decay_steps={before} keeps it unchanged.\n"
         )
 
 

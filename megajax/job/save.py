@@ -1,9 +1,8 @@
-"""Saves of a job: when they are due, and what follows when one fails.
+"""Saves of a job: when they are due, and how failed saves are retried.
 
-A failed save is retried between two steps some seconds later, with the state at that time: steps donate the state
-that was not saved. All processes retry, count and give up alike. Whether an attempt failed is agreed on in
-background threads; what follows is done after the same step everywhere, either a step whose checkpoint is due or one
-that a StepBoundary agrees on.
+A failed save is retried between two later steps, with the state at that time: steps donate the state that was not
+saved. All processes retry, count and give up together. Background threads agree on whether an attempt failed; all
+processes then act after the same step, either a step whose checkpoint is due or one that a StepBoundary agrees on.
 """
 
 from collections.abc import Callable
@@ -20,39 +19,39 @@ from megajax.training.timing import SAVE
 
 
 class SavesFailed(UserError):
-    """So many saves failed that the run ends."""
+    """Too many saves failed: the run ends."""
 
     code = 1
 
 
 @dataclass
 class Save:
-    """A checkpoint when the policy says so, when the job asks, and again when one was not saved."""
+    """Saves a checkpoint when the policy or the job requests it, and retries failed saves."""
 
     manager: CheckpointManager
     boundary: StepBoundary
     event: Callable[..., None]
     say: Callable[[str], None]
-    """Shows a line to people."""
+    """Prints a line."""
     activity: Activity
     meta: Callable[[], dict[str, Any]]
     total: int
     saved: int | None = None
-    """Last step handed to the manager and not known to have failed."""
+    """Step of the last save that was started and is not known to have failed."""
     failed: CheckpointError | None = None
-    """Why the last save failed; None: it did not, or is under way."""
+    """Error of the last save; None: it did not fail, or is under way."""
     failures: int = 0
     """Failed saves in a row."""
     phase: str = SAVE
     _committed: int | None = None
     """Last step that was saved."""
     _retries: int = 0
-    """Of the save under way."""
+    """Retries of the current save."""
     _appointment: Appointment | None = None
     _agreed: bool = False
     """Whether this is the boundary of the appointment."""
     _finishing: bool = False
-    """No step follows."""
+    """Whether no step follows."""
     _end: SavesFailed | None = field(default=None, repr=False)
 
     def due(self, step: int) -> bool:
@@ -62,26 +61,26 @@ class Save:
         return self._agreed or self.manager.due(step, self.total)
 
     def __call__(self, run: Run, step: int) -> None:
-        """Save, unless a retry is to come anyway. Raises SavesFailed if too many failed."""
+        """Save, unless a retry is scheduled. Raises SavesFailed if too many saves failed."""
         self._wait()
         if self._agreed:
             self._keep_appointment(hurry=True)
-        # Whether a retry is to come is the same on all processes: each knows whether the save before has failed, and
-        # none is past the boundary that they agree on.
+        # All processes schedule the same retries: each knows whether the last save failed, and none is past the
+        # boundary that they agree on.
         if self._appointment is None:
             self._begin(run, step)
 
     def committed(self) -> None:
-        """Note the saves that have finished or failed since, without waiting."""
+        """Log the saves that have finished or failed since the last call, without waiting."""
         try:
             self._note_reports()
         except CheckpointError as error:
             self._note_failure(error)
 
     def finish(self, run: Run, step: int, *, save: bool, retry: bool = True) -> None:
-        """The end of training: save if asked to, wait for it, and with `retry` save again what was not saved.
+        """The end of training: with `save`, save and wait for it; with `retry`, retry a failed save.
 
-        Raises SavesFailed if the last save has failed for good.
+        Raises SavesFailed if the last save failed and is not retried.
         """
         more = save and self.saved != step
         self._finishing = not more
@@ -92,12 +91,12 @@ class Save:
             self._settle(hurry=False)
         while self.failed is not None:
             if not retry:
-                raise SavesFailed(f"{self.failed}\n{self._kept()}")
+                raise SavesFailed(f"{self.failed}\n{self._remedy()}")
             self._begin(run, step)
             self._settle(hurry=False)
 
     def abandon(self) -> None:
-        """The run ends for another reason: wait for the save under way, and only say if it failed."""
+        """The run ends for another reason: wait for the current save, and only print its error."""
         try:
             self._settle(hurry=True)
         except UserError as error:
@@ -107,15 +106,15 @@ class Save:
         self.event("save_begun", step=step)
         self.saved = step
         try:
-            begun = self.manager.save(step, run.state, self.meta())
+            started = self.manager.save(step, run.state, self.meta())
         except CheckpointError as error:
             self._note_failure(error)
             return
-        if not begun:
+        if not started:
             self._note_success(step)
 
     def _settle(self, *, hurry: bool) -> None:
-        """Wait for the save under way and, if it failed, for the time of the retry. hurry: not for that time."""
+        """Wait for the current save and, if it failed, until its retry. hurry: don't wait until the retry."""
         self._wait()
         if self._appointment is not None:
             self._keep_appointment(hurry=hurry or self._end is not None)
@@ -128,7 +127,7 @@ class Save:
         self.committed()
 
     def _keep_appointment(self, *, hurry: bool) -> None:
-        """At the agreed boundary, or at one that is the same for all because training ends there."""
+        """Called at the agreed boundary, or at the end of training, which is the same for all processes."""
         appointment, self._appointment, self._agreed = self._appointment, None, False
         if appointment is not None:
             appointment.over(hurry=hurry)
@@ -148,7 +147,7 @@ class Save:
         self.failed, self.failures, self._retries = None, 0, 0
 
     def _note_failure(self, error: CheckpointError) -> None:
-        """Retry, go on without, or end: the same on all processes, which know of the same failures."""
+        """Retry, continue or end: the same on all processes, which know of the same failures."""
         cfg = self.manager.cfg
         self.failed, self.saved = error, self._committed
         if self._retries < cfg.retries:
@@ -162,24 +161,24 @@ class Save:
         self.failures += 1
         last = self._finishing or (cfg.failed_saves is not None and self.failures >= cfg.failed_saves)
         times = "1 failed save" if self.failures == 1 else f"{self.failures} failed saves in a row"
-        following = "the run ends with exit code 1" if last else "training goes on until the next save"
+        following = "the run ends with exit code 1" if last else "training continues until the next save"
         code = {"exit_code": 1} if last else {}
         self.event("save_failed", step=error.step, why=error.reason, failures=self.failures, next=following, **code)
         if last:
             why = "at the end of training" if self._finishing else f"checkpoint.failed_saves={cfg.failed_saves}"
-            self._end = SavesFailed(f"{error}\n{times} ({why}). {self._kept()}")
+            self._end = SavesFailed(f"{error}\n{times} ({why}). {self._remedy()}")
             self._appointment = Appointment(self.boundary, 0.0)
         else:
-            self.say(f"WARNING: {error}; {times}, {following}. {self._kept()}")
+            self.say(f"WARNING: {error}; {times}, {following}. {self._remedy()}")
 
-    def _kept(self) -> str:
+    def _remedy(self) -> str:
         newest = self.manager.newest()
         since = "Nothing has been saved yet" if newest is None else f"Nothing has been saved since step {newest}"
         return f"{since}. Free space or repair the folder; the same command resumes the run."
 
 
 def note_committed(report: SaveReport, event: Callable[..., None], activity: Activity, **fields: str) -> None:
-    """Log a committed save. The newest step counts, whether its checkpoint is shared or local."""
+    """Log a committed save. The activity keeps the newest step, whether its checkpoint is shared or local."""
     activity.committed = max(report.step, activity.committed or 0)
     event(
         "save_committed",

@@ -1,4 +1,4 @@
-"""The parts of a training job before its first step, built in the order in which they need each other."""
+"""Sets up a training job before its first step, in the order of the parts' dependencies."""
 
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from megajax.job.local_saves import LocalSaves, Start
 from megajax.job.preflight import demand_health
 from megajax.job.resume import Resume
 from megajax.job.stop import Stopping
-from megajax.job.weights import TakeWeights, frozen_fresh
+from megajax.job.weights import InitialWeights, frozen_weights_warning
 from megajax.metrics.console import Console, open_console
 from megajax.metrics.event_log import EventLog
 from megajax.metrics.lines import Terms
@@ -36,9 +36,9 @@ class JobSetup:
     """A job that is ready to write to its run folder and to train."""
 
     stack: ExitStack
-    """Closes all that the job opens."""
+    """Closes everything that the job opens."""
     started: float
-    """When this attempt began, by the monotonic clock."""
+    """Monotonic time at which this attempt began."""
     folder: RunFolder
     pulse: Pulse
     events: EventLog
@@ -68,7 +68,7 @@ class JobSetup:
         return 0 if self.start is None else self.start[1]
 
 
-def set_up(
+def set_up_job(
     cfg: RunConfig,
     stack: ExitStack,
     pulse: Pulse,
@@ -78,9 +78,9 @@ def set_up(
     skip_train: bool,
     verify_data: bool,
 ) -> JobSetup:
-    """Open the run folder and its checkpoints, set up the run, and show the banner.
+    """Open the run folder and its checkpoints, set up the run, and print the banner.
 
-    Raises UserError for settings, data or checkpoints that do not fit.
+    Raises UserError for settings, data or checkpoints that don't fit together.
     """
     activity, events = pulse.activity, EventLog()
     folder = RunFolder.create(cfg.run_dir)
@@ -95,7 +95,7 @@ def set_up(
     start = local.start()
     if skip_train and start is None:
         raise UserError(
-            f"--skip-train: {cfg.run_dir} has no checkpoint to evaluate; give another --run_dir, or "
+            f"--skip-train: {cfg.run_dir} has no checkpoint to evaluate; set another --run_dir, or "
             "--checkpoint.load=RUN"
         )
     first = 0 if start is None else start[1]
@@ -106,13 +106,13 @@ def set_up(
     if cfg.resilience.health.before_run:
         demand_health(folder.path, console.say, events.event)
     with console.ticker("setting up data, model and state"):
-        state, origin = _initial_state(cfg, start, local.own(start), console, events, data)
+        state, origin = _initial_state(cfg, start, local.belongs_to_run(start), console, events, data)
         run = setup(cfg, start=state)
-        data.look(run.parts.splits)
+        data.read_sums(run.parts.splits)
     run.batches = with_process_faults(run.batches, cfg.resilience.process_drills(), run.step)
     stack.callback(stop.close, run.close)
     changes = _layout_changes(run, events)
-    if state is None and (line := frozen_fresh(run.program)):
+    if state is None and (line := frozen_weights_warning(run.program)):
         console.say(line)
     console.show("MegaJAX", banner.banner(run, origin, changes))
     return JobSetup(
@@ -156,21 +156,21 @@ def _open_console_and_signals(
 
 
 def _initial_state(
-    cfg: RunConfig, start: Start | None, own: bool, console: Console, events: EventLog, data: DataFiles
-) -> tuple[Resume | TakeWeights | None, str | None]:
+    cfg: RunConfig, start: Start | None, same_run: bool, console: Console, events: EventLog, data: DataFiles
+) -> tuple[Resume | InitialWeights | None, str | None]:
     """The source of the initial state and the banner's line about it; both are None for a new run."""
     if start is not None:
         reader, step = start
-        resume = Resume(reader, step, own=own, say=console.say, data=data, event=events.event)
+        resume = Resume(reader, step, same_run=same_run, say=console.say, data=data, event=events.event)
         return resume, f"step {step} of {Path(reader.folder).parent}"
     if sources := cfg.checkpoint.sources():
         runs = ", ".join(str(source.run) for source in sources)
-        return TakeWeights(sources, console.say), f"new run, from weights of {runs}"
+        return InitialWeights(sources, console.say), f"new run, from weights of {runs}"
     return None, None
 
 
 def _layout_changes(run: Run, events: EventLog) -> list[str]:
-    """Lines on how parallel.elastic changed the layout; events.jsonl gets the same."""
+    """Lines on how parallel.elastic changed the layout; also logged as the event `replan`."""
     plan = run.parts.replan
     if plan is None or not plan.changes:
         return []

@@ -1,7 +1,7 @@
-"""A hash of every array of the train state, computed by each device over the bytes that it holds.
+"""A hash of every array of the train state, computed by each device over its own bytes.
 
-Devices that hold the same part of an array have the same hash, unless one of them holds other bytes. Positions count in
-the whole array, so the sum of the hashes of its parts, each part once, does not depend on the layout.
+Devices with the same part of an array have the same hash if their bytes are the same. Positions count in the whole
+array, so the sum of the hashes of its parts, each part once, does not depend on the layout.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,19 +28,19 @@ PRIME = 0x01000193
 
 
 class HashedLeaf(NamedTuple):
-    """An array of the state, and where it is."""
+    """An array of the state, and its sharding."""
 
     path: str
-    """As in "params.stack.blocks.0.mlp.up"."""
-    cut: tuple[bool, ...]
+    """For example "params.stack.blocks.0.mlp.up"."""
+    sharded: tuple[bool, ...]
     """For each mesh axis, whether the array is sharded over it."""
     bytes: int
     """On each device."""
 
     def copies(self, mesh: Mesh) -> int:
         """Number of devices that hold the same bytes."""
-        sizes = zip(mesh.devices.shape, self.cut, strict=True)
-        return prod(size for size, cut in sizes if not cut)
+        sizes = zip(mesh.devices.shape, self.sharded, strict=True)
+        return prod(size for size, sharded in sizes if not sharded)
 
 
 class Mismatch(NamedTuple):
@@ -48,7 +48,7 @@ class Mismatch(NamedTuple):
 
     path: str
     devices: tuple[int, ...]
-    """Positions in the mesh. Of two copies both, because nothing says which one is right."""
+    """Positions in the mesh. Of two copies both, because either may be right."""
     copies: int
     """Number of devices that hold the part."""
 
@@ -59,12 +59,12 @@ class StateHash:
     def __init__(
         self, shardings: Any, like: TrainState, mesh: Mesh, offload: float, options: Mapping[str, Value] | None = None
     ):
-        """shardings, like: the state as NamedSharding and as jax.ShapeDtypeStruct; offload: of the optimizer."""
+        """shardings, like: the state as NamedSharding and as jax.ShapeDtypeStruct; offload: the optimizer's share."""
         self.mesh, self._offload = mesh, offload
         placed: list[NamedSharding] = jax.tree.leaves(shardings)
         self._specs = [sharding.spec for sharding in placed]
         self.leaves = [
-            HashedLeaf(_name(path), _cut(sharding, mesh), _bytes(leaf, sharding))
+            HashedLeaf(_name(path), _sharded_axes(sharding, mesh), _bytes(leaf, sharding))
             for (path, leaf), sharding in zip(jax.tree_util.tree_leaves_with_path(like), placed, strict=True)
         ]
         self._hash = jax.jit(
@@ -77,7 +77,7 @@ class StateHash:
         return np.asarray(self._hash(state))
 
     def state_hash(self, state: TrainState) -> Array:
-        """What is compiled."""
+        """The function that is compiled."""
         optimizer = to_device(state.optimizer, self._offload)
         arrays = [*jax.tree.leaves(state)]
         at = [i for i, leaf in enumerate(self.leaves) if leaf.path.startswith("optimizer.")]
@@ -98,40 +98,40 @@ class StateHash:
 
 
 def offsets(spec: PartitionSpec, shape: Sequence[int]) -> list[Array]:
-    """uint32 []: for each dimension the index of this device's first element in the whole array; in a shard_map."""
+    """Per dimension, uint32 []: index of this device's first element in the whole array. Called in a shard_map."""
     entries = [*spec, *[None] * (len(shape) - len(spec))]
     parts = [lax.axis_index(entry) if entry else jnp.int32(0) for entry in entries]
     return [part.astype(jnp.uint32) * jnp.uint32(size) for part, size in zip(parts, shape, strict=True)]
 
 
 def array_hash(x: Array, first: Sequence[Array]) -> Array:
-    """uint32 [2] of a shard's bytes. A single changed bit always changes it; so does nearly every other difference.
+    """uint32 [2]: the hash of a shard's bytes. Any single changed bit changes it; so does nearly any other difference.
 
-    Every word is mixed with its position by a bijection, and the results are added up: sums modulo 2^32 are the same in
-    any order, so that a device may add them up as is fastest. first: see `offsets`.
+    Every word is mixed with its position by a bijection, and the results are summed modulo 2^32, which gives the same
+    result in any order. first: see `offsets`.
     """
-    words = _words(x)
+    words = _as_uint32(x)
     position = _positions(words.shape, first, x.shape)
     mixed = _finalized(words ^ (position * jnp.uint32(GOLDEN)))
     weighted = mixed * (position * jnp.uint32(2) + jnp.uint32(1))
     return jnp.stack([mixed.sum(dtype=jnp.uint32), weighted.sum(dtype=jnp.uint32)])
 
 
-def _words(x: Array) -> Array:
-    """The bytes of each element as uint32."""
+def _as_uint32(x: Array) -> Array:
+    """The bits of each element as uint32."""
     if x.dtype == jnp.bool_:
         return x.astype(jnp.uint32)
     unsigned = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
     bits = jax.dtypes.itemsize_bits(x.dtype) if hasattr(jax.dtypes, "itemsize_bits") else 8 * x.dtype.itemsize
-    if bits < 8:  # float32 holds every value of a format of four bits
+    if bits < 8:  # float32 represents every value of a 4-bit format
         x, bits = x.astype(jnp.float32), 32
     return lax.bitcast_convert_type(x, unsigned[bits // 8]).astype(jnp.uint32)
 
 
 def _positions(shape: Sequence[int], first: Sequence[Array], local: Sequence[int]) -> Array:
-    """uint32: a number for each element that depends on its index in the whole array alone.
+    """uint32: a number for each element that depends only on its index in the whole array.
 
-    The strides of dimensions are powers of a prime, whatever the sizes: they only have to tell dimensions apart.
+    The strides of dimensions are powers of a prime and ignore the sizes: they only have to distinguish dimensions.
     """
     position = jnp.zeros(shape, jnp.uint32)
     stride = 1
@@ -150,23 +150,23 @@ def _finalized(x: Array) -> Array:
 
 
 def mismatches(hashes: np.ndarray, leaves: Sequence[HashedLeaf], mesh: Mesh) -> Iterator[Mismatch]:
-    """Arrays with copies that differ. hashes: as of StateHash."""
+    """Arrays with copies that differ. hashes: from StateHash."""
     shape = mesh.devices.shape
     positions = np.arange(mesh.size).reshape(shape)
     for number, leaf in enumerate(leaves):
-        order = [*_where(leaf.cut, wanted=True), *_where(leaf.cut, wanted=False)]
+        order = [*_indices(leaf.sharded, state=True), *_indices(leaf.sharded, state=False)]
         copies = leaf.copies(mesh)
         table = hashes[:, number].reshape(*shape, LANES).transpose(*order, len(shape)).reshape(-1, copies, LANES)
         if (table == table[:, :1]).all():
             continue
-        where = positions.transpose(order).reshape(-1, copies)
-        for row, devices in zip(table, where, strict=True):
+        devices_by_part = positions.transpose(order).reshape(-1, copies)
+        for row, devices in zip(table, devices_by_part, strict=True):
             if odd := _minority(row):
                 yield Mismatch(leaf.path, tuple(int(devices[i]) for i in odd), copies)
 
 
 def _minority(row: np.ndarray) -> list[int]:
-    """Indices of the rows that are not like most; all where no value has a majority."""
+    """Indices of the rows that differ from the majority; all rows if there is none."""
     _, kind, count = np.unique(row, axis=0, return_inverse=True, return_counts=True)
     kind = kind.reshape(-1)
     if len(count) == 1:
@@ -174,16 +174,16 @@ def _minority(row: np.ndarray) -> list[int]:
     top = int(count.max())
     if (count == top).sum() > 1:
         return list(range(len(row)))
-    return [i for i, each in enumerate(kind) if count[each] < top]
+    return [i for i, index in enumerate(kind) if count[index] < top]
 
 
 def group_hashes(hashes: np.ndarray, leaves: Sequence[HashedLeaf], mesh: Mesh) -> dict[str, str]:
     """Part of the state -> 16 hexadecimal digits, the same on every layout that stores rows in the same order."""
     shape, sums = mesh.devices.shape, dict[str, np.ndarray]()
     for number, leaf in enumerate(leaves):
-        first = tuple(slice(None) if cut else 0 for cut in leaf.cut)
+        first = tuple(slice(None) if sharded else 0 for sharded in leaf.sharded)
         parts = hashes[:, number].reshape(*shape, LANES)[first].reshape(-1, LANES)
-        # Two arrays that change places are to change the sum: each counts by its place in the state.
+        # Swapping two arrays must change the sum, so each is weighted by its place in the state.
         weight = np.uint64(2 * number + 1)
         group = group_of(leaf.path)
         total = parts.sum(0, dtype=np.uint64) * weight
@@ -192,22 +192,22 @@ def group_hashes(hashes: np.ndarray, leaves: Sequence[HashedLeaf], mesh: Mesh) -
 
 
 def group_of(path: str) -> str:
-    """params, optimizer.mu, ...: what the hash of an array counts in; scalars are one group."""
+    """The group of an array's hash, for example params or optimizer.mu; all scalars are one group."""
     first, *more = path.split(".")
     if first == "optimizer":
         return ".".join([first, *more[:1]])
     return first if more else "counters"
 
 
-def _where(values: Sequence[bool], *, wanted: bool) -> list[int]:
-    return [i for i, value in enumerate(values) if value is wanted]
+def _indices(values: Sequence[bool], *, state: bool) -> list[int]:
+    return [i for i, value in enumerate(values) if value is state]
 
 
 def _name(path: Sequence[Any]) -> str:
     return ".".join(str(getattr(key, "name", getattr(key, "key", getattr(key, "idx", key)))) for key in path)
 
 
-def _cut(sharding: NamedSharding, mesh: Mesh) -> tuple[bool, ...]:
+def _sharded_axes(sharding: NamedSharding, mesh: Mesh) -> tuple[bool, ...]:
     over = {axis for dimension in range(len(sharding.spec)) for axis in axes_of(sharding, dimension)}
     return tuple(axis in over for axis in mesh.axis_names)
 

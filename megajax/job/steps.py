@@ -1,4 +1,4 @@
-"""The steps of a training job: hooks between them, and logging."""
+"""The steps of a training job, with the hooks between them and logging."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
@@ -10,7 +10,7 @@ from megajax.job import banner
 from megajax.job.device_memory import compiled_memory, memory_in_use
 from megajax.job.hooks import Evaluate, EvaluateTasks
 from megajax.job.integrity import Integrity
-from megajax.job.resume import stored
+from megajax.job.resume import checkpoint_meta
 from megajax.job.save import Save
 from megajax.job.setup import JobSetup
 from megajax.job.watch import Watch
@@ -29,18 +29,18 @@ class Steps:
     """Iterating trains; each step is logged before it is yielded.
 
     Attributes:
-        hooks: run between steps when they are due, in this order.
-        watches: get the numbers of every step, in this order.
+        hooks: called between steps when they are due, in this order.
+        watches: called with the numbers of every step, in this order.
     """
 
     def __init__(self, job: JobSetup, log: Writer, config_yaml: str):
-        """config_yaml: stored in checkpoints."""
+        """config_yaml: the settings, for checkpoints."""
         cfg, console, event = job.cfg, job.console, job.events.event
         self._job, self._log = job, log
         self._skipped_rows: dict[str, dict[str, int]] = {}
         self.log_skipped_rows()
         self._guard = guard = Guard(cfg.resilience, cfg.precision.floor(), job.run.mesh)
-        if job.start is not None and job.local.own(job.start):
+        if job.start is not None and job.local.belongs_to_run(job.start):
             guard.spikes.restore(job.start[0].meta(job.first).get("spikes", {}))
         show = partial(console.show, f"profile of {cfg.profile.steps}")
         self.profile = Profile(cfg.profile, job.folder.profile, job.first, lambda summary: show(summary.sections()))
@@ -55,7 +55,7 @@ class Steps:
             event,
             console.say,
             job.activity,
-            lambda: stored(job.run.parts, config_yaml, job.data) | {"spikes": guard.spikes.state()},
+            lambda: checkpoint_meta(job.run.parts, config_yaml, job.data) | {"spikes": guard.spikes.state()},
             cfg.steps,
         )
         job.local.meta = self.save.meta
@@ -63,7 +63,7 @@ class Steps:
         self.integrity = Integrity(job.run, job.stack, event, console.say, job.folder.events, saves)
         if warning := job.manager.space_warning(job.run.state):
             console.say(warning)
-        # Evaluated before saved: a checkpoint at a step means everything due at that step was done.
+        # Evaluate before saving: a checkpoint of a step implies that all other hooks of that step have run.
         between = (*self.integrity.hooks, self.evaluate, *self.tasks, *saves)
         self.hooks: tuple[Hook, ...] = (self.profile.stop_hook(), *between, self.profile.start_hook())
         self.watches: tuple[Callable[[StepInfo], None], ...] = (
@@ -92,7 +92,7 @@ class Steps:
         job.events.event("first_step", step=first.step, seconds=round(first.seconds, 3))
         if memory := compiled_memory(job.run.mesh.local_devices):
             job.events.event("compiled", **asdict(memory))
-            job.console.say(f"{memory.sentence()}{banner.memory_formula(job.run)}")
+            job.console.say(f"{memory.description()}{banner.memory_formula(job.run)}")
         for info in chain([first], infos):
             record = step_record(job.run, info, rate, detailed=self._detailed(info.step))
             with job.activity.phase(LOGGING, info.step):  # a file system may not answer
@@ -102,20 +102,20 @@ class Steps:
             yield info
 
     def log_skipped_rows(self) -> None:
-        """Log the rows that the row sources have left out so far, if there are more than were logged before."""
+        """Log the rows that the row sources have skipped so far, if the numbers have changed."""
         skipped = self._job.run.parts.skipped_rows()
         if skipped != self._skipped_rows:
             self._job.events.event("rows_skipped", splits=skipped)
             self._skipped_rows = skipped
 
     def _detailed(self, step: int) -> bool:
-        """Whether all that layers report in this step is logged."""
+        """Whether all measures of layers are logged in this step."""
         job = self._job
         return step % job.cfg.logging.layers_every == 0 or step in (job.first + 1, job.stop.last_step)
 
 
 def first_step(job: JobSetup, infos: Iterator[StepInfo]) -> StepInfo | None:
-    """Wait for the first step; people see first that it compiles, then that it runs. None: the run stops before."""
+    """Wait for the first step, and show whether it compiles or runs. None: the run stops before."""
     job.signals.when = "after the first step, which is being compiled"
     with job.console.ticker("compiling the train step", total=False) as rename:
 
@@ -130,7 +130,7 @@ def first_step(job: JobSetup, infos: Iterator[StepInfo]) -> StepInfo | None:
 
 
 def step_record(run: Run, info: StepInfo, rate: StepRate, *, detailed: bool) -> StepRecord:
-    """A step as the writers take it."""
+    """The record of a step for the writers."""
     positions = run.cfg.model.row_positions()
     return StepRecord(
         step=info.step,

@@ -1,6 +1,6 @@
-"""Requests to stop: when training ends early, and what happens while it waits for rows, a compilation or a process.
+"""Requests to stop: between steps, and while the process waits for rows, a compilation or another process.
 
-Between steps the loop itself sees the request. Elsewhere the thread that watches the process looks every second.
+The loop checks for a request between steps. While it waits, the thread that watches the process checks every second.
 """
 
 import contextlib
@@ -19,46 +19,45 @@ from megajax.training.run_config import RunConfig
 from megajax.training.timing import DATA_WAIT, EVALUATION
 
 DATA_SECONDS = 5.0
-"""How long one of several processes that was asked to stop waits for its rows: then all see whether they can stop
-before this step."""
+"""How long one of several processes waits for its rows after a request: then all try to stop before this step."""
 
-TOGETHER_SECONDS = 5.0
+BARRIER_SECONDS = 5.0
 """How long processes wait for each other at the end."""
 
-IN_VAIN_SECONDS = 0.5
-"""After a longer wait, the threads that read may never end, and the interpreter is not to wait for them."""
+ABANDON_SECONDS = 0.5
+"""After a longer wait for rows, the threads that read them may never end: the interpreter must not wait for them."""
 
 CLOSE_SECONDS = 5.0
-"""How long reading ahead may take to stop, where rows were awaited in vain."""
+"""How long the prefetch may take to stop after an abandoned wait."""
 
 _WAITS = (DATA_WAIT, STEP, COMPILE, EVALUATION)
 
 
 class Stopping:
-    """When training stops before its last step, and what a process does about a request while it waits.
+    """Decides when training stops before its last step, and ends a process that waits after a request.
 
     Attributes:
-        last_step: the step this attempt ends after, unless it is asked to stop.
-        abandoned: whether rows were awaited in vain: a thread that reads them may never end.
+        last_step: the last step of this attempt, without a request to stop.
+        abandoned: whether a wait for rows was abandoned: the thread that reads them may never end.
     """
 
     def __init__(self, cfg: RunConfig, pulse: Pulse, signals: Signals, *, first: int, started: float):
-        """first: steps done before this attempt. started: when it began, by the monotonic clock."""
+        """first: steps before this attempt. started: monotonic time at which it began."""
         self._cfg, self._pulse, self._signals, self._first = cfg.resilience, pulse, signals, first
         self._activity, self._peers, self._started = pulse.activity, pulse.peers, started
         limit = cfg.resilience.exit_after_steps
         self.last_step = cfg.steps if limit is None else min(cfg.steps, first + limit)
         self._shared = False
         self.abandoned = False
-        pulse.ticks.append(self.look)
-        pulse.peers.asked_to_stop = signals.request_stop
+        pulse.ticks.append(self.check)
+        pulse.peers.on_stop_request = signals.request_stop
 
     def requested(self) -> bool:
-        """Whether this process was asked to stop, or its time is up."""
+        """Whether this process was asked to stop, or its time limit has passed."""
         return self._signals.request is not None or self._out_of_time()
 
     def requested_anywhere(self) -> bool:
-        """Whether any process was asked to stop; all ask together, before each batch of an evaluation."""
+        """Whether any process was asked to stop. A collective, called before each batch of an evaluation."""
         self._activity.progress()
         return agree(self._signals.request is not None)
 
@@ -77,20 +76,20 @@ class Stopping:
 
     @contextlib.contextmanager
     def waiting(self, step: int) -> Generator[None]:
-        """Rows of a step are awaited within the block. Raises StopWaiting if all processes can stop before it."""
-        begun = time.monotonic()
+        """The block waits for the rows of a step. Raises StopWaiting if all processes can stop before that step."""
+        started = time.monotonic()
         try:
-            with self._signals.interruptible(step, at_once=self._peers.alone):
+            with self._signals.interruptible(step, at_once=self._peers.single_process):
                 yield
         except StopWaiting:
-            self.abandoned = time.monotonic() - begun > IN_VAIN_SECONDS
-            # Another process may have begun the step: then no process has the state before it any more.
+            self.abandoned = time.monotonic() - started > ABANDON_SECONDS
+            # Another process may have begun the step, which donates the state before it.
             if not self._peers.barrier(f"stop before step {step}", self._cfg.stop_grace):
-                self._end(f"the rows of step {step} did not come, and other processes are in that step", saved=False)
+                self._end(f"no rows for step {step}, and other processes have begun that step", saved=False)
             raise
 
     def close(self, close: Callable[[], None]) -> None:
-        """Stop reading ahead, as long as that does not wait for rows that never come."""
+        """Stop the prefetch; after an abandoned wait, for at most CLOSE_SECONDS."""
         if not self.abandoned:
             close()
             return
@@ -99,11 +98,11 @@ class Stopping:
         closing.join(CLOSE_SECONDS)
 
     def code(self) -> int:
-        """The exit code of a run that was asked to stop, and did."""
+        """The exit code of a run that stopped early."""
         return self._cfg.exit_code_on_signal if self._signals.request is not None else 0
 
-    def look(self) -> None:
-        """End the process if it waits in vain, or has nothing to save; called by another thread every second."""
+    def check(self) -> None:
+        """End the process if it waits too long after a request, or has nothing to save; called every second."""
         request, doing = self._signals.request, self._activity.of_main_thread()
         if request is None or doing is None or not self._signals.polled:
             return
@@ -111,17 +110,17 @@ class Stopping:
             self._shared = True
             self._peers.share_stop(request.signal)
         now = time.monotonic()
-        if any(each.phase == BACKGROUND_SAVE for each in self._activity.now()) or doing.phase not in _WAITS:
+        if any(activity.phase == BACKGROUND_SAVE for activity in self._activity.now()) or doing.phase not in _WAITS:
             return
         since, grace = now - max(request.at, doing.last_progress), self._cfg.stop_grace
         unsaved = self._activity.step not in (self._first, self._activity.committed)
         if not unsaved and doing.first and doing.phase != DATA_WAIT:
-            if self._peers.alone or now - request.at > TOGETHER_SECONDS:
-                self._end("a program is compiled, and there is nothing new to save", saved=True)
+            if self._peers.single_process or now - request.at > BARRIER_SECONDS:
+                self._end("a program is compiling, and there is nothing new to save", saved=True)
         elif since > max(grace, 2.0 * (self._activity.median_seconds(doing.phase) or 0.0)):
-            what = f"still {describe_phase(doing.phase, doing.step)} {since:.0f} s after the request"
-            self._end(f"{what} (resilience.stop_grace={grace:g})", saved=not unsaved)
-        elif doing.phase == DATA_WAIT and since > min(DATA_SECONDS, grace / 2) and not self._peers.alone:
+            delay = f"still {describe_phase(doing.phase, doing.step)} {since:.0f} s after the request"
+            self._end(f"{delay} (resilience.stop_grace={grace:g})", saved=not unsaved)
+        elif doing.phase == DATA_WAIT and since > min(DATA_SECONDS, grace / 2) and not self._peers.single_process:
             self._signals.wake(doing.step)
 
     def _end(self, why: str, *, saved: bool) -> None:
@@ -129,11 +128,11 @@ class Stopping:
         request = self._signals.request or StopRequest("SIGTERM", time.time())
         step, committed = self._activity.step, self._activity.committed
         code = self._cfg.exit_code_on_signal if saved else 128 + signal.Signals[request.signal].value
-        kept = committed if committed is not None else self._first
-        lost = "" if saved else f"; steps {kept + 1} to {step} are lost"
+        last_saved = committed if committed is not None else self._first
+        loss = "" if saved else f"; steps {last_saved + 1} to {step} are lost"
         self._pulse.before_exit()
         if self._pulse.process == 0:
-            _say(f"stopped after step {step} ({request.signal}): {why}{lost}")
+            _say(f"stopped after step {step} ({request.signal}): {why}{loss}")
             self._event(step, committed, f"{request.signal}: {why}")
         if code:
             self._pulse.last_beat(f"stopped by {request.signal}, unsaved: {why}", code)
@@ -145,11 +144,11 @@ class Stopping:
                 append_event(self._pulse.events, "stopped", step=step, saved=committed, reason=reason)
 
     def leave(self, code: int) -> None:
-        """End the process without waiting for threads that may never end; with several, together."""
-        self._peers.barrier("leave", TOGETHER_SECONDS)
+        """End the process without waiting for threads; several processes end together."""
+        self._peers.barrier("leave", BARRIER_SECONDS)
         if self._pulse.process == 0:
             # The others end as soon as the coordination service is gone.
-            time.sleep(0.0 if self._peers.alone else 1.0)
+            time.sleep(0.0 if self._peers.single_process else 1.0)
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()

@@ -1,6 +1,6 @@
-"""Weights of another run or of another library's checkpoint, brought onto this run's layout."""
+"""Loads weights of another run or of another library's checkpoint in this run's layout."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -25,95 +25,106 @@ from megajax.pipeline.partition import row_order
 from megajax.training.program import Program
 
 
-class Wanted(NamedTuple):
-    """An array as this run has it."""
+class TargetArray(NamedTuple):
+    """The shape, layout and declaration of an array in this run."""
 
     like: jax.ShapeDtypeStruct
-    """With a sharding."""
+    """Has a sharding."""
     spec: ParamSpec
 
     def fits(self, shape: tuple[int, ...]) -> bool:
-        """Whether a stored array has this shape, but for the rows of a stacked one."""
+        """Whether a stored array has this shape; stacked arrays may have another number of rows."""
         like = tuple(self.like.shape)
         return shape == like or bool(self.spec.layers and shape[1:] == like[1:])
 
 
 class StoredWeights(Protocol):
-    """Weights and observations by path in the model that they were stored of."""
+    """Stored weights and observations by path in their model."""
 
     where: str
-    """For messages."""
+    """The source, for messages."""
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Path -> shape; the first dimension of a stacked one counts rows of its own order."""
+        """Path -> shape; the first dimension of a stacked array is its number of stored rows."""
         ...
 
-    def read(self, wanted: Mapping[str, Wanted], order: RowOrder) -> dict[str, Array]:
-        """Arrays by path, in the shapes and layouts that are given, with layers in this order of rows."""
+    def read(self, targets: Mapping[str, TargetArray], order: RowOrder) -> dict[str, Array]:
+        """Arrays by path, in the shapes and layouts of the targets, with layers in the given order of rows."""
         ...
 
-    def whole(self, path: str) -> np.ndarray:
-        """An array as it is stored, on the host, in float32."""
+    def host_array(self, path: str) -> np.ndarray:
+        """A whole stored array on the host, in float32."""
         ...
 
     def settings(self) -> Mapping[str, Any]:
-        """Of the model, by names such as model.height."""
+        """Settings of the model by name, for example model.height."""
         ...
 
     def vocabulary(self) -> int | None:
-        """Number of its tokens, without padding; None where it is not known."""
+        """Number of tokens without padding; None if unknown."""
         ...
 
     def model(self) -> Any | None:
-        """The model's config, where it is to be compared."""
+        """The model's config; None if only shapes are compared."""
         ...
 
 
-def open_weights(name: Path, declared: Mapping[str, ParamSpec], asked: set[str], everywhere: Any) -> StoredWeights:
+def open_weights(name: Path, declared: Mapping[str, ParamSpec], paths: set[str], replicated: Any) -> StoredWeights:
     """The weights of a run, or of FORMAT:DIR.
 
-    declared: all weights and observations of the model that takes them, on one device; asked: paths of them;
-    everywhere: the sharding of an array that all devices have.
-    Raises UserError for a folder without checkpoints, and where another library's tensors do not fit.
+    Args:
+        name: the run's folder or FORMAT:DIR.
+        declared: all weights and observations of this run's model, on one device.
+        paths: the weights and observations to load.
+        replicated: the sharding of an array that every device holds whole.
+
+    Raises UserError for a folder without checkpoints, and if another library's tensors do not fit.
     """
     if foreign_format(name) is None:
-        return RunWeights(name, everywhere)
-    return ForeignFolder(name, declared, asked)
+        return RunWeights(name, replicated)
+    return ForeignFolder(name, declared, paths)
 
 
 def all_weights(name: Path, program: Program) -> tuple[dict[str, Array], str]:
-    """The weights and observations of a run, or of FORMAT:DIR, where `Program.eval_step` takes them; and where from.
+    """The weights and observations of a run or of FORMAT:DIR, as inputs of `Program.eval_step`, and their source.
 
-    Missing observations are zeros. Raises one UserError that lists every weight that is missing or does not fit.
+    Missing observations are zeros. Raises one UserError with all weights that are missing or do not fit.
     """
     state = program.state_like()
     likes: dict[str, Any] = {**state.params, **state.observed}
     stored = open_weights(name, declared_by(program.cfg.model), set(likes), getattr(state.step, "sharding", None))
-    there, wanted = stored.shapes(), {path: Wanted(like, program.arrays[path]) for path, like in likes.items()}
-    old, new = stored.vocabulary(), ids_below(program.cfg.model)
-    wrong = [f"model.vocabulary_size: {old} there, {new} here"] if old is not None and old != new else []
-    for path, one in wanted.items():
-        if path not in there:
-            wrong += [f"{path}: missing"] * (path in state.params)
-        elif not one.fits(there[path]):
-            wrong.append(f"{path}: {list(there[path])} there, {list(one.like.shape)} here")
-    if wrong:
-        raise UserError(f"the weights of {stored.where} are not this model's:\n" + "\n".join(f"  {w}" for w in wrong))
-    read = stored.read({path: one for path, one in wanted.items() if path in there}, program.partition.order_of)
-    absent = {path: one.like for path, one in wanted.items() if path not in there}
-    zeros = {path: jnp.zeros(like.shape, like.dtype, device=like.sharding) for path, like in absent.items()}
-    return read | zeros, stored.where
+    shapes, targets = stored.shapes(), {path: TargetArray(like, program.arrays[path]) for path, like in likes.items()}
+    stored_tokens, tokens = stored.vocabulary(), ids_below(program.cfg.model)
+    problems = []
+    if stored_tokens is not None and stored_tokens != tokens:
+        problems.append(f"model.vocabulary_size: stored {stored_tokens}, this model has {tokens}")
+    for path, target in targets.items():
+        if path not in shapes:
+            problems += [f"{path}: missing"] * (path in state.params)
+        elif not target.fits(shapes[path]):
+            problems.append(shape_problem(path, shapes[path], target.like.shape))
+    if problems:
+        raise UserError("\n  ".join([f"the weights of {stored.where} do not fit this model:", *problems]))
+    present = {path: target for path, target in targets.items() if path in shapes}
+    missing = {path: like for path, like in likes.items() if path not in shapes}
+    zeros = {path: jnp.zeros(like.shape, like.dtype, device=like.sharding) for path, like in missing.items()}
+    return stored.read(present, program.partition.order_of) | zeros, stored.where
+
+
+def shape_problem(path: str, stored: Sequence[int], shape: Sequence[int]) -> str:
+    """A line about an array that does not fit."""
+    return f"{path}: stored shape {list(stored)}, this model has {list(shape)}"
 
 
 class RunWeights:
-    """The weights of a checkpoint of ours."""
+    """The weights of a MegaJAX checkpoint."""
 
-    def __init__(self, path: Path, everywhere: Any):
-        self._everywhere = everywhere
+    def __init__(self, path: Path, replicated: Any):
+        self._replicated = replicated
         self.reader, step = open_checkpoints(path)
         step = self.reader.newest_whole() if step is None else step
         if step is None:
-            raise UserError(f"there are no checkpoints to take weights from: {path} holds none")
+            raise UserError(f"no checkpoints to load weights from in {path}")
         self.step, self.path, self.where = step, path, f"{path}, step {step}"
 
     @cached_property
@@ -128,10 +139,10 @@ class RunWeights:
         stored = self.reader.shapes(self.step)
         return {path: stored[name] for path, name in self._names.items()}
 
-    def read(self, wanted: Mapping[str, Wanted], order: RowOrder) -> dict[str, Array]:
+    def read(self, targets: Mapping[str, TargetArray], order: RowOrder) -> dict[str, Array]:
         """Raises UserError for other numbers of layers."""
-        declared = {self._names[path]: one.spec for path, one in wanted.items()}
-        like: dict[str, Any] = {self._names[path]: one.like for path, one in wanted.items()}
+        declared = {self._names[path]: target.spec for path, target in targets.items()}
+        like: dict[str, Any] = {self._names[path]: target.like for path, target in targets.items()}
         chunks, shapes = stored_chunks(self.reader.meta(self.step)), self.reader.shapes(self.step)
         stored = partial(row_order, chunks)
         numbers = {name: layers_of(spec) for name, spec in declared.items() if spec.layers}
@@ -139,19 +150,19 @@ class RunWeights:
         if len(chunks) > 1 and total != sum(map(len, chunks)):
             raise UserError(f"{self.path} has {sum(map(len, chunks))} layers, this model {total}")
         for name, layers in numbers.items():
-            if (there := shapes[name][0]) != len(stored(layers)):
+            if (stored_rows := shapes[name][0]) != len(stored(layers)):
                 path = name.partition(".")[2]
-                raise UserError(f"{self.path} has {there} layers with {path}, this model {len(layers)}")
+                raise UserError(f"{self.path} has {stored_rows} layers with {path}, this model {len(layers)}")
         if same_order(declared, stored, order):
-            read = self.reader.restore(self.step, like, partial=True)[0]
+            arrays = self.reader.restore(self.step, like, partial=True)[0]
         else:
-            read = self.reader.restore(self.step, like_stored(like, declared, stored), partial=True)[0]
-            read = reorder(read, like, declared, stored, order)
-        return {path: read[self._names[path]] for path in wanted}
+            arrays = self.reader.restore(self.step, like_stored(like, declared, stored), partial=True)[0]
+            arrays = reorder(arrays, like, declared, stored, order)
+        return {path: arrays[self._names[path]] for path in targets}
 
-    def whole(self, path: str) -> np.ndarray:
+    def host_array(self, path: str) -> np.ndarray:
         name = self._names[path]
-        like = jax.ShapeDtypeStruct(self.reader.shapes(self.step)[name], np.float32, sharding=self._everywhere)
+        like = jax.ShapeDtypeStruct(self.reader.shapes(self.step)[name], np.float32, sharding=self._replicated)
         return np.asarray(self.reader.restore(self.step, {name: like}, partial=True)[0][name])
 
     def settings(self) -> Mapping[str, Any]:
@@ -161,24 +172,24 @@ class RunWeights:
         return self.settings().get("model.vocabulary_size")
 
     def model(self) -> None:
-        """Shapes alone are compared: a run may start another kind of model, such as a mixture of experts."""
+        """None: a run may start from another kind of model, for example experts from a dense model."""
 
 
 class ForeignFolder:
-    """The weights of another library's checkpoint: each process reads what its devices hold, a layer at a time."""
+    """The weights of another library's checkpoint: each process reads its devices' parts, one layer at a time."""
 
-    def __init__(self, name: Path, declared: Mapping[str, ParamSpec], asked: set[str]):
+    def __init__(self, name: Path, declared: Mapping[str, ParamSpec], paths: set[str]):
         self.where, self._foreign = str(name), read_foreign(name)
-        self._weights = _fitting(self._foreign, declared, asked)
+        self._weights = _fitting(self._foreign, declared, paths)
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return self._weights.shapes()
 
-    def read(self, wanted: Mapping[str, Wanted], order: RowOrder) -> dict[str, Array]:
-        rows = {path: order(layers) if (layers := layers_of(one.spec)) else None for path, one in wanted.items()}
-        return {path: placed(self._weights, path, one.like, rows[path]) for path, one in wanted.items()}
+    def read(self, targets: Mapping[str, TargetArray], order: RowOrder) -> dict[str, Array]:
+        rows = {path: order(layers) if (layers := layers_of(target.spec)) else None for path, target in targets.items()}
+        return {path: placed(self._weights, path, target.like, rows[path]) for path, target in targets.items()}
 
-    def whole(self, path: str) -> np.ndarray:
+    def host_array(self, path: str) -> np.ndarray:
         box = tuple(slice(0, size) for size in self.shapes()[path])
         return self._weights.read(path, box).astype(np.float32)
 
@@ -192,20 +203,20 @@ class ForeignFolder:
         return self._foreign.model
 
 
-def _fitting(foreign: ForeignModel, declared: Mapping[str, ParamSpec], asked: set[str]) -> ForeignWeights:
-    """The weights of a foreign model that are asked for, as the model that takes them declares them.
+def _fitting(foreign: ForeignModel, declared: Mapping[str, ParamSpec], paths: set[str]) -> ForeignWeights:
+    """The weights `paths` of a foreign model, as this run's model declares them.
 
-    Those outside of layers and vocabularies, such as positions, have the shapes that they have there. What the other
-    model has outside of its layers and this one lacks, such as a head, is left.
+    Weights outside of layers and vocabularies, for example positions, keep their stored shapes. Weights outside of
+    layers that this run's model lacks, for example a head, are ignored.
     """
     theirs = declared_by(foreign.model)
-    own = {
+    specs = {
         path: theirs.get(path, spec) if not spec.layers and "vocab" not in spec.axes else spec
         for path, spec in declared.items()
     }
-    tensors = tensors_of(foreign.rows, own)
-    needed = [tensor for tensor in tensors if any(piece.path in asked for piece in tensor.pieces)]
-    lacking = {path: spec for path, spec in theirs.items() if path not in declared and not spec.layers}
-    others = [tensor.name for tensor in (*tensors, *tensors_of(foreign.rows, lacking)) if tensor not in needed]
-    demand_fit(foreign.tensors, needed, [*foreign.ignored, *others])
-    return ForeignWeights(foreign.tensors, needed, own)
+    tensors = tensors_of(foreign.rows, specs)
+    needed = [tensor for tensor in tensors if any(piece.path in paths for piece in tensor.pieces)]
+    ignored = {path: spec for path, spec in theirs.items() if path not in declared and not spec.layers}
+    unused = [tensor.name for tensor in (*tensors, *tensors_of(foreign.rows, ignored)) if tensor not in needed]
+    demand_fit(foreign.tensors, needed, [*foreign.ignored, *unused])
+    return ForeignWeights(foreign.tensors, needed, specs)

@@ -1,4 +1,4 @@
-"""Stragglers: processes that keep the others waiting, from the times that all of them measured phase by phase."""
+"""Finds stragglers, processes that keep the others waiting, from the times of all processes in each phase."""
 
 import threading
 import time
@@ -12,44 +12,44 @@ from megajax.training.loop import StepInfo
 from megajax.training.timing import EXCHANGED, HOST, STALLED
 
 WINDOW = 64
-"""Steps whose median is the time of a step."""
+"""Number of steps in the median step time."""
 
 MIN_SECONDS = 1e-3
-"""A factor is a quotient by at least this."""
+"""Lower bound of the denominator of a factor."""
 
 MIN_EXCESS = 0.01
-"""Seconds by which a straggler is slower at least: in steps of milliseconds, a share of one is what any scheduler of
-processes takes now and then."""
+"""Minimum seconds by which a straggler is slower: schedulers of operating systems sometimes take a share of steps of
+milliseconds."""
 
 PHASE_NAMES = {
     HOST: "its own work on the host between steps",
     STALLED: "not running at all (stopped, starved of processors, or swapping)",
 }
-"""For people; other phases are called by their names."""
+"""Names of phases in messages; other phases keep theirs."""
 
 TICK_SECONDS = 0.05
-"""How often the thread of Stalls wants to run."""
+"""Period of the thread of Stalls."""
 
 TOLERATED_SECONDS = 0.05
-"""A thread that wakes this much too late did not stall: other threads hold the interpreter for a while."""
+"""Delays up to this are no stall: other threads may hold the interpreter."""
 
 
 class Straggler(NamedTuple):
-    """A process that keeps the others waiting."""
+    """A process that keeps the others waiting. The field names are those of the event `straggler`."""
 
     process: int
     phase: str
     factor: float
-    """Its seconds over the median of the others."""
+    """`seconds` divided by `others`."""
     seconds: float
-    """Of a step on average; of phases that few steps have, in total."""
+    """Mean seconds of a step; for phases that few steps have, the total."""
     others: float
-    """Median of the other processes."""
+    """Median seconds of the other processes."""
     since_step: int
 
 
 class StragglerRule:
-    """Compares the times of all processes, and remembers who was slow before."""
+    """Compares the times of all processes with the median of the others, and keeps the current stragglers."""
 
     def __init__(self, cfg: StragglersConfig, phases: Sequence[str]):
         self._cfg, self._phases = cfg, tuple(phases)
@@ -58,25 +58,25 @@ class StragglerRule:
     def __call__(
         self, first: int, step_seconds: float, seconds: Sequence[Sequence[float]]
     ) -> tuple[list[Straggler], list[Straggler]]:
-        """-> those that have become stragglers, and those that no longer are.
+        """-> (new stragglers, former stragglers that have recovered).
 
-        first: the first step that the times are of. step_seconds: the median of a step. seconds: [processes][phases].
+        first: the first step of the times. step_seconds: the median step measured. seconds: [processes][phases].
         """
         slow, before = {}, self._slow
         for phase, column in zip(self._phases, zip(*seconds, strict=True), strict=True):
-            for process, own in enumerate(column):
-                others = median([*column[:process], *column[process + 1 :]])
-                factor = own / max(others, MIN_SECONDS)
+            for process, measured in enumerate(column):
+                typical = median([*column[:process], *column[process + 1 :]])
+                factor = measured / max(typical, MIN_SECONDS)
                 excess = max(self._cfg.share * step_seconds, MIN_EXCESS)
-                if self._cfg.factor is not None and factor > self._cfg.factor and own - others >= excess:
-                    new = Straggler(process, phase, round(factor, 1), round(own, 4), round(others, 4), first)
+                if self._cfg.factor is not None and factor > self._cfg.factor and measured - typical >= excess:
+                    new = Straggler(process, phase, round(factor, 1), round(measured, 4), round(typical, 4), first)
                     slow[process, phase] = before.get((process, phase), new)
         self._slow = slow
         return [slow[key] for key in slow if key not in before], [before[key] for key in before if key not in slow]
 
 
 class WatchStragglers:
-    """Gets every step's numbers, some with the times of all processes; says who is slow when that changes."""
+    """Called with every step's numbers, some with the times of all processes; reports changes of the stragglers."""
 
     def __init__(self, cfg: StragglersConfig, event: Callable[..., None], say: Callable[[str], None]):
         self._event, self._say = event, say
@@ -92,7 +92,7 @@ class WatchStragglers:
                 phase = PHASE_NAMES.get(slow.phase, slow.phase.replace("_", " "))
                 self._say(
                     f"step {info.step}: process {slow.process} is slow since step {slow.since_step}: {slow.factor:g} "
-                    f"times as long as the others, {slow.seconds:.3f} s and not {slow.others:.3f} s, for {phase}"
+                    f"times as long as the others, {slow.seconds:.3f} s instead of {slow.others:.3f} s, for {phase}"
                 )
             for slow in recovered:
                 self._event("straggler_over", step=info.step, process=slow.process, phase=slow.phase)
@@ -102,9 +102,9 @@ class WatchStragglers:
 
 
 class Stalls:
-    """Measures how long this process did not run at all: stopped by a signal, starved of processors, or swapped out.
+    """Measures how long this process did not run: stopped by a signal, starved of processors, or swapped out.
 
-    A thread sleeps briefly again and again and adds up by how much it woke too late.
+    A thread repeats short sleeps and sums its delays.
     """
 
     def __init__(self) -> None:
@@ -125,6 +125,6 @@ class Stalls:
         before = time.monotonic()
         while not self._over.wait(TICK_SECONDS):
             now = time.monotonic()
-            late = now - before - TICK_SECONDS
-            self.seconds += late if late > TOLERATED_SECONDS else 0.0
+            delay = now - before - TICK_SECONDS
+            self.seconds += delay if delay > TOLERATED_SECONDS else 0.0
             before = now

@@ -1,4 +1,4 @@
-"""Starting from the weights of other runs or libraries, with everything else fresh."""
+"""Starts a run from the weights of other runs or libraries; the rest of the state is fresh."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ from megajax.checkpoint.weights.foreign import declared_by
 from megajax.checkpoint.weights.model_differences import differences, in_words
 from megajax.config.errors import UserError
 from megajax.config.nearest import listed
-from megajax.job.stored_weights import StoredWeights, Wanted, open_weights
+from megajax.job.stored_weights import StoredWeights, TargetArray, open_weights, shape_problem
 from megajax.layers.upcycling import Derived
 from megajax.mesh.shardings import without_dimension
 from megajax.models.protocol import ids_below
@@ -26,182 +26,187 @@ from megajax.training.session import Parts
 from megajax.training.state import TrainState
 
 FREE = ("sequence_length", "vocabulary_size", "prediction*", "lora*")
-"""Settings of a model that may differ from its source's: rows may be shorter, tables grow, and there may be more."""
+"""Settings that may differ from the source's: rows may be shorter, tables may grow, and parts may be added."""
 
 
 @dataclass(frozen=True)
-class TakeWeights:
-    """Makes the first state of a run."""
+class InitialWeights:
+    """Builds the first state of a run from stored weights."""
 
     sources: Sequence[WeightsConfig]
     say: Callable[[str], None]
-    """Shows a line to people."""
+    """Prints a line."""
 
     def __call__(self, parts: Parts, like: TrainState) -> TrainState:
         """A fresh state with the weights of the sources. Raises UserError for one that is missing or does not fit."""
-        fresh, taken = cache(parts.program.fresh_state()), dict[str, Array]()
+        fresh, loaded = cache(parts.program.fresh_state()), dict[str, Array]()
         for source in self.sources:
-            taken |= Taking.of(source, parts, like).weights(lambda: fresh().params, self.say)
+            loaded |= SourceWeights.of(source, parts, like).weights(lambda: fresh().params, self.say)
         state = fresh()
-        if others := sorted(set(state.params) - set(taken)):
-            self.say(f"fresh weights: {listed(others)}")
-        return replace(state, params=_over(state.params, taken), observed=_over(state.observed, taken))
+        if fresh_paths := sorted(set(state.params) - set(loaded)):
+            self.say(f"fresh weights: {listed(fresh_paths)}")
+        return replace(state, params=_replaced(state.params, loaded), observed=_replaced(state.observed, loaded))
 
 
-def frozen_fresh(program: Program) -> str:
-    """A line on the weights that a run without a source neither loads nor trains; "" if there are none."""
+def frozen_weights_warning(program: Program) -> str:
+    """A warning about weights that a run neither loads nor trains; "" if it has none."""
     frozen = [path for path in program.declared if path not in program.optimizer.declared]
     if not frozen:
         return ""
-    others = "adapters" if program.adapters else "the others"
+    trained = "adapters" if program.adapters else "the others"
     return (
-        f"{others} are trained beside fresh, frozen weights: set checkpoint.load to start from trained ones. "
+        f"{trained} are trained beside fresh, frozen weights: set checkpoint.load to start from trained ones. "
         f"Frozen at random values: {listed(frozen)}"
     )
 
 
-def _over(fresh: Params, taken: Mapping[str, Array]) -> Params:
-    return {path: taken.get(path, array) for path, array in fresh.items()}
+def _replaced(fresh: Params, loaded: Mapping[str, Array]) -> Params:
+    return {path: loaded.get(path, array) for path, array in fresh.items()}
 
 
 @dataclass(frozen=True)
-class Taking:
+class SourceWeights:
     """The weights of one source, by path in this model."""
 
     source: WeightsConfig
     parts: Parts
     stored: StoredWeights
-    wanted: Mapping[str, Wanted]
-    """Of the weights that are asked for."""
-    optional: Mapping[str, Wanted]
-    """Of observations, which are taken where they are there and fit, such as the biases of experts."""
-    everywhere: Any
-    """The sharding of an array that all devices have."""
+    targets: Mapping[str, TargetArray]
+    """The weights to load."""
+    optional: Mapping[str, TargetArray]
+    """Observations, for example biases of experts: loaded only if they are stored and fit."""
+    replicated: Any
+    """The sharding of an array that every device holds whole."""
 
     @classmethod
-    def of(cls, source: WeightsConfig, parts: Parts, state: TrainState) -> "Taking":
-        """Raises UserError for a folder without checkpoints, and for names that no weight has."""
-        inside = _inside(source.into, state.params)
+    def of(cls, source: WeightsConfig, parts: Parts, state: TrainState) -> "SourceWeights":
+        """Raises UserError for a folder without checkpoints, and for names that match no weight."""
+        inside = _below(source.into, state.params)
         if not inside:
             raise UserError(
-                f"checkpoint.weights: into={source.into} is no part of the model, whose weights are {[*state.params]}"
+                f"checkpoint.weights: into={source.into} is not a part of the model; its weights are {[*state.params]}"
             )
         for pattern in source.fresh:
             if not any(fnmatchcase(path, pattern) for path in inside):
                 raise UserError(f"checkpoint.weights: fresh={pattern} names none of the weights {inside}")
-        asked = [path for path in inside if not any(fnmatchcase(path, pattern) for pattern in source.fresh)]
-        observed, before = _inside(source.into, state.observed), _before(source.into)
-        alone = declared_by(parts.cfg.model)
-        declared = {path.removeprefix(before): alone[path] for path in (*inside, *observed)}
-        names = {path.removeprefix(before) for path in (*asked, *observed)}
-        everywhere = getattr(state.step, "sharding", None)
-        stored = open_weights(source.run, declared, names, everywhere)
+        paths = [path for path in inside if not any(fnmatchcase(path, pattern) for pattern in source.fresh)]
+        observed, before = _below(source.into, state.observed), _prefix(source.into)
+        declarations = declared_by(parts.cfg.model)
+        declared = {path.removeprefix(before): declarations[path] for path in (*inside, *observed)}
+        names = {path.removeprefix(before) for path in (*paths, *observed)}
+        replicated = getattr(state.step, "sharding", None)
+        stored = open_weights(source.run, declared, names, replicated)
         arrays: dict[str, Any] = {**state.params, **state.observed}
-        wanted = {path: Wanted(arrays[path], parts.program.arrays[path]) for path in (*asked, *observed)}
-        optional = {path: wanted.pop(path) for path in observed}
-        return cls(source, parts, stored, wanted, optional, everywhere)
+        required = {path: TargetArray(arrays[path], parts.program.arrays[path]) for path in (*paths, *observed)}
+        optional = {path: required.pop(path) for path in observed}
+        return cls(source, parts, stored, required, optional, replicated)
 
     def weights(self, fresh: Callable[[], Params], say: Callable[[str], None]) -> dict[str, Array]:
-        """All of them. Raises UserError with those that are missing or of another shape. fresh: all weights, drawn."""
-        self._demand_alike()
-        before, wrong = _before(self.source.into), list[str]()
-        there = {before + name: shape for name, shape in self.stored.shapes().items()}
-        same = {path: one for path, one in self.optional.items() if path in there and one.fits(there[path])}
-        tables, other, made = list[str](), list[str](), dict[str, Derived]()
-        for path, one in self.wanted.items():
-            if path not in there and path in self.parts.program.adapters:
-                continue  # adapters start fresh, unless the source has some
-            if path not in there:
-                how = self.parts.cfg.model.derived(path, there)
-                if how is None:
-                    wrong.append(f"{path}: missing")
-                elif misfit := how.problem or _misfit(how, one):
-                    wrong.append(f"{path}: {misfit}")
+        """The weights of this source. Raises UserError with all that are missing or have another shape.
+
+        fresh: returns all weights at their initial values.
+        """
+        self._demand_same_model()
+        before, problems = _prefix(self.source.into), list[str]()
+        shapes = {before + name: shape for name, shape in self.stored.shapes().items()}
+        matching = {
+            path: target for path, target in self.optional.items() if path in shapes and target.fits(shapes[path])
+        }
+        tables, reshaped, derived = list[str](), list[str](), dict[str, Derived]()
+        for path, target in self.targets.items():
+            if path not in shapes and path in self.parts.program.adapters:
+                continue  # adapters start fresh unless the source has them
+            if path not in shapes:
+                rule = self.parts.cfg.model.derived(path, shapes)
+                if rule is None:
+                    problems.append(f"{path}: missing")
+                elif misfit := rule.problem or _misfit(rule, target):
+                    problems.append(f"{path}: {misfit}")
                 else:
-                    made[path] = how
-            elif "vocab" in one.spec.axes and self._vocabulary() not in (None, self._own_vocabulary()):
+                    derived[path] = rule
+            elif "vocab" in target.spec.axes and self._vocabulary() not in (None, self._own_vocabulary()):
                 tables.append(path)
-            elif one.fits(there[path]):
-                same[path] = one
+            elif target.fits(shapes[path]):
+                matching[path] = target
             else:
-                (tables if "vocab" in one.spec.axes else other).append(path)
-        taken = self._refitted(other, there, wrong) | self._tables(tables, there, fresh, wrong)
-        if wrong:
+                (tables if "vocab" in target.spec.axes else reshaped).append(path)
+        loaded = self._refitted(reshaped, shapes, problems) | self._tables(tables, shapes, fresh, problems)
+        if problems:
             raise UserError(
                 f"the weights of {self.stored.where} do not fit:\n"
-                + "\n".join(f"  {line}" for line in wrong)
-                + "\nName those that shall be drawn anew in checkpoint.weights.fresh, or change the model."
+                + "\n".join(f"  {line}" for line in problems)
+                + "\nTo initialize them randomly, name them in checkpoint.weights.fresh; or change the model."
             )
-        taken |= self._read(same)
-        taken |= {path: self._derived(how, path, fresh) for path, how in made.items()}
-        resized = f", {', '.join(other)} resized" if other else ""
-        copies = sum(how.source is not None for how in made.values())
-        copied = f", {copies} of them experts made from dense layers" if made else ""
+        loaded |= self._load(matching)
+        loaded |= {path: self._derived(rule, path, fresh) for path, rule in derived.items()}
+        resized = f", {', '.join(reshaped)} resized" if reshaped else ""
+        copies = sum(rule.source is not None for rule in derived.values())
+        copied = f", {copies} of them experts from dense layers" if derived else ""
         grown = f", {', '.join(tables)} for {self._own_vocabulary()} tokens" if tables else ""
-        say(f"{len(set(taken) & set(self.wanted))} weights of {self.stored.where}{resized}{grown}{copied}")
-        return taken
+        say(f"{len(set(loaded) & set(self.targets))} weights of {self.stored.where}{resized}{grown}{copied}")
+        return loaded
 
-    def _demand_alike(self) -> None:
-        """Raises UserError where the settings of another library's model say that it computes something else."""
+    def _demand_same_model(self) -> None:
+        """Raises UserError if the settings of another library's model differ in what they compute."""
         model = self.parts.cfg.model
-        here = getattr(model, self.source.into, None) if self.source.into else model
-        if (there := self.stored.model()) is None or here is None:
+        own_model = getattr(model, self.source.into, None) if self.source.into else model
+        if (stored_model := self.stored.model()) is None or own_model is None:
             return
-        # What is drawn anew may have other settings.
+        # Weights that start fresh may have other settings.
         allowed = (*FREE, *self.source.changed, *self.source.fresh)
-        pairs = differences(here, there)
-        pairs = [pair for pair in pairs if not any(fnmatchcase(pair.name, each) for each in allowed)]
+        pairs = differences(own_model, stored_model)
+        pairs = [pair for pair in pairs if not any(fnmatchcase(pair.name, pattern) for pattern in allowed)]
         if pairs:
             raise UserError(
-                f"{self.stored.where} is another model than this run's:\n"
+                f"{self.stored.where} is not the model of this run:\n"
                 + "\n".join(f"  {line}" for line in in_words(pairs))
                 + "\nChange the model's settings, or name them in checkpoint.weights.changed if that is intended."
             )
 
-    def _read(self, wanted: Mapping[str, Wanted]) -> dict[str, Array]:
-        before = _before(self.source.into)
-        by_name = {path.removeprefix(before): one for path, one in wanted.items()}
-        read = self.stored.read(by_name, self.parts.program.partition.order_of) if by_name else {}
-        return {before + name: array for name, array in read.items()}
+    def _load(self, targets: Mapping[str, TargetArray]) -> dict[str, Array]:
+        before = _prefix(self.source.into)
+        by_name = {path.removeprefix(before): target for path, target in targets.items()}
+        arrays = self.stored.read(by_name, self.parts.program.partition.order_of) if by_name else {}
+        return {before + name: array for name, array in arrays.items()}
 
     def _refitted(
-        self, paths: Iterable[str], there: Mapping[str, tuple[int, ...]], wrong: list[str]
+        self, paths: Iterable[str], stored_shapes: Mapping[str, tuple[int, ...]], problems: list[str]
     ) -> dict[str, Array]:
-        """Weights of other shapes that the model makes its own, such as positions."""
-        fitted, before, settings = dict[str, Array](), _before(self.source.into), self.stored.settings()
+        """Weights of other shapes that the model resizes, for example positions."""
+        resized, before, settings = dict[str, Array](), _prefix(self.source.into), self.stored.settings()
         for path in paths:
-            like = self.wanted[path].like
-            weight = self.parts.cfg.model.refit(path, self.stored.whole(path.removeprefix(before)), settings)
+            like = self.targets[path].like
+            weight = self.parts.cfg.model.refit(path, self.stored.host_array(path.removeprefix(before)), settings)
             if weight is None or weight.shape != tuple(like.shape):
-                wrong.append(f"{path}: {list(there[path])} there, {list(like.shape)} here")
+                problems.append(shape_problem(path, stored_shapes[path], like.shape))
             else:
-                fitted[path] = jax.device_put(weight.astype(like.dtype), like.sharding)
-        return fitted
+                resized[path] = jax.device_put(weight.astype(like.dtype), like.sharding)
+        return resized
 
     def _tables(
         self,
         paths: Iterable[str],
-        there: Mapping[str, tuple[int, ...]],
+        stored_shapes: Mapping[str, tuple[int, ...]],
         fresh: Callable[[], Params],
-        wrong: list[str],
+        problems: list[str],
     ) -> dict[str, Array]:
-        """Tables with a row for each token, for another number of tokens or other padding behind them."""
-        tables, before, new = dict[str, Array](), _before(self.source.into), self._own_vocabulary()
+        """Tables with a row per token, for another number of tokens or other padding."""
+        tables, before, new = dict[str, Array](), _prefix(self.source.into), self._own_vocabulary()
         for path in paths:
-            like, axes = self.wanted[path]
-            at, shape = axes.axes.index("vocab"), there[path]
-            old = self._vocabulary() or shape[at]
+            like, axes = self.targets[path]
+            at, shape = axes.axes.index("vocab"), stored_shapes[path]
+            stored_tokens = self._vocabulary() or shape[at]
             if shape[:at] + shape[at + 1 :] != tuple(like.shape[:at] + like.shape[at + 1 :]):
-                wrong.append(f"{path}: {list(shape)} there, {list(like.shape)} here")
-            elif new is not None and old > new:
-                wrong.append(f"{path}: {old} tokens there, {new} here")
-            elif new is not None and old < new and self.source.new_tokens is None:
-                hint = "checkpoint.weights.new_tokens=drawn or mean fills the others"
-                wrong.append(f"{path}: {old} tokens there, {new} here; {hint}")
+                problems.append(shape_problem(path, shape, like.shape))
+            elif new is not None and stored_tokens > new:
+                problems.append(f"{path}: stored for {stored_tokens} tokens, this model has only {new}")
+            elif new is not None and stored_tokens < new and self.source.new_tokens is None:
+                hint = "checkpoint.weights.new_tokens=drawn or mean fills the other rows"
+                problems.append(f"{path}: stored for {stored_tokens} tokens, this model has {new}; {hint}")
             else:
-                rows = np.take(self.stored.whole(path.removeprefix(before)), range(old), axis=at)
+                rows = np.take(self.stored.host_array(path.removeprefix(before)), range(stored_tokens), axis=at)
                 make = partial(_grown, at=at, mean=self.source.new_tokens == "mean")
-                placed = jax.device_put(rows, self.everywhere)
+                placed = jax.device_put(rows, self.replicated)
                 tables[path] = jax.jit(make, out_shardings=like.sharding)(fresh()[path], placed)
         return tables
 
@@ -211,41 +216,41 @@ class Taking:
     def _own_vocabulary(self) -> int | None:
         return ids_below(self.parts.cfg.model)
 
-    def _derived(self, how: Derived, path: str, fresh: Callable[[], Params]) -> Array:
-        """A weight made from another, of which each device reads what it has of the result in other dimensions."""
-        like, spec = self.wanted[path]
-        given = fresh()[path]
-        if how.source is not None:
-            shape, sharding = (like.shape[0], *how.shape), without_dimension(like.sharding, len(like.shape), 1)
-            wanted = jax.ShapeDtypeStruct(shape, like.dtype, sharding=sharding)
-            given = self._read({how.source: Wanted(wanted, spec)})[how.source]
-        result = jax.jit(how.make, out_shardings=like.sharding)(given)
+    def _derived(self, rule: Derived, path: str, fresh: Callable[[], Params]) -> Array:
+        """A weight computed from another, which is sharded like the result except in dimension 1."""
+        like, spec = self.targets[path]
+        source = fresh()[path]
+        if rule.source is not None:
+            shape, sharding = (like.shape[0], *rule.shape), without_dimension(like.sharding, len(like.shape), 1)
+            struct = jax.ShapeDtypeStruct(shape, like.dtype, sharding=sharding)
+            source = self._load({rule.source: TargetArray(struct, spec)})[rule.source]
+        result = jax.jit(rule.make, out_shardings=like.sharding)(source)
         result.block_until_ready()
-        if how.source is not None:
-            given.delete()
+        if rule.source is not None:
+            source.delete()
         return result
 
 
-def _before(into: str) -> str:
+def _prefix(into: str) -> str:
     return f"{into}." if into else ""
 
 
-def _inside(into: str, paths: Iterable[str]) -> list[str]:
-    return [path for path in paths if path.startswith(_before(into))]
+def _below(into: str, paths: Iterable[str]) -> list[str]:
+    return [path for path in paths if path.startswith(_prefix(into))]
 
 
-def _misfit(how: Derived, wanted: Wanted) -> str:
-    """Why a weight that is made from another has not the shape that is wanted; "" if it has."""
-    like = tuple(wanted.like.shape)
-    if how.source is None or how.made_shape(like[0]) == like:
+def _misfit(rule: Derived, target: TargetArray) -> str:
+    """Why a derived weight does not have the shape of its target; "" if it has."""
+    like = tuple(target.like.shape)
+    if rule.source is None or rule.made_shape(like[0]) == like:
         return ""
-    return f"{how.source} there makes {list(how.made_shape(like[0]))}, here it is {list(like)}"
+    return f"{rule.source} gives shape {list(rule.made_shape(like[0]))}, this model has {list(like)}"
 
 
 def _grown(fresh: Array, rows: Array, *, at: int, mean: bool) -> Array:
-    """Rows of a table along dimension `at`, with the others of the fresh table, or the mean of the rows, behind."""
+    """Rows of a table along dimension `at`, followed by the other rows of the fresh table or the mean of the rows."""
     count = rows.shape[at]
-    behind = jax.lax.slice_in_dim(fresh, count, None, axis=at)
+    added = jax.lax.slice_in_dim(fresh, count, None, axis=at)
     if mean:
-        behind = jnp.broadcast_to(rows.mean(at, keepdims=True), behind.shape)
-    return jnp.concatenate([rows.astype(fresh.dtype), behind.astype(fresh.dtype)], axis=at)
+        added = jnp.broadcast_to(rows.mean(at, keepdims=True), added.shape)
+    return jnp.concatenate([rows.astype(fresh.dtype), added.astype(fresh.dtype)], axis=at)

@@ -124,7 +124,7 @@ def test_settings_of_the_model_are_checked_against_its_weights(folder: Path) -> 
     with pytest.raises(UserError, match=r"tokens: \[128, 16\] stored, \[256, 16\] in the model"):
         load(replace(config, model=replace(config.model, vocabulary_size=150)), origin)
     origin = Origin(run=folder / "run")
-    with pytest.raises(UserError, match="it has 40 tokens there, 41 here"):
+    with pytest.raises(UserError, match="are for 40 tokens, this model has 41"):
         load(replace(config, model=replace(config.model, vocabulary_size=41)), origin)
     wrong = replace(config, inference=InferenceConfig(length=64))
     with pytest.raises(ConfigError, match=r"inference.length: 64 is more than model.sequence_length=32"):

@@ -88,7 +88,7 @@ def test_without_a_replica_a_lost_disk_falls_back_to_the_shared_folder(tmp_path)
         passed_over = events(run, "checkpoint_fallback")
         assert passed_over[0]["kind"] == "local" and passed_over[0]["from_step"] > shared
         assert "no process has the shards of process 0 any more" in passed_over[0]["why"]
-        assert "is not whole" in again.text
+        assert "is not complete" in again.text
 
 
 def lose_process_1(gang: gangs.Started) -> str:
@@ -109,7 +109,7 @@ def test_the_last_process_saves_its_state_if_it_is_whole_and_says_so_if_not(tmp_
         during = start(*settings, "--checkpoint.local.every=3", f"--run_dir={run}", name="a")
         during.until(lambda: len(local_steps(run)) >= 2)
         text = lose_process_1(during)
-        assert "another process was lost during a step, whose state is not whole: nothing is saved" in text, text
+        assert "another process was lost during a step, so this state is incomplete and not saved" in text, text
         assert "the newest local checkpoint is of step" in text
 
         run = tmp_path / "b"

@@ -47,8 +47,8 @@ class Attempts:
         parts: Any = SimpleNamespace(splits=Splits(Source(*paths), valid, None), facts=facts, cfg=cfg)
         reader: Any = SimpleNamespace(meta=lambda step: self.meta)
         if self.meta:
-            Resume(reader, 7, own=True, say=self.said.append, data=data)._compare(parts)
-        data.look(parts.splits)
+            Resume(reader, 7, same_run=True, say=self.said.append, data=data)._compare(parts)
+        data.read_sums(parts.splits)
         self.meta = json.loads(json.dumps({"facts": facts, "data_files": data.plain()}))
 
 

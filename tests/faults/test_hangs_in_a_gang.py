@@ -84,7 +84,7 @@ def test_a_frozen_process_is_the_one_that_is_named(tmp_path):
         processes = by_hand(start, run_dir, "--resilience.inject=frozen:step=7:process=1")
         assert processes[0].wait() == 124, processes[0].text
         assert gangs.alive(processes[1].process.pid)
-    assert "process 1 does not run any more" in processes[0].text
+    assert "process 1 no longer runs" in processes[0].text
     (hang,) = events(run_dir, "hang")
     assert (hang["process"], hang["cause_process"], hang["phase"]) == (0, 1, "step")
     assert Path(hang["stacks"]).exists()
@@ -98,7 +98,7 @@ def test_a_killed_process_is_named_by_the_one_that_lost_it(tmp_path):
         processes = by_hand(start, run_dir, "--resilience.inject=kill:step=7:process=1")
         assert processes[0].wait() == 1, processes[0].text
         assert processes[1].wait() == -signal.SIGKILL
-    assert "lost the connection to process 1: process 1 does not run any more" in processes[0].text
+    assert "lost the connection to process 1: process 1 no longer runs" in processes[0].text
     assert "Traceback" not in processes[0].text
     (lost,) = events(run_dir, "lost")
     assert lost["process"] == 1

@@ -162,7 +162,7 @@ def test_a_run_on_gpus_writes_events(process, tmp_path: Path, monkeypatch, capfd
         lambda path, name, **fields: (path.write_text(json.dumps({"event": name} | fields)), written.set()),
     )
     with ExitStack() as stack:
-        assert watch_gpus(HealthConfig(), mesh, stack, lines.append, file) == "health of GPUs: asked for every 60 s"
+        assert watch_gpus(HealthConfig(), mesh, stack, lines.append, file) == "health of GPUs: checked every 60 s"
         assert written.wait(30)
     event = json.loads(file.read_text())
     assert event == {"event": "health", "process": process, "gpu": 0, "what": "uncorrected_errors", "value": 2}

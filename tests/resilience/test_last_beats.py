@@ -89,7 +89,7 @@ def test_beats_say_what_the_main_thread_does_and_stop_at_the_last(beats: Path, t
 def test_a_lost_process_is_recorded_once_by_the_launcher_if_there_is_one(
     beats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    events, verdict = tmp_path / "events.jsonl", Verdict(1, "process 1 does not run any more")
+    events, verdict = tmp_path / "events.jsonl", Verdict(1, "process 1 no longer runs")
     error = jax.errors.JaxRuntimeError("Gloo all-reduce failed: Connection closed by peer")
     for launcher in (str(beats), ""):
         monkeypatch.setenv(BEATS, launcher)

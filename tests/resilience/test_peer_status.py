@@ -19,13 +19,15 @@ def test_a_process_behind_the_others_is_the_cause():
     before = {0: STEP, 1: Status(9, "data_wait", 7, 21.0, -1.0), 2: STEP}
     verdict = find_cause(0, before, moved(before), 3)
     assert (verdict.process, verdict.patience) == (1, 0.0)
-    assert verdict.sentence == "process 1 has not entered step 7: it has been waiting for the rows of step 7 for 21 s"
+    assert (
+        verdict.explanation == "process 1 has not entered step 7: it has been waiting for the rows of step 7 for 21 s"
+    )
 
 
 def test_a_process_that_hangs_itself_says_that_others_wait():
     before = {0: STEP, 1: Status(9, "data_wait", 7, 21.0, -1.0), 2: STEP}
     verdict = find_cause(1, before, moved(before), 3)
-    assert (verdict.process, verdict.sentence) == (1, "the other processes wait for this one")
+    assert (verdict.process, verdict.explanation) == (1, "the other processes wait for this one")
 
 
 def test_a_process_within_its_own_limit_is_waited_for():
@@ -36,7 +38,7 @@ def test_a_process_within_its_own_limit_is_waited_for():
 def test_a_process_that_publishes_nothing_more_is_the_cause_whatever_it_did():
     before = {0: STEP, 1: Status(9, "step", 8), 2: Status(5, "data_wait", 7, 3.0, -1.0)}
     verdict = find_cause(0, before, moved(before) | {1: before[1]}, 3)
-    assert verdict.process == 1 and verdict.sentence == "process 1 does not run any more; it was in step 8"
+    assert verdict.process == 1 and verdict.explanation == "process 1 no longer runs; it was in step 8"
 
 
 def test_a_process_that_never_published_is_the_cause():
@@ -51,14 +53,14 @@ def test_the_first_failure_is_the_cause_and_not_what_follows_from_it():
         2: Status(9, "data_wait", 7, failure="ValueError: odd"),
     }
     verdict = find_cause(0, {}, after, 3)
-    assert (verdict.process, verdict.sentence, verdict.reported) == (2, "process 2 failed: ValueError: odd", True)
+    assert (verdict.process, verdict.explanation, verdict.reported) == (2, "process 2 failed: ValueError: odd", True)
     assert secondary(str(after[1].failure)) and not secondary(str(after[2].failure))
 
 
 def test_nobody_is_blamed_where_all_are_equally_far():
     before = {0: STEP, 1: STEP}
     verdict = find_cause(0, before, moved(before), 2)
-    assert verdict.process is None and "all processes are equally far" in verdict.sentence
+    assert verdict.process is None and "all processes are equally far" in verdict.explanation
 
 
 @pytest.mark.parametrize(
@@ -117,7 +119,7 @@ def test_alone_nothing_is_published():
     alone = PeerStatus(Status, lambda why: None)
     alone.start()
     alone.publish_failure("odd")
-    assert alone.alone and alone.failed() is None and alone.verdict().process is None
+    assert alone.single_process and alone.failed() is None and alone.verdict().process is None
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,9 @@ from megajax.config import load
 from megajax.config.errors import UserError
 from megajax.data.config import GlueConfig, LoaderConfig, MockGlueConfig, Splits
 from megajax.job.job import train
-from megajax.job.resume import stored as beside
+from megajax.job.resume import checkpoint_meta
 from megajax.job.stored_weights import all_weights
-from megajax.job.weights import TakeWeights
+from megajax.job.weights import InitialWeights
 from megajax.models.config import ClassHeadConfig
 from megajax.models.config.classifier import classifying
 from megajax.models.presets.bert import bert
@@ -67,7 +67,7 @@ def pretrained(tmp_path_factory) -> tuple[Path, Mapping[str, np.ndarray]]:
     folder = tmp_path_factory.mktemp("pretrained")
     run = setup(tuning(model=pretraining(), data=MaskedRows(), run_dir=str(folder)), devices=jax.devices()[:1])
     with CheckpointManager(CheckpointConfig(), folder / "checkpoints") as manager:
-        manager.save(1, run.state, beside(run.parts, ""))
+        manager.save(1, run.state, checkpoint_meta(run.parts, ""))
     run.close()
     return folder, {path: np.asarray(weight) for path, weight in run.state.params.items()}
 
@@ -78,7 +78,7 @@ def tuned(pretrained, tmp_path_factory) -> Run:
     source = WeightsConfig(run=pretrained[0], fresh=("head.*",))
     data = MockGlueConfig(task="rte", path=str(tmp_path_factory.mktemp("files")))
     cfg = tuning(checkpoint=CheckpointConfig(weights=(source,)), data=data)
-    return setup(cfg, devices=jax.devices()[:1], start=TakeWeights(cfg.checkpoint.weights, print))
+    return setup(cfg, devices=jax.devices()[:1], start=InitialWeights(cfg.checkpoint.weights, print))
 
 
 def test_a_classifier_starts_from_a_pretrained_bert_with_a_fresh_head(pretrained, tuned):

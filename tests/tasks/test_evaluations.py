@@ -300,14 +300,14 @@ def test_what_is_wrong_is_said_before_anything_runs(folder, tmp_path):
 def test_a_run_without_checkpoints_and_a_tokenizer_that_does_not_fit(folder, tmp_path):
     (tmp_path / "config.yaml").write_text((folder / "run/config.yaml").read_text())
     evaluation = Evaluation(tmp_path, [SplitConfig()], tmp_path)
-    with pytest.raises(UserError, match=f"there are no checkpoints to take weights from: {tmp_path} holds none"):
+    with pytest.raises(UserError, match=f"no checkpoints to load weights from in {tmp_path}"):
         evaluate(config(folder), evaluation, all_weights)
     cfg = replace(config(folder), tokenizer=NullTokenizerConfig(vocabulary_size=VOCABULARY + 1))
     what = f"the tokenizer has {VOCABULARY + 1} tokens, model.vocabulary_size is {VOCABULARY}: give the tokenizer that"
     with pytest.raises(UserError, match=what):
         evaluate(cfg, evaluation, all_weights)
     other = config(folder, f"model.hidden={64}")
-    with pytest.raises(UserError, match=r"are not this model's:[^$]*  tokens: .*32. there, .*64. here"):
+    with pytest.raises(UserError, match=r"do not fit this model:[^$]*  tokens: .*32., this model has .*64."):
         evaluate(other, Evaluation(folder / "run", [SplitConfig()], tmp_path), all_weights)
 
 

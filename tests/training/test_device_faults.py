@@ -16,8 +16,8 @@ from megajax.job.device_faults import (
     device_fault,
     installation,
     out_of_memory,
+    requested_bytes,
     state_bytes,
-    wanted_bytes,
 )
 from megajax.job.device_memory import compiled_memory, memory_in_use, peak_memory
 from megajax.job.job import train
@@ -202,7 +202,7 @@ def test_large_logits_are_named():
     ],
 )
 def test_what_was_wanted_is_read_from_the_runtimes_words(text, size):
-    assert wanted_bytes(text) == size
+    assert requested_bytes(text) == size
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from megajax.config.errors import ConfigError, UserError
 from megajax.config.tree import check
 from megajax.data.config import BlendConfig, MockConfig
 from megajax.data.indexed import IndexedWriter
-from megajax.job.hooks import Evaluate, Filled
+from megajax.job.hooks import Evaluate, PaddedRows
 from megajax.job.job import train
 from megajax.metrics.config import LoggingConfig
 from megajax.resilience.config import ResilienceConfig
@@ -106,7 +106,7 @@ def test_full_validation_counts_every_row_once(corpus, tmp_path):
         sums += [-(logits[np.arange(16), labels] * mask).sum(), mask.sum()]
     run.close()
     assert measure.last["validation"]["loss"] == pytest.approx(sums[0] / sums[1], rel=1e-5)
-    filled = Filled(source, 8)
+    filled = PaddedRows(source, 8)
     assert len(filled) % 8 == 0
     assert filled[len(filled) - 1]["loss_mask"].sum() == 0
     assert filled[0] is not None and source[0]["loss_mask"].sum() > 0

@@ -12,7 +12,7 @@ from small_jobs import run_config
 
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.config.errors import UserError
-from megajax.job.failure import LONGEST, one_line, says_lost_lines
+from megajax.job.failure import LONGEST, one_line, report_lost_lines
 from megajax.job.job import train
 from megajax.metrics.line_file import LinesLost
 from megajax.reporting.attempts import attempts
@@ -48,10 +48,10 @@ def test_an_error_while_rows_are_awaited(tmp_path: Path) -> None:
 
 def test_lines_that_a_full_disk_lost_do_not_change_the_code_of_a_failure(capsys: pytest.CaptureFixture) -> None:
     for code in (17, 75):
-        with says_lost_lines(lambda code=code: code):
+        with report_lost_lines(lambda code=code: code):
             raise LinesLost("3 lines of metrics.jsonl could not be written")
         assert "megajax: 3 lines of metrics.jsonl" in capsys.readouterr().err
-    with pytest.raises(LinesLost), says_lost_lines(lambda: 0):
+    with pytest.raises(LinesLost), report_lost_lines(lambda: 0):
         raise LinesLost("3 lines of metrics.jsonl could not be written")
 
 

@@ -33,7 +33,7 @@ def job(folder: Path | str = "unused", **changes) -> RunConfig:
 def state(folder: Path, cfg: RunConfig) -> Run:
     """The run as its last checkpoint has it."""
     reader, _ = open_checkpoints(folder)
-    return setup(cfg, start=Resume(reader, reader.newest(), own=False, say=print))
+    return setup(cfg, start=Resume(reader, reader.newest(), same_run=False, say=print))
 
 
 @pytest.mark.slow

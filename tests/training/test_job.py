@@ -164,7 +164,7 @@ def test_going_on_with_other_settings_is_refused_and_nothing_is_touched(halted, 
     for line in listed:
         assert line in str(refused.value)
     assert "holds step 4" in str(refused.value)
-    assert "Go on with the old settings; " in str(refused.value)
+    assert "Continue with the old settings; " in str(refused.value)
     assert "or set another run_dir" in str(refused.value)
     rates = any(f"\n  {name}" in str(refused.value) for name in ("schedule", "optimizer.weight_decay"))
     assert ("set schedule.on_resume=config to let rates change" in str(refused.value)) == rates
@@ -178,7 +178,7 @@ def test_another_schedule_takes_over_where_the_config_says_so(whole, copied, cap
         "schedule": ScheduleConfig(lr=1e-3, style="linear", on_resume="config"),
         "optimizer": AdamWConfig(weight_decay=0.2),
     }
-    with pytest.raises(UserError, match=r"  seed: 1234 -> 7\nGo on with the old settings; or set") as refused:
+    with pytest.raises(UserError, match=r"  seed: 1234 -> 7\nContinue with the old settings; or set") as refused:
         train(run_config(copied, seed=7, **rates))
     assert "schedule.lr" not in str(refused.value)
     assert train(run_config(copied, **rates)) == 0

@@ -17,7 +17,7 @@ from megajax.checkpoint import disk
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.checkpoint.local.config import LocalConfig
 from megajax.job.job import train
-from megajax.job.local_saves import LocalSaves, intact_step, mesh_here
+from megajax.job.local_saves import LocalSaves, intact_step, mesh_sizes
 from megajax.mesh.config import ParallelConfig
 from megajax.resilience.activity import Activity
 from megajax.training.config import BatchConfig
@@ -56,7 +56,7 @@ def attempt(folder: Path, cfg: RunConfig, shared: tuple[int, ...] = (), local: t
             step = start[1]
             kind = "local" if start[0] is saves.reader else "shared" if start[0] is manager else "other"
             value = float(start[0].restore(step, like(small(0)))[0]["w"][0, 0])
-            assert saves.own(start) == (kind != "other")
+            assert saves.belongs_to_run(start) == (kind != "other")
         if shared or local:
             assert saves.local is not None
             saves.local.begin(step or 0, small(0))
@@ -101,7 +101,7 @@ def test_a_damaged_local_checkpoint_falls_back_to_the_next_newest(tmp_path, capf
     assert (passed_over["from_step"], passed_over["to_step"], passed_over["kind"]) == (4, 3, "local")
     assert "sha256" in passed_over["why"]
     told = capfd.readouterr().err
-    assert "the local checkpoint of step 4 is not whole: no process has the shards of process 0" in told
+    assert "the local checkpoint of step 4 is not complete: no process has the shards of process 0" in told
     assert "next are the shared folder's checkpoints" in told
 
 
@@ -121,7 +121,7 @@ def test_a_damaged_shared_checkpoint_falls_back_to_a_local_one(tmp_path, capfd):
     for step in (1, 3):
         damage(shared_step(tmp_path, step))
     assert attempt(tmp_path, config(tmp_path))[:3] == ("local", 2, 2.0)
-    assert "The local checkpoint of step 2 is whole and is used" in capfd.readouterr().err
+    assert "The local checkpoint of step 2 is complete and is used" in capfd.readouterr().err
 
 
 def test_another_mesh_starts_from_the_shared_folder_and_says_so(tmp_path, capfd):
@@ -138,8 +138,8 @@ def test_a_layout_that_is_fitted_to_the_devices_is_compared_as_fitted(tmp_path):
     attempt(tmp_path, config(tmp_path), (3,), (4,))
     batch = BatchConfig(global_size=16, micro_size=1)
     cfg = config(tmp_path, parallel=ParallelConfig(data=16), batch=batch)
-    assert mesh_here(cfg) is None and attempt(tmp_path, cfg)[:2] == ("shared", 3)
-    fitted = mesh_here(replace(cfg, parallel=replace(cfg.parallel, elastic=True)))
+    assert mesh_sizes(cfg) is None and attempt(tmp_path, cfg)[:2] == ("shared", 3)
+    fitted = mesh_sizes(replace(cfg, parallel=replace(cfg.parallel, elastic=True)))
     assert fitted is not None and fitted == ONE | {"data": 8}
 
 
@@ -222,7 +222,7 @@ def test_what_is_saved_when_another_process_is_lost(tmp_path, capfd):
         saves.rescue(run, lost)
         run.state.w.delete()
         saves.rescue(run, lost)
-        assert capfd.readouterr().err.count("whose state is not whole: nothing is saved; there is none before") == 2
+        assert capfd.readouterr().err.count("this state is incomplete and not saved; there is none yet") == 2
         saves.local.peers.count = 1
     assert attempt(tmp_path, cfg).kind is None  # the shards of process 1 are nowhere
 

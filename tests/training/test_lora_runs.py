@@ -14,7 +14,7 @@ from tiny_runs import ONE, QUICK, llama, program, within
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.checkpoint.weights.runs import open_step
 from megajax.job.job import train
-from megajax.job.weights import frozen_fresh
+from megajax.job.weights import frozen_weights_warning
 from megajax.layers.config import LoRAConfig
 from megajax.layers.facts import total_size
 from megajax.models.config import DecoderConfig
@@ -75,9 +75,9 @@ def test_weights_named_beside_adapters_are_trained_too() -> None:
 
 
 def test_a_run_without_a_source_says_that_frozen_weights_are_fresh() -> None:
-    line = frozen_fresh(program(replace(llama(), lora=LORA), ONE, microbatches=2))
+    line = frozen_weights_warning(program(replace(llama(), lora=LORA), ONE, microbatches=2))
     assert "adapters are trained beside fresh, frozen weights: set checkpoint.load" in line and ".lora_" not in line
-    assert frozen_fresh(program(llama(), ONE, microbatches=2)) == ""
+    assert frozen_weights_warning(program(llama(), ONE, microbatches=2)) == ""
 
 
 @pytest.mark.slow

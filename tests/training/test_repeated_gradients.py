@@ -11,7 +11,7 @@ from tiny_runs import QUICK, llama, place, program, rows, start, within
 
 from megajax.config.errors import UserError
 from megajax.job.integrity import idle_drills
-from megajax.job.recompute import CheckResults, devices_of, sentence
+from megajax.job.recompute import CheckGradients, devices_of, mismatch_message
 from megajax.job.repeated_gradients import Recompute, Verdict, scale_of, verdict
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import build_mesh, rotated_mesh
@@ -58,7 +58,7 @@ def test_the_group_with_a_device_that_computes_wrongly_is_named(layout):
         always = run(partial(faulty, device, range(4)))
         assert always == Verdict((group,), reproducible=True, alike=2)
         assert device in devices_of(mesh, always)
-        assert f"{device.id} (process 0)" in sentence(7, always, devices_of(mesh, always))
+        assert f"{device.id} (process 0)" in mismatch_message(7, always, devices_of(mesh, always))
         for number in range(2):
             once = run(partial(faulty, device, [number]))
             assert once == Verdict((group,), reproducible=False, alike=3)
@@ -84,10 +84,10 @@ def test_whom_results_blame():
 
 def test_messages():
     devices = jax.devices()[:2]
-    passing = sentence(3, Verdict((0,), False, 3), devices[:1])
+    passing = mismatch_message(3, Verdict((0,), False, 3), devices[:1])
     assert "device 0 (process 0) computed other gradients" in passing and "tolerance" not in passing
-    assert "resilience.recompute.tolerance" in sentence(3, Verdict((0, 1), False, 0), devices)
-    lasting = sentence(3, Verdict((0,), True, 2), devices)
+    assert "resilience.recompute.tolerance" in mismatch_message(3, Verdict((0, 1), False, 0), devices)
+    lasting = mismatch_message(3, Verdict((0,), True, 2), devices)
     assert "devices 0 (process 0), 1 (process 0) reproducibly" in lasting and "2 other groups agree" in lasting
 
 
@@ -106,8 +106,8 @@ def test_a_single_group_is_refused():
         cfg = run_config()
 
     with pytest.raises(UserError, match=r"parallel\.data is 1"):
-        CheckResults(RecomputeConfig(every=5), Alone(), print, print, ())
-    CheckResults(RecomputeConfig(), Alone(), print, print, ())
+        CheckGradients(RecomputeConfig(every=5), Alone(), print, print, ())
+    CheckGradients(RecomputeConfig(), Alone(), print, print, ())
 
 
 def test_a_run_that_goes_on_with_a_single_group_is_not_ended_by_the_check():
@@ -116,7 +116,7 @@ def test_a_run_that_goes_on_with_a_single_group_is_not_ended_by_the_check():
         cfg = run_config(parallel=ParallelConfig(data=4, elastic=True))
 
     said = []
-    check = CheckResults(RecomputeConfig(every=5), Left(), print, said.append, ())
+    check = CheckGradients(RecomputeConfig(every=5), Left(), print, said.append, ())
     assert not check.due(5) and "gradients are not computed again" in said[0]
 
 

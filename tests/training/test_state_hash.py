@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tiny_runs import QUICK, llama, program, start
 
-from megajax.job.replicas import copied_weight, mismatch_fields, sentence, with_flipped_bit
+from megajax.job.replicas import copied_weight, mismatch_fields, mismatch_message, with_flipped_bit
 from megajax.job.state_hash import HashedLeaf, StateHash, array_hash, group_hashes, mismatches
 from megajax.mesh.config import ParallelConfig
 from megajax.training.program import Program
@@ -45,7 +45,7 @@ def test_a_flipped_bit_of_one_copy_is_named(layout):
     assert fields["weight"] == f"params.{path}" and fields["arrays"] == 1 and fields["copies"] == copies
     assert device.id in fields["devices"] and fields["processes"] == [0]
     assert (fields["devices"] == [device.id]) == (copies > 2), "of two copies nothing says which is right"
-    assert f"device {device.id} (process 0)" in sentence(3, odd, of.mesh)
+    assert f"device {device.id} (process 0)" in mismatch_message(3, odd, of.mesh)
 
 
 def test_the_hash_of_a_part_does_not_depend_on_the_layout():

@@ -12,8 +12,8 @@ from small_jobs import model, run_config
 from megajax.checkpoint.config import CheckpointConfig, WeightsConfig
 from megajax.checkpoint.manager import CheckpointManager
 from megajax.config.errors import UserError
-from megajax.job.resume import stored as beside
-from megajax.job.weights import TakeWeights
+from megajax.job.resume import checkpoint_meta
+from megajax.job.weights import InitialWeights
 from megajax.layers.config import DenseMLPConfig, GatedMLPConfig, MoEConfig, RouterConfig
 from megajax.layers.upcycling import derived, weight_sum
 from megajax.mesh.config import ParallelConfig
@@ -42,7 +42,7 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, np.ndarray]:
     folder = tmp_path_factory.mktemp("dense")
     run = setup(run_config(folder, model=with_mlp(GatedMLPConfig(ffn=32))), devices=jax.devices()[:1])
     with CheckpointManager(CheckpointConfig(), folder / "checkpoints") as manager:
-        manager.save(1, run.state, beside(run.parts, ""))
+        manager.save(1, run.state, checkpoint_meta(run.parts, ""))
     return folder, np.asarray(run.model(TOKENS))
 
 
@@ -55,7 +55,7 @@ def started(folder: Path, moe: DecoderConfig, parallel: ParallelConfig | None = 
     cfg: RunConfig = run_config(model=moe, **changes)
     said: list[str] = []
     devices = jax.devices()[: 1 if parallel is None else 4]
-    return setup(cfg, devices=devices, start=TakeWeights(cfg.checkpoint.weights, said.append)), said
+    return setup(cfg, devices=devices, start=InitialWeights(cfg.checkpoint.weights, said.append)), said
 
 
 def test_copies_of_a_dense_layer_compute_what_it_does(dense: tuple[Path, np.ndarray]) -> None:

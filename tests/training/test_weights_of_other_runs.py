@@ -16,8 +16,8 @@ from megajax.checkpoint.reader import CheckpointReader
 from megajax.config.errors import UserError
 from megajax.data.config import MockImagesConfig, MockMasksConfig
 from megajax.job.job import train
-from megajax.job.resume import stored as beside
-from megajax.job.weights import TakeWeights
+from megajax.job.resume import checkpoint_meta
+from megajax.job.weights import InitialWeights
 from megajax.layers.config import AttentionConfig, BlockConfig, DenseMLPConfig, LayerNormConfig, StackConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.models.config import ViTConfig
@@ -66,14 +66,14 @@ def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pretrained")
     run = setup(job(folder), devices=jax.devices()[:1])
     with CheckpointManager(CheckpointConfig(), folder / "checkpoints") as manager:
-        manager.save(1, run.state, beside(run.parts, ""))
+        manager.save(1, run.state, checkpoint_meta(run.parts, ""))
     return folder
 
 
 def started(cfg: RunConfig) -> tuple[Run, list[str]]:
     """A run before its first step, and what it says."""
     said: list[str] = []
-    return setup(cfg, devices=jax.devices()[:1], start=TakeWeights(cfg.checkpoint.weights, said.append)), said
+    return setup(cfg, devices=jax.devices()[:1], start=InitialWeights(cfg.checkpoint.weights, said.append)), said
 
 
 def stored(folder: Path, step: int) -> dict[str, np.ndarray]:
@@ -125,7 +125,7 @@ def test_interpolation_keeps_what_is_linear() -> None:
 @pytest.mark.parametrize(
     ("model", "source", "words"),
     [
-        (vit(classes=12), {}, r"head.linear.matrix: \[16, 10\] there, \[16, 12\] here"),
+        (vit(classes=12), {}, r"head.linear.matrix: stored shape \[16, 10\], this model has \[16, 12\]"),
         (vit(), {"into": "tower"}, "into=tower is no part of the model"),
         (vit(), {"fresh": ("neck.*",)}, "neck.* names none of the weights"),
         (replace(vit(), stack=StackConfig(pattern=(BLOCK,), repeats=3)), {}, "has 2 layers with stack"),
