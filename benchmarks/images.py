@@ -26,7 +26,7 @@ from PIL import Image
 from megajax.batch import Leaf
 from megajax.data.config import AugmentConfig, ClassFoldersConfig, Rows
 from megajax.data.image_decoding import StoredPicture
-from megajax.data.image_tiles import tiled
+from megajax.data.image_tiles import tile_image
 
 WIDTH, HEIGHT, QUALITY = 500, 375, 90
 RAND_AUGMENT = AugmentConfig(operations=2, magnitude=9)
@@ -106,7 +106,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     decoded = per_core(lambda row: StoredPicture(files[row % len(files)], 10**8).rgb(whole), seconds)
     results["decode_whole_images_per_second_per_core"] = decoded
     results["tiles_images_per_second_per_core"] = per_core(
-        lambda row: tiled(StoredPicture(files[row % len(files)], 10**8), (size, size), 6), seconds
+        lambda row: tile_image(StoredPicture(files[row % len(files)], 10**8), (size, size), 6), seconds
     )
     sources = {name: build(images, size, *case) for name, case in CASES.items()}
     for name, source in sources.items():

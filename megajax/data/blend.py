@@ -49,24 +49,24 @@ class BlendIndex(NamedTuple):
     """int64 [n]."""
 
 
-def normalised(weights: Sequence[float]) -> np.ndarray:
+def normalize_weights(weights: Sequence[float]) -> np.ndarray:
     """Weights scaled to a sum of 1, float64."""
     values = np.array(weights, np.float64)
     return values / np.sum(values)
 
 
-def rows_needed(rows: int, weights: np.ndarray, surplus: float = 0.0) -> list[int]:
+def rows_by_weight(rows: int, weights: np.ndarray, surplus: float = 0.0) -> list[int]:
     """Rows of each dataset in a blend of `rows`: rows · weight rounded up, then the surplus, rounded up again."""
     return [math.ceil(math.ceil(rows * weight) * (1 + surplus)) for weight in weights.tolist()]
 
 
 def _greedy(weights: np.ndarray, rows: int, limits: np.ndarray | None = None) -> np.ndarray:
-    """For each row, the dataset with the largest shortfall, the first one of equals; int16 [rows].
+    """For each row, the dataset with the largest shortfall (the first among equals), int16 [rows].
 
     The shortfall w_d · max(i, 1) - count_d is computed in float64 in this order, because rounding decides near-ties.
     About a million rows per second for any number of datasets. limits: maximum number of rows of each dataset.
     """
-    chosen = np.empty(rows, np.int16)
+    sequence = np.empty(rows, np.int16)
     counts, shortfall = np.zeros(len(weights)), np.empty(len(weights))
     largest, subtract = shortfall.argmax, np.subtract
     if limits is not None:
@@ -81,8 +81,8 @@ def _greedy(weights: np.ndarray, rows: int, limits: np.ndarray | None = None) ->
             datasets.append(dataset)
             if limits is not None and counts[dataset] == limits[dataset]:
                 counts[dataset] = np.inf
-        chosen[start : start + len(datasets)] = datasets
-    return chosen
+        sequence[start : start + len(datasets)] = datasets
+    return sequence
 
 
 def _numbered(datasets: np.ndarray) -> BlendIndex:
@@ -96,7 +96,7 @@ def _numbered(datasets: np.ndarray) -> BlendIndex:
 
 def weighted_index(weights: Sequence[float], rows: int) -> BlendIndex:
     """Blend index of `rows` rows in proportion to the weights."""
-    return _numbered(_greedy(normalised(weights), rows))
+    return _numbered(_greedy(normalize_weights(weights), rows))
 
 
 def exhaustive_index(lengths: Sequence[int]) -> BlendIndex:
@@ -147,7 +147,7 @@ class BlendedDataset:
 
 
 class BlendBuilder[Data: Dataset]:
-    """Splits token files and blends them; how rows are made of a file is up to the subclass.
+    """Splits token files and blends them; subclasses make the rows of a file.
 
     Each index is built once and cached by content.
     """
@@ -157,7 +157,7 @@ class BlendBuilder[Data: Dataset]:
         self.folder = index_folder(config.cache_dir)
 
     def units(self, tokens: Any) -> int:
-        """Number of what a split has shares of."""
+        """Number of sequences or documents that the splits share."""
         raise NotImplementedError
 
     def dataset(self, tokens: Any, identity: str, split: str, bounds: tuple[int, int], rows: int | None) -> Data:
@@ -171,29 +171,31 @@ class BlendBuilder[Data: Dataset]:
     def build(self, rows: Rows) -> Splits:
         """Row sources of the config's files for the splits that a run requests; None for the others.
 
-        One prefix without a weight gives the requested number of rows; a blend with weights has Σ ceil(rows · weight)
-        rows; a blend without weights, or for one pass (rows None), reads one epoch of each dataset, in proportion to
+        One prefix without a weight gives the requested number of rows. A blend with weights has Σ ceil(rows · weight)
+        rows. A blend without weights, or for one pass (rows None), reads one epoch of each dataset, in proportion to
         their lengths.
 
         Raises:
-            UserError: missing or damaged files, a requested split that is empty, too few tokens.
+            UserError: missing or damaged files, an empty split with requested rows, or too few tokens.
         """
         config = self.config
         if config.paths:
             prefixes, weights = parse_paths(config.paths)
             files = [self.read(prefix) for prefix in prefixes]
-            return self.splits(files, None if weights is None else normalised(weights), parse_split(config.split), rows)
+            return self.splits(
+                files, None if weights is None else normalize_weights(weights), parse_split(config.split), rows
+            )
 
-        def own_files(position: int, name: str, count: int | None) -> Data | BlendedDataset | None:
+        def separate_files(position: int, name: str, count: int | None) -> Data | BlendedDataset | None:
             paths = config_paths(config, name)
             if not paths:
                 return None
             prefixes, weights = parse_paths(paths)
             # A single prefix is not a blend, even with a weight: Megatron-LM's rule for lists per split.
-            scaled = None if weights is None or len(prefixes) == 1 else normalised(weights)
+            scaled = None if weights is None or len(prefixes) == 1 else normalize_weights(weights)
             return self.source([self.read(prefix) for prefix in prefixes], scaled, (0.0, 1.0), name, count)
 
-        return Splits.build(rows, own_files)
+        return Splits.build(rows, separate_files)
 
     def splits(
         self, files: Sequence[Any], weights: np.ndarray | None, shares: Sequence[Range | None], rows: Rows
@@ -209,16 +211,16 @@ class BlendBuilder[Data: Dataset]:
     def source(
         self, files: Sequence[Any], weights: np.ndarray | None, share: Range | None, split: str, rows: int | None
     ) -> Data | BlendedDataset:
-        """The rows of a split, from one token file or a blend of several. Raises UserError for a share of no unit."""
+        """The rows of a split, from one token file or a blend of several. Raises UserError for an empty share."""
         if len(files) > MAXIMUM_DATASETS:
             raise UserError(f"a blend of {len(files)} datasets: at most {MAXIMUM_DATASETS} are possible. Merge some.")
         single = len(files) == 1 and weights is None
-        each: Sequence[int | None] = [rows if single else None] * len(files)
+        counts: Sequence[int | None] = [rows if single else None] * len(files)
         if weights is not None and rows is not None:
-            each = rows_needed(rows, weights, self.config.surplus)
+            counts = rows_by_weight(rows, weights, self.config.surplus)
         identities = [tokens.identity() for tokens in files]
         datasets = []
-        for tokens, identity, count in zip(files, identities, each, strict=True):
+        for tokens, identity, count in zip(files, identities, counts, strict=True):
             bounds = split_bounds(share, self.units(tokens))
             datasets.append(self.dataset(tokens, identity, split, bounds, count))
         return datasets[0] if single else self._blend(datasets, weights, rows, identities)
@@ -236,7 +238,7 @@ class BlendBuilder[Data: Dataset]:
             elif weights is None:
                 index = weighted_index(lengths, min(rows, sum(lengths)))
             else:
-                index = weighted_index(weights.tolist(), sum(rows_needed(rows, weights)))
+                index = weighted_index(weights.tolist(), sum(rows_by_weight(rows, weights)))
             return index._asdict()
 
         index = BlendIndex(**load_or_build(self.folder, description, build))
@@ -283,8 +285,8 @@ class DatasetBuilder(BlendBuilder[GPTDataset]):
         if split_tokens < least_tokens(request):
             plural = "s" * (split_tokens != 1)
             warnings.warn(
-                f"{name}: has {split_tokens} token{plural}, and a row reads {least_tokens(request)}: its documents are "
-                f"repeated within rows, {passes} times in all, as by Megatron-LM. Give it a larger share in "
+                f"{name}: has {split_tokens} token{plural}, but a row reads {least_tokens(request)}: its documents are "
+                f"repeated within rows, {passes} times in all, as in Megatron-LM. Give it a larger share in "
                 "data.split, or more data.",
                 stacklevel=2,
             )

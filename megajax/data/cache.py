@@ -73,7 +73,7 @@ def load_or_build(folder: Path, description: Mapping[str, object], build: Callab
 def _write(path: Path, description: Mapping[str, object], arrays: Arrays) -> None:
     head = {"description": description, "arrays": {k: [a.dtype.str, a.shape] for k, a in arrays.items()}}
     digest = hashlib.sha256()
-    with replacing(path) as file:
+    with atomic_write(path) as file:
 
         def put(data: bytes | memoryview) -> None:
             digest.update(data)
@@ -87,7 +87,7 @@ def _write(path: Path, description: Mapping[str, object], arrays: Arrays) -> Non
 
 
 @contextmanager
-def replacing(path: Path) -> Generator[BinaryIO]:
+def atomic_write(path: Path) -> Generator[BinaryIO]:
     """A file that gets its name when the block ends without an error, so that it is never seen incomplete."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}.tmp")

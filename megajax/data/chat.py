@@ -11,7 +11,7 @@ import numpy as np
 from megajax.batch import Schema
 from megajax.config.errors import UserError
 from megajax.data.cache import index_folder
-from megajax.data.chat_files import Conversations, Reader, counted
+from megajax.data.chat_files import Conversations, Reader, skipped_lines
 from megajax.data.config import ChatConfig
 from megajax.data.packing import Packing, balanced_fit, best_fit, padding_lengths
 from megajax.data.row_source import ORDER_SAMPLE, check_row, data_seed
@@ -171,14 +171,14 @@ class ChatBuilder:
         """
         config = self.config
         whole, shares = self.reader.read(config.paths) if config.paths else None, parse_split(config.split)
-        lost = Counter(counted(whole)) if whole else Counter()
+        lost = Counter(skipped_lines(whole)) if whole else Counter()
 
         def source(position: int, name: str, rows: int | None) -> ChatRows | None:
             if whole is None:
                 if not (paths := config_paths(config, name)):
                     return None
                 read = self.reader.read(paths)
-                return self._rows(read, paths, (0, len(read.places)), rows, name, counted(read))
+                return self._rows(read, paths, (0, len(read.places)), rows, name, skipped_lines(read))
             if shares[position] is None and name != "train":
                 return None
             bounds = split_bounds(shares[position], len(whole.places))

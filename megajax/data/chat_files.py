@@ -175,7 +175,7 @@ class Reader:
         for file, path in enumerate(paths):
             for number, line in _lines(path):
                 try:
-                    conversations = self._tokenized(line)
+                    conversations = self._tokenize_line(line)
                 except BadLine as error:
                     if self._on_error == "stop":
                         hint = "Mend the line, or leave such lines out with data.on_error=skip."
@@ -197,7 +197,7 @@ class Reader:
             "skipped": np.array([skipped[reason] for reason in REASONS], np.int64),
         }
 
-    def _tokenized(self, line: bytes) -> list[tuple[np.ndarray, np.ndarray]]:
+    def _tokenize_line(self, line: bytes) -> list[tuple[np.ndarray, np.ndarray]]:
         """(tokens, their weights) of each conversation of a line. An end token follows unless it is there."""
         texts, (conversations, tools) = [], parse(line, self._loss == "answers")
         more = {} if tools is None else {"tools": tools}
@@ -209,7 +209,7 @@ class Reader:
                     parts = self._template.parts(messages, **more)
             except TemplateMisfit as error:
                 raise BadLine(REASONS[3], str(error)) from error
-            ids, weights = tokenized(self._tokenizer, parts)
+            ids, weights = tokenize_parts(self._tokenizer, parts)
             if not len(ids) or ids[-1] != self._tokenizer.eod:
                 last = weight_of(messages[-1]) if self._loss == "answers" else 1
                 ids, weights = np.append(ids, np.int32(self._tokenizer.eod)), np.append(weights, np.float32(last))
@@ -217,7 +217,7 @@ class Reader:
         return texts
 
 
-def tokenized(tokenizer: Tokenizer, parts: Sequence[Part]) -> tuple[np.ndarray, np.ndarray]:
+def tokenize_parts(tokenizer: Tokenizer, parts: Sequence[Part]) -> tuple[np.ndarray, np.ndarray]:
     """(tokens int32 [n] of the whole text, float32 [n] their weights in the loss).
 
     A token that begins before an answer and ends in it belongs to the answer, one that begins in an answer and ends
@@ -266,6 +266,6 @@ def _digest(path: str) -> str:
         ) from error
 
 
-def counted(conversations: Conversations) -> Mapping[str, int]:
+def skipped_lines(conversations: Conversations) -> Mapping[str, int]:
     """Reason -> lines left out; only reasons that there were."""
     return {reason: count for reason, count in zip(REASONS, conversations.skipped.tolist(), strict=True) if count}

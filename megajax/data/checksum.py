@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megajax.data.reading import retried
+from megajax.data.reading import with_retries
 
 BLOCK = 1 << 16
 """Bytes of a block of a sample."""
@@ -131,7 +131,7 @@ def _sample(path: str, blocks: int) -> tuple[int, bytes]:
                 digest.update(os.pread(file.fileno(), BLOCK, offset))
             return size, digest.digest()
 
-    return retried(read, path)
+    return with_retries(read, path)
 
 
 def full_checksums(
@@ -154,7 +154,7 @@ def full_checksums(
         (number, place, file, start)
         for number, group in enumerate(groups)
         for place, file in enumerate(group.files)
-        for start in range(0, max(1, retried(lambda file=file: os.stat(file).st_size, file)), PART)
+        for start in range(0, max(1, with_retries(lambda file=file: os.stat(file).st_size, file)), PART)
     ][process::processes]
     sums, read_bytes = [0] * len(groups), 0
     with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:
@@ -178,4 +178,4 @@ def _part(place: int, path: str, start: int) -> tuple[int, int]:
                 size += len(data)
         return size, int.from_bytes(digest.digest(), "little")
 
-    return retried(read, path)
+    return with_retries(read, path)

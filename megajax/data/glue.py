@@ -12,7 +12,7 @@ from megajax.batch import Schema
 from megajax.config.errors import UserError
 from megajax.config.nearest import did_you_mean
 from megajax.data.config.benchmarks import GLUE, TEST, VALIDATION, GlueConfig, GlueFormat
-from megajax.data.sequence_pairs import Examples, Row, Sequences, example_splits, read_lines
+from megajax.data.sequence_pairs import Examples, Row, SequenceBuilder, example_splits, read_lines
 from megajax.data.splits import Rows, Splits
 from megajax.tokenizers.base import Tokenizer
 
@@ -65,7 +65,7 @@ def read_file(
     items = list(_sentences(path, task, skipped, labelled=labelled))
     if not items:
         raise UserError(f"{path}: has no examples of {config.task}.")
-    sequences, kind = Sequences(tokenizer, schema), np.int32 if task.classes else np.float32
+    sequences, kind = SequenceBuilder(tokenizer, schema), np.int32 if task.classes else np.float32
 
     def row(item: Sentences) -> Row:
         second = None if item.second is None else sequences.encode(item.second)

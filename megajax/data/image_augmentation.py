@@ -50,7 +50,7 @@ def inner_box(size: tuple[int, int], ratio: float, share: float = 1.0) -> tuple[
     return ((width - across) / 2, (height - down) / 2, (width + across) / 2, (height + down) / 2)
 
 
-def cropped(picture: Picture, crop: Crop, size: tuple[int, int], filter: str = "BILINEAR") -> Any:
+def crop_image(picture: Picture, crop: Crop, size: tuple[int, int], filter: str = "BILINEAR") -> Any:
     """The box of the picture at `size` (width, height). filter: of Pillow's; BICUBIC takes 1.6 times as long.
 
     Raises UnreadableItem.
@@ -65,7 +65,7 @@ def cropped(picture: Picture, crop: Crop, size: tuple[int, int], filter: str = "
     return image.transpose(library.Transpose.FLIP_LEFT_RIGHT) if crop.flip else image
 
 
-def cropped_classes(classes: np.ndarray, crop: Crop, size: tuple[int, int]) -> np.ndarray:
+def crop_classes(classes: np.ndarray, crop: Crop, size: tuple[int, int]) -> np.ndarray:
     """The box of classes of pixels [H, W] at `size` (width, height): int32, that of the nearest pixel."""
     left, top, right, bottom = crop.box
     columns = left + (np.arange(size[0]) + 0.5) * (right - left) / size[0]
@@ -74,7 +74,7 @@ def cropped_classes(classes: np.ndarray, crop: Crop, size: tuple[int, int]) -> n
     return np.ascontiguousarray(crop_classes[:, ::-1] if crop.flip else crop_classes)
 
 
-def augmented(image: Any, config: AugmentConfig, generator: np.random.Generator) -> Any:
+def augment_image(image: Any, config: AugmentConfig, generator: np.random.Generator) -> Any:
     """`config.operations` operations at `config.magnitude`, drawn with repetition."""
     for number in generator.integers(len(OPERATIONS), size=config.operations).tolist():
         sign = 1.0 if generator.random() < 0.5 else -1.0

@@ -10,7 +10,7 @@ import numpy as np
 
 from megajax.config.missing import require
 from megajax.data.item_rows import UnreadableItem
-from megajax.data.reading import passing
+from megajax.data.reading import is_transient
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 """Formats that are read: others of Pillow start programs or are never trained on."""
@@ -45,7 +45,7 @@ class Picture(Protocol):
         ...
 
 
-class MadePicture:
+class ArrayPicture:
     """An image that needs no decoding. pixels: uint8 [H, W, 3]."""
 
     def __init__(self, pixels: np.ndarray):
@@ -149,7 +149,7 @@ def read_at(path: Path, offset: int, size: int) -> bytes:
 
 def _unreadable(error: OSError) -> Exception:
     """An error of the disk or file server is not the item's fault: it stays what it is, and the row is read again."""
-    return error if passing(error) else UnreadableItem("cannot be read", error.strerror or str(error))
+    return error if is_transient(error) else UnreadableItem("cannot be read", error.strerror or str(error))
 
 
 def is_compressed(path: Path) -> bool:

@@ -8,9 +8,9 @@ import numpy as np
 from megajax.batch import Schema
 from megajax.config.errors import UserError
 from megajax.data.config import DigitCaptionsConfig, DigitsConfig
-from megajax.data.image_decoding import MadePicture, Picture
-from megajax.data.image_text import Sample, captioned, image_text_rows
-from megajax.data.item_rows import groups_of, split_rows
+from megajax.data.image_decoding import ArrayPicture, Picture
+from megajax.data.image_text import Sample, caption_sample, image_text_rows
+from megajax.data.item_rows import items_by_label, splits_from_shares
 from megajax.data.labelled_images import class_rows, demand_classes
 from megajax.data.splits import Rows, Splits
 
@@ -61,7 +61,7 @@ class DigitImages:
 
     def picture(self, item: int) -> Picture:
         """The image, 8x8."""
-        return MadePicture(self.digits.images[item])
+        return ArrayPicture(self.digits.images[item])
 
     def label(self, item: int) -> int:
         """The digit."""
@@ -69,7 +69,7 @@ class DigitImages:
 
     def groups(self) -> list[np.ndarray]:
         """The images of each digit."""
-        return groups_of(self.digits.labels)
+        return items_by_label(self.digits.labels)
 
     def subset(self, chosen: np.ndarray) -> "DigitImages":
         """Only these images."""
@@ -113,7 +113,7 @@ class DigitCaptions:
         phrasings = (ONE if count == 1 else SEVERAL)[: self._config.phrasings]
         listed = " and ".join([", ".join(words[:-1]), words[-1]] if count > 1 else words)
         caption = phrasings[int(generator.integers(len(phrasings)))].format(listed)
-        return captioned([self._images.picture(each) for each in shown], self._config.prompt, caption)
+        return caption_sample([self._images.picture(each) for each in shown], self._config.prompt, caption)
 
 
 def build_captions(config: DigitCaptionsConfig, *, tokenizer: Any, schema: Schema, rows: Rows, seed: int) -> Splits:
@@ -126,11 +126,11 @@ def build_captions(config: DigitCaptionsConfig, *, tokenizer: Any, schema: Schem
     if config.digits > slots:
         raise UserError(f"data.digits={config.digits}, and the model's rows have {slots} slots for images.")
     captions = DigitCaptions(DigitImages(load_digits()), config)
-    return split_rows(captions, SPLIT, rows, make, "the digits")
+    return splits_from_shares(captions, SPLIT, rows, make, "the digits")
 
 
 def build_digits(config: DigitsConfig, *, tokenizer: Any, schema: Schema, rows: Rows, seed: int) -> Splits:
     """Rows of digits for the splits that a run requests; see `ClassRows`."""
     del tokenizer
     demand_classes(len(NAMES), schema, "the handwritten digits")
-    return split_rows(DigitImages(load_digits()), SPLIT, rows, class_rows(config, schema, seed), "the digits")
+    return splits_from_shares(DigitImages(load_digits()), SPLIT, rows, class_rows(config, schema, seed), "the digits")

@@ -11,7 +11,7 @@ from megajax.batch import Schema
 from megajax.config.errors import UserError
 from megajax.data.config import ClassFoldersConfig, MaskFoldersConfig
 from megajax.data.image_decoding import SUFFIXES, Picture, StoredPicture, read_bounded
-from megajax.data.item_rows import MakeRows, RowOrder, groups_of, rows_of_splits, split_rows
+from megajax.data.item_rows import MakeRows, RowOrder, items_by_label, splits_from_items, splits_from_shares
 from megajax.data.labelled_images import Framing, MaskRows, class_rows, demand_classes, image_size
 from megajax.data.progress import Progress
 from megajax.data.splits import Rows, Splits
@@ -56,7 +56,7 @@ class ClassFolder:
 
     def groups(self) -> list[np.ndarray]:
         """The images of each class."""
-        return groups_of(np.array([label for label, _ in self._files]))
+        return items_by_label(np.array([label for label, _ in self._files]))
 
     def subset(self, chosen: np.ndarray) -> "ClassFolder":
         """Only these images."""
@@ -172,8 +172,8 @@ def mask_files(folder: Path) -> list[tuple[str, str]]:
 def _splits(config: Any, rows: Rows, read: Callable[[Path], Any], make: MakeRows) -> Splits:
     root = Path(config.path).expanduser()
     if folders := split_folders(root):
-        return rows_of_splits(lambda name: read(folders[name]) if name in folders else None, rows, make)
-    return split_rows(read(root), config.split, rows, make, str(root))
+        return splits_from_items(lambda name: read(folders[name]) if name in folders else None, rows, make)
+    return splits_from_shares(read(root), config.split, rows, make, str(root))
 
 
 def build_classes(config: ClassFoldersConfig, *, tokenizer: Any, schema: Schema, rows: Rows, seed: int) -> Splits:

@@ -7,9 +7,9 @@ import numpy as np
 
 from megajax.batch import Schema
 from megajax.data.config import MockCaptionsConfig, MockImagesConfig, MockMasksConfig
-from megajax.data.image_decoding import MadePicture
-from megajax.data.image_text import Sample, captioned, image_text_rows
-from megajax.data.item_rows import rows_of_splits
+from megajax.data.image_decoding import ArrayPicture
+from megajax.data.image_text import Sample, caption_sample, image_text_rows
+from megajax.data.item_rows import splits_from_items
 from megajax.data.labelled_images import COUNTS, IGNORED, image_size
 from megajax.data.row_source import check_row, data_seed
 from megajax.data.splits import Rows, Splits
@@ -129,13 +129,13 @@ class Shapes:
         inside = across**2 + down**2 < radius**2 if shape == "disc" else (across < radius) & (down < radius)
         noise = generator.integers(0, NOISE, (height, width, 3), dtype=np.uint8)
         pixels = np.where(inside[..., None], np.array(COLOURS[colour], np.uint8), noise)
-        return captioned([MadePicture(pixels)], self._prompt, f"a {colour} {shape}")
+        return caption_sample([ArrayPicture(pixels)], self._prompt, f"a {colour} {shape}")
 
 
 def build_captions(config: MockCaptionsConfig, *, tokenizer: Any, schema: Schema, rows: Rows, seed: int) -> Splits:
     """Rows of shapes with captions for the splits that a run requests."""
     make = image_text_rows(config, tokenizer=tokenizer, schema=schema, seed=seed)
-    return rows_of_splits(lambda _: Shapes(image_size(schema), config.prompt), rows, make)
+    return splits_from_items(lambda _: Shapes(image_size(schema), config.prompt), rows, make)
 
 
 def _splits(config: Any, make: Callable[..., MockRows], schema: Schema, rows: Rows, seed: int) -> Splits:

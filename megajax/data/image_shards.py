@@ -22,7 +22,7 @@ from megajax.config.errors import UserError
 from megajax.data.cache import Arrays, index_folder, load_or_build
 from megajax.data.config import ImageShardsConfig
 from megajax.data.image_decoding import SUFFIXES, Picture, StoredPicture, check_bytes, is_compressed, read_at
-from megajax.data.item_rows import UnreadableItem, groups_of, rows_of_splits, split_rows
+from megajax.data.item_rows import UnreadableItem, items_by_label, splits_from_items, splits_from_shares
 from megajax.data.labelled_images import ClassRows, class_rows, demand_classes
 from megajax.data.progress import Progress
 from megajax.data.splits import Rows, Splits, config_paths
@@ -84,7 +84,7 @@ class ShardImages:
 
     def groups(self) -> list[np.ndarray]:
         """The images of each class."""
-        return groups_of(self.location.labels)
+        return items_by_label(self.location.labels)
 
     def subset(self, chosen: np.ndarray) -> "ShardImages":
         """Only these images."""
@@ -278,5 +278,5 @@ def build_splits(config: ImageShardsConfig, *, tokenizer: Any, schema: Schema, r
         return built
 
     if (whole := read(config.paths)) is not None:
-        return split_rows(whole, config.split, rows, make, config.paths[0])
-    return rows_of_splits(lambda name: read(config_paths(config, name)), rows, make)
+        return splits_from_shares(whole, config.split, rows, make, config.paths[0])
+    return splits_from_items(lambda name: read(config_paths(config, name)), rows, make)

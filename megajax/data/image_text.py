@@ -8,11 +8,11 @@ import numpy as np
 
 from megajax.batch import Schema
 from megajax.config.errors import UserError
-from megajax.data.chat_files import tokenized
+from megajax.data.chat_files import tokenize_parts
 from megajax.data.config import CropConfig, ImageTextRowsConfig
-from megajax.data.image_augmentation import cropped, random_crop
+from megajax.data.image_augmentation import crop_image, random_crop
 from megajax.data.image_decoding import Picture
-from megajax.data.image_tiles import affordable_tiles, fitted, tiled
+from megajax.data.image_tiles import affordable_tiles, fit_image, tile_image
 from megajax.data.item_rows import ItemRows, Items, MakeRows, RowOrder, UnreadableItem
 from megajax.data.labelled_images import image_size
 from megajax.tokenizers.chat_template import Part
@@ -95,10 +95,10 @@ class ImageTextRows(ItemRows[Samples]):
         """What a picture, one of `count`, puts into slots."""
         layout = self.layout
         if layout.tiles > 1:
-            return tiled(picture, layout.size, affordable_tiles(count, layout.slots, layout.tiles))
+            return tile_image(picture, layout.size, affordable_tiles(count, layout.slots, layout.tiles))
         if layout.augment is not None:
-            return [np.asarray(cropped(picture, random_crop(picture.size, layout.augment, generator), layout.size))]
-        return [fitted(picture, layout.size, layout.fit)]
+            return [np.asarray(crop_image(picture, random_crop(picture.size, layout.augment, generator), layout.size))]
+        return [fit_image(picture, layout.size, layout.fit)]
 
     def _text(self, pieces: Sequence[Part | None], slots: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         """Tokens of the whole text and their weights in the loss. slots: number of slots of each image.
@@ -111,7 +111,7 @@ class ImageTextRows(ItemRows[Samples]):
                 tokens = np.full(sum(next(left) for _ in run) * self.layout.image_tokens, self.layout.image_token)
                 weights = np.zeros(len(tokens), np.float32)
             else:
-                tokens, weights = tokenized(self._tokenizer, [piece for piece in run if piece is not IMAGE])
+                tokens, weights = tokenize_parts(self._tokenizer, [piece for piece in run if piece is not IMAGE])
                 if (tokens == self.layout.image_token).any():
                     raise UnreadableItem("image marker without image", "its text has the image token")
             parts.append(tokens)
@@ -183,6 +183,6 @@ def image_text_rows(
     return make
 
 
-def captioned(pictures: Sequence[Picture], prompt: str, caption: str) -> Sample:
+def caption_sample(pictures: Sequence[Picture], prompt: str, caption: str) -> Sample:
     """Images, the prompt, and the caption, which counts."""
     return Sample(pictures, [*[IMAGE] * len(pictures), Part(prompt, 0), Part(caption, 1)])

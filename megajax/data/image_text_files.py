@@ -15,8 +15,8 @@ from megajax.data.cache import Arrays, index_folder, load_or_build
 from megajax.data.chat_files import BadLine, conversations_of
 from megajax.data.config import ImageTextConfig
 from megajax.data.image_decoding import Picture, StoredPicture, check_bytes, is_compressed, read_at, read_bounded
-from megajax.data.image_text import IMAGE, Sample, captioned, image_text_rows
-from megajax.data.item_rows import UnreadableItem, rows_of_splits, split_rows
+from megajax.data.image_text import IMAGE, Sample, caption_sample, image_text_rows
+from megajax.data.item_rows import UnreadableItem, splits_from_items, splits_from_shares
 from megajax.data.progress import Progress
 from megajax.data.splits import Rows, Splits, config_paths
 from megajax.tokenizers.chat_template import ChatTemplate, Part, TemplateMisfit
@@ -95,7 +95,7 @@ def read_line(line: Mapping[str, Any], folder: Path, template: ChatTemplate, con
     elif not sources:
         raise UnreadableItem("caption without an image", "a line with a caption needs an image")
     pictures = [read_picture(source, folder, config.maximum_pixels) for source in sources]
-    return Sample(pictures, pieces) if caption is None else captioned(pictures, config.prompt, caption)
+    return Sample(pictures, pieces) if caption is None else caption_sample(pictures, config.prompt, caption)
 
 
 def _conversation(
@@ -202,10 +202,10 @@ def build_splits(config: ImageTextConfig, *, tokenizer: Any, schema: Schema, row
     """Rows of text with images for the splits that a run requests; see `ImageTextRows`."""
     make = image_text_rows(config, tokenizer=tokenizer, schema=schema, seed=seed)
     if config.paths:
-        return split_rows(open_lines(config, config.paths), config.split, rows, make, config.paths[0])
+        return splits_from_shares(open_lines(config, config.paths), config.split, rows, make, config.paths[0])
 
     def own(name: str) -> ImageTextLines | None:
         names = config_paths(config, name)
         return open_lines(config, names) if names else None
 
-    return rows_of_splits(own, rows, make)
+    return splits_from_items(own, rows, make)

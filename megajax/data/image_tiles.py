@@ -5,7 +5,7 @@ from typing import Any, Literal
 import numpy as np
 
 from megajax.config.missing import require
-from megajax.data.image_augmentation import Crop, cropped, inner_box
+from megajax.data.image_augmentation import Crop, crop_image, inner_box
 from megajax.data.image_decoding import Picture
 
 FILTER = "BICUBIC"
@@ -14,22 +14,22 @@ MEAN_COLOUR = (122, 116, 104)
 """Fills up images that are padded: the mean colour of CLIP's training images."""
 
 
-def whole(size: tuple[int, int]) -> tuple[float, float, float, float]:
+def whole_box(size: tuple[int, int]) -> tuple[float, float, float, float]:
     """The box of a whole image."""
     return (0.0, 0.0, float(size[0]), float(size[1]))
 
 
-def fitted(picture: Picture, size: tuple[int, int], fit: Literal["pad", "crop", "stretch"]) -> np.ndarray:
+def fit_image(picture: Picture, size: tuple[int, int], fit: Literal["pad", "crop", "stretch"]) -> np.ndarray:
     """The picture at `size` (width, height): uint8 [H, W, 3]. Raises UnreadableItem."""
     if fit == "crop":
-        return np.asarray(cropped(picture, Crop(inner_box(picture.size, size[0] / size[1])), size, FILTER))
+        return np.asarray(crop_image(picture, Crop(inner_box(picture.size, size[0] / size[1])), size, FILTER))
     if fit == "stretch":
-        return np.asarray(cropped(picture, Crop(whole(picture.size)), size, FILTER))
+        return np.asarray(crop_image(picture, Crop(whole_box(picture.size)), size, FILTER))
     scale = min(size[0] / picture.size[0], size[1] / picture.size[1])
     inside = (max(1, round(picture.size[0] * scale)), max(1, round(picture.size[1] * scale)))
     image: Any = require("PIL.Image", "Reading images").new("RGB", size, MEAN_COLOUR)
     corner = ((size[0] - inside[0]) // 2, (size[1] - inside[1]) // 2)
-    image.paste(cropped(picture, Crop(whole(picture.size)), inside, FILTER), corner)
+    image.paste(crop_image(picture, Crop(whole_box(picture.size)), inside, FILTER), corner)
     return np.asarray(image)
 
 
@@ -50,16 +50,16 @@ def grid(image: tuple[int, int], size: tuple[int, int], tiles: int) -> tuple[int
     return best
 
 
-def tiled(picture: Picture, size: tuple[int, int], tiles: int) -> list[np.ndarray]:
+def tile_image(picture: Picture, size: tuple[int, int], tiles: int) -> list[np.ndarray]:
     """Tiles of the picture row by row, and the whole at last if there are several; each uint8 [H, W, 3].
 
     Raises UnreadableItem.
     """
     across, down = grid(picture.size, size, tiles)
-    box = Crop(whole(picture.size))
-    large = np.asarray(cropped(picture, box, (across * size[0], down * size[1]), FILTER))
+    box = Crop(whole_box(picture.size))
+    large = np.asarray(crop_image(picture, box, (across * size[0], down * size[1]), FILTER))
     cut = large.reshape(down, size[1], across, size[0], 3).swapaxes(1, 2).reshape(-1, size[1], size[0], 3)
-    return [*cut] if len(cut) == 1 else [*cut, np.asarray(cropped(picture, box, size, FILTER))]
+    return [*cut] if len(cut) == 1 else [*cut, np.asarray(crop_image(picture, box, size, FILTER))]
 
 
 def affordable_tiles(images: int, slots: int, tiles: int) -> int:

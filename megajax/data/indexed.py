@@ -28,7 +28,7 @@ from typing import BinaryIO, Self
 import numpy as np
 
 from megajax.config.errors import UserError
-from megajax.data.reading import ReadFile, retried
+from megajax.data.reading import ReadFile, with_retries
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -93,7 +93,7 @@ class IndexedTokens:
                     "(python -m megajax.preprocess writes them)."
                 )
         # Read once, which may fail with a message; a page of the map that cannot be read ends the process.
-        self._digest, self._index = retried(lambda: (_sha256(index), ReadFile(index)), str(index))
+        self._digest, self._index = with_retries(lambda: (_sha256(index), ReadFile(index)), str(index))
         buffer = _map(index)
         self.dtype, sequences, entries = _header(index, buffer, multimodal)
         lengths_at = HEADER_BYTES
@@ -110,7 +110,7 @@ class IndexedTokens:
         self.modes = np.frombuffer(buffer, "<i1", sequences, modes_at) if multimodal else None
         total = _check_sequences(index, self.lengths, self.offsets, self.dtype.itemsize)
         _check_documents(index, self.document_table, sequences, documents_at)
-        self._bytes = retried(lambda: ReadFile(tokens), str(tokens))
+        self._bytes = with_retries(lambda: ReadFile(tokens), str(tokens))
         size = self._bytes.size
         if size != total:
             raise UserError(

@@ -142,13 +142,13 @@ def split_items(share: Range | None, groups: Sequence[np.ndarray]) -> np.ndarray
     return np.concatenate(parts)
 
 
-def groups_of(labels: np.ndarray) -> list[np.ndarray]:
+def items_by_label(labels: np.ndarray) -> list[np.ndarray]:
     """The items of each label, in the order of the labels."""
     order = np.argsort(labels, kind="stable")
     return np.split(order, np.flatnonzero(np.diff(labels[order])) + 1)
 
 
-def split_rows(whole: DivisibleItems, split: str, rows: Rows, make: MakeRows, where: str) -> Splits:
+def splits_from_shares(whole: DivisibleItems, split: str, rows: Rows, make: MakeRows, where: str) -> Splits:
     """Row sources of shares of the items, for the splits that a run requests.
 
     make: (items, position of the split, rows) -> row source. where: the data's place, for messages.
@@ -169,7 +169,7 @@ def split_rows(whole: DivisibleItems, split: str, rows: Rows, make: MakeRows, wh
     return Splits.build(rows, share)
 
 
-def rows_of_splits(items: Callable[[str], Items | None], rows: Rows, make: MakeRows) -> Splits:
+def splits_from_items(items: Callable[[str], Items | None], rows: Rows, make: MakeRows) -> Splits:
     """Row sources of splits that have items of their own. items: name of a split -> its items, None without."""
 
     def source(position: int, name: str, asked: int | None) -> Any:

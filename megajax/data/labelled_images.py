@@ -10,9 +10,9 @@ from megajax.config.errors import UserError
 from megajax.data.config import AugmentConfig, ClassImagesConfig, CropConfig
 from megajax.data.image_augmentation import (
     Crop,
-    augmented,
-    cropped,
-    cropped_classes,
+    augment_image,
+    crop_classes,
+    crop_image,
     inner_box,
     random_crop,
 )
@@ -118,9 +118,9 @@ class ClassRows(ItemRows[ClassImages]):
 
     def _image(self, item: int, generator: np.random.Generator) -> np.ndarray:
         framing, picture = self._framing, self.items.picture(item)
-        image: Any = cropped(picture, framing.crop(picture.size, generator), framing.size)
+        image: Any = crop_image(picture, framing.crop(picture.size, generator), framing.size)
         if isinstance(framing.augment, AugmentConfig):
-            image = augmented(image, framing.augment, generator)
+            image = augment_image(image, framing.augment, generator)
         return np.asarray(image)
 
 
@@ -155,6 +155,6 @@ class MaskRows(ItemRows[MaskImages]):
             detail = f"the mask has class {largest}; data.classes={self._classes} and {IGNORED} as ignored"
             raise UnreadableItem("unknown class", detail)
         crop = self._framing.crop(picture.size, generator)
-        image = np.asarray(cropped(picture, crop, self._framing.size))
-        labels = cropped_classes(classes, crop, self._framing.size)
+        image = np.asarray(crop_image(picture, crop, self._framing.size))
+        labels = crop_classes(classes, crop, self._framing.size)
         return {"images": image, "labels": labels, "loss_mask": COUNTS}

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megajax.batch import Schema
-from megajax.data.cache import content_key, replacing
+from megajax.data.cache import atomic_write, content_key
 from megajax.data.config.library import LibraryTextConfig, LibraryWordPieceConfig
 from megajax.data.indexed import IndexedTokens, IndexedWriter, token_dtype
 from megajax.data.row_source import data_seed
 from megajax.data.sentences import split_sentences
 from megajax.data.splits import Rows, Splits
-from megajax.data.standard_library import chosen_files, in_a_folder, library_root
+from megajax.data.standard_library import library_root, load_or_create, select_files
 from megajax.tokenizers.base import Tokenizer
 from megajax.tokenizers.config import WordPieceTokenizerConfig
 from megajax.tokenizers.wordpiece import WordPieceTokenizer, train_vocabulary
@@ -61,7 +61,7 @@ def corpus(config: LibraryTextConfig, tokenizer: Tokenizer, seed: int) -> Indexe
     Raises:
         UserError: this Python has no library sources, or no folder can be written.
     """
-    files = chosen_files(config.megabytes, seed)
+    files = select_files(config.megabytes, seed)
     name = f"english-{_key(files, tokenizer=tokenizer.identity)}"
 
     def write(prefix: Path) -> None:
@@ -69,7 +69,7 @@ def corpus(config: LibraryTextConfig, tokenizer: Tokenizer, seed: int) -> Indexe
             for document in documents(files):
                 writer.add_document([tokenizer.encode(sentence) for sentence in document])
 
-    return in_a_folder(config.cache_dir, name, IndexedTokens, write)
+    return load_or_create(config.cache_dir, name, IndexedTokens, write)
 
 
 def build_splits(config: LibraryTextConfig, *, tokenizer: Tokenizer, schema: Schema, rows: Rows, seed: int) -> Splits:
@@ -90,7 +90,7 @@ def build_tokenizer(config: LibraryWordPieceConfig) -> WordPieceTokenizer:
     Raises:
         UserError: this Python has no library sources, no folder can be written, or the extra `tokenizers` is missing.
     """
-    files = chosen_files(config.megabytes, 0)
+    files = select_files(config.megabytes, 0)
 
     def read(path: Path) -> WordPieceTokenizer:
         return WordPieceTokenizer(WordPieceTokenizerConfig(vocabulary=str(path), extra_ids=config.extra_ids))
@@ -98,7 +98,7 @@ def build_tokenizer(config: LibraryWordPieceConfig) -> WordPieceTokenizer:
     def write(path: Path) -> None:
         text = [sentence for document in documents(files) for sentence in document]
         vocabulary = train_vocabulary(lambda: text, size=config.size)
-        with replacing(path) as file:
+        with atomic_write(path) as file:
             file.write("".join(f"{token}\n" for token in vocabulary).encode())
 
-    return in_a_folder(config.cache_dir, f"english-{_key(files, size=config.size)}.txt", read, write)
+    return load_or_create(config.cache_dir, f"english-{_key(files, size=config.size)}.txt", read, write)

@@ -21,7 +21,7 @@ from megajax.batch import SAMPLE, Batch, Leaf, Schema
 from megajax.config.errors import UserError
 from megajax.data.balancing import BalancedSteps, Balancing, Imbalance
 from megajax.data.config import LoaderConfig
-from megajax.data.reading import RETRIES, ChangedFile, ReadError, retried, wait_for
+from megajax.data.reading import RETRIES, ChangedFile, ReadError, wait_for, with_retries
 from megajax.data.row_source import RowSource
 from megajax.mesh.row_cut import WHOLE, RowCut
 
@@ -115,7 +115,7 @@ def _row(source: RowSource, number: int, retries: int, wait: Callable[[float], N
             raise first.pop()
         return source[number]
 
-    return retried(again, f"row {number} of the data", retries, wait)
+    return with_retries(again, f"row {number} of the data", retries, wait)
 
 
 def _array(row: Mapping[str, np.ndarray], name: str, leaf: Leaf, number: int) -> np.ndarray:

@@ -69,7 +69,7 @@ def mersenne_twister_64(seed: int, count: int) -> Iterator[np.ndarray]:
         yield block ^ (block >> np.uint64(43))
 
 
-def shuffled(count: int, seed: int) -> np.ndarray:
+def shuffled_indices(count: int, seed: int) -> np.ndarray:
     """Permutation of 0 … count-1, int64: Fisher-Yates from the top, with numbers of `mersenne_twister_64`."""
     order, top = array("q", range(count)), count - 1
     for block in mersenne_twister_64(seed, max(count - 1, 0)):
@@ -133,7 +133,7 @@ def build_masked_index(
         _walk(samples, (begins, stops), (ends, full), targets, request)
     unordered = np.frombuffer(samples, np.int64).reshape(-1, 3) + np.array([first, first, 0])
     dtype = np.uint32 if len(lengths) <= np.iinfo(np.uint32).max else np.int64
-    return unordered.astype(dtype)[shuffled(len(unordered), request.seed + 1)], passes
+    return unordered.astype(dtype)[shuffled_indices(len(unordered), request.seed + 1)], passes
 
 
 def _usable(lengths: np.ndarray, table: np.ndarray, request: MaskedRequest, name: str) -> np.ndarray:

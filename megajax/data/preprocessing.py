@@ -31,8 +31,8 @@ from megajax.config.errors import UserError
 from megajax.data.document_rules import WholeFile
 from megajax.data.indexed import IndexedTokens, IndexedWriter, check_output, index_path, token_dtype, tokens_path
 from megajax.data.preprocessing_options import TEXT_KEY, Preprocessing
-from megajax.data.preprocessing_report import Counts, Preprocessed
-from megajax.data.reading import ReadError, named
+from megajax.data.preprocessing_report import Counts, PreprocessResult
+from megajax.data.reading import ReadError, describe_error
 from megajax.data.sentences import split_sentences
 from megajax.data.text_files import Chunk, TextFile, find_files, find_pairs
 from megajax.data.text_formats import TextFormat, format_of, partitions
@@ -117,8 +117,10 @@ class _Encoder:
         return sequences
 
 
-def preprocess(job: Preprocessing, report: Callable[[Counts, int], None] = lambda counts, total: None) -> Preprocessed:
-    """Tokenises the inputs into one dataset per key. The result does not depend on `workers` or `chunk_bytes`.
+def preprocess(
+    job: Preprocessing, report: Callable[[Counts, int], None] = lambda counts, total: None
+) -> PreprocessResult:
+    """Tokenizes the inputs into one dataset per key. The result does not depend on `workers` or `chunk_bytes`.
 
     Args:
         report: called after every chunk with the counts so far and the bytes on disk of all inputs.
@@ -162,13 +164,13 @@ def preprocess(job: Preprocessing, report: Callable[[Counts, int], None] = lambd
             index_path(folder / f"all-{key}").replace(index_path(prefix))
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise ReadError(f"{job.prefix}: nothing was written: {named(error)}. Look after the disk.") from error
-        what = f"the disk is full: {error.strerror}. Nothing was written; free some space."
-        raise UserError(f"{job.prefix}: {what}") from error
+            raise ReadError(f"{job.prefix}: nothing was written: {describe_error(error)}. Check the disk.") from error
+        reason = f"the disk is full: {error.strerror}. Nothing was written; free some space."
+        raise UserError(f"{job.prefix}: {reason}") from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     seconds = time.perf_counter() - started
-    return Preprocessed(
+    return PreprocessResult(
         prefixes=final,
         counts=counts,
         fault=fault,
@@ -231,7 +233,7 @@ def _write(
         writers = {key: stack.enter_context(IndexedWriter(f"{prefix}-{key}", dtype)) for key in job.keys}
         pieces: list[np.ndarray] = []
         # Closed before the folder is removed, so that no worker still writes there.
-        results = stack.enter_context(closing(_tokenised(job, tokenizer, files, prefix)))
+        results = stack.enter_context(closing(_tokenize_tasks(job, tokenizer, files, prefix)))
         for chunk, done in results:
             if done.piece:
                 pieces.append(np.fromfile(done.prefix, dtype))
@@ -292,10 +294,12 @@ def _work(
     if job.partitions > 1:
         return _partition, iter(partitions(files, job.partitions, functools.partial(_format, job)))
     split = tokenizer.split_point
-    return tokenise, (chunk for file in files for chunk in _format(job, file).chunks(file, job.chunk_bytes, split))
+    return tokenize_chunk, (
+        chunk for file in files for chunk in _format(job, file).chunks(file, job.chunk_bytes, split)
+    )
 
 
-def _tokenised(
+def _tokenize_tasks(
     job: Preprocessing, tokenizer: Tokenizer, files: list[TextFile], prefix: str
 ) -> Generator[tuple[Any, _Result]]:
     """Chunks or lists of files with their results, in order."""
@@ -410,7 +414,7 @@ def _partition(job: Preprocessing, files: list[TextFile], prefix: str) -> _Resul
     return _Result(counts, prefix, fault=(None, fault) if fault else None)
 
 
-def tokenise(job: Preprocessing, chunk: Chunk, prefix: str) -> _Result:
+def tokenize_chunk(job: Preprocessing, chunk: Chunk, prefix: str) -> _Result:
     """Tokenises one chunk into token files PREFIX-KEY, or a piece of a document into ids in PREFIX; runs in workers.
 
     Raises:

@@ -32,7 +32,7 @@ class Counts:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Preprocessed:
+class PreprocessResult:
     """The result of preprocessing: the prefixes of the datasets, in the order of the keys, and counts.
 
     fault: what was wrong with the first row that was skipped; "" without one.

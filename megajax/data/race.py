@@ -10,7 +10,7 @@ import numpy as np
 from megajax.batch import Schema
 from megajax.config.errors import UserError
 from megajax.data.config.benchmarks import RaceConfig
-from megajax.data.sequence_pairs import Examples, Row, Sequences, example_splits, read_lines
+from megajax.data.sequence_pairs import Examples, Row, SequenceBuilder, example_splits, read_lines
 from megajax.data.splits import Rows, Splits
 from megajax.tokenizers.base import Tokenizer
 
@@ -45,7 +45,7 @@ def read_split(config: RaceConfig, split: str, tokenizer: Tokenizer, schema: Sch
     shape = schema["tokens"].shape if "tokens" in schema else ()
     if len(shape) != 2 or shape[0] != len(LETTERS):
         raise UserError(f"RACE has {len(LETTERS)} sequences in a row; the model's tokens have the shape {shape}.")
-    folder, sequences = config.folder() / FOLDERS[split], Sequences(tokenizer, schema)
+    folder, sequences = config.folder() / FOLDERS[split], SequenceBuilder(tokenizer, schema)
     places = {group: folder / group for group in GROUPS if (folder / group).is_dir()} or {"": folder}
     files = [(group, path) for group, place in places.items() for path in sorted(place.glob("*.txt"))]
     if not files:

@@ -1,7 +1,7 @@
-"""Reads of data files that may fail: what was cut short is named, what may pass is tried again.
+"""Reads of data files that may fail: truncated files are reported, transient errors are retried.
 
-Memory maps are not used for what is read while a run trains: a page of a file that was cut, or that the disk cannot
-give, ends the process with SIGBUS, which no program can turn into a message. Reads by position cost about as much.
+Data read during training is not memory-mapped: an access to a page of a truncated file, or to one that the disk cannot
+read, kills the process with SIGBUS, without a message. Reads by position cost about as much.
 """
 
 import errno
@@ -18,11 +18,11 @@ import numpy as np
 from megajax.config.errors import UserError
 
 RETRIES = 6
-"""Times that a failed read is tried again, for what has no setting."""
+"""Retries of a failed read that has no setting."""
 FIRST_WAIT = 0.25
-"""Seconds before a failed read is tried again; twice as long before each further try."""
+"""Seconds before the first retry; doubled before each further one."""
 LONGEST_WAIT = 30.0
-PASSING = frozenset(
+TRANSIENT_ERRORS = frozenset(
     {
         errno.EIO,
         errno.ESTALE,
@@ -42,49 +42,51 @@ PASSING = frozenset(
         errno.ESHUTDOWN,
     }
 )
-"""Errors of disks and file servers that another try may not meet."""
-LASTING = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
-"""Errors that are the user's to correct."""
+"""Errors of disks and file servers that a retry may not meet."""
+PERMANENT_ERRORS = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
+"""Errors that only the user can fix."""
 
 
 class ReadError(UserError):
-    """Data that cannot be read here and now; another try, or another machine, may."""
+    """Data that cannot be read now; a later try, or another machine, may succeed."""
 
     code = 1
 
 
 class ChangedFile(UserError):
-    """A data file that has not the size any more that it had when it was opened."""
+    """A data file whose size has changed since it was opened."""
 
 
-def passing(error: OSError) -> bool:
-    """Whether another try may succeed."""
-    return error.errno in PASSING
+def is_transient(error: OSError) -> bool:
+    """Whether a retry may succeed."""
+    return error.errno in TRANSIENT_ERRORS
 
 
-def named(error: OSError) -> str:
-    """File and cause of an error in a few words."""
+def describe_error(error: OSError) -> str:
+    """File and cause of an error, for messages."""
     code = errno.errorcode.get(error.errno or 0, "")
     text = f"{error.strerror or error} ({code})" if code else str(error)
     return f"{error.filename}: {text}" if error.filename else text
 
 
 def wait_for(seconds: float) -> None:
-    """Wait before the next try."""
+    """Wait before a retry."""
     time.sleep(seconds)
 
 
-def retried[T](read: Callable[[], T], what: str, retries: int = RETRIES, wait: Callable[[float], None] = wait_for) -> T:
-    """What `read` returns, tried again after errors that may pass; a line on standard error for each.
+def with_retries[T](
+    read: Callable[[], T], name: str, retries: int = RETRIES, wait: Callable[[float], None] = wait_for
+) -> T:
+    """The result of `read`, retried after transient errors, each reported by a line on standard error.
 
     Args:
-        read: may raise OSError, and then be called again.
-        what: what is read, in messages.
-        retries: how often it is tried again.
-        wait: waits so many seconds before the next try; may raise an error to give up.
+        read: called again if it raises a transient OSError.
+        name: of the file or row, for messages.
+        retries: maximum number of retries.
+        wait: waits for a number of seconds before a retry; may raise an error to give up.
 
     Raises:
-        ReadError: the last try failed as well, or the error is none that passes.
+        ReadError: the last retry failed, or the error is not transient.
         UserError: no such file, or no permission to read it.
     """
     seconds, tries = FIRST_WAIT, 1
@@ -92,23 +94,23 @@ def retried[T](read: Callable[[], T], what: str, retries: int = RETRIES, wait: C
         try:
             return read()
         except OSError as error:
-            if not passing(error):
-                kind = UserError if isinstance(error, LASTING) else ReadError
-                raise kind(f"{what} cannot be read: {named(error)}") from error
+            if not is_transient(error):
+                kind = UserError if isinstance(error, PERMANENT_ERRORS) else ReadError
+                raise kind(f"{name} cannot be read: {describe_error(error)}") from error
             if tries > retries:
-                tried = f"in {tries} tries" if retries else "and data.loader.retries=0 asks for no further try"
+                tried = f"in {tries} tries" if retries else "and data.loader.retries=0 allows no retry"
                 raise ReadError(
-                    f"{what} cannot be read {tried}: {named(error)}. Look after the disk or file server; the same "
+                    f"{name} cannot be read {tried}: {describe_error(error)}. Check the disk or file server; the same "
                     "command goes on from the last checkpoint. data.loader.retries sets the number of tries."
                 ) from error
-            line = f"{what} cannot be read: {named(error)}; try {tries + 1} of {retries + 1} in {seconds:g} s"
+            line = f"{name} cannot be read: {describe_error(error)}; try {tries + 1} of {retries + 1} in {seconds:g} s"
             print(line, file=sys.stderr, flush=True)
         wait(seconds)
         seconds, tries = min(2 * seconds, LONGEST_WAIT), tries + 1
 
 
 class _Descriptor:
-    """A file descriptor that is closed when nothing refers to it, not even a read in another thread."""
+    """A file descriptor that is closed once nothing refers to it, including reads in other threads."""
 
     def __init__(self, path: Path):
         self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -124,7 +126,7 @@ class ReadFile:
 
     Attributes:
         path: the file.
-        size: its bytes when it was opened.
+        size: bytes when it was opened.
     """
 
     def __init__(self, path: Path):
@@ -133,16 +135,16 @@ class ReadFile:
         self.size = self.size_now()
 
     def size_now(self) -> int:
-        """Its bytes at this moment."""
+        """Its current size in bytes."""
         return os.lseek(self._descriptor().number, 0, os.SEEK_END)  # a third of the time of fstat
 
-    def read(self, parts: Sequence[tuple[int, int]], dtype: np.dtype, what: Callable[[int], str]) -> np.ndarray:
+    def read(self, parts: Sequence[tuple[int, int]], dtype: np.dtype, name: Callable[[int], str]) -> np.ndarray:
         """Parts of the file, one after another, as values [n] of `dtype`, read-only.
 
         Args:
             parts: first byte and number of bytes of each.
             dtype: of the values.
-            what: number of a part -> its name in messages.
+            name: number of a part -> its name in messages.
 
         Raises:
             ChangedFile: the file ends before the end of a part.
@@ -155,21 +157,21 @@ class ReadFile:
                 while len(piece) < size:  # the file ends, or the system gives less than 2 GiB at a time
                     more = os.pread(descriptor.number, size - len(piece), offset + len(piece))
                     if not more:
-                        raise self.changed(f"{what(number)} is not whole (its bytes from {offset + len(piece):,} on)")
+                        raise self.changed(f"{name(number)} lacks its bytes from {offset + len(piece):,} on")
                     piece += more
                 pieces.append(piece)
         except OSError as error:
             if error.errno == errno.ESTALE:
-                self._open = None  # the server has the file under another handle now: the next try opens it again
-            raise OSError(error.errno, f"{what(number)}: {error.strerror}", str(self.path)) from error
+                self._open = None  # the file handle is stale: reopen the file for the next try
+            raise OSError(error.errno, f"{name(number)}: {error.strerror}", str(self.path)) from error
         return np.frombuffer(pieces[0] if len(pieces) == 1 else b"".join(pieces), dtype)
 
     def changed(self, missing: str) -> ChangedFile:
-        """The error for a file of another size than before."""
+        """The error for a file whose size has changed."""
         return ChangedFile(
             f"{self.path}: {self.size:,} bytes when the run opened it, {self.size_now():,} now: {missing}. Another "
-            "program has cut or replaced it under the run. Restore the file; the same command goes on from the last "
-            "checkpoint."
+            "program has truncated or replaced it during the run. Restore the file; the same command goes on from the "
+            "last checkpoint."
         )
 
     def _descriptor(self) -> _Descriptor:

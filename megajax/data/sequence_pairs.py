@@ -11,7 +11,7 @@ import numpy as np
 from megajax.batch import Schema
 from megajax.config.errors import UserError
 from megajax.data.config.benchmarks import BenchmarkConfig
-from megajax.data.item_rows import ItemRows, RowOrder, rows_of_splits
+from megajax.data.item_rows import ItemRows, RowOrder, splits_from_items
 from megajax.data.row_source import data_seed
 from megajax.data.splits import Rows, Splits
 from megajax.tokenizers.base import Tokenizer
@@ -79,10 +79,10 @@ def example_splits(
     def make(items: Examples[Any], position: int, asked: int | None) -> ExampleRows:
         return ExampleRows(items, RowOrder(asked, chosen, position))
 
-    return rows_of_splits(examples, rows, make)
+    return splits_from_items(examples, rows, make)
 
 
-class Sequences:
+class SequenceBuilder:
     """Makes sequences of texts: [CLS] first [SEP] second [SEP], padded to the model's length.
 
     A vocabulary without [CLS] or [SEP] has its tokens for the beginning and the end of a sequence or document there.
@@ -107,11 +107,11 @@ class Sequences:
 
     def encode(self, text: str) -> np.ndarray:
         """Ids of a text, its white space made single blanks."""
-        return self.tokenizer.encode(cleaned(text))
+        return self.tokenizer.encode(clean_text(text))
 
     def __call__(self, first: np.ndarray, second: np.ndarray | None = None) -> Row:
         """tokens, token_types and segment_ids, int32 [S] each; texts that are too long are cut, see `cut_to`."""
-        first, second = cut_to(self.length - (2 if second is None else 3), first, second)
+        first, second = truncate_pair(self.length - (2 if second is None else 3), first, second)
         one = [[self._begin], first, [self._end]]
         other = [] if second is None else [second, [self._end]]
         tokens = np.full(self.length, self._pad, np.int32)
@@ -126,7 +126,7 @@ class Sequences:
         }
 
 
-def cut_to(room: int, first: np.ndarray, second: np.ndarray | None) -> tuple[np.ndarray, np.ndarray | None]:
+def truncate_pair(room: int, first: np.ndarray, second: np.ndarray | None) -> tuple[np.ndarray, np.ndarray | None]:
     """Texts of at most `room` tokens together: the last token of the longer one goes until they fit (BERT's rule).
 
     Of equally long ones, the second is cut.
@@ -142,7 +142,7 @@ def cut_to(room: int, first: np.ndarray, second: np.ndarray | None) -> tuple[np.
     return first[: room - room // 2], second[: room // 2]
 
 
-def cleaned(text: str) -> str:
+def clean_text(text: str) -> str:
     """Megatron-LM's cleaning of texts of tasks: single blanks, and none before a full stop within the text."""
     text = re.sub(r"\s+", " ", text)
     for _ in range(3):

@@ -11,13 +11,13 @@ import numpy as np
 from megajax.batch import Schema
 from megajax.config.errors import UserError
 from megajax.data.config.benchmarks import SquadConfig
-from megajax.data.sequence_pairs import Examples, Row, Sequences, example_splits
+from megajax.data.sequence_pairs import Examples, Row, SequenceBuilder, example_splits
 from megajax.data.splits import Rows, Splits
 from megajax.tokenizers.base import Tokenizer
 
 FILES = {"train": "train", "valid": "dev", "validation": "dev"}
 MARKS = 3
-"""Tokens of a row beside question and paragraph."""
+"""Special tokens of a row."""
 
 
 class Paragraph(NamedTuple):
@@ -30,19 +30,19 @@ class Paragraph(NamedTuple):
     """int64 [T, 2], the characters of each token."""
 
 
-class Asked(NamedTuple):
+class Question(NamedTuple):
     """A question."""
 
     where: str
     identifier: str
-    question: np.ndarray
-    """int32 ids."""
+    ids: np.ndarray
+    """int32 [n], tokens of the question."""
     paragraph: Paragraph
     answers: tuple[tuple[str, int], ...]
     """Text and first character of each; empty: the paragraph does not answer it."""
 
-    def placed(self) -> list[tuple[str, int]]:
-        """The answers that stand where they say they do."""
+    def valid_answers(self) -> list[tuple[str, int]]:
+        """The answers whose text is found at their stated position."""
         text = self.paragraph.text
         return [(answer, start) for answer, start in self.answers if text[start : start + len(answer)] == answer]
 
@@ -50,19 +50,19 @@ class Asked(NamedTuple):
 class Window(NamedTuple):
     """A question with a run of the tokens of its paragraph."""
 
-    asked: Asked
+    question: Question
     first: int
     count: int
 
     @property
     def where(self) -> str:
         """File and question."""
-        return self.asked.where
+        return self.question.where
 
     @property
     def offset(self) -> int:
-        """Place in the row of the first token of the paragraph."""
-        return len(self.asked.question) + 2
+        """Position in the row of the first token of the paragraph."""
+        return len(self.question.ids) + 2
 
 
 def build_splits(config: SquadConfig, *, tokenizer: Tokenizer, schema: Schema, rows: Rows, seed: int) -> Splits:
@@ -80,54 +80,54 @@ def build_splits(config: SquadConfig, *, tokenizer: Tokenizer, schema: Schema, r
 def read_split(config: SquadConfig, split: str, tokenizer: Tokenizer, schema: Schema) -> Examples[Window]:
     """The windows of a split, in the order of the questions. Raises UserError, which names the question."""
     path, skipped = config.folder() / f"{FILES[split]}-v{config.version}.json", Counter[str]()
-    sequences = Sequences(tokenizer, schema)
+    sequences = SequenceBuilder(tokenizer, schema)
     most = sequences.length - MARKS - 1
     questions = list(_questions(config, path, tokenizer, min(config.longest_question, most)))
     if split == "train":
-        fit = [asked for asked in questions if asked.placed() or not asked.answers]
+        fit = [question for question in questions if question.valid_answers() or not question.answers]
         questions, skipped["answer not at its place"] = fit, len(questions) - len(fit)
     if not questions:
         raise UserError(f"{path}: has no questions.")
     windows = [
         window
-        for asked in questions
-        for window in windows_of(asked, sequences.length - MARKS - len(asked.question), config.stride)
+        for question in questions
+        for window in paragraph_windows(question, sequences.length - MARKS - len(question.ids), config.stride)
     ]
 
     def row(window: Window) -> Row:
-        ids = window.asked.paragraph.ids[window.first : window.first + window.count]
-        first, last = answer_in(window)
+        ids = window.question.paragraph.ids[window.first : window.first + window.count]
+        first, last = answer_span(window)
         labels = {"starts": np.array(first, np.int32), "ends": np.array(last, np.int32)}
-        return {**sequences(window.asked.question, ids), **labels, "loss_mask": np.ones((), np.float32)}
+        return {**sequences(window.question.ids, ids), **labels, "loss_mask": np.ones((), np.float32)}
 
     return Examples(windows, row, skipped, (path,))
 
 
-def windows_of(asked: Asked, room: int, stride: int) -> Iterator[Window]:
-    """Windows of at most `room` tokens, each `stride` tokens (or `room`, if that is less) behind the one before."""
-    first, total = 0, len(asked.paragraph.ids)
+def paragraph_windows(question: Question, size: int, stride: int) -> Iterator[Window]:
+    """Windows of at most `size` tokens; the starts of adjacent ones differ by `stride` or `size`, whichever is less."""
+    first, total = 0, len(question.paragraph.ids)
     while True:
-        count = min(room, total - first)
-        yield Window(asked, first, count)
+        count = min(size, total - first)
+        yield Window(question, first, count)
         if first + count >= total:
             return
         first += min(count, stride)
 
 
-def answer_in(window: Window) -> tuple[int, int]:
-    """Places in the row of the first and last token of the first answer; (0, 0): it is not wholly in the window."""
-    if not (placed := window.asked.placed()):
+def answer_span(window: Window) -> tuple[int, int]:
+    """Positions in the row of the first answer's first and last token; (0, 0) unless the window has all of it."""
+    if not (answers := window.question.valid_answers()):
         return 0, 0
-    (text, start), spans = placed[0], window.asked.paragraph.spans
+    (text, start), spans = answers[0], window.question.paragraph.spans
     inside = np.flatnonzero((spans[:, 1] > start) & (spans[:, 0] < start + len(text)))
     if not len(inside) or inside[0] < window.first or inside[-1] >= window.first + window.count:
         return 0, 0
-    move = window.offset - window.first
-    return int(inside[0]) + move, int(inside[-1]) + move
+    shift = window.offset - window.first
+    return int(inside[0]) + shift, int(inside[-1]) + shift
 
 
-def _questions(config: SquadConfig, path: Path, tokenizer: Tokenizer, longest: int) -> Iterator[Asked]:
-    seen: set[str] = set()
+def _questions(config: SquadConfig, path: Path, tokenizer: Tokenizer, longest: int) -> Iterator[Question]:
+    identifiers: set[str] = set()
     for number, paragraph in enumerate(_paragraphs(path), start=1):
         where = f"{path}, paragraph {number}"
         context, questions = _field(where, paragraph, "context", str), _field(where, paragraph, "qas", list)
@@ -135,12 +135,12 @@ def _questions(config: SquadConfig, path: Path, tokenizer: Tokenizer, longest: i
         for place, question in enumerate(questions, start=1):
             name = f"{where}, question {place}"
             identifier, text = _field(name, question, "id", str), _field(name, question, "question", str)
-            if identifier in seen:
+            if identifier in identifiers:
                 raise UserError(f"{name}: id {identifier} is given twice.")
-            seen.add(identifier)
+            identifiers.add(identifier)
             name = f"{name} ({identifier})"
             ids = tokenizer.encode(text.strip())[:longest]
-            yield Asked(name, identifier, ids, encoded, _answers(config, name, question))
+            yield Question(name, identifier, ids, encoded, _answers(config, name, question))
 
 
 def _paragraphs(path: Path) -> Iterator[Any]:

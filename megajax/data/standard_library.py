@@ -60,7 +60,7 @@ def library_root() -> Path:
     return Path(sysconfig.get_paths()["stdlib"])
 
 
-def chosen_files(megabytes: float, seed: int) -> list[tuple[str, int]]:
+def select_files(megabytes: float, seed: int) -> list[tuple[str, int]]:
     """The library's files up to a size, see `choose`. Raises UserError for a Python without its sources."""
     chosen = choose(source_files(library_root()), int(megabytes * 1e6), seed)
     if not chosen:
@@ -76,7 +76,7 @@ def _folders(cache_dir: str | None) -> Iterator[Path]:
     yield Path(tempfile.gettempdir()) / f"megajax-{os.getuid()}"
 
 
-def in_a_folder[T](cache_dir: str | None, name: str, read: Callable[[Path], T], write: Callable[[Path], None]) -> T:
+def load_or_create[T](cache_dir: str | None, name: str, read: Callable[[Path], T], write: Callable[[Path], None]) -> T:
     """What `read` makes of the path of this name, which `write` creates if it does not exist.
 
     Several processes may create it at once: each writes temporary files and renames them, with equal content.
@@ -107,10 +107,10 @@ def corpus(config: StandardLibraryConfig, seed: int) -> IndexedTokens:
     Raises:
         UserError: this Python has no library sources, or no folder can be written.
     """
-    chosen = chosen_files(config.megabytes, seed)
+    chosen = select_files(config.megabytes, seed)
     key = content_key({"python": platform.python_version(), "files": [list(entry) for entry in chosen]})
     name = f"python-{platform.python_version()}-{len(chosen)}-{key[:16]}"
-    return in_a_folder(config.cache_dir, name, IndexedTokens, lambda prefix: _write(prefix, library_root(), chosen))
+    return load_or_create(config.cache_dir, name, IndexedTokens, lambda prefix: _write(prefix, library_root(), chosen))
 
 
 def build_splits(

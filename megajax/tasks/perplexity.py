@@ -7,7 +7,7 @@ import numpy as np
 
 from megajax.config.errors import UserError
 from megajax.data.indexed import IndexedTokens
-from megajax.data.reading import retried
+from megajax.data.reading import with_retries
 from megajax.data.splits import Rows
 from megajax.tasks.config import PerplexityConfig, SplitConfig, TextConfig, WikitextConfig
 from megajax.tasks.detokenizers import detokenize
@@ -57,7 +57,7 @@ class TokenFiles:
         self._scorer, self._windows = scorer, list[Window]()
         for path in config.paths:
             file = IndexedTokens(path)
-            tokens = retried(file.read_all, path)
+            tokens = with_retries(file.read_all, path)
             if len(tokens) < 2:
                 raise UserError(f"{path}: has {len(tokens)} tokens; perplexity needs two or more")
             if not np.issubdtype(tokens.dtype, np.integer):

@@ -11,7 +11,7 @@ import numpy as np
 
 from megajax.config.errors import UserError
 from megajax.data.config.benchmarks import SquadConfig
-from megajax.data.squad import Asked, Window, read_split
+from megajax.data.squad import Question, Window, read_split
 from megajax.tasks.benchmark import as_lines, demand_data, scores_and_losses, write_predictions
 from megajax.tasks.config import SquadTaskConfig
 from megajax.tasks.statistics import mean, scaled
@@ -45,7 +45,7 @@ class Squad:
     def __call__(self) -> Figures:
         scores, losses = scores_and_losses(self._scorer, self._examples)
         answers, odds, kept = dict[str, str](), dict[str, float](), dict[str, list[dict]]()
-        places = groupby(range(len(scores)), key=lambda place: self._examples.items[place].asked.identifier)
+        places = groupby(range(len(scores)), key=lambda place: self._examples.items[place].question.identifier)
         for identifier, group in places:
             own = list(group)
             windows = [self._examples.items[place] for place in own]
@@ -58,7 +58,7 @@ class Squad:
         write_predictions(self._scorer, self._config, "nbest_predictions.json", as_lines(kept))
         if self._data.version == "2.0":
             write_predictions(self._scorer, self._config, "null_odds.json", as_lines(odds))
-        asked = {window.asked.identifier: window.asked for window in self._examples.items}
+        asked = {window.question.identifier: window.question for window in self._examples.items}
         return evaluation(asked, answers, odds, self._data.version) | {"loss": mean(losses.tolist())}
 
 
@@ -68,7 +68,7 @@ def best_answers(windows: Sequence[Window], scores: np.ndarray, config: SquadTas
     scores: [windows, S, 2] of first and last tokens. A first token counts in the window where it has most context; no
     answer has the least score of both heads at the first token of a row (Devlin et al. 2019, run_squad).
     """
-    answers, paragraph = list[Answer](), windows[0].asked.paragraph
+    answers, paragraph = list[Answer](), windows[0].question.paragraph
     for number, (window, own) in enumerate(zip(windows, scores, strict=True)):
         inside = own[window.offset : window.offset + window.count].astype(np.float64)
         firsts, lasts = (np.argsort(-inside[:, head], kind="stable")[: config.best].tolist() for head in (0, 1))
@@ -108,7 +108,7 @@ def _with_probabilities(answers: Sequence[Answer]) -> list[dict]:
 
 
 def evaluation(
-    asked: Mapping[str, Asked], answers: Mapping[str, str], odds: Mapping[str, float], version: str
+    asked: Mapping[str, Question], answers: Mapping[str, str], odds: Mapping[str, float], version: str
 ) -> dict[str, Figure]:
     """The figures of the official evaluation, in percent."""
     exact, overlap = dict[str, float](), dict[str, float]()
@@ -131,7 +131,7 @@ def evaluation(
 
 
 def best_threshold(
-    asked: Mapping[str, Asked], answers: Mapping[str, str], values: Mapping[str, float], odds: Mapping[str, float]
+    asked: Mapping[str, Question], answers: Mapping[str, str], values: Mapping[str, float], odds: Mapping[str, float]
 ) -> tuple[float, float]:
     """The largest mean of the scores `values` in percent over thresholds of the odds of no answer, and the threshold.
 
@@ -146,7 +146,7 @@ def best_threshold(
     return 100 * best / len(asked), threshold
 
 
-def right_answers(question: Asked, version: str) -> list[str]:
+def right_answers(question: Question, version: str) -> list[str]:
     """Texts of the answers; in version 2.0 those that are nothing but articles and punctuation do not count."""
     texts = [text for text, _ in question.answers]
     return texts if version != "2.0" else [text for text in texts if normalized(text)] or [""]

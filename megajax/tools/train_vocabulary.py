@@ -44,18 +44,18 @@ def main(argv: list[str]) -> int:
     if output.exists():
         raise UserError(f"{output} is there already: remove it, or give another --output")
     # By name, so that the front door can report a package that is not installed.
-    find, train, replacing = (
+    find, train, atomic_write = (
         resolve(f"megajax.{name}")
         for name in (
             "data.text_files:find_files",
             "tokenizers.wordpiece:train_vocabulary",
-            "data.cache:replacing",
+            "data.cache:atomic_write",
         )
     )
     files = find(flags["input"])
     tokens = train(lambda: texts(files, flags["json_key"]), size=flags["size"], lower=not flags["cased"])
     try:
-        with replacing(output) as file:
+        with atomic_write(output) as file:
             file.write("".join(f"{token}\n" for token in tokens).encode())
     except OSError as error:
         raise UserError(f"--output={output} cannot be written: {error.strerror}") from error

@@ -11,7 +11,7 @@ from megajax.config.errors import UserError
 from megajax.data import glue, race, squad
 from megajax.data.config import GlueConfig, MockGlueConfig, MockRaceConfig, MockSquadConfig, RaceConfig, SquadConfig
 from megajax.data.config.benchmarks import GLUE
-from megajax.data.sequence_pairs import Sequences, cleaned, cut_to
+from megajax.data.sequence_pairs import SequenceBuilder, clean_text, truncate_pair
 from megajax.data.splits import Rows
 from megajax.tokenizers.config import ByteTokenizerConfig, WordPieceTokenizerConfig
 
@@ -43,20 +43,20 @@ def written(path: Path, text: str) -> Path:
 
 
 def test_a_pair_has_berts_marks_types_and_padding(words):
-    row = Sequences(words, schema(12))(np.array(ids("the cat")), np.array(ids("dog ran .")))
+    row = SequenceBuilder(words, schema(12))(np.array(ids("the cat")), np.array(ids("dog ran .")))
     expected = [CLS, *ids("the cat"), SEP, *ids("dog ran ."), SEP]
     assert row["tokens"].tolist() == [*expected, 0, 0, 0, 0]
     assert row["token_types"].tolist() == [0] * 4 + [1] * 4 + [0] * 4
     assert row["segment_ids"].tolist() == [1] * 8 + [0] * 4
-    alone = Sequences(words, schema(8))(np.array(ids("the cat sat the cat sat the cat")))
+    alone = SequenceBuilder(words, schema(8))(np.array(ids("the cat sat the cat sat the cat")))
     assert alone["tokens"].tolist() == [CLS, *ids("the cat sat the cat sat"), SEP] and not alone["token_types"].any()
 
 
 def test_a_vocabulary_without_marks_has_the_end_of_a_document_there():
-    row = Sequences(ByteTokenizerConfig().build(), schema(8))(np.array([5, 6]), np.array([7]))
+    row = SequenceBuilder(ByteTokenizerConfig().build(), schema(8))(np.array([5, 6]), np.array([7]))
     assert row["tokens"].tolist() == [256, 5, 6, 256, 7, 256, 256, 256]
     with pytest.raises(UserError, match="sequences of 8 tokens or more, the model reads 7"):
-        Sequences(ByteTokenizerConfig().build(), schema(7))
+        SequenceBuilder(ByteTokenizerConfig().build(), schema(7))
 
 
 def test_the_longer_text_loses_its_last_tokens():
@@ -66,12 +66,12 @@ def test_the_longer_text_loses_its_last_tokens():
                 a, b = list(range(first)), list(range(second))
                 while len(a) + len(b) > room:
                     (a if len(a) > len(b) else b).pop()
-                cut = cut_to(room, np.arange(first), np.arange(second))
+                cut = truncate_pair(room, np.arange(first), np.arange(second))
                 assert [each.tolist() for each in cut] == [a, b], (first, second, room)
 
 
 def test_texts_are_cleaned_as_by_megatron():
-    assert cleaned("One .\nTwo   . Three .") == "One. Two. Three ."
+    assert clean_text("One .\nTwo   . Three .") == "One. Two. Three ."
 
 
 MNLI = "index\tgenre\tsentence1\tsentence2\tlabel1\tgold_label\n"
@@ -241,7 +241,7 @@ def test_windows_cover_a_paragraph_and_know_their_answers(words, tmp_path):
     written(tmp_path / "train-v2.0.json", text)
     config = SquadConfig(path=str(tmp_path), stride=3)
     read = squad.read_split(config, "train", words, schema(10))
-    own = [window for window in read.items if window.asked.identifier == "one"]
+    own = [window for window in read.items if window.question.identifier == "one"]
     assert dict(read.skipped) == {"answer not at its place": 1}
     # 11 tokens of the paragraph, 5 beside the question and three marks.
     assert [(window.first, window.count) for window in own] == [(0, 5), (3, 5), (6, 5)]
@@ -249,7 +249,7 @@ def test_windows_cover_a_paragraph_and_know_their_answers(words, tmp_path):
     assert row["tokens"].tolist() == [CLS, *ids("who ?"), SEP, *ids("the dog ##s ran ."), SEP]
     assert row["token_types"].tolist() == [0] * 4 + [1] * 6
     assert [(int(read[n]["starts"]), int(read[n]["ends"])) for n in range(4)] == [(0, 0), (5, 6), (0, 0), (0, 0)]
-    spans = own[0].asked.paragraph.spans
+    spans = own[0].question.paragraph.spans
     assert context[spans[4][0] : spans[5][1]] == "dogs"
 
 
@@ -279,5 +279,7 @@ def test_synthetic_files_are_written_once_and_read(words, tmp_path):
     assert config.folder() == tmp_path / "race" and not list(tmp_path.glob("tmp*"))
     for version in ("1.1", "2.0"):
         read = squad.read_split(MockSquadConfig(path=str(tmp_path), version=version), "train", words, schema(40))
-        assert {bool(window.asked.answers) for window in read.items} == ({True} if version == "1.1" else {True, False})
+        assert {bool(window.question.answers) for window in read.items} == (
+            {True} if version == "1.1" else {True, False}
+        )
         assert not read.skipped["answer not at its place"]

@@ -9,7 +9,7 @@ import pytest
 from token_files import tokenizer, write, write_random
 
 from megajax.config.errors import UserError
-from megajax.data.blend import BlendedDataset, exhaustive_index, normalised, rows_needed, weighted_index
+from megajax.data.blend import BlendedDataset, exhaustive_index, normalize_weights, rows_by_weight, weighted_index
 from megajax.data.config import BlendConfig, Rows
 from megajax.data.splits import Evaluation, parse_paths, parse_split, requested_rows, split_bounds
 from megajax.models.config import text_schema
@@ -35,7 +35,7 @@ def test_weighted_order(weights: list[float]) -> None:
     """Ties included, and over a border of the blocks that are computed at a time."""
     index = weighted_index(weights, 5000)
     assert index.datasets.dtype == np.int16 and index.samples.dtype == np.int64
-    expected = by_definition(normalised(weights).tolist(), 5000)
+    expected = by_definition(normalize_weights(weights).tolist(), 5000)
     assert list(zip(index.datasets.tolist(), index.samples.tolist(), strict=True)) == expected
 
 
@@ -48,9 +48,9 @@ def test_exhaustive_order(lengths: list[int]) -> None:
 
 
 def test_sizes_round_up_twice() -> None:
-    weights = normalised([0.3, 0.7])
-    assert rows_needed(500, weights) == [150, 350] and rows_needed(500, weights, 0.005) == [151, 352]
-    assert sum(rows_needed(2000, normalised([1, 1, 1]))) == 2001
+    weights = normalize_weights([0.3, 0.7])
+    assert rows_by_weight(500, weights) == [150, 350] and rows_by_weight(500, weights, 0.005) == [151, 352]
+    assert sum(rows_by_weight(2000, normalize_weights([1, 1, 1]))) == 2001
 
 
 def test_paths() -> None:
@@ -179,7 +179,7 @@ def test_a_split_smaller_than_a_row_is_repeated_with_a_warning(tmp_path: Path) -
 
     for _ in range(2):  # built, then from the cache
         with pytest.warns(
-            UserWarning, match=r"tiny, split train: has 14 tokens, and a row reads 33: .* repeated"
+            UserWarning, match=r"tiny, split train: has 14 tokens, but a row reads 33: .* repeated"
         ) as seen:
             rows = build(8)
         assert len(seen) == 1

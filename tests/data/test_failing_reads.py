@@ -18,7 +18,7 @@ from megajax.data.image_decoding import read_at, read_bounded
 from megajax.data.indexed import IndexedTokens, index_path, tokens_path
 from megajax.data.item_rows import UnreadableItem
 from megajax.data.loader import read_rows
-from megajax.data.reading import ChangedFile, ReadError, ReadFile, retried
+from megajax.data.reading import ChangedFile, ReadError, ReadFile, with_retries
 from megajax.models.config import text_schema
 
 DOCUMENTS = [list(range(1, 40)) for _ in range(20)]
@@ -215,5 +215,5 @@ def test_waits_double_up_to_a_limit(waits: list[float]) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
     with pytest.raises(ReadError, match="in 11 tries"):
-        retried(fails, "it", 10)
+        with_retries(fails, "it", 10)
     assert waits == [0.25, 0.5, 1, 2, 4, 8, 16, 30, 30, 30]

@@ -17,13 +17,13 @@ from megajax.data.config import AugmentConfig, ClassFoldersConfig, CropConfig, M
 from megajax.data.image_augmentation import (
     OPERATIONS,
     Crop,
-    augmented,
-    cropped,
-    cropped_classes,
+    augment_image,
+    crop_classes,
+    crop_image,
     inner_box,
     random_crop,
 )
-from megajax.data.image_decoding import MadePicture, StoredPicture, check_bytes, read_bounded
+from megajax.data.image_decoding import ArrayPicture, StoredPicture, check_bytes, read_bounded
 from megajax.data.item_rows import UnreadableItem
 
 WHOLE = (10**6, 10**6)
@@ -141,7 +141,7 @@ def test_without_pillow(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_crop_is_that_of_pillow() -> None:
     image = gradient(90, 70)
-    found = cropped(MadePicture(np.asarray(image)), Crop((10, 20, 60, 55), flip=True), (25, 35))
+    found = crop_image(ArrayPicture(np.asarray(image)), Crop((10, 20, 60, 55), flip=True), (25, 35))
     expected = image.crop((10, 20, 60, 55)).resize((25, 35), Image.Resampling.BILINEAR)
     expected = expected.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
     assert np.asarray(found).shape == (35, 25, 3)
@@ -151,8 +151,8 @@ def test_crop_is_that_of_pillow() -> None:
 def test_crop_of_a_jpeg_that_is_decoded_smaller() -> None:
     picture = stored(gradient(800, 600), "JPEG", quality=95)
     crop = Crop((100, 50, 500, 350))
-    found = np.asarray(cropped(picture, crop, (40, 30))).astype(int)
-    expected = np.asarray(cropped(MadePicture(np.asarray(gradient(800, 600))), crop, (40, 30)))
+    found = np.asarray(crop_image(picture, crop, (40, 30))).astype(int)
+    expected = np.asarray(crop_image(ArrayPicture(np.asarray(gradient(800, 600))), crop, (40, 30)))
     assert picture.size == (800, 600) and abs(found - expected)[..., :2].max() < 4
 
 
@@ -161,7 +161,7 @@ def test_centre() -> None:
     assert inner_box((60, 100), 1.0, 0.5) == (15, 35, 45, 65)
     assert inner_box((100, 60), 2.0) == (0, 5, 100, 55)
     image = np.asarray(gradient(48, 32))
-    found = cropped(MadePicture(image), Crop(inner_box((48, 32), 1.0, 0.5)), (16, 16))
+    found = crop_image(ArrayPicture(image), Crop(inner_box((48, 32), 1.0, 0.5)), (16, 16))
     assert (np.asarray(found) == image[8:24, 16:32]).all()
 
 
@@ -181,11 +181,11 @@ def test_random_crops_have_the_area_and_ratio_asked_for() -> None:
 
 def test_classes_of_the_nearest_pixel() -> None:
     classes = np.arange(12, dtype=np.int32).reshape(3, 4)
-    assert (cropped_classes(classes, Crop((0, 0, 4, 3)), (4, 3)) == classes).all()
+    assert (crop_classes(classes, Crop((0, 0, 4, 3)), (4, 3)) == classes).all()
     assert (
-        cropped_classes(classes, Crop((0, 0, 4, 3), flip=True), (8, 6)) == classes[:, ::-1].repeat(2, 0).repeat(2, 1)
+        crop_classes(classes, Crop((0, 0, 4, 3), flip=True), (8, 6)) == classes[:, ::-1].repeat(2, 0).repeat(2, 1)
     ).all()
-    assert (cropped_classes(classes, Crop((1, 1, 3, 3)), (2, 2)) == classes[1:3, 1:3]).all()
+    assert (crop_classes(classes, Crop((1, 1, 3, 3)), (2, 2)) == classes[1:3, 1:3]).all()
 
 
 def test_operations() -> None:
@@ -196,9 +196,9 @@ def test_operations() -> None:
     assert [number for number, kept in enumerate(same[0]) if not kept] == [1, 2]
     assert [number for number, kept in enumerate(same[1]) if kept] == [0]
     config = AugmentConfig(operations=2)
-    again = [np.asarray(augmented(image, config, np.random.default_rng(3))) for _ in range(2)]
+    again = [np.asarray(augment_image(image, config, np.random.default_rng(3))) for _ in range(2)]
     assert (again[0] == again[1]).all() and again[0].shape == (32, 32, 3)
-    many = {np.asarray(augmented(image, config, np.random.default_rng(seed))).tobytes() for seed in range(40)}
+    many = {np.asarray(augment_image(image, config, np.random.default_rng(seed))).tobytes() for seed in range(40)}
     assert len(many) > 30
 
 

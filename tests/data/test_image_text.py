@@ -15,9 +15,9 @@ from image_files import gradient, plain, saved
 from megajax.batch import Leaf, Placeholder
 from megajax.config.errors import UserError
 from megajax.data.config import DigitCaptionsConfig, ImageTextConfig, MockCaptionsConfig, Rows
-from megajax.data.image_decoding import MadePicture
+from megajax.data.image_decoding import ArrayPicture
 from megajax.data.image_digits import NAMES
-from megajax.data.image_tiles import affordable_tiles, fitted, grid, tiled
+from megajax.data.image_tiles import affordable_tiles, fit_image, grid, tile_image
 from megajax.data.loader import read_rows
 from megajax.models.config import text_schema
 from megajax.tokenizers.config import ByteTokenizerConfig, MultimodalTokenizerConfig
@@ -220,8 +220,8 @@ def test_grids_are_those_of_internvl() -> None:
 
 
 def test_tiles_are_cut_row_by_row() -> None:
-    picture = MadePicture(np.asarray(gradient(24, 16)))
-    tiles = tiled(picture, (8, 8), 6)
+    picture = ArrayPicture(np.asarray(gradient(24, 16)))
+    tiles = tile_image(picture, (8, 8), 6)
     assert len(tiles) == 7
     assert (np.concatenate([np.concatenate(tiles[k : k + 3], 1) for k in (0, 3)]) == gradient(24, 16)).all()
     assert tiles[6].shape == (8, 8, 3) and abs(tiles[6].mean(axis=(0, 1)) - (127, 127, 0)).max() < 4
@@ -242,8 +242,8 @@ def test_tiles_in_rows(tmp_path: Path) -> None:
 
 
 def test_images_of_another_shape() -> None:
-    picture = MadePicture(np.asarray(gradient(32, 16)))
-    padded, cut, stretched = (fitted(picture, (8, 8), fit) for fit in ("pad", "crop", "stretch"))
+    picture = ArrayPicture(np.asarray(gradient(32, 16)))
+    padded, cut, stretched = (fit_image(picture, (8, 8), fit) for fit in ("pad", "crop", "stretch"))
     assert (padded[:2] == (122, 116, 104)).all() and (padded[6:] == (122, 116, 104)).all()
     assert padded[2, 0, 0] < 30 and padded[5, -1, 0] > 220
     assert cut[0, 0, 0] > 60 and cut[0, -1, 0] < 200 and stretched[0, 0, 0] < 30 and stretched[0, -1, 0] > 220

@@ -10,7 +10,7 @@ from megajax.config.errors import UserError
 from megajax.data.config import BlendConfig, MaskedSentencesConfig, Rows
 from megajax.data.indexed import IndexedWriter
 from megajax.data.loader import read_rows
-from megajax.data.masked_index import MaskedRequest, build_masked_index, mersenne_twister_64, shuffled
+from megajax.data.masked_index import MaskedRequest, build_masked_index, mersenne_twister_64, shuffled_indices
 from megajax.data.masked_sentences import truncate
 from megajax.data.masking import Masking, NgramMasking
 from megajax.layers.config import AttentionConfig, BlockConfig, DenseMLPConfig, StackConfig
@@ -54,7 +54,7 @@ def test_numbers_of_the_64_bit_twister():
 
 @pytest.mark.parametrize("count", [0, 1, 2, 700])
 def test_shuffled_is_a_permutation(count):
-    assert sorted(shuffled(count, 1)) == list(range(count))
+    assert sorted(shuffled_indices(count, 1)) == list(range(count))
 
 
 def plain_map(lengths, documents, request, draws):
@@ -95,7 +95,7 @@ def test_sample_map(sentences, short):
     samples, passes = build_masked_index(lengths, documents, request, "map")
     expected = plain_map(lengths.tolist(), documents.tolist(), request, draws)
     assert passes > 1 and samples.dtype == np.uint32
-    assert samples.tolist() == [list(expected[number]) for number in shuffled(len(expected), 18)]
+    assert samples.tolist() == [list(expected[number]) for number in shuffled_indices(len(expected), 18)]
 
 
 @pytest.mark.parametrize(

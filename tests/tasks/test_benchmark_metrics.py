@@ -11,7 +11,7 @@ from sklearn import metrics as sklearn_metrics
 
 from megajax.config.errors import UserError
 from megajax.data.config.benchmarks import SquadConfig
-from megajax.data.squad import Asked, Paragraph, Window, windows_of
+from megajax.data.squad import Paragraph, Question, Window, paragraph_windows
 from megajax.tasks.benchmark import as_table
 from megajax.tasks.config import KINDS, GlueTaskConfig, SquadTaskConfig
 from megajax.tasks.metrics import f1, matthews, pearson, spearman
@@ -58,9 +58,9 @@ def test_answers_are_compared_without_case_articles_and_punctuation():
     assert (word_f1("", ""), word_f1("", "", "1.1"), word_f1("", "cat"), word_f1("the", "")) == (1, 0, 0, 1)
 
 
-def asked(identifier: str, *answers: str) -> Asked:
+def asked(identifier: str, *answers: str) -> Question:
     paragraph = Paragraph("", np.zeros(0, np.int32), np.zeros((0, 2), np.int64))
-    return Asked("", identifier, np.zeros(1, np.int32), paragraph, tuple((answer, 0) for answer in answers))
+    return Question("", identifier, np.zeros(1, np.int32), paragraph, tuple((answer, 0) for answer in answers))
 
 
 def test_evaluation_of_version_2_by_hand():
@@ -82,25 +82,25 @@ def test_evaluation_of_version_1_takes_the_best_of_the_answers():
     assert figures["f1"].value == pytest.approx(100 * (0 + 2 * 2 / 5) / 2)
 
 
-def paragraph_of(words: int) -> Asked:
+def paragraph_of(words: int) -> Question:
     text = " ".join(f"w{number}" for number in range(words))
     starts = [text.index(f"w{number}") for number in range(words)]
     spans = np.array([(start, start + len(f"w{number}")) for number, start in enumerate(starts)])
-    return Asked("", "q", np.zeros(2, np.int32), Paragraph(text, np.zeros(words, np.int32), spans), ())
+    return Question("", "q", np.zeros(2, np.int32), Paragraph(text, np.zeros(words, np.int32), spans), ())
 
 
 def test_a_token_counts_in_the_window_with_most_context():
-    windows = list(windows_of(paragraph_of(9), 5, 2))
+    windows = list(paragraph_windows(paragraph_of(9), 5, 2))
     assert [(each.first, each.count) for each in windows] == [(0, 5), (2, 5), (4, 5)]
     assert [most_context(windows, token) for token in range(9)] == [0, 0, 0, 0, 1, 1, 2, 2, 2]
 
 
 def test_the_best_spans_are_those_of_every_combination():
-    windows = list(windows_of(paragraph_of(9), 5, 2))
+    windows = list(paragraph_windows(paragraph_of(9), 5, 2))
     scores = np.random.default_rng(0).normal(size=(3, 12, 2)).astype(np.float32)
     config = SquadTaskConfig(longest_answer=3)
     best, none = best_answers(windows, scores, config)
-    words = windows[0].asked.paragraph.text.split()
+    words = windows[0].question.paragraph.text.split()
     expected: dict[str, float] = {}
     for number, window in enumerate(windows):
         for first in range(window.count):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from megajax.config.errors import UserError
-from megajax.data.chat_files import tokenized
+from megajax.data.chat_files import tokenize_parts
 from megajax.tokenizers.chat_template import ChatTemplate, Part, TemplateMisfit
 
 
@@ -134,7 +134,7 @@ class Pairs:
     ],
 )
 def test_tokens_across_the_borders_of_answers(parts: list, expected: list) -> None:
-    ids, weights = tokenized(Pairs(), [Part(*part) for part in parts])
+    ids, weights = tokenize_parts(Pairs(), [Part(*part) for part in parts])
     assert ids.tolist() == [ord(text[0]) + 1000 * (len(text) - 1) for text, _ in expected]
     assert weights.tolist() == [weight for _, weight in expected]
 

@@ -12,7 +12,7 @@ MOST_PIXELS = 178_956_970
 PATHS_HINT = "set data.paths, or data.train_paths"
 
 
-def reading_ahead() -> LoaderConfig:
+def image_loader() -> LoaderConfig:
     """Images are decoded by several threads, each a batch: Pillow works without Python's lock."""
     return LoaderConfig(threads=8, prefetch=8)
 
@@ -70,7 +70,7 @@ class ImagesConfig(Builds):
     """What happens when an image or its label cannot be read: stop, or use the next image and count the row."""
     seed: int | None = None
     """Seed for the order of images and their augmentation; none: the run's seed."""
-    loader: LoaderConfig = field(default_factory=reading_ahead)
+    loader: LoaderConfig = field(default_factory=image_loader)
     """How rows are read ahead."""
 
     def problems(self) -> list[Problem]:
