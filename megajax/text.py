@@ -1,4 +1,4 @@
-"""Durations, counts, sizes, times of day and rows of cells as text; untrusted text made safe to print."""
+"""Durations, counts, sizes, dates and rows of cells as text; escaping of untrusted text."""
 
 import unicodedata
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -9,14 +9,14 @@ def duration(seconds: float) -> str:
     """Seconds as "3.2 s", "40 s", "12m05s", "3h07m" or "2d04h"."""
     if seconds < 9.95:
         return f"{seconds:.1f} s"
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02d}s"
-    if whole < 86400:
-        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
-    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
+    total = round(seconds)
+    if total < 60:
+        return f"{total} s"
+    if total < 3600:
+        return f"{total // 60}m{total % 60:02d}s"
+    if total < 86400:
+        return f"{total // 3600}h{total % 3600 // 60:02d}m"
+    return f"{total // 86400}d{total % 86400 // 3600:02d}h"
 
 
 def count(number: float) -> str:
@@ -32,7 +32,7 @@ def count(number: float) -> str:
 
 
 def moment(time: float) -> str:
-    """Seconds since 1970 as date and time of day, UTC."""
+    """Seconds since 1970 as a date and time in UTC; "?" if out of range."""
     try:
         return datetime.fromtimestamp(time, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     except (OverflowError, ValueError, OSError):
@@ -40,9 +40,11 @@ def moment(time: float) -> str:
 
 
 def skipped_rows(splits: Mapping[str, Mapping[str, int]]) -> str:
-    """Split -> reason -> rows left out, as "train: 3 no answer, 1 unknown role; valid: 1 no answer"."""
-    each = {split: ", ".join(f"{n:,} {reason}" for reason, n in why.items()) for split, why in splits.items()}
-    return "; ".join(f"{split}: {reasons}" for split, reasons in each.items())
+    """Split -> reason -> skipped rows, as "train: 3 no answer, 1 unknown role; valid: 1 no answer"."""
+    reasons_by_split = {
+        split: ", ".join(f"{n:,} {reason}" for reason, n in why.items()) for split, why in splits.items()
+    }
+    return "; ".join(f"{split}: {reasons}" for split, reasons in reasons_by_split.items())
 
 
 def byte_size(number: float) -> str:
@@ -57,29 +59,29 @@ def byte_size(number: float) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]], text: Collection[int] | None = None) -> Iterator[str]:
-    """Rows as lines without colours or box characters. text: columns that are flush left; None: all of them."""
+    """Rows as lines with aligned columns. text: columns that are flush left; None: all columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = (
-            cell.ljust(width) if text is None or place in text else cell.rjust(width)
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+            cell.ljust(width) if text is None or column in text else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         )
         yield "  ".join(cells).rstrip()
 
 
 _INVISIBLE = frozenset(("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"))
-"""Unicode categories: controls, formatting (among it the reversal of a line), surrogates, unassigned, separators."""
+"""Unicode categories: controls, formatting (with overrides of the direction), surrogates, unassigned, separators."""
 
 
-def visible(written: str) -> str:
-    """Text with escaped control characters, as "\\x1b": it can't move a cursor or end a line of a log.
+def visible(text: str) -> str:
+    """Text with control characters escaped, for example as "\\x1b": it can't move a cursor or end a line of a log.
 
-    Newlines and tabs stay, and the joiners that scripts and emoji need.
+    Newlines, tabs, and the joiners of scripts and emoji are kept.
     """
-    kept = "\n\t\N{ZERO WIDTH NON-JOINER}\N{ZERO WIDTH JOINER}"
+    allowed = "\n\t\N{ZERO WIDTH NON-JOINER}\N{ZERO WIDTH JOINER}"
     return "".join(
         character.encode("unicode_escape").decode("ascii")
-        if unicodedata.category(character) in _INVISIBLE and character not in kept
+        if unicodedata.category(character) in _INVISIBLE and character not in allowed
         else character
-        for character in written
+        for character in text
     )

@@ -1,4 +1,4 @@
-"""Sections of facts and tables, as aligned text; sections also as a frame on a terminal."""
+"""Sections of facts and tables as aligned text, or as a framed box on a terminal."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class Table:
     """Columns that are text; the others are numbers and flush right."""
 
     def lines(self) -> list[str]:
-        """The title, if there is one, and all rows."""
+        """The title, unless it is empty, and all rows."""
         return [self.title] * bool(self.title) + [*aligned([self.headings, *self.rows], self.text)]
 
 
@@ -54,9 +54,8 @@ def plain(title: str, sections: Sequence[Section]) -> str:
     for heading, rows in sections:
         lines.append(f"  {heading}")
         for name, value in rows:
-            first, *others = str(value).splitlines() or [""]
-            lines.append(f"    {name:<{width}}  {first}".rstrip())
-            lines += [f"    {'':<{width}}  {other}".rstrip() for other in others]
+            for index, line in enumerate(str(value).splitlines() or [""]):
+                lines.append(f"    {'' if index else name:<{width}}  {line}".rstrip())
     return "\n".join(lines)
 
 

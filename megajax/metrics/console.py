@@ -1,4 +1,4 @@
-"""The output of a run: a progress bar that updates in place on a terminal, plain lines elsewhere."""
+"""Terminal output of a run: a progress bar that updates in place, or plain lines for files and pipes."""
 
 import os
 import statistics
@@ -29,11 +29,11 @@ from megajax.metrics.record import EvaluationRecord, Record, StepRecord
 from megajax.metrics.writers import Writer
 
 type Rename = Callable[[str], None]
-"""Continues with another message; its time counts from here."""
+"""Replaces the message of a ticker and restarts its time."""
 
 
 class Console(Writer):
-    """A writer for people. This one shows nothing: for all processes but the first."""
+    """A writer for people. This base class prints nothing; all processes except the first use it."""
 
     def say(self, message: str) -> None:
         """Print a line."""
@@ -43,18 +43,18 @@ class Console(Writer):
 
     @contextmanager
     def ticker(self, message: str, *, total: bool = True) -> Generator[Rename]:
-        """Show that something long is running, and for how long. The block gets a function that renames it.
+        """Show how long an operation has been running. Yields a function that replaces the message.
 
-        The time it took is printed at the end if `total`, or if an exception ended it.
+        The total time is printed at the end if `total` is set or an exception is raised.
         """
         yield lambda message: None
 
     def stop_requested(self, message: str) -> None:
-        """Say that the run was asked to stop; may be called from any thread."""
+        """Print that a stop was requested; may be called from any thread."""
         print(f"megajax: {message}", file=sys.stderr, flush=True)
 
     def steps_over(self) -> None:
-        """There are no more steps: show no time left."""
+        """Training has ended: remove the progress bar and the time left."""
 
     def release(self) -> None:
         """Restore the terminal at once, without waiting for a lock: the process is about to be killed."""
@@ -78,7 +78,7 @@ class PlainConsole(Console):
             self.say(lines.step_line(summary, total_steps=total, now=now, eta=eta, terms=self._terms))
 
     def say(self, message: str) -> None:
-        # One write per line: lines of a second thread or process must not land inside it.
+        # One write per line, so that lines of other threads and processes do not interleave.
         self._stream.write(message + "\n")
         self._stream.flush()
 
@@ -87,21 +87,21 @@ class PlainConsole(Console):
 
     @contextmanager
     def ticker(self, message: str, *, total: bool = True) -> Generator[Rename]:
-        done = threading.Event()
-        ticking = _Ticking(message)
+        finished = threading.Event()
+        ticker = _Ticker(message)
 
         def tick() -> None:
-            while not done.wait(self._tick_seconds):
-                self.say(f"{ticking.message} … {text.duration(ticking.seconds())}")
+            while not finished.wait(self._tick_seconds):
+                self.say(f"{ticker.message} … {text.duration(ticker.seconds())}")
 
         def stop() -> None:
-            done.set()
+            finished.set()
             thread.join()
 
         thread = threading.Thread(target=tick, name="ticker", daemon=True)
         thread.start()
-        with ticking.ended(self.say, stop, total=total):
-            yield ticking.rename
+        with ticker.running(self.say, stop, total=total):
+            yield ticker.rename
 
 
 class LiveConsole(Console):
@@ -115,12 +115,12 @@ class LiveConsole(Console):
         self._total = self._printed.total_steps
         self._console = console or rich.console.Console()
         self._latest: StepRecord | None = None
-        """What the bar shows; None: no bar."""
+        """The step that the bar shows; None: no bar."""
         self._stopping = False
-        self._tickers: list[_Ticking] = []
+        self._tickers: list[_Ticker] = []
         self._live: Live | None = None
         self._height = 0
-        """Lines that update in place."""
+        """Number of lines that update in place."""
 
     def log(self, record: Record) -> None:
         self._start()
@@ -152,11 +152,11 @@ class LiveConsole(Console):
 
     @contextmanager
     def ticker(self, message: str, *, total: bool = True) -> Generator[Rename]:
-        ticking = _Ticking(message)
-        self._tickers.append(ticking)
+        ticker = _Ticker(message)
+        self._tickers.append(ticker)
         self._start()
-        with ticking.ended(self.say, lambda: self._tickers.remove(ticking), total=total):
-            yield ticking.rename
+        with ticker.running(self.say, lambda: self._tickers.remove(ticker), total=total):
+            yield ticker.rename
 
     def close(self) -> None:
         if self._live is not None:
@@ -164,13 +164,13 @@ class LiveConsole(Console):
             self._live = None
 
     def release(self) -> None:
-        # Written to the descriptor: the interrupted thread may hold rich's lock.
+        # Written directly to the file descriptor: the interrupted thread may hold rich's lock.
         if self._live is not None and self._console.is_terminal:
             erase = b"\r\x1b[2K" + b"\x1b[1A\x1b[2K" * (self._height - 1)
             os.write(self._console.file.fileno(), erase + b"\x1b[?25h")
 
-    def _print(self, what: RenderableType) -> None:
-        self._console.print(what)
+    def _print(self, renderable: RenderableType) -> None:
+        self._console.print(renderable)
 
     def _start(self) -> None:
         if self._live is None:
@@ -185,8 +185,7 @@ class LiveConsole(Console):
     def _render(self) -> RenderableType:
         """The lines that update in place: tickers, the bar, the figures of the last step.
 
-        Each leaves room for what the terminal echoes of the keyboard (^C): a line that the terminal wraps could not be
-        erased completely.
+        Each line leaves room for an echoed ^C: a line that the terminal wraps cannot be erased completely.
         """
         width = max(self._console.width - _ECHO, 1)
         parts: list[RenderableType] = list(self._tickers)
@@ -198,14 +197,14 @@ class LiveConsole(Console):
         return Constrain(Group(*parts), width)
 
     def _bar(self, step: int, width: int) -> RenderableType:
-        done = f"{step / max(self._total, 1):.0%} {step}/{self._total}"
+        progress = f"{step / max(self._total, 1):.0%} {step}/{self._total}"
         if self._stopping:
-            done += "  stopping"
+            progress += "  stopping"
         elif self._printed.end is not None and step < self._total:
             now, end = self._printed.clock(), self._printed.end
             at = end.strftime("%H:%M" if end.date() == now.date() else "%b %d %H:%M")
-            done += f"  {text.duration(max((end - now).total_seconds(), 0.0))} left, done at {at}"
-        label = Text(done, no_wrap=True, overflow="ellipsis")
+            progress += f"  {text.duration(max((end - now).total_seconds(), 0.0))} left, done at {at}"
+        label = Text(progress, no_wrap=True, overflow="ellipsis")
         room = min(width - label.cell_len - 1, 30)
         if room < 5:
             return label
@@ -215,7 +214,7 @@ class LiveConsole(Console):
 
 
 _ECHO = 5
-"""Columns left free at the right: ^C twice, and the cursor."""
+"""Free columns at the right edge: ^C twice, and the cursor."""
 
 
 def _figures(fields: Sequence[tuple[str, str]], room: int, *, style: str = "") -> Text:
@@ -231,8 +230,8 @@ def _figures(fields: Sequence[tuple[str, str]], room: int, *, style: str = "") -
     return figures
 
 
-class _Ticking:
-    """Something that is running, and for how long."""
+class _Ticker:
+    """The message and the elapsed time of a running operation."""
 
     def __init__(self, message: str):
         self._spinner = Spinner("dots")
@@ -242,23 +241,20 @@ class _Ticking:
         self.message, self._start = message, time.monotonic()
 
     def seconds(self) -> float:
-        """Since the last rename."""
+        """Seconds since the last rename."""
         return time.monotonic() - self._start
 
     @contextmanager
-    def ended(self, say: Callable[[str], None], stop: Callable[[], None], *, total: bool) -> Generator[None]:
-        """At the end of the block, call `stop`, then say how long it took: if `total`, or if an exception ended it."""
-        how = None
+    def running(self, say: Callable[[str], None], stop: Callable[[], None], *, total: bool) -> Generator[None]:
+        """At the end of the block, call `stop`, then print the time if `total` is set or an exception is raised."""
+        prefix = "stopped after "
         try:
             yield
-            how = "" if total else None
-        except BaseException:
-            how = "stopped after "
-            raise
+            prefix = "" if total else None
         finally:
             stop()
-            if how is not None:
-                say(f"{self.message}: {how}{text.duration(self.seconds())}")
+            if prefix is not None:
+                say(f"{self.message}: {prefix}{text.duration(self.seconds())}")
 
     def __rich__(self) -> RenderableType:
         line = Text(no_wrap=True, overflow="ellipsis")
@@ -268,10 +264,10 @@ class _Ticking:
 
 
 class Cadence:
-    """When to print a line: at the first step of an attempt, every `every` steps, 30 s after the last line, at the end.
+    """Prints a line at the first step of an attempt, every `every` steps, 30 s after the last line, and at the end.
 
-    The time left is estimated from the median of the last steps, which ignores those that a checkpoint or an evaluation
-    slowed down, and without the first step, which includes compilation.
+    The time left is estimated from the median time of recent steps, so that steps slowed by a checkpoint or an
+    evaluation do not count. The first step, which includes compilation, is ignored.
     """
 
     def __init__(
@@ -290,14 +286,14 @@ class Cadence:
         self.eta: float | None = None
         """Seconds left after the last step; None before the second step of an attempt."""
         self.end: datetime | None = None
-        """When the run will be done, by this estimate."""
+        """Estimated time of the last step."""
 
     def first(self, record: StepRecord) -> bool:
         """Whether this is the first step of the attempt."""
         return record.step == self._first
 
     def add(self, record: StepRecord) -> Summary | None:
-        """Take a step -> a summary of the steps since the last line, if a line is due."""
+        """Add a step -> a summary of the steps since the last line, or None if no line is due."""
         now = self.clock()
         self._since.append(record)
         if not self.first(record):
@@ -315,7 +311,7 @@ class Cadence:
 
 _LONGEST_SILENCE = timedelta(seconds=30)
 _RECENT = 50
-"""Steps whose median time gives the time left."""
+"""Number of steps whose median time gives the time left."""
 
 
 def open_console(
@@ -327,7 +323,7 @@ def open_console(
     stream: TextIO | None = None,
     terms: Terms = LANGUAGE,
 ) -> Console:
-    """A console for `stream`, by default standard output; a quiet one in all processes but the first."""
+    """A console for `stream`, by default standard output; silent unless `primary`."""
     if not primary:
         return Console()
     stream = stream or sys.stdout

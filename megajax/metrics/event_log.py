@@ -1,4 +1,4 @@
-"""events.jsonl from the first event of an attempt on, also from processes other than 0."""
+"""Events before events.jsonl is open, and events of processes other than 0."""
 
 import os
 import time
@@ -12,11 +12,11 @@ from megajax.metrics.record import to_json
 
 
 class Clock:
-    """What lines of events.jsonl begin with: `time`, and `clock` for durations.
+    """The first fields of a line of events.jsonl: `time`, and `clock` for durations.
 
-    `time` is in seconds since 1970, by a clock that may be set at any moment. `clock` names the boot of the machine and
-    has the seconds of its monotonic clock, which all its processes share: lines of the same boot are as far apart as
-    these say. It is left out where the system does not name its boot.
+    `time` is in seconds since 1970 by the system clock, which may be adjusted at any moment. `clock` has an ID of the
+    machine's boot and the seconds of its monotonic clock, which all its processes share: durations between lines of the
+    same boot are exact. It is omitted where the system has no boot ID.
     """
 
     def __init__(
@@ -25,11 +25,11 @@ class Clock:
         monotonic: Callable[[], float] = time.monotonic,
         boot: str | None = None,
     ):
-        """boot: None for that of this machine."""
+        """boot: None for the boot ID of this machine."""
         self._wall, self._monotonic, self._boot = wall, monotonic, _boot() if boot is None else boot
 
     def now(self) -> dict[str, Any]:
-        """The fields."""
+        """The fields of the current time."""
         clock = {"clock": [self._boot, round(self._monotonic(), 3)]} if self._boot else {}
         return {"time": self._wall(), **clock}
 
@@ -43,7 +43,7 @@ def _boot() -> str:
 
 
 def process_start() -> float:
-    """When this process began, by the monotonic clock; now, where the system does not say."""
+    """Start time of this process by the monotonic clock; the current time where the system does not tell."""
     try:
         ticks = int(Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19])
         age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
@@ -53,7 +53,7 @@ def process_start() -> float:
 
 
 class EventLog:
-    """Takes events at any time; those before `open` wait for it, with the time they happened at."""
+    """Accepts events at any time; events before `open` are buffered with their time."""
 
     def __init__(self, clock: Clock | None = None):
         self._clock = clock or Clock()
@@ -61,14 +61,14 @@ class EventLog:
         self._early: list[tuple[str, dict[str, Any]]] = []
 
     def event(self, name: str, /, **fields: Any) -> None:
-        """Take an event; `time` among the fields if it did not happen now."""
+        """Log an event. Pass `time` if it happened earlier."""
         if self._write is None:
             self._early.append((name, {**self._clock.now(), **fields}))
         else:
             self._write(name, **fields)
 
     def open(self, write: Callable[..., None]) -> None:
-        """Write events as they come from now on, and the early ones."""
+        """Write the buffered events, and later events immediately."""
         self._write = write
         early, self._early = self._early, []
         for name, fields in early:
@@ -76,14 +76,14 @@ class EventLog:
 
     @property
     def opened(self) -> bool:
-        """Whether events reach a file."""
+        """Whether events are written to a file."""
         return self._write is not None
 
 
 def append_event(path: Path, name: str, /, **fields: Any) -> None:
-    """Append a line to events.jsonl from any process: for failures that process 0 may not know.
+    """Append a line to events.jsonl from any process, for failures that process 0 may not know of.
 
-    One write of one line at the end of the file, so that lines of several processes do not mix on a local file system.
+    A line is a single write in append mode, so that lines of several processes do not mix on a local file system.
     Raises OSError if it can't be written.
     """
     line = to_json({**Clock().now(), "event": name, **fields})

@@ -1,6 +1,6 @@
-"""What layers reported in the course of a run, read from metrics.jsonl and layers.jsonl, and pictures of it.
+"""Per-layer metrics over a run, read from metrics.jsonl and layers.jsonl, and their heat maps.
 
-N steps, L layers, K parts of a layer.
+N steps, L layers, K entries of a layer's list, for example experts.
 """
 
 from array import array
@@ -16,12 +16,12 @@ from megajax.heat_map import HeatMap
 from megajax.metrics.record import parse, read_metrics
 
 COLUMNS = 400
-"""Most columns of a heat map over steps."""
+"""Maximum number of columns of a heat map over steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerHistory:
-    """What layers reported."""
+    """Per-layer metrics of a run."""
 
     layers: tuple[str, ...] = ()
     """[L]."""
@@ -30,31 +30,31 @@ class LayerHistory:
     values: Mapping[str, np.ndarray] = field(default_factory=dict)
     """Name -> float32 [N, L]; nan where unknown."""
     lists: Mapping[str, tuple[tuple[str, ...], np.ndarray]] = field(default_factory=dict)
-    """Name -> the layers that have one, and float64 [L, K] of the last line of layers.jsonl."""
+    """Name -> the layers that report the list, and its values float64 [L, K] in the last line of layers.jsonl."""
     lists_step: int = 0
     """The step of that line."""
 
     def heat_maps(self) -> Iterator[HeatMap]:
-        """Over steps, of all that is not always the same; then lists of the last line, each over its layer's mean."""
+        """Metrics over steps, except constant ones; then the last lists, each divided by its layer's mean."""
         for name, values in self.values.items():
-            known = values[np.isfinite(values)]
-            if known.size and known.min() < known.max():
+            finite = values[np.isfinite(values)]
+            if finite.size and finite.min() < finite.max():
                 yield self._over_steps(name, values)
         for name, (layers, values) in self.lists.items():
             means = values.mean(-1, keepdims=True)
             shares = np.divide(values, means, out=np.full_like(values, np.nan), where=means != 0)
-            title, part = f"{_words(name)} over their mean, step {self.lists_step:,}", name.split("_")[0]
+            title, part = f"{_title(name)} over their mean, step {self.lists_step:,}", name.split("_")[0]
             yield HeatMap(title=title, rows=layers, values=shares.tolist(), x_label=part, y_label="layer", middle=1.0)
 
     def _over_steps(self, name: str, values: np.ndarray) -> HeatMap:
-        """A column has the largest value of each layer in some steps."""
+        """A column has the maximum of each layer over one or several consecutive steps."""
         count = min(len(values), COLUMNS)
         starts = np.arange(count) * len(values) // count
-        shown = np.fmax.reduceat(values, starts, axis=0).T
+        maxima = np.fmax.reduceat(values, starts, axis=0).T
         return HeatMap(
-            title=_words(name),
+            title=_title(name),
             rows=self.layers,
-            values=shown.astype(float).tolist(),
+            values=maxima.astype(float).tolist(),
             x_label="step",
             y_label="layer",
             first=float(self.steps[0]) - 0.5,
@@ -64,7 +64,7 @@ class LayerHistory:
 
 @dataclass
 class LayerColumns:
-    """Collects the numbers of layers from lines of metrics.jsonl."""
+    """Collects the numbers per layer from lines of metrics.jsonl."""
 
     layers: list[Any] = field(default_factory=list)
     steps: array = field(default_factory=lambda: array("q"))
@@ -72,7 +72,7 @@ class LayerColumns:
     """Flat [N, L]."""
 
     def add(self, line: Mapping[str, Any]) -> None:
-        """A line; one without such numbers is left out, one of other layers begins anew."""
+        """Add a line. Lines without per-layer numbers are ignored; a line with other layers discards those before."""
         values = line.get("by_layer")
         if not isinstance(values, Mapping) or not isinstance(values.get("layers"), list):
             return
@@ -86,7 +86,7 @@ class LayerColumns:
         self.steps.append(line["step"])
 
     def history(self, layers_file: Path) -> LayerHistory:
-        """With the last line of layers.jsonl, if there is that file."""
+        """The history, with the last line of layers.jsonl if that file exists."""
         shape = len(self.steps), len(self.layers)
         step, lists = _last_lists(layers_file)
         return LayerHistory(
@@ -112,39 +112,41 @@ def _last_lists(path: Path) -> tuple[int, dict[str, tuple[tuple[str, ...], np.nd
 
 
 def _lists(line: Mapping[str, Any], layers: Sequence[Any]) -> Iterator[tuple[str, tuple[tuple[str, ...], np.ndarray]]]:
-    """Lists of the layers of the first length; others cannot be rows of the same picture."""
+    """Lists of all layers as arrays. Lists of another length than the first are dropped: rows have one length."""
     for name, rows in line.items():
         if name in ("step", "layers"):
             continue
-        given = [(str(layer), row) for layer, row in zip(layers, rows, strict=True) if row is not None]
-        given = [(layer, row) for layer, row in given if len(row) == len(given[0][1])]
-        if given:
-            yield name, (tuple(layer for layer, _ in given), np.asarray([row for _, row in given], np.float64))
+        pairs = [(str(layer), row) for layer, row in zip(layers, rows, strict=True) if row is not None]
+        pairs = [(layer, row) for layer, row in pairs if len(row) == len(pairs[0][1])]
+        if pairs:
+            yield name, (tuple(layer for layer, _ in pairs), np.asarray([row for _, row in pairs], np.float64))
 
 
 def plot_layers(metrics: Path, layers_file: Path, picture: Path) -> str:
-    """Draw the first numbers of layers over steps, and the last lists, into a PNG -> a line for the terminal.
+    """Draw the first per-layer metric over steps, and the last lists, into a PNG -> a line for the terminal.
 
-    "" where layers report nothing that differs, or without matplotlib.
+    "" if nothing varies, or without matplotlib.
     """
     columns = LayerColumns()
     for line in read_metrics(metrics)[0]:
         columns.add(line)
     maps = [*columns.history(layers_file).heat_maps()]
-    shown = [one for one in maps if one.last is not None][:1] + [one for one in maps if one.last is None]
-    if not shown:
+    drawn_maps = [heat_map for heat_map in maps if heat_map.last is not None][:1] + [
+        heat_map for heat_map in maps if heat_map.last is None
+    ]
+    if not drawn_maps:
         return ""
 
     def draw(axes: Any) -> None:
-        for one, each in zip(shown, axes if len(shown) > 1 else [axes], strict=True):
-            one.plot(each)
+        for heat_map, panel in zip(drawn_maps, axes if len(drawn_maps) > 1 else [axes], strict=True):
+            heat_map.plot(panel)
 
     try:
-        save_png(draw, picture, inches=(12, 5 * len(shown)), dpi=120, panels=len(shown))
+        save_png(draw, picture, inches=(12, 5 * len(drawn_maps)), dpi=120, panels=len(drawn_maps))
     except ModuleNotFoundError:
         return ""
     return f"layers: {picture}"
 
 
-def _words(name: str) -> str:
+def _title(name: str) -> str:
     return name.replace("_", " ")

@@ -1,4 +1,4 @@
-"""Files of lines that survive a full disk: lines that cannot be written wait for the next one."""
+"""Files of lines that survive a full disk: lines that cannot be written are kept and retried with the next line."""
 
 import errno
 import os
@@ -11,7 +11,7 @@ from pathlib import Path
 from megajax.config.errors import UserError
 
 MOST_WAITING = 1_000_000
-"""Lines that wait at most: hundreds of MB."""
+"""Maximum number of lines kept in memory: hundreds of MB."""
 
 
 class LinesLost(UserError):
@@ -23,8 +23,8 @@ class LinesLost(UserError):
 class LineFile:
     """Appends whole lines to a file, from any thread.
 
-    What the system takes of a line only in part is removed again; if another process has appended to it since, the
-    line is repeated as a whole after a newline, and readers skip the torn one.
+    A line that the system writes only in part is removed again. If another process has appended to the file since, the
+    whole line is repeated after a newline, and readers skip the partial one.
     """
 
     def __init__(self, path: Path, say: Callable[[str], None] | None = None):
@@ -36,13 +36,13 @@ class LineFile:
         self._failure: OSError | None = None
 
     def write(self, line: str) -> None:
-        """Write a line, after those that wait; if that fails, it waits too. line: ends with a newline."""
+        """Write the waiting lines and this one, which ends with a newline; if that fails, this line waits too."""
         with self._lock:
             self._waiting.append(line.encode())
             self._write_waiting()
 
     def close(self) -> None:
-        """Raises LinesLost if lines are left that can't be written."""
+        """Raises LinesLost if the waiting lines can't be written."""
         with self._lock:
             if self._waiting:
                 self._write_waiting()
@@ -57,14 +57,14 @@ class LineFile:
         try:
             while self._waiting:
                 data = b"\n" * self._torn + self._waiting[0]
-                written = os.write(self._descriptor, data)
-                if written == len(data):
+                byte_count = os.write(self._descriptor, data)
+                if byte_count == len(data):
                     self._waiting.popleft()
                     self._torn = False
                 else:
                     self._torn = True
-                    self._torn = not self._take_back(data[:written])
-                    # Written again at once it would be torn again: the last block may have room for a part of it.
+                    self._torn = not self._take_back(data[:byte_count])
+                    # An immediate retry would write a part of it again: the last block may have some room.
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             if self._failure is None:
@@ -76,16 +76,16 @@ class LineFile:
             self._failure = None
 
     def _take_back(self, data: bytes) -> bool:
-        """Remove the end of the file, if that is `data`."""
+        """Remove `data` from the end of the file -> whether it was the end of the file."""
         start = os.fstat(self._descriptor).st_size - len(data)
-        ours = bool(data) and start >= 0 and os.pread(self._descriptor, len(data), start) == data
-        if ours:
+        at_end = bool(data) and start >= 0 and os.pread(self._descriptor, len(data), start) == data
+        if at_end:
             os.ftruncate(self._descriptor, start)
-        return ours
+        return at_end
 
 
 def line_break(descriptor: int) -> str:
-    """A newline, if the file ends within a line: its writer was killed, or the disk was full."""
+    """A newline if the last line of the file is incomplete: its writer was killed, or the disk was full."""
     size = os.fstat(descriptor).st_size
     return "\n" if size and os.pread(descriptor, 1, size - 1) != b"\n" else ""
 

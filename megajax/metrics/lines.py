@@ -1,4 +1,4 @@
-"""The lines a run prints. Field names are those of Megatron-LM's log, so that its parsers work."""
+"""The lines that a run prints, with the field names of Megatron-LM's log, so that its parsers work."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,10 +13,10 @@ from megajax.metrics.throughput import Rates, mean_rates
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """The words for a model's loss and speed. Those for tokens are Megatron-LM's."""
+    """Names of a model's loss and speed. For tokens, they are Megatron-LM's."""
 
-    counted: str = "tokens"
-    """What speed is counted in: tokens, positions or rows. Perplexity is shown for tokens only."""
+    unit: str = "tokens"
+    """Unit of the speed: tokens, positions or rows. Perplexity is shown for tokens only."""
 
     @property
     def loss(self) -> str:
@@ -24,11 +24,11 @@ class Terms:
 
     @property
     def perplexity(self) -> bool:
-        return self.counted == "tokens"
+        return self.unit == "tokens"
 
     @property
     def speed(self) -> str:
-        return f"{self.counted}/s/device"
+        return f"{self.unit}/s/device"
 
 
 LANGUAGE = Terms()
@@ -40,22 +40,22 @@ class Summary:
 
     last: StepRecord
     loss: float
-    """Mean over the steps with a finite loss that were not skipped; the last step's loss if there are none."""
+    """Mean over steps with a finite loss that were not skipped; the last step's loss without such steps."""
     rates: Rates
     skipped: int
     """Steps whose update was skipped."""
     not_finite: int
-    """Steps whose loss was nan or infinite, with or without an update."""
+    """Steps with a nan or infinite loss, with or without an update."""
     phases: Mapping[str, float]
     """Seconds by phase: the mean of data_wait, the sum of others, the last known value of *_min and *_max."""
 
     @classmethod
     def of(cls, records: Sequence[StepRecord]) -> "Summary":
         """Summarize `records`, at least one, in order of step."""
-        good = [record.loss for record in records if math.isfinite(record.loss) and not record.skipped]
+        finite_losses = [record.loss for record in records if math.isfinite(record.loss) and not record.skipped]
         return cls(
             last=records[-1],
-            loss=sum(good) / len(good) if good else records[-1].loss,
+            loss=sum(finite_losses) / len(finite_losses) if finite_losses else records[-1].loss,
             rates=mean_rates([record.rates for record in records]),
             skipped=sum(record.skipped for record in records),
             not_finite=sum(not math.isfinite(record.loss) for record in records),
@@ -85,22 +85,22 @@ def _times(phases: Mapping[str, float]) -> list[str]:
     """Seconds by phase as fields, with the smallest and largest over processes if known."""
     parts = []
     for name, title in _TIMES.items():
-        shown = f"{1000 * phases[name]:.1f}" if name in phases else None
+        time_text = f"{1000 * phases[name]:.1f}" if name in phases else None
         if f"{name}_max" in phases:
-            ends = " to ".join(f"{1000 * phases[f'{name}_{end}']:.1f}" for end in ("min", "max"))
-            shown = f"{shown} (processes: {ends})" if shown else f"(processes: {ends})"
-        if shown:
-            parts.append(f"{title}: {shown}")
+            extremes = " to ".join(f"{1000 * phases[f'{name}_{end}']:.1f}" for end in ("min", "max"))
+            time_text = f"{time_text} (processes: {extremes})" if time_text else f"(processes: {extremes})"
+        if time_text:
+            parts.append(f"{title}: {time_text}")
     return parts
 
 
 def _of_layers(record: StepRecord) -> list[tuple[str, str]]:
-    """Names and values of what layers report and a terminal shows."""
-    return [(one.measure.label, one.text) for one in record.measured.values() if one.text]
+    """Names and values of the layers' metrics that a terminal shows."""
+    return [(report.measure.label, report.text) for report in record.measured.values() if report.text]
 
 
 def step_line(summary: Summary, *, total_steps: int, now: datetime, eta: float | None, terms: Terms = LANGUAGE) -> str:
-    """The line of a log file, without unknown fields; `eta` is in seconds."""
+    """The line of a training step. Unknown fields are omitted; `eta` is in seconds."""
     last, rates = summary.last, summary.rates
     parts = [
         f" [{now:%Y-%m-%d %H:%M:%S}] iteration {last.step:8d}/{total_steps:8d}",
@@ -147,13 +147,13 @@ def evaluation_line(record: EvaluationRecord, terms: Terms = LANGUAGE) -> str:
     return " | ".join(parts) + " |"
 
 
-SPEEDS = tuple(Terms(counted).speed for counted in ("tokens", "positions", "rows"))
+SPEEDS = tuple(Terms(unit).speed for unit in ("tokens", "positions", "rows"))
 EXPENDABLE = ("perplexity", "TFLOP/s/device", "lr", "MFU", *SPEEDS, "grad norm")
-"""Fields that a narrow terminal leaves out, in this order."""
+"""Fields that a narrow terminal omits, in this order."""
 
 
 def short_fields(summary: Summary, *, speed: bool = True, terms: Terms = LANGUAGE) -> list[tuple[str, str]]:
-    """The figures a terminal shows: (name, value) pairs, without unknown ones, and without speeds unless `speed`."""
+    """(name, value) pairs for a terminal. Unknown figures are omitted, and speeds unless `speed`."""
     last, rates = summary.last, summary.rates
     pairs = [("loss", f"{summary.loss:.4f}"), ("grad norm", f"{last.grad_norm:.3f}"), ("lr", f"{last.lr:.2e}")]
     if speed and rates.tokens_per_second_per_device is not None:

@@ -13,8 +13,8 @@ from megajax.metrics.record import read_metrics
 def plot_loss(metrics: Path, picture: Path, *, title: str, vocabulary: int | None = None) -> str:
     """Draw `metrics` (a metrics.jsonl) into `picture` (a PNG, 1600 x 900) -> a line for the terminal.
 
-    With `vocabulary`, the number of tokens V a model chooses from, the loss ln V of a uniform guess is drawn too: where
-    an untrained model starts. Without matplotlib, or without any step, the line says why there is no picture.
+    With `vocabulary`, the number V of tokens, also draws ln V: the loss of a uniform guess, where an untrained model
+    starts. Without matplotlib or any step, the line tells why nothing was drawn.
     """
     steps, evaluations = read_metrics(metrics)
     if not steps:
@@ -24,9 +24,9 @@ def plot_loss(metrics: Path, picture: Path, *, title: str, vocabulary: int | Non
     series = [Series("train loss", x, loss, style="line" if window == 1 else "faint")]
     if window > 1:
         series.append(Series(f"mean of {window} steps", x, running_mean(loss, window)))
-    measured = [line for line in evaluations if line.get("loss_hex") is not None]  # some tasks have no loss
-    for index, split in enumerate(dict.fromkeys(line["split"] for line in measured)):
-        points = _points([line for line in measured if line["split"] == split])
+    scored = [line for line in evaluations if line.get("loss_hex") is not None]  # Some tasks have no loss.
+    for index, split in enumerate(dict.fromkeys(line["split"] for line in scored)):
+        points = _points([line for line in scored if line["split"] == split])
         series.append(Series(f"{split} loss", *points, color=1 + index % 4, style="dots"))
     level = None
     if vocabulary is not None:
@@ -40,14 +40,14 @@ def plot_loss(metrics: Path, picture: Path, *, title: str, vocabulary: int | Non
 
 
 def _points(lines: list[dict[str, Any]]) -> tuple[np.ndarray, np.ndarray]:
-    """Steps and losses, float64 [N] each; a loss that was not finite is nan and leaves a gap."""
+    """Steps and losses, float64 [N] each; a non-finite loss is nan and leaves a gap in the curve."""
     values = [(line["step"], math.nan if line["loss"] is None else line["loss"]) for line in lines]
     x, y = np.asarray(values, np.float64).T
     return x, y
 
 
 def running_mean(values: np.ndarray, window: int) -> np.ndarray:
-    """Mean over the last `window` finite values up to each one, [N] -> [N]; nan where none of them is finite."""
+    """Mean of the finite values among the last `window` values, [N] -> [N]; nan where none is finite."""
     finite = np.isfinite(values)
     total = np.cumsum(np.where(finite, values, 0.0))
     number = np.cumsum(finite)

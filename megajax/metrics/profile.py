@@ -15,17 +15,19 @@ from megajax.metrics.trace import TraceSummary, find_trace, read_trace, summariz
 
 
 class Profile:
-    """Traces the steps of a window into `folder`. first: steps done before this attempt.
+    """Traces a window of steps into `folder`. first: number of steps completed before this attempt.
 
-    Of a window that starts earlier, the steps of this attempt are traced.
+    A window that starts before this attempt is clipped to its steps.
     """
 
     def __init__(self, cfg: ProfileConfig, folder: Path, first: int, show: Callable[[TraceSummary], None]):
         self.cfg, self.folder, self._show = cfg, folder, show
         window = cfg.window()
-        mine = jax.process_index() in cfg.processes
+        traced_process = jax.process_index() in cfg.processes
         self.window = (
-            None if window is None or window[1] <= first or not mine else (max(window[0], first + 1), window[1])
+            None
+            if window is None or window[1] <= first or not traced_process
+            else (max(window[0], first + 1), window[1])
         )
         self.started_at: int | None = None
         """Step before the first traced one, while tracing."""
@@ -33,43 +35,43 @@ class Profile:
             self.start(first)
 
     def start(self, step: int) -> None:
-        """Start after `step`."""
+        """Start the trace after `step`."""
         options: Any = jax.profiler.ProfileOptions()
-        # Otherwise Python's calls fill the trace.
+        # Python's calls would fill the trace.
         options.python_tracer_level = 0
         self.folder.mkdir(parents=True, exist_ok=True)
         jax.profiler.start_trace(str(self.folder), profiler_options=options)
         self.started_at = step
 
     def stop(self, step: int) -> None:
-        """Stop after `step`, whose work is done; show and write the summary."""
+        """Stop the trace after `step`, which must have finished; show and write the summary."""
         if self.started_at is None:
             return
         steps, self.started_at = step - self.started_at, None
         jax.profiler.stop_trace()
-        with suppress(UserError):  # a profiler that leaves no trace does not end a run
+        with suppress(UserError):  # A missing trace does not end a run.
             if steps and (devices := read_trace(find_trace(self.folder)).devices):
                 result = summarize(devices, steps=steps, top=self.cfg.top)
                 write_atomically(self.folder / "summary.json", to_json(result.values()))
                 self._show(result)
 
     def close(self) -> None:
-        """Stop a trace that a fault left open."""
+        """Stop a trace that is still open after a fault."""
         if self.started_at is not None:
             self.started_at = None
             jax.profiler.stop_trace()
 
     def start_hook(self) -> "StepHook":
-        """A hook that starts it."""
+        """Starts the trace."""
         return StepHook(None if self.window is None else self.window[0] - 1, self.start)
 
     def stop_hook(self) -> "StepHook":
-        """A hook that ends it."""
+        """Stops the trace."""
         return StepHook(None if self.window is None else self.window[1], self.stop)
 
 
 class StepHook:
-    """A hook for one step."""
+    """A hook that runs after a single step."""
 
     phase = "profile"
 

@@ -1,4 +1,4 @@
-"""A line of metrics.jsonl: its contents, writing and reading."""
+"""Lines of metrics.jsonl: contents, writing and reading."""
 
 import json
 import math
@@ -24,7 +24,7 @@ def loss_hex(loss: float) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepRecord:
-    """One training step, in plain numbers. `step` counts completed steps: the first is 1."""
+    """A training step, in plain numbers. `step` counts completed steps: the first is 1."""
 
     step: int
     loss: float
@@ -41,28 +41,28 @@ class StepRecord:
     skipped: bool = False
     """The update was skipped because the gradients were not finite."""
     global_batch_size: int
-    """Samples in this step; shown at the terminal, not written to metrics.jsonl."""
+    """Samples in this step. Printed at the terminal, not written to metrics.jsonl."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Other metrics of the model (name -> mean), written after the fixed keys. The name of a fixed key is an error."""
+    """Other metrics of the model (name -> mean), written after the fixed keys. Their names must differ from those."""
 
     measured: Mapping[str, Measured] = field(default_factory=dict)
-    """What layers report, by name. One number for all layers of each is written after the metrics, and the numbers of
-    each layer as `by_layer`; lists of each layer are written to layers.jsonl."""
+    """Metrics of layers, by name. Each is written after `metrics`, reduced over layers, and its number per layer in
+    `by_layer`; lists per layer are written to layers.jsonl."""
     detailed: bool = False
-    """Whether layers.jsonl and dashboards get what each layer reports in this step."""
+    """Whether layers.jsonl and dashboards get the metrics of each layer in this step."""
 
     phases: Mapping[str, float] = field(default_factory=dict)
-    """Phase -> seconds it took before this step, written as seconds_PHASE: data_wait; evaluation and save if there was
-    one; with several processes, now and then, the extremes over processes as data_wait_min and data_wait_max."""
+    """Phase -> seconds before this step, written as seconds_PHASE: data_wait; evaluation and save if they ran; with
+    several processes, at intervals, the extremes over processes as data_wait_min and data_wait_max."""
 
     save_failed: bool = False
-    """The last save failed and none has succeeded since; written only if so."""
+    """The last save failed, and none has succeeded since. Written only if true."""
 
     memory: Mapping[str, int] = field(default_factory=dict)
-    """Bytes after this step, where known, written as memory_NAME: see device_memory.memory_in_use."""
+    """Bytes in use after this step, if known, written as memory_NAME (see device_memory.memory_in_use)."""
 
     def line(self) -> dict[str, Any]:
-        """The keys and values of this step's line, in order; floats may be nan or infinite."""
+        """The keys and values of the step's line, in order; floats may be nan or infinite."""
         fixed = {
             "step": self.step,
             "loss": self.loss,
@@ -78,18 +78,18 @@ class StepRecord:
             **{f"seconds_{name}": seconds for name, seconds in self.phases.items()},
             **{f"memory_{name}": size for name, size in self.memory.items()},
         }
-        numbers = {name: one for name, one in self.measured.items() if one.values.ndim == 1}
-        by_layer = {"by_layer": layer_values(numbers.values())} if numbers else {}
-        wholes = {name: one.whole for name, one in numbers.items()}
-        if clash := (fixed.keys() | by_layer.keys()) & (self.metrics.keys() | wholes.keys()):
+        scalars = {name: report for name, report in self.measured.items() if report.values.ndim == 1}
+        by_layer = {"by_layer": layer_values(scalars.values())} if scalars else {}
+        reduced = {name: report.whole for name, report in scalars.items()}
+        if clash := (fixed.keys() | by_layer.keys()) & (self.metrics.keys() | reduced.keys()):
             raise ValueError(f"metrics {sorted(clash)} are fixed keys of metrics.jsonl; rename them")
-        if clash := self.metrics.keys() & wholes.keys():
+        if clash := self.metrics.keys() & reduced.keys():
             raise ValueError(f"the model and its layers both report {sorted(clash)}; rename one")
-        return {**fixed, **self.metrics, **wholes, **by_layer}
+        return {**fixed, **self.metrics, **reduced, **by_layer}
 
     def lists(self) -> dict[str, Any]:
-        """The keys and values of this step's line of layers.jsonl; {} if no layer reports a list."""
-        lists = [one for one in self.measured.values() if one.values.ndim > 1]
+        """The keys and values of the step's line of layers.jsonl; {} if no layer reports a list."""
+        lists = [report for report in self.measured.values() if report.values.ndim > 1]
         return {"step": self.step, **layer_values(lists)} if lists else {}
 
 
@@ -99,12 +99,12 @@ class EvaluationRecord:
 
     step: int
     split: str
-    """Such as "validation" or "test"."""
+    """For example "validation" or "test"."""
     loss: float | None
-    """Mean over the weighted labels, nats per token; None for a task without one."""
+    """Mean over the weighted labels, nats per token; None for a task without a loss."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Other metrics of the model or the task, such as accuracy, written after the fixed keys. A perplexity among them
-    takes the place of exp(loss)."""
+    """Other metrics of the model or the task, for example accuracy, written after the fixed keys. A perplexity among
+    them replaces exp(loss)."""
 
     @property
     def perplexity(self) -> float | None:
@@ -151,7 +151,7 @@ def _plain(value: Any) -> str:
 
 
 def read_line(line: str) -> Any:
-    """A line of strict JSON. Raises ValueError, also for numbers beyond 64 bits, which no run has written."""
+    """Parse a line of strict JSON. Raises ValueError, also for numbers beyond 64 bits, which no run writes."""
     try:
         return json.loads(line, parse_int=_integer, parse_float=_number, parse_constant=_number)
     except RecursionError:
@@ -161,14 +161,14 @@ def read_line(line: str) -> Any:
 def _integer(text: str) -> int:
     number = int(text)
     if not -LARGEST_INTEGER <= number <= LARGEST_INTEGER:
-        raise ValueError(f"{text[:20]} is no number of 64 bits")
+        raise ValueError(f"{text[:20]} exceeds 64 bits")
     return number
 
 
 def _number(text: str) -> float:
     number = float(text)
     if not math.isfinite(number):
-        raise ValueError(f"{text[:20]} is no number of 64 bits")
+        raise ValueError(f"{text[:20]} exceeds 64 bits")
     return number
 
 

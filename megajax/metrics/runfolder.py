@@ -15,9 +15,9 @@ class RunFolder:
         self.config_yaml, self.config_diff = path / "config.yaml", path / "config.diff"
         self.metrics, self.events = path / "metrics.jsonl", path / "events.jsonl"
         self.superseded = path / "metrics.superseded.jsonl"
-        """Lines that a resumed run wrote again."""
+        """Lines of steps that a resumed run has repeated."""
         self.layers = path / "layers.jsonl"
-        """Lists that layers report, as the tokens of their experts."""
+        """Lists that layers report, for example the tokens of each expert."""
         self.report, self.loss_plot = path / "report.html", path / "loss.png"
         self.layers_plot = path / "layers.png"
         self.checkpoints, self.profile, self.tensorboard = path / "checkpoints", path / "profile", path / "tensorboard"
@@ -38,7 +38,7 @@ class RunFolder:
         return cls(path)
 
     def write_config(self, yaml: str, diff: str) -> None:
-        """Write config.yaml (the whole config) and config.diff (what differs from the defaults)."""
+        """Write config.yaml (the whole config) and config.diff (its differences from the defaults)."""
         write_atomically(self.config_yaml, yaml)
         write_atomically(self.config_diff, diff)
 
@@ -57,7 +57,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def write_output_file(path: Path, text: str) -> None:
-    """`write_atomically`, of a file that the user has named. Raises UserError if it can't be written."""
+    """`write_atomically` for a path from the command line. Raises UserError if it can't be written."""
     try:
         write_atomically(path, text)
     except OSError as error:

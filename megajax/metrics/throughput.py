@@ -1,15 +1,15 @@
 """Speed of steps: tokens per second, FLOP/s, and the share of the hardware's peak (MFU).
 
 MFU, model FLOPs utilisation, is defined in PaLM (Chowdhery et al. 2022, arXiv:2204.02311, appendix B): the FLOP/s a
-model needs, without anything recomputed, over the peak of the devices. It is quoted twice, for attention counted as
-causal (only the half of the scores that is used) and as full; published figures use either.
+model needs, without recomputation, divided by the peak of the devices. It is given twice: with causal attention (only
+the used half of the scores) and with full attention. Published figures use either.
 """
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-# The first match counts. The name of a partition of a device (MIG) does not say its share of the peak.
+# The first match applies. The name of a partition of a device (MIG) does not tell its share of the peak.
 _PEAK_TFLOPS: tuple[tuple[str, float | None], ...] = (
     (r"\bMIG\b", None),
     (r"\bGB[23]00\b", 2500),
@@ -40,7 +40,7 @@ _PEAK_TFLOPS: tuple[tuple[str, float | None], ...] = (
 def peak_bf16_flops(device_kind: str) -> float | None:
     """Peak dense bfloat16 FLOP/s of one device with float32 accumulation, as published, not measured here.
 
-    device_kind: of `jax.devices()[0]`. None for CPUs and for kinds that are not in the table.
+    device_kind: `jax.devices()[0].device_kind`. None for CPUs and for kinds missing from the table.
     """
     for pattern, tflops in _PEAK_TFLOPS:
         if re.search(pattern, device_kind):
@@ -50,7 +50,7 @@ def peak_bf16_flops(device_kind: str) -> float | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rates:
-    """Speed of one step, or the mean over several; None where unknown. The field names are keys of metrics.jsonl."""
+    """Speed of a step, or the mean over several; None if unknown. The field names are keys of metrics.jsonl."""
 
     step_seconds: float
     """Wall time of the step, s."""
@@ -69,10 +69,10 @@ class Rates:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepRate:
-    """Turns the seconds of a step into rates.
+    """Converts the seconds of a step into rates.
 
-    `flops_per_token_causal` and `flops_per_token_full` count forward and backward without recompute, for the run's
-    sequence length; `peak_flops` is FLOP/s of one device. Rates that depend on None are None.
+    `flops_per_token_causal` and `flops_per_token_full` count forward and backward passes without recomputation, at the
+    run's sequence length; `peak_flops` is the FLOP/s of a device. Rates that depend on a None are None.
     """
 
     devices: int
@@ -106,11 +106,11 @@ def _product(a: float | None, b: float | None) -> float | None:
 
 
 def mean_rates(steps: Sequence[Rates]) -> Rates:
-    """The rates of all `steps` (at least one) taken together: total work over total time."""
+    """The rates over all `steps` (at least one): total work divided by total time."""
     seconds = [step.step_seconds for step in steps]
     means: dict[str, float | None] = {"step_seconds": sum(seconds) / len(seconds)}
     for name in (field.name for field in fields(Rates) if field.name != "step_seconds"):
         values = [getattr(step, name) for step in steps]
-        known = all(value is not None for value in values) and sum(seconds) > 0
-        means[name] = sum(v * s for v, s in zip(values, seconds, strict=True)) / sum(seconds) if known else None
+        all_known = all(value is not None for value in values) and sum(seconds) > 0
+        means[name] = sum(v * s for v, s in zip(values, seconds, strict=True)) / sum(seconds) if all_known else None
     return Rates(**means)  # type: ignore[arg-type]

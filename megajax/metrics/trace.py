@@ -1,7 +1,7 @@
-"""A profiler trace in a few lines: kernels by time, idle gaps, and exposed communication.
+"""Summary of a profiler trace: kernels by time, idle gaps, and exposed communication.
 
-Reads what jax's profiler recorded in its own format (`*.xplane.pb`): planes are processes, lines are threads. Times of
-events are in nanoseconds.
+Reads the format of jax's profiler (`*.xplane.pb`): planes are processes, lines are threads. Times of events are in
+nanoseconds.
 """
 
 import gzip
@@ -26,15 +26,15 @@ COMMUNICATION = re.compile(
     r"nccl|(all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|send|recv)\b", re.I
 )
 WRAPPERS = re.compile(r"(while|call|conditional|async-\w+)(\.|$)")
-"""Operations that contain others, whose time is counted already."""
+"""Operations that contain others, so that their time would be counted twice."""
 LONGEST = 10
-"""How many idle gaps are listed."""
+"""Number of idle gaps in a summary."""
 
 type Interval = tuple[float, float]
 
 
 class Event(NamedTuple):
-    """One run of one kernel."""
+    """A run of a kernel."""
 
     name: str
     begin: float
@@ -46,22 +46,22 @@ class Trace(NamedTuple):
     """The contents of a trace."""
 
     devices: list[list[Event]]
-    """Events of each device; none for a trace without kernels."""
+    """Events of each device; empty for a trace without kernels."""
     steps: int | None
-    """Steps marked with `jax.profiler.StepTraceAnnotation`; None if none is."""
+    """Number of steps marked with `jax.profiler.StepTraceAnnotation`; None without marks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kernel:
-    """All calls of one kernel (on a CPU: of one operation), per device and step."""
+    """All calls of a kernel (on a CPU: of an operation), per device and step."""
 
     name: str
     calls: int
     milliseconds: float
     share: float
-    """Of the time of all kernels, 0 to 1."""
+    """Share of the time of all kernels, 0 to 1."""
     exposed: float = 0.0
-    """Milliseconds of a collective while nothing was computed."""
+    """Milliseconds in which a collective ran and no computation did."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,7 +75,7 @@ class Gap:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TraceSummary:
-    """Milliseconds per step, means over the devices of this process."""
+    """Milliseconds per step, averaged over the devices of this process."""
 
     devices: int
     steps: int
@@ -86,28 +86,31 @@ class TraceSummary:
     communication: float
     """Time in which a collective ran."""
     exposed: float
-    """Part of that in which nothing else ran."""
+    """Time in which only collectives ran."""
     kernels: tuple[Kernel, ...]
-    """By time, longest first."""
+    """The longest, longest first."""
     collectives: tuple[Kernel, ...] = ()
-    """Those with exposed time, most first."""
+    """Collectives with exposed time, most exposed first."""
     gaps: tuple[Gap, ...] = ()
-    """The longest, longest first; not means."""
+    """The longest gaps, longest first; not averaged."""
 
     def sections(self) -> list[Section]:
-        """As sections for metrics.banner."""
-        whole = self.busy + self.idle
+        """The summary as sections of metrics.banner."""
+        total = self.busy + self.idle
         times = [
-            (name, f"{time:.3f} ms" + (f" ({time / whole:.1%})" if whole else ""))
+            (name, f"{time:.3f} ms" + (f" ({time / total:.1%})" if total else ""))
             for name, time in (
                 ("kernels", self.busy),
                 ("idle", self.idle),
                 ("communication", self.communication),
-                ("of it exposed", self.exposed),
+                ("exposed communication", self.exposed),
             )
         ]
         kernels = [(f"{k.share:5.1%}  {k.milliseconds:10.3f} ms", f"{k.calls} x {k.name}") for k in self.kernels]
-        collectives = [(f"{one.exposed:.3f} of {one.milliseconds:.3f} ms", one.name) for one in self.collectives]
+        collectives = [
+            (f"{collective.exposed:.3f} of {collective.milliseconds:.3f} ms", collective.name)
+            for collective in self.collectives
+        ]
         gaps = [(f"{gap.milliseconds:.3f} ms", f"after {gap.after}, before {gap.before}") for gap in self.gaps]
         sections = [
             (f"a step, mean over {self.steps} steps and {self.devices} devices", times),
@@ -118,7 +121,7 @@ class TraceSummary:
         return [(name, rows) for name, rows in sections if rows]
 
     def values(self) -> dict[str, Any]:
-        """As plain values, for a file."""
+        """The summary as plain values, for a file."""
         return asdict(self)
 
 
@@ -135,7 +138,7 @@ def find_trace(path: Path) -> Path:
 
 
 def read_trace(file: Path) -> Trace:
-    """A trace, plain or compressed by gzip. Raises UserError if it is none."""
+    """Read a trace, plain or compressed by gzip. Raises UserError if the file is not a trace."""
     try:
         packed = file.read_bytes()
         data = gzip.decompress(packed) if packed[:2] == b"\x1f\x8b" else packed
@@ -143,13 +146,13 @@ def read_trace(file: Path) -> Trace:
     except OSError as error:
         raise UserError(f"{file} can't be read: {error.strerror or error}") from error
     except (EOFError, zlib.error, ValueError, RuntimeError) as error:
-        raise UserError(f"{file} is no trace of jax's profiler, or it is cut off: {error}") from error
+        raise UserError(f"{file} is not a trace of jax's profiler, or it is truncated: {error}") from error
 
 
 def parse_profile(data: Any) -> Trace:
-    """Of a ProfileData: the kernels of each GPU, from its streams if it has any; without GPUs, operations by device.
+    """Read a ProfileData: the kernels of each GPU, from its streams if it has any; without GPUs, operations by device.
 
-    Records of a host without an operation are the runtime's own work, and wrappers would be counted twice.
+    Skips records of a host without an operation, which are work of the runtime, and wrappers.
     """
     gpus: list[list[Event]] = []
     hosts: dict[str, list[Event]] = defaultdict(list)
@@ -172,8 +175,8 @@ def parse_profile(data: Any) -> Trace:
 
 
 def _stats(event: Any) -> dict[str, str]:
-    wanted = ("hlo_op", "device_ordinal", "step_num")
-    return {name: str(value) for name, value in event.stats if name in wanted}
+    names = ("hlo_op", "device_ordinal", "step_num")
+    return {name: str(value) for name, value in event.stats if name in names}
 
 
 def _event(event: Any, name: str, stats: dict[str, str]) -> Event:
@@ -183,7 +186,7 @@ def _event(event: Any, name: str, stats: dict[str, str]) -> Event:
 
 
 def summarize(devices: Sequence[list[Event]], *, steps: int, top: int) -> TraceSummary:
-    """Summary of the events of each device, none of them empty. top: how many kernels are listed."""
+    """Summarise the events of each device; each has at least one. top: number of kernels in the summary."""
     per = 1e-6 / (steps * len(devices))
     busy = span = communication = exposed = 0.0
     gaps: list[tuple[float, str, str]] = []
@@ -212,18 +215,18 @@ def summarize(devices: Sequence[list[Event]], *, steps: int, top: int) -> TraceS
 
 
 def _kernels(devices: Sequence[list[Event]], steps: int) -> list[Kernel]:
-    """By time, longest first."""
+    """Kernels of all devices, longest total time first."""
     totals: dict[str, list[float]] = defaultdict(lambda: [0, 0.0, 0.0])
     for events in devices:
         computing = merge_intervals((e.begin, e.end) for e in events if not e.communicates)
-        begins, ends = [begin for begin, _ in computing], [end for _, end in computing]
+        begin_times, end_times = [begin for begin, _ in computing], [end for _, end in computing]
         for e in events:
             total = totals[e.name]
             total[0] += 1
             total[1] += e.end - e.begin
             if e.communicates:
-                overlapping = range(bisect_right(ends, e.begin), bisect_left(begins, e.end))
-                hidden = sum(min(ends[i], e.end) - max(begins[i], e.begin) for i in overlapping)
+                overlapping = range(bisect_right(end_times, e.begin), bisect_left(begin_times, e.end))
+                hidden = sum(min(end_times[i], e.end) - max(begin_times[i], e.begin) for i in overlapping)
                 total[2] += e.end - e.begin - hidden
     everything = sum(time for _, time, _ in totals.values()) or 1.0
     number = steps * len(devices)
@@ -240,7 +243,7 @@ def _kernels(devices: Sequence[list[Event]], steps: int) -> list[Kernel]:
 
 
 def merge_intervals(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same times as intervals that neither overlap nor touch, in order."""
+    """Merge intervals that overlap or touch; sorted."""
     merged: list[Interval] = []
     for begin, end in sorted(intervals):
         if merged and begin <= merged[-1][1]:
@@ -251,5 +254,5 @@ def merge_intervals(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def total_length(intervals: Iterable[Interval]) -> float:
-    """Total length of intervals that don't overlap."""
+    """Total length of disjoint intervals."""
     return sum(end - begin for begin, end in intervals)

@@ -1,6 +1,6 @@
-"""Where records and events go: files of the run folder, TensorBoard, Weights & Biases.
+"""Writers of records and events: files of the run folder, TensorBoard, Weights & Biases.
 
-Writers get plain numbers, already fetched from the devices, so that none of them ever waits for a step.
+Writers get plain numbers, already fetched from the devices, so that no writer waits for a step.
 """
 
 import os
@@ -21,16 +21,16 @@ from megajax.metrics.runfolder import RunFolder, write_atomically
 
 
 class Writer:
-    """Takes records and events. A subclass overrides what it needs; the other methods do nothing."""
+    """Base class of writers: all methods do nothing."""
 
     def log(self, record: Record) -> None:
-        """Take a training step or an evaluation."""
+        """Write a training step or an evaluation."""
 
     def event(self, name: str, /, **fields: Any) -> None:
-        """Take an event, such as "start", "compiled" or "stopped"; `time` among the fields if it was earlier."""
+        """Write an event, for example "start", "compiled" or "stopped". Pass `time` if it happened earlier."""
 
     def close(self) -> None:
-        """Write what is left. Called once, as the last method."""
+        """Write buffered data. Called once, as the last method."""
 
     def __enter__(self) -> Self:
         return self
@@ -41,7 +41,7 @@ class Writer:
         except UserError as failed:
             if error is None:
                 raise
-            # People must see what ended the run: on a full disk, lines are lost because of the same.
+            # Keep the error that ended the run: on a full disk, it is probably the cause of this one too.
             print(f"megajax: {failed}", file=sys.stderr, flush=True)
 
 
@@ -72,15 +72,15 @@ class Writers(Writer):
 
 
 class JsonlWriter(Writer):
-    """metrics.jsonl: a line for every step and every evaluation, written one by one.
+    """metrics.jsonl: a line for every step and every evaluation, written immediately.
 
-    A run that resumes after `start_step` steps writes the later ones again. Their old lines are moved to
+    A run that resumes after `start_step` steps repeats the later ones. Their old lines are moved to
     metrics.superseded.jsonl, so that metrics.jsonl has every step once.
     """
 
     def __init__(self, path: Path, *, start_step: int = 0):
         self.superseded = 0
-        """Number of lines that were moved when the file was opened."""
+        """Number of lines moved when the file was opened."""
         self._evaluated: set[str] = set()
         self._start_step = start_step
         if path.exists():
@@ -88,24 +88,24 @@ class JsonlWriter(Writer):
         self._file = LineFile(path)
 
     def _rewind(self, path: Path) -> None:
-        """Replace the file atomically by its lines up to the starting step, without incomplete ones."""
-        kept, later = [], []
+        """Atomically remove incomplete lines and those after the starting step."""
+        earlier_lines, later_lines = [], []
         for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
             values = parse(line)
             if values is not None:
-                (later if values["step"] > self._start_step else kept).append(line + "\n")
+                (later_lines if values["step"] > self._start_step else earlier_lines).append(line + "\n")
                 if values["step"] == self._start_step and "split" in values:
                     self._evaluated.add(values["split"])
-        if later:
+        if later_lines:
             with path.with_name(f"{path.stem}.superseded.jsonl").open("a", encoding="utf-8") as aside:
-                aside.writelines(later)
+                aside.writelines(later_lines)
                 aside.flush()
                 os.fsync(aside.fileno())
-        write_atomically(path, "".join(kept))
-        self.superseded = len(later)
+        write_atomically(path, "".join(earlier_lines))
+        self.superseded = len(later_lines)
 
     def log(self, record: Record) -> None:
-        # An evaluation of the state that a run starts from may be in the file already.
+        # The evaluation of the initial state may be in the file already.
         if isinstance(record, EvaluationRecord) and record.step == self._start_step:
             if record.split in self._evaluated:
                 return
@@ -113,7 +113,7 @@ class JsonlWriter(Writer):
         self.write(record.line())
 
     def write(self, line: Mapping[str, Any]) -> None:
-        """A line; on a full disk it waits until there is room."""
+        """Write a line; on a full disk it waits until there is space."""
         self._file.write(to_json(line))
 
     def close(self) -> None:
@@ -121,7 +121,7 @@ class JsonlWriter(Writer):
 
 
 class LayersWriter(Writer):
-    """layers.jsonl: lists of each layer, now and then; no file without them. Old lines are moved as in JsonlWriter."""
+    """layers.jsonl: lists per layer in detailed steps, as JsonlWriter; the file is created with the first line."""
 
     def __init__(self, path: Path, *, start_step: int = 0):
         self._path, self._start_step = path, start_step
@@ -141,7 +141,7 @@ class LayersWriter(Writer):
 
 
 class EventsWriter(Writer):
-    """events.jsonl: the events of all attempts of a run. For `time` and `clock` of a line see Clock."""
+    """events.jsonl: the events of all attempts of a run. See Clock for `time` and `clock`."""
 
     def __init__(self, path: Path, *, clock: Clock | None = None):
         self._file = LineFile(path)
@@ -149,7 +149,7 @@ class EventsWriter(Writer):
 
     def event(self, name: str, /, **fields: Any) -> None:
         if "event" in fields:
-            raise ValueError(f"event {name!r} has a field 'event', which every event has; rename it")
+            raise ValueError(f"event {name!r} has a field 'event', which holds the event's name; rename the field")
         self._file.write(to_json({**self._clock.now(), "event": name, **fields}))
 
     def close(self) -> None:
@@ -157,7 +157,7 @@ class EventsWriter(Writer):
 
 
 def scalars(record: Record) -> dict[str, float]:
-    """The numbers of a record under the names of dashboards: train/loss, validation/perplexity."""
+    """The numbers of a record under dashboard names: train/loss, validation/perplexity."""
     line = record.line()
     prefix, layers = line.pop("split", "train"), line.pop("by_layer", {})
     if isinstance(record, StepRecord) and record.detailed:
@@ -172,12 +172,12 @@ def scalars(record: Record) -> dict[str, float]:
 
 
 class TensorBoardWriter(Writer):
-    """TensorBoard event files in `folder`; readers hide points of an earlier attempt after `start_step`."""
+    """TensorBoard event files in `folder`; TensorBoard hides points of earlier attempts after `start_step`."""
 
     def __init__(self, folder: Path, *, start_step: int = 0):
         tensorboard = require("tensorboardX", "logging.tensorboard", otherwise="turn logging.tensorboard off")
         purge_step = start_step + 1 if folder.exists() else None
-        # With the suffix, a second attempt within the same second does not overwrite the first one's file.
+        # The suffix keeps the files of two attempts within the same second apart.
         suffix = f".{start_step}.{os.getpid()}.{time.monotonic_ns()}"
         self._file = tensorboard.SummaryWriter(logdir=str(folder), purge_step=purge_step, filename_suffix=suffix)
 
@@ -190,7 +190,7 @@ class TensorBoardWriter(Writer):
 
 
 class WandbWriter(Writer):
-    """A Weights & Biases run with its files in `folder`/wandb; later attempts continue it."""
+    """A Weights & Biases run with its files in `folder`/wandb; later attempts resume it."""
 
     def __init__(self, config: WandbConfig, folder: Path, *, run_config: Mapping[str, Any] | None = None):
         wandb = require("wandb", "logging.wandb", otherwise="turn logging.wandb off")
@@ -202,10 +202,10 @@ class WandbWriter(Writer):
             mode=config.mode,
             dir=str(folder),
             config=None if run_config is None else dict(run_config),
-            # The console owns the terminal; another reader of stdout would break lines that update in place.
+            # Capturing stdout would break the console's lines that update in place.
             settings=wandb.Settings(console="off", silent=True),
         )
-        # An axis of its own: wandb's built-in step refuses an evaluation that arrives after a later step.
+        # A separate x-axis: wandb's built-in step rejects an evaluation logged after a later step.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
@@ -217,7 +217,7 @@ class WandbWriter(Writer):
 
 
 def _run_id(folder: Path) -> str:
-    """The run's wandb id, kept in the run folder for later attempts."""
+    """The run's wandb ID, saved in the run folder for later attempts."""
     path = folder / "wandb" / "megajax-run-id"
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists():
@@ -233,9 +233,9 @@ def open_writers(
     primary: bool = True,
     run_config: Mapping[str, Any] | None = None,
 ) -> Writers:
-    """The writers that `config` asks for, in `folder`; in processes other than `primary` they do nothing.
+    """The writers that `config` enables, in `folder`; none unless `primary`.
 
-    start_step: steps before the restored checkpoint, 0 for a new run. run_config: shown in dashboards.
+    start_step: step of the restored checkpoint, 0 for a new run. run_config: shown in dashboards.
     Raises UserError if a package of an extra is missing, before any file is written.
     """
     if not primary:

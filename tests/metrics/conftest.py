@@ -1,4 +1,4 @@
-"""Records to log."""
+"""Records of training steps."""
 
 from collections.abc import Callable
 
@@ -10,7 +10,7 @@ from megajax.metrics.throughput import StepRate
 
 @pytest.fixture(scope="session")
 def step() -> Callable[..., StepRecord]:
-    """step(number, loss, **changes): the record of a step, plausible in what is not given."""
+    """step(number, loss, **changes): the record of a step, with plausible defaults."""
 
     def make(number: int, loss: float = 2.5, **changes) -> StepRecord:
         values = {

@@ -1,4 +1,4 @@
-"""What people see, character for character where tools read it."""
+"""Output of the consoles: exact where tools parse it."""
 
 import contextlib
 import io
@@ -31,7 +31,7 @@ def plain_console(total: int = 500, **options) -> tuple[PlainConsole, io.StringI
     return PlainConsole(total_steps=total, stream=stream, clock=lambda: NOW, **options), stream
 
 
-def test_the_plain_line_is_megatrons(step):
+def test_the_plain_line_has_the_format_of_megatron(step):
     console, stream = plain_console(start_step=98)
     console.log(step(99, rates=KNOWN.rates(0.1234, 12_177)))
     before = len(stream.getvalue())
@@ -49,7 +49,7 @@ def test_the_plain_line_is_megatrons(step):
     )
 
 
-def test_unknown_fields_are_left_out_of_the_plain_line(step):
+def test_the_plain_line_omits_unknown_fields(step):
     console, stream = plain_console(total=1)
     console.log(step(1, metrics={"router loss": 0.25}))
     assert stream.getvalue() == (
@@ -77,7 +77,7 @@ def test_a_model_without_text_has_no_perplexity_and_no_tokens(step):
     assert "perplexity" not in screen.getvalue() and "tokens" not in screen.getvalue()
 
 
-def test_times_by_phase_and_norms_have_fields_of_their_own(step):
+def test_the_plain_line_has_fields_for_phases_and_norms(step):
     console, stream = plain_console(total=25, every=2)
     console.log(step(1, phases={"data_wait": 0.002}))
     console.log(step(2, phases={"data_wait": 0.004, "save": 0.5}))
@@ -92,7 +92,7 @@ def test_times_by_phase_and_norms_have_fields_of_their_own(step):
     assert "parameter_norm" not in third
 
 
-def test_lines_come_first_every_n_and_last_and_sum_up_what_lies_between(step):
+def test_lines_at_the_first_every_nth_and_last_step_summarize_those_between(step):
     console, stream = plain_console(total=25, every=10)
     rate = StepRate(devices=1)
     for number in range(1, 26):
@@ -102,8 +102,8 @@ def test_lines_come_first_every_n_and_last_and_sum_up_what_lies_between(step):
     lines = stream.getvalue().splitlines()
     assert [int(re.search(r"iteration +(\d+)/", line)[1]) for line in lines] == [1, 10, 20, 25]
     third = dict(part.split(": ") for part in lines[2].strip(" |").split(" | ")[1:])
-    good = [11, 12, 13, 16, 17, 18, 19, 20]
-    assert float(third["lm loss"]) == pytest.approx(sum(good) / len(good))
+    finite_losses = [11, 12, 13, 16, 17, 18, 19, 20]
+    assert float(third["lm loss"]) == pytest.approx(sum(finite_losses) / len(finite_losses))
     assert third["elapsed time per iteration (ms)"] == "1100.0"
     assert third["tokens/s/device"] == "9.1"
     assert int(third["number of skipped iterations"]) == 1
@@ -111,7 +111,7 @@ def test_lines_come_first_every_n_and_last_and_sum_up_what_lies_between(step):
     assert third["ETA"] == "5.0 s"
 
 
-def test_a_step_that_is_not_finite_shows_as_such(step):
+def test_a_non_finite_loss_is_printed_as_nan(step):
     console, stream = plain_console()
     console.log(step(1, float("nan")))
     assert "| lm loss: NAN |" in stream.getvalue()
@@ -125,7 +125,7 @@ def test_the_evaluation_line():
     )
 
 
-def test_the_plain_ticker_speaks_now_and_then_and_at_the_end():
+def test_the_plain_ticker_prints_at_intervals_and_at_the_end():
     console, stream = plain_console(tick_seconds=0.05)
     with console.ticker("compiling the train step"):
         time.sleep(0.2)
@@ -153,19 +153,19 @@ def test_the_live_console_shows_bar_figures_and_lines_above(step):
     console.log(EvaluationRecord(step=210, split="validation", loss=2.3))
     console.say("saved [step 210]")
     console.close()
-    shown = stream.getvalue()
-    assert "⠋ compiling the train step … 0 s" in shown
-    assert "compiling the train step: 0.1 s\n" in shown
-    last = shown.rsplit("━", 1)[1]
+    output = stream.getvalue()
+    assert "⠋ compiling the train step … 0 s" in output
+    assert "compiling the train step: 0.1 s\n" in output
+    last = output.rsplit("━", 1)[1]
     assert "42% 210/500  9m40s left, done at 18:09" in last
     assert "loss 2.5000  grad norm 0.900  lr 3.00e-04  tokens/s/device 750  TFLOP/s/device 0.8  MFU 0.2%" in last
-    assert "step 210/500  loss 2.5000" in shown
-    assert "validation 210/500  loss 2.3000  perplexity 9.97" in shown
-    assert "saved [step 210]\n" in shown
-    assert shown.count("\x1b[?25l") == shown.count("\x1b[?25h") == 1
+    assert "step 210/500  loss 2.5000" in output
+    assert "validation 210/500  loss 2.3000  perplexity 9.97" in output
+    assert "saved [step 210]\n" in output
+    assert output.count("\x1b[?25l") == output.count("\x1b[?25h") == 1
 
 
-def test_the_console_fits_where_it_is_shown():
+def test_the_kind_of_console_depends_on_config_and_stream():
     auto, always, never = (LoggingConfig(live=live) for live in ("auto", "always", "never"))
     pipe = io.StringIO()
     assert type(open_console(auto, total_steps=1, stream=pipe)) is PlainConsole
@@ -215,21 +215,21 @@ def test_the_terminal_is_usable_afterwards(way, code):
         env=os.environ | {"TERM": "xterm-256color"},
     )  # fmt: skip
     os.close(follower)
-    shown = b""
-    while b"loss" not in shown:
-        shown += os.read(leader, 4096)
+    output = b""
+    while b"loss" not in output:
+        output += os.read(leader, 4096)
     if way == "ctrl-c":
         process.send_signal(signal.SIGINT)
-    with contextlib.suppress(OSError):  # the end of a terminal
+    with contextlib.suppress(OSError):  # Raised at the end of a terminal.
         while data := os.read(leader, 4096):
-            shown += data
+            output += data
     assert process.wait(30) == code
     os.close(leader)
-    assert shown.count(b"\x1b[?25l") == shown.count(b"\x1b[?25h") == 1
-    assert shown.rindex(b"\x1b[?25l") < shown.rindex(b"\x1b[?25h")
+    assert output.count(b"\x1b[?25l") == output.count(b"\x1b[?25h") == 1
+    assert output.rindex(b"\x1b[?25l") < output.rindex(b"\x1b[?25h")
 
 
-def test_sections_line_up():
+def test_sections_are_aligned():
     sections = [
         ("work", [("steps", "100 (60 in this attempt)"), ("tokens/s, all included", "25.0k")]),
         ("kept", [("files", "/r/metrics.jsonl\n/r/loss.png")]),
@@ -250,7 +250,7 @@ def test_sections_line_up():
     assert re.search(r"│   tokens/s, all included  25\.0k +│", stream.getvalue())
 
 
-def test_numbers_as_people_read_them():
+def test_durations_and_counts_as_text():
     assert [text.duration(s) for s in (0.04, 9.94, 9.96, 59.6, 3599.4, 11_220, 187_000)] == [
         "0.0 s", "9.9 s", "10 s", "1m00s", "59m59s", "3h07m", "2d03h"
     ]  # fmt: skip

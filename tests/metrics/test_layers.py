@@ -1,4 +1,4 @@
-"""What layers report: lines of files, dashboards and terminals, and the pictures that are drawn from files."""
+"""Per-layer metrics in files, dashboards, terminals and heat maps."""
 
 import json
 from collections.abc import Callable
@@ -20,13 +20,13 @@ TOKENS = Measure(name="expert_tokens", of=lambda state: state)
 
 
 def reports(load: list[float], dropped: float = 0.0, tokens: list[list[float]] | None = None) -> dict[str, Measured]:
-    """Layers 1 and 3, and one with a name."""
+    """Reports of layers 1 and 3, and of a layer with a name."""
     layers = (1, 3, "predictions.0")
-    found = {"load": Measured(LOAD, layers, np.array(load)), "dropped": Measured(DROPPED, (3,), np.array([dropped]))}
-    return found | ({} if tokens is None else {"expert_tokens": Measured(TOKENS, (1, 3), np.array(tokens))})
+    reports = {"load": Measured(LOAD, layers, np.array(load)), "dropped": Measured(DROPPED, (3,), np.array([dropped]))}
+    return reports | ({} if tokens is None else {"expert_tokens": Measured(TOKENS, (1, 3), np.array(tokens))})
 
 
-def test_a_line_has_one_number_of_all_layers_and_one_of_each(step: Callable[..., StepRecord]) -> None:
+def test_a_line_has_the_reduced_metric_and_the_metric_of_each_layer(step: Callable[..., StepRecord]) -> None:
     line = step(1, measured=reports([1.5, 2.123456789, np.nan], tokens=[[3, 1], [2, 2]])).line()
     assert np.isnan(line["load"]) and line["dropped"] == 0
     assert "expert_tokens" not in line
@@ -38,7 +38,7 @@ def test_a_line_has_one_number_of_all_layers_and_one_of_each(step: Callable[...,
         step(1, measured=reports([1, 1, 1]), metrics={"load": 1.0}).line()
 
 
-def test_terminals_show_a_word_of_what_is_worth_it(step: Callable[..., StepRecord]) -> None:
+def test_terminals_show_metrics_above_their_thresholds(step: Callable[..., StepRecord]) -> None:
     calm, busy = (Summary.of([step(1, measured=reports([1, 2, 1.5], dropped))]) for dropped in (0.0, 0.003))
     assert ("load", "2.00x") in short_fields(calm) and "dropped" not in dict(short_fields(calm))
     assert ("dropped", "0.3%") in short_fields(busy)
@@ -47,12 +47,12 @@ def test_terminals_show_a_word_of_what_is_worth_it(step: Callable[..., StepRecor
 
 
 def test_dashboards_get_layers_in_detailed_steps_only(step: Callable[..., StepRecord]) -> None:
-    plain, detailed = (scalars(step(1, measured=reports([1, 2, 1.5]), detailed=each)) for each in (False, True))
+    plain, detailed = (scalars(step(1, measured=reports([1, 2, 1.5]), detailed=flag)) for flag in (False, True))
     assert plain["train/load"] == 2 and "train/load/layer_1" not in plain
     assert detailed["train/load/layer_3"] == 2 and detailed["train/load/layer_predictions.0"] == 1.5
 
 
-def test_lists_of_layers_are_in_a_file_of_their_own_that_is_rewound(
+def test_lists_of_layers_are_in_a_separate_file_that_is_rewound(
     tmp_path: Path, step: Callable[..., StepRecord]
 ) -> None:
     path = tmp_path / "layers.jsonl"
@@ -60,8 +60,8 @@ def test_lists_of_layers_are_in_a_file_of_their_own_that_is_rewound(
         writer.log(step(1, detailed=True))
         assert not path.exists()
         for number in range(1, 5):
-            measured = reports([1, 1, 1], tokens=[[number, 1], [2, 2.5]])
-            writer.log(step(number, measured=measured, detailed=number % 2 == 0))
+            layer_reports = reports([1, 1, 1], tokens=[[number, 1], [2, 2.5]])
+            writer.log(step(number, measured=layer_reports, detailed=number % 2 == 0))
     with LayersWriter(path, start_step=3) as writer:
         writer.log(step(4, measured=reports([1, 1, 1], tokens=[[7, 1], [2, 2]]), detailed=True))
     lines = [json.loads(line) for line in path.read_text().splitlines()]

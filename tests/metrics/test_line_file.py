@@ -1,4 +1,4 @@
-"""Lines that a full disk refuses are written when there is room, whole and in order."""
+"""Lines that a full disk rejects are written when there is space again, complete and in order."""
 
 import errno
 import json
@@ -17,18 +17,18 @@ WRITE = os.write
 
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """{"room": bytes that can still be written}."""
-    left = {"room": 10**9}
+    """{"room": number of bytes that can still be written}."""
+    space = {"room": 10**9}
 
     def limited(descriptor: int, data: bytes) -> int:
-        if left["room"] == 0:
+        if space["room"] == 0:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        data = data[: left["room"]]
-        left["room"] -= len(data)
+        data = data[: space["room"]]
+        space["room"] -= len(data)
         return WRITE(descriptor, data)
 
     monkeypatch.setattr("megajax.metrics.line_file.os.write", limited)
-    return left
+    return space
 
 
 def whole_lines(path: Path) -> list[int]:
@@ -43,21 +43,21 @@ def whole_lines(path: Path) -> list[int]:
 
 @pytest.mark.parametrize("room", [0, 1, 5, 8, 9, 10])
 def test_lines_wait_for_room(tmp_path: Path, disk: dict[str, int], room: int) -> None:
-    said: list[str] = []
-    file = LineFile(tmp_path / "x.jsonl", said.append)
+    messages: list[str] = []
+    file = LineFile(tmp_path / "x.jsonl", messages.append)
     file.write('{"n": 0}\n')
     disk["room"] = room
     for number in (1, 2, 3):
         file.write(f'{{"n": {number}}}\n')
-    assert len(said) == 1 and "No space left on device; its lines wait in memory" in said[0]
+    assert len(messages) == 1 and "No space left on device; its lines wait in memory" in messages[0]
     disk["room"] = 10**9
     file.write('{"n": 4}\n')
-    assert len(said) == 2 and said[1].endswith("is written again; no line was lost")
+    assert len(messages) == 2 and messages[1].endswith("is written again; no line was lost")
     file.close()
     assert [json.loads(line)["n"] for line in (tmp_path / "x.jsonl").read_text().splitlines()] == [0, 1, 2, 3, 4]
 
 
-def test_a_part_that_is_taken_back_is_not_written_for_ever(
+def test_a_partial_line_is_not_retried_forever(
     tmp_path: Path, disk: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A full disk whose last block has room for a part of each line."""
@@ -66,22 +66,22 @@ def test_a_part_that_is_taken_back_is_not_written_for_ever(
     def truncated(descriptor: int, size: int) -> None:
         disk["room"] += os.fstat(descriptor).st_size - size
         taken_back.append(size)
-        assert len(taken_back) < 100, "it tries for ever"
+        assert len(taken_back) < 100, "the line is retried forever"
         truncate(descriptor, size)
 
     monkeypatch.setattr("megajax.metrics.line_file.os.ftruncate", truncated)
-    said: list[str] = []
-    file = LineFile(tmp_path / "x.jsonl", said.append)
+    messages: list[str] = []
+    file = LineFile(tmp_path / "x.jsonl", messages.append)
     disk["room"] = 5
     for number in range(3):
         file.write(f'{{"n": {number}}}\n')
-    assert len(said) == 1 and "No space left on device" in said[0] and len(taken_back) == 3
+    assert len(messages) == 1 and "No space left on device" in messages[0] and len(taken_back) == 3
     disk["room"] = 10**9
     file.close()
     assert (tmp_path / "x.jsonl").read_text() == '{"n": 0}\n{"n": 1}\n{"n": 2}\n'
 
 
-def test_a_line_that_was_torn_by_another_process_is_repeated(tmp_path: Path, disk: dict[str, int]) -> None:
+def test_a_partial_line_followed_by_one_of_another_process_is_repeated(tmp_path: Path, disk: dict[str, int]) -> None:
     path = tmp_path / "events.jsonl"
     file = LineFile(path, lambda _: None)
     pread, appended = os.pread, b'{"n": 9}\n'
@@ -100,7 +100,7 @@ def test_a_line_that_was_torn_by_another_process_is_repeated(tmp_path: Path, dis
     assert whole_lines(path) == [0, 1]
 
 
-def test_lines_that_are_lost_are_counted(tmp_path: Path, disk: dict[str, int]) -> None:
+def test_the_error_counts_lost_lines(tmp_path: Path, disk: dict[str, int]) -> None:
     file = LineFile(tmp_path / "x.jsonl", lambda _: None)
     disk["room"] = 4
     file.write('{"n": 0}\n')
@@ -110,10 +110,10 @@ def test_lines_that_are_lost_are_counted(tmp_path: Path, disk: dict[str, int]) -
     assert caught.value.code == 1
 
 
-def test_lost_lines_do_not_hide_what_ended_the_run(
+def test_lost_lines_do_not_hide_the_error_that_ended_the_run(
     tmp_path: Path, disk: dict[str, int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A checkpoint that could not be saved for want of the same space."""
+    """A checkpoint that could not be saved on the same full disk."""
     with pytest.raises(ValueError, match="not saved"), EventsWriter(tmp_path / "x.jsonl") as events:
         disk["room"] = 0
         events.event("start")
@@ -121,7 +121,7 @@ def test_lost_lines_do_not_hide_what_ended_the_run(
     assert "the last 1 lines could not be written" in capsys.readouterr().err
 
 
-def test_a_line_behind_a_torn_one_is_whole(tmp_path: Path) -> None:
+def test_a_line_after_a_partial_one_is_complete(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     path.write_text('{"n": 0}\n{"n": ')
     append_event(path, "lost", n=1)

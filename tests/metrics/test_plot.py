@@ -12,7 +12,7 @@ from megajax.metrics.writers import JsonlWriter
 
 
 class WithoutMatplotlib:
-    """Finds modules as if matplotlib were not installed."""
+    """An import hook that hides matplotlib."""
 
     @staticmethod
     def find_spec(name, path=None, target=None):
@@ -43,7 +43,7 @@ def test_a_picture_of_the_curve(tmp_path, step):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["loss.png", "metrics.jsonl"]
 
 
-def test_tasks_without_a_loss_are_not_in_the_picture(tmp_path, step, monkeypatch):
+def test_evaluations_without_a_loss_are_not_drawn(tmp_path, step, monkeypatch):
     charts = []
     monkeypatch.setattr("megajax.metrics.plot.save_png", lambda draw, *_, **__: charts.append(draw.__self__))
     with JsonlWriter(tmp_path / "metrics.jsonl") as writer:
@@ -60,7 +60,7 @@ def test_one_step_is_enough_for_a_picture(tmp_path, step):
     assert plot_loss(tmp_path / "metrics.jsonl", tmp_path / "loss.png", title="tiny").startswith("loss curve")
 
 
-def test_without_matplotlib_or_steps_a_note(tmp_path, monkeypatch, step):
+def test_a_note_without_matplotlib_or_steps(tmp_path, monkeypatch, step):
     (tmp_path / "metrics.jsonl").write_text("")
     assert "has no steps" in plot_loss(tmp_path / "metrics.jsonl", tmp_path / "loss.png", title="tiny")
     write_run(tmp_path / "metrics.jsonl", 2, step)
@@ -73,6 +73,6 @@ def test_without_matplotlib_or_steps_a_note(tmp_path, monkeypatch, step):
     assert not (tmp_path / "loss.png").exists()
 
 
-def test_running_mean_passes_over_what_is_not_finite():
+def test_running_mean_skips_non_finite_values():
     values = np.array([1.0, 3.0, np.nan, 5.0, np.inf, np.nan, np.nan])
     assert running_mean(values, 3) == pytest.approx([1, 2, 2, 4, 5, 5, np.nan], nan_ok=True)

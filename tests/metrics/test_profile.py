@@ -1,4 +1,4 @@
-"""A window of steps traced, its summary, and what is refused."""
+"""Traces of a window of steps, their summaries, and invalid traces."""
 
 import gzip
 import json
@@ -30,16 +30,16 @@ def event(name: str, begin: float, end: float, communicates: bool = False) -> Ev
     return Event(name, begin * 1e6, end * 1e6, communicates)
 
 
-def test_what_is_exposed_is_communication_beside_which_nothing_runs():
+def test_communication_without_concurrent_kernels_is_exposed():
     first = [event("dot", 0, 4), event("nccl", 3, 6, True), event("dot", 7, 9), event("add", 8, 10)]
     second = [event("dot", 0, 10), event("nccl", 2, 4, True)]
-    whole = summarize([first, second], steps=1, top=2)
-    assert (whole.busy, whole.idle) == pytest.approx((9.5, 0.5))
-    assert (whole.communication, whole.exposed) == pytest.approx((2.5, 1.0))
-    assert [(kernel.name, kernel.milliseconds) for kernel in whole.kernels] == [("dot", 8.0), ("nccl", 2.5)]
-    assert whole.kernels[0].share == pytest.approx(16 / 23)
+    per_step = summarize([first, second], steps=1, top=2)
+    assert (per_step.busy, per_step.idle) == pytest.approx((9.5, 0.5))
+    assert (per_step.communication, per_step.exposed) == pytest.approx((2.5, 1.0))
+    assert [(kernel.name, kernel.milliseconds) for kernel in per_step.kernels] == [("dot", 8.0), ("nccl", 2.5)]
+    assert per_step.kernels[0].share == pytest.approx(16 / 23)
     half = summarize([first, second], steps=2, top=2)
-    assert half.busy == pytest.approx(whole.busy / 2)
+    assert half.busy == pytest.approx(per_step.busy / 2)
 
 
 def test_intervals():
@@ -57,7 +57,7 @@ def test_windows(text):
 
 
 def recorded(name: str, begin: float, end: float, **stats: object) -> SimpleNamespace:
-    """An event of the profiler, from `begin` to `end` in microseconds."""
+    """An event of the profiler; `begin` and `end` in microseconds."""
     return SimpleNamespace(name=name, start_ns=1e3 * begin, duration_ns=1e3 * (end - begin), stats=stats.items())
 
 
@@ -103,12 +103,12 @@ def test_a_trace_of_a_gpu_by_hand() -> None:
     )
     (collective,) = result.collectives
     assert (collective.milliseconds, collective.exposed) == pytest.approx((1.5, 0.5))
-    longest, other = result.gaps
+    longest, shorter = result.gaps
     assert (longest.milliseconds, longest.after, longest.before) == (pytest.approx(0.2), "gemm", "fusion")
-    assert other.milliseconds == pytest.approx(0.005)
+    assert shorter.milliseconds == pytest.approx(0.005)
 
 
-@pytest.mark.parametrize("planes", [[HOST], [plane("/device:GPU:0"), HOST]], ids=["cpu", "a GPU that did nothing"])
+@pytest.mark.parametrize("planes", [[HOST], [plane("/device:GPU:0"), HOST]], ids=["cpu", "idle GPU"])
 def test_without_kernels_of_gpus_operations_of_the_host_count(planes) -> None:
     (events,) = parse_profile(SimpleNamespace(planes=planes)).devices
     assert events == [Event("dot.1", 0.0, 4e6, False)]
@@ -136,32 +136,32 @@ def test_a_real_trace_by_the_tool(tmp_path: Path, capsys: pytest.CaptureFixture)
     assert tool.main([str(packed), "--top=1", "--steps=1", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["steps"] == 1
     assert json.loads((tmp_path / "out.json").read_text())["kernels"][0]["calls"] == 1
-    cut = tmp_path / "cut.xplane.pb.gz"
-    cut.write_bytes(packed.read_bytes()[:100])
-    with pytest.raises(UserError, match="is no trace of jax's profiler, or it is cut off"):
-        tool.main([str(cut)])
+    truncated = tmp_path / "cut.xplane.pb.gz"
+    truncated.write_bytes(packed.read_bytes()[:100])
+    with pytest.raises(UserError, match="is not a trace of jax's profiler, or it is truncated"):
+        tool.main([str(truncated)])
 
 
-def test_what_is_no_trace_is_refused(tmp_path: Path) -> None:
+def test_files_that_are_not_traces_are_rejected(tmp_path: Path) -> None:
     text, empty = tmp_path / "text.json", tmp_path / "empty.xplane.pb"
     text.write_text("[]")
     empty.touch()
     (tmp_path / "folder").mkdir()
-    refused = [
+    cases = [
         ([str(tmp_path / "none")], "no such file or folder"),
-        ([str(text)], "is no trace of jax's profiler"),
+        ([str(text)], "is not a trace of jax's profiler"),
         ([str(empty)], "has no kernels"),
         (["--top=3"], "the first word must be a folder or a file"),
         ([str(empty), "--top=0"], "must be at least 1"),
         ([str(tmp_path / "folder")], r"no \*\.xplane\.pb in this folder"),
     ]
-    for words, message in refused:
+    for arguments, message in cases:
         with pytest.raises(UserError, match=message):
-            tool.main(words)
+            tool.main(arguments)
 
 
 @pytest.mark.parametrize(("index", "traces"), [(0, False), (1, True)])
-def test_only_the_processes_asked_for_trace(index, traces, tmp_path: Path, monkeypatch):
+def test_only_configured_processes_trace(index, traces, tmp_path: Path, monkeypatch):
     monkeypatch.setattr(jax, "process_index", lambda: index)
     profile = Profile(ProfileConfig(steps="3:4", processes=(1,)), tmp_path, 0, lambda summary: None)
     assert (profile.window is not None) == traces

@@ -1,4 +1,4 @@
-"""Lines of metrics.jsonl: exactly the promised keys, strict JSON, every step once."""
+"""Lines of metrics.jsonl: exactly the documented keys, strict JSON, every step once."""
 
 import json
 import math
@@ -26,7 +26,7 @@ def strict(line: str) -> dict:
     return json.loads(line, parse_constant=refuse)
 
 
-def test_a_step_has_the_promised_keys_in_order(step):
+def test_a_step_has_the_documented_keys_in_order(step):
     rate = StepRate(devices=2, flops_per_token_causal=6e9, flops_per_token_full=8e9, peak_flops=1e12)
     loss = float(np.float32(0.1))
     values = strict(to_json(step(3, loss, rates=rate.rates(0.5, 64), loss_scale=1.0).line()))
@@ -40,19 +40,19 @@ def test_a_step_has_the_promised_keys_in_order(step):
     assert values["skipped"] is False
 
 
-def test_phases_memory_and_what_a_model_reports_come_after_these(step):
+def test_phases_memory_and_model_metrics_follow_the_fixed_keys(step):
     line = step(1, metrics={"num_zeros": 3.0}, memory={"host": 2**30}, phases={"data_wait": 0.5}).line()
     assert list(line.items())[len(KEYS) :] == [("seconds_data_wait", 0.5), ("memory_host", 2**30), ("num_zeros", 3.0)]
 
 
-def test_what_is_unknown_is_null(step):
+def test_unknown_values_are_null(step):
     values = strict(to_json(step(1).line()))
     unknown = ["tflops_per_device_causal", "tflops_per_device_full", "mfu_causal", "mfu_full", "loss_scale"]
     assert [name for name, value in values.items() if value is None] == unknown
 
 
 @pytest.mark.parametrize(("loss", "text"), [(math.nan, "nan"), (math.inf, "inf"), (-math.inf, "-inf")])
-def test_what_is_not_finite_is_null_and_named_by_loss_hex(loss, text, step):
+def test_non_finite_values_are_null_and_loss_hex_names_them(loss, text, step):
     values = strict(to_json(step(1, loss, grad_norm=math.inf, skipped=True).line()))
     assert values["loss"] is None
     assert values["grad_norm"] is None
@@ -80,7 +80,7 @@ def test_other_metrics_follow_the_fixed_keys_and_may_not_hide_them(step):
         step(1, metrics={"lr": 0.5}).line()
 
 
-def test_a_line_is_there_as_soon_as_it_is_logged(tmp_path, step):
+def test_lines_are_written_immediately(tmp_path, step):
     writer = JsonlWriter(tmp_path / "metrics.jsonl")
     writer.log(step(1))
     assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")[0]] == [1]
@@ -129,12 +129,12 @@ LARGE = ["1" + "0" * 400, "9" * 5000, "1e999", "-1e999", "Infinity", "NaN", str(
 
 @pytest.mark.parametrize("number", LARGE, ids=[text[:8] for text in LARGE])
 @pytest.mark.parametrize("line", ['{"step": 1, "loss": %s}', '{"step": %s, "loss": 1.0}', '{"step": 1, "x": [[%s]]}'])
-def test_a_line_with_a_number_that_no_run_writes_is_passed_over(tmp_path, number, line):
+def test_lines_with_numbers_beyond_64_bits_are_skipped(tmp_path, number, line):
     path = tmp_path / "metrics.jsonl"
     path.write_text(to_json({"step": 1, "loss": 3.0}) + line % number + "\n" + to_json({"step": 2, "loss": 4.0}))
-    assert [each["loss"] for each in read_metrics(path)[0]] == [3.0, 4.0]
+    assert [step["loss"] for step in read_metrics(path)[0]] == [3.0, 4.0]
 
 
-def test_deep_lines_are_passed_over_and_large_numbers_of_64_bits_are_not():
+def test_deeply_nested_lines_are_skipped_and_large_64_bit_numbers_are_read():
     assert parse("[" * 100_000) is None and parse('{"step": 1, "x": ' + "[" * 100_000) is None
     assert parse(f'{{"step": 1, "n": {2**63 - 1}, "x": 1e308}}') == {"step": 1, "n": 2**63 - 1, "x": 1e308}

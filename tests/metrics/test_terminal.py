@@ -1,4 +1,4 @@
-"""What stays on a terminal of a given width: its screen is worked out from the bytes that are written to it."""
+"""The screen of a terminal of a given width, computed from the bytes written to it."""
 
 import io
 import re
@@ -17,15 +17,14 @@ FAST = KNOWN.rates(2.0, 12_000)
 
 
 class Terminal(io.StringIO):
-    """Takes what a program writes; knows what it would show: \\r, \\n, cursor up, erase the line, and lines broken at
-    the right edge."""
+    """Interprets a program's output: \\r, \\n, cursor up, erase the line, and line breaks at the right edge."""
 
     def __init__(self, width: int):
         super().__init__()
         self.width, self.lines, self.row, self.column = width, [""], 0, 0
 
-    def write(self, written: str) -> int:
-        for control, character in re.findall(r"(\x1b\[[?\d;]*[A-Za-z])|(.)", written, re.DOTALL):
+    def write(self, output: str) -> int:
+        for control, character in re.findall(r"(\x1b\[[?\d;]*[A-Za-z])|(.)", output, re.DOTALL):
             if control.endswith("A"):
                 self.row = max(self.row - int(control[2:-1] or 1), 0)
             elif control.endswith("K"):
@@ -35,14 +34,14 @@ class Terminal(io.StringIO):
             elif character == "\n":
                 self._next_line()
             elif character:
-                self._put(character)
-        return len(written)
+                self._put_character(character)
+        return len(output)
 
     def _next_line(self) -> None:
         self.row, self.column = self.row + 1, 0
         self.lines += [""] * (self.row + 1 - len(self.lines))
 
-    def _put(self, character: str) -> None:
+    def _put_character(self, character: str) -> None:
         if self.column == self.width:
             self._next_line()
         line = self.lines[self.row].ljust(self.column)
@@ -50,12 +49,12 @@ class Terminal(io.StringIO):
         self.column += 1
 
     def screen(self) -> list[str]:
-        """Its lines, without empty ones at the end."""
+        """The lines, without empty lines at the end."""
         return "\n".join(line.rstrip() for line in self.lines).rstrip("\n").split("\n")
 
 
 class Clock:
-    """A time that moves when it is told to."""
+    """A clock that moves only by `wait`."""
 
     def __init__(self):
         self.now = datetime(2026, 11, 20, 18, 0, 0)
@@ -74,7 +73,7 @@ def live(width: int, total: int = 500, **options) -> tuple[LiveConsole, Terminal
 
 
 def refresh(console: LiveConsole) -> None:
-    """Draw the part that updates in place now: tests do not wait for the thread that does."""
+    """Redraw the lines that update in place, without waiting for rich's thread."""
     assert console._live is not None
     console._live.refresh()
 
@@ -83,26 +82,26 @@ WIDTHS = pytest.mark.parametrize("width", [40, 80, 120])
 
 
 @WIDTHS
-def test_a_request_to_stop_is_shown_whole_and_ends_the_time_left(step, width):
+def test_a_stop_request_is_printed_in_full_and_removes_the_time_left(step, width):
     console, terminal = live(width)
     for number in (1, 2, 3):
         console.log(step(number, rates=FAST))
     refresh(console)
     assert any("left, done at 18:" in line for line in terminal.screen()) or width == 40
-    terminal.write("^C")  # as the terminal echoes it, wherever the cursor is
+    terminal.write("^C")  # A terminal echoes it at the cursor.
     console.stop_requested("SIGINT received: stopping after this step; press Ctrl-C again to exit at once, unsaved")
     console.log(step(4, rates=FAST))
     refresh(console)
-    shown = terminal.screen()
-    joined = " ".join(shown)
+    screen = terminal.screen()
+    joined = " ".join(screen)
     assert "SIGINT received: stopping after this step; press Ctrl-C again to exit at once, unsaved" in joined
     assert "^C" not in joined and "left, done" not in joined
-    assert [line for line in shown if "4/500" in line and "stopping" in line] == [shown[-2]]
+    assert [line for line in screen if "4/500" in line and "stopping" in line] == [screen[-2]]
     console.close()
 
 
 @WIDTHS
-def test_nothing_of_the_bar_is_left_at_the_end(step, width):
+def test_the_bar_is_erased_at_the_end(step, width):
     console, terminal = live(width, total=3)
     with console.ticker("compiling the train step", total=False) as rename:
         refresh(console)
@@ -123,7 +122,7 @@ def test_nothing_of_the_bar_is_left_at_the_end(step, width):
 
 
 @WIDTHS
-def test_nothing_of_it_is_left_by_a_crash_or_by_keys(step, width):
+def test_the_bar_is_erased_after_a_crash_and_echoed_keys(step, width):
     console, terminal = live(width)
     with pytest.raises(KeyError), console.ticker("a message " * 20):
         for number in (None, 1):
@@ -135,14 +134,14 @@ def test_nothing_of_it_is_left_by_a_crash_or_by_keys(step, width):
         console.say("between")
         raise KeyError
     console.close()
-    shown = terminal.screen()
-    assert shown[0].startswith("step   1/500") and shown[1] == "between"
-    assert " ".join(shown[2:]).startswith("a message a message") and re.search(r"stopped after \d+\.\d s$", shown[-1])
-    assert not any("━" in line or "^C" in line for line in shown)
+    screen = terminal.screen()
+    assert screen[0].startswith("step   1/500") and screen[1] == "between"
+    assert " ".join(screen[2:]).startswith("a message a message") and re.search(r"stopped after \d+\.\d s$", screen[-1])
+    assert not any("━" in line or "^C" in line for line in screen)
 
 
 @WIDTHS
-def test_a_line_of_figures_is_never_broken(step, width):
+def test_lines_of_figures_never_wrap(step, width):
     console, terminal = live(width, every=1)
     console.log(step(1, rates=FAST))
     console.log(step(2, rates=FAST))
@@ -150,11 +149,11 @@ def test_a_line_of_figures_is_never_broken(step, width):
     console.log(EvaluationRecord(step=3, split="validation", loss=2.3))
     console.steps_over()
     console.close()
-    shown = terminal.screen()
-    assert len(shown) == 4
-    assert re.search(r"loss nan .*not finite 1$", shown[2])
-    assert ("TFLOP" in shown[1]) == (width == 120)
-    assert "tokens/s/device" not in shown[0], "the first step's time is for the most part compilation"
+    screen = terminal.screen()
+    assert len(screen) == 4
+    assert re.search(r"loss nan .*not finite 1$", screen[2])
+    assert ("TFLOP" in screen[1]) == (width == 120)
+    assert "tokens/s/device" not in screen[0], "most of the first step's time is compilation"
 
 
 def test_long_messages_break_between_words():
@@ -163,7 +162,7 @@ def test_long_messages_break_between_words():
     assert terminal.screen() == ["memory of the compiled step: 91.5 MiB a", "device (state and batch 10.9 MiB)"]
 
 
-def test_a_process_that_ends_at_once_takes_the_bar_along(step, tmp_path):
+def test_release_erases_the_bar_of_a_process_that_exits_immediately(step, tmp_path):
     with (tmp_path / "terminal").open("w") as file:
         console = LiveConsole(total_steps=9, console=rich.console.Console(file=file, force_terminal=True, width=80))
         console.log(step(1))
@@ -175,7 +174,7 @@ def test_a_process_that_ends_at_once_takes_the_bar_along(step, tmp_path):
         console.close()
 
 
-def test_the_time_left_counts_no_compilation(step):
+def test_the_time_left_excludes_compilation(step):
     clock, stream = Clock(), io.StringIO()
     console = PlainConsole(total_steps=100, every=1, stream=stream, clock=clock)
     for number, seconds in ((1, 300.0), (2, 1.0), (3, 2.0)):
@@ -184,7 +183,7 @@ def test_the_time_left_counts_no_compilation(step):
     assert "ETA" not in first and "| ETA: 1m38s |" in second and "| ETA: 1m37s |" in third
 
 
-def test_the_time_of_the_end_stays_while_a_step_lasts(step):
+def test_the_estimated_end_does_not_move_during_a_step(step):
     console, terminal = live(120)
     for number in (1, 2):
         console.log(step(number, rates=KNOWN.rates(60.0, 10)))
@@ -202,7 +201,7 @@ def test_the_time_of_the_end_stays_while_a_step_lasts(step):
      (100.0, list(range(1, 301)))],
 )  # fmt: skip
 @pytest.mark.parametrize("kind", ["plain", "live"])
-def test_a_line_comes_every_30_seconds_at_the_latest(step, kind, seconds, printed):
+def test_a_line_is_printed_at_least_every_30_seconds(step, kind, seconds, printed):
     clock, stream = Clock(), io.StringIO()
     if kind == "plain":
         console = PlainConsole(total_steps=300, every=100, stream=stream, clock=clock)
@@ -217,7 +216,7 @@ def test_a_line_comes_every_30_seconds_at_the_latest(step, kind, seconds, printe
     assert [int(number) for number in re.findall(r"(?:iteration|step) +(\d+)/", stream.getvalue())] == printed
 
 
-def test_control_characters_are_written_out():
+def test_control_characters_are_escaped():
     assert text.visible("a\tb\n\x00\x1b[2J\r\x7f\x9b\u202e\ud800") == ("a\tb\n\\x00\\x1b[2J\\r\\x7f\\x9b\\u202e\\ud800")
-    kept = "h\u00e9 \u00a0\u3000 \u4e2d \U0001f469\u200d\U0001f680 \u0646\u200c\u0647 \ufffd \\x1b"
-    assert text.visible(kept) == kept
+    unchanged = "h\u00e9 \u00a0\u3000 \u4e2d \U0001f469\u200d\U0001f680 \u0646\u200c\u0647 \ufffd \\x1b"
+    assert text.visible(unchanged) == unchanged

@@ -1,4 +1,4 @@
-"""The other writers, read back by the tools that read them."""
+"""Events, dashboards (read back by their own tools) and the run folder."""
 
 import json
 import math
@@ -38,7 +38,7 @@ def test_an_event_may_not_hide_its_name(tmp_path):
     writer.close()
 
 
-def test_tensorboard_reads_what_was_written_and_hides_an_earlier_attempt(tmp_path, step):
+def test_tensorboard_reads_the_files_and_hides_an_earlier_attempt(tmp_path, step):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     folder = RunFolder.create(tmp_path / "run")
     config = LoggingConfig(tensorboard=True)
@@ -68,7 +68,7 @@ def test_tensorboard_reads_what_was_written_and_hides_an_earlier_attempt(tmp_pat
         ("wandb", LoggingConfig(wandb=WandbConfig()), "megajax[wandb]"),
     ],
 )
-def test_a_missing_extra_is_named_before_a_file_is_touched(tmp_path, monkeypatch, module, config, extra):
+def test_a_missing_extra_is_reported_before_files_change(tmp_path, monkeypatch, module, config, extra):
     monkeypatch.setitem(sys.modules, module, None)
     folder = RunFolder.create(tmp_path)
     folder.metrics.write_text('{"step": 9, "loss": 1.0}\n')
@@ -112,8 +112,8 @@ class Recorder(Writer):
 
 def test_all_writers_are_closed_even_when_one_fails():
     writers = [Recorder(fail=True), Recorder()]
-    with pytest.raises(OSError, match="disk full"), Writers(writers) as together:
-        together.event("nothing")
+    with pytest.raises(OSError, match="disk full"), Writers(writers) as all_writers:
+        all_writers.event("nothing")
     assert [writer.closed for writer in writers] == [True, True]
 
 

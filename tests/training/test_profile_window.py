@@ -34,7 +34,7 @@ def test_the_window_is_traced_and_summed_up(tmp_path, capsys):
     assert answer["busy"] > 0 and answer["communication"] > 0
     assert answer["exposed"] <= answer["communication"] <= answer["busy"]
     assert sum(kernel["share"] for kernel in answer["kernels"]) <= 1
-    assert "profile of 3:4" in (shown := capsys.readouterr().out) and "of it exposed" in shown
+    assert "profile of 3:4" in (shown := capsys.readouterr().out) and "exposed communication" in shown
     compiled = next(e for e in map(json.loads, (tmp_path / "events.jsonl").open()) if e["event"] == "compiled")
     assert compiled["arguments"] > 3 * 4 * 1000 and compiled["temporary"] > 0
     assert "memory of the compiled step: " in shown and "Megatron-LM's formula" in shown
