@@ -75,12 +75,12 @@ class Verdict(NamedTuple):
     """Whether the process reported its failure itself."""
 
 
-def find_cause(process_index: int, before: Mapping[int, Status], after: Mapping[int, Status], count: int) -> Verdict:
-    """The process that keeps `process_index` waiting, from two readings some periods apart: one that failed, does not
+def find_cause(local_process: int, before: Mapping[int, Status], after: Mapping[int, Status], count: int) -> Verdict:
+    """The process that keeps `local_process` waiting, from two readings some periods apart: one that failed, does not
     run, or is behind the others."""
-    if (failed := first_failure(process_index, after)) is not None:
+    if (failed := first_failure(local_process, after)) is not None:
         return failed
-    peers = [process for process in range(count) if process != process_index]
+    peers = [process for process in range(count) if process != local_process]
     beats = {index: status.beat for index, status in before.items()}
     silent = [index for index in peers if index not in after or after[index].beat == beats.get(index)]
     if silent:
@@ -88,23 +88,23 @@ def find_cause(process_index: int, before: Mapping[int, Status], after: Mapping[
         more = "" if len(silent) == 1 else f" (nor do {len(silent) - 1} others)"
         last = f"; it was {after[first].description()}" if first in after else ""
         return Verdict(first, f"process {first} no longer runs{more}{last}")
-    position = after.get(process_index, Status(0)).position()
+    position = after.get(local_process, Status(0)).position()
     first = min(peers, key=lambda index: after[index].position())
     if after[first].position() < position:
         status = after[first]
-        step = after[process_index].step if process_index in after else None
+        step = after[local_process].step if local_process in after else None
         entered = "" if step is None else f" has not entered step {step}: it"
         text = f"process {first}{entered} has been {status.description()} for {status.seconds:.0f} s"
         return Verdict(first, text, max(status.seconds_left, 0.0))
     if position < min(after[index].position() for index in peers):
-        return Verdict(process_index, "the other processes wait for this one")
+        return Verdict(local_process, "the other processes wait for this one")
     return Verdict(None, "all processes are equally far: a collective or a device does not answer")
 
 
-def first_failure(process_index: int, states: Mapping[int, Status]) -> Verdict | None:
+def first_failure(local_process: int, states: Mapping[int, Status]) -> Verdict | None:
     """The first other process that reported a failure of its own, not of a lost process; None if none did."""
     for process, status in sorted(states.items()):
-        if process != process_index and status.failure is not None and not secondary(status.failure):
+        if process != local_process and status.failure is not None and not secondary(status.failure):
             return Verdict(process, f"process {process} failed: {status.failure}", reported=True)
     return None
 

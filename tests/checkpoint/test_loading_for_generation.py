@@ -24,7 +24,7 @@ from megajax.data.config import ChatConfig
 from megajax.inference.assembly import FreeMemory, cache_size
 from megajax.inference.config import GenerationConfig, InferenceConfig, InferenceParallelConfig
 from megajax.job.inference import Loaded, load, start_engine
-from megajax.job.origin import Origin, folder_ends, generation_config, origin_of
+from megajax.job.origin import Origin, folder_stop_tokens, generation_config, origin_of
 from megajax.layers.config import LoRAConfig
 from megajax.layers.param import bind
 
@@ -147,7 +147,10 @@ def test_what_a_folder_says_of_chats(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "chat/generation_config.json").write_text('{"eos_token_id": [3, 5]}')
     config = generation_config(Origin(hf=tmp_path / "chat"), GenerationConfig).base
     assert config.inference.template == str(tmp_path / "chat/chat_template.jinja")
-    assert folder_ends(tmp_path / "chat") == {3, 5} and folder_ends(None) == folder_ends(tmp_path) == frozenset()
+    assert (
+        folder_stop_tokens(tmp_path / "chat") == {3, 5}
+        and folder_stop_tokens(None) == folder_stop_tokens(tmp_path) == frozenset()
+    )
     written = (folder / "run/config.yaml").read_text()
     assert "template" not in written
     chat = ChatConfig(paths=("a",), template="chatml")

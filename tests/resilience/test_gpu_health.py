@@ -11,7 +11,7 @@ import jax
 import pytest
 from gpu_stand_in import stand_in
 
-from megajax.job.health import sentence, watch_gpus
+from megajax.job.health import message, watch_gpus
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import build_mesh
 from megajax.resilience.gpu_health import GpuHealth, HealthThread, Symptom, gpu_numbers, load_nvml
@@ -101,9 +101,9 @@ def test_only_changes_are_told():
         Symptom(1, "temperature", ""),
         Symptom(1, "xid", 79),
     ]
-    assert sentence(told[2]) == "GPU 0: power limited: 500 W, usually 700 W"
-    assert sentence(told[1]) == "GPU 0: a memory row to be replaced at the next reset"
-    assert sentence(told[3]) == "GPU 1: no longer clocks slowed down"
+    assert message(told[2]) == "GPU 0: power limited: 500 W, usually 700 W"
+    assert message(told[1]) == "GPU 0: a memory row that the next reset replaces"
+    assert message(told[3]) == "GPU 1: no longer clocks slowed down"
 
 
 def test_what_a_gpu_does_not_support_is_left_out(monkeypatch):

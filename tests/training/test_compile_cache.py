@@ -272,5 +272,5 @@ def test_several_processes_use_one_folder_or_none(index, seen, used, kept, monke
 
 
 def test_sentences():
-    assert Compile("train_step", 61.0, False, None).sentence() == "compiled the train step: 1m01s"
-    assert Compile("f", 0.52, True, 40.2).sentence() == "compiled f: cached, read in 0.5 s, 40 s saved"
+    assert Compile("train_step", 61.0, False, None).description() == "compiled the train step: 1m01s"
+    assert Compile("f", 0.52, True, 40.2).description() == "compiled f: cached, read in 0.5 s, 40 s saved"
