@@ -14,12 +14,11 @@ from megajax.training.run_config import COMMON
 DESCRIPTION = """With --config and --devices: compile the config's train step for virtual GPU devices, and print
 the memory of each, whether it fits, every collective, and the predicted time of a step. With --formula, the same by
 formulas, in a second and without a compiler. Overrides are as in training; data need not exist. --search finds the
-fastest layout, --compare shows two plans side by side, --sweep scales the number of devices or a setting.
+fastest layout, --compare shows two plans side by side.
 
 With --schedule, --stages and --microbatches: draw a pipeline schedule: which stage works on which microbatch at each
 tick, what share of the time stages wait (the bubble), and how many activations each stage keeps."""
 
-PNG = Flag("png", Path | None, help="of a schedule or a sweep: also draw it into this file (extra plot)")
 FLAGS = (
     Flag("devices", str | None, help="GPUs to plan for, as GPU:N: a100-40gb, a100 (80 GB), h100, h200, b200 or gb200"),
     Flag("gpus-per-node", int | None, help="GPUs that NVLink connects; 8, of gb200 72, unless given"),
@@ -28,17 +27,14 @@ FLAGS = (
     Flag("search", help="find the fastest layout; settings given on the command line stay"),
     Flag("compile", int | None, help="of a search: layouts to compile; 3 with the extra aot, else 0"),
     Flag("out", Path | None, help="of a search: write the best into this YAML file, a config based on --config"),
-    Flag("resume", Path | None, help="of a search: cache file to go on from; beside --out unless given"),
     Flag("serve", help="text generation: tokens of cache beside the weights, and bounds of its speed"),
     Flag("context", int | None, help="with --serve: tokens of a request; the model's sequence_length unless given"),
     Flag("compare", str | None, help="another plan, in quotes: OTHER.py, GPU:N, --setting=value ..., or several"),
-    Flag("sweep", str | None, help="curves over devices:64,128,...,16384, or over a setting: NAME:1,2,4"),
     Flag("device-file", Path | None, help="by formula: YAML that describes another device"),
     Flag("calibration", Path | None, help="constants measured by benchmarks/calibrate.py, in place of the known ones"),
     Flag("nvlink", float | None, help="GB/s from a GPU to others of its node, one direction"),
     Flag("network", float | None, help="GB/s from a GPU to other nodes, one direction"),
     Flag("json", Path | None, help="also write it into this file"),
-    PNG,
 )
 SCHEDULE_FLAGS = (
     Flag("schedule", str, required=True, help="gpipe: all forwards, then all backwards; 1f1b: backwards as early as "
@@ -48,7 +44,7 @@ SCHEDULE_FLAGS = (
     Flag("virtual-stages", int, 1, help="chunks of layers each stage holds: shorter bubbles, more traffic"),
     Flag("loss-wait", Literal[0, 1], 0, help="ticks between an output and its loss: 0 unless given here, 1 in training "
          "(parallel.loss_wait)"),
-    PNG,
+    Flag("png", Path | None, help="also draw the schedule into this file (extra plot)"),
 )  # fmt: skip
 USAGE = """
   python -m megajax.plan --config=FILE --devices=h100:128          compiles the config for 128 GPUs (or --formula)
@@ -64,12 +60,12 @@ def main(argv: list[str]) -> int:
     """
     names = {plain_name(word.lstrip("-").partition("=")[0]) for word in argv if word.startswith("-")}
     if names & {"h", "help"}:
-        optional = tuple(replace(flag, required=False) for flag in SCHEDULE_FLAGS if flag not in FLAGS)
+        optional = tuple(replace(flag, required=False) for flag in SCHEDULE_FLAGS)
         parse(argv, verb="plan", flags=(*FLAGS, *optional), description=DESCRIPTION, common=COMMON)
     match "config" in names, "schedule" in names:
         case True, False:
             for flag in SCHEDULE_FLAGS:
-                if plain_name(flag.name) in names and flag not in FLAGS:
+                if plain_name(flag.name) in names:
                     raise UserError(f"--{flag.name} goes with --schedule, not with --config{USAGE}")
             words, fixed = resolve("megajax.planning.command:take_searched")(argv)
             count = resolve("megajax.planning.command:count_devices")

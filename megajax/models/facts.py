@@ -224,9 +224,9 @@ def demand_facts(model: Any) -> Facts:
     if facts is None:
         lines = "\n".join(f"  {where}: {what}" for where, what in missing_facts(model).items())
         raise UserError(
-            f"{type(model).__name__} has no facts, which formulas, searches, comparisons and sweeps are made of.\n"
+            f"{type(model).__name__} has no facts, which formulas, searches and comparisons are made of.\n"
             f"Missing are methods and fields of megajax.models.facts.Facts and megajax.layers.facts.Layer:\n{lines}\n"
-            "The compiler needs none of them: plan without --formula, --search, --compare and --sweep."
+            "The compiler needs none of them: plan without --formula, --search and --compare."
         )
     return facts
 

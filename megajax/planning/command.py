@@ -1,9 +1,9 @@
-"""What `python -m megajax.plan --config` does: a plan, a search, a comparison, a sweep, or text generation."""
+"""What `python -m megajax.plan --config` does: a plan, a search, a comparison, or text generation."""
 
 import json
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,10 +13,8 @@ import megajax.config.schema as schema
 from megajax.command_line import Command
 from megajax.config import load
 from megajax.config.builds import resolve
-from megajax.config.dump import flatten
 from megajax.config.errors import ConfigError, Problem, UserError
 from megajax.config.files import ROOT, assembled, read
-from megajax.config.nearest import did_you_mean
 from megajax.config.patch import Mark, plain_name, setting
 from megajax.config.tree import override, read_value
 from megajax.metrics.banner import Report
@@ -27,25 +25,21 @@ from megajax.planning.cost.serving import servings
 from megajax.planning.program import devices
 from megajax.planning.ranking import Cache, advice, check_config_path, compile_layout, find_best, write_config
 from megajax.planning.search import SEARCHED, Choice, Task, changes, problems, settings
-from megajax.planning.show import DEVICES_AXIS, Point, comparison, draw_sweep, plan_report, serving_report, sweep_report
+from megajax.planning.show import comparison, plan_report, serving_report
 
 COMPILED = 3
 """Layouts of a search that are compiled by default, if the compiler is installed."""
 MARGIN = 0.03
 """Fraction of usable memory that a change of a compiled plan must leave: its excess over the formula may change."""
-MODES = ("search", "compare", "sweep", "serve")
-NEEDS = {"context": "serve", "compile": "search", "out": "search", "resume": "search", "png": "sweep"}
+MODES = ("search", "compare", "serve")
+NEEDS = {"context": "serve", "compile": "search", "out": "search"}
 """Flags that need another flag."""
-MAX_POINTS = 64
-"""Of a sweep."""
-STEP_SETTINGS = ("steps", "schedule.", "profile.", "optimizer.")
-"""Problems with these settings are no problems of a layout; a larger batch in fewer steps may cause them."""
 
 
 def count_devices(flags: Mapping[str, Any]) -> tuple[int | None, list[Problem]]:
     """Number of devices that the flags ask for, and problems of the flags. Raises UserError for an unreadable file.
 
-    None if the config's own layout need not match them: a search tries others, a sweep takes other numbers.
+    None if the config's own layout need not match them: a search tries others.
     """
     cluster, problems = read_target(flags)
     modes = [mode for mode in MODES if flags[mode] not in (None, False)]
@@ -56,7 +50,7 @@ def count_devices(flags: Mapping[str, Any]) -> tuple[int | None, list[Problem]]:
     for name, mode in NEEDS.items():
         if flags[name] is not None and not flags[mode]:
             problems.append(Problem(f"--{name}", f"goes with --{mode}, which is not given"))
-    free = cluster is None or {"search", "serve", "sweep"} & {*modes}
+    free = cluster is None or {"search", "serve"} & {*modes}
     return None if free else cluster.devices, problems
 
 
@@ -119,8 +113,6 @@ def plan(command: Command, fixed: Mapping[str, Any], program: Sequence[str]) -> 
     request = Request(Case(command.config, cluster), command.source or "", flags, fixed, program)
     report, figures = getattr(request, mode)()
     print(report.text())
-    if flags["png"] is not None:
-        print(f"\npicture {flags['png']}")
     if flags["json"] is not None:
         write_output_file(flags["json"], json.dumps(figures, indent=1) + "\n")
 
@@ -142,7 +134,7 @@ class Request:
         estimate = self.case.estimate
         report = plan_report(estimate)
         if not estimate.fits:
-            report = replace(report, blocks=[*report.blocks, *advice(self.case)])
+            report = replace(report, blocks=[*report.blocks, advice(self.case)])
         return report, to_dict(estimate) | {"parameters": estimate.run.model.parameter_count().total}
 
     def compiled(self) -> tuple[Report, Any]:
@@ -159,24 +151,12 @@ class Request:
         report, figures = resolve("megajax.planning.program.train_step:report")(plan, audited=self.flags["audit"])
         if not plan.fits and facts_of(case.cfg.model) is not None:
             excess = plan.memory.peak / devices.GIB - case.estimate.memory.peak_gib
-            report = replace(report, blocks=[*report.blocks, *advice(case, excess_gib=excess, margin=MARGIN)])
+            report = replace(report, blocks=[*report.blocks, advice(case, excess_gib=excess, margin=MARGIN)])
         return report, figures
 
     def compare(self) -> tuple[Report, Any]:
         asked = self.flags["compare"]
         return comparison((self.source, asked), (self.case, other(self.case, asked, self.flags["gpus_per_node"])))
-
-    def sweep(self) -> tuple[Report, Any]:
-        text, picture = self.flags["sweep"], self.flags["png"]
-        axis, values = read_axis(text, self.case.cfg)
-        points = [*(_over_devices(self.case, values) if axis == DEVICES_AXIS else _over(self.case, axis, values))]
-        if all("refusal" in point for point in points):
-            raise UserError(f"--sweep={text}: no point passes the checks; the first: {points[0]['refusal']}")
-        if picture is not None:
-            resolve("megajax.pipeline.drawing:save_as_asked")(
-                partial(draw_sweep, axis, points), picture, inches=(8, 4.5)
-            )
-        return sweep_report(self.source, axis, points), points
 
     def serve(self) -> tuple[Report, Any]:
         run, asked = self.case.described, self.flags["context"]
@@ -187,12 +167,12 @@ class Request:
         return serving_report(plans), [plan.to_dict() for plan in plans]
 
     def search(self) -> tuple[Report, Any]:
-        out, resume, wanted = self.flags["out"], self.flags["resume"], self._layouts_to_compile()
+        out, wanted = self.flags["out"], self._layouts_to_compile()
         task = Task(self.case, self.fixed)
         if out is not None:
             check_config_path(out, self.source)
-        path = resume or (None if out is None else out.with_suffix(".search.json"))
-        cache = Cache(path, task.fingerprint(), insist=resume is not None)
+        path = None if out is None else out.with_suffix(".search.json")
+        cache = Cache(path, task.fingerprint())
         result = find_best(task, cache, wanted, partial(compile_layout, self.program))
         # Over the file without the settings of the command line, whether or not it passes its checks.
         file = read(self.source, ROOT)
@@ -260,82 +240,3 @@ def other(case: Case, asked: str, per_node: int | None) -> Case:
     if configs:
         return Case(load(configs[0], *overrides, devices=cluster.devices), cluster)
     return Case(override(case.cfg, *overrides, devices=cluster.devices, place=f"--compare={asked}"), cluster)
-
-
-# --sweep
-
-
-def read_axis(text: str, cfg: Any) -> tuple[str, list[str]]:
-    """ "devices:64,128,...,512" -> ("devices", ["64", "128", "256", "512"]).
-
-    Raises UserError for an unknown axis and for wrong values.
-    """
-    axis, _, written = text.partition(":")
-    values = [value.strip() for value in written.split(",") if value.strip()]
-    if not values:
-        raise UserError(
-            f"--sweep={text!r} must be AXIS:VALUE,VALUE,...\nE.g. devices:64,128,...,16384 or batch.micro_size:1,2,4"
-        )
-    names = [DEVICES_AXIS, *flatten(cfg)]
-    if axis not in names:
-        near = did_you_mean(axis, names)
-        raise UserError(f"--sweep: unknown axis {axis!r}; {near or 'devices, or a setting such as batch.micro_size'}")
-    values = _continued(text, values) if "..." in values else values
-    if axis == DEVICES_AXIS and (wrong := [value for value in values if not re.fullmatch(r"[1-9]\d{0,5}", value)]):
-        raise UserError(f"--sweep={text!r}: {wrong[0]!r} is no number of devices")
-    return axis, values
-
-
-def _continued(text: str, values: list[str]) -> list[str]:
-    """With "..." filled in, by a constant factor."""
-    place = values.index("...")
-    before, after = values[:place], values[place + 1 :]
-    if len(before) < 2 or len(after) != 1 or not all(value.isdigit() for value in (*before, *after)):
-        raise UserError(f"--sweep={text!r}: '...' stands between two or more numbers and the last one: 64,128,...,1024")
-    start, filled, last = int(before[-2]), [int(before[-1])], int(after[0])
-    while start and filled[-1] < last and filled[0] > start and len(filled) < MAX_POINTS:
-        filled.append(filled[-1] * filled[0] // start)
-    if filled[-1] != last:
-        raise UserError(f"--sweep={text!r}: {start}, {filled[0]}, ... does not lead to {last} by a constant factor")
-    return [*before[:-1], *map(str, filled)]
-
-
-def _over_devices(case: Case, values: Sequence[str]) -> list[Point]:
-    """The same layout with more `data`. Weak: rows per device as at the first count; strong: the same global batch."""
-    cfg = case.cfg.but(parallel=replace(case.cfg.parallel, data=None))
-    size, first = cfg.batch.global_size, int(values[0])
-    weak, strong = [], []
-    for value in values:
-        number = int(value)
-        _, wrong = devices.read_cluster(
-            f"{case.cluster.device.name}:{value}", case.cluster.per_node, case.cluster.device
-        )
-        there = Case(cfg, case.cluster._replace(devices=number))
-        strong.append(_point(there, value, wrong, mode="strong"))
-        rows, over = divmod(size * number, first)
-        if over:
-            wrong = [Problem(f"{size} rows on {first}", f"no whole number of rows on {number}")]
-        steps = cfg.steps * first // number  # the same number of tokens
-        there = replace(there, cfg=cfg.but(batch=replace(cfg.batch, global_size=rows), steps=steps))
-        weak.append(_point(there, value, wrong, mode="weak"))
-    return [*weak, *strong]
-
-
-def _over(case: Case, name: str, values: Sequence[str]) -> Iterator[Point]:
-    """The same config with values of a setting."""
-    for value in values:
-        try:
-            yield _point(replace(case, cfg=override(case.cfg, f"{name}={value}")), value)
-        except ConfigError as error:
-            yield _point(case, value, error.problems)
-
-
-def _point(case: Case, value: str, wrong: Sequence[Problem] = (), *, mode: str = "") -> Point:
-    if not wrong:
-        try:
-            override(case.cfg, devices=case.cluster.devices)
-        except ConfigError as error:
-            wrong = [one for one in error.problems if not one.setting.startswith(STEP_SETTINGS)]
-    size = case.cfg.batch.global_size
-    point = {"value": value, "mode": mode, "devices": case.cluster.devices, "global_size": size}
-    return point | ({"refusal": f"{wrong[0].setting}: {wrong[0].message}"} if wrong else to_dict(case.estimate))

@@ -1,4 +1,4 @@
-"""What a search lists: the best layouts, compiled ones first, well-known ones, and changes that make a plan fit."""
+"""What a search lists: the best layouts, compiled ones first; and changes that make a plan fit."""
 
 import contextlib
 import json
@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -33,15 +32,13 @@ from megajax.planning.search import (
     Group,
     Task,
     changes,
-    explore,
     rank,
     ranked,
-    refusal,
     rounded,
     search,
     settings,
 )
-from megajax.planning.show import FIGURES, cells, memory_parts
+from megajax.planning.show import FIGURES, cells
 from megajax.text import duration
 
 MAX_TRIES = 2
@@ -71,24 +68,18 @@ def compile_layout(program: Sequence[str], case: Case) -> Figures:
 
 
 class Cache:
-    """Figures of compiled layouts; with a path, kept in a file from which a search that was stopped goes on."""
+    """Figures of compiled layouts; with a path, kept in a file from which an interrupted search goes on."""
 
-    def __init__(self, path: Path | None = None, fingerprint: str = "", *, insist: bool = False):
-        """Read the file if there is one; insist: raise UserError for that of another search instead of replacing it."""
+    def __init__(self, path: Path | None = None, fingerprint: str = ""):
+        """Read the file if it is of the same search; otherwise replace it."""
         self.path, self.fingerprint = path, fingerprint
         self.layouts: dict[str, Figures] = {}
         if path is None:
             return
-        written: Any = None
         with contextlib.suppress(FileNotFoundError, ValueError):
             written = json.loads(path.read_text(encoding="utf-8"))
-        if isinstance(written, dict) and written.get("search") == fingerprint:
-            self.layouts = written["layouts"]
-        elif insist and path.exists():
-            raise UserError(
-                f"{path} is not of this search: config, overrides, devices or their constants differ.\n"
-                "Give another file to --resume, or delete this one."
-            )
+            if isinstance(written, dict) and written.get("search") == fingerprint:
+                self.layouts = written["layouts"]
         self._save()
 
     def get(self, choice: Choice) -> Figures | None:
@@ -185,47 +176,10 @@ class Result:
                 for row in self.rows
             ],
             "rejected_by_compiler": [{**asdict(choice), **compiled} for choice, compiled in self.rejected],
-            "well_known": [{"choice": name, "verdict": verdict} for name, verdict in self.well_known],
         }
 
-    @cached_property
-    def well_known(self) -> list[tuple[str, str]]:
-        """Pure FSDP, tensor parallelism without a pipeline, and the config as given: name and verdict."""
-        task, given = self.task, self.task.given()
-        groups = {group.place: group for group in self.groups}
-        pure = {"data_sharding": "fsdp", "expert": 1, "context": 1}
-        fsdp = groups.get((1, 1))
-        if fsdp is not None:
-            compatible = all(task.fixed.get(name, value) == value for name, value in pure.items())
-            fsdp = explore(replace(task, fixed={**task.fixed, **pure}), (1, 1)) if compatible else None
-        tensor = max((tensor for tensor, pipeline in groups if pipeline == 1), default=task.case.cluster.per_node)
-        return [
-            ("pure FSDP", self._verdict_of_group(fsdp)),
-            (f"tensor {tensor} without a pipeline", self._verdict_of_group(groups.get((tensor, 1)))),
-            (f"the config as given ({given.layout})", self._verdict(given)),
-        ]
-
-    def _verdict_of_group(self, group: Group | None) -> str:
-        if group is None:
-            fixed = self.task.fixed_text()
-            return f"not tried: {fixed} is given" if fixed else "not tried: does not match these devices"
-        if entry := next(iter(group.best), group.smallest):
-            return self._verdict(entry.choice)
-        return f"refused: {group.refusals.most_common(1)[0][0]}" if group.refusals else "not tried"
-
-    def _verdict(self, choice: Choice) -> str:
-        task, case = self.task, self.task.with_choice(choice)
-        if choice == self.best:
-            return "is the best"
-        if reason := refusal(case):
-            return f"refused: {reason}"
-        if (memory := case.estimate.memory).peak > task.limit:
-            return f"does not fit: {memory.peak_gib:.1f} of {task.limit / GIB:.1f} GiB ({choice.details})"
-        slower = case.estimate.step_seconds / task.with_choice(self.best).estimate.step_seconds - 1
-        return f"{abs(slower):.1%} {'slower' if slower >= 0 else 'faster by formula'} ({choice.details})"
-
     def report(self, commands: Sequence[str]) -> Report:
-        """The best layouts, the well-known ones beside them, and how to use the best."""
+        """The best layouts, those that the compiler rejected, and how to use the best."""
         tally, device = self.tally(), self.task.case.cluster.device
         compiled = sum(row.compiled for row in self.rows) + len(self.rejected)
         counts = f"{tally['refused']:,} against the config's rules, {tally['too_large']:,} too large"
@@ -261,7 +215,7 @@ class Result:
             [
                 ("searched", searched),
                 Table("best layouts", columns, rows, (1, 2, 3, 5, 6)),
-                Table("not chosen", ("layout", "verdict"), [*self.well_known, *rejected], (0, 1)),
+                *[Table("rejected by the compiler", ("layout", "reason"), rejected, (0, 1))] * bool(rejected),
                 ("to use the best", [("", line) for line in commands]),
             ],
         )
@@ -386,15 +340,13 @@ def cheapest(here: Case, limit_gib: float) -> list[Case]:
     return [replace(here, cfg=Task(here).config(entry.choice)) for entry in sorted(chosen, key=rank)]
 
 
-def advice(here: Case, *, excess_gib: float = 0.0, margin: float = HEADROOM) -> list[Table]:
-    """What takes most memory of a plan that does not fit, and the cheapest changes that make it fit.
+def advice(here: Case, *, excess_gib: float = 0.0, margin: float = HEADROOM) -> Table:
+    """The cheapest changes that make a plan fit.
 
     Of a compiled plan, excess_gib: by how much it is larger than the formula says, assumed to be the same for every
     change. margin: fraction of usable memory that a change must leave.
     """
     now = here.estimate
-    parts = sorted(memory_parts(now), key=lambda part: -part[1])
-    rows = [(name, f"{size / GIB:.2f}", f"{size / now.memory.peak:.0%}", about) for name, size, about in parts if size]
     fixes = [
         (
             " ".join(f"--{one}" for one in settings(changes(here.cfg, change.cfg))),
@@ -404,7 +356,4 @@ def advice(here: Case, *, excess_gib: float = 0.0, margin: float = HEADROOM) -> 
         )
         for change in cheapest(here, here.cluster.device.usable_gib * (1 - margin) - excess_gib)
     ] or [("none of those tried; --search tries all layouts, more devices make room", "", "", "")]
-    return [
-        Table("it does not fit: what takes most memory", ("part", "GiB", "of peak", ""), rows, (0, 3)),
-        Table("cheapest changes that make it fit", ("change", "peak, GiB", "step, s", "slower"), fixes),
-    ]
+    return Table("cheapest changes that make it fit", ("change", "peak, GiB", "step, s", "slower"), fixes)

@@ -225,12 +225,6 @@ class Task:
         parts = [plain(self.case.cfg), dict(sorted(self.fixed.items())), [device.name, *nodes], asdict(device)]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
-    def given(self) -> Choice:
-        """The config as it is, with what is fixed."""
-        now = replace(Choice.of(self.case.cfg, self.devices), **self.fixed)
-        rest = max(1, self.devices // (now.tensor * now.pipeline * now.expert * now.context))
-        return now if "data" in self.fixed or self.case.cfg.parallel.data is not None else replace(now, data=rest)
-
     def groups(self) -> list[Place]:
         """(tensor, pipeline) of the layouts that use all devices."""
         stages = self.case.cfg.model.stack.repeats if len(self.sections) == 1 else 1  # no pipeline of several sections

@@ -204,17 +204,8 @@ def _serving_speed(plan: Serving) -> Table:
 
 # Plans beside each other
 
-DEVICES_AXIS = "devices"
 MAX_DIFFERENCES = 12
 """Differing settings that a comparison lists."""
-MODES = {
-    "weak": "weak scaling: the batch grows with the devices",
-    "strong": "strong scaling: the batch stays the same",
-    "": "one setting at several values",
-}
-"""Of the points of a sweep."""
-type Point = dict[str, Any]
-"""JSON of a plan of a sweep: `value`, `mode`, `devices`, `global_size`, and its figures or the rules' `refusal`."""
 
 
 def comparison(names: tuple[str, str], cases: tuple[Case, Case]) -> tuple[Report, dict[str, Any]]:
@@ -239,37 +230,3 @@ def comparison(names: tuple[str, str], cases: tuple[Case, Case]) -> tuple[Report
         more = [f"and {len(changed) - MAX_DIFFERENCES} more"] if len(changed) > MAX_DIFFERENCES else []
         blocks.append(("settings that differ", [("", line) for line in [*changed[:MAX_DIFFERENCES], *more]]))
     return Report(" and ".join(names), blocks), {"first": first, "second": second, "ratios": ratios}
-
-
-def sweep_report(source: str, axis: str, points: Sequence[Point]) -> Report:
-    """A table of each mode, and the points that the rules refuse."""
-    columns = (axis, "data", "rows", "microbatches", "efficiency", "tokens/s", *FIGURES)
-    blocks: list[Section | Table] = []
-    for mode, title in MODES.items():
-        if curve := [point for point in points if point["mode"] == mode]:
-            first = next((_speed(point) / point["devices"] for point in curve if "refusal" not in point), 1.0)
-            blocks.append(Table(title, columns, [_sweep_row(point, first) for point in curve], ()))
-    refused = [("", f"{one['mode']} {one['value']}: {one['refusal']}".strip()) for one in points if "refusal" in one]
-    return Report(f"{source} by {axis}", [*blocks, *[("refused", refused)] * bool(refused)])
-
-
-def _speed(point: Point) -> float:
-    return point["tokens_per_second_per_device"] * point["devices"]
-
-
-def _sweep_row(point: Point, first: float) -> list[str]:
-    """first: tokens per second and device of the first point."""
-    if "refusal" in point:
-        return [point["value"], "refused", "", "", "", "", *cells(point)]
-    counts = (point["mesh"]["data"], point["global_size"], point["microbatches"])
-    speeds = f"{point['tokens_per_second_per_device'] / first:.1%}", f"{_speed(point):,.0f}"
-    return [point["value"], *(f"{number:,}" for number in counts), *speeds, *cells(point)]
-
-
-def draw_sweep(axis: str, points: Sequence[Point], axes: Any) -> None:
-    """Tokens per second, a curve of each mode, on matplotlib axes."""
-    for mode, title in MODES.items():
-        if ran := [point for point in points if point["mode"] == mode and "refusal" not in point]:
-            axes.plot([point["value"] for point in ran], [*map(_speed, ran)], marker="o", label=title)
-    axes.set(title="Tokens per second", xlabel=axis, yscale="log" if axis == DEVICES_AXIS else "linear")
-    axes.legend()

@@ -198,7 +198,7 @@ def test_printed_table_json_and_config_file(tmp_path: Path, capsys: pytest.Captu
     out = tmp_path / "best.yaml"
     written = planned(tmp_path, f"--out={out}", "--batch.global_size=256", "--parallel.tensor=8")
     printed = capsys.readouterr().out
-    for text in ("pure FSDP", "tensor 8 without a pipeline", "the config as given", "slower", "exposed"):
+    for text in ("best layouts", "tensor 8, pipeline", "slower", "exposed"):
         assert text in printed
     assert f"--config={out}" in printed
     assert len(written["best"]) == 5 and written["tried"] > 500
@@ -232,8 +232,6 @@ def test_it_searches_where_the_config_itself_does_not_fit(tmp_path: Path) -> Non
     """GPT-3 175B's own layout takes 128 devices; for 64 there is another."""
     written = planned(tmp_path, config="gpt3.py:gpt3_175b")
     assert written["best"][0]["tensor"] > 1
-    (given,) = [one for one in written["well_known"] if one["choice"].startswith("the config")]
-    assert given["verdict"].startswith("refused: parallel")
 
 
 def test_compiled_layouts_rank_by_their_programs_and_are_kept(tmp_path: Path) -> None:
@@ -254,11 +252,8 @@ def test_compiled_layouts_rank_by_their_programs_and_are_kept(tmp_path: Path) ->
     assert [row.entry for row in rows[:2]] == [entries[3], entries[2]], "confirmed ones first, by their own time"
     assert all(not row.compiled and row.entry in entries[4:] for row in rows[2:])
     assert [choice for choice, _ in rejected] == [entry.choice for entry in entries[:2]]
-    assert Cache(file, asked.fingerprint(), insist=True).layouts == cache.layouts
     other = task("llama3_8b", 8, "steps=400_000")
-    with pytest.raises(UserError, match="is not of this search"):
-        Cache(file, other.fingerprint(), insist=True)
-    assert Cache(file, asked.fingerprint()).layouts and not Cache(file, other.fingerprint()).layouts
+    assert Cache(file, asked.fingerprint()).layouts == cache.layouts and not Cache(file, other.fingerprint()).layouts
 
 
 REFUSED = {
@@ -270,7 +265,7 @@ REFUSED = {
     "out": (["--out=best.py"], "must end in .yaml"),
     "no folder": (["--out=nowhere/best.yaml"], "there is no folder nowhere"),
     "compile": (["--compile=-1"], "--compile must be 0 or more"),
-    "two": (["--sweep=devices:64"], "goes with no --search"),
+    "two": (["--compare=h200:64"], "goes with no --search"),
 }
 
 
@@ -283,6 +278,6 @@ def test_errors(case: str) -> None:
 
 
 def test_flags_that_need_search() -> None:
-    for flag in ("--out=x.yaml", "--resume=x", "--compile=1"):
+    for flag in ("--out=x.yaml", "--compile=1"):
         with pytest.raises(UserError, match="goes with --search"):
             main(["--config=llama3.py:llama3_70b", "--devices=h100:64", "--formula", flag])

@@ -1,4 +1,4 @@
-"""Comparisons, sweeps, changes that make a plan fit."""
+"""Comparisons, and changes that make a plan fit."""
 
 import json
 from pathlib import Path
@@ -46,44 +46,13 @@ def test_compare_configs_and_settings(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "parallel.tensor: 8 -> 4" in capsys.readouterr().out
 
 
-def test_weak_and_strong_scaling(tmp_path: Path) -> None:
-    found = written(tmp_path, "--sweep=devices:64,128,...,16384")
-    weak, strong = ([one for one in found if one["mode"] == mode] for mode in ("weak", "strong"))
-    assert [one["devices"] for one in weak] == [64 * 2**n for n in range(9)]
-    assert [one["global_size"] for one in weak] == [512 * 2**n for n in range(9)]
-    assert weak[-1]["mesh"] == {"pipeline": 4, "data": 512, "expert": 1, "context": 1, "tensor": 8}
-    assert weak[0]["step_seconds"] == pytest.approx(weak[-1]["step_seconds"], rel=0.01)
-    assert strong[-1]["refusal"].startswith("parallel.virtual_stages") and strong[3]["global_size"] == 512
-    speeds = [one["tokens_per_second_per_device"] for one in strong if "refusal" not in one]
-    assert speeds == sorted(speeds, reverse=True)
-    assert strong[0] | {"mode": "weak"} == weak[0] | {"days": strong[0]["days"]}
-
-
-def test_sweep_over_a_setting(tmp_path: Path) -> None:
-    plans = written(tmp_path, "--sweep=batch.micro_size:1,2,3,4")
-    assert [one["value"] for one in plans] == ["1", "2", "3", "4"] and "refusal" in plans[2]
-    assert plans[1]["activations_gib"] == pytest.approx(2 * plans[0]["activations_gib"])
-
-
-def test_the_picture_of_a_sweep(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    written(tmp_path, "--sweep=devices:64,128", f"--png={tmp_path}/sweep.png")
-    assert (tmp_path / "sweep.png").read_bytes()[:4] == b"\x89PNG"
-
-
 REFUSED = {
-    "axis": (["--sweep=device:1,2"], "unknown axis 'device'; did you mean devices?"),
-    "no values": (["--sweep=devices:"], "must be AXIS:VALUE"),
-    "dots": (["--sweep=devices:64,100,...,129"], "does not lead to 129"),
-    "words": (["--sweep=devices:many"], "is no number of devices"),
-    "no point": (["--sweep=devices:8,16"], "no point passes the checks"),
     "nothing": (["--compare="], "names nothing"),
     "two": (["--compare=h100:8 h200:8"], "more than one of a kind"),
     "device": (["--compare=h300:64"], "did you mean h100 or h200?"),
     "file": (["--compare=llama3_80b.py"], "did you mean llama3.py:llama3_8b"),
     "setting": (["--compare=--parallel.tensr=2"], "did you mean parallel.tensor"),
     "layout": (["--compare=--parallel.tensor=3"], "parallel.tensor"),
-    "png": (["--formula", "--png=x.png"], "goes with --sweep"),
 }
 
 
@@ -98,9 +67,6 @@ def test_errors(case: str) -> None:
 def test_the_cheapest_changes_fit() -> None:
     here = case_of("parallel.tensor=2")
     assert not here.estimate.fits
-    parts, _ = advice(here)
-    assert parts.rows[0][0] == "activations"
-    assert sum(float(row[1]) for row in parts.rows) == pytest.approx(here.estimate.memory.peak_gib, abs=0.05)
     cases = cheapest(here, 0.95 * here.cluster.device.usable_gib)
     words = [settings(changes(here.cfg, case.cfg)) for case in cases]
     assert len(words) == 3 and len(set(map(str, words))) == 3
@@ -115,7 +81,7 @@ def test_the_cheapest_changes_fit() -> None:
 
 def test_changes_of_a_compiled_plan_start_from_its_peak() -> None:
     here = case_of()
-    peaks = [[float(row[1]) for row in advice(here, excess_gib=excess)[-1].rows] for excess in (0.0, 32.0)]
+    peaks = [[float(row[1]) for row in advice(here, excess_gib=excess).rows] for excess in (0.0, 32.0)]
     assert (
         peaks[1]
         and max(peaks[1]) <= 0.95 * here.cluster.device.usable_gib
@@ -127,9 +93,13 @@ def test_changes_of_a_compiled_plan_start_from_its_peak() -> None:
 def test_advice_is_printed_if_a_plan_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*ASKED, "--formula", "--parallel.tensor=2"]) == 0
     printed = capsys.readouterr().out
-    assert "it does not fit" in printed and "--parallel.tensor=8" in printed and "--model.recompute=full" in printed
+    assert (
+        "cheapest changes that make it fit" in printed
+        and "--parallel.tensor=8" in printed
+        and "--model.recompute=full" in printed
+    )
     assert main([*ASKED, "--formula"]) == 0
-    assert "it does not fit" not in capsys.readouterr().out
+    assert "cheapest changes" not in capsys.readouterr().out
 
 
 PROGRAM = """HloModule step
