@@ -38,11 +38,11 @@ class Residual(nnx.Module):
         cache = dict(cache)
 
         def apply(name: str, x: Array) -> Array:
-            layer, own = getattr(self, name), below(cache, name)
-            if not own:
+            layer, layer_cache = getattr(self, name), below(cache, name)
+            if not layer_cache:
                 return layer(x, ctx)
-            y, own = layer.step(x, own, ctx)
-            cache.update({f"{name}.{leaf}": array for leaf, array in own.items()})
+            y, layer_cache = layer.step(x, layer_cache, ctx)
+            cache.update({f"{name}.{leaf}": array for leaf, array in layer_cache.items()})
             return y
 
         return self.residual(x, ctx, apply), cache
@@ -62,8 +62,8 @@ class Residual(nnx.Module):
 
     def entering(self, layer: nnx.Module, normed: Array) -> Array:
         """A norm's output as the layer takes it: whole, or each device's own positions."""
-        own = getattr(layer, "own_positions", False)
-        return checkpoint_name(normed, "norm") if own else self.whole(normed)
+        takes_local = getattr(layer, "own_positions", False)
+        return checkpoint_name(normed, "norm") if takes_local else self.whole(normed)
 
     def drop(self, y: Array, x: Array, ctx: Context, place: int) -> Array:
         """Dropout of a sub-layer's output. Raises UserError unless it fits the residual stream x: shape and dtype."""
@@ -141,8 +141,8 @@ class CrossBlock(Block):
 
     def remember(self, cache: Cache, ctx: Context) -> Cache:
         """The cache with keys and values of `ctx.memory`."""
-        own = self.cross.remember(below(cache, "cross"), ctx)
-        return {**cache, **{f"cross.{name}": leaf for name, leaf in own.items()}}
+        layer_cache = self.cross.remember(below(cache, "cross"), ctx)
+        return {**cache, **{f"cross.{name}": leaf for name, leaf in layer_cache.items()}}
 
     def residual(self, x: Array, ctx: Context, apply: Apply) -> Array:
         mixed = apply("mixer", self.whole(self.mixer_norm(x)))

@@ -79,15 +79,15 @@ def stack_leaves(stack: Any, hidden: int, tensor: int, memory: int = 0) -> tuple
                     f"{type(mixer).__name__} cannot generate text: it has no cache_leaves, which say what it keeps of "
                     "earlier tokens, and its module no step; see docs/inference.md"
                 )
-            own: Sequence[CacheLeaf] = [in_row(leaf, memory) for leaf in mixer.cache_leaves(hidden, tensor)]
-            leaves += [replace(leaf, name=f"{number}.{place}.{leaf.name}", layers=len(layers)) for leaf in own]
+            mixer_leaves: Sequence[CacheLeaf] = [in_row(leaf, memory) for leaf in mixer.cache_leaves(hidden, tensor)]
+            leaves += [replace(leaf, name=f"{number}.{place}.{leaf.name}", layers=len(layers)) for leaf in mixer_leaves]
     return tuple(leaves)
 
 
-def paged_requests(stack: Any, hidden: int, known: PagedRequest) -> tuple[PagedRequest, ...]:
-    """What the mixers of a stack config ask of a kernel of a paged cache: `known`, with their own settings."""
+def paged_requests(stack: Any, hidden: int, request: PagedRequest) -> tuple[PagedRequest, ...]:
+    """The requests of a stack's mixers to a kernel of a paged cache, with their own settings."""
     mixers = [mixer for block, _ in stack.stored() for mixer in block.mixers().values()]
-    return tuple(mixer.paged_request(hidden, known) for mixer in mixers if hasattr(mixer, "paged_request"))
+    return tuple(mixer.paged_request(hidden, request) for mixer in mixers if hasattr(mixer, "paged_request"))
 
 
 def in_row(leaf: CacheLeaf, memory: int) -> CacheLeaf:

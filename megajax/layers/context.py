@@ -68,10 +68,10 @@ def dropout(
     if rate == 0 or ctx.row_keys is None:
         return x
 
-    def kept(row: Array, index: Array) -> Array:
+    def draw(row: Array, index: Array) -> Array:
         key = jax.random.fold_in(jax.random.wrap_key_data(row), index)
         return jax.random.bernoulli(key, 1 - rate, x.shape[2:])
 
-    keep = jax.vmap(jax.vmap(kept, (None, 0)), (0, None))(fold_rows(ctx.row_keys, place), ctx.index)
+    keep = jax.vmap(jax.vmap(draw, (None, 0)), (0, None))(fold_rows(ctx.row_keys, place), ctx.index)
     keep = layout.act(keep, *axes)
     return jnp.where(keep, x / (1 - rate), 0).astype(x.dtype)

@@ -19,12 +19,12 @@ from megajax.layers.position import biases
 DROPOUT_PLACE = 1
 
 
-def choose_kernel(cfg: SelfAttentionConfig, known: Request) -> Kernel:
-    """The attention backend: for `auto` the fastest that can on the first device jax finds. known: of the arrays.
+def choose_kernel(cfg: SelfAttentionConfig, request: Request) -> Kernel:
+    """The attention backend. `auto`: the fastest that the first JAX device supports. request: facts of the arrays.
 
-    One asked for by name is not held against that device, as programs are also compiled for virtual devices.
+    A backend chosen by name is not checked against that device: programs are also compiled for virtual devices.
     """
-    return choose(cfg.kernel, cfg.request(known), local_device() if cfg.kernel == "auto" else None).kernel
+    return choose(cfg.kernel, cfg.request(request), local_device() if cfg.kernel == "auto" else None).kernel
 
 
 class CoreAttention(nnx.Module):
@@ -56,17 +56,17 @@ class CoreAttention(nnx.Module):
             key_index, key_segments = ctx.index, ctx.segments
         cfg, bias, causal = self.cfg, self.bias, self.causal
         isolated = ctx.segments is not None and key_segments is not None
-        head_axes, cut = self.layout.free_axes("heads"), self.layout.row_cut()
+        head_axes, row_cut = self.layout.free_axes("heads"), self.layout.row_cut()
         parts = self.layout.manual_devices("seq")
-        known = Request(
+        request = Request(
             dtype=jnp.dtype(q.dtype).name,
             key_dim=q.shape[-1],
             length=q.shape[1] * parts,
             key_length=k.shape[1] * parts,
-            cut=cut,
+            cut=row_cut,
         )
-        known = replace(known, documents=isolated and not self.padded, padded=isolated and self.padded)
-        kernel = choose_kernel(cfg, known)
+        request = replace(request, documents=isolated and not self.padded, padded=isolated and self.padded)
+        kernel = choose_kernel(cfg, request)
         rate = 0.0 if ctx.row_keys is None else cfg.dropout
         keys = (
             jnp.zeros((q.shape[0], 2), jnp.uint32) if ctx.row_keys is None else fold_rows(ctx.row_keys, DROPOUT_PLACE)
@@ -85,13 +85,13 @@ class CoreAttention(nnx.Module):
         ) -> Array:
             index, key_index = indices
             first = lax.axis_index(head_axes) * q.shape[2] if head_axes else 0
-            length = k.shape[1] * cut.devices
+            length = k.shape[1] * row_cut.devices
             drop = AttentionDropout(rate, keys, first + jnp.arange(q.shape[2]), index, length) if rate else None
             mask = Mask(index, key_index, *((None, None) if ids is None else ids), cfg.window, causal, self.padded)
-            backend = kernel if cut.devices == 1 else over_context(cut, kernel)
-            if bias is not None and cut.devices > 1:
+            backend = kernel if row_cut.devices == 1 else over_context(row_cut, kernel)
+            if bias is not None and row_cut.devices > 1:
                 # Only the reference has biases: autodiff makes their gradient, and that of the gather.
-                backend, (k, v, mask) = kernel, whole_keys(cut, k, v, mask)
+                backend, (k, v, mask) = kernel, whole_keys(row_cut, k, v, mask)
             return attend(
                 backend,
                 q,

@@ -99,15 +99,15 @@ def attend_to_cache(
     def local(
         q: Array, new: Cache, cache: Cache, step: StepRows, positions: Array, weights: Mapping[str, Array]
     ) -> tuple[Array, Cache]:
-        stored = {leaf: x for name, each in new.items() for leaf, x in in_cache(name, each[:, 0], cache).items()}
-        written = {name: write(leaf, stored[name], step) for name, leaf in cache.items()}
-        blocks = written["key"].shape[1]
+        stored = {leaf: x for name, array in new.items() for leaf, x in in_cache(name, array[:, 0], cache).items()}
+        new_cache = {name: write(leaf, stored[name], step) for name, leaf in cache.items()}
+        blocks = new_cache["key"].shape[1]
         # A view: indexing the pool by layer would copy it.
-        flat = {name: leaf.reshape(-1, *leaf.shape[2:]) for name, leaf in written.items()}
+        flat = {name: leaf.reshape(-1, *leaf.shape[2:]) for name, leaf in new_cache.items()}
         pools = Pools(flat["key"], flat.get("value"), value_size, flat.get("key" + SCALE), flat.get("value" + SCALE))
         tables = [step.layer * blocks + table for table in step.tables]
         last = [positions[part].reshape(shape) for part, shape in zip(step.parts(), step.groups, strict=True)]
-        return attend_by_groups(core, q, pools, step, tables, last, weights), written
+        return attend_by_groups(core, q, pools, step, tables, last, weights), new_cache
 
     heads, keyed = ("batch", None, "heads", None), ("batch", None, kv_axis, None)
     pools = {name: (None, "batch", None, kv_axis, None)[: leaf.ndim] for name, leaf in cache.items()}
@@ -174,7 +174,7 @@ def write_memory(layout: Layout, new: Cache, cache: Cache, ctx: Context) -> Cach
     """
 
     def local(new: Cache, cache: Cache, step: StepRows) -> Cache:
-        (counts,), (states,), written = step.counts, step.states, {}
+        (counts,), (states,), new_cache = step.counts, step.states, {}
         for name, leaf in cache.items():
             if name in new:
                 behind = leaf.shape[2] * leaf.shape[3] - new[name].shape[1]
@@ -182,8 +182,8 @@ def write_memory(layout: Layout, new: Cache, cache: Cache, ctx: Context) -> Cach
             else:
                 x = counts
             at = leaf.at[step.layer, states]
-            written[name] = at.set(x.astype(leaf.dtype), mode="drop", unique_indices=True)
-        return written
+            new_cache[name] = at.set(x.astype(leaf.dtype), mode="drop", unique_indices=True)
+        return new_cache
 
     keyed, pools = ("batch", None, "kv_heads", None), memory_axes(cache)
     ins = (dict.fromkeys(new, keyed), pools, rows_of(ctx).axes())
@@ -229,27 +229,29 @@ def advance_rows(
 
     def local(inputs: Any, weights: Any, cache: Cache, step: StepRows, positions: Array) -> tuple[Array, Cache]:
         slots, outputs, after = jnp.concatenate(step.states), [], []
-        kept = {name: leaf.at[step.layer, slots].get(mode="clip") for name, leaf in cache.items()}
+        row_leaves = {name: leaf.at[step.layer, slots].get(mode="clip") for name, leaf in cache.items()}
         first = 0
         for (rows, width), part, count in zip(step.groups, step.parts(), step.counts, strict=True):
 
             def of_rows(x: Array, part: slice = part, shape: tuple[int, int] = (rows, width)) -> Array:
                 return x[part].reshape(*shape, *x.shape[2:])
 
-            begins = of_rows(positions)[:, 0] == 0
-            own = {name: leaf[first : first + rows] for name, leaf in kept.items()}
-            before = {name: jnp.where(begins.reshape(rows, *[1] * (x.ndim - 1)), 0, x) for name, x in own.items()}
+            starts = of_rows(positions)[:, 0] == 0
+            group_leaves = {name: leaf[first : first + rows] for name, leaf in row_leaves.items()}
+            before = {
+                name: jnp.where(starts.reshape(rows, *[1] * (x.ndim - 1)), 0, x) for name, x in group_leaves.items()
+            }
             y, leaves = advance(jax.tree.map(of_rows, inputs), weights, before, count)
             outputs.append(y.reshape(rows * width, 1, *y.shape[2:]))
             after.append(leaves)
             first += rows
         # One scatter for all groups: of one for a single row XLA makes a dynamic-update-slice, which may copy the leaf.
         joined = {name: jnp.concatenate([leaves[name] for leaves in after]) for name in cache}
-        written = {
+        new_cache = {
             name: leaf.at[step.layer, slots].set(joined[name].astype(leaf.dtype), mode="drop", unique_indices=True)
             for name, leaf in cache.items()
         }
-        return jnp.concatenate(outputs), written
+        return jnp.concatenate(outputs), new_cache
 
     pools = {name: (None, "batch", *axes) for name, axes in cache[1].items()}
     step = rows_of(ctx)

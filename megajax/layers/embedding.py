@@ -64,8 +64,8 @@ def embed(layout: Layout, table: Array, tokens: Array) -> Array:
     def local(table: Array, tokens: Array) -> Array:
         shard = _shard(table, 0, axes)
         row = tokens - shard.first
-        here = (row >= 0) & (row < table.shape[0])
-        rows = jnp.where(here[..., None], table[jnp.where(here, row, 0)], 0)
+        in_shard = (row >= 0) & (row < table.shape[0])
+        rows = jnp.where(in_shard[..., None], table[jnp.where(in_shard, row, 0)], 0)
         return _summed(rows, axes, extra)
 
     return layout.island(local, (TABLE, TOKENS), RESIDUAL)(table, tokens)
@@ -144,7 +144,7 @@ def vocabulary_loss(
     def local(x: Array, table: Array, labels: Array, weights: Array, bias: Array | None) -> dict[str, Array]:
         shard, x, weights = _shard(table, size, axes), _flat(_whole(x, extra)), _flat(weights)
         losses = token_losses(x, table, _flat(labels), shard, objective, chunk=chunk, bias=bias)
-        sums = {name: weighted(each, weights) for name, each in losses.items()}
+        sums = {name: weighted(values, weights) for name, values in losses.items()}
         return lax.psum(sums, rows) if rows else sums
 
     ins = RESIDUAL, TABLE, TOKENS, TOKENS, None if bias is None else BIAS
@@ -164,15 +164,15 @@ def _loss_forward(
     bias: Array | None,
 ) -> tuple[VocabularyLoss, tuple[Array, Array, Array | None]]:
     rows, axes, extra = layout.free_axes("batch", "seq"), _cut(layout), _extra(layout)
-    here = layout.free_axes("vocab")
+    vocabulary_axes = layout.free_axes("vocab")
 
     def local(
         x: Array, table: Array, labels: Array, weights: Array, bias: Array | None
     ) -> tuple[dict[str, Array], Array, Array, Array | None]:
         shard, x = _shard(table, size, axes), _whole(x, extra)
-        given = _flat(x), table, _flat(labels), _flat(weights)
-        sums, dx, dtable, dbias = loss_and_gradients(*given, shard, objective, chunk=chunk, bias=bias)
-        dx = _summed(dx.reshape(x.shape), here, extra)
+        arrays = _flat(x), table, _flat(labels), _flat(weights)
+        sums, dx, dtable, dbias = loss_and_gradients(*arrays, shard, objective, chunk=chunk, bias=bias)
+        dx = _summed(dx.reshape(x.shape), vocabulary_axes, extra)
         if rows:
             sums, dtable, dbias = lax.psum((sums, dtable, dbias), rows)
         return sums, dx, dtable.astype(table.dtype), None if bias is None or dbias is None else dbias.astype(bias.dtype)

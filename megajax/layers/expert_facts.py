@@ -100,16 +100,17 @@ class ExpertFacts:
 
     def sent(self, tokens: float, spread: Spread) -> Iterator[Sending]:
         """The collectives of tokens and outputs; those of counts and weights are small."""
-        way, whole, cut = self.way_on(spread.devices), tokens * self.width, spread.tensor > 1 and not spread.whole
+        way, size = self.way_on(spread.devices), tokens * self.width
+        ffn_sharded = spread.tensor > 1 and not spread.whole
         axes = ("expert",) * (spread.expert > 1) + ("tensor",) * (spread.whole and spread.tensor > 1)
-        if cut and not spread.sequence:
-            yield Sending("all-reduce", ("tensor",), whole, 1, 1)
+        if ffn_sharded and not spread.sequence:
+            yield Sending("all-reduce", ("tensor",), size, 1, 1)
         if way == "gather":
-            axes += ("tensor",) * (cut and spread.sequence)
-            yield from _gathered(axes, whole * spread.expert)
+            axes += ("tensor",) * (ffn_sharded and spread.sequence)
+            yield from _gathered(axes, size * spread.expert)
             return
-        if cut and spread.sequence:
-            yield from _gathered(("tensor",), whole)
+        if ffn_sharded and spread.sequence:
+            yield from _gathered(("tensor",), size)
         rows = self.mean_rows(tokens, spread) if way == "ragged" else self.rows(tokens, spread)
         yield Sending(EXCHANGES[way], axes, rows * self.width, 2, 2, 1)
 
@@ -125,11 +126,11 @@ class ExpertFacts:
     def summary(self, tokens: float, spread: Spread) -> str:
         """The way, the rows of the buffer and the worst case, in words."""
         devices, rows, most = spread.devices, self.rows(tokens, spread), self.most_rows(tokens, spread)
-        own = f"{self.experts // devices} of {self.experts} experts on a device, {self.way_on(devices)}"
+        text = f"{self.experts // devices} of {self.experts} experts on a device, {self.way_on(devices)}"
         if self.chunks > 1:
-            own += f" in {self.chunks} chunks"
+            text += f" in {self.chunks} chunks"
         worst = "the worst case" if rows == most else f"dropped beyond that, the worst case is {most:,.0f}"
-        return f"{own}; room for {rows:,.0f} rows, {self.over_mean(spread):.3g} x the mean: {worst}"
+        return f"{text}; room for {rows:,.0f} rows, {self.over_mean(spread):.3g} x the mean: {worst}"
 
 
 def buffer_rows(mean: float, most: float, room: float | None) -> float:

@@ -63,8 +63,9 @@ class Experts(nnx.Module):
 
         The factor is on the inner activation: the output is then not needed for the factor's gradient.
         """
-        each = [self.biased(self.product(kernel, weights, n, rows, sizes), weights, n, sizes) for n in self.cfg.inner]
-        inner = activated(self.cfg, [checkpoint_name(x, "mlp") for x in each])
+        products = ((name, self.product(kernel, weights, name, rows, sizes)) for name in self.cfg.inner)
+        inputs = [checkpoint_name(self.biased(x, weights, name, sizes), "mlp") for name, x in products]
+        inner = activated(self.cfg, inputs)
         inner = checkpoint_name(inner * scale.astype(inner.dtype), "activation")
         y = self.product(kernel, weights, "down", inner, sizes)
         if not self.cfg.bias:

@@ -49,9 +49,9 @@ def idle_size(weights: Sequence[Weight]) -> int:
 
 def unspread(weights: Sequence[Weight]) -> "Elements":
     """Those of them that are not spread at rest, but over `tensor` and `expert`."""
-    left = [weight for weight in weights if "embed" not in weight.axes and "expert" not in weight.axes]
-    cut = sum(weight.size for weight in left if CUT_AXES.intersection(weight.axes))
-    return Elements(whole=sum(weight.size for weight in left) - cut, cut=cut)
+    selected = [weight for weight in weights if "embed" not in weight.axes and "expert" not in weight.axes]
+    sharded = sum(weight.size for weight in selected if CUT_AXES.intersection(weight.axes))
+    return Elements(whole=sum(weight.size for weight in selected) - sharded, cut=sharded)
 
 
 def prefixed(prefix: str, weights: Sequence[Weight]) -> tuple[Weight, ...]:
@@ -136,8 +136,8 @@ class Matmul:
         inputs, outputs = self.inputs, self.outputs
         if spread.whole:
             inputs, outputs = (Elements(whole=side.total) for side in (inputs, outputs))
-        own, per_token = self.experts // spread.devices, self.per_token / spread.listed
-        return replace(self, inputs=inputs, outputs=outputs, experts=own, per_token=per_token, spread=spread.expert)
+        experts, per_token = self.experts // spread.devices, self.per_token / spread.listed
+        return replace(self, inputs=inputs, outputs=outputs, experts=experts, per_token=per_token, spread=spread.expert)
 
     def undivided(self, tensor: int) -> int:
         """Elements of its weights that each device of `tensor` has all of at rest: those of groups too few to cut."""
@@ -158,7 +158,7 @@ class MultiplyAdds(NamedTuple):
     """For each pair of tokens of a row, where no mask hides later tokens."""
 
     def plus(self, other: "MultiplyAdds") -> "MultiplyAdds":
-        return MultiplyAdds(*(one + another for one, another in zip(self, other, strict=True)))
+        return MultiplyAdds(*(a + b for a, b in zip(self, other, strict=True)))
 
 
 class Side(NamedTuple):
@@ -246,10 +246,12 @@ class LayerFacts(Builds):
 class HasKernel(Protocol):
     """A layer with a kernel that depends on the device."""
 
-    def kernel_choice(self, hidden: int, known: Request, device: Device | None, where: str = "kernel") -> Choice[str]:
+    def kernel_choice(
+        self, hidden: int, request: Request, device: Device | None, setting: str = "kernel"
+    ) -> Choice[str]:
         """The kernel that computes it and why not a faster one; device: None for any NVIDIA GPU.
 
-        Raises UserError where a kernel asked for by name is not available; `where` is the name of the setting.
+        Raises UserError if a kernel chosen by name is not available; `setting` names it.
         """
         ...
 
@@ -412,18 +414,18 @@ class BlockFacts:
         """The same with the experts of one device, and tensors as large as the buffers of their rows."""
         if not self.experts:
             return self
-        matmuls, tensors = tuple(one.on(spread) for one in self.matmuls), dict(self.tensors)
-        for one in self.experts:
-            more = (one.over_mean(spread) if one.chunks == 1 else 0) - 1
-            for part, elements in one.tensors.items():
-                tensors[part] = tensors[part].plus(Elements(cut=round(more * one.top_k * elements)))
-        elsewhere = sum(one.size for one in self.matmuls) - sum(one.size for one in matmuls)
+        matmuls, tensors = tuple(matmul.on(spread) for matmul in self.matmuls), dict(self.tensors)
+        for facts in self.experts:
+            more = (facts.over_mean(spread) if facts.chunks == 1 else 0) - 1
+            for part, elements in facts.tensors.items():
+                tensors[part] = tensors[part].plus(Elements(cut=round(more * facts.top_k * elements)))
+        elsewhere = sum(matmul.size for matmul in self.matmuls) - sum(matmul.size for matmul in matmuls)
         return replace(self, matmuls=matmuls, tensors=tensors, weights=self.weights - elsewhere)
 
     @property
     def cut_parts(self) -> int:
         """Parts whose matrices `tensor` shards, apart from experts."""
-        return self.parts - sum(not one.beside for one in self.experts)
+        return self.parts - sum(not facts.beside for facts in self.experts)
 
     def elements(self, part: Part) -> Elements:
         """Of a tensor; none where the block has no such tensor."""
@@ -458,8 +460,8 @@ class BlockFacts:
 
         Where nothing is recomputed, norms and activations save their inputs alone: as if all tensors were named.
         """
-        here = [part for part in (PARTS if policy.parts is None else policy.parts) if part not in policy.offloaded]
-        return self._bytes(here, policy, share)
+        parts = [part for part in (PARTS if policy.parts is None else policy.parts) if part not in policy.offloaded]
+        return self._bytes(parts, policy, share)
 
     def host_bytes(self, policy: SavePolicy, share: Share) -> float:
         """Bytes that the block saves in host memory."""

@@ -25,8 +25,8 @@ def adapt[M: nnx.Module](cfg: LoRAConfig, model: M) -> M:
     is not possible. A rank may exceed the sides of some matrices, such as those of key-value heads and routers.
     """
     matrices = matrices_of(model)
-    chosen = {path for target in cfg.targets for path in matching(SETTING, target, matrices, "matrix")}
-    widest = max(chosen, key=lambda path: matrices[path].smaller_side())
+    targeted = {path for target in cfg.targets for path in matching(SETTING, target, matrices, "matrix")}
+    widest = max(targeted, key=lambda path: matrices[path].smaller_side())
     if cfg.rank > (side := matrices[widest].smaller_side()):
         raise UserError(
             f"model.lora.rank={cfg.rank} is more than the smaller side of every matrix that has an adapter; the "
@@ -34,7 +34,7 @@ def adapt[M: nnx.Module](cfg: LoRAConfig, model: M) -> M:
             f"Use a rank of at most {side}, or train the matrices themselves (optimizer.trainable)."
         )
     for path, matrix in matrices.items():
-        if path not in chosen:
+        if path not in targeted:
             continue
         if cfg.dropout and ("expert" in matrix.array.axes or not matrix.array.layers):
             why = "experts see rows that are no longer in order" if matrix.array.layers else "it is in no stack"
@@ -61,5 +61,5 @@ def drop_inputs(block: nnx.Module, ctx: Context) -> None:
 
 def _dropped(ctx: Context, place: int, layout: Layout, x: Array, rate: float, axes: LogicalAxes) -> Array:
     """x [B, S, ...]. Of another section, whose length differs, the positions are its own."""
-    own = ctx if x.shape[1] == ctx.index.shape[0] else ctx._replace(index=layout.row_index(x.shape[1]))
-    return dropout(x, rate, own, place, layout, axes)
+    local_ctx = ctx if x.shape[1] == ctx.index.shape[0] else ctx._replace(index=layout.row_index(x.shape[1]))
+    return dropout(x, rate, local_ctx, place, layout, axes)

@@ -37,12 +37,12 @@ class LowRank:
         inputs, outputs = second[: len(self.inputs)], second[len(self.inputs) :]
         if {*inputs} != {*first} - {*result} or not {*outputs} <= {*result} - {*first}:
             raise ValueError(f"{equation} does not sum over the first {len(self.inputs)} dimensions of its matrix")
-        named = {letter: "seq" if axis == "seq_residual" else axis for letter, axis in zip(result, out, strict=True)}
+        axis_of = {letter: "seq" if axis == "seq_residual" else axis for letter, axis in zip(result, out, strict=True)}
         middle = [letter for letter in first if letter not in inputs]
         if self.drop is not None:
-            x = self.drop(x, self.rate, (*[named[letter] for letter in middle], *self.inputs))
+            x = self.drop(x, self.rate, (*[axis_of[letter] for letter in middle], *self.inputs))
         inner = exact(f"{first},{inputs}{RANK}->{''.join(middle)}{RANK}", x, a)
-        inner = layout.act(inner, *[named[letter] for letter in middle], "rank") * self.scale
+        inner = layout.act(inner, *[axis_of[letter] for letter in middle], "rank") * self.scale
         return exact(f"{''.join(middle)}{RANK},{RANK}{outputs}->{result}", inner, b)
 
     def grouped(self, x: Array, a: Array, b: Array, sizes: Array, kernel: GroupedKernel) -> Array:

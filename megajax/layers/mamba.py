@@ -63,14 +63,14 @@ class Filter(nnx.Module):
         axes: tuple[str | None, ...],
     ):
         self.layout = settings.layout
-        spread = Uniform(-(cfg.conv_kernel**-0.5), cfg.conv_kernel**-0.5)
-        self.kernel = param((cfg.conv_kernel, *shape), (None, *axes), init=spread, role="filter")
-        self.bias = param(shape, axes, init=spread, role="bias") if cfg.conv_bias else None
+        init = Uniform(-(cfg.conv_kernel**-0.5), cfg.conv_kernel**-0.5)
+        self.kernel = param((cfg.conv_kernel, *shape), (None, *axes), init=init, role="filter")
+        self.bias = param(shape, axes, init=init, role="bias") if cfg.conv_bias else None
 
     def weights(self) -> dict[str, Array]:
         """By name, with the copies of groups that more devices than groups need."""
-        given = {"kernel": self.kernel} if self.bias is None else {"kernel": self.kernel, "bias": self.bias}
-        return {name: own(self.layout, w) for name, w in given.items()}
+        params = {"kernel": self.kernel} if self.bias is None else {"kernel": self.kernel, "bias": self.bias}
+        return {name: own(self.layout, w) for name, w in params.items()}
 
 
 def own(layout: Layout, w: nnx.Param) -> Array:
@@ -122,12 +122,12 @@ class Mamba2(nnx.Module):
 
     def __call__(self, x: Array, ctx: Context) -> Array:
         inputs, z = self.project(x)
-        cut, reach = self.layout.row_cut(), self.cfg.conv_kernel - 1
+        row_cut, reach = self.layout.row_cut(), self.cfg.conv_kernel - 1
 
         def local(inputs: Inputs, weights: Mapping[str, Mapping[str, Array]], segments: Array | None) -> Array:
-            rows = CutRows.of(cut, segments)
+            rows = CutRows.of(row_cut, segments)
             before = {name: rows.last_inputs(inputs[name], reach) for name in ("x", "b", "c")}
-            inputs = {name: rows.split_chunks(each) for name, each in inputs.items()}
+            inputs = {name: rows.split_chunks(array) for name, array in inputs.items()}
             return rows.join_chunks(self.mixed(inputs, weights, rows.runs(), before, cut_rows=rows)[0])
 
         of_rows = None if ctx.segments is None else ("batch", "seq")
@@ -182,8 +182,8 @@ class Mamba2(nnx.Module):
         dt = counted(jnp.clip(dt, *self.cfg.dt_limit), counts)
         scan = Scan(x, dt, a, b, c, skip, runs, before.get("state"))
         if cut_rows is not None and not cut_rows.whole:
-            kept, added = ssd_transition(scan)
-            first = cut_rows.first_states(kept[..., None], added.reshape(*kept.shape, -1))
+            decay, added = ssd_transition(scan)
+            first = cut_rows.first_states(decay[..., None], added.reshape(*decay.shape, -1))
             scan = scan._replace(state=first.reshape(added.shape))
         return ssd(scan, self.cfg.chunk)
 

@@ -49,8 +49,8 @@ class Mamba1(nnx.Module):
         self.down_dt = matrix(settings, (inner, cfg.rank), ("heads", None))
         self.down_b = matrix(settings, (inner, cfg.state), ("heads", "state"))
         self.down_c = matrix(settings, (inner, cfg.state), ("heads", "state"))
-        spread = Uniform(-(cfg.rank**-0.5), cfg.rank**-0.5)
-        self.up_dt = matrix(settings, (cfg.rank, inner), (None, "heads"), init=spread)
+        init = Uniform(-(cfg.rank**-0.5), cfg.rank**-0.5)
+        self.up_dt = matrix(settings, (cfg.rank, inner), (None, "heads"), init=init)
         self.output = matrix(settings, (inner, hidden), ("heads", "embed"), init=Normal(settings.output_std))
         if cfg.bias:
             self.in_z_bias = param((inner,), ("heads",), init=ZEROS, role="bias")
@@ -63,16 +63,16 @@ class Mamba1(nnx.Module):
 
     def __call__(self, x: Array, ctx: Context) -> Array:
         x, z = self.project(x)
-        cut, weights = self.layout.row_cut(), self.conv_x.weights()
+        row_cut, weights = self.layout.row_cut(), self.conv_x.weights()
 
         def convolve(x: Array, weights: Mapping[str, Array], segments: Array | None) -> Array:
-            rows = CutRows.of(cut, segments)
+            rows = CutRows.of(row_cut, segments)
             before = rows.last_inputs(x, self.cfg.conv_kernel - 1)
             return rows.join_chunks(keeping_inputs(filtered)(rows.split_chunks(x), weights, rows.runs(), before))
 
         def scan(inputs: Scanned, rates: Mapping[str, Array], segments: Array | None) -> Array:
-            rows = CutRows.of(cut, segments)
-            inputs = tuple(rows.split_chunks(each) for each in inputs)
+            rows = CutRows.of(row_cut, segments)
+            inputs = tuple(rows.split_chunks(array) for array in inputs)
             return rows.join_chunks(self.scanned(inputs, rates, rows.runs(), cut_rows=rows)[0])
 
         of_rows = None if ctx.segments is None else ("batch", "seq")

@@ -112,8 +112,8 @@ class MixtureOfExperts(nnx.Module):
             shape=(2, cfg.experts), axes=(None, None), reduction="sum", updater=ExpertLoad(cfg.router.balance_rate)
         )
         self.load = observation(load)
-        kept = RouterReport(losses_of(cfg), setting_of_room(cfg))
-        report = Observed(shape=(len(REPORTED),), axes=(None,), reduction="sum", updater=kept)
+        updater = RouterReport(losses_of(cfg), setting_of_room(cfg))
+        report = Observed(shape=(len(REPORTED),), axes=(None,), reduction="sum", updater=updater)
         self.report = observation(report)
 
     def __call__(self, x: Array, ctx: Context) -> Array:
@@ -131,7 +131,7 @@ class MixtureOfExperts(nnx.Module):
     def routed(self, x: Array, ctx: Context) -> Array:
         """Of the experts."""
         cfg, layout = self.cfg if ctx.rows is None else self.cfg.decoding(), self.layout
-        tokens, seen = x, self.jittered(x, ctx)
+        tokens, router_input = x, self.jittered(x, ctx)
         if cfg.latent is not None:
             tokens = layout.dot("bsd,dl->bsl", x, self.latent_down, "batch", "seq_residual", None)
         weights = {"router": self.router[...], "load": self.load[...], "report": self.report[...]}
@@ -141,39 +141,39 @@ class MixtureOfExperts(nnx.Module):
         tokens_axes = ("batch", "seq_residual", None)
         ins = tokens_axes, tokens_axes, ("seq_residual",), axes, self.experts.axes()
         island = layout.island(self.on_device(cfg, training=ctx.row_keys is not None), ins, tokens_axes)
-        y = island(tokens, seen, ctx.index, weights, self.experts.weights())
+        y = island(tokens, router_input, ctx.index, weights, self.experts.weights())
         if cfg.latent is None:
             return layout.act(y, *TOKENS)
         return layout.dot("bsl,ld->bsd", y, self.latent_up, *TOKENS)
 
     def on_device(self, cfg: MoEConfig, *, training: bool) -> Callable[..., Array]:
         """(tokens, input of the router, positions, the router's arrays, weights of experts) -> outputs of a device."""
-        axes, spread = token_axes(self.layout), expert_axes(self.layout)
+        axes, sharding = token_axes(self.layout), expert_axes(self.layout)
         stages = manual_axes().get("pipeline", 1) if self.on_every_stage else 1
-        copies, facts = spread.copies(axes) * stages, cfg.expert_facts(self.router.shape[0])
+        copies, facts = sharding.copies(axes) * stages, cfg.expert_facts(self.router.shape[0])
 
         def local(
-            x: Array, seen: Array, index: Array, arrays: Mapping[str, Array], experts: Mapping[str, Array]
+            x: Array, router_input: Array, index: Array, arrays: Mapping[str, Array], experts: Mapping[str, Array]
         ) -> Array:
             rows, flat = x.shape[0], x.reshape(-1, x.shape[-1])
-            routing, routed = self.route(cfg, seen, index, arrays, axes, copies, training=training)
+            routing, routed = self.route(cfg, router_input, index, arrays, axes, copies, training=training)
 
             def apply(rows: Array, sizes: Array, scale: Array) -> Array:
-                return self.experts.apply(cfg.kernel, experts, rows, sizes, scale, spread.cuts())
+                return self.experts.apply(cfg.kernel, experts, rows, sizes, scale, sharding.cuts())
 
             dispatch = Dispatch(
                 experts=cfg.experts,
                 top_k=cfg.top_k,
-                axes=spread.over,
-                cut=spread.cut if spread.tokens_cut else (),
-                partial=() if spread.tokens_cut else spread.cut,
+                axes=sharding.over,
+                cut=sharding.cut if sharding.tokens_cut else (),
+                partial=() if sharding.tokens_cut else sharding.cut,
                 room=cfg.dispatch.room,
                 chunks=cfg.dispatch.chunks,
             )
-            y, dropped = dispatched(facts.way_on(spread.devices()), flat, routing, apply, dispatch)
-            report = routed | {"dropped": routed["dropped"] + dropped / (spread.cuts() * stages)}
-            seen_here = jnp.stack([jnp.asarray(report.get(name, 0), jnp.float32) for name in REPORTED])
-            y = observe(y, arrays["report"], seen_here)
+            y, dropped = dispatched(facts.way_on(sharding.devices()), flat, routing, apply, dispatch)
+            report = routed | {"dropped": routed["dropped"] + dropped / (sharding.cuts() * stages)}
+            observed = jnp.stack([jnp.asarray(report.get(name, 0), jnp.float32) for name in REPORTED])
+            y = observe(y, arrays["report"], observed)
             return y.reshape(rows, -1, y.shape[-1])
 
         return local
@@ -210,8 +210,8 @@ class MixtureOfExperts(nnx.Module):
         if cfg.router.capacity is not None:
             routing = within_capacity(cfg.router.capacity, routing, rows, cfg.experts, axes)
             report["dropped"] = jnp.sum(routing.experts == cfg.experts) / copies
-        seen = jnp.stack([jnp.zeros_like(tokens), tokens / copies])
-        return routing._replace(weights=observe(routing.weights, arrays["load"], seen)), report
+        observed = jnp.stack([jnp.zeros_like(tokens), tokens / copies])
+        return routing._replace(weights=observe(routing.weights, arrays["load"], observed)), report
 
     def jittered(self, x: Array, ctx: Context) -> Array:
         """x times random numbers, for the router alone."""
@@ -223,8 +223,8 @@ class MixtureOfExperts(nnx.Module):
             key = jax.random.fold_in(jax.random.wrap_key_data(row), index)
             return jax.random.uniform(key, x.shape[-1:], minval=1 - jitter, maxval=1 + jitter)
 
-        each = jax.vmap(jax.vmap(factors, (None, 0)), (0, None))(fold_rows(ctx.row_keys, JITTER_PLACE), ctx.index)
-        return (x * self.layout.act(each, *TOKENS)).astype(x.dtype)
+        noise = jax.vmap(jax.vmap(factors, (None, 0)), (0, None))(fold_rows(ctx.row_keys, JITTER_PLACE), ctx.index)
+        return (x * self.layout.act(noise, *TOKENS)).astype(x.dtype)
 
 
 class ExpertAxes(NamedTuple):
@@ -257,5 +257,5 @@ def token_axes(layout: Layout) -> TokenAxes:
 
 def expert_axes(layout: Layout) -> ExpertAxes:
     """Axes over which experts are."""
-    cut = layout.sharded_axes("expert_mlp")
-    return ExpertAxes(layout.sharded_axes("expert"), cut, set(cut) <= set(layout.sharded_axes("seq_residual")))
+    ffn = layout.sharded_axes("expert_mlp")
+    return ExpertAxes(layout.sharded_axes("expert"), ffn, set(ffn) <= set(layout.sharded_axes("seq_residual")))

@@ -172,10 +172,10 @@ class Matrix(nnx.Module):
         for name, declared in beside.items():
             setattr(self, name, observation(declared))
 
-    def __getitem__(self, whole: EllipsisType) -> Array:
+    def __getitem__(self, key: EllipsisType) -> Array:
         """matrix[...]: the array as it is multiplied by, with a copy of each key-value head on every device that uses
         it. A training step hands in weights that have them; outside of one, they are made here."""
-        del whole
+        del key
         return self.multiplied(self._stored())
 
     def product(self, multiply: Matmul, equation: str, x: Array) -> Array:
@@ -314,8 +314,8 @@ def specs(model: nnx.Module, kind: type[nnx.Variable] = nnx.Param) -> dict[str, 
     for parts, leaf in nnx.to_flat_state(nnx.state(model, kind)):
         path, shape, updater = path_of(parts, leaf), tuple(leaf.shape), leaf.get_metadata().get("updater")
         origin = leaf.init_path or path
-        given = leaf.axes, leaf.init, leaf.role, origin, leaf.layers, updater, leaf.dtype.name
-        declared[path] = ParamSpec(path, shape, *given)
+        metadata = leaf.axes, leaf.init, leaf.role, origin, leaf.layers, updater, leaf.dtype.name
+        declared[path] = ParamSpec(path, shape, *metadata)
     return declared
 
 
@@ -336,10 +336,10 @@ def _draw(spec: ParamSpec, key: Array) -> Array:
         return spec.init.draw(key, spec.shape)
     layers = jnp.asarray(spec.layers)
     keys = jax.vmap(lambda layer: jax.random.fold_in(key, layer))(layers)
-    drawn = jax.vmap(lambda key: spec.init.draw(key, spec.shape[1:]))(keys)
+    values = jax.vmap(lambda key: spec.init.draw(key, spec.shape[1:]))(keys)
     if min(spec.layers) >= 0:
-        return drawn
-    return jnp.where(layers.reshape(-1, *[1] * (drawn.ndim - 1)) >= 0, drawn, 0)
+        return values
+    return jnp.where(layers.reshape(-1, *[1] * (values.ndim - 1)) >= 0, values, 0)
 
 
 def bind[M](model: M, values: Params) -> M:

@@ -44,9 +44,9 @@ class Rope:
         multiplied by the position in float32. The error is at most 3e-7 radians for every int32 position.
         """
         units = self.frequencies()[None, None] / (2 * pi) * 2.0**32
-        whole = np.rint(units)
-        rest = (units - whole).astype(np.float32)
-        wrapped = (whole.astype(np.int64) & 0xFFFFFFFF).astype(np.uint32).view(np.int32)
+        rounded = np.rint(units)
+        rest = (units - rounded).astype(np.float32)
+        wrapped = (rounded.astype(np.int64) & 0xFFFFFFFF).astype(np.uint32).view(np.int32)
         position = jnp.asarray(positions, jnp.int32)[:, :, None]
         phase = position * wrapped + (position.astype(jnp.float32) * rest).astype(jnp.int32)
         return phase.astype(jnp.float32) * (2 * pi / 2**32)
@@ -114,10 +114,10 @@ def bucket(cfg: RelativeBiasConfig, after: Array) -> Array:
 
     Half the buckets of a direction are of one distance each, the others grow by a constant factor up to cfg.distance.
     """
-    each = cfg.buckets // 2 if cfg.both_ways else cfg.buckets
+    buckets = cfg.buckets // 2 if cfg.both_ways else cfg.buckets
     away = jnp.abs(after) if cfg.both_ways else jnp.maximum(-after, 0)
-    single = each // 2
+    single = buckets // 2
     steps = jnp.log(jnp.maximum(away, 1).astype(jnp.float32) / single) / np.log(cfg.distance / single)
-    grown = jnp.minimum(single + (steps * (each - single)).astype(jnp.int32), each - 1)
+    grown = jnp.minimum(single + (steps * (buckets - single)).astype(jnp.int32), buckets - 1)
     one_way = jnp.where(away < single, away, grown)
-    return jnp.where(after > 0, one_way + each, one_way) if cfg.both_ways else one_way
+    return jnp.where(after > 0, one_way + buckets, one_way) if cfg.both_ways else one_way

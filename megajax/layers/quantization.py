@@ -25,18 +25,18 @@ def quantize[M: nnx.Module](cfg: QuantizationConfig, model: M) -> M:
     matrices = matrices_of(model)
     for pattern in cfg.exclude:
         matching(f"{SETTING}.exclude", pattern, matrices, "matrix")
-    chosen = {path: each for path, each in matrices.items() if not any(fnmatchcase(path, p) for p in cfg.exclude)}
-    if not chosen:
+    selected = {path: matrix for path, matrix in matrices.items() if not any(fnmatchcase(path, p) for p in cfg.exclude)}
+    if not selected:
         raise UserError(f"{SETTING}: the model has no matrix to quantize")
-    forms = {path: _quantized(cfg, matrix) for path, matrix in chosen.items()}
-    misfits = {path: forms[path].form.misfit(tuple(matrix.array.shape)) for path, matrix in chosen.items()}
-    if wrong := [f"  {path}: {misfit}" for path, misfit in misfits.items() if misfit]:
-        more = [f"  and {len(wrong) - SHOWN} more"] * (len(wrong) > SHOWN)
+    forms = {path: _quantized(cfg, matrix) for path, matrix in selected.items()}
+    misfits = {path: forms[path].form.misfit(tuple(matrix.array.shape)) for path, matrix in selected.items()}
+    if problems := [f"  {path}: {misfit}" for path, misfit in misfits.items() if misfit]:
+        more = [f"  and {len(problems) - SHOWN} more"] * (len(problems) > SHOWN)
         raise UserError(
-            "\n".join([f"these matrices can't be stored in {cfg.weights}:", *wrong[:SHOWN], *more])
+            "\n".join([f"these matrices can't be stored in {cfg.weights}:", *problems[:SHOWN], *more])
             + f"\nChange {SETTING}.group, or leave them out with {SETTING}.exclude."
         )
-    for path, matrix in chosen.items():
+    for path, matrix in selected.items():
         matrix.quantize(forms[path])
     return model
 

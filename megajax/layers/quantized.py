@@ -100,8 +100,8 @@ class Quantized:
             values, scale = rounded(x, E4M3, self.form.inputs)
             # The dimensions of x that are left, then outputs: [B, S] -> [B, S, 1, 1] for "bsnh".
             scale = scale.reshape(*scale.shape, *[1] * (len(letters[2]) - scale.ndim))
-        one = jnp.float32(1)
-        small, matrix = fp8.Quantized(values, one, one), fp8.Quantized(leaves[ARRAY], one, one)
+        unit_scale = jnp.float32(1)
+        small, matrix = (fp8.Quantized(x, unit_scale, unit_scale) for x in (values, leaves[ARRAY]))
         dtype = jnp.dtype(jnp.float32) if x.dtype == jnp.float16 else x.dtype
         y = fp8.product(letters, small, matrix, dtype=dtype, precision=lax.Precision.DEFAULT)
         return (y * scale * _behind(y.ndim, leaves[SCALE])).astype(x.dtype)

@@ -99,34 +99,34 @@ class Recomputing:
         return self.policy().parts is None or (self.layers is not None and self.lighter_policy().parts is None)
 
     def problems(self) -> list[Problem]:
-        """With `where` as the names of this class's fields."""
-        recomputed, written = self.recomputed_parts(), words(self.recompute)
+        """Problems whose settings are the names of these fields."""
+        recomputed, setting = self.recomputed_parts(), words(self.recompute)
         problems = _named_twice("recompute", recomputed) + _named_twice("offload", self.offload)
         if not recomputed and self.recompute != "none":
             problems.append(Problem("recompute", "names no part", "write none, which saves all that gradients need"))
         if "input" in recomputed:
             problems.append(Problem("recompute", "input is what everything else is computed from", "leave it out"))
-        lost = [part for part in self.offload if part in recomputed]
-        if lost:
+        unsaved = [part for part in self.offload if part in recomputed]
+        if unsaved:
             saved = ", ".join(part for part in PARTS if part not in recomputed)
             problems.append(
-                Problem("offload", f"{', '.join(lost)} is recomputed with recompute={written}", f"saved: {saved}")
+                Problem("offload", f"{', '.join(unsaved)} is recomputed with recompute={setting}", f"saved: {saved}")
             )
         if self.offload and self.recompute == "none":
             problems.append(
                 Problem("offload", "needs tensors by name, and recompute=none saves all without names", "use selective")
             )
         if self.layers is not None and (self.layers < 1 or self.recompute == "none"):
-            what = f"{self.layers} with recompute={written}"
+            message = f"{self.layers} with recompute={setting}"
             problems.append(
-                Problem("layers", what, "at least 1, of recompute=selective, full or parts; none: all layers")
+                Problem("layers", message, "at least 1, of recompute=selective, full or parts; none: all layers")
             )
         if self.layers_per_checkpoint < 1 or (self.layers_per_checkpoint > 1 and self.recompute != "full"):
-            what = f"{self.layers_per_checkpoint} with recompute={written}"
+            message = f"{self.layers_per_checkpoint} with recompute={setting}"
             problems.append(
                 Problem(
                     "layers_per_checkpoint",
-                    what,
+                    message,
                     "at least 1; above 1 only with recompute=full",
                 )
             )
@@ -138,6 +138,6 @@ def words(recompute: Recompute) -> str:
     return recompute if isinstance(recompute, str) else ",".join(recompute)
 
 
-def _named_twice(where: str, parts: tuple[Part, ...]) -> list[Problem]:
+def _named_twice(setting: str, parts: tuple[Part, ...]) -> list[Problem]:
     twice = [part for part in dict.fromkeys(parts) if parts.count(part) > 1]
-    return [Problem(where, f"names {', '.join(twice)} twice")] if twice else []
+    return [Problem(setting, f"names {', '.join(twice)} twice")] if twice else []

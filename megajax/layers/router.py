@@ -84,8 +84,8 @@ def scores(cfg: RouterConfig, logits: Array) -> Array:
 
 def shares(cfg: RouterConfig, logits: Array) -> Array:
     """Scores [..., E] that add up to 1, which balancing losses take."""
-    each = scores(cfg, logits)
-    return each if cfg.score == "softmax" else each / (each.sum(-1, keepdims=True) + 1e-20)
+    values = scores(cfg, logits)
+    return values if cfg.score == "softmax" else values / (values.sum(-1, keepdims=True) + 1e-20)
 
 
 def choose(
@@ -109,9 +109,9 @@ def choose(
         turns = (numbers.reshape(-1)[:, None] * k + jnp.arange(k)[None]) % logits.shape[1]
         return _weighed(cfg, logits, turns.astype(jnp.int32))
     if cfg.sinkhorn:
-        each = jax.nn.softmax(logits) if k > 1 else jax.nn.sigmoid(logits)
-        experts = _best(sinkhorn(lax.stop_gradient(logits), axes) if training else each, k)
-        return Routing(jnp.take_along_axis(each, experts, -1) * cfg.scale, experts)
+        probabilities = jax.nn.softmax(logits) if k > 1 else jax.nn.sigmoid(logits)
+        experts = _best(sinkhorn(lax.stop_gradient(logits), axes) if training else probabilities, k)
+        return Routing(jnp.take_along_axis(probabilities, experts, -1) * cfg.scale, experts)
     compared = logits if cfg.score == "softmax" and cfg.normalise == "chosen" else scores(cfg, logits)
     compared = lax.stop_gradient(compared)
     if cfg.balance_rate is not None:
@@ -139,8 +139,8 @@ def _in_chosen_groups(cfg: RouterConfig, compared: Array, k: int) -> Array:
         return compared
     groups = compared.reshape(-1, cfg.groups, compared.shape[1] // cfg.groups)
     sums = lax.top_k(groups, cfg.group_scores or k // cfg.chosen_groups)[0].sum(-1)
-    chosen = lax.top_k(sums, cfg.chosen_groups)[1]
-    allowed = jnp.any(jax.nn.one_hot(chosen, cfg.groups, dtype=bool), axis=1)
+    best_groups = lax.top_k(sums, cfg.chosen_groups)[1]
+    allowed = jnp.any(jax.nn.one_hot(best_groups, cfg.groups, dtype=bool), axis=1)
     return jnp.where(allowed[:, :, None], groups, -jnp.inf).reshape(compared.shape)
 
 
@@ -176,11 +176,11 @@ class Balanced(NamedTuple):
     """By name in LOSSES, without coefficients: this device's part of a sum over all devices."""
 
 
-def balance(cfg: RouterConfig, logits: Array, rows: int, k: int, known: Array, axes: TokenAxes) -> Balanced | None:
+def balance(cfg: RouterConfig, logits: Array, rows: int, k: int, before: Array, axes: TokenAxes) -> Balanced | None:
     """The losses of tokens with these logits [T, E], of `rows` rows; None for none.
 
     Each loss is E / k sum_e f_e P_e: f_e the share of tokens that have e among their k best scores, P_e the mean of the
-    scores of e. f is counted, so the gradient goes through P alone. known: tokens [E] of the last step.
+    scores of e. f is counted, so the gradient goes through P alone. before: tokens [E] of the last step.
     Gradients are of the sum over tokens, as those of a language model's loss are: the mean times the number of tokens.
     """
     coefficients = {"aux": cfg.aux_loss, "row": cfg.row_loss, "global": cfg.global_loss, "z": cfg.z_loss}
@@ -191,15 +191,15 @@ def balance(cfg: RouterConfig, logits: Array, rows: int, k: int, known: Array, a
     best = _best(p, k)
     p_rows, best_rows = p.reshape(rows, -1, number), best.reshape(rows, -1, k)
     of_rows = counts(best_rows, number)  # [B, E]
-    here = axes.summed(of_rows.sum(0))
+    step_tokens = axes.summed(of_rows.sum(0))
     total = p.shape[0] * axes.devices()
     of_rows = lax.psum(of_rows, axes.seq) if axes.seq else of_rows
     length = p_rows.shape[1] * (lax.axis_size(axes.seq) if axes.seq else 1)
-    both = here + known
+    all_tokens = step_tokens + before
     shares_by_loss = {
-        "aux": jnp.broadcast_to(here / total, of_rows.shape),
+        "aux": jnp.broadcast_to(step_tokens / total, of_rows.shape),
         "row": of_rows / length,
-        "global": jnp.broadcast_to(both / jnp.maximum(both.sum() / k, 1), of_rows.shape),
+        "global": jnp.broadcast_to(all_tokens / jnp.maximum(all_tokens.sum() / k, 1), of_rows.shape),
     }
     factor, dp, values = number / k, jnp.zeros_like(p_rows), {}
     for name, share in shares_by_loss.items():
@@ -234,11 +234,11 @@ def within_capacity(cfg: CapacityConfig, routing: Routing, rows: int, number: in
     sizes = jnp.sum(jax.nn.one_hot(flat, number, dtype=bool), axis=0)
     starts = jnp.cumsum(sizes) - sizes
     sorted_experts = flat[order]
-    kept = jnp.zeros(flat.size, bool).at[order].set(jnp.arange(flat.size) - starts[sorted_experts] < capacity)
-    kept = axes.rows.by_device(kept.reshape(experts.shape[1], experts.shape[0], k).swapaxes(0, 1))
+    keep = jnp.zeros(flat.size, bool).at[order].set(jnp.arange(flat.size) - starts[sorted_experts] < capacity)
+    keep = axes.rows.by_device(keep.reshape(experts.shape[1], experts.shape[0], k).swapaxes(0, 1))
     for dimension, names in enumerate((axes.batch, axes.seq)):
         if names:
-            size = kept.shape[dimension] // lax.axis_size(names)
-            kept = lax.dynamic_slice_in_dim(kept, lax.axis_index(names) * size, size, dimension)
-    kept = kept.reshape(routing.experts.shape)
-    return Routing(jnp.where(kept, routing.weights, 0), jnp.where(kept, routing.experts, number))
+            size = keep.shape[dimension] // lax.axis_size(names)
+            keep = lax.dynamic_slice_in_dim(keep, lax.axis_index(names) * size, size, dimension)
+    keep = keep.reshape(routing.experts.shape)
+    return Routing(jnp.where(keep, routing.weights, 0), jnp.where(keep, routing.experts, number))

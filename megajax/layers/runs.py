@@ -49,9 +49,9 @@ def common_runs(chunks: Sequence[Sequence[int]]) -> tuple[Run, ...]:
     The patterns are those of one chunk, or of all chunks together; the runs of all chunks are merged one after another
     by shortest common supersequences.
     """
-    alone = {(number,) for chunk in chunks for number in chunk}
+    single = {(number,) for chunk in chunks for number in chunk}
     sources = dict.fromkeys([*map(tuple, chunks), tuple(number for chunk in chunks for number in chunk)])
-    choices = dict.fromkeys(frozenset(pattern for pattern, _ in cut(source)) | alone for source in sources)
+    choices = dict.fromkeys(frozenset(pattern for pattern, _ in cut(source)) | single for source in sources)
     candidates = [_merged([cut(chunk, patterns) for chunk in chunks]) for patterns in choices]
     return min(candidates, key=lambda runs: (sum(len(run.pattern) for run in runs), len(runs)))
 
@@ -66,26 +66,28 @@ def _merged(chunks: Sequence[Sequence[tuple[Pattern, int]]]) -> tuple[Run, ...]:
         for pattern, count in chunk:
             place = merged.index(pattern, place + 1)
             counts[number][place] = count
-    return tuple(Run(pattern, tuple(own[place] for own in counts)) for place, pattern in enumerate(merged))
+    return tuple(
+        Run(pattern, tuple(repeats)) for pattern, repeats in zip(merged, zip(*counts, strict=True), strict=True)
+    )
 
 
-def _supersequence(one: Sequence[Pattern], other: Sequence[Pattern]) -> list[Pattern]:
+def _supersequence(first: Sequence[Pattern], second: Sequence[Pattern]) -> list[Pattern]:
     """The shortest sequence that has both as subsequences, where patterns count by their lengths."""
     # shared[i][j]: the longest subsequence that one[i:] and other[j:] have in common.
-    shared = [[0] * (len(other) + 1) for _ in range(len(one) + 1)]
-    for i in reversed(range(len(one))):
-        for j in reversed(range(len(other))):
-            both = len(one[i]) + shared[i + 1][j + 1] if one[i] == other[j] else 0
-            shared[i][j] = max(both, shared[i + 1][j], shared[i][j + 1])
+    shared = [[0] * (len(second) + 1) for _ in range(len(first) + 1)]
+    for i in reversed(range(len(first))):
+        for j in reversed(range(len(second))):
+            matched = len(first[i]) + shared[i + 1][j + 1] if first[i] == second[j] else 0
+            shared[i][j] = max(matched, shared[i + 1][j], shared[i][j + 1])
     merged, i, j = [], 0, 0
-    while i < len(one) and j < len(other):
-        if one[i] == other[j] and shared[i][j] == len(one[i]) + shared[i + 1][j + 1]:
-            merged.append(one[i])
+    while i < len(first) and j < len(second):
+        if first[i] == second[j] and shared[i][j] == len(first[i]) + shared[i + 1][j + 1]:
+            merged.append(first[i])
             i, j = i + 1, j + 1
         elif shared[i + 1][j] >= shared[i][j + 1]:
-            merged.append(one[i])
+            merged.append(first[i])
             i += 1
         else:
-            merged.append(other[j])
+            merged.append(second[j])
             j += 1
-    return [*merged, *one[i:], *other[j:]]
+    return [*merged, *first[i:], *second[j:]]

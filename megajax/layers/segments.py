@@ -54,7 +54,8 @@ class SegmentsConfig(Builds):
     def of(cls, blocks: Sequence[AnyBlockConfig]) -> "SegmentsConfig":
         """These blocks in the segments that have the fewest blocks in their patterns, which is what is compiled."""
         runs = cut([blocks.index(block) for block in blocks])
-        return cls(segments=tuple(StackConfig(pattern=tuple(blocks[n] for n in one), repeats=r) for one, r in runs))
+        stacks = (StackConfig(pattern=tuple(blocks[n] for n in pattern), repeats=repeats) for pattern, repeats in runs)
+        return cls(segments=tuple(stacks))
 
     def stored(self) -> tuple[tuple[AnyBlockConfig, tuple[int, ...]], ...]:
         """Each block whose weights are stacked, and the numbers of the layers they are of."""
@@ -66,7 +67,7 @@ class SegmentsConfig(Builds):
     def written(self) -> dict[str, AnyBlockConfig]:
         """Setting -> block, of each that is in the config."""
         parts = enumerate(self.segments)
-        return {f"segments.{n}.{where}": block for n, part in parts for where, block in part.written().items()}
+        return {f"segments.{n}.{setting}": block for n, part in parts for setting, block in part.written().items()}
 
     def cut_unit(self) -> int:
         """Layers that a pipeline cannot cut apart: one."""
@@ -91,8 +92,8 @@ class SegmentsConfig(Builds):
 
 def stack_of(blocks: Sequence[AnyBlockConfig]) -> StackConfig | SegmentsConfig:
     """These layers: one pattern that repeats, or else several."""
-    whole = StackConfig.of(blocks)
-    return whole if whole.repeats > 1 or len(blocks) == 1 else SegmentsConfig.of(blocks)
+    single = StackConfig.of(blocks)
+    return single if single.repeats > 1 or len(blocks) == 1 else SegmentsConfig.of(blocks)
 
 
 def blocks_of(stack: StackConfig | SegmentsConfig) -> tuple[AnyBlockConfig, ...]:

@@ -125,11 +125,11 @@ class Stack(nnx.Module):
             rows = {}
             for number, place in enumerate(span.places):
                 # The places of a unit that holds several repeats have all rows; those of one repeat may share them.
-                taken = slice(place.start, place.start + span.units * place.stride, place.stride // span.repeats)
+                unit_rows = slice(place.start, place.start + span.units * place.stride, place.stride // span.repeats)
                 for path, w in weights.items():
                     block, _, rest = path.partition(".")
                     if int(block) == place.block:
-                        rows[f"{number}.{rest}"] = w[taken].reshape(*shape, *w.shape[1:])
+                        rows[f"{number}.{rest}"] = w[unit_rows].reshape(*shape, *w.shape[1:])
             layers = jnp.asarray(
                 span.layer + size * np.arange(span.units * span.repeats, dtype=np.int32).reshape(shape)
             )
@@ -175,9 +175,9 @@ class Stack(nnx.Module):
                     path = path_of(names, leaf)
                     w = jax.lax.dynamic_index_in_dim(weights[f"{place.block}.{path}"], row, keepdims=False)
                     used[path] = self.layout.gather(w, leaf.axes[1:])
-                block, own = bind(nnx.merge(graph, state), used), below(cache, str(place.block))
-                x, own = apply(block, x, own, ctx._replace(rows=replace(ctx.rows, layer=row)))
-                cache = {**cache, **{f"{place.block}.{name}": leaf for name, leaf in own.items()}}
+                block, layer_cache = bind(nnx.merge(graph, state), used), below(cache, str(place.block))
+                x, layer_cache = apply(block, x, layer_cache, ctx._replace(rows=replace(ctx.rows, layer=row)))
+                cache = {**cache, **{f"{place.block}.{name}": leaf for name, leaf in layer_cache.items()}}
             return x, cache
 
         # On GPUs, cuBLAS reads a row of a stack in place where it is numbered by the loop's own counter.
@@ -206,15 +206,15 @@ class Stack(nnx.Module):
             return self.spans(rows)
         block_of = {layer: block for block, layers in enumerate(self.numbers) for layer in layers}
         runs = common_runs([[block_of[layer] for layer in chunk] for chunk in chunks])
-        taken = np.array([[0] * len(self.numbers)] * len(chunks))
+        rows_used = np.array([[0] * len(self.numbers)] * len(chunks))
         total = [max(sum(layer in chunk for layer in layers) for chunk in chunks) for layers in self.numbers]
-        layer, kept, rings, spans = np.array([chunk.start for chunk in chunks]), {}, {}, []
-        for pattern, each in runs:
-            counts, places = np.array(each), []
+        layer, offsets, rings, spans = np.array([chunk.start for chunk in chunks]), {}, {}, []
+        for pattern, repeats in runs:
+            counts, places = np.array(repeats), []
             for number, block in enumerate(pattern):
-                start = taken[:, block] + pattern[:number].count(block)
+                start = rows_used[:, block] + pattern[:number].count(block)
                 places.append(Place(block, _same(start), pattern.count(block), total[block]))
-            ring, before = rings.setdefault(pattern, len(rings)), kept.get(pattern, 0)
+            ring, before = rings.setdefault(pattern, len(rings)), offsets.get(pattern, 0)
             unit = self.unit(Segment(pattern, int(counts.max()), 0), self.recomputing.policy(), 1)
             spans.append(
                 Span(
@@ -231,20 +231,20 @@ class Stack(nnx.Module):
                 )
             )
             for block in pattern:
-                taken[:, block] += counts
-            layer, kept[pattern] = layer + counts * len(pattern), before + counts
-        return [span._replace(units=int(np.max(kept[span.segment.blocks]))) for span in spans]
+                rows_used[:, block] += counts
+            layer, offsets[pattern] = layer + counts * len(pattern), before + counts
+        return [span._replace(units=int(np.max(offsets[span.segment.blocks]))) for span in spans]
 
     def spans_of(self, segment: Segment, repeats: int, first: int | None, rings: int = 0) -> list[Span]:
         """Those of that many repeats of a segment. rings: of the spans before."""
-        pattern, chosen = len(segment.blocks), self.recomputing
-        recomputing = repeats if chosen.layers is None else min(chosen.layers // pattern, repeats)
-        spans, done = [], 0
-        for count, policy in ((recomputing, chosen.policy()), (repeats - recomputing, chosen.lighter_policy())):
+        pattern, config = len(segment.blocks), self.recomputing
+        recomputing = repeats if config.layers is None else min(config.layers // pattern, repeats)
+        spans, start_repeat = [], 0
+        for count, policy in ((recomputing, config.policy()), (repeats - recomputing, config.lighter_policy())):
             group = max(1, policy.layers_per_checkpoint // pattern)
             if count % group:
                 raise ValueError(f"{count} repeats are no multiple of the {group} of a checkpoint")
-            starts = range(done, done + count, group)
+            starts = range(start_repeat, start_repeat + count, group)
             for fp8_layers, alike in groupby(starts, lambda start: self.fp8_layers(segment, start, group, first)):  # noqa: B023
                 begin, *more = alike
                 units = 1 + len(more)
@@ -253,17 +253,17 @@ class Stack(nnx.Module):
                 layer = None if first is None else segment.layer + (first + begin) * pattern
                 places = self.places(segment, begin, group, repeats)
                 spans.append(Span(units, group, unit, unroll, segment, places, layer, units, rings + len(spans)))
-            done += count
+            start_repeat += count
         return spans
 
     def places(self, segment: Segment, begin: int, group: int, repeats: int) -> tuple[Place, ...]:
         """Where repeats from `begin` on have their weights; as many as `group` are a unit."""
         places = []
         for number, block in enumerate(segment.blocks):
-            each = segment.blocks.count(block)
+            per_repeat = segment.blocks.count(block)
             before = sum(layer < segment.layer for layer in self.numbers[block])
-            start = before + segment.blocks[:number].count(block) + begin * each
-            places.append(Place(block, start, group * each, repeats))
+            start = before + segment.blocks[:number].count(block) + begin * per_repeat
+            places.append(Place(block, start, group * per_repeat, repeats))
         return tuple(places)
 
     def fp8_layers(self, segment: Segment, start: int, repeats: int, first: int | None) -> Fp8Layers | None:
@@ -276,13 +276,13 @@ class Stack(nnx.Module):
 
     def unit(self, segment: Segment, policy: SavePolicy, repeats: int, fp8_layers: Fp8Layers | None = None) -> Unit:
         """That many repeats of a segment's pattern as one function, which saves what the policy says."""
-        named = "input" in policy.offloaded
+        name_input = "input" in policy.offloaded
         if repeats == 1:
-            return recomputed(self.repeat(segment, named, None if fp8_layers is None else fp8_layers[0]), policy)
+            return recomputed(self.repeat(segment, name_input, None if fp8_layers is None else fp8_layers[0]), policy)
         # Each is computed again and then, while it is differentiated, saves what matmuls need.
         inner = [
-            recomputed(self.repeat(segment, named, each), Recomputing().policy())
-            for each in ([None] * repeats if fp8_layers is None else fp8_layers)
+            recomputed(self.repeat(segment, name_input, layers), Recomputing().policy())
+            for layers in ([None] * repeats if fp8_layers is None else fp8_layers)
         ]
 
         def unit(weights: Params, common: Params, numbers: Array, x: Array, ctx: Context) -> Array:
@@ -292,7 +292,7 @@ class Stack(nnx.Module):
 
         return recomputed(unit, policy)
 
-    def repeat(self, segment: Segment, named: bool, fp8_layers: tuple[bool, ...] | None) -> Unit:
+    def repeat(self, segment: Segment, name_input: bool, fp8_layers: tuple[bool, ...] | None) -> Unit:
         """One repeat of a segment's pattern, under no policy. named: x is saved by its name, not as an argument."""
         parts = [nnx.split(self.blocks[block]) for block in segment.blocks]
         axes, abstract = [], []
@@ -301,18 +301,18 @@ class Stack(nnx.Module):
             abstract.append(jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state))
 
         def repeat(weights: Params, common: Params, number: Array, x: Array, ctx: Context) -> Array:
-            x = checkpoint_name(x, "input") if named else x
+            x = checkpoint_name(x, "input") if name_input else x
             ctx = ctx._replace(bias=common.get("relative.table"))
             gathered = [
-                {path: self.layout.gather(weights[f"{place}.{path}"], own) for path, own in each.items()}
-                for place, each in enumerate(axes)
+                {path: self.layout.gather(weights[f"{place}.{path}"], names) for path, names in leaves.items()}
+                for place, leaves in enumerate(axes)
             ]
             for place, (graph, _) in enumerate(parts):
                 block, layer = bind(nnx.merge(graph, abstract[place]), gathered[place]), number + place
                 of_layer = ctx.for_layer(layer)
                 drop_inputs(block, of_layer)
-                chosen = self.chosen(block, layer, None if fp8_layers is None else fp8_layers[place])
-                x = chosen(x, of_layer)
+                apply = self.chosen(block, layer, None if fp8_layers is None else fp8_layers[place])
+                x = apply(x, of_layer)
             return x
 
         return repeat

@@ -71,10 +71,10 @@ def _maker(cfg: MoEConfig, name: str, parts: int) -> Callable[[Array], Array]:
     linear in `up`, half of the factor is on it and half on `down`, else all of it is on `down`, so that the mixture
     computes what the dense layer did. Megatron-LM's has a third on the gate, which changes what it computes.
     """
-    whole = 1 / weight_sum(cfg)
+    scale = 1 / weight_sum(cfg)
     linear = isinstance(cfg.expert, GatedMLPConfig) and cfg.expert.clamp is None and cfg.expert.offset == 0
-    up = sqrt(parts * whole) if linear else 1.0
-    factors = {"up": up, "up_bias": up, "down": parts * whole / up, "down_bias": whole}
+    up = sqrt(parts * scale) if linear else 1.0
+    factors = {"up": up, "up_bias": up, "down": parts * scale / up, "down_bias": scale}
     dimension = {"gate": 2, "up": 2, "gate_bias": 1, "up_bias": 1, "down": 1}.get(name)
     return partial(copied, experts=cfg.experts, parts=parts, dimension=dimension, factor=factors.get(name, 1.0))
 
@@ -96,9 +96,9 @@ def weight_sum(cfg: MoEConfig) -> float:
     """What the weights of a token's experts add up to, where all logits are 0: always, if normalised to the chosen."""
     router, k = cfg.router, cfg.top_k
     if router.sinkhorn:
-        each = 0.5 if k == 1 else 1 / cfg.experts
+        weight = 0.5 if k == 1 else 1 / cfg.experts
     elif router.normalise == "chosen" and (router.score == "softmax" or k > 1):
-        each = 1 / k
+        weight = 1 / k
     else:
-        each = {"softmax": 1 / cfg.experts, "sigmoid": 0.5, "sqrt_softplus": sqrt(log(2))}[router.score]
-    return k * each * router.scale
+        weight = {"softmax": 1 / cfg.experts, "sigmoid": 0.5, "sqrt_softplus": sqrt(log(2))}[router.score]
+    return k * weight * router.scale

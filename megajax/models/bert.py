@@ -51,8 +51,8 @@ class Bert(DecoderLM):
 
         positions, segment_ids (0 for padding), token_types: int32 [B, S]; none: in order, no padding, all 0.
         """
-        given = {"tokens": tokens, "positions": positions, "segment_ids": segment_ids}
-        batch = {name: leaf for name, leaf in given.items() if leaf is not None}
+        leaves = {"tokens": tokens, "positions": positions, "segment_ids": segment_ids}
+        batch = {name: leaf for name, leaf in leaves.items() if leaf is not None}
         batch["token_types"] = jnp.zeros_like(tokens) if token_types is None else token_types
         ctx = self.context(batch)
         x = self.final_norm(self.stack(self.enter(self.embed(batch), ctx), ctx))
@@ -94,18 +94,18 @@ class Bert(DecoderLM):
         the first position of a row counts it.
         """
         mask, scale = batch["loss_mask"], reduction.scale
-        counted = jnp.sum(mask)
-        share, weight = reduction.share(counted)
+        count = jnp.sum(mask)
+        share, weight = reduction.share(count)
         x = self.final_norm(x)
         sums = self.vocabulary_loss(self.masked_states(x), batch["labels"], mask * (share * scale))
         total = sums.minimised / scale
-        metrics = {name: (each / scale / share, counted) for name, each in sums.losses.items()}
+        metrics = {name: (value / scale / share, count) for name, value in sums.losses.items()}
         if self.cfg.next_sentence:
             log_p = jax.nn.log_softmax(self.order_logits(x))
             losses = -jnp.take_along_axis(log_p, batch["is_random"][:, None], axis=1)[:, 0]
-            here = (ctx.index[0] == 0).astype(jnp.float32)
-            total = total + jnp.sum(losses * reduction.row_weights(mask)) * here
-            metrics["next_sentence_loss"] = (jnp.sum(losses) * here, losses.shape[0] * here)
+            has_first = (ctx.index[0] == 0).astype(jnp.float32)
+            total = total + jnp.sum(losses * reduction.row_weights(mask)) * has_first
+            metrics["next_sentence_loss"] = (jnp.sum(losses) * has_first, losses.shape[0] * has_first)
         return Loss(total, weight, metrics)
 
 

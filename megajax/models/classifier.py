@@ -207,13 +207,13 @@ class SpanHead(nnx.Module):
 
     def loss(self, scores: Array, batch: Rows, weights: Array, reduction: LossReduction) -> Loss:
         """Accuracy is of rows whose first and last token are the likeliest ones."""
-        losses, right = self._both(scores, batch)
-        return reported(losses, losses, right, weights, reduction)
+        losses, correct = self._both(scores, batch)
+        return reported(losses, losses, correct, weights, reduction)
 
     def _both(self, scores: Array, batch: Rows) -> tuple[Array, Array]:
-        losses, right = jnp.zeros(()), jnp.ones(())
+        losses, correct = jnp.zeros(()), jnp.ones(())
         for place, name in enumerate(self.labels):
             log_p = jax.nn.log_softmax(scores[..., place])
             losses = losses - jnp.take_along_axis(log_p, batch[name][:, None], axis=1)[:, 0] / len(self.labels)
-            right = right * (jnp.argmax(log_p, -1) == batch[name])
-        return losses, right
+            correct = correct * (jnp.argmax(log_p, -1) == batch[name])
+        return losses, correct

@@ -122,9 +122,9 @@ class DecoderLM(nnx.Module):
         """
         states, positions = [], ctx.positions
         for depth, head in enumerate(self.predictions, start=1):
-            tokens, positions = (shifted(self.layout, each, ctx.segments) for each in (tokens, positions))
-            there = ctx._replace(positions=positions).for_layer(EMBEDDING_PLACE - depth)
-            embedded = self.enter(embedded_beside_loss(self.layout, self.embed_tokens(tokens)), there)
+            tokens, positions = (shifted(self.layout, array, ctx.segments) for array in (tokens, positions))
+            head_ctx = ctx._replace(positions=positions).for_layer(EMBEDDING_PLACE - depth)
+            embedded = self.enter(embedded_beside_loss(self.layout, self.embed_tokens(tokens)), head_ctx)
             run = recomputed(head, self.cfg.recomputing().policy())
             x = self.layout.act(run(x, embedded, ctx), "batch", "seq_residual", "embed")
             states.append(x)
@@ -145,12 +145,12 @@ class DecoderLM(nnx.Module):
         alone. Heads that predict further ahead add a loss each.
         """
         mask, scale = batch["loss_mask"], reduction.scale
-        counted = jnp.sum(mask)
-        share, weight = reduction.share(counted)
+        count = jnp.sum(mask)
+        share, weight = reduction.share(count)
         x = self.final_norm(x)
         sums = self.vocabulary_loss(x, batch["labels"], mask * (share * scale))
         total = sums.minimised / scale
-        metrics = {name: (each / scale / share, counted) for name, each in sums.losses.items()}
+        metrics = {name: (value / scale / share, count) for name, value in sums.losses.items()}
         states = self.mtp_states(x, batch["tokens"], ctx)
         prediction = self.cfg.prediction
         targets = () if prediction is None else mtp_targets(prediction, self.layout, batch, ctx.segments, reduction)

@@ -150,7 +150,7 @@ class HeadFacts:
 class ChoosesKernels(Protocol):
     """A model whose kernels can be told before it is built: those of layers that are a `HasKernel`."""
 
-    def kernel_choices(self, known: Request, device: Device | None) -> tuple[Choice[str], ...]:
+    def kernel_choices(self, request: Request, device: Device | None) -> tuple[Choice[str], ...]:
         """The kernel of each such layer of the pattern's blocks.
 
         Raises UserError for one that is asked for and not available.
@@ -182,7 +182,7 @@ class Facts(ModelConfig, ChoosesKernels, Protocol):
         """What each layer saves for the backward pass."""
         ...
 
-    def with_recomputing(self, chosen: Recomputing) -> "Facts":
+    def with_recomputing(self, recomputing: Recomputing) -> "Facts":
         """The same model, whose layers save this."""
         ...
 
@@ -201,11 +201,11 @@ def missing_facts(model: Any) -> dict[str, str]:
         for place, block in (stack.written() if isinstance(stack, StackConfig | SegmentsConfig) else {}).items():
             for name, members in block.missing_facts().items():
                 lacking[f"model.{path or 'stack'}.{place}.{name}"] = (getattr(block, name), members)
-    said: dict[str, str] = {}
-    for where, (part, names) in lacking.items():
+    first_settings: dict[str, str] = {}
+    for setting, (part, names) in lacking.items():
         if names:  # of equal layers, the first
-            said.setdefault(f"{type(part).__name__} has no {', '.join(names)}", where)
-    return {where: what for what, where in said.items()}
+            first_settings.setdefault(f"{type(part).__name__} has no {', '.join(names)}", setting)
+    return {setting: message for message, setting in first_settings.items()}
 
 
 def facts_of(model: Any) -> Facts | None:
@@ -214,15 +214,15 @@ def facts_of(model: Any) -> Facts | None:
         return None
     sections = model.section_facts()
     blocks = [block for section in sections for block in section.stack.pattern] + [*model.head_facts().ahead]
-    known = all(isinstance(section.norm, Norm) for section in sections)
-    return model if known and not any(block.missing_facts() for block in blocks) else None
+    norms_have_facts = all(isinstance(section.norm, Norm) for section in sections)
+    return model if norms_have_facts and not any(block.missing_facts() for block in blocks) else None
 
 
 def demand_facts(model: Any) -> Facts:
     """The config itself. Raises UserError where it has no facts, which names what is missing."""
     facts = facts_of(model)
     if facts is None:
-        lines = "\n".join(f"  {where}: {what}" for where, what in missing_facts(model).items())
+        lines = "\n".join(f"  {setting}: {message}" for setting, message in missing_facts(model).items())
         raise UserError(
             f"{type(model).__name__} has no facts, which formulas, searches and comparisons are made of.\n"
             f"Missing are methods and fields of megajax.models.facts.Facts and megajax.layers.facts.Layer:\n{lines}\n"
@@ -287,8 +287,8 @@ def count_flops(model: Facts) -> Flops:
         full += times * positions * length * count.per_full_pair
     for section in sections:
         positions = section.sequences * (section.length - section.padding)
-        once += sum(positions * one.size * one.per_token for one in section.matmuls)
-    scored = head.pairs + sum(one.size * one.per_token for one in head.matmuls)
+        once += sum(positions * matmul.size * matmul.per_token for matmul in section.matmuls)
+    scored = head.pairs + sum(matmul.size * matmul.per_token for matmul in head.matmuls)
     scored += (1 + ahead) * last.hidden * head.columns
     once += head.positions * (scored + ahead * (3 * last.hidden + 2 * last.hidden**2))
     row = model.row_positions()
@@ -302,8 +302,8 @@ def block_facts(section: SectionFacts, blocks: Sequence[AnyBlockConfig], dtype: 
 
 
 @lru_cache(maxsize=4096)
-def _block_facts(block: AnyBlockConfig, hidden: int, length: int, dtype: str, read: int) -> BlockFacts:
-    return block.facts(hidden=hidden, length=length, dtype=dtype, read=read)
+def _block_facts(block: AnyBlockConfig, hidden: int, length: int, dtype: str, memory_length: int) -> BlockFacts:
+    return block.facts(hidden=hidden, length=length, dtype=dtype, memory_length=memory_length)
 
 
 @lru_cache(maxsize=4096)
@@ -311,12 +311,12 @@ def trained_share(weights: tuple[Weight, ...], patterns: tuple[str, ...]) -> flo
     """Share of these weights' elements that is trained. patterns: of their names, as optimizer.trainable has them."""
     if patterns == ("*",):
         return 1.0
-    trained = [one for one in weights if any(fnmatchcase(one.name, pattern) for pattern in patterns)]
+    trained = [weight for weight in weights if any(fnmatchcase(weight.name, pattern) for pattern in patterns)]
     return total_size(trained) / max(1, total_size(weights))
 
 
 @lru_cache(maxsize=4096)
 def adapter_share(weights: tuple[Weight, ...], lora: LoRAConfig) -> float:
     """Elements of the adapters of these weights, over those of the weights."""
-    adapted = [one for one in weights if any(fnmatchcase(one.name, target) for target in lora.targets)]
-    return sum(lora.size(one.shape, one.axes) for one in adapted) / max(1, total_size(weights))
+    adapted = [weight for weight in weights if any(fnmatchcase(weight.name, target) for target in lora.targets)]
+    return sum(lora.size(weight.shape, weight.axes) for weight in adapted) / max(1, total_size(weights))

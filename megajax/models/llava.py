@@ -68,8 +68,9 @@ class Llava(DecoderLM):
         """The tokens' embeddings [B, S, D], with the projected images in their places, and what a decoder adds."""
         if ctx.memory is not None and ctx.splice is not None:
             places = jnp.clip(ctx.splice, 0, ctx.memory.shape[1] - 1)
-            seen = jnp.take_along_axis(ctx.memory, places[..., None], axis=1).astype(x.dtype)
-            x = jnp.where(ctx.splice[..., None] >= 0, self.layout.act(seen, "batch", "seq_residual", "embed"), x)
+            image_states = jnp.take_along_axis(ctx.memory, places[..., None], axis=1).astype(x.dtype)
+            image_states = self.layout.act(image_states, "batch", "seq_residual", "embed")
+            x = jnp.where(ctx.splice[..., None] >= 0, image_states, x)
         return super().enter(x, ctx)
 
 
@@ -102,8 +103,8 @@ class Looking:
         cfg = self.model.cfg
         first = cfg.vision.class_tokens - cfg.kept_class_tokens()
         states = self.tower.leave(x, ctx)[:, first : cfg.vision.used_positions()]
-        seen = self.model.projector(states)
-        return seen.reshape(-1, cfg.slots * cfg.image_positions(), cfg.hidden)
+        projected = self.model.projector(states)
+        return projected.reshape(-1, cfg.slots * cfg.image_positions(), cfg.hidden)
 
 
 class Projector(nnx.Module):

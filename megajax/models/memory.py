@@ -28,12 +28,12 @@ class SavedBytes:
 
 
 def saved_bytes(
-    chosen: Recomputing, pattern: Sequence[BlockFacts], share: Share, repeats: float
+    recomputing: Recomputing, pattern: Sequence[BlockFacts], share: Share, repeats: float
 ) -> Iterator[SavedBytes]:
     """For each way in which layers of a chunk save. repeats: of the pattern, in the chunk."""
     layers = repeats * len(pattern)
-    first = layers if chosen.layers is None else min(chosen.layers, layers)
-    for count, policy in ((first, chosen.policy()), (layers - first, chosen.lighter_policy())):
+    first = layers if recomputing.layers is None else min(recomputing.layers, layers)
+    for count, policy in ((first, recomputing.policy()), (layers - first, recomputing.lighter_policy())):
         if count:
             sums = (
                 sum(measure(block, policy, share) for block in pattern) / len(pattern)

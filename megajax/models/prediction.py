@@ -83,20 +83,20 @@ def mtp_targets(
         labels, mask = shifted(layout, labels, segments), shifted(layout, mask, segments)
         by_tokens = reduction.average == "tokens"
         weights = reweighted(mask, batch["loss_mask"], DIMENSIONS[cfg.reweighted]) if by_tokens else mask
-        counted = jnp.sum(weights)
-        yield Target(labels, weights, counted, reduction.share(counted)[0], cfg.weight / cfg.depth)
+        count = jnp.sum(weights)
+        yield Target(labels, weights, count, reduction.share(count)[0], cfg.weight / cfg.depth)
 
 
 DIMENSIONS = MappingProxyType({"rows": (1,), "microbatches": (0, 1)})
 """Dimensions of [B, S] over which weights of tokens are kept the same."""
 
 
-def reweighted(mask: Array, whole: Array, over: tuple[int, ...]) -> Array:
+def reweighted(mask: Array, reference: Array, over: tuple[int, ...]) -> Array:
     """float32 [B, S]: `mask` times a factor for which its sum over some dimensions is that of `whole`."""
-    inside, wanted = (jnp.sum(each, axis=over, keepdims=True) for each in (mask, whole))
+    inside, target = (jnp.sum(array, axis=over, keepdims=True) for array in (mask, reference))
     if manual_axes().get("context", 1) > 1:
-        inside, wanted = lax.psum((inside, wanted), "context")
-    return mask * (wanted / jnp.maximum(inside, 1))
+        inside, target = lax.psum((inside, target), "context")
+    return mask * (target / jnp.maximum(inside, 1))
 
 
 def shifted(layout: Layout, x: Array, segments: Array | None) -> Array:
@@ -105,14 +105,14 @@ def shifted(layout: Layout, x: Array, segments: Array | None) -> Array:
     Where rows are cut, the value after a chunk is the first of the chunk that follows it in the row. So a device sends
     one number of each of its chunks, B x chunks x 4 bytes, for x and for the segments.
     """
-    cut = layout.row_cut()
-    if cut.devices == 1:
+    row_cut = layout.row_cut()
+    if row_cut.devices == 1:
         return _within(_shifted(x), segments, None if segments is None else _shifted(segments))
 
     def local(x: Array) -> Array:
-        chunks = x.reshape(x.shape[0], cut.chunks, -1)
-        firsts = _shifted(gather_rows(cut, chunks[:, :, 0]))
-        after = firsts[:, cut.local_index(cut.chunks)]
+        chunks = x.reshape(x.shape[0], row_cut.chunks, -1)
+        firsts = _shifted(gather_rows(row_cut, chunks[:, :, 0]))
+        after = firsts[:, row_cut.local_index(row_cut.chunks)]
         return jnp.concatenate([chunks[:, :, 1:], after[:, :, None]], axis=2).reshape(x.shape)
 
     following = layout.island(local, (TOKENS,), TOKENS)

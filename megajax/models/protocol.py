@@ -77,9 +77,9 @@ class ModelConfig(Protocol):
         del tensor
         raise UserError(f"{type(self).__name__} does not generate text: see docs/inference.md")
 
-    def paged_requests(self, known: PagedRequest) -> tuple[PagedRequest, ...]:
-        """What its layers ask of a kernel of a paged cache: `known`, with their own settings."""
-        del known
+    def paged_requests(self, request: PagedRequest) -> tuple[PagedRequest, ...]:
+        """The requests of its layers to a kernel of a paged cache, with their own settings."""
+        del request
         return ()
 
     def memory_length(self) -> int:
@@ -120,9 +120,9 @@ class ModelConfig(Protocol):
             if not hasattr(layer, "derived"):
                 return None
             before = f"{before}{number}.{place}."
-            inner = {each.removeprefix(before): shape for each, shape in stored.items() if each.startswith(before)}
-            found = layer.derived(name, inner)
-            return found and replace(found, source=found.source and before + found.source)
+            inner = {full.removeprefix(before): shape for full, shape in stored.items() if full.startswith(before)}
+            derived = layer.derived(name, inner)
+            return derived and replace(derived, source=derived.source and before + derived.source)
         return None
 
     def parallel_problems(self, parallel: ParallelConfig, shards: int | None) -> Iterator[Problem]:
@@ -136,11 +136,11 @@ def ids_below(model: ModelConfig) -> int | None:
     return None if tokens is None else tokens.below
 
 
-def demand_causal(model: ModelConfig, where: str = "") -> None:
-    """Raises UserError, which begins with `where`, for a model that gives no probabilities of next tokens."""
+def demand_causal(model: ModelConfig, prefix: str = "") -> None:
+    """Raises UserError, beginning with `prefix`, for a model without probabilities of next tokens."""
     if not model.ignores_later_positions() or "tokens" not in model.schema():
         raise UserError(
-            f"{where}{type(model).__name__} is not a causal language model, and tasks are for causal language models: "
+            f"{prefix}{type(model).__name__} is not a causal language model, and tasks are for causal language models: "
             "its validation loss is what it has"
         )
 
@@ -267,8 +267,8 @@ def demand_model(model: Any) -> None:
     demand_members(model, ("sections", "loss"), module, hint)
     if not isinstance(model.sections, Mapping) or not model.sections:
         raise UserError(f'{module}.sections must be a mapping from path to section, such as {{"": self}}')
-    *earlier, last = model.sections.items()
-    for path, section in [*earlier, last]:
+    *inner, last = model.sections.items()
+    for path, section in [*inner, last]:
         needed = NEEDED if path == last[0] else (*NEEDED, "leave")
-        where = f"the section {path!r} of {module}" if path else module
-        demand_members(section, needed, where, hint)
+        owner = f"the section {path!r} of {module}" if path else module
+        demand_members(section, needed, owner, hint)

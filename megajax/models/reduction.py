@@ -15,9 +15,9 @@ def quotient(total: Any, weight: Any, xp: Any = jnp) -> Any:
 
     xp: the library of the arrays, jax.numpy or numpy.
     """
-    counted = weight > 0
-    sums = xp.where(counted, total / xp.where(counted, weight, 1), 0).sum()
-    return xp.where(counted.any(), sums / xp.maximum(counted.sum(), 1), xp.nan)
+    has_weight = weight > 0
+    sums = xp.where(has_weight, total / xp.where(has_weight, weight, 1), 0).sum()
+    return xp.where(has_weight.any(), sums / xp.maximum(has_weight.sum(), 1), xp.nan)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +35,9 @@ class LossReduction:
 
     def __call__(self, losses: Array, weights: Array) -> Loss:
         """The weighted sum of `losses`, an array like `weights` (0 where nothing is counted), float32."""
-        counted = jnp.sum(weights)
-        total, (share, weight) = jnp.sum(losses * weights), self.share(counted)
-        return Loss(total * share, weight, {"loss": (total, counted)})
+        count = jnp.sum(weights)
+        total, (share, weight) = jnp.sum(losses * weights), self.share(count)
+        return Loss(total * share, weight, {"loss": (total, count)})
 
     def row_weights(self, weights: Array) -> Array:
         """Weights [B] of a loss of each row beside one of its positions, whose weights [B, S] they add up to.
@@ -48,11 +48,11 @@ class LossReduction:
             return jnp.full(weights.shape[:1], 1 / weights.shape[0])
         return _over_context(weights.sum(1))
 
-    def share(self, counted: Array) -> tuple[Array, Array]:
-        """(factor on the weight of each loss, weight of all of them); counted: their sum on this device, float32 []."""
+    def share(self, count: Array) -> tuple[Array, Array]:
+        """(factor on the weight of each loss, weight of all of them); count: their sum on this device, float32 []."""
         if self.average == "tokens":
-            return jnp.ones(()), counted
-        return 1 / jnp.maximum(_over_context(counted), 1), jnp.full((), 1 / manual_axes().get("context", 1))
+            return jnp.ones(()), count
+        return 1 / jnp.maximum(_over_context(count), 1), jnp.full((), 1 / manual_axes().get("context", 1))
 
 
 def _over_context(x: Array) -> Array:

@@ -54,9 +54,9 @@ class T5(DecoderLM):
         """
         if encoder_tokens is None:
             raise ValueError("T5 needs encoder_tokens: what its encoder reads")
-        given = {"tokens": tokens, "positions": positions, "segment_ids": segment_ids}
-        given |= {"encoder_tokens": encoder_tokens, "encoder_segment_ids": encoder_segment_ids}
-        batch = {name: leaf for name, leaf in given.items() if leaf is not None}
+        leaves = {"tokens": tokens, "positions": positions, "segment_ids": segment_ids}
+        leaves |= {"encoder_tokens": encoder_tokens, "encoder_segment_ids": encoder_segment_ids}
+        batch = {name: leaf for name, leaf in leaves.items() if leaf is not None}
         x, _ = last_output(self.sections, batch)
         return self.logits(self.final_norm(x))
 
@@ -69,9 +69,9 @@ class T5(DecoderLM):
         """What the encoder makes of tokens int32 [R, L], in the slots of its rows."""
         (counts,), index = rows_of(ctx).counts, jnp.arange(tokens.shape[1])
         present = (index[None] < counts[:, None]).astype(jnp.int32)
-        reading, batch = Reading(self), {"encoder_tokens": tokens, "encoder_segment_ids": present}
-        own = reading.context(batch, None)
-        memory = reading.leave(reading.stack(reading.enter(reading.embed(batch), own), own), own)
+        encoder, batch = Reading(self), {"encoder_tokens": tokens, "encoder_segment_ids": present}
+        inner = encoder.context(batch, None)
+        memory = encoder.leave(encoder.stack(encoder.enter(encoder.embed(batch), inner), inner), inner)
         return self.stack.remember(cache, ctx._replace(memory=memory))
 
     def logit_bias(self) -> Array | None:
@@ -99,8 +99,8 @@ class Reading:
         rows: dict[str, Any] = {"tokens": tokens, "positions": in_order(self.model.layout, tokens)}
         rows |= {SAMPLE: batch[SAMPLE]} if SAMPLE in batch else {}
         rows |= {"segment_ids": batch["encoder_segment_ids"]} if "encoder_segment_ids" in batch else {}
-        own = None if key is None else jax.random.fold_in(key, ENCODER)
-        return DecoderLM.context(self.model, rows, own)
+        encoder_key = None if key is None else jax.random.fold_in(key, ENCODER)
+        return DecoderLM.context(self.model, rows, encoder_key)
 
     def embed(self, batch: Rows) -> Array:
         """The tokens' rows of the table [B, T, D]."""

@@ -83,15 +83,17 @@ def tower_settings(cfg: VisionTowerConfig, layout: Layout) -> LayerSettings:
     )
 
 
-def resized_positions(table: np.ndarray, class_tokens: int, old: tuple[int, int], new: tuple[int, int]) -> np.ndarray:
+def resized_positions(
+    table: np.ndarray, class_tokens: int, old_grid: tuple[int, int], new_grid: tuple[int, int]
+) -> np.ndarray:
     """A table of positions [class tokens + patches, D] for another grid of patches, interpolated bilinearly."""
-    patches = table[class_tokens:].reshape(*old, table.shape[1])
-    down, across = (spread(*sizes) for sizes in zip(new, old, strict=True))
+    patches = table[class_tokens:].reshape(*old_grid, table.shape[1])
+    down, across = (spread(*sizes) for sizes in zip(new_grid, old_grid, strict=True))
     resized = np.einsum("io,jp,opd->ijd", down, across, patches).reshape(-1, table.shape[1])
     return np.concatenate([table[:class_tokens], resized]).astype(table.dtype)
 
 
-def spread(new: int, old: int) -> np.ndarray:
+def spread(new_size: int, old_size: int) -> np.ndarray:
     """Matrix [new, old] of linear interpolation between the centres of `old` cells at those of `new` ones."""
-    places = np.clip((np.arange(new) + 0.5) * old / new - 0.5, 0, old - 1)
-    return np.maximum(0, 1 - np.abs(places[:, None] - np.arange(old)))
+    places = np.clip((np.arange(new_size) + 0.5) * old_size / new_size - 0.5, 0, old_size - 1)
+    return np.maximum(0, 1 - np.abs(places[:, None] - np.arange(old_size)))

@@ -87,8 +87,8 @@ class AttentionPooling(nnx.Module):
         del tower
         # The one position of the query is not cut along the sequence.
         plan = settings.layout.plan
-        whole = replace(plan.compute, seq_residual=plan.compute.seq)
-        settings = replace(settings, layout=replace(settings.layout, plan=replace(plan, compute=whole)))
+        compute = replace(plan.compute, seq_residual=plan.compute.seq)
+        settings = replace(settings, layout=replace(settings.layout, plan=replace(plan, compute=compute)))
         self.layout = settings.layout
         self.query = param((settings.hidden,), (None,), init=Normal(settings.std))
         self.attention = cfg.attention.build(settings)
@@ -100,9 +100,9 @@ class AttentionPooling(nnx.Module):
         query = jnp.broadcast_to(self.query[...][None, None], (x.shape[0], 1, x.shape[2]))
         segments = None if ctx.segments is None else jnp.ones((x.shape[0], 1), jnp.int32)
         zeros = jnp.zeros((x.shape[0], 1), jnp.int32)
-        one = Context(zeros, jnp.zeros(1, jnp.int32), segments, memory=x, memory_segments=ctx.segments)
-        y = self.attention(query, one)
-        return (y + self.mlp(self.norm(y), one))[:, 0]
+        query_ctx = Context(zeros, jnp.zeros(1, jnp.int32), segments, memory=x, memory_segments=ctx.segments)
+        y = self.attention(query, query_ctx)
+        return (y + self.mlp(self.norm(y), query_ctx))[:, 0]
 
 
 class Linear(nnx.Module):
@@ -133,11 +133,11 @@ class Classifier(nnx.Module):
         """Cross-entropy with smoothed labels and, where the data mixes images, of both labels by their shares."""
         labels = batch["labels"]
         weights = batch.get("loss_mask", jnp.ones(labels.shape, jnp.float32))
-        losses, smoothed, right = token = scored(logits, labels, self.cfg.label_smoothing)
+        losses, smoothed, correct = token = scored(logits, labels, self.cfg.label_smoothing)
         if "mix" in batch:
-            share, other = batch["mix"], scored(logits, batch["other_labels"], self.cfg.label_smoothing)
-            losses, smoothed, right = (share * a + (1 - share) * b for a, b in zip(token, other, strict=True))
-        return reported(losses, smoothed, right, weights, reduction)
+            share, other_scores = batch["mix"], scored(logits, batch["other_labels"], self.cfg.label_smoothing)
+            losses, smoothed, correct = (share * a + (1 - share) * b for a, b in zip(token, other_scores, strict=True))
+        return reported(losses, smoothed, correct, weights, reduction)
 
 
 class Segmenter(nnx.Module):
@@ -160,15 +160,15 @@ class Segmenter(nnx.Module):
         The metric `iou` is of each class: pixels of it that were found, over pixels of it or taken for it.
         """
         labels = batch["labels"]
-        counted = (labels != IGNORED).astype(jnp.float32)
-        counted = counted * batch["loss_mask"][:, None, None] if "loss_mask" in batch else counted
-        known = jnp.where(labels == IGNORED, 0, labels)
-        losses, smoothed, right = scored(logits, known, self.cfg.label_smoothing)
-        loss = reported(losses, smoothed, right, counted / counted[0].size, reduction)
-        true = jax.nn.one_hot(known, self.cfg.classes) * counted[..., None]
-        predicted = jax.nn.one_hot(jnp.argmax(logits, -1), self.cfg.classes) * counted[..., None]
-        both, every = (true * predicted).sum((0, 1, 2)), jnp.maximum(true, predicted).sum((0, 1, 2))
-        return loss._replace(metrics={**loss.metrics, "iou": (both, every)})
+        weights = (labels != IGNORED).astype(jnp.float32)
+        weights = weights * batch["loss_mask"][:, None, None] if "loss_mask" in batch else weights
+        valid_labels = jnp.where(labels == IGNORED, 0, labels)
+        losses, smoothed, correct = scored(logits, valid_labels, self.cfg.label_smoothing)
+        loss = reported(losses, smoothed, correct, weights / weights[0].size, reduction)
+        true = jax.nn.one_hot(valid_labels, self.cfg.classes) * weights[..., None]
+        predicted = jax.nn.one_hot(jnp.argmax(logits, -1), self.cfg.classes) * weights[..., None]
+        overlap, union = (true * predicted).sum((0, 1, 2)), jnp.maximum(true, predicted).sum((0, 1, 2))
+        return loss._replace(metrics={**loss.metrics, "iou": (overlap, union)})
 
 
 def scored(logits: Array, labels: Array, smoothing: float) -> tuple[Array, Array, Array]:
@@ -179,8 +179,8 @@ def scored(logits: Array, labels: Array, smoothing: float) -> tuple[Array, Array
     return losses, smoothed, (jnp.argmax(logits, -1) == labels).astype(jnp.float32)
 
 
-def reported(losses: Array, smoothed: Array, right: Array, weights: Array, reduction: LossReduction) -> Loss:
+def reported(losses: Array, smoothed: Array, correct: Array, weights: Array, reduction: LossReduction) -> Loss:
     """Minimises the smoothed losses, reports those without smoothing and the share of what is right."""
-    counted = jnp.sum(weights)
-    metrics = {"loss": (jnp.sum(losses * weights), counted), "accuracy": (jnp.sum(right * weights), counted)}
+    count = jnp.sum(weights)
+    metrics = {"loss": (jnp.sum(losses * weights), count), "accuracy": (jnp.sum(correct * weights), count)}
     return reduction(smoothed, weights)._replace(metrics=metrics)

@@ -233,10 +233,7 @@ def test_heads_that_cannot_be_exchanged_are_a_config_error() -> None:
 def test_biases_of_scores_and_another_section_need_gathered_keys(strategy) -> None:
     biased = AttentionConfig(heads=4, relative=RelativeBiasConfig())
     (refusal,) = problems(biased, context=4, context_strategy=strategy)
-    assert (
-        "mixer.relative: biases of scores are added only where keys of whole rows are gathered; parallel.context=4 has"
-        in refusal
-    )
+    assert "mixer.relative: biases need the keys of whole rows on each device, and parallel.context=4" in refusal
     assert refusal.endswith("set parallel.context_strategy=all_gather")
     assert not problems(biased, context=4)
     sizes = {

@@ -43,8 +43,8 @@ class MultiHeadConfig(LayerFacts):
         """Size of a value head."""
         return self.size(hidden)
 
-    def request(self, known: Request) -> Request:
-        """What an attention backend is asked for: `known`, with the settings of this layer."""
+    def request(self, request: Request) -> Request:
+        """The request to an attention backend, with the settings of this layer."""
         raise NotImplementedError
 
     def allows_context(self) -> bool:
@@ -55,8 +55,8 @@ class MultiHeadConfig(LayerFacts):
         """What is wrong with the settings that all kinds of attention have."""
         problems = below_one(dropout=self.dropout)
         if self.window is not None and self.window < 0:
-            what = f"must be at least 0, got {self.window}"
-            problems.append(Problem("window", what, "none attends to all previous tokens"))
+            message = f"must be at least 0, got {self.window}"
+            problems.append(Problem("window", message, "none attends to all previous tokens"))
         request = self.request(Request())
         refusal = None if self.kernel == "auto" else BACKENDS[self.kernel].refusal(request)
         if self.kernel != "auto" and refusal is not None:
@@ -68,17 +68,17 @@ class MultiHeadConfig(LayerFacts):
         """What is wrong with the window on rows of `length` tokens."""
         if self.window is None or self.window < length:
             return []
-        what = f"{self.window} reaches beyond sequence_length={length}"
-        return [Problem("window", what, f"use at most {length - 1}, or none")]
+        message = f"{self.window} reaches beyond sequence_length={length}"
+        return [Problem("window", message, f"use at most {length - 1}, or none")]
 
     def kernel_choice(
-        self, hidden: int, known: Request, device: Device | None, where: str = "kernel"
+        self, hidden: int, request: Request, device: Device | None, setting: str = "kernel"
     ) -> Choice[Kernel]:
         """The attention backend, and why not a faster one. device: None for any NVIDIA GPU.
 
-        Raises UserError where a backend asked for by name is not available; `where` is the name of the setting.
+        Raises UserError if a backend chosen by name is not available; `setting` names it.
         """
-        return choose(self.kernel, self.request(replace(known, key_dim=self.size(hidden))), device, where)
+        return choose(self.kernel, self.request(replace(request, key_dim=self.size(hidden))), device, setting)
 
     def with_kernel(self, name: str) -> Self:
         """The same layer with this kernel, a `Kernel`."""
@@ -87,8 +87,8 @@ class MultiHeadConfig(LayerFacts):
     def kernel_work(self, hidden: int, keys: float) -> KernelWork:
         """Scores and values. keys: positions of the rows that queries read."""
         pairs = self.multiply_adds(hidden)
-        both = pairs.per_pair + pairs.per_full_pair
-        return KernelWork(keys * both, keys * (pairs.per_pair / 2 + pairs.per_full_pair), keys * self.heads)
+        all_pairs = pairs.per_pair + pairs.per_full_pair
+        return KernelWork(keys * all_pairs, keys * (pairs.per_pair / 2 + pairs.per_full_pair), keys * self.heads)
 
     def kernel_weights(self) -> tuple[Weight, ...]:
         """Weights that the kernel itself reads."""
@@ -125,9 +125,10 @@ class MultiHeadConfig(LayerFacts):
         legal = exchange_sizes(heads, groups)
         if exchanging in legal:
             return
-        cut = f" over parallel.tensor={tensor}, {heads} and {groups} on a device," if tensor > 1 else ""
-        what = (
-            f"heads={self.heads} and {self.groups()} key-value heads{cut} cannot be exchanged over {exchanging} devices"
+        share = f" over parallel.tensor={tensor}, {heads} and {groups} on a device," if tensor > 1 else ""
+        message = (
+            f"heads={self.heads} and {self.groups()} key-value heads{share} cannot be exchanged over "
+            f"{exchanging} devices"
         )
         hint = "use parallel.context_strategy=all_gather or ring"
         if larger := legal[1:]:
@@ -135,7 +136,7 @@ class MultiHeadConfig(LayerFacts):
                 f", or exchange heads over {either(map(str, larger))} devices: parallel.context_heads with "
                 "ring+all_to_all, parallel.context with all_to_all"
             )
-        yield Problem("heads", f"{what} (parallel.context_strategy)", hint)
+        yield Problem("heads", f"{message} (parallel.context_strategy)", hint)
 
     def matmul_sides(self, hidden: int, tensor: int) -> Iterator[Side]:
         """A device's query heads, and its key-value heads."""
@@ -148,12 +149,11 @@ class MultiHeadConfig(LayerFacts):
         return f"{self.heads} heads{groups} of {self.size(hidden)}"
 
 
-def gathering_problems(where: str, done: str, sizes: Mapping[str, int]) -> Iterator[Problem]:
-    """What is wrong with a setting for which keys of whole rows are gathered. done: what is done with them."""
+def gathering_problems(setting: str, reason: str, sizes: Mapping[str, int]) -> Iterator[Problem]:
+    """Problems of a setting that needs the keys of whole rows on each device. reason: what needs them."""
     if sizes.get("ring", 1) > 1 or sizes.get("exchanging", 1) > 1:
-        what = f"{done} only where keys of whole rows are gathered; parallel.context={sizes['context']} has another"
-        what += " strategy"
-        yield Problem(where, what, "set parallel.context_strategy=all_gather")
+        message = f"{reason} on each device, and parallel.context={sizes['context']} does not gather them"
+        yield Problem(setting, message, "set parallel.context_strategy=all_gather")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -207,8 +207,8 @@ class AttentionConfig(MultiHeadConfig):
                 )
             )
         if self.qk_norm_over == "heads" and groups != self.heads:
-            what = f"takes as many key heads as query heads, not kv_heads={groups} of heads={self.heads}"
-            problems.append(Problem("qk_norm_over", what, "use head"))
+            message = f"takes as many key heads as query heads, not kv_heads={groups} of heads={self.heads}"
+            problems.append(Problem("qk_norm_over", message, "use head"))
         if not self.causal and self.window is not None:
             problems.append(Problem("window", "looks back alone, and tokens see later ones here", "set it to none"))
         if not self.causal and self.relative is not None and not self.relative.both_ways:
@@ -219,12 +219,12 @@ class AttentionConfig(MultiHeadConfig):
         """What is wrong on rows of `length` tokens with `hidden` elements each."""
         problems = self.window_problems(length)
         if self.head_dim is None and self.heads > 0 and hidden > 0 and hidden % self.heads:
-            near = sorted(divisors_of(hidden), key=lambda n: abs(n - self.heads))
+            divisors = sorted(divisors_of(hidden), key=lambda n: abs(n - self.heads))
             problems.append(
                 Problem(
                     "heads",
                     f"hidden={hidden} is not divisible by heads={self.heads}",
-                    f"divisors near {self.heads}: {', '.join(map(str, sorted(near[:3])))}",
+                    f"divisors near {self.heads}: {', '.join(map(str, sorted(divisors[:3])))}",
                 )
             )
         elif self.rope is not None and self.heads > 0:
@@ -235,7 +235,7 @@ class AttentionConfig(MultiHeadConfig):
         """What is wrong where rows are cut over devices."""
         yield from MultiHeadConfig.context_problems(self, sizes)
         if self.relative is not None:
-            yield from gathering_problems("relative", "biases of scores are added", sizes)
+            yield from gathering_problems("relative", "biases need the keys of whole rows", sizes)
 
     def groups(self) -> int:
         """Number of key-value heads."""
@@ -249,11 +249,11 @@ class AttentionConfig(MultiHeadConfig):
         """Whether queries, keys and values have biases."""
         return self.bias if self.qkv_bias is None else self.qkv_bias
 
-    def request(self, known: Request) -> Request:
-        """What an attention backend is asked for: `known`, with what is said here."""
-        size = self.head_dim if known.key_dim is None else known.key_dim
+    def request(self, request: Request) -> Request:
+        """The request to an attention backend, with the settings of this layer."""
+        size = self.head_dim if request.key_dim is None else request.key_dim
         return replace(
-            known,
+            request,
             key_dim=size,
             value_dim=size,
             key_length=None,
@@ -285,12 +285,12 @@ class AttentionConfig(MultiHeadConfig):
 
     def matmuls(self, hidden: int) -> tuple[Matmul, ...]:
         """Queries, keys, values and gates; the output."""
-        whole, queries = Elements(whole=hidden), self.heads * self.size(hidden)
+        hidden_side, queries = Elements(whole=hidden), self.heads * self.size(hidden)
         keys = 2 * self.groups() * self.size(hidden)
         outputs = Elements(cut=queries * (1 + self.gate), grouped=keys, groups=self.groups())
         return (
-            Matmul(inputs=whole, outputs=outputs, result="query_key_value", weights=3, joined=True),
-            Matmul(inputs=Elements(cut=queries), outputs=whole, result="residual"),
+            Matmul(inputs=hidden_side, outputs=outputs, result="query_key_value", weights=3, joined=True),
+            Matmul(inputs=Elements(cut=queries), outputs=hidden_side, result="residual"),
         )
 
     def cache_leaves(self, hidden: int, tensor: int) -> tuple[CacheLeaf, ...]:
@@ -298,10 +298,10 @@ class AttentionConfig(MultiHeadConfig):
         shape = (cached_heads(self.groups(), tensor), self.size(hidden))
         return tuple(CacheLeaf(name, shape, ("kv_heads", None)) for name in ("key", "value"))
 
-    def paged_request(self, hidden: int, known: PagedRequest) -> PagedRequest:
-        """What a kernel of a paged cache is asked for: `known`, with the settings of this layer."""
+    def paged_request(self, hidden: int, request: PagedRequest) -> PagedRequest:
+        """The request to a kernel of a paged cache, with the settings of this layer."""
         size = self.size(hidden)
-        return replace(known, key_dim=size, value_dim=size, bias=self.relative is not None)
+        return replace(request, key_dim=size, value_dim=size, bias=self.relative is not None)
 
     def multiply_adds(self, hidden: int) -> MultiplyAdds:
         """Those of the matmuls, and of scores and values."""
@@ -379,10 +379,10 @@ class LatentAttentionConfig(MultiHeadConfig):
         del hidden
         return self.content_dim + self.position_dim
 
-    def request(self, known: Request) -> Request:
-        """What an attention backend is asked for: `known`, with what is said here."""
+    def request(self, request: Request) -> Request:
+        """The request to an attention backend, with the settings of this layer."""
         return replace(
-            known,
+            request,
             key_dim=self.content_dim + self.position_dim,
             value_dim=self.value_dim,
             key_length=None,
@@ -425,10 +425,10 @@ class LatentAttentionConfig(MultiHeadConfig):
         del hidden, tensor
         return (CacheLeaf("key", (1, self.key_value_rank + self.position_dim), (None, None)),)
 
-    def paged_request(self, hidden: int, known: PagedRequest) -> PagedRequest:
+    def paged_request(self, hidden: int, request: PagedRequest) -> PagedRequest:
         """Of the latent, whose first part is the values."""
         del hidden
-        return replace(known, key_dim=self.key_value_rank + self.position_dim, value_dim=self.key_value_rank)
+        return replace(request, key_dim=self.key_value_rank + self.position_dim, value_dim=self.key_value_rank)
 
     def matmuls(self, hidden: int) -> tuple[Matmul, ...]:
         """All that leads to queries, keys and values, as one matrix with as many elements; the output."""

@@ -39,7 +39,7 @@ class BlockConfig(ResidualBlock):
         if self.layer_scale is None:
             return weights
         factors = self.layer_scale.weights(hidden)
-        return weights + tuple(one for name in self.sub_layers for one in prefixed(f"{name}_scale", factors))
+        return weights + tuple(factor for name in self.sub_layers for factor in prefixed(f"{name}_scale", factors))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,10 +166,10 @@ def shared_tables(blocks: Sequence[AnyBlockConfig]) -> set[tuple[int, RelativeBi
     return {shared for block in blocks if (shared := shared_bias(block)) is not None}
 
 
-def table_problems(where: str, blocks: Sequence[AnyBlockConfig]) -> list[Problem]:
+def table_problems(setting: str, blocks: Sequence[AnyBlockConfig]) -> list[Problem]:
     """What is wrong with the tables that blocks of a stack share."""
-    what = "blocks that share a table of relative biases differ in it, or in heads"
-    return [Problem(where, what, "make them alike")] if len(shared_tables(blocks)) > 1 else []
+    message = "blocks that share a table of relative biases differ in it, or in heads"
+    return [Problem(setting, message, "make them alike")] if len(shared_tables(blocks)) > 1 else []
 
 
 def table_weights(blocks: Sequence[AnyBlockConfig]) -> tuple[Weight, ...]:

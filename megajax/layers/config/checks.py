@@ -24,8 +24,8 @@ def above_zero(**settings: float | None) -> list[Problem]:
 
 def below_one(**settings: float) -> list[Problem]:
     """A problem for each setting that is not a share: at least 0 and below 1."""
-    wrong = {name: value for name, value in settings.items() if not 0 <= value < 1}
-    return [Problem(name, f"must be at least 0 and below 1, got {value}") for name, value in wrong.items()]
+    illegal = {name: value for name, value in settings.items() if not 0 <= value < 1}
+    return [Problem(name, f"must be at least 0 and below 1, got {value}") for name, value in illegal.items()]
 
 
 def head_devices(heads: int, groups: int) -> list[int]:
@@ -42,8 +42,8 @@ def head_problems(heads: int, groups: int, tensor: int, setting: str) -> Iterato
     if heads % tensor:
         yield Problem("heads", f"heads={heads} is not divisible by parallel.tensor={tensor}")
     elif tensor not in head_devices(heads, groups):
-        what = f"{setting}={groups} and parallel.tensor={tensor}: one must be a multiple of the other"
-        yield Problem(setting, what)
+        message = f"{setting}={groups} and parallel.tensor={tensor}: one must be a multiple of the other"
+        yield Problem(setting, message)
 
 
 def head_sides(heads: tuple[int, int], groups: tuple[int, int], tensor: int, setting: str) -> Iterator[Side]:

@@ -39,7 +39,7 @@ class CrossAttentionConfig(AttentionConfig):
     def context_problems(self, sizes: Mapping[str, int]) -> Iterator[Problem]:
         """Keys of another section are of another length than queries."""
         yield from AttentionConfig.context_problems(self, sizes)
-        yield from gathering_problems("kernel", "another section is attended to", sizes)
+        yield from gathering_problems("kernel", "cross-attention needs the keys of whole rows", sizes)
 
     def cache_leaves(self, hidden: int, tensor: int) -> tuple[CacheLeaf, ...]:
         """Keys and values of the section before, and its length."""
@@ -47,26 +47,26 @@ class CrossAttentionConfig(AttentionConfig):
         length = CacheLeaf("length", (), (), per="row", dtype="int32")
         return (*(replace(leaf, per="memory") for leaf in keyed), length)
 
-    def request(self, known: Request) -> Request:
+    def request(self, request: Request) -> Request:
         """What an attention backend is asked for."""
-        return replace(AttentionConfig.request(self, known), key_length=known.key_length, cross=True)
+        return replace(AttentionConfig.request(self, request), key_length=request.key_length, cross=True)
 
-    def matmuls_reading(self, hidden: int, read: float) -> tuple[Matmul, ...]:
-        """Queries, keys and values, the output. read: keys for each query."""
+    def matmuls_reading(self, hidden: int, memory_ratio: float) -> tuple[Matmul, ...]:
+        """Queries, keys and values, the output. memory_ratio: keys for each query."""
         joined, output = AttentionConfig.matmuls(self, hidden)
         queries, keys = replace(joined.outputs, grouped=0), replace(joined.outputs, cut=0)
         weights = joined.weights - 2
         return (
             replace(joined, outputs=queries, weights=weights, joined=weights > 1),
-            replace(joined, outputs=keys, weights=2, per_token=read),
+            replace(joined, outputs=keys, weights=2, per_token=memory_ratio),
             output,
         )
 
-    def tensors_reading(self, hidden: int, read: float) -> Mapping[Part, Elements]:
+    def tensors_reading(self, hidden: int, memory_ratio: float) -> Mapping[Part, Elements]:
         """What the kernel reads and writes for each query."""
         tensors = AttentionConfig.tensors(self, hidden)
         kernel = tensors["query_key_value"]
-        return {**tensors, "query_key_value": replace(kernel, grouped=round(read * kernel.grouped))}
+        return {**tensors, "query_key_value": replace(kernel, grouped=round(memory_ratio * kernel.grouped))}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,27 +87,29 @@ class CrossBlockConfig(BlockConfig):
         """Cross-attention too."""
         return {**self.own_mixers(), "cross": self.cross}
 
-    def multiply_adds(self, hidden: int, read: float = 0.0) -> MultiplyAdds:
-        """Operations of the forward pass. read: tokens of the section before for each token of a row."""
-        matmuls = self.cross.matmuls_reading(hidden, read)
-        crossing = MultiplyAdds(sum(one.size * one.per_token for one in matmuls), 0, read * self.cross.per_pair(hidden))
+    def multiply_adds(self, hidden: int, memory_ratio: float = 0.0) -> MultiplyAdds:
+        """Operations of the forward pass. memory_ratio: tokens of the preceding section for each token of a row."""
+        matmuls = self.cross.matmuls_reading(hidden, memory_ratio)
+        per_token = sum(matmul.size * matmul.per_token for matmul in matmuls)
+        crossing = MultiplyAdds(per_token, 0, memory_ratio * self.cross.per_pair(hidden))
         return BlockConfig.multiply_adds(self, hidden).plus(crossing)
 
-    def facts(self, *, hidden: int, length: int, dtype: str, read: int = 0) -> BlockFacts:
-        """What the block costs on rows of `length` tokens that read `read` of the section before.
+    def facts(self, *, hidden: int, length: int, dtype: str, memory_length: int = 0) -> BlockFacts:
+        """What the block costs on rows of `length` tokens that read `memory_length` tokens of the preceding section.
 
         Tensors of its two attentions count as one.
         """
-        own, ratio = BlockConfig.facts(self, hidden=hidden, length=length, dtype=dtype), read / length
+        block, ratio = BlockConfig.facts(self, hidden=hidden, length=length, dtype=dtype), memory_length / length
         tensors = self.cross.tensors_reading(hidden, ratio)
-        both = {name: own.elements(name).plus(tensors.get(name, NO_ELEMENTS)) for name in {**own.tensors, **tensors}}
+        names = {**block.tensors, **tensors}
+        combined = {name: block.elements(name).plus(tensors.get(name, NO_ELEMENTS)) for name in names}
         cross = mixer_facts(self.cross, hidden, length, dtype, ratio)
         kernel = tuple(tensors[part] for part in KERNEL_TENSORS)
         return replace(
-            own,
-            matmuls=(*own.matmuls, *self.cross.matmuls_reading(hidden, ratio)),
-            tensors=both,
-            mixers=(*own.mixers, cross._replace(tensors=kernel)),
+            block,
+            matmuls=(*block.matmuls, *self.cross.matmuls_reading(hidden, ratio)),
+            tensors=combined,
+            mixers=(*block.mixers, cross._replace(tensors=kernel)),
             parts=3,
             read=ratio,
         )

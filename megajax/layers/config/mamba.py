@@ -47,10 +47,10 @@ class StateSpaceConfig(LayerFacts):
         return True
 
     def kernel_choice(
-        self, hidden: int, known: Request, device: Device | None, where: str = "kernel"
+        self, hidden: int, request: Request, device: Device | None, setting: str = "kernel"
     ) -> Choice[Literal["chunks"]]:
         """Matmuls or scans over chunks, on every device."""
-        del hidden, known, device, where
+        del hidden, request, device, setting
         return Choice(self.kernel, place="state space")
 
     def with_kernel(self, name: str) -> Self:
@@ -104,8 +104,8 @@ class Mamba2Config(StateSpaceConfig):
             return problems
         if self.heads % self.groups:
             legal = ", ".join(map(str, divisors_of(self.heads)))
-            what = f"heads={self.heads} is not a multiple of groups={self.groups}"
-            problems.append(Problem("groups", what, f"groups can be {legal}"))
+            message = f"heads={self.heads} is not a multiple of groups={self.groups}"
+            problems.append(Problem("groups", message, f"groups can be {legal}"))
         if not 0 <= self.dt_limit[0] < self.dt_limit[1]:
             problems.append(Problem("dt_limit", f"must be two numbers, the first lower, got {self.dt_limit}"))
         if self.decay_min > self.decay_max:
@@ -150,11 +150,11 @@ class Mamba2Config(StateSpaceConfig):
 
     def matmuls(self, hidden: int) -> tuple[Matmul, ...]:
         """The gate, what convolutions read, and steps; the output."""
-        whole = Elements(whole=hidden)
+        hidden_side = Elements(whole=hidden)
         outputs = Elements(cut=2 * self.inner + self.heads, grouped=2 * self.groups * self.state, groups=self.groups)
         return (
-            Matmul(inputs=whole, outputs=outputs, result="query_key_value", weights=5, joined=True),
-            Matmul(inputs=Elements(cut=self.inner), outputs=whole, result="residual"),
+            Matmul(inputs=hidden_side, outputs=outputs, result="query_key_value", weights=5, joined=True),
+            Matmul(inputs=Elements(cut=self.inner), outputs=hidden_side, result="residual"),
         )
 
     def multiply_adds(self, hidden: int) -> MultiplyAdds:
@@ -260,15 +260,13 @@ class Mamba1Config(StateSpaceConfig):
 
     def matmuls(self, hidden: int) -> tuple[Matmul, ...]:
         """Gate and input; steps, b and c; the output."""
-        whole, channels = Elements(whole=hidden), Elements(cut=self.inner)
-        narrow = Elements(whole=self.rank + 2 * self.state)
+        hidden_side, channels = Elements(whole=hidden), Elements(cut=self.inner)
+        gated, narrow = Elements(cut=2 * self.inner), Elements(whole=self.rank + 2 * self.state)
         return (
-            Matmul(
-                inputs=whole, outputs=Elements(cut=2 * self.inner), result="query_key_value", weights=2, joined=True
-            ),
+            Matmul(inputs=hidden_side, outputs=gated, result="query_key_value", weights=2, joined=True),
             Matmul(inputs=channels, outputs=narrow, result="latent", weights=3, joined=True),
             Matmul(inputs=Elements(whole=self.rank), outputs=channels, result="query_key_value"),
-            Matmul(inputs=channels, outputs=whole, result="residual"),
+            Matmul(inputs=channels, outputs=hidden_side, result="residual"),
         )
 
     def multiply_adds(self, hidden: int) -> MultiplyAdds:
@@ -284,8 +282,8 @@ class Mamba1Config(StateSpaceConfig):
         """What the convolution reads, steps, what these and b and c are made of, the kernel's output, and the gate."""
         del hidden
         channels, narrow = Elements(cut=self.inner), Elements(whole=self.rank + 2 * self.state)
-        both = Elements(cut=2 * self.inner)
-        return {"query_key_value": both, "latent": narrow, "core_attention": channels, "gate": channels}
+        kernel_inputs = Elements(cut=2 * self.inner)
+        return {"query_key_value": kernel_inputs, "latent": narrow, "core_attention": channels, "gate": channels}
 
     def tensor_sizes(self) -> list[int]:
         """Numbers of devices of `tensor` that channels can be divided over."""

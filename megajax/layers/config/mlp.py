@@ -32,9 +32,9 @@ class FeedForward(LayerFacts):
 
     def matmuls(self, hidden: int) -> tuple[Matmul, ...]:
         """Into ffn and back."""
-        whole, count = Elements(whole=hidden), len(self.inner)
-        up = Matmul(inputs=whole, outputs=Elements(cut=count * self.ffn), result="mlp", weights=count)
-        return up, Matmul(inputs=Elements(cut=self.ffn), outputs=whole)
+        hidden_side, count = Elements(whole=hidden), len(self.inner)
+        up = Matmul(inputs=hidden_side, outputs=Elements(cut=count * self.ffn), result="mlp", weights=count)
+        return up, Matmul(inputs=Elements(cut=self.ffn), outputs=hidden_side)
 
     def tensors(self, hidden: int) -> Mapping[Part, Elements]:
         """Inputs of the activation function, and what leads into `down`."""
@@ -50,8 +50,8 @@ class FeedForward(LayerFacts):
         tensor = sizes["tensor"]
         if self.ffn % tensor:
             below = self.ffn // tensor * tensor
-            near = " or ".join(str(width) for width in (below, below + tensor) if width)
-            yield Problem("ffn", f"ffn={self.ffn} is not divisible by parallel.tensor={tensor}", f"use ffn={near}")
+            widths = " or ".join(str(width) for width in (below, below + tensor) if width)
+            yield Problem("ffn", f"ffn={self.ffn} is not divisible by parallel.tensor={tensor}", f"use ffn={widths}")
 
     def matmul_sides(self, hidden: int, tensor: int) -> Iterator[Side]:
         """A device's part of ffn."""

@@ -79,33 +79,33 @@ class RouterConfig:
         if (self.groups is None) != (self.chosen_groups is None):
             problems.append(Problem("groups", "and chosen_groups go together", "set both, or neither"))
         if self.balance_rate is not None and self.score == "softmax" and self.normalise == "chosen":
-            what = "biases scores, and a softmax over the chosen logits has none before the choice"
-            problems.append(Problem("balance_rate", what, "use score=sigmoid, or normalise=all"))
+            message = "biases scores, and a softmax over the chosen logits has none before the choice"
+            problems.append(Problem("balance_rate", message, "use score=sigmoid, or normalise=all"))
         balancing = self.aux_loss or self.row_loss or self.global_loss or self.balance_rate is not None
         if self.sinkhorn and (balancing or self.groups is not None):
-            what = "balances by itself, beside losses, groups or balance_rate"
-            problems.append(Problem("sinkhorn", what, "set these losses to 0, the others to none"))
+            message = "balances by itself, beside losses, groups or balance_rate"
+            problems.append(Problem("sinkhorn", message, "set these losses to 0, the others to none"))
         return problems
 
     def expert_problems(self, experts: int, top_k: int) -> Iterator[Problem]:
         """What is wrong with it for this many experts, top_k of which a token chooses."""
-        groups, chosen = self.groups, self.chosen_groups
-        if groups is None or chosen is None:
+        groups, chosen_groups = self.groups, self.chosen_groups
+        if groups is None or chosen_groups is None:
             return
         legal = ", ".join(map(str, divisors_of(experts)))
         if groups < 1 or experts % groups:
             yield Problem("groups", f"{groups} groups do not divide {experts} experts", f"groups can be {legal}")
-        elif not 1 <= chosen <= groups:
-            yield Problem("chosen_groups", f"{chosen} of groups={groups}", f"use 1 to {groups}")
-        elif self.group_scores is None and top_k % chosen:
-            what = f"{chosen} does not divide top_k={top_k}"
-            yield Problem("chosen_groups", what, "use one of its divisors, or set group_scores")
+        elif not 1 <= chosen_groups <= groups:
+            yield Problem("chosen_groups", f"{chosen_groups} of groups={groups}", f"use 1 to {groups}")
+        elif self.group_scores is None and top_k % chosen_groups:
+            message = f"{chosen_groups} does not divide top_k={top_k}"
+            yield Problem("chosen_groups", message, "use one of its divisors, or set group_scores")
         elif self.group_scores is not None and not 1 <= self.group_scores <= experts // groups:
-            what = f"{self.group_scores} scores of groups of {experts // groups} experts"
-            yield Problem("group_scores", what, f"use 1 to {experts // groups}")
-        elif top_k > experts // groups * chosen:
-            what = f"{chosen} groups of {experts // groups} experts have fewer than top_k={top_k}"
-            yield Problem("chosen_groups", what, f"use at least {-(-top_k * groups // experts)}")
+            message = f"{self.group_scores} scores of groups of {experts // groups} experts"
+            yield Problem("group_scores", message, f"use 1 to {experts // groups}")
+        elif top_k > experts // groups * chosen_groups:
+            message = f"{chosen_groups} groups of {experts // groups} experts have fewer than top_k={top_k}"
+            yield Problem("chosen_groups", message, f"use at least {-(-top_k * groups // experts)}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,8 +166,8 @@ class MoEConfig(Builds):
         if problems:
             return problems
         if self.top_k > self.experts:
-            what = f"{self.top_k} experts a token, of experts={self.experts}"
-            problems.append(Problem("top_k", what, f"use at most {self.experts}"))
+            message = f"{self.top_k} experts a token, of experts={self.experts}"
+            problems.append(Problem("top_k", message, f"use at most {self.experts}"))
         return problems + [
             replace(problem, setting=f"router.{problem.setting}")
             for problem in self.router.expert_problems(self.experts, self.top_k)
@@ -189,16 +189,16 @@ class MoEConfig(Builds):
         }
 
     def kernel_choice(
-        self, hidden: int, known: Request, device: Device | None, where: str = "kernel"
+        self, hidden: int, request: Request, device: Device | None, setting: str = "kernel"
     ) -> Choice[GroupedKernel]:
         """The grouped matmul's kernel, and why not a faster one. device: None for any NVIDIA GPU.
 
-        Raises UserError where a kernel asked for by name is not available; `where` is the name of the setting.
+        Raises UserError if a kernel chosen by name is not available; `setting` names it.
         """
         # The number of rows is the layout's; here it only has to be one that kernels take.
         sizes = GroupedSizes(4096, self.experts, self.width(hidden), self.expert.ffn)
-        chosen = choose_grouped(self.kernel, known.dtype, device, where, sizes)
-        return Choice(chosen.kernel, chosen.reasons, "experts")
+        choice = choose_grouped(self.kernel, request.dtype, device, setting, sizes)
+        return Choice(choice.kernel, choice.reasons, "experts")
 
     def decoding(self) -> Self:
         """Without what makes a token depend on the others of its batch: capacities, and forced balance."""
@@ -218,12 +218,12 @@ class MoEConfig(Builds):
         names = {"mlp": "expert_mlp", "embed": "embed" if self.latent is None else None}
         return tuple(
             Weight(
-                f"experts.{one.name}",
-                (self.experts, *one.shape),
-                ("expert", *(names.get(axis or "", axis) for axis in one.axes)),
+                f"experts.{weight.name}",
+                (self.experts, *weight.shape),
+                ("expert", *(names.get(axis or "", axis) for axis in weight.axes)),
                 used=self.top_k / self.experts,
             )
-            for one in self.expert.weights(self.width(hidden))
+            for weight in self.expert.weights(self.width(hidden))
         )
 
     def weights(self, hidden: int) -> tuple[Weight, ...]:
@@ -243,18 +243,18 @@ class MoEConfig(Builds):
 
     def matmuls(self, hidden: int) -> tuple[Matmul, ...]:
         """Of the router, of the experts on their tokens, of what all tokens pass."""
-        whole = Elements(whole=hidden)
-        every = [Matmul(inputs=whole, outputs=Elements(whole=self.experts))]
+        hidden_side = Elements(whole=hidden)
+        every = [Matmul(inputs=hidden_side, outputs=Elements(whole=self.experts))]
         if self.latent is not None:
-            every.append(Matmul(inputs=whole, outputs=Elements(whole=self.latent)))
-        for one in self.expert.matmuls(self.width(hidden)):
-            every.append(replace(one, experts=self.experts, per_token=self.top_k))
+            every.append(Matmul(inputs=hidden_side, outputs=Elements(whole=self.latent)))
+        for matmul in self.expert.matmuls(self.width(hidden)):
+            every.append(replace(matmul, experts=self.experts, per_token=self.top_k))
         if self.latent is not None:
-            every.append(Matmul(inputs=Elements(whole=self.latent), outputs=whole))
+            every.append(Matmul(inputs=Elements(whole=self.latent), outputs=hidden_side))
         if self.shared is not None:
             every += self.shared.mlp.matmuls(hidden)
             if self.shared.gate:
-                every.append(Matmul(inputs=whole, outputs=Elements(whole=1)))
+                every.append(Matmul(inputs=hidden_side, outputs=Elements(whole=1)))
         return tuple(every)
 
     def multiply_adds(self, hidden: int) -> MultiplyAdds:
@@ -310,13 +310,13 @@ class MoEConfig(Builds):
 
     def mesh_problems(self, sizes: Mapping[str, int]) -> Iterator[Problem]:
         """The devices that experts are spread over have to divide them, and `tensor` every ffn that it cuts."""
-        spread, cut = sizes.get("experts", sizes["expert"]), sizes.get("expert_mlp", sizes["tensor"])
-        if self.experts % spread:
-            over = "" if spread == sizes["expert"] else f" x parallel.tensor={sizes['tensor']}"
+        expert_devices, ffn_devices = sizes.get("experts", sizes["expert"]), sizes.get("expert_mlp", sizes["tensor"])
+        if self.experts % expert_devices:
+            over = "" if expert_devices == sizes["expert"] else f" x parallel.tensor={sizes['tensor']}"
             legal = ", ".join(map(str, divisors_of(self.experts)))
-            what = f"experts={self.experts} is not divisible by parallel.expert={sizes['expert']}{over}"
-            yield Problem("experts", what, f"they can be spread over {legal} devices")
-        layers = {"expert": (self.expert, cut)}
+            message = f"experts={self.experts} is not divisible by parallel.expert={sizes['expert']}{over}"
+            yield Problem("experts", message, f"they can be spread over {legal} devices")
+        layers = {"expert": (self.expert, ffn_devices)}
         if self.shared is not None:
             layers["shared.mlp"] = self.shared.mlp, sizes["tensor"]
         for name, (layer, tensor) in layers.items():

@@ -101,8 +101,8 @@ class RopeConfig(Builds):
         """What is wrong with rotating heads of this size."""
         if 0 < self.fraction <= 1 and (self.rotated(size) % 2 or self.rotated(size) < 2):
             share = "" if self.fraction == 1 else f", {self.fraction:g} of {size}"
-            what = f"rotary positions need an even head size, got {self.rotated(size)}{share}"
-            return [Problem("rope", what, "set rope.fraction so that fraction x head size is even")]
+            message = f"rotary positions need an even head size, got {self.rotated(size)}{share}"
+            return [Problem("rope", message, "set rope.fraction so that fraction x head size is even")]
         return []
 
 
@@ -121,11 +121,13 @@ class RelativeBiasConfig(Builds):
     """One table for all layers of a stack, as in T5, rather than one for each."""
 
     def problems(self) -> list[Problem]:
-        each = self.buckets // 2 if self.both_ways else self.buckets
-        if each < 2 or self.buckets % 2:
+        buckets = self.buckets // 2 if self.both_ways else self.buckets
+        if buckets < 2 or self.buckets % 2:
             return [Problem("buckets", f"must be an even number of 2 or more for each direction, got {self.buckets}")]
-        if self.distance <= each // 2:
+        if self.distance <= buckets // 2:
             return [
-                Problem("distance", f"must be above {each // 2}, the distances with a bucket each; got {self.distance}")
+                Problem(
+                    "distance", f"must be above {buckets // 2}, the distances with a bucket each; got {self.distance}"
+                )
             ]
         return []

@@ -34,8 +34,8 @@ class QuantizationConfig(Builds):
         if self.group < 2 or self.group % 2:
             problems.append(Problem("group", f"must be even and at least 2, got {self.group}"))
         if self.activations != "none" and self.weights != "fp8":
-            what = f"{self.activations} goes with weights=fp8, not with {self.weights}"
-            problems.append(Problem("activations", what, "set weights=fp8, or activations=none"))
+            message = f"{self.activations} goes with weights=fp8, not with {self.weights}"
+            problems.append(Problem("activations", message, "set weights=fp8, or activations=none"))
         if self.static and self.activations == "none":
             problems.append(Problem("static", "true is about the scales of activations", "set activations=fp8"))
         return problems

@@ -112,9 +112,9 @@ class ResidualBlock(Builds):
         """Those of the sub-layers."""
         return tuple(matmul for part in self.parts().values() for matmul in part.matmuls(hidden))
 
-    def multiply_adds(self, hidden: int, read: float = 0.0) -> MultiplyAdds:
-        """Operations of the forward pass. read: tokens of the section before for each token of a row."""
-        del read
+    def multiply_adds(self, hidden: int, memory_ratio: float = 0.0) -> MultiplyAdds:
+        """Operations of the forward pass. memory_ratio: tokens of the preceding section for each token of a row."""
+        del memory_ratio
         total = MultiplyAdds(0)
         for part in self.parts().values():
             total = total.plus(part.multiply_adds(hidden))
@@ -152,12 +152,12 @@ class ResidualBlock(Builds):
         norms = len(self.layers()) * total_size(self.norm_weights(hidden))
         return norms + sum(part.megatron_router(hidden) for part in self.with_experts())
 
-    def facts(self, *, hidden: int, length: int, dtype: str, read: int = 0) -> BlockFacts:
+    def facts(self, *, hidden: int, length: int, dtype: str, memory_length: int = 0) -> BlockFacts:
         """What the block costs on rows of `length` tokens in this compute dtype.
 
-        read: tokens of the section before that each row reads.
+        memory_length: tokens of the preceding section that each row reads.
         """
-        del read  # only blocks with cross-attention read them
+        del memory_length  # only blocks with cross-attention read them
         mixers = [part for part in self.parts().values() if isinstance(part, Mixer)]
         return BlockFacts(
             hidden=hidden,
@@ -188,13 +188,13 @@ class ResidualBlock(Builds):
                 yield side._replace(where=f"{name}.{side.where}")
 
 
-def mixer_facts(mixer: Mixer, hidden: int, length: int, dtype: str, read: float = 1.0) -> MixerFacts:
-    """A mixer on rows of `length` tokens; read: keys for each of them."""
+def mixer_facts(mixer: Mixer, hidden: int, length: int, dtype: str, memory_ratio: float = 1.0) -> MixerFacts:
+    """A mixer on rows of `length` tokens; memory_ratio: keys for each of them."""
     tensors = mixer.tensors(hidden)
-    known = Request(dtype=dtype, length=length, key_length=round(read * length))
-    choice = mixer.kernel_choice(hidden, known, None)
+    request = Request(dtype=dtype, length=length, key_length=round(memory_ratio * length))
+    choice = mixer.kernel_choice(hidden, request, None)
     return MixerFacts(
-        work=mixer.kernel_work(hidden, length * read),
+        work=mixer.kernel_work(hidden, length * memory_ratio),
         heads=mixer.heads,
         fused=choice.kernel in FUSED,
         tensors=tuple(tensors[part] for part in KERNEL_TENSORS if part in tensors),

@@ -44,17 +44,17 @@ class BertConfig(DecoderConfig):
             problems.append(Problem("token_types", f"must be at least 0, got {self.token_types}"))
         if self.prediction is not None:
             problems.append(Problem("prediction", "predicts further tokens of a causal model", "set it to none"))
-        for where, block in self.named_blocks().items():
+        for setting, block in self.named_blocks().items():
             if isinstance(block, PostNormBlockConfig) and self.residual == "float32":
-                what = "needs blocks that normalise what they multiply"
-                problems.append(Problem("residual", f"float32 {what}, and {where} does not", "set it to compute"))
+                message = "needs blocks that normalise what they multiply"
+                problems.append(Problem("residual", f"float32 {message}, and {setting} does not", "set it to compute"))
         return problems
 
     def causal_problems(self) -> list[Problem]:
         """Blocks whose tokens do not see later ones."""
         return [
-            Problem(f"{where}.causal", "hides later tokens from BERT", "set it to false")
-            for where, mixer in self.own_mixers().items()
+            Problem(f"{setting}.causal", "hides later tokens from BERT", "set it to false")
+            for setting, mixer in self.own_mixers().items()
             if getattr(mixer, "causal", False)
         ]
 
@@ -98,7 +98,7 @@ class BertConfig(DecoderConfig):
 
     def head_facts(self) -> HeadFacts:
         """The head of masked tokens has a matrix more than a decoder's; that of sentences works on one position."""
-        head, hidden, whole = DecoderConfig.head_facts(self), self.hidden, Elements(whole=self.hidden)
+        head, hidden, hidden_side = DecoderConfig.head_facts(self), self.hidden, Elements(whole=self.hidden)
         weights = [
             *head.weights,
             *dense("masked", hidden, hidden),
@@ -108,4 +108,4 @@ class BertConfig(DecoderConfig):
         if self.next_sentence:
             order = Weight("order", (hidden, 2), ("embed", None)), Weight("order_bias", (2,), (None,))
             weights += [*dense("pooler", hidden, hidden), *order]
-        return replace(head, weights=tuple(weights), matmuls=(Matmul(inputs=whole, outputs=whole),))
+        return replace(head, weights=tuple(weights), matmuls=(Matmul(inputs=hidden_side, outputs=hidden_side),))

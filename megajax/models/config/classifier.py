@@ -168,8 +168,8 @@ class ClassifyingConfig:
             problems.append(Problem("prediction", "predicts further tokens, and a classifier none", "set it to none"))
         causal = any(getattr(mixer, "causal", True) for mixer in self.own_mixers().values())
         if causal and getattr(self.head, "pooling", "") == "first":
-            what = "first: the first token sees no other one in a causal model"
-            problems.append(Problem("head.pooling", what, "use last or mean"))
+            message = "first: the first token sees no other one in a causal model"
+            problems.append(Problem("head.pooling", message, "use last or mean"))
         return problems
 
     def schema(self: Any) -> dict[str, Leaf]:

@@ -170,15 +170,15 @@ class DecoderConfig(AdaptedConfig, TransformerConfig, ModelConfig):
         problems += above_zero(init_std=self.init_std, embedding_std=self.embedding_std)
         problems += self.recompute_problems()
         if self.prediction is not None and self.prediction.depth >= self.sequence_length:
-            what = f"{self.prediction.depth} reaches beyond sequence_length={self.sequence_length}"
-            problems.append(Problem("prediction.depth", what))
+            message = f"{self.prediction.depth} reaches beyond sequence_length={self.sequence_length}"
+            problems.append(Problem("prediction.depth", message))
         return problems + self.shape_problems() + self.causal_problems()
 
     def causal_problems(self) -> list[Problem]:
         """Blocks that see the tokens they predict."""
         return [
-            Problem(f"{where}.causal", "shows a decoder the tokens it predicts", "set it to true")
-            for where, mixer in self.own_mixers("stack").items()
+            Problem(f"{setting}.causal", "shows a decoder the tokens it predicts", "set it to true")
+            for setting, mixer in self.own_mixers("stack").items()
             if not getattr(mixer, "causal", True)
         ]
 
@@ -189,8 +189,8 @@ class DecoderConfig(AdaptedConfig, TransformerConfig, ModelConfig):
     def named_blocks(self) -> dict[str, AnyBlockConfig]:
         """Setting -> block, of each that is written in the config."""
         blocks = TransformerConfig.named_blocks(self)
-        own = None if self.prediction is None else self.prediction.block
-        return blocks if own is None else {**blocks, "prediction.block": own}
+        block = None if self.prediction is None else self.prediction.block
+        return blocks if block is None else {**blocks, "prediction.block": block}
 
     def predicting_blocks(self) -> tuple[AnyBlockConfig, ...]:
         """The blocks behind the stack, one for each further token."""
@@ -204,8 +204,8 @@ class DecoderConfig(AdaptedConfig, TransformerConfig, ModelConfig):
 
     def logit_factor(self) -> float:
         """What logits are multiplied by."""
-        given = None if self.width_scaling is None else self.width_scaling.output
-        return 1 / self.width_ratio() if given is None else given
+        factor = None if self.width_scaling is None else self.width_scaling.output
+        return 1 / self.width_ratio() if factor is None else factor
 
     def matrix_std(self) -> float:
         """Standard deviation of initial weights within blocks."""
@@ -213,8 +213,8 @@ class DecoderConfig(AdaptedConfig, TransformerConfig, ModelConfig):
 
     def has_dropout(self) -> bool:
         """Whether training draws random numbers."""
-        own = TransformerConfig.has_dropout(self) or self.drops_inputs()
-        return own or any(block.has_dropout() for block in self.predicting_blocks())
+        in_layers = TransformerConfig.has_dropout(self) or self.drops_inputs()
+        return in_layers or any(block.has_dropout() for block in self.predicting_blocks())
 
     def padded_vocabulary(self) -> int:
         """Rows of the embedding table."""
@@ -279,9 +279,9 @@ class DecoderConfig(AdaptedConfig, TransformerConfig, ModelConfig):
             raise UserError(f"{type(self).__name__} does not generate text: its layers read later tokens too")
         return stack_leaves(self.stack, self.hidden, tensor, self.memory_length())
 
-    def paged_requests(self, known: PagedRequest) -> tuple[PagedRequest, ...]:
+    def paged_requests(self, request: PagedRequest) -> tuple[PagedRequest, ...]:
         """Of its attention layers."""
-        return paged_requests(self.stack, self.hidden, known)
+        return paged_requests(self.stack, self.hidden, request)
 
     def sampler(self) -> str | None:
         """It continues a text."""
@@ -293,11 +293,11 @@ class DecoderConfig(AdaptedConfig, TransformerConfig, ModelConfig):
         yield from TransformerConfig.mesh_problems(self, sizes, sequence=sequence)
         if tensor > 1:
             if self.prediction is not None and self.hidden % tensor:
-                what = f"{self.hidden} is not divisible by parallel.tensor={tensor}, which cuts the matrices of "
-                yield Problem("hidden", f"{what}model.prediction")
+                message = f"{self.hidden} is not divisible by parallel.tensor={tensor}, which cuts the matrices of "
+                yield Problem("hidden", f"{message}model.prediction")
             if sequence and sizes["context"] == 1 and self.sequence_length % tensor:
-                what = f"{self.sequence_length} is not divisible by parallel.tensor={tensor}"
-                yield Problem("sequence_length", what, "needed with parallel.sequence=true")
+                message = f"{self.sequence_length} is not divisible by parallel.tensor={tensor}"
+                yield Problem("sequence_length", message, "needed with parallel.sequence=true")
         if cuts > 0 and self.padded_vocabulary() % cuts:
             yield Problem(
                 "vocabulary_multiple",

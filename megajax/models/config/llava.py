@@ -53,7 +53,7 @@ class ProjectorConfig(Builds):
     def facts(self, tower: int, hidden: int, share: float) -> tuple[tuple[Weight, ...], tuple[Matmul, ...]]:
         """Weights, and products on each position of a row. tower, hidden: widths; share: of positions it makes."""
         entry, ffn = tower * self.pixel_shuffle**2, self.width(hidden)
-        whole, output, names = Elements(whole=entry), Elements(whole=hidden), self.inner() if ffn else ()
+        input_side, output, names = Elements(whole=entry), Elements(whole=hidden), self.inner() if ffn else ()
         weights = [Weight(name, (entry, ffn), ("embed", "mlp")) for name in names]
         weights.append(Weight("down", (ffn or entry, hidden), ("mlp", "embed") if ffn else ("embed", None)))
         if self.bias:
@@ -61,8 +61,8 @@ class ProjectorConfig(Builds):
             weights.append(Weight("down_bias", (hidden,), (None,)))
         weights += norm_weights("norm", self.norm, entry)
         if not ffn:
-            return tuple(weights), (Matmul(inputs=whole, outputs=output, per_token=share),)
-        up = Matmul(inputs=whole, outputs=Elements(cut=len(names) * ffn), weights=len(names), per_token=share)
+            return tuple(weights), (Matmul(inputs=input_side, outputs=output, per_token=share),)
+        up = Matmul(inputs=input_side, outputs=Elements(cut=len(names) * ffn), weights=len(names), per_token=share)
         return tuple(weights), (up, Matmul(inputs=Elements(cut=ffn), outputs=output, per_token=share))
 
     def inner(self) -> tuple[str, ...]:
@@ -93,8 +93,8 @@ class LlavaConfig(DecoderConfig):
     def problems(self) -> list[Problem]:
         problems = DecoderConfig.problems(self)
         if not 0 <= self.image_token < self.vocabulary_size:
-            what = f"is {self.image_token}, outside the vocabulary of {self.vocabulary_size} ids"
-            problems.append(Problem("image_token", what))
+            message = f"is {self.image_token}, outside the vocabulary of {self.vocabulary_size} ids"
+            problems.append(Problem("image_token", message))
         if self.slots < 1:
             problems.append(Problem("slots", f"must be at least 1, got {self.slots}"))
         if self.prediction is not None:
@@ -102,20 +102,21 @@ class LlavaConfig(DecoderConfig):
         rows, columns = self.vision.grid()
         shuffle = self.projector.pixel_shuffle
         if shuffle > 1 and (rows % shuffle or columns % shuffle):
-            what = f"{shuffle} does not divide the {rows} x {columns} patches of an image"
-            problems.append(Problem("projector.pixel_shuffle", what))
+            message = f"{shuffle} does not divide the {rows} x {columns} patches of an image"
+            problems.append(Problem("projector.pixel_shuffle", message))
         elif shuffle > 1 and self.kept_class_tokens():
-            what = f"true, and projector.pixel_shuffle={shuffle} joins squares of patches: class tokens are in none"
-            problems.append(Problem("keep_class_tokens", what, "set it to false, or pixel_shuffle to 1"))
+            message = f"true, and projector.pixel_shuffle={shuffle} joins squares of patches: class tokens are in none"
+            problems.append(Problem("keep_class_tokens", message, "set it to false, or pixel_shuffle to 1"))
         elif shuffle > 0 and self.image_positions() >= self.sequence_length:
-            what = f"{self.sequence_length} has no room for the {self.image_positions()} positions of an image and text"
-            problems.append(Problem("sequence_length", what, "use longer rows or projector.pixel_shuffle"))
+            count = self.image_positions()
+            message = f"{self.sequence_length} has no room for the {count} positions of an image and text"
+            problems.append(Problem("sequence_length", message, "use longer rows or projector.pixel_shuffle"))
         elif shuffle > 0 and self.slots * self.image_positions() > self.sequence_length:
-            what = (
+            message = (
                 f"{self.slots} images of {self.image_positions()} positions do not fit rows of {self.sequence_length}"
             )
             most = self.sequence_length // self.image_positions()
-            problems.append(Problem("slots", what, f"use {most}, or a longer sequence_length"))
+            problems.append(Problem("slots", message, f"use {most}, or a longer sequence_length"))
         return problems
 
     def image_positions(self) -> int:
@@ -158,10 +159,12 @@ class LlavaConfig(DecoderConfig):
         """That of the tower too."""
         return DecoderConfig.has_dropout(self) or self.vision.has_dropout()
 
-    def kernel_choices(self, known: Request, device: Device | None) -> tuple[Choice[str], ...]:
+    def kernel_choices(self, request: Request, device: Device | None) -> tuple[Choice[str], ...]:
         """Those of the decoder, then those of the tower."""
-        seen = (choice._replace(place="vision self-attention") for choice in self.vision.kernel_choices(known, device))
-        return (*DecoderConfig.kernel_choices(self, known, device), *seen)
+        vision = (
+            choice._replace(place="vision self-attention") for choice in self.vision.kernel_choices(request, device)
+        )
+        return (*DecoderConfig.kernel_choices(self, request, device), *vision)
 
     def attention_name(self, stack: str, part: str) -> str:
         """The decoder's; the tower's is named beside it."""
@@ -182,8 +185,8 @@ class LlavaConfig(DecoderConfig):
 
     def refit(self, path: str, weight: Any, settings: Mapping[str, Any]) -> Any | None:
         """The tower's positions, of another LLaVA or of a ViT."""
-        own = "model.vision."
-        tower = {name.replace(own, "model."): value for name, value in settings.items() if name.startswith(own)}
+        prefix = "model.vision."
+        tower = {name.replace(prefix, "model."): value for name, value in settings.items() if name.startswith(prefix)}
         inside = path.removeprefix("vision.")
         return None if inside == path else self.vision.refit(inside, weight, tower or settings)
 

@@ -37,23 +37,23 @@ class T5Config(DecoderConfig):
             problems.append(Problem("encoder_length", f"must be at least 1, got {self.encoder_length}"))
         if self.prediction is not None:
             problems.append(Problem("prediction", "predicts further tokens of one section", "set it to none"))
-        for where, block in self.stack.written().items():
+        for setting, block in self.stack.written().items():
             if not isinstance(block, CrossBlockConfig):
-                what = "does not read the encoder: the blocks of the decoder are CrossBlockConfigs"
-                problems.append(Problem(f"stack.{where}", what))
-        for where, mixer in self.own_mixers("encoder").items():
+                message = "does not read the encoder: the blocks of the decoder are CrossBlockConfigs"
+                problems.append(Problem(f"stack.{setting}", message))
+        for setting, mixer in self.own_mixers("encoder").items():
             if getattr(mixer, "causal", False):
-                problems.append(Problem(f"{where}.causal", "hides later tokens from the encoder", "set it to false"))
+                problems.append(Problem(f"{setting}.causal", "hides later tokens from the encoder", "set it to false"))
         return problems + self._relative_problems()
 
     def _relative_problems(self) -> list[Problem]:
         """Relative biases tell later keys from earlier ones in the encoder alone."""
         problems = []
-        for where, mixer in self.own_mixers("encoder", "stack").items():
-            relative, reads = getattr(mixer, "relative", None), where.startswith("encoder")
+        for setting, mixer in self.own_mixers("encoder", "stack").items():
+            relative, reads = getattr(mixer, "relative", None), setting.startswith("encoder")
             if relative is not None and relative.both_ways != reads:
-                what = "is needed where tokens see later ones" if reads else "has buckets for later tokens, unseen"
-                problems.append(Problem(f"{where}.relative.both_ways", what, f"set it to {str(reads).lower()}"))
+                message = "is needed where tokens see later ones" if reads else "has buckets for later tokens, unseen"
+                problems.append(Problem(f"{setting}.relative.both_ways", message, f"set it to {str(reads).lower()}"))
         return problems
 
     def stacks(self) -> Mapping[str, StackConfig | SegmentsConfig]:
@@ -62,7 +62,7 @@ class T5Config(DecoderConfig):
 
     def named_blocks(self) -> dict[str, AnyBlockConfig]:
         """Those of the encoder too."""
-        encoder = {f"encoder.{where}": block for where, block in self.encoder.written().items()}
+        encoder = {f"encoder.{setting}": block for setting, block in self.encoder.written().items()}
         return DecoderConfig.named_blocks(self) | encoder
 
     def named_stacks(self) -> dict[str, StackConfig | SegmentsConfig]:
@@ -73,9 +73,9 @@ class T5Config(DecoderConfig):
         """Tokens of a row of the encoder or of the decoder."""
         return self.encoder_length if setting.startswith("encoder") else self.sequence_length
 
-    def known_rows(self, stack: str, known: Request) -> Request:
+    def known_rows(self, stack: str, request: Request) -> Request:
         """Keys of another sequence are the encoder's."""
-        return replace(DecoderConfig.known_rows(self, stack, known), key_length=self.encoder_length)
+        return replace(DecoderConfig.known_rows(self, stack, request), key_length=self.encoder_length)
 
     def attention_name(self, stack: str, part: str) -> str:
         """Of three kinds."""
@@ -93,11 +93,11 @@ class T5Config(DecoderConfig):
     def schema(self) -> dict[str, Leaf]:
         """What the encoder reads, and the tokens that the decoder continues."""
         ids = Leaf("int32", (self.sequence_length,), ("seq",), below=self.vocabulary_size)
-        read = replace(ids, shape=(self.encoder_length,))
+        encoder_ids = replace(ids, shape=(self.encoder_length,))
         # segment_ids: 1 for tokens, 0 for the padding after them, which nothing attends to.
         return {
-            "encoder_tokens": read,
-            "encoder_segment_ids": replace(read, below=None),
+            "encoder_tokens": encoder_ids,
+            "encoder_segment_ids": replace(encoder_ids, below=None),
             "tokens": ids,
             "labels": ids,
             "loss_mask": Leaf("float32", ids.shape, ids.axes),
@@ -108,8 +108,8 @@ class T5Config(DecoderConfig):
         """What is wrong with both sections on a mesh. sizes: mesh axis -> devices; sequence: sequence parallelism."""
         yield from DecoderConfig.mesh_problems(self, sizes, sequence=sequence)
         if sequence and self.encoder_length % sizes["tensor"]:
-            what = f"{self.encoder_length} is not divisible by parallel.tensor={sizes['tensor']}"
-            yield Problem("encoder_length", what, "needed with parallel.sequence=true")
+            message = f"{self.encoder_length} is not divisible by parallel.tensor={sizes['tensor']}"
+            yield Problem("encoder_length", message, "needed with parallel.sequence=true")
 
     def head_facts(self) -> HeadFacts:
         """As of a decoder, with a bias for each token."""

@@ -56,18 +56,22 @@ class TransformerConfig:
 
     def named_blocks(self) -> dict[str, AnyBlockConfig]:
         """Setting -> block, of each that is written in the config."""
-        return {f"stack.{where}": block for where, block in self.stack.written().items()}
+        return {f"stack.{setting}": block for setting, block in self.stack.written().items()}
 
     def own_mixers(self, *below: str) -> dict[str, Any]:
         """Setting -> config, of each mixer that reads its block's own sequence. below: settings; none: everywhere."""
-        blocks = {where: block for where, block in self.named_blocks().items() if where.startswith(below or "")}
-        return {f"{where}.{name}": each for where, block in blocks.items() for name, each in block.own_mixers().items()}
+        blocks = {setting: block for setting, block in self.named_blocks().items() if setting.startswith(below or "")}
+        return {
+            f"{setting}.{name}": mixer
+            for setting, block in blocks.items()
+            for name, mixer in block.own_mixers().items()
+        }
 
     def mixers_of_whole_rows(self) -> dict[str, Any]:
         """Setting -> config, of each mixer that does not say that devices may hold parts of its rows."""
         return {
-            where: mixer
-            for where, mixer in self.own_mixers().items()
+            setting: mixer
+            for setting, mixer in self.own_mixers().items()
             if not (isinstance(mixer, MixesParts) and mixer.allows_context())
         }
 
@@ -78,11 +82,11 @@ class TransformerConfig:
     def shape_problems(self) -> list[Problem]:
         """What is wrong with the mixers of the blocks on rows of this length and width."""
         problems = []
-        for where, block in self.named_blocks().items():
+        for setting, block in self.named_blocks().items():
             for part, mixer in block.mixers().items():
                 if isinstance(mixer, Mixer):
-                    for problem in mixer.shape_problems(hidden=self.hidden, length=self.length_of(where)):
-                        problems.append(Problem(f"{where}.{part}.{problem.setting}", problem.message, problem.hint))
+                    for problem in mixer.shape_problems(hidden=self.hidden, length=self.length_of(setting)):
+                        problems.append(Problem(f"{setting}.{part}.{problem.setting}", problem.message, problem.hint))
         return problems
 
     def recompute_problems(self) -> list[Problem]:
@@ -91,19 +95,19 @@ class TransformerConfig:
         size = len(self.stack.pattern)
         if len(self.stack.parts()) > 1:
             if self.layers_per_checkpoint > 1:
-                what = f"{self.layers_per_checkpoint} of a segmented stack"
-                problems.append(Problem("layers_per_checkpoint", what, "use 1"))
+                message = f"{self.layers_per_checkpoint} of a segmented stack"
+                problems.append(Problem("layers_per_checkpoint", message, "use 1"))
             if self.recompute_layers is not None:
-                what = f"{self.recompute_layers} of a segmented stack"
-                problems.append(Problem("recompute_layers", what, "use none"))
+                message = f"{self.recompute_layers} of a segmented stack"
+                problems.append(Problem("recompute_layers", message, "use none"))
             return problems
         for name, count in (
             ("recompute_layers", self.recompute_layers),
             ("layers_per_checkpoint", self.layers_per_checkpoint if self.layers_per_checkpoint > 1 else None),
         ):
             if size and count is not None and count % size:
-                what = f"{count} cuts the stack's pattern of {size} blocks"
-                problems.append(Problem(name, what, f"use a multiple of {size}"))
+                message = f"{count} cuts the stack's pattern of {size} blocks"
+                problems.append(Problem(name, message, f"use a multiple of {size}"))
         return problems
 
     def recomputing(self) -> Recomputing:
@@ -115,45 +119,45 @@ class TransformerConfig:
             offload=self.offload,
         )
 
-    def with_recomputing(self, chosen: Recomputing) -> Self:
+    def with_recomputing(self, recomputing: Recomputing) -> Self:
         """The same model, whose layers save this."""
         return replace(
             self,
-            recompute=chosen.recompute,
-            recompute_layers=chosen.layers,
-            layers_per_checkpoint=chosen.layers_per_checkpoint,
-            offload=chosen.offload,
+            recompute=recomputing.recompute,
+            recompute_layers=recomputing.layers,
+            layers_per_checkpoint=recomputing.layers_per_checkpoint,
+            offload=recomputing.offload,
         )
 
     def parameter_count(self) -> ParameterCount:
         """Number of weights. Raises UserError where a layer has no facts."""
         return count_parameters(self)
 
-    def kernel_choices(self, known: Request, device: Device | None) -> tuple[Choice[str], ...]:
+    def kernel_choices(self, request: Request, device: Device | None) -> tuple[Choice[str], ...]:
         """The kernel of each layer that has one, and why not a faster one. device: None for any NVIDIA GPU.
 
-        known: what is known of the run. Raises UserError for a kernel asked for by name that is not available.
+        request: facts of the run. Raises UserError for a kernel chosen by name that is not available.
         """
         choices = []
         for name, stack in self.named_stacks().items():
-            rows = self.known_rows(name, known)
+            rows = self.known_rows(name, request)
             # Of equal blocks, the first.
-            written = {block: where for where, block in reversed(stack.written().items())}
+            settings = {block: setting for setting, block in reversed(stack.written().items())}
             for block in stack.pattern:
                 for part, layer in block.with_kernels().items():
-                    where = f"model.{name}.{written[block]}.{part}.kernel"
-                    choice = layer.kernel_choice(self.hidden, rows, device, where)
+                    setting = f"model.{name}.{settings[block]}.{part}.kernel"
+                    choice = layer.kernel_choice(self.hidden, rows, device, setting)
                     choices.append(choice._replace(place=choice.place or self.attention_name(name, part)))
         return tuple(choices)
 
     def with_kernels(self, names: Sequence[str]) -> Self:
         """The same model with these kernels in the layers of `kernel_choices`."""
-        chosen, stacks = iter(names), {}
+        remaining, stacks = iter(names), {}
         for name, stack in self.named_stacks().items():
             blocks = []
             for block in stack.pattern:
                 layers = block.with_kernels().items()
-                blocks.append(replace(block, **{part: each.with_kernel(next(chosen)) for part, each in layers}))
+                blocks.append(replace(block, **{part: layer.with_kernel(next(remaining)) for part, layer in layers}))
             stacks[name] = stack.with_pattern(blocks)
         return replace(self, **stacks)
 
@@ -166,11 +170,11 @@ class TransformerConfig:
         del setting
         return self.positions()
 
-    def known_rows(self, stack: str, known: Request) -> Request:
-        """`known`, with what is known of rows of these layers, a name of `named_stacks`."""
+    def known_rows(self, stack: str, request: Request) -> Request:
+        """The request, with the facts of rows of these layers. stack: a name of `named_stacks`."""
         padded = self.pads_rows()
-        documents = known.documents and not padded
-        return replace(known, length=self.length_of(stack), documents=documents, padded=padded)
+        documents = request.documents and not padded
+        return replace(request, length=self.length_of(stack), documents=documents, padded=padded)
 
     def attention_name(self, stack: str, part: str) -> str:
         """What the banner calls this part of the blocks of a stack; "" for a model with one kind of attention."""
@@ -184,8 +188,8 @@ class TransformerConfig:
     def parallel_problems(self, parallel: ParallelConfig, shards: int | None) -> Iterator[Problem]:
         """Sizes that the mesh does not divide, and recomputation that does not fit it."""
         sizes = {axis: getattr(parallel, axis) or 1 for axis in MESH_AXES}
-        whole = sizes["tensor"] if parallel.expert_tensor == "whole" else 1
-        sizes |= {"experts": sizes["expert"] * whole, "expert_mlp": sizes["tensor"] // whole}
+        list_shards = sizes["tensor"] if parallel.expert_tensor == "whole" else 1
+        sizes |= {"experts": sizes["expert"] * list_shards, "expert_mlp": sizes["tensor"] // list_shards}
         ring = sizes["context"] // parallel.exchanging() if "ring" in parallel.context_strategy else 1
         sizes |= {"exchanging": parallel.exchanging(), "ring": ring}
         yield from self.mesh_problems(sizes, sequence=parallel.sequence)
@@ -226,14 +230,14 @@ class TransformerConfig:
     def matmul_sides(self, tensor: int) -> Iterator[Side]:
         """Sides of the matrices of the stack on one device."""
         yield Side("hidden", "", self.hidden)
-        for where, block in self.stack.written().items():
+        for setting, block in self.stack.written().items():
             for side in block.matmul_sides(self.hidden, tensor):
-                yield side._replace(where=f"stack.{where}.{side.where}")
+                yield side._replace(where=f"stack.{setting}.{side.where}")
 
     def mesh_problems(self, sizes: Mapping[str, int], *, sequence: bool) -> Iterator[Problem]:
         """What is wrong with the blocks on a mesh. sizes: mesh axis -> devices; sequence: sequence parallelism."""
         del sequence
         if max(sizes["tensor"], sizes["expert"], sizes["context"]) > 1:
-            for where, block in self.named_blocks().items():
+            for setting, block in self.named_blocks().items():
                 for problem in block.mesh_problems(sizes):
-                    yield replace(problem, setting=f"{where}.{problem.setting}")
+                    yield replace(problem, setting=f"{setting}.{problem.setting}")

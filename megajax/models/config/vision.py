@@ -86,9 +86,9 @@ class VisionTowerConfig(Builds, TransformerConfig):
         if problems:
             return problems
         problems += [*self._image_problems(), *self.recompute_problems(), *self.shape_problems()]
-        for where, mixer in self.own_mixers().items():
+        for setting, mixer in self.own_mixers().items():
             if getattr(mixer, "causal", False):
-                problems.append(Problem(f"{where}.causal", "hides later patches", "set it to false"))
+                problems.append(Problem(f"{setting}.causal", "hides later patches", "set it to false"))
         return problems
 
     def _image_problems(self) -> list[Problem]:
@@ -97,13 +97,13 @@ class VisionTowerConfig(Builds, TransformerConfig):
             size = getattr(self, name)
             if size % self.patch:
                 below = size // self.patch * self.patch
-                near = " or ".join(str(pixels) for pixels in (below, below + self.patch) if pixels)
-                problems.append(Problem(name, f"{size} is not divisible by patch={self.patch}", f"use {near}"))
+                sizes = " or ".join(str(pixels) for pixels in (below, below + self.patch) if pixels)
+                problems.append(Problem(name, f"{size} is not divisible by patch={self.patch}", f"use {sizes}"))
         for name, low in (("mean", -inf), ("deviation", 0.0)):
             values = getattr(self, name)
             if len(values) != CHANNELS or not all(low < value < inf for value in values):
-                what = f"must be {CHANNELS} numbers{' above 0' * (low == 0)}, one for each channel, got {values}"
-                problems.append(Problem(name, what))
+                message = f"must be {CHANNELS} numbers{' above 0' * (low == 0)}, one for each channel, got {values}"
+                problems.append(Problem(name, message))
         return problems
 
     def image_leaf(self) -> Leaf:
@@ -135,9 +135,9 @@ class VisionTowerConfig(Builds, TransformerConfig):
         """Whether there are such positions."""
         return self.padding() > 0
 
-    def known_rows(self, stack: str, known: Request) -> Request:
+    def known_rows(self, stack: str, request: Request) -> Request:
         """An image is one document."""
-        return replace(TransformerConfig.known_rows(self, stack, known), documents=False)
+        return replace(TransformerConfig.known_rows(self, stack, request), documents=False)
 
     def patch_size(self) -> int:
         """Numbers in a patch."""
@@ -188,6 +188,6 @@ class VisionTowerConfig(Builds, TransformerConfig):
         yield from TransformerConfig.mesh_problems(self, sizes, sequence=sequence)
         tensor = sizes["tensor"]
         if sequence and self.positions() % tensor:
-            what = f"pads rows to {self.positions()} positions, which parallel.tensor={tensor} does not divide"
+            message = f"pads rows to {self.positions()} positions, which parallel.tensor={tensor} does not divide"
             multiple = lcm(self.positions_multiple, tensor)
-            yield Problem("positions_multiple", what, f"with parallel.sequence=true, use {multiple}")
+            yield Problem("positions_multiple", message, f"with parallel.sequence=true, use {multiple}")

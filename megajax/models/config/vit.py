@@ -91,8 +91,8 @@ class AttentionPoolingConfig(Builds):
 
     def matmuls(self, tower: VisionTowerConfig) -> tuple[Matmul, ...]:
         """Products for each image: keys and values of all positions, the rest of one."""
-        hidden, read = tower.hidden, tower.used_positions()
-        return (*self.attention.matmuls_reading(hidden, read), *self.mlp.matmuls(hidden))
+        hidden, positions = tower.hidden, tower.used_positions()
+        return (*self.attention.matmuls_reading(hidden, positions), *self.mlp.matmuls(hidden))
 
     def pairs(self, tower: VisionTowerConfig) -> int:
         """Multiply-adds of scores and values of all positions."""
@@ -163,8 +163,8 @@ class SegmenterConfig(Builds):
     def problems(self) -> list[Problem]:
         problems = above_zero(classes=self.classes) + below_one(label_smoothing=self.label_smoothing)
         if self.classes > IGNORED:
-            what = f"{self.classes} are too many: {IGNORED} is the class of pixels that do not count"
-            problems.append(Problem("classes", what, f"use at most {IGNORED}"))
+            message = f"{self.classes} are too many: {IGNORED} is the class of pixels that do not count"
+            problems.append(Problem("classes", message, f"use at most {IGNORED}"))
         return problems
 
     def tower_problems(self, tower: VisionTowerConfig) -> Iterator[Problem]:
@@ -210,7 +210,7 @@ class ViTConfig(AdaptedConfig, VisionTowerConfig, ModelConfig):  # ty: ignore[in
         problems = VisionTowerConfig.problems(self)
         if problems or self.head.problems():
             return problems
-        return [replace(each, setting=f"head.{each.setting}") for each in self.head.tower_problems(self)]
+        return [replace(problem, setting=f"head.{problem.setting}") for problem in self.head.tower_problems(self)]
 
     def has_dropout(self) -> bool:
         """Whether training draws random numbers."""

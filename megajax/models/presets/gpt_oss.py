@@ -49,5 +49,5 @@ def gpt_oss(
         ),
         norm=RMSNormConfig(),
     )
-    near = replace(block, mixer=replace(full, window=window - 1))
-    return decoder(row, near, block, sequence_length=sequence_length, vocabulary_size=vocabulary_size)
+    windowed = replace(block, mixer=replace(full, window=window - 1))
+    return decoder(row, windowed, block, sequence_length=sequence_length, vocabulary_size=vocabulary_size)

@@ -51,8 +51,10 @@ class HybridPattern(NamedTuple):
         if "" in chunks:
             raise UserError(f"the hybrid pattern {text!r}: chunk {chunks.index('') + 1} of {len(chunks)} has no layers")
         if ahead and (len(set(ahead)) > 1 or not ahead[0] or CHUNK in ahead[0]):
-            what = "the layers after each / are those of one head, without |, and all heads have the same"
-            raise UserError(f"the hybrid pattern {text!r}: {what}; got {' and '.join(map(repr, dict.fromkeys(ahead)))}")
+            message = "the layers after each / are those of one head, without |, and all heads have the same"
+            raise UserError(
+                f"the hybrid pattern {text!r}: {message}; got {' and '.join(map(repr, dict.fromkeys(ahead)))}"
+            )
         return cls(text, chunks, ahead[0] if ahead else "", len(ahead))
 
     @property
@@ -65,7 +67,7 @@ class HybridPattern(NamedTuple):
         for place, letter in enumerate(self.text, start=1):
             if letter not in blocks and letter not in (CHUNK, AHEAD):
                 meaning = f" ({SYMBOLS[letter]})" if letter in SYMBOLS else ""
-                legal = ", ".join(f"{each} ({SYMBOLS[each]})" if each in SYMBOLS else each for each in blocks)
+                legal = ", ".join(f"{symbol} ({SYMBOLS[symbol]})" if symbol in SYMBOLS else symbol for symbol in blocks)
                 raise UserError(
                     f"the hybrid pattern {self.text!r}: there is no block for {letter!r}{meaning} at position {place}; "
                     f"letters with one: {legal}; | ends a chunk of a pipeline, / begins a head that predicts further"
@@ -81,9 +83,9 @@ def hybrid_stack(pattern: str, blocks: Mapping[str, AnyBlockConfig]) -> StackCon
     parsed.demand_known(blocks)
     layers = [blocks[letter] for letter in parsed.layers]
     stack, segments = StackConfig.of(layers), SegmentsConfig.of(layers)
-    whole = all(len(chunk) % len(stack.pattern) == 0 for chunk in parsed.chunks)
+    chunks_fit = all(len(chunk) % len(stack.pattern) == 0 for chunk in parsed.chunks)
     compiled = sum(len(part.pattern) for part in segments.parts())
-    return stack if whole and stack.repeats > 1 and len(stack.pattern) <= compiled else segments
+    return stack if chunks_fit and stack.repeats > 1 and len(stack.pattern) <= compiled else segments
 
 
 def hybrid_pipeline(pattern: str, stack: StackConfig | SegmentsConfig, stages: int) -> dict[str, Any]:

@@ -72,8 +72,9 @@ def t5_v1_1(
     """
     row = pick("t5_v1_1", T5_V1_1, size)
     mlp, norm = GatedMLPConfig(ffn=row.ffn, activation="gelu_tanh"), RMSNormConfig()
-    own: dict[str, Any] = {"vocabulary_size": vocabulary_size, "dropout": dropout, "tied": False, "head_bias": False}
-    return _t5(row, mlp, norm, encoder_length, sequence_length, **own)
+    untied: dict[str, Any] = {"tied": False, "head_bias": False}
+    lengths, sizes = (encoder_length, sequence_length), {"vocabulary_size": vocabulary_size, "dropout": dropout}
+    return _t5(row, mlp, norm, *lengths, **sizes, **untied)
 
 
 def _t5(
