@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from megajax.checkpoint.boundary import Appointment, StepBoundary
+from megajax.checkpoint.boundary import DelayedAgreement, StepBoundary
 from megajax.checkpoint.failures import CheckpointError
 from megajax.checkpoint.manager import CheckpointManager, SaveReport
 from megajax.config.errors import UserError
@@ -47,27 +47,27 @@ class Save:
     """Last step that was saved."""
     _retries: int = 0
     """Retries of the current save."""
-    _appointment: Appointment | None = None
+    _agreement: DelayedAgreement | None = None
     _agreed: bool = False
-    """Whether this is the boundary of the appointment."""
+    """Whether this is the boundary of the agreement."""
     _finishing: bool = False
     """Whether no step follows."""
     _end: SavesFailed | None = field(default=None, repr=False)
 
     def due(self, step: int) -> bool:
         self._agreed = self.boundary.reached(step)
-        if self._appointment is not None and self._appointment.error is not None:
-            raise self._appointment.error
+        if self._agreement is not None and self._agreement.error is not None:
+            raise self._agreement.error
         return self._agreed or self.manager.due(step, self.total)
 
     def __call__(self, run: Run, step: int) -> None:
         """Save, unless a retry is scheduled. Raises SavesFailed if too many saves failed."""
         self._wait()
         if self._agreed:
-            self._keep_appointment(hurry=True)
+            self._complete_agreement(hurry=True)
         # All processes schedule the same retries: each knows whether the last save failed, and none is past the
         # boundary that they agree on.
-        if self._appointment is None:
+        if self._agreement is None:
             self._begin(run, step)
 
     def committed(self) -> None:
@@ -116,8 +116,8 @@ class Save:
     def _settle(self, *, hurry: bool) -> None:
         """Wait for the current save and, if it failed, until its retry. hurry: don't wait until the retry."""
         self._wait()
-        if self._appointment is not None:
-            self._keep_appointment(hurry=hurry or self._end is not None)
+        if self._agreement is not None:
+            self._complete_agreement(hurry=hurry or self._end is not None)
 
     def _wait(self) -> None:
         try:
@@ -126,11 +126,11 @@ class Save:
             self._note_failure(error)
         self.committed()
 
-    def _keep_appointment(self, *, hurry: bool) -> None:
+    def _complete_agreement(self, *, hurry: bool) -> None:
         """Called at the agreed boundary, or at the end of training, which is the same for all processes."""
-        appointment, self._appointment, self._agreed = self._appointment, None, False
-        if appointment is not None:
-            appointment.over(hurry=hurry)
+        agreement, self._agreement, self._agreed = self._agreement, None, False
+        if agreement is not None:
+            agreement.wait(skip_delay=hurry)
             self.boundary.cancel()
         if self._end is not None:
             raise self._end
@@ -155,7 +155,7 @@ class Save:
             self._retries += 1
             self.event("save_retried", step=error.step, why=error.reason, attempt=self._retries, wait_seconds=wait)
             self.say(f"{error}; retry {self._retries} of {cfg.retries} in {wait:g} s, with the state at that time")
-            self._appointment = Appointment(self.boundary, wait)
+            self._agreement = DelayedAgreement(self.boundary, wait)
             return
         self._retries = 0
         self.failures += 1
@@ -167,7 +167,7 @@ class Save:
         if last:
             why = "at the end of training" if self._finishing else f"checkpoint.failed_saves={cfg.failed_saves}"
             self._end = SavesFailed(f"{error}\n{times} ({why}). {self._remedy()}")
-            self._appointment = Appointment(self.boundary, 0.0)
+            self._agreement = DelayedAgreement(self.boundary, 0.0)
         else:
             self.say(f"WARNING: {error}; {times}, {following}. {self._remedy()}")
 

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from megajax.checkpoint.boundary import Appointment, StepBoundary
+from megajax.checkpoint.boundary import DelayedAgreement, StepBoundary
 from megajax.checkpoint.peers import Peers
 
 PATIENCE = 60.0
@@ -58,7 +58,7 @@ def test_all_agree_on_one_step_and_none_waits_for_ever(seed):
             if boundary.reached(step):
                 agreed[index].append(step)
             if step == noticed[index]:
-                Appointment(boundary, delays[index])
+                DelayedAgreement(boundary, delays[index])
 
     threads = [threading.Thread(target=process, args=(index,), daemon=True) for index in range(count)]
     for thread in threads:
@@ -72,9 +72,9 @@ def test_all_agree_on_one_step_and_none_waits_for_ever(seed):
 
 def test_alone_it_is_the_next_step():
     boundary = StepBoundary(Peers(), 7)
-    appointment = Appointment(boundary, 1000.0)
+    agreement = DelayedAgreement(boundary, 1000.0)
     assert not boundary.reached(8)
-    appointment.over(hurry=True)
+    agreement.wait(skip_delay=True)
     assert boundary.reached(9) and not boundary.reached(10)
     boundary.agree()
     boundary.cancel()
@@ -89,7 +89,7 @@ def test_an_agreement_that_fails_holds_no_step_up():
             raise RuntimeError("the coordination service is gone")
 
     boundary = StepBoundary(Broken(), 0)
-    appointment = Appointment(boundary, 0.0)
+    agreement = DelayedAgreement(boundary, 0.0)
     with pytest.raises(RuntimeError, match="is gone"):
-        appointment.over(hurry=False)
+        agreement.wait(skip_delay=False)
     assert not boundary.reached(1)
