@@ -24,10 +24,10 @@ type Tree = Any
 def named_leaves(tree: Tree) -> dict[str, Any]:
     """Dotted name -> leaf. Raises ValueError if two leaves have the same name."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    named = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
-    if len(named) != len(leaves):
+    leaf_by_name = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+    if len(leaf_by_name) != len(leaves):
         raise ValueError("two leaves of the state have the same dotted name")
-    return named
+    return leaf_by_name
 
 
 def _stored(leaf: Any) -> bool:
@@ -37,7 +37,7 @@ def _stored(leaf: Any) -> bool:
 
 def _context(partial: bool = False) -> ocp.Context:
     context = ocp.Context()
-    # zstd shrinks float32 weights and moments by 8 % only, and takes several times as long (benchmarks/checkpoint.py).
+    # zstd shrinks float32 weights and moments by only 8 %, and takes several times as long (benchmarks/checkpoint.py).
     context.array.saving.use_compression = False
     # A restore passes its own shardings, so those of the saving run are not needed.
     context.array.saving.enable_write_sharding_file = False
@@ -46,12 +46,12 @@ def _context(partial: bool = False) -> ocp.Context:
 
 
 def flatten(state: Tree) -> dict[str, jax.Array]:
-    """The arrays to store, by name. Raises TypeError if a leaf is no jax.Array, ValueError if names collide."""
-    named = named_leaves(state)
-    others = [name for name, leaf in named.items() if not isinstance(leaf, jax.Array)]
-    if others:
-        raise TypeError(f"a checkpoint holds jax.Arrays only, but {', '.join(others[:5])} are something else")
-    return {name: leaf for name, leaf in named.items() if _stored(leaf)}
+    """The arrays to store, by name. Raises TypeError if a leaf is not a jax.Array, ValueError if names collide."""
+    leaves = named_leaves(state)
+    non_arrays = [name for name, leaf in leaves.items() if not isinstance(leaf, jax.Array)]
+    if non_arrays:
+        raise TypeError(f"a checkpoint holds only jax.Arrays, but {', '.join(non_arrays[:5])} have another type")
+    return {name: leaf for name, leaf in leaves.items() if _stored(leaf)}
 
 
 def _is_not_raised(record: logging.LogRecord) -> bool:
@@ -59,33 +59,33 @@ def _is_not_raised(record: logging.LogRecord) -> bool:
     return "_SignalingThread.run() raised an exception" not in record.getMessage()
 
 
-class _WithoutLateCallbacks:
-    """sys.excepthook without errors of TensorStore's callbacks, which call an event loop that Orbax has closed.
+class _IgnoreLateCallbacks:
+    """sys.excepthook that ignores errors of TensorStore callbacks on an event loop that Orbax has closed.
 
-    Orbax closes it at the first error of a save, which is raised here; the others say nothing new.
+    Orbax closes the loop at the first error of a save, and that error is raised by the save itself.
     """
 
-    def __init__(self, former: Callable[..., Any]):
-        self._former = former
+    def __init__(self, previous_hook: Callable[..., Any]):
+        self._previous_hook = previous_hook
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        # The outermost frame of a callback from C++; anybody else's call has a caller.
+        # The outermost frame of a callback from C++; a call from Python has a caller.
         outermost = "" if trace is None else trace.tb_frame.f_code.co_name
         if not (outermost == "call_soon_threadsafe" and str(error) == "Event loop is closed"):
-            self._former(kind, error, trace)
+            self._previous_hook(kind, error, trace)
 
 
-def start_writing(path: Path, named: Mapping[str, jax.Array]) -> Any:
+def start_writing(path: Path, arrays: Mapping[str, jax.Array]) -> Any:
     """Copies arrays to host memory, then writes them to the new folder `path` in the background.
 
     The arrays may be donated as soon as it returns. Called by all processes; each writes its own shards.
     Returns a response whose `result(timeout)` waits until all processes have written, and raises their errors.
     """
     logging.getLogger("absl").addFilter(_is_not_raised)  # adding the same filter again has no effect
-    if not isinstance(sys.excepthook, _WithoutLateCallbacks):
-        sys.excepthook = _WithoutLateCallbacks(sys.excepthook)
+    if not isinstance(sys.excepthook, _IgnoreLateCallbacks):
+        sys.excepthook = _IgnoreLateCallbacks(sys.excepthook)
     with _context():
-        return ocp.save_async(str(path), dict(named))
+        return ocp.save_async(str(path), dict(arrays))
 
 
 def stored_shapes(path: Path) -> dict[str, tuple[tuple[int, ...], jnp.dtype]]:
@@ -94,7 +94,7 @@ def stored_shapes(path: Path) -> dict[str, tuple[tuple[int, ...], jnp.dtype]]:
 
 
 def _differences(
-    stored: Mapping[str, tuple[tuple[int, ...], jnp.dtype]], wanted: Mapping[str, Any], *, partial: bool
+    stored: Mapping[str, tuple[tuple[int, ...], jnp.dtype]], expected: Mapping[str, Any], *, partial: bool
 ) -> list[tuple[str, str, str, str]]:
     """Table rows (name, kind of difference, in the checkpoint, in this run)."""
 
@@ -102,14 +102,14 @@ def _differences(
         return f"{jnp.dtype(dtype).name}[{', '.join(map(str, shape))}]"
 
     rows = []
-    for name in sorted(wanted.keys() | stored.keys()):
+    for name in sorted(expected.keys() | stored.keys()):
         if name not in stored:
-            rows.append((name, "missing", "-", show(wanted[name].shape, wanted[name].dtype)))
-        elif name not in wanted:
+            rows.append((name, "missing", "-", show(expected[name].shape, expected[name].dtype)))
+        elif name not in expected:
             if not partial:
                 rows.append((name, "extra", show(*stored[name]), "-"))
         else:
-            (shape, dtype), leaf = stored[name], wanted[name]
+            (shape, dtype), leaf = stored[name], expected[name]
             if shape != tuple(leaf.shape):
                 rows.append((name, "shape", show(shape, dtype), show(leaf.shape, leaf.dtype)))
             elif dtype != leaf.dtype and not (partial and _widens(dtype, leaf.dtype)):
@@ -118,52 +118,52 @@ def _differences(
 
 
 def _widens(dtype: Any, wide: Any) -> bool:
-    """Whether numbers of a dtype are the same in a wider one. Integers and 8-bit floats mean nothing without scales."""
+    """Whether a wider dtype holds all values of a dtype. False for 8-bit dtypes, which have separate scales."""
     plain = jnp.dtype(dtype).itemsize > 1 and jnp.issubdtype(dtype, jnp.floating) == jnp.issubdtype(wide, jnp.floating)
     return plain and jnp.promote_types(dtype, wide) == wide
 
 
 def _table(rows: list[tuple[str, str, str, str]], limit: int = 40) -> str:
-    shown = [("array", "fault", "in the checkpoint", "in this run"), *rows[:limit]]
-    widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
-    lines = ["  " + "  ".join(map(str.ljust, row, widths)) for row in shown]
+    table = [("array", "fault", "in the checkpoint", "in this run"), *rows[:limit]]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = ["  " + "  ".join(map(str.ljust, row, widths)) for row in table]
     if len(rows) > limit:
         lines.append(f"  ... and {len(rows) - limit} more")
     return "\n".join(line.rstrip() for line in lines)
 
 
 def demand_fit(
-    where: str,
+    checkpoint: str,
     stored: Mapping[str, tuple[tuple[int, ...], jnp.dtype]],
-    wanted: Mapping[str, Any],
+    expected: Mapping[str, Any],
     *,
     partial: bool = False,
 ) -> None:
     """Raises one UserError with a table if names, shapes or dtypes differ."""
-    rows = _differences(stored, wanted, partial=partial)
+    rows = _differences(stored, expected, partial=partial)
     if rows:
         raise UserError(
-            f"the checkpoint {where} does not fit this run: {len(rows)} of its arrays differ.\n{_table(rows)}\n"
+            f"the checkpoint {checkpoint} does not match this run: {len(rows)} arrays differ.\n{_table(rows)}\n"
             "Use the model and optimizer settings of the run that saved it, or start a new run."
         )
 
 
 def read(path: Path, like: Tree, *, partial: bool = False) -> Tree:
-    """Reads a tree with the layout of `like`; each process reads its own shards. The saving layout does not matter.
+    """Reads a tree with the layout of `like`, whatever layout it was saved with. Each process reads its own shards.
 
     like: jax.ShapeDtypeStructs with shardings (in a single process a missing sharding means the first device).
-    partial: `like` may be a part of the stored tree, in dtypes that hold all values of the stored ones.
+    partial: `like` may be a part of the stored tree, in the stored or wider dtypes.
     Raises one UserError with a table if names, shapes or dtypes differ.
     """
-    wanted = named_leaves(like)
-    to_load = {name: leaf for name, leaf in wanted.items() if _stored(leaf)}
+    expected = named_leaves(like)
+    to_load = {name: leaf for name, leaf in expected.items() if _stored(leaf)}
     demand_fit(str(path.parent), stored_shapes(path), to_load, partial=partial)
-    if jax.process_count() > 1 and any(leaf.sharding is None for leaf in wanted.values()):
+    if jax.process_count() > 1 and any(leaf.sharding is None for leaf in expected.values()):
         raise ValueError("with several processes every array to restore needs a sharding")
     first_device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     target = {
         name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding or first_device)
-        for name, leaf in wanted.items()
+        for name, leaf in expected.items()
     }
     with _context(partial):
         loaded = ocp.load(str(path), {name: target[name] for name in to_load})
@@ -172,4 +172,4 @@ def read(path: Path, like: Tree, *, partial: bool = False) -> Tree:
         for name, leaf in target.items()
         if name not in to_load
     }
-    return jax.tree.unflatten(jax.tree.structure(like), [{**loaded, **empty}[name] for name in wanted])
+    return jax.tree.unflatten(jax.tree.structure(like), [{**loaded, **empty}[name] for name in expected])

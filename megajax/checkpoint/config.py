@@ -96,14 +96,14 @@ class CheckpointConfig(Builds):
             if value is not None and value < minimum
         ]
         if self.load is not None and self.weights:
-            what = "says where weights come from, and so does load"
-            problems.append(Problem("weights", what, "set one of the two to none"))
+            message = "says where weights come from, and so does load"
+            problems.append(Problem("weights", message, "set one of the two to none"))
         if self.load is not None and self.sources() and self.step is not None:
-            what = f"is {self.step}, but weights come from what load names"
-            problems.append(Problem("step", what, "set load to one step, such as runs/a/checkpoints/00000100"))
+            message = f"is {self.step}, but weights come from what load names"
+            problems.append(Problem("step", message, "set load to one step, such as runs/a/checkpoints/00000100"))
         if self.load is None and self.parts == "weights":
             problems.append(Problem("parts", "is weights, but load names no run to take them from", "set load"))
         if not problems and self.every and self.keep_every and self.keep_every % self.every:
-            what = f"is {self.keep_every}, which is not a multiple of every = {self.every}"
-            problems.append(Problem("keep_every", what, "only steps that are saved can be kept"))
+            message = f"is {self.keep_every}, which is not a multiple of every = {self.every}"
+            problems.append(Problem("keep_every", message, "only steps that are saved can be kept"))
         return problems

@@ -23,7 +23,7 @@ def free_bytes(folder: Path) -> int | None:
 
 
 def demand_space(folder: Path, needed: int) -> None:
-    """Raises OSError if that many bytes certainly do not fit."""
+    """Raises OSError if fewer bytes than `needed` are free; does nothing if the free space is unknown."""
     free = free_bytes(folder)
     if free is not None and free < needed:
         sizes = f"{byte_size(needed)} are needed, {byte_size(free)} are free"
@@ -43,7 +43,7 @@ def probe(folder: Path) -> None:
 
 
 def flush_to_disk(path: Path) -> None:
-    """fsync of a file, or of a folder, which makes the names in it durable."""
+    """fsync of a file, or of a folder, which makes the entries of the folder durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -77,7 +77,7 @@ def write_durably(path: Path, text: str) -> None:
 
 
 def delete_folder(folder: Path, tries: int = 20) -> None:
-    """Tries more than once: a library may still write a file in the background."""
+    """Deletes a folder. Tries more than once, because a library may still write a file in the background."""
     for _ in range(tries):
         shutil.rmtree(folder, ignore_errors=True)
         if not folder.exists():

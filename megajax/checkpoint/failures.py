@@ -10,8 +10,8 @@ from megajax.config.errors import UserError
 from megajax.text import byte_size
 
 _KNOWN = (*disk.FULL, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS, errno.ESTALE, errno.EIO)
-"""Errors of files that are recognised in the messages of libraries, which raise no OSError."""
-LONGEST = 500
+"""Errors that are recognised in the messages of libraries that raise no OSError."""
+MAX_REASON_LENGTH = 500
 
 
 class CheckpointError(UserError):
@@ -25,7 +25,7 @@ class CheckpointError(UserError):
 
 
 class PartFailed(Exception):
-    """A part of a save failed in some process; the message is the reason, on one line."""
+    """A part of a save failed in a process; the message is the reason, on one line."""
 
 
 def reason(error: BaseException, path: Path, needed: int) -> str:
@@ -36,16 +36,16 @@ def reason(error: BaseException, path: Path, needed: int) -> str:
     while (inner := error.__cause__ or error.__context__) is not None:
         error = inner
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    number, named = _number(error, text), _named(error, text)
+    number, file = _error_number(error, text), _file_of_error(error, text)
     if number is None:
-        return f"{text[:LONGEST]} ({path.parent})"
+        return f"{text[:MAX_REASON_LENGTH]} ({path.parent})"
     if number in disk.FULL and (free := disk.free_bytes(path.parent)) is not None:
-        available = byte_size(free + _written(path))
+        available = byte_size(free + _disk_usage(path))
         return f"{path.parent} needs {byte_size(needed)}, {available} are free ({os.strerror(number)})"
-    return f"{named or path.parent}: {os.strerror(number)}"
+    return f"{file or path.parent}: {os.strerror(number)}"
 
 
-def _number(error: BaseException, text: str) -> int | None:
+def _error_number(error: BaseException, text: str) -> int | None:
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno
     if match := re.search(r"OS error (\d+)", text):
@@ -53,7 +53,7 @@ def _number(error: BaseException, text: str) -> int | None:
     return next((number for number in _KNOWN if os.strerror(number).lower() in text.lower()), None)
 
 
-def _named(error: BaseException, text: str) -> str | None:
+def _file_of_error(error: BaseException, text: str) -> str | None:
     """The file that an error is about."""
     if isinstance(error, OSError) and error.filename:
         return str(error.filename)
@@ -61,8 +61,8 @@ def _named(error: BaseException, text: str) -> str | None:
     return match[1] if match else None
 
 
-def _written(path: Path) -> int:
-    """Bytes of the unfinished step, which are free again when it is removed."""
+def _disk_usage(path: Path) -> int:
+    """Bytes that an unfinished step occupies, which removing it frees."""
     total = 0
     for root, _, names in os.walk(path):
         for name in names:

@@ -1,12 +1,12 @@
 """The checkpoints folder: the names of committed and other steps, and the writer's lock.
 
-00000100/                    a committed step; the name is only ever created by a rename
+00000100/                    a committed step; its folder gets this name by a rename only
 00000200.5f0c9a1e.saving/    being written by the attempt 5f0c9a1e; removed when the next writer takes the lock
-00000050.deleting/           being deleted: it is renamed first, then its files are removed
+00000050.deleting/           being deleted: renamed first, then removed
 00000150.damaged/            failed verification; kept for inspection, never loaded
 00000400.abandoned/          later than the step that a run was told to go back to
 lock                         locked by the writing run; the kernel releases it when process 0 dies
-lock.probe.3/                process 3 tries a write at the start of a run
+lock.probe.3/                trial write of process 3 at the start of a run
 """
 
 import errno
@@ -25,7 +25,7 @@ STEP = re.compile(r"\d{8,}")
 ARRAYS = "arrays"
 """Name of the folder of a step that Orbax writes and reads."""
 META = "meta.json"
-"""Name of the file of a step with everything but the arrays."""
+"""Name of the file of a step that holds everything but the arrays."""
 LOCK_TIMEOUT_SECONDS = 10.0
 _LOCKS_UNSUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 
@@ -76,7 +76,7 @@ def set_aside(folder: Path, step: int, suffix: str) -> Path:
 
 
 def delete_step(folder: Path, step: int) -> None:
-    """Renames the step, then deletes its files: if the process dies in between, nothing looks committed."""
+    """Renames the step, then deletes its files, so that a half-deleted step never looks committed."""
     shutil.rmtree(set_aside(folder, step, "deleting"))
 
 
@@ -90,7 +90,7 @@ def remove_unfinished(folder: Path) -> list[str]:
 
 
 def probe(folder: Path, process: int) -> None:
-    """Raises UserError if a process can't write here: before the first step, not at the first save."""
+    """Raises UserError if a process can't write here, so that a run fails at its start and not at its first save."""
     try:
         disk.probe(folder / f"lock.probe.{process}")
     except OSError as error:
@@ -107,17 +107,18 @@ def _unwritable(folder: Path, error: OSError) -> UserError:
 class WriterLock:
     """Exclusive write access to a checkpoints folder.
 
-    A POSIX record lock: it works over NFS, is released when the process dies, is not inherited by children, and the
-    same process may take it twice (a notebook that sets up a run again). File systems without locks are not protected.
+    A POSIX record lock: it works over NFS, is released when the process dies, and is not inherited by children. The
+    same process may acquire it twice (a notebook that sets up a run again). File systems without locks are not
+    protected.
     """
 
     def __init__(self, folder: Path):
-        """Creates the folder, takes the lock and calls `probe`. Raises UserError if one of them fails."""
+        """Creates the folder, acquires the lock and calls `probe`. Raises UserError if one of them fails."""
         self._descriptor: int | None = None
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
-            self._take(folder, self._descriptor)
+            self._acquire(folder, self._descriptor)
             os.ftruncate(self._descriptor, 0)
             os.pwrite(self._descriptor, f"{socket.gethostname()} pid {os.getpid()}\n".encode(), 0)
         except OSError as error:
@@ -129,7 +130,7 @@ class WriterLock:
             self.release()
             raise
 
-    def _take(self, folder: Path, descriptor: int) -> None:
+    def _acquire(self, folder: Path, descriptor: int) -> None:
         deadline = time.monotonic() + LOCK_TIMEOUT_SECONDS
         while True:
             try:

@@ -57,7 +57,7 @@ class Step:
 def survey(path: Path, verify: Callable[[int], bool] = lambda step: False) -> list[Step]:
     """All steps of a checkpoints folder, committed and others, sorted by step. Checks file sizes.
 
-    verify: for which steps to compare file contents with the manifest too, which reads all their files.
+    verify: whether to compare the file contents of a step with the manifest too, which reads all its files.
     Raises UserError if there are no steps.
     """
     steps = []
@@ -77,24 +77,24 @@ def survey(path: Path, verify: Callable[[int], bool] = lambda step: False) -> li
 
 def choose(path: Path, steps: list[Step], number: int | None) -> Step:
     """The step of that number, or the newest intact one. Raises UserError if it is missing or damaged."""
-    whole = [step for step in steps if step.state == WHOLE]
+    intact = [step for step in steps if step.state == WHOLE]
     if number is None:
-        if not whole:
+        if not intact:
             listed = "\n".join(f"  {step.name}: {'; '.join(step.faults[:3]) or step.state}" for step in steps)
-            raise UserError(f"none of the checkpoints in {path} is whole:\n{listed}")
-        return whole[-1]
-    hint = f"Whole steps: {', '.join(str(step.step) for step in whole) or 'none'}."
-    chosen = next((step for step in steps if step.name == folder.step_name(number)), None)
-    if chosen is None:
+            raise UserError(f"none of the checkpoints in {path} is intact:\n{listed}")
+        return intact[-1]
+    hint = f"Intact steps: {', '.join(str(step.step) for step in intact) or 'none'}."
+    committed = next((step for step in steps if step.name == folder.step_name(number)), None)
+    if committed is None:
         raise UserError(f"there is no checkpoint of step {number} in {path}.\n{hint}")
-    if chosen.state != WHOLE:
-        listed = "\n".join(f"  {fault}" for fault in chosen.faults)
-        raise UserError(f"checkpoint step {number} in {path} is damaged:\n{listed}\n{hint}")
-    return chosen
+    if committed.state != WHOLE:
+        faults = "\n".join(f"  {fault}" for fault in committed.faults)
+        raise UserError(f"checkpoint step {number} in {path} is damaged:\n{faults}\n{hint}")
+    return committed
 
 
 def describe(path: Path, step: int) -> tuple[dict[str, Any], StoredArrays]:
-    """The contents of a committed step as JSON values, null where it does not say; and its arrays.
+    """The contents of a committed step as JSON values, null where unknown; and its arrays.
 
     Raises UserError if its metadata is damaged.
     """
@@ -106,7 +106,7 @@ def describe(path: Path, step: int) -> tuple[dict[str, Any], StoredArrays]:
         source = StoredArrays(home / ARRAYS)
         config = yaml.safe_load(meta.get("config", "")) or {}
         if not isinstance(config, dict):
-            raise ValueError("its config is no mapping")
+            raise ValueError("its config is not a mapping")
         scalars = [name for name, array in source.arrays.items() if array.shape == () and "." not in name]
         counters = {name: source.value(name) for name in scalars}
     except (Damaged, OSError) as error:
@@ -132,7 +132,7 @@ def describe(path: Path, step: int) -> tuple[dict[str, Any], StoredArrays]:
 
 
 def _groups(arrays: Mapping[str, StoredArray]) -> dict[str, dict[str, int]]:
-    """First part of the arrays' names -> their number, elements and bytes."""
+    """First part of the arrays' names -> number of arrays, elements and bytes."""
     groups: dict[str, dict[str, int]] = {}
     for name, array in arrays.items():
         head, dot, _ = name.partition(".")
@@ -144,7 +144,7 @@ def _groups(arrays: Mapping[str, StoredArray]) -> dict[str, dict[str, int]]:
 
 
 def _aside(path: Path, step: int, state: str) -> Step:
-    """A folder that is not committed; its files may disappear in the meantime."""
+    """A folder that is not committed; its files may disappear while they are counted."""
     sizes, time = [], 0.0
     with suppress(FileNotFoundError):
         time = path.stat().st_mtime
@@ -164,8 +164,8 @@ def _committed(path: Path, step: int, verify: bool) -> Step:
         return replace(_aside(path, step, DAMAGED), verified=verify, faults=(str(error),))
     faults = integrity.wrong_sizes(path, entries, sorted(entries))
     if verify:
-        bad = {fault.name for fault in faults}
-        faults += integrity.wrong_contents(path, entries, [name for name in sorted(entries) if name not in bad])
+        wrong_names = {fault.name for fault in faults}
+        faults += integrity.wrong_contents(path, entries, [name for name in sorted(entries) if name not in wrong_names])
     try:
         time = json.loads((path / COMMITTED_AT).read_text(encoding="utf-8"))["commit_timestamp_nsecs"] / 1e9
     except (OSError, ValueError, KeyError, TypeError):

@@ -47,19 +47,19 @@ def hash_files(folder: Path, names: Iterable[str]) -> Entries:
 
 
 def in_threads[T, R](work: Callable[[T], R], items: Iterable[T]) -> list[R]:
-    """work of each item. hashlib releases the GIL, so files are hashed in parallel and the training loop continues."""
+    """Applies `work` to each item in threads. hashlib releases the GIL, so hashing does not block the training loop."""
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         return list(pool.map(work, items))
 
 
 def seal(document: Mapping[str, Any]) -> str:
-    """The SHA-256 of a JSON document, which it carries itself."""
+    """The SHA-256 of a JSON document, to be stored in the document itself."""
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
 
 
-def complete_step(folder: Path, known: Entries | None = None) -> int:
-    """Hashes the files of a step that are not `known`, and writes its manifest, all durably -> bytes of its files."""
-    entries = dict(known or {})
+def complete_step(folder: Path, hashed: Entries | None = None) -> int:
+    """Hashes the files of a step that are not in `hashed`, and writes its manifest durably -> bytes of all files."""
+    entries = dict(hashed or {})
     entries |= hash_files(folder, [name for name in disk.files_below(folder) if name not in entries])
     for root, _, _ in os.walk(folder):
         disk.flush_to_disk(Path(root))
@@ -99,10 +99,10 @@ class Fault(NamedTuple):
 
     name: str
     """Path in the step's folder."""
-    what: str
+    reason: str
 
     def __str__(self) -> str:
-        return f"{self.name}: {self.what}"
+        return f"{self.name}: {self.reason}"
 
 
 def wrong_sizes(folder: Path, entries: Entries, names: Iterable[str]) -> list[Fault]:
@@ -140,8 +140,8 @@ def verify(folder: Path, entries: Entries, names: Iterable[str] | None = None) -
 
     names: the files to check (default: all), so that processes can divide the work.
     """
-    chosen = sorted(entries if names is None else names)
-    faults = wrong_sizes(folder, entries, chosen) or wrong_contents(folder, entries, chosen)
+    selected = sorted(entries if names is None else names)
+    faults = wrong_sizes(folder, entries, selected) or wrong_contents(folder, entries, selected)
     if faults:
         more = f" (and {len(faults) - 3} more)" if len(faults) > 3 else ""
         raise Damaged("; ".join(map(str, faults[:3])) + more)

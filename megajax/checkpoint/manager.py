@@ -41,7 +41,7 @@ class SaveReport(NamedTuple):
 
     step: int
     blocking_seconds: float
-    """How long the caller of `save` waited, including for an earlier save."""
+    """How long `save` took, including waiting for an earlier save."""
     total_seconds: float
     """From the call to the commit, including hashing."""
     bytes: int
@@ -59,22 +59,22 @@ class _Save(NamedTuple):
     peers: Peers
     started: float
     bytes: int
-    """Of its arrays."""
+    """Total size of the arrays."""
 
 
 type Background = Callable[[int], AbstractContextManager[Any]]
-"""Step -> the block in which it is written in the background: for those who watch over threads."""
+"""Step -> context manager that is entered while the step is written in the background, for watchdogs."""
 
 
 @dataclass
 class _Pending:
-    """The last save, until its result is asked for."""
+    """The last save, until its result is read."""
 
     step: int | None = None
     result: futures.Future[SaveReport] | None = None
 
     def report_failure(self) -> None:
-        """At the end of the program, or when the manager is deleted: say if the last save failed."""
+        """At the end of the program, or when the manager is deleted: prints the error of a failed last save."""
         if self.result is not None and self.result.done() and (error := self.result.exception()) is not None:
             say(str(error))
 
@@ -82,7 +82,7 @@ class _Pending:
 class CheckpointManager(CheckpointReader):
     """The writer of a run's checkpoints folder. Use it as a context manager, or call `close`.
 
-    A program that ends without either waits for its last save, and prints its error if it failed.
+    A program that ends without either waits for its last save and prints its error, if any.
 
     Damaged steps are renamed to NAME.damaged and kept. The error of a failed background save is raised by the next
     `save`, `poll`, `wait` or `close`; the manager stays usable, and the next save may succeed.
@@ -96,9 +96,9 @@ class CheckpointManager(CheckpointReader):
         event: Event = no_event,
         background: Background = lambda step: nullcontext(),
     ):
-        """Takes the folder's lock and removes the unfinished steps of dead attempts.
+        """Acquires the folder's lock and removes the unfinished steps of dead attempts.
 
-        event: takes checkpoint_damaged, checkpoint_fallback and checkpoint_abandoned, on process 0.
+        event: called with checkpoint_damaged, checkpoint_fallback and checkpoint_abandoned, on process 0.
         Raises UserError if the folder can't be written, is being written by another run, or is not shared by all
         processes.
         """
@@ -109,8 +109,8 @@ class CheckpointManager(CheckpointReader):
         self._background = futures.ThreadPoolExecutor(1, thread_name_prefix="megajax checkpoint")
         self._pending = _Pending()
         weakref.finalize(self, self._pending.report_failure)
-        # Not by atexit: its functions run after threads have ended that Orbax needs to finish a save.
-        threading.__dict__["_register_atexit"](finish_at_exit, weakref.ref(self))  # it has no public name
+        # Not by atexit, whose functions run after the threads that Orbax needs to finish a save have ended.
+        threading.__dict__["_register_atexit"](finish_at_exit, weakref.ref(self))  # not in threading's public API
         self._reports: list[SaveReport] = []
         self._lock: folder.WriterLock | None = None
         self._marker = self.folder / f"lock.{self._peers.token}"
@@ -132,18 +132,18 @@ class CheckpointManager(CheckpointReader):
 
     def _check_shared_folder(self) -> None:
         """Every process must see the marker of process 0; with separate folders no step would ever be complete."""
-        # Network file systems may show a new name late.
+        # Network file systems may show a new file late.
         deadline = time.monotonic() + SHARED_FOLDER_TIMEOUT_SECONDS
         while self._peers.count > 1 and not self._marker.exists():
             if time.monotonic() > deadline:
                 raise UserError(
-                    f"{self.folder} is not one folder for all processes: what process 0 writes can't be seen by "
-                    "others.\nUse a run_dir on a file system that all machines share."
+                    f"{self.folder} is not shared by all processes: this one does not see the files of process 0.\n"
+                    "Use a run_dir on a file system that all machines share."
                 )
             time.sleep(0.5)
 
     def _check_writable(self) -> None:
-        """Each process writes its own shards; the lock has tried it for process 0."""
+        """Each process writes its own shards. The lock has tested this for process 0."""
         if self._peers.first:
             self._marker.unlink(missing_ok=True)
         else:
@@ -152,16 +152,16 @@ class CheckpointManager(CheckpointReader):
     def start(self) -> tuple[CheckpointReader, int] | None:
         """The start of this run: the checkpoints to read (this manager, or the reader of `load`) and the step.
 
-        None: start from scratch, if no checkpoint was asked for and this folder never had one. A run that resumes
-        from a step of this manager calls `go_back` before it saves. Raises UserError if the requested checkpoint is
-        missing or damaged.
+        None if no checkpoint was requested and this folder never had one: the run starts from scratch. A run that
+        resumes from a step of this manager calls `go_back` before it saves. Raises UserError if the requested
+        checkpoint is missing or damaged.
         """
-        own = self._peers.share(bool(self.steps() or folder.damaged_in(self.folder)))
-        if (load := self.cfg.whole_state()) is not None and not own:
+        has_checkpoints = self._peers.share(bool(self.steps() or folder.damaged_in(self.folder)))
+        if (load := self.cfg.whole_state()) is not None and not has_checkpoints:
             reader, step = open_checkpoints(load)
             step = self.cfg.step if step is None else step
             if step is None and (step := reader.newest_whole()) is None:
-                raise UserError(f"there are no checkpoints to load: checkpoint.load = {load} holds none.")
+                raise UserError(f"there are no checkpoints in checkpoint.load = {load}.")
             reader.demand(step)
             return reader, step
         if self.cfg.load is None and self.cfg.step is not None:
@@ -173,14 +173,14 @@ class CheckpointManager(CheckpointReader):
     def go_back(self, step: int) -> None:
         """Sets aside the steps after `step`; otherwise a restart of this run would resume from one of them.
 
-        Call it when the run is certain to resume from `step`; nothing in the folder changes before.
+        Call it only when the run is certain to resume from `step`.
         """
-        later = self._peers.share([number for number in self.steps() if number > step])
+        later_steps = self._peers.share([number for number in self.steps() if number > step])
         if self._peers.first:
-            for number in later:
+            for number in later_steps:
                 path = folder.set_aside(self.folder, number, "abandoned")
                 self._event("checkpoint_abandoned", step=number, back_to=step, kept_as=str(path))
-                say(f"going back to step {step}: the later checkpoint is kept as {path}")
+                say(f"going back to step {step}: renamed a later checkpoint to {path}")
         self._peers.agree()
 
     def due(self, step: int, total: int) -> bool:
@@ -192,28 +192,28 @@ class CheckpointManager(CheckpointReader):
         """Saves jax.Arrays with any layout, and metadata (JSON-serialisable, no NaN).
 
         Waits for an earlier save first. Returns when the arrays are copied to host memory, after which they may be
-        donated; with asynchronous=False, when the step is committed. A committed step is not written again: the result
-        is False. Called by all processes. Raises CheckpointError if this or an earlier save failed, TypeError or
-        ValueError if the state or the metadata can't be saved.
+        donated; with asynchronous=False, when the step is committed. Returns False if the step was committed before,
+        and writes nothing. Called by all processes. Raises CheckpointError if this or an earlier save failed,
+        TypeError or ValueError if the state or the metadata can't be saved.
         """
         started = time.monotonic()
         self.wait()
         if step in self._peers.share(self.steps()):
             return False
         text = json.dumps({"step": step, "meta": dict(meta or {})}, allow_nan=False, indent=1, sort_keys=True)
-        named = arrays.flatten(state)
+        leaves = arrays.flatten(state)
         self._saves += 1
         path = self.folder / f"{folder.step_name(step)}.{self._peers.token}{self._saves:04x}.saving"
-        size = sum(leaf.nbytes for leaf in named.values())
+        size = sum(leaf.nbytes for leaf in leaves.values())
         save = _Save(step, path, text, self._peers.among(f"save{self._saves}"), started, size)
         try:
             self._on_all(save, lambda: self._create(save) if save.peers.first else None)
         except PartFailed as error:
             raise self._failed(save, error) from error
         try:
-            writing: Any = arrays.start_writing(save.path / ARRAYS, named)
+            writing: Any = arrays.start_writing(save.path / ARRAYS, leaves)
         except Exception as error:
-            # Other processes may have succeeded: the thread informs them, then `wait` raises the error here.
+            # Other processes may have succeeded: the thread reports the error to them, and `wait` raises it here.
             writing = error
         finished = self._background.submit(self._finish, save, writing, time.monotonic() - started)
         self._pending.step, self._pending.result = step, finished
@@ -222,7 +222,7 @@ class CheckpointManager(CheckpointReader):
         return True
 
     def _create(self, save: _Save) -> None:
-        # A save that certainly does not fit is not begun: other programs may need what is free.
+        # Don't begin a save that can't fit: other programs may need the free space.
         disk.demand_space(self.folder, save.bytes)
         save.path.mkdir()
 
@@ -236,7 +236,10 @@ class CheckpointManager(CheckpointReader):
         return save.peers.on_all(work, lambda error: failures.reason(error, save.path, save.bytes))
 
     def _finish(self, save: _Save, writing: Any, blocking: float) -> SaveReport:
-        """The background part of a save; runs in a thread on every process. writing: of arrays, or its error."""
+        """The background part of a save; runs in a thread of every process.
+
+        writing: the response of `arrays.start_writing`, or its error.
+        """
         with self._watched(save.step):
             try:
                 self._on_all(save, lambda: self._wait_for_arrays(save, writing))
@@ -249,7 +252,7 @@ class CheckpointManager(CheckpointReader):
         return SaveReport(save.step, blocking if self.cfg.asynchronous else total, total, size)
 
     def _wait_for_arrays(self, save: _Save, writing: Any) -> None:
-        """Waits for Orbax, whose barrier lasts minutes if another process failed: polls the others for failures."""
+        """Waits for Orbax, and polls for failures of other processes, which its barrier notices after minutes only."""
         if isinstance(writing, Exception):
             raise writing
         while True:
@@ -257,23 +260,23 @@ class CheckpointManager(CheckpointReader):
             try:
                 return writing.result(timeout=1.0)
             except TimeoutError:
-                if time.monotonic() - began < 0.5:  # not this timeout but one that ended the writing
+                if time.monotonic() - began < 0.5:  # not the timeout of this call, but one that ended the writing
                     raise
             if (failure := save.peers.failure()) is not None:
                 raise PartFailed(failure)
 
     def _write_part(self, save: _Save) -> None:
-        """Process 0: writes the metadata. Others: hash their own files, so that process 0 need not hash all."""
+        """Process 0 writes the metadata. The others hash their own files, so that process 0 need not hash them all."""
         if save.peers.first:
             disk.write_durably(save.path / META, save.meta)
             return
-        own = f"{ARRAYS}/state/ocdbt.process_{save.peers.index}"
-        names = [f"{own}/{name}" for name in disk.files_below(save.path / own)]
+        process_folder = f"{ARRAYS}/state/ocdbt.process_{save.peers.index}"
+        names = [f"{process_folder}/{name}" for name in disk.files_below(save.path / process_folder)]
         entries = integrity.hash_files(save.path, names)
         disk.write_durably(save.path / f"manifest.{save.peers.index}.json", json.dumps(entries))
 
     def _commit(self, save: _Save) -> int:
-        """Process 0: merges the others' entries, hashes the rest, writes the manifest, renames. Size in bytes."""
+        """Process 0 merges the others' entries, hashes the rest, writes the manifest and renames -> size in bytes."""
         entries: integrity.Entries = {}
         for index in range(1, save.peers.count):
             part = save.path / f"manifest.{index}.json"
@@ -306,7 +309,7 @@ class CheckpointManager(CheckpointReader):
 
     @property
     def saving(self) -> int | None:
-        """The step that was last handed to `save`."""
+        """The last step passed to `save`."""
         return self._pending.step
 
     def wait(self) -> None:
@@ -328,20 +331,20 @@ class CheckpointManager(CheckpointReader):
         return self._peers.among(name)
 
     def space_warning(self, state: Tree) -> str | None:
-        """A warning if the disk can't hold the checkpoints of such a state; None: it can, or its size is unknown."""
+        """A warning if the disk can't hold the checkpoints of such a state; None if it can, or its size is unknown."""
         size, free = sum(leaf.nbytes for leaf in arrays.flatten(state).values()), disk.free_bytes(self.folder)
         if free is None:
             return None
-        where = f"warning: {self.folder} has {byte_size(free)} free, and"
+        prefix = f"warning: {self.folder} has {byte_size(free)} free, but"
         if free < size:
-            return f"{where} a checkpoint of this run needs {byte_size(size)}: no save can succeed until there is space"
+            return f"{prefix} a checkpoint of this run needs {byte_size(size)}: saves will fail until space is freed"
         if self.cfg.keep_last is None or self.cfg.keep_every:
             return None
         # The oldest step is deleted after the newest is committed.
         more = max(self.cfg.keep_last + 1 - len(self.steps()), 1)
         if free < more * size:
             needs = f"{byte_size(more * size)} for {more} more checkpoints of {byte_size(size)}"
-            return f"{where} checkpoint.keep_last={self.cfg.keep_last} needs {needs}"
+            return f"{prefix} checkpoint.keep_last={self.cfg.keep_last} needs {needs}"
         return None
 
     def _release(self) -> None:
@@ -351,12 +354,12 @@ class CheckpointManager(CheckpointReader):
             self._lock = None
 
     def _set_aside(self, step: int) -> Path | None:
-        kept = None
+        target = None
         if self._peers.first:
-            kept = folder.set_aside(self.folder, step, "damaged")
-            say(f"it is kept as {kept}")
+            target = folder.set_aside(self.folder, step, "damaged")
+            say(f"it was renamed to {target}")
         self._peers.agree()
-        return kept
+        return target
 
     def __enter__(self) -> Self:
         return self
@@ -367,17 +370,17 @@ class CheckpointManager(CheckpointReader):
             return
         try:
             self.close()
-        except CheckpointError as failed:  # the first error matters more, but this one must not be lost
+        except CheckpointError as failed:  # the first error is the one to raise; this one goes into its notes
             error.add_note(str(failed))
 
 
 def finish_at_exit(reference: weakref.ref[CheckpointManager]) -> None:
-    """At the end of a program that did not call `close`: waits for the last save. If it failed, exit code 1."""
+    """At the end of a program that did not call `close`: waits for the last save. Exits with code 1 if it failed."""
     manager = reference()
     if manager is None or (result := manager._pending.result) is None or result.done():
         return
     say(f"the program ends without close() of its checkpoint manager: waiting for checkpoint step {manager.saving}")
-    # Python 3.12.0 and 3.12.1 start no threads any more: Orbax may wait for minutes for what never comes.
+    # Python 3.12.0 and 3.12.1 can't start threads at exit, so Orbax may wait for minutes for one that never runs.
     futures.wait([result], timeout=None if _threads_start() else LAST_SAVE_TIMEOUT_SECONDS)
     error = result.exception() if result.done() else None
     if error is not None or not result.done():

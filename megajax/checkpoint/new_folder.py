@@ -1,4 +1,4 @@
-"""Folders that are complete or absent: written under a temporary name, flushed, renamed."""
+"""Atomic creation of folders: written under a temporary name, flushed, renamed."""
 
 import errno
 import fcntl
@@ -22,9 +22,9 @@ _FULL = (*FULL, errno.EFBIG)
 def new_folder(target: Path, needed: int = 0) -> Generator[Path]:
     """A folder beside `target` that gets its name if the block ends without an error, and is deleted otherwise.
 
-    A process that is killed leaves NAME.TOKEN.converting, which the next one with this target deletes. needed: bytes
-    that will be written. Raises UserError if `target` exists or another process is writing it, if there is no space for
-    it, or if it can't be written.
+    A killed process leaves NAME.TOKEN.converting, which the next process with the same target deletes. needed: bytes
+    that will be written. Raises UserError if `target` exists or another process is writing it, if there is not enough
+    space, or if it can't be written.
     """
     target = target.absolute()
     if target.exists() or target.is_symlink():
@@ -39,7 +39,7 @@ def new_folder(target: Path, needed: int = 0) -> Generator[Path]:
         yield folder
         flush_folder(folder)
         if target.exists():
-            raise UserError(f"{target} was made by somebody else meanwhile")
+            raise UserError(f"{target} was created by another process in the meantime")
         (folder / LOCK).unlink()
         flush_to_disk(folder)
         folder.rename(target)
@@ -55,19 +55,19 @@ def new_folder(target: Path, needed: int = 0) -> Generator[Path]:
 
 
 def _delete_abandoned(target: Path) -> None:
-    """Deletes folders for `target` whose writer is gone. Raises UserError if a writer is at work.
+    """Deletes folders for `target` whose writer is dead. Raises UserError if a writer is alive.
 
-    A folder is deleted only if its lock can be taken, so never on file systems without locks.
+    A folder is deleted only if its lock can be acquired, so never on file systems without locks.
     """
     for folder in sorted(target.parent.glob(f"{glob.escape(target.name)}.*{SUFFIX}")):
         try:
             lock = os.open(folder / LOCK, os.O_RDWR)
         except OSError:
-            continue  # without a lock file it was made by something else, or is not ours to write
+            continue  # no lock file: something else created the folder; or no permission
         try:
             if _try_lock(lock):
                 delete_folder(folder)
-                print(f"deleted {folder}, which a killed process left", file=sys.stderr)
+                print(f"deleted {folder}, left by a killed process", file=sys.stderr)
         except BlockingIOError:
             raise UserError(
                 f"another process is writing {target} as {folder.name}: wait for it, or name another folder"
@@ -77,7 +77,7 @@ def _delete_abandoned(target: Path) -> None:
 
 
 def _try_lock(descriptor: int) -> bool:
-    """Whether the lock was taken; it ends with the process. Raises BlockingIOError if another process holds it."""
+    """Whether the lock was acquired; it ends with the process. Raises BlockingIOError if another process holds it."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -23,7 +23,7 @@ TIMEOUT_SECONDS = 1800
 
 
 class Peers:
-    """All processes of the run. All of them call the methods in the same order, except `failure` and `fail`."""
+    """All processes of the run. All of them call the methods in the same order, except for `failure` and `fail`."""
 
     def __init__(self, token: str | None = None):
         """token: a unique name in this run; None: process 0 draws one (a collective)."""
@@ -32,14 +32,14 @@ class Peers:
         # Not jax.process_index(): Orbax names files by the process's index in the coordination service.
         self.index = state.process_id if self.count > 1 else 0
         self.process = jax.process_index()
-        """The number by which devices name their process."""
+        """jax.process_index(), the number in `device.process_index`."""
         self.coordinator: str | None = state.coordinator_address
         """HOST:PORT of the coordination service; None with a single process."""
         self._client: Any = state.client  # None, and unused, with a single process
         self._rounds = 0
         if token is None:
-            drawn = np.frombuffer(secrets.token_bytes(4), np.uint8)
-            token = bytes(multihost_utils.broadcast_one_to_all(drawn) if self.count > 1 else drawn).hex()
+            random_bytes = np.frombuffer(secrets.token_bytes(4), np.uint8)
+            token = bytes(multihost_utils.broadcast_one_to_all(random_bytes) if self.count > 1 else random_bytes).hex()
         self.token = token
 
     @property
@@ -85,9 +85,9 @@ class Peers:
         return self._get(f"{key}/reason")
 
     def on_all[T](self, work: Callable[[], T], explain: Callable[[Exception], str]) -> T:
-        """Does this process's part of a save, then waits for all. Raises PartFailed on all if any part failed.
+        """Calls `work` on all processes and waits for all. Raises PartFailed on all of them if it failed on any.
 
-        explain: gives the reason of an error on one line. `failure` tells it to processes that are still at work.
+        explain: error -> its reason on one line, which `failure` returns to processes that are still in `work`.
         """
         try:
             result = work()
@@ -110,7 +110,7 @@ class Peers:
             raise UserError(reason)
 
     def share[T](self, value: T) -> T:
-        """The value of process 0, JSON-serialisable, on all processes."""
+        """Returns the value of process 0, JSON-serialisable, on all processes."""
         if self.count == 1:
             return value
         key = f"{self._next_key()}/value"
@@ -120,7 +120,7 @@ class Peers:
         return json.loads(self._client.blocking_key_value_get(key, TIMEOUT_SECONDS * 1000))
 
     def gather[T](self, value: T) -> list[T]:
-        """The values of all processes, JSON-serialisable, by index."""
+        """Returns the values of all processes, JSON-serialisable, by index."""
         if self.count == 1:
             return [value]
         key = self._next_key()

@@ -15,7 +15,7 @@ from megajax.config.errors import UserError
 type Tree = Any
 type Meta = dict[str, Any]
 type Event = Callable[..., None]
-"""Takes the name of an event and its fields, for events.jsonl."""
+"""Called with the name of an event and its fields, for events.jsonl."""
 
 
 def say(line: str) -> None:
@@ -24,7 +24,7 @@ def say(line: str) -> None:
 
 
 def no_event(name: str, /, **fields: Any) -> None:
-    """Takes an event and does nothing."""
+    """Ignores an event."""
 
 
 class CheckpointReader:
@@ -63,10 +63,10 @@ class CheckpointReader:
             self._refuse(step, reason)
         if steps or damaged:
             raise UserError(
-                f"none of the checkpoints in {self.folder} is whole "
+                f"none of the checkpoints in {self.folder} is intact "
                 f"({', '.join([*map(folder.step_name, steps), *damaged])}).\n"
-                "Restore one from a copy, start from another run's with checkpoint.load, "
-                "or move the folder away to start from nothing."
+                "Restore one from a copy, start from another run's checkpoint with checkpoint.load, "
+                "or move the folder away to start from scratch."
             )
         return None
 
@@ -105,7 +105,7 @@ class CheckpointReader:
         if reason is not None:
             raise UserError(
                 f"checkpoint step {step} in {self.folder} is damaged: {reason}\n"
-                "Choose another step, or leave checkpoint.step at none for the newest one that is whole."
+                "Choose another step, or set checkpoint.step to none for the newest intact one."
             )
         return path
 
@@ -117,7 +117,7 @@ class CheckpointReader:
         return path
 
     def _fault(self, step: int) -> str | None:
-        """Why a step is damaged, or None. The processes divide the hashing, and all get the same result."""
+        """Why a step is damaged, or None. The processes divide the hashing, and all return the same result."""
         if step in self._verified:
             return None
         path, reason = self.folder / folder.step_name(step), None
@@ -136,17 +136,17 @@ class CheckpointReader:
     def _refuse(self, step: int, reason: str) -> None:
         self._refused.add(step)
         if self._peers.first:
-            say(f"checkpoint step {step} in {self.folder} is damaged and was passed over: {reason}")
-        kept = self._set_aside(step)
+            say(f"checkpoint step {step} in {self.folder} is damaged and was skipped: {reason}")
+        target = self._set_aside(step)
         if self._peers.first:
-            self._event("checkpoint_damaged", step=step, why=reason, kept_as=None if kept is None else str(kept))
+            self._event("checkpoint_damaged", step=step, why=reason, kept_as=None if target is None else str(target))
 
     def _set_aside(self, step: int) -> Path | None:
-        """Sets a damaged step aside for inspection -> its new path. A reader changes nothing."""
+        """Sets a damaged step aside for inspection -> its new path. A reader leaves the folder unchanged."""
 
 
 def open_checkpoints(path: Path | str) -> tuple[CheckpointReader, int | None]:
-    """A reader for a run folder, a checkpoints folder or one step in it; and the step, if the path is one.
+    """A reader for a run folder, a checkpoints folder or one step in it; and the step, if the path names one.
 
     Raises UserError if the path does not exist.
     """

@@ -20,13 +20,13 @@ from megajax.checkpoint.boxes import Box, box_of, chunks_of, overlap, relative, 
 from megajax.checkpoint.integrity import Damaged
 
 WEIGHTS, OBSERVED = "params.", "observed."
-"""Before the path of a weight, or of an observation, in the name of its array."""
+"""Prefixes of the array names of weights and of observations."""
 
 DATABASE = "state"
 """Folder of the merged OCDBT database inside the folder that Orbax writes."""
 DESCRIPTION = "/zarr.json"
 PART_BYTES = 2**26
-"""Of larger chunks, parts are read. A run writes a chunk for each shard of a device, which may be gigabytes."""
+"""Larger chunks are read in parts. A run writes a chunk for each shard of a device, which may be gigabytes."""
 BLOCK = 2**18
 """Elements that are converted to float64 at a time."""
 
@@ -60,8 +60,8 @@ class StoredArrays:
             keys = sorted(key.decode() for key in self._store.list().result())
             names = [key.removesuffix(DESCRIPTION) for key in keys if key.endswith(DESCRIPTION)]
             reads = [self._store.read(name + DESCRIPTION) for name in names]
-            self._described = {name: json.loads(read.result().value) for name, read in zip(names, reads, strict=True)}
-            self.arrays = {name: _array(name, described) for name, described in self._described.items()}
+            self._metadata = {name: json.loads(read.result().value) for name, read in zip(names, reads, strict=True)}
+            self.arrays = {name: _array(name, metadata) for name, metadata in self._metadata.items()}
             self._open: dict[str, Any] = {}
         except (ValueError, KeyError, TypeError, OSError) as error:
             raise Damaged(f"the arrays in {path} can't be read: {_first_line(error)}") from error
@@ -73,9 +73,9 @@ class StoredArrays:
 
     def read(self, name: str, box: Box) -> np.ndarray:
         """A box of an array, in its dtype."""
-        described = self._described[name]
+        metadata = self._metadata[name]
         try:
-            if prod(_chunk_shape(described)) * _dtype(described).itemsize > PART_BYTES and _is_plain(described):
+            if prod(_chunk_shape(metadata)) * _dtype(metadata).itemsize > PART_BYTES and _is_plain(metadata):
                 return self._read_parts(name, box)
             return np.asarray(self._opened(name)[box].read().result())
         except (ValueError, OSError) as error:
@@ -113,26 +113,26 @@ class StoredArrays:
         if array.bytes == 0:
             return
         opened = self._opened(name)
-        for box in chunks_of(box_of((), array.shape), _chunk_shape(self._described[name])):
+        for box in chunks_of(box_of((), array.shape), _chunk_shape(self._metadata[name])):
             yield np.asarray(opened[box].read().result()).reshape(-1)
 
     def _read_parts(self, name: str, box: Box) -> np.ndarray:
-        """A box of an array with large chunks: of each, the bytes from the box's first element to its last."""
-        described = self._described[name]
-        chunk, dtype = _chunk_shape(described), _dtype(described)
+        """A box of an array with large chunks; reads each from the box's first element to its last."""
+        metadata = self._metadata[name]
+        chunk, dtype = _chunk_shape(metadata), _dtype(metadata)
         strides = [prod(chunk[axis + 1 :]) * dtype.itemsize for axis in range(len(chunk))]
         result = np.empty(shape_of(box), dtype)
         for place in product(*(range(a.start // n, -(-a.stop // n)) for a, n in zip(box, chunk, strict=True))):
-            whole = tuple(slice(at * n, (at + 1) * n) for at, n in zip(place, chunk, strict=True))
-            if (common := overlap(box, whole)) is None:
+            chunk_box = tuple(slice(at * n, (at + 1) * n) for at, n in zip(place, chunk, strict=True))
+            if (common := overlap(box, chunk_box)) is None:
                 continue
-            inside = relative(common, whole)
+            inside = relative(common, chunk_box)
             first = sum(side.start * stride for side, stride in zip(inside, strides, strict=True))
             last = sum((side.stop - 1) * stride for side, stride in zip(inside, strides, strict=True)) + dtype.itemsize
-            read = self._store.read("/".join((name, "c", *map(str, place))), byte_range=slice(first, last)).result()
-            if read.state != "value" or len(read.value) != last - first:
-                raise Damaged(f"{name} has no chunk {place}, or it was cut off")
-            result[relative(common, box)] = np.ndarray(shape_of(inside), dtype, read.value, strides=strides)
+            response = self._store.read("/".join((name, "c", *map(str, place))), byte_range=slice(first, last)).result()
+            if response.state != "value" or len(response.value) != last - first:
+                raise Damaged(f"{name} has no chunk {place}, or it is truncated")
+            result[relative(common, box)] = np.ndarray(shape_of(inside), dtype, response.value, strides=strides)
         return result
 
     def _opened(self, name: str) -> Any:
@@ -143,39 +143,39 @@ class StoredArrays:
 
 
 def database(path: Path) -> dict[str, Any]:
-    """TensorStore's name of the database in the folder that Orbax writes, an absolute path without "..".
+    """TensorStore's spec of the database in the folder that Orbax writes, an absolute path without "..".
 
     JSON rather than a URL, in which some characters of a path would need escaping.
     """
     return {"driver": "ocdbt", "base": {"driver": "file", "path": f"{path / DATABASE}/"}}
 
 
-def _array(name: str, described: dict[str, Any]) -> StoredArray:
-    shape, chunk = tuple(described["shape"]), _chunk_shape(described)
+def _array(name: str, metadata: dict[str, Any]) -> StoredArray:
+    shape, chunk = tuple(metadata["shape"]), _chunk_shape(metadata)
     pieces = tuple(-(-size // part) for size, part in zip(shape, chunk, strict=True))
-    dtype = _dtype(described)
+    dtype = _dtype(metadata)
     return StoredArray(name, shape, dtype.name, pieces, prod(shape), prod(shape) * dtype.itemsize)
 
 
-def _dtype(described: dict[str, Any]) -> np.dtype:
-    """bfloat16 and the 8-bit floats included."""
-    return np.dtype(ts.dtype(described["data_type"]).numpy_dtype)
+def _dtype(metadata: dict[str, Any]) -> np.dtype:
+    """The numpy dtype, including bfloat16 and the 8-bit floats."""
+    return np.dtype(ts.dtype(metadata["data_type"]).numpy_dtype)
 
 
-def _is_plain(described: dict[str, Any]) -> bool:
-    """Whether a chunk begins with its elements one after another, as Orbax writes it without compression."""
-    if described["chunk_key_encoding"] != {"name": "default"}:
+def _is_plain(metadata: dict[str, Any]) -> bool:
+    """Whether a chunk begins with its uncompressed elements in order, as Orbax writes it without compression."""
+    if metadata["chunk_key_encoding"] != {"name": "default"}:
         return False
-    (codec, *others), plain = described["codecs"], [{"name": "bytes", "configuration": {"endian": "little"}}]
+    (codec, *other_codecs), plain = metadata["codecs"], [{"name": "bytes", "configuration": {"endian": "little"}}]
     settings = codec["configuration"]
     if codec["name"] == "sharding_indexed":
-        whole = settings["chunk_shape"] == [*_chunk_shape(described)] and settings.get("index_location") != "start"
-        return whole and not others and settings["codecs"] == plain
-    return [codec, *others] == plain
+        one_chunk = settings["chunk_shape"] == [*_chunk_shape(metadata)] and settings.get("index_location") != "start"
+        return one_chunk and not other_codecs and settings["codecs"] == plain
+    return [codec, *other_codecs] == plain
 
 
-def _chunk_shape(described: dict[str, Any]) -> tuple[int, ...]:
-    return tuple(described["chunk_grid"]["configuration"]["chunk_shape"])
+def _chunk_shape(metadata: dict[str, Any]) -> tuple[int, ...]:
+    return tuple(metadata["chunk_grid"]["configuration"]["chunk_shape"])
 
 
 def _first_line(error: BaseException) -> str:

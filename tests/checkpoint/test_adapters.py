@@ -311,7 +311,7 @@ with new_folder(Path({str(tmp_path / "new")!r})) as folder:
     assert (folder / "weights").is_file()
     with new_folder(tmp_path / "new") as made:
         (made / "weights").write_text("all of them")
-    assert f"deleted {folder}, which a killed process left" in capsys.readouterr().err
+    assert f"deleted {folder}, left by a killed process" in capsys.readouterr().err
     assert {path.name for path in tmp_path.iterdir()} == {"new", other.name}
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["weights"]
 

@@ -181,7 +181,7 @@ def test_verify_names_the_file_and_both_values(run, capsys):
     assert "\nstep 1\n" in text  # the newest whole one
     with pytest.raises(UserError, match=f"step 2 .* is damaged:\n  {name}: sha256 {actual}") as caught:
         tool.main([str(run), "--verify", "--step=2"])
-    assert "Whole steps: 1" in str(caught.value)
+    assert "Intact steps: 1" in str(caught.value)
     # The contents of the other step are not read then.
     assert tool.main([str(run), "--verify", "--step=1"]) == 0
 
@@ -200,10 +200,10 @@ def test_a_wrong_size_is_found_without_verify(run, capsys):
 def test_damage_of_all_steps_is_one_message(run):
     steps = run / "checkpoints"
     (steps / "00000002/manifest.json").unlink()
-    with pytest.raises(UserError, match=r"step 2 .* is damaged:\n  manifest\.json is missing.*\nWhole steps: 1"):
+    with pytest.raises(UserError, match=r"step 2 .* is damaged:\n  manifest\.json is missing.*\nIntact steps: 1"):
         tool.main([str(run), "--step=2"])
     (steps / "00000001/manifest.json").write_text("{")
-    with pytest.raises(UserError, match=r"none of .* is whole:\n  00000001: manifest\.json can't be read"):
+    with pytest.raises(UserError, match=r"none of .* is intact:\n  00000001: manifest\.json can't be read"):
         tool.main([str(run)])
 
 
@@ -230,7 +230,7 @@ def test_folders_beside_the_steps_are_named(run, capsys):
     assert actual["00000003.5f0c9a1e0002.saving"]["state"].startswith("being written")
     assert actual["00000003.5f0c9a1e0002.saving"]["bytes"] == 5
     assert actual["00000001.damaged2"]["state"] == "damaged, set aside"
-    with pytest.raises(UserError, match=r"no checkpoint of step 1 .*\nWhole steps: 2"):
+    with pytest.raises(UserError, match=r"no checkpoint of step 1 .*\nIntact steps: 2"):
         tool.main([str(run), "--step=1"])
 
 
@@ -244,7 +244,7 @@ def test_impossible_requests(written, tmp_path):
     for words, message in (
         ([tmp_path / "typo"], "does not exist"),
         ([tmp_path], "no checkpoints in"),
-        ([written, "--step=9"], r"no checkpoint of step 9 .*\nWhole steps: 1, 2"),
+        ([written, "--step=9"], r"no checkpoint of step 9 .*\nIntact steps: 1, 2"),
         ([written, "--array="], "no array"),
         ([written, "--verify", "--array=params.w"], "give one of them"),
         ([written.parent / "a_file"], "it is a file, not a folder"),

@@ -83,7 +83,7 @@ def test_free_bytes_are_those_of_the_file_system(tmp_path, monkeypatch):
 def test_a_disk_too_small_for_the_checkpoints_is_a_warning(tmp_path, monkeypatch):
     with CheckpointConfig(keep_last=2).build(tmp_path) as manager:
         free(monkeypatch, MIB // 2)
-        assert "has 512.0 KiB free, and a checkpoint of this run needs 1.0 MiB" in manager.space_warning(STATE)
+        assert "has 512.0 KiB free, but a checkpoint of this run needs 1.0 MiB" in manager.space_warning(STATE)
         free(monkeypatch, 2 * MIB)
         assert "keep_last=2 needs 3.0 MiB for 3 more checkpoints of 1.0 MiB" in manager.space_warning(STATE)
         manager.save(1, STATE)
