@@ -10,7 +10,7 @@ import jax
 from megajax.checkpoint.failures import CheckpointError
 from megajax.checkpoint.local.history import RunHistory
 from megajax.checkpoint.local.manager import LocalCheckpoints
-from megajax.checkpoint.local.reader import LocalReader, NotWhole
+from megajax.checkpoint.local.reader import LocalReader, SkippedStep
 from megajax.checkpoint.manager import CheckpointManager, SaveReport
 from megajax.checkpoint.reader import CheckpointReader, say
 from megajax.config.errors import ConfigError, UserError
@@ -87,8 +87,8 @@ class LocalSaves:
         if self.reader is None or self.cfg.checkpoint.step is not None:
             return None
         step = self.reader.newest_whole()
-        if self.reader.passed_over:
-            self._report_incomplete(self.reader.passed_over, step)
+        if self.reader.skipped:
+            self._report_incomplete(self.reader.skipped, step)
         if step is None:
             return None
         saved, mesh = self.reader.meta(step)["mesh"], mesh_sizes(self.cfg)
@@ -99,16 +99,16 @@ class LocalSaves:
             return None
         return step
 
-    def _report_incomplete(self, passed_over: Sequence[NotWhole], step: int | None) -> None:
+    def _report_incomplete(self, skipped: Sequence[SkippedStep], step: int | None) -> None:
         """Report incomplete local checkpoints. step: the newest complete one."""
         peers = None if self.local is None else self.local.peers
         shared = self.manager.newest() if peers is None else peers.share(self.manager.newest())
         used = step is not None and (shared is None or step > shared)
         to = f"the local checkpoint of step {step}" if used else "the shared folder's checkpoints"
         next_one = step if used else shared
-        for passed in (entry for entry in passed_over if shared is None or entry.step > shared):
-            self._say_once(f"the local checkpoint of step {passed.step} is not complete: {passed.why}; trying {to}")
-            self.event("checkpoint_fallback", from_step=passed.step, to_step=next_one, kind="local", why=passed.why)
+        for passed in (entry for entry in skipped if shared is None or entry.step > shared):
+            self._say_once(f"the local checkpoint of step {passed.step} is not complete: {passed.reason}; trying {to}")
+            self.event("checkpoint_fallback", from_step=passed.step, to_step=next_one, kind="local", why=passed.reason)
 
     def _say_once(self, line: str) -> None:
         if self.local is not None and self.local.peers.first:
@@ -201,7 +201,7 @@ class LocalSaves:
         fields = {"step": step, "kind": "emergency", "process": process, "parts": list(parts), "whole": complete}
         append_event(Path(self.cfg.run_dir).expanduser() / "events.jsonl", "save_committed", **fields)
         shards = "all shards" if complete else f"the shards of {len(parts)} of {local.peers.count} processes"
-        return f"process {process} saved step {step} in {local.folder.own}: {shards}"
+        return f"process {process} saved step {step} in {local.folder.process_folder}: {shards}"
 
     def close(self) -> None:
         if self.local is not None:

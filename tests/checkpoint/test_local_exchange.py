@@ -53,12 +53,12 @@ def test_without_the_secret_nothing_is_sent(server):
         assert stranger.recv(1) == b""
 
 
-def test_what_is_not_offered_is_refused_by_name(server):
-    with pytest.raises(Damaged, match="there is no set b-1/0 here"):
+def test_missing_sets_and_pieces_are_refused_by_name(server):
+    with pytest.raises(Damaged, match="this process has no set b-1/0"):
         RemoteSet(server.address, SECRET, "b-1/0")
     with RemoteSet(server.address, SECRET, "a-1/0") as remote:
         piece = remote.index.pieces["w", BOX]
-        with pytest.raises(Damaged, match="there is no /etc/passwd"):
+        with pytest.raises(Damaged, match="of this process has no /etc/passwd"):
             remote.read(piece._replace(name="/etc/passwd"))
         assert np.array_equal(remote.read(piece), VALUES)  # the connection goes on
 
@@ -138,8 +138,8 @@ def test_the_shards_of_each_process_and_which_are_complete():
     assert complete_parts(copied[1], copied) == (0, 1)
 
 
-class Together(Members):
-    """Four processes, of which this is one."""
+class FakeMembers(Members):
+    """One of four processes, without a server."""
 
     def __init__(self, process: int, machines: str):
         self.process, self._machines = process, dict(enumerate(machines))
@@ -149,19 +149,19 @@ class Together(Members):
     ("machines", "sources"), [("aabb", [2, 3, 0, 1]), ("abcd", [1, 2, 3, 0]), ("aaaa", [1, 2, 3, 0])]
 )
 def test_replicas_are_on_another_machine_where_there_is_one(machines, sources):
-    assert [Together(process, machines).sources(1, None)[0] for process in range(4)] == sources
-    assert Together(0, machines).sources(2, 1) == [1, 2] and Together(0, machines).sources(0, None) == []
+    assert [FakeMembers(process, machines).sources(1, None)[0] for process in range(4)] == sources
+    assert FakeMembers(0, machines).sources(2, 1) == [1, 2] and FakeMembers(0, machines).sources(0, None) == []
 
 
 def test_replicas_that_would_be_on_their_own_process_are_refused():
     with pytest.raises(UserError, match="jump of 4"):
-        Together(0, "abcd").demand_replicas(1, 4)
+        FakeMembers(0, "abcd").demand_replicas(1, 4)
     with pytest.raises(UserError, match="replicas=4"):
-        Together(0, "abcd").demand_replicas(4, 1)
-    Together(0, "abcd").demand_replicas(3, 1)
+        FakeMembers(0, "abcd").demand_replicas(4, 1)
+    FakeMembers(0, "abcd").demand_replicas(3, 1)
 
 
-def test_sets_of_a_number_that_has_moved_are_looked_after_by_the_first_process_of_the_machine():
-    first, second = Together(2, "bbaa").elsewhere(), Together(3, "bbaa").elsewhere()
+def test_the_first_process_of_a_machine_owns_sets_of_a_process_that_has_moved():
+    first, second = FakeMembers(2, "bbaa").has_other_owner(), FakeMembers(3, "bbaa").has_other_owner()
     assert [number for number in range(6) if not first(number)] == [0, 1, 2, 4, 5]
     assert [number for number in range(6) if not second(number)] == [3]

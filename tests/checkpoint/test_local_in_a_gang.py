@@ -87,7 +87,7 @@ def test_without_a_replica_a_lost_disk_falls_back_to_the_shared_folder(tmp_path)
         assert events(run, "start")[-1]["step"] == shared
         passed_over = events(run, "checkpoint_fallback")
         assert passed_over[0]["kind"] == "local" and passed_over[0]["from_step"] > shared
-        assert "no process has the shards of process 0 any more" in passed_over[0]["why"]
+        assert "the shards of process 0 are lost" in passed_over[0]["why"]
         assert "is not complete" in again.text
 
 

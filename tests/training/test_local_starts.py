@@ -101,8 +101,8 @@ def test_a_damaged_local_checkpoint_falls_back_to_the_next_newest(tmp_path, capf
     assert (passed_over["from_step"], passed_over["to_step"], passed_over["kind"]) == (4, 3, "local")
     assert "sha256" in passed_over["why"]
     told = capfd.readouterr().err
-    assert "the local checkpoint of step 4 is not complete: no process has the shards of process 0" in told
-    assert "next are the shared folder's checkpoints" in told
+    assert "the local checkpoint of step 4 is not complete: the shards of process 0 are lost" in told
+    assert "trying the shared folder's checkpoints" in told
 
 
 def test_a_damaged_local_checkpoint_that_is_older_than_the_shared_one_is_no_fallback(tmp_path):

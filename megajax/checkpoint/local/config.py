@@ -18,25 +18,24 @@ class LocalConfig(Builds):
     target: ClassVar[str] = "megajax.checkpoint.local.manager:LocalCheckpoints"
 
     every: int
-    """Steps between local checkpoints. A step that is saved to the shared folder is not saved here as well."""
+    """Steps between local checkpoints. A step that is saved to the shared folder is not saved locally."""
     folder: Path
     """A folder of the machine: on a local disk, or below /dev/shm for host memory. Processes of a machine share it."""
     replicas: int = 0
-    """Other processes that also keep the shards of a process, so that they survive the loss of its machine."""
+    """How many other processes keep a copy of a process's shards, so that they survive the loss of its machine."""
     jump: int | None = None
-    """Process k keeps the shards of process k + jump as well; none: the number of processes of a machine, so that they
-    are on another machine."""
+    """Process k keeps copies of the shards of process k + jump; none: the number of processes of a machine, so that
+    the copies are on another machine."""
     keep: int = 2
-    """How many of the newest local checkpoints to keep. While one is written, its size is needed in addition."""
+    """How many of the newest local checkpoints to keep. Writing one needs space for one more."""
     failures: int = 3
-    """After this many failed local checkpoints in a row there are no more in this attempt; training continues."""
+    """After this many failed local checkpoints in a row, the attempt saves no more of them; training continues."""
 
     def problems(self) -> list[Problem]:
         """Problems of the settings themselves; `LocalCheckpoints` checks the folder."""
-        least = (("every", self.every, 1), ("replicas", self.replicas, 0), ("keep", self.keep, 1))
-        least = (*least, ("failures", self.failures, 1), ("jump", self.jump, 1))
+        minimums = {"every": 1, "replicas": 0, "keep": 1, "failures": 1, "jump": 1}
         return [
             Problem(name, f"is {value}, but must be at least {minimum}")
-            for name, value, minimum in least
-            if value is not None and value < minimum
+            for name, minimum in minimums.items()
+            if (value := getattr(self, name)) is not None and value < minimum
         ]

@@ -1,12 +1,12 @@
 """Reading sets of local checkpoints from other processes over TCP.
 
-Every process serves the sets that it has, read-only, to the processes of its run. A connection begins with proof of a
-secret that only they know: the server sends a nonce, the client its HMAC under the secret. A request names a set and a
-piece in it, never a file. Nothing is encrypted, like all other traffic of a run.
+Every process serves its sets, read-only, to the processes of its run. A client authenticates with a secret that only
+these processes know: the server sends a nonce, the client its HMAC under the secret. A request names a set and a piece
+in it, never a file. Nothing is encrypted, like all other traffic of a run.
 
     server: 32 bytes of nonce            client: HMAC-SHA256(secret, nonce)
     client: length, JSON {"set": ..., "name": ..., "box": ...}, or without a name for set.json
-    server: status, length, content; status 0: the content is a message that says why there is none
+    server: status, length, content; status 0: the content is an error message
 """
 
 import contextlib
@@ -22,19 +22,19 @@ from typing import Any, Self
 import numpy as np
 
 from megajax.checkpoint.integrity import Damaged
-from megajax.checkpoint.local.sets import LocalSet, Piece, SetIndex, box_from, ends_of
+from megajax.checkpoint.local.sets import LocalSet, Piece, SetIndex, bounds_of, box_from
 
 TIMEOUT_SECONDS = 120.0
-"""For a connection that sends or takes nothing."""
+"""Timeout of a connection that neither sends nor receives."""
 HELLO_SECONDS = 10.0
-"""For a client to prove that it belongs to the run."""
+"""Timeout for the authentication of a client."""
 REQUEST_BYTES = 2**16
 _HEADER = struct.Struct(">BQ")
 _LENGTH = struct.Struct(">I")
 
 
 class SetServer:
-    """Serves sets in background threads until `close`. offered: id of a set -> set; None: it is not here."""
+    """Serves sets in background threads until `close`. offered: id of a set -> set; None if this process lacks it."""
 
     def __init__(self, host: str, secret: bytes, offered: Callable[[str], LocalSet | None]):
         self._secret, self._offered = secret, offered
@@ -74,12 +74,12 @@ class SetServer:
     def _answer(self, request: dict[str, Any]) -> bytes | np.ndarray:
         available = self._offered(request["set"])
         if available is None:
-            raise Damaged(f"there is no set {request['set']} here")
+            raise Damaged(f"this process has no set {request['set']}")
         if request.get("name") is None:
             return available.index.to_json().encode()
         piece = available.index.pieces.get((request["name"], box_from(request["box"])))
         if piece is None:
-            raise Damaged(f"there is no {request['name']} {request['box']} in set {request['set']} here")
+            raise Damaged(f"set {request['set']} of this process has no {request['name']} {request['box']}")
         return available.content(piece)
 
     def close(self) -> None:
@@ -95,32 +95,32 @@ class RemoteSet:
     def __init__(self, address: tuple[str, int], secret: bytes, set_id: str):
         """Raises ConnectionError if the process does not answer, Damaged if it does not have the set."""
         self._set = set_id
-        self._where = f"{address[0]}:{address[1]}"
+        self._address = f"{address[0]}:{address[1]}"
         try:
             self._connection = socket.create_connection(address, timeout=TIMEOUT_SECONDS)
             self._connection.sendall(_proof(secret, _receive(self._connection, 32)))
         except (OSError, EOFError) as error:
-            raise ConnectionError(f"no connection to {self._where}: {error}") from error
-        self.index = SetIndex.from_json(self._ask().decode())
+            raise ConnectionError(f"no connection to {self._address}: {error}") from error
+        self.index = SetIndex.from_json(self._request().decode())
 
     def read(self, piece: Piece) -> np.ndarray:
         """The values of a piece. Raises ConnectionError or Damaged."""
         return piece.array(self.content(piece))
 
     def content(self, piece: Piece) -> bytearray:
-        """The bytes of a piece, not compared with its SHA-256."""
-        return self._ask(name=piece.name, box=ends_of(piece.box))
+        """The bytes of a piece, without verification of their SHA-256."""
+        return self._request(name=piece.name, box=bounds_of(piece.box))
 
-    def _ask(self, **request: Any) -> bytearray:
+    def _request(self, **request: Any) -> bytearray:
         body = json.dumps({"set": self._set, **request}).encode()
         try:
             self._connection.sendall(_LENGTH.pack(len(body)) + body)
             status, size = _HEADER.unpack(_receive(self._connection, _HEADER.size))
             content = _receive(self._connection, size)
         except (OSError, EOFError) as error:
-            raise ConnectionError(f"{self._where} does not answer: {error}") from error
+            raise ConnectionError(f"{self._address} does not answer: {error}") from error
         if not status:
-            raise Damaged(f"{self._where}: {content.decode(errors='replace')}")
+            raise Damaged(f"{self._address}: {content.decode(errors='replace')}")
         return content
 
     def __enter__(self) -> Self:
@@ -131,9 +131,9 @@ class RemoteSet:
 
 
 def own_address(coordinator: str | None) -> str:
-    """The address of this machine from which it reaches the coordinator (HOST:PORT); loopback for a single machine.
+    """The address of this machine in the network of the coordinator (HOST:PORT); loopback for a single machine.
 
-    Other processes that reach the coordinator by the same network reach this one at that address.
+    Other processes that reach the coordinator through the same network reach this one at that address.
     """
     host, _, port = (coordinator or "127.0.0.1:1").rpartition(":")
     family, kind, protocol, _, address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
@@ -147,12 +147,12 @@ def _proof(secret: bytes, nonce: bytes | bytearray) -> bytes:
 
 
 def _receive(connection: socket.socket, size: int) -> bytearray:
-    """Exactly that many bytes. Raises EOFError if the connection ends before."""
+    """Receives exactly `size` bytes. Raises EOFError if the connection ends before."""
     content = bytearray(size)
-    view, done = memoryview(content), 0
-    while done < size:
-        count = connection.recv_into(view[done:])
+    view, received = memoryview(content), 0
+    while received < size:
+        count = connection.recv_into(view[received:])
         if not count:
             raise EOFError("the connection was closed")
-        done += count
+        received += count
     return content

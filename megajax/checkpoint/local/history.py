@@ -9,18 +9,18 @@ from megajax.checkpoint.disk import write_durably
 
 FILE = "local.json"
 KEPT = 1000
-"""Attempts that are remembered: far more than have local checkpoints left."""
+"""Attempts in the file: far more than the ones that still have local checkpoints."""
 
 
 class RunHistory(NamedTuple):
-    """The name of a run's local folders, and the attempts at it with the steps they began from."""
+    """The name of a run's local folders, and its attempts with the steps they began from."""
 
     run: str
     attempts: tuple[tuple[str, int], ...] = ()
 
     @classmethod
     def read(cls, shared: Path) -> "RunHistory":
-        """That of a checkpoints folder; a new one if it has none, or none that can be read."""
+        """The history in a checkpoints folder; a new one if there is none, or if it can't be read."""
         try:
             document = json.loads((shared / FILE).read_text(encoding="utf-8"))
             return cls(str(document["run"]), tuple((str(name), int(first)) for name, first in document["attempts"]))
@@ -32,17 +32,20 @@ class RunHistory(NamedTuple):
         write_durably(shared / FILE, json.dumps({"run": self.run, "attempts": self.attempts[-KEPT:]}))
 
     def begin(self, attempt: str, first: int) -> "RunHistory":
-        """With another attempt, which begins from step `first`."""
+        """Returns the history with another attempt, which begins from step `first`."""
         return self._replace(attempts=(*self.attempts, (attempt, first)))
 
     @classmethod
     def note_without_local(cls, shared: Path, first: int) -> None:
-        """An attempt without local checkpoints begins from step `first`: those of earlier attempts end there too."""
+        """Records an attempt without local checkpoints that begins from step `first`.
+
+        Later local checkpoints of earlier attempts are no longer part of the run.
+        """
         if (shared / FILE).exists():
             cls.read(shared).begin(secrets.token_hex(8), first).write(shared)
 
     def includes(self, attempt: str, step: int) -> bool:
-        """Whether what an attempt saved at `step` is part of the run: no later attempt began from before it."""
+        """Whether the step that an attempt saved is part of the run: no later attempt began before that step."""
         names = [name for name, _ in self.attempts]
         if attempt not in names:
             return False

@@ -2,7 +2,7 @@
 
 The stages of a save, in a background thread of every process:
     own shards into process_K/STEP.TOKEN.saving; fsync             all agree
-    shards of the peers whose replicas it keeps, read over TCP     all agree: the step is whole
+    shards of the peers whose replicas it keeps, read over TCP     all agree: the step is complete
     rename to STEP                                                 all agree
     older steps are deleted
 Threads use no collectives of devices, whose order relative to those of the training step would differ between
@@ -40,7 +40,7 @@ from megajax.checkpoint.peers import Peers
 from megajax.checkpoint.reader import Meta, Tree, say
 
 NICE = 10
-"""Added to the niceness of the thread that writes, so that it yields to training."""
+"""Added to the niceness of the writing thread, so that it yields to training."""
 
 
 class _Save(NamedTuple):
@@ -65,24 +65,24 @@ class LocalCheckpoints:
         *,
         during: Callable[[int], AbstractContextManager[Any]] = lambda step: nullcontext(),
     ):
-        """shared: the run's checkpoints folder. during: entered by the background thread while it saves a step.
+        """shared: the run's checkpoints folder. during: context manager in which the background thread saves a step.
 
-        Raises UserError if the folder can't be written, or if replicas have no other process to be on.
+        Raises UserError if the folder can't be written, or if there are too few processes for the replicas.
         """
         self.cfg, self.shared, self._during = cfg, Path(shared).absolute(), during
         self.peers = Peers()
         self.attempt = self.peers.token
-        mine = RunHistory.read(self.shared) if self.peers.first else RunHistory("")
-        run, attempts = self.peers.share((mine.run, mine.attempts))
+        stored_history = RunHistory.read(self.shared) if self.peers.first else RunHistory("")
+        run, attempts = self.peers.share((stored_history.run, stored_history.attempts))
         self.history = RunHistory(run, tuple((name, first) for name, first in attempts))
         self.folder = LocalFolder(cfg.folder, self.history, self.shared, self.peers.process)
         self.peers.check(self.folder.prepare)
         self._serving = threading.Lock()
         self.served: dict[str, LocalSet] = {}
-        """The sets that this process looks after, by their ids."""
+        """The sets that this process owns, by their ids."""
         self.members = Members(self.peers, self.folder.machine, self._offered)
         self.peers.check(lambda: self.members.demand_replicas(cfg.replicas, cfg.jump))
-        for local_set in self.folder.adopt(self.members.elsewhere()):
+        for local_set in self.folder.adopt(self.members.has_other_owner()):
             self.serve(local_set)
         self._background = futures.ThreadPoolExecutor(1, "megajax local checkpoint", initializer=_yield_to_training)
         self._current: futures.Future[SaveReport] | None = None
@@ -115,23 +115,23 @@ class LocalCheckpoints:
         return self.failures >= self.cfg.failures
 
     def begin(self, first: int, state: Tree) -> None:
-        """This attempt trains from step `first` on: drops the sets that are no part of the run any more.
+        """Begins an attempt that trains from step `first`: drops the sets that are no longer part of the run.
 
-        Raises UserError on all processes if the run's history can't be written, or if there is no room.
+        Raises UserError on all processes if the run's history can't be written, or if there is too little space.
         """
         self.history = self.history.begin(self.attempt, first)
         self.peers.check(lambda: self.history.write(self.shared) if self.peers.first else None)
         for local_set in list(self.served.values()):
             if not self.history.includes(local_set.index.info.attempt, local_set.index.info.step):
                 self.drop(local_set)
-        named = arrays.flatten(state)
-        self._shards = shards_of_processes(named)
-        own = self._shards[self.members.process]
-        missing = frozenset().union(*(self._shards[source] for source in self._sources())) - own
-        self.need = byte_count(own | missing, named)
+        leaves = arrays.flatten(state)
+        self._shards = shards_of_processes(leaves)
+        own_shards = self._shards[self.members.process]
+        missing = frozenset().union(*(self._shards[source] for source in self._sources())) - own_shards
+        self.need = byte_count(own_shards | missing, leaves)
         needs = self.peers.gather((self.members.process, self.need))
-        here = sum(size for process, size in needs if process in self.members.together())
-        self.peers.check(lambda: self.folder.demand_room((self.cfg.keep + 1) * here, self.cfg.keep + 1))
+        machine_need = sum(size for process, size in needs if process in self.members.on_this_machine())
+        self.peers.check(lambda: self.folder.demand_space((self.cfg.keep + 1) * machine_need, self.cfg.keep + 1))
 
     def _sources(self) -> list[int]:
         """The processes whose replicas this one keeps."""
@@ -163,7 +163,7 @@ class LocalCheckpoints:
 
     def _finish(self, save: _Save, blocking: float) -> SaveReport:
         """The background part of a save."""
-        path = self.folder.own / f"{step_name(save.step)}.{self.attempt}{self._saves:04x}.saving"
+        path = self.folder.process_folder / f"{step_name(save.step)}.{self.attempt}{self._saves:04x}.saving"
         failure, size = None, 0
         with self._during(save.step):
             try:
@@ -181,22 +181,22 @@ class LocalCheckpoints:
 
         writer = on_all(lambda: self._write_own(save, path))
         on_all(lambda: self._write_replicas(save, writer))
-        whole = on_all(lambda: writer.finish(self._info(save, writer)))
-        self.serve(on_all(lambda: writer.rename(whole, self.folder.own / step_name(save.step))))
+        finished_set = on_all(lambda: writer.finish(self._info(save, writer)))
+        self.serve(on_all(lambda: writer.rename(finished_set, self.folder.process_folder / step_name(save.step))))
         for local_set in self._superseded():
             self.drop(local_set)
         return writer.bytes
 
     def _write_own(self, save: _Save, path: Path) -> SetWriter:
-        disk.demand_space(self.folder.own, self.need)
+        disk.demand_space(self.folder.process_folder, self.need)
         writer = SetWriter(path)
         while save.copies:
             writer.append(OWN, save.copies.pop(0))  # and release it
-        self.serve(writer.so_far(self._info(save, writer)))
+        self.serve(writer.snapshot(self._info(save, writer)))
         return writer
 
     def _write_replicas(self, save: _Save, writer: SetWriter) -> None:
-        """Reads from other processes what this one keeps of theirs and does not have itself."""
+        """Reads the replicas that this process keeps from other processes, except for shards that it has itself."""
         for source in self._sources():
             missing = self._shards[source] - writer.pieces.keys()
             if not missing:
@@ -218,7 +218,7 @@ class LocalCheckpoints:
         )
 
     def _superseded(self) -> list[LocalSet]:
-        """All but the newest `keep` steps."""
+        """The sets of all but the newest `keep` steps."""
         steps = sorted({local_set.index.info.step for local_set in self.served.values()})[-self.cfg.keep :]
         return [local_set for local_set in list(self.served.values()) if local_set.index.info.step not in steps]
 
@@ -239,13 +239,13 @@ class LocalCheckpoints:
         self._reports.append(report)
 
     def save_alone(self, step: int, state: Tree, meta: Mapping[str, Any]) -> tuple[int, ...]:
-        """Saves what this process has, without the others: some of them are gone. -> the processes whose shards it has.
+        """Saves the shards of this process after others were lost -> the processes whose shards it has.
 
-        The next start of the run restores it if the survivors' shards are all there are. Raises CheckpointError.
+        The next start of the run restores the step if the survivors have all shards. Raises CheckpointError.
         """
-        named = arrays.flatten(state)
-        shards = shards_of_processes(named)
-        copies = copy_to_host(named)
+        leaves = arrays.flatten(state)
+        shards = shards_of_processes(leaves)
+        copies = copy_to_host(leaves)
         info = SetInfo(
             step=step,
             save=f"{self.attempt}-alone-{step}",
@@ -255,18 +255,18 @@ class LocalCheckpoints:
             parts=complete_parts(frozenset((copy.name, copy.box) for copy in copies), shards),
             meta=dict(meta),
         )
-        path = self.folder.own / f"{step_name(step)}.{self.attempt}.saving"
+        path = self.folder.process_folder / f"{step_name(step)}.{self.attempt}.saving"
         try:
             writer = SetWriter(path)
             for copy in copies:
                 writer.append(OWN, copy)
-            writer.rename(writer.finish(info), self.folder.own / step_name(step))
+            writer.rename(writer.finish(info), self.folder.process_folder / step_name(step))
         except OSError as error:
             raise CheckpointError(step, failures.reason(error, path, self.need)) from error
         return info.parts
 
     def clear(self) -> None:
-        """Deletes all sets of this run: the shared folder has a later step, or the same."""
+        """Deletes all sets of this run, when the shared folder has the same step or a later one."""
         self.wait()
         for local_set in list(self.served.values()):
             self.drop(local_set)
@@ -288,8 +288,8 @@ class LocalCheckpoints:
 
 
 def _yield_to_training() -> None:
-    """Lets this thread have the processor when no other thread wants it; without effect where that can't be set."""
+    """Lowers the priority of this thread, where the system allows it."""
     try:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
     except (OSError, AttributeError):
-        say("local checkpoints are written at the priority of training: it can't be lowered here")
+        say("local checkpoints are written at the priority of training: this system can't lower it")

@@ -1,4 +1,4 @@
-"""The processes that keep local checkpoints for each other: where each is, and whose replicas each keeps."""
+"""The processes that keep local checkpoints: their machines and addresses, and whose replicas each process keeps."""
 
 import secrets
 from collections.abc import Callable
@@ -13,7 +13,7 @@ class Members:
     """All processes of the run. Called by all, in the same order, except `read_from`."""
 
     def __init__(self, peers: Peers, machine: str, offered: Callable[[str], LocalSet | None]):
-        """machine: a name that processes with the same local folder have in common. offered: sets to serve."""
+        """machine: the same name on all processes with the same local folder. offered: id of a set -> set to serve."""
         self.process = peers.process
         self._secret = bytes.fromhex(peers.share(secrets.token_hex(32) if peers.first else ""))
         self._server: SetServer | None = None
@@ -29,39 +29,39 @@ class Members:
     def count(self) -> int:
         return len(self._machines)
 
-    def together(self) -> list[int]:
-        """The processes that have this one's local folder, itself included."""
+    def on_this_machine(self) -> list[int]:
+        """The processes that share this one's local folder, itself included."""
         return [process for process, machine in self._machines.items() if machine == self._machines[self.process]]
 
-    def elsewhere(self) -> Callable[[int], bool]:
-        """Whether sets of a process's number in this folder are looked after by another process than this one.
+    def has_other_owner(self) -> Callable[[int], bool]:
+        """Process number in a folder's name -> whether another process than this one owns the sets in it.
 
-        A number from before a restart may have moved to another machine; the first process here takes its sets.
+        After a restart, a process number may be on another machine; the first process on this one owns its sets.
         """
-        here = self.together()
-        return lambda process: process != self.process and (process in here or self.process != min(here))
+        neighbors = self.on_this_machine()
+        return lambda process: process != self.process and (process in neighbors or self.process != min(neighbors))
 
-    def jump(self, asked: int | None) -> int:
-        """Distance to the process whose shards are kept as well."""
-        if asked is not None:
-            return asked
+    def distance(self, jump: int | None) -> int:
+        """Distance to the process whose shards this one keeps; None: the processes of the largest machine."""
+        if jump is not None:
+            return jump
         machines = list(self._machines.values())
         largest = max(machines.count(machine) for machine in set(machines))
         return largest if largest < self.count else 1
 
-    def sources(self, replicas: int, asked: int | None) -> list[int]:
-        """The processes whose shards this one keeps as well."""
+    def sources(self, replicas: int, jump: int | None) -> list[int]:
+        """The other processes whose shards this one keeps."""
         if self.count == 1:
             return []
-        step = self.jump(asked)
-        return [(self.process + number * step) % self.count for number in range(1, replicas + 1)]
+        distance = self.distance(jump)
+        return [(self.process + number * distance) % self.count for number in range(1, replicas + 1)]
 
-    def demand_replicas(self, replicas: int, asked: int | None) -> None:
-        """Raises UserError if replicas would be on the process that they are to survive, or twice on another."""
-        sources = self.sources(replicas, asked)
+    def demand_replicas(self, replicas: int, jump: int | None) -> None:
+        """Raises UserError if a process would keep its own replica, or a replica twice."""
+        sources = self.sources(replicas, jump)
         if self.process in sources or len(set(sources)) < len(sources):
             raise UserError(
-                f"checkpoint.local.replicas={replicas} with a jump of {self.jump(asked)} puts a replica on its own "
+                f"checkpoint.local.replicas={replicas} with a jump of {self.distance(jump)} puts a replica on its own "
                 f"process, or two on one, of {self.count} processes: keep fewer, or set another checkpoint.local.jump."
             )
 

@@ -1,9 +1,9 @@
 """A process's part of a local checkpoint on disk: shards with their places in the arrays, each with a SHA-256.
 
-STEP/                 a committed set; the name is only ever created by a rename
+STEP/                 a committed set; its folder gets this name by a rename only
   own.bin             the shards of this process, one after another
-  replicas.bin        shards of other processes that this one has not
-  set.json            which shard lies where, its SHA-256, and the metadata; sealed by a SHA-256 of its own
+  replicas.bin        shards of other processes that this one does not have
+  set.json            place and SHA-256 of each shard, and the metadata; sealed by a SHA-256 of its own
 STEP.TOKEN.saving/    being written; removed at the next start
 """
 
@@ -27,7 +27,7 @@ OWN, REPLICAS = "own.bin", "replicas.bin"
 FORMAT = 1
 
 type Shard = tuple[str, Box]
-"""Name of an array and a box of it that some device has."""
+"""Name of an array, and a box of it that is on a device."""
 
 
 class HostCopy(NamedTuple):
@@ -68,29 +68,29 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class SetInfo:
-    """What a set says of itself."""
+    """Metadata of a set."""
 
     step: int
     save: str
     """Name of the save; sets with the same name are parts of one checkpoint."""
     process: int
-    """Which process wrote it."""
+    """The process that wrote it."""
     attempt: str
     """Name of the start of the run that saved it."""
     processes: int
-    """Of the run that saved it."""
+    """Number of processes of the run that saved it."""
     parts: tuple[int, ...]
-    """Processes whose shards are all here."""
+    """Processes whose shards are all in this set."""
     meta: Mapping[str, Any] = field(repr=False)
 
     @property
     def id(self) -> str:
-        """Name of the set among all of a run."""
+        """Unique name of the set in its run."""
         return set_id(self.save, self.process)
 
 
 def set_id(save: str, process: int) -> str:
-    """Name of the part of a save that a process wrote."""
+    """Name of the set that a process wrote for a save."""
     return f"{save}/{process}"
 
 
@@ -101,13 +101,13 @@ class SetIndex(NamedTuple):
     pieces: dict[Shard, Piece]
 
     def to_json(self) -> str:
-        pieces = [piece._asdict() | {"box": ends_of(piece.box)} for piece in self.pieces.values()]
+        pieces = [piece._asdict() | {"box": bounds_of(piece.box)} for piece in self.pieces.values()]
         document = {"format": FORMAT, "info": asdict(self.info), "pieces": [[*piece.values()] for piece in pieces]}
         return json.dumps(document | {"seal": seal(document)}, allow_nan=False)
 
     @classmethod
     def from_json(cls, text: str) -> "SetIndex":
-        """Raises Damaged if it is not what `to_json` gave."""
+        """The reverse of `to_json`. Raises Damaged if the text was altered."""
         try:
             document = json.loads(text)
             sealed = document.pop("seal")
@@ -117,22 +117,22 @@ class SetIndex(NamedTuple):
                 raise Damaged(f"{SET} was altered: its own sha256 does not match")
             info = SetInfo(**document["info"] | {"parts": tuple(document["info"]["parts"])})
             pieces = [
-                Piece(name, tuple(shape), dtype, box_from(ends), *rest)
-                for name, shape, dtype, ends, *rest in document["pieces"]
+                Piece(name, tuple(shape), dtype, box_from(bounds), *rest)
+                for name, shape, dtype, bounds, *rest in document["pieces"]
             ]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise Damaged(f"{SET} can't be read ({error})") from None
         return cls(info, {piece.shard: piece for piece in pieces})
 
 
-def ends_of(box: Box) -> list[tuple[int, int]]:
+def bounds_of(box: Box) -> list[tuple[int, int]]:
     """Start and stop in each dimension, for JSON."""
     return [(side.start, side.stop) for side in box]
 
 
-def box_from(ends: Iterable[tuple[int, int]]) -> Box:
-    """The box of `ends_of`."""
-    return tuple(slice(start, stop) for start, stop in ends)
+def box_from(bounds: Iterable[tuple[int, int]]) -> Box:
+    """The reverse of `bounds_of`."""
+    return tuple(slice(start, stop) for start, stop in bounds)
 
 
 class LocalSet:
@@ -160,7 +160,7 @@ class LocalSet:
         return content
 
     def read(self, piece: Piece) -> np.ndarray:
-        """The values of a piece, in memory of their own. Raises Damaged."""
+        """A copy of the values of a piece. Raises Damaged."""
         return piece.array(self.content(piece))
 
     def verify(self) -> None:
@@ -188,24 +188,24 @@ class SetWriter:
         self.pieces[name, box] = Piece(name, shape, dtype, box, file, offset, content.nbytes, digest)
         self._sizes[file] = offset + content.nbytes
 
-    def so_far(self, info: SetInfo) -> LocalSet:
-        """What is written, for other processes to read."""
+    def snapshot(self, info: SetInfo) -> LocalSet:
+        """The pieces written until now, for other processes to read."""
         return LocalSet(self.path, SetIndex(info, dict(self.pieces)))
 
     def finish(self, info: SetInfo) -> LocalSet:
         """Writes set.json, the last file."""
-        whole = self.so_far(info)
-        write_durably(self.path / SET, whole.index.to_json())
-        return whole
+        finished = self.snapshot(info)
+        write_durably(self.path / SET, finished.index.to_json())
+        return finished
 
-    def rename(self, whole: LocalSet, target: Path) -> LocalSet:
-        """Commits the finished set under its name; a folder there is of the same step and is replaced."""
+    def rename(self, finished: LocalSet, target: Path) -> LocalSet:
+        """Commits the finished set under its name, and replaces an older set of the same step."""
         if target.exists():
             aside = target.with_name(f"{target.name}.deleting")
             target.rename(aside)
         self.path.rename(target)
         flush_to_disk(target.parent)
-        return LocalSet(target, whole.index)
+        return LocalSet(target, finished.index)
 
     @property
     def bytes(self) -> int:
