@@ -49,7 +49,7 @@ def time_saves(folder: Path, state: dict[str, jax.Array], repeats: int) -> dict[
 def time_restore(folder: Path, like: dict[str, jax.ShapeDtypeStruct]) -> dict[str, float]:
     reader = CheckpointReader(folder)
     start = time.perf_counter()
-    step = reader.newest_whole()
+    step = reader.newest_intact()
     verified = time.perf_counter()
     jax.block_until_ready(reader.restore(step, like)[0])
     return {

@@ -160,14 +160,14 @@ class CheckpointManager(CheckpointReader):
         if (load := self.cfg.whole_state()) is not None and not has_checkpoints:
             reader, step = open_checkpoints(load)
             step = self.cfg.step if step is None else step
-            if step is None and (step := reader.newest_whole()) is None:
+            if step is None and (step := reader.newest_intact()) is None:
                 raise UserError(f"there are no checkpoints in checkpoint.load = {load}.")
             reader.demand(step)
             return reader, step
         if self.cfg.load is None and self.cfg.step is not None:
             self.demand(self.cfg.step)
             return self, self.cfg.step
-        step = self.newest_whole()
+        step = self.newest_intact()
         return None if step is None else (self, step)
 
     def go_back(self, step: int) -> None:

@@ -45,10 +45,10 @@ class CheckpointReader:
         return [step for step in folder.steps_in(self.folder) if step not in self._refused]
 
     def newest(self) -> int | None:
-        """The committed step with the highest number, unverified; see `newest_whole`."""
+        """The committed step with the highest number, unverified; see `newest_intact`."""
         return max(self.steps(), default=None)
 
-    def newest_whole(self) -> int | None:
+    def newest_intact(self) -> int | None:
         """The newest step that passes verification; newer ones are reported on stderr with their faults.
 
         None if there never was a checkpoint here. Raises UserError if there were some and all are damaged.
@@ -87,7 +87,7 @@ class CheckpointReader:
 
         like: tree of jax.ShapeDtypeStruct with shardings, on any mesh and any number of processes.
         partial: see `arrays.read`.
-        Raises UserError if the step is missing or damaged, or if names, shapes or dtypes differ. Only `newest_whole`
+        Raises UserError if the step is missing or damaged, or if names, shapes or dtypes differ. Only `newest_intact`
         falls back to another step.
         """
         path = self.demand(step)

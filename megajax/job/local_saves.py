@@ -86,7 +86,7 @@ class LocalSaves:
         """The newest local checkpoint that this run can start from; newer ones that it can't use are reported."""
         if self.reader is None or self.cfg.checkpoint.step is not None:
             return None
-        step = self.reader.newest_whole()
+        step = self.reader.newest_intact()
         if self.reader.skipped:
             self._report_incomplete(self.reader.skipped, step)
         if step is None:

@@ -122,7 +122,7 @@ class RunWeights:
     def __init__(self, path: Path, replicated: Any):
         self._replicated = replicated
         self.reader, step = open_checkpoints(path)
-        step = self.reader.newest_whole() if step is None else step
+        step = self.reader.newest_intact() if step is None else step
         if step is None:
             raise UserError(f"no checkpoints to load weights from in {path}")
         self.step, self.path, self.where = step, path, f"{path}, step {step}"

@@ -60,7 +60,7 @@ def test_damage_of_any_file_falls_back_to_the_previous_step(folder, capfd, damag
         assert "checkpoint step 2" in said and name.rsplit("/", 1)[-1] in said
         (folder / "00000002.damaged").rename(newest)
         (newest / name).write_bytes(whole)
-    assert CheckpointReader(folder).newest_whole() == 2
+    assert CheckpointReader(folder).newest_intact() == 2
 
 
 def test_a_fallback_and_steps_set_aside_are_events(folder):
@@ -146,7 +146,7 @@ def test_a_reader_skips_damaged_steps_without_changing_them(folder, capfd):
     flip(folder / "00000002" / "meta.json")
     before = sorted(path.name for path in folder.iterdir())
     reader = CheckpointReader(folder)
-    assert reader.newest_whole() == 1 and reader.steps() == [1]
+    assert reader.newest_intact() == 1 and reader.steps() == [1]
     assert sorted(path.name for path in folder.iterdir()) == before
     assert "step 2" in capfd.readouterr().err
 

@@ -43,7 +43,7 @@ def newest(folder: Path) -> tuple[int | None, list[int], float | None]:
     """What a start finds: its step, the steps it passed over, and a value of the state."""
     with opened(folder) as local:
         reader = LocalReader(local)
-        step = reader.newest_whole()
+        step = reader.newest_intact()
         value = None if step is None else float(reader.restore(step, like(small(0)))[0]["w"][0, 0])
         return step, [each.step for each in reader.skipped], value
 
@@ -68,7 +68,7 @@ def test_every_bit_comes_back_on_the_same_layout_and_on_others(tmp_path, data, t
         local.save(7, state, META)
     with opened(tmp_path) as local:
         reader = LocalReader(local)
-        assert reader.newest_whole() == 7 and reader.meta(7) == META
+        assert reader.newest_intact() == 7 and reader.meta(7) == META
         same, _ = reader.restore(7, like(state))
         restored, meta = reader.restore(7, laid_out(mesh_of(data, tensor), state))
     assert meta == META
@@ -98,7 +98,7 @@ def test_a_state_of_other_shapes_is_refused_with_a_table(tmp_path):
     saved(tmp_path, 1)
     with opened(tmp_path) as local:
         reader = LocalReader(local)
-        reader.newest_whole()
+        reader.newest_intact()
         with pytest.raises(UserError, match=r"local checkpoint of step 1 does not match(?s:.*)float32\[4, 4\]"):
             reader.restore(1, like({"w": np_zeros(5)}))
 
@@ -152,7 +152,7 @@ def test_two_runs_with_one_folder_do_not_mix(tmp_path):
             local.save(step, small(step), META)
     for name, step in (("a", 5), ("b", 9)):
         with LocalConfig(every=1, folder=tmp_path / "node").build(tmp_path / name) as local:
-            assert LocalReader(local).newest_whole() == step
+            assert LocalReader(local).newest_intact() == step
     assert oct((tmp_path / "node" / local.history.run).stat().st_mode & 0o777) == "0o700"
 
 
@@ -262,7 +262,7 @@ def test_a_set_that_is_lost_between_the_choice_and_the_restore_is_worth_a_restar
     saved(tmp_path, 1)
     with opened(tmp_path) as local:
         reader = LocalReader(local)
-        assert reader.newest_whole() == 1
+        assert reader.newest_intact() == 1
         damage(sets(tmp_path)[0] / "own.bin")
         with pytest.raises(UserError, match=r"can't be read: own.bin: w: sha256") as caught:
             reader.restore(1, like(small(0)))

@@ -252,7 +252,7 @@ with CheckpointConfig(keep_last=1).build(sys.argv[1]) as manager:
     resource.setrlimit(resource.RLIMIT_FSIZE, (-1, -1))
     manager.save(3, state)
     manager.wait()
-    assert manager.newest_whole() == 3
+    assert manager.newest_intact() == 3
 """
     done = subprocess.run([sys.executable, "-c", script, tmp_path], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -38,7 +38,7 @@ def test_two_processes_save_fail_fall_back_and_one_process_reads_it(tmp_path):
 
     values = np.random.default_rng(0).standard_normal((64, 32)).astype(np.float32)
     reader = CheckpointReader(tmp_path)
-    step = reader.newest_whole()
+    step = reader.newest_intact()
     like = {"w": jax.ShapeDtypeStruct((64, 32), np.float32), "r": jax.ShapeDtypeStruct((3,), np.int32)}
     restored, meta = reader.restore(step, like)
     assert (step, meta) == (3, {"step": 3})

@@ -183,7 +183,7 @@ def test_checkpoints_are_found_by_run_folder_checkpoints_folder_and_step(tmp_pat
     saved(folder, {"x": jnp.ones(1)}, step=40)
     for path, step in ((tmp_path, None), (folder, None), (folder / "00000040", 40)):
         reader, actual = open_checkpoints(path)
-        assert actual == step and reader.newest_whole() == 40
+        assert actual == step and reader.newest_intact() == 40
     with pytest.raises(UserError, match="does not exist"):
         open_checkpoints(tmp_path / "typo")
 

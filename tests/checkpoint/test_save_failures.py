@@ -131,7 +131,7 @@ def test_a_full_disk_loses_no_step_and_works_again_with_space(small_disk):
         ballast.unlink()
         manager.save(3, STATE)
         manager.wait()
-        assert manager.newest_whole() == 3 and manager.steps() == [3]
+        assert manager.newest_intact() == 3 and manager.steps() == [3]
 
 
 @pytest.mark.parametrize("ending", ["", pytest.param("del manager; time.sleep(0.5)", marks=pytest.mark.slow)])

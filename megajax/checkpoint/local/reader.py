@@ -54,12 +54,12 @@ class LocalReader:
         self._local, self._members, self._peers = local, local.members, local.peers
         self.folder = local.folder.process_folder
         self.skipped: list[SkippedStep] = []
-        """The steps that `newest_whole` skipped."""
+        """The steps that `newest_intact` skipped."""
         self._step: int | None = None
         self._holders: list[Holder] = []
         self._meta: Meta | None = None
 
-    def newest_whole(self) -> int | None:
+    def newest_intact(self) -> int | None:
         """The newest step of which the processes have every shard, with its saved SHA-256; None if there is none."""
         infos = [local_set.index.info for local_set in self._local.served.values()]
         gathered = self._peers.gather([(info.step, info.save, info.processes) for info in infos])
@@ -137,7 +137,7 @@ class LocalReader:
 
     def _demand(self, step: int) -> None:
         if step != self._step:
-            raise ValueError(f"newest_whole returned step {self._step}, not {step}")
+            raise ValueError(f"newest_intact returned step {self._step}, not {step}")
 
 
 class _Sources:

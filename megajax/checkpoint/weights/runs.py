@@ -133,7 +133,7 @@ def open_step(path: Path, step: int | None = None) -> RunModel:
         path, step = path.parent, int(path.name)
     reader, named = open_checkpoints(path)
     step = named if step is None else step
-    step = reader.newest_whole() if step is None else step
+    step = reader.newest_intact() if step is None else step
     if step is None:
         raise UserError(f"there are no checkpoints in {path}")
     folder = reader.folder
