@@ -51,7 +51,7 @@ def unspread(weights: Sequence[Weight]) -> "Elements":
     """Those of them that are not spread at rest, but over `tensor` and `expert`."""
     selected = [weight for weight in weights if "embed" not in weight.axes and "expert" not in weight.axes]
     sharded = sum(weight.size for weight in selected if CUT_AXES.intersection(weight.axes))
-    return Elements(whole=sum(weight.size for weight in selected) - sharded, cut=sharded)
+    return Elements(replicated=sum(weight.size for weight in selected) - sharded, sharded=sharded)
 
 
 def prefixed(prefix: str, weights: Sequence[Weight]) -> tuple[Weight, ...]:
@@ -63,9 +63,9 @@ def prefixed(prefix: str, weights: Sequence[Weight]) -> tuple[Weight, ...]:
 class Elements:
     """Elements of a tensor for each token, or of one side of a matrix, by how the mesh axis `tensor` divides them."""
 
-    whole: int = 0
+    replicated: int = 0
     """Not divided: every device has all of them."""
-    cut: int = 0
+    sharded: int = 0
     """Divided over all devices of `tensor`."""
     grouped: int = 0
     """Divided over at most `groups` devices of `tensor`: key-value heads, of which further devices hold copies."""
@@ -73,26 +73,26 @@ class Elements:
 
     @property
     def total(self) -> int:
-        return self.whole + self.divided
+        return self.replicated + self.divided
 
     @property
     def divided(self) -> int:
-        """All that is not whole."""
-        return self.cut + self.grouped
+        """Elements that are not replicated."""
+        return self.sharded + self.grouped
 
-    def copied(self, tensor: int) -> float:
+    def surplus(self, tensor: int) -> float:
         """Elements of a device beyond its even share, because groups are fewer than devices."""
         return self.grouped * (1 / min(tensor, self.groups) - 1 / tensor)
 
     def local(self, tensor: int) -> float:
         """Elements on one of that many devices of `tensor`."""
-        return self.whole + self.divided / tensor + self.copied(tensor)
+        return self.replicated + self.divided / tensor + self.surplus(tensor)
 
     def plus(self, other: "Elements") -> "Elements":
         """Of both together."""
         return Elements(
-            whole=self.whole + other.whole,
-            cut=self.cut + other.cut,
+            replicated=self.replicated + other.replicated,
+            sharded=self.sharded + other.sharded,
             grouped=self.grouped + other.grouped,
             groups=max(self.groups, other.groups),
         )
@@ -135,7 +135,7 @@ class Matmul:
             return self
         inputs, outputs = self.inputs, self.outputs
         if spread.whole:
-            inputs, outputs = (Elements(whole=side.total) for side in (inputs, outputs))
+            inputs, outputs = (Elements(replicated=side.total) for side in (inputs, outputs))
         experts, per_token = self.experts // spread.devices, self.per_token / spread.listed
         return replace(self, inputs=inputs, outputs=outputs, experts=experts, per_token=per_token, spread=spread.expert)
 
@@ -418,7 +418,7 @@ class BlockFacts:
         for facts in self.experts:
             more = (facts.over_mean(spread) if facts.chunks == 1 else 0) - 1
             for part, elements in facts.tensors.items():
-                tensors[part] = tensors[part].plus(Elements(cut=round(more * facts.top_k * elements)))
+                tensors[part] = tensors[part].plus(Elements(sharded=round(more * facts.top_k * elements)))
         elsewhere = sum(matmul.size for matmul in self.matmuls) - sum(matmul.size for matmul in matmuls)
         return replace(self, matmuls=matmuls, tensors=tensors, weights=self.weights - elsewhere)
 

@@ -82,15 +82,15 @@ class ExpertsConfig:
         return tuple(Weight(name, shapes[name], axes[name]) for name in shapes)
 
     def matmuls(self, hidden: int) -> tuple[Matmul, ...]:
-        whole, cut = Elements(whole=hidden), Elements(cut=self.ffn)
-        up = Matmul(inputs=whole, outputs=cut, result="mlp", experts=self.experts)
-        return up, Matmul(inputs=cut, outputs=whole, experts=self.experts)
+        replicated, sharded = Elements(replicated=hidden), Elements(sharded=self.ffn)
+        up = Matmul(inputs=replicated, outputs=sharded, result="mlp", experts=self.experts)
+        return up, Matmul(inputs=sharded, outputs=replicated, experts=self.experts)
 
     def multiply_adds(self, hidden: int) -> MultiplyAdds:
         return MultiplyAdds(2 * hidden * self.ffn)
 
     def tensors(self, hidden: int) -> Mapping[Any, Elements]:
-        return {"mlp": Elements(cut=self.ffn), "activation": Elements(cut=self.ffn)}
+        return {"mlp": Elements(sharded=self.ffn), "activation": Elements(sharded=self.ffn)}
 
     def megatron_matrices(self, hidden: int, gains: int) -> int:
         return 2 * hidden * self.ffn * self.experts

@@ -101,8 +101,8 @@ class MultiHeadConfig(LayerFacts):
     def tensors(self, hidden: int) -> Mapping[Part, Elements]:
         """What the kernel reads and writes."""
         size, values = self.size(hidden), self.value_size(hidden)
-        keys = Elements(cut=self.heads * size, grouped=self.groups() * (size + values), groups=self.groups())
-        return {"query_key_value": keys, "core_attention": Elements(cut=self.heads * values)}
+        keys = Elements(sharded=self.heads * size, grouped=self.groups() * (size + values), groups=self.groups())
+        return {"query_key_value": keys, "core_attention": Elements(sharded=self.heads * values)}
 
     def tensor_sizes(self) -> list[int]:
         """Numbers of devices of `tensor` that heads can be divided over."""
@@ -285,12 +285,12 @@ class AttentionConfig(MultiHeadConfig):
 
     def matmuls(self, hidden: int) -> tuple[Matmul, ...]:
         """Queries, keys, values and gates; the output."""
-        hidden_side, queries = Elements(whole=hidden), self.heads * self.size(hidden)
+        hidden_side, queries = Elements(replicated=hidden), self.heads * self.size(hidden)
         keys = 2 * self.groups() * self.size(hidden)
-        outputs = Elements(cut=queries * (1 + self.gate), grouped=keys, groups=self.groups())
+        outputs = Elements(sharded=queries * (1 + self.gate), grouped=keys, groups=self.groups())
         return (
             Matmul(inputs=hidden_side, outputs=outputs, result="query_key_value", weights=3, joined=True),
-            Matmul(inputs=Elements(cut=queries), outputs=hidden_side, result="residual"),
+            Matmul(inputs=Elements(sharded=queries), outputs=hidden_side, result="residual"),
         )
 
     def cache_leaves(self, hidden: int, tensor: int) -> tuple[CacheLeaf, ...]:
@@ -318,7 +318,7 @@ class AttentionConfig(MultiHeadConfig):
         """What the kernel reads and writes, and the gate."""
         # `super()` without arguments does not find the class that slots=True makes.
         kernel = MultiHeadConfig.tensors(self, hidden)
-        return {**kernel, "gate": Elements(cut=self.heads * self.size(hidden))} if self.gate else kernel
+        return {**kernel, "gate": Elements(sharded=self.heads * self.size(hidden))} if self.gate else kernel
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -436,13 +436,13 @@ class LatentAttentionConfig(MultiHeadConfig):
         inner = round(self.multiply_adds(hidden).per_token / hidden) - values
         return (
             Matmul(
-                inputs=Elements(whole=hidden),
-                outputs=Elements(cut=inner),
+                inputs=Elements(replicated=hidden),
+                outputs=Elements(sharded=inner),
                 result="query_key_value",
                 weights=3,
                 joined=True,
             ),
-            Matmul(inputs=Elements(cut=values), outputs=Elements(whole=hidden), result="residual"),
+            Matmul(inputs=Elements(sharded=values), outputs=Elements(replicated=hidden), result="residual"),
         )
 
     def multiply_adds(self, hidden: int) -> MultiplyAdds:
@@ -459,7 +459,7 @@ class LatentAttentionConfig(MultiHeadConfig):
     def tensors(self, hidden: int) -> Mapping[Part, Elements]:
         """What the kernel reads and writes, and the latents."""
         latents = self.key_value_rank + (self.query_rank or 0)
-        return {**MultiHeadConfig.tensors(self, hidden), "latent": Elements(whole=latents)}
+        return {**MultiHeadConfig.tensors(self, hidden), "latent": Elements(replicated=latents)}
 
 
 type SelfAttentionConfig = AttentionConfig | LatentAttentionConfig

@@ -54,7 +54,7 @@ class CrossAttentionConfig(AttentionConfig):
     def matmuls_reading(self, hidden: int, memory_ratio: float) -> tuple[Matmul, ...]:
         """Queries, keys and values, the output. memory_ratio: keys for each query."""
         joined, output = AttentionConfig.matmuls(self, hidden)
-        queries, keys = replace(joined.outputs, grouped=0), replace(joined.outputs, cut=0)
+        queries, keys = replace(joined.outputs, grouped=0), replace(joined.outputs, sharded=0)
         weights = joined.weights - 2
         return (
             replace(joined, outputs=queries, weights=weights, joined=weights > 1),

@@ -150,11 +150,12 @@ class Mamba2Config(StateSpaceConfig):
 
     def matmuls(self, hidden: int) -> tuple[Matmul, ...]:
         """The gate, what convolutions read, and steps; the output."""
-        hidden_side = Elements(whole=hidden)
-        outputs = Elements(cut=2 * self.inner + self.heads, grouped=2 * self.groups * self.state, groups=self.groups)
+        hidden_side = Elements(replicated=hidden)
+        shared = 2 * self.groups * self.state
+        outputs = Elements(sharded=2 * self.inner + self.heads, grouped=shared, groups=self.groups)
         return (
             Matmul(inputs=hidden_side, outputs=outputs, result="query_key_value", weights=5, joined=True),
-            Matmul(inputs=Elements(cut=self.inner), outputs=hidden_side, result="residual"),
+            Matmul(inputs=Elements(sharded=self.inner), outputs=hidden_side, result="residual"),
         )
 
     def multiply_adds(self, hidden: int) -> MultiplyAdds:
@@ -174,9 +175,9 @@ class Mamba2Config(StateSpaceConfig):
         del hidden
         shared = 2 * self.groups * self.state
         return {
-            "query_key_value": Elements(cut=self.inner + self.heads, grouped=shared, groups=self.groups),
-            "core_attention": Elements(cut=self.inner),
-            "gate": Elements(cut=self.inner),
+            "query_key_value": Elements(sharded=self.inner + self.heads, grouped=shared, groups=self.groups),
+            "core_attention": Elements(sharded=self.inner),
+            "gate": Elements(sharded=self.inner),
         }
 
     def tensor_sizes(self) -> list[int]:
@@ -260,12 +261,12 @@ class Mamba1Config(StateSpaceConfig):
 
     def matmuls(self, hidden: int) -> tuple[Matmul, ...]:
         """Gate and input; steps, b and c; the output."""
-        hidden_side, channels = Elements(whole=hidden), Elements(cut=self.inner)
-        gated, narrow = Elements(cut=2 * self.inner), Elements(whole=self.rank + 2 * self.state)
+        hidden_side, channels = Elements(replicated=hidden), Elements(sharded=self.inner)
+        gated, narrow = Elements(sharded=2 * self.inner), Elements(replicated=self.rank + 2 * self.state)
         return (
             Matmul(inputs=hidden_side, outputs=gated, result="query_key_value", weights=2, joined=True),
             Matmul(inputs=channels, outputs=narrow, result="latent", weights=3, joined=True),
-            Matmul(inputs=Elements(whole=self.rank), outputs=channels, result="query_key_value"),
+            Matmul(inputs=Elements(replicated=self.rank), outputs=channels, result="query_key_value"),
             Matmul(inputs=channels, outputs=hidden_side, result="residual"),
         )
 
@@ -281,8 +282,8 @@ class Mamba1Config(StateSpaceConfig):
     def tensors(self, hidden: int) -> Mapping[Part, Elements]:
         """What the convolution reads, steps, what these and b and c are made of, the kernel's output, and the gate."""
         del hidden
-        channels, narrow = Elements(cut=self.inner), Elements(whole=self.rank + 2 * self.state)
-        kernel_inputs = Elements(cut=2 * self.inner)
+        channels, narrow = Elements(sharded=self.inner), Elements(replicated=self.rank + 2 * self.state)
+        kernel_inputs = Elements(sharded=2 * self.inner)
         return {"query_key_value": kernel_inputs, "latent": narrow, "core_attention": channels, "gate": channels}
 
     def tensor_sizes(self) -> list[int]:

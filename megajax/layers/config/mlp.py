@@ -32,14 +32,14 @@ class FeedForward(LayerFacts):
 
     def matmuls(self, hidden: int) -> tuple[Matmul, ...]:
         """Into ffn and back."""
-        hidden_side, count = Elements(whole=hidden), len(self.inner)
-        up = Matmul(inputs=hidden_side, outputs=Elements(cut=count * self.ffn), result="mlp", weights=count)
-        return up, Matmul(inputs=Elements(cut=self.ffn), outputs=hidden_side)
+        hidden_side, count = Elements(replicated=hidden), len(self.inner)
+        up = Matmul(inputs=hidden_side, outputs=Elements(sharded=count * self.ffn), result="mlp", weights=count)
+        return up, Matmul(inputs=Elements(sharded=self.ffn), outputs=hidden_side)
 
     def tensors(self, hidden: int) -> Mapping[Part, Elements]:
         """Inputs of the activation function, and what leads into `down`."""
         del hidden
-        return {"mlp": Elements(cut=len(self.inner) * self.ffn), "activation": Elements(cut=self.ffn)}
+        return {"mlp": Elements(sharded=len(self.inner) * self.ffn), "activation": Elements(sharded=self.ffn)}
 
     def tensor_sizes(self) -> list[int]:
         """Numbers of devices of `tensor` that ffn can be divided over."""

@@ -243,18 +243,18 @@ class MoEConfig(Builds):
 
     def matmuls(self, hidden: int) -> tuple[Matmul, ...]:
         """Of the router, of the experts on their tokens, of what all tokens pass."""
-        hidden_side = Elements(whole=hidden)
-        every = [Matmul(inputs=hidden_side, outputs=Elements(whole=self.experts))]
+        hidden_side = Elements(replicated=hidden)
+        every = [Matmul(inputs=hidden_side, outputs=Elements(replicated=self.experts))]
         if self.latent is not None:
-            every.append(Matmul(inputs=hidden_side, outputs=Elements(whole=self.latent)))
+            every.append(Matmul(inputs=hidden_side, outputs=Elements(replicated=self.latent)))
         for matmul in self.expert.matmuls(self.width(hidden)):
             every.append(replace(matmul, experts=self.experts, per_token=self.top_k))
         if self.latent is not None:
-            every.append(Matmul(inputs=Elements(whole=self.latent), outputs=hidden_side))
+            every.append(Matmul(inputs=Elements(replicated=self.latent), outputs=hidden_side))
         if self.shared is not None:
             every += self.shared.mlp.matmuls(hidden)
             if self.shared.gate:
-                every.append(Matmul(inputs=hidden_side, outputs=Elements(whole=1)))
+                every.append(Matmul(inputs=hidden_side, outputs=Elements(replicated=1)))
         return tuple(every)
 
     def multiply_adds(self, hidden: int) -> MultiplyAdds:
@@ -268,8 +268,8 @@ class MoEConfig(Builds):
         inner, total = self.expert.tensors(self.width(hidden)), {}
         shared = {} if self.shared is None else self.shared.mlp.tensors(hidden)
         for part, elements in inner.items():
-            more = shared[part].cut if part in shared else 0
-            total[part] = Elements(cut=self.top_k * elements.cut + more)
+            more = shared[part].sharded if part in shared else 0
+            total[part] = Elements(sharded=self.top_k * elements.sharded + more)
         return total
 
     def expert_facts(self, hidden: int) -> ExpertFacts:
@@ -279,7 +279,7 @@ class MoEConfig(Builds):
             experts=self.experts,
             top_k=self.top_k,
             width=width,
-            tensors={part: elements.cut for part, elements in self.expert.tensors(width).items()},
+            tensors={part: elements.sharded for part, elements in self.expert.tensors(width).items()},
             way=dispatch.way,
             room=dispatch.room,
             chunks=dispatch.chunks,

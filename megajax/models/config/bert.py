@@ -98,7 +98,7 @@ class BertConfig(DecoderConfig):
 
     def head_facts(self) -> HeadFacts:
         """The head of masked tokens has a matrix more than a decoder's; that of sentences works on one position."""
-        head, hidden, hidden_side = DecoderConfig.head_facts(self), self.hidden, Elements(whole=self.hidden)
+        head, hidden, hidden_side = DecoderConfig.head_facts(self), self.hidden, Elements(replicated=self.hidden)
         weights = [
             *head.weights,
             *dense("masked", hidden, hidden),

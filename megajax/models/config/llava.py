@@ -53,7 +53,7 @@ class ProjectorConfig(Builds):
     def facts(self, tower: int, hidden: int, share: float) -> tuple[tuple[Weight, ...], tuple[Matmul, ...]]:
         """Weights, and products on each position of a row. tower, hidden: widths; share: of positions it makes."""
         entry, ffn = tower * self.pixel_shuffle**2, self.width(hidden)
-        input_side, output, names = Elements(whole=entry), Elements(whole=hidden), self.inner() if ffn else ()
+        input_side, output, names = Elements(replicated=entry), Elements(replicated=hidden), self.inner() if ffn else ()
         weights = [Weight(name, (entry, ffn), ("embed", "mlp")) for name in names]
         weights.append(Weight("down", (ffn or entry, hidden), ("mlp", "embed") if ffn else ("embed", None)))
         if self.bias:
@@ -62,8 +62,8 @@ class ProjectorConfig(Builds):
         weights += norm_weights("norm", self.norm, entry)
         if not ffn:
             return tuple(weights), (Matmul(inputs=input_side, outputs=output, per_token=share),)
-        up = Matmul(inputs=input_side, outputs=Elements(cut=len(names) * ffn), weights=len(names), per_token=share)
-        return tuple(weights), (up, Matmul(inputs=Elements(cut=ffn), outputs=output, per_token=share))
+        up = Matmul(inputs=input_side, outputs=Elements(sharded=len(names) * ffn), weights=len(names), per_token=share)
+        return tuple(weights), (up, Matmul(inputs=Elements(sharded=ffn), outputs=output, per_token=share))
 
     def inner(self) -> tuple[str, ...]:
         """Matrices that multiply the input of an MLP."""

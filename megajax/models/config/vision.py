@@ -163,8 +163,8 @@ class VisionTowerConfig(Builds, TransformerConfig):
             weights=tuple(weights),
             matmuls=(
                 Matmul(
-                    inputs=Elements(whole=self.patch_size()),
-                    outputs=Elements(whole=hidden),
+                    inputs=Elements(replicated=self.patch_size()),
+                    outputs=Elements(replicated=hidden),
                     per_token=self.patches() / used,
                 ),
             ),

@@ -302,8 +302,8 @@ class Tower:
             if mixer.work.scores >= mixer.heads * self.section.length:
                 kernel, result = mixer.tensors
                 copies = apart // gcd(apart, max(1, kernel.groups // tensor))
-                queries += kernel.cut / tensor
-                keys += copies * (kernel.grouped / tensor + kernel.copied(tensor))
+                queries += kernel.sharded / tensor
+                keys += copies * (kernel.grouped / tensor + kernel.surplus(tensor))
                 outputs += result.local(tensor)
         each = self.tokens * self.run.width
         return each * queries, each * keys, each * outputs

@@ -455,7 +455,7 @@ def _largest_layer(tower: Tower) -> float:
     for block in tower.blocks:
         divided = {part: elements.divided for part, elements in block.tensors.items()}
         again = sum(count for part, count in divided.items() if kept.parts is not None and part not in kept.parts)
-        copied = sum(elements.copied(tensor) for elements in block.tensors.values())
+        copied = sum(elements.surplus(tensor) for elements in block.tensors.values())
         copied += sum(_row_elements(tower, one) for one in block.experts)
         largest = max(largest, (sum(divided.values()) + again * kept.layers_per_checkpoint) / tensor + copied)
     return largest
