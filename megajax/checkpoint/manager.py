@@ -156,7 +156,7 @@ class CheckpointManager(CheckpointReader):
         resumes from a step of this manager calls `go_back` before it saves. Raises UserError if the requested
         checkpoint is missing or damaged.
         """
-        has_checkpoints = self._peers.share(bool(self.steps() or folder.damaged_in(self.folder)))
+        has_checkpoints = self._peers.broadcast(bool(self.steps() or folder.damaged_in(self.folder)))
         if (load := self.cfg.whole_state()) is not None and not has_checkpoints:
             reader, step = open_checkpoints(load)
             step = self.cfg.step if step is None else step
@@ -175,7 +175,7 @@ class CheckpointManager(CheckpointReader):
 
         Call it only when the run is certain to resume from `step`.
         """
-        later_steps = self._peers.share([number for number in self.steps() if number > step])
+        later_steps = self._peers.broadcast([number for number in self.steps() if number > step])
         if self._peers.first:
             for number in later_steps:
                 path = folder.set_aside(self.folder, number, "abandoned")
@@ -198,14 +198,14 @@ class CheckpointManager(CheckpointReader):
         """
         started = time.monotonic()
         self.wait()
-        if step in self._peers.share(self.steps()):
+        if step in self._peers.broadcast(self.steps()):
             return False
         text = json.dumps({"step": step, "meta": dict(meta or {})}, allow_nan=False, indent=1, sort_keys=True)
         leaves = arrays.flatten(state)
         self._saves += 1
         path = self.folder / f"{folder.step_name(step)}.{self._peers.token}{self._saves:04x}.saving"
         size = sum(leaf.nbytes for leaf in leaves.values())
-        save = _Save(step, path, text, self._peers.among(f"save{self._saves}"), started, size)
+        save = _Save(step, path, text, self._peers.namespace(f"save{self._saves}"), started, size)
         try:
             self._on_all(save, lambda: self._create(save) if save.peers.first else None)
         except PartFailed as error:
@@ -328,7 +328,7 @@ class CheckpointManager(CheckpointReader):
 
     def peers_for(self, name: str) -> Peers:
         """All processes of the run, for communication of another thread. The name is used once."""
-        return self._peers.among(name)
+        return self._peers.namespace(name)
 
     def space_warning(self, state: Tree) -> str | None:
         """A warning if the disk can't hold the checkpoints of such a state; None if it can, or its size is unknown."""

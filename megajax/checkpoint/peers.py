@@ -46,7 +46,7 @@ class Peers:
     def first(self) -> bool:
         return self.index == 0
 
-    def among(self, name: str) -> "Peers":
+    def namespace(self, name: str) -> "Peers":
         """The same processes with a separate namespace, for another thread."""
         return Peers(f"{self.token}/{name}")
 
@@ -109,7 +109,7 @@ class Peers:
         if (reason := self.agree(reason)) is not None:
             raise UserError(reason)
 
-    def share[T](self, value: T) -> T:
+    def broadcast[T](self, value: T) -> T:
         """Returns the value of process 0, JSON-serialisable, on all processes."""
         if self.count == 1:
             return value

@@ -53,7 +53,7 @@ class CheckpointReader:
 
         None if there never was a checkpoint here. Raises UserError if there were some and all are damaged.
         """
-        steps, damaged = self._peers.share((self.steps(), folder.damaged_in(self.folder)))
+        steps, damaged = self._peers.broadcast((self.steps(), folder.damaged_in(self.folder)))
         for step in reversed(steps):
             reason = self._fault(step)
             if reason is None:

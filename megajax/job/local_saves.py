@@ -63,7 +63,7 @@ class LocalSaves:
         local = self._newest_local()
         if local is None or self.reader is None or self.local is None:
             return self.manager.start()
-        shared = self.local.peers.share(self.manager.newest())
+        shared = self.local.peers.broadcast(self.manager.newest())
         if shared is None or local > shared:
             return self._use_local(local)
         try:
@@ -102,7 +102,7 @@ class LocalSaves:
     def _report_incomplete(self, skipped: Sequence[SkippedStep], step: int | None) -> None:
         """Report incomplete local checkpoints. step: the newest complete one."""
         peers = None if self.local is None else self.local.peers
-        shared = self.manager.newest() if peers is None else peers.share(self.manager.newest())
+        shared = self.manager.newest() if peers is None else peers.broadcast(self.manager.newest())
         used = step is not None and (shared is None or step > shared)
         to = f"the local checkpoint of step {step}" if used else "the shared folder's checkpoints"
         next_one = step if used else shared
@@ -165,9 +165,9 @@ class LocalSaves:
             return
         self.local.wait()
         self.committed()
-        shared = self.local.peers.share(self.manager.newest())
+        shared = self.local.peers.broadcast(self.manager.newest())
         newest = max((checkpoint.index.info.step for checkpoint in self.local.served.values()), default=None)
-        if self.local.peers.share(newest is None or (shared is not None and shared >= newest)):
+        if self.local.peers.broadcast(newest is None or (shared is not None and shared >= newest)):
             self.local.clear()
 
     def rescue(self, run: Run, error: BaseException) -> None:

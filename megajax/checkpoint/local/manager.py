@@ -73,7 +73,7 @@ class LocalCheckpoints:
         self.peers = Peers()
         self.attempt = self.peers.token
         stored_history = RunHistory.read(self.shared) if self.peers.first else RunHistory("")
-        run, attempts = self.peers.share((stored_history.run, stored_history.attempts))
+        run, attempts = self.peers.broadcast((stored_history.run, stored_history.attempts))
         self.history = RunHistory(run, tuple((name, first) for name, first in attempts))
         self.folder = LocalFolder(cfg.folder, self.history, self.shared, self.peers.process)
         self.peers.check(self.folder.prepare)
@@ -155,7 +155,7 @@ class LocalCheckpoints:
             step,
             f"{self.attempt}-{self._saves}",
             dict(meta or {}),
-            self.peers.among(f"local{self._saves}"),
+            self.peers.namespace(f"local{self._saves}"),
             copy_to_host(arrays.flatten(state)),
             started,
         )

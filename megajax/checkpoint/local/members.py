@@ -15,7 +15,7 @@ class Members:
     def __init__(self, peers: Peers, machine: str, offered: Callable[[str], LocalSet | None]):
         """machine: the same name on all processes with the same local folder. offered: id of a set -> set to serve."""
         self.process = peers.process
-        self._secret = bytes.fromhex(peers.share(secrets.token_hex(32) if peers.first else ""))
+        self._secret = bytes.fromhex(peers.broadcast(secrets.token_hex(32) if peers.first else ""))
         self._server: SetServer | None = None
         address: tuple[str, int] = ("", 0)
         if peers.count > 1:
