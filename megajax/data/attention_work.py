@@ -25,8 +25,8 @@ def lengths_of_row(source: object, row: int) -> np.ndarray:
 
     A source may have `document_lengths(row)`, which returns them, or None where only the tokens tell.
     """
-    own: Callable[[int], np.ndarray | None] | None = getattr(source, "document_lengths", None)
-    lengths = None if own is None else own(row)
+    find_lengths: Callable[[int], np.ndarray | None] | None = getattr(source, "document_lengths", None)
+    lengths = None if find_lengths is None else find_lengths(row)
     return document_lengths(source[row]["segment_ids"]) if lengths is None else lengths  # ty: ignore[not-subscriptable]
 
 
@@ -36,23 +36,23 @@ def scores(tokens: np.ndarray, window: int | None = None) -> np.ndarray:
     window: keys before its own position that a query sees; None: all.
     """
     tokens = np.asarray(tokens, np.float64)
-    near = tokens if window is None else np.minimum(tokens, window + 1)
-    return near * (near + 1) / 2 + (tokens - near) * near
+    visible = tokens if window is None else np.minimum(tokens, window + 1)
+    return visible * (visible + 1) / 2 + (tokens - visible) * visible
 
 
-def device_scores(lengths: np.ndarray, cut: RowCut = WHOLE, window: int | None = None) -> np.ndarray:
-    """Scores that each device computes of a row, float64 [C]. lengths: int [D], with a sum that `cut` divides.
+def device_scores(lengths: np.ndarray, row_cut: RowCut = WHOLE, window: int | None = None) -> np.ndarray:
+    """Scores that each device computes of a row, float64 [C]. lengths: int [D], with a sum that `row_cut` divides.
 
     Devices that exchange heads compute equal shares of what they hold together.
     """
-    ends = np.concatenate([[0], np.cumsum(lengths)])
-    groups = cut.exchanged()
-    borders = np.linspace(0, ends[-1], groups.unit + 1).astype(np.int64)
-    place = np.minimum(np.searchsorted(ends, borders, side="right") - 1, len(lengths))
+    bounds = np.concatenate([[0], np.cumsum(lengths)])
+    groups = row_cut.exchanged()
+    borders = np.linspace(0, bounds[-1], groups.unit + 1).astype(np.int64)
+    place = np.minimum(np.searchsorted(bounds, borders, side="right") - 1, len(lengths))
     before = np.concatenate([[0.0], np.cumsum(scores(lengths, window))])
-    chunks = np.diff(before[place] + scores(borders - ends[place], window))
+    chunks = np.diff(before[place] + scores(borders - bounds[place], window))
     of_groups = chunks[groups.chunk_order()].reshape(groups.devices, -1).sum(1)
-    return np.repeat(of_groups / cut.exchanging, cut.exchanging)
+    return np.repeat(of_groups / row_cut.exchanging, row_cut.exchanging)
 
 
 def imbalance(work: np.ndarray) -> float:
@@ -69,13 +69,13 @@ class RowWork:
     per_score: tuple[tuple[int | None, float], ...] = ((None, 1.0),)
     """(window, cost of a score of the layers with this window)."""
 
-    def of_devices(self, lengths: np.ndarray, cut: RowCut = WHOLE) -> np.ndarray:
+    def of_devices(self, lengths: np.ndarray, row_cut: RowCut = WHOLE) -> np.ndarray:
         """Of each device that holds a part of a row with documents of these lengths, float64 [C]."""
-        work = np.full(cut.devices, self.per_position * int(np.sum(lengths)) / cut.devices)
+        work = np.full(row_cut.devices, self.per_position * int(np.sum(lengths)) / row_cut.devices)
         for window, cost in self.per_score:
-            work += cost * device_scores(lengths, cut, window)
+            work += cost * device_scores(lengths, row_cut, window)
         return work
 
-    def of_row(self, lengths: np.ndarray, cut: RowCut = WHOLE) -> float:
+    def of_row(self, lengths: np.ndarray, row_cut: RowCut = WHOLE) -> float:
         """Of the busiest device of a row: the others wait for it in each layer."""
-        return float(self.of_devices(lengths, cut).max())
+        return float(self.of_devices(lengths, row_cut).max())

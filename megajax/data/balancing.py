@@ -33,15 +33,15 @@ def balance_rows(work: np.ndarray, groups: int, microbatches: int, *, across: bo
     rows = np.arange(len(work)).reshape(microbatches, -1)
     if across:
         rows = np.argsort(-work, kind="stable").reshape(rows.shape)
-    each = rows.shape[1] // groups
-    in_step, places = np.zeros(groups), np.empty((microbatches, groups, each), np.int64)
+    group_rows = rows.shape[1] // groups
+    in_step, places = np.zeros(groups), np.empty((microbatches, groups, group_rows), np.int64)
     for number, micro in enumerate(rows):
-        load, held = np.zeros(groups), np.zeros(groups, np.int64)
+        load, filled = np.zeros(groups), np.zeros(groups, np.int64)
         for row in micro[np.lexsort((micro, -work[micro]))].tolist():
             order = np.lexsort((in_step, load))
-            group = int(order[held[order] < each][0])
-            places[number, group, held[group]] = row
-            held[group] += 1
+            group = int(order[filled[order] < group_rows][0])
+            places[number, group, filled[group]] = row
+            filled[group] += 1
             load[group] += work[row]
             in_step[group] += work[row]
     return places.ravel()
@@ -58,8 +58,8 @@ class Imbalance(NamedTuple):
     @classmethod
     def of(cls, work: np.ndarray, groups: int, microbatches: int) -> "Imbalance":
         """work: float [G], of the rows at their places."""
-        each = work.reshape(microbatches, groups, -1).sum(2)
-        return cls(imbalance(each.sum(0)), float(each.max(1).sum() / each.mean(1).sum()))
+        group_work = work.reshape(microbatches, groups, -1).sum(2)
+        return cls(imbalance(group_work.sum(0)), float(group_work.max(1).sum() / group_work.mean(1).sum()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +82,12 @@ class BalancedSteps:
     micro_rows: int
     """B."""
     groups: int
-    cut: RowCut = WHOLE
+    row_cut: RowCut = WHOLE
 
     def work(self, first: int) -> np.ndarray:
         """The work of each row of the step that begins with row `first`, float64 [G]."""
         rows = range(first, first + self.microbatches * self.micro_rows)
-        return np.array([self.balancing.work.of_row(lengths_of_row(self.source, row), self.cut) for row in rows])
+        return np.array([self.balancing.work.of_row(lengths_of_row(self.source, row), self.row_cut) for row in rows])
 
     def places(self, first: int) -> np.ndarray:
         """The row at each place of this step, counted from `first`, int64 [G]."""

@@ -34,13 +34,13 @@ def write_glue(folder: Path, task: str) -> Path:
             lines = [] if labelled and form.columns else ["\t".join(columns)]
             for row in range(SIZES[split]):
                 label = int(rng.integers(len(form.classes) or len(MARKS)))
-                cells = dict.fromkeys(columns, "") | {"index": str(row), **{each: _sentence(rng) for each in texts}}
+                cells = dict.fromkeys(columns, "") | {"index": str(row), **{each: _random_text(rng) for each in texts}}
                 cells[texts[-1]] = f"{MARKS[label]} {cells[texts[-1]]}"
                 cells[form.label] = form.classes[label] if form.classes else f"{label:.1f}"
                 lines.append("\t".join(cells[column] for column in columns))
             (place / name).write_text("\n".join(lines) + "\n", encoding="utf-8")
 
-    return _written(folder, write)
+    return _write_once(folder, write)
 
 
 def write_race(folder: Path) -> Path:
@@ -54,10 +54,10 @@ def write_race(folder: Path) -> Path:
                 group.mkdir(parents=True, exist_ok=True)
                 answers = rng.integers(4, size=2).tolist()
                 article = {
-                    "article": f"{_sentence(rng)}.\n{_sentence(rng)}.",
-                    "questions": [f"What {_sentence(rng, 2)}?", f"{_sentence(rng, 2)} _ ."],
+                    "article": f"{_random_text(rng)}.\n{_random_text(rng)}.",
+                    "questions": [f"What {_random_text(rng, 2)}?", f"{_random_text(rng, 2)} _ ."],
                     "options": [
-                        [f"{'Y' if option == answer else 'N'} {_sentence(rng, 2)}" for option in range(4)]
+                        [f"{'Y' if option == answer else 'N'} {_random_text(rng, 2)}" for option in range(4)]
                         for answer in answers
                     ],
                     "answers": ["ABCD"[answer] for answer in answers],
@@ -65,7 +65,7 @@ def write_race(folder: Path) -> Path:
                 }
                 (group / f"{row}.txt").write_text(json.dumps(article) + "\n", encoding="utf-8")
 
-    return _written(folder, write)
+    return _write_once(folder, write)
 
 
 def write_squad(folder: Path, version: str) -> Path:
@@ -76,8 +76,8 @@ def write_squad(folder: Path, version: str) -> Path:
             rng, paragraphs = np.random.default_rng(number), []
             for row in range(SIZES[split]):
                 answered = version != "2.0" or row % 4 > 0
-                before, answer = _sentence(rng, int(rng.integers(1, 5))), str(rng.choice(ANSWERS))
-                context = f"{before} {'=' if answered else 'or'} {answer} {_sentence(rng, 2)}."
+                before, answer = _random_text(rng, int(rng.integers(1, 5))), str(rng.choice(ANSWERS))
+                context = f"{before} {'=' if answered else 'or'} {answer} {_random_text(rng, 2)}."
                 answers = [{"text": answer, "answer_start": context.index(answer, len(before))}] * answered
                 question: dict[str, Any] = {"id": f"{split}{row}", "question": "Which colour?", "answers": answers}
                 if version == "2.0":
@@ -86,14 +86,14 @@ def write_squad(folder: Path, version: str) -> Path:
             content = {"version": version, "data": [{"title": "colours", "paragraphs": paragraphs}]}
             (place / f"{split}-v{version}.json").write_text(json.dumps(content), encoding="utf-8")
 
-    return _written(folder, write)
+    return _write_once(folder, write)
 
 
-def _sentence(rng: np.random.Generator, words: int = 4) -> str:
-    return " ".join(rng.choice(WORDS, words).tolist())
+def _random_text(rng: np.random.Generator, count: int = 4) -> str:
+    return " ".join(rng.choice(WORDS, count).tolist())
 
 
-def _written(folder: Path, write: Write) -> Path:
+def _write_once(folder: Path, write: Write) -> Path:
     """The folder, written as a whole unless it is there. Processes that write at once write the same."""
     if folder.exists():
         return folder

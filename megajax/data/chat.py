@@ -132,9 +132,9 @@ class ChatRows:
     def _lengths(self, pieces: Sequence[tuple[int, int]]) -> tuple[np.ndarray, int]:
         """(Tokens of each document of a row, int64 [D]; how many of them are conversations)."""
         length, multiple = self.sequence_length, self._multiple
-        ends = np.cumsum([-(-(last - first) // multiple) * multiple for first, last in pieces])
-        count = int(np.searchsorted(ends, length)) + 1
-        lengths = np.diff(np.minimum(ends[:count], length), prepend=0)
+        piece_ends = np.cumsum([-(-(last - first) // multiple) * multiple for first, last in pieces])
+        count = int(np.searchsorted(piece_ends, length)) + 1
+        lengths = np.diff(np.minimum(piece_ends[:count], length), prepend=0)
         padding = length - int(lengths.sum())
         if not padding:
             return lengths, len(lengths)
@@ -170,21 +170,21 @@ class ChatBuilder:
                 no label counts.
         """
         config = self.config
-        whole, shares = self.reader.read(config.paths) if config.paths else None, parse_split(config.split)
-        lost = Counter(skipped_lines(whole)) if whole else Counter()
+        conversations, shares = self.reader.read(config.paths) if config.paths else None, parse_split(config.split)
+        shared_skipped = Counter(skipped_lines(conversations)) if conversations else Counter()
 
         def source(position: int, name: str, rows: int | None) -> ChatRows | None:
-            if whole is None:
+            if conversations is None:
                 if not (paths := config_paths(config, name)):
                     return None
-                read = self.reader.read(paths)
-                return self._rows(read, paths, (0, len(read.places)), rows, name, skipped_lines(read))
+                separate = self.reader.read(paths)
+                return self._rows(separate, paths, (0, len(separate.places)), rows, name, skipped_lines(separate))
             if shares[position] is None and name != "train":
                 return None
-            bounds = split_bounds(shares[position], len(whole.places))
-            skipped = dict(lost)
-            lost.clear()  # lines that belong to no split are counted once, in the first
-            return self._rows(whole, config.paths, bounds, rows, name, skipped)
+            bounds = split_bounds(shares[position], len(conversations.places))
+            skipped = dict(shared_skipped)
+            shared_skipped.clear()  # lines that belong to no split are counted once, in the first
+            return self._rows(conversations, config.paths, bounds, rows, name, skipped)
 
         return Splits.build(asked, source)
 
@@ -195,48 +195,49 @@ class ChatBuilder:
                 f"{size} tokens, and a row has {self.length}. Raise model.sequence_length, cut such lines with "
                 "data.cut_long=true, or leave them out with data.on_error=skip."
             )
-        where = f" in its first {self.length} tokens, to which it is cut" if size > self.length else ""
+        limit = f" in its first {self.length} tokens, to which it is cut" if size > self.length else ""
         return (
-            f"{NO_WEIGHT}: no token of an answer has a weight above 0{where}. Mend the line, or leave such lines out "
+            f"{NO_WEIGHT}: no token of an answer has a weight above 0{limit}. Mend the line, or leave such lines out "
             "with data.on_error=skip."
         )
 
     def _rows(
         self,
-        read: Conversations,
+        conversations: Conversations,
         paths: Sequence[str],
         bounds: tuple[int, int],
         rows: int | None,
         name: str,
-        lost: Mapping[str, int],
+        shared_skipped: Mapping[str, int],
     ) -> ChatRows:
         config, (first, last), length = self.config, bounds, self.length
         if first == last:
             raise UserError(
-                f"the {name} split has none of the {len(read.places)} conversations: give it a larger share in "
-                f"data.split={config.split}"
+                f"the {name} split has none of the {len(conversations.places)} conversations: give it a larger share "
+                f"in data.split={config.split}"
             )
-        lengths, skipped = read.line_lengths(config.pad_multiple)[first:last], Counter(lost)
-        weighs = read.line_weighs(config.pad_multiple, length, self.pad if config.mask_pad else None)[first:last]
+        lengths, skipped = conversations.line_lengths(config.pad_multiple)[first:last], Counter(shared_skipped)
+        masked = self.pad if config.mask_pad else None
+        weighs = conversations.line_weighs(config.pad_multiple, length, masked)[first:last]
         long = (lengths > length) & (not config.cut_long)
         if config.on_error == "stop" and not (weighs & ~long).all():
             worst = int(np.argmax(np.where(long, lengths, 0))) if long.any() else int(np.argmin(weighs))
-            file, line = read.places[first + worst].tolist()
+            file, line = conversations.places[first + worst].tolist()
             raise UserError(f"{paths[file]}, line {line}: {self._refusal(int(lengths[worst]), bool(long[worst]))}")
-        kept = np.arange(first, last)[weighs & ~long]
+        lines = np.arange(first, last)[weighs & ~long]
         lengths = lengths[weighs & ~long]
         out = {TOO_LONG: int(long.sum()), NO_WEIGHT: int((~weighs & ~long).sum())}
         skipped.update({reason: count for reason, count in out.items() if count})
-        if not len(kept):
-            what = f"{TOO_LONG} of {length} tokens, or have {NO_WEIGHT}"
-            raise UserError(f"the {name} split: all of its lines are {what}.")
-        packs, packing = kept[:, None].tolist(), None
+        if not len(lines):
+            reasons = f"{TOO_LONG} of {length} tokens, or have {NO_WEIGHT}"
+            raise UserError(f"the {name} split: all of its lines are {reasons}.")
+        packs, packing = lines[:, None].tolist(), None
         if config.packing != "lines":
             lengths = np.minimum(lengths, length)
             rooms = (balanced_fit if config.packing == "balanced" else best_fit)(lengths, length)
-            packs, packing = [kept[pack].tolist() for pack in rooms], Packing.of(lengths, rooms, length)
+            packs, packing = [lines[pack].tolist() for pack in rooms], Packing.of(lengths, rooms, length)
         return ChatRows(
-            read, packs, config=config, sequence_length=self.length, rows=rows, pad=self.pad, seed=self.seed,
+            conversations, packs, config=config, sequence_length=self.length, rows=rows, pad=self.pad, seed=self.seed,
             skipped=skipped, packing=packing, paths=paths,
         )  # fmt: skip
 

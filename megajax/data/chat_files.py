@@ -28,9 +28,9 @@ type Message = dict[str, Any]
 class BadLine(Exception):
     """A line that is no conversation to learn from. reason: one of `REASONS`."""
 
-    def __init__(self, reason: str, what: str):
+    def __init__(self, reason: str, problem: str):
         self.reason = reason
-        super().__init__(what)
+        super().__init__(problem)
 
 
 class Conversations(NamedTuple):
@@ -52,8 +52,8 @@ class Conversations(NamedTuple):
     def line_lengths(self, multiple: int) -> np.ndarray:
         """Tokens of each line with conversations padded to a multiple, int64 [L]."""
         sizes = -(-np.diff(self.starts) // multiple) * multiple
-        ends = np.concatenate([[0], np.cumsum(sizes)])
-        return np.diff(ends[self.lines])
+        bounds = np.concatenate([[0], np.cumsum(sizes)])
+        return np.diff(bounds[self.lines])
 
     def line_weighs(self, multiple: int, length: int, masked: int | None) -> np.ndarray:
         """Whether a label counts in each line with conversations padded to a multiple and cut to `length`, bool [L].
@@ -61,8 +61,8 @@ class Conversations(NamedTuple):
         The first token of a conversation is no label of its own. masked: a token whose labels do not count.
         """
         padded = -(-np.diff(self.starts) // multiple) * multiple
-        begins = np.concatenate([[0], np.cumsum(padded)])
-        before = begins[:-1] - np.repeat(begins[self.lines[:-1]], np.diff(self.lines))
+        bounds = np.concatenate([[0], np.cumsum(padded)])
+        before = bounds[:-1] - np.repeat(bounds[self.lines[:-1]], np.diff(self.lines))
         first = self.starts[:-1]
         room = np.clip(length - before, 0, np.diff(self.starts))
         labels = self.weights > 0 if masked is None else (self.weights > 0) & (self.tokens != masked)
@@ -115,12 +115,12 @@ def _message(message: Any, number: int) -> Message:
     if not isinstance(role, str) or role.lower() not in ROLES:
         raise BadLine(REASONS[1], f"message {number} has the role {role!r}; known roles are {', '.join(ROLES)}")
     if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
-        what = f"the content of message {number} is {'missing' if content is None else type(content).__name__}"
-        raise BadLine(REASONS[0], f"{what}, not a string")
+        problem = f"the content of message {number} is {'missing' if content is None else type(content).__name__}"
+        raise BadLine(REASONS[0], f"{problem}, not a string")
     weight, (least, most) = message.get("weight", 1), WEIGHTS
     if not isinstance(weight, int | float) or not (weight == 0 or least <= weight <= most):
-        shown = repr(weight) if len(repr(weight)) <= 40 else f"{repr(weight)[:40]}…"
-        raise BadLine(REASONS[0], f"the weight of message {number} is {shown}, not 0 or {least:g} to {most:g}")
+        text = repr(weight) if len(repr(weight)) <= 40 else f"{repr(weight)[:40]}…"
+        raise BadLine(REASONS[0], f"the weight of message {number} is {text}, not 0 or {least:g} to {most:g}")
     return {**message, "role": ROLES[role.lower()], "content": content or ""}
 
 
@@ -161,13 +161,12 @@ class Reader:
             "loss": self._loss,
             "on_error": self._on_error,
         }
-        read = Conversations(**load_or_build(self._folder, description, lambda: self._build(paths)))
-        if len(read.lines) == 1:
-            reasons = ", ".join(f"{n} {why}" for why, n in zip(REASONS, read.skipped.tolist(), strict=True) if n)
-            raise UserError(
-                f"{', '.join(paths)}: no line with a conversation" + (f"; left out: {reasons}." * bool(reasons) or ".")
-            )
-        return read
+        conversations = Conversations(**load_or_build(self._folder, description, lambda: self._build(paths)))
+        if len(conversations.lines) == 1:
+            reasons = ", ".join(f"{count} {reason}" for reason, count in skipped_lines(conversations).items())
+            skipped = f"; skipped lines: {reasons}" if reasons else ""
+            raise UserError(f"{', '.join(paths)}: no line with a conversation{skipped}.")
+        return conversations
 
     def _build(self, paths: Sequence[str]) -> Arrays:
         tokens, weights, sizes = [np.empty(0, np.int32)], [np.empty(0, np.float32)], [0]
@@ -225,23 +224,24 @@ def tokenize_parts(tokenizer: Tokenizer, parts: Sequence[Part]) -> tuple[np.ndar
     """
     pieces = [tokenizer.encode(part.text) for part in parts]
     apart = np.concatenate([np.empty(0, np.int32), *pieces])
-    whole = tokenizer.encode("".join(part.text for part in parts)) if len(parts) > 1 else apart
-    if np.array_equal(apart, whole):
-        return whole, np.repeat(np.array([part.weight for part in parts], np.float32), [len(piece) for piece in pieces])
+    tokens = tokenizer.encode("".join(part.text for part in parts)) if len(parts) > 1 else apart
+    if np.array_equal(apart, tokens):
+        weights = np.array([part.weight for part in parts], np.float32)
+        return tokens, np.repeat(weights, [len(piece) for piece in pieces])
     # Tokens cross the border of a part: those that a beginning of the text shares with the whole lie before it.
-    weights, text, done = np.zeros(len(whole), np.float32), "", 0
+    weights, text, position = np.zeros(len(tokens), np.float32), "", 0
     for part in parts:
         text += part.text
-        end = _shared(tokenizer.encode(text), whole)
-        weights[done:end] = part.weight
-        done = max(done, end)
-    return whole, weights
+        end = _shared(tokenizer.encode(text), tokens)
+        weights[position:end] = part.weight
+        position = max(position, end)
+    return tokens, weights
 
 
-def _shared(beginning: np.ndarray, whole: np.ndarray) -> int:
+def _shared(beginning: np.ndarray, tokens: np.ndarray) -> int:
     """Number of tokens before the first that differs."""
-    size = min(len(beginning), len(whole))
-    differ = np.flatnonzero(beginning[:size] != whole[:size])
+    size = min(len(beginning), len(tokens))
+    differ = np.flatnonzero(beginning[:size] != tokens[:size])
     return int(differ[0]) if len(differ) else size
 
 

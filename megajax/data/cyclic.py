@@ -25,8 +25,8 @@ def permutation(count: int, seed: int) -> np.ndarray:
     places = (draws % np.arange(count, 1, -1)).tolist()
     order = list(range(count))
     for place, ahead in enumerate(places):
-        other = place + ahead
-        order[place], order[other] = order[other], order[place]
+        partner = place + ahead
+        order[place], order[partner] = order[partner], order[place]
     return np.array(order, np.int64)
 
 
@@ -49,7 +49,7 @@ class CyclicRows:
 
     def __init__(self, config: CyclicConfig, *, source: Any, rows: int, shards: int, micro_rows: int):
         self.source, self._rows, self._buckets = source, rows, config.buckets
-        self._shards, self._each = shards, micro_rows // shards
+        self._shards, self._shard_rows = shards, micro_rows // shards
         if not micro_rows <= len(source) < LARGEST:
             raise UserError(
                 f"data.loader.cyclic: the data has {len(source)} rows, expected at least the {micro_rows} of a "
@@ -58,8 +58,8 @@ class CyclicRows:
         self._groups = len(source) // micro_rows
         self._pass = self._groups * micro_rows
         self.passes = -(-rows // self._pass) * getattr(source, "passes", 1)
-        bucket = self._groups if self._buckets else len(source) // self._each
-        self._order = lru_cache(1)(partial(permutation, bucket * self._each))
+        bucket = self._groups if self._buckets else len(source) // self._shard_rows
+        self._order = lru_cache(1)(partial(permutation, bucket * self._shard_rows))
 
     def __len__(self) -> int:
         return self._rows
@@ -72,8 +72,8 @@ class CyclicRows:
     def order(self) -> str:
         """Identifier of the order of the rows; unchanged if rows are appended, but not if the source grows."""
         before = self.source.order() if hasattr(self.source, "order") else ""
-        own = (len(self.source), self._shards, self._each, self._buckets)
-        return f"cyclic-{zlib.crc32(repr(own).encode()):08x}-{before}"
+        settings = (len(self.source), self._shards, self._shard_rows, self._buckets)
+        return f"cyclic-{zlib.crc32(repr(settings).encode()):08x}-{before}"
 
     def files(self) -> list[str]:
         """The files that are read."""
@@ -83,9 +83,9 @@ class CyclicRows:
         """Which row of the source row `row` is."""
         check_row(self, row)
         epoch, place = divmod(row, self._pass)
-        group, place = divmod(place, self._shards * self._each)
-        shard, place = divmod(place, self._each)
-        place += group * self._each  # of the shard's own rows in this pass
+        group, place = divmod(place, self._shards * self._shard_rows)
+        shard, place = divmod(place, self._shard_rows)
+        place += group * self._shard_rows  # of the shard's own rows in this pass
         order = self._order(epoch)
         if self._buckets:
             return shard * len(order) + int(order[place])

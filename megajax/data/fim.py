@@ -145,17 +145,17 @@ class SequentialFillInMiddle(FillInMiddle):
     state on.
     """
 
-    def __init__(self, *positional: Any, seed: int, **named: Any):
-        super().__init__(*positional, seed=seed, **named)
+    def __init__(self, *positional: Any, seed: int, **options: Any):
+        super().__init__(*positional, seed=seed, **options)
         self._generator, self._next, self._lock = np.random.RandomState(seed), 0, threading.Lock()
         self._states = [self._generator.get_state()]
 
     def _text(self, row: int) -> tuple[np.ndarray, list[int], int]:
         with self._lock:
             if row < self._next:
-                kept = row // SNAPSHOT_ROWS
-                self._generator.set_state(self._states[kept])
-                self._next = kept * SNAPSHOT_ROWS
+                snapshot = row // SNAPSHOT_ROWS
+                self._generator.set_state(self._states[snapshot])
+                self._next = snapshot * SNAPSHOT_ROWS
             while True:
                 result = self._reordered(self._next, self._generator)
                 self._next += 1

@@ -25,7 +25,7 @@ NO_LABEL = "-"
 class Sentences(NamedTuple):
     """A line of a file."""
 
-    where: str
+    location: str
     first: str
     second: str | None
     label: int | float | None
@@ -69,8 +69,8 @@ def read_file(
 
     def row(item: Sentences) -> Row:
         second = None if item.second is None else sequences.encode(item.second)
-        counted = np.array(item.label is not None, np.float32)
-        label = {"labels": np.array(item.label or 0, kind), "loss_mask": counted}
+        weight = np.array(item.label is not None, np.float32)
+        label = {"labels": np.array(item.label or 0, kind), "loss_mask": weight}
         return {**sequences(sequences.encode(item.first), second), **label}
 
     return Examples(items, row, skipped, (path,))
@@ -82,23 +82,25 @@ def _sentences(path: Path, task: GlueFormat, skipped: Counter[str], *, labelled:
     columns = (task.first,) if task.second is None else (task.first, task.second)
     places = {column: _place(path, header, column) for column in (*columns, *[task.label] * labelled)}
     for number, line in lines:
-        where, cells = f"{path}, line {number}", line.split("\t")
+        location, cells = f"{path}, line {number}", line.split("\t")
         if len(cells) != len(header):
             if task.skips and labelled:
                 skipped["malformed"] += 1
                 continue
-            raise UserError(f"{where}: has {len(cells)} columns between tabs, expected {len(header)}: {line[:60]!r}.")
+            raise UserError(
+                f"{location}: has {len(cells)} columns between tabs, expected {len(header)}: {line[:60]!r}."
+            )
         texts = [cells[places[column]].strip() for column in columns]
         if not all(texts):
             if task.skips and labelled:
                 skipped["malformed"] += 1
                 continue
-            raise UserError(f"{where}: a text is empty: {line[:60]!r}.")
+            raise UserError(f"{location}: a text is empty: {line[:60]!r}.")
         if labelled and task.classes and cells[places[task.label]] == NO_LABEL:
             skipped["no label"] += 1
             continue
-        label = _label(where, cells[places[task.label]], task.classes) if labelled else None
-        yield Sentences(where, texts[0], texts[1] if len(texts) > 1 else None, label)
+        label = _label(location, cells[places[task.label]], task.classes) if labelled else None
+        yield Sentences(location, texts[0], texts[1] if len(texts) > 1 else None, label)
 
 
 def _place(path: Path, header: Sequence[str], column: str) -> int:
@@ -110,15 +112,15 @@ def _place(path: Path, header: Sequence[str], column: str) -> int:
     )
 
 
-def _label(where: str, text: str, classes: Sequence[str]) -> int | float:
+def _label(location: str, text: str, classes: Sequence[str]) -> int | float:
     if classes:
         if text not in classes:
-            raise UserError(f"{where}: label {text!r}, expected one of {', '.join(classes)}.")
+            raise UserError(f"{location}: label {text!r}, expected one of {', '.join(classes)}.")
         return classes.index(text)
     try:
         score = float(text)
     except ValueError:
         score = math.nan
     if not 0 <= score <= LARGEST_SCORE:
-        raise UserError(f"{where}: score {text!r}, expected a number from 0 to {LARGEST_SCORE:g}.")
+        raise UserError(f"{location}: score {text!r}, expected a number from 0 to {LARGEST_SCORE:g}.")
     return score

@@ -153,13 +153,13 @@ class GPTDataset:
         text, pieces = np.empty(self.sequence_length + self.options.extra, np.int32), self._pieces(row)
         stored, borders = self.tokens.gather(pieces)
 
-        def where(at: int) -> str:
+        def locate(at: int) -> str:
             piece = int(np.searchsorted(borders, at, side="right")) - 1
             sequence, begin, _ = pieces[piece]
             document = self.tokens.document_of(sequence)
             return f"document {document} (sequence {sequence}) at position {begin + at - borders[piece]}"
 
-        check_vocabulary(stored, self._vocabulary_size, self.tokens.prefix, where)
+        check_vocabulary(stored, self._vocabulary_size, self.tokens.prefix, locate)
         filled = len(stored)
         text[:filled] = stored  # after the check: int64 tokens may not fit
         text[filled:] = self._pad
@@ -176,16 +176,16 @@ class GPTDataset:
         options, length = self.options, self.sequence_length
         if not (options.isolate_documents or options.reset_positions or options.reset_attention_mask):
             return self._positions, self._zeros
-        begins = np.zeros(length, bool)
+        starts = np.zeros(length, bool)
         if options.isolate_documents:
-            begins[[border for border in borders if 0 < border < length]] = True
+            starts[[border for border in borders if 0 < border < length]] = True
         after_eod = np.zeros(length, bool)
         after_eod[1:] = tokens[:-1] == self._eod
         positions, segments = self._positions, self._zeros
-        new_run = begins | after_eod if options.reset_positions else begins
+        new_run = starts | after_eod if options.reset_positions else starts
         if new_run.any():
             positions = positions - np.maximum.accumulate(np.where(new_run, positions, 0))
-        new_segment = begins | after_eod if options.reset_attention_mask else begins
+        new_segment = starts | after_eod if options.reset_attention_mask else starts
         if new_segment.any():
             segments = np.cumsum(new_segment, dtype=np.int32)
         return positions, segments

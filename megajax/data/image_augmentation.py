@@ -100,7 +100,7 @@ def _enhance(kind: str) -> Callable[[Any, float, float], Any]:
     return enhance
 
 
-def _whole(name: str) -> Callable[[Any, float, float], Any]:
+def _without_strength(name: str) -> Callable[[Any, float, float], Any]:
     """An operation that has no strength."""
     return lambda image, strength, sign: getattr(require("PIL.ImageOps", "Reading images"), name)(image)
 
@@ -115,8 +115,8 @@ def _posterize(image: Any, strength: float, sign: float) -> Any:
 
 OPERATIONS: tuple[Callable[[Any, float, float], Any], ...] = (
     lambda image, strength, sign: image,
-    _whole("autocontrast"),
-    _whole("equalize"),
+    _without_strength("autocontrast"),
+    _without_strength("equalize"),
     _rotate,
     _solarize,
     _posterize,

@@ -71,9 +71,9 @@ class DigitImages:
         """The images of each digit."""
         return items_by_label(self.digits.labels)
 
-    def subset(self, chosen: np.ndarray) -> "DigitImages":
+    def subset(self, items: np.ndarray) -> "DigitImages":
         """Only these images."""
-        return DigitImages(Digits(self.digits.images[chosen], self.digits.labels[chosen]))
+        return DigitImages(Digits(self.digits.images[items], self.digits.labels[items]))
 
 
 ONE = ("the digit {}", "a handwritten {}", "this is a {}", "the number {}")
@@ -101,19 +101,19 @@ class DigitCaptions:
         """Those that begin with the same digit."""
         return self._images.groups()
 
-    def subset(self, chosen: np.ndarray) -> "DigitCaptions":
+    def subset(self, items: np.ndarray) -> "DigitCaptions":
         """Only these."""
-        return DigitCaptions(self._images.subset(chosen), self._config)
+        return DigitCaptions(self._images.subset(items), self._config)
 
     def sample(self, item: int, generator: np.random.Generator) -> Sample:
         """The images and their caption."""
         count = int(generator.integers(1, self._config.digits + 1))
-        shown = [item, *generator.integers(len(self), size=count - 1).tolist()]
-        words = [NAMES[self._images.label(each)] for each in shown]
+        digits = [item, *generator.integers(len(self), size=count - 1).tolist()]
+        names = [NAMES[self._images.label(digit)] for digit in digits]
         phrasings = (ONE if count == 1 else SEVERAL)[: self._config.phrasings]
-        listed = " and ".join([", ".join(words[:-1]), words[-1]] if count > 1 else words)
+        listed = " and ".join([", ".join(names[:-1]), names[-1]] if count > 1 else names)
         caption = phrasings[int(generator.integers(len(phrasings)))].format(listed)
-        return caption_sample([self._images.picture(each) for each in shown], self._config.prompt, caption)
+        return caption_sample([self._images.picture(digit) for digit in digits], self._config.prompt, caption)
 
 
 def build_captions(config: DigitCaptionsConfig, *, tokenizer: Any, schema: Schema, rows: Rows, seed: int) -> Splits:

@@ -58,9 +58,9 @@ class ClassFolder:
         """The images of each class."""
         return items_by_label(np.array([label for label, _ in self._files]))
 
-    def subset(self, chosen: np.ndarray) -> "ClassFolder":
+    def subset(self, items: np.ndarray) -> "ClassFolder":
         """Only these images."""
-        files = [self._files[item] for item in chosen.tolist()]
+        files = [self._files[item] for item in items.tolist()]
         return ClassFolder(self._folder, files, self.classes, self._maximum_pixels)
 
 
@@ -98,9 +98,9 @@ class MaskFolder:
         """All images as one group."""
         return [np.arange(len(self))]
 
-    def subset(self, chosen: np.ndarray) -> "MaskFolder":
+    def subset(self, items: np.ndarray) -> "MaskFolder":
         """Only these images."""
-        return MaskFolder(self._folder, [self._files[item] for item in chosen.tolist()], self._maximum_pixels)
+        return MaskFolder(self._folder, [self._files[item] for item in items.tolist()], self._maximum_pixels)
 
     def _read(self, path: Path) -> StoredPicture:
         return StoredPicture(read_bounded(path, self._maximum_pixels), self._maximum_pixels)
@@ -111,10 +111,10 @@ def split_folders(root: Path) -> Mapping[str, Path]:
     if not root.is_dir():
         raise UserError(f"data.path: no such folder: {root} (looked for in {Path.cwd()})")
     candidates = {name: [root / choice for choice in names] for name, names in SPLIT_FOLDERS.items()}
-    there = {name: [path for path in paths if path.is_dir()] for name, paths in candidates.items()}
-    if not there["train"]:
+    existing = {name: [path for path in paths if path.is_dir()] for name, paths in candidates.items()}
+    if not existing["train"]:
         return {}
-    return {name: paths[0] for name, paths in there.items() if paths}
+    return {name: paths[0] for name, paths in existing.items() if paths}
 
 
 def class_names(folder: Path) -> tuple[str, ...]:
@@ -134,11 +134,11 @@ def class_files(folder: Path, classes: Mapping[str, int]) -> list[tuple[int, str
     """
     files: list[tuple[int, str]] = []
     progress = Progress("images", f"listing {folder}")
-    for done, name in enumerate(class_names(folder), 1):
+    for number, name in enumerate(class_names(folder), 1):
         if name not in classes:
             raise UserError(f"{folder / name}: no such class in the training data, which has {', '.join(classes)}")
         files += [(classes[name], path) for path in sorted(_images_below(folder / name))]
-        progress(len(files), done / len(classes))
+        progress(len(files), number / len(classes))
     progress.clear()
     if not files:
         raise UserError(f"{folder}: no images ({', '.join(SUFFIXES)}) in its {len(classes)} folders")
@@ -169,11 +169,11 @@ def mask_files(folder: Path) -> list[tuple[str, str]]:
     return [(images[stem], masks[stem]) for stem in sorted(images)]
 
 
-def _splits(config: Any, rows: Rows, read: Callable[[Path], Any], make: MakeRows) -> Splits:
+def _splits(config: Any, rows: Rows, open_folder: Callable[[Path], Any], make: MakeRows) -> Splits:
     root = Path(config.path).expanduser()
     if folders := split_folders(root):
-        return splits_from_items(lambda name: read(folders[name]) if name in folders else None, rows, make)
-    return splits_from_shares(read(root), config.split, rows, make, str(root))
+        return splits_from_items(lambda name: open_folder(folders[name]) if name in folders else None, rows, make)
+    return splits_from_shares(open_folder(root), config.split, rows, make, str(root))
 
 
 def build_classes(config: ClassFoldersConfig, *, tokenizer: Any, schema: Schema, rows: Rows, seed: int) -> Splits:
@@ -203,9 +203,9 @@ def build_masks(config: MaskFoldersConfig, *, tokenizer: Any, schema: Schema, ro
     def read(folder: Path) -> MaskFolder:
         return MaskFolder(folder, mask_files(folder), config.maximum_pixels)
 
-    def make(items: MaskFolder, position: int, asked: int | None) -> MaskRows:
+    def make(items: MaskFolder, position: int, row_count: int | None) -> MaskRows:
         augment = config.augment if position == 0 else None
         framing = Framing(size=image_size(schema), augment=augment, centre=config.centre)
-        return MaskRows(items, RowOrder.of(config, asked, seed, position), framing=framing, classes=config.classes)
+        return MaskRows(items, RowOrder.of(config, row_count, seed, position), framing=framing, classes=config.classes)
 
     return _splits(config, rows, read, make)

@@ -63,16 +63,16 @@ class Stripes(MockRows):
         self._brightness = np.rint(96 + 80 * np.sin(np.arange(256) * (2 * np.pi / 256))).astype(np.uint8)
 
     def make(self, generator: np.random.Generator) -> dict[str, np.ndarray]:
-        label, other = generator.integers(self.classes, size=2, dtype=np.int32)
+        label, partner = generator.integers(self.classes, size=2, dtype=np.int32)
         row = {"images": self._image(label, generator), "labels": np.array(label), "loss_mask": COUNTS}
         if self._mixup is None:
             return row
         if not self._mixup:
             return row | {"other_labels": np.array(label), "mix": np.ones((), np.float32)}
         share = np.float32(generator.beta(self._mixup, self._mixup))
-        mixed = share * row["images"] + (1 - share) * self._image(other, generator)
+        mixed = share * row["images"] + (1 - share) * self._image(partner, generator)
         row["images"] = np.rint(mixed).astype(np.uint8)
-        return row | {"other_labels": np.array(other), "mix": np.array(share)}
+        return row | {"other_labels": np.array(partner), "mix": np.array(share)}
 
     def _image(self, label: np.integer, generator: np.random.Generator) -> np.ndarray:
         """Whole numbers from 8 bits throughout: an image of 224 x 224 takes a fraction of a millisecond."""
@@ -141,7 +141,7 @@ def build_captions(config: MockCaptionsConfig, *, tokenizer: Any, schema: Schema
 def _splits(config: Any, make: Callable[..., MockRows], schema: Schema, rows: Rows, seed: int) -> Splits:
     """make: (position of the split, the arguments of MockRows but for the classes) -> rows."""
     fixed = {"size": image_size(schema), "seed": data_seed(config.seed, seed)}
-    return Splits.build(rows, lambda position, _, asked: make(position, rows=asked, split=position, **fixed))
+    return Splits.build(rows, lambda position, _, row_count: make(position, rows=row_count, split=position, **fixed))
 
 
 def build_classes(config: MockImagesConfig, *, tokenizer: Any, schema: Schema, rows: Rows, seed: int) -> Splits:

@@ -69,9 +69,9 @@ class ShardImages:
 
     def picture(self, item: int) -> Picture:
         """The image. Raises UnreadableItem."""
-        where, size = self.location, int(self.location.sizes[item])
+        location, size = self.location, int(self.location.sizes[item])
         check_bytes(size, self._maximum_pixels)
-        data = read_at(self._paths[where.shards[item]], int(where.offsets[item]), size)
+        data = read_at(self._paths[location.shards[item]], int(location.offsets[item]), size)
         return StoredPicture(data, self._maximum_pixels)
 
     def label(self, item: int) -> int:
@@ -86,9 +86,9 @@ class ShardImages:
         """The images of each class."""
         return items_by_label(self.location.labels)
 
-    def subset(self, chosen: np.ndarray) -> "ShardImages":
+    def subset(self, items: np.ndarray) -> "ShardImages":
         """Only these images."""
-        location = Location(*(values[chosen] for values in self.location))
+        location = Location(*(values[items] for values in self.location))
         return ShardImages(self._paths, location, self._maximum_pixels, self.left_out)
 
 
@@ -96,7 +96,9 @@ def find_shards(patterns: Sequence[str]) -> list[Path]:
     """The files of paths with * and {000..127}, sorted in each pattern. Raises UserError for one without files."""
     shards: list[Path] = []
     for pattern in patterns:
-        names = [name for each in _expanded(pattern) for name in sorted(glob.glob(str(Path(each).expanduser())))]
+        names = [
+            name for expanded in _expanded(pattern) for name in sorted(glob.glob(str(Path(expanded).expanduser())))
+        ]
         if not names:
             raise UserError(f"data: no tar files match {pattern} (looked for in {Path.cwd()})")
         shards += map(Path, names)
@@ -177,18 +179,18 @@ def scan(path: Path, label: str) -> tuple[np.ndarray, list[tuple[str, str]]]:
     Raises:
         UserError: not a tar file, compressed, or cut.
     """
-    rows, wrong = [], []
+    rows, unusable = [], []
     try:
         with path.open("rb", buffering=0) as file:
             for name, members in groupby(tar_members(file), lambda member: _sample(member.name)):
                 try:
                     rows.append(_entry(list(members), file, label))
                 except UnreadableItem as error:
-                    wrong.append((error.reason, f"{path}: {name}: {error}"))
+                    unusable.append((error.reason, f"{path}: {name}: {error}"))
     except (OSError, tarfile.ReadError) as error:
         packed = " Tar files must not be compressed: images in them are read singly." * is_compressed(path)
         raise UserError(f"{path}: cannot be read as a tar file: {error}.{packed}") from error
-    return np.array(rows, np.int64).reshape(-1, 3), wrong
+    return np.array(rows, np.int64).reshape(-1, 3), unusable
 
 
 def _sample(name: str) -> str:
@@ -221,18 +223,18 @@ def _class(member: Member, file: BinaryIO, label: str) -> int:
 
 def build_index(paths: Sequence[Path], label: str) -> Arrays:
     """The index of tar files: the fields of `Location`, and as JSON the samples that cannot be used."""
-    tables, wrong, count = [], [], 0
+    tables, unusable, count = [], [], 0
     progress = Progress("samples", f"indexing {len(paths)} tar files")
     with ThreadPoolExecutor(SCANNED_TOGETHER) as pool:
-        for number, (table, bad) in enumerate(pool.map(lambda path: scan(path, label), paths)):
+        for number, (table, shard_unusable) in enumerate(pool.map(lambda path: scan(path, label), paths)):
             tables.append(np.insert(table, 0, number, axis=1))
-            wrong += bad
+            unusable += shard_unusable
             count += len(table)
             progress(count, (number + 1) / len(paths))
     progress.clear()
     shards, offsets, sizes, labels = np.ascontiguousarray(np.concatenate(tables).T)
-    told = np.frombuffer(json.dumps(wrong).encode(), np.uint8)
-    return Location(shards.astype(np.int32), offsets, sizes, labels)._asdict() | {"wrong": told}
+    unusable_json = np.frombuffer(json.dumps(unusable).encode(), np.uint8)
+    return Location(shards.astype(np.int32), offsets, sizes, labels)._asdict() | {"wrong": unusable_json}
 
 
 def open_shards(config: ImageShardsConfig, patterns: Sequence[str]) -> ShardImages:
@@ -245,14 +247,14 @@ def open_shards(config: ImageShardsConfig, patterns: Sequence[str]) -> ShardImag
     facts = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
     description = {"kind": "image shards", "shards": [list(fact) for fact in facts], "label": config.label}
     arrays = load_or_build(index_folder(config.cache_dir), description, lambda: build_index(paths, config.label))
-    wrong = json.loads(arrays["wrong"].tobytes())
+    unusable = json.loads(arrays["wrong"].tobytes())
     location = Location(**{name: arrays[name] for name in Location._fields})
-    if wrong and (config.on_error == "stop" or not len(location.labels)):
-        more = f"\nand {len(wrong) - 1} more samples" if len(wrong) > 1 else ""
-        raise UserError(f"{wrong[0][1]}. Repair or remove it, or set data.on_error=skip{more}")
+    if unusable and (config.on_error == "stop" or not len(location.labels)):
+        more = f"\nand {len(unusable) - 1} more samples" if len(unusable) > 1 else ""
+        raise UserError(f"{unusable[0][1]}. Repair or remove it, or set data.on_error=skip{more}")
     if not len(location.labels):
         raise UserError(f"{paths[0]}: no samples in {len(paths)} tar files")
-    return ShardImages(paths, location, config.maximum_pixels, Counter(reason for reason, _ in wrong))
+    return ShardImages(paths, location, config.maximum_pixels, Counter(reason for reason, _ in unusable))
 
 
 def build_splits(config: ImageShardsConfig, *, tokenizer: Any, schema: Schema, rows: Rows, seed: int) -> Splits:
@@ -271,11 +273,11 @@ def build_splits(config: ImageShardsConfig, *, tokenizer: Any, schema: Schema, r
             demand_classes(int(images.location.labels.max()) + 1, schema, f"{patterns[0]}: the data")
         return images
 
-    def make(images: ShardImages, position: int, asked: int | None) -> ClassRows:
-        built = make_rows(images, position, asked)
+    def make(images: ShardImages, position: int, row_count: int | None) -> ClassRows:
+        source = make_rows(images, position, row_count)
         if position == 0 or not config.paths:
-            built.skipped.update(images.left_out)
-        return built
+            source.skipped.update(images.left_out)
+        return source
 
     if (whole := read(config.paths)) is not None:
         return splits_from_shares(whole, config.split, rows, make, config.paths[0])

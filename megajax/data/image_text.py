@@ -1,4 +1,4 @@
-"""Rows of text with images: tokens with places for images, loss on captions and answers, and the images in slots."""
+"""Rows of text with images: tokens with image placeholders, loss on captions and answers, and the images in slots."""
 
 from collections.abc import Sequence
 from itertools import groupby
@@ -18,7 +18,7 @@ from megajax.data.labelled_images import image_size
 from megajax.tokenizers.chat_template import Part
 
 IMAGE = None
-"""A place for the next image."""
+"""Placeholder of the next image."""
 
 
 class Sample(NamedTuple):
@@ -57,11 +57,11 @@ class Layout(NamedTuple):
 class ImageTextRows(ItemRows[Samples]):
     """Rows of text with images.
 
-    tokens: int32 [S]; the image token stands `image_tokens` times for each image or tile, in the order of the slots.
-        labels: int32 [S], the token after each. Padding is 0 in both.
+    tokens: int32 [S]; each image or tile is `image_tokens` image tokens, in the order of the slots. Padding is 0.
+    labels: int32 [S], the token after each input. Padding is 0.
     loss_mask: float32 [S], 1 where the label belongs to a caption or an answer, or ends it.
     positions: int32 [S], from 0.
-    images: uint8 [slots, H, W, 3]; slots that are not used are 0.
+    images: uint8 [slots, H, W, 3]; unused slots are 0.
     """
 
     def __init__(self, items: Samples, order: RowOrder, *, layout: Layout, tokenizer: Any):
@@ -75,8 +75,8 @@ class ImageTextRows(ItemRows[Samples]):
         if len(sample.pictures) > layout.slots:
             detail = f"{len(sample.pictures)} images, the model's rows have {layout.slots} slots"
             raise UnreadableItem("too many images", detail)
-        shown = [self._slots(picture, len(sample.pictures), generator) for picture in sample.pictures]
-        text, counts = self._text(sample.pieces, [len(each) for each in shown])
+        slots_of = [self._slots(picture, len(sample.pictures), generator) for picture in sample.pictures]
+        text, counts = self._text(sample.pieces, [len(tiles) for tiles in slots_of])
         row = {"positions": self._positions}
         for name, dtype in (("tokens", np.int32), ("labels", np.int32), ("loss_mask", np.float32)):
             row[name] = np.zeros(layout.length, dtype)
@@ -87,12 +87,12 @@ class ImageTextRows(ItemRows[Samples]):
             detail = f"{len(text)} tokens, and no caption or answer in the {layout.length} that a row has"
             raise UnreadableItem("too long", detail)
         row["images"] = np.zeros((layout.slots, *layout.size[::-1], 3), np.uint8)
-        for slot, image in enumerate(image for each in shown for image in each):
+        for slot, image in enumerate(image for tiles in slots_of for image in tiles):
             row["images"][slot] = image
         return row
 
     def _slots(self, picture: Picture, count: int, generator: np.random.Generator) -> list[np.ndarray]:
-        """What a picture, one of `count`, puts into slots."""
+        """The images that a picture, one of `count`, puts into slots."""
         layout = self.layout
         if layout.tiles > 1:
             return tile_image(picture, layout.size, affordable_tiles(count, layout.slots, layout.tiles))
@@ -103,12 +103,14 @@ class ImageTextRows(ItemRows[Samples]):
     def _text(self, pieces: Sequence[Part | None], slots: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         """Tokens of the whole text and their weights in the loss. slots: number of slots of each image.
 
-        Raises UnreadableItem for images beyond the end of the row, and for text with the image token in it.
+        Raises UnreadableItem for images beyond the end of the row, and for text that contains the image token.
         """
-        left, parts, counts = iter(slots), [], []
+        slot_counts, parts, counts = iter(slots), [], []
         for is_image, run in groupby(pieces, key=lambda piece: piece is IMAGE):
             if is_image:
-                tokens = np.full(sum(next(left) for _ in run) * self.layout.image_tokens, self.layout.image_token)
+                tokens = np.full(
+                    sum(next(slot_counts) for _ in run) * self.layout.image_tokens, self.layout.image_token
+                )
                 weights = np.zeros(len(tokens), np.float32)
             else:
                 tokens, weights = tokenize_parts(self._tokenizer, [piece for piece in run if piece is not IMAGE])
@@ -131,13 +133,12 @@ class ImageTextRows(ItemRows[Samples]):
 def image_text_rows(
     config: ImageTextRowsConfig, *, tokenizer: Any, schema: Schema, seed: int, augment: CropConfig | None = None
 ) -> MakeRows:
-    """What makes rows of (samples, position of the split, number of rows), as the config says.
+    """A function (samples, position of the split, number of rows) -> rows, according to the config.
 
     augment: random crops of training images.
 
     Raises:
-        UserError: a tokenizer with another image token than the model, rows that have no place for an image or for its
-            tiles.
+        UserError: the image tokens of tokenizer and model differ, or an image or its tiles do not fit into a row.
     """
     leaf, images = schema["tokens"], schema["images"]
     if images.placeholder is None or len(images.shape) != 4:
@@ -151,10 +152,11 @@ def image_text_rows(
             f"the model's rows have {images.shape[0]}. Use fewer tiles or more slots."
         )
     token, count = images.placeholder.token, images.placeholder.count
-    known = tokenizer.specials.get("image", token)
-    if known != token:
+    tokenizer_id = tokenizer.specials.get("image", token)
+    if tokenizer_id != token:
         raise UserError(
-            f"the image token of the tokenizer is {known}, model.image_token is {token}: set model.image_token={known}"
+            f"the image token of the tokenizer is {tokenizer_id}, model.image_token is {token}: "
+            f"set model.image_token={tokenizer_id}"
         )
     if "image" not in tokenizer.specials and token < tokenizer.vocabulary_size:
         raise UserError(
@@ -167,7 +169,7 @@ def image_text_rows(
             f"an image takes {count} positions, and the model's rows have {leaf.positions()}: lengthen the rows"
         )
 
-    def make(items: Samples, position: int, asked: int | None) -> ImageTextRows:
+    def make(items: Samples, position: int, row_count: int | None) -> ImageTextRows:
         layout = Layout(
             length=leaf.positions(),
             slots=images.shape[0],
@@ -178,11 +180,11 @@ def image_text_rows(
             fit=config.fit,
             augment=augment if position == 0 else None,
         )
-        return ImageTextRows(items, RowOrder.of(config, asked, seed, position), layout=layout, tokenizer=tokenizer)
+        return ImageTextRows(items, RowOrder.of(config, row_count, seed, position), layout=layout, tokenizer=tokenizer)
 
     return make
 
 
 def caption_sample(pictures: Sequence[Picture], prompt: str, caption: str) -> Sample:
-    """Images, the prompt, and the caption, which counts."""
+    """Images, the prompt, and the caption, which alone has a loss."""
     return Sample(pictures, [*[IMAGE] * len(pictures), Part(prompt, 0), Part(caption, 1)])

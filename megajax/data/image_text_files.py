@@ -64,9 +64,9 @@ class ImageTextLines:
         """All lines as one group."""
         return [np.arange(len(self))]
 
-    def subset(self, chosen: np.ndarray) -> "ImageTextLines":
+    def subset(self, items: np.ndarray) -> "ImageTextLines":
         """Only these lines."""
-        return ImageTextLines(self._paths, Lines(*(values[chosen] for values in self.lines)), self._config)
+        return ImageTextLines(self._paths, Lines(*(values[items] for values in self.lines)), self._config)
 
     def sample(self, item: int, generator: np.random.Generator) -> Sample:
         """The images and text of a line. Raises UnreadableItem."""
@@ -86,8 +86,8 @@ class ImageTextLines:
 
 def read_line(line: Mapping[str, Any], folder: Path, template: ChatTemplate, config: ImageTextConfig) -> Sample:
     """The images and text of a line's object. Raises UnreadableItem."""
-    given, caption = line.get("image"), line.get("caption")
-    sources = given if isinstance(given, list) else [] if given is None else [given]
+    images, caption = line.get("image"), line.get("caption")
+    sources = images if isinstance(images, list) else [] if images is None else [images]
     if caption is None:
         pieces = _conversation(line, len(sources), template, config)
     elif not isinstance(caption, str) or not caption:
@@ -151,21 +151,21 @@ def read_picture(source: object, folder: Path, maximum_pixels: int) -> Picture:
 def build_index(paths: Sequence[Path]) -> Arrays:
     """The fields of `Lines`."""
     parts: list[list[np.ndarray]] = [[], [], [], []]
-    total, done = sum(path.stat().st_size for path in paths), 0
+    total, indexed_bytes = sum(path.stat().st_size for path in paths), 0
     progress = Progress("bytes", f"indexing {len(paths)} files of JSON lines")
     for number, path in enumerate(paths):
-        ends = [np.array([-1], np.int64)]
+        newlines = [np.array([-1], np.int64)]
         place = 0
         with path.open("rb") as file:
             while block := file.read(BLOCK):
-                ends.append(np.flatnonzero(np.frombuffer(block, np.uint8) == NEWLINE) + place)
+                newlines.append(np.flatnonzero(np.frombuffer(block, np.uint8) == NEWLINE) + place)
                 place += len(block)
-                progress(done + place, (done + place) / total)
-        done += place
-        borders = np.concatenate([*ends, np.array([place], np.int64)])
+                progress(indexed_bytes + place, (indexed_bytes + place) / total)
+        indexed_bytes += place
+        borders = np.concatenate([*newlines, np.array([place], np.int64)])
         offsets, sizes = borders[:-1] + 1, np.diff(borders) - 1
-        kept = np.flatnonzero(sizes > 1)  # neither an empty line nor one with a carriage return
-        values = (np.full(len(kept), number, np.int32), kept + 1, offsets[kept], sizes[kept])
+        filled = np.flatnonzero(sizes > 1)  # neither an empty line nor one with a carriage return
+        values = (np.full(len(filled), number, np.int32), filled + 1, offsets[filled], sizes[filled])
         for part, value in zip(parts, values, strict=True):
             part.append(value)
     progress.clear()

@@ -58,11 +58,11 @@ def tile_image(picture: Picture, size: tuple[int, int], tiles: int) -> list[np.n
     across, down = grid(picture.size, size, tiles)
     box = Crop(whole_box(picture.size))
     large = np.asarray(crop_image(picture, box, (across * size[0], down * size[1]), FILTER))
-    cut = large.reshape(down, size[1], across, size[0], 3).swapaxes(1, 2).reshape(-1, size[1], size[0], 3)
-    return [*cut] if len(cut) == 1 else [*cut, np.asarray(crop_image(picture, box, size, FILTER))]
+    pieces = large.reshape(down, size[1], across, size[0], 3).swapaxes(1, 2).reshape(-1, size[1], size[0], 3)
+    return [*pieces] if len(pieces) == 1 else [*pieces, np.asarray(crop_image(picture, box, size, FILTER))]
 
 
 def affordable_tiles(images: int, slots: int, tiles: int) -> int:
     """The largest number of tiles up to `tiles` with which so many images, with a copy of the whole each, fit."""
-    each = slots // max(images, 1) - 1
-    return min(tiles, each) if each > 1 else 1
+    slots_each = slots // max(images, 1) - 1
+    return min(tiles, slots_each) if slots_each > 1 else 1

@@ -1,8 +1,8 @@
 """The tokens of each row: the document, sample and shuffle indices of Megatron-LM's GPT dataset.
 
-E copies of the documents of a split are shuffled and concatenated to one stream of tokens. Row k of the stream starts
+E copies of the documents of a split are shuffled and concatenated into one stream of tokens. Row k of the stream starts
 at token k·S and has S tokens plus one extra, the last label, so adjacent rows share a token. Then the rows are
-shuffled. One generator, seeded once, does both, and the arrays are bitwise equal to Megatron-LM's.
+shuffled. A single generator, seeded once, does both shuffles, and the arrays are bitwise equal to Megatron-LM's.
 """
 
 from dataclasses import dataclass, replace
@@ -58,7 +58,7 @@ class Epochs(NamedTuple):
 
 
 def plan_epochs(tokens_per_epoch: int, request: IndexRequest) -> Epochs:
-    """The smallest number of epochs with the requested rows of S tokens, plus the extra token of the last row."""
+    """The smallest number of epochs that hold the requested rows of S tokens and the extra token of the last row."""
     if request.rows is None:
         return Epochs(1, 0, False)
     length, extra = request.sequence_length, request.extra
@@ -71,12 +71,12 @@ def plan_epochs(tokens_per_epoch: int, request: IndexRequest) -> Epochs:
 
 
 def least_tokens(request: IndexRequest) -> int:
-    """Tokens that a split needs so that one epoch has a row."""
+    """Minimum number of tokens of a split for one epoch to have a row."""
     return request.extra + (request.sequence_length if request.drop_last else 1)
 
 
 def build_index(lengths: np.ndarray, request: IndexRequest, name: str) -> RowIndex:
-    """Build the three arrays of a split. One with too few tokens for a row is repeated until a row is full.
+    """Build the three arrays of a split. A split with too few tokens for a row is repeated until a row is full.
 
     Args:
         lengths: int32 [N], tokens of every sequence of the token file.
@@ -86,18 +86,18 @@ def build_index(lengths: np.ndarray, request: IndexRequest, name: str) -> RowInd
     Raises:
         UserError: the split has no sequences or no tokens.
     """
-    own = lengths[request.first : request.last]
-    tokens = int(own.sum(dtype=np.int64))
+    split_lengths = lengths[request.first : request.last]
+    tokens = int(split_lengths.sum(dtype=np.int64))
     if not tokens:
         raise UserError(
-            f"{name}: {len(own)} of {len(lengths)} sequences fall into it (numbers {request.first} to {request.last}), "
-            "with 0 tokens: there is nothing to make rows of. Give it a larger share in data.split, more data, or ask "
-            "for no rows of it."
+            f"{name}: {len(split_lengths)} of {len(lengths)} sequences fall into it (numbers {request.first} to "
+            f"{request.last}), with 0 tokens: there is nothing to make rows of. Give it a larger share in data.split, "
+            "more data, or ask for no rows of it."
         )
     if request.rows is None and tokens < least_tokens(request):
         request = replace(request, rows=1)  # one epoch has no row
     epochs = plan_epochs(tokens, request)
-    if tokens < least_tokens(request) and epochs.count * len(own) > INT32_MAX:
+    if tokens < least_tokens(request) and epochs.count * len(split_lengths) > INT32_MAX:
         raise UserError(
             f"{name}: its {tokens} tokens would be repeated {epochs.count} times for {request.rows} rows of "
             f"{request.sequence_length}. Give it a larger share in data.split, more data, or ask for fewer rows of it."
@@ -112,9 +112,9 @@ def build_index(lengths: np.ndarray, request: IndexRequest, name: str) -> RowInd
 
 
 def _document_index(request: IndexRequest, epochs: Epochs, generator: np.random.RandomState) -> np.ndarray:
-    own = np.arange(request.first, request.last, dtype=np.int32)
+    sequences = np.arange(request.first, request.last, dtype=np.int32)
     parts = (epochs.count - 1, 1) if epochs.separate_last else (epochs.count,)
-    shuffled = [np.tile(own, copies) for copies in parts]
+    shuffled = [np.tile(sequences, copies) for copies in parts]
     for part in shuffled:
         generator.shuffle(part)
     return np.concatenate(shuffled)

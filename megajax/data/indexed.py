@@ -141,14 +141,14 @@ class IndexedTokens:
             OSError: the disk or file server fails.
         """
         self._demand_index(pieces[0][0])
-        parts, begins, total, width = [], [], 0, self.dtype.itemsize
+        parts, starts, total, width = [], [], 0, self.dtype.itemsize
         for number, start, stop in pieces:
             length = self._lengths[number]
             size = max(0, (length if stop is None or stop > length else stop) - start) * width
             parts.append((self._offsets[number] + start * width, size))
-            begins.append(total // width)
+            starts.append(total // width)
             total += size
-        return self._bytes.read(parts, self.dtype, lambda part: f"sequence {pieces[part][0]}"), begins
+        return self._bytes.read(parts, self.dtype, lambda part: f"sequence {pieces[part][0]}"), starts
 
     def document(self, number: int) -> np.ndarray:
         """All tokens of a document. Raises as `gather`."""
@@ -242,14 +242,14 @@ def _check_sequences(path: Path, lengths: np.ndarray, offsets: np.ndarray, items
         if part.min() < 0:
             row = start + int(np.argmax(part < 0))
             raise _fault(path, f"length of sequence {row}", HEADER_BYTES + 4 * row, "0 or more", int(lengths[row]))
-        ends = total + np.cumsum(part * itemsize)
-        expected = ends - part * itemsize
-        wrong = expected != offsets[start : start + CHECK_ROWS]
-        if wrong.any():
-            row = start + int(np.argmax(wrong))
+        sequence_ends = total + np.cumsum(part * itemsize)
+        expected = sequence_ends - part * itemsize
+        is_wrong = expected != offsets[start : start + CHECK_ROWS]
+        if is_wrong.any():
+            row = start + int(np.argmax(is_wrong))
             at = HEADER_BYTES + 4 * sequences + 8 * row
             raise _fault(path, f"offset of sequence {row}", at, int(expected[row - start]), int(offsets[row]))
-        total = int(ends[-1])
+        total = int(sequence_ends[-1])
     return total
 
 
@@ -259,9 +259,9 @@ def _check_documents(path: Path, table: np.ndarray, sequences: int, at: int) -> 
         raise _fault(path, "first entry of the document table", at, 0, int(table[0]))
     for start in range(0, len(table) - 1, CHECK_ROWS):
         part = table[start : start + CHECK_ROWS + 1]
-        wrong = part[1:] < part[:-1]
-        if wrong.any():
-            row = start + int(np.argmax(wrong)) + 1
+        is_wrong = part[1:] < part[:-1]
+        if is_wrong.any():
+            row = start + int(np.argmax(is_wrong)) + 1
             least = int(table[row - 1])
             raise _fault(path, f"entry {row} of the document table", at + 8 * row, f"{least} or more", int(table[row]))
     if table[-1] != sequences:
@@ -305,8 +305,8 @@ class IndexedWriter:
         self.prefix = Path(prefix)
         self.dtype = np.dtype(dtype).newbyteorder("<")
         if self.dtype.str.replace("|", "<") not in CODES:
-            known = ", ".join(np.dtype(name).name for name in CODES if name)
-            raise UserError(f"{prefix}: tokens cannot be stored as {self.dtype.name}; choose one of {known}.")
+            names = ", ".join(np.dtype(name).name for name in CODES if name)
+            raise UserError(f"{prefix}: tokens cannot be stored as {self.dtype.name}; choose one of {names}.")
         self._lengths = array("i")
         self._documents = array("q", [0])
         self._modes = array("b")
@@ -349,8 +349,8 @@ class IndexedWriter:
         self._documents.append(len(self._lengths))
         self._modes.extend(modes or ())
 
-    def _check_modes(self, given: bool, sequences: int) -> None:
-        if sequences and self._lengths and given != bool(self._modes):
+    def _check_modes(self, with_modes: bool, sequences: int) -> None:
+        if sequences and self._lengths and with_modes != bool(self._modes):
             raise UserError(f"{self.prefix}: sequences with and without modes in one file; a multimodal file has all.")
 
     def _stored(self, sequence: np.ndarray) -> np.ndarray:
@@ -373,20 +373,20 @@ class IndexedWriter:
         Raises:
             UserError: the other dataset is damaged, or differs in dtype or in having modes.
         """
-        other = open_tokens(prefix)
-        if other.dtype != self.dtype:
+        dataset = open_tokens(prefix)
+        if dataset.dtype != self.dtype:
             raise UserError(
-                f"{prefix}: stored as {other.dtype.name}, cannot be merged into {self.prefix}, which is "
+                f"{prefix}: stored as {dataset.dtype.name}, cannot be merged into {self.prefix}, which is "
                 f"{self.dtype.name}. Preprocess both with the same vocabulary."
             )
-        self._check_modes(other.modes is not None, len(other))
+        self._check_modes(dataset.modes is not None, len(dataset))
         first = len(self._lengths)
         with tokens_path(prefix).open("rb") as source:
             shutil.copyfileobj(source, self._file, 1 << 24)
-        self._lengths.frombytes(other.lengths.astype(np.intc).tobytes())
-        self._documents.frombytes((other.document_table[1:] + first).astype(np.int64).tobytes())
-        if other.modes is not None:
-            self._modes.frombytes(other.modes.tobytes())
+        self._lengths.frombytes(dataset.lengths.astype(np.intc).tobytes())
+        self._documents.frombytes((dataset.document_table[1:] + first).astype(np.int64).tobytes())
+        if dataset.modes is not None:
+            self._modes.frombytes(dataset.modes.tobytes())
 
     def finish(self) -> None:
         """Writes the index and renames both files; the tokens first, because readers look for the index."""
@@ -394,11 +394,11 @@ class IndexedWriter:
             return
         lengths = np.frombuffer(self._lengths, np.intc).astype("<i4") if self._lengths else np.zeros(0, "<i4")
         table = np.frombuffer(self._documents, np.int64).astype("<i8")
-        ends = np.cumsum(lengths.astype("<i8") * self.dtype.itemsize)
+        sequence_ends = np.cumsum(lengths.astype("<i8") * self.dtype.itemsize)
         index, code = index_path(self.prefix), CODES.index(self.dtype.str.replace("|", "<"))
         with self._temporary(index).open("wb") as file:
             file.write(MAGIC + struct.pack("<QBQQ", VERSION, code, len(lengths), len(table)))
-            for part in (lengths, ends - lengths.astype("<i8") * self.dtype.itemsize, table):
+            for part in (lengths, sequence_ends - lengths.astype("<i8") * self.dtype.itemsize, table):
                 file.write(part.tobytes())
             file.write(self._modes.tobytes())
             file.flush()
@@ -432,7 +432,7 @@ def merge(inputs: Sequence[str | Path], output: str | Path, *, overwrite: bool =
         UserError: no or damaged input, inputs of different dtypes, some with modes and some without, or output that
             exists.
     """
-    prefixes = [prefix for given in inputs for prefix in _prefixes(Path(given))]
+    prefixes = [prefix for path in inputs for prefix in _prefixes(Path(path))]
     check_output(output, overwrite)
     if Path(output).absolute() in [prefix.absolute() for prefix in prefixes]:
         raise UserError(f"{output}: is one of the inputs, too. Choose another --output-prefix.")

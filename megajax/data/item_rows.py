@@ -45,7 +45,7 @@ class DivisibleItems(Items, Protocol):
         """Items of which each split gets the same share."""
         ...
 
-    def subset(self, chosen: np.ndarray) -> Items:
+    def subset(self, items: np.ndarray) -> Items:
         """Only these items, in this order."""
         ...
 
@@ -103,28 +103,28 @@ class ItemRows[Data: Items]:
         """The files that are read."""
         return files_of(self.items)
 
-    def item(self, row: int, further: int = 0) -> int:
+    def item(self, row: int, attempt: int = 0) -> int:
         """The item of a row, or that of the row `further` places on in the same pass."""
         number, place = divmod(row, len(self.items))
-        return int(self._order(number)[(place + further) % len(self.items)])
+        return int(self._order(number)[(place + attempt) % len(self.items)])
 
     def __getitem__(self, row: int) -> dict[str, np.ndarray]:
         check_row(self, row)
-        for further in range(min(TRIES, len(self.items))):
-            item = self.item(row, further)
+        for attempt in range(min(TRIES, len(self.items))):
+            item = self.item(row, attempt)
             try:
-                return self.make(item, np.random.default_rng((self._seed, self.split, row, further)))
+                return self.make(item, np.random.default_rng((self._seed, self.split, row, attempt)))
             except UnreadableItem as error:
                 if self._on_error == "stop":
                     raise UserError(
                         f"{self.items.name(item)}, row {row}: {error}. Repair or remove it, or set data.on_error=skip"
                     ) from error
-                if not further:
+                if not attempt:
                     with self._lock:
                         self.skipped[error.reason] += 1
         raise UserError(
             f"row {row}: none of {min(TRIES, len(self.items))} items can be read, the last one "
-            f"{self.items.name(self.item(row, further))}; so far {dict(self.skipped)}"
+            f"{self.items.name(self.item(row, attempt))}; so far {dict(self.skipped)}"
         )
 
     def _permutation(self, number: int) -> np.ndarray:
@@ -148,7 +148,7 @@ def items_by_label(labels: np.ndarray) -> list[np.ndarray]:
     return np.split(order, np.flatnonzero(np.diff(labels[order])) + 1)
 
 
-def splits_from_shares(whole: DivisibleItems, split: str, rows: Rows, make: MakeRows, where: str) -> Splits:
+def splits_from_shares(items: DivisibleItems, split: str, rows: Rows, make: MakeRows, source: str) -> Splits:
     """Row sources of shares of the items, for the splits that a run requests.
 
     make: (items, position of the split, rows) -> row source. where: the data's place, for messages.
@@ -156,15 +156,15 @@ def splits_from_shares(whole: DivisibleItems, split: str, rows: Rows, make: Make
     Raises:
         UserError: a split that is requested has no items.
     """
-    shares, groups = parse_split(split), whole.groups()
+    shares, groups = parse_split(split), items.groups()
 
-    def share(position: int, name: str, asked: int | None) -> Any:
+    def share(position: int, name: str, row_count: int | None) -> Any:
         if shares[position] is None and name != "train":
             return None
-        chosen = split_items(shares[position], groups)
-        if not len(chosen):
-            raise UserError(f"{where}: no item of {len(whole)} falls into the {name} split: change data.split={split}")
-        return make(whole.subset(chosen), position, asked)
+        indices = split_items(shares[position], groups)
+        if not len(indices):
+            raise UserError(f"{source}: no item of {len(items)} falls into the {name} split: change data.split={split}")
+        return make(items.subset(indices), position, row_count)
 
     return Splits.build(rows, share)
 
@@ -172,8 +172,8 @@ def splits_from_shares(whole: DivisibleItems, split: str, rows: Rows, make: Make
 def splits_from_items(items: Callable[[str], Items | None], rows: Rows, make: MakeRows) -> Splits:
     """Row sources of splits that have items of their own. items: name of a split -> its items, None without."""
 
-    def source(position: int, name: str, asked: int | None) -> Any:
-        own = items(name)
-        return None if own is None else make(own, position, asked)
+    def source(position: int, name: str, row_count: int | None) -> Any:
+        split_items_of = items(name)
+        return None if split_items_of is None else make(split_items_of, position, row_count)
 
     return Splits.build(rows, source)

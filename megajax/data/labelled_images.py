@@ -80,11 +80,11 @@ def image_size(schema: Schema) -> tuple[int, int]:
     return leaf.shape[-2], leaf.shape[-3]
 
 
-def demand_classes(classes: int, schema: Schema, where: str) -> None:
+def demand_classes(classes: int, schema: Schema, source: str) -> None:
     """Raises UserError for data with more classes than the model has."""
     below = schema["labels"].below
     if below is not None and classes > below:
-        raise UserError(f"{where} has {classes} classes, the model has {below}. Set the model's number of classes.")
+        raise UserError(f"{source} has {classes} classes, the model has {below}. Set the model's number of classes.")
 
 
 class ClassRows(ItemRows[ClassImages]):
@@ -108,13 +108,13 @@ class ClassRows(ItemRows[ClassImages]):
         row = {"images": image, "labels": np.array(label, np.int32), "loss_mask": COUNTS}
         if self._mixup is None:
             return row
-        other, share = label, 1.0
+        other_label, share = label, 1.0
         if self._mixup:
             partner = int(generator.integers(len(self.items)))
-            share, other = float(generator.beta(self._mixup, self._mixup)), self.items.label(partner)
+            share, other_label = float(generator.beta(self._mixup, self._mixup)), self.items.label(partner)
             mixed = share * image.astype(np.float32) + (1 - share) * self._image(partner, generator)
             row["images"] = np.rint(mixed).astype(np.uint8)
-        return row | {"other_labels": np.array(other, np.int32), "mix": np.array(share, np.float32)}
+        return row | {"other_labels": np.array(other_label, np.int32), "mix": np.array(share, np.float32)}
 
     def _image(self, item: int, generator: np.random.Generator) -> np.ndarray:
         framing, picture = self._framing, self.items.picture(item)
@@ -127,8 +127,8 @@ class ClassRows(ItemRows[ClassImages]):
 def class_rows(config: ClassImagesConfig, schema: Schema, seed: int) -> MakeRows:
     """What makes rows of (images, position of the split, number of rows), as the config says."""
 
-    def make(items: ClassImages, position: int, asked: int | None) -> ClassRows:
-        training, order = position == 0, RowOrder.of(config, asked, seed, position)
+    def make(items: ClassImages, position: int, row_count: int | None) -> ClassRows:
+        training, order = position == 0, RowOrder.of(config, row_count, seed, position)
         framing = Framing(size=image_size(schema), augment=config.augment if training else None, centre=config.centre)
         return ClassRows(items, order, framing=framing, mixup=config.mixup * training if config.mixup else None)
 

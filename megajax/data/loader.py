@@ -32,7 +32,7 @@ type Block = dict[str, np.ndarray]
 
 
 class LocalRows:
-    """Which rows of a global batch a process reads, and where each device's block lies among them.
+    """The rows of a global batch that a process reads, and the position of each device's block among them.
 
     Args:
         indices: for each of the process's devices its slices of [M, B, …].
@@ -40,16 +40,16 @@ class LocalRows:
         micro_rows: B.
 
     Attributes:
-        offsets: int64 [K], rows to read, counted from the first of the global batch, rising.
+        offsets: int64 [K], rows to read, counted from the first of the global batch, ascending.
     """
 
     def __init__(self, indices: Iterable[Index], microbatches: int, micro_rows: int):
-        held = np.zeros((microbatches, micro_rows), bool)
+        is_local = np.zeros((microbatches, micro_rows), bool)
         for index in indices:
-            held[index[0], index[1]] = True
-        self.offsets = np.flatnonzero(held)
+            is_local[index[0], index[1]] = True
+        self.offsets = np.flatnonzero(is_local)
         self._place = np.full((microbatches, micro_rows), -1)
-        self._place[held] = np.arange(len(self.offsets))
+        self._place[is_local] = np.arange(len(self.offsets))
 
     def block(self, values: np.ndarray, index: Index) -> np.ndarray:
         """Values [K, …] of the rows read -> those at `index`, [m, b, …]: the block of one device."""
@@ -57,8 +57,8 @@ class LocalRows:
         first, count = int(place[0, 0]), place.size
         # A run of rows, the usual case, is a view; anything else is gathered.
         run = int(place[-1, -1]) - first + 1 == count
-        chosen = values[first : first + count].reshape(*place.shape, *values.shape[1:]) if run else values[place]
-        return chosen[(slice(None), slice(None), *index[2:])]
+        block = values[first : first + count].reshape(*place.shape, *values.shape[1:]) if run else values[place]
+        return block[(slice(None), slice(None), *index[2:])]
 
 
 def read_rows(
@@ -66,16 +66,16 @@ def read_rows(
     schema: Schema,
     first: int,
     offsets: np.ndarray,
-    cut: RowCut = WHOLE,
+    row_cut: RowCut = WHOLE,
     retries: int = RETRIES,
     wait: Callable[[float], None] = wait_for,
 ) -> Block:
-    """Read rows first + offsets: each leaf [K, ...], `sample` uint32 [K]; sequences in the order that `cut` says.
+    """Read rows first + offsets: each leaf [K, ...], `sample` uint32 [K]; sequences in the order of `row_cut`.
 
-    A row is read again, up to `retries` times, where the disk or file server failed.
+    If the disk or file server fails, a row is read again, up to `retries` times.
 
-    Raises UserError for a row that lacks a leaf or cannot be read, and for arrays with other shapes, kinds of dtypes or
-    values than the schema says.
+    Raises UserError for a row that lacks a leaf or cannot be read, and for arrays whose shape, kind of dtype or values
+    do not match the schema.
     """
     numbers = first + offsets
     block = {name: np.empty((len(numbers), *leaf.shape), leaf.dtype) for name, leaf in schema.items() if name != SAMPLE}
@@ -86,23 +86,23 @@ def read_rows(
     for name, values in block.items():
         below, ignored = schema[name].below, schema[name].ignored
         if below is not None and values.size and not 0 <= values.min() <= values.max() < below:
-            wrong = ((values < 0) | (values >= below)) & (True if ignored is None else values != ignored)
-            outside = np.any(wrong, axis=tuple(range(1, values.ndim)))
+            is_invalid = ((values < 0) | (values >= below)) & (True if ignored is None else values != ignored)
+            outside = np.any(is_invalid, axis=tuple(range(1, values.ndim)))
             if outside.any():
                 first = values[outside][0]
                 first = first if ignored is None else first[first != ignored]
-                also = "" if ignored is None else f", and {ignored} for what does not count"
+                also = "" if ignored is None else f", and {ignored} for ignored values"
                 raise UserError(
                     f"row {numbers[outside][0]} of the data has {name} from {first.min()} to {first.max()}, the model "
                     f"reads 0 to {below - 1}{also}: change the data, or the model's size"
                 )
-    block = {name: cut.arranged(values, (None, *schema[name].axes)) for name, values in block.items()}
+    block = {name: row_cut.arranged(values, (None, *schema[name].axes)) for name, values in block.items()}
     block[SAMPLE] = (numbers % (1 << SAMPLE_BITS)).astype(np.uint32)
     return block
 
 
 def _row(source: RowSource, number: int, retries: int, wait: Callable[[float], None]) -> Mapping[str, np.ndarray]:
-    """Row `number`. Raises UserError, which names the row where a file cannot be read."""
+    """Row `number`. Raises UserError that names the row if a file cannot be read."""
     try:
         return source[number]
     except ChangedFile as error:
@@ -119,10 +119,10 @@ def _row(source: RowSource, number: int, retries: int, wait: Callable[[float], N
 
 
 def _array(row: Mapping[str, np.ndarray], name: str, leaf: Leaf, number: int) -> np.ndarray:
-    """One array of a row. Raises UserError where it does not match its leaf."""
+    """One array of a row. Raises UserError unless it matches its leaf."""
     if not isinstance(row, Mapping) or name not in row:
-        there = ", ".join(row) if isinstance(row, Mapping) else f"a {type(row).__name__}, and must be a mapping"
-        raise UserError(f"row {number} of the data has no {name}, which the model reads; it has {there}")
+        found = ", ".join(row) if isinstance(row, Mapping) else f"a {type(row).__name__}, and must be a mapping"
+        raise UserError(f"row {number} of the data has no {name}, which the model reads; it has {found}")
     value = np.asarray(row[name])
     if value.shape != leaf.shape:
         raise UserError(f"row {number} of the data has {name} of shape {value.shape}, the model reads {leaf.shape}")
@@ -134,20 +134,20 @@ def _array(row: Mapping[str, np.ndarray], name: str, leaf: Leaf, number: int) ->
 
 @dataclass(frozen=True, kw_only=True)
 class _Steps:
-    """Local rows of step k, for grain to read ahead."""
+    """Local rows of each step, for grain to read ahead."""
 
     source: RowSource
     schema: Schema
     first: int
-    """Row where step 0 begins."""
+    """First row of step 0."""
     size: int
     """Rows of a step."""
     offsets: np.ndarray
-    cut: RowCut
+    row_cut: RowCut
     balanced: BalancedSteps | None
     retries: int
     closed: threading.Event = field(default_factory=threading.Event)
-    """Set when nobody waits for the rows any more."""
+    """Set when the rows are no longer needed."""
 
     def __len__(self) -> int:
         return max(0, len(self.source) - self.first) // self.size
@@ -155,11 +155,11 @@ class _Steps:
     def __getitem__(self, index: Any) -> Block:
         first = self.first + int(index) * self.size
         rows = self.offsets if self.balanced is None else self.balanced.places(first)[self.offsets]
-        return read_rows(self.source, self.schema, first, rows, self.cut, self.retries, self._wait)
+        return read_rows(self.source, self.schema, first, rows, self.row_cut, self.retries, self._wait)
 
     def _wait(self, seconds: float) -> None:
         if self.closed.wait(seconds):
-            raise ReadError("the loader was closed while a read was to be tried again")
+            raise ReadError("the loader was closed while a read waited to be retried")
 
 
 class Loader:
@@ -169,12 +169,12 @@ class Loader:
         source: rows; must be the same in every process.
         global_size: G, rows of a step; of the largest, if they grow.
         microbatches: M, which divides G.
-        size_at: rows of the step that begins after so many consumed rows, in whole microbatches; None: always G.
+        size_at: consumed rows -> rows of the next step, in whole microbatches; None: always G.
         schema: the leaves to read.
         shardings: of each leaf [M, B, ...] over the devices.
-        consumed: rows used before; the first batch starts there.
+        consumed: rows consumed before; the first batch starts after them.
         config: threads and batches read ahead.
-        cut: how rows are cut over devices; the values of a row, the losses and the order of rows do not depend on it.
+        row_cut: how rows are cut over devices; does not affect values, losses or the order of rows.
         balancing: how rows of a step are balanced over data groups; None: rows stay in order. Needs `segment_ids`, and
             every process needs the document lengths of all rows of a step.
 
@@ -194,7 +194,7 @@ class Loader:
         consumed: int = 0,
         config: LoaderConfig | None = None,
         size_at: Callable[[int], int] | None = None,
-        cut: RowCut = WHOLE,
+        row_cut: RowCut = WHOLE,
         balancing: Balancing | None = None,
     ):
         if global_size % microbatches:
@@ -205,7 +205,7 @@ class Loader:
         self.consumed = consumed
         self._source, self._size, self._schema, self._shardings = source, global_size, schema, shardings
         self._micro_rows, self._size_at = global_size // microbatches, size_at
-        self._config, self._cut, self.balancing = config or LoaderConfig(), cut, balancing
+        self._config, self._row_cut, self.balancing = config or LoaderConfig(), row_cut, balancing
         self._blocks: grain.DatasetIterator[Block] | None = None
 
     def __repr__(self) -> str:
@@ -216,18 +216,18 @@ class Loader:
         return self._size // self._micro_rows, self._micro_rows
 
     def _resize(self) -> None:
-        """Where the next step has another size, read on in steps of that."""
+        """If the size of the next step differs, continue reading in steps of that size."""
         if self._size_at is not None and (size := self._size_at(self.consumed)) != self._size:
             self.close()
             self._size = size
 
     def _balanced_steps(self) -> BalancedSteps | None:
-        """Steps of the present size."""
+        """Steps of the current size."""
         if self.balancing is None:
             return None
         (microbatches, rows), sharding = self._shape, self._shardings[SAMPLE]
         groups = rows // sharding.shard_shape(self._shape)[1]
-        return BalancedSteps(self.balancing, self._source, microbatches, rows, groups, self._cut)
+        return BalancedSteps(self.balancing, self._source, microbatches, rows, groups, self._row_cut)
 
     def imbalance(self) -> tuple[Imbalance, Imbalance] | None:
         """Imbalance of the next step, with its rows in order and balanced; None without balancing or a next step."""
@@ -237,15 +237,15 @@ class Loader:
         return steps.imbalance(self.consumed)
 
     def _start(self) -> grain.DatasetIterator[Block]:
-        """Start reading; at the first batch and not before, so that a finished run can be set up without data left."""
+        """Start reading, at the first batch, so that a finished run can be set up after the end of the data."""
         flags = absl.flags.FLAGS
         if not flags.is_parsed():
-            flags.mark_as_parsed()  # grain reads its flags, which only programs run by absl have parsed
+            flags.mark_as_parsed()  # grain reads its flags, which are parsed only in programs run by absl
         indices = self._shardings[SAMPLE].addressable_devices_indices_map(self._shape)
         self._local = LocalRows((index for index in indices.values() if index is not None), *self._shape)
         self._steps = _Steps(
             source=self._source, schema=self._schema, first=self.consumed, size=self._size,
-            offsets=self._local.offsets, cut=self._cut, balanced=self._balanced_steps(), retries=self._config.retries,
+            offsets=self._local.offsets, row_cut=self._row_cut, balanced=self._balanced_steps(), retries=self._config.retries,
         )  # fmt: skip
         ahead = grain.ReadOptions(num_threads=self._config.threads, prefetch_buffer_size=self._config.prefetch)
         return iter(grain.MapDataset.source(self._steps).to_iter_dataset(ahead))
@@ -259,7 +259,7 @@ class Loader:
         if after > len(self._source):
             raise UserError(
                 f"the next batch needs rows {self.consumed} to {after - 1}, but the data has {len(self._source)}. "
-                "Ask for as many rows as the run uses when building the data (None is only one pass over it)."
+                "Request as many rows as the run uses when building the data (None is a single pass)."
             )
         if self._blocks is None:
             self._blocks = self._start()
@@ -268,21 +268,21 @@ class Loader:
         return self._on_devices(block), after
 
     def _on_devices(self, block: Block) -> Batch:
-        """Local rows -> global arrays; only the blocks of this process's devices are ever touched."""
+        """Local rows -> global arrays. Reads only the blocks of this process's devices."""
 
         def place(name: str, sharding: NamedSharding) -> jax.Array:
             values = block[name]
 
-            def held(index: Index | None) -> np.ndarray:
+            def local_block(index: Index | None) -> np.ndarray:
                 assert index is not None  # jax asks for the blocks of this process's devices only
                 return self._local.block(values, index)
 
-            return jax.make_array_from_callback((*self._shape, *values.shape[1:]), sharding, held)
+            return jax.make_array_from_callback((*self._shape, *values.shape[1:]), sharding, local_block)
 
         return {name: place(name, self._shardings[name]) for name in block}
 
     def close(self) -> None:
-        """Stop reading ahead; the loader may be used again and then starts where it stopped."""
+        """Stop reading ahead. A closed loader can be used again and continues where it stopped."""
         blocks, self._blocks = self._blocks, None
         if blocks is not None:
             self._steps.closed.set()

@@ -30,14 +30,14 @@ class MaskingTokenizer(Protocol):
     identity: str
 
 
-def demand_tokens(tokenizer: MaskingTokenizer, roles: Sequence[str], what: str, full_words: bool) -> None:
+def demand_tokens(tokenizer: MaskingTokenizer, roles: Sequence[str], data: str, full_words: bool) -> None:
     """Raises UserError for a tokenizer without a token of each role and one for padding, or without words if wanted."""
     missing = [role for role in roles if role not in tokenizer.specials]
     missing += ["pad"] if tokenizer.pad is None else []
     if missing:
         lacks = " and ".join(f"no {role} token" for role in missing)
         raise UserError(
-            f"{what} need the tokens {', '.join((*roles, 'pad'))}; the tokenizer {tokenizer.identity} has {lacks}. "
+            f"{data} need the tokens {', '.join((*roles, 'pad'))}; the tokenizer {tokenizer.identity} has {lacks}. "
             "Choose the WordPiece tokenizer, or a vocabulary that has them."
         )
     if full_words and tokenizer.continues is None:
@@ -92,7 +92,7 @@ class MaskedSamples:
         first, last, target = self.index[row].tolist()
         return first, last, target, self._generators.of(row)
 
-    def place(self, sentence: int) -> int:
+    def token_offset(self, sentence: int) -> int:
         """Where a sentence begins in the file, in tokens."""
         return int(self.tokens.offsets[sentence]) // self.tokens.dtype.itemsize
 
@@ -100,10 +100,10 @@ class MaskedSamples:
         """Tokens of sentences [first, last), which lie back to back in the file."""
         text = self.tokens.read(first, last)
 
-        def where(_: int) -> str:
+        def locate(_: int) -> str:
             return f"document {self.tokens.document_of(first)} (sentences {first} to {last - 1})"
 
-        check_vocabulary(text, self._vocabulary_size, self.tokens.prefix, where)
+        check_vocabulary(text, self._vocabulary_size, self.tokens.prefix, locate)
         return text
 
 

@@ -48,14 +48,14 @@ def mersenne_twister_64(seed: int, count: int) -> Iterator[np.ndarray]:
 
     Nishimura 2000, "Tables of 64-bit Mersenne twisters"; the constants are those of the C++ standard, [rand.predef].
     """
-    words = [seed & 0xFFFFFFFFFFFFFFFF]
+    seeds = [seed & 0xFFFFFFFFFFFFFFFF]
     for number in range(1, STATE):
-        words.append((6364136223846793005 * (words[-1] ^ (words[-1] >> 62)) + number) & 0xFFFFFFFFFFFFFFFF)
-    state = np.array(words, np.uint64)
+        seeds.append((6364136223846793005 * (seeds[-1] ^ (seeds[-1] >> 62)) + number) & 0xFFFFFFFFFFFFFFFF)
+    state = np.array(seeds, np.uint64)
 
-    def twisted(upper: np.ndarray, lower: np.ndarray, other: np.ndarray) -> np.ndarray:
+    def twisted(upper: np.ndarray, lower: np.ndarray, source: np.ndarray) -> np.ndarray:
         joined = (upper & UPPER) | (lower & LOWER)
-        return other ^ (joined >> np.uint64(1)) ^ (joined & np.uint64(1)) * TWIST
+        return source ^ (joined >> np.uint64(1)) ^ (joined & np.uint64(1)) * TWIST
 
     for start in range(0, count, STATE):
         # The second half of the new state depends on the first, and its last word on the first word.
@@ -75,8 +75,8 @@ def shuffled_indices(count: int, seed: int) -> np.ndarray:
     for block in mersenne_twister_64(seed, max(count - 1, 0)):
         choices = block % np.arange(top + 1, top + 1 - len(block), -1, dtype=np.uint64)
         # Each swap depends on the ones before it.
-        for other in choices.tolist():
-            order[top], order[other] = order[other], order[top]
+        for partner in choices.tolist():
+            order[top], order[partner] = order[partner], order[top]
             top -= 1
     return np.frombuffer(order, np.int64) if count else np.zeros(0, np.int64)
 
@@ -119,18 +119,18 @@ def build_masked_index(
         UserError: no document can be used.
     """
     table = documents[request.first : request.last + 1]
-    kept = _usable(lengths, table, request, name)
+    usable = _usable(lengths, table, request, name)
     first, last = int(table[0]), int(table[-1])
-    ends = np.zeros(last - first + 1, np.int64)
-    np.cumsum(lengths[first:last], out=ends[1:])
+    bounds = np.zeros(last - first + 1, np.int64)
+    np.cumsum(lengths[first:last], out=bounds[1:])
     # Where a sample of full length ends that starts at a sentence; most samples have that length.
-    full = np.searchsorted(ends, ends[:-1] + request.target)
+    full = np.searchsorted(bounds, bounds[:-1] + request.target)
     full = np.maximum(full, np.arange(len(full)) + request.sentences)
-    begins, stops = ((table[:-1] - first)[kept], (table[1:] - first)[kept])
+    starts, stops = ((table[:-1] - first)[usable], (table[1:] - first)[usable])
     targets, samples, passes = target_lengths(request), array("q"), 0
     while len(samples) < 3 * max(request.rows or 1, 1):
         passes += 1
-        _walk(samples, (begins, stops), (ends, full), targets, request)
+        _walk(samples, (starts, stops), (bounds, full), targets, request)
     unordered = np.frombuffer(samples, np.int64).reshape(-1, 3) + np.array([first, first, 0])
     dtype = np.uint32 if len(lengths) <= np.iinfo(np.uint32).max else np.int64
     return unordered.astype(dtype)[shuffled_indices(len(unordered), request.seed + 1)], passes
@@ -163,7 +163,7 @@ def _walk(
 
     documents: first sentence and one past the last of each; tables: `ends` and `full` of `build_masked_index`.
     """
-    ends, full = memoryview(tables[0]), memoryview(tables[1])
+    bounds, full = memoryview(tables[0]), memoryview(tables[1])
     most, least, add = request.target, request.sentences, samples.extend
     for start, end in zip(documents[0].tolist(), documents[1].tolist(), strict=True):
         while start < end:
@@ -171,7 +171,7 @@ def _walk(
             stop = (
                 full[start]
                 if target == most
-                else max(bisect_left(ends, ends[start] + target, start, end), start + least)
+                else max(bisect_left(bounds, bounds[start] + target, start, end), start + least)
             )
             # A document's last sentence does not stand alone.
             stop = end if stop > end - 2 else stop

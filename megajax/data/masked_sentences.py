@@ -63,11 +63,11 @@ class MaskedSentences(MaskedSamples):
         tokens[length:] = self._tokenizer.pad
         segments[:length] = 1
         types[middle + 1 : length] = 1
-        chosen, replaced = self._replacements(text, target, generator)
-        labels[chosen] = text[chosen]
-        text[chosen] = replaced
+        positions, replaced = self._replacements(text, target, generator)
+        labels[positions] = text[positions]
+        text[positions] = replaced
         loss_mask = np.zeros(self.sequence_length, np.float32)
-        loss_mask[chosen] = 1
+        loss_mask[positions] = 1
         for values in (block, loss_mask):
             values.setflags(write=False)
         tokens, labels, segments, types = block  # again, as views that cannot be written
@@ -86,8 +86,8 @@ class MaskedSentences(MaskedSamples):
         text = self.read(first, last)
         if not self.next_sentence:
             return [text, text[:0]], False
-        cut = first + (int(generator.randint(1, last - first)) if last - first > 2 else 1)
-        place = self.place(cut) - self.place(first)
+        border = first + (int(generator.randint(1, last - first)) if last - first > 2 else 1)
+        place = self.token_offset(border) - self.token_offset(first)
         parts = [text[:place], text[place:]]
         is_random = generator.random_sample() < 0.5
         return parts[::-1] if is_random else parts, is_random
@@ -97,9 +97,9 @@ class MaskedSentences(MaskedSamples):
     ) -> tuple[np.ndarray, np.ndarray]:
         """Positions of the chosen tokens and what they become: the mask token, a random one, or themselves."""
         draw, mask, size = generator.random_sample, self._specials["mask"], self._tokenizer.vocabulary_size
-        chosen, replaced = [], []
+        positions, replaced = [], []
         for span in self.ngrams.spans(text, target, generator):
-            chosen += span
+            positions += span
             for position in span:
                 if draw() < MASKED:
                     replaced.append(mask)
@@ -107,7 +107,7 @@ class MaskedSentences(MaskedSamples):
                     replaced.append(int(generator.randint(0, size)))
                 else:
                     replaced.append(int(text[position]))
-        return np.array(chosen, np.intp), np.array(replaced, np.int32)
+        return np.array(positions, np.intp), np.array(replaced, np.int32)
 
 
 def truncate(parts: list[np.ndarray], target: int, generator: np.random.RandomState) -> tuple[list[np.ndarray], bool]:
@@ -123,11 +123,11 @@ def truncate(parts: list[np.ndarray], target: int, generator: np.random.RandomSt
     # From the longer part until both are equal; from then on the second and the first take turns.
     single, longer = min(abs(lengths[0] - lengths[1]), excess), int(lengths[0] <= lengths[1])
     turns = at_start[single + 1 :: 2], at_start[single::2]
-    starts, gone = [np.count_nonzero(turn) for turn in turns], [len(turn) for turn in turns]
+    starts, removed = [np.count_nonzero(turn) for turn in turns], [len(turn) for turn in turns]
     starts[longer] += np.count_nonzero(at_start[:single])
-    gone[longer] += single
-    cut = zip(parts, lengths, starts, gone, strict=True)
-    return [part[start : length - (count - start)] for part, length, start, count in cut], True
+    removed[longer] += single
+    cuts = zip(parts, lengths, starts, removed, strict=True)
+    return [part[start : length - (count - start)] for part, length, start, count in cuts], True
 
 
 def build_splits(

@@ -48,8 +48,10 @@ class MaskedSpans(MaskedSamples):
         text = self.read(first, last)
         truncated, text = len(text) > target, text[:target]
         spans = sorted(self.ngrams.spans(text, target, generator))
-        read, written = with_sentinels(text.tolist(), spans, self._sentinels)
-        return two_sided_row(read, written, (self.encoder_length, self.sequence_length), self._special, truncated)
+        encoder_ids, decoder_ids = with_sentinels(text.tolist(), spans, self._sentinels)
+        return two_sided_row(
+            encoder_ids, decoder_ids, (self.encoder_length, self.sequence_length), self._special, truncated
+        )
 
 
 def with_sentinels(text: list[int], spans: list[list[int]], sentinels: list[int]) -> tuple[list[int], list[int]]:
@@ -57,12 +59,12 @@ def with_sentinels(text: list[int], spans: list[list[int]], sentinels: list[int]
 
     spans: positions of each, in the order of the text; those without a sentinel stay in the text.
     """
-    read, written, rest = [], [], 0
+    encoder_ids, decoder_ids, rest = [], [], 0
     for span, sentinel in zip(spans, sentinels, strict=False):
-        read += [*text[rest : span[0]], sentinel]
-        written += chain([sentinel], (text[position] for position in span))
+        encoder_ids += [*text[rest : span[0]], sentinel]
+        decoder_ids += chain([sentinel], (text[position] for position in span))
         rest = span[-1] + 1
-    return read + text[rest:], written
+    return encoder_ids + text[rest:], decoder_ids
 
 
 def build_splits(

@@ -59,7 +59,7 @@ class NgramMasking:
         self.masking = masking
         self._special = np.zeros(len(continues), bool)
         self._special[list(special)] = True
-        self._begins = ~continues if masking.full_words else np.ones(len(continues), bool)
+        self._starts_word = ~continues if masking.full_words else np.ones(len(continues), bool)
         shares = 1.0 / np.arange(1, masking.largest + 1)
         shares = shares / shares.sum(keepdims=True)
         if masking.longer:
@@ -80,32 +80,32 @@ class NgramMasking:
             generator: the sample's own.
         """
         masking = self.masking
-        positions, words = self._words(tokens)
+        positions, word_starts = self._split_words(tokens)
         limit = min(masking.probability * target, max(1, round(len(tokens) * masking.probability)))
         length_of = self._length_of(generator)
         masked: set[int] = set()
-        order = np.arange(len(words) - 1)
+        order = np.arange(len(word_starts) - 1)
         generator.shuffle(order)
         for word in order.tolist():
             # Even a single token would exceed the limit, and nothing else is drawn from this generator.
             if len(masked) + 1 > limit:
                 return
-            number, begin = length_of(), words[word]
-            ends = words[word + 1 : word + 1 + number]
-            fitting = bisect_right(ends, begin + limit - len(masked))
+            number, begin = length_of(), word_starts[word]
+            word_ends = word_starts[word + 1 : word + 1 + number]
+            fitting = bisect_right(word_ends, begin + limit - len(masked))
             if not fitting:
                 continue
-            span = positions[begin : ends[fitting - 1]]
+            span = positions[begin : word_ends[fitting - 1]]
             if masked.isdisjoint(span):
                 masked.update(span)
                 yield span
 
-    def _words(self, tokens: np.ndarray) -> tuple[list[int], list[int]]:
+    def _split_words(self, tokens: np.ndarray) -> tuple[list[int], list[int]]:
         """(positions of the tokens that may be masked, where in that list each word begins, and its length)."""
         ordinary = np.flatnonzero(~self._special[tokens])
-        begins = self._begins[tokens[ordinary]]
-        begins[:1] = True
-        return ordinary.tolist(), [*np.flatnonzero(begins).tolist(), len(ordinary)]
+        is_start = self._starts_word[tokens[ordinary]]
+        is_start[:1] = True
+        return ordinary.tolist(), [*np.flatnonzero(is_start).tolist(), len(ordinary)]
 
     def _length_of(self, generator: np.random.RandomState) -> Callable[[], int]:
         """Draws the length of an n-gram in words."""

@@ -46,16 +46,16 @@ def demand_files(data: Any, tokenizer: Any) -> None:
     lines = [f"data: no such file: {', '.join(map(str, absent))} (looked for in {Path.cwd()})"]
     unread = [path for path in _files(tokenizer) if not Path(path).exists()]
     lines += [f"tokenizer: no such file: {', '.join(unread)}"] if unread else []
-    words = tokenizer_options(tokenizer)
+    options = tokenizer_options(tokenizer)
     match = re.fullmatch(r"(.+)_([^_/]+)_(document|sentence)", str(absent[0].with_suffix("")))
-    if words and match:
+    if options and match:
         key = [] if match[2] == "text" else [f"--json-keys={match[2]}"]
         kind = ["--append-eod"] if match[3] == "document" else ["--split-sentences"]
         if isinstance(data, PairsConfig):
             key, kind = ["--json-keys", *data.keys], ["--pairs"]
-        words = ["--input", "corpus.jsonl", "--output-prefix", match[1], *words, *key, *kind]
+        options = ["--input", "corpus.jsonl", "--output-prefix", match[1], *options, *key, *kind]
         lines += ["Make the token files from your own text, corpus.jsonl here (JSON lines or plain text):"]
-        lines += [f"  python -m megajax.preprocess {shlex.join(words)}"]
+        lines += [f"  python -m megajax.preprocess {shlex.join(options)}"]
     else:
         lines += ["Files of tokens are PREFIX.bin and PREFIX.idx; python -m megajax.preprocess writes them"]
     lines += [SOURCES[type(tokenizer)]] if unread else []

@@ -30,14 +30,14 @@ class MockTokens:
         self.lengths = np.random.default_rng(0).integers(1, LONGEST, size=DOCUMENTS, dtype=np.int32)
         self._eod = eod
         self._vocabulary_size = vocabulary_size
-        self._counted = (np.arange(1, LONGEST + 1) % vocabulary_size).astype(np.int32)
+        self._counting = (np.arange(1, LONGEST + 1) % vocabulary_size).astype(np.int32)
 
     def sequence(self, number: int, start: int = 0, stop: int | None = None) -> np.ndarray:
         """Tokens [start, stop) of a document (to its end when stop is None), int32."""
         length = int(self.lengths[number])
         if stop is not None and stop < length:
-            return self._counted[start:stop]
-        tokens = self._counted[start:length].copy()
+            return self._counting[start:stop]
+        tokens = self._counting[start:length].copy()
         tokens[-1:] = self._eod
         return tokens
 

@@ -58,7 +58,7 @@ class _Rows:
     room: int
     pieces: list[list[int]]
     """Of each row."""
-    left: list[int]
+    space: list[int]
     """Room that each row has left."""
 
     @classmethod
@@ -68,12 +68,12 @@ class _Rows:
     def new(self) -> int:
         """The number of a further row."""
         self.pieces.append([])
-        self.left.append(self.room)
+        self.space.append(self.room)
         return len(self.pieces) - 1
 
-    def put(self, piece: int, length: int, row: int) -> None:
+    def add(self, piece: int, length: int, row: int) -> None:
         self.pieces[row].append(piece)
-        self.left[row] -= length
+        self.space[row] -= length
 
     def in_order(self) -> list[list[int]]:
         """Pieces of each row that has some, rising; rows in the order of their first pieces."""
@@ -110,9 +110,9 @@ def balanced_fit(lengths: np.ndarray, room: int) -> list[list[int]]:
     order = np.argsort(-lengths, kind="stable")
     total = np.cumsum(lengths[order])
     large = int(np.searchsorted(total, (1 - FILLING) * total[-1])) if len(order) else 0
-    work = [0.0] * len(rows.left)
+    work = [0.0] * len(rows.space)
     # Pieces get shorter, so a row without room for one waits until the next is short enough.
-    ready, waiting = [(0.0, row) for row in range(len(rows.left))], []
+    ready, waiting = [(0.0, row) for row in range(len(rows.space))], []
     heapify(ready)
     for piece in order[:large].tolist():
         length = int(lengths[piece])
@@ -124,9 +124,9 @@ def balanced_fit(lengths: np.ndarray, room: int) -> list[list[int]]:
         else:
             row = rows.new()
             work.append(0.0)
-        rows.put(piece, length, row)
+        rows.add(piece, length, row)
         work[row] += length * (length + 1) / 2
-        heappush(waiting, (-rows.left[row], row))
+        heappush(waiting, (-rows.space[row], row))
     _fill(rows, lengths, order[large:])
     return rows.in_order()
 
@@ -135,8 +135,8 @@ def _fill(rows: _Rows, lengths: np.ndarray, order: np.ndarray) -> None:
     """Put the pieces of `order` into the rows by best fit, and into new ones."""
     # Rows by the room they have left, and the different rooms in order.
     open_rows: dict[int, list[int]] = {}
-    for row, left in enumerate(rows.left):
-        open_rows.setdefault(left, []).append(row)
+    for row, space in enumerate(rows.space):
+        open_rows.setdefault(space, []).append(row)
     rooms = sorted(open_rows)
     for piece in order.tolist():
         length = int(lengths[piece])
@@ -144,13 +144,13 @@ def _fill(rows: _Rows, lengths: np.ndarray, order: np.ndarray) -> None:
         if place == len(rooms):
             row = rows.new()
         else:
-            left = rooms[place]
-            row = open_rows[left].pop()
-            if not open_rows[left]:
-                del open_rows[left], rooms[place]
-        rows.put(piece, length, row)
-        left = rows.left[row]
-        if left not in open_rows:
-            open_rows[left] = []
-            insort(rooms, left)
-        open_rows[left].append(row)
+            space = rooms[place]
+            row = open_rows[space].pop()
+            if not open_rows[space]:
+                del open_rows[space], rooms[place]
+        rows.add(piece, length, row)
+        space = rows.space[row]
+        if space not in open_rows:
+            open_rows[space] = []
+            insort(rooms, space)
+        open_rows[space].append(row)

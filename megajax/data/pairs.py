@@ -38,8 +38,8 @@ class PairedTokens:
             # Where each document begins in the tokens of its file, and the end.
             starts = np.append(side.offsets // side.dtype.itemsize, side.total)[side.document_table]
             if empty := np.flatnonzero(np.diff(starts) == 0).tolist():
-                what = f"{len(empty)} of {self.documents} documents have no tokens, the first is number {empty[0]}"
-                raise UserError(f"{side.prefix}: {what}. Preprocess with --pairs --on-error=skip to leave them out.")
+                message = f"{len(empty)} of {self.documents} documents have no tokens, the first is number {empty[0]}"
+                raise UserError(f"{side.prefix}: {message}. Preprocess with --pairs --on-error=skip to leave them out.")
 
     def pair(self, number: int) -> list[np.ndarray]:
         """Tokens of both texts of a pair."""

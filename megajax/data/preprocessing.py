@@ -64,11 +64,11 @@ class WorkerDied(UserError):
     code = 1
 
     def __init__(self, code: int | None):
-        how = "died"
+        cause = "died"
         if code is not None:
-            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+            cause = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         memory = " The system kills processes so when memory is short: try fewer --workers." * (code == -signal.SIGKILL)
-        super().__init__(f"A worker process {how}; nothing was written.{memory}")
+        super().__init__(f"A worker process {cause}; nothing was written.{memory}")
 
 
 def preprocess_text(
@@ -137,11 +137,11 @@ def preprocess(
     if plain is not None and job.keys != (TEXT_KEY,):
         raise UserError(f"{plain}: plain text has no keys {', '.join(job.keys)}. Preprocess it apart.")
     if plain is not None and job.split_sentences and isinstance(job.rule, WholeFile):
-        what = "sentences are split within documents: say with --document or --document-regex what a document is"
-        raise UserError(f"{plain}: {what}. A whole file is read in pieces.")
+        message = "sentences are split within documents: say with --document or --document-regex what a document is"
+        raise UserError(f"{plain}: {message}. A whole file is read in pieces.")
     # The files behind a config may have changed since an earlier call in this process.
-    _built.cache_clear()
-    tokenizer = _built(job.tokenizer)
+    _build_tokenizer.cache_clear()
+    tokenizer = _build_tokenizer(job.tokenizer)
     final = tuple(job.output(key) for key in job.keys)
     for output in final:
         check_output(output, job.overwrite)
@@ -152,8 +152,8 @@ def preprocess(
         counts, fault = _write(limited, tokenizer, files, prefix=str(folder / "all"), report=report)
         if counts.tokens == 0:
             skipped = f" {counts.skipped} rows were skipped, the first: {fault}" if fault else ""
-            what = f"No tokens in {len(files)} input file(s), first {files[0].path}; nothing was written."
-            raise UserError(f"{what}{skipped}")
+            message = f"No tokens in {len(files)} input file(s), first {files[0].path}; nothing was written."
+            raise UserError(f"{message}{skipped}")
         for key, prefix in zip(job.keys, final, strict=True):
             # Opened as training does, which checks every field.
             written = IndexedTokens(folder / f"all-{key}").documents
@@ -196,14 +196,14 @@ def _check_keys(job: Preprocessing) -> None:
 def _working_folder(prefix: str) -> Path:
     parent, name = os.path.split(os.path.abspath(prefix))
     if not name or prefix.endswith(os.sep):
-        what = f"names a folder; add the beginning of a file name, as in {prefix}corpus."
-        raise UserError(f"--output-prefix {prefix}: {what}")
+        error_text = f"names a folder; add the beginning of a file name, as in {prefix}corpus."
+        raise UserError(f"--output-prefix {prefix}: {error_text}")
     try:
         os.makedirs(parent, exist_ok=True)
         return Path(tempfile.mkdtemp(prefix=f".{name}.partial-", dir=parent))
     except OSError as error:
-        what = f"can't write there: {error.strerror}. Choose another place."
-        raise UserError(f"--output-prefix {prefix}: {what}") from error
+        error_text = f"can't write there: {error.strerror}. Choose another place."
+        raise UserError(f"--output-prefix {prefix}: {error_text}") from error
 
 
 def _useful_workers(job: Preprocessing, files: list[TextFile]) -> int:
@@ -234,31 +234,31 @@ def _write(
         pieces: list[np.ndarray] = []
         # Closed before the folder is removed, so that no worker still writes there.
         results = stack.enter_context(closing(_tokenize_tasks(job, tokenizer, files, prefix)))
-        for chunk, done in results:
-            if done.piece:
-                pieces.append(np.fromfile(done.prefix, dtype))
-                Path(done.prefix).unlink()
-                if chunk.ends:
+        for chunk, result in results:
+            if result.piece:
+                pieces.append(np.fromfile(result.prefix, dtype))
+                Path(result.prefix).unlink()
+                if chunk.is_last:
                     counts += _add_pieces(writers[TEXT_KEY], pieces, tokenizer.eod if job.append_eod else None)
                     pieces.clear()
             else:
                 for key, writer in writers.items():
-                    part = f"{done.prefix}-{key}"
+                    part = f"{result.prefix}-{key}"
                     writer.append_index(part)
                     tokens_path(part).unlink()
                     index_path(part).unlink()
-            if done.fault and not fault:
-                place, what = done.fault
-                fault = what if place is None else _located(job, chunk, place, what)
-            is_first, counts = counts.stored == 0, counts + done.counts
+            if result.fault and not fault:
+                place, error_text = result.fault
+                fault = error_text if place is None else _located(job, chunk, place, error_text)
+            is_first, counts = counts.stored == 0, counts + result.counts
             if is_first:
                 _check_space(Path(prefix).parent, counts, total, dtype.itemsize)
             report(counts, total)
     return counts, fault
 
 
-def _located(job: Preprocessing, chunk: Chunk, place: int, what: str) -> str:
-    return f"{chunk.file.path}, {_format(job, chunk.file).where(chunk, place)}: {what}"
+def _located(job: Preprocessing, chunk: Chunk, place: int, message: str) -> str:
+    return f"{chunk.file.path}, {_format(job, chunk.file).location(chunk, place)}: {message}"
 
 
 def _format(job: Preprocessing, file: TextFile) -> TextFormat:
@@ -351,7 +351,7 @@ def _by_workers(
     prefix: str,
     handle_pending: Callable[[], None],
 ) -> Generator[tuple[Any, _Result]]:
-    others = multiprocessing.active_children()
+    other_processes = multiprocessing.active_children()
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(job.workers, context, initializer=_start_worker)
     waiting: deque = deque()
@@ -367,7 +367,9 @@ def _by_workers(
     try:
         for number, task in enumerate(tasks):
             waiting.append((task, pool.submit(work, job, task, f"{prefix}.{number}")))
-            workers |= {each.pid: each for each in multiprocessing.active_children() if each not in others}
+            workers |= {
+                process.pid: process for process in multiprocessing.active_children() if process not in other_processes
+            }
             if len(waiting) > 2 * job.workers:
                 yield first()
         while waiting:
@@ -375,12 +377,12 @@ def _by_workers(
     except BrokenProcessPool as error:
         # The pool ends the other workers with SIGTERM.
         pool.shutdown(wait=True, cancel_futures=True)
-        codes = [each.exitcode for each in workers.values() if each.exitcode not in (0, None, -signal.SIGTERM)]
+        codes = [process.exitcode for process in workers.values() if process.exitcode not in (0, None, -signal.SIGTERM)]
         raise WorkerDied(codes[0] if codes else None) from error
     except BaseException:
         # The results are not needed any more: stop the workers instead of waiting for them.
         for worker in multiprocessing.active_children():
-            if worker not in others:
+            if worker not in other_processes:
                 worker.terminate()
         raise
     finally:
@@ -403,14 +405,16 @@ def _exit_with_parent() -> None:
 
 
 @functools.lru_cache(maxsize=1)
-def _built(config: TokenizerConfig) -> Tokenizer:
+def _build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     return config.build()
 
 
 def _partition(job: Preprocessing, files: list[TextFile], prefix: str) -> _Result:
     """Tokenises files, in this process, into token files PREFIX-KEY; runs in workers."""
-    alone = replace(job, workers=1, partitions=1)
-    counts, fault = _write(alone, _built(job.tokenizer), files, prefix=prefix, report=lambda counts, total: None)
+    single = replace(job, workers=1, partitions=1)
+    counts, fault = _write(
+        single, _build_tokenizer(job.tokenizer), files, prefix=prefix, report=lambda counts, total: None
+    )
     return _Result(counts, prefix, fault=(None, fault) if fault else None)
 
 
@@ -420,7 +424,7 @@ def tokenize_chunk(job: Preprocessing, chunk: Chunk, prefix: str) -> _Result:
     Raises:
         UserError: an invalid line or document that is not to be skipped; names the file and the line.
     """
-    tokenizer = _built(job.tokenizer)
+    tokenizer = _build_tokenizer(job.tokenizer)
     dtype = token_dtype(tokenizer.vocabulary_size)
     if chunk.piece:
         try:
@@ -459,5 +463,5 @@ def _check_empty(job: Preprocessing, documents: list[list[np.ndarray]]) -> None:
     """Raises UserError where one of the texts of a row is empty and none may be."""
     if job.pairs or job.split_sentences:
         key = job.keys[[bool(sequences) for sequences in documents].index(False)]
-        what = "the document has no sentence" if job.split_sentences else "one side of the pair is empty"
-        raise UserError(f"{what}: there is no text under {key!r}. Mend it, or give --on-error=skip.")
+        error_text = "the document has no sentence" if job.split_sentences else "one side of the pair is empty"
+        raise UserError(f"{error_text}: there is no text under {key!r}. Mend it, or give --on-error=skip.")

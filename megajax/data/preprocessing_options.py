@@ -87,14 +87,14 @@ FORMATS = ("auto", "jsonl", "text", "parquet")
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    made = argparse.ArgumentParser(
+    result = argparse.ArgumentParser(
         prog="python -m megajax.preprocess",
         description="Tokenise text into PREFIX_KEY_document.bin and .idx, which training reads (Megatron-LM's format).",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    add = made.add_argument
+    add = result.add_argument
     add("--input", nargs="+", required=True, metavar="PATH", help="files, patterns or folders of .jsonl, .txt, also "
         ".gz and .zst, or .parquet; their order is the order of the documents")  # fmt: skip
     add("--target", nargs="+", default=[], metavar="PATH", help="files of plain text, one for each of --input: line n "
@@ -131,7 +131,7 @@ def parser() -> argparse.ArgumentParser:
     add("--log-interval", type=float, default=10.0, metavar="SECONDS", help="time between lines of progress when the "
         "output is no terminal (default: 10)")  # fmt: skip
     add("--overwrite", action="store_true", help="replace output that exists")
-    return made
+    return result
 
 
 def document_rule(options: argparse.Namespace) -> DocumentRule:
@@ -148,28 +148,28 @@ def document_rule(options: argparse.Namespace) -> DocumentRule:
 
 def _settings(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Settings of the tokenizer, "--tokenizer.NAME=VALUE", and the other words."""
-    settings, rest, words = [], [], list(arguments)
-    while words:
-        word = words.pop(0)
+    settings, rest, remaining = [], [], list(arguments)
+    while remaining:
+        word = remaining.pop(0)
         if not word.startswith(SETTINGS):
             rest.append(word)
-        elif "=" in word or not words or words[0].startswith("--"):
+        elif "=" in word or not remaining or remaining[0].startswith("--"):
             settings.append(word)
         else:
-            settings.append(f"{word}={words.pop(0)}")
+            settings.append(f"{word}={remaining.pop(0)}")
     return settings, rest
 
 
 def parse(arguments: Sequence[str]) -> tuple[Preprocessing, float]:
     """The job, and the seconds between progress lines. Raises UserError for unknown or inconsistent options."""
-    made = parser()
-    known = {"--", "--help", *re.findall(r"--[\w-]+", made.format_usage())}
+    result = parser()
+    known = {"--", "--help", *re.findall(r"--[\w-]+", result.format_usage())}
     for argument in arguments:
         name = argument.partition("=")[0]
         if name.startswith("--") and name not in known and not name.startswith(SETTINGS):
             raise UserError(f"unknown option {name}: {did_you_mean(name, known) or '--help lists all options.'}")
     settings, rest = _settings(arguments)
-    options = made.parse_args(rest)
+    options = result.parse_args(rest)
     if options.workers < 1:
         raise UserError(f"--workers={options.workers}: at least 1 process has to do the work.")
     if options.partitions < 1:

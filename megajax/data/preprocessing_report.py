@@ -28,7 +28,7 @@ class Counts:
     tokens: int = 0
 
     def __add__(self, other: "Counts") -> "Counts":
-        return Counts(**{each.name: getattr(self, each.name) + getattr(other, each.name) for each in fields(self)})
+        return Counts(**{count.name: getattr(self, count.name) + getattr(other, count.name) for count in fields(self)})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,10 +75,10 @@ class Progress(ProgressLine):
     def __call__(self, counts: Counts, total: int) -> None:
         """Shows the progress of `total` bytes on disk, unless the last line is too recent."""
         if seconds := self.seconds():
-            left = seconds * (total - counts.stored) / max(counts.stored, 1)
+            remaining = seconds * (total - counts.stored) / max(counts.stored, 1)
             self.show(
                 f"{counts.documents:,} documents  {counts.text / seconds / 1e6:.1f} MB/s  "
-                f"{100 * counts.stored / max(total, 1):.0f} %  {_duration(left)} left"
+                f"{100 * counts.stored / max(total, 1):.0f} %  {_duration(remaining)} left"
             )
 
 

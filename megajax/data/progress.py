@@ -18,7 +18,7 @@ class ProgressLine:
     """
 
     def __init__(self, stream: TextIO, interval: float = INTERVAL_SECONDS, quiet: float = 0.0):
-        self._stream, self._live, self._shown = stream, stream.isatty(), False
+        self._stream, self._live, self._is_shown = stream, stream.isatty(), False
         self._interval, self._started = 0.1 if self._live else interval, time.monotonic()
         self._next = self._started + (quiet or self._interval)
 
@@ -34,11 +34,11 @@ class ProgressLine:
         """Shows a line that is due."""
         self._stream.write(f"\r{line}\x1b[K" if self._live else f"{line}\n")
         self._stream.flush()
-        self._shown = True
+        self._is_shown = True
 
     def clear(self) -> None:
         """Removes an updated line."""
-        if self._shown and self._live:
+        if self._is_shown and self._live:
             self._stream.write("\r\x1b[K")
             self._stream.flush()
 
@@ -51,13 +51,13 @@ class Progress(ProgressLine):
         doing: the rest of the line's beginning, such as "indexing shards".
     """
 
-    def __init__(self, what: str, doing: str):
+    def __init__(self, unit: str, doing: str):
         super().__init__(sys.stderr, quiet=QUIET_SECONDS)
-        self._what, self._doing = what, doing
+        self._unit, self._doing = unit, doing
 
     def __call__(self, count: int, share: float) -> None:
         """So many things are done, which is this share of the whole."""
         if seconds := self.seconds():
             self.show(
-                f"{self._doing}: {count:,} {self._what}, {100 * share:.0f} %, {count / seconds:,.0f} {self._what}/s"
+                f"{self._doing}: {count:,} {self._unit}, {100 * share:.0f} %, {count / seconds:,.0f} {self._unit}/s"
             )

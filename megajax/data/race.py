@@ -24,7 +24,7 @@ FIELDS = ("article", "questions", "options", "answers")
 class Question(NamedTuple):
     """A question about an article."""
 
-    where: str
+    location: str
     identifier: str
     """File, and number of the line where it has several articles."""
     group: str
@@ -54,9 +54,9 @@ def read_split(config: RaceConfig, split: str, tokenizer: Tokenizer, schema: Sch
 
     def row(item: Question) -> Row:
         article = sequences.encode(item.article)
-        asked = [sequences.encode(option)[: config.longest_question] for option in item.options]
-        each = [sequences(ids, article) for ids in asked]
-        stacked = {name: np.stack([one[name] for one in each]) for name in each[0]}
+        options = [sequences.encode(option)[: config.longest_question] for option in item.options]
+        row_sequences = [sequences(ids, article) for ids in options]
+        stacked = {name: np.stack([sequence[name] for sequence in row_sequences]) for name in row_sequences[0]}
         return {**stacked, "labels": np.array(item.label, np.int32), "loss_mask": np.ones((), np.float32)}
 
     return Examples(items, row, paths=tuple(path for _, path in files))
@@ -65,39 +65,43 @@ def read_split(config: RaceConfig, split: str, tokenizer: Tokenizer, schema: Sch
 def _questions(group: str, path: Path) -> Iterator[Question]:
     lines = [(number, line) for number, line in read_lines(path) if line.strip()]
     for number, line in lines:
-        where = f"{path}, line {number}"
+        location = f"{path}, line {number}"
         try:
             data = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise UserError(f"{where}: is not JSON: {error}. A line of RACE is an object.") from error
-        _demand_article(where, data)
+            raise UserError(f"{location}: is not JSON: {error}. A line of RACE is an object.") from error
+        _demand_article(location, data)
         identifier = f"{group}/{path.name}".lstrip("/") + (f":{number}" if len(lines) > 1 else "")
         for place, (question, options, answer) in enumerate(
             zip(data["questions"], data["options"], data["answers"], strict=True)
         ):
-            merged = tuple(question.replace("_", each) if "_" in question else f"{question} {each}" for each in options)
-            name = f"{where}, question {place + 1}"
+            merged = tuple(
+                question.replace("_", option) if "_" in question else f"{question} {option}" for option in options
+            )
+            name = f"{location}, question {place + 1}"
             yield Question(name, identifier, group, data["article"], merged, LETTERS.index(answer))
 
 
-def _demand_article(where: str, data: Any) -> None:
+def _demand_article(location: str, data: Any) -> None:
     """Raises UserError for an object that is not an article with its questions."""
     if not isinstance(data, dict) or (missing := [name for name in FIELDS if name not in data]):
         lacks = f"lacks {', '.join(missing)}" if isinstance(data, dict) else f"is a {type(data).__name__}"
-        raise UserError(f"{where}: {lacks}; an article of RACE is an object with {', '.join(FIELDS)}.")
+        raise UserError(f"{location}: {lacks}; an article of RACE is an object with {', '.join(FIELDS)}.")
     if not isinstance(data["article"], str):
-        raise UserError(f"{where}: article is no text.")
+        raise UserError(f"{location}: article is no text.")
     counts = {name: len(data[name]) if isinstance(data[name], list) else None for name in FIELDS[1:]}
     if None in counts.values() or len(set(counts.values())) > 1:
-        said = ", ".join(
+        sizes = ", ".join(
             f"{count} {name}" if count is not None else f"{name} no list" for name, count in counts.items()
         )
-        raise UserError(f"{where}: has {said}; expected lists of the same length.")
+        raise UserError(f"{location}: has {sizes}; expected lists of the same length.")
     for place, (question, options, answer) in enumerate(
         zip(data["questions"], data["options"], data["answers"], strict=True), start=1
     ):
-        texts = isinstance(options, list) and all(isinstance(each, str) for each in [question, *options])
+        texts = isinstance(options, list) and all(isinstance(text, str) for text in [question, *options])
         if not texts or len(options) != len(LETTERS):
-            raise UserError(f"{where}: question {place} must be a text with {len(LETTERS)} options, got {options!r}.")
+            raise UserError(
+                f"{location}: question {place} must be a text with {len(LETTERS)} options, got {options!r}."
+            )
         if not isinstance(answer, str) or len(answer) != 1 or answer not in LETTERS:
-            raise UserError(f"{where}: question {place} has answer {answer!r}, expected {', '.join(LETTERS)}.")
+            raise UserError(f"{location}: question {place} has answer {answer!r}, expected {', '.join(LETTERS)}.")

@@ -45,7 +45,7 @@ def order_checksum(order: np.ndarray) -> str:
     return f"{zlib.crc32(np.ascontiguousarray(order[:ORDER_SAMPLE]).tobytes()):08x}"
 
 
-def check_vocabulary(tokens: np.ndarray, size: int, file: object, where: Callable[[int], str]) -> None:
+def check_vocabulary(tokens: np.ndarray, size: int, file: object, locate: Callable[[int], str]) -> None:
     """Raises UserError for a token outside a vocabulary of `size`.
 
     Args:
@@ -57,14 +57,14 @@ def check_vocabulary(tokens: np.ndarray, size: int, file: object, where: Callabl
     if len(tokens) and (tokens.max() >= size or (signed and tokens.min() < 0)):
         first = int(np.argmax((tokens >= size) | (tokens < 0)))
         raise UserError(
-            f"{file}: token {int(tokens[first])} in {where(first)} lies outside the vocabulary of {size}. The file was "
+            f"{file}: token {int(tokens[first])} in {locate(first)} lies outside the vocabulary of {size}. The file was "
             "written with another tokenizer: use that one, or preprocess again."
         )
 
 
-def data_seed(own: int | None, run: int) -> int:
+def data_seed(config_seed: int | None, run: int) -> int:
     """The seed of data: its own, or the run's. Raises UserError for one that generators do not take."""
-    seed = run if own is None else own
+    seed = run if config_seed is None else config_seed
     if not 0 <= seed < SEEDS:
         raise UserError(f"data.seed: expected 0 to {SEEDS - 1} (NumPy's RandomState), found {seed}.")
     return seed

@@ -57,7 +57,7 @@ def _ends_sentence(text: str, end: re.Match[str]) -> bool:
     return not (is_initial or "." in name or name in ABBREVIATIONS)
 
 
-def _stripped(sentence: str) -> Iterator[bytes]:
-    stripped = sentence.strip()
+def _stripped(text: str) -> Iterator[bytes]:
+    stripped = text.strip()
     if stripped:
         yield stripped.encode("utf-8", errors="surrogateescape")

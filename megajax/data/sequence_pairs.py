@@ -26,7 +26,7 @@ class Example(Protocol):
     """What a row is made of."""
 
     @property
-    def where(self) -> str:
+    def location(self) -> str:
         """File and line."""
         ...
 
@@ -52,7 +52,7 @@ class Examples[E: Example]:
 
     def name(self, item: int) -> str:
         """File and line."""
-        return self.items[item].where
+        return self.items[item].location
 
     def __getitem__(self, item: int) -> Row:
         return self.row(self.items[item])
@@ -74,10 +74,10 @@ def example_splits(
     config: BenchmarkConfig, examples: Callable[[str], Examples[Any] | None], rows: Rows, seed: int
 ) -> Splits:
     """Row sources of the splits that a run requests. examples: train, valid or test -> its examples, None for none."""
-    chosen = data_seed(config.seed, seed)
+    data_seed_ = data_seed(config.seed, seed)
 
-    def make(items: Examples[Any], position: int, asked: int | None) -> ExampleRows:
-        return ExampleRows(items, RowOrder(asked, chosen, position))
+    def make(items: Examples[Any], position: int, row_count: int | None) -> ExampleRows:
+        return ExampleRows(items, RowOrder(row_count, data_seed_, position))
 
     return splits_from_items(examples, rows, make)
 
@@ -112,10 +112,10 @@ class SequenceBuilder:
     def __call__(self, first: np.ndarray, second: np.ndarray | None = None) -> Row:
         """tokens, token_types and segment_ids, int32 [S] each; texts that are too long are cut, see `cut_to`."""
         first, second = truncate_pair(self.length - (2 if second is None else 3), first, second)
-        one = [[self._begin], first, [self._end]]
-        other = [] if second is None else [second, [self._end]]
+        first_part = [[self._begin], first, [self._end]]
+        second_part = [] if second is None else [second, [self._end]]
         tokens = np.full(self.length, self._pad, np.int32)
-        ids = np.concatenate([*one, *other])
+        ids = np.concatenate([*first_part, *second_part])
         tokens[: len(ids)] = ids
         places, begin = np.arange(self.length), 2 + len(first)
         segments = places < len(ids)

@@ -30,8 +30,8 @@ class Splits(NamedTuple):
     @classmethod
     def build(cls, rows: Rows, make: Callable[[int, str, int | None], Any]) -> "Splits":
         """The splits that a run requests. make: (position, name, rows) -> the row source, or None if it has none."""
-        asked = enumerate(zip(NAMES, rows, strict=True))
-        return cls(*(make(place, *split) if split[1] is None or split[1] > 0 else None for place, split in asked))
+        requests = enumerate(zip(NAMES, rows, strict=True))
+        return cls(*(make(place, *split) if split[1] is None or split[1] > 0 else None for place, split in requests))
 
 
 class Evaluation(NamedTuple):
@@ -52,9 +52,9 @@ def requested_rows(*, steps: int, global_size: int, evaluation: Evaluation | Non
     train = steps * global_size if rows is None else rows
     if evaluation is None:
         return Rows(train)
-    each = evaluation.batches * evaluation.size
+    rows_each = evaluation.batches * evaluation.size
     times = steps // evaluation.every + 1 - evaluation.start // evaluation.every
-    return Rows(train, times * each, each)
+    return Rows(train, times * rows_each, rows_each)
 
 
 def _is_number(item: object) -> bool:

@@ -33,7 +33,7 @@ class Paragraph(NamedTuple):
 class Question(NamedTuple):
     """A question."""
 
-    where: str
+    location: str
     identifier: str
     ids: np.ndarray
     """int32 [n], tokens of the question."""
@@ -55,9 +55,9 @@ class Window(NamedTuple):
     count: int
 
     @property
-    def where(self) -> str:
+    def location(self) -> str:
         """File and question."""
-        return self.question.where
+        return self.question.location
 
     @property
     def offset(self) -> int:
@@ -129,11 +129,11 @@ def answer_span(window: Window) -> tuple[int, int]:
 def _questions(config: SquadConfig, path: Path, tokenizer: Tokenizer, longest: int) -> Iterator[Question]:
     identifiers: set[str] = set()
     for number, paragraph in enumerate(_paragraphs(path), start=1):
-        where = f"{path}, paragraph {number}"
-        context, questions = _field(where, paragraph, "context", str), _field(where, paragraph, "qas", list)
+        location = f"{path}, paragraph {number}"
+        context, questions = _field(location, paragraph, "context", str), _field(location, paragraph, "qas", list)
         encoded = Paragraph(context, *tokenizer.encode_spans(context))
         for place, question in enumerate(questions, start=1):
-            name = f"{where}, question {place}"
+            name = f"{location}, question {place}"
             identifier, text = _field(name, question, "id", str), _field(name, question, "question", str)
             if identifier in identifiers:
                 raise UserError(f"{name}: id {identifier} is given twice.")
@@ -154,23 +154,23 @@ def _paragraphs(path: Path) -> Iterator[Any]:
         yield from _field(f"{path}, article {number}", article, "paragraphs", list)
 
 
-def _answers(config: SquadConfig, where: str, question: Any) -> tuple[tuple[str, int], ...]:
-    if config.version == "2.0" and _field(where, question, "is_impossible", bool):
+def _answers(config: SquadConfig, location: str, question: Any) -> tuple[tuple[str, int], ...]:
+    if config.version == "2.0" and _field(location, question, "is_impossible", bool):
         return ()
     answers = []
-    for number, answer in enumerate(_field(where, question, "answers", list), start=1):
-        name = f"{where}, answer {number}"
+    for number, answer in enumerate(_field(location, question, "answers", list), start=1):
+        name = f"{location}, answer {number}"
         answers.append((_field(name, answer, "text", str), _field(name, answer, "answer_start", int)))
     if not answers:
-        raise UserError(f"{where}: has no answers; in version 2.0 such a question has is_impossible: true.")
+        raise UserError(f"{location}: has no answers; in version 2.0 such a question has is_impossible: true.")
     return tuple(answers)
 
 
-def _field[T](where: str, value: Any, name: str, kind: type[T]) -> T:
+def _field[T](location: str, value: Any, name: str, kind: type[T]) -> T:
     """A member of an object. Raises UserError for one that is missing or of another type."""
     if not isinstance(value, dict) or name not in value:
         has = ", ".join(value) if isinstance(value, dict) else f"a {type(value).__name__}"
-        raise UserError(f"{where}: lacks {name}; it has {has or 'nothing'}. This is not the format of SQuAD.")
+        raise UserError(f"{location}: lacks {name}; it has {has or 'nothing'}. This is not the format of SQuAD.")
     if not isinstance(value[name], kind) or (kind is int and isinstance(value[name], bool)):
-        raise UserError(f"{where}: {name} is {json.dumps(value[name])[:60]}, expected a {kind.__name__}.")
+        raise UserError(f"{location}: {name} is {json.dumps(value[name])[:60]}, expected a {kind.__name__}.")
     return value[name]

@@ -40,17 +40,17 @@ def choose(files: list[tuple[str, int]], limit: int, seed: int) -> list[tuple[st
     """Files in an order that depends only on the seed, as many as fit into `limit` bytes; at least one."""
     order = list(files)
     random.Random(seed).shuffle(order)
-    chosen, total = [], 0
+    selection, total = [], 0
     for name, size in order:
-        if not chosen or total + size <= limit:
-            chosen.append((name, size))
+        if not selection or total + size <= limit:
+            selection.append((name, size))
             total += size
-    return chosen
+    return selection
 
 
-def _write(prefix: Path, root: Path, chosen: list[tuple[str, int]]) -> None:
+def _write(prefix: Path, root: Path, files: list[tuple[str, int]]) -> None:
     with IndexedWriter(prefix, token_dtype(BYTE_EOD + 1)) as writer:
-        for name, _ in chosen:
+        for name, _ in files:
             text = np.frombuffer((root / name).read_bytes(), np.uint8)
             writer.add_document([np.append(text.astype(np.uint16), np.uint16(BYTE_EOD))])
 
@@ -62,10 +62,10 @@ def library_root() -> Path:
 
 def select_files(megabytes: float, seed: int) -> list[tuple[str, int]]:
     """The library's files up to a size, see `choose`. Raises UserError for a Python without its sources."""
-    chosen = choose(source_files(library_root()), int(megabytes * 1e6), seed)
-    if not chosen:
+    files = choose(source_files(library_root()), int(megabytes * 1e6), seed)
+    if not files:
         raise UserError(f"{library_root()}: no Python source files: this Python came without its library's sources.")
-    return chosen
+    return files
 
 
 def _folders(cache_dir: str | None) -> Iterator[Path]:
@@ -107,10 +107,10 @@ def corpus(config: StandardLibraryConfig, seed: int) -> IndexedTokens:
     Raises:
         UserError: this Python has no library sources, or no folder can be written.
     """
-    chosen = select_files(config.megabytes, seed)
-    key = content_key({"python": platform.python_version(), "files": [list(entry) for entry in chosen]})
-    name = f"python-{platform.python_version()}-{len(chosen)}-{key[:16]}"
-    return load_or_create(config.cache_dir, name, IndexedTokens, lambda prefix: _write(prefix, library_root(), chosen))
+    files = select_files(config.megabytes, seed)
+    key = content_key({"python": platform.python_version(), "files": [list(entry) for entry in files]})
+    name = f"python-{platform.python_version()}-{len(files)}-{key[:16]}"
+    return load_or_create(config.cache_dir, name, IndexedTokens, lambda prefix: _write(prefix, library_root(), files))
 
 
 def build_splits(

@@ -65,15 +65,15 @@ class Chunk:
     stored: int
     second: bytes = b""
     piece: bool = False
-    ends: bool = True
+    is_last: bool = True
 
     def line_number(self, offset: int) -> int:
         """Line number in the file, from 1, of byte `offset` of the chunk; reads the file up to there."""
-        lines, left = 1, self.start + offset
+        lines, remaining_bytes = 1, self.start + offset
         with open_text(self.file.path) as (stream, _):
-            while left > 0 and (block := stream.read(min(left, 1 << 20))):
+            while remaining_bytes > 0 and (block := stream.read(min(remaining_bytes, 1 << 20))):
                 lines += block.count(b"\n")
-                left -= len(block)
+                remaining_bytes -= len(block)
         return lines
 
 
@@ -88,10 +88,10 @@ def find_files(inputs: Sequence[str], format: str | None = None, option: str = "
         UserError: no file, an unknown suffix, or a duplicate file.
     """
     paths: dict[str, str] = {}
-    for given in inputs:
-        matches = _expand(given)
+    for pattern in inputs:
+        matches = _expand(pattern)
         if not matches:
-            raise UserError(f"{option} {given}: no such file, folder or match. Check the path.")
+            raise UserError(f"{option} {pattern}: no such file, folder or match. Check the path.")
         for path in matches:
             if paths.setdefault(os.path.realpath(path), path) is not path:
                 raise UserError(f"{option}: {path} is given twice, which would repeat its documents. Name it once.")
@@ -107,23 +107,23 @@ def find_pairs(inputs: Sequence[str], targets: Sequence[str], format: str | None
     """
     sides = find_files(inputs, format), find_files(targets, format, option="--target")
     for file in (file for side in sides for file in side if file.format != "text"):
-        what = f"is {file.format}, but --target pairs the lines of plain text"
-        raise UserError(f"{file.path}: {what}. Name keys of one file with --json-keys and --pairs instead.")
+        message = f"is {file.format}, but --target pairs the lines of plain text"
+        raise UserError(f"{file.path}: {message}. Name keys of one file with --json-keys and --pairs instead.")
     if len(sides[0]) != len(sides[1]):
-        what = f"{len(sides[0])} file(s) of --input and {len(sides[1])} of --target: each file needs its target"
-        raise UserError(f"{what}. Give both in the same order.")
+        message = f"{len(sides[0])} file(s) of --input and {len(sides[1])} of --target: each file needs its target"
+        raise UserError(f"{message}. Give both in the same order.")
     pairs = zip(*sides, strict=True)
-    return [TextFile(left.path, "pairs", left.size + right.size, second=right.path) for left, right in pairs]
+    return [TextFile(source.path, "pairs", source.size + target.size, second=target.path) for source, target in pairs]
 
 
-def _expand(given: str) -> list[str]:
-    if os.path.isdir(given):
-        every = (os.path.join(folder, name) for folder, _, names in os.walk(given) for name in names)
-        known = sum(SUFFIXES.values(), ())
-        return sorted(path for path in every if _without_compression(path).endswith(known))
-    if os.path.exists(given):
-        return [given]
-    return sorted(path for path in glob.glob(given, recursive=True) if os.path.isfile(path))
+def _expand(pattern: str) -> list[str]:
+    if os.path.isdir(pattern):
+        every = (os.path.join(folder, name) for folder, _, names in os.walk(pattern) for name in names)
+        suffixes = sum(SUFFIXES.values(), ())
+        return sorted(path for path in every if _without_compression(path).endswith(suffixes))
+    if os.path.exists(pattern):
+        return [pattern]
+    return sorted(path for path in glob.glob(pattern, recursive=True) if os.path.isfile(path))
 
 
 def _without_compression(path: str) -> str:
@@ -136,9 +136,9 @@ def _format(path: str) -> str:
     name = _without_compression(path)
     kind = next((kind for kind, suffixes in SUFFIXES.items() if name.endswith(suffixes)), None)
     if kind is None or (kind == "parquet" and name != path):
-        known = f"{', '.join(sum(SUFFIXES.values(), ()))}, text with {' or '.join(COMPRESSED_SUFFIXES)} if compressed"
-        what = f"its name does not tell its format (known: {known})"
-        raise UserError(f"{path}: {what}. Say --format=jsonl, text or parquet.")
+        names = f"{', '.join(sum(SUFFIXES.values(), ()))}, text with {' or '.join(COMPRESSED_SUFFIXES)} if compressed"
+        message = f"its name does not tell its format (known: {names})"
+        raise UserError(f"{path}: {message}. Say --format=jsonl, text or parquet.")
     return kind
 
 

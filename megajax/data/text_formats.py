@@ -40,7 +40,7 @@ class TextFormat(Protocol):
         """UTF-8 texts of a row, one for each key. Raises UserError for a row that has none."""
         ...
 
-    def where(self, chunk: Chunk, place: int) -> str:
+    def location(self, chunk: Chunk, place: int) -> str:
         """A place in a chunk, for messages."""
         return f"line {chunk.line_number(place)}"
 
@@ -54,25 +54,25 @@ class PlainText(TextFormat):
     def parts(self, file: TextFile, cuts: Sequence[int]) -> list[TextFile]:
         if file.compressed or isinstance(self.rule, WholeFile):
             return [file]
-        borders = sorted({0, *(_next_start(file, self.rule, cut) for cut in cuts), file.size})
+        borders = sorted({0, *(_next_start(file, self.rule, offset) for offset in cuts), file.size})
         return [replace(file, start=first, stop=last, size=last - first) for first, last in pairwise(borders)] or [file]
 
     def chunks(self, file: TextFile, size: int, split_point: Callable[[bytes], int]) -> Iterator[Chunk]:
-        whole, data, block = isinstance(self.rule, WholeFile), b"", b"-"
+        is_whole, data, block = isinstance(self.rule, WholeFile), b"", b"-"
         start = before = file.start
         with _open_part(file) as (stream, position):
             while block:
                 block = stream.read(size)
                 data += block
-                if whole:
+                if is_whole:
                     place = split_point(data) if block else len(data)
                     data, rest = data[:place], data[place:]
                 else:
                     more, rest = _to_next_start(stream, self.rule)
                     data += more
-                if data or (whole and not block):
+                if data or (is_whole and not block):
                     stored = position()
-                    yield Chunk(file, start, data, stored - before, piece=whole, ends=not (whole and block))
+                    yield Chunk(file, start, data, stored - before, piece=is_whole, is_last=not (is_whole and block))
                     start, before = start + len(data), stored
                 data = rest
 
@@ -115,8 +115,8 @@ class JsonLines(TextFormat):
         try:
             record = json.loads(row)
         except (ValueError, RecursionError) as error:
-            shown = row[:60].decode("utf-8", errors="replace").rstrip()
-            raise UserError(f"not valid JSON ({error}): {shown!r}. Each line must be one JSON object.") from error
+            text = row[:60].decode("utf-8", errors="replace").rstrip()
+            raise UserError(f"not valid JSON ({error}): {text!r}. Each line must be one JSON object.") from error
         if not isinstance(record, dict):
             keys = ", ".join(self.keys)
             raise UserError(f"a JSON {_kind(record)}, but each line must be an object with the keys {keys}.")
@@ -139,7 +139,7 @@ class Parquet(TextFormat):
     def parts(self, file: TextFile, cuts: Sequence[int]) -> list[TextFile]:
         with _open_parquet(file.path) as parquet:
             groups = parquet.num_row_groups
-        borders = sorted({0, *(-(-cut * groups // file.size) for cut in cuts), groups})
+        borders = sorted({0, *(-(-offset * groups // file.size) for offset in cuts), groups})
         share = file.size / max(groups, 1)
         return [
             replace(file, start=first, stop=last, size=int(last * share) - int(first * share))
@@ -187,7 +187,7 @@ class Parquet(TextFormat):
                 raise UserError(f"column {key!r} is empty (null).")
         return row
 
-    def where(self, chunk: Chunk, place: int) -> str:
+    def location(self, chunk: Chunk, place: int) -> str:
         with _open_parquet(chunk.file.path) as parquet:
             before = sum(parquet.metadata.row_group(group).num_rows for group in range(chunk.start))
         return f"row {before + place + 1}"
@@ -202,24 +202,24 @@ class LinePairs(TextFormat):
         second = str(file.second)
         with open_text(file.path) as (sources, position), open_text(second) as (targets, also):
             while True:
-                left = sources.readlines(size)
-                right = [line for line in (targets.readline() for _ in left) if line]
-                lines += len(right)
-                if len(right) < len(left) or (not left and targets.readline()):
-                    longer, shorter = (file.path, second) if left else (second, file.path)
-                    what = f"has no line {lines + 1}, but {longer} has; the lines of both files belong together"
-                    raise UserError(f"{shorter} {what}.")
-                if not left:
+                source_lines = sources.readlines(size)
+                target_lines = [line for line in (targets.readline() for _ in source_lines) if line]
+                lines += len(target_lines)
+                if len(target_lines) < len(source_lines) or (not source_lines and targets.readline()):
+                    longer, shorter = (file.path, second) if source_lines else (second, file.path)
+                    message = f"has no line {lines + 1}, but {longer} has; the lines of both files belong together"
+                    raise UserError(f"{shorter} {message}.")
+                if not source_lines:
                     return
-                data, stored = b"".join(left), position() + also()
-                yield Chunk(file, start, data, stored - before, second=b"".join(right))
+                data, stored = b"".join(source_lines), position() + also()
+                yield Chunk(file, start, data, stored - before, second=b"".join(target_lines))
                 start, before = start + len(data), stored
 
     def rows(self, chunk: Chunk) -> Iterator[tuple[int, Any]]:
         place = 0
-        for left, right in zip(io.BytesIO(chunk.data), io.BytesIO(chunk.second), strict=True):
-            yield place, (left, right)
-            place += len(left)
+        for source, target in zip(io.BytesIO(chunk.data), io.BytesIO(chunk.second), strict=True):
+            yield place, (source, target)
+            place += len(source)
 
     def texts(self, row: Any) -> tuple[bytes, ...]:
         return tuple(line.removesuffix(b"\n").removesuffix(b"\r") for line in row)
@@ -241,7 +241,7 @@ def partitions(
     lists: list[list[TextFile]] = [[] for _ in range(count)]
     for file in files:
         cuts = [total * number // count - position for number in range(1, count)]
-        for part in formats(file).parts(file, [cut for cut in cuts if 0 < cut < file.size]):
+        for part in formats(file).parts(file, [offset for offset in cuts if 0 < offset < file.size]):
             lists[min(position * count // max(total, 1), count - 1)].append(part)
             position += part.size
     return [files for files in lists if files]

@@ -74,18 +74,18 @@ def _by_name(name: str, options: argparse.Namespace) -> TokenizerConfig:
         if (getattr(options, option) is None) == (option in kind.options):
             state = "needs" if option in kind.options else "has no use for"
             raise UserError(f"--tokenizer={name} {state} --{option.replace('_', '-')}.")
-    given = {field: getattr(options, option) for option, field in kind.options.items()} | dict(kind.fixed)
+    values = {field: getattr(options, option) for option, field in kind.options.items()} | dict(kind.fixed)
     if name not in KINDS:
         if not os.path.exists(name):
-            known = ", ".join(KINDS)
-            raise UserError(f"--tokenizer={name}: neither one of {known} nor a tokenizer.json or .model that exists.")
-        given["path"] = name
+            names = ", ".join(KINDS)
+            raise UserError(f"--tokenizer={name}: neither one of {names} nor a tokenizer.json or .model that exists.")
+        values["path"] = name
     if options.eod_token is not None:
         if "eod" not in {field.name for field in fields(kind.config)}:
-            ends = "[EOS]" if kind.config is WordPieceTokenizerConfig else "its last id"
-            raise UserError(f"--tokenizer={name} has no use for --eod-token: {ends} ends a document.")
-        given["eod"] = options.eod_token
-    return kind.config(**given)
+            end_token = "[EOS]" if kind.config is WordPieceTokenizerConfig else "its last id"
+            raise UserError(f"--tokenizer={name} has no use for --eod-token: {end_token} ends a document.")
+        values["eod"] = options.eod_token
+    return kind.config(**values)
 
 
 def _suffix(path: str) -> str:
@@ -97,9 +97,9 @@ def tokenizer_options(config: Any) -> list[str]:
     values = {field.name: getattr(config, field.name) for field in fields(config)}
     for name, kind in KINDS.items():
         if type(config) is kind.config and all(values[field] == value for field, value in kind.fixed.items()):
-            words = [f"--{option.replace('_', '-')}={values.pop(field)}" for option, field in kind.options.items()]
+            options = [f"--{option.replace('_', '-')}={values.pop(field)}" for option, field in kind.options.items()]
             rest = {field: value for field, value in values.items() if field not in kind.fixed}
-            return [f"--tokenizer={name}", *words, *_changes(config, rest)]
+            return [f"--tokenizer={name}", *options, *_changes(config, rest)]
     if type(config) is HuggingFaceTokenizerConfig:
         return [f"--tokenizer={values.pop('path')}", *_changes(config, values)]
     return []

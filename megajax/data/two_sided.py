@@ -24,8 +24,8 @@ def two_sided_specials(tokenizer: MaskingTokenizer) -> TwoSidedSpecials:
 
 
 def two_sided_row(
-    read: Sequence[int],
-    written: Sequence[int],
+    encoder_ids: Sequence[int],
+    decoder_ids: Sequence[int],
     lengths: tuple[int, int],
     special: TwoSidedSpecials,
     truncated: bool,
@@ -42,13 +42,13 @@ def two_sided_row(
 
     lengths: (T, S).
     """
-    read, count = read[: lengths[0]], min(len(written) + 1, lengths[1])
+    encoder_ids, count = encoder_ids[: lengths[0]], min(len(decoder_ids) + 1, lengths[1])
     segments = _ones(count, lengths[1])
     arrays: dict[str, np.ndarray] = {
-        "encoder_tokens": _padded(read, lengths[0], special.pad),
-        "encoder_segment_ids": _ones(len(read), lengths[0]),
-        "tokens": _padded([special.bos, *written][:count], lengths[1], special.pad),
-        "labels": _padded([*written, special.eos][:count], lengths[1], 0),
+        "encoder_tokens": _padded(encoder_ids, lengths[0], special.pad),
+        "encoder_segment_ids": _ones(len(encoder_ids), lengths[0]),
+        "tokens": _padded([special.bos, *decoder_ids][:count], lengths[1], special.pad),
+        "labels": _padded([*decoder_ids, special.eos][:count], lengths[1], 0),
         "loss_mask": segments.astype(np.float32),
         "segment_ids": segments,
         "truncated": np.array(truncated, np.int32),

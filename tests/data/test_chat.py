@@ -246,7 +246,7 @@ def test_splits_and_files_of_their_own(tmp_path: Path) -> None:
 def test_files_that_are_missing_or_empty(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"none\.jsonl cannot be read: No such file"):
         splits(tmp_path / "none.jsonl")
-    with pytest.raises(UserError, match=r"no line with a conversation; left out: 2 not a conversation"):
+    with pytest.raises(UserError, match=r"no line with a conversation; skipped lines: 2 not a conversation"):
         splits(write(tmp_path / "c", ["{", "["]), on_error="skip")
     assert [problem.setting for problem in ChatConfig().problems()] == ["paths"]
     with pytest.raises(UserError, match=r"data\.seed: expected 0 to"):

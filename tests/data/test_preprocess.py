@@ -166,7 +166,7 @@ def test_chunks_consist_of_complete_documents(tmp_path, data, size, rule, packed
         together = [document for chunk in chunks for _, document in plain.rows(chunk)]
         assert together == [document for _, document in plain.rows(Chunk(file, 0, data, 0))]
     else:
-        assert [chunk.ends for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+        assert [chunk.is_last for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
 
 
 def test_zstandard(tmp_path):

@@ -19,22 +19,22 @@ def split_problems(split: str) -> list[Problem]:
     return []
 
 
-def between(where: str, value: float, least: float, most: float) -> list[Problem]:
+def between(setting: str, value: float, least: float, most: float) -> list[Problem]:
     """A value outside least to most."""
-    return [] if least <= value <= most else [Problem(where, f"expected {least:g} to {most:g}, found {value:g}")]
+    return [] if least <= value <= most else [Problem(setting, f"expected {least:g} to {most:g}, found {value:g}")]
 
 
-def at_least(where: str, value: float, least: float) -> list[Problem]:
+def at_least(setting: str, value: float, least: float) -> list[Problem]:
     """A value below least."""
-    return [] if value >= least else [Problem(where, f"expected {least} or more, found {value}")]
+    return [] if value >= least else [Problem(setting, f"expected {least} or more, found {value}")]
 
 
-def paths_problems(config: Any, what: str, hint: str) -> list[Problem]:
+def paths_problems(config: Any, files: str, hint: str) -> list[Problem]:
     """Files for all splits together with files for each, or none at all. what: the files, in the message."""
-    own = [f"{name}_paths" for name in NAMES if getattr(config, f"{name}_paths")]
-    if config.paths and own:
-        return [Problem("paths", f"set together with {', '.join(own)}", "use one of the two ways")]
-    return [] if config.paths or own else [Problem("paths", f"no {what} given", hint)]
+    separate = [f"{name}_paths" for name in NAMES if getattr(config, f"{name}_paths")]
+    if config.paths and separate:
+        return [Problem("paths", f"set together with {', '.join(separate)}", "use one of the two ways")]
+    return [] if config.paths or separate else [Problem("paths", f"no {files} given", hint)]
 
 
 class RowsConfig(Protocol):

@@ -23,11 +23,11 @@ def labelled_leaves(mixup: float = 0.0) -> dict[str, str]:
     return leaves | {"other_labels": "int32", "mix": "float32"} if mixup else leaves
 
 
-def range_problems(where: str, bounds: tuple[float, float], most: float) -> list[Problem]:
+def range_problems(setting: str, bounds: tuple[float, float], most: float) -> list[Problem]:
     """A range (low, high) that is not 0 < low <= high <= most."""
     if 0 < bounds[0] <= bounds[1] <= most:
         return []
-    return [Problem(where, f"expected 0 < low <= high <= {most:g}, found {bounds[0]:g}, {bounds[1]:g}")]
+    return [Problem(setting, f"expected 0 < low <= high <= {most:g}, found {bounds[0]:g}, {bounds[1]:g}")]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -117,7 +117,7 @@ class FillInMiddleConfig(BlendConfig):
         for name in ("rate", "spm_rate", "fragment_rate"):
             problems += between(name, getattr(self, name), 0, 1)
         if self.isolate_documents:
-            what = "needs the borders of the stored documents, which reordering moves"
+            problem = "needs the borders of the stored documents, which reordering moves"
             hint = "use reset_attention_mask and reset_positions, which go by end-of-document tokens"
-            problems.append(Problem("isolate_documents", what, hint))
+            problems.append(Problem("isolate_documents", problem, hint))
         return problems
