@@ -22,7 +22,7 @@ from megajax.config import load
 from megajax.config.builds import resolve
 from megajax.layers.config import AttentionConfig, BlockConfig, GatedMLPConfig, StackConfig
 from megajax.layers.config.moe import DispatchConfig, MoEConfig, SharedExpertConfig
-from megajax.layers.expert_facts import Spread
+from megajax.layers.expert_facts import ExpertSharding
 from megajax.mesh.config import ParallelConfig
 from megajax.planning.cost.estimate import Case, bytes_per_step
 from megajax.planning.program import devices
@@ -86,7 +86,7 @@ def measured(hidden: int, moe: MoEConfig) -> dict[str, Any]:
     traffic = audit(plan.text, plan.unknown_trips).to_dict()["bytes_per_step"], bytes_per_step(step)
     large = [one for one in rows if one.bytes > MIB]
     facts = moe.expert_facts(hidden)
-    sent = facts.sent(TOKENS, Spread(expert=DEVICES))
+    sent = facts.sent(TOKENS, ExpertSharding(expert=DEVICES))
     formula = sum(each.elements * (each.forward + each.backward + each.again) for each in sent)
     return {
         "received_mib": {kind: round(each, 1) for kind, each in received.items()},
@@ -97,7 +97,7 @@ def measured(hidden: int, moe: MoEConfig) -> dict[str, Any]:
         "beside_matmuls": sum(one.overlapped for one in large),
         "memory_traffic_gib": {name: [round(each[name] / 2**30, 2) for each in traffic] for name in traffic[0]},
         "temporary_gib": round(plan.memory.temporary / 2**30, 2),
-        "formula_rows": round(facts.rows(TOKENS, Spread(expert=DEVICES))),
+        "formula_rows": round(facts.rows(TOKENS, ExpertSharding(expert=DEVICES))),
         "kernels": plan.kernels,
     }
 

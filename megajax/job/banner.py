@@ -14,7 +14,7 @@ from megajax.job.compile_cache import cache_in_use
 from megajax.job.device_memory import size
 from megajax.job.replicas import coverage
 from megajax.kernels.attention import local_device
-from megajax.layers.expert_facts import ExpertFacts, Spread
+from megajax.layers.expert_facts import ExpertFacts, ExpertSharding
 from megajax.layers.facts import Share
 from megajax.layers.remat import SavePolicy, words
 from megajax.mesh.cut import Cut
@@ -149,7 +149,7 @@ def _mixtures(run: Run) -> list[tuple[ExpertFacts, float]]:
 
 def _experts(run: Run) -> list[tuple[str, str]]:
     """How tokens are dispatched to experts; without experts, what `parallel.expert` does."""
-    mixtures, layout = _mixtures(run), Spread.of(run.cfg.parallel)
+    mixtures, layout = _mixtures(run), ExpertSharding.of(run.cfg.parallel)
     if not mixtures and layout.expert > 1 and facts_of(run.cfg.model) is not None:
         return [("experts", f"none: the {layout.expert} devices of expert split the rows, like those of data")]
     texts = [experts.summary(tokens, layout) for experts, tokens in mixtures]

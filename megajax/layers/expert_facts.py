@@ -17,30 +17,30 @@ EXCHANGES: Mapping[str, str] = {"ragged": "ragged-all-to-all", "capacity": "all-
 """Way -> the collective that sends rows."""
 
 
-class Spread(NamedTuple):
+class ExpertSharding(NamedTuple):
     """How a layout spreads experts over devices."""
 
     expert: int = 1
     tensor: int = 1
-    whole: bool = False
+    whole_experts: bool = False
     """`tensor` shards the list of experts; otherwise their matrices."""
     sequence: bool = False
     """`tensor` shards the tokens too."""
 
     @classmethod
-    def of(cls, parallel: ParallelConfig) -> "Spread":
+    def of(cls, parallel: ParallelConfig) -> "ExpertSharding":
         """Of a layout."""
         return cls(parallel.expert, parallel.tensor, parallel.expert_tensor == "whole", parallel.sequence)
 
     @property
     def devices(self) -> int:
         """Parts of the list of experts."""
-        return self.expert * self.listed
+        return self.expert * self.tensor_shards
 
     @property
-    def listed(self) -> int:
+    def tensor_shards(self) -> int:
         """Devices of `tensor` that have different experts."""
-        return self.tensor if self.whole else 1
+        return self.tensor if self.whole_experts else 1
 
 
 class Sending(NamedTuple):
@@ -82,55 +82,55 @@ class ExpertFacts:
             return self.way
         return "gather" if self.top_k >= devices else "ragged"
 
-    def mean_rows(self, tokens: float, spread: Spread) -> float:
+    def mean_rows(self, tokens: float, sharding: ExpertSharding) -> float:
         """Rows of a device with a balanced router."""
-        return tokens * self.top_k / spread.listed
+        return tokens * self.top_k / sharding.tensor_shards
 
-    def most_rows(self, tokens: float, spread: Spread) -> float:
+    def most_rows(self, tokens: float, sharding: ExpertSharding) -> float:
         """Rows of a device if all tokens choose its experts."""
-        return tokens * spread.expert * min(self.top_k, self.experts / spread.devices)
+        return tokens * sharding.expert * min(self.top_k, self.experts / sharding.devices)
 
-    def rows(self, tokens: float, spread: Spread) -> float:
+    def rows(self, tokens: float, sharding: ExpertSharding) -> float:
         """Rows that a device has room for, in all chunks together."""
-        return buffer_rows(self.mean_rows(tokens, spread), self.most_rows(tokens, spread), self.room)
+        return buffer_rows(self.mean_rows(tokens, sharding), self.most_rows(tokens, sharding), self.room)
 
-    def over_mean(self, spread: Spread) -> float:
+    def over_mean(self, sharding: ExpertSharding) -> float:
         """Room over the mean."""
-        return self.rows(1, spread) / self.mean_rows(1, spread)
+        return self.rows(1, sharding) / self.mean_rows(1, sharding)
 
-    def sent(self, tokens: float, spread: Spread) -> Iterator[Sending]:
+    def sent(self, tokens: float, sharding: ExpertSharding) -> Iterator[Sending]:
         """The collectives of tokens and outputs; those of counts and weights are small."""
-        way, size = self.way_on(spread.devices), tokens * self.width
-        ffn_sharded = spread.tensor > 1 and not spread.whole
-        axes = ("expert",) * (spread.expert > 1) + ("tensor",) * (spread.whole and spread.tensor > 1)
-        if ffn_sharded and not spread.sequence:
+        way, size = self.way_on(sharding.devices), tokens * self.width
+        ffn_sharded = sharding.tensor > 1 and not sharding.whole_experts
+        axes = ("expert",) * (sharding.expert > 1) + ("tensor",) * (sharding.whole_experts and sharding.tensor > 1)
+        if ffn_sharded and not sharding.sequence:
             yield Sending("all-reduce", ("tensor",), size, 1, 1)
         if way == "gather":
-            axes += ("tensor",) * (ffn_sharded and spread.sequence)
-            yield from _gathered(axes, size * spread.expert)
+            axes += ("tensor",) * (ffn_sharded and sharding.sequence)
+            yield from _gathered(axes, size * sharding.expert)
             return
-        if ffn_sharded and spread.sequence:
+        if ffn_sharded and sharding.sequence:
             yield from _gathered(("tensor",), size)
-        rows = self.mean_rows(tokens, spread) if way == "ragged" else self.rows(tokens, spread)
+        rows = self.mean_rows(tokens, sharding) if way == "ragged" else self.rows(tokens, sharding)
         yield Sending(EXCHANGES[way], axes, rows * self.width, 2, 2, 1)
 
-    def unused_way(self, spread: Spread, *, on_cpu: bool) -> str:
+    def unused_way(self, sharding: ExpertSharding, *, on_cpu: bool) -> str:
         """What becomes of a way that was asked for and does not run as its name says; "" where it does."""
-        way = self.way_on(spread.devices)
+        way = self.way_on(sharding.devices)
         if self.way not in ("auto", way):
             return f"all experts are on each device: dispatch.way={self.way} sends nothing"
-        if on_cpu and way == "ragged" and spread.devices > 1:
+        if on_cpu and way == "ragged" and sharding.devices > 1:
             return "ragged sends all tokens everywhere on CPUs, which have no ragged all-to-all"
         return ""
 
-    def summary(self, tokens: float, spread: Spread) -> str:
+    def summary(self, tokens: float, sharding: ExpertSharding) -> str:
         """The way, the rows of the buffer and the worst case, in words."""
-        devices, rows, most = spread.devices, self.rows(tokens, spread), self.most_rows(tokens, spread)
+        devices, rows, most = sharding.devices, self.rows(tokens, sharding), self.most_rows(tokens, sharding)
         text = f"{self.experts // devices} of {self.experts} experts on a device, {self.way_on(devices)}"
         if self.chunks > 1:
             text += f" in {self.chunks} chunks"
         worst = "the worst case" if rows == most else f"dropped beyond that, the worst case is {most:,.0f}"
-        return f"{text}; room for {rows:,.0f} rows, {self.over_mean(spread):.3g} x the mean: {worst}"
+        return f"{text}; room for {rows:,.0f} rows, {self.over_mean(sharding):.3g} x the mean: {worst}"
 
 
 def buffer_rows(mean: float, most: float, room: float | None) -> float:

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 from megajax.config.builds import Builds
 from megajax.config.errors import Problem
 from megajax.kernels.capability import Choice, Device, Request
-from megajax.layers.expert_facts import ExpertFacts, Spread
+from megajax.layers.expert_facts import ExpertFacts, ExpertSharding
 from megajax.layers.remat import PARTS, Part, SavePolicy
 
 CUT_AXES = frozenset({"heads", "kv_heads", "mlp"})
@@ -117,7 +117,7 @@ class Matmul:
     """Matrices of this shape, over which tokens are distributed."""
     per_token: float = 1
     """Experts that multiply each token; of what reads the section before, its positions for each own one."""
-    spread: int = 1
+    expert_shards: int = 1
     """Devices of the mesh axis `expert` that have other matrices; all others of `SHARDS` have the same."""
 
     @property
@@ -129,15 +129,17 @@ class Matmul:
         """Elements of its weights on one device during the step."""
         return self.experts * self.inputs.local(tensor) * self.outputs.local(tensor)
 
-    def on(self, spread: Spread) -> "Matmul":
+    def on(self, sharding: ExpertSharding) -> "Matmul":
         """Of one device of `expert`, and of one of `tensor` where that has other experts."""
-        if self.experts == 1 or spread.devices == 1:
+        if self.experts == 1 or sharding.devices == 1:
             return self
         inputs, outputs = self.inputs, self.outputs
-        if spread.whole:
+        if sharding.whole_experts:
             inputs, outputs = (Elements(replicated=side.total) for side in (inputs, outputs))
-        experts, per_token = self.experts // spread.devices, self.per_token / spread.listed
-        return replace(self, inputs=inputs, outputs=outputs, experts=experts, per_token=per_token, spread=spread.expert)
+        experts, per_token = self.experts // sharding.devices, self.per_token / sharding.tensor_shards
+        return replace(
+            self, inputs=inputs, outputs=outputs, experts=experts, per_token=per_token, expert_shards=sharding.expert
+        )
 
     def undivided(self, tensor: int) -> int:
         """Elements of its weights that each device of `tensor` has all of at rest: those of groups too few to cut."""
@@ -410,13 +412,13 @@ class BlockFacts:
     """Weights that ZeRO-1 and FSDP leave whole: those without the logical axis `embed`, such as biases and what leads
     out of latents."""
 
-    def on(self, spread: Spread) -> "BlockFacts":
+    def on(self, sharding: ExpertSharding) -> "BlockFacts":
         """The same with the experts of one device, and tensors as large as the buffers of their rows."""
         if not self.experts:
             return self
-        matmuls, tensors = tuple(matmul.on(spread) for matmul in self.matmuls), dict(self.tensors)
+        matmuls, tensors = tuple(matmul.on(sharding) for matmul in self.matmuls), dict(self.tensors)
         for facts in self.experts:
-            more = (facts.over_mean(spread) if facts.chunks == 1 else 0) - 1
+            more = (facts.over_mean(sharding) if facts.chunks == 1 else 0) - 1
             for part, elements in facts.tensors.items():
                 tensors[part] = tensors[part].plus(Elements(sharded=round(more * facts.top_k * elements)))
         elsewhere = sum(matmul.size for matmul in self.matmuls) - sum(matmul.size for matmul in matmuls)
@@ -442,7 +444,7 @@ class BlockFacts:
 
     def held_experts(self, tensor: int) -> float:
         """Of them, those of matrices that the devices of `expert` do not share."""
-        return sum(matmul.held(tensor) for matmul in self.matmuls if matmul.spread > 1)
+        return sum(matmul.held(tensor) for matmul in self.matmuls if matmul.expert_shards > 1)
 
     def tensor_bytes(self, part: Part, share: Share) -> float:
         """Bytes of the block's tensors of that name, of a microbatch on a device."""

@@ -12,7 +12,7 @@ from megajax.config.errors import Problem, UserError
 from megajax.data.config import MockConfig
 from megajax.job.banner import _experts, _fp8
 from megajax.layers.config import CapacityConfig, DispatchConfig, GatedMLPConfig, MoEConfig, RouterConfig
-from megajax.layers.expert_facts import Spread
+from megajax.layers.expert_facts import ExpertSharding
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import build_mesh
 from megajax.precision.config import Fp8Config, PrecisionConfig
@@ -137,7 +137,7 @@ def test_the_command_line_names_the_setting(case):
 def test_the_banner_says_what_becomes_of_a_way():
     """Where ragged is a stand-in, where a way has nothing to send, and where it is what its name says."""
     facts = moe(dispatch=DispatchConfig(way="ragged")).expert_facts(32)
-    spread, alone = Spread(expert=2), Spread()
+    spread, alone = ExpertSharding(expert=2), ExpertSharding()
     assert "no ragged all-to-all" in facts.unused_way(spread, on_cpu=True)
     assert facts.unused_way(spread, on_cpu=False) == ""
     assert facts.unused_way(alone, on_cpu=False) == "all experts are on each device: dispatch.way=ragged sends nothing"

@@ -9,7 +9,7 @@ from megajax.config import load
 from megajax.layers.config import BlockConfig, GatedMLPConfig, StackConfig
 from megajax.layers.config.moe import DispatchConfig, MoEConfig, RouterConfig
 from megajax.layers.dispatch import Dispatch
-from megajax.layers.expert_facts import Spread
+from megajax.layers.expert_facts import ExpertSharding
 from megajax.layers.segments import SegmentsConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.models.facts import count_flops
@@ -81,7 +81,7 @@ def test_a_device_holds_its_own_experts_in_compute_dtype_and_their_gradients() -
 def test_rows_are_those_of_the_dispatcher(name: str, room: float | None) -> None:
     parallel = LAYOUTS[name]
     moe = config(parallel=parallel, room=room).model.stack.pattern[0].mlp
-    facts, spread = moe.expert_facts(HIDDEN), Spread.of(parallel)
+    facts, spread = moe.expert_facts(HIDDEN), ExpertSharding.of(parallel)
     buffer = Dispatch(experts=EXPERTS, top_k=TOP_K, room=room)
     # As `gather` does, of the tokens of all devices.
     tokens, own = TOKENS * spread.expert, EXPERTS // spread.devices

@@ -13,7 +13,7 @@ from typing import Literal
 
 from megajax.config.errors import UserError
 from megajax.layers.config import LoRAConfig
-from megajax.layers.expert_facts import Spread
+from megajax.layers.expert_facts import ExpertSharding
 from megajax.layers.facts import BlockFacts, Share, Weight
 from megajax.layers.remat import SavePolicy
 from megajax.mesh.config import ParallelConfig
@@ -154,9 +154,9 @@ class Description:
         return "bfloat16" if self.compute == "fp8" else self.compute
 
     @property
-    def spread(self) -> Spread:
+    def spread(self) -> ExpertSharding:
         """Of experts over devices."""
-        return Spread.of(self.parallel)
+        return ExpertSharding.of(self.parallel)
 
     @cached_property
     def sections(self) -> tuple[SectionFacts, ...]:
