@@ -86,8 +86,8 @@ def measured(hidden: int, moe: MoEConfig) -> dict[str, Any]:
     traffic = audit(plan.text, plan.unknown_trips).to_dict()["bytes_per_step"], bytes_per_step(step)
     large = [one for one in rows if one.bytes > MIB]
     facts = moe.expert_facts(hidden)
-    sent = facts.sent(TOKENS, ExpertSharding(expert=DEVICES))
-    formula = sum(each.elements * (each.forward + each.backward + each.again) for each in sent)
+    sent = facts.collectives(TOKENS, ExpertSharding(expert=DEVICES))
+    formula = sum(each.elements * (each.forward + each.backward + each.recompute) for each in sent)
     return {
         "received_mib": {kind: round(each, 1) for kind, each in received.items()},
         "total_mib": round(sum(received.values()), 1),

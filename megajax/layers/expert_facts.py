@@ -43,7 +43,7 @@ class ExpertSharding(NamedTuple):
         return self.tensor if self.whole_experts else 1
 
 
-class Sending(NamedTuple):
+class ExpertCollective(NamedTuple):
     """Collectives of one kind of a layer, on one device and for one microbatch."""
 
     kind: str
@@ -52,7 +52,7 @@ class Sending(NamedTuple):
     """Of the whole side of each."""
     forward: int
     backward: int
-    again: int = 0
+    recompute: int = 0
     """In the backward pass, to compute the experts' inputs again."""
 
 
@@ -98,13 +98,13 @@ class ExpertFacts:
         """Room over the mean."""
         return self.rows(1, sharding) / self.mean_rows(1, sharding)
 
-    def sent(self, tokens: float, sharding: ExpertSharding) -> Iterator[Sending]:
+    def collectives(self, tokens: float, sharding: ExpertSharding) -> Iterator[ExpertCollective]:
         """The collectives of tokens and outputs; those of counts and weights are small."""
         way, size = self.way_on(sharding.devices), tokens * self.width
         ffn_sharded = sharding.tensor > 1 and not sharding.whole_experts
         axes = ("expert",) * (sharding.expert > 1) + ("tensor",) * (sharding.whole_experts and sharding.tensor > 1)
         if ffn_sharded and not sharding.sequence:
-            yield Sending("all-reduce", ("tensor",), size, 1, 1)
+            yield ExpertCollective("all-reduce", ("tensor",), size, 1, 1)
         if way == "gather":
             axes += ("tensor",) * (ffn_sharded and sharding.sequence)
             yield from _gathered(axes, size * sharding.expert)
@@ -112,7 +112,7 @@ class ExpertFacts:
         if ffn_sharded and sharding.sequence:
             yield from _gathered(("tensor",), size)
         rows = self.mean_rows(tokens, sharding) if way == "ragged" else self.rows(tokens, sharding)
-        yield Sending(EXCHANGES[way], axes, rows * self.width, 2, 2, 1)
+        yield ExpertCollective(EXCHANGES[way], axes, rows * self.width, 2, 2, 1)
 
     def unused_way(self, sharding: ExpertSharding, *, on_cpu: bool) -> str:
         """What becomes of a way that was asked for and does not run as its name says; "" where it does."""
@@ -141,8 +141,8 @@ def buffer_rows(mean: float, most: float, room: float | None) -> float:
     return most if room is None else min(most, room * mean)
 
 
-def _gathered(axes: tuple[str, ...], elements: float) -> Iterator[Sending]:
+def _gathered(axes: tuple[str, ...], elements: float) -> Iterator[ExpertCollective]:
     """Each is the other's transpose; the gather is needed again for gradients of weights."""
     if axes:
-        yield Sending("all-gather", axes, elements, 1, 1, 1)
-        yield Sending("reduce-scatter", axes, elements, 1, 1)
+        yield ExpertCollective("all-gather", axes, elements, 1, 1, 1)
+        yield ExpertCollective("reduce-scatter", axes, elements, 1, 1)

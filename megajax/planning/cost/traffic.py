@@ -201,8 +201,8 @@ def _experts(run: Description) -> Iterator[Traffic]:
     for tower in run.towers:
         again = tower.section.recomputing.policy().parts is not None
         for one in (one for block in tower.blocks for one in block.experts):
-            for each in one.sent(tower.tokens, run.spread):
-                behind = (each.backward + each.again * (again or one.chunks > 1)) * tower.differentiated
+            for each in one.collectives(tower.tokens, run.spread):
+                behind = (each.backward + each.recompute * (again or one.chunks > 1)) * tower.differentiated
                 count = run.microbatches * tower.repeats * one.chunks
                 named, size = (each.kind, "+".join(each.axes)), each.elements * run.width / one.chunks
                 yield _row(run, (*named, f"{tower.prefix}experts, forward"), count * each.forward, size)
