@@ -47,7 +47,7 @@ def idle_size(weights: Sequence[Weight]) -> int:
     return sum(round(weight.size * (1 - weight.used)) for weight in weights)
 
 
-def unspread(weights: Sequence[Weight]) -> "Elements":
+def unsharded(weights: Sequence[Weight]) -> "Elements":
     """Those of them that are not spread at rest, but over `tensor` and `expert`."""
     selected = [weight for weight in weights if "embed" not in weight.axes and "expert" not in weight.axes]
     sharded = sum(weight.size for weight in selected if CUT_AXES.intersection(weight.axes))
@@ -125,7 +125,7 @@ class Matmul:
         """Elements of its weights."""
         return self.experts * self.inputs.total * self.outputs.total
 
-    def held(self, tensor: int) -> float:
+    def local_size(self, tensor: int) -> float:
         """Elements of its weights on one device during the step."""
         return self.experts * self.inputs.local(tensor) * self.outputs.local(tensor)
 
@@ -408,7 +408,7 @@ class BlockFacts:
     """Tokens of the section before that the block reads for each token of its own."""
     experts: tuple[ExpertFacts, ...] = ()
     """Of the parts that have experts."""
-    unspread: Elements = NO_ELEMENTS
+    unsharded: Elements = NO_ELEMENTS
     """Weights that ZeRO-1 and FSDP leave whole: those without the logical axis `embed`, such as biases and what leads
     out of latents."""
 
@@ -425,7 +425,7 @@ class BlockFacts:
         return replace(self, matmuls=matmuls, tensors=tensors, weights=self.weights - elsewhere)
 
     @property
-    def cut_parts(self) -> int:
+    def sharded_parts(self) -> int:
         """Parts whose matrices `tensor` shards, apart from experts."""
         return self.parts - sum(not facts.beside for facts in self.experts)
 
@@ -438,13 +438,13 @@ class BlockFacts:
         """Elements of weights that are no matrices: gains, biases and the like."""
         return self.weights - sum(matmul.size for matmul in self.matmuls)
 
-    def held(self, tensor: int) -> float:
+    def local_size(self, tensor: int) -> float:
         """Elements of matrices on one device during the step."""
-        return sum(matmul.held(tensor) for matmul in self.matmuls)
+        return sum(matmul.local_size(tensor) for matmul in self.matmuls)
 
-    def held_experts(self, tensor: int) -> float:
+    def local_expert_size(self, tensor: int) -> float:
         """Of them, those of matrices that the devices of `expert` do not share."""
-        return sum(matmul.held(tensor) for matmul in self.matmuls if matmul.expert_shards > 1)
+        return sum(matmul.local_size(tensor) for matmul in self.matmuls if matmul.expert_shards > 1)
 
     def tensor_bytes(self, part: Part, share: Share) -> float:
         """Bytes of the block's tensors of that name, of a microbatch on a device."""

@@ -66,7 +66,7 @@ def of_block(described: Description, kept: SavePolicy | None = None) -> tuple[An
     (tower,) = described.towers
     (block,) = tower.blocks
     halves = block_work(tower, block, kept or tower.section.recomputing.policy())
-    return *halves, block.held(described.parallel.tensor)
+    return *halves, block.local_size(described.parallel.tensor)
 
 
 def test_a_product_reads_both_and_writes_the_third() -> None:

@@ -30,7 +30,7 @@ from megajax.layers.facts import (
     missing_members,
     prefixed,
     total_size,
-    unspread,
+    unsharded,
 )
 from megajax.layers.remat import Part
 
@@ -166,7 +166,7 @@ class ResidualBlock(Builds):
             tensors=self.tensors(hidden),
             mixers=tuple(mixer_facts(mixer, hidden, length, dtype) for mixer in mixers),
             parts=len(self.sub_layers),
-            unspread=unspread(self.weights(hidden)),
+            unsharded=unsharded(self.weights(hidden)),
             experts=tuple(part.expert_facts(hidden) for part in self.with_experts()),
         )
 

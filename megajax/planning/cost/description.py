@@ -314,12 +314,12 @@ class Tower:
 
         Of key-value heads fewer than the devices of `tensor`, one.
         """
-        return self.repeats * sum(block.held(self.run.parallel.tensor) for block in self.blocks)
+        return self.repeats * sum(block.local_size(self.run.parallel.tensor) for block in self.blocks)
 
     @cached_property
     def held_experts(self) -> float:
         """Of `held`, the matrices that the devices of `expert` do not share."""
-        return self.repeats * sum(block.held_experts(self.run.parallel.tensor) for block in self.blocks)
+        return self.repeats * sum(block.local_expert_size(self.run.parallel.tensor) for block in self.blocks)
 
     @cached_property
     def vectors(self) -> float:

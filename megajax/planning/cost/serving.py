@@ -111,7 +111,7 @@ class Serving:
         read = 0.0
         for one, layers in self._products():
             chosen = 1 - (1 - min(1.0, one.per_token / one.experts)) ** rows
-            read += layers * one.held(self.tensor) * chosen * self.weight_width
+            read += layers * one.local_size(self.tensor) * chosen * self.weight_width
         read += self.run.columns * self.run.towers[-1].hidden * self.run.width
         for mixer, layers in self.mixers:
             window = getattr(mixer, "window", None)
@@ -121,7 +121,9 @@ class Serving:
 
     def token_flops(self, keys: float) -> float:
         """Operations on a token that attends to as many keys, without its scores over the vocabulary."""
-        products = sum(layers * one.held(self.tensor) * one.per_token / one.experts for one, layers in self._products())
+        products = sum(
+            layers * one.local_size(self.tensor) * one.per_token / one.experts for one, layers in self._products()
+        )
         hidden = self.run.towers[-1].hidden
         work = sum(layers * mixer.kernel_work(hidden, keys).multiply_adds for mixer, layers in self.mixers)
         return 2 * (products + work / self.tensor)

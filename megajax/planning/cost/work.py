@@ -136,7 +136,7 @@ def products(
         inner, outer, experts = matmul.inputs.local(tensor), matmul.outputs.local(tensor), matmul.experts
         behind = matmul.weights if run.system.xla else 1
         ahead = 1 if matmul.joined else behind
-        tokens, weights = all_tokens * matmul.per_token, matmul.held(tensor)
+        tokens, weights = all_tokens * matmul.per_token, matmul.local_size(tensor)
         rows = tokens / experts
         forward = (tokens * (ahead * inner + outer) + weights) * width
         yield Product(rows, inner, outer, forward, False, experts)
@@ -179,21 +179,21 @@ def block_work(tower: Tower, block: BlockFacts, kept: SavePolicy) -> Halves:
     backward.elementwise += (2 + again) * passes / 3
     if run.system.xla:
         # XLA joins the matmuls of queries, keys and values itself, by copies of the weights and of their gradients.
-        forward.copies += 2 * run.width * sum(matmul.held(tensor) for matmul in block.matmuls if matmul.joined)
+        forward.copies += 2 * run.width * sum(matmul.local_size(tensor) for matmul in block.matmuls if matmul.joined)
         backward.copies += 2 * heads
         backward.elementwise += JOINING_PASSES * hidden
         # What is saved goes into a stacked array, and what attention reads comes out of it; matmuls read it there.
         forward.copies += 2 * block.saved_bytes(kept, tower.share) * tower.differentiated
         backward.copies += 2 * (heads + core)
     if trained:
-        _accumulate(run, block.held(tensor), backward)
+        _accumulate(run, block.local_size(tensor), backward)
     _experts(tower, block, halves)
     if run.compute == "fp8":
         for matmul in block.matmuls:
             rows, columns = matmul.inputs.local(tensor), matmul.outputs.local(tensor)
             # Inputs and outputs' gradients; weights are read in bfloat16 for each microbatch.
             tokens = tower.tokens * matmul.per_token
-            forward.elementwise += CAST_BYTES * (tokens * rows + matmul.held(tensor))
+            forward.elementwise += CAST_BYTES * (tokens * rows + matmul.local_size(tensor))
             backward.elementwise += CAST_BYTES * tokens * columns
     return Halves(forward.streamed(run), backward.streamed(run) if tower.differentiated else Work())
 
@@ -374,7 +374,7 @@ def held_weights(run: Description, *, trained: bool = False) -> tuple[float, flo
     As held during the step. trained: without those that are frozen.
     """
     tensor, hidden = run.parallel.tensor, run.towers[-1].hidden
-    ahead = sum(block.held(tensor) + 2 * hidden**2 / tensor for block in run.predicting_blocks)
+    ahead = sum(block.local_size(tensor) + 2 * hidden**2 / tensor for block in run.predicting_blocks)
     shares = [(tower, tower.trained() if trained else 1.0) for tower in run.towers]
     rest = sum(share * tower.vectors for tower, share in shares) + ahead + run.held_tables(trained=trained)
     return sum(share * tower.held for tower, share in shares), rest
@@ -406,7 +406,7 @@ def footprint(run: Description) -> Footprint:
     )
     all_heads, own_heads = copied_weights(run)
     blocks = [(t.repeats, block) for t in run.towers for block in t.blocks] + [(1, b) for b in run.predicting_blocks]
-    whole = sum(times * block.unspread.local(parallel.tensor) for times, block in blocks)
+    whole = sum(times * block.unsharded.local(parallel.tensor) for times, block in blocks)
     at_rest = (held + experts + all_heads - own_heads - whole) / spread + whole
     updated = at_rest * (trained + experts_trained) / (held + experts)
     copies = 0.0 if run.compute == "float32" and spread == 1 else within * run.width
