@@ -141,7 +141,7 @@ def _mixtures(run: Run) -> list[tuple[ExpertFacts, float]]:
     facts, layers = facts_of(run.cfg.model), []
     for section in () if facts is None else facts.section_facts():
         tokens = run.cfg.batch.micro_size * section.positions / run.mesh.shape["context"]
-        sizes = {"hidden": section.hidden, "length": section.length, "read": section.read}
+        sizes = {"hidden": section.hidden, "length": section.length, "memory_length": section.memory_length}
         blocks = (block.facts(dtype=run.cfg.precision.compute, **sizes) for block in section.stack.pattern)
         layers += [(experts, tokens) for block in blocks for experts in block.experts]
     return list(dict.fromkeys(layers))

@@ -404,7 +404,7 @@ class BlockFacts:
     mixers: tuple[MixerFacts, ...]
     parts: int = 2
     """Sub-layers with a norm each, whose outputs are added to the residual stream."""
-    read: float = 0.0
+    memory_ratio: float = 0.0
     """Tokens of the section before that the block reads for each token of its own."""
     experts: tuple[ExpertFacts, ...] = ()
     """Of the parts that have experts."""

@@ -84,7 +84,7 @@ class SectionFacts:
     """Of them, those at the end that only fill up."""
     sequences: int = 1
     """As many of them in a row: the images of a row of text."""
-    read: int = 0
+    memory_length: int = 0
     """Positions of the section before that cross-attention reads from each of them."""
     stack: StackConfig | SegmentsConfig
     norm: Norm | LayerBuilder
@@ -281,7 +281,10 @@ def count_flops(model: Facts) -> Flops:
     once = masked = full = 0.0
     for section, block, times in _blocks(sections, head):
         length = section.length - section.padding
-        count, positions = block.multiply_adds(section.hidden, section.read / length), section.sequences * length
+        count, positions = (
+            block.multiply_adds(section.hidden, section.memory_length / length),
+            section.sequences * length,
+        )
         once += times * positions * count.per_token
         masked += times * positions * length * count.per_pair
         full += times * positions * length * count.per_full_pair
@@ -297,7 +300,7 @@ def count_flops(model: Facts) -> Flops:
 
 def block_facts(section: SectionFacts, blocks: Sequence[AnyBlockConfig], dtype: str) -> tuple[BlockFacts, ...]:
     """Facts of blocks that work as those of a section do, in a model that computes in this dtype."""
-    shape = section.hidden, section.length, dtype, section.read
+    shape = section.hidden, section.length, dtype, section.memory_length
     return tuple(_block_facts(block, *shape) for block in blocks)
 
 

@@ -111,5 +111,5 @@ class CrossBlockConfig(BlockConfig):
             tensors=combined,
             mixers=(*block.mixers, cross._replace(tensors=kernel)),
             parts=3,
-            read=ratio,
+            memory_ratio=ratio,
         )

@@ -120,7 +120,7 @@ class T5Config(DecoderConfig):
         """The encoder, and the decoder that reads its output; they share the tables, which the first one has here."""
         (decoder,) = DecoderConfig.section_facts(self)
         encoder = replace(decoder, path="encoder", length=self.encoder_length, stack=self.encoder)
-        return encoder, replace(decoder, read=self.encoder_length, weights=())
+        return encoder, replace(decoder, memory_length=self.encoder_length, weights=())
 
     def allows_context(self) -> bool:
         """Rows of both sections are in plain chunks."""

@@ -238,7 +238,7 @@ class Tower:
     @property
     def read(self) -> int:
         """Tokens of a microbatch, of the section before, that each layer reads on a device of `context`."""
-        return self.run.micro_size * self.section.sequences * self.section.read // self.run.parallel.context
+        return self.run.micro_size * self.section.sequences * self.section.memory_length // self.run.parallel.context
 
     @property
     def tokens(self) -> int:

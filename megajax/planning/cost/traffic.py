@@ -168,7 +168,10 @@ def _tensor_of(tower: Tower) -> Iterator[Traffic]:
     run, kept, given = tower.run, tower.section.recomputing.policy(), tower.run.system.tensor_hidden
     size, read = (tokens * tower.hidden * run.width for tokens in (tower.tokens, tower.read))
     passes = run.microbatches * tower.repeats
-    parts, reading = sum(block.sharded_parts for block in tower.blocks), sum(block.read > 0 for block in tower.blocks)
+    parts, reading = (
+        sum(block.sharded_parts for block in tower.blocks),
+        sum(block.memory_ratio > 0 for block in tower.blocks),
+    )
     back = passes * tower.differentiated
     once_more = recomputed(kept, "residual") * max(0, parts - len(tower.blocks))
     forward = 0.0 if given is None else given
