@@ -122,8 +122,7 @@ def compiled_step(program: Program) -> tuple[Any, dict[str, Any]]:
     lowered = step.lower(program.state_like(), program.batch_like())
     seconds: dict[str, Any] = {"lower": time.perf_counter() - started}
     started = time.perf_counter()
-    with CompileLog(lambda sentence: None) as log:
-        log.events(lambda kind, **fields: told.append(fields))
+    with CompileLog(lambda sentence: None, lambda kind, **fields: told.append(fields)):
         compiled = lowered.compile()
     seconds["compile"] = time.perf_counter() - started
     return compiled, seconds | {"compile_cached": any(one["cached"] for one in told if one["name"] == "train_step")}
