@@ -61,9 +61,9 @@ class Combination:
     @classmethod
     def of(cls, line: str) -> "Combination":
         """From a line of the table."""
-        model, repeats, recompute, microbatches, *words = line.split()
-        flags = {word for word in words if "=" not in word}
-        numbers = dict(word.split("=") for word in words if "=" in word)
+        model, repeats, recompute, microbatches, *options = line.split()
+        flags = {word for word in options if "=" not in word}
+        numbers = dict(word.split("=") for word in options if "=" in word)
         settings: dict[str, Any] = {"data": 1, "data_sharding": "zero1", "sequence": "sequence" in flags}
         settings |= {NUMBERS.get(name, name): int(n) for name, n in numbers.items() if name != "layers"}
         if "layers" in numbers:
@@ -99,7 +99,7 @@ class Combination:
             quick=quick,
         )
 
-    def alone(self, *, quick: bool = True) -> Trained:
+    def on_one_device(self, *, quick: bool = True) -> Trained:
         """The same on one device, without recomputation."""
         # Where microbatches are weighed, one device's must have the rows that one device has on the layout.
         of_tokens = self.average == "tokens"
@@ -124,7 +124,7 @@ class Combination:
         return "uneven" if self.microbatches % stages else "multiple"
 
     @property
-    def cut(self) -> str | None:
+    def layers_per_chunk(self) -> str | None:
         """How layers are cut into chunks."""
         if self.parallel.pipeline == 1:
             return None
@@ -157,7 +157,7 @@ class Combination:
                 "schedule": parallel.schedule,
                 "loss wait": parallel.loss_wait if parallel.schedule != "gpipe" else None,
                 "microbatches": self.kind_of_microbatches,
-                "cut": self.cut,
+                "cut": self.layers_per_chunk,
             }
         return {name: value for name, value in values.items() if value is not None}
 

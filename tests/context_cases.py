@@ -46,9 +46,9 @@ def long(model: DecoderConfig) -> DecoderConfig:
 def windows(repeats: int = 1) -> DecoderConfig:
     """By turns a window with a learned sink and all earlier positions with a sink of 0."""
     (block,) = llama().stack.pattern
-    near = replace(block, mixer=replace(block.mixer, window=9, sink="learned"))
-    far = replace(block, mixer=replace(block.mixer, sink="zero"))
-    return long(replace(llama(), stack=StackConfig(pattern=(near, far), repeats=repeats)))
+    windowed = replace(block, mixer=replace(block.mixer, window=9, sink="learned"))
+    unwindowed = replace(block, mixer=replace(block.mixer, sink="zero"))
+    return long(replace(llama(), stack=StackConfig(pattern=(windowed, unwindowed), repeats=repeats)))
 
 
 def latent() -> DecoderConfig:
@@ -77,7 +77,9 @@ MODELS = {
 }
 
 
-def cut(context: int, strategy: ContextStrategy, rounds: int = 1, heads: int = 2, **settings: object) -> ParallelConfig:
+def over_context(
+    context: int, strategy: ContextStrategy, rounds: int = 1, heads: int = 2, **settings: object
+) -> ParallelConfig:
     """Rows over so many devices."""
     return ParallelConfig(
         data=1,
@@ -92,9 +94,13 @@ def cut(context: int, strategy: ContextStrategy, rounds: int = 1, heads: int = 2
 def cuts(heads: int) -> list[ParallelConfig]:
     """Every strategy that this number of heads allows, over 2, 4 and 8 devices, and two rounds of zigzag."""
     strategies: tuple[ContextStrategy, ...] = ("all_gather", "ring", "all_to_all")
-    groups = [cut(4, "ring+all_to_all"), cut(8, "ring+all_to_all", heads=2), cut(8, "ring+all_to_all", heads=4)]
-    layouts = [cut(size, strategy) for size in (2, 4, 8) for strategy in strategies] + groups
-    layouts += [cut(4, strategy, rounds=2) for strategy in (*strategies, "ring+all_to_all")]
+    groups = [
+        over_context(4, "ring+all_to_all"),
+        over_context(8, "ring+all_to_all", heads=2),
+        over_context(8, "ring+all_to_all", heads=4),
+    ]
+    layouts = [over_context(size, strategy) for size in (2, 4, 8) for strategy in strategies] + groups
+    layouts += [over_context(4, strategy, rounds=2) for strategy in (*strategies, "ring+all_to_all")]
     return [layout for layout in layouts if heads % layout.exchanging() == 0]
 
 
@@ -106,7 +112,7 @@ class Case:
     parallel: ParallelConfig
 
     @property
-    def cut(self) -> str:
+    def sharding(self) -> str:
         """How rows are cut, in words."""
         p = self.parallel
         groups = f", groups of {p.context_heads}" if p.context_strategy == "ring+all_to_all" else ""
@@ -115,13 +121,15 @@ class Case:
 
     @property
     def name(self) -> str:
-        return f"{self.model}: {self.cut}"
+        return f"{self.model}: {self.sharding}"
 
     def difference(self) -> "Apart":
         """Of the first step from that of one device."""
         model = MODELS[self.model]
-        how = {"microbatches": 2, "average": model.average, "isolated": model.isolated, "draw": long_rows}
-        expected, actual = (differentiate(model.config, on, **how) for on in (ParallelConfig(data=1), self.parallel))
+        settings = {"microbatches": 2, "average": model.average, "isolated": model.isolated, "draw": long_rows}
+        expected, actual = (
+            differentiate(model.config, on, **settings) for on in (ParallelConfig(data=1), self.parallel)
+        )
         return apart(actual, expected)
 
 

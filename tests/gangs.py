@@ -52,10 +52,10 @@ class Started:
         except subprocess.TimeoutExpired:
             raise AssertionError(f"still there after {seconds} s:\n{self.text}") from None
 
-    def until(self, there: Callable[[], object], seconds: float = PATIENCE) -> None:
+    def until(self, condition: Callable[[], object], seconds: float = PATIENCE) -> None:
         """Wait for something the process brings about."""
         deadline = time.monotonic() + seconds
-        while not there():
+        while not condition():
             assert self.process.poll() is None, f"it ended with {self.process.returncode}:\n{self.text}"
             assert time.monotonic() < deadline, self.text
             time.sleep(0.05)

@@ -53,7 +53,7 @@ def fused(name: str) -> str:
     return name
 
 
-def cut(name: str, array: np.ndarray, rank: int, shares: Shares) -> np.ndarray:
+def shard_of(name: str, array: np.ndarray, rank: int, shares: Shares) -> np.ndarray:
     """The share of a tensor rank."""
     if COLUMNS.search(name):
         return np.split(array, shares.tensor, axis=1)[rank]
@@ -75,44 +75,44 @@ def rank_chunk(weights: Arrays, shares: Shares, tensor: int, stage: int, expert:
     """What a rank has of a model in one of its virtual stages, in the order of `weights`."""
     counts, experts = layer_counts(weights), 1 + max([int(m[1]) for m in map(EXPERT.search, weights) if m], default=0)
     last = (shares.pipeline - 1, shares.virtual - 1)
-    made: dict[str, Any] = {}
+    tensors: dict[str, Any] = {}
     for name, array in weights.items():
         if match := LAYER.match(name):
-            each = counts[match[1]] // (shares.pipeline * shares.virtual)
-            place, local = divmod(int(match[2]), each)
+            layers_per_chunk = counts[match[1]] // (shares.pipeline * shares.virtual)
+            place, local = divmod(int(match[2]), layers_per_chunk)
             if (place % shares.pipeline, place // shares.pipeline) != (stage, chunk):
                 continue
-            own = f"{match[1]}.{local}.{match[3]}"
+            local_name = f"{match[1]}.{local}.{match[3]}"
         else:
             if (stage, chunk) != ((0, 0) if name.startswith("embedding.") else last):
                 continue
-            own = name
+            local_name = name
         if number := EXPERT.search(name):
             rank, local = divmod(int(number[1]), experts // shares.expert)
             if rank != expert:
                 continue
-            own = EXPERT.sub(f".local_experts.{local}.", own)
-        made[own] = np.ascontiguousarray(cut(name, array, tensor, shares))
-    return made
+            local_name = EXPERT.sub(f".local_experts.{local}.", local_name)
+        tensors[local_name] = np.ascontiguousarray(shard_of(name, array, tensor, shares))
+    return tensors
 
 
 def grouped(chunk: dict[str, Any], kind: str) -> dict[str, Any]:
     """Experts as Transformer Engine's grouped layers ("engine") or as one matrix ("packed") have them."""
-    made, packs = dict[str, Any](), dict[str, list[np.ndarray]]()
+    tensors, packs = dict[str, Any](), dict[str, list[np.ndarray]]()
     for name, array in chunk.items():
         match = re.match(r"(.*\.experts)\.local_experts\.(\d+)\.linear_fc([12])\.weight$", name)
         if match and kind == "engine":
-            made[f"{match[1]}.linear_fc{match[3]}.weight{match[2]}"] = array
+            tensors[f"{match[1]}.linear_fc{match[3]}.weight{match[2]}"] = array
         elif match:
             packs.setdefault(f"{match[1]}.weight{match[3]}", []).append(array.T)
         else:
-            made[name] = array
+            tensors[name] = array
     for name, arrays in packs.items():
         # A view of (experts, in, out): of the first as (in, experts * out), of the second as (experts * in, out).
         flat = np.stack(arrays)
         shape = (flat.shape[1], -1) if name.endswith("weight1") else (-1, flat.shape[2])
-        made[name] = np.ascontiguousarray(flat).reshape(shape)
-    return made
+        tensors[name] = np.ascontiguousarray(flat).reshape(shape)
+    return tensors
 
 
 def write_ranks(
@@ -151,8 +151,8 @@ def write_ranks(
                     content["optimizer"] = optimizer_state(chunks, states, iteration)
                 for number, chunk in enumerate(chunks):
                     chunk = grouped(chunk, experts) if experts else chunk
-                    named = {fused(name) if engine else name: array for name, array in chunk.items()}
-                    content["model" if shares.virtual == 1 else f"model{number}"] = {**named, **extra}
+                    tensors = {fused(name) if engine else name: array for name, array in chunk.items()}
+                    content["model" if shares.virtual == 1 else f"model{number}"] = {**tensors, **extra}
                 write_archive(folder / "model_optim_rng.pt", content)
     (root / "latest_checkpointed_iteration.txt").write_text(str(iteration))
     return root
@@ -164,7 +164,7 @@ def optimizer_state(
     """Adam's, of weights that decay and of others."""
     order = [(number, name) for number, chunk in enumerate(chunks) for name in chunk]
     vectors = [(number, name) for number, name in order if chunks[number][name].ndim == 1]
-    decayed = [one for one in order if one not in vectors]
+    decayed = [weight for weight in order if weight not in vectors]
     groups, numbered = [], {}
     for members, decay in ((decayed, 1.0), (vectors, 0.0)):
         keys = list(range(len(numbered), len(numbered) + len(members)))
@@ -208,22 +208,22 @@ def write_sharded(
         for rank, offsets, part in shards(name, array, shares):
             file, inner = files[rank], io.BytesIO()
             write_archive_to(inner, np.ascontiguousarray(part))
-            index = made("torch.distributed.checkpoint.metadata.MetadataIndex", fqn=name, offset=offsets, index=None)
-            where = {"relative_path": f"__{rank}_0.distcp", "offset": file.tell(), "length": len(inner.getvalue())}
-            places.append((index, made("torch.distributed.checkpoint.filesystem._StorageInfo", **where)))
+            index = record("torch.distributed.checkpoint.metadata.MetadataIndex", fqn=name, offset=offsets, index=None)
+            location = {"relative_path": f"__{rank}_0.distcp", "offset": file.tell(), "length": len(inner.getvalue())}
+            places.append((index, record("torch.distributed.checkpoint.filesystem._StorageInfo", **location)))
             file.write(inner.getvalue())
             boxes.append(
-                made("torch.distributed.checkpoint.metadata.ChunkStorageMetadata", offsets=offsets, sizes=part.shape)
+                record("torch.distributed.checkpoint.metadata.ChunkStorageMetadata", offsets=offsets, sizes=part.shape)
             )
         dtype = Name(DTYPE_NAMES[array.dtype.name])
-        properties = made("torch.distributed.checkpoint.metadata.TensorProperties", dtype=dtype)
-        what = {"properties": properties, "size": array.shape, "chunks": boxes}
-        described[name] = made("torch.distributed.checkpoint.metadata.TensorStorageMetadata", **what)
+        properties = record("torch.distributed.checkpoint.metadata.TensorProperties", dtype=dtype)
+        description = {"properties": properties, "size": array.shape, "chunks": boxes}
+        described[name] = record("torch.distributed.checkpoint.metadata.TensorStorageMetadata", **description)
     described["rng_state/shard_0_1"] = Record("torch.distributed.checkpoint.metadata.BytesStorageMetadata")
     for rank, file in files.items():
         (folder / f"__{rank}_0.distcp").write_bytes(file.getvalue())
     content = {"state_dict_metadata": described, "planner_data": None, "storage_data": Pairs(places)}
-    metadata = made("torch.distributed.checkpoint.metadata.Metadata", **content)
+    metadata = record("torch.distributed.checkpoint.metadata.Metadata", **content)
     (folder / ".metadata").write_bytes(pickled(metadata))
     common = {
         "args": Record("argparse.Namespace", (), {**args, **shares.sizes()}),
@@ -248,7 +248,7 @@ class Pairs(dict[Any, Any]):
         self.update(pairs)
 
 
-def made(kind: str, **fields: Any) -> Record:
+def record(kind: str, **fields: Any) -> Record:
     """An object of a class with attributes."""
     return Record(kind, (), fields)
 
@@ -269,14 +269,14 @@ def stacks(weights: Arrays) -> dict[str, np.ndarray]:
         index = [int(match) for match in (layer and layer[2], expert and expert[1]) if match is not None]
         short = f"{layer[1]}.{layer[3]}" if layer else name
         parts.setdefault(fused(EXPERT.sub(".experts.", short)), {})[tuple(index)] = array
-    whole = {}
+    tensors = {}
     for name, by_index in parts.items():
         leading = tuple(1 + max(numbers) for numbers in zip(*by_index, strict=True))
         first = next(iter(by_index.values()))
-        whole[name] = np.empty((*leading, *first.shape), first.dtype)
+        tensors[name] = np.empty((*leading, *first.shape), first.dtype)
         for index, array in by_index.items():
-            whole[name][index] = array
-    return whole
+            tensors[name][index] = array
+    return tensors
 
 
 def shards(name: str, array: np.ndarray, shares: Shares) -> Iterator[tuple[int, tuple[int, ...], np.ndarray]]:
@@ -285,12 +285,12 @@ def shards(name: str, array: np.ndarray, shares: Shares) -> Iterator[tuple[int, 
     leading = array.ndim - trailing
     axis = 0 if ROWS.search(name) else 1 if COLUMNS.search(name) else None
     for index in np.ndindex(*array.shape[:leading]):
-        whole, ahead = array[index], (1,) * leading
+        shard, ahead = array[index], (1,) * leading
         if axis is None:
-            yield 0, (*index, *[0] * trailing), whole.reshape(*ahead, *whole.shape)
+            yield 0, (*index, *[0] * trailing), shard.reshape(*ahead, *shard.shape)
             continue
         halves = 2 if "linear_fc1" in name and shares.gated else 1
-        parts = np.split(whole, shares.tensor * halves, axis=axis)
+        parts = np.split(shard, shares.tensor * halves, axis=axis)
         for number, part in enumerate(parts):
             offsets = [0] * trailing
             offsets[axis] = number * part.shape[axis]

@@ -22,9 +22,14 @@ def test_thinning_loses_no_spike_and_no_gap() -> None:
     assert inside.any() and np.isnan(thinned.y[inside]).all(), "the gap is still one"
     column = (x / 200_000 * 1000).astype(int)
     for place in (0, 400, 999):
-        here = y[np.minimum(column, 999) == place]
-        there = thinned.y[np.minimum((thinned.x / 200_000 * 1000).astype(int), 999) == place]
-        assert (here.min(), here.max(), here[0], here[-1]) == (there.min(), there.max(), there[0], there[-1])
+        original = y[np.minimum(column, 999) == place]
+        thinned_values = thinned.y[np.minimum((thinned.x / 200_000 * 1000).astype(int), 999) == place]
+        assert (original.min(), original.max(), original[0], original[-1]) == (
+            thinned_values.min(),
+            thinned_values.max(),
+            thinned_values[0],
+            thinned_values[-1],
+        )
 
 
 def test_gaps_and_lone_points() -> None:
@@ -34,8 +39,8 @@ def test_gaps_and_lone_points() -> None:
     path = re.search(r'<path class="curve line c0" d="([^"]+)"', picture)
     assert path is not None and path[1].count("M") == 3 and path[1].count("L") == 2
     assert chart.data()["series"][0]["y"] == [1, 2, None, 3, None, None, 2, 1]
-    many = np.tile([1.0, np.nan], 50)
-    dots = LineChart(title="t", series=[Series("a", np.arange(100), many)], last=99).svg()
+    gaps = np.tile([1.0, np.nan], 50)
+    dots = LineChart(title="t", series=[Series("a", np.arange(100), gaps)], last=99).svg()
     assert dots.count("<circle") == 50, "a point between two gaps is a dot"
 
 

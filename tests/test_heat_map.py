@@ -31,8 +31,8 @@ def pixels(data: bytes) -> list[list[tuple[int, ...]]]:
 
 
 def test_a_picture_has_the_colours_it_was_given() -> None:
-    given = [[(1, 2, 3), (4, 5, 6), (7, 8, 9)], [(250, 0, 0), (0, 250, 0), (0, 0, 250)]]
-    assert pixels(png(given)) == given
+    rows = [[(1, 2, 3), (4, 5, 6), (7, 8, 9)], [(250, 0, 0), (0, 250, 0), (0, 0, 250)]]
+    assert pixels(png(rows)) == rows
 
 
 def test_colours_go_from_low_to_high_and_from_the_middle_both_ways() -> None:

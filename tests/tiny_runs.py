@@ -122,7 +122,7 @@ class TheseRows:
     def leaves(self) -> dict[str, str]:
         return dict(self.schema)
 
-    def build(self, **given: Any) -> Splits:
+    def build(self, **fields: Any) -> Splits:
         raise NotImplementedError("tests hand in rows")
 
 
@@ -151,7 +151,7 @@ def rows(seed: int = 0) -> Batch:
     }
 
 
-def program(
+def build_program(
     model: DecoderConfig,
     parallel: ParallelConfig,
     *,
@@ -166,7 +166,7 @@ def program(
     assert rest == 0, f"{ROWS} rows are not {microbatches} microbatches on {replicas} devices"
     cfg = RunConfig(
         model=model,
-        data=MockConfig(isolate_documents=isolated) if type(model) is DecoderConfig else _made(model),
+        data=MockConfig(isolate_documents=isolated) if type(model) is DecoderConfig else _schema_rows(model),
         parallel=parallel,
         precision=PrecisionConfig(compute=compute),
         schedule=ScheduleConfig(lr=1e-2),
@@ -178,7 +178,7 @@ def program(
     return Program.of(cfg, build_mesh(parallel))
 
 
-def _made(model: DecoderConfig) -> TheseRows:
+def _schema_rows(model: DecoderConfig) -> TheseRows:
     return TheseRows(tuple((name, leaf.dtype) for name, leaf in model.schema().items()))
 
 
@@ -199,22 +199,22 @@ def start(program: Program) -> TrainState:
     empty = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), program.state_like())
     params = {}
     for path, spec in program.declared.items():
-        spread = spec.init.std if isinstance(spec.init, Normal) else 0.1
+        std = spec.init.std if isinstance(spec.init, Normal) else 0.1
         order = _order(spec)
         shape = (order.max() + 1, *spec.shape[1:]) if spec.layers else spec.shape
-        drawn = rng.normal(spec.role == "gain", spread, shape).astype(np.float32)
+        values = rng.normal(spec.role == "gain", std, shape).astype(np.float32)
         if spec.layers:
-            drawn = np.where(order.reshape(-1, *[1] * (drawn.ndim - 1)) >= 0, drawn[order], np.float32(0))
-        params[path] = drawn
+            values = np.where(order.reshape(-1, *[1] * (values.ndim - 1)) >= 0, values[order], np.float32(0))
+        params[path] = values
     return jax.device_put(replace(empty, params=params, loss_scale=np.float32(1)), program.shardings)
 
 
 def place(program: Program, batch: Batch) -> Batch:
     """Rows [ROWS, ...] as the microbatches of a step, each of rows that follow each other; what its model reads."""
     micro, schema = program.microbatches, program.schema
-    cut = {name: batch[name].reshape(micro, ROWS // micro, *batch[name].shape[1:]) for name in schema}
-    cut = {name: program.layout.rows.arranged(values, schema[name].batch_axes) for name, values in cut.items()}
-    return jax.device_put(cut, program.batch_shardings)
+    parts = {name: batch[name].reshape(micro, ROWS // micro, *batch[name].shape[1:]) for name in schema}
+    parts = {name: program.layout.rows.arranged(values, schema[name].batch_axes) for name, values in parts.items()}
+    return jax.device_put(parts, program.batch_shardings)
 
 
 def in_order(program: Program, arrays: Mapping[str, Any]) -> tuple[dict[str, np.ndarray], float]:
@@ -258,7 +258,7 @@ class Trained:
     """Evaluation on the rows of training before the first step."""
     evaluation: float = np.nan
     """Loss on other rows after the last step."""
-    counted: float = np.nan
+    tokens: float = np.nan
     """Tokens the evaluation counted."""
     program: Program = field(repr=False, default=None)
 
@@ -292,12 +292,12 @@ def differentiate(
     draw: Callable[[int], Batch] = rows,
 ) -> Differentiated:
     """The gradients that the optimizer would get, in float32. Without an optimizer two thirds are left to compile."""
-    made = program(model, parallel, microbatches=microbatches, average=average, isolated=isolated)
-    with within(made):
-        arguments = start(made).inputs, place(made, draw(0)), np.float32(1)
-        compiled = jax.jit(made.grad_fn()).lower(*arguments).compile(compiler_options=dict(QUICK))
+    program = build_program(model, parallel, microbatches=microbatches, average=average, isolated=isolated)
+    with within(program):
+        arguments = start(program).inputs, place(program, draw(0)), np.float32(1)
+        compiled = jax.jit(program.grad_fn()).lower(*arguments).compile(compiler_options=dict(QUICK))
         grads: Grads = jax.device_get(compiled(*arguments))
-    gradients, padding = in_order(made, grads.grads)
+    gradients, padding = in_order(program, grads.grads)
     weight = float(grads.weight_sum)
     mean = {path: gradient / weight for path, gradient in gradients.items()}
     return Differentiated(float(np.divide(*grads.metrics["loss"])), mean, padding)
@@ -324,29 +324,29 @@ def train(
     """
     options = QUICK if quick else {}
     settings = {"average": average, "compute": compute, "isolated": isolated}
-    made = program(model, parallel, microbatches=microbatches, **settings)
+    program = build_program(model, parallel, microbatches=microbatches, **settings)
     reported, gradients, padding, seconds, evaluations = [], {}, 0.0, 0.0, {}
-    with within(made):
-        state = start(made)
-        placed, other = (place(made, draw(seed)) for seed in (0, 1))
+    with within(program):
+        state = start(program)
+        placed, other_batch = (place(program, draw(seed)) for seed in (0, 1))
         if evaluated:
-            evaluate: Any = made.eval_step
+            evaluate: Any = program.eval_step
             evaluate = evaluate.lower(state.inputs, placed).compile(compiler_options=dict(options))
             before = np.divide(*evaluate(state.inputs, placed)["loss"]).item()
         if steps:
             started_at = time.perf_counter()
-            step: Any = made.train_step
+            step: Any = program.train_step
             step = step.lower(state, placed).compile(compiler_options=dict(options))
             seconds = time.perf_counter() - started_at
         for number in range(steps):
             state, metrics = step(state, placed)
             reported.append((float(metrics["loss"]), float(metrics["grad_norm"])))
             if number == 0:
-                gradients, padding = in_order(made, gradients_of(made, state, reported[0][1]))
+                gradients, padding = in_order(program, gradients_of(program, state, reported[0][1]))
         if evaluated:
-            total, counted = (float(part) for part in evaluate(state.inputs, other)["loss"])
-            evaluations = {"before": before, "evaluation": total / counted, "counted": counted}
+            total, tokens = (float(part) for part in evaluate(state.inputs, other_batch)["loss"])
+            evaluations = {"before": before, "evaluation": total / tokens, "counted": tokens}
     for arrays in (state.params, *(part for part in state.optimizer.values() if isinstance(part, dict))):
-        padding = max(padding, in_order(made, arrays)[1], key=_nan_first)
+        padding = max(padding, in_order(program, arrays)[1], key=_nan_first)
     losses, norms = np.array(reported).reshape(steps, 2).T
-    return Trained(losses, norms, gradients, padding, state, seconds, program=made, **evaluations)
+    return Trained(losses, norms, gradients, padding, state, seconds, program=program, **evaluations)

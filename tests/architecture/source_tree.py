@@ -44,7 +44,7 @@ class Module:
         return (*self.name.split("."), "")[1]
 
     @property
-    def shown(self) -> str:
+    def file(self) -> str:
         return str(self.path.relative_to(REPOSITORY))
 
 
@@ -79,10 +79,12 @@ def _imports(module: Module) -> Iterator[Import]:
             for alias in node.names:
                 yield Import(module.name, alias.name, node.lineno, local=local)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{module.shown}:{node.lineno}: a relative import"
+            assert node.level == 0, f"{module.file}:{node.lineno}: a relative import"
             for alias in node.names:
-                whole = f"{node.module}.{alias.name}"
-                target, names = (whole, ()) if whole in modules() else (str(node.module), (alias.name,))
+                qualified_name = f"{node.module}.{alias.name}"
+                target, names = (
+                    (qualified_name, ()) if qualified_name in modules() else (str(node.module), (alias.name,))
+                )
                 yield Import(module.name, target, node.lineno, names, local)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             if REFERENCE.fullmatch(node.value):

@@ -52,7 +52,7 @@ def imported(tree: ast.AST) -> Iterator[str]:
             yield node.module
 
 
-def named(tree: ast.AST) -> Iterator[str]:
+def modules_in_messages(tree: ast.AST) -> Iterator[str]:
     """Modules that may be imported by a name in a string, as "matplotlib.figure" is."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(r"[\w.]+", node.value):
@@ -64,15 +64,15 @@ def test_every_requirement_is_imported_somewhere() -> None:
     used = {
         module.partition(".")[0]
         for path, tree in trees()
-        for module in (*imported(tree), *(named(tree) if path.name != "missing.py" else ()))
+        for module in (*imported(tree), *(modules_in_messages(tree) if path.name != "missing.py" else ()))
     }
     assert set(requirements()) - used == BY_JAX
 
 
 def test_every_import_is_required() -> None:
-    known = {"megajax", *requirements(), *WITH_JAX, *sys.stdlib_module_names}
+    allowed = {"megajax", *requirements(), *WITH_JAX, *sys.stdlib_module_names}
     assert [
-        (path.name, name) for path, tree in trees() for name in imported(tree) if name.split(".")[0] not in known
+        (path.name, name) for path, tree in trees() for name in imported(tree) if name.split(".")[0] not in allowed
     ] == []
 
 

@@ -100,22 +100,22 @@ def test_every_first_party_import_is_of_something_that_exists() -> None:
 
 
 def test_imports_point_down() -> None:
-    wrong = []
+    violations = []
     for actual in first_party():
-        here, there = package(actual.source), package(actual.target)
-        if here == there or not there or (actual.by_name and (actual.source, actual.target) in UPWARD):
+        source, target = package(actual.source), package(actual.target)
+        if source == target or not target or (actual.by_name and (actual.source, actual.target) in UPWARD):
             continue
-        if rank(here) <= rank(there):
-            wrong.append(f"{actual}: rank {rank(here)} imports rank {rank(there)}")
-    assert not wrong, "\n".join(wrong)
-    named = {(actual.source, actual.target) for actual in first_party() if actual.by_name}
-    assert set(UPWARD) <= named, "an exception nobody needs any more"
+        if rank(source) <= rank(target):
+            violations.append(f"{actual}: rank {rank(source)} imports rank {rank(target)}")
+    assert not violations, "\n".join(violations)
+    by_name = {(actual.source, actual.target) for actual in first_party() if actual.by_name}
+    assert set(UPWARD) <= by_name, "an exception nobody needs any more"
 
 
 def test_presets_import_models_and_not_the_reverse() -> None:
     inside = "megajax.models.presets"
-    wrong = [f for f in first_party() if f.target.startswith(inside) and not f.source.startswith(inside)]
-    below_front_doors = [actual for actual in wrong if rank(package(actual.source)) < RANKS["tasks"]]
+    violations = [f for f in first_party() if f.target.startswith(inside) and not f.source.startswith(inside)]
+    below_front_doors = [actual for actual in violations if rank(package(actual.source)) < RANKS["tasks"]]
     assert not below_front_doors, [str(actual) for actual in below_front_doors]
 
 
@@ -133,7 +133,7 @@ def test_no_cycles() -> None:
 def test_imports_of_this_library_stand_at_the_top() -> None:
     local = [str(actual) for actual in first_party() if actual.local and not actual.by_name]
     assert not local
-    dodging = [module.shown for module in modules().values() if "TYPE_CHECKING" in module.text]
+    dodging = [module.file for module in modules().values() if "TYPE_CHECKING" in module.text]
     assert not dodging, "TYPE_CHECKING hides an import that goes the wrong way"
 
 
@@ -179,8 +179,8 @@ for name in {light!r}:
         heavy[name] = new
 print(json.dumps(heavy))
 """
-    done = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout) == {}
+    result = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    assert json.loads(result.stdout) == {}
 
 
 def test_partition_specs_are_made_in_mesh() -> None:
@@ -189,7 +189,7 @@ def test_partition_specs_are_made_in_mesh() -> None:
         for node in ast.walk(module.tree):
             if isinstance(node, ast.ImportFrom) and node.module == "jax.sharding":
                 renamed = [alias.name for alias in node.names if alias.name == "PartitionSpec" and alias.asname]
-                assert not renamed, f"{module.shown}: PartitionSpec goes by its own name"
+                assert not renamed, f"{module.file}: PartitionSpec goes by its own name"
             if not isinstance(node, ast.Call) or dotted(node.func).split(".")[-1] != "PartitionSpec":
                 continue
             if module.package == "mesh":

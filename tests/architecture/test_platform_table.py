@@ -29,14 +29,14 @@ WORDS = re.compile(
 """Strings that are no text for people."""
 
 
-def functions(tree: ast.AST, where: str = "") -> Iterator[tuple[str, ast.AST]]:
+def functions(tree: ast.AST, place: str = "") -> Iterator[tuple[str, ast.AST]]:
     """(qualified name of the function or class it is in, node), docstrings left out."""
     for child in ast.iter_child_nodes(tree):
         if isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant):
             continue
-        named = isinstance(child, ast.FunctionDef | ast.ClassDef)
-        inside = f"{where}.{child.name}".lstrip(".") if named else where
-        yield where, child
+        is_definition = isinstance(child, ast.FunctionDef | ast.ClassDef)
+        inside = f"{place}.{child.name}".lstrip(".") if is_definition else place
+        yield place, child
         yield from functions(child, inside)
 
 
@@ -56,7 +56,7 @@ def places_in_code() -> set[str]:
     for path in sorted(SOURCES.rglob("*.py")):
         name = path.relative_to(SOURCES).as_posix()
         inside = functions(ast.parse(path.read_text()))
-        places |= {f"{name}: {where or 'module'}" for where, node in inside if learns(node)}
+        places |= {f"{name}: {place or 'module'}" for place, node in inside if learns(node)}
     return places
 
 
@@ -81,7 +81,7 @@ def test_every_place_that_learns_what_it_runs_on_is_in_the_table() -> None:
 
 
 def test_the_table_lists_nothing_else() -> None:
-    assert not (gone := sorted(listed() - places_in_code())), f"take out of {TABLE.name}: {gone}"
+    assert not (removed := sorted(listed() - places_in_code())), f"take out of {TABLE.name}: {removed}"
 
 
 def test_every_row_names_tests() -> None:
@@ -91,9 +91,9 @@ def test_every_row_names_tests() -> None:
 
 def test_the_tests_named_exist() -> None:
     tests = {path.stem: path for path in (REPOSITORY / "tests").rglob("test_*.py")}
-    named = set(re.findall(r"`(test_\w+)::(\w+)`", TABLE.read_text()))
-    assert named
-    missing = [f"{file}::{test}" for file, test in named if f"def {test}(" not in tests[file].read_text()]
+    named_tests = set(re.findall(r"`(test_\w+)::(\w+)`", TABLE.read_text()))
+    assert named_tests
+    missing = [f"{file}::{test}" for file, test in named_tests if f"def {test}(" not in tests[file].read_text()]
     assert not missing
 
 
@@ -101,5 +101,5 @@ def test_the_reader_finds_what_it_looks_for() -> None:
     text = (
         '"""cuda"""\nimport platform\nplatform.machine()\n\ndef f(d):\n    return d.platform == "gpu"\n\nX = "a gpu"\n'
     )
-    seen = [(where, type(node).__name__) for where, node in functions(ast.parse(text)) if learns(node)]
-    assert seen == [("f", "Attribute"), ("f", "Constant")]
+    found_places = [(place, type(node).__name__) for place, node in functions(ast.parse(text)) if learns(node)]
+    assert found_places == [("f", "Attribute"), ("f", "Constant")]

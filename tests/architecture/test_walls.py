@@ -28,19 +28,19 @@ LAZY_TABLES = {
 
 
 def test_files_fit() -> None:
-    long = {module.shown: count for module in modules().values() if (count := module.text.count("\n")) > FILE_LINES}
+    long = {module.file: count for module in modules().values() if (count := module.text.count("\n")) > FILE_LINES}
     assert not long
 
 
 def test_functions_fit_on_a_screen() -> None:
-    wrong = []
+    violations = []
     for module in modules().values():
         for function in functions(module.tree):
             lines = (function.end_lineno or 0) - function.lineno + 1
             ifs = sum(isinstance(node, ast.If) for node in ast.walk(function))
             if lines > FUNCTION_LINES or ifs > FUNCTION_IFS:
-                wrong.append(f"{module.shown}:{function.lineno} {function.name}: {lines} lines, {ifs} ifs")
-    assert not wrong, "\n".join(wrong)
+                violations.append(f"{module.file}:{function.lineno} {function.name}: {lines} lines, {ifs} ifs")
+    assert not violations, "\n".join(violations)
 
 
 def test_no_grab_bags() -> None:
@@ -54,20 +54,26 @@ def test_files_of_tests_have_names_of_their_own() -> None:
 
 
 def test_no_state_in_modules() -> None:
-    wrong = []
+    violations = []
     for module in modules().values():
-        wrong += [f"{module.shown}:{n.lineno}: global" for n in ast.walk(module.tree) if isinstance(n, ast.Global)]
+        violations += [f"{module.file}:{n.lineno}: global" for n in ast.walk(module.tree) if isinstance(n, ast.Global)]
         for node in module.tree.body:
             value = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
             empty = isinstance(value, ast.List | ast.Set | ast.Dict) and ast.unparse(value) in ("[]", "{}")
-            made = isinstance(value, ast.Call) and dotted(value.func) in ("dict", "list", "set", "defaultdict", "deque")
-            if empty or made:
-                wrong.append(f"{module.shown}:{node.lineno}: a container that begins empty is there to be filled")
-    assert not wrong, "\n".join(wrong)
+            is_container = isinstance(value, ast.Call) and dotted(value.func) in (
+                "dict",
+                "list",
+                "set",
+                "defaultdict",
+                "deque",
+            )
+            if empty or is_container:
+                violations.append(f"{module.file}:{node.lineno}: a container that begins empty is there to be filled")
+    assert not violations, "\n".join(violations)
 
 
 def test_packages_hold_no_code() -> None:
-    wrong = []
+    violations = []
     for module in modules().values():
         if module.path.name != "__init__.py" or module.name in LAZY_TABLES:
             continue
@@ -75,8 +81,8 @@ def test_packages_hold_no_code() -> None:
             text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
             names = isinstance(node, ast.Assign) and dotted(node.targets[0]) in ("__all__", "__version__")
             if not (text or names or isinstance(node, ast.ImportFrom)):
-                wrong.append(f"{module.shown}:{node.lineno}")
-    assert not wrong
+                violations.append(f"{module.file}:{node.lineno}")
+    assert not violations
 
 
 def _public(module: Module) -> Iterator[ast.FunctionDef | ast.ClassDef]:
@@ -86,10 +92,10 @@ def _public(module: Module) -> Iterator[ast.FunctionDef | ast.ClassDef]:
 
 
 def test_public_things_say_what_they_are() -> None:
-    silent = [m.shown for m in modules().values() if m.text.strip() and not ast.get_docstring(m.tree)]
+    silent = [m.file for m in modules().values() if m.text.strip() and not ast.get_docstring(m.tree)]
     for module in modules().values():
         silent += [
-            f"{module.shown}:{node.lineno} {node.name}" for node in _public(module) if not ast.get_docstring(node)
+            f"{module.file}:{node.lineno} {node.name}" for node in _public(module) if not ast.get_docstring(node)
         ]
     assert not silent, "\n".join(silent)
 
@@ -103,7 +109,7 @@ def test_settings_say_what_they_are() -> None:
                 if not isinstance(node, ast.AnnAssign) or "ClassVar" in ast.unparse(node.annotation):
                     continue
                 if not (isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)):
-                    silent.append(f"{module.shown}:{node.lineno} {cls.name}.{dotted(node.target)}")
+                    silent.append(f"{module.file}:{node.lineno} {cls.name}.{dotted(node.target)}")
     assert not silent, "\n".join(silent)
 
 
@@ -117,7 +123,7 @@ def test_arguments_are_annotated() -> None:
             if function.returns is None and function.name != "__init__":
                 names.append("the result")
             if names:
-                bare.append(f"{module.shown}:{function.lineno} {function.name}: {', '.join(names)}")
+                bare.append(f"{module.file}:{function.lineno} {function.name}: {', '.join(names)}")
     assert not bare, "\n".join(bare)
 
 

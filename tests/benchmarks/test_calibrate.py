@@ -34,10 +34,10 @@ def test_a_tiny_run_writes_what_the_planner_reads(tmp_path: Path) -> None:
         "--devices=cpu:2",
         f"--out={file}",
     ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
     constants = yaml.safe_load(file.read_text())["figures"]["constants"]
-    whole = tmp_path / "whole.yaml"
-    whole.write_text(yaml.safe_dump(constants | {"network": 1e9, "memory_gib": 16}))
-    actual = read_device(whole)
+    calibration = tmp_path / "whole.yaml"
+    calibration.write_text(yaml.safe_dump(constants | {"network": 1e9, "memory_gib": 16}))
+    actual = read_device(calibration)
     assert actual.name == "cpu" and actual.peak > 0 and actual.bandwidth > 0 and actual.nvlink > 0

@@ -6,11 +6,11 @@ from typing import Any
 
 import compiled_peaks
 import pytest
-from compiled_peaks import CONFIGS, FIGURES, HARDWARE, PAGES, PLANS, ROOT, differences, read, with_table
+from compiled_peaks import CONFIGS, FIGURES, HARDWARE, PAGES, PLANS, ROOT, differences, stored_figures, with_table
 
 
 def test_the_file_has_every_plan_and_nothing_else() -> None:
-    figures = read()
+    figures = stored_figures()
     assert list(figures) == [plan.key for plan in PLANS]
     assert CONFIGS.keys() == HARDWARE.keys() == {plan.config for plan in PLANS}
     for plan in PLANS:
@@ -22,19 +22,19 @@ def test_the_file_has_every_plan_and_nothing_else() -> None:
 
 def test_large_models_leave_room_on_their_gpus() -> None:
     """Limits that were set before the programs were written."""
-    peaks = [(plan.config, actual["peak_gib"]) for plan, actual in zip(PLANS, read().values(), strict=True)]
+    peaks = [(plan.config, actual["peak_gib"]) for plan, actual in zip(PLANS, stored_figures().values(), strict=True)]
     assert all(min(peak for name, peak in peaks if name == config) <= 40 for config in ("gpt3_175b", "llama3_70b"))
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_a_page_has_the_figures_of_the_file(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
-    written = with_table(text, PAGES[page], read())
-    assert text == written, f"{page} is not as {FIGURES.name} says: python benchmarks/compiled_peaks.py --pages"
+    expected_page = with_table(text, PAGES[page], stored_figures())
+    assert text == expected_page, f"{page} is not as {FIGURES.name} says: python benchmarks/compiled_peaks.py --pages"
 
 
 def test_another_figure_makes_another_page() -> None:
-    figures = read()
+    figures = stored_figures()
     figures[PLANS[0].key] |= {"peak_gib": 12.34}
     text = (ROOT / "docs/layouts.md").read_text(encoding="utf-8")
     assert " | 12.3 GiB |" in with_table(text, "configs", figures)
@@ -44,8 +44,8 @@ def test_another_figure_makes_another_page() -> None:
 
 def test_configs_leave_figures_to_the_tables() -> None:
     for file in {ROOT / "configs" / name.partition(":")[0] for name in CONFIGS.values()}:
-        said = re.findall(r"\d GiB", file.read_text(encoding="utf-8"))
-        assert not said, f"{file.name} has a figure of its own: docs/layouts.md has it"
+        sizes = re.findall(r"\d GiB", file.read_text(encoding="utf-8"))
+        assert not sizes, f"{file.name} has a figure of its own: docs/layouts.md has it"
 
 
 def test_a_check_tells_what_is_no_longer_so(monkeypatch, capsys, tmp_path) -> None:
@@ -54,20 +54,20 @@ def test_a_check_tells_what_is_no_longer_so(monkeypatch, capsys, tmp_path) -> No
     assert list(differences(before, {"peak_gib": 20.3, "ring_slots": 9})) == [
         "peak_gib: 20.0 on file, 20.3 compiled", "ring_slots: 8 on file, 9 compiled",
     ]  # fmt: skip
-    plans = {plan.key: read()[plan.key] for plan in PLANS}
+    plans = {plan.key: stored_figures()[plan.key] for plan in PLANS}
 
     def larger(plan: compiled_peaks.Plan) -> dict[str, Any]:
         return plans[plan.key] | {"peak_gib": 2 * plans[plan.key]["peak_gib"]}
 
     monkeypatch.setattr(compiled_peaks, "compiled", larger)
     monkeypatch.setattr(compiled_peaks, "resolve", lambda name: lambda: None)
-    kept = json.dumps(read())
+    stored = json.dumps(stored_figures())
     assert compiled_peaks.main(["--check", "gpt3_1_3b"]) == 1
-    assert "peak_gib" in capsys.readouterr().out and json.dumps(read()) == kept
+    assert "peak_gib" in capsys.readouterr().out and json.dumps(stored_figures()) == stored
 
 
 @pytest.mark.slow
 def test_the_file_is_what_the_compiler_says() -> None:
     pytest.importorskip("jax_cuda12_plugin")
     plan = next(plan for plan in PLANS if plan.key == "llama3_8b, 8")
-    assert list(differences(read()[plan.key], compiled_peaks.compiled(plan))) == []
+    assert list(differences(stored_figures()[plan.key], compiled_peaks.compiled(plan))) == []

@@ -72,16 +72,16 @@ def test_both_multiplications_of_the_same_model_stand_side_by_side() -> None:
 
 def test_predictions_are_of_these_parts_and_their_figures() -> None:
     """Values are not compared: they were written down before a measurement, and the cost model may learn from it."""
-    written = json.loads(comparison.PREDICTIONS.read_text())
+    predictions = json.loads(comparison.PREDICTIONS.read_text())
     names = [part.name for part in ALL]
     for device in ("h200", "h100", "tiny"):
-        assert list(written[device]) == names, "make them again: python benchmarks/predict.py"
+        assert list(predictions[device]) == names, "make them again: python benchmarks/predict.py"
         tiny = device == "tiny"
         for part in ALL:
             expected = predict.predicted(part, "h200" if tiny else device, tiny=tiny)
-            assert written[device][part.name].keys() == expected.keys(), part.name
+            assert predictions[device][part.name].keys() == expected.keys(), part.name
     trained = [part for part in ALL if part.kind in ("mfu", "peers")]
-    assert all(0.4 < written["h200"][part.name]["MFU causal"] < 0.9 for part in trained)
+    assert all(0.4 < predictions["h200"][part.name]["MFU causal"] < 0.9 for part in trained)
 
 
 def quick(name: str, program: str, limit: int = 60, kind: gpu_parts.Kind = "device") -> Part:
@@ -102,15 +102,15 @@ def test_what_was_measured_survives(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(gpu_check, "GRACE", 0.2)
     stubborn = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); print('begun'); time.sleep(60)"
     parts = (quick("good", WRITE), quick("broken", WRITE + "sys.exit(3)"), quick("slow", WRITE + stubborn, limit=2))
-    mine = check(tmp_path, *parts, budget=1000.0)
+    parts_run = check(tmp_path, *parts, budget=1000.0)
     began = time.monotonic()
     for part in parts:
-        mine.run(part)
-        assert json.loads(mine.file.read_text())["parts"][part.name]["outcome"] == {"figures": {"value": 1}}
+        parts_run.run(part)
+        assert json.loads(parts_run.file.read_text())["parts"][part.name]["outcome"] == {"figures": {"value": 1}}
     assert time.monotonic() - began < 40
-    mine.budget = 0.0
-    mine.run(quick("late", WRITE))
-    answer = json.loads(mine.file.read_text())["parts"]
+    parts_run.budget = 0.0
+    parts_run.run(quick("late", WRITE))
+    answer = json.loads(parts_run.file.read_text())["parts"]
     assert {name: result["code"] for name, result in answer.items()} == {
         "good": 0,
         "broken": 3,
@@ -120,9 +120,9 @@ def test_what_was_measured_survives(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_half_a_file_is_no_end_of_the_others(tmp_path: Path) -> None:
-    mine = check(tmp_path)
-    mine.run(quick("half", "import sys; open(sys.argv[1], 'w').write('{\"figures\": ')"))
-    assert mine.results["half"]["outcome"] == "cut off while it was written"
+    checked = check(tmp_path)
+    checked.run(quick("half", "import sys; open(sys.argv[1], 'w').write('{\"figures\": ')"))
+    assert checked.results["half"]["outcome"] == "cut off while it was written"
     (tmp_path / "tests.xml").write_text("<testsuite>")
     assert gpu_check.left_by(quick("tests", "", kind="tests"), tmp_path / "tests.json") == {
         "outcome": "cut off while it was written"
@@ -143,10 +143,10 @@ def test_a_whole_call(gpu: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     smi = tmp_path / "nvidia-smi"
     smi.write_text(f"#!/bin/sh\necho '{gpu}'\n")
     smi.chmod(0o755)
-    ran: list[str] = []
+    names: list[str] = []
 
     def ended(command: list[str], limit: float, environment: dict[str, str]) -> int:
-        ran.append(" ".join(command))
+        names.append(" ".join(command))
         assert environment["JAX_PLATFORMS"] == ("cuda,cpu" if gpu else "cpu") and limit >= 5
         for word in command:
             if word.startswith("--json=") and "calibrate" not in word and "kernels_norm" in word:
@@ -162,11 +162,11 @@ def test_a_whole_call(gpu: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     assert gpu_check.main() == 0
     monkeypatch.setenv("PARTS", "second")
     assert gpu_check.main() == 1
-    said = capsys.readouterr().out
-    assert "failed: kernels_matmul (1)" in said and "not run" not in said
-    assert ("the ratios mean nothing" in said) == (not gpu)
-    assert len(ran) == len(LISTS["first"]) + len(LISTS["second"])
-    assert ("--config=bench.py:llama_3b" in ran[1]) == bool(gpu)
+    output = capsys.readouterr().out
+    assert "failed: kernels_matmul (1)" in output and "not run" not in output
+    assert ("the ratios mean nothing" in output) == (not gpu)
+    assert len(names) == len(LISTS["first"]) + len(LISTS["second"])
+    assert ("--config=bench.py:llama_3b" in names[1]) == bool(gpu)
     answer = json.loads((tmp_path / "out" / "gpu_check.json").read_text())
     assert answer["gpu"] == (gpu or None) and list(answer["parts"]) == [
         p.name for n in ("first", "second") for p in LISTS[n]
@@ -246,10 +246,10 @@ def test_references_of_attention_take_little_memory() -> None:
 def test_slices_of_attention_are_the_whole() -> None:
     case = kernel_cases.AttentionCase(2, 32, 4, 2, 8, kernel="reference", documents=4).case()
     keys = jax.random.split(jax.random.key(0), 4)
-    given = [jax.random.normal(key, shape) for key, shape in zip(keys, (case.shapes[0], *case.shapes), strict=True)]
-    whole, sliced = jax.jit(kernel_cases.both(case.call))(*given), jax.jit(case.expected())(*given)
-    for one, other in zip(jax.tree.leaves(whole), jax.tree.leaves(sliced), strict=True):
-        assert jnp.abs(one - other).max() < 1e-5 * jnp.abs(one).max()
+    arrays = [jax.random.normal(key, shape) for key, shape in zip(keys, (case.shapes[0], *case.shapes), strict=True)]
+    actual, expected = jax.jit(kernel_cases.with_gradients(case.call))(*arrays), jax.jit(case.expected())(*arrays)
+    for value, reference in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert jnp.abs(value - reference).max() < 1e-5 * jnp.abs(value).max()
 
 
 def test_tests_for_a_gpu_need_no_data_loader() -> None:

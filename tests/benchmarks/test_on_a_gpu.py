@@ -47,7 +47,7 @@ def trained(platform: str | None, *settings: str) -> Trained:
         return Trained([float(bench.step()["loss"]) for _ in range(STEPS)], bench)
 
 
-def here() -> str:
+def platform() -> str:
     return jax.devices()[0].platform
 
 
@@ -66,7 +66,7 @@ def test_the_train_step_agrees_with_float32_on_a_cpu(compute: str) -> None:
 def test_matmuls_in_8_bits_run_in_8_bits() -> None:
     actual, expected = trained(None, BFLOAT16, "precision.fp8=Fp8"), trained(None, BFLOAT16)
     np.testing.assert_allclose(actual.losses, expected.losses, rtol=0, atol=5e-2)
-    assert EIGHT_BITS[here()] in actual.bench.compiled.as_text()
+    assert EIGHT_BITS[platform()] in actual.bench.compiled.as_text()
 
 
 @pytest.mark.slow
@@ -83,9 +83,9 @@ def test_deterministic_programs_repeat_to_the_bit() -> None:
     run = trained(None, BFLOAT16, "xla.deterministic=true")
     program, compiled = run.bench.program, run.bench.compiled
     with jax.set_mesh(program.mesh):
-        again = Bench(program, compiled, program.fresh_state()(), synthetic_batch(program))
-    assert [float(again.step()["loss"]) for _ in range(STEPS)] == run.losses
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(again.state), jax.device_get(run.bench.state))
+        bench = Bench(program, compiled, program.fresh_state()(), synthetic_batch(program))
+    assert [float(bench.step()["loss"]) for _ in range(STEPS)] == run.losses
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(bench.state), jax.device_get(run.bench.state))
 
 
 @pytest.mark.parametrize("option", [*GPU, *FP8, *FSDP, *DETERMINISTIC], ids=lambda option: option.name)
@@ -99,6 +99,6 @@ def test_memory_is_counted_where_the_device_counts_it() -> None:
     run = trained(None, BFLOAT16)
     state: Any = jax.tree.leaves(run.bench.state)
     most = peak_memory()
-    counted = most if most is not None else (sum(leaf.nbytes for leaf in state), None)
-    assert (most is None) == (here() == "cpu")
-    assert counted[0] >= sum(leaf.nbytes for leaf in state if leaf.sharding.memory_kind != HOST)
+    bytes_and_seconds = most if most is not None else (sum(leaf.nbytes for leaf in state), None)
+    assert (most is None) == (platform() == "cpu")
+    assert bytes_and_seconds[0] >= sum(leaf.nbytes for leaf in state if leaf.sharding.memory_kind != HOST)

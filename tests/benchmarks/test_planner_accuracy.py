@@ -12,9 +12,9 @@ from megajax.planning.program.devices import GPUS
 
 def test_published_speeds_are_predicted() -> None:
     actual = planner_accuracy.lines()
-    said = planner_accuracy.summary(actual)
-    assert said["predicted"] >= 16 and said["fitted"] == len(planner_accuracy.FITTED) <= 4
-    assert said["median_error"] <= 0.10 and said["worst_error"] <= 0.20
+    text = planner_accuracy.summary(actual)
+    assert text["predicted"] >= 16 and text["fitted"] == len(planner_accuracy.FITTED) <= 4
+    assert text["median_error"] <= 0.10 and text["worst_error"] <= 0.20
     devices = {run.device for run in planner_accuracy.RUNS}
     assert devices == {"a100-80gb", "h100", "h200", "b200", "gb200"}
     table = planner_accuracy.table(actual)
@@ -30,12 +30,12 @@ def test_constants_are_those_of_the_fit() -> None:
 
 
 def test_lower_bounds_are_below() -> None:
-    assert all(one["error"] > 0 for one in planner_accuracy.lines(planner_accuracy.BOUNDS))
+    assert all(line["error"] > 0 for line in planner_accuracy.lines(planner_accuracy.BOUNDS))
 
 
 @pytest.mark.parametrize("name", ["planner_accuracy", "program_audit", "schedules", "search", "traffic"])
 def test_flags_that_are_none_write_no_results(name: str) -> None:
     program = Path(planner_accuracy.__file__).with_name(f"{name}.py")
-    done = subprocess.run([sys.executable, str(program), "--bogus"], capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "--bogus" in done.stderr and "Traceback" not in done.stderr
+    result = subprocess.run([sys.executable, str(program), "--bogus"], capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert "--bogus" in result.stderr and "Traceback" not in result.stderr

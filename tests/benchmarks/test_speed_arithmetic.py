@@ -31,11 +31,11 @@ def test_gpt3_1_3b_by_hand() -> None:
 
 
 def test_devices_share_the_tokens() -> None:
-    one, two = (
+    one_device, two_devices = (
         train_speed.speeds(load("bench.py:gpt_1_3b"), devices, roof_of(H200, "gpu"), Spread(2.0, 2.0, 2.0, 1), 131_072)
         for devices in (1, 2)
     )
-    assert two["mfu"]["causal"] == pytest.approx(one["mfu"]["causal"] / 2)
+    assert two_devices["mfu"]["causal"] == pytest.approx(one_device["mfu"]["causal"] / 2)
 
 
 def test_eight_bits_have_two_peaks() -> None:
@@ -61,9 +61,9 @@ def test_an_unknown_gpu_is_refused_before_anything_is_compiled(monkeypatch: pyte
 
 
 def test_a_peak_can_be_given() -> None:
-    given = roof_of("NVIDIA Z900", "gpu", peak_tflops=100)
-    assert (given.bf16, given.fp8, given.bandwidth) == (1e14, None, None)
-    assert "--peak-tflops" in given.source
+    roof = roof_of("NVIDIA Z900", "gpu", peak_tflops=100)
+    assert (roof.bf16, roof.fp8, roof.bandwidth) == (1e14, None, None)
+    assert "--peak-tflops" in roof.source
     with pytest.raises(UserError, match="--peak-tflops must be above 0, got 0"):
         roof_of("NVIDIA Z900", "gpu", peak_tflops=0)
 
@@ -79,9 +79,14 @@ def test_the_floor_is_the_larger_of_two_times() -> None:
 
 
 def test_spreads() -> None:
-    spread = Spread.of([5.0, 1.0, 3.0, 2.0, 4.0])
-    assert (spread.median, spread.p10, spread.p90, spread.readings) == (3.0, pytest.approx(1.4), pytest.approx(4.6), 5)
-    rates = spread.into(6.0)
+    summary = Spread.of([5.0, 1.0, 3.0, 2.0, 4.0])
+    assert (summary.median, summary.p10, summary.p90, summary.readings) == (
+        3.0,
+        pytest.approx(1.4),
+        pytest.approx(4.6),
+        5,
+    )
+    rates = summary.into(6.0)
     assert (rates.median, rates.p10, rates.p90) == (2.0, pytest.approx(6 / 4.6), pytest.approx(6 / 1.4))
 
 
@@ -99,14 +104,14 @@ def test_groups_are_long_or_ten(count: int, seconds: float, expected: list[int])
 
 
 def test_a_reading_waits_once_for_a_group() -> None:
-    done: list[str] = []
+    calls: list[str] = []
 
     def call() -> str:
-        done.append("call")
+        calls.append("call")
         return "out"
 
-    spread = readings(call, 30, lambda out: done.append(f"wait for {out}"), least=10.0)
-    assert spread.readings == 10
-    assert done[:2] == ["call", "wait for out"]
-    assert done[2:] == (["call"] * 3 + ["wait for out"]) * 10
+    summary = readings(call, 30, lambda out: calls.append(f"wait for {out}"), least=10.0)
+    assert summary.readings == 10
+    assert calls[:2] == ["call", "wait for out"]
+    assert calls[2:] == (["call"] * 3 + ["wait for out"]) * 10
     assert readings_in(call, lambda out: None, seconds=1e-6, groups=4).readings == 4

@@ -63,11 +63,11 @@ def test_mfu_measures_the_train_step(tmp_path: Path, process: None, capsys: pyte
 
 
 def test_kernels_that_are_wrong_are_named() -> None:
-    right = kernel_cases.matmul(False, local_device())[0]
-    assert kernel_cases.measure(right, CPU, 1e-3)["right"]
-    fields = {name: getattr(right, name) for name in right.__dataclass_fields__}
-    wrong = kernel_cases.Case(**fields | {"call": lambda x, w: jnp.einsum("ti,io->to", x, w) * 1.1})
-    actual = kernel_cases.measure(wrong, CPU, 1e-3)
+    correct = kernel_cases.matmul(False, local_device())[0]
+    assert kernel_cases.measure(correct, CPU, 1e-3)["right"]
+    fields = {name: getattr(correct, name) for name in correct.__dataclass_fields__}
+    incorrect = kernel_cases.Case(**fields | {"call": lambda x, w: jnp.einsum("ti,io->to", x, w) * 1.1})
+    actual = kernel_cases.measure(incorrect, CPU, 1e-3)
     assert not actual["right"] and "WRONG" in kernel_cases.line(actual)
     broken = kernel_cases.attempt(kernel_cases.Case(**fields | {"call": lambda x, w: x @ w.T}), CPU, 1e-3)
     assert not broken["right"] and "FAILED: TypeError" in kernel_cases.line(broken)
@@ -78,14 +78,14 @@ def test_every_case_on_cpu_is_right() -> None:
     cases = [case for make in kernel_cases.MAKERS.values() for case in make(False, local_device())]
     actual = {case.name: kernel_cases.measure(case, CPU, 1e-3) for case in cases}
     assert {"attention, reference", "RMSNorm", "LayerNorm", "matmul, bfloat16"} <= actual.keys()
-    assert all(one["right"] for one in actual.values())
-    assert all(one["both"]["share_of_floor"] is None for one in actual.values())
+    assert all(result["right"] for result in actual.values())
+    assert all(result["both"]["share_of_floor"] is None for result in actual.values())
 
 
 def test_chunks_of_the_loss_over_eight_devices_agree_with_whole_logits() -> None:
     actual = [*loss_cases.rows((64, 16, 512), (16,), CPU, 1e-3)]
-    assert [one["name"] for one in actual] == ["loss, plain", "loss, chunks of 16"]
-    assert all(one["right"] and one["sizes"]["devices"] == 8 for one in actual)
+    assert [result["name"] for result in actual] == ["loss, plain", "loss, chunks of 16"]
+    assert all(result["right"] and result["sizes"]["devices"] == 8 for result in actual)
     assert actual[1]["temporary_bytes"] < actual[0]["temporary_bytes"]
 
 
@@ -109,7 +109,7 @@ def test_what_the_torch_baseline_is_told() -> None:
 
 
 @pytest.mark.parametrize(
-    ("setting", "where"),
+    ("setting", "message"),
     [
         ("model.stack.pattern.0.mixer.window=8", "model.stack.pattern.0.mixer"),
         ("model.stack.pattern.0.mlp.activation=gelu", "model.stack.pattern.0.mlp"),
@@ -121,20 +121,20 @@ def test_what_the_torch_baseline_is_told() -> None:
         ("precision.gradients=bfloat16", "precision"),
     ],
 )
-def test_a_config_without_a_counterpart_is_refused(setting: str, where: str) -> None:
+def test_a_config_without_a_counterpart_is_refused(setting: str, message: str) -> None:
     cfg = load("bench.py:debug", *(["optimizer.beta2=0.95"] * ("moments" in setting)), setting)
-    with pytest.raises(UserError, match=rf"no counterpart for what this config has in {where}\."):
+    with pytest.raises(UserError, match=rf"no counterpart for what this config has in {message}\."):
         peers.spec_of(cfg)
 
 
 def _sides(*losses: float) -> tuple[dict, dict]:
     speed = {"median": 300.0, "p10": 290.0, "p90": 310.0}
-    ours = {"losses": [6.0, 5.9], "tokens_per_second_per_device": speed, "memory": {"peak_in_use": 50}}
+    record = {"losses": [6.0, 5.9], "tokens_per_second_per_device": speed, "memory": {"peak_in_use": 50}}
     variants = [
         {"variant": {}, "losses": [loss, 5.9], "tokens_per_second": {"median": rate}, "peak_memory": 100}
         for loss, rate in zip(losses, (200.0, 150.0), strict=False)
     ]
-    return ours, {"variants": [*variants, {"variant": {}, "error": "out of memory"}]}
+    return record, {"variants": [*variants, {"variant": {}, "error": "out of memory"}]}
 
 
 def test_ratios_are_over_the_fastest_of_those_that_did_the_same_work() -> None:
@@ -169,10 +169,10 @@ def test_a_baseline_that_is_ended_or_breaks_keeps_what_it_measured(tmp_path: Pat
     write = f"from pathlib import Path; Path({str(file)!r}).write_text({json.dumps(actual)!r});"
     slow = [sys.executable, "-c", f"{write} import time; time.sleep(60)"]
     broken = [sys.executable, "-c", f"{write} import os; os._exit(3)"]
-    for program, said in ((slow, "was ended after 2 s"), (broken, "ended with code 3")):
+    for program, message in ((slow, "was ended after 2 s"), (broken, "ended with code 3")):
         file.unlink(missing_ok=True)
         theirs = peers.measure_torch(program, file, dict(os.environ), 2.0)
-        assert theirs == actual | {"ended": f"the torch baseline {said}"}
+        assert theirs == actual | {"ended": f"the torch baseline {message}"}
         assert peers.compared(_sides()[0], theirs, "bfloat16")["ours_over_torch"]["tokens_per_second"] == 1.5
     file.unlink()
     with pytest.raises(UserError, match="the torch baseline ended with code 4"):
@@ -204,8 +204,8 @@ def test_results_of_a_copy_without_history_say_what_they_are_told(monkeypatch: p
 def test_megatrons_flags_mean_the_same_model(run: str, tmp_path: Path) -> None:
     cfg, file = load(run), tmp_path / "back.py"
     more = {"microbatches": 4, "timed_steps": 12, "warm_up": 5}
-    words = megatron_peer.flags(peers.spec_of(cfg) | more)
-    assert megatron_args.main([f"--output={file}", "--", *words]) == 0
+    flags = megatron_peer.flags(peers.spec_of(cfg) | more)
+    assert megatron_args.main([f"--output={file}", "--", *flags]) == 0
     back = load(str(file))
     assert back.model.parameter_count() == cfg.model.parameter_count()
     assert back.model.flops() == cfg.model.flops()
@@ -222,9 +222,9 @@ def test_what_megatron_prints_is_read() -> None:
     )
     log = "\n".join([line.format(1, 9000.0), line.format(2, 510.5), line.format(3, 500.5)])
     log += "\n[Rank 0] (after 1 iterations) memory (MB) | allocated: 100.0 | max allocated: 2048.0 | reserved: 1.0"
-    actual = megatron_peer.read(log, {"warm_up": 1})
+    actual = megatron_peer.parse_log(log, {"warm_up": 1})
     assert actual == {"seconds": [0.5105, 0.5005], "losses": [11.1], "peak_memory": 2**31}
-    assert "out of memory" in megatron_peer.read("starting\nCUDA out of memory\n", {"warm_up": 1})["error"]
+    assert "out of memory" in megatron_peer.parse_log("starting\nCUDA out of memory\n", {"warm_up": 1})["error"]
 
 
 @pytest.mark.slow

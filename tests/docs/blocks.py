@@ -43,14 +43,14 @@ def commands(block: Block) -> list[list[str]]:
     lines = block.text.replace("\\\n", " ").splitlines()
     if block.language == "console":
         lines = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
-    return [words for line in lines if (words := shlex.split(line, comments=True))]
+    return [arguments for line in lines if (arguments := shlex.split(line, comments=True))]
 
 
-def without_runner(words: list[str]) -> list[str]:
+def without_runner(arguments: list[str]) -> list[str]:
     """The command behind `uv run [--extra NAME]`: tests run in the environment that it would make."""
-    if tuple(words[:2]) != RUNNER:
-        return words
-    rest = words[2:]
+    if tuple(arguments[:2]) != RUNNER:
+        return arguments
+    rest = arguments[2:]
     while rest and rest[0].startswith("--"):
         rest = rest[2:] if rest[0] in ("--extra", "--group", "--with") else rest[1:]
     return rest

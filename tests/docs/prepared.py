@@ -42,9 +42,9 @@ def _shards_and_vocabulary(folder: Path) -> None:
     for shard in range(2):
         text = "".join(json.dumps({"text": line}) + "\n" for line in LINES[shard::2])
         (folder / f"corpus/{shard}.jsonl.zst").write_bytes(zstandard.compress(text.encode()))
-    made = tokenizers.ByteLevelBPETokenizer()
-    made.train_from_iterator(LINES, vocab_size=400, special_tokens=["<|endoftext|>"])
-    made.save_model(str(folder))
+    tokenizer = tokenizers.ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator(LINES, vocab_size=400, special_tokens=["<|endoftext|>"])
+    tokenizer.save_model(str(folder))
 
 
 def _token_files(folder: Path) -> None:
@@ -109,7 +109,7 @@ def _megatron_checkpoint(folder: Path) -> None:
     declared = declared_by(model)
 
     class Zeros:
-        where = "zeros"
+        endpoint = "zeros"
 
         def shapes(self) -> dict[str, tuple[int, ...]]:
             return {path: spec.shape for path, spec in declared.items()}

@@ -55,37 +55,41 @@ RUN = ("bash", "console", "python", "yaml")
 PAGES_WITH_BLOCKS = [page for page in PAGES if any(block.language in RUN for block in blocks(page))]
 
 
-def reason_to_leave_out(words: list[str]) -> str | None:
-    line = " ".join(words) + "\n"
+def reason_to_leave_out(arguments: list[str]) -> str | None:
+    line = " ".join(arguments) + "\n"
     return next((reason for part, reason in LEFT_OUT.items() if part in line), None)
 
 
-def shortened(words: list[str]) -> list[str]:
+def shorten(arguments: list[str]) -> list[str]:
     """The command with fewer steps, where it has steps and does not say how many."""
-    if any(word.startswith(("--help", "--print-config")) for word in words):
-        return words
-    added = next((extra for name, extra in SHORTER.items() if name in words), ())
-    given = {word.split("=")[0] for word in words}
-    words = [REPLACED.get(word, word) for word in words]
-    return [*words, *(extra for extra in added if extra.split("=")[0] not in given)]
+    if any(word.startswith(("--help", "--print-config")) for word in arguments):
+        return arguments
+    added = next((extra for name, extra in SHORTER.items() if name in arguments), ())
+    names = {word.split("=")[0] for word in arguments}
+    arguments = [REPLACED.get(word, word) for word in arguments]
+    return [*arguments, *(extra for extra in added if extra.split("=")[0] not in names)]
 
 
-def run(words: list[str], folder: Path) -> None:
+def run(arguments: list[str], folder: Path) -> None:
     """Runs a command as a user in `folder` would and prints what it printed, shortened."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    done = subprocess.run(
-        words, cwd=folder, env=os.environ | {"PATH": path}, capture_output=True, text=True, timeout=900, check=False
+    result = subprocess.run(
+        arguments, cwd=folder, env=os.environ | {"PATH": path}, capture_output=True, text=True, timeout=900, check=False
     )
-    lines = (done.stdout + done.stderr).splitlines()
-    shown = lines if len(lines) <= 12 else [*lines[:6], "    ...", *lines[-6:]]
-    print(f"$ {' '.join(words)}", *shown, sep="\n")
-    assert done.returncode == 0, f"{' '.join(words)} ended with {done.returncode}:\n" + "\n".join(lines[-40:])
+    lines = (result.stdout + result.stderr).splitlines()
+    excerpt = lines if len(lines) <= 12 else [*lines[:6], "    ...", *lines[-6:]]
+    print(f"$ {' '.join(arguments)}", *excerpt, sep="\n")
+    assert result.returncode == 0, f"{' '.join(arguments)} ended with {result.returncode}:\n" + "\n".join(lines[-40:])
 
 
 def steps_of(block: Block, folder: Path) -> list[list[str]]:
     """The commands of a block. A block that starts with `# FILE` is written to that file; Python runs otherwise."""
     if block.language in ("bash", "console"):
-        return [shortened(words) for words in map(without_runner, commands(block)) if not reason_to_leave_out(words)]
+        return [
+            shorten(arguments)
+            for arguments in map(without_runner, commands(block))
+            if not reason_to_leave_out(arguments)
+        ]
     first, _, _ = block.text.partition("\n")
     if first.startswith("# ") and first.endswith((".py", ".yaml")):
         (folder / first.removeprefix("# ")).write_text(block.text, encoding="utf-8")
@@ -103,8 +107,8 @@ def test_all_blocks_of_a_page_run(page: Path, tmp_path: Path) -> None:
     prepare(page.relative_to(ROOT).as_posix(), tmp_path)
     for block in blocks(page):
         if block.language in RUN:
-            for words in steps_of(block, tmp_path):
-                run(words, tmp_path)
+            for arguments in steps_of(block, tmp_path):
+                run(arguments, tmp_path)
 
 
 def test_every_command_is_in_a_block_that_is_run() -> None:
@@ -122,7 +126,7 @@ def test_every_command_is_in_a_block_that_is_run() -> None:
 
 
 def test_commands_that_are_left_out_are_still_there() -> None:
-    every = [" ".join(words) + "\n" for page in PAGES for block in blocks(page) for words in commands_of(block)]
+    every = [" ".join(arguments) + "\n" for page in PAGES for block in blocks(page) for arguments in commands_of(block)]
     assert [part for part in LEFT_OUT if not any(part in line for line in every)] == []
 
 

@@ -29,8 +29,10 @@ def test_every_row_has_a_verdict_and_a_test() -> None:
 
 def test_the_tests_that_rows_name_exist() -> None:
     tests = {path.stem: path for path in (REPOSITORY / "tests").rglob("test_*.py")}
-    named = set(re.findall(r"`(test_\w+)::(\w+)`", PAGE.read_text()))
+    named_tests = set(re.findall(r"`(test_\w+)::(\w+)`", PAGE.read_text()))
     missing = [
-        f"{file}::{test}" for file, test in named if file not in tests or f"def {test}(" not in tests[file].read_text()
+        f"{file}::{test}"
+        for file, test in named_tests
+        if file not in tests or f"def {test}(" not in tests[file].read_text()
     ]
     assert not missing

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from tiny_runs import LENGTH, ONE, READ, gpt, llama, program
+from tiny_runs import LENGTH, ONE, READ, build_program, gpt, llama
 
 from megajax.kernels.capability import Request
 from megajax.layers.config import LatentAttentionConfig, Mamba1Config, Mamba2Config, StackConfig
@@ -40,7 +40,7 @@ def formula(model: DecoderConfig, width: int = FLOAT) -> list[tuple[float, float
 
 def traced(model: DecoderConfig, compute: str = "float32") -> list[tuple[float, float, float]]:
     """The same by tracing the layers' gradients."""
-    made = program(model, ONE, microbatches=4, compute=compute)
+    made = build_program(model, ONE, microbatches=4, compute=compute)
     stack, actual = made.abstract.stack, []
     for span in stack.spans(stack.repeats):
         layers = span.repeats * len(span.segment.blocks)

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from tiny_runs import LENGTH, ONE, QUICK, gpt, llama, place, program, rows, within
+from tiny_runs import LENGTH, ONE, QUICK, build_program, gpt, llama, place, rows, within
 
 from megajax.batch import Grads
 from megajax.config.errors import ConfigError
@@ -27,7 +27,7 @@ def one_by_one(*blocks: BlockConfig) -> SegmentsConfig:
 
 def first_loss(stack: StackConfig | SegmentsConfig) -> list[float]:
     """Training loss with the library's own initial weights, and the norm of its gradients."""
-    made = program(replace(llama(), stack=stack, dropout=0.1), ONE, microbatches=4)
+    made = build_program(replace(llama(), stack=stack, dropout=0.1), ONE, microbatches=4)
     with within(made):
         arguments = made.fresh_state()().inputs, place(made, rows()), np.float32(1)
         compiled = jax.jit(made.grad_fn()).lower(*arguments).compile(compiler_options=dict(QUICK))
@@ -38,7 +38,7 @@ def first_loss(stack: StackConfig | SegmentsConfig) -> list[float]:
 
 def losses(stack: StackConfig | SegmentsConfig, parallel: ParallelConfig = ONE, **settings: Any) -> list[float]:
     """Of three steps, from the library's own initial weights."""
-    made = program(replace(llama(), stack=stack, dropout=0.1, **settings), parallel, microbatches=4)
+    made = build_program(replace(llama(), stack=stack, dropout=0.1, **settings), parallel, microbatches=4)
     batch, reported = place(made, rows()), []
     with within(made):
         state = made.fresh_state()()
@@ -78,7 +78,7 @@ def test_the_forward_pass_by_plain_jit() -> None:
     """The model as a notebook calls it, without a mesh."""
     models = []
     for stack in (StackConfig(pattern=(A, B), repeats=2), one_by_one(A, B, A, B)):
-        made = program(replace(llama(), stack=stack), ONE, microbatches=4)
+        made = build_program(replace(llama(), stack=stack), ONE, microbatches=4)
         models.append(bind(made.abstract, initial_values(made.declared, 3)))
     tokens = np.arange(2 * LENGTH, dtype=np.int32).reshape(2, LENGTH)
     one, other = (np.asarray(jax.jit(model)(tokens)) for model in models)
@@ -103,7 +103,7 @@ def test_segments_of_layers_have_the_fewest_blocks_to_compile() -> None:
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    cfg = program(replace(llama(), stack=one_by_one(A, B)), ONE, microbatches=4).cfg
+    cfg = build_program(replace(llama(), stack=one_by_one(A, B)), ONE, microbatches=4).cfg
     with pytest.raises(ConfigError, match=r"parallel\.pipeline: 4 stages x 1 .* as many layers .* which has 2"):
         check(cfg.but(parallel=ParallelConfig(pipeline=4)), 8)
     with pytest.raises(ConfigError, match=r"parallel\.layers: 1,2 are 3 in all, the model's stack has 2"):

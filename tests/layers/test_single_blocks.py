@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from tiny_runs import LENGTH, ONE, ROWS, VOCABULARY, gpt, llama, program
+from tiny_runs import LENGTH, ONE, ROWS, VOCABULARY, build_program, gpt, llama
 
 from megajax.config.errors import ConfigError
 from megajax.config.tree import check
@@ -37,7 +37,7 @@ def halved(model: DecoderConfig) -> DecoderConfig:
 def test_two_blocks_of_one_sub_layer_are_one_block_of_two() -> None:
     whole = llama()
     tokens = np.arange(ROWS * LENGTH, dtype=np.int32).reshape(ROWS, LENGTH) % VOCABULARY
-    one, two = (program(model, ONE, microbatches=4) for model in (whole, halved(whole)))
+    one, two = (build_program(model, ONE, microbatches=4) for model in (whole, halved(whole)))
     weights = initial_values(one.declared, 3)
     renamed = {path.replace("blocks.0.mlp", "blocks.1.mlp"): weight for path, weight in weights.items()}
     stds = [
@@ -79,7 +79,7 @@ def test_weights_are_those_that_modules_declare() -> None:
 
 
 def test_what_does_not_fit_is_said_of_the_sub_layer() -> None:
-    cfg = program(halved(llama()), ONE, microbatches=4).cfg
+    cfg = build_program(halved(llama()), ONE, microbatches=4).cfg
     with pytest.raises(ConfigError) as caught:
         check(cfg.but(parallel=ParallelConfig(tensor=5)), 5)
     said = str(caught.value)

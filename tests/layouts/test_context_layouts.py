@@ -11,9 +11,9 @@ import jax
 import numpy as np
 import pytest
 from combinations import TOLERANCE, difference
-from context_cases import CASES, LONG, MODELS, Case, apart, cut, latent, long, long_rows, windows
+from context_cases import CASES, LONG, MODELS, Case, apart, latent, long, long_rows, over_context, windows
 from test_experts_train_alike import LOSSES, moe
-from tiny_runs import ONE, Trained, differentiate, gpt, llama, program, start, train, within
+from tiny_runs import ONE, Trained, build_program, differentiate, gpt, llama, start, train, within
 
 from megajax.layers.remat import Recompute
 from megajax.mesh.config import ContextStrategy, ParallelConfig
@@ -23,7 +23,7 @@ from megajax.training.scoring import Scorer
 RUN = 1e-4
 """Largest relative error of a loss of a few steps."""
 GATHER, RING, HEADS, GROUPS = "all_gather", "ring", "all_to_all", "ring+all_to_all"
-QUICKEST = (Case("Llama, documents", cut(4, RING)),)
+QUICKEST = (Case("Llama, documents", over_context(4, RING)),)
 
 
 @pytest.fixture(autouse=True)
@@ -175,7 +175,7 @@ def test_bfloat16_computes_low_in_every_strategy(strategy: ContextStrategy) -> N
 @pytest.mark.parametrize(("sharding", "parts"), [("replicate", 1), ("zero1", 8), ("fsdp", 8)])
 def test_weights_at_rest_and_moments_are_cut_over_context(sharding: Any, parts: int) -> None:
     """Over data 2 x context 4, by the shardings of the state; nothing is compiled."""
-    made = program(long(llama()), on(4, data=2, data_sharding=sharding), microbatches=2)
+    made = build_program(long(llama()), on(4, data=2, data_sharding=sharding), microbatches=2)
     for path in ("stack.blocks.0.mlp.up", "stack.blocks.0.mixer.query", "tokens"):
         shape = made.declared[path].shape
         for where in (made.shardings.params, made.shardings.optimizer["first_moment"]):
@@ -195,7 +195,7 @@ def scored(parallel: ParallelConfig) -> tuple[np.ndarray, np.ndarray, np.ndarray
     inside = before["segment_ids"] == DOCUMENT
     tokens = np.where(inside, (before["tokens"] + 7) % 250, before["tokens"])
     after = before | {"tokens": tokens}
-    made = program(windows(), parallel, microbatches=1)
+    made = build_program(windows(), parallel, microbatches=1)
     with within(made):
         scorer = Scorer(made, tokenizer=None, weights=start(made).inputs)
         losses = [

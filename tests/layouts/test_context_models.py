@@ -11,7 +11,7 @@ import pytest
 import tiny_runs
 from jax.sharding import AxisType, PartitionSpec
 from test_experts_train_alike import BIASED, DROPS, LOAD, LOSSES, moe, shards
-from tiny_runs import LENGTH, ONE, QUICK, VOCABULARY, differentiate, gpt, llama, program, train
+from tiny_runs import LENGTH, ONE, QUICK, VOCABULARY, build_program, differentiate, gpt, llama, train
 
 from megajax.batch import Batch, Leaf
 from megajax.inference.continuation import sample
@@ -244,7 +244,7 @@ def test_adapters_and_width_scaling(model: ModelConfig) -> None:
 
 def asked(parallel: ParallelConfig) -> tuple[list[np.ndarray], float, str | None]:
     """Logits of rows of several lengths, the loss of an evaluation, and a text, by fresh weights."""
-    cfg = program(llama(repeats=2), parallel, microbatches=2).cfg
+    cfg = build_program(llama(repeats=2), parallel, microbatches=2).cfg
     tokenizer = NullTokenizerConfig(vocabulary_size=VOCABULARY)
     cfg = replace(cfg, tokenizer=tokenizer, xla=XlaConfig(options=dict(QUICK)), evaluation=EvaluationConfig(batches=1))
     run = setup(cfg, devices=jax.devices()[: parallel.without_data()])
@@ -296,7 +296,7 @@ class OwnConfig(ModelConfig):
 )
 def test_models_that_read_whole_rows_are_refused_by_name(model: ModelConfig) -> None:
     name = type(model).__name__
-    cfg = replace(program(llama(), ONE, microbatches=1).cfg, model=model, parallel=TWO)
+    cfg = replace(build_program(llama(), ONE, microbatches=1).cfg, model=model, parallel=TWO)
     about = [problem for problem in cfg.problems(2) if "context" in str(problem)]
     assert [problem.setting for problem in about] == ["parallel.context"]
     assert about[0].message == f"{name} needs whole rows, and parallel.context=2 cuts them"

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from tiny_runs import LENGTH, ONE, QUICK, VOCABULARY, llama, program, rows, start, train, within
+from tiny_runs import LENGTH, ONE, QUICK, VOCABULARY, build_program, llama, rows, start, train, within
 
 from megajax.layers.config import RMSNormConfig
 from megajax.layers.param import bind
@@ -50,7 +50,7 @@ def test_losses_and_gradients_are_those_of_one_device(layout):
 
 
 def collectives(kv_heads: int, parallel: ParallelConfig) -> list[Collective]:
-    made = program(model(kv_heads), parallel, microbatches=2)
+    made = build_program(model(kv_heads), parallel, microbatches=2)
     with within(made):
         step: Any = made.train_step
         lowered = step.lower(made.state_like(), made.batch_like())
@@ -86,7 +86,7 @@ def test_a_model_is_called_with_weights_at_rest(layout):
     tokens = rows()["tokens"][:4]
     actual = []
     for parallel in (ONE, LAYOUTS[layout]):
-        made = program(FULL, parallel, microbatches=2)
+        made = build_program(FULL, parallel, microbatches=2)
 
         def loss(params, tokens, made=made):
             logits = bind(made.abstract, params)(tokens)

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from tiny_runs import ONE, QUICK, Trained, differentiate, llama, place, program, rows, start, train, within
+from tiny_runs import ONE, QUICK, Trained, build_program, differentiate, llama, place, rows, start, train, within
 
 from megajax.layers.config import (
     AttentionConfig,
@@ -87,7 +87,7 @@ def test_recomputation_on_a_pipeline(recompute: Any) -> None:
 @pytest.mark.slow
 def test_no_result_depends_on_what_buffers_hold() -> None:
     """Rings of stages with fewer layers have places that nothing is written to."""
-    made = program(hybrid("M-*"), ParallelConfig(pipeline=2, data=1), microbatches=2)
+    made = build_program(hybrid("M-*"), ParallelConfig(pipeline=2, data=1), microbatches=2)
     with within(made):
         inputs, batch = start(made).inputs, place(made, rows())
         lowered = jax.jit(lambda fill: made.grad_fn(fill=fill)(inputs, batch, np.float32(1))).lower(0.0)

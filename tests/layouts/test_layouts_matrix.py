@@ -22,7 +22,7 @@ def small_memory():
 
 
 def compare(one: Combination) -> None:
-    actual = difference(one.run(), one.alone())
+    actual = difference(one.run(), one.on_one_device())
     assert max(actual.loss, actual.norm, actual.gradient) <= TOLERANCE, actual
     assert actual.padding == 0, actual
 
@@ -85,13 +85,13 @@ def test_training_drops_and_evaluation_does_not() -> None:
     """On one device, on the rows of the first step; test_layouts_train_alike.py has that evaluation has no dropout."""
     one = next(one for one in QUICKEST if one.model == "gpt")
     evaluated = train(gpt(repeats=one.repeats), microbatches=4, steps=0, isolated=one.isolated)
-    assert one.average == "tokens" and abs(evaluated.before / one.alone().losses[0] - 1) > 1e-5
+    assert one.average == "tokens" and abs(evaluated.before / one.on_one_device().losses[0] - 1) > 1e-5
 
 
 def test_a_difference_is_seen() -> None:
     """The comparison above means something: of one gradient's element, of one loss, of a row that is no layer."""
     one = next(one for one in QUICKEST if one.model == "gpt")
-    expected = one.alone()
+    expected = one.on_one_device()
 
     def but(**changes: object) -> Trained:
         return Trained(**{name: getattr(expected, name) for name in expected.__dataclass_fields__} | changes)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import Array
-from tiny_runs import LENGTH, ONE, QUICK, ROWS, llama, place, program, rows, start, within
+from tiny_runs import LENGTH, ONE, QUICK, ROWS, build_program, llama, place, rows, start, within
 
 from megajax.batch import Grads
 from megajax.layers.config import GatedMLPConfig
@@ -68,7 +68,7 @@ def observing(parallel: ParallelConfig, recompute: Recompute, microbatches: int)
     model = llama(recompute, repeats=3)
     (block,) = model.stack.pattern
     stack = replace(model.stack, pattern=(replace(block, mlp=CountingConfig(ffn=block.mlp.ffn)),))
-    return program(replace(model, stack=stack), parallel, microbatches=microbatches)
+    return build_program(replace(model, stack=stack), parallel, microbatches=microbatches)
 
 
 @cache

@@ -27,10 +27,10 @@ def test_the_plan_names_the_axis_of_heads():
 def test_devices_that_share_a_head_are_neighbours():
     with jax.set_mesh(build_mesh(PARALLEL)):
         copies = jax.jit(lambda w: copy_heads(LAYOUT, w, AXES))(W)
-        again = jax.jit(lambda w: copy_heads(LAYOUT, w, AXES))(copies)
+        unchanged = jax.jit(lambda w: copy_heads(LAYOUT, w, AXES))(copies)
     assert copies.sharding.shard_shape(copies.shape) == (2, 6, 1, 3)
     np.testing.assert_array_equal(copies, np.repeat(W, 2, axis=2))
-    np.testing.assert_array_equal(again, copies)
+    np.testing.assert_array_equal(unchanged, copies)
     assert copy_heads(LAYOUT, W, AXES) is W, "without a mesh"
 
 

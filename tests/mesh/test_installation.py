@@ -16,7 +16,7 @@ def plain(version: str = VERSION) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("changes", "texts"),
     [
         ({"packages": plain()}, ["8 NVIDIA GPUs found, but no CUDA plugin", "--extra cuda12"]),
         ({"packages": plain(), "driver": (580, 65)}, ["--extra cuda13"]),
@@ -30,9 +30,9 @@ def plain(version: str = VERSION) -> dict[str, str]:
         ({"libraries": frozenset({"cublas", "nccl"})}, ["not found: cuDNN", "--extra cuda12"]),
     ],
 )
-def test_each_fault_names_its_remedy(changes, says):
+def test_each_fault_names_its_remedy(changes, texts):
     (fault,) = replace(WHOLE, **changes).faults()
-    assert all(text in fault for text in says), fault
+    assert all(text in fault for text in texts), fault
 
 
 def test_a_complete_installation_has_no_fault():

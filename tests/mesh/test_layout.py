@@ -36,9 +36,9 @@ def test_an_array_needs_an_axis_for_each_dimension():
 def test_act_constrains_the_sharding():
     with jax.set_mesh(build_mesh(PARALLEL)):
         assert LAYOUT.free_axes("batch", "vocab") == ("data", "tensor")
-        laid = jax.jit(lambda x: LAYOUT.act(x, "batch", "seq_residual", "embed"))(X)
-    assert laid.addressable_shards[0].data.shape == (2, 3, 8)
-    np.testing.assert_array_equal(laid, X)
+        constrained = jax.jit(lambda x: LAYOUT.act(x, "batch", "seq_residual", "embed"))(X)
+    assert constrained.addressable_shards[0].data.shape == (2, 3, 8)
+    np.testing.assert_array_equal(constrained, X)
 
 
 def test_manual_axes_are_dropped():
@@ -93,19 +93,19 @@ def test_explicit_moves():
     assert moves == ((1, "data"), (1, "expert"), (1, "context"))
     assert moved_axes(PLAN.compute, PLAN.params, AXES) == ()
     mesh = build_mesh(ParallelConfig(data=2, tensor=2))
-    both = ((0, "data"), (0, "tensor"), (1, "context"))
+    shard_moves = ((0, "data"), (0, "tensor"), (1, "context"))
 
     def local(x):
-        whole = gather_shards(x, both)
+        gathered = gather_shards(x, shard_moves)
         return (
-            whole[None],
-            reduce_shards(whole, ((0, "data"), (0, "tensor"))),
+            gathered[None],
+            reduce_shards(gathered, ((0, "data"), (0, "tensor"))),
             reduce_shards(x, (), also=("data", "tensor")),
         )
 
     out = (P(("data", "tensor")), P(("data", "tensor")), P())
     mapped = jax.shard_map(local, mesh=mesh, in_specs=P(("data", "tensor")), out_specs=out, check_vma=False)
-    whole, summed, total = jax.jit(mapped)(X)
-    np.testing.assert_array_equal(whole, np.stack([X] * 4))
+    gathered, summed, total = jax.jit(mapped)(X)
+    np.testing.assert_array_equal(gathered, np.stack([X] * 4))
     np.testing.assert_array_equal(summed, 4 * X)
     np.testing.assert_array_equal(total, X.sum(0, keepdims=True))

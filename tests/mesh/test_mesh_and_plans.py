@@ -102,26 +102,26 @@ def test_specs_from_logical_axes():
 
 
 def test_plans_differ_in_the_sharding_of_embed():
-    axes, spread = ("embed", "mlp"), P(("data", "expert", "context"), "tensor")
-    where = {}
+    axes, sharded = ("embed", "mlp"), P(("data", "expert", "context"), "tensor")
+    by_axis = {}
     for sharding in ("replicate", "zero1", "fsdp"):
         plan = Plan.of(ParallelConfig(data_sharding=sharding))
         layer = plan.rules_in_step(("layer", *axes))
-        where[sharding] = [rules.spec(axes) for rules in (plan.compute, layer, plan.params, plan.optimizer)]
+        by_axis[sharding] = [rules.spec(axes) for rules in (plan.compute, layer, plan.params, plan.optimizer)]
         # Tables outside the stack are used whole at once: nothing is gained by gathering them later.
         assert plan.rules_in_step(("vocab", "embed")) == plan.compute
-    whole = P(None, "tensor")
-    assert where == {
-        "replicate": [whole] * 4,
-        "zero1": [whole, whole, spread, spread],
-        "fsdp": [whole, spread, spread, spread],
+    gathered = P(None, "tensor")
+    assert by_axis == {
+        "replicate": [gathered] * 4,
+        "zero1": [gathered, gathered, sharded, sharded],
+        "fsdp": [gathered, sharded, sharded, sharded],
     }
 
 
 def test_sequence_parallelism_shards_only_the_residual_stream():
-    plain, cut = (Plan.of(ParallelConfig(tensor=2, sequence=flag)).compute for flag in (False, True))
+    plain, sequence_parallel = (Plan.of(ParallelConfig(tensor=2, sequence=flag)).compute for flag in (False, True))
     residual = ("batch", "seq_residual", "embed")
     assert plain.spec(residual) == P(("data", "expert"), "context", None)
-    assert cut.spec(residual) == P(("data", "expert"), ("context", "tensor"), None)
-    assert cut.spec(("batch", "seq", "heads")) == plain.spec(("batch", "seq", "heads"))
+    assert sequence_parallel.spec(residual) == P(("data", "expert"), ("context", "tensor"), None)
+    assert sequence_parallel.spec(("batch", "seq", "heads")) == plain.spec(("batch", "seq", "heads"))
     assert hash(Plan.of(ParallelConfig())) == hash(Plan.of(ParallelConfig()))

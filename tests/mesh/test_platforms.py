@@ -53,14 +53,14 @@ def test_falling_back_to_the_cpu_with_gpus_is_a_warning(actual, monkeypatch, rec
 
 
 @pytest.mark.parametrize(
-    ("there", "says"), [(GPUS, "8 NVIDIA GPUs found"), (Installation(0, None, {}, frozenset()), "extra cuda12")]
+    ("found_gpus", "texts"), [(GPUS, "8 NVIDIA GPUs found"), (Installation(0, None, {}, frozenset()), "extra cuda12")]
 )
-def test_missing_gpus_are_an_error_with_the_remedy(actual, there, says, monkeypatch):
+def test_missing_gpus_are_an_error_with_the_remedy(actual, found_gpus, texts, monkeypatch):
     actual.append(RuntimeError("no CUDA-capable device"))
-    monkeypatch.setattr(mesh, "find_installation", lambda: there)
+    monkeypatch.setattr(mesh, "find_installation", lambda: found_gpus)
     with pytest.raises(UserError, match="jax finds no default devices: no CUDA-capable device") as refused:
         find_devices()
-    assert says in str(refused.value)
+    assert texts in str(refused.value)
 
 
 def devices_of(*counts: int) -> list[Any]:

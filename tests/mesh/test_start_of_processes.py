@@ -31,7 +31,7 @@ class Meeting:
         self.threads: list[threading.Thread] = []
         self.outcomes: list[tuple[int, object]] = []
 
-    def come(self, index: int, count: int, settings: str = "same", host: str = "127.0.0.1") -> None:
+    def join(self, index: int, count: int, settings: str = "same", host: str = "127.0.0.1") -> None:
         def body() -> None:
             try:
                 world = World(count, index, f"{host}:{self.port}")
@@ -49,12 +49,12 @@ class Meeting:
             assert not thread.is_alive()
         return sorted(self.outcomes, key=lambda outcome: outcome[0])
 
-    def errors(self, code: int, *words: str) -> list[tuple[int, StartError]]:
+    def errors(self, code: int, *texts: str) -> list[tuple[int, StartError]]:
         """All of them fail with this code, and process 0 with these words; the others do not repeat them."""
         errors = [(index, error) for index, error in self.results() if isinstance(error, StartError)]
         assert len(errors) == len(self.threads)
         first = next(error for index, error in errors if index == 0)
-        for word in words:
+        for word in texts:
             assert word in str(first), str(first)
         assert str(first).startswith("megajax: ") and "\n" not in str(first)
         assert all(error.code == code for _, error in errors)
@@ -65,15 +65,15 @@ class Meeting:
 def test_all_processes_connect_and_the_port_is_freed():
     meeting = Meeting()
     for index in (3, 1, 0, 2):
-        meeting.come(index, 4)
+        meeting.join(index, 4)
     assert meeting.results() == [(0, f"127.0.0.1:{meeting.port}"), (1, ""), (2, ""), (3, "")]
     socket.create_server(("127.0.0.1", meeting.port)).close()
 
 
 def test_missing_processes_are_named():
     meeting = Meeting(patience=1.0)
-    meeting.come(0, 5)
-    meeting.come(2, 5)
+    meeting.join(0, 5)
+    meeting.join(2, 5)
     meeting.errors(1, "processes 1, 3 and 4 of 5 did not connect to", f":{meeting.port} within 1 s")
 
 
@@ -86,43 +86,43 @@ def test_many_missing_are_counted():
 def test_duplicate_process_ids():
     meeting = Meeting()
     for index in (0, 1, 1):
-        meeting.come(index, 3)
+        meeting.join(index, 3)
     meeting.errors(2, "two processes say they are process 1: on ", f"{socket.gethostname()}, pid {os.getpid()}")
 
 
 def test_a_wrong_number_of_processes():
     meeting = Meeting()
-    meeting.come(0, 3)
-    meeting.come(1, 4)
+    meeting.join(0, 3)
+    meeting.join(1, 4)
     meeting.errors(2, "process 1 (", "was started as one of 4 processes, process 0 (", "of 3")
 
 
 def test_other_settings():
     meeting = Meeting()
-    meeting.come(0, 2)
-    meeting.come(1, 2, settings="other")
+    meeting.join(0, 2)
+    meeting.join(1, 2, settings="other")
     meeting.errors(2, "process 1 (", "have different settings", "the same config file and command line")
 
 
 def test_late_processes_get_the_error_too():
     meeting = Meeting()
     for index in (0, 1, 1):
-        meeting.come(index, 4)
+        meeting.join(index, 4)
     time.sleep(0.5)
-    meeting.come(3, 4)
+    meeting.join(3, 4)
     meeting.errors(2, "two processes say they are process 1")
 
 
 def test_a_port_in_use():
     meeting = Meeting()
     with socket.create_server(("127.0.0.1", meeting.port)):
-        meeting.come(0, 2)
+        meeting.join(0, 2)
         meeting.errors(2, f"port {meeting.port} of 127.0.0.1 is in use")
 
 
 def test_a_coordinator_on_another_machine_than_process_0():
     meeting = Meeting()
-    meeting.come(0, 2, host="203.0.113.7")
+    meeting.join(0, 2, host="203.0.113.7")
     meeting.errors(2, f"process 0 runs on {socket.gethostname()}", "203.0.113.7", "an address of the machine")
 
 
@@ -147,23 +147,23 @@ def test_nobody_at_the_coordinator():
 
 
 def test_a_foreign_server_at_the_coordinators_address():
-    with socket.create_server(("127.0.0.1", 0)) as other:
+    with socket.create_server(("127.0.0.1", 0)) as server:
 
         def answer() -> None:
-            connection, _ = other.accept()
+            connection, _ = server.accept()
             with connection:
                 connection.recv(100)
                 connection.sendall(b'{"error": "\\u001b[31m", "code": 1}\n')
 
         threading.Thread(target=answer, daemon=True).start()
         with pytest.raises(StartError, match="is not process 0 of a run"):
-            meet(World(2, 1, f"127.0.0.1:{other.getsockname()[1]}"), patience=5)
+            meet(World(2, 1, f"127.0.0.1:{server.getsockname()[1]}"), patience=5)
 
 
 def test_foreign_connections_are_ignored():
     """Half a line, noise, and one that came and went are not the process that is awaited."""
     meeting = Meeting()
-    meeting.come(0, 3)
+    meeting.join(0, 3)
     strangers = []
     for noise in (
         b"GET / HTTP/1.1\r\n\r\n",
@@ -180,12 +180,12 @@ def test_foreign_connections_are_ignored():
                 time.sleep(0.05)
         stranger.sendall(noise)
         strangers.append(stranger)
-    left = socket.create_connection(("127.0.0.1", meeting.port), timeout=5)
+    connection = socket.create_connection(("127.0.0.1", meeting.port), timeout=5)
     hello = {"megajax": 1, "index": 1, "count": 3, "settings": "same", "at": "x"}
-    with left:
-        left.sendall(json.dumps(hello).encode() + b"\n")
-    meeting.come(1, 3)
-    meeting.come(2, 3)
+    with connection:
+        connection.sendall(json.dumps(hello).encode() + b"\n")
+    meeting.join(1, 3)
+    meeting.join(2, 3)
     assert meeting.results()[0] == (0, f"127.0.0.1:{meeting.port}")
     for stranger in strangers:
         stranger.close()
@@ -214,8 +214,8 @@ DEVICES = {
 
 @pytest.mark.parametrize("case", DEVICES)
 def test_the_gpus_of_a_process(case, tmp_path: Path):
-    (local_index, local_count), environment, there, expected = DEVICES[case]
-    for name in (*(f"nvidia{number}" for number in range(there)), "nvidiactl", "nvidia-uvm"):
+    (local_index, local_count), environment, gpus, expected = DEVICES[case]
+    for name in (*(f"nvidia{number}" for number in range(gpus)), "nvidiactl", "nvidia-uvm"):
         (tmp_path / name).touch()
     world = World(16, 3, "node:1", local_index, local_count)
     assert local_devices(world, environment, tmp_path) == expected
@@ -225,7 +225,7 @@ def test_there_is_one_flag_per_device_created_once():
     mesh = build_mesh(ParallelConfig(data=4, tensor=2))
     flags = StopFlags(mesh)
     assert flags(False) is flags(False)
-    for asked in (False, True):
-        array = flags(asked)
+    for flag in (False, True):
+        array = flags(flag)
         assert [shard.data.shape for shard in array.addressable_shards] == [(1,)] * 8
-        np.testing.assert_array_equal(array, np.full(8, asked, np.int32))
+        np.testing.assert_array_equal(array, np.full(8, flag, np.int32))

@@ -60,12 +60,14 @@ def test_slurm():
 def test_open_mpi():
     with pytest.raises(StartError, match="where process 0 is is not known: give --coordinator"):
         find_world(MPI)
-    here = find_world(MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"})
-    assert here is not None and here.coordinator.startswith("127.0.0.1:") and here.index == 3
-    other = find_world(MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4", "PMIX_NAMESPACE": "prterun-a-10@1"})
-    assert other.coordinator != here.coordinator
-    old = find_world(MPI | {"OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911"})
-    assert old.coordinator.startswith("10.96.0.1:")
+    single_machine = find_world(MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"})
+    assert (
+        single_machine is not None and single_machine.coordinator.startswith("127.0.0.1:") and single_machine.index == 3
+    )
+    other_job = find_world(MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4", "PMIX_NAMESPACE": "prterun-a-10@1"})
+    assert other_job.coordinator != single_machine.coordinator
+    open_mpi_4 = find_world(MPI | {"OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911"})
+    assert open_mpi_4.coordinator.startswith("10.96.0.1:")
     assert find_world(STEP | MPI | {"MEGAJAX_COORDINATOR": "a:1"}) == World(4, 3, "a:1", 1, 2)
 
 
@@ -103,8 +105,8 @@ def test_mismatched_processes(case):
 def test_addresses():
     assert split_address("[::1]:80") == ("::1", 80)
     assert split_address("a.b:65535") == ("a.b", 65535)
-    for wrong in ("a", "a:", ":1", "a:0", "a:65536", "::1:80", "a b:1", "a:1:2"):
-        assert split_address(wrong) is None, wrong
+    for address in ("a", "a:", ":1", "a:0", "a:65536", "::1:80", "a b:1", "a:1:2"):
+        assert split_address(address) is None, address
 
 
 @pytest.fixture

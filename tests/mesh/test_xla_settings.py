@@ -19,8 +19,8 @@ from megajax.mesh.xla import (
 CONFIG = "--config=quickstart.py"
 
 
-def parsed(*words: str):
-    return parse([CONFIG, "--devices=cpu:1", *words], verb="train")
+def parsed(*arguments: str):
+    return parse([CONFIG, "--devices=cpu:1", *arguments], verb="train")
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +32,7 @@ def as_before(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("words", "options"),
+    ("arguments", "options"),
     [
         (["--xla=a=1"], {"a": 1}),
         (
@@ -43,8 +43,8 @@ def as_before(monkeypatch):
         (["--xla=--xla_one=false --xla_two=0.5"], {"xla_one": False, "xla_two": 0.5}),
     ],
 )
-def test_xla_options_may_be_repeated_and_become_settings(words, options, capsys):
-    command = parsed(*words)
+def test_xla_options_may_be_repeated_and_become_settings(arguments, options, capsys):
+    command = parsed(*arguments)
     assert dict(command.config.xla.options) == options
     assert "more than once" not in capsys.readouterr().err
     assert all(command.sources[f"xla.options.{name}"] == "command line" for name in options)
@@ -60,13 +60,13 @@ def test_options_of_a_file_stay(tmp_path):
     assert dict(command.config.xla.options) == {"a": 1, "b": 3, "c": 4}
 
 
-@pytest.mark.parametrize("words", ["--xla", "--xla=xla_gpu_autotune_level", "--xla==1", "--xla=a=1,b"])
-def test_unknown_options_are_refused_or_taken_as_text(words):
-    if words == "--xla=a=1,b":
-        assert dict(parsed(words).config.xla.options) == {"a": "1,b"}
+@pytest.mark.parametrize("arguments", ["--xla", "--xla=xla_gpu_autotune_level", "--xla==1", "--xla=a=1,b"])
+def test_unknown_options_are_refused_or_taken_as_text(arguments):
+    if arguments == "--xla=a=1,b":
+        assert dict(parsed(arguments).config.xla.options) == {"a": "1,b"}
         return
     with pytest.raises(ConfigError, match="expected name=value"):
-        parsed(words)
+        parsed(arguments)
 
 
 def test_other_mappings_still_take_no_new_entries():
@@ -75,7 +75,7 @@ def test_other_mappings_still_take_no_new_entries():
 
 
 @pytest.mark.parametrize(
-    ("changes", "where"),
+    ("changes", "setting"),
     [
         ({"options": {"a b": 1}}, "options"),
         ({"options": {"a": [1]}}, "options.a"),
@@ -84,8 +84,8 @@ def test_other_mappings_still_take_no_new_entries():
         ({"compile_cache_gib": 0.0}, "compile_cache_gib"),
     ],
 )
-def test_settings_that_cannot_be(changes, where):
-    assert [problem.setting for problem in XlaConfig(**changes).problems()] == [where]
+def test_settings_that_cannot_be(changes, setting):
+    assert [problem.setting for problem in XlaConfig(**changes).problems()] == [setting]
     assert XlaConfig().problems() == []
 
 

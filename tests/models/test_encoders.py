@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from tiny_runs import LENGTH, ONE, READ, VOCABULARY, differentiate, program, train
+from tiny_runs import LENGTH, ONE, READ, VOCABULARY, build_program, differentiate, train
 
 from megajax.config.errors import ConfigError
 from megajax.config.tree import check
@@ -175,7 +175,7 @@ def test_rows_in_parts_weigh_the_same_in_both_averages() -> None:
 
 
 def test_t5_attends_to_gathered_keys() -> None:
-    cfg = replace(program(t5(), CONTEXT, microbatches=1).cfg, parallel=replace(CONTEXT, context_strategy="ring"))
+    cfg = replace(build_program(t5(), CONTEXT, microbatches=1).cfg, parallel=replace(CONTEXT, context_strategy="ring"))
     with pytest.raises(ConfigError, match=r"set parallel\.context_strategy=all_gather"):
         check(cfg, 2)
 
@@ -190,7 +190,7 @@ def test_heads_of_the_encoder_and_across_are_divided_too(part: str) -> None:
             "stack": StackConfig(pattern=(replace(writes, cross=CrossAttentionConfig(heads=3, head_dim=8)),), repeats=2)
         },
     }
-    cfg = program(t5(), ONE, microbatches=1).cfg
+    cfg = build_program(t5(), ONE, microbatches=1).cfg
     cfg = replace(cfg, model=replace(t5(), **changes[part]), parallel=ParallelConfig(data=1, tensor=2))
     with pytest.raises(ConfigError, match=rf"{part}.*heads=3 is not divisible by parallel.tensor=2"):
         check(cfg, 2)
@@ -200,7 +200,7 @@ def test_a_decoders_settings_are_refused() -> None:
     causal = replace(bert(), stack=StackConfig(pattern=(replace(READING, mixer=AttentionConfig(heads=4)),), repeats=2))
     plain = replace(t5(), stack=StackConfig(pattern=(READING,), repeats=2))
     for model, words in ((causal, "set it to false"), (plain, "does not read the encoder")):
-        cfg = replace(program(bert(), ONE, microbatches=1).cfg, model=model)
+        cfg = replace(build_program(bert(), ONE, microbatches=1).cfg, model=model)
         with pytest.raises(ConfigError, match=words):
             check(cfg, 1)
 
@@ -221,6 +221,6 @@ def test_a_decoders_settings_are_refused() -> None:
     ],
 )
 def test_what_encoders_and_decoders_cannot_see_is_refused(model: DecoderConfig, words: str) -> None:
-    cfg = replace(program(bert(), ONE, microbatches=1).cfg, model=model)
+    cfg = replace(build_program(bert(), ONE, microbatches=1).cfg, model=model)
     with pytest.raises(ConfigError, match=words):
         check(cfg, 1)

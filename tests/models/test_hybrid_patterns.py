@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from tiny_runs import ONE, llama, program
+from tiny_runs import ONE, build_program, llama
 
 from megajax.config.errors import ConfigError, UserError
 from megajax.config.tree import check
@@ -80,7 +80,7 @@ def test_where_a_pipeline_cuts() -> None:
         with pytest.raises(UserError, match=rf"has 4 chunks.* parallel.pipeline={stages} .*use 2 or 4, or leave out"):
             cut("M-|M*M|-|M*", stages)
     text = "M-M|*M-M*"
-    cfg = program(replace(llama(), stack=hybrid_stack(text, BLOCKS)), ONE, microbatches=4).cfg
+    cfg = build_program(replace(llama(), stack=hybrid_stack(text, BLOCKS)), ONE, microbatches=4).cfg
     check(cfg.but(parallel=ParallelConfig(**cut(text, 2))), 2)
     with pytest.raises(ConfigError, match=r"parallel.layers: 3,4 are 7 in all, the model's stack has 8"):
         check(cfg.but(parallel=ParallelConfig(pipeline=2, layers=(3, 4))), 2)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_runs import LENGTH, ONE, ROWS, VOCABULARY, differentiate, place, program, start, within
+from tiny_runs import LENGTH, ONE, ROWS, VOCABULARY, build_program, differentiate, place, start, within
 from tiny_runs import rows as plain_rows
 
 from megajax.batch import Batch, Placeholder
@@ -80,7 +80,7 @@ def batches(seed: int) -> Batch:
 
 
 def built(model: LlavaConfig) -> Llava:
-    made = program(model, ONE, microbatches=1)
+    made = build_program(model, ONE, microbatches=1)
     with within(made):
         return bind(made.abstract, start(made).params)
 
@@ -187,7 +187,7 @@ def test_trains_like_one_device(model: LlavaConfig, parallel: ParallelConfig) ->
 
 def test_facts_count_every_weight() -> None:
     model = llava()
-    made = program(model, ONE, microbatches=1)
+    made = build_program(model, ONE, microbatches=1)
     padding = (model.padded_vocabulary() - VOCABULARY) * 2 * model.hidden
     counted = sum(int(np.prod(spec.shape)) for spec in made.declared.values()) - padding
     assert demand_facts(model).parameter_count().total == counted
@@ -198,7 +198,7 @@ def test_facts_count_every_weight() -> None:
 @pytest.mark.slow
 def test_a_frozen_tower_costs_no_gradient() -> None:
     """Fewer matmuls than with a trained one, and no moments; the forward pass stays."""
-    cfg = program(llava(), ONE, microbatches=1).cfg
+    cfg = build_program(llava(), ONE, microbatches=1).cfg
 
     def compiled(trainable: tuple[str, ...]) -> tuple[float, Program]:
         frozen = replace(cfg, optimizer=replace(cfg.optimizer, trainable=trainable))
@@ -239,7 +239,7 @@ def test_a_frozen_tower_costs_no_gradient() -> None:
     ],
 )
 def test_what_does_not_fit_is_refused(changes: dict, words: str) -> None:
-    cfg = program(llava(), ONE, microbatches=1).cfg
+    cfg = build_program(llava(), ONE, microbatches=1).cfg
     parallel = changes.pop("parallel", ONE)
     with pytest.raises(ConfigError, match=words):
         check(replace(cfg, model=replace(cfg.model, **changes), parallel=parallel), parallel.tensor * parallel.pipeline)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
-from tiny_runs import LENGTH, ONE, READ, ROWS, VOCABULARY, gpt, llama, program
+from tiny_runs import LENGTH, ONE, READ, ROWS, VOCABULARY, build_program, gpt, llama
 
 from megajax.layers.config import DenseMLPConfig, StackConfig
 from megajax.layers.config.cross import CrossAttentionConfig
@@ -143,7 +143,7 @@ def test_operations_are_those_of_the_compiled_step() -> None:
     )
     model = replace(model, hidden=128, encoder=encoder, stack=stack, unroll=None, loss_chunk=4096)
     model = replace(model, sequence_length=64, encoder_length=160)
-    made = program(model, ONE, microbatches=1)
+    made = build_program(model, ONE, microbatches=1)
     step: Any = made.train_step
     analysis = step.lower(made.state_like(), made.batch_like()).compile().cost_analysis()
     counted = count_flops(model).full * ROWS * model.sequence_length

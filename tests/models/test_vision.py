@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from tiny_runs import ONE, ROWS, differentiate, program
+from tiny_runs import ONE, ROWS, build_program, differentiate
 
 from megajax.batch import Batch
 from megajax.config.errors import ConfigError
@@ -243,7 +243,7 @@ def test_iou_is_the_mean_over_classes_that_occur() -> None:
     ],
 )
 def test_settings_that_do_not_fit_are_refused(changes: dict[str, Any], parallel: ParallelConfig, words: str) -> None:
-    cfg = replace(program(vit(), ONE, microbatches=1).cfg, model=replace(vit(), **changes), parallel=parallel)
+    cfg = replace(build_program(vit(), ONE, microbatches=1).cfg, model=replace(vit(), **changes), parallel=parallel)
     with pytest.raises(ConfigError, match=words):
         check(cfg, parallel.sizes(2)["data"] * parallel.without_data() if parallel is not ONE else 1)
 

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from tiny_runs import llama, place, program, rows, start, within
+from tiny_runs import build_program, llama, place, rows, start, within
 
 from megajax.mesh.config import ParallelConfig
 from megajax.optim.config import AdamWConfig, OptimizerConfig
@@ -18,7 +18,7 @@ PARALLEL = ParallelConfig(data=2, tensor=2, data_sharding="zero1")
 
 
 def made(optimizer: OptimizerConfig) -> Program:
-    whole = program(llama(), PARALLEL, microbatches=2)
+    whole = build_program(llama(), PARALLEL, microbatches=2)
     return Program.of(replace(whole.cfg, optimizer=optimizer), whole.mesh)
 
 

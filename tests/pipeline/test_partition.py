@@ -4,7 +4,7 @@ import jax
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_runs import ONE, llama, pair, program, start, within
+from tiny_runs import ONE, build_program, llama, pair, start, within
 
 from megajax.layers.param import bind, initial_values
 from megajax.mesh.config import ParallelConfig
@@ -38,39 +38,39 @@ def test_configured_layers_per_chunk():
 
 @given(st.integers(1, 6), st.integers(1, 4), st.data())
 def test_every_layer_is_on_one_stage_and_stages_follow_each_other(stages, chunks, data):
-    each = data.draw(st.lists(st.integers(1, 4), min_size=stages * chunks, max_size=stages * chunks))
-    partition = Partition(stages, chunks, tuple(each))
+    repeats = data.draw(st.lists(st.integers(1, 4), min_size=stages * chunks, max_size=stages * chunks))
+    partition = Partition(stages, chunks, tuple(repeats))
     numbers = partition.numbers().reshape(stages, chunks, partition.rows)
     # Chunk by chunk, stage by stage is the order of the layers.
     along = numbers.transpose(1, 0, 2).reshape(-1)
-    assert along[along >= 0].tolist() == list(range(sum(each)))
-    assert [(row >= 0).sum() for row in numbers.transpose(1, 0, 2).reshape(-1, partition.rows)] == each
-    assert sorted(n for n in partition.order() if n >= 0) == list(range(sum(each)))
+    assert along[along >= 0].tolist() == list(range(sum(repeats)))
+    assert [(row >= 0).sum() for row in numbers.transpose(1, 0, 2).reshape(-1, partition.rows)] == repeats
+    assert sorted(n for n in partition.order() if n >= 0) == list(range(sum(repeats)))
 
 
 @given(st.integers(1, 40), st.integers(1, 8), st.integers(1, 4))
 def test_even_chunks_differ_by_one_at_most(repeats, stages, chunks):
-    each = Partition.even(repeats, stages, chunks).repeats
-    assert sum(each) == repeats
-    assert max(each) - min(each) <= 1
-    assert list(each) == sorted(each, reverse=True)
+    repeats_of_chunks = Partition.even(repeats, stages, chunks).repeats
+    assert sum(repeats_of_chunks) == repeats
+    assert max(repeats_of_chunks) - min(repeats_of_chunks) <= 1
+    assert list(repeats_of_chunks) == sorted(repeats_of_chunks, reverse=True)
 
 
 def two_ways(model: DecoderConfig) -> tuple[Program, Program]:
     """Programs on one device, and on two stages with rows that are no layer."""
-    return program(model, ONE, microbatches=4), program(
+    return build_program(model, ONE, microbatches=4), build_program(
         model, ParallelConfig(data=1, pipeline=2, layers=(1, 4)), microbatches=4
     )
 
 
 def test_a_layer_starts_with_the_same_weights_wherever_it_is():
     """Rows that are no layer start as zeros; the others depend on the layer's number alone."""
-    alone, cut = two_ways(pair("none", 5, tied=True, learned_positions=True))
-    order = np.array(cut.partition.order())
+    unsplit, split = two_ways(pair("none", 5, tied=True, learned_positions=True))
+    order = np.array(split.partition.order())
     assert order.tolist() == [0, -1, -1, -1, 1, 2, 3, 4]
     paths = [f"stack.blocks.{block}.{name}" for block in (0, 1) for name in ("mixer.query", "mixer_norm.gain")]
-    expected, actual = (initial_values({path: made.declared[path] for path in paths}, 3) for made in (alone, cut))
-    assert cut.declared[paths[2]].layers == (1, -1, -1, -1, 3, 5, 7, 9)
+    expected, actual = (initial_values({path: model.declared[path] for path in paths}, 3) for model in (unsplit, split))
+    assert split.declared[paths[2]].layers == (1, -1, -1, -1, 3, 5, 7, 9)
     for path in paths:
         rows = np.asarray(actual[path])
         assert not rows[order < 0].any()
@@ -82,8 +82,10 @@ def test_a_model_with_rows_out_of_order_is_the_same_model():
     """By a plain call, as in a notebook: rows are used in the order of the layers, those that are none not at all."""
     tokens = np.arange(16, dtype=np.int32)[None]
     logits = []
-    for made in two_ways(llama(repeats=5)):
-        with within(made):
-            weights = start(made).params
-        logits.append(jax.jit(lambda weights, made=made: bind(made.abstract, weights)(tokens))(jax.device_get(weights)))
+    for model in two_ways(llama(repeats=5)):
+        with within(model):
+            weights = start(model).params
+        logits.append(
+            jax.jit(lambda weights, model=model: bind(model.abstract, weights)(tokens))(jax.device_get(weights))
+        )
     np.testing.assert_allclose(logits[0], logits[1], rtol=1e-5, atol=1e-6)

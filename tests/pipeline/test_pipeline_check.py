@@ -76,9 +76,9 @@ def forward_before_its_input() -> Schedule:
 
 def backward_before_its_forward() -> Schedule:
     """All gradients two ticks earlier, slots as they were (assemble refuses such ticks)."""
-    earlier = Work(*(np.roll(array, -2, axis=0) for array in FOUR.input_gradient))
+    early_gradient = Work(*(np.roll(array, -2, axis=0) for array in FOUR.input_gradient))
     lines = {name: np.roll(getattr(FOUR, name), -2) for name in ("head", "embed_gradient")}
-    return replace(FOUR, input_gradient=earlier, weight_gradient=earlier, **lines)
+    return replace(FOUR, input_gradient=early_gradient, weight_gradient=early_gradient, **lines)
 
 
 def weight_gradient_before_its_input_gradient() -> Schedule:
@@ -88,8 +88,8 @@ def weight_gradient_before_its_input_gradient() -> Schedule:
 
 def input_that_waits_two_ticks() -> Schedule:
     """Stage 2 and 3 a tick late with every forward, and everything after with them."""
-    late = np.array([0, 0, 1, 1])
-    return moved(FOUR, forward=late, input_gradient=np.array(1), weight_gradient=np.array(1))
+    delays = np.array([0, 0, 1, 1])
+    return moved(FOUR, forward=delays, input_gradient=np.array(1), weight_gradient=np.array(1))
 
 
 def slot_of_another_forward() -> Schedule:
@@ -207,8 +207,8 @@ def test_an_invalid_table_is_refused_by_its_rule(rule: str, mutation: Callable[[
 
 @pytest.mark.parametrize("rule", ["idle_forward_on_a_taken_slot", "backwards_a_tick_later_than_need_be"])
 def test_a_subtle_fault_violates_only_its_rule(rule: str) -> None:
-    wanted, make = next(entry for entry in MUTATIONS if entry[1].__name__ == rule)
-    assert {actual.rule for actual in violations(make())} == {wanted}
+    expected, make = next(entry for entry in MUTATIONS if entry[1].__name__ == rule)
+    assert {actual.rule for actual in violations(make())} == {expected}
 
 
 @pytest.mark.parametrize(
@@ -226,8 +226,8 @@ def test_every_changed_number_is_found(schedule: Schedule) -> None:
         for tick, stage in np.argwhere(getattr(schedule, kind).microbatch >= 0):
             for column, bound in bounds.items():
                 value = int(getattr(getattr(schedule, kind), column)[tick, stage])
-                other = (value + 1) % bound
-                if other != value and not violations(changed(schedule, kind, column, {(tick, stage): other})):
+                next_value = (value + 1) % bound
+                if next_value != value and not violations(changed(schedule, kind, column, {(tick, stage): next_value})):
                     missed.append((kind, column, int(tick), int(stage)))
     assert not missed
 

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from tiny_runs import LENGTH, ONE, QUICK, ROWS, gpt, in_order, llama, pair, place, program, rows, start, within
+from tiny_runs import LENGTH, ONE, QUICK, ROWS, build_program, gpt, in_order, llama, pair, place, rows, start, within
 
 from megajax.batch import Grads
 from megajax.mesh.config import ParallelConfig
@@ -54,13 +54,13 @@ SLOW: dict[str, tuple[DecoderConfig, ParallelConfig, int]] = {
 }
 
 
-def grads_of(made: Program, *runs: tuple[float, float]) -> list[Grads]:
+def grads_of(program: Program, *runs: tuple[float, float]) -> list[Grads]:
     """Gradients by (fill, loss scale), of one compiled program."""
-    with within(made):
-        params, batch = start(made).params, place(made, rows())
+    with within(program):
+        params, batch = start(program).params, place(program, rows())
 
         def grads(fill: Any, scale: Any) -> Grads:
-            return made.grad_fn(fill=fill)(params, batch, scale)
+            return program.grad_fn(fill=fill)(params, batch, scale)
 
         numbers = [tuple(map(np.float32, run)) for run in runs]
         compiled = jax.jit(grads).lower(*numbers[0]).compile(compiler_options=dict(QUICK))
@@ -71,11 +71,11 @@ def grads_of(made: Program, *runs: tuple[float, float]) -> list[Grads]:
 def test_results_do_not_depend_on_initial_buffers(case: str) -> None:
     """NaN in every buffer: idle stages compute on it, and nothing of that is ever added, not even times zero."""
     model, parallel, microbatches = (CASES | SLOW)[case]
-    made = program(model, parallel, microbatches=microbatches)
-    clean, filled, scaled = grads_of(made, (0, 1), (np.nan, 1), (np.nan, 8))
+    program = build_program(model, parallel, microbatches=microbatches)
+    clean, filled, scaled = grads_of(program, (0, 1), (np.nan, 1), (np.nan, 8))
     jax.tree.map(np.testing.assert_array_equal, filled, clean)
     assert all(np.isfinite(g).all() for g in filled.grads.values())
-    _, padding = in_order(made, filled.grads)
+    _, padding = in_order(program, filled.grads)
     assert padding == 0
     # A power of two scales exactly what is differentiated and nothing that is reported.
     assert scaled.metrics == clean.metrics
@@ -91,7 +91,7 @@ def test_idle_backwards_would_propagate_nan(monkeypatch: pytest.MonkeyPatch) -> 
         return work(0, carry)
 
     monkeypatch.setattr(Stage, "in_chunk", always)
-    (filled,) = grads_of(program(llama("none", repeats=2), stages(2), microbatches=2), (np.nan, 1))
+    (filled,) = grads_of(build_program(llama("none", repeats=2), stages(2), microbatches=2), (np.nan, 1))
     assert any(np.isnan(g).any() for g in filled.grads.values())
 
 
@@ -99,10 +99,10 @@ def test_idle_backwards_would_propagate_nan(monkeypatch: pytest.MonkeyPatch) -> 
 def test_many_chunks_share_one_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same gradients, from rows that are data rather than static."""
     model, parallel, microbatches = SLOW["interleaved padded sequence"]
-    made = program(model, parallel, microbatches=microbatches)
-    (apart,) = grads_of(made, (0, 1))
+    program = build_program(model, parallel, microbatches=microbatches)
+    (apart,) = grads_of(program, (0, 1))
     monkeypatch.setattr(executor, "MOST_LOOPS", 1)
-    (shared,) = grads_of(program(model, parallel, microbatches=microbatches), (np.nan, 1))
+    (shared,) = grads_of(build_program(model, parallel, microbatches=microbatches), (np.nan, 1))
     for path, g in apart.grads.items():
         np.testing.assert_allclose(shared.grads[path], g, rtol=1e-5, atol=1e-6 * np.abs(g).max(), err_msg=path)
 
@@ -112,22 +112,27 @@ def test_work_in_some_ticks_is_named_after_their_number() -> None:
     schedule = build("interleaved", stages=2, microbatches=4, chunks=2, loss_wait=1)
     actual = segments(schedule)
     for chunk in range(2):
-        told = [re.fullmatch(r"runs_(\d+)_of_(\d+)", one.runs(schedule.input_gradient, chunk)) for one in actual]
-        ticks = [one.stop - one.start for one in actual]
-        shares = [int(each[1]) / int(each[2]) for each in told if each]
+        matches = [
+            re.fullmatch(r"runs_(\d+)_of_(\d+)", segment.runs(schedule.input_gradient, chunk)) for segment in actual
+        ]
+        ticks = [segment.stop - segment.start for segment in actual]
+        shares = [int(match[1]) / int(match[2]) for match in matches if match]
         assert sum(share * count for share, count in zip(shares, ticks, strict=True)) == pytest.approx(4)
     one_chunk = segments(build("1f1b", stages=4, microbatches=8, loss_wait=1))
-    assert {which for one in one_chunk for which in (one.ready, one.embed, one.leave)} == {"none", "all"}
+    assert {which for segment in one_chunk for which in (segment.ready, segment.embed, segment.leave)} == {
+        "none",
+        "all",
+    }
 
 
 @cache
 def compiled(parallel: ParallelConfig, microbatches: int) -> tuple[Program, str]:
     """The step of `distinct`, and the text of its compiled program."""
-    made = program(distinct(), parallel, microbatches=microbatches)
-    step: Any = made.train_step
-    with within(made):
-        lowered = step.lower(made.state_like(), made.batch_like())
-        return made, lowered.compile(compiler_options=dict(QUICK)).as_text()
+    program = build_program(distinct(), parallel, microbatches=microbatches)
+    step: Any = program.train_step
+    with within(program):
+        lowered = step.lower(program.state_like(), program.batch_like())
+        return program, lowered.compile(compiler_options=dict(QUICK)).as_text()
 
 
 def distinct() -> DecoderConfig:
@@ -156,34 +161,36 @@ UNDIVIDED = stages(4, data=2, data_sharding="replicate")
 )
 def test_communication_between_stages(parallel: ParallelConfig, microbatches: int) -> None:
     """Between stages single activations, between replicas nothing before the last microbatch is done."""
-    made, text = compiled(parallel, microbatches)
-    actual = read(text, made.mesh.shape).collectives
-    between = [one for one in actual if "pipeline" in one.groups.axes]
-    activation = ROWS // (microbatches * parallel.data) * LENGTH * made.cfg.model.hidden * 4
-    assert {one.kind for one in between} == {"collective-permute", "all-reduce"}
-    assert max(one.bytes // one.arrays for one in between) <= activation
+    program, text = compiled(parallel, microbatches)
+    actual = read(text, program.mesh.shape).collectives
+    between = [collective for collective in actual if "pipeline" in collective.groups.axes]
+    activation = ROWS // (microbatches * parallel.data) * LENGTH * program.cfg.model.hidden * 4
+    assert {collective.kind for collective in between} == {"collective-permute", "all-reduce"}
+    assert max(collective.bytes // collective.arrays for collective in between) <= activation
     # A steady tick sends one activation forward and one backward.
     permutes = Counter()
-    for one in between:
-        if one.kind == "collective-permute" and one.place.path:
-            permutes[one.place.path] += one.arrays
+    for collective in between:
+        if collective.kind == "collective-permute" and collective.place.path:
+            permutes[collective.place.path] += collective.arrays
     assert max(permutes.values()) == 2
-    between_replicas = [one for one in actual if "data" in one.groups.axes]
+    between_replicas = [collective for collective in actual if "data" in collective.groups.axes]
     assert between_replicas
-    assert not [one for one in between_replicas if one.place.path]
+    assert not [collective for collective in between_replicas if collective.place.path]
 
 
 def test_gradients_are_never_stacked_over_stages_or_microbatches() -> None:
     """As they would be if the compiler or autodiff went through the loop over ticks."""
-    made, text = compiled(UNDIVIDED, 3)
-    rows = len(made.partition.order()) // 4
-    assert stacks(text, made, more_than=rows) == []
-    assert stacks(text, made, more_than=rows - 1), "the search finds what a stage has"
+    program, text = compiled(UNDIVIDED, 3)
+    rows = len(program.partition.order()) // 4
+    assert stacks(text, program, more_than=rows) == []
+    assert stacks(text, program, more_than=rows - 1), "the search finds what a stage has"
 
 
-def stacks(text: str, made: Program, *, more_than: int) -> list[str]:
+def stacks(text: str, program: Program, *, more_than: int) -> list[str]:
     """Shapes of arrays in a compiled program that hold a layer's matrix, in any layout, for so many rows or more."""
-    matrices = {tuple(sorted(spec.shape[1:])) for spec in made.declared.values() if spec.layers and len(spec.shape) > 2}
+    matrices = {
+        tuple(sorted(spec.shape[1:])) for spec in program.declared.values() if spec.layers and len(spec.shape) > 2
+    }
     actual = []
     for shape in sorted(set(re.findall(r"\w\[([\d,]+)\]", text))):
         sizes = tuple(map(int, shape.split(",")))
@@ -203,17 +210,17 @@ ALWAYS += [(SAVING[3], "float32", ONE), (SAVING[1], "bfloat16", ONE)]
 @pytest.mark.parametrize(
     ("model", "compute", "parallel"),
     [
-        pytest.param(*each, marks=() if each in ALWAYS else pytest.mark.slow)
-        for each in product(SAVING, ("float32", "bfloat16"), (stages(2), ONE))
+        pytest.param(*parameters, marks=() if parameters in ALWAYS else pytest.mark.slow)
+        for parameters in product(SAVING, ("float32", "bfloat16"), (stages(2), ONE))
     ],
 )
 def test_saved_activations_hold_no_weights(
     model: DecoderConfig, compute: str, parallel: ParallelConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither weights as they are nor copies of them in the compute dtype are in the ring."""
-    made = program(model, parallel, microbatches=8, compute=compute)
-    saved = look_at(made, monkeypatch)
-    weights = {spec.shape[1:] for spec in made.declared.values() if spec.layers}
+    program = build_program(model, parallel, microbatches=8, compute=compute)
+    saved = look_at(program, monkeypatch)
+    weights = {spec.shape[1:] for spec in program.declared.values() if spec.layers}
     assert (3, 16, 32) in saved
     assert not weights.intersection(saved), "a weight is in the ring"
     assert not weights.intersection(shape[1:] for shape in saved if shape[0] in (1, 2, 4)), "stacked weights are"
@@ -221,22 +228,22 @@ def test_saved_activations_hold_no_weights(
         assert {shape for shape in saved if shape[0] == 3} == {(3, 16, 32)}, "only a layer's input is kept"
 
 
-def look_at(made: Program, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+def look_at(program: Program, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """Shapes of what a layer saves, B = 3 rows, as a program of two stages allocates it."""
-    seen = []
+    saved_shapes = []
     original = LayerLoop._residuals
 
     def saved(self: LayerLoop, span: Span, x: jax.Array, ctx: Any) -> Any:
         out = original(self, span, x, ctx)
-        seen.append([leaf.shape for leaf in jax.tree.leaves(out)])
+        saved_shapes.append([leaf.shape for leaf in jax.tree.leaves(out)])
         return out
 
     monkeypatch.setattr(LayerLoop, "_residuals", saved)
-    state = made.state_like()
-    with within(made):
-        jax.eval_shape(made.grad_fn(), state.params, made.batch_like(), state.loss_scale)
-    assert all(shapes == seen[0] for shapes in seen)
-    return seen[0]
+    state = program.state_like()
+    with within(program):
+        jax.eval_shape(program.grad_fn(), state.params, program.batch_like(), state.loss_scale)
+    assert all(shapes == saved_shapes[0] for shapes in saved_shapes)
+    return saved_shapes[0]
 
 
 def test_weights_saved_by_a_vjp_would_be_detected(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,18 +253,18 @@ def test_weights_saved_by_a_vjp_would_be_detected(monkeypatch: pytest.MonkeyPatc
         return jax.vjp(span.unit, *self._arguments(span, row), x, ctx)
 
     monkeypatch.setattr(LayerLoop, "_differentiated", differentiated)
-    made = program(llama("selective", 4), stages(2), microbatches=8)
-    seen = []
+    program = build_program(llama("selective", 4), stages(2), microbatches=8)
+    names = []
 
     def ring(self: LayerLoop, span: Span, slots: int, saved: Any, fill: float, before: int) -> list:
-        seen.extend(leaf.shape for leaf in jax.tree.leaves(saved))
+        names.extend(leaf.shape for leaf in jax.tree.leaves(saved))
         return []
 
     monkeypatch.setattr(LayerLoop, "_ring", ring)
-    state = made.state_like()
-    with within(made), pytest.raises(Exception):  # noqa: B017 - rings of no shape fail later, however they do
-        jax.eval_shape(made.grad_fn(), state.params, made.batch_like(), state.loss_scale)
-    assert {spec.shape[1:] for spec in made.declared.values() if spec.layers}.intersection(seen)
+    state = program.state_like()
+    with within(program), pytest.raises(Exception):  # noqa: B017 - rings of no shape fail later, however they do
+        jax.eval_shape(program.grad_fn(), state.params, program.batch_like(), state.loss_scale)
+    assert {spec.shape[1:] for spec in program.declared.values() if spec.layers}.intersection(names)
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved"])
@@ -265,13 +272,13 @@ def test_weights_saved_by_a_vjp_would_be_detected(monkeypatch: pytest.MonkeyPatc
 def test_segments_cover_the_ticks_and_have_the_losses_of_the_table(name: str, wait: int) -> None:
     schedule = build(name, stages=4, microbatches=8, chunks=2 if name == "interleaved" else 1, loss_wait=wait)
     actual = segments(schedule)
-    assert [one.start for one in actual] == [0, *(one.stop for one in actual[:-1])]
+    assert [segment.start for segment in actual] == [0, *(segment.stop for segment in actual[:-1])]
     assert actual[-1].stop == schedule.ticks
-    for one in actual:
-        losses = schedule.head[one.start : one.stop] >= 0
-        assert one.head == ("all" if losses.all() else "some" if losses.any() else "none")
-        assert one.forward == (schedule.forward.microbatch[one.start : one.stop] >= 0).any()
-        assert one.backward == (schedule.input_gradient.microbatch[one.start : one.stop] >= 0).any()
+    for segment in actual:
+        losses = schedule.head[segment.start : segment.stop] >= 0
+        assert segment.head == ("all" if losses.all() else "some" if losses.any() else "none")
+        assert segment.forward == (schedule.forward.microbatch[segment.start : segment.stop] >= 0).any()
+        assert segment.backward == (schedule.input_gradient.microbatch[segment.start : segment.stop] >= 0).any()
 
 
 def test_separate_weight_gradients_are_refused() -> None:

@@ -36,7 +36,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
     return build(name, stages=stages, microbatches=microbatches, chunks=chunks)
 
 
-def done(work: Work, tick: int, stage: int) -> tuple[int, int] | None:
+def work_at(work: Work, tick: int, stage: int) -> tuple[int, int] | None:
     """(microbatch, chunk) of an entry, None if idle."""
     microbatch = int(work.microbatch[tick, stage])
     return None if microbatch < 0 else (microbatch, int(work.chunk[tick, stage]))
@@ -63,7 +63,7 @@ def run(schedule: Schedule) -> dict[str, list]:
         for tick in range(phase.start, phase.stop):
             outputs, gradients = ["garbage"] * stages, ["garbage"] * stages
             for s in range(stages if phase.forward else 0):
-                work = done(schedule.forward, tick, s)
+                work = work_at(schedule.forward, tick, s)
                 if s == 0 and schedule.embed[tick] >= 0:
                     arriving[0] = ("x", schedule.embed[tick], 0)
                     log["embed"].append(int(schedule.embed[tick]))
@@ -76,18 +76,18 @@ def run(schedule: Schedule) -> dict[str, list]:
             if schedule.output_written[tick] >= 0:
                 waiting[schedule.output_written[tick]] = outputs[-1]
             if (i := schedule.head[tick]) >= 0:
-                taken = schedule.output_read[tick]
-                assert (outputs[-1] if taken < 0 else waiting[taken]) == ("x", i, stages * chunks)
+                slot = schedule.output_read[tick]
+                assert (outputs[-1] if slot < 0 else waiting[slot]) == ("x", i, stages * chunks)
                 returning[-1] = ("g", i, stages * chunks)
                 log["head"].append(int(i))
             for s in range(stages if phase.input_gradient else 0):
-                if work := done(schedule.input_gradient, tick, s):
+                if work := work_at(schedule.input_gradient, tick, s):
                     assert returning[s] == ("g", work[0], work[1] * stages + s + 1)
                     assert rings[s][schedule.input_gradient.slot[tick, s]] == work
                     gradients[s] = ("g", work[0], work[1] * stages + s)
                     log["input_gradient"].append((*work, s))
             for s in range(stages if phase.weight_gradient else 0):
-                if work := done(schedule.weight_gradient, tick, s):
+                if work := work_at(schedule.weight_gradient, tick, s):
                     assert (*work, s) in log["input_gradient"]
                     assert rings[s][schedule.weight_gradient.slot[tick, s]] == work
                     log["weight_gradient"].append((*work, s))
@@ -161,7 +161,7 @@ def test_tables_cannot_be_changed() -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(schedules(), st.integers(1, 5))
-def test_delayed_weight_gradients_are_valid(schedule: Schedule, later: int) -> None:
+def test_delayed_weight_gradients_are_valid(schedule: Schedule, delay: int) -> None:
     """A zero-bubble schedule is three arrays of ticks: weight gradients some ticks after their input gradients."""
     ticks = {}
     for kind in ("forward", "input_gradient"):
@@ -170,18 +170,18 @@ def test_delayed_weight_gradients_are_valid(schedule: Schedule, later: int) -> N
         when = np.zeros((schedule.microbatches, schedule.chunks, schedule.stages), int)
         when[work.microbatch[tick, stage], work.chunk[tick, stage], stage] = tick
         ticks[kind] = when
-    split = assemble("put off", **ticks, weight_gradient=ticks["input_gradient"] + later)
+    split = assemble("put off", **ticks, weight_gradient=ticks["input_gradient"] + delay)
     assert_complete(split)
     check(split)
     assert split.split_backward and not schedule.split_backward
-    assert split.ticks == schedule.ticks + later
+    assert split.ticks == schedule.ticks + delay
     more = np.subtract(measure(split).in_flight, measure(schedule).in_flight)
-    assert ((more >= 0) & (more <= later)).all(), "activations stay alive for those ticks"
+    assert ((more >= 0) & (more <= delay)).all(), "activations stay alive for those ticks"
     assert split.phases[-1].label == "W"
 
 
 @pytest.mark.parametrize(
-    ("name", "sizes", "where", "hint"),
+    ("name", "sizes", "setting", "hint"),
     [
         ("1fb1", (4, 8, 1), "schedule", "did you mean 1f1b?"),
         ("zero", (4, 8, 1), "schedule", "there are gpipe, 1f1b, interleaved"),
@@ -193,12 +193,12 @@ def test_delayed_weight_gradients_are_valid(schedule: Schedule, later: int) -> N
     ],
 )
 def test_invalid_sizes_are_refused_with_the_remedy(
-    name: str, sizes: tuple[int, int, int], where: str, hint: str
+    name: str, sizes: tuple[int, int, int], setting: str, hint: str
 ) -> None:
     stages, microbatches, chunks = sizes
     actual = problems(name, stages=stages, microbatches=microbatches, chunks=chunks)
-    assert [(problem.setting, problem.hint) for problem in actual] == [(where, hint)]
-    with pytest.raises(ConfigError, match=where):
+    assert [(problem.setting, problem.hint) for problem in actual] == [(setting, hint)]
+    with pytest.raises(ConfigError, match=setting):
         build(name, stages=stages, microbatches=microbatches, chunks=chunks)
 
 

@@ -89,8 +89,8 @@ def test_columns_are_aligned_for_large_numbers() -> None:
     rows = lines[:-1]
     assert len({len(row) for row in rows}) == 1
     assert "0.29" in rows[1], "more chunks than letters"
-    ends = np.cumsum([len(part) for part in rows[0].replace(" ", "\0 ").split("\0")])
-    assert ends[-1] == len(rows[0])
+    column_ends = np.cumsum([len(part) for part in rows[0].replace(" ", "\0 ").split("\0")])
+    assert column_ends[-1] == len(rows[0])
 
 
 def test_separate_weight_gradients_have_their_own_rows() -> None:
@@ -118,22 +118,22 @@ def test_the_picture_is_a_png(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 def test_the_picture_has_the_duration_of_the_schedule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Busy time and whole time of the boxes make the bubble, for backwards twice as long as forwards."""
     axes_module = pytest.importorskip("matplotlib.axes", reason="needs the extra plot")
-    drawn = []
+    drawings = []
     original = axes_module.Axes.broken_barh
 
     def spy(self: object, boxes: list[tuple[int, int]], rows: tuple[float, float], **style: object) -> object:
-        drawn.append((boxes, rows))
+        drawings.append((boxes, rows))
         return original(self, boxes, rows, **style)
 
     monkeypatch.setattr(axes_module.Axes, "broken_barh", spy)
     schedule = one_f_one_b(4, 8, 2)
     save_picture(schedule, tmp_path / "x.png")
-    ((_, whole),), _ = drawn[0]
+    ((_, timeline),), _ = drawings[0]
     for stage in range(4):
-        boxes = sorted(box for boxes, rows in drawn[1:] if rows[0] == stage - 0.45 for box in boxes)
+        boxes = sorted(box for boxes, rows in drawings[1:] if rows[0] == stage - 0.45 for box in boxes)
         busy = sum(length for _, length in boxes)
         assert busy == 8 * 2 * 3
-        assert whole == busy * (1 + measure(schedule).pipeline_bubble)
+        assert timeline == busy * (1 + measure(schedule).pipeline_bubble)
         assert all(start + length <= after for (start, length), (after, _) in pairwise(boxes))
 
 
@@ -191,14 +191,16 @@ def test_what_is_refused(case: str) -> None:
 
 def test_from_the_shell_help_is_quick_and_a_fault_ends_with_code_2() -> None:
     command = [sys.executable, "-X", "importtime", "-m", "megajax.plan"]
-    shown = subprocess.run([*command, "--help"], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert "dataclasses" in shown.stderr and not {"jax", "numpy"} & set(shown.stderr.split())
+    help_run = subprocess.run([*command, "--help"], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "dataclasses" in help_run.stderr and not {"jax", "numpy"} & set(help_run.stderr.split())
     command = [sys.executable, "-m", "megajax.plan"]
     for flag in ("--schedule", "--stages", "--microbatches", "--virtual-stages", "--loss-wait", "--png", "--devices"):
-        assert flag in shown.stdout
-    bad = subprocess.run([*command, *REFUSED["no groups"][0]], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert bad.returncode == 2 and not bad.stdout
-    assert "set microbatches to 4 or 8" in bad.stderr and "Traceback" not in bad.stderr
+        assert flag in help_run.stdout
+    refused_run = subprocess.run(
+        [*command, *REFUSED["no groups"][0]], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert refused_run.returncode == 2 and not refused_run.stdout
+    assert "set microbatches to 4 or 8" in refused_run.stderr and "Traceback" not in refused_run.stderr
 
 
 @pytest.mark.parametrize("microbatches", [8, 4000])

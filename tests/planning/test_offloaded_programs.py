@@ -5,7 +5,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from tiny_runs import ONE, llama, program
+from tiny_runs import ONE, build_program, llama
 
 from megajax.planning.program.devices import prepare, read_cluster
 from megajax.planning.program.train_step import compile_train_step
@@ -28,7 +28,7 @@ def test_each_array_has_a_buffer_in_host_memory_that_is_never_copied(monkeypatch
         monkeypatch.setenv(name, "")
     prepare()
     model = replace(llama(), offload=("query_key_value", "mlp"))
-    cfg = program(model, ONE, microbatches=2, compute="bfloat16").cfg
+    cfg = build_program(model, ONE, microbatches=2, compute="bfloat16").cfg
     cluster, _ = read_cluster("h100:1")
     assert cluster is not None
     text = compile_train_step(cfg, cluster).text

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from flax import nnx
-from tiny_runs import ONE, TheseRows, llama, program
+from tiny_runs import ONE, TheseRows, build_program, llama
 
 from megajax.config.errors import UserError
 from megajax.layers.param import specs
@@ -28,7 +28,7 @@ MODELS = {"t5": t5(), "bert": bert(), **IMAGES}
 def case(model: Any, parallel: ParallelConfig = ONE, devices: int = 1, trainable: tuple[str, ...] = ("*",)) -> Case:
     cluster, _ = read_cluster(f"h100:{devices}")
     assert cluster is not None
-    cfg = program(llama(), ONE, microbatches=1).cfg
+    cfg = build_program(llama(), ONE, microbatches=1).cfg
     leaves = tuple((name, leaf.dtype) for name, leaf in model.schema().items())
     optimizer: Any = replace(cfg.optimizer, trainable=trainable)
     cfg = cfg.but(model=model, data=TheseRows(leaves), parallel=parallel, optimizer=optimizer)

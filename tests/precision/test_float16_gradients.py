@@ -6,7 +6,7 @@ from functools import cache
 import jax
 import numpy as np
 import pytest
-from tiny_runs import ONE, QUICK, VOCABULARY, llama, place, program, rows, start, within
+from tiny_runs import ONE, QUICK, VOCABULARY, build_program, llama, place, rows, start, within
 
 from megajax.mesh.config import ParallelConfig
 from megajax.models.config import PredictionConfig
@@ -26,13 +26,13 @@ def gradients(
 ) -> dict[str, np.ndarray]:
     """Of the mean loss, by path, from weights that float16 holds; in both programs the scale is on the mean."""
     model = replace(llama(), vocabulary_size=LARGE, loss_chunk=192, prediction=prediction)
-    made = program(model, parallel, microbatches=2, average=average, compute=compute)
-    with within(made):
-        params = {path: np.float32(np.float16(w)) for path, w in start(made).params.items()}
-        params, batch = jax.device_put(params, made.shardings.params), place(made, rows())
+    run = build_program(model, parallel, microbatches=2, average=average, compute=compute)
+    with within(run):
+        params = {path: np.float32(np.float16(w)) for path, w in start(run).params.items()}
+        params, batch = jax.device_put(params, run.shardings.params), place(run, rows())
         scale *= 1.0 if average == "microbatches" else 2.0**-8
-        given = params, batch, np.float32(scale)
-        out = jax.jit(made.grad_fn()).lower(*given).compile(compiler_options=dict(QUICK))(*given)
+        arguments = params, batch, np.float32(scale)
+        out = jax.jit(run.grad_fn()).lower(*arguments).compile(compiler_options=dict(QUICK))(*arguments)
         return {path: np.asarray(g) / (scale * float(out.weight_sum)) for path, g in out.grads.items()}
 
 

@@ -38,10 +38,10 @@ def rounded(x: np.ndarray, form: str) -> np.ndarray:
     return np.clip(np.round(y / step) * step, -LARGEST[form], LARGEST[form]) / scale
 
 
-def drawn(shape: tuple[int, ...], spread: float, seed: int) -> jax.Array:
+def draw(shape: tuple[int, ...], scale: float, seed: int) -> jax.Array:
     """Over several orders of magnitude, so that some fall below the normal numbers of a format."""
     rng = np.random.default_rng(seed)
-    return jnp.asarray(spread * rng.normal(size=shape) * np.exp2(rng.integers(-14, 1, shape)), jnp.float32)
+    return jnp.asarray(scale * rng.normal(size=shape) * np.exp2(rng.integers(-14, 1, shape)), jnp.float32)
 
 
 @pytest.mark.parametrize(
@@ -54,10 +54,10 @@ def drawn(shape: tuple[int, ...], spread: float, seed: int) -> jax.Array:
 )
 def test_forward_and_both_gradients_are_products_of_8_bit_numbers(equation: str, form: str) -> None:
     shapes, (first, second, out) = CASES[equation], terms(equation)
-    x, w = drawn(shapes[0], 3.0, 0), drawn(shapes[1], 0.02, 1)
+    x, w = draw(shapes[0], 3.0, 0), draw(shapes[1], 0.02, 1)
     multiply = Fp8Matmul(Fp8Config(format=form))
     y, pull = jax.vjp(lambda x, w: multiply(equation, x, w), x, w)
-    dy = drawn(y.shape, 1e-5, 2)
+    dy = draw(y.shape, 1e-5, 2)
     dx, dw = pull(dy)
     small_x, small_w = (rounded(np.asarray(a), "e4m3") for a in (x, w))
     small_dy = rounded(np.asarray(dy), "e5m2" if form == "hybrid" else "e4m3")
@@ -72,7 +72,7 @@ def test_forward_and_both_gradients_are_products_of_8_bit_numbers(equation: str,
 
 
 def test_bfloat16_in_and_out() -> None:
-    x, w = (drawn(shape, 1.0, seed).astype(jnp.bfloat16) for seed, shape in enumerate(CASES["bsd,df->bsf"]))
+    x, w = (draw(shape, 1.0, seed).astype(jnp.bfloat16) for seed, shape in enumerate(CASES["bsd,df->bsf"]))
     multiply = Fp8Matmul(Fp8Config())
     y, pull = jax.vjp(jax.jit(lambda x, w: multiply("bsd,df->bsf", x, w)), x, w)
     dx, dw = pull(y)
@@ -87,8 +87,8 @@ def test_kept_for_the_backward_pass_are_8_bits_of_the_input_and_the_weight_itsel
     multiply = Fp8Matmul(Fp8Config())
     _, pull = jax.vjp(lambda w, x: multiply("bsd,df->bsf", x, w), w, x)
     assert any(leaf is w for leaf in jax.tree.leaves(pull)), "not a copy: a pipeline leaves the weights out"
-    kept = {(leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves(pull) if leaf is not w}
-    assert kept == {(x.shape, "float8_e4m3fn"), ((), "float32")}
+    residuals = {(leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves(pull) if leaf is not w}
+    assert residuals == {(x.shape, "float8_e4m3fn"), ((), "float32")}
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -115,10 +115,12 @@ def test_another_scale_gives_the_same_numbers() -> None:
     """Why parts of a tensor may have scales of their own: only what falls below normal numbers differs."""
     rng = np.random.default_rng(0)
     part = jnp.asarray(rng.uniform(0.25, 1, 1000), jnp.float32)
-    alone, alone_scale, _ = quantize(part, jnp.dtype(FORMS["e4m3"]))
-    whole, whole_scale, _ = quantize(jnp.append(part, 97.0), jnp.dtype(FORMS["e4m3"]))
-    assert whole_scale < alone_scale
-    values = [np.asarray(a).astype(np.float64) / s for a, s in ((alone, alone_scale), (whole[:-1], whole_scale))]
+    part_values, scale, _ = quantize(part, jnp.dtype(FORMS["e4m3"]))
+    with_outlier, outlier_scale, _ = quantize(jnp.append(part, 97.0), jnp.dtype(FORMS["e4m3"]))
+    assert outlier_scale < scale
+    values = [
+        np.asarray(a).astype(np.float64) / s for a, s in ((part_values, scale), (with_outlier[:-1], outlier_scale))
+    ]
     np.testing.assert_array_equal(*values)
 
 
@@ -130,23 +132,23 @@ def test_zeros_stay_zeros() -> None:
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("where", ["x", "w", "dy"])
-def test_what_is_not_finite_is_not_hidden(value: float, where: str) -> None:
+@pytest.mark.parametrize("place", ["x", "w", "dy"])
+def test_what_is_not_finite_is_not_hidden(value: float, place: str) -> None:
     arrays = {name: np.ones((16, 16), np.float32) for name in ("x", "w", "dy")}
-    arrays[where][3, 5] = value
+    arrays[place][3, 5] = value
     x, w, dy = (jnp.asarray(a, jnp.bfloat16) for a in arrays.values())
     multiply = Fp8Matmul(Fp8Config())
     y, pull = jax.vjp(lambda x, w: multiply("bd,df->bf", x, w), x, w)
     dx, dw = pull(dy)
     # dx is made of w and dy, dw of x and dy: all of what a tensor like this went into is NaN.
-    assert np.isnan(np.asarray(y, np.float32)).all() == (where != "dy")
-    assert np.isnan(np.asarray(dx, np.float32)).all() == (where != "x")
-    assert np.isnan(np.asarray(dw, np.float32)).all() == (where != "w")
+    assert np.isnan(np.asarray(y, np.float32)).all() == (place != "dy")
+    assert np.isnan(np.asarray(dx, np.float32)).all() == (place != "x")
+    assert np.isnan(np.asarray(dw, np.float32)).all() == (place != "w")
 
 
 def test_a_layout_multiplies_by_its_recipe() -> None:
     plan = Plan.of(ParallelConfig())
-    x, w = drawn((1, 16, 32), 1.0, 0), drawn((32, 16), 1.0, 1)
+    x, w = draw((1, 16, 32), 1.0, 0), draw((32, 16), 1.0, 1)
     axes = ("batch", "seq", "mlp")
     plain, small = (
         layout.dot("bsd,df->bsf", x, w, *axes) for layout in (Layout(plan), Layout(plan, Fp8Config().build()))

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_runs import ONE, QUICK, Program, place, program, rows, start, wide, within
+from tiny_runs import ONE, QUICK, Program, build_program, place, rows, start, wide, within
 
 from megajax.config.errors import ConfigError
 from megajax.config.tree import check
@@ -42,41 +42,41 @@ def test_four_steps_are_those_of_numpy(algorithm: str) -> None:
     """History 2; magnitudes fall and rise so that the two algorithms differ and something is clipped."""
     cfg = Fp8Config(delayed=DelayedScalingConfig(history=2, algorithm=algorithm, margin=1))
     history, multiply = AmaxHistory(cfg.delayed, token_share=0.5), Fp8Matmul(cfg)
-    kept, scale = jnp.zeros((3, 2)), jnp.float32(8)
+    state, scale = jnp.zeros((3, 2)), jnp.float32(8)
     past: list[np.ndarray] = []
     rng, clipped = np.random.default_rng(0), 0
     for size in (1.0, 0.01, 0.0001, 100.0):
         x, w, dy = (rng.normal(0, size, shape) for shape in ((2, 16, 32), (32, 48), (2, 16, 48)))
-        used = history.used(kept, scale)
+        used = history.used(state, scale)
         y, pull = jax.vjp(lambda x, w, e: multiply(EQUATION, x, w, e), jnp.float32(x), jnp.float32(w), used)
-        dx, dw, seen = pull(jnp.float32(dy))
+        dx, dw, observed = pull(jnp.float32(dy))
 
         before = past[-1:] if algorithm == "most_recent" else past[-2:]
         expected = np.max(before, axis=0) if past else np.array(STARTS) * [1, 1, 0.5]
         expected = expected * [1, 1, 8]
         now = np.array([np.abs(np.float32(a)).max() for a in (x, w, dy)])
-        np.testing.assert_array_equal(seen, now)
+        np.testing.assert_array_equal(observed, now)
         sx, sw, sdy = (
             rounded(np.float32(a), form, e, 1)
             for a, form, e in zip((x, w, dy), ("e4m3", "e4m3", "e5m2"), expected, strict=True)
         )
         clipped += np.abs(sx).max() < np.abs(x).max() / 2
-        for actual, wanted in (
+        for actual, exact in (
             (y, np.einsum(EQUATION, sx, sw)),
             (dx, np.einsum("bsf,df->bsd", sdy, sw)),
             (dw, np.einsum("bsd,bsf->df", sx, sdy)),
         ):
-            np.testing.assert_allclose(actual, wanted, rtol=0, atol=2e-6 * np.abs(wanted).max() + 1e-30)
-        kept = history.updated(kept, seen, scale)
+            np.testing.assert_allclose(actual, exact, rtol=0, atol=2e-6 * np.abs(exact).max() + 1e-30)
+        state = history.updated(state, observed, scale)
         past.append(now / [1, 1, 8])
-        np.testing.assert_allclose(kept[:, 0], past[-1], rtol=1e-7)
+        np.testing.assert_allclose(state[:, 0], past[-1], rtol=1e-7)
     assert clipped == 1, "the last step is far larger than what the scales were made for"
 
 
 def test_what_was_not_seen_is_not_remembered_and_infinities_show() -> None:
     history = AmaxHistory(DelayedScalingConfig(history=3), token_share=1.0)
-    kept = jnp.arange(1.0, 10).reshape(3, 3)
-    actual = history.updated(kept, jnp.array([5.0, 0.0, 6.0]), jnp.float32(2))
+    state = jnp.arange(1.0, 10).reshape(3, 3)
+    actual = history.updated(state, jnp.array([5.0, 0.0, 6.0]), jnp.float32(2))
     np.testing.assert_array_equal(actual, [[5, 1, 2], [4, 5, 6], [3, 7, 8]])
     x = jnp.ones((2, 16, 32)).at[0, 0, 0].set(jnp.inf)
     y = Fp8Matmul(Fp8Config())(EQUATION, x, jnp.ones((32, 48)), jnp.ones(3))
@@ -108,56 +108,62 @@ class Compiled(NamedTuple):
 @cache
 def prepared(parallel: ParallelConfig, fp8: Fp8Config | None, repeats: int = 2) -> Program:
     """Not compiled."""
-    made = program(wide(repeats), parallel, microbatches=MICROBATCHES // parallel.data_size(2), compute="bfloat16")
-    cfg = made.cfg.but(
-        precision=replace(made.cfg.precision, fp8=fp8), schedule=replace(made.cfg.schedule, lr=1e-3), steps=STEPS
+    program = build_program(
+        wide(repeats), parallel, microbatches=MICROBATCHES // parallel.data_size(2), compute="bfloat16"
+    )
+    cfg = program.cfg.but(
+        precision=replace(program.cfg.precision, fp8=fp8), schedule=replace(program.cfg.schedule, lr=1e-3), steps=STEPS
     )
     assert not cfg.problems(8)
     return Program.of(cfg, build_mesh(parallel))
 
 
 @cache
-def compiled(parallel: ParallelConfig, fp8: Fp8Config | None, repeats: int = 2, *, told: bool = False) -> Compiled:
-    """A train step that may be told limits."""
-    made = prepared(parallel, fp8, repeats)
-    control = (AS_IT_IS,) * told
-    with within(made):
-        step: Any = made.train_step
-        step = step.lower(start(made), place(made, rows()), *control).compile(compiler_options=dict(ROUNDED))
-    return Compiled(made, step)
+def compiled(
+    parallel: ParallelConfig, fp8: Fp8Config | None, repeats: int = 2, *, controlled: bool = False
+) -> Compiled:
+    """A train step that takes a StepControl if `controlled`."""
+    program = prepared(parallel, fp8, repeats)
+    control = (AS_IT_IS,) * controlled
+    with within(program):
+        step: Any = program.train_step
+        step = step.lower(start(program), place(program, rows()), *control).compile(compiler_options=dict(ROUNDED))
+    return Compiled(program, step)
 
 
-def run(made: Compiled, state: TrainState, numbers: range, *more: Any) -> tuple[TrainState, list[float]]:
+def run(compiled_step: Compiled, state: TrainState, numbers: range, *more: Any) -> tuple[TrainState, list[float]]:
     """Steps on new rows each."""
     losses = []
-    with within(made.program):
+    with within(compiled_step.program):
         for number in numbers:
-            state, metrics = made.step(state, place(made.program, rows(number)), *more)
+            state, metrics = compiled_step.step(state, place(compiled_step.program, rows(number)), *more)
             losses.append(float(metrics["loss"]))
     return state, losses
 
 
-def remembered(made: Compiled, state: TrainState) -> dict[str, np.ndarray]:
+def histories_by_layer(compiled_step: Compiled, state: TrainState) -> dict[str, np.ndarray]:
     """Histories with rows in the order of the layers; those of rows that are none are zeros."""
-    order = np.array(made.program.partition.order())
+    order = np.array(compiled_step.program.partition.order())
     actual = {path: np.asarray(history) for path, history in state.observed.items()}
     assert all((history[order < 0] == 0).all() for history in actual.values())
     return {path: history[order >= 0][np.argsort(order[order >= 0])] for path, history in actual.items()}
 
 
 def same_after_a_step(
-    parallel: ParallelConfig, wanted: ParallelConfig = ONE, repeats: int = 2, *, gradients: bool = True
+    parallel: ParallelConfig, reference: ParallelConfig = ONE, repeats: int = 2, *, gradients: bool = True
 ) -> None:
     """Histories after one step; gradients: those of gradients too, or else up to what 8 bits round."""
-    one, other = compiled(wanted, DELAYED, repeats), compiled(parallel, DELAYED, repeats)
-    (alone, losses), (state, actual) = (run(made, start(made.program), range(1)) for made in (one, other))
+    expected_run, actual_run = compiled(reference, DELAYED, repeats), compiled(parallel, DELAYED, repeats)
+    (expected_state, losses), (state, actual) = (
+        run(step, start(step.program), range(1)) for step in (expected_run, actual_run)
+    )
     assert actual[0] == pytest.approx(losses[0], rel=1e-6)
-    expected, histories = remembered(one, alone), remembered(other, state)
+    expected, histories = histories_by_layer(expected_run, expected_state), histories_by_layer(actual_run, state)
     assert len(expected) == 7 and all((history[..., 0] > 0).all() for history in expected.values())
     for path, history in histories.items():
         assert history.shape == (repeats, 3, 2) and history.dtype == np.float32
-        same = 3 if gradients else 2
-        np.testing.assert_array_equal(history[:, :same], expected[path][:, :same], err_msg=path)
+        exact = 3 if gradients else 2
+        np.testing.assert_array_equal(history[:, :exact], expected[path][:, :exact], err_msg=path)
         np.testing.assert_allclose(history, expected[path], rtol=2**-3, err_msg=path)
         for shard in state.observed[path].addressable_shards:
             np.testing.assert_array_equal(shard.data, np.asarray(state.observed[path])[shard.index])
@@ -190,13 +196,13 @@ def test_pipelines_remember_the_same(parallel: ParallelConfig) -> None:
 
 @pytest.mark.slow
 def test_a_step_that_is_skipped_leaves_them_as_they_are() -> None:
-    made = compiled(ONE, DELAYED, told=True)
+    step = compiled(ONE, DELAYED, controlled=True)
     broken = AS_IT_IS._replace(limits=np.array(GuardLimits(loss=-np.inf), np.float32))
-    state, _ = run(made, start(made.program), range(2), AS_IT_IS)
-    before = remembered(made, state)
-    state, _ = run(made, state, range(2, 3), broken)
+    state, _ = run(step, start(step.program), range(2), AS_IT_IS)
+    before = histories_by_layer(step, state)
+    state, _ = run(step, state, range(2, 3), broken)
     assert int(state.skipped) == 1
-    for path, history in remembered(made, state).items():
+    for path, history in histories_by_layer(step, state).items():
         np.testing.assert_array_equal(history, before[path])
 
 
@@ -204,57 +210,59 @@ def test_a_step_that_is_skipped_leaves_them_as_they_are() -> None:
 def test_twenty_steps_beside_current_scaling_and_bfloat16() -> None:
     losses = {}
     for name, fp8 in (("delayed", DELAYED), ("current", Fp8Config()), ("bfloat16", None)):
-        made = compiled(ONE, fp8)
-        losses[name] = np.array(run(made, start(made.program), range(STEPS))[1])
-    for other in ("current", "bfloat16"):
-        print(other, np.abs(losses["delayed"] - losses[other]).max())
-        assert 0 < np.abs(losses["delayed"] - losses[other]).max() < APART
+        step = compiled(ONE, fp8)
+        losses[name] = np.array(run(step, start(step.program), range(STEPS))[1])
+    for name in ("current", "bfloat16"):
+        print(name, np.abs(losses["delayed"] - losses[name]).max())
+        assert 0 < np.abs(losses["delayed"] - losses[name]).max() < APART
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["data", "pipeline", "pipeline, data and tensor"])
 def test_twenty_steps_on_other_layouts(layout: str) -> None:
-    one, other = compiled(ONE, DELAYED), compiled(LAYOUTS[layout], DELAYED)
-    (_, wanted), (_, actual) = (run(made, start(made.program), range(STEPS)) for made in (one, other))
-    print(layout, np.abs(np.array(actual) - wanted).max())
-    assert np.abs(np.array(actual) - wanted).max() < APART
+    expected_run, actual_run = compiled(ONE, DELAYED), compiled(LAYOUTS[layout], DELAYED)
+    (_, expected), (_, actual) = (run(step, start(step.program), range(STEPS)) for step in (expected_run, actual_run))
+    print(layout, np.abs(np.array(actual) - expected).max())
+    assert np.abs(np.array(actual) - expected).max() < APART
 
 
 @pytest.mark.slow
 def test_layers_in_16_bits_remember_nothing() -> None:
-    made = compiled(ONE, replace(DELAYED, first_layers=1))
-    state, _ = run(made, start(made.program), range(1))
-    for history in remembered(made, state).values():
+    step = compiled(ONE, replace(DELAYED, first_layers=1))
+    state, _ = run(step, start(step.program), range(1))
+    for history in histories_by_layer(step, state).values():
         assert (history[0] == 0).all() and (history[1, :, 0] > 0).all()
 
 
 def test_they_are_no_weights() -> None:
-    made, plain = prepared(ONE, DELAYED), prepared(ONE, Fp8Config())
-    assert made.declared == plain.declared and not plain.observed
-    assert set(made.arrays) == set(made.observed) | set(made.declared) and not set(made.observed) & set(made.declared)
-    state = made.state_like()
-    assert set(state.params) == set(made.declared) == set(state.optimizer["first_moment"])
-    assert set(state.observed) == set(made.observed) and plain.state_like().observed == {}
+    delayed, plain = prepared(ONE, DELAYED), prepared(ONE, Fp8Config())
+    assert delayed.declared == plain.declared and not plain.observed
+    assert set(delayed.arrays) == set(delayed.observed) | set(delayed.declared) and not set(delayed.observed) & set(
+        delayed.declared
+    )
+    state = delayed.state_like()
+    assert set(state.params) == set(delayed.declared) == set(state.optimizer["first_moment"])
+    assert set(state.observed) == set(delayed.observed) and plain.state_like().observed == {}
 
 
 def test_rows_follow_their_layers_to_another_pipeline() -> None:
-    made, other = prepared(ONE, DELAYED, 3), prepared(LAYOUTS["uneven pipeline"], DELAYED, 3)
-    wanted = other.partition.order()
-    like = other.state_like()
-    there = like_stored(like, other.arrays, made.partition.order_of)
-    assert {leaf.shape for leaf in there.observed.values()} == {(3, 3, 2)}
-    drawn = {path: np.random.default_rng(0).random(leaf.shape, np.float32) for path, leaf in there.observed.items()}
-    empty = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), there)
-    restored = jax.device_put(replace(empty, observed=drawn), jax.tree.map(lambda leaf: leaf.sharding, there))
-    moved = reorder(restored, like, other.arrays, made.partition.order_of, other.partition.order_of)
+    unsplit, pipelined = prepared(ONE, DELAYED, 3), prepared(LAYOUTS["uneven pipeline"], DELAYED, 3)
+    order = pipelined.partition.order()
+    like = pipelined.state_like()
+    target = like_stored(like, pipelined.arrays, unsplit.partition.order_of)
+    assert {leaf.shape for leaf in target.observed.values()} == {(3, 3, 2)}
+    values = {path: np.random.default_rng(0).random(leaf.shape, np.float32) for path, leaf in target.observed.items()}
+    empty = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), target)
+    restored = jax.device_put(replace(empty, observed=values), jax.tree.map(lambda leaf: leaf.sharding, target))
+    moved = reorder(restored, like, pipelined.arrays, unsplit.partition.order_of, pipelined.partition.order_of)
     for path, history in moved.observed.items():
-        for row, layer in enumerate(wanted):
-            np.testing.assert_array_equal(history[row], drawn[path][layer] if layer >= 0 else 0)
+        for row, layer in enumerate(order):
+            np.testing.assert_array_equal(history[row], values[path][layer] if layer >= 0 else 0)
 
 
-@pytest.mark.parametrize(("wrong", "says"), [({"history": 0}, "at least 1"), ({"margin": 100}, "between")])
-def test_refused(wrong: dict[str, int], says: str) -> None:
+@pytest.mark.parametrize(("settings", "message"), [({"history": 0}, "at least 1"), ({"margin": 100}, "between")])
+def test_refused(settings: dict[str, int], message: str) -> None:
     cfg = prepared(ONE, DELAYED).cfg
-    fp8 = Fp8Config(delayed=DelayedScalingConfig(**wrong))
-    with pytest.raises(ConfigError, match=says):
+    fp8 = Fp8Config(delayed=DelayedScalingConfig(**settings))
+    with pytest.raises(ConfigError, match=message):
         check(cfg.but(precision=replace(cfg.precision, fp8=fp8)), 8)

@@ -74,33 +74,33 @@ def in_8_bits(plan: TrainPlan) -> Counter[tuple[str, str, str]]:
     """(formats of both operands, precision) -> matmuls in the program."""
     actual = Counter()
     for computation in Program.read(plan.text).computations.values():
-        for one in computation.values():
-            if one.target == "__cublas$lt$matmul$f8":
-                formats = [computation[name].shape.partition("[")[0] for name in one.operands[:2]]
+        for op in computation.values():
+            if op.target == "__cublas$lt$matmul$f8":
+                formats = [computation[name].shape.partition("[")[0] for name in op.operands[:2]]
                 assert set(formats) <= OPERANDS
-                precision = re.search(r'"operand_precision":\["(\w+)"', one.attributes)
+                precision = re.search(r'"operand_precision":\["(\w+)"', op.attributes)
                 # Gradients of weights are computed in the dtype they are accumulated in, the others in bfloat16.
-                assert precision is not None and one.shape.lstrip("(").startswith(("bf16[", "f32["))
+                assert precision is not None and op.shape.lstrip("(").startswith(("bf16[", "f32["))
                 actual[(*sorted(formats), precision[1])] += 1
     return actual
 
 
-def others(plan: TrainPlan) -> list[str]:
+def uncast_products(plan: TrainPlan) -> list[str]:
     """Results of the matmuls that are not in 8 bits; attention is none of them, but a kernel."""
     return [
-        one.shape
+        op.shape
         for computation in Program.read(plan.text).computations.values()
-        for one in computation.values()
-        if one.opcode == "dot" or re.match(r"__cublas(?!\$lt\$matmul\$f8)", one.target or "")
+        for op in computation.values()
+        if op.opcode == "dot" or re.match(r"__cublas(?!\$lt\$matmul\$f8)", op.target or "")
     ]
 
 
 def along_tensor(actual: Contents) -> Counter[tuple[tuple[int, ...], str]]:
     """(loop, kind) -> arrays of some size that go over `tensor`."""
     counts = Counter()
-    for one in actual.collectives:
-        if one.groups.axes == ("tensor",) and one.bytes > 2**16:
-            counts[(one.place.path, one.kind)] += one.arrays
+    for collective in actual.collectives:
+        if collective.groups.axes == ("tensor",) and collective.bytes > 2**16:
+            counts[(collective.place.path, collective.kind)] += collective.arrays
     return counts
 
 
@@ -112,7 +112,7 @@ FORWARD, BACKWARD = ("f8e4m3fn", "f8e4m3fn", "DEFAULT"), ("f8e4m3fn", "f8e5m2", 
 def check(plan: TrainPlan, matmuls: int) -> None:
     """Each layer's matmuls, and both that its gradients take of each; nothing else but the head's, in 16 bits."""
     assert in_8_bits(plan) == {FORWARD: matmuls, BACKWARD: 2 * matmuls}
-    assert len(others(plan)) == 3, "logits, and gradients of hidden states and table"
+    assert len(uncast_products(plan)) == 3, "logits, and gradients of hidden states and table"
 
 
 @pytest.mark.slow
@@ -125,7 +125,7 @@ def test_every_matmul_of_a_layer_is_in_8_bits(family: str, matmuls: int, devicel
 def test_layers_at_both_ends_in_16_bits_are_chosen_without_a_branch(deviceless: Deviceless) -> None:
     plan = deviceless("llama", "h100:1", Fp8Config(first_layers=1), ParallelConfig(data=1))
     assert in_8_bits(plan) == {FORWARD: LLAMA, BACKWARD: 2 * LLAMA}
-    assert len(others(plan)) == 3 + 3 * LLAMA
+    assert len(uncast_products(plan)) == 3 + 3 * LLAMA
     assert "f8e4m3" not in "".join(line for line in plan.text.splitlines() if " conditional(" in line)
 
 
@@ -135,8 +135,12 @@ def test_over_tensor_it_moves_what_16_bits_move_and_a_few_amax(deviceless: Devic
     small, wide = (deviceless("llama", "h100:4", fp8, parallel) for fp8 in (HYBRID, None))
     check(small, LLAMA)
     assert along_tensor(small.contents) == along_tensor(wide.contents)
-    amax = [one for one in small.contents.collectives if one.bytes < 64 and len(one.place.path) == 2]
-    assert {one.kind for one in amax} == {"all-reduce"} and len(amax) <= 10
+    amax = [
+        collective
+        for collective in small.contents.collectives
+        if collective.bytes < 64 and len(collective.place.path) == 2
+    ]
+    assert {collective.kind for collective in amax} == {"all-reduce"} and len(amax) <= 10
 
 
 @pytest.mark.slow
@@ -146,7 +150,7 @@ def test_other_layouts(parallel: ParallelConfig, deviceless: Deviceless) -> None
     assert set(actual) == {FORWARD, BACKWARD}
     # A loop may be taken apart, its first round or its last being written out, and a pipeline has phases.
     assert actual[FORWARD] % LLAMA == 0 and actual[BACKWARD] % (2 * LLAMA) == 0
-    assert len(others(deviceless("llama", "h100:2", HYBRID, parallel))) % 3 == 0
+    assert len(uncast_products(deviceless("llama", "h100:2", HYBRID, parallel))) % 3 == 0
 
 
 @pytest.mark.slow
@@ -170,10 +174,15 @@ def test_amax_goes_over_all_devices_once_a_step(deviceless: Deviceless) -> None:
     before, now = (deviceless("llama", "h100:4", fp8, parallel) for fp8 in (DELAYED, HYBRID))
     check(before, LLAMA)
     assert along_tensor(before.contents) == along_tensor(now.contents)
-    amax = [one for one in before.contents.collectives if one.bytes < 128 and len(one.place.path) == 2]
-    assert [(one.kind, one.groups.axes) for one in amax] == [("all-reduce", ("tensor",))]
+    amax = [
+        collective
+        for collective in before.contents.collectives
+        if collective.bytes < 128 and len(collective.place.path) == 2
+    ]
+    assert [(collective.kind, collective.groups.axes) for collective in amax] == [("all-reduce", ("tensor",))]
     sizes = [
-        sum(one.bytes for one in actual.contents.collectives if "data" in one.groups.axes) for actual in (before, now)
+        sum(collective.bytes for collective in actual.contents.collectives if "data" in collective.groups.axes)
+        for actual in (before, now)
     ]
     assert sizes[0] - sizes[1] == 2 * LLAMA * 3 * 4, "two layers, seven products, three float32"
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiny_runs import ONE, QUICK, Program, place, program, rows, start, wide, within
+from tiny_runs import ONE, QUICK, Program, build_program, place, rows, start, wide, within
 
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import build_mesh
@@ -37,41 +37,41 @@ APART = 1e-2
 def losses(parallel: ParallelConfig, fp8: Fp8Config | None, steps: int) -> np.ndarray:
     """Of steps on new rows each."""
     replicas = parallel.data_size(2)
-    made = program(wide(), parallel, microbatches=MICROBATCHES // replicas, compute="bfloat16", isolated=False)
-    cfg = made.cfg.but(
-        precision=replace(made.cfg.precision, fp8=fp8), schedule=replace(made.cfg.schedule, lr=1e-3), steps=STEPS
+    program = build_program(wide(), parallel, microbatches=MICROBATCHES // replicas, compute="bfloat16", isolated=False)
+    cfg = program.cfg.but(
+        precision=replace(program.cfg.precision, fp8=fp8), schedule=replace(program.cfg.schedule, lr=1e-3), steps=STEPS
     )
     assert not cfg.problems(8)
-    made = Program.of(cfg, build_mesh(parallel))
+    program = Program.of(cfg, build_mesh(parallel))
     actual = []
-    with within(made):
-        state, batch = start(made), place(made, rows())
-        step: Any = made.train_step
+    with within(program):
+        state, batch = start(program), place(program, rows())
+        step: Any = program.train_step
         step = step.lower(state, batch).compile(compiler_options=dict(QUICK) | ROUNDED)
         for number in range(steps):
-            state, metrics = step(state, place(made, rows(number)))
+            state, metrics = step(state, place(program, rows(number)))
             actual.append(float(metrics["loss"]))
     return np.array(actual)
 
 
 @pytest.mark.slow
 def test_over_tensor() -> None:
-    actual, wanted = losses(LAYOUTS["tensor and sequence"], Fp8Config(), 3), losses(ONE, Fp8Config(), 3)
-    assert np.abs(actual - wanted).max() < APART
+    actual, expected = losses(LAYOUTS["tensor and sequence"], Fp8Config(), 3), losses(ONE, Fp8Config(), 3)
+    assert np.abs(actual - expected).max() < APART
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["hybrid", "e4m3"])
 def test_twenty_steps_beside_bfloat16(form: str) -> None:
-    wanted, small = losses(ONE, None, STEPS), losses(ONE, Fp8Config(format=form), STEPS)
-    assert 0 < np.abs(small - wanted).max() < APART
+    expected, small = losses(ONE, None, STEPS), losses(ONE, Fp8Config(format=form), STEPS)
+    assert 0 < np.abs(small - expected).max() < APART
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_twenty_steps_on_other_layouts(layout: str) -> None:
-    actual, wanted = losses(LAYOUTS[layout], Fp8Config(), STEPS), losses(ONE, Fp8Config(), STEPS)
-    assert np.abs(actual - wanted).max() < APART
+    actual, expected = losses(LAYOUTS[layout], Fp8Config(), STEPS), losses(ONE, Fp8Config(), STEPS)
+    assert np.abs(actual - expected).max() < APART
 
 
 @pytest.mark.slow
@@ -94,15 +94,15 @@ def test_layers_at_both_ends_stay_in_16_bits(layout: ParallelConfig) -> None:
 def test_without_a_pipeline_layers_at_both_ends_are_spans_of_their_own(recomputed: dict, units: list[int]) -> None:
     """Their numbers are known, so no branch decides: a GPU may wait for the host at each."""
     model = replace(wide(), stack=replace(wide().stack, repeats=4), **({"recompute": "full"} | recomputed))
-    made = program(model, ONE, microbatches=1, compute="bfloat16", isolated=False)
-    precision = replace(made.cfg.precision, fp8=Fp8Config(first_layers=1, last_layers=1))
-    made = Program.of(made.cfg.but(precision=precision), made.mesh)
-    stack = made.abstract.stack
+    program = build_program(model, ONE, microbatches=1, compute="bfloat16", isolated=False)
+    precision = replace(program.cfg.precision, fp8=Fp8Config(first_layers=1, last_layers=1))
+    program = Program.of(program.cfg.but(precision=precision), program.mesh)
+    stack = program.abstract.stack
     assert [span.units for span in stack.spans(4, 0)] == units
     assert sum(span.units for span in stack.spans(4)) == sum(units)
-    with within(made):
-        state, batch = start(made), place(made, rows())
-        text = str(made.train_step.trace(state, batch).jaxpr)
+    with within(program):
+        state, batch = start(program), place(program, rows())
+        text = str(program.train_step.trace(state, batch).jaxpr)
     assert "f8_e4m3fn" in text and " cond[" not in text
 
 
@@ -116,5 +116,5 @@ def test_the_first_loss_is_the_same_whether_a_branch_decides() -> None:
 @pytest.mark.parametrize("layout", ["data", "pipeline"])
 def test_the_first_loss_is_the_same_where_no_sum_is_cut(layout: str) -> None:
     """Scales of parts of a batch differ, the 8-bit numbers do not: powers of two."""
-    actual, wanted = losses(LAYOUTS[layout], Fp8Config(), STEPS), losses(ONE, Fp8Config(), STEPS)
-    assert actual[0] == pytest.approx(wanted[0], rel=1e-6)
+    actual, expected = losses(LAYOUTS[layout], Fp8Config(), STEPS), losses(ONE, Fp8Config(), STEPS)
+    assert actual[0] == pytest.approx(expected[0], rel=1e-6)

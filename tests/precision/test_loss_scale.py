@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_runs import LENGTH, ONE, ROWS, llama, place, program, rows, start, within
+from tiny_runs import LENGTH, ONE, ROWS, build_program, llama, place, rows, start, within
 
 from megajax.precision.config import ConstantScaleConfig, DynamicScaleConfig, PrecisionConfig
 from megajax.precision.loss_scale import DynamicScale, in_range
@@ -15,8 +15,8 @@ def follow(scaler, finite: list[bool]) -> list[tuple[float, int, int]]:
     """(scale, steps without overflow, overflows left) after each step."""
     scale, counters = scaler.start()
     rows = []
-    for good in finite:
-        scale, counters = jax.jit(scaler.update)(scale, counters, jnp.array(good))
+    for is_finite in finite:
+        scale, counters = jax.jit(scaler.update)(scale, counters, jnp.array(is_finite))
         rows.append((float(scale), *np.asarray(counters).tolist()))
     return rows
 
@@ -45,7 +45,7 @@ def test_float16_has_a_dynamic_scale_unless_told_otherwise():
 
 
 @pytest.mark.parametrize(
-    ("config", "where"),
+    ("config", "setting"),
     [
         (DynamicScaleConfig(window=0), "window"),
         (DynamicScaleConfig(hysteresis=0), "hysteresis"),
@@ -54,30 +54,30 @@ def test_float16_has_a_dynamic_scale_unless_told_otherwise():
         (PrecisionConfig(compute="float16", gradients="bfloat16"), "gradients"),
     ],
 )
-def test_scales_that_make_no_sense_are_refused(config, where):
-    assert [problem.setting for problem in config.problems()] == [where]
+def test_scales_that_make_no_sense_are_refused(config, setting):
+    assert [problem.setting for problem in config.problems()] == [setting]
 
 
 def test_scales_are_for_gradients_of_a_mean():
     """A float16 step of many tokens overflows where the gradient of their mean does, not of the sum."""
     assert [in_range(weight) for weight in (1, 2, 3, 2047, 2048)] == [1, 1 / 2, 1 / 2, 1 / 1024, 1 / 2048]
-    whole, mean = (program(llama(), ONE, microbatches=4, average=a) for a in ("tokens", "microbatches"))
-    assert whole._weight(whole.batch_like()) == ROWS * LENGTH and mean._weight(mean.batch_like()) == 4
+    by_tokens, mean = (build_program(llama(), ONE, microbatches=4, average=a) for a in ("tokens", "microbatches"))
+    assert by_tokens._weight(by_tokens.batch_like()) == ROWS * LENGTH and mean._weight(mean.batch_like()) == 4
 
 
 @pytest.mark.slow  # tests/training/test_float16_run.py trains with that weight
 def test_the_weight_of_the_mean_changes_no_bit():
-    whole = program(llama(), ONE, microbatches=4)
-    with within(whole):
-        state, batch = start(whole), place(whole, rows())
+    program = build_program(llama(), ONE, microbatches=4)
+    with within(program):
+        state, batch = start(program), place(program, rows())
         parts = StepParts(
-            grad_fn=whole.grad_fn(),
-            optimizer=whole.optimizer,
-            schedule=whole.schedule,
-            shardings=whole.shardings,
-            gradient_shardings=whole.step_parts.gradient_shardings,
+            grad_fn=program.grad_fn(),
+            optimizer=program.optimizer,
+            schedule=program.schedule,
+            shardings=program.shardings,
+            gradient_shardings=program.step_parts.gradient_shardings,
         )
         as_it_is = compiled(plain_step(parts), parts)
-        expected, one = as_it_is(jax.tree.map(jnp.copy, state), batch)
-        actual, other = whole.train_step(state, batch)
-    jax.tree.map(np.testing.assert_array_equal, (actual, dict(other)), (expected, dict(one)))
+        expected, expected_out = as_it_is(jax.tree.map(jnp.copy, state), batch)
+        actual, actual_out = program.train_step(state, batch)
+    jax.tree.map(np.testing.assert_array_equal, (actual, dict(actual_out)), (expected, dict(expected_out)))

@@ -38,9 +38,9 @@ def test_a_channel_is_off_by_half_a_step_at_most(dtype: str) -> None:
     values, scale = form.quantized(jnp.asarray(w))
     assert scale.shape == (3,)
     np.testing.assert_allclose(scale, np.abs(w).max((0, 1)) / largest(dtype), rtol=1e-6)
-    error, whole = np.abs(form.whole(values, scale) - w), np.abs(w) / np.asarray(scale)
+    error, relative = np.abs(form.whole(values, scale) - w), np.abs(w) / np.asarray(scale)
     # e4m3 has steps of 2^-3 of the power of two below a number, and of 2^-9 below 2^-6.
-    step = 1.0 if dtype == "int8" else 2.0 ** (np.floor(np.log2(np.maximum(whole, 2.0**-6))) - 3)
+    step = 1.0 if dtype == "int8" else 2.0 ** (np.floor(np.log2(np.maximum(relative, 2.0**-6))) - 3)
     assert (error <= np.asarray(scale) * step / 2 * (1 + 1e-5)).all()
     assert np.abs(np.asarray(values, np.float32)).max() == largest(dtype)
 
@@ -63,9 +63,9 @@ def test_zeros_stay_zeros_and_what_is_not_finite_stays_visible(weights: str) -> 
     values, scale = form.quantized(jnp.asarray(w))
     assert (np.asarray(scale)[..., 1] == 1).all()
     assert (np.asarray(form.whole(values, scale))[:, 1] == 0).all()
-    wrong = np.isfinite(form.whole(*form.quantized(jnp.asarray(at(w, (0, 2), np.inf)))))
-    assert not wrong[:4, 2].any()
-    assert wrong[:, :2].all()
+    finite = np.isfinite(form.whole(*form.quantized(jnp.asarray(at(w, (0, 2), np.inf)))))
+    assert not finite[:4, 2].any()
+    assert finite[:, :2].all()
 
 
 def test_packing_keeps_every_number_in_every_place() -> None:
@@ -80,42 +80,44 @@ def test_packing_keeps_every_number_in_every_place() -> None:
 @pytest.mark.parametrize(("weights", "balanced"), [("int8", False), ("int8", True), ("fp8", False), ("int4", True)])
 def test_the_product_is_that_of_the_matrix_scaled_back(weights: str, balanced: bool) -> None:
     def products() -> list[tuple[Any, ...]]:
-        made = []
-        for equation, (left, right, inputs) in EQUATIONS.items():
-            x, w = (jnp.asarray(next(drawn)) for _ in range(2))
-            how = Quantized(form_of(weights, 2, inputs, len(right) - inputs), balanced=balanced)
-            leaves = how.quantized(w, jnp.asarray(next(drawn)) if balanced else None)
-            whole = how.whole(leaves)
-            made.append((how.product(equation, x, leaves), jnp.einsum(equation, x, whole), w, whole))
-            assert left == x.shape
-        return made
+        products_ = []
+        for equation, (lhs, rhs, inputs) in EQUATIONS.items():
+            x, w = (jnp.asarray(next(values_)) for _ in range(2))
+            quantized = Quantized(form_of(weights, 2, inputs, len(rhs) - inputs), balanced=balanced)
+            leaves = quantized.quantized(w, jnp.asarray(next(values_)) if balanced else None)
+            weight = quantized.whole(leaves)
+            products_.append((quantized.product(equation, x, leaves), jnp.einsum(equation, x, weight), w, weight))
+            assert lhs == x.shape
+        return products_
 
-    shapes = [(left, right, right[:inputs]) for left, right, inputs in EQUATIONS.values()]
-    values = [draw(*shape, seed=place) for each in shapes for place, shape in enumerate(each[: 2 + balanced])]
-    drawn = iter(np.abs(each) + 0.5 if balanced and place % 3 == 2 else each for place, each in enumerate(values))
-    for product, expected, w, whole in jax.jit(products)():
-        assert np.abs(whole - w).max() < (0.5 if weights == "int4" else 0.3)
+    shapes = [(lhs, rhs, rhs[:inputs]) for lhs, rhs, inputs in EQUATIONS.values()]
+    values = [draw(*shape, seed=place) for value in shapes for place, shape in enumerate(value[: 2 + balanced])]
+    values_ = iter(np.abs(value) + 0.5 if balanced and place % 3 == 2 else value for place, value in enumerate(values))
+    for product, expected, w, weight in jax.jit(products)():
+        assert np.abs(weight - w).max() < (0.5 if weights == "int4" else 0.3)
         np.testing.assert_allclose(product, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_products_in_8_bits_are_those_of_rounded_numbers() -> None:
     x, w = jnp.asarray(draw(2, 3, 16) * np.float32([[1.0], [30.0], [1e-3]])), jnp.asarray(draw(16, 4, 6, seed=1))
-    how = Quantized(form_of("fp8", 0, 1, 2), activations=True)
-    leaves = how.quantized(w)
+    quantized = Quantized(form_of("fp8", 0, 1, 2), activations=True)
+    leaves = quantized.quantized(w)
     values, scale = rounded(x, "float8_e4m3fn", 1)
     assert scale.shape == (2, 3)
-    expected = jnp.einsum("bsd,dnh->bsnh", values.astype(jnp.float32) * scale[..., None], how.whole(leaves))
-    np.testing.assert_allclose(how.product("bsd,dnh->bsnh", x, leaves), expected, rtol=1e-5, atol=1e-5)
-    static = Quantized(how.form, activations=True, static=True)
+    expected = jnp.einsum("bsd,dnh->bsnh", values.astype(jnp.float32) * scale[..., None], quantized.whole(leaves))
+    np.testing.assert_allclose(quantized.product("bsd,dnh->bsnh", x, leaves), expected, rtol=1e-5, atol=1e-5)
+    static = Quantized(quantized.form, activations=True, static=True)
     clipped = jnp.clip(x * (448 / 2.0), -448, 448).astype("float8_e4m3fn").astype(jnp.float32) * (2.0 / 448)
     product = static.product("bsd,dnh->bsnh", x, static.quantized(w, amax=jnp.float32(2.0)))
-    np.testing.assert_allclose(product, jnp.einsum("bsd,dnh->bsnh", clipped, how.whole(leaves)), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(
+        product, jnp.einsum("bsd,dnh->bsnh", clipped, quantized.whole(leaves)), rtol=1e-5, atol=1e-5
+    )
 
 
 def test_sums_of_integers_do_not_overflow_float16() -> None:
     x, w = jnp.full((1, 1, 4096), 8, jnp.float16), jnp.full((4096, 2), 0.25)
-    how = Quantized(form_of("int8", 0, 1, 1))
-    product = how.product("bsd,df->bsf", x, how.quantized(w))
+    quantized = Quantized(form_of("int8", 0, 1, 1))
+    product = quantized.product("bsd,df->bsf", x, quantized.quantized(w))
     assert product.dtype == jnp.float16
     np.testing.assert_allclose(product, 8192, rtol=1e-3)
 

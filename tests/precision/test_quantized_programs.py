@@ -49,13 +49,13 @@ def test_a_loop_over_layers_widens_one_matrix_at_a_time(
     cluster, _ = read_cluster("h100:1")
     assert cluster is not None
     sharding = SingleDeviceSharding(virtual_devices(cluster)[0])
-    how = Quantized(form_of(weights, 128, 1, 1), activations=activations)
-    declared = how.declared((LAYERS, SIDE, SIDE), ("layer", "embed", "mlp"))
+    quantized = Quantized(form_of(weights, 128, 1, 1), activations=activations)
+    declared = quantized.declared((LAYERS, SIDE, SIDE), ("layer", "embed", "mlp"))
     leaves = {end: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for end, (shape, _, dtype) in declared.items()}
     x = jax.ShapeDtypeStruct((64, 1, SIDE), jnp.bfloat16, sharding=sharding)
 
     def layers(leaves: dict[str, jax.Array], x: jax.Array) -> jax.Array:
-        return jax.lax.scan(lambda x, own: (how.product("bsd,df->bsf", x, own), None), x, leaves)[0]
+        return jax.lax.scan(lambda x, layer: (quantized.product("bsd,df->bsf", x, layer), None), x, leaves)[0]
 
     options = {option.name: option.value for option in (*GPU, *INFERENCE)} | {"xla_gpu_autotune_level": 0}
     compiled = jax.jit(layers).lower(leaves, x).compile(compiler_options=options)

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from tiny_runs import QUICK, llama, place, program, rows, start, within
+from tiny_runs import QUICK, build_program, llama, place, rows, start, within
 
 from megajax.batch import Grads, Params
 from megajax.mesh.config import ParallelConfig
@@ -17,29 +17,29 @@ from megajax.training.program import Program
 def with_precision(data_sharding: Any, **precision: Any) -> Program:
     """Two microbatches on two devices, computed in bfloat16, with gradients in float32 unless said otherwise."""
     parallel = ParallelConfig(data=2, data_sharding=data_sharding)
-    cfg = program(llama(), parallel, microbatches=2, compute="bfloat16").cfg
+    cfg = build_program(llama(), parallel, microbatches=2, compute="bfloat16").cfg
     cfg = cfg.but(precision=replace(cfg.precision, **precision))
     return Program.of(cfg, build_mesh(parallel, jax.devices()[:2]))
 
 
-def summed(made: Program) -> Grads:
+def summed(program: Program) -> Grads:
     """Loss and gradients at the start."""
-    with within(made):
-        params, batch = start(made).params, place(made, rows())
-        lowered = jax.jit(lambda: made.grad_fn()(params, batch, np.float32(1))).lower()
+    with within(program):
+        params, batch = start(program).params, place(program, rows())
+        lowered = jax.jit(lambda: program.grad_fn()(params, batch, np.float32(1))).lower()
         return jax.device_get(lowered.compile(compiler_options=dict(QUICK))())
 
 
 def gradients(data_sharding: Any, **precision: Any) -> tuple[Params, Program]:
     """See `with_precision`."""
-    made = with_precision(data_sharding, **precision)
-    return summed(made).grads, made
+    program = with_precision(data_sharding, **precision)
+    return summed(program).grads, program
 
 
-def distance(one: Params, other: Params, made: Program) -> float:
+def distance(first: Params, second: Params, program: Program) -> float:
     """Largest difference between gradients of a layer's matrices, over the largest gradient of the matrix."""
-    matrices = [path for path, spec in made.declared.items() if spec.role == "weight" and spec.layers]
-    return max(float(np.abs(one[path] - other[path]).max() / np.abs(other[path]).max()) for path in matrices)
+    matrices = [path for path, spec in program.declared.items() if spec.role == "weight" and spec.layers]
+    return max(float(np.abs(first[path] - second[path]).max() / np.abs(second[path]).max()) for path in matrices)
 
 
 @pytest.fixture(scope="module")
@@ -49,21 +49,21 @@ def once_a_step() -> tuple[Params, Program]:
 
 def test_fsdp_sends_gradients_in_float32(once_a_step: tuple[Params, Program]) -> None:
     """Layer by layer, and yet as precise as one reduction a step: 2.6e-3 off where those sums are in bfloat16."""
-    layer_by_layer, made = gradients("fsdp")
-    assert distance(layer_by_layer, once_a_step[0], made) < 1e-6
+    layer_by_layer, program = gradients("fsdp")
+    assert distance(layer_by_layer, once_a_step[0], program) < 1e-6
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("setting", ["reduce", "gradients"])
 def test_fsdp_sends_gradients_as_it_is_told(setting: str, once_a_step: tuple[Params, Program]) -> None:
-    rounded, made = gradients("fsdp", **{setting: "bfloat16"})
-    assert 1e-4 < distance(rounded, once_a_step[0], made) < 2e-2
+    rounded, program = gradients("fsdp", **{setting: "bfloat16"})
+    assert 1e-4 < distance(rounded, once_a_step[0], program) < 2e-2
 
 
 def test_weights_are_not_rounded_to_the_dtype_of_gradients() -> None:
     """The training loss is that of evaluation; 2e-5 off where weights are rounded to bfloat16."""
-    made = with_precision("zero1", compute="float32", gradients="bfloat16")
-    actual = summed(made)
-    with within(made):
-        loss, weight = made.eval_step(start(made).params, place(made, rows()))["loss"]
+    program = with_precision("zero1", compute="float32", gradients="bfloat16")
+    actual = summed(program)
+    with within(program):
+        loss, weight = program.eval_step(start(program).params, place(program, rows()))["loss"]
     np.testing.assert_allclose(actual.loss_sum / actual.weight_sum, loss / weight, rtol=1e-6)

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 from small_jobs import losses, model, run_config
-from tiny_runs import ONE, QUICK, llama, program, within
+from tiny_runs import ONE, QUICK, build_program, llama, within
 
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.checkpoint.weights.runs import open_step
@@ -28,7 +28,7 @@ LORA = LoRAConfig(rank=2, alpha=4.0)
 
 def compiled(made: DecoderConfig, trainable: tuple[str, ...] = ("*",)) -> tuple[Program, Any]:
     """The train step on one device."""
-    plain = program(made, ONE, microbatches=2)
+    plain = build_program(made, ONE, microbatches=2)
     whole = Program.of(plain.cfg.but(optimizer=AdamWConfig(trainable=trainable)), plain.mesh)
     with within(whole):
         step: Any = whole.train_step
@@ -57,7 +57,7 @@ def test_the_compiled_step_has_no_work_for_frozen_weights() -> None:
 
 
 def test_adapters_alone_have_gradients_and_moments() -> None:
-    made = program(replace(llama(), lora=LORA), ONE, microbatches=2)
+    made = build_program(replace(llama(), lora=LORA), ONE, microbatches=2)
     trained, moments = {path for path in made.declared if ".lora_" in path}, made.state_like().optimizer
     assert set(moments["first_moment"]) == set(moments["second_moment"]) == trained == set(made.adapters)
     assert set(made.step_parts.gradient_shardings) == trained
@@ -67,17 +67,17 @@ def test_adapters_alone_have_gradients_and_moments() -> None:
 
 
 def test_weights_named_beside_adapters_are_trained_too() -> None:
-    cfg = program(replace(llama(), lora=LORA), ONE, microbatches=2).cfg
+    cfg = build_program(replace(llama(), lora=LORA), ONE, microbatches=2).cfg
     made = Program.of(
-        cfg.but(optimizer=AdamWConfig(trainable=("norm.gain",))), program(llama(), ONE, microbatches=2).mesh
+        cfg.but(optimizer=AdamWConfig(trainable=("norm.gain",))), build_program(llama(), ONE, microbatches=2).mesh
     )
     assert set(made.optimizer.declared) == {*made.adapters, "norm.gain"}
 
 
 def test_a_run_without_a_source_says_that_frozen_weights_are_fresh() -> None:
-    line = frozen_weights_warning(program(replace(llama(), lora=LORA), ONE, microbatches=2))
+    line = frozen_weights_warning(build_program(replace(llama(), lora=LORA), ONE, microbatches=2))
     assert "adapters are trained beside fresh, frozen weights: set checkpoint.load" in line and ".lora_" not in line
-    assert frozen_weights_warning(program(llama(), ONE, microbatches=2)) == ""
+    assert frozen_weights_warning(build_program(llama(), ONE, microbatches=2)) == ""
 
 
 @pytest.mark.slow
@@ -113,7 +113,7 @@ def exact(folder: Path) -> list[str]:
 
 def test_formulas_count_the_adapters_of_the_program() -> None:
     made = replace(llama(), lora=LORA)
-    declared = program(made, ONE, microbatches=2).declared
+    declared = build_program(made, ONE, microbatches=2).declared
     (section,), elements = (
         made.section_facts(),
         sum(np.prod(declared[path].shape[1:]) for path in declared if ".lora_" in path),

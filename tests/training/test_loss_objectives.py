@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_runs import ONE, QUICK, VOCABULARY, llama, place, program, rows, start, train, within
+from tiny_runs import ONE, QUICK, VOCABULARY, build_program, llama, place, rows, start, train, within
 
 from megajax.layers.param import bind
 from megajax.mesh.config import ParallelConfig
@@ -27,7 +27,7 @@ def token_terms(logits: jax.Array, labels: jax.Array) -> dict[str, jax.Array]:
 
 @pytest.mark.parametrize("average", ["tokens", pytest.param("microbatches", marks=pytest.mark.slow)])
 def test_gradients_and_metrics_are_those_of_a_plain_log_softmax(average):
-    made = program(MODEL, ONE, microbatches=2, average=average, isolated=False)
+    made = build_program(MODEL, ONE, microbatches=2, average=average, isolated=False)
 
     def plain(params, piece):
         model = bind(made.abstract, params)

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 from small_jobs import losses, model, run_config
-from tiny_runs import ONE, QUICK, in_order, llama, place, program, rows, start, within
+from tiny_runs import ONE, QUICK, build_program, in_order, llama, place, rows, start, within
 
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.job.job import train
@@ -63,7 +63,7 @@ def trained(name: str, parallel: ParallelConfig) -> tuple[list[float], dict[str,
 
     Rows that are no layer stay zeros, and a fourth step without a finite loss changes nothing.
     """
-    cfg = program(llama(repeats=3), parallel, microbatches=2).cfg.but(optimizer=OPTIMIZERS[name])
+    cfg = build_program(llama(repeats=3), parallel, microbatches=2).cfg.but(optimizer=OPTIMIZERS[name])
     made = Program.of(cfg, build_mesh(parallel))
     with within(made):
         state = start(made)
@@ -98,7 +98,7 @@ def test_training_is_the_same_on_any_layout(name: str, layout: str) -> None:
 
 
 def test_factored_state_is_cut_over_stages_and_moments_as_their_weights() -> None:
-    made = program(llama(repeats=3), LAYOUTS["uneven pipeline"], microbatches=2)
+    made = build_program(llama(repeats=3), LAYOUTS["uneven pipeline"], microbatches=2)
     cfg = replace(OPTIMIZERS["adafactor"], settings={"min_dim_size_to_factor": 4, "momentum": 0.9})
     made = Program.of(made.cfg.but(optimizer=cfg), made.mesh)
     like, weights = made.state_like().optimizer, made.state_like().params

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 from small_jobs import run_config
-from tiny_runs import QUICK, llama, place, program, rows, start, within
+from tiny_runs import QUICK, build_program, llama, place, rows, start, within
 
 from megajax.config.errors import UserError
 from megajax.job.integrity import idle_drills
@@ -31,7 +31,7 @@ SLOW = ("replicate", "fsdp", "pipeline")
 @cache
 def recompute(layout: str):
     """(scale, tolerance) -> verdict, and the mesh."""
-    of = replace(program(llama("none"), LAYOUTS[layout], microbatches=2), options=QUICK)
+    of = replace(build_program(llama("none"), LAYOUTS[layout], microbatches=2), options=QUICK)
     state, batch, again = start(of), place(of, rows()), Recompute(of)
 
     def run(scale, tolerance: float = 0.0) -> Verdict | None:

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from tiny_runs import ONE, Program, llama, program, start
+from tiny_runs import ONE, Program, build_program, llama, start
 
 from megajax.job import layer_order
 from megajax.job.layer_order import like_stored, reorder
@@ -24,7 +24,7 @@ PIPELINE = ParallelConfig(pipeline=4, data=2, data_sharding="zero1")
 
 @cache
 def made(repeats: int, parallel: ParallelConfig = PIPELINE, offload: float = 0.0) -> Program:
-    whole = program(llama(repeats=repeats), parallel, microbatches=4)
+    whole = build_program(llama(repeats=repeats), parallel, microbatches=4)
     return Program.of(replace(whole.cfg, optimizer=AdamWConfig(offload=offload)), whole.mesh)
 
 
@@ -137,7 +137,7 @@ def test_rows_of_hybrids_find_their_places():
     letters = {"A": mixer, "B": replace(mixer, dropout=0.1), "-": mlp}
     model = replace(llama(), stack=SegmentsConfig.of([letters[letter] for letter in "A-B-A-A"]))
     one, cut = (
-        program(model, parallel, microbatches=4)
+        build_program(model, parallel, microbatches=4)
         for parallel in (ONE, ParallelConfig(pipeline=2, virtual_stages=2, data=1))
     )
     like, order = cut.state_like(), one.partition.order_of

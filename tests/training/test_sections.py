@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from tiny_runs import ONE, QUICK, VOCABULARY, differentiate, llama, place, program, rows, start, within
+from tiny_runs import ONE, QUICK, VOCABULARY, build_program, differentiate, llama, place, rows, start, within
 
 from megajax.batch import Leaf
 from megajax.config.errors import ConfigError
@@ -111,7 +111,7 @@ def two_towers(recompute: Recompute = "selective") -> TwoTowersConfig:
 
 @pytest.mark.parametrize("recompute", [pytest.param(name, marks=pytest.mark.slow) for name in ("full", "none")])
 def test_gradients_and_evaluation_are_those_of_plain_differentiation(recompute):
-    made = program(two_towers(recompute), ONE, microbatches=2)
+    made = build_program(two_towers(recompute), ONE, microbatches=2)
 
     def plain(params: Any, piece: Any) -> jax.Array:
         return forward(bind(made.abstract, params), piece, None, LossReduction()).loss_sum
@@ -151,6 +151,6 @@ def test_as_on_one_device(parallel):
 
 
 def test_a_pipeline_is_refused_and_the_nearest_layout_named():
-    cfg = replace(program(two_towers(), ONE, microbatches=2).cfg, parallel=ParallelConfig(pipeline=2))
+    cfg = replace(build_program(two_towers(), ONE, microbatches=2).cfg, parallel=ParallelConfig(pipeline=2))
     with pytest.raises(ConfigError, match=r"several sections \(reader, writer\)[^\n]*\n[^\n]*use 1 and parallel.data="):
         check(cfg, 8)

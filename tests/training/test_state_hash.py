@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_runs import QUICK, llama, program, start
+from tiny_runs import QUICK, build_program, llama, start
 
 from megajax.job.replicas import copied_weight, mismatch_fields, mismatch_message, with_flipped_bit
 from megajax.job.state_hash import HashedLeaf, StateHash, array_hash, group_hashes, mismatches
@@ -24,7 +24,7 @@ LAYOUTS = {
 
 @cache
 def hashed(layout: str) -> tuple[Program, StateHash]:
-    of = program(llama(), LAYOUTS[layout], microbatches=3)
+    of = build_program(llama(), LAYOUTS[layout], microbatches=3)
     return of, StateHash(of.shardings, of.state_like(), of.mesh, of.optimizer.cfg.offload, QUICK)
 
 

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 from small_jobs import losses, run_config
-from tiny_runs import ONE, QUICK, Program, gradients_of, in_order, llama, place, program, rows, start, within
+from tiny_runs import ONE, QUICK, Program, build_program, gradients_of, in_order, llama, place, rows, start, within
 
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.config.errors import UserError
@@ -27,7 +27,7 @@ FSDP = ParallelConfig(data=2, data_sharding="fsdp")
 
 def training(parallel: ParallelConfig, trainable: tuple[str, ...], microbatches: int = 2) -> Program:
     """Not compiled; a llama of three layers."""
-    cfg = program(llama(repeats=3), parallel, microbatches=microbatches).cfg
+    cfg = build_program(llama(repeats=3), parallel, microbatches=microbatches).cfg
     cfg = cfg.but(optimizer=replace(cfg.optimizer, trainable=trainable))
     return Program.of(cfg, build_mesh(parallel))
 
