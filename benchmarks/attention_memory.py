@@ -55,17 +55,21 @@ def compiled(block: BlockConfig, length: int, gpu: str = "h100") -> tuple[list[s
     settings = LayerSettings(layout=layout, hidden=HIDDEN, std=0.02, output_std=0.02, padded=True)
     module = nnx.eval_shape(lambda: block.build(settings))
     mesh = Mesh(np.array(devices.virtual_devices(Cluster(GPUS[gpu], 1, 1))), ("data",))
-    here = NamedSharding(mesh, PartitionSpec())
+    replicated = NamedSharding(mesh, PartitionSpec())
 
     def abstract(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=here)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=replicated)
 
     weights = {path: abstract(spec.shape, jnp.bfloat16) for path, spec in specs(module).items()}
     rows, ids = abstract((ROWS, length, HIDDEN), jnp.bfloat16), abstract((ROWS, length), jnp.int32)
 
-    def total(weights: Any, x: jax.Array, memory: jax.Array, segments: jax.Array, read: jax.Array) -> jax.Array:
+    def total(
+        weights: Any, x: jax.Array, memory: jax.Array, segments: jax.Array, decoder_segments: jax.Array
+    ) -> jax.Array:
         index = jnp.arange(length)
-        ctx = Context(jnp.broadcast_to(index, segments.shape), index, segments, memory=memory, memory_segments=read)
+        ctx = Context(
+            jnp.broadcast_to(index, segments.shape), index, segments, memory=memory, memory_segments=decoder_segments
+        )
         return jnp.sum(bind(module, weights)(x, ctx).astype(jnp.float32))
 
     gradient = jax.jit(jax.grad(total, (0, 1, 2)))
@@ -80,13 +84,13 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--quick", action="store_true", help="the shorter rows alone")
     quick = parser.parse_args(argv).quick
     devices.prepare()
-    found = []
+    records = []
     for length in (512, 2048)[: 1 if quick else None]:
         for kernel in KERNELS:
             for name, block in layers(kernel).items():
                 targets, temporary = compiled(block, length)
                 calls = {target: targets.count(target) for target in dict.fromkeys(targets)}
-                found.append(
+                records.append(
                     {
                         "layer": name,
                         "tokens": length,
@@ -95,9 +99,9 @@ def main(argv: list[str]) -> None:
                         "calls": calls,
                     }
                 )
-                print(found[-1], flush=True)
+                print(records[-1], flush=True)
     if not quick:
-        outcome.write("attention_memory", {"rows": found})
+        outcome.write("attention_memory", {"rows": records})
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ def fit(readings: list[tuple[tuple[int, ...], float]], halves: tuple[int, ...] =
     for half in halves:
         logs = [math.log(rate) - sum(math.log(n / (n + half)) for n in sizes) for sizes, rate in readings]
         mean = sum(logs) / len(logs)
-        best = min(best, (sum((one - mean) ** 2 for one in logs), math.exp(mean), float(half)))
+        best = min(best, (sum((log - mean) ** 2 for log in logs), math.exp(mean), float(half)))
     return best[1], best[2]
 
 
@@ -75,15 +75,15 @@ def matmuls(sizes: tuple[tuple[int, int, int], ...], seconds: float) -> list[tup
     def products(pairs: list[tuple[Any, Any]]) -> list[Any]:
         return [jnp.matmul(a, b) for a, b in pairs]
 
-    found = []
+    samples = []
     for rows, contracted, columns in sizes:
         pairs = [
             (random(2 * n, (rows, contracted), jnp.bfloat16), random(2 * n + 1, (contracted, columns), jnp.bfloat16))
             for n in range(PAIRS)
         ]
-        taken = seconds_of(partial(jax.jit(products), pairs), seconds) / PAIRS
-        found.append(((rows, contracted, columns), 2 * rows * contracted * columns / taken))
-    return found
+        product_seconds = seconds_of(partial(jax.jit(products), pairs), seconds) / PAIRS
+        samples.append(((rows, contracted, columns), 2 * rows * contracted * columns / product_seconds))
+    return samples
 
 
 def matmuls_fp8(sizes: tuple[tuple[int, int, int], ...], seconds: float) -> list[tuple[tuple[int, ...], float]]:
@@ -99,16 +99,16 @@ def matmuls_fp8(sizes: tuple[tuple[int, int, int], ...], seconds: float) -> list
 
     options, fast = compiler_options(*GPU, *FP8), jax.lax.Precision.DEFAULT
     small = jax.jit(lambda x: quantize(x, jnp.dtype(jnp.float8_e4m3fn)))
-    found = []
+    samples = []
     for rows, contracted, columns in sizes:
         shapes = ((rows, contracted), (contracted, columns))
         pairs = [
             tuple(small(random(2 * n + place, shape, jnp.bfloat16)) for place, shape in enumerate(shapes))
             for n in range(PAIRS)
         ]
-        taken = seconds_of(partial(jax.jit(products, compiler_options=options), pairs), seconds) / PAIRS
-        found.append(((rows, contracted, columns), 2 * rows * contracted * columns / taken))
-    return found
+        product_seconds = seconds_of(partial(jax.jit(products, compiler_options=options), pairs), seconds) / PAIRS
+        samples.append(((rows, contracted, columns), 2 * rows * contracted * columns / product_seconds))
+    return samples
 
 
 def stream(size: int, seconds: float) -> float:
@@ -124,16 +124,16 @@ def attention(length: int, heads: int, seconds: float) -> tuple[float, float]:
     """Operations per second forward and backward, of scores that a causal mask leaves: of the fastest kernel."""
     import jax
     import jax.numpy as jnp
-    from kernel_cases import AttentionCase, both
+    from kernel_cases import AttentionCase, with_gradients
 
     from megajax.kernels.attention import local_device
     from megajax.kernels.capability import choose
 
-    asked = AttentionCase(1, length, heads, heads, 128, kernel="auto")
-    case = asked._replace(kernel=choose("auto", asked.request(), local_device()).kernel).case()
+    auto_case = AttentionCase(1, length, heads, heads, 128, kernel="auto")
+    case = auto_case._replace(kernel=choose("auto", auto_case.request(), local_device()).kernel).case()
     dout, *inputs = (random(seed, (1, length, heads, 128), jnp.bfloat16) for seed in range(4))
     first = seconds_of(partial(jax.jit(case.call), *inputs), seconds)
-    second = max(seconds_of(partial(jax.jit(both(case.call)), dout, *inputs), seconds) - first, 1e-9)
+    second = max(seconds_of(partial(jax.jit(with_gradients(case.call)), dout, *inputs), seconds) - first, 1e-9)
     return case.flops[0] / first, (case.flops[1] - case.flops[0]) / second
 
 
@@ -144,13 +144,13 @@ def all_gather(size: int, seconds: float) -> float:
     from jax.sharding import NamedSharding, PartitionSpec
 
     mesh = jax.make_mesh((jax.local_device_count(),), ("devices",), axis_types=(jax.sharding.AxisType.Auto,))
-    spread, whole = NamedSharding(mesh, PartitionSpec("devices")), NamedSharding(mesh, PartitionSpec())
+    sharded, replicated = NamedSharding(mesh, PartitionSpec("devices")), NamedSharding(mesh, PartitionSpec())
     count = max(1, size // 2 // mesh.size) * mesh.size
-    x = jax.device_put(random(0, (count,), jnp.bfloat16), spread)
-    return seconds_of(partial(jax.jit(lambda x: x, out_shardings=whole), x), seconds)
+    x = jax.device_put(random(0, (count,), jnp.bfloat16), sharded)
+    return seconds_of(partial(jax.jit(lambda x: x, out_shardings=replicated), x), seconds)
 
 
-def known(kind: str) -> Device | None:
+def device_of_kind(kind: str) -> Device | None:
     """The device of that `device_kind`."""
     return next((gpu for gpu in GPUS.values() if gpu.description == kind), None)
 
@@ -160,40 +160,42 @@ def measure(*, tiny: bool, seconds: float) -> Iterator[dict[str, Any]]:
     import jax
 
     first, count = jax.local_devices()[0], jax.local_device_count()
-    own = known(first.device_kind)
+    device = device_of_kind(first.device_kind)
     readings: dict[str, Any] = {"device": first.device_kind, "local_devices": count}
-    found = matmuls(TINY if tiny else SIZES, seconds)
-    rate, half = fit(found)
-    readings["matmul"] = [{"sizes": list(sizes), "rate": speed} for sizes, speed in found]
+    samples = matmuls(TINY if tiny else SIZES, seconds)
+    rate, half = fit(samples)
+    readings["matmul"] = [{"sizes": list(sizes), "rate": speed} for sizes, speed in samples]
     # Shares of a device that is not known are of what was measured.
     peak, bandwidth, constants = rate, None, {"name": first.platform, "matmul_half": half, "peak": rate}
-    if own is not None:
-        peak, bandwidth, constants = own.peak, own.bandwidth, {"name": own.name, "matmul_half": half}
+    if device is not None:
+        peak, bandwidth, constants = device.peak, device.bandwidth, {"name": device.name, "matmul_half": half}
     constants["matmul"] = rate / peak
-    yield told(constants, readings)
+    yield as_sample(constants, readings)
     readings["stream"] = moved = stream(2**16 if tiny else 2**28, seconds)
     constants |= {"bandwidth": moved} if bandwidth is None else {}
     constants["stream"] = moved / (bandwidth or moved)
-    yield told(constants, readings)
+    yield as_sample(constants, readings)
     shape = (256, 1) if tiny else (8192, 16)
     forward, backward = attention(*shape, seconds)
     readings |= {"attention_forward": forward, "attention_backward": backward}
     constants |= {"attention_forward": forward / peak, "attention_backward": backward / peak}
-    yield told(constants, readings)
-    eight = matmuls_fp8(TINY[:1] if tiny else SIZES_FP8, seconds) if tiny or (own and own.peak_fp8) else []
+    yield as_sample(constants, readings)
+    eight = matmuls_fp8(TINY[:1] if tiny else SIZES_FP8, seconds) if tiny or (device and device.peak_fp8) else []
     readings["matmul_fp8"] = [{"sizes": list(sizes), "rate": speed} for sizes, speed in eight]
-    if own is not None and own.peak_fp8 is not None:
-        constants["matmul_fp8"] = fit(eight, (int(half),))[0] / own.peak_fp8
+    if device is not None and device.peak_fp8 is not None:
+        constants["matmul_fp8"] = fit(eight, (int(half),))[0] / device.peak_fp8
     if count > 1:
         size = 2**20 if tiny else 2**30
         large, small = all_gather(size, seconds), all_gather(2 * count, seconds)
         speed = size * (count - 1) / count / max(large - small, 1e-9)
         readings |= {"all_gather_bytes": size, "all_gather_seconds": large, "all_gather_smallest_seconds": small}
-        constants |= {"launch": small} | ({"nvlink": speed} if own is None else {"nvlink_share": speed / own.nvlink})
-    yield told(constants, readings)
+        constants |= {"launch": small} | (
+            {"nvlink": speed} if device is None else {"nvlink_share": speed / device.nvlink}
+        )
+    yield as_sample(constants, readings)
 
 
-def told(constants: dict[str, Any], readings: dict[str, Any]) -> dict[str, Any]:
+def as_sample(constants: dict[str, Any], readings: dict[str, Any]) -> dict[str, Any]:
     """As they are written down."""
     return {"constants": {name: _rounded(value) for name, value in constants.items()}, "readings": dict(readings)}
 
@@ -208,13 +210,13 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--seconds", type=float, default=0.1)
     parser.add_argument("--devices")
-    given = parser.parse_args(argv)
-    use_devices(given.devices)
-    for found in measure(tiny=given.tiny, seconds=given.seconds):
-        outcome.write_to(given.out, found, told=False)
-    for name, value in found["constants"].items():
+    arguments = parser.parse_args(argv)
+    use_devices(arguments.devices)
+    for sample in measure(tiny=arguments.tiny, seconds=arguments.seconds):
+        outcome.write_to(arguments.out, sample, announce=False)
+    for name, value in sample["constants"].items():
         print(f"{name:20} {value}")
-    print(f"written: {given.out}")
+    print(f"written: {arguments.out}")
     return 0
 
 

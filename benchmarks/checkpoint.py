@@ -78,8 +78,8 @@ def main() -> None:
     devices = np.array(jax.devices())
     mesh = Mesh(devices.reshape(-1, 2) if devices.size % 2 == 0 else devices.reshape(-1, 1), ("data", "tensor"))
     state = make_state(options.megabytes, NamedSharding(mesh, PartitionSpec("data", "tensor")))
-    other = NamedSharding(mesh, PartitionSpec(None, ("data", "tensor")))
-    like = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=other) for name, leaf in state.items()}
+    resharded = NamedSharding(mesh, PartitionSpec(None, ("data", "tensor")))
+    like = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=resharded) for name, leaf in state.items()}
     result = {
         "state_bytes": sum(leaf.nbytes for leaf in state.values()),
         "devices": f"{devices.size} x {devices[0].device_kind}",

@@ -14,7 +14,7 @@ GIB = 2**30
 type Figures = dict[str, float | None]
 
 
-def measured(kind: str, figures: Any) -> Figures:
+def measured_figures(kind: str, figures: Any) -> Figures:
     """What is compared of a part's figures; empty where there are none."""
     return READERS[kind](figures) if figures else {}
 
@@ -44,16 +44,18 @@ def _trace(figures: Any) -> Figures:
 
 
 def _kernels(figures: Any) -> Figures:
-    found: Figures = {}
+    figures_by_name: Figures = {}
     for row in (row for rows in figures["parts"].values() for row in rows):
         name = label(row["name"], row["sizes"])
         if "fault" in row:
-            found[name] = None
+            figures_by_name[name] = None
         elif "both" in row:
-            found |= {f"{name}: {work} ms": 1e3 * row[work]["seconds"]["median"] for work in ("forward", "both")}
+            figures_by_name |= {
+                f"{name}: {work} ms": 1e3 * row[work]["seconds"]["median"] for work in ("forward", "both")
+            }
         else:
-            found[f"{name}: both ms"] = 1e3 * row["seconds"]["median"]
-    return found
+            figures_by_name[f"{name}: both ms"] = 1e3 * row["seconds"]["median"]
+    return figures_by_name
 
 
 def _calibrate(figures: Any) -> Figures:
@@ -77,9 +79,14 @@ READERS: Mapping[str, Callable[[Any], Figures]] = {
 def tests_of(file: Path) -> dict[str, Any]:
     """How many tests passed, and which failed, of pytest's XML. Raises ElementTree.ParseError for half a file."""
     cases = list(ElementTree.parse(file).getroot().iter("testcase"))
-    bad = [case.get("name") for case in cases if case.find("failure") is not None or case.find("error") is not None]
+    failed = [case.get("name") for case in cases if case.find("failure") is not None or case.find("error") is not None]
     skipped = sum(case.find("skipped") is not None for case in cases)
-    return {"failed": len(bad), "passed": len(cases) - len(bad) - skipped, "skipped": skipped, "which_failed": bad}
+    return {
+        "failed": len(failed),
+        "passed": len(cases) - len(failed) - skipped,
+        "skipped": skipped,
+        "which_failed": failed,
+    }
 
 
 def predictions(device: str | None, *, tiny: bool, file: Path = PREDICTIONS) -> dict[str, Figures]:
@@ -87,14 +94,14 @@ def predictions(device: str | None, *, tiny: bool, file: Path = PREDICTIONS) -> 
 
     device: as jax calls it. For tiny sizes they are still a GPU's: ratios to them only show that this works.
     """
-    written = json.loads(file.read_text())
-    name = next((name for name, kind in written["kinds"].items() if kind == device), "h200")
-    return written["tiny" if tiny else name]
+    predictions = json.loads(file.read_text())
+    name = next((name for name, kind in predictions["kinds"].items() if kind == device), "h200")
+    return predictions["tiny" if tiny else name]
 
 
 def rows(predicted: Mapping[str, Figures], kind: str, part: str, figures: Any) -> list[dict[str, Any]]:
     """One for each figure of a part that was predicted or measured."""
-    before, after = predicted.get(part, {}), measured(kind, figures)
+    before, after = predicted.get(part, {}), measured_figures(kind, figures)
     return [
         {
             "part": part,
@@ -111,18 +118,18 @@ def _ratio(measured: float | None, predicted: float | None) -> float | None:
     return None if measured is None or not predicted else measured / predicted
 
 
-def table(found: list[dict[str, Any]]) -> str:
+def table(records: list[dict[str, Any]]) -> str:
     """For people, a line for each row."""
-    width = max((max(len(row["figure"]), len(row["part"])) for row in found), default=0)
+    width = max((max(len(row["figure"]), len(row["part"])) for row in records), default=0)
     lines, part = [], None
-    for row in found:
+    for row in records:
         if row["part"] != part:
             part = row["part"]
             lines.append(f"{part:<{width + 2}} {'predicted':>12} {'measured':>12} {'ratio':>8}")
         numbers = [_number(row[name]) for name in ("predicted", "measured")]
         ratio = row["measured_over_predicted"]
-        shown = "-" if ratio is None else f"{ratio:.3f}"
-        lines.append(f"  {row['figure']:<{width}} {numbers[0]:>12} {numbers[1]:>12} {shown:>8}")
+        ratio_text = "-" if ratio is None else f"{ratio:.3f}"
+        lines.append(f"  {row['figure']:<{width}} {numbers[0]:>12} {numbers[1]:>12} {ratio_text:>8}")
     return "\n".join(lines)
 
 

@@ -120,19 +120,19 @@ def compiled(plan: Plan) -> dict[str, Any]:
     """GiB of one device, and of a pipeline its schedule."""
     cfg: Any = load(CONFIGS[plan.config], *plan.settings)
     cluster, _ = resolve("megajax.planning.program.devices:read_cluster")(f"h100:{plan.gpus}")
-    found = resolve("megajax.planning.program.train_step:compile_train_step")(cfg, cluster)
+    compiled = resolve("megajax.planning.program.train_step:compile_train_step")(cfg, cluster)
     resolve("jax:clear_caches")()
     device = resolve("megajax.planning.program.devices:GPUS")["h100"]
     description = resolve("megajax.planning.cost.description:describe")(cfg, device, plan.gpus)
     formula = resolve("megajax.planning.cost.estimate:estimate")(description)
-    memory = found.memory
+    memory = compiled.memory
     figures: dict[str, Any] = {
-        "microbatches": found.microbatches,
+        "microbatches": compiled.microbatches,
         **{f"{name}_gib": round(getattr(memory, name) / GIB, 3) for name in ("parameters", "optimizer", "arguments")},
         **{f"{name}_gib": round(getattr(memory, name) / GIB, 3) for name in ("temporary", "peak")},
         "formula_peak_gib": round(formula.memory.peak / GIB, 3),
     }
-    if (schedule := found.schedule) is not None:
+    if (schedule := compiled.schedule) is not None:
         bubble = resolve("megajax.pipeline.check:measure")(schedule).pipeline_bubble
         figures |= {"virtual_stages": cfg.parallel.virtual_stages, "loss_wait": schedule.loss_wait}
         figures |= {"ring_slots": schedule.ring_slots, "bubble": round(float(bubble), 5)}
@@ -145,7 +145,7 @@ def commit() -> str:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
 
 
-def read() -> dict[str, dict[str, Any]]:
+def stored_figures() -> dict[str, dict[str, Any]]:
     """The figures on file."""
     return json.loads(FIGURES.read_text(encoding="utf-8")) if FIGURES.exists() else {}
 
@@ -164,11 +164,11 @@ def keep(figures: dict[str, dict[str, Any]]) -> None:
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
     """What is not as it was, in words."""
     for name, value in before.items():
-        found = now.get(name)
-        if name in ("config", "gpus", "settings", "jax", "commit") or found == value:
+        figure = now.get(name)
+        if name in ("config", "gpus", "settings", "jax", "commit") or figure == value:
             continue
-        if not isinstance(value, float) or abs(found - value) > TOLERANCE * value:
-            yield f"{name}: {value} on file, {found} compiled"
+        if not isinstance(value, float) or abs(figure - value) > TOLERANCE * value:
+            yield f"{name}: {value} on file, {figure} compiled"
 
 
 def configs_table(figures: Figures) -> Iterator[str]:
@@ -199,15 +199,13 @@ def schedules_table(figures: Figures) -> Iterator[str]:
     yield "|---|---|---|---|---|---|---|---|---|"
     for name in CONFIGS:
         for plan in sorted((plan for plan in PLANS if plan.config == name), key=lambda plan: plan.gpus):
-            found = figures[plan.key]
-            if "ring_slots" not in found:
+            figure = figures[plan.key]
+            if "ring_slots" not in figure:
                 continue
             title = f"the same, {plan.change}" if plan.change else f"**`{name}`**, {plan.gpus}"
-            sizes = " | ".join(f"{found[f'{part}_gib']:.1f}" for part in ("arguments", "temporary", "peak"))
-            yield (
-                f"| {title} | {found['microbatches']} | {found['virtual_stages']} | {found['loss_wait']} | {sizes} | "
-                f"{found['ring_slots']} | {100 * found['bubble']:.2g} % |"
-            )
+            schedule = " | ".join(str(figure[column]) for column in ("microbatches", "virtual_stages", "loss_wait"))
+            sizes = " | ".join(f"{figure[f'{part}_gib']:.1f}" for part in ("arguments", "temporary", "peak"))
+            yield (f"| {title} | {schedule} | {sizes} | {figure['ring_slots']} | {100 * figure['bubble']:.2g} % |")
 
 
 TABLES: Mapping[str, Callable[[Figures], Iterator[str]]] = {
@@ -223,28 +221,28 @@ BEGIN, END = "<!-- figures: {}, by benchmarks/compiled_peaks.py --pages -->", "<
 def with_table(page: str, table: str, figures: Figures) -> str:
     """The text of a page with its table as the figures have it. Raises ValueError without the two marks."""
     begin = BEGIN.format(table)
-    before, found, rest = page.partition(begin)
+    before, marker, rest = page.partition(begin)
     _, ended, after = rest.partition(END)
-    if not found or not ended:
+    if not marker or not ended:
         raise ValueError(f"the marks {begin} and {END} are not there")
     return "\n".join([before + begin, *TABLES[table](figures), END]) + after
 
 
 def main(argv: list[str]) -> int:
     """See the text above."""
-    words = [word for word in argv if not word.startswith("--")]
-    figures, wrong = read(), 0
+    options = [word for word in argv if not word.startswith("--")]
+    figures, mismatches = stored_figures(), 0
     if "--pages" not in argv:
         resolve("megajax.planning.program.devices:prepare")()
         for plan in PLANS:
-            if words and not any(word in plan.key for word in words):
+            if options and not any(word in plan.key for word in options):
                 continue
             now = compiled(plan)
             print(f"{plan.key}: {now['peak_gib']:.2f} GiB, by formula {now['formula_peak_gib']:.2f}", flush=True)
             if "--check" in argv:
-                told = list(differences(figures.get(plan.key, {}), now)) or ([] if plan.key in figures else ["new"])
-                print("".join(f"  {line}\n" for line in told), end="", flush=True)
-                wrong += bool(told)
+                messages = list(differences(figures.get(plan.key, {}), now)) or ([] if plan.key in figures else ["new"])
+                print("".join(f"  {line}\n" for line in messages), end="", flush=True)
+                mismatches += bool(messages)
             else:
                 figures[plan.key] = now
                 keep(figures)
@@ -253,7 +251,7 @@ def main(argv: list[str]) -> int:
         for name, table in PAGES.items():
             path = ROOT / name
             path.write_text(with_table(path.read_text(encoding="utf-8"), table, figures), encoding="utf-8")
-    return 1 if wrong else 0
+    return 1 if mismatches else 0
 
 
 if __name__ == "__main__":

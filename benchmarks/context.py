@@ -86,7 +86,7 @@ def compiled(case: Case) -> dict[str, Any]:
         "fits": plan.fits,
         "formula_peak_gib": round(formula.memory.peak / GIB, 2),
         "workspace_gib": round(workspace(cfg, described) / GIB, 2),
-        **sent(described, plan.contents.collectives),
+        **context_traffic(described, plan.contents.collectives),
         "step_seconds": round(step.step_seconds, 2),
         "formula_step_seconds": round(formula.step_seconds, 2),
         "exposed_seconds": round(step.exposed_seconds, 3),
@@ -103,40 +103,49 @@ def workspace(cfg: Any, run: Description) -> float:
     return 2 * keys * heads * mixer.size(cfg.model.hidden) * run.width
 
 
-def sent(run: Description, collectives: Sequence[Collective]) -> dict[str, Any]:
+def context_traffic(run: Description, collectives: Sequence[Collective]) -> dict[str, Any]:
     """MiB that a device sends over `context` for a layer and microbatch, and what runs beside.
 
     The first or the last layer may stand outside of the loop over layers. In the recipes no weights are spread over
     `context` alone, and ids of documents are small, so that all large collectives over it are of attention.
     """
     layers = run.microbatches * run.towers[-1].repeats
-    own = [one for one in collectives if one.groups.axes == ("context",) and one.bytes >= 2**20]
-    total = sum(_sent_of(one.kind, one.bytes, one.groups.size) * _runs(run, one) for one in own)
-    count = sum(_runs(run, one) for one in own)
-    beside = sum(_runs(run, one) for one in own if one.overlapped)
-    spread = {"all-to-all": run.parallel.exchanging()}
+    context_collectives = [
+        collective for collective in collectives if collective.groups.axes == ("context",) and collective.bytes >= 2**20
+    ]
+    total = sum(
+        _sent_of(collective.kind, collective.bytes, collective.groups.size) * _runs(run, collective)
+        for collective in context_collectives
+    )
+    count = sum(_runs(run, collective) for collective in context_collectives)
+    beside = sum(_runs(run, collective) for collective in context_collectives if collective.overlapped)
+    group_sizes = {"all-to-all": run.parallel.exchanging()}
     devices = run.parallel.context
     least = sum(
-        len(one.parts) * _sent_of(one.kind, one.size(devices), spread.get(one.kind, devices))
-        for one in sent_by_attention(run.towers[-1])
+        len(collective.parts)
+        * _sent_of(collective.kind, collective.size(devices), group_sizes.get(collective.kind, devices))
+        for collective in sent_by_attention(run.towers[-1])
     )
-    kinds = sorted({one.kind for one in own})
+    kinds = sorted({collective.kind for collective in context_collectives})
+
+    def runs_of(kind: str, *, overlapped: bool = False) -> float:
+        of_kind = [c for c in context_collectives if c.kind == kind and (c.overlapped or not overlapped)]
+        return sum(_runs(run, collective) for collective in of_kind)
+
     return {
         "sent_mib_a_layer": round(total / layers / MIB, 1),
         "least_mib_a_layer": round(least / MIB, 1),
         "collectives_a_layer": round(count / layers, 2),
         "beside_kernels": round(beside / count, 3),
         "beside_by_kind": {
-            kind: f"{sum(_runs(run, one) for one in own if one.overlapped and one.kind == kind) / layers:.3g} of "
-            f"{sum(_runs(run, one) for one in own if one.kind == kind) / layers:.3g}"
-            for kind in kinds
+            kind: f"{runs_of(kind, overlapped=True) / layers:.3g} of {runs_of(kind) / layers:.3g}" for kind in kinds
         },
     }
 
 
-def _runs(run: Description, one: Collective) -> int:
+def _runs(run: Description, collective: Collective) -> int:
     unknown = max(1, run.microbatches - 1) if run.parallel.pipeline == 1 else 1
-    return one.place.runs(unknown) or 0
+    return collective.place.runs(unknown) or 0
 
 
 def _sent_of(kind: str, size: float, devices: int) -> float:
@@ -156,9 +165,9 @@ def balance(recipe: str, gpus: int) -> dict[str, Any]:
     ratios: dict[str, Any] = {"context": parallel.context, "rounds": parallel.context_rounds}
     for name, work in {"attention": RowWork(), "all": row_work(cfg.model)}.items():
 
-        def mean(some: list[np.ndarray], rounds: int, work: RowWork = work) -> float:
+        def mean(samples: list[np.ndarray], rounds: int, work: RowWork = work) -> float:
             cut = RowCut.of(replace(parallel, context_rounds=rounds), causal=True)
-            return round(float(np.mean([imbalance(work.of_devices(row, cut)) for row in some])), 4)
+            return round(float(np.mean([imbalance(work.of_devices(row, cut)) for row in samples])), 4)
 
         ratios[name] = {"one_document": mean([np.array([length])], 1)}
         ratios[name] |= {f"packed_{rounds}": mean(rows, rounds) for rounds in ROUNDS}
@@ -186,34 +195,43 @@ def table(figures: dict[str, Any]) -> str:
         "beside kernels",
     )
     lines = [f"| {' | '.join([*columns, 'step, s'])} |", "|---|---|---|---:|---:|---:|---:|---|---:|"]
-    for key, one in figures["programs"].items():
+    for key, figures_of_recipe in figures["programs"].items():
         recipe, gpus, strategy = key.split(", ")
-        beside = ", ".join(f"{kind} {share}" for kind, share in one["beside_by_kind"].items())
-        cells = [f"`{recipe}`, {gpus}", f"`{strategy}`", one["kernel"].split(" (")[0].removeprefix("attention ")]
-        cells += [
-            f"{one[name]:.1f}" for name in ("peak_gib", "formula_peak_gib", "sent_mib_a_layer", "least_mib_a_layer")
+        beside = ", ".join(f"{kind} {share}" for kind, share in figures_of_recipe["beside_by_kind"].items())
+        cells = [
+            f"`{recipe}`, {gpus}",
+            f"`{strategy}`",
+            figures_of_recipe["kernel"].split(" (")[0].removeprefix("attention "),
         ]
-        lines.append(f"| {' | '.join([*cells, beside, format(one['step_seconds'], '.1f')])} |")
+        cells += [
+            f"{figures_of_recipe[name]:.1f}"
+            for name in ("peak_gib", "formula_peak_gib", "sent_mib_a_layer", "least_mib_a_layer")
+        ]
+        lines.append(f"| {' | '.join([*cells, beside, format(figures_of_recipe['step_seconds'], '.1f')])} |")
     lines += ["", "| recipe | context | one document | packed, 1 round | 4 rounds | 16 rounds |", "|---|" + "---:|" * 5]
-    for recipe, one in figures["balance"].items():
+    for recipe, figures_of_recipe in figures["balance"].items():
         for name in ("attention", "all"):
-            cells = [f"`{recipe}`, {name}", str(one["context"]), *(f"{each:.3f}" for each in one[name].values())]
+            cells = [
+                f"`{recipe}`, {name}",
+                str(figures_of_recipe["context"]),
+                *(f"{value:.3f}" for value in figures_of_recipe[name].values()),
+            ]
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def main(argv: list[str]) -> None:
     figures = json.loads(FIGURES.read_text())["figures"] if FIGURES.exists() else {"programs": {}}
-    words = [word for word in argv if not word.startswith("--")]
+    options = [word for word in argv if not word.startswith("--")]
     if "--table" not in argv:
         figures["balance"] = {recipe: balance(recipe, gpus) for recipe, gpus in RECIPES.items()}
         for case in CASES:
-            if all(word in case.key.replace(",", "").split() for word in words):
+            if all(word in case.key.replace(",", "").split() for word in options):
                 print(case.key, flush=True)
                 figures["programs"][case.key] = compiled(case)
-                order = {one.key: place for place, one in enumerate(CASES)}
+                order = {entry.key: place for place, entry in enumerate(CASES)}
                 figures["programs"] = dict(sorted(figures["programs"].items(), key=lambda item: order[item[0]]))
-                outcome.write_to(FIGURES, figures, told=False)
+                outcome.write_to(FIGURES, figures, announce=False)
     print(table(figures))
 
 

@@ -57,7 +57,7 @@ class Rows:
         return Rows([self.documents[row] for row in order.tolist()])
 
 
-def drawn(corpus: Corpus, rows: int, seed: int = 0) -> np.ndarray:
+def draw_lengths(corpus: Corpus, rows: int, seed: int = 0) -> np.ndarray:
     """Lengths of documents that fill at least so many rows, int64."""
     draw, mean = np.random.default_rng(seed), corpus.median * np.exp(corpus.sigma**2 / 2)
     count = int(2 * rows * corpus.length / mean) + 1000
@@ -68,15 +68,15 @@ def drawn(corpus: Corpus, rows: int, seed: int = 0) -> np.ndarray:
 
 def streamed(corpus: Corpus, rows: int) -> Rows:
     """A stream of documents cut into rows; a document that a cut divides is two."""
-    ends, cuts = np.cumsum(drawn(corpus, rows)), np.arange(rows + 1) * corpus.length
-    borders = np.union1d(ends[ends < cuts[-1]], cuts)
+    document_ends, cuts = np.cumsum(draw_lengths(corpus, rows)), np.arange(rows + 1) * corpus.length
+    borders = np.union1d(document_ends[document_ends < cuts[-1]], cuts)
     first = np.searchsorted(borders, cuts)
     return Rows([np.diff(borders[a : b + 1]) for a, b in pairwise(first.tolist())])
 
 
 def packed(corpus: Corpus, rows: int, fit: Callable[[np.ndarray, int], list[list[int]]]) -> tuple[Rows, Packing]:
     """Documents no longer than a row, packed; padding is left out of the lengths, for it has next to no scores."""
-    lengths = drawn(corpus, rows)
+    lengths = draw_lengths(corpus, rows)
     lengths = lengths[lengths <= corpus.length]
     packs = fit(lengths, corpus.length)
     return Rows([_filled(lengths[pack], corpus.length) for pack in packs]), Packing.of(lengths, packs, corpus.length)
@@ -91,8 +91,8 @@ def over_context(rows: Rows, work: RowWork, context: int, rounds: int) -> tuple[
     """(scores, FLOPs) of the busiest device of each row, summed over rows, over the mean device's."""
     cut, ratios = RowCut(context, rounds), []
     for measure in (lambda lengths: device_scores(lengths, cut), lambda lengths: work.of_devices(lengths, cut)):
-        each = np.array([measure(lengths) for lengths in rows.documents])
-        ratios.append(float(each.max(1).sum() / each.mean(1).sum()))
+        loads = np.array([measure(lengths) for lengths in rows.documents])
+        ratios.append(float(loads.max(1).sum() / loads.mean(1).sum()))
     return ratios[0], ratios[1]
 
 
@@ -100,17 +100,17 @@ def over_groups(
     rows: Rows, work: RowWork, cut: RowCut, microbatches: int, balance: str, groups: int = GROUPS
 ) -> Imbalance:
     """Mean over steps of a row of each group in each microbatch. balance: as data.loader.balance."""
-    each = np.array([work.of_row(lengths, cut) for lengths in rows.documents])
+    loads = np.array([work.of_row(lengths, cut) for lengths in rows.documents])
     size, steps = groups * microbatches, list[Imbalance]()
-    for first in range(0, len(each) - size + 1, size):
-        step = each[first : first + size]
+    for first in range(0, len(loads) - size + 1, size):
+        step = loads[first : first + size]
         if balance != "none":
             step = step[balance_rows(step, groups, microbatches, across=balance == "step")]
         steps.append(Imbalance.of(step, groups, microbatches))
     return Imbalance(*np.mean(steps, axis=0).tolist())
 
 
-def whole(rows: Rows, work: RowWork) -> float:
+def busiest_row(rows: Rows, work: RowWork) -> float:
     """Of rows, the one with the most over the mean."""
     return imbalance(np.array([work.of_row(lengths) for lengths in rows.documents]))
 
@@ -119,26 +119,26 @@ def figures(corpus: Corpus, work: RowWork, rows: int, microbatches: int = 8) -> 
     """All ratios of a corpus: by kind of rows, over context, over groups."""
     kinds: dict[str, tuple[Rows, Packing | None]] = {"as they come": (streamed(corpus, rows), None)}
     for name, fit in (("best fit", best_fit), ("balanced", balanced_fit)):
-        made, packing = packed(corpus, rows, fit)
-        kinds[name] = made.shuffled(0), packing
+        batches, packing = packed(corpus, rows, fit)
+        kinds[name] = batches.shuffled(0), packing
     ratios: dict[str, Any] = {}
-    for name, (made, packing) in kinds.items():
+    for name, (batches, packing) in kinds.items():
         context = {
-            f"{devices}/{rounds}": over_context(made, work, devices, rounds)
+            f"{devices}/{rounds}": over_context(batches, work, devices, rounds)
             for devices in (8, 16)
             for rounds in (0, *ROUNDS)
         }
         parts = {"scores": RowWork(), "FLOPs": work}
         groups = {
-            f"{unit}/{balance}": over_groups(made, part, RowCut(8, 4), microbatches, balance)
+            f"{unit}/{balance}": over_groups(batches, part, RowCut(8, 4), microbatches, balance)
             for unit, part in parts.items()
             for balance in BALANCES
         }
         ratios[name] = {
-            "rows": len(made.documents),
+            "rows": len(batches.documents),
             "fill": None if packing is None else packing.fill,
-            "busiest row, scores": whole(made, RowWork()),
-            "busiest row, FLOPs": whole(made, work),
+            "busiest row, scores": busiest_row(batches, RowWork()),
+            "busiest row, FLOPs": busiest_row(batches, work),
             "context/rounds": context,
             "groups": groups,
         }
@@ -151,8 +151,8 @@ def tables(ratios: dict[str, dict[str, Any]]) -> str:
     lines = ["Context: busiest device over mean; context size/rounds (0: plain chunks)", ""]
     lines += ["| rows | " + " | ".join(orders) + " |", "|" + "---|" * (1 + len(orders))]
     for corpus, kinds in ratios.items():
-        for kind, each in kinds.items():
-            cells = [f"{scores:.2f} [{flops:.2f}]" for scores, flops in (each["context/rounds"][o] for o in orders)]
+        for kind, values in kinds.items():
+            cells = [f"{scores:.2f} [{flops:.2f}]" for scores, flops in (values["context/rounds"][o] for o in orders)]
             lines.append(f"| {corpus}, {kind} | " + " | ".join(cells) + " |")
     lines += [
         "",
@@ -161,11 +161,11 @@ def tables(ratios: dict[str, dict[str, Any]]) -> str:
     ]
     lines += ["| rows | fill | busiest row | in order | microbatch | step |", "|" + "---|" * 6]
     for corpus, kinds in ratios.items():
-        for kind, each in kinds.items():
-            row = f"{each['busiest row, scores']:.2f} [{each['busiest row, FLOPs']:.2f}]"
-            cells = ["" if each["fill"] is None else f"{each['fill']:.1%}", row]
+        for kind, values in kinds.items():
+            row = f"{values['busiest row, scores']:.2f} [{values['busiest row, FLOPs']:.2f}]"
+            cells = ["" if values["fill"] is None else f"{values['fill']:.1%}", row]
             for way in BALANCES:
-                pairs = zip(*(each["groups"][f"{unit}/{way}"] for unit in ("scores", "FLOPs")), strict=True)
+                pairs = zip(*(values["groups"][f"{unit}/{way}"] for unit in ("scores", "FLOPs")), strict=True)
                 cells.append("; ".join(f"{scores:.2f} [{flops:.2f}]" for scores, flops in pairs))
             lines.append(f"| {corpus}, {kind} | " + " | ".join(cells) + " |")
     return "\n".join(lines)

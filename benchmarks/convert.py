@@ -105,24 +105,26 @@ def measure(size: str, home: Path) -> dict[str, object]:
         prod(entry.shape) * entry.dtype.itemsize for entry in SafetensorsFolder(home / "theirs").entries().values()
     )
     theirs = size_of(home / "theirs")
-    there = converted(f"hf:{home / 'theirs'}", str(home / "run"), theirs + 4 * elements / 1e9)
-    ours = size_of(home / "run")
+    forward_figures = converted(f"hf:{home / 'theirs'}", str(home / "run"), theirs + 4 * elements / 1e9)
+    run_bytes = size_of(home / "run")
     shutil.rmtree(home / "theirs")
-    back = converted(str(home / "run"), f"hf:{home / 'back'}", ours + theirs)
-    made = SafetensorsFolder(home / "back")
-    wrong = [name for name in made.entries() if hashes.pop(name, "") != digest(made.read(name))]
-    if wrong or hashes:
-        raise SystemExit(f"these tensors did not come back: {', '.join([*wrong, *hashes])}")
+    back = converted(str(home / "run"), f"hf:{home / 'back'}", run_bytes + theirs)
+    written_folder = SafetensorsFolder(home / "back")
+    mismatched = [
+        name for name in written_folder.entries() if hashes.pop(name, "") != digest(written_folder.read(name))
+    ]
+    if mismatched or hashes:
+        raise SystemExit(f"these tensors did not come back: {', '.join([*mismatched, *hashes])}")
     allowed = 2 * largest / 1e6 + 2**30 / 1e6
     return {
         "model": f"llama2 {size}",
         "gigabytes_bfloat16": round(theirs, 2),
-        "gigabytes_of_the_run": round(ours, 2),
+        "gigabytes_of_the_run": round(run_bytes, 2),
         "largest_tensor_megabytes": round(largest / 1e6, 1),
         "allowed_megabytes": round(allowed, 1),
-        "hugging_face_to_run": there,
+        "hugging_face_to_run": forward_figures,
         "run_to_hugging_face": back,
-        "within_allowed": max(there["peak_private_megabytes"], back["peak_private_megabytes"]) <= allowed,
+        "within_allowed": max(forward_figures["peak_private_megabytes"], back["peak_private_megabytes"]) <= allowed,
         "tensors_equal": True,
     }
 

@@ -49,11 +49,11 @@ def seconds(function: Callable[[], Any], repeats: int = REPEATS) -> float:
 def write_corpus(prefix: Path, tokens: int) -> None:
     random = np.random.default_rng(0)
     with IndexedWriter(prefix, np.dtype(np.uint16)) as writer:
-        left = tokens
-        while left > 0:
+        remaining = tokens
+        while remaining > 0:
             document = random.integers(0, VOCABULARY - 1, int(random.integers(50, 3000)), dtype=np.uint16)
             writer.add_document([document])
-            left -= len(document)
+            remaining -= len(document)
 
 
 def index_speed(sequence_length: int) -> dict[str, float]:
@@ -126,15 +126,15 @@ def chat_speed(length: int, folder: Path) -> dict[str, float]:
     tokenizer, schema = ByteTokenizerConfig().build(), text_schema(length, 257)
     start = time.perf_counter()
     rows = config.build(tokenizer=tokenizer, schema=schema, rows=Rows(None), seed=1).train
-    built = time.perf_counter() - start
+    build_seconds = time.perf_counter() - start
     cached = seconds(lambda: config.build(tokenizer=tokenizer, schema=schema, rows=Rows(None), seed=1))
     lengths = draw.lognormal(np.log(length / 6), 0.85, 1_000_000).clip(20, length).astype(int)
-    read = min(2000, len(rows))
+    sample_rows = min(2000, len(rows))
     return {
         "chat_packing_share": rows.packing.fill,
-        "chat_conversations_built_per_second": count / built,
+        "chat_conversations_built_per_second": count / build_seconds,
         "chat_conversations_from_cache_per_second": count / cached,
-        "chat_rows_per_second": read / seconds(lambda: [rows[row] for row in range(read)]),
+        "chat_rows_per_second": sample_rows / seconds(lambda: [rows[row] for row in range(sample_rows)]),
         "packing_conversations_per_second": len(lengths) / seconds(lambda: best_fit(lengths, length), 1),
         "packing_share": lengths.sum() / (length * len(best_fit(lengths, length))),
     }
@@ -144,18 +144,18 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     length, rows = arguments.sequence_length, arguments.rows
     start = time.perf_counter()
     write_corpus(folder / "corpus", arguments.tokens)
-    written = time.perf_counter() - start
+    write_seconds = time.perf_counter() - start
     tokenizer = SimpleNamespace(vocabulary_size=VOCABULARY, eod=VOCABULARY - 1, pad=None, identity="benchmark")
-    wanted = Rows(arguments.tokens // length - rows)
-    results: dict[str, Any] = {"write_tokens_per_second": arguments.tokens / written}
+    request = Rows(arguments.tokens // length - rows)
+    results: dict[str, Any] = {"write_tokens_per_second": arguments.tokens / write_seconds}
     results["open_and_check_seconds"] = seconds(lambda: IndexedTokens(folder / "corpus"))
     results |= index_speed(length) | chat_speed(length, folder)
     for name, options in {"rows": {}, "rows_isolated": {"isolate_documents": True}}.items():
         config = BlendConfig(paths=(str(folder / "corpus"),), split="1", cache_dir=str(folder / "cache"), **options)
-        source = config.build(tokenizer=tokenizer, schema=text_schema(length, 2**31), rows=wanted, seed=1).train
+        source = config.build(tokenizer=tokenizer, schema=text_schema(length, 2**31), rows=request, seed=1).train
         count = min(2000, len(source))
-        taken = seconds(lambda source=source, count=count: [source[row] for row in range(count)])
-        results[f"{name}_tokens_per_second"] = count * length / taken
+        elapsed = seconds(lambda source=source, count=count: [source[row] for row in range(count)])
+        results[f"{name}_tokens_per_second"] = count * length / elapsed
         steps = min(600, len(source) // rows - 8)
         for threads in (1, 2, 4):
             speed = batch_speed(source, rows, steps, LoaderConfig(threads=threads))

@@ -21,12 +21,12 @@ def main() -> int:
     """Print and write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path)
-    asked = parser.parse_args()
-    found = sights()
-    for name, value in found.items():
+    arguments = parser.parse_args()
+    records = sights()
+    for name, value in records.items():
         print(f"{name:12} {value}")
-    if asked.json:
-        outcome.write_to(asked.json, found)
+    if arguments.json:
+        outcome.write_to(arguments.json, records)
     return 0
 
 

@@ -35,15 +35,15 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--shapes", default=SHAPES)
     parser.add_argument("--rounds", type=int, default=20)
-    asked = parser.parse_args()
-    device = virtual_device(asked.deviceless) if asked.deviceless else there()
+    arguments = parser.parse_args()
+    device = virtual_device(arguments.deviceless) if arguments.deviceless else first_gpu()
     figures = []
-    for shape in asked.shapes.split(","):
+    for shape in arguments.shapes.split(","):
         sides = tuple(int(side) for side in shape.split("x"))
-        figures.append(compared(device, asked.tokens, sides, 0 if asked.deviceless else asked.rounds))
+        figures.append(compared(device, arguments.tokens, sides, 0 if arguments.deviceless else arguments.rounds))
         print(figures[-1], flush=True)
-    name = "fp8_deviceless" if asked.deviceless else "fp8"
-    outcome.write(name, {"device": device.device_kind, "tokens": asked.tokens, "matmuls": figures})
+    name = "fp8_deviceless" if arguments.deviceless else "fp8"
+    outcome.write(name, {"device": device.device_kind, "tokens": arguments.tokens, "matmuls": figures})
 
 
 def virtual_device(name: str) -> Any:
@@ -55,7 +55,7 @@ def virtual_device(name: str) -> Any:
     return resolve("megajax.planning.program.devices:virtual_devices")(cluster)[0]
 
 
-def there() -> Any:
+def first_gpu() -> Any:
     """The first GPU."""
     device = resolve("jax:devices")()[0]
     if device.platform != "gpu":
@@ -81,11 +81,11 @@ def compared(device: Any, tokens: int, sides: tuple[int, int], rounds: int) -> d
 
         like = [jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=sharding) for shape in shapes]
         steps[name] = jax.jit(step).lower(*like).compile(compiler_options=options)
-    found: dict[str, Any] = {"in": sides[0], "out": sides[1]}
+    record: dict[str, Any] = {"in": sides[0], "out": sides[1]}
     for name, step in steps.items():
         kernels = Counter(re.findall(r'custom_call_target="([^"]+)"', step.as_text()))
         temporary = step.memory_analysis().temp_size_in_bytes
-        found[name] = {"temporary_mib": round(temporary / 2**20, 1), "kernels": dict(kernels)}
+        record[name] = {"temporary_mib": round(temporary / 2**20, 1), "kernels": dict(kernels)}
     if rounds:
         keys = jax.random.split(jax.random.key(0), 3)
         arrays = [jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=True)]
@@ -93,13 +93,13 @@ def compared(device: Any, tokens: int, sides: tuple[int, int], rounds: int) -> d
         for name, seconds in times.items():
             best = statistics.median(seconds)
             rate = 6 * tokens * sides[0] * sides[1] / best / 1e12
-            found[name] |= {
+            record[name] |= {
                 "ms": round(1e3 * best, 4),
                 "fastest_ms": round(1e3 * min(seconds), 4),
                 "tflops": round(rate),
             }
-        found["speedup"] = round(found["bfloat16"]["ms"] / found["8 bits"]["ms"], 3)
-    return found
+        record["speedup"] = round(record["bfloat16"]["ms"] / record["8 bits"]["ms"], 3)
+    return record
 
 
 def timed(steps: dict[str, Any], arrays: list[Any], rounds: int) -> dict[str, list[float]]:
@@ -111,8 +111,8 @@ def timed(steps: dict[str, Any], arrays: list[Any], rounds: int) -> dict[str, li
         for name, step in steps.items():
             start = time.perf_counter()
             for _ in range(10):
-                made = step(*arrays)
-            jax.block_until_ready(made)
+                outputs = step(*arrays)
+            jax.block_until_ready(outputs)
             if number:
                 seconds[name].append((time.perf_counter() - start) / 10)
     return seconds

@@ -58,7 +58,7 @@ class Check:
     def file(self) -> Path:
         return self.out / "gpu_check.json"
 
-    def left(self) -> float:
+    def remaining_seconds(self) -> float:
         return self.budget - (time.monotonic() - self.began)
 
     def environment(self) -> dict[str, str]:
@@ -76,22 +76,22 @@ class Check:
 
     def run(self, part: Part) -> None:
         """Run a part in what time there is, and write down how it went."""
-        left = self.left()
-        if left < LEAST:
+        remaining = self.remaining_seconds()
+        if remaining < LEAST:
             self.results[part.name] = {"code": None, "left_out": "the time was over"}
             self.write()
             return
-        limit = min(part.limit * (TINY_PATIENCE if self.tiny else 1), left)
-        print(f"\n######## {part.name} (at most {limit:.0f} s, {left:.0f} s left)", flush=True)
+        limit = min(part.limit * (TINY_PATIENCE if self.tiny else 1), remaining)
+        print(f"\n######## {part.name} (at most {limit:.0f} s, {remaining:.0f} s left)", flush=True)
         json_file = self.folder / f"{part.name}.json"
         places = {"json": json_file, "folder": self.folder, "out": self.out, "torch_python": self.torch_python}
         started = time.monotonic()
         command = part.command(self.python, {name: str(place) for name, place in places.items()}, tiny=self.tiny)
         code = ended(command, limit, self.environment())
-        found: dict[str, Any] = {"code": code, "seconds": round(time.monotonic() - started, 1), "limit": round(limit)}
+        record: dict[str, Any] = {"code": code, "seconds": round(time.monotonic() - started, 1), "limit": round(limit)}
         if code:
             print(f"######## {part.name} failed with {code}", flush=True)
-        self.results[part.name] = found | left_by(part, json_file)
+        self.results[part.name] = record | left_by(part, json_file)
         self.write()
 
     def write(self) -> None:
@@ -114,8 +114,8 @@ class Check:
 
 def figures(result: Mapping[str, Any]) -> Any:
     """Of a part's result: None where it left none."""
-    found = result.get("outcome")
-    return found.get("figures", found) if isinstance(found, dict) else None
+    outcome = result.get("outcome")
+    return outcome.get("figures", outcome) if isinstance(outcome, dict) else None
 
 
 def left_by(part: Part, json_file: Path) -> dict[str, Any]:
@@ -149,14 +149,14 @@ def ended(command: list[str], limit: float, environment: dict[str, str]) -> int:
         running.wait()
 
 
-def named(lists: str) -> list[str]:
+def listed_parts(lists: str) -> list[str]:
     """Lists that PARTS asks for."""
     return list(LISTS) if lists == "all" else lists.split(",")
 
 
-def chosen(lists: str, only: str) -> tuple[Part, ...]:
+def select_parts(lists: str, only: str) -> tuple[Part, ...]:
     """Parts of the lists named, `first,second` or `all`, whose names match. Raises SystemExit for an unknown list."""
-    names = named(lists)
+    names = listed_parts(lists)
     if unknown := [name for name in names if name not in LISTS]:
         sys.exit(f"PARTS={','.join(unknown)}: there are {', '.join(LISTS)} and all")
     return tuple(part for name in names for part in LISTS[name] if re.search(only, part.name))
@@ -167,8 +167,8 @@ def gpu_name() -> str | None:
     if shutil.which("nvidia-smi") is None:
         return None
     query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    said = subprocess.run(query, capture_output=True, text=True, check=False)
-    names = said.stdout.split("\n") if said.returncode == 0 else []
+    query_result = subprocess.run(query, capture_output=True, text=True, check=False)
+    names = query_result.stdout.split("\n") if query_result.returncode == 0 else []
     return names[0].strip() or None if names else None
 
 
@@ -183,14 +183,14 @@ def listed() -> str:
 
 def main() -> int:
     """1 where a part failed."""
-    said = os.environ
-    if said.get("LIST") == "1":
+    variables = os.environ
+    if variables.get("LIST") == "1":
         print(listed())
         return 0
-    lists, only = said.get("PARTS", "first"), said.get("ONLY", ".")
-    gpu = None if said.get("TINY") == "1" else gpu_name()
-    parts = chosen(lists, only)
-    out = Path(said["OUT"]).resolve()
+    lists, only = variables.get("PARTS", "first"), variables.get("ONLY", ".")
+    gpu = None if variables.get("TINY") == "1" else gpu_name()
+    parts = select_parts(lists, only)
+    out = Path(variables["OUT"]).resolve()
     out.mkdir(parents=True, exist_ok=True)
     # A shell that starts this in the background has it, and what it starts, ignore interrupts.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -199,9 +199,9 @@ def main() -> int:
             parts=parts,
             gpu=gpu,
             out=out,
-            budget=float(said.get("BUDGET") or BUDGET * (1 if gpu else TINY_PATIENCE) * len(named(lists))),
+            budget=float(variables.get("BUDGET") or BUDGET * (1 if gpu else TINY_PATIENCE) * len(listed_parts(lists))),
             python=sys.executable,
-            torch_python=said.get("TORCH_PYTHON") or sys.executable,
+            torch_python=variables.get("TORCH_PYTHON") or sys.executable,
             folder=Path(folder),
         )
         if (lists, only) != ("first", ".") and check.file.is_file():
@@ -212,10 +212,10 @@ def main() -> int:
     scale = "; tiny sizes on a CPU beside a GPU's predictions: the ratios mean nothing" if gpu is None else ""
     print(f"\n######## measured over predicted{scale}\n{comparison.table(rows)}")
     print(f"\n######## {time.monotonic() - check.began:.0f} s; results in {check.file}")
-    mine = {part.name: check.results[part.name] for part in parts}
-    if over := [name for name, result in mine.items() if result["code"] is None]:
+    selected = {part.name: check.results[part.name] for part in parts}
+    if over := [name for name, result in selected.items() if result["code"] is None]:
         print(f"not run, the time was over: {', '.join(over)}")
-    if failed := [f"{name} ({result['code']})" for name, result in mine.items() if result["code"]]:
+    if failed := [f"{name} ({result['code']})" for name, result in selected.items() if result["code"]]:
         print(f"failed: {', '.join(failed)}")
     return 1 if failed else 0
 

@@ -34,16 +34,16 @@ class Part:
     tiny: tuple[str, ...] = ()
     """Further ones for a dry run on a CPU."""
 
-    def words(self, *, tiny: bool) -> tuple[str, ...]:
+    def arguments(self, *, tiny: bool) -> tuple[str, ...]:
         """The command after the name of Python."""
         return (*self.program, *(self.tiny if tiny else self.real))
 
     def command(self, python: str, places: Mapping[str, str], *, tiny: bool) -> list[str]:
         """With everything put in."""
-        words = [python, *self.words(tiny=tiny)]
+        command = [python, *self.arguments(tiny=tiny)]
         for name, place in places.items():
-            words = [word.replace(f"{{{name}}}", place) for word in words]
-        return words
+            command = [word.replace(f"{{{name}}}", place) for word in command]
+        return command
 
 
 def _mfu(name: str, limit: int, config: str, *sizes: str, shared: tuple[str, ...] = (), tiny: str = "debug") -> Part:
@@ -83,8 +83,17 @@ def _kernels(part: str, limit: int) -> Part:
 
 
 def _tests(name: str, limit: int, *folders: str) -> Part:
-    words = ("-m", "pytest", "-m", "gpu", "-vv", "-p", "no:cacheprovider", "--junitxml={folder}/" + f"tests_{name}.xml")
-    return Part(name=f"tests_{name}", kind="tests", limit=limit, program=(*words, *folders))
+    command = (
+        "-m",
+        "pytest",
+        "-m",
+        "gpu",
+        "-vv",
+        "-p",
+        "no:cacheprovider",
+        "--junitxml={folder}/" + f"tests_{name}.xml",
+    )
+    return Part(name=f"tests_{name}", kind="tests", limit=limit, program=(*command, *folders))
 
 
 def _long(rows: int) -> tuple[str, ...]:

@@ -88,12 +88,12 @@ def read_many(source: Any, first: int, count: int) -> int:
 def by_the_clock(pool: Executor, workers: int, source: Any, seconds: float, count: int = 32) -> float:
     """Rows a second of workers that each read `count` rows at a time."""
     list(pool.map(read_many, [source] * workers, range(workers), [2] * workers))
-    start, done, first = time.perf_counter(), 0, 0
+    start, read_count, first = time.perf_counter(), 0, 0
     while time.perf_counter() - start < seconds:
         firsts = range(first, first + workers * count, count)
-        done += sum(pool.map(read_many, [source] * workers, firsts, [count] * workers))
+        read_count += sum(pool.map(read_many, [source] * workers, firsts, [count] * workers))
         first += workers * count
-    return done / (time.perf_counter() - start)
+    return read_count / (time.perf_counter() - start)
 
 
 def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -102,8 +102,8 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     images.mkdir()
     results: dict[str, Any] = {"bytes_per_image": write_images(images, arguments.images)}
     files = [path.read_bytes() for path in sorted(images.glob("*/*.jpg"))]
-    whole = (10**6, 10**6)
-    decoded = per_core(lambda row: StoredPicture(files[row % len(files)], 10**8).rgb(whole), seconds)
+    no_limit = (10**6, 10**6)
+    decoded = per_core(lambda row: StoredPicture(files[row % len(files)], 10**8).rgb(no_limit), seconds)
     results["decode_whole_images_per_second_per_core"] = decoded
     results["tiles_images_per_second_per_core"] = per_core(
         lambda row: tile_image(StoredPicture(files[row % len(files)], 10**8), (size, size), 6), seconds
@@ -135,21 +135,21 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 def python_speed_during(work: Callable[[], Any]) -> float:
     """How fast a thread counts while this one works, against while it sleeps: 0 if the work holds Python's lock."""
-    counted, done = [0], threading.Event()
+    counts, stop = [0], threading.Event()
 
     def count() -> None:
-        while not done.is_set():
-            counted[0] += 1
+        while not stop.is_set():
+            counts[0] += 1
 
     def speed(function: Callable[[], Any]) -> float:
-        before, start = counted[0], time.perf_counter()
+        before, start = counts[0], time.perf_counter()
         function()
-        return (counted[0] - before) / (time.perf_counter() - start)
+        return (counts[0] - before) / (time.perf_counter() - start)
 
     thread = threading.Thread(target=count)
     thread.start()
     ratio = speed(work) / speed(lambda: time.sleep(0.3))
-    done.set()
+    stop.set()
     thread.join()
     return ratio
 

@@ -83,8 +83,10 @@ def write_model(folder: Path) -> None:
     shapes: dict[str, tuple[int, ...]] = {"model.norm": (hidden,)}
     shapes |= dict.fromkeys(("model.embed_tokens", "lm_head"), (columns, hidden))
     for layer in range(SIZES["num_hidden_layers"]):
-        each = {"q_proj": hidden, "k_proj": keyed, "v_proj": keyed, "o_proj": hidden}
-        below: dict[str, tuple[int, ...]] = {f"self_attn.{name}": (outputs, hidden) for name, outputs in each.items()}
+        out_features = {"q_proj": hidden, "k_proj": keyed, "v_proj": keyed, "o_proj": hidden}
+        below: dict[str, tuple[int, ...]] = {
+            f"self_attn.{name}": (outputs, hidden) for name, outputs in out_features.items()
+        }
         below |= {"mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner)}
         below |= {"input_layernorm": (hidden,), "post_attention_layernorm": (hidden,)}
         shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in below.items()}
@@ -122,7 +124,7 @@ class Listener:
     """When each piece of a request came."""
 
     def __init__(self) -> None:
-        self.tokens, self.times, self.begun = list[int](), list[float](), time.perf_counter()
+        self.tokens, self.times, self.start = list[int](), list[float](), time.perf_counter()
         self.finish: str | None = None
 
     def __call__(self, piece: Piece) -> None:
@@ -174,17 +176,17 @@ def decode_seconds(engine: Engine, prompts: list[list[int]], answer: int) -> tup
 
 def bound(model: LoadedModel, engine: Engine) -> dict[str, Any]:
     """Steps in which all rows decode, over the time that reading takes."""
-    draw, taken = np.random.default_rng(1), []
+    draw, rates = np.random.default_rng(1), []
     for _ in range(3):
         listeners = [submit(engine, n, prompt, ANSWER) for n, prompt in enumerate(prompts_of(BATCH, draw, [PROMPT]))]
         while not all(listener.tokens for listener in listeners):
             engine.step()
-        done, start = sum(len(listener.tokens) for listener in listeners), time.perf_counter()
+        before, start = sum(len(listener.tokens) for listener in listeners), time.perf_counter()
         finish(engine)
-        taken.append((sum(len(one.tokens) for one in listeners) - done) / (time.perf_counter() - start))
+        rates.append((sum(len(one.tokens) for one in listeners) - before) / (time.perf_counter() - start))
     weights = sum(w.nbytes for path, w in model.weights.items() if path != "tokens")
     cache = BATCH * (PROMPT + ANSWER / 2) * token_bytes(model.cfg.cache_leaves(1), "float32")
-    bandwidth, speed = stream_bandwidth(), statistics.median(taken)
+    bandwidth, speed = stream_bandwidth(), statistics.median(rates)
     most = BATCH * bandwidth / (weights + cache)
     return {
         "bandwidth_gb_per_second": bandwidth / 1e9,
@@ -199,19 +201,19 @@ def bound(model: LoadedModel, engine: Engine) -> dict[str, Any]:
 def transformers(engine: Engine, python: Path, folder: Path) -> dict[str, Any]:
     """The same prompts in both, one after the other; seconds of prompts and answers."""
     prompts = prompts_of(BATCH, np.random.default_rng(2), [PROMPT])
-    words = [str(python), "-c", PEER, str(folder), str(os.cpu_count()), json.dumps(prompts), str(ANSWER)]
-    peer = json.loads(subprocess.run(words, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
+    command = [str(python), "-c", PEER, str(folder), str(os.cpu_count()), json.dumps(prompts), str(ANSWER)]
+    peer = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
     tokens = decode_seconds(engine, prompts, ANSWER)[1]
     # Other prompts, which are not in the cache.
-    others = [prompts_of(BATCH, np.random.default_rng(seed), [PROMPT]) for seed in (3, 4, 5)]
-    fresh = [decode_seconds(engine, each, ANSWER)[0] for each in others]
-    same = int((np.array(tokens) == np.array(peer["tokens"])).sum())
-    ours, theirs = statistics.median(fresh), statistics.median(peer["seconds"])
+    prompt_lists = [prompts_of(BATCH, np.random.default_rng(seed), [PROMPT]) for seed in (3, 4, 5)]
+    fresh = [decode_seconds(engine, prompt_list, ANSWER)[0] for prompt_list in prompt_lists]
+    equal_tokens = int((np.array(tokens) == np.array(peer["tokens"])).sum())
+    own_seconds, theirs = statistics.median(fresh), statistics.median(peer["seconds"])
     return {
-        "tokens_equal": f"{same} of {BATCH * ANSWER}",
-        "tokens_per_second": BATCH * ANSWER / ours,
+        "tokens_equal": f"{equal_tokens} of {BATCH * ANSWER}",
+        "tokens_per_second": BATCH * ANSWER / own_seconds,
         "transformers_tokens_per_second": BATCH * ANSWER / theirs,
-        "ratio": theirs / ours,
+        "ratio": theirs / own_seconds,
     }
 
 
@@ -227,26 +229,26 @@ def batching(engine: Engine, rows: int) -> dict[str, Any]:
         finish(engine)
 
     def in_groups() -> None:
-        each = list(zip(prompts_of(len(answers), draw, lengths), answers, strict=True))
-        for first in range(0, len(each), rows):
-            for n, (prompt, answer) in enumerate(each[first : first + rows]):
+        requests = list(zip(prompts_of(len(answers), draw, lengths), answers, strict=True))
+        for first in range(0, len(requests), rows):
+            for n, (prompt, answer) in enumerate(requests[first : first + rows]):
                 submit(engine, n, prompt, answer)
             finish(engine)
 
-    taken: dict[Callable[[], None], list[float]] = {all_at_once: [], in_groups: []}
+    seconds_by_way: dict[Callable[[], None], list[float]] = {all_at_once: [], in_groups: []}
     for _ in range(2):
-        for way, seconds in taken.items():
+        for way, seconds in seconds_by_way.items():
             start = time.perf_counter()
             way()
             seconds.append(time.perf_counter() - start)
-    whole, groups = (min(seconds) for seconds in taken.values())
+    joint, groups = (min(seconds) for seconds in seconds_by_way.values())
     return {
         "requests": len(answers),
         "answer_tokens": sum(answers),
-        "continuous_tokens_per_second": sum(answers) / whole,
+        "continuous_tokens_per_second": sum(answers) / joint,
         "static_tokens_per_second": sum(answers) / groups,
-        "ratio": groups / whole,
-        "requests_per_second": len(answers) / whole,
+        "ratio": groups / joint,
+        "requests_per_second": len(answers) / joint,
     }
 
 
@@ -279,12 +281,12 @@ def latency(engine: Engine, rate: float, seconds: float) -> dict[str, Any]:
             prompt = draw.integers(0, SIZES["vocab_size"], int(draw.integers(16, 129))).tolist()
             answer = int(np.clip(np.exp(draw.normal(3.6, 0.9)), 8, 192))
             listeners.append(submit(engine, len(listeners), prompt, answer))
-            listeners[-1].begun = coming
+            listeners[-1].start = coming
             coming += draw.exponential(1 / rate)
         if not engine.step():
             time.sleep(0.001)
-    first = [1e3 * (one.times[0] - one.begun) for one in listeners]
-    between = [1e3 * gap for one in listeners for gap in np.diff(one.times)]
+    first = [1e3 * (listener.times[0] - listener.start) for listener in listeners]
+    between = [1e3 * gap for listener in listeners for gap in np.diff(listener.times)]
     figures = {"rate": rate, "requests": len(listeners)}
     for name, values in (("first_token_ms", first), ("between_tokens_ms", between)):
         figures |= {f"{name}_p{part}": float(np.percentile(values, part)) for part in (50, 99)}
@@ -293,7 +295,7 @@ def latency(engine: Engine, rate: float, seconds: float) -> dict[str, Any]:
 
 def server(folder: Path, clients: int, seconds: float) -> dict[str, Any]:
     """Every client asks again when it has its answer."""
-    words = [
+    command = [
         sys.executable,
         "-m",
         "megajax.serve",
@@ -301,16 +303,16 @@ def server(folder: Path, clients: int, seconds: float) -> dict[str, Any]:
         "--port=0",
         "--tokenizer.type=ByteTokenizerConfig",
     ]
-    words += ["--inference.compute=float32", "--inference.rows=64", "--inference.chunk=64", "--inference.length=256"]
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    command += ["--inference.compute=float32", "--inference.rows=64", "--inference.chunk=64", "--inference.length=256"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
-        return _asked(process, clients, seconds)
+        return measure_clients(process, clients, seconds)
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait(60)
 
 
-def _asked(process: Any, clients: int, seconds: float) -> dict[str, Any]:
+def measure_clients(process: Any, clients: int, seconds: float) -> dict[str, Any]:
     lines, url = list[str](), None
     for line in process.stdout:
         lines.append(line)
@@ -320,9 +322,9 @@ def _asked(process: Any, clients: int, seconds: float) -> dict[str, Any]:
     if url is None:
         raise SystemExit("".join(lines))
     threading.Thread(target=process.stdout.read, daemon=True).start()
-    taken, errors, end = list[float](), list[str](), 0.0
+    latencies, errors, end = list[float](), list[str](), 0.0
 
-    def ask(number: int) -> float:
+    def send_request(number: int) -> float:
         body = {"prompt": f"{number:04d} is a number", "max_tokens": 16, "temperature": 0, "ignore_eos": True}
         start = time.perf_counter()
         request = urllib.request.Request(
@@ -335,7 +337,7 @@ def _asked(process: Any, clients: int, seconds: float) -> dict[str, Any]:
     def client(number: int) -> None:
         while time.perf_counter() < end:
             try:
-                taken.append(ask(number))
+                latencies.append(send_request(number))
             except (OSError, AssertionError) as error:
                 errors.append(repr(error))
 
@@ -345,15 +347,15 @@ def _asked(process: Any, clients: int, seconds: float) -> dict[str, Any]:
 
     for _ in range(600):
         try:
-            ask(0)
+            send_request(0)
             break
         except OSError:
             time.sleep(0.5)
     growth = []
-    for each in (seconds / 4, seconds):  # the first fills what is made once for each client
-        taken.clear()
+    for duration in (seconds / 4, seconds):  # the first fills what is made once for each client
+        latencies.clear()
         start = time.perf_counter()
-        end = start + each
+        end = start + duration
         threads = [threading.Thread(target=client, args=(n,)) for n in range(clients)]
         for thread in threads:
             thread.start()
@@ -363,9 +365,9 @@ def _asked(process: Any, clients: int, seconds: float) -> dict[str, Any]:
     return {
         "clients": clients,
         "seconds": seconds,
-        "requests_per_second": len(taken) / (time.perf_counter() - start),
-        "latency_ms_p50": 1e3 * float(np.percentile(taken, 50)),
-        "latency_ms_p99": 1e3 * float(np.percentile(taken, 99)),
+        "requests_per_second": len(latencies) / (time.perf_counter() - start),
+        "latency_ms_p50": 1e3 * float(np.percentile(latencies, 50)),
+        "latency_ms_p99": 1e3 * float(np.percentile(latencies, 99)),
         "errors": len(errors),
         "memory_mib_before": growth[0],
         "memory_mib_after": growth[1],
@@ -378,34 +380,34 @@ def main() -> None:
     parser.add_argument("--parts", type=lambda text: text.split(","), default=PARTS)
     parser.add_argument("--seconds", type=float, default=60.0, help="of `latency` and `server`")
     parser.add_argument("--clients", type=int, default=64)
-    asked = parser.parse_args()
-    if unknown := set(asked.parts) - set(PARTS):
+    arguments = parser.parse_args()
+    if unknown := set(arguments.parts) - set(PARTS):
         parser.error(f"--parts: there is no {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
     with tempfile.TemporaryDirectory() as name:
-        figures = measure(asked, Path(name))
+        figures = measure(arguments, Path(name))
     outcome.write("inference", figures)
 
 
-def measure(asked: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """The parts that are asked for, each with a title."""
     write_model(folder)
     model = model_of(folder)
     figures: dict[str, Any] = {"model": SIZES, "batch": BATCH, "prompt": PROMPT, "answer": ANSWER}
     eight = engine_of(model, BATCH)
-    if "bound" in asked.parts:
+    if "bound" in arguments.parts:
         figures["bound"] = bound(model, eight)
-    if "transformers" in asked.parts and asked.torch_python is not None:
-        figures["transformers"] = transformers(eight, asked.torch_python, folder)
+    if "transformers" in arguments.parts and arguments.torch_python is not None:
+        figures["transformers"] = transformers(eight, arguments.torch_python, folder)
     rate = 1.0
-    if {"batching", "latency"} & set(asked.parts):
+    if {"batching", "latency"} & set(arguments.parts):
         figures["batching"] = batching(eight, BATCH)
         rate = 0.6 * figures["batching"]["requests_per_second"]
-    if "latency" in asked.parts:
-        figures["latency"] = latency(eight, rate, asked.seconds)
-    if "overhead" in asked.parts:
+    if "latency" in arguments.parts:
+        figures["latency"] = latency(eight, rate, arguments.seconds)
+    if "overhead" in arguments.parts:
         figures["overhead"] = overhead(engine_of(model, 64), 64)
-    if "server" in asked.parts:
-        figures["server"] = server(folder, asked.clients, asked.seconds)
+    if "server" in arguments.parts:
+        figures["server"] = server(folder, arguments.clients, arguments.seconds)
     return figures
 
 

@@ -56,7 +56,7 @@ class Case:
 
     def expected(self) -> Callable:
         """(cotangent, *arguments) -> (result, gradients) of the reference."""
-        run = both(self.reference)
+        run = with_gradients(self.reference)
         return run if self.slices is None else sliced(run, self.slices)
 
     def label(self) -> str:
@@ -88,8 +88,12 @@ def attention(on_gpu: bool, device: Device) -> list[Case]:
     both_ways = [
         AttentionCase(*encoder, kernel=kernel, **kind) for kind in kinds for kernel in ("cudnn", "pallas", "reference")
     ]
-    asked = [*plain, *apart, *windows, *both_ways, AttentionCase(*special, kernel="reference")]
-    return [one.case() for one in asked if BACKENDS[one.kernel].refusal(one.request(), device) is None]
+    candidates = [*plain, *apart, *windows, *both_ways, AttentionCase(*special, kernel="reference")]
+    return [
+        candidate.case()
+        for candidate in candidates
+        if BACKENDS[candidate.kernel].refusal(candidate.request(), device) is None
+    ]
 
 
 class AttentionCase(NamedTuple):
@@ -142,12 +146,12 @@ class AttentionCase(NamedTuple):
         Without a causal mask it sees all; of what is padded, three quarters.
         """
         rows, length, heads, groups, head = self[:5]
-        others = self.keys or length
+        key_length = self.keys or length
         every, of_a_row = self.masks()
-        queries, keys = (rows, length, heads, head), (rows, others, groups, head)
-        seen = others / self.documents / (1 + self.causal) if self.window is None else self.window
-        forward = 4 * rows * heads * head * length * seen * (0.75 if self.padded else 1)
-        ends = 2 * 2 * rows * head * (length * heads + others * groups)
+        queries, keys = (rows, length, heads, head), (rows, key_length, groups, head)
+        keys_per_query = key_length / self.documents / (1 + self.causal) if self.window is None else self.window
+        forward = 4 * rows * heads * head * length * keys_per_query * (0.75 if self.padded else 1)
+        end_bytes = 2 * 2 * rows * head * (length * heads + key_length * groups)
         kind = f", {self.documents} documents apart" * (self.documents > 1)
         kind += "" if self.window is None else f", window {self.window}"
         kind += ", full" * (not self.causal and not self.padded and self.keys is None)
@@ -161,7 +165,7 @@ class AttentionCase(NamedTuple):
             shapes=(queries, keys, keys),
             flops=(forward, 3.5 * forward),
             # The backward reads queries, keys, values, output and its gradient, and writes three gradients.
-            moved=(ends, 3 * ends),
+            moved=(end_bytes, 3 * end_bytes),
         )
 
 
@@ -172,20 +176,20 @@ def sliced(run: Callable, groups: int) -> Callable:
     MiB.
     """
 
-    def cut(x: Array) -> Array:
+    def split(x: Array) -> Array:
         rows, length, heads, size = x.shape
         apart = x.reshape(rows, length, groups, heads // groups, size).transpose(0, 2, 1, 3, 4)
         return apart.reshape(rows * groups, 1, length, heads // groups, size)
 
     def joined(x: Array) -> Array:
         pieces, _, length, heads, size = x.shape
-        together = x.reshape(pieces // groups, groups, length, heads, size).transpose(0, 2, 1, 3, 4)
-        return together.reshape(pieces // groups, length, groups * heads, size)
+        grouped = x.reshape(pieces // groups, groups, length, heads, size).transpose(0, 2, 1, 3, 4)
+        return grouped.reshape(pieces // groups, length, groups * heads, size)
 
-    def whole(*arrays: Array) -> Any:
-        return jax.tree.map(joined, jax.lax.map(lambda pieces: run(*pieces), tuple(map(cut, arrays))))
+    def in_pieces(*arrays: Array) -> Any:
+        return jax.tree.map(joined, jax.lax.map(lambda pieces: run(*pieces), tuple(map(split, arrays))))
 
-    return whole
+    return in_pieces
 
 
 def norm(on_gpu: bool, device: Device) -> list[Case]:
@@ -293,7 +297,7 @@ def _grouped(size: GroupedSizes, kernel: GroupedKernel | None) -> Case:
 def state_space(on_gpu: bool, device: Device) -> list[Case]:
     """The recurrence of Mamba-2 by chunks of several sizes. Its reference is one position after another."""
     rows, length, heads, head, states = (2, 4096, 32, 64, 128) if on_gpu else (1, 32, 2, 8, 8)
-    inner, ends = heads * head, rows * length * 2 * (2 * heads * head + heads + 2 * states)
+    inner, end_bytes = heads * head, rows * length * 2 * (2 * heads * head + heads + 2 * states)
 
     def scan(x: Array, dt: Array, b: Array, c: Array) -> Scan:
         steps = jax.nn.softplus(dt.astype(jnp.float32) - 4)
@@ -307,7 +311,7 @@ def state_space(on_gpu: bool, device: Device) -> list[Case]:
             reference=lambda *arrays: ssd_reference(scan(*arrays))[0],
             shapes=((rows, length, heads, head), (rows, length, heads), *[(rows, length, 1, states)] * 2),
             flops=_with_backward(2.0 * rows * length * (chunk * (states + inner) + 2 * inner * states)),
-            moved=(ends, 3 * ends),
+            moved=(end_bytes, 3 * end_bytes),
         )
         for chunk in ((64, 128, 256) if on_gpu else (16,))
     ]
@@ -317,7 +321,7 @@ def _with_backward(forward: float) -> tuple[float, float]:
     return forward, 3 * forward
 
 
-def both(call: Callable[..., Array]) -> Callable:
+def with_gradients(call: Callable[..., Array]) -> Callable:
     """(cotangent, *arguments) -> (result, gradients)."""
 
     def run(cotangent: Array, *arguments: Array) -> tuple[Array, tuple[Array, ...]]:
@@ -334,27 +338,27 @@ def measure(case: Case, roof: Roof, seconds: float) -> dict[str, Any]:
     shape = jax.eval_shape(case.call, *arguments).shape
     cotangent = jax.random.normal(keys[0], shape, jnp.bfloat16)
     options = compiler_options(*GPU, *(FP8 if case.fp8 else ()))
-    works = {"both": (both(case.call), [cotangent, *arguments]), "forward": (case.call, arguments)}
-    ready = {name: jax.jit(call).lower(*given).compile(options) for name, (call, given) in works.items()}
-    found = ready["both"](cotangent, *arguments)
+    works = {"both": (with_gradients(case.call), [cotangent, *arguments]), "forward": (case.call, arguments)}
+    ready = {name: jax.jit(call).lower(*inputs).compile(options) for name, (call, inputs) in works.items()}
+    results = ready["both"](cotangent, *arguments)
     with jax.default_matmul_precision("highest"):
         wide = [x.astype(jnp.float32) for x in (cotangent, *arguments)]
         expected = jax.jit(case.expected())(*wide)
     errors = [
-        loss_cases.relative(*pair) for pair in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
+        loss_cases.relative(*pair) for pair in zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True)
     ]
-    del found, expected, wide
+    del results, expected, wide
     passes: dict[str, Any] = {}
     for place, name in enumerate(("forward", "both")):
-        compiled, given = ready[name], works[name][1]
-        spread = readings_in(partial(compiled, *given), jax.block_until_ready, seconds=seconds)
+        compiled, inputs = ready[name], works[name][1]
+        statistics = readings_in(partial(compiled, *inputs), jax.block_until_ready, seconds=seconds)
         floor = roof.floor_seconds(flops=case.flops[place], moved=case.moved[place], fp8=case.fp8)
         passes[name] = {
-            "seconds": spread.to_dict(),
-            "tflops": case.flops[place] / spread.median / 1e12,
-            "gigabytes_per_second": case.moved[place] / spread.median / 1e9,
+            "seconds": statistics.to_dict(),
+            "tflops": case.flops[place] / statistics.median / 1e12,
+            "gigabytes_per_second": case.moved[place] / statistics.median / 1e9,
             "floor_seconds": floor,
-            "share_of_floor": None if floor is None else floor / spread.median,
+            "share_of_floor": None if floor is None else floor / statistics.median,
             "temporary_bytes": compiled.memory_analysis().temp_size_in_bytes,
         }
     return {
@@ -371,23 +375,27 @@ def attempt(case: Case, roof: Roof, seconds: float) -> dict[str, Any]:
     try:
         return measure(case, roof, seconds)
     except Exception as error:  # of the compiler or the device: many kinds
-        said = (str(error).strip().splitlines() or [""])[0]
-        return {"name": case.name, "sizes": case.sizes, "right": False, "fault": f"{type(error).__name__}: {said}"}
+        message = (str(error).strip().splitlines() or [""])[0]
+        return {"name": case.name, "sizes": case.sizes, "right": False, "fault": f"{type(error).__name__}: {message}"}
 
 
-def line(found: dict[str, Any]) -> str:
+def line(record: dict[str, Any]) -> str:
     """One case as a line."""
-    if "fault" in found:
-        return f"{found['name']:<40} FAILED: {found['fault']}"
-    sizes = " ".join(f"{name}={size}" for name, size in found["sizes"].items())
-    error = f"error {max(found['errors']):.1e}" + ("" if found["right"] else " WRONG")
+    if "fault" in record:
+        return f"{record['name']:<40} FAILED: {record['fault']}"
+    sizes = " ".join(f"{name}={size}" for name, size in record["sizes"].items())
+    error = f"error {max(record['errors']):.1e}" + ("" if record["right"] else " WRONG")
     parts = []
     for name in ("forward", "both"):
-        one = found[name]
-        share = "" if one["share_of_floor"] is None else f" {one['share_of_floor']:.0%} of the roof"
-        speed = f"{one['tflops']:.0f} TFLOP/s" if one["tflops"] >= 1 else f"{one['gigabytes_per_second']:.3g} GB/s"
-        parts.append(f"{name} {1e3 * one['seconds']['median']:.3f} ms {speed}{share}")
-    return f"{found['name']:<40} {sizes:<58} {'; '.join(parts)}; {error}"
+        figures = record[name]
+        share = "" if figures["share_of_floor"] is None else f" {figures['share_of_floor']:.0%} of the roof"
+        speed = (
+            f"{figures['tflops']:.0f} TFLOP/s"
+            if figures["tflops"] >= 1
+            else f"{figures['gigabytes_per_second']:.3g} GB/s"
+        )
+        parts.append(f"{name} {1e3 * figures['seconds']['median']:.3f} ms {speed}{share}")
+    return f"{record['name']:<40} {sizes:<58} {'; '.join(parts)}; {error}"
 
 
 def table(part: str, *, seconds: float, peak_tflops: float | None) -> Iterator[tuple[str, str, dict[str, Any]]]:

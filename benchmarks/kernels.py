@@ -58,12 +58,12 @@ def main(argv: list[str]) -> int:
             figures["parts"][part].append(row)
             # After each: an end by force leaves what there is.
             if path is not None:
-                outcome.write_to(path, figures, told=False)
+                outcome.write_to(path, figures, announce=False)
     if path is not None:
         print(f"written: {path}")
-    wrong = [one["name"] for found in figures["parts"].values() for one in found if not one["right"]]
-    print(f"on {figures['device']}; " + (f"WRONG: {', '.join(wrong)}" if wrong else "all results right"))
-    return 1 if wrong else 0
+    incorrect = [record["name"] for records in figures["parts"].values() for record in records if not record["right"]]
+    print(f"on {figures['device']}; " + (f"WRONG: {', '.join(incorrect)}" if incorrect else "all results right"))
+    return 1 if incorrect else 0
 
 
 if __name__ == "__main__":

@@ -28,37 +28,37 @@ from combinations import COMBINATIONS, TOLERANCE, Combination, difference  # noq
 from context_cases import CASES, Case  # noqa: E402
 
 
-def compared(one: Combination, *, quick: bool) -> dict[str, object]:
+def compared(combination: Combination, *, quick: bool) -> dict[str, object]:
     """A line of the results, printed too."""
-    found = difference(one.run(quick=quick), one.alone(quick=quick))
-    good = max(found.loss, found.norm, found.gradient) <= TOLERANCE and found.padding == 0
-    figures = f"{found.loss:9.1e} {found.norm:9.1e} {found.gradient:9.1e}  {found.weight:32} {found.seconds:7.1f}"
-    print(f"{figures}  {'     ' if good else 'WRONG'}  {one.name}", flush=True)
+    apart = difference(combination.run(quick=quick), combination.on_one_device(quick=quick))
+    equal = max(apart.loss, apart.norm, apart.gradient) <= TOLERANCE and apart.padding == 0
+    figures = f"{apart.loss:9.1e} {apart.norm:9.1e} {apart.gradient:9.1e}  {apart.weight:32} {apart.seconds:7.1f}"
+    print(f"{figures}  {'     ' if equal else 'WRONG'}  {combination.name}", flush=True)
     jax.clear_caches()
     return {
-        "combination": one.name,
-        "loss": float(f"{found.loss:.2e}"),
-        "norm": float(f"{found.norm:.2e}"),
-        "gradient": float(f"{found.gradient:.2e}"),
-        "weight": found.weight,
-        "padding": found.padding,
-        "compile_seconds": round(found.seconds, 1),
-        "equal": bool(good),
+        "combination": combination.name,
+        "loss": float(f"{apart.loss:.2e}"),
+        "norm": float(f"{apart.norm:.2e}"),
+        "gradient": float(f"{apart.gradient:.2e}"),
+        "weight": apart.weight,
+        "padding": apart.padding,
+        "compile_seconds": round(apart.seconds, 1),
+        "equal": bool(equal),
     }
 
 
-def compared_over_context(one: Case) -> dict[str, object]:
+def compared_over_context(case: Case) -> dict[str, object]:
     """A line of the results, printed too."""
-    errors = one.difference()
-    good = max(errors.loss, errors.gradient) <= TOLERANCE
-    print(f"{errors.loss:9.1e} {errors.gradient:9.1e}  {'     ' if good else 'WRONG'}  {one.name}", flush=True)
+    errors = case.difference()
+    equal = max(errors.loss, errors.gradient) <= TOLERANCE
+    print(f"{errors.loss:9.1e} {errors.gradient:9.1e}  {'     ' if equal else 'WRONG'}  {case.name}", flush=True)
     return {
-        "model": one.model,
-        "cut": one.cut,
+        "model": case.model,
+        "cut": case.sharding,
         "loss": float(f"{errors.loss:.2e}"),
         "gradient": float(f"{errors.gradient:.2e}"),
         "weight": errors.weight,
-        "equal": bool(good),
+        "equal": bool(equal),
     }
 
 
@@ -77,32 +77,36 @@ def main() -> int:
     parser.add_argument("--only", default="", metavar="SUBSTRING")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--context", action="store_true")
-    asked = parser.parse_args()
-    if asked.context:
-        return over_context(asked.only)
-    chosen = [one for one in COMBINATIONS if asked.only in one.name]
-    if not chosen:
-        print(f"no combination has {asked.only!r}; there are:", *(one.name for one in COMBINATIONS), sep="\n  ")
+    arguments = parser.parse_args()
+    if arguments.context:
+        return over_context(arguments.only)
+    selected = [combination for combination in COMBINATIONS if arguments.only in combination.name]
+    if not selected:
+        print(
+            f"no combination has {arguments.only!r}; there are:",
+            *(combination.name for combination in COMBINATIONS),
+            sep="\n  ",
+        )
         return 2
     print(f"{'loss':>9} {'norm':>9} {'gradient':>9}  {'of':32} compile s         combination")
-    lines = [compared(one, quick=asked.quick) for one in chosen]
-    wrong = sum(not line["equal"] for line in lines)
-    outcome.write("layouts", {"tolerance": TOLERANCE, "combinations": len(lines), "wrong": wrong, "lines": lines})
-    return 1 if wrong else 0
+    lines = [compared(combination, quick=arguments.quick) for combination in selected]
+    mismatches = sum(not line["equal"] for line in lines)
+    outcome.write("layouts", {"tolerance": TOLERANCE, "combinations": len(lines), "wrong": mismatches, "lines": lines})
+    return 1 if mismatches else 0
 
 
 def over_context(only: str) -> int:
-    chosen = [one for one in CASES if only in one.name]
-    if not chosen:
-        print(f"no case has {only!r}; there are:", *(one.name for one in CASES), sep="\n  ")
+    selected = [case for case in CASES if only in case.name]
+    if not selected:
+        print(f"no case has {only!r}; there are:", *(case.name for case in CASES), sep="\n  ")
         return 2
     print(f"{'loss':>9} {'gradient':>9}         case")
-    lines = [compared_over_context(one) for one in chosen]
+    lines = [compared_over_context(case) for case in selected]
     largest(lines)
-    wrong = sum(not line["equal"] for line in lines)
-    results = {"tolerance": TOLERANCE, "cases": len(lines), "wrong": wrong, "lines": lines}
+    mismatches = sum(not line["equal"] for line in lines)
+    results = {"tolerance": TOLERANCE, "cases": len(lines), "wrong": mismatches, "lines": lines}
     outcome.write("context_layouts", results)
-    return 1 if wrong else 0
+    return 1 if mismatches else 0
 
 
 if __name__ == "__main__":

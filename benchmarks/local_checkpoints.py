@@ -71,11 +71,11 @@ def overhead(folder: Path, every: int = 40, rounds: int = 6) -> dict[str, Any]:
         for _ in run.steps(3):
             pass
         local.begin(0, run.state)
-        alone = saves_alone(local, run, 4)
+        samples = saves_alone(local, run, 4)
         plain, saving = steps_beside(local, run, every, rounds)
         step = statistics.median(plain) / every
         shares = [with_save / without - 1 for without, with_save in zip(plain, saving, strict=True)]
-        cpu = statistics.median(each["cpu"] for each in alone)
+        cpu = statistics.median(sample["cpu"] for sample in samples)
         reader_began = time.perf_counter()
         reader = LocalReader(local)
         reader.newest_intact()
@@ -84,8 +84,8 @@ def overhead(folder: Path, every: int = 40, rounds: int = 6) -> dict[str, Any]:
         "bytes": local.need,
         "every": every,
         "step_seconds": round(step, 4),
-        "blocking_seconds": round(statistics.median(each["blocking"] for each in alone), 4),
-        "total_seconds": round(statistics.median(each["total"] for each in alone), 3),
+        "blocking_seconds": round(statistics.median(sample["blocking"] for sample in samples), 4),
+        "total_seconds": round(statistics.median(sample["total"] for sample in samples), 3),
         "cpu_seconds": round(cpu, 3),
         "verify_seconds": round(verified, 3),
         "overhead_percent_median": round(100 * statistics.median(shares), 2),

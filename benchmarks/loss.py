@@ -23,8 +23,8 @@ def main(argv: list[str]) -> int:
         print(__doc__.strip())
         return 0
     flags = parse(argv, verb="loss", flags=FLAGS, with_config=False).flags
-    found = resolve("loss_cases:here")(**flags, told=lambda text: print(text, flush=True))
-    return 0 if all(one["right"] for one in found) else 1
+    records = resolve("loss_cases:measure_here")(**flags, show=lambda text: print(text, flush=True))
+    return 0 if all(record["right"] for record in records) else 1
 
 
 if __name__ == "__main__":

@@ -28,8 +28,8 @@ TOLERANCE = 2e-2
 def plain_loss(x: Array, table: Array, labels: Array, weights: Array) -> Array:
     """x [1, T, D], table [V, D], labels and weights [1, T] -> the weighted sum of losses; holds all logits."""
     logits = jnp.einsum("btd,vd->btv", x, table, preferred_element_type=jnp.float32)
-    picked = jnp.take_along_axis(jax.nn.log_softmax(logits), labels[..., None], axis=-1)[..., 0]
-    return -jnp.sum(weights * picked)
+    label_logits = jnp.take_along_axis(jax.nn.log_softmax(logits), labels[..., None], axis=-1)[..., 0]
+    return -jnp.sum(weights * label_logits)
 
 
 def chunked_loss(layout: Layout, vocabulary: int, chunk: int, *arrays: Array) -> Array:
@@ -43,16 +43,15 @@ def table(roof: Roof, *, on_gpu: bool, seconds: float) -> Iterator[dict[str, Any
         yield from rows(size, CHUNKS[on_gpu], roof, seconds)
 
 
-def here(*, seconds: float, peak_tflops: float | None, told: Callable[[str], None]) -> list[dict[str, Any]]:
-    """`table` for the devices jax finds; `told` gets each row as a line. Raises UserError for a GPU without a known
-    peak."""
+def measure_here(*, seconds: float, peak_tflops: float | None, show: Callable[[str], None]) -> list[dict[str, Any]]:
+    """`table` for the devices jax finds; `show` gets the text of each row. UserError if the GPU's peak is unknown."""
     device = jax.devices()[0]
     roof = roof_of(device.device_kind, device.platform, peak_tflops=peak_tflops)
-    found = []
+    records = []
     for row in table(roof, on_gpu=device.platform == "gpu", seconds=seconds):
-        found.append(row)
-        told(line(row))
-    return found
+        records.append(row)
+        show(line(row))
+    return records
 
 
 def rows(size: tuple[int, int, int], chunks: tuple[int, ...], roof: Roof, seconds: float) -> Iterator[dict[str, Any]]:
@@ -61,12 +60,12 @@ def rows(size: tuple[int, int, int], chunks: tuple[int, ...], roof: Roof, second
     devices = jax.devices()
     cfg = ParallelConfig(tensor=len(devices))
     mesh, layout = build_mesh(cfg, devices), Layout(Plan.of(cfg))
-    cut, whole = NamedSharding(mesh, PartitionSpec("tensor", None)), NamedSharding(mesh, PartitionSpec())
+    sharded, replicated = NamedSharding(mesh, PartitionSpec("tensor", None)), NamedSharding(mesh, PartitionSpec())
     keys = jax.random.split(jax.random.key(0), 3)
-    x = jax.device_put(jax.random.normal(keys[0], (1, tokens, hidden), jnp.bfloat16), whole)
-    matrix = jax.device_put(0.02 * jax.random.normal(keys[1], (vocabulary, hidden), jnp.bfloat16), cut)
-    labels = jax.device_put(jax.random.randint(keys[2], (1, tokens), 0, vocabulary), whole)
-    weights = jax.device_put(jnp.ones((1, tokens)), whole)
+    x = jax.device_put(jax.random.normal(keys[0], (1, tokens, hidden), jnp.bfloat16), replicated)
+    matrix = jax.device_put(0.02 * jax.random.normal(keys[1], (vocabulary, hidden), jnp.bfloat16), sharded)
+    labels = jax.device_put(jax.random.randint(keys[2], (1, tokens), 0, vocabulary), replicated)
+    weights = jax.device_put(jnp.ones((1, tokens)), replicated)
     arguments = (x, matrix, labels, weights)
     calls = {NAME.format("plain"): plain_loss}
     calls |= {chunked(chunk): partial(chunked_loss, layout, vocabulary, chunk) for chunk in chunks}
@@ -82,14 +81,14 @@ def rows(size: tuple[int, int, int], chunks: tuple[int, ...], roof: Roof, second
                 relative(*pair)
                 for pair in zip(jax.tree.leaves(compiled(*arguments)), jax.tree.leaves(expected), strict=True)
             ]
-            spread = readings_in(partial(compiled, *arguments), jax.block_until_ready, seconds=seconds)
+            statistics = readings_in(partial(compiled, *arguments), jax.block_until_ready, seconds=seconds)
             floor = roof.floor_seconds(flops=flops, moved=moved)
             yield {
                 "name": name,
                 "sizes": sizes(size, len(devices)),
-                "seconds": spread.to_dict(),
-                "tflops": flops / spread.median / 1e12,
-                "share_of_floor": None if floor is None else floor / spread.median,
+                "seconds": statistics.to_dict(),
+                "tflops": flops / statistics.median / 1e12,
+                "share_of_floor": None if floor is None else floor / statistics.median,
                 "temporary_bytes": compiled.memory_analysis().temp_size_in_bytes,
                 "errors": errors,
                 "right": all(error <= TOLERANCE for error in errors),
@@ -115,17 +114,17 @@ def costs(size: tuple[int, int, int], devices: int) -> tuple[float, float]:
     return 6 * tokens * hidden * vocabulary / devices, 2 * 2 * (tokens + vocabulary / devices) * hidden
 
 
-def relative(found: Array, expected: Array) -> float:
+def relative(actual: Array, expected: Array) -> float:
     """|found - expected| / |expected| by Euclidean norms; nan stays nan."""
-    gap = found.astype(jnp.float32) - expected
+    gap = actual.astype(jnp.float32) - expected
     return float(jnp.linalg.norm(gap.ravel()) / jnp.linalg.norm(expected.ravel()))
 
 
-def line(found: dict[str, Any]) -> str:
+def line(record: dict[str, Any]) -> str:
     """One row as a line."""
-    sizes = " ".join(f"{name}={size}" for name, size in found["sizes"].items())
-    share = "" if found["share_of_floor"] is None else f" {found['share_of_floor']:.0%} of the roof"
-    error = f"error {max(found['errors']):.1e}" + ("" if found["right"] else " WRONG")
-    temporary = f"{found['temporary_bytes'] / 2**20:.1f} MiB"
-    speed = f"{1e3 * found['seconds']['median']:.3f} ms {found['tflops']:.3g} TFLOP/s{share}"
-    return f"{found['name']:<40} {sizes:<58} {speed}; temporary {temporary}; {error}"
+    sizes = " ".join(f"{name}={size}" for name, size in record["sizes"].items())
+    share = "" if record["share_of_floor"] is None else f" {record['share_of_floor']:.0%} of the roof"
+    error = f"error {max(record['errors']):.1e}" + ("" if record["right"] else " WRONG")
+    temporary = f"{record['temporary_bytes'] / 2**20:.1f} MiB"
+    speed = f"{1e3 * record['seconds']['median']:.3f} ms {record['tflops']:.3g} TFLOP/s{share}"
+    return f"{record['name']:<40} {sizes:<58} {speed}; temporary {temporary}; {error}"

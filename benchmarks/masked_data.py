@@ -63,8 +63,8 @@ def rows_per_second(prefix: Path, rows: int) -> dict[str, float]:
             "t5": (MaskedSpansConfig(paths=paths, split="1"), t5("base", encoder_length=length)),
         }
         for name, (data, model) in kinds.items():
-            wanted = Rows(REPEATS * rows)
-            source = data.build(tokenizer=tokenizer(), schema=model.schema(), rows=wanted, seed=1).train
+            request = Rows(REPEATS * rows)
+            source = data.build(tokenizer=tokenizer(), schema=model.schema(), rows=request, seed=1).train
             best = float("inf")
             for start in range(0, REPEATS * rows, rows):
                 before = time.thread_time()
@@ -89,10 +89,10 @@ def program(source: str, model: Any, arguments: argparse.Namespace) -> Program:
     return Program.of(cfg, build_mesh(cfg.parallel, find_devices()[:1]))
 
 
-def batch_of(made: Program) -> dict[str, Any]:
+def batch_of(program: Program) -> dict[str, Any]:
     """Random leaves of the step's batch, each below what the model reads; no padding."""
-    draw, schema, values = np.random.default_rng(0), made.cfg.model.schema(), {}
-    for name, leaf in made.batch_like().items():
+    draw, schema, values = np.random.default_rng(0), program.cfg.model.schema(), {}
+    for name, leaf in program.batch_like().items():
         limit = schema[name].below if name in schema else None
         value = np.ones(leaf.shape, leaf.dtype) if limit is None else draw.integers(0, limit, leaf.shape)
         if name == "loss_mask" and "token_types" in schema:
@@ -107,17 +107,20 @@ def step_seconds(arguments: argparse.Namespace) -> dict[str, float]:
     benches, times = {}, {}
     models = {"bert": ("bert.py:debug", bert("debug", **sizes)), "decoder": ("gpt3.py:debug", gpt3("debug", **sizes))}
     for name, (source, model) in models.items():
-        made = program(source, model, arguments)
-        with jax.set_mesh(made.mesh):
-            step: Any = made.train_step
-            compiled = step.lower(made.state_like(), made.batch_like()).compile()
-            benches[name], times[name] = Bench(made, compiled, made.fresh_state()(), batch_of(made)), []
+        step_program = program(source, model, arguments)
+        with jax.set_mesh(step_program.mesh):
+            step: Any = step_program.train_step
+            compiled = step.lower(step_program.state_like(), step_program.batch_like()).compile()
+            benches[name], times[name] = (
+                Bench(step_program, compiled, step_program.fresh_state()(), batch_of(step_program)),
+                [],
+            )
     for _ in range(arguments.steps + 1):
         for name, bench in benches.items():
             start = time.perf_counter()
             jax.block_until_ready(bench.step())
             times[name].append(time.perf_counter() - start)
-    seconds = {name: float(np.median(taken[1:])) for name, taken in times.items()}
+    seconds = {name: float(np.median(samples[1:])) for name, samples in times.items()}
     return {
         **{f"{name}_step_seconds": value for name, value in seconds.items()},
         "bert_over_decoder": seconds["bert"] / seconds["decoder"],

@@ -67,19 +67,19 @@ def flags(spec: dict[str, Any]) -> list[str]:
         "cross-entropy-loss-fusion": True,
         "log-throughput": True,
     }
-    written = [word for name, value in values.items() for word in (f"--{name}", str(value))]
-    return [*written, *(f"--{name}" for name, on in switches.items() if on)]
+    arguments = [word for name, value in values.items() for word in (f"--{name}", str(value))]
+    return [*arguments, *(f"--{name}" for name, on in switches.items() if on)]
 
 
-def read(log: str, spec: dict[str, Any]) -> dict[str, Any]:
+def parse_log(log: str, spec: dict[str, Any]) -> dict[str, Any]:
     """Seconds of its timed steps, first losses and peak memory in bytes, from what it printed; or {"error"}."""
-    seconds = [float(found) / 1e3 for found in ITERATION.findall(log)][spec["warm_up"] :]
+    seconds = [float(loss) / 1e3 for loss in ITERATION.findall(log)][spec["warm_up"] :]
     if not seconds:
         last = next((line for line in reversed(log.splitlines()) if line.strip()), "it printed nothing")
         return {"error": f"no timed step was logged; its last line: {last.strip()[:300]}"}
     allocated = ALLOCATED.search(log)
     return {
         "seconds": seconds,
-        "losses": [float(found) for found in LOSS.findall(log)][: spec["warm_up"]],
+        "losses": [float(loss) for loss in LOSS.findall(log)][: spec["warm_up"]],
         "peak_memory": None if allocated is None else round(float(allocated[1]) * 2**20),
     }

@@ -104,10 +104,10 @@ def computed(kernel: GroupedKernel, sizes: np.ndarray, inner: int, outer: int) -
 def compiled(gpu: str, kernel: GroupedKernel, layer: Experts, inner: int, outer: int) -> tuple[int, int]:
     """Kernels of y, dx and dw of one matrix, and bytes of temporary memory."""
     mesh = Mesh(np.array(devices.virtual_devices(Cluster(GPUS[gpu], 1, 1))), ("data",))
-    here = NamedSharding(mesh, PartitionSpec())
+    replicated = NamedSharding(mesh, PartitionSpec())
 
     def abstract(shape: Sequence[int], dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=here)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=replicated)
 
     def all_three(x: jax.Array, w: jax.Array, dy: jax.Array, sizes: jax.Array) -> tuple:
         y, pullback = jax.vjp(lambda x, w: grouped_matmul(x, w, sizes, kernel), x, w)
@@ -199,7 +199,7 @@ def all_timed() -> list[dict[str, Any]]:
                 if number:
                     seconds[name].append(time.process_time() - start)
         ratios = [a / b for a, b in zip(seconds["mixture"], seconds["dense"], strict=True)]
-        row = {name: round(1e3 * statistics.median(each), 2) for name, each in seconds.items()}
+        row = {name: round(1e3 * statistics.median(samples), 2) for name, samples in seconds.items()}
         fastest = min(seconds["mixture"]) / min(seconds["dense"])
         rows.append(
             {
@@ -220,10 +220,10 @@ def main(argv: list[str]) -> None:
     """Both parts, or one; what there is of the other stays."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--part", choices=PARTS)
-    asked = parser.parse_args(argv).part
+    part = parser.parse_args(argv).part
     file = outcome.RESULTS / "moe.json"
     figures = json.loads(file.read_text())["figures"] if file.is_file() else {}
-    for name in PARTS if asked is None else (asked,):
+    for name in PARTS if part is None else (part,):
         figures[name] = PARTS[name]()
     outcome.write("moe", figures)
 

@@ -70,46 +70,52 @@ def least(hidden: int, moe: MoEConfig) -> float:
     return PASSES * reached * TOKENS * hidden * 2 / MIB
 
 
-def measured(hidden: int, moe: MoEConfig) -> dict[str, Any]:
+def measure_traffic(hidden: int, moe: MoEConfig) -> dict[str, Any]:
     """Of a compiled train step."""
     cfg = config(hidden, moe)
     cluster = devices.Cluster(devices.GPUS["h100"], DEVICES, 8)
     plan = resolve("megajax.planning.program.train_step:compile_train_step")(cfg, cluster)
-    rows = [one for one in plan.contents.collectives if one.groups.name == "expert" and one.place.path]
+    rows = [
+        collective
+        for collective in plan.contents.collectives
+        if collective.groups.name == "expert" and collective.place.path
+    ]
     times = plan.microbatches * LAYERS
     received: dict[str, float] = {}
-    for one in rows:
-        runs = one.place.runs(plan.unknown_trips) or 0
-        share = (DEVICES - 1) / DEVICES * one.bytes * runs / times / MIB
-        received[one.kind] = received.get(one.kind, 0.0) + share
+    for collective in rows:
+        runs = collective.place.runs(plan.unknown_trips) or 0
+        share = (DEVICES - 1) / DEVICES * collective.bytes * runs / times / MIB
+        received[collective.kind] = received.get(collective.kind, 0.0) + share
     step = Case(cfg, plan.cluster, devices.GPUS["h100"]).estimate
     traffic = audit(plan.text, plan.unknown_trips).to_dict()["bytes_per_step"], bytes_per_step(step)
-    large = [one for one in rows if one.bytes > MIB]
+    large = [collective for collective in rows if collective.bytes > MIB]
     facts = moe.expert_facts(hidden)
-    sent = facts.collectives(TOKENS, ExpertSharding(expert=DEVICES))
-    formula = sum(each.elements * (each.forward + each.backward + each.recompute) for each in sent)
+    transfers = facts.collectives(TOKENS, ExpertSharding(expert=DEVICES))
+    formula = sum(
+        transfer.elements * (transfer.forward + transfer.backward + transfer.recompute) for transfer in transfers
+    )
     return {
-        "received_mib": {kind: round(each, 1) for kind, each in received.items()},
+        "received_mib": {kind: round(mib, 1) for kind, mib in received.items()},
         "total_mib": round(sum(received.values()), 1),
         "formula_mib": round(formula * 2 * (DEVICES - 1) / DEVICES / MIB, 1),
         "least_mib": round(least(hidden, moe), 1),
         "large_collectives": len(large),
-        "beside_matmuls": sum(one.overlapped for one in large),
-        "memory_traffic_gib": {name: [round(each[name] / 2**30, 2) for each in traffic] for name in traffic[0]},
+        "beside_matmuls": sum(collective.overlapped for collective in large),
+        "memory_traffic_gib": {name: [round(by_class[name] / 2**30, 2) for by_class in traffic] for name in traffic[0]},
         "temporary_gib": round(plan.memory.temporary / 2**30, 2),
         "formula_rows": round(facts.rows(TOKENS, ExpertSharding(expert=DEVICES))),
         "kernels": plan.kernels,
     }
 
 
-def main(words: list[str]) -> None:
+def main(argv: list[str]) -> None:
     devices.prepare()
     path = outcome.RESULTS / "moe_traffic.json"
     figures = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     for name, (hidden, moe) in MODELS.items():
         for way, dispatch in WAYS.items():
-            if not words or any(word in f"{name} {way}" for word in words):
-                figures[f"{name} {way}"] = measured(hidden, replace(moe, dispatch=dispatch))
+            if not argv or any(word in f"{name} {way}" for word in argv):
+                figures[f"{name} {way}"] = measure_traffic(hidden, replace(moe, dispatch=dispatch))
                 print(f"{name} {way}: {figures[f'{name} {way}']}", flush=True)
                 path.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
 

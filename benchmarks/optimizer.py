@@ -41,14 +41,14 @@ def update_of(run: Run) -> Callable[[int], float]:
     def timed(count: int) -> float:
         start = time.perf_counter()
         for _ in range(count):
-            found = update(params, state, params)
-        jax.block_until_ready(found)
+            result = update(params, state, params)
+        jax.block_until_ready(result)
         return (time.perf_counter() - start) / count
 
     return timed
 
 
-def shown(seconds: dict[str, list[float]]) -> dict[str, object]:
+def medians(seconds: dict[str, list[float]]) -> dict[str, object]:
     adam, muon = seconds["AdamW"], seconds["Muon"]
     return {f"{kind.lower()}_ms": [round(1e3 * value, 2) for value in seconds[kind]] for kind in KINDS} | {
         "ratio_of_medians": round(statistics.median(muon) / statistics.median(adam), 3),
@@ -61,34 +61,34 @@ def main() -> None:
     parser.add_argument("--config", default="quickstart.py")
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--steps", type=int, default=4)
-    asked = parser.parse_args()
-    runs = {kind: setup(load(asked.config, f"optimizer.type={kind}", "parallel.data=1")) for kind in KINDS}
+    arguments = parser.parse_args()
+    runs = {kind: setup(load(arguments.config, f"optimizer.type={kind}", "parallel.data=1")) for kind in KINDS}
     batches = {kind: next(run.batches)[0] for kind, run in runs.items()}
-    whole, alone = ({kind: [] for kind in KINDS} for _ in range(2))
+    with_reads, update_only = ({kind: [] for kind in KINDS} for _ in range(2))
     precision = runs["AdamW"].cfg.precision.matmul_precision()
     with jax.set_mesh(runs["AdamW"].mesh), jax.default_matmul_precision(precision):
         updates = {kind: update_of(run) for kind, run in runs.items()}
-        for number in range(asked.rounds + 1):
+        for number in range(arguments.rounds + 1):
             for kind in KINDS:
-                seconds = updates[kind](asked.steps)
+                seconds = updates[kind](arguments.steps)
                 if number:
-                    alone[kind].append(seconds)
-        for number in range(asked.rounds + 1):
+                    update_only[kind].append(seconds)
+        for number in range(arguments.rounds + 1):
             for kind, run in runs.items():
-                seconds = step_round(run, batches[kind], asked.steps)
+                seconds = step_round(run, batches[kind], arguments.steps)
                 if number:
-                    whole[kind].append(seconds)
+                    with_reads[kind].append(seconds)
     for run in runs.values():
         run.close()
     size = sum(weight.size for weight in runs["AdamW"].state.params.values())
     outcome.write(
         "optimizer",
         {
-            "config": asked.config,
+            "config": arguments.config,
             "weights": size,
             "device": jax.devices()[0].device_kind,
-            "update": shown(alone),
-            "train_step": shown(whole),
+            "update": medians(update_only),
+            "train_step": medians(with_reads),
         },
     )
 

@@ -31,11 +31,11 @@ def measure(cfg: RunConfig, steps: int, repeated: int) -> dict[str, Any]:
             starts.append([float(bench.step()["loss"]).hex() for _ in range(repeated)])
         for _ in range(WARM_UP):
             jax.block_until_ready(bench.step())
-        spread = readings(bench.step, steps, jax.block_until_ready, least=LEAST)
+        statistics = readings(bench.step, steps, jax.block_until_ready, least=LEAST)
     return {
         "options": program.options,
         "compile_seconds": seconds,
-        "step_seconds": spread.to_dict(),
+        "step_seconds": statistics.to_dict(),
         "temporary_bytes": compiled.memory_analysis().temp_size_in_bytes,
         "same_bits": starts[0] == starts[1],
         "losses": starts[0],

@@ -28,21 +28,21 @@ def write(name: str, figures: dict[str, Any]) -> None:
     (RESULTS / f"{name}.json").write_text(text + "\n")
 
 
-def write_to(path: Path, figures: dict[str, Any], *, told: bool = True) -> None:
+def write_to(path: Path, figures: dict[str, Any], *, announce: bool = True) -> None:
     """Write them into a file of the user's choice. Raises UserError where it can't be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(described(figures), indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         raise UserError(f"{path} can't be written: {error.strerror}") from error
-    if told:
+    if announce:
         print(f"written: {path}", flush=True)
 
 
-def file_for(benchmark: str, asked: bool | Path, argv: list[str]) -> Path:
+def file_for(benchmark: str, path: bool | Path, argv: list[str]) -> Path:
     """Where --json asks figures to go: the file named, or one in results/ named after the benchmark and its config."""
-    if asked is not True:
-        return Path(asked)
+    if path is not True:
+        return Path(path)
     place = next(at for at, word in enumerate(argv) if word.partition("=")[0] == "--config")
     source = argv[place].partition("=")[2] or argv[place + 1]
     file, _, function = Path(source).name.partition(":")
@@ -52,7 +52,7 @@ def file_for(benchmark: str, asked: bool | Path, argv: list[str]) -> Path:
 def described(figures: dict[str, Any]) -> dict[str, Any]:
     """The figures with command, commit, machine, and versions of those PACKAGES that are installed."""
     return {
-        "command": " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *map(_shown, sys.argv[1:])]),
+        "command": " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *map(_without_folder, sys.argv[1:])]),
         "date": date.today().isoformat(),
         "commit": _commit(),
         "machine": f"{os.cpu_count()} cores, {_processor()}, load {os.getloadavg()[0]:.1f} at the end",
@@ -64,13 +64,13 @@ def described(figures: dict[str, Any]) -> dict[str, Any]:
 
 def label(name: str, sizes: dict[str, int]) -> str:
     """What a row of a kernel at some size is called in tables."""
-    return " ".join([name, *(f"{what}={size}" for what, size in sizes.items())])
+    return " ".join([name, *(f"{axis}={size}" for axis, size in sizes.items())])
 
 
 def _commit() -> str:
     """Of the tree; where it is a copy without history what COMMIT says, or ""."""
-    if said := os.environ.get("COMMIT"):
-        return said
+    if commit := os.environ.get("COMMIT"):
+        return commit
     if shutil.which("git") is None:
         return ""
     command = ["git", "rev-parse", "--short", "HEAD"]
@@ -84,7 +84,7 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _shown(argument: str) -> str:
+def _without_folder(argument: str) -> str:
     """An argument without the folders of this machine."""
     return argument if argument.startswith("--") else Path(argument).name
 

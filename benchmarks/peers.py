@@ -71,10 +71,10 @@ def main(argv: list[str]) -> int:
         )
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        ours = measure_ours(argv, folder)
+        own_figures = measure_ours(argv, folder)
         spec = shape | {
-            "learning_rates": ours["learning_rates"],
-            "microbatches": ours["run"]["microbatches"],
+            "learning_rates": own_figures["learning_rates"],
+            "microbatches": own_figures["run"]["microbatches"],
             "timed_steps": flags["steps"],
             "seconds": flags["torch_seconds"],
             "warm_up": WARM_UP,
@@ -84,7 +84,7 @@ def main(argv: list[str]) -> int:
         program = [str(flags["torch_python"]), str(HERE / "torch_baseline.py"), *map(str, paths)]
         theirs = measure_torch(program, paths[-1], torch_environment(command.devices), 2 * flags["torch_seconds"])
         megatron = measure_megatron(spec, flags["megatron"], flags["torch_python"])
-    figures = compared(ours, theirs, cfg.precision.compute) | {"megatron": megatron}
+    figures = compared(own_figures, theirs, cfg.precision.compute) | {"megatron": megatron}
     print(report(figures))
     if flags["json"]:
         outcome.write_to(outcome.file_for("peers", flags["json"], argv), figures)
@@ -115,9 +115,9 @@ def spec_of(cfg: RunConfig) -> dict[str, Any]:
         "precision": cfg.precision.gradients != "float32" or cfg.precision.fp8 is not None,
     }
     if any(unfit.values()):
-        where = ", ".join(name for name, wrong in unfit.items() if wrong)
+        variants = ", ".join(name for name, unfit_reason in unfit.items() if unfit_reason)
         raise UserError(
-            f"the torch baseline has no counterpart for what this config has in {where}.\nIt knows GPT and Llama: "
+            f"the torch baseline has no counterpart for what this config has in {variants}.\nIt knows GPT and Llama: "
             "plain or grouped attention, one kind of block, no dropout, AdamW, one device: --config=bench.py:llama_1b"
         )
     return {
@@ -162,10 +162,10 @@ def demand_torch(python: Path) -> None:
     """Raises UserError where that Python has no torch."""
     code = "import importlib.util as u, sys; sys.exit(any(u.find_spec(name) is None for name in ('torch', 'numpy')))"
     try:
-        found = subprocess.run([str(python), "-c", code], check=False).returncode == 0
+        installed = subprocess.run([str(python), "-c", code], check=False).returncode == 0
     except OSError as error:
         raise UserError(f"--torch-python={python} can't be started: {error.strerror}") from error
-    if not found:
+    if not installed:
         raise UserError(
             f"torch: not installed for {python}. Install torch and numpy there, or give --torch-python=FILE"
         )
@@ -174,8 +174,8 @@ def demand_torch(python: Path) -> None:
 def measure_ours(argv: list[str], folder: Path) -> dict[str, Any]:
     """Figures of benchmarks/mfu.py, which leaves start.npz in the folder. Raises UserError where it fails."""
     # What only this program knows is left out; the rest is for mfu.py and for the config.
-    own = ("--json", "--megatron", "--torch-python", "--torch_python", "--torch-seconds", "--torch_seconds")
-    passed = [word for word in argv if word.partition("=")[0] not in own]
+    own_flags = ("--json", "--megatron", "--torch-python", "--torch_python", "--torch-seconds", "--torch_seconds")
+    passed = [word for word in argv if word.partition("=")[0] not in own_flags]
     file = folder / "ours.json"
     program = [sys.executable, str(HERE / "mfu.py"), *passed, f"--json={file}", f"--export={folder / 'start.npz'}"]
     run(program, "MegaJAX", environment=dict(os.environ))
@@ -204,11 +204,11 @@ def measure_megatron(spec: dict[str, Any], checkout: Path | None, python: Path) 
     environment = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONPATH": str(checkout)}
     program = megatron_peer.command(spec, checkout, python)
     ended = subprocess.run(program, check=False, env=environment, capture_output=True, text=True, cwd=checkout)
-    found = megatron_peer.read(ended.stdout + ended.stderr, spec)
-    if "error" in found:
-        return found
+    figures_of_log = megatron_peer.parse_log(ended.stdout + ended.stderr, spec)
+    if "error" in figures_of_log:
+        return figures_of_log
     tokens = spec["micro_size"] * spec["microbatches"] * spec["length"]
-    return found | {"tokens_per_second": Spread.of(found.pop("seconds")).into(tokens).to_dict()}
+    return figures_of_log | {"tokens_per_second": Spread.of(figures_of_log.pop("seconds")).into(tokens).to_dict()}
 
 
 def run(program: list[str], name: str, *, environment: dict[str, str], seconds: float | None = None) -> None:
@@ -229,73 +229,76 @@ def torch_environment(devices: str | None) -> dict[str, str]:
     return {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", **hidden}
 
 
-def compared(ours: dict[str, Any], theirs: dict[str, Any], compute: str) -> dict[str, Any]:
+def compared(own: dict[str, Any], theirs: dict[str, Any], compute: str) -> dict[str, Any]:
     """Both, their ratios, and whether they did the same work."""
-    done = [variant for variant in theirs["variants"] if "losses" in variant]
-    same = [variant for variant in done if agree(ours["losses"], variant["losses"], compute)]
-    best = max(same, key=lambda variant: variant["tokens_per_second"]["median"], default=None)
-    speed, most = ours["tokens_per_second_per_device"]["median"], ours["memory"]["peak_in_use"]
+    finished = [variant for variant in theirs["variants"] if "losses" in variant]
+    equal = [variant for variant in finished if agree(own["losses"], variant["losses"], compute)]
+    best = max(equal, key=lambda variant: variant["tokens_per_second"]["median"], default=None)
+    speed, most = own["tokens_per_second_per_device"]["median"], own["memory"]["peak_in_use"]
     ratios: dict[str, float | None] = {"tokens_per_second": None, "peak_memory": None}
     if best is not None:
         ratios["tokens_per_second"] = speed / best["tokens_per_second"]["median"]
         ratios["peak_memory"] = None if None in (most, best["peak_memory"]) else most / best["peak_memory"]
     return {
         "ours_over_torch": ratios,
-        "equal_work": bool(done) and len(same) == len(done),
+        "equal_work": bool(finished) and len(equal) == len(finished),
         "tolerances": dict(zip(("first_loss", "later_losses"), TOLERANCES[compute], strict=True)),
-        "ours": ours,
+        "ours": own,
         "torch_best": best,
         "torch": theirs,
     }
 
 
-def agree(ours: list[float], theirs: list[float], compute: str) -> bool:
+def agree(own: list[float], theirs: list[float], compute: str) -> bool:
     """Whether losses of the first steps are the same work's."""
-    first, later = TOLERANCES[compute]
-    gaps = [abs(one - other) for one, other in zip(ours, theirs, strict=True)]
-    return gaps[0] <= first and all(gap <= later for gap in gaps)
+    first, tolerance = TOLERANCES[compute]
+    gaps = [abs(own_loss - peer_loss) for own_loss, peer_loss in zip(own, theirs, strict=True)]
+    return gaps[0] <= first and all(gap <= tolerance for gap in gaps)
 
 
 def report(figures: dict[str, Any]) -> str:
     """The comparison as text."""
-    ours, theirs, ratios = figures["ours"], figures["torch"], figures["ours_over_torch"]
-    rows = [("MegaJAX", _row(ours["tokens_per_second_per_device"], ours["memory"]["peak_in_use"], ours["losses"]))]
-    for found in theirs["variants"]:
-        variant = found["variant"]
+    own, theirs, ratios = figures["ours"], figures["torch"], figures["ours_over_torch"]
+    rows = [("MegaJAX", _row(own["tokens_per_second_per_device"], own["memory"]["peak_in_use"], own["losses"]))]
+    for measurement in theirs["variants"]:
+        variant = measurement["variant"]
         name = f"torch, {variant['attention']} attention, compiled {variant['compile']}, {variant['loss']} loss"
         name += ", recomputed" if variant["recompute"] else ""
-        rows.append((name, found["error"] if "error" in found else
-                     _row(found["tokens_per_second"], found["peak_memory"], found["losses"])))  # fmt: skip
+        if "error" in measurement:
+            rows.append((name, measurement["error"]))
+            continue
+        row = _row(measurement["tokens_per_second"], measurement["peak_memory"], measurement["losses"])
+        rows.append((name, row))
     if "ended" in theirs:
         rows.append(("torch", theirs["ended"]))
-    others = figures["megatron"]
-    if others is None:
+    megatron = figures["megatron"]
+    if megatron is None:
         rows.append(("Megatron-LM", "not run: name a checkout with --megatron=DIR"))
-    elif "error" in others:
-        rows.append(("Megatron-LM", others["error"]))
+    elif "error" in megatron:
+        rows.append(("Megatron-LM", megatron["error"]))
     else:
-        rows.append(("Megatron-LM", _row(others["tokens_per_second"], others["peak_memory"], others["losses"])))
-        ratio = ours["tokens_per_second_per_device"]["median"] / others["tokens_per_second"]["median"]
+        rows.append(("Megatron-LM", _row(megatron["tokens_per_second"], megatron["peak_memory"], megatron["losses"])))
+        ratio = own["tokens_per_second_per_device"]["median"] / megatron["tokens_per_second"]["median"]
         rows.append(("MegaJAX over Megatron-LM", f"{ratio:.3f} times its tokens/s"))
-    first, later = figures["tolerances"].values()
+    first, tolerance = figures["tolerances"].values()
     verdict = "yes" if figures["equal_work"] else "NO: the losses differ, and the ratios mean nothing"
-    if not any("losses" in found for found in theirs["variants"]):
+    if not any("losses" in measurement for measurement in theirs["variants"]):
         verdict = "nothing to compare: no variant of torch was measured"
     speed, most = (ratios[name] for name in ("tokens_per_second", "peak_memory"))
     equal = [
-        ("equal work", f"{verdict} (first loss within {first:g}, {WARM_UP - 1} later ones within {later:g})"),
+        ("equal work", f"{verdict} (first loss within {first:g}, {WARM_UP - 1} later ones within {tolerance:g})"),
         ("tokens/s", "none" if speed is None else f"{speed:.3f} times the fastest of torch"),
         ("peak memory", "not counted here" if most is None else f"{most:.3f} times that one's"),
     ]
     versions = theirs["versions"]
-    title = f"{ours['device']}, torch {versions['torch']}, cuDNN {versions['cudnn']}"
+    title = f"{own['device']}, torch {versions['torch']}, cuDNN {versions['cudnn']}"
     return plain(title, [("tokens/s, peak memory, first losses", rows), ("MegaJAX over torch", equal)])
 
 
 def _row(speed: dict[str, float], most: int | None, losses: list[float]) -> str:
-    spread = f"{count(speed['median'])} ({count(speed['p10'])} to {count(speed['p90'])})"
+    text = f"{count(speed['median'])} ({count(speed['p10'])} to {count(speed['p90'])})"
     memory = "" if most is None else f", {most / 2**30:.2f} GiB"
-    return f"{spread}{memory}, {' '.join(f'{loss:.4f}' for loss in losses)}"
+    return f"{text}{memory}, {' '.join(f'{loss:.4f}' for loss in losses)}"
 
 
 if __name__ == "__main__":

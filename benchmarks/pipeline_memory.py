@@ -72,20 +72,20 @@ def on_gpu(cfg: RunConfig) -> int:
 
 def scaling(devices: str) -> Iterator[dict[str, Any]]:
     """Lines of schedules on "cpu" or "h100", printed too."""
-    measured = {"cpu": on_cpu, "h100": on_gpu}[devices]
+    peak_of = {"cpu": on_cpu, "h100": on_gpu}[devices]
     for schedule in SCHEDULES:
-        found = [measured(scaled(schedule, microbatches)) / GIB for microbatches in MICROBATCHES]
+        peaks = [peak_of(scaled(schedule, microbatches)) / GIB for microbatches in MICROBATCHES]
         jax.clear_caches()
-        growth = found[-1] / found[0] - 1
-        good = growth > 0.5 if schedule == "gpipe" else abs(growth) <= FLAT
-        figures = "".join(f"{gib:9.3f}" for gib in found)
-        print(f"{devices:8} {schedule:12} {figures}  {growth:+8.1%}  {'' if good else 'WRONG'}", flush=True)
+        growth = peaks[-1] / peaks[0] - 1
+        as_expected = growth > 0.5 if schedule == "gpipe" else abs(growth) <= FLAT
+        figures = "".join(f"{gib:9.3f}" for gib in peaks)
+        print(f"{devices:8} {schedule:12} {figures}  {growth:+8.1%}  {'' if as_expected else 'WRONG'}", flush=True)
         yield {
             "devices": devices,
             "schedule": schedule,
-            "temporary_gib": dict(zip(map(str, MICROBATCHES), [round(gib, 4) for gib in found], strict=True)),
+            "temporary_gib": dict(zip(map(str, MICROBATCHES), [round(gib, 4) for gib in peaks], strict=True)),
             "growth": round(growth, 4),
-            "as_expected": good,
+            "as_expected": as_expected,
         }
 
 
@@ -105,9 +105,9 @@ def main() -> int:
         print(f"\n{missing}", file=sys.stderr)
         return 2
     outcome.write("pipeline_memory", {"scaling": lines, "seconds": round(time.monotonic() - started)})
-    wrong = [f"{one['schedule']} on {one['devices']}" for one in lines if not one["as_expected"]]
-    print("" if not wrong else f"not as it should be: {', '.join(wrong)}")
-    return 1 if wrong else 0
+    unexpected = [f"{line['schedule']} on {line['devices']}" for line in lines if not line["as_expected"]]
+    print("" if not unexpected else f"not as it should be: {', '.join(unexpected)}")
+    return 1 if unexpected else 0
 
 
 if __name__ == "__main__":

@@ -172,9 +172,7 @@ def _run(
     name: str, source: str, tokens: float, model: DecoderConfig, devices: int, rows: int, **more: Any
 ) -> Published:
     system = more.pop("system", MEGATRON)
-    device = next(
-        known for known in ("gb200", "b200", "h200", "h100", "a100-80gb") if known.split("-")[0] in name.lower()
-    )
+    device = next(gpu for gpu in ("gb200", "b200", "h200", "h100", "a100-80gb") if gpu.split("-")[0] in name.lower())
     compute = "fp8" if name.endswith("fp8") else "bfloat16"
     return Published(
         name=name,
@@ -197,13 +195,15 @@ def _paper(
     pipeline, devices, chunks = layout
     model = gpt(*shape, length=2048, vocabulary=51_200)
     block = model.stack.pattern[0]
-    kept = replace(block, mixer=replace(block.mixer, kernel="reference"))
+    block_with_reference = replace(block, mixer=replace(block.mixer, kernel="reference"))
     return Published(
         name=f"Megatron-LM of 2022, GPT {size}, {devices} x A100, bf16",
         source="Korthikanti et al. 2022",
         device="a100-80gb",
         tokens=rows * 2048 / devices / seconds,
-        model=replace(model, stack=replace(model.stack, pattern=(kept,)), recompute=("core_attention",)),
+        model=replace(
+            model, stack=replace(model.stack, pattern=(block_with_reference,)), recompute=("core_attention",)
+        ),
         devices=devices,
         rows=rows,
         system=MEGATRON_2022,
@@ -310,11 +310,11 @@ counted; a prediction below one of them would be wrong."""
 
 def lines(runs: Iterable[Published] = RUNS) -> list[dict[str, Any]]:
     """A line for each run."""
-    found = []
+    records = []
     for run in runs:
-        said = estimate(run.described())
-        speed = said.tokens_per_second_per_device
-        found.append(
+        estimated = estimate(run.described())
+        speed = estimated.tokens_per_second_per_device
+        records.append(
             {
                 "run": run.name,
                 "source": run.source,
@@ -322,45 +322,47 @@ def lines(runs: Iterable[Published] = RUNS) -> list[dict[str, Any]]:
                 "predicted": round(speed, 1),
                 "error": round(speed / run.tokens - 1, 4),
                 "fitted": run.name in FITTED,
-                "mfu_causal": round(said.mfu_causal, 3),
+                "mfu_causal": round(estimated.mfu_causal, 3),
                 "split": {
-                    name: round(getattr(said, f"{name}_seconds") / said.step_seconds, 3)
+                    name: round(getattr(estimated, f"{name}_seconds") / estimated.step_seconds, 3)
                     for name in ("matmul", "attention", "stream", "exposed", "bubble", "optimizer")
                 },
             }
         )
-    return found
+    return records
 
 
-def table(found: list[dict[str, Any]]) -> str:
+def table(records: list[dict[str, Any]]) -> str:
     """For people: the shares are of the predicted step."""
     names = ("matmul", "attention", "stream", "exposed", "bubble")
     rows = [
         f"| run | published | predicted | error | {' | '.join(names)} |",
         "|---|---:|---:|---:|" + "---:|" * len(names),
     ]
-    for one in found:
-        shares = " | ".join(f"{one['split'][name]:.0%}" for name in names)
-        name = one["run"] + (" (fitted)" if one["fitted"] else "")
-        rows.append(f"| {name} | {one['published']:,.0f} | {one['predicted']:,.0f} | {one['error']:+.1%} | {shares} |")
+    for record in records:
+        shares = " | ".join(f"{record['split'][name]:.0%}" for name in names)
+        name = record["run"] + (" (fitted)" if record["fitted"] else "")
+        rows.append(
+            f"| {name} | {record['published']:,.0f} | {record['predicted']:,.0f} | {record['error']:+.1%} | {shares} |"
+        )
     return "\n".join(rows)
 
 
 def fit() -> dict[str, float]:
     """The four constants with which the fitted runs come out as published, one after the other."""
     runs = {run.name: run for run in RUNS}
-    bf16, fp8, blackwell, old = (runs[name] for name in FITTED)
-    found = {}
+    bf16, fp8, blackwell, old_gpu = (runs[name] for name in FITTED)
+    fitted = {}
     matmul = _solve(lambda value: _with(bf16, matmul=value), bf16.tokens)
-    found["h100 matmul"] = matmul
-    found["h100 matmul_fp8"] = _solve(lambda value: _with(fp8, matmul=matmul, matmul_fp8=value), fp8.tokens)
-    found["b200 matmul_fp8"] = _solve(lambda value: _with(blackwell, matmul_fp8=value), blackwell.tokens)
+    fitted["h100 matmul"] = matmul
+    fitted["h100 matmul_fp8"] = _solve(lambda value: _with(fp8, matmul=matmul, matmul_fp8=value), fp8.tokens)
+    fitted["b200 matmul_fp8"] = _solve(lambda value: _with(blackwell, matmul_fp8=value), blackwell.tokens)
 
-    def slower(value: float) -> float:
-        return _with(replace(old, system=replace(old.system, overhead=1 / value)), matmul=matmul)
+    def with_overhead(value: float) -> float:
+        return _with(replace(old_gpu, system=replace(old_gpu.system, overhead=1 / value)), matmul=matmul)
 
-    found["core r0.8 overhead"] = 1 / _solve(slower, old.tokens)
-    return found
+    fitted["core r0.8 overhead"] = 1 / _solve(with_overhead, old_gpu.tokens)
+    return fitted
 
 
 def _with(run: Published, **constants: float) -> float:
@@ -368,25 +370,27 @@ def _with(run: Published, **constants: float) -> float:
     return estimate(replace(described, device=replace(described.device, **constants))).tokens_per_second_per_device
 
 
-def _solve(speed: Callable[[float], float], wanted: float) -> float:
+def _solve(speed: Callable[[float], float], target: float) -> float:
     """Where a growing function has a value, between 0.1 and 2."""
     low, high = 0.1, 2.0
     for _ in range(40):
         middle = (low + high) / 2
-        low, high = (middle, high) if speed(middle) < wanted else (low, middle)
+        low, high = (middle, high) if speed(middle) < target else (low, middle)
     return round((low + high) / 2, 3)
 
 
-def summary(found: list[dict[str, Any]]) -> dict[str, Any]:
+def summary(records: list[dict[str, Any]]) -> dict[str, Any]:
     """Of the runs that no constant was fitted to."""
-    errors = [abs(one["error"]) for one in found if not one["fitted"]]
+    errors = [abs(record["error"]) for record in records if not record["fitted"]]
     return {
-        "runs": len(found),
-        "fitted": len(found) - len(errors),
+        "runs": len(records),
+        "fitted": len(records) - len(errors),
         "predicted": len(errors),
         "median_error": round(median(errors), 4),
         "worst_error": round(max(errors), 4),
-        "worst": max((one for one in found if not one["fitted"]), key=lambda one: abs(one["error"]))["run"],
+        "worst": max((record for record in records if not record["fitted"]), key=lambda record: abs(record["error"]))[
+            "run"
+        ],
         "within_10_percent": sum(error <= 0.1 for error in errors),
         "within_20_percent": sum(error <= 0.2 for error in errors),
     }
@@ -405,24 +409,24 @@ def main() -> int:
         lines(BOUNDS),
         lines((LONG, replace(LONG, name=f"{LONG.name}: ours", system=OURS))),
     )
-    said = summary(comparisons)
+    accuracy = summary(comparisons)
     text = (
         "# Published speeds against the planner's\n\n"
         "Tokens per second and GPU; columns behind the error are shares of the predicted step. Made by\n"
         "benchmarks/planner_accuracy.py, which says where each figure is published.\n\n"
         f"{table(comparisons)}\n\n"
-        f"Of the {said['predicted']} runs that nothing was fitted to: median error {said['median_error']:.1%}, worst "
-        f"{said['worst_error']:.1%} ({said['worst']});\n{said['within_10_percent']} within 10 %, "
-        f"{said['within_20_percent']} within 20 %.\n\n"
+        f"Of the {accuracy['predicted']} runs that nothing was fitted to: median error {accuracy['median_error']:.1%}, "
+        f"worst {accuracy['worst_error']:.1%} ({accuracy['worst']});\n{accuracy['within_10_percent']} within 10 %, "
+        f"{accuracy['within_20_percent']} within 20 %.\n\n"
         "Lower bounds, not counted: Megatron-LM's own tests, with deterministic kernels.\n\n"
         f"{table(bounds)}\n\n"
         "Rows over context 16, not counted: 380 TFLOP/s and GPU, taken to be without the masked half of attention.\n\n"
         f"{table(long)}\n"
     )
-    outcome.write("planner_accuracy", {"summary": said, "lines": comparisons, "lower_bounds": bounds, "long": long})
+    outcome.write("planner_accuracy", {"summary": accuracy, "lines": comparisons, "lower_bounds": bounds, "long": long})
     (outcome.RESULTS / "planner_accuracy.md").write_text(text)
     print(text)
-    return 0 if said["median_error"] <= 0.1 and said["worst_error"] <= 0.2 else 1
+    return 0 if accuracy["median_error"] <= 0.1 and accuracy["worst_error"] <= 0.2 else 1
 
 
 if __name__ == "__main__":

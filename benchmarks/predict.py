@@ -38,10 +38,10 @@ def predicted(part: Part, name: str, *, tiny: bool) -> Figures:
     roof = roof_of(GPUS[name].description, "gpu")
     match part.kind:
         case "mfu" | "peers":
-            return train_step(part.words(tiny=tiny), name)
+            return train_step(part.arguments(tiny=tiny), name)
         case "trace":
-            (traced,) = (other for other in ALL if any("--trace=" in word for word in other.program))
-            step = train_step(traced.words(tiny=tiny), name)["step s"]
+            (traced,) = (traced_part for traced_part in ALL if any("--trace=" in word for word in traced_part.program))
+            step = train_step(traced.arguments(tiny=tiny), name)["step s"]
             return {"busy ms a step": 1e3 * (step or 0.0), "idle ms a step": 0.0, "exposed ms": 0.0}
         case "kernels":
             return kernels(part.name.removeprefix("kernels_"), roof, tiny=tiny)
@@ -52,35 +52,35 @@ def predicted(part: Part, name: str, *, tiny: bool) -> Figures:
     return {}
 
 
-def train_step(words: tuple[str, ...], name: str) -> Figures:
+def train_step(arguments: tuple[str, ...], name: str) -> Figures:
     """By the words of its command."""
-    source = next(word for word in words if word.startswith("--config=")).partition("=")[2]
-    settings = [word[2:] for word in words if word.startswith(("--model.", "--batch.", "--precision."))]
-    found = estimate(describe(load(source, *settings), GPUS[name], 1))
+    source = next(word for word in arguments if word.startswith("--config=")).partition("=")[2]
+    settings = [word[2:] for word in arguments if word.startswith(("--model.", "--batch.", "--precision."))]
+    estimated = estimate(describe(load(source, *settings), GPUS[name], 1))
     return {
-        "step s": found.step_seconds,
-        "tokens/s": found.tokens_per_second_per_device,
-        "MFU causal": found.mfu_causal,
-        "MFU full": found.mfu_full,
-        "peak GiB": found.memory.peak / GIB,
+        "step s": estimated.step_seconds,
+        "tokens/s": estimated.tokens_per_second_per_device,
+        "MFU causal": estimated.mfu_causal,
+        "MFU full": estimated.mfu_full,
+        "peak GiB": estimated.memory.peak / GIB,
     }
 
 
 def kernels(part: str, roof: Roof, *, tiny: bool) -> Figures:
     """The least time of every case of a part, in ms."""
-    found: Figures = {}
+    figures: Figures = {}
     if part == "loss":
         for size in loss_cases.SIZES[not tiny]:
             flops, moved = loss_cases.costs(size, 1)
             names = [loss_cases.NAME.format("plain"), *map(loss_cases.chunked, loss_cases.CHUNKS[not tiny])]
             least = roof.floor_seconds(flops=flops, moved=moved)
-            found |= {f"{label(each, loss_cases.sizes(size, 1))}: both ms": _ms(least) for each in names}
-        return found
+            figures |= {f"{label(objective, loss_cases.sizes(size, 1))}: both ms": _ms(least) for objective in names}
+        return figures
     for case in kernel_cases.MAKERS[part](not tiny, CPU if tiny else HOPPER):
         for place, work in enumerate(("forward", "both")):
             least = roof.floor_seconds(flops=case.flops[place], moved=case.moved[place], fp8=case.fp8)
-            found[f"{case.label()}: {work} ms"] = _ms(least)
-    return found
+            figures[f"{case.label()}: {work} ms"] = _ms(least)
+    return figures
 
 
 def _ms(seconds: float | None) -> float | None:
@@ -93,16 +93,16 @@ def _rounded(figures: Figures) -> Figures:
 
 def everything() -> dict[str, Any]:
     """As it is written."""
-    found: dict[str, Any] = {
+    predictions: dict[str, Any] = {
         "made_by": "python benchmarks/predict.py",
         "date": date.today().isoformat(),
         "kinds": {name: GPUS[name].description for name in NAMES},
     }
     for name in NAMES:
-        found[name] = {part.name: _rounded(predicted(part, name, tiny=False)) for part in ALL}
+        predictions[name] = {part.name: _rounded(predicted(part, name, tiny=False)) for part in ALL}
     # For dry runs: the same names at tiny sizes, as if on the first of them.
-    found["tiny"] = {part.name: _rounded(predicted(part, NAMES[0], tiny=True)) for part in ALL}
-    return found
+    predictions["tiny"] = {part.name: _rounded(predicted(part, NAMES[0], tiny=True)) for part in ALL}
+    return predictions
 
 
 def main() -> int:

@@ -52,7 +52,7 @@ def measure(config: TokenizerConfig, texts: list[str], folder: Path, options: ar
     tokenizer = config.build()
     encode = best(options.repeats, time.process_time, lambda: [tokenizer.encode(text) for text in texts])
 
-    def whole(workers: int) -> None:
+    def preprocess_all(workers: int) -> None:
         preprocess(
             Preprocessing(
                 inputs=(str(folder / "documents.jsonl"),),
@@ -64,12 +64,12 @@ def measure(config: TokenizerConfig, texts: list[str], folder: Path, options: ar
             )
         )
 
-    one = best(options.repeats, time.process_time, lambda: whole(1))
-    several = best(options.repeats, time.perf_counter, lambda: whole(options.workers))
+    single = best(options.repeats, time.process_time, lambda: preprocess_all(1))
+    several = best(options.repeats, time.perf_counter, lambda: preprocess_all(options.workers))
     return {
         "tokens": sum(len(tokenizer.encode(text)) for text in texts),
         "encode_one_core": rates(len(texts), size, encode),
-        "preprocess_one_core": rates(len(texts), size, one),
+        "preprocess_one_core": rates(len(texts), size, single),
         "preprocess_wall_clock": {"workers": options.workers, **rates(len(texts), size, several)},
     }
 
@@ -93,7 +93,7 @@ def main() -> None:
     import tokenizers
 
     texts = documents(options.input, int(options.megabytes * 1e6))
-    measured = {}
+    rates = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "documents.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
@@ -106,13 +106,13 @@ def main() -> None:
             "huggingface, same vocabulary": HuggingFaceTokenizerConfig(path=str(folder / "tokenizer.json")),
         }
         for kind, config in configs.items():
-            measured[kind] = measure(config, texts, folder, options)
+            rates[kind] = measure(config, texts, folder, options)
     text = {
         "files": [Path(path).name for path in options.input],
         "documents": len(texts),
         "bytes": sum(len(text.encode()) for text in texts),
     }
-    outcome.write("preprocess", {"text": text, **measured})
+    outcome.write("preprocess", {"text": text, **rates})
 
 
 if __name__ == "__main__":

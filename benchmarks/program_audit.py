@@ -63,11 +63,11 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--quick", action="store_true", help="the first program alone")
     quick = parser.parse_args(argv).quick
     prepare()
-    chosen = dict(list(programs().items())[: 1 if quick else None])
-    figures: dict[str, Any] = {name: audited(*case) for name, case in chosen.items()}
+    selected = dict(list(programs().items())[: 1 if quick else None])
+    figures: dict[str, Any] = {name: audited(*case) for name, case in selected.items()}
     if not quick:
         figures["loss_chunk"] = {
-            name: [chunked(chosen[name], chunk) for chunk in CHUNKS]
+            name: [chunked(selected[name], chunk) for chunk in CHUNKS]
             for name in ("gpt3_1_3b, h100:1", "llama3_8b, h100:8")
         }
     outcome.write("program_audit", figures)
@@ -81,16 +81,18 @@ def compiled(cfg: RunConfig, devices: str) -> tuple[Any, Any]:
 
 def audited(cfg: RunConfig, devices: str) -> dict[str, Any]:
     """All figures of one program."""
-    plan, found = compiled(cfg, devices)
+    plan, contents = compiled(cfg, devices)
     tokens = cfg.batch.micro_size * cfg.model.sequence_length
     most = tokens // plan.mesh["tensor"] * cfg.model.hidden
-    wide = [one for one in found.kernels if any(kind == "f32" and n >= most for kind, n in arrays(one.shape))]
-    moved = [one for one in found.kernels if one.work in ("fill", "move")]
+    wide = [
+        kernel for kernel in contents.kernels if any(kind == "f32" and n >= most for kind, n in arrays(kernel.shape))
+    ]
+    moved = [kernel for kernel in contents.kernels if kernel.work in ("fill", "move")]
     calls: dict[str, Any] = {}
-    for one in found.kernels:
-        if one.work == "attention" and one.target is not None:
-            times = calls.setdefault(one.target, {"runs": 0, "in_branch": one.place.conditional})
-            times["runs"] += one.place.runs()
+    for kernel in contents.kernels:
+        if kernel.work == "attention" and kernel.target is not None:
+            times = calls.setdefault(kernel.target, {"runs": 0, "in_branch": kernel.place.conditional})
+            times["runs"] += kernel.place.runs()
     return {
         "kernels": plan.kernels,
         "temporary_gib": round(plan.memory.temporary / GIB, 3),
@@ -98,16 +100,21 @@ def audited(cfg: RunConfig, devices: str) -> dict[str, Any]:
         "state_bytes": plan.memory.parameters + plan.memory.optimizer,
         "aliased_bytes": plan.memory.aliased,
         "attention_calls": calls,
-        **found.to_dict(),
-        "largest_kernels": rows(found.kernels)[:12],
-        "gib_by_work": {work: round(total / GIB, 2) for work, total in sorted(found.by_work().items())},
-        "gib_by_loop": by_loop(found.kernels),
+        **contents.to_dict(),
+        "largest_kernels": rows(contents.kernels)[:12],
+        "gib_by_work": {work: round(total / GIB, 2) for work, total in sorted(contents.by_work().items())},
+        "gib_by_loop": by_loop(contents.kernels),
         "moved": short(rows(moved), 20),
-        "computed": short(rows(one for one in found.kernels if one.work in ("compute", "cast")), 20),
-        "float32_in_loops": short(rows(one for one in wide if one.place.path), 12),
+        "computed": short(rows(kernel for kernel in contents.kernels if kernel.work in ("compute", "cast")), 20),
+        "float32_in_loops": short(rows(kernel for kernel in wide if kernel.place.path), 12),
         "largest": [
-            {"mib": round(one.written / MIB, 1), "result": one.shape[:90], "loop": one.place.name, "work": one.work}
-            for one in sorted(found.kernels, key=lambda one: -one.written)[:10]
+            {
+                "mib": round(kernel.written / MIB, 1),
+                "result": kernel.shape[:90],
+                "loop": kernel.place.name,
+                "work": kernel.work,
+            }
+            for kernel in sorted(contents.kernels, key=lambda kernel: -kernel.written)[:10]
         ],
     }
 
@@ -119,22 +126,22 @@ def rows(kernels: Iterable[Any]) -> list[dict[str, Any]]:
     instructions: their number in the program; bytes_once: each run once.
     """
 
-    def key(one: Any) -> tuple:
-        trips = tuple(-1 if trips is None else trips for trips in one.place.trips)
-        return trips, one.work, one.shape, RUNS.sub("", one.origin)
+    def key(kernel: Any) -> tuple:
+        trips = tuple(-1 if trips is None else trips for trips in kernel.place.trips)
+        return trips, kernel.work, kernel.shape, RUNS.sub("", kernel.origin)
 
     table = []
     for (_, work, shape, origin), group in groupby(sorted(kernels, key=key), key):
-        same = list(group)
+        group_kernels = list(group)
         table.append(
             {
-                "loop": same[0].place.name,
-                "runs": round(sum(one.rounds * one.share for one in same)),
+                "loop": group_kernels[0].place.name,
+                "runs": round(sum(kernel.rounds * kernel.share for kernel in group_kernels)),
                 "work": work,
                 "result": shape,
-                "instructions": len(same),
-                "bytes_once": sum(one.bytes for one in same),
-                "bytes": sum(one.total for one in same),
+                "instructions": len(group_kernels),
+                "bytes_once": sum(kernel.bytes for kernel in group_kernels),
+                "bytes": sum(kernel.total for kernel in group_kernels),
                 "origin": origin,
             }
         )
@@ -144,9 +151,9 @@ def rows(kernels: Iterable[Any]) -> list[dict[str, Any]]:
 def by_loop(kernels: Iterable[Any]) -> dict[str, dict[str, float]]:
     """Loop -> kind of work -> GiB per step."""
     sums: dict[str, dict[str, float]] = {}
-    for one in kernels:
-        works = sums.setdefault(one.place.name or "step", {})
-        works[one.work] = works.get(one.work, 0) + one.total / GIB
+    for kernel in kernels:
+        works = sums.setdefault(kernel.place.name or "step", {})
+        works[kernel.work] = works.get(kernel.work, 0) + kernel.total / GIB
     return {loop: {work: round(total, 2) for work, total in works.items()} for loop, works in sums.items()}
 
 
@@ -169,14 +176,14 @@ def short(table: list[dict[str, Any]], most: int) -> list[dict[str, Any]]:
 def chunked(case: tuple[RunConfig, str], chunk: int) -> dict[str, Any]:
     """Memory and traffic with another loss_chunk."""
     cfg, devices = case
-    plan, found = compiled(cfg.but(model=replace(cfg.model, loss_chunk=chunk)), devices)
-    loops = {one.place.path for one in found.kernels if "cd,vd->cv" in one.origin}
-    loss = sum(one.total for one in found.kernels if one.place.path in loops)
+    plan, contents = compiled(cfg.but(model=replace(cfg.model, loss_chunk=chunk)), devices)
+    loops = {kernel.place.path for kernel in contents.kernels if "cd,vd->cv" in kernel.origin}
+    loss = sum(kernel.total for kernel in contents.kernels if kernel.place.path in loops)
     return {
         "loss_chunk": chunk,
         "temporary_gib": round(plan.memory.temporary / GIB, 3),
         "loss_gib": round(loss / GIB, 1),
-        "all_gib": round(sum(found.by_work().values()) / GIB, 1),
+        "all_gib": round(sum(contents.by_work().values()) / GIB, 1),
     }
 
 

@@ -63,18 +63,18 @@ def compiled(run: Run, batch: object) -> dict[str, Any]:
     """Time to compile, and memory."""
     start = time.perf_counter()
     memory = run.train_step.lower(run.state, batch).compile().memory_analysis()
-    found = {"compile_seconds": round(time.perf_counter() - start, 2)}
-    kept = saved_by_layers(run, run.cfg.model)[""]
-    return found | {
+    record = {"compile_seconds": round(time.perf_counter() - start, 2)}
+    saved = saved_by_layers(run, run.cfg.model)[""]
+    return record | {
         "temporary_mib": round(memory.temp_size_in_bytes / MIB, 1),
-        "kept_mib_per_layer": [round(each.device / MIB, 2) for each in kept],
-        "kept_on_the_host_mib_per_layer": [round(each.host / MIB, 2) for each in kept],
+        "kept_mib_per_layer": [round(layer.device / MIB, 2) for layer in saved],
+        "kept_on_the_host_mib_per_layer": [round(layer.host / MIB, 2) for layer in saved],
     }
 
 
-def here(config: str, rounds: int, steps: int) -> dict[str, Any]:
+def measure_here(config: str, rounds: int, steps: int) -> dict[str, Any]:
     """On the devices of this machine."""
-    found: dict[str, Any] = {}
+    records: dict[str, Any] = {}
     runs = {name: setup(loaded(config, name)) for name in WAYS}
     batches = {name: next(run.batches)[0] for name, run in runs.items()}
     any_run = runs["none"]
@@ -82,20 +82,20 @@ def here(config: str, rounds: int, steps: int) -> dict[str, Any]:
     times: dict[str, list[float]] = {name: [] for name in WAYS}
     with jax.set_mesh(any_run.mesh), jax.default_matmul_precision(precision):
         for name, run in runs.items():
-            found[name] = compiled(run, batches[name])
+            records[name] = compiled(run, batches[name])
         for number in range(rounds + 1):
             for name, run in runs.items():
-                taken = seconds(run, batches[name], steps)
+                samples = seconds(run, batches[name], steps)
                 if number:
-                    times[name].append(taken)
+                    times[name].append(samples)
     for name, run in runs.items():
         run.close()
-        found[name] |= {
+        records[name] |= {
             "step_ms": round(1e3 * statistics.median(times[name]), 2),
             "ratio_of_medians": round(statistics.median(times[name]) / statistics.median(times["none"]), 3),
             "ratio_of_fastest": round(min(times[name]) / min(times["none"]), 3),
         }
-    return found
+    return records
 
 
 def elsewhere(config: str, devices: str) -> dict[str, Any]:
@@ -103,17 +103,17 @@ def elsewhere(config: str, devices: str) -> dict[str, Any]:
     cluster, problems = read_cluster(devices, 8)
     if cluster is None:
         raise UserError(f"--devices={devices}: {problems[0].message}")
-    found = {}
+    records = {}
     for name in WAYS:
         start = time.perf_counter()
         plan = compile_train_step(loaded(config, name), cluster)
-        found[name] = {
+        records[name] = {
             "compile_seconds": round(time.perf_counter() - start, 1),
             "temporary_gib": round(plan.memory.temporary / GIB, 2),
             "peak_gib": round(plan.memory.peak / GIB, 2),
         }
-        print(name, found[name], flush=True)
-    return found
+        print(name, records[name], flush=True)
+    return records
 
 
 def main() -> int:
@@ -123,13 +123,15 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--deviceless")
     parser.add_argument("--devices", default="h100:8")
-    asked = parser.parse_args()
-    figures: dict[str, Any] = {"config": asked.config, "device": jax.devices()[0].device_kind}
+    arguments = parser.parse_args()
+    figures: dict[str, Any] = {"config": arguments.config, "device": jax.devices()[0].device_kind}
     try:
-        if asked.deviceless:
+        if arguments.deviceless:
             prepare()
-            figures[f"{asked.deviceless} on {asked.devices}, deviceless"] = elsewhere(asked.deviceless, asked.devices)
-        figures["here"] = here(asked.config, asked.rounds, asked.steps)
+            figures[f"{arguments.deviceless} on {arguments.devices}, deviceless"] = elsewhere(
+                arguments.deviceless, arguments.devices
+            )
+        figures["here"] = measure_here(arguments.config, arguments.rounds, arguments.steps)
     except UserError as error:
         print(error, file=sys.stderr)
         return 2

@@ -44,22 +44,22 @@ KILL_TRIALS = REPOSITORY / "tests/checkpoint/kill_trials.py"
 
 def single_kills(trials: int, folder: Path, seed: int) -> dict[str, Any]:
     """`trials` kills of a process that saves in a loop, half of them with saves in the foreground."""
-    results, wrong, lost = [], 0, 0
+    results, failures, losses = [], 0, 0
     for mode in ("asynchronous", "synchronous"):
         place = folder / mode
         place.mkdir()
         command = [sys.executable, str(KILL_TRIALS), str(place), str(trials // 2), mode, str(seed)]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        lines = [json.loads(line) for line in done.stdout.splitlines()]
+        result = subprocess.run(command, capture_output=True, text=True, check=True)
+        lines = [json.loads(line) for line in result.stdout.splitlines()]
         starts = [line["started_from"] for line in lines]
-        wrong += sum(not line["ok"] for line in lines)
-        lost += sum(after < before for before, after in pairwise(starts))
+        failures += sum(not line["ok"] for line in lines)
+        losses += sum(after < before for before, after in pairwise(starts))
         results += lines
     return {
         "kills": trials // 2 * 2,
         "in the middle of a save": sum(bool(line["in_the_middle"]) for line in results),
-        "lost commits": lost,
-        "wrong resumes": wrong,
+        "lost commits": losses,
+        "wrong resumes": failures,
         "steps damaged": sum(bool(line["damaged"]) for line in results),
     }
 
@@ -77,7 +77,7 @@ def gang_kills(trials: int, folder: Path, seed: int) -> dict[str, Any]:
     """
     draw, every, steps = random.Random(seed), 5, 20 * trials
     settings = (f"--steps={steps}", f"--checkpoint.every={every}", "--checkpoint.keep_last=2", "--logging.every=50")
-    resumed, lost, during = list[int](), 0, 0
+    resumed, losses, during = list[int](), 0, 0
     with gang(folder / "killed", *settings) as run:
         for trial in range(trials):
             run.until(lambda trial=trial: len(run.events("start")) > trial, f"start {trial + 1}")
@@ -93,14 +93,14 @@ def gang_kills(trials: int, folder: Path, seed: int) -> dict[str, Any]:
             kill(run, draw.randrange(2))
             run.until(lambda trial=trial: len(run.events("start")) > trial + 1, "a restart")
             resumed.append(run.events("start")[-1]["step"])
-            lost += resumed[-1] < committed
+            losses += resumed[-1] < committed
         code, actual = run.wait(), run.losses()
     with gang(folder / "quiet", *settings) as run:
         quiet_code, expected = run.wait(), run.losses()
     return {
         "kills": len(resumed),
         "while a save was under way": during,
-        "lost commits": lost,
+        "lost commits": losses,
         "exit codes": [code, quiet_code],
         "steps compared": len(expected),
         "steps whose loss differs in any bit": sum(actual.get(step) != loss for step, loss in expected.items()),
@@ -109,7 +109,7 @@ def gang_kills(trials: int, folder: Path, seed: int) -> dict[str, Any]:
 
 def restarts(trials: int, folder: Path) -> dict[str, Any]:
     """Seconds from the death of a rank until no process of the gang is left, and until the next step is logged."""
-    down, again = [], []
+    down, restarts = [], []
     settings = ("--steps=100000", "--checkpoint.every=5", "--logging.every=50")
     with gang(folder / "run", *settings) as run:
         for trial in range(trials):
@@ -122,8 +122,12 @@ def restarts(trials: int, folder: Path) -> dict[str, Any]:
             run.until(lambda pids=pids: not any(map(alive, pids.values())), "the end of the gang")
             down.append(time.monotonic() - since)
             run.until(lambda trial=trial: len(run.events("first_step")) > trial + 1, "the first step of a new attempt")
-            again.append(time.monotonic() - since)
-    return {"trials": trials, "seconds to gang down": _spread(down), "seconds to the next step": _spread(again)}
+            restarts.append(time.monotonic() - since)
+    return {
+        "trials": trials,
+        "seconds to gang down": _statistics(down),
+        "seconds to the next step": _statistics(restarts),
+    }
 
 
 def _newest(run: SupervisedRun) -> int:
@@ -131,7 +135,7 @@ def _newest(run: SupervisedRun) -> int:
     return max([0, *(event["step"] for event in run.events("save_committed"))])
 
 
-def _spread(values: list[float]) -> dict[str, float]:
+def _statistics(values: list[float]) -> dict[str, float]:
     return {"median": round(statistics.median(values), 3), "worst": round(max(values), 3)}
 
 
@@ -152,7 +156,11 @@ def watchdog(trials: int, folder: Path) -> dict[str, Any]:
                 codes.append(run.wait(120.0))
                 delays.append(time.monotonic() - since)
                 blamed.append("process 1" in run.tail(3))
-        results[kind] = {"seconds": _spread(delays), "exit codes": sorted(set(codes)), "named process 1": sum(blamed)}
+        results[kind] = {
+            "seconds": _statistics(delays),
+            "exit codes": sorted(set(codes)),
+            "named process 1": sum(blamed),
+        }
     return {"limit of a step, seconds": limit, "trials of each": trials, **results}
 
 
@@ -197,12 +205,12 @@ def watchdog_cost(folder: Path, seconds: float = 10.0) -> dict[str, float]:
         before = time.process_time()
         time.sleep(seconds)
         thread = (time.process_time() - before) / seconds
-        count, begun = 10_000, time.perf_counter()
+        count, start = 10_000, time.perf_counter()
         for step in range(count):
             for phase in ("data_wait", "step", "step"):
                 with activity.phase(phase, step):
                     pass
-        marks = (time.perf_counter() - begun) / count
+        marks = (time.perf_counter() - start) / count
     return {
         "processor seconds of the thread by second": round(thread, 6),
         "microseconds of marks by step": round(1e6 * marks, 1),
@@ -273,23 +281,23 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=20)
     parser.add_argument("--steps", type=int, default=4000)
     parser.add_argument("--seed", type=int, default=1)
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="reliability-") as temporary:
         folder = Path(temporary)
         figures: dict[str, Any]
-        match asked.what:
+        match arguments.what:
             case "kills":
-                figures = {"single": single_kills(asked.single, folder, asked.seed)} if asked.single else {}
-                figures |= {"gang": gang_kills(asked.gang, folder, asked.seed)} if asked.gang else {}
+                figures = {"single": single_kills(arguments.single, folder, arguments.seed)} if arguments.single else {}
+                figures |= {"gang": gang_kills(arguments.gang, folder, arguments.seed)} if arguments.gang else {}
             case "restarts":
-                figures = restarts(asked.trials, folder)
+                figures = restarts(arguments.trials, folder)
             case "watchdog":
-                figures = watchdog(asked.trials, folder)
+                figures = watchdog(arguments.trials, folder)
             case "overhead":
                 figures = overhead(folder)
             case "leaks":
-                figures = leaks(asked.steps, folder)
-    outcome.write(f"reliability_{asked.what}", figures)
+                figures = leaks(arguments.steps, folder)
+    outcome.write(f"reliability_{arguments.what}", figures)
 
 
 if __name__ == "__main__":

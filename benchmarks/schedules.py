@@ -30,18 +30,18 @@ def closed_form(name: str, sizes: tuple[int, int, int], wait: int) -> dict[str, 
     stages, chunks, microbatches = sizes
     work = microbatches * chunks
     # Ticks of forwards alone, if all are done: until the first loss, and then as long as it waits.
-    alone = work + stages - 1 if name == "gpipe" else min(stages * chunks - 1 + wait, work + stages - 1)
-    ring = alone + stages if name != "gpipe" else work
-    both = work + stages - 1 - alone
+    warm_up = work + stages - 1 if name == "gpipe" else min(stages * chunks - 1 + wait, work + stages - 1)
+    ring = warm_up + stages if name != "gpipe" else work
+    steady = work + stages - 1 - warm_up
     return {
-        "ticks": [alone, both, alone],
+        "ticks": [warm_up, steady, warm_up],
         "bubble": Fraction(stages - 1, work),
         "in_flight": [work if name == "gpipe" else min(work, ring - 2 * s) for s in range(stages)],
         "slots": min(work, ring),
     }
 
 
-def counted(schedule: Schedule) -> dict[str, Any]:
+def count_costs(schedule: Schedule) -> dict[str, Any]:
     """ticks: of forwards alone, of both, of backwards alone; bubble over ideal time; in_flight by stage; slots."""
     figures = measure(schedule)
     ticks = [
@@ -60,22 +60,22 @@ def line(name: str, sizes: tuple[int, int, int], wait: int) -> dict[str, Any]:
     """One schedule's figures, printed too, and whether all agree."""
     stages, chunks, microbatches = sizes
     schedule = build(name, stages=stages, microbatches=microbatches, chunks=chunks, loss_wait=wait)
-    found, wanted, library = counted(schedule), closed_form(name, sizes, wait), formulas(schedule)
-    equal = found == wanted and library == measure(schedule) and not violations(schedule)
-    ticks = " ".join(f"{n:5}" for n in found["ticks"])
-    flight = " ".join(map(str, found["in_flight"]))
+    actual, expected, library = count_costs(schedule), closed_form(name, sizes, wait), formulas(schedule)
+    equal = actual == expected and library == measure(schedule) and not violations(schedule)
+    ticks = " ".join(f"{n:5}" for n in actual["ticks"])
+    flight = " ".join(map(str, actual["in_flight"]))
     size = f"{stages:3} {chunks:2} {microbatches:5} {wait:4}"
-    print(f"{name:12} {size} {ticks} {float(found['bubble']):8.3%} {found['slots']:6}  {flight}", flush=True)
+    print(f"{name:12} {size} {ticks} {float(actual['bubble']):8.3%} {actual['slots']:6}  {flight}", flush=True)
     if not equal:
-        print(f"  WRONG: the formulas say {wanted} and {library}; {violations(schedule)[:3]}")
+        print(f"  WRONG: the formulas say {expected} and {library}; {violations(schedule)[:3]}")
     return {
         "schedule": name,
         "stages": stages,
         "virtual_stages": chunks,
         "microbatches": microbatches,
         "loss_wait": wait,
-        **found,
-        "bubble": str(found["bubble"]),
+        **actual,
+        "bubble": str(actual["bubble"]),
         "spare_slot": schedule.spare_slot,
         "equal": equal,
     }
@@ -89,10 +89,10 @@ def main() -> int:
         lines.append(line("gpipe", sizes, 0))
         name = "1f1b" if sizes[1] == 1 else "interleaved"
         lines += [line(name, sizes, wait) for wait in (0, 1)]
-    wrong = sum(not one["equal"] for one in lines)
-    print(f"{len(lines)} tables, {wrong} unlike the formulas\n")
-    outcome.write("schedules", {"tables": len(lines), "wrong": wrong, "lines": lines})
-    return 1 if wrong else 0
+    mismatches = sum(not record["equal"] for record in lines)
+    print(f"{len(lines)} tables, {mismatches} unlike the formulas\n")
+    outcome.write("schedules", {"tables": len(lines), "wrong": mismatches, "lines": lines})
+    return 1 if mismatches else 0
 
 
 if __name__ == "__main__":

@@ -39,11 +39,11 @@ def main(names: list[str]) -> None:
             with contextlib.redirect_stdout(printed):
                 plan([f"--config={config}", f"--devices={devices}", "--search", f"--json={file}"])
             print(printed.getvalue())
-            found = json.loads(file.read_text())
+            record = json.loads(file.read_text())
         outcome.write_to(
             outcome.RESULTS / f"search_{name}.json",
             {"config": config, "wall_seconds": time.monotonic() - started, "printed": printed.getvalue().splitlines()}
-            | found,
+            | record,
         )
 
 

@@ -56,14 +56,14 @@ def load(url: str, *, clients: int, seconds: float, prompt: str = "Once upon a t
 
 
 async def _load(url: str, clients: int, seconds: float, prompt: str, max_tokens: int) -> Load:
-    seen, began = Load(), time.monotonic()
+    totals, began = Load(), time.monotonic()
     end = began + seconds
-    await asyncio.gather(*(_client(url, end, f"{prompt} {number}", max_tokens, seen) for number in range(clients)))
-    seen.seconds = time.monotonic() - began
-    return seen
+    await asyncio.gather(*(_client(url, end, f"{prompt} {number}", max_tokens, totals) for number in range(clients)))
+    totals.seconds = time.monotonic() - began
+    return totals
 
 
-async def _client(url: str, end: float, prompt: str, max_tokens: int, seen: Load) -> None:
+async def _client(url: str, end: float, prompt: str, max_tokens: int, totals: Load) -> None:
     address = urlsplit(url)
     body = {"prompt": prompt, "max_tokens": max_tokens, "stream": True, "stream_options": {"include_usage": True}}
     data = json.dumps(body).encode()
@@ -73,15 +73,15 @@ async def _client(url: str, end: float, prompt: str, max_tokens: int, seen: Load
     try:
         while time.monotonic() < end:
             try:
-                await _ask(reader, writer, request, seen)
+                await _request(reader, writer, request, totals)
             except (OSError, asyncio.IncompleteReadError):
-                seen.statuses[0] += 1
+                totals.statuses[0] += 1
                 reader, writer = await asyncio.open_connection(address.hostname, address.port)
     finally:
         writer.close()
 
 
-async def _ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, request: bytes, seen: Load) -> None:
+async def _request(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, request: bytes, totals: Load) -> None:
     began, first, events = time.monotonic(), None, list[bytes]()
     writer.write(request)
     await writer.drain()
@@ -95,18 +95,18 @@ async def _ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, reque
     else:
         length = next(line for line in head.split("\r\n") if line.startswith("content-length:"))
         events.append(await reader.readexactly(int(length.partition(":")[2])))
-    seen.statuses[status] += 1
+    totals.statuses[status] += 1
     if status != 200:
         await asyncio.sleep(0.1)
         return
     lines = [line[6:] for line in b"".join(events).split(b"\n\n") if line.startswith(b"data: ")]
     usage = json.loads(lines[-2]).get("usage") if len(lines) > 2 and lines[-1] == b"[DONE]" else None
     if usage is None:
-        seen.errors.append(repr(lines[-1:])[:200])
+        totals.errors.append(repr(lines[-1:])[:200])
         return
-    seen.latencies.append(time.monotonic() - began)
-    seen.first_tokens.append((first or time.monotonic()) - began)
-    seen.tokens += usage["completion_tokens"]
+    totals.latencies.append(time.monotonic() - began)
+    totals.first_tokens.append((first or time.monotonic()) - began)
+    totals.tokens += usage["completion_tokens"]
 
 
 def main() -> None:
@@ -116,9 +116,9 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--max-tokens", type=int, default=32)
-    given = parser.parse_args()
-    seen = load(given.url, clients=given.clients, seconds=given.seconds, max_tokens=given.max_tokens)
-    print("\n".join(seen.lines()))
+    arguments = parser.parse_args()
+    totals = load(arguments.url, clients=arguments.clients, seconds=arguments.seconds, max_tokens=arguments.max_tokens)
+    print("\n".join(totals.lines()))
 
 
 if __name__ == "__main__":

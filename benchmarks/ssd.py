@@ -54,7 +54,7 @@ def gradients(method: Callable[[Scan], tuple[Array, Array]]) -> Callable[[dict[s
     return jax.grad(loss)
 
 
-def here(length: int) -> dict[str, Any]:
+def measure_here(length: int) -> dict[str, Any]:
     """Seconds of both, their ratio, and how far their gradients are apart."""
     sizes, rng = HERE | {"length": length}, np.random.default_rng(0)
     inputs = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes(**sizes).items()}
@@ -66,10 +66,10 @@ def here(length: int) -> dict[str, Any]:
     for _ in range(ROUNDS):
         for name, call in calls.items():
             seconds[name].append(timed(partial(call, inputs), 1, jax.block_until_ready))
-    slow, medians = results["recurrence"], {name: float(np.median(taken)) for name, taken in seconds.items()}
+    slow, medians = results["recurrence"], {name: float(np.median(samples)) for name, samples in seconds.items()}
     apart = {
-        name: max(float(jnp.abs(got[part] - slow[part]).max() / jnp.abs(slow[part]).max()) for part in slow)
-        for name, got in results.items()
+        name: max(float(jnp.abs(result[part] - slow[part]).max() / jnp.abs(slow[part]).max()) for part in slow)
+        for name, result in results.items()
     }
     rows = {
         name: {
@@ -92,15 +92,15 @@ def needed(sizes: dict[str, int], chunk: int) -> float:
 
 def compiled(chunk: int, gpu: str = "h100") -> dict[str, Any]:
     """Of a layer's recurrence on a virtual GPU."""
-    where = SingleDeviceSharding(devices.virtual_devices(Cluster(GPUS[gpu], 1, 1))[0])
+    sharding = SingleDeviceSharding(devices.virtual_devices(Cluster(GPUS[gpu], 1, 1))[0])
     like = {
-        name: jax.ShapeDtypeStruct(shape, jnp.float32 if name == "dt" else jnp.bfloat16, sharding=where)
+        name: jax.ShapeDtypeStruct(shape, jnp.float32 if name == "dt" else jnp.bfloat16, sharding=sharding)
         for name, shape in shapes(**LAYER).items()
     }
     step = jax.jit(gradients(partial(ssd, chunk=chunk)))
     program = step.lower(like).compile(compiler_options=compiler_options(*GPU, *DEVICELESS))
     # A compiler without its device tells no costs. Matmuls are the same on CPU.
-    plain = {name: jax.ShapeDtypeStruct(one.shape, one.dtype) for name, one in like.items()}
+    plain = {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in like.items()}
     operations = step.lower(plain).compile().cost_analysis()["flops"]
     return {
         "chunk": chunk,
@@ -115,7 +115,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--quick", action="store_true", help="fewer positions and one size of chunks; nothing written")
     quick = parser.parse_args(argv).quick
     devices.prepare()
-    figures: dict[str, Any] = {"here": here(256 if quick else HERE["length"])}
+    figures: dict[str, Any] = {"here": measure_here(256 if quick else HERE["length"])}
     print(figures["here"], flush=True)
     figures |= {"gpu": "h100", "layer": LAYER, "compiled": []}
     for chunk in (128,) if quick else (64, 128, 256):

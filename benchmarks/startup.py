@@ -56,7 +56,7 @@ def quickstart() -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--quickstart", action="store_true", help="also run the whole quickstart, about two minutes")
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     front = ("-m", "megajax.train")
     figures: dict[str, object] = {
         "python_seconds": process("-c", "pass"),
@@ -65,7 +65,7 @@ def main() -> None:
         "mistyped_setting_seconds": process(*front, f"--config={CONFIG}", "--paralel.tensor=2"),
         "print_config_seconds": process(*front, f"--config={CONFIG}", "--print-config"),
     }
-    if asked.quickstart:
+    if arguments.quickstart:
         figures["quickstart"] = quickstart()
     outcome.write("startup", figures)
 

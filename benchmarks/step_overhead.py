@@ -40,8 +40,8 @@ def bare_round(run: Run, batch: object, steps: int, guard: Guard | None = None) 
     with jax.set_mesh(run.mesh), jax.default_matmul_precision(precision):
         rerun = None if guard is None else guard.no_rerun
         for step in range(steps):
-            told = () if guard is None else (StepControl(limits=guard.on_devices(guard.limits(step)), rerun=rerun),)
-            run.state, metrics = run.train_step(run.state, batch, *told)
+            controls = () if guard is None else (StepControl(limits=guard.on_devices(guard.limits(step)), rerun=rerun),)
+            run.state, metrics = run.train_step(run.state, batch, *controls)
             rerun = metrics.get(RERUN)
         jax.block_until_ready(metrics)
     return (time.perf_counter() - start) / steps
@@ -60,27 +60,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--rounds", type=int, default=24)
     parser.add_argument("--steps", type=int, default=12)
-    asked = parser.parse_args()
-    total = 3 * (asked.rounds + 1) * asked.steps
+    arguments = parser.parse_args()
+    total = 3 * (arguments.rounds + 1) * arguments.steps
     run = setup(load("quickstart.py", f"steps={total}", "parallel.data=1"))
     guard = Guard(WATCHFUL, None, run.mesh)
     batch, _ = next(run.batches)
-    taken: dict[str, list[float]] = {"bare": [], "told": [], "loop": []}
+    samples: dict[str, list[float]] = {"bare": [], "told": [], "loop": []}
     with tempfile.TemporaryDirectory() as folder:
         console = open_console(run.cfg.logging, total_steps=total, stream=io.StringIO())
         with Writers([open_writers(run.cfg.logging, RunFolder.create(Path(folder))), console]) as log:
-            for warm in range(-1, asked.rounds):
+            for warm in range(-1, arguments.rounds):
                 seconds = {
-                    "bare": bare_round(run, batch, asked.steps),
-                    "told": bare_round(run, batch, asked.steps, guard),
-                    "loop": loop_round(run, log, asked.steps, guard),
+                    "bare": bare_round(run, batch, arguments.steps),
+                    "told": bare_round(run, batch, arguments.steps, guard),
+                    "loop": loop_round(run, log, arguments.steps, guard),
                 }
                 for name, value in seconds.items() if warm >= 0 else ():
-                    taken[name].append(value)
+                    samples[name].append(value)
     run.close()
-    figures = {f"{name}_ms": [round(1e3 * value, 2) for value in values] for name, values in taken.items()}
+    figures = {f"{name}_ms": [round(1e3 * value, 2) for value in values] for name, values in samples.items()}
     ratios = {
-        f"{name}_ratio_of_{kind}": round(of(taken[name]) / of(taken["bare"]), 4)
+        f"{name}_ratio_of_{kind}": round(of(samples[name]) / of(samples["bare"]), 4)
         for name in ("told", "loop")
         for kind, of in (("medians", statistics.median), ("fastest", min))
     }

@@ -51,8 +51,8 @@ def group_sizes(count: int, seconds: float, least: float) -> list[int]:
     A group ends with a wait for the device, which leaves it idle for a moment; the longer the group, the less of that
     is in the reading. Fewer than ten calls are timed one by one.
     """
-    wanted = max(1, -int(-least // max(seconds, 1e-9)))
-    size = max(1, min(wanted, count // 10))
+    calls = max(1, -int(-least // max(seconds, 1e-9)))
+    size = max(1, min(calls, count // 10))
     sizes = [size] * (count // size)
     return [*sizes, count % size] if count % size else sizes
 

@@ -56,7 +56,7 @@ class SupervisedRun:
                 if int(parent) != self.process.pid or state == "Z":
                     continue
                 variables = (folder / "environ").read_bytes().split(b"\0")
-                environment = dict(each.split(b"=", 1) for each in variables if b"=" in each)
+                environment = dict(variable.split(b"=", 1) for variable in variables if b"=" in variable)
                 ranks[int(environment[b"MEGAJAX_PROCESS_ID"])] = pid
         return ranks
 
@@ -73,14 +73,16 @@ class SupervisedRun:
         """The last step that was logged."""
         return max(self.losses(), default=0)
 
-    def until(self, condition: Callable[[], Any], what: str, seconds: float = 600.0) -> Any:
+    def until(self, condition: Callable[[], Any], description: str, seconds: float = 600.0) -> Any:
         """What `condition` gives as soon as it is true. Raises RuntimeError where the run ends before, or hangs."""
         deadline = time.monotonic() + seconds
         while not (value := condition()):
             if self.process.poll() is not None:
-                raise RuntimeError(f"waiting for {what}: the run ended with {self.process.returncode}\n{self.tail()}")
+                raise RuntimeError(
+                    f"waiting for {description}: the run ended with {self.process.returncode}\n{self.tail()}"
+                )
             if time.monotonic() > deadline:
-                raise RuntimeError(f"waited {seconds:g} s for {what}\n{self.tail()}")
+                raise RuntimeError(f"waited {seconds:g} s for {description}\n{self.tail()}")
             time.sleep(0.02)
         return value
 

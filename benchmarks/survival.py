@@ -33,10 +33,10 @@ LIMIT_SECONDS = 15
 
 
 @contextmanager
-def small_disk(asked: Path | None, folder: Path) -> Generator[Path]:
+def small_disk(path: Path | None, folder: Path) -> Generator[Path]:
     """A folder on a file system of `DISK_MIB`."""
-    if asked is not None:
-        yield asked
+    if path is not None:
+        yield path
         return
     place = folder / "disk"
     place.mkdir()
@@ -62,11 +62,11 @@ class Recording:
     def __init__(self, run: SupervisedRun):
         self._run, self.lines = run, list[dict[str, Any]]()
 
-    def note(self, what: str) -> None:
+    def note(self, event: str) -> None:
         """A line with the time and the step."""
-        line = {"seconds": round(time.monotonic() - self._run.began, 1), "step": self._run.step(), "what": what}
+        line = {"seconds": round(time.monotonic() - self._run.began, 1), "step": self._run.step(), "what": event}
         self.lines.append(line)
-        print(f"{line['seconds']:7.1f} s  step {line['step']:4d}  {what}", flush=True)
+        print(f"{line['seconds']:7.1f} s  step {line['step']:4d}  {event}", flush=True)
 
 
 def disturbed(run: SupervisedRun, disk: Path, steps: int) -> list[dict[str, Any]]:
@@ -92,8 +92,8 @@ def disturbed(run: SupervisedRun, disk: Path, steps: int) -> list[dict[str, Any]
     trained_to(steps // 2)
     filler = disk / "filler"
     with filler.open("wb") as file:
-        left = shutil.disk_usage(disk).free - 2**19
-        file.write(bytes(max(left, 0)))
+        free_bytes = shutil.disk_usage(disk).free - 2**19
+        file.write(bytes(max(free_bytes, 0)))
     record.note(f"disk filled: {shutil.disk_usage(disk).free // 1024} KiB free")
     run.until(lambda: run.events("save_retried"), "a failed save")
     filler.unlink()
@@ -120,20 +120,20 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where both runs are kept; none: a temporary folder")
     parser.add_argument("--disk", type=Path, help="a folder on a small file system; none: a tmpfs is mounted")
     parser.add_argument("--steps", type=int, default=240)
-    asked = parser.parse_args()
-    folder = asked.folder or Path(tempfile.mkdtemp(prefix="survival-"))
+    arguments = parser.parse_args()
+    folder = arguments.folder or Path(tempfile.mkdtemp(prefix="survival-"))
     folder.mkdir(parents=True, exist_ok=True)
-    with small_disk(asked.disk, folder) as disk:
+    with small_disk(arguments.disk, folder) as disk:
         run_dir = folder / "disturbed"
         (disk / "checkpoints").mkdir()
         run_dir.mkdir()
         (run_dir / "checkpoints").symlink_to(disk / "checkpoints")
-        stuck = f"--resilience.inject=stuck:step={steps_of_stuck(asked.steps)}:process=1:attempt=2"
+        stuck = f"--resilience.inject=stuck:step={steps_of_stuck(arguments.steps)}:process=1:attempt=2"
         launcher = ("--max-restarts=10", "--backoff=1")
-        with SupervisedRun(run_dir, PROCESSES, (*settings(asked.steps), stuck), launcher) as run:
-            lines = disturbed(run, disk, asked.steps)
+        with SupervisedRun(run_dir, PROCESSES, (*settings(arguments.steps), stuck), launcher) as run:
+            lines = disturbed(run, disk, arguments.steps)
             code, actual, events = run.process.returncode, run.losses(), run.events()
-    with SupervisedRun(folder / "undisturbed", PROCESSES, settings(asked.steps), launcher) as run:
+    with SupervisedRun(folder / "undisturbed", PROCESSES, settings(arguments.steps), launcher) as run:
         quiet_code, expected = run.wait(), run.losses()
     outcome.write(
         "survival",

@@ -212,7 +212,7 @@ def wait(out: Any) -> None:
         torch.cuda.synchronize()
 
 
-def measured(spec: dict[str, Any], start: Any, variant: dict[str, Any]) -> dict[str, Any]:
+def measure_variant(spec: dict[str, Any], start: Any, variant: dict[str, Any]) -> dict[str, Any]:
     """Losses of the first steps and speed of those after them."""
     on_gpu = torch.cuda.is_available()
     if on_gpu:
@@ -223,12 +223,12 @@ def measured(spec: dict[str, Any], start: Any, variant: dict[str, Any]) -> dict[
         trainer.at(rate)
         losses.append(trainer.step().item())
     warm = time.perf_counter() - began
-    spread = readings(trainer.step, spec["timed_steps"], wait, least=LEAST)
+    statistics = readings(trainer.step, spec["timed_steps"], wait, least=LEAST)
     peak = torch.cuda.max_memory_allocated() if on_gpu else None
     return {
         "losses": losses,
-        "step_seconds": spread.to_dict(),
-        "tokens_per_second": spread.into(trainer.tokens).to_dict(),
+        "step_seconds": statistics.to_dict(),
+        "tokens_per_second": statistics.into(trainer.tokens).to_dict(),
         "peak_memory": peak,
         "warm_up_seconds": warm,
     }
@@ -238,9 +238,9 @@ def variants(on_gpu: bool) -> list[dict[str, Any]]:
     """What is tried, the likeliest to be fast first."""
     kernels = ("cudnn", "flash") if on_gpu else ("any",)
     plain = {"loss": "whole", "recompute": False}
-    found = [{"attention": kernel, "compile": "blocks", **plain} for kernel in kernels]
-    found += [{"attention": kernels[0], "compile": "whole", **plain}]
-    return [*found, {**found[0], "loss": "chunked"}]
+    variants = [{"attention": kernel, "compile": "blocks", **plain} for kernel in kernels]
+    variants += [{"attention": kernels[0], "compile": "whole", **plain}]
+    return [*variants, {**variants[0], "loss": "chunked"}]
 
 
 def tried(spec: dict[str, Any], start: Any, variant: dict[str, Any]) -> dict[str, Any]:
@@ -248,18 +248,18 @@ def tried(spec: dict[str, Any], start: Any, variant: dict[str, Any]) -> dict[str
     for recompute in (False, True):
         now = {**variant, "recompute": recompute}
         try:
-            found = measured(spec, start, now)
+            record = measure_variant(spec, start, now)
         except torch.OutOfMemoryError:
-            found = {"error": "out of memory"}
+            record = {"error": "out of memory"}
         except Exception as error:  # of compilers, kernels and the device: one variant's failure is not the others'
-            found = {"error": f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"}
+            record = {"error": f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"}
         torch._dynamo.reset()
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        if found.get("error") != "out of memory":
+        if record.get("error") != "out of memory":
             break
-    return {"variant": now, **found}
+    return {"variant": now, **record}
 
 
 def main() -> None:

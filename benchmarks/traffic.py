@@ -51,9 +51,11 @@ def main(names: list[str]) -> None:
     prepare()
     print("TiB of formula / compiled; ratios of copies, elementwise, matmul, attention, collective")
     figures = {name: compared(*CASES[name]) for name in names or CASES}
-    for name, found in figures.items():
-        ratios = "  ".join(f"{found['ratio'][kind]:9.2f}" for kind in list(found["ratio"])[1:])
-        total = f"{found['formula']['total']:6.2f} /{found['compiled']['total']:6.2f} = {found['ratio']['total']:.2f}"
+    for name, figure in figures.items():
+        ratios = "  ".join(f"{figure['ratio'][kind]:9.2f}" for kind in list(figure["ratio"])[1:])
+        total = (
+            f"{figure['formula']['total']:6.2f} /{figure['compiled']['total']:6.2f} = {figure['ratio']['total']:.2f}"
+        )
         print(f"{name:24}  {total}  {ratios}")
     if not names:
         outcome.write("traffic", figures)
@@ -65,14 +67,14 @@ def compared(config: str, devices: int, settings: tuple[str, ...]) -> dict[str, 
     cluster, _ = read_cluster(f"h100:{devices}")
     plan = resolve("megajax.planning.program.train_step:compile_train_step")(cfg, cluster)
     audited = resolve("megajax.planning.program.audit:audit")(plan.text, plan.unknown_trips)
-    counted = audited.by_class()
+    classes = audited.by_class()
     for kind in ("total", "matmul"):
-        counted[kind] -= audited.workspace()
+        classes[kind] -= audited.workspace()
     predicted = bytes_per_step(estimate(describe(cfg, GPUS["h100"], devices)))
     return {
         "formula": {kind: round(size / TIB, 3) for kind, size in predicted.items()},
-        "compiled": {kind: round(size / TIB, 3) for kind, size in counted.items()},
-        "ratio": {kind: round(predicted[kind] / size, 3) for kind, size in counted.items()},
+        "compiled": {kind: round(size / TIB, 3) for kind, size in classes.items()},
+        "ratio": {kind: round(predicted[kind] / size, 3) for kind, size in classes.items()},
     }
 
 

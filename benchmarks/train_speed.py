@@ -58,10 +58,10 @@ def synthetic_batch(program: Program) -> Batch:
     """A global batch [M, B, S] of tokens drawn at random, every row one document, laid out as the step wants it."""
     like, model = program.batch_like(), program.cfg.model
     shape = like["tokens"].shape
-    drawn = np.random.default_rng(0).integers(0, model.vocabulary_size, (*shape[:2], shape[2] + 1), dtype=np.int32)
+    tokens = np.random.default_rng(0).integers(0, model.vocabulary_size, (*shape[:2], shape[2] + 1), dtype=np.int32)
     values = {
-        "tokens": drawn[..., :-1],
-        "labels": drawn[..., 1:],
+        "tokens": tokens[..., :-1],
+        "labels": tokens[..., 1:],
         "loss_mask": np.ones(shape, np.float32),
         "positions": np.broadcast_to(np.arange(shape[2], dtype=np.int32), shape),
         "segment_ids": np.zeros(shape, np.int32),
@@ -97,11 +97,11 @@ def measure(
             write_start(bench, export)
         warm = [jax.device_get(bench.step()) for _ in range(WARM_UP)]
         _demand_numbers(warm[-1]["loss"])
-        spread = readings(bench.step, steps, jax.block_until_ready, least=LEAST)
+        statistics = readings(bench.step, steps, jax.block_until_ready, least=LEAST)
         last = float(bench.step()["loss"])
     _demand_numbers(last)
     figures = {
-        **speeds(cfg, mesh.size, roof, spread, _tokens(program)),
+        **speeds(cfg, mesh.size, roof, statistics, _tokens(program)),
         "timed_steps": steps,
         "seconds": seconds,
         "memory": memory(compiled),
@@ -117,15 +117,19 @@ def compiled_step(program: Program) -> tuple[Any, dict[str, Any]]:
     """The compiled train step, and {"lower", "compile": seconds, "compile_cached": whether it was read from the
     compile cache}; within the mesh of the program."""
     step: Any = program.train_step
-    told: list[dict[str, Any]] = []
+    compilations: list[dict[str, Any]] = []
     started = time.perf_counter()
     lowered = step.lower(program.state_like(), program.batch_like())
     seconds: dict[str, Any] = {"lower": time.perf_counter() - started}
     started = time.perf_counter()
-    with CompileLog(lambda sentence: None, lambda kind, **fields: told.append(fields)):
+    with CompileLog(lambda line: None, lambda kind, **fields: compilations.append(fields)):
         compiled = lowered.compile()
     seconds["compile"] = time.perf_counter() - started
-    return compiled, seconds | {"compile_cached": any(one["cached"] for one in told if one["name"] == "train_step")}
+    return compiled, seconds | {
+        "compile_cached": any(
+            compilation["cached"] for compilation in compilations if compilation["name"] == "train_step"
+        )
+    }
 
 
 def write_trace(bench: Bench, file: Path) -> None:
@@ -171,22 +175,22 @@ def speeds(cfg: RunConfig, devices: int, roof: Roof, step: Spread, tokens: int) 
 
 def in_fp8(rates: Rates, roof: Roof) -> dict[str, Any]:
     """The same rates over the 8-bit peak; None where none is known."""
-    each = {"causal": rates.tflops_per_device_causal, "full": rates.tflops_per_device_full}
-    mfu = {name: None if None in (flops, roof.fp8) else flops * 1e12 / roof.fp8 for name, flops in each.items()}
+    rate = {"causal": rates.tflops_per_device_causal, "full": rates.tflops_per_device_full}
+    mfu = {name: None if None in (flops, roof.fp8) else flops * 1e12 / roof.fp8 for name, flops in rate.items()}
     return {"mfu_of_fp8_peak": mfu, "peak_fp8_tflops": None if roof.fp8 is None else roof.fp8 / 1e12}
 
 
 def memory(compiled: Any) -> dict[str, int | None]:
     """Bytes of a device: by the compiler's plan, and the most in use since the process began where that is counted."""
     plan, most = compiled.memory_analysis(), peak_memory()
-    found: dict[str, int | None] = {"peak_in_use": None, "limit": None}
+    memory: dict[str, int | None] = {"peak_in_use": None, "limit": None}
     if most is not None:
-        found = {"peak_in_use": most[0], "limit": most[1]}
+        memory = {"peak_in_use": most[0], "limit": most[1]}
     if plan is None:
-        return found | {"planned_arguments": None, "planned_temporary": None, "planned_peak": None}
+        return memory | {"planned_arguments": None, "planned_temporary": None, "planned_peak": None}
     arguments, temporary = plan.argument_size_in_bytes, plan.temp_size_in_bytes
     peak = arguments + temporary + plan.output_size_in_bytes - plan.alias_size_in_bytes
-    return found | {"planned_arguments": arguments, "planned_temporary": temporary, "planned_peak": peak}
+    return memory | {"planned_arguments": arguments, "planned_temporary": temporary, "planned_peak": peak}
 
 
 def facts(program: Program, compiled: Any, kernels: tuple[Choice, ...]) -> dict[str, Any]:
@@ -266,13 +270,13 @@ def report(figures: dict[str, Any]) -> str:
          f"{run['first_loss_expected']:.4f}), {figures['last_loss']:.4f} at last"),
     ]  # fmt: skip
     used = "not counted here" if memory["peak_in_use"] is None else size(memory["peak_in_use"])
-    planned = "not told" if memory["planned_peak"] is None else size(memory["planned_peak"])
-    peaks = [("most in use", used), ("planned by the compiler", planned)]
+    planned_text = "not told" if memory["planned_peak"] is None else size(memory["planned_peak"])
+    peaks = [("most in use", used), ("planned by the compiler", planned_text)]
     return plain("train step", [("speed", speed), ("memory of a device", peaks), ("run", shape)])
 
 
-def _tails(spread: dict[str, float], factor: float, digits: int) -> str:
-    low, high = (f"{factor * spread[name]:,.{digits}f}" for name in ("p10", "p90"))
+def _tails(statistics: dict[str, float], factor: float, digits: int) -> str:
+    low, high = (f"{factor * statistics[name]:,.{digits}f}" for name in ("p10", "p90"))
     return f"10 % below {low}, 10 % above {high}"
 
 
@@ -289,8 +293,10 @@ def _mfu(figures: dict[str, Any]) -> str:
     text = f"{mfu['causal']:.1%} with causal attention, {mfu['full']:.1%} with full, {of}"
     if figures.get("peak_fp8_tflops") is None:
         return text
-    own = figures["mfu_of_fp8_peak"]
-    return f"{text}\n{own['causal']:.1%} and {own['full']:.1%} of the fp8 peak, {figures['peak_fp8_tflops']:g} TFLOP/s"
+    share = figures["mfu_of_fp8_peak"]
+    return (
+        f"{text}\n{share['causal']:.1%} and {share['full']:.1%} of the fp8 peak, {figures['peak_fp8_tflops']:g} TFLOP/s"
+    )
 
 
 def _tokens(program: Program) -> int:

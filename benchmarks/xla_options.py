@@ -89,11 +89,11 @@ def measure(cfg: Any, steps: int) -> dict[str, Any]:
 
 def line(name: str, figures: dict[str, Any]) -> str:
     """One variant in words."""
-    spread, same = figures["step_seconds"], "the same" if figures["same_bits"] else "OTHER"
+    seconds, equality = figures["step_seconds"], "the same" if figures["same_bits"] else "OTHER"
     return (
-        f"{name}: {1000 * spread['median']:.1f} ms a step ({figures['step_over_shipped']:.3f} of shipped; tenths "
-        f"{1000 * spread['p10']:.1f} to {1000 * spread['p90']:.1f}), compiled in {figures['compile_seconds']:.1f} s, "
-        f"temporary {figures['temporary_bytes'] / 2**20:.0f} MiB; {same} bits when started again"
+        f"{name}: {1000 * seconds['median']:.1f} ms a step ({figures['step_over_shipped']:.3f} of shipped; tenths "
+        f"{1000 * seconds['p10']:.1f} to {1000 * seconds['p90']:.1f}), compiled in {figures['compile_seconds']:.1f} s, "
+        f"temporary {figures['temporary_bytes'] / 2**20:.0f} MiB; {equality} bits when started again"
     )
 
 
