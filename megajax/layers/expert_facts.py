@@ -71,7 +71,7 @@ class ExpertFacts:
     """Rows of a buffer over their mean; None: room for all, whatever the router does."""
     chunks: int = 1
     """Parts of the tokens that go one after another, of which nothing is saved."""
-    beside: bool = False
+    has_shared: bool = False
     """Whether a layer that all tokens pass runs beside the experts."""
 
     def way_on(self, devices: int) -> str:

@@ -427,7 +427,7 @@ class BlockFacts:
     @property
     def sharded_parts(self) -> int:
         """Parts whose matrices `tensor` shards, apart from experts."""
-        return self.parts - sum(not facts.beside for facts in self.experts)
+        return self.parts - sum(not facts.has_shared for facts in self.experts)
 
     def elements(self, part: Part) -> Elements:
         """Of a tensor; none where the block has no such tensor."""

@@ -123,7 +123,7 @@ class HeadFacts:
 
     columns: int
     """Scores of a position: the padded vocabulary, or the classes."""
-    whole: bool = False
+    replicated: bool = False
     """Every device makes all scores; otherwise they are cut over pipeline and tensor."""
     upsampled: int = 1
     """Scores that each becomes: pixels of a patch."""

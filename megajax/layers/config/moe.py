@@ -283,7 +283,7 @@ class MoEConfig(Builds):
             way=dispatch.way,
             room=dispatch.room,
             chunks=dispatch.chunks,
-            beside=self.shared is not None,
+            has_shared=self.shared is not None,
         )
 
     def megatron_matrices(self, hidden: int, gains: int) -> int:

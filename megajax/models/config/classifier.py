@@ -221,7 +221,7 @@ class ClassifyingConfig:
             columns=columns,
             positions=self.head.sequences() if self.head.pools() else self.sequence_length,
             chunk=LARGEST,
-            whole=True,
+            replicated=True,
             weights=(*dense("head.linear", hidden, columns), *pooler),
         )
 

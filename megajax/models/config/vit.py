@@ -143,7 +143,7 @@ class ClassifierConfig(Builds):
             columns=self.classes,
             positions=1,
             chunk=LARGEST,
-            whole=True,
+            replicated=True,
             weights=prefixed("head", weights),
             matmuls=self.pooling.matmuls(tower),
             pairs=self.pooling.pairs(tower),
@@ -185,7 +185,7 @@ class SegmenterConfig(Builds):
             columns=self.classes,
             positions=tower.patches(),
             chunk=LARGEST,
-            whole=True,
+            replicated=True,
             upsampled=tower.patch**2,
             weights=dense("head.linear", tower.hidden, self.classes),
         )

@@ -186,7 +186,7 @@ class Description:
     @property
     def columns(self) -> float:
         """Scores of a position on one device of `pipeline` and `tensor`."""
-        return self.head.columns / (1 if self.head.whole else self.parallel.pipeline * self.parallel.tensor)
+        return self.head.columns / (1 if self.head.replicated else self.parallel.pipeline * self.parallel.tensor)
 
     @cached_property
     def predicting_blocks(self) -> tuple[BlockFacts, ...]:

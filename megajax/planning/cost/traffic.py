@@ -322,7 +322,7 @@ def _loss(run: Description) -> Iterator[Traffic]:
     """Sums over the vocabulary: small, and nothing overlaps with them."""
     spread = run.parallel.pipeline if run.system.lockstep else 1
     devices = spread * run.parallel.tensor
-    if devices == 1 or run.head.whole:
+    if devices == 1 or run.head.replicated:
         return
     rows = min(run.scored, run.head.chunk)
     count = 2 * ceil(run.scored / rows) * run.microbatches

@@ -248,7 +248,7 @@ def table_work(run: Description) -> Halves:
     """Of the loss of one microbatch on one of the devices that compute it, and of looking up embeddings."""
     head, width, device, last = run.head, run.width, run.device, run.towers[-1]
     stages = run.parallel.pipeline if run.system.lockstep else 1
-    columns, scored = run.columns * (1 if head.whole else run.parallel.pipeline / stages), run.scored
+    columns, scored = run.columns * (1 if head.replicated else run.parallel.pipeline / stages), run.scored
     table, rows = columns * last.hidden, min(scored, head.chunk)
     chunks, hidden = ceil(scored / rows), scored * last.hidden * width
     times, logits = 1 + len(run.predicting_blocks), scored * columns * head.upsampled
