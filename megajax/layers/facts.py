@@ -29,7 +29,7 @@ class Weight:
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
     """Logical axes, one for each dimension."""
-    used: float = field(default=1.0, compare=False)
+    active_share: float = field(default=1.0, compare=False)
     """Share of it that each token passes: less than 1 of experts, which tokens choose."""
 
     @property
@@ -44,7 +44,7 @@ def total_size(weights: Sequence[Weight]) -> int:
 
 def idle_size(weights: Sequence[Weight]) -> int:
     """Those of them that a token does not pass."""
-    return sum(round(weight.size * (1 - weight.used)) for weight in weights)
+    return sum(round(weight.size * (1 - weight.active_share)) for weight in weights)
 
 
 def unsharded(weights: Sequence[Weight]) -> "Elements":
@@ -166,7 +166,7 @@ class MultiplyAdds(NamedTuple):
 class Side(NamedTuple):
     """A side of the matrices that one device multiplies."""
 
-    where: str
+    setting: str
     """Setting that decides it."""
     text: str
     """What it is, to be followed by the size."""

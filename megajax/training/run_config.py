@@ -346,7 +346,7 @@ def _fp8(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
     for side in (*sides, *model.matmul_sides(tensor)):
         if side.size % MULTIPLE:
             what = f"{side.text} {side.size}, no multiple of {MULTIPLE}, which 8-bit matmuls need"
-            yield Problem(f"model.{side.where}", what.lstrip(), "or set precision.fp8=none")
+            yield Problem(f"model.{side.setting}", what.lstrip(), "or set precision.fp8=none")
 
 
 def _quantized(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:

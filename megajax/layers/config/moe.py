@@ -221,7 +221,7 @@ class MoEConfig(Builds):
                 f"experts.{weight.name}",
                 (self.experts, *weight.shape),
                 ("expert", *(names.get(axis or "", axis) for axis in weight.axes)),
-                used=self.top_k / self.experts,
+                active_share=self.top_k / self.experts,
             )
             for weight in self.expert.weights(self.width(hidden))
         )
@@ -329,7 +329,7 @@ class MoEConfig(Builds):
             yield Side("latent", "is", self.latent)
         if self.shared is not None:
             for side in self.shared.mlp.matmul_sides(hidden, tensor):
-                yield side._replace(where=f"shared.mlp.{side.where}")
+                yield side._replace(setting=f"shared.mlp.{side.setting}")
 
     def derived(self, name: str, stored: Mapping[str, tuple[int, ...]]) -> Any:
         """How a weight is made from those of a dense layer; see megajax.layers.upcycling."""

@@ -185,7 +185,7 @@ class ResidualBlock(Builds):
         """Sides of the matrices on one device, beside the hidden size."""
         for name, layer in self.layers().items():
             for side in layer.matmul_sides(hidden, tensor):
-                yield side._replace(where=f"{name}.{side.where}")
+                yield side._replace(setting=f"{name}.{side.setting}")
 
 
 def mixer_facts(mixer: Mixer, hidden: int, length: int, dtype: str, memory_ratio: float = 1.0) -> MixerFacts:

@@ -149,7 +149,7 @@ class LlavaConfig(DecoderConfig):
         """Those of both sections."""
         yield from DecoderConfig.matmul_sides(self, tensor)
         for side in self.vision.matmul_sides(tensor):
-            yield side._replace(where=f"vision.{side.where}")
+            yield side._replace(setting=f"vision.{side.setting}")
 
     def stacks(self) -> Mapping[str, StackConfig | SegmentsConfig]:
         """The tower's blocks, and the decoder's."""

@@ -232,7 +232,7 @@ class TransformerConfig:
         yield Side("hidden", "", self.hidden)
         for setting, block in self.stack.written().items():
             for side in block.matmul_sides(self.hidden, tensor):
-                yield side._replace(where=f"stack.{setting}.{side.where}")
+                yield side._replace(setting=f"stack.{setting}.{side.setting}")
 
     def mesh_problems(self, sizes: Mapping[str, int], *, sequence: bool) -> Iterator[Problem]:
         """What is wrong with the blocks on a mesh. sizes: mesh axis -> devices; sequence: sequence parallelism."""
