@@ -78,7 +78,7 @@ def theirs(kind: str, source: Any, paths: set[str]) -> dict[str, np.ndarray]:
     for tensor in tensors_of(base(kind).rows, declared):
         if paths.intersection(piece.path for piece in tensor.pieces):
             parts = [whole(source, piece.path)[piece.index] for piece in tensor.pieces]
-            tensors[tensor.name.removesuffix(".weight")] = tensor.theirs(parts)
+            tensors[tensor.name.removesuffix(".weight")] = tensor.from_weights(parts)
     return tensors
 
 
@@ -344,7 +344,7 @@ def test_convert_gives_adapters_to_a_run_and_back_and_merges_them(
     model = replace(base("llama").model, lora=replace(LORA, targets=("*.mixer.*",)))
     weights = drawn(model)
     table = tensors_of(base("llama").rows, declared_by(base("llama").model))
-    tensors = {one.name: one.theirs([weights.weights[p.path][p.index] for p in one.pieces]) for one in table}
+    tensors = {one.name: one.from_weights([weights.weights[p.path][p.index] for p in one.pieces]) for one in table}
     hf.mkdir()
     (hf / "config.json").write_text(json.dumps(LLAMA))
     save_file({name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}, hf / "model.safetensors")

@@ -157,7 +157,7 @@ def test_config_and_bytes_come_back(case: tuple[str, Any, Shapes]) -> None:
     weights = ForeignWeights(theirs, table, declared)
     ours = {path: weights.read(path, tuple(slice(0, n) for n in shape)) for path, shape in weights.shapes().items()}
     for tensor in table:
-        back = tensor.theirs([ours[piece.path][piece.index] for piece in tensor.pieces])
+        back = tensor.from_weights([ours[piece.path][piece.index] for piece in tensor.pieces])
         assert (back.dtype, back.tobytes()) == (np.float16, theirs.read(tensor.name).tobytes()), tensor.name
 
 

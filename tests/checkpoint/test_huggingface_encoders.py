@@ -161,9 +161,9 @@ def test_there_and_back(case: str) -> None:
     _, table = described(CONFIGS[case])
     tensors = random(table)
     for tensor in table:
-        pieces = tensor.ours(tensors[tensor.name])
+        pieces = tensor.to_weights(tensors[tensor.name])
         assert [piece.shape for piece in pieces] == [piece.shape for piece in tensor.pieces]
-        np.testing.assert_array_equal(tensor.theirs(pieces), tensors[tensor.name])
+        np.testing.assert_array_equal(tensor.from_weights(pieces), tensors[tensor.name])
 
 
 def layer(prefix: str, matrices: Mapping[str, tuple[int, ...]], biases: bool = True) -> dict[str, tuple[int, ...]]:

@@ -95,7 +95,7 @@ def demand_equal(opened: MegatronModel, weights: Mapping[str, np.ndarray], sourc
     ours, seen = whole(opened, source), 0
     for tensor in opened.table:
         theirs = weights[tensor.name][: tensor.shape()[0]]
-        for piece, part in zip(tensor.pieces, tensor.ours(theirs), strict=True):
+        for piece, part in zip(tensor.pieces, tensor.to_weights(theirs), strict=True):
             np.testing.assert_array_equal(ours[piece.path][piece.index], part, err_msg=tensor.name)
             seen += part.size
     assert seen == sum(

@@ -13,15 +13,15 @@ from megajax.layers.config import AttentionConfig, BlockConfig, GatedMLPConfig, 
 from megajax.models.config import DecoderConfig
 
 LAYER = "layers.{layer}"
-ENDS = [Row("table", "tokens", inside=(slice(0, 10),)), Row("norm", "norm.gain"), Row("head", "head")]
+ENDS = [Row("table", "tokens", index=(slice(0, 10),)), Row("norm", "norm.gain"), Row("head", "head")]
 NORMS = [Row(f"{LAYER}.norm_1", "stack.*.mixer_norm.gain"), Row(f"{LAYER}.norm_2", "stack.*.mlp_norm.gain")]
 FUSED = Row(
     f"{LAYER}.qkv",
     ("stack.*.mixer.query", "stack.*.mixer.key", "stack.*.mixer.value"),
-    cut="(g r h) d -> g r h d",
+    split="(g r h) d -> g r h d",
     axis=1,
     sizes={"g": 2, "h": 4},
-    move="g r h d -> d (g r) h",
+    pattern="g r h d -> d (g r) h",
 )
 REST = [Row(f"{LAYER}.output", "stack.*.mixer.output", "d (n h) -> n h d")]
 EXPERTS = [
@@ -88,7 +88,7 @@ def test_pieces_of_a_fused_tensor_are_where_they_belong(model, table, tensors) -
 def test_tensors_come_back_from_our_weights(model, table, tensors) -> None:
     weights = ForeignWeights(tensors, table, declared_by(model))
     for tensor in table:
-        back = tensor.theirs([whole(weights, piece.path)[piece.index] for piece in tensor.pieces])
+        back = tensor.from_weights([whole(weights, piece.path)[piece.index] for piece in tensor.pieces])
         np.testing.assert_array_equal(back, tensors.arrays[tensor.name])
 
 

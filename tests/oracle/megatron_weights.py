@@ -61,7 +61,7 @@ def images_table(cfg: VisionTowerConfig) -> Sequence[Row]:
 def to_megatron(cfg: Any, ours: Arrays) -> dict[str, np.ndarray]:
     """Our weights, or gradients, by path -> theirs by name. Padding of ours goes."""
     return {
-        name: one.theirs([np.asarray(ours[piece.path])[piece.index] for piece in one.pieces])
+        name: one.from_weights([np.asarray(ours[piece.path])[piece.index] for piece in one.pieces])
         for name, one in tensors(cfg).items()
     }
 
@@ -73,7 +73,7 @@ def to_ours(cfg: Any, theirs: Arrays) -> dict[str, np.ndarray]:
         raise ValueError(f"names differ: {sorted(set(places) ^ set(theirs))}")
     made: dict[str, np.ndarray] = {}
     for name, one in places.items():
-        for piece, part in zip(one.pieces, one.ours(theirs[name]), strict=True):
+        for piece, part in zip(one.pieces, one.to_weights(theirs[name]), strict=True):
             made.setdefault(piece.path, np.zeros(declared[piece.path].shape, part.dtype))[piece.index] = part
     return made
 

@@ -1,4 +1,4 @@
-"""What families of decoders share: the settings and the names of Llama, which most later ones kept."""
+"""Settings and tensor names that decoder families share: those of Llama, which most later families kept."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -26,7 +26,7 @@ LAYER = "model.layers.{layer}"
 
 
 def attention(settings: Settings, *, base: float = 10000.0, partial: bool = False, **changes: Any) -> AttentionConfig:
-    """Attention with rotary positions, see `rope`, and with `changes`."""
+    """Attention with rotary positions (see `rope`). changes: further fields of AttentionConfig."""
     heads, hidden = settings.count("num_attention_heads"), settings.peek("hidden_size")
     return AttentionConfig(
         heads=heads,
@@ -44,9 +44,9 @@ def gated_mlp(settings: Settings, *, bias: bool = False) -> GatedMLPConfig:
 
 
 def router(settings: Settings, **changes: Any) -> RouterConfig:
-    """A router by softmax, with the balancing loss that transformers adds if output_router_logits."""
-    coefficient, used = settings.take("router_aux_loss_coef", 0.001), settings.take("output_router_logits", False)
-    return RouterConfig(aux_loss=coefficient if used else 0.0, **changes)
+    """A softmax router, with the balancing loss that transformers adds if output_router_logits is true."""
+    coefficient, enabled = settings.take("router_aux_loss_coef", 0.001), settings.take("output_router_logits", False)
+    return RouterConfig(aux_loss=coefficient if enabled else 0.0, **changes)
 
 
 def decoder(
@@ -58,17 +58,17 @@ def decoder(
     zero_centred: bool = False,
     **changes: Any,
 ) -> DecoderConfig:
-    """The model of these layers.
+    """A decoder of these layers.
 
-    mlp: that of a layer, by number. slides: whether a layer has the window, where layer_types does not say; None: the
-    family has no windows. zero_centred: of norms.
+    mlp: number of a layer -> its feed-forward config. slides: number of a layer -> whether it has a sliding window,
+    used if there is no layer_types; None if the family has no windows. zero_centred: setting of the norms.
     """
     layers, length = settings.layers(), settings.need("max_position_embeddings")
     norm = RMSNormConfig(epsilon=settings.need("rms_norm_eps"), zero_centred=zero_centred)
     mixers: list[Any] = [mixer] * layers
     if slides is not None:
         mixers = [replace(mixers[0], window=size) for size in windows(settings, layers, length, slides)]
-    blocks = [BlockConfig(mixer=each, mlp=mlp(layer), norm=norm) for layer, each in enumerate(mixers)]
+    blocks = [BlockConfig(mixer=mixer, mlp=mlp(layer), norm=norm) for layer, mixer in enumerate(mixers)]
     return DecoderConfig(
         hidden=settings.need("hidden_size"),
         vocabulary_size=settings.need("vocab_size"),
@@ -84,11 +84,11 @@ class FeedForwards(NamedTuple):
     """The feed-forward layers of a model with experts."""
 
     moe: Any
-    """That of the first layer with experts."""
+    """The config of the first layer with experts."""
     dense: list[int]
     """Numbers of the layers without experts."""
     dense_ffn: int
-    """Width of these; of an expert if there are none."""
+    """Width of the layers without experts; if there are none, of an expert."""
 
 
 def feed_forwards(cfg: Any) -> FeedForwards:
@@ -102,7 +102,7 @@ def feed_forwards(cfg: Any) -> FeedForwards:
 
 
 def model_settings(cfg: Any, mlp: Any) -> dict[str, Any]:
-    """The settings of config.json that all these families have. mlp: of a layer or of an expert."""
+    """The settings of config.json that all these families share. mlp: config of a layer or an expert."""
     return {
         "hidden_size": cfg.hidden,
         "num_hidden_layers": cfg.stack.layers(),
@@ -117,7 +117,7 @@ def model_settings(cfg: Any, mlp: Any) -> dict[str, Any]:
 
 
 def write(cfg: Any, *windows: str, moe: MoEConfig | None = None) -> dict[str, Any]:
-    """The settings of Llama's blocks, with experts or without. windows: settings of windows that the family has."""
+    """The settings of Llama's blocks, with experts or without. windows: names of the family's window settings."""
     blocks = layers_of(cfg)
     sliding, first = window_settings([block.mixer for block in blocks]), blocks[0].mixer
     return {
@@ -137,24 +137,24 @@ def _router_settings(moe: MoEConfig) -> dict[str, Any]:
     return {"num_experts_per_tok": moe.top_k, "router_aux_loss_coef": loss, "output_router_logits": loss > 0}
 
 
-def ends(cfg: DecoderConfig) -> list[Row]:
-    """Tables of tokens and the last norm."""
+def embedding_and_head(cfg: DecoderConfig) -> list[Row]:
+    """The embedding table, the head and the last norm."""
     return [*tokens(cfg, "model.embed_tokens.weight", "lm_head.weight"), *norm("model.norm", "norm")]
 
 
 GATED = ("gate_proj", "up_proj", "down_proj")
 
 
-def gated(theirs: str, ours: str, names: Sequence[str] = GATED) -> list[Row]:
-    """A gated feed-forward layer. names: theirs of gate, up and down."""
+def gated(tensor: str, path: str, names: Sequence[str] = GATED) -> list[Row]:
+    """A gated feed-forward layer. names: of gate, up and down in the other library."""
     pairs = zip(names, ("gate", "up", "down"), strict=True)
-    return [row for name, mine in pairs for row in linear(f"{theirs}.{name}", f"{ours}.{mine}")]
+    return [row for name, matrix in pairs for row in linear(f"{tensor}.{name}", f"{path}.{matrix}")]
 
 
-def experts(theirs: str, names: Sequence[str] = GATED) -> list[Row]:
-    """A router, and experts with matrices of their own."""
-    router = Row(f"{theirs}.gate.weight", "stack.*.mlp.router", "e d -> d e")
-    return [router, *gated(f"{theirs}.experts.{{expert}}", "stack.*.mlp.experts", names)]
+def experts(tensor: str, names: Sequence[str] = GATED) -> list[Row]:
+    """A router, and experts with separate matrices."""
+    router = Row(f"{tensor}.gate.weight", "stack.*.mlp.router", "e d -> d e")
+    return [router, *gated(f"{tensor}.experts.{{expert}}", "stack.*.mlp.experts", names)]
 
 
 NORMS = [
@@ -171,7 +171,7 @@ ATTENTION = [
 
 
 def family(name: str, architecture: str, *, ignored: tuple[str, ...] = (), **parts: Any) -> Family:
-    """A family whose head may be tied, with tables of angles in older files."""
+    """A family whose head may be tied, and whose older files have tables of rotary angles."""
     return Family(
         name=name,
         architecture=architecture,

@@ -1,4 +1,4 @@
-"""What a family of Hugging Face models is: its config.json as a model config of ours and back, and a table of names."""
+"""A family of Hugging Face models: conversion between config.json and a model config, and a table of tensor names."""
 
 import json
 import sys
@@ -13,18 +13,18 @@ from megajax.layers.segments import blocks_of
 
 LARGEST = 2**31 - 1
 LARGEST_FLOAT = sys.float_info.max
-SHOWN = 40
-"""Characters of a wrong value in a message."""
+VALUE_LENGTH = 40
+"""Largest number of characters of a wrong value in a message."""
 UNUSED = frozenset({
-    # About generation, initial values, dropout, caches, files and other heads: nothing that a forward pass computes.
+    # Generation, initial values, dropout, caches, files and other heads: no effect on a forward pass.
     "_name_or_path", "architectures", "attention_dropout", "attn_pdrop", "auto_map", "bos_token_id", "cls_token_id",
     "decoder_start_token_id", "dtype", "embd_pdrop", "eos_token_id", "forced_eos_token_id", "id2label",
     "initializer_factor", "initializer_range", "is_decoder", "is_encoder_decoder", "label2id", "max_new_tokens",
     "model_type", "pad_token_id", "pretraining_tp", "problem_type", "resid_pdrop", "sep_token_id",
     "task_specific_params", "tokenizer_class", "torch_dtype", "transformers_version", "unk_token_id", "use_cache",
-    # Read by families that see images; taken from preprocessor_config.json.
+    # Settings of preprocessor_config.json, which families of vision models read.
     "image_mean", "image_std",
-    # Older versions of transformers wrote all settings of generation, and of outputs, into config.json.
+    # Older versions of transformers wrote all settings of generation and of outputs into config.json.
     "bad_words_ids", "begin_suppress_tokens", "chunk_size_feed_forward", "diversity_penalty", "do_sample",
     "early_stopping", "encoder_no_repeat_ngram_size", "exponential_decay_length_penalty", "finetuning_task",
     "forced_bos_token_id", "length_penalty", "max_length", "min_length", "no_repeat_ngram_size", "num_beam_groups",
@@ -35,7 +35,7 @@ UNUSED = frozenset({
 
 
 MOST_LAYERS = 10_000
-"""More are a mistake, and would take long."""
+"""More layers are an error in the file, and would take long to build."""
 KINDS: Mapping[type, tuple[tuple[type, ...], str]] = {
     bool: ((bool,), "true or false"),
     int: ((int,), "a whole number"),
@@ -45,27 +45,27 @@ KINDS: Mapping[type, tuple[tuple[type, ...], str]] = {
     tuple: ((list, tuple), "a list"),
     dict: ((dict,), "a mapping of settings"),
 }
-"""Kind of a setting -> types of its values, and in words."""
-_SOME: Mapping[type, Any] = {bool: False, int: 1, float: 1.0, str: "", list: [], tuple: [], dict: {}}
-"""A value of a kind, to read on with behind one that is wrong."""
+"""Kind of a setting -> types of its values, and their description."""
+_PLACEHOLDERS: Mapping[type, Any] = {bool: False, int: 1, float: 1.0, str: "", list: [], tuple: [], dict: {}}
+"""Kind of a setting -> value that replaces a wrong one, so that all errors are reported together."""
 
 
-def _fault(value: Any, kind: type) -> str:
-    """What a value must be and is not; "" if it is of the kind."""
-    types, words = KINDS.get(kind, ((object,), ""))
+def _requirement(value: Any, kind: type) -> str:
+    """The requirement that a value violates; "" if it is of the kind."""
+    types, description = KINDS.get(kind, ((object,), ""))
     fits = isinstance(value, types) and (kind is bool or not isinstance(value, bool) or object in types)
     if fits and kind is float:
         fits = -LARGEST_FLOAT <= value <= LARGEST_FLOAT
     if fits and kind is int:
         fits = abs(value) <= LARGEST
-        words = words if fits else f"a whole number up to {LARGEST}"
-    return "" if fits else words
+        description = description if fits else f"a whole number up to {LARGEST}"
+    return "" if fits else description
 
 
-def _shown(value: Any) -> str:
-    """As JSON, which tells texts from numbers, shortened."""
+def _to_text(value: Any) -> str:
+    """A value as shortened JSON, which distinguishes "5" from 5."""
     text = json.dumps(value)
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
+    return text if len(text) <= VALUE_LENGTH else f"{text[:VALUE_LENGTH]}…"
 
 
 ACTIVATIONS: Mapping[str, str] = {
@@ -86,8 +86,8 @@ ACTIVATIONS: Mapping[str, str] = {
 
 
 def activation_name(activation: str) -> str:
-    """The first of the names in transformers for one of ours."""
-    return next(name for name, ours in ACTIVATIONS.items() if ours == activation)
+    """The first name in transformers of an activation function."""
+    return next(name for name, value in ACTIVATIONS.items() if value == activation)
 
 
 def layers_of(model: Any) -> tuple[Any, ...]:
@@ -96,47 +96,49 @@ def layers_of(model: Any) -> tuple[Any, ...]:
 
 
 type Names = Mapping[str, tuple[str, Any]]
-"""Our setting of a layer -> theirs, and its default."""
+"""Field of a layer config -> setting in config.json, and its default."""
 
 
-def written(layer: Any, names: Names) -> dict[str, Any]:
-    """The settings of a config.json that say what a layer of ours is; the reverse of `Settings.fields`."""
-    return {theirs: getattr(layer, ours) for ours, (theirs, _) in names.items()}
+def fields_to_settings(layer: Any, names: Names) -> dict[str, Any]:
+    """The settings in config.json of a layer config; the reverse of `Settings.fields`."""
+    return {setting: getattr(layer, field) for field, (setting, _) in names.items()}
 
 
 class Settings:
-    """A config.json whose settings are taken one by one; what nothing took, or has a value that is not supported, is
-    reported all at once by `finish`."""
+    """A config.json whose settings are taken one by one.
+
+    `finish` reports all wrong values, unsupported values and settings that were not taken together.
+    """
 
     def __init__(self, values: Mapping[str, Any], where: str = "config.json"):
         self.remaining, self.where, self.problems = dict(values), where, list[str]()
         self._assumed: dict[str, Any] = {}
 
     def assume(self, defaults: Mapping[str, Any]) -> None:
-        """Values of settings that are absent. One that is null stays so."""
+        """Defaults of absent settings. A setting that is null stays null."""
         self.remaining = {**defaults, **self.remaining}
         self._assumed |= defaults
 
     def take(self, name: str, default: Any = None, kind: type | None = None) -> Any:
-        """A setting; the default where it is absent or null, and where it is of another kind, which is reported.
+        """A setting; the default if it is absent or null. A value of another kind is reported.
 
-        kind: of the value; object is any. None: that of the default, or of the value that was assumed.
+        kind: of the value; object allows any. None: the kind of the default, or of the assumed value.
         """
-        usual = self._assumed.get(name) if default is None else default
+        fallback = self._assumed.get(name) if default is None else default
         value = self.remaining.pop(name, None)
         if value is None:
             return default
-        wanted = kind or (object if usual is None else type(usual))
-        if fault := _fault(value, wanted):
-            self.refuse(name, _shown(value), f"must be {fault}")
-            return usual if usual is not None else _SOME.get(wanted)
+        expected = kind or (object if fallback is None else type(fallback))
+        if requirement := _requirement(value, expected):
+            self.refuse(name, _to_text(value), f"must be {requirement}")
+            return fallback if fallback is not None else _PLACEHOLDERS.get(expected)
         return value
 
     def count(self, name: str, default: int | None = None, most: int = LARGEST) -> int:
-        """A whole number from 1 to `most`; 1 where it is none or absent, which is reported."""
+        """A whole number from 1 to `most`. Any other value is reported, and 1 is returned."""
         value = self.need(name, int) if default is None else self.take(name, default, int)
         if not 1 <= value <= most:
-            self.refuse(name, _shown(value), f"must be between 1 and {most}")
+            self.refuse(name, _to_text(value), f"must be between 1 and {most}")
             return 1
         return value
 
@@ -153,7 +155,7 @@ class Settings:
         return value
 
     def choose(self, name: str, default: str, choices: Mapping[str, Any]) -> Any:
-        """What a setting stands for."""
+        """The choice that a setting names."""
         value = self.take(name, default)
         if value not in choices:
             self.refuse(name, value, f"only {', '.join(choices)} is supported")
@@ -165,54 +167,54 @@ class Settings:
         return self.choose(name, default, ACTIVATIONS)
 
     def fields(self, names: Names) -> dict[str, Any]:
-        """Settings of a layer of ours."""
-        return {ours: self.take(name, default) for ours, (name, default) in names.items()}
+        """Fields of a layer config."""
+        return {field: self.take(name, default) for field, (name, default) in names.items()}
 
     def part(self, name: str) -> "Settings":
-        """A nested mapping of settings, whose problems are this one's too; an empty one where it is absent."""
+        """A nested mapping of settings, empty if it is absent. Its problems are added to those of this one."""
         inner = Settings(self.take(name, {}), f"{self.where}: {name}")
         inner.problems = self.problems
         return inner
 
     def need(self, name: str, kind: type | None = None) -> Any:
-        """A setting that must be there: one that is not is reported, and has the value that was assumed.
+        """A required setting. A missing one is reported, and the assumed value is returned.
 
-        kind: see `take`. Raises UserError where no value was assumed.
+        kind: see `take`. Raises UserError if no value was assumed.
         """
         if (value := self.take(name, kind=kind)) is not None:
             return value
-        instead = self._assumed.get(name, _SOME.get(kind or object))
-        if instead is None:
+        fallback = self._assumed.get(name, _PLACEHOLDERS.get(kind or object))
+        if fallback is None:
             raise UserError(f"{self.where} has no {name}")
         self.problems.append(f"{name}: must be given")
-        return instead
+        return fallback
 
     def peek(self, name: str) -> Any:
-        """As `need`; the setting can be taken again."""
+        """Like `need`, but the setting can be taken again."""
         value = self.remaining[name] = self.need(name)
         return value
 
-    def refuse(self, name: str, value: Any, why: str) -> None:
-        """Reports a feature that we lack."""
-        self.problems.append(f"{name}={value}: {why}")
+    def refuse(self, name: str, value: Any, reason: str) -> None:
+        """Reports a wrong or unsupported value."""
+        self.problems.append(f"{name}={value}: {reason}")
 
     def close(self, ignored: Collection[str] = ()) -> None:
-        """Reports what is left. Settings that are off, or match a pattern of `ignored`, do no harm."""
+        """Reports the remaining settings, except those that are off or match a pattern of `ignored`."""
         for name, value in self.remaining.items():
-            harmless = name in UNUSED or any(fnmatchcase(name, each) for each in ignored)
+            harmless = name in UNUSED or any(fnmatchcase(name, pattern) for pattern in ignored)
             if not harmless and value not in (None, False, [], {}):
                 self.refuse(name, value, "this setting is not supported")
 
     def architecture(self) -> str:
-        """The first of `architectures`, "" if none is given."""
+        """The first of `architectures`, or ""."""
         return next(iter(self.remaining.get("architectures") or ()), "")
 
     def finish(self, ignored: Collection[str] = ()) -> None:
-        """Raises UserError with everything that is not supported, see `close`."""
+        """Raises UserError with all problems, see `close`."""
         self.close(ignored)
         if self.problems:
             lines = "\n".join(f"  {problem}" for problem in self.problems)
-            raise UserError(f"{self.where} has settings that are wrong, or that MegaJAX does not support:\n{lines}")
+            raise UserError(f"{self.where} has wrong or unsupported settings:\n{lines}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -220,31 +222,31 @@ class Family:
     """Models that share a table of names."""
 
     name: str
-    """Also the model_type of a config.json that is written."""
+    """Name of the family, and model_type in a config.json that is written."""
     architecture: str
-    """Class in transformers, `architectures` of a config.json that is written."""
+    """Class in transformers: `architectures` in a config.json that is written."""
     read: Callable[[Settings], Any]
-    """config.json -> our model config. What is not supported is reported to the settings; it need not call `finish`."""
+    """config.json -> model config. It reports unsupported values to the settings, and need not call `finish`."""
     write: Callable[[Any], dict[str, Any]]
-    """Our model config -> settings of config.json. It may lose what `read` would not give back; the caller compares."""
+    """Model config -> settings of config.json. It may lose settings; the caller compares the result of `read`."""
     rows: Callable[[Any], Sequence[Row]]
-    """Our model config -> the table of names."""
+    """Model config -> the table of names."""
     adjusted: Callable[[Any, Collection[str]], Any] = lambda model, names: model
-    """(model config, names of the tensors that are there) -> the model config, without parts that config.json names and
-    no tensor is of."""
+    """(model config, names of the tensors in the files) -> the model config without parts that config.json declares
+    but the files do not have."""
     unused: frozenset[str] = frozenset()
-    """Patterns of further settings of config.json that change nothing that a forward pass computes."""
+    """Patterns of further settings of config.json without effect on a forward pass."""
     ignored: tuple[str, ...] = ()
-    """Patterns of names of tensors that hold no weights, such as tables of rotary angles, or weights that the model
-    does not have; never those of the table."""
+    """Patterns of names of tensors outside of the table that hold no weights, such as tables of rotary angles, or
+    weights that the model does not have."""
     renamed: tuple[tuple[str, str], ...] = ()
-    """Regular expression -> replacement, applied in order to names of tensors in files: for classes whose names have
-    other prefixes than the table, and for older names."""
+    """Regular expression -> replacement, applied in order to names of tensors in files, for classes with other prefixes
+    than the table and for older names."""
     copies: Mapping[str, str] = field(default_factory=dict)
-    """Name of a tensor that may stand beside the one it is a copy of -> that one."""
+    """Name of a tensor that may be stored as a copy of another -> name of the original."""
     heads: Mapping[str, str] = field(default_factory=dict)
-    """The same for heads of models whose config.json ties them. Where they differ from the table, transformers does not
-    tie them, and the model is untied."""
+    """Head -> table that it is tied to, like `copies`. If the values of the two differ, the model is untied, as
+    transformers does."""
     other_types: tuple[str, ...] = ()
     """Further values of model_type that are read."""
 
@@ -253,5 +255,5 @@ class Family:
         return (self.name, *self.other_types)
 
     def config_json(self, model: Any) -> dict[str, Any]:
-        """The config.json of a model config, see `write`."""
+        """The config.json of a model config (see `write`)."""
         return {"model_type": self.name, "architectures": [self.architecture], **self.write(model)}

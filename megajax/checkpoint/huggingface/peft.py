@@ -96,7 +96,7 @@ def _sides(tensor: Mapped, count: int) -> Sides:
         inputs.append(np.broadcast_to(numbers, piece.shape))
         outputs.append(np.broadcast_to(np.arange(first, first + size, dtype=np.int32).reshape(out), piece.shape))
         first += size
-    moved, moved_out = tensor.theirs(inputs), tensor.theirs(outputs)
+    moved, moved_out = tensor.from_weights(inputs), tensor.from_weights(outputs)
     conv1d = bool((moved[:, :1] != moved[:1, :1]).any() or (moved_out[:1] != moved_out[:1, :1]).any())
     moved, moved_out = (moved.T, moved_out.T) if conv1d else (moved, moved_out)
     if (moved != moved[:1]).any() or (moved_out != moved_out[:, :1]).any():

@@ -1,6 +1,6 @@
-"""Rows that tables of many families have.
+"""Rows that the tables of many families share.
 
-A row whose weight the model lacks gives no tensor, so biases are optional.
+A row without a weight in the model gives no tensor, so biases are optional.
 """
 
 from collections.abc import Sequence
@@ -9,39 +9,39 @@ from typing import Any
 from megajax.checkpoint.weights.tensor_table import Row
 
 
-def linear(theirs: str, ours: str) -> list[Row]:
+def linear(tensor: str, path: str) -> list[Row]:
     """A matrix (out, in) and its bias."""
-    return [Row(f"{theirs}.weight", ours, "o i -> i o"), Row(f"{theirs}.bias", f"{ours}_bias")]
+    return [Row(f"{tensor}.weight", path, "o i -> i o"), Row(f"{tensor}.bias", f"{path}_bias")]
 
 
-def dense(theirs: str, ours: str) -> list[Row]:
-    """A matrix (out, in) and its bias, of a module of ours that has nothing else."""
-    return [Row(f"{theirs}.weight", f"{ours}.matrix", "o i -> i o"), Row(f"{theirs}.bias", f"{ours}.bias")]
+def dense(tensor: str, path: str) -> list[Row]:
+    """A matrix (out, in) and its bias, in a module of their own."""
+    return [Row(f"{tensor}.weight", f"{path}.matrix", "o i -> i o"), Row(f"{tensor}.bias", f"{path}.bias")]
 
 
-def norm(theirs: str, ours: str) -> list[Row]:
+def norm(tensor: str, path: str) -> list[Row]:
     """Gain and bias."""
-    return [Row(f"{theirs}.weight", f"{ours}.gain"), Row(f"{theirs}.bias", f"{ours}.bias")]
+    return [Row(f"{tensor}.weight", f"{path}.gain"), Row(f"{tensor}.bias", f"{path}.bias")]
 
 
-def attention(theirs: str, ours: str, names: Sequence[str]) -> list[Row]:
-    """names: theirs of query, key, value and output."""
-    *inner, output = (f"{theirs}.{name}" for name in names)
-    pairs = list(zip(inner, ("query", "key", "value"), strict=True))
+def attention(tensor: str, path: str, names: Sequence[str]) -> list[Row]:
+    """names: of query, key, value and output in the other library."""
+    *inputs, output = (f"{tensor}.{name}" for name in names)
+    pairs = list(zip(inputs, ("query", "key", "value"), strict=True))
     return [
-        *[Row(f"{there}.weight", f"{ours}.{here}", "(n h) d -> d n h") for there, here in pairs],
-        *[Row(f"{there}.bias", f"{ours}.{here}_bias", "(n h) -> n h") for there, here in pairs],
-        Row(f"{output}.weight", f"{ours}.output", "d (n h) -> n h d"),
-        Row(f"{output}.bias", f"{ours}.output_bias"),
+        *[Row(f"{name}.weight", f"{path}.{part}", "(n h) d -> d n h") for name, part in pairs],
+        *[Row(f"{name}.bias", f"{path}.{part}_bias", "(n h) -> n h") for name, part in pairs],
+        Row(f"{output}.weight", f"{path}.output", "d (n h) -> n h d"),
+        Row(f"{output}.bias", f"{path}.output_bias"),
     ]
 
 
 def tokens(cfg: Any, table: str, head: str) -> list[Row]:
-    """The table of tokens and the head, without the rows that pad our vocabulary."""
-    inside = (slice(0, cfg.vocabulary_size),)
-    return [Row(table, "tokens", inside=inside), Row(head, "head", inside=inside)]
+    """The embedding table and the head, without the rows that pad the vocabulary."""
+    index = (slice(0, cfg.vocabulary_size),)
+    return [Row(table, "tokens", index=index), Row(head, "head", index=index)]
 
 
-def patches(theirs: str, ours: str, side: int) -> Row:
+def patches(tensor: str, path: str, side: int) -> Row:
     """A convolution whose stride is its size, `side`: (channels out, channels in, rows, columns)."""
-    return Row(theirs, ours, "d c y x -> (y x c) d", sizes={"y": side, "x": side})
+    return Row(tensor, path, "d c y x -> (y x c) d", sizes={"y": side, "x": side})

@@ -1,4 +1,4 @@
-"""Towers of ViT, CLIP and SigLIP: their settings and their names, alone or inside of a LLaVA."""
+"""Vision towers of ViT, CLIP and SigLIP: their settings and tensor names, standalone or in a LLaVA."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,14 +15,14 @@ class Tower(NamedTuple):
     """What the towers of a family have in common."""
 
     model_type: str
-    """Of a config.json with a tower alone."""
+    """In a config.json of a standalone tower."""
     activation: str
     epsilon: float
     patch: int
     class_token: bool = True
-    """Before the patches."""
+    """Whether there is a class token before the patches."""
     entry_norm: bool = False
-    """A norm before the blocks, and no bias of patches."""
+    """Whether there is a norm before the blocks, and no patch bias."""
     mean: tuple[float, ...] = (0.5, 0.5, 0.5)
     deviation: tuple[float, ...] = (0.5, 0.5, 0.5)
 
@@ -35,23 +35,23 @@ TOWERS = {tower.model_type: tower for tower in (CLIP, SIGLIP)}
 UNUSED = frozenset(
     {"attention_probs_dropout_prob", "dropout", "hidden_dropout_prob", "projection_dim", "vision_use_head"}
 )
-"""About dropout, and about what reads the tower."""
+"""Settings of dropout, and of heads that read the tower's output."""
 
 
 def pixels(settings: Settings, patch: int) -> dict[str, Any]:
-    """height, width and patch: sizes are numbers or pairs of them."""
+    """height, width and patch. In config.json, sizes are numbers or pairs of numbers."""
     settings.only("num_channels", 3)
-    (height, width), (side, other) = (
+    (height, width), (patch_height, patch_width) = (
         value if isinstance(value, Sequence) else (value, value)
         for value in (settings.take("image_size", 224, object), settings.take("patch_size", patch, object))
     )
-    if side != other:
-        settings.refuse("patch_size", [side, other], "only squares are supported")
-    return {"height": height, "width": width, "patch": side}
+    if patch_height != patch_width:
+        settings.refuse("patch_size", [patch_height, patch_width], "only squares are supported")
+    return {"height": height, "width": width, "patch": patch_height}
 
 
 def tower(settings: Settings, kind: Tower, *, qkv_bias: bool = True) -> VisionTowerConfig:
-    """The tower of a config.json, or of its part vision_config: pre-norm blocks whose tokens see each other."""
+    """The tower of a config.json, or of its vision_config: pre-norm blocks with bidirectional attention."""
     mixer = layers.AttentionConfig(
         heads=settings.take("num_attention_heads", 12), bias=True, qkv_bias=None if qkv_bias else False, causal=False
     )
@@ -73,7 +73,7 @@ def tower(settings: Settings, kind: Tower, *, qkv_bias: bool = True) -> VisionTo
 
 
 def tower_settings(cfg: Any) -> dict[str, Any]:
-    """The reverse of `tower`, with the mean and deviation that preprocessor_config.json has."""
+    """The reverse of `tower`, including the mean and deviation of preprocessor_config.json."""
     block = cfg.stack.pattern[0]
     return {
         "hidden_size": cfg.hidden,
@@ -97,26 +97,26 @@ def vision_config(cfg: Any) -> dict[str, Any]:
     return {"model_type": SIGLIP.model_type, "vision_use_head": False, **tower_settings(cfg)}
 
 
-def tower_rows(side: int, theirs: str = "vision_model", ours: str = "") -> list[Row]:
-    """The table of a tower with patches of this side. theirs, ours: prefixes."""
-    layer, block = f"{theirs}.encoder.layers.{{layer}}", f"{ours}stack.*"
+def tower_rows(side: int, tensor: str = "vision_model", path: str = "") -> list[Row]:
+    """The table of a tower with patches of this side. tensor, path: prefixes."""
+    layer, block = f"{tensor}.encoder.layers.{{layer}}", f"{path}stack.*"
     return [
-        Row(f"{theirs}.embeddings.class_embedding", f"{ours}class_tokens", "d -> 1 d"),
-        patches(f"{theirs}.embeddings.patch_embedding.weight", f"{ours}patches", side),
-        Row(f"{theirs}.embeddings.patch_embedding.bias", f"{ours}patch_bias"),
-        Row(f"{theirs}.embeddings.position_embedding.weight", f"{ours}positions"),
-        *norm(f"{theirs}.pre_layrnorm", f"{ours}entry_norm"),
+        Row(f"{tensor}.embeddings.class_embedding", f"{path}class_tokens", "d -> 1 d"),
+        patches(f"{tensor}.embeddings.patch_embedding.weight", f"{path}patches", side),
+        Row(f"{tensor}.embeddings.patch_embedding.bias", f"{path}patch_bias"),
+        Row(f"{tensor}.embeddings.position_embedding.weight", f"{path}positions"),
+        *norm(f"{tensor}.pre_layrnorm", f"{path}entry_norm"),
         *attention(f"{layer}.self_attn", f"{block}.mixer", ("q_proj", "k_proj", "v_proj", "out_proj")),
         *linear(f"{layer}.mlp.fc1", f"{block}.mlp.up"),
         *linear(f"{layer}.mlp.fc2", f"{block}.mlp.down"),
         *norm(f"{layer}.layer_norm1", f"{block}.mixer_norm"),
         *norm(f"{layer}.layer_norm2", f"{block}.mlp_norm"),
-        *norm(f"{theirs}.post_layernorm", f"{ours}norm"),
+        *norm(f"{tensor}.post_layernorm", f"{path}norm"),
     ]
 
 
 def classes(settings: Settings) -> int:
-    """Classes of a classifier: as many as have names, or num_labels, 2 by default."""
+    """Number of classes of a classifier: the number of names in id2label, or else num_labels (default 2)."""
     count, names = settings.take("num_labels", 2), settings.remaining.get("id2label")
     return len(names) if names else count
 
@@ -128,28 +128,28 @@ def class_settings(count: int) -> dict[str, Any]:
 
 
 def inner_tower(settings: Settings) -> Settings:
-    """The part vision_config, with the pixels of preprocessor_config.json."""
+    """vision_config, with the mean and deviation of preprocessor_config.json."""
     inner = settings.part("vision_config")
     inner.assume({name: settings.take(name) for name in ("image_mean", "image_std") if name in settings.remaining})
     return inner
 
 
 def read_tower(settings: Settings) -> tuple[VisionTowerConfig, bool]:
-    """The tower up to the layer that is read, and whether all its positions are."""
+    """The tower up to the layer that the model reads, and whether it reads all positions."""
     inner = inner_tower(settings)
     kind = inner.remaining.get("model_type", CLIP.model_type)
     if kind not in TOWERS:
         settings.refuse("vision_config.model_type", kind, f"only {', '.join(TOWERS)} is supported")
-    whole = tower(inner, TOWERS.get(kind, CLIP))
+    full_tower = tower(inner, TOWERS.get(kind, CLIP))
     inner.close(UNUSED | {"initializer_factor", "vocab_size"})
     strategy = settings.only("vision_feature_select_strategy", "default", "full")
-    if strategy == "default" and not whole.class_tokens:
-        settings.refuse("vision_feature_select_strategy", strategy, "without a class token it leaves out a patch")
-    total, read = whole.stack.layers(), settings.take("vision_feature_layer", -2, object)
-    count = total + 1 + read if isinstance(read, int) and read < 0 else read
+    if strategy == "default" and not full_tower.class_tokens:
+        settings.refuse("vision_feature_select_strategy", strategy, "without a class token it drops a patch")
+    total, layer = full_tower.stack.layers(), settings.take("vision_feature_layer", -2, object)
+    count = total + 1 + layer if isinstance(layer, int) and layer < 0 else layer
     if not isinstance(count, int) or not 1 <= count <= total:
-        settings.refuse("vision_feature_layer", read, f"only one of the {total} layers is supported")
+        settings.refuse("vision_feature_layer", layer, f"only one of the {total} layers is supported")
         count = total
-    # What is read comes before the norm behind the blocks.
-    stack = replace(whole.stack, repeats=count)
-    return replace(whole, stack=stack, norm=layers.IdentityNormConfig()), strategy == "full"
+    # The model reads the output of the last block, before the final norm.
+    stack = replace(full_tower.stack, repeats=count)
+    return replace(full_tower, stack=stack, norm=layers.IdentityNormConfig()), strategy == "full"

@@ -196,7 +196,7 @@ class RankTensors:
             )
         sections = [1]
         if INTERLEAVED.search(name):
-            sections = [piece.size for piece in wanted.ours(np.broadcast_to(np.int8(0), wanted.shape()))]
+            sections = [piece.size for piece in wanted.to_weights(np.broadcast_to(np.int8(0), wanted.shape()))]
         return LazyTensor(shape, first.dtype, partial(_joined, parts, axis, sections))
 
 

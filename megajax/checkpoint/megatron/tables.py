@@ -25,134 +25,134 @@ def table(cfg: DecoderConfig) -> list[Row]:
     return _bert(cfg) if isinstance(cfg, BertConfig) else _decoder(cfg)
 
 
-def _tokens(cfg: DecoderConfig, theirs: str, ours: str) -> Row:
+def _tokens(cfg: DecoderConfig, tensor: str, path: str) -> Row:
     """A table or a bias by tokens. Ours has rows of padding behind the vocabulary."""
-    return Row(theirs, ours, inside=(slice(0, cfg.vocabulary_size),))
+    return Row(tensor, path, index=(slice(0, cfg.vocabulary_size),))
 
 
-def _norm(theirs: str, ours: str) -> list[Row]:
-    return [Row(f"{theirs}.weight", f"{ours}.gain"), Row(f"{theirs}.bias", f"{ours}.bias")]
+def _norm(tensor: str, path: str) -> list[Row]:
+    return [Row(f"{tensor}.weight", f"{path}.gain"), Row(f"{tensor}.bias", f"{path}.bias")]
 
 
-def _dense(theirs: str, ours: str) -> list[Row]:
-    return [Row(f"{theirs}.weight", f"{ours}.matrix", "o i -> i o"), Row(f"{theirs}.bias", f"{ours}.bias")]
+def _dense(tensor: str, path: str) -> list[Row]:
+    return [Row(f"{tensor}.weight", f"{path}.matrix", "o i -> i o"), Row(f"{tensor}.bias", f"{path}.bias")]
 
 
-def _projection(theirs: str, ours: str) -> list[Row]:
+def _projection(tensor: str, path: str) -> list[Row]:
     """What attention writes."""
-    return [Row(f"{theirs}.weight", f"{ours}.output", "d (n h) -> n h d"), Row(f"{theirs}.bias", f"{ours}.output_bias")]
+    return [Row(f"{tensor}.weight", f"{path}.output", "d (n h) -> n h d"), Row(f"{tensor}.bias", f"{path}.output_bias")]
 
 
-def _queries(theirs: str, ours: str) -> list[Row]:
+def _queries(tensor: str, path: str) -> list[Row]:
     return [
-        Row(f"{theirs}.weight", f"{ours}.query", "(n h) d -> d n h"),
-        Row(f"{theirs}.bias", f"{ours}.query_bias", "(n h) -> n h"),
+        Row(f"{tensor}.weight", f"{path}.query", "(n h) d -> d n h"),
+        Row(f"{tensor}.bias", f"{path}.query_bias", "(n h) -> n h"),
     ]
 
 
-def _fused(theirs: str, ours: str, parts: Sequence[str], groups: int, size: int) -> list[Row]:
+def _fused(tensor: str, path: str, parts: Sequence[str], groups: int, size: int) -> list[Row]:
     """Rows of all groups of heads: in each, those of the parts."""
     sizes = {"g": groups, "h": size}
-    matrices, biases = tuple(f"{ours}.{part}" for part in parts), tuple(f"{ours}.{part}_bias" for part in parts)
+    matrices, biases = tuple(f"{path}.{part}" for part in parts), tuple(f"{path}.{part}_bias" for part in parts)
     return [
-        Row(f"{theirs}.weight", matrices, "g n h d -> d (g n) h", cut="(g n h) d -> g n h d", axis=1, sizes=sizes),
-        Row(f"{theirs}.bias", biases, "g n h -> (g n) h", cut="(g n h) -> g n h", axis=1, sizes=sizes),
+        Row(f"{tensor}.weight", matrices, "g n h d -> d (g n) h", split="(g n h) d -> g n h d", axis=1, sizes=sizes),
+        Row(f"{tensor}.bias", biases, "g n h -> (g n) h", split="(g n h) -> g n h", axis=1, sizes=sizes),
     ]
 
 
-def _attention(theirs: str, ours: str, cfg: AttentionConfig, hidden: int) -> Iterator[Row]:
-    yield Row(f"{theirs}.core_attention.softmax_offset", f"{ours}.core.sink")
-    yield from _projection(f"{theirs}.linear_proj", ours)
+def _attention(tensor: str, path: str, cfg: AttentionConfig, hidden: int) -> Iterator[Row]:
+    yield Row(f"{tensor}.core_attention.softmax_offset", f"{path}.core.sink")
+    yield from _projection(f"{tensor}.linear_proj", path)
     parts = ("query", *["gate"] * cfg.gate, "key", "value")
-    yield from _fused(f"{theirs}.linear_qkv", ours, parts, cfg.groups(), cfg.size(hidden))
-    yield from _norm(f"{theirs}.q_layernorm", f"{ours}.query_norm")
-    yield from _norm(f"{theirs}.k_layernorm", f"{ours}.key_norm")
+    yield from _fused(f"{tensor}.linear_qkv", path, parts, cfg.groups(), cfg.size(hidden))
+    yield from _norm(f"{tensor}.q_layernorm", f"{path}.query_norm")
+    yield from _norm(f"{tensor}.k_layernorm", f"{path}.key_norm")
 
 
-def _latent(theirs: str, ours: str, cfg: LatentAttentionConfig) -> Iterator[Row]:
-    yield Row(f"{theirs}.core_attention.softmax_offset", f"{ours}.core.sink")
-    yield from _projection(f"{theirs}.linear_proj", ours)
-    yield from _queries(f"{theirs}.linear_q_proj" if cfg.query_rank is None else f"{theirs}.linear_q_up_proj", ours)
-    yield Row(f"{theirs}.linear_q_down_proj.weight", f"{ours}.query_down", "o i -> i o")
-    yield Row(f"{theirs}.linear_kv_down_proj.weight", (f"{ours}.down", f"{ours}.position_key"), "o i -> i o")
+def _latent(tensor: str, path: str, cfg: LatentAttentionConfig) -> Iterator[Row]:
+    yield Row(f"{tensor}.core_attention.softmax_offset", f"{path}.core.sink")
+    yield from _projection(f"{tensor}.linear_proj", path)
+    yield from _queries(f"{tensor}.linear_q_proj" if cfg.query_rank is None else f"{tensor}.linear_q_up_proj", path)
+    yield Row(f"{tensor}.linear_q_down_proj.weight", f"{path}.query_down", "o i -> i o")
+    yield Row(f"{tensor}.linear_kv_down_proj.weight", (f"{path}.down", f"{path}.position_key"), "o i -> i o")
     yield Row(
-        f"{theirs}.linear_kv_up_proj.weight",
-        (f"{ours}.key", f"{ours}.value"),
+        f"{tensor}.linear_kv_up_proj.weight",
+        (f"{path}.key", f"{path}.value"),
         "n h r -> r n h",
-        cut="(n h) r -> n h r",
+        split="(n h) r -> n h r",
         axis=1,
         sizes={"n": cfg.heads},
     )
-    yield from _norm(f"{theirs}.q_layernorm", f"{ours}.query_norm")
-    yield from _norm(f"{theirs}.kv_layernorm", f"{ours}.norm")
+    yield from _norm(f"{tensor}.q_layernorm", f"{path}.query_norm")
+    yield from _norm(f"{tensor}.kv_layernorm", f"{path}.norm")
 
 
-def _feed_forward(theirs: str, ours: str, cfg: Any) -> Iterator[Row]:
+def _feed_forward(tensor: str, path: str, cfg: Any) -> Iterator[Row]:
     gated = isinstance(cfg, GatedMLPConfig)
-    matrices, biases = (f"{ours}.gate", f"{ours}.up"), (f"{ours}.gate_bias", f"{ours}.up_bias")
-    yield Row(f"{theirs}.linear_fc1.weight", matrices if gated else matrices[1], "o i -> i o")
-    yield Row(f"{theirs}.linear_fc1.bias", biases if gated else biases[1])
-    yield Row(f"{theirs}.linear_fc2.weight", f"{ours}.down", "o i -> i o")
-    yield Row(f"{theirs}.linear_fc2.bias", f"{ours}.down_bias")
+    matrices, biases = (f"{path}.gate", f"{path}.up"), (f"{path}.gate_bias", f"{path}.up_bias")
+    yield Row(f"{tensor}.linear_fc1.weight", matrices if gated else matrices[1], "o i -> i o")
+    yield Row(f"{tensor}.linear_fc1.bias", biases if gated else biases[1])
+    yield Row(f"{tensor}.linear_fc2.weight", f"{path}.down", "o i -> i o")
+    yield Row(f"{tensor}.linear_fc2.bias", f"{path}.down_bias")
 
 
-def _mixture(theirs: str, ours: str, cfg: MoEConfig) -> Iterator[Row]:
-    yield Row(f"{theirs}.router.weight", f"{ours}.router", "o i -> i o")
-    yield Row(f"{theirs}.router.bias", f"{ours}.router_bias")
+def _mixture(tensor: str, path: str, cfg: MoEConfig) -> Iterator[Row]:
+    yield Row(f"{tensor}.router.weight", f"{path}.router", "o i -> i o")
+    yield Row(f"{tensor}.router.bias", f"{path}.router_bias")
     if cfg.router.balance_rate is not None:
-        yield Row(f"{theirs}.router.expert_bias", f"{ours}.load.sum", inside=(0,))
-    yield from _feed_forward(f"{theirs}.experts.local_experts.{{expert}}", f"{ours}.experts", cfg.expert)
-    yield Row(f"{theirs}.fc1_latent_proj.weight", f"{ours}.latent_down", "o i -> i o")
-    yield Row(f"{theirs}.fc2_latent_proj.weight", f"{ours}.latent_up", "o i -> i o")
+        yield Row(f"{tensor}.router.expert_bias", f"{path}.load.sum", index=(0,))
+    yield from _feed_forward(f"{tensor}.experts.local_experts.{{expert}}", f"{path}.experts", cfg.expert)
+    yield Row(f"{tensor}.fc1_latent_proj.weight", f"{path}.latent_down", "o i -> i o")
+    yield Row(f"{tensor}.fc2_latent_proj.weight", f"{path}.latent_up", "o i -> i o")
     if cfg.shared is not None:
-        yield Row(f"{theirs}.shared_experts.gate_weight", f"{ours}.shared_gate", "o i -> i o")
-        yield from _feed_forward(f"{theirs}.shared_experts", f"{ours}.shared", cfg.shared.mlp)
+        yield Row(f"{tensor}.shared_experts.gate_weight", f"{path}.shared_gate", "o i -> i o")
+        yield from _feed_forward(f"{tensor}.shared_experts", f"{path}.shared", cfg.shared.mlp)
 
 
-def _mamba(theirs: str, ours: str) -> Iterator[Row]:
+def _mamba(tensor: str, path: str) -> Iterator[Row]:
     """Mamba-2: in_proj has rows of z, x, b, c and dt, the convolution channels of x, b and c."""
-    yield from _norm(f"{theirs}.norm", f"{ours}.mixer_norm")
-    inputs = tuple(f"{ours}.mixer.in_{part}" for part in ("z", "x", "b", "c", "dt"))
-    yield Row(f"{theirs}.mixer.in_proj.weight", inputs, (*["(n h) d -> d n h"] * 4, "n d -> d n"))
+    yield from _norm(f"{tensor}.norm", f"{path}.mixer_norm")
+    inputs = tuple(f"{path}.mixer.in_{part}" for part in ("z", "x", "b", "c", "dt"))
+    yield Row(f"{tensor}.mixer.in_proj.weight", inputs, (*["(n h) d -> d n h"] * 4, "n d -> d n"))
     for name, part, move in (("weight", "kernel", "(n h) 1 k -> k n h"), ("bias", "bias", "(n h) -> n h")):
-        yield Row(f"{theirs}.mixer.conv1d_{name}", tuple(f"{ours}.mixer.conv_{one}.{part}" for one in "xbc"), move)
+        yield Row(f"{tensor}.mixer.conv1d_{name}", tuple(f"{path}.mixer.conv_{one}.{part}" for one in "xbc"), move)
     for name, part in (("dt_bias", "dt_bias"), ("A_log", "a_log"), ("D", "skip")):
-        yield Row(f"{theirs}.mixer.{name}", f"{ours}.mixer.{part}")
-    yield Row(f"{theirs}.mixer.norm.weight", f"{ours}.mixer.norm_gain", "(n h) -> n h")
-    yield Row(f"{theirs}.mixer.out_proj.weight", f"{ours}.mixer.output", "d (n h) -> n h d")
+        yield Row(f"{tensor}.mixer.{name}", f"{path}.mixer.{part}")
+    yield Row(f"{tensor}.mixer.norm.weight", f"{path}.mixer.norm_gain", "(n h) -> n h")
+    yield Row(f"{tensor}.mixer.out_proj.weight", f"{path}.mixer.output", "d (n h) -> n h d")
 
 
 def _of_blocks_with(weight: str, rows: Iterable[Row]) -> list[Row]:
     """Rows of those blocks of a hybrid that have this weight: others have weights of the same names."""
-    return [replace(row, beside=weight) for row in rows]
+    return [replace(row, requires=weight) for row in rows]
 
 
-def _mixers(theirs: str, ours: str, mixers: Sequence[Any], hidden: int) -> list[Row]:
+def _mixers(tensor: str, path: str, mixers: Sequence[Any], hidden: int) -> list[Row]:
     """The first part of blocks, with its norm."""
-    rows = _norm(f"{theirs}.input_layernorm", f"{ours}.mixer_norm")
+    rows = _norm(f"{tensor}.input_layernorm", f"{path}.mixer_norm")
     if latent := [mixer for mixer in mixers if isinstance(mixer, LatentAttentionConfig)]:
-        rows += _latent(f"{theirs}.self_attention", f"{ours}.mixer", latent[0])
+        rows += _latent(f"{tensor}.self_attention", f"{path}.mixer", latent[0])
     elif plain := [mixer for mixer in mixers if isinstance(mixer, AttentionConfig)]:
-        rows += _attention(f"{theirs}.self_attention", f"{ours}.mixer", plain[0], hidden)
+        rows += _attention(f"{tensor}.self_attention", f"{path}.mixer", plain[0], hidden)
     if not any(isinstance(mixer, Mamba2Config) for mixer in mixers):
         return rows
-    rows = _of_blocks_with(f"{ours}.mixer.query", rows)
-    return rows + _of_blocks_with(f"{ours}.mixer.a_log", _mamba(theirs, ours))
+    rows = _of_blocks_with(f"{path}.mixer.query", rows)
+    return rows + _of_blocks_with(f"{path}.mixer.a_log", _mamba(tensor, path))
 
 
-def blocks(theirs: str, ours: str, layers: Sequence[Any], hidden: int) -> list[Row]:
+def blocks(tensor: str, path: str, layers: Sequence[Any], hidden: int) -> list[Row]:
     """The rows of blocks. theirs, ours: the name and the path of one.
 
     layers: their configs. Those of a table have attention of one kind, and feed-forward layers with a gate or without.
     """
     parts = [block.parts() for block in layers]
     mlps = [part["mlp"] for part in parts if "mlp" in part]
-    rows = _mixers(theirs, ours, [part["mixer"] for part in parts if "mixer" in part], hidden)
-    rows += _norm(f"{theirs}.pre_mlp_layernorm", f"{ours}.mlp_norm")
+    rows = _mixers(tensor, path, [part["mixer"] for part in parts if "mixer" in part], hidden)
+    rows += _norm(f"{tensor}.pre_mlp_layernorm", f"{path}.mlp_norm")
     if mixtures := [mlp for mlp in mlps if isinstance(mlp, MoEConfig)]:
-        rows += _mixture(f"{theirs}.mlp", f"{ours}.mlp", mixtures[0])
+        rows += _mixture(f"{tensor}.mlp", f"{path}.mlp", mixtures[0])
     if dense := [mlp for mlp in mlps if not isinstance(mlp, MoEConfig)]:
-        rows += _feed_forward(f"{theirs}.mlp", f"{ours}.mlp", dense[0])
+        rows += _feed_forward(f"{tensor}.mlp", f"{path}.mlp", dense[0])
     return rows
 
 
@@ -171,15 +171,15 @@ def _decoder(cfg: DecoderConfig) -> list[Row]:
     return rows
 
 
-def _prediction(theirs: str, ours: str, block: Any, hidden: int) -> list[Row]:
+def _prediction(tensor: str, path: str, block: Any, hidden: int) -> list[Row]:
     """A head that predicts further."""
-    halves = (f"{ours}.from_embedding", f"{ours}.from_state")
+    halves = (f"{path}.from_embedding", f"{path}.from_state")
     return [
-        *_norm(f"{theirs}.enorm", f"{ours}.embedding_norm"),
-        *_norm(f"{theirs}.hnorm", f"{ours}.state_norm"),
-        Row(f"{theirs}.eh_proj.weight", halves, "o i -> i o", axis=1),
-        *blocks(f"{theirs}.mtp_model_layer", f"{ours}.block", [block], hidden),
-        *_norm(f"{theirs}.final_layernorm", f"{ours}.norm"),
+        *_norm(f"{tensor}.enorm", f"{path}.embedding_norm"),
+        *_norm(f"{tensor}.hnorm", f"{path}.state_norm"),
+        Row(f"{tensor}.eh_proj.weight", halves, "o i -> i o", axis=1),
+        *blocks(f"{tensor}.mtp_model_layer", f"{path}.block", [block], hidden),
+        *_norm(f"{tensor}.final_layernorm", f"{path}.norm"),
     ]
 
 
@@ -204,7 +204,7 @@ def _t5(cfg: T5Config) -> list[Row]:
     encoder, decoder = ([block for block, _ in stack.stored()] for stack in (cfg.encoder, cfg.stack))
     bias = "relative_pos_emb.relative_attention_bias.weight"
     cross = next(block.cross for block in decoder if isinstance(block, CrossBlockConfig))
-    theirs, ours = f"{DECODER}.cross_attention", "stack.*.cross"
+    tensor, path = f"{DECODER}.cross_attention", "stack.*.cross"
     return [
         _tokens(cfg, "embedding.word_embeddings.weight", "tokens"),
         Row("embedding.position_embeddings.weight", "positions"),
@@ -214,9 +214,9 @@ def _t5(cfg: T5Config) -> list[Row]:
         *_norm("encoder.final_layernorm", "encoder.norm"),
         *blocks(DECODER, "stack.*", decoder, cfg.hidden),
         *_norm(f"{DECODER}.pre_cross_attn_layernorm", "stack.*.cross_norm"),
-        *_projection(f"{theirs}.linear_proj", ours),
-        *_queries(f"{theirs}.linear_q", ours),
-        *_fused(f"{theirs}.linear_kv", ours, ("key", "value"), cross.groups(), cross.size(cfg.hidden)),
+        *_projection(f"{tensor}.linear_proj", path),
+        *_queries(f"{tensor}.linear_q", path),
+        *_fused(f"{tensor}.linear_kv", path, ("key", "value"), cross.groups(), cross.size(cfg.hidden)),
         *_norm("decoder.final_layernorm", "norm"),
         _tokens(cfg, "lm_head.output_layer.weight", "head"),
         _tokens(cfg, "lm_head.output_layer.bias", "head_bias"),

@@ -117,7 +117,7 @@ class ForeignWeights:
         for tensor, number, place in self._holding(path, box):
             if (common := overlap(box, place)) is None:
                 continue
-            piece = tensor.ours(self._tensors.read(tensor.name))[number].reshape(shape_of(place))
+            piece = tensor.to_weights(self._tensors.read(tensor.name))[number].reshape(shape_of(place))
             if result is None:
                 result = np.zeros(shape_of(box), piece.dtype)
             elif result.dtype != piece.dtype:
@@ -150,7 +150,7 @@ def export_tensor(tensor: Mapped, weights: WeightSource, dtype: np.dtype) -> np.
             part = converted(weights.read(piece.path, box), dtype, f"{weights.where}: {piece.path}")
             values[relative(box, place)] = part
         pieces.append(values.reshape(piece.shape))
-    return contiguous(tensor.theirs(pieces))
+    return contiguous(tensor.from_weights(pieces))
 
 
 def declared_by(model: Any) -> dict[str, ParamSpec]:

@@ -1,7 +1,7 @@
 """DeepSeek-V2 and V3: latent attention, shared experts, first layers without experts.
 
-V2 chooses experts by softmax within the groups of the best ones. V3 chooses them by sigmoid with a bias that balances
-them, and has blocks that predict further tokens.
+V2 chooses experts by softmax within the best groups. V3 chooses them by sigmoid with a bias that balances their load,
+and has multi-token prediction blocks.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from megajax.checkpoint.huggingface import decoders
-from megajax.checkpoint.huggingface.decoders import LAYER, NORMS, ends, experts, gated
+from megajax.checkpoint.huggingface.decoders import LAYER, NORMS, embedding_and_head, experts, gated
 from megajax.checkpoint.huggingface.family import Settings, layers_of
 from megajax.checkpoint.huggingface.rotary import rope, rope_settings
 from megajax.checkpoint.huggingface.rows import linear
@@ -59,18 +59,18 @@ V3: Mapping[str, Any] = V2 | {
     "routed_scaling_factor": 2.5,
     "num_nextn_predict_layers": 1,
 }
-"""Values of settings that config.json does not have."""
+"""Defaults of settings that are missing in config.json."""
 METHODS = {"greedy": False, "group_limited_greedy": True}
-"""topk_method -> whether a token's experts are from some groups only."""
+"""topk_method -> whether the experts of a token come from a limited number of groups."""
 LATENTS = {
     "key_value_rank": "kv_lora_rank",
     "content_dim": "qk_nope_head_dim",
     "position_dim": "qk_rope_head_dim",
     "value_dim": "v_head_dim",
 }
-"""Setting of latent attention here -> in config.json."""
+"""Field of LatentAttentionConfig -> setting in config.json."""
 UNUSED = frozenset({
-    # What follows from others, and losses and layouts of training.
+    # Settings that follow from others, and losses and layouts of training.
     "aux_loss_alpha", "ep_size", "head_dim", "moe_layer_freq", "num_key_value_heads", "output_router_logits",
     "qk_head_dim", "router_aux_loss_coef", "scoring_func", "seq_aux",
 })  # fmt: skip
@@ -92,8 +92,8 @@ def _read_v3(settings: Settings) -> DecoderConfig:
     mlp = decoders.gated_mlp(settings)
     moe, normalised = _experts(settings, mlp), settings.take("norm_topk_prob", True)
     if normalised and moe.top_k == 1:
-        why = "with norm_topk_prob, ours weighs a single expert by its score, not 1"
-        settings.refuse("num_experts_per_tok", 1, why)
+        reason = "with norm_topk_prob, MegaJAX weighs a single expert by its score, not 1"
+        settings.refuse("num_experts_per_tok", 1, reason)
     router = RouterConfig(
         score="sigmoid",
         normalise="chosen" if normalised else "all",
@@ -113,17 +113,17 @@ def _decoder(settings: Settings, mlp: GatedMLPConfig, moe: MoEConfig, **changes:
     mixer = LatentAttentionConfig(
         heads=settings.count("num_attention_heads"),
         query_rank=settings.take("q_lora_rank"),
-        **{ours: settings.need(name) for ours, name in LATENTS.items()},
+        **{field: settings.need(name) for field, name in LATENTS.items()},
         bias=bias,
         latent_bias=bias,
-        norm=RMSNormConfig(epsilon=1e-6),  # of the latents, whatever rms_norm_eps says
+        norm=RMSNormConfig(epsilon=1e-6),  # of the latents, which ignore rms_norm_eps
         rope=replace(rotation, interleaved=settings.take("rope_interleave", True)),
     )
     return decoders.decoder(settings, mixer, lambda layer: mlp if layer < dense else moe, **changes)
 
 
 def _experts(settings: Settings, mlp: GatedMLPConfig) -> MoEConfig:
-    """The experts, with a router to be replaced. mlp: of layers without experts."""
+    """The experts, with a default router. mlp: of layers without experts."""
     ffn, shared = settings.need("moe_intermediate_size"), settings.take("n_shared_experts", 0)
     return MoEConfig(
         experts=settings.need("n_routed_experts"),
@@ -134,12 +134,12 @@ def _experts(settings: Settings, mlp: GatedMLPConfig) -> MoEConfig:
 
 
 def _groups(settings: Settings, top_k: int, scores: int) -> dict[str, Any]:
-    """Groups that a token's experts are from. scores: how many best scores of a group are summed."""
-    number, chosen = settings.take("n_group", 1), settings.take("topk_group", 1)
-    if chosen >= number:
+    """Router settings that limit the groups of a token's experts. scores: number of best scores of a group to sum."""
+    groups, chosen_groups = settings.take("n_group", 1), settings.take("topk_group", 1)
+    if chosen_groups >= groups:
         return {}
-    summed = None if top_k == scores * chosen else scores
-    return {"groups": number, "chosen_groups": chosen, "group_scores": summed}
+    group_scores = None if top_k == scores * chosen_groups else scores
+    return {"groups": groups, "chosen_groups": chosen_groups, "group_scores": group_scores}
 
 
 def _write(cfg: Any) -> dict[str, Any]:
@@ -148,13 +148,13 @@ def _write(cfg: Any) -> dict[str, Any]:
     moe, dense, ffn = decoders.feed_forwards(cfg)
     shared = 0 if moe.shared is None else moe.shared.mlp.ffn
     if dense != [*range(len(dense))] or shared % moe.expert.ffn:
-        raise ValueError("layers without experts are not the first, or shared experts are not as wide as others")
+        raise ValueError("layers without experts are not the first ones, or shared experts have another width")
     return {
         **decoders.model_settings(cfg, moe.expert),
         "num_attention_heads": mixer.heads,
         "num_key_value_heads": mixer.heads,
         "q_lora_rank": mixer.query_rank,
-        **{name: getattr(mixer, ours) for ours, name in LATENTS.items()},
+        **{name: getattr(mixer, field) for field, name in LATENTS.items()},
         "attention_bias": mixer.bias,
         **rope_settings(mixer.rope),
         "intermediate_size": ffn,
@@ -196,20 +196,20 @@ def _write_v3(cfg: Any) -> dict[str, Any]:
 
 def _rows_v2(cfg: DecoderConfig) -> list[Row]:
     mixer = layers_of(cfg)[0].mixer
-    theirs, ours, heads = f"{LAYER}.self_attn", "stack.*.mixer", {"n": mixer.heads}
+    tensor, path, heads = f"{LAYER}.self_attn", "stack.*.mixer", {"n": mixer.heads}
     query = "q_proj" if mixer.query_rank is None else "q_b_proj"
-    keys = (f"{ours}.down", f"{ours}.position_key"), (f"{ours}.key", f"{ours}.value")
+    keys = (f"{path}.down", f"{path}.position_key"), (f"{path}.key", f"{path}.value")
     return [
-        *ends(cfg),
-        Row(f"{theirs}.{query}.weight", f"{ours}.query", "(n h) r -> r n h"),
-        *linear(f"{theirs}.q_a_proj", f"{ours}.query_down"),
-        Row(f"{theirs}.q_a_layernorm.weight", f"{ours}.query_norm.gain"),
-        Row(f"{theirs}.kv_a_proj_with_mqa.weight", keys[0], "r d -> d r"),
-        Row(f"{theirs}.kv_a_proj_with_mqa.bias", (f"{ours}.down_bias", f"{ours}.position_key_bias")),
-        Row(f"{theirs}.kv_a_layernorm.weight", f"{ours}.norm.gain"),
-        Row(f"{theirs}.kv_b_proj.weight", keys[1], "n h r -> r n h", cut="(n h) r -> n h r", axis=1, sizes=heads),
-        Row(f"{theirs}.o_proj.weight", f"{ours}.output", "d (n h) -> n h d"),
-        Row(f"{theirs}.o_proj.bias", f"{ours}.output_bias"),
+        *embedding_and_head(cfg),
+        Row(f"{tensor}.{query}.weight", f"{path}.query", "(n h) r -> r n h"),
+        *linear(f"{tensor}.q_a_proj", f"{path}.query_down"),
+        Row(f"{tensor}.q_a_layernorm.weight", f"{path}.query_norm.gain"),
+        Row(f"{tensor}.kv_a_proj_with_mqa.weight", keys[0], "r d -> d r"),
+        Row(f"{tensor}.kv_a_proj_with_mqa.bias", (f"{path}.down_bias", f"{path}.position_key_bias")),
+        Row(f"{tensor}.kv_a_layernorm.weight", f"{path}.norm.gain"),
+        Row(f"{tensor}.kv_b_proj.weight", keys[1], "n h r -> r n h", split="(n h) r -> n h r", axis=1, sizes=heads),
+        Row(f"{tensor}.o_proj.weight", f"{path}.output", "d (n h) -> n h d"),
+        Row(f"{tensor}.o_proj.bias", f"{path}.output_bias"),
         *NORMS,
         *gated(f"{LAYER}.mlp", "stack.*.mlp"),
         *experts(f"{LAYER}.mlp"),
@@ -218,36 +218,36 @@ def _rows_v2(cfg: DecoderConfig) -> list[Row]:
 
 
 def _rows_v3(cfg: DecoderConfig) -> list[Row]:
-    """The biases that balance experts are observations of ours."""
-    bias = Row(f"{LAYER}.mlp.gate.e_score_correction_bias", "stack.*.mlp.load.sum", inside=(0,))
+    """The biases that balance experts are observations in the model here."""
+    bias = Row(f"{LAYER}.mlp.gate.e_score_correction_bias", "stack.*.mlp.load.sum", index=(0,))
     table = [*_rows_v2(cfg), bias]
     return table + _prediction_rows(table, cfg, 0 if cfg.prediction is None else cfg.prediction.depth)
 
 
 def _prediction_rows(rows: Sequence[Row], cfg: DecoderConfig, depth: int) -> list[Row]:
-    """The table of blocks that predict further tokens, which are numbered behind the layers. rows: of all."""
+    """Rows of the multi-token prediction blocks, which are numbered after the layers. rows: of the layers."""
     table = []
     for number in range(depth):
-        layer, ours = f"model.layers.{cfg.stack.layers() + number}", f"predictions.{number}"
-        halves = (f"{ours}.from_embedding", f"{ours}.from_state")
+        layer, block = f"model.layers.{cfg.stack.layers() + number}", f"predictions.{number}"
+        halves = (f"{block}.from_embedding", f"{block}.from_state")
         table += [
-            Row(f"{layer}.enorm.weight", f"{ours}.embedding_norm.gain"),
-            Row(f"{layer}.hnorm.weight", f"{ours}.state_norm.gain"),
+            Row(f"{layer}.enorm.weight", f"{block}.embedding_norm.gain"),
+            Row(f"{layer}.hnorm.weight", f"{block}.state_norm.gain"),
             Row(f"{layer}.eh_proj.weight", halves, "e d -> d e", axis=1),
-            Row(f"{layer}.shared_head.norm.weight", f"{ours}.norm.gain"),
+            Row(f"{layer}.shared_head.norm.weight", f"{block}.norm.gain"),
         ]
         for row in rows:
-            if row.theirs.startswith(LAYER):
-                paths = (row.ours,) if isinstance(row.ours, str) else row.ours
-                paths = tuple(path.replace("stack.*", f"{ours}.block") for path in paths)
-                table.append(replace(row, theirs=row.theirs.replace(LAYER, layer), ours=paths))
+            if row.tensor.startswith(LAYER):
+                paths = (row.paths,) if isinstance(row.paths, str) else row.paths
+                paths = tuple(path.replace("stack.*", f"{block}.block") for path in paths)
+                table.append(replace(row, tensor=row.tensor.replace(LAYER, layer), paths=paths))
     return table
 
 
 def without_missing_blocks(cfg: DecoderConfig, names: Collection[str]) -> DecoderConfig:
-    """transformers saves no blocks that predict further tokens, whatever config.json says of them."""
-    there = f"model.layers.{cfg.stack.layers()}.eh_proj.weight" in names
-    return cfg if there else replace(cfg, prediction=None)
+    """transformers does not save multi-token prediction blocks, even if config.json declares them."""
+    has_blocks = f"model.layers.{cfg.stack.layers()}.eh_proj.weight" in names
+    return cfg if has_blocks else replace(cfg, prediction=None)
 
 
 FAMILIES = [
@@ -257,7 +257,7 @@ FAMILIES = [
         read=_read_v2,
         write=_write_v2,
         rows=_rows_v2,
-        unused=UNUSED | {"norm_topk_prob"},  # it has no effect there
+        unused=UNUSED | {"norm_topk_prob"},  # has no effect in transformers
     ),
     decoders.family(
         "deepseek_v3",
@@ -267,7 +267,7 @@ FAMILIES = [
         rows=_rows_v3,
         adjusted=without_missing_blocks,
         unused=UNUSED,
-        # Copies of the tables, which blocks that predict further tokens share.
+        # Copies of the embedding and the head, which prediction blocks share.
         ignored=("model.layers.*.embed_tokens.weight", "model.layers.*.shared_head.head.weight"),
     ),
 ]

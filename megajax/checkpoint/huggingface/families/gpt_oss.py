@@ -3,7 +3,7 @@
 from typing import Any
 
 from megajax.checkpoint.huggingface import decoders
-from megajax.checkpoint.huggingface.decoders import ATTENTION, LAYER, ends
+from megajax.checkpoint.huggingface.decoders import ATTENTION, LAYER, embedding_and_head
 from megajax.checkpoint.huggingface.family import Settings, layers_of
 from megajax.checkpoint.weights.tensor_table import Row
 from megajax.layers.config import GatedMLPConfig, MoEConfig
@@ -33,7 +33,7 @@ YARN = {
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
-"""rope_parameters, where config.json says nothing of them."""
+"""Default of rope_parameters."""
 
 
 def _read(settings: Settings) -> DecoderConfig:
@@ -55,27 +55,27 @@ def _read(settings: Settings) -> DecoderConfig:
 def _write(cfg: Any) -> dict[str, Any]:
     moe = decoders.feed_forwards(cfg).moe
     settings = decoders.write(cfg, "sliding_window", "layer_types", moe=moe)
-    if layers_of(cfg)[0].mixer.rope.scaling is None:  # without rope_parameters transformers takes YaRN
+    if layers_of(cfg)[0].mixer.rope.scaling is None:  # the default in transformers is YaRN
         settings["rope_parameters"] = {"rope_type": "default"}
     return {**settings, "hidden_act": "silu", "num_local_experts": moe.experts, "swiglu_limit": moe.expert.clamp}
 
 
 def _rows(cfg: DecoderConfig) -> list[Row]:
-    """Columns of gate and up alternate."""
-    theirs, ours = f"{LAYER}.mlp", "stack.*.mlp"
-    both, two = (f"{ours}.experts.gate", f"{ours}.experts.up"), {"two": 2}
-    biases = tuple(f"{path}_bias" for path in both)
-    up = f"{theirs}.experts.gate_up_proj"
+    """In the fused tensor, columns of gate and up alternate."""
+    tensor, path = f"{LAYER}.mlp", "stack.*.mlp"
+    gate_up, two = (f"{path}.experts.gate", f"{path}.experts.up"), {"two": 2}
+    biases = tuple(f"{matrix}_bias" for matrix in gate_up)
+    up = f"{tensor}.experts.gate_up_proj"
     return [
-        *ends(cfg),
+        *embedding_and_head(cfg),
         *ATTENTION,
         Row(f"{LAYER}.self_attn.sinks", "stack.*.mixer.core.sink"),
-        Row(f"{theirs}.router.weight", f"{ours}.router", "e d -> d e"),
-        Row(f"{theirs}.router.bias", f"{ours}.router_bias"),
-        Row(up, both, "e d f 1 -> e d f", cut="e d (f two) -> e d f two", axis=3, sizes=two),
-        Row(f"{up}_bias", biases, "e f 1 -> e f", cut="e (f two) -> e f two", axis=2, sizes=two),
-        Row(f"{theirs}.experts.down_proj", f"{ours}.experts.down"),
-        Row(f"{theirs}.experts.down_proj_bias", f"{ours}.experts.down_bias"),
+        Row(f"{tensor}.router.weight", f"{path}.router", "e d -> d e"),
+        Row(f"{tensor}.router.bias", f"{path}.router_bias"),
+        Row(up, gate_up, "e d f 1 -> e d f", split="e d (f two) -> e d f two", axis=3, sizes=two),
+        Row(f"{up}_bias", biases, "e f 1 -> e f", split="e (f two) -> e f two", axis=2, sizes=two),
+        Row(f"{tensor}.experts.down_proj", f"{path}.experts.down"),
+        Row(f"{tensor}.experts.down_proj_bias", f"{path}.experts.down_bias"),
     ]
 
 
@@ -86,7 +86,7 @@ FAMILIES = [
         read=_read,
         write=_write,
         rows=_rows,
-        # The first has no effect there; the others repeat what others say.
+        # hidden_act has no effect in transformers; the others are duplicates.
         unused=frozenset({"hidden_act", "experts_per_token", "initial_context_length"}),
     )
 ]

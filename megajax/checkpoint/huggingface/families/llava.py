@@ -68,7 +68,7 @@ TOWER, PROJECTOR = "vision_tower.vision_model", "multi_modal_projector"
 
 def _rows(cfg: Any) -> list[Row]:
     return [
-        *[replace(row, theirs=f"language_model.{row.theirs}") for row in llama.rows(cfg)],
+        *[replace(row, tensor=f"language_model.{row.tensor}") for row in llama.rows(cfg)],
         *tower_rows(cfg.vision.patch, TOWER, "vision."),
         *linear(f"{PROJECTOR}.linear_1", "projector.up"),
         *linear(f"{PROJECTOR}.linear_2", "projector.down"),

@@ -1,19 +1,19 @@
 """Mamba and Mamba-2.
 
-In Mamba in_proj makes x and the gate, x_proj what steps are made of, b and c; of Mamba-2 see `state_space`.
+In Mamba, in_proj computes x and the gate, x_proj the low-rank input of dt, b and c. For Mamba-2, see `state_space`.
 """
 
 from math import ceil
 from typing import Any
 
-from megajax.checkpoint.huggingface.family import Family, Names, Settings, written
+from megajax.checkpoint.huggingface.family import Family, Names, Settings, fields_to_settings
 from megajax.checkpoint.huggingface.state_space import (
     LAYER,
     MAMBA2,
     MAMBA2_ROWS,
     RENAMED,
     UNUSED,
-    ends,
+    embedding_and_head,
     model_settings,
     step_limit,
 )
@@ -26,7 +26,7 @@ MAMBA: Names = {
     **{name: MAMBA2[name] for name in ("conv_kernel", "conv_bias", "bias", "dt_min", "dt_max", "dt_floor")},
 }
 LENGTH = 2048
-"""Tokens of a row where config.json does not say: it has no setting for them, and ours is max_position_embeddings."""
+"""Default sequence length: transformers has no setting for it; MegaJAX writes max_position_embeddings."""
 
 
 def _read_mamba(settings: Settings) -> DecoderConfig:
@@ -75,35 +75,39 @@ def _write(cfg: Any) -> dict[str, Any]:
 
 def _write_mamba(cfg: Any) -> dict[str, Any]:
     mixer = cfg.stack.pattern[0].mixer
-    own = {"intermediate_size": mixer.inner, "time_step_rank": mixer.rank}
-    return {**_write(cfg), **own, **written(mixer, MAMBA)}
+    return {
+        **_write(cfg),
+        "intermediate_size": mixer.inner,
+        "time_step_rank": mixer.rank,
+        **fields_to_settings(mixer, MAMBA),
+    }
 
 
 def _write_mamba2(cfg: Any) -> dict[str, Any]:
     mixer = cfg.stack.pattern[0].mixer
-    return {**_write(cfg), **written(mixer, MAMBA2), "time_step_limit": list(mixer.dt_limit)}
+    return {**_write(cfg), **fields_to_settings(mixer, MAMBA2), "time_step_limit": list(mixer.dt_limit)}
 
 
 def _rows_mamba(cfg: DecoderConfig) -> list[Row]:
-    theirs, ours = f"{LAYER}.mixer", "stack.*.mixer"
+    tensor, path = f"{LAYER}.mixer", "stack.*.mixer"
     return [
-        *ends(cfg),
-        Row(f"{theirs}.in_proj.weight", (f"{ours}.in_x", f"{ours}.in_z"), "o i -> i o"),
-        Row(f"{theirs}.in_proj.bias", (f"{ours}.in_x_bias", f"{ours}.in_z_bias")),
-        Row(f"{theirs}.conv1d.weight", f"{ours}.conv_x.kernel", "i 1 k -> k i"),
-        Row(f"{theirs}.conv1d.bias", f"{ours}.conv_x.bias"),
-        Row(f"{theirs}.x_proj.weight", (f"{ours}.down_dt", f"{ours}.down_b", f"{ours}.down_c"), "o i -> i o"),
-        Row(f"{theirs}.dt_proj.weight", f"{ours}.up_dt", "o i -> i o"),
-        Row(f"{theirs}.dt_proj.bias", f"{ours}.dt_bias"),
-        Row(f"{theirs}.A_log", f"{ours}.a_log"),
-        Row(f"{theirs}.D", f"{ours}.skip"),
-        Row(f"{theirs}.out_proj.weight", f"{ours}.output", "o i -> i o"),
-        Row(f"{theirs}.out_proj.bias", f"{ours}.output_bias"),
+        *embedding_and_head(cfg),
+        Row(f"{tensor}.in_proj.weight", (f"{path}.in_x", f"{path}.in_z"), "o i -> i o"),
+        Row(f"{tensor}.in_proj.bias", (f"{path}.in_x_bias", f"{path}.in_z_bias")),
+        Row(f"{tensor}.conv1d.weight", f"{path}.conv_x.kernel", "i 1 k -> k i"),
+        Row(f"{tensor}.conv1d.bias", f"{path}.conv_x.bias"),
+        Row(f"{tensor}.x_proj.weight", (f"{path}.down_dt", f"{path}.down_b", f"{path}.down_c"), "o i -> i o"),
+        Row(f"{tensor}.dt_proj.weight", f"{path}.up_dt", "o i -> i o"),
+        Row(f"{tensor}.dt_proj.bias", f"{path}.dt_bias"),
+        Row(f"{tensor}.A_log", f"{path}.a_log"),
+        Row(f"{tensor}.D", f"{path}.skip"),
+        Row(f"{tensor}.out_proj.weight", f"{path}.output", "o i -> i o"),
+        Row(f"{tensor}.out_proj.bias", f"{path}.output_bias"),
     ]
 
 
 def _rows_mamba2(cfg: DecoderConfig) -> list[Row]:
-    return [*ends(cfg), *MAMBA2_ROWS]
+    return [*embedding_and_head(cfg), *MAMBA2_ROWS]
 
 
 FAMILIES = [

@@ -4,7 +4,14 @@ from dataclasses import replace
 from math import inf
 from typing import Any
 
-from megajax.checkpoint.huggingface.family import Family, Names, Settings, activation_name, layers_of, written
+from megajax.checkpoint.huggingface.family import (
+    Family,
+    Names,
+    Settings,
+    activation_name,
+    fields_to_settings,
+    layers_of,
+)
 from megajax.checkpoint.huggingface.rows import attention, linear, norm
 from megajax.checkpoint.huggingface.state_space import (
     KINDS,
@@ -12,7 +19,7 @@ from megajax.checkpoint.huggingface.state_space import (
     MAMBA2,
     MAMBA2_ROWS,
     RENAMED,
-    ends,
+    embedding_and_head,
     letter,
     model_settings,
     pattern,
@@ -76,13 +83,13 @@ def _write(cfg: Any) -> dict[str, Any]:
     parts: dict[str, Any] = {}
     if "M" in kinds:
         mamba = kinds["M"].mixer
-        parts |= {**written(mamba, MAMBA), "time_step_min": max(mamba.dt_limit[0], LEAST_STEP)}
+        parts |= {**fields_to_settings(mamba, MAMBA), "time_step_min": max(mamba.dt_limit[0], LEAST_STEP)}
     if "*" in kinds:
         mixer = kinds["*"].mixer
-        parts |= written(replace(mixer, kv_heads=mixer.groups(), head_dim=mixer.size(cfg.hidden)), ATTENTION)
+        parts |= fields_to_settings(replace(mixer, kv_heads=mixer.groups(), head_dim=mixer.size(cfg.hidden)), ATTENTION)
     if "-" in kinds:
         mlp = kinds["-"].mlp
-        parts |= {**written(mlp, MLP), "mlp_hidden_act": activation_name(mlp.activation)}
+        parts |= {**fields_to_settings(mlp, MLP), "mlp_hidden_act": activation_name(mlp.activation)}
     return {
         **model_settings(cfg),
         "hybrid_override_pattern": letters,
@@ -94,10 +101,10 @@ def _write(cfg: Any) -> dict[str, Any]:
 def _rows(cfg: DecoderConfig) -> list[Row]:
     heads = attention(f"{LAYER}.mixer", "stack.*.mixer", ("q_proj", "k_proj", "v_proj", "o_proj"))
     return [
-        *ends(cfg),
+        *embedding_and_head(cfg),
         *norm(f"{LAYER}.norm", "stack.*.mlp_norm"),
-        *[replace(row, beside="stack.*.mixer.a_log") for row in MAMBA2_ROWS],
-        *[replace(row, beside="stack.*.mixer.query") for row in heads],
+        *[replace(row, requires="stack.*.mixer.a_log") for row in MAMBA2_ROWS],
+        *[replace(row, requires="stack.*.mixer.query") for row in heads],
         *linear(f"{LAYER}.mixer.up_proj", "stack.*.mlp.up"),
         *linear(f"{LAYER}.mixer.down_proj", "stack.*.mlp.down"),
     ]

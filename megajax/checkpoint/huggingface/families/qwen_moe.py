@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from megajax.checkpoint.huggingface import decoders
-from megajax.checkpoint.huggingface.decoders import ATTENTION, LAYER, ends, experts, gated
+from megajax.checkpoint.huggingface.decoders import ATTENTION, LAYER, embedding_and_head, experts, gated
 from megajax.checkpoint.huggingface.family import Settings, layers_of
 from megajax.checkpoint.weights.tensor_table import Row
 from megajax.layers.config import FeedForwardConfig, MoEConfig, RMSNormConfig, SharedExpertConfig
@@ -85,7 +85,14 @@ def _write(name: str, cfg: Any) -> dict[str, Any]:
 def _rows(cfg: DecoderConfig) -> list[Row]:
     shared = gated(f"{LAYER}.mlp.shared_expert", "stack.*.mlp.shared")
     gate = Row(f"{LAYER}.mlp.shared_expert_gate.weight", "stack.*.mlp.shared_gate", "g d -> d g")
-    return [*ends(cfg), *ATTENTION, *gated(f"{LAYER}.mlp", "stack.*.mlp"), *experts(f"{LAYER}.mlp"), *shared, gate]
+    return [
+        *embedding_and_head(cfg),
+        *ATTENTION,
+        *gated(f"{LAYER}.mlp", "stack.*.mlp"),
+        *experts(f"{LAYER}.mlp"),
+        *shared,
+        gate,
+    ]
 
 
 FAMILIES = [

@@ -3,7 +3,14 @@
 from dataclasses import replace
 from typing import Any
 
-from megajax.checkpoint.huggingface.family import ACTIVATIONS, Family, Names, Settings, activation_name, written
+from megajax.checkpoint.huggingface.family import (
+    ACTIVATIONS,
+    Family,
+    Names,
+    Settings,
+    activation_name,
+    fields_to_settings,
+)
 from megajax.checkpoint.huggingface.rows import attention, linear, norm, tokens
 from megajax.checkpoint.weights.tensor_table import Row
 from megajax.layers import config as layers
@@ -14,7 +21,8 @@ UNUSED = frozenset({"classifier_dropout", "dense_act_fn", "dropout_rate", "is_ga
 SIZES: Names = {
     "hidden": ("d_model", 512),
     "vocabulary_size": ("vocab_size", 32128),
-    # transformers knows no lengths; n_positions is of the first checkpoints, decoder_positions is ours.
+    # T5 of transformers has no length settings. n_positions is from the first checkpoints; only MegaJAX writes
+    # decoder_positions.
     "encoder_length": ("n_positions", 512),
     "sequence_length": ("decoder_positions", 512),
     "tied": ("tie_word_embeddings", True),
@@ -72,25 +80,25 @@ def feed_forward_name(mlp: layers.DenseMLPConfig | layers.GatedMLPConfig) -> str
 def _write(cfg: Any) -> dict[str, Any]:
     block = cfg.stack.pattern[0]
     return {
-        **written(cfg, SIZES),
+        **fields_to_settings(cfg, SIZES),
         "is_encoder_decoder": True,
         "decoder_start_token_id": 0,
         "num_layers": cfg.encoder.layers(),
         "num_decoder_layers": cfg.stack.layers(),
-        **written(block.mixer, HEADS),
+        **fields_to_settings(block.mixer, HEADS),
         "d_ff": block.mlp.ffn,
         "feed_forward_proj": feed_forward_name(block.mlp),
-        **written(block.mixer.relative, BUCKETS),
+        **fields_to_settings(block.mixer.relative, BUCKETS),
         "layer_norm_epsilon": cfg.norm.epsilon,
         "scale_decoder_outputs": cfg.width_scaling is not None,
     }
 
 
-def section(theirs: str, ours: str, last: int, up: str) -> list[Row]:
+def section(tensor: str, path: str, last: int, up: str) -> list[Row]:
     """Of `encoder` or `decoder`. last: number of the feed-forward sub-layer; up: name of its matrix."""
-    layer, block = f"{theirs}.block.{{layer}}.layer", f"{ours}stack.*"
+    layer, block = f"{tensor}.block.{{layer}}.layer", f"{path}stack.*"
     names, mlp = ("q", "k", "v", "o"), f"{layer}.{last}.DenseReluDense"
-    table = f"{theirs}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+    table = f"{tensor}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
     return [
         *attention(f"{layer}.0.SelfAttention", f"{block}.mixer", names),
         *attention(f"{layer}.1.EncDecAttention", f"{block}.cross", names),
@@ -100,8 +108,8 @@ def section(theirs: str, ours: str, last: int, up: str) -> list[Row]:
         *linear(f"{mlp}.wi_0", f"{block}.mlp.gate"),
         *linear(f"{mlp}.{up}", f"{block}.mlp.up"),
         *linear(f"{mlp}.wo", f"{block}.mlp.down"),
-        Row(table, f"{ours}stack.relative.table"),
-        *norm(f"{theirs}.final_layer_norm", f"{ours}norm"),
+        Row(table, f"{path}stack.relative.table"),
+        *norm(f"{tensor}.final_layer_norm", f"{path}norm"),
     ]
 
 
