@@ -1,7 +1,7 @@
-"""Attention work of a row: the scores that its documents need, and how they fall on the devices that share the row.
+"""Attention work of a row: the scores of its documents, and their distribution over the devices that share the row.
 
-A query has a score with each key that it sees, so a document of n tokens needs n (n + 1) / 2 scores. Rows of equal
-length can differ a hundredfold: one document, or a hundred. The work of all other layers is the same for every row.
+A query has a score with each key that it attends to, so a document of n tokens needs n (n + 1) / 2 scores. Rows of
+equal length can differ a hundredfold, with one document or a hundred. All other layers have equal work for every row.
 
 C devices of `context` hold parts of a row of S positions; see `megajax.mesh.row_cut`.
 """
@@ -21,9 +21,9 @@ def document_lengths(segment_ids: np.ndarray) -> np.ndarray:
 
 
 def lengths_of_row(source: object, row: int) -> np.ndarray:
-    """Tokens of each document of row `row` of a row source, int64 [D], without its tokens where the source can.
+    """Tokens of each document of row `row` of a row source, int64 [D], without reading the row if possible.
 
-    A source may have `document_lengths(row)`, which returns them, or None where only the tokens tell.
+    A source may have `document_lengths(row)`, which returns them, or None if they depend on the tokens.
     """
     find_lengths: Callable[[int], np.ndarray | None] | None = getattr(source, "document_lengths", None)
     lengths = None if find_lengths is None else find_lengths(row)
@@ -31,9 +31,9 @@ def lengths_of_row(source: object, row: int) -> np.ndarray:
 
 
 def scores(tokens: np.ndarray, window: int | None = None) -> np.ndarray:
-    """float64: scores of the first n tokens of a document, for each n in `tokens`.
+    """Scores of the first n tokens of a document for each n in `tokens`, float64.
 
-    window: keys before its own position that a query sees; None: all.
+    window: number of keys before its own position that a query attends to; None: all.
     """
     tokens = np.asarray(tokens, np.float64)
     visible = tokens if window is None else np.minimum(tokens, window + 1)
@@ -41,9 +41,9 @@ def scores(tokens: np.ndarray, window: int | None = None) -> np.ndarray:
 
 
 def device_scores(lengths: np.ndarray, row_cut: RowCut = WHOLE, window: int | None = None) -> np.ndarray:
-    """Scores that each device computes of a row, float64 [C]. lengths: int [D], with a sum that `row_cut` divides.
+    """Scores of a row on each device, float64 [C]. lengths: int [D], with a sum that `row_cut` divides.
 
-    Devices that exchange heads compute equal shares of what they hold together.
+    Devices that exchange heads compute equal shares of their common part.
     """
     bounds = np.concatenate([[0], np.cumsum(lengths)])
     groups = row_cut.exchanged()
@@ -56,26 +56,26 @@ def device_scores(lengths: np.ndarray, row_cut: RowCut = WHOLE, window: int | No
 
 
 def imbalance(work: np.ndarray) -> float:
-    """The largest over the mean: 1 where all are equal."""
+    """The maximum over the mean; 1 if all are equal."""
     return float(work.max() / work.mean())
 
 
 @dataclass(frozen=True, slots=True)
 class RowWork:
-    """What the positions and the scores of a row cost, in any unit, such as FLOPs of a step."""
+    """The cost of the positions and scores of a row, in any unit, such as FLOPs of a step."""
 
     per_position: float = 0.0
-    """Of each position, whatever it sees."""
+    """Cost of a position, without its scores."""
     per_score: tuple[tuple[int | None, float], ...] = ((None, 1.0),)
     """(window, cost of a score of the layers with this window)."""
 
     def of_devices(self, lengths: np.ndarray, row_cut: RowCut = WHOLE) -> np.ndarray:
-        """Of each device that holds a part of a row with documents of these lengths, float64 [C]."""
+        """Cost on each device that has a part of a row with documents of these lengths, float64 [C]."""
         work = np.full(row_cut.devices, self.per_position * int(np.sum(lengths)) / row_cut.devices)
         for window, cost in self.per_score:
             work += cost * device_scores(lengths, row_cut, window)
         return work
 
     def of_row(self, lengths: np.ndarray, row_cut: RowCut = WHOLE) -> float:
-        """Of the busiest device of a row: the others wait for it in each layer."""
+        """Cost on the busiest device of a row, for which the others wait in each layer."""
         return float(self.of_devices(lengths, row_cut).max())

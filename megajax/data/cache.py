@@ -1,8 +1,8 @@
-"""An on-disk cache of arrays, keyed by everything that they are computed from.
+"""An on-disk cache of arrays, keyed by a description of all inputs.
 
-A process that misses a file builds it, writes it with a checksum under a temporary name, and renames it. Several hosts
-may build the same file at once: the contents are equal, so the order of the renames does not matter. No barrier and no
-shared file system is needed.
+After a cache miss, a process builds the arrays, writes them with a checksum under a temporary name, and renames the
+file. Several hosts may build the same file at once: the contents are equal, so the order of the renames does not
+matter. No barrier and no shared file system is needed.
 """
 
 import hashlib
@@ -44,12 +44,12 @@ def content_key(description: Mapping[str, object]) -> str:
 def load_or_build(folder: Path, description: Mapping[str, object], build: Callable[[], Arrays]) -> Arrays:
     """The arrays that `build` computes, from the cache if it has an intact file for this description.
 
-    A damaged file, or one of another description, is replaced. If the folder is not writable, the arrays are kept in
+    A damaged file, or one with another description, is replaced. If the folder is not writable, the arrays are kept in
     memory, with a warning.
 
     Args:
         folder: folder of cache files; created if missing.
-        description: everything that the arrays depend on, as JSON values.
+        description: all inputs of the arrays, as JSON values.
         build: computes the arrays.
     """
     path = folder / f"{content_key(description)[:40]}.arrays"
@@ -75,20 +75,20 @@ def _write(path: Path, description: Mapping[str, object], arrays: Arrays) -> Non
     digest = hashlib.sha256()
     with atomic_write(path) as file:
 
-        def put(data: bytes | memoryview) -> None:
+        def write(data: bytes | memoryview) -> None:
             digest.update(data)
             file.write(data)
 
-        put(MAGIC + json.dumps(head, sort_keys=True).encode() + b"\n")
-        for _, values in sorted(arrays.items()):  # as the sorted keys of `head`
-            put(bytes(-file.tell() % ALIGNMENT))
-            put(np.ascontiguousarray(values).reshape(values.size).view(np.uint8).data)
+        write(MAGIC + json.dumps(head, sort_keys=True).encode() + b"\n")
+        for _, values in sorted(arrays.items()):  # in the order of the keys of `head`
+            write(bytes(-file.tell() % ALIGNMENT))
+            write(np.ascontiguousarray(values).reshape(values.size).view(np.uint8).data)
         file.write(digest.digest())
 
 
 @contextmanager
 def atomic_write(path: Path) -> Generator[BinaryIO]:
-    """A file that gets its name when the block ends without an error, so that it is never seen incomplete."""
+    """A file that gets its name when the block ends without an error, so it never appears incomplete."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}.tmp")
     try:

@@ -1,4 +1,4 @@
-"""Rows in another random order in each pass, with the permutations of Megatron-LM's random sampler."""
+"""Rows in a different random order in each pass, with the permutations of Megatron-LM's random sampler."""
 
 import zlib
 from collections.abc import Mapping
@@ -13,13 +13,13 @@ from megajax.data.config import CyclicConfig
 from megajax.data.row_source import check_row, files_of
 
 LARGEST = (1 << 32) // 20
-"""From this many rows on, PyTorch's permutations are drawn in another way."""
+"""With this many rows or more, PyTorch uses another algorithm for permutations."""
 
 
 def permutation(count: int, seed: int) -> np.ndarray:
     """`torch.randperm(count)` of a generator with this seed, int64 [count], count below `LARGEST`.
 
-    Fisher-Yates from the bottom, with the numbers of MT19937 modulo the rows that are left.
+    Fisher-Yates from the bottom, with the numbers of MT19937 modulo the number of remaining rows.
     """
     draws = np.random.RandomState(seed).randint(0, 1 << 32, size=max(count - 1, 0), dtype=np.uint32)
     places = (draws % np.arange(count, 1, -1)).tolist()
@@ -31,17 +31,17 @@ def permutation(count: int, seed: int) -> np.ndarray:
 
 
 class CyclicRows:
-    """Rows of a source, again and again: row i of pass e is another one in each pass, drawn with the seed e.
+    """Rows of a source in repeated passes; pass e has the random order of seed e.
 
-    A pass has as many rows as fill whole microbatches; those that are left over differ from pass to pass with
-    `buckets` false, and are the last of the source with `buckets` true.
+    A pass has only full microbatches. The remaining rows differ between passes if `buckets` is false, and are the last
+    of the source if it is true.
 
     Args:
         config: whether data shards have buckets.
         source: rows by number.
-        rows: number of rows, of as many passes as it takes.
-        shards: data shards.
-        micro_rows: rows of a microbatch on all of them.
+        rows: number of rows over all passes.
+        shards: number of data shards.
+        micro_rows: rows of a microbatch over all shards.
 
     Raises:
         UserError: fewer rows than a microbatch, or too many.
@@ -66,7 +66,7 @@ class CyclicRows:
 
     @property
     def skipped(self) -> Mapping[str, int]:
-        """Reason -> rows that the source has left out."""
+        """Reason -> rows that the source has skipped."""
         return getattr(self.source, "skipped", {})
 
     def order(self) -> str:
@@ -80,7 +80,7 @@ class CyclicRows:
         return files_of(self.source)
 
     def number(self, row: int) -> int:
-        """Which row of the source row `row` is."""
+        """The row of the source that is row `row`."""
         check_row(self, row)
         epoch, place = divmod(row, self._pass)
         group, place = divmod(place, self._shards * self._shard_rows)

@@ -13,7 +13,7 @@ class DocumentRule(Protocol):
         ...
 
     def trim(self, document: bytes) -> bytes | None:
-        """The document to tokenise; None if it is not a document."""
+        """The document to tokenize; None if it is not a document."""
         ...
 
 

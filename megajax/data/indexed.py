@@ -38,7 +38,7 @@ CODES = (None, "<u1", "<i1", "<i2", "<i4", "<i8", "<f8", "<f4", "<u2")
 UINT16_VOCABULARY = 65500
 """Vocabularies below this size are stored as uint16, all others as int32."""
 CHECK_ROWS = 1 << 22
-"""Table entries that are checked at a time, which limits the memory for opening a large index."""
+"""Table entries that are checked at a time, to limit the memory for opening a large index."""
 
 
 def token_dtype(vocabulary_size: int | None) -> np.dtype:
@@ -63,7 +63,7 @@ def _fault(path: Path, field: str, offset: int, expected: object, actual: object
 
 
 type Piece = tuple[int, int, int | None]
-"""(sequence, first token, one past the last) of a part of a sequence; None: to the end of the sequence."""
+"""(sequence, first token, one past the last token) of a part of a sequence; None: to the end of the sequence."""
 
 
 class IndexedTokens:
@@ -92,7 +92,7 @@ class IndexedTokens:
                     f"{path}: no such file. A data path is a prefix: PREFIX.bin and PREFIX.idx must both exist "
                     "(python -m megajax.preprocess writes them)."
                 )
-        # Read once, which may fail with a message; a page of the map that cannot be read ends the process.
+        # A failed read raises an error; an unreadable page of the memory map would kill the process.
         self._digest, self._index = with_retries(lambda: (_sha256(index), ReadFile(index)), str(index))
         buffer = _map(index)
         self.dtype, sequences, entries = _header(index, buffer, multimodal)
@@ -100,7 +100,7 @@ class IndexedTokens:
         offsets_at = lengths_at + 4 * sequences
         documents_at = offsets_at + 8 * sequences
         modes_at = documents_at + 8 * entries
-        # Numbers are looked up in these views, which takes a quarter of the time that arrays take.
+        # Look-ups in these views take a quarter of the time of arrays.
         view = memoryview(buffer)
         self._lengths = view[lengths_at:offsets_at].cast("i")
         self._offsets = view[offsets_at:documents_at].cast("q")
@@ -134,10 +134,10 @@ class IndexedTokens:
         return self.gather([(number, start, stop)])[0]
 
     def gather(self, pieces: Sequence[Piece]) -> tuple[np.ndarray, list[int]]:
-        """Tokens of parts of sequences, one after another, and where each part begins in them.
+        """Concatenated tokens of parts of sequences, and the start of each part in them.
 
         Raises:
-            ChangedFile: one of the two files has been cut since it was opened.
+            ChangedFile: one of the two files has been truncated since it was opened.
             OSError: the disk or file server fails.
         """
         self._demand_index(pieces[0][0])
@@ -156,7 +156,7 @@ class IndexedTokens:
         return self.read(*self.document_table[number : number + 2].tolist())
 
     def read(self, first: int, last: int) -> np.ndarray:
-        """All tokens of sequences [first, last), which lie back to back. Raises as `gather`."""
+        """All tokens of sequences [first, last), which are contiguous. Raises as `gather`."""
         if first == last:
             return np.zeros(0, self.dtype)
         self._demand_index(first)
@@ -165,7 +165,7 @@ class IndexedTokens:
         return self._bytes.read([(begin, end - begin)], self.dtype, lambda _: f"sequences {first} to {last - 1}")
 
     def _demand_index(self, number: int) -> None:
-        """Raises ChangedFile where the index has been cut: looking a number up would end the process."""
+        """Raises ChangedFile if the index has been truncated: a look-up would kill the process."""
         if self._index.size_now() < self._index.size:
             raise self._index.changed(f"number {number} cannot be looked up")
 
@@ -178,7 +178,7 @@ class IndexedTokens:
         return tokens_path(self.prefix), index_path(self.prefix)
 
     def document_of(self, sequence: int) -> int:
-        """Number of the document that holds a sequence."""
+        """Number of the document that contains a sequence."""
         return int(np.searchsorted(self.document_table, sequence, side="right")) - 1
 
     def identity(self) -> str:
@@ -189,7 +189,7 @@ class IndexedTokens:
 
 
 def integer_tokens(prefix: Path | str) -> IndexedTokens:
-    """A token file of token ids. Raises UserError as `IndexedTokens`, and for floating-point numbers."""
+    """A token file of integer ids. Raises UserError as `IndexedTokens`, and for floating-point numbers."""
     tokens = IndexedTokens(prefix)
     if tokens.dtype.kind not in "iu":
         raise UserError(f"{prefix}: stored as {tokens.dtype.name}, but tokens must be integers.")
@@ -283,15 +283,15 @@ def has_modes(prefix: Path | str) -> bool:
 
 
 def open_tokens(prefix: Path | str) -> IndexedTokens:
-    """A token file, with modes if it has some. Raises UserError as `IndexedTokens`."""
+    """A token file, with modes if it is multimodal. Raises UserError as `IndexedTokens`."""
     return IndexedTokens(prefix, multimodal=has_modes(prefix))
 
 
 class IndexedWriter:
     """Writes a `.bin`/`.idx` pair, document by document, with 4 to 12 bytes of memory per sequence.
 
-    Both files have temporary names until `finish` renames them, so an incomplete corpus is never visible. As a context
-    manager: `finish` at the end of the block, `discard` if it raises.
+    Both files have temporary names until `finish` renames them, so an incomplete corpus is never visible. A context
+    manager: calls `finish` at the end of the block, or `discard` if the block raises.
 
     Args:
         prefix: output path without `.bin` / `.idx`; missing folders are created.
@@ -334,10 +334,10 @@ class IndexedWriter:
 
         Args:
             sequences: integer (or float, for the float dtypes) arrays [length], values in the range of the dtype.
-            modes: int8 mode of each sequence, in all documents or none; makes the file multimodal.
+            modes: int8 mode of each sequence, for all documents or none; makes the file multimodal.
 
         Raises:
-            UserError: a value outside the stored dtype, or modes that do not fit.
+            UserError: a value outside the stored dtype, or a wrong number of modes.
         """
         if modes is not None and len(modes) != len(sequences):
             raise UserError(f"{self.prefix}: {len(sequences)} sequences with {len(modes)} modes; give one each.")
@@ -371,7 +371,7 @@ class IndexedWriter:
         """Appends all documents of another dataset, which must have the same dtype.
 
         Raises:
-            UserError: the other dataset is damaged, or differs in dtype or in having modes.
+            UserError: the other dataset is damaged, has another dtype, or only one of the two has modes.
         """
         dataset = open_tokens(prefix)
         if dataset.dtype != self.dtype:
@@ -417,7 +417,7 @@ class IndexedWriter:
 
 
 def check_output(prefix: Path | str, overwrite: bool) -> None:
-    """Raises UserError for token files that exist and are not to be replaced."""
+    """Raises UserError if token files exist and may not be replaced."""
     for path in (tokens_path(prefix), index_path(prefix)):
         if path.is_dir():
             raise UserError(f"{path}: is a folder. Choose another --output-prefix.")
@@ -435,18 +435,18 @@ def merge(inputs: Sequence[str | Path], output: str | Path, *, overwrite: bool =
     prefixes = [prefix for path in inputs for prefix in _prefixes(Path(path))]
     check_output(output, overwrite)
     if Path(output).absolute() in [prefix.absolute() for prefix in prefixes]:
-        raise UserError(f"{output}: is one of the inputs, too. Choose another --output-prefix.")
+        raise UserError(f"{output}: is also one of the inputs. Choose another --output-prefix.")
     with IndexedWriter(output, open_tokens(prefixes[0]).dtype) as writer:
         for prefix in prefixes:
             writer.append_index(prefix)
     return open_tokens(output)
 
 
-def _prefixes(given: Path) -> list[Path]:
-    """The prefix, or those of all token files of a folder, by name."""
-    if not given.is_dir():
-        return [given]
-    prefixes = sorted({path.with_suffix("") for path in given.iterdir() if path.suffix in (".bin", ".idx")})
+def _prefixes(path: Path) -> list[Path]:
+    """The prefix itself, or for a folder the prefixes of its token files, sorted."""
+    if not path.is_dir():
+        return [path]
+    prefixes = sorted({file.with_suffix("") for file in path.iterdir() if file.suffix in (".bin", ".idx")})
     if not prefixes:
-        raise UserError(f"--input {given}: the folder has no token files (.bin and .idx).")
+        raise UserError(f"--input {path}: the folder has no token files (.bin and .idx).")
     return prefixes

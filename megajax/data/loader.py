@@ -110,12 +110,12 @@ def _row(source: RowSource, number: int, retries: int, wait: Callable[[float], N
     except OSError as error:
         first: list[OSError] = [error]
 
-    def again() -> Mapping[str, np.ndarray]:
+    def retry() -> Mapping[str, np.ndarray]:
         if first:
             raise first.pop()
         return source[number]
 
-    return with_retries(again, f"row {number} of the data", retries, wait)
+    return with_retries(retry, f"row {number} of the data", retries, wait)
 
 
 def _array(row: Mapping[str, np.ndarray], name: str, leaf: Leaf, number: int) -> np.ndarray:
@@ -244,8 +244,8 @@ class Loader:
         indices = self._shardings[SAMPLE].addressable_devices_indices_map(self._shape)
         self._local = LocalRows((index for index in indices.values() if index is not None), *self._shape)
         self._steps = _Steps(
-            source=self._source, schema=self._schema, first=self.consumed, size=self._size,
-            offsets=self._local.offsets, row_cut=self._row_cut, balanced=self._balanced_steps(), retries=self._config.retries,
+            source=self._source, schema=self._schema, first=self.consumed, size=self._size, row_cut=self._row_cut,
+            offsets=self._local.offsets, balanced=self._balanced_steps(), retries=self._config.retries,
         )  # fmt: skip
         ahead = grain.ReadOptions(num_threads=self._config.threads, prefetch_buffer_size=self._config.prefetch)
         return iter(grain.MapDataset.source(self._steps).to_iter_dataset(ahead))

@@ -1,4 +1,4 @@
-"""Packing: pieces of different lengths into rows of one length, with little room left over."""
+"""Packing of pieces of different lengths into rows of equal length, with little padding."""
 
 from bisect import bisect_left, insort
 from dataclasses import dataclass
@@ -9,25 +9,23 @@ import numpy as np
 from megajax.data.attention_work import imbalance, scores
 
 FILLING = 0.2
-"""Share of the tokens, those of the shortest pieces, that `balanced_fit` fills rows with. Of log-normal lengths their
-scores are few, and with less the rows get less full."""
-
-
+"""Share of the tokens, from the shortest pieces, that `balanced_fit` uses to fill rows. With log-normal lengths they
+have few scores; a smaller share leaves rows less full."""
 PADDING_PART = 128
-"""Positions of a document of padding: a block of queries of the attention kernels."""
+"""Maximum positions of a document of padding: a block of queries of the attention kernels."""
 DOCUMENTS = 64
-"""cuDNN's attention takes no more documents in a row (`megajax.kernels.cudnn`)."""
+"""Maximum number of documents in a row for cuDNN's attention (`megajax.kernels.cudnn`)."""
 
 
 def padding_lengths(padding: int, documents: int) -> np.ndarray:
-    """Lengths of the documents that padding is cut into, int64 [P], with about equal lengths.
+    """Lengths of the documents that padding is divided into, int64 [P], about equal.
 
-    As few scores as that takes: documents of at most `PADDING_PART` positions, unless the row then had more than
-    `DOCUMENTS` documents and had fewer before.
+    Documents have at most `PADDING_PART` positions, which limits their scores, unless that would raise the number of
+    documents of the row above `DOCUMENTS`.
 
     Args:
-        padding: positions behind the text, at least 1.
-        documents: of the text.
+        padding: positions after the text, at least 1.
+        documents: number of documents of the text.
     """
     parts = -(-padding // PADDING_PART)
     if documents < DOCUMENTS:
@@ -40,33 +38,34 @@ class Packing:
     """How well rows are packed."""
 
     fill: float
-    """Tokens among all places of the rows."""
+    """Share of the positions that are tokens."""
     imbalance: float
-    """Attention scores of the row with the most, over the mean: 1 where all have the same work."""
+    """Maximum over mean of the attention scores of the rows; 1 if all rows have equal work."""
 
     @classmethod
     def of(cls, lengths: np.ndarray, rows: list[list[int]], room: int) -> "Packing":
-        """Of pieces with these lengths, int [n], in rows of `room` places; padding has no scores."""
+        """The packing of pieces of these lengths, int [n], into rows of `room` positions; padding has no scores."""
         work = np.array([scores(lengths[row]).sum() for row in rows])
         return cls(float(sum(int(lengths[row].sum()) for row in rows) / (len(rows) * room)), imbalance(work))
 
 
 @dataclass(slots=True)
 class _Rows:
-    """Rows that are being filled."""
+    """Partly filled rows."""
 
     room: int
+    """Length of a row."""
     pieces: list[list[int]]
-    """Of each row."""
+    """Pieces of each row."""
     space: list[int]
-    """Room that each row has left."""
+    """Free positions of each row."""
 
     @classmethod
     def empty(cls, count: int, room: int) -> "_Rows":
         return cls(room, [[] for _ in range(count)], [room] * count)
 
     def new(self) -> int:
-        """The number of a further row."""
+        """Adds a row -> its number."""
         self.pieces.append([])
         self.space.append(self.room)
         return len(self.pieces) - 1
@@ -76,12 +75,12 @@ class _Rows:
         self.space[row] -= length
 
     def in_order(self) -> list[list[int]]:
-        """Pieces of each row that has some, rising; rows in the order of their first pieces."""
+        """Pieces of each nonempty row, ascending; rows in the order of their first pieces."""
         return sorted(sorted(row) for row in self.pieces if row)
 
 
 def best_fit(lengths: np.ndarray, room: int) -> list[list[int]]:
-    """Pieces of each row: best-fit decreasing, which takes the longest piece first, into the fullest row that has room.
+    """Pieces of each row by best-fit decreasing: each piece, longest first, goes into the fullest row that has room.
 
     It needs at most 11/9 of the fewest rows possible, plus one (Johnson 1974). About 10^6 pieces a second.
 
@@ -90,7 +89,7 @@ def best_fit(lengths: np.ndarray, room: int) -> list[list[int]]:
         room: length of a row.
 
     Returns:
-        The numbers of the pieces in each row, rising; rows in the order of their first pieces.
+        The numbers of the pieces in each row, ascending; rows in the order of their first pieces.
     """
     rows = _Rows.empty(0, room)
     _fill(rows, lengths, np.argsort(-lengths, kind="stable"))
@@ -98,11 +97,12 @@ def best_fit(lengths: np.ndarray, room: int) -> list[list[int]]:
 
 
 def balanced_fit(lengths: np.ndarray, room: int) -> list[list[int]]:
-    """Pieces of each row, so that attention has about equal work on each, in about as few rows as by `best_fit`.
+    """Pieces of each row, with about equal attention work per row, in about as few rows as `best_fit`.
 
-    Best-fit decreasing puts the longest pieces together, and the shortest, which need few scores. Here the longest
-    piece goes into the row with the fewest scores that has room (Graham 1969: longest processing time first), and the
-    shortest ones fill rows by best fit. No packing helps where a piece alone has more scores than a mean row.
+    Best-fit decreasing combines the longest pieces with each other, and the shortest ones, which have few scores. Here,
+    each piece, longest first, goes into the row with the fewest scores that has room (Graham 1969: longest processing
+    time first), and the shortest ones fill rows by best fit. No packing helps if a single piece has more scores than
+    the mean row.
 
     Args, Returns: as of `best_fit`.
     """
@@ -111,7 +111,7 @@ def balanced_fit(lengths: np.ndarray, room: int) -> list[list[int]]:
     total = np.cumsum(lengths[order])
     large = int(np.searchsorted(total, (1 - FILLING) * total[-1])) if len(order) else 0
     work = [0.0] * len(rows.space)
-    # Pieces get shorter, so a row without room for one waits until the next is short enough.
+    # Pieces get shorter, so a row without room for this piece waits for a shorter one.
     ready, waiting = [(0.0, row) for row in range(len(rows.space))], []
     heapify(ready)
     for piece in order[:large].tolist():
@@ -132,8 +132,8 @@ def balanced_fit(lengths: np.ndarray, room: int) -> list[list[int]]:
 
 
 def _fill(rows: _Rows, lengths: np.ndarray, order: np.ndarray) -> None:
-    """Put the pieces of `order` into the rows by best fit, and into new ones."""
-    # Rows by the room they have left, and the different rooms in order.
+    """Put the pieces of `order` into the rows by best fit, and into new rows."""
+    # Rows by their free space, and the distinct spaces in order.
     open_rows: dict[int, list[int]] = {}
     for row, space in enumerate(rows.space):
         open_rows.setdefault(space, []).append(row)

@@ -1,8 +1,8 @@
 """Converts text files to token files, with one or several processes; the result is the same.
 
-Free processes tokenise chunks of the input, each into small token files, which are joined in the order of the input.
-With partitions, they take parts of the input, which they read themselves, in place of chunks. Everything is written
-to a temporary folder beside the output and renamed at the end.
+Worker processes tokenize chunks of the input into small token files, which are concatenated in the order of the input.
+With partitions, each worker reads and tokenizes a part of the input instead. All files are written to a temporary
+folder beside the output and renamed at the end.
 """
 
 import errno
@@ -45,11 +45,11 @@ _POLL_SECONDS = 0.1
 
 @dataclass(frozen=True, slots=True)
 class _Result:
-    """A tokenised chunk or partition, in token files `PREFIX-KEY`; for a piece of a document, its ids in `PREFIX`.
+    """A tokenized chunk or partition, in token files `PREFIX-KEY`; for a piece of a document, its ids in `PREFIX`.
 
-    It contains no ids, because the pool would hang if a worker were killed while it sends a long result.
+    It contains no ids, because the pool would hang if a worker were killed while sending a long result.
 
-    fault: the first row that was left out: its place in the chunk (None: named in the text), and what was wrong.
+    fault: the first skipped row: its place in the chunk (None: the message names it), and the message.
     """
 
     counts: Counts
@@ -59,7 +59,7 @@ class _Result:
 
 
 class WorkerDied(UserError):
-    """A worker process ended before its work was done. code: its exit code; below 0, the signal that killed it."""
+    """A worker process ended before finishing. code: its exit code; if negative, the signal that killed it."""
 
     code = 1
 
@@ -67,7 +67,7 @@ class WorkerDied(UserError):
         cause = "died"
         if code is not None:
             cause = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        memory = " The system kills processes so when memory is short: try fewer --workers." * (code == -signal.SIGKILL)
+        memory = " The system may be out of memory: try fewer --workers." * (code == -signal.SIGKILL)
         super().__init__(f"A worker process {cause}; nothing was written.{memory}")
 
 
@@ -78,15 +78,15 @@ def preprocess_text(
     append_eod: bool = True,
     sentences: Callable[[bytes], Iterable[bytes]] | None = None,
 ) -> Counts:
-    """Tokenises documents, in this process, into PREFIX.bin and PREFIX.idx; one sequence per document.
+    """Tokenizes documents, in this process, into PREFIX.bin and PREFIX.idx, with one sequence per document.
 
     A document without tokens adds only a boundary, without an end-of-document token. The files appear at the end.
 
     Args:
-        sentences: splits a document into sentences, each a sequence of its own: `split_sentences` or your own rule.
+        sentences: splits a document into sentences, each a separate sequence: `split_sentences` or your own rule.
 
     Raises:
-        UserError: PREFIX cannot be written, or the tokenizer refuses a document.
+        UserError: PREFIX cannot be written, or the tokenizer rejects a document.
     """
     text, tokens = 0, []
     encoder = _Encoder(tokenizer, append_eod, sentences)
@@ -109,7 +109,7 @@ class _Encoder:
         self._end = np.array([tokenizer.eod] * append_eod, self.dtype)
 
     def sequences(self, text: bytes) -> list[np.ndarray]:
-        """The sequences of a document that are not empty, the end of the document added to the last one."""
+        """The nonempty sequences of a document, the last one with the end-of-document token."""
         parts = [text] if self._sentences is None else self._sentences(text)
         sequences = [ids.astype(self.dtype) for ids in map(self._encode, parts) if len(ids)]
         if sequences:
@@ -128,14 +128,14 @@ def preprocess(
     Raises:
         UserError: input that is missing, damaged or invalid; output that exists, can't be written or does not fit on
             the disk; a tokenizer that can't be built.
-        WorkerDied: a worker was killed, or out of memory.
+        WorkerDied: a worker was killed or ran out of memory.
     """
     started = time.perf_counter()
     _check_keys(job)
     files = find_pairs(job.inputs, job.targets, job.format) if job.targets else find_files(job.inputs, job.format)
     plain = next((file.path for file in files if file.format == "text"), None)
     if plain is not None and job.keys != (TEXT_KEY,):
-        raise UserError(f"{plain}: plain text has no keys {', '.join(job.keys)}. Preprocess it apart.")
+        raise UserError(f"{plain}: plain text has no keys {', '.join(job.keys)}. Preprocess it separately.")
     if plain is not None and job.split_sentences and isinstance(job.rule, WholeFile):
         message = "sentences are split within documents: say with --document or --document-regex what a document is"
         raise UserError(f"{plain}: {message}. A whole file is read in pieces.")
@@ -186,11 +186,11 @@ def _check_keys(job: Preprocessing) -> None:
         if not key or os.sep in key:
             raise UserError(f"--json-keys: {key!r} can't be part of a file name, which PREFIX_KEY_document.bin needs.")
     if len(set(job.keys)) < len(job.keys):
-        raise UserError(f"--json-keys: {', '.join(job.keys)}: the same key twice. Name each once.")
+        raise UserError(f"--json-keys: {', '.join(job.keys)}: duplicate key. Name each key once.")
     if job.pairs and len(job.keys) != 2:
         raise UserError(f"--json-keys: {', '.join(job.keys)}: a pair has two texts. Name two keys.")
     if job.pairs and job.split_sentences:
-        raise UserError("--split-sentences: the sentences of pairs would not belong together. Leave it out.")
+        raise UserError("--split-sentences: the sentences of a pair would not correspond. Leave it out.")
 
 
 def _working_folder(prefix: str) -> Path:
@@ -207,9 +207,9 @@ def _working_folder(prefix: str) -> Path:
 
 
 def _useful_workers(job: Preprocessing, files: list[TextFile]) -> int:
-    """The largest useful number of processes: starting one takes as long as one or two chunks.
+    """Maximum useful number of processes: starting one takes as long as one or two chunks.
 
-    Assumes that text is four times as large as a compressed file.
+    Assumes that text is four times the size of a compressed file.
     """
     configs = (job.tokenizer, getattr(job.tokenizer, "base", None))
     if any(type(config).__module__.startswith(USER_FILE) for config in configs):
@@ -226,13 +226,13 @@ def _write(
     prefix: str,
     report: Callable[[Counts, int], None],
 ) -> tuple[Counts, str]:
-    """Tokenises all files into PREFIX-KEY.bin and .idx -> (counts, the first row that was left out)."""
+    """Tokenizes all files into PREFIX-KEY.bin and .idx -> (counts, message about the first skipped row)."""
     total, counts, fault = sum(file.size for file in files), Counts(), ""
     dtype = token_dtype(tokenizer.vocabulary_size)
     with ExitStack() as stack:
         writers = {key: stack.enter_context(IndexedWriter(f"{prefix}-{key}", dtype)) for key in job.keys}
         pieces: list[np.ndarray] = []
-        # Closed before the folder is removed, so that no worker still writes there.
+        # Closed before the folder is removed, while workers may still write to it.
         results = stack.enter_context(closing(_tokenize_tasks(job, tokenizer, files, prefix)))
         for chunk, result in results:
             if result.piece:
@@ -266,7 +266,7 @@ def _format(job: Preprocessing, file: TextFile) -> TextFormat:
 
 
 def _add_pieces(writer: IndexedWriter, pieces: list[np.ndarray], eod: int | None) -> Counts:
-    """Adds a document from its pieces -> counts without those of the pieces: the document and its end."""
+    """Adds a document from its pieces -> counts of the document and its end-of-document token, without the pieces."""
     size = sum(len(piece) for piece in pieces)
     if size and eod is not None:
         pieces.append(np.array([eod], writer.dtype))
@@ -277,7 +277,7 @@ def _add_pieces(writer: IndexedWriter, pieces: list[np.ndarray], eod: int | None
 
 
 def _check_space(folder: Path, counts: Counts, total: int, itemsize: int) -> None:
-    """Raises UserError after the first chunk if, extrapolated, the tokens of all inputs don't fit on the disk."""
+    """Raises UserError if the tokens of all inputs, extrapolated from the first chunk, don't fit on the disk."""
     free = shutil.disk_usage(folder).free
     needed = counts.tokens * itemsize * total // max(counts.stored, 1)
     if needed > free:
@@ -290,7 +290,7 @@ def _check_space(folder: Path, counts: Counts, total: int, itemsize: int) -> Non
 def _work(
     job: Preprocessing, tokenizer: Tokenizer, files: list[TextFile]
 ) -> tuple[Callable[[Preprocessing, Any, str], _Result], Iterator[Any]]:
-    """What processes do, and with what: chunks, or with partitions lists of files."""
+    """The function that processes call, and its tasks: chunks, or with partitions lists of files."""
     if job.partitions > 1:
         return _partition, iter(partitions(files, job.partitions, functools.partial(_format, job)))
     split = tokenizer.split_point
@@ -314,14 +314,14 @@ def _tokenize_tasks(
 
 @contextmanager
 def _deferred_interrupts() -> Generator[Callable[[], None]]:
-    """Defers SIGINT and SIGTERM until the yielded function is called, or the block is left.
+    """Defers SIGINT and SIGTERM until the yielded function is called or the block ends.
 
-    The pools of the standard library do not survive an exception raised by a signal handler inside them: after an
-    interrupt at the last instruction of `Condition.__enter__`, a Python function, its lock is never released, and
-    everything that waits for the pool hangs. So the former handlers are called only where no lock is held.
+    The process pools of the standard library do not survive an exception that a signal handler raises inside them:
+    after an interrupt at the last instruction of `Condition.__enter__`, a Python function, its lock is never released,
+    and everything that waits for the pool hangs. So the previous handlers are called only where no lock is held.
 
-    A signal without a Python handler still ends the process at once. Outside the main thread, which does not receive
-    signals, this does nothing.
+    A signal without a Python handler still ends the process at once. Does nothing outside the main thread, since other
+    threads receive no signals.
     """
     pending: list[int] = []
     in_main = threading.current_thread() is threading.main_thread()
@@ -380,7 +380,7 @@ def _by_workers(
         codes = [process.exitcode for process in workers.values() if process.exitcode not in (0, None, -signal.SIGTERM)]
         raise WorkerDied(codes[0] if codes else None) from error
     except BaseException:
-        # The results are not needed any more: stop the workers instead of waiting for them.
+        # The results are no longer needed: stop the workers instead of waiting for them.
         for worker in multiprocessing.active_children():
             if worker not in other_processes:
                 worker.terminate()
@@ -390,7 +390,7 @@ def _by_workers(
 
 
 def _start_worker() -> None:
-    """Makes a worker die silently at Ctrl-C, and with its parent; disables threads of the tokenizers library."""
+    """Makes a worker end silently on Ctrl-C and with its parent; disables threads of the tokenizers library."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -410,7 +410,7 @@ def _build_tokenizer(config: TokenizerConfig) -> Tokenizer:
 
 
 def _partition(job: Preprocessing, files: list[TextFile], prefix: str) -> _Result:
-    """Tokenises files, in this process, into token files PREFIX-KEY; runs in workers."""
+    """Tokenizes files, in this process, into token files PREFIX-KEY; runs in workers."""
     single = replace(job, workers=1, partitions=1)
     counts, fault = _write(
         single, _build_tokenizer(job.tokenizer), files, prefix=prefix, report=lambda counts, total: None
@@ -419,10 +419,10 @@ def _partition(job: Preprocessing, files: list[TextFile], prefix: str) -> _Resul
 
 
 def tokenize_chunk(job: Preprocessing, chunk: Chunk, prefix: str) -> _Result:
-    """Tokenises one chunk into token files PREFIX-KEY, or a piece of a document into ids in PREFIX; runs in workers.
+    """Tokenizes one chunk into token files PREFIX-KEY, or a piece of a document into ids in PREFIX; runs in workers.
 
     Raises:
-        UserError: an invalid line or document that is not to be skipped; names the file and the line.
+        UserError: an invalid line or document with on_error "stop"; names the file and the line.
     """
     tokenizer = _build_tokenizer(job.tokenizer)
     dtype = token_dtype(tokenizer.vocabulary_size)
@@ -460,7 +460,7 @@ def tokenize_chunk(job: Preprocessing, chunk: Chunk, prefix: str) -> _Result:
 
 
 def _check_empty(job: Preprocessing, documents: list[list[np.ndarray]]) -> None:
-    """Raises UserError where one of the texts of a row is empty and none may be."""
+    """Raises UserError if a text of the row is empty although the job needs all of them."""
     if job.pairs or job.split_sentences:
         key = job.keys[[bool(sequences) for sequences in documents].index(False)]
         error_text = "the document has no sentence" if job.split_sentences else "one side of the pair is empty"

@@ -1,4 +1,4 @@
-"""What a row source offers a run, and the checks and identifiers that row sources share."""
+"""The interface of row sources, and their common checks and identifiers."""
 
 import os
 import zlib
@@ -10,19 +10,19 @@ import numpy as np
 from megajax.config.errors import UserError
 
 SEEDS = 1 << 32
-"""Seeds that NumPy's RandomState takes: 0 up to this."""
+"""Seeds of NumPy's RandomState are below this."""
 ORDER_SAMPLE = 65536
-"""Number of index entries that identify an order: another epoch or another rule reshuffles all entries."""
+"""Number of index entries that identify an order: another epoch or rule reshuffles all entries."""
 
 
 class RowSource(Protocol):
     """Rows by number: `len` and `[i]` -> a mapping from name to array, with at least the leaves of the schema.
 
-    A source may have more, which a run shows: `passes` (int, epochs over its text), `order()` (str that changes with
-    the order of the rows), `files()` (paths of the files that are read: whether their content changed is asked when a
-    run resumes), `skipped` (mapping from a reason to the number of rows left out; it may grow as rows are
-    read), and `packing` (`megajax.data.packing.Packing`). With `document_lengths` (see `lengths_of_row`), rows are
-    balanced over data groups without being read.
+    Optional members, which a run reports: `passes` (int, epochs over its text), `order()` (str that changes with the
+    order of the rows), `files()` (paths of the files that it reads; a resumed run checks whether their content has
+    changed), `skipped` (reason -> number of skipped rows; may grow as rows are read), and `packing`
+    (`megajax.data.packing.Packing`). With `document_lengths` (see `lengths_of_row`), rows are balanced over data groups
+    without being read.
     """
 
     def __len__(self) -> int: ...
@@ -30,12 +30,12 @@ class RowSource(Protocol):
 
 
 def files_of(source: Any) -> list[str]:
-    """The files that a row source reads: its `files()`, each once, in the order given; [] where it has none."""
+    """The files that a row source reads: its `files()`, without duplicates; [] if it has no such method."""
     return list(dict.fromkeys(os.fspath(file) for file in source.files())) if hasattr(source, "files") else []
 
 
 def check_row(source: Sized, row: int) -> None:
-    """Raises IndexError for a row that the source does not have."""
+    """Raises IndexError for a row outside the source."""
     if not 0 <= row < len(source):
         raise IndexError(f"row {row} of a dataset of {len(source)} rows")
 
@@ -50,20 +50,20 @@ def check_vocabulary(tokens: np.ndarray, size: int, file: object, locate: Callab
 
     Args:
         tokens: integers [n].
-        file: holds them, for the message.
-        where: position in `tokens` -> its place in the file, for the message.
+        file: the file of the tokens, for the message.
+        locate: position in `tokens` -> location in the file, for the message.
     """
     signed = tokens.dtype.kind == "i"
     if len(tokens) and (tokens.max() >= size or (signed and tokens.min() < 0)):
         first = int(np.argmax((tokens >= size) | (tokens < 0)))
         raise UserError(
-            f"{file}: token {int(tokens[first])} in {locate(first)} lies outside the vocabulary of {size}. The file was "
-            "written with another tokenizer: use that one, or preprocess again."
+            f"{file}: token {int(tokens[first])} in {locate(first)} lies outside the vocabulary of {size}. The file "
+            "was written with another tokenizer: use that one, or preprocess again."
         )
 
 
 def data_seed(config_seed: int | None, run: int) -> int:
-    """The seed of data: its own, or the run's. Raises UserError for one that generators do not take."""
+    """The seed of data: the config's, or else the run's. Raises UserError for a seed outside 0 to 2^32 - 1."""
     seed = run if config_seed is None else config_seed
     if not 0 <= seed < SEEDS:
         raise UserError(f"data.seed: expected 0 to {SEEDS - 1} (NumPy's RandomState), found {seed}.")

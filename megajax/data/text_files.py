@@ -1,4 +1,4 @@
-"""Input files of preprocessing: finding them, reading their text, and chunks of it for several processes.
+"""Input files of preprocessing: finding them, reading their text, and dividing it into chunks for several processes.
 
 Offsets are in bytes of the decompressed text.
 """
@@ -31,9 +31,9 @@ class TextFile:
 
     Attributes:
         format: jsonl, text, parquet, or pairs.
-        size: bytes on disk; of a pair, of both files; of a part, its share.
-        second: for pairs, the file whose lines belong to those of `path`.
-        start, stop: the part: bytes of its text, or row groups of Parquet; stop None: to the end.
+        size: bytes on disk; for a pair, of both files; for a part, its share.
+        second: for pairs, the file whose lines correspond to those of `path`.
+        start, stop: range of the part: bytes of the text, or row groups of Parquet; stop None: to the end.
     """
 
     path: str
@@ -53,9 +53,9 @@ class Chunk:
     """Text of a file that starts at a document, or continues one.
 
     Attributes:
-        start: byte in the file; for Parquet, the row group, which the reader of the chunk reads itself.
+        start: byte in the file; for Parquet, the row group, which is read only when the chunk is tokenized.
         stored: corresponding bytes on disk, for the progress.
-        second: for pairs, the lines that belong to those of `data`.
+        second: for pairs, the lines that correspond to those of `data`.
         piece: part of a document that is a whole file; `ends`: its last piece.
     """
 
@@ -81,8 +81,8 @@ def find_files(inputs: Sequence[str], format: str | None = None, option: str = "
     """Files for paths, patterns (`*`, `?`, `[…]`, `**`) and folders (searched recursively), in the given order.
 
     Args:
-        format: of all of them, one of SUFFIXES; None: by their names.
-        option: what gave the inputs, for messages.
+        format: of all files, one of SUFFIXES; None: by their names.
+        option: the command-line option of the inputs, for messages.
 
     Raises:
         UserError: no file, an unknown suffix, or a duplicate file.
@@ -100,10 +100,10 @@ def find_files(inputs: Sequence[str], format: str | None = None, option: str = "
 
 
 def find_pairs(inputs: Sequence[str], targets: Sequence[str], format: str | None = None) -> list[TextFile]:
-    """Files of plain text whose lines belong together, each with its target.
+    """Files of plain text, each with the target file whose lines correspond.
 
     Raises:
-        UserError: those of `find_files`, files of another format, or another number of them on one side.
+        UserError: those of `find_files`, files of another format, or different numbers of inputs and targets.
     """
     sides = find_files(inputs, format), find_files(targets, format, option="--target")
     for file in (file for side in sides for file in side if file.format != "text"):
@@ -147,7 +147,7 @@ class _Damaged(Exception):
 
 
 class _ZstandardText(io.RawIOBase):
-    """Text of a Zstandard file of one or more frames; unlike the package's own reader, detects a missing end."""
+    """Text of a Zstandard file of one or more frames; unlike the package's reader, detects a missing end."""
 
     def __init__(self, file: BinaryIO, path: str):
         zstandard = require("zstandard", f"{path}, a .zst file,")

@@ -1,7 +1,7 @@
-"""Formats of preprocessing's inputs: how a file is cut into chunks, and a chunk into documents.
+"""Input formats of preprocessing: dividing a file into chunks, and a chunk into documents.
 
-A chunk consists of complete documents, or is a piece of one if a whole file is one document, so no file is ever in
-memory as a whole.
+A chunk consists of complete documents, or is a piece of one if a file is a single document, so no file is ever
+completely in memory.
 """
 
 import io
@@ -22,32 +22,32 @@ class TextFormat(Protocol):
     """Reads the files of one format."""
 
     def parts(self, file: TextFile, cuts: Sequence[int]) -> list[TextFile]:
-        """The file in parts that begin at the first documents at or after the bytes `cuts` on disk, where possible."""
+        """The file in parts, which begin at the first documents at or after the bytes `cuts` on disk if possible."""
         return [file]
 
     def chunks(self, file: TextFile, size: int, split_point: Callable[[bytes], int]) -> Iterator[Chunk]:
         """Chunks of a file, in order, each of about `size` bytes of text (one document may be larger).
 
-        split_point: where a document may be divided if a whole file is one: `Tokenizer.split_point`.
+        split_point: where to divide a document that is a whole file: `Tokenizer.split_point`.
         """
         ...
 
     def rows(self, chunk: Chunk) -> Iterator[tuple[int, Any]]:
-        """What becomes documents, each with its place in the chunk."""
+        """(place in the chunk, row) for each row; a row becomes a document per key."""
         ...
 
     def texts(self, row: Any) -> tuple[bytes, ...]:
-        """UTF-8 texts of a row, one for each key. Raises UserError for a row that has none."""
+        """UTF-8 texts of a row, one for each key. Raises UserError for a row without one of them."""
         ...
 
     def location(self, chunk: Chunk, place: int) -> str:
-        """A place in a chunk, for messages."""
+        """Location in the file of a place in a chunk, for messages."""
         return f"line {chunk.line_number(place)}"
 
 
 @dataclass(frozen=True)
 class PlainText(TextFormat):
-    """Plain text. rule: how it is divided into documents."""
+    """Plain text. rule: divides it into documents."""
 
     rule: DocumentRule
 
@@ -111,7 +111,7 @@ class JsonLines(TextFormat):
             offset += len(line)
 
     def texts(self, row: Any) -> tuple[bytes, ...]:
-        """Raises UserError for a line that is no JSON object with a string under each key."""
+        """Raises UserError for a line that is not a JSON object with a string under each key."""
         try:
             record = json.loads(row)
         except (ValueError, RecursionError) as error:
@@ -166,7 +166,7 @@ class Parquet(TextFormat):
             kind = schema.field(key).type
             kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
             texts = (pyarrow.types.is_string, pyarrow.types.is_large_string, pyarrow.types.is_string_view)
-            # A column without any value has no type; its first row tells so.
+            # A column without any value has no type; reading its first row raises the error.
             if not any(is_text(kind) for is_text in (*texts, pyarrow.types.is_null)):
                 raise UserError(f"{path}, row 1: column {key!r} holds {kind}, not strings.")
 
@@ -195,7 +195,7 @@ class Parquet(TextFormat):
 
 @dataclass(frozen=True)
 class LinePairs(TextFormat):
-    """Two files of plain text: line n of one belongs to line n of the other."""
+    """Two files of plain text with corresponding lines."""
 
     def chunks(self, file: TextFile, size: int, split_point: Callable[[bytes], int]) -> Iterator[Chunk]:
         start = before = lines = 0
@@ -235,7 +235,7 @@ def partitions(
 ) -> list[list[TextFile]]:
     """The files in order, as at most `count` lists of files and parts of files of about the same size on disk.
 
-    What can't be divided stays whole: compressed files, files that are one document, pairs of files.
+    Compressed files, files that are one document, and pairs of files are not divided.
     """
     total, position = sum(file.size for file in files), 0
     lists: list[list[TextFile]] = [[] for _ in range(count)]
@@ -248,7 +248,7 @@ def partitions(
 
 
 class _Until(io.RawIOBase):
-    """A file up to a byte."""
+    """A file up to byte `stop`."""
 
     def __init__(self, file: io.BufferedIOBase, stop: int):
         self._file, self._stop = file, stop
@@ -264,7 +264,7 @@ class _Until(io.RawIOBase):
 
 @contextmanager
 def _open_part(file: TextFile) -> Generator[tuple[io.BufferedIOBase, Callable[[], int]]]:
-    """As `open_text`, but only the file's part."""
+    """As `open_text`, but only the part of the file from `start` to `stop`."""
     with open_text(file.path) as (stream, position):
         if file.stop is None:
             yield stream, position
@@ -275,7 +275,7 @@ def _open_part(file: TextFile) -> Generator[tuple[io.BufferedIOBase, Callable[[]
 
 @contextmanager
 def _open_parquet(path: str) -> Generator[Any]:
-    """The file as pyarrow reads it. Raises UserError for one that is damaged, or without the package."""
+    """A pyarrow ParquetFile. Raises UserError for a damaged file or if pyarrow is not installed."""
     errors = require("pyarrow", f"{path}, a Parquet file,").lib.ArrowException
     parquet = require("pyarrow.parquet", f"{path}, a Parquet file,")
     try:
@@ -286,7 +286,7 @@ def _open_parquet(path: str) -> Generator[Any]:
 
 
 def _next_start(file: TextFile, rule: DocumentRule, place: int) -> int:
-    """A start of a document after byte `place` of an uncompressed file, its size if none follows."""
+    """Start of the next document after byte `place` of an uncompressed file; its size if none follows."""
     with open_text(file.path) as (stream, _):
         stream.seek(place)
         place += len(stream.readline())

@@ -202,7 +202,7 @@ def test_a_row_that_does_not_match_the_schema_is_refused(row: dict[str, Any], me
 def test_a_value_that_does_not_count_is_no_class() -> None:
     schema = {"labels": Leaf("int32", (2,), (None,), below=3, ignored=255)}
     assert read_rows([{"labels": np.array([2, 255])}], schema, 0, np.array([0]))["labels"].tolist() == [[2, 255]]
-    with pytest.raises(UserError, match=r"labels from 7 to 7, the model reads 0 to 2, and 255 for what does not count"):
+    with pytest.raises(UserError, match=r"labels from 7 to 7, the model reads 0 to 2, and 255 for ignored values"):
         read_rows([{"labels": np.array([7, 255])}], schema, 0, np.array([0]))
 
 

@@ -271,7 +271,7 @@ def test_bad_inputs_and_outputs(tmp_path):
     assert "No tokens in 1 input file(s)" in message(tmp_path / "empty.jsonl")
     assert "a.txt: plain text has no keys body" in message(tmp_path / "a.txt", keys=("body",))
     assert "'a/b' can't be part of a file name" in message(source, keys=("a/b",))
-    assert "the same key twice" in message(source, keys=("text", "text"))
+    assert "duplicate key" in message(source, keys=("text", "text"))
     assert "can't write there" in message(source, prefix=str(tmp_path / "a.txt" / "deep" / "x"))
     assert "names a folder" in message(source, prefix=f"{tmp_path}/")
     assert only_output(tmp_path) == []

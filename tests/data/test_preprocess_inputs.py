@@ -217,7 +217,7 @@ def test_pairs_that_are_wrong(tmp_path):
         preprocess(replace(made, targets=(f"{tmp_path}/gone.txt",)))
     with pytest.raises(UserError, match=r"a pair has two texts. Name two keys"):
         preprocess(replace(made, keys=("a",)))
-    with pytest.raises(UserError, match="sentences of pairs would not belong together"):
+    with pytest.raises(UserError, match="sentences of a pair would not correspond"):
         preprocess(replace(made, split_sentences=True))
 
 
