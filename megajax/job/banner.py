@@ -16,7 +16,7 @@ from megajax.job.replicas import coverage
 from megajax.kernels.attention import local_device
 from megajax.layers.expert_facts import ExpertFacts, ExpertSharding
 from megajax.layers.facts import Share
-from megajax.layers.remat import SavePolicy, words
+from megajax.layers.remat import SavePolicy, format_recompute
 from megajax.mesh.cut import Cut
 from megajax.mesh.xla import flag_names, memory_fraction
 from megajax.models.facts import Facts, SectionFacts, block_facts, demand_facts, facts_of, flops_of
@@ -214,7 +214,7 @@ def _kernels(run: Run) -> list[tuple[str, str]]:
     for choice in choices:
         names = backends.setdefault(choice.place or "attention", [])
         names += [choice.kernel] * (choice.kernel not in names)
-    split = Cut.of(run.cfg.parallel, causal=run.cfg.model.ignores_later_positions()).words()
+    split = Cut.of(run.cfg.parallel, causal=run.cfg.model.ignores_later_positions()).format_recompute()
     over = {choice.place or "attention": f" {split}" for choice in choices if choice.layer == "attention" and split}
     kernels = [f"{place} {'/'.join(names)}{over.get(place, '')}" for place, names in backends.items()]
     if facts is not None:
@@ -251,9 +251,10 @@ def _recompute(run: Run) -> list[tuple[str, str]]:
     if facts is None:
         return []
     remat, layers = facts.recomputing(), run.cfg.model.stack.layers()
-    text = f"{words(remat.recompute)}: {_saved(remat.policy())}"
+    text = f"{format_recompute(remat.recompute)}: {_saved(remat.policy())}"
     if remat.layers_per_checkpoint > 1:
-        text = f"{words(remat.recompute)}: groups of {remat.layers_per_checkpoint} layers save the input of the first"
+        group = remat.layers_per_checkpoint
+        text = f"{format_recompute(remat.recompute)}: groups of {group} layers save the input of the first"
     if remat.layers is not None and remat.layers < layers:
         text += f" (first {remat.layers} layers of each chunk); other layers: {_saved(remat.lighter_policy())}"
     share = run.mesh.shape["tensor"] * run.mesh.shape["context"]

@@ -100,7 +100,7 @@ class Recomputing:
 
     def problems(self) -> list[Problem]:
         """Problems whose settings are the names of these fields."""
-        recomputed, setting = self.recomputed_parts(), words(self.recompute)
+        recomputed, setting = self.recomputed_parts(), format_recompute(self.recompute)
         problems = _named_twice("recompute", recomputed) + _named_twice("offload", self.offload)
         if not recomputed and self.recompute != "none":
             problems.append(Problem("recompute", "names no part", "write none, which saves all that gradients need"))
@@ -133,7 +133,7 @@ class Recomputing:
         return problems
 
 
-def words(recompute: Recompute) -> str:
+def format_recompute(recompute: Recompute) -> str:
     """As it is written in a config."""
     return recompute if isinstance(recompute, str) else ",".join(recompute)
 

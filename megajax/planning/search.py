@@ -19,7 +19,7 @@ from typing import Any, Literal
 from megajax.config.dump import flatten, plain
 from megajax.config.errors import Problem, UserError
 from megajax.config.nearest import divisors_of
-from megajax.layers.remat import Recompute, Recomputing, words
+from megajax.layers.remat import Recompute, Recomputing, format_recompute
 from megajax.models.facts import SectionFacts, block_facts, demand_facts
 from megajax.planning.cost.estimate import Case
 from megajax.planning.cost.work import footprint
@@ -82,7 +82,9 @@ class Choice:
     @property
     def recomputing(self) -> str:
         """Such as "full, 3 layers"."""
-        return words(self.recompute) + ("" if self.recompute_layers is None else f", {self.recompute_layers} layers")
+        return format_recompute(self.recompute) + (
+            "" if self.recompute_layers is None else f", {self.recompute_layers} layers"
+        )
 
     @property
     def details(self) -> str:

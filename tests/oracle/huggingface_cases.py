@@ -35,7 +35,10 @@ def opened(folder: Path) -> HuggingFaceModel:
     assert expressed(model.model, model.family) == []
     weights = whole(model, np.asarray)
     for tensor in model.table:
-        back, there = tensor.from_weights([weights[p.path][p.index] for p in tensor.pieces]), model.tensors.read(tensor.name)
+        back, there = (
+            tensor.from_weights([weights[p.path][p.index] for p in tensor.pieces]),
+            model.tensors.read(tensor.name),
+        )
         assert (back.dtype, back.shape, back.tobytes()) == (there.dtype, there.shape, there.tobytes()), tensor.name
     return model
 

@@ -9,7 +9,7 @@ from megajax.config.errors import Problem
 from megajax.kernels.capability import Choice, Device, Request
 from megajax.layers.config import AnyBlockConfig, LoRAConfig, NormConfig, QuantizationConfig, StackConfig
 from megajax.layers.facts import LayerBuilder, Mixer, MixesParts, Side
-from megajax.layers.remat import Part, Recompute, Recomputing, words
+from megajax.layers.remat import Part, Recompute, Recomputing, format_recompute
 from megajax.layers.segments import SegmentsConfig
 from megajax.mesh.config import MESH_AXES, ParallelConfig
 from megajax.models.facts import ParameterCount, count_parameters
@@ -197,8 +197,8 @@ class TransformerConfig:
         if parallel.data_sharding == "fsdp" and self.recomputing().keeps_all():
             yield Problem(
                 "recompute",
-                f"{words(self.recompute)} with parallel.data_sharding=fsdp would save gathered weights of every layer "
-                "for the backward pass",
+                f"{format_recompute(self.recompute)} with parallel.data_sharding=fsdp would save gathered weights "
+                "of every layer for the backward pass",
                 "use recompute=selective or full for all layers, or data_sharding=zero1",
             )
         if shards is not None and parallel.data_sharding != "replicate" and self.hidden % shards:
