@@ -21,7 +21,7 @@ from megajax.tokenizers.chat_template import ChatTemplate
 
 TOO_LONG = "longer than a row"
 NO_WEIGHT = "nothing to learn"
-"""A line without a label that counts: a batch of such lines would have no loss."""
+"""A line without a label of nonzero weight: a batch of such lines would have no loss."""
 
 
 class ChatRows:
@@ -29,27 +29,27 @@ class ChatRows:
 
     `rows[i]` has these arrays of length S:
 
-        tokens: int32, conversations one after the other, then padding.
+        tokens: int32, concatenated conversations, then padding.
         labels: int32, the token after each input.
-        loss_mask: float32, weight of the label in the loss: 1 in answers unless their message says another, else 0.
-        positions: int32, from 0 in each conversation, and on through the padding of the last.
+        loss_mask: float32, weight of the label in the loss: for answers 1 or the weight of the message, else 0.
+        positions: int32, from 0 in each conversation; the padding continues the last one.
         segment_ids: int32, index of the conversation in the row; see `document_lengths` for padding.
 
     A row that is cut to S tokens has no label at its end.
 
     Args:
-        conversations: all of the files.
+        conversations: all conversations of the files.
         packs: the lines of each row.
         config: padding and order.
         sequence_length: S.
-        rows: number of rows; beyond one pass they repeat.
-        pad: token of padding.
+        rows: number of rows; after one pass they repeat.
+        pad: padding token.
         seed: of the order.
-        skipped: reason -> lines left out.
+        skipped: reason -> number of skipped lines.
         paths: the files of the conversations.
 
     Attributes:
-        packing: how full rows are, and how equal their work is; None for rows of one line each.
+        packing: fill and balance of the rows; None for rows of one line each.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class ChatRows:
         return self._paths
 
     def pack(self, row: int) -> int:
-        """Which pack a row is. Each pass over the packs has an order of its own."""
+        """The pack of a row. Each pass over the packs has a different order."""
         check_row(self, row)
         epoch, place = divmod(row, len(self._packs))
         return int(self._order(epoch)[place]) if self._shuffled else place
@@ -97,7 +97,7 @@ class ChatRows:
 
     def __getitem__(self, row: int) -> dict[str, np.ndarray]:
         length = self.sequence_length
-        # One place more than a row has, for the last label.
+        # One position more than the row, for the last label.
         tokens, weights = np.full(length + 1, self._pad, np.int32), np.zeros(length + 1, np.float32)
         pieces, filled = self._pieces(self.pack(row)), 0
         for first, last in pieces:
@@ -107,7 +107,7 @@ class ChatRows:
             tokens[filled : filled + room] = self._conversations.tokens[first : first + room]
             weights[filled : filled + room] = self._conversations.weights[first : first + room]
             filled += -(-(last - first) // self._multiple) * self._multiple
-        # Only conversations, not the parts of padding, begin at position 0.
+        # Only conversations begin at position 0, not the documents of padding.
         lengths, conversations = self._lengths(pieces)
         starts = np.cumsum(lengths) - lengths
         labels = tokens[1:]
@@ -124,13 +124,13 @@ class ChatRows:
     def document_lengths(self, row: int) -> np.ndarray:
         """Tokens of each document of a row, int64 [D]: its conversations, then its padding.
 
-        Padding is cut into short documents: as one document it would have nearly the scores of a conversation of that
-        length, and as a part of the last conversation more.
+        Padding is divided into short documents, because a single one would have about as many scores as a conversation
+        of that length, and as a part of the last conversation it would have more.
         """
         return self._lengths(self._pieces(self.pack(row)))[0]
 
     def _lengths(self, pieces: Sequence[tuple[int, int]]) -> tuple[np.ndarray, int]:
-        """(Tokens of each document of a row, int64 [D]; how many of them are conversations)."""
+        """(Tokens of each document of a row, int64 [D]; number of conversations among them)."""
         length, multiple = self.sequence_length, self._multiple
         piece_ends = np.cumsum([-(-(last - first) // multiple) * multiple for first, last in pieces])
         count = int(np.searchsorted(piece_ends, length)) + 1
@@ -166,8 +166,8 @@ class ChatBuilder:
         """Row sources for the splits that a run requests; None for the others.
 
         Raises:
-            UserError: as `Reader.read`; a requested split without a line; a line that is longer than a row, or in which
-                no label counts.
+            UserError: as `Reader.read`; a requested split without a line; a line that is longer than a row or has no
+                label of nonzero weight.
         """
         config = self.config
         conversations, shares = self.reader.read(config.paths) if config.paths else None, parse_split(config.split)
@@ -189,15 +189,15 @@ class ChatBuilder:
         return Splits.build(asked, source)
 
     def _refusal(self, size: int, long: bool) -> str:
-        """What is wrong with a line that is too long, or in which no label counts, and what to change."""
+        """The message for a line that is too long, or has no label of nonzero weight."""
         if long:
             return (
-                f"{size} tokens, and a row has {self.length}. Raise model.sequence_length, cut such lines with "
-                "data.cut_long=true, or leave them out with data.on_error=skip."
+                f"{size} tokens, but a row has {self.length}. Raise model.sequence_length, cut such lines with "
+                "data.cut_long=true, or skip them with data.on_error=skip."
             )
         limit = f" in its first {self.length} tokens, to which it is cut" if size > self.length else ""
         return (
-            f"{NO_WEIGHT}: no token of an answer has a weight above 0{limit}. Mend the line, or leave such lines out "
+            f"{NO_WEIGHT}: no token of an answer has a weight above 0{limit}. Fix the line, or skip such lines "
             "with data.on_error=skip."
         )
 

@@ -1,4 +1,4 @@
-"""Conversations of JSON lines, tokenized: which tokens the assistant wrote, and which lines are left out and why."""
+"""Tokenized conversations from JSON lines: the tokens of answers, and the skipped lines with reasons."""
 
 import hashlib
 import json
@@ -16,17 +16,17 @@ from megajax.tokenizers.base import Tokenizer
 from megajax.tokenizers.chat_template import ChatTemplate, Part, TemplateMisfit, weight_of
 
 ROLES = {name: name for name in ("system", "user", "assistant", "tool")} | {"human": "user", "gpt": "assistant"}
-"""Roles, and other names for them."""
+"""Role names and their aliases -> role."""
 REASONS = ("not a conversation", "unknown role", "no answer", "refused by the template")
-"""Why a line is left out."""
+"""Reasons to skip a line."""
 WEIGHTS = (1e-6, 1e6)
-"""Least and largest weight of a message that counts: within these, sums and quotients of float32 stay finite."""
+"""Least and largest nonzero weight of a message: sums and quotients of such weights are finite in float32."""
 
 type Message = dict[str, Any]
 
 
 class BadLine(Exception):
-    """A line that is no conversation to learn from. reason: one of `REASONS`."""
+    """A line without a conversation to train on. reason: one of `REASONS`."""
 
     def __init__(self, reason: str, problem: str):
         self.reason = reason
@@ -39,15 +39,15 @@ class Conversations(NamedTuple):
     tokens: np.ndarray
     """int32 [T]."""
     weights: np.ndarray
-    """float32 [T], of each token in the loss; 0 for those that the model does not learn."""
+    """float32 [T], weight of each token in the loss; 0 for tokens without loss."""
     starts: np.ndarray
     """int64 [N + 1], first token of each conversation, then T."""
     lines: np.ndarray
-    """int64 [L + 1], first conversation of each line that is kept, then N."""
+    """int64 [L + 1], first conversation of each used line, then N."""
     places: np.ndarray
     """int64 [L, 2], file and line number from 1."""
     skipped: np.ndarray
-    """int64 [len(REASONS)], lines left out."""
+    """int64 [len(REASONS)], number of skipped lines."""
 
     def line_lengths(self, multiple: int) -> np.ndarray:
         """Tokens of each line with conversations padded to a multiple, int64 [L]."""
@@ -56,9 +56,9 @@ class Conversations(NamedTuple):
         return np.diff(bounds[self.lines])
 
     def line_weighs(self, multiple: int, length: int, masked: int | None) -> np.ndarray:
-        """Whether a label counts in each line with conversations padded to a multiple and cut to `length`, bool [L].
+        """Whether each line, with conversations padded to a multiple and cut to `length`, has a loss, bool [L].
 
-        The first token of a conversation is no label of its own. masked: a token whose labels do not count.
+        The first token of a conversation is not a label. masked: a token without loss.
         """
         padded = -(-np.diff(self.starts) // multiple) * multiple
         bounds = np.concatenate([[0], np.cumsum(padded)])
@@ -72,10 +72,10 @@ class Conversations(NamedTuple):
 
 
 def parse(line: bytes, demand_answers: bool) -> tuple[list[list[Message]], Any]:
-    """The conversations of a line, and its tools, if it has any. A system message begins a conversation.
+    """The conversations of a line, and its tools, if any. A system message begins a conversation.
 
     Raises:
-        BadLine: no JSON, no messages, an unknown role, or no answer where `demand_answers`.
+        BadLine: not JSON, no messages, an unknown role, or with `demand_answers` no answer.
     """
     try:
         record = json.loads(line)
@@ -128,10 +128,10 @@ class Reader:
     """Reads files of conversations.
 
     Args:
-        template: makes text of a conversation.
-        tokenizer: makes tokens of the text.
-        loss: what the model learns.
-        on_error: whether a bad line stops the run, or is left out.
+        template: renders conversations as text.
+        tokenizer: tokenizes the text.
+        loss: tokens with a loss: of answers, or all.
+        on_error: whether a bad line stops the run or is skipped.
         folder: of the cache.
     """
 
@@ -177,7 +177,7 @@ class Reader:
                     conversations = self._tokenize_line(line)
                 except BadLine as error:
                     if self._on_error == "stop":
-                        hint = "Mend the line, or leave such lines out with data.on_error=skip."
+                        hint = "Fix the line, or skip such lines with data.on_error=skip."
                         raise UserError(f"{path}, line {number}: {error}. {hint}") from error
                     skipped[error.reason] += 1
                     continue
@@ -197,7 +197,7 @@ class Reader:
         }
 
     def _tokenize_line(self, line: bytes) -> list[tuple[np.ndarray, np.ndarray]]:
-        """(tokens, their weights) of each conversation of a line. An end token follows unless it is there."""
+        """(tokens, their weights) of each conversation of a line; an end token is appended if missing."""
         texts, (conversations, tools) = [], parse(line, self._loss == "answers")
         more = {} if tools is None else {"tools": tools}
         for messages in conversations:
@@ -217,10 +217,10 @@ class Reader:
 
 
 def tokenize_parts(tokenizer: Tokenizer, parts: Sequence[Part]) -> tuple[np.ndarray, np.ndarray]:
-    """(tokens int32 [n] of the whole text, float32 [n] their weights in the loss).
+    """(tokens of the whole text, int32 [n]; their weights in the loss, float32 [n]).
 
-    A token that begins before an answer and ends in it belongs to the answer, one that begins in an answer and ends
-    behind it does not.
+    A token that begins before an answer and ends in it belongs to the answer. A token that begins in an answer and ends
+    after it does not.
     """
     pieces = [tokenizer.encode(part.text) for part in parts]
     apart = np.concatenate([np.empty(0, np.int32), *pieces])
@@ -228,7 +228,7 @@ def tokenize_parts(tokenizer: Tokenizer, parts: Sequence[Part]) -> tuple[np.ndar
     if np.array_equal(apart, tokens):
         weights = np.array([part.weight for part in parts], np.float32)
         return tokens, np.repeat(weights, [len(piece) for piece in pieces])
-    # Tokens cross the border of a part: those that a beginning of the text shares with the whole lie before it.
+    # Some tokens cross the border of a part. Tokens that a prefix of the text shares with the whole text end before it.
     weights, text, position = np.zeros(len(tokens), np.float32), "", 0
     for part in parts:
         text += part.text
@@ -255,7 +255,7 @@ def _lines(path: str) -> Iterator[tuple[int, bytes]]:
 
 
 def _digest(path: str) -> str:
-    """SHA-256 of a file, which says where it was looked for if it is missing."""
+    """SHA-256 of a file. Raises UserError if it cannot be read."""
     try:
         with open(path, "rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
@@ -267,5 +267,5 @@ def _digest(path: str) -> str:
 
 
 def skipped_lines(conversations: Conversations) -> Mapping[str, int]:
-    """Reason -> lines left out; only reasons that there were."""
+    """Reason -> number of skipped lines, if any."""
     return {reason: count for reason, count in zip(REASONS, conversations.skipped.tolist(), strict=True) if count}

@@ -22,11 +22,11 @@ from megajax.data.splits import Rows, Splits
 from megajax.tokenizers.base import Tokenizer
 
 SNAPSHOT_ROWS = 256
-"""Rows between kept states of a generator of all rows."""
+"""Rows between snapshots of the state of a sequential generator."""
 
 
 class Specials(NamedTuple):
-    """Ids of tokens."""
+    """Ids of special tokens."""
 
     prefix: int
     middle: int
@@ -49,12 +49,12 @@ def token_id(tokenizer: Tokenizer, token: str, setting: str) -> int:
 class MiddleLast:
     """Reorders the documents of a row.
 
-    A document is reordered with probability `rate`: two places between the characters of its text, or at its ends,
-    cut it into prefix, middle and suffix, each tokenized on its own.
+    A document is reordered with probability `rate`: two random positions in its text divide it into prefix, middle and
+    suffix, each tokenized separately.
 
     Args:
         config: probabilities.
-        tokenizer: makes text of tokens and tokens of text.
+        tokenizer: decodes and encodes the documents.
     """
 
     def __init__(self, config: FillInMiddleConfig, tokenizer: Tokenizer):
@@ -70,7 +70,7 @@ class MiddleLast:
         )
 
     def __call__(self, tokens: np.ndarray, generator: np.random.RandomState) -> np.ndarray:
-        """Tokens [n] -> tokens of any number. End-of-document tokens of empty documents disappear."""
+        """Tokens [n] -> tokens [m]. Drops the end-of-document tokens of empty documents."""
         return _each_part(tokens, self._ids.eod, lambda document: self._document(document, generator))
 
     def _document(self, tokens: np.ndarray, generator: np.random.RandomState) -> np.ndarray:
@@ -95,8 +95,8 @@ class MiddleLast:
 
 
 def _each_part(tokens: np.ndarray, border: int, change: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-    """`change` of each part between border tokens, with the borders; an empty part is dropped with its border, except
-    the last, which has none."""
+    """Applies `change` to each part between border tokens, and keeps the borders. Drops empty parts, except the last,
+    with the border that follows."""
 
     def parts() -> Iterator[np.ndarray]:
         start = 0
@@ -111,14 +111,14 @@ def _each_part(tokens: np.ndarray, border: int, change: Callable[[np.ndarray], n
 
 
 class FillInMiddle(GPTDataset):
-    """Rows as of `GPTDataset`, with reordered documents; each is cut or padded to its old length.
+    """Rows as in `GPTDataset`, with reordered documents; each row is cut or padded to its original length.
 
-    Row i is a pure function of i: it has a generator of its own.
+    Row i is a pure function of i: each row has its own generator.
 
     Args:
         reorder: changes the tokens of a row.
         seed: of the generators.
-        Others: as of `GPTDataset`.
+        Others: as for `GPTDataset`.
     """
 
     def __init__(
@@ -139,10 +139,9 @@ class FillInMiddle(GPTDataset):
 
 
 class SequentialFillInMiddle(FillInMiddle):
-    """As Megatron-LM: one generator for all rows, whose state at a row depends on all rows before.
+    """As in Megatron-LM, with a single generator for all rows, whose state at a row depends on all earlier rows.
 
-    Row i is still a pure function of i: rows that were not read before it are gone through first, from the nearest kept
-    state on.
+    Row i is still a pure function of i: the generator first replays the earlier rows, from the nearest snapshot on.
     """
 
     def __init__(self, *positional: Any, seed: int, **options: Any):
@@ -174,7 +173,7 @@ class FillInMiddleBuilder(DatasetBuilder):
 
     def make(self, tokens: TokenSource, identity: str, index: RowIndex, passes: int) -> GPTDataset:
         rows = SequentialFillInMiddle if self.sequential else FillInMiddle
-        # Otherwise the files of a blend would draw the same numbers for the same row.
+        # Without the hash, all files of a blend would draw the same numbers for row i.
         seed = self.seed if self.sequential else (self.seed + zlib.crc32(identity.encode())) % SEEDS
         return rows(
             tokens, index, self.options, reorder=self.reorder, seed=seed, tokenizer=self.tokenizer, passes=passes
@@ -185,7 +184,7 @@ def build_splits(config: FillInMiddleConfig, *, tokenizer: Tokenizer, schema: Sc
     """Rows for the splits that a run requests; see `BlendBuilder.build`.
 
     Raises:
-        UserError: a text that is not one token of the tokenizer; otherwise as `BlendBuilder.build`.
+        UserError: the tokenizer lacks one of the tokens; otherwise as `BlendBuilder.build`.
     """
     length = schema["tokens"].positions()
     return FillInMiddleBuilder(config, tokenizer=tokenizer, sequence_length=length, seed=seed).build(rows)

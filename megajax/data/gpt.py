@@ -12,7 +12,7 @@ from megajax.data.indexed import Piece
 from megajax.data.row_source import check_row, check_vocabulary, files_of, order_checksum
 
 NO_PAD = -1
-"""Padding value for tokenizers without a pad token: no token has this value."""
+"""Padding value for tokenizers without a pad token; not a valid token."""
 
 
 class Tokenizer(Protocol):
@@ -127,7 +127,7 @@ class GPTDataset:
         return row_of
 
     def document_lengths(self, row: int) -> np.ndarray | None:
-        """Tokens of each document of a row, int64 [D]; None where only its tokens tell."""
+        """Tokens of each document of a row, int64 [D]; None if they depend on its tokens."""
         options, length = self.options, self.sequence_length
         if options.reset_attention_mask:
             return None
@@ -161,7 +161,7 @@ class GPTDataset:
 
         check_vocabulary(stored, self._vocabulary_size, self.tokens.prefix, locate)
         filled = len(stored)
-        text[:filled] = stored  # after the check: int64 tokens may not fit
+        text[:filled] = stored  # after the check, because int64 tokens may overflow
         text[filled:] = self._pad
         return text, borders, filled
 

@@ -1,4 +1,4 @@
-"""What BERT's and T5's data share: samples of sentences of a token file, and the choice of masked words."""
+"""The common part of BERT's and T5's data: samples of sentences of a token file, and the choice of masked words."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -24,14 +24,14 @@ class MaskingTokenizer(Protocol):
     specials: Mapping[str, int]
     """Ids by role, such as mask."""
     sentinels: Sequence[int]
-    """The tokens that stand for blanks, in this order."""
+    """The tokens that replace masked spans, in this order."""
     continues: np.ndarray | None
     """bool [vocabulary]: the token continues the word before it, as WordPiece's ## pieces do."""
     identity: str
 
 
 def demand_tokens(tokenizer: MaskingTokenizer, roles: Sequence[str], data: str, full_words: bool) -> None:
-    """Raises UserError for a tokenizer without a token of each role and one for padding, or without words if wanted."""
+    """Raises UserError for a tokenizer without pad token or one of the roles, or with `full_words` without words."""
     missing = [role for role in roles if role not in tokenizer.specials]
     missing += ["pad"] if tokenizer.pad is None else []
     if missing:
@@ -41,7 +41,7 @@ def demand_tokens(tokenizer: MaskingTokenizer, roles: Sequence[str], data: str, 
             "Choose the WordPiece tokenizer, or a vocabulary that has them."
         )
     if full_words and tokenizer.continues is None:
-        lacks = "does not tell words from pieces of words"
+        lacks = "does not distinguish words from pieces of words"
         raise UserError(f"the tokenizer {tokenizer.identity} {lacks}: set data.full_words=false to mask single tokens.")
 
 
@@ -51,9 +51,9 @@ class SampleMap(NamedTuple):
     index: np.ndarray
     """[n, 3], see `build_masked_index`."""
     masking: Masking
-    """Which words are masked."""
+    """The choice of masked words."""
     seed: int
-    """Row i has a generator of its own with seed + i."""
+    """Row i has its own generator with seed + i."""
     passes: int
     """Number of epochs over the split's documents."""
 
@@ -93,11 +93,11 @@ class MaskedSamples:
         return first, last, target, self._generators.of(row)
 
     def token_offset(self, sentence: int) -> int:
-        """Where a sentence begins in the file, in tokens."""
+        """Offset of a sentence in the file, in tokens."""
         return int(self.tokens.offsets[sentence]) // self.tokens.dtype.itemsize
 
     def read(self, first: int, last: int) -> np.ndarray:
-        """Tokens of sentences [first, last), which lie back to back in the file."""
+        """Tokens of sentences [first, last), which are contiguous in the file."""
         text = self.tokens.read(first, last)
 
         def locate(_: int) -> str:
@@ -111,11 +111,11 @@ class MaskedBuilder[Data: Dataset](BlendBuilder[Data]):
     """Rows of masked text; splits are shares of the documents.
 
     Args:
-        config: files, split, and what is masked.
+        config: files, split and masking.
         target: tokens of a sample, without the special ones.
         sentences: minimum number of sentences of a sample.
         seed: of the run.
-        make: makes the dataset of a token file and its sample map.
+        make: (token file, sample map) -> dataset.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class MaskedBuilder[Data: Dataset](BlendBuilder[Data]):
         self.sentences, self.make = sentences, make
         if target < 2:
             room = f"{max(target, 0)} positions for text, besides those of special tokens"
-            raise UserError(f"the rows have {room}, and need at least 2. Raise the length of the model's rows.")
+            raise UserError(f"the rows have {room}, but need at least 2. Raise the length of the model's rows.")
         self.masking = Masking(
             probability=config.mask_probability,
             largest=config.largest_ngram,

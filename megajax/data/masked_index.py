@@ -1,4 +1,4 @@
-"""Which sentences each sample of masked data holds: the sample map of Megatron-LM's BERT and T5 datasets.
+"""The sentences of each sample of masked data: the sample map of Megatron-LM's BERT and T5 datasets.
 
 A sample is a run of sentences of one document, up to a target length. The targets are drawn one after another from
 `std::mt19937`, and the samples are shuffled by `std::mt19937_64`; the array is bitwise equal to Megatron-LM's.
@@ -14,11 +14,11 @@ import numpy as np
 from megajax.config.errors import UserError
 
 LONGEST_SENTENCE = 512
-"""A document of several sentences with one longer than this, in tokens, is left out."""
+"""A document of several sentences is skipped if one has more tokens than this."""
 DRAWS = 1 << 20
 """Random numbers that are drawn at a time."""
 STATE, MIDDLE = 312, 156
-"""Words of the state of the 64-bit Mersenne Twister, and the distance of the words that it combines."""
+"""Words of the state of the 64-bit Mersenne Twister, and the distance between the words that it combines."""
 UPPER, LOWER = np.uint64(0xFFFFFFFF80000000), np.uint64(0x7FFFFFFF)
 TWIST = np.uint64(0xB5026F5AA96619E9)
 
@@ -34,7 +34,7 @@ class MaskedRequest:
     rows: int | None
     """Minimum number of samples; None: one epoch."""
     target: int
-    """Tokens of a sample, without the special ones."""
+    """Tokens of a sample, without special tokens."""
     sentences: int
     """Minimum number of sentences of a sample."""
     short_probability: float
@@ -82,7 +82,7 @@ def shuffled_indices(count: int, seed: int) -> np.ndarray:
 
 
 def target_lengths(request: MaskedRequest) -> Iterator[int]:
-    """Target lengths in the order in which they are drawn, without end."""
+    """Infinite sequence of target lengths, in the order in which they are drawn."""
     ratio = round_half_up(1 / request.short_probability) if request.short_probability else 0
     generator = np.random.RandomState(request.seed)  # with an integer seed, the state of std::mt19937
     while True:
@@ -94,7 +94,7 @@ def target_lengths(request: MaskedRequest) -> Iterator[int]:
 
 
 def round_half_up(value: float) -> int:
-    """C's round() of a positive number; Python's rounds halves to the even number."""
+    """C's round() of a positive number; Python's rounds halves to even."""
     return int(np.floor(value + 0.5))
 
 
@@ -105,15 +105,15 @@ def build_masked_index(
 
     The map is uint32 (int64 for large files) [n, 3]: first sentence, one past the last, target length.
 
-    Whole passes over the documents repeat until there are `rows` samples. A document is left out if it has fewer than
-    `sentences` sentences, or several of which one is longer than 512 tokens. A sample ends when it has its target
-    length and more than one sentence follows in the document, or where the document ends.
+    Full passes over the documents repeat until there are `rows` samples. A document is skipped if it has fewer than
+    `sentences` sentences, or has several and one of them is longer than 512 tokens. A sample ends when it reaches its
+    target length and more than one sentence follows in the document, or at the end of the document.
 
     Args:
         lengths: int32 [N], tokens of each sentence.
         documents: int64 [D + 1], first sentence of each document, then N.
         request: the parameters.
-        name: what to call the data in messages.
+        name: of the data, for messages.
 
     Raises:
         UserError: no document can be used.
@@ -123,7 +123,7 @@ def build_masked_index(
     first, last = int(table[0]), int(table[-1])
     bounds = np.zeros(last - first + 1, np.int64)
     np.cumsum(lengths[first:last], out=bounds[1:])
-    # Where a sample of full length ends that starts at a sentence; most samples have that length.
+    # End of a sample of full length that starts at each sentence; most samples have that length.
     full = np.searchsorted(bounds, bounds[:-1] + request.target)
     full = np.maximum(full, np.arange(len(full)) + request.sentences)
     starts, stops = ((table[:-1] - first)[usable], (table[1:] - first)[usable])
@@ -137,7 +137,7 @@ def build_masked_index(
 
 
 def _usable(lengths: np.ndarray, table: np.ndarray, request: MaskedRequest, name: str) -> np.ndarray:
-    """Which documents hold samples, bool [documents]."""
+    """Whether each document has samples, bool [documents]."""
     counts = np.diff(table)
     long_before = np.concatenate([[0], np.cumsum(lengths[table[0] : table[-1]] > LONGEST_SENTENCE)])
     too_long = (np.diff(long_before[table - table[0]]) > 0) & (counts > 1)
@@ -159,9 +159,9 @@ def _walk(
     targets: Iterator[int],
     request: MaskedRequest,
 ) -> None:
-    """Appends the samples of one pass. Which draw is whose depends on all samples before, so there is no vector form.
+    """Appends the samples of one pass. Each sample's draw depends on all earlier ones, so this cannot be vectorized.
 
-    documents: first sentence and one past the last of each; tables: `ends` and `full` of `build_masked_index`.
+    documents: first sentence and one past the last of each; tables: `bounds` and `full` of `build_masked_index`.
     """
     bounds, full = memoryview(tables[0]), memoryview(tables[1])
     most, least, add = request.target, request.sentences, samples.extend
@@ -173,8 +173,8 @@ def _walk(
                 if target == most
                 else max(bisect_left(bounds, bounds[start] + target, start, end), start + least)
             )
-            # A document's last sentence does not stand alone.
+            # The last sentence of a document is never a sample by itself.
             stop = end if stop > end - 2 else stop
             add((start, stop, target))
             start = stop
-        next(targets)  # drawn after the last sample, too
+        next(targets)  # also drawn after the last sample

@@ -1,4 +1,4 @@
-"""Rows for BERT: runs of sentences in two parts, with masked words."""
+"""Rows for BERT: consecutive sentences in two parts, with masked words."""
 
 from functools import partial
 
@@ -19,19 +19,19 @@ SPECIAL = 3
 class MaskedSentences(MaskedSamples):
     """Row i of a split as a dict of arrays, a pure function of i: [CLS] part A [SEP] part B [SEP], then padding.
 
-    The arrays have length S but for the last two:
+    All arrays but the last two have length S:
 
         tokens: int32, masked; padding is the pad token.
         labels: int32, the original token where `loss_mask` is 1, else 0.
-        loss_mask: float32, 1 for the tokens chosen by the masking, whatever replaced them.
+        loss_mask: float32, 1 for the tokens chosen by the masking, including unchanged ones.
         segment_ids: int32, 1 for tokens, 0 for padding.
         token_types: int32, 1 in part B, else 0.
-        is_random: int32, 1 if the parts are exchanged.
+        is_random: int32, 1 if the parts are swapped.
         truncated: int32, 1 if the sentences were longer than the row's target.
 
     Args:
         sequence_length: S.
-        next_sentence: two parts, exchanged in half of the rows.
+        next_sentence: two parts, swapped in half of the rows.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class MaskedSentences(MaskedSamples):
         first, last, target, generator = self.sample(row)
         parts, is_random = self._parts(first, last, generator)
         parts, truncated = truncate(parts, target, generator)
-        # One block for what is int32: an array of its own for each leaf takes longer than filling it.
+        # One block for all int32 leaves: allocating an array per leaf takes longer than filling it.
         block = np.zeros((4, self.sequence_length), np.int32)
         tokens, labels, segments, types = block
         middle = len(parts[0]) + 1
@@ -82,7 +82,7 @@ class MaskedSentences(MaskedSamples):
         }
 
     def _parts(self, first: int, last: int, generator: np.random.RandomState) -> tuple[list[np.ndarray], bool]:
-        """The sentences [first, last) as parts A and B, and whether they are exchanged."""
+        """The sentences [first, last) as parts A and B, and whether they are swapped."""
         text = self.read(first, last)
         if not self.next_sentence:
             return [text, text[:0]], False
@@ -95,7 +95,7 @@ class MaskedSentences(MaskedSamples):
     def _replacements(
         self, text: np.ndarray, target: int, generator: np.random.RandomState
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Positions of the chosen tokens and what they become: the mask token, a random one, or themselves."""
+        """Positions of the chosen tokens and their replacements: the mask token, a random token, or the same token."""
         draw, mask, size = generator.random_sample, self._specials["mask"], self._tokenizer.vocabulary_size
         positions, replaced = [], []
         for span in self.ngrams.spans(text, target, generator):
@@ -111,16 +111,16 @@ class MaskedSentences(MaskedSamples):
 
 
 def truncate(parts: list[np.ndarray], target: int, generator: np.random.RandomState) -> tuple[list[np.ndarray], bool]:
-    """Both parts with `target` tokens in total, and whether any had to go.
+    """Both parts truncated to `target` tokens in total, and whether any token was removed.
 
-    One token at a time goes from the longer part, of equal ones from the second, at its start or its end by chance.
+    Tokens are removed one by one from the longer part (the second if equal), at a random end.
     """
     lengths = len(parts[0]), len(parts[1])
     excess = sum(lengths) - target
     if excess <= 0:
         return parts, False
     at_start = generator.random_sample(excess) < 0.5
-    # From the longer part until both are equal; from then on the second and the first take turns.
+    # From the longer part until both are equal; then from the second and the first in turn.
     single, longer = min(abs(lengths[0] - lengths[1]), excess), int(lengths[0] <= lengths[1])
     turns = at_start[single + 1 :: 2], at_start[single::2]
     starts, removed = [np.count_nonzero(turn) for turn in turns], [len(turn) for turn in turns]

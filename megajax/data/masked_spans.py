@@ -1,4 +1,4 @@
-"""Rows for T5: a text with blanks, and what belongs in them."""
+"""Rows for T5: a text with masked spans, and the tokens of the spans."""
 
 from functools import partial
 from itertools import chain
@@ -14,16 +14,16 @@ from megajax.data.splits import Rows, Splits
 from megajax.data.two_sided import two_sided_row, two_sided_specials
 
 SPECIAL = 2
-"""Positions that a row of the encoder keeps free, as Megatron-LM does."""
+"""Unused positions of a row of the encoder, as in Megatron-LM."""
 
 
 class MaskedSpans(MaskedSamples):
     """Row i of a split as a dict of arrays, a pure function of i.
 
-    In the text, each masked span becomes a sentinel. The decoder writes each sentinel with the tokens of its span. The
-    arrays are those of `two_sided_row`; `truncated`: the sentences were longer than the row's target.
+    In the text, each masked span is replaced by a sentinel. The decoder writes each sentinel with the tokens of its
+    span. The arrays are those of `two_sided_row`; `truncated`: the sentences were longer than the row's target.
 
-    There are no more spans than sentinels, and spans beyond S tokens are cut off; Megatron-LM stops at such rows.
+    A row has no more spans than sentinels, and spans beyond S tokens are cut off; Megatron-LM fails on such rows.
 
     Args:
         encoder_length: T.
@@ -55,9 +55,9 @@ class MaskedSpans(MaskedSamples):
 
 
 def with_sentinels(text: list[int], spans: list[list[int]], sentinels: list[int]) -> tuple[list[int], list[int]]:
-    """(the text with a sentinel for each span, each sentinel followed by the tokens of its span).
+    """(the text with a sentinel in place of each span, each sentinel followed by the tokens of its span).
 
-    spans: positions of each, in the order of the text; those without a sentinel stay in the text.
+    spans: positions of each span, in the order of the text; spans beyond the sentinels stay in the text.
     """
     encoder_ids, decoder_ids, rest = [], [], 0
     for span, sentinel in zip(spans, sentinels, strict=False):
@@ -70,7 +70,7 @@ def with_sentinels(text: list[int], spans: list[list[int]], sentinels: list[int]
 def build_splits(
     config: MaskedSpansConfig, *, tokenizer: MaskingTokenizer, schema: Schema, rows: Rows, seed: int
 ) -> Splits:
-    """Rows of text with blanks for the splits that a run requests; see `BlendBuilder.build`.
+    """Rows of text with masked spans for the splits that a run requests; see `BlendBuilder.build`.
 
     Raises:
         UserError: a tokenizer without one of the special tokens or without sentinels, rows of fewer than 4 tokens.
@@ -78,7 +78,7 @@ def build_splits(
     demand_tokens(tokenizer, ("bos", "eos"), "masked spans", config.full_words)
     if not len(tokenizer.sentinels):
         raise UserError(
-            f"masked spans need sentinels, one for each blank of a row; the tokenizer {tokenizer.identity} has none. "
+            f"masked spans need sentinels, one for each span of a row; the tokenizer {tokenizer.identity} has none. "
             "Set tokenizer.extra_ids=100."
         )
     lengths = {"encoder_length": schema["encoder_tokens"].positions(), "sequence_length": schema["tokens"].positions()}

@@ -1,4 +1,4 @@
-"""Which tokens of a text are masked: n-grams of words, chosen at random as by Megatron-LM."""
+"""Choice of the masked tokens of a text: random n-grams of words, as in Megatron-LM."""
 
 import threading
 from bisect import bisect_right
@@ -10,36 +10,36 @@ import numpy as np
 from megajax.data.row_source import SEEDS
 
 GEOMETRIC = 0.2
-"""Of the geometric distribution of span lengths (Joshi et al. 2020, "SpanBERT", section 3.1)."""
+"""Parameter of the geometric distribution of span lengths (Joshi et al. 2020, "SpanBERT", section 3.1)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Masking:
-    """How much is masked, and in which units."""
+    """Share and units of masked tokens."""
 
     probability: float
-    """Share of the tokens."""
+    """Share of masked tokens."""
     largest: int
     """Words of the longest n-gram."""
     full_words: bool
-    """A word is masked with all its pieces; false: pieces are words of their own."""
+    """A word is masked with all its pieces; false: each piece is a word."""
     geometric: bool = False
     """Lengths of n-grams follow a geometric distribution; false: their probability falls with 1/n."""
     longer: bool = False
-    """Probabilities rise with length in place of falling; without `geometric` only."""
+    """Probabilities rise with length instead of falling; only without `geometric`."""
 
 
 class SampleGenerators:
-    """A generator for each row, seeded with the row's number added to a seed.
+    """A generator for each row, seeded with a seed plus the row's number.
 
-    Seeding takes a tenth of the time of making a generator, so a thread has only one.
+    Each thread has a single generator, because seeding takes a tenth of the time of creating one.
     """
 
     def __init__(self, seed: int):
         self._seed, self._local = seed, threading.local()
 
     def of(self, row: int) -> np.random.RandomState:
-        """The generator of a row; valid until this thread asks for the next."""
+        """The generator of a row; valid until the next call in this thread."""
         if not hasattr(self._local, "generator"):
             self._local.generator = np.random.RandomState(0)
         self._local.generator.seed((self._seed + row) % SEEDS)
@@ -64,7 +64,7 @@ class NgramMasking:
         shares = shares / shares.sum(keepdims=True)
         if masking.longer:
             shares = shares[::-1]
-        # The steps of NumPy's `choice`, which rounding makes part of the definition.
+        # Computed exactly as NumPy's `choice` does, since rounding affects the draws.
         steps = (shares / shares.sum(keepdims=True)).cumsum()
         self._steps: list[float] = (steps / steps[-1]).tolist()
 
@@ -77,7 +77,7 @@ class NgramMasking:
         Args:
             tokens: int [length], in the vocabulary.
             target: the sample's target length.
-            generator: the sample's own.
+            generator: of the sample.
         """
         masking = self.masking
         positions, word_starts = self._split_words(tokens)
@@ -87,7 +87,7 @@ class NgramMasking:
         order = np.arange(len(word_starts) - 1)
         generator.shuffle(order)
         for word in order.tolist():
-            # Even a single token would exceed the limit, and nothing else is drawn from this generator.
+            # Even a single token would exceed the limit; no further draws are needed from this generator.
             if len(masked) + 1 > limit:
                 return
             number, begin = length_of(), word_starts[word]
@@ -101,14 +101,14 @@ class NgramMasking:
                 yield span
 
     def _split_words(self, tokens: np.ndarray) -> tuple[list[int], list[int]]:
-        """(positions of the tokens that may be masked, where in that list each word begins, and its length)."""
+        """(positions of the tokens that may be masked; start of each word in that list, then its length)."""
         ordinary = np.flatnonzero(~self._special[tokens])
         is_start = self._starts_word[tokens[ordinary]]
         is_start[:1] = True
         return ordinary.tolist(), [*np.flatnonzero(is_start).tolist(), len(ordinary)]
 
     def _length_of(self, generator: np.random.RandomState) -> Callable[[], int]:
-        """Draws the length of an n-gram in words."""
+        """A function that draws the length of an n-gram in words."""
         largest, steps = self.masking.largest, self._steps
         if self.masking.geometric:
             return lambda: min(generator.geometric(GEOMETRIC), largest)

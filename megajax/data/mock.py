@@ -1,4 +1,4 @@
-"""Made-up token files for tests of speed and of the way from index to device: no disk, no cost."""
+"""Synthetic token files without disk access, for tests and to measure speed."""
 
 import hashlib
 from collections.abc import Sequence
@@ -42,22 +42,22 @@ class MockTokens:
         return tokens
 
     def gather(self, pieces: Sequence[Piece]) -> tuple[np.ndarray, list[int]]:
-        """Tokens of parts of documents, one after another, and where each part begins in them."""
+        """Concatenated tokens of parts of documents, and the start of each part in them."""
         parts = [self.sequence(*piece) for piece in pieces]
         sizes = [len(part) for part in parts]
         return np.concatenate(parts), [0, *np.cumsum(sizes[:-1]).tolist()]
 
     def document_of(self, sequence: int) -> int:
-        """Each sequence is a document of its own."""
+        """The sequence itself: each is a document."""
         return sequence
 
     def identity(self) -> str:
-        """Hash of what the rows depend on."""
+        """Hash of the parameters of the tokens."""
         return hashlib.sha256(f"mock {self._vocabulary_size} {self._eod}".encode()).hexdigest()
 
 
 def build_splits(config: MockConfig, *, tokenizer: Tokenizer, schema: Schema, rows: Rows, seed: int) -> Splits:
-    """Made-up rows for the splits that a run asks for; each split has a third of the documents."""
+    """Synthetic rows for the splits that a run requests; each split has a third of the documents."""
     blend = BlendConfig(seed=config.seed, isolate_documents=config.isolate_documents)
     builder = DatasetBuilder(blend, tokenizer=tokenizer, sequence_length=schema["tokens"].positions(), seed=seed)
     tokens = MockTokens(vocabulary_size=tokenizer.vocabulary_size, eod=tokenizer.eod)

@@ -219,7 +219,7 @@ def test_a_template_refuses_a_conversation(tmp_path: Path) -> None:
 def test_lines_longer_than_a_row(tmp_path: Path) -> None:
     path = write(tmp_path / "c.jsonl", [chat("a", "b"), chat("a", "b" * 30)])
     with pytest.raises(
-        UserError, match=r"c\.jsonl, line 2: 51 tokens, and a row has 40\. Raise model\.sequence_length"
+        UserError, match=r"c\.jsonl, line 2: 51 tokens, but a row has 40\. Raise model\.sequence_length"
     ):
         splits(path)
     rows = splits(path, on_error="skip").train

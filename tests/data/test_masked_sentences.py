@@ -229,7 +229,7 @@ def test_bad_data(tmp_path):
         build(prefix, tmp_path)
     with pytest.raises(UserError, match=r"masked sentences need .* has no mask token. Choose the WordPiece tokenizer"):
         build(prefix, tmp_path, pieces=tokenizer(specials={"cls": 1, "sep": 2}))
-    with pytest.raises(UserError, match="does not tell words from pieces"):
+    with pytest.raises(UserError, match="does not distinguish words from pieces"):
         build(prefix, tmp_path, pieces=tokenizer(continues=None))
     prefix = write(tmp_path / "other", [[[20, 21], [200]]])
     with pytest.raises(UserError, match=r"token 200 in document 0 .* outside the vocabulary of 100"):
