@@ -64,10 +64,10 @@ class SegmentsConfig(Builds):
             layers.setdefault(block, []).append(number)
         return tuple((block, tuple(numbers)) for block, numbers in layers.items())
 
-    def written(self) -> dict[str, AnyBlockConfig]:
+    def named_blocks(self) -> dict[str, AnyBlockConfig]:
         """Setting -> block, of each that is in the config."""
         parts = enumerate(self.segments)
-        return {f"segments.{n}.{setting}": block for n, part in parts for setting, block in part.written().items()}
+        return {f"segments.{n}.{setting}": block for n, part in parts for setting, block in part.named_blocks().items()}
 
     def cut_unit(self) -> int:
         """Layers that a pipeline cannot cut apart: one."""

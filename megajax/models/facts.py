@@ -198,7 +198,7 @@ def missing_facts(model: Any) -> dict[str, str]:
         lacking["model.norm"] = (model.norm, missing_members(model.norm, Norm))
     stacks = model.stacks() if hasattr(model, "stacks") else {"": getattr(model, "stack", None)}
     for path, stack in stacks.items():
-        for place, block in (stack.written() if isinstance(stack, StackConfig | SegmentsConfig) else {}).items():
+        for place, block in (stack.named_blocks() if isinstance(stack, StackConfig | SegmentsConfig) else {}).items():
             for name, members in block.missing_facts().items():
                 lacking[f"model.{path or 'stack'}.{place}.{name}"] = (getattr(block, name), members)
     first_settings: dict[str, str] = {}

@@ -53,7 +53,7 @@ def weighs_by_microbatch(model: Any) -> bool:
 def written_blocks(model: Any) -> Iterator[tuple[str, Any]]:
     """(setting, block) of each that is written in the config, those of heads that predict further ahead too."""
     for path, stack in model.stacks().items():
-        for where, block in stack.written().items():
+        for where, block in stack.named_blocks().items():
             yield ".".join(("model", path or "stack", where)), block
     ahead = getattr(getattr(model, "prediction", None), "block", None)
     if ahead is not None:

@@ -140,7 +140,7 @@ class StackConfig(Builds):
         size = len(self.pattern)
         return tuple((block, tuple(range(place, self.layers(), size))) for place, block in enumerate(self.pattern))
 
-    def written(self) -> dict[str, AnyBlockConfig]:
+    def named_blocks(self) -> dict[str, AnyBlockConfig]:
         """Setting -> block, of each that is in the config."""
         return {f"pattern.{place}": block for place, block in enumerate(self.pattern)}
 

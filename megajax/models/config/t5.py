@@ -37,7 +37,7 @@ class T5Config(DecoderConfig):
             problems.append(Problem("encoder_length", f"must be at least 1, got {self.encoder_length}"))
         if self.prediction is not None:
             problems.append(Problem("prediction", "predicts further tokens of one section", "set it to none"))
-        for setting, block in self.stack.written().items():
+        for setting, block in self.stack.named_blocks().items():
             if not isinstance(block, CrossBlockConfig):
                 message = "does not read the encoder: the blocks of the decoder are CrossBlockConfigs"
                 problems.append(Problem(f"stack.{setting}", message))
@@ -62,7 +62,7 @@ class T5Config(DecoderConfig):
 
     def named_blocks(self) -> dict[str, AnyBlockConfig]:
         """Those of the encoder too."""
-        encoder = {f"encoder.{setting}": block for setting, block in self.encoder.written().items()}
+        encoder = {f"encoder.{setting}": block for setting, block in self.encoder.named_blocks().items()}
         return DecoderConfig.named_blocks(self) | encoder
 
     def named_stacks(self) -> dict[str, StackConfig | SegmentsConfig]:

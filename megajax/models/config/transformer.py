@@ -56,7 +56,7 @@ class TransformerConfig:
 
     def named_blocks(self) -> dict[str, AnyBlockConfig]:
         """Setting -> block, of each that is written in the config."""
-        return {f"stack.{setting}": block for setting, block in self.stack.written().items()}
+        return {f"stack.{setting}": block for setting, block in self.stack.named_blocks().items()}
 
     def own_mixers(self, *below: str) -> dict[str, Any]:
         """Setting -> config, of each mixer that reads its block's own sequence. below: settings; none: everywhere."""
@@ -142,7 +142,7 @@ class TransformerConfig:
         for name, stack in self.named_stacks().items():
             rows = self.known_rows(name, request)
             # Of equal blocks, the first.
-            settings = {block: setting for setting, block in reversed(stack.written().items())}
+            settings = {block: setting for setting, block in reversed(stack.named_blocks().items())}
             for block in stack.pattern:
                 for part, layer in block.with_kernels().items():
                     setting = f"model.{name}.{settings[block]}.{part}.kernel"
@@ -230,7 +230,7 @@ class TransformerConfig:
     def matmul_sides(self, tensor: int) -> Iterator[Side]:
         """Sides of the matrices of the stack on one device."""
         yield Side("hidden", "", self.hidden)
-        for setting, block in self.stack.written().items():
+        for setting, block in self.stack.named_blocks().items():
             for side in block.matmul_sides(self.hidden, tensor):
                 yield side._replace(setting=f"stack.{setting}.{side.setting}")
 
