@@ -21,7 +21,7 @@ from megajax.mesh.cut import Cut
 from megajax.mesh.xla import flag_names, memory_fraction
 from megajax.models.facts import Facts, SectionFacts, block_facts, demand_facts, facts_of, flops_of
 from megajax.models.memory import MemorySetting, SavedBytes, memory_report, saved_bytes
-from megajax.models.protocol import counted, ids_below
+from megajax.models.protocol import ids_below, position_unit
 from megajax.pipeline.check import measure
 from megajax.precision.config import PrecisionConfig
 from megajax.text import count, skipped_rows
@@ -68,7 +68,7 @@ def _model(run: Run) -> list[tuple[str, str]]:
         rows.append(("vocabulary", f"{vocabulary:,}{unused}{padded}"))
     if flops is not None:
         by_attention = f"{flops.causal:.4g} with causal attention, {flops.full:.4g} with full"
-        rows.append((f"FLOPs per {counted(cfg).removesuffix('s')}", by_attention))
+        rows.append((f"FLOPs per {position_unit(cfg).removesuffix('s')}", by_attention))
     if predicted and vocabulary is not None:
         rows.append(("first loss", f"about ln {vocabulary} = {log(vocabulary):.3f}"))
     return rows
@@ -181,7 +181,7 @@ def _batch(run: Run) -> list[tuple[str, str]]:
     rows, length = run.program.sizes.sizes()[-1].rows, run.cfg.model.row_positions()
     split = f"{run.program.microbatches} microbatches x {replicas} data-parallel x {batch.micro_size} rows"
     positions = run.program.sizes.samples(run.cfg.steps) * length
-    unit = counted(run.cfg.model)
+    unit = position_unit(run.cfg.model)
     more = [] if unit == "rows" else [(f"{unit} per step", f"{rows * length:,} ({length} per row)")]
     return [
         ("rows per step", f"{rows} = {split}"),
@@ -214,7 +214,7 @@ def _kernels(run: Run) -> list[tuple[str, str]]:
     for choice in choices:
         names = backends.setdefault(choice.place or "attention", [])
         names += [choice.kernel] * (choice.kernel not in names)
-    split = Cut.of(run.cfg.parallel, causal=run.cfg.model.ignores_later_positions()).format_recompute()
+    split = Cut.of(run.cfg.parallel, causal=run.cfg.model.ignores_later_positions()).words()
     over = {choice.place or "attention": f" {split}" for choice in choices if choice.layer == "attention" and split}
     kernels = [f"{place} {'/'.join(names)}{over.get(place, '')}" for place, names in backends.items()]
     if facts is not None:

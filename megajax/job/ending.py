@@ -15,7 +15,7 @@ from megajax.metrics.goodput import Goodput
 from megajax.metrics.layer_history import plot_layers
 from megajax.metrics.plot import plot_loss
 from megajax.metrics.record import read_metrics
-from megajax.models.protocol import counted, ids_below
+from megajax.models.protocol import ids_below, position_unit
 from megajax.resilience.beats import first_line
 from megajax.resilience.exit_codes import NUMERIC_FAULT
 from megajax.text import count, duration, skipped_rows
@@ -144,9 +144,9 @@ class Ending:
         positions = rows * self.run.cfg.model.row_positions()
         work = [
             ("steps", f"{step:,}" + (f" ({step - first:,} in this attempt)" if first else "")),
-            (counted(self.run.cfg.model), count(positions)),
+            (position_unit(self.run.cfg.model), count(positions)),
             ("wall time", duration(seconds)),
-            (f"{counted(self.run.cfg.model)}/s, all included", count(positions / seconds)),
+            (f"{position_unit(self.run.cfg.model)}/s, all included", count(positions / seconds)),
         ]
         if goodput is not None:
             work.append(("goodput", goodput.summary()))

@@ -23,7 +23,7 @@ from megajax.metrics.console import Console, open_console
 from megajax.metrics.event_log import EventLog
 from megajax.metrics.lines import Terms
 from megajax.metrics.runfolder import RunFolder
-from megajax.models.protocol import counted
+from megajax.models.protocol import position_unit
 from megajax.resilience.activity import BACKGROUND_SAVE, Activity
 from megajax.resilience.drills import with_process_faults
 from megajax.resilience.signals import Signals
@@ -141,7 +141,7 @@ def _open_console_and_signals(
         total_steps=cfg.steps,
         start_step=first,
         primary=jax.process_index() == 0,
-        terms=Terms(counted(cfg.model)),
+        terms=Terms(position_unit(cfg.model)),
     )
     stack.enter_context(console)
     pulse.before_exit = console.release

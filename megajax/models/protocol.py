@@ -145,7 +145,7 @@ def demand_causal(model: ModelConfig, prefix: str = "") -> None:
         )
 
 
-def counted(model: ModelConfig) -> Literal["tokens", "positions", "rows"]:
+def position_unit(model: ModelConfig) -> Literal["tokens", "positions", "rows"]:
     """What `row_positions` counts: tokens where the model reads them, else positions of a sequence, or whole rows."""
     if ids_below(model) is not None:
         return "tokens"

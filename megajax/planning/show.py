@@ -5,7 +5,7 @@ from typing import Any
 
 from megajax.config.dump import diff
 from megajax.metrics.banner import Report, Section, Table
-from megajax.models.protocol import counted
+from megajax.models.protocol import position_unit
 from megajax.planning.cost.estimate import SPEED, Case, Estimate, bytes_per_step, to_dict
 from megajax.planning.cost.serving import Serving, batches
 from megajax.planning.program.devices import GIB, MIB, Device
@@ -98,7 +98,7 @@ def placement(devices: int, per_node: int, mesh: Mapping[str, int], parameters: 
 def layout(plan: Estimate) -> list[tuple[str, str]]:
     """Devices, mesh, parameters, microbatches, schedule."""
     run, flops = plan.run, plan.flops
-    unit = counted(run.model)
+    unit = position_unit(run.model)
     lengths = " + ".join(f"{section.positions}" for section in run.sections)
     causal = f"{flops.causal:.4g} with causal attention, {flops.full:.4g} with full"
     rows = [
@@ -119,7 +119,7 @@ def layout(plan: Estimate) -> list[tuple[str, str]]:
 
 def times(plan: Estimate) -> list[tuple[str, str]]:
     """Step time by cause, speed, and time of the whole run."""
-    run, step, compute, unit = plan.run, plan.step_seconds, plan.compute_seconds, counted(plan.run.model)
+    run, step, compute, unit = plan.run, plan.step_seconds, plan.compute_seconds, position_unit(plan.run.model)
     matmul, attention = plan.matmul_seconds / compute, plan.attention_seconds / compute
     shares = f"matmuls {matmul:.0%}, attention {attention:.0%}, bound by memory {1 - matmul - attention:.0%}"
     parts = (

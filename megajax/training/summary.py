@@ -8,7 +8,7 @@ import jax
 from jax.core import Tracer
 
 from megajax.models.facts import facts_of
-from megajax.models.protocol import counted, ids_below
+from megajax.models.protocol import ids_below, position_unit
 from megajax.text import count
 
 type Rows = Sequence[tuple[str, str]]
@@ -24,7 +24,7 @@ def run_rows(program: Any, step: int | None) -> Rows:
     devices = f"{mesh.size} {device.device_kind} device" + "s" * (mesh.size > 1)
     kinds = [parallel.data_sharding, *["sequence parallel"] * parallel.sequence]
     rows, length = batch.rows, model.row_positions()
-    each = "" if counted(model) == "rows" else f" of {length:,} {counted(model)}"
+    each = "" if position_unit(model) == "rows" else f" of {length:,} {position_unit(model)}"
     facts, vocabulary = facts_of(model), ids_below(model)
     layers = " + ".join(str(stack.layers()) for stack in model.stacks().values())
     done = "unknown: its arrays were given to a later step" if step is None else f"{step:,} of {cfg.steps:,}"

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megajax.config import load
-from megajax.models.protocol import counted
+from megajax.models.protocol import position_unit
 from megajax.training import setup
 from tests.docs.blocks import ROOT, blocks
 
@@ -69,6 +69,6 @@ def test_it_learns_as_printed_on_the_page(config_file):
 
 def test_positions_are_no_tokens(config_file):
     model = load(config_file).model
-    assert counted(model) == "positions"
-    assert counted(load("gpt3.py:debug").model) == "tokens"
+    assert position_unit(model) == "positions"
+    assert position_unit(load("gpt3.py:debug").model) == "tokens"
     assert "tokens" not in repr(setup(load(config_file, "steps=1", "parallel.data=1")))
