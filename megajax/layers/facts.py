@@ -281,7 +281,7 @@ class Mixer(Layer, HasKernel, Protocol):
 
 
 @runtime_checkable
-class MixesParts(Protocol):
+class SupportsContext(Protocol):
     """A mixer that says whether devices may hold parts of the rows that it mixes; of others they may not."""
 
     def allows_context(self) -> bool:

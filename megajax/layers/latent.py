@@ -114,5 +114,5 @@ def score_scale(cfg: LatentAttentionConfig, settings: LayerSettings) -> float:
     if cfg.scale is not None:
         return cfg.scale
     yarn = cfg.rope.scaling
-    longer = yarn.lengthened(yarn.mscale_all or 0.0) if isinstance(yarn, YarnScalingConfig) else 1.0
+    longer = yarn.mscale_factor(yarn.mscale_all or 0.0) if isinstance(yarn, YarnScalingConfig) else 1.0
     return longer**2 * settings.score_scale(cfg.content_dim + cfg.position_dim)

@@ -213,7 +213,7 @@ def latent_attention(args: Arguments, normal: NormConfig) -> LatentAttentionConf
         # Megatron-LM scales scores as with YaRN even where the frequencies are plain, and muP has no say in it.
         scale=None
         if scaled and not args["use-mup"]
-        else yarn.lengthened(args["mscale-all-dim"]) ** 2 * (content + place) ** -0.5,
+        else yarn.mscale_factor(args["mscale-all-dim"]) ** 2 * (content + place) ** -0.5,
         sink=args.one_of("softmax-type", SINKS),
         dropout=args["attention-dropout"],
         kernel=args.one_of("attention-backend", KERNELS),

@@ -222,7 +222,7 @@ def _latent(core: Settings, outer: Settings, norm: NormConfig, bias: bool) -> La
     core.take("add_qkv_bias")
     # Scores are scaled so whatever the kind, and muP or the config itself says.
     core.take("softmax_scale")
-    scale = yarn.lengthened(yarn.mscale_all) ** 2 * (content + place) ** -0.5
+    scale = yarn.mscale_factor(yarn.mscale_all) ** 2 * (content + place) ** -0.5
     if kind == "rope":
         rope = RopeConfig(base=float(base), fraction=float(share), interleaved=True)
     else:

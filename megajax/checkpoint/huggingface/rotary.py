@@ -87,7 +87,7 @@ def _yarn(settings: Settings, rope: RopeConfig, length: int) -> RopeConfig:
         return _with(rope, scaling=plain)
     if scale is None and mscale:
         return _with(rope, scaling=YarnScalingConfig(**values, mscale=mscale, mscale_all=total))
-    wanted = (scale or plain.lengthened(1.0)) * plain.lengthened(total or 0.0)
+    wanted = (scale or plain.mscale_factor(1.0)) * plain.mscale_factor(total or 0.0)
     mscale = round((wanted - 1) / (0.1 * log(plain.factor)), 12) if plain.factor > 1 else 0.0
     return _with(rope, scaling=YarnScalingConfig(**values, mscale=mscale, mscale_all=total or 0.0))
 

@@ -60,15 +60,15 @@ class YarnScalingConfig:
             problems.append(Problem("mscale", f"goes with mscale_all: got {self.mscale} and {self.mscale_all}"))
         return problems
 
-    def lengthened(self, weight: float) -> float:
+    def mscale_factor(self, weight: float) -> float:
         """0.1 weight ln(factor) + 1, the paper's fit with weight 1."""
         return 0.1 * weight * log(self.factor) + 1 if self.factor > 1 else 1.0
 
     def magnitude(self) -> float:
         """Factor on rotated queries and keys."""
         if self.mscale is None or self.mscale_all is None:
-            return self.lengthened(1.0)
-        return self.lengthened(self.mscale) / self.lengthened(self.mscale_all)
+            return self.mscale_factor(1.0)
+        return self.mscale_factor(self.mscale) / self.mscale_factor(self.mscale_all)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

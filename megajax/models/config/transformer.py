@@ -8,7 +8,7 @@ from megajax.config.builds import Builds
 from megajax.config.errors import Problem
 from megajax.kernels.capability import Choice, Device, Request
 from megajax.layers.config import AnyBlockConfig, LoRAConfig, NormConfig, QuantizationConfig, StackConfig
-from megajax.layers.facts import LayerBuilder, Mixer, MixesParts, Side
+from megajax.layers.facts import LayerBuilder, Mixer, Side, SupportsContext
 from megajax.layers.remat import Part, Recompute, Recomputing, format_recompute
 from megajax.layers.segments import SegmentsConfig
 from megajax.mesh.config import MESH_AXES, ParallelConfig
@@ -72,7 +72,7 @@ class TransformerConfig:
         return {
             setting: mixer
             for setting, mixer in self.own_mixers().items()
-            if not (isinstance(mixer, MixesParts) and mixer.allows_context())
+            if not (isinstance(mixer, SupportsContext) and mixer.allows_context())
         }
 
     def has_dropout(self) -> bool:
