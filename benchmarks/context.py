@@ -24,7 +24,7 @@ from megajax.command_line import front_door
 from megajax.config import load
 from megajax.config.builds import resolve
 from megajax.data.attention_work import RowWork, imbalance
-from megajax.mesh.row_cut import RowCut
+from megajax.mesh.sequence_sharding import SequenceSharding
 from megajax.planning.cost.description import Description, describe
 from megajax.planning.cost.estimate import estimate
 from megajax.planning.cost.traffic import sent_by_attention
@@ -166,7 +166,7 @@ def balance(recipe: str, gpus: int) -> dict[str, Any]:
     for name, work in {"attention": RowWork(), "all": row_work(cfg.model)}.items():
 
         def mean(samples: list[np.ndarray], rounds: int, work: RowWork = work) -> float:
-            cut = RowCut.of(replace(parallel, context_rounds=rounds), causal=True)
+            cut = SequenceSharding.of(replace(parallel, context_rounds=rounds), causal=True)
             return round(float(np.mean([imbalance(work.of_devices(row, cut)) for row in samples])), 4)
 
         ratios[name] = {"one_document": mean([np.array([length])], 1)}

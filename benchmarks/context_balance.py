@@ -20,7 +20,7 @@ from megajax.config import load
 from megajax.data.attention_work import RowWork, device_scores, imbalance
 from megajax.data.balancing import Imbalance, balance_rows
 from megajax.data.packing import Packing, balanced_fit, best_fit
-from megajax.mesh.row_cut import RowCut
+from megajax.mesh.sequence_sharding import SequenceSharding
 from megajax.training.row_work import row_work
 
 ROUNDS = (1, 4, 16)
@@ -89,18 +89,21 @@ def _filled(lengths: np.ndarray, length: int) -> np.ndarray:
 
 def over_context(rows: Rows, work: RowWork, context: int, rounds: int) -> tuple[float, float]:
     """(scores, FLOPs) of the busiest device of each row, summed over rows, over the mean device's."""
-    cut, ratios = RowCut(context, rounds), []
-    for measure in (lambda lengths: device_scores(lengths, cut), lambda lengths: work.of_devices(lengths, cut)):
+    sharding, ratios = SequenceSharding(context, rounds), []
+    for measure in (
+        lambda lengths: device_scores(lengths, sharding),
+        lambda lengths: work.of_devices(lengths, sharding),
+    ):
         loads = np.array([measure(lengths) for lengths in rows.documents])
         ratios.append(float(loads.max(1).sum() / loads.mean(1).sum()))
     return ratios[0], ratios[1]
 
 
 def over_groups(
-    rows: Rows, work: RowWork, cut: RowCut, microbatches: int, balance: str, groups: int = GROUPS
+    rows: Rows, work: RowWork, sharding: SequenceSharding, microbatches: int, balance: str, groups: int = GROUPS
 ) -> Imbalance:
     """Mean over steps of a row of each group in each microbatch. balance: as data.loader.balance."""
-    loads = np.array([work.of_row(lengths, cut) for lengths in rows.documents])
+    loads = np.array([work.of_row(lengths, sharding) for lengths in rows.documents])
     size, steps = groups * microbatches, list[Imbalance]()
     for first in range(0, len(loads) - size + 1, size):
         step = loads[first : first + size]
@@ -130,7 +133,7 @@ def figures(corpus: Corpus, work: RowWork, rows: int, microbatches: int = 8) -> 
         }
         parts = {"scores": RowWork(), "FLOPs": work}
         groups = {
-            f"{unit}/{balance}": over_groups(batches, part, RowCut(8, 4), microbatches, balance)
+            f"{unit}/{balance}": over_groups(batches, part, SequenceSharding(8, 4), microbatches, balance)
             for unit, part in parts.items()
             for balance in BALANCES
         }

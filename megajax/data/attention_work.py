@@ -3,7 +3,7 @@
 A query has a score with each key that it attends to, so a document of n tokens needs n (n + 1) / 2 scores. Rows of
 equal length can differ a hundredfold, with one document or a hundred. All other layers have equal work for every row.
 
-C devices of `context` hold parts of a row of S positions; see `megajax.mesh.row_cut`.
+C devices of `context` hold parts of a row of S positions; see `megajax.mesh.sequence_sharding`.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megajax.mesh.row_cut import WHOLE, RowCut
+from megajax.mesh.sequence_sharding import UNSHARDED_ROWS, SequenceSharding
 
 
 def document_lengths(segment_ids: np.ndarray) -> np.ndarray:
@@ -40,19 +40,21 @@ def scores(tokens: np.ndarray, window: int | None = None) -> np.ndarray:
     return visible * (visible + 1) / 2 + (tokens - visible) * visible
 
 
-def device_scores(lengths: np.ndarray, row_cut: RowCut = WHOLE, window: int | None = None) -> np.ndarray:
-    """Scores of a row on each device, float64 [C]. lengths: int [D], with a sum that `row_cut` divides.
+def device_scores(
+    lengths: np.ndarray, sequence_sharding: SequenceSharding = UNSHARDED_ROWS, window: int | None = None
+) -> np.ndarray:
+    """Scores of a row on each device, float64 [C]. lengths: int [D], with a sum that `sequence_sharding` divides.
 
     Devices that exchange heads compute equal shares of their common part.
     """
     bounds = np.concatenate([[0], np.cumsum(lengths)])
-    groups = row_cut.exchanged()
+    groups = sequence_sharding.exchanged()
     borders = np.linspace(0, bounds[-1], groups.unit + 1).astype(np.int64)
     place = np.minimum(np.searchsorted(bounds, borders, side="right") - 1, len(lengths))
     before = np.concatenate([[0.0], np.cumsum(scores(lengths, window))])
     chunks = np.diff(before[place] + scores(borders - bounds[place], window))
     of_groups = chunks[groups.chunk_order()].reshape(groups.devices, -1).sum(1)
-    return np.repeat(of_groups / row_cut.exchanging, row_cut.exchanging)
+    return np.repeat(of_groups / sequence_sharding.exchanging, sequence_sharding.exchanging)
 
 
 def imbalance(work: np.ndarray) -> float:
@@ -69,13 +71,13 @@ class RowWork:
     per_score: tuple[tuple[int | None, float], ...] = ((None, 1.0),)
     """(window, cost of a score of the layers with this window)."""
 
-    def of_devices(self, lengths: np.ndarray, row_cut: RowCut = WHOLE) -> np.ndarray:
+    def of_devices(self, lengths: np.ndarray, sequence_sharding: SequenceSharding = UNSHARDED_ROWS) -> np.ndarray:
         """Cost on each device that has a part of a row with documents of these lengths, float64 [C]."""
-        work = np.full(row_cut.devices, self.per_position * int(np.sum(lengths)) / row_cut.devices)
+        work = np.full(sequence_sharding.devices, self.per_position * int(np.sum(lengths)) / sequence_sharding.devices)
         for window, cost in self.per_score:
-            work += cost * device_scores(lengths, row_cut, window)
+            work += cost * device_scores(lengths, sequence_sharding, window)
         return work
 
-    def of_row(self, lengths: np.ndarray, row_cut: RowCut = WHOLE) -> float:
+    def of_row(self, lengths: np.ndarray, sequence_sharding: SequenceSharding = UNSHARDED_ROWS) -> float:
         """Cost on the busiest device of a row, for which the others wait in each layer."""
-        return float(self.of_devices(lengths, row_cut).max())
+        return float(self.of_devices(lengths, sequence_sharding).max())

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megajax.data.attention_work import RowWork, imbalance, lengths_of_row
-from megajax.mesh.row_cut import WHOLE, RowCut
+from megajax.mesh.sequence_sharding import UNSHARDED_ROWS, SequenceSharding
 
 
 def balance_rows(work: np.ndarray, groups: int, microbatches: int, *, across: bool) -> np.ndarray:
@@ -82,12 +82,14 @@ class BalancedSteps:
     micro_rows: int
     """B."""
     groups: int
-    row_cut: RowCut = WHOLE
+    sequence_sharding: SequenceSharding = UNSHARDED_ROWS
 
     def work(self, first: int) -> np.ndarray:
         """The work of each row of the step that begins with row `first`, float64 [G]."""
         rows = range(first, first + self.microbatches * self.micro_rows)
-        return np.array([self.balancing.work.of_row(lengths_of_row(self.source, row), self.row_cut) for row in rows])
+        return np.array(
+            [self.balancing.work.of_row(lengths_of_row(self.source, row), self.sequence_sharding) for row in rows]
+        )
 
     def places(self, first: int) -> np.ndarray:
         """The row at each place of this step, counted from `first`, int64 [G]."""

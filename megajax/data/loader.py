@@ -23,7 +23,7 @@ from megajax.data.balancing import BalancedSteps, Balancing, Imbalance
 from megajax.data.config import LoaderConfig
 from megajax.data.reading import RETRIES, ChangedFile, ReadError, wait_for, with_retries
 from megajax.data.row_source import RowSource
-from megajax.mesh.row_cut import WHOLE, RowCut
+from megajax.mesh.sequence_sharding import UNSHARDED_ROWS, SequenceSharding
 
 SAMPLE_BITS = 32
 
@@ -66,11 +66,11 @@ def read_rows(
     schema: Schema,
     first: int,
     offsets: np.ndarray,
-    row_cut: RowCut = WHOLE,
+    sequence_sharding: SequenceSharding = UNSHARDED_ROWS,
     retries: int = RETRIES,
     wait: Callable[[float], None] = wait_for,
 ) -> Block:
-    """Read rows first + offsets: each leaf [K, ...], `sample` uint32 [K]; sequences in the order of `row_cut`.
+    """Read rows first + offsets: each leaf [K, ...], `sample` uint32 [K]; in the order of `sequence_sharding`.
 
     If the disk or file server fails, a row is read again, up to `retries` times.
 
@@ -96,7 +96,7 @@ def read_rows(
                     f"row {numbers[outside][0]} of the data has {name} from {first.min()} to {first.max()}, the model "
                     f"reads 0 to {below - 1}{also}: change the data, or the model's size"
                 )
-    block = {name: row_cut.arranged(values, (None, *schema[name].axes)) for name, values in block.items()}
+    block = {name: sequence_sharding.arranged(values, (None, *schema[name].axes)) for name, values in block.items()}
     block[SAMPLE] = (numbers % (1 << SAMPLE_BITS)).astype(np.uint32)
     return block
 
@@ -143,7 +143,7 @@ class _Steps:
     size: int
     """Rows of a step."""
     offsets: np.ndarray
-    row_cut: RowCut
+    sequence_sharding: SequenceSharding
     balanced: BalancedSteps | None
     retries: int
     closed: threading.Event = field(default_factory=threading.Event)
@@ -155,7 +155,7 @@ class _Steps:
     def __getitem__(self, index: Any) -> Block:
         first = self.first + int(index) * self.size
         rows = self.offsets if self.balanced is None else self.balanced.places(first)[self.offsets]
-        return read_rows(self.source, self.schema, first, rows, self.row_cut, self.retries, self._wait)
+        return read_rows(self.source, self.schema, first, rows, self.sequence_sharding, self.retries, self._wait)
 
     def _wait(self, seconds: float) -> None:
         if self.closed.wait(seconds):
@@ -174,7 +174,7 @@ class Loader:
         shardings: of each leaf [M, B, ...] over the devices.
         consumed: rows consumed before; the first batch starts after them.
         config: threads and batches read ahead.
-        row_cut: how rows are cut over devices; does not affect values, losses or the order of rows.
+        sequence_sharding: how rows are cut over devices; does not affect values, losses or the order of rows.
         balancing: how rows of a step are balanced over data groups; None: rows stay in order. Needs `segment_ids`, and
             every process needs the document lengths of all rows of a step.
 
@@ -194,7 +194,7 @@ class Loader:
         consumed: int = 0,
         config: LoaderConfig | None = None,
         size_at: Callable[[int], int] | None = None,
-        row_cut: RowCut = WHOLE,
+        sequence_sharding: SequenceSharding = UNSHARDED_ROWS,
         balancing: Balancing | None = None,
     ):
         if global_size % microbatches:
@@ -205,7 +205,7 @@ class Loader:
         self.consumed = consumed
         self._source, self._size, self._schema, self._shardings = source, global_size, schema, shardings
         self._micro_rows, self._size_at = global_size // microbatches, size_at
-        self._config, self._row_cut, self.balancing = config or LoaderConfig(), row_cut, balancing
+        self._config, self._sequence_sharding, self.balancing = config or LoaderConfig(), sequence_sharding, balancing
         self._blocks: grain.DatasetIterator[Block] | None = None
 
     def __repr__(self) -> str:
@@ -227,7 +227,7 @@ class Loader:
             return None
         (microbatches, rows), sharding = self._shape, self._shardings[SAMPLE]
         groups = rows // sharding.shard_shape(self._shape)[1]
-        return BalancedSteps(self.balancing, self._source, microbatches, rows, groups, self._row_cut)
+        return BalancedSteps(self.balancing, self._source, microbatches, rows, groups, self._sequence_sharding)
 
     def imbalance(self) -> tuple[Imbalance, Imbalance] | None:
         """Imbalance of the next step, with its rows in order and balanced; None without balancing or a next step."""
@@ -244,8 +244,9 @@ class Loader:
         indices = self._shardings[SAMPLE].addressable_devices_indices_map(self._shape)
         self._local = LocalRows((index for index in indices.values() if index is not None), *self._shape)
         self._steps = _Steps(
-            source=self._source, schema=self._schema, first=self.consumed, size=self._size, row_cut=self._row_cut,
-            offsets=self._local.offsets, balanced=self._balanced_steps(), retries=self._config.retries,
+            source=self._source, schema=self._schema, first=self.consumed, size=self._size,
+            sequence_sharding=self._sequence_sharding, offsets=self._local.offsets,
+            balanced=self._balanced_steps(), retries=self._config.retries,
         )  # fmt: skip
         ahead = grain.ReadOptions(num_threads=self._config.threads, prefetch_buffer_size=self._config.prefetch)
         return iter(grain.MapDataset.source(self._steps).to_iter_dataset(ahead))

@@ -17,7 +17,7 @@ from megajax.kernels.attention import local_device
 from megajax.layers.expert_facts import ExpertFacts, ExpertSharding
 from megajax.layers.facts import Share
 from megajax.layers.remat import SavePolicy, format_recompute
-from megajax.mesh.cut import Cut
+from megajax.mesh.context_sharding import ContextSharding
 from megajax.mesh.xla import flag_names, memory_fraction
 from megajax.models.facts import Facts, SectionFacts, block_facts, demand_facts, facts_of, flops_of
 from megajax.models.memory import MemorySetting, SavedBytes, memory_report, saved_bytes
@@ -214,7 +214,7 @@ def _kernels(run: Run) -> list[tuple[str, str]]:
     for choice in choices:
         names = backends.setdefault(choice.place or "attention", [])
         names += [choice.kernel] * (choice.kernel not in names)
-    split = Cut.of(run.cfg.parallel, causal=run.cfg.model.ignores_later_positions()).words()
+    split = ContextSharding.of(run.cfg.parallel, causal=run.cfg.model.ignores_later_positions()).label()
     over = {choice.place or "attention": f" {split}" for choice in choices if choice.layer == "attention" and split}
     kernels = [f"{place} {'/'.join(names)}{over.get(place, '')}" for place, names in backends.items()]
     if facts is not None:

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 from megajax.config.errors import UserError
 from megajax.config.nearest import divisors_of
-from megajax.mesh.cut import UNCUT, Cut
+from megajax.mesh.context_sharding import UNSHARDED, ContextSharding
 
 type Version = tuple[int, ...]
 type Kernel = Literal["auto", "reference", "cudnn", "cudnn_mask", "pallas"]
@@ -49,7 +49,7 @@ class Request:
     """Differentiable bias of the scores."""
     dropout: float = 0.0
     """Of attention weights."""
-    cut: Cut = UNCUT
+    sharding: ContextSharding = UNSHARDED
     """How rows are cut over devices."""
 
 
@@ -148,7 +148,7 @@ class Backend(Support):
         return (
             self.base_refusal(request.dtype, device)
             or self._shape_refusal(request)
-            or self._cut_refusal(request)
+            or self._sharding_refusal(request)
             or self._head_refusal(request, device)
             or self._feature_refusal(request, device)
         )
@@ -161,9 +161,9 @@ class Backend(Support):
             return f"has windows in causal attention only, and window={request.window}"
         return None
 
-    def _cut_refusal(self, request: Request) -> str | None:
+    def _sharding_refusal(self, request: Request) -> str | None:
         """Why the cut of rows over `parallel.context` is not supported."""
-        cut = request.cut
+        cut = request.sharding
         between = cut.between()
         if between is None or self.positions == "any":
             return None

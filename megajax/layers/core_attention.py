@@ -56,14 +56,14 @@ class CoreAttention(nnx.Module):
             key_index, key_segments = ctx.index, ctx.segments
         cfg, bias, causal = self.cfg, self.bias, self.causal
         isolated = ctx.segments is not None and key_segments is not None
-        head_axes, row_cut = self.layout.free_axes("heads"), self.layout.row_cut()
+        head_axes, sequence_sharding = self.layout.free_axes("heads"), self.layout.sequence_sharding()
         parts = self.layout.manual_devices("seq")
         request = Request(
             dtype=jnp.dtype(q.dtype).name,
             key_dim=q.shape[-1],
             length=q.shape[1] * parts,
             key_length=k.shape[1] * parts,
-            cut=row_cut,
+            sharding=sequence_sharding,
         )
         request = replace(request, documents=isolated and not self.padded, padded=isolated and self.padded)
         kernel = choose_kernel(cfg, request)
@@ -85,13 +85,13 @@ class CoreAttention(nnx.Module):
         ) -> Array:
             index, key_index = indices
             first = lax.axis_index(head_axes) * q.shape[2] if head_axes else 0
-            length = k.shape[1] * row_cut.devices
+            length = k.shape[1] * sequence_sharding.devices
             drop = AttentionDropout(rate, keys, first + jnp.arange(q.shape[2]), index, length) if rate else None
             mask = Mask(index, key_index, *((None, None) if ids is None else ids), cfg.window, causal, self.padded)
-            backend = kernel if row_cut.devices == 1 else over_context(row_cut, kernel)
-            if bias is not None and row_cut.devices > 1:
+            backend = kernel if sequence_sharding.devices == 1 else over_context(sequence_sharding, kernel)
+            if bias is not None and sequence_sharding.devices > 1:
                 # Only the reference has biases: autodiff makes their gradient, and that of the gather.
-                backend, (k, v, mask) = kernel, whole_keys(row_cut, k, v, mask)
+                backend, (k, v, mask) = kernel, whole_keys(sequence_sharding, k, v, mask)
             return attend(
                 backend,
                 q,

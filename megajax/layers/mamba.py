@@ -12,7 +12,7 @@ from flax import nnx
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
-from megajax.kernels.context.recurrence import CutRows
+from megajax.kernels.context.recurrence import RowChunks
 from megajax.kernels.ssd import Scan, causal_conv, gated_norm, ssd, ssd_transition
 from megajax.layers.config import Mamba1Config, Mamba2Config
 from megajax.layers.context import Context
@@ -122,13 +122,13 @@ class Mamba2(nnx.Module):
 
     def __call__(self, x: Array, ctx: Context) -> Array:
         inputs, z = self.project(x)
-        row_cut, reach = self.layout.row_cut(), self.cfg.conv_kernel - 1
+        sequence_sharding, reach = self.layout.sequence_sharding(), self.cfg.conv_kernel - 1
 
         def local(inputs: Inputs, weights: Mapping[str, Mapping[str, Array]], segments: Array | None) -> Array:
-            rows = CutRows.of(row_cut, segments)
+            rows = RowChunks.of(sequence_sharding, segments)
             before = {name: rows.last_inputs(inputs[name], reach) for name in ("x", "b", "c")}
             inputs = {name: rows.split_chunks(array) for name, array in inputs.items()}
-            return rows.join_chunks(self.mixed(inputs, weights, rows.runs(), before, cut_rows=rows)[0])
+            return rows.join_chunks(self.mixed(inputs, weights, rows.runs(), before, row_chunks=rows)[0])
 
         of_rows = None if ctx.segments is None else ("batch", "seq")
         island = self.layout.island(local, (INPUT_AXES, self.axes(), of_rows), HEADS)
@@ -169,11 +169,11 @@ class Mamba2(nnx.Module):
         runs: Array | None,
         before: Mapping[str, Array | None],
         counts: Array | None = None,
-        cut_rows: CutRows | None = None,
+        row_chunks: RowChunks | None = None,
     ) -> tuple[Array, Array]:
         """Convolutions and recurrence of a device's heads: y [B, S, N, P], and the last state [B, N, P, Z].
 
-        counts: int32 [B], positions that change the state; None: all. cut_rows: of what the inputs are chunks.
+        counts: int32 [B], positions that change the state; None: all. row_chunks: of what the inputs are chunks.
         """
         rates, names = weights["rates"], ("x", "b", "c")
         x, b, c = (keeping_inputs(filtered)(inputs[name], weights[name], runs, before.get(name)) for name in names)
@@ -181,9 +181,9 @@ class Mamba2(nnx.Module):
         a, skip = -jnp.exp(rates["a_log"].astype(jnp.float32)), rates["skip"].astype(jnp.float32)
         dt = counted(jnp.clip(dt, *self.cfg.dt_limit), counts)
         scan = Scan(x, dt, a, b, c, skip, runs, before.get("state"))
-        if cut_rows is not None and not cut_rows.whole:
+        if row_chunks is not None and not row_chunks.unsharded:
             decay, added = ssd_transition(scan)
-            first = cut_rows.first_states(decay[..., None], added.reshape(*decay.shape, -1))
+            first = row_chunks.first_states(decay[..., None], added.reshape(*decay.shape, -1))
             scan = scan._replace(state=first.reshape(added.shape))
         return ssd(scan, self.cfg.chunk)
 

@@ -10,7 +10,7 @@ from flax import nnx
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
-from megajax.kernels.context.recurrence import CutRows
+from megajax.kernels.context.recurrence import RowChunks
 from megajax.kernels.selective_scan import SelectiveScan, selective_scan, selective_transition
 from megajax.layers.config import Mamba1Config
 from megajax.layers.context import Context
@@ -63,17 +63,17 @@ class Mamba1(nnx.Module):
 
     def __call__(self, x: Array, ctx: Context) -> Array:
         x, z = self.project(x)
-        row_cut, weights = self.layout.row_cut(), self.conv_x.weights()
+        sequence_sharding, weights = self.layout.sequence_sharding(), self.conv_x.weights()
 
         def convolve(x: Array, weights: Mapping[str, Array], segments: Array | None) -> Array:
-            rows = CutRows.of(row_cut, segments)
+            rows = RowChunks.of(sequence_sharding, segments)
             before = rows.last_inputs(x, self.cfg.conv_kernel - 1)
             return rows.join_chunks(keeping_inputs(filtered)(rows.split_chunks(x), weights, rows.runs(), before))
 
         def scan(inputs: Scanned, rates: Mapping[str, Array], segments: Array | None) -> Array:
-            rows = CutRows.of(row_cut, segments)
+            rows = RowChunks.of(sequence_sharding, segments)
             inputs = tuple(rows.split_chunks(array) for array in inputs)
-            return rows.join_chunks(self.scanned(inputs, rates, rows.runs(), cut_rows=rows)[0])
+            return rows.join_chunks(self.scanned(inputs, rates, rows.runs(), row_chunks=rows)[0])
 
         of_rows = None if ctx.segments is None else ("batch", "seq")
         filters: AxesTree = {name: (*[None] * (w.ndim - 1), "heads") for name, w in weights.items()}
@@ -132,18 +132,18 @@ class Mamba1(nnx.Module):
         runs: Array | None,
         state: Array | None = None,
         counts: Array | None = None,
-        cut_rows: CutRows | None = None,
+        row_chunks: RowChunks | None = None,
     ) -> tuple[Array, Array]:
         """The recurrence of a device's channels: [B, S, I], and the last state [B, I, Z].
 
-        counts: int32 [B], positions that change the state; None: all. cut_rows: of what the inputs are chunks.
+        counts: int32 [B], positions that change the state; None: all. row_chunks: of what the inputs are chunks.
         """
         x, dt, b, c = inputs
         full = {name: w.astype(jnp.float32) for name, w in rates.items()}
         dt = counted(jax.nn.softplus(dt.astype(jnp.float32) + full["dt_bias"][None, None]), counts)
         scan = SelectiveScan(x, dt, -jnp.exp(full["a_log"]), b, c, full["skip"], runs, state)
-        if cut_rows is not None and not cut_rows.whole:
-            scan = scan._replace(state=cut_rows.first_states(*selective_transition(scan, self.cfg.chunk)))
+        if row_chunks is not None and not row_chunks.unsharded:
+            scan = scan._replace(state=row_chunks.first_states(*selective_transition(scan, self.cfg.chunk)))
         return selective_scan(scan, self.cfg.chunk)
 
     def combined(self, y: Array, z: Array) -> Array:

@@ -252,7 +252,7 @@ class ExpertAxes(NamedTuple):
 
 def token_axes(layout: Layout) -> TokenAxes:
     """Axes over which the tokens of the residual stream are cut."""
-    return TokenAxes(layout.sharded_axes("batch"), layout.sharded_axes("seq_residual"), layout.row_cut())
+    return TokenAxes(layout.sharded_axes("batch"), layout.sharded_axes("seq_residual"), layout.sequence_sharding())
 
 
 def expert_axes(layout: Layout) -> ExpertAxes:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from megajax.layers.config.moe import CapacityConfig, RouterConfig
-from megajax.mesh.row_cut import WHOLE, RowCut
+from megajax.mesh.sequence_sharding import UNSHARDED_ROWS, SequenceSharding
 
 SINKHORN_TOLERANCE, SINKHORN_EPSILON = 1e-4, 1e-8
 SINKHORN_ROUNDS = 1000
@@ -32,7 +32,7 @@ class TokenAxes(NamedTuple):
     """Over which rows are."""
     seq: tuple[str, ...] = ()
     """Over which positions are."""
-    rows: RowCut = WHOLE
+    rows: SequenceSharding = UNSHARDED_ROWS
     """Which positions of a row a device holds."""
 
     @property

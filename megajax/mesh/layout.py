@@ -16,8 +16,8 @@ from jax import Array
 from megajax.mesh.collectives import Moves, gather_shards, moved_axes, reduce_shards
 from megajax.mesh.mesh import devices_along, free_axes, manual_axes
 from megajax.mesh.observations import Observed
-from megajax.mesh.row_cut import AXIS, WHOLE, RowCut
 from megajax.mesh.rules import LogicalAxes, Plan, demand_known
+from megajax.mesh.sequence_sharding import AXIS, UNSHARDED_ROWS, SequenceSharding
 
 type AxesTree = LogicalAxes | Sequence[AxesTree] | Mapping[str, AxesTree] | None
 """Logical axes of one array, or of each array of a tuple or a mapping; None where there is no array."""
@@ -84,8 +84,8 @@ class Layout:
     """Dtype in which `gather` communicates weights; None: unchanged."""
     reduced: str | None = None
     """Dtype in which their gradients are communicated; None: unchanged."""
-    rows: RowCut = WHOLE
-    """How a step cuts rows over `context`; see `row_cut`."""
+    rows: SequenceSharding = UNSHARDED_ROWS
+    """How a step cuts rows over `context`; see `sequence_sharding`."""
     token_weight: float = 1.0
     """About what the loss of a position weighs in the loss that is differentiated, before the loss scale."""
 
@@ -108,18 +108,18 @@ class Layout:
         first, end = self.fp8_layers or (0, 2**31 - 1)
         return (layer >= first) & (layer < end)
 
-    def row_cut(self) -> RowCut:
+    def sequence_sharding(self) -> SequenceSharding:
         """How rows are cut here: as `rows` says within a step, in plain chunks under `jax.jit`, or not at all."""
         if manual_axes().get(AXIS, 1) > 1:
             return self.rows
-        return self.rows.plain() if free_axes().get(AXIS, 1) > 1 else WHOLE
+        return self.rows.plain() if free_axes().get(AXIS, 1) > 1 else UNSHARDED_ROWS
 
     def row_index(self, length: int) -> Array:
         """int32 [length]: position in the row of each of the positions that layers see here, outside islands.
 
         Of all under `jax.jit`, of this device's in a step.
         """
-        return (self.rows if manual_axes().get(AXIS, 1) > 1 else WHOLE).local_index(length)
+        return (self.rows if manual_axes().get(AXIS, 1) > 1 else UNSHARDED_ROWS).local_index(length)
 
     def act(self, x: Array, *axes: str | None) -> Array:
         """Constrains the sharding of an activation; one logical axis (or None) for each dimension of x."""

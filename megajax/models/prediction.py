@@ -105,14 +105,14 @@ def shifted(layout: Layout, x: Array, segments: Array | None) -> Array:
     Where rows are cut, the value after a chunk is the first of the chunk that follows it in the row. So a device sends
     one number of each of its chunks, B x chunks x 4 bytes, for x and for the segments.
     """
-    row_cut = layout.row_cut()
-    if row_cut.devices == 1:
+    sequence_sharding = layout.sequence_sharding()
+    if sequence_sharding.devices == 1:
         return _within(_shifted(x), segments, None if segments is None else _shifted(segments))
 
     def local(x: Array) -> Array:
-        chunks = x.reshape(x.shape[0], row_cut.chunks, -1)
-        firsts = _shifted(gather_rows(row_cut, chunks[:, :, 0]))
-        after = firsts[:, row_cut.local_index(row_cut.chunks)]
+        chunks = x.reshape(x.shape[0], sequence_sharding.chunks, -1)
+        firsts = _shifted(gather_rows(sequence_sharding, chunks[:, :, 0]))
+        after = firsts[:, sequence_sharding.local_index(sequence_sharding.chunks)]
         return jnp.concatenate([chunks[:, :, 1:], after[:, :, None]], axis=2).reshape(x.shape)
 
     following = layout.island(local, (TOKENS,), TOKENS)

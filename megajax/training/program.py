@@ -19,10 +19,10 @@ from megajax.kernels.capability import Choice, Device, Request
 from megajax.layers.param import Adapter, Observation, ParamSpec, reordered, specs
 from megajax.layers.quantization import demand_device
 from megajax.mesh.config import ParallelConfig
-from megajax.mesh.cut import Cut
+from megajax.mesh.context_sharding import ContextSharding
 from megajax.mesh.layout import Layout
-from megajax.mesh.row_cut import RowCut
 from megajax.mesh.rules import Plan, demand_known
+from megajax.mesh.sequence_sharding import SequenceSharding
 from megajax.mesh.xla import Value
 from megajax.models.facts import ChoosesKernels, facts_of
 from megajax.models.protocol import Model, demand_model
@@ -277,8 +277,8 @@ def demand_kernels(cfg: RunConfig, device: Device | None = None) -> tuple[Choice
     """
     if not isinstance(cfg.model, ChoosesKernels):
         return ()
-    cut = Cut.of(cfg.parallel, causal=cfg.model.ignores_later_positions())
-    known = Request(dtype=cfg.precision.compute, documents="segment_ids" in cfg.data.leaves(), cut=cut)
+    cut = ContextSharding.of(cfg.parallel, causal=cfg.model.ignores_later_positions())
+    known = Request(dtype=cfg.precision.compute, documents="segment_ids" in cfg.data.leaves(), sharding=cut)
     return cfg.model.kernel_choices(known, local_device() if device is None else device)
 
 
@@ -311,7 +311,7 @@ def _layout(cfg: RunConfig, mesh: Mesh, plan: Plan) -> Layout:
         plan,
         gathered=precision.compute,
         reduced=precision.reduced_in(),
-        rows=RowCut.of(cfg.parallel, causal=cfg.model.ignores_later_positions()),
+        rows=SequenceSharding.of(cfg.parallel, causal=cfg.model.ignores_later_positions()),
         token_weight=1 / tokens,
     )
     if precision.fp8 is None:

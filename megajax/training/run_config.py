@@ -14,7 +14,7 @@ from megajax.config.placeholder import UnknownValue
 from megajax.data.config import DataConfig, RowsConfig
 from megajax.layers.facts import Side
 from megajax.mesh.config import BATCH_AXES, ParallelConfig
-from megajax.mesh.cut import Cut
+from megajax.mesh.context_sharding import ContextSharding
 from megajax.mesh.xla import XlaConfig
 from megajax.metrics.config import LoggingConfig, ProfileConfig
 from megajax.models.config import DecoderConfig
@@ -243,9 +243,9 @@ def _unit(cfg: RunConfig, rounds: int) -> int:
     return lcm(_cut(cfg, rounds).unit, parallel.context * (parallel.tensor if parallel.sequence else 1))
 
 
-def _cut(cfg: RunConfig, rounds: int) -> Cut:
+def _cut(cfg: RunConfig, rounds: int) -> ContextSharding:
     """How rows are cut over `context`, with so many rounds."""
-    return Cut.of(replace(cfg.parallel, context_rounds=rounds), causal=cfg.model.ignores_later_positions())
+    return ContextSharding.of(replace(cfg.parallel, context_rounds=rounds), causal=cfg.model.ignores_later_positions())
 
 
 def _uneven_rows(cfg: RunConfig, name: str, length: int) -> Problem:

@@ -77,7 +77,7 @@ class Parts:
             consumed=consumed,
             config=self.cfg.data.loader,
             size_at=(lambda rows: sizes.at(rows).rows) if training else None,
-            row_cut=self.program.layout.rows,
+            sequence_sharding=self.program.layout.rows,
             balancing=balancing(self.cfg) if training else None,
         )
 

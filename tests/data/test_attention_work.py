@@ -18,12 +18,12 @@ from megajax.data.attention_work import (
 )
 from megajax.data.balancing import Imbalance, balance_rows
 from megajax.data.config import BlendConfig, CyclicConfig, FillInMiddleConfig, MockConfig, Rows
-from megajax.mesh.row_cut import RowCut
+from megajax.mesh.sequence_sharding import SequenceSharding
 from megajax.models.config import text_schema
 
 pytestmark = pytest.mark.smoke
 
-CUTS = [RowCut(), *(RowCut(devices, rounds) for devices in (2, 4) for rounds in (0, 1, 2))]
+CUTS = [SequenceSharding(), *(SequenceSharding(devices, rounds) for devices in (2, 4) for rounds in (0, 1, 2))]
 
 
 def mask_of(segments: np.ndarray, window: int | None) -> np.ndarray:
@@ -35,7 +35,7 @@ def mask_of(segments: np.ndarray, window: int | None) -> np.ndarray:
 
 @pytest.mark.parametrize("window", [None, 0, 3, 40])
 @pytest.mark.parametrize("cut", CUTS, ids=str)
-def test_scores_of_each_device(cut: RowCut, window: int | None) -> None:
+def test_scores_of_each_device(cut: SequenceSharding, window: int | None) -> None:
     draw = np.random.default_rng(0)
     for most in (1, 2, 6, 48):
         segments = np.sort(draw.integers(0, most, 48))
@@ -47,20 +47,24 @@ def test_scores_of_each_device(cut: RowCut, window: int | None) -> None:
 
 
 def test_devices_that_exchange_heads_have_equal_shares() -> None:
-    lengths, ring = np.array([30, 2, 16]), RowCut(2, 1)
-    both = RowCut(4, 1, "ring+all_to_all", exchanging=2)
+    lengths, ring = np.array([30, 2, 16]), SequenceSharding(2, 1)
+    both = SequenceSharding(4, 1, "ring+all_to_all", exchanging=2)
     np.testing.assert_array_equal(device_scores(lengths, both), np.repeat(device_scores(lengths, ring) / 2, 2))
-    alone = RowCut(4, 1, "all_to_all", exchanging=4)
+    alone = SequenceSharding(4, 1, "all_to_all", exchanging=4)
     assert imbalance(device_scores(lengths, alone)) == 1
 
 
 def test_zigzag_balances_rows_of_one_document() -> None:
     one = np.array([64])
-    assert imbalance(device_scores(one, RowCut(4, 1))) == 1 < imbalance(device_scores(one, RowCut(4, 0)))
+    assert (
+        imbalance(device_scores(one, SequenceSharding(4, 1)))
+        == 1
+        < imbalance(device_scores(one, SequenceSharding(4, 0)))
+    )
 
 
 def test_work_is_of_positions_and_of_scores_by_window() -> None:
-    work, lengths, cut = RowWork(10.0, ((None, 2.0), (3, 1.0))), np.array([5, 11]), RowCut(2, 1)
+    work, lengths, cut = RowWork(10.0, ((None, 2.0), (3, 1.0))), np.array([5, 11]), SequenceSharding(2, 1)
     expected = 10 * 16 / 2 + 2 * device_scores(lengths, cut) + device_scores(lengths, cut, 3)
     np.testing.assert_array_equal(work.of_devices(lengths, cut), expected)
     assert work.of_row(lengths, cut) == expected.max()

@@ -17,7 +17,7 @@ from megajax.data.balancing import Balancing, balance_rows
 from megajax.data.config import LoaderConfig
 from megajax.data.loader import Loader, LocalRows, read_rows
 from megajax.data.reading import ReadError
-from megajax.mesh.row_cut import RowCut
+from megajax.mesh.sequence_sharding import SequenceSharding
 from megajax.models.config import text_schema
 
 pytestmark = pytest.mark.smoke
@@ -283,7 +283,7 @@ def test_dealt_rows_of_growing_steps() -> None:
 @pytest.mark.parametrize("rounds", [0, 1])
 def test_processes_hold_parts_of_the_same_rows(sizes: tuple[int, ...], rounds: int, processes: int) -> None:
     """Context cut over processes: each reads whole rows, and its devices' blocks are those of one process."""
-    sharding, cut = layout(sizes), RowCut(4, rounds)
+    sharding, cut = layout(sizes), SequenceSharding(4, rounds)
     schema = batch_schema(text_schema(16, 10_000), LEAVES)
     rows = [{name: (row * 16 + np.arange(16)).astype(dtype) for name, dtype in LEAVES.items()} for row in range(G)]
     whole = np.stack([row["tokens"] for row in rows]).reshape(M, G // M, 16)

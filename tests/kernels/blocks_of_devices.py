@@ -15,7 +15,7 @@ import numpy as np
 from megajax.kernels.context.ring import sources
 from megajax.kernels.mask import Mask
 from megajax.kernels.pallas_attention import Blocks, visited
-from megajax.mesh.row_cut import RowCut
+from megajax.mesh.sequence_sharding import SequenceSharding
 
 
 class Counted(NamedTuple):
@@ -34,7 +34,7 @@ class Counted(NamedTuple):
 
 
 def blocks_of_devices(
-    cut: RowCut,
+    sharding: SequenceSharding,
     length: int,
     blocks: Blocks,
     *,
@@ -46,16 +46,16 @@ def blocks_of_devices(
 
     Where devices exchange heads, the counts are of each group, whose devices have different heads.
     """
-    cut = cut.exchanged() if cut.exchanging > 1 else cut
-    places = cut.places(length).reshape(cut.devices, -1)
+    sharding = sharding.exchanged() if sharding.exchanging > 1 else sharding
+    places = sharding.places(length).reshape(sharding.devices, -1)
     first, last = visible_range(np.arange(length), segments, window, causal)
     rows = []
     for rank, local_places in enumerate(places):
         key_places = [np.arange(length)]
-        if "ring" in cut.strategy and cut.devices > 1:
+        if "ring" in sharding.strategy and sharding.devices > 1:
             local = jnp.asarray(local_places)
-            steps = sources(cut, len(local_places), Mask(local, local, None, None, window, causal))
-            key_places = [places[(rank - source) % cut.devices] for source in steps]
+            steps = sources(sharding, len(local_places), Mask(local, local, None, None, window, causal))
+            key_places = [places[(rank - source) % sharding.devices] for source in steps]
         total = np.zeros(3, np.int64)
         for keys in key_places:
             ids = [None if segments is None else jnp.asarray(segments[index])[None] for index in (local_places, keys)]

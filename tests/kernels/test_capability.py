@@ -10,7 +10,7 @@ from gpu_stand_in import KIND, CudaVersions, stand_in
 from megajax.config.errors import UserError
 from megajax.kernels.attention import PASSES, local_device
 from megajax.kernels.capability import BACKENDS, Device, Request, choose
-from megajax.mesh.cut import Cut
+from megajax.mesh.context_sharding import ContextSharding
 
 H100 = Device(name="H100", capability=(9, 0), cudnn=(9, 10, 0))
 A100 = Device(name="A100", capability=(8, 0), cudnn=(9, 10, 0))
@@ -117,8 +117,12 @@ def test_the_local_device() -> None:
     assert (device.capability is None) == (jax.devices()[0].platform != "gpu")
 
 
-RING, GATHER, HEADS = Cut(4, 1, "ring"), Cut(4, 1, "all_gather"), Cut(4, 1, "all_to_all", exchanging=4)
-GROUPS, PLAIN_CHUNKS = Cut(4, 1, "ring+all_to_all", exchanging=2), Cut(4, 0, "all_gather")
+RING, GATHER, HEADS = (
+    ContextSharding(4, 1, "ring"),
+    ContextSharding(4, 1, "all_gather"),
+    ContextSharding(4, 1, "all_to_all", exchanging=4),
+)
+GROUPS, PLAIN_CHUNKS = ContextSharding(4, 1, "ring+all_to_all", exchanging=2), ContextSharding(4, 0, "all_gather")
 BOTH_WAYS = replace(PLAIN, causal=False)
 
 
@@ -159,22 +163,24 @@ BOTH_WAYS = replace(PLAIN, causal=False)
         (replace(PLAIN, bias=True), GATHER, "reference", "bias"),
     ],
 )
-def test_auto_chooses_by_the_strategy_too(request_: Request, cut: Cut, kernel: str, why: str) -> None:
-    choice = choose("auto", replace(request_, cut=cut), H100)
+def test_auto_chooses_by_the_strategy_too(request_: Request, sharding: ContextSharding, kernel: str, why: str) -> None:
+    choice = choose("auto", replace(request_, sharding=sharding), H100)
     assert choice.kernel == kernel
     assert why in "; ".join(choice.reasons) and bool(why) == bool(choice.reasons)
 
 
 @pytest.mark.parametrize("cut", [GATHER, RING, GROUPS])
-def test_a_mask_of_scores_is_for_whole_rows(cut: Cut) -> None:
+def test_a_mask_of_scores_is_for_whole_rows(sharding: ContextSharding) -> None:
     with pytest.raises(UserError, match=r"with a mask takes whole rows, and has parts of them over parallel.context=4"):
-        choose("cudnn_mask", replace(PLAIN, cut=cut), H100)
-    assert choose("cudnn_mask", replace(PLAIN, cut=HEADS), H100).kernel == "cudnn_mask"
+        choose("cudnn_mask", replace(PLAIN, sharding=sharding), H100)
+    assert choose("cudnn_mask", replace(PLAIN, sharding=HEADS), H100).kernel == "cudnn_mask"
 
 
 def test_the_reference_and_pallas_take_any_cut() -> None:
-    for cut in (GATHER, RING, GROUPS, HEADS, PLAIN_CHUNKS):
-        hard = replace(PLAIN, window=3, documents=True, sink=True, cut=cut)
+    for sharding in (GATHER, RING, GROUPS, HEADS, PLAIN_CHUNKS):
+        hard = replace(PLAIN, window=3, documents=True, sink=True, sharding=sharding)
         assert BACKENDS["pallas"].refusal(hard, H100) is None
         assert BACKENDS["reference"].refusal(replace(hard, dropout=0.1), Device(name="cpu")) is None
-        assert choose("auto", replace(PLAIN, dtype="float32", cut=cut), Device(name="cpu")).kernel == "reference"
+        assert (
+            choose("auto", replace(PLAIN, dtype="float32", sharding=sharding), Device(name="cpu")).kernel == "reference"
+        )

@@ -1,4 +1,4 @@
-"""cuDNN over rows that are cut: triangles, rectangles and squares, with its calls in plain jax."""
+"""cuDNN over rows that are sharding: triangles, rectangles and squares, with its calls in plain jax."""
 
 import re
 from collections.abc import Callable
@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cudnn_in_jax import stand_in
-from cut_rows import Case, check, documents, texts
 from flax import nnx
 from jax.sharding import PartitionSpec as P
+from sharded_rows import Case, check, documents, texts
 
 from megajax.config.errors import UserError
 from megajax.kernels import cudnn
@@ -23,8 +23,8 @@ from megajax.layers.param import LayerSettings, bind, specs
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.mesh import build_mesh
-from megajax.mesh.row_cut import RowCut
 from megajax.mesh.rules import Plan
+from megajax.mesh.sequence_sharding import SequenceSharding
 
 GPU = local_device().capability is not None if jax.default_backend() == "gpu" else False
 BIDIRECTIONAL = Case(causal=False, padded=True, segments=texts())
@@ -100,14 +100,14 @@ def test_a_window_in_chunks_is_not_computed_in_silence(monkeypatch: pytest.Monke
 def calls_of_a_layer(strategy: str, *, manual: bool = True, length: int = 64, **settings: object) -> list[str]:
     """Mask types that a layer of attention hands to cuDNN on context 4 x tensor 2, within a step or by `jax.jit`."""
     parallel = ParallelConfig(data=1, context=4, tensor=2, context_strategy=strategy)
-    cut = RowCut.of(parallel, causal=True)
-    layer = LayerSettings(layout=Layout(Plan.of(parallel), rows=cut), hidden=64, std=0.1, output_std=0.1)
+    sharding = SequenceSharding.of(parallel, causal=True)
+    layer = LayerSettings(layout=Layout(Plan.of(parallel), rows=sharding), hidden=64, std=0.1, output_std=0.1)
     cfg = AttentionConfig(heads=8, kv_heads=4, kernel="cudnn", **settings)
     module = nnx.eval_shape(lambda: cfg.build(layer))
     weights = {path: jax.ShapeDtypeStruct(spec.shape, jnp.bfloat16) for path, spec in specs(module).items()}
 
     def attention(weights: dict, x: jax.Array) -> jax.Array:
-        index = cut.local_index(x.shape[1]) if manual else jnp.arange(x.shape[1])
+        index = sharding.local_index(x.shape[1]) if manual else jnp.arange(x.shape[1])
         return bind(module, weights)(x, Context(jnp.zeros(x.shape[:2], jnp.int32), index, None))
 
     row, outer = P(None, "context"), {"pipeline", "data", "expert", "context"}

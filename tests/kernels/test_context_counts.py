@@ -5,7 +5,7 @@ import pytest
 from blocks_of_devices import blocks_of_devices, visible_range
 
 from megajax.kernels.pallas_attention import Blocks
-from megajax.mesh.row_cut import RowCut
+from megajax.mesh.sequence_sharding import SequenceSharding
 
 LENGTH, BLOCKS = 4096, Blocks(32, 16, 4)
 BORDERS = [7, 300, 301, 1024, 1400, 3000, 3001, 3900]
@@ -23,8 +23,8 @@ SLOW = pytest.mark.slow
     [STRATEGIES[1], *(pytest.param(*case, marks=SLOW) for case in STRATEGIES if case[1] > 1)],
 )
 def test_blocks_that_no_query_needs_are_skipped(strategy, exchanging, rounds, segments, window) -> None:
-    cut = RowCut(8, rounds, strategy, exchanging)
-    counts = blocks_of_devices(cut, LENGTH, BLOCKS, segments=segments, window=window)
+    sharding = SequenceSharding(8, rounds, strategy, exchanging)
+    counts = blocks_of_devices(sharding, LENGTH, BLOCKS, segments=segments, window=window)
     np.testing.assert_array_equal(counts.by_query, counts.needed)
     np.testing.assert_array_equal(counts.by_key, counts.needed)
 
@@ -32,26 +32,27 @@ def test_blocks_that_no_query_needs_are_skipped(strategy, exchanging, rounds, se
 @pytest.mark.parametrize(("strategy", "exchanging"), STRATEGIES)
 @pytest.mark.parametrize("rounds", [1, pytest.param(2, marks=SLOW)])
 def test_in_zigzag_all_devices_have_the_same_work(strategy: str, exchanging: int, rounds: int) -> None:
-    counts = blocks_of_devices(RowCut(8, rounds, strategy, exchanging), LENGTH, BLOCKS)
+    counts = blocks_of_devices(SequenceSharding(8, rounds, strategy, exchanging), LENGTH, BLOCKS)
     assert counts.imbalance() <= 1.05
     # In all as many as one device has of the row.
-    unsharded = blocks_of_devices(RowCut(), LENGTH, BLOCKS)
+    unsharded = blocks_of_devices(SequenceSharding(), LENGTH, BLOCKS)
     assert counts.by_query.sum() == unsharded.needed.sum() == unsharded.by_query.sum()
     # In plain chunks the last device has nearly twice the mean.
-    plain = blocks_of_devices(RowCut(8, 0, "all_gather"), LENGTH, BLOCKS)
+    plain = blocks_of_devices(SequenceSharding(8, 0, "all_gather"), LENGTH, BLOCKS)
     assert plain.imbalance() > 1.8
 
 
 def test_more_rounds_balance_documents_better() -> None:
     one_round, four, sixteen = (
-        blocks_of_devices(RowCut(8, rounds), LENGTH, BLOCKS, segments=DOCUMENTS).imbalance() for rounds in (1, 4, 16)
+        blocks_of_devices(SequenceSharding(8, rounds), LENGTH, BLOCKS, segments=DOCUMENTS).imbalance()
+        for rounds in (1, 4, 16)
     )
     assert one_round > 1.2 > four > sixteen
 
 
 def test_needed_blocks_are_those_with_a_visible_score() -> None:
     """The count itself, against all scores of a small row."""
-    length, blocks, cut = 256, Blocks(16, 16, 4), RowCut(4, 1)
+    length, blocks, sharding = 256, Blocks(16, 16, 4), SequenceSharding(4, 1)
     segments = np.searchsorted([3, 64, 65, 200], np.arange(length), side="right")
     place = np.arange(length)
     visible = (place[:, None] >= place) & (place[:, None] - place <= 30) & (segments[:, None] == segments)
@@ -59,15 +60,15 @@ def test_needed_blocks_are_those_with_a_visible_score() -> None:
     np.testing.assert_array_equal(visible.sum(1), last - first + 1)
     expected = [
         visible[places].reshape(-1, 16, length // 16, 16).any((1, 3)).sum()
-        for places in cut.places(length).reshape(4, -1)
+        for places in sharding.places(length).reshape(4, -1)
     ]
-    counts = blocks_of_devices(cut, length, blocks, segments=segments, window=30)
+    counts = blocks_of_devices(sharding, length, blocks, segments=segments, window=30)
     np.testing.assert_array_equal(counts.needed, expected)
 
 
 @SLOW
 def test_bidirectional_rows_need_all_blocks() -> None:
     for strategy in ("all_gather", "ring"):
-        counts = blocks_of_devices(RowCut(8, 0, strategy), LENGTH, BLOCKS, causal=False)
+        counts = blocks_of_devices(SequenceSharding(8, 0, strategy), LENGTH, BLOCKS, causal=False)
         assert (counts.by_query == LENGTH // 8 // 32 * (LENGTH // 16)).all()
         np.testing.assert_array_equal(counts.by_query, counts.needed)

@@ -1,4 +1,4 @@
-"""Attention over rows that are cut, forward and backward in a loop over layers, compiled for virtual H100s.
+"""Attention over rows that are sharding, forward and backward in a loop over layers, compiled for virtual H100s.
 
 Within a loop, as in a model: alone, forward and backward pass would share what they gather.
 """
@@ -20,7 +20,7 @@ from megajax.config.errors import UserError
 from megajax.kernels.attention import OUTPUT, STATISTICS, attend
 from megajax.kernels.context.strategy import over_context
 from megajax.kernels.mask import Mask
-from megajax.mesh.row_cut import RowCut
+from megajax.mesh.sequence_sharding import SequenceSharding
 from megajax.mesh.xla import DEVICELESS, FSDP, GPU, compiler_options
 from megajax.planning.program import devices, hlo
 from megajax.planning.program.devices import GPUS, Cluster
@@ -38,14 +38,14 @@ def compiler() -> None:
 
 
 def compiled(
-    cut: RowCut, kernel: str, *, segments: bool = False, fsdp: bool = False, **rest: Any
+    sharding: SequenceSharding, kernel: str, *, segments: bool = False, fsdp: bool = False, **rest: Any
 ) -> tuple[str, Mapping]:
     """The program's text and its mesh. rest: of the mask."""
     mesh = Mesh(
         np.array(devices.virtual_devices(Cluster(GPUS["h100"], CONTEXT * TENSOR, 8))).reshape(CONTEXT, TENSOR),
         ("context", "tensor"),
     )
-    passes, heads = over_context(cut, kernel), P(None, None, "tensor")
+    passes, heads = over_context(sharding, kernel), P(None, None, "tensor")
 
     def local(q: Array, k: Array, v: Array, index: Array, ids: Array | None) -> Array:
         return attend(passes, q, k, v, Mask(index, index, ids, ids, **rest), scale=0.1)
@@ -54,7 +54,7 @@ def compiled(
         island = jax.shard_map(
             local, axis_names={"tensor"}, in_specs=(heads, heads, heads, P(), P()), out_specs=heads, check_vma=False
         )
-        index = cut.local_index(x.shape[1])
+        index = sharding.local_index(x.shape[1])
 
         def layer(x: Array, _: None) -> tuple[Array, None]:
             kv = x[:, :, :: HEADS // 2]
@@ -98,7 +98,7 @@ FORWARD, BACKWARD = "fmhaSoftmax", "fmhaSoftmaxBackward"
 
 @pytest.mark.parametrize("fsdp", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_all_transfers_of_a_ring_but_the_last_run_beside_a_kernel(fsdp: bool) -> None:
-    text, mesh = compiled(RowCut(CONTEXT, 1, "ring"), "cudnn", fsdp=fsdp)
+    text, mesh = compiled(SequenceSharding(CONTEXT, 1, "ring"), "cudnn", fsdp=fsdp)
     assert kernels(text) == {FORWARD: CONTEXT, BACKWARD: CONTEXT}
     assert branches(text) == 0
     # Keys with values in both passes, sums of their gradients in the second, and those on their way home.
@@ -107,7 +107,7 @@ def test_all_transfers_of_a_ring_but_the_last_run_beside_a_kernel(fsdp: bool) ->
 
 @pytest.mark.slow
 def test_gathered_keys_of_whole_rows_have_three_calls_and_no_branch() -> None:
-    text, mesh = compiled(RowCut(CONTEXT, 1, "all_gather"), "cudnn")
+    text, mesh = compiled(SequenceSharding(CONTEXT, 1, "all_gather"), "cudnn")
     assert kernels(text) == {FORWARD: 3, BACKWARD: 3}
     assert branches(text) == 0
     # Forward the triangles run meanwhile, backward they run while gradients are scattered.
@@ -117,7 +117,7 @@ def test_gathered_keys_of_whole_rows_have_three_calls_and_no_branch() -> None:
 
 @pytest.mark.slow
 def test_documents_have_another_kernel_for_rows_that_do_not_fit() -> None:
-    text, _ = compiled(RowCut(CONTEXT, 1, "all_gather"), "cudnn", segments=True)
+    text, _ = compiled(SequenceSharding(CONTEXT, 1, "all_gather"), "cudnn", segments=True)
     assert kernels(text) == {FORWARD: 3, BACKWARD: 3, "triton": 9}
     assert branches(text) == 6
 
@@ -125,7 +125,7 @@ def test_documents_have_another_kernel_for_rows_that_do_not_fit() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("window", [None, LENGTH // 16])
 def test_a_ring_by_pallas_has_no_branch_and_no_kernel_for_keys_out_of_reach(window: int | None) -> None:
-    text, mesh = compiled(RowCut(CONTEXT, 1, "ring"), "pallas", segments=True, window=window)
+    text, mesh = compiled(SequenceSharding(CONTEXT, 1, "ring"), "pallas", segments=True, window=window)
     steps = CONTEXT if window is None else 3
     assert kernels(text) == {"triton": 3 * steps}
     assert branches(text) == 0
@@ -134,6 +134,6 @@ def test_a_ring_by_pallas_has_no_branch_and_no_kernel_for_keys_out_of_reach(wind
 
 @pytest.mark.slow
 def test_bidirectional_rows_have_one_call_on_gathered_keys() -> None:
-    text, _ = compiled(RowCut(CONTEXT, 0, "all_gather"), "cudnn", causal=False)
+    text, _ = compiled(SequenceSharding(CONTEXT, 0, "all_gather"), "cudnn", causal=False)
     assert kernels(text) == {FORWARD: 1, BACKWARD: 1}
     assert branches(text) == 0

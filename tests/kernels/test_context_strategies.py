@@ -1,4 +1,4 @@
-"""Attention over rows that are cut over devices, by each strategy, against the reference on one device."""
+"""Attention over rows that are sharding over devices, by each strategy, against the reference on one device."""
 
 from dataclasses import replace
 from functools import partial
@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cut_rows import SCALE, Case, check, documents, on_devices, texts
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from sharded_rows import SCALE, Case, check, documents, on_devices, texts
 
 from megajax.kernels import pallas_attention
 from megajax.kernels.attention import PASSES, Passes, reference_forward
@@ -17,7 +17,7 @@ from megajax.kernels.context.ring import sources
 from megajax.kernels.context.strategy import over_context
 from megajax.kernels.mask import Mask
 from megajax.kernels.pallas_attention import Blocks
-from megajax.mesh.row_cut import RowCut
+from megajax.mesh.sequence_sharding import SequenceSharding
 
 STRATEGIES = ("all_gather", "ring", "all_to_all", "ring+all_to_all")
 EVERYTHING = Case(segments=documents(), window=9, sink=True, groups=2, size=24, wide=16)
@@ -80,16 +80,16 @@ def test_dropout_in_a_ring_is_that_of_whole_rows() -> None:
 
 def statistics(case: Case) -> tuple[np.ndarray, np.ndarray]:
     """Log-sum-exps of a strategy and of one device from the same inputs, [B, N, T]."""
-    cut = case.cut()
-    passes, mesh = over_context(cut, "reference"), Mesh(np.array(jax.devices()[: case.context]), ("context",))
+    sharding = case.sharding()
+    passes, mesh = over_context(sharding, "reference"), Mesh(np.array(jax.devices()[: case.context]), ("context",))
 
     def local(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        index = cut.local_index(q.shape[1])
+        index = sharding.local_index(q.shape[1])
         return passes.forward(q, k, v, Mask(index, index, None, None), scale=SCALE)[1]
 
     rows = P(None, "context")
     program = jax.shard_map(local, mesh=mesh, in_specs=rows, out_specs=P(None, None, "context"), check_vma=False)
-    order, (q, k, v, *_) = cut.places(case.length), case.arrays()
+    order, (q, k, v, *_) = sharding.places(case.length), case.arrays()
     lse = jax.jit(program)(*(x[:, order] for x in (q, k, v)))
     assert lse.dtype == jnp.float32
     index = jnp.arange(case.length)
@@ -154,9 +154,9 @@ def test_a_ring_passes_by_devices_whose_keys_no_window_reaches() -> None:
         (8, 0, 8, [0, 1]),
         (8, 0, 9, [0, 1, 2]),
     ):
-        assert sources(RowCut(devices, rounds, "ring"), 8, mask._replace(window=window)) == expected
-    assert sources(RowCut(4, 0, "ring"), 8, mask._replace(window=1, causal=False)) == [0, 1, 2, 3]
+        assert sources(SequenceSharding(devices, rounds, "ring"), 8, mask._replace(window=window)) == expected
+    assert sources(SequenceSharding(4, 0, "ring"), 8, mask._replace(window=1, causal=False)) == [0, 1, 2, 3]
 
 
 def test_only_the_reference_has_dropout_in_strategies() -> None:
-    assert [name for name in PASSES if over_context(RowCut(2, 1, "ring"), name).dropout] == ["reference"]
+    assert [name for name in PASSES if over_context(SequenceSharding(2, 1, "ring"), name).dropout] == ["reference"]

@@ -19,8 +19,8 @@ from megajax.layers.config import CapacityConfig, LoRAConfig, MoEConfig, RouterC
 from megajax.layers.router import Routing, TokenAxes, choose, within_capacity
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
-from megajax.mesh.row_cut import RowCut
 from megajax.mesh.rules import Plan
+from megajax.mesh.sequence_sharding import SequenceSharding
 from megajax.mesh.xla import XlaConfig
 from megajax.models.config import DecoderConfig, PredictionConfig
 from megajax.models.config.classifier import ClassHeadConfig, classifying
@@ -75,7 +75,7 @@ def same_run(model: DecoderConfig, parallel: ParallelConfig, **settings: object)
     return actual, expected
 
 
-def on_devices(cut: RowCut, local: Callable, *arrays: np.ndarray) -> list[np.ndarray]:
+def on_devices(cut: SequenceSharding, local: Callable, *arrays: np.ndarray) -> list[np.ndarray]:
     """`local` of each device's part of arrays [B, T, ...] -> its results as whole rows."""
     mesh = jax.make_mesh(
         (cut.devices,), ("context",), axis_types=(AxisType.Auto,), devices=jax.devices()[: cut.devices]
@@ -89,8 +89,10 @@ def on_devices(cut: RowCut, local: Callable, *arrays: np.ndarray) -> list[np.nda
     return [np.asarray(result)[:, places] for result in results]
 
 
-@pytest.mark.parametrize("cut", [RowCut(4), RowCut(2, 1), RowCut(4, 2)], ids=["plain", "zigzag", "rounds"])
-def test_the_next_position_is_that_of_the_row(cut: RowCut) -> None:
+@pytest.mark.parametrize(
+    "cut", [SequenceSharding(4), SequenceSharding(2, 1), SequenceSharding(4, 2)], ids=["plain", "zigzag", "rounds"]
+)
+def test_the_next_position_is_that_of_the_row(cut: SequenceSharding) -> None:
     draw = np.random.default_rng(0)
     x, segments = draw.integers(1, 9, (2, 32)), np.sort(draw.integers(0, 6, (2, 32)), axis=1)
     segments[:, 16:] += segments[:, 15:16] - segments[:, 16:17] + np.array([[0], [1]])  # on a border, and across it
@@ -118,7 +120,7 @@ def local_layout_free(x: np.ndarray, segments: np.ndarray) -> tuple[np.ndarray, 
 
 @pytest.mark.parametrize("drop", ["probability", "position"])
 def test_experts_count_tokens_in_the_order_of_the_row(drop: str) -> None:
-    cut, rows, experts, k = RowCut(2, 1), 2, 4, 2
+    cut, rows, experts, k = SequenceSharding(2, 1), 2, 4, 2
     router, capacity = RouterConfig(force_balance=True), CapacityConfig(factor=0.6, drop=drop)
     logits = np.random.default_rng(0).normal(size=(rows, 12, experts)).astype(np.float32)
 

@@ -28,8 +28,8 @@ from megajax.layers.param import LayerSettings, bind, initial_values, specs
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.layout import Layout
 from megajax.mesh.mesh import build_mesh
-from megajax.mesh.row_cut import RowCut
 from megajax.mesh.rules import Plan
+from megajax.mesh.sequence_sharding import SequenceSharding
 from megajax.models.config import DecoderConfig
 
 HIDDEN, ROWS = 16, 2
@@ -68,7 +68,7 @@ def drawn(length: int) -> np.ndarray:
 @cache
 def layer(name: str, parallel: ParallelConfig) -> nnx.Module:
     """With the same weights on every layout, all of them random."""
-    layout = Layout(Plan.of(parallel), rows=RowCut.of(parallel, causal=True))
+    layout = Layout(Plan.of(parallel), rows=SequenceSharding.of(parallel, causal=True))
     settings = LayerSettings(layout=layout, hidden=HIDDEN, std=0.3, output_std=0.3)
     abstract = nnx.eval_shape(lambda: LAYERS[name].build(settings))
     rng = np.random.default_rng(1)
@@ -76,7 +76,7 @@ def layer(name: str, parallel: ParallelConfig) -> nnx.Module:
     return bind(abstract, jax.tree.map(lambda leaf: rng.normal(0.3, 0.3, leaf.shape).astype(np.float32), like))
 
 
-def applied(weights: nnx.State, x: Array, ids: Array | None, *, graph: nnx.GraphDef, cut: RowCut) -> Array:
+def applied(weights: nnx.State, x: Array, ids: Array | None, *, graph: nnx.GraphDef, cut: SequenceSharding) -> Array:
     """The layer on what a device holds of rows."""
     index = cut.local_index(x.shape[1])
     return nnx.merge(graph, weights)(x, Context(jnp.broadcast_to(index[None], x.shape[:2]), index, ids))
@@ -112,7 +112,7 @@ def on_devices(run, parallel: ParallelConfig):
 def compiled(name: str, parallel: ParallelConfig, length: int, isolated: bool):
     """(weights, x, ids, weighting) -> see `pulled`, on the devices of the layout; rows device by device."""
     graph, weights = nnx.split(layer(name, parallel))
-    run = on_devices(partial(applied, graph=graph, cut=RowCut.of(parallel, causal=True)), parallel)
+    run = on_devices(partial(applied, graph=graph, cut=SequenceSharding.of(parallel, causal=True)), parallel)
     x, ids = drawn(length), segments(length) if isolated else None
     with jax.default_matmul_precision("highest"):
         return jax.jit(partial(pulled, run)).lower(weights, x, ids, x).compile(compiler_options=dict(QUICK))
@@ -121,7 +121,7 @@ def compiled(name: str, parallel: ParallelConfig, length: int, isolated: bool):
 def results(name: str, parallel: ParallelConfig, x: np.ndarray, ids: np.ndarray | None):
     """Output [B, T, D] and gradients in the row's order, by a layer on the devices of the layout."""
     weights, length = nnx.split(layer(name, parallel))[1], x.shape[1]
-    places = RowCut.of(parallel, causal=True).places(length)
+    places = SequenceSharding.of(parallel, causal=True).places(length)
     weighting = np.cos(np.arange(x.size, dtype=np.float32)).reshape(x.shape)
     moved = x[:, places], None if ids is None else ids[:, places], weighting[:, places]
     y, (of_weights, of_x) = jax.device_get(compiled(name, parallel, length, ids is not None)(weights, *moved))
@@ -163,7 +163,7 @@ def test_plain_jit_cuts_rows_into_chunks_in_order(name) -> None:
     whole = results(name, ONE, x, ids)[0]
     graph, weights = nnx.split(layer(name, parallel))
     with jax.set_mesh(build_mesh(parallel)), jax.default_matmul_precision("highest"):
-        run = jax.jit(partial(applied, graph=graph, cut=RowCut()))
+        run = jax.jit(partial(applied, graph=graph, cut=SequenceSharding()))
         y = run.lower(weights, x, ids).compile(compiler_options=dict(QUICK))(weights, x, ids)
     alike(y, whole, "output")
 
@@ -172,7 +172,7 @@ def test_plain_jit_cuts_rows_into_chunks_in_order(name) -> None:
 def test_devices_send_states_and_no_rows(name) -> None:
     """What a device receives: two or three exchanges of a state a chunk, last inputs, factors, ids of documents."""
     (length, parallel), cfg = ROUNDS, LAYERS[name]
-    cut, (graph, weights) = RowCut.of(parallel, causal=True), nnx.split(layer(name, parallel))
+    cut, (graph, weights) = SequenceSharding.of(parallel, causal=True), nnx.split(layer(name, parallel))
     run = on_devices(partial(applied, graph=graph, cut=cut), parallel)
     text = jax.jit(run).lower(weights, drawn(length), segments(length)).as_text(dialect="hlo")
     sent = {"all-to-all": 0, "all-gather": 0}

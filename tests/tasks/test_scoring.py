@@ -13,7 +13,7 @@ from megajax.data.config import MockConfig
 from megajax.layers.param import bind
 from megajax.mesh.config import ParallelConfig
 from megajax.mesh.mesh import build_mesh
-from megajax.mesh.row_cut import RowCut
+from megajax.mesh.sequence_sharding import SequenceSharding
 from megajax.mesh.xla import XlaConfig
 from megajax.models.presets.bert import bert
 from megajax.precision.config import PrecisionConfig
@@ -124,7 +124,7 @@ def test_rows_that_are_cut_over_devices_are_scored_as_whole_ones():
 def test_compiled_rows_have_equal_chunks(context, rounds, tensor, length):
     """Even ones, as cuDNN takes: 72 = 3 devices x 2 chunks x 12, 96 = 4 x 3 of tensor x 8, 128 = 8 x 8 x 2."""
     parallel = ParallelConfig(data=1, context=context, context_rounds=rounds, tensor=tensor, sequence=tensor > 1)
-    cut = RowCut.of(parallel, causal=True)
+    cut = SequenceSharding.of(parallel, causal=True)
     cfg = replace(scorer().program.cfg, parallel=parallel, model=replace(llama(), sequence_length=144))
     known = replace(scorer().program, cfg=cfg, layout=replace(scorer().program.layout, rows=cut))
     asked = Scorer(known, scorer().tokenizer, {})

@@ -10,33 +10,33 @@ from jax import Array
 from megajax.kernels.attention import AttentionDropout, Passes
 from megajax.kernels.context.collectives import gather_rows, reduce_rows
 from megajax.kernels.mask import Mask
-from megajax.mesh.row_cut import RowCut
+from megajax.mesh.sequence_sharding import SequenceSharding
 
 
-def whole_keys(cut: RowCut, k: Array, v: Array, mask: Mask) -> tuple[Array, Array, Mask]:
+def whole_keys(sharding: SequenceSharding, k: Array, v: Array, mask: Mask) -> tuple[Array, Array, Mask]:
     """Keys and values of a device -> those of whole rows in order, and the mask of the device's queries on them.
 
     Differentiable.
     """
-    segments = None if mask.key_segments is None else gather_rows(cut, mask.key_segments)
-    keys = gather_rows(cut, k)
+    segments = None if mask.key_segments is None else gather_rows(sharding, mask.key_segments)
+    keys = gather_rows(sharding, k)
     index = jnp.arange(keys.shape[1], dtype=jnp.int32)
-    return keys, gather_rows(cut, v), mask._replace(key_index=index, key_segments=segments)
+    return keys, gather_rows(sharding, v), mask._replace(key_index=index, key_segments=segments)
 
 
-def all_gather(cut: RowCut, passes: Passes) -> Passes:
+def all_gather(sharding: SequenceSharding, passes: Passes) -> Passes:
     """Attention of whole rows from a device's part of them, by a backend that takes any mask."""
 
     def forward(
         q: Array, k: Array, v: Array, mask: Mask, *, scale: float, dropout: AttentionDropout | None = None
     ) -> tuple[Array, Array]:
-        return passes.call_forward(q, *whole_keys(cut, k, v, mask), scale=scale, dropout=dropout)
+        return passes.call_forward(q, *whole_keys(sharding, k, v, mask), scale=scale, dropout=dropout)
 
     def backward(
         q: Array, k: Array, v: Array, mask: Mask, *saved: Array, scale: float, dropout: AttentionDropout | None = None
     ) -> tuple[Array, Array, Array]:
-        keys, values, mask = whole_keys(cut, k, v, mask)
+        keys, values, mask = whole_keys(sharding, k, v, mask)
         dq, dk, dv = passes.call_backward(q, keys, values, mask, *saved, scale=scale, dropout=dropout)
-        return dq, reduce_rows(cut, dk), reduce_rows(cut, dv)
+        return dq, reduce_rows(sharding, dk), reduce_rows(sharding, dv)
 
     return Passes(forward, backward, passes.dropout)

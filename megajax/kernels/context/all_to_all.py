@@ -15,12 +15,12 @@ from jax import Array, lax
 from megajax.kernels.attention import AttentionDropout, Passes
 from megajax.kernels.context.collectives import gather_group, to_heads, to_positions
 from megajax.kernels.mask import Mask
-from megajax.mesh.row_cut import AXIS, RowCut
+from megajax.mesh.sequence_sharding import AXIS, SequenceSharding
 
 
-def all_to_all(cut: RowCut, passes: Passes) -> Passes:
-    """Attention of whole rows. passes: over the groups' positions, see `RowCut.exchanged`."""
-    groups, devices = cut.exchanged(), cut.exchanging
+def all_to_all(sharding: SequenceSharding, passes: Passes) -> Passes:
+    """Attention of whole rows. passes: over the groups' positions, see `SequenceSharding.exchanged`."""
+    groups, devices = sharding.exchanged(), sharding.exchanging
 
     def copies(k: Array) -> int:
         """Of each key-value head, one for each device that has a query head of its group."""
@@ -29,36 +29,36 @@ def all_to_all(cut: RowCut, passes: Passes) -> Passes:
     def exchanged(mask: Mask, q: Array, dropout: AttentionDropout | None) -> tuple[Mask, AttentionDropout | None]:
         """Of the positions and heads after the exchange; q: before it."""
         index = groups.local_index(q.shape[1] * devices)
-        ids = None if mask.key_segments is None else gather_group(cut, mask.key_segments)
+        ids = None if mask.key_segments is None else gather_group(sharding, mask.key_segments)
         mask = Mask(index, index, ids, ids, mask.window, mask.causal, mask.padded)
         if dropout is None:
             return mask, None
         heads = q.shape[2] // devices
-        first = lax.axis_index(AXIS) % cut.exchanging * heads
+        first = lax.axis_index(AXIS) % sharding.exchanging * heads
         names = lax.dynamic_slice_in_dim(dropout.head_index, first, heads)
         return mask, dropout._replace(head_index=names, query_index=index)
 
     def moved(q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
         k, v = (jnp.repeat(x, copies(k), axis=2) for x in (k, v))
-        return to_heads(cut, q), to_heads(cut, k), to_heads(cut, v)
+        return to_heads(sharding, q), to_heads(sharding, k), to_heads(sharding, v)
 
     def forward(
         q: Array, k: Array, v: Array, mask: Mask, *, scale: float, dropout: AttentionDropout | None = None
     ) -> tuple[Array, Array]:
         mask, dropout = exchanged(mask, q, dropout)
         out, lse = passes.call_forward(*moved(q, k, v), mask, scale=scale, dropout=dropout)
-        lse = to_positions(cut, lse.transpose(0, 2, 1))
-        return to_positions(cut, out), lse.transpose(0, 2, 1)
+        lse = to_positions(sharding, lse.transpose(0, 2, 1))
+        return to_positions(sharding, out), lse.transpose(0, 2, 1)
 
     def backward(
         q: Array, k: Array, v: Array, mask: Mask, *saved: Array, scale: float, dropout: AttentionDropout | None = None
     ) -> tuple[Array, Array, Array]:
         mask, dropout = exchanged(mask, q, dropout)
         out, lse, dout = saved
-        lse = to_heads(cut, lse.transpose(0, 2, 1)).transpose(0, 2, 1)
-        arrays = *moved(q, k, v), mask, to_heads(cut, out), lse, to_heads(cut, dout)
+        lse = to_heads(sharding, lse.transpose(0, 2, 1)).transpose(0, 2, 1)
+        arrays = *moved(q, k, v), mask, to_heads(sharding, out), lse, to_heads(sharding, dout)
         gradients = passes.call_backward(*arrays, scale=scale, dropout=dropout)
-        dq, dk, dv = (to_positions(cut, x) for x in gradients)
+        dq, dk, dv = (to_positions(sharding, x) for x in gradients)
         return dq, _summed(dk, k), _summed(dv, v)
 
     return Passes(forward, backward, passes.dropout)

@@ -19,7 +19,7 @@ from megajax.kernels.attention import Passes, merge_parts
 from megajax.kernels.context.all_gather import all_gather, whole_keys
 from megajax.kernels.context.collectives import reduce_rows
 from megajax.kernels.mask import Mask
-from megajax.mesh.row_cut import RowCut
+from megajax.mesh.sequence_sharding import SequenceSharding
 
 
 def _as_rows(x: Array, count: int, axis: int = 1) -> Array:
@@ -54,20 +54,20 @@ def _demand_chunks(mask: Mask) -> None:
         raise ValueError(f"chunks have no windows, window={mask.window}: kernels.capability refuses it earlier")
 
 
-def chunks_with_gathered_keys(cut: RowCut, passes: Passes, rectangles: Passes) -> Passes:
+def chunks_with_gathered_keys(sharding: SequenceSharding, passes: Passes, rectangles: Passes) -> Passes:
     """Attention of whole rows from a device's chunks, of gathered keys and values.
 
     passes: takes rows that begin at the first query and the first key; rectangles: takes causal masks whose queries all
     have the same position. Bidirectional attention is that of `all_gather`.
     """
-    gathered, count = all_gather(cut, passes), cut.chunks
+    gathered, count = all_gather(sharding, passes), sharding.chunks
 
     def forward(q: Array, k: Array, v: Array, mask: Mask, *, scale: float) -> tuple[Array, Array]:
         if not mask.causal:
             return gathered.forward(q, k, v, mask, scale=scale)
         _demand_chunks(mask)
         # The triangles need no key of another device: they run while keys are gathered.
-        keys, values, everywhere = whole_keys(cut, k, v, mask)
+        keys, values, everywhere = whole_keys(sharding, k, v, mask)
         rows = (_as_rows(x, count) for x in (q, k, v))
         out, lse = passes.forward(*rows, _inside(mask, count), scale=scale)
         parts = []
@@ -86,7 +86,7 @@ def chunks_with_gathered_keys(cut: RowCut, passes: Passes, rectangles: Passes) -
     ) -> tuple[Array, Array, Array]:
         if not mask.causal:
             return gathered.backward(q, k, v, mask, out, lse, dout, scale=scale)
-        keys, values, everywhere = whole_keys(cut, k, v, mask)
+        keys, values, everywhere = whole_keys(sharding, k, v, mask)
         saved = _as_rows(out, count), _as_rows(lse, count, 2), _as_rows(dout, count)
         rows = (_as_rows(x, count) for x in (q, k, v))
         inside = passes.backward(*rows, _inside(mask, count), *saved, scale=scale)
@@ -105,7 +105,8 @@ def chunks_with_gathered_keys(cut: RowCut, passes: Passes, rectangles: Passes) -
             sums = [x + y.astype(jnp.float32) for x, y in zip(sums, new[1:], strict=True)]
         dq = dq + jnp.concatenate(queries, axis=1).astype(jnp.float32)
         dk, dv = (
-            x + reduce_rows(cut, y.astype(k.dtype)).astype(jnp.float32) for x, y in zip((dk, dv), sums, strict=True)
+            x + reduce_rows(sharding, y.astype(k.dtype)).astype(jnp.float32)
+            for x, y in zip((dk, dv), sums, strict=True)
         )
         return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
 

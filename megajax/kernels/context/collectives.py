@@ -10,40 +10,42 @@ import numpy as np
 from jax import Array, lax
 
 from megajax.mesh.mesh import manual_axes
-from megajax.mesh.row_cut import AXIS, RowCut
+from megajax.mesh.sequence_sharding import AXIS, SequenceSharding
 
 
-def _same_heads(cut: RowCut) -> list[list[int]] | None:
+def _same_heads(sharding: SequenceSharding) -> list[list[int]] | None:
     """Groups of devices with different positions of the same heads; None: all devices of the axis."""
-    if cut.stride == 1:
+    if sharding.stride == 1:
         return None
-    return [[first + n * cut.stride for n in range(cut.devices)] for first in range(cut.stride)]
+    return [[first + n * sharding.stride for n in range(sharding.devices)] for first in range(sharding.stride)]
 
 
-def _same_positions(cut: RowCut) -> list[list[int]] | None:
+def _same_positions(sharding: SequenceSharding) -> list[list[int]] | None:
     """Groups of neighbours that exchange heads; None: all devices of the axis."""
-    if cut.exchanging == cut.devices:
+    if sharding.exchanging == sharding.devices:
         return None
-    groups = range(cut.devices // cut.exchanging)
-    return [[group * cut.exchanging + n for n in range(cut.exchanging)] for group in groups]
+    groups = range(sharding.devices // sharding.exchanging)
+    return [[group * sharding.exchanging + n for n in range(sharding.exchanging)] for group in groups]
 
 
-def gather_devices(cut: RowCut, x: Array) -> Array:
+def gather_devices(sharding: SequenceSharding, x: Array) -> Array:
     """[B, S, ...] -> whole rows, device by device, [B, T, ...]."""
-    return lax.all_gather(x, AXIS, axis=1, tiled=True, axis_index_groups=_same_heads(cut))
+    return lax.all_gather(x, AXIS, axis=1, tiled=True, axis_index_groups=_same_heads(sharding))
 
 
-def gather_rows(cut: RowCut, x: Array) -> Array:
+def gather_rows(sharding: SequenceSharding, x: Array) -> Array:
     """[B, S, ...] -> whole rows in order, [B, T, ...]."""
-    return cut.in_order(gather_devices(cut, x))
+    return sharding.in_order(gather_devices(sharding, x))
 
 
-def reduce_rows(cut: RowCut, x: Array) -> Array:
+def reduce_rows(sharding: SequenceSharding, x: Array) -> Array:
     """The transpose of `gather_rows`: [B, T, ...] -> the sum over devices of each one's positions, [B, S, ...]."""
-    return lax.psum_scatter(cut.by_device(x), AXIS, scatter_dimension=1, tiled=True, axis_index_groups=_same_heads(cut))
+    return lax.psum_scatter(
+        sharding.by_device(x), AXIS, scatter_dimension=1, tiled=True, axis_index_groups=_same_heads(sharding)
+    )
 
 
-def from_before(cut: RowCut, x: Array, places: int) -> Array:
+def from_before(sharding: SequenceSharding, x: Array, places: int) -> Array:
     """What the device so many places before this one in the ring holds.
 
     A permute is one operation of all devices of the mesh, also of those that send each other nothing. The stages of a
@@ -51,51 +53,53 @@ def from_before(cut: RowCut, x: Array, places: int) -> Array:
     Groups of devices exchange instead, each within a stage.
     """
     if manual_axes().get("pipeline", 1) > 1:
-        return _from_before_in_stage(cut, x, places % cut.devices)
-    total = cut.devices * cut.stride
-    return lax.ppermute(x, AXIS, [(i, (i + places * cut.stride) % total) for i in range(total)])
+        return _from_before_in_stage(sharding, x, places % sharding.devices)
+    total = sharding.devices * sharding.stride
+    return lax.ppermute(x, AXIS, [(i, (i + places * sharding.stride) % total) for i in range(total)])
 
 
-def _from_before_in_stage(cut: RowCut, x: Array, places: int) -> Array:
+def _from_before_in_stage(sharding: SequenceSharding, x: Array, places: int) -> Array:
     """The same by groups of two: a rotation of an even number of devices is one exchange or two, r -> -r -> places + r.
 
     Two take twice the bytes of a permute. An odd number of devices gathers.
     """
-    count, ranks = cut.devices, range(cut.devices)
+    count, ranks = sharding.devices, range(sharding.devices)
     if count % 2:
-        every = lax.all_gather(x, AXIS, axis_index_groups=_same_heads(cut))
-        return lax.dynamic_index_in_dim(every, (cut.rank() - places) % count, keepdims=False)
+        every = lax.all_gather(x, AXIS, axis_index_groups=_same_heads(sharding))
+        return lax.dynamic_index_in_dim(every, (sharding.rank() - places) % count, keepdims=False)
     if 2 * places % count == 0:
-        return _exchanged(cut, x, [(r + places) % count for r in ranks])
-    return _exchanged(cut, _exchanged(cut, x, [-r % count for r in ranks]), [(places - r) % count for r in ranks])
+        return _exchanged(sharding, x, [(r + places) % count for r in ranks])
+    return _exchanged(
+        sharding, _exchanged(sharding, x, [-r % count for r in ranks]), [(places - r) % count for r in ranks]
+    )
 
 
-def _exchanged(cut: RowCut, x: Array, partners: list[int]) -> Array:
+def _exchanged(sharding: SequenceSharding, x: Array, partners: list[int]) -> Array:
     """What each device's partner holds; those that are their own partners, two or none, keep what they have."""
     unpaired = [r for r, partner in enumerate(partners) if r == partner]
     pairs = [[r, partner] for r, partner in enumerate(partners) if r < partner] + [unpaired] * bool(unpaired)
-    groups = [[r * cut.stride + first for r in pair] for pair in pairs for first in range(cut.stride)]
-    place = np.zeros(cut.devices, np.int32)
+    groups = [[r * sharding.stride + first for r in pair] for pair in pairs for first in range(sharding.stride)]
+    place = np.zeros(sharding.devices, np.int32)
     for pair in pairs:
         place[pair] = (0, 1) if pair == unpaired else (1, 0)
     pair_values = lax.all_gather(x, AXIS, axis_index_groups=groups)
-    return lax.dynamic_index_in_dim(pair_values, jnp.asarray(place)[cut.rank()], keepdims=False)
+    return lax.dynamic_index_in_dim(pair_values, jnp.asarray(place)[sharding.rank()], keepdims=False)
 
 
-def to_heads(cut: RowCut, x: Array) -> Array:
+def to_heads(sharding: SequenceSharding, x: Array) -> Array:
     """[B, S, N, ...] -> the positions of all devices of the group, in order, of a part of the heads."""
-    move = partial(lax.all_to_all, axis_name=AXIS, axis_index_groups=_same_positions(cut), tiled=True)
-    return cut.neighbours().in_order(move(x, split_axis=2, concat_axis=1))
+    move = partial(lax.all_to_all, axis_name=AXIS, axis_index_groups=_same_positions(sharding), tiled=True)
+    return sharding.neighbours().in_order(move(x, split_axis=2, concat_axis=1))
 
 
-def to_positions(cut: RowCut, x: Array) -> Array:
+def to_positions(sharding: SequenceSharding, x: Array) -> Array:
     """The inverse of `to_heads`."""
-    move = partial(lax.all_to_all, axis_name=AXIS, axis_index_groups=_same_positions(cut), tiled=True)
-    return move(cut.neighbours().by_device(x), split_axis=1, concat_axis=2)
+    move = partial(lax.all_to_all, axis_name=AXIS, axis_index_groups=_same_positions(sharding), tiled=True)
+    return move(sharding.neighbours().by_device(x), split_axis=1, concat_axis=2)
 
 
-def gather_group(cut: RowCut, x: Array) -> Array:
+def gather_group(sharding: SequenceSharding, x: Array) -> Array:
     """[B, S] -> the positions of all devices of the group, in order."""
-    return cut.neighbours().in_order(
-        lax.all_gather(x, AXIS, axis=1, tiled=True, axis_index_groups=_same_positions(cut))
+    return sharding.neighbours().in_order(
+        lax.all_gather(x, AXIS, axis=1, tiled=True, axis_index_groups=_same_positions(sharding))
     )

@@ -28,62 +28,62 @@ from jax import Array, lax
 from megajax.kernels.context.collectives import gather_rows, to_heads, to_positions
 from megajax.kernels.selective_scan import compose_transitions
 from megajax.kernels.ssd import runs_of
-from megajax.mesh.row_cut import RowCut
+from megajax.mesh.sequence_sharding import SequenceSharding
 
 
 @dataclass(frozen=True, slots=True)
-class CutRows:
+class RowChunks:
     """The rows of a microbatch, with each chunk of a device as a row of its own: [B, S, ...] as [B M, L, ...].
 
     To be used in an island over every mesh axis. With whole rows everything is the identity.
     """
 
-    cut: RowCut
+    sharding: SequenceSharding
     documents: Array | None
     """int32 [B, T]: number of the document of each position in its row, in the row's order; None: one document."""
 
     @classmethod
-    def of(cls, cut: RowCut, segments: Array | None) -> "CutRows":
+    def of(cls, sharding: SequenceSharding, segments: Array | None) -> "RowChunks":
         """segments: int32 [B, S], of a device's positions; None: rows are one document."""
         if segments is None:
-            return cls(cut, None)
-        return cls(cut, runs_of(gather_rows(cut, segments) if cut.devices > 1 else segments))
+            return cls(sharding, None)
+        return cls(sharding, runs_of(gather_rows(sharding, segments) if sharding.devices > 1 else segments))
 
     @property
-    def whole(self) -> bool:
+    def unsharded(self) -> bool:
         """Whether each device has whole rows."""
-        return self.cut.devices == 1
+        return self.sharding.devices == 1
 
     def split_chunks(self, x: Array) -> Array:
         """[B, S, ...] -> [B M, L, ...]."""
-        count = self.cut.chunks if not self.whole else 1
+        count = self.sharding.chunks if not self.unsharded else 1
         return x.reshape(x.shape[0] * count, x.shape[1] // count, *x.shape[2:])
 
     def join_chunks(self, x: Array) -> Array:
         """The inverse of `split_chunks`."""
-        count = self.cut.chunks if not self.whole else 1
+        count = self.sharding.chunks if not self.unsharded else 1
         return x.reshape(x.shape[0] // count, x.shape[1] * count, *x.shape[2:])
 
     def runs(self) -> Array | None:
         """int32 [B M, L]: number of the document of a device's positions; None: one document."""
-        if self.documents is None or self.whole:
+        if self.documents is None or self.unsharded:
             return self.documents
-        rows, pieces = self.documents.shape[0], self.cut.devices * self.cut.chunks
+        rows, pieces = self.documents.shape[0], self.sharding.devices * self.sharding.chunks
         local_runs = jnp.take(self.documents.reshape(rows, pieces, -1), self._local_chunks(), axis=1)
-        return local_runs.reshape(rows * self.cut.chunks, -1)
+        return local_runs.reshape(rows * self.sharding.chunks, -1)
 
     def last_inputs(self, x: Array, reach: int) -> Array | None:
         """The inputs of a convolution before each chunk, [B M, reach, ...], zeros where another document has them.
 
         x: [B, S, ...]. None for whole rows: nothing is before them.
         """
-        if self.whole:
+        if self.unsharded:
             return None
-        rows, count, length = x.shape[0], self.cut.chunks, x.shape[1] // self.cut.chunks
+        rows, count, length = x.shape[0], self.sharding.chunks, x.shape[1] // self.sharding.chunks
         # Of short chunks all positions, of others only the last. Then what stands before chunk n ends at n x tail.
         tail = min(reach, length)
         tails = x.reshape(rows, count, length, *x.shape[2:])[:, :, length - tail :]
-        tails = gather_rows(self.cut, tails.reshape(rows, count * tail, *x.shape[2:]))
+        tails = gather_rows(self.sharding, tails.reshape(rows, count * tail, *x.shape[2:]))
         before = _before(tails, self._local_chunks() * tail, reach, 0)
         if self.documents is not None:
             starts = self._local_chunks() * length
@@ -98,17 +98,17 @@ class CutRows:
 
         kept: float32 [B M, N, F or 1], 0 where a document starts behind the first position; added: float32 [B M, N, F].
         """
-        everyone, size = replace(self.cut, exchanging=self.cut.devices), added.shape[-1]
+        everyone, size = replace(self.sharding, exchanging=self.sharding.devices), added.shape[-1]
 
         def by_row(x: Array) -> Array:
             """[B M, N, F] -> [B, M, F, N]."""
-            return jnp.moveaxis(x.reshape(-1, self.cut.chunks, *x.shape[1:]), 3, 2)
+            return jnp.moveaxis(x.reshape(-1, self.sharding.chunks, *x.shape[1:]), 3, 2)
 
         def exchanged(x: Array) -> Array:
             """[B M, N, F] -> all chunks of the row in order, and a part of the elements, [B, C M, F / C, N]."""
-            return to_heads(everyone, by_row(jnp.pad(x, ((0, 0), (0, 0), (0, -size % self.cut.devices)))))
+            return to_heads(everyone, by_row(jnp.pad(x, ((0, 0), (0, 0), (0, -size % self.sharding.devices)))))
 
-        decay = gather_rows(self.cut, by_row(decay)) if decay.shape[-1] == 1 else exchanged(decay)
+        decay = gather_rows(self.sharding, by_row(decay)) if decay.shape[-1] == 1 else exchanged(decay)
         added = exchanged(added)
         opens = self._opens(added.shape[:2])[..., None, None]
         after = lax.associative_scan(compose_transitions, (jnp.where(opens, 0, decay), added), axis=1)[1]
@@ -119,8 +119,8 @@ class CutRows:
 
     def _local_chunks(self) -> Array:
         """int32 [M]: numbers in the row of a device's chunks."""
-        order = jnp.asarray(self.cut.chunk_order().reshape(self.cut.devices, -1), jnp.int32)
-        return order[self.cut.rank()]
+        order = jnp.asarray(self.sharding.chunk_order().reshape(self.sharding.devices, -1), jnp.int32)
+        return order[self.sharding.rank()]
 
     def _opens(self, shape: tuple[int, ...]) -> Array:
         """bool [B, C M]: a document starts with the chunk's first position."""

@@ -14,13 +14,13 @@ from jax import Array, lax
 from megajax.kernels.attention import AttentionDropout, Passes, merge_parts
 from megajax.kernels.context.collectives import from_before, gather_devices
 from megajax.kernels.mask import Mask
-from megajax.mesh.row_cut import RowCut
+from megajax.mesh.sequence_sharding import SequenceSharding
 
 
 class _Ring(NamedTuple):
     """What a device knows of the ring."""
 
-    cut: RowCut
+    sharding: SequenceSharding
     mask: Mask
     segments: Array | None
     """int32 [B, T] of the keys of all devices, device by device."""
@@ -28,36 +28,36 @@ class _Ring(NamedTuple):
     """`sources`."""
 
     @classmethod
-    def of(cls, cut: RowCut, mask: Mask, length: int) -> "_Ring":
+    def of(cls, sharding: SequenceSharding, mask: Mask, length: int) -> "_Ring":
         """length: positions of a device."""
-        segments = None if mask.key_segments is None else gather_devices(cut, mask.key_segments)
-        return cls(cut, mask, segments, sources(cut, length, mask))
+        segments = None if mask.key_segments is None else gather_devices(sharding, mask.key_segments)
+        return cls(sharding, mask, segments, sources(sharding, length, mask))
 
     def turns(self) -> Iterator[tuple[int, int, int]]:
         """Of each step: where its keys come from, and how far keys and then sums travel after it."""
         for source, following in zip(self.steps, [*self.steps[1:], None], strict=True):
             last = following is None
-            yield source, 0 if last else following - source, (self.cut.devices if last else following) - source
+            yield source, 0 if last else following - source, (self.sharding.devices if last else following) - source
 
     def mask_of(self, source: int, length: int) -> Mask:
         """Of this device's queries on keys that come from the device `source` places before in the ring."""
         if source == 0:
             return self.mask
-        rank, ids = (self.cut.rank() - source) % self.cut.devices, None
+        rank, ids = (self.sharding.rank() - source) % self.sharding.devices, None
         if self.segments is not None:
             ids = lax.dynamic_slice_in_dim(self.segments, rank * length, length, axis=1)
-        return self.mask._replace(key_index=self.cut.local_index(length, rank), key_segments=ids)
+        return self.mask._replace(key_index=self.sharding.local_index(length, rank), key_segments=ids)
 
 
-def sources(cut: RowCut, length: int, mask: Mask) -> list[int]:
+def sources(sharding: SequenceSharding, length: int, mask: Mask) -> list[int]:
     """How many places before a device are those whose keys it needs, from 0, itself, on.
 
     With a window, devices whose keys no query needs are skipped: with one no longer than a chunk, all but both
     neighbours. length: positions of a device. The same list for all devices, which run one program.
     """
     if mask.window is None or not mask.causal:
-        return list(range(cut.devices))
-    chunks, size = cut.chunk_order().reshape(cut.devices, -1), length // cut.chunks
+        return list(range(sharding.devices))
+    chunks, size = sharding.chunk_order().reshape(sharding.devices, -1), length // sharding.chunks
 
     def needed(source: int) -> bool:
         queries, keys = chunks[:, :, None], np.roll(chunks, source, axis=0)[:, None]
@@ -65,7 +65,7 @@ def sources(cut: RowCut, length: int, mask: Mask) -> list[int]:
         nearest = (queries - keys - 1) * size + 1
         return bool(((keys <= queries) & (nearest <= mask.window)).any())
 
-    return [source for source in range(cut.devices) if source == 0 or needed(source)]
+    return [source for source in range(sharding.devices) if source == 0 or needed(source)]
 
 
 def _end_step[S](sums: S, coming: Array) -> tuple[S, Array]:
@@ -73,7 +73,7 @@ def _end_step[S](sums: S, coming: Array) -> tuple[S, Array]:
     return lax.optimization_barrier((sums, coming))
 
 
-def ring(cut: RowCut, local: Passes, remote: Passes) -> Passes:
+def ring(sharding: SequenceSharding, local: Passes, remote: Passes) -> Passes:
     """Attention of whole rows from a device's part of them.
 
     local: for a device's own keys; remote: for those of another device. The same for a backend that takes any mask.
@@ -82,12 +82,12 @@ def ring(cut: RowCut, local: Passes, remote: Passes) -> Passes:
     def forward(
         q: Array, k: Array, v: Array, mask: Mask, *, scale: float, dropout: AttentionDropout | None = None
     ) -> tuple[Array, Array]:
-        around, size, length = _Ring.of(cut, mask, k.shape[1]), k.shape[3], k.shape[1]
+        around, size, length = _Ring.of(sharding, mask, k.shape[1]), k.shape[3], k.shape[1]
         # One transfer for both: the scheduler bounds how many are under way.
         kv = jnp.concatenate([k, v], axis=3)
         sums: list[tuple[Array, Array]] = []
         for source, next_keys, _ in around.turns():
-            coming = from_before(cut, kv, next_keys) if next_keys else kv
+            coming = from_before(sharding, kv, next_keys) if next_keys else kv
             passes, source_mask = remote if source else local, around.mask_of(source, length)
             new = passes.call_forward(q, kv[..., :size], kv[..., size:], source_mask, scale=scale, dropout=dropout)
             sums, kv = _end_step([merge_parts(*sums, new)], coming)
@@ -97,13 +97,13 @@ def ring(cut: RowCut, local: Passes, remote: Passes) -> Passes:
     def backward(
         q: Array, k: Array, v: Array, mask: Mask, *saved: Array, scale: float, dropout: AttentionDropout | None = None
     ) -> tuple[Array, Array, Array]:
-        around, size, length = _Ring.of(cut, mask, k.shape[1]), k.shape[3], k.shape[1]
+        around, size, length = _Ring.of(sharding, mask, k.shape[1]), k.shape[3], k.shape[1]
         kv = jnp.concatenate([k, v], axis=3)
         dq, moving, way = jnp.zeros(q.shape, jnp.float32), jnp.zeros(kv.shape, jnp.float32), 0
         for source, next_keys, next_sums in around.turns():
-            coming = from_before(cut, kv, next_keys) if next_keys else kv
+            coming = from_before(sharding, kv, next_keys) if next_keys else kv
             # The sums of the step before travel beside this step's kernel.
-            moving = from_before(cut, moving, way) if way else moving
+            moving = from_before(sharding, moving, way) if way else moving
             passes, source_mask = remote if source else local, around.mask_of(source, length)
             keys = kv[..., :size], kv[..., size:]
             new = passes.call_backward(q, *keys, source_mask, *saved, scale=scale, dropout=dropout)
@@ -111,7 +111,7 @@ def ring(cut: RowCut, local: Passes, remote: Passes) -> Passes:
             (dq, moving), kv = _end_step((dq + new_q, moving + jnp.concatenate(keyed, axis=3)), coming)
             way = next_sums
         home = moving.astype(k.dtype)
-        home = from_before(cut, home, way) if way < cut.devices else home
+        home = from_before(sharding, home, way) if way < sharding.devices else home
         return dq.astype(q.dtype), home[..., :size], home[..., size:]
 
     return Passes(forward, backward, local.dropout)

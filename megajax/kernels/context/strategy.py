@@ -9,7 +9,7 @@ from megajax.kernels.context.all_gather import all_gather
 from megajax.kernels.context.all_to_all import all_to_all
 from megajax.kernels.context.chunks import chunks_with_gathered_keys, two_squares
 from megajax.kernels.context.ring import ring
-from megajax.mesh.row_cut import RowCut
+from megajax.mesh.sequence_sharding import SequenceSharding
 
 RECTANGLES: Mapping[str, Passes] = MappingProxyType(
     {"cudnn": Passes(cudnn.rectangle_forward, cudnn.rectangle_backward)}
@@ -17,26 +17,28 @@ RECTANGLES: Mapping[str, Passes] = MappingProxyType(
 """What backends that know no positions compute of a chunk and the keys before it; see `Backend.positions`."""
 
 
-def over_context(cut: RowCut, kernel: str) -> Passes:
+def over_context(sharding: SequenceSharding, kernel: str) -> Passes:
     """The attention of a cut over several devices, with the signature of a backend on whole rows.
 
     q [B, S, N, H], k [B, S, K, H] and v [B, S, K, U] are a device's positions, and so are the indices and segments of
     the mask. kernel: name of the backend that computes the parts, which `kernels.capability` has to allow. To be called
     in an island over every mesh axis.
     """
-    return over_devices(cut, PASSES[kernel], RECTANGLES.get(kernel))
+    return over_devices(sharding, PASSES[kernel], RECTANGLES.get(kernel))
 
 
-def over_devices(cut: RowCut, passes: Passes, rectangles: Passes | None) -> Passes:
+def over_devices(sharding: SequenceSharding, passes: Passes, rectangles: Passes | None) -> Passes:
     """As `over_context`, by a backend with rectangles where it knows no positions."""
-    if cut.exchanging > 1:
-        groups = cut.exchanged()
-        return all_to_all(cut, _between(groups, passes, rectangles) if groups.devices > 1 else passes)
-    return _between(cut, passes, rectangles)
+    if sharding.exchanging > 1:
+        groups = sharding.exchanged()
+        return all_to_all(sharding, _between(groups, passes, rectangles) if groups.devices > 1 else passes)
+    return _between(sharding, passes, rectangles)
 
 
-def _between(cut: RowCut, passes: Passes, rectangles: Passes | None) -> Passes:
+def _between(sharding: SequenceSharding, passes: Passes, rectangles: Passes | None) -> Passes:
     """Of devices that hold different positions of the same heads."""
-    if "ring" in cut.strategy:
-        return ring(cut, passes, passes if rectangles is None else two_squares(passes))
-    return all_gather(cut, passes) if rectangles is None else chunks_with_gathered_keys(cut, passes, rectangles)
+    if "ring" in sharding.strategy:
+        return ring(sharding, passes, passes if rectangles is None else two_squares(passes))
+    return (
+        all_gather(sharding, passes) if rectangles is None else chunks_with_gathered_keys(sharding, passes, rectangles)
+    )

@@ -11,7 +11,7 @@ import jax
 
 from megajax.config.tree import check
 from megajax.kernels.capability import Device as KernelDevice
-from megajax.mesh.cut import Cut
+from megajax.mesh.context_sharding import ContextSharding
 from megajax.mesh.mesh import build_mesh
 from megajax.mesh.xla import DEVICELESS, Option, compiler_options
 from megajax.metrics.banner import Report, Section, Table
@@ -334,8 +334,8 @@ def _layout(plan: TrainPlan) -> list[tuple[str, str]]:
 
 def _kernels(plan: TrainPlan) -> list[tuple[str, str]]:
     if plan.kernels:
-        cut = Cut.of(plan.cfg.parallel, causal=plan.cfg.model.ignores_later_positions())
-        over = {"attention": f" {cut.words()}"} if cut.devices > 1 else {}
+        cut = ContextSharding.of(plan.cfg.parallel, causal=plan.cfg.model.ignores_later_positions())
+        over = {"attention": f" {cut.label()}"} if cut.devices > 1 else {}
         named = (f"{layer} {kernel}{over.get(layer, '')}" for layer, each in plan.kernels.items() for kernel in each)
         return [("kernels", "; ".join(dict.fromkeys(named)))]
     auto = any(

@@ -1,4 +1,4 @@
-"""Attention over rows that are cut over fake devices, beside the reference on one device."""
+"""Attention over rows that are sharding over fake devices, beside the reference on one device."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from tiny_runs import QUICK
 
 from megajax.kernels.attention import AttentionDropout, Mask, Passes, attend, reference_attention
 from megajax.kernels.context.strategy import over_context, over_devices
-from megajax.mesh.row_cut import RowCut
+from megajax.mesh.sequence_sharding import SequenceSharding
 
 ROWS, LENGTH, SCALE = 2, 64, 0.25
 BORDERS = [[5, 8, 9, 32, 50, 51], [40, 48]]
@@ -56,9 +56,9 @@ class Case:
     dtype: Any = jnp.float32
     length: int = LENGTH
 
-    def cut(self) -> RowCut:
+    def sharding(self) -> SequenceSharding:
         exchanging = {"all_to_all": self.context, "ring+all_to_all": self.exchanging}.get(self.strategy, 1)
-        return RowCut(self.context, self.rounds if self.causal else 0, self.strategy, exchanging)
+        return SequenceSharding(self.context, self.rounds if self.causal else 0, self.strategy, exchanging)
 
     def arrays(self) -> list[Array]:
         """q, k, v, the gradient of the result, in the row's order, and sinks."""
@@ -92,13 +92,13 @@ def on_one_device(case: Case) -> list[np.ndarray]:
 
 
 def on_devices(case: Case, kernel: str | Passes = "reference", rectangles: Passes | None = None) -> list[np.ndarray]:
-    """The same, of rows that are cut, put back in order."""
-    cut, shape = case.cut(), (case.context, case.tensor)
+    """The same, of rows that are sharding, put back in order."""
+    sharding, shape = case.sharding(), (case.context, case.tensor)
     mesh = Mesh(np.array(jax.devices()[: case.context * case.tensor]).reshape(shape), ("context", "tensor"))
-    passes = over_context(cut, kernel) if isinstance(kernel, str) else over_devices(cut, kernel, rectangles)
+    passes = over_context(sharding, kernel) if isinstance(kernel, str) else over_devices(sharding, kernel, rectangles)
 
     def local(q: Array, k: Array, v: Array, dout: Array, sinks: Array, segments: Array | None) -> tuple:
-        index = cut.local_index(q.shape[1])
+        index = sharding.local_index(q.shape[1])
         mask = Mask(index, index, segments, segments, case.window, case.causal, case.padded)
         names = lax.axis_index("tensor") * q.shape[2] + jnp.arange(q.shape[2])
         length = q.shape[1] * case.context
@@ -111,15 +111,15 @@ def on_devices(case: Case, kernel: str | Passes = "reference", rectangles: Passe
         *grads, dsink = pull(dout)
         return out, *grads, lax.psum(dsink, "context")
 
-    cut_rows, heads = P(None, "context", "tensor"), P("tensor")
+    rows_spec, heads = P(None, "context", "tensor"), P("tensor")
     program = jax.shard_map(
         local,
         mesh=mesh,
-        in_specs=(*[cut_rows] * 4, heads, P(None, "context")),
-        out_specs=(*[cut_rows] * 4, heads),
+        in_specs=(*[rows_spec] * 4, heads, P(None, "context")),
+        out_specs=(*[rows_spec] * 4, heads),
         check_vma=False,
     )
-    order = cut.places(case.length)
+    order = sharding.places(case.length)
     *rows, sinks = case.arrays()
     segments = None if case.segments is None else jnp.asarray(case.segments[:, order])
     with jax.default_matmul_precision("highest"):

@@ -17,13 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from megajax.mesh.cut import Cut
+from megajax.mesh.context_sharding import ContextSharding
 
 AXIS = "context"
 
 
 @dataclass(frozen=True, slots=True)
-class RowCut(Cut):
+class SequenceSharding(ContextSharding):
     """A cut, with the order of positions in arrays."""
 
     stride: int = 1
@@ -78,22 +78,22 @@ class RowCut(Cut):
         cut = partial(lax.slice_in_dim, x, axis=1)
         return jnp.concatenate([cut(i * size, (i + 1) * size) for i in order.tolist()], axis=1)
 
-    def plain(self) -> "RowCut":
+    def plain(self) -> "SequenceSharding":
         """The same devices with rows in plain chunks: how arrays are laid out where the mesh axis is not manual.
 
         Without a ring, in which not every kernel takes plain chunks of causal rows.
         """
         return replace(self, rounds=0, strategy="all_gather" if "ring" in self.strategy else self.strategy)
 
-    def exchanged(self) -> "RowCut":
+    def exchanged(self) -> "SequenceSharding":
         """Of the groups of devices that have exchanged heads: each holds the positions of all its devices."""
         groups = self.devices // self.exchanging
         return replace(self, devices=groups, exchanging=1, stride=self.exchanging)
 
-    def neighbours(self) -> "RowCut":
+    def neighbours(self) -> "SequenceSharding":
         """Of the devices of a group, among the positions of the group."""
         return replace(self, devices=self.exchanging, exchanging=1, strategy="all_gather")
 
 
-WHOLE = RowCut()
+UNSHARDED_ROWS = SequenceSharding()
 """Every device holds whole rows."""

@@ -7,10 +7,10 @@ from megajax.mesh.config import ContextStrategy, ParallelConfig
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class ContextSharding:
     """Which part of each row a device holds, and how attention reaches the other parts. Hashable.
 
-    `megajax.mesh.row_cut.RowCut` orders arrays by it.
+    `megajax.mesh.sequence_sharding.SequenceSharding` orders arrays by it.
     """
 
     devices: int = 1
@@ -44,7 +44,7 @@ class Cut:
             return None
         return "ring" if "ring" in self.strategy else "all_gather"
 
-    def words(self) -> str:
+    def label(self) -> str:
         """For the banner; "" for whole rows."""
         if self.devices == 1:
             return ""
@@ -52,5 +52,5 @@ class Cut:
         return f"over context {self.devices} by {self.strategy}{groups}"
 
 
-UNCUT = Cut()
+UNSHARDED = ContextSharding()
 """Every device has whole rows."""
