@@ -127,7 +127,7 @@ BOTH_WAYS = replace(PLAIN, causal=False)
 
 
 @pytest.mark.parametrize(
-    ("request_", "cut", "kernel", "why"),
+    ("request_", "sharding", "kernel", "why"),
     [
         (PLAIN, GATHER, "cudnn", ""),
         (PLAIN, RING, "cudnn", ""),
@@ -169,7 +169,7 @@ def test_auto_chooses_by_the_strategy_too(request_: Request, sharding: ContextSh
     assert why in "; ".join(choice.reasons) and bool(why) == bool(choice.reasons)
 
 
-@pytest.mark.parametrize("cut", [GATHER, RING, GROUPS])
+@pytest.mark.parametrize("sharding", [GATHER, RING, GROUPS])
 def test_a_mask_of_scores_is_for_whole_rows(sharding: ContextSharding) -> None:
     with pytest.raises(UserError, match=r"with a mask takes whole rows, and has parts of them over parallel.context=4"):
         choose("cudnn_mask", replace(PLAIN, sharding=sharding), H100)
