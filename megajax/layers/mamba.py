@@ -18,7 +18,7 @@ from megajax.layers.config import Mamba1Config, Mamba2Config
 from megajax.layers.context import Context
 from megajax.layers.decoding import Cache, advance_rows, last_inputs
 from megajax.layers.param import ONES, ZEROS, LayerSettings, Normal, Uniform, matrix, param
-from megajax.layers.recompute import keeping_inputs
+from megajax.layers.recompute import save_only_inputs
 from megajax.mesh.copies import copy_heads
 from megajax.mesh.layout import AxesTree, Layout
 from megajax.mesh.rules import LogicalAxes
@@ -176,7 +176,7 @@ class Mamba2(nnx.Module):
         counts: int32 [B], positions that change the state; None: all. row_chunks: of what the inputs are chunks.
         """
         rates, names = weights["rates"], ("x", "b", "c")
-        x, b, c = (keeping_inputs(filtered)(inputs[name], weights[name], runs, before.get(name)) for name in names)
+        x, b, c = (save_only_inputs(filtered)(inputs[name], weights[name], runs, before.get(name)) for name in names)
         dt = jax.nn.softplus(inputs["dt"].astype(jnp.float32) + rates["dt_bias"].astype(jnp.float32)[None, None])
         a, skip = -jnp.exp(rates["a_log"].astype(jnp.float32)), rates["skip"].astype(jnp.float32)
         dt = counted(jnp.clip(dt, *self.cfg.dt_limit), counts)
@@ -191,7 +191,7 @@ class Mamba2(nnx.Module):
         """The recurrence's output and the gate [B, S, N, P] -> the layer's output [B, S, D]."""
         cfg = self.cfg
         norm = partial(gated_norm, groups=cfg.groups, epsilon=cfg.norm_epsilon, before_gate=cfg.norm_before_gate)
-        y = self.layout.act(keeping_inputs(norm)(y, z, self.norm_gain[...]), *HEADS)
+        y = self.layout.act(save_only_inputs(norm)(y, z, self.norm_gain[...]), *HEADS)
         y = self.layout.dot("bsnp,npd->bsd", y, self.output, "batch", "seq_residual", "embed")
         return self.layout.add_bias(y, self.output_bias[...]) if cfg.bias else y
 

@@ -17,7 +17,7 @@ from megajax.layers.context import Context
 from megajax.layers.decoding import Advance, Cache, advance_rows, last_inputs
 from megajax.layers.mamba import Filter, StepBias, counted, filtered
 from megajax.layers.param import ONES, ZEROS, LayerSettings, Normal, Uniform, matrix, param
-from megajax.layers.recompute import keeping_inputs
+from megajax.layers.recompute import save_only_inputs
 from megajax.mesh.layout import AxesTree
 
 CHANNELS = ("batch", "seq", "heads")
@@ -68,7 +68,7 @@ class Mamba1(nnx.Module):
         def convolve(x: Array, weights: Mapping[str, Array], segments: Array | None) -> Array:
             rows = RowChunks.of(sequence_sharding, segments)
             before = rows.last_inputs(x, self.cfg.conv_kernel - 1)
-            return rows.join_chunks(keeping_inputs(filtered)(rows.split_chunks(x), weights, rows.runs(), before))
+            return rows.join_chunks(save_only_inputs(filtered)(rows.split_chunks(x), weights, rows.runs(), before))
 
         def scan(inputs: Scanned, rates: Mapping[str, Array], segments: Array | None) -> Array:
             rows = RowChunks.of(sequence_sharding, segments)
@@ -148,7 +148,7 @@ class Mamba1(nnx.Module):
 
     def combined(self, y: Array, z: Array) -> Array:
         """The recurrence's output and the gate [B, S, I] -> the layer's output [B, S, D]."""
-        y = keeping_inputs(_gated)(y, z)
+        y = save_only_inputs(_gated)(y, z)
         y = self.layout.dot("bsi,id->bsd", y, self.output, "batch", "seq_residual", "embed")
         return self.layout.add_bias(y, self.output_bias[...]) if self.cfg.bias else y
 

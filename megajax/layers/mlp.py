@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from megajax.layers.config import DenseMLPConfig, MLPConfig
 from megajax.layers.context import Context
 from megajax.layers.param import ZEROS, LayerSettings, Normal, matrix, param
-from megajax.layers.recompute import keeping_inputs
+from megajax.layers.recompute import save_only_inputs
 
 
 def gelu_tanh(x: Array) -> Array:
@@ -39,11 +39,11 @@ def activated(cfg: MLPConfig, inputs: Sequence[Array]) -> Array:
     """The input of `down`, from the products of the layer's input with the matrices `cfg.inner`."""
     activation = ACTIVATIONS[cfg.activation]
     if isinstance(cfg, DenseMLPConfig):
-        return keeping_inputs(activation)(*inputs)
+        return save_only_inputs(activation)(*inputs)
     gate, up = inputs
     if cfg.clamp is not None:
         gate, up = jnp.minimum(gate, cfg.clamp), jnp.clip(up, -cfg.clamp, cfg.clamp)
-    return keeping_inputs(lambda gate, up: activation(gate) * (up + cfg.offset))(gate, up)
+    return save_only_inputs(lambda gate, up: activation(gate) * (up + cfg.offset))(gate, up)
 
 
 class MLP(nnx.Module):

@@ -13,7 +13,7 @@ from jax import Array, lax
 
 from megajax.layers.config import IdentityNormConfig, L2NormConfig, LayerNormConfig, LayerScaleConfig, RMSNormConfig
 from megajax.layers.param import ONES, ZEROS, Constant, LayerSettings, param
-from megajax.layers.recompute import keeping_inputs
+from megajax.layers.recompute import save_only_inputs
 
 
 class LayerNorm(nnx.Module):
@@ -43,7 +43,7 @@ class RMSNorm(nnx.Module):
         self.gain = _gain(cfg, size or settings.hidden, axis)
 
     def __call__(self, x: Array) -> Array:
-        return self.layout.per_token(keeping_inputs(self.normalise), x, self.gain[...])
+        return self.layout.per_token(save_only_inputs(self.normalise), x, self.gain[...])
 
     def normalise(self, x: Array, gain: Array) -> Array:
         return (_scaled(x, self.cfg.epsilon) * _factor(self.cfg, gain, x)).astype(gain.dtype)

@@ -7,7 +7,7 @@ import jax
 from megajax.layers.remat import SavePolicy
 
 
-def recomputed(layer: Callable, policy: SavePolicy) -> Callable:
+def checkpointed(layer: Callable, policy: SavePolicy) -> Callable:
     """A layer function that saves for the backward pass only what the policy says."""
     policies = jax.checkpoint_policies
     if policy.parts is None:
@@ -24,7 +24,7 @@ def recomputed(layer: Callable, policy: SavePolicy) -> Callable:
     return jax.checkpoint(layer, policy=saveable, prevent_cse=False)
 
 
-def keeping_inputs[**P, R](f: Callable[P, R]) -> Callable[P, R]:
+def save_only_inputs[**P, R](f: Callable[P, R]) -> Callable[P, R]:
     """f, saving only its arguments for the backward pass and recomputing the rest, whatever the layer's policy.
 
     For functions that the compiler fuses: the backward kernel reads the arguments again, where it would otherwise read

@@ -19,7 +19,7 @@ from megajax.layers.context import Context
 from megajax.layers.decoding import Cache
 from megajax.layers.lora import drop_inputs
 from megajax.layers.param import LayerSettings, bind, path_of, stacked
-from megajax.layers.recompute import recomputed
+from megajax.layers.recompute import checkpointed
 from megajax.layers.remat import Recomputing, SavePolicy
 from megajax.layers.runs import common_runs
 from megajax.layers.segments import SegmentsConfig
@@ -278,10 +278,10 @@ class Stack(nnx.Module):
         """That many repeats of a segment's pattern as one function, which saves what the policy says."""
         name_input = "input" in policy.offloaded
         if repeats == 1:
-            return recomputed(self.repeat(segment, name_input, None if fp8_layers is None else fp8_layers[0]), policy)
+            return checkpointed(self.repeat(segment, name_input, None if fp8_layers is None else fp8_layers[0]), policy)
         # Each is computed again and then, while it is differentiated, saves what matmuls need.
         inner = [
-            recomputed(self.repeat(segment, name_input, layers), Recomputing().policy())
+            checkpointed(self.repeat(segment, name_input, layers), Recomputing().policy())
             for layers in ([None] * repeats if fp8_layers is None else fp8_layers)
         ]
 
@@ -290,7 +290,7 @@ class Stack(nnx.Module):
                 x = repeat({path: w[row] for path, w in weights.items()}, common, numbers[row], x, ctx)
             return x
 
-        return recomputed(unit, policy)
+        return checkpointed(unit, policy)
 
     def repeat(self, segment: Segment, name_input: bool, fp8_layers: tuple[bool, ...] | None) -> Unit:
         """One repeat of a segment's pattern, under no policy. named: x is saved by its name, not as an argument."""

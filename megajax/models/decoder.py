@@ -19,7 +19,7 @@ from megajax.layers.embedding import (
     vocabulary_token_scores,
 )
 from megajax.layers.param import LayerSettings, Normal, param
-from megajax.layers.recompute import recomputed
+from megajax.layers.recompute import checkpointed
 from megajax.mesh.layout import Layout
 from megajax.models.config import DecoderConfig
 from megajax.models.prediction import mtp_targets, shifted
@@ -125,7 +125,7 @@ class DecoderLM(nnx.Module):
             tokens, positions = (shifted(self.layout, array, ctx.segments) for array in (tokens, positions))
             head_ctx = ctx._replace(positions=positions).for_layer(EMBEDDING_PLACE - depth)
             embedded = self.enter(embedded_beside_loss(self.layout, self.embed_tokens(tokens)), head_ctx)
-            run = recomputed(head, self.cfg.recomputing().policy())
+            run = checkpointed(head, self.cfg.recomputing().policy())
             x = self.layout.act(run(x, embedded, ctx), "batch", "seq_residual", "embed")
             states.append(x)
         return states
