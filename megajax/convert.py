@@ -57,8 +57,8 @@ def main(argv: list[str]) -> int:
         raise ConfigError(problems, "command line")
     use_devices("cpu:1")
     # By name, so that jax is imported now, and the front door can report a package that is not installed.
-    open_source, write, verified = (
-        resolve(f"megajax.tools.adapter_conversion:{name}") for name in ("open_source", "write", "verified")
+    open_source, write, verify = (
+        resolve(f"megajax.tools.adapter_conversion:{name}") for name in ("open_source", "write", "verify")
     )
     options, elements = (resolve(f"megajax.tools.conversion:{name}") for name in ("options", "elements"))
     given = (flags["average"], flags["average_last"], flags["base"])
@@ -72,7 +72,7 @@ def main(argv: list[str]) -> int:
     print(*lines, progress.total(), sep="\n")
     if flags["verify"]:
         with Progress(sys.stderr, elements(stored), "verifying") as progress:
-            line = verified(stored, flags["to"], settings, progress)
+            line = verify(stored, flags["to"], settings, progress)
         print(line, progress.total(), sep="\n")
     if flags["quantize"]:
         report = resolve("megajax.tools.quantization:report")

@@ -1,4 +1,4 @@
-"""Adapters in `python -m megajax.convert`: PEFT's folders, peft:DIR, and adapters added to the weights."""
+"""Adapters in `python -m megajax.convert`: PEFT's folders (peft:DIR), and adapters merged into the weights."""
 
 import json
 from collections.abc import Sequence
@@ -22,10 +22,10 @@ from megajax.checkpoint.weights.tensor_table import Row
 from megajax.config.errors import UserError
 from megajax.optim.groups import trainable
 from megajax.tools import conversion
-from megajax.tools.conversion import Options, Stored
+from megajax.tools.conversion import Options, StoredModel
 
 PEFT = "peft:"
-"""Before a folder of PEFT."""
+"""Prefix of a PEFT folder."""
 
 
 def open_source(
@@ -36,14 +36,14 @@ def open_source(
     *,
     merge: bool,
     vocabulary: int | None = None,
-) -> Stored:
-    """As `conversion.open_source`; also peft:DIR beside the weights of `base`, by default those that it names.
+) -> StoredModel:
+    """Like `conversion.open_source`; also opens peft:DIR with the weights of `base`, by default the base that it names.
 
     merge: add adapters to the weights.
     """
     if name is not None and name.startswith(PEFT):
         if last is not None:
-            raise UserError(f"--average-last: {name} has no steps")
+            raise UserError(f"--average-last: {name} has no steps to average")
         stored = _with_adapter(Path(name.removeprefix(PEFT)), base)
     elif base is not None:
         raise UserError(f"--base={base}: only an adapter has a base model, and --from={name} is not peft:DIR")
@@ -54,26 +54,26 @@ def open_source(
     if (lora := getattr(stored.model, "lora", None)) is None:
         raise UserError("--merge: the model has no adapters (model.lora)")
     merged = MergedWeights(stored.weights, stored.declared, lora.scale())
-    return stored.remade(replace(stored.model, lora=None), merged)
+    return stored.derived(replace(stored.model, lora=None), merged)
 
 
-def write(stored: Stored, target: str, options: Options, advance: Advance) -> list[str]:
-    """As `conversion.write`; also the adapters alone, to peft:DIR."""
+def write(stored: StoredModel, target: str, options: Options, advance: Advance) -> list[str]:
+    """Like `conversion.write`; also writes the adapters alone, to peft:DIR."""
     adapted = getattr(stored.model, "lora", None) is not None
     if not target.startswith(PEFT):
         if adapted and foreign_format(target) is not None:
-            what = "--merge adds them to the weights, --to=peft:DIR writes them alone"
-            raise UserError(f"--to={target}: the model has adapters, which have no place there; {what}")
+            remedy = "--merge adds them to the weights, --to=peft:DIR writes only them"
+            raise UserError(f"--to={target}: the model has adapters, which this format can't hold; {remedy}")
         return conversion.write(stored, target, options, advance)
     if not adapted:
         raise UserError(f"--to={target}: the model has no adapters (model.lora)")
     _demand_adapters_alone(stored, target)
     config, tensors = _files(stored, options)
     folder = Path(target.removeprefix(PEFT))
-    with new_folder(folder, sum(tensor.nbytes for tensor in tensors.values())) as made:
-        (made / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    with new_folder(folder, sum(tensor.nbytes for tensor in tensors.values())) as staging:
+        (staging / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         entries = {name: Entry(tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
-        with TensorFile(made / TENSORS, entries) as file:
+        with TensorFile(staging / TENSORS, entries) as file:
             for name, tensor in tensors.items():
                 file.write(name, tensor)
                 advance(tensor.size)
@@ -81,65 +81,65 @@ def write(stored: Stored, target: str, options: Options, advance: Advance) -> li
     return [f"{folder}: {len(tensors) // 2} adapters of rank {rank} on {modules}, {options.dtype or 'float32'}"]
 
 
-def verified(stored: Stored, target: str, options: Options, advance: Advance) -> str:
-    """As `conversion.verified`; a folder that differs is renamed to NAME.unverified."""
+def verify(stored: StoredModel, target: str, options: Options, advance: Advance) -> str:
+    """Like `conversion.verify`; a folder that differs is renamed to NAME.unverified."""
     try:
-        return _verified(stored, target, options, advance)
+        return _verify(stored, target, options, advance)
     except UserError as error:
-        before, colon, after = target.partition(":")
-        named = colon and (before == PEFT.removesuffix(":") or conversion.format_of(target) is not None)
-        aside = conversion.set_aside(Path(after if named else target).absolute())
+        prefix, colon, path = target.partition(":")
+        has_format = colon and (prefix == PEFT.removesuffix(":") or conversion.format_of(target) is not None)
+        aside = conversion.set_aside(Path(path if has_format else target).absolute())
         raise UserError(f"{error}\nThe folder was renamed to {aside}.") from error
 
 
-def _verified(stored: Stored, target: str, options: Options, advance: Advance) -> str:
+def _verify(stored: StoredModel, target: str, options: Options, advance: Advance) -> str:
     if not target.startswith(PEFT):
-        return conversion.verified(stored, target, advance)
-    folder, (_, wanted) = Path(target.removeprefix(PEFT)), _files(stored, options)
-    there = SafetensorsFolder(folder)
-    wrong = [name for name, tensor in wanted.items() if there.read(name).tobytes() != tensor.tobytes()]
-    advance(sum(tensor.size for tensor in wanted.values()))
-    if wrong:
-        raise UserError(f"{folder} does not give back the adapters: {', '.join(wrong)} differ")
-    return f"verified: {len(wanted)} tensors, all equal"
+        return conversion.verify(stored, target, advance)
+    folder, (_, expected) = Path(target.removeprefix(PEFT)), _files(stored, options)
+    adapters = SafetensorsFolder(folder)
+    differing = [name for name, tensor in expected.items() if adapters.read(name).tobytes() != tensor.tobytes()]
+    advance(sum(tensor.size for tensor in expected.values()))
+    if differing:
+        raise UserError(f"{folder} does not hold the adapters that were written: {', '.join(differing)} differ")
+    return f"verified: {len(expected)} tensors, all equal"
 
 
-def _demand_adapters_alone(stored: Stored, target: str) -> None:
-    """Raises UserError for a run that trained other weights beside adapters."""
+def _demand_adapters_alone(stored: StoredModel, target: str) -> None:
+    """Raises UserError for a run that trained other weights as well as adapters."""
     if not stored.trained:
         return
     optimizer = stored.config(Path(target.removeprefix(PEFT)), []).optimizer
     weights = {path: spec for path, spec in stored.declared.items() if spec.updater is None}
     adapters = [path for path in weights if path.endswith((LORA_A, LORA_B))]
-    others = [path for path in trainable(optimizer, weights, adapters) if path not in adapters]
-    if others:
+    other_weights = [path for path in trainable(optimizer, weights, adapters) if path not in adapters]
+    if other_weights:
         raise UserError(
-            f"--to={target}: the run trained other weights beside its adapters (optimizer.trainable="
-            f"{','.join(optimizer.trainable)}), which would be lost: {', '.join(others)}\n"
+            f"--to={target}: the run trained other weights as well as its adapters (optimizer.trainable="
+            f"{','.join(optimizer.trainable)}), which would be lost: {', '.join(other_weights)}\n"
             "Write the whole model instead: --merge --to=hf:DIR"
         )
 
 
-def _with_adapter(folder: Path, base: str | None) -> Stored:
-    named = base_of(folder)
-    if base is None and (named is None or not Path(named).is_dir()):
-        what = "names no base model" if named is None else f"is of {named}, and there is no such folder"
-        raise UserError(f"{folder} {what}: give --base=hf:DIR or --base=RUN")
-    stored = conversion.open_source(base or f"hf:{named}")
+def _with_adapter(folder: Path, base: str | None) -> StoredModel:
+    recorded_base = base_of(folder)
+    if base is None and (recorded_base is None or not Path(recorded_base).is_dir()):
+        problem = "names no base model" if recorded_base is None else f"names {recorded_base}, which is not a folder"
+        raise UserError(f"{folder} {problem}: give --base=hf:DIR or --base=RUN")
+    stored = conversion.open_source(base or f"hf:{recorded_base}")
     if getattr(stored.model, "lora", None) is not None:
-        raise UserError(f"--base={base} has adapters already; --merge adds them to its weights, for another run")
+        raise UserError(f"--base={base} already has adapters; convert it with --merge first")
     adapter = read_adapter(folder, stored.model, _rows(stored))
-    return stored.remade(adapter.model, JoinedWeights(stored.weights, adapter))
+    return stored.derived(adapter.model, JoinedWeights(stored.weights, adapter))
 
 
-def _files(stored: Stored, options: Options) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+def _files(stored: StoredModel, options: Options) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     config, tensors = adapter_files(stored.model, _rows(stored, options.family), stored.weights, None)
     dtype = options.dtype or np.dtype(np.float32)
     return config, {name: converted(tensor, dtype, name) for name, tensor in tensors.items()}
 
 
-def _rows(stored: Stored, family: str = "") -> Sequence[Row]:
-    """The table of names of the model without adapters."""
+def _rows(stored: StoredModel, family: str = "") -> Sequence[Row]:
+    """The table of tensor names of the model without adapters."""
     model = replace(stored.model, lora=None)
     recorded = stored.origin.family if stored.origin.format == "hf" else ""
     return family_for(model, family, recorded).rows(model)

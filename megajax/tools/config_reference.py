@@ -31,18 +31,18 @@ def main(argv: list[str]) -> int:
     """Write the page.
 
     Raises:
-        UserError: for a wrong command line, or outside a checkout.
+        UserError: a wrong command line, or no checkout.
     """
     parse(argv, verb="tools.config_reference", with_config=False, description=(__doc__ or "").strip())
     if not PAGE.parent.is_dir():
-        raise UserError(f"tools.config_reference writes {PAGE.name} of a checkout; there is no {PAGE.parent}")
+        raise UserError(f"tools.config_reference writes {PAGE.name} in a checkout, but {PAGE.parent} does not exist")
     PAGE.write_text(reference(), encoding="utf-8")
     print(f"wrote {PAGE}")
     return 0
 
 
 def reference() -> str:
-    """The page: contents, then a section for each class with all its fields."""
+    """The page: a table of contents, then a section for each class with all its fields."""
     every = (*config_classes(RunConfig), *(cls for cls, _ in KINDS.values()), *config_classes(ServingConfig))
     classes = [*dict.fromkeys(every)]
     lines = [HEAD]
@@ -66,12 +66,14 @@ def _row(field: dataclasses.Field, annotation: object, text: str) -> str:
 
 
 def _type(annotation: object) -> str:
-    """The words of --help, with links to the classes among them."""
-    words = schema.words(annotation)
-    many = tuple(member for kind in schema.lists(annotation) for member in schema.configs(schema.entry(kind, 0)))
-    for cls in (*schema.configs(annotation), *many):
-        words = re.sub(rf"\b{cls.__name__}\b", f"[{cls.__name__}](#{cls.__name__.lower()})", words)
-    return words
+    """The type as in --help, with links to config classes."""
+    text = schema.words(annotation)
+    list_members = tuple(
+        member for kind in schema.lists(annotation) for member in schema.configs(schema.entry(kind, 0))
+    )
+    for cls in (*schema.configs(annotation), *list_members):
+        text = re.sub(rf"\b{cls.__name__}\b", f"[{cls.__name__}](#{cls.__name__.lower()})", text)
+    return text
 
 
 def _default(field: dataclasses.Field) -> str:

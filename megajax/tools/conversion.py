@@ -1,4 +1,4 @@
-"""What `python -m megajax.convert` does: weights from one folder to another, streamed."""
+"""The work of `python -m megajax.convert`: weights are streamed from one folder to another."""
 
 import secrets
 from collections import Counter
@@ -40,29 +40,29 @@ from megajax.data.config import ImageTextConfig, MaskedSentencesConfig, MaskedSp
 from megajax.layers.param import ParamSpec
 from megajax.models.protocol import ids_below
 from megajax.tools import megatron_checkpoint
-from megajax.tools.weights_config import continued, model_facts, special_tokens, weights_config
+from megajax.tools.weights_config import continued_config, model_facts, special_tokens, weights_config
 from megajax.training.run_config import RunConfig
 
 MEGATRON = "megatron"
 FILES = "tokenizer"
-"""Folder of a run with the files that came with the weights."""
+"""Folder of a run for the tokenizer files that came with the weights."""
 STEPS = "checkpoints"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """Where weights came from first, as a checkpoint remembers it, so that they can go back there unchanged."""
+    """The original source of weights, recorded in checkpoints so that they can be exported to it unchanged."""
 
     format: str = ""
     family: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """The model's description in that format, such as a config.json."""
     dtype: str = ""
-    """Of most tensors."""
+    """Dtype of most tensors."""
     dtypes: Mapping[str, str] = field(default_factory=dict)
-    """Of the others, by name."""
+    """Dtypes of the other tensors, by name."""
     names: Mapping[str, str] = field(default_factory=dict)
-    """Name in the table of the family -> in the files, where they differ."""
+    """Name in the family's table -> name in the files, if they differ."""
 
 
 @dataclass(frozen=True)
@@ -70,14 +70,14 @@ class Options:
     """How weights are written."""
 
     dtype: np.dtype | None = None
-    """None: float32 in a run; elsewhere as they came, or as they are stored."""
+    """None: float32 in a run; in other formats the dtype of the source."""
     family: str = ""
     shard_bytes: int = SHARD_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stored:
-    """A model with its weights, wherever they are stored."""
+class StoredModel:
+    """A model with its weights, in any format."""
 
     model: Any
     """The model config."""
@@ -87,25 +87,25 @@ class Stored:
     config: Callable[[Path, Sequence[str]], RunConfig]
     """(folder of a new run, its tokenizer files) -> the config of a run from these weights."""
     origin: Origin = field(default_factory=Origin)
-    """Where the weights came from first."""
+    """The original source of the weights."""
     left_out: Sequence[str] = ()
-    """Names of tensors that have no place in the model."""
+    """Names of tensors that the model does not use."""
     tensors: Tensors | None = None
-    """Those that the weights are made of, in another library's format."""
+    """The tensors of the weights in another library's format."""
     table: Sequence[Mapped] | None = None
-    """How tensors of that format hold the weights."""
+    """The mapping from those tensors to weights."""
     optimizer: MegatronModel | None = None
     """The checkpoint of Megatron-LM with the optimizer's moments."""
     trained: bool = False
-    """Whether a run trained the weights as they are."""
+    """Whether the weights are those of a training run, unchanged."""
 
     @cached_property
     def declared(self) -> Mapping[str, ParamSpec]:
         """Weights and observations of the model on one device, by path."""
         return declared_by(self.model)
 
-    def remade(self, model: Any, weights: WeightSource) -> "Stored":
-        """Another model that was made of this one, with its files, origin and config."""
+    def derived(self, model: Any, weights: WeightSource) -> "StoredModel":
+        """A model derived from this one, with its files, origin and config."""
 
         def config(run: Path, files: Sequence[str]) -> RunConfig:
             return replace(self.config(run, files), model=model)
@@ -113,107 +113,113 @@ class Stored:
         changes = {"tensors": None, "table": None, "optimizer": None, "trained": False}
         return replace(self, model=model, weights=weights, config=config, **changes)
 
-    def verify(self, made: "Stored", advance: Advance) -> Verified:
-        """Compares all weights with those that were made of them. Raises UserError where they differ.
+    def verify(self, converted: "StoredModel", advance: Advance) -> Verified:
+        """Compares all weights with their converted ones. Raises UserError if they differ.
 
-        Other libraries' tensors are made back from the result, unless it has a dtype that can't hold them.
+        Other libraries' tensors are rebuilt from the result, unless its dtype can't hold their values.
         """
         if self.tensors is not None and self.table is not None:
             path, shape = next(iter(self.weights.shapes().items()))
-            dtype = made.weights.read(path, tuple(slice(0, 0) for _ in shape)).dtype
-            if all(jnp.promote_types(each, dtype) == dtype for each in _dtypes(self.tensors, self.table).values()):
-                return verify_tensors(self.tensors, self.table, made.weights, advance)
-        return verify_weights(self.weights, made.weights, self.declared, advance, made.table)
+            dtype = converted.weights.read(path, tuple(slice(0, 0) for _ in shape)).dtype
+            if all(
+                jnp.promote_types(source_dtype, dtype) == dtype
+                for source_dtype in _dtypes(self.tensors, self.table).values()
+            ):
+                return verify_tensors(self.tensors, self.table, converted.weights, advance)
+        return verify_weights(self.weights, converted.weights, self.declared, advance, converted.table)
 
 
 def _dtypes(tensors: Tensors, table: Sequence[Mapped]) -> dict[str, str]:
-    """Name -> dtype."""
+    """Tensor name -> dtype name."""
     entries = tensors.entries()
     return {tensor.name: entries[tensor.name].dtype.name for tensor in table}
 
 
-def _foreign(name: str, read: ForeignModel) -> Stored:
+def _foreign(name: str, foreign: ForeignModel) -> StoredModel:
     """Weights in another library's format. Raises UserError for tensors that do not fit the model."""
-    if not hasattr(read.model, "schema"):
-        kind = type(read.model).__name__.removesuffix("Config")
+    if not hasattr(foreign.model, "schema"):
+        kind = type(foreign.model).__name__.removesuffix("Config")
         raise UserError(
-            f"{name} is a {kind} alone, which no run can train: load it into a model that has one, "
+            f"{name} is only a {kind}, which no run can train alone: load it into a model that has one with "
             f"--checkpoint.weights='[{{run: \"{name}\", into: vision}}]'"
         )
-    declared, files = declared_by(read.model), Path(name.partition(":")[2])
-    table = resolved(read.rows, declared)
-    demand_fit(read.tensors, table, read.ignored)
-    dtypes, names = _dtypes(read.tensors, table), {tensor.name for tensor in table}
+    declared, files = declared_by(foreign.model), Path(name.partition(":")[2])
+    table = resolved(foreign.rows, declared)
+    demand_fit(foreign.tensors, table, foreign.ignored)
+    dtypes, names = _dtypes(foreign.tensors, table), {tensor.name for tensor in table}
     usual = Counter(dtypes.values()).most_common(1)[0][0]
-    others = (other for other in read.tensors.entries() if other not in names)
+    unmapped = (name for name in foreign.tensors.entries() if name not in names)
 
     def config(run: Path, files_of_run: Sequence[str]) -> RunConfig:
-        tokenizer = tokenizer_config(files_of_run, run / FILES, ids_below(read.model), files)
-        return weights_config(read.model, tokenizer, run)
+        tokenizer = tokenizer_config(files_of_run, run / FILES, ids_below(foreign.model), files)
+        return weights_config(foreign.model, tokenizer, run)
 
-    return Stored(
-        model=read.model,
-        weights=ForeignWeights(read.tensors, table, declared),
+    return StoredModel(
+        model=foreign.model,
+        weights=ForeignWeights(foreign.tensors, table, declared),
         files=files,
         config=config,
         origin=Origin(
             format=format_of(name) or "",
-            family=read.family,
-            settings=read.settings,
+            family=foreign.family,
+            settings=foreign.settings,
             dtype=usual,
             dtypes={tensor: dtype for tensor, dtype in dtypes.items() if dtype != usual},
-            names=read.names,
+            names=foreign.names,
         ),
-        left_out=[*(n for n in others if any(fnmatchcase(n, each) for each in read.ignored)), *read.copies],
-        tensors=read.tensors,
+        left_out=[
+            *(n for n in unmapped if any(fnmatchcase(n, pattern) for pattern in foreign.ignored)),
+            *foreign.copies,
+        ],
+        tensors=foreign.tensors,
         table=table,
     )
 
 
-def _megatron(name: str, vocabulary: int | None) -> Stored:
-    """A checkpoint of Megatron-LM, with the state of its optimizer where that can be told apart by weights."""
+def _megatron(name: str, vocabulary: int | None) -> StoredModel:
+    """A checkpoint of Megatron-LM, with the optimizer's state if it can be split by weights."""
     opened = megatron_checkpoint.open_model(Path(name.partition(":")[2]).absolute(), vocabulary=vocabulary)
     stored = _foreign(name, opened.read)
     stored = replace(stored, left_out=[*stored.left_out, *opened.lost])
     return replace(stored, optimizer=opened) if opened.moments else stored
 
 
-def _run(steps: Sequence[RunModel]) -> Stored:
-    """A step of a run, or the mean of several. Raises UserError for steps of other models than the last one's."""
+def _run(steps: Sequence[RunModel]) -> StoredModel:
+    """A step of a run, or the mean of several. Raises UserError if their models differ."""
     last = steps[-1]
     for step in steps[:-1]:
         pairs = differences(step.config.model, last.config.model)
         if pairs := [pair for pair in pairs if pair.name != "sequence_length"]:
             lines = "\n".join(f"  {line}" for line in in_words(pairs))
             raise UserError(f"{step.path} (here) and {last.path} (there) are different models:\n{lines}")
-    return Stored(
+    return StoredModel(
         model=last.config.model,
         weights=last.weights() if len(steps) == 1 else MeanWeights([step.weights() for step in steps]),
         files=last.run / FILES,
-        config=lambda run, files: continued(last.config, run),
+        config=lambda run, files: continued_config(last.config, run),
         origin=Origin(**last.meta.get("source", {})),
         trained=True,
     )
 
 
 def format_of(name: str) -> str | None:
-    """What stands before the colon of FORMAT:DIR; None for the path of a run."""
+    """The format of FORMAT:DIR; None for the path of a run."""
     return MEGATRON if name.startswith(f"{MEGATRON}:") else foreign_format(name)
 
 
 def open_source(
     name: str | None, average: Sequence[str] = (), last: int | None = None, vocabulary: int | None = None
-) -> Stored:
+) -> StoredModel:
     """FORMAT:DIR, a run or one of its steps; or the mean of the steps `average`, or of the `last` newest of a run.
 
-    vocabulary: tokens of a Megatron-LM checkpoint that does not say. Raises UserError where there is no such source, or
-    where it does not fit.
+    vocabulary: number of tokens, for a Megatron-LM checkpoint that does not record it. Raises UserError if the source
+    does not exist or its tensors do not fit the model.
     """
     if average:
-        return _run([open_step(Path(each)) for each in average])
+        return _run([open_step(Path(path)) for path in average])
     if name is not None and format_of(name) is not None:
         if last is not None:
-            raise UserError(f"--average-last: {name} has no steps")
+            raise UserError(f"--average-last: {name} has no steps to average")
         return _megatron(name, vocabulary) if format_of(name) == MEGATRON else _foreign(name, read_foreign(name))
     if last is None:
         return _run([open_step(Path(name or ""))])
@@ -224,41 +230,41 @@ def open_source(
 
 
 def options(dtype: str | None, family: str = "", shard_gigabytes: float = SHARD_BYTES / 1e9) -> Options:
-    """Of a command line."""
+    """The options of a command line."""
     return Options(jnp.dtype(dtype) if dtype else None, family, int(shard_gigabytes * 1e9))
 
 
-def write(stored: Stored, target: str, options: Options, advance: Advance) -> list[str]:
-    """Writes a run, or the folder of FORMAT:DIR. Returns lines on what was written.
+def write(stored: StoredModel, target: str, options: Options, advance: Advance) -> list[str]:
+    """Writes a run, or the folder of FORMAT:DIR. Returns a summary, line by line.
 
-    Raises UserError for a target that exists, that can't be written, or that has no place for the model.
+    Raises UserError for a target that exists, can't be written, or can't hold the model.
     """
-    form, folder = format_of(target), Path(target.partition(":")[2])
-    kept = _quantized_dtype(stored)
-    if form is not None and kept is not None:
-        what = f"the weights are quantized ({kept}), which is written to runs only"
-        raise UserError(f"--to={target}: {what}\nConvert from the weights they were made of.")
-    if form is None:
+    format_name, folder = format_of(target), Path(target.partition(":")[2])
+    quantized = _quantized_dtype(stored)
+    if format_name is not None and quantized is not None:
+        problem = f"the weights are quantized ({quantized}), which is written to runs only"
+        raise UserError(f"--to={target}: {problem}\nConvert from the unquantized weights.")
+    if format_name is None:
         return _write_run(stored, Path(target), options, advance)
-    write_folder = _write_megatron if form == MEGATRON else _write_huggingface
+    write_folder = _write_megatron if format_name == MEGATRON else _write_huggingface
     return write_folder(stored, folder, options, advance)
 
 
-def elements(stored: Stored) -> int:
+def elements(stored: StoredModel) -> int:
     """Number of weights."""
     return sum(map(prod, stored.weights.shapes().values()))
 
 
-def _write_run(stored: Stored, run: Path, options: Options, advance: Advance) -> list[str]:
-    dtype, kept = options.dtype or np.dtype(np.float32), _quantized_dtype(stored)
-    if kept and options.dtype is None:
+def _write_run(stored: StoredModel, run: Path, options: Options, advance: Advance) -> list[str]:
+    dtype, quantized = options.dtype or np.dtype(np.float32), _quantized_dtype(stored)
+    if quantized and options.dtype is None:
         dtype = jnp.dtype(stored.config(run, []).precision.compute)
     with new_folder(run, _bytes(stored, dtype)) as folder:
         files = copy_files(stored.files, folder / FILES)
         cfg, left_out = stored.config(run, files), [*stored.left_out]
         number, state = 0, dict[str, StateArray]()
         if stored.optimizer is not None:
-            cfg, unread = megatron_checkpoint.continued(stored.optimizer, cfg, run)
+            cfg, unread = megatron_checkpoint.continued_config(stored.optimizer, cfg, run)
             left_out += unread
             number = stored.optimizer.iteration
             state = megatron_checkpoint.state(stored.optimizer, stored.declared)
@@ -289,31 +295,31 @@ def _write_run(stored: Stored, run: Path, options: Options, advance: Advance) ->
     fresh = [path for path, spec in stored.declared.items() if spec.updater and path not in stored.weights.shapes()]
     return [
         f"{run}: {len(stored.weights.shapes())} arrays, {elements(stored):,} elements, "
-        + (f"matrices in {kept}, other weights in {dtype.name}" if kept else f"weights in {dtype.name}"),
+        + (f"matrices in {quantized}, other weights in {dtype.name}" if quantized else f"weights in {dtype.name}"),
         *[f"not stored, zero in a new run: {listed(fresh)}"] * bool(fresh and not state),
-        *[f"optimizer: {number} steps with their moments, to go on from"] * bool(state),
+        *[f"optimizer: moments and counters after {number} steps"] * bool(state),
         *[f"left out: {listed(left_out)}"] * bool(left_out),
         f"tokenizer: {type(cfg.tokenizer).__name__}" + (f" of {', '.join(files)}" if files else ""),
         f"evaluate it: python -m megajax.evaluate --run={run} --tasks=text:FILE"
-        if kept
+        if quantized
         else f"train from it: python -m megajax.train --config={run}/config.yaml{_data_setting(cfg.data)}",
     ]
 
 
-def _quantized_dtype(stored: Stored) -> str | None:
-    """What the model's config calls it."""
+def _quantized_dtype(stored: StoredModel) -> str | None:
+    """The dtype of quantized matrices as the model's config names it; None: not quantized."""
     quantization = getattr(stored.model, "quantization", None)
     return None if quantization is None else quantization.weights
 
 
-def _bytes(stored: Stored, dtype: np.dtype) -> int:
-    """Of a run, whose weights but quantized ones are in `dtype`."""
+def _bytes(stored: StoredModel, dtype: np.dtype) -> int:
+    """Bytes of a run whose weights, except quantized ones, are in `dtype`."""
     quantized = {path: jnp.dtype(spec.dtype) for path, spec in stored.declared.items() if spec.role == "quantized"}
     return sum(prod(shape) * quantized.get(path, dtype).itemsize for path, shape in stored.weights.shapes().items())
 
 
 def _data_setting(data: Any) -> str:
-    """The setting that names the data, after a blank."""
+    """The setting that names the data, after a space."""
     value = {"path": "FOLDER", "paths": "PREFIX"}
     if isinstance(data, MaskedSentencesConfig | MaskedSpansConfig):
         value["paths"] = "SENTENCES_PREFIX"
@@ -323,7 +329,7 @@ def _data_setting(data: Any) -> str:
     return "" if name is None else f" --data.{name}={value[name]}"
 
 
-def _write_huggingface(stored: Stored, target: Path, options: Options, advance: Advance) -> list[str]:
+def _write_huggingface(stored: StoredModel, target: Path, options: Options, advance: Advance) -> list[str]:
     origin = stored.origin if stored.origin.format == "hf" else Origin()
     family = family_for(stored.model, options.family, origin.family)
     usual = jnp.dtype(origin.dtype or "float32")
@@ -353,12 +359,12 @@ def _write_huggingface(stored: Stored, target: Path, options: Options, advance: 
     return [
         f"{target}: {len(table)} tensors of {family.name} in {count} file{'s' * (count > 1)}, "
         + ", ".join(f"{number} in {dtype}" for dtype, number in dtypes.items()),
-        *[f"left out, no place for it: {listed(left_out)}"] * bool(left_out),
+        *[f"left out, not in the format: {listed(left_out)}"] * bool(left_out),
         *[f"tokenizer: {', '.join(files)}"] * bool(files),
     ]
 
 
-def _write_megatron(stored: Stored, target: Path, options: Options, advance: Advance) -> list[str]:
+def _write_megatron(stored: StoredModel, target: Path, options: Options, advance: Advance) -> list[str]:
     dtype = options.dtype or jnp.dtype("float32" if stored.origin.format != MEGATRON else stored.origin.dtype)
     with new_folder(target, elements(stored) * dtype.itemsize) as folder:
         table = megatron_checkpoint.write_model(
@@ -372,18 +378,18 @@ def _write_megatron(stored: Stored, target: Path, options: Options, advance: Adv
     return [
         f"{target}: {len(table)} tensors in {dtype.name} for one rank, layers of "
         + ("plain torch" if options.family == "local" else "Transformer Engine (--family=local: of plain torch)"),
-        "the tokenizer is not part of it; Megatron-LM reads it by --load, --ckpt-format torch, --use-checkpoint-args",
+        "without the tokenizer; Megatron-LM reads it with --load, --ckpt-format torch, --use-checkpoint-args",
     ]
 
 
-def verified(stored: Stored, target: str, advance: Advance) -> str:
-    """Reads the target back and compares it. Returns what was compared; raises UserError where they differ."""
+def verify(stored: StoredModel, target: str, advance: Advance) -> str:
+    """Reads the target back and compares it. Returns a summary; raises UserError if they differ."""
     result = stored.verify(open_source(target), advance)
     return f"verified: {result.arrays} arrays, {result.elements:,} elements, all equal (sha256 {result.sha256})"
 
 
 def set_aside(folder: Path) -> Path:
-    """Renames a folder to NAME.unverified, so that nothing takes it for a good one. Returns the new path."""
+    """Renames a folder to NAME.unverified, so that nothing mistakes it for a valid one. Returns the new path."""
     aside = folder.with_name(f"{folder.name}.unverified")
     if aside.exists():
         aside = folder.with_name(f"{folder.name}.{secrets.token_hex(4)}.unverified")

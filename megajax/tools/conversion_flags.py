@@ -1,4 +1,4 @@
-"""What is wrong with the command line of `python -m megajax.convert`, before anything is read."""
+"""Checks of the command line of `python -m megajax.convert`, before any file is read."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,12 +16,12 @@ ONLY_QUANTIZED = ("group", "exclude", "activations", "calibration", "compare")
 
 
 def flag_problems(flags: Mapping[str, Any]) -> list[Problem]:
-    """Of flags that do not fit together."""
+    """Invalid flags, and flags that exclude each other."""
     problems, averaged, last = [], flags["average"], flags["average_last"]
     if not averaged and flags["from"] is None:
-        problems.append(Problem("--from", "must be given", "hf:DIR or a run's folder; or --average=STEP,STEP"))
+        problems.append(Problem("--from", "must be given", "give hf:DIR, a run's folder, or --average=STEP,STEP"))
     if averaged and (flags["from"] is not None or last is not None):
-        problems.append(Problem("--average", "names what to read", "leave out --from and --average-last"))
+        problems.append(Problem("--average", "replaces --from and --average-last", "leave them out"))
     problems += [
         problem
         for flag, names in (
@@ -46,34 +46,38 @@ def _quantization_problems(flags: Mapping[str, Any]) -> Iterator[Problem]:
     if flags["quantize"] is None:
         for name in ONLY_QUANTIZED:
             if flags[name]:
-                yield Problem(f"--{name}", "is about quantized weights", f"add --quantize={' or '.join(QUANTIZED)}")
+                yield Problem(f"--{name}", "applies to quantized weights", f"add --quantize={' or '.join(QUANTIZED)}")
         return
     if flags["quantize"] not in QUANTIZED:
         yield Problem("--quantize", f"is {flags['quantize']}", f"use {', '.join(QUANTIZED)}")
     if flags["to"].partition(":")[0] in FORMATS and ":" in flags["to"]:
-        what = f"writes a run, and --to={flags['to']} is none"
-        yield Problem("--quantize", what, "give a new run's folder, such as --to=runs/quantized")
+        message = f"writes a run, and --to={flags['to']} is not one"
+        yield Problem("--quantize", message, "give a new run's folder, such as --to=runs/quantized")
     if flags["group"] is not None and flags["quantize"] != "int4":
-        yield Problem("--group", f"is of int4, not of {flags['quantize']}", "leave it out")
+        yield Problem("--group", f"applies to int4, not to {flags['quantize']}", "leave it out")
     if flags["activations"] not in (None, "none", "fp8"):
         yield Problem("--activations", f"is {flags['activations']}", "use none or fp8")
     for name in ("calibration", "compare"):
         if flags[name] is not None and not Path(flags[name]).expanduser().is_file():
-            yield Problem(f"--{name}", f"there is no file {flags[name]}", "give a file of text")
+            yield Problem(f"--{name}", f"{flags[name]} does not exist or is not a file", "give a text file")
 
 
 def _name_problem(flag: str, name: str) -> Problem | None:
-    """Of a name that is neither a run nor FORMAT:DIR."""
-    before, colon, folder = name.partition(":")
-    form = before if colon else ""
-    if not name or (form in FORMATS and not folder):
+    """A problem if the name is neither a run nor FORMAT:DIR."""
+    prefix, colon, folder = name.partition(":")
+    prefix_format = prefix if colon else ""
+    if not name or (prefix_format in FORMATS and not folder):
         return Problem(flag, f"is {name!r}, which names no folder", "give a run's folder or hf:DIR")
-    if form in FORMATS:
-        return Problem(flag, f"{name} has no steps", "give steps of runs") if flag == "--average" else None
-    if form and form.isalnum() and not Path(name).exists():
-        forms = ", ".join(f"{each}:DIR" for each in FORMATS)
-        hint = f"did you mean {form.lower()}:{folder}?" if form.lower() in FORMATS else f"did you mean hf:{folder}?"
-        return Problem(flag, f"is {name}, and there is no format {form}", f"{hint} Formats: {forms}")
+    if prefix_format in FORMATS:
+        return Problem(flag, f"{name} has no steps to average", "give steps of runs") if flag == "--average" else None
+    if prefix_format and prefix_format.isalnum() and not Path(name).exists():
+        forms = ", ".join(f"{format_name}:DIR" for format_name in FORMATS)
+        hint = (
+            f"did you mean {prefix_format.lower()}:{folder}?"
+            if prefix_format.lower() in FORMATS
+            else f"did you mean hf:{folder}?"
+        )
+        return Problem(flag, f"is {name}, but {prefix_format} is not a known format", f"{hint} Formats: {forms}")
     if flag != "--to" and ((Path(name) / "config.json").is_file() or any(Path(name).glob("*.safetensors"))):
         return Problem(flag, f"{name} is a Hugging Face folder, not a run", f"did you mean hf:{name}?")
     return None

@@ -1,4 +1,4 @@
-"""A table of another trainer's flags, each a setting, unnecessary or refused, and command lines read by it."""
+"""A table of another trainer's flags, each mapped to settings, unnecessary or refused, and a parser that uses it."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,45 +10,45 @@ from megajax.config.nearest import either, nearest_names
 type Settings = Mapping[str, Any]
 """Dotted names of settings -> values."""
 
-DEFINE = "give the script's own arguments behind its name, and others by --define=NAME=VALUE"
+DEFINE = "give the script's arguments after its name, and other variables with --define=NAME=VALUE"
 UNKNOWN = "\ufffe"
-"""Stands in a word for a part of it that is not known."""
+"""Placeholder in a word for a part whose value is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class Word:
-    """One word of a command line and where it stands."""
+    """One word of a command line and its place, such as a line of a script."""
 
     text: str
     place: str = ""
     unknown: tuple[str, ...] = ()
-    """What is not known of it; it stands in the text as UNKNOWN."""
+    """Why parts of it are unknown; the text has UNKNOWN in their place."""
 
-    def where(self, text: str) -> str:
-        """A text with the place of this word."""
+    def located(self, text: str) -> str:
+        """The text after the place of this word."""
         return f"{self.place}: {text}" if self.place else text
 
 
 @dataclass(frozen=True, slots=True)
 class Mapped:
-    """The flag is one setting, or `by` makes the settings it takes part in."""
+    """The flag is one setting, or `by` computes settings from it and other flags."""
 
     settings: tuple[str, ...]
     by: "Callable[[Arguments], Settings] | None" = None
     values: Mapping[str, str] = field(default_factory=dict)
-    """Value of the flag -> of the setting; others of a switch leave the setting alone. Empty: the value itself."""
+    """Value of the flag -> value of the setting. Other values of a switch set nothing. Empty: the value itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unnecessary:
-    """There is nothing to set."""
+    """No setting corresponds to the flag."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """This version can't do it."""
+    """This version does not support the flag."""
 
     reason: str
 
@@ -58,7 +58,7 @@ type Fate = Mapped | Unnecessary | Refused
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """One flag: name without dashes, kind of its value (bool: none, list: any number of words), default, fate."""
+    """One flag: name without dashes, kind of its value (bool: no value, list: any number of words), default, fate."""
 
     name: str
     kind: type
@@ -72,7 +72,7 @@ KINDS: Mapping[str, type] = {kind.__name__: kind for kind in (bool, int, float, 
 
 
 def read_table(text: str, functions: "Mapping[str, Callable[[Arguments], Settings]]") -> Iterator[Flag]:
-    """The rows of a text as megatron_flags.txt explains it. functions: name -> what makes settings."""
+    """The rows of a text like megatron_flags.txt, which explains the format. functions: for its rows, by name."""
     for line in text[text.index("\n# ") :].replace("\n  ", " ").splitlines():
         names, arrow, answer = line.partition(" => ")
         if arrow:
@@ -89,10 +89,10 @@ def read_table(text: str, functions: "Mapping[str, Callable[[Arguments], Setting
 
 def _row(token: str, fate: Fate) -> Flag:
     typed, equals, value = token.partition("=")
-    names, _, written = typed.partition(":")
+    names, _, kind_name = typed.partition(":")
     name, *also = names.split("|")
-    kind = KINDS[written or "list"]
-    # A switch that is a setting by itself leaves it alone where it is not given.
+    kind = KINDS[kind_name or "list"]
+    # A switch that is a setting by itself leaves the setting alone if it is not given.
     default = False if kind is bool and not (isinstance(fate, Mapped) and fate.by is None and not fate.values) else None
     if equals:
         default = value.split() if kind is list else kind(value)
@@ -101,42 +101,42 @@ def _row(token: str, fate: Fate) -> Flag:
 
 @dataclass
 class Arguments:
-    """The values of a command line's flags, or their defaults, and notes on what is wrong with them."""
+    """The values of a command line's flags, or their defaults, and notes on them."""
 
     table: Mapping[str, Flag]
     devices: int | None = None
-    """How many share the work, where that is known."""
+    """Number of devices; None: unknown."""
     flags: dict[str, Any] = field(default_factory=dict)
     """Values of the flags that were given."""
     used: set[str] = field(default_factory=set)
     problems: list[Problem] = field(default_factory=list)
-    """What makes no sense: unknown flags, contradictions."""
+    """Errors of the command line: unknown flags, contradictions."""
     refusals: list[Problem] = field(default_factory=list)
-    """What makes sense and cannot be had."""
+    """Valid flags that this version does not support."""
     remarks: list[Problem] = field(default_factory=list)
-    """What the user should know of a flag that was mapped."""
+    """Notes to the user on flags that were mapped."""
     unread: set[str] = field(default_factory=set)
-    """Flags whose value could not be read, which is a problem already."""
+    """Flags with an invalid value, which is among the problems already."""
 
     def __getitem__(self, name: str) -> Any:
         self.used.add(name)
         return self.flags.get(name, self.table[name].default)
 
-    def given(self, *names: str) -> bool:
-        """Whether any of them was given; that counts as use of it."""
+    def is_given(self, *names: str) -> bool:
+        """Whether any of the flags was given. Marks them as used."""
         self.used.update(names)
         return any(name in self.flags for name in names)
 
     def one_of(self, name: str, choices: Mapping[str, Any]) -> Any:
-        """The value as `choices` has it; another one is a problem, and the first of them the answer."""
+        """The entry of `choices` for the flag's value. An unknown value is a problem; the result is the first entry."""
         value = self[name]
         if value in choices:
             return choices[value]
-        self.wrong(name, f"expected one of {', '.join(choices)}, got {value}")
+        self.problem(name, f"expected one of {', '.join(choices)}, got {value}")
         return next(iter(choices.values()))
 
     def single_settings(self) -> Settings:
-        """The settings that a flag makes by itself."""
+        """The settings of flags that are one setting each."""
         settings = {}
         for name, row in self.table.items():
             if isinstance(row.fate, Mapped) and row.fate.by is None and (value := self[name]) is not None:
@@ -150,114 +150,114 @@ class Arguments:
         return settings
 
     def numbers(self, name: str) -> tuple[int, ...]:
-        """Words of a flag as whole numbers; others are a problem, and () the answer."""
-        words = self[name]
-        if all(word.isdigit() for word in words):
-            return tuple(map(int, words))
-        self.wrong(name, f"expected whole numbers, got {' '.join(words)}")
+        """The values of a flag as whole numbers. Other values are a problem; the result is then ()."""
+        texts = self[name]
+        if all(word.isdigit() for word in texts):
+            return tuple(map(int, texts))
+        self.problem(name, f"expected whole numbers, got {' '.join(texts)}")
         return ()
 
-    def wrong(self, name: str, what: str, hint: str = "") -> None:
-        """Note an error of the command line."""
+    def problem(self, name: str, message: str, hint: str = "") -> None:
+        """Record an error of the command line."""
         if name not in self.unread:
-            self._note(self.problems, name, what, hint)
+            self._note(self.problems, name, message, hint)
 
-    def refuse(self, name: str, why: str) -> None:
-        """Note that this value of a flag cannot be had."""
-        self._note(self.refusals, name, why)
+    def refuse(self, name: str, message: str) -> None:
+        """Record that this version does not support a flag's value."""
+        self._note(self.refusals, name, message)
 
-    def remark(self, name: str, text: str) -> None:
-        """Note something to know about a flag."""
-        self._note(self.remarks, name, text)
+    def remark(self, name: str, message: str) -> None:
+        """Record a note to the user on a flag."""
+        self._note(self.remarks, name, message)
 
-    def _note(self, notes: list[Problem], name: str, what: str, hint: str = "") -> None:
+    def _note(self, notes: list[Problem], name: str, message: str, hint: str = "") -> None:
         self.used.add(name)
-        problem = Problem(f"--{name}", what, hint)
+        problem = Problem(f"--{name}", message, hint)
         if problem not in notes:
             notes.append(problem)
 
-    def written(self, name: str) -> str:
-        """A flag as it was given."""
+    def flag_text(self, name: str) -> str:
+        """A flag and its value, as on a command line."""
         value = self.flags.get(name, True)
-        return f"--no-{name}" if value is False else f"--{name} {shown(value)}".rstrip()
+        return f"--no-{name}" if value is False else f"--{name} {value_text(value)}".rstrip()
 
-    def read(self, words: Sequence[Word]) -> None:
-        """Take the flags of a command line; the last counts where one is repeated, as in argparse."""
-        known = spellings(self.table.values())
+    def parse(self, argv: Sequence[Word]) -> None:
+        """Parse a command line. The last value of a repeated flag counts, as in argparse."""
+        rows = spellings(self.table.values())
         name, values = None, []
-        for word in (*words, None):
+        for word in (*argv, None):
             if word is None or (word.text.startswith("--") and len(word.text) > 2):
                 if name is not None:
-                    self._take(name, values, known)
+                    self._set_flag(name, values, rows)
                 if word is not None:
                     text, equals, value = word.text[2:].partition("=")
                     name = Word(text, word.place)
                     values = [Word(value, word.place, word.unknown)] if equals else []
             elif name is None:
                 reasons = "".join(f"{reason}; " for reason in word.unknown)
-                what = f"{reasons}stands before the first flag" if word.unknown else "is no flag"
-                self.problems.append(Problem(word.where(word.text.replace(UNKNOWN, "…")), what))
+                message = f"{reasons}comes before the first flag" if word.unknown else "is not a flag"
+                self.problems.append(Problem(word.located(word.text.replace(UNKNOWN, "…")), message))
             else:
                 values.append(word)
 
-    def _take(self, name: Word, values: Sequence[Word], known: Mapping[str, Flag]) -> None:
+    def _set_flag(self, name: Word, values: Sequence[Word], rows: Mapping[str, Flag]) -> None:
         plain = _plain(name.text)
-        if (row := known.get(plain)) is None:
-            # Megatron-LM makes a --no-NAME without a value of each switch of its config classes.
-            switch = known.get(plain.removeprefix("no-"))
+        if (row := rows.get(plain)) is None:
+            # Megatron-LM adds a --no-NAME without a value for each switch of its config classes.
+            switch = rows.get(plain.removeprefix("no-"))
             if switch is not None and switch.kind in (bool, list) and not values:
                 self.flags[switch.name] = False
             else:
-                near = nearest_names(name.text, [spelling.replace("-", "_") for spelling in known])
-                names = dict.fromkeys(f"--{known[spelling.replace('_', '-')].name}" for spelling in near)
+                similar = nearest_names(name.text, [spelling.replace("-", "_") for spelling in rows])
+                names = dict.fromkeys(f"--{rows[spelling.replace('_', '-')].name}" for spelling in similar)
                 hint = f"did you mean {either(names)}?" if names else ""
-                self.problems.append(Problem(name.where(f"--{name.text}"), "no such flag is known", hint))
+                self.problems.append(Problem(name.located(f"--{name.text}"), "is not a known flag", hint))
             return
-        where = name.where(f"--{row.name}")
+        place = name.located(f"--{row.name}")
         unknown = dict.fromkeys(reason for word in values for reason in word.unknown)
         if unknown and (row.kind is bool or (row.kind is not list and not values[0].unknown)):
-            # What follows a flag that needs no more may be anything, flags among it.
-            self.problems.append(Problem(values[-1].place or where, "; ".join(unknown), DEFINE))
+            # An unknown part after a complete flag may be anything, even more flags.
+            self.problems.append(Problem(values[-1].place or place, "; ".join(unknown), DEFINE))
             return
         try:
             value = _value(row, values)
         except ValueError as error:
             self.unread.add(row.name)
             hint = DEFINE if unknown else ""
-            self.problems.append(Problem(where, "; ".join(unknown) or str(error), hint))
+            self.problems.append(Problem(place, "; ".join(unknown) or str(error), hint))
             return
         if self.flags.get(row.name, value) != value:
-            text = f"is given twice; the last counts ({shown(value)}, not {shown(self.flags[row.name])})"
+            text = f"is given twice; the last one counts ({value_text(value)}, not {value_text(self.flags[row.name])})"
             self.remarks.append(Problem(f"--{row.name}", text))
         self.flags[row.name] = value
 
 
 def _value(row: Flag, values: Sequence[Word]) -> Any:
-    """Raises ValueError for words that are no value of this flag."""
+    """The value of a flag. Raises ValueError for words that are not valid values of it."""
     texts = [word.text for word in values]
     if any(word.unknown for word in values):
-        raise ValueError("is not known")
+        raise ValueError("has an unknown value")
     if row.kind is list:
         return texts
     if len(texts) != (row.kind is not bool):
-        wanted = "no value" if row.kind is bool else "one value"
-        raise ValueError(f"takes {wanted}, got {len(texts)}: {' '.join(texts) or 'none'}")
+        expected = "no value" if row.kind is bool else "one value"
+        raise ValueError(f"takes {expected}, got {len(texts)}: {' '.join(texts) or 'none'}")
     try:
         return row.kind is bool or row.kind(texts[0])
     except ValueError:
-        wanted = "a whole number" if row.kind is int else "a number"
-        raise ValueError(f"expected {wanted}, got {texts[0]}") from None
+        expected = "a whole number" if row.kind is int else "a number"
+        raise ValueError(f"expected {expected}, got {texts[0]}") from None
 
 
-def shown(value: Any) -> str:
-    """A flag's value as it is written."""
+def value_text(value: Any) -> str:
+    """A flag's value as on a command line."""
     if isinstance(value, list):
         return " ".join(map(str, value))
     return "" if value is True else str(value)
 
 
 def spellings(table: Iterable[Flag]) -> dict[str, Flag]:
-    """Every spelling, in small letters with dashes for underscores -> the flag."""
+    """Every spelling, in lower case with dashes for underscores -> the flag."""
     return {_plain(name): row for row in table for name in (row.name, *row.also)}
 
 

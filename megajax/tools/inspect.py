@@ -1,4 +1,4 @@
-"""Show what checkpoints hold: `python -m megajax.tools.inspect RUN`."""
+"""Show the contents of checkpoints: `python -m megajax.tools.inspect RUN`."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,14 +16,14 @@ from megajax.tools.json_output import JSON, first_word, show
 USAGE = """python -m megajax.tools.inspect RUN [--step=N] [--verify] [--array=NAME] [--json[=FILE]]
 
 Shows the checkpoints of a run: its steps, and of the newest whole one (or step N) the position in training, versions,
-layout, config and arrays. RUN is a run's folder, its checkpoints folder, or one step in it. Changes nothing there and
-needs no devices; a run may be writing meanwhile.
+layout, config and arrays. RUN is a run's folder, its checkpoints folder, or one step in it. Changes no file and needs
+no devices; the run may be writing at the same time.
 
-  --step=N         another step than the newest whole one
-  --verify         compare each file's size and SHA-256 with the manifest: of all steps, or of step N;
-                   exit code 2 if a file differs. Without it, sizes alone are compared
-  --array=NAME     statistics of one array instead, such as params.tokens
-  --json[=FILE]    print JSON instead, or write it to a file as well
+  --step=N         show this step instead of the newest whole one
+  --verify         compare each file's size and SHA-256 with the manifest, for all steps or for step N;
+                   exit code 2 if a file differs. Without --verify, only sizes are compared
+  --array=NAME     show statistics of one array instead, such as params.tokens
+  --json[=FILE]    print JSON instead of text, or also write it to a file
 """
 FLAGS = (Flag("step", int | None), Flag("verify"), Flag("array", str | None), JSON)
 SETTINGS = (
@@ -31,14 +31,14 @@ SETTINGS = (
     *("tokenizer.type", "optimizer.type", "precision.compute", "schedule.lr", "batch.global_size", "steps", "run_dir"),
     *("parallel.data_sharding", "parallel.schedule"),
 )
-"""Settings of the config that are shown."""
+"""The settings shown."""
 
 
 def main(argv: list[str]) -> int:
     """Print the steps and one step's content; 2 if --verify found a file that differs.
 
     Raises:
-        UserError: no checkpoints there, an unknown or damaged step, an unknown array, or a wrong command line.
+        UserError: no checkpoints, an unknown or damaged step, an unknown array, or a wrong command line.
     """
     if not argv or {"-h", "--help"} & set(argv):
         print(USAGE)
@@ -55,24 +55,24 @@ def main(argv: list[str]) -> int:
         resolve(f"megajax.checkpoint.inspection:{function}") for function in ("survey", "choose", "describe")
     )
     try:
-        steps = survey(folder, lambda each: verify and step in (None, each))
+        steps = survey(folder, lambda report: verify and step in (None, report))
     except OSError as error:
         raise UserError(f"{error.filename or folder} can't be read: {error.strerror}") from error
     content, arrays = describe(folder, choose(folder, steps, step).step)
     if name is not None:
         content = {"step": content["step"], "array": _array(content, arrays, name)}
-    content = {"folder": str(folder), "steps": [asdict(each) for each in steps]} | content
+    content = {"folder": str(folder), "steps": [asdict(report) for report in steps]} | content
     lines = _array_lines(content) if name is not None else (*_steps_lines(content), *_content_lines(content))
     show("\n".join(lines), json.dumps(_finite(content), indent=1, allow_nan=False, default=str), flags["json"])
-    return 2 if verify and any(each.faults for each in steps) else 0
+    return 2 if verify and any(report.faults for report in steps) else 0
 
 
 def _finite(value: Any) -> Any:
-    """The same with NaN and infinities as text, which JSON has no numbers for."""
+    """The value with NaN and infinities as text, because JSON has no such numbers."""
     if isinstance(value, Mapping):
-        return {name: _finite(each) for name, each in value.items()}
+        return {name: _finite(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(each) for each in value]
+        return [_finite(item) for item in value]
     return str(value) if isinstance(value, float) and not isfinite(value) else value
 
 
@@ -80,8 +80,8 @@ def _array(content: Mapping[str, Any], arrays: Any, name: str) -> dict[str, Any]
     """An array with its statistics."""
     described = {array["name"]: array for array in content["arrays"]}
     if name not in described:
-        near = did_you_mean(name, described) or f"without --array, all {len(described)} are listed"
-        raise UserError(f"--array: step {content['step']} has no array {name}\n    {near}")
+        hint = did_you_mean(name, described) or f"without --array, all {len(described)} are listed"
+        raise UserError(f"--array: step {content['step']} has no array {name}\n    {hint}")
     try:
         return described[name] | arrays.statistics(name)
     except resolve("megajax.checkpoint.integrity:Damaged") as error:
@@ -90,10 +90,10 @@ def _array(content: Mapping[str, Any], arrays: Any, name: str) -> dict[str, Any]
 
 def _steps_lines(content: Mapping[str, Any]) -> Iterator[str]:
     rows = [("step", "committed", "size", "files", "state")]
-    for each in content["steps"]:
-        state = each["state"] + (", every file verified" if each["verified"] and not each["faults"] else "")
-        rows.append((each["name"], moment(each["time"]), byte_size(each["bytes"]), str(each["files"]), state))
-        rows += [("", "", "", "", fault) for fault in each["faults"]]
+    for step in content["steps"]:
+        state = step["state"] + (", every file verified" if step["verified"] and not step["faults"] else "")
+        rows.append((step["name"], moment(step["time"]), byte_size(step["bytes"]), str(step["files"]), state))
+        rows += [("", "", "", "", fault) for fault in step["faults"]]
     yield content["folder"]
     yield from _indented(rows)
 
@@ -117,7 +117,7 @@ def _content_lines(content: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _facts(content: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Names and values; "" where the step does not say."""
+    """Names and values; "" if the step does not record it."""
     tokens = content["consumed_tokens"]
     yield "counters", ", ".join(f"{name} {value:,}" for name, value in content["counters"].items())
     yield "tokens", f"{tokens:,} consumed" if tokens else ""
@@ -150,7 +150,7 @@ def _array_lines(content: Mapping[str, Any]) -> Iterator[str]:
         ("elements", f"{array['count']:,}"),
         ("not finite", f"{array['nonfinite']:,}"),
         *(
-            (name, "none is finite" if array[name] is None else f"{array[name]:.6g}")
+            (name, "no finite element" if array[name] is None else f"{array[name]:.6g}")
             for name in ("min", "max", "mean", "rms")
         ),
     ]

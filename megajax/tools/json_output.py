@@ -1,4 +1,4 @@
-"""The flag --json[=FILE] of tools that show something."""
+"""The flag --json[=FILE] of tools that print a report."""
 
 from pathlib import Path
 
@@ -9,19 +9,19 @@ from megajax.metrics.runfolder import write_output_file
 JSON = Flag("json", None | bool | Path)
 
 
-def show(text: str, json_text: str, asked: bool | Path | None) -> None:
-    """Print the text, or with --json the JSON in its place; with --json=FILE, write the JSON to the file as well.
+def show(text: str, json_text: str, output: bool | Path | None) -> None:
+    """Print the text, or with --json the JSON instead; with --json=FILE, print the text and write the JSON to the file.
 
     Raises:
         UserError: the file cannot be written.
     """
-    if isinstance(asked, Path):
-        write_output_file(asked, json_text + "\n")
-    print(json_text if asked is True else text)
+    if isinstance(output, Path):
+        write_output_file(output, json_text + "\n")
+    print(json_text if output is True else text)
 
 
-def first_word(argv: list[str], what: str, usage: str) -> Path:
-    """The path that such a tool begins with. Raises UserError if a flag stands in its place."""
+def first_word(argv: list[str], expected: str, usage: str) -> Path:
+    """The path that is the first argument. Raises UserError if it is a flag."""
     if argv[0].startswith("-"):
-        raise UserError(f"the first word must be {what}, got {argv[0]}\n{usage.splitlines()[0]}")
+        raise UserError(f"the first argument must be {expected}, got {argv[0]}\n{usage.splitlines()[0]}")
     return Path(argv[0])

@@ -22,19 +22,19 @@ USAGE = """python -m megajax.tools.megatron_args [options] -- --num-layers 24 �
 python -m megajax.tools.megatron_args [options] SCRIPT.sh [ARGUMENTS]      a shell script, read and not run
 python -m megajax.tools.megatron_args [options] FILE.yaml                  a file of flags and values (or .json)
 
-Writes a config file from a Megatron-LM command line, with Megatron-LM's defaults where a flag is not given. What became
-of each flag is told on the error output; what cannot be had is refused, and ends the tool with code 2.
+Writes a config file from a Megatron-LM command line, with Megatron-LM's defaults for flags that are not given. Reports
+the result for each flag on standard error. Unsupported flags are refused: nothing is written, and the exit code is 2.
 
-  --output=FILE.py      write it there; without it, to the standard output
-  --force               write over a file that is there
-  --partial             write it although flags are refused, without what they ask for
-  --define=NAME=VALUE   a variable of the script that comes from outside; may be repeated
+  --output=FILE.py      write the config to this file; default: standard output
+  --force               overwrite an existing file
+  --partial             write the config even if flags are refused, without their effect
+  --define=NAME=VALUE   a variable that the script takes from its environment; may be repeated
 """
 
 
 @dataclass
 class Options:
-    """What the tool itself was told."""
+    """The tool's own options."""
 
     output: Path | None = None
     force: bool = False
@@ -44,19 +44,19 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """The command of a script that trains, and what its launcher says."""
+    """The training command of a script, and the number of devices that its launcher starts."""
 
     script: str
     words: tuple[Word, ...]
     devices: int | None = None
-    """Processes, one for each GPU, where torchrun is told both counts."""
+    """Processes, one for each GPU; None: torchrun's flags do not give the count."""
 
 
 def main(argv: list[str]) -> int:
     """Convert, report, write.
 
     Raises:
-        UserError: for what the user has to change, flags that are refused among it.
+        UserError: for anything the user has to change, including refused flags.
     """
     if not argv or {"-h", "--help"} & set(argv[: argv.index("--")] if "--" in argv else argv):
         print(USAGE)
@@ -65,31 +65,31 @@ def main(argv: list[str]) -> int:
     training, source = _training(rest, options)
     name = Path(training.script).name
     if name.startswith("pretrain_") and name not in SCRIPTS:
-        raise UserError(f"{source}: {name} trains another kind of model. This version reads {', '.join(SCRIPTS)}")
-    made = convert(training.words, script=name, devices=training.devices)
-    print("\n".join(_report(made)), file=sys.stderr)
-    if made.problems or made.config is None:
-        raise ConfigError(made.problems, source)
-    if made.refused and not options.partial:
-        count = f"{len(made.refused)} flag{'s' * (len(made.refused) > 1)}"
-        raise UserError(f"{source}: {count} refused, see above. --partial writes the config without what they ask for.")
-    text = python_source(made.config, _title(training, source, made), made.written)
+        raise UserError(f"{source}: {name} is not supported. This version reads {', '.join(SCRIPTS)}")
+    converted = convert(training.words, script=name, devices=training.devices)
+    print("\n".join(_report(converted)), file=sys.stderr)
+    if converted.problems or converted.config is None:
+        raise ConfigError(converted.problems, source)
+    if converted.refused and not options.partial:
+        count = f"{len(converted.refused)} flag{'s' * (len(converted.refused) > 1)}"
+        raise UserError(f"{source}: {count} refused, see above. --partial writes the config without their effect.")
+    text = python_source(converted.config, _title(training, source, converted), converted.flag_settings)
     if options.output is None:
         print(text, end="")
         return 0
     if options.output.exists() and not options.force:
-        raise UserError(f"{options.output} is there already: give --force to write over it, or another --output")
+        raise UserError(f"{options.output} already exists: give --force to overwrite it, or another --output")
     try:
         options.output.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UserError(f"--output={options.output} cannot be written: {error.strerror}") from error
-    print(f"wrote {options.output}: look at it by python -m megajax.train --config={options.output} --print-config",
+    print(f"wrote {options.output}: check it with python -m megajax.train --config={options.output} --print-config",
           file=sys.stderr)  # fmt: skip
     return 0
 
 
 def _options(argv: Sequence[str]) -> tuple[Options, list[str]]:
-    """The tool's own flags, and what follows them."""
+    """The tool's own options, and the arguments after them."""
     options, rest = Options(), list(argv)
     while rest and rest[0].startswith("--") and rest[0] != "--":
         name, equals, value = rest.pop(0)[2:].partition("=")
@@ -110,18 +110,18 @@ def _options(argv: Sequence[str]) -> tuple[Options, list[str]]:
             case _:
                 hint = did_you_mean(name, ("output", "define", "force", "partial"))
                 raise UserError(
-                    f"--{name} is no flag of this tool{hint and f': {hint}'}\nMegatron-LM's own flags follow --"
+                    f"--{name} is not a flag of this tool{hint and f': {hint}'}\nGive Megatron-LM's flags after --"
                 )
     return options, rest
 
 
 def _training(rest: Sequence[str], options: Options) -> tuple[Training, str]:
-    """The command that trains, and where it was read."""
+    """The training command, and its source for messages."""
     if not rest:
         raise UserError(f"nothing to convert.\n{USAGE}")
     if rest[0] == "--":
-        words = tuple(Word(text) for text in rest[1:])
-        return as_training(words) or Training("", words), "the command line"
+        argv = tuple(Word(text) for text in rest[1:])
+        return as_training(argv) or Training("", argv), "the command line"
     path = Path(rest[0])
     try:
         text = path.read_text(encoding="utf-8")
@@ -140,39 +140,39 @@ def find_training(commands: Sequence[Command], place: str) -> Training:
     """The command that runs a Python file with flags, pretrain_*.py before others.
 
     Raises:
-        UserError: none, or several.
+        UserError: no such command, or several.
     """
     for command in commands:
         if command.words[0].text.startswith("--"):
-            what = f"line {command.line}: {command.words[0].text} belongs to no command"
-            raise UserError(f"{place}, {what}: the line before has a comment, or no \\ at its very end")
-    trainings = [training for command in commands if (training := as_training(command.words)) is not None]
-    trainings = [one for one in trainings if any(word.text.startswith("--") for word in one.words)] or trainings
-    named = [one for one in trainings if one.script.rpartition("/")[2].startswith("pretrain")] or trainings
-    if not named:
+            message = f"line {command.line}: {command.words[0].text} belongs to no command"
+            raise UserError(f"{place}, {message}: the line before it has a comment, or does not end in \\")
+    runs = [training for command in commands if (training := as_training(command.words)) is not None]
+    runs = [run for run in runs if any(word.text.startswith("--") for word in run.words)] or runs
+    runs = [run for run in runs if run.script.rpartition("/")[2].startswith("pretrain")] or runs
+    if not runs:
         raise UserError(f"{place}: no command runs a Python file, such as torchrun … pretrain_gpt.py --num-layers …")
-    if len(named) > 1:
-        scripts = ", ".join(f"{one.script} ({one.words[0].place if one.words else 'without flags'})" for one in named)
-        raise UserError(f"{place}: several commands train: {scripts}. Leave one of them in the script.")
-    return named[0]
+    if len(runs) > 1:
+        scripts = ", ".join(f"{run.script} ({run.words[0].place if run.words else 'without flags'})" for run in runs)
+        raise UserError(f"{place}: several commands train: {scripts}. Keep only one of them in the script.")
+    return runs[0]
 
 
-def as_training(words: Sequence[Word]) -> Training | None:
+def as_training(argv: Sequence[Word]) -> Training | None:
     """`[launcher …] FILE.py [flags …]`, or None for another command."""
-    place = next((number for number, word in enumerate(words) if word.text.endswith(".py")), None)
+    place = next((number for number, word in enumerate(argv) if word.text.endswith(".py")), None)
     if place is None:
         return None
     counts = {}
-    texts = [text for word in words[:place] for text in word.text.split("=")]
+    texts = [text for word in argv[:place] for text in word.text.split("=")]
     for name, value in pairwise(texts):
         if name.startswith("-") and value.isdigit():
             counts[name.strip("-").replace("-", "_")] = int(value)
-    each, nodes = counts.get("nproc_per_node"), counts.get("nnodes", 1)
-    return Training(words[place].text, tuple(words[place + 1 :]), each and each * nodes)
+    per_node, nodes = counts.get("nproc_per_node"), counts.get("nnodes", 1)
+    return Training(argv[place].text, tuple(argv[place + 1 :]), per_node and per_node * nodes)
 
 
 def _file_words(path: Path, text: str) -> Iterator[Word]:
-    """{"--num-layers": 24, "--swiglu": true} as words; what lies under MODEL_ARGS where there is such a key."""
+    """{"--num-layers": 24, "--swiglu": true} as words. If the file has a key MODEL_ARGS, only the flags under it."""
     import yaml
 
     try:
@@ -182,17 +182,17 @@ def _file_words(path: Path, text: str) -> Iterator[Word]:
     flags = content.get("MODEL_ARGS", content) if isinstance(content, Mapping) else None
     if not isinstance(flags, Mapping):
         raise UserError(f"{path}: expected flags and values, such as num-layers: 24")
-    known = spellings(FLAGS.values())
+    rows = spellings(FLAGS.values())
     for name, value in flags.items():
         if value is None or value is False:
             continue
         plain = str(name).lstrip("-")
-        row = known.get(plain.replace("_", "-"))
+        row = rows.get(plain.replace("_", "-"))
         yield Word(f"--{plain}")
         if value is not True:
             for item in value if isinstance(value, list) else [value]:
                 text = _written(item)
-                # Several values may stand in one text, as on a command line.
+                # A string may hold several values, as on a command line.
                 yield from map(Word, shlex.split(text) if row is not None and row.kind is list else [text])
 
 
@@ -202,36 +202,36 @@ def _written(value: Any) -> str:
     return str(value)
 
 
-def _report(made: Converted) -> Iterator[str]:
-    """What became of each flag, a paragraph for each kind."""
+def _report(converted: Converted) -> Iterator[str]:
+    """The result for each flag, a paragraph for each kind."""
     parts = (
-        ("mapped", [f"{flag} -> {settings}" for flag, settings in made.mapped if settings]),
-        ("to know", [f"{flag}: {text}" for flag, text in made.remarks]),
-        ("without effect beside the other flags", list(made.idle)),
-        ("unnecessary", [f"{flag}: {reason}" for flag, reason in made.unnecessary]),
-        ("refused", [f"{flag}: {reason}" for flag, reason in made.refused]),
+        ("mapped", [f"{flag} -> {settings}" for flag, settings in converted.mapped if settings]),
+        ("notes", [f"{flag}: {text}" for flag, text in converted.remarks]),
+        ("without effect given the other flags", list(converted.idle)),
+        ("unnecessary", [f"{flag}: {reason}" for flag, reason in converted.unnecessary]),
+        ("refused", [f"{flag}: {reason}" for flag, reason in converted.refused]),
     )
     for title, lines in parts:
-        # Before there is a config, what became of most flags is not known.
-        if lines and (made.config is not None or title == "refused"):
+        # Without a config, the result for most flags is unknown.
+        if lines and (converted.config is not None or title == "refused"):
             yield from (f"{title}:", *(f"  {line}" for line in lines))
 
 
-def _title(training: Training, source: str, made: Converted) -> str:
-    """The text at the top of the file: where it comes from, and the command with its variables replaced."""
-    words = [shlex.quote(word.text) for word in training.words if UNKNOWN not in word.text]
+def _title(training: Training, source: str, converted: Converted) -> str:
+    """The docstring of the file: its source, and the command with its variables replaced."""
+    texts = [shlex.quote(text.text) for text in training.words if UNKNOWN not in text.text]
     flags: list[list[str]] = []
-    for word in words:
-        if word.startswith("--") or not flags:
+    for text in texts:
+        if text.startswith("--") or not flags:
             flags.append([])
-        flags[-1].append(word)
-    # A flag and its values are not torn apart.
+        flags[-1].append(text)
+    # Keep a flag and its values on one line.
     joined = [" ".join(group).replace(" ", "\N{NO-BREAK SPACE}") for group in flags]
     lines = textwrap.wrap(" ".join(joined), 110, break_long_words=False, break_on_hyphens=False)
     command = "\n".join(f"    {line}" for line in lines).replace("\N{NO-BREAK SPACE}", " ")
     script = f" of {training.script}" if training.script else ""
-    left = "".join(f"\nLeft out: {flag}: {reason}" for flag, reason in made.refused)
-    return f"A run of Megatron-LM's, from {source}.\n\nThe flags{script}:\n{command}\n{left}{chr(10) * bool(left)}"
+    notes = "".join(f"\nLeft out: {flag}: {reason}" for flag, reason in converted.refused)
+    return f"A Megatron-LM run, from {source}.\n\nThe flags{script}:\n{command}\n{notes}{chr(10) * bool(notes)}"
 
 
 if __name__ == "__main__":

@@ -21,16 +21,16 @@ from megajax.tools.megatron_moe import LOSSES, SCORES
 
 
 def script_of(model: DecoderConfig) -> str:
-    """The script of Megatron-LM that trains such models."""
+    """The script of Megatron-LM that trains this kind of model."""
     if isinstance(model, T5Config):
         return "pretrain_t5.py"
     return "pretrain_bert.py" if isinstance(model, BertConfig) else "pretrain_gpt.py"
 
 
 def arguments(model: DecoderConfig) -> dict[str, Any]:
-    """The arguments of a model whose layers are alike, but for windows, rotation and experts.
+    """The arguments of a model whose layers differ only in windows, rotation and experts.
 
-    What they can't express is left out: the caller reads them back and compares.
+    Settings that have no argument are left out: the caller reads the arguments back and compares.
     """
     layers = [block for block, numbers in model.stack.stored() for _ in numbers]
     order = [number for _, numbers in model.stack.stored() for number in numbers]
@@ -56,31 +56,31 @@ def arguments(model: DecoderConfig) -> dict[str, Any]:
         **_rotated([getattr(block.parts().get("mixer"), "rope", None) for block in blocks]),
         **(_feed_forward(feed_forwards[0]) if feed_forwards else {}),
         **(_experts(mixtures[0], [isinstance(mlp, MoEConfig) for mlp in mlps]) if mixtures else {}),
-        **_further(model),
+        **_model_type_arguments(model),
     }
 
 
-def _further(model: DecoderConfig) -> dict[str, Any]:
-    """Of heads that predict further, BERT and T5."""
-    given: dict[str, Any] = {}
+def _model_type_arguments(model: DecoderConfig) -> dict[str, Any]:
+    """The arguments of multi-token prediction, BERT and T5."""
+    args: dict[str, Any] = {}
     if model.prediction is not None:
-        given |= {"mtp_num_layers": model.prediction.depth, "mtp_loss_scaling_factor": model.prediction.weight}
+        args |= {"mtp_num_layers": model.prediction.depth, "mtp_loss_scaling_factor": model.prediction.weight}
     if isinstance(model, BertConfig):
-        given["bert_binary_head"] = model.next_sentence
+        args["bert_binary_head"] = model.next_sentence
     if isinstance(model, T5Config):
         layers = model.encoder.layers()
-        given |= {"encoder_num_layers": layers, "num_layers": layers, "decoder_num_layers": model.stack.layers()}
-        given |= {"encoder_seq_length": model.encoder_length, "seq_length": model.encoder_length}
-        given |= {"decoder_seq_length": model.sequence_length}
-        given["max_position_embeddings"] = max(model.encoder_length, model.sequence_length)
+        args |= {"encoder_num_layers": layers, "num_layers": layers, "decoder_num_layers": model.stack.layers()}
+        args |= {"encoder_seq_length": model.encoder_length, "seq_length": model.encoder_length}
+        args |= {"decoder_seq_length": model.sequence_length}
+        args["max_position_embeddings"] = max(model.encoder_length, model.sequence_length)
         relative = getattr(model.stack.stored()[0][0].parts()["mixer"], "relative", None)
         if relative is not None:
-            given |= {
+            args |= {
                 "position_embedding_type": "relative",
                 "relative_attention_num_buckets": relative.buckets,
                 "relative_attention_max_distance": relative.distance,
             }
-    return given
+    return args
 
 
 def _norm(norm: Any) -> dict[str, Any]:
@@ -90,7 +90,7 @@ def _norm(norm: Any) -> dict[str, Any]:
 
 
 def _mixer(mixer: Any, hidden: int) -> dict[str, Any]:
-    sinks = {ours: theirs for theirs, ours in SINKS.items()}
+    sinks = {sink: softmax_type for softmax_type, sink in SINKS.items()}
     if isinstance(mixer, LatentAttentionConfig):
         return {
             "multi_latent_attention": True,
@@ -129,7 +129,7 @@ def _mixer(mixer: Any, hidden: int) -> dict[str, Any]:
 def _rope(rope: RopeConfig | None, *, latent: bool = False) -> dict[str, Any]:
     if rope is None:
         return {}
-    given: dict[str, Any] = {
+    args: dict[str, Any] = {
         "position_embedding_type": "rope",
         "rotary_base": int(rope.base),
         "rotary_percent": rope.fraction,
@@ -137,10 +137,10 @@ def _rope(rope: RopeConfig | None, *, latent: bool = False) -> dict[str, Any]:
         "rotary_seq_len_interpolation_factor": None if rope.interpolation == 1 else int(rope.interpolation),
     }
     if isinstance(rope.scaling, Llama3ScalingConfig):
-        given |= {"use_rope_scaling": True, "rope_scaling_factor": rope.scaling.factor}
+        args |= {"use_rope_scaling": True, "rope_scaling_factor": rope.scaling.factor}
     elif isinstance(rope.scaling, YarnScalingConfig):
         yarn, prefix = rope.scaling, "" if latent else "yarn_"
-        given |= {
+        args |= {
             "position_embedding_type": "rope" if latent else "yarn",
             "rotary_scaling_factor": yarn.factor,
             f"{prefix}original_max_position_embeddings": yarn.original,
@@ -150,11 +150,11 @@ def _rope(rope: RopeConfig | None, *, latent: bool = False) -> dict[str, Any]:
             "mscale_all_dim": yarn.mscale_all,
             "yarn_correction_range_round_to_int": yarn.rounded,
         }
-    return given
+    return args
 
 
 def _windows(sizes: list[int | None]) -> dict[str, Any]:
-    """Which layers see a window, and how far it goes."""
+    """The layers with sliding-window attention, and the size of the window."""
     window = next((size for size in sizes if size is not None), None)
     if window is None:
         return {}
@@ -162,31 +162,33 @@ def _windows(sizes: list[int | None]) -> dict[str, Any]:
 
 
 def _rotated(ropes: list[RopeConfig | None]) -> dict[str, Any]:
-    """Layers without rotation, where others have it."""
+    """The layers without rotation, if others have it."""
     if None not in ropes or not any(ropes):
         return {}
     return {"no_rope_freq": [int(rope is None) for rope in ropes], **_rope(next(filter(None, ropes)))}
 
 
 def _feed_forward(mlp: Any) -> dict[str, Any]:
-    given: dict[str, Any] = {"ffn_hidden_size": mlp.ffn, "bias_gelu_fusion": False}
+    args: dict[str, Any] = {"ffn_hidden_size": mlp.ffn, "bias_gelu_fusion": False}
     if isinstance(mlp, GatedMLPConfig):
         quick = mlp.activation == "quick_gelu"
         kinds = {"swiglu": mlp.activation == "silu", "quick_geglu": quick}
-        return given | kinds | {"activation_func_clamp_value": mlp.clamp, "glu_linear_offset": mlp.offset}
+        return args | kinds | {"activation_func_clamp_value": mlp.clamp, "glu_linear_offset": mlp.offset}
     assert isinstance(mlp, DenseMLPConfig)
-    return given | {"squared_relu": mlp.activation == "squared_relu", "openai_gelu": mlp.activation == "gelu_tanh"}
+    return args | {"squared_relu": mlp.activation == "squared_relu", "openai_gelu": mlp.activation == "gelu_tanh"}
 
 
-def _experts(mixture: MoEConfig, chosen: list[bool]) -> dict[str, Any]:
-    router, scores = mixture.router, {ours: theirs for theirs, ours in SCORES.items()}
-    losses: Mapping[str, float] = {theirs: value for theirs, ours in LOSSES.items() if (value := getattr(router, ours))}
+def _experts(mixture: MoEConfig, has_experts: list[bool]) -> dict[str, Any]:
+    router, scores = mixture.router, {setting: megatron_name for megatron_name, setting in SCORES.items()}
+    losses: Mapping[str, float] = {
+        megatron_name: value for megatron_name, setting in LOSSES.items() if (value := getattr(router, setting))
+    }
     shared = mixture.shared
     return {
         "num_experts": mixture.experts,
         "moe_router_topk": mixture.top_k,
         "moe_ffn_hidden_size": mixture.expert.ffn,
-        "moe_layer_freq": [int(one) for one in chosen],
+        "moe_layer_freq": [int(is_mixture) for is_mixture in has_experts],
         "moe_router_score_function": scores[router.score],
         "moe_router_pre_softmax": router.normalise == "all",
         "moe_router_topk_scaling_factor": None if router.scale == 1 else router.scale,

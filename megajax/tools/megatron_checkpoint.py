@@ -1,4 +1,4 @@
-"""Checkpoints of Megatron-LM as models of ours: the arguments inside say the model, by the table of its flags."""
+"""Checkpoints of Megatron-LM: the model config comes from the arguments inside, by the table of Megatron-LM's flags."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -37,8 +37,8 @@ MAKERS = {
     "pretrain_bert.py": (bert_stack, bert_embedding, width_scaling),
     "pretrain_t5.py": (t5_stack, t5_embedding, width_scaling),
 }
-"""Script -> what makes a model of flags."""
-TURNED = {
+"""Script -> functions that make the model's settings from flags."""
+NEGATED = {
     "disable-bias-linear": "add_bias_linear",
     "no-bias-gelu-fusion": "bias_gelu_fusion",
     "bert-no-binary-head": "bert_binary_head",
@@ -55,49 +55,51 @@ EXPORTED: Mapping[str, Any] = {
     "no_save_optim": True,
     "no_save_rng": True,
 }
-"""Arguments of what is written: a whole model on one rank, without padding of the vocabulary."""
+"""Arguments of exported checkpoints: the whole model on one rank, without padding of the vocabulary."""
 NULL_TOKENIZERS = ("NullTokenizer",)
-"""Those with one token more than --vocab-size: the end of documents."""
+"""Tokenizers with one token more than --vocab-size, the end of a document."""
 
 
 def read_model(folder: Path, *, vocabulary: int | None = None, step: int | None = None) -> ForeignModel:
-    """The model of a folder with a checkpoint; its tensors are neither read nor compared.
+    """The model of a folder with a checkpoint, without reading or comparing its tensors.
 
-    vocabulary: how many tokens there are, where the arguments have the padded number alone; step: the iteration.
-    Raises UserError for features that we lack, and for files that are damaged or refused.
+    vocabulary: number of tokens, if the arguments hold only the padded number; step: the iteration.
+    Raises UserError for unsupported features, and for files that are damaged or refused.
     """
     checkpoint = MegatronCheckpoint(folder, step)
     return checkpoint.read(model_of(checkpoint, vocabulary))
 
 
 def open_model(folder: Path, *, vocabulary: int | None = None, step: int | None = None) -> MegatronModel:
-    """The same with the state of its optimizer. Raises UserError with everything that does not fit."""
+    """The model with the state of its optimizer. Raises UserError with everything that does not fit."""
     checkpoint = MegatronCheckpoint(folder, step)
     return checkpoint.open(model_of(checkpoint, vocabulary))
 
 
-def continued(opened: MegatronModel, base: RunConfig, run: Path) -> tuple[RunConfig, list[str]]:
-    """The config of a run that goes on: optimizer, schedule and batch as the arguments say, and what they don't say.
+def continued_config(opened: MegatronModel, base: RunConfig, run: Path) -> tuple[RunConfig, list[str]]:
+    """The config of a continued run with optimizer, schedule and batch from the arguments; and the settings they lack.
 
     base: the config of a new run with the weights.
     """
     schedule = replace(base.schedule, warmup_fraction=None)
-    whole = replace(base, checkpoint=CheckpointConfig(load=run), run_dir=f"{run}-continued", schedule=schedule)
+    run_config = replace(base, checkpoint=CheckpointConfig(load=run), run_dir=f"{run}-continued", schedule=schedule)
     flags = _flags(opened.args, "pretrain_gpt.py")
     makers = (megatron_run.optimizer, megatron_run.schedule, megatron_run.batch)
     parts = ("optimizer", "schedule", "batch")
     settings = _settings(flags, makers, (*parts, "steps"))
-    config, wrong = assemble(RunConfig, whole, patch_of(settings.items()))
-    problems = [*flags.problems, *(one for one in wrong if one.setting.startswith(parts))]
+    config, config_problems = assemble(RunConfig, run_config, patch_of(settings.items()))
+    problems = [*flags.problems, *(problem for problem in config_problems if problem.setting.startswith(parts))]
     if config is not None and not problems:
         return config, []
-    given = {name: opened.args.get(f"adam_{name}") for name in ("beta1", "beta2")}
-    rule = AdamWConfig(**{name: beta for name, beta in given.items() if beta is not None})
-    return replace(whole, optimizer=rule), [f"settings of optimizer, schedule and batch ({one})" for one in problems]
+    betas = {name: opened.args.get(f"adam_{name}") for name in ("beta1", "beta2")}
+    rule = AdamWConfig(**{name: beta for name, beta in betas.items() if beta is not None})
+    return replace(run_config, optimizer=rule), [
+        f"settings of optimizer, schedule and batch ({problem})" for problem in problems
+    ]
 
 
 def state(opened: MegatronModel, declared: Mapping[str, ParamSpec]) -> dict[str, StateArray]:
-    """What a run's state has beside weights, by name: moments and counts. Missing observations are 0."""
+    """A run's state except weights, by name: moments and counts. Missing observations are 0."""
     counts: dict[str, np.ndarray | np.generic] = {
         "step": np.int32(opened.iteration),
         "optimizer.count": np.int32(opened.updates),
@@ -107,11 +109,11 @@ def state(opened: MegatronModel, declared: Mapping[str, ParamSpec]) -> dict[str,
         "loss_scale": np.float32(1),
         "scale_counters": np.zeros(2, np.int32),
     }
-    kept = opened.weights.shapes()
+    stored_paths = opened.weights.shapes()
     counts |= {
         OBSERVED + path: np.zeros(spec.shape, np.float32)
         for path, spec in declared.items()
-        if spec.updater is not None and path not in kept
+        if spec.updater is not None and path not in stored_paths
     }
     arrays = {
         name: StateArray(Entry(values.shape, values.dtype), partial(np.asarray(values).__getitem__))
@@ -133,66 +135,66 @@ def write_model(
     dtype: np.dtype | None = None,
     advance: Callable[[int], None] = lambda elements: None,
 ) -> list[Mapped]:
-    """Writes a checkpoint of Megatron-LM into a folder that is there: see `megajax.checkpoint.megatron.export`.
+    """Writes a checkpoint of Megatron-LM into an existing folder: see `megajax.checkpoint.megatron.export`.
 
-    Raises UserError for a model that its arguments can't express.
+    Raises UserError for a model that Megatron-LM's arguments can't express.
     """
     impl = "transformer_engine" if engine else "local"
     args = {**arguments(model), **EXPORTED, "transformer_impl": impl}
     args["padded_vocab_size"] = args["vocab_size"]
     try:
-        lost = in_words(differences(model, model_config(args, script_of(model))))
+        unexpressed = in_words(differences(model, model_config(args, script_of(model))))
     except UserError as error:
-        lost = [str(error)]
-    if lost:
-        lines = "\n".join(f"  {line}" for line in lost)
-        raise UserError(f"Megatron-LM's arguments can't express the model. What would differ:\n{lines}")
+        unexpressed = [str(error)]
+    if unexpressed:
+        lines = "\n".join(f"  {line}" for line in unexpressed)
+        raise UserError(f"Megatron-LM's arguments can't express the model. These settings would differ:\n{lines}")
     return export.write_model(folder, model, weights, args, engine=engine, dtype=dtype, advance=advance)
 
 
 def model_of(checkpoint: MegatronCheckpoint, vocabulary: int | None = None) -> Any:
-    """The model config of a checkpoint. Raises UserError with everything that is not supported."""
+    """The model config of a checkpoint. Raises UserError with all unsupported features."""
     return model_config(checkpoint.args, checkpoint.script(), vocabulary, checkpoint.where)
 
 
 def model_config(
-    args: Mapping[str, Any], script: str, vocabulary: int | None = None, where: str = "the arguments"
+    args: Mapping[str, Any], script: str, vocabulary: int | None = None, source: str = "the arguments"
 ) -> Any:
     """Arguments of a run of Megatron-LM -> the model config.
 
-    args: the namespace by attribute; script: the one that trains such models.
+    args: the namespace by attribute; script: the script of Megatron-LM that trains this kind of model.
     """
     flags = _flags(args, script)
     settings = _settings(flags, MAKERS[script], ("model.",))
-    settings |= {"model.vocabulary_size": _vocabulary(args, vocabulary, where), "data": MockConfig()}
+    settings |= {"model.vocabulary_size": _vocabulary(args, vocabulary, source), "data": MockConfig()}
     if flags.refusals:
         lines = "\n".join(f"  {problem}" for problem in flags.refusals)
-        raise UserError(f"{where}: the model has features that MegaJAX lacks:\n{lines}")
-    config, wrong = assemble(RunConfig, None, patch_of(settings.items()))
-    problems = [*flags.problems, *(problem for problem in wrong if problem.setting.startswith("model"))]
+        raise UserError(f"{source}: the model has features that MegaJAX lacks:\n{lines}")
+    config, config_problems = assemble(RunConfig, None, patch_of(settings.items()))
+    problems = [*flags.problems, *(problem for problem in config_problems if problem.setting.startswith("model"))]
     if problems or config is None:
-        raise ConfigError(problems or wrong, where)
+        raise ConfigError(problems or config_problems, source)
     return config.model
 
 
 def _settings(flags: Arguments, makers: Sequence[Callable], parts: tuple[str, ...]) -> dict[str, Any]:
-    """The settings of flags whose names begin with one of `parts`."""
+    """The settings that start with one of `parts`, from flags."""
     settings = {name: value for maker in makers for name, value in maker(flags).items()}
     settings |= flags.single_settings()
     return {name: value for name, value in settings.items() if name.startswith(parts)}
 
 
 def _flags(args: Mapping[str, Any], script: str) -> Arguments:
-    """Arguments as if they had been given on a command line."""
+    """The arguments as flags of a command line."""
     flags = Arguments({**FLAGS, **FLAGS_OF.get(script, {})})
     flags.flags = {row.name: value for row in flags.table.values() if (value := _value(row, args)) is not None}
     return flags
 
 
 def _value(row: Flag, args: Mapping[str, Any]) -> Any:
-    """What a flag was given as; None where it was not, or is off."""
-    if row.name in TURNED:
-        return True if args.get(TURNED[row.name], True) is False else None
+    """The value of a flag; None: it was not given, or is off."""
+    if row.name in NEGATED:
+        return True if args.get(NEGATED[row.name], True) is False else None
     names = [name.replace("-", "_") for name in (row.name, *row.also)]
     value = next((args[name] for name in names if args.get(name) is not None), None)
     if isinstance(value, Record | Name):
@@ -208,14 +210,12 @@ def _value(row: Flag, args: Mapping[str, Any]) -> Any:
     return row.kind(value) if isinstance(value, int | float | str | list) else None
 
 
-def _vocabulary(args: Mapping[str, Any], told: int | None, where: str) -> int:
-    padded, given = args.get("padded_vocab_size"), args.get("vocab_size")
-    own = given + (args.get("tokenizer_type") in NULL_TOKENIZERS) if isinstance(given, int) else None
-    size = told or own or padded
+def _vocabulary(args: Mapping[str, Any], vocabulary: int | None, source: str) -> int:
+    padded, recorded = args.get("padded_vocab_size"), args.get("vocab_size")
+    unpadded = recorded + (args.get("tokenizer_type") in NULL_TOKENIZERS) if isinstance(recorded, int) else None
+    size = vocabulary or unpadded or padded
     if not isinstance(size, int):
-        raise UserError(f"{where} does not say how many tokens there are: give --vocabulary=N")
+        raise UserError(f"{source} does not record the number of tokens: give --vocabulary=N")
     if isinstance(padded, int) and size > padded:
-        raise UserError(
-            f"{where}: there are {padded} rows for tokens, fewer than the vocabulary's {size}: see --vocabulary"
-        )
+        raise UserError(f"{source}: {padded} rows of embeddings, fewer than {size} tokens: see --vocabulary")
     return size

@@ -1,4 +1,4 @@
-"""Where rows come from, from Megatron-LM's flags."""
+"""Data settings from Megatron-LM's flags."""
 
 import json
 import re
@@ -14,19 +14,21 @@ from megajax.tools.megatron_model import needed
 
 
 def data(args: Arguments) -> Settings:
-    """Where rows come from, and their order."""
+    """The data set and the order of its rows."""
     return ordered(args, _source(args))
 
 
 def ordered(args: Arguments, settings: dict[str, Any]) -> Settings:
-    """Settings of data, with the order of --dataloader-type."""
+    """`settings` of data, with the order of --dataloader-type."""
     order = args["dataloader-type"]
     if order == "cyclic":
-        args.remark("dataloader-type", "the order depends on the number of data-parallel devices, as there")
+        args.remark("dataloader-type", "the order depends on the number of data-parallel devices, as in Megatron-LM")
         cyclic = CyclicConfig(buckets=not args["no-data-sharding"])
         settings["data"] = replace(settings["data"], loader=LoaderConfig(cyclic=cyclic))
     elif order != "single":
-        args.refuse("dataloader-type", "single and cyclic are the orders of rows; other data is a config of your own")
+        args.refuse(
+            "dataloader-type", "only single and cyclic are supported; write a data config of your own for other orders"
+        )
     return settings
 
 
@@ -45,59 +47,59 @@ def _source(args: Arguments) -> dict[str, Any]:
         "surplus": args["mid-level-dataset-surplus"],
     }
     if args["reset-attention-mask"]:
-        args.remark("reset-attention-mask", "documents are kept apart here; Megatron-LM's fused attention ignores it")
-    kind: type[BlendConfig] = BlendConfig
+        args.remark("reset-attention-mask", "documents are isolated here; Megatron-LM's fused attention ignores it")
+    dataset: type[BlendConfig] = BlendConfig
     if args["fim-data"]:
-        kind, shared = FillInMiddleConfig, shared | _fill_in_middle(args)
-    return files(args, kind, shared)
+        dataset, shared = FillInMiddleConfig, shared | _fill_in_middle(args)
+    return files(args, dataset, shared)
 
 
-def files(args: Arguments, kind: Callable[..., Any], shared: Mapping[str, Any]) -> dict[str, Any]:
-    """Data of this kind from the files that the flags name; shared: its settings besides those."""
-    apart: dict[str, Any] = {
+def files(args: Arguments, dataset: Callable[..., Any], shared: Mapping[str, Any]) -> dict[str, Any]:
+    """A data config of class `dataset` with the files that the flags name; shared: its other settings."""
+    split_paths: dict[str, Any] = {
         f"{split}_paths": tuple(args[f"{split}-data-path"] or ()) for split in ("train", "valid", "test")
     }
-    apart |= _split_file(args)
-    if any(apart.values()):
+    split_paths |= _split_file(args)
+    if any(split_paths.values()):
         sets = {}
         if args["multiple-validation-sets"]:
-            configs = {name: kind(valid_paths=(path,), **shared) for name, path in _sets(args, apart).items()}
-            sets, apart["valid_paths"] = {"evaluation.sets": configs}, ()
-        return {"data": kind(**apart, **shared), **sets}
+            configs = {name: dataset(valid_paths=(path,), **shared) for name, path in _sets(args, split_paths).items()}
+            sets, split_paths["valid_paths"] = {"evaluation.sets": configs}, ()
+        return {"data": dataset(**split_paths, **shared), **sets}
     paths = args["data-path"] or _words_of(args, "data-args-path")
     if not paths:
-        args.wrong("data-path", "no data: give it, --train-data-path or --mock-data")
-    return {"data": kind(paths=tuple(paths or ("unset",)), split=re.sub(r"[\s'\"]", "", args["split"]), **shared)}
+        args.problem("data-path", "no data: give --data-path, --train-data-path or --mock-data")
+    return {"data": dataset(paths=tuple(paths or ("unset",)), split=re.sub(r"[\s'\"]", "", args["split"]), **shared)}
 
 
 FORMATS = ("identity", "nemotron-h-aligned", "nemotron-nano-v2")
-"""Values of --sft-tokenizer-prompt-format that name a template here, too."""
+"""Values of --sft-tokenizer-prompt-format that are also names of templates here."""
 
 
 def _chats(args: Arguments) -> ChatConfig:
-    """Conversations, a row for each line, with Megatron-LM's rules of loss."""
-    form, model = args["sft-tokenizer-prompt-format"], args["tokenizer-model"]
-    if form not in (*FORMATS, "default"):
-        args.refuse("sft-tokenizer-prompt-format", f"this version has default, {', '.join(FORMATS)}")
-    own = str(Path(model or "unset") / "tokenizer_config.json")
-    if form == "default":
-        text = f"the template is that of {own}; the whole text is learned, questions too, as there"
+    """Conversations, one row for each line, with Megatron-LM's loss mask."""
+    prompt_format, model = args["sft-tokenizer-prompt-format"], args["tokenizer-model"]
+    if prompt_format not in (*FORMATS, "default"):
+        args.refuse("sft-tokenizer-prompt-format", f"supported formats: default, {', '.join(FORMATS)}")
+    template_file = str(Path(model or "unset") / "tokenizer_config.json")
+    if prompt_format == "default":
+        text = f"the template is read from {template_file}; the loss covers questions too, as in Megatron-LM"
         args.remark("sft-tokenizer-prompt-format", text)
-    text = "rows are lines, and no loss falls on the pad token, as there: see data.packing and data.mask_pad"
+    text = "one row for each line, pad tokens without loss, as in Megatron-LM: see data.packing and data.mask_pad"
     args.remark("sft", text)
     lists: dict[str, Any] = {}
     for setting, flag in [("paths", "data-path"), *((f"{name}_paths", f"{name}-data-path") for name in NAMES)]:
         lists[setting], weights = parse_paths(args[flag]) if args[flag] else ((), None)
         if weights is not None and len(weights) > 1:
-            args.refuse(flag, "conversations are not blended by weights: give the files alone")
+            args.refuse(flag, "conversations can't be blended by weights: give only the files")
     if not any(lists.values()):
-        args.wrong("data-path", "no data: give it, or --train-data-path")
+        args.problem("data-path", "no data: give --data-path or --train-data-path")
         lists["paths"] = ("unset",)
     return ChatConfig(
         **lists,
         split=re.sub(r"[\s'\"]", "", args["split"]),
-        template=form if form in FORMATS else own,
-        loss="all" if form == "default" else "answers",
+        template=prompt_format if prompt_format in FORMATS else template_file,
+        loss="all" if prompt_format == "default" else "answers",
         packing="lines",
         isolate_padding=False,
         cut_long=True,
@@ -107,8 +109,8 @@ def _chats(args: Arguments) -> ChatConfig:
 
 
 def _fill_in_middle(args: Arguments) -> dict[str, Any]:
-    """Documents with their middle at the end."""
-    text = "each row draws its own random numbers; data.sequential_draws=true has those of Megatron-LM without workers"
+    """The settings of fill-in-the-middle."""
+    text = "each row has its own random numbers; data.sequential_draws=true draws those of Megatron-LM without workers"
     args.remark("fim-data", text)
     settings = {
         "rate": args["fim-rate"],
@@ -122,34 +124,34 @@ def _fill_in_middle(args: Arguments) -> dict[str, Any]:
     return settings
 
 
-def _sets(args: Arguments, apart: dict[str, Any]) -> dict[str, str]:
-    """Validation sets apart: a name of each -> its prefix."""
-    paths, weights = parse_paths(apart["valid_paths"] or ("unset",))
-    if weights is not None or not apart["valid_paths"]:
-        args.wrong("multiple-validation-sets", "wants --valid-data-path with prefixes alone, without weights")
+def _sets(args: Arguments, split_paths: dict[str, Any]) -> dict[str, str]:
+    """Validation sets that are evaluated separately: name -> prefix."""
+    paths, weights = parse_paths(split_paths["valid_paths"] or ("unset",))
+    if weights is not None or not split_paths["valid_paths"]:
+        args.problem("multiple-validation-sets", "needs --valid-data-path with prefixes and no weights")
     names = [re.sub(r"[^\w.-]", "_", Path(path).name) or "set" for path in paths]
     return {name if names.count(name) == 1 else f"{name}.{n}": path
             for n, (name, path) in enumerate(zip(names, paths, strict=True))}  # fmt: skip
 
 
 def _words_of(args: Arguments, name: str) -> list[str]:
-    """The words of the file that a flag names."""
+    """The whitespace-separated words of the file that a flag names."""
     if args[name] is None:
         return []
     try:
         return Path(args[name]).expanduser().read_text(encoding="utf-8").split()
     except OSError as error:
-        args.wrong(name, f"{args[name]} cannot be read: {error.strerror}", "give what it holds by --data-path")
+        args.problem(name, f"{args[name]} cannot be read: {error.strerror}", "give its contents to --data-path")
         return []
 
 
 def _split_file(args: Arguments) -> dict[str, Any]:
     name = "per-split-data-args-path"
-    words = " ".join(_words_of(args, name))
+    text = " ".join(_words_of(args, name))
     try:
-        lists = json.loads(words or "{}")
+        lists = json.loads(text or "{}")
         return {f"{split}_paths": tuple(map(str, lists[split] or ())) for split in ("train", "valid", "test")
                 if split in lists}  # fmt: skip
     except (ValueError, TypeError) as error:
-        args.wrong(name, f"{args[name]} is no JSON file of lists named train, valid and test: {error}")
+        args.problem(name, f"{args[name]} is not a JSON file with the lists train, valid and test: {error}")
         return {}

@@ -28,46 +28,46 @@ from megajax.tools.megatron_model import (
 from megajax.tools.megatron_moe import mixture
 
 LETTERS = "M*+-E"
-"""Of layers that are here."""
+"""Letters of supported layers."""
 
 
 def decoder_stack(args: Arguments) -> Settings:
-    """The layers of a pattern, a letter for each; without one those of a GPT."""
+    """The layers of a hybrid pattern, one letter for each; without a pattern, the layers of a GPT."""
     text = hybrid_pattern(args)
     if text is None:
         return stack(args)
-    layers(args)  # which compares --num-layers
+    layers(args)  # compares the pattern with --num-layers
     try:
         parsed = HybridPattern.parse(text)
         parsed.demand_known(dict.fromkeys(LETTERS))
         letters = set(parsed.layers + parsed.ahead)
         blocks = _blocks(args, letters)
-        ahead = hybrid_prediction(text, blocks, **prediction_settings(args))
-        return {"model.stack": hybrid_stack(text, blocks), "model.norm": norm(args), "model.prediction": ahead}
+        prediction = hybrid_prediction(text, blocks, **prediction_settings(args))
+        return {"model.stack": hybrid_stack(text, blocks), "model.norm": norm(args), "model.prediction": prediction}
     except UserError as error:
-        args.wrong(PATTERN, str(error))
+        args.problem(PATTERN, str(error))
         return {}
 
 
-def hybrid_cut(args: Arguments) -> Settings:
-    """Settings of the pipeline where the pattern says which layers are a chunk of it."""
+def hybrid_layout(args: Arguments) -> Settings:
+    """Settings of the pipeline, if | in the pattern separates its chunks."""
     text, stages = hybrid_pattern(args), args["pipeline-model-parallel-size"]
     if text is None or "|" not in text:
         return {}
-    made = decoder_stack(args).get("model.stack")
+    stack_config = decoder_stack(args).get("model.stack")
     try:
-        cut = {} if made is None else hybrid_pipeline(text, made, stages)
+        settings = {} if stack_config is None else hybrid_pipeline(text, stack_config, stages)
     except UserError as error:
-        args.wrong(PATTERN, str(error))
-        cut = {}
-    return {f"parallel.{name}": value for name, value in cut.items()}
+        args.problem(PATTERN, str(error))
+        settings = {}
+    return {f"parallel.{name}": value for name, value in settings.items()}
 
 
 def _blocks(args: Arguments, letters: set[str]) -> dict[str, AnyBlockConfig]:
-    """Letter -> layer, of those that occur: flags of others need not be there."""
+    """Letter -> layer for the letters that occur. Flags of other layers are not required."""
     normal, dropout = norm(args), args["hidden-dropout"]
     if args["window-size"] is not None:
-        args.refuse("window-size", "attention of hybrids sees all tokens before: set windows in model.stack")
+        args.refuse("window-size", "attention of hybrids sees all earlier tokens: set windows in model.stack")
     mixers: dict[str, Any] = {"M": _mamba, "*": lambda args: attention(args, normal), "+": _latent}
     forwards: dict[str, Any] = {"-": mlp, "E": _experts}
     blocks: dict[str, AnyBlockConfig] = {}

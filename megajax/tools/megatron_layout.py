@@ -5,7 +5,7 @@ from math import prod
 from typing import Any
 
 from megajax.tools.flags import Arguments, Settings
-from megajax.tools.megatron_hybrid import hybrid_cut
+from megajax.tools.megatron_hybrid import hybrid_layout
 from megajax.tools.megatron_model import layers
 
 STRATEGIES = {"p2p": "ring", "all_gather": "all_gather", "a2a": "all_to_all", "a2a+p2p": "ring+all_to_all"}
@@ -22,13 +22,13 @@ def model_devices(args: Arguments) -> int:
 
 
 def parallel(args: Arguments) -> Settings:
-    """The layout."""
+    """The settings of the layout."""
     tensor, pipeline = args["tensor-model-parallel-size"], args["pipeline-model-parallel-size"]
     chunks = _virtual_stages(args, max(pipeline, 1))
     if args["sequence-parallel"] and tensor == 1:
-        args.remark("sequence-parallel", "is off with --tensor-model-parallel-size 1, there as here")
+        args.remark("sequence-parallel", "is off with --tensor-model-parallel-size 1, as in Megatron-LM")
     if args.devices is not None and args.devices % model_devices(args):
-        text = f"the launcher starts {args.devices} processes, which copies of {model_devices(args)} do not divide"
+        text = f"the launcher starts {args.devices} processes, not a multiple of a model copy's {model_devices(args)}"
         args.remark("tensor-model-parallel-size", text)
     settings: dict[str, Any] = {
         "parallel.sequence": args["sequence-parallel"] and tensor > 1,
@@ -38,113 +38,118 @@ def parallel(args: Arguments) -> Settings:
     }
     settings |= _context(args)
     settings |= _experts(args, max(tensor, 1))
-    cut = _cut(args, max(pipeline, 1), chunks)
-    return settings | ({"parallel.layers": cut} if cut else {}) | dict(hybrid_cut(args))
+    layers_per_chunk = _layers_per_chunk(args, max(pipeline, 1), chunks)
+    return settings | ({"parallel.layers": layers_per_chunk} if layers_per_chunk else {}) | dict(hybrid_layout(args))
 
 
 def _context(args: Arguments) -> Settings:
-    """How rows are cut over devices, and how attention reaches the other parts."""
+    """The settings of context parallelism."""
     size, kind, groups = args["context-parallel-size"], "cp-comm-type", "hierarchical-context-parallel-sizes"
-    if size < 2 or not args.given(kind):
-        # Megatron-LM's ring and the gather that is the default here give the same numbers.
+    if size < 2 or not args.is_given(kind):
+        # Megatron-LM's ring and the default here, a gather, give the same numbers.
         return {}
-    # The name is all_gather in its library and allgather in its help.
-    ways = {"allgather": "all_gather", **STRATEGIES}
-    words = dict.fromkeys(args[kind] or ["p2p"])
-    if unknown := [word for word in words if word not in ways]:
-        args.wrong(kind, f"expected one of {', '.join(STRATEGIES)}, got {' '.join(unknown)}")
+    # Megatron-LM's library calls it all_gather, its help allgather.
+    strategies = {"allgather": "all_gather", **STRATEGIES}
+    names = dict.fromkeys(args[kind] or ["p2p"])
+    if unknown := [name for name in names if name not in strategies]:
+        args.problem(kind, f"expected one of {', '.join(STRATEGIES)}, got {' '.join(unknown)}")
         return {}
-    settings = {"parallel.context_strategy": ways[next(iter(words))]}
-    if len({ways[word] for word in words}) > 1:
-        args.refuse(kind, "all layers exchange rows in one way: give one")
-    if "a2a+p2p" not in words:
+    settings = {"parallel.context_strategy": strategies[next(iter(names))]}
+    if len({strategies[name] for name in names}) > 1:
+        args.refuse(kind, "all layers have one strategy: give one")
+    if "a2a+p2p" not in names:
         return settings
-    if args.given(groups) and args[groups]:
+    if args.is_given(groups) and args[groups]:
         levels = args.numbers(groups)
         if levels and prod(levels) != size:
-            what = f"{' x '.join(map(str, levels))} devices are {prod(levels)}, and --context-parallel-size is {size}"
-            args.wrong(groups, what, "give two sizes with that product")
+            product = f"{' x '.join(map(str, levels))} = {prod(levels)}"
+            args.problem(
+                groups, f"{product}, but --context-parallel-size is {size}", "give two sizes with that product"
+            )
         elif levels and len(levels) != 2:
-            args.refuse(groups, f"there are two levels, of heads and of a ring, not {len(levels)}")
+            args.refuse(groups, f"must have two levels, heads and ring, not {len(levels)}")
         return settings | ({"parallel.context_heads": levels[0]} if levels else {})
-    args.wrong(kind, "a2a+p2p needs --hierarchical-context-parallel-sizes", "give both sizes: heads, then ring")
+    args.problem(kind, "a2a+p2p needs --hierarchical-context-parallel-sizes", "give both sizes: heads, then ring")
     return settings
 
 
 def _experts(args: Arguments, tensor: int) -> Settings:
-    """Megatron-LM counts the devices of `tensor` among those of experts where these are not cut over it."""
-    name, spread = "expert-tensor-parallel-size", args["expert-model-parallel-size"]
-    cut = tensor if args[name] is None else args[name]
-    if cut == tensor:
-        return {"parallel.expert": spread}
-    if cut != 1:
-        args.refuse(name, f"experts are cut over all {tensor} devices of tensor or over none: {tensor} or 1")
-    elif spread % tensor:
-        args.refuse(name, f"--expert-model-parallel-size {spread} is not divisible by the {tensor} devices of tensor")
+    """The settings of expert parallelism. With --expert-tensor-parallel-size 1, Megatron-LM's expert size includes the
+    tensor axis."""
+    name, expert = "expert-tensor-parallel-size", args["expert-model-parallel-size"]
+    expert_tensor = tensor if args[name] is None else args[name]
+    if expert_tensor == tensor:
+        return {"parallel.expert": expert}
+    if expert_tensor != 1:
+        args.refuse(name, f"experts are sharded over all {tensor} devices of the tensor axis or none: {tensor} or 1")
+    elif expert % tensor:
+        args.refuse(name, f"--expert-model-parallel-size {expert} is not divisible by the tensor axis of {tensor}")
     else:
-        return {"parallel.expert": spread // tensor, "parallel.expert_tensor": "whole"}
+        return {"parallel.expert": expert // tensor, "parallel.expert_tensor": "whole"}
     return {}
 
 
 def _sharding(args: Arguments) -> str:
     if args["use-torch-fsdp2"] and args["torch-fsdp2-no-reshard-after-forward"]:
-        args.remark("torch-fsdp2-no-reshard-after-forward", "weights are whole within a step: that is zero1")
+        args.remark("torch-fsdp2-no-reshard-after-forward", "weights stay gathered within a step, as with zero1")
         return "zero1"
     if args["use-torch-fsdp2"]:
         return "fsdp"
     if args["use-megatron-fsdp"]:
         kind = args.one_of("data-parallel-sharding-strategy", SHARDING)
         if args["data-parallel-sharding-strategy"] == "optim_grads":
-            text = "gradients are whole until the step's reduction: the numbers are the same, memory differs"
+            text = "gradients are not sharded until the step's reduction: equal numbers, more memory"
             args.remark("data-parallel-sharding-strategy", text)
         return kind
     return "zero1" if args["use-distributed-optimizer"] else "replicate"
 
 
 def _virtual_stages(args: Arguments, pipeline: int) -> int:
-    """Chunks of each stage."""
+    """The number of chunks of each stage."""
     if args["num-virtual-stages-per-pipeline-rank"] is not None:
         return args["num-virtual-stages-per-pipeline-rank"]
-    each = args["num-layers-per-virtual-pipeline-stage"]
+    chunk_layers = args["num-layers-per-virtual-pipeline-stage"]
     if args["pipeline-model-parallel-layout"] is not None:
         count = len(_layout(args["pipeline-model-parallel-layout"]))
         if count % pipeline:
-            text = f"{count} stages are no multiple of --pipeline-model-parallel-size {pipeline}"
-            args.wrong("pipeline-model-parallel-layout", text)
+            text = f"{count} stages are not a multiple of --pipeline-model-parallel-size {pipeline}"
+            args.problem("pipeline-model-parallel-layout", text)
         return max(count // pipeline, 1)
-    if each is None:
+    if chunk_layers is None:
         return 1
-    ends = ("account-for-embedding-in-pipeline-split", "account-for-loss-in-pipeline-split")
-    total = layers(args) + sum(args[name] for name in ends)
-    if each < 1 or total % (pipeline * each):
-        what = f"{each} layers x --pipeline-model-parallel-size {pipeline} do not divide the {total} layers"
-        args.wrong("num-layers-per-virtual-pipeline-stage", what)
+    split_flags = ("account-for-embedding-in-pipeline-split", "account-for-loss-in-pipeline-split")
+    total = layers(args) + sum(args[name] for name in split_flags)
+    if chunk_layers < 1 or total % (pipeline * chunk_layers):
+        message = f"{total} layers are not a multiple of {chunk_layers} x --pipeline-model-parallel-size {pipeline}"
+        args.problem("num-layers-per-virtual-pipeline-stage", message)
         return 1
-    return total // (pipeline * each)
+    return total // (pipeline * chunk_layers)
 
 
-def _cut(args: Arguments, pipeline: int, chunks: int) -> tuple[int, ...] | None:
-    """Layers of each chunk where they are said one by one."""
+def _layers_per_chunk(args: Arguments, pipeline: int, chunks: int) -> tuple[int, ...] | None:
+    """Layers of each chunk, if the flags give them one by one."""
     if (layout := args["pipeline-model-parallel-layout"]) is not None:
-        cut = tuple(stage.count("t") for stage in _layout(layout))
-        if 0 in cut:
-            text = "stages without layers can't be had, nor are they of use: all stages share embedding and loss"
+        layer_counts = tuple(stage.count("t") for stage in _layout(layout))
+        if 0 in layer_counts:
+            text = "stages without layers are not supported or needed: all stages share embedding and loss"
             args.refuse("pipeline-model-parallel-layout", text)
             return None
-        return cut
+        return layer_counts
     first, last = args["decoder-first-pipeline-num-layers"], args["decoder-last-pipeline-num-layers"]
-    ends = [size for size in (first, last) if size is not None]
-    if not ends:
+    end_sizes = [size for size in (first, last) if size is not None]
+    if not end_sizes:
         return None
-    between, rest = pipeline - len(ends), layers(args) - sum(ends)
+    between, rest = pipeline - len(end_sizes), layers(args) - sum(end_sizes)
     name = "decoder-first-pipeline-num-layers" if first is not None else "decoder-last-pipeline-num-layers"
     if between < 0 or (rest % between if between else rest) or rest < between:
-        args.wrong(name, f"leaves {rest} layers for {between} stages, which do not divide them")
+        args.problem(name, f"leaves {rest} layers, which can't be split evenly over {between} stages")
         return None
     middle = [rest // between] * between if between else []
     stages = [*([first] if first is not None else []), *middle, *([last] if last is not None else [])]
     if any(size % chunks for size in stages):
-        args.wrong(name, f"stages of {', '.join(map(str, stages))} layers are not divisible by {chunks} virtual stages")
+        args.problem(
+            name, f"stages of {', '.join(map(str, stages))} layers are not divisible by {chunks} virtual stages"
+        )
         return None
     return tuple(size // chunks for size in stages) * chunks
 

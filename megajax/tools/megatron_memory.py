@@ -1,4 +1,4 @@
-"""What Megatron-LM's flags say of recomputation, and of what waits in host memory."""
+"""Recomputation and offload to host memory, from Megatron-LM's flags."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -6,7 +6,7 @@ from types import MappingProxyType
 from megajax.layers.remat import PARTS, SELECTIVE, Part, Recompute
 from megajax.tools.flags import Arguments, Settings
 
-MODULES: Mapping[str, tuple[Part, ...]] = MappingProxyType(
+RECOMPUTED_PARTS: Mapping[str, tuple[Part, ...]] = MappingProxyType(
     {
         "core_attn": (),
         "layernorm": ("norm",),
@@ -17,9 +17,9 @@ MODULES: Mapping[str, tuple[Part, ...]] = MappingProxyType(
         "shared_experts": ("mlp", "activation"),
     }
 )
-"""What modules that Megatron-LM computes again are here; attention scores are never kept."""
+"""Modules that Megatron-LM recomputes -> parts here; attention scores are never saved."""
 
-MOVED: Mapping[str, tuple[Part, ...]] = MappingProxyType(
+OFFLOADED_INPUTS: Mapping[str, tuple[Part, ...]] = MappingProxyType(
     {
         "attn_norm": ("input",),
         "qkv_linear": (),
@@ -30,67 +30,67 @@ MOVED: Mapping[str, tuple[Part, ...]] = MappingProxyType(
         "moe_act": ("mlp",),
     }
 )
-"""What inputs of modules that Megatron-LM moves to host memory are here; outputs of norms are not kept at all."""
+"""Modules whose inputs Megatron-LM moves to host memory -> parts here; outputs of norms are never saved."""
 
 
 def recompute(args: Arguments) -> Settings:
-    """Nothing unless asked for; what modules keep, and where."""
-    again = args["recompute-activations"] or args["moe-layer-recompute"]
-    kind = args["recompute-granularity"] or ("selective" if again else None)
+    """The recomputed parts or layers, and the offloaded parts."""
+    selective = args["recompute-activations"] or args["moe-layer-recompute"]
+    kind = args["recompute-granularity"] or ("selective" if selective else None)
     if kind not in (None, "selective", "full"):
-        args.wrong("recompute-granularity", f"expected selective or full, got {kind}")
-    whole = args["use-megatron-fsdp"] and args["data-parallel-sharding-strategy"] == "optim_grads_params"
-    torch = args["use-torch-fsdp2"] and not args["torch-fsdp2-no-reshard-after-forward"]
-    if kind is None and (whole or torch):
-        # Kept whole for the backward pass, gathered weights would be all of them.
-        name = "use-megatron-fsdp" if whole else "use-torch-fsdp2"
-        args.remark(name, "goes with model.recompute=selective here, which gathers weights again and changes no number")
+        args.problem("recompute-granularity", f"expected selective or full, got {kind}")
+    megatron_fsdp = args["use-megatron-fsdp"] and args["data-parallel-sharding-strategy"] == "optim_grads_params"
+    torch_fsdp = args["use-torch-fsdp2"] and not args["torch-fsdp2-no-reshard-after-forward"]
+    if kind is None and (megatron_fsdp or torch_fsdp):
+        # Without recomputation, the gathered weights of all layers would be saved for the backward pass.
+        name = "use-megatron-fsdp" if megatron_fsdp else "use-torch-fsdp2"
+        args.remark(name, "sets model.recompute=selective here, which gathers weights again; the numbers are equal")
         kind = "selective"
-    away = {part for name in offloaded_modules(args) for part in MOVED[name]}
-    if away and kind is None:
-        args.remark("offload-modules", "goes with model.recompute=selective here, which keeps tensors by name")
+    offloaded = {part for name in offloaded_modules(args) for part in OFFLOADED_INPUTS[name]}
+    if offloaded and kind is None:
+        args.remark("offload-modules", "sets model.recompute=selective here, which saves tensors by name")
         kind = "selective"
-    settings: Settings = {"model.recompute": kind or "none", "model.offload": tuple(p for p in PARTS if p in away)}
+    settings: Settings = {"model.recompute": kind or "none", "model.offload": tuple(p for p in PARTS if p in offloaded)}
     if kind == "selective":
-        settings["model.recompute"] = modules_again(args)
+        settings["model.recompute"] = recomputed_parts(args)
     elif kind == "full":
-        settings |= layers_again(args)
+        settings |= recomputed_layers(args)
     return settings
 
 
-def modules_again(args: Arguments) -> Recompute:
-    """The parts that selective recomputation computes again."""
+def recomputed_parts(args: Arguments) -> Recompute:
+    """The parts that selective recomputation recomputes."""
     names = [*args["recompute-modules"], *["moe"] * args["moe-layer-recompute"]]
-    for name in set(names) - set(MODULES):
-        args.refuse("recompute-modules", f"{name}: there are no such layers in this version")
-    known = [name for name in names if name in MODULES]
-    again = set(SELECTIVE).union(*(MODULES[name] for name in known))
-    if "mla_up_proj" in known:
-        again.remove("latent")
-    if not {"layernorm", "moe_act"} <= set(known):
-        args.remark("recompute-modules", "norms and activations are computed again too, which costs little")
-    return "selective" if again == set(SELECTIVE) else tuple(part for part in PARTS if part in again)
+    for name in set(names) - set(RECOMPUTED_PARTS):
+        args.refuse("recompute-modules", f"{name}: this version has no such layers")
+    supported = [name for name in names if name in RECOMPUTED_PARTS]
+    parts = set(SELECTIVE).union(*(RECOMPUTED_PARTS[name] for name in supported))
+    if "mla_up_proj" in supported:
+        parts.remove("latent")
+    if not {"layernorm", "moe_act"} <= set(supported):
+        args.remark("recompute-modules", "norms and activations are recomputed too, which costs little")
+    return "selective" if parts == set(SELECTIVE) else tuple(part for part in PARTS if part in parts)
 
 
-def layers_again(args: Arguments) -> Settings:
-    """Which layers full recomputation takes together, or leaves out."""
+def recomputed_layers(args: Arguments) -> Settings:
+    """The number of layers per checkpoint of full recomputation, or the number of recomputed layers."""
     count, method = args["recompute-num-layers"] or 1, args["recompute-method"]
     if method not in (None, "uniform", "block"):
-        args.wrong("recompute-method", f"expected uniform or block, got {method}")
+        args.problem("recompute-method", f"expected uniform or block, got {method}")
     if method == "block":
-        args.remark("recompute-method", "the other layers of a stage compute norms and activations again")
+        args.remark("recompute-method", "the other layers of a stage recompute norms and activations")
         return {"model.recompute_layers": count}
     return {"model.layers_per_checkpoint": count}
 
 
 def offloaded_modules(args: Arguments) -> list[str]:
-    """Those whose inputs go to host memory."""
+    """The modules whose inputs are offloaded to host memory."""
     if not args["fine-grained-activation-offloading"]:
         return []
     names = args["offload-modules"] or []
     for name in names:
-        if name not in MOVED:
-            args.wrong("offload-modules", f"expected {', '.join(MOVED)}, got {name}")
-        elif not MOVED[name]:
-            args.remark("offload-modules", f"{name} reads a norm's output, which is computed again, not kept")
-    return [name for name in names if name in MOVED]
+        if name not in OFFLOADED_INPUTS:
+            args.problem("offload-modules", f"expected {', '.join(OFFLOADED_INPUTS)}, got {name}")
+        elif not OFFLOADED_INPUTS[name]:
+            args.remark("offload-modules", f"the input of {name} is a norm's output, which is recomputed, not saved")
+    return [name for name in names if name in OFFLOADED_INPUTS]

@@ -1,4 +1,4 @@
-"""The model that Megatron-LM's flags describe, with Megatron-LM's defaults where a flag is not given."""
+"""The model from Megatron-LM's flags, with Megatron-LM's defaults for flags that are not given."""
 
 import ast
 from collections.abc import Sequence
@@ -42,9 +42,9 @@ NORMS: dict[str, type[LayerNormConfig] | type[RMSNormConfig]] = {
 
 
 def needed(args: Arguments, name: str, instead: str = "") -> int:
-    """A flag that must be there; noted, and 1, where it is not."""
+    """The value of a required flag. A missing one is a problem; the result is then 1."""
     if args[name] is None:
-        args.wrong(name, "must be given" + (f", or --{instead}" if instead else ""))
+        args.problem(name, "must be given" + (f", or --{instead}" if instead else ""))
         return 1
     return args[name]
 
@@ -54,7 +54,7 @@ def layers(args: Arguments) -> int:
     if (pattern := hybrid_pattern(args)) is not None:
         count = sum(map(len, pattern.partition("/")[0].split("|")))
         if args["num-layers"] not in (None, count):
-            args.wrong("num-layers", f"{args['num-layers']} layers, and --{PATTERN} has {count}", "leave it out")
+            args.problem("num-layers", f"{args['num-layers']} layers, but --{PATTERN} has {count}", "leave it out")
         return count
     if args["num-layers"] is None and args["encoder-num-layers"] is not None:
         return args["encoder-num-layers"]
@@ -69,7 +69,7 @@ def sequence_length(args: Arguments) -> int:
 
 
 def hybrid_pattern(args: Arguments) -> str | None:
-    """A letter for each layer of a hybrid, and after each / those of a head that predicts further."""
+    """One letter for each layer of a hybrid; after each /, the layers of a depth of multi-token prediction."""
     text, ahead = args[PATTERN], args["mtp-hybrid-override-pattern"]
     if text is None or ahead is None or "/" in text:
         return text
@@ -77,9 +77,9 @@ def hybrid_pattern(args: Arguments) -> str | None:
 
 
 def stack(args: Arguments, count: int | None = None, *, experts: bool = True) -> Settings:
-    """The blocks, as they repeat, and the norm behind them.
+    """The stack of blocks and the final norm.
 
-    count: of layers, other than --num-layers; experts: whether layers may have them.
+    count: number of layers, by default --num-layers; experts: whether layers may have experts.
     """
     normal = norm(args)
     mixer = latent_attention(args, normal) if args["multi-latent-attention"] else attention(args, normal)
@@ -91,39 +91,39 @@ def stack(args: Arguments, count: int | None = None, *, experts: bool = True) ->
         changes = {"window": window}
         if not rotated and isinstance(mixer, AttentionConfig):
             changes["rope"] = None
-        own = replace(mixer, **changes)
-        blocks.append(BlockConfig(mixer=own, mlp=forward, norm=normal, dropout=dropout))
+        layer_mixer = replace(mixer, **changes)
+        blocks.append(BlockConfig(mixer=layer_mixer, mlp=forward, norm=normal, dropout=dropout))
     return {"model.stack": _repeated(blocks), "model.norm": normal}
 
 
 def _repeated(blocks: Sequence[AnyBlockConfig]) -> StackConfig | SegmentsConfig:
-    """Repeats of a pattern, or of several one after another where that is less to compile."""
-    one, several = StackConfig.of(blocks), SegmentsConfig.of(blocks)
-    return several if sum(len(part.pattern) for part in several.parts()) < len(one.pattern) else one
+    """A repeated pattern, or a sequence of repeated patterns if that is less to compile."""
+    single, segments = StackConfig.of(blocks), SegmentsConfig.of(blocks)
+    return segments if sum(len(part.pattern) for part in segments.parts()) < len(single.pattern) else single
 
 
 def _feed_forwards(args: Arguments, layer: MLPConfig, count: int) -> list[FeedForwardConfig]:
-    """That of each layer: with experts, or this one without."""
+    """The feed-forward part of each layer: experts, or `layer`."""
     if args["num-experts"] is None:
         return [layer] * count
     problems = len(args.problems)
-    chosen = _chosen_layers(args, "moe-layer-freq", count, ones=True, first=0)
-    if not any(chosen) and len(args.problems) == problems:
-        args.wrong("moe-layer-freq", f"{args['moe-layer-freq']} leaves no layer with experts")
+    has_experts = _chosen_layers(args, "moe-layer-freq", count, ones=True, first=0)
+    if not any(has_experts) and len(args.problems) == problems:
+        args.problem("moe-layer-freq", f"{args['moe-layer-freq']} leaves no layer with experts")
     experts = mixture(args, layer)
-    return [experts if one else layer for one in chosen]
+    return [experts if is_mixture else layer for is_mixture in has_experts]
 
 
 def norm(args: Arguments) -> NormConfig:
-    """The normalisation of the blocks."""
+    """The norm of the blocks."""
     kind = args.one_of("normalization", NORMS)
     return kind(epsilon=args["norm-epsilon"], zero_centred=args["apply-layernorm-1p"])
 
 
 def attention(args: Arguments, normal: NormConfig) -> AttentionConfig:
-    """Plain attention, with one window and rotation for all layers."""
-    if not args["group-query-attention"] and args.given("num-query-groups"):
-        args.remark("num-query-groups", "has no effect without --group-query-attention, there as here")
+    """Plain attention, before windows and layers without rotation."""
+    if not args["group-query-attention"] and args.is_given("num-query-groups"):
+        args.remark("num-query-groups", "has no effect without --group-query-attention, as in Megatron-LM")
     bias = not args["disable-bias-linear"]
     l2_norm = L2NormConfig(epsilon=args["norm-epsilon"]) if args["qk-l2-norm"] else None
     return AttentionConfig(
@@ -143,23 +143,23 @@ def attention(args: Arguments, normal: NormConfig) -> AttentionConfig:
 
 
 def positions(args: Arguments) -> str:
-    """learned_absolute, rope (with YaRN or without), relative, mrope, or none."""
+    """The kind of positions: learned_absolute, rope (with or without YaRN), relative, mrope, or none."""
     kind = "rope" if args["use-rotary-position-embeddings"] else args["position-embedding-type"]
     if kind == "yarn":
         return "rope"
     if kind not in ("learned_absolute", "rope", "relative", "mrope", "none"):
-        args.wrong("position-embedding-type", f"expected learned_absolute, rope, yarn or none, got {kind}")
+        args.problem("position-embedding-type", f"expected learned_absolute, rope, yarn or none, got {kind}")
     return kind
 
 
 def refuse_positions(args: Arguments) -> None:
-    """Kinds of positions that decoders do not have here, or not by this flag."""
-    whose = {
-        "relative": "a bias of scores by distance is set by model.stack.pattern.0.mixer.relative",
-        "mrope": "positions of images are not in this version",
+    """Refuse kinds of positions that decoders do not have here, or not by this flag."""
+    reasons = {
+        "relative": "set a bias of scores by distance with model.stack.pattern.0.mixer.relative",
+        "mrope": "multimodal RoPE is not supported",
     }
-    if (kind := positions(args)) in whose:
-        args.refuse("position-embedding-type", whose[kind])
+    if (kind := positions(args)) in reasons:
+        args.refuse("position-embedding-type", reasons[kind])
 
 
 def _rope(args: Arguments) -> RopeConfig | None:
@@ -167,7 +167,7 @@ def _rope(args: Arguments) -> RopeConfig | None:
         return None
     scaling: Llama3ScalingConfig | YarnScalingConfig | None = None
     if args["position-embedding-type"] == "yarn" and not args["use-rotary-position-embeddings"]:
-        # Outside of latent attention, heads get longer and the scale of scores is plain.
+        # Outside of latent attention, YaRN scales queries and keys instead of scores.
         scaling = replace(_yarn(args, "yarn-"), rounded=not args["no-yarn-correction-range-round-to-int"])
     elif args["use-rope-scaling"]:
         scaling = Llama3ScalingConfig(factor=args["rope-scaling-factor"])
@@ -181,7 +181,7 @@ def _rope(args: Arguments) -> RopeConfig | None:
 
 
 def _yarn(args: Arguments, prefix: str = "") -> YarnScalingConfig:
-    """prefix: of the names of its flags, other than for latent attention."""
+    """YaRN. prefix: of its flags' names, except for latent attention."""
     return YarnScalingConfig(
         factor=args["rotary-scaling-factor"],
         original=args[f"{prefix}original-max-position-embeddings"],
@@ -193,9 +193,9 @@ def _yarn(args: Arguments, prefix: str = "") -> YarnScalingConfig:
 
 
 def latent_attention(args: Arguments, normal: NormConfig) -> LatentAttentionConfig:
-    """Defaults of the command line, which are not those of Megatron-LM's MLATransformerConfig."""
+    """Latent attention with the defaults of the command line, which differ from Megatron-LM's MLATransformerConfig."""
     if args["position-embedding-type"] != "rope" and not args["use-rotary-position-embeddings"]:
-        args.remark("multi-latent-attention", "rotates positions whatever --position-embedding-type says")
+        args.remark("multi-latent-attention", "uses RoPE, whatever --position-embedding-type says")
     yarn, scaled = _yarn(args), args.one_of("rope-type", {"yarn": True, "rope": False})
     content, place = args["qk-head-dim"], args["qk-pos-emb-head-dim"]
     rope = RopeConfig(base=float(args["rotary-base"]), interleaved=True)
@@ -210,7 +210,7 @@ def latent_attention(args: Arguments, normal: NormConfig) -> LatentAttentionConf
         bias=not args["disable-bias-linear"],
         norm=normal if args["qk-layernorm"] else None,
         rope=rope,
-        # Megatron-LM scales scores as with YaRN even where the frequencies are plain, and muP has no say in it.
+        # Megatron-LM scales scores as with YaRN even if the frequencies are plain, and regardless of muP.
         scale=None
         if scaled and not args["use-mup"]
         else yarn.mscale_factor(args["mscale-all-dim"]) ** 2 * (content + place) ** -0.5,
@@ -227,26 +227,30 @@ def _windows(args: Arguments, count: int) -> list[int | None]:
         return [None] * count
     sides = text.strip("()").replace(" ", "").split(",")
     if len(sides) != 2 or not all(side.lstrip("-").isdigit() for side in sides):
-        args.wrong("window-size", f"expected two numbers such as 127,0, got {text}")
+        args.problem("window-size", f"expected two numbers such as 127,0, got {text}")
         return [None] * count
-    left, right = map(int, sides)
-    if right != 0:
-        args.refuse("window-size", "decoders see nothing to the right; the second number must be 0")
-    window = None if left < 0 else left
+    before, after = map(int, sides)
+    if after != 0:
+        args.refuse("window-size", "decoders are causal; the second number must be 0")
+    window = None if before < 0 else before
     if window is not None and window >= sequence_length(args):
-        args.remark("window-size", f"{left} is no less than a row has tokens: all are seen, there as here")
+        args.remark("window-size", f"{before} is at least the length of a row: attention is full, as in Megatron-LM")
         window = None
-    full = _chosen_layers(args, "window-attn-skip-freq", count, ones=False)
-    return [None if whole else window for whole in full]
+    full_layers = _chosen_layers(args, "window-attn-skip-freq", count, ones=False)
+    return [None if is_full else window for is_full in full_layers]
 
 
 def _rotated(args: Arguments, count: int) -> list[bool]:
     """Whether each layer rotates queries and keys."""
-    return [not without for without in _chosen_layers(args, "no-rope-freq", count, ones=True)]
+    return [not unrotated for unrotated in _chosen_layers(args, "no-rope-freq", count, ones=True)]
 
 
 def _chosen_layers(args: Arguments, name: str, count: int, *, ones: bool, first: int = 1) -> list[bool]:
-    """N: every N-th layer, counted from `first`; or a list expression of 0 and 1, of which `ones` are chosen."""
+    """For each layer, whether a flag chooses it.
+
+    The flag is N for every N-th layer, counted from `first`, or a list expression of 0 and 1; ones: which of the two
+    chooses a layer.
+    """
     text = args[name]
     if text is None:
         return [False] * count
@@ -257,26 +261,26 @@ def _chosen_layers(args: Arguments, name: str, count: int, *, ones: bool, first:
     except (SyntaxError, ValueError):
         entries = None
     if not isinstance(entries, list) or len(entries) != count:
-        got = f"a list of {len(entries)}" if isinstance(entries, list) else text
-        args.wrong(name, f"expected a number or a list of {count} (--num-layers) zeros and ones, got {got}")
+        actual = f"a list of {len(entries)}" if isinstance(entries, list) else text
+        args.problem(name, f"expected a number or a list of {count} zeros and ones (--num-layers), got {actual}")
         return [False] * count
-    return [bool(one) == ones for one in entries]
+    return [bool(entry) == ones for entry in entries]
 
 
 def _listed(node: ast.AST) -> list[int] | int:
-    """A sum and product of lists of numbers, without running it."""
+    """The value of an expression of lists, numbers, + and *, without eval. Raises ValueError for other expressions."""
     match node:
         case ast.Constant(value=int() as number) if 0 <= number <= MOST_LAYERS:
             return number
         case ast.List(elts=entries):
-            return [one for one in map(_listed, entries) if isinstance(one, int)]
+            return [entry for entry in map(_listed, entries) if isinstance(entry, int)]
         case ast.BinOp(left=left, op=ast.Add() | ast.Mult() as op, right=right):
-            here, there = _listed(left), _listed(right)
-            if isinstance(here, list) and isinstance(there, list):
-                return here + there if isinstance(op, ast.Add) else []
-            if isinstance(here, list) and isinstance(there, int) and len(here) * there <= MOST_LAYERS:
-                return here * there
-    raise ValueError("no list")
+            first, second = _listed(left), _listed(right)
+            if isinstance(first, list) and isinstance(second, list):
+                return first + second if isinstance(op, ast.Add) else []
+            if isinstance(first, list) and isinstance(second, int) and len(first) * second <= MOST_LAYERS:
+                return first * second
+    raise ValueError("not a list expression")
 
 
 def mlp(args: Arguments) -> MLPConfig:
@@ -284,7 +288,7 @@ def mlp(args: Arguments) -> MLPConfig:
     bias = not args["disable-bias-linear"]
     hidden, ffn = needed(args, "hidden-size"), args["ffn-hidden-size"]
     if args["swiglu"]:
-        # Two thirds of 4 * hidden, rounded down to a multiple of 64: as many weights as without a gate.
+        # Two thirds of 4 * hidden, rounded down to a multiple of 64: about as many weights as without a gate.
         width = ffn or int((4 * hidden * 2 / 3) / 64) * 64
         return GatedMLPConfig(ffn=width, activation="silu", bias=bias, offset=args["glu-linear-offset"])
     width = ffn or 4 * hidden
@@ -293,18 +297,18 @@ def mlp(args: Arguments) -> MLPConfig:
         return GatedMLPConfig(ffn=width, activation="quick_gelu", bias=bias, clamp=clamp, offset=offset)
     if args["squared-relu"]:
         return DenseMLPConfig(ffn=width, activation="squared_relu", bias=bias)
-    # The kernel fused with the bias, which is the default, is the tanh form; without a bias nothing is fused.
+    # The kernel fused with the bias, the default, computes the tanh form; without a bias nothing is fused.
     fused = bias and not args["no-bias-gelu-fusion"]
     return DenseMLPConfig(ffn=width, activation="gelu_tanh" if fused or args["openai-gelu"] else "gelu", bias=bias)
 
 
 def embedding(args: Arguments) -> Settings:
-    """Positions and the two ends of the model."""
+    """Positions, embedding and head of the model."""
     refuse_positions(args)
     length, table = sequence_length(args), args["max-position-embeddings"]
     learned = not args["multi-latent-attention"] and positions(args) == "learned_absolute"
     if table is not None and table < length:
-        args.wrong("max-position-embeddings", f"{table} is below --seq-length {length}")
+        args.problem("max-position-embeddings", f"{table} is below --seq-length {length}")
     elif table is not None and learned and table > length:
         args.remark("max-position-embeddings", f"positions from {length} on never occur; the table has {length} rows")
     settings = {
@@ -320,34 +324,34 @@ def embedding(args: Arguments) -> Settings:
 
 
 def _prediction(args: Arguments) -> PredictionConfig:
-    """Their blocks are numbered from 1 on, so windows and rotation are those of the first layers, not of the last.
+    """Multi-token prediction with windows and rotation of the first layers and the experts of the last.
 
-    Experts are those of the last.
+    Megatron-LM numbers these blocks from 1 on.
     """
     depth, pattern = args["mtp-num-layers"], stack(args)["model.stack"].pattern
     first = [pattern[number % len(pattern)] for number in range(min(depth, len(pattern)))]
     blocks = [replace(block, mlp=pattern[-1].mlp) for block in first]
     if any(block != blocks[0] for block in blocks):
-        what = "the blocks of heads that predict further are all alike, the first layers are not"
-        args.refuse("mtp-num-layers", what)
+        message = "all blocks of multi-token prediction must be equal, but the first layers differ"
+        args.refuse("mtp-num-layers", message)
     block = blocks[0] if blocks and blocks[0] != pattern[-1] else None
     return PredictionConfig(depth=depth, block=block, **prediction_settings(args))
 
 
 def prediction_settings(args: Arguments) -> dict[str, Any]:
-    """What heads that predict further have beside their number and blocks."""
-    # Read where gradients are averaged by tokens alone.
+    """The settings of multi-token prediction except depth and blocks."""
+    # Has an effect only if gradients are averaged by tokens.
     reweighted = "microbatches" if args["calculate-per-token-loss"] else "rows"
     return {"weight": args["mtp-loss-scaling-factor"], "reweighted": reweighted}
 
 
 def width_scaling(args: Arguments) -> Settings:
-    """Settings of a narrower model, where they are taken over from one."""
+    """Width scaling (muP) of hyperparameters that were tuned on a narrower model."""
     if not args["use-mup"]:
         return {}
     hidden = needed(args, "hidden-size")
     if args["mup-base-hidden-size"] is None:
-        args.remark("use-mup", "without --mup-base-hidden-size the model is its own base, there as here")
+        args.remark("use-mup", "without --mup-base-hidden-size the model is its own base, as in Megatron-LM")
     size, output = args["mup-base-head-dim"], args["mup-output-mult"]
     if size is not None and size != int(size):
         args.refuse("mup-base-head-dim", "a head has a whole number of elements")
@@ -356,30 +360,32 @@ def width_scaling(args: Arguments) -> Settings:
         base_head_dim=None if size is None else int(size),
         score_power=args["mup-attn-scale-power"],
         embedding=args["mup-embedding-mult"],
-        # Megatron-LM takes 1 for none, which stands for one over the ratio of widths.
+        # In Megatron-LM, 1 means the default: one over the ratio of widths.
         output=None if output == 1 else output,
     )
     return {"model.width_scaling": scaling}
 
 
 def vocabulary(args: Arguments) -> Settings:
-    """Tokenizer, size of the vocabulary, and what it is padded to a multiple of."""
+    """Tokenizer, and size and padding of the vocabulary."""
     return padded(args, *tokenizer_of(args))
 
 
 def padded(args: Arguments, tokenizer: TokenizerConfig, size: int) -> Settings:
-    """The same for this tokenizer of so many ids."""
+    """Tokenizer, and size and padding of the vocabulary. size: number of ids."""
     tensor, pipeline = args["tensor-model-parallel-size"], args["pipeline-model-parallel-size"]
-    told = args["padded-vocab-size"]
-    if told is not None and told < size:
-        args.wrong("padded-vocab-size", f"{told} is below the vocabulary's {size}")
-    multiple = told or args["make-vocab-size-divisible-by"] * tensor
+    padded_size = args["padded-vocab-size"]
+    if padded_size is not None and padded_size < size:
+        args.problem("padded-vocab-size", f"{padded_size} is below the vocabulary's {size}")
+    multiple = padded_size or args["make-vocab-size-divisible-by"] * tensor
     settings = {"tokenizer": tokenizer, "model.vocabulary_size": size, "model.vocabulary_multiple": multiple}
     cuts = max(tensor * pipeline, 1)
     rows = -(-size // max(multiple, 1)) * multiple
     if rows % cuts:
         settings["model.vocabulary_multiple"] = lcm(multiple, cuts)
-        flag = "padded-vocab-size" if told else "make-vocab-size-divisible-by"
-        text = f"{rows} rows are not divisible by {tensor} x {pipeline} devices that share them: padded to a multiple"
-        args.remark(flag, f"{text} of {lcm(multiple, cuts)} instead. Padding takes no part in the softmax here")
+        flag = "padded-vocab-size" if padded_size else "make-vocab-size-divisible-by"
+        text = (
+            f"{rows} rows are not divisible by the {tensor} x {pipeline} devices that hold them: padded to a multiple"
+        )
+        args.remark(flag, f"{text} of {lcm(multiple, cuts)} instead. The softmax excludes padding here")
     return settings

@@ -18,7 +18,7 @@ from megajax.tools.flags import Arguments
 LOSSES: Mapping[str, str] = MappingProxyType(
     {"aux_loss": "aux_loss", "seq_aux_loss": "row_loss", "global_aux_loss": "global_loss"}
 )
-"""Megatron-LM's kinds of balancing -> settings of RouterConfig."""
+"""Megatron-LM's kinds of load balancing -> settings of RouterConfig."""
 NO_LOSS = ("none", "sinkhorn")
 SCORES: Mapping[str, Literal["softmax", "sigmoid", "sqrt_softplus"]] = MappingProxyType(
     {"softmax": "softmax", "sigmoid": "sigmoid", "sqrtsoftplus": "sqrt_softplus"}
@@ -32,7 +32,7 @@ DROPS: Mapping[str, Literal["probability", "position"]] = MappingProxyType(
 
 
 def mixture(args: Arguments, mlp: MLPConfig) -> MoEConfig:
-    """The layer with experts. mlp: that of layers without them, whose width is the experts' where no other is given."""
+    """The layer with experts. mlp: the MLP of dense layers; its width is the default width of experts."""
     shared = args["moe-shared-expert-intermediate-size"]
     return MoEConfig(
         experts=args["num-experts"],
@@ -48,27 +48,29 @@ def mixture(args: Arguments, mlp: MLPConfig) -> MoEConfig:
 
 
 def _dispatch(args: Arguments) -> DispatchConfig:
-    """Numbers are the same whatever the way, so without the flag it is the one that sends fewest bytes."""
-    way = args.one_of("moe-token-dispatcher-type", WAYS) if args.given("moe-token-dispatcher-type") else "auto"
-    if args.given("moe-token-dispatcher-type") and way == "auto":
-        args.remark("moe-token-dispatcher-type", "tokens go the way that sends fewest bytes: the numbers are the same")
+    """The dispatcher. All give equal numbers, so the default is the one that sends the fewest bytes."""
+    way = args.one_of("moe-token-dispatcher-type", WAYS) if args.is_given("moe-token-dispatcher-type") else "auto"
+    if args.is_given("moe-token-dispatcher-type") and way == "auto":
+        args.remark(
+            "moe-token-dispatcher-type", "the dispatcher that sends the fewest bytes is used: the numbers are equal"
+        )
     return DispatchConfig(way=way, room=args["moe-expert-rank-capacity-factor"])
 
 
 def _router(args: Arguments, bias: bool) -> RouterConfig:
-    """bias: whether matrices have biases, which routers then have too."""
+    """The router. bias: whether matrices, and so routers, have biases."""
     kinds, losses = _balancing(args)
     sinkhorn, score = "sinkhorn" in kinds, args.one_of("moe-router-score-function", SCORES)
-    groups, chosen = args["moe-router-num-groups"], args["moe-router-group-topk"]
+    groups, top_groups = args["moe-router-num-groups"], args["moe-router-group-topk"]
     rate = args["moe-router-bias-update-rate"] if args["moe-router-enable-expert-bias"] else None
     return RouterConfig(
         score=score,
-        # Scores that are no softmax are divided by their sum either way.
+        # Other scores than softmax are divided by their sum in both cases.
         normalise="all" if args["moe-router-pre-softmax"] and score == "softmax" else "chosen",
-        # Weights that sinkhorn chose have no factor there.
+        # Megatron-LM does not scale weights that Sinkhorn balancing chose.
         scale=1.0 if sinkhorn else args["moe-router-topk-scaling-factor"] or 1.0,
-        groups=groups if chosen else None,
-        chosen_groups=chosen if groups else None,
+        groups=groups if top_groups else None,
+        chosen_groups=top_groups if groups else None,
         bias=bias,
         balance_rate=rate,
         z_loss=args["moe-z-loss-coeff"] or 0.0,
@@ -81,31 +83,33 @@ def _router(args: Arguments, bias: bool) -> RouterConfig:
 
 
 def _balancing(args: Arguments) -> tuple[list[str], dict[str, Any]]:
-    """Kinds of balancing, and the coefficients of those that are losses."""
+    """The kinds of load balancing, and the coefficients of balancing losses."""
     name, coefficient = "moe-router-load-balancing-type", "moe-aux-loss-coeff"
-    kinds, words = args[name], args[coefficient]
+    kinds, texts = args[name], args[coefficient]
     try:
-        values = [float(word) for word in words]
+        values = [float(text) for text in texts]
     except ValueError:
-        args.wrong(coefficient, f"expected numbers, got {' '.join(words)}")
+        args.problem(coefficient, f"expected numbers, got {' '.join(texts)}")
         return [], {}
     if len(values) == 1:
         values *= len(kinds)
     if len(values) != len(kinds):
-        args.wrong(coefficient, f"{len(values)} coefficients of {len(kinds)} kinds in --{name} {' '.join(kinds)}")
+        args.problem(coefficient, f"{len(values)} coefficients for {len(kinds)} kinds in --{name} {' '.join(kinds)}")
         return [], {}
     for kind in set(kinds) - {*LOSSES, *NO_LOSS}:
-        what = f"expected {', '.join((*LOSSES, *NO_LOSS))}, got {kind}"
-        (args.refuse if kind.startswith("quantile") else args.wrong)(name, what)
+        message = f"expected {', '.join((*LOSSES, *NO_LOSS))}, got {kind}"
+        (args.refuse if kind.startswith("quantile") else args.problem)(name, message)
     return kinds, {LOSSES[kind]: value for kind, value in zip(kinds, values, strict=True) if kind in LOSSES}
 
 
 def _capacity(args: Arguments) -> CapacityConfig | None:
-    """None where no token is dropped, which a factor below 0 says too."""
+    """The capacity of experts. None: no token is dropped, as with a factor below 0."""
     factor = args["moe-expert-capacity-factor"]
     if factor is None or factor < 0:
         return None
     drop = args.one_of("moe-token-drop-policy", DROPS)
     if drop == "position":
-        args.remark("moe-token-drop-policy", "the last tokens are dropped; there it is any that torch.topk leaves out")
+        args.remark(
+            "moe-token-drop-policy", "drops the last tokens; Megatron-LM drops those that torch.topk leaves out"
+        )
     return CapacityConfig(factor=factor, drop=drop)

@@ -1,4 +1,4 @@
-"""Everything of a run but model, layout and data, from Megatron-LM's flags and its defaults."""
+"""The settings of a run except model, layout and data, from Megatron-LM's flags and defaults."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -16,8 +16,8 @@ from megajax.training.config import LinearRampConfig, RampConfig, StepRampConfig
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
-def _same(*names: str) -> dict[str, str]:
-    """Values that have one name there and here."""
+def _identity(*names: str) -> dict[str, str]:
+    """Values with the same name in both libraries."""
     return {name: name for name in names}
 
 
@@ -26,16 +26,16 @@ def precision(args: Arguments) -> Settings:
     compute = "float16" if args["fp16"] else "bfloat16" if args["bf16"] else "float32"
     settings: dict[str, Any] = {"precision.compute": compute}
     if args["grad-reduce-in-bf16"] and args["ddp-reduce-scatter-with-fp32-accumulation"]:
-        args.refuse("ddp-reduce-scatter-with-fp32-accumulation", "sums have the dtype that is sent: without "
+        args.refuse("ddp-reduce-scatter-with-fp32-accumulation", "sums have the dtype of communication: without "
                     "--grad-reduce-in-bf16 both are float32")  # fmt: skip
     if args["grad-reduce-in-bf16"]:
         settings["precision.gradients"] = "bfloat16"
     elif args["fp16"] and not args["accumulate-allreduce-grads-in-fp32"]:
-        args.remark("fp16", "gradients are added up and reduced in float32 here, not in float16")
-    # A scale of 0 is none, there as here: float16 has its dynamic one.
+        args.remark("fp16", "gradients are accumulated and reduced in float32 here, not in float16")
+    # A scale of 0 means none, as in Megatron-LM: float16 has its dynamic one.
     if args["loss-scale"]:
         settings["precision.loss_scale"] = ConstantScaleConfig(value=args["loss-scale"])
-    elif args["fp16"] and args.given("initial-loss-scale", "min-loss-scale", "loss-scale-window", "hysteresis"):
+    elif args["fp16"] and args.is_given("initial-loss-scale", "min-loss-scale", "loss-scale-window", "hysteresis"):
         settings["precision.loss_scale"] = DynamicScaleConfig(
             initial=args["initial-loss-scale"],
             floor=args["min-loss-scale"],
@@ -48,32 +48,32 @@ def precision(args: Arguments) -> Settings:
 
 
 def _fp8(args: Arguments) -> Fp8Config | None:
-    """The recipe of matmuls in fp8."""
-    short = "hybrid" if args["fp8-hybrid"] else "e4m3" if args["fp8-e4m3"] else None
-    form, recipe, delayed = args["fp8-format"] or short, args["fp8-recipe"], None
-    ends = (args["num-layers-at-start-in-bf16"], args["num-layers-at-end-in-bf16"])
-    ends = ends if args["first-last-layers-bf16"] else (0, 0)
-    if form is None:
+    """The fp8 recipe."""
+    switch_format = "hybrid" if args["fp8-hybrid"] else "e4m3" if args["fp8-e4m3"] else None
+    fp8_format, recipe, delayed = args["fp8-format"] or switch_format, args["fp8-recipe"], None
+    bf16_layers = (args["num-layers-at-start-in-bf16"], args["num-layers-at-end-in-bf16"])
+    bf16_layers = bf16_layers if args["first-last-layers-bf16"] else (0, 0)
+    if fp8_format is None:
         return None
-    if form not in ("hybrid", "e4m3"):
-        args.wrong("fp8-format", f"expected hybrid or e4m3, got {form}")
+    if fp8_format not in ("hybrid", "e4m3"):
+        args.problem("fp8-format", f"expected hybrid or e4m3, got {fp8_format}")
         return None
     if recipe not in ("delayed", "tensorwise"):
-        args.refuse("fp8-recipe", f"{recipe}: a tensor has one scale here, as with delayed and tensorwise")
+        args.refuse("fp8-recipe", f"{recipe}: only per-tensor scales are supported, delayed and tensorwise")
         return None
     if recipe == "delayed":
-        algorithm = args.one_of("fp8-amax-compute-algo", _same("most_recent", "max"))
+        algorithm = args.one_of("fp8-amax-compute-algo", _identity("most_recent", "max"))
         history, margin = args["fp8-amax-history-len"], args["fp8-margin"]
         delayed = DelayedScalingConfig(history=history, algorithm=algorithm, margin=margin)
-    return Fp8Config(format=form, first_layers=ends[0], last_layers=ends[1], delayed=delayed)
+    return Fp8Config(format=fp8_format, first_layers=bf16_layers[0], last_layers=bf16_layers[1], delayed=delayed)
 
 
 def optimizer(args: Arguments) -> Settings:
-    """The update rule and which weights decay."""
+    """The update rule and weight decay."""
     kinds = ("adam", "sgd", "muon", "dist_muon", "lion")
     kind = args["optimizer"]
     if kind not in kinds:
-        args.refuse("optimizer", f"this version has {', '.join(kinds)}")
+        args.refuse("optimizer", f"supported optimizers: {', '.join(kinds)}")
     shared: dict[str, Any] = {
         "weight_decay": _decay(args),
         "clip": args["clip-grad"] or None,
@@ -84,22 +84,22 @@ def optimizer(args: Arguments) -> Settings:
         "moments": _moments(args),
         "offload": args["optimizer-offload-fraction"] if args["optimizer-cpu-offload"] else 0.0,
     }
-    made: OptimizerConfig
+    config: OptimizerConfig
     if kind == "sgd":
-        made = SGDConfig(momentum=args["sgd-momentum"], **shared)
+        config = SGDConfig(momentum=args["sgd-momentum"], **shared)
     elif kind == "lion":
-        made = LionConfig(beta1=args["lion-beta1"], beta2=args["lion-beta2"], **shared)
+        config = LionConfig(beta1=args["lion-beta1"], beta2=args["lion-beta2"], **shared)
     else:
         adam = {"beta1": args["adam-beta1"], "beta2": args["adam-beta2"], "epsilon": args["adam-eps"]}
-        made = _muon(args, shared | adam) if kind in ("muon", "dist_muon") else AdamWConfig(**shared, **adam)
-    return {"optimizer": made}
+        config = _muon(args, shared | adam) if kind in ("muon", "dist_muon") else AdamWConfig(**shared, **adam)
+    return {"optimizer": config}
 
 
 def _embedding_decay(args: Arguments) -> dict[str, Any]:
-    """Embeddings with a spread of their own are not decayed; an untied head is."""
+    """Embeddings with their own initial deviation are not decayed; an untied head is."""
     if args["embedding-init-method-std"] is None:
         return {}
-    args.remark("embedding-init-method-std", "turns weight decay of embeddings off, there as here")
+    args.remark("embedding-init-method-std", "turns weight decay of embeddings off, as in Megatron-LM")
     if not args["untie-embeddings-and-output-weights"]:
         return {"decay_embeddings": False}
     tables = ("tokens", "positions") if positions(args) == "learned_absolute" else ("tokens",)
@@ -108,15 +108,15 @@ def _embedding_decay(args: Arguments) -> dict[str, Any]:
 
 def _muon(args: Arguments, shared: dict[str, Any]) -> MuonConfig:
     if args["swiglu"] or args["quick-geglu"]:
-        args.remark("optimizer", "orthogonalises gate and up apart, which Megatron-LM does as one matrix")
+        args.remark("optimizer", "orthogonalises gate and up separately; Megatron-LM joins them to one matrix")
     if args["muon-tp-mode"] == "blockwise":
-        args.refuse("muon-tp-mode", "matrices are orthogonalised whole here, as with duplicated and distributed")
+        args.refuse("muon-tp-mode", "whole matrices are orthogonalised here, as with duplicated and distributed")
     return MuonConfig(
         momentum=args["muon-momentum"],
         nesterov=args["muon-use-nesterov"],
         iterations=args["muon-num-ns-steps"],
-        coefficients=args.one_of("muon-coefficient-type", _same("quintic", "simple", "polar_express")),
-        scale=args.one_of("muon-scale-mode", _same("spectral", "shape_scaling", "unit_rms_norm")),
+        coefficients=args.one_of("muon-coefficient-type", _identity("quintic", "simple", "polar_express")),
+        scale=args.one_of("muon-scale-mode", _identity("spectral", "shape_scaling", "unit_rms_norm")),
         extra_scale=args["muon-extra-scale-factor"],
         **shared,
     )
@@ -133,7 +133,7 @@ def _moments(args: Arguments) -> str:
         if args[name] not in DTYPES:
             args.refuse(name, "moments are kept in float32, bfloat16 or float16")
     if first != second:
-        args.refuse("exp-avg-sq-dtype", f"both moments have one dtype here, and --exp-avg-dtype is {first}")
+        args.refuse("exp-avg-sq-dtype", f"both moments have one dtype here, but --exp-avg-dtype is {first}")
     return DTYPES.get(first, "float32")
 
 
@@ -141,17 +141,17 @@ def _decay(args: Arguments) -> float:
     """Weight decay at the end of the run."""
     if args["weight-decay-incr-style"] == "constant":
         for name in ("start-weight-decay", "end-weight-decay"):
-            if args.given(name):
-                args.wrong(name, "contradicts --weight-decay-incr-style constant, the default")
+            if args.is_given(name):
+                args.problem(name, "contradicts --weight-decay-incr-style constant, the default")
         return args["weight-decay"]
     for name in ("start-weight-decay", "end-weight-decay"):
         if args[name] is None:
-            args.wrong(name, f"must be given with --weight-decay-incr-style {args['weight-decay-incr-style']}")
+            args.problem(name, f"must be given with --weight-decay-incr-style {args['weight-decay-incr-style']}")
     return args["end-weight-decay"] or 0.0
 
 
 def global_size(args: Arguments) -> int:
-    """Rows of a step, with a ramp at its end."""
+    """Rows of a step, after the ramp if there is one."""
     if isinstance(steps := ramp(args), StepRampConfig):
         pairs = steps.pairs()
         return pairs[-1][1] if pairs else 1
@@ -159,7 +159,7 @@ def global_size(args: Arguments) -> int:
         return args["global-batch-size"]
     devices, model = args.devices, model_devices(args)
     if devices is None or devices % model:
-        args.wrong("global-batch-size", "must be given: how many devices share the work is not known")
+        args.problem("global-batch-size", "must be given, because the number of devices is unknown")
         return 1
     size = needed(args, "micro-batch-size") * (devices // model)
     args.remark("micro-batch-size", f"without --global-batch-size a step has {size} rows: one microbatch each")
@@ -167,49 +167,49 @@ def global_size(args: Arguments) -> int:
 
 
 def ramp(args: Arguments) -> RampConfig | None:
-    """The batch in the first steps."""
+    """The ramp of the batch size."""
     if args["step-batch-size-schedule"]:
         return StepRampConfig(sizes=" ".join(args["step-batch-size-schedule"]))
     if not args["rampup-batch-size"]:
         return None
     numbers = args.numbers("rampup-batch-size")
     if len(numbers) != 3:
-        args.wrong("rampup-batch-size", "expected start, increment and samples, three numbers")
+        args.problem("rampup-batch-size", "expected three numbers: start, increment, samples")
         return None
     return LinearRampConfig(start=numbers[0], increment=numbers[1], samples=numbers[2])
 
 
 def batch(args: Arguments) -> Settings:
     """Rows of a step and of a microbatch, and steps of the run."""
-    size, grows = global_size(args), ramp(args)
+    size, batch_ramp = global_size(args), ramp(args)
     settings: dict[str, Any] = {
         "batch.global_size": size,
         "batch.micro_size": needed(args, "micro-batch-size"),
-        "steps": _steps(args, size, grows),
+        "steps": _steps(args, size, batch_ramp),
     }
-    if grows is not None:
-        settings["batch.ramp"] = grows
-    if args.given("rampup-batch-size") and args["train-iters"] is not None:
-        text = "with --train-iters is an error in Megatron-LM up to 0.18 and ignored from 0.19 on; here it ramps"
+    if batch_ramp is not None:
+        settings["batch.ramp"] = batch_ramp
+    if args.is_given("rampup-batch-size") and args["train-iters"] is not None:
+        text = "with --train-iters is an error in Megatron-LM up to 0.18 and ignored from 0.19 on; here it takes effect"
         args.remark("rampup-batch-size", text)
     return settings
 
 
-def _steps(args: Arguments, size: int, grows: RampConfig | None) -> int:
+def _steps(args: Arguments, size: int, batch_ramp: RampConfig | None) -> int:
     if args["train-iters"] is not None:
         return args["train-iters"]
     samples = args["train-samples"]
     if samples is None:
         return needed(args, "train-iters", "train-samples")
-    if grows is None or grows.problems() or grows.size_problems(size):
+    if batch_ramp is None or batch_ramp.problems() or batch_ramp.size_problems(size):
         return samples // max(size, 1)
-    # Steps of the ramp, then whole ones, as Megatron-LM counts them.
+    # Steps of the ramp, then steps of the whole batch, as Megatron-LM counts them.
     consumed = steps = 0
-    if isinstance(grows, LinearRampConfig):
-        while consumed <= min(grows.samples, samples):
-            consumed, steps = consumed + grows.nominal(consumed, size), steps + 1
+    if isinstance(batch_ramp, LinearRampConfig):
+        while consumed <= min(batch_ramp.samples, samples):
+            consumed, steps = consumed + batch_ramp.nominal(consumed, size), steps + 1
         return steps + max(0, samples - consumed) // size
-    thresholds = grows.thresholds(size, args["seq-length"] or args["encoder-seq-length"] or 1)
+    thresholds = batch_ramp.thresholds(size, args["seq-length"] or args["encoder-seq-length"] or 1)
     for (_, rows), (end, _) in pairwise(thresholds):
         more = max(0, -(-(min(end, samples) - consumed) // rows))
         consumed, steps = consumed + more * rows, steps + more
@@ -217,27 +217,29 @@ def _steps(args: Arguments, size: int, grows: RampConfig | None) -> int:
 
 
 def schedule(args: Arguments) -> Settings:
-    """Learning rate and weight decay; iterations count as many samples as the whole batch has."""
+    """Learning rate and weight decay. With a ramp, an iteration counts as one whole batch of samples."""
     settings: dict[str, Any] = {
         "schedule.lr": args["lr"] if args["lr"] is not None else float(needed(args, "lr")),
         "schedule.on_resume": "config" if args["override-opt_param-scheduler"] else "same",
     }
     if args["use-checkpoint-opt_param-scheduler"]:
-        text = "a resume with another schedule than the checkpoint's is refused, where Megatron-LM would take that one"
+        text = (
+            "resuming with a schedule that differs from the checkpoint's is refused; Megatron-LM takes the checkpoint's"
+        )
         args.remark("use-checkpoint-opt_param-scheduler", text)
     if args["train-samples"] is not None:
         settings["schedule.decay_samples"] = args["lr-decay-samples"] or args["train-samples"]
-    elif args.given("lr-decay-iters") or ramp(args) is not None:
-        settings |= _counted(args, "decay", args["lr-decay-iters"] or args["train-iters"] or 0)
+    elif args.is_given("lr-decay-iters") or ramp(args) is not None:
+        settings |= _step_settings(args, "decay", args["lr-decay-iters"] or args["train-iters"] or 0)
     if args["lr-warmup-fraction"] is not None:
         settings["schedule.warmup_fraction"] = args["lr-warmup-fraction"]
     elif args["lr-warmup-samples"]:
         settings["schedule.warmup_samples"] = args["lr-warmup-samples"]
     elif args["lr-warmup-iters"]:
-        settings |= _counted(args, "warmup", args["lr-warmup-iters"])
+        settings |= _step_settings(args, "warmup", args["lr-warmup-iters"])
     if args["lr-decay-style"] == "WSD":
         settings["schedule.anneal_style"] = args.one_of(
-            "lr-wsd-decay-style", _same("exponential", "linear", "cosine", "minus_sqrt")
+            "lr-wsd-decay-style", _identity("exponential", "linear", "cosine", "minus_sqrt")
         )
         if args["lr-wsd-decay-samples"]:
             settings["schedule.anneal_samples"] = args["lr-wsd-decay-samples"]
@@ -246,11 +248,11 @@ def schedule(args: Arguments) -> Settings:
     return settings | _decay_schedule(args)
 
 
-def _counted(args: Arguments, what: str, steps: int) -> dict[str, Any]:
-    """Steps as they are; with a ramp, where steps differ, the samples that Megatron-LM makes of them."""
+def _step_settings(args: Arguments, prefix: str, steps: int) -> dict[str, Any]:
+    """A number of steps; with a ramp, the number of samples that Megatron-LM counts for them."""
     if ramp(args) is None:
-        return {f"schedule.{what}_steps": steps}
-    return {f"schedule.{what}_samples": steps * global_size(args)}
+        return {f"schedule.{prefix}_steps": steps}
+    return {f"schedule.{prefix}_samples": steps * global_size(args)}
 
 
 def _decay_schedule(args: Arguments) -> dict[str, Any]:
@@ -259,34 +261,37 @@ def _decay_schedule(args: Arguments) -> dict[str, Any]:
         return {}
     settings: dict[str, Any] = {
         "schedule.weight_decay_start": args["start-weight-decay"],
-        "schedule.weight_decay_style": args.one_of("weight-decay-incr-style", _same("linear", "cosine")),
+        "schedule.weight_decay_style": args.one_of("weight-decay-incr-style", _identity("linear", "cosine")),
     }
     if args["train-samples"] is not None:
         settings["schedule.weight_decay_samples"] = args["train-samples"]
     elif ramp(args) is not None:
-        settings |= _counted(args, "weight_decay", args["train-iters"] or 0)
+        settings |= _step_settings(args, "weight_decay", args["train-iters"] or 0)
     return settings
 
 
 def evaluation(args: Arguments) -> Settings:
-    """How often and on how much."""
+    """Interval and size of evaluations."""
     batches, every = args["eval-iters"], args["eval-interval"]
     if not batches:
         return {"evaluation.every": None, "evaluation.batches": 0, "evaluation.at_end": False}
-    if not args.given("eval-interval"):
-        args.remark("eval-iters", "without --eval-interval, every 1000 steps: Megatron-LM's default up to 0.18")
-    same = {"eval-micro-batch-size": args["micro-batch-size"], "eval-global-batch-size": args["global-batch-size"]}
-    for name, size in same.items():
+    if not args.is_given("eval-interval"):
+        args.remark("eval-iters", "every 1000 steps without --eval-interval, Megatron-LM's default up to 0.18")
+    training_sizes = {
+        "eval-micro-batch-size": args["micro-batch-size"],
+        "eval-global-batch-size": args["global-batch-size"],
+    }
+    for name, size in training_sizes.items():
         if args[name] not in (None, size):
-            args.refuse(name, f"evaluation reads batches as training does, of {size} rows")
+            args.refuse(name, f"evaluation has the batch size of training, {size} rows")
     return {"evaluation.every": every, "evaluation.batches": batches, "evaluation.full": args["full-validation"]}
 
 
 def checkpoint(args: Arguments) -> Settings:
-    """What is saved, kept and started from. The run's folder is where Megatron-LM saves."""
+    """Saving, keeping and loading checkpoints. The run's folder is Megatron-LM's --save."""
     save, load, retain = args["save"], args["load"], args["save-retain-interval"]
     if save is None:
-        args.given("save-interval")
+        args.is_given("save-interval")
         settings: dict[str, Any] = {"checkpoint.every": None, "checkpoint.at_end": False}
     else:
         settings = {"run_dir": save, "checkpoint.every": args["save-interval"]}
@@ -295,24 +300,23 @@ def checkpoint(args: Arguments) -> Settings:
     settings["checkpoint.keep_every"] = retain
     if load is not None and load != save:
         settings["checkpoint.load"] = Path(load)
-        args.remark(
-            "load", "must be a MegaJAX run (megajax.convert makes one); it counts where the run's folder holds none"
-        )
+        text = "must be a MegaJAX run (megajax.convert makes one); loaded only if the run's folder has no checkpoint"
+        args.remark("load", text)
     elif load is not None:
-        args.remark("load", "is --save: a run goes on from its own folder by itself")
+        args.remark("load", "equals --save: a run resumes from its own folder without a setting")
         if args["exit-on-missing-checkpoint"]:
-            args.refuse("exit-on-missing-checkpoint", "a run whose own folder is empty starts from the beginning")
+            args.refuse("exit-on-missing-checkpoint", "a run whose folder is empty starts from the beginning")
     return settings
 
 
 def local_checkpoint(args: Arguments) -> Settings:
-    """Checkpoints on local disks between those in the run's folder, and their replicas."""
+    """Local checkpoints between those in the run's folder, and their replicas."""
     every, kind, folder = (args[f"non-persistent-{name}"] for name in ("save-interval", "ckpt-type", "local-ckpt-dir"))
     replication, factor, jump = args["replication"], args["replication-factor"], args["replication-jump"]
     if every is None and kind is None:
         return {}
     if kind != "local":
-        args.refuse("non-persistent-ckpt-type", "only local is in this version: each process saves to a local disk")
+        args.refuse("non-persistent-ckpt-type", "only local is supported: each process saves to a local disk")
         return {}
     if every is None or folder is None:
         missing = "--non-persistent-save-interval" if every is None else "--non-persistent-local-ckpt-dir"
@@ -323,11 +327,11 @@ def local_checkpoint(args: Arguments) -> Settings:
 
 
 def logging(args: Arguments) -> Settings:
-    """What is written down."""
+    """TensorBoard and Weights & Biases."""
     settings: dict[str, Any] = {}
     if args["tensorboard-dir"] is not None:
         settings["logging.tensorboard"] = True
-        args.remark("tensorboard-dir", "TensorBoard's files lie in the run's folder")
+        args.remark("tensorboard-dir", "TensorBoard's files are written to the run's folder")
     if args["wandb-project"]:
         name = args["wandb-exp-name"] or None
         settings["logging.wandb"] = WandbConfig(project=args["wandb-project"], name=name, mode="online")
@@ -335,33 +339,33 @@ def logging(args: Arguments) -> Settings:
 
 
 def resilience(args: Arguments) -> Settings:
-    """When a run ends early and what it does about bad numbers."""
+    """Early exits, skipped steps and reruns of bad steps."""
     settings: dict[str, Any] = {}
-    if args.given("exit-interval"):
+    if args.is_given("exit-interval"):
         settings["resilience.exit_after_steps"] = args["exit-interval"]
-        text = "counts the steps of each attempt; Megatron-LM ends at steps that are multiples of it"
+        text = "counts the steps of each attempt; Megatron-LM exits at multiples of it"
         args.remark("exit-interval", text)
     if args["iterations-to-skip"]:
         settings["resilience.skip_steps"] = args.numbers("iterations-to-skip")
         args.remark("iterations-to-skip", "steps count from 1, as in Megatron-LM from 0.18 on")
     if args["rerun-mode"] == "report_stats":
-        args.refuse("rerun-mode", "steps are run again only where their numbers are bad")
+        args.refuse("rerun-mode", "only steps with bad numbers are run again")
     reruns = {"validate_results": True, "disabled": False, "report_stats": True}
     return settings | {"resilience.rerun": args.one_of("rerun-mode", reruns)}
 
 
 def profile(args: Arguments) -> Settings:
-    """Steps that are traced: of those from start to end, the first is not."""
+    """The traced steps: from the step after --profile-step-start to --profile-step-end."""
     if not args["profile"]:
         return {}
     first, last = args["profile-step-start"] + 1, args["profile-step-end"]
     if args["train-iters"] is not None:
         last = min(last, args["train-iters"])
     if first > last:
-        args.remark("profile", f"no step lies behind {first - 1} and not behind {last}: nothing is traced")
+        args.remark("profile", f"no step is after {first - 1} and up to {last}: nothing is traced")
         return {}
     settings: dict[str, Any] = {"profile.steps": f"{first}:{last}"}
-    if args.given("profile-ranks"):
+    if args.is_given("profile-ranks"):
         settings["profile.processes"] = args.numbers("profile-ranks")
-        args.remark("profile-ranks", "are processes here, which may have several GPUs each")
+        args.remark("profile-ranks", "means processes here, which may have several GPUs each")
     return settings

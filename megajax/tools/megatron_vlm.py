@@ -1,4 +1,4 @@
-"""LLaVA and its data, from the flags of Megatron-LM's pretrain_vlm.py."""
+"""LLaVA and its data from the flags of Megatron-LM's pretrain_vlm.py."""
 
 from dataclasses import replace
 from math import lcm
@@ -16,7 +16,7 @@ from megajax.models.config import ProjectorConfig
 from megajax.models.config.vision import CLIP_DEVIATION, CLIP_MEAN, VisionTowerConfig
 from megajax.tools.flags import Arguments, Settings
 from megajax.tools.megatron_data import ordered
-from megajax.tools.megatron_encoders import attention, refuse_latent_and_windows, seeing_all
+from megajax.tools.megatron_encoders import attention, bidirectional, refuse_decoder_features
 from megajax.tools.megatron_memory import recompute
 from megajax.tools.megatron_model import (
     MOST_LAYERS,
@@ -34,32 +34,32 @@ from megajax.tools.megatron_run import optimizer
 from megajax.tools.megatron_tokenizer import IMAGE, tokenizer_with_images
 
 CLASS_TOKENS = 1
-"""Of CLIP's tower."""
+"""Number of class tokens of CLIP's tower."""
 FILES = ("data-path", "data-args-path", "per-split-data-args-path", "train-data-path")
 
 
 def vlm_stack(args: Arguments) -> Settings:
-    """The blocks of the decoder, the tower that is made of the same ones, and the projector."""
-    refuse_latent_and_windows(args)
+    """The blocks of the decoder, the tower with the same kind of blocks, and the projector."""
+    refuse_decoder_features(args)
     if args["use-mup"]:
-        args.refuse("use-mup", "widths of a tower and a decoder together are not scaled in this version")
+        args.refuse("use-mup", "width scaling of a model with a tower is not supported")
     settings = dict(stack(args, args["decoder-num-layers"], experts=False))
-    made: StackConfig = settings["model.stack"]
-    language = made.with_pattern([_reading(block) for block in made.pattern])
+    decoder: StackConfig = settings["model.stack"]
+    language = decoder.with_pattern([_decoder_block(block) for block in decoder.pattern])
     block = language.pattern[0]
     if args["transformer-impl"] == "local":
-        args.remark("transformer-impl", "local: patches of the tower see all others here; there they see earlier ones")
+        args.remark("transformer-impl", "local: attention of the tower is bidirectional here, causal in Megatron-LM")
     return settings | {
         "model.type": "megajax.models.config.llava:LlavaConfig",
         "model.stack": language,
-        "model.vision": _tower(args, seeing_all(block, rope=None)),
+        "model.vision": _tower(args, bidirectional(block, rope=None)),
         "model.projector": _projector(args),
         "model.keep_class_tokens": not args["disable-vision-class-token"],
     }
 
 
-def _reading(block: AnyBlockConfig) -> AnyBlockConfig:
-    """A block of the decoder: pretrain_vlm.py has no norm of queries and keys, and RoPE's own base and factor."""
+def _decoder_block(block: AnyBlockConfig) -> AnyBlockConfig:
+    """A block of the decoder: pretrain_vlm.py has no query and key norm, and RoPE's default base and factor."""
     mixer = attention(block)
     rope = mixer.rope
     if isinstance(rope, RopeConfig):
@@ -69,9 +69,9 @@ def _reading(block: AnyBlockConfig) -> AnyBlockConfig:
 
 
 def _tower(args: Arguments, block: AnyBlockConfig) -> VisionTowerConfig:
-    """CLIP's: a norm before the blocks and none after them, no bias of patches."""
+    """CLIP's tower: a norm before the blocks and none after them, no bias of patches."""
     count, tensor = min(max(layers(args), 1), MOST_LAYERS), max(args["tensor-model-parallel-size"], 1)
-    again = {name.removeprefix("model."): value for name, value in recompute(args).items()}
+    recompute_settings = {name.removeprefix("model."): value for name, value in recompute(args).items()}
     return VisionTowerConfig(
         hidden=needed(args, "hidden-size"),
         stack=StackConfig(pattern=(block,), repeats=count),
@@ -87,26 +87,26 @@ def _tower(args: Arguments, block: AnyBlockConfig) -> VisionTowerConfig:
         norm=IdentityNormConfig(),
         residual="float32" if args["fp32-residual-connection"] else "compute",
         init_std=args["init-method-std"],
-        **again,
+        **recompute_settings,
     )
 
 
 def _projector(args: Arguments) -> ProjectorConfig:
-    """An MLP like those of the layers."""
-    like = mlp(args)
-    if isinstance(like, GatedMLPConfig) and (like.clamp is not None or like.offset):
-        name = "activation-func-clamp-value" if like.clamp is not None else "glu-linear-offset"
-        args.remark(name, "of the layers alone here; there, of the projector too")
-    gated = isinstance(like, GatedMLPConfig)
-    return ProjectorConfig(ffn=like.ffn, activation=like.activation, gated=gated, bias=like.bias)
+    """The projector, an MLP like those of the layers."""
+    layer_mlp = mlp(args)
+    if isinstance(layer_mlp, GatedMLPConfig) and (layer_mlp.clamp is not None or layer_mlp.offset):
+        name = "activation-func-clamp-value" if layer_mlp.clamp is not None else "glu-linear-offset"
+        args.remark(name, "applies only to layers here; in Megatron-LM, to the projector too")
+    gated = isinstance(layer_mlp, GatedMLPConfig)
+    return ProjectorConfig(ffn=layer_mlp.ffn, activation=layer_mlp.activation, gated=gated, bias=layer_mlp.bias)
 
 
 def vlm_embedding(args: Arguments) -> Settings:
-    """Positions, the length of rows and both ends of the decoder."""
+    """Positions, length of rows, embedding and head of the decoder."""
     refuse_positions(args)
     learned = positions(args) == "learned_absolute"
     if learned:
-        text = "learned positions are those of a row, images included; there the words alone have them"
+        text = "learned positions cover images too; in Megatron-LM, only text has them"
         args.remark("position-embedding-type", text)
     return {
         "model.hidden": needed(args, "hidden-size"),
@@ -119,48 +119,50 @@ def vlm_embedding(args: Arguments) -> Settings:
 
 
 def _row_length(args: Arguments) -> int:
-    """Text and the positions of an image, in multiples of the tensor devices that share them."""
+    """Text and the positions of an image, padded to a multiple of the tensor devices if rows are sharded over them."""
     text, patch = args["dataloader-seq-length"] or sequence_length(args), max(args["patch-dim"], 1)
-    kept = 0 if args["disable-vision-class-token"] else CLASS_TOKENS
-    length = text + kept + (args["img-h"] // patch) * (args["img-w"] // patch)
+    class_tokens = 0 if args["disable-vision-class-token"] else CLASS_TOKENS
+    length = text + class_tokens + (args["img-h"] // patch) * (args["img-w"] // patch)
     tensor = args["tensor-model-parallel-size"] if args["sequence-parallel"] else 1
     if tensor <= 1:
         return length
     if not args["decoder-tp-comm-overlap"]:
         return -(-length // tensor) * tensor
-    told = needed(args, "decoder-seq-length")
-    if told < length:
-        args.wrong("decoder-seq-length", f"{told} is below the {text} tokens of text and {length - text} of an image")
-    return told
+    decoder_length = needed(args, "decoder-seq-length")
+    if decoder_length < length:
+        args.problem(
+            "decoder-seq-length", f"{decoder_length} is below the {text} tokens of text and {length - text} of an image"
+        )
+    return decoder_length
 
 
 def vlm_vocabulary(args: Arguments) -> Settings:
-    """Tokenizer and vocabulary with a token for images."""
+    """Tokenizer and vocabulary, with a token for images."""
     tokenizer, size, image = tokenizer_with_images(args)
-    args.remark("tokenizer-type", f"{IMAGE} has an id of its own, {image}; Megatron-LM's is -200")
+    args.remark("tokenizer-type", f"{IMAGE} has the id {image}; Megatron-LM's is -200")
     return {**padded(args, tokenizer, size), "model.image_token": image}
 
 
 def captions(args: Arguments) -> Settings:
-    """Made-up images with captions: pretrain_vlm.py reads no others."""
-    text = "images of shapes with captions of a few words; there, black images and made-up tokens in whole rows"
-    name = next((name for name in FILES if args.given(name)), "mock-data")
-    if args.given(name) and name in FILES:
-        text = f"is not read, there as here; data.type=ImageTextConfig reads images and captions. Made up are {text}"
+    """Mock images with captions: pretrain_vlm.py reads no real ones."""
+    text = "images of shapes with short captions; in Megatron-LM, black images and rows full of mock tokens"
+    name = next((name for name in FILES if args.is_given(name)), "mock-data")
+    if args.is_given(name) and name in FILES:
+        text = f"is not read, as in Megatron-LM; data.type=ImageTextConfig reads images and captions. Mock data: {text}"
     args.remark(name, text)
     return ordered(args, {"data": MockCaptionsConfig()})
 
 
 def partly_frozen(args: Arguments) -> Settings:
-    """The update rule, and the parts that are not trained."""
-    made = optimizer(args)["optimizer"]
+    """The update rule and the trainable parts."""
+    rule = optimizer(args)["optimizer"]
     trained = ["projector.*"]
     if args["freeze-LM"]:
-        made = replace(made, groups=())
+        rule = replace(rule, groups=())
     else:
         tables = ["tokens", "positions"] if positions(args) == "learned_absolute" else ["tokens"]
         trained += [*tables, "stack.*", "norm.*", "head"]
     if not args["freeze-ViT"]:
         trained.append("vision.*")
     frozen = args["freeze-LM"] or args["freeze-ViT"]
-    return {"optimizer": replace(made, trainable=tuple(trained)) if frozen else made}
+    return {"optimizer": replace(rule, trainable=tuple(trained)) if frozen else rule}

@@ -7,21 +7,21 @@ from megajax.config.builds import resolve
 
 
 def main(argv: list[str]) -> int:
-    """Join the files and say what was written.
+    """Join the files and print a summary.
 
     Raises:
-        UserError: for what the user has to change.
+        UserError: for anything the user has to change.
     """
     parser = argparse.ArgumentParser(
         prog="python -m megajax.tools.merge",
-        description="Append the documents of token files to each other, in order; they must be stored as one dtype.",
+        description="Concatenate token files in order. All must have the same dtype.",
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--input", nargs="+", required=True, metavar="PATH", help="prefixes of token files, or folders: all files of a "
-        "folder, in the order of their names")  # fmt: skip
-    add("--output-prefix", required=True, metavar="PREFIX", help="where to write, without .bin and .idx")
-    add("--overwrite", action="store_true", help="replace output that exists")
+    add("--input", nargs="+", required=True, metavar="PATH", help="prefixes of token files, or folders: all files of "
+        "a folder, sorted by name")  # fmt: skip
+    add("--output-prefix", required=True, metavar="PREFIX", help="path of the result, without .bin and .idx")
+    add("--overwrite", action="store_true", help="replace existing files")
     options = parser.parse_args(argv)
     # By name, so that the front door can report a package that is not installed.
     merge = resolve("megajax.data.indexed:merge")

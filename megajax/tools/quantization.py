@@ -1,4 +1,4 @@
-"""`python -m megajax.convert --quantize`: a run of quantized weights, and how far its answers are from before."""
+"""`python -m megajax.convert --quantize`: write a run with quantized weights, and measure the change of its outputs."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
@@ -19,54 +19,56 @@ from megajax.metrics.record import to_json
 from megajax.metrics.runfolder import write_atomically
 from megajax.tasks.files import read_text
 from megajax.tokenizers.base import Tokenizer
-from megajax.tools.conversion import FILES, Stored, open_source
+from megajax.tools.conversion import FILES, StoredModel, open_source
 
 REPORT = "quantization.json"
 LENGTH = 512
-"""Tokens of a row of text, at most."""
+"""Maximum tokens of a row of text."""
 ROWS = 4
-"""Computed at once."""
+"""Rows computed at once."""
 MOST = 2**15
-"""Tokens of a text that are read."""
+"""Maximum tokens read from a text."""
 
 
-def quantize(stored: Stored, flags: Mapping[str, Any]) -> tuple[Stored, Calibration | None]:
-    """The model of a source, whose matrices are quantized as they are written. flags: of the command line.
+def quantize(stored: StoredModel, flags: Mapping[str, Any]) -> tuple[StoredModel, Calibration | None]:
+    """The source's model with quantized matrices, computed as they are written. flags: of the command line.
 
-    Raises UserError for a model that is quantized already, that has no setting for it, or whose matrices do not fit.
+    Raises UserError for a model that is quantized already, has no setting for it, or has matrices of unfit shapes.
     """
     cfg, model = _config(flags), stored.model
     if "quantization" not in (field.name for field in fields(model)):
         raise UserError(f"--quantize: {type(model).__name__} has no setting quantization")
     if model.quantization is not None:
-        what = f"the weights are quantized already ({model.quantization.weights})"
-        raise UserError(f"--quantize={cfg.weights}: {what}; convert from the weights they were made of")
-    made = replace(model, quantization=cfg)
-    matrices, calibration = quantized_matrices(made), None
+        problem = f"the weights are quantized already ({model.quantization.weights})"
+        raise UserError(f"--quantize={cfg.weights}: {problem}; convert from the unquantized weights")
+    quantized = replace(model, quantization=cfg)
+    matrices, calibration = quantized_matrices(quantized), None
     if flags["calibration"] is not None:
         tokens = text_rows(_tokenizer(stored), read_text(str(flags["calibration"])), length=_length(stored), most=MOST)
         calibration = calibrate(model, stored.weights, matrices, tokens, rows=ROWS)
     calibrated: Mapping[str, Calibrated] = {} if calibration is None else calibration.matrices
-    weights = QuantizedWeights(stored.weights, declared_by(made), matrices, calibrated)
-    return stored.remade(made, weights), calibration
+    weights = QuantizedWeights(stored.weights, declared_by(quantized), matrices, calibrated)
+    return stored.derived(quantized, weights), calibration
 
 
-def report(before: Stored, calibration: Calibration | None, target: str, text: Path | None) -> list[str]:
-    """A table of sizes and errors, also written to the run, as quantization.json. text: to compare answers on."""
-    run, written = Path(target), open_source(target)
-    sizes = {"bytes_before": _bytes(before.weights), "bytes_after": _bytes(written.weights)}
-    content: dict[str, Any] = {"quantization": asdict(written.model.quantization), **sizes}
+def report(before: StoredModel, calibration: Calibration | None, target: str, text: Path | None) -> list[str]:
+    """A table of sizes and errors, also written to the run as quantization.json. text: file to compare outputs on."""
+    run, quantized = Path(target), open_source(target)
+    sizes = {"bytes_before": _bytes(before.weights), "bytes_after": _bytes(quantized.weights)}
+    content: dict[str, Any] = {"quantization": asdict(quantized.model.quantization), **sizes}
     small, large = sizes["bytes_after"] / 1e6, sizes["bytes_before"] / 1e6
     lines = [f"weights: {large:,.2f} MB before, {small:,.2f} MB after ({small / large:.1%})"]
     if calibration is not None:
         errors = calibration.errors
         content["output_errors"] = {path: {"plain": a, "calibrated": b} for path, (a, b) in errors.items()}
-        plain, calibrated = (sum(each) / max(1, len(errors)) for each in zip(*errors.values(), strict=True))
-        what = "mean relative error of a matrix's outputs on the calibration text"
-        lines.append(f"{what}: {plain:.3%} without calibration, {calibrated:.3%} with it")
+        plain, calibrated = (
+            sum(path_errors) / max(1, len(errors)) for path_errors in zip(*errors.values(), strict=True)
+        )
+        title = "mean relative error of a matrix's outputs on the calibration text"
+        lines.append(f"{title}: {plain:.3%} without calibration, {calibrated:.3%} with it")
     if text is not None:
         rows = text_rows(_tokenizer(before), read_text(str(text)), length=_length(before), most=MOST)
-        models = [LayerByLayer(each.model, each.weights) for each in (before, written)]
+        models = [LayerByLayer(path_errors.model, path_errors.weights) for path_errors in (before, quantized)]
         difference = compare(*models, rows, rows=ROWS)
         content |= {"text": str(text), **asdict(difference)}
         lines += _table(difference)
@@ -75,47 +77,47 @@ def report(before: Stored, calibration: Calibration | None, target: str, text: P
 
 
 def _table(difference: Difference) -> list[str]:
-    each, largest = difference.mean_logit_difference, difference.largest_logit_difference
+    mean, largest = difference.mean_logit_difference, difference.largest_logit_difference
     return [
         f"on {difference.tokens:,} tokens, in float32:",
         f"  perplexity         {difference.perplexity_before:.4f} before, {difference.perplexity_after:.4f} after",
-        f"  logits differ by   {each:.4g} in the mean, {largest:.4g} at most",
+        f"  logits differ by   {mean:.4g} on average, {largest:.4g} at most",
         f"  KL divergence      {difference.kl_divergence:.4g} nats",
-        f"  likeliest token    the same for {difference.same_likeliest:.2%}",
+        f"  most likely token  equal for {difference.same_likeliest:.2%}",
     ]
 
 
 def _config(flags: Mapping[str, Any]) -> QuantizationConfig:
     calibrated, activations = flags["calibration"] is not None, flags["activations"] or "none"
-    given = {} if flags["group"] is None else {"group": flags["group"]}
+    group = {} if flags["group"] is None else {"group": flags["group"]}
     cfg = QuantizationConfig(
         weights=flags["quantize"],
         exclude=flags["exclude"],
         activations=activations,
         static=calibrated and activations != "none",
         balanced=calibrated,
-        **given,
+        **group,
     )
     if problems := [replace(problem, setting=f"--{problem.setting}") for problem in cfg.problems()]:
         raise ConfigError(problems, "command line")
     return cfg
 
 
-def _tokenizer(stored: Stored) -> Tokenizer:
-    """As the run that would be written has it. Raises UserError where its files are missing."""
+def _tokenizer(stored: StoredModel) -> Tokenizer:
+    """The tokenizer of the run to write. Raises UserError if its files are missing."""
     with TemporaryDirectory() as folder:
         files = copy_files(stored.files, Path(folder) / FILES)
         return stored.config(Path(folder), files).tokenizer.build()
 
 
-def _length(stored: Stored) -> int:
+def _length(stored: StoredModel) -> int:
     return min(LENGTH, stored.model.row_positions())
 
 
 def _bytes(weights: WeightSource) -> int:
-    """Of all arrays, as they are stored."""
+    """Bytes of all arrays in their stored dtypes."""
     total = 0
     for path, shape in weights.shapes().items():
-        nothing = weights.read(path, tuple(slice(0, 0) for _ in shape))
-        total += prod(shape) * nothing.dtype.itemsize
+        empty = weights.read(path, tuple(slice(0, 0) for _ in shape))
+        total += prod(shape) * empty.dtype.itemsize
     return total

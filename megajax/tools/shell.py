@@ -28,10 +28,10 @@ UNREAD = {
     *("if", "then", "else", "elif", "fi", "for", "while", "until", "do", "done", "case", "esac", "select", "function"),
     *("{", "}", "[[", "!", "local", "read", "mapfile", "readarray", "getopts", "let", "shift"),
 }
-"""Words of control flow and commands that change variables as only a shell can tell."""
+"""Keywords of control flow, and commands that change variables in ways that only a shell can follow."""
 
 BREAK, QUOTED, UNKNOWN_END = "\ufdd0", "\ufdd1", "\ufdd2"
-"""In an expanded word: a border between words, a piece that was quoted, the end of a reason that follows UNKNOWN."""
+"""Markers in an expanded word: a border between words, a quoted piece, the end of a reason that follows UNKNOWN."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,24 +45,24 @@ class Command:
 def read_script(text: str, *, arguments: Sequence[str] = (), defined: Mapping[str, str] | None = None) -> list[Command]:
     """The commands of a script, in order.
 
-    arguments: what $1, $2, … stand for; defined: variables from outside, which win over assignments of the script.
+    arguments: the values of $1, $2, …; defined: variables from outside, which override assignments of the script.
 
     Raises:
-        UserError: a quote or a bracket that nothing closes, or control flow: if, for, functions, read, &&.
+        UserError: an unclosed quote or bracket, or control flow: if, for, functions, read, &&.
     """
     script = _Script(list(arguments), dict(defined or {}))
     return [command for line, words, end in _statements(text) for command in script.commands(words, end, line)]
 
 
 def _statements(text: str) -> Iterator[tuple[int, list[str | tuple[str, list[str]]], str]]:
-    """(Line, words as they are written, the operator behind them); an array is ("NAME=", its words)."""
+    """(Line, unexpanded words, the operator after them); an array is ("NAME=", its words)."""
     text = text.replace("\r\n", "\n").rstrip("\\\n") + "\n"
     place, line, start, words = 0, 1, 1, []
     array: list[str] | None = None
     while place < len(text):
         match = TOKEN.match(text, place)
         if match is None:
-            raise UserError(f"line {line}: nothing closes this {text[place : place + 2].strip()}")
+            raise UserError(f"line {line}: unclosed {text[place : place + 2].strip()}")
         token, place = match[0], match.end()
         start = start if words else line
         if match["array"]:
@@ -73,7 +73,7 @@ def _statements(text: str) -> Iterator[tuple[int, list[str | tuple[str, list[str
             (words if array is None else array).append(token)
         elif match["end"] and array is not None:
             if token not in "\n)":
-                raise UserError(f"line {line}: {token} stands in a list of words")
+                raise UserError(f"line {line}: {token} is not allowed in an array")
             array = None if token == ")" else array
         elif match["end"]:
             if words or token in ("(", "<<"):
@@ -81,29 +81,31 @@ def _statements(text: str) -> Iterator[tuple[int, list[str | tuple[str, list[str
             words = []
         line += token.count("\n")
     if array is not None:
-        raise UserError(f"line {opened}: nothing closes this (")
+        raise UserError(f"line {opened}: unclosed (")
 
 
 class _Script:
-    """The variables as they are at one line of the script: scalars are arrays of one."""
+    """The values of the variables at one line of the script. Scalars are arrays of one."""
 
     def __init__(self, arguments: list[str], defined: dict[str, str]):
         self.arguments, self.defined = arguments, defined
         self.variables: dict[str, list[str]] = {}
 
     def commands(self, words: list[str | tuple[str, list[str]]], end: str, line: int) -> Iterator[Command]:
-        """Assign, or give the command. Raises UserError for control flow."""
+        """Run assignments, or yield the command. Raises UserError for control flow."""
         first = words[0] if words and isinstance(words[0], str) else ""
-        # Of these, some uses change variables.
-        sets = first in ("set", "eval", "printf") and any(word in ("--", "-v") or "=" in word for word in words[1:])
-        wrong = first if first in UNREAD or sets else end if end in ("&&", "||", "(", "<<") else ""
-        if wrong:
+        # Some uses of these change variables.
+        changes_variables = first in ("set", "eval", "printf") and any(
+            word in ("--", "-v") or "=" in word for word in words[1:]
+        )
+        unsupported = first if first in UNREAD or changes_variables else end if end in ("&&", "||", "(", "<<") else ""
+        if unsupported:
             raise UserError(
-                f"line {line}: {wrong} is not read, only assignments, arrays and plain commands are. Take it out of "
-                "the script, or paste the flags as bash -x shows them behind -- on this tool's command line"
+                f"line {line}: {unsupported} is not supported, only assignments, arrays and plain commands are. Remove "
+                "it from the script, or paste the flags that bash -x shows after -- on this tool's command line"
             )
-        declared = first in DECLARING
-        while words and (declared or not isinstance(words[0], str) or ASSIGNMENT.fullmatch(words[0])):
+        is_declaration = first in DECLARING
+        while words and (is_declaration or not isinstance(words[0], str) or ASSIGNMENT.fullmatch(words[0])):
             self._assign(words.pop(0), line)
         if first == "unset":
             for word in words[1:]:
@@ -121,15 +123,15 @@ class _Script:
         if match is None or match[1] in self.defined:
             return
         name, adds, value = match.groups()
-        there = self.variables.get(name, []) if adds else []
+        previous = self.variables.get(name, []) if adds else []
         if entries is not None:
-            self.variables[name] = there + [field for entry in entries for field in self._fields(entry, line)]
+            self.variables[name] = previous + [field for entry in entries for field in self._fields(entry, line)]
         else:
-            *before, last = there or [""]
+            *before, last = previous or [""]
             self.variables[name] = [*before, last + self._text(value, line)]
 
     def _fields(self, word: str, line: int) -> list[str]:
-        """The words that this one becomes: unquoted values are split at blanks, arrays give one word per entry."""
+        """The expansion of a word: unquoted values are split at blanks, arrays give one word per entry."""
 
         def piece(match: re.Match) -> str:
             if match["expansion"]:
@@ -141,7 +143,7 @@ class _Script:
         return [field.replace(QUOTED, "") for field in PIECE.sub(piece, word).split(BREAK) if field]
 
     def _text(self, text: str, line: int, pattern: re.Pattern = PIECE) -> str:
-        """A text as one word, as an assignment takes it."""
+        """The expansion of a text without word splitting, as in an assignment."""
 
         def piece(match: re.Match) -> str:
             parts = match.groupdict(default="")
@@ -154,7 +156,7 @@ class _Script:
         return pattern.sub(piece, text)
 
     def _value(self, source: str, line: int) -> list[str]:
-        """Of $NAME, ${NAME}, ${NAME[@]}, ${NAME:-default}, $1, $@ or $((sum))."""
+        """The value of $NAME, ${NAME}, ${NAME[@]}, ${NAME:-default}, $1, $@ or $((sum))."""
         if source.startswith("$(("):
             return [self._sum(source, line)]
         if source.startswith(("$(", "`")):
@@ -162,19 +164,19 @@ class _Script:
         inner = source[2:-1] if source.startswith("${") else source[1:]
         match = re.fullmatch(rf"({NAME}|\d+|[@*])(?:\[[@*]\])?(?:(:?)[-=](.*))?", inner, re.DOTALL)
         if match is None:
-            return [_unknown(f"line {line}: {source} is more than this reads")]
+            return [_unknown(f"line {line}: the expansion {source} is not supported")]
         name, colon, default = match.groups()
         number = int(name) if name.isdigit() else 0
         if name in "@*":
-            known = self.arguments
+            values = self.arguments
         elif number:
-            known = self.arguments[number - 1 : number] or None
+            values = self.arguments[number - 1 : number] or None
         else:
-            known = [self.defined[name]] if name in self.defined else self.variables.get(name)
-        if default is not None and (known is None or (colon and not "".join(known))):
+            values = [self.defined[name]] if name in self.defined else self.variables.get(name)
+        if default is not None and (values is None or (colon and not "".join(values))):
             return [self._text(default, line)]
-        what = f"argument {name} of the script" if number else f"${name}"
-        return [_unknown(f"line {line}: {what} is not known")] if known is None else known
+        variable = f"argument {name} of the script" if number else f"${name}"
+        return [_unknown(f"line {line}: {variable} is not known")] if values is None else values
 
     def _sum(self, source: str, line: int) -> str:
         """A sum of whole numbers."""
@@ -188,7 +190,7 @@ class _Script:
 
 
 def _unknown(why: str) -> str:
-    """A value that is not known, with the reason; it stays one word."""
+    """An unknown value with the reason, as one word."""
     return UNKNOWN + why.replace(" ", "\N{NO-BREAK SPACE}") + UNKNOWN_END
 
 

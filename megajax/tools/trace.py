@@ -9,13 +9,13 @@ from megajax.tools.json_output import JSON, first_word, show
 
 USAGE = """python -m megajax.tools.trace FOLDER_OR_FILE [--top=20] [--steps=N] [--json[=FILE]]
 
-Summarises a trace of jax's profiler: the longest kernels and idle gaps, and collectives with nothing computed beside
-them. It reads *.xplane.pb, also compressed (.gz), the newest one where a folder is given: RUN_DIR/profile of a run with
---profile.steps=10:12, or what benchmarks/mfu.py --trace=FILE wrote.
+Summarises a trace of jax's profiler: the longest kernels and idle gaps, and collectives that overlap no computation. It
+reads *.xplane.pb, also compressed (.gz); in a folder, the newest one. Traces are in RUN_DIR/profile after a run with
+--profile.steps=10:12, or in the FILE of benchmarks/mfu.py --trace=FILE.
 
-  --top=N          kernels listed (default 20)
-  --steps=N        steps the trace holds; by default those marked in it, or one
-  --json[=FILE]    print JSON instead, or write it to a file as well
+  --top=N          number of kernels listed (default 20)
+  --steps=N        number of steps in the trace; default: the steps marked in it, or one
+  --json[=FILE]    print JSON instead of text, or also write it to a file
 """
 FLAGS = (Flag("top", int, 20), Flag("steps", int | None), JSON)
 
@@ -24,7 +24,7 @@ def main(argv: list[str]) -> int:
     """Print the summary.
 
     Raises:
-        UserError: no trace there, one without kernels, or a wrong command line.
+        UserError: no trace, a trace without kernels, or a wrong command line.
     """
     if not argv or {"-h", "--help"} & set(argv):
         print(USAGE)
@@ -40,7 +40,7 @@ def main(argv: list[str]) -> int:
     file = find_trace(path)
     trace = read_trace(file)
     if not trace.devices:
-        raise UserError(f"{file} has no kernels: nothing ran on a device while it was recorded")
+        raise UserError(f"{file} has no kernels: nothing ran on a device during the recording")
     result = summarize(trace.devices, steps=flags["steps"] or trace.steps or 1, top=flags["top"])
     text = resolve("megajax.metrics.banner:plain")(str(file), result.sections())
     show(text, json.dumps(result.values(), indent=1), flags["json"])

@@ -10,12 +10,12 @@ from megajax.config.errors import UserError
 
 USAGE = """python -m megajax.tools.train_vocabulary --input=PATH[,PATH…] --output=FILE [--size=8000] [--cased]
 
-Trains a WordPiece vocabulary from text and writes it as vocab.txt, a token in each line, the special tokens first. The
-same text gives the same file. Needs the extra `tokenizers`, and memory for the words of the text.
+Trains a WordPiece vocabulary from text and writes it as vocab.txt, one token per line, the special tokens first. The
+same text gives the same file. Needs the extra `tokenizers`, and memory for the distinct words of the text.
 
   --input=PATH,…    text files or JSON lines, patterns or folders, also .gz and .zst, as for megajax.preprocess
-  --output=FILE     where to write; a file that is there is an error
-  --size=8000       tokens of the vocabulary, at most
+  --output=FILE     the file to write; it must not exist
+  --size=8000       maximum number of tokens
   --cased           keep case and accents: for --tokenizer=wordpiece-cased
   --json-key=text   the key of the text in JSON lines
 """
@@ -27,14 +27,14 @@ FLAGS = (
     Flag("json-key", str, "text"),
 )
 CHUNK_BYTES = 4 << 20
-"""Text that is read at a time."""
+"""Bytes of text read at a time."""
 
 
 def main(argv: list[str]) -> int:
     """Train and write.
 
     Raises:
-        UserError: what the user has to change: files, the size, or a wrong command line.
+        UserError: missing files, an impossible size, or a wrong command line.
     """
     if not argv or {"-h", "--help"} & set(argv):
         print(USAGE)
@@ -42,7 +42,7 @@ def main(argv: list[str]) -> int:
     flags = parse(argv, verb="tools.train_vocabulary", flags=FLAGS, with_config=False).flags
     output = Path(flags["output"])
     if output.exists():
-        raise UserError(f"{output} is there already: remove it, or give another --output")
+        raise UserError(f"{output} already exists: remove it, or give another --output")
     # By name, so that the front door can report a package that is not installed.
     find, train, atomic_write = (
         resolve(f"megajax.{name}")
@@ -65,7 +65,7 @@ def main(argv: list[str]) -> int:
 
 
 def texts(files: Sequence[Any], key: str) -> Iterator[str]:
-    """The lines of text files, and the texts of JSON lines and Parquet. Raises UserError that names file and line."""
+    """The lines of text files, and the texts of JSON lines and Parquet. UserErrors name the file and line."""
     format_of, lines = resolve("megajax.data.text_formats:format_of"), resolve("megajax.data.document_rules:EachLine")
     for file in files:
         kind = format_of(file.format, lines(), (key,))

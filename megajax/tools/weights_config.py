@@ -1,4 +1,4 @@
-"""The config of a run that starts from converted weights: model and tokenizer theirs, the rest to be looked over."""
+"""The config of a run that starts from converted weights. Only model and tokenizer come from them."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -30,11 +30,11 @@ DATA: tuple[DataConfig, ...] = (
     ClassFoldersConfig(path="data/images"),
     ImageTextConfig(paths=("data/captions.jsonl",)),
 )
-"""Of the first kind that makes what a model reads."""
+"""Candidates for the data setting; the first one with the leaves that a model reads is used."""
 
 
 def weights_config(model: ModelConfig, tokenizer: TokenizerConfig, run: Path) -> RunConfig:
-    """A config that trains from the weights of `run`, in a folder of its own, once its data are named."""
+    """A config that trains from the weights of `run` in a new folder. The user has to set the path of the data."""
     reads = {name: leaf.dtype for name, leaf in model.schema().items() if not leaf.optional}
     fitting = [data for data in DATA if reads.items() <= data.leaves().items()]
     return RunConfig(
@@ -51,24 +51,26 @@ def weights_config(model: ModelConfig, tokenizer: TokenizerConfig, run: Path) ->
     )
 
 
-def continued(cfg: RunConfig, run: Path) -> RunConfig:
-    """The config of a run, from weights that were made of its own."""
+def continued_config(cfg: RunConfig, run: Path) -> RunConfig:
+    """The config of a run that starts from weights derived from another run's, with that run's config."""
     checkpoint = replace(cfg.checkpoint, load=None, parts="all", step=None, weights=(WeightsConfig(run=run),))
     return replace(cfg, checkpoint=checkpoint, run_dir=f"{run}-tuned")
 
 
 def model_facts(cfg: RunConfig) -> dict[str, Any]:
-    """Settings of the model as a checkpoint remembers them."""
-    kept = {name: value for name, value in flatten(cfg).items() if name.startswith("model.")}
+    """Settings of the model as a checkpoint records them."""
+    settings = {name: value for name, value in flatten(cfg).items() if name.startswith("model.")}
     return {
         name: value if isinstance(value, int | float) and not isinstance(value, bool) else scalar_text(value)
-        for name, value in kept.items()
+        for name, value in settings.items()
     }
 
 
 def special_tokens(cfg: RunConfig) -> dict[str, int | None]:
-    """Settings of a config.json, which without them has those of the family's first model; null where the tokenizer has
-    no such token or its files are not there."""
+    """Special tokens for a config.json, in place of its family's defaults.
+
+    None: the tokenizer has no such token, or its files are missing.
+    """
     if ids_below(cfg.model) is None:
         return {}
     try:

@@ -363,12 +363,12 @@ def test_convert_gives_adapters_to_a_run_and_back_and_merges_them(
     said = capsys.readouterr().out
     assert "16 adapters" not in said and "8 adapters of rank 2 on k_proj, o_proj, q_proj, v_proj, float32" in said
 
-    with pytest.raises(UserError, match=r"--merge adds them to the weights, --to=peft:DIR writes them alone"):
+    with pytest.raises(UserError, match=r"--merge adds them to the weights, --to=peft:DIR writes only them"):
         main([f"--from={run}", f"--to=hf:{tmp_path / 'other'}"])
     with pytest.raises(UserError, match="the model has no adapters"):
         main([f"--from=hf:{hf}", "--merge", f"--to=hf:{tmp_path / 'other'}"])
     (adapter / CONFIG).write_text(json.dumps({**config, "base_model_name_or_path": "not/here"}))
-    with pytest.raises(UserError, match=r"is of not/here, and there is no such folder: give --base=hf:DIR"):
+    with pytest.raises(UserError, match=r"names not/here, which is not a folder: give --base=hf:DIR"):
         main([f"--from=peft:{adapter}", f"--to={tmp_path / 'other'}"])
     with pytest.raises(UserError, match=rf"only an adapter has a base model, and --from={run} is not peft:DIR"):
         main([f"--from={run}", f"--base={run}", f"--to={tmp_path / 'other'}"])

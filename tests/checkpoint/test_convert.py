@@ -255,7 +255,7 @@ def test_verifying_notices_a_changed_byte(folder, run, tmp_path) -> None:
     content[-1] ^= 1
     path.write_bytes(content)
     with pytest.raises(UserError, match="1 of 12 arrays differ: "):
-        conversion.verified(source, f"hf:{tmp_path}/back", lambda elements: None)
+        conversion.verify(source, f"hf:{tmp_path}/back", lambda elements: None)
 
 
 class Drawn:
@@ -339,14 +339,14 @@ def test_a_model_that_no_family_has_lists_what_would_be_lost(folder) -> None:
     [
         (["--to=x"], "--from: must be given"),
         (["--from=a", "--to=x", "--dtype=int8"], "--dtype: is int8"),
-        (["--from=a", "--to=x", "--average=b,c"], "--average: names what to read"),
+        (["--from=a", "--to=x", "--average=b,c"], "--average: replaces --from and --average-last"),
         (["--to=x", "--average=b"], "--average: needs two steps"),
         (["--from=a", "--to=x", "--shard-size=0"], "--shard-size: is 0"),
         (["--from=a", "--to=x", "--shard-size=inf"], "--shard-size: is inf"),
-        (["--from=HF:a", "--to=x"], r"--from: is HF:a, .*no format HF\n.*did you mean hf:a\?"),
-        (["--from=gguf:a", "--to=x"], r"no format gguf\n.*did you mean hf:a\? Formats: hf:DIR"),
+        (["--from=HF:a", "--to=x"], r"--from: is HF:a, but HF is not a known format\n.*did you mean hf:a\?"),
+        (["--from=gguf:a", "--to=x"], r"gguf is not a known format\n.*did you mean hf:a\? Formats: hf:DIR"),
         (["--from=a", "--to=gguf:x"], r"--to: is gguf:x, .*did you mean hf:x\?|--to: is gguf:x(.|\n)*hf:x\?"),
-        (["--average=hf:a,hf:b", "--to=x"], "--average: hf:a has no steps"),
+        (["--average=hf:a,hf:b", "--to=x"], "--average: hf:a has no steps to average"),
         (["--from=hf:", "--to=x"], "--from: is 'hf:', which names no folder"),
         (["--from=a", "--to="], "--to: is '', which names no folder"),
         (["--from=a", "--to=hf:"], "--to: is 'hf:', which names no folder"),

@@ -164,7 +164,7 @@ def test_an_array_without_finite_elements(tmp_path, capsys):
         manager.save(1, {"w": jnp.full(3, jnp.nan)})
     assert tool.main([str(tmp_path), "--array=w"]) == 0
     text = capsys.readouterr().out
-    assert "not finite  3" in text and "mean        none is finite" in text
+    assert "not finite  3" in text and "mean        no finite element" in text
 
 
 def test_verify_names_the_file_and_both_values(run, capsys):
@@ -249,7 +249,7 @@ def test_impossible_requests(written, tmp_path):
         ([written, "--verify", "--array=params.w"], "give one of them"),
         ([written.parent / "a_file"], "it is a file, not a folder"),
         ([written, "--array=param.stack.w"], r"no array param\.stack\.w\n +did you mean params\.stack\.w"),
-        (["--step=1"], "first word must be"),
+        (["--step=1"], "first argument must be"),
         ([written, f"--json={tmp_path}"], "can't be written"),
     ):
         with pytest.raises(UserError, match=message):

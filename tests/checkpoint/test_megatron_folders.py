@@ -289,5 +289,5 @@ def test_the_vocabulary(tmp_path: Path) -> None:
     write_ranks(tmp_path, drawn("llama"), without, Shares())
     assert open_model(tmp_path).model.vocabulary_size == 32
     assert open_model(tmp_path, vocabulary=30).weights.shapes()["tokens"][0] >= 30
-    with pytest.raises(UserError, match="32 rows for tokens, fewer than the vocabulary's 33"):
+    with pytest.raises(UserError, match="32 rows of embeddings, fewer than 33 tokens"):
         open_model(tmp_path, vocabulary=33)

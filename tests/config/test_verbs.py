@@ -54,7 +54,7 @@ def test_the_version(monkeypatch, capsys):
 def test_a_verb_gets_the_rest_of_the_line(monkeypatch, capsys):
     code, _, message = run(monkeypatch, capsys, "tools.trace", "--top=3")
     assert code == 2
-    assert "the first word must be a folder or a file, got --top=3" in message
+    assert "the first argument must be a folder or a file, got --top=3" in message
 
 
 def test_the_list_imports_nothing_heavy():

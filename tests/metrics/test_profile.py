@@ -151,7 +151,7 @@ def test_files_that_are_not_traces_are_rejected(tmp_path: Path) -> None:
         ([str(tmp_path / "none")], "no such file or folder"),
         ([str(text)], "is not a trace of jax's profiler"),
         ([str(empty)], "has no kernels"),
-        (["--top=3"], "the first word must be a folder or a file"),
+        (["--top=3"], "the first argument must be a folder or a file"),
         ([str(empty), "--top=0"], "must be at least 1"),
         ([str(tmp_path / "folder")], r"no \*\.xplane\.pb in this folder"),
     ]

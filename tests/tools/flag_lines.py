@@ -1,4 +1,4 @@
-"""Command lines for the tests of the table: a small one, and for each mapped flag one that has it."""
+"""Command lines for tests of the flag table: a small one, and one for each mapped flag."""
 
 import re
 import shlex
@@ -25,7 +25,7 @@ BASE = {
 
 
 def line(changes: str = "") -> str:
-    """The base line with flags added, changed, or (--without name) taken away; a script's name may precede them."""
+    """The base line with flags added, changed, or removed (--without name); a script's name may precede them."""
     flags = dict(BASE)
     for part in re.split(r"\s*--(?=[a-z])", changes)[1:]:
         name, _, value = part.partition(" ")
@@ -36,23 +36,23 @@ def line(changes: str = "") -> str:
     return " ".join(f"--{name} {value}".rstrip() for name, value in flags.items())
 
 
-def made(changes: str = "", **options: int) -> Converted:
-    """What becomes of a line; `changes` may begin with the name of a script."""
+def convert_line(changes: str = "", **options: int) -> Converted:
+    """The result of converting a line; `changes` may begin with the name of a script."""
     script = changes.partition(" --")[0] if changes.startswith("pretrain_") else ""
     return convert([Word(word) for word in shlex.split(line(changes))], script=script, **options)
 
 
 def config(changes: str = "", **options: int) -> RunConfig:
-    converted = made(changes, **options)
+    converted = convert_line(changes, **options)
     assert not converted.problems and not converted.refused, (converted.problems, converted.refused)
     assert converted.config is not None
     return converted.config
 
 
 def problem(changes: str) -> str:
-    converted = made(changes)
+    converted = convert_line(changes)
     assert converted.config is None
-    return "\n".join(str(one) for one in converted.problems)
+    return "\n".join(str(problem) for problem in converted.problems)
 
 
 LOCAL = "--non-persistent-save-interval 5 --non-persistent-ckpt-type local --non-persistent-local-ckpt-dir d"
@@ -368,8 +368,8 @@ CASES = {
     "wandb-project": "--wandb-project p",
     "wandb-exp-name": "--wandb-project p --wandb-exp-name n",
 }  # fmt: skip
-"""Mapped flag -> a line that has it, changing one of its settings, or None where the flag changes nothing by itself and
-a test below has it. Settings are compared with those of the base line, or of what is before " | "."""
+"""Mapped flag -> a line in which it changes one of its settings. None: the flag changes nothing by itself, and another
+test covers it. Settings are compared with those of the base line, or of the part before " | "."""
 CASES_OF = {
     "pretrain_t5.py": {
         "num-layers": f"{T5} | --num-layers 6",
@@ -394,4 +394,4 @@ CASES_OF = {
         "freeze-ViT": f"{VLM} | --freeze-ViT",
     },
 }
-"""The same for flags that say something else to a script."""
+"""The same for flags with another meaning for a script."""

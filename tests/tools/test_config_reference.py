@@ -1,4 +1,4 @@
-"""docs/config_reference.md is what the config classes say of themselves."""
+"""docs/config_reference.md matches the docs of the config classes."""
 
 import dataclasses
 
@@ -12,18 +12,18 @@ from megajax.training.run_config import RunConfig
 
 
 def test_the_page_is_up_to_date():
-    same = PAGE.read_text(encoding="utf-8") == reference()
-    assert same, "write it again: python -m megajax.tools.config_reference"
+    up_to_date = PAGE.read_text(encoding="utf-8") == reference()
+    assert up_to_date, "regenerate it: python -m megajax.tools.config_reference"
 
 
-def test_outside_of_a_checkout_there_is_no_page_to_write(tmp_path, monkeypatch):
+def test_outside_of_a_checkout_the_tool_fails(tmp_path, monkeypatch):
     monkeypatch.setattr(config_reference, "PAGE", tmp_path / "docs" / "page.md")
-    with pytest.raises(UserError, match="of a checkout; there is no"):
+    with pytest.raises(UserError, match="in a checkout, but"):
         config_reference.main([])
     assert not list(tmp_path.iterdir())
 
 
-def test_every_class_and_field_is_there():
+def test_the_page_has_every_class_and_field():
     text = reference()
     for cls in config_classes(RunConfig):
         section = text.partition(f"\n## {cls.__name__}\n")[2].partition("\n## ")[0]

@@ -1,4 +1,4 @@
-"""The whole tool: scripts, command lines and files of flags become config files that a run can be started with."""
+"""The whole tool: scripts, command lines and files of flags become config files that start a run."""
 
 import json
 import subprocess
@@ -35,7 +35,7 @@ SMALL = (
 
 
 def gpt3_175b() -> RunConfig:
-    """What the 175B script stands for, every setting by hand: Megatron-LM's defaults where the script is silent."""
+    """The config of the 175B script, written by hand, with Megatron-LM's defaults for flags that are not given."""
     block = BlockConfig(
         mixer=AttentionConfig(
             heads=96,
@@ -136,58 +136,60 @@ def gpt3_175b() -> RunConfig:
     )
 
 
-def test_the_175b_script_comes_out_exactly(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    made = tmp_path / "gpt3.py"
+def test_the_175b_script_becomes_the_expected_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "gpt3.py"
     places = ["runs/gpt3", "runs/board", "data/vocab.json", "data/merges.txt", "data/gpt_text_document"]
-    assert main([f"--output={made}", str(HERE / "gpt3_175b.sh"), *places]) == 0
-    config = load(str(made))
+    assert main([f"--output={output}", str(HERE / "gpt3_175b.sh"), *places]) == 0
+    config = load(str(output))
     assert diff(gpt3_175b(), config) == []
     assert config == gpt3_175b()
-    # What Megatron-LM makes of it: the vocabulary's rows, the loss scale, the rate over samples.
+    # Megatron-LM's derived values: rows of the vocabulary, loss scale, samples of the schedule.
     assert config.model.padded_vocabulary() == 51200
     assert config.precision.scale() == DynamicScaleConfig(initial=2.0**32, floor=1.0, window=1000, hysteresis=2)
     length = {"steps": config.steps, "global_size": 1536}
     assert config.schedule.decay(**length) == 660_480_000
     assert config.schedule.warmup(**length) == pytest.approx(660_480)
-    told = capsys.readouterr().err
-    assert "--tensor-model-parallel-size 8 -> parallel.tensor=8" in told
-    assert "--lr-decay-iters 430000 -> schedule.decay_samples=660480000" in told
-    assert "refused" not in told
+    stderr = capsys.readouterr().err
+    assert "--tensor-model-parallel-size 8 -> parallel.tensor=8" in stderr
+    assert "--lr-decay-iters 430000 -> schedule.decay_samples=660480000" in stderr
+    assert "refused" not in stderr
 
 
 def test_the_file_is_in_the_formatters_style_and_starts_a_run(tmp_path: Path) -> None:
-    made = tmp_path / "small.py"
+    output = tmp_path / "small.py"
     swiglu = "--swiglu --window-size 7,0 --window-attn-skip-freq [1,0] --load some/run"
-    main([f"--output={made}", "--", *SMALL.split(), *swiglu.split()])
+    main([f"--output={output}", "--", *SMALL.split(), *swiglu.split()])
     for check in (["check", "--select", "E,F,I"], ["format", "--check"]):
-        done = subprocess.run([sys.executable, "-m", "ruff", *check, str(made)], cwd=REPOSITORY, capture_output=True)
-        assert done.returncode == 0, done.stdout
-    shown = [sys.executable, "-m", "megajax.train", f"--config={made}", "--print-config"]
-    done = subprocess.run(shown, cwd=REPOSITORY, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    printed = yaml.safe_load(done.stdout)
+        process = subprocess.run(
+            [sys.executable, "-m", "ruff", *check, str(output)], cwd=REPOSITORY, capture_output=True
+        )
+        assert process.returncode == 0, process.stdout
+    command = [sys.executable, "-m", "megajax.train", f"--config={output}", "--print-config"]
+    process = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    printed = yaml.safe_load(process.stdout)
     assert printed["model"]["hidden"] == 64
     assert [block["mixer"]["window"] for block in printed["model"]["stack"]["pattern"]] == [7, None]
     assert printed["data"]["type"] == "MockConfig"
     assert printed["checkpoint"]["load"] == "some/run"
 
 
-def test_fewer_query_groups_than_tensor_devices_can_be_had(tmp_path: Path) -> None:
-    made = tmp_path / "small.py"
+def test_fewer_query_groups_than_tensor_devices(tmp_path: Path) -> None:
+    output = tmp_path / "small.py"
     heads = SMALL.replace("--num-attention-heads 4", "--num-attention-heads 12 --kv-channels 8")
 
     def convert(groups: int) -> None:
         grouped = f"--group-query-attention --num-query-groups {groups} --tensor-model-parallel-size 4".split()
-        main([f"--output={made}", "--force", "--", *heads.split(), *grouped])
+        main([f"--output={output}", "--force", "--", *heads.split(), *grouped])
 
     convert(2)
-    config = load(str(made))
+    config = load(str(output))
     assert config.model.stack.pattern[0].mixer.kv_heads == 2 and not config.problems(4)
     with pytest.raises(UserError, match=r"kv_heads=6 and parallel\.tensor=4: one must be a multiple of the other"):
         convert(6)
 
 
-def test_what_scripts_leave_open_is_told_with_its_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_arguments_of_scripts_are_errors_with_their_line(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UserError) as raised:
         main([str(HERE / "gpt3_175b.sh"), "runs/gpt3"])
     text = str(raised.value)
@@ -198,96 +200,98 @@ def test_what_scripts_leave_open_is_told_with_its_line(capsys: pytest.CaptureFix
     assert capsys.readouterr().out == ""
 
 
-def test_a_file_that_is_there_stays(tmp_path: Path) -> None:
-    made = tmp_path / "small.py"
-    made.write_text("mine", encoding="utf-8")
+def test_existing_files_are_not_overwritten(tmp_path: Path) -> None:
+    output = tmp_path / "small.py"
+    output.write_text("mine", encoding="utf-8")
     with pytest.raises(UserError, match="--force"):
-        main([f"--output={made}", "--", *SMALL.split()])
-    assert made.read_text(encoding="utf-8") == "mine"
-    main([f"--output={made}", "--force", "--", *SMALL.split()])
-    assert load(str(made)).model.hidden == 64
+        main([f"--output={output}", "--", *SMALL.split()])
+    assert output.read_text(encoding="utf-8") == "mine"
+    main([f"--output={output}", "--force", "--", *SMALL.split()])
+    assert load(str(output)).model.hidden == 64
 
 
-def test_a_place_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+def test_an_unwritable_output_is_an_error(tmp_path: Path) -> None:
     for place in (tmp_path / "none" / "made.py", tmp_path):
         with pytest.raises(UserError, match="cannot be written: "):
             main([f"--output={place}", "--force", "--", *SMALL.split()])
 
 
-def test_refused_flags_end_with_code_2_unless_partial(tmp_path: Path) -> None:
+def test_refused_flags_exit_with_code_2_unless_partial(tmp_path: Path) -> None:
     tool = [sys.executable, "-m", "megajax.tools.megatron_args"]
     flags = ["--", "torchrun", "--nproc_per_node", "2", "pretrain_gpt.py", *SMALL.split(), "--moe-use-upcycling",
              "--hybrid-context-parallel", "--no-such-flag"]  # fmt: skip
-    wrong = subprocess.run([*tool, *flags], cwd=REPOSITORY, capture_output=True, text=True)
-    assert wrong.returncode == 2 and wrong.stdout == ""
-    assert "--no-such-flag: no such flag is known" in wrong.stderr
+    unknown = subprocess.run([*tool, *flags], cwd=REPOSITORY, capture_output=True, text=True)
+    assert unknown.returncode == 2 and unknown.stdout == ""
+    assert "--no-such-flag: is not a known flag" in unknown.stderr
     refused = subprocess.run([*tool, *flags[:-1]], cwd=REPOSITORY, capture_output=True, text=True)
     assert refused.returncode == 2 and refused.stdout == ""
-    assert "--moe-use-upcycling: leave out --load: checkpoint.weights makes experts" in refused.stderr
-    assert "--hybrid-context-parallel: all rows are cut over the same devices" in refused.stderr
+    assert "--moe-use-upcycling: leave out --load: checkpoint.weights makes experts from" in refused.stderr
+    assert "--hybrid-context-parallel: all rows are sharded over the same devices" in refused.stderr
     assert "2 flags refused" in refused.stderr
-    made = subprocess.run([*tool, "--partial", *flags[:-1]], cwd=REPOSITORY, capture_output=True, text=True)
-    assert made.returncode == 0, made.stderr
+    partial = subprocess.run([*tool, "--partial", *flags[:-1]], cwd=REPOSITORY, capture_output=True, text=True)
+    assert partial.returncode == 0, partial.stderr
     file = tmp_path / "partial.py"
-    file.write_text(made.stdout, encoding="utf-8")
+    file.write_text(partial.stdout, encoding="utf-8")
     assert load(str(file)).parallel.context == 1
-    assert "Left out: --moe-use-upcycling" in made.stdout
+    assert "Left out: --moe-use-upcycling" in partial.stdout
 
 
 def test_help_is_quick_and_complete() -> None:
     program = "import sys, megajax.tools.megatron_args as t; t.main(['--help'])\n"
     program += "assert not {'jax', 'numpy', 'flax', 'grain'} & set(sys.modules), sorted(sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    process = subprocess.run(
+        [sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, check=True
+    )
     for flag in ("--output", "--force", "--partial", "--define"):
-        assert flag in done.stdout
+        assert flag in process.stdout
 
 
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("suffix", ["yaml", "json"])
 def test_files_of_flags(tmp_path: Path, suffix: str, nested: bool) -> None:
-    words = SMALL.split()
+    texts = SMALL.split()
     flags = {"swiglu": True, "--bf16": True, "sequence-parallel": False, "rampup-batch-size": [2, 2, 40]}
-    for place, word in enumerate(words):
-        if word.startswith("--"):
-            follows = words[place + 1 :][:1]
-            flags[word] = True if not follows or follows[0].startswith("--") else follows[0]
-    file, made = tmp_path / f"flags.{suffix}", tmp_path / "made.py"
+    for place, text in enumerate(texts):
+        if text.startswith("--"):
+            next_texts = texts[place + 1 :][:1]
+            flags[text] = True if not next_texts or next_texts[0].startswith("--") else next_texts[0]
+    file, output = tmp_path / f"flags.{suffix}", tmp_path / "made.py"
     content = {"ENV_VARS": {"A": 1}, "MODEL_ARGS": flags} if nested else flags
     file.write_text(json.dumps(content) if suffix == "json" else yaml.safe_dump(content), encoding="utf-8")
-    main([f"--output={made}", str(file)])
-    config = load(str(made))
+    main([f"--output={output}", str(file)])
+    config = load(str(output))
     assert config.batch.ramp == LinearRampConfig(start=2, increment=2, samples=40)
     assert (config.model.stack.pattern[0].mlp.ffn, config.precision.compute) == (128, "bfloat16")
     assert config.data == MockConfig() and config.tokenizer == NullTokenizerConfig(vocabulary_size=256)
 
 
-def test_several_values_of_a_file_may_stand_in_one_text(tmp_path: Path) -> None:
-    words = [word for word in SMALL.split() if word != "--mock-data"]
-    pairs = zip(words[::2], words[1::2], strict=True)
+def test_a_string_in_a_file_may_hold_several_values(tmp_path: Path) -> None:
+    texts = [text for text in SMALL.split() if text != "--mock-data"]
+    pairs = zip(texts[::2], texts[1::2], strict=True)
     flags = {**dict(pairs), "data-path": "0.3 a 0.7 b", "rampup-batch-size": "2 2 40"}
-    file, made = tmp_path / "flags.yaml", tmp_path / "made.py"
+    file, output = tmp_path / "flags.yaml", tmp_path / "made.py"
     file.write_text(yaml.safe_dump(flags), encoding="utf-8")
-    main([f"--output={made}", str(file)])
-    config = load(str(made))
+    main([f"--output={output}", str(file)])
+    config = load(str(output))
     assert config.data == BlendConfig(paths=("0.3", "a", "0.7", "b"))
     assert config.batch.ramp == LinearRampConfig(start=2, increment=2, samples=40)
 
 
-def test_the_tools_own_flags_are_told_from_megatrons() -> None:
-    with pytest.raises(UserError, match="Megatron-LM's own flags follow --"):
+def test_the_tools_flags_are_separate_from_megatrons() -> None:
+    with pytest.raises(UserError, match="Give Megatron-LM's flags after --"):
         main(SMALL.split())
     with pytest.raises(UserError, match="did you mean partial"):
         main(["--parital", "--", "--bf16"])
-    with pytest.raises(UserError, match=r"pretrain_ict\.py trains another kind of model"):
+    with pytest.raises(UserError, match=r"pretrain_ict\.py is not supported"):
         main(["--partial", "--", "python", "x/pretrain_ict.py", *SMALL.split()])
     with pytest.raises(UserError, match="cannot be read"):
         main(["no/such/script.sh"])
 
 
-def test_texts_of_the_command_cannot_break_out_of_the_file(tmp_path: Path) -> None:
-    made = tmp_path / "odd.py"
-    odd = 'a"""\nimport os\n\\'
-    main([f"--output={made}", "--", *SMALL.split(), "--save", odd, "--wandb-project", 'it\'s "mine"'])
-    config = load(str(made))
-    assert config.run_dir == odd
+def test_values_are_escaped_in_the_file(tmp_path: Path) -> None:
+    output = tmp_path / "odd.py"
+    text = 'a"""\nimport os\n\\'
+    main([f"--output={output}", "--", *SMALL.split(), "--save", text, "--wandb-project", 'it\'s "mine"'])
+    config = load(str(output))
+    assert config.run_dir == text
     assert config.logging.wandb is not None and config.logging.wandb.project == 'it\'s "mine"'

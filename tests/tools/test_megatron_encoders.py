@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from flag_lines import BERT, T5, config, made, problem
+from flag_lines import BERT, T5, config, convert_line, problem
 
 from megajax.config import load
 from megajax.data.config import MaskedSentencesConfig, MaskedSpansConfig
@@ -49,9 +49,9 @@ def test_the_script_of_bert(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     )
     assert cfg.tokenizer == WordPieceTokenizerConfig(vocabulary="v.txt")
     assert (cfg.parallel.tensor, cfg.parallel.pipeline, cfg.batch.loss_average) == (2, 2, "microbatches")
-    told = capsys.readouterr().err
-    assert "--mask-prob 0.2 -> data.mask_probability=0.2" in told and "refused" not in told
-    assert "without effect" not in told
+    stderr = capsys.readouterr().err
+    assert "--mask-prob 0.2 -> data.mask_probability=0.2" in stderr and "refused" not in stderr
+    assert "without effect" not in stderr
 
 
 def test_the_script_of_t5(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -61,15 +61,15 @@ def test_the_script_of_t5(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     cfg = load(str(file), devices=8)
     heads = {"heads": 12, "head_dim": 64, "bias": True, "dropout": 0.1}
     parts = {"mlp": DenseMLPConfig(ffn=3072, activation="gelu_tanh", bias=True), "norm": NORM, "dropout": 0.1}
-    reads = BlockConfig(mixer=AttentionConfig(**heads, causal=False), **parts)
-    writes = CrossBlockConfig(mixer=AttentionConfig(**heads), cross=CrossAttentionConfig(**heads), **parts)
+    encoder_block = BlockConfig(mixer=AttentionConfig(**heads, causal=False), **parts)
+    decoder_block = CrossBlockConfig(mixer=AttentionConfig(**heads), cross=CrossAttentionConfig(**heads), **parts)
     assert cfg.model == T5Config(
         hidden=768,
         vocabulary_size=29098,
         encoder_length=512,
         sequence_length=128,
-        encoder=StackConfig(pattern=(reads,), repeats=12),
-        stack=StackConfig(pattern=(writes,), repeats=10),
+        encoder=StackConfig(pattern=(encoder_block,), repeats=12),
+        stack=StackConfig(pattern=(decoder_block,), repeats=10),
         vocabulary_multiple=512,
         learned_positions=True,
         dropout=0.1,
@@ -78,7 +78,7 @@ def test_the_script_of_t5(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert cfg.data == MaskedSpansConfig(paths=("data/text_sentence",), split="99982,9,9")
     assert cfg.tokenizer == WordPieceTokenizerConfig(vocabulary="v.txt", lower=False, extra_ids=100)
     assert (cfg.parallel.tensor, cfg.parallel.sequence, cfg.parallel.data_sharding) == (4, True, "zero1")
-    told = capsys.readouterr().err
+    stderr = capsys.readouterr().err
     for line in (
         "--encoder-num-layers 12 -> model.encoder.repeats=12",
         "--decoder-num-layers 10 -> model.stack.repeats=10",
@@ -86,8 +86,8 @@ def test_the_script_of_t5(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         "--decoder-seq-length 128 -> model.sequence_length=128",
         "--vocab-extra-ids 100 -> tokenizer.extra_ids=100",
     ):
-        assert line in told
-    assert "refused" not in told and "without effect" not in told
+        assert line in stderr
+    assert "refused" not in stderr and "without effect" not in stderr
 
 
 def test_bert_without_its_second_head() -> None:
@@ -103,7 +103,7 @@ def test_positions_of_t5() -> None:
     assert relative.stack.pattern[0].cross.relative is None
     rope = config(f"{T5} --position-embedding-type rope").model
     assert rope.stack.pattern[0].mixer.rope and rope.encoder.pattern[0].mixer.rope
-    assert made("--position-embedding-type relative").refused, "decoders of Megatron-LM have no such positions"
+    assert convert_line("--position-embedding-type relative").refused, "decoders of Megatron-LM have no such positions"
 
 
 def test_t5_without_transformer_engine_has_no_norm_after_its_sections() -> None:
@@ -111,22 +111,22 @@ def test_t5_without_transformer_engine_has_no_norm_after_its_sections() -> None:
     assert config(f"{T5} --transformer-impl local").model.norm == IdentityNormConfig()
 
 
-def test_a_decoder_as_deep_as_the_encoder_where_nothing_is_said() -> None:
+def test_the_decoder_is_as_deep_as_the_encoder_by_default() -> None:
     model = config(T5).model
     assert model.stack.repeats == model.encoder.repeats == 4
 
 
 @pytest.mark.parametrize("flags", ["--window-size 8,0", "--mtp-num-layers 1"])
 @pytest.mark.parametrize("script", [BERT, T5])
-def test_what_decoders_alone_have_is_refused(script: str, flags: str) -> None:
-    refused = [flag for flag, _ in made(f"{script} {flags}").refused]
+def test_decoder_features_are_refused(script: str, flags: str) -> None:
+    refused = [flag for flag, _ in convert_line(f"{script} {flags}").refused]
     assert flags in refused
 
 
-def test_what_is_missing_or_does_not_fit_is_told() -> None:
+def test_missing_and_contradictory_flags_are_errors() -> None:
     assert "--decoder-seq-length: must be given" in problem(f"{T5} --without decoder-seq-length")
     assert "--max-position-embeddings" in problem(f"{T5} --decoder-seq-length 64")
     assert "stages cut the layers of one" in problem(f"{T5} --pipeline-model-parallel-size 2")
-    assert made(f"{BERT} --without data-path --mock-data").refused
-    idle = made("--mask-prob 0.3 --decoder-num-layers 3").idle
-    assert idle == ("--mask-prob 0.3", "--decoder-num-layers 3"), "a decoder has no use for them"
+    assert convert_line(f"{BERT} --without data-path --mock-data").refused
+    idle = convert_line("--mask-prob 0.3 --decoder-num-layers 3").idle
+    assert idle == ("--mask-prob 0.3", "--decoder-num-layers 3"), "no effect on a decoder"

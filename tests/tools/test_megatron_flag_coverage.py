@@ -1,11 +1,11 @@
-"""Every name of Megatron-LM's parser has an answer; a switch can be turned off; an answer says what to do."""
+"""Every flag of Megatron-LM's parser has a row; switches can be turned off; refusals say what to do instead."""
 
 import math
 import os
 from pathlib import Path
 
 import pytest
-from flag_lines import config, made, problem
+from flag_lines import config, convert_line, problem
 
 from megajax.layers.config import AttentionConfig, RopeConfig, YarnScalingConfig
 from megajax.tools.flags import Mapped, Refused, Unnecessary, Word, spellings
@@ -17,12 +17,16 @@ PARSER = ORACLE.parent / "reference" / "megatron_flags.txt"
 
 
 def unanswered(names: list[str]) -> list[str]:
-    """Flags without a row, under their own name or as a switch that is turned off."""
-    return [one.setting for one in convert([Word(name) for name in names]).problems if "no such flag" in one.message]
+    """Flags without a row, by name or as a switch that is turned off."""
+    return [
+        problem.setting
+        for problem in convert([Word(name) for name in names]).problems
+        if "not a known flag" in problem.message
+    ]
 
 
 @pytest.mark.skipif(not PARSER.is_file(), reason=f"the names of Megatron-LM's parser are not at {PARSER}")
-def test_every_flag_of_the_parser_has_an_answer() -> None:
+def test_every_flag_of_the_parser_has_a_row() -> None:
     lines = PARSER.read_text(encoding="utf-8").splitlines()
     first, second = (number for number, text in enumerate(lines) if text.startswith("#"))
     literal = [text for text in lines[first + 1 : second] if text.startswith("--")]
@@ -35,7 +39,7 @@ def test_every_flag_of_the_parser_has_an_answer() -> None:
 
 
 def test_no_row_is_lost() -> None:
-    """The count that holds where the list of the parser is not at hand."""
+    """The number of rows, also checked if the list of the parser's flags is missing."""
     kinds = [type(row.fate) for row in FLAGS.values()]
     assert len(FLAGS) == len(ROWS), "a flag has two rows"
     assert len(spellings(FLAGS.values())) == len(FLAGS) + sum(len(row.also) for row in FLAGS.values())
@@ -44,38 +48,38 @@ def test_no_row_is_lost() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "what"),
+    ("changes", "remedy"),
     [
         ("--yaml-cfg model.yaml", "give megatron_args a file of flags and values"),
         ("--inprocess-restart", "python -m megajax.launch"),
         ("--retro-project-dir retro", "retrieval models"),
-        ("--img-h 336", "pretrain_vlm.py alone has it: name it before the flags"),
+        ("--img-h 336", "only pretrain_vlm.py has this flag: name it before the flags"),
         ("--freeze-ViT", "or see configs/llava.py"),
         ("--rl-default-top-k 5", "reinforcement learning"),
         ("--grad-reduce-in-bf16 --ddp-reduce-scatter-with-fp32-accumulation", "without --grad-reduce-in-bf16"),
         ("--megatron-fsdp-main-params-dtype bf16", "precision.gradients"),
     ],
 )
-def test_a_refusal_says_why_and_what_instead(changes: str, what: str) -> None:
-    converted = made(changes)
+def test_a_refusal_gives_reason_and_remedy(changes: str, remedy: str) -> None:
+    converted = convert_line(changes)
     assert not converted.problems and len(converted.refused) == 1, (converted.problems, converted.refused)
-    assert what in converted.refused[0][1]
+    assert remedy in converted.refused[0][1]
 
 
 def test_a_refused_flag_at_its_default_is_unnecessary() -> None:
-    assert not made("--megatron-fsdp-main-params-dtype fp32").refused
-    assert not made("--muon-scalar-optimizer adam").refused
+    assert not convert_line("--megatron-fsdp-main-params-dtype fp32").refused
+    assert not convert_line("--muon-scalar-optimizer adam").refused
 
 
 def test_a_switch_can_be_turned_off() -> None:
     assert config("--swiglu --no-swiglu") == config()
-    converted = made("--no-perform-rl-step --no-tp-comm-overlap --no-apply-rope-fusion")
+    converted = convert_line("--no-perform-rl-step --no-tp-comm-overlap --no-apply-rope-fusion")
     assert not converted.problems and not converted.refused
-    assert ("--no-perform-rl-step", "it is off anyway") in converted.unnecessary
+    assert ("--no-perform-rl-step", "off by default") in converted.unnecessary
     assert {flag for flag, _ in converted.unnecessary} >= {"--no-tp-comm-overlap", "--no-apply-rope-fusion"}
     # Only switches, and only without a value.
-    assert "no such flag is known" in problem("--no-hidden-size")
-    assert "no such flag is known" in problem("--no-swiglu 1")
+    assert "is not a known flag" in problem("--no-hidden-size")
+    assert "is not a known flag" in problem("--no-swiglu 1")
 
 
 def test_an_unknown_flag_is_compared_with_all_names() -> None:
@@ -90,7 +94,7 @@ def attention(changes: str) -> AttentionConfig:
 
 
 def test_yarn_outside_of_latent_attention_is_megatron_lms() -> None:
-    """The flags of gpt-oss. Lengths: 0.1 mscale ln(factor) + 1, over the same of mscale-all-dim."""
+    """The flags of gpt-oss. Magnitude: (0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim ln(factor) + 1)."""
     mixer = attention(
         "--position-embedding-type yarn --rotary-base 150000 --rotary-scaling-factor 32.0 --mscale 1.0"
         " --yarn-original-max-position-embeddings 4096 --yarn-beta-fast 32.0 --yarn-beta-slow 1.0"
@@ -101,7 +105,7 @@ def test_yarn_outside_of_latent_attention_is_megatron_lms() -> None:
     )
     assert mixer.rope == RopeConfig(base=150000.0, scaling=scaling)
     assert scaling.magnitude() == pytest.approx(0.1 * math.log(32) + 1)
-    # The scale of scores is not changed by it.
+    # YaRN does not change the scale of scores here.
     assert mixer.scale is None
     plain = attention("--position-embedding-type yarn --use-rotary-position-embeddings --rotary-scaling-factor 4")
     assert plain.rope == RopeConfig(), "Megatron-LM takes plain RoPE for this old flag"
@@ -114,8 +118,8 @@ def test_newer_and_older_names_of_one_setting() -> None:
     assert config("--no-weight-decay-cond-type qwen3_next").optimizer.decay_qk_norms
     assert "apply_wd_to_qk_layernorm" in problem("--no-weight-decay-cond-type bias")
     assert config("--softmax-scale 0.25").model.stack.pattern[0].mixer.scale == 0.25
-    kept = {text: config(f"--save s --save-interval 5 {text}").checkpoint.keep_last
+    keep_last = {text: config(f"--save s --save-interval 5 {text}").checkpoint.keep_last
             for text in ("", "--most-recent-k 2", "--save-retain-interval 10", "--most-recent-k -1")}  # fmt: skip
-    assert list(kept.values()) == [None, 2, 1, None]
-    whole = config("--use-torch-fsdp2 --torch-fsdp2-no-reshard-after-forward")
-    assert (whole.parallel.data_sharding, whole.model.recompute) == ("zero1", "none")
+    assert list(keep_last.values()) == [None, 2, 1, None]
+    zero1 = config("--use-torch-fsdp2 --torch-fsdp2-no-reshard-after-forward")
+    assert (zero1.parallel.data_sharding, zero1.model.recompute) == ("zero1", "none")

@@ -1,11 +1,11 @@
-"""The table of Megatron-LM's flags: complete, pointing at settings that exist, each doing what its row says."""
+"""The table of Megatron-LM's flags: it is complete, its settings exist, and each flag has the effect of its row."""
 
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
-from flag_lines import CASES, CASES_OF, CHATS, FILES, FIM, LOCAL, MUP, REPLICATION, config, line, made, problem
+from flag_lines import CASES, CASES_OF, CHATS, FILES, FIM, LOCAL, MUP, REPLICATION, config, convert_line, line, problem
 
 from megajax.checkpoint.local.config import LocalConfig
 from megajax.config import schema
@@ -23,20 +23,20 @@ ROWS = [*FLAGS.values(), *(row for rows in FLAGS_OF.values() for row in rows.val
 
 
 def test_settings_of_the_table_exist() -> None:
-    known = set(schema.names(RunConfig))
+    names = set(schema.names(RunConfig))
     for model in (BertConfig, T5Config, LlavaConfig):
-        known |= {f"model.{name}" for name in schema.names(model)}
+        names |= {f"model.{name}" for name in schema.names(model)}
     missing = {
         (row.name, setting)
         for row in ROWS
         if isinstance(row.fate, Mapped)
         for setting in row.fate.settings
-        if setting not in known
+        if setting not in names
     }
     assert not missing
 
 
-def test_rows_are_whole() -> None:
+def test_rows_are_complete() -> None:
     for row in ROWS:
         match row.fate:
             case Mapped(settings, by):
@@ -44,7 +44,7 @@ def test_rows_are_whole() -> None:
             case Unnecessary(reason) | Refused(reason):
                 assert len(reason.split()) >= 3, row.name
         assert row.kind is not bool or row.default in (None, False) or isinstance(row.fate, Unnecessary), row.name
-    for names in (*ONE_OF, *((one, other) for one, other, _ in ONLY_WITH)):
+    for names in (*ONE_OF, *((flag, required) for flag, required, _ in ONLY_WITH)):
         assert all(name in FLAGS for name in names), names
 
 
@@ -52,7 +52,7 @@ def test_every_mapped_flag_has_a_case() -> None:
     assert {name for name, row in FLAGS.items() if isinstance(row.fate, Mapped)} == set(CASES)
     assert set(CASES_OF) == set(FLAGS_OF) < set(SCRIPTS)
     for script, rows in FLAGS_OF.items():
-        assert set(rows) <= set(FLAGS), "a flag of no other script is refused by them"
+        assert set(rows) <= set(FLAGS), "other scripts refuse the flag, so they need a row for it"
         assert {name for name, row in rows.items() if isinstance(row.fate, Mapped)} == set(CASES_OF[script])
 
 
@@ -64,24 +64,24 @@ OF_SCRIPTS = [(script, name, case) for script, cases in CASES_OF.items() for nam
 )
 def test_a_mapped_flag_changes_its_settings(script: str, name: str, case: str) -> None:
     before, divided, more = case.partition(" | ")
-    old, converted = flatten(config(before if divided else "")), made(f"{before} {more}")
+    values_before, converted = flatten(config(before if divided else "")), convert_line(f"{before} {more}")
     assert not converted.problems and not converted.refused and converted.config is not None, (
         converted.problems,
         converted.refused,
     )
-    new = flatten(converted.config)
+    values_after = flatten(converted.config)
     settings = {**FLAGS, **FLAGS_OF.get(script, {})}[name].fate.settings
-    changed = {key for key in {*old, *new} if old.get(key) != new.get(key)}
-    touched = {key for key in changed if any(key == one or key.startswith(f"{one}.") for one in settings)}
+    changed = {key for key in {*values_before, *values_after} if values_before.get(key) != values_after.get(key)}
+    touched = {key for key in changed if any(key == setting or key.startswith(f"{setting}.") for setting in settings)}
     assert touched or (settings == ("model.stack.pattern",) and changed), changed
-    told = [flag for flag, _ in converted.mapped if flag.split()[0] == f"--{name}"]
-    assert told, (name, converted.mapped, converted.idle)
+    reported = [flag for flag, _ in converted.mapped if flag.split()[0] == f"--{name}"]
+    assert reported, (name, converted.mapped, converted.idle)
 
 
 def test_unknown_flags_are_errors_with_the_nearest_name() -> None:
     assert "did you mean --tensor-model-parallel-size?" in problem("--tensor-model-paralel-size 2")
-    assert "no such flag is known" in problem("--frobnicate 7")
-    # Underscores and dashes are one, as some of Megatron-LM's own flags mix them.
+    assert "is not a known flag" in problem("--frobnicate 7")
+    # Underscores and dashes are equal, because some of Megatron-LM's flags mix them.
     assert config("--override-opt-param-scheduler").steps == 10
     assert "--hidden-size: expected a whole number, got wide" in problem("--hidden-size wide")
     assert "--bf16: takes no value, got 1: true" in problem("--bf16 true")
@@ -114,7 +114,7 @@ def test_contradictions_name_both(changes: str, names: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize("name", ["num-layers", "hidden-size", "seq-length", "micro-batch-size", "train-iters", "lr"])
-def test_what_must_be_given(name: str) -> None:
+def test_required_flags(name: str) -> None:
     assert f"--{name}: must be given" in problem(f"--without {name}")
 
 
@@ -131,24 +131,24 @@ def test_what_must_be_given(name: str) -> None:
         "--position-embedding-type rope --rotary-seq-len-interpolation-factor 0",
     ],
 )
-def test_zero_is_not_taken_for_what_is_not_given(changes: str) -> None:
-    name, value = next(word for word in changes.split(" --") if word[-1] in "04").removeprefix("--").split()
+def test_zero_does_not_count_as_not_given(changes: str) -> None:
+    name, value = next(flag for flag in changes.split(" --") if flag[-1] in "04").removeprefix("--").split()
     assert f"--{name}: must be at least 1, got {value}" in problem(changes)
 
 
-def test_no_position_embedding_wants_to_know_what_else() -> None:
+def test_no_position_embedding_needs_another_flag() -> None:
     assert "--position-embedding-type none" in problem("--no-position-embedding")
     assert not config("--no-position-embedding --use-rotary-position-embeddings").model.learned_positions
     assert not config("--no-position-embedding --position-embedding-type none").model.learned_positions
 
 
-def test_flags_of_tokenizers_that_are_not_read_are_harmless_beside_others() -> None:
-    assert made("--tiktoken-pattern v2").refused == ()
-    refused = made("--special-tokens <a>").refused
-    assert [flag for flag, _ in refused] == ["--special-tokens <a>"] and "the tokenizer's own file" in refused[0][1]
+def test_flags_of_other_tokenizers() -> None:
+    assert convert_line("--tiktoken-pattern v2").refused == ()
+    refused = convert_line("--special-tokens <a>").refused
+    assert [flag for flag, _ in refused] == ["--special-tokens <a>"] and "special tokens from its file" in refused[0][1]
 
 
-def test_a_warm_up_of_zero_is_none() -> None:
+def test_a_warm_up_of_zero_counts_as_not_given() -> None:
     assert config("--lr-warmup-fraction .5 --lr-warmup-iters 0").schedule.warmup_fraction == 0.5
 
 
@@ -164,10 +164,10 @@ def test_defaults_are_megatrons() -> None:
     assert (cfg.evaluation.batches, cfg.logging.every, cfg.seed) == (100, 100, 1234)
     assert (cfg.precision.compute, cfg.parallel.data_sharding) == ("float32", "replicate")
     assert (cfg.checkpoint.every, cfg.checkpoint.at_end, cfg.checkpoint.keep_last) == (None, False, None)
-    assert made("--without eval-interval").config.evaluation.every == 1000
+    assert convert_line("--without eval-interval").config.evaluation.every == 1000
 
 
-def test_gelu_is_exact_where_nothing_is_fused() -> None:
+def test_gelu_is_exact_if_nothing_is_fused() -> None:
     assert config("--disable-bias-linear").model.stack.pattern[0].mlp.activation == "gelu"
     assert config("--no-bias-gelu-fusion").model.stack.pattern[0].mlp.activation == "gelu"
     assert config("--swiglu --hidden-size 4096 --num-attention-heads 32").model.stack.pattern[0].mlp.ffn == 10880
@@ -176,12 +176,12 @@ def test_gelu_is_exact_where_nothing_is_fused() -> None:
 def test_vocabulary_is_padded_as_megatron_pads_it(tmp_path: Path) -> None:
     assert config("--tensor-model-parallel-size 4").model.padded_vocabulary() == 512
     assert config("--vocab-size 999 --padded-vocab-size 1008").model.padded_vocabulary() == 1008
-    odd = made("--make-vocab-size-divisible-by 1 --pipeline-model-parallel-size 3 --num-layers 6")
+    odd = convert_line("--make-vocab-size-divisible-by 1 --pipeline-model-parallel-size 3 --num-layers 6")
     assert odd.config.model.vocabulary_multiple == 3 and "--make-vocab-size-divisible-by" in dict(odd.remarks)
     file = tmp_path / "vocab.json"
     file.write_text('{"a": 0, "b": 6}', encoding="utf-8")
     assert config(f"{FILES} --vocab-file {file} --without vocab-size").model.vocabulary_size == 7
-    unread = made(f"{FILES} --without vocab-size")
+    unread = convert_line(f"{FILES} --without vocab-size")
     assert unread.config.model.vocabulary_size == 50257 and "--vocab-file" in dict(unread.remarks)
     hugging = "--tokenizer-type HuggingFaceTokenizer --without vocab-size --tokenizer-model"
     assert "--vocab-size: must be given" in problem(f"{hugging} absent")
@@ -201,8 +201,8 @@ def test_iterations_count_whole_batches_in_a_ramp() -> None:
 
 def test_samples_become_the_steps_that_megatron_counts() -> None:
     cfg = config("--without train-iters --train-samples 100 --rampup-batch-size 2 2 60")
-    # 20 samples each of 2, 4 and 6 rows, begun while no more are consumed than the border: 10, 5 and 4 steps of them,
-    # 64 samples; then 36 in whole batches of 8.
+    # 20 samples for each of 2, 4 and 6 rows; a step starts if at most the boundary is consumed: 10, 5 and 4 steps with
+    # 64 samples, then 36 samples in batches of 8.
     assert (cfg.steps, cfg.schedule.decay_samples) == (10 + 5 + 4 + 4, 100)
     short = config("--without train-iters --train-samples 15 --rampup-batch-size 2 2 60")
     assert short.steps == 8
@@ -224,7 +224,7 @@ def test_loss_scales() -> None:
     assert config("--bf16 --accumulate-allreduce-grads-in-fp32").precision.gradients == "float32"
     assert config("--fp16 --loss-scale 0").precision.scale() == DynamicScaleConfig()
     assert config("--bf16 --loss-scale 0").precision.loss_scale is None
-    assert "--hysteresis 3" in made("--bf16 --hysteresis 3").idle
+    assert "--hysteresis 3" in convert_line("--bf16 --hysteresis 3").idle
 
 
 def test_layers_of_stages() -> None:
@@ -239,14 +239,14 @@ def test_layers_of_stages() -> None:
         "--num-layers 11 --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout E,t*3|(tt|)*2,(t)*4L"
     )
     assert (layout.parallel.layers, layout.parallel.virtual_stages) == ((3, 2, 2, 4), 2)
-    empty = made("--num-layers 4 --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et|tt|t|L")
+    empty = convert_line("--num-layers 4 --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et|tt|t|L")
     assert [flag.split()[0] for flag, _ in empty.refused] == ["--pipeline-model-parallel-layout"]
     assert "--num-layers-per-virtual-pipeline-stage" in problem(
         "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 3"
     )
-    ends = "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split"
-    cut = f"--num-layers 6 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2 {ends}"
-    assert config(cut).parallel.virtual_stages == 2
+    end_flags = "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split"
+    changes = f"--num-layers 6 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2 {end_flags}"
+    assert config(changes).parallel.virtual_stages == 2
 
 
 def test_patterns_of_layers() -> None:
@@ -264,17 +264,17 @@ def test_patterns_of_layers() -> None:
     assert "__import__" in problem("--window-size 8,0 --window-attn-skip-freq __import__('os')")
 
 
-def test_blocks_that_predict_further_are_numbered_from_one_on() -> None:
+def test_blocks_of_multi_token_prediction_are_numbered_from_one() -> None:
     every = "--num-layers 4 --window-size 8,0 --window-attn-skip-freq 2"
-    (one,) = config(f"{every} --mtp-num-layers 1").model.predicting_blocks()
-    assert one.mixer.window == 8
-    assert made(f"{every} --mtp-num-layers 2").refused
+    (block,) = config(f"{every} --mtp-num-layers 1").model.predicting_blocks()
+    assert block.mixer.window == 8
+    assert convert_line(f"{every} --mtp-num-layers 2").refused
     plain = config("--num-layers 4 --window-size 8,0 --mtp-num-layers 2").model.prediction
     assert plain.block is None and plain.reweighted == "rows"
     assert config("--mtp-num-layers 1 --calculate-per-token-loss").model.prediction.reweighted == "microbatches"
 
 
-def test_latent_attention_scales_scores_alike_with_and_without_mup() -> None:
+def test_latent_attention_scales_scores_equally_with_and_without_mup() -> None:
     latent = "--multi-latent-attention --position-embedding-type rope --qk-head-dim 32 --qk-pos-emb-head-dim 32"
     yarn = f"{latent} --rotary-scaling-factor 40 --mscale-all-dim 0.5"
     plain, mup = (config(f"{yarn} {more}").model.stack.pattern[0].mixer for more in ("", "--use-mup"))
@@ -287,56 +287,56 @@ def test_optimizers() -> None:
     assert config("--optimizer lion").optimizer == LionConfig()
     muon = config("--optimizer muon").optimizer
     assert muon == MuonConfig(momentum=0.9, nesterov=False, beta2=0.999)
-    assert "--adam-beta1 0.8" in made("--optimizer sgd --adam-beta1 0.8").idle
-    assert [flag for flag, _ in made("--optimizer soap").refused] == ["--optimizer soap"]
-    blockwise = made("--optimizer muon --muon-tp-mode blockwise")
+    assert "--adam-beta1 0.8" in convert_line("--optimizer sgd --adam-beta1 0.8").idle
+    assert [flag for flag, _ in convert_line("--optimizer soap").refused] == ["--optimizer soap"]
+    blockwise = convert_line("--optimizer muon --muon-tp-mode blockwise")
     assert [flag for flag, _ in blockwise.refused] == ["--muon-tp-mode blockwise"]
-    odd = made("--use-precision-aware-optimizer --exp-avg-dtype bf16")
+    odd = convert_line("--use-precision-aware-optimizer --exp-avg-dtype bf16")
     assert [flag for flag, _ in odd.refused] == ["--exp-avg-sq-dtype"]
-    half = made("--use-precision-aware-optimizer --main-grads-dtype bf16 --main-params-dtype fp16")
+    half = convert_line("--use-precision-aware-optimizer --main-grads-dtype bf16 --main-params-dtype fp16")
     assert {flag for flag, _ in half.refused} == {"--main-grads-dtype bf16", "--main-params-dtype fp16"}
 
 
 def test_moments_in_sixteen_bits() -> None:
     half = "--use-precision-aware-optimizer --exp-avg-dtype fp16 --exp-avg-sq-dtype fp16"
     assert config(half).optimizer.moments == "float16"
-    assert [flag for flag, _ in made(half.replace("fp16", "fp8")).refused] == [
+    assert [flag for flag, _ in convert_line(half.replace("fp16", "fp8")).refused] == [
         "--exp-avg-dtype fp8",
         "--exp-avg-sq-dtype fp8",
     ]
 
 
-def test_a_wide_model_takes_over_the_settings_of_a_narrow_one() -> None:
+def test_width_scaling() -> None:
     model = config(f"{MUP} --mup-base-head-dim 8 --mup-attn-scale-power 0.5").model
     assert model.width_ratio() == 2 and model.logit_factor() == 0.5
     assert model.width_scaling.score_scale(16) == 8**0.5 / 4
-    # An output factor of 1 stands for one over the ratio; without a base the ratio is 1.
+    # An output factor of 1 means one over the ratio; without a base the ratio is 1.
     assert config(f"{MUP} --mup-output-mult 1").model.logit_factor() == 0.5
     assert config(f"{MUP} --mup-output-mult 0.25").model.logit_factor() == 0.25
-    alone = made("--use-mup")
-    assert alone.config.model.width_ratio() == 1 and "--use-mup" in dict(alone.remarks)
+    without_base = convert_line("--use-mup")
+    assert without_base.config.model.width_ratio() == 1 and "--use-mup" in dict(without_base.remarks)
     assert config().model.width_scaling is None
-    assert "--mup-embedding-mult 2.0" in made("--mup-embedding-mult 2").idle
+    assert "--mup-embedding-mult 2.0" in convert_line("--mup-embedding-mult 2").idle
 
 
-def test_whose_schedule_counts_after_a_resume() -> None:
+def test_the_schedule_after_a_resume() -> None:
     assert config().schedule.on_resume == "same"
     assert config("--override-opt_param-scheduler").schedule.on_resume == "config"
-    theirs = made("--use-checkpoint-opt_param-scheduler")
-    assert theirs.config.schedule.on_resume == "same"
-    assert "refused" in dict(theirs.remarks)["--use-checkpoint-opt_param-scheduler"]
+    from_checkpoint = convert_line("--use-checkpoint-opt_param-scheduler")
+    assert from_checkpoint.config.schedule.on_resume == "same"
+    assert "refused" in dict(from_checkpoint.remarks)["--use-checkpoint-opt_param-scheduler"]
 
 
 def test_refused_values_and_harmless_ones() -> None:
-    assert [flag for flag, _ in made("--dataloader-type external").refused] == ["--dataloader-type external"]
-    assert made("--no-data-sharding").idle == ("--no-data-sharding",)
-    assert [flag for flag, _ in made("--eval-micro-batch-size 4").refused] == ["--eval-micro-batch-size 4"]
-    assert made("--eval-global-batch-size 8 --dataloader-type single").refused == ()
-    # A flag that is refused may still be given with the value it has anyway.
-    harmless = made("--num-distributed-optimizer-instances 1 --timing-log-level 0")
+    assert [flag for flag, _ in convert_line("--dataloader-type external").refused] == ["--dataloader-type external"]
+    assert convert_line("--no-data-sharding").idle == ("--no-data-sharding",)
+    assert [flag for flag, _ in convert_line("--eval-micro-batch-size 4").refused] == ["--eval-micro-batch-size 4"]
+    assert convert_line("--eval-global-batch-size 8 --dataloader-type single").refused == ()
+    # A refused flag is accepted with its default value.
+    harmless = convert_line("--num-distributed-optimizer-instances 1 --timing-log-level 0")
     assert not harmless.refused and len(harmless.unnecessary) == 2
-    assert made("--context-parallel-size 1 --expert-model-parallel-size 1").refused == ()
-    assert [flag for flag, _ in made("--hybrid-context-parallel").refused] == ["--hybrid-context-parallel"]
+    assert convert_line("--context-parallel-size 1 --expert-model-parallel-size 1").refused == ()
+    assert [flag for flag, _ in convert_line("--hybrid-context-parallel").refused] == ["--hybrid-context-parallel"]
 
 
 @pytest.mark.parametrize(
@@ -351,25 +351,25 @@ def test_refused_values_and_harmless_ones() -> None:
         ("--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 1 4", "ring+all_to_all", 1),
     ],
 )
-def test_how_rows_are_exchanged(flags: str, strategy: str, heads: int) -> None:
+def test_context_strategies(flags: str, strategy: str, heads: int) -> None:
     parallel = config(f"--attention-dropout 0 --context-parallel-size 4 {flags}").parallel
     assert (parallel.context, parallel.context_strategy, parallel.context_heads) == (4, strategy, heads)
 
 
-def test_exchanges_of_rows_that_cannot_be() -> None:
-    cut = "--attention-dropout 0 --context-parallel-size 4 --cp-comm-type"
-    ((flag, why),) = made(f"{cut} p2p p2p a2a a2a").refused
-    assert flag == "--cp-comm-type p2p p2p a2a a2a" and "in one way" in why
-    ((flag, why),) = made(f"{cut} a2a+p2p --hierarchical-context-parallel-sizes 2 2 1").refused
-    assert "hierarchical" in flag and "not 3" in why
-    assert "2 x 4 devices are 8, and --context-parallel-size is 4" in problem(
-        f"{cut} a2a+p2p --hierarchical-context-parallel-sizes 2 4"
+def test_invalid_context_strategies() -> None:
+    changes = "--attention-dropout 0 --context-parallel-size 4 --cp-comm-type"
+    ((flag, reason),) = convert_line(f"{changes} p2p p2p a2a a2a").refused
+    assert flag == "--cp-comm-type p2p p2p a2a a2a" and "one strategy" in reason
+    ((flag, reason),) = convert_line(f"{changes} a2a+p2p --hierarchical-context-parallel-sizes 2 2 1").refused
+    assert "hierarchical" in flag and "not 3" in reason
+    assert "2 x 4 = 8, but --context-parallel-size is 4" in problem(
+        f"{changes} a2a+p2p --hierarchical-context-parallel-sizes 2 4"
     )
-    assert "a2a+p2p needs --hierarchical-context-parallel-sizes" in problem(f"{cut} a2a+p2p")
-    assert "expected one of p2p, all_gather, a2a, a2a+p2p, got a2b" in problem(f"{cut} a2b")
-    # Without a cut the way says nothing, and sizes of levels say nothing without two levels.
-    assert made("--cp-comm-type a2a").idle == ("--cp-comm-type a2a",)
-    assert made(f"{cut} p2p --hierarchical-context-parallel-sizes 2 2").idle == (
+    assert "a2a+p2p needs --hierarchical-context-parallel-sizes" in problem(f"{changes} a2a+p2p")
+    assert "expected one of p2p, all_gather, a2a, a2a+p2p, got a2b" in problem(f"{changes} a2b")
+    # The strategy has no effect without context parallelism, nor do sizes of levels without two levels.
+    assert convert_line("--cp-comm-type a2a").idle == ("--cp-comm-type a2a",)
+    assert convert_line(f"{changes} p2p --hierarchical-context-parallel-sizes 2 2").idle == (
         "--hierarchical-context-parallel-sizes 2 2",
     )
 
@@ -378,7 +378,7 @@ def test_fill_in_the_middle() -> None:
     data = config(f"{FIM} --fim-rate 0.9 --split 98,1,1").data
     assert isinstance(data, FillInMiddleConfig) and data.split == "98,1,1" and data.fragment_token is None
     assert (data.rate, data.spm_rate, data.sequential_draws) == (0.9, 0.5, False)
-    assert "--fim-rate 0.9" in made("--fim-rate 0.9").idle
+    assert "--fim-rate 0.9" in convert_line("--fim-rate 0.9").idle
     assert "--fim-fragment-rate" in problem(f"{FIM} --fim-split-sample <f>")
 
 
@@ -391,20 +391,20 @@ def test_conversations() -> None:
     sft = "--without tokenizer-type --tokenizer-type SFTTokenizer --tokenizer-model folder --vocab-size 64"
     default = config(f"{CHATS} {sft} --sft-tokenizer-prompt-format default").data
     assert (default.loss, default.template) == ("all", "folder/tokenizer_config.json")
-    assert made(f"{CHATS} --sft-tokenizer-prompt-format other").refused
-    assert made("--without mock-data --sft --data-path 0.5 a.jsonl 0.5 b.jsonl").refused
+    assert convert_line(f"{CHATS} --sft-tokenizer-prompt-format other").refused
+    assert convert_line("--without mock-data --sft --data-path 0.5 a.jsonl 0.5 b.jsonl").refused
 
 
-def test_a_split_may_keep_quotes_and_blanks() -> None:
-    # "--split '99,1,0'" in an array that a script splits at blanks keeps its quotes.
-    words = [*line("--without mock-data --data-path a").split(), "--split", "'99, 1,0'"]
-    assert convert([Word(word) for word in words]).config.data.split == "99,1,0"
+def test_a_split_may_have_quotes_and_spaces() -> None:
+    # "--split '99,1,0'" keeps its quotes in an array that a script splits at spaces.
+    argv = [*line("--without mock-data --data-path a").split(), "--split", "'99, 1,0'"]
+    assert convert([Word(text) for text in argv]).config.data.split == "99,1,0"
 
 
 def test_data_comes_from_files_of_paths(tmp_path: Path) -> None:
-    words, splits = tmp_path / "words", tmp_path / "splits.json"
-    words.write_text("0.3 a\n0.7 b\n", encoding="utf-8")
-    assert config(f"--without mock-data --data-args-path {words}").data.paths == ("0.3", "a", "0.7", "b")
+    paths_file, splits = tmp_path / "words", tmp_path / "splits.json"
+    paths_file.write_text("0.3 a\n0.7 b\n", encoding="utf-8")
+    assert config(f"--without mock-data --data-args-path {paths_file}").data.paths == ("0.3", "a", "0.7", "b")
     splits.write_text('{"train": ["a", "b"], "valid": ["c"], "test": null}', encoding="utf-8")
     data = config(f"--without mock-data --per-split-data-args-path {splits}").data
     assert (data.train_paths, data.valid_paths, data.test_paths) == (("a", "b"), ("c",), ())
@@ -412,13 +412,15 @@ def test_data_comes_from_files_of_paths(tmp_path: Path) -> None:
     assert "--data-path: no data" in problem("--without mock-data")
 
 
-def test_where_a_run_starts_from() -> None:
-    same = config("--save s --load s --save-interval 5").checkpoint
-    assert (same.load, same.every, same.keep_last, same.at_end) == (None, 5, None, True)
-    kept = config("--save s --save-interval 5 --save-retain-interval 10").checkpoint
-    assert (kept.keep_last, kept.keep_every) == (1, 10)
-    assert made("--save s --load s --exit-on-missing-checkpoint").refused[0][0] == "--exit-on-missing-checkpoint"
-    converted = made("--save s --load t --exit-on-missing-checkpoint")
+def test_the_checkpoint_to_load() -> None:
+    resumed = config("--save s --load s --save-interval 5").checkpoint
+    assert (resumed.load, resumed.every, resumed.keep_last, resumed.at_end) == (None, 5, None, True)
+    retained = config("--save s --save-interval 5 --save-retain-interval 10").checkpoint
+    assert (retained.keep_last, retained.keep_every) == (1, 10)
+    assert (
+        convert_line("--save s --load s --exit-on-missing-checkpoint").refused[0][0] == "--exit-on-missing-checkpoint"
+    )
+    converted = convert_line("--save s --load t --exit-on-missing-checkpoint")
     assert (converted.refused, converted.unnecessary[0][0]) == ((), "--exit-on-missing-checkpoint")
     assert config("--async-save").checkpoint.asynchronous
 
@@ -433,7 +435,7 @@ def test_checkpoints_on_local_disks() -> None:
         ("--non-persistent-save-interval 5 --non-persistent-ckpt-type local", "--non-persistent-local-ckpt-dir"),
         ("--non-persistent-ckpt-type local --non-persistent-local-ckpt-dir d", "--non-persistent-save-interval"),
     ):
-        ((name, why),) = made(changes).refused
+        ((name, why),) = convert_line(changes).refused
         assert name.startswith("--non-persistent-ckpt-type") and missing in why
 
 
@@ -442,7 +444,7 @@ def test_a_run_ends_by_a_signal() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "settings"),
+    ("changes", "settings"),
     [
         ("--recompute-activations", {"recompute": "selective"}),
         (
@@ -468,8 +470,8 @@ def test_a_run_ends_by_a_signal() -> None:
         ("--offload-modules core_attn", {"recompute": "none", "offload": ()}),
     ],
 )
-def test_what_is_kept_and_where(words: str, settings: dict[str, Any]) -> None:
-    model = config(words).model
+def test_recompute_and_offload(changes: str, settings: dict[str, Any]) -> None:
+    model = config(changes).model
     assert {name: getattr(model, name) for name in settings} == settings
 
 
@@ -479,49 +481,49 @@ def test_moments_in_host_memory() -> None:
     assert config("--optimizer-offload-fraction 0.5").optimizer.offload == 0
 
 
-def test_weights_that_are_spread_are_gathered_again() -> None:
+def test_sharded_weights_are_gathered_again() -> None:
     for name in ("--use-megatron-fsdp", "--use-torch-fsdp2"):
-        converted = made(name)
+        converted = convert_line(name)
         assert converted.config.model.recompute == "selective" and name in dict(converted.remarks)
     assert config("--use-megatron-fsdp --recompute-granularity full").model.recompute == "full"
-    kept = config("--use-megatron-fsdp --data-parallel-sharding-strategy optim")
-    assert (kept.model.recompute, kept.parallel.data_sharding) == ("none", "zero1")
+    zero1 = config("--use-megatron-fsdp --data-parallel-sharding-strategy optim")
+    assert (zero1.model.recompute, zero1.parallel.data_sharding) == ("none", "zero1")
 
 
-def test_to_map_a_flag_is_to_change_its_row() -> None:
-    words = [Word(word) for word in f"{line()} --sample-rate 7".split()]
-    assert [text for text, _ in convert(words).refused] == ["--sample-rate 7.0"]
+def test_changing_a_row_maps_a_flag() -> None:
+    argv = [Word(argument) for argument in f"{line()} --sample-rate 7".split()]
+    assert [text for text, _ in convert(argv).refused] == ["--sample-rate 7.0"]
     table = {**FLAGS, "sample-rate": Flag("sample-rate", int, Mapped(("schedule.decay_steps",)))}
-    converted = convert(words, table=table)
+    converted = convert(argv, table=table)
     assert converted.config.schedule.decay_steps == 7 and not converted.refused
     assert ("--sample-rate 7", "schedule.decay_steps=7") in converted.mapped
 
 
-def test_without_a_global_batch_the_launcher_must_say_how_many_devices() -> None:
-    alone = "--without global-batch-size --tensor-model-parallel-size 2"
-    assert config(alone, devices=8).batch.global_size == 2 * 4
-    assert "how many devices share the work is not known" in problem(alone)
+def test_without_a_global_batch_the_number_of_devices_is_needed() -> None:
+    changes = "--without global-batch-size --tensor-model-parallel-size 2"
+    assert config(changes, devices=8).batch.global_size == 2 * 4
+    assert "the number of devices is unknown" in problem(changes)
 
 
-def test_validation_sets_apart() -> None:
-    apart = "--without mock-data --train-data-path t --valid-data-path a/x b/x c --multiple-validation-sets"
-    cfg = config(apart)
+def test_separate_validation_sets() -> None:
+    changes = "--without mock-data --train-data-path t --valid-data-path a/x b/x c --multiple-validation-sets"
+    cfg = config(changes)
     assert {name: data.valid_paths for name, data in cfg.evaluation.sets.items()} == {
         "x.0": ("a/x",),
         "x.1": ("b/x",),
         "c": ("c",),
     }
     assert (cfg.data.train_paths, cfg.data.valid_paths) == (("t",), ())
-    assert "--multiple-validation-sets" in problem(apart.replace("a/x b/x c", "0.5 a 0.5 b"))
+    assert "--multiple-validation-sets" in problem(changes.replace("a/x b/x c", "0.5 a 0.5 b"))
 
 
 def test_the_steps_that_megatron_profiles() -> None:
     assert config("--train-iters 20 --profile").profile.steps == "11:12"
     assert config("--profile --profile-step-start 8 --profile-step-end 12").profile.steps == "9:10"
-    assert made("--profile").config.profile.steps is None
+    assert convert_line("--profile").config.profile.steps is None
 
 
-def test_embeddings_with_a_spread_of_their_own_are_not_decayed() -> None:
+def test_embeddings_with_their_own_deviation_are_not_decayed() -> None:
     assert not config("--embedding-init-method-std 1").optimizer.decay_embeddings
     untied = config("--embedding-init-method-std 1 --untie-embeddings-and-output-weights").optimizer
     assert untied.decay_embeddings and [(g.match, g.decay) for g in untied.groups] == [("tokens", 0), ("positions", 0)]

@@ -1,7 +1,7 @@
-"""Command lines of mixtures of experts and of hybrids, as Megatron-LM's examples write them."""
+"""Command lines of mixtures of experts and hybrids, from Megatron-LM's examples."""
 
 import pytest
-from flag_lines import HYBRID, MOE, config, made, problem
+from flag_lines import HYBRID, MOE, config, convert_line, problem
 
 from megajax.layers.config import (
     AttentionConfig,
@@ -63,43 +63,43 @@ def test_deepseek_v3_is_the_preset() -> None:
     expected = deepseek("v3")
     assert run.parallel.expert == 64 and run.model.prediction.weight == 0.3
     assert [part.repeats for part in run.model.stack.parts()] == [3, 58]
-    for part, other in zip(run.model.stack.parts(), expected.stack.parts(), strict=True):
-        assert part.pattern[0].mlp == other.pattern[0].mlp
+    for part, expected_part in zip(run.model.stack.parts(), expected.stack.parts(), strict=True):
+        assert part.pattern[0].mlp == expected_part.pattern[0].mlp
     assert run.model.parameter_count().total == expected.parameter_count().total
 
 
-def test_layers_of_several_kinds_are_told_with_their_flag() -> None:
-    mapped = dict(made(f"{MOE} --moe-layer-freq [0]*1+[1]*3").mapped)
+def test_layers_of_several_kinds_are_reported_with_their_flag() -> None:
+    mapped = dict(convert_line(f"{MOE} --moe-layer-freq [0]*1+[1]*3").mapped)
     assert mapped["--num-layers 4"] == mapped["--moe-layer-freq [0]*1+[1]*3"] == "model.stack.segments"
 
 
 def test_an_integer_frequency_begins_with_the_first_layer() -> None:
     layers = [isinstance(block.mlp, MoEConfig) for block in config(f"{MOE} --moe-layer-freq 2").model.stack.pattern]
     assert layers == [True, False]
-    assert "a list of 4 (--num-layers) zeros and ones" in problem(f"{MOE} --moe-layer-freq [1,0]")
-    assert len(made(f"{MOE} --moe-layer-freq [1,0]").problems) == 1
+    assert "a list of 4 zeros and ones (--num-layers)" in problem(f"{MOE} --moe-layer-freq [1,0]")
+    assert len(convert_line(f"{MOE} --moe-layer-freq [1,0]").problems) == 1
     assert "leaves no layer with experts" in problem(f"{MOE} --moe-layer-freq [0]*4")
 
 
 def test_the_defaults_are_megatron_lms() -> None:
     layer = experts(MOE)
     assert (layer.top_k, layer.expert.ffn, layer.shared, layer.latent) == (2, 256, None, None)
-    # Routers have the biases that all matrices have.
+    # Routers have biases if all matrices have them.
     assert layer.router == RouterConfig(bias=True) and layer.dispatch == DispatchConfig()
     assert experts(f"{MOE} --disable-bias-linear").router == RouterConfig()
 
 
 def test_kinds_of_balancing_go_together() -> None:
-    both = f"{MOE} --moe-router-load-balancing-type aux_loss seq_aux_loss global_aux_loss"
-    router = experts(f"{both} --moe-aux-loss-coeff 0.01 0.02 0.03").router
+    kinds = f"{MOE} --moe-router-load-balancing-type aux_loss seq_aux_loss global_aux_loss"
+    router = experts(f"{kinds} --moe-aux-loss-coeff 0.01 0.02 0.03").router
     assert (router.aux_loss, router.row_loss, router.global_loss) == (0.01, 0.02, 0.03)
-    router = experts(f"{both} --moe-aux-loss-coeff 0.01").router
+    router = experts(f"{kinds} --moe-aux-loss-coeff 0.01").router
     assert (router.aux_loss, router.row_loss, router.global_loss) == (0.01, 0.01, 0.01)
-    assert "2 coefficients of 3 kinds" in problem(f"{both} --moe-aux-loss-coeff 0.01 0.02")
+    assert "2 coefficients for 3 kinds" in problem(f"{kinds} --moe-aux-loss-coeff 0.01 0.02")
     assert "expected numbers, got x" in problem(f"{MOE} --moe-aux-loss-coeff x")
     none = f"{MOE} --moe-router-load-balancing-type none --moe-aux-loss-coeff 0.01"
     assert experts(none).router == RouterConfig(bias=True)
-    quantile = made(f"{MOE} --moe-router-load-balancing-type quantile_balancing")
+    quantile = convert_line(f"{MOE} --moe-router-load-balancing-type quantile_balancing")
     assert [flag for flag, _ in quantile.refused] == ["--moe-router-load-balancing-type quantile_balancing"]
 
 
@@ -118,22 +118,22 @@ def test_capacity_is_off_below_zero() -> None:
     ],
 )
 def test_devices_of_experts(changes: str, expert: int, kind: str) -> None:
-    """Theirs counts those of `tensor` where experts are not cut over it."""
+    """Megatron-LM's size of the expert axis includes the tensor axis if experts are not sharded over it."""
     layout = config(f"{MOE} --tensor-model-parallel-size 2 --sequence-parallel {changes}").parallel
     assert (layout.expert, layout.expert_tensor, layout.tensor) == (expert, kind, 2)
 
 
-def test_layouts_of_experts_that_cannot_be_had() -> None:
+def test_unsupported_layouts_of_experts_are_refused() -> None:
     tensor = f"{MOE} --tensor-model-parallel-size 4 --sequence-parallel"
     cases = (
-        ("--expert-tensor-parallel-size 2", "over none: 4 or 1"),
-        ("--expert-tensor-parallel-size 1 --expert-model-parallel-size 2", "not divisible by the 4"),
+        ("--expert-tensor-parallel-size 2", "or none: 4 or 1"),
+        ("--expert-tensor-parallel-size 1 --expert-model-parallel-size 2", "not divisible by the tensor axis of 4"),
     )
-    for more, why in cases:
-        (refused,) = made(f"{tensor} {more}").refused
-        assert why in refused[1]
+    for changes, reason in cases:
+        (refused,) = convert_line(f"{tensor} {changes}").refused
+        assert reason in refused[1]
     for script in ("pretrain_bert.py", "pretrain_t5.py"):
-        assert "causal models" in dict(made(f"{script} {MOE}").refused)["--num-experts 4"]
+        assert "only causal text models" in dict(convert_line(f"{script} {MOE}").refused)["--num-experts 4"]
 
 
 NEMOTRON = (
@@ -177,7 +177,7 @@ def test_a_pattern_cuts_the_pipeline() -> None:
     assert "does not divide them" in problem(line.replace("M*M*", "M*|M*|M*"))
 
 
-def test_heads_of_a_hybrid_that_predict_further() -> None:
+def test_multi_token_prediction_of_a_hybrid() -> None:
     model = config(f"{HYBRID} --hybrid-layer-pattern M*M*/*-/*- --mtp-num-layers 2").model
     assert model.prediction.depth == 2 and isinstance(model.prediction.block.mixer, AttentionConfig)
     older = f"{HYBRID} --mtp-num-layers 2 --mtp-hybrid-override-pattern *-"

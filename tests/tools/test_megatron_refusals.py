@@ -1,4 +1,4 @@
-"""Models that Megatron-LM's arguments can't express are refused by name, not by an exception of ours."""
+"""Models that Megatron-LM's arguments can't express are refused with a UserError."""
 
 from pathlib import Path
 from typing import Any

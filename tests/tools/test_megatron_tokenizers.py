@@ -1,7 +1,7 @@
-"""--tokenizer-type and the flags that belong to it."""
+"""--tokenizer-type and its flags."""
 
 import pytest
-from flag_lines import TIKTOKEN, config, made, problem
+from flag_lines import TIKTOKEN, config, convert_line, problem
 
 from megajax.tokenizers.config import (
     HuggingFaceTokenizerConfig,
@@ -52,11 +52,11 @@ MODEL = "--vocab-size 999 --tokenizer-model m --tokenizer-type"
     ],
 )
 def test_each_type_is_a_config(flags, tokenizer, size):
-    made_of_it = config(flags)
-    assert made_of_it.tokenizer == tokenizer and made_of_it.model.vocabulary_size == size
+    cfg = config(flags)
+    assert cfg.tokenizer == tokenizer and cfg.model.vocabulary_size == size
 
 
-def test_a_file_that_is_there_is_counted(tmp_path):
+def test_the_tokens_of_a_vocabulary_file_are_counted(tmp_path):
     pytest.importorskip("tokenizers", reason="needs the extra `tokenizers`")
     file = tmp_path / "vocab.txt"
     file.write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nthe\n")
@@ -71,17 +71,17 @@ def test_a_file_that_is_there_is_counted(tmp_path):
     [
         ("--tokenizer-type Other", "--tokenizer-type: expected one of GPT2BPETokenizer, HuggingFaceTokenizer"),
         ("--tokenizer-type Llama2Tokenizer", "--tokenizer-model: must be given with --tokenizer-type Llama2Tokenizer"),
-        (f"{MODEL} Llama2Tokenizer --without vocab-size", "--vocab-size: must be given: m is not here to be counted"),
+        (f"{MODEL} Llama2Tokenizer --without vocab-size", "--vocab-size: must be given: m can't be read"),
         ("--tokenizer-type BertWordPieceCase", "--vocab-file: must be given with --tokenizer-type BertWordPieceCase"),
         (f"{MODEL} Llama2Tokenizer --special-tokens <a>", "needs --tokenizer-sentencepiece-legacy"),
         (f"{TIKTOKEN} --tiktoken-pattern v3", "--tiktoken-pattern: expected v1 or v2, got v3"),
         ("--without vocab-size", "--vocab-size: must be given"),
     ],
 )
-def test_what_a_type_needs(flags, message):
+def test_missing_and_invalid_flags(flags, message):
     assert message in problem(flags)
 
 
-def test_what_differs_is_told():
-    remarks = dict(made("--tokenizer-type NullMultimodalTokenizer").remarks)
-    assert "<image> has an id of its own" in remarks["--tokenizer-type"]
+def test_a_different_image_token_is_reported():
+    remarks = dict(convert_line("--tokenizer-type NullMultimodalTokenizer").remarks)
+    assert "<image> has the last id" in remarks["--tokenizer-type"]

@@ -1,11 +1,11 @@
-"""Scripts of Megatron-LM's pretrain_vlm.py become configs of LLaVA that can be loaded and trained."""
+"""Scripts of Megatron-LM's pretrain_vlm.py become configs of LLaVA that load and train."""
 
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-from flag_lines import VLM, config, made, problem
+from flag_lines import VLM, config, convert_line, problem
 
 from megajax.config import load
 from megajax.data.config import MockCaptionsConfig
@@ -42,7 +42,7 @@ def test_the_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         vocabulary_size=50258,
         sequence_length=1024 + 24 * 24,
         stack=StackConfig(
-            # The script's own base is not handed on by pretrain_vlm.py.
+            # pretrain_vlm.py ignores --rotary-base.
             pattern=(BlockConfig(mixer=AttentionConfig(**heads, rope=RopeConfig(base=10_000.0)), **parts),),
             repeats=24,
         ),
@@ -77,24 +77,24 @@ def test_the_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cfg.tokenizer == MultimodalTokenizerConfig(base=GPT2TokenizerConfig(vocabulary="v.json", merges="m.txt"))
     assert cfg.optimizer.trainable == ("projector.*",)
     assert (cfg.parallel.tensor, cfg.parallel.sequence, cfg.parallel.data_sharding) == (4, True, "zero1")
-    told = capsys.readouterr().err
+    stderr = capsys.readouterr().err
     for line in (
         "--encoder-num-layers 12 -> model.vision.stack.repeats=12",
         "--decoder-num-layers 24 -> model.stack.repeats=24",
         "--dataloader-seq-length 1024 -> model.sequence_length=1600",
         "--img-h 336 -> model.vision.height=336",
         "--vocab-file v.json -> tokenizer.base.vocabulary=v.json",
-        "--rotary-base 500000: pretrain_vlm.py does not hand it on",
-        "--tokenizer-type: <image> has an id of its own, 50257",
+        "--rotary-base 500000: pretrain_vlm.py ignores it",
+        "--tokenizer-type: <image> has the id 50257",
     ):
-        assert line in told
-    idle = told.partition("without effect")[2].partition("unnecessary:")[0]
+        assert line in stderr
+    idle = stderr.partition("without effect")[2].partition("unnecessary:")[0]
     assert "--seq-length 576" in idle and "--max-position-embeddings 4096" in idle and "--split 949,50,1" in idle
-    assert "refused" not in told
+    assert "refused" not in stderr
 
 
 def test_the_length_of_rows() -> None:
-    """Text, patches and class token, in multiples of the tensor devices; or what the decoder is told to read."""
+    """Text, patches and class token, padded to a multiple of the tensor devices; or --decoder-seq-length."""
     tensor = "--tensor-model-parallel-size 2"
     assert config(VLM).model.sequence_length == 32 + 16 + 1
     assert config(f"{VLM} {tensor}").model.sequence_length == 49
@@ -104,7 +104,10 @@ def test_the_length_of_rows() -> None:
     assert config(f"{overlap} --decoder-seq-length 64").model.sequence_length == 64
     assert "--decoder-seq-length: must be given" in problem(overlap)
     assert "48 is below the 32 tokens of text and 17 of an image" in problem(f"{overlap} --decoder-seq-length 48")
-    assert made(f"{VLM} --decoder-seq-length 64").idle == ("--max-position-embeddings 32", "--decoder-seq-length 64")
+    assert convert_line(f"{VLM} --decoder-seq-length 64").idle == (
+        "--max-position-embeddings 32",
+        "--decoder-seq-length 64",
+    )
 
 
 def test_frozen_parts() -> None:
@@ -117,11 +120,11 @@ def test_frozen_parts() -> None:
         "positions",
         *LANGUAGE[1:],
     )
-    spread = config(f"{rope} --freeze-LM --embedding-init-method-std 1.0").optimizer
-    assert (spread.trainable, spread.groups) == (("projector.*", "vision.*"), ())
+    optimizer = config(f"{rope} --freeze-LM --embedding-init-method-std 1.0").optimizer
+    assert (optimizer.trainable, optimizer.groups) == (("projector.*", "vision.*"), ())
 
 
-def test_what_pretrain_vlm_does_not_hand_on() -> None:
+def test_flags_that_pretrain_vlm_ignores() -> None:
     rope = f"{VLM} --position-embedding-type rope --use-rope-scaling"
     cfg = config(f"{rope} --rotary-base 500000 --rope-scaling-factor 32 --qk-layernorm")
     assert cfg.model == config(rope).model
@@ -129,28 +132,28 @@ def test_what_pretrain_vlm_does_not_hand_on() -> None:
     assert not config(VLM).model.tied
 
 
-def test_the_tokenizer_has_words_and_an_image_token() -> None:
+def test_the_tokenizer_has_bytes_and_an_image_token() -> None:
     cfg = config(f"{VLM} --vocab-size 1000")
     assert cfg.tokenizer == MultimodalTokenizerConfig(base=ByteTokenizerConfig())
     assert (cfg.model.vocabulary_size, cfg.model.image_token) == (1002, 257)
-    named = config(f"{VLM} --vocab-size 1000 --tokenizer-type NullMultimodalTokenizer")
-    assert (named.tokenizer, named.model) == (cfg.tokenizer, cfg.model)
+    multimodal = config(f"{VLM} --vocab-size 1000 --tokenizer-type NullMultimodalTokenizer")
+    assert (multimodal.tokenizer, multimodal.model) == (cfg.tokenizer, cfg.model)
 
 
 @pytest.mark.parametrize("flags", ["--window-size 8,0", "--mtp-num-layers 1", "--use-mup"])
-def test_what_a_tower_does_not_have_is_refused(flags: str) -> None:
-    converted = made(f"{VLM} {flags}")
+def test_features_that_towers_lack_are_refused(flags: str) -> None:
+    converted = convert_line(f"{VLM} {flags}")
     assert [flag for flag, _ in converted.refused] == [flags] and not converted.problems
 
 
-def test_what_does_not_fit_is_told() -> None:
+def test_contradictory_flags_are_reported() -> None:
     assert "model.vision.height (--img-h 18, --patch-dim 4): 18 is not divisible by patch=4" in problem(
         f"{VLM} --img-h 18"
     )
     assert "stages cut the layers of one" in problem(f"{VLM} --pipeline-model-parallel-size 2")
-    told = dict(made(f"{VLM} --without mock-data --data-path a --swiglu --glu-linear-offset 1").remarks)
-    assert "ImageTextConfig reads images" in told["--data-path"]
-    assert "there, of the projector too" in told["--glu-linear-offset"]
+    remarks = dict(convert_line(f"{VLM} --without mock-data --data-path a --swiglu --glu-linear-offset 1").remarks)
+    assert "ImageTextConfig reads images" in remarks["--data-path"]
+    assert "in Megatron-LM, to the projector too" in remarks["--glu-linear-offset"]
 
 
 def test_the_projector_is_an_mlp_like_those_of_the_layers() -> None:
@@ -161,7 +164,7 @@ def test_the_projector_is_an_mlp_like_those_of_the_layers() -> None:
 
 @pytest.mark.slow
 def test_such_a_config_trains() -> None:
-    """On two tensor devices, with a row whose length one does not divide. What is frozen stays; the rest moves."""
+    """On two tensor devices with an odd row length. Frozen weights stay the same; the others change."""
     layout = "--tensor-model-parallel-size 2 --sequence-parallel"
     cfg = config(f"{VLM} --num-layers 1 --hidden-size 32 --train-iters 2 --lr 0.1 --freeze-ViT {layout}")
     run = setup(cfg, devices=jax.devices()[:2])

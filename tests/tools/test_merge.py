@@ -38,8 +38,8 @@ def test_documents_of_all_inputs_in_order(tmp_path, capsys):
     write(tmp_path / "in" / "z.1", A)
     write(tmp_path / "in" / "b", B)
     (tmp_path / "in" / "notes.md").touch()
-    other = write(tmp_path / "c", [[[9]]])
-    assert read(merge([tmp_path / "in", other, other], tmp_path / "out" / "all")) == [*B, *A, [[9]], [[9]]]
+    single = write(tmp_path / "c", [[[9]]])
+    assert read(merge([tmp_path / "in", single, single], tmp_path / "out" / "all")) == [*B, *A, [[9]], [[9]]]
     assert main(["--input", f"{tmp_path}/c", f"{tmp_path}/in/b", "--output-prefix", f"{tmp_path}/x"]) == 0
     assert read(IndexedTokens(tmp_path / "x")) == [[[9]], *B]
     assert f"3 documents, 4 sequences, 4 tokens of uint16, 8 bytes: {tmp_path}/x" in capsys.readouterr().out

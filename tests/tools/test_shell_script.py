@@ -12,7 +12,7 @@ def commands(text: str, *arguments: str, **defined: str) -> list[Command]:
     return read_script(text, arguments=arguments, defined=defined)
 
 
-def words(text: str, *arguments: str, **defined: str) -> list[str]:
+def expand(text: str, *arguments: str, **defined: str) -> list[str]:
     """The words of a script's only command."""
     (command,) = commands(text, *arguments, **defined)
     assert not any(word.unknown for word in command.words), [word.unknown for word in command.words]
@@ -41,31 +41,31 @@ def words(text: str, *arguments: str, **defined: str) -> list[str]:
     ],
 )
 def test_words(text: str, expected: list[str]) -> None:
-    assert words(text) == expected
+    assert expand(text) == expected
 
 
 def test_arguments_and_definitions() -> None:
-    assert words('run $1 "${2}" ${3:-c}', "a", "b b") == ["run", "a", "b b", "c"]
-    assert words('run "$@" x', "a", "b b") == ["run", "a", "b b", "x"]
-    assert words("A=inside\nrun $A", A="outside") == ["run", "outside"]
+    assert expand('run $1 "${2}" ${3:-c}', "a", "b b") == ["run", "a", "b b", "c"]
+    assert expand('run "$@" x', "a", "b b") == ["run", "a", "b b", "x"]
+    assert expand("A=inside\nrun $A", A="outside") == ["run", "outside"]
 
 
 @pytest.mark.parametrize(
-    ("text", "why"),
+    ("text", "reason"),
     [
         ("\nrun $A", "line 2: $A is not known"),
         ("run ${1}", "line 1: argument 1 of the script is not known"),
         ("run $(date)", "line 1: only a shell can run $(date)"),
         ("run `date`", "line 1: only a shell can run `date`"),
-        ("A=b.c\nrun ${A%.c}", "line 2: ${A%.c} is more than this reads"),
+        ("A=b.c\nrun ${A%.c}", "line 2: the expansion ${A%.c} is not supported"),
         ("A=$(nproc)\nB=$A/x\nrun $B", "line 1: only a shell can run $(nproc)"),
         ("run $((A + 1))", "line 1: $((A + 1)) is not known"),
         ("run $((08 + 1))", "line 1: $((08 + 1)) is not known"),
     ],
 )
-def test_what_is_not_known_is_said_with_its_line(text: str, why: str) -> None:
+def test_unknown_values_carry_the_reason_and_line(text: str, reason: str) -> None:
     unknown = [word for command in commands(text) for word in command.words if word.unknown]
-    assert [word.unknown for word in unknown] == [(why,)]
+    assert [word.unknown for word in unknown] == [(reason,)]
     assert all(UNKNOWN in word.text for word in unknown)
 
 
@@ -89,10 +89,10 @@ def test_what_is_not_known_is_said_with_its_line(text: str, why: str) -> None:
         ("cat <<EOF > job\npython train.py --a $(\nEOF", "line 1: <<"),
     ],
 )
-def test_control_flow_is_refused_with_its_line_and_what_to_do(text: str, word: str) -> None:
+def test_control_flow_is_refused_with_its_line_and_a_remedy(text: str, word: str) -> None:
     with pytest.raises(UserError) as raised:
         commands(f"{text}\nrun")
-    assert str(raised.value).startswith(f"{word} is not read") and "bash -x" in str(raised.value)
+    assert str(raised.value).startswith(f"{word} is not supported") and "bash -x" in str(raised.value)
 
 
 def test_plain_commands_that_change_nothing_are_read() -> None:
@@ -102,12 +102,12 @@ def test_plain_commands_that_change_nothing_are_read() -> None:
 
 
 @pytest.mark.parametrize("text", ["run 'a", 'run "a', "A=(a b", "run ${A", "A=(a; b)"])
-def test_what_nothing_closes(text: str) -> None:
+def test_unclosed_quotes_and_brackets(text: str) -> None:
     with pytest.raises(UserError, match="line 1"):
         commands(text)
 
 
-def test_the_command_that_trains() -> None:
+def test_the_training_command() -> None:
     text = "python tools/preprocess_data.py --input x\nGPUS=8\n"
     launch = "torchrun --nproc_per_node=$GPUS --nnodes 2 src/pretrain_gpt.py --a 1 | tee log"
     training = find_training(commands(text + launch), "run.sh")

@@ -1,4 +1,4 @@
-"""The tool that trains a vocabulary: what it writes, and what it says of input that cannot be used."""
+"""The tool that trains a vocabulary: its output, and its errors for unusable input."""
 
 import json
 from pathlib import Path
@@ -18,14 +18,14 @@ def test_text_and_json_lines_give_the_same_vocabulary(tmp_path: Path, capsys: py
     (tmp_path / "b.jsonl").write_text("\n\n".join(lines), encoding="utf-8")
     for name, more in (("a.txt", []), ("b.jsonl", ["--json-key=body"])):
         assert main([f"--input={tmp_path / name}", f"--output={tmp_path / name}.vocab", "--size=40", *more]) == 0
-    told = capsys.readouterr().out.splitlines()[0]
+    summary = capsys.readouterr().out.splitlines()[0]
     first = tmp_path / "a.txt.vocab"
-    assert told == f"{first}: 40 tokens, for megajax.preprocess --tokenizer=wordpiece --vocab-file={first}"
+    assert summary == f"{first}: 40 tokens, for megajax.preprocess --tokenizer=wordpiece --vocab-file={first}"
     assert first.read_bytes() == (tmp_path / "b.jsonl.vocab").read_bytes()
     assert WordPieceTokenizerConfig(vocabulary=str(first)).build().vocabulary_size == 42
 
 
-def test_what_cannot_be_used_is_told(tmp_path: Path) -> None:
+def test_unusable_input_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(TEXT, encoding="utf-8")
     (tmp_path / "b.jsonl").write_text('{"text": "one"}\n{"body": "two"}\n', encoding="utf-8")
     output = tmp_path / "vocab.txt"
@@ -37,5 +37,5 @@ def test_what_cannot_be_used_is_told(tmp_path: Path) -> None:
         main([f"--input={tmp_path / 'a.txt'}", f"--output={output}", "--size=10"])
     assert not output.exists()
     output.write_text("mine", encoding="utf-8")
-    with pytest.raises(UserError, match="is there already"):
+    with pytest.raises(UserError, match="already exists"):
         main([f"--input={tmp_path / 'a.txt'}", f"--output={output}"])
