@@ -16,7 +16,7 @@ from megajax.checkpoint.config import CheckpointConfig, WeightsConfig
 from megajax.data.config import GlueConfig, MockGlueConfig
 from megajax.data.config.benchmarks import GLUE
 from megajax.models.config import ClassHeadConfig, RegressionHeadConfig
-from megajax.models.config.classifier import classifying
+from megajax.models.config.classifier import with_head
 from megajax.models.presets.bert import bert
 from megajax.optim.config import AdamWConfig, ScheduleConfig
 from megajax.tasks.config import GlueTaskConfig
@@ -135,7 +135,7 @@ def _head(task: str) -> ClassHeadConfig | RegressionHeadConfig:
 def _tuned(task: str, folder: str, examples: int) -> RunConfig:
     steps = EPOCHS * examples // ROWS
     return RunConfig(
-        model=classifying(bert("base", sequence_length=128), _head(task)),
+        model=with_head(bert("base", sequence_length=128), _head(task)),
         data=GlueConfig(task=task, path=f"data/glue/{folder}"),
         tokenizer=WordPieceTokenizerConfig(vocabulary="data/vocab.txt"),
         optimizer=AdamWConfig(weight_decay=0.01),
@@ -156,7 +156,7 @@ def _debug(cfg: RunConfig) -> RunConfig:
     model = replace(bert("debug", sequence_length=64, vocabulary_size=257, dropout=0.0), init_std=0.06)
     return debug_config(
         cfg,
-        classifying(model, _head(task)),
+        with_head(model, _head(task)),
         data=MockGlueConfig(task=task),
         tokenizer=ByteTokenizerConfig(),
         schedule=ScheduleConfig(lr=3e-3, style="linear", warmup_fraction=0.1),

@@ -15,7 +15,7 @@ from dataclasses import replace
 from megajax.checkpoint.config import CheckpointConfig, WeightsConfig
 from megajax.data.config import MockRaceConfig, RaceConfig
 from megajax.models.config import ChoiceHeadConfig
-from megajax.models.config.classifier import classifying
+from megajax.models.config.classifier import with_head
 from megajax.models.presets.bert import bert
 from megajax.optim.config import AdamWConfig, ScheduleConfig
 from megajax.tasks.config import RaceTaskConfig
@@ -62,7 +62,7 @@ def race_large_debug() -> RunConfig:
 def _tuned(size: str, micro_size: int) -> RunConfig:
     steps = EPOCHS * QUESTIONS // ROWS
     return RunConfig(
-        model=classifying(bert(size), ChoiceHeadConfig()),
+        model=with_head(bert(size), ChoiceHeadConfig()),
         data=RaceConfig(path="data/RACE"),
         tokenizer=WordPieceTokenizerConfig(vocabulary="data/vocab.txt"),
         optimizer=AdamWConfig(weight_decay=0.01),
@@ -80,7 +80,7 @@ def _debug(cfg: RunConfig) -> RunConfig:
     model = replace(bert("debug", sequence_length=96, vocabulary_size=257, dropout=0.0), init_std=0.06)
     return debug_config(
         cfg,
-        classifying(model, ChoiceHeadConfig()),
+        with_head(model, ChoiceHeadConfig()),
         data=MockRaceConfig(),
         tokenizer=ByteTokenizerConfig(),
         schedule=ScheduleConfig(lr=2e-3, style="linear", warmup_fraction=0.1),

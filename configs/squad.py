@@ -15,7 +15,7 @@ from typing import Literal
 from megajax.checkpoint.config import CheckpointConfig, WeightsConfig
 from megajax.data.config import MockSquadConfig, SquadConfig
 from megajax.models.config import SpanHeadConfig
-from megajax.models.config.classifier import classifying
+from megajax.models.config.classifier import with_head
 from megajax.models.presets.bert import bert
 from megajax.optim.config import AdamWConfig, ScheduleConfig
 from megajax.tasks.config import SquadTaskConfig
@@ -57,7 +57,7 @@ def squad_v2_debug() -> RunConfig:
 
 def _tuned(name: str, version: Literal["1.1", "2.0"], *, steps: int, lr: float, rows: int = 32) -> RunConfig:
     return RunConfig(
-        model=classifying(bert("base", sequence_length=384), SpanHeadConfig()),
+        model=with_head(bert("base", sequence_length=384), SpanHeadConfig()),
         data=SquadConfig(path="data/squad", version=version),
         tokenizer=WordPieceTokenizerConfig(vocabulary="data/vocab.txt"),
         optimizer=AdamWConfig(weight_decay=0.01),
@@ -75,7 +75,7 @@ def _debug(cfg: RunConfig) -> RunConfig:
     model = replace(bert("debug", sequence_length=64, vocabulary_size=257, dropout=0.0), init_std=0.06)
     return debug_config(
         cfg,
-        classifying(model, SpanHeadConfig()),
+        with_head(model, SpanHeadConfig()),
         data=MockSquadConfig(version=cfg.data.version, stride=16),
         tokenizer=ByteTokenizerConfig(),
         schedule=ScheduleConfig(lr=3e-3, style="linear", warmup_fraction=0.1),

@@ -17,7 +17,7 @@ from megajax.data.config import AugmentConfig, ClassFoldersConfig, DigitsConfig,
 from megajax.data.config.images import ClassImagesConfig
 from megajax.mesh.config import ParallelConfig
 from megajax.models.config import ViTConfig
-from megajax.models.config.vit import ClassifierConfig, MeanPoolingConfig, classifying
+from megajax.models.config.vit import ClassifierConfig, MeanPoolingConfig, with_head
 from megajax.models.presets.vit import vit_tower
 from megajax.optim.config import AdamWConfig, ScheduleConfig
 from megajax.training.config import BatchConfig, EvaluationConfig
@@ -95,13 +95,13 @@ _STRONG = {"augment": AugmentConfig(operations=2, magnitude=9), "mixup": 0.8}
 
 def _mean_pooled(size: str, label_smoothing: float = 0.0) -> ViTConfig:
     head = ClassifierConfig(classes=1000, pooling=MeanPoolingConfig(), label_smoothing=label_smoothing)
-    return classifying(replace(vit_tower(size), class_tokens=0), head)
+    return with_head(replace(vit_tower(size), class_tokens=0), head)
 
 
 def _digits(run: RunConfig) -> RunConfig:
     """The same tree in a tiny size, in the same layout."""
     tower = replace(vit_tower("debug", image=16), patch=4, class_tokens=0, init_std=0.08)
-    model = classifying(tower, ClassifierConfig(classes=10, pooling=MeanPoolingConfig()))
+    model = with_head(tower, ClassifierConfig(classes=10, pooling=MeanPoolingConfig()))
     return debug_config(
         run,
         model,

@@ -48,11 +48,11 @@ POOLINGS = {"first": _first, "last": _last, "mean": _mean}
 """(states [N, S, D], 1 for tokens and 0 for padding, int32 [N, S]) -> [N, D]."""
 
 
-class Classifying(DecoderLM):
+class TextClassifier(DecoderLM):
     """What BERT and a decoder with a head of texts share."""
 
     cfg: Any
-    """A `ClassifyingConfig`."""
+    """A `TextClassifierConfig`."""
 
     def add_head(self, settings: LayerSettings) -> None:
         head = self.cfg.head
@@ -124,11 +124,11 @@ class Classifying(DecoderLM):
         return {"scores": scores, "losses": self.head.losses(scores, batch)}
 
 
-class BertClassifier(Classifying, Bert):
+class BertClassifier(TextClassifier, Bert):
     """BERT whose states one of these heads reads."""
 
 
-class DecoderClassifier(Classifying):
+class DecoderClassifier(TextClassifier):
     """A decoder whose states one of these heads reads."""
 
 

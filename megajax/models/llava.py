@@ -38,7 +38,7 @@ class Llava(DecoderLM):
 
     @property
     def sections(self) -> Mapping[str, Section]:
-        return {"vision": Looking(self), "": self}
+        return {"vision": VisionSection(self), "": self}
 
     def __call__(
         self,
@@ -74,7 +74,7 @@ class Llava(DecoderLM):
         return super().enter(x, ctx)
 
 
-class Looking:
+class VisionSection:
     """The vision tower as a section: it reads the images of all rows, and leaves their projected states."""
 
     def __init__(self, model: Llava):

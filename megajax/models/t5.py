@@ -38,7 +38,7 @@ class T5(DecoderLM):
 
     @property
     def sections(self) -> Mapping[str, Section]:
-        return {"encoder": Reading(self), "": self}
+        return {"encoder": EncoderSection(self), "": self}
 
     def __call__(
         self,
@@ -69,7 +69,7 @@ class T5(DecoderLM):
         """What the encoder makes of tokens int32 [R, L], in the slots of its rows."""
         (counts,), index = rows_of(ctx).counts, jnp.arange(tokens.shape[1])
         present = (index[None] < counts[:, None]).astype(jnp.int32)
-        encoder, batch = Reading(self), {"encoder_tokens": tokens, "encoder_segment_ids": present}
+        encoder, batch = EncoderSection(self), {"encoder_tokens": tokens, "encoder_segment_ids": present}
         inner = encoder.context(batch, None)
         memory = encoder.leave(encoder.stack(encoder.enter(encoder.embed(batch), inner), inner), inner)
         return self.stack.remember(cache, ctx._replace(memory=memory))
@@ -87,7 +87,7 @@ class Encoder(nnx.Module):
         self.norm = cfg.norm.build(settings)
 
 
-class Reading:
+class EncoderSection:
     """The encoder as a section: it shares the tables of tokens and positions with the decoder."""
 
     def __init__(self, model: T5):

@@ -23,7 +23,7 @@ from megajax.mesh.rules import Plan
 from megajax.mesh.sequence_sharding import SequenceSharding
 from megajax.mesh.xla import XlaConfig
 from megajax.models.config import DecoderConfig, PredictionConfig
-from megajax.models.config.classifier import ClassHeadConfig, classifying
+from megajax.models.config.classifier import ClassHeadConfig, with_head
 from megajax.models.config.decoder import WidthScalingConfig
 from megajax.models.prediction import shifted
 from megajax.models.presets.bert import bert
@@ -290,8 +290,8 @@ class OwnConfig(ModelConfig):
     [
         vit("b16"),
         llava(llama(), vit_tower("b16"), image_token=0),
-        classifying(bert("base"), CLASSES),
-        classifying(llama(), CLASSES),
+        with_head(bert("base"), CLASSES),
+        with_head(llama(), CLASSES),
         OwnConfig(),
     ],
     ids=lambda model: type(model).__name__,

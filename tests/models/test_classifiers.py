@@ -23,7 +23,7 @@ from megajax.models.config import (
     RegressionHeadConfig,
     SpanHeadConfig,
 )
-from megajax.models.config.classifier import ClassifyingConfig, TextHead, classifying
+from megajax.models.config.classifier import TextClassifierConfig, TextHead, with_head
 from megajax.models.facts import facts_of
 from megajax.models.presets.bert import bert
 from megajax.models.reduction import LossReduction
@@ -38,9 +38,9 @@ HEADS = {
 LAST = replace(CLASSES, pooling="last", pooler=False)
 
 
-def small_bert(head: TextHead) -> ClassifyingConfig:
+def small_bert(head: TextHead) -> TextClassifierConfig:
     base = bert("debug", sequence_length=LENGTH, vocabulary_size=VOCABULARY, dropout=0.0)
-    return classifying(replace(base, init_std=0.06, recompute="none"), head)
+    return with_head(replace(base, init_std=0.06, recompute="none"), head)
 
 
 def draw(seed: int, choices: int = 3) -> Batch:
@@ -97,11 +97,11 @@ def test_heads_have_the_loss_that_numpy_makes_of_their_scores(name):
     np.testing.assert_allclose([float(each) for each in sums["loss"]], [np.sum(losses * weights), weights.sum()], 1e-5)
 
 
-def abstract(cfg: ClassifyingConfig):
+def abstract(cfg: TextClassifierConfig):
     return nnx.eval_shape(lambda: cfg.build(Layout(Plan.of(ParallelConfig()))))
 
 
-def drawn(cfg: ClassifyingConfig):
+def drawn(cfg: TextClassifierConfig):
     """The model with random weights, biases too."""
     model, rng = abstract(cfg), np.random.default_rng(0)
     values = {path: rng.normal(0, 0.06, spec.shape).astype(np.float32) for path, spec in specs(model).items()}
@@ -156,13 +156,13 @@ def same_gradients(cfg, layout: str, draw) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", [*HEADS, "decoder"])
 def test_layouts_have_the_gradients_of_one_device(name, layout):
-    cfg = classifying(tiny_runs.llama("none"), LAST) if name == "decoder" else small_bert(HEADS[name])
+    cfg = with_head(tiny_runs.llama("none"), LAST) if name == "decoder" else small_bert(HEADS[name])
     same_gradients(cfg, layout, draw_of(name))
 
 
 @pytest.mark.parametrize("name", [*HEADS, "decoder"])
 def test_facts_count_the_weights_that_the_module_declares(name):
-    cfg = classifying(tiny_runs.llama(), LAST) if name == "decoder" else small_bert(HEADS[name])
+    cfg = with_head(tiny_runs.llama(), LAST) if name == "decoder" else small_bert(HEADS[name])
     declared = specs(abstract(cfg))
     padding = (cfg.padded_vocabulary() - cfg.vocabulary_size) * cfg.hidden
     assert facts_of(cfg) is cfg
@@ -174,9 +174,9 @@ def test_facts_count_the_weights_that_the_module_declares(name):
 
 def test_what_does_not_fit_is_said():
     decoder: DecoderConfig = tiny_runs.llama()
-    said = [str(problem) for problem in classifying(decoder, CLASSES).problems()]
+    said = [str(problem) for problem in with_head(decoder, CLASSES).problems()]
     assert len(said) == 1 and "the first token sees no other one" in said[0]
-    assert not classifying(decoder, LAST).problems()
-    assert not small_bert(CLASSES).allows_context() and not classifying(decoder, LAST).allows_context()
+    assert not with_head(decoder, LAST).problems()
+    assert not small_bert(CLASSES).allows_context() and not with_head(decoder, LAST).allows_context()
     for head, where in ((replace(CLASSES, classes=1), "classes"), (replace(CLASSES, dropout=1.0), "dropout")):
         assert [problem.setting for problem in head.problems()] == [where]

@@ -30,7 +30,7 @@ from megajax.models.config import DecoderConfig, LlavaConfig, ProjectorConfig
 from megajax.models.config.vision import VisionTowerConfig
 from megajax.models.decoder import DecoderLM
 from megajax.models.facts import demand_facts
-from megajax.models.llava import Llava, Looking
+from megajax.models.llava import Llava, VisionSection
 from megajax.models.presets.llava import llava as joined
 from megajax.training.program import Program
 
@@ -96,7 +96,7 @@ def test_images_stand_at_their_tokens(shuffle: int, ffn: int | None, keep: bool)
     """Equal to the decoder on embeddings in which the projected images were put by hand."""
     model = built(replace(llava(shuffle=shuffle, ffn=ffn), keep_class_tokens=keep))
     batch = rows(model.cfg, images=2)
-    looking, answer = Looking(model), jax.jit(lambda batch: model(**batch))
+    looking, answer = VisionSection(model), jax.jit(lambda batch: model(**batch))
 
     @jax.jit
     def looked_at(batch: Batch) -> jax.Array:
@@ -126,7 +126,7 @@ def test_images_stand_at_their_tokens(shuffle: int, ffn: int | None, keep: bool)
 def test_class_tokens_are_positions_of_the_decoder_if_they_are_kept() -> None:
     model, batch, seen = built(llava()), rows(llava()), {}
     for keep in (False, True):
-        model.cfg, looking = replace(llava(), keep_class_tokens=keep), Looking(model)
+        model.cfg, looking = replace(llava(), keep_class_tokens=keep), VisionSection(model)
         assert model.cfg.schema()["images"].placeholder == Placeholder(IMAGE, 4 + keep)
         assert {side.per_token for side in model.cfg.section_facts()[1].matmuls} == {2 * (4 + keep) / LENGTH}
         # Class token, 2 x 2 patches, padding.

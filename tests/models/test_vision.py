@@ -35,7 +35,7 @@ from megajax.models.config.vit import (
     MeanPoolingConfig,
     SegmenterConfig,
     ViTConfig,
-    classifying,
+    with_head,
 )
 from megajax.models.facts import flops_of
 from megajax.models.presets import vit as presets
@@ -262,7 +262,7 @@ def test_presets_have_no_problems(family: str) -> None:
     for size in sizes:
         tower = presets.TOWERS[family](size)
         assert not tower.problems()
-        assert not classifying(tower, ClassifierConfig(classes=10, pooling=MeanPoolingConfig())).problems()
+        assert not with_head(tower, ClassifierConfig(classes=10, pooling=MeanPoolingConfig())).problems()
 
 
 def test_attention_pooling_is_that_of_the_formula() -> None:

@@ -22,7 +22,7 @@ from megajax.job.resume import checkpoint_meta
 from megajax.job.stored_weights import all_weights
 from megajax.job.weights import InitialWeights
 from megajax.models.config import ClassHeadConfig
-from megajax.models.config.classifier import classifying
+from megajax.models.config.classifier import with_head
 from megajax.models.presets.bert import bert
 from megajax.tasks.command import Evaluation, evaluate
 from megajax.tasks.config import GlueTaskConfig, LambadaConfig, RaceTaskConfig, SquadTaskConfig
@@ -53,7 +53,7 @@ def pretraining():
 
 
 def tuning(**changes: Any) -> RunConfig:
-    model = classifying(replace(pretraining(), sequence_length=LENGTH), ClassHeadConfig(classes=2))
+    model = with_head(replace(pretraining(), sequence_length=LENGTH), ClassHeadConfig(classes=2))
     settings = {"model": model, "batch.global_size": 8, "steps": 1} | changes
     return replace(
         load("glue.py:glue_rte_debug", *[f"{k}={v}" for k, v in settings.items() if "." in k]),

@@ -152,7 +152,7 @@ class SpanHeadConfig(TextHeadConfig):
 type TextHead = ClassHeadConfig | RegressionHeadConfig | ChoiceHeadConfig | SpanHeadConfig
 
 
-class ClassifyingConfig:
+class TextClassifierConfig:
     """What BERT and a decoder with such a head share: a mixin before the config of the model.
 
     The weights of the layers have the names that they have in the model without it, so that a run starts from weights
@@ -231,7 +231,7 @@ class ClassifyingConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class BertClassifierConfig(ClassifyingConfig, BertConfig):
+class BertClassifierConfig(TextClassifierConfig, BertConfig):
     """BERT with a head that classifies texts, in place of the heads of its pretraining."""
 
     target: ClassVar[str] = "megajax.models.classifier:BertClassifier"
@@ -240,7 +240,7 @@ class BertClassifierConfig(ClassifyingConfig, BertConfig):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DecoderClassifierConfig(ClassifyingConfig, DecoderConfig):
+class DecoderClassifierConfig(TextClassifierConfig, DecoderConfig):
     """A decoder with a head that classifies texts, in place of the one that predicts the next token."""
 
     target: ClassVar[str] = "megajax.models.classifier:DecoderClassifier"
@@ -248,7 +248,7 @@ class DecoderClassifierConfig(ClassifyingConfig, DecoderConfig):
     """What is predicted."""
 
 
-def classifying(model: BertConfig | DecoderConfig, head: TextHead) -> BertClassifierConfig | DecoderClassifierConfig:
+def with_head(model: BertConfig | DecoderConfig, head: TextHead) -> BertClassifierConfig | DecoderClassifierConfig:
     """A model of the other classes with this head."""
     settings = {field.name: getattr(model, field.name) for field in fields(model)}
     if isinstance(model, BertConfig):

@@ -229,7 +229,7 @@ class ViTConfig(AdaptedConfig, VisionTowerConfig, ModelConfig):  # ty: ignore[in
         return self.head.facts(self)
 
 
-def classifying(tower: VisionTowerConfig, head: HeadConfig) -> ViTConfig:
+def with_head(tower: VisionTowerConfig, head: HeadConfig) -> ViTConfig:
     """A tower with a head."""
     settings = {field.name: getattr(tower, field.name) for field in fields(VisionTowerConfig)}
     return ViTConfig(head=head, **settings)

@@ -20,7 +20,7 @@ from megajax.layers.config import (
 from megajax.layers.config.cross import CrossAttentionConfig
 from megajax.models.config import ViTConfig
 from megajax.models.config.vision import CLIP_DEVIATION, CLIP_MEAN, VisionTowerConfig
-from megajax.models.config.vit import AttentionPoolingConfig, ClassifierConfig, classifying
+from megajax.models.config.vit import AttentionPoolingConfig, ClassifierConfig, with_head
 from megajax.models.presets.sizes import Size, pick
 
 VIT = {
@@ -43,7 +43,7 @@ IMAGENET_MEAN, IMAGENET_DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 def vit(size: str, *, classes: int = 1000, image: int = 224) -> ViTConfig:
     """ViT with a class token, LayerNorm and exact GELU. Raises UserError for an unknown size."""
-    return classifying(vit_tower(size, image=image), ClassifierConfig(classes=classes))
+    return with_head(vit_tower(size, image=image), ClassifierConfig(classes=classes))
 
 
 def vit_tower(size: str, *, image: int = 224) -> VisionTowerConfig:

@@ -22,7 +22,7 @@ from megajax.checkpoint.weights.tensor_table import Row
 from megajax.layers.config import IdentityNormConfig
 from megajax.models.config import ViTConfig
 from megajax.models.config.vision import VisionTowerConfig
-from megajax.models.config.vit import ClassifierConfig, MeanPoolingConfig, classifying
+from megajax.models.config.vit import ClassifierConfig, MeanPoolingConfig, with_head
 
 
 def _read(kind: Tower, settings: Settings) -> VisionTowerConfig | ViTConfig:
@@ -40,7 +40,7 @@ def _read(kind: Tower, settings: Settings) -> VisionTowerConfig | ViTConfig:
         return alone
     # CLIP's classifier reads the patches before the last norm.
     alone = replace(alone, norm=IdentityNormConfig()) if kind is CLIP else alone
-    return classifying(alone, ClassifierConfig(classes=classes(settings), pooling=MeanPoolingConfig()))
+    return with_head(alone, ClassifierConfig(classes=classes(settings), pooling=MeanPoolingConfig()))
 
 
 def _write(name: str, cfg: Any) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from megajax.checkpoint.huggingface.vision import UNUSED, VIT, class_settings, c
 from megajax.checkpoint.weights.tensor_table import Row
 from megajax.models.config import ViTConfig
 from megajax.models.config.vision import VisionTowerConfig
-from megajax.models.config.vit import ClassifierConfig, classifying
+from megajax.models.config.vit import ClassifierConfig, with_head
 
 
 def _read(settings: Settings) -> ViTConfig | VisionTowerConfig:
@@ -16,7 +16,7 @@ def _read(settings: Settings) -> ViTConfig | VisionTowerConfig:
     alone = tower(settings, VIT, qkv_bias=settings.take("qkv_bias", True))
     if settings.architecture() == "ViTModel":
         return alone
-    return classifying(alone, ClassifierConfig(classes=classes(settings)))
+    return with_head(alone, ClassifierConfig(classes=classes(settings)))
 
 
 def _write(cfg: Any) -> dict[str, Any]:
