@@ -132,7 +132,7 @@ class Session:
     def of_chat(self) -> Sampling:
         """The settings of an answer in a conversation, which also ends where the template ends one."""
         conversation = demand_conversation(self._conversation, "--chat")
-        return replace(self._sampling, stop=tuple(dict.fromkeys((*self._sampling.stop, *conversation.ends()))))
+        return replace(self._sampling, stop=tuple(dict.fromkeys((*self._sampling.stop, *conversation.stop_texts()))))
 
     def statistics(self) -> str:
         """Lines on what was computed since the model was loaded."""

@@ -1,4 +1,4 @@
-"""What every tokenizer offers, and the reading of the files behind them."""
+"""The interface of tokenizers, and helpers to read their files."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -15,18 +15,17 @@ class Tokenizer(Protocol):
     """Text to ids and back.
 
     Attributes:
-        vocabulary_size: one more than the largest id that `encode` or `eod` can give.
+        vocabulary_size: one more than the largest possible id of `encode` and `eod`.
         eod: id that ends a document.
-        pad: id for padding, None where the vocabulary has none.
-        specials: ids by role, for the roles that the vocabulary has: bos, eos, cls, sep, mask, image, or one of your
-            own.
-        sentinels: ids of <extra_id_0>, <extra_id_1>, …, which stand for blanks in T5's texts.
-        prefix: ids that the tokenizer by default puts before a text that a model reads, such as the beginning of a
-            sequence; `encode` leaves them out.
-        table: bytes of each id, None for an id without a token, where a text is its tokens' bytes one after another, as
-            UTF-8; empty where text is made of ids in another way.
-        continues: bool [vocabulary], the token continues the word before it; None: words are not known.
-        identity: short text that is equal for equal tokenizers wherever their files lie: for the keys of caches.
+        pad: id for padding; None if the vocabulary has none.
+        specials: role -> id, for the roles in the vocabulary: bos, eos, cls, sep, mask, image, or your own.
+        sentinels: ids of <extra_id_0>, <extra_id_1>, …, which replace masked spans in T5's texts.
+        prefix: ids that by default precede a text that a model reads, such as the beginning of a sequence; `encode`
+            does not add them.
+        table: bytes of each id, None for an id without a token, if a text is the concatenated bytes of its tokens, as
+            UTF-8; empty for other decoders.
+        continues: bool [vocabulary], whether the token continues the word before it; None: words are unknown.
+        identity: short text, equal for equal tokenizers regardless of file paths; for the keys of caches.
     """
 
     vocabulary_size: int
@@ -40,52 +39,52 @@ class Tokenizer(Protocol):
     continues: np.ndarray | None = None
 
     def token_id(self, token: str) -> int | None:
-        """Id of a token by its name in the vocabulary; None for one that is not there."""
+        """Id of a token by its name in the vocabulary; None if the vocabulary lacks it."""
         return None
 
     def controls(self) -> Mapping[str, int]:
-        """Special tokens that `encode` makes of their names in the text -> their ids."""
+        """Special tokens that `encode` recognizes by their names in the text -> their ids."""
         return {}
 
     def plain(self) -> "Tokenizer":
-        """This tokenizer with names of special tokens in the text encoded as ordinary text: for text of strangers."""
+        """A tokenizer that encodes names of special tokens in the text as ordinary text, for untrusted text."""
         return self
 
     def encode(self, text: str) -> np.ndarray:
-        """Ids of the text, int32 [tokens], without added ones such as `eod`. Half surrogates become three bytes."""
+        """Ids of the text, int32 [tokens], without added ids such as `eod`. Lone surrogates become three bytes."""
         return self.encode_bytes(text.encode("utf-8", errors="surrogatepass"))
 
     def encode_bytes(self, data: bytes) -> np.ndarray:
-        """Ids of UTF-8 bytes, int32 [tokens]; what becomes of bytes that are not UTF-8 is said by each tokenizer."""
+        """Ids of UTF-8 bytes, int32 [tokens]; each tokenizer documents its treatment of invalid UTF-8."""
         ...
 
     def encode_spans(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """Ids of the text, int32 [tokens], and what characters of it each stands for, int64 [tokens, 2]: first, end.
+        """Ids of the text, int32 [tokens], and the span of characters of each, int64 [tokens, 2]: first, end.
 
-        By default the words between white space are tokenised one by one, and a token has the span of its word.
+        By default, words separated by white space are tokenized one by one, and a token has the span of its word.
         """
-        words = [match.span() for match in re.finditer(r"\s*\S+", text)]
-        ids = [self.encode(text[first:end]) for first, end in words]
-        spans = [(first + len(text[first:end]) - len(text[first:end].lstrip()), end) for first, end in words]
-        counts = [len(each) for each in ids]
+        word_spans = [match.span() for match in re.finditer(r"\s*\S+", text)]
+        ids = [self.encode(text[first:end]) for first, end in word_spans]
+        spans = [(first + len(text[first:end]) - len(text[first:end].lstrip()), end) for first, end in word_spans]
+        counts = [len(word_ids) for word_ids in ids]
         joined = np.concatenate([np.zeros(0, np.int32), *ids])
         return joined, np.repeat(np.array(spans, np.int64).reshape(-1, 2), counts, axis=0)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Text of the ids, U+FFFD for bytes that are not UTF-8. Raises UserError for an id outside the vocabulary."""
+        """Text of the ids, with U+FFFD for invalid UTF-8. Raises UserError for an id outside the vocabulary."""
         ...
 
     def split_point(self, data: bytes) -> int:
-        """Last place p known to be safe to cut at, 0 where none is known.
+        """Last position p at which it is safe to cut; 0 if none is known.
 
-        Safe: the ids of `data` are those of `data[:p]` followed by those of `data[p:]`, whatever comes after `data`.
-        Lets a document of any size be tokenised piece by piece.
+        Safe: the ids of `data` are those of `data[:p]` followed by those of `data[p:]`, whatever follows `data`. This
+        allows documents of any size to be tokenized piece by piece.
         """
         return 0
 
 
 END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>", "[EOS]", "<EOD>", "<eod>")
-"""Names under which vocabularies hold the end of a document, in the order in which they are looked for."""
+"""Usual names of the end-of-document token, in order of preference."""
 USUAL_NAMES: Mapping[str, tuple[str, ...]] = {
     "bos": ("<s>", "<bos>", "[BOS]", "<|begin_of_text|>", "<｜begin▁of▁sentence｜>", "<BOS>"),
     "eos": END_NAMES,
@@ -95,18 +94,18 @@ USUAL_NAMES: Mapping[str, tuple[str, ...]] = {
     "pad": ("<pad>", "[PAD]", "<|pad|>", "<|finetune_right_pad_id|>", "<|endofpad|>", "<PAD>"),
     "image": ("<image>", "<|image|>"),
 }
-"""Names of special tokens by role, likewise."""
+"""Role -> usual names of its special token, in order of preference."""
 
 
 def usual_specials(vocabulary: Mapping[str, int]) -> dict[str, int]:
-    """Ids of the roles of USUAL_NAMES that a vocabulary has, `pad` among them."""
+    """Role -> id for the roles of USUAL_NAMES in a vocabulary, including `pad`."""
     roles = USUAL_NAMES.items()
     ids_by_role = {role: [vocabulary[name] for name in names if name in vocabulary] for role, names in roles}
     return {role: ids[0] for role, ids in ids_by_role.items() if ids}
 
 
 def sentinel_name(number: int) -> str:
-    """Name of a token that stands for a blank."""
+    """Name of a sentinel."""
     return f"<extra_id_{number}>"
 
 
@@ -115,9 +114,9 @@ def sentinels_of(vocabulary: Mapping[str, int]) -> tuple[int, ...]:
     return tuple(vocabulary[name] for name in takewhile(vocabulary.__contains__, map(sentinel_name, count())))
 
 
-def before_last_blank(data: bytes, ends: bytes = b" \n") -> int:
-    """Last place in `data` between a visible ASCII character and a blank, one of `ends`; 0 without one."""
-    last = re.compile(rb"(?s:.*)[!-~](?=[" + ends + rb"])")
+def before_last_blank(data: bytes, blanks: bytes = b" \n") -> int:
+    """Last position in `data` between a visible ASCII character and one of `blanks`; 0 if there is none."""
+    last = re.compile(rb"(?s:.*)[!-~](?=[" + blanks + rb"])")
     for size in (1 << 10, len(data)):
         start = max(0, len(data) - size)
         blank = last.match(data, start)
@@ -126,22 +125,24 @@ def before_last_blank(data: bytes, ends: bytes = b" \n") -> int:
     return 0
 
 
-def read_file(path: str, what: str) -> bytes:
-    """Content of a tokenizer's file. Raises UserError that names the file and `what` it should be."""
+def read_file(path: str, kind: str) -> bytes:
+    """Content of a tokenizer's file. Raises UserError that names the file and its expected `kind`."""
     try:
         return Path(path).read_bytes()
     except OSError as error:
-        text = f"{path}: cannot read this {what}: {error.strerror or error}."
+        text = f"{path}: cannot read this {kind}: {error.strerror or error}."
         raise UserError(f"{text} Set the path in the tokenizer's settings.") from error
 
 
-def end_of_document(vocabulary: Mapping[str, int], named: str | None, path: str) -> int:
-    """Id of the token `named`, or of the first usual one (None). Raises UserError for a vocabulary without it."""
-    names = END_NAMES if named is None else (named,)
+def end_of_document(vocabulary: Mapping[str, int], token_name: str | None, path: str) -> int:
+    """Id of a token, or with None of the first of END_NAMES. Raises UserError if the vocabulary lacks it."""
+    names = END_NAMES if token_name is None else (token_name,)
     token = next((vocabulary[name] for name in names if name in vocabulary), None)
     if token is None:
-        wanted = "none of the usual tokens" if named is None else "no token"
-        raise UserError(f"{path}: {wanted} {', '.join(names)} to end a document. Name one of this vocabulary as `eod`.")
+        missing = "none of the usual tokens" if token_name is None else "no token"
+        raise UserError(
+            f"{path}: {missing} {', '.join(names)} to end a document. Set `eod` to a token of the vocabulary."
+        )
     return token
 
 
@@ -158,19 +159,19 @@ def check_ids(ids: Sequence[int] | np.ndarray, vocabulary_size: int) -> list[int
 
 
 def spans_of_bytes(text: str, sizes: Sequence[int]) -> np.ndarray:
-    """Tokens that are so many bytes of the text (UTF-8) each -> their characters, int64 [tokens, 2]: first, end.
+    """Spans of tokens with the given `sizes` in bytes (UTF-8), in characters, int64 [tokens, 2]: first, end.
 
-    A character of several tokens belongs to each of them.
+    A character that is divided among several tokens belongs to each of them.
     """
-    lengths = [len(each.encode("utf-8", errors="surrogatepass")) for each in text]
+    lengths = [len(letter.encode("utf-8", errors="surrogatepass")) for letter in text]
     starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-    ends = np.cumsum(np.asarray(sizes, np.int64), dtype=np.int64)
-    first = np.searchsorted(starts, ends - np.asarray(sizes, np.int64), side="right") - 1
-    return np.stack([first, np.searchsorted(starts, ends, side="left")], axis=1).reshape(-1, 2)
+    byte_ends = np.cumsum(np.asarray(sizes, np.int64), dtype=np.int64)
+    first = np.searchsorted(starts, byte_ends - np.asarray(sizes, np.int64), side="right") - 1
+    return np.stack([first, np.searchsorted(starts, byte_ends, side="left")], axis=1).reshape(-1, 2)
 
 
 def join_tokens(ids: Sequence[int] | np.ndarray, table: Sequence[bytes | None]) -> bytes:
-    """Bytes of ids by a table [vocabulary] of the bytes of each. Raises UserError for an id the table lacks."""
+    """Concatenated bytes of ids. table: bytes of each id. Raises UserError for an id that the table lacks."""
     pieces = [(number, table[number]) for number in check_ids(ids, len(table))]
     if unknown := [number for number, piece in pieces if piece is None]:
         raise UserError(f"Token id {unknown[0]} is not in the vocabulary, which has gaps.")
@@ -178,11 +179,11 @@ def join_tokens(ids: Sequence[int] | np.ndarray, table: Sequence[bytes | None]) 
 
 
 def with_prefix(tokenizer: Tokenizer, text: str) -> np.ndarray:
-    """Ids of a text after the tokenizer's prefix, int32 [N]; the prefix once where the text begins with it."""
+    """Ids of a text with the tokenizer's prefix, int32 [N], which is not added twice."""
     ids, prefix = tokenizer.encode(text), np.array(tokenizer.prefix, np.int32)
     return ids if np.array_equal(ids[: len(prefix)], prefix) else np.concatenate([prefix, ids])
 
 
 def start_token(tokenizer: Tokenizer) -> int:
-    """What a text without a context is scored after, as in lm-eval: the beginning of a sequence, else `eod`."""
+    """The token before a text without context, as in lm-eval: the beginning of a sequence, else `eod`."""
     return int(next(iter(tokenizer.prefix), tokenizer.specials.get("bos", tokenizer.eod)))

@@ -17,7 +17,7 @@ class BytePairTokenizer(Tokenizer):
     A stretch that is no UTF-8 ends the text before it and becomes a token per byte.
     """
 
-    single: np.ndarray
+    byte_ids: np.ndarray
     """int32 [256]: id of each byte."""
 
     def encode_text(self, text: str) -> np.ndarray:
@@ -31,7 +31,7 @@ class BytePairTokenizer(Tokenizer):
         except UnicodeDecodeError:
             pieces = NOT_UTF8.split(data.decode("utf-8", errors="surrogateescape"))
         ids = [
-            self.single[np.frombuffer(piece.encode("utf-8", errors="surrogateescape"), np.uint8)]
+            self.byte_ids[np.frombuffer(piece.encode("utf-8", errors="surrogateescape"), np.uint8)]
             if place % 2
             else self.encode_text(piece)
             for place, piece in enumerate(pieces)

@@ -1,4 +1,4 @@
-"""Text of conversations, by Jinja2 templates as Hugging Face's tokenizers have them."""
+"""Text of conversations, from Jinja2 templates as in Hugging Face's tokenizers."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, NoReturn
 from megajax.config.errors import UserError
 from megajax.config.missing import require
 
-NAMED = {
+TEMPLATES = {
     "plain": "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}",
     "chatml": "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -30,7 +30,7 @@ NAMED = {
 """Templates by name."""
 
 BEGIN, END = "\ufdd0", "\ufdd1"
-"""Around what {% generation %} marks; Unicode reserves these characters for a program's own use."""
+"""Delimit the text in {% generation %} blocks; Unicode reserves these characters for internal use."""
 
 type Messages = Sequence[Mapping[str, Any]]
 
@@ -40,7 +40,7 @@ class Part(NamedTuple):
 
     text: str
     weight: float
-    """Of its tokens in the loss: 1 for what the assistant wrote, unless its message says another; 0 for the rest."""
+    """Weight of its tokens in the loss: for answers 1 or the weight of the message, 0 for other text."""
 
 
 def weight_of(message: Mapping[str, Any]) -> float:
@@ -49,8 +49,8 @@ def weight_of(message: Mapping[str, Any]) -> float:
 
 
 def _weights_of_marks(messages: Messages, marks: int) -> list[float]:
-    """Of the answers that a template marks. Raises TemplateMisfit where they are not the assistant's messages, one by
-    one, and these have weights."""
+    """Weights of the answers that a template marks. Raises TemplateMisfit if messages of the assistant have weights but
+    do not correspond to the marks."""
     weights = [weight_of(message) for message in messages if message["role"] == "assistant"]
     if len(weights) == marks:
         return weights
@@ -62,21 +62,22 @@ def _weights_of_marks(messages: Messages, marks: int) -> list[float]:
 
 
 class TemplateMisfit(Exception):
-    """A conversation that the template refuses or renders in a way that does not show its answers."""
+    """A conversation that the template rejects, or whose answers cannot be found in the rendered text."""
 
 
 class ChatTemplate:
     """A template of conversations.
 
     Args:
-        source: a template (it has a brace), the path of one or of a tokenizer_config.json, or a name of `NAMED`.
-        setting: where `source` was given, for messages.
+        source: a template (any text with a brace), the path of one or of a tokenizer_config.json, or a name of
+            `TEMPLATES`.
+        setting: the setting of `source`, for messages.
 
     Attributes:
         identity: equal for equal templates, for the keys of caches.
 
     Raises:
-        UserError: no such name or file, or a template with a mistake.
+        UserError: no such name or file, or an invalid template.
     """
 
     def __init__(self, source: str, setting: str = "data.template"):
@@ -90,19 +91,19 @@ class ChatTemplate:
             self._template = _environment().from_string(text, names)
         except TemplateError as error:
             line = getattr(error, "lineno", None)
-            where = f"line {line}: " if line else ""
-            raise UserError(f"{setting}={_shown(source)}: not a Jinja2 template: {where}{error}.") from error
+            location = f"line {line}: " if line else ""
+            raise UserError(f"{setting}={_excerpt(source)}: not a Jinja2 template: {location}{error}.") from error
 
     def render(self, messages: Messages, *, prompt: bool = False, **more: Any) -> str:
-        """The text of messages. prompt: with the header of an answer at its end, if the template has one.
+        """The text of messages. prompt: append the header of an answer, if the template has one.
 
         Raises:
-            TemplateMisfit: the template refuses them.
+            TemplateMisfit: the template rejects the messages.
         """
-        return self._rendered(messages, prompt, more).replace(BEGIN, "").replace(END, "")
+        return self._render_marked(messages, prompt, more).replace(BEGIN, "").replace(END, "")
 
-    def _rendered(self, messages: Messages, prompt: bool, more: Mapping[str, Any]) -> str:
-        """The same with the marks of {% generation %}."""
+    def _render_marked(self, messages: Messages, prompt: bool, more: Mapping[str, Any]) -> str:
+        """As `render`, with BEGIN and END around {% generation %} blocks."""
         from jinja2 import TemplateError
 
         try:
@@ -119,29 +120,29 @@ class ChatTemplate:
             raise TemplateMisfit(f"the chat template refuses this conversation: {error}") from error
 
     def parts(self, messages: Messages, **more: Any) -> list[Part]:
-        """The text of a conversation, in pieces. An answer is what {% generation %} marks; without that tag, what an
-        assistant's message adds to the text of those before it and the header of an answer.
+        """The text of a conversation, in pieces. Answers are the {% generation %} blocks. Without that tag, an answer
+        is the text that a message of the assistant adds after the earlier messages and the header of an answer.
 
         Raises:
-            TemplateMisfit: as `render`; or the text of the first messages is not the beginning of the whole text.
+            TemplateMisfit: as `render`; or the text of the first messages is not a prefix of the whole text.
         """
-        text = self._rendered(messages, False, more)
+        text = self._render_marked(messages, False, more)
         if self._marked:
             if any(mark in str(message["content"]) for message in messages for mark in (BEGIN, END)):
-                raise TemplateMisfit("it has the characters U+FDD0 or U+FDD1, which mark answers within a template")
-            first, *others = [piece.partition(END) for piece in text.split(BEGIN)]
-            marked = zip(others, _weights_of_marks(messages, len(others)), strict=True)
+                raise TemplateMisfit("it contains U+FDD0 or U+FDD1, which mark answers within a template")
+            first, *rest_pieces = [piece.partition(END) for piece in text.split(BEGIN)]
+            marked = zip(rest_pieces, _weights_of_marks(messages, len(rest_pieces)), strict=True)
             pairs = [(Part(answer, weight), Part(rest, 0)) for (answer, _, rest), weight in marked]
             return [Part(first[0], 0), *(part for pair in pairs for part in pair)]
-        parts, done = [], 0
+        parts, end_before = [], 0
         for place, message in enumerate(messages):
             if message["role"] == "assistant":
                 begin = self._answer_begins(text, messages[:place], more)
                 rest = messages[place + 1 :]
                 end = self._length(text, self.render(messages[: place + 1], **more)) if rest else len(text)
-                parts += [Part(text[done:begin], 0), Part(text[begin:end], weight_of(message))]
-                done = end
-        return [*parts, Part(text[done:], 0)]
+                parts += [Part(text[end_before:begin], 0), Part(text[begin:end], weight_of(message))]
+                end_before = end
+        return [*parts, Part(text[end_before:], 0)]
 
     def _answer_begins(self, text: str, before: Messages, more: Mapping[str, Any]) -> int:
         if not before:
@@ -153,7 +154,7 @@ class ChatTemplate:
         if not text.startswith(beginning):
             raise TemplateMisfit(
                 "the chat template renders the first messages of this conversation differently from the whole, so "
-                "the answers cannot be told from the prompts: mark them in the template with {% generation %} … "
+                "answers cannot be separated from prompts: mark them in the template with {% generation %} … "
                 "{% endgeneration %}, or set data.loss=all"
             )
         return len(beginning)
@@ -163,29 +164,30 @@ def _read(source: str, setting: str) -> tuple[str, dict[str, str]]:
     """A template's text, and the special tokens that its file names."""
     if "{" in source:
         return source, {}
-    if source in NAMED:
-        return NAMED[source], {}
+    if source in TEMPLATES:
+        return TEMPLATES[source], {}
     try:
         text = Path(source).read_text(encoding="utf-8")
     except (OSError, UnicodeError) as error:
-        known = f"neither {', '.join(NAMED)}, nor a template with braces, nor a file that can be read"
-        raise UserError(f"{setting}={source!r} is {known} ({error}).") from error
+        choices = f"neither {', '.join(TEMPLATES)}, nor a template with braces, nor a file that can be read"
+        raise UserError(f"{setting}={source!r} is {choices} ({error}).") from error
     if not source.endswith(".json"):
         return text, _named_tokens(Path(source).with_name("tokenizer_config.json"))
     try:
         settings = json.loads(text)
         template = settings["chat_template"]
-        named = template if isinstance(template, str) else {one["name"]: one["template"] for one in template}["default"]
+        if not isinstance(template, str):
+            template = {entry["name"]: entry["template"] for entry in template}["default"]
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"{source}: no chat template: expected the key chat_template of a tokenizer_config.json; newer models have "
             "it in a file chat_template.jinja."
         ) from error
-    return named, _names(settings)
+    return template, _names(settings)
 
 
 def _named_tokens(path: Path) -> dict[str, str]:
-    """Special tokens that the tokenizer_config.json beside a template names; none without such a file."""
+    """Special tokens in the tokenizer_config.json beside a template, if there is such a file."""
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -199,18 +201,18 @@ def _names(settings: Mapping[str, Any]) -> dict[str, str]:
     return {name: token for name, token in content.items() if isinstance(token, str)}
 
 
-def _shown(source: str) -> str:
+def _excerpt(source: str) -> str:
     return repr(source if len(source) <= 60 else f"{source[:60]}…")
 
 
 def _environment() -> Any:
-    """Jinja2 with what Hugging Face's templates use; in a sandbox, for templates come with other people's models."""
+    """Jinja2 with the extensions of Hugging Face's templates, in a sandbox since templates are third-party code."""
     from jinja2 import TemplateError, nodes
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """{% generation %} … {% endgeneration %} around what the assistant writes."""
+        """{% generation %} … {% endgeneration %} around the text of the assistant."""
 
         tags = {"generation"}  # noqa: RUF012 as the base class has it
 
@@ -228,9 +230,9 @@ def _environment() -> Any:
     def to_json(value: Any, indent: int | None = None, **more: Any) -> str:
         return json.dumps(value, ensure_ascii=False, indent=indent, **more)
 
-    made: Any = ImmutableSandboxedEnvironment(
+    environment: Any = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
     )
-    made.filters["tojson"] = to_json
-    made.globals.update(raise_exception=refuse, strftime_now=lambda form: datetime.now().strftime(form))
-    return made
+    environment.filters["tojson"] = to_json
+    environment.globals.update(raise_exception=refuse, strftime_now=lambda form: datetime.now().strftime(form))
+    return environment

@@ -83,7 +83,7 @@ class SentencePieceTokenizerConfig(Builds):
     """Begin every encoded text with the model's beginning of a sentence."""
 
     def problems(self) -> list[Problem]:
-        return _added_problems(self.special_tokens) + _count_problems("extra_ids", self.extra_ids)
+        return _special_token_problems(self.special_tokens) + _count_problems("extra_ids", self.extra_ids)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,10 +108,10 @@ class TiktokenTokenizerConfig(Builds):
     """Encode special tokens that appear in the text as those tokens, as Megatron-LM does."""
 
     def problems(self) -> list[Problem]:
-        problems = _added_problems(self.special_tokens)
+        problems = _special_token_problems(self.special_tokens)
         if self.special_ids < len(self.special_tokens):
-            what = f"is {self.special_ids}, below the {len(self.special_tokens)} special_tokens"
-            problems.append(Problem("special_ids", what, "raise it"))
+            problem = f"is {self.special_ids}, below the {len(self.special_tokens)} special_tokens"
+            problems.append(Problem("special_ids", problem, "raise it"))
         if self.vocabulary_size is not None and self.vocabulary_size < self.special_ids + 256:
             least = f"{self.special_ids} special ids and 256 bytes"
             problems.append(Problem("vocabulary_size", f"is {self.vocabulary_size}, too small for {least}"))
@@ -135,15 +135,15 @@ class WordPieceTokenizerConfig(Builds):
         return _count_problems("extra_ids", self.extra_ids)
 
 
-def _count_problems(where: str, number: int) -> list[Problem]:
-    return [] if number >= 0 else [Problem(where, f"is {number}", "give 0 or more")]
+def _count_problems(setting: str, number: int) -> list[Problem]:
+    return [] if number >= 0 else [Problem(setting, f"is {number}", "give 0 or more")]
 
 
-def _added_problems(tokens: tuple[str, ...]) -> list[Problem]:
+def _special_token_problems(tokens: tuple[str, ...]) -> list[Problem]:
     """Special tokens that are empty, have a blank in them, or are given twice."""
     problems = []
-    if wrong := [token for token in tokens if not token or len(token.split()) != 1 or token != token.strip()]:
-        problems.append(Problem("special_tokens", f"{wrong[0]!r} is empty or has a blank in it"))
+    if invalid := [token for token in tokens if not token or len(token.split()) != 1 or token != token.strip()]:
+        problems.append(Problem("special_tokens", f"{invalid[0]!r} is empty or has a blank in it"))
     if twice := [token for token in tokens if tokens.count(token) > 1]:
         problems.append(Problem("special_tokens", f"{twice[0]!r} is given twice"))
     return problems
@@ -178,7 +178,7 @@ class MultimodalTokenizerConfig(Builds):
         return hash((self.base, self.image, tuple(sorted(self.added.items()))))
 
     def problems(self) -> list[Problem]:
-        return _added_problems((self.image, *self.added.values()))
+        return _special_token_problems((self.image, *self.added.values()))
 
 
 TokenizerConfig = TextTokenizerConfig | MultimodalTokenizerConfig

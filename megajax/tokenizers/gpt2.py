@@ -18,13 +18,13 @@ from megajax.tokenizers.byte_pair import BytePairTokenizer
 from megajax.tokenizers.config import GPT2TokenizerConfig
 
 PRETOKEN = r"'(?:s|t|re|ve|m|ll|d)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
-"""Contractions, then letters, digits or other signs with at most one space before them, then what blanks are left: all
-of a run of blanks but its last one when something follows. Possessive where going back can't help, which is faster."""
+"""Contractions; then letters, digits or other signs with at most one space before them; then the remaining blanks: a
+run of blanks without its last one if something follows. Possessive where backtracking can't help, which is faster."""
 
 RUN = 1 << 15
-"""Runs of blanks below twice this many characters pass through the pattern's engine; above, its stack may overflow."""
+"""With runs of blanks of twice this many characters or more, the stack of the pattern's engine may overflow."""
 BLANKS = re.compile("[\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]{1000,}")
-"""A long run of what the pattern's `\\s` (Unicode White_Space) matches; narrower than Python's own `\\s`."""
+"""A long run of characters that the pattern's `\\s` (Unicode White_Space) matches; narrower than Python's `\\s`."""
 
 
 def printable_bytes() -> dict[str, int]:
@@ -40,19 +40,19 @@ def printable_bytes() -> dict[str, int]:
 class GPT2Tokenizer(BytePairTokenizer):
     """Ids equal to those of Hugging Face's byte-level BPE with the same files, at several times its speed.
 
-    Any bytes survive a round trip: a stretch that is no UTF-8 ends the pretoken before it and becomes a token per byte.
-    Special tokens written out in the text are plain text, so that no document can end itself.
+    Any bytes survive a round trip: invalid UTF-8 ends the pretoken before it and becomes a token per byte. Special
+    tokens that appear in the text are plain text, so no document can end itself.
 
     Raises:
-        UserError: a file that is missing or not what it should be, a vocabulary without one of the 256 bytes or
-            without `eod`, or the extra `tokenizers` not installed.
+        UserError: a missing or malformed file, a vocabulary without one of the 256 bytes or without `eod`, or the extra
+            `tokenizers` not installed.
     """
 
     def __init__(self, config: GPT2TokenizerConfig):
         tiktoken = require("tiktoken", "The GPT-2 tokenizer")
         files = read_file(config.vocabulary, "GPT-2 vocabulary"), read_file(config.merges, "list of GPT-2 merges")
         vocabulary = _read_vocabulary(config.vocabulary, files[0])
-        tokens = _ranked(config, vocabulary, files[1])
+        tokens = _ranked_tokens(config, vocabulary, files[1])
         if config.eod not in vocabulary:
             raise UserError(f"{config.vocabulary}: no token {config.eod!r}; set `eod` to the one that ends a document.")
         self.eod = vocabulary[config.eod]
@@ -67,23 +67,23 @@ class GPT2Tokenizer(BytePairTokenizer):
         for piece, number in [*((token.encode("utf-8"), number) for token, number in vocabulary.items()), *tokens]:
             table[number] = piece
         self.table = table
-        self.single = np.zeros(256, np.int32)
+        self.byte_ids = np.zeros(256, np.int32)
         for piece, number in tokens[:256]:
-            self.single[piece[0]] = number
+            self.byte_ids[piece[0]] = number
         ranks = {piece: rank for rank, (piece, _) in enumerate(tokens)}
         self._engine = tiktoken.Encoding(
             self.identity, pat_str=PRETOKEN, mergeable_ranks=ranks, special_tokens={}, explicit_n_vocab=len(ranks)
         )
 
     def encode_text(self, text: str) -> np.ndarray:
-        pieces = [self._engine.encode_to_numpy(piece, disallowed_special=()) for piece in _without_long_blanks(text)]
+        pieces = [self._engine.encode_to_numpy(piece, disallowed_special=()) for piece in _split_long_blanks(text)]
         return self._ids[np.concatenate(pieces) if len(pieces) > 1 else pieces[0]]
 
     def token_id(self, token: str) -> int | None:
         return self._vocabulary.get(token)
 
     def split_point(self, data: bytes) -> int:
-        """No pretoken has a blank after something else, so any change to a blank is a border."""
+        """No pretoken has a blank after another character, so each change to a blank is a border."""
         return before_last_blank(data)
 
 
@@ -97,18 +97,18 @@ def _read_vocabulary(path: str, data: bytes) -> dict[str, int]:
     tokens: dict[int, str] = {}
     for token, number in vocabulary.items():
         if tokens.setdefault(number, token) != token or number < 0:
-            what = f"is below 0, that of {token!r}" if number < 0 else f"is that of {tokens[number]!r} and of {token!r}"
-            raise UserError(f"{path}: the id {number} {what}. Give each token an id of its own, from 0 up.")
+            problem = f"{token!r} is negative" if number < 0 else f"{tokens[number]!r} is also that of {token!r}"
+            raise UserError(f"{path}: the id {number} of {problem}. Give each token its own id, from 0 up.")
     return vocabulary
 
 
-def _ranked(config: GPT2TokenizerConfig, vocabulary: dict[str, int], merges: bytes) -> list[tuple[bytes, int]]:
-    """Bytes and id of every token of the encoding in order of rank: the 256 bytes, then what the merges make."""
+def _ranked_tokens(config: GPT2TokenizerConfig, vocabulary: dict[str, int], merges: bytes) -> list[tuple[bytes, int]]:
+    """Bytes and id of every token of the encoding in order of rank: the 256 bytes, then the results of the merges."""
     byte_of = printable_bytes()
     for character, value in byte_of.items():
         if character not in vocabulary:
-            what = f"no token {character!r} for byte 0x{value:02x}; a byte-level vocabulary has all 256."
-            raise UserError(f"{config.vocabulary}: {what}")
+            problem = f"no token {character!r} for byte 0x{value:02x}; a byte-level vocabulary has all 256."
+            raise UserError(f"{config.vocabulary}: {problem}")
     ranked = {
         bytes((byte_of[character],)): vocabulary[character] for character in sorted(byte_of, key=vocabulary.__getitem__)
     }
@@ -122,16 +122,16 @@ def _ranked(config: GPT2TokenizerConfig, vocabulary: dict[str, int], merges: byt
         pair = line.rstrip("\r").split(" ")
         token = "".join(pair)
         if len(pair) != 2 or token not in vocabulary or not byte_of.keys() >= set(token):
-            wanted = f"two tokens that make one of {config.vocabulary}"
-            raise UserError(f"{config.merges}, line {number}: {line[:60]!r} is not {wanted}. Are these files a pair?")
+            expected = f"two tokens that form a token of {config.vocabulary}"
+            raise UserError(f"{config.merges}, line {number}: {line[:60]!r} is not {expected}. Are these files a pair?")
         ranked.setdefault(bytes(byte_of[character] for character in token), vocabulary[token])
     return list(ranked.items())
 
 
-def _without_long_blanks(text: str) -> Iterator[str]:
-    """Pieces of the text that tokenise as the whole does, a very long run of blanks standing alone.
+def _split_long_blanks(text: str) -> Iterator[str]:
+    """Pieces of the text, with each very long run of blanks as a separate piece; they tokenize as the whole text does.
 
-    By the pattern such a run is one pretoken, but for its last blank if something follows, which goes to that.
+    In the pattern, such a run is one pretoken without its last blank, which belongs to the following text, if any.
     """
     start = 0
     if any(text[place : place + RUN].isspace() for place in range(0, len(text) - RUN, RUN)):

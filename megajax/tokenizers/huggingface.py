@@ -139,6 +139,6 @@ def byte_level_table(vocabulary: Mapping[str, int], size: int) -> list[bytes | N
     """Bytes of each id below `size`, where a token's characters stand for bytes; of others their own UTF-8."""
     byte_of, table = printable_bytes(), list[bytes | None]([None] * size)
     for token, number in vocabulary.items():
-        own = byte_of.keys() >= set(token)
-        table[number] = bytes(byte_of[character] for character in token) if own else token.encode()
+        is_byte_level = byte_of.keys() >= set(token)
+        table[number] = bytes(byte_of[character] for character in token) if is_byte_level else token.encode()
     return table

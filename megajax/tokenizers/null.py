@@ -26,14 +26,14 @@ class NullTokenizer(Tokenizer):
         self.identity = f"null:{config.vocabulary_size}"
 
     def encode_bytes(self, data: bytes) -> np.ndarray:
-        """Ids, int32 [tokens]. Raises UserError for a word that is no id of the vocabulary."""
-        words = data.split()
-        for word in words:
+        """Ids, int32 [tokens]. Raises UserError for a word that is not an id of the vocabulary."""
+        numbers = []
+        for word in data.split():
             if not word.isdigit():
-                shown = word[:40].decode("utf-8", errors="replace")
-                what = f"The null tokenizer reads numbers with blanks between them, got {shown!r}."
-                raise UserError(f"{what} Choose another tokenizer for text.")
-        numbers = [min(int(word), 2**62) for word in words]  # what int64 cannot hold is outside the vocabulary too
+                excerpt = word[:40].decode("utf-8", errors="replace")
+                message = f"The null tokenizer reads numbers with blanks between them, got {excerpt!r}."
+                raise UserError(f"{message} Choose another tokenizer for text.")
+            numbers.append(min(int(word), 2**62))  # numbers that overflow int64 are outside the vocabulary, too
         return np.array(check_ids(numbers, self.vocabulary_size), np.int32)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:

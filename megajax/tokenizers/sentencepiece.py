@@ -49,8 +49,8 @@ class SentencePieceTokenizer(Tokenizer):
         self._names = {self._ids[token]: token for token in added}
         self._cuts = re.compile(b"(" + b"|".join(map(re.escape, self._added)) + b")") if added else None
         self.vocabulary_size = size
-        known = {"bos": self._engine.bos_id(), "eos": self._engine.eos_id(), "pad": self._engine.pad_id()}
-        self.specials = usual_specials(self._ids) | {role: number for role, number in known.items() if number >= 0}
+        model_ids = {"bos": self._engine.bos_id(), "eos": self._engine.eos_id(), "pad": self._engine.pad_id()}
+        self.specials = usual_specials(self._ids) | {role: number for role, number in model_ids.items() if number >= 0}
         self.pad = self.specials.pop("pad", None)
         end = self.specials.get("eos") if config.eod is None else None
         self.eod = end_of_document(self._ids, config.eod, config.path) if end is None else end
@@ -77,8 +77,8 @@ class SentencePieceTokenizer(Tokenizer):
         for place in range(0, len(parts), 2):
             part = self._engine.encode(parts[place])
             # Megatron-LM drops it there, not before the last part.
-            alone = place > 0 and part[:1] == [self._engine.piece_to_id(SPACE)]
-            ids += [*part[alone:], self._added[parts[place + 1]]]
+            is_lone_space = place > 0 and part[:1] == [self._engine.piece_to_id(SPACE)]
+            ids += [*part[is_lone_space:], self._added[parts[place + 1]]]
         return np.array(ids + self._engine.encode(rest), np.int32)
 
     def encode_spans(self, text: str) -> tuple[np.ndarray, np.ndarray]:

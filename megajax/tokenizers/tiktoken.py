@@ -46,8 +46,8 @@ class TiktokenTokenizer(BytePairTokenizer):
         tokens = _read_tokens(config.path, data)
         if config.vocabulary_size is not None and config.vocabulary_size - first > len(tokens):
             has = f"{len(tokens)} tokens and {first} special ids make {len(tokens) + first}"
-            what = f"{has}, tokenizer.vocabulary_size is {config.vocabulary_size}"
-            raise UserError(f"{config.path}: {what}. Lower it, or leave it out.")
+            message = f"{has}, tokenizer.vocabulary_size is {config.vocabulary_size}"
+            raise UserError(f"{config.path}: {message}. Lower it, or leave it out.")
         tokens = tokens[: None if config.vocabulary_size is None else config.vocabulary_size - first]
         names = [*config.special_tokens, *(f"<SPECIAL_{n}>" for n in range(len(config.special_tokens), first))]
         self._special = {name: number for number, name in enumerate(names)}
@@ -58,7 +58,7 @@ class TiktokenTokenizer(BytePairTokenizer):
         self.sentinels = sentinels_of(self._special)
         ranks = {token: rank for rank, token in enumerate(tokens, start=first)}
         self.table = [*(name.encode() for name in names), *tokens]
-        self.single = np.array([ranks[bytes((value,))] for value in range(256)], np.int32)
+        self.byte_ids = np.array([ranks[bytes((value,))] for value in range(256)], np.int32)
         self._split = config.pattern in PATTERNS
         settings = (config.pattern, names, len(tokens), self.eod, config.special_tokens_in_text)
         digests = hashlib.sha256(data).hexdigest(), hashlib.sha256(repr(settings).encode()).hexdigest()
@@ -97,7 +97,7 @@ class TiktokenTokenizer(BytePairTokenizer):
 
     def split_point(self, data: bytes) -> int:
         """Before a blank that is no line end: line ends belong to signs before them. None is known for own patterns."""
-        return before_last_blank(data, ends=b" ") if self._split else 0
+        return before_last_blank(data, blanks=b" ") if self._split else 0
 
 
 def _read_tokens(path: str, data: bytes) -> list[bytes]:
@@ -108,10 +108,10 @@ def _read_tokens(path: str, data: bytes) -> list[bytes]:
     """
     try:
         if data.lstrip().startswith(b"["):
-            written = [(entry["token_bytes"], entry["rank"]) for entry in json.loads(data)]
+            raw_entries = [(entry["token_bytes"], entry["rank"]) for entry in json.loads(data)]
         else:
-            written = [line.split() for line in data.splitlines() if line.strip()]
-        entries = [(base64.b64decode(token, validate=True), int(rank)) for token, rank in written]
+            raw_entries = [line.split() for line in data.splitlines() if line.strip()]
+        entries = [(base64.b64decode(token, validate=True), int(rank)) for token, rank in raw_entries]
     except (ValueError, KeyError, TypeError) as error:
         kinds = "a JSON list of rank and token_bytes, or lines with a token in base64 and its rank"
         raise UserError(f"{path}: not a file of ranks, which is {kinds}: {type(error).__name__}: {error}.") from error

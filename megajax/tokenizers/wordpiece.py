@@ -95,15 +95,15 @@ def train_vocabulary(texts: Callable[[], Iterable[str]], *, size: int, lower: bo
     engine = tokenizers.Tokenizer(tokenizers.models.WordPiece(unk_token="[UNK]"))
     engine.normalizer = tokenizers.normalizers.BertNormalizer(lowercase=lower)
     engine.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
-    words = Counter(word for text in texts() for word in engine.normalizer.normalize_str(text).split())
+    word_counts = Counter(word for text in texts() for word in engine.normalizer.normalize_str(text).split())
     letters: Counter[str] = Counter()
-    for word, count in words.items():
+    for word, count in word_counts.items():
         for piece, _ in engine.pre_tokenizer.pre_tokenize_str(word):
             for place, letter in enumerate(piece):
                 letters[CONTINUATION + letter if place else letter] += count
-    kept = sorted(letters, key=lambda letter: (-letters[letter], letter))[:MOST_CHARACTERS]
+    frequent = sorted(letters, key=lambda letter: (-letters[letter], letter))[:MOST_CHARACTERS]
     # A letter inside of words needs the same at their start: the trainer drops it otherwise.
-    alphabet = sorted({letter.removeprefix(CONTINUATION) for letter in kept} | set(kept))
+    alphabet = sorted({letter.removeprefix(CONTINUATION) for letter in frequent} | set(frequent))
     tokens = [*NEEDED, *alphabet]
     if not alphabet:
         raise UserError("the text for a vocabulary has no word in it")

@@ -80,7 +80,7 @@ def test_lines_with_nothing_to_learn_are_left_out(tmp_path: Path) -> None:
     nothing, late = chat("a", "b"), chat("q" * 40, "b")
     nothing["messages"][1]["weight"] = 0
     path = write(tmp_path / "c", [chat("a", "b"), nothing])
-    with pytest.raises(UserError, match=r"c, line 2: nothing to learn: no token of an answer has a weight above 0\. M"):
+    with pytest.raises(UserError, match=r"c, line 2: nothing to learn: no token of an answer has a weight above 0\. F"):
         splits(path)
     rows = splits(path, on_error="skip", packing="lines").train
     assert rows.skipped == {"nothing to learn": 1} and len(rows) == 1

@@ -199,7 +199,7 @@ def test_completions_are_limited_by_what_the_engine_takes() -> None:
 
 
 def test_ends_of_answers_by_the_template() -> None:
-    ends = {name: Conversation(ChatTemplate(name), BYTES).ends() for name in ("plain", "chatml", "identity")}
+    ends = {name: Conversation(ChatTemplate(name), BYTES).stop_texts() for name in ("plain", "chatml", "identity")}
     assert ends == {"plain": ("\nuser: ",), "chatml": ("<|im_end|>", "<|im_end|>\n<|im_start|>user\n"), "identity": ()}
 
 

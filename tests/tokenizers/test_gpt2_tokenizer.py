@@ -117,8 +117,8 @@ def test_bad_files(small_bpe, tmp_path):
     assert "maps each token to its id" in message(written("list.json", "[1]"))
     vocabulary = json.loads(Path(small_bpe[0]).read_text())
     other = next(token for token, number in vocabulary.items() if number == 7)
-    assert f"the id 7 is that of {other!r} and of 'a'" in message(written("s.json", json.dumps(vocabulary | {"a": 7})))
-    assert "the id -1 is below 0, that of 'a'" in message(written("low.json", json.dumps(vocabulary | {"a": -1})))
+    assert f"the id 7 of {other!r} is also that of 'a'" in message(written("s.json", json.dumps(vocabulary | {"a": 7})))
+    assert "the id -1 of 'a' is negative" in message(written("low.json", json.dumps(vocabulary | {"a": -1})))
     assert "a is given twice" in message(written("twice.json", '{"a": 1, "a": 2}'))
     del vocabulary["Ġ"]
     assert "no token 'Ġ' for byte 0x20" in message(written("hole.json", json.dumps(vocabulary)))

@@ -110,7 +110,7 @@ def test_added_tokens(paths, name):
 
 
 def test_end_of_a_document(paths):
-    with pytest.raises(UserError, match=r"without ends\.model: none of the usual tokens .* Name one .* as `eod`"):
+    with pytest.raises(UserError, match=r"without ends\.model: none of the usual tokens .* Set `eod`"):
         SentencePieceTokenizerConfig(path=paths["without ends"]).build()
     assert SentencePieceTokenizerConfig(path=paths["without ends"], eod="▁the").build().eod > 0
     with pytest.raises(UserError, match="no token <gone> to end a document"):
