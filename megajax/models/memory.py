@@ -9,7 +9,8 @@ do not enter the activations, biases and learned positions are not parameters.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megajax.layers.facts import BlockFacts, Norm, Share, Weight, total_size
+from megajax.layers.config import AnyBlockConfig
+from megajax.layers.facts import BlockFacts, Norm, Share, total_size
 from megajax.layers.remat import Recompute, Recomputing
 from megajax.mesh.config import ParallelConfig
 from megajax.models.facts import Facts, SectionFacts
@@ -100,7 +101,7 @@ class MemoryReport:
     """In token tables, of padded size."""
     most_loaded: float
     """Parameters of the most loaded device."""
-    others: float
+    middle_stage: float
     """Parameters of a device in the middle of the pipeline."""
 
     @property
@@ -110,39 +111,40 @@ class MemoryReport:
 
 def memory_report(model: Facts, setting: MemorySetting) -> MemoryReport | None:
     """None for a model that the report does not know: of several sections, without a vocabulary, or a hybrid."""
-    (cfg, *others), head = model.section_facts(), model.head_facts()
-    if others or ids_below(model) is None or not isinstance(cfg.norm, Norm):
+    (cfg, *more), head = model.section_facts(), model.head_facts()
+    if more or ids_below(model) is None or not isinstance(cfg.norm, Norm):
         return None
     if any(len(block.sub_layers) != 2 for block in cfg.stack.pattern):
         return None
-    hidden, table, tied = cfg.hidden, cfg.hidden * head.columns, not _vocabulary(head.tables)
-    cut = sum(block.megatron_matrices(hidden) for block in cfg.stack.pattern) * cfg.stack.repeats / setting.pipeline
-    held = sum(block.megatron_whole(hidden) for block in cfg.stack.pattern) * cfg.stack.repeats
-    held += total_size(cfg.norm.weights(hidden))
-    further = sum(block.megatron_matrices(hidden) for block in head.ahead)
-    further_held = sum(block.megatron_whole(hidden) for block in head.ahead)
-    experts = sum(block.megatron_experts(hidden) for block in cfg.stack.pattern) * cfg.stack.repeats
-    further_experts = sum(block.megatron_experts(hidden) for block in head.ahead)
-    over = setting.experts or setting.tensor
-    own = experts / (setting.pipeline * over)
-    tables = table if tied else 2 * table
-    most = (cut + further + table) / setting.tensor + held / setting.pipeline + further_held
-    if not tied and setting.pipeline == 1:
+    hidden, table, pipeline = cfg.hidden, cfg.hidden * head.columns, setting.pipeline
+    tied = not any("vocab" in weight.axes for weight in head.tables)
+    sharded, replicated, experts = (count * cfg.stack.repeats for count in _parameters(cfg.stack.pattern, hidden))
+    replicated += total_size(cfg.norm.weights(hidden))
+    ahead_sharded, ahead_replicated, ahead_experts = _parameters(head.ahead, hidden)
+    expert_devices = setting.experts or setting.tensor
+    stage_experts = experts / (pipeline * expert_devices)
+    most = (sharded / pipeline + ahead_sharded + table) / setting.tensor + replicated / pipeline + ahead_replicated
+    if not tied and pipeline == 1:
         most += table / setting.tensor
-    own_and_further = own + further_experts / over
+    most_experts = stage_experts + ahead_experts / expert_devices
     return MemoryReport(
         weights=most * setting.parameter_bytes(setting.data)
-        + own_and_further * setting.parameter_bytes(setting.data * setting.tensor / over),
+        + most_experts * setting.parameter_bytes(setting.data * setting.tensor / expert_devices),
         activations=activation_bytes(cfg, head.columns, setting),
-        layer_parameters=round(cut * setting.pipeline + further) + held + further_held + experts + further_experts,
-        embedding_parameters=tables,
-        most_loaded=most + own_and_further,
-        others=cut / setting.tensor + held / setting.pipeline + own,
+        layer_parameters=sharded + ahead_sharded + replicated + ahead_replicated + experts + ahead_experts,
+        embedding_parameters=table if tied else 2 * table,
+        most_loaded=most + most_experts,
+        middle_stage=sharded / pipeline / setting.tensor + replicated / pipeline + stage_experts,
     )
 
 
-def _vocabulary(tables: Sequence[Weight]) -> list[Weight]:
-    return [table for table in tables if "vocab" in table.axes]
+def _parameters(blocks: Sequence[AnyBlockConfig], hidden: int) -> tuple[int, int, int]:
+    """Parameters of blocks: those that `tensor` shards, those on all its devices, and those of experts."""
+    return (
+        sum(block.megatron_matrices(hidden) for block in blocks),
+        sum(block.megatron_replicated(hidden) for block in blocks),
+        sum(block.megatron_experts(hidden) for block in blocks),
+    )
 
 
 def activation_bytes(cfg: SectionFacts, vocabulary: int, setting: MemorySetting) -> float:

@@ -147,7 +147,7 @@ class ResidualBlock(Builds):
             return part.megatron_ffn()
         return self.tensors(hidden).get("activation", NO_ELEMENTS).total
 
-    def megatron_whole(self, hidden: int) -> int:
+    def megatron_replicated(self, hidden: int) -> int:
         """Parameters that it has on all devices: norms and routers."""
         norms = len(self.layers()) * total_size(self.norm_weights(hidden))
         return norms + sum(part.megatron_router(hidden) for part in self.with_experts())
