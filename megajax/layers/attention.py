@@ -12,8 +12,7 @@ from megajax.layers.config import AttentionConfig
 from megajax.layers.context import Context
 from megajax.layers.core_attention import CoreAttention
 from megajax.layers.decoding import Cache, attend_to_cache, attend_to_memory, write_memory
-from megajax.layers.param import ZEROS, LayerSettings, Normal, matrix, param
-from megajax.mesh.copies import copy_heads
+from megajax.layers.param import ZEROS, LayerSettings, Normal, matrix, param, with_head_copies
 
 
 class Attention(nnx.Module):
@@ -46,19 +45,19 @@ class Attention(nnx.Module):
         self.core = CoreAttention(cfg, settings, scale=settings.score_scale(size) if cfg.scale is None else cfg.scale)
 
     def __call__(self, x: Array, ctx: Context) -> Array:
-        q, k, v = self.positioned(x, ctx)
+        q, k, v = self.project_rotated(x, ctx)
         q, k, v = checkpoint_name(q, "query"), checkpoint_name(k, "key"), checkpoint_name(v, "value")
-        return self.combined(self.core(q, k, v, ctx), x)
+        return self.project_output(self.core(q, k, v, ctx), x)
 
     def step(self, x: Array, cache: Cache, ctx: Context) -> tuple[Array, Cache]:
         """The tokens of a decoding step, [T, 1, D] -> [T, 1, D]; cache: "key" and "value" of all rows."""
-        q, k, v = self.positioned(x, ctx)
+        q, k, v = self.project_rotated(x, ctx)
         new, axis = {"key": k, "value": v}, "kv_heads"
         mixed, cache = attend_to_cache(self.core, q, new, cache, ctx, axis, v.shape[-1])
-        return self.combined(mixed, x), cache
+        return self.project_output(mixed, x), cache
 
-    def positioned(self, x: Array, ctx: Context) -> tuple[Array, Array, Array]:
-        """`project`, with queries and keys normalised and rotated."""
+    def project_rotated(self, x: Array, ctx: Context) -> tuple[Array, Array, Array]:
+        """As `project`, with queries and keys normalised and rotated."""
         q, k, v = self.project(x)
         q, k = self.normalised(q, k)
         if self.rope is not None:
@@ -67,22 +66,22 @@ class Attention(nnx.Module):
 
     def normalised(self, q: Array, k: Array) -> tuple[Array, Array]:
         """Queries [B, S, N, H] and keys [B, T, K, H] after `qk_norm`."""
-        return self.normed("query_norm", q), self.normed("key_norm", k)
+        return self.head_norm("query_norm", q), self.head_norm("key_norm", k)
 
-    def normed(self, name: str, x: Array) -> Array:
+    def head_norm(self, name: str, x: Array) -> Array:
         """Queries or keys [B, S, N, H] after `qk_norm`. name: of the norm."""
         if self.cfg.qk_norm is None:
             return x
         norm = getattr(self, name)
         return norm(x) if self.cfg.qk_norm_over == "head" else norm(x.reshape(*x.shape[:2], -1)).reshape(x.shape)
 
-    def combined(self, mixed: Array, x: Array) -> Array:
+    def project_output(self, mixed: Array, x: Array) -> Array:
         """The kernel's output [B, S, N, H] and the layer's input -> the layer's output [B, S, D].
 
         The kernel has named its output "attention", beside what else its backward pass needs.
         """
         if self.cfg.gate:
-            mixed = mixed * jax.nn.sigmoid(self.gated(x).astype("float32")).astype(mixed.dtype)
+            mixed = mixed * jax.nn.sigmoid(self.gate_logits(x).astype("float32")).astype(mixed.dtype)
         y = self.layout.dot("bsnh,nhd->bsd", mixed, self.output, "batch", "seq_residual", "embed")
         return self.layout.add_bias(y, self.output_bias[...]) if self.cfg.bias else y
 
@@ -93,7 +92,7 @@ class Attention(nnx.Module):
     def queries(self, x: Array) -> Array:
         """[B, S, D] -> [B, S, N, H]."""
         q = self.layout.dot("bsd,dnh->bsnh", x, self.query, "batch", "seq", "heads", "head_dim")
-        return _added(q, self.query_bias[...]) if self.cfg.has_qkv_bias() else q
+        return _add_head_bias(q, self.query_bias[...]) if self.cfg.has_qkv_bias() else q
 
     def keys_and_values(self, x: Array) -> tuple[Array, Array]:
         """[B, T, D] -> [B, T, K, H] each; with copies of heads, K counts them."""
@@ -101,13 +100,10 @@ class Attention(nnx.Module):
         k, v = dot("bsd,dkh->bskh", x, self.key, *keyed), dot("bsd,dkh->bskh", x, self.value, *keyed)
         if not self.cfg.has_qkv_bias():
             return k, v
-        return _added(k, self.own(self.key_bias)), _added(v, self.own(self.value_bias))
+        key_bias, value_bias = (with_head_copies(self.layout, bias) for bias in (self.key_bias, self.value_bias))
+        return _add_head_bias(k, key_bias), _add_head_bias(v, value_bias)
 
-    def own(self, w: nnx.Param) -> Array:
-        """A bias of key-value heads, with the copies that more devices than heads need; see also `Matrix`."""
-        return copy_heads(self.layout, w[...], w.axes[-w.ndim :])
-
-    def gated(self, x: Array) -> Array:
+    def gate_logits(self, x: Array) -> Array:
         """[B, S, D] -> [B, S, N, H], before the sigmoid."""
         gate = self.layout.dot("bsd,dnh->bsnh", x, self.gate, "batch", "seq", "heads", "head_dim")
         gate = gate + self.gate_bias[...][None, None] if self.cfg.has_qkv_bias() else gate
@@ -118,14 +114,14 @@ class CrossAttention(Attention):
     """Queries of x, keys and values of `ctx.memory` [B, T, D]: [B, S, D] -> [B, S, D]."""
 
     def __call__(self, x: Array, ctx: Context) -> Array:
-        q, (k, v) = self.normed("query_norm", self.queries(x)), self.keys_and_values_of(ctx)
+        q, (k, v) = self.head_norm("query_norm", self.queries(x)), self.keys_and_values_of(ctx)
         q, k, v = checkpoint_name(q, "query"), checkpoint_name(k, "key"), checkpoint_name(v, "value")
-        return self.combined(self.core(q, k, v, ctx, self.layout.row_index(k.shape[1]), ctx.memory_segments), x)
+        return self.project_output(self.core(q, k, v, ctx, self.layout.row_index(k.shape[1]), ctx.memory_segments), x)
 
     def step(self, x: Array, cache: Cache, ctx: Context) -> tuple[Array, Cache]:
         """The tokens of a decoding step, [T, 1, D] -> [T, 1, D]; cache: see `CrossAttentionConfig.cache_leaves`."""
-        q = self.normed("query_norm", self.queries(x))
-        return self.combined(attend_to_memory(self.core, q, cache, ctx), x), cache
+        q = self.head_norm("query_norm", self.queries(x))
+        return self.project_output(attend_to_memory(self.core, q, cache, ctx), x), cache
 
     def remember(self, cache: Cache, ctx: Context) -> Cache:
         """The cache with keys and values of `ctx.memory`, [R, L, D] of the rows of the step."""
@@ -134,16 +130,16 @@ class CrossAttention(Attention):
 
     def keys_and_values_of(self, ctx: Context) -> tuple[Array, Array]:
         """Of `ctx.memory`, [B, T, K, H] each."""
-        k, v = self.keys_and_values(self.layout.act(self.read(ctx), "batch", "seq", "embed"))
-        return self.normed("key_norm", k), v
+        k, v = self.keys_and_values(self.layout.act(self.memory(ctx), "batch", "seq", "embed"))
+        return self.head_norm("key_norm", k), v
 
-    def read(self, ctx: Context) -> Array:
+    def memory(self, ctx: Context) -> Array:
         """The output of the section before. Raises ValueError where there is none."""
         if ctx.memory is None:
             raise ValueError("cross-attention reads the section before, and there is none: ctx.memory is None")
         return ctx.memory
 
 
-def _added(x: Array, bias: Array) -> Array:
+def _add_head_bias(x: Array, bias: Array) -> Array:
     """x [B, S, N, H] + bias [N, H], as one row of numbers: so the compiler adds it where the matmul writes x."""
     return (x.reshape(*x.shape[:2], bias.size) + bias.reshape(1, 1, bias.size)).reshape(x.shape)

@@ -56,14 +56,14 @@ class Residual(nnx.Module):
         """The residual lines of the block, for training and decoding alike."""
         raise NotImplementedError
 
-    def whole(self, normed: Array) -> Array:
+    def gather_sequence(self, normed: Array) -> Array:
         """A norm's output, of which every device of `tensor` gets the whole sequence."""
         return self.layout.act(checkpoint_name(normed, "norm"), "batch", "seq", "embed")
 
-    def entering(self, layer: nnx.Module, normed: Array) -> Array:
+    def layer_input(self, layer: nnx.Module, normed: Array) -> Array:
         """A norm's output as the layer takes it: whole, or each device's own positions."""
         takes_local = getattr(layer, "own_positions", False)
-        return checkpoint_name(normed, "norm") if takes_local else self.whole(normed)
+        return checkpoint_name(normed, "norm") if takes_local else self.gather_sequence(normed)
 
     def drop(self, y: Array, x: Array, ctx: Context, place: int) -> Array:
         """Dropout of a sub-layer's output. Raises UserError unless it fits the residual stream x: shape and dtype."""
@@ -90,10 +90,10 @@ class Block(Residual):
         self.mixer_scale, self.mlp_scale = (None if scale is None else scale.build(settings) for _ in range(2))
 
     def residual(self, x: Array, ctx: Context, apply: Apply) -> Array:
-        mixed = apply("mixer", self.whole(self.mixer_norm(x)))
+        mixed = apply("mixer", self.gather_sequence(self.mixer_norm(x)))
         mixed = mixed if self.mixer_scale is None else self.mixer_scale(mixed)
         x = checkpoint_name(x + self.drop(mixed, x, ctx, MIXER_PLACE), "residual")
-        y = apply("mlp", self.entering(self.mlp, self.mlp_norm(x)))
+        y = apply("mlp", self.layer_input(self.mlp, self.mlp_norm(x)))
         return x + self.drop(y if self.mlp_scale is None else self.mlp_scale(y), x, ctx, MLP_PLACE)
 
 
@@ -106,7 +106,7 @@ class MixerBlock(Residual):
         self.mixer = cfg.mixer.build(settings)
 
     def residual(self, x: Array, ctx: Context, apply: Apply) -> Array:
-        return x + self.drop(apply("mixer", self.whole(self.mixer_norm(x))), x, ctx, MIXER_PLACE)
+        return x + self.drop(apply("mixer", self.gather_sequence(self.mixer_norm(x))), x, ctx, MIXER_PLACE)
 
 
 class FeedForwardBlock(Residual):
@@ -118,7 +118,7 @@ class FeedForwardBlock(Residual):
         self.mlp = cfg.mlp.build(settings)
 
     def residual(self, x: Array, ctx: Context, apply: Apply) -> Array:
-        return x + self.drop(apply("mlp", self.entering(self.mlp, self.mlp_norm(x))), x, ctx, MLP_PLACE)
+        return x + self.drop(apply("mlp", self.layer_input(self.mlp, self.mlp_norm(x))), x, ctx, MLP_PLACE)
 
 
 class PostNormBlock(Block):
@@ -145,8 +145,8 @@ class CrossBlock(Block):
         return {**cache, **{f"cross.{name}": leaf for name, leaf in layer_cache.items()}}
 
     def residual(self, x: Array, ctx: Context, apply: Apply) -> Array:
-        mixed = apply("mixer", self.whole(self.mixer_norm(x)))
+        mixed = apply("mixer", self.gather_sequence(self.mixer_norm(x)))
         x = checkpoint_name(x + self.drop(mixed, x, ctx, MIXER_PLACE), "residual")
-        crossed = apply("cross", self.whole(self.cross_norm(x)))
+        crossed = apply("cross", self.gather_sequence(self.cross_norm(x)))
         x = checkpoint_name(x + self.drop(crossed, x, ctx, CROSS_PLACE), "residual")
-        return x + self.drop(apply("mlp", self.entering(self.mlp, self.mlp_norm(x))), x, ctx, MLP_PLACE)
+        return x + self.drop(apply("mlp", self.layer_input(self.mlp, self.mlp_norm(x))), x, ctx, MLP_PLACE)

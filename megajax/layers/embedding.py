@@ -34,22 +34,22 @@ def _shard(table: Array, size: int, axes: tuple[str, ...]) -> VocabularyShard:
     return VocabularyShard(lax.axis_index(axes) * table.shape[0] if axes else 0, size, axes)
 
 
-def _cut(layout: Layout) -> tuple[str, ...]:
+def _vocabulary_axes(layout: Layout) -> tuple[str, ...]:
     """Mesh axes the vocabulary is cut over, outermost first."""
     return (*layout.manual_axes("vocab"), *layout.free_axes("vocab"))
 
 
-def _extra(layout: Layout) -> tuple[str, ...]:
+def _sequence_axes(layout: Layout) -> tuple[str, ...]:
     """Mesh axes free here over which seq_residual is cut and seq is not: sequence parallelism's."""
     return tuple(axis for axis in layout.free_axes("seq_residual") if axis not in layout.free_axes("seq"))
 
 
-def _whole(x: Array, extra: tuple[str, ...]) -> Array:
+def _gather_sequence(x: Array, extra: tuple[str, ...]) -> Array:
     """Inside an island: [B, part of S, D] -> [B, S, D]."""
     return lax.all_gather(x, extra, axis=1, tiled=True) if extra else x
 
 
-def _summed(x: Array, axes: tuple[str, ...], extra: tuple[str, ...]) -> Array:
+def _reduce(x: Array, axes: tuple[str, ...], extra: tuple[str, ...]) -> Array:
     """Inside an island: [B, S, D] summed over the vocabulary's mesh axes -> [B, part of S, D]."""
     rest = tuple(axis for axis in axes if axis not in extra)
     x = lax.psum_scatter(x, extra, scatter_dimension=1, tiled=True) if extra else x
@@ -59,14 +59,14 @@ def _summed(x: Array, axes: tuple[str, ...], extra: tuple[str, ...]) -> Array:
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def embed(layout: Layout, table: Array, tokens: Array) -> Array:
     """table [V, D], tokens int32 [B, S] -> [B, S, D] in table's dtype, laid out (batch, seq_residual, embed)."""
-    extra, axes = _extra(layout), _cut(layout)
+    extra, axes = _sequence_axes(layout), _vocabulary_axes(layout)
 
     def local(table: Array, tokens: Array) -> Array:
         shard = _shard(table, 0, axes)
         row = tokens - shard.first
         in_shard = (row >= 0) & (row < table.shape[0])
         rows = jnp.where(in_shard[..., None], table[jnp.where(in_shard, row, 0)], 0)
-        return _summed(rows, axes, extra)
+        return _reduce(rows, axes, extra)
 
     return layout.island(local, (TABLE, TOKENS), RESIDUAL)(table, tokens)
 
@@ -77,11 +77,11 @@ def _embed_forward(layout: Layout, table: Array, tokens: Array) -> tuple[Array, 
 
 def _embed_backward(layout: Layout, saved: tuple[Array, Array], dy: Array) -> tuple[Array, None]:
     table, tokens = saved
-    extra, rows, axes = _extra(layout), layout.free_axes("batch", "seq"), _cut(layout)
+    extra, rows, axes = _sequence_axes(layout), layout.free_axes("batch", "seq"), _vocabulary_axes(layout)
 
     def local(table: Array, tokens: Array, dy: Array) -> Array:
         shard = _shard(table, 0, axes)
-        dy = _whole(dy, extra)
+        dy = _gather_sequence(dy, extra)
         row = tokens - shard.first
         row = jnp.where((row >= 0) & (row < table.shape[0]), row, table.shape[0])
         sums = jnp.zeros(table.shape, jnp.float32).at[row].add(dy.astype(jnp.float32), mode="drop")
@@ -139,10 +139,10 @@ def vocabulary_loss(
     Gradients are made in the forward pass, for a cotangent of 1, and rounded to the dtypes of x and table. So a loss
     scale belongs into the weights: applied to the result it would come after the rounding.
     """
-    rows, axes, extra = layout.free_axes("batch", "seq"), _cut(layout), _extra(layout)
+    rows, axes, extra = layout.free_axes("batch", "seq"), _vocabulary_axes(layout), _sequence_axes(layout)
 
     def local(x: Array, table: Array, labels: Array, weights: Array, bias: Array | None) -> dict[str, Array]:
-        shard, x, weights = _shard(table, size, axes), _flat(_whole(x, extra)), _flat(weights)
+        shard, x, weights = _shard(table, size, axes), _flat(_gather_sequence(x, extra)), _flat(weights)
         losses = token_losses(x, table, _flat(labels), shard, objective, chunk=chunk, bias=bias)
         sums = {name: weighted(values, weights) for name, values in losses.items()}
         return lax.psum(sums, rows) if rows else sums
@@ -163,16 +163,16 @@ def _loss_forward(
     weights: Array,
     bias: Array | None,
 ) -> tuple[VocabularyLoss, tuple[Array, Array, Array | None]]:
-    rows, axes, extra = layout.free_axes("batch", "seq"), _cut(layout), _extra(layout)
-    vocabulary_axes = layout.free_axes("vocab")
+    rows, axes, extra = layout.free_axes("batch", "seq"), _vocabulary_axes(layout), _sequence_axes(layout)
+    free = layout.free_axes("vocab")
 
     def local(
         x: Array, table: Array, labels: Array, weights: Array, bias: Array | None
     ) -> tuple[dict[str, Array], Array, Array, Array | None]:
-        shard, x = _shard(table, size, axes), _whole(x, extra)
+        shard, x = _shard(table, size, axes), _gather_sequence(x, extra)
         arrays = _flat(x), table, _flat(labels), _flat(weights)
         sums, dx, dtable, dbias = loss_and_gradients(*arrays, shard, objective, chunk=chunk, bias=bias)
-        dx = _summed(dx.reshape(x.shape), vocabulary_axes, extra)
+        dx = _reduce(dx.reshape(x.shape), free, extra)
         if rows:
             sums, dtable, dbias = lax.psum((sums, dtable, dbias), rows)
         return sums, dx, dtable.astype(table.dtype), None if bias is None or dbias is None else dbias.astype(bias.dtype)
@@ -207,10 +207,10 @@ def vocabulary_token_scores(
 
     For evaluation, not differentiable over several devices. Arguments as for `vocabulary_loss`.
     """
-    axes, extra = _cut(layout), _extra(layout)
+    axes, extra = _vocabulary_axes(layout), _sequence_axes(layout)
 
     def local(x: Array, table: Array, labels: Array, bias: Array | None) -> tuple[Array, Array]:
-        shard, x = _shard(table, size, axes), _flat(_whole(x, extra))
+        shard, x = _shard(table, size, axes), _flat(_gather_sequence(x, extra))
         scores = token_scores(x, table, _flat(labels), shard, chunk=chunk, bias=bias)
         return scores[0].reshape(labels.shape), scores[1].reshape(labels.shape)
 

@@ -52,7 +52,7 @@ class LatentAttention(nnx.Module):
     def __call__(self, x: Array, ctx: Context) -> Array:
         q, k, v = self.project(x, ctx)
         q, k, v = checkpoint_name(q, "query"), checkpoint_name(k, "key"), checkpoint_name(v, "value")
-        return self.combined(self.core(q, k, v, ctx))
+        return self.project_output(self.core(q, k, v, ctx))
 
     def step(self, x: Array, cache: Cache, ctx: Context) -> tuple[Array, Cache]:
         """The tokens of a decoding step, [T, 1, D] -> [T, 1, D]; cache: "key" of all rows, latent and position part.
@@ -66,9 +66,9 @@ class LatentAttention(nnx.Module):
         q = jnp.concatenate([q_latent, q[..., content:]], axis=-1)
         new = {"key": jnp.concatenate([self.latent(x)[:, :, None], self.position_part(x, ctx)], axis=-1)}
         mixed, cache = attend_to_cache(self.core, q, new, cache, ctx, None, self.cfg.key_value_rank)
-        return self.combined(self.layout.dot("bsnr,rnu->bsnu", mixed, self.value, *heads)), cache
+        return self.project_output(self.layout.dot("bsnr,rnu->bsnu", mixed, self.value, *heads)), cache
 
-    def combined(self, mixed: Array) -> Array:
+    def project_output(self, mixed: Array) -> Array:
         """Values of all heads [B, S, N, U] -> the layer's output [B, S, D]."""
         y = self.layout.dot("bsnu,nud->bsd", mixed, self.output, "batch", "seq_residual", "embed")
         return self.layout.add_bias(y, self.output_bias[...]) if self.cfg.bias else y

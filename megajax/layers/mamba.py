@@ -17,10 +17,9 @@ from megajax.kernels.ssd import Scan, causal_conv, gated_norm, ssd, ssd_transiti
 from megajax.layers.config import Mamba1Config, Mamba2Config
 from megajax.layers.context import Context
 from megajax.layers.decoding import Cache, advance_rows, last_inputs
-from megajax.layers.param import ONES, ZEROS, LayerSettings, Normal, Uniform, matrix, param
+from megajax.layers.param import ONES, ZEROS, LayerSettings, Normal, Uniform, matrix, param, with_head_copies
 from megajax.layers.recompute import save_only_inputs
-from megajax.mesh.copies import copy_heads
-from megajax.mesh.layout import AxesTree, Layout
+from megajax.mesh.layout import AxesTree
 from megajax.mesh.rules import LogicalAxes
 
 HEADS = ("batch", "seq", "heads", "head_dim")
@@ -70,15 +69,10 @@ class Filter(nnx.Module):
     def weights(self) -> dict[str, Array]:
         """By name, with the copies of groups that more devices than groups need."""
         params = {"kernel": self.kernel} if self.bias is None else {"kernel": self.kernel, "bias": self.bias}
-        return {name: own(self.layout, w) for name, w in params.items()}
+        return {name: with_head_copies(self.layout, w) for name, w in params.items()}
 
 
-def own(layout: Layout, w: nnx.Param) -> Array:
-    """A weight of groups, with the copies that more devices than groups need; see also `Matrix`."""
-    return copy_heads(layout, w[...], w.axes[-w.ndim :])
-
-
-def filtered(x: Array, weights: Mapping[str, Array], runs: Array | None, before: Array | None) -> Array:
+def silu_conv(x: Array, weights: Mapping[str, Array], runs: Array | None, before: Array | None) -> Array:
     """silu of the convolution of x [B, S, ...], in x's dtype; before [B, K - 1, ...]: what stood before the first."""
     return jax.nn.silu(causal_conv(x, weights["kernel"], weights.get("bias"), runs, before)).astype(x.dtype)
 
@@ -128,25 +122,25 @@ class Mamba2(nnx.Module):
             rows = RowChunks.of(sequence_sharding, segments)
             before = {name: rows.last_inputs(inputs[name], reach) for name in ("x", "b", "c")}
             inputs = {name: rows.split_chunks(array) for name, array in inputs.items()}
-            return rows.join_chunks(self.mixed(inputs, weights, rows.runs(), before, row_chunks=rows)[0])
+            return rows.join_chunks(self.recurrence(inputs, weights, rows.runs(), before, row_chunks=rows)[0])
 
         of_rows = None if ctx.segments is None else ("batch", "seq")
         island = self.layout.island(local, (INPUT_AXES, self.axes(), of_rows), HEADS)
         y = island(inputs, self.weights(), ctx.segments)
-        return self.combined(checkpoint_name(y, "attention"), z)
+        return self.project_output(checkpoint_name(y, "attention"), z)
 
     def step(self, x: Array, cache: Cache, ctx: Context) -> tuple[Array, Cache]:
         """The tokens of a decoding step, [T, 1, D] -> [T, 1, D]; cache: see `Mamba2Config.cache_leaves`."""
 
         def advance(inputs: Inputs, weights: Any, before: Cache, counts: Array) -> tuple[Array, Cache]:
-            y, state = self.mixed(inputs, weights, None, before, counts)
+            y, state = self.recurrence(inputs, weights, None, before, counts)
             last = {name: last_inputs(inputs[name], before[name], counts) for name in ("x", "b", "c")}
             return y, {**last, "state": state}
 
         inputs, z = self.project(x)
         weights, axes = (self.weights(), self.axes()), {leaf.name: leaf.axes for leaf in self.cfg.cache_leaves(0, 1)}
         y, cache = advance_rows(self.layout, advance, (inputs, INPUT_AXES), weights, (cache, axes), HEADS, ctx)
-        return self.combined(y, z), cache
+        return self.project_output(y, z), cache
 
     def project(self, x: Array) -> tuple[Inputs, Array]:
         """[B, S, D] -> what the convolutions and steps are made of, and the gate [B, S, N, P]."""
@@ -157,12 +151,13 @@ class Mamba2(nnx.Module):
         dt = self.layout.plain().dot("bsd,dn->bsn", x, self.in_dt[...], "batch", "seq", "heads")
         if self.cfg.bias:
             z, y = z + self.in_z_bias[...][None, None], y + self.in_x_bias[...][None, None]
-            b, c = b + own(self.layout, self.in_b_bias)[None, None], c + own(self.layout, self.in_c_bias)[None, None]
+            b = b + with_head_copies(self.layout, self.in_b_bias)[None, None]
+            c = c + with_head_copies(self.layout, self.in_c_bias)[None, None]
             dt = dt + self.in_dt_bias[...][None, None]
         y, b, c = checkpoint_name(y, "value"), checkpoint_name(b, "key"), checkpoint_name(c, "query")
         return {"x": y, "b": b, "c": c, "dt": checkpoint_name(dt, "value")}, checkpoint_name(z, "gate")
 
-    def mixed(
+    def recurrence(
         self,
         inputs: Inputs,
         weights: Mapping[str, Mapping[str, Array]],
@@ -176,10 +171,10 @@ class Mamba2(nnx.Module):
         counts: int32 [B], positions that change the state; None: all. row_chunks: of what the inputs are chunks.
         """
         rates, names = weights["rates"], ("x", "b", "c")
-        x, b, c = (save_only_inputs(filtered)(inputs[name], weights[name], runs, before.get(name)) for name in names)
+        x, b, c = (save_only_inputs(silu_conv)(inputs[name], weights[name], runs, before.get(name)) for name in names)
         dt = jax.nn.softplus(inputs["dt"].astype(jnp.float32) + rates["dt_bias"].astype(jnp.float32)[None, None])
         a, skip = -jnp.exp(rates["a_log"].astype(jnp.float32)), rates["skip"].astype(jnp.float32)
-        dt = counted(jnp.clip(dt, *self.cfg.dt_limit), counts)
+        dt = masked_steps(jnp.clip(dt, *self.cfg.dt_limit), counts)
         scan = Scan(x, dt, a, b, c, skip, runs, before.get("state"))
         if row_chunks is not None and not row_chunks.unsharded:
             decay, added = ssd_transition(scan)
@@ -187,7 +182,7 @@ class Mamba2(nnx.Module):
             scan = scan._replace(state=first.reshape(added.shape))
         return ssd(scan, self.cfg.chunk)
 
-    def combined(self, y: Array, z: Array) -> Array:
+    def project_output(self, y: Array, z: Array) -> Array:
         """The recurrence's output and the gate [B, S, N, P] -> the layer's output [B, S, D]."""
         cfg = self.cfg
         norm = partial(gated_norm, groups=cfg.groups, epsilon=cfg.norm_epsilon, before_gate=cfg.norm_before_gate)
@@ -209,7 +204,7 @@ class Mamba2(nnx.Module):
         return {**convs, "rates": dict.fromkeys(("dt_bias", "a_log", "skip"), ("heads",))}
 
 
-def counted(dt: Array, counts: Array | None) -> Array:
+def masked_steps(dt: Array, counts: Array | None) -> Array:
     """Steps [B, S, ...], 0 from position `counts` int32 [B] on: those change no state. None: all steps."""
     if counts is None:
         return dt

@@ -15,7 +15,7 @@ from megajax.kernels.selective_scan import SelectiveScan, selective_scan, select
 from megajax.layers.config import Mamba1Config
 from megajax.layers.context import Context
 from megajax.layers.decoding import Advance, Cache, advance_rows, last_inputs
-from megajax.layers.mamba import Filter, StepBias, counted, filtered
+from megajax.layers.mamba import Filter, StepBias, masked_steps, silu_conv
 from megajax.layers.param import ONES, ZEROS, LayerSettings, Normal, Uniform, matrix, param
 from megajax.layers.recompute import save_only_inputs
 from megajax.mesh.layout import AxesTree
@@ -68,30 +68,30 @@ class Mamba1(nnx.Module):
         def convolve(x: Array, weights: Mapping[str, Array], segments: Array | None) -> Array:
             rows = RowChunks.of(sequence_sharding, segments)
             before = rows.last_inputs(x, self.cfg.conv_kernel - 1)
-            return rows.join_chunks(save_only_inputs(filtered)(rows.split_chunks(x), weights, rows.runs(), before))
+            return rows.join_chunks(save_only_inputs(silu_conv)(rows.split_chunks(x), weights, rows.runs(), before))
 
         def scan(inputs: Scanned, rates: Mapping[str, Array], segments: Array | None) -> Array:
             rows = RowChunks.of(sequence_sharding, segments)
             inputs = tuple(rows.split_chunks(array) for array in inputs)
-            return rows.join_chunks(self.scanned(inputs, rates, rows.runs(), row_chunks=rows)[0])
+            return rows.join_chunks(self.recurrence(inputs, rates, rows.runs(), row_chunks=rows)[0])
 
         of_rows = None if ctx.segments is None else ("batch", "seq")
         filters: AxesTree = {name: (*[None] * (w.ndim - 1), "heads") for name, w in weights.items()}
         y = self.layout.island(convolve, (CHANNELS, filters, of_rows), CHANNELS)(x, weights, ctx.segments)
         island = self.layout.island(scan, (SCANNED, RATES, of_rows), CHANNELS)
         y = island(self.scan_inputs(y), self.rates(), ctx.segments)
-        return self.combined(checkpoint_name(y, "attention"), z)
+        return self.project_output(checkpoint_name(y, "attention"), z)
 
     def step(self, x: Array, cache: Cache, ctx: Context) -> tuple[Array, Cache]:
         """The tokens of a decoding step, [T, 1, D] -> [T, 1, D]; cache: see `Mamba1Config.cache_leaves`."""
         axes = {leaf.name: leaf.axes for leaf in self.cfg.cache_leaves(0, 1)}
 
         def convolve(x: Array, weights: Mapping[str, Array], before: Cache, counts: Array) -> tuple[Array, Cache]:
-            y = filtered(x, weights, None, before["x"])
+            y = silu_conv(x, weights, None, before["x"])
             return y, {"x": last_inputs(x, before["x"], counts)}
 
         def scan(inputs: Any, rates: Mapping[str, Array], before: Cache, counts: Array) -> tuple[Array, Cache]:
-            y, state = self.scanned(inputs, rates, None, before["state"], counts)
+            y, state = self.recurrence(inputs, rates, None, before["state"], counts)
             return y, {"state": state}
 
         def advance(f: Advance, inputs: Any, weights: Any, name: str) -> tuple[Array, Cache]:
@@ -103,7 +103,7 @@ class Mamba1(nnx.Module):
         filters = {name: (*[None] * (w.ndim - 1), "heads") for name, w in weights.items()}
         y, inputs = advance(convolve, (x, CHANNELS), (weights, filters), "x")
         y, state = advance(scan, (self.scan_inputs(y), SCANNED), (self.rates(), RATES), "state")
-        return self.combined(y, z), {**inputs, **state}
+        return self.project_output(y, z), {**inputs, **state}
 
     def project(self, x: Array) -> tuple[Array, Array]:
         """[B, S, D] -> what the convolution reads, and the gate, [B, S, I] each."""
@@ -125,7 +125,7 @@ class Mamba1(nnx.Module):
         """Those of the recurrence."""
         return {"dt_bias": self.dt_bias[...], "a_log": self.a_log[...], "skip": self.skip[...]}
 
-    def scanned(
+    def recurrence(
         self,
         inputs: Scanned,
         rates: Mapping[str, Array],
@@ -140,18 +140,18 @@ class Mamba1(nnx.Module):
         """
         x, dt, b, c = inputs
         full = {name: w.astype(jnp.float32) for name, w in rates.items()}
-        dt = counted(jax.nn.softplus(dt.astype(jnp.float32) + full["dt_bias"][None, None]), counts)
+        dt = masked_steps(jax.nn.softplus(dt.astype(jnp.float32) + full["dt_bias"][None, None]), counts)
         scan = SelectiveScan(x, dt, -jnp.exp(full["a_log"]), b, c, full["skip"], runs, state)
         if row_chunks is not None and not row_chunks.unsharded:
             scan = scan._replace(state=row_chunks.first_states(*selective_transition(scan, self.cfg.chunk)))
         return selective_scan(scan, self.cfg.chunk)
 
-    def combined(self, y: Array, z: Array) -> Array:
+    def project_output(self, y: Array, z: Array) -> Array:
         """The recurrence's output and the gate [B, S, I] -> the layer's output [B, S, D]."""
-        y = save_only_inputs(_gated)(y, z)
+        y = save_only_inputs(_apply_gate)(y, z)
         y = self.layout.dot("bsi,id->bsd", y, self.output, "batch", "seq_residual", "embed")
         return self.layout.add_bias(y, self.output_bias[...]) if self.cfg.bias else y
 
 
-def _gated(y: Array, z: Array) -> Array:
+def _apply_gate(y: Array, z: Array) -> Array:
     return (y.astype(jnp.float32) * jax.nn.silu(z.astype(jnp.float32))).astype(y.dtype)

@@ -192,15 +192,11 @@ class Matrix(nnx.Module):
         """y, the product of x and the array, with what the adapter adds, if there is one. out: logical axes of y."""
         if self.low_rank is None:
             return y
-        a, b = (self._used(leaf) for leaf in (self.lora_a, self.lora_b))
+        a, b = (with_head_copies(self.layout, leaf) for leaf in (self.lora_a, self.lora_b))
         return y + self.low_rank(self.layout, equation, x, a, b, *out)
 
-    def _used(self, leaf: nnx.Param) -> Array:
-        array = leaf[...]
-        return copy_heads(self.layout, array, leaf.axes[len(leaf.axes) - array.ndim :])
-
     def _stored(self) -> dict[str, Array]:
-        return {end: self._used(leaf) for end, leaf in self._own_leaves().items()}
+        return {end: with_head_copies(self.layout, leaf) for end, leaf in self._own_leaves().items()}
 
     def _own_leaves(self) -> dict[str, nnx.Param]:
         """Without those of the adapter."""
@@ -245,6 +241,12 @@ class Matrix(nnx.Module):
         origin, layers = self.array.init_path, self.array.layers
         leaf = _leaf(Adapter, shape, axes, init=init, role="weight")
         return _changed(leaf, leaf[...], layers=layers, init_path=f"{origin}.{name}" if layers else None)
+
+
+def with_head_copies(layout: Layout, leaf: nnx.Param) -> Array:
+    """A weight, with a copy of each key-value head (or group) on every device that uses it."""
+    array = leaf[...]
+    return copy_heads(layout, array, leaf.axes[len(leaf.axes) - array.ndim :])
 
 
 def matrix(

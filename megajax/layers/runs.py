@@ -8,6 +8,8 @@ from operator import eq
 from typing import NamedTuple
 
 type Pattern = tuple[int, ...]
+type PatternRun = tuple[Pattern, int]
+"""A pattern and how often it is repeated."""
 
 
 class Run(NamedTuple):
@@ -24,10 +26,10 @@ def period(numbers: Sequence[int]) -> int:
     return next(n for n in range(1, count + 1) if count % n == 0 and all(map(eq, numbers, numbers[n:])))
 
 
-def cut(numbers: Sequence[int], patterns: Collection[Pattern] | None = None) -> tuple[tuple[Pattern, int], ...]:
-    """Patterns and their repeats that give the numbers: those with the shortest patterns in all, then the fewest.
+def split_patterns(numbers: Sequence[int], patterns: Collection[Pattern] | None = None) -> tuple[PatternRun, ...]:
+    """The numbers as patterns with their repeats: the shortest total length of patterns, then the fewest patterns.
 
-    patterns: those that may be used, among them each number alone; None for any.
+    patterns: the allowed ones, which include each number as its own pattern; None: any pattern.
     """
     numbers = tuple(numbers)
     best: list[tuple[int, int, tuple[tuple[Pattern, int], ...]]] = [(0, 0, ())]
@@ -51,8 +53,8 @@ def common_runs(chunks: Sequence[Sequence[int]]) -> tuple[Run, ...]:
     """
     single = {(number,) for chunk in chunks for number in chunk}
     sources = dict.fromkeys([*map(tuple, chunks), tuple(number for chunk in chunks for number in chunk)])
-    choices = dict.fromkeys(frozenset(pattern for pattern, _ in cut(source)) | single for source in sources)
-    candidates = [_merged([cut(chunk, patterns) for chunk in chunks]) for patterns in choices]
+    choices = dict.fromkeys(frozenset(pattern for pattern, _ in split_patterns(source)) | single for source in sources)
+    candidates = [_merged([split_patterns(chunk, patterns) for chunk in chunks]) for patterns in choices]
     return min(candidates, key=lambda runs: (sum(len(run.pattern) for run in runs), len(runs)))
 
 

@@ -9,7 +9,7 @@ from megajax.config.builds import Builds
 from megajax.config.errors import Problem
 from megajax.layers.config.block import AnyBlockConfig, StackConfig, table_problems, table_weights
 from megajax.layers.facts import Weight
-from megajax.layers.runs import cut
+from megajax.layers.runs import split_patterns
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +53,7 @@ class SegmentsConfig(Builds):
     @classmethod
     def of(cls, blocks: Sequence[AnyBlockConfig]) -> "SegmentsConfig":
         """These blocks in the segments that have the fewest blocks in their patterns, which is what is compiled."""
-        runs = cut([blocks.index(block) for block in blocks])
+        runs = split_patterns([blocks.index(block) for block in blocks])
         stacks = (StackConfig(pattern=tuple(blocks[n] for n in pattern), repeats=repeats) for pattern, repeats in runs)
         return cls(segments=tuple(stacks))
 

@@ -213,23 +213,12 @@ class Stack(nnx.Module):
             counts, places = np.array(repeats), []
             for number, block in enumerate(pattern):
                 start = rows_used[:, block] + pattern[:number].count(block)
-                places.append(Place(block, _same(start), pattern.count(block), total[block]))
+                places.append(Place(block, _collapse(start), pattern.count(block), total[block]))
             ring, before = rings.setdefault(pattern, len(rings)), offsets.get(pattern, 0)
-            unit = self.unit(Segment(pattern, int(counts.max()), 0), self.recomputing.policy(), 1)
-            spans.append(
-                Span(
-                    int(counts.max()),
-                    1,
-                    unit,
-                    1,
-                    Segment(pattern, int(counts.max()), 0),
-                    tuple(places),
-                    _same(layer),
-                    _same(counts),
-                    ring,
-                    _same(before + 0 * counts),
-                )
-            )
+            segment = Segment(pattern, int(counts.max()), 0)
+            unit = self.unit(segment, self.recomputing.policy(), 1)
+            varying = _collapse(layer), _collapse(counts), ring, _collapse(before + 0 * counts)
+            spans.append(Span(segment.repeats, 1, unit, 1, segment, tuple(places), *varying))
             for block in pattern:
                 rows_used[:, block] += counts
             layer, offsets[pattern] = layer + counts * len(pattern), before + counts
@@ -311,13 +300,13 @@ class Stack(nnx.Module):
                 block, layer = bind(nnx.merge(graph, abstract[place]), gathered[place]), number + place
                 of_layer = ctx.for_layer(layer)
                 drop_inputs(block, of_layer)
-                apply = self.chosen(block, layer, None if fp8_layers is None else fp8_layers[place])
+                apply = self.select_recipe(block, layer, None if fp8_layers is None else fp8_layers[place])
                 x = apply(x, of_layer)
             return x
 
         return repeat
 
-    def chosen(self, block: nnx.Module, layer: Array, in_fp8: bool | None) -> Callable:
+    def select_recipe(self, block: nnx.Module, layer: Array, in_fp8: bool | None) -> Callable:
         """The block with the recipe or without; where it is not known while tracing, by the layer's number."""
         if in_fp8 or self.layout.fp8_layers is None:
             return block
@@ -357,7 +346,7 @@ def _blocks(cfg: StackConfig | SegmentsConfig, settings: LayerSettings) -> nnx.L
     return nnx.List([stacked(block.build(settings), layers) for block, layers in cfg.stored()])
 
 
-def _same(values: np.ndarray) -> PerChunk:
+def _collapse(values: np.ndarray) -> PerChunk:
     """The number that all of them are, if it is one."""
     return int(values[0]) if (values == values[0]).all() else values.astype(np.int32)
 

@@ -203,14 +203,14 @@ class SpanHead(nnx.Module):
 
     def losses(self, scores: Array, batch: Rows) -> Array:
         """Cross-entropy of each row [B]."""
-        return self._both(scores, batch)[0]
+        return self._losses_and_hits(scores, batch)[0]
 
     def loss(self, scores: Array, batch: Rows, weights: Array, reduction: LossReduction) -> Loss:
         """Accuracy is of rows whose first and last token are the likeliest ones."""
-        losses, correct = self._both(scores, batch)
+        losses, correct = self._losses_and_hits(scores, batch)
         return reported(losses, losses, correct, weights, reduction)
 
-    def _both(self, scores: Array, batch: Rows) -> tuple[Array, Array]:
+    def _losses_and_hits(self, scores: Array, batch: Rows) -> tuple[Array, Array]:
         losses, correct = jnp.zeros(()), jnp.ones(())
         for place, name in enumerate(self.labels):
             log_p = jax.nn.log_softmax(scores[..., place])

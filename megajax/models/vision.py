@@ -88,12 +88,12 @@ def resized_positions(
 ) -> np.ndarray:
     """A table of positions [class tokens + patches, D] for another grid of patches, interpolated bilinearly."""
     patches = table[class_tokens:].reshape(*old_grid, table.shape[1])
-    down, across = (spread(*sizes) for sizes in zip(new_grid, old_grid, strict=True))
+    down, across = (interpolation_matrix(*sizes) for sizes in zip(new_grid, old_grid, strict=True))
     resized = np.einsum("io,jp,opd->ijd", down, across, patches).reshape(-1, table.shape[1])
     return np.concatenate([table[:class_tokens], resized]).astype(table.dtype)
 
 
-def spread(new_size: int, old_size: int) -> np.ndarray:
+def interpolation_matrix(new_size: int, old_size: int) -> np.ndarray:
     """Matrix [new, old] of linear interpolation between the centres of `old` cells at those of `new` ones."""
     places = np.clip((np.arange(new_size) + 0.5) * old_size / new_size - 0.5, 0, old_size - 1)
     return np.maximum(0, 1 - np.abs(places[:, None] - np.arange(old_size)))

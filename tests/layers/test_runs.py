@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megajax.layers.runs import common_runs, cut
+from megajax.layers.runs import common_runs, split_patterns
 from megajax.pipeline.partition import Partition
 
 NEMOTRON_H_8B = "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"
@@ -19,7 +19,7 @@ def chunks(text: str, count: int) -> list[list[int]]:
 
 def test_an_aperiodic_stack_has_few_blocks_to_compile() -> None:
     assert len(NEMOTRON_H_8B) == 52
-    runs = cut(numbers(NEMOTRON_H_8B))
+    runs = split_patterns(numbers(NEMOTRON_H_8B))
     assert [number for pattern, count in runs for number in pattern * count] == numbers(NEMOTRON_H_8B)
     assert [len(pattern) for pattern, _ in runs] == [11, 2]
 

@@ -22,7 +22,7 @@ from megajax.layers.config import AttentionConfig, BlockConfig, DenseMLPConfig, 
 from megajax.mesh.config import ParallelConfig
 from megajax.models.config import ViTConfig
 from megajax.models.config.vit import ClassifierConfig, SegmenterConfig
-from megajax.models.vision import spread
+from megajax.models.vision import interpolation_matrix
 from megajax.optim.config import AdamWConfig, ScheduleConfig
 from megajax.training.config import EvaluationConfig
 from megajax.training.run_config import RunConfig
@@ -118,8 +118,9 @@ def test_positions_are_interpolated_for_larger_images(pretrained: Path, tmp_path
 
 def test_interpolation_keeps_what_is_linear() -> None:
     """In the middle; at the edges it is constant. A matrix of the same size changes nothing."""
-    np.testing.assert_array_equal(spread(3, 3), np.eye(3))
-    np.testing.assert_allclose(spread(8, 4) @ (np.arange(4) + 0.5), [0.5, *(np.arange(1, 7) + 0.5) / 2, 3.5])
+    np.testing.assert_array_equal(interpolation_matrix(3, 3), np.eye(3))
+    resized = interpolation_matrix(8, 4) @ (np.arange(4) + 0.5)
+    np.testing.assert_allclose(resized, [0.5, *(np.arange(1, 7) + 0.5) / 2, 3.5])
 
 
 @pytest.mark.parametrize(
