@@ -12,7 +12,7 @@ from megajax.checkpoint.huggingface.peft import read_adapter
 from megajax.checkpoint.huggingface.peft_settings import CONFIG as PEFT_CONFIG
 from megajax.checkpoint.weights.adapters import LORA_A, LORA_B, JoinedWeights, MergedWeights
 from megajax.checkpoint.weights.foreign import WeightSource, declared_by
-from megajax.checkpoint.weights.model_differences import differences, in_words
+from megajax.checkpoint.weights.model_differences import describe_differences, differences
 from megajax.checkpoint.weights.quantized import QuantizedWeights, quantized_matrices
 from megajax.checkpoint.weights.runs import RunModel, StepWeights, open_step
 from megajax.config.errors import UserError
@@ -109,7 +109,7 @@ def weights_of(origin: Origin, model: Any) -> WeightSource:
         raise UserError(f"--adapter={adapter}: its run has no adapters (model.lora)")
     pairs = [pair for pair in differences(without_adapters(adapted), model) if pair.name != "sequence_length"]
     if pairs:
-        lines = "\n".join(f"  {line}" for line in in_words(pairs))
+        lines = "\n".join(f"  {line}" for line in describe_differences(pairs))
         raise UserError(f"--adapter={adapter} (here) belongs to another model than {weights.where} (there):\n{lines}")
     return merged(JoinedWeights(weights, AdapterWeights(step.weights())), adapted)
 

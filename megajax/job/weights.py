@@ -14,7 +14,7 @@ from jax import Array
 from megajax.batch import Params
 from megajax.checkpoint.config import WeightsConfig
 from megajax.checkpoint.weights.foreign import declared_by
-from megajax.checkpoint.weights.model_differences import differences, in_words
+from megajax.checkpoint.weights.model_differences import describe_differences, differences
 from megajax.config.errors import UserError
 from megajax.config.nearest import listed
 from megajax.job.stored_weights import StoredWeights, TargetArray, open_weights, shape_problem
@@ -159,7 +159,7 @@ class SourceWeights:
         if pairs:
             raise UserError(
                 f"{self.stored.where} is not the model of this run:\n"
-                + "\n".join(f"  {line}" for line in in_words(pairs))
+                + "\n".join(f"  {line}" for line in describe_differences(pairs))
                 + "\nChange the model's settings, or name them in checkpoint.weights.changed if that is intended."
             )
 

@@ -29,7 +29,7 @@ from megajax.checkpoint.weights.foreign import (
     demand_fit,
 )
 from megajax.checkpoint.weights.formats import foreign_format, read_foreign
-from megajax.checkpoint.weights.model_differences import differences, in_words
+from megajax.checkpoint.weights.model_differences import describe_differences, differences
 from megajax.checkpoint.weights.run_writer import Advance, StateArray, write_step
 from megajax.checkpoint.weights.runs import MeanWeights, RunModel, open_step
 from megajax.checkpoint.weights.tensor_table import Mapped, resolved
@@ -190,7 +190,7 @@ def _run(steps: Sequence[RunModel]) -> StoredModel:
     for step in steps[:-1]:
         pairs = differences(step.config.model, last.config.model)
         if pairs := [pair for pair in pairs if pair.name != "sequence_length"]:
-            lines = "\n".join(f"  {line}" for line in in_words(pairs))
+            lines = "\n".join(f"  {line}" for line in describe_differences(pairs))
             raise UserError(f"{step.path} (here) and {last.path} (there) are different models:\n{lines}")
     return StoredModel(
         model=last.config.model,

@@ -14,7 +14,7 @@ from megajax.checkpoint.megatron.checkpoint import MegatronCheckpoint, MegatronM
 from megajax.checkpoint.megatron.pickles import Name, Record
 from megajax.checkpoint.stored_arrays import OBSERVED
 from megajax.checkpoint.weights.foreign import Entry, ForeignModel, WeightSource
-from megajax.checkpoint.weights.model_differences import differences, in_words
+from megajax.checkpoint.weights.model_differences import describe_differences, differences
 from megajax.checkpoint.weights.run_writer import StateArray
 from megajax.checkpoint.weights.tensor_table import Mapped
 from megajax.config.errors import ConfigError, UserError
@@ -143,7 +143,7 @@ def write_model(
     args = {**arguments(model), **EXPORTED, "transformer_impl": impl}
     args["padded_vocab_size"] = args["vocab_size"]
     try:
-        unexpressed = in_words(differences(model, model_config(args, script_of(model))))
+        unexpressed = describe_differences(differences(model, model_config(args, script_of(model))))
     except UserError as error:
         unexpressed = [str(error)]
     if unexpressed:

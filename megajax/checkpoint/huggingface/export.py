@@ -12,7 +12,7 @@ import numpy as np
 
 from megajax.checkpoint.huggingface.family import UNUSED, Family, Settings
 from megajax.checkpoint.huggingface.folder import CONFIG
-from megajax.checkpoint.huggingface.registry import expressed, families
+from megajax.checkpoint.huggingface.registry import families, lost_settings
 from megajax.checkpoint.huggingface.shards import ShardWriter
 from megajax.checkpoint.weights.foreign import Entry, WeightSource, declared_by, export_tensor
 from megajax.checkpoint.weights.model_differences import differences
@@ -24,30 +24,30 @@ from megajax.config.nearest import did_you_mean
 SHARD_BYTES = 5_000_000_000
 DTYPE_SETTINGS = {"dtype", "torch_dtype"}
 """Names in a config.json, new and old."""
-SHOWN = 5
-"""Lines on what a family would lose."""
+LISTED_LINES = 5
+"""Lines about what a family would lose."""
 
 
 def family_for(model: Any, name: str = "", recorded: str = "") -> Family:
-    """The family to write a model as: that of the name; else the recorded one or the first that loses nothing of it.
+    """The family to write a model as: the named one, else the recorded or first one without loss of settings.
 
-    Raises UserError with what is lost.
+    Raises UserError with the settings that would be lost.
     """
     if name and name not in families():
-        near = did_you_mean(name, families()) or f"there are {', '.join(families())}"
-        raise UserError(f"--family={name}: there is no such family; {near}")
+        suggestion = did_you_mean(name, families()) or f"there are {', '.join(families())}"
+        raise UserError(f"--family={name}: there is no such family; {suggestion}")
     order = [name] if name else [*[recorded] * (recorded in families()), *families()]
-    lost = {each: expressed(model, families()[each]) for each in dict.fromkeys(order)}
-    if fitting := [each for each, lines in lost.items() if not lines]:
-        return families()[fitting[0]]
-    nearest = sorted(lost, key=lambda each: len(lost[each]))[:3]
-    shown = "\n".join(f"  {each}: {_some(lost[each])}" for each in nearest)
-    raise UserError(f"no family of Hugging Face models has all that the model has. What would be lost:\n{shown}")
+    losses = {candidate: lost_settings(model, families()[candidate]) for candidate in dict.fromkeys(order)}
+    if lossless := [candidate for candidate, lines in losses.items() if not lines]:
+        return families()[lossless[0]]
+    nearest = sorted(losses.items(), key=lambda item: len(item[1]))[:3]
+    summary = "\n".join(f"  {candidate}: {_shortened(lines)}" for candidate, lines in nearest)
+    raise UserError(f"no family of Hugging Face models can express this model. It would lose:\n{summary}")
 
 
-def _some(lines: Sequence[str]) -> str:
-    more = f"; and {len(lines) - SHOWN} more" if len(lines) > SHOWN else ""
-    return "; ".join(lines[:SHOWN]) + more
+def _shortened(lines: Sequence[str]) -> str:
+    more = f"; and {len(lines) - LISTED_LINES} more" if len(lines) > LISTED_LINES else ""
+    return "; ".join(lines[:LISTED_LINES]) + more
 
 
 def config_for(
@@ -57,17 +57,17 @@ def config_for(
     names: Collection[str],
     special: Mapping[str, int | None] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """config.json: the recorded one if it still is of this model, else what the family says of it.
+    """config.json: the recorded one if it still describes this model, else the family's description.
 
-    Recorded settings that no forward pass reads, such as ids of special tokens, stay. names: of the tensors; special:
-    settings of special tokens where none are recorded.
+    Recorded settings without effect on a forward pass, such as ids of special tokens, are kept. names: of the tensors;
+    special: settings of special tokens, used if none are recorded.
     """
     if recorded.get("model_type") not in family.model_types:
         return {**special, **family.config_json(model)}
     if not differences(model, family.adjusted(family.read(Settings(dict(recorded))), names)):
         return dict(recorded)
-    kept = {name: value for name, value in recorded.items() if name in UNUSED or name in family.unused}
-    return {**kept, **family.config_json(model)}
+    unused = {name: value for name, value in recorded.items() if name in UNUSED or name in family.unused}
+    return {**unused, **family.config_json(model)}
 
 
 def write_model(
@@ -84,12 +84,11 @@ def write_model(
     shard_bytes: int = SHARD_BYTES,
     advance: Advance = lambda elements: None,
 ) -> list[Mapped]:
-    """Writes into a folder.
+    """Writes config.json and the tensors into a folder -> the table.
 
-    dtype: of all tensors; None: each in its own of `dtypes`, by name. recorded: the config.json that the weights came
-    with; special: ids of special tokens, where there was none. names: of tensors in the table -> in the files, where
-    they differ.
-    Returns the table. Raises OSError if it can't be written.
+    dtype: of all tensors; None: that of `dtypes`, a function of the name. recorded: config.json of the source;
+    special: ids of special tokens if there is none. names: name in the table -> name in the files, if they differ.
+    Raises OSError if the folder can't be written.
     """
     table = exported(family, model)
     by_name = {names.get(tensor.name, tensor.name): tensor for tensor in table}
@@ -106,7 +105,7 @@ def write_model(
 
 
 def exported(family: Family, model: Any) -> list[Mapped]:
-    """The table of a model that was not read from the family. Raises UserError for weights that it has no names for."""
+    """The family's table of a model. Raises UserError for weights that the table has no names for."""
     try:
         return resolved(family.rows(model), declared_by(model))
     except ValueError as error:

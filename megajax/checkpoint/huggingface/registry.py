@@ -21,7 +21,7 @@ from megajax.checkpoint.huggingface.families import (
     vit,
 )
 from megajax.checkpoint.huggingface.family import Family, Settings
-from megajax.checkpoint.weights.model_differences import differences, in_words
+from megajax.checkpoint.weights.model_differences import describe_differences, differences
 from megajax.config.errors import UserError
 from megajax.config.nearest import did_you_mean
 
@@ -50,19 +50,19 @@ def families() -> Mapping[str, Family]:
 
 
 def family_of(settings: Settings) -> Family:
-    """The family of a config.json. Raises UserError for a model_type that none has."""
+    """The family of a config.json. Raises UserError for an unsupported model_type."""
     by_type = {name: family for family in families().values() for name in family.model_types}
     kind = settings.peek("model_type")
     if not isinstance(kind, str) or kind not in by_type:
-        near = did_you_mean(str(kind), by_type) or f"supported: {', '.join(sorted(by_type))}"
-        raise UserError(f"{settings.where}: model_type={kind} is not supported; {near}")
+        hint = did_you_mean(str(kind), by_type) or f"supported: {', '.join(sorted(by_type))}"
+        raise UserError(f"{settings.where}: model_type={kind} is not supported; {hint}")
     return by_type[kind]
 
 
-def expressed(cfg: object, family: Family) -> list[str]:
-    """What of a model config is lost in a config.json of the family: lines, none if it gives the model back."""
+def lost_settings(cfg: object, family: Family) -> list[str]:
+    """Settings of a model config that are lost in a config.json of the family, a line each."""
     try:
-        back = family.read(Settings(family.config_json(cfg)))
+        restored = family.read(Settings(family.config_json(cfg)))
     except (AttributeError, KeyError, TypeError, ValueError, UserError) as error:
         return [f"it is not a {family.name} model ({error})"]
-    return in_words(differences(cfg, back))
+    return describe_differences(differences(cfg, restored))

@@ -1,4 +1,4 @@
-"""What two model configs compute differently, setting by setting and layer by layer."""
+"""Differences between the computations of two model configs, setting by setting and layer by layer."""
 
 from collections.abc import Iterator
 from itertools import groupby
@@ -12,41 +12,43 @@ TRAINING_ONLY = (
     "dt_min", "dt_max", "dt_floor", "decay_min", "decay_max", "chunk", "positions_multiple", "initial",
     "aux_loss", "row_loss", "global_loss", "force_balance", "jitter", "way", "room", "chunks", "reweighted", "weight",
 )  # fmt: skip
-"""Last names of settings that change how a model is trained or run, not what it computes."""
+"""Last parts of names of settings that change how a model is trained or run, but not what it computes."""
 ABSENT = "absent"
 
 
 class Difference(NamedTuple):
-    """A setting that two models have otherwise."""
+    """A setting with different values in two models."""
 
     name: str
-    """With layers.N. before a setting of a block."""
-    here: Any
-    there: Any
+    """Settings of a block begin with layers.N."""
+    first: Any
+    second: Any
 
 
-def differences(here: Any, there: Any) -> list[Difference]:
-    """All of them. Layers are compared one by one, however they are written as patterns and segments."""
-    one, other = _leaves(here), _leaves(there)
-    both = {**one, **other}
-    pairs = [Difference(name, one.get(name, ABSENT), other.get(name, ABSENT)) for name in both]
-    return [pair for pair in pairs if pair.here != pair.there]
+def differences(first: Any, second: Any) -> list[Difference]:
+    """All differences. Layers are compared one by one, whatever the patterns and segments of the stacks."""
+    settings, other_settings = _settings(first), _settings(second)
+    pairs = [
+        Difference(name, settings.get(name, ABSENT), other_settings.get(name, ABSENT))
+        for name in {**settings, **other_settings}
+    ]
+    return [pair for pair in pairs if pair.first != pair.second]
 
 
-def in_words(pairs: list[Difference]) -> list[str]:
-    """A line for each; neighbouring layers that differ alike have one line together."""
+def describe_differences(pairs: list[Difference]) -> list[str]:
+    """A line for each difference. Neighbouring layers with the same difference share a line."""
 
-    def inside(pair: Difference) -> tuple[str, Any, Any]:
-        return pair.name.split(".", 2)[-1] if pair.name.startswith("layers.") else pair.name, pair.here, pair.there
+    def without_layer(pair: Difference) -> tuple[str, Any, Any]:
+        return pair.name.split(".", 2)[-1] if pair.name.startswith("layers.") else pair.name, pair.first, pair.second
 
-    def text(one: tuple[str, Any, Any], numbers: list[int]) -> str:
-        where = f"layers {numbers[0]} to {numbers[-1]}: " if numbers else ""
-        return f"{where}{one[0]}: {one[1]} here, {one[2]} there"
+    def line(difference: tuple[str, Any, Any], numbers: list[int]) -> str:
+        layers = f"layers {numbers[0]} to {numbers[-1]}: " if numbers else ""
+        return f"{layers}{difference[0]}: {difference[1]} here, {difference[2]} there"
 
-    ordered = sorted(pairs, key=lambda pair: (repr(inside(pair)), _layer(pair.name)))
+    ordered = sorted(pairs, key=lambda pair: (repr(without_layer(pair)), _layer(pair.name)))
     return [
-        text(one, [_layer(pair.name) for pair in group if pair.name.startswith("layers.")])
-        for one, group in groupby(ordered, inside)
+        line(difference, [_layer(pair.name) for pair in group if pair.name.startswith("layers.")])
+        for difference, group in groupby(ordered, without_layer)
     ]
 
 
@@ -54,21 +56,21 @@ def _layer(name: str) -> int:
     return int(name.split(".")[1]) if name.startswith("layers.") else -1
 
 
-def _leaves(model: Any) -> dict[str, Any]:
-    leaves = dict(_own(model))
-    hidden = leaves.get("hidden")
-    for name, value in list(leaves.items()):
+def _settings(model: Any) -> dict[str, Any]:
+    settings = dict(_given_settings(model))
+    hidden = settings.get("hidden")
+    for name, value in list(settings.items()):
         before, _, last = name.rpartition(".")
-        heads = leaves.get(f"{before}.heads")
-        # What follows from other settings where it is none.
+        heads = settings.get(f"{before}.heads")
+        # Defaults that follow from other settings.
         if value is None and last == "kv_heads":
-            leaves[name] = heads
+            settings[name] = heads
         if value is None and last == "head_dim" and heads and hidden:
-            leaves[name] = hidden // heads
-    return leaves
+            settings[name] = hidden // heads
+    return settings
 
 
-def _own(model: Any) -> Iterator[tuple[str, Any]]:
+def _given_settings(model: Any) -> Iterator[tuple[str, Any]]:
     for name, value in flatten(model).items():
         if not name.startswith("stack.") and name.rpartition(".")[2] not in TRAINING_ONLY:
             yield name, value
