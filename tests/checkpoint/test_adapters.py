@@ -20,7 +20,7 @@ from megajax.checkpoint.huggingface.peft import TENSORS, PeftAdapter, adapter_fi
 from megajax.checkpoint.huggingface.peft_settings import CONFIG
 from megajax.checkpoint.huggingface.registry import families
 from megajax.checkpoint.new_folder import new_folder
-from megajax.checkpoint.weights.adapters import LORA_A, LORA_B, JoinedWeights, MergedWeights, added, leading
+from megajax.checkpoint.weights.adapters import LORA_A, LORA_B, JoinedWeights, MergedWeights, leading, merge
 from megajax.checkpoint.weights.foreign import ForeignModel, declared_by
 from megajax.checkpoint.weights.tensor_table import tensors_of
 from megajax.config.errors import UserError
@@ -112,7 +112,7 @@ def test_what_files_add_in_their_layout_is_what_adapters_add_in_ours(kind: str, 
     weights, declared = drawn(model), declared_by(model)
     config, tensors = adapter_files(model, base(kind).rows, weights, "base")
     deltas = {
-        path.removesuffix(LORA_A): added(
+        path.removesuffix(LORA_A): merge(
             np.zeros_like(weights.weights[path.removesuffix(LORA_A)]),
             weights.weights[path],
             weights.weights[path.replace(LORA_A, LORA_B)],
@@ -234,9 +234,9 @@ def test_what_can_not_be_had_is_refused_all_at_once(tmp_path: Path) -> None:
         f"{q.replace('q_proj', 'qq')}.lora_A.weight": np.zeros((2, 12)),
     }
     text = refused(tmp_path, **odd, **{f"{q.replace('0', '1')}.lora_B.weight": None})
-    assert "layers.1.self_attn.q_proj.lora_B.weight: not there" in text
+    assert "layers.1.self_attn.q_proj.lora_B.weight: missing" in text
     assert "qq.lora_A.weight: the model has no such layer; it has" in text
-    assert "(2, 12) and (16, 3) there, (2, 12) and (16, 2) by the model" in text
+    assert "shapes (2, 12) and (16, 3), but (2, 12) and (16, 2) by the model" in text
 
 
 def test_settings_with_wrong_values_are_refused_all_at_once(tmp_path: Path) -> None:
@@ -257,11 +257,11 @@ def test_settings_with_wrong_values_are_refused_all_at_once(tmp_path: Path) -> N
 
 def test_settings_that_contradict_the_tensors_are_refused(tmp_path: Path) -> None:
     first = "model.layers.0.self_attn.q_proj"
-    assert f"{first} and 1 more: rank 2 there, 99 by r and rank_pattern" in refused(tmp_path, r=99)
-    assert f"{first}: rank 2 there, 3 by" in refused(tmp_path, rank_pattern={"0.self_attn.q_proj": 3, "q_proj": 2})
+    assert f"{first} and 1 more: rank 2, but 99 by r and rank_pattern" in refused(tmp_path, r=99)
+    assert f"{first}: rank 2, but 3 by" in refused(tmp_path, rank_pattern={"0.self_attn.q_proj": 3, "q_proj": 2})
     assert f"{first} and 1 more: target_modules=['up_proj'] leaves" in refused(tmp_path, target_modules=["up_proj"])
-    assert "target_modules=q_proj leaves it out" in refused(tmp_path, target_modules="q_proj")
-    assert f"{first}: layers_to_transform=[1] leaves it out" in refused(tmp_path, layers_to_transform=[1])
+    assert "target_modules=q_proj excludes it" in refused(tmp_path, target_modules="q_proj")
+    assert f"{first}: layers_to_transform=[1] excludes it" in refused(tmp_path, layers_to_transform=[1])
     assert f"{first}: exclude_modules=" in refused(tmp_path, exclude_modules=[first])
     whole_numbers = {f"base_model.model.{first}.lora_A.weight": np.zeros((2, 12), np.int32)}
     assert "its dtype is int32, which is not a floating-point one" in refused(tmp_path, **whole_numbers)
@@ -330,9 +330,9 @@ def test_folders_that_are_no_adapters_are_refused(tmp_path: Path) -> None:
         adapter_of(tmp_path, "llama")
 
 
-def test_matrices_without_a_linear_layer_of_theirs_can_not_be_written() -> None:
+def test_matrices_that_are_not_linear_layers_in_peft_cannot_be_written() -> None:
     model = replace(base("mixtral").model, lora=replace(LORA, targets=("*.experts.up",)))
-    rows = [row for row in base("mixtral").rows if ".up" not in str(row.ours)]
+    rows = [row for row in base("mixtral").rows if ".up" not in str(row.paths)]
     with pytest.raises(UserError, match=r"no adapter for stack\.blocks\.0\.mlp\.experts\.up"):
         adapter_files(model, rows, drawn(model), None)
 

@@ -103,7 +103,7 @@ def test_a_file_cut_off_anywhere_is_refused(tmp_path) -> None:
         with pytest.raises(UserError, match="cut"):
             SafetensorsFile(path)
     (tmp_path / "long").write_bytes(content + b"\0")
-    with pytest.raises(UserError, match="1 bytes behind its last tensor"):
+    with pytest.raises(UserError, match="1 bytes after its last tensor"):
         SafetensorsFile(tmp_path / "long")
 
 

@@ -271,7 +271,7 @@ def test_a_model_that_the_arguments_are_not_of(tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         open_model(tmp_path)
     text = str(caught.value)
-    assert "decoder.layers.0.mlp.linear_fc1.weight: [48, 16] there, [64, 16] by the model's config" in text
+    assert "decoder.layers.0.mlp.linear_fc1.weight: shape [48, 16], but [64, 16] by the model's config" in text
     assert "decoder.layers.3.mlp.linear_fc2.weight: the model has no such weight" in text
 
 

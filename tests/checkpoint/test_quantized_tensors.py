@@ -49,8 +49,8 @@ def test_scales_that_do_not_fit_are_all_told() -> None:
     arrays = {"a": numbers, "a_scale_inv": np.ones((2, 3)), "b_scale_inv": np.ones((1, 1)), "c": numbers}
     with pytest.raises(UserError) as error:
         read(FP8, **arrays)
-    assert "a_scale_inv: [2, 3] scales there, [2, 2] by the blocks" in str(error.value)
-    assert "b_scale_inv: b: not there" in str(error.value) and "c: it has no scales" in str(error.value)
+    assert "a_scale_inv: scales [2, 3], but [2, 2] by the blocks" in str(error.value)
+    assert "b_scale_inv: b is missing" in str(error.value) and "c: it has no scales" in str(error.value)
 
 
 @pytest.mark.parametrize(

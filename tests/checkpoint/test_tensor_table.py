@@ -136,5 +136,5 @@ def test_all_differences_are_told_at_once(table, tensors) -> None:
         demand_fit(Arrays({**arrays, "rotary.angles": np.zeros(3)}), table, ignored=("rotary.*",))
     text = str(error.value)
     assert "layers.0.output: missing; did you mean layers.0.outptu?" in text
-    assert "norm: [7] there, [6] by the model's config" in text
+    assert "norm: shape [7], but [6] by the model's config" in text
     assert "layers.0.outptu: the model has no such weight" in text and "rotary" not in text

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 from tiny_runs import QUICK
 
-from megajax.checkpoint.weights.adapters import LORA_A, LORA_B, added, leading
+from megajax.checkpoint.weights.adapters import LORA_A, LORA_B, leading, merge
 from megajax.config.errors import UserError
 from megajax.kernels.grouped_capability import GroupedSizes, capable_grouped
 from megajax.layers.config import (
@@ -100,7 +100,7 @@ def merged(params: dict[str, np.ndarray], scale: float) -> dict[str, np.ndarray]
     """The weights without adapters, with what these add."""
     declared = specs(abstract(LORA))
     return {
-        path: added(params[path], params[path + LORA_A], params[path + LORA_B], scale, leading(declared[path]))
+        path: merge(params[path], params[path + LORA_A], params[path + LORA_B], scale, leading(declared[path]))
         if path + LORA_A in params
         else params[path]
         for path in specs(abstract(None))

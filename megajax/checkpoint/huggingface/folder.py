@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megajax.checkpoint.huggingface.family import Family, Settings
-from megajax.checkpoint.huggingface.names import fitted
-from megajax.checkpoint.huggingface.quantized import dequantizing
+from megajax.checkpoint.huggingface.names import rename_tensors
+from megajax.checkpoint.huggingface.quantized import dequantizer
 from megajax.checkpoint.huggingface.registry import family_of
 from megajax.checkpoint.huggingface.safetensors import SafetensorsFolder
 from megajax.checkpoint.weights.foreign import ForeignModel, ForeignWeights, Tensors, declared_by, demand_fit
@@ -19,11 +19,11 @@ CONFIG, PREPROCESSOR = "config.json", "preprocessor_config.json"
 
 
 class HuggingFaceModel(NamedTuple):
-    """A folder that was read and fits."""
+    """A model folder whose tensors match its config."""
 
     family: Family
     config: dict[str, Any]
-    """config.json, without how tensors are quantized."""
+    """config.json without quantization_config."""
     model: Any
     """The model config."""
     tensors: Tensors
@@ -42,7 +42,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    """A file with a mapping of settings. Raises UserError if it is none, OSError if it can't be read."""
+    """A JSON file with a mapping of settings. Raises UserError if it is not one, OSError if it can't be read."""
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -53,7 +53,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _pixels(folder: Path) -> dict[str, Any]:
-    """How preprocessor_config.json normalises images; {} if there is none."""
+    """Mean and deviation in preprocessor_config.json; {} if there is no such file."""
     path = folder / PREPROCESSOR
     if not path.is_file():
         return {}
@@ -62,54 +62,53 @@ def _pixels(folder: Path) -> dict[str, Any]:
 
 
 def read_model(folder: Path) -> ForeignModel:
-    """The model of a folder. Raises UserError for settings that we lack, and for files that are damaged."""
-    _, _, model = _described(folder)
+    """The model of a folder. Raises UserError for unsupported settings and damaged files."""
+    _, _, model = _open(folder)
     return model
 
 
 def open_model(folder: Path) -> HuggingFaceModel:
-    """The model of a folder, whose tensors fit; none is read yet. Raises UserError with everything that does not."""
-    family, config, read = _described(folder)
-    declared = declared_by(read.model)
-    table = resolved(read.rows, declared)
-    demand_fit(read.tensors, table, read.ignored)
-    weights = ForeignWeights(read.tensors, table, declared)
-    return HuggingFaceModel(family, config, read.model, read.tensors, table, weights)
+    """The model of a folder; tensors are checked but not read yet. Raises UserError with everything that differs."""
+    family, config, foreign = _open(folder)
+    declared = declared_by(foreign.model)
+    table = resolved(foreign.rows, declared)
+    demand_fit(foreign.tensors, table, foreign.ignored)
+    weights = ForeignWeights(foreign.tensors, table, declared)
+    return HuggingFaceModel(family, config, foreign.model, foreign.tensors, table, weights)
 
 
 def model_of(folder: Path | str) -> Any:
-    """The model config of a folder's config.json. Raises UserError for settings that we lack."""
-    return _settings_read(Path(folder)).model
+    """The model config of a folder's config.json. Raises UserError for unsupported settings."""
+    return _read_settings(Path(folder)).model
 
 
-class _Read(NamedTuple):
-    """What config.json says."""
+class _ConfigJson(NamedTuple):
+    """The content of config.json."""
 
     family: Family
     config: dict[str, Any]
-    """It, without how tensors are quantized."""
+    """config.json without quantization_config."""
     model: Any
-    reader: Callable[[Tensors], Tensors]
-    """Tensors of files -> as they are without quantization."""
+    dequantize: Callable[[Tensors], Tensors]
 
 
-def _settings_read(folder: Path) -> _Read:
+def _read_settings(folder: Path) -> _ConfigJson:
     config = read_config(folder)
     settings = Settings({**_pixels(folder), **config}, str(folder / CONFIG))
     family = family_of(settings)
-    reader, model = dequantizing(settings), _model(family, settings)
+    dequantize, model = dequantizer(settings), _model(family, settings)
     settings.finish(family.unused)
     try:
         check(model)
     except ConfigError as error:
         lines = "\n".join(f"  {problem}" for problem in error.problems)
-        raise UserError(f"{settings.where} gives a model that is not possible:\n{lines}") from error
+        raise UserError(f"{settings.where} gives an invalid model:\n{lines}") from error
     config.pop("quantization_config", None)
-    return _Read(family, config, model, reader)
+    return _ConfigJson(family, config, model, dequantize)
 
 
 def _model(family: Family, settings: Settings) -> Any:
-    """The model config. Raises UserError for values that nothing can be computed with."""
+    """The model config. Raises UserError for values that the family can't read."""
     try:
         return family.read(settings)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
@@ -117,20 +116,20 @@ def _model(family: Family, settings: Settings) -> Any:
         raise UserError(f"{settings.where} can't be read as {family.name} ({error}){lines}") from error
 
 
-def _described(folder: Path) -> tuple[Family, dict[str, Any], ForeignModel]:
-    family, config, model, reader = _settings_read(folder)
-    files = reader(SafetensorsFolder(folder))
-    tensors, model = fitted(files, family, model)
+def _open(folder: Path) -> tuple[Family, dict[str, Any], ForeignModel]:
+    family, config, model, dequantize = _read_settings(folder)
+    files = dequantize(SafetensorsFolder(folder))
+    tensors, model = rename_tensors(files, family, model)
     model = family.adjusted(model, tensors.entries())
-    named = {*tensors.names.values()}
-    read = ForeignModel(
+    originals = {*tensors.names.values()}
+    foreign = ForeignModel(
         model=model,
         tensors=tensors,
         rows=family.rows(model),
         ignored=family.ignored,
         family=family.name,
         settings=config,
-        names={here: there for here, there in tensors.names.items() if here != there},
-        copies=[name for name in files.entries() if name not in named],
+        names={name: stored_name for name, stored_name in tensors.names.items() if name != stored_name},
+        copies=[name for name in files.entries() if name not in originals],
     )
-    return family, config, read
+    return family, config, foreign

@@ -1,4 +1,4 @@
-"""Tensors under the names of a family's table: prefixes that classes of transformers differ in, and copies."""
+"""Tensors under the names of a family's table, without the prefixes of transformers' classes and without copies."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -12,44 +12,44 @@ from megajax.checkpoint.weights.foreign import Entry, Tensors
 from megajax.config.errors import UserError
 
 ROWS = 4096
-"""Rows of a tensor that are compared at once."""
+"""Rows of a tensor that are compared at a time."""
 
 
 class NamedTensors:
-    """Tensors by other names, or a part of them: `megajax.checkpoint.weights.foreign.Tensors`."""
+    """Some tensors of a source under other names: `megajax.checkpoint.weights.foreign.Tensors`."""
 
     def __init__(self, tensors: Tensors, names: Mapping[str, str]):
-        """names: name here -> name there."""
+        """names: new name -> name in the source."""
         self.where, self._tensors, self.names = tensors.where, tensors, names
 
     def entries(self) -> Mapping[str, Entry]:
         entries = self._tensors.entries()
-        return {here: entries[there] for here, there in self.names.items()}
+        return {name: entries[stored_name] for name, stored_name in self.names.items()}
 
     def read(self, name: str) -> np.ndarray:
         return self._tensors.read(self.names[name])
 
 
-def fitted(tensors: Tensors, family: Family, model: Any) -> tuple[NamedTensors, Any]:
-    """The tensors by the names of the family's table, without copies, and the model, whose head is untied if theirs is.
+def rename_tensors(tensors: Tensors, family: Family, model: Any) -> tuple[NamedTensors, Any]:
+    """The tensors under the names of the family's table, without copies; and the model, untied if the head differs.
 
-    Raises UserError where two tensors have the same name in the table.
+    Raises UserError if two tensors have the same name in the table.
     """
     names: dict[str, str] = {}
-    for there in tensors.entries():
-        here = _renamed(there, family.renamed)
-        if here in names:
-            raise UserError(f"{tensors.where} has {here} twice, as {names[here]} and as {there}")
-        names[here] = there
+    for stored_name in tensors.entries():
+        name = _renamed(stored_name, family.renamed)
+        if name in names:
+            raise UserError(f"{tensors.where} has {name} twice, as {names[name]} and as {stored_name}")
+        names[name] = stored_name
     copies, heads = _present(family.copies, names), _present(family.heads, names)
     if getattr(model, "tied", False) and heads:
-        if all(_same(copy, original, names, tensors) for copy, original in heads.items()):
+        if all(_is_copy(copy, original, names, tensors) for copy, original in heads.items()):
             copies |= heads
         else:
             model = replace(model, tied=False)
     for copy, original in copies.items():
-        if _same(copy, original, names, tensors):
-            # The original's name where there is none.
+        if _is_copy(copy, original, names, tensors):
+            # A copy without an original gets the original's name.
             names.setdefault(original, names.pop(copy))
     return NamedTensors(tensors, names), model
 
@@ -64,8 +64,8 @@ def _renamed(name: str, rules: Sequence[tuple[str, str]]) -> str:
     return name
 
 
-def _same(copy: str, original: str, names: Mapping[str, str], tensors: Tensors) -> bool:
-    """Whether a copy has the values of its original, or there is no original."""
+def _is_copy(copy: str, original: str, names: Mapping[str, str], tensors: Tensors) -> bool:
+    """Whether a tensor equals its original, or there is no original."""
     return original not in names or _equal(tensors.read(names[copy]), tensors.read(names[original]))
 
 

@@ -1,8 +1,8 @@
 """Adapter folders of the PEFT library: adapter_config.json and adapter_model.safetensors.
 
 The adapter of a tensor N.weight is base_model.model.N.lora_A.weight [rank, inputs] and base_model.model.N.lora_B.weight
-[outputs, rank], with inputs and outputs in the order that N.weight has by the family's table of names. Where N.weight
-is several weights of ours, its adapter is one of all of them.
+[outputs, rank], with inputs and outputs in the order of N.weight in the family's table of names. If N.weight holds
+several weights of the model, one adapter adapts all of them.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -24,27 +24,27 @@ from megajax.layers.config import LoRAConfig
 from megajax.layers.param import ParamSpec
 
 TENSORS = "adapter_model.safetensors"
-BEFORE, WEIGHT, ENDS = "base_model.model.", ".weight", (".lora_A.weight", ".lora_B.weight")
+PREFIX, WEIGHT, SUFFIXES = "base_model.model.", ".weight", (".lora_A.weight", ".lora_B.weight")
 
 
-class Sides(NamedTuple):
-    """How a tensor of theirs orders inputs and outputs."""
+class Order(NamedTuple):
+    """The order of inputs and outputs in a tensor of the PEFT library."""
 
     inputs: np.ndarray
-    """int [inputs]: for each of theirs, its place among those of our matrix."""
+    """int [inputs]: for each input of the tensor, its index in the matrix of the model."""
     outputs: np.ndarray
-    """int [outputs]: for each of theirs, its place among those of our matrices, one matrix after another."""
+    """int [outputs]: for each output of the tensor, its index in the matrices of the model, one after another."""
     conv1d: bool
     """Whether inputs are the first dimension, as in GPT-2."""
 
 
 class Adapted(NamedTuple):
-    """A tensor N.weight of which some weights of ours have adapters."""
+    """A tensor N.weight that holds weights with adapters."""
 
     tensor: Mapped
-    sides: Sides
-    ends: tuple[int, ...]
-    """Outputs of the weights, added up."""
+    order: Order
+    stops: tuple[int, ...]
+    """Cumulative number of outputs of the weights."""
 
     @property
     def module(self) -> str:
@@ -53,41 +53,41 @@ class Adapted(NamedTuple):
 
     @property
     def names(self) -> tuple[str, str]:
-        """Of the two tensors of the adapter."""
-        return f"{BEFORE}{self.module}{ENDS[0]}", f"{BEFORE}{self.module}{ENDS[1]}"
+        """Names of the two tensors of the adapter."""
+        return f"{PREFIX}{self.module}{SUFFIXES[0]}", f"{PREFIX}{self.module}{SUFFIXES[1]}"
 
     def columns(self) -> Iterator[tuple[Piece, slice]]:
-        """Each weight with its place among the outputs."""
-        yield from zip(self.tensor.pieces, map(slice, (0, *self.ends), self.ends), strict=False)
+        """Each weight with its range of outputs."""
+        yield from zip(self.tensor.pieces, map(slice, (0, *self.stops), self.stops), strict=False)
 
 
 def adapted_tensors(rows: Sequence[Row], declared: Mapping[str, ParamSpec]) -> list[Adapted]:
-    """rows: the table of a family; declared: weights of a model with adapters, on one device, by path.
+    """The tensors of adapters. rows: the table of a family; declared: weights with adapters on one device, by path.
 
-    Raises UserError for an adapter that is of no linear layer of theirs.
+    Raises UserError for an adapter of a weight that is not a linear layer in the other library.
     """
-    sides: dict[Any, Sides] = {}
-    tensors, left = [], {path.removesuffix(LORA_A) for path in declared if path.endswith(LORA_A)}
+    orders: dict[Any, Order] = {}
+    tensors, unmatched = [], {path.removesuffix(LORA_A) for path in declared if path.endswith(LORA_A)}
     for tensor in tensors_of(rows, declared):
         specs = [declared[piece.path + LORA_A] for piece in tensor.pieces if piece.path + LORA_A in declared]
         if not specs or not tensor.name.endswith(WEIGHT) or len(tensor.pieces[0].index) != leading(specs[0]):
             continue
         count = len(specs[0].axes) - leading(specs[0]) - 1
         key = id(tensor.row), tuple(piece.shape for piece in tensor.pieces)
-        sides[key] = sides.get(key) or _sides(tensor, count)
+        orders[key] = orders.get(key) or _order(tensor, count)
         sizes = [np.prod(piece.shape[count:], dtype=int) for piece in tensor.pieces]
-        tensors.append(Adapted(tensor, sides[key], tuple(map(int, np.cumsum(sizes)))))
-        left -= {piece.path for piece in tensor.pieces}
-    if left:
+        tensors.append(Adapted(tensor, orders[key], tuple(map(int, np.cumsum(sizes)))))
+        unmatched -= {piece.path for piece in tensor.pieces}
+    if unmatched:
         raise UserError(
-            f"PEFT has no adapter for {', '.join(sorted(left))}: in the other library's files they are in no linear "
-            "layer of their own. Leave them out of model.lora.targets, or merge the adapters."
+            f"PEFT has no adapter for {', '.join(sorted(unmatched))}: in the other library they are not linear layers. "
+            "Leave them out of model.lora.targets, or merge the adapters."
         )
     return tensors
 
 
-def _sides(tensor: Mapped, count: int) -> Sides:
-    """Found by moving numbers of inputs and of outputs as weights are moved. count: dimensions of inputs."""
+def _order(tensor: Mapped, count: int) -> Order:
+    """Found by converting the indices of inputs and outputs like weights. count: number of input dimensions."""
     inputs, outputs, first = [], [], 0
     for piece in tensor.pieces:
         into, out = piece.shape[:count], piece.shape[count:]
@@ -101,12 +101,12 @@ def _sides(tensor: Mapped, count: int) -> Sides:
     moved, moved_out = (moved.T, moved_out.T) if conv1d else (moved, moved_out)
     if (moved != moved[:1]).any() or (moved_out != moved_out[:, :1]).any():
         raise ValueError(f"{tensor.name} is not a linear layer: its inputs depend on its outputs")
-    return Sides(moved[0].copy(), moved_out[:, 0].copy(), conv1d)
+    return Order(moved[0].copy(), moved_out[:, 0].copy(), conv1d)
 
 
 @dataclass(eq=False)
 class PeftAdapter:
-    """An adapter folder that fits a model: a `WeightSource` of its adapters."""
+    """An adapter folder that matches a model: a `WeightSource` of its adapters."""
 
     where: str
     model: Any
@@ -114,7 +114,7 @@ class PeftAdapter:
     declared: Mapping[str, ParamSpec]
     """Weights of that model on one device, by path."""
     file: SafetensorsFile
-    tensors: Sequence[Adapted]
+    layers: Sequence[Adapted]
     scales: Mapping[str, float]
     """Module -> scale of its adapter."""
 
@@ -122,75 +122,75 @@ class PeftAdapter:
         return {path: spec.shape for path, spec in self.declared.items() if path.endswith((LORA_A, LORA_B))}
 
     def read(self, path: str, box: Box) -> np.ndarray:
-        """In float32. Layers without an adapter have zeros, and smaller ranks than the largest are filled up."""
-        return self._whole(path)[box]
+        """A box of an adapter in float32. Layers without an adapter, and rows beyond the rank of a layer, are zero."""
+        return self._read_weight(path)[box]
 
-    def _whole(self, path: str) -> np.ndarray:
+    def _read_weight(self, path: str) -> np.ndarray:
         spec = self.declared[path]
-        whole, of_inputs = np.zeros(spec.shape, np.float32), path.endswith(LORA_A)
+        weight, of_inputs = np.zeros(spec.shape, np.float32), path.endswith(LORA_A)
         rank = self.model.lora.rank
-        for one in self.tensors:
-            for piece, columns in one.columns():
+        for layer in self.layers:
+            for piece, columns in layer.columns():
                 if piece.path != path.removesuffix(LORA_A).removesuffix(LORA_B):
                     continue
-                a, b = (self.file.read(name).astype(np.float32) for name in one.names)
-                part = whole[piece.index]
+                a, b = (self.file.read(name).astype(np.float32) for name in layer.names)
+                part = weight[piece.index]
                 if of_inputs:
                     inputs = np.zeros((a.shape[1], rank), np.float32)
-                    inputs[one.sides.inputs, : len(a)] = a.T
+                    inputs[layer.order.inputs, : len(a)] = a.T
                     part[...] = inputs.reshape(part.shape)
                 else:
-                    factor = np.float32(self.scales[one.module] / self.model.lora.scale())
+                    factor = np.float32(self.scales[layer.module] / self.model.lora.scale())
                     outputs = np.zeros((rank, len(b)), np.float32)
-                    outputs[: len(a), one.sides.outputs] = b.T * factor
+                    outputs[: len(a), layer.order.outputs] = b.T * factor
                     part[...] = outputs[:, columns].reshape(part.shape)
-        return whole
+        return weight
 
 
 def base_of(folder: Path) -> str | None:
-    """Name or folder of the base model of an adapter, as it is written down."""
+    """Recorded name or folder of the base model of an adapter."""
     return read_settings(folder / CONFIG).base
 
 
 def read_adapter(folder: Path, base: Any, rows: Sequence[Row]) -> PeftAdapter:
-    """An adapter of a model. base: its config; rows: the table of its family.
+    """An adapter of a model. base: the model's config; rows: the table of its family.
 
-    Raises UserError with all settings and tensors that are not supported or do not fit.
+    Raises UserError with all settings and tensors that are not supported or do not match the model.
     """
     settings = read_settings(folder / CONFIG)
     if not (folder / TENSORS).is_file():
         raise UserError(f"{folder} holds no {TENSORS}; other files of adapters can't be read")
     file = SafetensorsFile(folder / TENSORS)
     matrices = declared_by(replace(base, lora=LoRAConfig(rank=1, targets=("*",))))
-    every = {one.names: one for one in _possible(rows, matrices)}
-    present = {names: one for names, one in every.items() if file.entries.keys() & {*names}}
-    tensors, tables = list(present.values()), _tables(rows, matrices)
+    supported = {layer.names: layer for layer in _linear_layers(rows, matrices)}
+    present = {names: layer for names, layer in supported.items() if file.entries.keys() & {*names}}
+    layers, tables = list(present.values()), _tables(rows, matrices)
     _demand_fit(folder, file, present, settings, tables)
-    loras = {one.module: settings.lora(one.module) for one in tensors}
+    loras = {layer.module: settings.lora(layer.module) for layer in layers}
     scales = {module: lora.scale() for module, lora in loras.items()}
-    largest = max(loras.values(), key=lambda one: one.rank)
-    paths = [piece.path for one in tensors for piece in one.tensor.pieces if piece.path + LORA_A in matrices]
+    largest = max(loras.values(), key=lambda lora: lora.rank)
+    paths = [piece.path for layer in layers for piece in layer.tensor.pieces if piece.path + LORA_A in matrices]
     lora = replace(largest, targets=tuple(dict.fromkeys(paths)))
     model = replace(base, lora=lora)
     declared = declared_by(model)
-    adapter = PeftAdapter(str(folder), model, declared, file, tensors, scales)
+    adapter = PeftAdapter(str(folder), model, declared, file, layers, scales)
     _demand_zeros(adapter)
     return adapter
 
 
-def _possible(rows: Sequence[Row], declared: Mapping[str, ParamSpec]) -> list[Adapted]:
-    """As `adapted_tensors`, of the matrices that are linear layers of theirs."""
-    held = {piece.path for tensor in tensors_of(rows, declared) if tensor.name.endswith(WEIGHT)
+def _linear_layers(rows: Sequence[Row], declared: Mapping[str, ParamSpec]) -> list[Adapted]:
+    """`adapted_tensors` of the matrices that are linear layers in the other library."""
+    linear_paths = {piece.path for tensor in tensors_of(rows, declared) if tensor.name.endswith(WEIGHT)
             for piece in tensor.pieces if len(piece.index) == leading(declared[piece.path])}  # fmt: skip
-    fitting = {path: spec for path, spec in declared.items() if path.removesuffix(LORA_A) in held}
+    fitting = {path: spec for path, spec in declared.items() if path.removesuffix(LORA_A) in linear_paths}
     return adapted_tensors(rows, fitting)
 
 
 def _tables(rows: Sequence[Row], declared: Mapping[str, ParamSpec]) -> set[str]:
-    """Modules that are heads or tables of embeddings. A head that is tied to a table may have no tensor."""
+    """Modules that are heads or embedding tables, including a tied head, which may have no tensor."""
     tensors = tensors_of(rows, declared)
-    tables = [each for each in tensors if any("vocab" in declared[piece.path].axes for piece in each.pieces)]
-    return {"lm_head", *(each.name.removesuffix(WEIGHT) for each in tables)}
+    tables = [tensor for tensor in tensors if any("vocab" in declared[piece.path].axes for piece in tensor.pieces)]
+    return {"lm_head", *(table.name.removesuffix(WEIGHT) for table in tables)}
 
 
 def _demand_fit(
@@ -200,46 +200,47 @@ def _demand_fit(
     settings: AdapterSettings,
     tables: Collection[str],
 ) -> None:
-    """Raises UserError with all tensors that are missing, unknown, or do not fit the model or the settings."""
+    """Raises UserError with all tensors that are missing, unknown, or do not match the model or the settings."""
     names, problems, ranks = {name for pair in present for name in pair}, [], {}
     for name in file.entries:
         if name not in names:
             problems.append(_unknown(name, names, tables))
         elif not np.issubdtype(dtype := file.entries[name].dtype, np.floating) and dtype.kind != "V":
-            problems.append(f"{name}: its dtype is {dtype.name}, which is not a floating-point one")
-    for (a, b), one in present.items():
+            problems.append(f"{name}: dtype {dtype.name} is not a floating-point dtype")
+    for (a, b), layer in present.items():
         if a not in file.entries or b not in file.entries:
-            problems.append(f"{b if a in file.entries else a}: not there")
+            problems.append(f"{b if a in file.entries else a}: missing")
             continue
         shapes = file.entries[a].shape, file.entries[b].shape
         rank = shapes[0][0] if shapes[0] else 0
-        wanted = (rank, len(one.sides.inputs)), (len(one.sides.outputs), rank)
-        if shapes != wanted:
-            problems.append(f"{a}, {b}: {shapes[0]} and {shapes[1]} there, {wanted[0]} and {wanted[1]} by the model")
-        ranks[one.module] = rank
-    problems += settings.misfits(ranks)
+        expected = (rank, len(layer.order.inputs)), (len(layer.order.outputs), rank)
+        if shapes != expected:
+            texts = (f"{first} and {second}" for first, second in (shapes, expected))
+            problems.append(f"{a}, {b}: shapes {', but '.join(texts)} by the model")
+        ranks[layer.module] = rank
+    problems += settings.contradictions(ranks)
     if problems or not ranks:
         lines = problems[:40] + [f"and {len(problems) - 40} more"] * (len(problems) > 40)
-        what = "\n".join(f"  {line}" for line in lines) or "  there are none"
-        raise UserError(f"the tensors of {folder} are no adapters of the model:\n{what}")
+        listing = "\n".join(f"  {line}" for line in lines) or "  there are none"
+        raise UserError(f"the tensors of {folder} are not adapters of the model:\n{listing}")
 
 
 def _unknown(name: str, names: Collection[str], tables: Collection[str]) -> str:
-    """What is wrong with a tensor that is of no linear layer of the blocks. names: of tensors that are."""
-    if "lora_embedding_" in name or any(name.startswith(f"{BEFORE}{table}.") for table in tables):
+    """The problem of a tensor that does not belong to a linear layer. names: of tensors that do."""
+    if "lora_embedding_" in name or any(name.startswith(f"{PREFIX}{table}.") for table in tables):
         return f"{name}: adapters of heads and tables are not supported"
-    near = nearest_names(name, names, at_most=1)
-    return f"{name}: the model has no such layer" + (f"; it has {near[0]}" if near else "")
+    similar = nearest_names(name, names, at_most=1)
+    return f"{name}: the model has no such layer" + (f"; it has {similar[0]}" if similar else "")
 
 
 def _demand_zeros(adapter: PeftAdapter) -> None:
-    """Raises UserError where an adapter adds to weights of ours that cannot have one."""
-    for one in adapter.tensors:
-        for piece, columns in one.columns():
+    """Raises UserError if an adapter changes weights that can't have an adapter."""
+    for layer in adapter.layers:
+        for piece, columns in layer.columns():
             if piece.path + LORA_A not in adapter.declared:
-                own = (one.sides.outputs >= columns.start) & (one.sides.outputs < columns.stop)
-                if adapter.file.read(one.names[1])[own].any():
-                    raise UserError(f"{adapter.where}: {one.names[1]} adapts {piece.path}, which has no adapter here")
+                of_piece = (layer.order.outputs >= columns.start) & (layer.order.outputs < columns.stop)
+                if adapter.file.read(layer.names[1])[of_piece].any():
+                    raise UserError(f"{adapter.where}: {layer.names[1]} adapts {piece.path}, which has no adapter here")
 
 
 def adapter_files(
@@ -247,19 +248,19 @@ def adapter_files(
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """(adapter_config.json, tensors by name) of a model with adapters.
 
-    weights: the adapters, maybe among others; base: name or folder of the base model, to be written down.
-    Raises UserError for adapters that PEFT cannot have.
+    weights: a source with the adapters; base: name or folder of the base model, to be recorded.
+    Raises UserError for adapters that PEFT does not support.
     """
     lora, declared = model.lora, declared_by(model)
-    written = adapted_tensors(rows, declared)
+    layers = adapted_tensors(rows, declared)
     tensors: dict[str, np.ndarray] = {}
     ranks: dict[str, int] = {}
-    for one in written:
-        a, b = _joined(one, weights, declared)
-        tensors |= dict(zip(one.names, (a, b), strict=True))
-        ranks[one.module] = len(a)
+    for layer in layers:
+        a, b = _joined(layer, weights, declared)
+        tensors |= dict(zip(layer.names, (a, b), strict=True))
+        ranks[layer.module] = len(a)
     linear = [tensor.name.removesuffix(WEIGHT) for tensor in tensors_of(rows, declared) if tensor.name.endswith(WEIGHT)]
-    patterns = {one.module: _pattern(one.module, linear, ranks) for one in written}
+    patterns = {layer.module: _pattern(layer.module, linear, ranks) for layer in layers}
     larger = {patterns[module]: rank for module, rank in ranks.items() if rank != lora.rank}
     alphas = {pattern: lora.scale() * (rank**0.5 if lora.rank_stabilized else rank) for pattern, rank in larger.items()}
     config = {
@@ -274,28 +275,28 @@ def adapter_files(
         "rank_pattern": larger,
         "alpha_pattern": {pattern: _number(alpha) for pattern, alpha in alphas.items()},
         "bias": "none",
-        "fan_in_fan_out": any(one.sides.conv1d for one in written),
+        "fan_in_fan_out": any(layer.order.conv1d for layer in layers),
         "inference_mode": True,
         "modules_to_save": None,
     }
     return config, tensors
 
 
-def _joined(one: Adapted, weights: WeightSource, declared: Mapping[str, ParamSpec]) -> tuple[np.ndarray, np.ndarray]:
-    """The two tensors of an adapter. Those of several weights with different A stand in blocks, with added ranks."""
+def _joined(layer: Adapted, weights: WeightSource, declared: Mapping[str, ParamSpec]) -> tuple[np.ndarray, np.ndarray]:
+    """The two tensors of an adapter. Weights with different A get blocks of their own, so their ranks add up."""
     parts = []
-    for piece, columns in one.columns():
+    for piece, columns in layer.columns():
         if piece.path + LORA_A in declared:
             a, b = (_part(weights, piece, declared[piece.path + end]) for end in (LORA_A, LORA_B))
             parts.append((a.reshape(-1, a.shape[-1]), b.reshape(b.shape[0], -1), columns))
     first = parts[0][0]
     shared = all(np.array_equal(a, first) for a, _, _ in parts)
     inputs = first if shared else np.concatenate([a for a, _, _ in parts], axis=1)
-    outputs = np.zeros((inputs.shape[1], one.ends[-1]), first.dtype)
+    outputs = np.zeros((inputs.shape[1], layer.stops[-1]), first.dtype)
     for number, (a, b, columns) in enumerate(parts):
         row = 0 if shared else number * a.shape[1]
         outputs[row : row + len(b), columns] = b
-    return np.ascontiguousarray(inputs[one.sides.inputs].T), np.ascontiguousarray(outputs[:, one.sides.outputs].T)
+    return np.ascontiguousarray(inputs[layer.order.inputs].T), np.ascontiguousarray(outputs[:, layer.order.outputs].T)
 
 
 def _part(weights: WeightSource, piece: Piece, spec: ParamSpec) -> np.ndarray:
@@ -305,10 +306,10 @@ def _part(weights: WeightSource, piece: Piece, spec: ParamSpec) -> np.ndarray:
 
 
 def _pattern(module: str, linear: Sequence[str], adapted: Mapping[str, int]) -> str:
-    """The last name of a module where it stands for adapted modules of this rank alone; else the whole name."""
+    """The last part of a module's name if it matches only modules with adapters of this rank, else the full name."""
     last = module.rpartition(".")[2]
-    alike = [name for name in linear if name == last or name.endswith(f".{last}")]
-    return last if all(adapted.get(name) == adapted[module] for name in alike) else module
+    matches = [name for name in linear if name == last or name.endswith(f".{last}")]
+    return last if all(adapted.get(name) == adapted[module] for name in matches) else module
 
 
 def _number(value: float) -> float:

@@ -1,7 +1,7 @@
-"""The settings of an adapter folder of the PEFT library: which can be had, and which rank and scale they give a module.
+"""The settings of an adapter folder of the PEFT library, and the rank and scale that they give a module.
 
-Patterns mean what they mean to PEFT: utils.other.get_pattern_key of ranks and scales, and
-tuners.tuners_utils.check_target_module_exists of modules that have an adapter.
+Patterns match as in PEFT: utils.other.get_pattern_key for ranks and scales, and
+tuners.tuners_utils.check_target_module_exists for modules with adapters.
 """
 
 import json
@@ -18,13 +18,13 @@ from megajax.layers.config import LoRAConfig
 
 CONFIG = "adapter_config.json"
 REFUSED: Mapping[str, Any] = {
-    # They change the sum x W + scale * (x A) B, or say what else was trained.
+    # Settings that change the sum x W + scale * (x A) B, or name other weights that were trained.
     "alora_invocation_tokens": None, "arrow_config": None, "bias": "none", "kasa_config": None,
     "layer_replication": None, "lora_bias": False, "modules_to_save": None, "monteclora_config": None,
     "target_parameters": None, "trainable_token_indices": None, "use_bdlora": None, "use_dora": False,
     "use_qalora": False, "velora_config": None,
 }  # fmt: skip
-"""Settings -> the one value, beside absent and null, that can be had."""
+"""Setting -> the only supported value besides absent and null."""
 SHIFTING = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Values of init_lora_weights that change the base weights too."""
 ALL_LINEAR = "all-linear"
@@ -33,64 +33,64 @@ LARGEST = float(np.finfo(np.float32).max)
 
 @dataclass(frozen=True)
 class AdapterSettings:
-    """Settings that can be had; their values are checked."""
+    """Supported settings with valid values."""
 
-    given: Mapping[str, Any]
+    values: Mapping[str, Any]
 
     @property
     def base(self) -> str | None:
-        """Name or folder of the base model, as it is written down."""
-        return self.given.get("base_model_name_or_path")
+        """Recorded name or folder of the base model."""
+        return self.values.get("base_model_name_or_path")
 
     def rank(self, module: str) -> int:
-        return _matched(self.given.get("rank_pattern"), module, self.given.get("r", 8))
+        return _value_for(self.values.get("rank_pattern"), module, self.values.get("r", 8))
 
     def lora(self, module: str) -> LoRAConfig:
         """The adapter of a module."""
         return LoRAConfig(
             rank=self.rank(module),
-            alpha=float(_matched(self.given.get("alpha_pattern"), module, self.given.get("lora_alpha", 8))),
-            dropout=float(self.given.get("lora_dropout", 0.0)),
-            rank_stabilized=self.given.get("use_rslora", False),
+            alpha=float(_value_for(self.values.get("alpha_pattern"), module, self.values.get("lora_alpha", 8))),
+            dropout=float(self.values.get("lora_dropout", 0.0)),
+            rank_stabilized=self.values.get("use_rslora", False),
         )
 
-    def misfits(self, ranks: Mapping[str, int]) -> list[str]:
-        """Where settings contradict the tensors. ranks: module -> rank of its tensors."""
-        wrong = dict[str, list[str]]()
+    def contradictions(self, ranks: Mapping[str, int]) -> list[str]:
+        """Contradictions between settings and tensors. ranks: module -> rank of its tensors."""
+        problems = dict[str, list[str]]()
         for module, rank in ranks.items():
-            if (wanted := self.rank(module)) != rank:
-                wrong.setdefault(f"rank {rank} there, {wanted} by r and rank_pattern", []).append(module)
+            if (expected := self.rank(module)) != rank:
+                problems.setdefault(f"rank {rank}, but {expected} by r and rank_pattern", []).append(module)
             for name in self._excluding(module):
-                wrong.setdefault(f"{name}={self.given[name]} leaves it out", []).append(module)
+                problems.setdefault(f"{name}={self.values[name]} excludes it", []).append(module)
         return [
-            f"{modules[0]}" + f" and {len(modules) - 1} more" * (len(modules) > 1) + f": {what}"
-            for what, modules in wrong.items()
+            f"{modules[0]}" + f" and {len(modules) - 1} more" * (len(modules) > 1) + f": {problem}"
+            for problem, modules in problems.items()
         ]
 
     def _excluding(self, module: str) -> Iterator[str]:
         """Settings by which PEFT gives this module no adapter."""
-        excluded, targets = self.given.get("exclude_modules"), self.given.get("target_modules")
-        if excluded and _named(excluded, module):
+        excluded, targets = self.values.get("exclude_modules"), self.values.get("target_modules")
+        if excluded and _matches(excluded, module):
             yield "exclude_modules"
         if targets is None or (isinstance(targets, str) and targets.lower() == ALL_LINEAR):
             return
-        if not _named(targets, module):
+        if not _matches(targets, module):
             yield "target_modules"
-        elif not isinstance(targets, str) and module not in targets and not self._of_layers(module):
+        elif not isinstance(targets, str) and module not in targets and not self._is_in_layers(module):
             yield "layers_to_transform"
 
-    def _of_layers(self, module: str) -> bool:
-        layers = self.given.get("layers_to_transform")
+    def _is_in_layers(self, module: str) -> bool:
+        layers = self.values.get("layers_to_transform")
         if layers in (None, []):
             return True
-        patterns = self.given.get("layers_pattern") or [r"[^.]*"]
+        patterns = self.values.get("layers_pattern") or [r"[^.]*"]
         patterns = [patterns] if isinstance(patterns, str) else patterns
-        number = next(filter(None, (re.match(rf".*\.{each}\.(\d+)\.", module) for each in patterns)), None)
+        number = next(filter(None, (re.match(rf".*\.{pattern}\.(\d+)\.", module) for pattern in patterns)), None)
         return number is not None and int(number.group(1)) in (layers if isinstance(layers, list) else [layers])
 
 
 def read_settings(path: Path) -> AdapterSettings:
-    """Raises UserError for settings that change what an adapter computes and for wrong values, all at once."""
+    """Raises one UserError with all unsupported settings and all wrong values."""
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(config, dict):
@@ -102,14 +102,14 @@ def read_settings(path: Path) -> AdapterSettings:
     except (ValueError, TypeError) as error:
         raise UserError(f"{path} is not a JSON file of settings ({error})") from error
     allowed = {**REFUSED, "peft_type": "LORA"}
-    lacking = [name for name, value in allowed.items() if config.get(name) not in (None, value, [], {})]
+    unsupported = [name for name, value in allowed.items() if config.get(name) not in (None, value, [], {})]
     if str(config.get("init_lora_weights")).startswith(SHIFTING):
-        lacking.append("init_lora_weights")
+        unsupported.append("init_lora_weights")
     parts = {
-        "has settings that MegaJAX lacks": [f"{name}={config[name]}" for name in lacking],
+        "has settings that MegaJAX lacks": [f"{name}={config[name]}" for name in unsupported],
         "has wrong values": [*_wrong_values(config)],
     }
-    text = [f"{path} {what}:\n" + "\n".join(f"  {line}" for line in lines) for what, lines in parts.items() if lines]
+    text = [f"{path} {title}:\n" + "\n".join(f"  {line}" for line in lines) for title, lines in parts.items() if lines]
     if text:
         raise UserError("\n".join(text))
     return AdapterSettings(config)
@@ -127,11 +127,11 @@ def _wrong_values(config: Mapping[str, Any]) -> Iterator[str]:
         "layers_pattern": (_is_patterns, "a regular expression or a list of them"),
         "base_model_name_or_path": (lambda value: value is None or isinstance(value, str), "a name"),
     }
-    for name, (accepts, wanted) in kinds.items():
+    for name, (accepts, description) in kinds.items():
         if name in config and not accepts(config[name]):
-            yield f"{name}={json.dumps(config[name])} is not {wanted}"
+            yield f"{name}={json.dumps(config[name])} is not {description}"
     for name, of in (("rank_pattern", "r"), ("alpha_pattern", "lora_alpha")):
-        patterns, (accepts, wanted) = config.get(name), kinds[of]
+        patterns, (accepts, description) = config.get(name), kinds[of]
         if patterns is not None and not isinstance(patterns, dict):
             yield f"{name}={json.dumps(patterns)} is not a mapping of patterns"
             continue
@@ -139,7 +139,7 @@ def _wrong_values(config: Mapping[str, Any]) -> Iterator[str]:
             if not _is_regex(pattern):
                 yield f"{name}: {pattern} is not a regular expression"
             if not accepts(value):
-                yield f"{name}.{pattern}={json.dumps(value)} is not {wanted}"
+                yield f"{name}.{pattern}={json.dumps(value)} is not {description}"
 
 
 def _is_number(value: Any) -> bool:
@@ -156,12 +156,12 @@ def _is_alpha(value: Any) -> bool:
 
 def _is_layers(value: Any) -> bool:
     layers = value if isinstance(value, list) else [value]
-    return value is None or all(isinstance(each, int) and not isinstance(each, bool) for each in layers)
+    return value is None or all(isinstance(layer, int) and not isinstance(layer, bool) for layer in layers)
 
 
 def _is_names(value: Any) -> bool:
     if isinstance(value, list):
-        return all(isinstance(each, str) for each in value)
+        return all(isinstance(name, str) for name in value)
     return value is None or _is_regex(value)
 
 
@@ -171,21 +171,21 @@ def _is_patterns(value: Any) -> bool:
 
 def _is_regex(value: Any) -> bool:
     try:
-        # Both: "a)|(b" is one only within brackets.
+        # Both forms: "a)|(b" is valid only within brackets.
         return isinstance(value, str) and all(re.compile(text) for text in (value, rf"(.*\.)?({value})$"))
     except (re.error, OverflowError, RecursionError):
         return False
 
 
-def _named(names: str | list[str], module: str) -> bool:
-    """A regular expression of the whole name, or names of modules or of their ends."""
+def _matches(names: str | list[str], module: str) -> bool:
+    """Whether a regular expression matches a module's full name, or a list has its name or the end of it."""
     if isinstance(names, str):
         return re.fullmatch(names, module) is not None
     return any(module == name or module.endswith(f".{name}") for name in names)
 
 
-def _matched(patterns: Mapping[str, Any] | None, module: str, otherwise: Any) -> Any:
+def _value_for(patterns: Mapping[str, Any] | None, module: str, default: Any) -> Any:
     """The value of the first pattern that matches the end of a name."""
     return next(
-        (value for pattern, value in (patterns or {}).items() if re.match(rf"(.*\.)?({pattern})$", module)), otherwise
+        (value for pattern, value in (patterns or {}).items() if re.match(rf"(.*\.)?({pattern})$", module)), default
     )

@@ -1,7 +1,7 @@
 """Quantized tensors of released checkpoints, read as bfloat16: FP8 in blocks (DeepSeek-V3) and MXFP4 (gpt-oss).
 
-MXFP4 is of the OCP Microscaling Formats specification 1.0: 32 numbers of 4 bits (E2M1), two to a byte with the first in
-the low half, share a power of two.
+MXFP4 is defined by the OCP Microscaling Formats specification 1.0: blocks of 32 numbers of 4 bits (E2M1), two in a byte
+with the first in the low half, share a power of two.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,21 +16,21 @@ from megajax.config.errors import UserError
 
 BFLOAT16, FP8 = np.dtype(jnp.bfloat16), np.dtype(jnp.float8_e4m3fn)
 FP8_VALUES = np.arange(256, dtype=np.uint8).view(FP8).astype(np.float32)
-"""Of each byte."""
+"""Value of each byte."""
 FP4_VALUES = np.array(
     [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0], np.float32
 )
 FP4_PAIRS = np.stack([FP4_VALUES[np.arange(256) & 15], FP4_VALUES[np.arange(256) >> 4]], axis=-1)
-"""Both of each byte."""
+"""Both values of each byte."""
 BIAS = 127
-"""Of the exponents of powers of two."""
+"""Bias of the exponents of the scales."""
 
 
 class Dequantized:
-    """Tensors of which some are quantized: `megajax.checkpoint.weights.foreign.Tensors`. A subclass is a format."""
+    """Dequantized tensors of a source: `megajax.checkpoint.weights.foreign.Tensors`. Each format is a subclass."""
 
     suffixes: ClassVar[tuple[str, str]]
-    """Of the names of a quantized tensor: of its numbers, of their scales."""
+    """Suffixes of the names of a quantized tensor's numbers and of its scales."""
 
     def __init__(self, tensors: Tensors):
         """Raises UserError with all tensors whose scales are missing or of another shape."""
@@ -39,17 +39,17 @@ class Dequantized:
         self._entries, self._quantized = dict(stored), set[str]()
         for name in stored:
             if scales and name.endswith(scales):
-                whole = name.removesuffix(scales)
+                base = name.removesuffix(scales)
                 del self._entries[name]
-                problem = f"{whole + numbers}: not there" if whole + numbers not in stored else ""
-                problem = problem or self.misfit(stored[whole + numbers], stored[name])
+                problem = f"{base + numbers} is missing" if base + numbers not in stored else ""
+                problem = problem or self.mismatch(stored[base + numbers], stored[name])
                 problems += [f"{name}: {problem}"] * bool(problem)
-                self._entries.pop(whole + numbers, None)
+                self._entries.pop(base + numbers, None)
                 if not problem:
-                    self._quantized.add(whole)
-                    self._entries[whole] = Entry(self.shape(stored[whole + numbers].shape), BFLOAT16)
-        left = [name for name, entry in self._entries.items() if self.lacks_scale(name, entry)]
-        problems += [f"{name}: it has no scales" for name in left]
+                    self._quantized.add(base)
+                    self._entries[base] = Entry(self.shape(stored[base + numbers].shape), BFLOAT16)
+        unscaled = [name for name, entry in self._entries.items() if self.lacks_scale(name, entry)]
+        problems += [f"{name}: it has no scales" for name in unscaled]
         if problems:
             lines = "\n".join(f"  {problem}" for problem in problems[:40])
             raise UserError(f"quantized tensors of {self.where} can't be read:\n{lines}")
@@ -64,11 +64,11 @@ class Dequantized:
         return self.values(numbers, scales)
 
     def shape(self, numbers: tuple[int, ...]) -> tuple[int, ...]:
-        """Of the tensor, by that of its stored numbers."""
+        """The shape of the tensor. numbers: the shape of its stored numbers."""
         raise NotImplementedError
 
-    def misfit(self, numbers: Entry, scales: Entry) -> str:
-        """What is wrong with a pair; "" for nothing."""
+    def mismatch(self, numbers: Entry, scales: Entry) -> str:
+        """Why numbers and scales do not belong together; "" if they do."""
         raise NotImplementedError
 
     def lacks_scale(self, name: str, entry: Entry) -> bool:
@@ -81,7 +81,7 @@ class Dequantized:
 
 
 class Fp8Blocks(Dequantized):
-    """Matrices of float8_e4m3fn; each block of 128 x 128, or as config.json says, is multiplied by a scale."""
+    """Matrices of float8_e4m3fn. Each block (128 x 128 by default) is multiplied by a scale."""
 
     suffixes = ("", "_scale_inv")
 
@@ -92,11 +92,11 @@ class Fp8Blocks(Dequantized):
     def shape(self, numbers: tuple[int, ...]) -> tuple[int, ...]:
         return numbers
 
-    def misfit(self, numbers: Entry, scales: Entry) -> str:
+    def mismatch(self, numbers: Entry, scales: Entry) -> str:
         if numbers.dtype != FP8 or len(numbers.shape) != 2:
             return f"scales of {numbers.dtype}{list(numbers.shape)}, which is not a matrix of {FP8}"
-        wanted = tuple(-(-size // side) for size, side in zip(numbers.shape, self.block, strict=True))
-        return "" if scales.shape == wanted else f"{list(scales.shape)} scales there, {list(wanted)} by the blocks"
+        expected = tuple(-(-size // side) for size, side in zip(numbers.shape, self.block, strict=True))
+        return _shape_mismatch(scales, expected)
 
     def lacks_scale(self, name: str, entry: Entry) -> bool:
         del name
@@ -120,11 +120,10 @@ class Mxfp4(Dequantized):
         experts, rows, blocks, size = numbers
         return experts, blocks * size * 2, rows
 
-    def misfit(self, numbers: Entry, scales: Entry) -> str:
+    def mismatch(self, numbers: Entry, scales: Entry) -> str:
         if numbers.dtype != np.uint8 or scales.dtype != np.uint8 or len(numbers.shape) != 4:
-            return f"scales {scales.dtype} of {numbers.dtype}{list(numbers.shape)}, which are no blocks of bytes"
-        wanted = numbers.shape[:3]
-        return "" if scales.shape == wanted else f"{list(scales.shape)} scales there, {list(wanted)} by the blocks"
+            return f"scales {scales.dtype} of {numbers.dtype}{list(numbers.shape)}, which are not blocks of bytes"
+        return _shape_mismatch(scales, numbers.shape[:3])
 
     def lacks_scale(self, name: str, entry: Entry) -> bool:
         del entry
@@ -139,8 +138,12 @@ class Mxfp4(Dequantized):
         return result
 
 
-def dequantizing(settings: Settings) -> Callable[[Tensors], Tensors]:
-    """By quantization_config, how tensors are read. Another format than ours is reported to the settings."""
+def _shape_mismatch(scales: Entry, expected: tuple[int, ...]) -> str:
+    return "" if scales.shape == expected else f"scales {list(scales.shape)}, but {list(expected)} by the blocks"
+
+
+def dequantizer(settings: Settings) -> Callable[[Tensors], Tensors]:
+    """Reads tensors by quantization_config. Unsupported formats are reported to the settings."""
     config: dict[str, Any] = settings.take("quantization_config", {})
     block, kind = config.get("weight_block_size"), config.get("quant_method")
     if not config:
@@ -150,8 +153,8 @@ def dequantizing(settings: Settings) -> Callable[[Tensors], Tensors]:
     sizes = isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)
     if kind == "fp8" and sizes and config.get("fmt", "e4m3") == "e4m3":
         return lambda tensors: Fp8Blocks(tensors, (block[0], block[1]))
-    what = ", ".join(
+    listing = ", ".join(
         f"{name}={config[name]}" for name in ("quant_method", "fmt", "weight_block_size") if name in config
     )
-    settings.refuse("quantization_config", what or config, "only fp8 (e4m3) in blocks and mxfp4 can be read")
+    settings.refuse("quantization_config", listing or config, "only fp8 (e4m3) in blocks and mxfp4 can be read")
     return lambda tensors: tensors

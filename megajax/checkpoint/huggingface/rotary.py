@@ -1,4 +1,4 @@
-"""Rotary positions and windows of a config.json, in the older and the newer spelling."""
+"""Rotary positions and windows of a config.json, in older and newer spellings."""
 
 from collections.abc import Callable, Mapping, Sequence
 from math import log
@@ -25,31 +25,30 @@ YARN = {
 
 
 def rope(settings: Settings, length: int, *, base: float = 10000.0, partial: bool = False) -> RopeConfig:
-    """From rope_parameters, or from rope_theta and rope_scaling as older files have it, whose settings count more.
+    """From rope_parameters, or from rope_theta and rope_scaling of older files, which take precedence.
 
-    length: max_position_embeddings; base: of files without rope_theta; partial: whether a part of each head may be
-    rotated.
+    length: max_position_embeddings; base: default of rope_theta; partial: whether the family can rotate a part of each
+    head.
     """
     outer = {name: settings.take(name) for name in ("rope_theta", "partial_rotary_factor")}
-    new, old = settings.take("rope_parameters", {}), settings.take("rope_scaling", {})
-    inner = Settings(
-        {name: value for name, value in {**outer, **(old or new)}.items() if value is not None}, "rope_parameters"
-    )
+    parameters, scaling = settings.take("rope_parameters", {}), settings.take("rope_scaling", {})
+    merged = {**outer, **(scaling or parameters)}
+    inner = Settings({name: value for name, value in merged.items() if value is not None}, "rope_parameters")
     inner.problems = settings.problems
-    older = inner.take("type", kind=str)
-    kind = inner.take("rope_type", older or "default")
+    old_type = inner.take("type", kind=str)
+    kind = inner.take("rope_type", old_type or "default")
     plain = RopeConfig(base=inner.take("rope_theta", base, float), fraction=inner.take("partial_rotary_factor", 1.0))
     if plain.fraction != 1 and not partial:
         settings.refuse("partial_rotary_factor", plain.fraction, "this family rotates whole heads")
-    # dynamic: frequencies change for texts longer than max_position_embeddings alone, which rows are not.
+    # dynamic: frequencies change only for texts longer than max_position_embeddings, which rows never are.
     kinds = {"default": _plain, "dynamic": _plain, "linear": _linear, "llama3": _llama3, "yarn": _yarn}
     if kind not in kinds:
         settings.refuse("rope_type", kind, f"only {', '.join(kinds)} are supported")
         return plain
-    made = kinds[kind](inner, plain, length)
+    config = kinds[kind](inner, plain, length)
     for name, value in inner.remaining.items():
-        settings.refuse(f"rope_parameters.{name}", value, f"rope_type={kind} has no such setting here")
-    return made
+        settings.refuse(f"rope_parameters.{name}", value, f"this setting of rope_type={kind} is not supported")
+    return config
 
 
 def _plain(settings: Settings, rope: RopeConfig, length: int) -> RopeConfig:
@@ -65,17 +64,17 @@ def _linear(settings: Settings, rope: RopeConfig, length: int) -> RopeConfig:
 
 def _llama3(settings: Settings, rope: RopeConfig, length: int) -> RopeConfig:
     original = settings.count("original_max_position_embeddings", length)
-    factors = {ours: settings.need(name, float) for name, ours in LLAMA3.items() if ours != "original"}
+    factors = {field: settings.need(name, float) for name, field in LLAMA3.items() if field != "original"}
     return _with(rope, scaling=Llama3ScalingConfig(**factors, original=original))
 
 
 def _yarn(settings: Settings, rope: RopeConfig, length: int) -> RopeConfig:
-    """A factor on rotated heads that does not follow from the others is kept in mscale, which then stands alone."""
+    """An attention_factor is converted to mscale, from which the model computes it."""
     kinds = {"original": int, "rounded": bool}
-    present = {name: ours for name, ours in YARN.items() if name in settings.remaining}
-    taken = {ours: settings.take(name, kind=kinds.get(ours, float)) for name, ours in present.items()}
+    present = {name: field for name, field in YARN.items() if name in settings.remaining}
+    fields = {field: settings.take(name, kind=kinds.get(field, float)) for name, field in present.items()}
     values: dict[str, Any] = {"original": length}
-    values |= {name: value for name, value in taken.items() if value or (name == "rounded" and value is not None)}
+    values |= {name: value for name, value in fields.items() if value or (name == "rounded" and value is not None)}
     values.setdefault("factor", length / values["original"])
     mscale, total, scale = (
         values.pop("mscale", None),
@@ -87,8 +86,8 @@ def _yarn(settings: Settings, rope: RopeConfig, length: int) -> RopeConfig:
         return _with(rope, scaling=plain)
     if scale is None and mscale:
         return _with(rope, scaling=YarnScalingConfig(**values, mscale=mscale, mscale_all=total))
-    wanted = (scale or plain.mscale_factor(1.0)) * plain.mscale_factor(total or 0.0)
-    mscale = round((wanted - 1) / (0.1 * log(plain.factor)), 12) if plain.factor > 1 else 0.0
+    magnitude = (scale or plain.mscale_factor(1.0)) * plain.mscale_factor(total or 0.0)
+    mscale = round((magnitude - 1) / (0.1 * log(plain.factor)), 12) if plain.factor > 1 else 0.0
     return _with(rope, scaling=YarnScalingConfig(**values, mscale=mscale, mscale_all=total or 0.0))
 
 
@@ -97,7 +96,7 @@ def _with(rope: RopeConfig, **changes: Any) -> RopeConfig:
 
 
 def rope_settings(rope: RopeConfig | None) -> dict[str, Any]:
-    """rope_theta and rope_scaling, which old and new versions of transformers read."""
+    """rope_theta and rope_scaling, which all versions of transformers read."""
     if rope is None:
         return {}
     settings: dict[str, Any] = {"rope_theta": rope.base, "rope_scaling": None}
@@ -108,7 +107,7 @@ def rope_settings(rope: RopeConfig | None) -> dict[str, Any]:
         linear = {"rope_type": "linear", "factor": rope.interpolation}
         return settings if rope.interpolation == 1 else {**settings, "rope_scaling": linear}
     kind, names = ("llama3", LLAMA3) if isinstance(scaling, Llama3ScalingConfig) else ("yarn", YARN)
-    values = {theirs: getattr(scaling, ours) for theirs, ours in names.items()}
+    values = {name: getattr(scaling, field) for name, field in names.items()}
     if isinstance(scaling, YarnScalingConfig) and scaling.mscale_all == 0:
         values |= {"attention_factor": scaling.magnitude(), "mscale": None, "mscale_all_dim": None}
     values = {name: value for name, value in values.items() if value is not None}
@@ -116,23 +115,23 @@ def rope_settings(rope: RopeConfig | None) -> dict[str, Any]:
 
 
 def windows(settings: Settings, layers: int, length: int, slides: Callable[[int], bool]) -> list[int | None]:
-    """The window of each layer: the tokens before its own. Theirs counts the query itself.
+    """The window of each layer, without the query's own position, which transformers counts.
 
-    slides: whether a layer has the window, by number, where layer_types does not say.
+    slides: number of a layer -> whether it has the window, used if there is no layer_types.
     """
     size, on = settings.take("sliding_window", kind=int), settings.take("use_sliding_window", True)
     kinds = settings.take("layer_types", kind=list)
     window = size - 1 if size and on and size <= length else None
     kinds = kinds or ["sliding_attention" if slides(number) else "full_attention" for number in range(layers)]
     if len(kinds) != layers:
-        settings.refuse("layer_types", f"({len(kinds)} of them)", f"num_hidden_layers={layers}")
+        settings.refuse("layer_types", f"({len(kinds)} layers)", f"num_hidden_layers={layers}")
     for kind in sorted({*map(str, kinds)} - {"sliding_attention", "full_attention"}):
         settings.refuse("layer_types", kind, "only full_attention and sliding_attention are supported")
     return [window if kind == "sliding_attention" else None for kind in kinds]
 
 
 def window_settings(mixers: Sequence[Any]) -> Mapping[str, Any]:
-    """sliding_window, and which layers have it."""
+    """sliding_window, and the layers that have it."""
     windowed = [number for number, mixer in enumerate(mixers) if mixer.window is not None]
     return {
         "sliding_window": max(mixers[number].window for number in windowed) + 1 if windowed else None,

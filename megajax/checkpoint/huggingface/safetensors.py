@@ -1,7 +1,7 @@
-"""safetensors files: the format of the safetensors library. Read as views of memory-mapped files, of every dtype.
+"""safetensors files, the format of the safetensors library, read as views of memory-mapped files, in all dtypes.
 
-A file is the length of its header (uint64, little endian), the header (JSON: name -> dtype, shape, first and last byte
-behind the header), and the bytes. A folder has one file, or an index that says which tensor is in which file.
+A file has the length of its header (uint64, little endian), the header (JSON: name -> dtype, shape, and the range of
+its bytes after the header), and the bytes. A folder has one file, or several with an index of the file of each tensor.
 """
 
 import json
@@ -36,18 +36,18 @@ DTYPES: Mapping[str, np.dtype] = {
     "BOOL": np.dtype(np.bool_),
 }
 LONGEST_HEADER = 100_000_000
-"""Bytes; the reference implementation refuses longer ones too."""
-DIMENSIONS = 32
-"""At most, of a tensor."""
+"""Bytes; the reference implementation has the same limit."""
+MAX_DIMENSIONS = 32
+"""Largest number of dimensions of a tensor."""
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl")
 MAPPED_BYTES = 2**27
-"""Of tensors that were read, after which the pages of their file are given back."""
+"""Bytes of tensors to read before the pages of the file are released."""
 MODEL = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 
 class SafetensorsFile:
-    """One file. Raises UserError for what the reference implementation refuses, and for names that are there twice."""
+    """One file. Raises UserError for files that the reference implementation refuses, and for duplicate names."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -57,9 +57,9 @@ class SafetensorsFile:
             if length > min(LONGEST_HEADER, size - 8):
                 raise UserError(f"{path} is not a safetensors file, or it was cut off: its {size} bytes hold no header")
             try:
-                header = _mapping(json.loads(file.read(length), object_pairs_hook=_once), "the header")
+                header = _mapping(json.loads(file.read(length), object_pairs_hook=_unique), "the header")
                 header.pop("__metadata__", None)
-                self._places = {name: _place(name, each) for name, each in header.items()}
+                self._places = {name: _place(name, entry) for name, entry in header.items()}
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                 raise UserError(
                     f"{path} is not a safetensors file: its header can't be read ({_text(error)})"
@@ -67,21 +67,21 @@ class SafetensorsFile:
             self.start = 8 + length
             self._demand_order(size - self.start)
             self.entries = {name: place.entry for name, place in self._places.items()}
-            self._given = 0
+            self._read_bytes = 0
             self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
     def read(self, name: str) -> np.ndarray:
         """A view of the file."""
         (shape, dtype), first, last = self._places[name]
-        self._given += last - first
-        if self._given > MAPPED_BYTES:
-            self._given = last - first
-            # Pages that were read stay with the process otherwise. Views stay valid: pages come back as they are used.
+        self._read_bytes += last - first
+        if self._read_bytes > MAPPED_BYTES:
+            self._read_bytes = last - first
+            # Otherwise all pages that were read stay in memory. Views stay valid: their pages are read again.
             self._bytes.madvise(mmap.MADV_DONTNEED)
         return np.frombuffer(self._bytes, dtype, prod(shape), self.start + first).reshape(shape)
 
     def _demand_order(self, size: int) -> None:
-        """The tensors follow one another, each as long as it says, and end with the file."""
+        """Raises UserError unless the tensors follow one another, have the right sizes, and end with the file."""
         end = 0
         for name, (entry, first, last) in sorted(self._places.items(), key=lambda item: item[1][1:]):
             if last > size:
@@ -90,11 +90,11 @@ class SafetensorsFile:
                 text = f"{entry.dtype.name}{list(entry.shape)}"
                 raise UserError(f"{self.path}: {name} is {text}, but has {last - first} bytes")
             if first != end:
-                what = "overlaps another tensor" if first < end else "follows bytes of no tensor"
-                raise UserError(f"{self.path}: {name} {what}: it begins at byte {first}, expected {end}")
+                problem = "overlaps another tensor" if first < end else "follows bytes of no tensor"
+                raise UserError(f"{self.path}: {name} {problem}: it begins at byte {first}, expected {end}")
             end = last
         if end != size:
-            raise UserError(f"{self.path} has {size - end} bytes behind its last tensor")
+            raise UserError(f"{self.path} has {size - end} bytes after its last tensor")
 
 
 class _Place(NamedTuple):
@@ -105,22 +105,22 @@ class _Place(NamedTuple):
     last: int
 
 
-def _place(name: str, given: Any) -> _Place:
-    """Of an entry of the header. Raises ValueError or KeyError for one that makes no sense."""
-    given = _mapping(given, name)
-    if given["dtype"] not in DTYPES:
-        raise ValueError(f"{name} has the dtype {given['dtype']}, which is unknown")
-    shape, offsets = given["shape"], given["data_offsets"]
-    whole = [type(number) is int and number >= 0 for numbers in (shape, offsets) for number in numbers]
-    if not isinstance(shape, list) or not isinstance(offsets, list) or len(offsets) != 2 or not all(whole):
+def _place(name: str, entry: Any) -> _Place:
+    """The place of a tensor by its header entry. Raises ValueError or KeyError for an invalid entry."""
+    entry = _mapping(entry, name)
+    if entry["dtype"] not in DTYPES:
+        raise ValueError(f"{name} has the dtype {entry['dtype']}, which is unknown")
+    shape, offsets = entry["shape"], entry["data_offsets"]
+    are_sizes = [type(number) is int and number >= 0 for numbers in (shape, offsets) for number in numbers]
+    if not isinstance(shape, list) or not isinstance(offsets, list) or len(offsets) != 2 or not all(are_sizes):
         raise ValueError(f"{name} has the shape {shape} and the offsets {offsets}")
-    if len(shape) > DIMENSIONS or offsets[0] > offsets[1]:
+    if len(shape) > MAX_DIMENSIONS or offsets[0] > offsets[1]:
         raise ValueError(f"{name} has {len(shape)} dimensions and the offsets {offsets}")
-    return _Place(Entry(tuple(shape), DTYPES[given["dtype"]]), *offsets)
+    return _Place(Entry(tuple(shape), DTYPES[entry["dtype"]]), *offsets)
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object. Raises ValueError for a name that it has twice."""
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object. Raises ValueError for a duplicate name."""
     result = dict(pairs)
     if len(result) < len(pairs):
         names = [name for name, _ in pairs]
@@ -128,9 +128,9 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
-def _mapping(value: Any, what: str) -> dict[str, Any]:
+def _mapping(value: Any, name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise ValueError(f"{what} is a {type(value).__name__}")
+        raise ValueError(f"{name} is a {type(value).__name__}")
     return value
 
 
@@ -142,15 +142,15 @@ class SafetensorsFolder:
     """The tensors of a folder: `megajax.checkpoint.weights.foreign.Tensors`."""
 
     def __init__(self, folder: Path):
-        """Raises UserError for a folder without files, and for an index that does not fit them."""
+        """Raises UserError for a folder without files, and for an index that does not match them."""
         self.where = str(folder)
         index = folder / INDEX
         paths = self._indexed(index) if index.is_file() else dict.fromkeys(_files_in(folder))
         if not paths:
             pickles = sorted(path.name for kind in PICKLES for path in folder.glob(kind))
             advice = (
-                f"; {', '.join(pickles[:3])} can run any program when it is read. Write safetensors with the library "
-                "that made it: model.save_pretrained(DIR, safe_serialization=True)"
+                f"; {', '.join(pickles[:3])} can run any program when it is read. Save it again as safetensors with "
+                "transformers: model.save_pretrained(DIR, safe_serialization=True)"
             )
             raise UserError(f"{folder} holds no .safetensors files" + advice * bool(pickles))
         self._files: dict[str, SafetensorsFile] = {}
@@ -172,9 +172,9 @@ class SafetensorsFolder:
 
     @staticmethod
     def _indexed(index: Path) -> dict[Path, list[str]]:
-        """File -> names of its tensors. Files are in the folder itself, whatever the index says."""
+        """File -> names of its tensors. Raises UserError for files that are missing or outside of the folder."""
         try:
-            text = json.loads(index.read_text(encoding="utf-8"), object_pairs_hook=_once)
+            text = json.loads(index.read_text(encoding="utf-8"), object_pairs_hook=_unique)
             names = _mapping(_mapping(text, "the index")["weight_map"], "weight_map")
             files = sorted(set(names.values()))
         except (ValueError, KeyError, TypeError, RecursionError, OSError) as error:
@@ -183,18 +183,18 @@ class SafetensorsFolder:
             raise UserError(f"{index} names files outside of its folder: {', '.join(map(ascii, outside))}")
         if absent := [file for file in files if not (index.parent / file).is_file()]:
             raise UserError(f"{index} names missing files: {', '.join(absent)}")
-        return {index.parent / file: [name for name, where in names.items() if where == file] for file in files}
+        return {index.parent / file: [name for name, shard in names.items() if shard == file] for file in files}
 
 
 def _files_in(folder: Path) -> list[Path]:
-    """Files of tensors, and nothing else of such a name: to open a pipe would be to wait for its writer."""
+    """Regular files only: opening a pipe would wait for its writer."""
     files = sorted(path for path in folder.glob("*.safetensors") if path.is_file())
-    # transformers reads model.safetensors, whatever stands beside it, such as consolidated.safetensors of Mistral.
+    # transformers reads only model.safetensors if there are others, such as consolidated.safetensors of Mistral.
     return [path for path in files if path.name == MODEL] or files
 
 
 def _plain(file: Any) -> bool:
-    """Whether a name in an index is that of a file in the folder."""
+    """Whether a name in an index is a plain file name, without a folder."""
     return isinstance(file, str) and file not in ("", ".", "..") and not set(file) & {"/", "\\", "\0"}
 
 

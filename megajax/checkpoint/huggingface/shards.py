@@ -1,4 +1,4 @@
-"""Writing of safetensors files, a tensor at a time: the sizes are said first, the bytes follow in the same order."""
+"""Writes safetensors files a tensor at a time: first a header with all sizes, then the bytes in the same order."""
 
 import json
 import os
@@ -15,28 +15,28 @@ from megajax.checkpoint.weights.foreign import Entry
 
 NAMES: Mapping[np.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 ALIGNMENT = 8
-"""Bytes: of a header with its length, as the format asks."""
+"""Bytes. The format requires a header, with its length, to be a multiple of it."""
 ONE_FILE = "model.safetensors"
 
 
 class ShardWriter:
-    """Writes the tensors of a folder, in the order of `names`, into files of at most `shard_bytes`."""
+    """Writes tensors, in the order of `entries`, into files of at most `shard_bytes`."""
 
     def __init__(self, folder: Path, entries: Mapping[str, Entry], shard_bytes: int):
-        """A tensor larger than a shard has one of its own."""
-        self._folder, self._entries, shards, room = folder, entries, list[list[str]](), 0
+        """A tensor larger than `shard_bytes` gets a file of its own."""
+        self._folder, self._entries, shards, space = folder, entries, list[list[str]](), 0
         for name, entry in entries.items():
             size = entry_bytes(entry)
-            if not shards or size > room:
+            if not shards or size > space:
                 shards.append([])
-                room = shard_bytes
+                space = shard_bytes
             shards[-1].append(name)
-            room -= size
-        # Larger dtypes first: then each tensor starts at a multiple of its item size.
+            space -= size
+        # Larger dtypes first, so that each tensor starts at a multiple of its item size.
         self._shards = [sorted(names, key=lambda name: -entries[name].dtype.itemsize) for names in shards]
 
     def __iter__(self) -> Iterator[tuple[str, "TensorFile"]]:
-        """Each tensor's name, with the file that its bytes are written to next."""
+        """The name of each tensor, and the file to write its bytes to next."""
         count = len(self._shards)
         for number, names in enumerate(self._shards, 1):
             file = ONE_FILE if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
@@ -54,11 +54,11 @@ class ShardWriter:
 
 
 class TensorFile:
-    """A safetensors file that is written from its beginning to its end."""
+    """A safetensors file that is written from beginning to end."""
 
     def __init__(self, path: Path, entries: Mapping[str, Entry]):
         self._file = open(path, "xb")  # noqa: SIM115  closed by __exit__
-        self._left, start = dict(entries), 0
+        self._remaining, start = dict(entries), 0
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         for name, entry in entries.items():
             stop = start + entry_bytes(entry)
@@ -70,9 +70,9 @@ class TensorFile:
         self._file.write(len(text).to_bytes(8, "little") + text)
 
     def write(self, name: str, values: np.ndarray) -> None:
-        """The next tensor, contiguous. Raises ValueError for another one than was said."""
-        expected = next(iter(self._left))
-        if (name, *self._left.pop(expected)) != (expected, values.shape, values.dtype):
+        """Writes the next tensor, contiguous. Raises ValueError if it is not the next one of the header."""
+        expected = next(iter(self._remaining))
+        if (name, *self._remaining.pop(expected)) != (expected, values.shape, values.dtype):
             raise ValueError(f"{name} {values.dtype}{values.shape} is not the next tensor, which is {expected}")
         self._file.write(memoryview(values.reshape(-1).view(np.uint8)))
 
@@ -83,10 +83,10 @@ class TensorFile:
         if error is None:
             self._file.flush()
             os.fsync(self._file.fileno())
-        with suppress(OSError):  # what is still buffered after an error may have no place either
+        with suppress(OSError):  # after an error, writing the rest of the buffer may fail too
             self._file.close()
 
 
 def entry_bytes(entry: Entry) -> int:
-    """Of a tensor."""
+    """Size of a tensor."""
     return prod(entry.shape) * entry.dtype.itemsize

@@ -21,12 +21,12 @@ NAMES = (
     "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model",
     "generation_config.json", "preprocessor_config.json", "processor_config.json",
 )  # fmt: skip
-"""Files that travel along with the weights."""
+"""Files that are copied along with the weights."""
 SENTENCEPIECE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 
 
 def copy_files(source: Path, target: Path) -> list[str]:
-    """Copies those that are there. Returns their names. Raises UserError for links that lead out of the folder."""
+    """Copies the existing files -> their names. Raises UserError for links that lead out of the folder."""
     present = [name for name in NAMES if (source / name).is_file()]
     if present:
         target.mkdir(parents=True, exist_ok=True)
@@ -39,27 +39,27 @@ def copy_files(source: Path, target: Path) -> list[str]:
 def tokenizer_config(
     present: Collection[str], folder: Path, vocabulary_size: int | None, source: Path
 ) -> TokenizerConfig:
-    """Of the files that will be in a folder; without one that we read, of token ids alone.
+    """The tokenizer config for the files of a folder; without a supported file, one for token ids only.
 
-    source: where the files are now. Its tokenizer_config.json says which token ends a text.
+    source: the folder that the files are in now. Its tokenizer_config.json names the token that ends a text.
     """
-    given = _settings(source / "tokenizer_config.json")
+    settings = _settings(source / "tokenizer_config.json")
     if "tokenizer.json" in present:
-        eod = _token(given.get("eos_token")) or _token(given.get("sep_token"))
+        eod = _token(settings.get("eos_token")) or _token(settings.get("sep_token"))
         return HuggingFaceTokenizerConfig(path=str(folder / "tokenizer.json"), eod=eod)
     if {"vocab.json", "merges.txt"} <= set(present):
         return GPT2TokenizerConfig(vocabulary=str(folder / "vocab.json"), merges=str(folder / "merges.txt"))
     if models := [name for name in SENTENCEPIECE if name in present]:
-        return SentencePieceTokenizerConfig(path=str(folder / models[0]), extra_ids=given.get("extra_ids") or 0)
+        return SentencePieceTokenizerConfig(path=str(folder / models[0]), extra_ids=settings.get("extra_ids") or 0)
     if "vocab.txt" in present:
         return WordPieceTokenizerConfig(
-            vocabulary=str(folder / "vocab.txt"), lower=bool(given.get("do_lower_case", True))
+            vocabulary=str(folder / "vocab.txt"), lower=bool(settings.get("do_lower_case", True))
         )
     return NullTokenizerConfig(vocabulary_size=vocabulary_size or 1)
 
 
 def _settings(path: Path) -> Mapping[str, Any]:
-    """Of tokenizer_config.json; none where it can't be read: it only adds to the other files."""
+    """The settings of tokenizer_config.json; {} if it can't be read, because they are optional."""
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -67,7 +67,7 @@ def _settings(path: Path) -> Mapping[str, Any]:
     return settings if isinstance(settings, dict) else {}
 
 
-def _token(given: Any) -> str | None:
-    """A special token, which is a text or has one."""
-    text = given.get("content") if isinstance(given, dict) else given
+def _token(entry: Any) -> str | None:
+    """A special token, written as a text or as a mapping with its `content`."""
+    text = entry.get("content") if isinstance(entry, dict) else entry
     return text if isinstance(text, str) else None

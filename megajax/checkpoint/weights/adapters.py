@@ -1,4 +1,4 @@
-"""Low-rank adapters among the weights of a model: added to the matrices that they adapt, or put beside them."""
+"""Low-rank adapters of a model: merged into the matrices that they adapt, or stored beside them."""
 
 from collections.abc import Mapping
 
@@ -10,54 +10,56 @@ from megajax.config.errors import UserError
 from megajax.layers.param import ParamSpec
 
 LORA_A, LORA_B = ".lora_a", ".lora_b"
-"""What the paths of an adapter's matrices have beyond that of the matrix that they adapt."""
+"""Suffixes of the paths of an adapter's matrices, after the path of the adapted matrix."""
 
 
 def leading(spec: ParamSpec) -> int:
-    """Number of the first dimensions of a weight that are of layers and experts."""
+    """Number of leading dimensions of a weight for layers and experts."""
     return sum(name in ("layer", "expert") for name in spec.axes)
 
 
-def added(w: np.ndarray, a: np.ndarray, b: np.ndarray, scale: float, leading: int) -> np.ndarray:
+def merge(w: np.ndarray, a: np.ndarray, b: np.ndarray, scale: float, leading: int) -> np.ndarray:
     """w + scale * a b in float32.
 
-    w: [..., inputs, outputs]; a: [..., inputs, rank]; b: [..., rank, outputs]; leading: number of dimensions of layers
-    and experts, the first ones. Inputs and outputs may be several dimensions each.
+    w: [..., inputs, outputs]; a: [..., inputs, rank]; b: [..., rank, outputs]; leading: number of leading dimensions
+    for layers and experts. Inputs and outputs may be several dimensions each.
     """
     lead, rank = w.shape[:leading], a.shape[-1]
-    left, right = a.astype(np.float32).reshape(*lead, -1, rank), b.astype(np.float32).reshape(*lead, rank, -1)
-    return w.astype(np.float32) + np.float32(scale) * (left @ right).reshape(w.shape)
+    a, b = a.astype(np.float32).reshape(*lead, -1, rank), b.astype(np.float32).reshape(*lead, rank, -1)
+    return w.astype(np.float32) + np.float32(scale) * (a @ b).reshape(w.shape)
 
 
 class MergedWeights:
-    """A `WeightSource` of the weights of a model without adapters, with what its adapters add."""
+    """A `WeightSource` of a model with its adapters merged into the weights."""
 
     def __init__(self, weights: WeightSource, declared: Mapping[str, ParamSpec], scale: float):
-        """weights: of the model with adapters; declared: the same on one device, by path; scale: of the adapters.
+        """weights: of the model with adapters; declared: their specs on one device, by path; scale: of the adapters.
 
-        Raises UserError for quantized weights, which nothing can be added to.
+        Raises UserError for quantized weights.
         """
         if any(spec.role == "quantized" for spec in declared.values()):
-            what = "are quantized, and adapters can't be added to them"
-            raise UserError(f"the weights of {weights.where} {what}: convert with --merge before --quantize")
+            raise UserError(
+                f"the weights of {weights.where} are quantized, and adapters can't be added to them: "
+                "convert with --merge before --quantize"
+            )
         self.where, self._weights, self._declared, self._scale = weights.where, weights, declared, scale
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return {path: shape for path, shape in self._weights.shapes().items() if not path.endswith((LORA_A, LORA_B))}
 
     def read(self, path: str, box: Box) -> np.ndarray:
-        """Reads of the adapter what the box needs."""
+        """A box of a weight. Only the part of the adapter for the box is read."""
         w = self._weights.read(path, box)
         if (spec := self._declared.get(path + LORA_A)) is None:
             return w
         first, end, rank = leading(spec), len(spec.axes) - 1, slice(0, spec.shape[-1])
         a = self._weights.read(path + LORA_A, (*box[:end], rank))
         b = self._weights.read(path + LORA_B, (*box[:first], rank, *box[end:]))
-        return added(w, a, b, self._scale, first)
+        return merge(w, a, b, self._scale, first)
 
 
 class JoinedWeights:
-    """A `WeightSource` of two: those of a model, and those of its adapters."""
+    """A `WeightSource` of the weights of a model and those of its adapters."""
 
     def __init__(self, weights: WeightSource, adapters: WeightSource):
         self.where = f"{weights.where} and {adapters.where}"

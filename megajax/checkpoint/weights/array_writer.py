@@ -1,7 +1,7 @@
-"""Arrays written box by box into a folder that Orbax reads, for arrays that memory does not hold.
+"""Writes arrays that don't fit in memory, box by box, into a folder that Orbax can read.
 
-Orbax writes the files around the arrays, for scalars of the same names. The database of the arrays is then written anew
-with TensorStore, as Zarr 3 arrays whose chunks are small enough to be buffered.
+Orbax writes the metadata files, for scalars of the same names. The database of the arrays is then written with
+TensorStore, as Zarr 3 arrays whose chunks are small enough to be buffered.
 """
 
 import json
@@ -22,7 +22,7 @@ from megajax.checkpoint.stored_arrays import DATABASE, database
 from megajax.checkpoint.weights.foreign import Entry
 
 WRITING_BYTES = 2**26
-"""At most, of chunks that are being written in the background."""
+"""Largest number of bytes that are being written in the background."""
 DESCRIPTION = f"{DATABASE}/_METADATA"
 SHAPES = f"{DATABASE}/array_metadatas"
 
@@ -31,7 +31,7 @@ class ArrayWriter:
     """The arrays of a folder. All boxes of `chunks` are written, then `finish` is called."""
 
     def __init__(self, path: Path, entries: Mapping[str, Entry]):
-        """path: does not exist yet. entries: dotted name -> shape and dtype; arrays without elements are left out."""
+        """path: must not exist. entries: dotted name -> shape and dtype; arrays without elements are left out."""
         self._entries = {name: entry for name, entry in entries.items() if prod(entry.shape)}
         arrays.start_writing(path, {name: jnp.zeros((), jnp.int32) for name in self._entries}).result()
         for name in ("d", "ocdbt.process_0"):
@@ -50,12 +50,12 @@ class ArrayWriter:
             yield from ((name, box) for box in chunks_of(box_of((), shape), chunk_shape(shape, dtype.itemsize)))
 
     def write(self, name: str, box: Box, values: np.ndarray) -> None:
-        """A chunk, in the background. The values are not changed any more by the caller.
+        """Writes a chunk in the background. The caller must not change the values afterwards.
 
-        Raises OSError if it, or one before it, can't be written.
+        Raises OSError if this chunk or an earlier one can't be written.
         """
         if self._open[0] != name:
-            self._open = (name, self._created(name, *self._entries[name]))
+            self._open = (name, self._create(name, *self._entries[name]))
         while self._writing and self._bytes + values.nbytes > WRITING_BYTES:
             self._wait()
         self._writing.append((values.nbytes, self._open[1][box].write(values)))
@@ -67,7 +67,7 @@ class ArrayWriter:
             self._wait()
 
     def abandon(self) -> None:
-        """Waits for chunks that are being written, and for no other, so that the folder can be deleted."""
+        """Waits until no chunk is being written and ignores errors, so that the folder can be deleted."""
         while self._writing:
             self._writing.popleft()[1].exception()
 
@@ -77,11 +77,11 @@ class ArrayWriter:
             future.result()
         self._bytes -= size
 
-    def _created(self, name: str, shape: Sequence[int], dtype: np.dtype) -> Any:
+    def _create(self, name: str, shape: Sequence[int], dtype: np.dtype) -> Any:
         grid = {"name": "regular", "configuration": {"chunk_shape": chunk_shape(shape, dtype.itemsize)}}
         little = [{"name": "bytes", "configuration": {"endian": "little"}}]
         metadata = {"shape": [*shape], "data_type": dtype.name, "chunk_grid": grid, "codecs": little}
-        # Chunks of zeros are written like others: a missing chunk is then always a fault.
+        # Chunks of zeros are written too, so that a missing chunk is always an error.
         spec = {
             "driver": "zarr3",
             "kvstore": self._database | {"path": f"{name}/"},
@@ -92,22 +92,22 @@ class ArrayWriter:
             return ts.open(spec, create=True, context=self._context).result()
 
     def _describe(self, path: Path) -> None:
-        """Puts the shapes of the arrays in place of the scalars' into the files that Orbax wrote."""
+        """Replaces the shapes of the scalars in Orbax's files by those of the arrays."""
         description = json.loads((path / DESCRIPTION).read_text(encoding="utf-8"))
-        for each in description["tree_metadata"].values():
-            (key,) = each["key_metadata"]
-            each["value_metadata"]["write_shape"] = [*self._entries[key["key"]].shape]
+        for array in description["tree_metadata"].values():
+            (key,) = array["key_metadata"]
+            array["value_metadata"]["write_shape"] = [*self._entries[key["key"]].shape]
         (path / DESCRIPTION).write_text(json.dumps(description), encoding="utf-8")
         for file in (path / SHAPES).iterdir():
             content = json.loads(file.read_text(encoding="utf-8"))
-            for each in content["array_metadatas"]:
-                shape, dtype = self._entries[each["array_metadata"]["param_name"]]
-                each["array_metadata"] |= {"write_shape": [*shape], "chunk_shape": chunk_shape(shape, dtype.itemsize)}
+            for array in content["array_metadatas"]:
+                shape, dtype = self._entries[array["array_metadata"]["param_name"]]
+                array["array_metadata"] |= {"write_shape": [*shape], "chunk_shape": chunk_shape(shape, dtype.itemsize)}
             file.write_text(json.dumps(content), encoding="utf-8")
 
 
 class _AsOSError:
-    """TensorStore's errors, which have no class of their own, as OSError."""
+    """Converts TensorStore's errors, which are ValueErrors, to OSError."""
 
     def __enter__(self) -> None: ...
 

@@ -1,4 +1,4 @@
-"""Whether converted weights are those that they were made of: names, shapes, dtypes and every byte."""
+"""Verification of converted weights against their source: names, shapes, dtypes and every byte."""
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,22 +14,23 @@ from megajax.checkpoint.weights.tensor_table import Mapped
 from megajax.config.errors import UserError
 from megajax.layers.param import ParamSpec
 
-SHOWN = 10
+LISTED_NAMES = 10
+"""Names of differing arrays in a message."""
 
 
 class Verified(NamedTuple):
-    """What was compared, all of it equal."""
+    """Size and hash of the arrays that were compared and are equal."""
 
     arrays: int
     elements: int
     sha256: str
-    """Over the bytes of all of them, in order."""
+    """Hash of the bytes of all arrays, in order."""
 
 
 def verify_tensors(tensors: Tensors, table: Sequence[Mapped], weights: WeightSource, advance: Advance) -> Verified:
-    """Compares the tensors of a source with those made back from the weights that were made of it.
+    """Compares the tensors of a source with those exported again from the weights that were imported from it.
 
-    Weights in a dtype that holds all values of the source's give back its bytes. Raises UserError where some differ.
+    The bytes are equal if the dtype of the weights holds all values of the source. Raises UserError if any differ.
     """
 
     def pairs() -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
@@ -42,20 +43,20 @@ def verify_tensors(tensors: Tensors, table: Sequence[Mapped], weights: WeightSou
 
 def verify_weights(
     source: WeightSource,
-    made: WeightSource,
+    target: WeightSource,
     declared: Mapping[str, ParamSpec],
     advance: Advance,
     table: Sequence[Mapped] | None = None,
 ) -> Verified:
-    """Compares weights with those that were made of them, in the dtypes of the latter. Raises UserError.
+    """Compares converted weights with their source, in the dtypes of the target. Raises UserError if any differ.
 
-    table: of the format that they were written in. What no tensor of it has is not compared, such as the rows that pad
-    a vocabulary. None: weights are compared whole.
+    table: of the target's format; parts that no tensor of it holds, such as the rows that pad a vocabulary, are not
+    compared. None: all parts are compared.
     """
-    stored, expected = made.shapes(), source.shapes()
-    if wrong := [path for path in declared if path in expected and expected[path] != stored.get(path)]:
-        lines = "\n".join(f"  {path}: {expected[path]}, {stored.get(path, 'absent')}" for path in wrong)
-        raise UserError(f"{made.where} has other shapes than {source.where}:\n{lines}")
+    stored, expected = target.shapes(), source.shapes()
+    if mismatches := [path for path in declared if path in expected and expected[path] != stored.get(path)]:
+        lines = "\n".join(f"  {path}: {expected[path]}, {stored.get(path, 'absent')}" for path in mismatches)
+        raise UserError(f"{target.where} has other shapes than {source.where}:\n{lines}")
     if table is None:
         places = [(path, box_of((), shape)) for path, shape in stored.items()]
     else:
@@ -64,27 +65,30 @@ def verify_weights(
     def pairs() -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
         for path, place in places:
             for box in chunks_of(place, chunk_shape(shape_of(place), ITEMSIZE)) if path in expected else ():
-                values = made.read(path, box)
+                values = target.read(path, box)
                 yield path, converted(source.read(path, box), values.dtype, path), values
 
-    return _all_equal(pairs(), source.where, made.where, advance)
+    return _all_equal(pairs(), source.where, target.where, advance)
 
 
 def _all_equal(
-    pairs: Iterator[tuple[str, np.ndarray, np.ndarray]], source: str, made: str, advance: Advance
+    pairs: Iterator[tuple[str, np.ndarray, np.ndarray]], source: str, target: str, advance: Advance
 ) -> Verified:
-    names, elements, digest, wrong = set[str](), 0, hashlib.sha256(), dict[str, int]()
-    for name, one, other in pairs:
-        same = one.shape == other.shape and one.dtype == other.dtype and _bytes(one) == _bytes(other)
-        if not same:
-            wrong[name] = wrong.get(name, 0) + 1
-        digest.update(_bytes(other))
+    names, elements, digest, different = set[str](), 0, hashlib.sha256(), dict[str, None]()
+    for name, expected, actual in pairs:
+        content = _bytes(actual)
+        if (expected.shape, expected.dtype) != (actual.shape, actual.dtype) or _bytes(expected) != content:
+            different[name] = None
+        digest.update(content)
         names.add(name)
-        elements += other.size
-        advance(other.size)
-    if wrong:
-        listed = ", ".join([*wrong][:SHOWN]) + (f" and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else "")
-        raise UserError(f"{made} does not give back {source}: {len(wrong)} of {len(names)} arrays differ: {listed}")
+        elements += actual.size
+        advance(actual.size)
+    if different:
+        more = f" and {len(different) - LISTED_NAMES} more" if len(different) > LISTED_NAMES else ""
+        listed = ", ".join([*different][:LISTED_NAMES]) + more
+        raise UserError(
+            f"{target} does not give back {source}: {len(different)} of {len(names)} arrays differ: {listed}"
+        )
     return Verified(len(names), elements, digest.hexdigest())
 
 

@@ -1,7 +1,7 @@
-"""Weights of our models out of other libraries' checkpoints, read where they are asked for.
+"""Weights from other libraries' checkpoints, read on demand.
 
-`Tensors` is what a format gives: names, shapes, and views of files. `ForeignWeights` shows them as weights of ours, of
-which any box can be read: a device's shard, or a layer.
+`Tensors` is the interface of a format: names, shapes, and views of files. `ForeignWeights` gives them as weights of a
+model, and reads any box of one: a device's shard, or a layer.
 """
 
 from collections import defaultdict
@@ -25,11 +25,11 @@ from megajax.mesh.layout import Layout
 from megajax.mesh.rules import Plan
 
 WEIGHT_DTYPES = ("float64", "float32", "float16", "bfloat16")
-"""Of tensors that are weights as they stand. They may be mixed."""
+"""Dtypes of tensors that are weights without scales. A checkpoint may mix them."""
 ITEMSIZE = 4
-"""Bytes of an element of our weights, at most, when chunks of them are measured."""
+"""Largest bytes of an element of a weight, for the size of chunks."""
 ANY_ROW = -1
-"""In place of a row: a tensor that is not of one row of a weight."""
+"""Instead of a row: the tensor does not belong to a single row of a weight."""
 
 
 class Entry(NamedTuple):
@@ -50,12 +50,12 @@ class Tensors(Protocol):
         ...
 
     def read(self, name: str) -> np.ndarray:
-        """A tensor, as a view of its file where the format has one."""
+        """A tensor, as a view of its file if the format allows."""
         ...
 
 
 class WeightSource(Protocol):
-    """Weights of a model, by path, with the layers of stacked ones in natural order."""
+    """Weights of a model, by path. Stacked weights have their layers in natural order."""
 
     where: str
     """The folder, for messages."""
@@ -65,13 +65,13 @@ class WeightSource(Protocol):
         ...
 
     def read(self, path: str, box: Box) -> np.ndarray:
-        """A box of a weight, in the dtype that it is stored in."""
+        """A box of a weight, in its stored dtype."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class ForeignModel:
-    """A checkpoint of another library as a model of ours. No tensor has been read yet, and none compared."""
+    """A checkpoint of another library as a MegaJAX model. No tensor is read or checked yet."""
 
     model: Any
     """The model config."""
@@ -81,23 +81,23 @@ class ForeignModel:
     ignored: Sequence[str] = ()
     """Patterns of names of tensors that hold no weights."""
     family: str = ""
-    """What its format calls a table of names, if it has several."""
+    """Name of the table of names, if the format has several."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """The description of the model as the format has it, such as a config.json."""
+    """The format's description of the model, such as config.json."""
     names: Mapping[str, str] = field(default_factory=dict)
-    """Name of a tensor in the table -> in the files, where it is another one."""
+    """Name of a tensor in the table -> its name in the files, if they differ."""
     copies: Sequence[str] = ()
-    """Tensors in the files that are equal to others."""
+    """Tensors in the files that are copies of others."""
 
 
 class ForeignWeights:
-    """A `WeightSource` of tensors and a table of names. Observations that the table has are among its weights."""
+    """A `WeightSource` of tensors and a table of names. Observations in the table are among the weights."""
 
     def __init__(self, tensors: Tensors, table: Sequence[Mapped], declared: Mapping[str, ParamSpec]):
-        """declared: what the table was resolved against."""
+        """declared: the weights that the table was resolved against."""
         self.where, self._tensors = tensors.where, tensors
         self._shapes = {piece.path: declared[piece.path].shape for tensor in table for piece in tensor.pieces}
-        # By the first row that a tensor has: a model may have tens of thousands of them.
+        # By the first row in a tensor, because a model may have tens of thousands of tensors.
         self._holders: dict[str, dict[int, list[tuple[Mapped, int, Box]]]] = defaultdict(lambda: defaultdict(list))
         for tensor in table:
             for number, piece in enumerate(tensor.pieces):
@@ -109,9 +109,9 @@ class ForeignWeights:
         return self._shapes
 
     def read(self, path: str, box: Box) -> np.ndarray:
-        """Only the tensors that the box touches are read, and of them no more than the box.
+        """A box of a weight. Only the tensors that overlap the box are read.
 
-        Tensors of several dtypes give one that holds the values of all.
+        The dtype is that of the tensors; if they have several, one that holds all their values.
         """
         result: np.ndarray | None = None
         for tensor, number, place in self._holding(path, box):
@@ -126,7 +126,7 @@ class ForeignWeights:
         return np.zeros(shape_of(box), np.float32) if result is None else result
 
     def _holding(self, path: str, box: Box) -> Iterator[tuple[Mapped, int, Box]]:
-        """Tensors that may hold a part of a box, which of their pieces does, and where that is in the weight."""
+        """Tensors that may hold a part of a box, the number of the piece, and its box in the weight."""
         by_row = self._holders[path]
         yield from by_row.get(ANY_ROW, ())
         for row in range(box[0].start, box[0].stop) if box else ():
@@ -134,10 +134,9 @@ class ForeignWeights:
 
 
 def export_tensor(tensor: Mapped, weights: WeightSource, dtype: np.dtype) -> np.ndarray:
-    """A tensor of another library made of our weights, contiguous.
+    """A tensor of another library, contiguous, from the weights of a model.
 
-    Zeros stand for an observation that the source does not keep. Memory has the tensor twice at most, and a chunk of
-    our weights.
+    An observation that the source lacks is zero. Memory holds at most two copies of the tensor, and a chunk of weights.
     """
     pieces, shapes = [], weights.shapes()
     for piece in tensor.pieces:
@@ -166,24 +165,26 @@ def one_device(model: Any) -> Callable[[], nnx.Module]:
 
 
 def demand_fit(tensors: Tensors, table: Sequence[Mapped], ignored: Sequence[str] = ()) -> None:
-    """Raises one UserError with all tensors that are missing, left over or of another shape.
+    """Raises one UserError with all tensors that are missing, unknown or of another shape.
 
-    ignored: patterns of names of tensors that hold no weights of ours.
+    ignored: patterns of names of tensors that hold no weights of the model.
     """
-    entries, wanted = tensors.entries(), {tensor.name: tensor for tensor in table}
-    extra = [name for name in entries if name not in wanted and not any(fnmatchcase(name, each) for each in ignored)]
+    entries, expected = tensors.entries(), {tensor.name: tensor for tensor in table}
+    extra = [name for name in entries if name not in expected and not any(fnmatchcase(name, p) for p in ignored)]
     problems = []
-    for name, tensor in wanted.items():
+    for name, tensor in expected.items():
         if name not in entries:
-            near = nearest_names(name, extra, at_most=1)
-            problems.append(f"{name}: missing" + (f"; did you mean {near[0]}?" if near else ""))
+            similar = nearest_names(name, extra, at_most=1)
+            problems.append(f"{name}: missing" + (f"; did you mean {similar[0]}?" if similar else ""))
         elif entries[name].shape != tensor.shape():
-            problems.append(f"{name}: {list(entries[name].shape)} there, {list(tensor.shape())} by the model's config")
+            problems.append(
+                f"{name}: shape {list(entries[name].shape)}, but {list(tensor.shape())} by the model's config"
+            )
         elif entries[name].dtype.name not in WEIGHT_DTYPES:
             problems.append(f"{name}: {entries[name].dtype.name} needs scales, which are not supported: dequantize it")
     problems += [f"{name}: the model has no such weight" for name in extra]
     if problems:
-        shown = problems[:40] + [f"and {len(problems) - 40} more"] * (len(problems) > 40)
+        listing = problems[:40] + [f"and {len(problems) - 40} more"] * (len(problems) > 40)
         raise UserError(
-            f"the tensors of {tensors.where} are not those of the model:\n" + "\n".join(f"  {line}" for line in shown)
+            f"the tensors of {tensors.where} do not match the model:\n" + "\n".join(f"  {line}" for line in listing)
         )

@@ -1,4 +1,4 @@
-"""Checkpoints of other libraries by the names that settings and commands give them: hf:DIR."""
+"""Checkpoints of other libraries in settings and commands: hf:DIR."""
 
 from collections.abc import Mapping
 from importlib import import_module
@@ -8,7 +8,7 @@ from typing import Any
 from megajax.config.errors import UserError
 
 FORMATS: Mapping[str, str] = {"hf": "megajax.checkpoint.huggingface.folder:read_model"}
-"""What stands before the colon -> module:function that reads the folder behind it as a `foreign.ForeignModel`."""
+"""Format -> module:function that reads a folder as a `foreign.ForeignModel`."""
 
 
 def foreign_format(name: str | Path) -> str | None:
@@ -18,7 +18,7 @@ def foreign_format(name: str | Path) -> str | None:
 
 
 def read_foreign(name: str | Path) -> Any:
-    """The `foreign.ForeignModel` that FORMAT:DIR names. Raises UserError where there is none."""
+    """The `foreign.ForeignModel` of FORMAT:DIR. Raises UserError if the folder does not exist or can't be read."""
     before, _, folder = str(name).partition(":")
     if not Path(folder).is_dir():
         raise UserError(f"{name}: there is no folder {folder}")

@@ -1,4 +1,4 @@
-"""Weights that are quantized while they are read, a matrix of one layer at a time."""
+"""Weights that are quantized on reading, one matrix of one layer at a time."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -17,16 +17,16 @@ from megajax.layers.quantized import AMAX, ARRAY, FACTOR, SCALE, Quantized
 
 
 class Calibrated(NamedTuple):
-    """What a text told about the inputs of a matrix, of all its layers."""
+    """Calibration of the inputs of a matrix, for all its layers."""
 
     factor: np.ndarray | None = None
-    """[layers, *inputs]: on inputs; None: 1."""
+    """[layers, *inputs]: factor on inputs; None: 1."""
     amax: np.ndarray | None = None
-    """[layers]: largest magnitude of what is rounded."""
+    """[layers]: largest magnitude of the values to round."""
 
 
 class QuantizedWeights:
-    """A `WeightSource` of a model with quantized matrices, from one of the model before."""
+    """A `WeightSource` of a model with quantized matrices, from a source of the unquantized model."""
 
     def __init__(
         self,
@@ -35,48 +35,48 @@ class QuantizedWeights:
         matrices: Mapping[str, Quantized],
         calibrated: Mapping[str, Calibrated],
     ):
-        """declared, matrices: of the quantized model, by path; calibrated: of matrices, by path.
+        """declared, matrices: of the quantized model, by path; calibrated: calibration of matrices, by path.
 
-        Raises UserError for a matrix whose inputs need a scale from a calibration that did not see them.
+        Raises UserError for a matrix with static scales and no calibration of its inputs.
         """
-        unseen = (path for path, how in matrices.items() if how.static)
-        if missing := [path for path in unseen if calibrated.get(path, Calibrated()).amax is None]:
+        static = (path for path, quantized in matrices.items() if quantized.static)
+        if missing := [path for path in static if calibrated.get(path, Calibrated()).amax is None]:
             raise UserError(
-                f"model.quantization.static: no calibration has seen inputs of {', '.join(missing)}\n"
-                "Convert with --quantize and --calibration, and leave out with --exclude what its text does not reach."
+                f"model.quantization.static: the calibration has no inputs of {', '.join(missing)}\n"
+                "Convert with --quantize and --calibration, and --exclude the matrices that its text does not reach."
             )
         self.where, self._source, self._matrices, self._calibrated = source.where, source, matrices, calibrated
-        before = source.shapes()
         self._shapes = {path: spec.shape for path, spec in declared.items() if spec.role == "quantized"}
-        self._shapes |= {path: shape for path, shape in before.items() if path not in matrices}
+        self._shapes |= {path: shape for path, shape in source.shapes().items() if path not in matrices}
         self._last: tuple[Any, dict[str, np.ndarray]] = (None, {})
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return self._shapes
 
     def read(self, path: str, box: Box) -> np.ndarray:
-        ends = (end for end in (ARRAY, SCALE, FACTOR, AMAX) if path.endswith(end))
-        end = next((end for end in ends if path.removesuffix(end) in self._matrices), None)
-        if end is None:
+        suffixes = (suffix for suffix in (ARRAY, SCALE, FACTOR, AMAX) if path.endswith(suffix))
+        suffix = next((suffix for suffix in suffixes if path.removesuffix(suffix) in self._matrices), None)
+        if suffix is None:
             return self._source.read(path, box)
-        base = path.removesuffix(end)
+        base = path.removesuffix(suffix)
         form, shape = self._matrices[base].form, self._source.shapes()[base]
         leading = len(shape) - form.inputs - form.outputs
-        counted = [range(side.start, side.stop) for side in box[:leading]]
-        parts = [self._leaves(base, index)[end][box[leading:]] for index in product(*counted)]
-        return np.stack(parts).reshape([*map(len, counted), *parts[0].shape])
+        ranges = [range(side.start, side.stop) for side in box[:leading]]
+        parts = [self._leaves(base, index)[suffix][box[leading:]] for index in product(*ranges)]
+        return np.stack(parts).reshape([*map(len, ranges), *parts[0].shape])
 
     def _leaves(self, base: str, index: tuple[int, ...]) -> dict[str, np.ndarray]:
-        """Of one matrix. The last is kept: a chunk may be a part of it."""
+        """Suffix -> array, of one quantized matrix. The last matrix is cached, because a chunk may be a part of it."""
         if self._last[0] != (base, index):
             rest = self._source.shapes()[base][len(index) :]
             box = (*(slice(place, place + 1) for place in index), *(slice(0, size) for size in rest))
             w, quantized = self._source.read(base, box).reshape(rest), self._matrices[base]
-            factor, amax = (None if each is None else each[index] for each in self._calibrated.get(base, Calibrated()))
+            calibrated = self._calibrated.get(base, Calibrated())
+            factor, amax = (None if array is None else array[index] for array in calibrated)
             if quantized.balanced and factor is None:
                 factor = np.ones(rest[: quantized.form.inputs], np.float32)
-            made = _quantize(quantized, np.asarray(w, np.float32), factor, amax)
-            self._last = (base, index), {end: np.asarray(leaf) for end, leaf in made.items()}
+            leaves = _quantize(quantized, np.asarray(w, np.float32), factor, amax)
+            self._last = (base, index), {suffix: np.asarray(leaf) for suffix, leaf in leaves.items()}
         return self._last[1]
 
 
@@ -84,6 +84,6 @@ _quantize = partial(jax.jit, static_argnums=0)(Quantized.quantized)
 
 
 def quantized_matrices(model: Any) -> dict[str, Quantized]:
-    """How the quantized matrices of a model config are stored, by path."""
+    """The formats of the quantized matrices of a model config, by path."""
     matrices = matrices_of(nnx.eval_shape(one_device(model)))
-    return {path: each.quantized for path, each in matrices.items() if isinstance(each.quantized, Quantized)}
+    return {path: matrix.quantized for path, matrix in matrices.items() if isinstance(matrix.quantized, Quantized)}

@@ -1,4 +1,4 @@
-"""A step of a run with weights alone, written from any source a chunk at a time."""
+"""Writes a step of a run with only weights, from any source, a chunk at a time."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -23,7 +23,7 @@ type Advance = Callable[[int], None]
 
 
 class StateArray(NamedTuple):
-    """An array of a run's state that is no weight."""
+    """An array of a run's state that is not a weight."""
 
     entry: Entry
     read: Callable[[Box], np.ndarray]
@@ -40,10 +40,9 @@ def write_step(
     state: Mapping[str, StateArray] = MappingProxyType({}),
     advance: Advance = lambda elements: None,
 ) -> Path:
-    """Writes a step into a new checkpoints folder: weights in `dtype`, observations that the source has in float32.
+    """Writes a step into a new checkpoints folder: weights in `dtype`, observations in float32, quantized ones as is.
 
-    Quantized weights are written as they are.
-    state: further arrays, by their names in a checkpoint. Nothing commits the step here: `folder` is below a
+    state: further arrays, by their names in a checkpoint. The caller commits the step: `folder` is below a
     `new_folder`. Raises OSError if it can't be written.
     """
     step = folder / step_name(number)
@@ -53,8 +52,8 @@ def write_step(
         if path in shapes:
             name = (WEIGHTS if spec.updater is None else OBSERVED) + path
             paths[name] = path
-            own = spec.updater is not None or spec.role == "quantized"
-            entries[name] = Entry(shapes[path], jnp.dtype(spec.dtype) if own else dtype)
+            keeps_dtype = spec.updater is not None or spec.role == "quantized"
+            entries[name] = Entry(shapes[path], jnp.dtype(spec.dtype) if keeps_dtype else dtype)
     writer = ArrayWriter(step / ARRAYS, entries | {name: array.entry for name, array in state.items()})
     try:
         for name, box in writer.chunks():

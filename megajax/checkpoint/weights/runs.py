@@ -1,4 +1,4 @@
-"""Weights out of checkpoints of runs, without devices: a box at a time, with layers in natural order."""
+"""Weights from checkpoints of runs, read without devices, a box at a time, with layers in natural order."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,22 +23,22 @@ from megajax.pipeline.partition import row_order
 
 
 class StepWeights:
-    """A `WeightSource` of a step: its weights, and what it keeps of observations, by path."""
+    """A `WeightSource` of a step: its weights and observations, by path."""
 
     def __init__(self, step: Path, declared: Mapping[str, ParamSpec], chunks: Sequence[range] = ()):
-        """declared: by the model on one device. chunks: layers of each chunk as stored; (): in natural order.
+        """declared: specs of the model on one device. chunks: layers of each stored chunk; (): in natural order.
 
         Raises UserError for weights that the step lacks.
         """
         self.where, self._stored, self._chunks = str(step), StoredArrays(step / ARRAYS), chunks
         names = {path: (WEIGHTS if spec.updater is None else OBSERVED) + path for path, spec in declared.items()}
         self._names = {path: name for path, name in names.items() if name in self._stored.arrays}
-        if lacking := [path for path, spec in declared.items() if spec.updater is None and path not in self._names]:
-            raise UserError(f"{step} has no weights of {', '.join(lacking)}")
+        if missing := [path for path, spec in declared.items() if spec.updater is None and path not in self._names]:
+            raise UserError(f"{step} has no weights of {', '.join(missing)}")
         self._declared = {path: declared[path] for path in self._names}
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Path -> shape, as stored but for rows that are no layer."""
+        """Path -> stored shape without padding rows."""
         stored = {path: self._stored.arrays[name].shape for path, name in self._names.items()}
         return {
             path: (len(self._declared[path].layers), *shape[1:]) if self._declared[path].layers else shape
@@ -46,11 +46,11 @@ class StepWeights:
         }
 
     def dtypes(self) -> Mapping[str, str]:
-        """Path -> name of the dtype that the array is stored in."""
+        """Path -> name of the stored dtype."""
         return {path: self._stored.arrays[name].dtype for path, name in self._names.items()}
 
     def read(self, path: str, box: Box) -> np.ndarray:
-        """A box, in the dtype that it is stored in. Raises UserError if the file is damaged."""
+        """A box, in its stored dtype. Raises UserError if the file is damaged."""
         try:
             parts = [self._stored.read(self._names[path], part) for part in self._parts(path, box)]
         except Damaged as error:
@@ -58,15 +58,15 @@ class StepWeights:
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def _parts(self, path: str, box: Box) -> list[Box]:
-        """The stored boxes that make up a box, cut along the layers."""
+        """The stored boxes that make up a box, split along the layers."""
         rows = self._rows(path)
-        if rows is None or not (wanted := rows[box[0]]):
+        if rows is None or not (stored_rows := rows[box[0]]):
             return [box]
-        runs = [[row for _, row in run] for _, run in groupby(enumerate(wanted), lambda pair: pair[1] - pair[0])]
+        runs = [[row for _, row in run] for _, run in groupby(enumerate(stored_rows), lambda pair: pair[1] - pair[0])]
         return [(slice(run[0], run[-1] + 1), *box[1:]) for run in runs]
 
     def _rows(self, path: str) -> list[int] | None:
-        """Place of each layer among the stored rows; None where they are in natural order."""
+        """Stored row of each layer; None if the rows are in natural order."""
         layers = self._declared[path].layers
         if not layers or len(self._chunks) <= 1:
             return None
@@ -75,18 +75,20 @@ class StepWeights:
 
 
 class MeanWeights:
-    """A `WeightSource` of the mean of others, in float32."""
+    """A `WeightSource` of the mean of other sources, in float32."""
 
     def __init__(self, sources: Sequence[WeightSource]):
-        """Raises UserError for sources of other weights or shapes than the first's."""
-        first, *others = self._sources = [*sources]
+        """Raises UserError if names or shapes of weights differ between sources."""
+        self._sources = [*sources]
         self.where = f"the mean of {', '.join(source.where for source in sources)}"
-        for other in others:
-            here, there = first.shapes(), other.shapes()
-            wrong = [path for path in {**here, **there} if here.get(path) != there.get(path)]
-            if wrong:
-                lines = "\n".join(f"  {path}: {here.get(path, 'none')}, {there.get(path, 'none')}" for path in wrong)
-                raise UserError(f"the weights of {first.where} and {other.where} differ in shape:\n{lines}")
+        first, expected = sources[0], sources[0].shapes()
+        for source in sources[1:]:
+            shapes = source.shapes()
+            if paths := [path for path in {**expected, **shapes} if expected.get(path) != shapes.get(path)]:
+                lines = "\n".join(
+                    f"  {path}: {expected.get(path, 'none')}, {shapes.get(path, 'none')}" for path in paths
+                )
+                raise UserError(f"the weights of {first.where} and {source.where} differ in shape:\n{lines}")
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return self._sources[0].shapes()
@@ -106,33 +108,33 @@ class RunModel:
     """The run's folder, or the one that holds the checkpoints."""
     step: int
     path: Path
-    """Of the step."""
+    """Folder of the step."""
     meta: Meta
 
     @cached_property
     def config(self) -> Any:
-        """The run's config, as it was at that step."""
-        written = yaml.safe_load(self.meta.get("config", "")) or {}
-        config, problems = assembled(Source(f"the config of {self.path}", None, written), ROOT, {})
+        """The run's config when the step was saved."""
+        document = yaml.safe_load(self.meta.get("config", "")) or {}
+        config, problems = assembled(Source(f"the config of {self.path}", None, document), ROOT, {})
         if config is None or any(problem.setting.startswith("model") for problem in problems):
             lines = "\n".join(f"  {problem}" for problem in problems)
             raise UserError(f"the config of {self.path} can't be read by this version of MegaJAX:\n{lines}")
         return config
 
     def weights(self) -> StepWeights:
-        chunks = [range(*ends) for ends in self.meta.get("rows", [])]
+        chunks = [range(*bounds) for bounds in self.meta.get("rows", [])]
         return StepWeights(self.path, declared_by(self.config.model), chunks)
 
 
 def open_step(path: Path, step: int | None = None) -> RunModel:
-    """A step of a run, by default the newest whole one. path: a run folder, a checkpoints folder or one step in it.
+    """A step of a run, by default the newest intact one. path: a run folder, a checkpoints folder or one step in it.
 
-    Raises UserError if there is none, or if it is damaged.
+    Raises UserError if the step does not exist or is damaged.
     """
-    if not path.exists() and path.name.isdigit() and step is None:  # RUN/100 for RUN/checkpoints/00000100
+    if not path.exists() and path.name.isdigit() and step is None:  # RUN/100: short for RUN/checkpoints/00000100
         path, step = path.parent, int(path.name)
-    reader, named = open_checkpoints(path)
-    step = named if step is None else step
+    reader, path_step = open_checkpoints(path)
+    step = path_step if step is None else step
     step = reader.newest_intact() if step is None else step
     if step is None:
         raise UserError(f"there are no checkpoints in {path}")

@@ -28,19 +28,19 @@ from megajax.models.config.vit import ClassifierConfig, MeanPoolingConfig, with_
 def _read(kind: Tower, settings: Settings) -> VisionTowerConfig | ViTConfig:
     """A tower, or a classifier."""
     if settings.remaining.get("model_type") == kind.model_type:
-        alone = tower(settings, kind)
+        model = tower(settings, kind)
     else:
         # Both towers; older files say the same twice, and the second one counts.
         newer = settings.take("vision_config_dict", {})
         settings.remaining["vision_config"] = {**settings.take("vision_config", {}), **newer}
         inner = inner_tower(settings)
-        alone = tower(inner, kind)
+        model = tower(inner, kind)
         inner.close(UNUSED | {"initializer_factor"})
     if not settings.architecture().endswith("ForImageClassification"):
-        return alone
+        return model
     # CLIP's classifier reads the patches before the last norm.
-    alone = replace(alone, norm=IdentityNormConfig()) if kind is CLIP else alone
-    return with_head(alone, ClassifierConfig(classes=classes(settings), pooling=MeanPoolingConfig()))
+    model = replace(model, norm=IdentityNormConfig()) if kind is CLIP else model
+    return with_head(model, ClassifierConfig(classes=classes(settings), pooling=MeanPoolingConfig()))
 
 
 def _write(name: str, cfg: Any) -> dict[str, Any]:

@@ -23,7 +23,7 @@ def _read(settings: Settings) -> LlavaConfig:
     family = LANGUAGES.get(kind, LANGUAGES["llama"])
     language = family.read(text)
     text.close(family.unused)
-    vision, whole = read_tower(settings)
+    vision, all_positions = read_tower(settings)
     activation: Any = settings.activation("projector_hidden_act", "gelu")
     projector = ProjectorConfig(activation=activation, bias=settings.take("multimodal_projector_bias", True))
     token, tied = settings.take("image_token_id", 32000), settings.take("tie_word_embeddings", False)
@@ -33,7 +33,7 @@ def _read(settings: Settings) -> LlavaConfig:
         vision=vision,
         image_token=settings.take("image_token_index", token),
         projector=projector,
-        keep_class_tokens=whole and vision.class_tokens > 0,
+        keep_class_tokens=all_positions and vision.class_tokens > 0,
         slots=settings.take("slots", 1),
     )
 

@@ -63,8 +63,8 @@ def feed_forward(settings: Settings) -> layers.MLPConfig:
     name = settings.take("feed_forward_proj", "relu")
     activation: Any = ACTIVATIONS.get("gelu_new" if name == "gated-gelu" else name.removeprefix("gated-"))
     if activation is None:
-        known = ", ".join(ACTIVATIONS)
-        settings.refuse("feed_forward_proj", name, f"only {known} are supported, with gated- or without")
+        names = ", ".join(ACTIVATIONS)
+        settings.refuse("feed_forward_proj", name, f"only {names} are supported, with gated- or without")
     make = layers.GatedMLPConfig if name.startswith("gated-") else layers.DenseMLPConfig
     return make(ffn=settings.take("d_ff", 2048), activation=activation or "relu", bias=False)
 

@@ -13,10 +13,10 @@ from megajax.models.config.vit import ClassifierConfig, with_head
 
 def _read(settings: Settings) -> ViTConfig | VisionTowerConfig:
     """A tower alone for a ViTModel."""
-    alone = tower(settings, VIT, qkv_bias=settings.take("qkv_bias", True))
+    model = tower(settings, VIT, qkv_bias=settings.take("qkv_bias", True))
     if settings.architecture() == "ViTModel":
-        return alone
-    return with_head(alone, ClassifierConfig(classes=classes(settings)))
+        return model
+    return with_head(model, ClassifierConfig(classes=classes(settings)))
 
 
 def _write(cfg: Any) -> dict[str, Any]:
