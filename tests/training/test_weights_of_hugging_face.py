@@ -103,8 +103,8 @@ def test_tables_grow_to_more_tokens(folder: Path, tmp_path: Path, way: Any) -> N
 @pytest.mark.parametrize(
     ("model", "source", "words"),
     [
-        (replace(MODEL, vocabulary_size=97), {}, "tokens: 96 tokens there, 97 here; checkpoint.weights.new_tokens"),
-        (replace(MODEL, vocabulary_size=95), {}, "tokens: 96 tokens there, 95 here"),
+        (replace(MODEL, vocabulary_size=97), {}, "96 tokens, this model has 97; checkpoint.weights.new_tokens"),
+        (replace(MODEL, vocabulary_size=95), {}, "tokens: stored for 96 tokens, this model has only 95"),
         (replace(MODEL, hidden=32), {}, r"embed_tokens.weight: shape \[96, 16\], but \[96, 32\] by the model's config"),
         (of_blocks(replace(BLOCK.mixer, rope=None)), {}, "layers 0 to 2: mixer.rope.base: absent here, 10000.0 there"),
         (replace(MODEL, norm=RMSNormConfig(epsilon=1e-6)), {}, "norm.epsilon: 1e-06 here, 1e-05 there"),
