@@ -24,10 +24,10 @@ def main(argv: list[str]) -> int:
         UserError: for errors that the user can mend.
     """
     flags = parse(argv, verb="doctor", flags=FLAGS, with_config=False, description=DESCRIPTION).flags
-    together = resolve("megajax.reporting.machine.gang:together")(flags["init_timeout"]) if flags["before_run"] else ()
+    joint = resolve("megajax.reporting.machine.gang:joint_checks")(flags["init_timeout"]) if flags["before_run"] else ()
     try:
         examine = resolve("megajax.reporting.machine.examine:examine")
-        return examine(flags["run_dir"], as_json=flags["json"], together=together)
+        return examine(flags["run_dir"], as_json=flags["json"], joint=joint)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130

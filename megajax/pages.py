@@ -21,7 +21,7 @@ def page(title: str, body: Iterable[str], *, style: str = "", script: str = "") 
 
 
 def header(title: str, remark: str = "", verdict: tuple[str, str] | None = None) -> str:
-    """The title of a page. verdict: its mood (good, warning or bad) and text."""
+    """The title of a page. verdict: its status (good, warning or bad) and text."""
     frame = "" if verdict is None else f'<span class="verdict {verdict[0]}">{escape(verdict[1])}</span> '
     return f"<header><h1>{escape(title)}</h1><p>{frame}{escape(remark)}</p></header>"
 

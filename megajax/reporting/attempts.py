@@ -1,8 +1,8 @@
-"""The attempts of a run: which events belong to each, when it began and ended, and what of it was run again.
+"""The attempts of a run: their events, start and end, and the steps that a later attempt repeated.
 
-metrics.jsonl has the duration of each step, events.jsonl the time of each event. An attempt that was killed writes no
-line about its end: it is taken to end after its last event and the steps it logged since then, or when the launcher
-says so.
+metrics.jsonl has the duration of each step, events.jsonl the time of each event. A killed attempt writes no line about
+its end. Its end is then estimated as the time of its last event plus the steps logged since, or is the time in the
+launcher's event.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,32 +11,32 @@ from typing import Any
 
 import numpy as np
 
-from megajax.reporting.endings import FAILURES, NOT_DONE, Ending, ending_of
+from megajax.reporting.endings import FAILURES, INCOMPLETE, Ending, find_ending
 from megajax.reporting.history import Event, History
 
 START, OPENING, RESTART, STOP = "start", "metrics_superseded", "restart", "supervisor_stop"
-"""The first event of an attempt; one that may precede it; the launcher's about its beginning and the last end."""
+"""The first event of an attempt; an event that may precede it; the launcher's events at its start and the last end."""
 
 LATE = frozenset(("save_committed", "save_failed"))
-"""Events that are written some time after their step."""
+"""Events written some time after their step."""
 
 SETUP = "setup"
-"""Phase of a process before `start`."""
+"""Phase of a process before the event `start`."""
 
 
 @dataclass
-class Group:
-    """The events of one attempt."""
+class AttemptEvents:
+    """The events of an attempt."""
 
     events: list[Event] = field(default_factory=list)
-    """Its own, in file order, without those of the launcher about its beginning and end."""
+    """Events of its processes in file order, without those of the launcher at its start and end."""
     restart: Event | None = None
-    """The launcher's, with which it began."""
+    """The launcher's event at its start."""
     start: Event | None = None
-    """None: it did not get that far."""
+    """The event `start`; None if its setup did not finish."""
 
     def failed(self) -> bool:
-        """Whether it has ended, or a process of it has."""
+        """Whether the attempt or one of its processes has ended."""
         return any(
             event.name in FAILURES or event.name == "end" or "exit_code" in event.fields for event in self.events
         )
@@ -44,33 +44,32 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One process (group) of the run. Times are on the common axis of `Event.at`."""
+    """An attempt of the run: one start of its processes. Times are on the common axis of `Event.at`."""
 
     number: int
-    """From 1."""
+    """Counts from 1."""
     begin: float
-    """When its setup began, as far as that is known."""
+    """Start of its setup, if known; else its first event."""
     ready: float | None
-    """When it was ready to train; None: it did not get that far."""
+    """End of its setup; None if the setup did not finish."""
     progress: float
-    """When its last step or other work was done."""
+    """End of its last step or other work."""
     end: float
-    """When it was over: no earlier than `progress`."""
+    """Its end, at or after `progress`."""
     first_step: int
-    """Steps that were done before it."""
+    """Number of steps completed before it."""
     last_step: int
-    """The last step it logged."""
+    """The last step that it logged."""
     start: Mapping[str, Any]
     """Fields of the event `start`: devices, processes."""
-    how: Ending
-    """How it ended."""
+    outcome: Ending
     restart: Event | None
-    """The launcher's event with which it began."""
+    """The launcher's event at its start."""
     events: tuple[Event, ...]
     rerun_steps: int
-    """How many of its steps a later attempt ran again."""
+    """Number of its steps that a later attempt repeated."""
     rerun_seconds: float
-    """How long these took in this attempt."""
+    """Duration of those steps in this attempt."""
 
     @property
     def seconds(self) -> float:
@@ -79,113 +78,113 @@ class Attempt:
 
     @property
     def ending(self) -> str:
-        """How it ended, in words, and what the launcher did about it."""
-        return self.how.text + self.how.then
+        """The end of the attempt and the launcher's reaction, as text."""
+        return self.outcome.text + self.outcome.reaction
 
     @property
     def exit_code(self) -> int | None:
-        """None if nothing tells it: killed, or still running."""
-        return self.how.code
+        """None if unknown: killed, or still running."""
+        return self.outcome.code
 
 
 def attempts(history: History) -> list[Attempt]:
     """The attempts in events.jsonl, in order."""
-    groups = groups_of(history.events)
-    redone = _superseded(history, groups)
+    groups = events_by_attempt(history.events)
+    rerun = _superseded(history, groups)
     runs: list[Attempt] = []
     for index, group in enumerate(groups):
-        later = [after for after in groups[index + 1 :] if after.start is not None]
-        resumed_at = (later[0].start.step or 0) if later and later[0].start else None
+        later_starts = [after for after in groups[index + 1 :] if after.start is not None]
+        resumed_at = (later_starts[0].start.step or 0) if later_starts and later_starts[0].start else None
         following = groups[index + 1] if index + 1 < len(groups) else None
-        runs.append(_attempt(history, runs, group, redone.get(index, []), resumed_at, following))
+        runs.append(_attempt(history, runs, group, rerun.get(index, []), resumed_at, following))
     return runs
 
 
-def groups_of(events: Sequence[Event]) -> list[Group]:
+def events_by_attempt(events: Sequence[Event]) -> list[AttemptEvents]:
     """The events of each attempt.
 
-    Lines of several processes and of the launcher follow one another as they were written: early events of an attempt
-    come after its `start`, and failures of a setup without one.
+    Events of processes and the launcher are in the order of writing: early events of an attempt may follow its `start`,
+    and failures of a setup may have no `start`.
     """
-    groups: list[Group] = []
+    groups: list[AttemptEvents] = []
     opening: list[Event] = []
     for event in events:
         now = groups[-1] if groups else None
         if event.name == OPENING:
             opening.append(event)
         elif event.name == START:
-            group = _begun(groups, event)
+            group = _group_of_start(groups, event)
             group.start = event
             group.events = [event, *opening, *group.events]
             opening = []
         elif event.name == RESTART:
-            groups.append(Group(restart=event))
-        elif now is None or _of_another(now, event):
-            groups.append(Group([event]))
+            groups.append(AttemptEvents(restart=event))
+        elif now is None or _belongs_to_next(now, event):
+            groups.append(AttemptEvents([event]))
         else:
             now.events.append(event)
     return groups
 
 
-def _begun(groups: list[Group], start: Event) -> Group:
-    """The group that an attempt's `start` belongs to: the present one, or a new one with what its setup wrote."""
+def _group_of_start(groups: list[AttemptEvents], start: Event) -> AttemptEvents:
+    """The group of a `start`: the last group, or a new one with the events of its setup."""
     begin = start.at - start.seconds("setup_seconds")
     now = groups[-1] if groups else None
     if now is None:
-        groups.append(Group())
+        groups.append(AttemptEvents())
     elif now.start is not None or (now.failed() and now.events[-1].at < begin):
         early = [event for event in now.events if "setup_seconds" in start.fields and event.at >= begin]
         early = [event for event in early if event.name not in ("end", START)]
         now.events = [event for event in now.events if event not in early]
-        groups.append(Group(early))
+        groups.append(AttemptEvents(early))
     return groups[-1]
 
 
-def _of_another(group: Group, event: Event) -> bool:
-    """Whether a failure in the setup is of an attempt that has no other line yet."""
+def _belongs_to_next(group: AttemptEvents, event: Event) -> bool:
+    """Whether a failure in the setup belongs to a new attempt without other events."""
     if event.fields.get("phase") != SETUP:
         return False
     if group.start is not None:
-        return group.failed() or any(one.name == "first_step" for one in group.events)
-    process = event.whole("process")
-    return any(one.name == event.name and one.whole("process") == process for one in group.events)
+        return group.failed() or any(earlier.name == "first_step" for earlier in group.events)
+    process = event.integer("process")
+    return any(earlier.name == event.name and earlier.integer("process") == process for earlier in group.events)
 
 
-def _superseded(history: History, groups: Sequence[Group]) -> dict[int, list[float]]:
-    """Place of a group -> seconds of its steps that were run again, in order."""
-    used, last, found = 0, None, {}
+def _superseded(history: History, groups: Sequence[AttemptEvents]) -> dict[int, list[float]]:
+    """Index of a group -> seconds of its repeated steps, in order."""
+    used, last, rerun_by_attempt = 0, None, {}
     for index, group in enumerate(groups):
         opening = next((event for event in group.events if event.name == OPENING), None)
-        count = (opening.whole("lines") or 0) if opening is not None else 0
+        count = (opening.integer("lines") or 0) if opening is not None else 0
         lines = history.superseded_seconds[used : used + max(count, 0)]
         used += len(lines)
         if last is not None:
-            found[last] = [seconds for seconds in lines if seconds is not None]
+            rerun_by_attempt[last] = [seconds for seconds in lines if seconds is not None]
         if group.start is not None:
             last = index
-    return found
+    return rerun_by_attempt
 
 
 def _attempt(
     history: History,
     before: Sequence[Attempt],
-    group: Group,
-    redone: Sequence[float],
+    group: AttemptEvents,
+    rerun: Sequence[float],
     resumed_at: int | None,
-    following: Group | None,
+    following: AttemptEvents | None,
 ) -> Attempt:
-    """following: the next group; resumed_at: the step from which the next that was ready to train went on."""
-    own, start = tuple(group.events), group.start
-    work = [event for event in own if event.name not in NOT_DONE]
-    first, last = _range(history, before, group, redone, resumed_at)
+    """following: the next group. resumed_at: the step from which the next attempt that became ready resumed."""
+    events, start = tuple(group.events), group.start
+    work = [event for event in events if event.name not in INCOMPLETE]
+    first, last = _range(history, before, group, rerun, resumed_at)
     launched = following.restart if following is not None else None
-    how = ending_of(own, launched, last, _total(history), followed=following is not None)
+    outcome = find_ending(events, launched, last, _total(history), followed=following is not None)
     begin = _begin(group, before)
     ready = None if start is None else max(start.at, begin)
     progress = max([begin, *(event.at for event in work)])
-    if start is not None and not any(event.name == "end" for event in own):
-        progress = max(progress, _last_logged(history, work, redone, resumed_at))
-    end = max([progress, *(event.at for event in own)])
+    if start is not None and not any(event.name == "end" for event in events):
+        progress = max(progress, _last_logged(history, work, rerun, resumed_at))
+    end = max([progress, *(event.at for event in events)])
     if launched is not None:
         end = max(progress, launched.at - launched.seconds("seconds_down"))
     return Attempt(
@@ -197,16 +196,16 @@ def _attempt(
         first_step=first,
         last_step=last,
         start={} if start is None else start.fields,
-        how=how,
+        outcome=outcome,
         restart=group.restart,
-        events=(*([group.restart] if group.restart else []), *own),
-        rerun_steps=len(redone),
-        rerun_seconds=float(sum(redone)),
+        events=(*([group.restart] if group.restart else []), *events),
+        rerun_steps=len(rerun),
+        rerun_seconds=float(sum(rerun)),
     )
 
 
-def _begin(group: Group, before: Sequence[Attempt]) -> float:
-    """When the setup began, but not before the attempt before ended."""
+def _begin(group: AttemptEvents, before: Sequence[Attempt]) -> float:
+    """Start of the setup, at or after the end of the previous attempt."""
     times = [event.at for event in group.events]
     if group.start is not None:
         times = [group.start.at - group.start.seconds("setup_seconds")]
@@ -216,29 +215,29 @@ def _begin(group: Group, before: Sequence[Attempt]) -> float:
 
 
 def _range(
-    history: History, before: Sequence[Attempt], group: Group, redone: Sequence[float], resumed_at: int | None
+    history: History, before: Sequence[Attempt], group: AttemptEvents, rerun: Sequence[float], resumed_at: int | None
 ) -> tuple[int, int]:
-    """Steps that were done before an attempt, and the last it logged."""
+    """Number of steps before an attempt, and the last step that it logged."""
     if group.start is None:
-        done = before[-1].last_step - before[-1].rerun_steps if before else 0
-        return done, done
+        completed = before[-1].last_step - before[-1].rerun_steps if before else 0
+        return completed, completed
     first, steps = group.start.step or 0, history.steps.step
-    kept = steps[(steps > first) & (steps <= (np.inf if resumed_at is None else resumed_at))]
-    known = [event.step or 0 for event in group.events if event.name not in NOT_DONE]
-    last = max([first, *kept[-1:].tolist(), *known])
-    return first, max(last, (resumed_at or 0) + len(redone)) if redone else last
+    logged_seconds = steps[(steps > first) & (steps <= (np.inf if resumed_at is None else resumed_at))]
+    done_steps = [event.step or 0 for event in group.events if event.name not in INCOMPLETE]
+    last = max([first, *logged_seconds[-1:].tolist(), *done_steps])
+    return first, max(last, (resumed_at or 0) + len(rerun)) if rerun else last
 
 
-def _last_logged(history: History, work: Sequence[Event], redone: Sequence[float], resumed_at: int | None) -> float:
-    """When the last step was done that an attempt logged: so long after the last event that was written at its step."""
+def _last_logged(history: History, work: Sequence[Event], rerun: Sequence[float], resumed_at: int | None) -> float:
+    """End of the last logged step: the time of the last event that is written at its step, plus the steps since."""
     timely = [event for event in work if event.step is not None and event.name not in LATE]
     last = max(reversed(timely), key=lambda event: (event.step or 0, event.at), default=work[0])
     saved = [event for event in work if event.name == "save_committed" and event.step == last.step]
     blocked = sum(event.seconds("blocking_seconds") for event in saved) if last.name == "save_begun" else 0.0
     since, upto = last.step or 0, np.inf if resumed_at is None else resumed_at
     logged = (history.steps.step > since) & (history.steps.step <= upto)
-    kept = float(np.nansum(history.steps.column("step_seconds")[logged]))
-    return last.at + blocked + kept + sum(redone[max(since - (resumed_at or 0), 0) :])
+    logged_seconds = float(np.nansum(history.steps.column("step_seconds")[logged]))
+    return last.at + blocked + logged_seconds + sum(rerun[max(since - (resumed_at or 0), 0) :])
 
 
 def _total(history: History) -> int | None:

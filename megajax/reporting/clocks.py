@@ -1,7 +1,7 @@
-"""Times of events on one axis, whatever the clocks of machines did: set back, set forward, or different on each.
+"""Times of events on a common axis, although clocks of machines differ or are set back or forward.
 
-The wall clock of a line may be set at any moment. The monotonic clock of one boot of a machine is not: lines of the
-same boot are as far apart as it says.
+A wall clock may be set at any moment, a monotonic clock cannot: it gives exact durations between lines of the same boot
+of a machine.
 """
 
 import math
@@ -11,21 +11,22 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 LATEST = 253_402_300_800.0
-"""Seconds from 1970 to the year 10000: later times are damage, and no calendar has them."""
+"""Seconds from 1970 to the year 10000: later times are invalid."""
 
 
 class Stamp(NamedTuple):
-    """When a line says that it was written."""
+    """The time of a line."""
 
     time: float
     """By the wall clock, in seconds since 1970."""
     boot: str | None = None
-    """The boot of the machine whose monotonic clock `seconds` is of; None: not known."""
+    """ID of the machine's boot; None if unknown."""
     seconds: float = 0.0
+    """By the monotonic clock of that boot."""
 
     @classmethod
     def of(cls, line: dict[str, Any]) -> "Stamp":
-        """Of a line of events.jsonl. Raises ValueError, TypeError or KeyError if it has no time."""
+        """The stamp of a line of events.jsonl. Raises ValueError, TypeError or KeyError without a valid time."""
         time = float(line["time"])
         if not 0 <= time < LATEST:
             raise ValueError(f"time {time}")
@@ -36,37 +37,37 @@ class Stamp(NamedTuple):
 
 
 @dataclass
-class _Machine:
-    """A line of a boot, and where it lies on the common axis."""
+class _Reference:
+    """A line of a boot, and its time on the common axis."""
 
     seconds: float
     at: float
-    sure: bool
-    """Whether it is known how this axis and the machine's clock go together."""
+    certain: bool
+    """Whether the offset of the machine's clock to the axis is known."""
 
 
-def common_times(stamps: Sequence[Stamp], begins: Sequence[bool]) -> list[float]:
-    """Seconds since 1970 by the clock of the first line, one for each line in the order of the file.
+def common_times(stamps: Sequence[Stamp], attempt_starts: Sequence[bool]) -> list[float]:
+    """Seconds since 1970 by the clock of the first line, for each line in file order.
 
-    begins: whether a line begins an attempt, which may be on another machine than the one before.
+    attempt_starts: whether a line starts an attempt, possibly on another machine.
     """
-    machines: dict[str, _Machine] = {}
+    references: dict[str, _Reference] = {}
     times: list[float] = []
-    sure: list[bool] = []
+    certainties: list[bool] = []
     latest, offset = -math.inf, 0.0
-    for stamp, first in zip(stamps, begins, strict=True):
-        known = machines.get(stamp.boot or "")
-        if known is not None:
-            at, certain = known.at + (stamp.seconds - known.seconds), known.sure
+    for stamp, first in zip(stamps, attempt_starts, strict=True):
+        reference = references.get(stamp.boot or "")
+        if reference is not None:
+            at, certain = reference.at + (stamp.seconds - reference.seconds), reference.certain
         else:
             at, certain = max(stamp.time + (0.0 if first else offset), latest), first
         if stamp.boot is not None:
-            machines.setdefault(stamp.boot, _Machine(stamp.seconds, at, first))
+            references.setdefault(stamp.boot, _Reference(stamp.seconds, at, first))
         if certain or stamp.boot is None:
             latest, offset = max(latest, at), at - stamp.time
         times.append(at)
-        sure.append(certain)
-    # A line of another machine is no later than the next line of one whose clock is known.
-    known_times = [at if certain else math.inf for at, certain in zip(times, sure, strict=True)]
+        certainties.append(certain)
+    # An uncertain line is no later than the next line with a certain time.
+    known_times = [at if certain else math.inf for at, certain in zip(times, certainties, strict=True)]
     bounds = reversed(list(accumulate(reversed(known_times), min)))
-    return [at if certain else min(at, bound) for at, certain, bound in zip(times, sure, bounds, strict=True)]
+    return [at if certain else min(at, bound) for at, certain, bound in zip(times, certainties, bounds, strict=True)]

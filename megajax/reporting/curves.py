@@ -1,4 +1,4 @@
-"""The curves of a report, with the events of the run marked on them."""
+"""The curves of a report, with marks for the events of the run."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -9,17 +9,17 @@ import numpy as np
 from megajax.charts import LineChart, Mark, Series
 from megajax.metrics.plot import running_mean
 from megajax.reporting.attempts import Attempt
-from megajax.reporting.history import MOODS, ROUTINE, History, Steps
+from megajax.reporting.history import ROUTINE, STATUS, History, Steps
 from megajax.reporting.run_summary import details
 
 LOSS_SIZE = {"width": 1160, "height": 380}
 
 MEANS = 200
-"""A running mean is over 1/MEANS of the run's steps."""
+"""A running mean covers 1/MEANS of the run's steps."""
 
 MEAN_FROM, ZIGZAG = 10, 20.0
-"""Curves other than the loss get a running mean if it covers this many steps, and if they go up and down by this many
-times their range."""
+"""Curves other than the loss get a running mean if it covers MEAN_FROM steps, and if their total variation exceeds
+ZIGZAG times their range."""
 
 WITHOUT_COMPILATION = "without steps that compile"
 
@@ -30,23 +30,23 @@ PLOTTED = frozenset(
         *("mfu_causal", "mfu_full", "memory_device", "memory_device_peak", "memory_host", "save_failed"),
     }
 )
-"""Columns with a chart of their own, or none. The others, except seconds of phases, are a model's own metrics."""
+"""Columns with a dedicated chart or without one. The others, except seconds of phases, are metrics of the model."""
 
 UNMARKED = ROUTINE - {"save_committed", "evaluate"} | {"start", "end", "restart"}
-"""Events without a mark of their own."""
+"""Events without a mark."""
 
 
 def curves(history: History, runs: Sequence[Attempt]) -> list[LineChart]:
-    """The loss first, then everything else that has finite values."""
+    """The loss, then all other metrics with finite values."""
     marks = list(_marks(runs))
     lines = [mark for mark in marks if mark.line]
     last = float(history.steps.step[-1]) if len(history.steps) else 1.0
     charts = [_loss(history)] if len(history.steps) else []
-    charts += _others(history.steps, {run.first_step + 1 for run in runs}, history.layers.values.keys())
+    charts += _other_charts(history.steps, {run.first_step + 1 for run in runs}, history.layers.values.keys())
     return [
         replace(chart, last=last, **(LOSS_SIZE | {"marks": marks} if chart.title == "Loss" else {"marks": lines}))
         for chart in charts
-        if any(np.isfinite(np.asarray(one.y)).any() for one in chart.series) or chart.crosses
+        if any(np.isfinite(np.asarray(series.y)).any() for series in chart.series) or chart.crosses
     ]
 
 
@@ -60,7 +60,7 @@ def _loss(history: History) -> LineChart:
 
 
 def _with_mean(series: Series, *, always: bool = False) -> list[Series]:
-    """The curve; if it is long and jitters, drawn faintly behind its running mean."""
+    """The curve; a long, jittering curve is drawn faintly behind its running mean."""
     window = len(series.x) // MEANS
     y = np.asarray(series.y)
     finite = y[np.isfinite(y)]
@@ -71,10 +71,10 @@ def _with_mean(series: Series, *, always: bool = False) -> list[Series]:
     return [replace(series, style="faint"), replace(series, name=name, y=running_mean(y, window))]
 
 
-def _others(steps: Steps, compiling: Collection[int], layers: Collection[str]) -> Iterator[LineChart]:
-    """compiling: steps whose time includes a compilation; curves of speed leave them out.
+def _other_charts(steps: Steps, compiling: Collection[int], layers: Collection[str]) -> Iterator[LineChart]:
+    """All charts except the loss.
 
-    layers: columns of what layers report.
+    compiling: steps whose time includes a compilation, omitted from curves of speed. layers: columns of layer metrics.
     """
     compiles = np.isin(steps.step, list(compiling)) if len(steps) > len(compiling) else np.zeros(len(steps), bool)
 
@@ -92,17 +92,17 @@ def _others(steps: Steps, compiling: Collection[int], layers: Collection[str]) -
     skipped = tuple((int(step), "update skipped") for step in steps.step[steps.column("skipped") == 1])
     yield chart("Gradient norm", "before clipping", {"gradient norm": "grad_norm"}, crosses=skipped)
     yield chart("Learning rate", "", {"learning rate": "lr"}, scale="linear")
-    total, each = "tokens_per_second", "tokens_per_second_per_device"
+    total, per_device = "tokens_per_second", "tokens_per_second_per_device"
     yield chart("Tokens per second", "all devices; ", {"tokens per second": total}, speed=True)
-    if not np.array_equal(steps.column(total), steps.column(each), equal_nan=True):
-        yield chart("Tokens per second and device", "", {"tokens per second": each}, speed=True)
+    if not np.array_equal(steps.column(total), steps.column(per_device), equal_nan=True):
+        yield chart("Tokens per second and device", "", {"tokens per second": per_device}, speed=True)
     if steps.median("mfu_causal") is not None:
-        both = {"causal attention": "mfu_causal", "full attention": "mfu_full"}
-        yield chart("MFU", "model FLOP/s over the peak; ", both, percent=True, speed=True)
+        mfu = {"causal attention": "mfu_causal", "full attention": "mfu_full"}
+        yield chart("MFU", "model FLOP/s over the peak; ", mfu, percent=True, speed=True)
     else:
-        both = {"causal attention": "tflops_per_device_causal", "full attention": "tflops_per_device_full"}
-        yield chart("TFLOP/s per device", "of the model; ", both, speed=True)
-    yield chart("Step time", "s", {"step": "step_seconds", "of it waiting for data": "seconds_data_wait"})
+        tflops = {"causal attention": "tflops_per_device_causal", "full attention": "tflops_per_device_full"}
+        yield chart("TFLOP/s per device", "of the model; ", tflops, speed=True)
+    yield chart("Step time", "s", {"step": "step_seconds", "waiting for data": "seconds_data_wait"})
     device = {"in use after the step": "memory_device", "peak so far": "memory_device_peak"}
     yield chart("Device memory", "GiB", device, factor=2**-30, scale="linear")
     yield chart("Host memory", "GiB", {"process 0": "memory_host"}, factor=2**-30, scale="linear")
@@ -110,7 +110,7 @@ def _others(steps: Steps, compiling: Collection[int], layers: Collection[str]) -
     if np.isfinite(scales).any() and np.nanmin(scales) != np.nanmax(scales):
         yield chart("Loss scale", "", {"loss scale": "loss_scale"})
     for name in sorted(steps.columns.keys() - PLOTTED):
-        # What no layer reports but 0, such as dropped tokens, is left out.
+        # Metrics of layers that are always 0, for example dropped tokens, are omitted.
         if not name.startswith("seconds_") and not (name in layers and not np.nan_to_num(steps.column(name)).any()):
             yield chart(name.replace("_", " "), "", {name.replace("_", " "): name})
 
@@ -123,4 +123,4 @@ def _marks(runs: Sequence[Attempt]) -> Iterator[Mark]:
             if event.step is not None and event.name not in UNMARKED:
                 text = f"step {event.step:,}: {event.name.replace('_', ' ')} ({details(event)})"
                 routine = {"save_committed": "save", "evaluate": "evaluate"}.get(event.name)
-                yield Mark(event.step, routine or MOODS.get(event.name, "plain"), text, line=routine is None)
+                yield Mark(event.step, routine or STATUS.get(event.name, "plain"), text, line=routine is None)

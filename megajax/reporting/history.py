@@ -1,4 +1,4 @@
-"""Read a run folder, as far as it can be read.
+"""Read a run folder, skipping missing and damaged parts.
 
 N: steps in metrics.jsonl.
 """
@@ -23,13 +23,13 @@ from megajax.metrics.runfolder import RunFolder
 from megajax.reporting.clocks import Stamp, common_times
 
 MOST_STEPS = 2**53
-"""A larger number of steps is damage."""
+"""A larger number of steps is invalid."""
 
 LINE_BEGINS = '{"time":'
 """First characters of every line of events.jsonl."""
 
 BEGINNINGS = frozenset(("start", "restart", "metrics_superseded"))
-"""Events with which an attempt begins, perhaps on another machine than the one before."""
+"""Events that start an attempt, possibly on another machine than the previous one."""
 
 
 ROUTINE = frozenset(
@@ -40,14 +40,14 @@ ROUTINE = frozenset(
 )
 """Events of a run without incidents. There may be thousands."""
 
-MOODS = {
+STATUS = {
     **dict.fromkeys(("persistent_fault", "numeric_fault", "evaluation_broken_off"), "bad"),
     **dict.fromkeys(("replica_mismatch", "recompute_mismatch"), "bad"),
     **dict.fromkeys(("crash", "hang", "lost", "supervisor_stop", "save_failed", "checkpoint_damaged"), "bad"),
     **dict.fromkeys(("transient_fault", "update_skipped", "layer_warning", "stopped", "signal", "restart"), "warning"),
     **dict.fromkeys(("save_retried", "checkpoint_fallback", "checkpoint_abandoned", "straggler", "health"), "warning"),
 }
-"""Event -> bad or warning; all others are plain."""
+"""Event -> "bad" or "warning"; all other events are "plain"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,54 +55,54 @@ class Event:
     """A line of events.jsonl."""
 
     time: float
-    """Seconds since 1970, as it was written."""
+    """Seconds since 1970, as written."""
     at: float
-    """The same on one axis for all lines, whatever was done to clocks: for durations."""
+    """The time on the common axis of all lines, for durations: see clocks.py."""
     name: str
     step: int | None
     fields: Mapping[str, Any]
     """Everything else in the line."""
 
-    def whole(self, name: str) -> int | None:
-        """A field, if it is a whole number."""
+    def integer(self, name: str) -> int | None:
+        """An integer field; None if it is missing or of another type."""
         value = self.fields.get(name)
         return value if isinstance(value, int) and not isinstance(value, bool) else None
 
     def seconds(self, name: str) -> float:
-        """A field that is a duration; 0 if there is none."""
+        """A field with a duration; 0 if it is missing or not positive."""
         value = number_of(self.fields.get(name))
         return value if value > 0 else 0.0
 
     def text(self, name: str) -> str:
-        """A field as text; "" if there is none."""
+        """A field as text; "" if it is missing."""
         value = self.fields.get(name)
         return "" if value is None else str(value)
 
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """Training steps in columns, ascending."""
+    """Training steps as columns, in order of steps."""
 
     step: np.ndarray
     """int64 [N]."""
     columns: Mapping[str, np.ndarray]
-    """Name -> float64 [N]; nan if the line has no number."""
+    """Name -> float64 [N]; nan where a line has no number."""
     nonfinite: Mapping[int, str]
-    """Step -> "nan", "inf" or "-inf", for losses that were not finite."""
+    """Step -> "nan", "inf" or "-inf", for non-finite losses."""
 
     def __len__(self) -> int:
         return len(self.step)
 
     def column(self, name: str) -> np.ndarray:
-        """float64 [N], all nan if no line has it."""
+        """float64 [N]; all nan if no line has the column."""
         return self.columns.get(name, np.full(len(self.step), np.nan))
 
     def total(self, name: str) -> float:
-        """Sum of a column's numbers."""
+        """Sum of a column, without nan."""
         return float(np.nansum(self.column(name)))
 
     def median(self, name: str) -> float | None:
-        """Median of a column's numbers; None if it has none."""
+        """Median of a column, without nan; None if all are nan."""
         column = self.column(name)
         return float(np.nanmedian(column)) if np.isfinite(column).any() else None
 
@@ -114,37 +114,36 @@ class History:
     folder: Path
     steps: Steps
     superseded_seconds: tuple[float | None, ...]
-    """step_seconds of each line of metrics.superseded.jsonl (steps that a later attempt ran again), in file order; None
+    """step_seconds of each line of metrics.superseded.jsonl (steps that a later attempt repeated), in file order; None
     for an evaluation."""
     layers: LayerHistory
-    """What layers reported."""
     evaluations: Mapping[str, tuple[np.ndarray, np.ndarray]]
     """Split -> steps int64 and losses float64, of the same length."""
     tasks: Mapping[str, tuple[int, Mapping[str, float]]]
-    """Task without a loss -> step of its last evaluation, and its figures."""
+    """Task without a loss -> step of its last evaluation, and its metrics."""
     events: tuple[Event, ...]
     """In file order."""
     config: Mapping[str, Any]
     """config.yaml; {} if it is missing or damaged."""
     differences: tuple[tuple[str, str, str], ...]
-    """Setting, default and value in this run: the lines of config.diff."""
+    """Setting, default and value in this run, from config.diff."""
     versions: Mapping[str, str]
     """Package -> version, from the newest checkpoint."""
     checkpoints: tuple[int, ...]
     """Steps with a committed checkpoint."""
     faults: tuple[str, ...]
-    """What could not be read, a sentence each."""
+    """A sentence for each file or part that could not be read."""
 
     @property
     def name(self) -> str:
-        """Of the folder."""
+        """Name of the folder."""
         return self.folder.resolve().name
 
 
 def read_history(run_dir: Path) -> History:
-    """Read everything in `run_dir`. Missing files and torn lines are named in `faults` and raise nothing.
+    """Read the run in `run_dir`. Missing files and incomplete lines are listed in `faults`.
 
-    Raises UserError if the folder does not exist or holds no run.
+    Raises UserError if the folder does not exist or contains no run.
     """
     folder = RunFolder(run_dir.expanduser())
     _require_run(folder)
@@ -171,7 +170,7 @@ def read_history(run_dir: Path) -> History:
 def _require_run(folder: RunFolder) -> None:
     path = folder.path
     if not path.exists():
-        raise UserError(f"there is no folder {path}: give the run_dir of a run")
+        raise UserError(f"{path} does not exist: give the run_dir of a run")
     if not path.is_dir():
         raise UserError(f"{path} is a file: give the run_dir of a run, the folder that contains it")
     if any(file.exists() for file in (folder.metrics, folder.events, folder.config_yaml)):
@@ -179,7 +178,7 @@ def _require_run(folder: RunFolder) -> None:
     below = sorted(file.parent.name for file in path.glob("*/metrics.jsonl"))
     hint = f" It contains runs: {', '.join(below[:5])}{', …' if len(below) > 5 else ''}." if below else ""
     raise UserError(
-        f"{path} holds no run: it has no metrics.jsonl, events.jsonl or config.yaml.{hint} Give the run_dir of a run."
+        f"{path} is not a run: it has no metrics.jsonl, events.jsonl or config.yaml.{hint} Give the run_dir of a run."
     )
 
 
@@ -200,11 +199,11 @@ def _note_torn(path: Path, torn: int, faults: list[str]) -> None:
 
 @dataclass
 class _Columns:
-    """Collects the numbers of lines in arrays: a long run has millions."""
+    """Collects the numbers of lines in compact arrays: a long run has millions of lines."""
 
     step: array = field(default_factory=lambda: array("q"))
     columns: dict[str, array] = field(default_factory=lambda: defaultdict(lambda: array("d")))
-    """Those of columns that were missing in earlier lines are filled up with nan."""
+    """Name -> numbers so far; missing numbers are filled with nan."""
     nonfinite: dict[int, str] = field(default_factory=dict)
     layers: LayerColumns = field(default_factory=LayerColumns)
     splits: dict[str, dict[int, float]] = field(default_factory=lambda: defaultdict(dict))
@@ -215,8 +214,8 @@ class _Columns:
         if "split" in line:
             if line.get("loss") is None and line.get("loss_hex") is None:
                 numbers = ((name, number_of(value)) for name, value in line.items() if name != "step")
-                figures = {name: number for name, number in numbers if math.isfinite(number)}
-                self.tasks[str(line["split"])] = line["step"], figures
+                metrics = {name: number for name, number in numbers if math.isfinite(number)}
+                self.tasks[str(line["split"])] = line["step"], metrics
             else:
                 self.splits[str(line["split"])][line["step"]] = number_of(line.get("loss"))
             return
@@ -242,7 +241,7 @@ class _Columns:
 
 
 def number_of(value: Any) -> float:
-    """A number of a file as a float; nan for what is none, or is too large for one."""
+    """A value of a file as a float; nan if it is not a finite number."""
     if not isinstance(value, int | float):
         return math.nan
     try:
@@ -284,13 +283,13 @@ def _curve(points: Mapping[int, float]) -> tuple[np.ndarray, np.ndarray]:
 def _read_events(path: Path, faults: list[str]) -> Iterator[Event]:
     torn, lines = 0, []
     for text in _lines(path, faults):
-        whole = _whole_line(text)
-        torn += whole != text.strip()
+        complete = _complete_line(text)
+        torn += complete != text.strip()
         try:
-            line = json.loads(whole)
+            line = json.loads(complete)
             lines.append((Stamp.of(line), str(line["event"]), line))
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
-            torn += bool(whole) and whole == text.strip()
+            torn += bool(complete) and complete == text.strip()
     _note_torn(path, torn, faults)
     times = common_times([stamp for stamp, *_ in lines], [name in BEGINNINGS for _, name, _ in lines])
     for at, (stamp, name, line) in zip(times, lines, strict=True):
@@ -300,11 +299,11 @@ def _read_events(path: Path, faults: list[str]) -> Iterator[Event]:
         yield Event(stamp.time, at, name, step if counts else None, fields)
 
 
-def _whole_line(text: str) -> str:
-    """The line; where a writer was killed within one, and another went on behind it, what the other wrote."""
+def _complete_line(text: str) -> str:
+    """The line; if a writer was killed within it and another continued behind it, the line of the other."""
     text = text.strip()
-    later = text.rfind(LINE_BEGINS)
-    return text[later:] if later > 0 and not text.startswith("[") else text
+    start = text.rfind(LINE_BEGINS)
+    return text[start:] if start > 0 and not text.startswith("[") else text
 
 
 def _read_config(path: Path, faults: list[str]) -> dict[str, Any]:

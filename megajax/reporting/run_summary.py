@@ -1,4 +1,4 @@
-"""What a report says about a run besides its curves: verdict, headline figures and tables, for page and terminal."""
+"""The report of a run without its curves: verdict, headline figures and tables, for page and terminal."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -8,19 +8,19 @@ from typing import Any
 import numpy as np
 
 from megajax.reporting.attempts import STOP, Attempt, attempts
-from megajax.reporting.history import MOODS, ROUTINE, Event, History
+from megajax.reporting.history import ROUTINE, STATUS, Event, History
 from megajax.reporting.shares import Share, data_wait, goodput, time_by_cause
 from megajax.reporting.timeline import RunTimeline, timeline
 from megajax.text import byte_size, count, duration, moment, skipped_rows
 
 TIME = "Where the time went"
-"""Title of the table on time."""
+"""Title of the table of wall time by cause."""
 
 RECENT = 20
-"""Number of last steps whose mean loss is shown."""
+"""Number of last steps in the mean loss."""
 
 EVALUATIONS = 12
-"""Number of last evaluations that are listed."""
+"""Number of last evaluations in the list of each split."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,37 +31,37 @@ class Table:
     headings: Sequence[str]
     rows: Sequence[Sequence[str]]
     numbers: frozenset[int] = frozenset()
-    """Columns to be set flush right."""
+    """Columns that are flush right."""
     note: str = ""
-    moods: Sequence[str] = ()
-    """good, warning, bad or plain for each row; none: all are plain."""
+    row_status: Sequence[str] = ()
+    """"good", "warning", "bad" or "plain" for each row; empty: all are plain."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """Everything a report says that is not a curve."""
+    """A report without its curves."""
 
     name: str
     verdict: str
     """The state of the run in one line."""
-    mood: str
-    """good, warning or bad."""
+    status: str
+    """"good", "warning" or "bad"."""
     figures: Sequence[tuple[str, str, str]]
     """Name, value and remark of the headline numbers."""
     shares: Sequence[Share]
     attempts: Sequence[Attempt]
     timeline: RunTimeline | None
     tables: Sequence[Table]
-    """Those that have rows; the first is about time where `shares` are known."""
+    """Tables with rows; the first is the time by cause, if `shares` are known."""
     faults: Sequence[str]
-    """What is missing from the folder, or damaged."""
+    """Missing or damaged files of the folder."""
 
 
 def summarize(history: History, *, routine: int) -> RunSummary:
-    """Of routine events, the last `routine` are listed."""
+    """Summarise a run. routine: maximum number of routine events in the list of events."""
     runs = attempts(history)
     shares = time_by_cause(history, runs)
-    verdict, mood = _verdict(history, runs)
+    verdict, status = _verdict(history, runs)
     differences = [(name, value, default) for name, default, value in history.differences]
     tables = [
         _time(history, shares),
@@ -71,12 +71,12 @@ def summarize(history: History, *, routine: int) -> RunSummary:
         _memory(runs),
         _events(runs, routine),
         Table("The run", (), list(_facts(history, runs))),
-        Table("Config: what differs from the defaults", ("setting", "value", "default"), differences),
+        Table("Config: differences from the defaults", ("setting", "value", "default"), differences),
     ]
     return RunSummary(
         name=history.name,
         verdict=verdict,
-        mood=mood,
+        status=status,
         figures=list(_figures(history, runs)),
         shares=shares,
         attempts=runs,
@@ -87,29 +87,29 @@ def summarize(history: History, *, routine: int) -> RunSummary:
 
 
 def _verdict(history: History, runs: Sequence[Attempt]) -> tuple[str, str]:
-    # Events know of steps whose metrics are lost.
-    done = max([0, *history.steps.step[-1:].tolist(), *(run.last_step for run in runs[-1:])])
+    # Events may be later than the last line of metrics.jsonl.
+    last_step = max([0, *history.steps.step[-1:].tolist(), *(run.last_step for run in runs[-1:])])
     total = history.config.get("steps")
-    at = f"step {done:,}" + (f" of {total:,}" if isinstance(total, int) else "")
+    at = f"step {last_step:,}" + (f" of {total:,}" if isinstance(total, int) else "")
     if not runs:
         return f"{at}; events.jsonl has no attempt", "warning"
     last, *refused = _verdict_of(runs)
-    note = f". A later start was refused: {refused[-1].how.text}" if refused else ""
+    note = f". A later start was rejected: {refused[-1].outcome.text}" if refused else ""
     if (stop := next((e for e in reversed(last.events) if e.name == STOP), None)) is not None:
-        code, why = stop.whole("code"), stop.text("why") or "not restarted"
+        code, why = stop.integer("code"), stop.text("why") or "not restarted"
         if code != last.exit_code:
-            return f"{at}: {why}{'' if code is None else f'; exit code {code}'}. Last: {last.how.text}", "bad"
+            return f"{at}: {why}{'' if code is None else f'; exit code {code}'}. Last: {last.outcome.text}", "bad"
     if last.exit_code is None:
-        mood = "warning" if last.how.failure is None else "bad"
-        return f"{at}: {last.ending}; last event or step at {moment(last.end)}{note}", mood
-    mood = "bad" if last.exit_code else "good" if last.ending in ("done", "nothing to train") else "warning"
+        status = "warning" if last.outcome.failure is None else "bad"
+        return f"{at}: {last.ending}; last event or step at {moment(last.end)}{note}", status
+    status = "bad" if last.exit_code else "good" if last.ending in ("done", "nothing to train") else "warning"
     ending = re.sub(r"^step \d+: ", "", last.ending)
-    return f"{at}: {ending}; exit code {last.exit_code}{note}", mood
+    return f"{at}: {ending}; exit code {last.exit_code}{note}", status
 
 
 def _verdict_of(runs: Sequence[Attempt]) -> Sequence[Attempt]:
-    """The attempt that says how the run stands, and those after it that never began because of their settings."""
-    trained = [place for place, run in enumerate(runs) if run.ready is not None or run.exit_code != 2]
+    """The attempt that determines the verdict, and later attempts that were rejected for their settings."""
+    trained = [index for index, run in enumerate(runs) if run.ready is not None or run.exit_code != 2]
     return runs[trained[-1] :] if trained else runs[-1:]
 
 
@@ -123,12 +123,12 @@ def _figures(history: History, runs: Sequence[Attempt]) -> Iterator[tuple[str, s
     steps = history.steps
     if not len(steps):
         return
-    done, total = int(steps.step[-1]), history.config.get("steps")
-    yield "steps", f"{done:,}", f"{done / total:.0%} of {total:,}" if isinstance(total, int) and total else ""
+    last_step, total = int(steps.step[-1]), history.config.get("steps")
+    yield "steps", f"{last_step:,}", f"{last_step / total:.0%} of {total:,}" if isinstance(total, int) and total else ""
     loss = steps.column("loss")
     last = loss[-RECENT:]
     mean = f"mean of the last {len(last)}: {number(np.nanmean(last))}" if np.isfinite(last).any() else ""
-    yield "train loss", number(loss[-1]) if np.isfinite(loss[-1]) else steps.nonfinite.get(done, "?"), mean
+    yield "train loss", number(loss[-1]) if np.isfinite(loss[-1]) else steps.nonfinite.get(last_step, "?"), mean
     for split, (at, losses) in history.evaluations.items():
         yield f"{split} loss", number(losses[-1]), f"after step {int(at[-1]):,}"
     if np.isfinite(tokens := steps.column("consumed_tokens")[-1]):
@@ -140,20 +140,20 @@ def _figures(history: History, runs: Sequence[Attempt]) -> Iterator[tuple[str, s
     elif (rate := steps.median("tflops_per_device_causal")) is not None:
         full = steps.median("tflops_per_device_full") or 0
         yield "TFLOP/s per device", f"{rate:.3g}", f"median; {full:.3g} with full attention"
-    if (good := goodput(history, runs)) is not None:
-        yield "wall time", duration(good.elapsed), f"in {len(runs)} attempt{'s' * (len(runs) != 1)}"
-        yield "goodput", f"{good.share:.1%}", "of the wall time in steps that counted"
+    if (productivity := goodput(history, runs)) is not None:
+        yield "wall time", duration(productivity.elapsed), f"in {len(runs)} attempt{'s' * (len(runs) != 1)}"
+        yield "goodput", f"{productivity.share:.1%}", "of the wall time in steps whose result was kept"
 
 
 def _facts(history: History, runs: Sequence[Attempt]) -> Iterator[tuple[str, str]]:
-    steps, kept = history.steps, history.checkpoints
+    steps, checkpoints = history.steps, history.checkpoints
     yield "folder", str(history.folder.resolve())
     if runs:
         yield "started", moment(runs[0].begin)
         yield "last event or step", moment(runs[-1].end)
-        begun = [run.start for run in runs if run.start]
+        starts = [run.start for run in runs if run.start]
         devices, processes = (
-            " and ".join(sorted({str(start.get(name, "?")) for start in begun})) for name in ("devices", "processes")
+            " and ".join(sorted({str(start.get(name, "?")) for start in starts})) for name in ("devices", "processes")
         )
         yield "devices", f"{devices}, in {processes} process{'es' * (processes != '1')}"
     if len(steps):
@@ -161,11 +161,11 @@ def _facts(history: History, runs: Sequence[Attempt]) -> Iterator[tuple[str, str
         first = ", ".join(f"step {step:,} ({kind})" for step, kind in list(steps.nonfinite.items())[:5])
         more = ", …" * (len(steps.nonfinite) > 5)
         yield "non-finite losses", f"{len(steps.nonfinite):,}: {first}{more}" if first else "none"
-    told = [event.fields.get("splits") for event in history.events if event.name == "rows_skipped"]
-    if told and isinstance(told[-1], dict):
-        yield "rows skipped", skipped_rows(told[-1])
-    listed = ", ".join(f"{step:,}" for step in kept[-8:])
-    yield "checkpoints kept", f"{listed}{' (newest)' * (len(kept) > 8)}" or "none"
+    reports = [event.fields.get("splits") for event in history.events if event.name == "rows_skipped"]
+    if reports and isinstance(reports[-1], dict):
+        yield "rows skipped", skipped_rows(reports[-1])
+    listed = ", ".join(f"{step:,}" for step in checkpoints[-8:])
+    yield "checkpoints kept", f"{listed}{' (newest)' * (len(checkpoints) > 8)}" or "none"
     versions = ", ".join(f"{name} {version}" for name, version in history.versions.items())
     yield "versions", f"{versions} (at the newest checkpoint)" if versions else "unknown: stored in checkpoints only"
 
@@ -173,7 +173,7 @@ def _facts(history: History, runs: Sequence[Attempt]) -> Iterator[tuple[str, str
 def _time(history: History, shares: Sequence[Share]) -> Table:
     rows = [(share.cause, duration(share.seconds), f"{share.part:.1%}", share.note) for share in shares]
     wait = data_wait(history)
-    note = "" if wait is None else f"Of the steps, {duration(wait)} waiting for data, while devices may have been busy."
+    note = "" if wait is None else f"Process 0 waited {duration(wait)} for data, while devices may have been busy."
     return Table(TIME, (), rows, frozenset({1, 2}), note)
 
 
@@ -197,25 +197,25 @@ def _attempts(runs: Sequence[Attempt]) -> Table:
 
 
 def _cascade(run: Attempt) -> str:
-    """How many other processes failed after the one that began it."""
-    others = {event.whole("process") for event in run.how.cascade if event.name != "signal"}
-    others -= {run.how.failure.whole("process")} if run.how.failure is not None else set()
-    count = len(others)
+    """The number of processes that failed after the first one, as text."""
+    processes = {event.integer("process") for event in run.outcome.cascade if event.name != "signal"}
+    processes -= {run.outcome.failure.integer("process")} if run.outcome.failure is not None else set()
+    count = len(processes)
     return f"; then {count} other process{'es' * (count != 1)} failed" if count else ""
 
 
 def _evaluations(history: History) -> Table:
-    rows, left_out = [], 0
+    rows, omitted = [], 0
     for split, (steps, losses) in history.evaluations.items():
         best = int(np.nanargmin(losses)) if np.isfinite(losses).any() else -1
-        shown = sorted({best, *range(max(len(steps) - EVALUATIONS, 0), len(steps))} - {-1})
-        left_out += len(steps) - len(shown)
-        for place in shown:
-            loss = float(losses[place])
+        listed = sorted({best, *range(max(len(steps) - EVALUATIONS, 0), len(steps))} - {-1})
+        omitted += len(steps) - len(listed)
+        for index in listed:
+            loss = float(losses[index])
             perplexity = "?" if loss != loss else f"{np.exp(loss):,.2f}" if loss < 700 else "inf"
-            lowest = "lowest" if place == best and len(steps) > 1 else ""
-            rows.append((split, f"{int(steps[place]):,}", number(loss), perplexity, lowest))
-    note = f"{left_out:,} earlier ones left out." if left_out else ""
+            lowest = "lowest" if index == best and len(steps) > 1 else ""
+            rows.append((split, f"{int(steps[index]):,}", number(loss), perplexity, lowest))
+    note = f"{omitted:,} earlier evaluations omitted." if omitted else ""
     return Table("Evaluations", ("split", "after step", "loss", "perplexity", ""), rows, frozenset({1, 2, 3}), note)
 
 
@@ -231,31 +231,31 @@ def _memory(runs: Sequence[Attempt]) -> Table:
         for event in run.events:
             if event.name == "compiled":
                 parts = [event.fields.get(name) for name in ("arguments", "temporary", "outputs", "program")]
-                known = [part for part in parts if isinstance(part, int | float)]
+                total = sum(part for part in parts if isinstance(part, int | float))
                 sizes = [byte_size(part) if isinstance(part, int | float) else "?" for part in parts]
-                rows.append((str(run.number), byte_size(sum(known)), *sizes))
+                rows.append((str(run.number), byte_size(total), *sizes))
     headings = ("attempt", "total", "state and batch", "temporaries", "outputs", "program")
     return Table("Memory of the compiled step, per device", headings, rows, frozenset(range(1, 6)))
 
 
 def _events(runs: Sequence[Attempt], routine: int) -> Table:
     events = [event for run in runs for event in _in_order(run)]
-    usual = [place for place, event in enumerate(events) if event.name in ROUTINE]
+    usual = [index for index, event in enumerate(events) if event.name in ROUTINE]
     dropped = set(usual[: max(len(usual) - routine, 0)])
-    shown = [event for place, event in enumerate(events) if place not in dropped]
-    steps = ["" if event.step is None else f"{event.step:,}" for event in shown]
-    cascade = {id(event) for run in runs for event in run.how.cascade}
-    names = [event.name.replace("_", " ") + " (cascade)" * (id(event) in cascade) for event in shown]
-    rows = [(moment(e.time), at, name, details(e)) for e, at, name in zip(shown, steps, names, strict=True)]
-    note = f"{len(dropped):,} earlier saves, evaluations and the like left out." if dropped else ""
+    listed = [event for index, event in enumerate(events) if index not in dropped]
+    steps = ["" if event.step is None else f"{event.step:,}" for event in listed]
+    cascade = {id(event) for run in runs for event in run.outcome.cascade}
+    names = [event.name.replace("_", " ") + " (cascade)" * (id(event) in cascade) for event in listed]
+    rows = [(moment(e.time), at, name, details(e)) for e, at, name in zip(listed, steps, names, strict=True)]
+    note = f"{len(dropped):,} earlier saves, evaluations and other routine events omitted." if dropped else ""
     headings = ("time", "step", "event", "details")
-    moods = ["plain" if id(event) in cascade else MOODS.get(event.name, "plain") for event in shown]
-    return Table("Events", headings, rows, frozenset({1}), note, moods)
+    row_status = ["plain" if id(event) in cascade else STATUS.get(event.name, "plain") for event in listed]
+    return Table("Events", headings, rows, frozenset({1}), note, row_status)
 
 
 def _in_order(run: Attempt) -> list[Event]:
-    """The events of an attempt by time, its failure before those that followed from it."""
-    failure, cascade = run.how.failure, {id(event) for event in run.how.cascade}
+    """The events of an attempt by time, its first failure before the failures that it caused."""
+    failure, cascade = run.outcome.failure, {id(event) for event in run.outcome.cascade}
 
     def key(event: Event) -> tuple[float, bool]:
         follows = id(event) in cascade and failure is not None
@@ -266,8 +266,8 @@ def _in_order(run: Attempt) -> list[Event]:
 
 def details(event: Event) -> str:
     """The fields of an event as text."""
-    known = {name: value for name, value in event.fields.items() if value is not None}
-    return ", ".join(f"{name.replace('_', ' ')} {_plain(value)}" for name, value in known.items())
+    fields = {name: value for name, value in event.fields.items() if value is not None}
+    return ", ".join(f"{name.replace('_', ' ')} {_plain(value)}" for name, value in fields.items())
 
 
 def _plain(value: Any) -> str:
@@ -282,7 +282,7 @@ def _plain(value: Any) -> str:
 
 
 def number(value: float) -> str:
-    """A loss or a norm with four decimals, or in scientific notation where these would show nothing."""
+    """A loss or a norm with four decimals; very small and large values in scientific notation."""
     if not np.isfinite(value):
         return str(float(value))
     return f"{value:.4f}" if 0.01 <= abs(value) < 10_000 or value == 0 else f"{value:.3e}"

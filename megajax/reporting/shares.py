@@ -1,4 +1,4 @@
-"""Where the wall time of a run went, by cause."""
+"""The wall time of a run by cause."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,26 +13,26 @@ from megajax.reporting.history import Event, History
 STEPS = "steps"
 
 NOTES = {
-    STEPS: "those that counted, without compilation",
-    "waiting for data": "what steps took longer because of it",
-    "saving": "only while training waited for it",
-    "checks": "of replicas and devices, and all else between steps",
+    STEPS: "steps whose result was kept, without compilation",
+    "waiting for data": "time by which it prolonged steps",
+    "saving": "only while training waited",
+    "checks": "of replicas and devices, and other work between steps",
     "setup": "from the start of the process to the first step's compilation",
     "restoring": "reading a checkpoint",
     "compiling": "up to the end of each attempt's first step",
-    "profiling": "starting and ending traces",
-    "steps run again": "done, and lost to a restart",
-    "stuck": "from the last progress of an attempt that failed to its end",
+    "profiling": "starting and stopping traces",
+    "steps run again": "steps lost to a restart",
+    "stuck": "from the last progress of a failed attempt to its end",
     "between attempts": "waiting for a restart",
     "other": "not accounted for",
 }
 """Cause of time -> what it includes."""
 
 FAST = 10
-"""Percentile of step times that stands for a step that does not wait for data."""
+"""Percentile of step times taken as the time of a step that does not wait for data."""
 
 KNOWN_PHASES = frozenset(("seconds_data_wait", "seconds_evaluation", "seconds_save", "seconds_profile"))
-"""Columns of metrics.jsonl with a cause of their own."""
+"""Columns of metrics.jsonl with their own cause."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +42,14 @@ class Share:
     cause: str
     seconds: float
     part: float
-    """Of the wall time, 0 to 1."""
+    """Share of the wall time, 0 to 1."""
     note: str = ""
 
 
 def time_by_cause(history: History, runs: Sequence[Attempt]) -> list[Share]:
-    """Where the wall time from the first attempt's beginning to the last one's end went; [] without attempts.
+    """The wall time from the start of the first attempt to the end of the last, by cause; [] without attempts.
 
-    The parts add up to the wall time; the last one is what is not accounted for.
+    The shares add up to the wall time; the last one is the unexplained rest.
     """
     if not runs:
         return []
@@ -57,15 +57,17 @@ def time_by_cause(history: History, runs: Sequence[Attempt]) -> list[Share]:
     firsts = [(run, event) for run in runs for event in run.events if event.name == "first_step"]
     waited = [event.at - (run.ready or run.begin) - event.seconds("seconds") for run, event in firsts]
     before_first = sum(max(seconds, 0.0) for seconds in waited)
-    # The first step of an attempt includes its compilation, whether the step was kept or run again.
+    # The first step of an attempt includes its compilation, even if a later attempt repeated it.
     typical = _typical(history, runs)
     compiling = [(run, max(event.seconds("seconds") - typical, 0.0)) for run, event in firsts]
     compiled = sum(seconds for _, seconds in compiling)
-    lost = sum(s for run, s in compiling if run.rerun_steps and run.last_step - run.rerun_steps <= run.first_step)
+    rerun_compilation = sum(
+        s for run, s in compiling if run.rerun_steps and run.last_step - run.rerun_steps <= run.first_step
+    )
     inside, outside = exposed_wait(history, runs)
     restored = _total(events, "restored", "seconds")
     causes = {
-        STEPS: max(history.steps.total("step_seconds") - (compiled - lost) - inside, 0.0),
+        STEPS: max(history.steps.total("step_seconds") - (compiled - rerun_compilation) - inside, 0.0),
         "waiting for data": inside + outside,
         "evaluation": max(_total(events, "evaluate", "seconds"), history.steps.total("seconds_evaluation")),
         "saving": max(_total(events, "save_committed", "blocking_seconds"), history.steps.total("seconds_save")),
@@ -74,8 +76,8 @@ def time_by_cause(history: History, runs: Sequence[Attempt]) -> list[Share]:
         "restoring": restored,
         "compiling": compiled + before_first,
         "profiling": history.steps.total("seconds_profile"),
-        "steps run again": max(sum(run.rerun_seconds for run in runs) - lost, 0.0),
-        "stuck": sum(run.end - run.progress for run in runs if not run.how.orderly),
+        "steps run again": max(sum(run.rerun_seconds for run in runs) - rerun_compilation, 0.0),
+        "stuck": sum(run.end - run.progress for run in runs if not run.outcome.orderly),
         "between attempts": sum(max(after.begin - run.end, 0.0) for run, after in pairwise(runs)),
     }
     wall = max(runs[-1].end - runs[0].begin, 1e-9)
@@ -85,7 +87,7 @@ def time_by_cause(history: History, runs: Sequence[Attempt]) -> list[Share]:
 
 
 def goodput(history: History, runs: Sequence[Attempt]) -> Goodput | None:
-    """The share of the wall time in steps that counted; None without attempts."""
+    """The share of the wall time in steps whose result was kept; None without attempts."""
     shares = {share.cause: share.seconds for share in time_by_cause(history, runs)}
     if not shares:
         return None
@@ -94,11 +96,11 @@ def goodput(history: History, runs: Sequence[Attempt]) -> Goodput | None:
 
 
 def exposed_wait(history: History, runs: Sequence[Attempt]) -> tuple[float, float]:
-    """Seconds that devices waited for data, as far as that can be seen: within step times, and between steps.
+    """Estimated seconds that devices waited for data: (within step times, between steps).
 
-    The rows of a step are awaited while the step before it runs, so a wait shows in the time of that one: by as much as
-    it is above those of fast steps, and no more than the wait. After an evaluation or a save nothing runs meanwhile.
-    The wait for the first step of an attempt counts as compiling.
+    The process waits for the rows of a step while the previous step runs. A wait therefore prolongs the previous step:
+    by its excess over fast steps, but no more than the wait. After an evaluation or a save, no step runs meanwhile, and
+    the whole wait counts. The wait for the first step of an attempt counts as compiling.
     """
     steps = history.steps
     waits, times = np.nan_to_num(steps.column("seconds_data_wait")), np.nan_to_num(steps.column("step_seconds"))
@@ -114,8 +116,7 @@ def exposed_wait(history: History, runs: Sequence[Attempt]) -> tuple[float, floa
 
 
 def _typical(history: History, runs: Sequence[Attempt]) -> float:
-    """Median seconds of the steps that no attempt began with; 0 where there are none, for nothing tells them from
-    compilation."""
+    """Median seconds of all steps except the first of each attempt; 0 without such steps."""
     steps = history.steps
     times = steps.column("step_seconds")[~np.isin(steps.step, [run.first_step + 1 for run in runs])]
     times = times[np.isfinite(times)]
@@ -123,12 +124,12 @@ def _typical(history: History, runs: Sequence[Attempt]) -> float:
 
 
 def data_wait(history: History) -> float | None:
-    """Seconds process 0 waited for data, within the steps; devices may have been busy meanwhile. None if unknown."""
+    """Seconds that process 0 waited for data, while devices may have been busy; None if unknown."""
     return None if history.steps.median("seconds_data_wait") is None else history.steps.total("seconds_data_wait")
 
 
 def _checks(history: History) -> Iterator[str]:
-    """Columns of hooks without a cause of their own."""
+    """Columns of hooks without their own cause."""
     for name in history.steps.columns:
         if name.startswith("seconds_") and name not in KNOWN_PHASES and not name.endswith(("_min", "_max")):
             yield name

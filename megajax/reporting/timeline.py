@@ -1,4 +1,4 @@
-"""The wall time of a run as a bar: its attempts, what they did, and marks for failures, saves and fallbacks."""
+"""The wall time of a run as a bar: attempts, their phases, and marks for failures, saves and fallbacks."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 from megajax.charts import Box, Mark, Timeline
 from megajax.reporting.attempts import Attempt
-from megajax.reporting.endings import describe
-from megajax.reporting.history import MOODS, Event
+from megajax.reporting.endings import describe_failure
+from megajax.reporting.history import STATUS, Event
 from megajax.reporting.shares import STEPS
 from megajax.text import duration
 
 UNITS = ((120.0, 1.0, "s"), (3 * 3600.0, 60.0, "min"), (3 * 86400.0, 3600.0, "h"), (float("inf"), 86400.0, "d"))
-"""Up to how many seconds, seconds of a unit, its name."""
+"""Largest length in seconds, seconds of a unit, and name of the unit."""
 
 LETTERS = {
     STEPS: "=",
@@ -28,21 +28,21 @@ LETTERS = {
     "between attempts": " ",
     "other": "-",
 }
-"""Cause of time -> its character in the text."""
+"""Cause of time -> its character in the text bar."""
 
 UNMARKED = ("persistent_fault", "evaluation_broken_off", "update_skipped", "layer_warning", "stopped", "restart")
-MARKED = {name: mood for name, mood in MOODS.items() if name not in UNMARKED} | {"save_committed": "save"}
+MARKED = {name: status for name, status in STATUS.items() if name not in UNMARKED} | {"save_committed": "save"}
 """Event -> kind of its mark."""
 
 COLUMNS = 100
-"""Characters of the bar as text."""
+"""Width of the text bar in characters."""
 
 APART = 0.02
-"""Numbers of attempts are this part of the time apart, or left out."""
+"""Minimum distance between numbers of attempts, as a share of the time; closer numbers are omitted."""
 
 
 class Span(NamedTuple):
-    """What a run did for some time, in seconds since it began."""
+    """A phase of a run; times in seconds since its start."""
 
     cause: str
     start: float
@@ -54,21 +54,21 @@ class RunTimeline:
     """The bar of a run."""
 
     spans: Sequence[Span]
-    """Later ones lie on earlier ones."""
+    """Later spans cover earlier ones."""
     marks: Sequence[Mark]
-    begins: Sequence[tuple[float, str]]
-    """Of attempts, and their numbers."""
+    starts: Sequence[tuple[float, str]]
+    """Start and number of each attempt."""
     length: float
     """Seconds."""
 
     def svg(self) -> str:
-        """As an <svg>."""
+        """The bar as an <svg>."""
         _, unit, name = next(row for row in UNITS if self.length <= row[0])
         boxes: dict[str, list[Box]] = defaultdict(list)
         for span in self.spans:
             boxes[span.cause.replace(" ", "-")].append(Box(0, span.start / unit, span.length / unit))
         return Timeline(
-            title="what the run did when",
+            title="phases of the run",
             rows=("attempt",),
             boxes=boxes,
             end=self.length / unit,
@@ -79,7 +79,7 @@ class RunTimeline:
         ).svg()
 
     def text(self) -> str:
-        """As characters: the numbers of attempts, the bar, failures, and the meaning of the characters."""
+        """The bar as text: numbers of attempts, the bar, failures, and a legend."""
         bar = [" "] * COLUMNS
         for span in self.spans:
             first, last = self._column(span.start), self._column(span.start + span.length)
@@ -103,14 +103,14 @@ class RunTimeline:
 
     def _numbers(self) -> Iterator[tuple[float, str]]:
         last = float("-inf")
-        for at, number in self.begins:
+        for at, number in self.starts:
             if at - last >= APART * self.length:
                 last = at
                 yield at, number
 
 
 def timeline(runs: Sequence[Attempt]) -> RunTimeline | None:
-    """None if no time has passed."""
+    """The bar of a run; None if no time has passed."""
     if not runs or runs[-1].end <= runs[0].begin:
         return None
     begin = runs[0].begin
@@ -122,18 +122,18 @@ def timeline(runs: Sequence[Attempt]) -> RunTimeline | None:
     ]
     several = any((run.start.get("processes") or 1) != 1 for run in runs)
     marks = [
-        Mark(event.at - begin, MARKED[event.name], _said(event, several=several), line=event.name != "save_committed")
+        Mark(event.at - begin, kind, _mark_text(event, several=several), line=kind != "save")
         for run in runs
         for event in run.events
-        if event.name in MARKED
+        if (kind := MARKED.get(event.name))
     ]
-    marks += [Mark(run.begin - begin, "resume", _resumed(run)) for run in runs[1:]]
-    begins = [(run.begin - begin, str(run.number)) for run in runs]
-    return RunTimeline(spans, marks, begins, runs[-1].end - begin)
+    marks += [Mark(run.begin - begin, "resume", _resume_text(run)) for run in runs[1:]]
+    starts = [(run.begin - begin, str(run.number)) for run in runs]
+    return RunTimeline(spans, marks, starts, runs[-1].end - begin)
 
 
 def _phases(run: Attempt, after: Attempt | None) -> Iterator[tuple[str, float, float]]:
-    """Cause, begin and end of what an attempt did, in the order of drawing."""
+    """Cause, start and end of the phases of an attempt, in drawing order."""
     ready = run.ready or run.end
     yield "setup", run.begin, ready
     first = next((event.at for event in run.events if event.name == "first_step"), run.progress)
@@ -141,7 +141,7 @@ def _phases(run: Attempt, after: Attempt | None) -> Iterator[tuple[str, float, f
     yield STEPS, first, run.progress
     if run.rerun_seconds:
         yield "steps run again", max(first, run.progress - run.rerun_seconds), run.progress
-    yield "other" if run.how.orderly else "stuck", run.progress, run.end
+    yield "other" if run.outcome.orderly else "stuck", run.progress, run.end
     if after is not None:
         yield "between attempts", run.end, after.begin
     blocked = {event.step: event.seconds("blocking_seconds") for event in run.events if event.name == "save_committed"}
@@ -154,14 +154,14 @@ def _phases(run: Attempt, after: Attempt | None) -> Iterator[tuple[str, float, f
             yield "saving", event.at, event.at + blocked.get(event.step, 0.0)
 
 
-def _said(event: Event, *, several: bool) -> str:
+def _mark_text(event: Event, *, several: bool) -> str:
     if event.name in ("crash", "hang", "lost"):
-        return describe(event, several=several)
+        return describe_failure(event, several=several)
     why = event.text("why") or event.text("message") or event.text("signal")
     step = "" if event.step is None else f"step {event.step:,}: "
     return f"{step}{event.name.replace('_', ' ')}{': ' * bool(why)}{why}"
 
 
-def _resumed(run: Attempt) -> str:
-    where = f" after step {run.first_step:,}" if run.ready is not None else ", which did not begin to train"
-    return f"attempt {run.number}{where}"
+def _resume_text(run: Attempt) -> str:
+    detail = f" after step {run.first_step:,}" if run.ready is not None else ", which failed during setup"
+    return f"attempt {run.number}{detail}"

@@ -1,4 +1,4 @@
-"""From a run folder to its report: read, summarize, and write it as a self-contained HTML page or as text."""
+"""The report of a run folder, as a self-contained HTML page or as text."""
 
 import json
 import sys
@@ -24,10 +24,10 @@ from megajax.reporting.shares import goodput
 from megajax.text import duration
 
 WIDTH = 160
-"""Columns of the text where it does not go to a terminal."""
+"""Columns of the text if standard output is not a terminal."""
 
 PAGE_EVENTS, TEXT_EVENTS = 400, 12
-"""Routine events that are listed: saves, evaluations and the like."""
+"""Maximum number of routine events in a list: saves, evaluations and the like."""
 
 STYLES = {"good": "green", "warning": "yellow", "bad": "red", "plain": "default"}
 
@@ -56,7 +56,7 @@ def report(run_dir: Path, output: Path | None, *, as_text: bool) -> None:
     history = read_history(run_dir)
     console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
     summary = summarize(history, routine=TEXT_EVENTS)
-    headline = Text.assemble((summary.name, "bold"), "  ", (summary.verdict, STYLES[summary.mood]))
+    headline = Text.assemble((summary.name, "bold"), "  ", (summary.verdict, STYLES[summary.status]))
     console.print(headline, soft_wrap=not as_text)
     if as_text:
         _print(summary, console)
@@ -67,34 +67,34 @@ def report(run_dir: Path, output: Path | None, *, as_text: bool) -> None:
     except OSError as error:
         raise UserError(
             f"the page can't be written to {output or history.folder}: {error.strerror or error}. "
-            "Choose another place with --output=FILE."
+            "Choose another file with --output=FILE."
         ) from error
 
 
 def close_run(run_dir: Path, page: bool) -> tuple[str | None, Goodput | None]:
-    """At the end of a run, write report.html into its folder if `page` -> a line that says so, and the goodput."""
+    """At the end of a run, write report.html into its folder if `page` -> a line for the terminal, and the goodput."""
     history = read_history(run_dir)
-    good = goodput(history, attempts(history))
-    return _write_page(history, None) if page else None, good
+    run_goodput = goodput(history, attempts(history))
+    return _write_page(history, None) if page else None, run_goodput
 
 
 def _print(summary: RunSummary, console: Console) -> None:
     for fault in summary.faults:
         console.print(Text(f"! {fault}", style="yellow"))
-    for given in (Table("Figures", (), summary.figures), *summary.tables):
-        if not given.rows:
+    for block in (Table("Figures", (), summary.figures), *summary.tables):
+        if not block.rows:
             continue
-        grid = Grid(box=None, pad_edge=False, padding=(0, 2), header_style="dim", show_header=bool(given.headings))
-        for place, heading in enumerate(given.headings or [""] * len(given.rows[0])):
-            justify = "right" if place in given.numbers else "left"
-            grid.add_column(heading, justify=justify, overflow="fold", no_wrap=place == 0, style="dim" * (place == 0))
-        for place, row in enumerate(given.rows):
-            grid.add_row(*map(Text, row), style=STYLES[given.moods[place] if given.moods else "plain"])
-        console.print(Text(f"\n{given.title}", style="bold cyan"))
+        grid = Grid(box=None, pad_edge=False, padding=(0, 2), header_style="dim", show_header=bool(block.headings))
+        for column, heading in enumerate(block.headings or [""] * len(block.rows[0])):
+            justify = "right" if column in block.numbers else "left"
+            grid.add_column(heading, justify=justify, overflow="fold", no_wrap=column == 0, style="dim" * (column == 0))
+        for index, row in enumerate(block.rows):
+            grid.add_row(*map(Text, row), style=STYLES[block.row_status[index] if block.row_status else "plain"])
+        console.print(Text(f"\n{block.title}", style="bold cyan"))
         console.print(grid)
-        if given.note:
-            console.print(Text(f"  {given.note}", style="dim"))
-        if given.title == TIME and summary.timeline is not None:
+        if block.note:
+            console.print(Text(f"  {block.note}", style="dim"))
+        if block.title == TIME and summary.timeline is not None:
             console.print(Text(f"\n{summary.timeline.text()}"), soft_wrap=True)
 
 
@@ -106,12 +106,12 @@ def _write_page(history: History, path: Path | None) -> str:
     style, script = (Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
     faults = "".join(f"<li>{escape(fault)}</li>" for fault in summary.faults)
     body = [
-        header(summary.name, verdict=(summary.mood, summary.verdict)),
+        header(summary.name, verdict=(summary.status, summary.verdict)),
         f'<ul class="faults">{faults}</ul>' if faults else "",
         figures(summary.figures),
         *_timeline(summary),
         *_charts([chart.thinned() for chart in curves(history, summary.attempts)]),
-        *(section(one.title, one.svg()) for one in history.layers.heat_maps()),
+        *(section(series.title, series.svg()) for series in history.layers.heat_maps()),
         *_tables(summary),
         f"<footer>{escape(footer)}</footer>",
     ]
@@ -120,15 +120,15 @@ def _write_page(history: History, path: Path | None) -> str:
 
 
 def _timeline(summary: RunSummary) -> Iterator[str]:
-    """The bar of the run; its colours are those of the table on time."""
+    """The bar of the run, in the colours of the table of time by cause."""
     if summary.timeline is None:
         return
-    shown = {mark.kind for mark in summary.timeline.marks}
-    keys = [(f"mark {kind}", text, "") for kind, text in TIMELINE_MARKS.items() if kind in shown]
+    kinds = {mark.kind for mark in summary.timeline.marks}
+    keys = [(f"mark {kind}", text, "") for kind, text in TIMELINE_MARKS.items() if kind in kinds]
     causes = {span.cause: None for span in summary.timeline.spans}
     keys = [(cause.replace(" ", "-"), cause, "") for cause in causes] + keys
     body = f'<div class="timeline">{summary.timeline.svg()}</div>{legend(keys)}'
-    yield section("Timeline", body, "wall time; the numbers are attempts")
+    yield section("Timeline", body, "wall time, with the numbers of attempts")
 
 
 def _charts(charts: Sequence[LineChart]) -> Iterator[str]:
@@ -140,8 +140,8 @@ def _charts(charts: Sequence[LineChart]) -> Iterator[str]:
 
 
 def _chart(chart: LineChart, *, with_marks: bool = False) -> str:
-    series = [one for one in chart.series if with_marks or one.style != "faint"] if len(chart.series) > 1 else []
-    keys = [(f"{one.style} c{one.color}", one.name, "") for one in series]
+    curves = [series for series in chart.series if with_marks or series.style != "faint"]
+    keys = [(f"{curve.style} c{curve.color}", curve.name, "") for curve in curves if len(chart.series) > 1]
     if chart.crosses:
         keys.append(("cross", "not finite" if chart.title == "Loss" else "update skipped", ""))
     if with_marks:
@@ -154,16 +154,16 @@ def _chart(chart: LineChart, *, with_marks: bool = False) -> str:
 
 
 def _tables(summary: RunSummary) -> Iterator[str]:
-    for given in summary.tables:
+    for block in summary.tables:
         bar = ""
-        if given is summary.tables[0] and summary.shares:
+        if block is summary.tables[0] and summary.shares:
             bar = stacked_bar(
                 [
                     Segment(share.cause, share.seconds, duration(share.seconds), share.cause.replace(" ", "-"))
                     for share in summary.shares
                 ]
             )
-        moods = [mood if mood != "plain" else "" for mood in given.moods]
-        body = table(given.headings, given.rows, given.numbers, moods)
-        note = f'<p class="note">{escape(given.note)}</p>' if given.note else ""
-        yield section(given.title, bar + body + note)
+        kinds = [status if status != "plain" else "" for status in block.row_status]
+        body = table(block.headings, block.rows, block.numbers, kinds)
+        note = f'<p class="note">{escape(block.note)}</p>' if block.note else ""
+        yield section(block.title, bar + body + note)

@@ -1,4 +1,4 @@
-"""Run folders written by the very writers of a run."""
+"""Fake run folders, written by the writers of real runs."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -16,7 +16,7 @@ from megajax.metrics.writers import EventsWriter, JsonlWriter
 
 @dataclass
 class FakeRun:
-    """A run whose clock is turned by hand: every step takes half a second, the first of an attempt ten more."""
+    """A run with a manual clock: a step takes 0.5 s, the first step of an attempt 10 s more."""
 
     folder: RunFolder
     now: float = 1_800_000_000.0
@@ -25,15 +25,15 @@ class FakeRun:
     setup: float = 0.0
     """Seconds before `start`."""
     skew: float = 0.0
-    """Of the wall clock."""
+    """Error of the wall clock, in seconds."""
     boot: str = "b0071d00"
-    """Of the machine; "" for lines without a monotonic clock."""
+    """ID of the machine's boot; "" for lines without a monotonic clock."""
     writers: list = field(default_factory=list)
 
     def attempt(
         self, first: int, last: int, *, losses: dict[int, float] | None = None, save: int | None = None
     ) -> None:
-        """Steps first+1 .. last, begun where `first` steps are done; saved and evaluated every `save` steps."""
+        """Run steps first+1 .. last; save and evaluate every `save` steps."""
         events = EventsWriter(self.folder.events, clock=self.clock())
         metrics = JsonlWriter(self.folder.metrics, start_step=first)
         self.writers += [events, metrics]
@@ -75,7 +75,7 @@ class FakeRun:
                 events.event("save_committed", step=step, blocking_seconds=1.0, seconds=1.5, bytes=2**20)
 
     def clock(self, boot: str | None = None, *, skew: float | None = None, since: float = 0.0) -> Clock:
-        """Of a machine that began `since` seconds earlier than this one."""
+        """The clock of a machine that booted `since` seconds earlier than this one."""
 
         def wall() -> float:
             return self.now + (self.skew if skew is None else skew)
@@ -83,16 +83,16 @@ class FakeRun:
         return Clock(wall, lambda: self.now - 1_799_990_000.0 + since, self.boot if boot is None else boot)
 
     def by_other(self, name: str, /, *, clock: Clock | None = None, **fields: object) -> None:
-        """A line that another process or the launcher appends."""
+        """Write an event of another process or the launcher."""
         with EventsWriter(self.folder.events, clock=clock or self.clock()) as writer:
             writer.event(name, **fields)
 
     def event(self, name: str, /, **fields: object) -> None:
-        """Something of the last attempt."""
+        """Write an event of the last attempt."""
         self.writers[-2].event(name, **fields)
 
     def config(self, steps: int) -> None:
-        """config.yaml and config.diff."""
+        """Write config.yaml and config.diff."""
         self.folder.write_config(
             f"steps: {steps}\nseed: 1\n", f"steps: 1000 -> {steps}\ndata.type: (required) -> <Mock>\n"
         )
@@ -100,14 +100,14 @@ class FakeRun:
 
 @pytest.fixture
 def fake_run(tmp_path: Path) -> Iterator[Callable[..., FakeRun]]:
-    """fake_run(name) -> a FakeRun in a folder of its own."""
-    made = []
+    """fake_run(name) -> a FakeRun in a new folder."""
+    runs = []
 
     def make(name: str = "run") -> FakeRun:
-        made.append(FakeRun(RunFolder.create(tmp_path / name)))
-        return made[-1]
+        runs.append(FakeRun(RunFolder.create(tmp_path / name)))
+        return runs[-1]
 
     yield make
-    for run in made:
+    for run in runs:
         for writer in run.writers:
             writer.close()

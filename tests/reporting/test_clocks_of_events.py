@@ -1,4 +1,4 @@
-"""Clocks that are set back or forward, or differ between machines, change no duration of a report."""
+"""Durations of a report do not change if clocks are set back or forward, or differ between machines."""
 
 import math
 from collections.abc import Callable
@@ -17,7 +17,7 @@ DAY, HOUR = -86_400.0, 3_600.0
 
 
 def killed_and_resumed(run, jump: float, *, inside: bool, boot: str) -> dict[str, float]:
-    """Seconds by cause of a run whose clock jumps within its second attempt, or between the two."""
+    """Seconds by cause of a run whose clock jumps within its second attempt, or before it."""
     run.boot, run.setup = boot, 4.0
     run.attempt(0, 10, save=5)
     run.now += 30.0
@@ -45,7 +45,7 @@ def test_a_clock_that_is_set_changes_no_duration(fake_run: Callable, jump: float
 
 
 @pytest.mark.parametrize("inside", [True, False])
-def test_a_clock_that_is_set_back_where_lines_have_no_other(fake_run: Callable, inside: bool) -> None:
+def test_a_clock_that_is_set_back_without_a_monotonic_clock(fake_run: Callable, inside: bool) -> None:
     shares = killed_and_resumed(fake_run(), DAY, inside=inside, boot="")
     assert shares.get("between attempts", 0.0) <= 30.0 and shares["stuck"] <= 3.0 and shares["steps"] == 15 * 0.5
 
@@ -55,18 +55,18 @@ def test_processes_on_machines_with_other_clocks(fake_run: Callable) -> None:
         run = fake_run(f"run{skew}")
         run.processes = 2
         run.attempt(0, 10)
-        other = run.clock("0the2000", skew=skew, since=5e6)
+        other_clock = run.clock("0the2000", skew=skew, since=5e6)
         run.now += 20.0
-        run.by_other("straggler", clock=other, process=1, phase="data_wait", factor=2.0, since_step=10)
+        run.by_other("straggler", clock=other_clock, process=1, phase="data_wait", factor=2.0, since_step=10)
         run.now += 20.0
-        run.by_other("hang", clock=other, process=1, phase="data_wait", step=11, seconds=40.0)
+        run.by_other("hang", clock=other_clock, process=1, phase="data_wait", step=11, seconds=40.0)
         run.by_other("lost", process=1, cause="hung", step=11)
         (attempt,) = attempts(read_history(run.folder.path))
         assert attempt.progress <= attempt.end and attempt.seconds <= 10 + 10 * 0.5 + 40.0
         assert attempt.ending.startswith("hang: process 1 in data wait of step 11")
 
 
-def test_a_run_that_goes_on_on_another_machine(fake_run: Callable) -> None:
+def test_a_run_that_resumes_on_another_machine(fake_run: Callable) -> None:
     run = fake_run()
     run.attempt(0, 10, save=10)
     run.event("end", step=10)
@@ -77,7 +77,7 @@ def test_a_run_that_goes_on_on_another_machine(fake_run: Callable) -> None:
     assert second.begin - first.end == pytest.approx(100.0)
 
 
-def test_times_that_are_none_are_torn_lines(fake_run: Callable) -> None:
+def test_lines_with_invalid_times_are_skipped(fake_run: Callable) -> None:
     run = fake_run()
     run.attempt(0, 5)
     with run.folder.events.open("a") as file:
@@ -90,7 +90,7 @@ def test_times_that_are_none_are_torn_lines(fake_run: Callable) -> None:
     assert (history.events[-1].name, history.events[-1].step) == ("b", None) and len(attempts(history)) == 1
 
 
-def test_numbers_that_no_float_holds(fake_run: Callable) -> None:
+def test_lines_with_numbers_beyond_float64_are_skipped(fake_run: Callable) -> None:
     run = fake_run()
     run.attempt(0, 5)
     with run.folder.metrics.open("a") as file:
@@ -111,5 +111,5 @@ def test_common_times() -> None:
         Stamp(60.0, "a", 16.0),
         Stamp(61.0),
     ]
-    # One second after the first line, whatever its clock says; the other machine no later than the line behind it.
+    # One second after the first line by the monotonic clock; the other machine no later than the following line.
     assert common_times(stamps, [True, False, False, False, False]) == [100.0, 101.0, 111.0, 111.0, 112.0]

@@ -1,4 +1,4 @@
-"""Every check of the doctor on faked machines: good, doubtful and bad."""
+"""Every check of the doctor on fake machines: ok, warn and fail."""
 
 import json
 import resource
@@ -38,18 +38,18 @@ def out(text: str = "", *, code: int | None = 0, err: str = "", why: str = "") -
     return Output(code, text, err, why)
 
 
-def machine(**given: Any) -> Machine:
-    return FakeMachine(**given)
+def machine(**options: Any) -> Machine:
+    return FakeMachine(**options)
 
 
-def with_gpus(*given: Mapping[str, Any], number: int | None = None, without_nvlink: tuple[str, ...] = ()) -> Machine:
-    """A machine whose driver says this."""
-    answers = {"gpus": given, "without_nvlink": without_nvlink}
-    return FakeMachine(run=out(json.dumps(answers)), gpu_files=len(given) if number is None else number)
+def with_gpus(*reports: Mapping[str, Any], number: int | None = None, without_nvlink: tuple[str, ...] = ()) -> Machine:
+    """A machine whose driver reports these GPUs."""
+    answers = {"gpus": reports, "without_nvlink": without_nvlink}
+    return FakeMachine(run=out(json.dumps(answers)), gpu_files=len(reports) if number is None else number)
 
 
 def tried(*lines: dict[str, Any], **failed: Any) -> Machine:
-    """A machine on which the process that tries the devices printed these lines, and how it ended."""
+    """A machine on which the process that tests the devices printed these lines. failed: exit code, standard error."""
     return FakeMachine(run=Output(failed.get("code", 0), "\n".join(map(json.dumps, lines)), failed.get("err", "")))
 
 
@@ -109,35 +109,36 @@ TRIED = (
 )
 
 
-def check(finding: Any, status: str | None, words: str) -> None:
+def check(finding: Any, status: str | None, text: str) -> None:
     if status is None:
         assert finding is None
         return
-    assert finding.status == status and words in finding.state, finding
-    assert bool(finding.advice) == (status != "ok"), "a problem comes with advice"
+    assert finding.status == status and text in finding.state, finding
+    assert bool(finding.advice) == (status != "ok"), "problems have advice"
 
 
-@pytest.mark.parametrize(("look", "given", "status", "words"), CASES)
-def test_findings(look: Any, given: Machine, status: str | None, words: str) -> None:
-    check(look(given), status, words)
+@pytest.mark.parametrize(("run", "machine_state", "status", "text"), CASES)
+def test_findings(run: Any, machine_state: Machine, status: str | None, text: str) -> None:
+    check(run(machine_state), status, text)
 
 
-@pytest.mark.parametrize(("name", "given", "status", "words"), TRIED)
-def test_findings_of_the_trial(name: str, given: Machine, status: str, words: str) -> None:
-    check(trial.check_stage(name, given), status, words)
+@pytest.mark.parametrize(("name", "machine_state", "status", "text"), TRIED)
+def test_findings_of_the_trial(name: str, machine_state: Machine, status: str, text: str) -> None:
+    check(trial.check_stage(name, machine_state), status, text)
 
 
 @pytest.mark.parametrize(
-    ("size", "given", "status"), [(64 * GIB, 8, "ok"), (64 * MIB, 0, "warn"), (64 * MIB, 8, "fail"), (None, 0, "warn")]
+    ("size", "gpu_files", "status"),
+    [(64 * GIB, 8, "ok"), (64 * MIB, 0, "warn"), (64 * MIB, 8, "fail"), (None, 0, "warn")],
 )
-def test_shared_memory(size: int | None, given: int, status: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_memory(size: int | None, gpu_files: int, status: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def statvfs(path: str) -> SimpleNamespace:
         if size is None:
             raise FileNotFoundError(path)
         return SimpleNamespace(f_blocks=size, f_frsize=1)
 
     monkeypatch.setattr(host.os, "statvfs", statvfs)
-    check(host.shared_memory(machine(gpu_files=given)), status, "/dev/shm")
+    check(host.shared_memory(machine(gpu_files=gpu_files)), status, "/dev/shm")
 
 
 @pytest.mark.parametrize(
@@ -160,7 +161,7 @@ def test_disk(free: int, speed: int, status: str, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    ("needs", "versions", "status", "words"),
+    ("needs", "versions", "status", "text"),
     [
         (NEEDS, INSTALLED, "ok", "orbax-checkpoint 0.12.8"),
         (NEEDS, {"jax": "0.12.0.1"}, "fail", "installed is none"),
@@ -169,14 +170,14 @@ def test_disk(free: int, speed: int, status: str, monkeypatch: pytest.MonkeyPatc
         ({}, INSTALLED, "warn", "megajax is not installed"),
     ],
 )
-def test_packages(needs: dict, versions: dict, status: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packages(needs: dict, versions: dict, status: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "_requirements", lambda package: needs.get(package, []))
     monkeypatch.setattr(host, "_version", versions.get)
-    check(host.packages(machine()), status, words)
+    check(host.packages(machine()), status, text)
 
 
 @pytest.mark.parametrize(
-    ("number", "driver", "packages", "status", "words"),
+    ("number", "driver", "packages", "status", "text"),
     [
         (8, (550, 54), {"jax-cuda12-plugin": "1"}, "ok", "driver 550.54, plugin for CUDA 12"),
         (8, (470, 1), {"jax-cuda12-plugin": "1"}, "fail", "the NVIDIA driver is 470.1"),
@@ -185,52 +186,52 @@ def test_packages(needs: dict, versions: dict, status: str, words: str, monkeypa
     ],
 )
 def test_installation(
-    number: int, driver: Any, packages: dict, status: str, words: str, monkeypatch: pytest.MonkeyPatch
+    number: int, driver: Any, packages: dict, status: str, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     installed = Installation(number, driver, packages, frozenset(("cudnn", "cublas", "nccl")))
     monkeypatch.setattr(gpus, "find_installation", lambda: installed)
-    check(gpus.installation(machine()), status, words)
+    check(gpus.installation(machine()), status, text)
 
 
-@pytest.mark.parametrize("look", [devices.matmul, devices.attention])
-def test_wrong_results_fail(look: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("run", [devices.matmul, devices.attention])
+def test_wrong_results_fail(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "relative_error", lambda result, expected: 0.3)
-    check(look(), "fail", "3")
+    check(run(), "fail", "3")
 
 
-def test_results_that_change_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_that_are_not_reproducible_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices.np, "array_equal", lambda a, b: False)
     check(devices.matmul(), "fail", "not reproducible")
     check(devices.all_reduce(), "fail", "is wrong on")
 
 
-def test_a_result_that_is_not_finite_has_an_infinite_error() -> None:
+def test_a_non_finite_result_has_an_infinite_error() -> None:
     assert devices.relative_error(np.array([np.nan]), np.array([1.0])) == np.inf
 
 
 def test_every_check_is_tested_above() -> None:
-    here = {look for look, *_ in CASES} | {host.shared_memory, host.limits, host.packages, gpus.installation}
-    assert {look for name, look in CHECKS if name not in trial.STAGES} == here
+    tested = {run for run, *_ in CASES} | {host.shared_memory, host.limits, host.packages, gpus.installation}
+    assert {run for name, run in CHECKS if name not in trial.STAGES} == tested
     assert len({name for name, _ in CHECKS}) == len(CHECKS)
 
 
 def test_an_exception_becomes_a_warning() -> None:
-    def broken(given: Machine) -> None:
+    def broken(machine_state: Machine) -> None:
         raise OSError("no such thing")
 
-    checks: list[Check] = [("a", broken), ("b", lambda given: None)]
+    checks: list[Check] = [("a", broken), ("b", lambda machine_state: None)]
     ((name, finding, _),) = run_checks(checks, Machine())
     assert (name, finding.status, finding.state) == ("a", "warn", "could not be checked: OSError: no such thing")
 
 
 def test_exit_codes(capsys: pytest.CaptureFixture) -> None:
-    good, odd, bad = (
-        (name, lambda given, made=made: made)
-        for name, made in (("g", ok("fine\nreally")), ("o", warn("odd", "do this")), ("b", fail("bad", "do that")))
+    passing, odd, failing = (
+        (name, lambda machine_state, finding=finding: finding)
+        for name, finding in (("g", ok("fine\nreally")), ("o", warn("odd", "do this")), ("b", fail("bad", "do that")))
     )
-    assert examine(None, as_json=False, checks=[good, odd]) == 0
-    shown = capsys.readouterr().out
-    assert "1 ok, 1 warnings, 0 failed" in shown and "→ do this" in shown and "fine really" in shown
-    assert examine(None, as_json=True, checks=[good, bad]) == 1
+    assert examine(None, as_json=False, checks=[passing, odd]) == 0
+    output = capsys.readouterr().out
+    assert "1 ok, 1 warnings, 0 failed" in output and "→ do this" in output and "fine really" in output
+    assert examine(None, as_json=True, checks=[passing, failing]) == 1
     values = json.loads(capsys.readouterr().out)
-    assert values["exit_code"] == 1 and [each["status"] for each in values["checks"]] == ["ok", "fail"]
+    assert values["exit_code"] == 1 and [result["status"] for result in values["checks"]] == ["ok", "fail"]

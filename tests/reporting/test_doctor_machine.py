@@ -1,4 +1,4 @@
-"""The doctor on this machine: commands that hang, a fake driver, and a whole run."""
+"""The doctor on this machine: commands that hang, a fake driver, and a complete run of all checks."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from megajax.reporting.machine import devices, gpus, host, trial
 from megajax.reporting.machine.machine import Machine, run_checks, run_limited
 
 PYNVML = '''
-"""Two H100 as NVML describes them; the second lacks what some GPUs lack."""
+"""NVML with two H100 GPUs; the second does not support remapped rows."""
 from types import SimpleNamespace
 class NVMLError(Exception): pass
 NVML_P2P_CAPS_INDEX_NVLINK, NVML_P2P_STATUS_OK = 2, 0
@@ -39,7 +39,7 @@ def nvmlDeviceGetRemappedRows(h):
 
 
 class TwoGpus(Machine):
-    """This machine, with two GPUs."""
+    """This machine with two GPU device files."""
 
     gpu_files = 2
 
@@ -69,7 +69,7 @@ def test_what_the_driver_says(tmp_path: Path) -> None:
     assert results["GPU links"] == ("ok", "NVLink between all 2 GPUs")
 
 
-def test_a_driver_that_hangs_is_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_that_hangs_is_queried_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     machine = with_driver(tmp_path, f"open({str(tmp_path / 'asked')!r}, 'a').write('x'); __import__('time').sleep(60)")
     monkeypatch.setattr(gpus, "NVML_SECONDS", 3.0)
     results = {name: finding for name, finding, _ in run_checks(gpus.CHECKS, machine)}
@@ -82,7 +82,7 @@ def test_a_driver_that_is_broken(tmp_path: Path) -> None:
     assert finding.status == "fail" and "Driver Not Loaded" in finding.state
 
 
-def test_without_nvidia_ml_py_the_doctor_says_what_to_install(tmp_path: Path) -> None:
+def test_without_nvidia_ml_py_the_doctor_names_the_extra(tmp_path: Path) -> None:
     machine = with_driver(tmp_path)
     (tmp_path / "pynvml.py").write_text("raise ModuleNotFoundError(\"No module named 'pynvml'\", name='pynvml')")
     results = {name: finding for name, finding, _ in run_checks(gpus.CHECKS, machine)}
@@ -90,7 +90,7 @@ def test_without_nvidia_ml_py_the_doctor_says_what_to_install(tmp_path: Path) ->
     assert results.keys() <= {"GPUs", "CUDA"}
 
 
-def test_nvidia_ml_py_has_what_is_asked_of_it() -> None:
+def test_nvidia_ml_py_has_all_names_of_the_fake() -> None:
     pynvml = pytest.importorskip("pynvml", reason="needs the extra monitor")
     fake: dict = {}
     exec(PYNVML.replace("{init}", "pass"), fake)
@@ -101,7 +101,7 @@ def test_nvidia_ml_py_has_what_is_asked_of_it() -> None:
 def test_the_disk_below_a_folder_that_does_not_exist_yet(tmp_path: Path) -> None:
     finding = host.disk(Machine(tmp_path / "runs" / "first"))
     assert finding.status != "fail" and finding.state.startswith(f"{tmp_path} has")
-    assert list(tmp_path.iterdir()) == [], "it leaves nothing behind"
+    assert list(tmp_path.iterdir()) == [], "the check deletes its file"
 
 
 def test_a_stage_that_hangs_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,11 +126,11 @@ def test_this_machine(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("XLA_", "NCCL_"))}
     environment |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"}
     command = [sys.executable, "-m", "megajax.doctor", f"--run-dir={tmp_path}", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
-    values = json.loads(done.stdout)
+    process = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    values = json.loads(process.stdout)
     checks = {check["name"]: check for check in values["checks"]}
     failed = [check for check in values["checks"] if check["status"] == "fail"]
-    assert done.returncode == values["exit_code"] == int(bool(failed))
+    assert process.returncode == values["exit_code"] == int(bool(failed))
     if not list(Path("/dev").glob("nvidia[0-9]*")):
         assert not failed and checks["GPUs"]["status"] == "warn"
         assert checks["devices"]["state"] == "2 x cpu (cpu)"
@@ -140,22 +140,22 @@ def test_this_machine(tmp_path: Path) -> None:
 
 
 def test_stages_on_gpus_try_every_kernel_and_tell_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On CPU devices that present themselves as GPUs; the reference computes what a kernel is asked for."""
-    here = jax.local_devices()
-    monkeypatch.setattr(jax, "local_devices", lambda: here[:1])
-    assert "reference (float32)" in devices.attention().state and "not here" in devices.attention().state
+    """On CPU devices that present themselves as GPUs; kernels compute the reference."""
+    local_devices = jax.local_devices()
+    monkeypatch.setattr(jax, "local_devices", lambda: local_devices[:1])
+    assert "reference (float32)" in devices.attention().state and "not tested" in devices.attention().state
     stand_in(monkeypatch)
     attended = devices.attention()
-    assert attended.status == "ok" and "not here" not in attended.state
+    assert attended.status == "ok" and "not tested" not in attended.state
     assert all(f"{name} (" in attended.state for name in ("cudnn", "pallas", "cudnn_mask", "reference"))
     assert "(gpu, capability 9.0, 72.0 GiB for jax)" in devices.devices().state
     monkeypatch.setattr(devices.Machine, "gpu_files", 2)
-    assert devices.devices().status == "warn" and "of 2 GPUs" in devices.devices().state
+    assert devices.devices().status == "warn" and "2 GPUs installed" in devices.devices().state
 
 
 def test_front_door_of_the_doctor() -> None:
     command = [sys.executable, "-m", "megajax.doctor"]
-    shown = subprocess.run([*command, "--help"], capture_output=True, text=True, timeout=60)
-    assert shown.returncode == 0 and "--run-dir" in shown.stdout and "--json" in shown.stdout
+    usage = subprocess.run([*command, "--help"], capture_output=True, text=True, timeout=60)
+    assert usage.returncode == 0 and "--run-dir" in usage.stdout and "--json" in usage.stdout
     refused = subprocess.run([*command, "--jsn"], capture_output=True, text=True, timeout=60)
     assert refused.returncode == 2 and "did you mean json" in refused.stderr

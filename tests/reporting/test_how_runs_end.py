@@ -1,4 +1,4 @@
-"""Why each attempt ended: failures of processes, of the launcher and of saves, sorted to the attempt they speak of."""
+"""Why each attempt ended: failures of processes, the launcher and saves, assigned to their attempts."""
 
 from collections.abc import Callable
 
@@ -20,19 +20,19 @@ def summary_of(run) -> RunSummary:
 
 
 def endings(run) -> list[str]:
-    return [one.ending for one in attempts(read_history(run.folder.path))]
+    return [attempt.ending for attempt in attempts(read_history(run.folder.path))]
 
 
 def shares(run) -> dict[str, float]:
     history = read_history(run.folder.path)
-    found = time_by_cause(history, runs := attempts(history))
-    assert all(share.seconds >= 0 for share in found) and sum(share.part for share in found) == pytest.approx(1.0)
-    assert sum(share.seconds for share in found) == pytest.approx(runs[-1].end - runs[0].begin)
-    return {share.cause: pytest.approx(share.seconds) for share in found}
+    parts = time_by_cause(history, runs := attempts(history))
+    assert all(share.seconds >= 0 for share in parts) and sum(share.part for share in parts) == pytest.approx(1.0)
+    assert sum(share.seconds for share in parts) == pytest.approx(runs[-1].end - runs[0].begin)
+    return {share.cause: pytest.approx(share.seconds) for share in parts}
 
 
 def restart(run, **fields) -> None:
-    """The launcher starts the gang again, two seconds after it was down."""
+    """The launcher restarts all processes two seconds after their end."""
     run.now += 2.0
     run.by_other("restart", **{"seconds_down": 2.0, "after_code": 1} | fields)
 
@@ -42,23 +42,16 @@ def test_a_process_that_was_killed(fake_run: Callable) -> None:
     run.processes, run.setup = 2, 4.0
     run.config(20)
     run.attempt(0, 7, save=5)
-    run.now += 1.5  # the step it was in, and until the launcher sees it
-    run.by_other("lost", process=1, cause="killed by SIGKILL", step=4)  # its last heartbeat is older
-    run.by_other(
-        "crash",
-        process=0,
-        error=GLOO,
-        phase="step",
-        step=8,
-        exit_code=1,
-    )
+    run.now += 1.5  # the unfinished step, and the launcher's delay
+    run.by_other("lost", process=1, cause="killed by SIGKILL", step=4)  # step of an earlier heartbeat
+    run.by_other("crash", process=0, error=GLOO, phase="step", step=8, exit_code=1)
     run.by_other("signal", process=0, signal="SIGTERM", phase=None, step=None)
     restart(run, attempt=2, cause="process 1 killed by SIGKILL; the others were stopped", process=1, step=4)
     run.attempt(5, 20)
     run.event("end", step=20)
     first, second = attempts(read_history(run.folder.path))
     assert first.ending == "process 1 killed by SIGKILL at step 8 (restarted)" and first.exit_code == 1
-    assert [event.name for event in first.how.cascade] == ["crash", "signal"]
+    assert [event.name for event in first.outcome.cascade] == ["crash", "signal"]
     assert (second.first_step, second.ending, second.exit_code) == (5, "done", 0)
     assert second.begin == second.restart.at and second.ready == second.begin + 4.0
     assert shares(run) == {
@@ -66,13 +59,10 @@ def test_a_process_that_was_killed(fake_run: Callable) -> None:
         "steps run again": 2 * 0.5, "stuck": 1.5, "between attempts": 2.0,
     }  # fmt: skip
     (table,) = (table for table in summary_of(run).tables if table.title == "Events")
-    assert [row[2] for row in table.rows if "cascade" in row[2]] == [
-        "crash (cascade)",
-        "signal (cascade)",
-    ]
+    assert [row[2] for row in table.rows if "cascade" in row[2]] == ["crash (cascade)", "signal (cascade)"]
 
 
-def test_the_process_that_is_stuck_is_named_and_not_those_that_wait_for_it(fake_run: Callable) -> None:
+def test_the_stuck_process_is_blamed_not_those_that_wait_for_it(fake_run: Callable) -> None:
     run = fake_run()
     run.processes = 2
     run.attempt(0, 11)
@@ -81,13 +71,13 @@ def test_the_process_that_is_stuck_is_named_and_not_those_that_wait_for_it(fake_
     run.by_other("hang", process=1, phase="data_wait", step=12, seconds=21.2, limit=20, stacks="stacks_1.txt")
     (attempt,) = attempts(read_history(run.folder.path))
     assert attempt.ending == "hang: process 1 in data wait of step 12 for 21 s" and attempt.exit_code == 124
-    assert attempt.last_step == 11 and [event.whole("process") for event in attempt.how.cascade] == [0]
+    assert attempt.last_step == 11 and [event.integer("process") for event in attempt.outcome.cascade] == [0]
     assert shares(run)["stuck"] == 21.0
     verdict = summary_of(run).verdict
     assert verdict == "step 11: hang: process 1 in data wait of step 12 for 21 s; exit code 124"
 
 
-def test_a_frozen_process_that_only_the_launcher_can_name(fake_run: Callable) -> None:
+def test_only_the_launcher_detects_a_frozen_process(fake_run: Callable) -> None:
     run = fake_run()
     run.processes = 2
     run.attempt(0, 11)
@@ -99,29 +89,23 @@ def test_a_frozen_process_that_only_the_launcher_can_name(fake_run: Callable) ->
     assert attempt.ending == "process 1 no heartbeat for 22 s at step 12 (restarted)" and attempt.exit_code == 124
 
 
-def test_saves_that_failed(fake_run: Callable) -> None:
+def test_failed_saves(fake_run: Callable) -> None:
     run = fake_run()
     run.attempt(0, 30, save=10)
     for failures, step in enumerate((40, 50), 1):
         run.event("save_failed", step=step, why=FULL, failures=failures, next="training goes on until the next save")
     run.event("save_failed", step=60, why=FULL, failures=3, next="the run ends with exit code 1", exit_code=1)
-    assert endings(run) == [f"3 saves failed in a row: {FULL}"], "the page that the run itself leaves"
-    run.event(
-        "crash",
-        process=0,
-        error=f"CheckpointError: step 60 was not saved: {FULL}",
-        phase="save",
-        step=60,
-        exit_code=1,
-    )
+    assert endings(run) == [f"3 saves failed in a row: {FULL}"], "the page that the run itself writes"
+    error = f"CheckpointError: step 60 was not saved: {FULL}"
+    run.event("crash", process=0, error=error, phase="save", step=60, exit_code=1)
     (attempt,) = attempts(read_history(run.folder.path))
     assert attempt.ending == "3 saves failed in a row: No space left on device" and attempt.exit_code == 1
     (table,) = (table for table in summary_of(run).tables if table.title == "Events")
-    moods = [(mood, row[2]) for mood, row in zip(table.moods, table.rows, strict=True)]
-    assert moods.count(("bad", "save failed")) == 3
+    row_status = [(status, row[2]) for status, row in zip(table.row_status, table.rows, strict=True)]
+    assert row_status.count(("bad", "save failed")) == 3
 
 
-def test_a_crash_after_a_save_that_failed_is_a_crash(fake_run: Callable) -> None:
+def test_a_crash_after_a_failed_save_is_a_crash(fake_run: Callable) -> None:
     run = fake_run()
     run.attempt(0, 30)
     run.event("save_failed", step=30, why=FULL, failures=1, next="goes on")
@@ -143,13 +127,13 @@ def test_no_progress_over_restarts(fake_run: Callable) -> None:
         "crashed in step 7: RuntimeError: boom; not restarted: no progress past step 5 in 3 attempts (93)",
     ]
     summary = summary_of(run)
-    assert summary.mood == "bad"
+    assert summary.status == "bad"
     assert summary.verdict == (
         "step 6 of 20: no progress past step 5 in 3 attempts; exit code 93. Last: crashed in step 7: RuntimeError: boom"
     )
 
 
-def test_crashes_before_the_log_is_open_are_attempts_of_their_own(fake_run: Callable) -> None:
+def test_crashes_during_setup_are_separate_attempts(fake_run: Callable) -> None:
     run = fake_run()
     run.setup, run.processes = 5.0, 2
     run.config(20)
@@ -163,7 +147,11 @@ def test_crashes_before_the_log_is_open_are_attempts_of_their_own(fake_run: Call
     run.attempt(10, 20)
     run.event("end", step=20)
     runs = attempts(read_history(run.folder.path))
-    assert [(one.first_step, one.last_step, one.exit_code) for one in runs] == [(0, 10, 1), (10, 10, 1), (10, 20, 0)]
+    assert [(attempt.first_step, attempt.last_step, attempt.exit_code) for attempt in runs] == [
+        (0, 10, 1),
+        (10, 10, 1),
+        (10, 20, 0),
+    ]
     assert runs[1].ending == "process 1 crashed in setup: OSError: stale file handle (restarted)"
     assert runs[1].ready is None and runs[1].seconds == pytest.approx(3.0)
     assert shares(run)["stuck"] == 3.0 and shares(run)["between attempts"] == 4.0
@@ -185,7 +173,7 @@ def test_without_a_launcher_each_failed_setup_is_an_attempt(fake_run: Callable) 
     ]
 
 
-def test_early_events_of_a_setup_belong_to_the_attempt_that_follows(fake_run: Callable) -> None:
+def test_early_events_of_a_setup_belong_to_the_following_attempt(fake_run: Callable) -> None:
     run = fake_run()
     run.attempt(0, 10, save=10)
     run.event("end", step=10)
@@ -202,7 +190,7 @@ def test_early_events_of_a_setup_belong_to_the_attempt_that_follows(fake_run: Ca
     assert shares(run)["between attempts"] == 60.0
 
 
-def test_signals_that_end_a_process_at_once(fake_run: Callable) -> None:
+def test_signals_that_end_a_process_immediately(fake_run: Callable) -> None:
     run = fake_run()
     run.by_other("signal", process=0, signal="SIGTERM", phase="setup", step=None, exit_code=143)
     run.now += 60.0
@@ -212,13 +200,13 @@ def test_signals_that_end_a_process_at_once(fake_run: Callable) -> None:
     assert endings(run)[1] == "no end recorded: killed, crashed, or still running"
     run.by_other("signal", process=0, signal="SIGINT", phase="step", step=5, exit_code=130)
     runs = attempts(read_history(run.folder.path))
-    assert [(one.ending, one.exit_code) for one in runs] == [
+    assert [(attempt.ending, attempt.exit_code) for attempt in runs] == [
         ("SIGTERM in setup: ended at once, unsaved", 143),
         ("SIGINT in step 5: ended at once, unsaved", 130),
     ]
 
 
-def test_what_ended_a_run_whose_start_was_refused_later(fake_run: Callable) -> None:
+def test_the_verdict_of_a_run_with_a_rejected_later_start(fake_run: Callable) -> None:
     run = fake_run()
     run.config(10)
     run.attempt(0, 10)
@@ -226,10 +214,10 @@ def test_what_ended_a_run_whose_start_was_refused_later(fake_run: Callable) -> N
     run.now += 60.0
     run.by_other("crash", process=0, error="the checkpoint is damaged", phase="setup", step=None, exit_code=2)
     summary = summary_of(run)
-    assert summary.verdict.startswith("step 10 of 10: done; exit code 0. A later start was refused: ")
+    assert summary.verdict.startswith("step 10 of 10: done; exit code 0. A later start was rejected: ")
 
 
-def test_lines_that_were_torn_by_a_kill_do_not_hide_the_next(fake_run: Callable) -> None:
+def test_an_incomplete_line_does_not_hide_the_next(fake_run: Callable) -> None:
     run = fake_run()
     run.attempt(0, 6)
     with run.folder.events.open("a") as file:
@@ -240,21 +228,21 @@ def test_lines_that_were_torn_by_a_kill_do_not_hide_the_next(fake_run: Callable)
     assert "events.jsonl: 1 incomplete line skipped" in summary_of(run).faults
 
 
-def test_goodput_is_said_in_a_sentence(fake_run: Callable) -> None:
+def test_goodput_summary_and_fields(fake_run: Callable) -> None:
     run = fake_run()
     run.setup = 3.5
     run.attempt(0, 200)
     run.event("end", step=200)
     history = read_history(run.folder.path)
-    good = goodput(history, attempts(history))
-    assert good.summary() == "88.1% of 1m54s in 1 attempt; lost: 8.8% compiling, 3.1% setup"
-    assert good.fields() == {
+    run_goodput = goodput(history, attempts(history))
+    assert run_goodput.summary() == "88.1% of 1m54s in 1 attempt; lost: 8.8% compiling, 3.1% setup"
+    assert run_goodput.fields() == {
         "effective": 0.88106, "elapsed_seconds": 113.5, "effective_seconds": 100.0, "attempts": 1,
         "lost_seconds": {"setup": 3.5, "compiling": 10.0},
     }  # fmt: skip
 
 
-def test_copies_of_the_state_that_differ(fake_run: Callable) -> None:
+def test_replicas_that_differ(fake_run: Callable) -> None:
     run = fake_run()
     run.processes = 2
     run.attempt(0, 20)
@@ -264,7 +252,7 @@ def test_copies_of_the_state_that_differ(fake_run: Callable) -> None:
     assert attempt.ending == "after step 20, device 3 (process 1) holds other bytes" and attempt.exit_code == 17
 
 
-def test_what_watchdogs_say_of_each_other(fake_run: Callable) -> None:
+def test_watchdogs_blame_a_process(fake_run: Callable) -> None:
     run = fake_run()
     run.processes = 2
     run.attempt(0, 5)

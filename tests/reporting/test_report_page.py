@@ -19,7 +19,7 @@ from megajax.reporting.history import read_history
 
 
 class Outline(HTMLParser):
-    """Tags that are open, and everything a browser would fetch."""
+    """Records open tags, and everything that a browser would fetch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ def outline(page: str) -> Outline:
 
 @pytest.fixture
 def eventful(fake_run: Callable) -> Path:
-    """Resumed once, a step whose loss is not finite, two splits, names that HTML must not take for its own."""
+    """A run with a resume, a non-finite loss, evaluations, and names that need HTML escapes."""
     run = fake_run("a <b> & c")
     run.config(40)
     run.attempt(0, 20, losses={13: float("nan")}, save=5)
@@ -64,44 +64,38 @@ def eventful(fake_run: Callable) -> Path:
     return run.folder.path
 
 
-def test_the_page_needs_nothing_beside_itself(eventful: Path) -> None:
+def test_the_page_is_self_contained(eventful: Path) -> None:
     assert main([str(eventful)]) == 0
     page = (eventful / "report.html").read_text(encoding="utf-8")
-    seen = outline(page)
-    assert seen.fetched == [] and "url(" not in page and "@import" not in page and "http" not in page
+    parsed = outline(page)
+    assert parsed.fetched == [] and "url(" not in page and "@import" not in page and "http" not in page
     assert "prefers-color-scheme:dark" in page
     assert "<script>alert(1)" not in page and "a &lt;b&gt; &amp; c" in page
-    text = " ".join(seen.text)
-    for words in (
+    text = " ".join(parsed.text)
+    for phrase in (
         *("step 40 of 40: done; exit code 0", "Loss", "Gradient norm", "Learning rate", "Tokens per second", "MFU"),
         *("Tokens per second and device", "num zeros", "Where the time went", "between attempts", "steps run again"),
         *("Attempts", "Evaluations", "Memory of the compiled step", "transient fault", "update skipped", "data.type"),
     ):
-        assert words in text, words
+        assert phrase in text, phrase
 
 
-def test_text_and_page_say_the_same(eventful: Path, capsys: pytest.CaptureFixture) -> None:
+def test_text_and_page_have_the_same_content(eventful: Path, capsys: pytest.CaptureFixture) -> None:
     assert main([str(eventful), "--text"]) == 0
     text = capsys.readouterr().out
-    assert not (eventful / "report.html").exists(), "with --text, a page only where --output says so"
-    for words in (
-        *(
-            "step 40 of 40: done; exit code 0",
-            "2.0750",
-            "validation loss",
-            "MFU",
-            "steps run again",
-            "between attempts",
-        ),
+    assert not (eventful / "report.html").exists(), "--text writes no page without --output"
+    for phrase in (
+        *("step 40 of 40: done; exit code 0", "2.0750", "validation loss", "MFU", "steps run again"),
+        "between attempts",
         *("transient fault", "update skipped", "data.type", "no end recorded: killed or crashed", "3.0 GiB"),
     ):
-        assert words in text, words
+        assert phrase in text, phrase
     target = eventful.parent / "other.html"
     assert main(["--text", f"--output={target}", str(eventful)]) == 0
     assert "data.type" in target.read_text(encoding="utf-8")
 
 
-def test_events_lie_on_the_curves(eventful: Path) -> None:
+def test_curves_have_marks_for_events(eventful: Path) -> None:
     history = read_history(eventful)
     charts = curves(history, attempts(history))
     assert [chart.title for chart in charts][:3] == ["Loss", "Gradient norm", "Learning rate"]
@@ -111,22 +105,25 @@ def test_events_lie_on_the_curves(eventful: Path) -> None:
     assert {(15, "resume"), (13, "warning"), (33, "warning"), (40, "save"), (40, "evaluate")} <= marks
     picture = loss.svg()
     assert picture.count('class="cross"') == 1 and "step 13: nan" in picture
-    (curve,) = [one for one in charts if one.title == "Tokens per second"]
-    kept = curve.series[0].y
-    assert np.isnan(kept[[0, 15]]).all(), "steps that compile are left out of the speed"
-    assert np.isfinite(np.delete(kept, [0, 15])).all()
+    (curve,) = [chart for chart in charts if chart.title == "Tokens per second"]
+    speed = curve.series[0].y
+    assert np.isnan(speed[[0, 15]]).all(), "the speed excludes steps that compile"
+    assert np.isfinite(np.delete(speed, [0, 15])).all()
 
 
-def test_memory_is_drawn_where_it_is_counted(fake_run: Callable) -> None:
+def test_memory_is_drawn_if_it_is_known(fake_run: Callable) -> None:
     run = fake_run()
     run.attempt(0, 8)
     charts = {chart.title: chart for chart in curves(read_history(run.folder.path), [])}
     device = charts["Device memory"]
-    assert [(one.name, set(one.y)) for one in device.series] == [("in use after the step", {16}), ("peak so far", {32})]
+    assert [(series.name, set(series.y)) for series in device.series] == [
+        ("in use after the step", {16}),
+        ("peak so far", {32}),
+    ]
     assert device.unit == "GiB" and set(charts["Host memory"].series[0].y) == {1}
 
 
-def test_curves_only_where_there_is_something_to_see(fake_run: Callable) -> None:
+def test_constant_and_unknown_metrics_have_no_curve(fake_run: Callable) -> None:
     run = fake_run()
     run.attempt(0, 8)
     titles = [chart.title for chart in curves(read_history(run.folder.path), [])]
@@ -141,18 +138,18 @@ def test_curves_only_where_there_is_something_to_see(fake_run: Callable) -> None
 
 
 def test_front_door(tmp_path: Path, eventful: Path) -> None:
-    def run(*words: str) -> subprocess.CompletedProcess:
-        command = [sys.executable, "-X", "importtime", "-m", "megajax.report", *words]
+    def run(*phrase: str) -> subprocess.CompletedProcess:
+        command = [sys.executable, "-X", "importtime", "-m", "megajax.report", *phrase]
         return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
     refused = run(str(tmp_path))
-    assert refused.returncode == 2 and "holds no run" in refused.stderr and "Traceback" not in refused.stderr
+    assert refused.returncode == 2 and "is not a run" in refused.stderr and "Traceback" not in refused.stderr
     assert run().returncode == 2
     shown = run("--help")
     assert shown.returncode == 0 and "--output" in shown.stdout
     assert "dataclasses" in shown.stderr and not {"jax", "numpy"} & set(shown.stderr.split())
-    done = run("--output", str(tmp_path / "page.html"), str(eventful))
-    assert done.returncode == 0 and (tmp_path / "page.html").exists(), done.stderr
+    written = run("--output", str(tmp_path / "page.html"), str(eventful))
+    assert written.returncode == 0 and (tmp_path / "page.html").exists(), written.stderr
 
 
 def test_a_page_that_cannot_be_written(eventful: Path, tmp_path: Path) -> None:
@@ -179,17 +176,17 @@ def test_two_hundred_thousand_steps_take_seconds(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_of_a_real_run(tmp_path: Path) -> None:
+def test_the_report_of_a_real_run(tmp_path: Path) -> None:
     run = tmp_path / "run"
     settings = ["--steps=6", "--evaluation.batches=1", "--logging.plot=false", "--logging.sample=false"]
     training = [sys.executable, "-m", "megajax.train", "--config=quickstart.py", f"--run_dir={run}", *settings]
     first = subprocess.run([*training, "--resilience.exit_after_steps=3"], capture_output=True, text=True)
     assert first.returncode == 0, first.stderr
-    again = subprocess.run([*training, "--resilience.inject=nan:step=5"], capture_output=True, text=True)
-    assert again.returncode == 0, again.stderr
+    second = subprocess.run([*training, "--resilience.inject=nan:step=5"], capture_output=True, text=True)
+    assert second.returncode == 0, second.stderr
     assert main([str(run)]) == 0
     text = " ".join(outline((run / "report.html").read_text(encoding="utf-8")).text)
-    for words in ("step 6 of 6: done; exit code 0", "transient fault", "validation", "stopped (resilience", "jax "):
-        assert words in text, words
+    for phrase in ("step 6 of 6: done; exit code 0", "transient fault", "validation", "stopped (resilience", "jax "):
+        assert phrase in text, phrase
     history = read_history(run)
     assert [a.exit_code for a in attempts(history)] == [0, 0] and history.faults == ()

@@ -1,4 +1,4 @@
-"""What a report makes of a run folder: attempts, time by cause, figures; and of damaged or missing files."""
+"""Summaries of run folders: attempts, time by cause, headline figures, and damaged or missing files."""
 
 import json
 import math
@@ -32,7 +32,7 @@ def test_a_run_of_five_steps(fake_run: Callable) -> None:
     run.attempt(0, 5)
     run.event("end", step=5)
     summary = summary_of(run)
-    assert (summary.verdict, summary.mood) == ("step 5 of 5: done; exit code 0", "good")
+    assert (summary.verdict, summary.status) == ("step 5 of 5: done; exit code 0", "good")
     figures = {name: value for name, value, _ in summary.figures}
     assert figures["steps"] == "5" and figures["train loss"] == "2.6000" and figures["tokens"] == "2,000"
     # 400 tokens in half a second on two devices, 1e9 FLOPs each, of a peak of 1e13: 800 * 1e9 / 2 / 1e13.
@@ -42,7 +42,7 @@ def test_a_run_of_five_steps(fake_run: Callable) -> None:
     assert summary.faults == ()
 
 
-def test_rows_that_the_data_left_out(fake_run: Callable) -> None:
+def test_skipped_rows_of_the_data(fake_run: Callable) -> None:
     run = fake_run()
     run.config(5)
     run.attempt(0, 5)
@@ -53,7 +53,7 @@ def test_rows_that_the_data_left_out(fake_run: Callable) -> None:
     assert facts["rows skipped"] == "train: 1,203 no answer, 1 corrupt; valid: 2 corrupt"
 
 
-def test_events_tell_how_far_a_run_came_whose_metrics_are_lost(fake_run: Callable) -> None:
+def test_events_give_the_last_step_if_metrics_are_lost(fake_run: Callable) -> None:
     run = fake_run()
     run.config(5)
     run.attempt(0, 5)
@@ -72,7 +72,7 @@ def test_a_run_resumed_twice(fake_run: Callable) -> None:
     run.event("stopped", step=12, saved=12, reason="SIGTERM")
     run.event("end", step=12)
     run.now += 60.0
-    run.attempt(12, 19)  # killed: nothing of its end, saved at 12 only
+    run.attempt(12, 19)  # killed without an event, last saved at 12
     run.now += 30.0
     run.attempt(12, 30, save=5)
     run.event("end", step=30)
@@ -103,7 +103,7 @@ def test_a_run_resumed_twice(fake_run: Callable) -> None:
 
 
 def test_attempts_of_one_step_are_compiling(fake_run: Callable) -> None:
-    """Their steps are no measure of a step: a run that starts again and again did little."""
+    """The time of a first step is compilation: a run that restarts at every step makes little progress."""
     run = fake_run()
     for first in range(4):
         run.attempt(first, first + 1)
@@ -128,13 +128,13 @@ def test_numeric_faults_end_with_their_code(fake_run: Callable) -> None:
     run.event("persistent_fault", step=8, why="loss (nan)", made=False)
     run.event("numeric_fault", message="step 8: loss (nan) is not finite")
     summary = summary_of(run)
-    assert summary.verdict == "step 8 of 20: loss (nan) is not finite; exit code 17" and summary.mood == "bad"
+    assert summary.verdict == "step 8 of 20: loss (nan) is not finite; exit code 17" and summary.status == "bad"
     assert dict(rows(summary, "The run"))["non-finite losses"] == "2: step 7 (inf), step 8 (nan)"
     assert dict(rows(summary, "The run"))["skipped updates"] == "2"
     assert ("train loss", "nan") in [(name, value) for name, value, _ in summary.figures]
 
 
-def test_a_line_torn_off_is_left_out_and_named(fake_run: Callable) -> None:
+def test_incomplete_lines_are_skipped_and_reported(fake_run: Callable) -> None:
     run = fake_run()
     run.attempt(0, 6)
     for file in (run.folder.metrics, run.folder.events):
@@ -147,16 +147,16 @@ def test_a_line_torn_off_is_left_out_and_named(fake_run: Callable) -> None:
     assert ("steps", "6") in [(name, value) for name, value, _ in summary.figures]
 
 
-@pytest.mark.parametrize("kept", [{"metrics.jsonl"}, {"events.jsonl"}, {"config.yaml"}])
-def test_missing_files_are_named(fake_run: Callable, kept: set[str]) -> None:
+@pytest.mark.parametrize("remaining", [{"metrics.jsonl"}, {"events.jsonl"}, {"config.yaml"}])
+def test_missing_files_are_reported(fake_run: Callable, remaining: set[str]) -> None:
     run = fake_run()
     run.config(6)
     run.attempt(0, 6, save=3)
     for file in run.folder.path.iterdir():
-        if file.name not in kept:
+        if file.name not in remaining:
             file.unlink()
     summary = summary_of(run)
-    missing = {"metrics.jsonl", "events.jsonl", "config.yaml", "config.diff"} - kept
+    missing = {"metrics.jsonl", "events.jsonl", "config.yaml", "config.diff"} - remaining
     assert set(summary.faults) == {f"{name} is missing" for name in missing}
 
 
@@ -185,12 +185,12 @@ def test_versions_come_from_the_newest_checkpoint(fake_run: Callable) -> None:
     assert of_run["versions"] == "jax 0.12.1 (at the newest checkpoint)" and of_run["checkpoints kept"] == "3, 20"
 
 
-def test_folders_without_a_run_are_refused(tmp_path: Path, fake_run: Callable) -> None:
+def test_folders_without_a_run_are_rejected(tmp_path: Path, fake_run: Callable) -> None:
     run = fake_run("below")
     run.attempt(0, 1)
-    with pytest.raises(UserError, match=r"holds no run.*contains runs: below"):
+    with pytest.raises(UserError, match=r"is not a run.*contains runs: below"):
         read_history(tmp_path)
-    with pytest.raises(UserError, match="there is no folder"):
+    with pytest.raises(UserError, match="does not exist"):
         read_history(tmp_path / "nowhere")
     with pytest.raises(UserError, match="is a file"):
         read_history(run.folder.metrics)
@@ -209,7 +209,7 @@ def test_sparse_columns_keep_their_places(fake_run: Callable) -> None:
     assert np.isnan(steps.column("never")).all() and len(steps.column("never")) == 4
 
 
-def test_tasks_without_a_loss_have_a_table_of_their_own(fake_run: Callable) -> None:
+def test_tasks_without_a_loss_have_a_separate_table(fake_run: Callable) -> None:
     run = fake_run()
     run.attempt(0, 5)
     metrics = run.writers[-1]

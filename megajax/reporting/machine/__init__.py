@@ -1,1 +1,1 @@
-"""Whether a machine is fit for training: what `megajax.doctor` checks."""
+"""The checks of `megajax.doctor`: whether a machine is fit for training."""

@@ -1,4 +1,4 @@
-"""Try every device jax finds, in stages; print a line of JSON for each. Any stage may hang or crash: see trial.py."""
+"""Test all devices of jax in stages, printing JSON lines. Any stage may hang or crash: see trial.py."""
 
 import faulthandler
 import json
@@ -25,17 +25,17 @@ SIZE = 512
 """Rows and columns of the matrices."""
 
 ROWS, LENGTH, HEADS, GROUPS, HEAD = 2, 128, 4, 2, 64
-"""Shape of the attention."""
+"""Shape of the attention: batch B, sequence S, heads N, key heads K, head dimension H."""
 
 REPEATS, ELEMENTS = 5, 1 << 18
-"""Runs of each matmul; numbers that each device contributes to the all-reduce."""
+"""Runs of each matmul; elements of each device in the all-reduce."""
 
 TIGHT, ROUNDED = 1e-5, 1e-2
-"""Relative error of one operation summed in float32; of attention in 16 bits, 2^-9 for each number and each weight."""
+"""Relative error of an operation summed in float32; of attention in 16 bits, with 2^-9 per number and weight."""
 
 
 def devices() -> Finding:
-    """jax finds devices, and all GPUs of this machine."""
+    """jax finds devices, among them all GPUs of this machine."""
     find_devices()
     kinds: Counter[str] = Counter()
     for device in jax.local_devices():
@@ -48,62 +48,62 @@ def devices() -> Finding:
     if gpus and not used:
         return fail(f"{text}, with {gpus} GPUs", "uv sync --extra cuda12 (or cuda13); unset JAX_PLATFORMS")
     if used < gpus:
-        return warn(f"{text}, of {gpus} GPUs", "check CUDA_VISIBLE_DEVICES; nvidia-smi -L")
+        return warn(f"{text}, {gpus} GPUs installed", "check CUDA_VISIBLE_DEVICES; nvidia-smi -L")
     return ok(text)
 
 
 def matmul() -> Finding:
-    """Every device multiplies as numpy in float64 (error by Frobenius norm), and repeats are bit-equal."""
+    """Matmuls of every device agree with numpy in float64 (error by Frobenius norm), and repeats are bit-equal."""
     random = np.random.default_rng(7)
     a, b = (random.standard_normal((SIZE, SIZE)).astype(np.float32) for _ in range(2))
     product = jax.jit(lambda x, y: jnp.dot(x, y, precision="highest", preferred_element_type=jnp.float32))
-    wrong, worst = [], 0.0
+    failures, worst = [], 0.0
     for device in jax.local_devices():
         for dtype in (jnp.float32, jnp.bfloat16):
-            x, y = (jax.device_put(jnp.asarray(each, dtype), device) for each in (a, b))
-            first, *others = (np.asarray(product(x, y)) for _ in range(REPEATS))
+            x, y = (jax.device_put(jnp.asarray(array, dtype), device) for array in (a, b))
+            first, *repeats = (np.asarray(product(x, y)) for _ in range(REPEATS))
             error = relative_error(first, np.asarray(x, np.float64) @ np.asarray(y, np.float64))
             worst = max(worst, error)
             name = f"device {device.id} {jnp.dtype(dtype).name}"
-            wrong += [f"{name}: error {error:.1e}"] * (error > TIGHT)
-            wrong += [f"{name}: not reproducible"] * any(not np.array_equal(first, other) for other in others)
-    if wrong:
-        return fail("; ".join(wrong), "take the device out of service: its results can't be trusted")
+            failures += [f"{name}: error {error:.1e}"] * (error > TIGHT)
+            failures += [f"{name}: not reproducible"] * any(not np.array_equal(first, repeat) for repeat in repeats)
+    if failures:
+        return fail("; ".join(failures), "take the device out of service: its results can't be trusted")
     return ok(f"correct and reproducible on all devices (relative error {worst:.0e})")
 
 
 def attention() -> Finding:
-    """Every kernel that runs here computes what the formula gives in float64: causal, with grouped queries."""
+    """Every attention kernel that runs here agrees with the float64 formula: causal, with grouped queries."""
     random = np.random.default_rng(11)
     shapes = ((ROWS, LENGTH, HEADS, HEAD), *[(ROWS, LENGTH, GROUPS, HEAD)] * 2)
     arrays = [random.standard_normal(shape).astype(np.float32) for shape in shapes]
     positions = jnp.arange(LENGTH, dtype=jnp.int32)
     mask = Mask(positions, positions, None, None)
-    ran, refused, wrong = [], [], []
+    results, refused, failures = [], [], []
     for name, backend in BACKENDS.items():
         dtype = jnp.float32 if backend.dtypes is None else jnp.bfloat16
         request = Request(dtype=jnp.dtype(dtype).name, key_dim=HEAD, value_dim=HEAD, length=LENGTH)
         if refusal := backend.refusal(request, local_device()):
-            refused.append(f"; not here: {backend.label} {refusal}")
+            refused.append(f"; not tested: {backend.label} {refusal}")
             continue
         program, error = jax.jit(lambda q, k, v, name=name: attend(name, q, k, v, mask, scale=HEAD**-0.5)), 0.0
         for device in jax.local_devices():
-            q, k, v = (jax.device_put(jnp.asarray(each, dtype), device) for each in arrays)
-            expected = formula(*(np.asarray(each, np.float64) for each in (q, k, v)))
-            # By default a GPU rounds float32 to TF32; this has no effect on 16 bits.
+            q, k, v = (jax.device_put(jnp.asarray(array, dtype), device) for array in arrays)
+            expected = formula(*(np.asarray(array, np.float64) for array in (q, k, v)))
+            # By default, a GPU rounds float32 to TF32; 16-bit inputs are not affected.
             with jax.default_matmul_precision("highest" if dtype == jnp.float32 else None):
                 error = max(error, relative_error(np.asarray(program(q, k, v), np.float64), expected))
-        ran.append(f"{name} ({request.dtype}) {error:.0e}")
-        wrong += ran[-1:] * (error > (TIGHT if dtype == jnp.float32 else ROUNDED))
-    if wrong:
+        results.append(f"{name} ({request.dtype}) {error:.0e}")
+        failures += results[-1:] * (error > (TIGHT if dtype == jnp.float32 else ROUNDED))
+    if failures:
         advice = "set the mixer's kernel=reference, or use another cuDNN or jax"
-        return fail(f"relative error too large: {', '.join(wrong)}", advice)
-    return ok(f"relative error: {', '.join(ran)}{''.join(refused[:1])}")
+        return fail(f"relative error too large: {', '.join(failures)}", advice)
+    return ok(f"relative error: {', '.join(results)}{''.join(refused[:1])}")
 
 
 def formula(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
     """softmax(q k^T / sqrt(H)) v over keys at or before each query: q [B, S, N, H], k and v [B, S, K, H], float64."""
-    k, v = (np.repeat(each, q.shape[2] // each.shape[2], axis=2) for each in (k, v))
+    k, v = (np.repeat(array, q.shape[2] // array.shape[2], axis=2) for array in (k, v))
     scores = np.einsum("bsnh,btnh->bnst", q, k) / np.sqrt(q.shape[-1])
     scores = np.where(np.tri(q.shape[1], dtype=bool), scores, -np.inf)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
@@ -111,27 +111,27 @@ def formula(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
 
 
 def all_reduce() -> Finding:
-    """The sum of whole numbers, different ones on each local device, is exact: it is in any order."""
+    """The sum of different integers on all local devices is exact, in any order of summation."""
     devices = jax.local_devices()
     mesh = build_mesh(ParallelConfig(data=len(devices)), devices)
     values = np.random.default_rng(13).integers(-1000, 1000, (len(devices), ELEMENTS)).astype(np.float32)
-    spread = jax.device_put(values, each_process(mesh, np.zeros(ELEMENTS, np.float32)).sharding)
-    shards, expected = jax.jit(lambda x: x.sum(0))(spread).addressable_shards, values.sum(0)
-    wrong = [shard.device.id for shard in shards if not np.array_equal(shard.data, expected[shard.index])]
-    if wrong:
-        text = f"the sum over {len(devices)} devices is wrong on {wrong}"
-        return fail(text, "NCCL_DEBUG=WARN tells more; NCCL_P2P_DISABLE=1 shows whether a link is at fault")
+    sharded = jax.device_put(values, each_process(mesh, np.zeros(ELEMENTS, np.float32)).sharding)
+    shards, expected = jax.jit(lambda x: x.sum(0))(sharded).addressable_shards, values.sum(0)
+    failures = [shard.device.id for shard in shards if not np.array_equal(shard.data, expected[shard.index])]
+    if failures:
+        text = f"the sum over {len(devices)} devices is wrong on {failures}"
+        return fail(text, "set NCCL_DEBUG=WARN for details; if NCCL_P2P_DISABLE=1 helps, a link is at fault")
     return ok(f"exact over {len(devices)} devices" if len(devices) > 1 else "one device: nothing to reduce")
 
 
 def relative_error(result: np.ndarray, expected: np.ndarray) -> float:
-    """Frobenius norm of the difference over that of `expected`; inf if it is not finite."""
+    """Frobenius norm of the difference divided by that of `expected`; inf if not finite."""
     error = float(np.linalg.norm(result - expected) / np.linalg.norm(expected))
     return error if np.isfinite(error) else np.inf
 
 
 def main() -> None:
-    """Run all stages; one that raises fails. One that takes more seconds than the first argument ends the process."""
+    """Run all stages; an exception fails a stage. argv[1] is the time limit of a stage, which ends the process."""
     functions: tuple[Callable[[], Finding], ...] = (devices, matmul, attention, all_reduce)
     for name, stage in zip(STAGES, functions, strict=True):
         print(json.dumps({"stage": name}))

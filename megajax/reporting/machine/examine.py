@@ -1,4 +1,4 @@
-"""Run all checks and print their results as they come."""
+"""Run all checks and print their results."""
 
 import json
 import platform
@@ -19,26 +19,26 @@ CHECKS = (*gpus.CHECKS, *host.CHECKS, *trial.CHECKS)
 
 
 def examine(
-    run_dir: Path | None, *, as_json: bool, checks: Sequence[Check] = CHECKS, together: Sequence[Check] = ()
+    run_dir: Path | None, *, as_json: bool, checks: Sequence[Check] = CHECKS, joint: Sequence[Check] = ()
 ) -> int:
     """Check this machine and print the results. -> 1 if any check failed, else 0.
 
-    together: checks that all processes make together, after those of each machine.
+    joint: checks that run on all processes together, after those of each machine.
     """
     start, results = time.monotonic(), []
     console = Console(highlight=False, soft_wrap=not sys.stdout.isatty(), quiet=as_json)
     console.print(Text(f"{platform.node()}, {datetime.now(UTC):%Y-%m-%d %H:%M:%S UTC}", style="bold"))
-    for name, finding, took in run_checks((*checks, *together), Machine(run_dir)):
-        results.append({"name": name, **finding._asdict(), "seconds": round(took, 3)})
+    for name, finding, seconds in run_checks((*checks, *joint), Machine(run_dir)):
+        results.append({"name": name, **finding._asdict(), "seconds": round(seconds, 3)})
         color = COLORS[finding.status]
         status, label = (f"{finding.status:<5}", f"bold {color}"), (f"{name:<20}", "dim")
         console.print(Text.assemble(status, label, finding.state))
         if finding.advice:
             console.print(Text(f"{'':<25}→ {finding.advice}", style=color))
-    good, doubtful, bad = (sum(result["status"] == status for result in results) for status in COLORS)
-    seconds = round(time.monotonic() - start, 3)
-    console.print(f"{good} ok, {doubtful} warnings, {bad} failed; {seconds:.0f} s")
+    passes, warnings, failures = (sum(result["status"] == status for result in results) for status in COLORS)
+    total = round(time.monotonic() - start, 3)
+    console.print(f"{passes} ok, {warnings} warnings, {failures} failed; {total:.0f} s")
     if as_json:
-        values = {"host": platform.node(), "time": time.time(), "seconds": seconds, "exit_code": int(bad > 0)}
+        values = {"host": platform.node(), "time": time.time(), "seconds": total, "exit_code": int(failures > 0)}
         print(json.dumps(values | {"checks": results}, indent=1))
-    return int(bad > 0)
+    return int(failures > 0)

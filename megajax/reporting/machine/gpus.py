@@ -1,6 +1,6 @@
-"""Checks of NVIDIA GPUs: the installation, and what the driver says through NVML.
+"""Checks of NVIDIA GPUs: the installation, and the driver's state from NVML.
 
-Run as a program, it prints the driver's answers: in a process of its own, because a broken driver may hang.
+As a program, prints that state. It runs in a separate process because a broken driver may hang.
 """
 
 import json
@@ -16,17 +16,18 @@ from megajax.resilience.gpu_health import NOT_INSTALLED, SLOWDOWNS
 from megajax.text import byte_size
 
 NVML_SECONDS = 20.0
-"""The driver may have to wake up first (persistence mode is off)."""
+"""Time limit of the query: without persistence mode, the driver must initialize first."""
 
 BUSY_SHARE = 0.02
+"""A GPU with a larger share of its memory in use is busy."""
 
 
 def driver(machine: Machine) -> Mapping[str, Any]:
-    """What `main` prints, or `why` it printed nothing; asked once."""
-    return machine.once("nvml", _ask)
+    """The output of `main`, queried once; without an answer, no GPUs and the reason as `why`."""
+    return machine.cached("nvml", _query_driver)
 
 
-def _ask(machine: Machine) -> Mapping[str, Any]:
+def _query_driver(machine: Machine) -> Mapping[str, Any]:
     output = machine.run(sys.executable, "-m", "megajax.reporting.machine.gpus", seconds=NVML_SECONDS)
     if output.code == 0:
         return json.loads(output.out.splitlines()[-1])
@@ -35,10 +36,10 @@ def _ask(machine: Machine) -> Mapping[str, Any]:
 
 
 def count(machine: Machine) -> Finding:
-    """There are GPUs, and the driver knows all of them."""
+    """The driver knows all GPUs."""
     gpus, why, files = driver(machine)["gpus"], driver(machine).get("why"), machine.gpu_files
     if not gpus and not files:
-        return warn("no NVIDIA GPU", "runs use the CPU: enough to try things out")
+        return warn("no NVIDIA GPU", "runs use the CPU: enough for small experiments")
     if why == NOT_INSTALLED:
         return warn(f"{files} device files; not checked: {why}", "pip install 'megajax[monitor]'")
     if not gpus:
@@ -49,22 +50,22 @@ def count(machine: Machine) -> Finding:
     kinds = Counter(f"{g['name']} (capability {g['capability']}, {byte_size(g['memory_total'])})" for g in gpus)
     text = ", ".join(f"{number} x {kind}" for kind, number in kinds.items())
     if len(kinds) > 1:
-        return warn(text, "a program that runs on all of them has the speed and the memory of the smallest")
+        return warn(text, "a run on all of them has the speed and the memory of the slowest and smallest")
     return ok(text)
 
 
 def installation(machine: Machine) -> Finding | None:
-    """Driver, CUDA plugin of jax and NVIDIA's libraries are there and fit together."""
+    """Driver, jax's CUDA plugin and NVIDIA's libraries are installed and compatible."""
     installed = find_installation()
     if not installed.gpus:
         return None
     if faults := installed.faults():
-        return fail("; ".join(faults), "jax can't use the GPUs until these are mended")
+        return fail("; ".join(faults), "fix these: jax can't use the GPUs until then")
     return ok(f"driver {'.'.join(map(str, installed.driver or ()))}, plugin for CUDA {installed.cuda[0]}")
 
 
 def health(machine: Machine) -> Finding | None:
-    """Memory errors and clocks; nothing else runs on the GPUs."""
+    """No memory errors, no slowdowns, and no other programs on the GPUs."""
     gpus = driver(machine)["gpus"]
     problems = [
         (status, f"GPU {i} {text}", advice) for i, g in enumerate(gpus) for status, text, advice in _problems(g)
@@ -77,19 +78,19 @@ def health(machine: Machine) -> Finding | None:
 
 
 def _problems(gpu: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """Status, text and advice."""
+    """Status, text and advice of each problem."""
     replace = "drain the machine, and have the GPU reset or replaced"
     if gpu["uncorrected_errors"]:
         yield "fail", f"has {gpu['uncorrected_errors']} uncorrected memory errors", replace
     if gpu["remap_failed"]:
-        yield "fail", "has no spare memory rows left to replace broken ones", replace
+        yield "fail", "has no spare memory rows to replace broken ones", replace
     if gpu["remap_pending"]:
         yield "warn", "needs a reset to replace a broken memory row", "nvidia-smi -r"
     if gpu["slowdowns"]:
         text = f"has {gpu['temperature']} °C, slowdowns: {', '.join(gpu['slowdowns'])}"
         yield "warn", text, "check cooling and power supply: one slow GPU slows the whole run"
     if gpu["memory_used"] > BUSY_SHARE * gpu["memory_total"]:
-        yield "warn", f"has {gpu['memory_used'] / 2**20:,.0f} MiB in use", "stop what runs there (see nvidia-smi)"
+        yield "warn", f"has {gpu['memory_used'] / 2**20:,.0f} MiB in use", "stop other programs there (see nvidia-smi)"
 
 
 def links(machine: Machine) -> Finding | None:
@@ -115,29 +116,29 @@ CHECKS: tuple[Check, ...] = (
 
 
 def main() -> None:
-    """Print what the checks need of the driver, as JSON; sizes in bytes, null for what it does not support."""
+    """Print the driver's state as JSON; sizes in bytes, null for queries that the driver does not support."""
     import pynvml as nvml
 
-    def ask(question: Callable[..., Any], *arguments: Any) -> Any:
+    def query(question: Callable[..., Any], *arguments: Any) -> Any:
         try:
             return question(*arguments)
         except nvml.NVMLError:
             return None
 
     def gpu(handle: Any) -> dict[str, Any]:
-        memory = ask(nvml.nvmlDeviceGetMemoryInfo, handle)
-        remapped = ask(nvml.nvmlDeviceGetRemappedRows, handle) or (None,) * 4
-        reasons = ask(nvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle) or 0
+        memory = query(nvml.nvmlDeviceGetMemoryInfo, handle)
+        remapped = query(nvml.nvmlDeviceGetRemappedRows, handle) or (None,) * 4
+        reasons = query(nvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle) or 0
         uncorrected = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
         return {
-            "name": ask(nvml.nvmlDeviceGetName, handle),
-            "capability": ".".join(map(str, ask(nvml.nvmlDeviceGetCudaComputeCapability, handle) or "?")),
+            "name": query(nvml.nvmlDeviceGetName, handle),
+            "capability": ".".join(map(str, query(nvml.nvmlDeviceGetCudaComputeCapability, handle) or "?")),
             "memory_total": memory.total if memory else 0,
             "memory_used": memory.used if memory else 0,
-            "uncorrected_errors": ask(nvml.nvmlDeviceGetTotalEccErrors, handle, *uncorrected),
+            "uncorrected_errors": query(nvml.nvmlDeviceGetTotalEccErrors, handle, *uncorrected),
             "remap_pending": remapped[2],
             "remap_failed": remapped[3],
-            "temperature": ask(nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU),
+            "temperature": query(nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU),
             "slowdowns": [name for name in SLOWDOWNS if reasons & getattr(nvml, f"nvmlClocksThrottleReason{name}")],
         }
 
@@ -146,7 +147,7 @@ def main() -> None:
     without_nvlink = [
         f"{a}-{b}"
         for a, b in combinations(range(len(handles)), 2)
-        if ask(nvml.nvmlDeviceGetP2PStatus, handles[a], handles[b], nvml.NVML_P2P_CAPS_INDEX_NVLINK)
+        if query(nvml.nvmlDeviceGetP2PStatus, handles[a], handles[b], nvml.NVML_P2P_CAPS_INDEX_NVLINK)
         != nvml.NVML_P2P_STATUS_OK
     ]
     print(json.dumps({"gpus": [*map(gpu, handles)], "without_nvlink": without_nvlink}))

@@ -1,4 +1,4 @@
-"""Checks of the host: packages, environment variables, limits, and the file system that runs are written to."""
+"""Checks of the host: packages, environment variables, limits, and the file system of the run folder."""
 
 import os
 import platform
@@ -27,17 +27,17 @@ SHOWN = ("jax", "jaxlib", "flax", "orbax-checkpoint", "grain", "numpy")
 HARMFUL = {
     "JAX_DISABLE_JIT": ("1|true", "nothing is compiled: runs are extremely slow"),
     "JAX_DEBUG_NANS": ("1|true", "every step waits for its results"),
-    "JAX_ENABLE_X64": ("1|true", "float64 appears where float32 is meant"),
-    "XLA_PYTHON_CLIENT_ALLOCATOR": ("platform", "every allocation goes to the driver: slow"),
+    "JAX_ENABLE_X64": ("1|true", "float64 replaces float32"),
+    "XLA_PYTHON_CLIENT_ALLOCATOR": ("platform", "every allocation calls the driver: slow"),
     "CUDA_LAUNCH_BLOCKING": ("1", "the host waits for every kernel"),
-    "NVIDIA_TF32_OVERRIDE": (".+", "changes how float32 is multiplied"),
+    "NVIDIA_TF32_OVERRIDE": (".+", "changes the precision of float32 matmuls"),
     "NCCL_P2P_DISABLE": ("1", "GPUs of a machine communicate through the host"),
     "NCCL_SHM_DISABLE": ("1", "processes of a machine communicate through the network"),
     "NCCL_IB_DISABLE": ("1", "machines communicate through TCP"),
 }
-"""Variable -> values that are warned of (a pattern for the whole value), and why."""
+"""Variable -> pattern of harmful values (full match), and the reason."""
 
-# Writes 64 MiB, or as much as 2 s allow, and prints the bytes per second.
+# Writes up to 64 MiB in at most 2 s, and prints the bytes per second.
 WRITE = """
 import os, sys, tempfile, time
 data, written = os.urandom(2**22), 0
@@ -64,8 +64,8 @@ def packages(machine: Machine) -> Finding:
         return fail("; ".join(dict.fromkeys(problems)), "uv sync, or pip install --upgrade megajax")
     if not _requirements("megajax"):
         return warn("megajax is not installed, so its requirements are unknown", "uv sync, or pip install -e .")
-    shown = [f"{name} {installed}" for name in SHOWN if (installed := _version(name))]
-    return ok(f"Python {platform.python_version()}, {', '.join(shown)}")
+    visible_gpus = [f"{name} {installed}" for name in SHOWN if (installed := _version(name))]
+    return ok(f"Python {platform.python_version()}, {', '.join(visible_gpus)}")
 
 
 def _requirements(package: str) -> list[str]:
@@ -83,38 +83,38 @@ def _version(package: str) -> str | None:
 
 
 def compiler_flags(machine: Machine) -> Finding:
-    """XLA knows all flags it is given. Starts jax on the CPU, which knows the flags for GPUs as well."""
+    """XLA accepts all flags. Starts jax on the CPU, which knows the flags for GPUs as well."""
     names = ", ".join(sorted(flag_names(machine.environment)))
     if not names:
         return ok("none set")
     output = machine.run(sys.executable, "-c", "import jax; jax.devices()", seconds=60.0, JAX_PLATFORMS="cpu")
     if unknown := re.search(r"Unknown flags? in (\w+): (.*)", output.err):
         advice = f"remove it from {unknown[1]}: every process would exit at its start"
-        return fail(f"{unknown[2].strip()} is not known to this XLA", advice)
+        return fail(f"{unknown[2].strip()} is not known to this version of XLA", advice)
     if output.code != 0:
-        return fail(f"with {names}, jax does not start: it {output.reason[:200]}", "unset them")
+        return fail(f"jax does not start with {names}: it {output.reason[:200]}", "unset them")
     return ok(f"{names}: known to XLA")
 
 
 def platforms(machine: Machine) -> Finding:
     """jax may use the GPUs of this machine."""
-    gpus, chosen = machine.gpu_files, machine.environment.get("JAX_PLATFORMS", "")
+    gpus, requested = machine.gpu_files, machine.environment.get("JAX_PLATFORMS", "")
     visible = machine.environment.get("CUDA_VISIBLE_DEVICES")
-    wants_gpu = bool({"cuda", "gpu"} & {name.strip() for name in chosen.lower().split(",")})
-    if chosen and bool(gpus) != wants_gpu:
-        return fail(f"JAX_PLATFORMS={chosen} with {gpus or 'no'} GPUs", "unset JAX_PLATFORMS")
+    wants_gpu = bool({"cuda", "gpu"} & {name.strip() for name in requested.lower().split(",")})
+    if requested and bool(gpus) != wants_gpu:
+        return fail(f"JAX_PLATFORMS={requested} with {gpus or 'no'} GPUs", "unset JAX_PLATFORMS")
     if gpus and visible is not None:
-        shown = [name for name in visible.split(",") if name.strip() not in ("", "-1")]
-        text = f"CUDA_VISIBLE_DEVICES={visible} shows {len(shown)} of {gpus} GPUs"
-        if not shown:
+        visible_gpus = [name for name in visible.split(",") if name.strip() not in ("", "-1")]
+        text = f"CUDA_VISIBLE_DEVICES={visible} shows {len(visible_gpus)} of {gpus} GPUs"
+        if not visible_gpus:
             return fail(text, "unset it")
-        if len(shown) < gpus:
-            return warn(text, "unset it, unless others use the rest")
-    return ok(f"JAX_PLATFORMS={chosen}" if chosen else "jax may choose")
+        if len(visible_gpus) < gpus:
+            return warn(text, "unset it, unless other programs use the remaining GPUs")
+    return ok(f"JAX_PLATFORMS={requested}" if requested else "jax may choose")
 
 
 def variables(machine: Machine) -> Finding:
-    """None that makes runs slow or changes their numbers."""
+    """No variable slows runs down or changes their numbers."""
     problems = []
     for name, (values, why) in HARMFUL.items():
         value = machine.environment.get(name)
@@ -124,7 +124,7 @@ def variables(machine: Machine) -> Finding:
 
 
 def shared_memory(machine: Machine) -> Finding:
-    """/dev/shm, through which NCCL and data workers communicate within a machine."""
+    """Size of /dev/shm, through which NCCL and data workers communicate within a machine."""
     try:
         shared = os.statvfs("/dev/shm")
     except OSError:
@@ -137,13 +137,13 @@ def shared_memory(machine: Machine) -> Finding:
 
 
 def limits(machine: Machine) -> Finding:
-    """Open files, and the locked memory that InfiniBand needs."""
+    """Limits of open files, and of the locked memory that InfiniBand needs."""
     (files, _), (locked, _) = (resource.getrlimit(kind) for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK))
     if locked != resource.RLIM_INFINITY and any(Path("/sys/class/infiniband").glob("*")):
         text = f"{byte_size(locked)} of locked memory, with InfiniBand"
         return fail(text, "ulimit -l unlimited (docker run --ulimit memlock=-1)")
     if files == resource.RLIM_INFINITY:
-        return ok("any number of open files")
+        return ok("unlimited open files")
     if files < FEW_FILES:
         verdict = fail if files < MIN_FILES else warn
         return verdict(f"{files:,} open files", "ulimit -n 65536: checkpoints and data need many files")
@@ -151,10 +151,10 @@ def limits(machine: Machine) -> Finding:
 
 
 def disk(machine: Machine) -> Finding:
-    """The run folder, or the nearest one above it that exists, is writable, fast enough, and has space."""
-    wanted = machine.run_dir.expanduser().absolute()
-    folder = next(each for each in (wanted, *wanted.parents) if each.is_dir())
-    # In a process of its own: a network file system that is gone blocks every access.
+    """The run folder, or its nearest existing parent, is writable, fast enough, and has free space."""
+    run_dir = machine.run_dir.expanduser().absolute()
+    folder = next(path for path in (run_dir, *run_dir.parents) if path.is_dir())
+    # In a separate process: every access to an unreachable network file system blocks.
     output = machine.run(sys.executable, "-S", "-c", WRITE, str(folder), seconds=DISK_SECONDS)
     if output.code != 0:
         return fail(f"{folder} is not writable: {output.reason}", "make it writable, or choose another --run-dir")

@@ -1,4 +1,4 @@
-"""Checks of this machine, and how they look at it: its environment, its packages, and commands that may hang."""
+"""Checks of this machine, its environment, and commands that may hang."""
 
 import contextlib
 import os
@@ -12,32 +12,32 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 KILL_SECONDS = 2.0
-"""How long to wait for a killed process: one that hangs in a driver never ends."""
+"""Time limit of waiting for a killed process, which may hang in a driver forever."""
 
 
 class Output(NamedTuple):
     """The output of a command."""
 
     code: int | None
-    """Exit code, negative for a signal; None if it took too long, or could not be started."""
+    """Exit code, negative for a signal; None if the command timed out or could not be started."""
     out: str = ""
     err: str = ""
     why: str = ""
-    """Why there is no exit code."""
+    """Why `code` is None."""
 
     @property
     def reason(self) -> str:
         """Why the command failed, in one line."""
         killed = self.code is not None and self.code < 0
-        how = f"was killed by signal {abs(self.code or 0)}" if killed else f"ended with code {self.code}"
+        ending = f"was killed by signal {abs(self.code or 0)}" if killed else f"ended with code {self.code}"
         last = " / ".join((self.err.strip() or self.out.strip()).splitlines()[-3:])
-        return self.why or (f"{how}: {last}" if last else how)
+        return self.why or (f"{ending}: {last}" if last else ending)
 
 
 def run_limited(command: Sequence[str], *, seconds: float, environment: Mapping[str, str] | None = None) -> Output:
-    """Run a command for at most `seconds`, then kill it with all its children. Never waits for one that won't die."""
+    """Run a command for at most `seconds`, then kill it with all its children, without waiting forever for its end."""
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        # Files, not pipes: a grandchild that keeps a pipe open would keep this process waiting.
+        # Files, not pipes: this process would wait for a grandchild that keeps a pipe open.
         try:
             process = subprocess.Popen(
                 command, env=environment, start_new_session=True, stdin=subprocess.DEVNULL, stdout=out, stderr=err
@@ -62,22 +62,22 @@ def run_limited(command: Sequence[str], *, seconds: float, environment: Mapping[
 
 
 class Machine:
-    """This machine; what several checks need is looked up once."""
+    """This machine, with a cache of results that several checks need."""
 
     def __init__(self, run_dir: Path | None = None, environment: Mapping[str, str] | None = None):
         self.environment = dict(os.environ if environment is None else environment)
         self.run_dir = Path.cwd() if run_dir is None else run_dir
-        self._known: dict[str, Any] = {}
+        self._cache: dict[str, Any] = {}
 
     def run(self, *command: str, seconds: float = 10.0, **variables: str) -> Output:
-        """A command in this environment, with some `variables` changed."""
+        """Run a command in this environment, with some `variables` changed."""
         return run_limited(command, seconds=seconds, environment=self.environment | variables)
 
-    def once[T](self, name: str, look: Callable[["Machine"], T]) -> T:
-        """The result of `look`, which runs once for each `name`."""
-        if name not in self._known:
-            self._known[name] = look(self)
-        return self._known[name]
+    def cached[T](self, name: str, compute: Callable[["Machine"], T]) -> T:
+        """The result of `compute`, which runs once for each `name`."""
+        if name not in self._cache:
+            self._cache[name] = compute(self)
+        return self._cache[name]
 
     @cached_property
     def gpu_files(self) -> int:
@@ -86,10 +86,10 @@ class Machine:
 
 
 class Finding(NamedTuple):
-    """The state of something, and what to do about it if it is not fine."""
+    """The result of a check, with advice unless it is ok."""
 
     status: Literal["ok", "warn", "fail"]
-    """warn: not as it should be, but training may work. fail: no run will work correctly on this machine."""
+    """warn: training may work. fail: no run will work correctly on this machine."""
     state: str
     advice: str = ""
 
@@ -99,17 +99,17 @@ warn = partial(Finding, "warn")
 fail = partial(Finding, "fail")
 
 type Check = tuple[str, Callable[[Machine], Finding | None]]
-"""A name, and a function that looks at the machine; None: the check does not apply to it."""
+"""Name and function of a check; the function returns None if the check does not apply to the machine."""
 
 
 def run_checks(checks: Iterable[Check], machine: Machine) -> Iterator[tuple[str, Finding, float]]:
-    """Name, finding and seconds of each check that applies, as they come. An exception becomes a warning."""
-    for name, look in checks:
+    """Yield name, finding and seconds of each check that applies. An exception becomes a warning."""
+    for name, check in checks:
         start = time.monotonic()
         try:
-            finding = look(machine)
+            finding = check(machine)
         except Exception as error:
-            finding = warn(f"could not be checked: {type(error).__name__}: {error}", "check by hand")
+            finding = warn(f"could not be checked: {type(error).__name__}: {error}", "check it manually")
         if finding is not None:
             status, *texts = finding
             yield name, Finding(status, *(" ".join(text.split()) for text in texts)), time.monotonic() - start

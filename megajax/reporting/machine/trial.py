@@ -1,4 +1,4 @@
-"""Checks that try the devices: each is the finding of a stage of devices.py."""
+"""Tests of the devices: a check for each stage of devices.py, which runs in a separate process."""
 
 import contextlib
 import json
@@ -10,38 +10,39 @@ from megajax.reporting.machine.machine import Check, Finding, Machine, fail, war
 
 STAGES = ("devices", "matmul", "attention", "all-reduce")
 STAGE_SECONDS = 90.0
-"""Time limit of each stage: the first contact with eight GPUs may take a minute."""
+"""Time limit of each stage: initializing eight GPUs may take a minute."""
 
-FIRST_AID = "stop what else uses the devices; check the driver and dmesg; try CUDA_VISIBLE_DEVICES=N one by one"
+FIRST_AID = "stop other programs on the devices; check the driver and dmesg; try CUDA_VISIBLE_DEVICES=N one by one"
 
 
 def run_trial(machine: Machine) -> tuple[Mapping[str, Finding], str, str]:
-    """Try the devices -> findings of the stages that ended; the stage that hung or crashed, if any; why.
+    """Test the devices -> findings of the stages that ended; the last stage; the reason if it hung or crashed.
 
-    The process ends itself when a stage takes too long. The limit here is for one that a driver keeps from doing so.
+    The process ends itself when a stage takes too long. The limit here applies if a driver keeps it from doing so.
     """
     command = (sys.executable, "-u", "-m", "megajax.reporting.machine.devices", str(STAGE_SECONDS))
     output = machine.run(*command, seconds=STAGE_SECONDS * (len(STAGES) + 1))
     findings, stage = {}, "import"
     for line in output.out.splitlines():
-        with contextlib.suppress(ValueError, TypeError, KeyError):  # jax may print lines of its own
-            said = json.loads(line)
-            stage = said["stage"]
-            findings[stage] = Finding(*said["finding"])
+        with contextlib.suppress(ValueError, TypeError, KeyError):  # jax may print other lines
+            report = json.loads(line)
+            stage = report["stage"]
+            findings[stage] = Finding(*report["finding"])
     hangs = f"gave no answer within {STAGE_SECONDS:g} s" if "Timeout (" in output.err else ""
     return findings, stage, hangs or output.reason
 
 
 def check_stage(stage: str, machine: Machine) -> Finding:
-    """The finding of a stage. Only the stage that hung or crashed fails; later ones say they did not run."""
-    findings, stopped_in, why = machine.once("trial", run_trial)
+    """The finding of a stage. Only the stage that hung or crashed fails; later ones warn that they did not run."""
+    findings, stopped_in, why = machine.cached("trial", run_trial)
     if stage in findings:
         return findings[stage]
     if stopped_in == "import" and stage == STAGES[0]:
         return fail(f"jax can't be imported: it {why}", "reinstall it: uv sync")
     if stopped_in == stage:
         return fail(f"{stage} {why}", FIRST_AID)
-    return warn("not run: no devices" if stopped_in in findings else f"not run: {stopped_in} {why}", "see there")
+    reason = "no devices" if stopped_in in findings else f"{stopped_in} {why}"
+    return warn(f"not run: {reason}", "see the check that failed")
 
 
 CHECKS: tuple[Check, ...] = tuple((stage, partial(check_stage, stage)) for stage in STAGES)
