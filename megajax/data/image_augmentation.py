@@ -1,4 +1,4 @@
-"""Crops, flips and random operations on images, by Pillow; what is random comes from the generator of a row."""
+"""Crops, flips and random operations on images, with Pillow; random numbers come from the generator of a row."""
 
 import math
 from collections.abc import Callable
@@ -11,16 +11,16 @@ from megajax.data.config import AugmentConfig, CropConfig
 from megajax.data.image_decoding import Picture
 
 TRIES = 10
-"""Crops that are drawn before the largest one with a ratio that is allowed is used."""
+"""Random crops that are tried before the largest centered crop with an allowed ratio is used."""
 GREY = (128, 128, 128)
-"""Fills what an operation moves into the image."""
+"""Fills the pixels that an operation uncovers."""
 ROTATION, SHEAR, SHIFT, ENHANCEMENT = 30.0, 0.3, 0.3, 0.9
-"""Degrees, share of the image's other side, share of its side, change of a factor, each at magnitude 10."""
+"""Degrees, share of the other side, share of the same side, change of a factor; each at magnitude 10."""
 STRONGEST = 10.0
 
 
 class Crop(NamedTuple):
-    """What becomes of an image: a box (left, top, right, bottom) of it, resized to the model's size, and a flip."""
+    """A box (left, top, right, bottom) of an image, which is resized to the model's size, and an optional flip."""
 
     box: tuple[float, float, float, float]
     flip: bool = False
@@ -51,7 +51,7 @@ def inner_box(size: tuple[int, int], ratio: float, share: float = 1.0) -> tuple[
 
 
 def crop_image(picture: Picture, crop: Crop, size: tuple[int, int], filter: str = "BILINEAR") -> Any:
-    """The box of the picture at `size` (width, height). filter: of Pillow's; BICUBIC takes 1.6 times as long.
+    """The crop of a picture, resized to `size` (width, height). filter: of Pillow; BICUBIC is 1.6 times slower.
 
     Raises UnreadableItem.
     """
@@ -66,16 +66,16 @@ def crop_image(picture: Picture, crop: Crop, size: tuple[int, int], filter: str 
 
 
 def crop_classes(classes: np.ndarray, crop: Crop, size: tuple[int, int]) -> np.ndarray:
-    """The box of classes of pixels [H, W] at `size` (width, height): int32, that of the nearest pixel."""
+    """The crop of pixel classes [H, W], resized to `size` (width, height) by nearest pixels, int32."""
     left, top, right, bottom = crop.box
     columns = left + (np.arange(size[0]) + 0.5) * (right - left) / size[0]
     rows = top + (np.arange(size[1]) + 0.5) * (bottom - top) / size[1]
-    crop_classes = classes[np.ix_(rows.astype(np.intp), columns.astype(np.intp))]
-    return np.ascontiguousarray(crop_classes[:, ::-1] if crop.flip else crop_classes)
+    pixels = classes[np.ix_(rows.astype(np.intp), columns.astype(np.intp))]
+    return np.ascontiguousarray(pixels[:, ::-1] if crop.flip else pixels)
 
 
 def augment_image(image: Any, config: AugmentConfig, generator: np.random.Generator) -> Any:
-    """`config.operations` operations at `config.magnitude`, drawn with repetition."""
+    """Applies `config.operations` random operations, drawn with repetition, at `config.magnitude`."""
     for number in generator.integers(len(OPERATIONS), size=config.operations).tolist():
         sign = 1.0 if generator.random() < 0.5 else -1.0
         image = OPERATIONS[number](image, config.magnitude / STRONGEST, sign)

@@ -1,4 +1,4 @@
-"""Image files to RGB pixels by Pillow, with a limit on their size (extra `images`)."""
+"""Decoding of image files to RGB pixels with Pillow, with a limit on their size (extra `images`)."""
 
 import io
 import math
@@ -13,13 +13,13 @@ from megajax.data.item_rows import UnreadableItem
 from megajax.data.reading import is_transient
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
-"""Formats that are read: others of Pillow start programs or are never trained on."""
+"""Supported formats. Pillow's other formats start external programs or are not used for training."""
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm")
 BYTES_PER_PIXEL = 8
 HEADER_BYTES = 1 << 20
-"""A file may have up to 8 bytes for each pixel that is allowed, and this besides."""
+"""A file may have up to 8 bytes per allowed pixel, plus this many."""
 ORIENTATION = 0x0112
-"""The EXIF tag; TURNS: its value -> what brings the image upright."""
+"""EXIF tag of the orientation; TURNS: its value -> the operation that turns the image upright."""
 TURNS = {
     2: "FLIP_LEFT_RIGHT",
     3: "ROTATE_180",
@@ -32,13 +32,13 @@ TURNS = {
 
 
 class Picture(Protocol):
-    """An image that is there or can be decoded."""
+    """An image, which may have to be decoded."""
 
     size: tuple[int, int]
     """Width and height."""
 
     def rgb(self, least: tuple[float, float]) -> Any:
-        """The image in Pillow's mode RGB: of `size`, or smaller with the same content, yet `least` wide and high.
+        """The image in Pillow's mode RGB: of `size`, or scaled down to no less than `least` (width, height).
 
         Raises UnreadableItem.
         """
@@ -46,7 +46,7 @@ class Picture(Protocol):
 
 
 class ArrayPicture:
-    """An image that needs no decoding. pixels: uint8 [H, W, 3]."""
+    """An image from an array. pixels: uint8 [H, W, 3]."""
 
     def __init__(self, pixels: np.ndarray):
         self._image = require("PIL.Image", "Reading images").fromarray(pixels)
@@ -59,14 +59,14 @@ class ArrayPicture:
 
 
 class StoredPicture:
-    """An image file, of which only the header is read until its pixels are asked for.
+    """An image file, decoded on demand; only its header is read before.
 
-    Turned as its EXIF orientation says. Transparency is dropped, 16-bit values keep their upper 8 bits, and of an
-    animation the first image is used.
+    Applies the EXIF orientation. Drops transparency, keeps the upper 8 of 16 bits, and uses the first image of an
+    animation.
 
     Args:
-        data: the file.
-        maximum_pixels: width times height may not exceed it.
+        data: content of the file.
+        maximum_pixels: limit of width times height.
 
     Raises:
         UnreadableItem: not an image, too large, or damaged.
@@ -76,7 +76,7 @@ class StoredPicture:
         library = require("PIL.Image", "Reading images")
         try:
             self._image = library.open(io.BytesIO(data), formats=FORMATS)
-            # Asked of a PNG without a tag, Pillow would decode it.
+            # For a PNG without a tag, getexif would decode the image.
             tagged = "exif" in self._image.info or self._image.format == "TIFF"
             self._turn = TURNS.get(self._image.getexif().get(ORIENTATION)) if tagged else None
         except library.DecompressionBombError as error:
@@ -94,7 +94,7 @@ class StoredPicture:
         self.size = (height, width) if self._across else (width, height)
 
     def rgb(self, least: tuple[float, float]) -> Any:
-        """JPEG is decoded at 1/2, 1/4 or 1/8 of its size where that is enough: it takes a fraction of the time."""
+        """Decodes JPEG at 1/2, 1/4 or 1/8 of its size if that suffices, in a fraction of the time."""
         try:
             width, height = least[::-1] if self._across else least
             self._image.draft("RGB", (math.ceil(width), math.ceil(height)))  # nothing for formats other than JPEG
@@ -106,9 +106,9 @@ class StoredPicture:
             raise _corrupt(error) from error
 
     def classes(self) -> Any:
-        """The image as classes of pixels, int32 [H, W]: values of a grey image, indices of one with a palette."""
+        """The image as pixel classes, int32 [H, W]: the values of a grey image, or the indices of a palette."""
         if self._image.mode not in ("1", "L", "P", "I;16", "I;16B", "I"):
-            detail = f"it is {self._image.mode}; the classes of pixels must be grey values or a palette"
+            detail = f"the image is {self._image.mode}; the classes of pixels must be grey values or a palette"
             raise UnreadableItem("not a mask", detail)
         try:
             return np.asarray(self._image).astype(np.int32)
@@ -119,7 +119,7 @@ class StoredPicture:
 def read_bounded(path: Path, maximum_pixels: int) -> bytes:
     """The file's content.
 
-    Raises UnreadableItem for one that is missing, or larger than any image allowed; OSError where the disk or file
+    Raises UnreadableItem for a file that is missing or larger than any allowed image; OSError if the disk or file
     server fails.
     """
     try:
@@ -133,9 +133,9 @@ def read_bounded(path: Path, maximum_pixels: int) -> bytes:
 
 
 def read_at(path: Path, offset: int, size: int) -> bytes:
-    """Bytes of a file, which is opened for each read: there may be more files than a process may hold open.
+    """Bytes of a file, which is opened for each read, since there may be more files than a process can keep open.
 
-    Raises UnreadableItem; OSError where the disk or file server fails.
+    Raises UnreadableItem; OSError if the disk or file server fails.
     """
     try:
         with path.open("rb", buffering=0) as file:
@@ -143,17 +143,17 @@ def read_at(path: Path, offset: int, size: int) -> bytes:
     except OSError as error:
         raise _unreadable(error) from error
     if len(data) < size:
-        raise UnreadableItem("cannot be read", f"{path} ends at byte {offset + len(data)}: it was cut")
+        raise UnreadableItem("cannot be read", f"{path} ends at byte {offset + len(data)}: it is truncated")
     return data
 
 
 def _unreadable(error: OSError) -> Exception:
-    """An error of the disk or file server is not the item's fault: it stays what it is, and the row is read again."""
+    """An UnreadableItem, unless the error is transient: then the error itself, so that the row is read again."""
     return error if is_transient(error) else UnreadableItem("cannot be read", error.strerror or str(error))
 
 
 def is_compressed(path: Path) -> bool:
-    """Whether the file begins as one of gzip, zstd, bzip2 or xz."""
+    """Whether the file begins with the magic bytes of gzip, zstd, bzip2 or xz."""
     try:
         with path.open("rb") as file:
             return file.read(4).startswith((b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"BZh", b"\xfd7z"))
@@ -162,7 +162,7 @@ def is_compressed(path: Path) -> bool:
 
 
 def check_bytes(size: int, maximum_pixels: int) -> None:
-    """Raises UnreadableItem for a file larger than any image of that many pixels, before it is read."""
+    """Raises UnreadableItem for an empty file, or one larger than any image of that many pixels."""
     if not size:
         raise UnreadableItem("empty file", "")
     if size > maximum_pixels * BYTES_PER_PIXEL + HEADER_BYTES:
@@ -170,7 +170,7 @@ def check_bytes(size: int, maximum_pixels: int) -> None:
 
 
 def image_method(name: str) -> Any:
-    """One of Pillow's ways to transpose an image."""
+    """A method of Pillow's `transpose`."""
     return require("PIL.Image", "Reading images").Transpose[name]
 
 

@@ -24,7 +24,7 @@ class ClassFolder:
     """The images of a folder with a folder for each class.
 
     Args:
-        folder: holds the folders of the classes.
+        folder: parent of the folders of the classes.
         files: (class, name below its folder) of each image.
         classes: names of the classes, sorted.
     """
@@ -68,8 +68,8 @@ class MaskFolder:
     """The images of a folder, each with a mask of the same name.
 
     Args:
-        folder: holds images/ and masks/.
-        files: names of each image and its mask, in these folders.
+        folder: parent of images/ and masks/.
+        files: names of each image and its mask in these folders.
     """
 
     def __init__(self, folder: Path, files: Sequence[tuple[str, str]], maximum_pixels: int):
@@ -107,7 +107,7 @@ class MaskFolder:
 
 
 def split_folders(root: Path) -> Mapping[str, Path]:
-    """The folders of the splits by name; empty if there is no train/. Raises UserError if `root` is no folder."""
+    """Split -> its folder; empty without train/. Raises UserError if `root` is not a folder."""
     if not root.is_dir():
         raise UserError(f"data.path: no such folder: {root} (looked for in {Path.cwd()})")
     candidates = {name: [root / choice for choice in names] for name, names in SPLIT_FOLDERS.items()}
@@ -118,11 +118,11 @@ def split_folders(root: Path) -> Mapping[str, Path]:
 
 
 def class_names(folder: Path) -> tuple[str, ...]:
-    """Names of the folders in a folder, sorted. Raises UserError without any."""
+    """Names of the folders in a folder, sorted. Raises UserError if there are none."""
     names = tuple(sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and entry.name[0] != "."))
     if not names:
         raise UserError(
-            f"{folder}: has no folders. Images belong into a folder for each class: {folder}/CLASS/NAME.jpg"
+            f"{folder}: has no folders. Put the images into a folder for each class: {folder}/CLASS/NAME.jpg"
         )
     return names
 
@@ -130,7 +130,7 @@ def class_names(folder: Path) -> tuple[str, ...]:
 def class_files(folder: Path, classes: Mapping[str, int]) -> list[tuple[int, str]]:
     """(class, path below the class's folder) of all images in a folder of classes, sorted.
 
-    Raises UserError for a class that is not among `classes`, and without images.
+    Raises UserError for a class that is not in `classes`, or if there are no images.
     """
     files: list[tuple[int, str]] = []
     progress = Progress("images", f"listing {folder}")

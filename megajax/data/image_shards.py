@@ -1,6 +1,6 @@
-"""Images with classes in tar files: an index of byte offsets, built once, and reads of single images by offset.
+"""Images with classes in tar files, with an index of byte offsets, which is built once, to read images by offset.
 
-The layout is that of webdataset: neighbouring files whose paths agree up to the first dot of the name are a sample.
+The layout is that of webdataset: adjacent files whose paths agree up to the first dot of the name are a sample.
 """
 
 import glob
@@ -29,15 +29,15 @@ from megajax.data.splits import Rows, Splits, config_paths
 
 SCANNED_TOGETHER = 8
 LONGEST_LABEL = 1 << 20
-"""Bytes of a file with a class."""
+"""Maximum bytes of a file with a class."""
 BLOCK = 512
-"""Headers are this long, and contents are padded to multiples of it."""
+"""Size of a header in bytes; contents are padded to a multiple of it."""
 PAX_RECORD = re.compile(rb"\d+ (path|size)=([^\n]*)\n")
 LARGEST_CLASS = 2**31 - 1
 
 
 class Location(NamedTuple):
-    """Where the images of tar files lie; arrays [images]."""
+    """Locations and classes of the images of tar files; arrays [images]."""
 
     shards: np.ndarray
     """int32: number of the tar file."""
@@ -50,7 +50,7 @@ class Location(NamedTuple):
 
 
 class ShardImages:
-    """The images of tar files. left_out: reason -> samples that cannot be used."""
+    """The images of tar files. left_out: reason -> number of unusable samples."""
 
     def __init__(self, paths: Sequence[Path], location: Location, maximum_pixels: int, left_out: Counter[str]):
         self._paths, self.location, self._maximum_pixels, self.left_out = paths, location, maximum_pixels, left_out
@@ -59,7 +59,7 @@ class ShardImages:
         return len(self.location.labels)
 
     def name(self, item: int) -> str:
-        """Tar file and path of the image in it; a path longer than a header is cut."""
+        """Tar file and path of the image in it; a path that does not fit into the header is cut."""
         path, offset = self._paths[self.location.shards[item]], int(self.location.offsets[item])
         try:
             inside = tarfile.TarInfo.frombuf(read_at(path, offset - BLOCK, BLOCK), "utf-8", "replace").name
@@ -75,7 +75,7 @@ class ShardImages:
         return StoredPicture(data, self._maximum_pixels)
 
     def label(self, item: int) -> int:
-        """Its class."""
+        """The class of the image."""
         return int(self.location.labels[item])
 
     def files(self) -> list[Path]:
@@ -93,7 +93,7 @@ class ShardImages:
 
 
 def find_shards(patterns: Sequence[str]) -> list[Path]:
-    """The files of paths with * and {000..127}, sorted in each pattern. Raises UserError for one without files."""
+    """The files that match patterns with * and {000..127}, sorted for each. Raises UserError for one without files."""
     shards: list[Path] = []
     for pattern in patterns:
         names = [
@@ -129,7 +129,7 @@ def tar_members(file: BinaryIO) -> Iterator[Member]:
     Three to five times as fast as `tarfile`, which indexes the million images of ImageNet in five minutes.
 
     Raises:
-        tarfile.ReadError: not a tar file, or one that was cut.
+        tarfile.ReadError: not a tar file, or a truncated one.
     """
     end, position = os.fstat(file.fileno()).st_size, 0
     changed: dict[bytes, bytes] = {}
@@ -146,7 +146,7 @@ def tar_members(file: BinaryIO) -> Iterator[Member]:
             raise tarfile.ReadError(f"no header at byte {position}")
         data, position = position + BLOCK, position + BLOCK + -(-size // BLOCK) * BLOCK
         if data + size > end:
-            raise tarfile.ReadError(f"it has {end:,} bytes, and a file in it goes to {data + size:,}")
+            raise tarfile.ReadError(f"it has {end:,} bytes, but a file in it ends at {data + size:,}")
         kind = head[156:157]
         if kind == b"x":
             changed |= dict(PAX_RECORD.findall(os.pread(file.fileno(), size, data)))
@@ -156,11 +156,11 @@ def tar_members(file: BinaryIO) -> Iterator[Member]:
             if kind in (b"0", b"\0"):
                 yield Member(changed.get(b"path", _path(head)).decode("utf-8", "surrogateescape"), data, size)
             changed = {}
-    raise tarfile.ReadError(f"it ends at byte {end:,} without the zeros that end an archive: it was cut")
+    raise tarfile.ReadError(f"it ends at byte {end:,} without the zeros that end an archive: it is truncated")
 
 
 def _number(field: bytes) -> int:
-    """Octal digits, or as GNU writes large numbers a set bit and base 256."""
+    """A number in octal digits, or as GNU writes large ones: a set bit, then base 256."""
     if field[0] & 0x80:
         return int.from_bytes(field[1:], "big")
     return int(field.strip(b"\0 ") or b"0", 8)
@@ -172,12 +172,12 @@ def _path(head: bytes) -> bytes:
 
 
 def scan(path: Path, label: str) -> tuple[np.ndarray, list[tuple[str, str]]]:
-    """(int64 [samples, 3]: offset, size and class of each image; samples that cannot be used: reason, name).
+    """(int64 [samples, 3]: offset, size and class of each image; reason and name of each unusable sample).
 
     Only headers and files with classes are read.
 
     Raises:
-        UserError: not a tar file, compressed, or cut.
+        UserError: not a tar file, compressed, or truncated.
     """
     rows, unusable = [], []
     try:
@@ -188,7 +188,7 @@ def scan(path: Path, label: str) -> tuple[np.ndarray, list[tuple[str, str]]]:
                 except UnreadableItem as error:
                     unusable.append((error.reason, f"{path}: {name}: {error}"))
     except (OSError, tarfile.ReadError) as error:
-        packed = " Tar files must not be compressed: images in them are read singly." * is_compressed(path)
+        packed = " Tar files must not be compressed: images are read from them by offset." * is_compressed(path)
         raise UserError(f"{path}: cannot be read as a tar file: {error}.{packed}") from error
     return np.array(rows, np.int64).reshape(-1, 3), unusable
 
@@ -203,11 +203,11 @@ def _entry(members: list[Member], file: BinaryIO, label: str) -> tuple[int, int,
     suffixes = {f".{member.name.rpartition('.')[2].lower()}": member for member in members}
     image = next((member for suffix, member in suffixes.items() if suffix in SUFFIXES), None)
     if image is None:
-        raise UnreadableItem("no image", f"it has {', '.join(suffixes)}")
+        raise UnreadableItem("no image", f"the sample has {', '.join(suffixes)}")
     for suffix in (".cls", ".json"):
         if suffix in suffixes:
             return image.offset, image.size, _class(suffixes[suffix], file, label)
-    raise UnreadableItem("no class", f"it has {', '.join(suffixes)}, and neither .cls nor .json")
+    raise UnreadableItem("no class", f"the sample has {', '.join(suffixes)}, but neither .cls nor .json")
 
 
 def _class(member: Member, file: BinaryIO, label: str) -> int:
@@ -222,7 +222,7 @@ def _class(member: Member, file: BinaryIO, label: str) -> int:
 
 
 def build_index(paths: Sequence[Path], label: str) -> Arrays:
-    """The index of tar files: the fields of `Location`, and as JSON the samples that cannot be used."""
+    """The index of tar files: the fields of `Location`, and the unusable samples as JSON."""
     tables, unusable, count = [], [], 0
     progress = Progress("samples", f"indexing {len(paths)} tar files")
     with ThreadPoolExecutor(SCANNED_TOGETHER) as pool:
@@ -241,7 +241,7 @@ def open_shards(config: ImageShardsConfig, patterns: Sequence[str]) -> ShardImag
     """The images of tar files. The index is cached under the tar files' names, sizes and dates.
 
     Raises:
-        UserError: no such files, damaged ones, none with a sample; with on_error=stop a sample that cannot be used.
+        UserError: missing or damaged files, no samples, or with on_error=stop an unusable sample.
     """
     paths = find_shards(patterns)
     facts = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
@@ -260,7 +260,7 @@ def open_shards(config: ImageShardsConfig, patterns: Sequence[str]) -> ShardImag
 def build_splits(config: ImageShardsConfig, *, tokenizer: Any, schema: Schema, rows: Rows, seed: int) -> Splits:
     """Rows of images with a class each, for the splits that a run requests; see `ClassRows` and `open_shards`.
 
-    Samples that were left out count as skipped.
+    Unusable samples count as skipped.
 
     Raises UserError: more classes than the model has.
     """

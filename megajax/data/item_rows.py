@@ -1,4 +1,4 @@
-"""Rows that are made of items, one or a few each: their order over several passes, and items that cannot be read."""
+"""Rows made from items: their order over several passes, and the handling of unreadable items."""
 
 import threading
 from collections import Counter
@@ -14,14 +14,14 @@ from megajax.data.row_source import check_row, data_seed, files_of, order_checks
 from megajax.data.splits import Range, Rows, Splits, parse_split, split_bounds
 
 TRIES = 1000
-"""Items that are tried for one row before the data is given up."""
+"""Items that are tried for a row before an error is raised."""
 KEPT_ORDERS = 2
 SPLIT_SEED = 0
-"""Which items belong to a split does not depend on the run's seed: another run's test items stay unseen."""
+"""The items of a split do not depend on the run's seed, so that test items are the same for all runs."""
 
 
 class UnreadableItem(Exception):
-    """An item that no row can be made of; `reason` is one of a few words to count by."""
+    """An item that cannot be made into a row. reason: a short category, by which such items are counted."""
 
     def __init__(self, reason: str, detail: str):
         super().__init__(f"{detail} ({reason})" if detail else reason)
@@ -29,20 +29,20 @@ class UnreadableItem(Exception):
 
 
 class Items(Protocol):
-    """What rows are made of, by number."""
+    """The items of rows, by number."""
 
     def __len__(self) -> int: ...
 
     def name(self, item: int) -> str:
-        """Where the item lies, for messages."""
+        """Location of the item, for messages."""
         ...
 
 
 class DivisibleItems(Items, Protocol):
-    """Items that a split has shares of."""
+    """Items that can be divided into splits."""
 
     def groups(self) -> Sequence[np.ndarray]:
-        """Items of which each split gets the same share."""
+        """Groups of items; a split gets the same share of each."""
         ...
 
     def subset(self, items: np.ndarray) -> Items:
@@ -51,19 +51,19 @@ class DivisibleItems(Items, Protocol):
 
 
 class RowOrder(NamedTuple):
-    """Number and random numbers of the rows of a split, and what an item that cannot be read does."""
+    """Number, order and randomness of the rows of a split, and the handling of unreadable items."""
 
     rows: int | None
     """None: one pass over the items."""
     seed: int
-    """Of the order and of what is random in a row."""
+    """Seed of the order and of the randomness within rows."""
     split: int
-    """Position of the split, which has random numbers of its own."""
+    """Position of the split; each split has different random numbers."""
     on_error: Literal["stop", "skip"] = "stop"
 
     @classmethod
     def of(cls, config: ImagesConfig, rows: int | None, seed: int, split: int) -> "RowOrder":
-        """As the config says; seed: the run's."""
+        """The order that a config asks for. seed: the run's."""
         return cls(rows, data_seed(config.seed, seed), split, config.on_error)
 
 
@@ -73,11 +73,11 @@ type MakeRows = Callable[[Any, int, int | None], Any]
 class ItemRows[Data: Items]:
     """Rows 0 to `rows` - 1 as mappings of arrays, pure functions of (seed, split, row).
 
-    A pass reads every item once, in an order of its own. Subclasses make a row of an item.
+    A pass reads every item once, in a different order. Subclasses make a row from an item.
 
     Attributes:
-        passes: passes over the items, the last perhaps incomplete.
-        skipped: reason -> rows of which another item was used, so far.
+        passes: passes over the items; the last may be incomplete.
+        skipped: reason -> number of rows so far for which another item was used.
     """
 
     def __init__(self, items: Data, order: RowOrder):
@@ -104,7 +104,7 @@ class ItemRows[Data: Items]:
         return files_of(self.items)
 
     def item(self, row: int, attempt: int = 0) -> int:
-        """The item of a row, or that of the row `further` places on in the same pass."""
+        """The item of a row, or of the row `attempt` places later in the same pass."""
         number, place = divmod(row, len(self.items))
         return int(self._order(number)[(place + attempt) % len(self.items)])
 
@@ -123,8 +123,8 @@ class ItemRows[Data: Items]:
                     with self._lock:
                         self.skipped[error.reason] += 1
         raise UserError(
-            f"row {row}: none of {min(TRIES, len(self.items))} items can be read, the last one "
-            f"{self.items.name(self.item(row, attempt))}; so far {dict(self.skipped)}"
+            f"row {row}: none of {min(TRIES, len(self.items))} items can be read, the last one is "
+            f"{self.items.name(self.item(row, attempt))}; skipped so far: {dict(self.skipped)}"
         )
 
     def _permutation(self, number: int) -> np.ndarray:
@@ -134,7 +134,7 @@ class ItemRows[Data: Items]:
 
 
 def split_items(share: Range | None, groups: Sequence[np.ndarray]) -> np.ndarray:
-    """The items of a split, int64: the same share of each group, chosen at random but whatever the run's seed."""
+    """The items of a split, int64: a random share of each group, independent of the run's seed."""
     parts = [np.zeros(0, np.int64)]
     for number, group in enumerate(groups):
         first, last = split_bounds(share, len(group))
@@ -149,12 +149,12 @@ def items_by_label(labels: np.ndarray) -> list[np.ndarray]:
 
 
 def splits_from_shares(items: DivisibleItems, split: str, rows: Rows, make: MakeRows, source: str) -> Splits:
-    """Row sources of shares of the items, for the splits that a run requests.
+    """Row sources for the splits that a run requests, each from a share of the items.
 
-    make: (items, position of the split, rows) -> row source. where: the data's place, for messages.
+    make: (items, position of the split, rows) -> row source. source: location of the data, for messages.
 
     Raises:
-        UserError: a split that is requested has no items.
+        UserError: a requested split has no items.
     """
     shares, groups = parse_split(split), items.groups()
 
@@ -170,7 +170,7 @@ def splits_from_shares(items: DivisibleItems, split: str, rows: Rows, make: Make
 
 
 def splits_from_items(items: Callable[[str], Items | None], rows: Rows, make: MakeRows) -> Splits:
-    """Row sources of splits that have items of their own. items: name of a split -> its items, None without."""
+    """Row sources for the splits that a run requests, each from separate items. items: split -> its items or None."""
 
     def source(position: int, name: str, row_count: int | None) -> Any:
         split_items_of = items(name)

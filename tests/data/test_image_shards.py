@@ -179,7 +179,7 @@ def test_a_tar_file_that_is_cut_after_it_was_indexed(tmp_path: Path) -> None:
     path = write(tmp_path / "a.tar", samples(0, 3))
     rows = build(tmp_path, paths=(str(path),), split="1").train
     path.write_bytes(path.read_bytes()[:600])
-    with pytest.raises(UserError, match=r"ends at byte 600: it was cut"):
+    with pytest.raises(UserError, match=r"ends at byte 600: it is truncated"):
         [rows[row] for row in range(3)]
 
 
