@@ -47,12 +47,14 @@ def test_the_error_names_the_setting_and_an_alternative() -> None:
     assert str(caught.value).endswith(f"Set {MIXER}.kernel=pallas or auto.")
 
 
-READ, WRITTEN = AttentionConfig(heads=4, causal=False), AttentionConfig(heads=4)
+ENCODER_ATTENTION, DECODER_ATTENTION = AttentionConfig(heads=4, causal=False), AttentionConfig(heads=4)
 MLP = DenseMLPConfig(ffn=32)
 
 
-def t5(encoder: AttentionConfig = READ, decoder: AttentionConfig = WRITTEN, **cross: Any) -> SimpleNamespace:
-    """What is read of the config of a run of T5."""
+def t5(
+    encoder: AttentionConfig = ENCODER_ATTENTION, decoder: AttentionConfig = DECODER_ATTENTION, **cross: Any
+) -> SimpleNamespace:
+    """The parts of a T5 run config that `demand_kernels` reads."""
     across = CrossAttentionConfig(heads=4, **cross)
     model = T5Config(
         hidden=64,
@@ -68,8 +70,8 @@ def t5(encoder: AttentionConfig = READ, decoder: AttentionConfig = WRITTEN, **cr
 
 
 def test_every_kind_of_attention_has_a_kernel_and_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    biased = replace(WRITTEN, relative=RelativeBiasConfig(shared=True))
-    cfg = t5(written=biased)
+    biased = replace(DECODER_ATTENTION, relative=RelativeBiasConfig(shared=True))
+    cfg = t5(decoder=biased)
     choices = demand_kernels(cfg, A100)
     assert [(choice.place, choice.kernel) for choice in choices] == [
         ("encoder self-attention", "cudnn"),
@@ -93,11 +95,11 @@ def test_every_kind_of_attention_has_a_kernel_and_a_line(monkeypatch: pytest.Mon
 
 
 def test_a_kernel_that_cannot_is_refused_in_every_section() -> None:
-    refused = replace(READ, kernel="cudnn", dropout=0.1)
+    refused = replace(ENCODER_ATTENTION, kernel="cudnn", dropout=0.1)
     with pytest.raises(
         UserError, match=r"model\.encoder\.pattern\.0\.mixer\.kernel=cudnn: .* no dropout .* Set .*reference"
     ):
-        demand_kernels(t5(read=refused), H100)
+        demand_kernels(t5(encoder=refused), H100)
     with pytest.raises(UserError, match=r"model\.stack\.pattern\.0\.cross\.kernel=pallas: .*not in float32"):
         cfg = t5(kernel="pallas")
         cfg.precision.compute = "float32"
