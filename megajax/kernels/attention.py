@@ -40,14 +40,14 @@ class AttentionDropout(NamedTuple):
     query_index: Array
     """int32 [S]: position of each query in its row."""
     length: int | None = None
-    """Positions of whole rows, where keys are a part of them."""
+    """Number of positions of whole rows, if keys are a part of them."""
 
     def apply(self, weights: Array) -> Array:
-        """Zeroes a share `rate` of the weights [B, N, S, T] of whole rows and scales up the rest."""
+        """Zeroes weights [B, N, S, T] of whole rows with probability `rate` and scales up the rest."""
         return jnp.where(self.keep(weights.shape[-1]), weights / (1 - self.rate), 0)
 
     def factor(self, key_index: Array) -> Array:
-        """What the weights of some keys of a row are multiplied by, float32 [B, N, S, T].
+        """Factors for the weights of some keys of a row, float32 [B, N, S, T].
 
         key_index: int32 [T], positions of the keys in their rows of `length` positions.
         """
@@ -55,7 +55,7 @@ class AttentionDropout(NamedTuple):
         return jnp.where(keep[..., key_index], 1 / (1 - self.rate), 0)
 
     def keep(self, length: int) -> Array:
-        """Which weights stay, bool [B, N, S, length]."""
+        """Mask of the weights to keep, bool [B, N, S, length]."""
         fold = jax.random.fold_in
 
         def keep_one(row: Array, head: Array, query: Array) -> Array:
@@ -99,7 +99,7 @@ def reference_attention(
     scores = _scores(q, k, mask, scale, bias)
     weights = jax.nn.softmax(scores, axis=-1) if sink is None else _softmax_with_sink(scores, sink)
     if mask.query_segments is not None and (mask.padded or not mask.causal):
-        # Where no key is visible, softmax spreads its weight over all of them.
+        # If no key is visible, softmax spreads its weight over all keys.
         weights = jnp.where(mask.visible().any(-1, keepdims=True)[:, None, None], weights, 0)
     if dropout is not None:
         flat = weights.reshape(batch, heads, queries, k.shape[1])
@@ -129,7 +129,7 @@ def reference_forward(
 
 
 def _dropped(dropout: AttentionDropout | None, mask: Mask, weights: Array) -> Array | float:
-    """What dropout multiplies weights [B, K, N/K, S, T] by."""
+    """Dropout's factors for weights [B, K, N/K, S, T]."""
     return 1.0 if dropout is None else dropout.factor(mask.key_index).reshape(weights.shape)
 
 
@@ -147,7 +147,7 @@ def reference_backward(
 ) -> tuple[Array, Array, Array]:
     """Gradients with respect to q, k and v, from the output [B, S, N, U], its log-sum-exp [B, N, S] and its gradient.
 
-    out and lse may come from a softmax over more keys than these: the gradients are then the contribution of these
+    out and lse may come from a softmax over more keys than these: the gradients are then the contributions of these
     keys (Liu et al. 2023).
     """
     scores = _scores(q, k, mask, scale, None)
@@ -167,9 +167,9 @@ def reference_backward(
 
 
 def merge_parts(*parts: tuple[Array, Array]) -> tuple[Array, Array]:
-    """Outputs [B, S, N, U] over different keys, with log-sum-exps float32 [B, N, S] -> over all keys, in float32.
+    """Merges outputs [B, S, N, U] over different keys and their log-sum-exps float32 [B, N, S], in float32.
 
-    A query that sees no key of a part has the log-sum-exp -inf there (Liu et al. 2023, "Ring Attention").
+    The log-sum-exp of a part is -inf for a query that sees none of its keys (Liu et al. 2023, "Ring Attention").
     """
     lse = parts[0][1]
     for _, part_lse in parts[1:]:
@@ -188,14 +188,14 @@ class Passes(NamedTuple):
     backward: Callable[..., tuple[Array, Array, Array]]
     """(q, k, v, mask, output, log-sum-exp, gradient of the output, scale=) -> gradients of q, k and v."""
     dropout: bool = False
-    """Whether both also take `dropout`, an AttentionDropout."""
+    """Whether both accept `dropout`, an AttentionDropout."""
 
     def call_forward(self, *arrays: Any, scale: float, dropout: AttentionDropout | None) -> tuple[Array, Array]:
-        """`forward`, with dropout if there is any."""
+        """`forward`, with dropout unless it is None."""
         return self.forward(*arrays, scale=scale, **({} if dropout is None else {"dropout": dropout}))
 
     def call_backward(self, *arrays: Any, scale: float, dropout: AttentionDropout | None) -> tuple[Array, Array, Array]:
-        """`backward`, with dropout if there is any."""
+        """`backward`, with dropout unless it is None."""
         return self.backward(*arrays, scale=scale, **({} if dropout is None else {"dropout": dropout}))
 
 
@@ -218,7 +218,7 @@ class _Static(NamedTuple):
     causal: bool
     padded: bool
     rate: float | None = None
-    """Of dropout; None: no dropout."""
+    """Dropout rate; None: no dropout."""
     length: int | None = None
     """`AttentionDropout.length`."""
 

@@ -17,16 +17,16 @@ type Kernel = Literal["auto", "reference", "cudnn", "cudnn_mask", "pallas"]
 
 
 def exchange_sizes(heads: int, kv_heads: int) -> list[int]:
-    """Numbers of devices that can exchange heads for positions, of a device's query and key-value heads."""
+    """Numbers of devices that can exchange this many query and key-value heads per device for positions."""
     return [n for n in divisors_of(heads) if kv_heads % n == 0 or n % kv_heads == 0]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """The attention to compute. None: not known yet, and not checked."""
+    """The attention to compute. None: unknown yet, not checked."""
 
     dtype: str | None = None
-    """Of queries, keys and values."""
+    """Dtype of queries, keys and values."""
     key_dim: int | None = None
     """Size of a query or key head."""
     value_dim: int | None = None
@@ -34,23 +34,23 @@ class Request:
     length: int | None = None
     """Positions in a row."""
     key_length: int | None = None
-    """Positions in a row of another sequence, which keys and values are of."""
+    """Positions in a row of the other sequence that keys and values come from."""
     causal: bool = True
     cross: bool = False
-    """Keys and values are of another sequence than queries."""
+    """Keys and values come from another sequence than queries."""
     window: int | None = None
     """Number of keys before its own position that a query sees."""
     documents: bool = False
-    """Rows hold several documents, isolated from each other."""
+    """Rows hold several documents, which must not attend to each other."""
     padded: bool = False
-    """Rows hold one text and padding after it."""
+    """Rows hold one text, followed by padding."""
     sink: bool = False
     bias: bool = False
     """Differentiable bias of the scores."""
     dropout: float = 0.0
-    """Of attention weights."""
+    """Dropout rate of attention weights."""
     sharding: ContextSharding = UNSHARDED
-    """How rows are cut over devices."""
+    """How rows are sharded over devices."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,7 +58,7 @@ class Device:
     """The properties of a device that backends depend on."""
 
     name: str
-    """The driver's name of it."""
+    """Its name according to the driver."""
     capability: Version | None = None
     """Compute capability of an NVIDIA GPU, (9, 0) for an H100; None: not an NVIDIA GPU."""
     cudnn: Version | None = None
@@ -103,12 +103,12 @@ class Support:
     label: str
     """Its name in messages."""
     dtypes: tuple[str, ...] | None = None
-    """Of activations; None: any."""
+    """Dtypes of activations; None: any."""
     devices: DeviceRange | None = None
-    """The NVIDIA GPUs that it runs on; None: any device."""
+    """NVIDIA GPUs that it supports; None: any device."""
 
     def base_refusal(self, dtype: str | None, device: Device | None) -> str | None:
-        """Why the dtype or the device is not supported, to follow `label`; None if they are, or are not known yet."""
+        """Why the dtype or the device is not supported, to follow `label`; None if supported or unknown."""
         if device is not None and self.devices is not None:
             if device.capability is None:
                 return f"needs an NVIDIA GPU, jax found {device.name}"
@@ -130,7 +130,7 @@ class Backend(Support):
     even: bool = False
     """Rows must have an even length."""
     documents: DeviceRange | None = None
-    """Devices on which it isolates documents; None: none."""
+    """Devices on which it isolates documents; None: it never does."""
     documents_of_one_size: bool = False
     """With documents, the smaller of key and value heads are zero-padded to the size of the larger."""
     bidirectional_window: bool = False
@@ -138,13 +138,13 @@ class Backend(Support):
     bias: bool = False
     dropout: bool = False
     documents_of_two: bool = False
-    """Whether documents are isolated where queries and keys are of two sequences."""
+    """Whether it isolates documents if queries and keys come from two sequences."""
     positions: Literal["any", "chunks", "whole rows"] = "whole rows"
-    """Which parts of rows it takes, where they are cut over devices. any: queries and keys at any positions; chunks:
-    a chunk by the keys of its own and those before it (kernels/context/chunks.py); whole rows: none."""
+    """Supported shards of rows. any: queries and keys at any positions; chunks: a chunk of queries with its own
+    keys and those before it (kernels/context/chunks.py); whole rows: no shards."""
 
     def refusal(self, request: Request, device: Device | None = None) -> str | None:
-        """Why the request is not supported, to follow `label`; None if it is. No device: on any NVIDIA GPU."""
+        """Why the request is not supported, to follow `label`; None if it is. device: None for any NVIDIA GPU."""
         return (
             self.base_refusal(request.dtype, device)
             or self._shape_refusal(request)
@@ -162,12 +162,12 @@ class Backend(Support):
         return None
 
     def _sharding_refusal(self, request: Request) -> str | None:
-        """Why the cut of rows over `parallel.context` is not supported."""
-        cut = request.sharding
-        between = cut.between()
+        """Why the sharding of rows over `parallel.context` is not supported."""
+        sharding = request.sharding
+        between = sharding.between()
         if between is None or self.positions == "any":
             return None
-        over = f"over parallel.context={cut.devices} with parallel.context_strategy={cut.strategy}"
+        over = f"over parallel.context={sharding.devices} with parallel.context_strategy={sharding.strategy}"
         if self.positions == "whole rows":
             return f"takes whole rows, and has parts of them {over}"
         if request.window is not None:
@@ -176,10 +176,10 @@ class Backend(Support):
             return f"isolates documents in parts of rows of causal attention only, and attention is not causal {over}"
         if between == "ring" and request.documents:
             return f"isolates no documents {over}"
-        if between == "ring" and request.causal and (request.padded or cut.chunks != 2):
-            rows = "rows are padded" if request.padded else f"a device has chunks={cut.chunks} of a row"
+        if between == "ring" and request.causal and (request.padded or sharding.chunks != 2):
+            rows = "rows are padded" if request.padded else f"a device has chunks={sharding.chunks} of a row"
             return f"takes in a causal ring two chunks a device without padding, and {rows} {over}"
-        size = None if request.length is None else request.length // (cut.devices * cut.chunks)
+        size = None if request.length is None else request.length // (sharding.devices * sharding.chunks)
         if self.even and size is not None and size % 2:
             return f"takes chunks of even length, not of {size} {over}"
         return None
@@ -265,28 +265,28 @@ BACKENDS: Mapping[Kernel, Backend] = MappingProxyType(
 )
 """Fastest first. Sizes and versions follow cuDNN's release notes and the checks of jax 0.12."""
 FUSED = tuple(name for name in BACKENDS if name != "reference")
-"""Those that keep scores out of memory."""
+"""Backends that do not store the scores."""
 
 
 class Choice[K: str](NamedTuple):
-    """A backend, and why the faster ones were not chosen. K: the names it is one of, `Kernel` for attention."""
+    """A backend, and why the faster ones were not chosen. K: the type of its name, `Kernel` for attention."""
 
     kernel: K
     reasons: tuple[str, ...] = ()
-    """Faster backends with the reason, "cudnn, pallas: takes heads up to 256, not of 512"."""
+    """Faster backends and the reason, such as "cudnn, pallas: takes heads up to 256, not of 512"."""
     place: str = ""
-    """Which attention of the model, in words, where it has several kinds; or what it is instead of attention."""
+    """The kind of attention, if the model has several kinds; or the kind of layer that is not attention."""
 
     @property
     def layer(self) -> str:
-        """Kind of layer that it computes."""
+        """The kind of layer that the kernel computes."""
         return self.place if self.place and not self.place.endswith("attention") else "attention"
 
 
 def pick[K: str, B: Support](
     kernel: K, kernels: Mapping[K, B], refusal: Callable[[B], str | None], setting: str
 ) -> Choice[K]:
-    """The named kernel, or for `auto` the first of the table that is not refused; the last one never is.
+    """The named kernel, or for `auto` the first kernel of the table that is not refused; the last one never is.
 
     refusal: why a kernel is not supported, to follow its label. Raises UserError if the named one is refused.
     """

@@ -3,8 +3,8 @@
 Float32 logits exist for one chunk only. The gradient is computed in the same pass as the loss: the cotangent of the
 loss is a scalar, so the backward pass does not recompute the logits.
 
-T tokens, C tokens of a chunk, D hidden size, V rows of this shard of the vocabulary table. A head may have a bias of
-logits [V] beside its table.
+T tokens, C tokens per chunk, D hidden size, V rows of this shard of the vocabulary table. A head may have a bias of
+logits [V].
 """
 
 from collections.abc import Mapping
@@ -35,7 +35,7 @@ class VocabularyShard(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """The loss of a token. K ids without padding, p their softmax, Z its denominator."""
+    """The loss of a token, for K ids without padding, their softmax p and its denominator Z."""
 
     label_smoothing: float = 0.0
     """Probability that the target distribution spreads evenly over the K - 1 other ids."""
@@ -167,7 +167,7 @@ def token_scores(
 ) -> tuple[Array, Array]:
     """Log-probability of each label, float32 [T], and the id with the largest logit, int32 [T]; not differentiable.
 
-    x [T, D], table [V, D], labels int32 [T], bias [V]. Of equal logits the lowest id is taken, as numpy.argmax does.
+    x [T, D], table [V, D], labels int32 [T], bias [V]. Among equal logits the lowest id wins, as in numpy.argmax.
     """
     tokens = x.shape[0]
     chunk = min(chunk, tokens)
@@ -206,7 +206,7 @@ def loss_and_gradients(
     x [T, D], table [V, D], labels int32 [T], weights float32 [T], bias [V]. The weights include the loss scale:
     gradients with respect to logits are multiplied by them before they are rounded to x's dtype.
     -> losses by name, float32 [] each; the gradient of x [T, D] in x's dtype, to be summed over shard.axes; the
-       gradients of the table, float32 [V, D], and of the bias, float32 [V], None without one.
+       gradients of the table, float32 [V, D], and of the bias, float32 [V], None without a bias.
     """
     tokens = x.shape[0]
     chunk = min(chunk, tokens)

@@ -5,10 +5,10 @@ it does not name the log-sum-exp, so recomputation runs the forward kernel twice
 kernel's inputs. The calls below are identical to jax's, which tests/kernels checks.
 
 Documents are passed in one of two ways. `forward` and `backward` pass the start and length of each document, so cuDNN
-skips the scores between documents. `masked_forward` and `masked_backward` pass a mask [B, 1, S, S]. Of padded rows all
-of them pass the lengths, so cuDNN skips the padding.
+skips the scores between documents. `masked_forward` and `masked_backward` pass a mask [B, 1, S, S]. For padded rows,
+all four pass the lengths, so cuDNN skips the padding.
 
-Without documents, keys may be of another sequence, with T positions.
+Without documents, keys may come from another sequence, with T positions.
 
 B rows, S positions, N query heads, K key-value heads (N a multiple of K), H head size, U size of a value head,
 M maximum number of documents in a row.
@@ -25,7 +25,7 @@ from megajax.kernels import pallas_attention
 from megajax.kernels.mask import Mask
 
 DOCUMENTS = 64
-"""Maximum number of documents in a row. cuDNN writes a log-sum-exp for each of them times each position."""
+"""Maximum number of documents in a row. cuDNN writes one log-sum-exp per document and position."""
 ELEMENT = {jnp.dtype(jnp.bfloat16): "BF16", jnp.dtype(jnp.float16): "F16"}
 """XLA's names of the dtypes."""
 LARGEST_PADDED = 128
@@ -39,7 +39,7 @@ class _Call(NamedTuple):
     mask_type: str
     window: int | None
     documents: int = 1
-    """Maximum number in a row."""
+    """Maximum number of documents in a row."""
 
     def config(self, q: Array, k: Array, *, backward: bool) -> str:
         """XLA's CudnnfMHABackendConfig for arrays with the layout [B, S, N, H]."""
@@ -151,7 +151,7 @@ class Documents(NamedTuple):
     number: Array
     """int32 [B, S]: document of each position."""
     position: Array
-    """int32 [B, S]: of each token in its document."""
+    """int32 [B, S]: position of each token in its document."""
     lengths: Array
     """int32 [B, M], flat: length of each document, 0 after the last one."""
     starts: Array
@@ -185,20 +185,20 @@ class Documents(NamedTuple):
 
 
 class Padding(NamedTuple):
-    """Rows of one text each with padding after it, as cuDNN expects them."""
+    """Rows of one text each, followed by padding, as cuDNN expects them."""
 
     queries: Array
     """bool [B, S]: queries that see a key."""
     keys: Array
-    """bool [B, T]: keys that are no padding."""
+    """bool [B, T]: keys that are not padding."""
     lengths: tuple[Array, Array]
-    """int32 [B] each: those queries and keys of each row, at least 1: cuDNN before 9.25 makes NaNs of rows without."""
+    """int32 [B] each: number of these queries and keys, at least 1: cuDNN before 9.25 returns NaN for empty rows."""
     fit: Array
     """bool []: in every row, padding comes last."""
 
     @classmethod
     def of(cls, segments: Array, queries: int, window: int | None = None) -> "Padding":
-        """segments int32 [B, T]: 0 for padding; queries: S; window: behind the text, a query may see padding alone."""
+        """segments int32 [B, T]: 0 for padding; queries: S; window: queries after the text may see padding only."""
         keys = segments != 0
         count = keys.sum(1, dtype=jnp.int32)
         seeing = jnp.where(count > 0, queries if window is None else jnp.minimum(count + window, queries), 0)
@@ -213,7 +213,7 @@ class Padding(NamedTuple):
 
 
 def _same_head_size(q: Array, k: Array, v: Array, *, always: bool) -> tuple[Array, Array, Array]:
-    """Zero-pads the smaller heads, where keys and values must have the same head size."""
+    """Zero-pads the smaller heads if keys and values must have the same head size."""
     size = max(q.shape[-1], v.shape[-1])
     if q.shape[-1] == v.shape[-1] or (size > LARGEST_PADDED and not always):
         return q, k, v
@@ -268,16 +268,16 @@ def _padded_backward(
 
 
 class Rectangle(NamedTuple):
-    """The first queries of a chunk by the keys before it that they see: at most those of one document."""
+    """The first queries of a chunk and the keys before the chunk that they see, at most those of one document."""
 
     queries: Array
-    """int32 [B]: number of queries, 0 where they see no key."""
+    """int32 [B]: number of queries; 0 if they see no key."""
     first: Array | None
     """int32 [B]: the first key; None: 0."""
     keys: Array
     """int32 [B]: number of keys."""
     fit: Array | None
-    """bool []: documents are in one piece each in ascending order, padding comes last; None: without segments."""
+    """bool []: documents are contiguous and ascending, padding comes last; None: no segments."""
 
     @classmethod
     def of(cls, mask: Mask, rows: int) -> "Rectangle":
@@ -298,7 +298,7 @@ class Rectangle(NamedTuple):
         return cls(jnp.where(keys > 0, queries, 0), start - keys, keys, fit)
 
     def padding(self, queries: int, keys: int) -> Padding:
-        """As rows whose keys are `aligned`."""
+        """The rectangle as padded rows whose keys are `aligned`."""
         query_mask, key_mask = (
             jnp.arange(n)[None] < x[:, None] for n, x in ((queries, self.queries), (keys, self.keys))
         )
@@ -306,7 +306,7 @@ class Rectangle(NamedTuple):
         return Padding(query_mask, key_mask, lengths, jnp.ones((), bool))
 
     def aligned(self, x: Array, sign: int = -1) -> Array:
-        """x [B, T, ...] with the first key first, the keys before it last. sign: 1 for the inverse."""
+        """x [B, T, ...] rotated so that the first key comes first. sign: 1 for the inverse."""
         return x if self.first is None else jax.vmap(lambda row, n: jnp.roll(row, n, axis=0))(x, sign * self.first)
 
 
@@ -322,8 +322,8 @@ def forward(q: Array, k: Array, v: Array, mask: Mask, *, scale: float) -> tuple[
 
     q [B, S, N, H], k [B, T, K, H], v [B, T, K, U] in bfloat16 or float16, whole rows in order; T is S unless the mask
     is not causal -> [B, S, N, U] in q's dtype, and the log-sum-exp of each query's scores, float32 [B, N, S]: 0 and
-    -inf where a query sees no key. Not differentiable: `backward` is its gradient. A batch whose documents or whose
-    padding do not `fit` is computed by the Pallas kernel; the program contains both.
+    -inf where a query sees no key. Not differentiable: `backward` is its gradient. A batch whose documents or
+    padding do not `fit` is computed by the Pallas kernel; the program contains both kernels.
     """
     if (padding := _padding(mask)) is not None:
         return lax.cond(
@@ -374,9 +374,9 @@ def backward(
 
 
 def rectangle_forward(q: Array, k: Array, v: Array, mask: Mask, *, scale: float) -> tuple[Array, Array]:
-    """As `forward`, of a chunk of queries on the keys before it, in whole rows of keys; mask: see `Rectangle.of`.
+    """`forward` for a chunk of queries and the keys before it, given keys of whole rows; mask: see `Rectangle.of`.
 
-    Only a batch with segments has a Pallas kernel beside cuDNN's in its program, for rows that do not `fit`.
+    With segments, the program also contains the Pallas kernel, for rows that do not `fit`.
     """
     rectangle = Rectangle.of(mask, q.shape[0])
 
@@ -392,7 +392,7 @@ def rectangle_forward(q: Array, k: Array, v: Array, mask: Mask, *, scale: float)
 def rectangle_backward(
     q: Array, k: Array, v: Array, mask: Mask, out: Array, lse: Array, dout: Array, *, scale: float
 ) -> tuple[Array, Array, Array]:
-    """As `backward`, of what `rectangle_forward` computes; out and lse may be of more keys."""
+    """`backward` of `rectangle_forward`; out and lse may cover more keys."""
     rectangle = Rectangle.of(mask, q.shape[0])
 
     def fused() -> tuple[Array, Array, Array]:
@@ -407,7 +407,7 @@ def rectangle_backward(
 
 
 def masked_forward(q: Array, k: Array, v: Array, mask: Mask, *, scale: float) -> tuple[Array, Array]:
-    """As `forward`, with documents as a bias [B, 1, S, S] in q's dtype."""
+    """`forward`, with documents as a bias [B, 1, S, S] in q's dtype."""
     if mask.query_segments is None or mask.padded:
         return forward(q, k, v, mask, scale=scale)
     call = _Call(scale, _mask_type(mask, lengths=False), None)
@@ -418,7 +418,7 @@ def masked_forward(q: Array, k: Array, v: Array, mask: Mask, *, scale: float) ->
 def masked_backward(
     q: Array, k: Array, v: Array, mask: Mask, out: Array, lse: Array, dout: Array, *, scale: float
 ) -> tuple[Array, Array, Array]:
-    """As `backward`, with documents as a bias [B, 1, S, S]."""
+    """`backward`, with documents as a bias [B, 1, S, S]."""
     if mask.query_segments is None or mask.padded:
         return backward(q, k, v, mask, out, lse, dout, scale=scale)
     call = _Call(scale, _mask_type(mask, lengths=False), None)

@@ -24,19 +24,19 @@ class GroupedSizes(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupedBackend(Support):
-    """What a kernel of the grouped matmul supports."""
+    """The dtypes, devices and sizes that a kernel of the grouped matmul supports."""
 
     rows: int = 1
     """The number of rows must be a multiple of this."""
     least: int = 1
-    """The fewest rows."""
+    """Minimum number of rows."""
     sides: int = 1
     """Both sides of the matrices must be multiples of this."""
 
     def refusal(
         self, dtype: str | None = None, device: Device | None = None, sizes: GroupedSizes | None = None
     ) -> str | None:
-        """Why this is not supported, to follow `label`; None if it is. None for what is not known, which passes."""
+        """Why the arguments are not supported, to follow `label`; None if they are. None arguments are not checked."""
         return self.base_refusal(dtype, device) or (sizes and self._size_refusal(sizes))
 
     def _size_refusal(self, sizes: GroupedSizes) -> str | None:
@@ -52,7 +52,7 @@ GROUPED_BACKENDS: Mapping[GroupedKernel, GroupedBackend] = MappingProxyType(
         "mosaic": GroupedBackend(
             label="the Mosaic kernel",
             dtypes=("bfloat16", "float16"),
-            # wgmma is an instruction of Hopper alone. Elsewhere the compiler refuses it, or ends the process.
+            # Only Hopper has the instruction wgmma. For other GPUs the compiler refuses it or ends the process.
             devices=DeviceRange(HOPPER, (), below=BLACKWELL),
             rows=8,
             least=64,
@@ -71,7 +71,7 @@ GROUPED_BACKENDS: Mapping[GroupedKernel, GroupedBackend] = MappingProxyType(
 
 
 def capable_grouped(kernel: GroupedKernel, dtype: str, sizes: GroupedSizes) -> GroupedKernel:
-    """The kernel, or where it does not take the dtype or the sizes, the next fastest that does."""
+    """The kernel, or the next fastest one that supports the dtype and the sizes."""
     if kernel == "auto":
         return kernel
     names = [*GROUPED_BACKENDS]
@@ -86,9 +86,9 @@ def choose_grouped(
     setting: str = "kernel",
     sizes: GroupedSizes | None = None,
 ) -> Choice[GroupedKernel]:
-    """The kernel for rows of this dtype on this device: the named one, or for `auto` the fastest that can.
+    """The kernel for rows of this dtype on this device: the named one, or for `auto` the fastest supported one.
 
-    device: None for any NVIDIA GPU; sizes: None where they are not known yet. setting: its name in messages.
-    Raises UserError if the named kernel can't.
+    device: None for any NVIDIA GPU; sizes: None if unknown. setting: its name in messages.
+    Raises UserError if the named kernel does not support them.
     """
     return pick(kernel, GROUPED_BACKENDS, lambda backend: backend.refusal(dtype, device, sizes), setting)

@@ -1,10 +1,10 @@
-"""The grouped matmul of mixture-of-experts layers: each group of rows times the matrix of its own group.
+"""The grouped matmul of mixture-of-experts layers: each row times the matrix of its group.
 
 A kernel is two functions, `Products`: rows times matrices, which is the forward pass and the gradient of the rows, and
 the gradient of the matrices. `grouped_matmul` combines them into a differentiable function.
 
 T rows, E groups; x [T, K], w [E, K, N], y [T, N]. Rows are sorted by group. The sizes of the groups may add up to less
-than T: no kernel lets the rows past the groups reach anything, in x or in the gradient of y, whatever they hold.
+than T: the rows past the groups, in x and in the gradient of y, may hold anything and affect no result.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,7 +22,7 @@ from megajax.kernels.grouped_capability import GroupedKernel, GroupedSizes, choo
 from megajax.kernels.grouped_tiles import tiles
 
 REFERENCE_BLOCKS = (32, 128)
-"""Least and most rows of a tile of the reference."""
+"""Minimum and maximum number of rows of a tile of the reference."""
 
 
 class Products(NamedTuple):
@@ -31,11 +31,11 @@ class Products(NamedTuple):
     rows: Callable[..., Array]
     """(x [T, K], w [E, K, N] of x's dtype, sizes, transposed=) -> [T, N] in x's dtype; transposed: w [E, N, K]."""
     matrices: Callable[..., Array]
-    """(x [T, K], dy [T, N], sizes, dtype=) -> [E, K, N]: sum over each group's rows of x^T dy; 0 for one without."""
+    """(x [T, K], dy [T, N], sizes, dtype=) -> [E, K, N]: sum over each group's rows of x^T dy; 0 for an empty group."""
 
 
 def reference_rows(x: Array, w: Array, sizes: Array, *, transposed: bool = False) -> Array:
-    """One matmul for each tile of rows of a group; rows past the groups are 0."""
+    """One matmul per tile of a group's rows; rows past the groups are 0."""
     block = _reference_block(x.shape[0], sizes.shape[0])
     tiled = tiles(sizes, x.shape[0], block)
     contracted = ((1,), (1 if transposed else 0,)), ((), ())
@@ -53,7 +53,7 @@ def reference_rows(x: Array, w: Array, sizes: Array, *, transposed: bool = False
 
 
 def reference_matrices(x: Array, dy: Array, sizes: Array, *, dtype: jnp.dtype) -> Array:
-    """One matmul for each tile of rows of a group, added up in float32."""
+    """One matmul per tile of a group's rows, summed in float32."""
     block = _reference_block(x.shape[0], sizes.shape[0])
     tiled = tiles(sizes, x.shape[0], block)
 
@@ -69,13 +69,13 @@ def reference_matrices(x: Array, dy: Array, sizes: Array, *, dtype: jnp.dtype) -
 
 
 def _reference_block(rows: int, groups: int) -> int:
-    """Rows of a tile: about half of the mean group, so that few of them are empty, within REFERENCE_BLOCKS."""
+    """Rows of a tile: about half the mean group, so that few rows are empty, within REFERENCE_BLOCKS."""
     least, most = REFERENCE_BLOCKS
     return min(rows, max(least, min(most, 1 << max(1, rows // groups // 2).bit_length() - 1)))
 
 
 def _place(first: Array, end: Array, rows: int, block: int) -> tuple[Array, Array]:
-    """Where to cut `block` of the rows that hold rows [first, end), and which of the cut are those, bool [block, 1]."""
+    """The start of a slice of `block` rows that contains rows [first, end), and their mask, bool [block, 1]."""
     at = jnp.minimum(first, rows - block)
     row = at + jnp.arange(block)
     return at, ((row >= first) & (row < end))[:, None]
@@ -107,14 +107,14 @@ _multiply.defvjp(lambda products, x, w, sizes: (_multiply(products, x, w, sizes)
 def grouped_matmul(x: Array, w: Array, sizes: Array, kernel: GroupedKernel | Products = "auto") -> Array:
     """y[t] = x[t] @ w[group of row t]: x [T, K], w [E, K, N], sizes int32 [E] -> [T, N] in x's dtype.
 
-    Rows are sorted by group; sizes: rows of each group. Rows past the groups, where the sizes add up to less than T,
-    may hold anything, NaN included, in x and in y's gradient. Those of y and of x's gradient are then undefined, but 0
-    from the reference. Sums are in float32. w may have a wider dtype than x: it is cast to x's, and its gradient is
+    Rows are sorted by group; sizes: rows of each group. If the sizes add up to less than T, rows past the groups may
+    hold anything, NaN included, in x and in y's gradient. These rows of y and of x's gradient are undefined, or 0 with
+    the reference. Sums are in float32. w may have a wider dtype than x: it is cast to x's, and its gradient is
     computed in its own.
 
-    kernel: `auto` takes the fastest that the first device and these sizes allow. One asked for by name is not held
-    against that device, as programs are also compiled for virtual devices. Raises UserError where it can't take the
-    dtype or sizes.
+    kernel: `auto` takes the fastest one that supports the first device and these sizes. A named kernel is not checked
+    against the device, because programs are also compiled for virtual devices. Raises UserError if it does not support
+    the dtype or the sizes.
     """
     sizes = sizes.astype(jnp.int32)
     if isinstance(kernel, Products):

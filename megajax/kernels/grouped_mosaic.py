@@ -1,11 +1,11 @@
 """The grouped matmul as Pallas Mosaic kernels, for Hopper (compute capability 9.0).
 
-After jax.experimental.pallas.ops.gpu.hopper_matmul_mgpu. The grouped matmuls beside it, ragged_dot_mgpu and
-transposed_ragged_dot_mgpu, compute tiles that have no rows as well, and multiply rows of other groups by 0, so that NaN
-in a row past the groups reaches gradients.
+Based on jax.experimental.pallas.ops.gpu.hopper_matmul_mgpu. jax's own grouped matmuls, ragged_dot_mgpu and
+transposed_ragged_dot_mgpu, also compute empty tiles, and they multiply rows of other groups by 0, so that a NaN in a
+row past the groups reaches the gradients.
 
-T rows, E groups; x [T, K], w [E, K, N]. One program for each multiprocessor computes cells of the result one after
-another. Of its three warp groups one copies, ahead of the others, and two multiply, each for half of a cell's columns.
+T rows, E groups; x [T, K], w [E, K, N]. One program per multiprocessor computes cells of the result one after another.
+One of its three warp groups copies ahead of the others, and two multiply, each for half of a cell's columns.
 """
 
 from collections.abc import Callable
@@ -21,13 +21,13 @@ from jax.experimental.pallas import mosaic_gpu as mosaic
 from megajax.kernels.grouped_tiles import tiles
 
 PROGRAMS = 132
-"""The multiprocessors of an H100 SXM and an H200. Any number is right."""
+"""Number of multiprocessors of an H100 SXM and an H200. Any number gives correct results."""
 ALIGN = 8
-"""Copies of rows start at multiples of this, as shared memory is laid out in tiles of 8 rows."""
+"""Copies of rows start at multiples of this, because shared memory is laid out in tiles of 8 rows."""
 LINE = 128
-"""Bytes of a row of such a tile."""
+"""Bytes per row of such a tile."""
 FEW_ROWS = 1024
-"""Rows of a group, on average, below which tiles are of 64 rows."""
+"""Average rows per group below which tiles have 64 rows."""
 
 
 class Blocks(NamedTuple):
@@ -37,36 +37,36 @@ class Blocks(NamedTuple):
     columns: int
     """128 or 256."""
     summed: int = 64
-    """Elements of the dimension that is summed over, in one step."""
+    """Elements of the contracted dimension per step."""
     steps: int = 4
-    """Steps whose operands are in shared memory at a time."""
+    """Number of steps whose operands are in shared memory at once."""
 
 
 def blocks_for(outer: int, rows: int = 128) -> Blocks:
-    """256 columns, or 128 where fewer would then be past the last."""
+    """256 columns, or 128 if fewer of them would then lie beyond the last column."""
     return Blocks(rows, 256 if -(-outer // 256) * 2 <= -(-outer // 128) else 128)
 
 
 def tile_rows(count: int, groups: int) -> int:
-    """Rows of a tile: of a group's last tile half is empty on average."""
+    """Rows of a tile. On average, half of a group's last tile is empty."""
     return 128 if count >= FEW_ROWS * groups else 64
 
 
 class _Operand(NamedTuple):
-    """A matrix in global memory of which a step copies a block."""
+    """A matrix in global memory; each step copies one block of it."""
 
     block: tuple[int, int]
     along: int
-    """The dimension that is summed over: step i takes the i-th block of it."""
+    """The contracted dimension: step i takes block i along it."""
 
     def spec(self, dtype: Any) -> mosaic.BlockSpec:
-        """For a pipeline."""
+        """The block specification for a pipeline."""
         index = (lambda i: (i, 0)) if self.along == 0 else (lambda i: (0, i))
         return mosaic.BlockSpec(self.block, index, transforms=_swizzled(dtype))
 
 
 def _swizzled(dtype: Any) -> tuple:
-    """The layout of a block in shared memory that copies and tensor cores share, without conflicts between banks."""
+    """The layout of a block in shared memory, for copies and tensor cores, without bank conflicts."""
     tiling = mosaic.TilingTransform((ALIGN, _line(dtype)))  # ty: ignore[abstract-class-instantiation] nothing calls it
     return tiling, mosaic.SwizzleTransform(LINE)  # ty: ignore[abstract-class-instantiation]
 
@@ -76,16 +76,16 @@ def _line(dtype: Any) -> int:
 
 
 class _Program(NamedTuple):
-    """What both kernels have in common."""
+    """The common parts of both kernels."""
 
     operands: tuple[_Operand, _Operand]
     dtype: Any
-    """Of both."""
+    """Dtype of both operands."""
     blocks: Blocks
 
     def pipeline(self, steps: Any, multiply: Callable, around: Callable) -> Callable:
-        """multiply(index, a, b, sum) -> sum in each of the steps; around(run) calls run(sum) and stores the sum."""
-        # Without delayed release: the last blocks of a cell would not be waited for before the next one's copies.
+        """Calls multiply(index, a, b, sum) -> sum in each step; around(run) calls run(sum) and stores the sum."""
+        # No delayed release: the copies of the next cell would not wait for the last blocks of this one.
         return mosaic.emit_pipeline_warp_specialized(
             multiply,
             grid=(steps,),
@@ -98,9 +98,9 @@ class _Program(NamedTuple):
         )
 
     def run(self, cells: int, refs: tuple[Any, Any], steps: int, compute: Callable, **scratch: Any) -> None:
-        """compute(cell, allocations, **scratch) for the cells of this program.
+        """Calls compute(cell, allocations, **scratch) for the cells of this program.
 
-        refs: the operands, or like them; steps: of a cell, or as many as are in shared memory at a time.
+        refs: the operands, or refs like them; steps: steps of a cell, or the number in shared memory at once.
         """
 
         def every(allocations: Any, **scratch: Any) -> None:
@@ -114,7 +114,7 @@ class _Program(NamedTuple):
         pl.run_scoped(every, allocations=pipeline.get_allocations(*refs), **scratch, collective_axes="part")
 
     def launched(self, kernel: Callable, out: jax.ShapeDtypeStruct, programs: int) -> Callable:
-        """The kernel, of arrays."""
+        """The kernel as a function of arrays."""
         return mosaic.kernel(
             kernel,
             out_type=out,
@@ -155,7 +155,7 @@ def rows(
             # Columns first: the rows of a tile are read once, and the group's matrix stays in the L2 cache.
             tile, column = _divided(cell, across)
             first, end = first_ref[tile], end_ref[tile]
-            # The last tile may begin earlier, so that no copy ends after the last row.
+            # The last tile may start earlier, so that no copy goes beyond the last row.
             start = pl.multiple_of(jnp.minimum(first // ALIGN * ALIGN, count - height), ALIGN)
 
             def multiply(_: Any, a: Any, b: Any, total: Any) -> Any:
@@ -188,10 +188,10 @@ def rows(
 
 
 def _store(value: Array, ref: Any, place: tuple, block: Any, span: tuple[Array, Array] | None) -> None:
-    """Writes a cell of results to ref, its first element to `place`, through a block of some of its columns.
+    """Writes a cell of results to ref at `place`, through a block in shared memory with some of its columns.
 
-    span: the first of the rows to write and their number; None: all. Copies have static sizes: there is one of each
-    power of two that the number is made of.
+    span: the first row to write and the number of rows; None: all rows. Copies have static sizes, so the rows are
+    copied by powers of two.
     """
     height, width = block.shape
     row, column = place
@@ -261,7 +261,7 @@ def matrices(
 
                 pl.run_scoped(product, mosaic.ACC((height, half)))
 
-            # These may reach beyond the last row, and a step reads zeros there.
+            # These may extend beyond the last row, where a step reads zeros.
             span = pl.ds(origin, count)
             program.pipeline(last + 1, multiply, around)(
                 x_ref.at[span, pl.ds(line * height, height)],

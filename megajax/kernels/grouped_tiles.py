@@ -1,4 +1,4 @@
-"""The division of rows that are sorted by group into tiles of one group each."""
+"""Tiles of rows sorted by group: the rows of each tile belong to one group."""
 
 from typing import NamedTuple
 
@@ -17,16 +17,16 @@ class Tiles(NamedTuple):
 
 
 def most_tiles(rows: int, groups: int, block: int, align: int = 1) -> int:
-    """Number of tiles that is enough, however the rows are divided into groups; arguments as of `tiles`."""
+    """Upper bound of the number of tiles for any group sizes; arguments as in `tiles`."""
     return (rows + groups * (block + align - 2)) // block
 
 
 def tiles(sizes: Array, rows: int, block: int, align: int = 1) -> Tiles:
-    """Cuts each group, sizes int32 [E], into tiles of at most `block` rows.
+    """Splits each group, sizes int32 [E], into tiles of at most `block` rows.
 
-    A group's tiles begin at its first row, or at the multiple of `align` before it: the first row of a tile, rounded
-    down to such a multiple, is at most `block` rows before its end. On average half a tile a group is empty; tiles at
-    fixed multiples of `block` would leave a whole one.
+    A group's tiles start at its first row, or at the multiple of `align` before it: the first row of a tile, rounded
+    down to a multiple of `align`, is at most `block` rows before the tile's end. On average, half a tile per group is
+    empty; with tiles at multiples of `block` it would be a whole tile.
     """
     ends = jnp.cumsum(sizes, dtype=jnp.int32)
     starts = ends - sizes

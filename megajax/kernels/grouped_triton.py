@@ -18,17 +18,17 @@ class Blocks(NamedTuple):
     """Block sizes, powers of two from 16 on, and how a program runs."""
 
     rows: int
-    """Of results."""
+    """Rows of the result."""
     columns: int
-    """Of results."""
+    """Columns of the result."""
     summed: int
-    """Elements of the dimension that is summed over, in one step."""
+    """Elements of the contracted dimension per step."""
     warps: int = 8
     stages: int = 3
-    """Steps that are loaded ahead, this one included."""
+    """Number of steps in flight, including the current one."""
 
     def parameters(self) -> triton.CompilerParams:
-        """As the compiler takes them."""
+        """Compiler parameters."""
         return triton.CompilerParams(num_warps=self.warps, num_stages=self.stages)
 
 
@@ -58,7 +58,7 @@ def rows(
         row = first_ref[tile] + jnp.arange(blocks.rows, dtype=jnp.int32)
         column = pl.program_id(0) * blocks.columns + jnp.arange(blocks.columns, dtype=jnp.int32)
         column_mask = None if outer % blocks.columns == 0 else column < outer
-        # Rows of other groups may be computed, as rows don't mix; only those outside of x must not be read.
+        # Rows of other groups may be computed, because rows don't mix; rows outside x must not be read.
         loaded_row = jnp.minimum(row, count - 1)
 
         def step(i: Array, total: Array) -> Array:
@@ -107,7 +107,7 @@ def matrices(
 
         def step(i: Array, total: Array) -> Array:
             row = first + i * blocks.summed + jnp.arange(blocks.summed, dtype=jnp.int32)
-            row_mask = (row < end)[:, None]  # what other rows hold, NaN perhaps, is not read
+            row_mask = (row < end)[:, None]  # rows of other groups may hold NaN and are not read
             a = _load(x_ref, row[:, None], line[None], mask=row_mask & (line < inner)[None])
             b = _load(dy_ref, row[:, None], column[None], mask=row_mask & (column < outer)[None])
             return total + jnp.dot(a.T, b, preferred_element_type=jnp.float32)

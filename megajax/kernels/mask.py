@@ -6,7 +6,7 @@ from jax import Array
 
 
 class Mask(NamedTuple):
-    """Which keys a query sees: causal, within a window, and of its own segment, as far as each is set."""
+    """The keys that each query sees; causal, window and segments each restrict them if set."""
 
     query_index: Array
     """int32 [S]: position of each query in its row."""
@@ -17,11 +17,11 @@ class Mask(NamedTuple):
     key_segments: Array | None
     """int32 [B, T]."""
     window: int | None = None
-    """Number of keys before its own position that a query sees: with 8 it sees 9 tokens. None: all."""
+    """Number of keys before its own position that a query sees: 8 means 9 tokens. None: all."""
     causal: bool = True
     """A query sees no keys after its own position."""
     padded: bool = False
-    """Keys of segment 0 are padding, which no query sees; all other keys are of one text."""
+    """Keys of segment 0 are padding, which no query sees; all other keys belong to one text."""
 
     def visible(self) -> Array:
         """bool [B or 1, S, T]."""

@@ -1,7 +1,7 @@
 """Attention to a paged cache: the reference, a loop over tiles, and the kernels by name.
 
-Keys and values of all rows are in one pool of blocks; a row's table names its blocks, in order. A step computes a few
-queries of each row: one where the row decodes, several where it is a prompt.
+One pool of blocks holds the keys and values of all rows; a row's table lists its blocks in order. A step computes a few
+queries per row: one for a row that decodes, several for a prompt.
 
 R rows, W queries of each, N query heads, K key-value heads (N a multiple of K), H head size, U size of a value head,
 P blocks of the pool, M blocks of a row's table.
@@ -35,7 +35,7 @@ def reference(
     scores, v = _scores(q, k, positions, at, scale, window, bias), _zero_unwritten(v, positions, at)
     column = jnp.full(q.shape[2], -jnp.inf) if sink is None else sink.astype(jnp.float32)
     column = jnp.broadcast_to(column.reshape(1, *scores.shape[1:3], 1, 1), (*scores.shape[:-1], 1))
-    # With a sink the sum is never 0; without one it is for a query that sees no key.
+    # The sum is 0 for a query that sees no key, unless there is a sink.
     highest = jnp.maximum(scores.max(-1, keepdims=True), column)
     finite = jnp.where(jnp.isneginf(highest), 0.0, highest)
     weights = jnp.exp(scores - finite)
@@ -56,10 +56,10 @@ def tiled(
     bias: Bias | None = None,
     tile: int = 64,
 ) -> Array:
-    """Walks over tiles of about `tile` positions, up to the end of the longest row. See `Attend`.
+    """Loops over tiles of about `tile` positions, up to the end of the longest row. See `Attend`.
 
-    A wide table costs nothing, and each row's sums have the same order whatever the other rows are: a tile behind a
-    row's end adds zeros.
+    A wide table costs nothing. The order of each row's sums does not depend on the other rows: a tile after the end of
+    a row adds zeros.
     """
     rows, width, heads, _ = q.shape
     block, groups = pools.keys.shape[1:3]
@@ -98,7 +98,7 @@ KERNELS: Mapping[PagedKernel, Attend] = MappingProxyType(
 def _scores(
     q: Array, k: Array, positions: Array, at: Array, scale: float, window: int | None, bias: Bias | None
 ) -> Array:
-    """float32 [R, K, N/K, W, L] for the keys at positions `at` int32 [L]; -inf where the query does not see the key."""
+    """float32 [R, K, N/K, W, L] for the keys at positions `at` int32 [L]; -inf if the query does not see the key."""
     rows, width, heads, size = q.shape
     split = q.reshape(rows, width, k.shape[2], heads // k.shape[2], size)
     scores = jnp.einsum("rwkgh,rlkh->rkgwl", split, k, preferred_element_type=jnp.float32) * scale
@@ -110,8 +110,8 @@ def _scores(
 
 
 def _zero_unwritten(v: Array, positions: Array, at: Array) -> Array:
-    """Values [R, L, K, U] at positions `at` int32 [L], with 0 behind the end of each row: a block may have numbers of
-    an earlier request there that are not finite, and 0 times these is not 0."""
+    """Values [R, L, K, U] at positions `at` int32 [L], with zeros after the end of each row. A block may hold nonfinite
+    numbers of an earlier request there, and 0 times these is not 0."""
     return jnp.where((at[None] <= positions.max(1)[:, None])[..., None, None], v, 0)
 
 

@@ -15,10 +15,10 @@ type PagedKernel = Literal["auto", "triton", "tiled", "reference"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PagedRequest:
-    """The attention to compute. None: not known yet, and not checked."""
+    """The attention to compute. None: unknown yet, not checked."""
 
     dtype: str | None = None
-    """Of queries."""
+    """Dtype of queries."""
     stored: str | None = None
     """Dtype of the pool."""
     key_dim: int | None = None
@@ -32,16 +32,16 @@ class PagedHeads(NamedTuple):
     """The head sizes of a kernel."""
 
     multiple: int
-    """Of values, of keys, and of what keys have beyond values that are in them."""
+    """Sizes of values, of keys, and of the part of keys after the values in them must be multiples of this."""
     largest: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PagedBackend(Support):
-    """What a kernel of a paged cache supports. All have windows, sinks, grouped queries and any number of queries."""
+    """The requests that a kernel of a paged cache supports. All support windows, sinks, grouped and several queries."""
 
     stored: Mapping[str, DeviceRange] | None = None
-    """Dtypes of pools beside those of queries, with their devices; None: any, everywhere."""
+    """Dtypes of pools other than the queries' dtype, with their devices; None: any dtype on any device."""
     heads: PagedHeads | None = None
     """None: any."""
     bias: bool = False

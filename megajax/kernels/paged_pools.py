@@ -1,6 +1,6 @@
-"""What kernels of a paged cache have in common: the pools of keys and values, and the signature.
+"""The pools of keys and values of a paged cache, and the signature of its attention kernels.
 
-R rows, W queries of each, N query heads, K key-value heads (N a multiple of K), H head size, U size of a value head,
+R rows, W queries per row, N query heads, K key-value heads (N a multiple of K), H head size, U size of a value head,
 P blocks of the pool, M blocks of a row's table.
 """
 
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array
 
 type Bias = Callable[[Array], Array]
-"""int32 [...], the key's position minus the query's -> [..., N]: what is added to the scores of each head."""
+"""int32 [...], the key's position minus the query's -> [..., N]: the bias added to each head's scores."""
 
 
 @partial(
@@ -33,7 +33,7 @@ class Pools:
     value_size: int
     """U."""
     key_scales: Array | None = None
-    """[P, block, K]: what 8-bit keys are multiplied by; None: keys are stored as they are."""
+    """[P, block, K]: scales of 8-bit keys; None: keys are stored unscaled."""
     value_scales: Array | None = None
 
     def read(self, blocks: Array, dtype: jnp.dtype) -> tuple[Array, Array]:
@@ -45,7 +45,7 @@ class Pools:
 
 
 class Attend(Protocol):
-    """What a kernel for a paged cache is."""
+    """An attention kernel for a paged cache."""
 
     def __call__(
         self,
@@ -61,9 +61,9 @@ class Attend(Protocol):
     ) -> Array:
         """q [R, W, N, H], table int32 [R, M], positions int32 [R, W] -> [R, W, N, U] in q's dtype.
 
-        A query at position p attends to the keys of its row at positions 0 to p, or to the last `window` before p and
-        p itself. The keys of the step are in the pool already. A query at a negative position attends to nothing; its
-        output is 0. window, sink and bias are as in `megajax.kernels.attention`.
+        A query at position p attends to the keys of its row at positions 0 to p, or to p and the last `window`
+        positions before it. The pool already contains the keys of the step. A query at a negative position attends to
+        nothing; its output is 0. window, sink and bias are as in `megajax.kernels.attention`.
         """
         ...
 

@@ -1,11 +1,11 @@
 """Attention to a paged cache as Pallas Triton kernels, for NVIDIA GPUs from compute capability 8.0 on.
 
-The keys of a row are cut into splits at fixed positions (flash-decoding, Dao et al. 2023). Where rows have few queries,
-each split has a program of its own, and a second kernel merges the splits. Where rows have many, a program goes through
-all splits for one tile of queries. Both merge in the order of positions with the same arithmetic. So the result of a
-query depends neither on the other rows of a step nor on their lengths.
+The keys of a row are divided into splits at fixed positions (flash-decoding, Dao et al. 2023). If rows have few
+queries, each split has its own program, and a second kernel merges the splits. If rows have many queries, one program
+loops over all splits for a tile of queries. Both merge in the order of positions with the same arithmetic, so the
+result of a query does not depend on the other rows of a step or their lengths.
 
-R rows, W queries of each, N query heads, K key-value heads (N a multiple of K), H head size, U size of a value head,
+R rows, W queries per row, N query heads, K key-value heads (N a multiple of K), H head size, U size of a value head,
 P blocks of the pool, M blocks of a row's table, S splits of a table.
 """
 
@@ -22,11 +22,11 @@ from megajax.kernels.paged_pools import Bias, Pools
 from megajax.kernels.pallas_attention import LOG2_E, dot_float32, head_tiles, next_power
 
 SHORTEST_SPLIT, MOST_SPLITS = 256, 32
-"""The positions of a split are the first power of two from 256 on with which a table has at most 32 splits."""
+"""The size of a split is the smallest power of two from 256 on that gives a table at most 32 splits."""
 FEW_QUERIES = 16
-"""Up to as many queries of a row, its splits are spread over programs."""
+"""Rows with at most this many queries compute their splits in separate programs."""
 LARGEST_8_BIT_POOL = 2**31
-"""Elements up to which offsets fit int32; the lowering of Pallas computes them in int64 from 4 GiB on."""
+"""Number of elements up to which offsets fit into int32; Pallas lowers offsets to int64 from 4 GiB on."""
 
 
 class _Sizes(NamedTuple):
@@ -35,32 +35,32 @@ class _Sizes(NamedTuple):
     width: int
     heads: int
     share: int
-    """Query heads of a key-value head."""
+    """Query heads per key-value head."""
     key_tiles: tuple[tuple[int, int], ...]
-    """(first, size) of the powers of two that a key head is made of; those of values first, if they are in keys."""
+    """(first, size) of the powers of two that make up a key head; those of values first if keys contain the values."""
     value_tiles: tuple[tuple[int, int], ...]
     queries: int
-    """Of a tile, a power of two from 16 on."""
+    """Queries per tile, a power of two from 16 on."""
     keys: int
-    """Of a step of the loop, a power of two from 16 on."""
+    """Keys per step of the loop, a power of two from 16 on."""
     split: int
-    """Positions of a split."""
+    """Positions per split."""
     splits: int
     scale: float
     window: int | None
 
     @property
     def tiles(self) -> int:
-        """Of the queries of a row that read the same key-value head."""
+        """Number of tiles of a row's queries that read the same key-value head."""
         return pl.cdiv(self.width * self.share, self.queries)
 
     @property
     def parallel_splits(self) -> bool:
-        """Whether each split has a program of its own."""
+        """Whether each split has its own program."""
         return self.splits > 1 and self.width <= FEW_QUERIES
 
     def parameters(self) -> triton.CompilerParams:
-        """Larger sums need the registers of more warps."""
+        """Compiler parameters. Larger sums need the registers of more warps."""
         return triton.CompilerParams(num_warps=4 if self.queries * self.value_tiles[0][1] <= 4096 else 8, num_stages=2)
 
 
@@ -87,16 +87,17 @@ class _Queries(NamedTuple):
     group: Array
     """The key-value head."""
     index: Array
-    """int32 [queries]: query * N + head; W * N where the tile is not filled."""
+    """int32 [queries]: query * N + head; W * N beyond the last query."""
     inside: Array
-    """The same, but of a query where the tile is not filled."""
+    """The same, but the index of the last query beyond it."""
     head: Array
     """int32 [queries]."""
     position: Array
-    """int32 [queries]; negative for none."""
+    """int32 [queries]; negative for no query."""
     first: Array
-    """Of the positions that any of them sees; the last one is -1 if there are none."""
+    """First position that any of the queries sees."""
     last: Array
+    """Last position that any of them sees; -1 for none."""
 
     @classmethod
     def of_program(cls, positions: Any, sizes: _Sizes) -> "_Queries":
@@ -114,21 +115,21 @@ class _Queries(NamedTuple):
         return cls(row, group, index, inside, head, position, first, jnp.max(position))
 
     def filled(self, sizes: _Sizes) -> Array:
-        """bool [queries]: where the tile is filled."""
+        """bool [queries]: whether there is a query."""
         return self.index < sizes.width * sizes.heads
 
     def splits(self, sizes: _Sizes) -> tuple[Array, Array]:
-        """The first split with a key that any of them sees, and the one after the last."""
+        """The first split with a key that any of the queries sees, and the one after the last such split."""
         return lax.div(self.first, _int(sizes.split)), lax.div(self.last + sizes.split, _int(sizes.split))
 
 
 class _Sums(NamedTuple):
-    """Of a softmax over some keys, for each query of a tile; float32."""
+    """Partial sums of a softmax over some keys, for each query of a tile; float32."""
 
     highest: Array
     """The highest score, times log2(e); -inf without keys."""
     total: Array
-    """Of the weights, relative to that of the highest score."""
+    """Sum of the weights, relative to the weight of the highest score."""
     mixed: tuple[Array, ...]
     """Values times weights, by tiles of a value head."""
 
@@ -139,14 +140,14 @@ class _Sums(NamedTuple):
 
     @classmethod
     def with_sink(cls, sink: Any, queries: _Queries, sizes: _Sizes) -> "_Sums":
-        """sink: ref float32 [N], a score of each head without a value; None: empty."""
+        """sink: ref float32 [N], one score per head without a value; None: empty sums."""
         nothing = cls.empty(sizes)
         if sink is None:
             return nothing
         return nothing._replace(highest=triton.load(sink.at[queries.head]) * LOG2_E, total=nothing.total + 1)
 
     def plus(self, other: "_Sums") -> "_Sums":
-        """Over the keys of both."""
+        """The sums over the keys of both."""
         highest = jnp.maximum(self.highest, other.highest)
         finite = jnp.where(highest == -jnp.inf, 0.0, highest)
         scale, other_scale = jnp.exp2(self.highest - finite), jnp.exp2(other.highest - finite)
@@ -155,7 +156,7 @@ class _Sums(NamedTuple):
         return _Sums(highest, self.total * scale + other.total * other_scale, mixed)
 
     def store(self, out: Any, queries: _Queries, sizes: _Sizes) -> None:
-        """The weighted mean of values into out, a ref [R, W * N, U]; 0 without keys."""
+        """Stores the weighted mean of values in out, a ref [R, W * N, U]; 0 without keys."""
         divisor = jnp.where(self.total > 0, self.total, 1.0)[:, None]
         _store_tiles(out, (queries.row,), queries, tuple(x / divisor for x in self.mixed), sizes)
 
@@ -177,14 +178,14 @@ def _store_tiles(out: Any, at: tuple, queries: _Queries, values: tuple[Array, ..
 
 
 def _sums_of_split(number: Array, q: list[Array], pools: Pools, table: Any, queries: _Queries, sizes: _Sizes) -> _Sums:
-    """Over the keys of one split. q: the tiles of the queries' heads, each [queries, tile]."""
+    """The sums over the keys of one split. q: the tiles of the queries' heads, each [queries, tile]."""
     block, most = pools.keys.shape[1], table.shape[1]
     start = jnp.maximum(number * sizes.split, queries.first)
     end = jnp.minimum((number + 1) * sizes.split, queries.last + 1)
 
     def step(i: Array, sums: _Sums) -> _Sums:
         at = i * sizes.keys + _range(sizes.keys)
-        # What lies behind the last position, or in blocks that were freed, may be NaN: it is not read.
+        # Values after the last position or in freed blocks may be NaN; they are not read.
         in_range = (at >= queries.first) & (at <= queries.last)
         ids = triton.load(table.at[queries.row, jnp.minimum(lax.div(at, _int(block)), most - 1)])
         place = lax.rem(at, _int(block))
@@ -222,7 +223,7 @@ def _sums_of_split(number: Array, q: list[Array], pools: Pools, table: Any, quer
 def _attention_kernel(
     q_ref: Any, pools: Pools, table: Any, positions: Any, sink: Any, *outputs: Any, sizes: _Sizes
 ) -> None:
-    """One tile of queries. outputs: refs of `_Sums`, each [R, S, W * N, ...], or of the result [R, W * N, U]."""
+    """Computes a tile of queries. outputs: refs of `_Sums`, each [R, S, W * N, ...], or of the result [R, W * N, U]."""
     queries = _Queries.of_program(positions, sizes)
     first, end = queries.splits(sizes)
     columns = [_range(tile, at)[None] for at, tile in sizes.key_tiles]
@@ -247,7 +248,7 @@ def _attention_kernel(
 
 
 def _merge_kernel(sums_ref: Any, positions: Any, sink: Any, out: Any, *, sizes: _Sizes) -> None:
-    """The splits of one tile of queries, in order. sums_ref: refs of `_Sums` as `_attention_kernel` writes them."""
+    """Merges the splits of one tile of queries in order. sums_ref: refs of `_Sums` that `_attention_kernel` wrote."""
     highest_ref, total_ref, mixed_ref = sums_ref
     queries = _Queries.of_program(positions, sizes)
 

@@ -40,12 +40,12 @@ class Blocks(NamedTuple):
 
 
 def next_power(length: int) -> int:
-    """The power of two from 16 on that is not below the length."""
+    """The smallest power of two from 16 on that is at least the length."""
     return max(16, 1 << (length - 1).bit_length())
 
 
 def blocks_for(size: int) -> tuple[Blocks, Blocks]:
-    """Blocks of the forward and of the backward kernels for this head size; they fit an A100's shared memory."""
+    """Blocks of the forward and the backward kernels for this head size; they fit into an A100's shared memory."""
     if size <= 64:
         return Blocks(128, 64, 4), Blocks(64, 64, 4)
     if size <= 128:
@@ -54,7 +54,7 @@ def blocks_for(size: int) -> tuple[Blocks, Blocks]:
 
 
 def head_tiles(size: int) -> tuple[tuple[int, int], ...]:
-    """(first, size) of each power of two that a head is made of: 192 -> (0, 128), (128, 64)."""
+    """(first, size) of the powers of two that make up a head: 192 -> (0, 128), (128, 64)."""
     tiles, first = [], 0
     for bit in reversed(range(size.bit_length())):
         if size >> bit & 1:
@@ -64,7 +64,7 @@ def head_tiles(size: int) -> tuple[tuple[int, int], ...]:
 
 
 class _Blocked(NamedTuple):
-    """A mask cut into blocks: the position and segment of each token, and which blocks may see each other."""
+    """A mask split into blocks: the position and segment of each token, and which blocks may see each other."""
 
     query_index: Array
     """int32 [S], padded to whole blocks, as are the next three."""
@@ -81,7 +81,7 @@ class _Blocked(NamedTuple):
         return self.query_index, self.key_index, self.query_segments, self.key_segments
 
 
-def _cut_into_blocks(mask: Mask, rows: int, blocks: Blocks) -> _Blocked:
+def _split_into_blocks(mask: Mask, rows: int, blocks: Blocks) -> _Blocked:
     def padded(x: Array, block: int, value: int) -> Array:
         missing = -x.shape[-1] % block
         return jnp.pad(x.astype(jnp.int32), [(0, 0)] * (x.ndim - 1) + [(0, missing)], constant_values=value)
@@ -114,7 +114,7 @@ def _cut_into_blocks(mask: Mask, rows: int, blocks: Blocks) -> _Blocked:
     visible = visible[None] & (q_high[:, :, None] >= k_low[:, None, :]) & (q_low[:, :, None] <= k_high[:, None, :])
 
     def ranges(visible: Array) -> Array:
-        """bool [B, X, Y] -> int32 [B, 2, X]: the first visible block and the one after the last; 0 to 0 for none."""
+        """bool [B, X, Y] -> int32 [B, 2, X]: the first visible block and the one after the last; 0 and 0 for none."""
         any_visible, count = visible.any(-1), visible.shape[-1]
         first = jnp.where(any_visible, visible.argmax(-1), 0)
         last = jnp.where(any_visible, count - visible[..., ::-1].argmax(-1), 0)
@@ -125,8 +125,8 @@ def _cut_into_blocks(mask: Mask, rows: int, blocks: Blocks) -> _Blocked:
 
 
 def visited(mask: Mask, rows: int, blocks: Blocks) -> tuple[Array, Array]:
-    """How many blocks the kernels compute, int32 [B] each: by blocks of queries, and by blocks of keys."""
-    blocked = _cut_into_blocks(mask, rows, blocks)
+    """Number of blocks that the kernels compute, int32 [B] each: by blocks of queries, and by blocks of keys."""
+    blocked = _split_into_blocks(mask, rows, blocks)
     by_query, by_key = ((ranges[:, 1] - ranges[:, 0]).sum(-1) for ranges in (blocked.keys_of, blocked.queries_of))
     return by_query, by_key
 
@@ -305,16 +305,16 @@ def _call(kernel: Callable, mask: Mask, scale: float, blocks: Blocks, **argument
 def forward(
     q: Array, k: Array, v: Array, mask: Mask, *, scale: float, interpret: bool = False, blocks: Blocks | None = None
 ) -> tuple[Array, Array]:
-    """softmax(q k^T * scale) v over the keys that the mask makes visible.
+    """softmax(q k^T * scale) v over the visible keys.
 
     q [B, S, N, H], k [B, T, K, H], v [B, T, K, U], H and U multiples of 16; mask of any positions and documents
-    -> [B, S, N, U] in q's dtype, and the log-sum-exp of each query's scores, float32 [B, N, S]: 0 and -inf where a
+    -> [B, S, N, U] in q's dtype, and the log-sum-exp of each query's scores, float32 [B, N, S]: 0 and -inf if the
     query sees no key. `interpret` runs the kernel on a CPU. Not differentiable: `backward` is its gradient.
     """
     rows, length, heads, size = q.shape
     value_size = v.shape[-1]
     blocks = (blocks or blocks_for(max(size, value_size))[0]).within(length, k.shape[1])
-    blocked = _cut_into_blocks(mask, rows, blocks)
+    blocked = _split_into_blocks(mask, rows, blocks)
     queries, keys = blocked.query_index.shape[0], blocked.key_index.shape[0]
     q, k, v = _padded(q, queries), _padded(k, keys), _padded(v, keys)
     out, lse = _call(
@@ -353,7 +353,7 @@ def backward(
     groups, value_size, key_length = k.shape[2], v.shape[-1], k.shape[1]
     share, sizes = heads // groups, (size, value_size)
     blocks = (blocks or blocks_for(max(sizes))[1]).within(length, key_length)
-    blocked = _cut_into_blocks(mask, rows, blocks)
+    blocked = _split_into_blocks(mask, rows, blocks)
     queries, keys = blocked.query_index.shape[0], blocked.key_index.shape[0]
     delta = jnp.einsum("bsnu,bsnu->bns", out.astype(jnp.float32), dout.astype(jnp.float32))
     padding = [(0, 0), (0, 0), (0, queries - length)]

@@ -1,9 +1,9 @@
-"""The recurrence of Mamba: a state for each channel, whose elements decay at rates of their own (Gu and Dao 2023).
+"""The recurrence of Mamba: one state per channel, and each of its elements has its own decay rate (Gu and Dao 2023).
 
     h_t = exp(dt_t a) h_(t-1) + dt_t x_t b_t        y_t = h_t c_t + skip x_t
 
-B rows, S positions, I channels, Z state size; h is [I, Z]. A state starts from zero where a document starts, and a
-document's results depend on no number of another one, to the last bit.
+B rows, S positions, I channels, Z state size; h is [I, Z]. The state is zero at the start of each document, and a
+document's results do not depend on other documents, to the last bit.
 """
 
 from functools import partial
@@ -38,8 +38,8 @@ class SelectiveScan(NamedTuple):
 def selective_scan(scan: SelectiveScan, chunk: int) -> tuple[Array, Array]:
     """y [B, S, I] in x's dtype, and the last state [B, I, Z].
 
-    States of that many positions exist at once, in float32: they are made by an associative scan, and again in the
-    backward pass.
+    The float32 states of `chunk` positions exist at once: an associative scan computes them, and the backward pass
+    computes them again.
     """
     rows, length, channels = scan.x.shape
     chunk = min(chunk, length)
@@ -65,10 +65,10 @@ def selective_scan(scan: SelectiveScan, chunk: int) -> tuple[Array, Array]:
 
 
 def selective_transition(scan: SelectiveScan, chunk: int) -> tuple[Array, Array]:
-    """What the positions of a row do to any state before them, h -> kept h + added; `scan.state` is not read.
+    """The effect of a row on the state before it, h -> decay * h + added; `scan.state` is not read.
 
-    kept: float32 [B, I, Z], 0 where a document starts behind the first position; added: float32 [B, I, Z]. Each chunk
-    of positions is one sum, without the states between them. The backward pass saves the inputs alone.
+    decay: float32 [B, I, Z], 0 if a document starts after the first position; added: float32 [B, I, Z]. Each chunk of
+    positions is one sum, without the states between them. Only the inputs are saved for the backward pass.
     """
     return jax.checkpoint(partial(_transition, min(chunk, scan.x.shape[1])), prevent_cse=False)(scan)
 
@@ -76,7 +76,7 @@ def selective_transition(scan: SelectiveScan, chunk: int) -> tuple[Array, Array]
 def _transition(chunk: int, scan: SelectiveScan) -> tuple[Array, Array]:
     def advance(transition: tuple[Array, Array], at: tuple[Array, ...]) -> tuple[tuple[Array, Array], None]:
         start, x, dt, b = at
-        # Positions of the document that the chunk ends with: no other starts at them or behind.
+        # Positions of the chunk's last document: no other document starts at them or after them.
         closing = lax.cumsum(jnp.pad(start[:, 1:], ((0, 0), (0, 1))).astype(jnp.int32), axis=1, reverse=True) == 0
         after = lax.cumsum(jnp.pad(dt[:, 1:], ((0, 0), (0, 1), (0, 0))), axis=1, reverse=True)
         scaled_x = jnp.where(closing[..., None], dt * x.astype(jnp.float32), 0)
@@ -93,14 +93,14 @@ def _transition(chunk: int, scan: SelectiveScan) -> tuple[Array, Array]:
 
 
 def _starts(scan: SelectiveScan) -> Array:
-    """bool [B, S]: a document starts at the position; not said of the first."""
+    """bool [B, S]: whether a document starts at the position; False for the first position."""
     if scan.runs is None:
         return jnp.zeros(scan.x.shape[:2], bool)
     return jnp.pad(scan.runs[:, 1:] != scan.runs[:, :-1], ((0, 0), (1, 0)))
 
 
 def _in_chunks(x: Array, chunk: int) -> Array:
-    """[B, S, ...] -> [chunks, B, L, ...]; positions behind the last have steps of 0, which change no state."""
+    """[B, S, ...] -> [chunks, B, L, ...]; the padding has steps of 0, which do not change the state."""
     x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % chunk), *[(0, 0)] * (x.ndim - 2)))
     return jnp.moveaxis(x.reshape(x.shape[0], -1, chunk, *x.shape[2:]), 1, 0)
 

@@ -1,14 +1,14 @@
-"""The recurrence of Mamba-2: a state for each head that decays and takes up inputs (Dao and Gu 2024, SSD).
+"""The recurrence of Mamba-2: one state per head, which decays and accumulates inputs (Dao and Gu 2024, SSD).
 
     h_t = exp(dt_t a) h_(t-1) + dt_t x_t b_t        y_t = h_t c_t + skip x_t
 
-B rows, S positions, N heads, P head size, G groups that share b and c among N / G heads each, Z state size. h is
-[N, P, Z]. A state starts from zero where a document starts. `ssd_reference` is the recurrence as written, `ssd`
-computes chunks of positions by matmuls.
+B rows, S positions, N heads, P head size, G groups of N / G heads that share b and c, Z state size. h is
+[N, P, Z]. The state is zero at the start of each document. `ssd_reference` is the recurrence as written, `ssd` computes
+chunks of positions by matmuls.
 
-A document's results depend on no number of another document, to the last bit. Therefore decays are sums of what lies
-between two positions, and never differences of cumulative sums, which would be rounded by what comes before. Sums of
-terms that are not above 0 do not cancel either, so that large decays cost no accuracy.
+A document's results do not depend on other documents, to the last bit. Decays are therefore sums of the terms between
+two positions, never differences of cumulative sums, whose rounding would depend on earlier terms. All terms are at most
+0 and do not cancel, so large decays cost no accuracy.
 """
 
 from functools import partial
@@ -20,9 +20,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 BLOCK = 16
-"""Positions whose decays are added up one by one; beyond, the sums of whole blocks are added."""
+"""Positions whose decays are summed one by one; over longer distances, the sums of whole blocks are added."""
 UNROLL = 8
-"""Chunks in one turn of the loop that carries states from chunk to chunk."""
+"""Chunks per iteration of the loop that carries states from chunk to chunk."""
 
 
 class Scan(NamedTuple):
@@ -47,7 +47,7 @@ class Scan(NamedTuple):
 
 
 def runs_of(segments: Array) -> Array:
-    """Segment ids, int32 [B, S] -> number of the document in its row: a new one starts wherever the id changes."""
+    """Segment ids, int32 [B, S] -> number of the document in its row: a new document starts wherever the id changes."""
     changed = segments[:, 1:] != segments[:, :-1]
     return jnp.cumsum(jnp.pad(changed, ((0, 0), (1, 0))), axis=1, dtype=jnp.int32)
 
@@ -89,14 +89,14 @@ def ssd_reference(scan: Scan) -> tuple[Array, Array]:
 
 
 def ssd(scan: Scan, chunk: int) -> tuple[Array, Array]:
-    """The same by matmuls over chunks of that many positions: y [B, S, N, P] in x's dtype, the last state.
+    """The recurrence by matmuls over chunks of that many positions: y [B, S, N, P] in x's dtype, the last state.
 
-    Matmuls are in x's dtype with float32 sums; steps, decays and states are float32. The backward pass saves the inputs
-    alone: what is of the size of chunk x chunk for each head exists once, and only while a layer works.
+    Matmuls are in x's dtype with float32 sums; steps, decays and states are float32. Only the inputs are saved for the
+    backward pass: arrays of size chunk x chunk per head exist once, while a layer is computed.
     """
     length = scan.x.shape[1]
     if length == 1:
-        # A row of one position is one document, whatever `runs` says.
+        # A row of one position is one document, regardless of `runs`.
         x, dt, b, c = (array[:, 0] for array in (scan.x, scan.dt, scan.b, scan.c))
         y, state = ssd_step(first_state(scan), x, dt, scan.a, b, c, scan.skip)
         return y[:, None], state
@@ -107,10 +107,10 @@ def ssd(scan: Scan, chunk: int) -> tuple[Array, Array]:
 
 
 def ssd_transition(scan: Scan) -> tuple[Array, Array]:
-    """What the positions of a row do to any state before them, h -> kept h + added; `scan.state` is not read.
+    """The effect of a row on the state before it, h -> decay * h + added; `scan.state` is not read.
 
-    kept: float32 [B, N], 0 where a document starts behind the first position; added: float32 [B, N, P, Z]. The backward
-    pass saves the inputs alone.
+    decay: float32 [B, N], 0 if a document starts after the first position; added: float32 [B, N, P, Z]. Only the inputs
+    are saved for the backward pass.
     """
     return jax.checkpoint(_transition, prevent_cse=False)(scan)
 
@@ -131,7 +131,7 @@ def _transition(scan: Scan) -> tuple[Array, Array]:
 
 
 def _padded(scan: Scan, behind: int) -> Scan:
-    """With positions behind the last whose steps are 0: they change no state."""
+    """Pads the end with positions whose steps are 0, which do not change the state."""
     if not behind:
         return scan
 
@@ -145,21 +145,21 @@ def _padded(scan: Scan, behind: int) -> Scan:
 class Sums(NamedTuple):
     """Sums of logarithms of decays, float32, in chunks of L positions: M blocks of K.
 
-    Each is a sum of the terms it names and of no others, added up in an order that depends on places alone.
+    Each sum contains only the named terms, in an order that depends on their places only.
     """
 
     until: Array
-    """[..., L]: from the start of the chunk, with the position itself."""
+    """[..., L]: from the start of the chunk up to and including the position."""
     after: Array
-    """[..., L]: behind the position, to the end of the chunk."""
+    """[..., L]: after the position, to the end of the chunk."""
     until_in_block: Array
-    """[..., M, K]: the same within the block."""
+    """[..., M, K]: like `until`, from the start of the block."""
     after_in_block: Array
-    """[..., M, K]."""
+    """[..., M, K]: like `after`, to the end of the block."""
     blocks_between: Array
-    """[..., M, M]: of the blocks between two, [i's, j's]."""
+    """[..., M, M]: over the blocks between two, [block of i, block of j]."""
     between_in_block: Array
-    """[..., M, K, K]: behind position j, up to i, of the same block; [i, j]."""
+    """[..., M, K, K]: after position j, up to i in the same block; [i, j]."""
 
     @classmethod
     def of(cls, logs: Array) -> "Sums":
@@ -182,7 +182,7 @@ class Sums(NamedTuple):
         )
 
     def between(self) -> Array:
-        """[..., L, L]: behind position j, up to position i; [i, j]. Above the diagonal: any number up to 0."""
+        """[..., L, L]: after position j, up to position i; [i, j]. Above the diagonal: any number up to 0."""
         *rest, count, block = self.until_in_block.shape
         # [..., i's block, i, j's block, j]
         rows, columns = self.until_in_block[..., None, None], self.after_in_block[..., None, None, :, :]
@@ -194,30 +194,30 @@ class Sums(NamedTuple):
 
 
 def _sums_behind(terms: Array) -> Array:
-    """[..., L] -> [..., L, L]: at [i, j] the sum of the terms behind j, up to i."""
+    """[..., L] -> [..., L, L]: at [i, j] the sum of the terms after j, up to i."""
     place = jnp.arange(terms.shape[-1])
     behind = (place[:, None] > place[None]).reshape((1,) * (terms.ndim - 1) + (place.size, place.size))
     return jnp.cumsum(jnp.where(behind, terms[..., None], 0), axis=-2)
 
 
 def _shifted(x: Array, by: int, axis: int = -1) -> Array:
-    """Moved by one place towards the end (1) or the start (-1), with a zero where nothing comes from."""
+    """x shifted by one place towards the end (1) or the start (-1); the free place is 0."""
     axis, end = axis % x.ndim, x.shape[axis]
     pads = [((by, 0) if by > 0 else (0, -by)) if dimension == axis else (0, 0) for dimension in range(x.ndim)]
     return lax.slice_in_dim(jnp.pad(x, pads), 0 if by > 0 else -by, end if by > 0 else end - by, axis=axis)
 
 
 class Chunks(NamedTuple):
-    """What takes part where, by document: bool, M chunks of L positions."""
+    """Masks by document, bool, for M chunks of L positions."""
 
     pairs: Array
-    """[B or 1, M or 1, L, L]: position i sees what j takes up."""
+    """[B or 1, M or 1, L, L]: position i depends on the input of position j."""
     opening: Array
-    """[B, M, L]: positions of the document that the chunk before ends with."""
+    """[B, M, L]: positions of the document at the end of the previous chunk."""
     closing: Array
-    """[B, M, L]: positions of the document that the chunk ends with."""
+    """[B, M, L]: positions of the document at the end of the chunk."""
     through: Array
-    """[B, M]: the whole chunk is of the document that the chunk before ends with."""
+    """[B, M]: the chunk lies in the document at the end of the previous chunk."""
 
 
 def _chunks(runs: Array | None, rows: int, count: int, chunk: int) -> Chunks:
@@ -233,7 +233,7 @@ def _chunks(runs: Array | None, rows: int, count: int, chunk: int) -> Chunks:
 
 
 def _by_chunks(chunk: int, scan: Scan) -> tuple[Array, Array]:
-    """`ssd` of rows that are whole chunks. Letters: m chunk, i and j positions of it, g group, r head of a group."""
+    """`ssd` for rows of whole chunks. Letters: m chunk, i and j positions in it, g group, r head of a group."""
     (rows, length, heads, size), (groups, states) = scan.x.shape, scan.b.shape[2:]
     count, heads_per_group, dtype = length // chunk, heads // scan.b.shape[2], scan.x.dtype
     product = partial(jnp.einsum, preferred_element_type=jnp.float32)
@@ -243,12 +243,12 @@ def _by_chunks(chunk: int, scan: Scan) -> tuple[Array, Array]:
     sums = Sums.of(dt * scan.a.reshape(1, 1, groups, heads_per_group, 1))
     parts = _chunks(scan.runs, rows, count, chunk)
 
-    # Within a chunk: what position i reads of position j.
+    # Contributions within a chunk, of position j to position i.
     shared = product("bmigz,bmjgz->bmgij", c, b)[:, :, :, None]
     pair_weights = jax.checkpoint(partial(_pair_weights, dtype))(sums, shared, parts.pairs[:, :, None, None], dt)
     y = product("bmgrij,bmjgrp->bmigrp", pair_weights, x)
 
-    # What each chunk adds to the state, and the states between chunks.
+    # The states between chunks, from what each chunk adds to them.
     input_weights = jnp.where(parts.closing[:, :, None, None], jnp.exp(sums.after), 0) * dt
     weighted = (jnp.moveaxis(input_weights, -1, 2)[..., None] * b[:, :, :, :, None].astype(jnp.float32)).astype(dtype)
     added = product("bmjgrp,bmjgrz->mbgrpz", x, weighted)
@@ -261,7 +261,7 @@ def _by_chunks(chunk: int, scan: Scan) -> tuple[Array, Array]:
     first = first_state(scan).reshape(rows, groups, heads_per_group, size, states)
     last, before = lax.scan(carry, first, (jnp.moveaxis(decay, 1, 0), added), unroll=min(UNROLL, count))
 
-    # What position i reads of the state before its chunk.
+    # Contributions of the state before the chunk to position i.
     state_decay = jnp.where(parts.opening[:, :, None, None], jnp.exp(sums.until), 0)
     y = y + product("bmigz,mbgrpz->bmigrp", c, before.astype(dtype)) * jnp.moveaxis(state_decay, -1, 2)[..., None]
     y = y + x.astype(jnp.float32) * scan.skip.reshape(1, 1, 1, groups, heads_per_group, 1)
@@ -269,7 +269,7 @@ def _by_chunks(chunk: int, scan: Scan) -> tuple[Array, Array]:
 
 
 def _pair_weights(dtype: Any, sums: Sums, shared: Array, pairs: Array, dt: Array) -> Array:
-    """Weight of each position j's input in what i reads, [B, M, G, N / G, L, L]; elementwise, recomputed backwards."""
+    """Weights of the inputs of positions j in the outputs of i, [B, M, G, N / G, L, L]; recomputed, not saved."""
     return (jnp.where(pairs, jnp.exp(sums.between()) * shared, 0) * dt[..., None, :]).astype(dtype)
 
 
@@ -282,7 +282,7 @@ def gated_norm(y: Array, z: Array, gain: Array, *, groups: int, epsilon: float, 
     if not before_gate:
         full = full * gate
     heads = y.shape[2] // groups
-    # Squares of each head first: where heads of a group are on several devices, these few are what they exchange.
+    # Squares of each head first: if a group's heads are on several devices, only these sums are exchanged.
     squares = jnp.square(full).sum(-1).reshape(*y.shape[:2], groups, heads).sum(-1)
     scale = lax.rsqrt(squares / (heads * y.shape[3]) + epsilon)
     full = full * jnp.repeat(scale, heads, axis=2)[..., None] * gain.astype(jnp.float32)[None, None]
@@ -295,7 +295,7 @@ def causal_conv(
     """Depthwise convolution over the last K positions of a document, float32 [B, S, ...].
 
     x [B, S, ...]; kernel [K, ...], the last entry for the position itself; bias [...]; runs as in `Scan`;
-    before [B, K - 1, ...]: what stood before the first position, in its document; None: zeros.
+    before [B, K - 1, ...]: the values before the first position in its document; None: zeros.
     """
     reach, length = kernel.shape[0] - 1, x.shape[1]
     if before is None:

@@ -339,13 +339,13 @@ def test_partial_results_combine_by_log_sum_exp(name: str, passes: Passes) -> No
 def test_fully_masked_blocks_are_skipped() -> None:
     segments = jnp.asarray(np.repeat(np.arange(4), 64)[None])
     mask = mask_of_rows(256, segments)
-    walk = pallas_attention._cut_into_blocks(mask, 1, Blocks(32, 32, 4))
+    walk = pallas_attention._split_into_blocks(mask, 1, Blocks(32, 32, 4))
     first, last = np.asarray(walk.keys_of)[0]
     # Two blocks to a document: the first of them walks over one block, the second over two.
     np.testing.assert_array_equal(last - first, [1, 2] * 4)
     np.testing.assert_array_equal(first, np.repeat([0, 2, 4, 6], 2))
     first, last = np.asarray(
-        pallas_attention._cut_into_blocks(mask_of_rows(256, window=31), 1, Blocks(32, 32, 4)).keys_of
+        pallas_attention._split_into_blocks(mask_of_rows(256, window=31), 1, Blocks(32, 32, 4)).keys_of
     )[0]
     np.testing.assert_array_equal(last - first, [1] + [2] * 7)
     first, last = np.asarray(walk.queries_of)[0]

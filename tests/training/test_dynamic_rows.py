@@ -12,7 +12,7 @@ from small_jobs import model, run_config
 
 from megajax.data.config import ChatConfig, Rows
 from megajax.kernels.mask import Mask
-from megajax.kernels.pallas_attention import Blocks, _cut_into_blocks, blocks_for
+from megajax.kernels.pallas_attention import Blocks, _split_into_blocks, blocks_for
 from megajax.tokenizers.config import ByteTokenizerConfig
 from megajax.training.config import BatchConfig, EvaluationConfig
 from megajax.training.run_config import RunConfig
@@ -58,7 +58,7 @@ def test_one_program_for_rows_of_all_lengths(tmp_path: Path) -> None:
 def computed(segments: np.ndarray, blocks: Blocks) -> int:
     """Blocks of scores that the kernel computes of a row."""
     index, ids = jnp.arange(len(segments)), jnp.asarray(segments)[None]
-    first, last = np.asarray(_cut_into_blocks(Mask(index, index, ids, ids), 1, blocks).keys_of)[0]
+    first, last = np.asarray(_split_into_blocks(Mask(index, index, ids, ids), 1, blocks).keys_of)[0]
     return int((last - first).sum())
 
 

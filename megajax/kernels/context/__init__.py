@@ -1,1 +1,1 @@
-"""Attention over rows that are cut over devices: each strategy is a `Passes` made of a backend's."""
+"""Attention over rows sharded over devices: each strategy builds its `Passes` from those of a backend."""

@@ -1,7 +1,7 @@
 """Attention to gathered keys and values (Grattafiori et al. 2024, "The Llama 3 Herd of Models", section 3.3.2).
 
-Each device gathers the keys and values of whole rows, and attends to them with its own queries. They are gathered
-again in the backward pass: kept, they would take T positions of each layer.
+Each device gathers the keys and values of whole rows, and its own queries attend to them. The backward pass gathers
+them again, because saving them would take memory for T positions in every layer.
 """
 
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from megajax.mesh.sequence_sharding import SequenceSharding
 
 
 def whole_keys(sharding: SequenceSharding, k: Array, v: Array, mask: Mask) -> tuple[Array, Array, Mask]:
-    """Keys and values of a device -> those of whole rows in order, and the mask of the device's queries on them.
+    """A device's keys and values -> those of whole rows in order, and the mask of its queries over them.
 
     Differentiable.
     """
@@ -25,7 +25,7 @@ def whole_keys(sharding: SequenceSharding, k: Array, v: Array, mask: Mask) -> tu
 
 
 def all_gather(sharding: SequenceSharding, passes: Passes) -> Passes:
-    """Attention of whole rows from a device's part of them, by a backend that takes any mask."""
+    """Attention over whole rows, computed from each device's shard by a backend that supports any mask."""
 
     def forward(
         q: Array, k: Array, v: Array, mask: Mask, *, scale: float, dropout: AttentionDropout | None = None

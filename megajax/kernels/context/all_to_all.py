@@ -1,8 +1,8 @@
 """Exchange of heads for positions (Jacobs et al. 2023, "DeepSpeed Ulysses").
 
-The devices of a group exchange arrays so that each has the positions of the whole group, of a part of the heads; then
-any attention over what the groups hold follows, and the exchange back. A key-value head is repeated for all devices
-that have one of its query heads.
+The devices of a group exchange arrays, after which each device has all positions of the group for a part of the heads.
+Attention runs over these, by any backend or strategy, and a second exchange restores the layout. A key-value head is
+repeated for every device that has one of its query heads.
 
 B rows, S positions of a device, N query heads and K key-value heads of a device before the exchange.
 """
@@ -19,15 +19,15 @@ from megajax.mesh.sequence_sharding import AXIS, SequenceSharding
 
 
 def all_to_all(sharding: SequenceSharding, passes: Passes) -> Passes:
-    """Attention of whole rows. passes: over the groups' positions, see `SequenceSharding.exchanged`."""
+    """Attention over whole rows. passes: attention over the positions of a group, see `SequenceSharding.exchanged`."""
     groups, devices = sharding.exchanged(), sharding.exchanging
 
     def copies(k: Array) -> int:
-        """Of each key-value head, one for each device that has a query head of its group."""
+        """Copies of each key-value head: one for each device that has one of its query heads."""
         return devices // gcd(devices, k.shape[2])
 
     def exchanged(mask: Mask, q: Array, dropout: AttentionDropout | None) -> tuple[Mask, AttentionDropout | None]:
-        """Of the positions and heads after the exchange; q: before it."""
+        """The mask and dropout for the positions and heads after the exchange; q: queries before it."""
         index = groups.local_index(q.shape[1] * devices)
         ids = None if mask.key_segments is None else gather_group(sharding, mask.key_segments)
         mask = Mask(index, index, ids, ids, mask.window, mask.causal, mask.padded)
@@ -65,7 +65,7 @@ def all_to_all(sharding: SequenceSharding, passes: Passes) -> Passes:
 
 
 def _summed(dx: Array, x: Array) -> Array:
-    """Gradients of repeated heads -> those of the heads of x."""
+    """Gradients of repeated heads -> gradients of the heads of x."""
     if dx.shape == x.shape:
         return dx
     copies = dx.astype(jnp.float32).reshape(*x.shape[:3], -1, x.shape[3])

@@ -1,12 +1,12 @@
-"""Attention over rows cut in chunks by kernels that know no positions, as cuDNN's.
+"""Attention over chunks of rows, by kernels without position arguments such as cuDNN's.
 
-Their causal mask begins at the first query and the first key of a call. So a chunk attends to itself in one call (a
-triangle), and to what is before it in another, without a mask (a rectangle); both are joined by their log-sum-exps. In
-a ring, the keys of another device are before whole chunks of queries, or after them: in zigzag with two chunks a
-device, each step is two squares.
+The causal mask of these kernels starts at the first query and the first key of a call. A chunk therefore attends to
+itself in one call (a triangle), and to the keys before it in another call without a mask (a rectangle). The two results
+are merged by their log-sum-exps. In a ring, the keys of another device lie entirely before or entirely after a chunk of
+queries: in zigzag order with two chunks per device, each step is two squares.
 
-In the backward pass each call gets the result and log-sum-exp over all keys, and the gradients add up (Liu et al.
-2023). On a GPU a branch waits for the host, so only documents have one: their number decides which kernel runs
+In the backward pass, each call takes the output and log-sum-exp over all keys, and the gradients add up (Liu et al.
+2023). A branch on a GPU waits for the host, so only documents use one: their number decides which kernel runs
 (`megajax.kernels.cudnn`).
 
 B rows, S positions of a device, T of a row, N query heads.
@@ -23,7 +23,7 @@ from megajax.mesh.sequence_sharding import SequenceSharding
 
 
 def _as_rows(x: Array, count: int, axis: int = 1) -> Array:
-    """The chunks of x [B, S, ...] as rows of their own, [count * B, S / count, ...]. axis: of positions."""
+    """Splits x [B, S, ...] into one row per chunk, [count * B, S / count, ...]. axis: the dimension of positions."""
     return jnp.concatenate(jnp.split(x, count, axis=axis))
 
 
@@ -33,14 +33,17 @@ def _from_rows(x: Array, count: int, axis: int = 1) -> Array:
 
 
 def _inside(mask: Mask, count: int) -> Mask:
-    """Of chunks as rows by themselves."""
+    """The mask of each chunk within itself, with one row per chunk."""
     index = jnp.arange(mask.query_index.shape[0] // count, dtype=jnp.int32)
     ids = [None if x is None else _as_rows(x, count) for x in (mask.query_segments, mask.key_segments)]
     return mask._replace(query_index=index, key_index=index, query_segments=ids[0], key_segments=ids[1])
 
 
 def _before(mask: Mask, row_mask: Mask, count: int) -> list[Mask]:
-    """Of each chunk on what is before it: its queries have the position of the last key there. whole: keys of rows."""
+    """The mask of each chunk over the keys before it: all its queries have the position of the last of these keys.
+
+    row_mask: the mask over the keys of whole rows.
+    """
     size = mask.query_index.shape[0] // count
     ids = [None] * count if mask.query_segments is None else jnp.split(mask.query_segments, count, axis=1)
     return [
@@ -55,10 +58,10 @@ def _demand_chunks(mask: Mask) -> None:
 
 
 def chunks_with_gathered_keys(sharding: SequenceSharding, passes: Passes, rectangles: Passes) -> Passes:
-    """Attention of whole rows from a device's chunks, of gathered keys and values.
+    """Attention over whole rows, computed from a device's chunks of queries and gathered keys and values.
 
-    passes: takes rows that begin at the first query and the first key; rectangles: takes causal masks whose queries all
-    have the same position. Bidirectional attention is that of `all_gather`.
+    passes: supports rows that start at the first query and the first key; rectangles: supports causal masks whose
+    queries all have the same position. Bidirectional attention is computed as in `all_gather`.
     """
     gathered, count = all_gather(sharding, passes), sharding.chunks
 
@@ -114,11 +117,11 @@ def chunks_with_gathered_keys(sharding: SequenceSharding, passes: Passes, rectan
 
 
 def two_squares(passes: Passes) -> Passes:
-    """Attention to the keys that arrive from another device in a ring of causal rows, two chunks a device.
+    """Attention to the keys of another device in a ring over causal rows, with two chunks per device.
 
-    Where they are of an earlier device, both chunks of queries see the lower chunk of keys; where of a later one, the
-    upper chunk of queries sees both chunks of keys. Either is two rows of one call. passes: takes rows without a mask.
-    Bidirectional attention is that of `passes`. Results and gradients are in float32.
+    If the keys come from an earlier device, both chunks of queries see the lower chunk of keys; if they come from a
+    later one, the upper chunk of queries sees both chunks of keys. Either case is one call with two rows. passes:
+    supports rows without a mask, and computes bidirectional attention directly. Results and gradients are float32.
     """
 
     def source_is_earlier(mask: Mask) -> Array:
@@ -147,7 +150,7 @@ def two_squares(passes: Passes) -> Passes:
             queries(is_earlier, q), keys(is_earlier, k), keys(is_earlier, v), unmasked(mask), scale=scale
         )
         (out1, out2), (lse, other_lse) = (jnp.split(x, 2) for x in squares)
-        # The first square is of the lower queries or, like the second, of the upper ones.
+        # The first square has the lower or the upper queries, the second one always the upper queries.
         low, low_lse = jnp.where(is_earlier, out1, 0).astype(jnp.float32), jnp.where(is_earlier, lse, -jnp.inf)
         high, high_lse = merge_parts((out1, jnp.where(is_earlier, -jnp.inf, lse)), (out2, other_lse))
         return jnp.concatenate([low, high], axis=1), jnp.concatenate([low_lse, high_lse], axis=2)

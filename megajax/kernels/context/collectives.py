@@ -1,4 +1,4 @@
-"""What strategies send along the `context` mesh axis; to be called where every mesh axis is manual, in an island.
+"""Collectives over the `context` mesh axis. Call them where every mesh axis is manual, in an island.
 
 B rows, S positions of a device, T of a row, N heads.
 """
@@ -14,7 +14,7 @@ from megajax.mesh.sequence_sharding import AXIS, SequenceSharding
 
 
 def _same_heads(sharding: SequenceSharding) -> list[list[int]] | None:
-    """Groups of devices with different positions of the same heads; None: all devices of the axis."""
+    """Groups of devices that hold different positions of the same heads; None: all devices of the axis."""
     if sharding.stride == 1:
         return None
     return [[first + n * sharding.stride for n in range(sharding.devices)] for first in range(sharding.stride)]
@@ -46,11 +46,11 @@ def reduce_rows(sharding: SequenceSharding, x: Array) -> Array:
 
 
 def from_before(sharding: SequenceSharding, x: Array, places: int) -> Array:
-    """What the device so many places before this one in the ring holds.
+    """x of the device that is `places` before this one in the ring.
 
-    A permute is one operation of all devices of the mesh, also of those that send each other nothing. The stages of a
-    pipeline compute their layers in different ticks, so there a permute would wait for stages that never come to it.
-    Groups of devices exchange instead, each within a stage.
+    All devices of the mesh take part in a permute, even those that exchange nothing. Pipeline stages compute their
+    layers in different ticks, so a permute would wait for stages that never reach it. In a pipeline, groups of devices
+    within a stage exchange instead.
     """
     if manual_axes().get("pipeline", 1) > 1:
         return _from_before_in_stage(sharding, x, places % sharding.devices)
@@ -59,9 +59,10 @@ def from_before(sharding: SequenceSharding, x: Array, places: int) -> Array:
 
 
 def _from_before_in_stage(sharding: SequenceSharding, x: Array, places: int) -> Array:
-    """The same by groups of two: a rotation of an even number of devices is one exchange or two, r -> -r -> places + r.
+    """`from_before` by exchanges between pairs: a rotation of an even number of devices is one or two of them,
+    r -> -r -> places + r.
 
-    Two take twice the bytes of a permute. An odd number of devices gathers.
+    Two exchanges send twice the bytes of a permute. An odd number of devices gathers.
     """
     count, ranks = sharding.devices, range(sharding.devices)
     if count % 2:
@@ -75,7 +76,7 @@ def _from_before_in_stage(sharding: SequenceSharding, x: Array, places: int) -> 
 
 
 def _exchanged(sharding: SequenceSharding, x: Array, partners: list[int]) -> Array:
-    """What each device's partner holds; those that are their own partners, two or none, keep what they have."""
+    """x of each device's partner. Two devices or none are their own partners and keep their x."""
     unpaired = [r for r, partner in enumerate(partners) if r == partner]
     pairs = [[r, partner] for r, partner in enumerate(partners) if r < partner] + [unpaired] * bool(unpaired)
     groups = [[r * sharding.stride + first for r in pair] for pair in pairs for first in range(sharding.stride)]
@@ -87,7 +88,7 @@ def _exchanged(sharding: SequenceSharding, x: Array, partners: list[int]) -> Arr
 
 
 def to_heads(sharding: SequenceSharding, x: Array) -> Array:
-    """[B, S, N, ...] -> the positions of all devices of the group, in order, of a part of the heads."""
+    """[B, S, N, ...] -> all positions of the group, in order, for a part of the heads."""
     move = partial(lax.all_to_all, axis_name=AXIS, axis_index_groups=_same_positions(sharding), tiled=True)
     return sharding.neighbours().in_order(move(x, split_axis=2, concat_axis=1))
 
@@ -99,7 +100,7 @@ def to_positions(sharding: SequenceSharding, x: Array) -> Array:
 
 
 def gather_group(sharding: SequenceSharding, x: Array) -> Array:
-    """[B, S] -> the positions of all devices of the group, in order."""
+    """[B, S] -> the values of all positions of the group, in order."""
     return sharding.neighbours().in_order(
         lax.all_gather(x, AXIS, axis=1, tiled=True, axis_index_groups=_same_positions(sharding))
     )

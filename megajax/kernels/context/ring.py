@@ -1,6 +1,7 @@
-"""Ring attention (Liu et al. 2023): keys and values go from device to device while each computes with what it holds.
+"""Ring attention (Liu et al. 2023): keys and values move from device to device while each device attends to the ones it
+holds.
 
-In the backward pass the gradients of keys and values follow them around in float32, and arrive where they belong after
+In the backward pass, the gradients of keys and values travel with them in float32 and return to their own device after
 the last step.
 """
 
@@ -18,12 +19,12 @@ from megajax.mesh.sequence_sharding import SequenceSharding
 
 
 class _Ring(NamedTuple):
-    """What a device knows of the ring."""
+    """The ring as one device sees it."""
 
     sharding: SequenceSharding
     mask: Mask
     segments: Array | None
-    """int32 [B, T] of the keys of all devices, device by device."""
+    """int32 [B, T]: segments of the keys of all devices, device by device."""
     steps: list[int]
     """`sources`."""
 
@@ -34,13 +35,13 @@ class _Ring(NamedTuple):
         return cls(sharding, mask, segments, sources(sharding, length, mask))
 
     def turns(self) -> Iterator[tuple[int, int, int]]:
-        """Of each step: where its keys come from, and how far keys and then sums travel after it."""
+        """For each step: the source of its keys, and how many places keys and then sums move after it."""
         for source, following in zip(self.steps, [*self.steps[1:], None], strict=True):
             last = following is None
             yield source, 0 if last else following - source, (self.sharding.devices if last else following) - source
 
     def mask_of(self, source: int, length: int) -> Mask:
-        """Of this device's queries on keys that come from the device `source` places before in the ring."""
+        """The mask of this device's queries over the keys of the device `source` places before it in the ring."""
         if source == 0:
             return self.mask
         rank, ids = (self.sharding.rank() - source) % self.sharding.devices, None
@@ -50,10 +51,10 @@ class _Ring(NamedTuple):
 
 
 def sources(sharding: SequenceSharding, length: int, mask: Mask) -> list[int]:
-    """How many places before a device are those whose keys it needs, from 0, itself, on.
+    """The devices whose keys a device needs, as distances before it in the ring; 0 is the device itself.
 
-    With a window, devices whose keys no query needs are skipped: with one no longer than a chunk, all but both
-    neighbours. length: positions of a device. The same list for all devices, which run one program.
+    With a window, devices whose keys no query sees are skipped: for a window no longer than a chunk, all but the two
+    neighbours. length: positions per device. The list is the same for all devices, because they run one program.
     """
     if mask.window is None or not mask.causal:
         return list(range(sharding.devices))
@@ -69,12 +70,12 @@ def sources(sharding: SequenceSharding, length: int, mask: Mask) -> list[int]:
 
 
 def _end_step[S](sums: S, coming: Array) -> tuple[S, Array]:
-    """Ends a step of the ring. Without it the compiler runs all transfers first, and none beside a kernel."""
+    """Ends a step of the ring. Without it the compiler runs all transfers first, so that none overlaps a kernel."""
     return lax.optimization_barrier((sums, coming))
 
 
 def ring(sharding: SequenceSharding, local: Passes, remote: Passes) -> Passes:
-    """Attention of whole rows from a device's part of them.
+    """Attention over whole rows, computed from each device's shard.
 
     local: for a device's own keys; remote: for those of another device. The same for a backend that takes any mask.
     """
@@ -83,7 +84,7 @@ def ring(sharding: SequenceSharding, local: Passes, remote: Passes) -> Passes:
         q: Array, k: Array, v: Array, mask: Mask, *, scale: float, dropout: AttentionDropout | None = None
     ) -> tuple[Array, Array]:
         around, size, length = _Ring.of(sharding, mask, k.shape[1]), k.shape[3], k.shape[1]
-        # One transfer for both: the scheduler bounds how many are under way.
+        # One transfer for both, because the scheduler limits the number of transfers in flight.
         kv = jnp.concatenate([k, v], axis=3)
         sums: list[tuple[Array, Array]] = []
         for source, next_keys, _ in around.turns():
@@ -102,7 +103,7 @@ def ring(sharding: SequenceSharding, local: Passes, remote: Passes) -> Passes:
         dq, moving, way = jnp.zeros(q.shape, jnp.float32), jnp.zeros(kv.shape, jnp.float32), 0
         for source, next_keys, next_sums in around.turns():
             coming = from_before(sharding, kv, next_keys) if next_keys else kv
-            # The sums of the step before travel beside this step's kernel.
+            # The sums of the previous step move while this step's kernel runs.
             moving = from_before(sharding, moving, way) if way else moving
             passes, source_mask = remote if source else local, around.mask_of(source, length)
             keys = kv[..., :size], kv[..., size:]

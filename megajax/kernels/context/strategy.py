@@ -1,4 +1,4 @@
-"""From a cut of rows and a backend to attention over whole rows."""
+"""Attention over sharded rows by the strategy of their sharding and a backend."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -14,21 +14,21 @@ from megajax.mesh.sequence_sharding import SequenceSharding
 RECTANGLES: Mapping[str, Passes] = MappingProxyType(
     {"cudnn": Passes(cudnn.rectangle_forward, cudnn.rectangle_backward)}
 )
-"""What backends that know no positions compute of a chunk and the keys before it; see `Backend.positions`."""
+"""Attention of a chunk to the keys before it, for backends without position arguments; see `Backend.positions`."""
 
 
 def over_context(sharding: SequenceSharding, kernel: str) -> Passes:
-    """The attention of a cut over several devices, with the signature of a backend on whole rows.
+    """Attention over rows sharded over several devices, with the signature of a backend.
 
-    q [B, S, N, H], k [B, S, K, H] and v [B, S, K, U] are a device's positions, and so are the indices and segments of
-    the mask. kernel: name of the backend that computes the parts, which `kernels.capability` has to allow. To be called
-    in an island over every mesh axis.
+    q [B, S, N, H], k [B, S, K, H], v [B, S, K, U], and the indices and segments of the mask are those of a device's
+    positions. kernel: name of the backend that computes the parts; `kernels.capability` must allow it. Call the
+    result in an island over every mesh axis.
     """
     return over_devices(sharding, PASSES[kernel], RECTANGLES.get(kernel))
 
 
 def over_devices(sharding: SequenceSharding, passes: Passes, rectangles: Passes | None) -> Passes:
-    """As `over_context`, by a backend with rectangles where it knows no positions."""
+    """`over_context` with the passes of a backend. rectangles: None for a backend with position arguments."""
     if sharding.exchanging > 1:
         groups = sharding.exchanged()
         return all_to_all(sharding, _between(groups, passes, rectangles) if groups.devices > 1 else passes)
@@ -36,7 +36,7 @@ def over_devices(sharding: SequenceSharding, passes: Passes, rectangles: Passes 
 
 
 def _between(sharding: SequenceSharding, passes: Passes, rectangles: Passes | None) -> Passes:
-    """Of devices that hold different positions of the same heads."""
+    """Attention between devices that hold different positions of the same heads."""
     if "ring" in sharding.strategy:
         return ring(sharding, passes, passes if rectangles is None else two_squares(passes))
     return (
