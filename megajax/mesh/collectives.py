@@ -60,16 +60,16 @@ def combined_over(x: Array, axes: Sequence[str], reduction: Reduction) -> Array:
 
 
 def replica_axes() -> tuple[str, ...]:
-    """Manual mesh axes of more than one device whose devices work on different tokens."""
+    """Manual mesh axes with more than one device, over which tokens are sharded."""
     sizes = manual_axes()
     return tuple(axis for axis in SHARDS if sizes.get(axis, 1) > 1)
 
 
 def manual_replicas() -> tuple[str, ...]:
-    """Manual mesh axes of more than one device. A weight's gradient is summed over those that do not shard it."""
+    """Manual mesh axes with more than one device. A weight's gradient is summed over those that do not shard it."""
     return tuple(axis for axis, size in manual_axes().items() if size > 1)
 
 
 def rotated(x: Array, axis: str, size: int) -> Array:
-    """Every device gets what the device before it along a mesh axis of `size` has; the first gets that of the last."""
+    """x of the previous device along a mesh axis of `size` devices; the first device gets x of the last."""
     return lax.ppermute(x, axis, [(place, (place + 1) % size) for place in range(size)])

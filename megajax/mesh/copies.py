@@ -1,6 +1,6 @@
 """Replication of key-value heads for tensor parallelism with more devices than heads.
 
-K heads, T devices of `tensor`, T a multiple of K. A weight has K heads at rest and in the optimizer, as with any other
+K heads, T devices of `tensor`, T a multiple of K. At rest and in the optimizer, a weight has K heads as in any other
 layout. During the step, each device has the head that its query heads use. Query heads are sharded in order, so devices
 i T/K to (i + 1) T/K - 1 have copies of head i. The gradients of the copies are summed once per step.
 """
@@ -19,7 +19,7 @@ COPIED = "kv_heads_copied"
 def copy_heads(layout: Layout, w: Array, axes: LogicalAxes) -> Array:
     """A weight with K heads, replicated over `tensor` -> T heads, one on each device; no communication.
 
-    Weights without the axis, or that are copied already, are returned unchanged; so are all without a mesh.
+    Weights without the axis or with copies already are returned unchanged, and all weights if there is no mesh.
     """
     if COPIED not in axes:
         return w

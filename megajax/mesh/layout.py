@@ -33,11 +33,11 @@ class Weight(Protocol):
     """A weight that `Layout.dot` multiplies by."""
 
     def product(self, multiply: Matmul, equation: str, x: Array) -> Array:
-        """Of x and the array, by this recipe unless the weight has one of its own, as quantized ones do."""
+        """The product of x and the weight by this recipe, or by the weight's own recipe, as for quantized weights."""
         ...
 
     def adapted(self, y: Array, equation: str, x: Array, *out: str | None) -> Array:
-        """y, the product of x and the array, with what an adapter of the weight adds. out: logical axes of y."""
+        """y, the product of x and the weight, plus the adapter's product if there is one. out: logical axes of y."""
         ...
 
 
@@ -75,7 +75,7 @@ class Layout:
 
     plan: Plan
     matmul: Matmul = exact
-    """The recipe of `dot`; precision.fp8 has another."""
+    """The recipe of `dot`; precision.fp8 replaces it."""
     beside: Callable[[tuple[int, ...], LogicalAxes], Mapping[str, Observed]] = nothing
     """(shape, logical axes) of a weight -> its auxiliary arrays for the recipe, by name."""
     fp8_layers: tuple[int, int] | None = None
@@ -85,9 +85,9 @@ class Layout:
     reduced: str | None = None
     """Dtype in which their gradients are communicated; None: unchanged."""
     rows: SequenceSharding = UNSHARDED_ROWS
-    """How a step cuts rows over `context`; see `sequence_sharding`."""
+    """How a step shards rows over `context`; see `sequence_sharding`."""
     token_weight: float = 1.0
-    """About what the loss of a position weighs in the loss that is differentiated, before the loss scale."""
+    """Approximate weight of one position's loss in the differentiated loss, before the loss scale."""
 
     def plain(self) -> "Layout":
         """The same layout with einsum; the auxiliary arrays of weights stay."""
@@ -109,15 +109,15 @@ class Layout:
         return (layer >= first) & (layer < end)
 
     def sequence_sharding(self) -> SequenceSharding:
-        """How rows are cut here: as `rows` says within a step, in plain chunks under `jax.jit`, or not at all."""
+        """The sharding of rows here: `rows` within a step, plain chunks under `jax.jit`, or none."""
         if manual_axes().get(AXIS, 1) > 1:
             return self.rows
         return self.rows.plain() if free_axes().get(AXIS, 1) > 1 else UNSHARDED_ROWS
 
     def row_index(self, length: int) -> Array:
-        """int32 [length]: position in the row of each of the positions that layers see here, outside islands.
+        """int32 [length]: indices in the row of the positions that layers see, outside islands.
 
-        Of all under `jax.jit`, of this device's in a step.
+        All positions under `jax.jit`, the positions of this device in a step.
         """
         return (self.rows if manual_axes().get(AXIS, 1) > 1 else UNSHARDED_ROWS).local_index(length)
 

@@ -19,8 +19,7 @@ from megajax.mesh.installation import find_installation
 def build_mesh(cfg: ParallelConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """The five-axis mesh over `devices` (default: all). Axes of size 1 are kept, so that all layouts are alike.
 
-    It may be of a part of the devices, with at least one of each process. Raises ConfigError if the sizes don't fit the
-    devices.
+    It may use a part of the devices, at least one per process. Raises ConfigError if the sizes don't fit the devices.
     """
     devices = list(jax.devices() if devices is None else devices)
     problems = cfg.problems() or cfg.device_problems(len(devices))
@@ -37,16 +36,16 @@ def build_mesh(cfg: ParallelConfig, devices: Sequence[jax.Device] | None = None)
 
 
 def devices_per_process(devices: Sequence[jax.Device]) -> tuple[int, ...]:
-    """How many of the devices each process has, in the order of the processes."""
+    """Number of these devices in each process, in the order of the processes."""
     counts = Counter(device.process_index for device in devices)
     return tuple(counts[index] for index in sorted(counts))
 
 
 def select_devices(devices: Sequence[jax.Device], used: int, neighbours: int = 1) -> list[jax.Device]:
-    """`used` of the devices, at least one of each process and else as evenly as possible, in their order.
+    """Selects `used` devices in their order, as evenly over processes as possible, at least one per process.
 
-    neighbours: as many devices at a time are of one process, where that is possible. Raises ConfigError for fewer
-    devices than processes: a process without a device in the mesh could not take part in the run.
+    neighbours: number of devices taken from a process at a time, if possible. Raises ConfigError for fewer devices than
+    processes: a process without a device in the mesh could not take part in the run.
     """
     owned: dict[int, list[jax.Device]] = {}
     for device in devices:
@@ -68,7 +67,7 @@ def select_devices(devices: Sequence[jax.Device], used: int, neighbours: int = 1
 
 
 def rotated_mesh(mesh: Mesh, axis: str) -> Mesh:
-    """The same devices, of which each has the place of the one before it along an axis; the first that of the last."""
+    """The mesh with its devices rotated by one place along an axis: each takes the place of the one before it."""
     devices = np.roll(mesh.devices, -1, mesh.axis_names.index(axis))
     return Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
 

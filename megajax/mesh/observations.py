@@ -1,10 +1,10 @@
-"""Observations: values that layers compute in a step and that update the training state.
+"""Observations: values that layers compute in a step to update the training state.
 
 A layer declares an observation as a leaf, like a weight. In the forward pass, the leaf has a value derived from the
 state; its cotangent is the value observed in this step. Observations therefore pass through scan, recomputation and
-pipelines like the gradients of weights. Over microbatches and devices they are combined by the maximum (of values that
-are not negative) or by the sum. The reduction is the last part of their path (`query.amax.max`). The state has one
-array for each, which an updater replaces after every step.
+pipelines like the gradients of weights. Over microbatches and devices they are combined by the maximum (of nonnegative
+values) or the sum. The reduction is the last part of their path (`query.amax.max`). The state holds one array per
+observation, which an updater replaces after every step.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class Updater(Protocol):
     """How an observation updates the state. Hashable."""
 
     def shape(self, observed: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape of the state's array for an observation of shape `seen`; its initial value is zeros."""
+        """Shape of the state for an observation of this shape; its initial value is zeros."""
         ...
 
     def used(self, state: Array, scale: Array) -> Array:
@@ -32,11 +32,11 @@ class Updater(Protocol):
         ...
 
     def updated(self, state: Array, observed: Array, scale: Array) -> Array:
-        """The state after a step with the observation `seen`."""
+        """The state after a step with this observation."""
         ...
 
     def measures(self) -> tuple[Measure, ...]:
-        """What a run reports of the state after each step; () for nothing."""
+        """The measures that a run reports after each step; () for none."""
         ...
 
 
@@ -71,10 +71,10 @@ class Observed:
 
 @jax.custom_vjp
 def observe(x: Array, leaf: Array, observed: Array) -> Array:
-    """Returns x; makes `seen` the cotangent of `leaf`, which has the same shape. Once per leaf and call of a layer.
+    """Returns x; makes `observed` the cotangent of `leaf`, of the same shape. Once per leaf and call of a layer.
 
-    The loss must depend on x. For a `sum`, `seen` covers the positions of this device only; it must not be summed over
-    mesh axes of the batch or the sequence. A layer that all stages of a pipeline run divides it by their number.
+    The loss must depend on x. For a `sum`, `observed` covers the positions of this device only: it must not be summed
+    over mesh axes of the batch or the sequence. A layer that all pipeline stages run divides it by their number.
     """
     del leaf, observed
     return x
