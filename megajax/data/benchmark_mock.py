@@ -1,4 +1,4 @@
-"""Synthetic files of GLUE, RACE and SQuAD in their own formats, for laptops and tests; easy to learn."""
+"""Synthetic files in the formats of GLUE, RACE and SQuAD, for laptops and tests; easy to learn."""
 
 import json
 import tempfile
@@ -13,16 +13,16 @@ from megajax.data.config.benchmarks import GLUE
 
 WORDS = ("a", "cat", "dog", "tree", "house", "river", "sees", "likes", "finds", "old", "red", "small", "near", "under")
 SIZES = {"train": 400, "dev": 80, "test": 40}
-"""Examples of a file."""
+"""Examples per file."""
 MARKS = ("X", "Y", "Z", "Q", "J", "K")
-"""Words that tell the classes."""
+"""Words that indicate the classes."""
 ANSWERS = ("blue", "green", "white", "black")
 
 type Write = Callable[[Path], None]
 
 
 def write_glue(folder: Path, task: str) -> Path:
-    """The files of a task; the mark at the start of the last text tells its class. Returns the folder."""
+    """The files of a task; the first word of the last text indicates the class. Returns the folder."""
     form = GLUE[task]
     texts = [form.first] if form.second is None else [form.first, form.second]
 
@@ -69,7 +69,7 @@ def write_race(folder: Path) -> Path:
 
 
 def write_squad(folder: Path, version: str) -> Path:
-    """Training and development files; the answer stands behind "=", without which there is none."""
+    """Training and development files; the answer follows "=". Questions without "=" have no answer."""
 
     def write(place: Path) -> None:
         for number, split in enumerate(("train", "dev")):
@@ -94,7 +94,7 @@ def _random_text(rng: np.random.Generator, count: int = 4) -> str:
 
 
 def _write_once(folder: Path, write: Write) -> Path:
-    """The folder, written as a whole unless it is there. Processes that write at once write the same."""
+    """The folder, written unless it exists. Concurrent processes write equal content."""
     if folder.exists():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)

@@ -17,9 +17,9 @@ from megajax.data.splits import Rows, Splits
 from megajax.tokenizers.base import Tokenizer
 
 LARGEST_SCORE = 5.0
-"""Scores of STS-B are 0 to this."""
+"""Maximum score of STS-B."""
 NO_LABEL = "-"
-"""The label of examples of MultiNLI about which its annotators disagree."""
+"""Label of MultiNLI's examples without agreement among annotators."""
 
 
 class Sentences(NamedTuple):
@@ -35,7 +35,7 @@ class Sentences(NamedTuple):
 def build_splits(config: GlueConfig, *, tokenizer: Tokenizer, schema: Schema, rows: Rows, seed: int) -> Splits:
     """Rows of the splits that a run requests: train, the first of the validation files; test files have no labels.
 
-    Raises UserError: a file that is missing or not of the format, or a model with another number of classes.
+    Raises UserError: a missing or malformed file, or a model with another number of classes.
     """
     classes, below = GLUE[config.task].classes, schema["labels"].below if "labels" in schema else None
     if below is not None and below != len(classes):
@@ -51,7 +51,7 @@ def build_splits(config: GlueConfig, *, tokenizer: Tokenizer, schema: Schema, ro
 
 
 def read_split(config: GlueConfig, split: str, tokenizer: Tokenizer, schema: Schema) -> dict[str, Examples[Sentences]]:
-    """The files of `validation` or `test`, by what their figures end with. Raises UserError."""
+    """Suffix of figures -> examples of each file of `validation` or `test`. Raises UserError."""
     files = {VALIDATION: GLUE[config.task].validation, TEST: GLUE[config.task].test}[split]
     labelled = split == VALIDATION
     return {suffix: read_file(config, name, tokenizer, schema, labelled=labelled) for suffix, name in files}

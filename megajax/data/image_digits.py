@@ -18,11 +18,11 @@ NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight",
 SPLIT = "80,10,10"
 """Shares of each digit for training, validation and test."""
 BRIGHTEST = 16
-"""Values go from 0 to this."""
+"""Maximum value of a pixel."""
 
 
 class Digits(NamedTuple):
-    """Images and what they show."""
+    """Images with labels."""
 
     images: np.ndarray
     """uint8 [n, 8, 8, 3], white on black."""
@@ -82,10 +82,7 @@ SEVERAL = ("the digits {}", "from left to right {}", "the numbers {}")
 
 
 class DigitCaptions:
-    """One or more digits, an image each, with a caption that names them in order.
-
-    Row i shows digit i, and where there are more, others by chance.
-    """
+    """Captions for one or more digits, each an image. Row i has digit i, and possibly random others after it."""
 
     def __init__(self, images: DigitImages, config: DigitCaptionsConfig):
         self._images, self._config = images, config
@@ -98,11 +95,11 @@ class DigitCaptions:
         return self._images.name(item)
 
     def groups(self) -> list[np.ndarray]:
-        """Those that begin with the same digit."""
+        """The captions that begin with the same digit."""
         return self._images.groups()
 
     def subset(self, items: np.ndarray) -> "DigitCaptions":
-        """Only these."""
+        """Only these captions."""
         return DigitCaptions(self._images.subset(items), self._config)
 
     def sample(self, item: int, generator: np.random.Generator) -> Sample:

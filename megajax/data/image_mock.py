@@ -1,4 +1,4 @@
-"""Made-up images that a model can learn, for tests and to measure speed: no files, no decoding, numpy alone."""
+"""Synthetic images that a model can learn, for tests and to measure speed, without files or decoding."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,11 +15,11 @@ from megajax.data.row_source import check_row, data_seed
 from megajax.data.splits import Rows, Splits
 
 CLASSES = 10
-"""Where the model does not say how many it has."""
+"""Number of classes if the model does not specify one."""
 ONE_PASS = 10_000
 """Rows of one pass."""
 NOISE = 32
-"""Half the range of the noise, of 255."""
+"""Half the range of the noise, out of 255."""
 
 
 class MockRows:
@@ -49,7 +49,7 @@ class MockRows:
 class Stripes(MockRows):
     """Images uint8 [H, W, 3] of grey stripes, whose direction is the class, with noise; labels int32 [].
 
-    mixup: α of the rows of two mixed images; 0: every image is of one class; None: without the two leaves of mixup.
+    mixup: α of mixup; 0: images are not mixed; None: rows lack the two leaves of mixup.
     """
 
     def __init__(self, *, mixup: float | None, **options: Any):
@@ -75,7 +75,7 @@ class Stripes(MockRows):
         return row | {"other_labels": np.array(partner), "mix": np.array(share)}
 
     def _image(self, label: np.integer, generator: np.random.Generator) -> np.ndarray:
-        """Whole numbers from 8 bits throughout: an image of 224 x 224 takes a fraction of a millisecond."""
+        """Computed in 8-bit integers: an image of 224 x 224 takes a fraction of a millisecond."""
         start = generator.integers(256, dtype=np.uint8)
         stripes = self._brightness[self._phases[label] + start]
         return stripes[..., None] + generator.integers(0, 2 * NOISE, (*stripes.shape, 3), dtype=np.uint8)
@@ -116,7 +116,7 @@ class Shapes:
         return ONE_PASS
 
     def name(self, item: int) -> str:
-        """What it is called in messages."""
+        """Name of the image in messages."""
         return f"synthetic image {item}"
 
     def sample(self, item: int, generator: np.random.Generator) -> Sample:
@@ -139,7 +139,7 @@ def build_captions(config: MockCaptionsConfig, *, tokenizer: Any, schema: Schema
 
 
 def _splits(config: Any, make: Callable[..., MockRows], schema: Schema, rows: Rows, seed: int) -> Splits:
-    """make: (position of the split, the arguments of MockRows but for the classes) -> rows."""
+    """make: (position of the split, arguments of MockRows except `classes`) -> rows."""
     fixed = {"size": image_size(schema), "seed": data_seed(config.seed, seed)}
     return Splits.build(rows, lambda position, _, row_count: make(position, rows=row_count, split=position, **fixed))
 

@@ -26,11 +26,11 @@ LONGEST_LINE = 1 << 30
 NEWLINE = 10
 DATA_URL = "data:"
 BASE64_STARTS = ("/9j/", "iVBORw0KGgo", "R0lGOD", "UklGR")
-"""How JPEG, PNG, GIF and WebP begin in base64."""
+"""First characters of JPEG, PNG, GIF and WebP in base64."""
 
 
 class Lines(NamedTuple):
-    """Where the lines of files lie; arrays [lines], without empty lines."""
+    """Locations of the lines of files; arrays [lines], without empty lines."""
 
     files: np.ndarray
     """int32: number of the file."""
@@ -57,7 +57,7 @@ class ImageTextLines:
         return f"{self._paths[self.lines.files[item]]}, line {self.lines.numbers[item]}"
 
     def files(self) -> list[Path]:
-        """The files of lines; not the images that lines name."""
+        """The files of lines, without the images that they name."""
         return list(self._paths)
 
     def groups(self) -> list[np.ndarray]:
@@ -101,7 +101,7 @@ def read_line(line: Mapping[str, Any], folder: Path, template: ChatTemplate, con
 def _conversation(
     line: Mapping[str, Any], images: int, template: ChatTemplate, config: ImageTextConfig
 ) -> list[Part | None]:
-    """The text of a conversation, with IMAGE for each marker. Raises UnreadableItem."""
+    """The text of a conversation, with IMAGE in place of each marker. Raises UnreadableItem."""
     try:
         conversations = conversations_of(line, demand_answers=True)
         if len(conversations) > 1:
@@ -131,7 +131,7 @@ def _conversation(
 
 
 def read_picture(source: object, folder: Path, maximum_pixels: int) -> Picture:
-    """An image by its path or from base64. Raises UnreadableItem."""
+    """An image from a path or base64. Raises UnreadableItem."""
     if not isinstance(source, str):
         raise UnreadableItem("no image", f"expected a path or base64, found {str(source)[:50]!r}")
     if not source.startswith((DATA_URL, *BASE64_STARTS)):
@@ -175,14 +175,14 @@ def build_index(paths: Sequence[Path]) -> Arrays:
 def open_lines(config: ImageTextConfig, names: Sequence[str]) -> ImageTextLines:
     """The lines of files. Their index is cached under the files' names, sizes and dates.
 
-    Raises UserError: no such file, one without lines, or with one JSON list in place of lines.
+    Raises UserError: no such file, an empty file, or a JSON list instead of lines.
     """
     paths = [Path(name).expanduser() for name in names]
     if absent := [str(path) for path in paths if not path.is_file()]:
         raise UserError(f"data: no such file: {', '.join(absent)} (looked for in {Path.cwd()})")
     for path in paths:
         if is_compressed(path):
-            raise UserError(f"{path}: is compressed; unpack it: its lines are read singly")
+            raise UserError(f"{path}: is compressed; unpack it: lines are read by offset")
         with path.open("rb") as file:
             if file.read(1) == b"[":
                 raise UserError(
@@ -204,8 +204,8 @@ def build_splits(config: ImageTextConfig, *, tokenizer: Any, schema: Schema, row
     if config.paths:
         return splits_from_shares(open_lines(config, config.paths), config.split, rows, make, config.paths[0])
 
-    def own(name: str) -> ImageTextLines | None:
+    def read(name: str) -> ImageTextLines | None:
         names = config_paths(config, name)
         return open_lines(config, names) if names else None
 
-    return splits_from_items(own, rows, make)
+    return splits_from_items(read, rows, make)

@@ -1,4 +1,4 @@
-"""Images of any shape as images of the model's size: one each, or a grid of tiles."""
+"""Conversion of images of any shape to the model's size, as a single image or a grid of tiles."""
 
 from typing import Any, Literal
 
@@ -9,13 +9,13 @@ from megajax.data.image_augmentation import Crop, crop_image, inner_box
 from megajax.data.image_decoding import Picture
 
 FILTER = "BICUBIC"
-"""As the image processors of CLIP and its like."""
+"""As in the image processors of CLIP and similar models."""
 MEAN_COLOUR = (122, 116, 104)
-"""Fills up images that are padded: the mean colour of CLIP's training images."""
+"""Color of padding: the mean color of CLIP's training images."""
 
 
 def whole_box(size: tuple[int, int]) -> tuple[float, float, float, float]:
-    """The box of a whole image."""
+    """The box of the whole image."""
     return (0.0, 0.0, float(size[0]), float(size[1]))
 
 
@@ -34,10 +34,10 @@ def fit_image(picture: Picture, size: tuple[int, int], fit: Literal["pad", "crop
 
 
 def grid(image: tuple[int, int], size: tuple[int, int], tiles: int) -> tuple[int, int]:
-    """Columns and rows of at most `tiles` tiles of `size` for an image: those with the nearest ratio of its sides.
+    """Columns and rows of the grid of at most `tiles` tiles of `size` whose aspect ratio is nearest to the image's.
 
-    Of several with the same ratio the larger ones are used where the image has more than half of their pixels. The
-    rule is that of InternVL 1.5 (Chen et al. 2024).
+    Among grids with the same ratio, a larger one is used if the image has more than half of its pixels: the rule of
+    InternVL 1.5 (Chen et al. 2024).
     """
     ratio, pixels = image[0] / image[1] * size[1] / size[0], image[0] * image[1]
     choices = [(across, down) for across in range(1, tiles + 1) for down in range(1, tiles // across + 1)]
@@ -51,7 +51,7 @@ def grid(image: tuple[int, int], size: tuple[int, int], tiles: int) -> tuple[int
 
 
 def tile_image(picture: Picture, size: tuple[int, int], tiles: int) -> list[np.ndarray]:
-    """Tiles of the picture row by row, and the whole at last if there are several; each uint8 [H, W, 3].
+    """Tiles of the picture, row by row, and if there are several a small copy of the whole; each uint8 [H, W, 3].
 
     Raises UnreadableItem.
     """
@@ -63,6 +63,6 @@ def tile_image(picture: Picture, size: tuple[int, int], tiles: int) -> list[np.n
 
 
 def affordable_tiles(images: int, slots: int, tiles: int) -> int:
-    """The largest number of tiles up to `tiles` with which so many images, with a copy of the whole each, fit."""
+    """Maximum number of tiles, up to `tiles`, with which `images` images and their small copies fit into the slots."""
     slots_each = slots // max(images, 1) - 1
     return min(tiles, slots_each) if slots_each > 1 else 1

@@ -20,9 +20,9 @@ from megajax.data.image_decoding import Picture
 from megajax.data.item_rows import ItemRows, Items, MakeRows, RowOrder, UnreadableItem
 
 IGNORED = 255
-"""The class of pixels that do not count."""
+"""Class of ignored pixels."""
 COUNTS = np.ones((), np.float32)
-"""The weight of a row in the loss."""
+"""Weight of a row in the loss."""
 COUNTS.setflags(write=False)
 
 
@@ -34,7 +34,7 @@ class ClassImages(Items, Protocol):
         ...
 
     def label(self, item: int) -> int:
-        """Its class. Raises UnreadableItem."""
+        """Class of the image. Raises UnreadableItem."""
         ...
 
 
@@ -46,18 +46,18 @@ class MaskImages(Items, Protocol):
         ...
 
     def classes(self, item: int) -> np.ndarray:
-        """int32 [H, W] of the picture. Raises UnreadableItem."""
+        """Class of each pixel, int32 [H, W]. Raises UnreadableItem."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Framing:
-    """How an image is brought to the model's size.
+    """Conversion of images to the model's size.
 
     Attributes:
         size: width and height.
-        augment: random crops; None: the centre.
-        centre: side of the centre crop, as a share of the largest one.
+        augment: random crops; None: center crops.
+        centre: side of the center crop, as a share of the largest one.
     """
 
     size: tuple[int, int]
@@ -65,7 +65,7 @@ class Framing:
     centre: float
 
     def crop(self, size: tuple[int, int], generator: np.random.Generator) -> Crop:
-        """What becomes of an image of this width and height."""
+        """The crop of an image of this width and height."""
         if self.augment is not None:
             return random_crop(size, self.augment, generator)
         return Crop(inner_box(size, self.size[0] / self.size[1], self.centre))
@@ -91,12 +91,12 @@ class ClassRows(ItemRows[ClassImages]):
     """Rows of images with one class each.
 
     images: uint8 [H, W, 3]; labels: int32 []; loss_mask: float32 [], 1.
-    With mixup also other_labels, int32 [], and mix, float32 []: the image is mix · one + (1 - mix) · another, which
-    have the classes labels and other_labels.
+    With mixup also other_labels, int32 [], and mix, float32 []: the image is mix · a + (1 - mix) · b, for images a and
+    b of the classes labels and other_labels.
 
     Args:
         framing: size and crops.
-        mixup: α; 0: no mixing, None: the two leaves of mixup are not made.
+        mixup: α; 0: images are not mixed, None: rows lack the two leaves of mixup.
     """
 
     def __init__(self, items: ClassImages, order: RowOrder, *, framing: Framing, mixup: float | None):
@@ -125,7 +125,7 @@ class ClassRows(ItemRows[ClassImages]):
 
 
 def class_rows(config: ClassImagesConfig, schema: Schema, seed: int) -> MakeRows:
-    """What makes rows of (images, position of the split, number of rows), as the config says."""
+    """A function (images, position of the split, number of rows) -> rows, according to the config."""
 
     def make(items: ClassImages, position: int, row_count: int | None) -> ClassRows:
         training, order = position == 0, RowOrder.of(config, row_count, seed, position)

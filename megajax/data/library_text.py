@@ -26,11 +26,11 @@ PROSE = re.compile(
 )
 SENTENCE = re.compile(r"[A-Z][a-zA-Z0-9 ,;:'\"()`/.-]*[.!?]")
 FEWEST_WORDS, PLAIN_SHARE = 4, 0.75
-"""Of a sentence: its words, and which share of them is letters alone. Code and tables have a smaller one."""
+"""Minimum words of a sentence, and minimum share of purely alphabetic words, which is lower in code and tables."""
 
 
 def sentences(source: str) -> Iterator[str]:
-    """The English sentences of a source file, each in one line."""
+    """The English sentences of a source file, each without line breaks."""
     for match in PROSE.finditer(source):
         text = match["docstring"] or re.sub(r"(?m)^[ \t]*# ?", "", match["comment"] or "")
         for raw in split_sentences(text.encode(errors="replace")):
@@ -41,7 +41,7 @@ def sentences(source: str) -> Iterator[str]:
 
 
 def documents(files: list[tuple[str, int]]) -> Iterator[list[str]]:
-    """The sentences of each file that has two or more."""
+    """The sentences of each file that has at least two."""
     for name, _ in files:
         document = list(sentences((library_root() / name).read_text(encoding="utf-8", errors="replace")))
         if len(document) > 1:
@@ -49,10 +49,10 @@ def documents(files: list[tuple[str, int]]) -> Iterator[list[str]]:
 
 
 def _key(files: list[tuple[str, int]], **more: object) -> str:
-    """Of a file in the cache: what it is made of."""
+    """Key of a file in the cache: a hash of its inputs."""
     rule = [PROSE.pattern, SENTENCE.pattern, FEWEST_WORDS, PLAIN_SHARE]
-    made_of = {"files": [list(entry) for entry in files], "rule": rule, **more}
-    return f"{platform.python_version()}-{content_key(made_of)[:16]}"
+    description = {"files": [list(entry) for entry in files], "rule": rule, **more}
+    return f"{platform.python_version()}-{content_key(description)[:16]}"
 
 
 def corpus(config: LibraryTextConfig, tokenizer: Tokenizer, seed: int) -> IndexedTokens:
@@ -76,7 +76,7 @@ def build_splits(config: LibraryTextConfig, *, tokenizer: Tokenizer, schema: Sch
     """Rows of masked sentences or spans; file choice and row order follow the seed.
 
     Raises:
-        UserError: a tokenizer without the special tokens that the rows need; see also `corpus`.
+        UserError: the tokenizer lacks special tokens that the rows need; see also `corpus`.
     """
     own_seed = data_seed(config.seed, seed)
     tokens = corpus(config, tokenizer, own_seed)

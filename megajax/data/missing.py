@@ -29,7 +29,7 @@ SOURCES = {
 
 
 def demand_files(data: Any, tokenizer: Any) -> None:
-    """Checks that the token files of a data config exist, before the tokenizer is built or a file is read.
+    """Checks that the token files of a data config exist, before the tokenizer is built or any file is read.
 
     Raises:
         UserError: names the missing files, including those of the tokenizer, and the command that writes them.

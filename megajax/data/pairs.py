@@ -19,11 +19,11 @@ from megajax.data.two_sided import two_sided_row, two_sided_specials
 
 
 class PairedTokens:
-    """Two token files of which document n of one belongs to document n of the other.
+    """Two token files with corresponding documents.
 
     Raises:
-        UserError: a file that is missing, damaged or no integers, another number of documents on one side, or a pair
-            without tokens on one side.
+        UserError: a file that is missing, damaged or not of integers, different numbers of documents, or a pair without
+            tokens on one side.
     """
 
     def __init__(self, path: str, prefixes: tuple[str, ...]):
@@ -33,9 +33,9 @@ class PairedTokens:
         counts = [side.documents for side in self.sides]
         if len(set(counts)) > 1:
             sizes = " and ".join(f"{side.prefix} has {side.documents}" for side in self.sides)
-            raise UserError(f"{path}: {sizes} documents, but they belong together. Preprocess both at once.")
+            raise UserError(f"{path}: {sizes} documents, but they form pairs. Preprocess both together.")
         for side in self.sides:
-            # Where each document begins in the tokens of its file, and the end.
+            # Offset of each document in tokens, and the end.
             starts = np.append(side.offsets // side.dtype.itemsize, side.total)[side.document_table]
             if empty := np.flatnonzero(np.diff(starts) == 0).tolist():
                 message = f"{len(empty)} of {self.documents} documents have no tokens, the first is number {empty[0]}"
@@ -55,7 +55,7 @@ class PairedTokens:
 
 
 class Pairs:
-    """Row i of a split as a dict of arrays, a pure function of i: those of `two_sided_row`.
+    """Row i of a split as a dict of the arrays of `two_sided_row`, a pure function of i.
 
     Args:
         tokens: the pairs.
@@ -102,7 +102,7 @@ class Pairs:
 
 
 def shuffled_passes(bounds: tuple[int, int], rows: int | None, seed: int) -> np.ndarray:
-    """int64 [n]: whole passes over first to last - 1, each shuffled, until there are `rows` (None: one pass)."""
+    """Full passes over first to last - 1, each shuffled, with at least `rows` numbers (None: one pass), int64 [n]."""
     generator, count = np.random.RandomState(seed), bounds[1] - bounds[0]
     passes = 1 if rows is None else max(1, math.ceil(rows / count))
     order = np.tile(np.arange(*bounds, dtype=np.int64), (passes, 1))

@@ -13,10 +13,10 @@ class Counts:
 
     Attributes:
         stored: bytes of input files on disk.
-        text: bytes of tokenised text (UTF-8); for JSON lines, only the values of the keys.
+        text: bytes of tokenized text (UTF-8); for JSON lines, only the values of the keys.
         documents: lines of JSON, rows of Parquet, pairs of lines, or documents of plain text; `empty`: those without a
             token under any key.
-        skipped: rows that were left out because something was wrong with them.
+        skipped: invalid rows that were skipped.
         tokens: tokens written, including end-of-document tokens.
     """
 
@@ -35,8 +35,8 @@ class Counts:
 class PreprocessResult:
     """The result of preprocessing: the prefixes of the datasets, in the order of the keys, and counts.
 
-    fault: what was wrong with the first row that was skipped; "" without one.
-    settings: of a run that trains on it.
+    fault: message about the first skipped row; "" without one.
+    settings: of a run that trains on the output.
     """
 
     prefixes: tuple[str, ...]
@@ -48,7 +48,7 @@ class PreprocessResult:
     workers: int
 
     def summary(self) -> str:
-        """Several lines for the user: amounts, speed, files, and how to train on them."""
+        """Several lines for the user: amounts, speed, files, and the settings to train on them."""
         counts = self.counts
         empty = f" ({counts.empty:,} empty)" if counts.empty else ""
         sizes = [

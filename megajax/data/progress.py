@@ -1,4 +1,4 @@
-"""Progress of long work on files: a line on a stream, updated in place on a terminal."""
+"""Progress of long operations on files: a line on a stream, updated in place on a terminal."""
 
 import sys
 import time
@@ -7,7 +7,7 @@ from typing import TextIO
 QUIET_SECONDS = 2.0
 """No line before this."""
 INTERVAL_SECONDS = 10.0
-"""Between lines where they cannot be updated in place."""
+"""Time between lines if they cannot be updated in place."""
 
 
 class ProgressLine:
@@ -37,7 +37,7 @@ class ProgressLine:
         self._is_shown = True
 
     def clear(self) -> None:
-        """Removes an updated line."""
+        """Removes a line that is updated in place."""
         if self._is_shown and self._live:
             self._stream.write("\r\x1b[K")
             self._stream.flush()
@@ -47,17 +47,17 @@ class Progress(ProgressLine):
     """Progress of listing or indexing files, on standard error; nothing for what takes less than two seconds.
 
     Args:
-        what: the things that are counted, such as "images".
-        doing: the rest of the line's beginning, such as "indexing shards".
+        unit: the counted items, such as "images".
+        activity: the beginning of the line, such as "indexing shards".
     """
 
-    def __init__(self, unit: str, doing: str):
+    def __init__(self, unit: str, activity: str):
         super().__init__(sys.stderr, quiet=QUIET_SECONDS)
-        self._unit, self._doing = unit, doing
+        self._unit, self._activity = unit, activity
 
     def __call__(self, count: int, share: float) -> None:
-        """So many things are done, which is this share of the whole."""
+        """Reports the number of finished items and their share of the whole."""
         if seconds := self.seconds():
             self.show(
-                f"{self._doing}: {count:,} {self._unit}, {100 * share:.0f} %, {count / seconds:,.0f} {self._unit}/s"
+                f"{self._activity}: {count:,} {self._unit}, {100 * share:.0f} %, {count / seconds:,.0f} {self._unit}/s"
             )

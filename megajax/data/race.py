@@ -1,4 +1,4 @@
-"""RACE (Lai et al. 2017): questions about articles, with four options each; as rows they are Megatron-LM's."""
+"""RACE (Lai et al. 2017): questions about articles, each with four options, in the same rows as by Megatron-LM."""
 
 import json
 from collections.abc import Iterator
@@ -26,12 +26,12 @@ class Question(NamedTuple):
 
     location: str
     identifier: str
-    """File, and number of the line where it has several articles."""
+    """File, and the line number if it has several articles."""
     group: str
-    """middle, high, or nothing."""
+    """middle, high, or empty."""
     article: str
     options: tuple[str, ...]
-    """The question with each option: in the place of "_", or behind it."""
+    """The question with each option: in place of "_", or appended."""
     label: int
 
 
@@ -49,7 +49,7 @@ def read_split(config: RaceConfig, split: str, tokenizer: Tokenizer, schema: Sch
     places = {group: folder / group for group in GROUPS if (folder / group).is_dir()} or {"": folder}
     files = [(group, path) for group, place in places.items() for path in sorted(place.glob("*.txt"))]
     if not files:
-        raise UserError(f"{folder}: no files NAME.txt in it, nor in its folders middle/ and high/. See data.path.")
+        raise UserError(f"{folder}: no files NAME.txt in it or in its folders middle/ and high/. Check data.path.")
     items = [question for group, path in files for question in _questions(group, path)]
 
     def row(item: Question) -> Row:
@@ -88,7 +88,7 @@ def _demand_article(location: str, data: Any) -> None:
         lacks = f"lacks {', '.join(missing)}" if isinstance(data, dict) else f"is a {type(data).__name__}"
         raise UserError(f"{location}: {lacks}; an article of RACE is an object with {', '.join(FIELDS)}.")
     if not isinstance(data["article"], str):
-        raise UserError(f"{location}: article is no text.")
+        raise UserError(f"{location}: article is not a string.")
     counts = {name: len(data[name]) if isinstance(data[name], list) else None for name in FIELDS[1:]}
     if None in counts.values() or len(set(counts.values())) > 1:
         sizes = ", ".join(

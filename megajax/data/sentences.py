@@ -1,4 +1,4 @@
-"""Where the sentences of a text end: a rule without a model, for text with capital letters."""
+"""Rule-based splitting of text into sentences, for scripts with capital letters."""
 
 import re
 from collections.abc import Iterator
@@ -25,11 +25,11 @@ WORD = re.compile(r"[\w.]+\Z")
 
 
 def split_sentences(document: bytes) -> Iterator[bytes]:
-    """Sentences of UTF-8 text, without the space around them; none is empty. Bytes that are no UTF-8 are kept.
+    """Nonempty sentences of UTF-8 text, without surrounding white space. Bytes of invalid UTF-8 are kept.
 
-    A sentence ends at a blank line; at full-width marks; and at `.`, `!`, `?` or `…` before space and a word that does
-    not start with a lower-case letter. A period after an abbreviation, an initial (J. S. Bach) or a word with a period
-    inside (U.S.) does not end a sentence.
+    A sentence ends at a blank line, at full-width marks, and at `.`, `!`, `?` or `…` before white space and a word that
+    does not start with a lower-case letter. A period after an abbreviation, an initial (J. S. Bach) or a word with an
+    inner period (U.S.) does not end a sentence.
     """
     text, start = document.decode("utf-8", errors="surrogateescape"), 0
     for end in END.finditer(text):

@@ -1,4 +1,4 @@
-"""Rows of one or two texts for models that classify them, and the examples of benchmarks that they are made of."""
+"""Rows of one or two texts for classifiers, made from the examples of benchmarks."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,13 +17,13 @@ from megajax.data.splits import Rows, Splits
 from megajax.tokenizers.base import Tokenizer
 
 SHORTEST = 8
-"""Fewest tokens of a row."""
+"""Minimum number of tokens of a row."""
 
 type Row = dict[str, np.ndarray]
 
 
 class Example(Protocol):
-    """What a row is made of."""
+    """An example of a benchmark."""
 
     @property
     def location(self) -> str:
@@ -33,13 +33,13 @@ class Example(Protocol):
 
 @dataclass(frozen=True)
 class Examples[E: Example]:
-    """The examples of a file or of a split, in its order; as a sequence, their rows."""
+    """The examples of a file or split, in order; as a sequence, their rows."""
 
     items: Sequence[E]
     row: Callable[[E], Row]
     """The row of an example."""
     skipped: Mapping[str, int] = field(default_factory=dict)
-    """Reason -> examples that were left out."""
+    """Reason -> number of skipped examples."""
     paths: Sequence[Path] = ()
     """The files of the examples."""
 
@@ -59,7 +59,7 @@ class Examples[E: Example]:
 
 
 class ExampleRows(ItemRows[Examples[Any]]):
-    """Rows of examples, in another order in each pass."""
+    """Rows of examples, in a different order in each pass."""
 
     def __init__(self, items: Examples[Any], order: RowOrder):
         super().__init__(items, order)
@@ -73,7 +73,7 @@ class ExampleRows(ItemRows[Examples[Any]]):
 def example_splits(
     config: BenchmarkConfig, examples: Callable[[str], Examples[Any] | None], rows: Rows, seed: int
 ) -> Splits:
-    """Row sources of the splits that a run requests. examples: train, valid or test -> its examples, None for none."""
+    """Row sources of the splits that a run requests. examples: train, valid or test -> its examples or None."""
     data_seed_ = data_seed(config.seed, seed)
 
     def make(items: Examples[Any], position: int, row_count: int | None) -> ExampleRows:
@@ -85,14 +85,14 @@ def example_splits(
 class SequenceBuilder:
     """Makes sequences of texts: [CLS] first [SEP] second [SEP], padded to the model's length.
 
-    A vocabulary without [CLS] or [SEP] has its tokens for the beginning and the end of a sequence or document there.
+    If the vocabulary lacks [CLS] or [SEP], its tokens for the beginning and end of a sequence or document are used.
 
     Args:
         tokenizer: of the run.
-        schema: of the model; its tokens say how long sequences are.
+        schema: of the model; the length of its tokens is that of the sequences.
 
     Raises:
-        UserError: a model that reads no tokens, or too few.
+        UserError: the model reads no tokens, or too few.
     """
 
     def __init__(self, tokenizer: Tokenizer, schema: Schema):
@@ -106,11 +106,11 @@ class SequenceBuilder:
         self._pad = tokenizer.eod if tokenizer.pad is None else tokenizer.pad
 
     def encode(self, text: str) -> np.ndarray:
-        """Ids of a text, its white space made single blanks."""
+        """Ids of a text after `clean_text`."""
         return self.tokenizer.encode(clean_text(text))
 
     def __call__(self, first: np.ndarray, second: np.ndarray | None = None) -> Row:
-        """tokens, token_types and segment_ids, int32 [S] each; texts that are too long are cut, see `cut_to`."""
+        """tokens, token_types and segment_ids, each int32 [S]; texts that are too long are truncated."""
         first, second = truncate_pair(self.length - (2 if second is None else 3), first, second)
         first_part = [[self._begin], first, [self._end]]
         second_part = [] if second is None else [second, [self._end]]
@@ -127,9 +127,9 @@ class SequenceBuilder:
 
 
 def truncate_pair(room: int, first: np.ndarray, second: np.ndarray | None) -> tuple[np.ndarray, np.ndarray | None]:
-    """Texts of at most `room` tokens together: the last token of the longer one goes until they fit (BERT's rule).
+    """Truncates two texts to `room` tokens in total, by removing the last token of the longer one (BERT's rule).
 
-    Of equally long ones, the second is cut.
+    If both are equally long, the second is truncated.
     """
     if second is None:
         return first[:room], None
@@ -143,7 +143,7 @@ def truncate_pair(room: int, first: np.ndarray, second: np.ndarray | None) -> tu
 
 
 def clean_text(text: str) -> str:
-    """Megatron-LM's cleaning of texts of tasks: single blanks, and none before a full stop within the text."""
+    """Megatron-LM's cleaning of task texts: single blanks, and none before a period within the text."""
     text = re.sub(r"\s+", " ", text)
     for _ in range(3):
         text = text.replace(" . ", ". ")

@@ -1,4 +1,4 @@
-"""The training, validation and test splits of a corpus, and the number of rows that a run needs of each."""
+"""The training, validation and test splits of a corpus, and the number of rows of each that a run needs."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -45,7 +45,7 @@ class Evaluation(NamedTuple):
 
 
 def requested_rows(*, steps: int, global_size: int, evaluation: Evaluation | None, rows: int | None = None) -> Rows:
-    """Number of rows that a run of `steps` steps reads: `rows`, or steps · global_size, and those of its evaluations.
+    """Number of rows that a run of `steps` steps reads: `rows` or steps · global_size, plus those of its evaluations.
 
     Validation is read once every `evaluation.every` steps and once more at the end, the test set once.
     """
@@ -111,7 +111,7 @@ def parse_split(text: str) -> tuple[Range | None, Range | None, Range | None]:
 
 
 def config_paths(config: Any, split: str) -> tuple[str, ...]:
-    """The files that a data config gives a split of its own. Raises UserError for training without any."""
+    """The separate files of a split in a data config. Raises UserError if there are none for training."""
     paths = getattr(config, f"{split}_paths")
     if not paths and split == "train":
         raise UserError("data.train_paths is empty: there is nothing to train on.")

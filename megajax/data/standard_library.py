@@ -37,7 +37,7 @@ def source_files(root: Path) -> list[tuple[str, int]]:
 
 
 def choose(files: list[tuple[str, int]], limit: int, seed: int) -> list[tuple[str, int]]:
-    """Files in an order that depends only on the seed, as many as fit into `limit` bytes; at least one."""
+    """Files in a random order by the seed, up to `limit` bytes in total, but at least one."""
     order = list(files)
     random.Random(seed).shuffle(order)
     selection, total = [], 0
@@ -64,7 +64,7 @@ def select_files(megabytes: float, seed: int) -> list[tuple[str, int]]:
     """The library's files up to a size, see `choose`. Raises UserError for a Python without its sources."""
     files = choose(source_files(library_root()), int(megabytes * 1e6), seed)
     if not files:
-        raise UserError(f"{library_root()}: no Python source files: this Python came without its library's sources.")
+        raise UserError(f"{library_root()}: no Python source files: this Python has no library sources.")
     return files
 
 
@@ -77,12 +77,12 @@ def _folders(cache_dir: str | None) -> Iterator[Path]:
 
 
 def load_or_create[T](cache_dir: str | None, name: str, read: Callable[[Path], T], write: Callable[[Path], None]) -> T:
-    """What `read` makes of the path of this name, which `write` creates if it does not exist.
+    """The result of `read` on the path with this name, which `write` creates if it does not exist.
 
-    Several processes may create it at once: each writes temporary files and renames them, with equal content.
+    Several processes may create it at once: each writes temporary files with equal content and renames them.
 
     Raises:
-        UserError: no folder can be written.
+        UserError: no folder is writable.
     """
     failures = []
     for folder in _folders(cache_dir):
@@ -100,12 +100,12 @@ def load_or_create[T](cache_dir: str | None, name: str, read: Callable[[Path], T
 
 
 def corpus(config: StandardLibraryConfig, seed: int) -> IndexedTokens:
-    """The token file of the chosen files, created if it does not exist.
+    """The token file of the selected files, created if it does not exist.
 
     Its name depends on the Python version and the names and sizes of the files, so a Python upgrade makes a new corpus.
 
     Raises:
-        UserError: this Python has no library sources, or no folder can be written.
+        UserError: this Python has no library sources, or no folder is writable.
     """
     files = select_files(config.megabytes, seed)
     key = content_key({"python": platform.python_version(), "files": [list(entry) for entry in files]})

@@ -27,7 +27,7 @@ SETTINGS = "--tokenizer."
 
 @dataclass(frozen=True)
 class Kind:
-    """A name of `--tokenizer`: its config, the fields that options give, and those that the name decides."""
+    """A name of `--tokenizer`: its config, the fields that options set, and the fields that the name sets."""
 
     config: type[Any]
     options: Mapping[str, str] = field(default_factory=dict)
@@ -50,7 +50,7 @@ FILES: Mapping[str, type[Any]] = {".model": SentencePieceTokenizerConfig, "": Hu
 
 @dataclass(frozen=True)
 class _Chosen:
-    """The root of the settings."""
+    """Root of the settings of `override`."""
 
     tokenizer: TokenizerConfig | TokenizerBuilder = field(default_factory=ByteTokenizerConfig)
 
@@ -59,7 +59,7 @@ def tokenizer_config(options: argparse.Namespace, settings: Sequence[str] = ()) 
     """The tokenizer of the options, changed by settings such as "--tokenizer.extra_ids=100".
 
     Raises:
-        UserError: for inconsistent options, an unknown setting, or one that is wrong.
+        UserError: inconsistent options, or an unknown or invalid setting.
     """
     typed = any(word.startswith(f"{SETTINGS}type=") for word in settings)
     if options.tokenizer is None and not typed:
@@ -93,7 +93,7 @@ def _suffix(path: str) -> str:
 
 
 def tokenizer_options(config: Any) -> list[str]:
-    """The options for a tokenizer of this package, the inverse of `tokenizer_config`; [] for another."""
+    """Options for a tokenizer of this package, the inverse of `tokenizer_config`; [] for other tokenizers."""
     values = {field.name: getattr(config, field.name) for field in fields(config)}
     for name, kind in KINDS.items():
         if type(config) is kind.config and all(values[field] == value for field, value in kind.fixed.items()):
@@ -106,7 +106,7 @@ def tokenizer_options(config: Any) -> list[str]:
 
 
 def _changes(config: Any, values: Mapping[str, Any]) -> Iterator[str]:
-    """Options for the values that are no defaults."""
+    """Options for the values that differ from the defaults."""
     usual = {field.name: default(field) for field in fields(config)}
     for name, value in values.items():
         if value != usual[name]:

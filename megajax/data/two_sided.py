@@ -1,4 +1,4 @@
-"""Rows of two texts: one that an encoder reads, and one that a decoder writes."""
+"""Rows of two texts: the input of an encoder and the output of a decoder."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -9,7 +9,7 @@ from megajax.data.masked import MaskingTokenizer
 
 
 class TwoSidedSpecials(NamedTuple):
-    """Special tokens of such rows."""
+    """Special tokens of rows of two texts."""
 
     bos: int
     """The first input of the decoder."""
@@ -19,7 +19,7 @@ class TwoSidedSpecials(NamedTuple):
 
 
 def two_sided_specials(tokenizer: MaskingTokenizer) -> TwoSidedSpecials:
-    """Those of a tokenizer, which must have them."""
+    """The special tokens of a tokenizer, which must have bos and eos."""
     return TwoSidedSpecials(tokenizer.specials["bos"], tokenizer.specials["eos"], tokenizer.pad)
 
 
@@ -30,11 +30,11 @@ def two_sided_row(
     special: TwoSidedSpecials,
     truncated: bool,
 ) -> dict[str, np.ndarray]:
-    """The arrays of a row, read-only; what is longer than its side is cut.
+    """The arrays of a row, read-only; texts are truncated to T and S.
 
-        encoder_tokens: int32 [T], the text that is read; padding is the pad token.
+        encoder_tokens: int32 [T], the encoder's text; padding is the pad token.
         encoder_segment_ids: int32 [T], 1 for tokens, 0 for padding.
-        tokens: int32 [S], [BOS], then the text that is written; padding is the pad token.
+        tokens: int32 [S], [BOS], then the decoder's text; padding is the pad token.
         labels: int32 [S], the token after each input, [EOS] after the last; padding is 0.
         loss_mask: float32 [S], 1 for tokens, 0 for padding.
         segment_ids: int32 [S], likewise.
@@ -59,7 +59,7 @@ def two_sided_row(
 
 
 def _ones(count: int, length: int) -> np.ndarray:
-    """int32 [length]: so many ones, then zeros."""
+    """int32 [length]: `count` ones, then zeros."""
     array = np.zeros(length, np.int32)
     array[:count] = 1
     return array

@@ -203,7 +203,7 @@ def test_options_stand_in_the_gap_or_behind_the_question(words, tmp_path):
         ({"answers": ["B"]}, "2 questions, 2 options, 1 answers; expected lists of the same length"),
         ({"answers": ["B", "E"]}, "line 1: question 2 has answer 'E', expected A, B, C, D"),
         ({"options": [["a"], ["a"]]}, "question 1 must be a text with 4 options"),
-        ({"article": 3}, "article is no text"),
+        ({"article": 3}, "article is not a string"),
     ],
 )
 def test_what_is_wrong_with_an_article_is_said(change, message, words, tmp_path):
