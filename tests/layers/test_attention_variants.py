@@ -84,21 +84,21 @@ def test_a_gate_is_of_the_input_and_comes_before_the_output():
 def test_relative_bias_is_looked_up_by_distance():
     actual, w = called(AttentionConfig(heads=3, head_dim=4, relative=RelativeBiasConfig(buckets=8, distance=20)))
     q, k, v = (np.einsum("bsd,dnh->bsnh", X, w[name]) for name in ("query", "key", "value"))
-    far = np.arange(LENGTH)[:, None] - np.arange(LENGTH)
+    distance = np.arange(LENGTH)[:, None] - np.arange(LENGTH)
     # Below 4 one by one; 4, 5 and 6 are 4 ln(far / 4) / ln(5) = 0, 0.55 and 1.01 steps beyond.
-    number = np.array([0, 1, 2, 3, 4, 4, 5])[np.maximum(far, 0)]
+    number = np.array([0, 1, 2, 3, 4, 4, 5])[np.maximum(distance, 0)]
     bias = w["core.relative.table"][number].transpose(2, 0, 1)
     np.testing.assert_allclose(actual, np.einsum("bsnh,nhd->bsd", attended(q, k, v, 0.5, bias), w["output"]), atol=1e-4)
 
 
 def test_buckets_are_those_of_t5():
     """32 buckets both ways: 16 each, 8 of them of one distance, the last from 128 on."""
-    both = RelativeBiasConfig(both_ways=True)
+    two_way = RelativeBiasConfig(both_ways=True)
     after = np.array([0, -1, 1, -7, 7, -8, 8, -127, 127, -128, -5000, 5000], np.int32)
     expected = [0, 1, 17, 7, 23, 8, 24, 15, 31, 15, 15, 31]
-    np.testing.assert_array_equal(bucket(both, after), expected)
-    one = RelativeBiasConfig()
-    np.testing.assert_array_equal(bucket(one, np.array([5, 0, -15, -16, -128, -9999])), [0, 0, 15, 16, 31, 31])
+    np.testing.assert_array_equal(bucket(two_way, after), expected)
+    causal = RelativeBiasConfig()
+    np.testing.assert_array_equal(bucket(causal, np.array([5, 0, -15, -16, -128, -9999])), [0, 0, 15, 16, 31, 31])
 
 
 @pytest.mark.parametrize("rank", [None, 5])

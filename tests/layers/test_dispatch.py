@@ -25,20 +25,20 @@ def weighted_products(rows: Array, sizes: Array, weights: Array, matrices: Array
 
 def dense(x: np.ndarray, weights: np.ndarray, experts: np.ndarray, matrices: np.ndarray) -> Array:
     """The same without any rows: every expert on every token. An expert of number E is none."""
-    each = jnp.einsum("td,edf->tef", x, matrices)
-    chosen = jax.nn.one_hot(experts, matrices.shape[0])
-    return jnp.einsum("tk,tke,tef->tf", weights, chosen, each)
+    outputs = jnp.einsum("td,edf->tef", x, matrices)
+    one_hot = jax.nn.one_hot(experts, matrices.shape[0])
+    return jnp.einsum("tk,tke,tef->tf", weights, one_hot, outputs)
 
 
 def case(tokens: int, experts: int, k: int, seed: int = 0, every: int | None = None) -> tuple[np.ndarray, ...]:
     """(x, weights, experts, matrices). every: the first expert of every token."""
     rng = np.random.default_rng(seed)
     # The first experts are chosen more often than the last.
-    chosen = np.argsort(rng.random((tokens, experts)) * np.linspace(1, 3, experts), axis=1)[:, :k].astype(np.int32)
+    routed = np.argsort(rng.random((tokens, experts)) * np.linspace(1, 3, experts), axis=1)[:, :k].astype(np.int32)
     if every is not None:
-        chosen = ((every + np.arange(k)) % experts + np.zeros((tokens, 1), int)).astype(np.int32)
+        routed = ((every + np.arange(k)) % experts + np.zeros((tokens, 1), int)).astype(np.int32)
     x, matrices = rng.normal(size=(tokens, WIDTH)), rng.normal(size=(experts, WIDTH, WIDTH))
-    return x.astype(np.float32), rng.random((tokens, k)).astype(np.float32), chosen, matrices.astype(np.float32)
+    return x.astype(np.float32), rng.random((tokens, k)).astype(np.float32), routed, matrices.astype(np.float32)
 
 
 @cache
@@ -57,8 +57,8 @@ def on_devices(way: str, dispatch: Dispatch, axes: tuple[str, ...] = AXES) -> Ca
 
         y, back, dropped = jax.vjp(run, x, weights, matrices, has_aux=True)
         dx, dweights, dmatrices = back(dy)
-        alone = tuple(name for name in names if name not in dispatch.axes)
-        return y, dropped[None], dx, dweights, lax.psum(dmatrices, alone) if alone else dmatrices
+        replicated = tuple(name for name in names if name not in dispatch.axes)
+        return y, dropped[None], dx, dweights, lax.psum(dmatrices, replicated) if replicated else dmatrices
 
     mapped = jax.shard_map(
         local,
@@ -79,10 +79,11 @@ def alone(x: Array, weights: Array, experts: Array, matrices: Array, dy: Array) 
 def check(way: str, dispatch: Dispatch, given: tuple[np.ndarray, ...], axes: tuple[str, ...] = AXES) -> None:
     dy = np.random.default_rng(9).normal(size=given[0].shape).astype(np.float32)
     y, dropped, *gradients = on_devices(way, dispatch, axes)(*given, dy)
-    expected, *others = alone(*given, dy)
+    expected, *expected_gradients = alone(*given, dy)
     np.testing.assert_array_equal(dropped, 0)
-    for name, ours, theirs in zip(["y", "x", "weights", "matrices"], (y, *gradients), (expected, *others), strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5, err_msg=name)
+    pairs = zip(["y", "x", "weights", "matrices"], (y, *gradients), (expected, *expected_gradients), strict=True)
+    for name, actual, reference in pairs:
+        np.testing.assert_allclose(actual, reference, rtol=1e-5, atol=1e-5, err_msg=name)
 
 
 WAYS = ("gather", "ragged", "capacity")
@@ -116,8 +117,8 @@ def test_all_sizes(way, tokens, experts, k, chunks):
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_experts_over_two_axes_and_cut_ones_with_their_tokens(way):
-    both = ("expert", "tensor")
-    check(way, Dispatch(experts=8, top_k=2, axes=both), case(4 * 6, 8, 2), both)
+    axes = ("expert", "tensor")
+    check(way, Dispatch(experts=8, top_k=2, axes=axes), case(4 * 6, 8, 2), axes)
 
 
 @pytest.mark.slow
@@ -125,10 +126,10 @@ def test_chunks_compute_the_same():
     check("gather", Dispatch(experts=8, top_k=2, axes=AXES, chunks=2), case(4 * 12, 8, 2))
 
 
-def kept_rows(wanted: np.ndarray, room: int) -> np.ndarray:
+def kept_rows(requested: np.ndarray, room: int) -> np.ndarray:
     """Sizes [G], the fullest of them cut to one number such that they add up to at most `room`."""
-    level = next(level for level in range(int(wanted.max()), -1, -1) if np.minimum(wanted, level).sum() <= room)
-    return np.minimum(wanted, level)
+    level = next(level for level in range(int(requested.max()), -1, -1) if np.minimum(requested, level).sum() <= room)
+    return np.minimum(requested, level)
 
 
 def test_the_water_level_is_the_largest_that_fits():
@@ -152,31 +153,31 @@ def test_rows_are_sorted_and_within_the_room():
 
 def limited(way: str, room: float, given: tuple[np.ndarray, ...], experts: int, k: int) -> tuple[np.ndarray, int]:
     """(which slots [T, k] have a row, rows that each device has room for), written out."""
-    chosen, own = given[2], experts // DEVICES
-    each = len(chosen) // DEVICES
-    kept = np.zeros(chosen.shape, bool)
+    routed, local_experts = given[2], experts // DEVICES
+    per_device = len(routed) // DEVICES
+    keep = np.zeros(routed.shape, bool)
 
     def capped(slots: list[tuple[int, int]], most: int) -> None:
-        numbers = np.array([chosen[slot] for slot in slots], int)
-        wanted = np.bincount(numbers, minlength=experts)
-        sizes = kept_rows(wanted, most)
+        numbers = np.array([routed[slot] for slot in slots], int)
+        requested = np.bincount(numbers, minlength=experts)
+        sizes = kept_rows(requested, most)
         for expert in range(experts):
-            for slot in [slot for slot in slots if chosen[slot] == expert][: sizes[expert]]:
-                kept[slot] = True
+            for slot in [slot for slot in slots if routed[slot] == expert][: sizes[expert]]:
+                keep[slot] = True
 
     def up(rows: float) -> int:
         return -(-ceil(rows) // 8) * 8
 
     for device in range(DEVICES):
-        mine = range(device * own, (device + 1) * own)
-        slots = [(t, s) for t in range(len(chosen)) for s in range(k) if chosen[t, s] in mine]
+        experts_here = range(device * local_experts, (device + 1) * local_experts)
+        slots = [(t, s) for t in range(len(routed)) for s in range(k) if routed[t, s] in experts_here]
         if way == "capacity":
-            most = up(min(room * each * k / DEVICES, each * min(k, own)))
+            most = up(min(room * per_device * k / DEVICES, per_device * min(k, local_experts)))
             for sender in range(DEVICES):
-                capped([slot for slot in slots if slot[0] // each == sender], most)
+                capped([slot for slot in slots if slot[0] // per_device == sender], most)
         else:
-            capped(slots, up(min(room * each * k, each * DEVICES * min(k, own))))
-    return kept, each
+            capped(slots, up(min(room * per_device * k, per_device * DEVICES * min(k, local_experts))))
+    return keep, per_device
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -184,19 +185,20 @@ def limited(way: str, room: float, given: tuple[np.ndarray, ...], experts: int, 
 def test_below_the_worst_case_the_fullest_experts_drop_their_last_tokens(way, every):
     """What has no row adds nothing to y and to no gradient; counts are exact; nothing else changes."""
     experts, k, tokens = 8, 2, 4 * 13
-    given = case(tokens, experts, k, every=every)
-    kept, each = limited(way, 1.0, given, experts, k)
-    assert not kept.all()
-    x, weights, chosen, matrices = given
+    inputs = case(tokens, experts, k, every=every)
+    keep, per_device = limited(way, 1.0, inputs, experts, k)
+    assert not keep.all()
+    x, weights, routed, matrices = inputs
     dy = np.random.default_rng(9).normal(size=x.shape).astype(np.float32)
     dispatch = Dispatch(experts=experts, top_k=k, axes=AXES, room=1.0)
-    y, dropped, *gradients = on_devices(way, dispatch)(*given, dy)
-    expected, *others = alone(x, weights, np.where(kept, chosen, experts).astype(np.int32), matrices, dy)
-    assert float(np.sum(dropped)) == (~kept).sum()
+    y, dropped, *gradients = on_devices(way, dispatch)(*inputs, dy)
+    expected, *expected_gradients = alone(x, weights, np.where(keep, routed, experts).astype(np.int32), matrices, dy)
+    assert float(np.sum(dropped)) == (~keep).sum()
     if way == "gather":
-        lost = [(~kept)[np.isin(chosen, [2 * n, 2 * n + 1])].sum() for n in range(DEVICES)]
+        dropped_tokens = [(~keep)[np.isin(routed, [2 * n, 2 * n + 1])].sum() for n in range(DEVICES)]
     else:
-        lost = [(~kept)[n * each : (n + 1) * each].sum() for n in range(DEVICES)]
-    np.testing.assert_array_equal(dropped, lost)
-    for name, ours, theirs in zip(["y", "x", "weights", "matrices"], (y, *gradients), (expected, *others), strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5, err_msg=name)
+        dropped_tokens = [(~keep)[n * per_device : (n + 1) * per_device].sum() for n in range(DEVICES)]
+    np.testing.assert_array_equal(dropped, dropped_tokens)
+    pairs = zip(["y", "x", "weights", "matrices"], (y, *gradients), (expected, *expected_gradients), strict=True)
+    for name, actual, reference in pairs:
+        np.testing.assert_allclose(actual, reference, rtol=1e-5, atol=1e-5, err_msg=name)

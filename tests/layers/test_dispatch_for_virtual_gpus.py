@@ -37,11 +37,11 @@ def test_rows_travel_in_ragged_all_to_alls(number: int) -> None:
         return y, *back(dy)
 
     mapped = jax.shard_map(local, mesh=mesh, in_specs=P("expert"), out_specs=P("expert"), check_vma=False)
-    rows, spread = number * TOKENS, NamedSharding(mesh, P("expert"))
+    rows, sharding = number * TOKENS, NamedSharding(mesh, P("expert"))
     kinds = [((rows, WIDTH), "float32"), ((rows, K), "float32"), ((rows, K), "int32"), ((rows, WIDTH), "float32")]
-    given = [jax.ShapeDtypeStruct(shape, dtype, sharding=spread) for shape, dtype in kinds]
+    abstract = [jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape, dtype in kinds]
     with jax.set_mesh(mesh):
-        lowered = jax.jit(mapped).lower(*given)
+        lowered = jax.jit(mapped).lower(*abstract)
         text = lowered.compile(compiler_options=compiler_options(*DEVICELESS)).as_text()
     # Rows there and back, and their gradients; weights there, and theirs back.
     assert len(re.findall(r" ragged-all-to-all(?:-start)?\(", text)) == 6

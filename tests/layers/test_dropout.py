@@ -35,11 +35,11 @@ def dropped(layout: Layout, ctx: Context, place: int = 1) -> jax.Array:
 
 def test_masks_are_the_same_on_every_layout():
     parallel = ParallelConfig(data=2, tensor=2, sequence=True)
-    here, there = (Layout(Plan.of(each)) for each in (ParallelConfig(), parallel))
+    single, sharded = (Layout(Plan.of(config)) for config in (ParallelConfig(), parallel))
     with jax.set_mesh(build_mesh(parallel)):
-        spread = jax.jit(lambda: dropped(there, context()))()
-    assert len({str(shard.index) for shard in spread.addressable_shards}) == 4
-    np.testing.assert_array_equal(spread, dropped(here, context()))
+        actual = jax.jit(lambda: dropped(sharded, context()))()
+    assert len({str(shard.index) for shard in actual.addressable_shards}) == 4
+    np.testing.assert_array_equal(actual, dropped(single, context()))
 
 
 def test_masks_follow_the_row_and_differ_by_layer_and_place():
@@ -47,12 +47,12 @@ def test_masks_follow_the_row_and_differ_by_layer_and_place():
     masks = np.asarray(dropped(layout, context()))
     np.testing.assert_array_equal(masks[2:], dropped(layout, context(2, first=2)))
     assert len(np.unique(masks.reshape(-1, HIDDEN), axis=0)) > ROWS * LENGTH - 4
-    others = [context().for_layer(0), context().for_layer(1)]
-    actual = [masks, *[np.asarray(dropped(layout, ctx, place)) for ctx in others for place in (2, 3)]]
+    contexts = [context().for_layer(0), context().for_layer(1)]
+    actual = [masks, *[np.asarray(dropped(layout, ctx, place)) for ctx in contexts for place in (2, 3)]]
     for place, mask in enumerate(actual):
         np.testing.assert_allclose(np.unique(mask), [0, 1 / 0.75], rtol=1e-6)
         assert abs((mask == 0).mean() - 0.25) < 0.08
-        assert not any(np.array_equal(mask, other) for other in actual[:place])
+        assert not any(np.array_equal(mask, mask_before) for mask_before in actual[:place])
 
 
 def test_without_keys_or_rate_nothing_is_dropped():
@@ -64,11 +64,11 @@ def test_without_keys_or_rate_nothing_is_dropped():
 def run(pattern: int, recompute: str, values: dict[str, np.ndarray]) -> tuple[jax.Array, jax.Array]:
     """Output of four layers, and the gradient at the input of its sum of squares."""
     stack = abstract(pattern, recompute)
-    mine = {path: values[path.split(".", 2)[2]][int(path.split(".")[1]) :: pattern] for path in specs(stack)}
+    renamed = {path: values[path.split(".", 2)[2]][int(path.split(".")[1]) :: pattern] for path in specs(stack)}
     x = jnp.asarray(np.random.default_rng(0).normal(size=(ROWS, LENGTH, HIDDEN)), jnp.float32)
 
     def total(x):
-        y = bind(stack, mine)(x, context())
+        y = bind(stack, renamed)(x, context())
         return jnp.sum(y * y), y
 
     (_, y), dx = jax.value_and_grad(total, has_aux=True)(x)
@@ -90,8 +90,6 @@ def test_a_stack_is_the_same_however_grouped_and_recomputed():
     }
     values = {path: value.astype(np.float32) for path, value in values.items()}
     with jax.default_matmul_precision("highest"):
-        pairs = zip(
-            *[jax.jit(lambda each=each: run(*each, values))() for each in ((1, "none"), (2, "full"))], strict=True
-        )
-    for one, other in pairs:
-        np.testing.assert_allclose(one, other, atol=1e-5 * np.abs(other).max())
+        runs = [jax.jit(lambda case=case: run(*case, values))() for case in ((1, "none"), (2, "full"))]
+    for first, second in zip(*runs, strict=True):
+        np.testing.assert_allclose(first, second, atol=1e-5 * np.abs(second).max())

@@ -50,9 +50,9 @@ def given() -> Given:
 def ours(layout: Layout, given: Given) -> Found:
     def total(table, head):
         x = embed(layout, table, given.tokens)
-        whole = layout.act(x, "batch", "seq", "embed")
-        loss = vocabulary_loss(layout, SIZE, 5, CROSS_ENTROPY, whole, head, given.labels, given.weights).minimised
-        scores = vocabulary_token_scores(layout, SIZE, 5, *map(jax.lax.stop_gradient, (whole, head)), given.labels)
+        gathered = layout.act(x, "batch", "seq", "embed")
+        loss = vocabulary_loss(layout, SIZE, 5, CROSS_ENTROPY, gathered, head, given.labels, given.weights).minimised
+        scores = vocabulary_token_scores(layout, SIZE, 5, *map(jax.lax.stop_gradient, (gathered, head)), given.labels)
         return 0.5 * loss + jnp.sum(x * given.dy), (x, loss, *scores)
 
     (_, reported), gradients = jax.value_and_grad(total, (0, 1), has_aux=True)(given.table, given.head)
@@ -99,8 +99,8 @@ def test_as_plain_indexing_on_every_layout(given, expected, parallel):
 
 def test_without_a_mesh_as_well(given, expected):
     actual = ours(Layout(Plan.of(ParallelConfig())), given)
-    for one, other in zip(actual, expected, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+    for array, reference in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(array, reference, rtol=1e-5, atol=1e-5)
 
 
 def test_bfloat16_tables_sum_their_gradients_in_float32():

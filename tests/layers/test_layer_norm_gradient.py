@@ -33,8 +33,8 @@ def test_the_gradient_of_layer_norm_is_that_of_its_formula(shape, zero_centred) 
         return scaled * (gain + zero_centred) + bias
 
     actual, pullback = jax.vjp(lambda x, weights: bind(module, weights)(x), x, weights)
-    wanted, exact = jax.vjp(formula, x, weights)
-    np.testing.assert_allclose(actual, wanted, rtol=1e-5, atol=1e-5)
+    reference, exact = jax.vjp(formula, x, weights)
+    np.testing.assert_allclose(actual, reference, rtol=1e-5, atol=1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), pullback(dy), exact(dy))
 
 
@@ -52,8 +52,8 @@ def test_layer_norm_keeps_no_array_of_its_inputs_size_but_the_input() -> None:
     module = LayerNormConfig().build(SETTINGS)
     x = jnp.ones((2, 3, HIDDEN), jnp.bfloat16)
     _, pullback = jax.vjp(module, x)
-    kept = [leaf for leaf in jax.tree.leaves(pullback) if leaf.size >= x.size]
-    assert [leaf.dtype for leaf in kept] == [jnp.bfloat16]
+    saved = [leaf for leaf in jax.tree.leaves(pullback) if leaf.size >= x.size]
+    assert [leaf.dtype for leaf in saved] == [jnp.bfloat16]
 
 
 def test_gelu_by_a_sigmoid() -> None:
@@ -87,8 +87,8 @@ def test_layers_keep_what_they_are_given_and_what_matmuls_give(layer) -> None:
     x = jnp.ones((4, 32, HIDDEN), jnp.bfloat16)
     context = (Context(jnp.zeros((4, 32), jnp.int32), jnp.arange(32)),) if isinstance(layer, FeedForward) else ()
     _, pullback = jax.vjp(lambda x: bind(module, half)(x, *context), x)
-    kept = [leaf for leaf in jax.tree.leaves(pullback) if leaf.ndim == 3 and leaf.shape[:2] == x.shape[:2]]
-    large = [leaf for leaf in kept if leaf.shape[2] > 1]
+    saved = [leaf for leaf in jax.tree.leaves(pullback) if leaf.ndim == 3 and leaf.shape[:2] == x.shape[:2]]
+    large = [leaf for leaf in saved if leaf.shape[2] > 1]
     assert {leaf.dtype for leaf in large} <= {jnp.dtype(jnp.bfloat16)}
     # x; of an MLP also up, or gate and up, and their product, which the last matmul's weights need.
     assert len(large) <= 4

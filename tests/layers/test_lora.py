@@ -80,20 +80,20 @@ def abstract(lora: LoRAConfig | None) -> Any:
 @cache
 def forward(lora: LoRAConfig | None) -> Any:
     """(weights by path) -> logits, compiled."""
-    built = abstract(lora)
-    like = {path: jax.ShapeDtypeStruct(spec.shape, "float32") for path, spec in specs(built).items()}
-    zeros = {path: np.zeros(spec.shape, np.float32) for path, spec in specs(built, Observation).items()}
+    module = abstract(lora)
+    like = {path: jax.ShapeDtypeStruct(spec.shape, "float32") for path, spec in specs(module).items()}
+    zeros = {path: np.zeros(spec.shape, np.float32) for path, spec in specs(module, Observation).items()}
     tokens = np.random.default_rng(0).integers(0, 61, (2, 12))
     with jax.default_matmul_precision("highest"):
-        lowered = jax.jit(lambda values: bind(built, {**values, **zeros})(tokens)).lower(like)
+        lowered = jax.jit(lambda values: bind(module, {**values, **zeros})(tokens)).lower(like)
     return lowered.compile(compiler_options=dict(QUICK))
 
 
 def weights(*, fresh: bool = False) -> dict[str, np.ndarray]:
     """Random ones of the model with adapters. fresh: the second matrix of each adapter is zero, as at the start."""
     rng = np.random.default_rng(1)
-    drawn = {path: rng.normal(0, 0.2, spec.shape).astype(np.float32) for path, spec in specs(abstract(LORA)).items()}
-    return {path: w * np.float32(not (fresh and path.endswith(LORA_B))) for path, w in drawn.items()}
+    values = {path: rng.normal(0, 0.2, spec.shape).astype(np.float32) for path, spec in specs(abstract(LORA)).items()}
+    return {path: w * np.float32(not (fresh and path.endswith(LORA_B))) for path, w in values.items()}
 
 
 def merged(params: dict[str, np.ndarray], scale: float) -> dict[str, np.ndarray]:
@@ -131,27 +131,27 @@ def test_fresh_adapters_leave_logits_bit_equal() -> None:
 )
 def test_dot_adds_what_numpy_says(equation: str, shape: tuple[int, ...], inputs: int, out: tuple[str, ...]) -> None:
     settings = LayerSettings(layout=LAYOUT, hidden=6, std=1.0, output_std=1.0)
-    made = matrix(settings, shape, (None,) * len(shape), inputs=inputs)
-    made.adapt(2, 1.5, 0.0)
+    layer = matrix(settings, shape, (None,) * len(shape), inputs=inputs)
+    layer.adapt(2, 1.5, 0.0)
     rng, size = np.random.default_rng(0), np.prod(shape[:inputs])
     x = rng.normal(size=(2, 4, *shape[:inputs])).astype(np.float32)
-    for leaf in made.leaves().values():
+    for leaf in layer.leaves().values():
         leaf[...] = jnp.asarray(rng.normal(size=leaf.shape), jnp.float32)
-    w, a, b = (np.asarray(leaf[...], np.float64) for leaf in made.leaves().values())
+    w, a, b = (np.asarray(leaf[...], np.float64) for leaf in layer.leaves().values())
     flat = x.reshape(8, size)
-    wanted = flat @ w.reshape(size, -1) + 1.5 * (flat @ a.reshape(size, 2)) @ b.reshape(2, -1)
+    expected = flat @ w.reshape(size, -1) + 1.5 * (flat @ a.reshape(size, 2)) @ b.reshape(2, -1)
     with jax.default_matmul_precision("highest"):
-        y = np.asarray(LAYOUT.dot(equation, jnp.asarray(x), made, *out))
-    np.testing.assert_allclose(y.reshape(8, -1), wanted, rtol=1e-5, atol=1e-5)
-    assert made.leaves()[LORA_A].shape == (*shape[:inputs], 2) and made.leaves()[LORA_B].shape == (2, *shape[inputs:])
+        y = np.asarray(LAYOUT.dot(equation, jnp.asarray(x), layer, *out))
+    np.testing.assert_allclose(y.reshape(8, -1), expected, rtol=1e-5, atol=1e-5)
+    assert layer.leaves()[LORA_A].shape == (*shape[:inputs], 2) and layer.leaves()[LORA_B].shape == (2, *shape[inputs:])
 
 
 def test_an_equation_that_sums_over_other_dimensions_is_refused() -> None:
     settings = LayerSettings(layout=LAYOUT, hidden=6, std=1.0, output_std=1.0)
-    made = matrix(settings, (2, 3, 10), (None, None, None))
-    made.adapt(2, 1.0, 0.0)
+    layer = matrix(settings, (2, 3, 10), (None, None, None))
+    layer.adapt(2, 1.0, 0.0)
     with pytest.raises(ValueError, match="does not sum over the first 1 dimensions"):
-        LAYOUT.dot("bsnh,nhd->bsd", jnp.zeros((1, 1, 2, 3)), made, "batch", "seq", None)
+        LAYOUT.dot("bsnh,nhd->bsd", jnp.zeros((1, 1, 2, 3)), layer, "batch", "seq", None)
 
 
 def test_initial_values_and_layout_are_those_of_peft_and_of_the_matrix() -> None:
@@ -160,17 +160,17 @@ def test_initial_values_and_layout_are_those_of_peft_and_of_the_matrix() -> None
     assert (a.shape, a.axes) == ((1, 4, 4, 3), ("layer", "heads", "head_dim", "rank"))
     assert (b.shape, b.axes) == ((1, 3, 16), ("layer", "rank", "embed"))
     assert a.init == Uniform(-0.25, 0.25) and a.init_path == "layer.mixer.output.lora_a"
-    drawn = initial_values({"a": a, "b": b}, 0)
-    assert np.abs(drawn["a"]).max() < 0.25 and drawn["a"].std() == pytest.approx(0.5 / 12**0.5, rel=0.2)
-    assert not drawn["b"].any()
+    values = initial_values({"a": a, "b": b}, 0)
+    assert np.abs(values["a"]).max() < 0.25 and values["a"].std() == pytest.approx(0.5 / 12**0.5, rel=0.2)
+    assert not values["b"].any()
     up = declared[f"stack.blocks.0.mlp.experts.up{LORA_A}"]
     assert (up.shape, up.axes) == ((1, 4, 16, 3), ("layer", "expert", "embed", "rank"))
     assert set(specs(abstract(LORA), Adapter)) == {path for path in declared if ".lora_" in path}
 
 
 def test_targets_choose_matrices() -> None:
-    chosen = specs(abstract(replace(LORA, targets=("*.mixer.query", "*.experts.down"))), Adapter)
-    matrices = {path.rpartition(".lora_")[0].partition("blocks.")[2] for path in chosen}
+    targeted = specs(abstract(replace(LORA, targets=("*.mixer.query", "*.experts.down"))), Adapter)
+    matrices = {path.rpartition(".lora_")[0].partition("blocks.")[2] for path in targeted}
     assert matrices == {"0.mixer.query", "1.mixer.query", "0.mlp.experts.down"}
 
 
@@ -181,22 +181,22 @@ def test_wrong_targets_are_refused() -> None:
         abstract(replace(LORA, dropout=0.1))
     with pytest.raises(UserError, match=r"model\.lora\.rank=500 is more than the smaller side of every matrix"):
         abstract(replace(LORA, rank=500))
-    wrong = LoRAConfig(rank=0, alpha=-1.0, targets=(), dropout=1.0).problems()
-    assert [problem.setting for problem in wrong] == ["rank", "alpha", "dropout", "targets"]
+    problems = LoRAConfig(rank=0, alpha=-1.0, targets=(), dropout=1.0).problems()
+    assert [problem.setting for problem in problems] == ["rank", "alpha", "dropout", "targets"]
     assert replace(LORA, rank=4, alpha=8.0, rank_stabilized=True).scale() == 4
 
 
 def test_dropout_zeroes_the_input_of_each_adapter_by_the_keys_of_rows() -> None:
     settings = LayerSettings(layout=LAYOUT, hidden=64, std=1.0, output_std=1.0)
     block = GatedMLPConfig(ffn=64).build(settings)
-    for each in (block.gate, block.up):
-        each.adapt(64, 1.0, 0.25)
+    for adapted in (block.gate, block.up):
+        adapted.adapt(64, 1.0, 0.25)
     x, eye = jnp.ones((2, 8, 64)), jnp.eye(64)
 
-    def dropped(each: Matrix, keys: np.ndarray | None) -> np.ndarray:
+    def dropped(adapted: Matrix, keys: np.ndarray | None) -> np.ndarray:
         index = jnp.arange(8)
         drop_inputs(block, Context(jnp.broadcast_to(index, (2, 8)), index, row_keys=keys))
-        return np.asarray(each.low_rank(LAYOUT, "bsd,df->bsf", x, eye, eye, "batch", "seq", "mlp"))
+        return np.asarray(adapted.low_rank(LAYOUT, "bsd,df->bsf", x, eye, eye, "batch", "seq", "mlp"))
 
     np.testing.assert_array_equal(dropped(block.up, None), x)
     keys = np.array([[1, 2], [3, 4]], np.uint32)

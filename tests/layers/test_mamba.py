@@ -60,23 +60,23 @@ def rows_of_step(width: int, counts: list[int], slots: list[int], first: int) ->
 def test_steps_are_the_whole_row(name):
     """Prompts of 7 and 5 positions in slots that others left, then one position after another."""
     mixer, x, slots = layer(name), inputs(0), [2, 0]
-    whole = jax.jit(lambda x: mixer(x, context(None)))(x)
+    full_row = jax.jit(lambda x: mixer(x, context(None)))(x)
     leaves = mixer.cfg.cache_leaves(HIDDEN, 1)
     cache = {leaf.name: jnp.full((2, 3, *leaf.shape), 9.0, leaf.dtype) for leaf in leaves}
-    flat, done = x[:, :7].reshape(14, 1, HIDDEN), [7, 5]
-    y, cache = jax.jit(lambda x, cache: mixer.step(x, cache, rows_of_step(7, done, slots, 0)))(flat, cache)
-    rows = [[each[:count]] for each, count in zip(y.reshape(2, 7, HIDDEN), done, strict=True)]
+    flat, lengths = x[:, :7].reshape(14, 1, HIDDEN), [7, 5]
+    y, cache = jax.jit(lambda x, cache: mixer.step(x, cache, rows_of_step(7, lengths, slots, 0)))(flat, cache)
+    rows = [[outputs[:count]] for outputs, count in zip(y.reshape(2, 7, HIDDEN), lengths, strict=True)]
     step = jax.jit(lambda x, cache, ctx: mixer.step(x, cache, ctx))
-    while min(done) < LENGTH:
+    while min(lengths) < LENGTH:
         # Where a row has ended, no row is in its place.
-        runs, at = [count < LENGTH for count in done], [min(count, LENGTH - 1) for count in done]
+        runs, at = [count < LENGTH for count in lengths], [min(count, LENGTH - 1) for count in lengths]
         ctx = rows_of_step(1, runs, [slot if run else 99 + slot for slot, run in zip(slots, runs, strict=True)], 0)
         ctx = ctx._replace(positions=jnp.asarray(at)[:, None])
         y, cache = step(x[np.arange(2), at][:, None], cache, ctx)
         for number, run in enumerate(runs):
             rows[number] += [y[number]] * run
-            done[number] += run
-    np.testing.assert_allclose([np.concatenate(row) for row in rows], whole, rtol=1e-5, atol=1e-5)
+            lengths[number] += run
+    np.testing.assert_allclose([np.concatenate(row) for row in rows], full_row, rtol=1e-5, atol=1e-5)
     for leaf in cache.values():
         assert np.all(leaf[0] == 9) and np.all(leaf[1, 1] == 9), "another layer or slot was written"
 
@@ -85,13 +85,13 @@ def test_steps_are_the_whole_row(name):
 def test_a_document_is_the_same_to_the_bit_whatever_its_neighbours(name):
     mixer, x = layer(name), inputs(0)
     ids = np.array([[3] * 4 + [4] * 5 + [5] * 3] * 2, np.int32)
-    others = np.array([[8] * 2 + [9] * 2 + [4] * 5 + [3] * 2 + [6]] * 2, np.int32)
+    other_ids = np.array([[8] * 2 + [9] * 2 + [4] * 5 + [3] * 2 + [6]] * 2, np.int32)
     run = jax.jit(lambda x, ids: mixer(x, context(ids)))
-    one, another = run(x, ids), run(np.where((ids == 4)[..., None], x, 50 * inputs(1)), others)
-    np.testing.assert_array_equal(one[:, 4:9], another[:, 4:9])
-    assert np.any(one[:, :4] != another[:, :4])
-    alone = jax.jit(lambda x: mixer(x, context(None)))(x[:, 4:9])
-    np.testing.assert_allclose(one[:, 4:9], alone, rtol=1e-5, atol=1e-5)
+    first, another = run(x, ids), run(np.where((ids == 4)[..., None], x, 50 * inputs(1)), other_ids)
+    np.testing.assert_array_equal(first[:, 4:9], another[:, 4:9])
+    assert np.any(first[:, :4] != another[:, :4])
+    expected = jax.jit(lambda x: mixer(x, context(None)))(x[:, 4:9])
+    np.testing.assert_allclose(first[:, 4:9], expected, rtol=1e-5, atol=1e-5)
 
 
 def test_initial_values_are_those_of_the_paper():
@@ -112,9 +112,9 @@ def test_initial_values_are_those_of_the_paper():
 @pytest.mark.parametrize("name", LAYERS)
 def test_rates_do_not_decay_and_filters_are_no_matrices(name):
     declared = specs(layer(name))
-    kept = {path for path, spec in declared.items() if not has_decay(spec)}
-    assert {"a_log", "dt_bias", "skip", "in_z_bias", "output_bias", "conv_x.bias"} <= kept
-    assert {"in_z", "in_x", "output", "conv_x.kernel"} <= declared.keys() - kept
+    frozen = {path for path, spec in declared.items() if not has_decay(spec)}
+    assert {"a_log", "dt_bias", "skip", "in_z_bias", "output_bias", "conv_x.bias"} <= frozen
+    assert {"in_z", "in_x", "output", "conv_x.kernel"} <= declared.keys() - frozen
     assert all(matrices(spec) is None for path, spec in declared.items() if path.startswith("conv_"))
 
 

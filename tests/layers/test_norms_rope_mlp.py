@@ -120,11 +120,11 @@ def test_rope_is_as_exact_at_a_million_positions_as_at_the_first(config):
     if config.scaling is None:
         exact = config.base ** (-np.arange(64) / 64) / config.interpolation
         np.testing.assert_allclose(rope.frequencies(), exact, rtol=1e-14)
-    chosen = np.concatenate([[0, 1, -7, 131071, 2**20, 2**31 - 1], RNG.integers(0, 2**20, 2000)])
-    x = np.concatenate([np.ones((1, len(chosen), 1, 64)), np.zeros((1, len(chosen), 1, 64))], -1).astype(np.float32)
-    actual = jax.jit(lambda positions: rope(x, positions))(jnp.asarray(chosen, jnp.int32)[None])
+    sampled = np.concatenate([[0, 1, -7, 131071, 2**20, 2**31 - 1], RNG.integers(0, 2**20, 2000)])
+    x = np.concatenate([np.ones((1, len(sampled), 1, 64)), np.zeros((1, len(sampled), 1, 64))], -1).astype(np.float32)
+    actual = jax.jit(lambda positions: rope(x, positions))(jnp.asarray(sampled, jnp.int32)[None])
     magnitude = 1.0 if config.scaling is None else config.scaling.magnitude()
-    exact = magnitude * rotated(x.astype(np.float64), chosen[None].astype(np.float64), rope.frequencies())
+    exact = magnitude * rotated(x.astype(np.float64), sampled[None].astype(np.float64), rope.frequencies())
     np.testing.assert_allclose(actual, exact, rtol=0, atol=1e-6)
 
 
@@ -160,9 +160,9 @@ def test_yarn_keeps_what_turns_often_and_stretches_what_turns_seldom():
     plain = RopeConfig().build(64).frequencies().astype(np.float64)
     actual = RopeConfig(scaling=scaling).build(64).frequencies()
     # 64 ln(4096 / (2 pi turns)) / (2 ln 10000) is 10.4 for 32 turns and 22.5 for one.
-    for pair, (old, new) in enumerate(zip(plain, actual, strict=True)):
+    for pair, (before, new) in enumerate(zip(plain, actual, strict=True)):
         share = min(max((pair - 10) / (23 - 10), 0), 1)
-        np.testing.assert_allclose(new, old / 40 * share + old * (1 - share), rtol=1e-12)
+        np.testing.assert_allclose(new, before / 40 * share + before * (1 - share), rtol=1e-12)
     unrounded = RopeConfig(scaling=YarnScalingConfig(factor=40.0, rounded=False)).build(64).frequencies()
     assert 0 < np.abs(unrounded / actual - 1).max() < 0.5
 
@@ -186,15 +186,15 @@ def test_stretched_rope_is_llama_3_1s():
     scaling = Llama3ScalingConfig(factor=8.0, low=1.0, high=4.0, original=8192)
     plain = RopeConfig(base=500000.0).build(128).frequencies()
     actual = RopeConfig(base=500000.0, scaling=scaling).build(128).frequencies()
-    for old, new in zip(plain.astype(np.float64), actual, strict=True):
-        wavelength = 2 * np.pi / old
+    for before, new in zip(plain.astype(np.float64), actual, strict=True):
+        wavelength = 2 * np.pi / before
         if wavelength < 8192 / 4:
-            expected = old
+            expected = before
         elif wavelength > 8192:
-            expected = old / 8
+            expected = before / 8
         else:
             smooth = (8192 / wavelength - 1) / 3
-            expected = (1 - smooth) * old / 8 + smooth * old
+            expected = (1 - smooth) * before / 8 + smooth * before
         np.testing.assert_allclose(new, expected, rtol=1e-12)
     assert 0 < np.sum((actual < plain) & (actual > plain / 8 * 1.0001)) < 20
 

@@ -47,31 +47,31 @@ def quantized(
     cfg: DecoderConfig, how: QuantizationConfig, params: dict[str, np.ndarray]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Values of the quantized model, and the float weights that they stand for."""
-    stored, whole = dict(params), dict(params)
-    for path, each in matrices_of(abstract(replace(cfg, quantization=how))).items():
-        if isinstance(each.quantized, Quantized):
-            shape = params[path].shape[: params[path].ndim - each.quantized.form.outputs]
+    stored, dequantized = dict(params), dict(params)
+    for path, matrix in matrices_of(abstract(replace(cfg, quantization=how))).items():
+        if isinstance(matrix.quantized, Quantized):
+            shape = params[path].shape[: params[path].ndim - matrix.quantized.form.outputs]
             factor = np.random.default_rng(2).uniform(0.5, 2, shape).astype(np.float32)
-            factor, amax = factor if each.quantized.balanced else None, jnp.full(shape[:1], 4.0)
-            leaves = each.quantized.quantized(params[path], factor, amax if each.quantized.static else None)
+            factor, amax = factor if matrix.quantized.balanced else None, jnp.full(shape[:1], 4.0)
+            leaves = matrix.quantized.quantized(params[path], factor, amax if matrix.quantized.static else None)
             stored |= {path + end: leaf for end, leaf in leaves.items()}
-            whole[path] = each.quantized.whole(leaves)
-    return stored, whole
+            dequantized[path] = matrix.quantized.whole(leaves)
+    return stored, dequantized
 
 
 @cache
 def forward(cfg: DecoderConfig, parallel: ParallelConfig) -> Any:
     """(weights by path) -> logits of two rows of tokens, compiled."""
     tokens = np.random.default_rng(0).integers(0, 61, (2, 12)).astype(np.int32)
-    mesh, built = build_mesh(parallel, jax.devices()[: parallel.tensor]), abstract(cfg, parallel)
-    rules, declared = Plan.of(parallel).compute, specs(built)
+    mesh, module = build_mesh(parallel, jax.devices()[: parallel.tensor]), abstract(cfg, parallel)
+    rules, declared = Plan.of(parallel).compute, specs(module)
     like = {
         path: jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=NamedSharding(mesh, rules.spec(spec.axes)))
         for path, spec in declared.items()
     }
-    zeros = {path: np.zeros(spec.shape, np.float32) for path, spec in specs(built, Observation).items()}
+    zeros = {path: np.zeros(spec.shape, np.float32) for path, spec in specs(module, Observation).items()}
     with jax.set_mesh(mesh), jax.default_matmul_precision("highest"):
-        run = jax.jit(lambda values: bind(built, {**values, **zeros})(tokens)).lower(like)
+        run = jax.jit(lambda values: bind(module, {**values, **zeros})(tokens)).lower(like)
         compiled = run.compile(compiler_options=dict(QUICK))
     return lambda values: np.asarray(
         compiled({path: jax.device_put(x, like[path].sharding) for path, x in values.items()})
@@ -86,19 +86,19 @@ def logits(cfg: DecoderConfig, values: dict[str, Any], parallel: ParallelConfig 
 @pytest.mark.parametrize("name", HOW)
 def test_every_kind_of_matrix_multiplies_as_if_scaled_back(name: str) -> None:
     params, cfg = drawn(EVERY_LAYER), replace(EVERY_LAYER, quantization=HOW[name])
-    stored, whole = quantized(EVERY_LAYER, HOW[name], params)
+    stored, dequantized = quantized(EVERY_LAYER, HOW[name], params)
     declared = specs(abstract(cfg))
     assert {path: (spec.shape, spec.dtype) for path, spec in declared.items()} == {
         path: (value.shape, value.dtype.name) for path, value in stored.items()
     }
-    right, plain = logits(EVERY_LAYER, whole), logits(EVERY_LAYER, params)
-    largest = np.abs(right).max()
-    np.testing.assert_allclose(logits(cfg, stored), right, rtol=0, atol=1e-5 * largest)
-    assert np.abs(right - plain).max() > 1e-3 * largest
+    expected, plain = logits(EVERY_LAYER, dequantized), logits(EVERY_LAYER, params)
+    largest = np.abs(expected).max()
+    np.testing.assert_allclose(logits(cfg, stored), expected, rtol=0, atol=1e-5 * largest)
+    assert np.abs(expected - plain).max() > 1e-3 * largest
     # Everything but tables, norms, routers, biases and what belongs to a recurrence.
-    kept = {path for path in params if declared[path].dtype == "float32"} - {"tokens", "head", "norm.gain"}
-    words = ("norm", "bias", "router", "a_log", "skip", "filter", "gain", "conv", "dt")
-    unexpected = [path for path in kept if not any(word in path for word in words)]
+    float_weights = {path for path in params if declared[path].dtype == "float32"} - {"tokens", "head", "norm.gain"}
+    unquantized = ("norm", "bias", "router", "a_log", "skip", "filter", "gain", "conv", "dt")
+    unexpected = [path for path in float_weights if not any(word in path for word in unquantized)]
     assert name == "int4" or not unexpected
 
 
@@ -114,9 +114,9 @@ def test_two_devices_of_tensor_give_the_logits_of_one(how: QuantizationConfig) -
     plain = wide()
     cfg, params = replace(plain, quantization=how), drawn(plain)
     stored, _ = quantized(plain, how, params)
-    one = logits(cfg, stored)
+    expected = logits(cfg, stored)
     two = logits(cfg, stored, ParallelConfig(data=1, tensor=2, data_sharding="replicate"))
-    np.testing.assert_allclose(two, one, rtol=0, atol=1e-5 * np.abs(one).max())
+    np.testing.assert_allclose(two, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
 
 
 def test_what_does_not_fit_is_refused() -> None:
@@ -133,8 +133,9 @@ def test_what_does_not_fit_is_refused() -> None:
         build(exclude=("stack.blocks.0.mixer.querry",))
     with pytest.raises(UserError, match="no matrix to quantize"):
         build(exclude=("*",))
-    left = matrices_of(build(exclude=("*.mixer.*",)))
-    assert {path for path, each in left.items() if each.quantized is None} == {p for p in left if ".mixer." in p}
+    matrices = matrices_of(build(exclude=("*.mixer.*",)))
+    plain = {path for path, matrix in matrices.items() if matrix.quantized is None}
+    assert plain == {path for path in matrices if ".mixer." in path}
 
 
 @pytest.mark.parametrize(

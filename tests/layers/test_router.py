@@ -105,24 +105,24 @@ def test_forced_balance_gives_each_expert_as_many_tokens_with_the_weights_of_its
 
 def test_the_bias_goes_up_for_experts_below_the_mean_and_down_for_those_above():
     state = np.stack([np.full(4, 0.5), np.zeros(4)]).astype(np.float32)
-    seen = np.stack([np.zeros(4), [2, 4, 4, 6]]).astype(np.float32)
-    updated = ExpertLoad(0.01).updated(jnp.asarray(state), jnp.asarray(seen), jnp.ones(()))
+    observed = np.stack([np.zeros(4), [2, 4, 4, 6]]).astype(np.float32)
+    updated = ExpertLoad(0.01).updated(jnp.asarray(state), jnp.asarray(observed), jnp.ones(()))
     np.testing.assert_allclose(updated, [[0.51, 0.5, 0.5, 0.49], [2, 4, 4, 6]], rtol=1e-6)
-    kept = ExpertLoad(None).updated(jnp.asarray(state), jnp.asarray(seen), jnp.ones(()))
-    np.testing.assert_array_equal(kept[0], 0)
+    state_after = ExpertLoad(None).updated(jnp.asarray(state), jnp.asarray(observed), jnp.ones(()))
+    np.testing.assert_array_equal(state_after[0], 0)
 
 
-def written_out(cfg: RouterConfig, logits: jax.Array, known: np.ndarray) -> dict[str, jax.Array]:
+def written_out(cfg: RouterConfig, logits: jax.Array, tokens_before: np.ndarray) -> dict[str, jax.Array]:
     """The losses of all tokens as means, differentiable through the scores alone."""
-    each = {"softmax": jax.nn.softmax, "sigmoid": jax.nn.sigmoid}[cfg.score](logits)
-    p = each / each.sum(-1, keepdims=True)
+    values = {"softmax": jax.nn.softmax, "sigmoid": jax.nn.sigmoid}[cfg.score](logits)
+    p = values / values.sum(-1, keepdims=True)
     hot = jnp.asarray(best(LOGITS).astype(np.float32))  # the order of scores is that of logits
     rows, hot_rows = p.reshape(ROWS, LENGTH, EXPERTS), hot.reshape(ROWS, LENGTH, EXPERTS)
-    both = hot.sum(0) + known
+    total = hot.sum(0) + tokens_before
     losses = {
         "aux": EXPERTS / K * jnp.sum(hot.mean(0) * p.mean(0)),
         "row": EXPERTS / K * jnp.mean(jnp.sum(hot_rows.mean(1) * rows.mean(1), -1)),
-        "global": EXPERTS * jnp.sum(both / both.sum() * p.mean(0)),
+        "global": EXPERTS * jnp.sum(total / total.sum() * p.mean(0)),
         "z": jnp.mean(jnp.square(jax.nn.logsumexp(logits, axis=-1))),
     }
     return losses
@@ -131,17 +131,17 @@ def written_out(cfg: RouterConfig, logits: jax.Array, known: np.ndarray) -> dict
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
 def test_losses_and_their_gradients(score):
     cfg = RouterConfig(score=score, aux_loss=0.1, row_loss=0.2, global_loss=0.3, z_loss=0.4)
-    known = np.arange(EXPERTS, dtype=np.float32)
+    tokens_before = np.arange(EXPERTS, dtype=np.float32)
     coefficients = {"aux": 0.1, "row": 0.2, "global": 0.3, "z": 0.4}
     logits = jnp.asarray(LOGITS)
-    balanced = jax.jit(lambda logits: balance(cfg, logits, ROWS, K, jnp.asarray(known), ONE))(logits)
-    expected = written_out(cfg, logits, known)
+    balanced = jax.jit(lambda logits: balance(cfg, logits, ROWS, K, jnp.asarray(tokens_before), ONE))(logits)
+    expected = written_out(cfg, logits, tokens_before)
     for name, value in balanced.values.items():
         np.testing.assert_allclose(value, expected[name], rtol=1e-5, err_msg=name)
     assert balanced.values.keys() == expected.keys()
 
     def total(logits):
-        return sum(coefficients[name] * value for name, value in written_out(cfg, logits, known).items())
+        return sum(coefficients[name] * value for name, value in written_out(cfg, logits, tokens_before).items())
 
     gradient = jax.jit(jax.grad(total))(logits)
     # Of the sum over tokens, as the gradients of a language model's loss are.
@@ -150,7 +150,7 @@ def test_losses_and_their_gradients(score):
 
 def test_a_loss_that_is_not_asked_for_is_not_reported():
     def values(cfg: RouterConfig) -> object:
-        return jax.eval_shape(lambda logits, known: balance(cfg, logits, ROWS, K, known, ONE), LOGITS, NO_BIAS)
+        return jax.eval_shape(lambda logits, tokens: balance(cfg, logits, ROWS, K, tokens, ONE), LOGITS, NO_BIAS)
 
     assert values(RouterConfig()) is None
     assert values(RouterConfig(z_loss=0.1)).values.keys() == {"z"}
@@ -208,15 +208,15 @@ def test_tokens_on_several_devices_are_routed_and_balanced_as_on_one():
     rows, length = 2, 8
     logits = np.random.default_rng(1).normal(size=(rows, length, EXPERTS)).astype(np.float32)
     cfg = RouterConfig(aux_loss=0.1, row_loss=0.2, z_loss=0.3, global_loss=0.4)
-    limit, known = CapacityConfig(factor=0.6), jnp.arange(EXPERTS, dtype=jnp.float32)
+    limit, tokens_before = CapacityConfig(factor=0.6), jnp.arange(EXPERTS, dtype=jnp.float32)
 
     def local(logits: jax.Array, axes: TokenAxes) -> tuple:
         shape, flat = logits.shape, logits.reshape(-1, EXPERTS)
-        balanced = balance(cfg, flat, shape[0], K, known, axes)
+        balanced = balance(cfg, flat, shape[0], K, tokens_before, axes)
         routing = choose(cfg, flat, K, jnp.zeros(EXPERTS), axes, training=True)
         limited = within_capacity(limit, routing, shape[0], EXPERTS, axes)
-        each = [balanced.gradient, sinkhorn(flat, axes), limited.weights, limited.experts]
-        return [x.reshape(*shape[:2], -1) for x in each], axes.summed(balanced.values)
+        results = [balanced.gradient, sinkhorn(flat, axes), limited.weights, limited.experts]
+        return [x.reshape(*shape[:2], -1) for x in results], axes.summed(balanced.values)
 
     kinds = (AxisType.Auto,) * 2
     mesh = jax.make_mesh((2, 2), ("data", "context"), axis_types=kinds, devices=jax.devices()[:4])
@@ -224,8 +224,8 @@ def test_tokens_on_several_devices_are_routed_and_balanced_as_on_one():
     mapped = jax.shard_map(
         partial(local, axes=AXES), mesh=mesh, in_specs=spec, out_specs=(spec, PartitionSpec()), check_vma=False
     )
-    (each, values), (expected, alone) = jax.jit(mapped)(logits), jax.jit(partial(local, axes=ONE))(logits)
-    for ours, theirs in zip(each, expected, strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+    (results, values), (expected, expected_values) = jax.jit(mapped)(logits), jax.jit(partial(local, axes=ONE))(logits)
+    for actual, theirs in zip(results, expected, strict=True):
+        np.testing.assert_allclose(actual, theirs, rtol=1e-5, atol=1e-6)
     for name, value in values.items():
-        np.testing.assert_allclose(value, alone[name], rtol=1e-5, err_msg=name)
+        np.testing.assert_allclose(value, expected_values[name], rtol=1e-5, err_msg=name)

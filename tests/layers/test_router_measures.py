@@ -26,9 +26,9 @@ LOADS = np.array(
 
 def test_load_of_experts_is_that_of_the_layers_in_their_order_without_rows_that_are_none() -> None:
     path = "stack.blocks.0.mlp.load.sum"
-    measured = measurements({path: declared((5, -1, 3, 4), load_measures())}, {path: LOADS})
+    metrics = measurements({path: declared((5, -1, 3, 4), load_measures())}, {path: LOADS})
     largest, entropy, tokens = (
-        measured[name] for name in ("expert_load_max_over_mean", "expert_load_entropy", "expert_tokens")
+        metrics[name] for name in ("expert_load_max_over_mean", "expert_load_entropy", "expert_tokens")
     )
     assert largest.layers == (3, 4, 5)
     np.testing.assert_allclose(largest.values, [4, 2, 1])
@@ -41,33 +41,33 @@ def test_load_of_experts_is_that_of_the_layers_in_their_order_without_rows_that_
 
 def test_losses_are_means_over_microbatches_and_dropped_tokens_shares_of_what_was_chosen() -> None:
     measures = report_measures(("aux", "z"), "dispatch.room")
-    seen = np.array([report(aux=8, z=2, chosen=64, parts=4), report(aux=4, z=6, chosen=64, dropped=16, parts=4)])
-    measured = measurements(
-        {"stack.blocks.0.mlp.report.sum": declared((0, 1), measures)}, {"stack.blocks.0.mlp.report.sum": seen}
+    observed = np.array([report(aux=8, z=2, chosen=64, parts=4), report(aux=4, z=6, chosen=64, dropped=16, parts=4)])
+    metrics = measurements(
+        {"stack.blocks.0.mlp.report.sum": declared((0, 1), measures)}, {"stack.blocks.0.mlp.report.sum": observed}
     )
-    assert [*measured] == ["dropped_share", "router_aux_loss", "router_z_loss", "router_not_finite"]
-    np.testing.assert_allclose(measured["router_aux_loss"].values, [2, 1])
-    np.testing.assert_allclose(measured["router_z_loss"].values, [0.5, 1.5])
-    np.testing.assert_allclose(measured["dropped_share"].values, [0, 0.25])
-    assert (measured["dropped_share"].whole, measured["dropped_share"].text) == (0.125, "12.5%")
-    assert "raise dispatch.room" in measured["dropped_share"].measure.warning
+    assert [*metrics] == ["dropped_share", "router_aux_loss", "router_z_loss", "router_not_finite"]
+    np.testing.assert_allclose(metrics["router_aux_loss"].values, [2, 1])
+    np.testing.assert_allclose(metrics["router_z_loss"].values, [0.5, 1.5])
+    np.testing.assert_allclose(metrics["dropped_share"].values, [0, 0.25])
+    assert (metrics["dropped_share"].whole, metrics["dropped_share"].text) == (0.125, "12.5%")
+    assert "raise dispatch.room" in metrics["dropped_share"].measure.warning
 
 
 def test_before_the_first_step_numbers_are_unknown_and_nothing_dropped_is_not_shown() -> None:
     of_load, of_report = declared((0,), load_measures()), declared((0,), report_measures(("aux",), ""))
-    measured = measurements(
+    metrics = measurements(
         {"a.load.sum": of_load, "a.report.sum": of_report},
         {"a.load.sum": LOADS[:1] * 0, "a.report.sum": np.zeros((1, len(REPORTED)))},
     )
-    assert np.isnan(measured["expert_load_max_over_mean"].whole) and np.isnan(measured["router_aux_loss"].whole)
-    assert not measured["dropped_share"].told and measured["dropped_share"].text == ""
+    assert np.isnan(metrics["expert_load_max_over_mean"].whole) and np.isnan(metrics["router_aux_loss"].whole)
+    assert not metrics["dropped_share"].told and metrics["dropped_share"].text == ""
 
 
 def test_layers_of_other_stacks_and_outside_of_one_have_names() -> None:
     spec = declared((0, 1), load_measures())
     paths = {"encoder.stack.blocks.0.mlp.load.sum": spec, "stack.blocks.1.mlp.load.sum": spec}
     paths["predictions.1.block.mlp.load.sum"] = declared((), load_measures())
-    measured = measurements(paths, {**dict.fromkeys([*paths][:2], LOADS[:2]), [*paths][2]: LOADS[2]})
-    values = layer_values([measured["expert_load_max_over_mean"]])
+    metrics = measurements(paths, {**dict.fromkeys([*paths][:2], LOADS[:2]), [*paths][2]: LOADS[2]})
+    values = layer_values([metrics["expert_load_max_over_mean"]])
     assert values["layers"] == [0, 1, "encoder.0", "encoder.1", "predictions.1"]
     assert values["expert_load_max_over_mean"] == [1, 1, 1, 1, 4]

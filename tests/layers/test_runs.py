@@ -14,7 +14,7 @@ def numbers(text: str) -> list[int]:
 
 
 def chunks(text: str, count: int) -> list[list[int]]:
-    return [numbers(text)[each.start : each.stop] for each in Partition.even(len(text), count, 1).layers()[0]]
+    return [numbers(text)[span.start : span.stop] for span in Partition.even(len(text), count, 1).layers()[0]]
 
 
 def test_an_aperiodic_stack_has_few_blocks_to_compile() -> None:
@@ -38,21 +38,21 @@ def test_an_aperiodic_stack_has_few_blocks_to_compile() -> None:
 )
 def test_one_program_runs_chunks_that_differ(text: str, count: int, compiled: int) -> None:
     """Each chunk's runs are its own layers, and the patterns are few."""
-    each = chunks(text, count)
-    runs = common_runs(each)
-    for chunk, wanted in enumerate(each):
-        assert [number for run in runs for number in run.pattern * run.counts[chunk]] == wanted
+    parts = chunks(text, count)
+    runs = common_runs(parts)
+    for chunk, layers in enumerate(parts):
+        assert [number for run in runs for number in run.pattern * run.counts[chunk]] == layers
     assert sum(len(run.pattern) for run in runs) == compiled
 
 
 def test_any_layers_can_be_cut_anywhere() -> None:
     draw = np.random.default_rng(0)
     for _ in range(50):
-        ends = np.sort(draw.choice(np.arange(1, 20), 3, replace=False))
-        each = [part.tolist() for part in np.split(draw.integers(0, 3, 20), ends)]
-        runs = common_runs(each)
-        for chunk, wanted in enumerate(each):
-            assert [number for run in runs for number in run.pattern * run.counts[chunk]] == wanted
+        bounds = np.sort(draw.choice(np.arange(1, 20), 3, replace=False))
+        parts = [part.tolist() for part in np.split(draw.integers(0, 3, 20), bounds)]
+        runs = common_runs(parts)
+        for chunk, layers in enumerate(parts):
+            assert [number for run in runs for number in run.pattern * run.counts[chunk]] == layers
 
 
 def test_rows_of_a_weight_that_some_layers_have() -> None:

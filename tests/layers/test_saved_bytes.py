@@ -29,23 +29,23 @@ def formula(model: DecoderConfig, width: int = FLOAT) -> list[tuple[float, float
     """(layers, bytes on the device, bytes in host memory) for each way in which layers save."""
     residual_width = FLOAT if model.residual == "float32" else width
     share = Share(tokens=ROWS * LENGTH, width=width, residual_width=residual_width)
-    named = model.with_kernels(["reference"] * len(model.kernel_choices(Request(), None)))
-    section = named.section_facts()[-1]
+    named_kernels = model.with_kernels(["reference"] * len(model.kernel_choices(Request(), None)))
+    section = named_kernels.section_facts()[-1]
     blocks = block_facts(section, section.stack.pattern, "float32")
     return [
-        (each.layers, each.device, each.host)
-        for each in saved_bytes(section.recomputing, blocks, share, section.stack.repeats)
+        (layer_bytes.layers, layer_bytes.device, layer_bytes.host)
+        for layer_bytes in saved_bytes(section.recomputing, blocks, share, section.stack.repeats)
     ]
 
 
 def traced(model: DecoderConfig, compute: str = "float32") -> list[tuple[float, float, float]]:
     """The same by tracing the layers' gradients."""
-    made = build_program(model, ONE, microbatches=4, compute=compute)
-    stack, actual = made.abstract.stack, []
+    trainer = program(model, ONE, microbatches=4, compute=compute)
+    stack, actual = trainer.abstract.stack, []
     for span in stack.spans(stack.repeats):
         layers = span.repeats * len(span.segment.blocks)
         avals = jax.make_jaxpr(lambda *args, span=span: differentiated(span.unit, *args)[1])(
-            *arguments(made, span, compute)
+            *arguments(trainer, span, compute)
         ).out_avals
         on_host = [aval.memory_space == jax.memory.Space.Host for aval in avals]
         # Constants, such as the frequencies of rotary positions, have fewer elements than there are tokens.
@@ -55,18 +55,18 @@ def traced(model: DecoderConfig, compute: str = "float32") -> list[tuple[float, 
     return actual
 
 
-def arguments(made: Program, span: Span, compute: str) -> tuple:
+def arguments(trainer: Program, span: Span, compute: str) -> tuple:
     """A unit's weights, common weights, numbers, x and context, without values."""
     stacked, several, like = {}, () if span.repeats == 1 else (span.repeats,), jax.ShapeDtypeStruct
-    for path, spec in made.arrays.items():
+    for path, spec in trainer.arrays.items():
         if path.startswith("stack." + BLOCKS):
             stacked[path.removeprefix("stack." + BLOCKS)] = like((*several, *spec.shape[1:]), jnp.dtype(compute))
     ints = like((ROWS, LENGTH), jnp.int32)
     ctx = Context(positions=ints, index=like((LENGTH,), jnp.int32), segments=ints)
-    model = made.cfg.model
+    model = trainer.cfg.model
     if isinstance(model, T5Config):
-        read = like((ROWS, READ, model.hidden), jnp.dtype(compute))
-        ctx = ctx._replace(memory=read, memory_segments=like((ROWS, READ), jnp.int32))
+        memory = like((ROWS, READ, model.hidden), jnp.dtype(compute))
+        ctx = ctx._replace(memory=memory, memory_segments=like((ROWS, READ), jnp.int32))
     residual = jnp.dtype("float32" if model.residual == "float32" else compute)
     return stacked, {}, like(several, jnp.int32), like((ROWS, LENGTH, model.hidden), residual), ctx
 
@@ -123,9 +123,10 @@ def mamba1(**changes: Any) -> DecoderConfig:
 
 @pytest.mark.parametrize("build", [small, latent, gated, reading, mamba2, pytest.param(mamba1, marks=pytest.mark.slow)])
 def test_every_part_saves_its_tensors_and_no_more(build: Any):
-    for again in (SELECTIVE, ("residual", "mlp"), ("query_key_value", "gate"), ("core_attention", "latent"), "full"):
-        model = build(recompute=again)
-        assert formula(model) == traced(model), again
+    pairs = (("residual", "mlp"), ("query_key_value", "gate"), ("core_attention", "latent"))
+    for recompute in (SELECTIVE, *pairs, "full"):
+        model = build(recompute=recompute)
+        assert formula(model) == traced(model), recompute
 
 
 def test_what_is_offloaded_is_saved_in_host_memory():
@@ -146,16 +147,16 @@ def test_some_layers_and_several_together():
 def test_the_residual_stream_may_be_float32():
     """What is computed from it stays in bfloat16."""
     for parts in ((), ("residual",), ("norm", "query_key_value", "mlp")):
-        again = tuple(part for part in PARTS if part not in ("input", *parts))
+        recompute = tuple(part for part in PARTS if part not in ("input", *parts))
         for residual in ("compute", "float32"):
-            model = small(residual=residual, recompute=again)
+            model = small(residual=residual, recompute=recompute)
             assert formula(model, width=2) == traced(model, "bfloat16"), (parts, residual)
 
 
 def test_without_recomputation_more_is_saved_than_has_names():
     ((_, device, _),) = formula(small(recompute="none"))
-    ((_, whole, _),) = traced(small(recompute="none"))
-    assert device < whole < 2 * device
+    ((_, everything, _),) = traced(small(recompute="none"))
+    assert device < everything < 2 * device
 
 
 def test_synonyms():

@@ -27,10 +27,10 @@ def one_by_one(*blocks: BlockConfig) -> SegmentsConfig:
 
 def first_loss(stack: StackConfig | SegmentsConfig) -> list[float]:
     """Training loss with the library's own initial weights, and the norm of its gradients."""
-    made = build_program(replace(llama(), stack=stack, dropout=0.1), ONE, microbatches=4)
-    with within(made):
-        arguments = made.fresh_state()().inputs, place(made, rows()), np.float32(1)
-        compiled = jax.jit(made.grad_fn()).lower(*arguments).compile(compiler_options=dict(QUICK))
+    trainer = program(replace(llama(), stack=stack, dropout=0.1), ONE, microbatches=4)
+    with within(trainer):
+        arguments = trainer.fresh_state()().inputs, place(trainer, rows()), np.float32(1)
+        compiled = jax.jit(trainer.grad_fn()).lower(*arguments).compile(compiler_options=dict(QUICK))
         grads: Grads = jax.device_get(compiled(*arguments))
     norm = np.sqrt(sum(np.square(gradient.astype(np.float64)).sum() for gradient in grads.grads.values()))
     return [float(np.divide(*grads.metrics["loss"])), float(norm)]
@@ -38,11 +38,11 @@ def first_loss(stack: StackConfig | SegmentsConfig) -> list[float]:
 
 def losses(stack: StackConfig | SegmentsConfig, parallel: ParallelConfig = ONE, **settings: Any) -> list[float]:
     """Of three steps, from the library's own initial weights."""
-    made = build_program(replace(llama(), stack=stack, dropout=0.1, **settings), parallel, microbatches=4)
-    batch, reported = place(made, rows()), []
-    with within(made):
-        state = made.fresh_state()()
-        step: Any = made.train_step
+    trainer = program(replace(llama(), stack=stack, dropout=0.1, **settings), parallel, microbatches=4)
+    batch, reported = place(trainer, rows()), []
+    with within(trainer):
+        state = trainer.fresh_state()()
+        step: Any = trainer.train_step
         step = step.lower(state, batch).compile(compiler_options=dict(QUICK))
         for _ in range(3):
             state, metrics = step(state, batch)
@@ -57,8 +57,8 @@ def repeated() -> list[float]:
 
 def test_a_repeated_pattern_is_the_same_as_its_segments() -> None:
     """Dropout and initial values go by the number of the layer, wherever its block is."""
-    one, other = (first_loss(stack) for stack in (one_by_one(A, A), StackConfig(pattern=(A,), repeats=2)))
-    np.testing.assert_allclose(one, other, rtol=1e-5)
+    first, second = (first_loss(stack) for stack in (one_by_one(A, A), StackConfig(pattern=(A,), repeats=2)))
+    np.testing.assert_allclose(first, second, rtol=1e-5)
 
 
 @pytest.mark.slow
@@ -78,22 +78,22 @@ def test_the_forward_pass_by_plain_jit() -> None:
     """The model as a notebook calls it, without a mesh."""
     models = []
     for stack in (StackConfig(pattern=(A, B), repeats=2), one_by_one(A, B, A, B)):
-        made = build_program(replace(llama(), stack=stack), ONE, microbatches=4)
-        models.append(bind(made.abstract, initial_values(made.declared, 3)))
+        trainer = program(replace(llama(), stack=stack), ONE, microbatches=4)
+        models.append(bind(trainer.abstract, initial_values(trainer.declared, 3)))
     tokens = np.arange(2 * LENGTH, dtype=np.int32).reshape(2, LENGTH)
-    one, other = (np.asarray(jax.jit(model)(tokens)) for model in models)
-    np.testing.assert_allclose(other, one, atol=1e-5)
+    first, second = (np.asarray(jax.jit(model)(tokens)) for model in models)
+    np.testing.assert_allclose(second, first, atol=1e-5)
 
 
 def test_segments_of_layers_have_the_fewest_blocks_to_compile() -> None:
     def letters(text: str) -> str:
         blocks = [replace(A, dropout=ord(letter) / 1000) for letter in text]
-        cut = SegmentsConfig.of(blocks)
-        assert [block for part in cut.segments for block in part.pattern * part.repeats] == blocks
-        assert cut.layers() == len(text)
+        segmented = SegmentsConfig.of(blocks)
+        assert [block for part in segmented.segments for block in part.pattern * part.repeats] == blocks
+        assert segmented.layers() == len(text)
         return " ".join(
             "".join(chr(round(block.dropout * 1000)) for block in part.pattern) + str(part.repeats)
-            for part in cut.segments
+            for part in segmented.segments
         )
 
     assert letters("AAAA") == "A4"
@@ -108,9 +108,9 @@ def test_what_does_not_fit_is_refused() -> None:
         check(cfg.but(parallel=ParallelConfig(pipeline=4)), 8)
     with pytest.raises(ConfigError, match=r"parallel\.layers: 1,2 are 3 in all, the model's stack has 2"):
         check(cfg.but(parallel=ParallelConfig(pipeline=2, layers=(1, 2))), 8)
-    wrong = replace(A, mixer=replace(A.mixer, causal=False))
+    invalid = replace(A, mixer=replace(A.mixer, causal=False))
     with pytest.raises(ConfigError, match=r"stack\.segments\.1\.pattern\.0\.mixer\.causal: shows a decoder"):
-        check(cfg.but(model=replace(cfg.model, stack=one_by_one(A, wrong))), 8)
+        check(cfg.but(model=replace(cfg.model, stack=one_by_one(A, invalid))), 8)
     with pytest.raises(ConfigError, match=r"recompute_layers: 2 of a segmented stack"):
         check(cfg.but(model=replace(cfg.model, recompute="full", recompute_layers=2)), 8)
     with pytest.raises(ConfigError, match=r"segments: needs at least one"):

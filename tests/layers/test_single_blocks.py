@@ -35,43 +35,47 @@ def halved(model: DecoderConfig) -> DecoderConfig:
 
 
 def test_two_blocks_of_one_sub_layer_are_one_block_of_two() -> None:
-    whole = llama()
+    paired = llama()
     tokens = np.arange(ROWS * LENGTH, dtype=np.int32).reshape(ROWS, LENGTH) % VOCABULARY
-    one, two = (build_program(model, ONE, microbatches=4) for model in (whole, halved(whole)))
-    weights = initial_values(one.declared, 3)
+    first, second = (program(model, ONE, microbatches=4) for model in (paired, halved(paired)))
+    weights = initial_values(first.declared, 3)
     renamed = {path.replace("blocks.0.mlp", "blocks.1.mlp"): weight for path, weight in weights.items()}
     stds = [
-        {path.replace("blocks.0.mlp", "blocks.1.mlp"): spec.init for path, spec in made.declared.items()}
-        for made in (one, two)
+        {path.replace("blocks.0.mlp", "blocks.1.mlp"): spec.init for path, spec in built.declared.items()}
+        for built in (first, second)
     ]
     assert stds[0] == stds[1], "initial values too: layers count by what they write to the residual stream"
-    expected, got = (jax.jit(bind(made.abstract, values))(tokens) for made, values in ((one, weights), (two, renamed)))
-    np.testing.assert_array_equal(got, expected)
+    expected, actual = (
+        jax.jit(bind(built.abstract, values))(tokens) for built, values in ((first, weights), (second, renamed))
+    )
+    np.testing.assert_array_equal(actual, expected)
 
 
 def test_facts_of_the_halves_are_those_of_the_whole() -> None:
-    whole = llama3("8b")
-    cut = halved(whole)
-    assert cut.parameter_count() == whole.parameter_count()
-    assert count_flops(cut) == count_flops(whole)
-    given = {"device": GPUS["h100"], "per_node": 8, "global_size": 64}
+    paired = llama3("8b")
+    halves = halved(paired)
+    assert halves.parameter_count() == paired.parameter_count()
+    assert count_flops(halves) == count_flops(paired)
+    machine = {"device": GPUS["h100"], "per_node": 8, "global_size": 64}
     for parallel in (ParallelConfig(data=8, data_sharding="fsdp"), ParallelConfig(tensor=2, pipeline=4, data=1)):
-        ours, theirs = (estimate(Description(model=each, parallel=parallel, **given)) for each in (cut, whole))
-        assert ours.matmul_seconds == pytest.approx(theirs.matmul_seconds)
-        assert ours.memory.weights == pytest.approx(theirs.memory.weights)
+        actual, theirs = (
+            estimate(Description(model=model, parallel=parallel, **machine)) for model in (halves, paired)
+        )
+        assert actual.matmul_seconds == pytest.approx(theirs.matmul_seconds)
+        assert actual.memory.weights == pytest.approx(theirs.memory.weights)
         # Inputs of the second halves are saved whether or not they are called the residual stream.
-        assert ours.memory.activations == pytest.approx(theirs.memory.activations)
-    (mixer, mlp), (block,) = cut.stack.pattern, whole.stack.pattern
+        assert actual.memory.activations == pytest.approx(theirs.memory.activations)
+    (mixer, mlp), (block,) = halves.stack.pattern, paired.stack.pattern
     assert f"{mixer.summary(4096)}, {mlp.summary(4096)}" == block.summary(4096)
     for setting in (MemorySetting(), MemorySetting(tensor=2, sequence=True)):
-        assert memory_report(cut, setting) is None, "Megatron-LM's report knows no hybrids"
+        assert memory_report(halves, setting) is None, "Megatron-LM's report knows no hybrids"
 
 
 def test_weights_are_those_that_modules_declare() -> None:
     cfg = halved(gpt())
     held = specs(nnx.eval_shape(lambda: cfg.build(Layout(Plan.of(ParallelConfig())))))
     for place, block in enumerate(cfg.stack.pattern):
-        declared = {f"stack.blocks.{place}.{one.name}": (2, *one.shape) for one in block.weights(cfg.hidden)}
+        declared = {f"stack.blocks.{place}.{weight.name}": (2, *weight.shape) for weight in block.weights(cfg.hidden)}
         assert declared == {path: spec.shape for path, spec in held.items() if path in declared}
     assert sum(path.startswith("stack.") for path in held) == sum(
         len(block.weights(cfg.hidden)) for block in cfg.stack.pattern
@@ -82,8 +86,8 @@ def test_what_does_not_fit_is_said_of_the_sub_layer() -> None:
     cfg = build_program(halved(llama()), ONE, microbatches=4).cfg
     with pytest.raises(ConfigError) as caught:
         check(cfg.but(parallel=ParallelConfig(tensor=5)), 5)
-    said = str(caught.value)
-    assert "model.stack.pattern.0.mixer.heads" in said and "model.stack.pattern.1.mlp.ffn" in said
-    wrong = replace(cfg.model.stack.pattern[0], dropout=1.0)
+    message = str(caught.value)
+    assert "model.stack.pattern.0.mixer.heads" in message and "model.stack.pattern.1.mlp.ffn" in message
+    invalid = replace(cfg.model.stack.pattern[0], dropout=1.0)
     with pytest.raises(ConfigError, match=r"pattern\.0\.dropout: must be at least 0 and below 1"):
-        check(cfg.but(model=replace(cfg.model, stack=StackConfig(pattern=(wrong,), repeats=1))), 1)
+        check(cfg.but(model=replace(cfg.model, stack=StackConfig(pattern=(invalid,), repeats=1))), 1)

@@ -45,8 +45,8 @@ CENTRED = RMSNormConfig(zero_centred=True)
 SPACE = {"heads": 4, "head_dim": 6, "state": 5, "chunk": 8}
 
 
-def model(mixer, *others, norm=CENTRED, **changes) -> DecoderConfig:
-    blocks = [BlockConfig(mixer=each, mlp=GatedMLPConfig(ffn=24), norm=norm) for each in (mixer, *others)]
+def model(mixer, *mixers, norm=CENTRED, **changes) -> DecoderConfig:
+    blocks = [BlockConfig(mixer=part, mlp=GatedMLPConfig(ffn=24), norm=norm) for part in (mixer, *mixers)]
     return DecoderConfig(
         hidden=16,
         vocabulary_size=VOCABULARY,
@@ -142,9 +142,9 @@ def gradients(name: str, parallel: ParallelConfig) -> tuple[dict[str, float], di
     for path in sorted(declared):
         spec = declared[path]
         gaussian = isinstance(spec.init, Normal)
-        drawn = rng.normal(0, spec.init.std if gaussian else 0.2, spec.shape)
+        values = rng.normal(0, spec.init.std if gaussian else 0.2, spec.shape)
         mean = 0 if gaussian else np.asarray(spec.init.draw(jax.random.key(len(path)), spec.shape))
-        params[path] = (drawn + mean).astype(np.float32)
+        params[path] = (values + mean).astype(np.float32)
     schema = batch_schema(cfg.schema(), batch())
     weights = Weights(abstract, declared, schema, layout, PrecisionConfig(compute="float32"))
     grad_fn = accumulate(weights, staged(abstract, declared, LossReduction(), None), mesh)

@@ -129,8 +129,8 @@ def test_averages_and_evaluation(strategy: ContextStrategy, average: str) -> Non
     """Mean over tokens and of microbatches' means, in data 2 x context 2, with an evaluation before and after."""
     model, layout = long(llama()), on(2, strategy, data=2)
     count = 4 if average == "tokens" else 2 * layout.data
-    how = {"average": average, "draw": long_rows}
-    actual, expected = train(model, layout, microbatches=2, **how), train(model, ONE, microbatches=count, **how)
+    options = {"average": average, "draw": long_rows}
+    actual, expected = train(model, layout, microbatches=2, **options), train(model, ONE, microbatches=count, **options)
     compare(actual, expected)
     assert actual.counted == expected.counted
     np.testing.assert_allclose([actual.before], [expected.before], rtol=TOLERANCE)
@@ -163,23 +163,23 @@ def test_two_layers_are_recomputed_together(parallel: ParallelConfig) -> None:
 @pytest.mark.parametrize("strategy", [GATHER, RING, HEADS, GROUPS])
 def test_bfloat16_computes_low_in_every_strategy(strategy: ContextStrategy) -> None:
     """No further from float32 than 1.5 times one device in bfloat16."""
-    how = {"microbatches": 2, "evaluated": False, "draw": long_rows}
-    low = train(windows(), on(4, strategy), compute="bfloat16", **how)
-    whole, exact = train(windows(), compute="bfloat16", **how), train(windows(), **how)
-    np.testing.assert_allclose(low.losses, whole.losses, rtol=2e-3)
+    options = {"microbatches": 2, "evaluated": False, "draw": long_rows}
+    low = train(windows(), on(4, strategy), compute="bfloat16", **options)
+    unsplit, exact = train(windows(), compute="bfloat16", **options), train(windows(), **options)
+    np.testing.assert_allclose(low.losses, unsplit.losses, rtol=2e-3)
     for path, g in exact.gradients.items():
-        errors = [np.linalg.norm(run.gradients[path] - g) / np.linalg.norm(g) for run in (low, whole)]
+        errors = [np.linalg.norm(run.gradients[path] - g) / np.linalg.norm(g) for run in (low, unsplit)]
         assert 1e-4 < errors[0] < 1.5 * errors[1] < 0.1, path
 
 
 @pytest.mark.parametrize(("sharding", "parts"), [("replicate", 1), ("zero1", 8), ("fsdp", 8)])
 def test_weights_at_rest_and_moments_are_cut_over_context(sharding: Any, parts: int) -> None:
     """Over data 2 x context 4, by the shardings of the state; nothing is compiled."""
-    made = build_program(long(llama()), on(4, data=2, data_sharding=sharding), microbatches=2)
+    trainer = program(long(llama()), on(4, data=2, data_sharding=sharding), microbatches=2)
     for path in ("stack.blocks.0.mlp.up", "stack.blocks.0.mixer.query", "tokens"):
-        shape = made.declared[path].shape
-        for where in (made.shardings.params, made.shardings.optimizer["first_moment"]):
-            assert np.prod(shape) == parts * np.prod(where[path].shard_shape(shape)), (path, where[path])
+        shape = trainer.declared[path].shape
+        for shardings in (trainer.shardings.params, trainer.shardings.optimizer["first_moment"]):
+            assert np.prod(shape) == parts * np.prod(shardings[path].shard_shape(shape)), (path, shardings[path])
 
 
 DOCUMENT = 1
@@ -195,14 +195,14 @@ def scored(parallel: ParallelConfig) -> tuple[np.ndarray, np.ndarray, np.ndarray
     inside = before["segment_ids"] == DOCUMENT
     tokens = np.where(inside, (before["tokens"] + 7) % 250, before["tokens"])
     after = before | {"tokens": tokens}
-    made = build_program(windows(), parallel, microbatches=1)
-    with within(made):
-        scorer = Scorer(made, tokenizer=None, weights=start(made).inputs)
+    trainer = program(windows(), parallel, microbatches=1)
+    with within(trainer):
+        scorer = Scorer(trainer, tokenizer=None, weights=start(trainer).inputs)
         losses = [
             -np.concatenate(
                 [
-                    scorer.scores([{name: leaf[row] for name, leaf in batch.items()} for row in some])[0]
-                    for some in np.array_split(np.arange(len(rows)), 2)
+                    scorer.scores([{name: leaf[row] for name, leaf in batch.items()} for row in subset])[0]
+                    for subset in np.array_split(np.arange(len(rows)), 2)
                 ]
             )
             for batch in (before, after)
@@ -231,8 +231,8 @@ def test_changing_a_document_leaves_the_losses_of_others_bit_equal(parallel: Par
     chunk = LONG // (2 * parallel.context * parallel.context_rounds)
     places = [np.unique(np.flatnonzero(row) // chunk) for row in inside]
     assert sum(len(chunks) > 1 for chunks in places) >= 5, "documents have to cross borders of chunks"
-    whole = scored(ONE)[0]
-    np.testing.assert_allclose(before, whole, rtol=TOLERANCE)
+    unsplit = scored(ONE)[0]
+    np.testing.assert_allclose(before, unsplit, rtol=TOLERANCE)
 
 
 def test_the_documents_of_the_cases_cross_chunks() -> None:

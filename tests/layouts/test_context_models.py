@@ -56,7 +56,7 @@ def near(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None
 
 def same_gradients(model: ModelConfig, parallel: ParallelConfig, draw: Callable[[int], Batch] = tiny_runs.rows) -> None:
     """Loss and gradients of a step."""
-    actual, expected = (differentiate(model, each, microbatches=3, draw=draw) for each in (parallel, ONE))
+    actual, expected = (differentiate(model, layout, microbatches=3, draw=draw) for layout in (parallel, ONE))
     np.testing.assert_allclose(actual.loss, expected.loss, rtol=1e-5)
     near(actual.gradients, expected.gradients)
 
@@ -103,8 +103,8 @@ def test_the_next_position_is_that_of_the_row(cut: SequenceSharding) -> None:
         return once, shifted(layout, once, segments), shifted(layout, x, None)
 
     expected = local_layout_free(x, segments)
-    for actual, each in zip(on_devices(cut, local, x, segments), expected, strict=True):
-        np.testing.assert_array_equal(actual, each)
+    for actual, reference in zip(on_devices(cut, local, x, segments), expected, strict=True):
+        np.testing.assert_array_equal(actual, reference)
 
 
 def local_layout_free(x: np.ndarray, segments: np.ndarray) -> tuple[np.ndarray, ...]:
@@ -120,7 +120,7 @@ def local_layout_free(x: np.ndarray, segments: np.ndarray) -> tuple[np.ndarray, 
 
 @pytest.mark.parametrize("drop", ["probability", "position"])
 def test_experts_count_tokens_in_the_order_of_the_row(drop: str) -> None:
-    cut, rows, experts, k = SequenceSharding(2, 1), 2, 4, 2
+    row_cut, rows, experts, k = RowCut(2, 1), 2, 4, 2
     router, capacity = RouterConfig(force_balance=True), CapacityConfig(factor=0.6, drop=drop)
     logits = np.random.default_rng(0).normal(size=(rows, 12, experts)).astype(np.float32)
 
@@ -129,11 +129,11 @@ def test_experts_count_tokens_in_the_order_of_the_row(drop: str) -> None:
         flat, bias = logits.reshape(-1, experts), np.zeros(experts, np.float32)
         turns = choose(router, flat, k, bias, axes, training=True, index=index)
         best = choose(RouterConfig(), flat, k, bias, axes, training=True)
-        kept: Routing = within_capacity(capacity, best, rows, experts, axes)
-        return [each.reshape(rows, -1, k) for each in (turns.experts, kept.experts, kept.weights)]
+        limited: Routing = within_capacity(capacity, best, rows, experts, axes)
+        return [array.reshape(rows, -1, k) for array in (turns.experts, limited.experts, limited.weights)]
 
     expected = jax.jit(partial(local, TokenAxes()))(logits)
-    actual = on_devices(cut, partial(local, TokenAxes(seq=("context",), rows=cut)), logits)
+    actual = on_devices(row_cut, partial(local, TokenAxes(seq=("context",), rows=row_cut)), logits)
     assert (np.asarray(expected[1]) == experts).any()
     np.testing.assert_array_equal(actual[0], expected[0])
     np.testing.assert_array_equal(actual[1], expected[1])
@@ -213,8 +213,8 @@ def test_experts(router: RouterConfig, way: str, parallel: ParallelConfig, avera
     np.testing.assert_allclose(actual.evaluation, expected.evaluation, rtol=1e-4)
     near(actual.gradients, expected.gradients)
     for name in (LOAD, LOAD.replace("load", "report")):
-        seen = [np.sort(np.asarray(run.state.observed[name]), axis=0) for run in (actual, expected)]
-        np.testing.assert_allclose(seen[0], seen[1], rtol=1e-5, atol=1e-5, err_msg=name)
+        observed = [np.sort(np.asarray(run.state.observed[name]), axis=0) for run in (actual, expected)]
+        np.testing.assert_allclose(observed[0], observed[1], rtol=1e-5, atol=1e-5, err_msg=name)
     spread = parallel.without_data() * parallel.data
     assert shards(actual, actual.state.params, "stack.blocks.0.mlp.experts.up") == spread
 
@@ -262,8 +262,8 @@ def asked(parallel: ParallelConfig) -> tuple[list[np.ndarray], float, str | None
 def test_a_run_answers_in_a_notebook(parallel: ParallelConfig) -> None:
     """There the compiler cuts rows, in plain chunks of any length."""
     actual, expected = asked(parallel), asked(ONE)
-    for each, whole in zip(actual[0], expected[0], strict=True):
-        np.testing.assert_allclose(each, whole, rtol=1e-5, atol=1e-5)
+    for scores, expected_scores in zip(actual[0], expected[0], strict=True):
+        np.testing.assert_allclose(scores, expected_scores, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(actual[1], expected[1], rtol=1e-5)
     # A text takes a limited time, so that the other may be longer.
     assert actual[2] is not None and expected[2] is not None and actual[2][:120] == expected[2][:120]

@@ -43,22 +43,22 @@ SHORT = 16, ParallelConfig(data=1, context=4)
 ROUNDS = 48, ParallelConfig(data=1, context=2, context_rounds=2)
 DEFAULT = {"mamba 2": ROUNDS, "mamba 1": SHORT}
 CASES = [
-    pytest.param(name, *cut, isolated, marks=[] if isolated and DEFAULT.get(name) == cut else pytest.mark.slow)
+    pytest.param(name, *row_cut, isolated, marks=[] if isolated and DEFAULT.get(name) == row_cut else pytest.mark.slow)
     for name in LAYERS
-    for cut in (SHORT, ROUNDS)
+    for row_cut in (SHORT, ROUNDS)
     for isolated in (True, False)
 ]
 
 
 def segments(length: int) -> np.ndarray:
     """Documents across borders of chunks, on them, and of one position; an id that comes again."""
-    row, other = np.zeros((2, length), np.int32)
+    row, second_row = np.zeros((2, length), np.int32)
     row[3:] = 1
     row[length // 4 :] = 2
     row[length // 4 + 1 :] = 1
     row[length // 2 : length - 2] = 5
-    other[length - 1 :] = 1
-    return np.stack([row, other])
+    second_row[length - 1 :] = 1
+    return np.stack([row, second_row])
 
 
 def drawn(length: int) -> np.ndarray:
@@ -76,9 +76,9 @@ def layer(name: str, parallel: ParallelConfig) -> nnx.Module:
     return bind(abstract, jax.tree.map(lambda leaf: rng.normal(0.3, 0.3, leaf.shape).astype(np.float32), like))
 
 
-def applied(weights: nnx.State, x: Array, ids: Array | None, *, graph: nnx.GraphDef, cut: SequenceSharding) -> Array:
+def applied(weights: nnx.State, x: Array, ids: Array | None, *, graph: nnx.GraphDef, row_cut: RowCut) -> Array:
     """The layer on what a device holds of rows."""
-    index = cut.local_index(x.shape[1])
+    index = row_cut.local_index(x.shape[1])
     return nnx.merge(graph, weights)(x, Context(jnp.broadcast_to(index[None], x.shape[:2]), index, ids))
 
 
@@ -126,7 +126,7 @@ def results(name: str, parallel: ParallelConfig, x: np.ndarray, ids: np.ndarray 
     moved = x[:, places], None if ids is None else ids[:, places], weighting[:, places]
     y, (of_weights, of_x) = jax.device_get(compiled(name, parallel, length, ids is not None)(weights, *moved))
     order = np.argsort(places)
-    gradients = {"/".join(map(str, path)): each[...] for path, each in nnx.to_flat_state(of_weights)}
+    gradients = {"/".join(map(str, path)): leaf[...] for path, leaf in nnx.to_flat_state(of_weights)}
     return y[:, order], {**gradients, "x": of_x[:, order]}
 
 
@@ -139,10 +139,10 @@ def alike(actual, expected, what: str) -> None:
 def test_layers_on_cut_rows_are_those_on_whole_rows(name, length, parallel, isolated) -> None:
     ids, x = segments(length) if isolated else None, drawn(length)
     y, gradients = results(name, parallel, x, ids)
-    expected, wanted = results(name, ONE, x, ids)
+    expected, expected_gradients = results(name, ONE, x, ids)
     alike(y, expected, "output")
-    assert gradients.keys() == wanted.keys()
-    for path, gradient in wanted.items():
+    assert gradients.keys() == expected_gradients.keys()
+    for path, gradient in expected_gradients.items():
         alike(gradients[path], gradient, path)
 
 
@@ -160,33 +160,33 @@ def test_a_document_is_the_same_to_the_bit_whatever_its_neighbours(name) -> None
 @pytest.mark.parametrize("name", ["mamba 2", pytest.param("mamba 1", marks=pytest.mark.slow)])
 def test_plain_jit_cuts_rows_into_chunks_in_order(name) -> None:
     parallel, x, ids = ParallelConfig(data=1, context=2, tensor=1), drawn(12), segments(12)
-    whole = results(name, ONE, x, ids)[0]
+    unsplit = results(name, ONE, x, ids)[0]
     graph, weights = nnx.split(layer(name, parallel))
     with jax.set_mesh(build_mesh(parallel)), jax.default_matmul_precision("highest"):
         run = jax.jit(partial(applied, graph=graph, cut=SequenceSharding()))
         y = run.lower(weights, x, ids).compile(compiler_options=dict(QUICK))(weights, x, ids)
-    alike(y, whole, "output")
+    alike(y, unsplit, "output")
 
 
 @pytest.mark.parametrize("name", DEFAULT)
 def test_devices_send_states_and_no_rows(name) -> None:
     """What a device receives: two or three exchanges of a state a chunk, last inputs, factors, ids of documents."""
     (length, parallel), cfg = ROUNDS, LAYERS[name]
-    cut, (graph, weights) = SequenceSharding.of(parallel, causal=True), nnx.split(layer(name, parallel))
-    run = on_devices(partial(applied, graph=graph, cut=cut), parallel)
+    row_cut, (graph, weights) = RowCut.of(parallel, causal=True), nnx.split(layer(name, parallel))
+    run = on_devices(partial(applied, graph=graph, row_cut=row_cut), parallel)
     text = jax.jit(run).lower(weights, drawn(length), segments(length)).as_text(dialect="hlo")
-    sent = {"all-to-all": 0, "all-gather": 0}
+    traffic = {"all-to-all": 0, "all-gather": 0}
     for shape, operation in re.findall(r"= \w+\[([\d,]+)\]\S* (all-to-all|all-gather)\(", text):
-        sent[operation] += math.prod(map(int, shape.split(",")))
-    mamba1, chunks = name == "mamba 1", cut.devices * cut.chunks
+        traffic[operation] += math.prod(map(int, shape.split(",")))
+    mamba1, chunks = name == "mamba 1", row_cut.devices * row_cut.chunks
     channels = cfg.inner if mamba1 else cfg.heads * cfg.head_dim
     # The elements of a head's or channel's state are cut over two devices: 5 are padded to 6, 6 x 5 are not.
-    state = ROWS * cut.chunks * channels * (6 if mamba1 else cfg.state)
+    state = ROWS * row_cut.chunks * channels * (6 if mamba1 else cfg.state)
     convolved = channels if mamba1 else channels + 2 * cfg.groups * cfg.state
-    ends, ids, factors = chunks * (cfg.conv_kernel - 1) * convolved, length, chunks * cfg.heads
+    boundary_inputs, ids, factors = chunks * (cfg.conv_kernel - 1) * convolved, length, chunks * cfg.heads
     # Factors of channels differ by element, and are exchanged like states. Mamba reads ids in two islands.
-    assert sent["all-to-all"] == (3 if mamba1 else 2) * state
-    assert sent["all-gather"] == ROWS * (ends + (2 * ids if mamba1 else ids + factors))
+    assert traffic["all-to-all"] == (3 if mamba1 else 2) * state
+    assert traffic["all-gather"] == ROWS * (boundary_inputs + (2 * ids if mamba1 else ids + factors))
 
 
 MLP = FeedForwardBlockConfig(mlp=GatedMLPConfig(ffn=48))
@@ -214,8 +214,8 @@ LAYOUTS = {
 @pytest.mark.parametrize("parallel", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 def test_models_train_as_on_one_device(model: DecoderConfig, parallel: ParallelConfig) -> None:
-    one, cut = (differentiate(model, layout, microbatches=2) for layout in (ONE, parallel))
-    np.testing.assert_allclose(cut.loss, one.loss, rtol=1e-5)
-    assert cut.gradients.keys() == one.gradients.keys()
-    for path, gradient in one.gradients.items():
-        alike(cut.gradients[path], gradient, path)
+    single, sharded = (differentiate(model, layout, microbatches=2) for layout in (ONE, parallel))
+    np.testing.assert_allclose(sharded.loss, single.loss, rtol=1e-5)
+    assert sharded.gradients.keys() == single.gradients.keys()
+    for path, gradient in single.gradients.items():
+        alike(sharded.gradients[path], gradient, path)

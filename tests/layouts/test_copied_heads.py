@@ -39,23 +39,23 @@ FULL = model(qkv_bias=True, qk_norm=RMSNormConfig())
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_losses_and_gradients_are_those_of_one_device(layout):
-    one, actual = train(FULL, ONE, microbatches=2), train(FULL, LAYOUTS[layout], microbatches=2)
-    np.testing.assert_allclose(actual.losses, one.losses, rtol=1e-6)
-    np.testing.assert_allclose(actual.evaluation, one.evaluation, rtol=1e-6)
-    np.testing.assert_allclose(actual.norms, one.norms, rtol=1e-5)
-    for path, gradient in one.gradients.items():
-        assert actual.state.params[path].shape == one.state.params[path].shape
+    expected, actual = train(FULL, ONE, microbatches=2), train(FULL, LAYOUTS[layout], microbatches=2)
+    np.testing.assert_allclose(actual.losses, expected.losses, rtol=1e-6)
+    np.testing.assert_allclose(actual.evaluation, expected.evaluation, rtol=1e-6)
+    np.testing.assert_allclose(actual.norms, expected.norms, rtol=1e-5)
+    for path, gradient in expected.gradients.items():
+        assert actual.state.params[path].shape == expected.state.params[path].shape
         top = max(np.abs(gradient).max(), 1e-3)
         np.testing.assert_allclose(actual.gradients[path], gradient, atol=1e-5 * top, err_msg=path)
 
 
 def collectives(kv_heads: int, parallel: ParallelConfig) -> list[Collective]:
-    made = build_program(model(kv_heads), parallel, microbatches=2)
-    with within(made):
-        step: Any = made.train_step
-        lowered = step.lower(made.state_like(), made.batch_like())
+    trainer = program(model(kv_heads), parallel, microbatches=2)
+    with within(trainer):
+        step: Any = trainer.train_step
+        lowered = step.lower(trainer.state_like(), trainer.batch_like())
         text = lowered.compile(compiler_options=dict(QUICK)).as_text()
-    return [*read(text, made.mesh.shape).collectives]
+    return [*read(text, trainer.mesh.shape).collectives]
 
 
 @pytest.mark.parametrize(
@@ -64,20 +64,21 @@ def collectives(kv_heads: int, parallel: ParallelConfig) -> list[Collective]:
 def test_copies_cost_one_reduction_a_step_and_none_in_a_loop(layout):
     """Everything else is moved as with a head for each device; numbers of data parallelism too."""
     parallel = LAYOUTS[layout]
-    cut, copied = collectives(4, parallel), collectives(2, parallel)
+    split, copied = collectives(4, parallel), collectives(2, parallel)
 
     def moved(actual: list[Collective]) -> list[tuple]:
-        return sorted((one.place.path, one.kind, one.groups.name, one.elements) for one in actual if one.place.path)
+        inside = [c for c in actual if c.place.path]
+        return sorted((c.place.path, c.kind, c.groups.name, c.elements) for c in inside)
 
     def summed(actual: list[Collective]) -> int:
         """Numbers added up over `tensor` once a step."""
-        outside = [one for one in actual if not one.place.path and one.groups.name == "tensor"]
-        return sum(one.elements for one in outside if one.kind == "all-reduce")
+        outside = [c for c in actual if not c.place.path and c.groups.name == "tensor"]
+        return sum(c.elements for c in outside if c.kind == "all-reduce")
 
-    assert moved(copied) == moved(cut)
+    assert moved(copied) == moved(split)
     size = 2 * 2 * 32 * 2 * 4 // (parallel.data * parallel.pipeline)  # keys and values, of two layers
     squares = 2  # of gradients that are cut over devices, for the norm
-    assert summed(copied) - summed(cut) == size - squares
+    assert summed(copied) - summed(split) == size - squares
 
 
 @pytest.mark.parametrize("layout", ["fsdp", pytest.param("replicate", marks=pytest.mark.slow)])
@@ -86,14 +87,14 @@ def test_a_model_is_called_with_weights_at_rest(layout):
     tokens = rows()["tokens"][:4]
     actual = []
     for parallel in (ONE, LAYOUTS[layout]):
-        made = build_program(FULL, parallel, microbatches=2)
+        trainer = program(FULL, parallel, microbatches=2)
 
-        def loss(params, tokens, made=made):
-            logits = bind(made.abstract, params)(tokens)
+        def loss(params, tokens, trainer=trainer):
+            logits = bind(trainer.abstract, params)(tokens)
             return (logits**2).mean(), logits
 
-        with within(made):
-            (_, logits), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(start(made).params, tokens)
+        with within(trainer):
+            (_, logits), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(start(trainer).params, tokens)
         assert logits.shape == (4, LENGTH, VOCABULARY)
         actual.append((np.asarray(logits), jax.device_get(grads)))
     np.testing.assert_allclose(actual[1][0], actual[0][0], atol=1e-5)

@@ -74,8 +74,8 @@ def test_gradients_of_experts_equal_one_device_and_their_weights_are_spread(
     assert value == np.square(products).sum() / 2
     np.testing.assert_array_equal(gradients["up"], np.einsum("td,letf->ledf", X, products))
     for spec in (at_rest, plan.optimizer.spec(AXES)):
-        named = [*chain.from_iterable((entry,) if isinstance(entry, str) else entry or () for entry in spec)]
-        assert len(named) == len(set(named))
+        axes = [*chain.from_iterable((entry,) if isinstance(entry, str) else entry or () for entry in spec)]
+        assert len(axes) == len(set(axes))
     shards = prod(sizes.values()) if sharding != "replicate" else prod(sizes.values()) // sizes["data"]
     assert placed.addressable_shards[0].data.nbytes == W.nbytes // shards
     assert gradients["up"].addressable_shards[0].data.nbytes == W.nbytes // shards

@@ -75,8 +75,8 @@ def test_first_step_over_data_and_experts():
     np.testing.assert_allclose(actual.losses, expected.losses, rtol=1e-5)
     np.testing.assert_allclose(actual.norms, expected.norms, rtol=1e-5)
     for path, gradient in expected.gradients.items():
-        near = {"atol": 1e-5 * np.abs(gradient).max(), "rtol": 1e-4}
-        np.testing.assert_allclose(actual.gradients[path], gradient, err_msg=path, **near)
+        tolerance = {"atol": 1e-5 * np.abs(gradient).max(), "rtol": 1e-4}
+        np.testing.assert_allclose(actual.gradients[path], gradient, err_msg=path, **tolerance)
 
 
 @pytest.mark.slow

@@ -53,10 +53,10 @@ def same(actual: Trained, expected: Trained) -> None:
 def test_stages_that_differ() -> None:
     """The gradients of two layers on two stages: one has the feed-forward layer and one the attention."""
     layouts = (ONE, ParallelConfig(pipeline=2, data=1))
-    one, staged = (differentiate(hybrid("-*"), parallel, microbatches=2) for parallel in layouts)
-    np.testing.assert_allclose(staged.loss, one.loss, rtol=1e-5)
-    assert staged.gradients.keys() == one.gradients.keys() and staged.padding == 0
-    for path, gradient in one.gradients.items():
+    expected, staged = (differentiate(hybrid("-*"), parallel, microbatches=2) for parallel in layouts)
+    np.testing.assert_allclose(staged.loss, expected.loss, rtol=1e-5)
+    assert staged.gradients.keys() == expected.gradients.keys() and staged.padding == 0
+    for path, gradient in expected.gradients.items():
         scale = np.abs(gradient).max()
         np.testing.assert_allclose(staged.gradients[path], gradient, atol=1e-5 * scale, err_msg=path)
 
@@ -87,10 +87,10 @@ def test_recomputation_on_a_pipeline(recompute: Any) -> None:
 @pytest.mark.slow
 def test_no_result_depends_on_what_buffers_hold() -> None:
     """Rings of stages with fewer layers have places that nothing is written to."""
-    made = build_program(hybrid("M-*"), ParallelConfig(pipeline=2, data=1), microbatches=2)
-    with within(made):
-        inputs, batch = start(made).inputs, place(made, rows())
-        lowered = jax.jit(lambda fill: made.grad_fn(fill=fill)(inputs, batch, np.float32(1))).lower(0.0)
+    trainer = program(hybrid("M-*"), ParallelConfig(pipeline=2, data=1), microbatches=2)
+    with within(trainer):
+        inputs, batch = start(trainer).inputs, place(trainer, rows())
+        lowered = jax.jit(lambda fill: trainer.grad_fn(fill=fill)(inputs, batch, np.float32(1))).lower(0.0)
         grads = lowered.compile(compiler_options=dict(QUICK))
         clean, filled = (jax.device_get(grads(fill).grads) for fill in (0.0, np.nan))
     assert all(np.isfinite(gradient).all() for gradient in filled.values())

@@ -21,26 +21,26 @@ def small_memory():
     jax.clear_caches()
 
 
-def compare(one: Combination) -> None:
-    actual = difference(one.run(), one.on_one_device())
+def compare(combination: Combination) -> None:
+    actual = difference(combination.run(), combination.alone())
     assert max(actual.loss, actual.norm, actual.gradient) <= TOLERANCE, actual
     assert actual.padding == 0, actual
 
 
-@pytest.mark.parametrize("one", QUICKEST, ids=lambda one: one.name)
-def test_trains_as_one_device_does(one: Combination) -> None:
-    compare(one)
+@pytest.mark.parametrize("combination", QUICKEST, ids=lambda combination: combination.name)
+def test_trains_as_one_device_does(combination: Combination) -> None:
+    compare(combination)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("one", [one for one in COMBINATIONS if one not in QUICKEST], ids=lambda one: one.name)
-def test_every_pair_trains_as_one_device_does(one: Combination) -> None:
-    compare(one)
+@pytest.mark.parametrize("combination", [c for c in COMBINATIONS if c not in QUICKEST], ids=lambda c: c.name)
+def test_every_pair_trains_as_one_device_does(combination: Combination) -> None:
+    compare(combination)
 
 
-def possible(one: tuple[str, object], other: tuple[str, object]) -> bool:
+def possible(first: tuple[str, object], second: tuple[str, object]) -> bool:
     """Whether a combination on eight devices can have these two values of two dimensions."""
-    (a, x), (b, y) = sorted((one, other), key=lambda value: str(value[0]))
+    (a, x), (b, y) = sorted((first, second), key=lambda value: str(value[0]))
     sizes = {"pipeline", "data", "tensor", "context"}
     if {a, b} <= sizes:
         return x * y <= 8
@@ -68,42 +68,40 @@ def possible(one: tuple[str, object], other: tuple[str, object]) -> bool:
 
 def test_any_two_values_occur_together() -> None:
     assert len(COMBINATIONS) >= 24
-    assert len({one.name for one in COMBINATIONS}) == len(COMBINATIONS)
-    occur = {frozenset(actual) for one in COMBINATIONS for actual in pairs(one)}
-    values = sorted({value for one in COMBINATIONS for value in one.values.items()}, key=str)
-    wanted = {
-        frozenset((one, other)) for one in values for other in values if one[0] < other[0] and possible(one, other)
-    }
-    assert wanted - occur == set()
-    assert occur - wanted == set(), "possible() denies what there is"
-    always = {value for one in QUICKEST for value in one.values.items()}
+    assert len({combination.name for combination in COMBINATIONS}) == len(COMBINATIONS)
+    occur = {frozenset(actual) for combination in COMBINATIONS for actual in pairs(combination)}
+    values = sorted({value for combination in COMBINATIONS for value in combination.values.items()}, key=str)
+    possible_pairs = {frozenset((a, b)) for a in values for b in values if a[0] < b[0] and possible(a, b)}
+    assert possible_pairs - occur == set()
+    assert occur - possible_pairs == set(), "possible() denies what there is"
+    always = {value for combination in QUICKEST for value in combination.values.items()}
     assert always >= {("schedule", "gpipe"), ("schedule", "interleaved"), ("sharding", "zero1"), ("pipeline", 4)}
     assert always >= {("sequence", True), ("tied", True), ("tied", False), ("dropout", True)}
 
 
 def test_training_drops_and_evaluation_does_not() -> None:
     """On one device, on the rows of the first step; test_layouts_train_alike.py has that evaluation has no dropout."""
-    one = next(one for one in QUICKEST if one.model == "gpt")
-    evaluated = train(gpt(repeats=one.repeats), microbatches=4, steps=0, isolated=one.isolated)
-    assert one.average == "tokens" and abs(evaluated.before / one.on_one_device().losses[0] - 1) > 1e-5
+    combination = next(combination for combination in QUICKEST if combination.model == "gpt")
+    evaluated = train(gpt(repeats=combination.repeats), microbatches=4, steps=0, isolated=combination.isolated)
+    assert combination.average == "tokens" and abs(evaluated.before / combination.alone().losses[0] - 1) > 1e-5
 
 
 def test_a_difference_is_seen() -> None:
     """The comparison above means something: of one gradient's element, of one loss, of a row that is no layer."""
-    one = next(one for one in QUICKEST if one.model == "gpt")
-    expected = one.on_one_device()
+    combination = next(combination for combination in QUICKEST if combination.model == "gpt")
+    expected = combination.alone()
 
     def but(**changes: object) -> Trained:
         return Trained(**{name: getattr(expected, name) for name in expected.__dataclass_fields__} | changes)
 
     for path in expected.gradients:
-        wrong = {name: g.copy() for name, g in expected.gradients.items()}
-        wrong[path].flat[np.abs(wrong[path]).argmax()] *= 1 + 1e-4
-        if path not in unseen(one.config()):
-            assert difference(but(gradients=wrong), expected).weight == path
-            assert difference(but(gradients=wrong), expected).gradient > TOLERANCE
-        wrong[path].flat[0] = np.nan
-        assert np.isnan(difference(but(gradients=wrong), expected).gradient)
+        perturbed = {name: g.copy() for name, g in expected.gradients.items()}
+        perturbed[path].flat[np.abs(perturbed[path]).argmax()] *= 1 + 1e-4
+        if path not in unseen(combination.config()):
+            assert difference(but(gradients=perturbed), expected).weight == path
+            assert difference(but(gradients=perturbed), expected).gradient > TOLERANCE
+        perturbed[path].flat[0] = np.nan
+        assert np.isnan(difference(but(gradients=perturbed), expected).gradient)
     assert difference(but(losses=expected.losses * np.array([1, 1, 1, 1, 1.0001])), expected).loss > TOLERANCE
     assert difference(expected, expected).gradient < TOLERANCE
 
@@ -148,12 +146,12 @@ def test_evaluates_as_one_device_does(model, parallel, microbatches) -> None:
 def test_bfloat16_computes_low_on_every_layout(parallel) -> None:
     """No further from float32 than one device in bfloat16 is; the weights and their gradients stay float32."""
     low = train(llama(repeats=8), parallel, microbatches=4, compute="bfloat16", evaluated=False)
-    alone = train(llama(repeats=8), microbatches=4, compute="bfloat16", evaluated=False)
+    expected = train(llama(repeats=8), microbatches=4, compute="bfloat16", evaluated=False)
     exact = train(llama(repeats=8), microbatches=4, evaluated=False)
-    np.testing.assert_allclose(low.losses, alone.losses, rtol=2e-3)
+    np.testing.assert_allclose(low.losses, expected.losses, rtol=2e-3)
     np.testing.assert_allclose(low.norms[0], exact.norms[0], rtol=2e-3)
     for path, g in exact.gradients.items():
-        errors = [np.linalg.norm(run.gradients[path] - g) / np.linalg.norm(g) for run in (low, alone)]
+        errors = [np.linalg.norm(run.gradients[path] - g) / np.linalg.norm(g) for run in (low, expected)]
         assert 1e-4 < errors[0] < 0.05, path
         assert errors[0] < 1.5 * errors[1], path
     assert {leaf.dtype for leaf in chain(low.gradients.values(), low.state.params.values())} == {np.dtype("float32")}

@@ -36,9 +36,9 @@ def name(value: object) -> str:
 def same(actual: Trained, expected: Trained, *, rtol: float = 1e-4, first: float = 1e-5) -> None:
     """Losses and gradient norms of every step, more closely those of the first, and the evaluation after the last."""
     assert actual.counted == expected.counted
-    for one, other in ((actual.losses, expected.losses), (actual.norms, expected.norms)):
-        np.testing.assert_allclose(one[0], other[0], rtol=first)
-        np.testing.assert_allclose(one, other, rtol=rtol)
+    for one, second in ((actual.losses, expected.losses), (actual.norms, expected.norms)):
+        np.testing.assert_allclose(one[0], second[0], rtol=first)
+        np.testing.assert_allclose(one, second, rtol=rtol)
     np.testing.assert_allclose(actual.evaluation, expected.evaluation, rtol=rtol)
 
 
@@ -99,9 +99,9 @@ PIPELINE = ParallelConfig(pipeline=2, data=1, tensor=2)
 @pytest.mark.parametrize(
     ("changes", "parallel"),
     [
-        pytest.param(changes, parallel, id=f"{where}-{what}")
+        pytest.param(changes, parallel, id=f"{place}-{what}")
         for what, changes in KEPT.items()
-        for where, parallel in (("alone", ONE), ("pipeline", PIPELINE))
+        for place, parallel in (("alone", ONE), ("pipeline", PIPELINE))
     ],
 )
 def test_what_layers_keep_does_not_matter(changes, parallel):
@@ -124,8 +124,8 @@ def test_evaluation_is_the_training_loss_without_dropout():
     """That training drops is in test_layouts_matrix.py."""
     plain = train(llama(), ONE, microbatches=4)
     np.testing.assert_allclose(plain.before, plain.losses[0], rtol=1e-6)
-    dropped, whole = (train(gpt(dropout=rate), ONE, microbatches=4, steps=0) for rate in (0.1, 0.0))
-    assert dropped.before == whole.before
+    dropped, undropped = (train(gpt(dropout=rate), ONE, microbatches=4, steps=0) for rate in (0.1, 0.0))
+    assert dropped.before == undropped.before
 
 
 def test_isolation_is_switched_on():
@@ -148,10 +148,10 @@ def test_mean_of_microbatch_means():
 def test_a_float32_residual_stream_goes_through_a_pipeline():
     model = replace(llama("selective", repeats=4), residual="float32")
     parallel = ParallelConfig(pipeline=2, data=1, tensor=2)
-    staged, alone = (train(model, p, microbatches=4, compute="bfloat16") for p in (parallel, ONE))
-    np.testing.assert_allclose(staged.losses, alone.losses, rtol=2e-3)
+    staged, expected = (train(model, p, microbatches=4, compute="bfloat16") for p in (parallel, ONE))
+    np.testing.assert_allclose(staged.losses, expected.losses, rtol=2e-3)
     low = train(replace(model, residual="compute"), ONE, microbatches=4, compute="bfloat16")
-    assert not np.array_equal(low.losses, alone.losses)
+    assert not np.array_equal(low.losses, expected.losses)
 
 
 def test_bfloat16_computes_low_and_keeps_high():
@@ -161,8 +161,8 @@ def test_bfloat16_computes_low_and_keeps_high():
     np.testing.assert_allclose(low.before, high.before, rtol=2e-3)
     assert low.before != high.before
     state = low.program.state_like()
-    kept = jax.tree.leaves((state.params, [state.optimizer[name] for name in ("first_moment", "second_moment")]))
-    assert {leaf.dtype for leaf in kept} == {jnp.dtype("float32")}
+    arrays = jax.tree.leaves((state.params, [state.optimizer[name] for name in ("first_moment", "second_moment")]))
+    assert {leaf.dtype for leaf in arrays} == {jnp.dtype("float32")}
 
 
 @pytest.mark.slow
@@ -172,7 +172,7 @@ def test_bfloat16_trains_as_float32_does():
     np.testing.assert_allclose(low.losses, high.losses, rtol=2e-3)
     np.testing.assert_allclose(low.norms, high.norms, rtol=2e-2)
     assert not np.array_equal(low.losses, high.losses)
-    kept = jax.tree.leaves(
+    arrays = jax.tree.leaves(
         (low.state.params, [low.state.optimizer[name] for name in ("first_moment", "second_moment")])
     )
-    assert {leaf.dtype for leaf in kept} == {jnp.dtype("float32")}
+    assert {leaf.dtype for leaf in arrays} == {jnp.dtype("float32")}

@@ -42,9 +42,9 @@ def same(actual: Trained, expected: Trained) -> None:
 def test_tensor_and_fsdp_with_dropout() -> None:
     model = adapted(llama(), dropout=0.2)
     parallel = ParallelConfig(data=2, tensor=2, data_sharding="fsdp", sequence=True)
-    one = train(model, microbatches=2, evaluated=False)
-    same(train(model, parallel, microbatches=2, evaluated=False), one)
-    assert one.losses[-1] < one.losses[0]
+    expected = train(model, microbatches=2, evaluated=False)
+    same(train(model, parallel, microbatches=2, evaluated=False), expected)
+    assert expected.losses[-1] < expected.losses[0]
 
 
 @pytest.mark.slow

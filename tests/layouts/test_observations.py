@@ -74,13 +74,13 @@ def observing(parallel: ParallelConfig, recompute: Recompute, microbatches: int)
 @cache
 def seen(parallel: ParallelConfig, recompute: Recompute, microbatches: int) -> dict[str, np.ndarray]:
     """Observations of a step, rows in the order of the layers; and that rows that are no layer have none."""
-    made = observing(parallel, recompute, microbatches)
-    with within(made):
-        inputs, batch = start(made).inputs, place(made, rows())
-        lowered = jax.jit(lambda: made.grad_fn()(inputs, batch, np.float32(8))).lower()
+    trainer = observing(parallel, recompute, microbatches)
+    with within(trainer):
+        inputs, batch = start(trainer).inputs, place(trainer, rows())
+        lowered = jax.jit(lambda: trainer.grad_fn()(inputs, batch, np.float32(8))).lower()
         grads: Grads = jax.device_get(lowered.compile(compiler_options=dict(QUICK))())
-    order = np.array(made.partition.order())
-    assert set(grads.grads) == set(made.declared) and set(grads.observed) == set(made.observed)
+    order = np.array(trainer.partition.order())
+    assert set(grads.grads) == set(trainer.declared) and set(grads.observed) == set(trainer.observed)
     assert all(np.isfinite(g).all() for g in grads.grads.values())
     assert not any(array[order < 0].any() for array in grads.observed.values())
     return {path: array[order >= 0][np.argsort(order[order >= 0])] for path, array in grads.observed.items()}
@@ -100,30 +100,30 @@ LAYOUTS = {
     "layout", [pytest.param(name, marks=() if "pipeline" in name else pytest.mark.slow) for name in LAYOUTS]
 )
 def test_sums_and_maxima_are_those_of_one_device(layout: str) -> None:
-    one, other = seen(ONE, "none", 1), seen(*LAYOUTS[layout])
+    first, second = seen(ONE, "none", 1), seen(*LAYOUTS[layout])
     mlp = "stack.blocks.0.mlp"
-    assert set(one) == set(other) == {f"{mlp}.positions.sum", f"{mlp}.positive.sum", f"{mlp}.largest.max"}
-    np.testing.assert_array_equal(other[f"{mlp}.positions.sum"], [ROWS * LENGTH] * 3)
-    np.testing.assert_array_equal(other[f"{mlp}.positive.sum"], one[f"{mlp}.positive.sum"])
-    np.testing.assert_allclose(other[f"{mlp}.largest.max"], one[f"{mlp}.largest.max"], rtol=1e-5)
-    assert one[f"{mlp}.positive.sum"].min() > 0 and one[f"{mlp}.positive.sum"].max() < ROWS * LENGTH
+    assert set(first) == set(second) == {f"{mlp}.positions.sum", f"{mlp}.positive.sum", f"{mlp}.largest.max"}
+    np.testing.assert_array_equal(second[f"{mlp}.positions.sum"], [ROWS * LENGTH] * 3)
+    np.testing.assert_array_equal(second[f"{mlp}.positive.sum"], first[f"{mlp}.positive.sum"])
+    np.testing.assert_allclose(second[f"{mlp}.largest.max"], first[f"{mlp}.largest.max"], rtol=1e-5)
+    assert first[f"{mlp}.positive.sum"].min() > 0 and first[f"{mlp}.positive.sum"].max() < ROWS * LENGTH
 
 
 def test_updaters_make_state_of_them_and_the_optimizer_never_meets_them() -> None:
-    made = observing(ONE, "none", 1)
-    state = made.state_like()
-    assert set(state.observed) == set(made.observed) and not set(made.observed) & set(made.declared)
-    assert set(state.params) == set(made.declared) == set(state.optimizer["first_moment"])
+    trainer = observing(ONE, "none", 1)
+    state = trainer.state_like()
+    assert set(state.observed) == set(trainer.observed) and not set(trainer.observed) & set(trainer.declared)
+    assert set(state.params) == set(trainer.declared) == set(state.optimizer["first_moment"])
     path = "stack.blocks.0.mlp.positive.sum"
     assert state.observed[path].shape == (3, 32, 2)
-    with within(made):
-        first = start(made)
-        kept = np.asarray(first.observed[path])
-        np.testing.assert_array_equal(made.used(first.inputs)[path], kept[..., 0] / 2)
-        step = made.train_step.lower(first, place(made, rows())).compile(compiler_options=dict(QUICK))
-        second, _ = step(first, place(made, rows()))
+    with within(trainer):
+        first = start(trainer)
+        saved = np.asarray(first.observed[path])
+        np.testing.assert_array_equal(trainer.used(first.inputs)[path], saved[..., 0] / 2)
+        step = trainer.train_step.lower(first, place(trainer, rows())).compile(compiler_options=dict(QUICK))
+        second, _ = step(first, place(trainer, rows()))
         counts = np.asarray(second.observed[path])
-        third, _ = step(second, place(made, rows()))
+        third, _ = step(second, place(trainer, rows()))
     np.testing.assert_array_equal(counts[..., 0], seen(ONE, "none", 1)[path])
     np.testing.assert_array_equal(np.asarray(third.observed[path])[..., 1], counts[..., 0])
     assert not counts[..., 1].any()

@@ -91,10 +91,12 @@ def test_heads_have_the_loss_that_numpy_makes_of_their_scores(name):
         losses = sum(cross_entropy(scores[..., place], rows["starts"]) for place in (0, 1)) / 2
     else:
         losses = cross_entropy(scores, rows["labels"])
-        right = np.sum((scores.argmax(-1) == rows["labels"]) * weights)
-        np.testing.assert_allclose(float(sums["accuracy"][0]), right)
+        correct = np.sum((scores.argmax(-1) == rows["labels"]) * weights)
+        np.testing.assert_allclose(float(sums["accuracy"][0]), correct)
     np.testing.assert_allclose(outputs["losses"], losses, 1e-5)
-    np.testing.assert_allclose([float(each) for each in sums["loss"]], [np.sum(losses * weights), weights.sum()], 1e-5)
+    np.testing.assert_allclose(
+        [float(total) for total in sums["loss"]], [np.sum(losses * weights), weights.sum()], 1e-5
+    )
 
 
 def abstract(cfg: TextClassifierConfig):
@@ -115,9 +117,9 @@ def cross_entropy(scores: np.ndarray, labels: np.ndarray) -> np.ndarray:
 
 def test_padding_and_what_stands_in_it_change_nothing():
     model, rows = drawn(small_bert(CLASSES)), draw_one(0)
-    ask = jax.jit(lambda tokens: model(tokens, segment_ids=rows["segment_ids"]))
-    other = np.where(rows["segment_ids"] > 0, rows["tokens"], 7)
-    np.testing.assert_allclose(ask(rows["tokens"]), ask(other), atol=1e-6)
+    forward = jax.jit(lambda tokens: model(tokens, segment_ids=rows["segment_ids"]))
+    changed = np.where(rows["segment_ids"] > 0, rows["tokens"], 7)
+    np.testing.assert_allclose(forward(rows["tokens"]), forward(changed), atol=1e-6)
 
 
 def test_poolings_are_those_of_the_tokens_that_are_no_padding():
@@ -174,9 +176,9 @@ def test_facts_count_the_weights_that_the_module_declares(name):
 
 def test_what_does_not_fit_is_said():
     decoder: DecoderConfig = tiny_runs.llama()
-    said = [str(problem) for problem in with_head(decoder, CLASSES).problems()]
-    assert len(said) == 1 and "the first token sees no other one" in said[0]
+    messages = [str(problem) for problem in with_head(decoder, CLASSES).problems()]
+    assert len(messages) == 1 and "the first token sees no other one" in messages[0]
     assert not with_head(decoder, LAST).problems()
     assert not small_bert(CLASSES).allows_context() and not with_head(decoder, LAST).allows_context()
-    for head, where in ((replace(CLASSES, classes=1), "classes"), (replace(CLASSES, dropout=1.0), "dropout")):
-        assert [problem.setting for problem in head.problems()] == [where]
+    for head, place in ((replace(CLASSES, classes=1), "classes"), (replace(CLASSES, dropout=1.0), "dropout")):
+        assert [problem.setting for problem in head.problems()] == [place]

@@ -114,16 +114,16 @@ def test_isolated_documents_do_not_see_each_other():
 
 def test_an_isolated_document_is_as_if_it_were_alone():
     """With rotary positions, which only know distances, wherever in the row it stands."""
-    alone = TOKENS.copy()
-    alone[:, :4] = TOKENS[:, 5:9]
+    moved = TOKENS.copy()
+    moved[:, :4] = TOKENS[:, 5:9]
     packed = forward(LLAMA)(TOKENS, POSITIONS, SEGMENTS)
-    np.testing.assert_allclose(packed[:, 5:9], forward(LLAMA)(alone, POSITIONS, NONE)[:, :4], atol=2e-5)
+    np.testing.assert_allclose(packed[:, 5:9], forward(LLAMA)(moved, POSITIONS, NONE)[:, :4], atol=2e-5)
 
 
 def test_rotary_positions_count_by_distance():
-    start, shifted, spread = (forward(LLAMA)(TOKENS, p, NONE) for p in (POSITIONS, POSITIONS + 37, 2 * POSITIONS))
+    start, shifted, doubled = (forward(LLAMA)(TOKENS, p, NONE) for p in (POSITIONS, POSITIONS + 37, 2 * POSITIONS))
     np.testing.assert_allclose(start, shifted, atol=5e-5)
-    assert np.abs(np.asarray(start - spread)).max() > 1e-2
+    assert np.abs(np.asarray(start - doubled)).max() > 1e-2
 
 
 def test_learned_positions_are_read_by_number():
@@ -139,8 +139,8 @@ def test_the_factor_on_embeddings_takes_in_learned_positions():
     scaled = replace(GPT, width_scaling=WidthScalingConfig(base_hidden=GPT.hidden, embedding=3.0))
     plain, tripled = (bind(abstract(cfg, ParallelConfig()), weights(GPT)) for cfg in (GPT, scaled))
     ctx = Context(jnp.asarray(POSITIONS), jnp.arange(LENGTH))
-    one, other = (model.enter(model.embed_tokens(jnp.asarray(TOKENS)), ctx) for model in (plain, tripled))
-    np.testing.assert_allclose(other, 3 * one, rtol=1e-6)
+    first, second = (model.enter(model.embed_tokens(jnp.asarray(TOKENS)), ctx) for model in (plain, tripled))
+    np.testing.assert_allclose(second, 3 * first, rtol=1e-6)
 
 
 @pytest.mark.parametrize("cfg", [GPT, LLAMA], ids=["tied", "untied"])
@@ -183,5 +183,5 @@ def test_bfloat16_stays_in_the_residual_stream_and_leaves_logits_and_loss_in_flo
             bound.token_losses(y, TOKENS),
         )
 
-    dtypes = [str(each.dtype) for each in jax.eval_shape(parts, low)]
+    dtypes = [str(array.dtype) for array in jax.eval_shape(parts, low)]
     assert dtypes == ["bfloat16", "bfloat16", "float32", "float32", "float32"]

@@ -123,12 +123,12 @@ FSDP = ParallelConfig(data=4, tensor=2, data_sharding="fsdp")
 )
 def test_trains_like_one_device(model: DecoderConfig, parallel: ParallelConfig) -> None:
     microbatches = 6 if parallel.virtual_stages > 1 else 3
-    one, many = (differentiate(model, on, microbatches=microbatches) for on in (ONE, parallel))
-    np.testing.assert_allclose(many.loss, one.loss, rtol=1e-5)
-    assert many.padding == 0
-    for path, expected in one.gradients.items():
+    single, sharded = (differentiate(model, on, microbatches=microbatches) for on in (ONE, parallel))
+    np.testing.assert_allclose(sharded.loss, single.loss, rtol=1e-5)
+    assert sharded.padding == 0
+    for path, expected in single.gradients.items():
         scale = max(np.abs(expected).max(), 1e-4)
-        np.testing.assert_allclose(many.gradients[path], expected, atol=1e-4 * scale, err_msg=path)
+        np.testing.assert_allclose(sharded.gradients[path], expected, atol=1e-4 * scale, err_msg=path)
 
 
 CONTEXT = ParallelConfig(data=1, context=2)
@@ -157,21 +157,21 @@ ADAPTED = replace(t5(), lora=LoRAConfig(rank=4, alpha=8.0, dropout=0.2))
 )
 def test_rows_in_parts_train_like_whole_ones(model: DecoderConfig, parallel: ParallelConfig) -> None:
     """Padded rows; sentences, which read a position that one device has; sections of different lengths."""
-    one, many = (differentiate(model, on, microbatches=3) for on in (ONE, parallel))
-    np.testing.assert_allclose(many.loss, one.loss, rtol=1e-5)
-    top = max(np.abs(expected).max() for expected in one.gradients.values())
-    for path, expected in one.gradients.items():
+    single, sharded = (differentiate(model, on, microbatches=3) for on in (ONE, parallel))
+    np.testing.assert_allclose(sharded.loss, single.loss, rtol=1e-5)
+    top = max(np.abs(expected).max() for expected in single.gradients.values())
+    for path, expected in single.gradients.items():
         scale = max(np.abs(expected).max(), 1e-3 * top)
-        np.testing.assert_allclose(many.gradients[path], expected, rtol=0, atol=1e-5 * scale, err_msg=path)
+        np.testing.assert_allclose(sharded.gradients[path], expected, rtol=0, atol=1e-5 * scale, err_msg=path)
 
 
 @pytest.mark.slow
 def test_rows_in_parts_weigh_the_same_in_both_averages() -> None:
     parts, settings = replace(CONTEXT, data=2), {"average": "microbatches", "steps": 1}
-    many, one = train(bert(), parts, microbatches=2, **settings), train(bert(), ONE, microbatches=4, **settings)
-    np.testing.assert_allclose(many.losses, one.losses, rtol=1e-5)
-    np.testing.assert_allclose(many.norms, one.norms, rtol=1e-5)
-    np.testing.assert_allclose(many.evaluation, one.evaluation, rtol=1e-5)
+    sharded, single = train(bert(), parts, microbatches=2, **settings), train(bert(), ONE, microbatches=4, **settings)
+    np.testing.assert_allclose(sharded.losses, single.losses, rtol=1e-5)
+    np.testing.assert_allclose(sharded.norms, single.norms, rtol=1e-5)
+    np.testing.assert_allclose(sharded.evaluation, single.evaluation, rtol=1e-5)
 
 
 def test_t5_attends_to_gathered_keys() -> None:
@@ -199,9 +199,9 @@ def test_heads_of_the_encoder_and_across_are_divided_too(part: str) -> None:
 def test_a_decoders_settings_are_refused() -> None:
     causal = replace(bert(), stack=StackConfig(pattern=(replace(READING, mixer=AttentionConfig(heads=4)),), repeats=2))
     plain = replace(t5(), stack=StackConfig(pattern=(READING,), repeats=2))
-    for model, words in ((causal, "set it to false"), (plain, "does not read the encoder")):
-        cfg = replace(build_program(bert(), ONE, microbatches=1).cfg, model=model)
-        with pytest.raises(ConfigError, match=words):
+    for model, expected in ((causal, "set it to false"), (plain, "does not read the encoder")):
+        cfg = replace(program(bert(), ONE, microbatches=1).cfg, model=model)
+        with pytest.raises(ConfigError, match=expected):
             check(cfg, 1)
 
 

@@ -63,9 +63,9 @@ def test_weights_are_those_that_modules_declare(cfg: DecoderConfig) -> None:
     assert cfg.parameter_count().layers == sum(spec.size for spec in in_stack.values()) + _outside(cfg, held)
 
 
-def _outside(cfg: DecoderConfig, held: Mapping[str, Any]) -> int:
+def _outside(cfg: DecoderConfig, declared: Mapping[str, Any]) -> int:
     """Elements of the final norm and of the heads that predict further ahead."""
-    parts = [spec for path, spec in held.items() if path.startswith(("norm.", "predictions."))]
+    parts = [spec for path, spec in declared.items() if path.startswith(("norm.", "predictions."))]
     return sum(Weight("", spec.shape, spec.axes).size for spec in parts)
 
 
@@ -128,11 +128,13 @@ def test_a_layer_of_a_user_plugs_into_counts_checks_and_plans() -> None:
     (problem,) = model.mesh_problems({"pipeline": 1, "expert": 1, "context": 1, "tensor": 4}, sequence=False)
     assert (problem.setting, problem.hint) == ("stack.pattern.0.mlp.experts", "parallel.tensor can be 1, 2")
     parallel = ParallelConfig(tensor=2, sequence=True, data=4)
-    given = {"parallel": parallel, "device": GPUS["h100"], "per_node": 8, "global_size": 8}
-    ours, theirs = (estimate(Description(model=each, **given)) for each in (model, dense))
-    assert 0 < ours.matmul_seconds < theirs.matmul_seconds
+    machine = {"parallel": parallel, "device": GPUS["h100"], "per_node": 8, "global_size": 8}
+    actual, theirs = (estimate(Description(model=config, **machine)) for config in (model, dense))
+    assert 0 < actual.matmul_seconds < theirs.matmul_seconds
     more = 32 * (8 * 2 - 3) * 4096 * 14_336 / 2
-    assert ours.memory.weights - theirs.memory.weights == pytest.approx(2 * more), "a device holds half of all experts"
+    assert actual.memory.weights - theirs.memory.weights == pytest.approx(2 * more), (
+        "a device holds half of all experts"
+    )
 
 
 def test_a_model_without_facts_has_unknown_flops_and_no_plan_by_formula() -> None:

@@ -88,8 +88,8 @@ def test_where_a_pipeline_cuts() -> None:
 
 def test_heads_that_predict_further() -> None:
     assert hybrid_prediction("M-M*", BLOCKS) is None
-    one = hybrid_prediction("M-M*/*", BLOCKS, weight=0.3)
-    assert one is not None and (one.depth, one.block, one.weight) == (1, BLOCKS["*"], 0.3)
+    prediction = hybrid_prediction("M-M*/*", BLOCKS, weight=0.3)
+    assert prediction is not None and (prediction.depth, prediction.block, prediction.weight) == (1, BLOCKS["*"], 0.3)
     two = hybrid_prediction("M-M*/*-/*-", BLOCKS)
     assert two is not None and two.depth == 2
     assert two.block == BlockConfig(mixer=AttentionConfig(heads=4), mlp=GatedMLPConfig(ffn=32))

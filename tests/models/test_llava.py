@@ -80,28 +80,28 @@ def batches(seed: int) -> Batch:
 
 
 def built(model: LlavaConfig) -> Llava:
-    made = build_program(model, ONE, microbatches=1)
-    with within(made):
-        return bind(made.abstract, start(made).params)
+    trainer = program(model, ONE, microbatches=1)
+    with within(trainer):
+        return bind(trainer.abstract, start(trainer).params)
 
 
 @pytest.mark.parametrize(
     ("shuffle", "ffn", "keep"),
     [
         (2, None, False),
-        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((1, None, False), (1, 0, False), (1, None, True))),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, None, False), (1, 0, False), (1, None, True))),
     ],
 )
 def test_images_stand_at_their_tokens(shuffle: int, ffn: int | None, keep: bool) -> None:
     """Equal to the decoder on embeddings in which the projected images were put by hand."""
     model = built(replace(llava(shuffle=shuffle, ffn=ffn), keep_class_tokens=keep))
     batch = rows(model.cfg, images=2)
-    looking, answer = VisionSection(model), jax.jit(lambda batch: model(**batch))
+    section, answer = VisionSection(model), jax.jit(lambda batch: model(**batch))
 
     @jax.jit
     def looked_at(batch: Batch) -> jax.Array:
-        ctx = looking.context(batch, None)
-        return looking.leave(looking.stack(looking.enter(looking.embed(batch), ctx), ctx), ctx)
+        ctx = section.context(batch, None)
+        return section.leave(section.stack(section.enter(section.embed(batch), ctx), ctx), ctx)
 
     @jax.jit
     def answered(x: jax.Array) -> jax.Array:
@@ -109,34 +109,34 @@ def test_images_stand_at_their_tokens(shuffle: int, ffn: int | None, keep: bool)
         ctx = Context(jnp.broadcast_to(index[None], (2, LENGTH)), index)
         return model.logits(model.final_norm(model.stack(DecoderLM.enter(model, x, ctx), ctx)))
 
-    seen = np.asarray(looked_at(batch))
+    image_states = np.asarray(looked_at(batch))
     positions = 4 // shuffle**2 + keep
-    assert seen.shape == (2, 2 * positions, 32)
+    assert image_states.shape == (2, 2 * positions, 32)
     x = np.array(model.embed_tokens(jnp.asarray(batch["tokens"])))
-    x[0, 2 : 2 + 2 * positions] = seen[0]
+    x[0, 2 : 2 + 2 * positions] = image_states[0]
     expected = answered(x)
     np.testing.assert_allclose(answer(batch), expected, atol=1e-5)
     # The second row has no image: what is in its slots makes no difference.
-    other = {**batch, "images": np.concatenate([batch["images"][:1], 255 - batch["images"][1:]])}
-    np.testing.assert_allclose(answer(other), expected, atol=1e-5)
-    other = {**batch, "images": 255 - batch["images"]}
-    assert np.abs(np.asarray(answer(other))[0] - expected[0]).max() > 1e-3
+    changed = {**batch, "images": np.concatenate([batch["images"][:1], 255 - batch["images"][1:]])}
+    np.testing.assert_allclose(answer(changed), expected, atol=1e-5)
+    changed = {**batch, "images": 255 - batch["images"]}
+    assert np.abs(np.asarray(answer(changed))[0] - expected[0]).max() > 1e-3
 
 
 def test_class_tokens_are_positions_of_the_decoder_if_they_are_kept() -> None:
-    model, batch, seen = built(llava()), rows(llava()), {}
+    model, batch, image_states = built(llava()), rows(llava()), {}
     for keep in (False, True):
-        model.cfg, looking = replace(llava(), keep_class_tokens=keep), VisionSection(model)
+        model.cfg, section = replace(llava(), keep_class_tokens=keep), VisionSection(model)
         assert model.cfg.schema()["images"].placeholder == Placeholder(IMAGE, 4 + keep)
         assert {side.per_token for side in model.cfg.section_facts()[1].matmuls} == {2 * (4 + keep) / LENGTH}
         # Class token, 2 x 2 patches, padding.
         states = jnp.asarray(np.random.default_rng(1).standard_normal((4, 8, 64)), jnp.float32)
-        seen[keep] = np.asarray(looking.leave(states, looking.context(batch, None))).reshape(4, 4 + keep, 32)
+        image_states[keep] = np.asarray(section.leave(states, section.context(batch, None))).reshape(4, 4 + keep, 32)
         first = 0 if keep else 1
         expected = model.projector(model.vision.norm(states[:, first:5]))
-        np.testing.assert_allclose(seen[keep], expected, atol=1e-6)
-    np.testing.assert_allclose(seen[True][:, 1:], seen[False], atol=1e-6)
-    assert np.abs(seen[True][:, 0] - seen[True][:, 1]).max() > 1e-3
+        np.testing.assert_allclose(image_states[keep], expected, atol=1e-6)
+    np.testing.assert_allclose(image_states[True][:, 1:], image_states[False], atol=1e-6)
+    assert np.abs(image_states[True][:, 0] - image_states[True][:, 1]).max() > 1e-3
 
 
 def test_a_gated_projector_without_biases() -> None:
@@ -177,22 +177,22 @@ MIXED = ParallelConfig(data=2, tensor=2, sequence=True, data_sharding="zero1")
     ],
 )
 def test_trains_like_one_device(model: LlavaConfig, parallel: ParallelConfig) -> None:
-    one, many = (differentiate(model, on, microbatches=3, draw=batches) for on in (ONE, parallel))
-    np.testing.assert_allclose(many.loss, one.loss, rtol=1e-5)
-    assert np.abs(one.gradients["projector.down"]).max() > 0
-    for path, expected in one.gradients.items():
+    single, sharded = (differentiate(model, on, microbatches=3, draw=batches) for on in (ONE, parallel))
+    np.testing.assert_allclose(sharded.loss, single.loss, rtol=1e-5)
+    assert np.abs(single.gradients["projector.down"]).max() > 0
+    for path, expected in single.gradients.items():
         scale = max(np.abs(expected).max(), 1e-4)
-        np.testing.assert_allclose(many.gradients[path], expected, atol=1e-4 * scale, err_msg=path)
+        np.testing.assert_allclose(sharded.gradients[path], expected, atol=1e-4 * scale, err_msg=path)
 
 
 def test_facts_count_every_weight() -> None:
     model = llava()
-    made = build_program(model, ONE, microbatches=1)
+    trainer = program(model, ONE, microbatches=1)
     padding = (model.padded_vocabulary() - VOCABULARY) * 2 * model.hidden
-    counted = sum(int(np.prod(spec.shape)) for spec in made.declared.values()) - padding
-    assert demand_facts(model).parameter_count().total == counted
+    parameters = sum(int(np.prod(spec.shape)) for spec in trainer.declared.values()) - padding
+    assert demand_facts(model).parameter_count().total == parameters
     weights = {weight.name: weight.shape for section in model.section_facts() for weight in section.weights}
-    assert weights == {path: made.declared[path].shape for path in weights}
+    assert weights == {path: trainer.declared[path].shape for path in weights}
 
 
 @pytest.mark.slow
@@ -202,12 +202,12 @@ def test_a_frozen_tower_costs_no_gradient() -> None:
 
     def compiled(trainable: tuple[str, ...]) -> tuple[float, Program]:
         frozen = replace(cfg, optimizer=replace(cfg.optimizer, trainable=trainable))
-        made = Program.of(frozen, build_mesh(ONE))
-        with within(made):
-            state, batch = start(made), place(made, batches(0))
-            return made.train_step.lower(state, batch).compile().cost_analysis()["flops"], made
+        trainer = Program.of(frozen, build_mesh(ONE))
+        with within(trainer):
+            state, batch = start(trainer), place(trainer, batches(0))
+            return trainer.train_step.lower(state, batch).compile().cost_analysis()["flops"], trainer
 
-    whole, all_trained = compiled(("*",))
+    frozen_program, all_trained = compiled(("*",))
     language, decoder = compiled(("projector.*", "tokens", "stack.*", "norm.*", "head"))
     projector, _ = compiled(("projector.*",))
     assert not any(path.startswith("vision.") for path in decoder.optimizer.declared)
@@ -215,7 +215,7 @@ def test_a_frozen_tower_costs_no_gradient() -> None:
     # Of the tower, two of three matmuls are those of gradients.
     # The compiler counts what is in a loop once: one layer.
     forward = 2 * ROWS * 2 * 8 * 6 * 64**2
-    assert whole - language >= 2 * forward
+    assert frozen_program - language >= 2 * forward
     assert projector < language
 
 
@@ -251,8 +251,8 @@ def test_positions_of_another_image_size_are_interpolated() -> None:
     sizes = {"height": 8, "width": 8, "patch": 4, "class_tokens": 1, "hidden": 64}
     for settings in ({f"model.vision.{name}": value for name, value in sizes.items()} | {"model.hidden": 32},
                      {f"model.{name}": value for name, value in sizes.items()}):  # fmt: skip
-        fitted = model.refit("vision.positions", table, settings)
-        assert fitted.shape == (17, 64)
-        np.testing.assert_array_equal(fitted[0], table[0])
-        np.testing.assert_allclose(fitted[1], table[1], atol=1e-5)  # the corner
+        resized = model.refit("vision.positions", table, settings)
+        assert resized.shape == (17, 64)
+        np.testing.assert_array_equal(resized[0], table[0])
+        np.testing.assert_allclose(resized[1], table[1], atol=1e-5)  # the corner
     assert model.refit("positions", table, settings) is None

@@ -37,9 +37,9 @@ def test_what_is_ahead_ends_with_the_row_and_the_document():
 class Known:
     """A model that is told the loss of every token, [B, S] of its own head and of one ahead."""
 
-    def __init__(self, main: np.ndarray, further: np.ndarray, reweighted: str):
+    def __init__(self, main: np.ndarray, ahead: np.ndarray, reweighted: str):
         self.cfg = SimpleNamespace(prediction=PredictionConfig(weight=0.5, reweighted=reweighted))
-        self.main, self.ahead, self.layout = main, further, LAYOUT
+        self.main, self.ahead, self.layout = main, ahead, LAYOUT
 
     def final_norm(self, x):
         return self.main
@@ -63,10 +63,10 @@ class Known:
 )
 def test_tokens_that_have_nothing_to_predict_are_made_up_for(average, reweighted, expected):
     mask = np.array([[1, 1, 1, 0], [1, 1, 0, 0]], np.float32)
-    further = np.array([[10.0] * 4, [100.0] * 4], np.float32)
+    ahead = np.array([[10.0] * 4, [100.0] * 4], np.float32)
     zeros = np.zeros((2, 4), np.int32)
     batch = {"tokens": zeros, "labels": zeros, "loss_mask": mask}
-    model = Known(np.ones((2, 4), np.float32), further, reweighted)
+    model = Known(np.ones((2, 4), np.float32), ahead, reweighted)
     losses = DecoderLM.loss(model, None, batch, SimpleNamespace(segments=None), LossReduction(average))
     assert float(losses.loss_sum) == pytest.approx(expected, rel=1e-6)
 
@@ -84,7 +84,7 @@ def test_tokens_that_have_nothing_to_predict_are_made_up_for(average, reweighted
 )
 def test_a_pipeline_trains_them_like_one_device(name, parallel):
     cfg: DecoderConfig = MODELS[name]
-    expected, actual = (train(cfg, each, microbatches=3, steps=1) for each in (ParallelConfig(data=1), parallel))
+    expected, actual = (train(cfg, layout, microbatches=3, steps=1) for layout in (ParallelConfig(data=1), parallel))
     np.testing.assert_allclose(actual.losses, expected.losses, rtol=1e-5)
     np.testing.assert_allclose(actual.evaluation, expected.evaluation, rtol=1e-5)
     np.testing.assert_allclose(actual.norms, expected.norms, rtol=1e-5)

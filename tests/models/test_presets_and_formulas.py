@@ -109,15 +109,15 @@ def shapes(cfg: DecoderConfig) -> dict[str, tuple[int, ...]]:
 
 @pytest.mark.parametrize("cfg", [*MODELS.values(), *MIXTURES.values()], ids=[*MODELS, *MIXTURES])
 def test_parameter_count_is_what_the_arrays_hold(cfg):
-    held = shapes(cfg)
+    declared = shapes(cfg)
     padding = cfg.hidden * (cfg.padded_vocabulary() - cfg.vocabulary_size)
-    tables = {path: prod(held[path]) for path in ("tokens", "positions", "head") if path in held}
+    tables = {path: prod(declared[path]) for path in ("tokens", "positions", "head") if path in declared}
     count = cfg.parameter_count()
     assert cfg.padded_vocabulary() % 128 == 0
     assert ("head" in tables) is not cfg.tied
     assert count.embedding == tables["tokens"] - padding + tables.get("positions", 0)
     assert count.head == tables.get("head", padding) - padding
-    assert count.layers == sum(map(prod, held.values())) - sum(tables.values())
+    assert count.layers == sum(map(prod, declared.values())) - sum(tables.values())
     assert count.total == count.layers + count.embedding + count.head
 
 
@@ -181,8 +181,8 @@ def test_a_token_passes_as_many_weights_as_were_published(cfg, published, table)
 
 def test_deepseek_v3_predicts_ahead_with_as_many_weights_as_released():
     """README_WEIGHTS.md of the release: 11.5 B, without tables."""
-    count, alone = (cfg.parameter_count() for cfg in (deepseek("v3"), replace(deepseek("v3"), prediction=None)))
-    assert (count.total - alone.total) / 1e9 == pytest.approx(11.5, abs=0.15)
+    count, main_count = (cfg.parameter_count() for cfg in (deepseek("v3"), replace(deepseek("v3"), prediction=None)))
+    assert (count.total - main_count.total) / 1e9 == pytest.approx(11.5, abs=0.15)
 
 
 @pytest.mark.parametrize(
@@ -211,9 +211,9 @@ def test_nemotron_h_has_the_layers_of_the_paper(size, layers):
 @pytest.mark.parametrize("size", [size for size in GPT3 if size != "debug"])
 def test_gpt3_sizes_are_what_they_are_called(size):
     """Never released; the paper's names are rounded. 50m is counted with a vocabulary of bytes."""
-    called = float(size[:-1]) * {"m": 1e6, "b": 1e9}[size[-1]]
+    nominal = float(size[:-1]) * {"m": 1e6, "b": 1e9}[size[-1]]
     model = gpt3(size, sequence_length=512, vocabulary_size=257) if size == "50m" else gpt3(size)
-    assert abs(model.parameter_count().total / called - 1) < 0.025
+    assert abs(model.parameter_count().total / nominal - 1) < 0.025
 
 
 @pytest.mark.parametrize("cfg", MODELS.values(), ids=MODELS)
@@ -231,8 +231,8 @@ def test_operations_are_six_for_each_weight_of_a_matmul_and_attention(cfg):
     for mixer in mixers:
         if isinstance(mixer, LatentAttentionConfig):
             in_matmuls += mixer.key_value_rank + (mixer.query_rank or 0)
-    further = len(cfg.predicting_blocks())
-    in_matmuls += (1 + further) * cfg.hidden * cfg.padded_vocabulary() + further * 3 * cfg.hidden
+    heads = len(cfg.predicting_blocks())
+    in_matmuls += (1 + heads) * cfg.hidden * cfg.padded_vocabulary() + heads * 3 * cfg.hidden
     widths = 0
     for mixer in mixers + [block.mixer for block in cfg.predicting_blocks()]:
         size = mixer.size(cfg.hidden)
@@ -248,16 +248,16 @@ def test_a_wider_model_starts_narrower_and_scales_embeddings_scores_and_logits()
     plain = replace(EVERYTHING, hidden=64, stack=StackConfig(pattern=(block,), repeats=2), embedding_std=0.5)
     wide = replace(plain, width_scaling=WidthScalingConfig(base_hidden=16, base_head_dim=4, embedding=3.0))
     layout = Layout(Plan.of(ParallelConfig()))
-    one, other = (nnx.eval_shape(lambda cfg=cfg: cfg.build(layout)) for cfg in (plain, wide))
-    before, after = specs(one), specs(other)
+    first, second = (nnx.eval_shape(lambda cfg=cfg: cfg.build(layout)) for cfg in (plain, wide))
+    before, after = specs(first), specs(second)
     for path, spec in before.items():
         if spec.role == "weight":
             ratio = 2 if path.startswith("stack") else 1
             assert spec.init.std == pytest.approx(after[path].init.std * ratio), path
     assert before["tokens"].init.std == 0.5 and before["head"].init.std == 0.02
     assert wide.logit_factor() == 1 / 4 and plain.logit_factor() == 1
-    assert one.stack.blocks[0].mixer.core.scale == 16**-0.5
-    assert other.stack.blocks[0].mixer.core.scale == 4**0.5 / 16
+    assert first.stack.blocks[0].mixer.core.scale == 16**-0.5
+    assert second.stack.blocks[0].mixer.core.scale == 4**0.5 / 16
 
 
 def test_norms_of_further_heads_are_on_every_device_in_the_memory_report():
@@ -267,8 +267,8 @@ def test_norms_of_further_heads_are_on_every_device_in_the_memory_report():
         hidden=64, vocabulary_size=128, sequence_length=8, stack=StackConfig(pattern=(block,), repeats=2)
     )
     ahead = replace(plain, prediction=PredictionConfig(depth=2))
-    one, other = (memory_report(cfg, MemorySetting(tensor=4)).most_loaded for cfg in (plain, ahead))
-    assert other - one == 2 * ((4 * 64 * 64 + 3 * 64 * 80) / 4 + 2 * 64)
+    first, second = (memory_report(cfg, MemorySetting(tensor=4)).most_loaded for cfg in (plain, ahead))
+    assert second - first == 2 * ((4 * 64 * 64 + 3 * 64 * 80) / 4 + 2 * 64)
 
 
 def test_gpt3_175b_is_what_the_paper_says_it_cost():

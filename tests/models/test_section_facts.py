@@ -71,33 +71,33 @@ def test_weights_are_those_that_modules_declare(cfg: DecoderConfig | ViTConfig) 
         declared[weight.name] = weight.shape, weight.axes
     held = specs(nnx.eval_shape(lambda: cfg.build(layout())))
     assert {path: (spec.shape, spec.axes) for path, spec in held.items()} == declared
-    cut = [prod(spec.shape) // spec.shape[0] for spec in held.values() if "vocab" in spec.axes]
-    unused = (cfg.head_facts().columns - VOCABULARY) * sum(cut)
+    row_sizes = [prod(spec.shape) // spec.shape[0] for spec in held.values() if "vocab" in spec.axes]
+    unused = (cfg.head_facts().columns - VOCABULARY) * sum(row_sizes)
     assert cfg.parameter_count().total == sum(prod(spec.shape) for spec in held.values()) - unused
 
 
 def test_tables_of_relative_positions_are_counted_in_both_sections() -> None:
     cfg = positioned(rope=False)
-    held = specs(nnx.eval_shape(lambda: cfg.build(layout())))
-    assert {"encoder.stack.relative.table", "stack.relative.table"} <= held.keys()
+    declared = specs(nnx.eval_shape(lambda: cfg.build(layout())))
+    assert {"encoder.stack.relative.table", "stack.relative.table"} <= declared.keys()
     unused = (cfg.head_facts().columns - VOCABULARY) * sum(
-        prod(spec.shape) // spec.shape[0] for spec in held.values() if "vocab" in spec.axes
+        prod(spec.shape) // spec.shape[0] for spec in declared.values() if "vocab" in spec.axes
     )
-    assert cfg.parameter_count().total == sum(prod(spec.shape) for spec in held.values()) - unused
+    assert cfg.parameter_count().total == sum(prod(spec.shape) for spec in declared.values()) - unused
 
 
 def products(jaxpr: Any, times: int = 1) -> Iterator[int]:
     """Operations of each matrix product of a traced function."""
-    for one in jaxpr.eqns:
-        inner = times * one.params["length"] if one.primitive.name == "scan" else times
-        for value in one.params.values():
+    for equation in jaxpr.eqns:
+        inner = times * equation.params["length"] if equation.primitive.name == "scan" else times
+        for value in equation.params.values():
             for closed in value if isinstance(value, tuple | list) else [value]:
                 if hasattr(inside := getattr(closed, "jaxpr", closed), "eqns"):
                     yield from products(inside, inner)
-        if one.primitive.name == "dot_general":
-            (contracted, _), _ = one.params["dimension_numbers"]
-            sides = one.invars[0].aval.shape
-            yield 2 * times * one.outvars[0].aval.size * prod(sides[axis] for axis in contracted)
+        if equation.primitive.name == "dot_general":
+            (contracted, _), _ = equation.params["dimension_numbers"]
+            sides = equation.invars[0].aval.shape
+            yield 2 * times * equation.outvars[0].aval.size * prod(sides[axis] for axis in contracted)
 
 
 @pytest.mark.parametrize("cfg", MODELS.values(), ids=MODELS)
@@ -143,18 +143,20 @@ def test_operations_are_those_of_the_compiled_step() -> None:
     )
     model = replace(model, hidden=128, encoder=encoder, stack=stack, unroll=None, loss_chunk=4096)
     model = replace(model, sequence_length=64, encoder_length=160)
-    made = build_program(model, ONE, microbatches=1)
-    step: Any = made.train_step
-    analysis = step.lower(made.state_like(), made.batch_like()).compile().cost_analysis()
-    counted = count_flops(model).full * ROWS * model.sequence_length
-    assert 0.94 < counted / analysis["flops"] < 1
+    trainer = program(model, ONE, microbatches=1)
+    step: Any = trainer.train_step
+    analysis = step.lower(trainer.state_like(), trainer.batch_like()).compile().cost_analysis()
+    formula = count_flops(model).full * ROWS * model.sequence_length
+    assert 0.94 < formula / analysis["flops"] < 1
 
 
 def test_attention_in_both_directions_counts_whole_squares() -> None:
     (block,) = bert().stack.pattern
     causal = replace(block, mixer=replace(block.mixer, causal=True))
-    one, other = (replace(bert(), stack=replace(bert().stack, pattern=(each,))) for each in (block, causal))
-    assert count_flops(one).full == count_flops(other).full == count_flops(one).causal > count_flops(other).causal
+    first, second = (
+        replace(bert(), stack=replace(bert().stack, pattern=(changed_block,))) for changed_block in (block, causal)
+    )
+    assert count_flops(first).full == count_flops(second).full == count_flops(first).causal > count_flops(second).causal
 
 
 def test_sections_of_t5() -> None:

@@ -32,7 +32,7 @@ MLP = GatedMLPConfig(ffn=20, activation="gelu_tanh")
 
 def config(*, rope: bool, read: int = 13, written: int = 7) -> T5Config:
     plain = AttentionConfig(heads=HEADS, head_dim=SIZE, rope=RopeConfig(base=100.0) if rope else None)
-    reading = replace(plain, causal=False, relative=None if rope else replace(RELATIVE, both_ways=True))
+    encoder_mixer = replace(plain, causal=False, relative=None if rope else replace(RELATIVE, both_ways=True))
     writing = replace(plain, relative=None if rope else RELATIVE)
     cross = CrossAttentionConfig(heads=HEADS, head_dim=SIZE)
     return T5Config(
@@ -40,7 +40,7 @@ def config(*, rope: bool, read: int = 13, written: int = 7) -> T5Config:
         vocabulary_size=WORDS,
         sequence_length=written,
         encoder_length=read,
-        encoder=StackConfig(pattern=(BlockConfig(mixer=reading, mlp=MLP, norm=NORM),), repeats=2),
+        encoder=StackConfig(pattern=(BlockConfig(mixer=encoder_mixer, mlp=MLP, norm=NORM),), repeats=2),
         stack=StackConfig(pattern=(CrossBlockConfig(mixer=writing, cross=cross, mlp=MLP, norm=NORM),), repeats=2),
         norm=NORM,
         vocabulary_multiple=1,
@@ -65,12 +65,12 @@ def turned(x: np.ndarray) -> np.ndarray:
 
 def bucket(after: int, both_ways: bool) -> int:
     """Raffel et al. 2020, section 2.1, one distance at a time."""
-    each = 4 if both_ways else 8
-    first, away = (each if both_ways and after > 0 else 0), abs(after) if both_ways else max(-after, 0)
-    single = each // 2
+    buckets = 4 if both_ways else 8
+    first, away = (buckets if both_ways and after > 0 else 0), abs(after) if both_ways else max(-after, 0)
+    single = buckets // 2
     if away < single:
         return first + away
-    return first + min(each - 1, single + int(np.log(away / single) / np.log(12 / single) * (each - single)))
+    return first + min(buckets - 1, single + int(np.log(away / single) / np.log(12 / single) * (buckets - single)))
 
 
 class Plain:
@@ -113,9 +113,9 @@ class Plain:
             x = x + self.mlp(f"{b}.mlp", layer, self.norm(x, self.w[f"{b}.mlp_norm.gain"][layer]))
         return self.norm(x, self.w[f"{path}norm.gain"])
 
-    def logits(self, read: np.ndarray, written: np.ndarray) -> np.ndarray:
-        memory = self.stack("encoder.", self.w["tokens"][read], None)
-        return self.stack("", self.w["tokens"][written], memory) @ self.w["tokens"].T + self.w["head_bias"]
+    def logits(self, encoder_tokens: np.ndarray, decoder_tokens: np.ndarray) -> np.ndarray:
+        memory = self.stack("encoder.", self.w["tokens"][encoder_tokens], None)
+        return self.stack("", self.w["tokens"][decoder_tokens], memory) @ self.w["tokens"].T + self.w["head_bias"]
 
 
 @pytest.mark.parametrize("rope", [pytest.param(True, marks=pytest.mark.slow), False], ids=["rotary", "relative"])
@@ -123,45 +123,48 @@ def test_logits_match_numpy_and_padding_changes_nothing(rope: bool) -> None:
     cfg = config(rope=rope)
     abstract, weights = made(cfg)
     draw = np.random.default_rng(1)
-    read, written = draw.integers(0, WORDS, (2, 13)), draw.integers(0, WORDS, (2, 7))
+    encoder_tokens, decoder_tokens = draw.integers(0, WORDS, (2, 13)), draw.integers(0, WORDS, (2, 7))
     lengths = np.array([[9, 5], [13, 7]])
     ids = [jnp.asarray(np.arange(n)[None] < of[:, None], jnp.int32) for n, of in zip((13, 7), lengths.T, strict=True)]
 
     @jax.jit
-    def run(read: jax.Array, written: jax.Array):
+    def run(encoder_tokens: jax.Array, decoder_tokens: jax.Array):
         params = {path: jnp.asarray(w, jnp.float32) for path, w in weights.items()}
 
         def total(params):
-            logits = bind(abstract, params)(written, None, ids[1], read, ids[0])
+            logits = bind(abstract, params)(decoder_tokens, None, ids[1], encoder_tokens, ids[0])
             return jnp.sum(logits**2 * ids[1][..., None]), logits
 
         (_, logits), gradients = jax.value_and_grad(total, has_aux=True)(params)
         return logits, {path: grad for path, grad in gradients.items() if path not in ("tokens", "head_bias")}
 
     with jax.default_matmul_precision("highest"):
-        logits, gradients = run(read, written)
-        others = [
-            np.where(np.asarray(mask) == 1, x, (x + 1) % WORDS) for x, mask in zip((read, written), ids, strict=True)
+        logits, gradients = run(encoder_tokens, decoder_tokens)
+        changed_inputs = [
+            np.where(np.asarray(mask) == 1, x, (x + 1) % WORDS)
+            for x, mask in zip((encoder_tokens, decoder_tokens), ids, strict=True)
         ]
-        changed, same = run(*others)
+        changed, unchanged = run(*changed_inputs)
     plain = Plain(cfg, weights)
     for row, (reads, writes) in enumerate(lengths):
-        expected = plain.logits(read[row, :reads], written[row, :writes])
+        expected = plain.logits(encoder_tokens[row, :reads], decoder_tokens[row, :writes])
         np.testing.assert_allclose(logits[row, :writes], expected, atol=1e-4 * np.abs(expected).max())
         np.testing.assert_array_equal(changed[row, :writes], logits[row, :writes])
     for path, gradient in gradients.items():
         assert np.isfinite(gradient).all() and np.abs(gradient).max() > 0, path
-        np.testing.assert_array_equal(gradient, same[path], err_msg=path)
+        np.testing.assert_array_equal(gradient, unchanged[path], err_msg=path)
 
 
 def test_tables_that_do_not_fit_their_section_are_refused() -> None:
     cfg = config(rope=False)
-    (read,), (write,) = cfg.encoder.pattern, cfg.stack.pattern
-    for changed, where in (
+    (encoder_block,), (write,) = cfg.encoder.pattern, cfg.stack.pattern
+    for changed, place in (
         (
             replace(
                 cfg,
-                encoder=StackConfig(pattern=(replace(read, mixer=replace(read.mixer, relative=RELATIVE)),), repeats=2),
+                encoder=StackConfig(
+                    pattern=(replace(encoder_block, mixer=replace(encoder_block.mixer, relative=RELATIVE)),), repeats=2
+                ),
             ),
             "encoder.pattern.0.mixer.relative.both_ways",
         ),
@@ -169,10 +172,11 @@ def test_tables_that_do_not_fit_their_section_are_refused() -> None:
             replace(
                 cfg,
                 stack=StackConfig(
-                    pattern=(replace(write, mixer=replace(write.mixer, relative=read.mixer.relative)),), repeats=2
+                    pattern=(replace(write, mixer=replace(write.mixer, relative=encoder_block.mixer.relative)),),
+                    repeats=2,
                 ),
             ),
             "stack.pattern.0.mixer.relative.both_ways",
         ),
     ):
-        assert [problem.setting for problem in changed.problems()] == [where]
+        assert [problem.setting for problem in changed.problems()] == [place]

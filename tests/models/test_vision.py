@@ -142,21 +142,23 @@ PIPELINE = ParallelConfig(pipeline=2, data=2, tensor=2, sequence=True, schedule=
 def test_trains_like_one_device(model: ViTConfig, parallel: ParallelConfig) -> None:
     microbatches = 6 if parallel.virtual_stages > 1 else 3
     draw = pixels if isinstance(model.head, SegmenterConfig) else images
-    one, many = (differentiate(model, on, microbatches=microbatches, draw=draw) for on in (ONE, parallel))
-    np.testing.assert_allclose(many.loss, one.loss, rtol=1e-5)
-    assert many.padding == 0
-    for path, expected in one.gradients.items():
+    single, sharded = (differentiate(model, on, microbatches=microbatches, draw=draw) for on in (ONE, parallel))
+    np.testing.assert_allclose(sharded.loss, single.loss, rtol=1e-5)
+    assert sharded.padding == 0
+    for path, expected in single.gradients.items():
         scale = max(np.abs(expected).max(), 1e-4)
-        np.testing.assert_allclose(many.gradients[path], expected, atol=1e-4 * scale, err_msg=path)
+        np.testing.assert_allclose(sharded.gradients[path], expected, atol=1e-4 * scale, err_msg=path)
 
 
 def built(cfg: ViTConfig) -> tuple[Any, dict[str, np.ndarray]]:
     """The module without values, and random values."""
     abstract = nnx.eval_shape(lambda: cfg.build(Layout(Plan.of(ONE))))
     rng = np.random.default_rng(0)
-    spread = {path: spec.init.std if isinstance(spec.init, Normal) else 0.1 for path, spec in specs(abstract).items()}
+    deviations = {
+        path: spec.init.std if isinstance(spec.init, Normal) else 0.1 for path, spec in specs(abstract).items()
+    }
     return abstract, {
-        path: rng.normal(spec.role == "gain", spread[path], spec.shape).astype(np.float32)
+        path: rng.normal(spec.role == "gain", deviations[path], spec.shape).astype(np.float32)
         for path, spec in specs(abstract).items()
     }
 
@@ -207,9 +209,9 @@ def test_the_loss_is_that_of_the_formula() -> None:
     log_p = logits - np.log(np.exp(logits).sum(1, keepdims=True))
     one_hot, mix = np.eye(CLASSES), batch["mix"][:, None]
     target = mix * one_hot[batch["labels"]] + (1 - mix) * one_hot[batch["other_labels"]]
-    counted = batch["loss_mask"].sum()
-    for name, wanted in (("loss", target), (None, 0.9 * target + 0.1 / CLASSES)):
-        expected = (-(wanted * log_p).sum(1) * batch["loss_mask"]).sum() / counted
+    weight = batch["loss_mask"].sum()
+    for name, target_row in (("loss", target), (None, 0.9 * target + 0.1 / CLASSES)):
+        expected = (-(target_row * log_p).sum(1) * batch["loss_mask"]).sum() / weight
         actual = quotient(*loss.metrics[name]) if name else loss.loss_sum / loss.weight_sum
         np.testing.assert_allclose(actual, expected, rtol=1e-5)
 
@@ -221,14 +223,14 @@ def test_iou_is_the_mean_over_classes_that_occur() -> None:
     logits[..., 3], batch["labels"][batch["labels"] == 3] = -9, 255  # class 3 occurs nowhere
     rows = {name: jnp.asarray(leaf) for name, leaf in batch.items() if name in ("labels", "images")}
     loss = abstract.head.loss(jnp.asarray(logits), rows, LossReduction())
-    counted, found = batch["labels"] != 255, logits.argmax(-1)
-    pairs = [(batch["labels"][counted] == number, found[counted] == number) for number in (0, 1, 2, 4)]
-    expected = np.mean([(true & taken).sum() / (true | taken).sum() for true, taken in pairs])
+    valid, predicted_classes = batch["labels"] != 255, logits.argmax(-1)
+    pairs = [(batch["labels"][valid] == number, predicted_classes[valid] == number) for number in (0, 1, 2, 4)]
+    expected = np.mean([(true & predicted).sum() / (true | predicted).sum() for true, predicted in pairs])
     np.testing.assert_allclose(quotient(*loss.metrics["iou"]), expected, rtol=1e-6)
-    shares = [(found[row] == batch["labels"][row])[counted[row]].sum() / SIZE**2 for row in range(ROWS)]
-    right, weight = loss.metrics["accuracy"]
-    np.testing.assert_allclose(right, sum(shares), rtol=1e-6)
-    np.testing.assert_allclose(weight, counted.sum() / SIZE**2, rtol=1e-6)
+    shares = [(predicted_classes[row] == batch["labels"][row])[valid[row]].sum() / SIZE**2 for row in range(ROWS)]
+    correct, weight = loss.metrics["accuracy"]
+    np.testing.assert_allclose(correct, sum(shares), rtol=1e-6)
+    np.testing.assert_allclose(weight, valid.sum() / SIZE**2, rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -297,15 +299,15 @@ def test_a_block_scales_channels_and_normalises_over_heads() -> None:
     cfg = intern()
     _, params = built(cfg)
     x = np.random.default_rng(5).normal(0, 1, (2, 20, 32)).astype(np.float32)
-    one = {path: w[:1] for path, w in params.items() if path.startswith("stack.")}
+    first_layers = {path: w[:1] for path, w in params.items() if path.startswith("stack.")}
     short = nnx.eval_shape(lambda: replace(cfg, stack=replace(cfg.stack, repeats=1)).build(Layout(Plan.of(ONE))))
 
     def forward(params: Any, x: Any) -> Any:
         model = bind(short, params)
         return model.stack(x, model.image_context(2))
 
-    actual = jax.jit(forward)({**params, **one}, x)
-    w = {path.removeprefix("stack.blocks.0."): rows[0] for path, rows in one.items()}
+    actual = jax.jit(forward)({**params, **first_layers}, x)
+    w = {path.removeprefix("stack.blocks.0."): rows[0] for path, rows in first_layers.items()}
 
     def rms(x: np.ndarray, gain: np.ndarray) -> np.ndarray:
         return x / np.sqrt(np.mean(x**2, -1, keepdims=True) + 1e-5) * gain
