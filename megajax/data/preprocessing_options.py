@@ -29,14 +29,14 @@ class Preprocessing(Builds):
         keys: keys of text in JSON lines, or columns of Parquet; the key of plain text is "text".
         append_eod: end every document that is not empty with the tokenizer's `eod`.
         split_sentences: a sequence for each sentence, for masked data; the output is PREFIX_KEY_sentence.
-        rule: how plain text is divided into documents.
+        rule: divides plain text into documents.
         format: jsonl, text or parquet; None: by the names of the files.
-        targets: files of plain text whose lines belong to those of `inputs`; then there are two `keys`, one for each.
-        pairs: the texts of a row belong together, so each needs one.
-        on_error: stop: a row with something wrong ends the job; skip: leave such rows out, and count them.
+        targets: files of plain text whose lines correspond to those of `inputs`; needs two `keys`, one for each side.
+        pairs: the texts of a row form a pair, so none may be empty.
+        on_error: stop: an invalid row ends the job; skip: skip and count invalid rows.
         workers: maximum number of processes.
-        partitions: number of parts of the input, each read and written by a process of its own and merged in order; 1:
-            one process reads everything. Does not affect the result.
+        partitions: number of parts of the input, each read and written by a separate process, and merged in order; 1: a
+            single process reads everything. Does not affect the result.
         overwrite: replace existing output.
         chunk_bytes: bytes of text per chunk; does not affect the result.
     """
@@ -72,7 +72,7 @@ class Preprocessing(Builds):
 
 
 PAIR_KEYS = ("source", "target")
-"""Keys of two files of plain text whose lines belong together."""
+"""Keys of two files of plain text with corresponding lines."""
 EPILOG = """examples:
   JSON lines, GPT-2 tokens, 8 processes:
     python -m megajax.preprocess --input corpus/*.jsonl.zst --output-prefix data/corpus --append-eod --workers=8 \\
@@ -89,7 +89,7 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     result = argparse.ArgumentParser(
         prog="python -m megajax.preprocess",
-        description="Tokenise text into PREFIX_KEY_document.bin and .idx, which training reads (Megatron-LM's format).",
+        description="Tokenize text into PREFIX_KEY_document.bin and .idx, which training reads (Megatron-LM's format).",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -135,19 +135,19 @@ def parser() -> argparse.ArgumentParser:
 
 
 def document_rule(options: argparse.Namespace) -> DocumentRule:
-    """How plain text is divided into documents. Raises UserError for two options or an invalid pattern."""
+    """The rule that divides plain text into documents. Raises UserError for two options or an invalid pattern."""
     if options.document_regex is None:
         return RULES[options.document or "file"]()
     if options.document is not None:
-        raise UserError("--document and --document-regex both say what a document is; give one of them.")
+        raise UserError("--document and --document-regex both define documents; give one of them.")
     try:
         return MarkedLines(re.compile(options.document_regex))
     except re.error as error:
-        raise UserError(f"--document-regex {options.document_regex!r} is no regular expression: {error}.") from error
+        raise UserError(f"--document-regex {options.document_regex!r} is not a regular expression: {error}.") from error
 
 
 def _settings(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Settings of the tokenizer, "--tokenizer.NAME=VALUE", and the other words."""
+    """Settings of the tokenizer, "--tokenizer.NAME=VALUE", and the other arguments."""
     settings, rest, remaining = [], [], list(arguments)
     while remaining:
         word = remaining.pop(0)
@@ -171,11 +171,11 @@ def parse(arguments: Sequence[str]) -> tuple[Preprocessing, float]:
     settings, rest = _settings(arguments)
     options = result.parse_args(rest)
     if options.workers < 1:
-        raise UserError(f"--workers={options.workers}: at least 1 process has to do the work.")
+        raise UserError(f"--workers={options.workers}: give at least 1.")
     if options.partitions < 1:
-        raise UserError(f"--partitions={options.partitions}: the input has at least 1 part.")
+        raise UserError(f"--partitions={options.partitions}: give at least 1.")
     if options.target and (options.document or options.document_regex):
-        raise UserError("--target pairs lines; --document and --document-regex have no meaning there. Leave them out.")
+        raise UserError("--target pairs lines; --document and --document-regex do not apply. Leave them out.")
     usual = PAIR_KEYS if options.target else (TEXT_KEY,)
     job = Preprocessing(
         inputs=tuple(options.input),

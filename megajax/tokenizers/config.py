@@ -9,7 +9,7 @@ from megajax.config.errors import Problem
 
 
 class TokenizerBuilder(Protocol):
-    """A tokenizer config of your own."""
+    """The interface of a tokenizer config."""
 
     def build(self) -> Any:
         """A `megajax.tokenizers.base.Tokenizer`."""
@@ -76,11 +76,11 @@ class SentencePieceTokenizerConfig(Builds):
     eod: str | None = None
     """Token that ends a document; none: the model's end of a sentence."""
     special_tokens: tuple[str, ...] = ()
-    """Tokens added after the model's pieces unless it has them. Written out in the text, they are these tokens."""
+    """Tokens added after the model's pieces unless it has them. Their names in the text are encoded as these tokens."""
     extra_ids: int = 0
     """Sentinels <extra_id_0>, … added after those: T5 needs one for each masked span, usually 100."""
     prepend_bos: bool = False
-    """Begin every encoded text with the model's beginning of a sentence."""
+    """Begin every encoded text with the model's token for the beginning of a sentence."""
 
     def problems(self) -> list[Problem]:
         return _special_token_problems(self.special_tokens) + _count_problems("extra_ids", self.extra_ids)
@@ -95,13 +95,13 @@ class TiktokenTokenizerConfig(Builds):
     path: str
     """Path of a JSON list of rank and token_bytes, or of lines with a token in base64 and its rank."""
     pattern: str = "v2"
-    """How text is cut before pairs are joined: v1 or v2, Megatron-LM's two patterns, or a regular expression."""
+    """Pattern that splits the text before pairs are merged: v1 or v2 (Megatron-LM's), or a regular expression."""
     special_tokens: tuple[str, ...] = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
     """Names of the first ids."""
     special_ids: int = 1000
-    """Ids kept for special tokens before the first rank; those without a name are <SPECIAL_7> and so on."""
+    """Ids reserved for special tokens before the first rank; those without a name are <SPECIAL_7> and so on."""
     vocabulary_size: int | None = None
-    """Number of ids, special ones included; the file's last ranks are left out; none: all ranks."""
+    """Number of ids, including special ones; further ranks of the file are dropped; none: all ranks."""
     eod: str = "</s>"
     """Token that ends a document."""
     special_tokens_in_text: bool = True
@@ -140,10 +140,10 @@ def _count_problems(setting: str, number: int) -> list[Problem]:
 
 
 def _special_token_problems(tokens: tuple[str, ...]) -> list[Problem]:
-    """Special tokens that are empty, have a blank in them, or are given twice."""
+    """Special tokens that are empty, contain a blank, or occur twice."""
     problems = []
     if invalid := [token for token in tokens if not token or len(token.split()) != 1 or token != token.strip()]:
-        problems.append(Problem("special_tokens", f"{invalid[0]!r} is empty or has a blank in it"))
+        problems.append(Problem("special_tokens", f"{invalid[0]!r} is empty or contains a blank"))
     if twice := [token for token in tokens if tokens.count(token) > 1]:
         problems.append(Problem("special_tokens", f"{twice[0]!r} is given twice"))
     return problems
@@ -163,18 +163,18 @@ TextTokenizerConfig = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MultimodalTokenizerConfig(Builds):
-    """Any tokenizer with tokens that stand for images and the like. Written out in the text, they are these tokens."""
+    """Any tokenizer with added tokens, as for images. Their names in the text are encoded as these tokens."""
 
     target: ClassVar[str] = "megajax.tokenizers.multimodal:MultimodalTokenizer"
 
     base: TextTokenizerConfig | TokenizerBuilder
     """The tokenizer of the text."""
     image: str = "<image>"
-    """Token that stands for an image: `specials["image"]`. Added after the vocabulary unless that has it."""
+    """Placeholder token of an image: `specials["image"]`. Added after the vocabulary unless it is in it."""
     added: Mapping[str, str] = field(default_factory=dict)
-    """More tokens by role, such as image_start: "<img>", each unless the vocabulary has it."""
+    """Role -> further token, such as image_start: "<img>". Added unless it is in the vocabulary."""
 
-    def __hash__(self) -> int:  # of a dataclass, it would be that of the mapping, which has none
+    def __hash__(self) -> int:  # the default would hash the mapping, which is not hashable
         return hash((self.base, self.image, tuple(sorted(self.added.items()))))
 
     def problems(self) -> list[Problem]:
@@ -182,4 +182,4 @@ class MultimodalTokenizerConfig(Builds):
 
 
 TokenizerConfig = TextTokenizerConfig | MultimodalTokenizerConfig
-"""Every tokenizer a run can name."""
+"""All built-in tokenizers."""

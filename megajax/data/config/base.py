@@ -1,4 +1,4 @@
-"""What configs of data share: how they are asked, how rows are read ahead, and where token files lie."""
+"""The common part of data configs: their interface, reading ahead, and token files."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -30,7 +30,7 @@ def at_least(setting: str, value: float, least: float) -> list[Problem]:
 
 
 def paths_problems(config: Any, files: str, hint: str) -> list[Problem]:
-    """Files for all splits together with files for each, or none at all. what: the files, in the message."""
+    """Both common and separate files for splits, or none at all. files: their kind, for the message."""
     separate = [f"{name}_paths" for name in NAMES if getattr(config, f"{name}_paths")]
     if config.paths and separate:
         return [Problem("paths", f"set together with {', '.join(separate)}", "use one of the two ways")]
@@ -38,7 +38,7 @@ def paths_problems(config: Any, files: str, hint: str) -> list[Problem]:
 
 
 class RowsConfig(Protocol):
-    """A data config of your own."""
+    """The interface of a data config."""
 
     loader: "LoaderConfig"
     """A field of the config."""
@@ -50,16 +50,16 @@ class RowsConfig(Protocol):
     def build(self, *, tokenizer: Any, schema: Schema, rows: Rows, seed: int) -> Splits:
         """Row sources (`len`, `[i]` -> mapping of arrays) for training, validation and test; pure functions of i.
 
-        With a method `files()`, the paths of what they read, a resume asks whether the content is still the same.
+        If a source has a method `files()`, the paths of the files that it reads, a resumed run checks their content.
 
-        schema: the leaves that the model reads; rows: how many rows of each split the run reads.
+        schema: the leaves that the model reads; rows: number of rows of each split that the run reads.
         """
         ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CyclicConfig(Builds):
-    """Rows in another random order in each pass over the data, the same as by Megatron-LM's cyclic data loader.
+    """Rows in a different random order in each pass over the data, as in Megatron-LM's cyclic data loader.
 
     The order depends on the number of data shards and on the rows of a microbatch.
     """
@@ -67,23 +67,23 @@ class CyclicConfig(Builds):
     target: ClassVar[str] = "megajax.data.cyclic:CyclicRows"
 
     buckets: bool = True
-    """Each data shard has a part of the rows for itself and shuffles that; false: all rows are shuffled together."""
+    """Each data shard shuffles its own part of the rows; false: all rows are shuffled together."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoaderConfig:
-    """Reading of rows: in which order, and how far ahead of the step that uses them."""
+    """Order of rows, and reading ahead of the step that uses them."""
 
     threads: int = 1
     """Threads that read batches. One is fastest for token files: more threads compete for Python's lock."""
     prefetch: int = 4
     """Batches read ahead and kept in host memory."""
     retries: int = 6
-    """How often a row is read again where the disk or file server fails; the first time after a quarter of a second,
-    then after twice as long each time."""
+    """Retries of a row when the disk or file server fails, the first after a quarter of a second, each further one
+    after twice the time."""
     cyclic: CyclicConfig | None = None
-    """Read rows in another random order in each pass, and as many passes as the run needs; none: in the order of the
-    data, which may already be random."""
+    """Read rows in a different random order in each pass, for as many passes as the run needs; none: in the order of
+    the data, which may already be random."""
 
     balance: Literal["none", "microbatch", "step"] = "none"
     """Assign the rows of a training step to data groups so that attention has about equal work in each. microbatch:
@@ -97,12 +97,12 @@ class LoaderConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenFilesConfig(Builds):
-    """Token files, one or a weighted blend of several, and how they are split."""
+    """A token file or a weighted blend of several, and their splits."""
 
     paths: tuple[str, ...] = ()
     """Prefixes of .bin/.idx pairs, each split into train, validation and test: "a,b", or with weights "0.3,a,0.7,b"."""
     train_paths: tuple[str, ...] = ()
-    """Prefixes, with or without weights, of training data only; in place of `paths`."""
+    """Prefixes, with or without weights, of training data only, instead of `paths`."""
     valid_paths: tuple[str, ...] = ()
     """The same for validation."""
     test_paths: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""Configs of GLUE, RACE and SQuAD, in the files that they come in."""
+"""Configs of GLUE, RACE and SQuAD, in their published files."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -25,12 +25,12 @@ class GlueFormat(NamedTuple):
     classes: tuple[str, ...]
     """Labels in the order of the model's classes; (): a number."""
     validation: tuple[tuple[str, str], ...] = (("", "dev.tsv"),)
-    """What figures of the file end with, and the file."""
+    """Suffix of the file's figures, and the file."""
     test: tuple[tuple[str, str], ...] = (("", "test.tsv"),)
     columns: tuple[str, ...] = ()
-    """Of files with labels, where they have no header."""
+    """Columns of files with labels, if they have no header."""
     skips: bool = False
-    """Rows with labels and another number of columns, or without a text, are left out, as everyone does."""
+    """Skip labelled rows with a wrong number of columns or without a text, as is common practice."""
 
 
 GLUE: Mapping[str, GlueFormat] = {
@@ -56,7 +56,7 @@ GLUE: Mapping[str, GlueFormat] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BenchmarkConfig(Builds):
-    """What data of benchmarks share. A pass reads every example once, in another random order."""
+    """The common settings of benchmark data. A pass reads every example once, in a different random order."""
 
     path: str
     """The folder of the benchmark, with its files as they are published."""
@@ -101,7 +101,7 @@ class RaceConfig(BenchmarkConfig):
     target: ClassVar[str] = "megajax.data.race:build_splits"
 
     longest_question: int = 128
-    """Tokens of a question with an option; longer ones are cut, as by Megatron-LM."""
+    """Tokens of a question with an option; longer ones are cut, as in Megatron-LM."""
 
     def leaves(self) -> dict[str, str]:
         """The leaves of a row, name -> dtype."""
@@ -115,13 +115,13 @@ class RaceConfig(BenchmarkConfig):
 class SquadConfig(BenchmarkConfig):
     """SQuAD (Rajpurkar et al. 2016, 2018): train-v1.1.json and dev-v1.1.json, or those of version 2.0, in a folder.
 
-    A paragraph that is too long for a row becomes several windows, a row each.
+    A paragraph that is too long for a row becomes several windows, each a row.
     """
 
     target: ClassVar[str] = "megajax.data.squad:build_splits"
 
     version: Literal["1.1", "2.0"] = "2.0"
-    """2.0 has questions without an answer."""
+    """2.0 also has questions without an answer."""
     stride: int = 128
     """Tokens between the starts of windows of a paragraph."""
     longest_question: int = 64
@@ -138,7 +138,7 @@ class SquadConfig(BenchmarkConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MockGlueConfig(GlueConfig):
-    """Synthetic files of a task of GLUE; a letter in the last text tells the class. Written where there are none."""
+    """Synthetic files of a task of GLUE; a letter in the last text indicates the class. Written unless they exist."""
 
     task: Literal["cola", "sst2", "mrpc", "stsb", "qqp", "mnli", "qnli", "rte", "wnli"] = "mnli"
     """Which one."""
@@ -152,7 +152,7 @@ class MockGlueConfig(GlueConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MockRaceConfig(RaceConfig):
-    """Synthetic files of RACE; the right options begin with the same letter. Written where there are none."""
+    """Synthetic files of RACE; the right options begin with the same letter. Written unless they exist."""
 
     path: str = "data/mock_benchmarks"
     """The folder for the folder of the files."""
@@ -164,7 +164,7 @@ class MockRaceConfig(RaceConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MockSquadConfig(SquadConfig):
-    """Synthetic files of SQuAD; the answers follow the same sign. Written where there are none."""
+    """Synthetic files of SQuAD; the answers follow the same sign. Written unless they exist."""
 
     path: str = "data/mock_benchmarks"
     """The folder for the folder of the files."""

@@ -22,7 +22,7 @@ class ChatConfig(Builds):
     paths: tuple[str, ...] = ()
     """Files of JSON lines (.gz and .zst too), split into training, validation and test together."""
     train_paths: tuple[str, ...] = ()
-    """Files of training data only; in place of `paths`."""
+    """Files of training data only, instead of `paths`."""
     valid_paths: tuple[str, ...] = ()
     """The same for validation."""
     test_paths: tuple[str, ...] = ()
@@ -30,26 +30,26 @@ class ChatConfig(Builds):
     split: str = "969,30,1"
     """Shares of training, validation and test in `paths`, by number of lines; scaled to a sum of 1."""
     template: str = "plain"
-    """Makes text of a conversation: a Jinja2 template, or a file with one (tokenizer_config.json too), or a name:
+    """Renders conversations as text: a Jinja2 template, a file with one (also a tokenizer_config.json), or a name:
     plain, chatml, identity, nemotron-h-aligned, nemotron-nano-v2."""
     loss: Literal["answers", "all"] = "answers"
-    """What the model learns: the assistant's messages, or everything."""
+    """Tokens with a loss: of the assistant's messages, or all."""
     packing: Literal["best_fit", "balanced", "lines"] = "best_fit"
-    """best_fit: rows of several lines with little padding, in another order in each epoch. balanced: the same, and
-    attention has about equal work on each row, as far as lines that are long by themselves allow. lines: a row for each
-    line, in the order of the files; a line may hold several conversations, each from a system message on."""
+    """best_fit: rows of several lines with little padding, in a different order in each epoch. balanced: the same, with
+    about equal attention work on each row, as far as single long lines allow. lines: a row for each line, in the order
+    of the files; a line may have several conversations, each of which begins with a system message."""
     isolate_padding: bool = True
-    """Number the padding behind the last conversation as short documents of its own, which attention hardly computes.
-    False: it belongs to the last conversation, as in Megatron-LM."""
+    """Divide the padding after the last conversation into short documents, which cost attention little. False: it
+    belongs to the last conversation, as in Megatron-LM."""
     cut_long: bool = False
     """Cut a line that is longer than a row; false: an error, as `on_error` says."""
     pad_multiple: int = 1
     """Pad each conversation to a multiple of this many tokens."""
     mask_pad: bool = False
-    """No loss wherever the label is the pad token, as in Megatron-LM. Where padding is the token that ends a
-    conversation, the model then does not learn to end."""
+    """No loss wherever the label is the pad token, as in Megatron-LM. If the pad token also ends conversations, the
+    model does not learn to end them."""
     on_error: Literal["stop", "skip"] = "stop"
-    """What to do at a line that is not a conversation: stop, or leave it out and count it."""
+    """What to do with an invalid line: stop, or skip and count it."""
     cache_dir: str | None = None
     """Folder for tokenized conversations; none: the user's cache folder."""
     seed: int | None = None

@@ -10,14 +10,14 @@ from megajax.data.config.images import PATHS_HINT, CropConfig, ImagesConfig
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImageTextRowsConfig(ImagesConfig):
-    """What rows of text with images share: the loss is on captions and answers."""
+    """The common settings of rows of text with images. The loss is on captions and answers."""
 
     tiles: int = 1
-    """An image is cut into up to this many tiles in the grid that suits its shape best, each as large as the model's
-    images, and a small copy of the whole is added if there are several (Chen et al. 2024, InternVL 1.5)."""
+    """Maximum number of tiles that an image is cut into, in the grid that best fits its shape, each of the size of the
+    model's images; several tiles are followed by a small copy of the image (Chen et al. 2024, InternVL 1.5)."""
     fit: Literal["pad", "crop", "stretch"] = "pad"
-    """How an image of another shape is brought to that of the model's: filled up with grey, cut to the middle, or
-    stretched. Tiles are always stretched."""
+    """Conversion of an image with another aspect ratio: padded with grey, cropped to the center, or stretched. Tiles
+    are always stretched."""
     prompt: str = ""
     """Text between the images and their caption, without loss."""
 
@@ -35,8 +35,8 @@ class ImageTextConfig(ImageTextRowsConfig):
     """JSON lines of images with captions or conversations. Long text is cut at the end of the row.
 
     {"image": PATH, "caption": TEXT}, or {"image": PATH, "messages": [{"role": "user", "content": "<image> What is
-    this?"}, {"role": "assistant", "content": TEXT}]}, likewise "conversations" with "from" and "value". For PATH also
-    the image in base64, or a list of both.
+    this?"}, {"role": "assistant", "content": TEXT}]}, likewise "conversations" with "from" and "value". PATH can also
+    be the image in base64, or a list of images.
     """
 
     target: ClassVar[str] = "megajax.data.image_text_files:build_splits"
@@ -44,7 +44,7 @@ class ImageTextConfig(ImageTextRowsConfig):
     paths: tuple[str, ...] = ()
     """Files of JSON lines, which are split."""
     train_paths: tuple[str, ...] = ()
-    """Files of training data only, in place of `paths`."""
+    """Files of training data only, instead of `paths`."""
     valid_paths: tuple[str, ...] = ()
     """The same for validation."""
     test_paths: tuple[str, ...] = ()
@@ -52,11 +52,11 @@ class ImageTextConfig(ImageTextRowsConfig):
     split: str = "98,2,0"
     """Shares of training, validation and test, by number of lines of `paths`."""
     image_folder: str | None = None
-    """Folder of the images' paths; none: the folder of the file that names them."""
+    """Folder of relative image paths; none: the folder of the file with the lines."""
     marker: str = "<image>"
-    """Stands for an image in the messages of a conversation; without any, images begin the first of the user's."""
+    """Placeholder of an image in messages; without any, the images precede the first message of the user."""
     template: str = "plain"
-    """Makes text of a conversation, as in ChatConfig."""
+    """Renders conversations as text, as in ChatConfig."""
     cache_dir: str | None = None
     """Folder for the index of lines; none: the user's cache folder. It need not be shared between hosts."""
 
@@ -76,15 +76,15 @@ def digit_crops() -> CropConfig:
 class DigitCaptionsConfig(ImageTextRowsConfig):
     """The handwritten digits of scikit-learn with captions such as "the digit seven". Needs no download.
 
-    The same digits are for training, validation and test as in DigitsConfig.
+    Training, validation and test have the same digits as in DigitsConfig.
     """
 
     target: ClassVar[str] = "megajax.data.image_digits:build_captions"
 
     digits: int = 1
-    """Largest number of digits in a row, an image for each: "the digits one and seven"."""
+    """Maximum number of digits in a row, each an image: "the digits one and seven"."""
     phrasings: int = 4
-    """Ways to put a caption, drawn for each row; 1: always "the digit seven"."""
+    """Number of phrasings of captions, drawn at random; 1: always "the digit seven"."""
     augment: CropConfig | None = field(default_factory=digit_crops)
     """Changes of training images; none: they are used as they are."""
     loader: LoaderConfig = field(default_factory=LoaderConfig)
@@ -100,6 +100,6 @@ class DigitCaptionsConfig(ImageTextRowsConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MockCaptionsConfig(ImageTextRowsConfig):
-    """Synthetic images of one coloured shape with captions such as "a red disc"."""
+    """Synthetic images of a colored shape with captions such as "a red disc"."""
 
     target: ClassVar[str] = "megajax.data.image_mock:build_captions"

@@ -8,17 +8,17 @@ from megajax.config.errors import Problem
 from megajax.data.config.base import LoaderConfig, between, paths_problems, split_problems
 
 MOST_PIXELS = 178_956_970
-"""Pillow refuses larger images itself."""
+"""Limit of Pillow itself."""
 PATHS_HINT = "set data.paths, or data.train_paths"
 
 
 def image_loader() -> LoaderConfig:
-    """Images are decoded by several threads, each a batch: Pillow works without Python's lock."""
+    """Images are decoded by several threads, each with its own batch: Pillow releases Python's lock."""
     return LoaderConfig(threads=8, prefetch=8)
 
 
 def labelled_leaves(mixup: float = 0.0) -> dict[str, str]:
-    """The leaves of a row of one image with its class, or with those of its pixels, name -> dtype."""
+    """The leaves of a row of one image with its class or the classes of its pixels, name -> dtype."""
     leaves = {"images": "uint8", "labels": "int32", "loss_mask": "float32"}
     return leaves | {"other_labels": "int32", "mix": "float32"} if mixup else leaves
 
@@ -62,10 +62,10 @@ class AugmentConfig(CropConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImagesConfig(Builds):
-    """What data of images share."""
+    """The common settings of image data."""
 
     maximum_pixels: int = 50_000_000
-    """Images with more pixels are an error, found before they are decoded."""
+    """Images with more pixels are an error, raised before they are decoded."""
     on_error: Literal["stop", "skip"] = "stop"
     """What happens when an image or its label cannot be read: stop, or use the next image and count the row."""
     seed: int | None = None
@@ -79,7 +79,7 @@ class ImagesConfig(Builds):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClassImagesConfig(ImagesConfig):
-    """What images with one class each share."""
+    """The common settings of images with one class each."""
 
     augment: AugmentConfig | None = field(default_factory=AugmentConfig)
     """Changes of training images; none: they are cropped as for evaluation."""
@@ -105,10 +105,10 @@ class ClassFoldersConfig(ClassImagesConfig):
     target: ClassVar[str] = "megajax.data.image_folders:build_classes"
 
     path: str
-    """Folder with train/, val/ and perhaps test/, each with a folder for each class; or the folder of the classes
+    """Folder with train/, val/ and optionally test/, each with a folder for each class; or the folder of the classes
     itself, which is then split."""
     split: str = "90,10,0"
-    """Shares of training, validation and test in each class, where `path` has no train/."""
+    """Shares of training, validation and test in each class, if `path` has no train/."""
 
     def problems(self) -> list[Problem]:
         return ClassImagesConfig.problems(self) + split_problems(self.split)
@@ -123,11 +123,11 @@ class ImageShardsConfig(ClassImagesConfig):
     paths: tuple[str, ...] = ()
     """Tar files, which are split: paths or patterns such as "data/train-*.tar" and "data/train-{000..127}.tar"."""
     train_paths: tuple[str, ...] = ()
-    """The same of training data only, in place of `paths`."""
+    """Tar files of training data only, instead of `paths`."""
     valid_paths: tuple[str, ...] = ()
-    """The same of validation data."""
+    """Tar files of validation data."""
     test_paths: tuple[str, ...] = ()
-    """The same of test data."""
+    """Tar files of test data."""
     split: str = "90,10,0"
     """Shares of training, validation and test in each class of `paths`."""
     label: str = "label"
@@ -146,10 +146,10 @@ class MaskFoldersConfig(ImagesConfig):
     target: ClassVar[str] = "megajax.data.image_folders:build_masks"
 
     path: str
-    """Folder with train/, val/ and perhaps test/, each with images/ and masks/; or the folder of images/ and masks/
+    """Folder with train/, val/ and optionally test/, each with images/ and masks/; or the folder of images/ and masks/
     itself, which is then split."""
     split: str = "90,10,0"
-    """Shares of training, validation and test, where `path` has no train/."""
+    """Shares of training, validation and test, if `path` has no train/."""
     augment: CropConfig | None = field(default_factory=CropConfig)
     """Changes of training images and their masks; none: they are cropped as for evaluation."""
     centre: float = 1.0
@@ -176,7 +176,7 @@ def digits_augmentation() -> AugmentConfig:
 class DigitsConfig(ClassImagesConfig):
     """The 1,797 handwritten digits of scikit-learn, 8x8 in grey, enlarged to the model's images. Needs no download.
 
-    80 % of each digit are for training, 10 % for validation and 10 % for test, whatever the seed.
+    80 % of each digit are for training, 10 % for validation and 10 % for test, independent of the seed.
     """
 
     target: ClassVar[str] = "megajax.data.image_digits:build_digits"
@@ -212,12 +212,12 @@ class MockImagesConfig(Builds):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MockMasksConfig(Builds):
-    """Synthetic images of a coloured rectangle on a grey ground; a pixel's class is its colour, 0 for the ground."""
+    """Synthetic images of a colored rectangle on grey; the class of a pixel is its color, 0 for the background."""
 
     target: ClassVar[str] = "megajax.data.image_mock:build_masks"
 
     classes: int = 10
-    """Number of classes, with that of the ground."""
+    """Number of classes, including the background."""
     seed: int | None = None
     """Seed for the images; none: the run's seed."""
     loader: LoaderConfig = field(default_factory=LoaderConfig)

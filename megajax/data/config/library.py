@@ -1,4 +1,4 @@
-"""Configs of English text that every Python brings along, for BERT and T5, and of a vocabulary for it."""
+"""Configs of English text from Python's standard library, for BERT and T5, and of a vocabulary for it."""
 
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -11,12 +11,12 @@ from megajax.data.config.masked import MaskedSentencesConfig, MaskedSpansConfig
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LibraryTextConfig(Builds):
-    """What both kinds of rows share: sentences of docstrings and comments of Python's standard library."""
+    """The common settings of both kinds of rows: sentences of docstrings and comments of Python's standard library."""
 
     target: ClassVar[str] = "megajax.data.library_text:build_splits"
 
     megabytes: float = 16.0
-    """Size of the source files that are read, in 10^6 bytes; a document each. About 4 % of it is English text."""
+    """Size of the source files, in 10^6 bytes; each file is a document. About 4 % of it is English text."""
     split: str = "90,9,1"
     """Shares of training, validation and test, by number of files."""
     cache_dir: str | None = None
@@ -40,10 +40,10 @@ class LibraryTextConfig(Builds):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LibrarySentencesConfig(LibraryTextConfig):
-    """Masked sentences for BERT, of the documentation in Python's standard library. Needs no download."""
+    """Masked sentences for BERT from the documentation in Python's standard library. Needs no download."""
 
     next_sentence: bool = True
-    """Cut a sample into two parts, in half of the samples exchanged: BERT's second task. False: one part."""
+    """Cut a sample into two parts, swapped in half of the samples, for BERT's second task. False: one part."""
 
     def masked(self, prefix: str) -> MaskedSentencesConfig:
         """The config of rows of this token file."""
@@ -54,7 +54,7 @@ class LibrarySentencesConfig(LibraryTextConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LibrarySpansConfig(LibraryTextConfig):
-    """Text with blanks for T5, of the documentation in Python's standard library. Needs no download."""
+    """Text with masked spans for T5 from the documentation in Python's standard library. Needs no download."""
 
     def masked(self, prefix: str) -> MaskedSpansConfig:
         """The config of rows of this token file."""
@@ -63,9 +63,9 @@ class LibrarySpansConfig(LibraryTextConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LibraryWordPieceConfig(Builds):
-    """WordPiece with a vocabulary trained at the first start, of the documentation in Python's standard library.
+    """WordPiece with a vocabulary trained, at the first start, on the documentation in Python's standard library.
 
-    Needs the extra `tokenizers`, and no file.
+    Needs the extra `tokenizers`, but no file.
     """
 
     target: ClassVar[str] = "megajax.data.library_text:build_tokenizer"
@@ -75,7 +75,7 @@ class LibraryWordPieceConfig(Builds):
     extra_ids: int = 0
     """Sentinels <extra_id_0>, …: T5 needs one for each masked span."""
     megabytes: float = 16.0
-    """Size of the source files that are read, in 10^6 bytes."""
+    """Size of the source files, in 10^6 bytes."""
     cache_dir: str | None = None
     """Folder for the vocabulary; none: the user's cache folder."""
 

@@ -8,28 +8,28 @@ from megajax.data.config.base import TokenFilesConfig, at_least, between
 
 
 def two_sided_leaves() -> dict[str, str]:
-    """The leaves of a row that an encoder reads and a decoder writes, name -> dtype."""
+    """The leaves of a row for an encoder and a decoder, name -> dtype."""
     names = ("encoder_tokens", "encoder_segment_ids", "tokens", "labels", "segment_ids")
     return {"loss_mask": "float32"} | dict.fromkeys(names, "int32")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MaskedConfig(TokenFilesConfig):
-    """What masked data share. A document of the token files has a sequence for each sentence."""
+    """The common settings of masked data. A document of the token files has a sequence for each sentence."""
 
     mask_probability: float = 0.15
     """Share of the tokens that are masked."""
     short_probability: float = 0.1
-    """Share of the samples that have a random length in place of the row's."""
+    """Share of the samples with a random length below the row's."""
     largest_ngram: int = 3
     """Words of the longest n-gram that is masked as a whole."""
     full_words: bool = True
     """Mask a word with all its pieces."""
     geometric: bool = False
-    """Draw the lengths of n-grams from a geometric distribution (SpanBERT) in place of probabilities that fall with
+    """Draw the lengths of n-grams from a geometric distribution (SpanBERT) instead of probabilities that fall with
     1/n."""
     longer_ngrams: bool = False
-    """Exchange the probabilities of short and long n-grams."""
+    """Swap the probabilities of short and long n-grams."""
 
     def problems(self) -> list[Problem]:
         problems = TokenFilesConfig.problems(self)
@@ -44,7 +44,7 @@ class MaskedConfig(TokenFilesConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MaskedSentencesConfig(MaskedConfig):
-    """Runs of sentences with masked words, for BERT: the same samples as by Megatron-LM.
+    """Consecutive sentences with masked words, for BERT: the same samples as in Megatron-LM.
 
     Of the masked tokens, 80 % become the mask token, 10 % a random one, and 10 % stay.
     """
@@ -52,7 +52,7 @@ class MaskedSentencesConfig(MaskedConfig):
     target: ClassVar[str] = "megajax.data.masked_sentences:build_splits"
 
     next_sentence: bool = True
-    """Cut a sample into two parts, in half of the samples exchanged: BERT's second task. False: one part."""
+    """Cut a sample into two parts, swapped in half of the samples, for BERT's second task. False: one part."""
 
     def leaves(self) -> dict[str, str]:
         """The leaves of a row, name -> dtype."""
@@ -63,7 +63,7 @@ class MaskedSentencesConfig(MaskedConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MaskedSpansConfig(MaskedConfig):
-    """Text with blanks and what belongs in them, for T5: the same samples as by Megatron-LM."""
+    """Text with masked spans, and the tokens of the spans, for T5: the same samples as in Megatron-LM."""
 
     target: ClassVar[str] = "megajax.data.masked_spans:build_splits"
 
@@ -88,8 +88,8 @@ class PairsConfig(TokenFilesConfig):
     target: ClassVar[str] = "megajax.data.pairs:build_splits"
 
     keys: tuple[str, str] = ("source", "target")
-    """Keys of the text that the encoder reads and of the one that the decoder writes: the token files are
-    PREFIX_source_document and PREFIX_target_document."""
+    """Keys of the texts of the encoder and the decoder: the token files are PREFIX_source_document and
+    PREFIX_target_document."""
 
     def leaves(self) -> dict[str, str]:
         """The leaves of a row, name -> dtype."""

@@ -1,4 +1,4 @@
-"""Configs of text that a model continues."""
+"""Configs of text for language models."""
 
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -9,28 +9,28 @@ from megajax.data.config.base import LoaderConfig, TokenFilesConfig, between, sp
 
 
 def text_leaves(isolated: bool) -> dict[str, str]:
-    """The leaves of a row of text, name -> dtype; isolated: documents in a row do not attend to each other."""
+    """The leaves of a row of text, name -> dtype. isolated: documents in a row do not attend to each other."""
     leaves = {"tokens": "int32", "labels": "int32", "loss_mask": "float32", "positions": "int32"}
     return leaves | {"segment_ids": "int32"} if isolated else leaves
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlendConfig(TokenFilesConfig):
-    """One token file or a weighted blend of several, cut into the same rows as by Megatron-LM."""
+    """A token file or a weighted blend of several, cut into the same rows as in Megatron-LM."""
 
     target: ClassVar[str] = "megajax.data.blend:build_splits"
 
     reset_positions: bool = False
     """Restart positions at 0 after each end-of-document token."""
     reset_attention_mask: bool = False
-    """Tokens do not attend past the end-of-document token before them."""
+    """Tokens do not attend beyond the previous end-of-document token."""
     eod_mask_loss: bool = False
     """Mask the loss where the input is the end-of-document token."""
     isolate_documents: bool = False
     """Mask attention between documents of one row and restart positions at each. Documents are the stored sequences,
     with or without an end-of-document token."""
     extra_token: bool = True
-    """Read one token more than a row holds, as the label of the last one."""
+    """Read one token more than a row has, as the label of the last token."""
     drop_last: bool = True
     """Drop the incomplete last row of the validation split; false pads it. Other splits always drop it."""
 
@@ -86,8 +86,8 @@ class StandardLibraryConfig(Builds):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FillInMiddleConfig(BlendConfig):
-    """Token files whose documents are, in part, reordered so that a model learns to fill in the middle (FIM; Bavarian
-    et al. 2022)."""
+    """Token files with some documents reordered, so that a model learns to fill in the middle (FIM; Bavarian et al.
+    2022)."""
 
     target: ClassVar[str] = "megajax.data.fim:build_splits"
 
@@ -105,12 +105,12 @@ class FillInMiddleConfig(BlendConfig):
     """Token at which documents are cut into fragments that are reordered one by one, such as the files of a repository;
     none: documents are reordered as a whole."""
     fragment_rate: float = 0.5
-    """Share of the fragments that are reordered, in a document that is."""
+    """Share of the fragments that are reordered, within a reordered document."""
     unchanged_prefix: str | None = None
     """Documents and fragments that begin with this text are not reordered."""
     sequential_draws: bool = False
-    """Draw from one generator for all rows, in the order 0, 1, 2, …, as Megatron-LM does; a resumed run goes through
-    the rows before it again. False: each row has a generator of its own."""
+    """Draw from a single generator for all rows, in the order 0, 1, 2, …, as Megatron-LM does; a resumed run replays
+    all earlier rows. False: each row has its own generator."""
 
     def problems(self) -> list[Problem]:
         problems = BlendConfig.problems(self)
