@@ -179,8 +179,8 @@ def _foreign(name: str, foreign: ForeignModel) -> StoredModel:
 def _megatron(name: str, vocabulary: int | None) -> StoredModel:
     """A checkpoint of Megatron-LM, with the optimizer's state if it can be split by weights."""
     opened = megatron_checkpoint.open_model(Path(name.partition(":")[2]).absolute(), vocabulary=vocabulary)
-    stored = _foreign(name, opened.read)
-    stored = replace(stored, left_out=[*stored.left_out, *opened.lost])
+    stored = _foreign(name, opened.foreign)
+    stored = replace(stored, left_out=[*stored.left_out, *opened.dropped])
     return replace(stored, optimizer=opened) if opened.moments else stored
 
 

@@ -13,7 +13,7 @@ import pytest
 from test_tensor_table import Arrays
 
 from megajax.checkpoint.huggingface.family import Settings
-from megajax.checkpoint.huggingface.registry import expressed, families, family_of
+from megajax.checkpoint.huggingface.registry import families, family_of, lost_settings
 from megajax.checkpoint.weights.foreign import ForeignWeights, declared_by, demand_fit
 from megajax.checkpoint.weights.tensor_table import resolved
 from megajax.config.errors import UserError
@@ -149,7 +149,7 @@ def test_names_and_shapes_are_those_of_transformers(case: tuple[str, Any, Shapes
 def test_config_and_bytes_come_back(case: tuple[str, Any, Shapes]) -> None:
     kind, model, _ = case
     family, declared = families()[kind], declared_by(model)
-    assert expressed(model, family) == []
+    assert lost_settings(model, family) == []
     assert read(kind, **family.config_json(model)) == model
     draw, table = np.random.default_rng(0), resolved(family.rows(model), declared)
     theirs = Arrays({tensor.name: draw.normal(size=tensor.shape()).astype(np.float16) for tensor in table})
@@ -179,7 +179,7 @@ def test_our_sizes_have_a_config(kind: str) -> None:
     models = [make(size) for size in sizes]
     models += [llama.llama3("8b", llama3_scaling=True)] if kind == "llama" else []
     models += [make(sizes[-1], yarn=True)] if kind.startswith("deepseek") else []
-    assert {family: lost for model in models if (lost := expressed(model, family := families()[kind]))} == {}
+    assert {family: lost for model in models if (lost := lost_settings(model, family := families()[kind]))} == {}
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def test_absent_settings_are_those_of_transformers() -> None:
     assert [block.mixer.window for block in oss.stack.pattern] == [127, None]
     assert oss == replace(gpt_oss.gpt_oss("120b"), stack=oss.stack)
     third = read("deepseek_v3")
-    assert expressed(third, families()["deepseek_v3"]) == [] and third.prediction == PredictionConfig(weight=0.3)
+    assert lost_settings(third, families()["deepseek_v3"]) == [] and third.prediction == PredictionConfig(weight=0.3)
     assert read("deepseek_v3", num_experts_per_tok=4).stack.pattern[-1].mlp.router.group_scores == 2
 
 
@@ -282,6 +282,6 @@ def test_all_that_is_lacking_is_listed(case: str) -> None:
 
 
 def test_models_that_a_family_lacks_are_said_to_be_so() -> None:
-    assert "no layer has experts" in expressed(llama.llama3("debug"), families()["mixtral"])[0]
-    lost = expressed(qwen.qwen2("debug"), families()["llama"])
+    assert "no layer has experts" in lost_settings(llama.llama3("debug"), families()["mixtral"])[0]
+    lost = lost_settings(qwen.qwen2("debug"), families()["llama"])
     assert lost == ["layers 0 to 1: mixer.qkv_bias: True here, None there"]

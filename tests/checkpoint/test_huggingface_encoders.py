@@ -15,8 +15,8 @@ from safetensors.numpy import save_file
 
 from megajax.checkpoint.huggingface.family import Settings
 from megajax.checkpoint.huggingface.folder import model_of
-from megajax.checkpoint.huggingface.names import fitted
-from megajax.checkpoint.huggingface.registry import expressed, families, family_of
+from megajax.checkpoint.huggingface.names import rename_tensors
+from megajax.checkpoint.huggingface.registry import families, family_of, lost_settings
 from megajax.checkpoint.huggingface.tokenizer_files import tokenizer_config
 from megajax.checkpoint.weights.foreign import Entry, declared_by, demand_fit
 from megajax.checkpoint.weights.tensor_table import Mapped, resolved
@@ -147,7 +147,7 @@ def described(config: Mapping[str, Any]) -> Described:
     model = family.read(given)
     given.finish(family.unused)
     assert model.problems() == []
-    assert expressed(model, family) == []
+    assert lost_settings(model, family) == []
     return Described(model, resolved(family.rows(model), declared_by(model)))
 
 
@@ -310,7 +310,7 @@ def opened(config: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> tupl
     """The model of a config.json with these tensors, which must fit, and the names of its table."""
     given = Settings(config)
     family = family_of(given)
-    named, model = fitted(Arrays(tensors), family, family.read(given))
+    named, model = rename_tensors(Arrays(tensors), family, family.read(given))
     table = resolved(family.rows(model), declared_by(model))
     demand_fit(named, table, family.ignored)
     return model, {tensor.name for tensor in table}
@@ -420,7 +420,7 @@ def test_presets_can_be_written() -> None:
         "llava": (llava(llama.llama2("7b", vocabulary_size=32064), seen, image_token=32000),),
     }
     for name, models in presets.items():
-        assert [expressed(model, families()[name]) for model in models] == [[]] * len(models)
+        assert [lost_settings(model, families()[name]) for model in models] == [[]] * len(models)
 
 
 def test_a_tower_alone_is_no_run(tmp_path: Path) -> None:

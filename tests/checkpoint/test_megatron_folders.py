@@ -181,17 +181,17 @@ def test_moments_and_masters(write: Any, tmp_path: Path) -> None:
     demand_equal(opened, moments["exp_avg"], opened.moments["first_moment"])
     demand_equal(opened, moments["exp_avg_sq"], opened.moments["second_moment"])
     assert opened.updates == 7
-    assert not any("optimizer" in line for line in opened.lost)
+    assert not any("optimizer" in line for line in opened.dropped)
 
 
 def test_what_is_lost_is_told(tmp_path: Path) -> None:
     args = MODELS["llama"][0]
     write_ranks(tmp_path / "ranks", drawn("llama"), args, Shares())
-    lost = open_model(tmp_path / "ranks").lost
+    lost = open_model(tmp_path / "ranks").dropped
     assert lost[0] == "the optimizer's state: the checkpoint has none"
     assert any("schedule" in line for line in lost)
     write_sharded(tmp_path / "shards", drawn("llama"), args, Shares(), flat=True)
-    lost = open_model(tmp_path / "shards").lost
+    lost = open_model(tmp_path / "shards").dropped
     assert "--dist-ckpt-optim-fully-reshardable" in lost[0]
 
 
@@ -258,7 +258,7 @@ def test_ranks_that_are_missing_are_named(tmp_path: Path) -> None:
     write_ranks(tmp_path, weights, args, Shares(tensor=2, pipeline=2))
     folder = tmp_path / "iter_0000007"
     (folder / "mp_rank_01_001" / "model_optim_rng.pt").unlink()
-    with pytest.raises(UserError, match=r"not whole: .*mp_rank_01_001/model_optim_rng.pt is missing"):
+    with pytest.raises(UserError, match=r"incomplete: .*mp_rank_01_001/model_optim_rng.pt is missing"):
         MegatronCheckpoint(tmp_path)
     (folder / "mp_rank_01_001").rmdir()
     with pytest.raises(UserError, match="no file of tensor rank 1 of stage 1"):

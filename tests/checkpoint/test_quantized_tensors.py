@@ -6,7 +6,7 @@ import pytest
 from test_tensor_table import Arrays
 
 from megajax.checkpoint.huggingface.family import Settings
-from megajax.checkpoint.huggingface.quantized import BFLOAT16, dequantizing
+from megajax.checkpoint.huggingface.quantized import BFLOAT16, dequantizer
 from megajax.config.errors import UserError
 
 DRAW = np.random.default_rng(0)
@@ -14,7 +14,7 @@ FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [4, 3], "activ
 
 
 def read(config: dict, **arrays: np.ndarray):
-    return dequantizing(Settings({"quantization_config": config}))(Arrays(arrays))
+    return dequantizer(Settings({"quantization_config": config}))(Arrays(arrays))
 
 
 def test_fp8_in_blocks_with_parts_of_blocks_at_the_ends() -> None:
@@ -65,6 +65,6 @@ def test_scales_that_do_not_fit_are_all_told() -> None:
 )
 def test_other_formats_are_refused(config: dict) -> None:
     given = Settings({"quantization_config": config})
-    dequantizing(given)
+    dequantizer(given)
     with pytest.raises(UserError, match=f"quantization_config=quant_method={config['quant_method']}"):
         given.finish()

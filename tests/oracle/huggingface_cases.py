@@ -9,7 +9,7 @@ import numpy as np
 from megatron_cases import FOLDER, unsupported
 
 from megajax.checkpoint.huggingface.folder import HuggingFaceModel, open_model
-from megajax.checkpoint.huggingface.registry import expressed
+from megajax.checkpoint.huggingface.registry import lost_settings
 from megajax.checkpoint.weights.foreign import declared_by
 from megajax.config.errors import UserError
 
@@ -32,7 +32,7 @@ def opened(folder: Path) -> HuggingFaceModel:
         if "MegaJAX lacks" in str(error) or "is not supported" in str(error):
             unsupported(str(error))
         raise
-    assert expressed(model.model, model.family) == []
+    assert lost_settings(model.model, model.family) == []
     weights = whole(model, np.asarray)
     for tensor in model.table:
         back, there = (

@@ -1,6 +1,6 @@
-"""Files of `torch.save`: a zip archive of a pickle (data.pkl) and of storages (data/KEY), none of them compressed.
+"""Reads files of `torch.save` without torch: uncompressed zip archives of a pickle (data.pkl) and storages (data/KEY).
 
-Tensors are read as views of the memory-mapped file. torch itself is not needed.
+Tensors are views of the memory-mapped file.
 """
 
 import io
@@ -31,15 +31,15 @@ def memory_map(path: Path) -> mmap.mmap:
 
 
 class TorchArchive:
-    """What one call of `torch.save` wrote: a whole file, or part of one.
+    """The output of one call of `torch.save`: a file, or a part of one.
 
-    content: what was saved; its tensors are `TensorPlace`s, which `view` reads.
+    content: the saved object, with `TensorPlace`s for tensors, which `view` reads.
     """
 
     def __init__(self, data: mmap.mmap, where: str, start: int = 0, length: int | None = None):
         """data: the file that the archive is in, from byte `start` on; where: its name, for messages.
 
-        Raises UserError for what is not such an archive, and for a pickle that is refused.
+        Raises UserError if the bytes are not such an archive, or if its pickle is refused.
         """
         self.where, self._data = where, data
         self._start, self._stop = start, len(data) if length is None else start + length
@@ -58,7 +58,7 @@ class TorchArchive:
         self.content: Any = read_pickle(bytes(self._bytes(self._entries[description])), where)
 
     def view(self, place: TensorPlace) -> np.ndarray:
-        """A tensor of the content. Raises UserError if its storage is not there, or has another size."""
+        """A tensor of the content. Raises UserError if its storage is missing or has another size."""
         if not prod(place.shape):
             return np.zeros(place.shape, place.dtype)
         start = self._storage(place.storage)
@@ -72,7 +72,7 @@ class TorchArchive:
         )
 
     def _directory(self) -> dict[str, zipfile.ZipInfo]:
-        """Name -> entry. Raises UserError for an archive that torch would not have written."""
+        """Name -> entry. Raises UserError for an archive that torch does not write."""
         try:
             with zipfile.ZipFile(_Window(self._data, self._start, self._stop)) as archive:
                 entries = archive.infolist()
@@ -84,7 +84,7 @@ class TorchArchive:
                 raise UserError(f"{self.where} was refused: its entry {entry.filename!r} is not a name of torch.save")
             if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != entry.compress_size:
                 raise UserError(
-                    f"{self.where} was refused: its entry {entry.filename} is compressed, as torch has none"
+                    f"{self.where} was refused: its entry {entry.filename} is compressed; torch compresses none"
                 )
         names = {entry.filename: entry for entry in entries}
         if len(names) < len(entries):
@@ -92,15 +92,15 @@ class TorchArchive:
         return names
 
     def _place(self, entry: zipfile.ZipInfo) -> int:
-        """Where in the file the bytes of an entry begin."""
+        """The position in the file where the bytes of an entry begin."""
         start = self._start + entry.header_offset
         header = self._data[start : start + LOCAL_HEADER_BYTES]
         lengths = int.from_bytes(header[26:28], "little"), int.from_bytes(header[28:30], "little")
         begin = start + LOCAL_HEADER_BYTES
         name = self._data[begin : begin + lengths[0]]
         begin += sum(lengths)
-        wrong = header[:4] != LOCAL_HEADER or name != entry.filename.encode()
-        if wrong or start < self._start or begin + entry.file_size > self._stop:
+        misplaced = header[:4] != LOCAL_HEADER or name != entry.filename.encode()
+        if misplaced or start < self._start or begin + entry.file_size > self._stop:
             raise UserError(f"{self.where} is damaged: its entry {entry.filename} is not where its directory says")
         return begin
 
@@ -112,17 +112,17 @@ class TorchArchive:
         name = f"{self._prefix}data/{storage.key}"
         if name not in self._entries:
             raise UserError(f"{self.where} is damaged: the storage {name} of a tensor is not in it")
-        entry, wanted = self._entries[name], storage.numel * storage.dtype.itemsize
-        if entry.file_size != wanted:
+        entry, expected = self._entries[name], storage.numel * storage.dtype.itemsize
+        if entry.file_size != expected:
             raise UserError(
                 f"{self.where} is damaged: the storage {name} has {entry.file_size} bytes, but {storage.numel} "
-                f"elements of {storage.dtype.name} are {wanted}"
+                f"elements of {storage.dtype.name} are {expected}"
             )
         return self._place(entry)
 
 
 class _Window(io.RawIOBase):
-    """Part of a memory-mapped file as a file, for `zipfile`."""
+    """A part of a memory-mapped file as a file object, for `zipfile`."""
 
     def __init__(self, data: mmap.mmap, start: int, stop: int):
         self._data, self._start, self._stop, self._at = data, start, stop, start

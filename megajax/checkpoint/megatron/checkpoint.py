@@ -1,4 +1,4 @@
-"""A checkpoint of Megatron-LM, in either format: what its run was, its weights, and the moments of its optimizer."""
+"""A checkpoint of Megatron-LM in either format: the arguments of its run, weights, and optimizer moments."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,17 +23,17 @@ from megajax.layers.param import ParamSpec
 TRACKER = "latest_checkpointed_iteration.txt"
 COMMON = "common.pt"
 OPTIMIZER = re.compile(r"^(?:chained_\d+\.)?optimizer\.state\.(\w+?)\.(.*)$")
-LOST = {
-    "rng_state": "states of random numbers: ours derive from seed and step",
+DROPPED = {
+    "rng_state": "random number states: MegaJAX derives random numbers from seed and step",
     "rerun_state_machine": "the state of the re-run machinery",
-    "opt_param_scheduler": "settings of the schedule; the samples that it has counted are kept",
+    "opt_param_scheduler": "settings of the schedule; its count of samples is kept",
     "grad_scaler": "the loss scale, which starts anew",
 }
-"""Parts of a checkpoint that are not taken over."""
+"""Parts of a checkpoint that are not converted."""
 
 
 class Contents(Protocol):
-    """What either format gives."""
+    """The interface of both formats. table: name -> tensor of the model."""
 
     @property
     def common(self) -> Mapping[str, Any]:
@@ -41,14 +41,14 @@ class Contents(Protocol):
         ...
 
     def names(self) -> set[str]:
-        """Of the weights, as tables have them."""
+        """Names of the weights, as in tables."""
         ...
 
-    def weights(self, wanted: Mapping[str, Mapped]) -> dict[str, LazyTensor]:
-        """By name; of a run in 16 bits the copies in float32, where they are there."""
+    def weights(self, table: Mapping[str, Mapped]) -> dict[str, LazyTensor]:
+        """The weights by name; of a run in 16 bits, the float32 copies if the checkpoint has them."""
         ...
 
-    def moments(self, wanted: Mapping[str, Mapped]) -> dict[str, dict[str, LazyTensor]]:
+    def moments(self, table: Mapping[str, Mapped]) -> dict[str, dict[str, LazyTensor]]:
         """Kind -> name -> moment. Raises UnmappedError."""
         ...
 
@@ -58,35 +58,35 @@ class Contents(Protocol):
 
 
 class MegatronModel(NamedTuple):
-    """A checkpoint that was read and fits."""
+    """A checkpoint whose tensors match its model."""
 
-    read: ForeignModel
+    foreign: ForeignModel
     table: Sequence[Mapped]
     weights: ForeignWeights
     moments: Mapping[str, ForeignWeights]
-    """first_moment and second_moment, whose paths are those of the weights; none where they can't be told apart."""
+    """first_moment and second_moment, by the paths of the weights; empty if they can't be assigned to weights."""
     updates: int
-    """Of the optimizer so far."""
+    """Number of updates of the optimizer so far."""
     iteration: int
     consumed_samples: int
     scheduled_samples: int
     """Samples that the schedule of the learning rate has counted."""
     args: Mapping[str, Any]
     """The arguments of its run."""
-    lost: tuple[str, ...]
-    """What of the checkpoint is not in any of these."""
+    dropped: tuple[str, ...]
+    """Parts of the checkpoint that are not converted."""
 
     @property
     def model(self) -> Any:
         """The model config."""
-        return self.read.model
+        return self.foreign.model
 
 
 class MegatronCheckpoint:
-    """One checkpoint of a folder. Nothing but descriptions has been read."""
+    """One checkpoint of a folder. The constructor reads only metadata."""
 
     def __init__(self, folder: Path, step: int | None = None):
-        """folder: with the tracker file, or of one iteration; step: the iteration, the newest without.
+        """folder: with the tracker file, or of one iteration; step: the iteration; None: the newest.
 
         Raises UserError for a folder without a checkpoint, and for files that are damaged or refused.
         """
@@ -95,7 +95,7 @@ class MegatronCheckpoint:
         self.contents: Contents = _Sharded(self.folder) if (self.folder / METADATA).is_file() else _Ranks(self.folder)
         args = self.contents.common.get("args")
         if not isinstance(args, Record):
-            raise UserError(f"{self.where} has no args: it does not say what model it is of")
+            raise UserError(f"{self.where} has no args, which describe its model")
         self.args: Mapping[str, Any] = args.fields
 
     def script(self) -> str:
@@ -103,60 +103,60 @@ class MegatronCheckpoint:
         names = self.contents.names()
         if "lm_head.dense.weight" in names:
             return "pretrain_bert.py"
-        both = any(name.startswith("encoder.") for name in names) and any(name.startswith("decoder.") for name in names)
-        return "pretrain_t5.py" if both else "pretrain_gpt.py"
+        stacks = {name.partition(".")[0] for name in names} & {"encoder", "decoder"}
+        return "pretrain_t5.py" if len(stacks) == 2 else "pretrain_gpt.py"
 
     def iteration(self) -> int:
-        """Steps so far; 0 of a released model."""
-        return _whole(self.contents.common.get("iteration"))
+        """Number of steps so far; 0 for a released model."""
+        return _int(self.contents.common.get("iteration"))
 
     def read(self, model: Any) -> ForeignModel:
-        """As a model of ours. model: its config."""
+        """The checkpoint as a MegaJAX model. model: its config."""
         return self._read(model, resolved(table(model), declared_by(model)))
 
     def _read(self, model: Any, tensors: Sequence[Mapped]) -> ForeignModel:
-        wanted = {tensor.name: tensor for tensor in tensors}
-        parts = _padless(self.where, self.contents.weights(wanted), wanted)
+        by_name = {tensor.name: tensor for tensor in tensors}
+        parts = _padless(self.where, self.contents.weights(by_name), by_name)
         return ForeignModel(model=model, tensors=parts, rows=table(model), ignored=ignored(model))
 
     def open(self, model: Any) -> MegatronModel:
-        """With its optimizer. Raises UserError with everything that does not fit the model."""
+        """The model with its optimizer. Raises UserError with everything that does not match the model."""
         declared = declared_by(model)
         tensors = resolved(table(model), declared)
-        read = self._read(model, tensors)
-        demand_fit(read.tensors, tensors, read.ignored)
-        moments, lost = dict[str, ForeignWeights](), [text for key, text in LOST.items() if self._has(key)]
+        foreign = self._read(model, tensors)
+        demand_fit(foreign.tensors, tensors, foreign.ignored)
+        moments, dropped = dict[str, ForeignWeights](), [text for key, text in DROPPED.items() if self._has(key)]
         try:
-            moments = self._moments(tensors, declared, read.ignored)
+            moments = self._moments(tensors, declared, foreign.ignored)
         except UnmappedError as error:
-            lost.insert(0, f"the optimizer's state: {error}")
+            dropped.insert(0, f"the optimizer's state: {error}")
         iteration = self.iteration()
-        consumed = _whole(self.args.get("consumed_train_samples"))
+        consumed = _int(self.args.get("consumed_train_samples"))
         schedule = self.contents.common.get("opt_param_scheduler")
         return MegatronModel(
-            read=read,
+            foreign=foreign,
             table=tensors,
-            weights=ForeignWeights(read.tensors, tensors, declared),
+            weights=ForeignWeights(foreign.tensors, tensors, declared),
             moments=moments,
             updates=updates(self.contents.common.get("optimizer"), self.contents.view) or iteration,
             iteration=iteration,
             consumed_samples=consumed,
-            scheduled_samples=_whole(schedule.get("num_steps") if isinstance(schedule, dict) else None) or consumed,
+            scheduled_samples=_int(schedule.get("num_steps") if isinstance(schedule, dict) else None) or consumed,
             args=self.args,
-            lost=tuple(lost),
+            dropped=tuple(dropped),
         )
 
     def _moments(
         self, tensors: Sequence[Mapped], declared: Mapping[str, ParamSpec], ignored: Sequence[str]
     ) -> dict[str, ForeignWeights]:
-        """By our names. Observations have none. Raises UnmappedError."""
+        """Kind -> moments. Observations have none. Raises UnmappedError."""
         trained = {path: spec for path, spec in declared.items() if spec.updater is None}
-        own = {one.name: one for one in tensors if all(piece.path in trained for piece in one.pieces)}
-        moments = {}
-        for kind, parts in self.contents.moments(own).items():
-            named = _padless(self.where, parts, own)
-            demand_fit(named, list(own.values()), ignored)
-            moments[MOMENTS[kind]] = ForeignWeights(named, list(own.values()), trained)
+        rows = [tensor for tensor in tensors if all(piece.path in trained for piece in tensor.pieces)]
+        by_name, moments = {tensor.name: tensor for tensor in rows}, {}
+        for kind, parts in self.contents.moments(by_name).items():
+            padless = _padless(self.where, parts, by_name)
+            demand_fit(padless, rows, ignored)
+            moments[MOMENTS[kind]] = ForeignWeights(padless, rows, trained)
         return moments
 
     def _has(self, key: str) -> bool:
@@ -164,26 +164,26 @@ class MegatronCheckpoint:
         return key in self.contents.common or (isinstance(inner, dict) and key in inner)
 
 
-def _padless(where: str, parts: Mapping[str, LazyTensor], wanted: Mapping[str, Mapped]) -> NamedTensors:
-    cut = {
-        name: without_padding(name, part, wanted[name].shape()) if name in wanted else part
+def _padless(where: str, parts: Mapping[str, LazyTensor], table: Mapping[str, Mapped]) -> NamedTensors:
+    tensors = {
+        name: without_padding(name, part, table[name].shape()) if name in table else part
         for name, part in parts.items()
     }
-    return NamedTensors(where, cut)
+    return NamedTensors(where, tensors)
 
 
-def _whole(value: Any) -> int:
+def _int(value: Any) -> int:
     return value if isinstance(value, int) else 0
 
 
 def ignored(model: Any) -> tuple[str, ...]:
-    """Patterns of names of tensors without weights of their own: the last stage has a copy of a tied table."""
+    """Patterns of names of tensors that hold no weights, or copies: the last stage has a copy of a tied table."""
     tied = ("output_layer.weight", "lm_head.output_layer.weight") if model.tied else ()
     return (*WITHOUT_WEIGHTS, *tied)
 
 
 def iteration_folder(folder: Path, step: int | None = None) -> Path:
-    """The folder of one checkpoint: the folder itself, or the one in it that the tracker file or `step` names.
+    """The folder of one checkpoint: the folder itself, or the one in it that `step` or the tracker file names.
 
     Raises UserError if there is none.
     """
@@ -192,17 +192,19 @@ def iteration_folder(folder: Path, step: int | None = None) -> Path:
     present = sorted(path.name for path in folder.iterdir() if re.fullmatch(r"iter_\d+|release", path.name))
     if step is None and not present and ((folder / METADATA).is_file() or any(_rank_folders(folder))):
         return folder
-    shown = f"there are {', '.join(present)}" if present else "there are no folders iter_0000000 or release"
+    listing = f"there are {', '.join(present)}" if present else "there are no folders iter_0000000 or release"
     if step is not None:
         name = f"iter_{step:07d}"
     else:
         try:
             text = (folder / TRACKER).read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"{folder} is not a checkpoint of Megatron-LM: it has no {TRACKER}, and {shown}") from error
+            raise UserError(
+                f"{folder} is not a checkpoint of Megatron-LM: it has no {TRACKER}, and {listing}"
+            ) from error
         name = f"iter_{int(text):07d}" if text.isascii() and text.isdigit() else text
     if name not in present:
-        raise UserError(f"{folder} has no checkpoint {name!r}; {shown}")
+        raise UserError(f"{folder} has no checkpoint {name!r}; {listing}")
     return folder / name
 
 
@@ -225,21 +227,21 @@ class _Ranks:
     def names(self) -> set[str]:
         return set(self._tensors.pieces)
 
-    def weights(self, wanted: Mapping[str, Mapped]) -> dict[str, LazyTensor]:
-        weights = self._tensors.whole(wanted)
+    def weights(self, table: Mapping[str, Mapped]) -> dict[str, LazyTensor]:
+        weights = self._tensors.merged(table)
         try:
-            return weights | self._states(wanted).get(MASTER, {})
+            return weights | self._states(table).get(MASTER, {})
         except UnmappedError:
             return weights
 
-    def moments(self, wanted: Mapping[str, Mapped]) -> dict[str, dict[str, LazyTensor]]:
-        return {kind: parts for kind, parts in self._states(wanted).items() if kind in MOMENTS}
+    def moments(self, table: Mapping[str, Mapped]) -> dict[str, dict[str, LazyTensor]]:
+        return {kind: parts for kind, parts in self._states(table).items() if kind in MOMENTS}
 
-    def _states(self, wanted: Mapping[str, Mapped]) -> dict[str, dict[str, LazyTensor]]:
+    def _states(self, table: Mapping[str, Mapped]) -> dict[str, dict[str, LazyTensor]]:
         states = {file.rank: rank_moments(file) for file in self._files}
         kinds = set.intersection(*(set(state) for state in states.values()))
         return {
-            kind: RankTensors(self._files, {rank: state[kind] for rank, state in states.items()}).whole(wanted)
+            kind: RankTensors(self._files, {rank: state[kind] for rank, state in states.items()}).merged(table)
             for kind in kinds
         }
 
@@ -260,9 +262,11 @@ class _Sharded:
             match = OPTIMIZER.match(name)
             self._flat |= match is None and name.startswith(("optimizer.", "chained_"))
             kind, rest = (match[1], match[2]) if match else ("", name)
-            for each, index in unstacked(rest, array.shape):
+            for tensor_name, index in unstacked(rest, array.shape):
                 read: Callable[[], Any] = partial(self._folder.read, name, index)
-                self._states.setdefault(kind, {})[each] = LazyTensor(array.shape[len(index) :], array.dtype, read)
+                self._states.setdefault(kind, {})[tensor_name] = LazyTensor(
+                    array.shape[len(index) :], array.dtype, read
+                )
         if self._flat:
             self._states[""] = {
                 name: part for name, part in self._states[""].items() if not name.startswith(("optimizer.", "chained_"))
@@ -274,14 +278,14 @@ class _Sharded:
     def names(self) -> set[str]:
         return set(self._states.get("", {}))
 
-    def weights(self, wanted: Mapping[str, Mapped]) -> dict[str, LazyTensor]:
+    def weights(self, table: Mapping[str, Mapped]) -> dict[str, LazyTensor]:
         weights = self._states.get("", {})
         masters = self._states.get(MASTER, {})
         return {name: masters.get(name, part) for name, part in weights.items()}
 
-    def moments(self, wanted: Mapping[str, Mapped]) -> dict[str, dict[str, LazyTensor]]:
+    def moments(self, table: Mapping[str, Mapped]) -> dict[str, dict[str, LazyTensor]]:
         if self._flat:
-            raise UnmappedError("it is in buffers over all weights: save it with --dist-ckpt-optim-fully-reshardable")
+            raise UnmappedError("its buffers span all weights: save it with --dist-ckpt-optim-fully-reshardable")
         moments = {kind: self._states[kind] for kind in MOMENTS if kind in self._states}
         if not moments:
             raise UnmappedError("the checkpoint has none")

@@ -1,4 +1,4 @@
-"""Writing checkpoints in Megatron-LM's `torch` format: one file for one rank, which its converters share out."""
+"""Writes checkpoints in Megatron-LM's `torch` format: one file for one rank, which Megatron's converters reshard."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -31,10 +31,10 @@ def write_model(
     dtype: np.dtype | None = None,
     advance: Callable[[int], None] = lambda elements: None,
 ) -> list[Mapped]:
-    """Writes release/mp_rank_00/model_optim_rng.pt and the tracker file into a folder that is there.
+    """Writes release/mp_rank_00/model_optim_rng.pt and the tracker file into an existing folder -> the table.
 
-    args: the namespace of a run with this model; engine: names as Transformer Engine's layers have them, else as those
-    of plain torch; dtype: of the weights, None for float32. Returns the table. Raises OSError if it can't be written.
+    args: the namespace of a run with this model; engine: whether names are those of Transformer Engine's layers, else
+    of plain torch layers; dtype: of the weights; None: float32. Raises OSError if it can't be written.
     """
     declared, kind = declared_by(model), dtype or np.dtype(np.float32)
     tensors = resolved(table(model), declared)
@@ -49,14 +49,19 @@ def write_model(
             content[f"{match[1]}._extra_state"] = None
     rank = folder / "release" / "mp_rank_00"
     rank.mkdir(parents=True)
-    whole = {"args": Record(NAMESPACE, (), dict(args)), "checkpoint_version": VERSION, "iteration": 0, "model": content}
-    write_archive(rank / FILE, whole)
+    checkpoint = {
+        "args": Record(NAMESPACE, (), dict(args)),
+        "checkpoint_version": VERSION,
+        "iteration": 0,
+        "model": content,
+    }
+    write_archive(rank / FILE, checkpoint)
     (folder / TRACKER).write_text("release", encoding="utf-8")
     return tensors
 
 
 def _engine_name(name: str, names: Mapping[str, str]) -> str:
-    """The name that Transformer Engine gives to a norm: it is kept with the matrix behind it, if the model has that."""
+    """The name of a norm in Transformer Engine, which stores it in the layer of the next matrix, if there is one."""
     for matrix, norm in FUSED_NORMS.items():
         layer, separator, kind = name.rpartition(f".{norm}.")
         if separator and f"{layer}.{matrix}.weight" in names:
@@ -65,7 +70,7 @@ def _engine_name(name: str, names: Mapping[str, str]) -> str:
 
 
 def _read(tensor: Mapped, weights: WeightSource, dtype: np.dtype, advance: Callable[[int], None]) -> np.ndarray:
-    """A tensor of theirs out of our weights."""
-    made = export_tensor(tensor, weights, dtype)
-    advance(made.size)
-    return made
+    """A tensor of Megatron-LM from the weights."""
+    values = export_tensor(tensor, weights, dtype)
+    advance(values.size)
+    return values

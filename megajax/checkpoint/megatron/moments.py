@@ -1,4 +1,4 @@
-"""Moments of Adam out of the files of ranks, whose optimizer state names its weights by number alone."""
+"""Adam moments from the files of ranks, whose optimizer state identifies weights only by number."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -9,24 +9,24 @@ from megajax.checkpoint.megatron.pickles import TensorPlace
 from megajax.checkpoint.megatron.ranks import RankFile
 
 MOMENTS: Mapping[str, str] = {"exp_avg": "first_moment", "exp_avg_sq": "second_moment"}
-"""Their names -> ours."""
+"""Name in Megatron-LM -> name in MegaJAX."""
 MASTER = "fp32_param"
-"""Name of weights in float32 beside those that a run in 16 bits computes with."""
+"""Name of the float32 copies of weights in a run in 16 bits."""
 BUFFERS = ("expert_bias", "inv_freq", "local_tokens_per_expert", "global_tokens_per_expert", "ga_steps", "_extra_state")
-"""Last parts of names of what no optimizer updates."""
+"""Last parts of names of tensors that no optimizer updates."""
 EXPERT = ".mlp.experts."
 
 
 class UnmappedError(Exception):
-    """Why the state of an optimizer can't be told apart by weights."""
+    """The state of an optimizer can't be assigned to weights; the message is the reason."""
 
 
 def rank_moments(file: RankFile) -> dict[str, list[dict[str, TensorPlace]]]:
     """Kind of moment -> chunk -> name within the file -> place, from the optimizer state of a file.
 
-    Its weights are numbered group by group, and in a group in the order of the model: those that decay (wd_mult 1), and
-    biases and vectors, which do not (wd_mult 0); where experts are on ranks of their own, each of these twice.
-    Raises UnmappedError for a state of another kind, and where counts or shapes do not fit.
+    Weights are numbered group by group, and within a group in the order of the model. One group has weight decay
+    (wd_mult 1), the other has biases and vectors without it (wd_mult 0); with expert parallelism, experts have two
+    groups of their own. Raises UnmappedError for another kind of state, and for mismatches of counts or shapes.
     """
     chunks = [
         {name: place for name, place in chunk.items() if isinstance(place, TensorPlace) and not name.endswith(BUFFERS)}
@@ -35,12 +35,14 @@ def rank_moments(file: RankFile) -> dict[str, list[dict[str, TensorPlace]]]:
     rest = [(number, name, place) for number, chunk in enumerate(chunks) for name, place in chunk.items()]
     result: dict[str, list[dict[str, TensorPlace]]] = {}
     optimizers = list(_optimizers(file.archive.content.get("optimizer")))
-    apart = any(group.get("is_expert_parallel") for one in optimizers for group in one["param_groups"])
+    expert_groups = any(
+        group.get("is_expert_parallel") for optimizer in optimizers for group in optimizer["param_groups"]
+    )
     for optimizer in optimizers:
         states, masters = optimizer["state"], optimizer.get("masters")
         for place, group in enumerate(optimizer["param_groups"]):
-            members = [weight for weight in rest if _belongs(weight, group, apart)]
-            rest = [weight for weight in rest if not _belongs(weight, group, apart)]
+            members = [weight for weight in rest if _belongs(weight, group, expert_groups)]
+            rest = [weight for weight in rest if not _belongs(weight, group, expert_groups)]
             if len(members) != len(group["params"]):
                 raise UnmappedError(f"a group has {len(group['params'])} weights where {len(members)} were expected")
             if masters is not None and len(masters[place]) != len(members):
@@ -63,42 +65,42 @@ def _optimizers(content: Any) -> Iterator[dict[str, Any]]:
     """The optimizers of a state: several where experts have their own."""
     if content is None:
         raise UnmappedError("the checkpoint has none")
-    for one in content if isinstance(content, list) else [content]:
-        if not isinstance(one, dict):
+    for part in content if isinstance(content, list) else [content]:
+        if not isinstance(part, dict):
             raise UnmappedError("it is of an unknown kind")
-        inner = one.get("optimizer", one)
+        inner = part.get("optimizer", part)
         if not isinstance(inner, dict) or not inner.get("state") or "param_groups" not in inner:
-            raise UnmappedError("it is that of a distributed optimizer, in buffers over all weights")
-        made = {"state": inner["state"], "param_groups": inner["param_groups"]}
-        yield made | ({"masters": one["fp32_from_fp16_params"]} if one.get("fp32_from_fp16_params") else {})
+            raise UnmappedError("it is of a distributed optimizer, whose buffers span all weights")
+        parts = {"state": inner["state"], "param_groups": inner["param_groups"]}
+        yield parts | ({"masters": part["fp32_from_fp16_params"]} if part.get("fp32_from_fp16_params") else {})
 
 
-def _belongs(weight: tuple[int, str, TensorPlace], group: Mapping[str, Any], apart: bool) -> bool:
-    """Whether a weight is in a group, as Megatron-LM makes them. apart: experts have groups of their own."""
+def _belongs(weight: tuple[int, str, TensorPlace], group: Mapping[str, Any], expert_groups: bool) -> bool:
+    """Whether Megatron-LM puts a weight into a group. expert_groups: whether experts have groups of their own."""
     _, name, place = weight
     decays = not (name.endswith(".bias") or len(place.shape) == 1)
     if group.get("is_decoupled_lr"):
-        raise UnmappedError("the embedding has a learning rate of its own")
-    own = not apart or bool(group.get("is_expert_parallel")) == (EXPERT in name)
-    return own and decays == bool(group.get("wd_mult", 1.0))
+        raise UnmappedError("the embedding has its own learning rate")
+    right_group = not expert_groups or bool(group.get("is_expert_parallel")) == (EXPERT in name)
+    return right_group and decays == bool(group.get("wd_mult", 1.0))
 
 
 def updates(content: Any, view: Callable[[TensorPlace], np.ndarray]) -> int | None:
-    """Number of updates that an optimizer state says, of its groups or of its weights; None where it does not.
+    """Number of updates in the state of an optimizer, of its groups or its weights; None if it has none.
 
     view: reads a tensor of the state.
     """
-    for one in content if isinstance(content, list) else [content]:
-        inner = one.get("optimizer", one) if isinstance(one, dict) else {}
+    for optimizer in content if isinstance(content, list) else [content]:
+        inner = optimizer.get("optimizer", optimizer) if isinstance(optimizer, dict) else {}
         states, groups = (inner.get("state"), inner.get("param_groups")) if isinstance(inner, dict) else (None, None)
-        given = [group.get("step") for group in groups or () if isinstance(group, dict)]
+        steps = [group.get("step") for group in groups or () if isinstance(group, dict)]
         if isinstance(states, dict):
-            given += [
+            steps += [
                 states.get("common_step"),
-                *(each.get("step") for each in states.values() if isinstance(each, dict)),
+                *(state.get("step") for state in states.values() if isinstance(state, dict)),
             ]
-        given = [view(step) if isinstance(step, TensorPlace) else step for step in given]
-        counts = [int(step) for step in given if isinstance(step, int | float) or getattr(step, "size", 0) == 1]
+        steps = [view(step) if isinstance(step, TensorPlace) else step for step in steps]
+        counts = [int(step) for step in steps if isinstance(step, int | float) or getattr(step, "size", 0) == 1]
         if counts:
             return max(counts)
     return None

@@ -1,4 +1,4 @@
-"""Spellings of Megatron-LM's names, brought to those of the tables: a name for each layer and each expert."""
+"""Conversion of Megatron-LM's spellings of names to those of the tables: a name for each layer and each expert."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -17,7 +17,7 @@ FUSED_NORMS: Mapping[str, str] = {
     "mlp.linear_fc1": "pre_mlp_layernorm",
     "mixer.in_proj": "norm",
 }
-"""Matrices of Transformer Engine's layers -> the norm before them, whose gain and bias they keep as layer_norm_*."""
+"""Matrix of a Transformer Engine layer -> the norm before it; the layer stores its gain and bias as layer_norm_*."""
 SPELLINGS = tuple(
     (re.compile(pattern), name)
     for pattern, name in (
@@ -34,18 +34,18 @@ GROUPED = re.compile(r"^(.*\bmlp\.experts\.linear_fc[12]\.(?:weight|bias))(\d+)$
 PACKED = re.compile(r"^(.*\bmlp\.experts)\.weight([12])$")
 """All experts of a file in one matrix (in, experts * out)."""
 TOKENS = re.compile(r"(^|\.)(word_embeddings|output_layer)\.(weight|bias)$")
-"""Tensors with a row for each token, and rows of padding behind them."""
+"""Tensors with a row for each token, followed by padding rows."""
 POSITIONS = re.compile(r"(^|\.)position_embeddings\.weight$")
 WITHOUT_WEIGHTS = (
     "*_extra_state*", "*.rotary_pos_emb.inv_freq", "rotary_pos_emb.inv_freq", "*.local_tokens_per_expert",
     "*.rope.inv_freq", "*.global_tokens_per_expert", "*.ga_steps",
 )  # fmt: skip
-"""Names of tensors that are no weights."""
+"""Patterns of names of tensors that hold no weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class LazyTensor:
-    """A tensor, or part of one, that is read or made when it is needed."""
+    """A tensor, or a part of one, that `read` reads or computes on demand."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -66,7 +66,7 @@ class NamedTensors:
 
 
 def without_padding(name: str, part: LazyTensor, shape: tuple[int, ...]) -> LazyTensor:
-    """A tensor as the model has it: of tables by tokens or positions, the first rows, where theirs has more."""
+    """A tensor without padding: only the first rows of a larger table of tokens or positions."""
     longer = len(part.shape) == len(shape) and part.shape[0] > shape[0] and part.shape[1:] == shape[1:]
     if longer and (TOKENS.search(name) or POSITIONS.search(name)):
         return LazyTensor(shape, part.dtype, lambda: part.read()[: shape[0]])
@@ -74,7 +74,7 @@ def without_padding(name: str, part: LazyTensor, shape: tuple[int, ...]) -> Lazy
 
 
 def plain(name: str) -> str:
-    """A name of one layer, and if any of one expert, as the tables have it."""
+    """The name in the tables of a tensor of one layer, or of one expert in it."""
     for pattern, replacement in SPELLINGS:
         name = pattern.sub(replacement, name)
     if match := EXPERTS.match(name):
@@ -83,19 +83,19 @@ def plain(name: str) -> str:
 
 
 def unstacked(name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names of the tensors along the leading dimensions of an array, each with its index: of layers and experts.
+    """Names and indices of the tensors along the leading dimensions of an array, those of layers and experts.
 
-    A distributed checkpoint has the layers of a homogeneous model in one array, and the experts of a layer in one.
+    A distributed checkpoint stacks the layers of a homogeneous model in one array, and the experts of a layer.
     """
     layer, expert = LAYERS.match(name), EXPERTS.match(name)
     stacked = [layer is not None and layer[2] is None, expert is not None and expert[2] is None]
     for index in np.ndindex(*shape[: sum(stacked)]):
-        numbers, each = iter(index), name
+        numbers, tensor_name = iter(index), name
         if stacked[0] and layer:
-            each = f"{layer[1]}.{next(numbers)}.{layer[3]}"
-        if stacked[1] and (match := EXPERTS.match(each)):
-            each = f"{match[1]}.local_experts.{next(numbers)}.{match[3]}"
-        yield plain(each), index
+            tensor_name = f"{layer[1]}.{next(numbers)}.{layer[3]}"
+        if stacked[1] and (match := EXPERTS.match(tensor_name)):
+            tensor_name = f"{match[1]}.local_experts.{next(numbers)}.{match[3]}"
+        yield plain(tensor_name), index
 
 
 def flattened(content: Any, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
@@ -110,25 +110,25 @@ def flattened(content: Any, prefix: str = "", depth: int = 0) -> Iterator[tuple[
 
 
 MOST_LEVELS = 12
-"""Of nested mappings: a mapping may hold itself."""
+"""Largest depth of nested mappings, because a mapping may contain itself."""
 
 
 def experts_of(name: str, part: LazyTensor, count: int) -> Iterator[tuple[str, LazyTensor]]:
-    """The experts of a tensor of one rank, or the tensor itself, with its number among those of the rank.
+    """The experts of a tensor of one rank, or the tensor itself. Experts are numbered within the rank.
 
-    count: of the rank's experts.
+    count: number of experts of the rank.
     """
     if match := GROUPED.match(name):
-        left, _, kind = match[1].rpartition(".linear_fc")
-        yield f"{left}.local_experts.{match[2]}.linear_fc{kind}", part
+        prefix, _, kind = match[1].rpartition(".linear_fc")
+        yield f"{prefix}.local_experts.{match[2]}.linear_fc{kind}", part
     elif match := PACKED.match(name):
         rows, columns = part.shape
         # (in, experts * out) viewed as (experts, in, out) by megatron.core; of the second, (experts * in, out).
         inner = (rows, columns // count) if match[2] == "1" else (rows // count, columns)
         for number in range(count):
             read = _packed(part, (count, *inner), number)
-            named = f"{match[1]}.local_experts.{number}.linear_fc{match[2]}.weight"
-            yield named, LazyTensor(inner[::-1], part.dtype, read)
+            expert_name = f"{match[1]}.local_experts.{number}.linear_fc{match[2]}.weight"
+            yield expert_name, LazyTensor(inner[::-1], part.dtype, read)
     else:
         yield name, part
 

@@ -1,9 +1,9 @@
-"""Pickles read as data: plain containers, numbers, strings and references to tensors. Nothing of them is executed.
+"""Reads pickles as data, without executing them: plain containers, numbers, strings and references to tensors.
 
-A pickle is a program for a stack machine (see Python's `pickletools`). The machine here does what the opcodes say about
-containers and scalars. Where an opcode calls an object, it looks the object's name up: a few names have a function in
-this file, the other allowed ones give a `Record` of the name and its arguments, and any further name is refused. None
-is ever imported, so an allowed one can do no harm either.
+A pickle is a program for a stack machine (see Python's `pickletools`). The machine here runs the opcodes of containers
+and scalars. When an opcode calls an object, it looks up the object's name: a few names have a function in this file,
+the other allowed names give a `Record` of the name and its arguments, and any other name is refused. No name is ever
+imported, so allowed names are harmless too.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -18,8 +18,8 @@ import numpy as np
 from megajax.config.errors import UserError
 
 DTYPES: Mapping[str, np.dtype] = {
-    name: np.dtype(given)
-    for names, given in (
+    name: np.dtype(dtype)
+    for names, dtype in (
         ("torch.float32 torch.FloatStorage", np.float32),
         ("torch.float64 torch.DoubleStorage", np.float64),
         ("torch.float16 torch.HalfStorage", np.float16),
@@ -35,7 +35,7 @@ DTYPES: Mapping[str, np.dtype] = {
         ("torch.uint32", np.uint32),
         ("torch.uint64", np.uint64),
         ("torch.bool torch.BoolStorage", np.bool_),
-        # Storages without a dtype count in bytes.
+        # Untyped storages are measured in bytes.
         ("torch.storage.UntypedStorage torch.UntypedStorage", np.uint8),
     )
     for name in names.split()
@@ -43,7 +43,7 @@ DTYPES: Mapping[str, np.dtype] = {
 """Names of dtypes and of storages -> dtype."""
 
 MOST_DIMENSIONS = 32
-"""Of a numpy array."""
+"""Largest number of dimensions of a numpy array."""
 
 ALLOWED = frozenset({
     "argparse.Namespace", "types.SimpleNamespace", "_io.BytesIO", "_codecs.encode", "builtins.getattr",
@@ -58,12 +58,12 @@ ALLOWED = frozenset({
     "numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar", *DTYPES,
 })  # fmt: skip
 MODULES = "megatron torch.distributed.checkpoint torch.distributed._shard transformer_engine nvidia_resiliency_ext"
-"""Modules whose enums, plans and settings stand in checkpoints. They become records, as all allowed names do."""
+"""Modules with enums, plans and settings in checkpoints. They become records, like all allowed names."""
 ALLOWED_BELOW = tuple(f"{module}." for module in MODULES.split())
 
 
 class Name(NamedTuple):
-    """A global that a pickle names; it was not imported."""
+    """A global name in a pickle, not imported."""
 
     dotted: str
 
@@ -79,7 +79,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """Where a tensor's numbers are: an entry of the archive."""
+    """The storage of tensors: an entry of the archive."""
 
     key: str
     dtype: np.dtype
@@ -98,7 +98,7 @@ class TensorPlace:
 
 
 def read_pickle(data: bytes | memoryview, where: str) -> Any:
-    """What a pickle says.
+    """The content of a pickle.
 
     where: the file, for messages.
     Raises UserError for a name or an opcode that is not allowed, and for a pickle that is damaged.
@@ -107,7 +107,7 @@ def read_pickle(data: bytes | memoryview, where: str) -> Any:
 
 
 class _Mark:
-    """Where a list of arguments begins."""
+    """The beginning of a list of arguments on the stack."""
 
 
 MARK = _Mark()
@@ -139,7 +139,7 @@ class _Machine:
         return value
 
     def _above_mark(self) -> list[Any]:
-        """The values above the last mark, which go."""
+        """Pops the last mark and the values above it -> the values."""
         for place in range(len(self.stack) - 1, -1, -1):
             if self.stack[place] is MARK:
                 values = self.stack[place + 1 :]
@@ -156,7 +156,7 @@ class _Machine:
         self.stack.append(value)
 
     def nothing(self, _: Any) -> None:
-        """Of opcodes about the framing of the file."""
+        """Opcodes of the framing of the file."""
 
     def drop(self, _: Any) -> None:
         self._pop()
@@ -171,7 +171,7 @@ class _Machine:
         self.push(self.memo[place])
 
     def tuple_of(self, count: int | None) -> None:
-        """Of values above a mark, or of so many."""
+        """A tuple of the values above a mark, or of `count` values."""
         values = self._above_mark() if count is None else [self._pop() for _ in range(count)][::-1]
         self.push(tuple(values))
 
@@ -212,7 +212,7 @@ class _Machine:
 
     def _name(self, module: Any, name: Any) -> None:
         if not isinstance(module, str) or not isinstance(name, str):
-            raise ValueError("a name that is no text")
+            raise ValueError("a name that is not a text")
         module = {"__builtin__": "builtins"}.get(module, module)
         dotted = f"{module}.{name}"
         if dotted not in ALLOWED and not dotted.startswith(ALLOWED_BELOW):
@@ -226,11 +226,11 @@ class _Machine:
         """REDUCE and NEWOBJ."""
         arguments, function = self._pop(), self._pop()
         if not isinstance(function, Name) or not isinstance(arguments, tuple):
-            raise UserError(f"{self.where}: its pickle was refused: it calls something that is no allowed name")
+            raise UserError(f"{self.where}: its pickle was refused: it calls something other than an allowed name")
         self.push(self.result(function.dotted, arguments))
 
     def result(self, name: str, arguments: tuple[Any, ...]) -> Any:
-        """What stands for the result of a call that is not made."""
+        """The substitute for the result of a call."""
         if name not in BUILDERS:
             return Record(name, arguments)
         try:
@@ -245,7 +245,7 @@ class _Machine:
         self.call(None)
 
     def build(self, _: Any) -> None:
-        """Attributes of the object below; those of a dict or a tensor say nothing that is needed."""
+        """Sets attributes of the object below. Those of a dict or a tensor are not needed."""
         state, target = self._pop(), self.stack[-1]
         if isinstance(target, Record):
             parts = state if isinstance(state, tuple) and len(state) == 2 else (state,)
@@ -257,27 +257,32 @@ class _Machine:
             raise UserError(f"{self.where}: its pickle was refused: it sets attributes of a {type(target).__name__}")
 
     def persistent(self, _: Any) -> None:
-        """A storage: ("storage", its class, its key, its device, how many elements it has)."""
-        given = self._pop()
-        if not isinstance(given, tuple) or len(given) != 5 or given[0] != "storage" or not isinstance(given[1], Name):
-            raise ValueError("a reference to something that is no storage")
-        _, kind, key, _, numel = given
-        if kind.dotted not in DTYPES or not isinstance(key, str) or not _whole((numel,)):
+        """A storage: ("storage", class, key, device, number of elements)."""
+        reference = self._pop()
+        if (
+            not isinstance(reference, tuple)
+            or len(reference) != 5
+            or reference[0] != "storage"
+            or not isinstance(reference[1], Name)
+        ):
+            raise ValueError("a reference to something other than a storage")
+        _, kind, key, _, numel = reference
+        if kind.dotted not in DTYPES or not isinstance(key, str) or not _are_sizes((numel,)):
             raise ValueError(f"the storage {key!r} of {kind.dotted} has no known dtype or size")
         self.push(Storage(key, DTYPES[kind.dotted], numel))
 
 
-def _whole(numbers: Iterable[Any]) -> bool:
-    """Whether all are whole numbers from 0."""
+def _are_sizes(numbers: Iterable[Any]) -> bool:
+    """Whether all are whole numbers of at least 0."""
     return all(type(number) is int and number >= 0 for number in numbers)
 
 
-def _tensor(_: _Machine, given: tuple[Any, ...], dtype: np.dtype | None = None) -> TensorPlace:
+def _tensor(_: _Machine, arguments: tuple[Any, ...], dtype: np.dtype | None = None) -> TensorPlace:
     """(storage, offset, shape, strides, …)."""
-    storage, offset, shape, strides = given[:4]
+    storage, offset, shape, strides = arguments[:4]
     if not isinstance(storage, Storage) or not isinstance(shape, tuple) or not isinstance(strides, tuple):
         raise ValueError("no storage, shape and strides")
-    if len(shape) != len(strides) or len(shape) > MOST_DIMENSIONS or not _whole((offset, *shape, *strides)):
+    if len(shape) != len(strides) or len(shape) > MOST_DIMENSIONS or not _are_sizes((offset, *shape, *strides)):
         raise ValueError(f"shape {shape}, strides {strides}, offset {offset}")
     dtype = dtype or storage.dtype
     elements = storage.numel * storage.dtype.itemsize // dtype.itemsize
@@ -287,67 +292,67 @@ def _tensor(_: _Machine, given: tuple[Any, ...], dtype: np.dtype | None = None) 
     return TensorPlace(storage, dtype, offset, shape, strides)
 
 
-def _tensor_with_dtype(machine: _Machine, given: tuple[Any, ...]) -> TensorPlace:
-    """_rebuild_tensor_v3: the dtype comes last but for metadata."""
-    name = given[6]
+def _tensor_with_dtype(machine: _Machine, arguments: tuple[Any, ...]) -> TensorPlace:
+    """_rebuild_tensor_v3, with the dtype after the arguments of `_tensor`."""
+    name = arguments[6]
     if not isinstance(name, Name) or name.dotted not in DTYPES:
         raise ValueError(f"an unknown dtype: {name}")
-    return _tensor(machine, given, DTYPES[name.dotted])
+    return _tensor(machine, arguments, DTYPES[name.dotted])
 
 
 def _first(kind: type) -> Callable[[_Machine, tuple[Any, ...]], Any]:
     """The first argument, which must be of this kind."""
 
-    def first(_: _Machine, given: tuple[Any, ...]) -> Any:
-        if not isinstance(given[0], kind):
-            raise ValueError(f"expected a {kind.__name__}, got a {type(given[0]).__name__}")
-        return given[0]
+    def first(_: _Machine, arguments: tuple[Any, ...]) -> Any:
+        if not isinstance(arguments[0], kind):
+            raise ValueError(f"expected a {kind.__name__}, got a {type(arguments[0]).__name__}")
+        return arguments[0]
 
     return first
 
 
-def _size(_: _Machine, given: tuple[Any, ...]) -> tuple[int, ...]:
-    if not isinstance(given[0], tuple) or not _whole(given[0]):
-        raise ValueError(f"{given[0]!r}")
-    return given[0]
+def _size(_: _Machine, arguments: tuple[Any, ...]) -> tuple[int, ...]:
+    if not isinstance(arguments[0], tuple) or not _are_sizes(arguments[0]):
+        raise ValueError(f"{arguments[0]!r}")
+    return arguments[0]
 
 
-def _rebuilt(machine: _Machine, given: tuple[Any, ...]) -> Any:
+def _rebuilt(machine: _Machine, arguments: tuple[Any, ...]) -> Any:
     """A tensor with attributes of its own: (function, type, its arguments, attributes)."""
-    function, _, arguments, *_ = given
+    function, _, arguments, *_ = arguments
     if not isinstance(function, Name) or not function.dotted.startswith("torch._utils._rebuild_"):
         raise ValueError(f"{function}")
     return machine.result(function.dotted, arguments)
 
 
-def _mapping(_: _Machine, given: tuple[Any, ...]) -> dict[Any, Any]:
+def _mapping(_: _Machine, arguments: tuple[Any, ...]) -> dict[Any, Any]:
     """An OrderedDict, empty or of pairs."""
-    return dict(given[0]) if given and isinstance(given[0], list) else {}
+    return dict(arguments[0]) if arguments and isinstance(arguments[0], list) else {}
 
 
-def _attribute(_: _Machine, given: tuple[Any, ...]) -> Record:
-    """getattr(enum, name), which is how some versions of Python write a member of an enum."""
-    owner, name = given
+def _attribute(_: _Machine, arguments: tuple[Any, ...]) -> Record:
+    """getattr(enum, name), as some versions of Python pickle a member of an enum."""
+    owner, name = arguments
     if not isinstance(owner, Name) or not owner.dotted.startswith(ALLOWED_BELOW) or not isinstance(name, str):
         raise ValueError(f"of {owner}")
     return Record(f"{owner.dotted}.{name}")
 
 
-def _encoded(_: _Machine, given: tuple[Any, ...]) -> bytes:
-    """Bytes as protocol 2 has them: a text in latin-1."""
-    text, code = given
+def _encoded(_: _Machine, arguments: tuple[Any, ...]) -> bytes:
+    """Bytes in protocol 2: a text in latin-1."""
+    text, code = arguments
     if not isinstance(text, str) or code not in ("latin1", "latin-1"):
         raise ValueError(f"{code}")
     return text.encode("latin-1")
 
 
-def _members(_: _Machine, given: tuple[Any, ...]) -> set[Any]:
-    return set(given[0]) if given and isinstance(given[0], list) else set()
+def _members(_: _Machine, arguments: tuple[Any, ...]) -> set[Any]:
+    return set(arguments[0]) if arguments and isinstance(arguments[0], list) else set()
 
 
 BUILDERS: Mapping[str, Callable[[_Machine, tuple[Any, ...]], Any]] = {
     "collections.OrderedDict": _mapping,
-    "collections.defaultdict": lambda machine, given: {},
+    "collections.defaultdict": lambda machine, arguments: {},
     "builtins.set": _members,
     "builtins.getattr": _attribute,
     "_codecs.encode": _encoded,
@@ -359,7 +364,7 @@ BUILDERS: Mapping[str, Callable[[_Machine, tuple[Any, ...]], Any]] = {
     "torch._utils._rebuild_parameter_with_state": _first(TensorPlace),
     "torch._tensor._rebuild_from_type_v2": _rebuilt,
 }
-"""Names whose calls give something else than a record."""
+"""Names of functions with a result other than a record."""
 
 SCALARS = (
     "INT BININT BININT1 BININT2 LONG LONG1 LONG4 FLOAT BINFLOAT UNICODE BINUNICODE SHORT_BINUNICODE BINUNICODE8 STRING "
@@ -399,4 +404,4 @@ STEPS: Mapping[str, Callable[[_Machine, Any], None]] = {
     "BUILD": _Machine.build,
     "BINPERSID": _Machine.persistent,
 }
-"""Opcode -> what the machine does. Opcodes that only older or other pickles have are refused."""
+"""Opcode -> method of the machine. Opcodes of older or other pickles are refused."""

@@ -1,7 +1,7 @@
 """Folders with a file for each rank: Megatron-LM's `torch` format, mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt.
 
-TT is the rank of tensor parallelism, PPP of the pipeline, EEE of experts; the latter two stand where there are several.
-With virtual stages, a file has model0, model1, …. Layers and experts are numbered from 0 in each file.
+TT is the rank of tensor parallelism, PPP of the pipeline, EEE of experts; the latter two appear only if there is more
+than one rank. With virtual stages, a file has model0, model1, …. Layers and experts are numbered from 0 in each file.
 """
 
 import re
@@ -23,14 +23,14 @@ from megajax.config.errors import UserError
 FILE = "model_optim_rng.pt"
 RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?$")
 INTERLEAVED = re.compile(r"\.(linear_fc1|mixer\.in_proj|mixer\.conv1d_\w+)(\.|$)")
-"""Fused tensors of which each rank has a share of every piece: [gate; up] of a rank, not the gate of all first."""
+"""Fused tensors with a share of every piece on each rank: [gate; up] of a rank, not the gates of all ranks first."""
 LOCAL_EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
 OLDEST_VERSION = 2.0
-"""Of checkpoints; before, the rows of queries, keys and values had another order."""
+"""Oldest supported checkpoint version. Before it, the rows of queries, keys and values had another order."""
 
 
 class Rank(NamedTuple):
-    """Which part of a model a file has."""
+    """The part of a model in a file."""
 
     tensor: int
     pipeline: int
@@ -45,7 +45,7 @@ class RankFile:
     archive: TorchArchive
 
     def chunks(self) -> list[dict[str, Any]]:
-        """The model, in parts where there are virtual stages."""
+        """The model, or a chunk for each virtual stage."""
         content = self.archive.content
         names = ["model"] if "model" in content else sorted(
             (name for name in content if re.fullmatch(r"model\d+", str(name))), key=lambda name: int(name[5:])
@@ -57,7 +57,7 @@ def rank_files(folder: Path) -> list[RankFile]:
     """The files of a folder. Raises UserError for one that is missing or damaged."""
     paths = sorted(path for path in folder.iterdir() if RANK.match(path.name))
     if absent := [str(path / FILE) for path in paths if not (path / FILE).is_file()]:
-        raise UserError(f"{folder} is not whole: {', '.join(absent)} is missing")
+        raise UserError(f"{folder} is incomplete: {', '.join(absent)} is missing")
     archives = [TorchArchive(memory_map(path / FILE), str(path / FILE)) for path in paths]
     for archive in archives:
         if not isinstance(archive.content, dict):
@@ -74,17 +74,17 @@ def rank_files(folder: Path) -> list[RankFile]:
 
 
 def namespace(archive: TorchArchive) -> dict[str, Any]:
-    """The arguments of the run that saved the file; {} where it has none."""
+    """The arguments of the run that saved the file; {} if it has none."""
     args = archive.content.get("args")
     return args.fields if isinstance(args, Record) else {}
 
 
 def _rank(name: str, stages: Any) -> Rank:
-    tensor, *others = map(int, name.split("_")[2:])
-    if len(others) == 2:
-        return Rank(tensor, *others)
-    one = others[0] if others else 0
-    return Rank(tensor, one, 0) if stages != 1 else Rank(tensor, 0, one)
+    tensor, *further = map(int, name.split("_")[2:])
+    if len(further) == 2:
+        return Rank(tensor, *further)
+    last = further[0] if further else 0
+    return Rank(tensor, last, 0) if stages != 1 else Rank(tensor, 0, last)
 
 
 def _demand_all(folder: Path, files: list[RankFile]) -> None:
@@ -98,17 +98,17 @@ def _demand_all(folder: Path, files: list[RankFile]) -> None:
         for place, name in enumerate(names)
     ]
     pairs, experts = {rank[:2] for rank in ranks}, {rank.expert for rank in ranks}
-    lacking = [f"tensor rank {t} of stage {p}" for p in range(sizes[1]) for t in range(sizes[0]) if (t, p) not in pairs]
-    lacking += [f"expert rank {number}" for number in range(sizes[2]) if number not in experts]
-    if lacking:
-        raise UserError(f"{folder} is not whole: there is no file of {', '.join(lacking)}")
+    missing = [f"tensor rank {t} of stage {p}" for p in range(sizes[1]) for t in range(sizes[0]) if (t, p) not in pairs]
+    missing += [f"expert rank {number}" for number in range(sizes[2]) if number not in experts]
+    if missing:
+        raise UserError(f"{folder} is incomplete: there is no file of {', '.join(missing)}")
 
 
 class RankTensors:
     """The tensors of all ranks, by their names in the whole model."""
 
     def __init__(self, files: Sequence[RankFile], chunks: Mapping[Rank, list[dict[str, Any]]]):
-        """chunks: of each file, names within the file -> places, a mapping for each virtual stage."""
+        """chunks: rank -> for each virtual stage, name within the file -> place."""
         self.where = str(Path(files[0].archive.where).parents[1])
         self._files, self._chunks = files, chunks
         self._offsets = self._layer_offsets()
@@ -118,8 +118,8 @@ class RankTensors:
                 for name, place in chunk.items():
                     if isinstance(place, TensorPlace) and not name.endswith("_extra_state"):
                         numbered = self._numbered(name, number, file.rank.pipeline)
-                        for each, part in self._experts(file, numbered, place):
-                            self.pieces[each][file.rank] = part
+                        for tensor_name, part in self._experts(file, numbered, place):
+                            self.pieces[tensor_name][file.rank] = part
 
     def _numbered(self, name: str, chunk: int, stage: int) -> str:
         match = LAYERS.match(name)
@@ -128,7 +128,7 @@ class RankTensors:
         return f"{match[1]}.{int(match[2]) + self._offsets[match[1], chunk, stage]}.{match[3]}"
 
     def _layer_offsets(self) -> dict[tuple[str, int, int], int]:
-        """(stack, chunk, stage) -> how many layers are before: those of chunk 0 on all stages, then of chunk 1, …."""
+        """(stack, chunk, stage) -> number of layers before it: those of chunk 0 on all stages, then of chunk 1, …."""
         counts: dict[tuple[str, int, int], int] = defaultdict(int)
         for rank, chunks in self._chunks.items():
             for number, chunk in enumerate(chunks):
@@ -144,50 +144,52 @@ class RankTensors:
         return offsets
 
     def _experts(self, file: RankFile, name: str, place: TensorPlace) -> Iterator[tuple[str, LazyTensor]]:
-        """The tensors that one of a file stands for, with experts numbered over the model."""
+        """The tensors in a tensor of a file, with experts numbered over the model."""
         part = LazyTensor(place.shape, place.dtype, partial(file.archive.view, place))
         count = self._local_experts(file)
         try:
-            for each, one in experts_of(name, part, count):
-                number = LOCAL_EXPERT.search(each)
+            for tensor_name, expert_part in experts_of(name, part, count):
+                number = LOCAL_EXPERT.search(tensor_name)
                 if number is not None:
-                    each = LOCAL_EXPERT.sub(f".local_experts.{int(number[1]) + file.rank.expert * count}.", each)
-                yield plain(each), one
+                    tensor_name = LOCAL_EXPERT.sub(
+                        f".local_experts.{int(number[1]) + file.rank.expert * count}.", tensor_name
+                    )
+                yield plain(tensor_name), expert_part
         except ValueError as error:
             raise UserError(f"{file.archive.where}: {name}: {error}") from error
 
     def _local_experts(self, file: RankFile) -> int:
-        """How many experts of a layer a file has."""
+        """Number of experts of a layer in a file."""
         experts = namespace(file.archive).get("num_experts")
         if isinstance(experts, int):
-            return experts // (1 + max(each.rank.expert for each in self._files))
+            return experts // (1 + max(file.rank.expert for file in self._files))
         names = [name for chunk in self._chunks[file.rank] for name in chunk]
         if any(map(PACKED.match, names)):
-            raise UserError(f"{file.archive.where}: its args do not say num_experts")
+            raise UserError(f"{file.archive.where}: its args have no num_experts")
         numbers = [int(match[1]) for match in map(LOCAL_EXPERT.search, names) if match]
         return 1 + max([*numbers, *(int(match[2]) for match in map(GROUPED.match, names) if match)], default=0)
 
-    def whole(self, table: Mapping[str, Mapped]) -> dict[str, LazyTensor]:
-        """Tensors that the ranks' shares make up. table: by name, those of the model; others are left as they are."""
+    def merged(self, table: Mapping[str, Mapped]) -> dict[str, LazyTensor]:
+        """Tensors merged from the ranks' shares. table: name -> tensor of the model; others are not merged."""
         return {name: self._merged(name, shares, table.get(name)) for name, shares in self.pieces.items()}
 
-    def _merged(self, name: str, shares: Mapping[Rank, LazyTensor], wanted: Mapped | None) -> LazyTensor:
-        """By the dimension along which a share is smaller than the tensor; where none is, all ranks have it whole."""
+    def _merged(self, name: str, shares: Mapping[Rank, LazyTensor], tensor: Mapped | None) -> LazyTensor:
+        """Concatenates shares along the dimension in which they are smaller than the tensor, if there is one."""
         by_rank: dict[int, LazyTensor] = {}
         for rank in sorted(shares):
             by_rank.setdefault(rank.tensor, shares[rank])
         first = next(iter(by_rank.values()))
-        if wanted is None:
+        if tensor is None:
             return first
         padded = TOKENS.search(name) is not None
-        shape = (len(by_rank) * first.shape[0], *first.shape[1:]) if padded else wanted.shape()
+        shape = (len(by_rank) * first.shape[0], *first.shape[1:]) if padded else tensor.shape()
         smaller = [place for place, sizes in enumerate(zip(first.shape, shape, strict=False)) if sizes[0] != sizes[1]]
         if len(first.shape) != len(shape) or len(smaller) != 1 or shape[smaller[0]] % max(first.shape[smaller[0]], 1):
             return first
         axis = smaller[0]
         count = shape[axis] // first.shape[axis]
-        chosen = [next((part for rank, part in by_rank.items() if rank % count == each), None) for each in range(count)]
-        parts = [part for part in chosen if part is not None]
+        by_share = {rank % count: by_rank[rank] for rank in sorted(by_rank, reverse=True)}
+        parts = [by_share[number] for number in sorted(by_share)]
         if len(parts) < count or (count < len(by_rank) and ".experts." not in name):
             return first
         if any(part.shape != first.shape for part in parts):
@@ -196,13 +198,13 @@ class RankTensors:
             )
         sections = [1]
         if INTERLEAVED.search(name):
-            sections = [piece.size for piece in wanted.to_weights(np.broadcast_to(np.int8(0), wanted.shape()))]
+            sections = [piece.size for piece in tensor.to_weights(np.broadcast_to(np.int8(0), tensor.shape()))]
         return LazyTensor(shape, first.dtype, partial(_joined, parts, axis, sections))
 
 
 def _joined(parts: list[LazyTensor], axis: int, sections: list[int]) -> np.ndarray:
-    """Shares of ranks, each made up of sections in these proportions."""
-    ends = np.cumsum(sections)[:-1]
+    """Concatenates shares of ranks, section by section. sections: relative sizes of the sections of a share."""
+    stops = np.cumsum(sections)[:-1]
     arrays = [part.read() for part in parts]
-    cuts = [np.split(array, ends * array.shape[axis] // sum(sections), axis) for array in arrays]
-    return np.concatenate([cut[number] for number in range(len(sections)) for cut in cuts], axis)
+    shares = [np.split(array, stops * array.shape[axis] // sum(sections), axis) for array in arrays]
+    return np.concatenate([share[number] for number in range(len(sections)) for share in shares], axis)

@@ -1,7 +1,7 @@
 """Folders of `torch.distributed.checkpoint`, in which Megatron-LM's `torch_dist` format keeps its arrays.
 
-`.metadata` is a pickle: the shape and the dtype of every array, its chunks, and where in which .distcp file each chunk
-is. A chunk is a whole archive of `torch.save`.
+`.metadata` is a pickle with the shape, dtype and chunks of every array, and the .distcp file and position of each
+chunk. A chunk is an archive of `torch.save`.
 """
 
 import mmap
@@ -42,25 +42,25 @@ class ShardedArray:
 
 
 class ShardedFolder:
-    """The arrays of a folder. Raises UserError where it is damaged."""
+    """The arrays of a folder. Raises UserError if it is damaged."""
 
     def __init__(self, folder: Path):
         self.folder = folder
         self.where, self._files = str(folder / METADATA), dict[str, mmap.mmap]()
         content = read_pickle(bytes(memory_map(folder / METADATA)), self.where)
         try:
-            described, storage = content.fields["state_dict_metadata"], content.fields["storage_data"]
+            metadata, storage = content.fields["state_dict_metadata"], content.fields["storage_data"]
             places = {(key.fields["fqn"], key.fields.get("offset")): info for key, info in storage.items()}
             self.arrays: Mapping[str, ShardedArray] = {
-                name: self._array(name, each, places)
-                for name, each in described.items()
-                if each.kind.endswith(".TensorStorageMetadata")
+                name: self._array(name, record, places)
+                for name, record in metadata.items()
+                if record.kind.endswith(".TensorStorageMetadata")
             }
         except (AttributeError, KeyError, TypeError, IndexError) as error:
             raise UserError(f"{self.where} does not describe a checkpoint of torch.distributed ({error!r})") from error
 
     def read(self, name: str, index: tuple[int, ...] = ()) -> np.ndarray:
-        """array[index]: a view of its file where it is in one chunk. Only the chunks that it touches are read."""
+        """array[index]: a view of the file if it is in one chunk. Reads only the chunks that overlap the index."""
         array = self.arrays[name]
         shape, touched = array.shape[len(index) :], []
         for chunk in array.chunks:
@@ -83,36 +83,36 @@ class ShardedFolder:
     def _values(self, name: str, array: ShardedArray, chunk: Chunk) -> np.ndarray:
         if chunk.file not in self._files:
             self._files[chunk.file] = memory_map(self.folder / chunk.file)
-        where = f"{self.folder / chunk.file} ({name})"
-        archive = TorchArchive(self._files[chunk.file], where, chunk.start, chunk.length)
+        place = f"{self.folder / chunk.file} ({name})"
+        archive = TorchArchive(self._files[chunk.file], place, chunk.start, chunk.length)
         if not isinstance(archive.content, TensorPlace):
-            raise UserError(f"{where}: a tensor was expected, not a {type(archive.content).__name__}")
+            raise UserError(f"{place}: a tensor was expected, not a {type(archive.content).__name__}")
         values = archive.view(archive.content)
         if values.shape != chunk.sizes or values.dtype != array.dtype:
-            wanted = f"{array.dtype.name}{list(chunk.sizes)}"
-            raise UserError(f"{where} is {values.dtype.name}{list(values.shape)}, but {METADATA} says {wanted}")
+            expected = f"{array.dtype.name}{list(chunk.sizes)}"
+            raise UserError(f"{place} is {values.dtype.name}{list(values.shape)}, but {METADATA} says {expected}")
         return values
 
-    def _array(self, name: str, given: Record, places: Mapping[Any, Record]) -> ShardedArray:
-        shape, properties = given.fields["size"], given.fields["properties"]
+    def _array(self, name: str, metadata: Record, places: Mapping[Any, Record]) -> ShardedArray:
+        shape, properties = metadata.fields["size"], metadata.fields["properties"]
         dtype = properties.fields["dtype"] if "dtype" in properties.fields else properties.fields["state"][0]
         if not isinstance(dtype, Name) or dtype.dotted not in DTYPES:
-            raise UserError(f"{self.where}: {name} has a dtype that is unknown: {dtype}")
+            raise UserError(f"{self.where}: {name} has the unknown dtype {dtype}")
         chunks = []
-        for each in given.fields["chunks"]:
-            offsets, sizes = each.fields["offsets"], each.fields["sizes"]
+        for chunk in metadata.fields["chunks"]:
+            offsets, sizes = chunk.fields["offsets"], chunk.fields["sizes"]
             if (name, offsets) not in places:
-                raise UserError(f"{self.where} is damaged: it does not say where the chunk of {name} at {offsets} is")
+                raise UserError(f"{self.where} is damaged: it has no position of the chunk of {name} at {offsets}")
             info = places[name, offsets].fields
             self._demand_plain(name, info)
-            inside = all(start + size <= whole for start, size, whole in zip(offsets, sizes, shape, strict=True))
+            inside = all(start + size <= end for start, size, end in zip(offsets, sizes, shape, strict=True))
             if not inside or not all(type(info[key]) is int and info[key] >= 0 for key in ("offset", "length")):
                 raise UserError(f"{self.where} is damaged: the chunk of {name} at {offsets} is outside of {shape}")
             chunks.append(Chunk(offsets, sizes, info["relative_path"], info["offset"], info["length"]))
         return ShardedArray(shape, DTYPES[dtype.dotted], tuple(chunks))
 
     def _demand_plain(self, name: str, info: Mapping[str, Any]) -> None:
-        """Raises UserError for files outside of the folder, absent ones, and those that are not read."""
+        """Raises UserError for files that are outside of the folder, missing or compressed."""
         file = info["relative_path"]
         if not isinstance(file, str) or Path(file).name != file or file in (".", ".."):
             raise UserError(f"{self.where} was refused: it says that {name} is in {file!r}, outside of its folder")

@@ -1,9 +1,9 @@
-"""Names of Megatron-LM's weights as a table: those of GPT and its relatives, of BERT and of T5.
+"""Tables of Megatron-LM's tensor names for GPT and its relatives, BERT and T5.
 
 The names are those of `named_parameters()` with layers of plain torch ("local" specifications), numbered over the
-whole model; `megajax.checkpoint.megatron.names` brings other spellings to them. Linear weights are (out, in). For each
+whole model; `megajax.checkpoint.megatron.names` converts other spellings. Linear weights are (out, in). For each
 key-value head, `linear_qkv` has the rows of its query heads, then of the key, then of the value. A gated `linear_fc1`
-has the gate's rows, then the other's.
+has the rows of the gate, then those of the up projection.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -26,7 +26,7 @@ def table(cfg: DecoderConfig) -> list[Row]:
 
 
 def _tokens(cfg: DecoderConfig, tensor: str, path: str) -> Row:
-    """A table or a bias by tokens. Ours has rows of padding behind the vocabulary."""
+    """A table or a bias with a row for each token, without the padding rows of the weight."""
     return Row(tensor, path, index=(slice(0, cfg.vocabulary_size),))
 
 
@@ -51,7 +51,7 @@ def _queries(tensor: str, path: str) -> list[Row]:
 
 
 def _fused(tensor: str, path: str, parts: Sequence[str], groups: int, size: int) -> list[Row]:
-    """Rows of all groups of heads: in each, those of the parts."""
+    """A fused projection: for each group of heads, the rows of all parts."""
     sizes = {"g": groups, "h": size}
     matrices, biases = tuple(f"{path}.{part}" for part in parts), tuple(f"{path}.{part}_bias" for part in parts)
     return [
@@ -114,8 +114,8 @@ def _mamba(tensor: str, path: str) -> Iterator[Row]:
     yield from _norm(f"{tensor}.norm", f"{path}.mixer_norm")
     inputs = tuple(f"{path}.mixer.in_{part}" for part in ("z", "x", "b", "c", "dt"))
     yield Row(f"{tensor}.mixer.in_proj.weight", inputs, (*["(n h) d -> d n h"] * 4, "n d -> d n"))
-    for name, part, move in (("weight", "kernel", "(n h) 1 k -> k n h"), ("bias", "bias", "(n h) -> n h")):
-        yield Row(f"{tensor}.mixer.conv1d_{name}", tuple(f"{path}.mixer.conv_{one}.{part}" for one in "xbc"), move)
+    for name, part, pattern in (("weight", "kernel", "(n h) 1 k -> k n h"), ("bias", "bias", "(n h) -> n h")):
+        yield Row(f"{tensor}.mixer.conv1d_{name}", tuple(f"{path}.mixer.conv_{x}.{part}" for x in "xbc"), pattern)
     for name, part in (("dt_bias", "dt_bias"), ("A_log", "a_log"), ("D", "skip")):
         yield Row(f"{tensor}.mixer.{name}", f"{path}.mixer.{part}")
     yield Row(f"{tensor}.mixer.norm.weight", f"{path}.mixer.norm_gain", "(n h) -> n h")
@@ -123,12 +123,12 @@ def _mamba(tensor: str, path: str) -> Iterator[Row]:
 
 
 def _of_blocks_with(weight: str, rows: Iterable[Row]) -> list[Row]:
-    """Rows of those blocks of a hybrid that have this weight: others have weights of the same names."""
+    """Rows of the blocks of a hybrid that have this weight. Other blocks have weights of the same names."""
     return [replace(row, requires=weight) for row in rows]
 
 
 def _mixers(tensor: str, path: str, mixers: Sequence[Any], hidden: int) -> list[Row]:
-    """The first part of blocks, with its norm."""
+    """The mixers of blocks, with their norms."""
     rows = _norm(f"{tensor}.input_layernorm", f"{path}.mixer_norm")
     if latent := [mixer for mixer in mixers if isinstance(mixer, LatentAttentionConfig)]:
         rows += _latent(f"{tensor}.self_attention", f"{path}.mixer", latent[0])
@@ -141,9 +141,9 @@ def _mixers(tensor: str, path: str, mixers: Sequence[Any], hidden: int) -> list[
 
 
 def blocks(tensor: str, path: str, layers: Sequence[Any], hidden: int) -> list[Row]:
-    """The rows of blocks. theirs, ours: the name and the path of one.
+    """The rows of blocks. tensor, path: prefixes of a block's tensors and weights; layers: the configs of the blocks.
 
-    layers: their configs. Those of a table have attention of one kind, and feed-forward layers with a gate or without.
+    All blocks of a table have the same kind of attention, and feed-forward layers with a gate or all without.
     """
     parts = [block.parts() for block in layers]
     mlps = [part["mlp"] for part in parts if "mlp" in part]
@@ -158,12 +158,12 @@ def blocks(tensor: str, path: str, layers: Sequence[Any], hidden: int) -> list[R
 
 def _decoder(cfg: DecoderConfig) -> list[Row]:
     layers = [block for block, _ in cfg.stack.stored()]
-    whole = all({"mixer", "mlp"} <= block.parts().keys() for block in layers)
+    standard_blocks = all({"mixer", "mlp"} <= block.parts().keys() for block in layers)
     rows = [
         _tokens(cfg, "embedding.word_embeddings.weight", "tokens"),
         Row("embedding.position_embeddings.weight", "positions"),
         *blocks(DECODER, "stack.*", layers, cfg.hidden),
-        *_norm("decoder.final_layernorm" if whole else "decoder.final_norm", "norm"),
+        *_norm("decoder.final_layernorm" if standard_blocks else "decoder.final_norm", "norm"),
         _tokens(cfg, "output_layer.weight", "head"),
     ]
     for number, block in enumerate(cfg.predicting_blocks()):
@@ -172,7 +172,7 @@ def _decoder(cfg: DecoderConfig) -> list[Row]:
 
 
 def _prediction(tensor: str, path: str, block: Any, hidden: int) -> list[Row]:
-    """A head that predicts further."""
+    """A multi-token prediction block."""
     halves = (f"{path}.from_embedding", f"{path}.from_state")
     return [
         *_norm(f"{tensor}.enorm", f"{path}.embedding_norm"),

@@ -1,4 +1,4 @@
-"""Writes files that `torch.load` reads, without torch: see `megajax.checkpoint.megatron.archive` for the format."""
+"""Writes files for `torch.load` without torch; see `megajax.checkpoint.megatron.archive` for the format."""
 
 import struct
 import zipfile
@@ -17,21 +17,21 @@ STORAGES: Mapping[np.dtype, str] = {
     dtype: name for name, dtype in DTYPES.items() if name.endswith("Storage") and "Untyped" not in name
 }
 ALIGNMENT = 64
-"""Bytes; storages begin at multiples of it, as torch writes them."""
+"""Storages begin at multiples of this number of bytes, as in torch's files."""
 ROOT = "archive"
 
 
 def write_archive(path: Path, content: Any) -> None:
-    """Writes what `torch.load` gives back as `content`: containers, scalars, arrays, `LazyTensor`s, records and names.
+    """Writes containers, scalars, arrays, `LazyTensor`s, records and names, for `torch.load`.
 
-    Raises TypeError for anything else, and for dtypes that torch has no storage of.
+    Raises TypeError for anything else, and for dtypes without a torch storage.
     """
     with open(path, "wb") as file:
         write_archive_to(file, content)
 
 
 def write_archive_to(file: Any, content: Any) -> None:
-    """The same into an open binary file that can seek; the archive begins at its position 0."""
+    """`write_archive` into an open, seekable binary file; the archive begins at position 0."""
     tensors: list[LazyTensor] = []
     data = b"\x80\x02" + _pickled(content, tensors) + b"."
     with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
@@ -40,16 +40,16 @@ def write_archive_to(file: Any, content: Any) -> None:
         for number, tensor in enumerate(tensors):
             values = np.asarray(tensor.read(), tensor.dtype, order="C")
             if values.shape != tensor.shape:
-                raise ValueError(f"a tensor of {values.shape} where {tensor.shape} was announced")
+                raise ValueError(f"a tensor has shape {values.shape}, but was declared as {tensor.shape}")
             _entry(archive, f"{ROOT}/data/{number}", values.reshape(-1).view(np.uint8).data)
         _entry(archive, f"{ROOT}/version", b"3\n")
 
 
 def _entry(archive: zipfile.ZipFile, name: str, data: Any) -> None:
-    """An entry whose bytes are aligned."""
+    """Writes an entry with aligned bytes."""
     info = zipfile.ZipInfo(name)
     begin = archive.fp.tell() + LOCAL_HEADER_BYTES + len(name) if archive.fp else 0
-    # An extra field has a header of 4 bytes. Those of a size beyond 4 GiB come on top and cost the alignment alone.
+    # An extra field has a header of 4 bytes. Entries beyond 4 GiB get a second extra field and lose the alignment.
     padding = -(begin + 4) % ALIGNMENT
     info.extra = b"FB" + struct.pack("<H", padding) + b"Z" * padding
     with archive.open(info, "w", force_zip64=len(data) >= zipfile.ZIP64_LIMIT) as entry:
@@ -57,7 +57,7 @@ def _entry(archive: zipfile.ZipFile, name: str, data: Any) -> None:
 
 
 def _pickled(value: Any, tensors: list[LazyTensor]) -> bytes:
-    """A value as opcodes of protocol 2. tensors: to which its tensors are added, in order."""
+    """A value as opcodes of protocol 2. tensors: list to which its tensors are appended."""
     match value:
         case None:
             return b"N"
@@ -81,11 +81,11 @@ def _pickled(value: Any, tensors: list[LazyTensor]) -> bytes:
             made = _pickled(Name(kind), tensors) + _pickled(arguments, tensors) + call
             return made + (_pickled(fields, tensors) + b"b" if fields else b"")
         case tuple():
-            return b"(" + b"".join(_pickled(one, tensors) for one in value) + b"t"
+            return b"(" + b"".join(_pickled(item, tensors) for item in value) + b"t"
         case list():
-            return b"](" + b"".join(_pickled(one, tensors) for one in value) + b"e"
+            return b"](" + b"".join(_pickled(item, tensors) for item in value) + b"e"
         case Mapping():
-            pairs = (_pickled(key, tensors) + _pickled(one, tensors) for key, one in value.items())
+            pairs = (_pickled(key, tensors) + _pickled(item, tensors) for key, item in value.items())
             return b"}(" + b"".join(pairs) + b"u"
         case LazyTensor():
             return _tensor(value, tensors)
@@ -96,19 +96,19 @@ def _pickled(value: Any, tensors: list[LazyTensor]) -> bytes:
 
 NAMESPACE = "argparse.Namespace"
 HOST = b"X\x03\x00\x00\x00cpu"
-"""The text that stands for host memory, where tensors are loaded, as an opcode."""
+"""The opcode of "cpu", the device that tensors are loaded to."""
 
 
 def _tensor(tensor: LazyTensor, tensors: list[LazyTensor]) -> bytes:
-    """The call that makes a contiguous tensor of a storage of its own."""
+    """The call that builds a contiguous tensor with a storage of its own."""
     if tensor.dtype not in STORAGES:
-        raise TypeError(f"torch has no storage of {tensor.dtype.name}")
+        raise TypeError(f"torch has no storage for {tensor.dtype.name}")
     place, strides = ("storage", Name(STORAGES[tensor.dtype]), str(len(tensors))), [1]
     tensors.append(tensor)
     for size in tensor.shape[:0:-1]:
         strides.insert(0, strides[0] * size)
     size = _pickled(prod(tensor.shape), [])
-    storage = b"(" + b"".join(_pickled(one, []) for one in place) + HOST + size + b"tQ"
+    storage = b"(" + b"".join(_pickled(argument, []) for argument in place) + HOST + size + b"tQ"
     rest = (0, tuple(tensor.shape), tuple(strides[: len(tensor.shape)]), False, Record("collections.OrderedDict"))
-    arguments = b"(" + storage + b"".join(_pickled(one, []) for one in rest) + b"t"
+    arguments = b"(" + storage + b"".join(_pickled(argument, []) for argument in rest) + b"t"
     return _pickled(Name("torch._utils._rebuild_tensor_v2"), []) + arguments + b"R"
