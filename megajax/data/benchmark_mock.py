@@ -34,7 +34,7 @@ def write_glue(folder: Path, task: str) -> Path:
             lines = [] if labelled and form.columns else ["\t".join(columns)]
             for row in range(SIZES[split]):
                 label = int(rng.integers(len(form.classes) or len(MARKS)))
-                cells = dict.fromkeys(columns, "") | {"index": str(row), **{each: _random_text(rng) for each in texts}}
+                cells = dict.fromkeys(columns, "") | {"index": str(row), **{text: _random_text(rng) for text in texts}}
                 cells[texts[-1]] = f"{MARKS[label]} {cells[texts[-1]]}"
                 cells[form.label] = form.classes[label] if form.classes else f"{label:.1f}"
                 lines.append("\t".join(cells[column] for column in columns))

@@ -162,7 +162,7 @@ class ChatBuilder:
             template, tokenizer, loss=config.loss, on_error=config.on_error, folder=index_folder(config.cache_dir)
         )
 
-    def splits(self, asked: Rows) -> Splits:
+    def splits(self, requested: Rows) -> Splits:
         """Row sources for the splits that a run requests; None for the others.
 
         Raises:
@@ -186,7 +186,7 @@ class ChatBuilder:
             shared_skipped.clear()  # lines that belong to no split are counted once, in the first
             return self._rows(conversations, config.paths, bounds, rows, name, skipped)
 
-        return Splits.build(asked, source)
+        return Splits.build(requested, source)
 
     def _refusal(self, size: int, long: bool) -> str:
         """The message for a line that is too long, or has no label of nonzero weight."""

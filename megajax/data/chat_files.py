@@ -94,10 +94,10 @@ def conversations_of(record: Mapping[str, Any], demand_answers: bool) -> list[li
         raise BadLine(REASONS[0], f"no list of messages under 'messages' or 'conversations'; the keys are {keys}")
     conversations: list[list[Message]] = []
     for number, message in enumerate(messages, 1):
-        made = _message(message, number)
-        if made["role"] == "system" or not conversations:
+        normalized = _message(message, number)
+        if normalized["role"] == "system" or not conversations:
             conversations.append([])
-        conversations[-1].append(made)
+        conversations[-1].append(normalized)
     for conversation in conversations if demand_answers else ():
         answers = [message for message in conversation if message["role"] == "assistant"]
         if not answers:

@@ -44,19 +44,19 @@ class FileSum:
     whole: str | None = None
     """Sum of the SHA-256 of all parts; None: not computed."""
 
-    def difference(self, old: "FileSum") -> str | None:
+    def difference(self, stored: "FileSum") -> str | None:
         """The first difference in content, as `old -> new`; None for equal content."""
-        before = "" if old.path == self.path else f"in place of {old.path}, "
-        if self.files != old.files:
-            return f"{before}files: {old.files:,} -> {self.files:,}"
-        if self.files > 1 and self.names != old.names:
-            return f"{before}names of its {self.files:,} files: {old.names[:12]} -> {self.names[:12]}"
-        if self.bytes != old.bytes:
-            return f"{before}bytes: {old.bytes:,} -> {self.bytes:,}"
-        if self.sample != old.sample:
-            return f"{before}checksum of a sample of its content: {old.sample[:12]} -> {self.sample[:12]}"
-        if self.whole is not None and old.whole is not None and self.whole != old.whole:
-            return f"{before}checksum of its whole content: {old.whole[:12]} -> {self.whole[:12]}"
+        before = "" if stored.path == self.path else f"in place of {stored.path}, "
+        if self.files != stored.files:
+            return f"{before}files: {stored.files:,} -> {self.files:,}"
+        if self.files > 1 and self.names != stored.names:
+            return f"{before}names of its {self.files:,} files: {stored.names[:12]} -> {self.names[:12]}"
+        if self.bytes != stored.bytes:
+            return f"{before}bytes: {stored.bytes:,} -> {self.bytes:,}"
+        if self.sample != stored.sample:
+            return f"{before}checksum of a sample of its content: {stored.sample[:12]} -> {self.sample[:12]}"
+        if self.whole is not None and stored.whole is not None and self.whole != stored.whole:
+            return f"{before}checksum of its whole content: {stored.whole[:12]} -> {self.whole[:12]}"
         return None
 
     def plain(self) -> dict[str, Any]:

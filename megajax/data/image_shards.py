@@ -279,6 +279,6 @@ def build_splits(config: ImageShardsConfig, *, tokenizer: Any, schema: Schema, r
             source.skipped.update(images.left_out)
         return source
 
-    if (whole := read(config.paths)) is not None:
-        return splits_from_shares(whole, config.split, rows, make, config.paths[0])
+    if (shared := read(config.paths)) is not None:
+        return splits_from_shares(shared, config.split, rows, make, config.paths[0])
     return splits_from_items(lambda name: read(config_paths(config, name)), rows, make)

@@ -121,8 +121,8 @@ def _row(source: RowSource, number: int, retries: int, wait: Callable[[float], N
 def _array(row: Mapping[str, np.ndarray], name: str, leaf: Leaf, number: int) -> np.ndarray:
     """One array of a row. Raises UserError unless it matches its leaf."""
     if not isinstance(row, Mapping) or name not in row:
-        found = ", ".join(row) if isinstance(row, Mapping) else f"a {type(row).__name__}, and must be a mapping"
-        raise UserError(f"row {number} of the data has no {name}, which the model reads; it has {found}")
+        fields = ", ".join(row) if isinstance(row, Mapping) else f"a {type(row).__name__}, and must be a mapping"
+        raise UserError(f"row {number} of the data has no {name}, which the model reads; it has {fields}")
     value = np.asarray(row[name])
     if value.shape != leaf.shape:
         raise UserError(f"row {number} of the data has {name} of shape {value.shape}, the model reads {leaf.shape}")

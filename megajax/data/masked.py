@@ -92,9 +92,9 @@ class MaskedSamples:
         first, last, target = self.index[row].tolist()
         return first, last, target, self._generators.of(row)
 
-    def token_offset(self, sentence: int) -> int:
+    def token_offset(self, number: int) -> int:
         """Offset of a sentence in the file, in tokens."""
-        return int(self.tokens.offsets[sentence]) // self.tokens.dtype.itemsize
+        return int(self.tokens.offsets[number]) // self.tokens.dtype.itemsize
 
     def read(self, first: int, last: int) -> np.ndarray:
         """Tokens of sentences [first, last), which are contiguous in the file."""

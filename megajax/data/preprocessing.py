@@ -156,9 +156,9 @@ def preprocess(
             raise UserError(f"{message}{skipped}")
         for key, prefix in zip(job.keys, final, strict=True):
             # Opened as training does, which checks every field.
-            written = IndexedTokens(folder / f"all-{key}").documents
-            if written != counts.documents:
-                raise RuntimeError(f"{prefix}: {counts.documents} documents were tokenised, {written} were written.")
+            stored = IndexedTokens(folder / f"all-{key}").documents
+            if stored != counts.documents:
+                raise RuntimeError(f"{prefix}: {counts.documents} documents were tokenized, {stored} were written.")
         for key, prefix in zip(job.keys, final, strict=True):
             tokens_path(folder / f"all-{key}").replace(tokens_path(prefix))
             index_path(folder / f"all-{key}").replace(index_path(prefix))

@@ -85,16 +85,16 @@ RULES = MappingProxyType({"file": WholeFile, "line": EachLine, "paragraph": Each
 FORMATS = ("auto", "jsonl", "text", "parquet")
 
 
-def parser() -> argparse.ArgumentParser:
+def command_line() -> argparse.ArgumentParser:
     """The command line."""
-    result = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog="python -m megajax.preprocess",
         description="Tokenize text into PREFIX_KEY_document.bin and .idx, which training reads (Megatron-LM's format).",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    add = result.add_argument
+    add = parser.add_argument
     add("--input", nargs="+", required=True, metavar="PATH", help="files, patterns or folders of .jsonl, .txt, also "
         ".gz and .zst, or .parquet; their order is the order of the documents")  # fmt: skip
     add("--target", nargs="+", default=[], metavar="PATH", help="files of plain text, one for each of --input: line n "
@@ -131,7 +131,7 @@ def parser() -> argparse.ArgumentParser:
     add("--log-interval", type=float, default=10.0, metavar="SECONDS", help="time between lines of progress when the "
         "output is no terminal (default: 10)")  # fmt: skip
     add("--overwrite", action="store_true", help="replace output that exists")
-    return result
+    return parser
 
 
 def document_rule(options: argparse.Namespace) -> DocumentRule:
@@ -162,14 +162,15 @@ def _settings(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def parse(arguments: Sequence[str]) -> tuple[Preprocessing, float]:
     """The job, and the seconds between progress lines. Raises UserError for unknown or inconsistent options."""
-    result = parser()
-    known = {"--", "--help", *re.findall(r"--[\w-]+", result.format_usage())}
+    parser = command_line()
+    known_options = {"--", "--help", *re.findall(r"--[\w-]+", parser.format_usage())}
     for argument in arguments:
         name = argument.partition("=")[0]
-        if name.startswith("--") and name not in known and not name.startswith(SETTINGS):
-            raise UserError(f"unknown option {name}: {did_you_mean(name, known) or '--help lists all options.'}")
+        if name.startswith("--") and name not in known_options and not name.startswith(SETTINGS):
+            hint = did_you_mean(name, known_options) or "--help lists all options."
+            raise UserError(f"unknown option {name}: {hint}")
     settings, rest = _settings(arguments)
-    options = result.parse_args(rest)
+    options = parser.parse_args(rest)
     if options.workers < 1:
         raise UserError(f"--workers={options.workers}: give at least 1.")
     if options.partitions < 1:

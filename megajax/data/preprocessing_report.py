@@ -27,8 +27,8 @@ class Counts:
     skipped: int = 0
     tokens: int = 0
 
-    def __add__(self, other: "Counts") -> "Counts":
-        return Counts(**{count.name: getattr(self, count.name) + getattr(other, count.name) for count in fields(self)})
+    def __add__(self, counts: "Counts") -> "Counts":
+        return Counts(**{count.name: getattr(self, count.name) + getattr(counts, count.name) for count in fields(self)})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

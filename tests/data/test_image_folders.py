@@ -200,7 +200,7 @@ def test_masks_that_do_not_fit(tmp_path: Path) -> None:
         masks(tmp_path)
     for mask, message in [
         (Image.new("L", (20, 23)), "the image has 20 x 24 pixels, the mask 20 x 23"),
-        (Image.new("RGB", (20, 24)), "it is RGB"),
+        (Image.new("RGB", (20, 24)), "image is RGB"),
         (Image.new("L", (20, 24), 7), "the mask has class 7; data.classes=5"),
     ]:
         saved(tmp_path / "masks" / "a.png", mask)

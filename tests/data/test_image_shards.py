@@ -141,7 +141,7 @@ BAD = [
 
 def test_samples_without_image_or_class(tmp_path: Path) -> None:
     write(tmp_path / "a.tar", [*samples(0, 3), *BAD])
-    with pytest.raises(UserError, match=r"a\.tar: x1: it has \.png, and neither \.cls .*\n.*4 more samples"):
+    with pytest.raises(UserError, match=r"a\.tar: x1: the sample has \.png, but neither \.cls .*\n.*4 more samples"):
         build(tmp_path, paths=(str(tmp_path / "a.tar"),))
     rows = build(tmp_path, paths=(str(tmp_path / "a.tar"),), split="1", on_error="skip").train
     assert len(rows) == 3 and rows.skipped == {"no class": 4, "no image": 1}
