@@ -33,7 +33,7 @@ X = RNG.normal(size=(2, LENGTH, HIDDEN)).astype(np.float32)
 CTX = Context(jnp.broadcast_to(jnp.arange(LENGTH), (2, LENGTH)), jnp.arange(LENGTH))
 
 
-def called(cfg) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+def layer_output(cfg) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """Output for X with random weights, and those weights."""
     module = cfg.build(SETTINGS)
     rng = np.random.default_rng(1)
@@ -65,14 +65,14 @@ def turned(x: np.ndarray) -> np.ndarray:
 
 def test_query_and_key_heads_are_normalised_each_and_scaled_as_told():
     cfg = AttentionConfig(heads=3, head_dim=4, qk_norm=RMSNormConfig(zero_centred=True), scale=0.7)
-    actual, w = called(cfg)
+    actual, w = layer_output(cfg)
     q, k, v = (np.einsum("bsd,dnh->bsnh", X, w[name]) for name in ("query", "key", "value"))
     q, k = rms(q, 1 + w["query_norm.gain"]), rms(k, 1 + w["key_norm.gain"])
     np.testing.assert_allclose(actual, np.einsum("bsnh,nhd->bsd", attended(q, k, v, 0.7), w["output"]), atol=1e-4)
 
 
 def test_a_gate_is_of_the_input_and_comes_before_the_output():
-    actual, w = called(AttentionConfig(heads=3, head_dim=4, gate=True, qkv_bias=True))
+    actual, w = layer_output(AttentionConfig(heads=3, head_dim=4, gate=True, qkv_bias=True))
     q, k, v, gate = (
         np.einsum("bsd,dnh->bsnh", X, w[name]) + w[f"{name}_bias"] for name in ("query", "key", "value", "gate")
     )
@@ -82,7 +82,7 @@ def test_a_gate_is_of_the_input_and_comes_before_the_output():
 
 
 def test_relative_bias_is_looked_up_by_distance():
-    actual, w = called(AttentionConfig(heads=3, head_dim=4, relative=RelativeBiasConfig(buckets=8, distance=20)))
+    actual, w = layer_output(AttentionConfig(heads=3, head_dim=4, relative=RelativeBiasConfig(buckets=8, distance=20)))
     q, k, v = (np.einsum("bsd,dnh->bsnh", X, w[name]) for name in ("query", "key", "value"))
     distance = np.arange(LENGTH)[:, None] - np.arange(LENGTH)
     # Below 4 one by one; 4, 5 and 6 are 4 ln(far / 4) / ln(5) = 0, 0.55 and 1.01 steps beyond.
@@ -113,7 +113,7 @@ def test_latent_attention(rank):
         bias=True,
         latent_bias=True,
     )
-    actual, w = called(cfg)
+    actual, w = layer_output(cfg)
     queries = X if rank is None else rms(X @ w["query_down"] + w["query_down_bias"], w["query_norm.gain"])
     latent = rms(X @ w["down"] + w["down_bias"], w["norm.gain"])
     q = np.einsum("bsr,rnh->bsnh", queries, w["query"])
@@ -142,7 +142,7 @@ def test_the_shortest_pattern_of_blocks():
 
 
 @pytest.mark.parametrize(
-    ("cfg", "says"),
+    ("cfg", "message"),
     [
         (AttentionConfig(heads=2, window=-1), "window: must be at least 0, got -1"),
         (AttentionConfig(heads=2, scale=0.0), "scale: must be a number above 0"),
@@ -165,9 +165,9 @@ def test_the_shortest_pattern_of_blocks():
         (GatedMLPConfig(ffn=8, clamp=-1.0), "clamp: must be a number above 0"),
     ],
 )
-def test_problems_are_named(cfg, says):
+def test_problems_are_named(cfg, message):
     (problem,) = cfg.problems()
-    assert str(problem).startswith(says)
+    assert str(problem).startswith(message)
 
 
 def test_problems_with_the_model_around():

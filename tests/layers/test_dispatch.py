@@ -71,7 +71,7 @@ def on_devices(way: str, dispatch: Dispatch, axes: tuple[str, ...] = AXES) -> Ca
 
 
 @jax.jit
-def alone(x: Array, weights: Array, experts: Array, matrices: Array, dy: Array) -> tuple:
+def on_one_device(x: Array, weights: Array, experts: Array, matrices: Array, dy: Array) -> tuple:
     y, back = jax.vjp(lambda x, w, m: dense(x, w, experts, m), x, weights, matrices)
     return y, *back(dy)
 
@@ -79,7 +79,7 @@ def alone(x: Array, weights: Array, experts: Array, matrices: Array, dy: Array) 
 def check(way: str, dispatch: Dispatch, given: tuple[np.ndarray, ...], axes: tuple[str, ...] = AXES) -> None:
     dy = np.random.default_rng(9).normal(size=given[0].shape).astype(np.float32)
     y, dropped, *gradients = on_devices(way, dispatch, axes)(*given, dy)
-    expected, *expected_gradients = alone(*given, dy)
+    expected, *expected_gradients = on_one_device(*given, dy)
     np.testing.assert_array_equal(dropped, 0)
     pairs = zip(["y", "x", "weights", "matrices"], (y, *gradients), (expected, *expected_gradients), strict=True)
     for name, actual, reference in pairs:
@@ -192,7 +192,8 @@ def test_below_the_worst_case_the_fullest_experts_drop_their_last_tokens(way, ev
     dy = np.random.default_rng(9).normal(size=x.shape).astype(np.float32)
     dispatch = Dispatch(experts=experts, top_k=k, axes=AXES, room=1.0)
     y, dropped, *gradients = on_devices(way, dispatch)(*inputs, dy)
-    expected, *expected_gradients = alone(x, weights, np.where(keep, routed, experts).astype(np.int32), matrices, dy)
+    kept = np.where(keep, routed, experts).astype(np.int32)
+    expected, *expected_gradients = on_one_device(x, weights, kept, matrices, dy)
     assert float(np.sum(dropped)) == (~keep).sum()
     if way == "gather":
         dropped_tokens = [(~keep)[np.isin(routed, [2 * n, 2 * n + 1])].sum() for n in range(DEVICES)]

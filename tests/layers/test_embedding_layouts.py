@@ -47,7 +47,7 @@ def given() -> Given:
     return Given(table, head, tokens, labels, weights, rng.normal(size=(ROWS, LENGTH, HIDDEN)).astype(np.float32))
 
 
-def ours(layout: Layout, given: Given) -> Found:
+def on_layout(layout: Layout, given: Given) -> Found:
     def total(table, head):
         x = embed(layout, table, given.tokens)
         gathered = layout.act(x, "batch", "seq", "embed")
@@ -89,7 +89,7 @@ LAYOUTS = [
 def test_as_plain_indexing_on_every_layout(given, expected, parallel):
     layout = Layout(Plan.of(parallel))
     with jax.set_mesh(build_mesh(parallel)), jax.default_matmul_precision("highest"):
-        actual = jax.jit(lambda: ours(layout, given))()
+        actual = jax.jit(lambda: on_layout(layout, given))()
     np.testing.assert_array_equal(actual.embedded, expected.embedded)
     np.testing.assert_array_equal(actual.likeliest, expected.likeliest)
     for name in ("loss", "log_p", "dtable", "dhead"):
@@ -98,7 +98,7 @@ def test_as_plain_indexing_on_every_layout(given, expected, parallel):
 
 
 def test_without_a_mesh_as_well(given, expected):
-    actual = ours(Layout(Plan.of(ParallelConfig())), given)
+    actual = on_layout(Layout(Plan.of(ParallelConfig())), given)
     for array, reference in zip(actual, expected, strict=True):
         np.testing.assert_allclose(array, reference, rtol=1e-5, atol=1e-5)
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from megajax.layers.attention import _added
+from megajax.layers.attention import _add_head_bias
 from megajax.layers.config import DenseMLPConfig, GatedMLPConfig, LayerNormConfig, RMSNormConfig
 from megajax.layers.config.mlp import FeedForward
 from megajax.layers.context import Context
@@ -96,4 +96,4 @@ def test_layers_keep_what_they_are_given_and_what_matmuls_give(layer) -> None:
 
 def test_biases_are_added_head_by_head() -> None:
     x, bias = RNG.normal(size=(2, 3, 4, 5)), RNG.normal(size=(4, 5))
-    np.testing.assert_allclose(_added(jnp.asarray(x), jnp.asarray(bias)), x + bias, rtol=1e-6)
+    np.testing.assert_allclose(_add_head_bias(jnp.asarray(x), jnp.asarray(bias)), x + bias, rtol=1e-6)

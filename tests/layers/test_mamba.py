@@ -119,7 +119,7 @@ def test_rates_do_not_decay_and_filters_are_no_matrices(name):
 
 
 @pytest.mark.parametrize(
-    ("cfg", "sizes", "where", "what"),
+    ("cfg", "sizes", "setting", "message"),
     [
         (Mamba2Config(heads=6, groups=4), {}, "groups", "heads=6 is not a multiple of groups=4"),
         (Mamba2Config(heads=6, dt_min=0.2), {}, "dt_min", "0.2 is above dt_max=0.1"),
@@ -132,7 +132,7 @@ def test_rates_do_not_decay_and_filters_are_no_matrices(name):
         (Mamba1Config(inner=9, rank=0), {}, "rank", "must be a number above 0, got 0"),
     ],
 )
-def test_what_is_refused(cfg, sizes, where, what):
+def test_what_is_refused(cfg, sizes, setting, message):
     (problem,) = cfg.problems() or list(cfg.mesh_problems({"tensor": 1} | sizes))
-    assert problem.setting == where
-    assert what in problem.message
+    assert problem.setting == setting
+    assert message in problem.message

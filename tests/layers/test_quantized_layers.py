@@ -38,7 +38,7 @@ def abstract(cfg: DecoderConfig, parallel: ParallelConfig = ONE) -> Any:
     return nnx.eval_shape(lambda: cfg.build(Layout(Plan.of(parallel))))
 
 
-def drawn(cfg: DecoderConfig) -> dict[str, np.ndarray]:
+def random_values(cfg: DecoderConfig) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(1)
     return {path: rng.normal(0, 0.2, spec.shape).astype(np.float32) for path, spec in specs(abstract(cfg)).items()}
 
@@ -85,7 +85,7 @@ def logits(cfg: DecoderConfig, values: dict[str, Any], parallel: ParallelConfig 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", HOW)
 def test_every_kind_of_matrix_multiplies_as_if_scaled_back(name: str) -> None:
-    params, cfg = drawn(EVERY_LAYER), replace(EVERY_LAYER, quantization=HOW[name])
+    params, cfg = random_values(EVERY_LAYER), replace(EVERY_LAYER, quantization=HOW[name])
     stored, dequantized = quantized(EVERY_LAYER, HOW[name], params)
     declared = specs(abstract(cfg))
     assert {path: (spec.shape, spec.dtype) for path, spec in declared.items()} == {
@@ -112,7 +112,7 @@ def test_every_kind_of_matrix_multiplies_as_if_scaled_back(name: str) -> None:
 )
 def test_two_devices_of_tensor_give_the_logits_of_one(how: QuantizationConfig) -> None:
     plain = wide()
-    cfg, params = replace(plain, quantization=how), drawn(plain)
+    cfg, params = replace(plain, quantization=how), random_values(plain)
     stored, _ = quantized(plain, how, params)
     expected = logits(cfg, stored)
     two = logits(cfg, stored, ParallelConfig(data=1, tensor=2, data_sharding="replicate"))
@@ -139,7 +139,7 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "where"),
+    ("settings", "name"),
     [
         ({"weights": "int4", "group": 7}, "group"),
         ({"weights": "int4", "group": 0}, "group"),
@@ -147,5 +147,5 @@ def test_what_does_not_fit_is_refused() -> None:
         ({"weights": "fp8", "static": True}, "static"),
     ],
 )
-def test_settings_that_do_not_go_together(settings: dict[str, Any], where: str) -> None:
-    assert [problem.setting for problem in QuantizationConfig(**settings).problems()] == [where]
+def test_settings_that_do_not_go_together(settings: dict[str, Any], name: str) -> None:
+    assert [problem.setting for problem in QuantizationConfig(**settings).problems()] == [name]

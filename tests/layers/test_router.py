@@ -24,7 +24,7 @@ SIGMOID = 1 / (1 + np.exp(-LOGITS))
 SQRT_SOFTPLUS = np.sqrt(np.log1p(np.exp(LOGITS)))
 
 
-def chosen(cfg: RouterConfig, k: int = K, bias: np.ndarray = NO_BIAS, training: bool = True) -> np.ndarray:
+def chosen_experts(cfg: RouterConfig, k: int = K, bias: np.ndarray = NO_BIAS, training: bool = True) -> np.ndarray:
     """Weights [T, E] of all experts, zeros for those that a token does not choose."""
     routed = jax.jit(lambda logits, bias: choose(cfg, logits, k, bias, ONE, training=training))
     return dense(routed(LOGITS, bias))
@@ -60,30 +60,31 @@ FORMULAS = {
 @pytest.mark.parametrize("case", FORMULAS)
 def test_weights_of_the_chosen_experts(case):
     cfg, expected = FORMULAS[case]
-    np.testing.assert_allclose(chosen(cfg), expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(chosen_experts(cfg), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_one_expert_keeps_its_score_where_scores_need_not_add_up():
-    np.testing.assert_allclose(chosen(RouterConfig(score="sigmoid"), k=1), best(SIGMOID, 1) * SIGMOID, rtol=1e-5)
-    np.testing.assert_array_equal(chosen(RouterConfig(), k=1), best(SOFTMAX, 1).astype(np.float32))
+    sigmoid = RouterConfig(score="sigmoid")
+    np.testing.assert_allclose(chosen_experts(sigmoid, k=1), best(SIGMOID, 1) * SIGMOID, rtol=1e-5)
+    np.testing.assert_array_equal(chosen_experts(RouterConfig(), k=1), best(SOFTMAX, 1).astype(np.float32))
 
 
 def test_all_experts_can_be_chosen():
-    np.testing.assert_allclose(chosen(RouterConfig(), k=EXPERTS), SOFTMAX, rtol=1e-5)
+    np.testing.assert_allclose(chosen_experts(RouterConfig(), k=EXPERTS), SOFTMAX, rtol=1e-5)
 
 
 def test_groups_are_chosen_first_by_the_sums_of_their_best_scores():
     cfg = RouterConfig(score="sigmoid", groups=3, chosen_groups=1)
     allowed = np.repeat(best(SIGMOID.reshape(TOKENS, 3, 2).sum(-1), 1), 2, axis=1)
     expected = allowed * SIGMOID
-    np.testing.assert_allclose(chosen(cfg), expected / expected.sum(-1, keepdims=True), rtol=1e-5)
+    np.testing.assert_allclose(chosen_experts(cfg), expected / expected.sum(-1, keepdims=True), rtol=1e-5)
 
 
 def test_groups_may_be_compared_by_their_best_score_alone():
     cfg = RouterConfig(normalise="all", groups=2, chosen_groups=1, group_scores=1)
     allowed = np.repeat(best(SOFTMAX.reshape(TOKENS, 2, 3).max(-1), 1), 3, axis=1)
     masked = np.where(allowed, SOFTMAX, 0)
-    np.testing.assert_allclose(chosen(cfg), best(masked) * SOFTMAX, rtol=1e-5)
+    np.testing.assert_allclose(chosen_experts(cfg), best(masked) * SOFTMAX, rtol=1e-5)
     by_sums = np.repeat(best(np.sort(SOFTMAX.reshape(TOKENS, 2, 3))[..., 1:].sum(-1), 1), 3, axis=1)
     assert not np.array_equal(allowed, by_sums)
 
@@ -92,13 +93,13 @@ def test_a_bias_decides_the_choice_and_not_the_weights():
     bias = np.array([9, 0, 0, 9, 0, 0], np.float32)
     cfg = RouterConfig(score="sigmoid", balance_rate=0.1, normalise="all")
     expected = SIGMOID * (bias > 0)
-    np.testing.assert_allclose(chosen(cfg, bias=bias), expected, rtol=1e-5)
+    np.testing.assert_allclose(chosen_experts(cfg, bias=bias), expected, rtol=1e-5)
     # Without the setting there is no bias, whatever the state holds.
-    assert not np.array_equal(chosen(RouterConfig(score="sigmoid", normalise="all"), bias=bias), expected)
+    assert not np.array_equal(chosen_experts(RouterConfig(score="sigmoid", normalise="all"), bias=bias), expected)
 
 
 def test_forced_balance_gives_each_expert_as_many_tokens_with_the_weights_of_its_scores():
-    actual = chosen(RouterConfig(force_balance=True, normalise="all"))
+    actual = chosen_experts(RouterConfig(force_balance=True, normalise="all"))
     np.testing.assert_array_equal((actual > 0).sum(0), TOKENS * K // EXPERTS)
     np.testing.assert_allclose(actual, SOFTMAX * (actual > 0), rtol=1e-5)
 
@@ -167,11 +168,11 @@ def test_sinkhorn_gives_rows_and_columns_equal_sums():
     scaled = np.asarray(sinkhorn(jnp.asarray(LOGITS), ONE), np.float64)
     np.testing.assert_allclose(scaled.sum(0), 1 / EXPERTS, rtol=1e-3)
     np.testing.assert_allclose(scaled.sum(1), 1 / TOKENS, rtol=1e-2)
-    trained, evaluated = (chosen(RouterConfig(sinkhorn=True), training=training) for training in (True, False))
+    trained, evaluated = (chosen_experts(RouterConfig(sinkhorn=True), training=training) for training in (True, False))
     np.testing.assert_allclose(trained, SOFTMAX * best(scaled), rtol=1e-5)
     np.testing.assert_allclose(evaluated, SOFTMAX * best(SOFTMAX), rtol=1e-5)
     np.testing.assert_allclose(
-        chosen(RouterConfig(sinkhorn=True), k=1, training=False), SIGMOID * best(SIGMOID, 1), rtol=1e-5
+        chosen_experts(RouterConfig(sinkhorn=True), k=1, training=False), SIGMOID * best(SIGMOID, 1), rtol=1e-5
     )
 
 

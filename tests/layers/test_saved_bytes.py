@@ -167,7 +167,7 @@ def test_synonyms():
 
 
 @pytest.mark.parametrize(
-    ("changes", "where", "what"),
+    ("changes", "setting", "message"),
     [
         ({"recompute": ("norm", "input")}, "recompute", "everything else is computed from"),
         ({"recompute": ("norm", "norm")}, "recompute", "norm twice"),
@@ -179,6 +179,6 @@ def test_synonyms():
         ({"layers_per_checkpoint": 2}, "layers_per_checkpoint", "2 with recompute=selective"),
     ],
 )
-def test_contradictions_are_refused(changes: dict[str, Any], where: str, what: str):
+def test_contradictions_are_refused(changes: dict[str, Any], setting: str, message: str):
     problems = {problem.setting: problem.message for problem in replace(llama(repeats=4), **changes).problems()}
-    assert list(problems) == [where] and what in problems[where]
+    assert list(problems) == [setting] and message in problems[setting]

@@ -45,7 +45,7 @@ def slow(*values: object) -> object:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-def near(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+def assert_close(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
     """Gradients within 1e-5 of their size, or of a thousandth of the largest one's."""
     top = max(np.abs(gradient).max() for gradient in expected.values())
     assert actual.keys() == expected.keys()
@@ -58,7 +58,7 @@ def same_gradients(model: ModelConfig, parallel: ParallelConfig, draw: Callable[
     """Loss and gradients of a step."""
     actual, expected = (differentiate(model, layout, microbatches=3, draw=draw) for layout in (parallel, ONE))
     np.testing.assert_allclose(actual.loss, expected.loss, rtol=1e-5)
-    near(actual.gradients, expected.gradients)
+    assert_close(actual.gradients, expected.gradients)
 
 
 def same_run(model: DecoderConfig, parallel: ParallelConfig, **settings: object) -> tuple:
@@ -71,7 +71,7 @@ def same_run(model: DecoderConfig, parallel: ParallelConfig, **settings: object)
     np.testing.assert_allclose(actual.before, expected.before, rtol=1e-5)
     np.testing.assert_allclose(actual.evaluation, expected.evaluation, rtol=1e-4)
     assert actual.counted == expected.counted
-    near(actual.gradients, expected.gradients)
+    assert_close(actual.gradients, expected.gradients)
     return actual, expected
 
 
@@ -211,7 +211,7 @@ def test_experts(router: RouterConfig, way: str, parallel: ParallelConfig, avera
     np.testing.assert_allclose(actual.losses, expected.losses, rtol=1e-4)
     np.testing.assert_allclose(actual.losses[0], expected.losses[0], rtol=1e-5)
     np.testing.assert_allclose(actual.evaluation, expected.evaluation, rtol=1e-4)
-    near(actual.gradients, expected.gradients)
+    assert_close(actual.gradients, expected.gradients)
     for name in (LOAD, LOAD.replace("load", "report")):
         observed = [np.sort(np.asarray(run.state.observed[name]), axis=0) for run in (actual, expected)]
         np.testing.assert_allclose(observed[0], observed[1], rtol=1e-5, atol=1e-5, err_msg=name)
@@ -244,7 +244,7 @@ def test_adapters_and_width_scaling(model: ModelConfig) -> None:
     same_gradients(model, replace(TWO, tensor=2))
 
 
-def asked(parallel: ParallelConfig) -> tuple[list[np.ndarray], float, str | None]:
+def ask_scores(parallel: ParallelConfig) -> tuple[list[np.ndarray], float, str | None]:
     """Logits of rows of several lengths, the loss of an evaluation, and a text, by fresh weights."""
     cfg = build_program(llama(repeats=2), parallel, microbatches=2).cfg
     tokenizer = NullTokenizerConfig(vocabulary_size=VOCABULARY)
@@ -261,7 +261,7 @@ def asked(parallel: ParallelConfig) -> tuple[list[np.ndarray], float, str | None
 @pytest.mark.parametrize("parallel", [replace(PIPELINE, tensor=1), replace(MIXED, context_strategy="ring")])
 def test_a_run_answers_in_a_notebook(parallel: ParallelConfig) -> None:
     """There the compiler cuts rows, in plain chunks of any length."""
-    actual, expected = asked(parallel), asked(ONE)
+    actual, expected = ask_scores(parallel), ask_scores(ONE)
     for scores, expected_scores in zip(actual[0], expected[0], strict=True):
         np.testing.assert_allclose(scores, expected_scores, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(actual[1], expected[1], rtol=1e-5)

@@ -61,7 +61,7 @@ def segments(length: int) -> np.ndarray:
     return np.stack([row, second_row])
 
 
-def drawn(length: int) -> np.ndarray:
+def random_values(length: int) -> np.ndarray:
     return np.random.default_rng(0).normal(size=(ROWS, length, HIDDEN)).astype(np.float32)
 
 
@@ -112,8 +112,8 @@ def on_devices(run, parallel: ParallelConfig):
 def compiled(name: str, parallel: ParallelConfig, length: int, isolated: bool):
     """(weights, x, ids, weighting) -> see `pulled`, on the devices of the layout; rows device by device."""
     graph, weights = nnx.split(layer(name, parallel))
-    run = on_devices(partial(applied, graph=graph, cut=SequenceSharding.of(parallel, causal=True)), parallel)
-    x, ids = drawn(length), segments(length) if isolated else None
+    run = on_devices(partial(applied, graph=graph, cut=RowCut.of(parallel, causal=True)), parallel)
+    x, ids = random_values(length), segments(length) if isolated else None
     with jax.default_matmul_precision("highest"):
         return jax.jit(partial(pulled, run)).lower(weights, x, ids, x).compile(compiler_options=dict(QUICK))
 
@@ -137,7 +137,7 @@ def alike(actual, expected, what: str) -> None:
 
 @pytest.mark.parametrize(("name", "length", "parallel", "isolated"), CASES)
 def test_layers_on_cut_rows_are_those_on_whole_rows(name, length, parallel, isolated) -> None:
-    ids, x = segments(length) if isolated else None, drawn(length)
+    ids, x = segments(length) if isolated else None, random_values(length)
     y, gradients = results(name, parallel, x, ids)
     expected, expected_gradients = results(name, ONE, x, ids)
     alike(y, expected, "output")
@@ -149,7 +149,7 @@ def test_layers_on_cut_rows_are_those_on_whole_rows(name, length, parallel, isol
 @pytest.mark.parametrize("name", ["mamba 2", "mamba 1"])
 def test_a_document_is_the_same_to_the_bit_whatever_its_neighbours(name) -> None:
     length, parallel = DEFAULT[name]
-    ids, x = segments(length), drawn(length)
+    ids, x = segments(length), random_values(length)
     changed = (np.arange(ROWS) == 0)[:, None] & (ids == 5)
     before, after = (results(name, parallel, np.where(changed[..., None], factor * x, x), ids) for factor in (1, -3))
     for first, second in ((before[0], after[0]), (before[1]["x"], after[1]["x"])):
@@ -159,7 +159,7 @@ def test_a_document_is_the_same_to_the_bit_whatever_its_neighbours(name) -> None
 
 @pytest.mark.parametrize("name", ["mamba 2", pytest.param("mamba 1", marks=pytest.mark.slow)])
 def test_plain_jit_cuts_rows_into_chunks_in_order(name) -> None:
-    parallel, x, ids = ParallelConfig(data=1, context=2, tensor=1), drawn(12), segments(12)
+    parallel, x, ids = ParallelConfig(data=1, context=2, tensor=1), random_values(12), segments(12)
     unsplit = results(name, ONE, x, ids)[0]
     graph, weights = nnx.split(layer(name, parallel))
     with jax.set_mesh(build_mesh(parallel)), jax.default_matmul_precision("highest"):
@@ -174,7 +174,7 @@ def test_devices_send_states_and_no_rows(name) -> None:
     (length, parallel), cfg = ROUNDS, LAYERS[name]
     row_cut, (graph, weights) = RowCut.of(parallel, causal=True), nnx.split(layer(name, parallel))
     run = on_devices(partial(applied, graph=graph, row_cut=row_cut), parallel)
-    text = jax.jit(run).lower(weights, drawn(length), segments(length)).as_text(dialect="hlo")
+    text = jax.jit(run).lower(weights, random_values(length), segments(length)).as_text(dialect="hlo")
     traffic = {"all-to-all": 0, "all-gather": 0}
     for shape, operation in re.findall(r"= \w+\[([\d,]+)\]\S* (all-to-all|all-gather)\(", text):
         traffic[operation] += math.prod(map(int, shape.split(",")))

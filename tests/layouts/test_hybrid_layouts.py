@@ -39,7 +39,7 @@ def hybrid(pattern: str, **settings: Any) -> DecoderConfig:
     return replace(llama(), stack=SegmentsConfig.of([BLOCKS[letter] for letter in pattern]), **settings)
 
 
-def same(actual: Trained, expected: Trained) -> None:
+def assert_same_training(actual: Trained, expected: Trained) -> None:
     np.testing.assert_allclose(actual.losses[0], expected.losses[0], rtol=1e-5)
     np.testing.assert_allclose(actual.losses, expected.losses, rtol=1e-4)
     np.testing.assert_allclose(actual.norms, expected.norms, rtol=1e-4)
@@ -72,13 +72,13 @@ PIPELINES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel", PIPELINES.values(), ids=PIPELINES)
 def test_state_space_and_attention_on_pipelines(parallel: ParallelConfig) -> None:
-    same(train(MAMBA, parallel, microbatches=4), train(MAMBA, ONE, microbatches=4))
+    assert_same_training(train(MAMBA, parallel, microbatches=4), train(MAMBA, ONE, microbatches=4))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_recomputation_on_a_pipeline(recompute: Any) -> None:
-    same(
+    assert_same_training(
         train(replace(MAMBA, recompute=recompute), ParallelConfig(pipeline=2, data=2), microbatches=4),
         train(MAMBA, ONE, microbatches=4),
     )
@@ -109,7 +109,7 @@ MIXTURES = {
 @pytest.mark.parametrize(("pattern", "parallel"), MIXTURES.values(), ids=MIXTURES)
 def test_mixtures_of_experts(pattern: str, parallel: ParallelConfig) -> None:
     model = hybrid(pattern)
-    same(train(model, parallel, microbatches=2), train(model, ONE, microbatches=2))
+    assert_same_training(train(model, parallel, microbatches=2), train(model, ONE, microbatches=2))
 
 
 @pytest.mark.slow
@@ -117,4 +117,4 @@ def test_mixtures_of_experts(pattern: str, parallel: ParallelConfig) -> None:
 def test_segments_with_fsdp_and_tensor(recompute: Any) -> None:
     parallel = ParallelConfig(data=2, tensor=2, data_sharding="fsdp", sequence=True)
     model = hybrid("M-M-*-M-", recompute=recompute)
-    same(train(model, parallel, microbatches=2), train(model, ONE, microbatches=2))
+    assert_same_training(train(model, parallel, microbatches=2), train(model, ONE, microbatches=2))

@@ -33,7 +33,7 @@ def name(value: object) -> str:
     return str(value)
 
 
-def same(actual: Trained, expected: Trained, *, rtol: float = 1e-4, first: float = 1e-5) -> None:
+def assert_same_training(actual: Trained, expected: Trained, *, rtol: float = 1e-4, first: float = 1e-5) -> None:
     """Losses and gradient norms of every step, more closely those of the first, and the evaluation after the last."""
     assert actual.counted == expected.counted
     for one, second in ((actual.losses, expected.losses), (actual.norms, expected.norms)):
@@ -45,7 +45,7 @@ def same(actual: Trained, expected: Trained, *, rtol: float = 1e-4, first: float
 @pytest.mark.slow
 def test_fsdp_with_tensor_and_sequence():
     parallel = on(2, 2, "fsdp", sequence=True)
-    same(train(llama(), parallel, microbatches=2), train(llama(), ONE, microbatches=4))
+    assert_same_training(train(llama(), parallel, microbatches=2), train(llama(), ONE, microbatches=4))
 
 
 @pytest.mark.slow
@@ -62,7 +62,7 @@ def test_fsdp_with_tensor_and_sequence():
     ids=name,
 )
 def test_every_combination(model, parallel, microbatches):
-    same(train(model, parallel, microbatches=microbatches), train(model, ONE, microbatches=4))
+    assert_same_training(train(model, parallel, microbatches=microbatches), train(model, ONE, microbatches=4))
 
 
 def test_the_run_learns_and_starts_where_it_should():
@@ -76,7 +76,7 @@ def test_the_run_learns_and_starts_where_it_should():
 @pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_recomputation_does_not_matter(recompute):
-    same(train(llama(recompute), ONE, microbatches=4), train(llama(), ONE, microbatches=4))
+    assert_same_training(train(llama(recompute), ONE, microbatches=4), train(llama(), ONE, microbatches=4))
 
 
 KEPT = {
@@ -106,7 +106,7 @@ PIPELINE = ParallelConfig(pipeline=2, data=1, tensor=2)
 )
 def test_what_layers_keep_does_not_matter(changes, parallel):
     model = llama("none", repeats=4)
-    same(train(replace(model, **changes), parallel, microbatches=4), train(model, ONE, microbatches=4))
+    assert_same_training(train(replace(model, **changes), parallel, microbatches=4), train(model, ONE, microbatches=4))
 
 
 @pytest.mark.slow  # tests/layers/test_variant_layouts.py has it over tensor
@@ -114,7 +114,7 @@ def test_a_table_for_all_layers_has_the_gradients_of_all():
     """The table of T5's biases is used on every stage."""
     model = with_relative(RelativeBiasConfig(buckets=8, shared=True))
     actual = train(model, ParallelConfig(pipeline=2, data=1, tensor=2), microbatches=4)
-    same(actual, train(model, ONE, microbatches=4))
+    assert_same_training(actual, train(model, ONE, microbatches=4))
     assert actual.state.params["stack.relative.table"].shape == (8, 8)
     apart = train(with_relative(RelativeBiasConfig(buckets=8)), ONE, microbatches=4, steps=0)
     assert abs(apart.before / actual.before - 1) > 1e-6
@@ -137,7 +137,7 @@ def test_isolation_is_switched_on():
 def test_mean_of_microbatch_means():
     """Runs of two rows weigh the same however they meet on devices, and not as their tokens do."""
     expected = train(llama(), ONE, microbatches=4, average="microbatches")
-    same(train(llama(), on(2, 1), microbatches=2, average="microbatches"), expected)
+    assert_same_training(train(llama(), on(2, 1), microbatches=2, average="microbatches"), expected)
     by_token = train(llama(), ONE, microbatches=4)
     # The reported loss is the tokens' mean either way; the gradient is another.
     np.testing.assert_allclose(expected.losses[0], by_token.losses[0], rtol=1e-6)

@@ -26,7 +26,7 @@ def experts() -> DecoderConfig:
     return replace(model, stack=stack, prediction=PredictionConfig(block=block))
 
 
-def same(actual: Trained, expected: Trained) -> None:
+def assert_same_training(actual: Trained, expected: Trained) -> None:
     """Within 1e-5 in the first step, 1e-4 after it."""
     np.testing.assert_allclose(actual.losses[0], expected.losses[0], rtol=1e-5)
     np.testing.assert_allclose(actual.losses, expected.losses, rtol=1e-4)
@@ -43,7 +43,7 @@ def test_tensor_and_fsdp_with_dropout() -> None:
     model = adapted(llama(), dropout=0.2)
     parallel = ParallelConfig(data=2, tensor=2, data_sharding="fsdp", sequence=True)
     expected = train(model, microbatches=2, evaluated=False)
-    same(train(model, parallel, microbatches=2, evaluated=False), expected)
+    assert_same_training(train(model, parallel, microbatches=2, evaluated=False), expected)
     assert expected.losses[-1] < expected.losses[0]
 
 
@@ -64,4 +64,4 @@ def test_tensor_and_fsdp_with_dropout() -> None:
 )
 def test_as_on_one_device(model: DecoderConfig, parallel: ParallelConfig) -> None:
     options = {"microbatches": 4 if parallel.pipeline > 1 else 2, "evaluated": False}
-    same(train(model, parallel, **options), train(model, ONE, **options))
+    assert_same_training(train(model, parallel, **options), train(model, ONE, **options))

@@ -77,7 +77,7 @@ def draw_of(name: str):
 
 @pytest.mark.parametrize("name", HEADS)
 def test_heads_have_the_loss_that_numpy_makes_of_their_scores(name):
-    rows, model = draw_of(name)(0), drawn(small_bert(HEADS[name]))
+    rows, model = draw_of(name)(0), random_values(small_bert(HEADS[name]))
     shape = (ROWS * model.cfg.head.sequences(), LENGTH, model.cfg.hidden)
     x = np.random.default_rng(1).normal(size=shape).astype(np.float32)
     ctx = model.context(rows)
@@ -103,7 +103,7 @@ def abstract(cfg: TextClassifierConfig):
     return nnx.eval_shape(lambda: cfg.build(Layout(Plan.of(ParallelConfig()))))
 
 
-def drawn(cfg: TextClassifierConfig):
+def random_values(cfg: TextClassifierConfig):
     """The model with random weights, biases too."""
     model, rng = abstract(cfg), np.random.default_rng(0)
     values = {path: rng.normal(0, 0.06, spec.shape).astype(np.float32) for path, spec in specs(model).items()}
@@ -116,7 +116,7 @@ def cross_entropy(scores: np.ndarray, labels: np.ndarray) -> np.ndarray:
 
 
 def test_padding_and_what_stands_in_it_change_nothing():
-    model, rows = drawn(small_bert(CLASSES)), draw_one(0)
+    model, rows = random_values(small_bert(CLASSES)), draw_one(0)
     forward = jax.jit(lambda tokens: model(tokens, segment_ids=rows["segment_ids"]))
     changed = np.where(rows["segment_ids"] > 0, rows["tokens"], 7)
     np.testing.assert_allclose(forward(rows["tokens"]), forward(changed), atol=1e-6)

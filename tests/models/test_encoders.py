@@ -206,7 +206,7 @@ def test_a_decoders_settings_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "words"),
+    ("model", "message"),
     [
         (replace(t5(), prediction=PredictionConfig()), "prediction"),
         (replace(t5(), stack=StackConfig(pattern=(replace(WRITING, mixer=READING.mixer),), repeats=2)), "it predicts"),
@@ -220,7 +220,7 @@ def test_a_decoders_settings_are_refused() -> None:
         ),
     ],
 )
-def test_what_encoders_and_decoders_cannot_see_is_refused(model: DecoderConfig, words: str) -> None:
-    cfg = replace(build_program(bert(), ONE, microbatches=1).cfg, model=model)
-    with pytest.raises(ConfigError, match=words):
+def test_what_encoders_and_decoders_cannot_see_is_refused(model: DecoderConfig, message: str) -> None:
+    cfg = replace(program(bert(), ONE, microbatches=1).cfg, model=model)
+    with pytest.raises(ConfigError, match=message):
         check(cfg, 1)

@@ -79,7 +79,7 @@ def batches(seed: int) -> Batch:
     return batch
 
 
-def built(model: LlavaConfig) -> Llava:
+def build_model(model: LlavaConfig) -> Llava:
     trainer = program(model, ONE, microbatches=1)
     with within(trainer):
         return bind(trainer.abstract, start(trainer).params)
@@ -94,7 +94,7 @@ def built(model: LlavaConfig) -> Llava:
 )
 def test_images_stand_at_their_tokens(shuffle: int, ffn: int | None, keep: bool) -> None:
     """Equal to the decoder on embeddings in which the projected images were put by hand."""
-    model = built(replace(llava(shuffle=shuffle, ffn=ffn), keep_class_tokens=keep))
+    model = build_model(replace(llava(shuffle=shuffle, ffn=ffn), keep_class_tokens=keep))
     batch = rows(model.cfg, images=2)
     section, answer = VisionSection(model), jax.jit(lambda batch: model(**batch))
 
@@ -124,7 +124,7 @@ def test_images_stand_at_their_tokens(shuffle: int, ffn: int | None, keep: bool)
 
 
 def test_class_tokens_are_positions_of_the_decoder_if_they_are_kept() -> None:
-    model, batch, image_states = built(llava()), rows(llava()), {}
+    model, batch, image_states = build_model(llava()), rows(llava()), {}
     for keep in (False, True):
         model.cfg, section = replace(llava(), keep_class_tokens=keep), VisionSection(model)
         assert model.cfg.schema()["images"].placeholder == Placeholder(IMAGE, 4 + keep)
@@ -140,7 +140,7 @@ def test_class_tokens_are_positions_of_the_decoder_if_they_are_kept() -> None:
 
 
 def test_a_gated_projector_without_biases() -> None:
-    model = built(replace(llava(), projector=GATED))
+    model = build_model(replace(llava(), projector=GATED))
     x = np.random.default_rng(1).standard_normal((3, 4, 64)).astype(np.float32)
     gate, up, down = (np.asarray(getattr(model.projector, name)[...]) for name in ("gate", "up", "down"))
     expected = ((x @ gate) / (1 + np.exp(-(x @ gate))) * (x @ up)) @ down
@@ -151,7 +151,7 @@ def test_a_gated_projector_without_biases() -> None:
 
 
 def test_pixel_shuffle_joins_the_channels_of_a_square() -> None:
-    model = built(llava(shuffle=2))
+    model = build_model(llava(shuffle=2))
     patches = jnp.arange(4 * 64, dtype=jnp.float32).reshape(1, 4, 64)
     np.testing.assert_array_equal(model.projector.shuffled(patches), patches.reshape(1, 1, 256))
 
@@ -220,7 +220,7 @@ def test_a_frozen_tower_costs_no_gradient() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "message"),
     [
         ({"image_token": VOCABULARY}, "outside the vocabulary of 250 ids"),
         ({"slots": 0}, "slots.*must be at least 1"),
@@ -238,10 +238,10 @@ def test_a_frozen_tower_costs_no_gradient() -> None:
         ),
     ],
 )
-def test_what_does_not_fit_is_refused(changes: dict, words: str) -> None:
-    cfg = build_program(llava(), ONE, microbatches=1).cfg
+def test_what_does_not_fit_is_refused(changes: dict, message: str) -> None:
+    cfg = program(llava(), ONE, microbatches=1).cfg
     parallel = changes.pop("parallel", ONE)
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match=message):
         check(replace(cfg, model=replace(cfg.model, **changes), parallel=parallel), parallel.tensor * parallel.pipeline)
 
 

@@ -47,7 +47,7 @@ def config(*, rope: bool, read: int = 13, written: int = 7) -> T5Config:
     )
 
 
-def made(cfg: T5Config) -> tuple[nnx.Module, dict[str, np.ndarray]]:
+def build_with_values(cfg: T5Config) -> tuple[nnx.Module, dict[str, np.ndarray]]:
     """The module without values, and weights by path."""
     assert cfg.problems() == []
     abstract = nnx.eval_shape(lambda: cfg.build(Layout(Plan.of(ONE))))
@@ -121,7 +121,7 @@ class Plain:
 @pytest.mark.parametrize("rope", [pytest.param(True, marks=pytest.mark.slow), False], ids=["rotary", "relative"])
 def test_logits_match_numpy_and_padding_changes_nothing(rope: bool) -> None:
     cfg = config(rope=rope)
-    abstract, weights = made(cfg)
+    abstract, weights = build_with_values(cfg)
     draw = np.random.default_rng(1)
     encoder_tokens, decoder_tokens = draw.integers(0, WORDS, (2, 13)), draw.integers(0, WORDS, (2, 7))
     lengths = np.array([[9, 5], [13, 7]])

@@ -150,7 +150,7 @@ def test_trains_like_one_device(model: ViTConfig, parallel: ParallelConfig) -> N
         np.testing.assert_allclose(sharded.gradients[path], expected, atol=1e-4 * scale, err_msg=path)
 
 
-def built(cfg: ViTConfig) -> tuple[Any, dict[str, np.ndarray]]:
+def build_model(cfg: ViTConfig) -> tuple[Any, dict[str, np.ndarray]]:
     """The module without values, and random values."""
     abstract = nnx.eval_shape(lambda: cfg.build(Layout(Plan.of(ONE))))
     rng = np.random.default_rng(0)
@@ -192,7 +192,7 @@ def test_padding_changes_nothing() -> None:
     assert (plain.padding(), padded.padding()) == (0, 15)
     states = []
     for cfg in (plain, padded):
-        abstract, params = built(cfg)
+        abstract, params = build_model(cfg)
         states.append(
             jax.jit(lambda params, rows, abstract=abstract: bind(abstract, params).states(rows))(params, rows)
         )
@@ -202,7 +202,7 @@ def test_padding_changes_nothing() -> None:
 def test_the_loss_is_that_of_the_formula() -> None:
     """Smoothed labels and mixed images, against the definition; the reported loss has no smoothing."""
     cfg, batch = vit(), images(0)
-    abstract, _ = built(cfg)
+    abstract, _ = build_model(cfg)
     logits = np.random.default_rng(1).normal(0, 1, (ROWS, CLASSES)).astype(np.float32)
     rows = {name: jnp.asarray(leaf) for name, leaf in batch.items()}
     loss = abstract.head.loss(jnp.asarray(logits), rows, LossReduction())
@@ -217,7 +217,7 @@ def test_the_loss_is_that_of_the_formula() -> None:
 
 
 def test_iou_is_the_mean_over_classes_that_occur() -> None:
-    abstract, _ = built(segmenting())
+    abstract, _ = build_model(segmenting())
     rng, batch = np.random.default_rng(2), pixels(3)
     logits = rng.normal(0, 1, (ROWS, SIZE, SIZE, CLASSES)).astype(np.float32)
     logits[..., 3], batch["labels"][batch["labels"] == 3] = -9, 255  # class 3 occurs nowhere
@@ -234,7 +234,7 @@ def test_iou_is_the_mean_over_classes_that_occur() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "parallel", "words"),
+    ("changes", "parallel", "message"),
     [
         ({"height": 9}, ONE, "height: 9 is not divisible by patch=2"),
         ({"class_tokens": 0}, ONE, "reads a class token, and class_tokens=0"),
@@ -244,9 +244,9 @@ def test_iou_is_the_mean_over_classes_that_occur() -> None:
         ({"stack": StackConfig(pattern=(replace(BLOCK, mixer=AttentionConfig(heads=4)),), repeats=2)}, ONE, "to false"),
     ],
 )
-def test_settings_that_do_not_fit_are_refused(changes: dict[str, Any], parallel: ParallelConfig, words: str) -> None:
-    cfg = replace(build_program(vit(), ONE, microbatches=1).cfg, model=replace(vit(), **changes), parallel=parallel)
-    with pytest.raises(ConfigError, match=words):
+def test_settings_that_do_not_fit_are_refused(changes: dict[str, Any], parallel: ParallelConfig, message: str) -> None:
+    cfg = replace(program(vit(), ONE, microbatches=1).cfg, model=replace(vit(), **changes), parallel=parallel)
+    with pytest.raises(ConfigError, match=message):
         check(cfg, parallel.sizes(2)["data"] * parallel.without_data() if parallel is not ONE else 1)
 
 
@@ -271,7 +271,7 @@ def test_attention_pooling_is_that_of_the_formula() -> None:
     """A learned query, heads of 8, then the residual MLP; padding is not seen."""
     cfg = siglip(positions_multiple=5)
     assert cfg.padding() == 4
-    abstract, params = built(cfg)
+    abstract, params = build_model(cfg)
     x = np.random.default_rng(4).normal(0, 1, (2, 20, 32)).astype(np.float32)
 
     def pool(params: Any, x: Any) -> Any:
@@ -297,7 +297,7 @@ def test_attention_pooling_is_that_of_the_formula() -> None:
 def test_a_block_scales_channels_and_normalises_over_heads() -> None:
     """InternViT's block against its formula."""
     cfg = intern()
-    _, params = built(cfg)
+    _, params = build_model(cfg)
     x = np.random.default_rng(5).normal(0, 1, (2, 20, 32)).astype(np.float32)
     first_layers = {path: w[:1] for path, w in params.items() if path.startswith("stack.")}
     short = nnx.eval_shape(lambda: replace(cfg, stack=replace(cfg.stack, repeats=1)).build(Layout(Plan.of(ONE))))

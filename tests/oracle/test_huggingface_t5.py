@@ -10,7 +10,7 @@ from megatron_cases import Comparison, cases
 from megatron_run import OneDevice
 
 from megajax.layers.param import bind
-from megajax.models.t5 import Reading
+from megajax.models.t5 import EncoderSection
 
 
 @pytest.mark.parametrize("case", cases(folders(lambda kind: kind in ("t5", "mt5"))))
@@ -35,7 +35,7 @@ def test_checkpoint(case: str, oracle_dir: Path) -> None:
 
     def forward(params: Any, rows: Any) -> Any:
         t5 = bind(model.abstract, params)
-        reading = Reading(t5)
+        reading = EncoderSection(t5)
         ctx = reading.context(rows, None)
         memory = reading.leave(reading.stack(reading.enter(reading.embed(rows), ctx), ctx), ctx)
         names = ("tokens", "segment_ids", "encoder_tokens", "encoder_segment_ids")
