@@ -12,10 +12,10 @@ from megajax.config.errors import Problem
 type Dtype = Literal["float32", "bfloat16"]
 type MomentDtype = Literal["float32", "bfloat16", "float16"]
 type Samples = Callable[[int], int]
-"""Steps -> rows they read from the start of the run on; not a plain product where the batch size is ramped."""
+"""Number of first steps -> rows that they read; not proportional if the batch size is ramped."""
 
 SMALLEST_CHANGES = (("bfloat16", 2**-8), ("float16", 2**-10))
-"""Shares of a value by which it must change to be rounded to another one, a root of it in float16."""
+"""Smallest relative change of a stored average that survives rounding; float16 stores roots."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,7 +43,7 @@ class GroupConfig:
 
 
 def _from_zero(cfg: object, *names: str) -> Iterator[Problem]:
-    """Settings that must be finite and not negative, where they are given."""
+    """Problems of settings that must be finite and not negative, unless they are None."""
     for name in names:
         value = getattr(cfg, name)
         if value is not None and not 0 <= value < inf:
@@ -83,27 +83,26 @@ class UpdateConfig(Builds):
     """Report the norm of all weights as parameter_norm, every step."""
 
     def name(self) -> str:
-        """For people."""
+        """Name in messages."""
         return type(self).__name__.removesuffix("Config")
 
     def rate_problems(self, schedule: "ScheduleConfig") -> list[Problem]:
-        """What does not fit the schedule. Rates a weight gets from several rules are looked at where weights are known:
-        by Schedule.rates."""
+        """Conflicts with the schedule. Schedule.rates checks rates that a weight gets from several rules."""
         problems = _rate_problem("embedding_min_lr", self.embedding_lr, self.embedding_min_lr, schedule)
         rules = (*self.groups, GroupConfig(match="*", lr=self.embedding_lr, min_lr=self.embedding_min_lr))
         for place, rule in enumerate(self.groups):
-            others = rules[:place] + rules[place + 1 :]
-            given = any((other.min_lr if rule.min_lr is None else other.lr) is not None for other in others)
-            if not given:
+            other_rules = rules[:place] + rules[place + 1 :]
+            is_set = any((other.min_lr if rule.min_lr is None else other.lr) is not None for other in other_rules)
+            if not is_set:
                 problems += _rate_problem(f"groups.{place}.min_lr", rule.lr, rule.min_lr, schedule)
         return problems
 
     def shared_problems(self, **averages: float) -> list[Problem]:
-        """Of the settings above. averages: name -> decay of the running averages, the optimizer's own."""
+        """Problems of the settings above. averages: name -> decay of the optimizer's running averages."""
         problems = list(_from_zero(self, "weight_decay", "embedding_lr", "embedding_min_lr"))
         if self.clip is not None and not 0 < self.clip < inf:
-            what = f"must be a number above 0, got {self.clip}"
-            problems.append(Problem("clip", what, "clip=none turns clipping off"))
+            message = f"must be a number above 0, got {self.clip}"
+            problems.append(Problem("clip", message, "clip=none turns clipping off"))
         if not self.trainable:
             problems.append(Problem("trainable", "names no weight", "the default, *, trains all"))
         if not 0 <= self.offload <= 1:
@@ -113,22 +112,24 @@ class UpdateConfig(Builds):
                 problems.append(Problem(name, f"must be at least 0 and below 1, got {beta}"))
             elif 1 - beta < (least := dict(SMALLEST_CHANGES).get(self.moments, 0.0)):
                 change = f"a change by {1 - beta:.2g} of a value, which {name}={beta} makes"
-                what = f"{self.moments} cannot hold {change}: the average would never fall"
+                message = f"{self.moments} cannot hold {change}: the average would never fall"
                 hint = f"use moments=float32, or {name} of at most {1 - least:.3f}"
-                problems.append(Problem("moments", what, hint))
+                problems.append(Problem("moments", message, hint))
         if self.embedding_lr is not None and (self.embedding_min_lr or 0) > self.embedding_lr:
-            what = f"{self.embedding_min_lr} is above embedding_lr={self.embedding_lr}"
-            problems.append(Problem("embedding_min_lr", what))
+            message = f"{self.embedding_min_lr} is above embedding_lr={self.embedding_lr}"
+            problems.append(Problem("embedding_min_lr", message))
         return problems
 
 
-def _rate_problem(where: str, lr: float | None, min_lr: float | None, schedule: "ScheduleConfig") -> list[Problem]:
-    """Of rates some weights have of their own, none: the schedule's."""
+def _rate_problem(setting: str, lr: float | None, min_lr: float | None, schedule: "ScheduleConfig") -> list[Problem]:
+    """Conflicts of the rates of some weights with the schedule, whose rates replace None."""
     if lr is not None and min_lr is None and lr < schedule.min_lr:
-        what = f"must be given: these weights have lr={lr:g} of their own and would rise to {schedule.min_lr:g}"
-        return [Problem(where, what, "schedule.min_lr counts for them otherwise")]
+        message = f"must be set: these weights have lr={lr:g} of their own and would rise to {schedule.min_lr:g}"
+        return [Problem(setting, message, "otherwise schedule.min_lr applies to them")]
     if lr is None and min_lr is not None and min_lr > schedule.lr:
-        return [Problem(where, f"{min_lr:g} is above schedule.lr={schedule.lr:g}", "give these weights an lr as well")]
+        return [
+            Problem(setting, f"{min_lr:g} is above schedule.lr={schedule.lr:g}", "give these weights an lr as well")
+        ]
     return []
 
 
@@ -217,12 +218,12 @@ class MuonConfig(UpdateConfig):
         if count < 1:
             problems.append(Problem("iterations", f"must be at least 1, got {count}"))
         elif self.coefficients == "quintic" and count % 5:
-            near = ", ".join(str(n) for n in (count // 5 * 5, count // 5 * 5 + 5) if n)
-            what = f"{count} is not a multiple of quintic's 5 polynomials"
-            problems.append(Problem("iterations", what, f"nearest: {near}"))
+            multiples = ", ".join(str(n) for n in (count // 5 * 5, count // 5 * 5 + 5) if n)
+            message = f"{count} is not a multiple of quintic's 5 polynomials"
+            problems.append(Problem("iterations", message, f"nearest: {multiples}"))
         elif self.coefficients == "polar_express" and count < 8:
-            what = f"polar_express has 8 polynomials, iterations={count} leaves some out"
-            problems.append(Problem("iterations", what))
+            message = f"polar_express has 8 polynomials, iterations={count} leaves some out"
+            problems.append(Problem("iterations", message))
         if not 0 < self.extra_scale < inf:
             problems.append(Problem("extra_scale", f"must be a number above 0, got {self.extra_scale}"))
         return problems
@@ -254,27 +255,29 @@ class OptaxConfig(UpdateConfig):
             hint = "module:function or file.py:function, as in optax:adafactor"
             problems.append(Problem("make", f"names no function, got {self.make}", hint))
         if "learning_rate" in self.settings:
-            what = "the schedule gives the learning rate"
-            problems.append(Problem("settings.learning_rate", what, "set schedule.lr"))
+            message = "the schedule gives the learning rate"
+            problems.append(Problem("settings.learning_rate", message, "set schedule.lr"))
         if self.moments != "float32":
-            what = f"{self.moments} cannot be chosen here: the transformation decides how its state is kept"
-            problems.append(Problem("moments", what, "leave it out; many take a dtype: settings.mu_dtype=bfloat16"))
+            message = f"{self.moments} cannot be chosen here: the transformation decides how its state is kept"
+            problems.append(Problem("moments", message, "leave it out; many take a dtype: settings.mu_dtype=bfloat16"))
         hint = "use optimizer.trainable to freeze weights, and optax.partition within the function for other rates"
         for name in ("embedding_lr", "embedding_min_lr"):
             if getattr(self, name) is not None:
                 problems.append(Problem(name, "a transformation has one learning rate, the schedule's", hint))
         for place, group in enumerate(self.groups):
             if any(rate is not None for rate in (group.lr, group.min_lr, group.lr_multiplier)):
-                what = "changes a learning rate; a transformation has one, the schedule's. Groups can change the decay"
-                problems.append(Problem(f"groups.{place}", what, hint))
+                message = (
+                    "changes a learning rate; a transformation has one, the schedule's. Groups can change the decay"
+                )
+                problems.append(Problem(f"groups.{place}", message, hint))
         return problems
 
 
 class OptimizerBuilder(Protocol):
-    """Settings of an optimizer of your own, derived from UpdateConfig."""
+    """Settings of your own optimizer, derived from UpdateConfig."""
 
     weight_decay: float
-    """Weight decay per step, given to the update by group."""
+    """Weight decay per step, passed to the update by group."""
     trainable: tuple[str, ...]
     """Weights by path, with * for any text, that are trained."""
     clip: float | None
@@ -283,11 +286,11 @@ class OptimizerBuilder(Protocol):
     """Share of the state kept in host memory between updates."""
 
     def name(self) -> str:
-        """For people."""
+        """Name in messages."""
         ...
 
     def rate_problems(self, schedule: "ScheduleConfig") -> list[Problem]:
-        """What does not fit the schedule."""
+        """Conflicts with the schedule."""
         ...
 
     def build(self, declared: Any, plan: Any = None, width: float = 1.0) -> Any:
@@ -299,11 +302,11 @@ OptimizerConfig = AdamWConfig | SGDConfig | LionConfig | MuonConfig | OptaxConfi
 """Every optimizer that comes with the library."""
 
 
-def _keep_one(given: list[str]) -> str:
-    """How to keep one of several settings that exclude each other: the file may have given the other one."""
-    if len(given) > 2:
-        return "give one of them, and none for the others"
-    first, second = given
+def _keep_one(names: list[str]) -> str:
+    """Advice on how to keep one of several exclusive settings, which a config file may set."""
+    if len(names) > 2:
+        return "set one of them, and the others to none"
+    first, second = names
     return f"--schedule.{second}=none keeps {first}, --schedule.{first}=none keeps {second}"
 
 
@@ -323,7 +326,7 @@ class ScheduleConfig(Builds):
     """Shape of the decay from lr to min_lr; constant never decays; inverse_square_root is proportional to
     1 / sqrt(samples), at least min_lr; wsd stays at lr until the anneal (warm-up, stable, decay; Hu et al. 2024)."""
     warmup_steps: int | None = None
-    """Steps from warmup_start to lr; give at most one of the three warm-ups."""
+    """Steps from warmup_start to lr; set at most one of the three warm-ups."""
     warmup_samples: int | None = None
     """The same in samples."""
     warmup_fraction: float | None = None
@@ -360,9 +363,9 @@ class ScheduleConfig(Builds):
             ("anneal_steps", "anneal_samples"),
             ("weight_decay_steps", "weight_decay_samples"),
         ):
-            given = [name for name in names if getattr(self, name) is not None]
-            if len(given) > 1:
-                problems.append(Problem(given[1], f"{' and '.join(given)} are both given", _keep_one(given)))
+            settings = [name for name in names if getattr(self, name) is not None]
+            if len(settings) > 1:
+                problems.append(Problem(settings[1], f"{' and '.join(settings)} are both set", _keep_one(settings)))
         if self.min_lr > self.lr:
             problems.append(Problem("min_lr", f"min_lr={self.min_lr} is above lr={self.lr}"))
         if 0 <= self.lr < self.warmup_start:
@@ -374,16 +377,18 @@ class ScheduleConfig(Builds):
         return problems + self._anneal_problems()
 
     def _anneal_problems(self) -> list[Problem]:
-        given = [name for name in ("anneal_steps", "anneal_samples") if getattr(self, name) is not None]
+        settings = [name for name in ("anneal_steps", "anneal_samples") if getattr(self, name) is not None]
         if self.style != "wsd":
             return [
                 Problem(name, f"has no meaning with style={self.style}", "set style=wsd, or leave it out")
-                for name in given
+                for name in settings
             ]
-        if not given:
-            return [Problem("anneal_steps", "is needed with style=wsd", "say how many of the last steps decay")]
+        if not settings:
+            return [Problem("anneal_steps", "is needed with style=wsd", "set the number of last steps that decay")]
         return [
-            Problem(name, f"must be at least 1, got {getattr(self, name)}") for name in given if getattr(self, name) < 1
+            Problem(name, f"must be at least 1, got {getattr(self, name)}")
+            for name in settings
+            if getattr(self, name) < 1
         ]
 
     def decay(self, *, steps: int, global_size: int, samples: Samples | None = None) -> int:
@@ -401,7 +406,7 @@ class ScheduleConfig(Builds):
         return _rows_of(self.warmup_steps or 0, global_size, samples)
 
     def anneal(self, *, steps: int, global_size: int, samples: Samples | None = None) -> int:
-        """Samples of wsd's decay, which end with `decay`; a step of it has the whole batch."""
+        """Samples of wsd's decay, which ends with `decay`; its steps have the full batch size."""
         if self.anneal_samples is not None:
             return self.anneal_samples
         return (self.anneal_steps or 0) * global_size
@@ -413,7 +418,7 @@ class ScheduleConfig(Builds):
         return _rows_of(steps if self.weight_decay_steps is None else self.weight_decay_steps, global_size, samples)
 
     def run_problems(self, *, steps: int, global_size: int, samples: Samples | None = None) -> list[Problem]:
-        """A warm-up that leaves nothing of the decay, and an anneal longer than it, for a run of that length."""
+        """Problems of a warm-up or an anneal that is longer than the decay, for a run of that length."""
         decay = self.decay(steps=steps, global_size=global_size, samples=samples)
         warmup = self.warmup(steps=steps, global_size=global_size, samples=samples)
         anneal = self.anneal(steps=steps, global_size=global_size, samples=samples)
@@ -428,7 +433,7 @@ class ScheduleConfig(Builds):
         return problems
 
     def _too_long(self, part: str, samples: float, decay: int, most: Mapping[str, float], steps: int) -> Problem:
-        """A part of `samples` samples that does not fit. most: the settings of its length, with values that fit."""
+        """A part of `samples` samples that is too long. most: settings of its length -> largest value that fits."""
         name = next((name for name in most if getattr(self, name) is not None), "warmup_steps")
         end = next((end for end in ("decay_samples", "decay_steps") if getattr(self, end) is not None), "")
         until = (
@@ -436,9 +441,9 @@ class ScheduleConfig(Builds):
             if end
             else (f"the whole run has {decay} (steps={steps})")
         )
-        what = f"the {part} takes {samples:g} samples ({name}={getattr(self, name)}), {until}"
+        message = f"the {part} takes {samples:g} samples ({name}={getattr(self, name)}), {until}"
         fits = f"--schedule.{name}={most[name]} or less, or " if most[name] >= 0 else ""
-        return Problem(name, what, f"use {fits}a larger --{f'schedule.{end}' if end else 'steps'}")
+        return Problem(name, message, f"use {fits}a larger --{f'schedule.{end}' if end else 'steps'}")
 
 
 def _rows_of(steps: int, global_size: int, samples: Samples | None) -> int:

@@ -15,15 +15,15 @@ class Group:
     """Weights with the same rates."""
 
     lr: float | None = None
-    """Their highest learning rate; None: the schedule's."""
+    """Highest learning rate; None: the schedule's."""
     min_lr: float | None = None
-    """Their lowest; None: the schedule's."""
+    """Lowest learning rate; None: the schedule's."""
     lr_multiplier: float = 1.0
-    """Factor on their learning rate."""
+    """Factor on the learning rate."""
     decay: float = 1.0
-    """Factor on their weight decay."""
+    """Factor on the weight decay."""
     width: float = 1.0
-    """Factor on the schedule's highest and lowest rate, for a model wider than the one its settings were found on."""
+    """Factor on the schedule's highest and lowest rate, for a model wider than the one its settings were tuned on."""
 
     def __str__(self) -> str:
         wide = "" if self.width == 1 else f" x {self.width:g} for the width"
@@ -37,32 +37,32 @@ class Group:
 ALL = ("*",)
 """The default of optimizer.trainable."""
 HEAD = "head"
-"""Path of the head where it is a weight of its own."""
+"""Path of the head if it is a separate weight."""
 
 type Rates = Callable[[Group], tuple[Array, Array]]
 """Group -> (learning rate, weight decay) of this update, each float32 []."""
 
 
 def is_vocabulary(spec: ParamSpec) -> bool:
-    """The token embedding and the head."""
+    """Whether a weight is the token embedding or the head."""
     return "vocab" in spec.axes
 
 
 def is_embedding(spec: ParamSpec) -> bool:
-    """The token embedding, the head and learned positions."""
+    """Whether a weight is the token embedding, the head or the learned positions."""
     return spec.role == "weight" and not spec.layers and spec.axes in (("vocab", "embed"), (None, "embed"))
 
 
 def scales_with_width(spec: ParamSpec) -> bool:
-    """Whether a weight's input is as wide as the model: matrices within blocks, and a head of its own.
+    """Whether a weight's input grows with the model's width: matrices within blocks, and a separate head.
 
-    Not for tables whose rows are looked up, a head that is itself such a table, filters and vectors.
+    Not embedding tables, a head that shares such a table, filters or vectors.
     """
     return spec.role == "weight" and has_decay(spec) and (spec.path == HEAD or not is_embedding(spec))
 
 
 def has_decay(spec: ParamSpec) -> bool:
-    """Matrices and filters decay, embeddings and head among them; biases, gains and vectors of a layer do not."""
+    """Whether a weight decays: matrices, including embeddings and head, and filters; not biases, gains or vectors."""
     return spec.role in ("weight", "filter") and len(spec.shape) - bool(spec.layers) > 1
 
 
@@ -87,7 +87,7 @@ def trainable(
 ) -> dict[str, ParamSpec]:
     """The weights that are trained, in their order. Raises UserError for a pattern that matches no weight.
 
-    adapters: paths of low-rank adapters. With them, the default pattern, *, stands for no other weight.
+    adapters: paths of low-rank adapters. With adapters, the default pattern * matches no other weight.
     """
     patterns = () if adapters and cfg.trainable == ALL else cfg.trainable
     paths = {path for pattern in patterns for path in matching("optimizer.trainable", pattern, declared)}

@@ -12,8 +12,8 @@ type OptimizerState = dict[str, Any]
 """count int32 []; for each kind of moment a dict from path to array, with float16 also KIND_scale float32 [paths]."""
 
 SQUARES = ("second_moment",)
-"""Averages of squares, whose roots updates are divided by. float16 keeps the roots: squares would need twice its range,
-and an average of gradients over a root that has become 0 would be an update without bound."""
+"""Averages of squares; updates are divided by their roots. float16 stores the roots: squares would need twice its
+range, and a root that underflows to 0 would make updates unbounded."""
 
 SCALE = "_scale"
 """Suffix of a moment's name for the scales of its arrays, in the order of their sorted paths."""
@@ -41,6 +41,8 @@ def unpacked(state: OptimizerState) -> dict[str, dict[str, Array]]:
         if name + SCALE not in state:
             moments[name] = {path: x.astype(jnp.float32) for path, x in part.items()}
             continue
-        read = {path: from_float16(part[path], state[name + SCALE][place]) for place, path in enumerate(sorted(part))}
-        moments[name] = {path: jnp.square(x) for path, x in read.items()} if name in SQUARES else read
+        decoded = {
+            path: from_float16(part[path], state[name + SCALE][place]) for place, path in enumerate(sorted(part))
+        }
+        moments[name] = {path: jnp.square(x) for path, x in decoded.items()} if name in SQUARES else decoded
     return moments

@@ -59,7 +59,7 @@ class Matrices:
     """The dimensions of a stacked weight as matrices [in, out]."""
 
     stacked: int
-    """Leading dimensions that number matrices: layer, and expert where there is one."""
+    """Number of leading dimensions that index matrices: layer, and expert if there is one."""
     rows: int
     """Number of the following dimensions that form the rows; the rest form the columns."""
 
@@ -72,7 +72,7 @@ class Matrices:
 def matrices(spec: ParamSpec) -> Matrices | None:
     """A weight as matrices; None for weights that Adam updates: embeddings, head, vectors and other non-matrices.
 
-    heads and head_dim together are one dimension: query [embed, heads x head_dim], output [heads x head_dim, embed].
+    heads and head_dim together form one dimension: query [embed, heads x head_dim], output [heads x head_dim, embed].
     Query, key and value are three matrices, gate and up are two.
     """
     if spec.role != "weight" or not spec.layers:
@@ -92,7 +92,7 @@ def orthogonalise(x: Array, cfg: MuonConfig, *, tall: bool | None = None) -> Arr
     """x float32 [..., R, C] -> [..., R, C] with the same singular vectors and singular values near 1.
 
     Newton-Schulz iterations on x / |x|, on the side of the smaller dimension (Jordan et al. 2024). tall: whether that
-    is C; needs to be said only of a square that is cut.
+    is C; only a square that is sharded needs it.
     """
     tall = x.shape[-2] > x.shape[-1] if tall is None else tall
     x = x.mT if tall else x
@@ -106,15 +106,15 @@ def orthogonalise(x: Array, cfg: MuonConfig, *, tall: bool | None = None) -> Arr
 
 
 def polynomials(cfg: MuonConfig) -> tuple[Polynomial, ...]:
-    """One for each iteration."""
-    known = POLYNOMIALS[cfg.coefficients]
+    """The polynomial of each iteration."""
+    coefficients = POLYNOMIALS[cfg.coefficients]
     if cfg.coefficients == "polar_express":
-        return known + known[-1:] * (cfg.iterations - len(known))
-    return known * (cfg.iterations // len(known))
+        return coefficients + coefficients[-1:] * (cfg.iterations - len(coefficients))
+    return coefficients * (cfg.iterations // len(coefficients))
 
 
 def scale(cfg: MuonConfig, rows: int, columns: int) -> float:
-    """What an orthogonal [rows, columns] = [in, out] matrix is multiplied by."""
+    """Factor on an orthogonal matrix [rows, columns] = [in, out]."""
     factors = {
         "spectral": max(rows, columns),
         "shape_scaling": max(1.0, columns / rows),
@@ -125,13 +125,13 @@ def scale(cfg: MuonConfig, rows: int, columns: int) -> float:
 
 @dataclass(frozen=True)
 class Orthogonalised:
-    """The rule of a stacked weight: the orthogonal factor of m <- momentum m + (1 - momentum) g is its direction."""
+    """The rule of a stacked weight: the direction is the orthogonal factor of m <- momentum m + (1 - momentum) g."""
 
     cfg: MuonConfig
     axes: LogicalAxes
     shape: Matrices
     rules: Rules | None
-    """Where the moment is; None: not cut."""
+    """Sharding rules of the moment; None: not sharded."""
     coupled: bool = False
     moments: tuple[str, ...] = ("momentum",)
     width_powers: tuple[int, int] = (0, 0)
@@ -143,41 +143,41 @@ class Orthogonalised:
         return scale(self.cfg, *self.shape.size(g.shape)) * self.orthogonal(ahead), (m,)
 
     def orthogonal(self, x: Array) -> Array:
-        """x [layers, ...] -> the same shape and layout; a layer at a time on each of the devices that share."""
+        """x [layers, ...] -> the same shape and layout; each sharing device computes one layer at a time."""
         stages, sharers = self._sizes()
         rows = x.shape[0] // stages
         rounds = -(-rows // sharers)
-        # Layers of a stage lie together; a round takes the next ones of every stage.
+        # Layers of a stage are adjacent; each round takes the next layers of every stage.
         split = x.reshape(stages, rows, *x.shape[1:])
         padded = jnp.pad(split, ((0, 0), (0, rounds * sharers - rows), *((0, 0),) * (x.ndim - 1)))
         parts = jnp.moveaxis(padded.reshape(stages, rounds, sharers, *x.shape[1:]), 1, 0)
-        done = jax.lax.map(self._round, parts)
-        return jnp.moveaxis(done, 0, 1).reshape(padded.shape)[:, :rows].reshape(x.shape)
+        orthogonal = jax.lax.map(self._round, parts)
+        return jnp.moveaxis(orthogonal, 0, 1).reshape(padded.shape)[:, :rows].reshape(x.shape)
 
     def _round(self, part: Array) -> Array:
-        """[stages, sharers, ...]: a matrix for each device that shares."""
-        rows, columns = self._cut(*self.shape.size(part.shape[1:]))
-        keep = self.rules if rows or columns else self._uncut()
-        whole = self._laid_out(part.reshape(-1, *part.shape[2:]), keep)
-        flat = whole.reshape(*whole.shape[: self.shape.stacked], *self.shape.size(whole.shape))
+        """[stages, sharers, ...]: a matrix for each sharing device."""
+        rows, columns = self._sharded_sides(*self.shape.size(part.shape[1:]))
+        keep = self.rules if rows or columns else self._unsharded()
+        matrix = self._laid_out(part.reshape(-1, *part.shape[2:]), keep)
+        flat = matrix.reshape(*matrix.shape[: self.shape.stacked], *self.shape.size(matrix.shape))
         orthogonal = orthogonalise(flat, self.cfg, tall=True if rows else None)
-        done = self._laid_out(orthogonal.reshape(whole.shape), keep)
-        return self._laid_out(done).reshape(part.shape)
+        gathered = self._laid_out(orthogonal.reshape(matrix.shape), keep)
+        return self._laid_out(gathered).reshape(part.shape)
 
-    def _cut(self, rows: int, columns: int) -> tuple[bool, bool]:
-        """Whether the rows or the columns stay cut: the longer ones may."""
+    def _sharded_sides(self, rows: int, columns: int) -> tuple[bool, bool]:
+        """Whether the rows or the columns stay sharded: only the longer side may."""
         if self.rules is None:
             return False, False
         first, free = self.shape.stacked, free_axes()
         names = (self.axes[first : first + self.shape.rows], self.axes[first + self.shape.rows :])
-        cut = [
+        sharded = [
             any(free.get(axis, 1) > 1 for name in side if name != "embed" for axis in self.rules.mesh_axes(name))
             for side in names
         ]
-        return cut[0] and rows >= columns, cut[1] and columns >= rows
+        return sharded[0] and rows >= columns, sharded[1] and columns >= rows
 
-    def _uncut(self) -> Rules | None:
-        """Nothing cut but what numbers the matrices."""
+    def _unsharded(self) -> Rules | None:
+        """Rules that shard only the dimensions that index matrices."""
         names = {name for name in self.axes[self.shape.stacked :] if name not in (None, "embed")}
         return None if self.rules is None else replace(self.rules, **dict.fromkeys(names, ()))
 
@@ -189,7 +189,7 @@ class Orthogonalised:
         return tuple(axis for name, over in dimensions if name == "embed" for axis in over)
 
     def _sizes(self) -> tuple[int, int]:
-        """(parts `layer` is cut into, devices that share a stage's matrices) on the surrounding mesh."""
+        """(shards of `layer`, devices that share a stage's matrices) on the surrounding mesh."""
         if self.rules is None:
             return 1, 1
         free = free_axes()
@@ -197,7 +197,7 @@ class Orthogonalised:
         return stages, sharers
 
     def _laid_out(self, x: Array, keep: Rules | None = None) -> Array:
-        """[layers, ...] cut like the moment; or like `keep`, but by layers where that cuts along `embed`."""
+        """[layers, ...] sharded like the moment; or like `keep`, with the axes of `embed` moved to `layer`."""
         free = free_axes()
         if self.rules is None or max(free.values(), default=1) == 1:
             return x
@@ -211,8 +211,8 @@ def muon(
     """Orthogonalised momentum for matrices of the stack, AdamW for the rest."""
     rules = None if plan is None else plan.optimizer
     adam = Adam(cfg.beta1, cfg.beta2, cfg.epsilon)
-    chosen: dict[str, Rule] = {}
+    rules_by_path: dict[str, Rule] = {}
     for path, spec in declared.items():
         shape = matrices(spec)
-        chosen[path] = adam if shape is None else Orthogonalised(cfg, spec.axes, shape, rules)
-    return RuleOptimizer(cfg, declared, chosen, width)
+        rules_by_path[path] = adam if shape is None else Orthogonalised(cfg, spec.axes, shape, rules)
+    return RuleOptimizer(cfg, declared, rules_by_path, width)

@@ -1,6 +1,6 @@
 """Offloads moments to host memory between updates.
 
-Shapes, not shardings, decide which moments are offloaded: virtual devices have no memory kinds.
+Shapes, not shardings, determine which moments are offloaded: virtual devices have no memory kinds.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,7 +16,7 @@ HOST = "pinned_host"
 def offloaded(shapes: Mapping[str, Any], share: float) -> frozenset[tuple[str, str]]:
     """(kind of moment, path) of the largest moments, until their bytes reach the share.
 
-    shapes: as an OptimizerState has arrays, or of jax.ShapeDtypeStruct.
+    shapes: an OptimizerState of arrays or of jax.ShapeDtypeStruct.
     """
     sizes = {
         (name, path): array.size * array.dtype.itemsize
@@ -24,11 +24,11 @@ def offloaded(shapes: Mapping[str, Any], share: float) -> frozenset[tuple[str, s
         if isinstance(part, dict)
         for path, array in part.items()
     }
-    left, moved = share * sum(sizes.values()), set()
+    remaining, moved = share * sum(sizes.values()), set()
     for key in sorted(sizes, key=lambda key: -sizes[key]):
-        if left > 0:
+        if remaining > 0:
             moved.add(key)
-            left -= sizes[key]
+            remaining -= sizes[key]
     return frozenset(moved)
 
 

@@ -64,31 +64,31 @@ class OptaxOptimizer(Optimizer):
         """Raises UserError for a reference that cannot be loaded and for a transformation that cannot be used."""
         if width != 1:
             raise UserError(
-                "model.width_scaling with optimizer.type=Optax: how a transformation's learning rates follow the width "
-                "is not known. Use another optimizer, or scale updates within the transformation."
+                "model.width_scaling with optimizer.type=Optax: there is no rule for how a transformation's learning "
+                "rates follow the width. Use another optimizer, or scale updates within the transformation."
             )
         super().__init__(cfg, declared)
         self._make = self._function()
         stacked = {path: len(spec.layers) for path, spec in self.declared.items()}
         self._rows = stacked if cfg.per_layer else dict.fromkeys(stacked, 0)
-        """Path -> number of rows over which the transformation is mapped; 0: it gets the array as it is."""
-        seen: Shapes = {
+        """Path -> number of rows over which the transformation is mapped; 0: it gets the whole array."""
+        inputs: Shapes = {
             path: jax.ShapeDtypeStruct(spec.shape[1:] if self._rows[path] else spec.shape, jnp.float32)
             for path, spec in self.declared.items()
         }
-        state = self._attempt(lambda: jax.eval_shape(lambda lr, p: self._transformation(lr).init(p), RATE, seen))
+        state = self._attempt(lambda: jax.eval_shape(lambda lr, p: self._transformation(lr).init(p), RATE, inputs))
         leaves, self._tree = jax.tree_util.tree_flatten_with_path(state)
         self._places = _places([keys for keys, _ in leaves], self.declared)
         if len(set(self._places)) < len(self._places):
-            raise self._wrong("has two arrays of the same name in its state")
+            raise self._error("has two arrays of the same name in its state")
         for place, (_, leaf) in zip(self._places, leaves, strict=True):
             if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
-                what = "Checkpoints cannot store them, and every layer would draw the same numbers."
-                raise self._wrong(f"keeps random keys ({place}). {what}")
-        self._check(seen)
+                reason = "Checkpoints cannot store them, and every layer would draw the same numbers."
+                raise self._error(f"keeps random keys ({place}). {reason}")
+        self._check(inputs)
 
     def init(self, params: Params) -> OptimizerState:
-        """The state before the first update; zeros in rows that are no layer."""
+        """The state before the first update; zeros in padding rows."""
         mapped = self._over_rows(self._first_state, ins=("rate", "weights"), out="state")
         # Jitted: the learning rate must be traced here as it is in updates.
         return jax.jit(lambda lr, weights: self._only_layers(mapped(lr, weights)))(jnp.zeros(()), dict(params))
@@ -116,35 +116,35 @@ class OptaxOptimizer(Optimizer):
             function = resolve(self.cfg.make)
         except Exception as error:
             hint = "Give module:function or file.py:function, such as optax:adafactor."
-            raise self._wrong(f"cannot be loaded: {type(error).__name__}: {error}\n{hint}") from error
+            raise self._error(f"cannot be loaded: {type(error).__name__}: {error}\n{hint}") from error
         if not callable(function):
-            raise self._wrong(f"is of type {type(function).__name__}, not a function")
+            raise self._error(f"is of type {type(function).__name__}, not a function")
         return function
 
     def _transformation(self, lr: Array) -> optax.GradientTransformationExtraArgs:
-        made = self._make(learning_rate=lr, **self.cfg.settings)
-        if not isinstance(made, optax.GradientTransformation):
-            raise self._wrong(f"returned a {type(made).__name__}, not an optax.GradientTransformation")
-        return optax.with_extra_args_support(made)
+        transformation = self._make(learning_rate=lr, **self.cfg.settings)
+        if not isinstance(transformation, optax.GradientTransformation):
+            raise self._error(f"returned a {type(transformation).__name__}, not an optax.GradientTransformation")
+        return optax.with_extra_args_support(transformation)
 
     def _first_state(self, lr: Array, params: Params) -> OptimizerState:
-        """For weights as the transformation sees them."""
+        """The stored state of `init`, for weights as the transformation sees them."""
         return self._stored(self._transformation(lr).init(params))
 
     def _one_update(
         self, lr: Array, grads: Params, state: OptimizerState, params: Params
     ) -> tuple[Params, OptimizerState]:
-        """Of weights as the transformation sees them."""
+        """The updates and the stored state, for weights as the transformation sees them."""
         leaves = [state[name] if path is None else state[name][path] for name, path in self._places]
-        done: Any = self._transformation(lr).update(grads, self._tree.unflatten(leaves), params)
-        updates, new = done
+        result: Any = self._transformation(lr).update(grads, self._tree.unflatten(leaves), params)
+        updates, new = result
         return updates, self._stored(new)
 
     def _stored(self, state: Any) -> OptimizerState:
         """The transformation's state in the form in which it is stored."""
         leaves, tree = jax.tree_util.tree_flatten(state)
         if tree != self._tree:
-            raise self._wrong("returns a state of another structure from its update than from its init")
+            raise self._error("returns a state of another structure from its update than from its init")
         # Python numbers are weakly typed arrays; with them the step would be compiled a second time.
         arrays = iter(jnp.asarray(leaf).astype(jnp.result_type(leaf)) for leaf in leaves)
         return self._by_place(lambda place: next(arrays))
@@ -174,7 +174,7 @@ class OptaxOptimizer(Optimizer):
         return tree
 
     def _only_layers[T](self, tree: T) -> T:
-        """The tree with zeros in rows that are no layer; a transformation may compute NaN there."""
+        """The tree with zeros in padding rows, where a transformation may compute NaN."""
 
         def masked(keys: tuple, leaf: Array) -> Array:
             spec = self.declared.get(getattr(keys[-1], "key", ""))
@@ -185,18 +185,18 @@ class OptaxOptimizer(Optimizer):
 
         return jax.tree_util.tree_map_with_path(masked, tree)
 
-    def _check(self, seen: Shapes) -> None:
-        """Traces init and update for weights of these shapes. Raises UserError for what a run cannot use."""
-        own = {path: frozenset({path}) for path in seen}
-        of_state = self._by_place(lambda place: own.get(place.path, NONE))
-        first, state = self._attempt(lambda: jax.make_jaxpr(self._first_state, return_shape=True)(RATE, seen))
+    def _check(self, inputs: Shapes) -> None:
+        """Traces init and update for weights of these shapes. Raises UserError for an unusable transformation."""
+        own_names = {path: frozenset({path}) for path in inputs}
+        of_state = self._by_place(lambda place: own_names.get(place.path, NONE))
+        first, state = self._attempt(lambda: jax.make_jaxpr(self._first_state, return_shape=True)(RATE, inputs))
         traced, (updates, new) = self._attempt(
-            lambda: jax.make_jaxpr(self._one_update, return_shape=True)(RATE, seen, state, seen)
+            lambda: jax.make_jaxpr(self._one_update, return_shape=True)(RATE, inputs, state, inputs)
         )
-        self._check_same("updates", seen, updates)
+        self._check_same("updates", inputs, updates)
         self._check_same("state", state, new)
-        starts = _names(first.jaxpr, (NONE, own), state)
-        needs, keeps = _names(traced.jaxpr, (NONE, own, of_state, own), (updates, new))
+        starts = _names(first.jaxpr, (NONE, own_names), state)
+        needs, keeps = _names(traced.jaxpr, (NONE, own_names, of_state, own_names), (updates, new))
         if self.cfg.per_layer:
             self._check_independence("the update", needs)
             self._check_independence("the state", starts)
@@ -204,39 +204,39 @@ class OptaxOptimizer(Optimizer):
         else:
             self._check_rows(state, keeps)
 
-    def _check_same(self, what: str, before: Any, after: Any) -> None:
+    def _check_same(self, part: str, before: Any, after: Any) -> None:
         if jax.tree.structure(before) != jax.tree.structure(after):
-            raise self._wrong(f"makes {what} of another structure than the weights'")
+            raise self._error(f"makes {part} of another structure than the weights'")
         pairs = zip(jax.tree_util.tree_leaves_with_path(before), jax.tree.leaves(after), strict=True)
-        for (keys, old), now in pairs:
-            if (old.shape, old.dtype) != (now.shape, now.dtype):
-                change = f"{old.dtype}{[*old.shape]} to {now.dtype}{[*now.shape]}"
+        for (keys, leaf), now in pairs:
+            if (leaf.shape, leaf.dtype) != (now.shape, now.dtype):
+                change = f"{leaf.dtype}{[*leaf.shape]} to {now.dtype}{[*now.shape]}"
                 rule = "Shapes and dtypes must stay; weights and gradients are float32."
-                raise self._wrong(f"changes {what} {jax.tree_util.keystr(keys)} from {change}. {rule}")
+                raise self._error(f"changes {part} {jax.tree_util.keystr(keys)} from {change}. {rule}")
 
-    def _check_independence(self, what: str, tree: Mapping[str, Any]) -> None:
+    def _check_independence(self, part: str, tree: Mapping[str, Any]) -> None:
         """Raises UserError if an array depends on a weight other than its own and one of the two is mapped.
 
         tree: names of weights by path or, for the state, as it is stored.
         """
         for keys, names in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_names):
             path = keys[-1].key
-            others = sorted(names - {path})
-            if others and any(self._rows.get(name) for name in (path, *others)):
-                more = " and others" if len(others) > 3 else ""
-                raise self._wrong(
-                    f"combines weights: {what} of {path} depends on {', '.join(others[:3])}{more}, but it sees one "
-                    "layer at a time.\n"
+            other_weights = sorted(names - {path})
+            if other_weights and any(self._rows.get(name) for name in (path, *other_weights)):
+                more = " and others" if len(other_weights) > 3 else ""
+                raise self._error(
+                    f"combines weights: {part} of {path} depends on {', '.join(other_weights[:3])}{more}, but it sees "
+                    "one layer at a time.\n"
                     "To clip by the global norm, use optimizer.clip and leave it out of the transformation. For a "
                     "transformation that treats all elements of a weight alike, as Adam does, set "
                     "optimizer.per_layer=false."
                 )
 
     def _check_rows(self, state: OptimizerState, keeps: Mapping[str, Any]) -> None:
-        """Raises UserError for state of stacked weights whose rows are not those of the weights.
+        """Raises UserError for state of stacked weights with other rows than the weights.
 
-        Resuming on another pipeline moves rows. An array that belongs to no weight, is as large as one and depends on
-        one is taken for weights that were joined into it.
+        Resuming on another pipeline reorders rows. An array that belongs to no weight, depends on a stacked weight and
+        is at least as large is assumed to join weights.
         """
         stacked = {path: spec.shape for path, spec in self.declared.items() if spec.layers}
         least = min((math.prod(shape) for shape in stacked.values()), default=0)
@@ -245,13 +245,13 @@ class OptaxOptimizer(Optimizer):
             leaf = state[name] if path is None else state[name][path]
             joined = path is None and leaf.size >= least and not stacked.keys().isdisjoint(keeps[name])
             if joined or (path in stacked and leaf.shape != stacked[path]):
-                raise self._wrong(
+                raise self._error(
                     f"with optimizer.per_layer=false keeps {place} of shape {[*leaf.shape]}, whose rows do not "
                     "correspond to layers. Set optimizer.per_layer=true."
                 )
 
-    def _wrong(self, what: str) -> UserError:
-        return UserError(f"optimizer.make={self.cfg.make} {what}")
+    def _error(self, message: str) -> UserError:
+        return UserError(f"optimizer.make={self.cfg.make} {message}")
 
     def _attempt[T](self, f: Callable[[], T]) -> T:
         """f(), which runs the user's code; its exceptions become UserErrors."""
@@ -260,7 +260,7 @@ class OptaxOptimizer(Optimizer):
         except UserError:
             raise
         except Exception as error:
-            raise self._wrong(
+            raise self._error(
                 f"failed: {type(error).__name__}: {str(error).partition('\n')[0]}\n"
                 "The function is called as make(learning_rate=..., **optimizer.settings) with a traced learning rate, "
                 "its result as init(weights) and update(gradients, state, weights) with dicts from path to array."
@@ -272,50 +272,50 @@ def _is_names(x: Any) -> bool:
 
 
 def _names(jaxpr: Any, inputs: Any, like: Any) -> Any:
-    """A tree like the outputs: for each array the weights it depends on. inputs: those of the arguments."""
+    """A tree like the outputs with the weights that each array depends on. inputs: the same for the arguments."""
     return jax.tree.unflatten(jax.tree.structure(like), dependencies(jaxpr, jax.tree.leaves(inputs, is_leaf=_is_names)))
 
 
 def _places(leaves: list[tuple], declared: Mapping[str, ParamSpec]) -> list[Place]:
-    """Places of the arrays of a state, from the keys that lead to each.
+    """Places of the arrays of a state, from the keys to each array.
 
-    An array belongs to the weight whose path is a key on the way to it, in a dict whose keys are all paths of weights.
+    An array belongs to a weight if the weight's path is one of its keys, in a dict whose keys are all weight paths.
     """
     names = [[getattr(key, "key", None) for key in keys] for keys in leaves]
     dicts: dict[tuple, set[Any]] = {}
-    for keys, own in zip(leaves, names, strict=True):
-        for at, name in enumerate(own):
+    for keys, key_names in zip(leaves, names, strict=True):
+        for at, name in enumerate(key_names):
             dicts.setdefault(keys[:at], set()).add(name)
     of_weights = {keys for keys, members in dicts.items() if members <= declared.keys()}
     places = []
-    for keys, own in zip(leaves, names, strict=True):
+    for keys, key_names in zip(leaves, names, strict=True):
         at = next((at for at in range(len(keys)) if keys[:at] in of_weights), None)
         rest = keys if at is None else (*keys[:at], *keys[at + 1 :])
         name = jax.tree_util.keystr(rest, simple=True, separator=".") or "state"
-        places.append(Place(name, None if at is None else own[at]))
+        places.append(Place(name, None if at is None else key_names[at]))
     return places
 
 
 def dependencies(jaxpr: Jaxpr, inputs: Sequence[Names]) -> list[Names]:
-    """For each output the names of the inputs that it may depend on. inputs: the names of each input.
+    """For each output, the names of the inputs that it may depend on. inputs: the names of each input.
 
-    Calls and branches are followed for each output. Every output of any other operation, loops included, is assumed to
+    Calls and branches are traced for each output. Outputs of all other operations, including loops, are assumed to
     depend on all inputs of the operation.
     """
-    known: dict[Any, Names] = dict(zip(jaxpr.invars, inputs, strict=True))
+    by_variable: dict[Any, Names] = dict(zip(jaxpr.invars, inputs, strict=True))
 
     def names(variable: Any) -> Names:
-        return NONE if isinstance(variable, Literal) else known.get(variable, NONE)
+        return NONE if isinstance(variable, Literal) else by_variable.get(variable, NONE)
 
     for equation in jaxpr.eqns:
-        given = [names(variable) for variable in equation.invars]
+        input_names = [names(variable) for variable in equation.invars]
         match equation.primitive.name:
             case "jit" | "pjit":
-                made = dependencies(equation.params["jaxpr"].jaxpr, given)
+                output_names = dependencies(equation.params["jaxpr"].jaxpr, input_names)
             case "cond":
-                branches = [dependencies(branch.jaxpr, given[1:]) for branch in equation.params["branches"]]
-                made = [given[0].union(*each) for each in zip(*branches, strict=True)]
+                branches = [dependencies(branch.jaxpr, input_names[1:]) for branch in equation.params["branches"]]
+                output_names = [input_names[0].union(*branch_names) for branch_names in zip(*branches, strict=True)]
             case _:
-                made = [NONE.union(*given)] * len(equation.outvars)
-        known.update(zip(equation.outvars, made, strict=True))
+                output_names = [NONE.union(*input_names)] * len(equation.outvars)
+        by_variable.update(zip(equation.outvars, output_names, strict=True))
     return [names(variable) for variable in jaxpr.outvars]

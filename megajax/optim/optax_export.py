@@ -1,4 +1,4 @@
-"""Our update rules as `optax.GradientTransformation`s."""
+"""Exports MegaJAX's update rules as `optax.GradientTransformation`s."""
 
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ class RuleState(NamedTuple):
     """State of `scale_by_rule`."""
 
     count: Array
-    """int32 []: updates done."""
+    """int32 []: number of updates."""
     moments: dict[str, Any]
     """Kind of moment -> a tree like the weights'."""
 
@@ -23,7 +23,7 @@ class RuleState(NamedTuple):
 def scale_by_rule(rule: Rule) -> optax.GradientTransformation:
     """Gradients -> the directions of a rule (Adam, Momentum, SignOfAverage), for any tree of float32 arrays.
 
-    Chain it as `optax.scale_by_adam`: with `optax.add_decayed_weights` and `optax.scale_by_learning_rate`.
+    Chain it like `optax.scale_by_adam`, with `optax.add_decayed_weights` and `optax.scale_by_learning_rate`.
     """
 
     def init(params: Any) -> RuleState:
@@ -35,15 +35,15 @@ def scale_by_rule(rule: Rule) -> optax.GradientTransformation:
         count = state.count + 1
         leaves, tree = jax.tree.flatten(updates)
         moments = [tree.flatten_up_to(state.moments[name]) for name in rule.moments]
-        done = [rule(g, tuple(m), count.astype(jnp.float32)) for g, *m in zip(leaves, *moments, strict=True)]
-        new = {name: tree.unflatten([each[1][i] for each in done]) for i, name in enumerate(rule.moments)}
-        return tree.unflatten([direction for direction, _ in done]), RuleState(count, new)
+        results = [rule(g, tuple(m), count.astype(jnp.float32)) for g, *m in zip(leaves, *moments, strict=True)]
+        new = {name: tree.unflatten([result[1][i] for result in results]) for i, name in enumerate(rule.moments)}
+        return tree.unflatten([direction for direction, _ in results]), RuleState(count, new)
 
     return optax.GradientTransformation(init, update)
 
 
 def transformation(optimizer: Optimizer, rates: Rates) -> optax.GradientTransformation:
-    """A whole optimizer, Muon included, for the weights it was built for, by path.
+    """A whole optimizer, including Muon, for its weights by path.
 
     Its updates include learning rate and weight decay. rates: group -> (learning rate, weight decay), see
     `megajax.optim.optimizer.constant_rates`.

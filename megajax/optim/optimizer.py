@@ -20,11 +20,11 @@ type Moments = tuple[Array, ...]
 
 
 class Rule(Protocol):
-    """How one weight's gradient becomes a direction. All arrays float32 and of the weight's shape."""
+    """Computes the direction of one weight's update. All arrays are float32 and have the weight's shape."""
 
     @property
     def moments(self) -> tuple[str, ...]:
-        """Names of what is kept between steps."""
+        """Names of the moments."""
         ...
 
     @property
@@ -34,17 +34,17 @@ class Rule(Protocol):
 
     @property
     def width_powers(self) -> tuple[int, int]:
-        """How learning rates follow the width of the model: the powers of the ratio of widths they are multiplied by,
-        of weights whose input grows with it, and of others (Yang et al. 2022, tables 3 and 8)."""
+        """Powers of the width ratio that multiply learning rates: for weights whose input grows with the width, and for
+        other weights (Yang et al. 2022, tables 3 and 8)."""
         ...
 
     def __call__(self, g: Array, moments: Moments, step: Array) -> tuple[Array, Moments]:
-        """step: float32 [], 1 at the first update. -> what to take off the weight per unit of learning rate."""
+        """-> (direction, new moments); the weight changes by -lr * direction. step: float32 [], 1 at first."""
         ...
 
 
 class Optimizer:
-    """How weights become other weights by their gradients, with rates from the schedule by group."""
+    """Updates weights by their gradients, with rates from the schedule by group."""
 
     def __init__(self, cfg: UpdateConfig, declared: Mapping[str, ParamSpec], widths: Mapping[str, float] | None = None):
         self.cfg, self.declared = cfg, dict(declared)
@@ -65,14 +65,14 @@ class Optimizer:
         raise NotImplementedError
 
     def table(self) -> list[tuple[str, str]]:
-        """Rows for people: rule and rates, and the weights that have them."""
+        """Rows of a table: rule and rates, and their weights."""
         rows: dict[str, list[str]] = {}
         for path, kind in self.kinds().items():
             rows.setdefault(f"{kind}, {self.groups[path]}", []).append(path)
-        return [(what, ", ".join(paths)) for what, paths in rows.items()]
+        return [(rule, ", ".join(paths)) for rule, paths in rows.items()]
 
     def measures(self, grads: Params, params: Params) -> dict[str, Array]:
-        """What was asked for of num_zeros and parameter_norm, float32 []."""
+        """num_zeros and parameter_norm if the config enables them, float32 []."""
         measures = {}
         if self.cfg.log_zeros:
             measures["num_zeros"] = zeros(grads, self.declared)
@@ -82,11 +82,11 @@ class Optimizer:
 
 
 class RuleOptimizer(Optimizer):
-    """A rule for each weight; weight decay is apart from moments unless the rule couples it.
+    """A rule for each weight; weight decay is decoupled from moments unless the rule couples it.
 
     p <- p - lr * (direction(gradient) + decay * p), which rounds each weight once.
-    width: how many times wider the model is than the one its learning rates were found on; rates given for some weights
-    alone (embedding_lr, lr of a group) count as they are.
+    width: width of the model over that of the model whose learning rates are used; rates set for some weights
+    (embedding_lr, lr of a group) are not scaled.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class RuleOptimizer(Optimizer):
         self.rules = dict(rules)
 
     def init(self, params: Params) -> OptimizerState:
-        """Moments of zero, laid out like params; plain dicts, so that checkpoints name every array."""
+        """Zero moments in the layout of params; plain dicts, so that checkpoints name every array."""
         zero: dict[str, dict[str, Array]] = {}
         for path, p in params.items():
             for name in self.rules[path].moments:
@@ -111,7 +111,7 @@ class RuleOptimizer(Optimizer):
     ) -> tuple[Params, OptimizerState]:
         """One update. grads float32, already divided and clipped. -> new weights and state.
 
-        Raises UserError when weights and optimizer were made for different models.
+        Raises UserError for weights of another model than the optimizer's.
         """
         if set(params) != set(self.rules):
             raise UserError(f"the optimizer has rules for other weights: {sorted(set(params) ^ set(self.rules))[:5]}")
@@ -129,7 +129,7 @@ class RuleOptimizer(Optimizer):
             direction, moments = rule(g, moments, count.astype(jnp.float32))
             if group.decay and not rule.coupled:
                 direction = direction + decay * p
-            # One subtraction: p * (1 - lr * decay) would round each weight a second time, and the factor itself.
+            # One subtraction: p * (1 - lr * decay) would round the factor, and each weight a second time.
             updated[path] = p - lr * direction
             for name, moment in zip(rule.moments, moments, strict=True):
                 after[name][path] = moment
@@ -158,7 +158,7 @@ class Adam:
 
 
 def weight_so_far(beta: float, step: Array) -> Array:
-    """1 - beta^step, to the last bit or two of float32 even where beta^step is nearly 1. step float32 []."""
+    """1 - beta^step, accurate to one or two units in the last place even if beta^step is near 1. step float32 []."""
     return -jnp.expm1(step * math.log(beta)) if beta else jnp.ones(())
 
 
@@ -194,7 +194,7 @@ class SignOfAverage:
 def adamw(
     cfg: AdamWConfig, declared: Mapping[str, ParamSpec], plan: Plan | None = None, width: float = 1.0
 ) -> RuleOptimizer:
-    """Adam for every weight. epsilon is divided by the width as gradients are, where a weight's input grows with it."""
+    """Adam for every weight. If a weight's input grows with the width, epsilon is divided by it, as gradients are."""
     rule = Adam(cfg.beta1, cfg.beta2, cfg.epsilon, coupled=not cfg.decoupled)
     wide = replace(rule, epsilon=cfg.epsilon / width)
     rules = {path: wide if scales_with_width(spec) else rule for path, spec in declared.items()}
@@ -216,18 +216,18 @@ def lion(
 
 
 def global_norm(arrays: Params) -> Array:
-    """Root of the sum of squares over all weights, float32 []. An array counts once however it is laid out."""
+    """Root of the sum of squares over all weights, float32 []; the same in every layout."""
     return jnp.sqrt(sum(jnp.sum(jnp.square(x)) for x in arrays.values()))
 
 
 def zeros(grads: Params, declared: Mapping[str, ParamSpec]) -> Array:
-    """Elements that are exactly 0, float32 []; rows that are no layer are left out (they have no gradient)."""
+    """Number of elements that are exactly 0, float32 []; padding rows, which have no gradient, are not counted."""
     padding = sum(math.prod(spec.shape[1:]) * spec.layers.count(-1) for spec in declared.values())
     return sum(jnp.sum(g == 0, dtype=jnp.float32) for g in grads.values()) - jnp.float32(padding)
 
 
 def clip_factor(norm: Array, limit: float | None) -> Array:
-    """What to multiply gradients of that norm by: limit / (norm + 1e-6) where that is below 1."""
+    """Factor on gradients of that norm: limit / (norm + 1e-6), at most 1."""
     return jnp.ones(()) if limit is None else jnp.minimum(limit / (norm + 1e-6), 1.0)
 
 

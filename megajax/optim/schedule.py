@@ -14,18 +14,18 @@ from megajax.optim.groups import Group
 
 SHAPES: Mapping[str, Callable[[Array, Array], Array]] = MappingProxyType(
     {
-        "linear": lambda done, left: left,
-        "cosine": lambda done, left: jnp.square(jnp.sin(0.5 * pi * left)),
-        "exponential": lambda done, left: jnp.expm1(left * log(2)),
-        "minus_sqrt": lambda done, left: left / (1 + jnp.sqrt(done)),
+        "linear": lambda decayed, remaining: remaining,
+        "cosine": lambda decayed, remaining: jnp.square(jnp.sin(0.5 * pi * remaining)),
+        "exponential": lambda decayed, remaining: jnp.expm1(remaining * log(2)),
+        "minus_sqrt": lambda decayed, remaining: remaining / (1 + jnp.sqrt(decayed)),
     }
 )
-"""Share of the way from min_lr to lr, by (share of the decay done, share left) = (r, 1 - r).
+"""Position between min_lr (0) and lr (1) as a function of (r, 1 - r), with r the decayed share of the decay.
 
-1 - r, (1 + cos(pi r)) / 2, 2 * 0.5^r - 1 and 1 - sqrt(r), written so that nothing cancels in float32."""
+1 - r, (1 + cos(pi r)) / 2, 2 * 0.5^r - 1 and 1 - sqrt(r), written without cancellation in float32."""
 
 DECAY = "schedule: samples of decay (steps x batch.global_size unless set)"
-"""The fact that tells how long the rate falls."""
+"""Name of the fact with the length of the decay."""
 
 
 class Schedule:
@@ -37,15 +37,15 @@ class Schedule:
         self.decay = float(cfg.decay(**length))
         self.warmup = float(cfg.warmup(**length))
         self.falls_from = self.decay - cfg.anneal(**length) if cfg.style == "wsd" else self.warmup
-        """Samples after which the rate falls."""
+        """Samples after which the rate decays."""
         self.shape = cfg.anneal_style if cfg.style == "wsd" else cfg.style
         self.weight_decay_span = float(cfg.weight_decay(**length))
 
     def __call__(self, samples: Array, *, lr: float | None = None, min_lr: float | None = None) -> Array:
-        """samples int32 [] -> float32 [], traceable. lr, min_lr: of a group that has its own."""
+        """samples int32 [] -> float32 [], traceable. lr, min_lr: rates of a group; None: the config's."""
         cfg, n = self.cfg, jnp.asarray(samples, jnp.int32)
         top, low = cfg.lr if lr is None else lr, cfg.min_lr if min_lr is None else min_lr
-        # A span of 0 only divides where another branch is taken.
+        # A span of 0 would divide only in a branch that is not taken.
         rising = cfg.warmup_start + (top - cfg.warmup_start) * (n.astype(jnp.float32) / max(self.warmup, 1.0))
         if cfg.style == "constant":
             falling = jnp.full((), top, jnp.float32)
@@ -54,9 +54,9 @@ class Schedule:
             falling = jnp.maximum(low, top * root)
         else:
             span = max(self.decay - self.falls_from, 1.0)
-            done = jnp.clip(_minus(n, self.falls_from) / span, 0, 1)
-            left = jnp.clip(-_minus(n, self.decay) / span, 0, 1)
-            falling = low + SHAPES[self.shape](done, left) * (top - low)
+            decayed = jnp.clip(_minus(n, self.falls_from) / span, 0, 1)
+            remaining = jnp.clip(-_minus(n, self.decay) / span, 0, 1)
+            falling = low + SHAPES[self.shape](decayed, remaining) * (top - low)
         if cfg.style != "constant":
             falling = jnp.where(_minus(n, self.decay) > 0, low, falling)
         warming = _minus(n, floor(self.warmup)) <= 0 if self.warmup > 0 else jnp.zeros((), bool)
@@ -82,16 +82,16 @@ class Schedule:
         low = self.cfg.min_lr * factor if group.min_lr is None else group.min_lr
         if low > top:
             raise UserError(
-                f"weights with lr={top:g} of their own would rise to schedule.min_lr={self.cfg.min_lr:g}: give them a "
-                "min_lr as well (optimizer.embedding_min_lr, or min_lr of the group)"
+                f"weights with lr={top:g} of their own would rise to schedule.min_lr={self.cfg.min_lr:g}: also set "
+                "their min_lr (optimizer.embedding_min_lr, or min_lr of the group)"
                 if group.min_lr is None
-                else f"weights with min_lr={low:g} of their own have lr={top:g}: give them a higher lr as well"
+                else f"weights with min_lr={low:g} of their own have lr={top:g}: also set a higher lr for them"
             )
         lr = self(samples, lr=top, min_lr=low)
         return lr * group.lr_multiplier, self.weight_decay(samples, weight_decay) * group.decay
 
     def facts(self) -> dict[str, str | float | int]:
-        """What the rates depend on, for comparing two runs; lengths in samples, and only what has an effect."""
+        """The settings that affect the rates, to compare two runs; lengths are in samples."""
         cfg = self.cfg
         names = ("lr", "min_lr", "style", "warmup_start")
         facts: dict[str, str | float | int] = {f"schedule.{name}": getattr(cfg, name) for name in names}
@@ -110,5 +110,5 @@ class Schedule:
 
 def _minus(n: Array, value: float) -> Array:
     """n - value in float32; exact to its last bit for whole values, however large n (int32 []) is."""
-    whole = min(floor(value), 2**31 - 1)
-    return (n - jnp.int32(whole)).astype(jnp.float32) - (value - whole)
+    integer = min(floor(value), 2**31 - 1)
+    return (n - jnp.int32(integer)).astype(jnp.float32) - (value - integer)

@@ -1,4 +1,4 @@
-"""Gradients of a global batch without a pipeline: microbatches one after another, and within each the sections."""
+"""Gradients of a global batch without a pipeline: microbatches in sequence, and the sections of each in sequence."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -24,9 +24,9 @@ class Forward(NamedTuple):
     """The output of the section before."""
     output: Array
     to_layers: Callable | None
-    """Cotangent of `output` -> those of the shared weights and of the layers' output; None for the last section."""
+    """Cotangent of `output` -> cotangents of the shared weights and the layers' output; None for the last section."""
     to_inputs: Callable
-    """Cotangent of the first layer's input -> those of the shared weights and of `memory`."""
+    """Cotangent of the first layer's input -> cotangents of the shared weights and of `memory`."""
 
 
 @dataclass(frozen=True)
@@ -46,42 +46,44 @@ class SectionRun:
 
         return ctx, *jax.vjp(enter, self.shared, memory)
 
-    def reading(self, memory: Array | None) -> LayerLoop:
-        """The loop over layers that read the output of the section before."""
+    def layers_with(self, memory: Array | None) -> LayerLoop:
+        """The loop over layers, with the output of the section before as their common input."""
         return self.layers if memory is None else replace(self.layers, common={**self.layers.common, MEMORY: memory})
 
     def forward(self, rows: Rows, memory: Array | None, rings: Rings) -> tuple[Forward, Rings]:
-        """A pass over a microbatch, which writes what the layers save into the rings."""
+        """The forward pass of a microbatch; writes the tensors that layers save into the rings."""
         ctx, x, to_inputs = self.start(rows, memory)
-        y, rings = self.reading(memory).forward(0, x, ctx, rings, 0)
+        y, rings = self.layers_with(memory).forward(0, x, ctx, rings, 0)
         leave, to_layers = self.section.leave, None
         if leave is not None:
             y, to_layers = jax.vjp(lambda shared, y: leave(shared, y, ctx), self.shared, y)
         return Forward(ctx, memory, y, to_layers, to_inputs), rings
 
-    def backward(self, done: Forward, dy: Any, rings: Rings, totals: SplitWeights) -> tuple[Array | None, SplitWeights]:
-        """(cotangent of what the section read, totals with its gradients). dy: cotangent of its output."""
-        path, others = self.section.path, totals.shared
-        if done.to_layers is not None:
-            gradients, dy = done.to_layers(dy)
-            others = add(others, gradients)
-        common = {name: others[name] for name in self.layers.common if name in others}
-        if done.memory is not None:
-            common[MEMORY] = jnp.zeros_like(done.memory, jnp.float32)
+    def backward(
+        self, section_pass: Forward, dy: Any, rings: Rings, totals: SplitWeights
+    ) -> tuple[Array | None, SplitWeights]:
+        """-> (cotangent of the section's `memory`, totals plus its gradients). dy: cotangent of its output."""
+        path, shared = self.section.path, totals.shared
+        if section_pass.to_layers is not None:
+            gradients, dy = section_pass.to_layers(dy)
+            shared = add(shared, gradients)
+        common = {name: shared[name] for name in self.layers.common if name in shared}
+        if section_pass.memory is not None:
+            common[MEMORY] = jnp.zeros_like(section_pass.memory, jnp.float32)
         sums = totals.stacked[path], common
-        dx, (stacked, summed) = self.reading(done.memory).backward(0, dy, done.ctx, rings, 0, sums)
-        gradients, dmemory = done.to_inputs(dx)
-        if done.memory is not None:
-            dmemory = (summed[MEMORY] + dmemory).astype(done.memory.dtype)
-        others = {**others, **{name: g for name, g in summed.items() if name in others}}
-        return dmemory, SplitWeights({**totals.stacked, path: stacked}, add(others, gradients))
+        dx, (stacked, summed) = self.layers_with(section_pass.memory).backward(0, dy, section_pass.ctx, rings, 0, sums)
+        gradients, dmemory = section_pass.to_inputs(dx)
+        if section_pass.memory is not None:
+            dmemory = (summed[MEMORY] + dmemory).astype(section_pass.memory.dtype)
+        shared = {**shared, **{name: g for name, g in summed.items() if name in shared}}
+        return dmemory, SplitWeights({**totals.stacked, path: stacked}, add(shared, gradients))
 
     def buffers(self, rows: Rows, memory: Array | None) -> tuple[Rings, Array]:
-        """Empty rings for one microbatch, and zeros like the section's output."""
+        """Empty rings for one microbatch, and zeros in the shape of the section's output."""
         ctx, x, _ = self.start(rows, memory)
         leave = self.section.leave
         like = x if leave is None else jax.eval_shape(lambda x: leave(self.shared, x, ctx), x)
-        return self.reading(memory).buffers(1, x, ctx, 0.0), jnp.zeros(like.shape, like.dtype)
+        return self.layers_with(memory).buffers(1, x, ctx, 0.0), jnp.zeros(like.shape, like.dtype)
 
 
 def section_runs(weights: Weights, parts: Staged, in_step: Params) -> list[SectionRun]:
@@ -108,9 +110,9 @@ def section_runs(weights: Weights, parts: Staged, in_step: Params) -> list[Secti
 
 
 def accumulate(weights: Weights, parts: Staged, mesh: Mesh) -> GradFn:
-    """A gradient function that runs the microbatches one after another and adds up in place.
+    """A gradient function that runs the microbatches in sequence and accumulates in place.
 
-    parts: of whole stacks as one chunk each.
+    parts: each stack is one chunk.
     """
 
     def local(params: Params, batch: Batch, scale: Array) -> tuple:
@@ -122,14 +124,14 @@ def accumulate(weights: Weights, parts: Staged, mesh: Mesh) -> GradFn:
             sums, totals, buffers = carry
             memory, passes, rings = None, [], []
             for run, ring in zip(runs, buffers, strict=True):
-                done, ring = run.forward(rows, memory, ring)
-                memory = done.output
-                passes, rings = [*passes, done], [*rings, ring]
+                section_pass, ring = run.forward(rows, memory, ring)
+                memory = section_pass.output
+                passes, rings = [*passes, section_pass], [*rings, ring]
             _, to_head, new = jax.vjp(lambda w, x: parts.head(w, x, rows, scale), shared, memory, has_aux=True)
             gradients, dy = to_head(scale)
             totals = totals._replace(shared=add(totals.shared, gradients))
-            for run, done, ring in reversed([*zip(runs, passes, rings, strict=True)]):
-                dy, totals = run.backward(done, dy, ring, totals)
+            for run, section_pass, ring in reversed([*zip(runs, passes, rings, strict=True)]):
+                dy, totals = run.backward(section_pass, dy, ring, totals)
             return (jax.tree.map(jnp.add, sums, new), totals, rings), None
 
         first = jax.tree.map(lambda leaf: leaf[0], batch)

@@ -1,4 +1,4 @@
-"""Layouts that a run may have on a number of devices without another number of rows in a step."""
+"""Enumerates layouts for a number of devices that keep the rows of a step."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
@@ -14,16 +14,16 @@ from megajax.training.row_balance import weighs_by_microbatch, written_blocks
 from megajax.training.run_config import RunConfig
 
 MOST = 512
-"""No axis becomes longer than this, unless it was before: a bound for the time of the search."""
+"""Limit of the size of an axis, unless the config's is larger: it bounds the time of the search."""
 
 MODEL_AXES = tuple(axis for axis in MESH_AXES if axis != "data")
 SHARDINGS = ("replicate", "zero1", "fsdp")
-"""Of parallel.data_sharding, least first."""
+"""Values of parallel.data_sharding, least sharded first."""
 
 RESHAPED = 0.8
-"""What a changed axis, other than data, leaves of the worth of the devices: it has to bring a quarter more of them."""
+"""Factor on the score of a candidate for each changed axis other than data: it must use a quarter more devices."""
 HALVED = 0.95
-"""The same for half as many rows in a microbatch."""
+"""The same for each halving of the rows in a microbatch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,17 +34,17 @@ class Candidate:
     used: int
     """Devices of the mesh."""
     microbatches: int
-    """Of a step of the last size."""
+    """Microbatches of a step of the last batch size."""
 
     def problems(self) -> list[Problem]:
-        """What is wrong with it."""
+        """Errors of the layout on its devices."""
         cfg = self.cfg
-        named = [replace(problem, setting=f"parallel.{problem.setting}") for problem in cfg.parallel.problems()]
-        return named or [*cfg.batch.problems(), *cfg.problems(self.used)]
+        renamed = [replace(problem, setting=f"parallel.{problem.setting}") for problem in cfg.parallel.problems()]
+        return renamed or [*cfg.batch.problems(), *cfg.problems(self.used)]
 
 
 def fixed_micro_size(cfg: RunConfig) -> str:
-    """The setting by which numbers depend on batch.micro_size; "" where none does."""
+    """The setting that makes the losses depend on batch.micro_size; "" if there is none."""
     if cfg.batch.loss_average == "microbatches":
         return "batch.loss_average=microbatches"
     if weighs_by_microbatch(cfg.model):
@@ -53,22 +53,22 @@ def fixed_micro_size(cfg: RunConfig) -> str:
 
 
 def has_experts(cfg: RunConfig) -> bool:
-    """Whether parallel.expert cuts weights; otherwise it is one more axis of rows, like data."""
+    """Whether parallel.expert shards weights; otherwise it shards rows, like data."""
     parts = (part for _, block in written_blocks(cfg.model) for part in block.parts().values())
     return any(isinstance(part, HasExperts) for part in parts)
 
 
 def candidates(cfg: RunConfig, per_process: Sequence[int]) -> Iterator[Candidate]:
-    """All layouts with the rows per step of cfg on at most these devices, the best first; most do not fit the model.
+    """All layouts with the rows per step of cfg on at most these devices, best first; most do not fit the model.
 
-    per_process: devices of each process; all of them keep at least one. A layout is better if, in this order,
+    per_process: devices of each process; every process uses at least one. A layout is better if, in this order,
 
-    1. no device holds more of the weights or activations than in the layout of cfg, which may be all that its memory
-       takes. Fewer devices of `data` do not count: they are what this is about.
-    2. neighbours of a longer `tensor` stay within a process.
-    3. more devices work: those that await others in a longer pipeline count in part, and so do all if another axis than
-       `data` changes, or microbatches become smaller.
-    4. fewer settings change, microbatches stay larger, and axes nearer to what they were.
+    1. no device holds more of the weights or activations than in the layout of cfg, which may need all of its memory.
+       Fewer devices of `data` are not penalized.
+    2. each group of a larger `tensor` is within one process.
+    3. more devices work. Devices that wait in a longer pipeline count in part; the score is lower if an axis other than
+       `data` changes, or if microbatches get smaller.
+    4. fewer settings change, microbatches stay larger, and axis sizes stay closer to those of cfg.
     """
     search = _Search(cfg, tuple(per_process))
     for sizes in sorted(search.sizes(), key=search.rank):
@@ -77,7 +77,7 @@ def candidates(cfg: RunConfig, per_process: Sequence[int]) -> Iterator[Candidate
 
 @dataclass(frozen=True, slots=True)
 class _Sizes:
-    """Axis sizes and rows of a microbatch, as far as they decide which candidate is better."""
+    """Axis sizes, rows of a microbatch and data sharding, which determine the rank of a candidate."""
 
     pipeline: int
     data: int
@@ -96,23 +96,23 @@ class _Sizes:
 
 
 class _Search:
-    """What all candidates of a config have in common."""
+    """The search for candidates of a config."""
 
     def __init__(self, cfg: RunConfig, per_process: tuple[int, ...]):
         self.cfg, self.per_process, self.devices = cfg, per_process, sum(per_process)
         self.experts = has_experts(cfg)
         self.common = gcd(*rows) if (rows := self._rows()) else None
-        """What micro_size x replicas has to divide; None: anything does, because batch.decrease rounds down."""
+        """Rows that must be divisible by micro_size x replicas; None: no limit, because batch.decrease rounds down."""
         fixed = fixed_micro_size(cfg)
         below = [size for size in range(cfg.batch.micro_size, 0, -1) if not cfg.batch.global_size % size]
         self.micro_sizes = [cfg.batch.micro_size] if fixed else [*dict.fromkeys([cfg.batch.micro_size, *below])]
         parallel = cfg.parallel
         cyclic = cfg.data.loader.cyclic is not None and parallel.data is not None
         self.replicas = parallel.data_size(1) * parallel.expert if cyclic else None
-        """Data-parallel devices that there have to be; None: any number."""
+        """Required number of data-parallel devices; None: any number."""
 
     def _rows(self) -> list[int]:
-        """Rows of a step at every size that the run goes through; [] where they depend on the devices."""
+        """Rows of a step for all batch sizes of the run; [] if they depend on the devices."""
         batch, parallel = self.cfg.batch, self.cfg.parallel
         ramp = ((0, batch.global_size),) if batch.ramp is None else batch.ramp.thresholds(batch.global_size, 1)
         nominal = [rows for _, rows in ramp]
@@ -122,22 +122,22 @@ class _Search:
         return [rows // unit * unit for rows in nominal] if unit else []
 
     def sizes(self) -> Iterator[_Sizes]:
-        """All whose rows divide and that leave no process without a device."""
+        """All sizes that divide the rows and use at least one device of each process."""
         lengths = {axis: self._lengths(axis) for axis in MODEL_AXES}
         least, sharding = len(self.per_process), self.cfg.parallel.data_sharding
         shardings = SHARDINGS[: SHARDINGS.index(sharding) + 1]
         for pipeline, expert, context, tensor in product(*lengths.values()):
-            others = pipeline * expert * context * tensor
-            if others > self.devices:
+            model_size = pipeline * expert * context * tensor
+            if model_size > self.devices:
                 continue
             for micro_size in self.micro_sizes:
-                for data in self._data(expert, micro_size, self.devices // others):
-                    if data * others >= least:
-                        for each in shardings:
-                            yield _Sizes(pipeline, data, expert, context, tensor, micro_size, each)
+                for data in self._data(expert, micro_size, self.devices // model_size):
+                    if data * model_size >= least:
+                        for data_sharding in shardings:
+                            yield _Sizes(pipeline, data, expert, context, tensor, micro_size, data_sharding)
 
     def _data(self, expert: int, micro_size: int, most: int) -> Iterator[int]:
-        """Sizes of the data axis with the same rows in every step."""
+        """Sizes of the data axis that keep the rows of every step."""
         unit = micro_size * expert
         if self.common is None:
             sizes = list(range(1, min(most, MOST) + 1))
@@ -146,15 +146,15 @@ class _Search:
         return (size for size in sizes if self.replicas in (None, size * expert))
 
     def _lengths(self, axis: str) -> list[int]:
-        """Sizes of an axis with which the model could do if it were the only one."""
+        """Sizes of an axis that fit the model if all other axes are 1."""
         now = getattr(self.cfg.parallel, axis)
         if axis == "expert" and not self.experts:
             return sorted({1, now})
-        alone = dict.fromkeys(MODEL_AXES, 1)
+        sizes_of_one = dict.fromkeys(MODEL_AXES, 1)
         return [
             size
             for size in range(1, min(self.devices, max(MOST, now)) + 1)
-            if size in (1, now) or self._possible(alone | {axis: size})
+            if size in (1, now) or self._possible(sizes_of_one | {axis: size})
         ]
 
     def _possible(self, model_axes: dict[str, int]) -> bool:
@@ -166,44 +166,44 @@ class _Search:
         return False
 
     def rank(self, sizes: _Sizes) -> tuple[Any, ...]:
-        """Lower is better."""
+        """Sort key; lower is better."""
         now = self.cfg.parallel
         axes = [(size, getattr(now, axis)) for axis, size in zip(MODEL_AXES, sizes.model_axes(), strict=True)]
         changed = sum(size != before for size, before in axes) + (sizes.sharding != now.data_sharding)
         distance = sum(abs(log(size / before)) for size, before in axes)
-        worth = self._at_work(sizes) * RESHAPED**changed
-        worth *= HALVED ** log2(self.cfg.batch.micro_size / sizes.micro_size)
+        score = self._working_devices(sizes) * RESHAPED**changed
+        score *= HALVED ** log2(self.cfg.batch.micro_size / sizes.micro_size)
         return (
-            round(self._overweight(sizes), 6),
-            self._crosses(sizes),
-            -round(worth, 6),
+            round(self._excess_memory(sizes), 6),
+            self._tensor_crosses_processes(sizes),
+            -round(score, 6),
             changed,
             -sizes.micro_size,
             round(distance, 6),
             *(-size for size in sizes.model_axes()[::-1]),
         )
 
-    def _crosses(self, sizes: _Sizes) -> bool:
-        """Whether neighbours of a longer `tensor` are in several processes, which may be on several machines."""
+    def _tensor_crosses_processes(self, sizes: _Sizes) -> bool:
+        """Whether a group of a larger `tensor` spans processes, which may be on different machines."""
         tensor = sizes.tensor
-        whole = sum(count // tensor for count in self.per_process) * tensor
-        return tensor > self.cfg.parallel.tensor and whole < sizes.used()
+        within_processes = sum(count // tensor for count in self.per_process) * tensor
+        return tensor > self.cfg.parallel.tensor and within_processes < sizes.used()
 
-    def _overweight(self, sizes: _Sizes) -> float:
-        """0 if no device holds more than in the config's layout, however many there are of `data`; 0.5: twice as much.
+    def _excess_memory(self, sizes: _Sizes) -> float:
+        """0 if no device holds more than in the config's layout, ignoring the size of `data`; 0.5: twice as much.
 
-        Dense weights, those of experts, activations of a microbatch, and what data_sharding no longer cuts.
+        Compares dense weights, expert weights, activations of a microbatch, and data_sharding.
         """
         now = self.cfg.parallel
         weights = sizes.pipeline * sizes.tensor / (now.pipeline * now.tensor)
         experts = weights * sizes.expert / now.expert if self.experts else weights
         activations = sizes.context * sizes.tensor / (now.context * now.tensor)
         activations *= self.cfg.batch.micro_size / sizes.micro_size
-        less = SHARDINGS.index(now.data_sharding) - SHARDINGS.index(sizes.sharding)
-        return 1 - min(1.0, weights, experts, activations, 0.5**less)
+        fewer_levels = SHARDINGS.index(now.data_sharding) - SHARDINGS.index(sizes.sharding)
+        return 1 - min(1.0, weights, experts, activations, 0.5**fewer_levels)
 
-    def _at_work(self, sizes: _Sizes) -> float:
-        """Devices, less those that a longer pipeline than the config's keeps waiting."""
+    def _working_devices(self, sizes: _Sizes) -> float:
+        """Devices, reduced by the additional bubble of a pipeline longer than the config's."""
         now = self.cfg.parallel
         if sizes.pipeline <= now.pipeline:
             return sizes.used()
@@ -212,11 +212,11 @@ class _Search:
         return sizes.used() * (work + now.pipeline - 1) / (work + sizes.pipeline - 1)
 
     def variants(self, sizes: _Sizes) -> Iterator[Candidate]:
-        """The layouts with these sizes, those with the fewest further changes first."""
+        """The layouts with these sizes, those with the fewest other changes first."""
         now, batch = self.cfg.parallel, replace(self.cfg.batch, micro_size=sizes.micro_size)
         used = sizes.used()
         axes = {axis.name: getattr(sizes, axis.name) for axis in fields(sizes) if axis.name in MESH_AXES}
-        # Without a size for data, all devices are used.
+        # data=None uses all devices.
         axes["data"] = None if now.data is None and used == self.devices else sizes.data
         microbatches = max(1, batch.global_size // (batch.micro_size * sizes.data * sizes.expert))
         for changes in _dependent(now, sizes):
@@ -225,7 +225,7 @@ class _Search:
 
 
 def _dependent(now: ParallelConfig, sizes: _Sizes) -> Iterator[dict[str, Any]]:
-    """Changes of the settings that go with the size of an axis, for as long as they are needed."""
+    """Values of the settings that depend on axis sizes, the config's own first where they still fit."""
     virtual = [now.virtual_stages] if sizes.pipeline == now.pipeline else []
     virtual += [] if sizes.pipeline == 1 else divisors_of(now.virtual_stages)[::-1]
     rounds = [now.context_rounds] if sizes.context in (1, now.context) else []
@@ -233,13 +233,13 @@ def _dependent(now: ParallelConfig, sizes: _Sizes) -> Iterator[dict[str, Any]]:
     heads = now.context_heads
     if sizes.context != now.context and sizes.context % heads:
         heads = max(size for size in divisors_of(sizes.context) if size <= heads)
-    for stages, dealt in product(dict.fromkeys([*virtual, 1]), dict.fromkeys([*rounds, 1])):
+    for stages, context_rounds in product(dict.fromkeys([*virtual, 1]), dict.fromkeys([*rounds, 1])):
         chunks = sizes.pipeline * stages
         yield {
             "virtual_stages": stages,
             "schedule": "1f1b" if now.schedule == "interleaved" and stages == 1 else now.schedule,
             "layers": now.layers if chunks == now.chunks() else None,
-            "context_rounds": dealt,
+            "context_rounds": context_rounds,
             "context_heads": heads,
             "sequence": now.sequence and sizes.tensor > 1,
         }

@@ -1,8 +1,7 @@
 """The XLA options of a run's programs, checked against the installed compiler by compiling an empty program.
 
-The compiler refuses an unknown option or a value of the wrong kind within milliseconds, and its message names the kind
-it wants. So there is no list of options to maintain here, and an option that a new jax drops costs a warning, not the
-run.
+The compiler refuses an unknown option or a value of the wrong kind within milliseconds, and its message names the
+expected kind. So this module needs no list of options, and a default option that a new jax drops is only a warning.
 """
 
 import mmap
@@ -37,7 +36,7 @@ class Refusal(NamedTuple):
 
     name: str
     kind: str | None
-    """The kind of value it wants; None for an unknown option."""
+    """The expected kind of value; None for an unknown option."""
 
 
 def default_options(cfg: RunConfig, platform: str) -> list[Option]:
@@ -60,7 +59,7 @@ def run_options(cfg: RunConfig, mesh: Mesh) -> dict[str, Value]:
     Raises ConfigError for options given by the user that the compiler refuses.
     """
     devices = list(mesh.devices.flat)
-    device = next((each for each in devices if each.process_index == jax.process_index()), devices[0])
+    device = next((candidate for candidate in devices if candidate.process_index == jax.process_index()), devices[0])
     return accepted_options(compiler_options(*default_options(cfg, device.platform)), cfg.xla.options, device)
 
 
@@ -74,27 +73,28 @@ def inference_options(xla: XlaConfig, device: jax.Device) -> dict[str, Value]:
     return accepted_options(compiler_options(*options), xla.options, device)
 
 
-def accepted_options(defaults: Mapping[str, Value], given: Mapping[str, Any], device: jax.Device) -> dict[str, Value]:
+def accepted_options(
+    defaults: Mapping[str, Value], user_options: Mapping[str, Any], device: jax.Device
+) -> dict[str, Value]:
     """The compiler options for `device`: the accepted defaults, overridden by the user's options.
 
     Refused defaults are omitted with a warning. Raises ConfigError for refused options of the user.
     """
-    known: dict[str, Value] = dict(defaults)
-    while known and (refused := refusal(known, device)) is not None:
-        what = "does not know" if refused.kind is None else f"takes no {known[refused.name]!r} for"
-        warnings.warn(
-            f"the XLA of jax {jax.__version__} {what} the option {refused.name}: compiling without it", stacklevel=2
-        )
-        del known[refused.name]
+    accepted: dict[str, Value] = dict(defaults)
+    while accepted and (refused := refusal(accepted, device)) is not None:
+        objection = "does not know" if refused.kind is None else f"takes no {accepted[refused.name]!r} for"
+        text = f"the XLA of jax {jax.__version__} {objection} the option {refused.name}: compiling without it"
+        warnings.warn(text, stacklevel=2)
+        del accepted[refused.name]
     typed, problems = {}, []
-    for name, value in given.items():
+    for name, value in user_options.items():
         try:
             typed[name] = _typed(name, "" if value is None else value, device)
         except _Refused as error:
             problems.append(Problem(f"--xla={name}", str(error), error.hint))
     if problems:
         raise ConfigError(problems, "options of XLA")
-    return known | typed
+    return accepted | typed
 
 
 def refusal(options: Mapping[str, Value], device: jax.Device) -> Refusal | None:
@@ -116,25 +116,25 @@ def refusal(options: Mapping[str, Value], device: jax.Device) -> Refusal | None:
         raise
     except ValueError:
         # Raised by jax for a wrong value of one of its own options.
-        if wrong := [name for name in OF_JAX if name in options]:
-            return Refusal(wrong[0], "effort level (O0 to O3)")
+        if options_of_jax := [name for name in OF_JAX if name in options]:
+            return Refusal(options_of_jax[0], "effort level (O0 to O3)")
         raise
     return None
 
 
 def _nothing(x: jax.Array) -> jax.Array:
-    # Without a kernel it compiles four times faster than an addition on a CPU, and a GPU has nothing to autotune.
+    # The identity has no kernel: it compiles four times faster than an addition on a CPU, and needs no autotuning.
     return x
 
 
 class _Refused(Exception):
-    def __init__(self, what: str, hint: str):
-        super().__init__(what)
+    def __init__(self, message: str, hint: str):
+        super().__init__(message)
         self.hint = hint
 
 
 def _typed(name: str, value: Value, device: jax.Device) -> Value:
-    """The value in the type that the compiler wants. Raises _Refused."""
+    """The value in the type that the compiler expects. Raises _Refused."""
     refused = refusal({name: value}, device)
     if refused is None:
         return value
@@ -142,7 +142,7 @@ def _typed(name: str, value: Value, device: jax.Device) -> Value:
         raise _Refused(f"the XLA of jax {jax.__version__} has no such option", nearest(name, device))
     kind = KINDS.get(refused.kind)
     try:
-        typed = value if kind is None else _read(value, kind)
+        typed = value if kind is None else _parse(value, kind)
     except Mismatch:
         typed = None
     if typed is None or refusal({name: typed}, device) is not None:
@@ -151,30 +151,30 @@ def _typed(name: str, value: Value, device: jax.Device) -> Value:
     return typed
 
 
-def _read(value: Value, kind: type) -> Any:
-    # 1 may mean true, and true may mean 1.
+def _parse(value: Value, kind: type) -> Any:
+    # YAML and the command line may give 1 for true, and true for 1.
     if isinstance(value, bool) and kind is not bool:
         return kind(value)
     return scalar(str(value) if kind is bool else value, kind)
 
 
 def nearest(name: str, device: jax.Device) -> str:
-    """A hint with the known options of the most similar spelling."""
+    """A hint with existing options of similar spelling."""
     name = name if name.startswith("xla_") else f"xla_gpu_{name}"
     family = "_".join(name.split("_")[:2])
     among = [candidate for candidate in candidates() if candidate.startswith(family)]
-    return did_you_mean(name, [near for near in nearest_names(name, among, at_most=6) if _known(near, device)])
+    return did_you_mean(name, [option for option in nearest_names(name, among, at_most=6) if _exists(option, device)])
 
 
-def _known(name: str, device: jax.Device) -> bool:
-    # Refused before anything is compiled, except for an option whose values are text.
+def _exists(name: str, device: jax.Device) -> bool:
+    # Every existing option refuses "?" before anything is compiled, except one whose values are text.
     answer = refusal({name: "?"}, device)
     return answer is None or answer.kind is not None
 
 
 def candidates() -> set[str]:
-    """Words in the compiler's library that may be names of options; reads the whole library, for hints only."""
-    # Begins with letters, which `re` looks for much faster than for the border of a word: 0.3 s instead of 5.
+    """Words in the compiler's library that may be names of options, for hints; reads the whole library."""
+    # `re` finds a pattern that begins with letters much faster than one that begins with \b: 0.3 s instead of 5.
     option = re.compile(rb"xla_(?<!\wxla_)[a-z0-9_]{3,80}\b")
     names = set()
     for library in Path(jaxlib.__file__).parent.glob("libjax_common.*"):

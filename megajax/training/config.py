@@ -14,14 +14,14 @@ from megajax.data.config import DataConfig
 NUMBER = r"(\d+(?:\.\d*)?|\.\d+)([KMBT]?)"
 THRESHOLD = re.compile(f"{NUMBER}:{NUMBER}", re.IGNORECASE)
 LARGEST = 2**31 - 1
-"""A run counts its rows up to this."""
+"""Limit of the rows of a run."""
 MOST_SIZES = 1000
-"""Increments of a ramp."""
+"""Limit of the increments of a ramp."""
 SUFFIXES = (("", 1), ("K", 10**3), ("M", 10**6), ("B", 10**9), ("T", 10**12))
 
 
-def _whole(number: str, suffix: str) -> int:
-    """("1.5", "B") -> 1500000000; cut off, as Megatron-LM does."""
+def _number(number: str, suffix: str) -> int:
+    """("1.5", "B") -> 1500000000; rounded down, as in Megatron-LM."""
     return int(float(number) * dict(SUFFIXES)[suffix.upper()])
 
 
@@ -50,13 +50,14 @@ class LinearRampConfig:
             return [Problem("start", f"start={self.start} is above global_size={global_size}")]
         if gap % self.increment:
             legal = ", ".join(str(n) for n in nearest_divisors(gap, self.increment))
-            what = f"increment={self.increment} does not divide global_size={global_size} - start={self.start} = {gap}"
-            return [Problem("increment", what, f"nearest divisors: {legal}")]
+            message = f"does not divide global_size={global_size} - start={self.start} = {gap}"
+            return [Problem("increment", f"increment={self.increment} {message}", f"nearest divisors: {legal}")]
         if gap // self.increment > MOST_SIZES:
-            what = (
+            message = (
                 f"increment={self.increment} makes {gap // self.increment + 1} batch sizes, each a program to compile"
             )
-            return [Problem("increment", what, f"use {-(-gap // MOST_SIZES)} or more: at most {MOST_SIZES + 1} sizes")]
+            hint = f"use {-(-gap // MOST_SIZES)} or more: at most {MOST_SIZES + 1} sizes"
+            return [Problem("increment", message, hint)]
         return []
 
     def nominal(self, consumed: int, global_size: int) -> int:
@@ -67,12 +68,12 @@ class LinearRampConfig:
         return min(self.start + int(consumed / (self.samples / increments)) * self.increment, global_size)
 
     def thresholds(self, global_size: int, sequence_length: int | None) -> tuple[tuple[int, int], ...]:
-        """(samples from which on, rows), in order."""
+        """(samples before the size starts, rows), in order."""
         steps = [(0, self.nominal(0, global_size))]
         increments = (global_size - self.start) // self.increment
         for number in range(1, increments + 1):
             rows = self.start + number * self.increment
-            # Near the exact quotient; the rule above, rounding and all, decides which sample is the first.
+            # Search near the exact quotient: `nominal`, with its rounding, defines the first sample.
             first = self.samples * number // increments
             while first > 0 and self.nominal(first - 1, global_size) >= rows:
                 first -= 1
@@ -84,7 +85,7 @@ class LinearRampConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepRampConfig:
-    """Batch sizes, each with the threshold at which it begins; the last must be batch.global_size."""
+    """Batch sizes, each with the threshold at which it starts; the last must be batch.global_size."""
 
     sizes: str
     """Pairs threshold:rows with blanks or commas between: "0:768 1.5B:1K"; K, M, B and T are 10^3 to 10^12."""
@@ -92,19 +93,19 @@ class StepRampConfig:
     """Unit of the thresholds; tokens are divided by the sequence length, rounded down."""
 
     def problems(self) -> list[Problem]:
-        words = self.sizes.replace(",", " ").split()
-        wrong = [word for word in words if not THRESHOLD.fullmatch(word)]
-        if wrong or not words:
-            shown = f"{wrong[0]!r} is not threshold:rows" if wrong else "is empty"
-            return [Problem("sizes", shown, "write for example 0:768 250B:1536")]
+        pairs_text = self.sizes.replace(",", " ").split()
+        invalid = [word for word in pairs_text if not THRESHOLD.fullmatch(word)]
+        if invalid or not pairs_text:
+            message = f"{invalid[0]!r} is not threshold:rows" if invalid else "is empty"
+            return [Problem("sizes", message, "write for example 0:768 250B:1536")]
         pairs = self.pairs()
         problems = []
         if pairs[0][0]:
             problems.append(Problem("sizes", f"begins at {pairs[0][0]}", "the first threshold is 0"))
-        for (here, rows), (there, more) in pairwise(pairs):
-            if there <= here:
+        for (threshold, rows), (next_threshold, more) in pairwise(pairs):
+            if next_threshold <= threshold:
                 problems.append(
-                    Problem("sizes", f"threshold {there} is given twice", "each must be above the one before")
+                    Problem("sizes", f"threshold {next_threshold} is given twice", "each must be above the one before")
                 )
             if more <= rows:
                 problems.append(
@@ -117,7 +118,7 @@ class StepRampConfig:
     def pairs(self) -> list[tuple[int, int]]:
         """(threshold in units, rows), by threshold."""
         matches = [THRESHOLD.fullmatch(word) for word in self.sizes.replace(",", " ").split()]
-        return sorted((_whole(m[1], m[2]), _whole(m[3], m[4])) for m in matches if m)
+        return sorted((_number(m[1], m[2]), _number(m[3], m[4])) for m in matches if m)
 
     def size_problems(self, global_size: int) -> list[Problem]:
         """Conflicts with the final batch size."""
@@ -127,7 +128,7 @@ class StepRampConfig:
         return [Problem("sizes", f"ends at {last} rows, global_size={global_size}", f"set batch.global_size={last}")]
 
     def thresholds(self, global_size: int, sequence_length: int | None) -> tuple[tuple[int, int], ...]:
-        """(samples from which on, rows), in order."""
+        """(samples before the size starts, rows), in order."""
         length = 1
         if self.unit == "tokens":
             if not sequence_length:
@@ -168,8 +169,8 @@ class BatchConfig(Builds):
             problems += [replace(problem, setting=f"ramp.{problem.setting}") for problem in sizes]
         if not problems and self.global_size % self.micro_size and not self.decrease:
             legal = ", ".join(str(n) for n in nearest_divisors(self.global_size, self.micro_size))
-            what = f"micro_size={self.micro_size} does not divide global_size={self.global_size}"
-            problems.append(Problem("micro_size", what, f"nearest divisors: {legal}"))
+            message = f"micro_size={self.micro_size} does not divide global_size={self.global_size}"
+            problems.append(Problem("micro_size", message, f"nearest divisors: {legal}"))
         return problems
 
     def replica_problems(self, replicas: int) -> list[Problem]:
@@ -180,28 +181,28 @@ class BatchConfig(Builds):
         if self.global_size % unit == 0 or (self.decrease and self.global_size >= unit):
             return self._ramp_problems(unit)
         below = self.global_size // unit * unit
-        near = [str(n) for n in (below, below + unit) if n > 0]
+        legal = [str(n) for n in (below, below + unit) if n > 0]
         return [
             Problem(
                 "global_size",
                 f"{self.global_size} rows are not divisible by micro_size={self.micro_size} x "
                 f"{replicas} data-parallel devices = {unit}",
-                f"nearest legal values: {', '.join(near)}",
+                f"nearest legal values: {', '.join(legal)}",
             )
         ]
 
     def _ramp_problems(self, unit: int) -> list[Problem]:
         if self.ramp is None or self.ramp.problems() or self.ramp.size_problems(self.global_size):
             return []
-        # The rows of all sizes do not depend on the length of a sequence.
+        # The rows of all sizes do not depend on the sequence length.
         sizes = [rows for _, rows in self.ramp.thresholds(self.global_size, 1)]
-        wrong = [rows for rows in sizes if (rows < unit if self.decrease else rows % unit)]
-        if not wrong:
+        invalid = [rows for rows in sizes if (rows < unit if self.decrease else rows % unit)]
+        if not invalid:
             return []
         return [
             Problem(
                 "ramp",
-                f"goes through {', '.join(map(str, wrong))} rows, which micro_size={self.micro_size} x data-parallel "
+                f"goes through {', '.join(map(str, invalid))} rows, which micro_size={self.micro_size} x data-parallel "
                 f"devices = {unit} {'are more than' if self.decrease else 'do not divide'}",
                 "use multiples of it" + ("" if self.decrease else ", or batch.decrease=true for the next lower one"),
             )
@@ -209,15 +210,15 @@ class BatchConfig(Builds):
 
 
 class TaskBuilder(Protocol):
-    """A task to evaluate a model on, such as those of megajax.tasks.config, or one of your own."""
+    """A task to evaluate a model on: one of megajax.tasks.config, or your own."""
 
     name: str
-    """Under which its figures are reported, beside train, validation and test."""
+    """Name of its figures in reports, beside train, validation and test."""
 
     def build(self, scorer: Any) -> Any:
-        """From a `megajax.training.scoring.Scorer`, a function without arguments that gives `Figures`.
+        """A function without arguments that returns `Figures`. scorer: a `megajax.training.scoring.Scorer`.
 
-        Raises UserError for data that cannot be had.
+        Raises UserError if its data can't be loaded.
         """
         ...
 
@@ -254,8 +255,8 @@ class EvaluationConfig:
         names = [task.name for task in self.tasks]
         for number, name in enumerate(names):
             if name in ("train", "validation", "test", *self.sets, *names[:number]):
-                what = f"the name {name} is taken, by a split, a set or another task"
-                problems.append(Problem(f"tasks.{number}.name", what, "use another"))
+                message = f"the name {name} is already the name of a split, a set or another task"
+                problems.append(Problem(f"tasks.{number}.name", message, "use another"))
         if self.batches < 0:
             problems.append(Problem("batches", f"must not be negative, got {self.batches}"))
         for name in self.sets:
@@ -263,14 +264,14 @@ class EvaluationConfig:
                 problems.append(Problem("sets", f"the name {name!r} is not made of letters, digits, _ . -"))
             elif name in ("train", "validation", "test"):
                 problems.append(Problem("sets", f"{name} is the name of a split of the run's own data", "use another"))
-            where = f"sets.{name}"
+            prefix = f"sets.{name}"
             problems += [
-                replace(problem, setting=f"{where}.{problem.setting}") for problem in _problems(self.sets[name])
+                replace(problem, setting=f"{prefix}.{problem.setting}") for problem in _problems(self.sets[name])
             ]
         return problems
 
 
 def _problems(data: DataConfig) -> list[Problem]:
-    # Entries of a mapping are not asked by the tree.
-    ask = getattr(data, "problems", None)
-    return ask() if ask is not None else []
+    # The config tree does not check entries of a mapping.
+    problems = getattr(data, "problems", None)
+    return problems() if problems is not None else []

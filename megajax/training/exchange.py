@@ -1,4 +1,4 @@
-"""Stop flags and times of all processes, exchanged within the train step, so that no process waits for them."""
+"""Exchanges stop flags and times of all processes within the train step, so that no process waits for them."""
 
 import jax.numpy as jnp
 from jax import lax
@@ -12,15 +12,15 @@ from megajax.training.step import Metrics, TrainStep
 STOP = "stop"
 """Metric of a step with flags: whether any process was asked to stop, int32 []."""
 SECONDS = "seconds"
-"""Metric of a step with seconds: those of the process of each device, float32 [devices, phases]."""
+"""Metric of a step with seconds: float32 [devices, phases], the seconds of each device's process."""
 
 NO_CONTROL = StepControl()
 
 
-def exchanging(step: TrainStep, everywhere: Sharding) -> TrainStep:
-    """The step (state, batch, control) with the maximum of control's flags, and its seconds, among the metrics.
+def exchanging(step: TrainStep, replicated: Sharding) -> TrainStep:
+    """The step (state, batch, control) that adds the maximum of control's flags, and its seconds, to the metrics.
 
-    everywhere: the sharding of a replicated array.
+    replicated: the sharding of a replicated array.
     """
 
     def train_step(state: TrainState, batch: Batch, control: StepControl = NO_CONTROL) -> tuple[TrainState, Metrics]:
@@ -29,7 +29,7 @@ def exchanging(step: TrainStep, everywhere: Sharding) -> TrainStep:
         if control.flags is not None:
             exchanged[STOP] = jnp.max(control.flags)
         if control.seconds is not None:
-            exchanged[SECONDS] = lax.with_sharding_constraint(control.seconds, everywhere)
+            exchanged[SECONDS] = lax.with_sharding_constraint(control.seconds, replicated)
         return state, {**metrics, **exchanged}
 
     return train_step

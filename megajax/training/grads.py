@@ -1,7 +1,7 @@
 """The common part of all gradient functions: gather weights for a step, reduce gradients over the data axes once.
 
-The whole computation is one shard_map, manual over every axis but `tensor`; the compiler shards over `tensor` according
-to the constraints of the layers. The gradient functions are `accumulate` and `pipelined`; both are a GradFn.
+The whole computation is one shard_map, manual over every axis except `tensor`; the compiler shards over `tensor`
+according to the layers' constraints. The gradient functions are `accumulate` and `pipelined`; both are a GradFn.
 """
 
 from collections.abc import Callable, Mapping
@@ -46,9 +46,9 @@ MANUAL = tuple(axis for axis in MESH_AXES if axis != "tensor")
 
 @dataclass(frozen=True)
 class Weights:
-    """Moves the weights of a model from rest to use within a step, and their gradients to the optimizer.
+    """Gathers the weights of a model for a step, and reduces their gradients for the optimizer.
 
-    Observations, among them by path, come as what the state keeps of them; their gradients are what was observed.
+    Observations are passed like weights: their values are those in the state, their gradients the new observations.
     """
 
     model: Model
@@ -64,7 +64,7 @@ class Weights:
     def gather_for_step(self, path: str, w: Array, scale: Array) -> Array:
         """Master weight at rest -> compute dtype, gathered to its layout during the step.
 
-        Of an observation, what layers read of it, in float32; scale: of the loss.
+        Observations become the float32 values that layers read. scale: the loss scale.
         """
         updater = self.declared[path].updater
         if updater is not None:
@@ -84,12 +84,12 @@ class Weights:
         return self.layout.act(jnp.broadcast_to(w[..., None, :], shape), *self.axes_for_step(path))
 
     def axes_for_step(self, path: str) -> tuple[str | None, ...]:
-        """Logical axes of what `gather_for_step` returns."""
+        """Logical axes of the result of `gather_for_step`."""
         axes = tuple(self.layout.plan.axes_in_step(self.declared[path].axes))
         return (*axes[:-1], "copies", axes[-1]) if self.layout.plan.replicated_per_tensor_rank(axes) else axes
 
     def reduce(self, path: str, g: Array) -> Array:
-        """A device's summed gradient, laid out as the weight in the step -> replicas' sum on the optimizer's layout."""
+        """A device's summed gradient, laid out as the weight in the step -> sum over replicas, as the optimizer's."""
         plan, axes = self.layout.plan, self.layout.plan.axes_in_step(self.declared[path].axes)
         if (reduction := reduction_of(path)) is not None:
             return self._combined(path, g, reduction)
@@ -97,21 +97,21 @@ class Weights:
             g = self.layout.act(g.sum(-2), *axes)
         in_step = plan.rules_in_step(axes)
         moves = _moves_between_devices(moved_axes(plan.optimizer, in_step, axes))
-        done = {axis for over in in_step.dimensions(axes) for axis in over} | {axis for _, axis in moves}
-        also = tuple(axis for axis in manual_replicas() if axis not in done)
+        reduced_axes = {axis for over in in_step.dimensions(axes) for axis in over} | {axis for _, axis in moves}
+        also = tuple(axis for axis in manual_replicas() if axis not in reduced_axes)
         if moves or also:
             reduced = self.layout.island(lambda part: reduce_shards(row_major(part), moves, also), (axes,), axes)
             g = reduced(to_reduce(g, self.precision))
         return sum_copies(self.layout, to_optimizer(g), *self._heads_at_rest(path))
 
-    def _combined(self, path: str, seen: Array, reduction: Reduction) -> Array:
+    def _combined(self, path: str, observed: Array, reduction: Reduction) -> Array:
         """An observation, combined over the devices that hold copies of it."""
         axes = self.declared[path].axes
         sharded = {axis for over in self.layout.plan.compute.dimensions(axes) for axis in over}
         over = tuple(axis for axis in manual_replicas() if axis not in sharded)
         if not over:
-            return seen
-        return self.layout.island(lambda part: combined_over(part, over, reduction), (axes,), axes)(seen)
+            return observed
+        return self.layout.island(lambda part: combined_over(part, over, reduction), (axes,), axes)(observed)
 
     def _heads_at_rest(self, path: str) -> tuple[tuple[str | None, ...], int]:
         """Logical axes of a weight at rest, and its number of replicated key-value heads; 0 for none."""
@@ -133,16 +133,16 @@ class Weights:
         return {path: self.reduce(path, g) for path, g in totals.items()}
 
     def gradient_dtypes(self) -> dict[str, jnp.dtype]:
-        """Dtype in which a layer makes the gradient of a matrix: that in which gradients are added up.
+        """Dtype in which layers compute the gradients of matrices: the dtype of accumulation.
 
-        The matrix itself enters in it, so it is never narrower than the compute dtype.
+        Never narrower than the compute dtype, which is that of the matrix.
         """
         trained = ((path, spec) for path, spec in self.declared.items() if path not in self.frozen)
         matrices = (path for path, spec in trained if spec.role == "weight" and spec.layers)
         return dict.fromkeys(matrices, jnp.promote_types(self.precision.compute, self.precision.gradients))
 
     def zeros(self, in_step: Params) -> dict[str, Array]:
-        """Accumulators for the gradients of `in_step`, without the frozen ones."""
+        """Accumulators for the gradients of `in_step`, except frozen weights."""
         dtypes = {
             path: self.precision.gradients if reduction_of(path) is None else jnp.float32
             for path in in_step
@@ -153,17 +153,17 @@ class Weights:
         }
 
     def grads(self, sums: tuple, totals: Params) -> Grads:
-        """What a gradient function returns. sums: loss, weight, metrics; totals: reduced gradients, observations."""
+        """The result of a gradient function. sums: loss, weight, metrics; totals: reduced gradients, observations."""
         (loss_sum, weight_sum, metrics), observed = sums, {p: g for p, g in totals.items() if reduction_of(p)}
         gradients = {path: g for path, g in totals.items() if path not in observed}
         return Grads(loss_sum, weight_sum, gradients, metrics, observed)
 
     def manual(self, f: Callable, mesh: Mesh, out_specs: object) -> Callable:
-        """f(params, batch, scale) -> out, as one shard_map; params come in laid out by plan.params."""
+        """f(params, batch, scale) -> out as one shard_map; params are laid out by plan.params."""
         plan = self.layout.plan
         params = {path: plan.params.spec(spec.axes, keep=MANUAL) for path, spec in self.declared.items()}
 
-        def mapped(given: Params, batch: Batch, scale: Array) -> Any:
+        def mapped(weights: Params, batch: Batch, scale: Array) -> Any:
             specs = batch_specs({name: self.schema[name] for name in batch}, self.layout)
             return jax.shard_map(
                 f,
@@ -172,24 +172,24 @@ class Weights:
                 check_vma=False,
                 in_specs=(params, specs, PartitionSpec()),
                 out_specs=out_specs,
-            )(given, batch, scale)
+            )(weights, batch, scale)
 
         return mapped
 
     def reduced_specs(self) -> dict[str, PartitionSpec]:
-        """Where reduced gradients are, as `manual` has it."""
+        """PartitionSpecs of reduced gradients within `manual`."""
         optimizer = self.layout.plan.optimizer
         trained = {path: spec for path, spec in self.declared.items() if path not in self.frozen}
         return {path: optimizer.spec(spec.axes, keep=MANUAL) for path, spec in trained.items()}
 
     def sums(self, f: Callable, mesh: Mesh) -> Callable[[Params, Batch], Sums]:
-        """f(params, batch, scale) -> sums that are the same everywhere, as a function of weights and batch."""
+        """f(params, batch, scale) -> replicated sums, as a function of weights and batch with scale 1."""
         mapped = self.manual(f, mesh, PartitionSpec())
         return lambda params, batch: mapped(dict(params), dict(batch), jnp.ones((), jnp.float32))
 
 
 def batch_specs(schema: Schema, layout: Layout) -> dict[str, PartitionSpec]:
-    """Where the leaves of a batch [M, B, ...] are."""
+    """PartitionSpecs of the leaves of a batch [M, B, ...]."""
     return {name: layout.plan.compute.spec(leaf.batch_axes) for name, leaf in schema.items()}
 
 
@@ -199,7 +199,7 @@ def _moves_between_devices(moves: tuple[tuple[int, str], ...]) -> tuple[tuple[in
 
 
 def over_replicas[T](sums: T) -> T:
-    """Sums over the devices that work on different tokens."""
+    """Sums over the devices that hold different tokens."""
     axes = replica_axes()
     return lax.psum(sums, axes) if axes else sums
 

@@ -1,4 +1,4 @@
-"""The host's part of guarded steps: computes the limits of each step and explains why one is suspicious."""
+"""The host's part of guarded steps: computes the limits of each step and explains suspicious steps."""
 
 from math import inf, isfinite
 
@@ -15,7 +15,7 @@ from megajax.training.guarded import GuardLimits
 
 
 class Guard:
-    """The limits of each step, from the losses of the steps before."""
+    """Computes the limits of each step from the losses of the steps before."""
 
     def __init__(self, cfg: ResilienceConfig, floor: float | None, mesh: Mesh):
         """floor: see PrecisionConfig.floor."""
@@ -23,7 +23,7 @@ class Guard:
         self._drills, self._mesh = for_this_attempt(cfg.drills()), mesh
         self.spikes = SpikeRule(cfg.spike_factor, cfg.spike_reference, cfg.spike_window)
         self.no_rerun = self._everywhere(np.asarray(False))
-        self._sent: tuple[GuardLimits, Array] | None = None
+        self._device_limits: tuple[GuardLimits, Array] | None = None
 
     def limits(self, step: int) -> GuardLimits:
         """Limits of the first run of a step."""
@@ -39,23 +39,25 @@ class Guard:
     def rerun_limits(self, step: int, first: GuardLimits) -> GuardLimits:
         """Limits of the second run. first: those of the first run."""
         loss = inf if self.cfg.spike_action == "accept" else first.loss
-        again = factors(self._drills, step, again=True)
-        return first._replace(loss=loss, final=1.0, loss_factor=again[0], gradient_factor=again[1])
+        rerun_factors = factors(self._drills, step, again=True)
+        return first._replace(loss=loss, final=1.0, loss_factor=rerun_factors[0], gradient_factor=rerun_factors[1])
 
     def on_devices(self, limits: GuardLimits) -> Array:
-        """The limits as a float32 [6] on the devices; cached, because nearly every step has those of the one before."""
-        if self._sent is None or self._sent[0] != limits:
-            self._sent = limits, self._everywhere(np.asarray(limits, np.float32))
-        return self._sent[1]
+        """The limits as float32 [6] on the devices; cached, because they rarely change between steps."""
+        if self._device_limits is None or self._device_limits[0] != limits:
+            self._device_limits = limits, self._everywhere(np.asarray(limits, np.float32))
+        return self._device_limits[1]
 
     def suspicion(self, limits: GuardLimits, loss: float, norm: float) -> str | None:
         """Why a step with these numbers is suspicious; None if it is not."""
-        bad = [f"{name} ({value})" for name, value in (("loss", loss), ("gradient norm", norm)) if not isfinite(value)]
-        if bad:
-            return " and ".join(bad) + (" are" if len(bad) > 1 else " is") + " not finite"
+        numbers = {"loss": loss, "gradient norm": norm}
+        nonfinite = [f"{name} ({value})" for name, value in numbers.items() if not isfinite(value)]
+        if nonfinite:
+            return " and ".join(nonfinite) + (" are" if len(nonfinite) > 1 else " is") + " not finite"
         if loss > np.float32(limits.loss) > -inf:
-            what = {"largest": "largest loss so far", "median": f"median of the last {self.cfg.spike_window} losses"}
-            return f"loss {loss:g} is above {self.cfg.spike_factor:g} x the {what[self.cfg.spike_reference]}"
+            median = f"median of the last {self.cfg.spike_window} losses"
+            reference = {"largest": "largest loss so far", "median": median}[self.cfg.spike_reference]
+            return f"loss {loss:g} is above {self.cfg.spike_factor:g} x the {reference}"
         return None
 
     def _everywhere(self, value: np.ndarray) -> Array:

@@ -1,8 +1,8 @@
 """A train step with limits from the host: suspicious updates are not applied, and the step can be run again.
 
-The compiled step compares loss and gradient norm with the limits before it changes the state, on all devices alike. A
-step that will be run again changes nothing at all. Steps that were dispatched after it, before the host knew, change
-nothing either.
+The compiled step compares loss and gradient norm with the limits before it changes the state, with the same result on
+all devices. A step that will be run again changes nothing, nor do the steps that were dispatched after it before the
+host knew.
 """
 
 from dataclasses import replace
@@ -18,7 +18,7 @@ from megajax.training.state import TrainState
 from megajax.training.step import Metrics, StepParts, TrainStep, Update, apply_update, compute_update, plain_step
 
 RERUN = "rerun"
-"""Metric of a guarded step: whether it changed nothing because it, or one before it, will be run again; bool []."""
+"""Metric of a guarded step, bool []: whether it changed nothing because it or a step before it will be run again."""
 COUNTERS = ("step", "loss_scale", "scale_counters", "consumed_samples", "scheduled_samples", "skipped")
 """Fields of the state that change even if the update is not applied."""
 
@@ -41,7 +41,7 @@ class GuardLimits(NamedTuple):
 
 
 class StepControl(NamedTuple):
-    """The inputs of a step besides state and batch; None: not given."""
+    """The inputs of a step besides state and batch; None: the step runs without the input."""
 
     flags: Array | None = None
     """int32 [devices]: 1 if the process of the device was asked to stop."""
@@ -54,7 +54,7 @@ class StepControl(NamedTuple):
 
 
 def guarded(parts: StepParts, *, drills: bool = False) -> TrainStep:
-    """(state, batch, control) -> (state, metrics): the plain step, or with limits the guarded one.
+    """(state, batch, control) -> (state, metrics): with limits the guarded step, else the plain step.
 
     drills: whether limits may have factors other than 1.
     """

@@ -1,4 +1,4 @@
-"""The training loop: dispatch a step, yield the report of the step before it, run the hooks that are due."""
+"""The training loop: dispatches a step, yields the report of the step before it, and runs the hooks that are due."""
 
 import time
 from collections import deque
@@ -21,7 +21,7 @@ from megajax.resilience.signals import StopWaiting, agree
 from megajax.training.exchange import SECONDS, STOP
 from megajax.training.guard import Guard
 from megajax.training.guarded import RERUN, GuardLimits, StepControl
-from megajax.training.nonfinite_gradients import sentence
+from megajax.training.nonfinite_gradients import nonfinite_message
 from megajax.training.observations import measurements
 from megajax.training.step import Metrics
 from megajax.training.timing import DATA_WAIT, PhaseTimes
@@ -40,16 +40,16 @@ class UnrepeatedFault(NumericFault):
     """The step failed twice from the same state and rows with different numbers: neither data nor model is the cause.
 
     Megatron-LM's codes differ. It exits with 16 for a result that repeats on this machine, so that a run on another
-    machine tells a broken machine from a bad batch, and then with 17. Here a result that repeats exits with 17: it is
-    as likely caused by the data, and a supervisor can only promise a restart on the same machine, which would repeat
-    it. A result that does not repeat exits with 16: it may not occur after a restart, above all on other machines.
+    machine tells a broken machine from a bad batch, and then with 17. Here a result that repeats exits with 17: the
+    data may be the cause, and a supervisor may restart on the same machine, which would repeat it. A result that does
+    not repeat exits with 16: it may not occur after a restart.
     """
 
     code = TRANSIENT_FAULT
 
 
 class Corruption(Exception):
-    """Devices that should agree hold or compute different values: nothing may be saved. The message is for people."""
+    """Devices that should agree hold or compute different values: nothing may be saved. The message is for users."""
 
 
 class StepInfo(NamedTuple):
@@ -68,24 +68,24 @@ class StepInfo(NamedTuple):
     rows: int
     """Rows of this step."""
     seconds: float
-    """From the end of the step before (or the dispatch of this one, if later) to the end of this one."""
+    """Seconds from the end of the step before (or the dispatch of this one, if later) to the end of this one."""
     metrics: dict[str, float]
-    """Further metrics of the loss."""
+    """Other metrics of the loss."""
     phases: dict[str, float]
-    """Seconds this process spent waiting for the step's rows, and in hooks between it and the step before; now and
-    then also the least and the largest of all processes (see PhaseTimes)."""
+    """Seconds of this process in the wait for the step's rows and in hooks before the step; in some steps also the
+    least and the largest of all processes (see PhaseTimes)."""
     measured: Mapping[str, Measured] = MappingProxyType({})
-    """What layers report, by name."""
+    """Measures of layers by name."""
     stop: bool = False
     """Whether any process was asked to stop when this step was dispatched; always false for a single process."""
     rerun: bool = False
-    """Whether it was suspicious, changed nothing and will be run again; `run_steps` never yields such a report."""
+    """Whether the step was suspicious, changed nothing and will be run again; `run_steps` yields no such report."""
     limits: GuardLimits | None = None
-    """Its limits, if there is a guard."""
+    """The limits of the step; None without a guard."""
     first_try: "StepInfo | None" = None
-    """The report of its first run, if it was run again."""
+    """The report of the first run, if the step was run again."""
     nonfinite: str | None = None
-    """The weights whose gradients were not finite in its second run; None if all were finite."""
+    """The weights whose gradients were not finite in the second run; None if all were finite."""
     by_process: np.ndarray | None = None
     """float32 [processes, timing.EXCHANGED]: seconds of each phase in each process; None in most steps."""
 
@@ -94,34 +94,34 @@ class StepInfo(NamedTuple):
         fields = {
             name: value for name, value in self._asdict().items() if name not in ("phases", "measured", "by_process")
         }
-        shown = [
+        texts = [
             f"{name}={value:.6g}" if isinstance(value, float) else f"{name}={value!r}"
             for name, value in fields.items()
             if isinstance(value, float) or value not in empty
         ]
-        return f"StepInfo({', '.join(shown)})"
+        return f"StepInfo({', '.join(texts)})"
 
 
 class Hook(Protocol):
-    """Work between steps, done if `due(step)`."""
+    """Work between steps, called after each step for which `due(step)` is true."""
 
     phase: str
-    """The phase that its time is counted in."""
+    """The phase of its time."""
 
     def due(self, step: int) -> bool: ...
 
     def __call__(self, run: Any, step: int) -> None: ...
 
 
-class Reading(NamedTuple):
-    """A batch on the devices, kept until its step is known to be good."""
+class StepInput(NamedTuple):
+    """A batch on the devices and its accounts, kept until its step needs no rerun."""
 
     step: int
     batch: Any
     consumed: int
     phases: dict[str, float]
     account: Array | None
-    """float32 [devices, phases]: seconds of each phase in each process, sent with the step."""
+    """float32 [devices, phases]: seconds of each phase in each process, exchanged with the step."""
     fresh: bool
     """Whether `account` is new."""
 
@@ -132,9 +132,9 @@ class Reading(NamedTuple):
 
 
 class Flight(NamedTuple):
-    """A dispatched step whose numbers have not been fetched."""
+    """A dispatched step whose metrics have not been fetched."""
 
-    reading: Reading
+    step_input: StepInput
     limits: GuardLimits | None
     metrics: Metrics
     dispatched: float
@@ -152,19 +152,23 @@ def run_steps(
     stalled: Callable[[], float] = lambda: 0.0,
     waiting: Callable[[int], AbstractContextManager[Any]] = nullcontext,
 ) -> Iterator[StepInfo]:
-    """Train up to and including step `last`, yielding what each step reported, one step late.
+    """Train up to and including step `last`, yielding the report of each step one step late.
 
-    Numbers are fetched while the next step runs, so that reporting never holds the devices up; before a hook runs,
-    everything up to its step has been yielded. `stopping` says whether this process was asked to stop; it is asked
-    after each step and ends the loop. Several processes send their answers with a step instead, and all end after the
-    same step, at most three steps after one of them was asked: nothing is exchanged between steps. Every
-    `exchange_every` steps they also send their seconds by phase.
+    Metrics are fetched while the next step runs, so that reports never delay the devices. Before a hook runs, all steps
+    up to its own have been yielded. Every `exchange_every` steps, several processes exchange their seconds by phase.
 
-    guard: runs suspicious steps again, and then the steps that followed them, so a transient fault leaves no trace.
-    Without a guard, updates that are not finite are skipped and training continues.
-
-    activity: records what the loop is doing. stalled: see PhaseTimes. waiting: context in which the rows of a step are
-    awaited; StopWaiting, raised in it, ends the loop after the step before.
+    Args:
+        run: a `Run`.
+        last: the last step.
+        hooks: called between steps, in this order.
+        stopping: whether this process was asked to stop; called after each step. Several processes exchange the
+            results within the step, and all end after the same step, at most three steps after the request.
+        guard: runs suspicious steps again, and then the steps that followed them, so that a transient fault changes no
+            result. Without a guard, updates that are not finite are skipped.
+        exchange_every: steps between exchanges of seconds.
+        activity: records the phases of the loop.
+        stalled: see PhaseTimes.
+        waiting: context around the wait for the rows of a step; StopWaiting raised in it ends the loop.
     """
     times = PhaseTimes(run.mesh, exchange_every if jax.process_count() > 1 else None, stalled)
     loop = _Loop(run, stopping, guard, activity or Activity(), times)
@@ -173,29 +177,29 @@ def run_steps(
     while step < last:
         step += 1
         try:
-            reading = loop.read(step)
+            step_input = loop.read(step)
         except StopWaiting:
             while flights:
                 yield loop.land(flights)
             return
-        flights.append(loop.dispatch(reading))
+        flights.append(loop.dispatch(step_input))
         stop = False
         if len(flights) > 1:
             info = loop.land(flights)
             stop = info.stop
             yield info
-        due = [hook for hook in hooks if hook.due(step)]
+        due_hooks = [hook for hook in hooks if hook.due(step)]
         stop = stop or (loop.flags is None and stopping())
-        if due or stop or step == last:
+        if due_hooks or stop or step == last:
             info = loop.land(flights)
             stop = stop or info.stop
             yield info
-        for hook in due:
+        for hook in due_hooks:
             with loop.times.measure(hook.phase), loop.activity.phase(hook.phase, step):
                 hook(run, step)
-        if due:
-            loop.done = time.monotonic()
-            # A hook may take long, and end early because of the same request.
+        if due_hooks:
+            loop.last_end = time.monotonic()
+            # A request may arrive during a long hook, which may end early because of it.
             stop = stop or agree(stopping())
         if stop:
             return
@@ -210,112 +214,110 @@ class _Loop:
         self.run, self.stopping, self.guard, self.activity = run, stopping, guard, activity
         self.waiting: Callable[[int], AbstractContextManager[Any]] = nullcontext
         activity.step = run.step
-        # Batch sizes. Each has its own program, which another process may still be compiling when it runs here.
+        # Batch sizes. Each has its own program, which another process may still compile when this one runs it.
         self.compiled: set[int] = set()
         self.landed: set[int] = set()
         self.flags = StopFlags(run.mesh) if jax.process_count() > 1 else None
         self.times, self.first = times, run.step + 1
         self.rerun = None if guard is None else guard.no_rerun
-        self.done = time.monotonic()
+        self.last_end = time.monotonic()
         self.precision = run.cfg.precision.matmul_precision()
 
-    def read(self, step: int) -> Reading:
+    def read(self, step: int) -> StepInput:
         """The next batch."""
         waiting = self.activity.phase(DATA_WAIT, step)
         with self.times.measure(DATA_WAIT), waiting, jax.set_mesh(self.run.mesh), self.waiting(step):
             batch, consumed = next(self.run.batches)
         fresh = self.times.due(step)
-        return Reading(step, batch, consumed, self.times.take_step(), self.times.account(fresh), fresh)
+        return StepInput(step, batch, consumed, self.times.take_step(), self.times.account(fresh), fresh)
 
-    def dispatch(self, reading: Reading, limits: GuardLimits | None = None) -> Flight:
-        """Dispatches a step, with these limits or those of the guard."""
+    def dispatch(self, step_input: StepInput, limits: GuardLimits | None = None) -> Flight:
+        """Dispatches a step, with `limits` or else the guard's."""
         if limits is None and self.guard is not None:
-            limits = self.guard.limits(reading.step)
-        phase = STEP if reading.rows in self.compiled else COMPILE
-        self.compiled.add(reading.rows)
+            limits = self.guard.limits(step_input.step)
+        phase = STEP if step_input.rows in self.compiled else COMPILE
+        self.compiled.add(step_input.rows)
         dispatched, running = (
             time.monotonic(),
-            self.activity.phase(phase, reading.step, first=self.is_first_of_size(reading)),
+            self.activity.phase(phase, step_input.step, first=self.is_first_of_size(step_input)),
         )
         with running, jax.set_mesh(self.run.mesh), jax.default_matmul_precision(self.precision):
-            control = self.control(reading, limits)
+            control = self.control(step_input, limits)
             more = () if all(part is None for part in control) else (control,)
-            with jax.profiler.StepTraceAnnotation("train", step_num=reading.step):
-                self.run.state, metrics = self.run.train_step(self.run.state, reading.batch, *more)
+            with jax.profiler.StepTraceAnnotation("train", step_num=step_input.step):
+                self.run.state, metrics = self.run.train_step(self.run.state, step_input.batch, *more)
         if self.guard is not None:
             self.rerun = metrics[RERUN]
-        return Flight(reading, limits, metrics, dispatched)
+        return Flight(step_input, limits, metrics, dispatched)
 
-    def control(self, reading: Reading, limits: GuardLimits | None) -> StepControl:
+    def control(self, step_input: StepInput, limits: GuardLimits | None) -> StepControl:
         """The inputs of a step besides state and batch."""
         return StepControl(
             None if self.flags is None else self.flags(self.stopping()),
-            reading.account,
+            step_input.account,
             None if self.guard is None or limits is None else self.guard.on_devices(limits),
             self.rerun,
         )
 
     def land(self, flights: deque[Flight]) -> StepInfo:
-        """Removes the oldest step from `flights` and returns its report, after its second run if it is run again."""
+        """Removes the oldest step from `flights` and returns its report, after a second run if it needs one."""
         flight = flights.popleft()
         info = self.fetch(flight)
         if self.guard is not None and info.rerun:
-            later = [other.reading for other in flights]
+            later_inputs = [later.step_input for later in flights]
             flights.clear()
             self.rerun = self.guard.no_rerun
-            again = self.dispatch(flight.reading, self.guard.rerun_limits(info.step, info.limits or GuardLimits()))
-            second = self.fetch(again)
-            cause = (
-                None
-                if isfinite(second.grad_norm)
-                else self.nonfinite_weights(flight.reading.batch, again.limits, second)
-            )
+            limits = self.guard.rerun_limits(info.step, info.limits or GuardLimits())
+            second = self.fetch(self.dispatch(flight.step_input, limits))
+            cause = None
+            if not isfinite(second.grad_norm):
+                cause = self.nonfinite_weights(flight.step_input.batch, limits, second)
             stop, seconds = info.stop or second.stop, info.seconds + second.seconds
             info = second._replace(first_try=info, stop=stop, seconds=seconds, nonfinite=cause)
-            flights.extend(self.dispatch(reading) for reading in later)
+            flights.extend(self.dispatch(step_input) for step_input in later_inputs)
         if self.guard is not None and not info.skipped:
             self.guard.spikes.note(info.step, info.loss)
         return info
 
     def nonfinite_weights(self, batch: Any, limits: GuardLimits | None, info: StepInfo) -> str:
-        """The weights whose gradients are not finite, in words, for a step that changed no weight."""
+        """A message about the weights whose gradients are not finite, for a step that changed no weight."""
         program, factor = self.run.program, np.float32((limits or GuardLimits()).gradient_factor)
         with jax.set_mesh(self.run.mesh), jax.default_matmul_precision(self.precision):
-            nonfinite, seen = jax.device_get(
+            nonfinite, observations = jax.device_get(
                 program.nonfinite_gradients(self.run.state.inputs, batch, np.float32(info.loss_scale), factor)
             )
-        return sentence(nonfinite, program.declared, measurements(program.observed, seen).values())
+        return nonfinite_message(nonfinite, program.declared, measurements(program.observed, observations).values())
 
-    def is_first_of_size(self, reading: Reading) -> bool:
+    def is_first_of_size(self, step_input: StepInput) -> bool:
         """Whether no step with this batch size has finished yet."""
-        return reading.rows not in self.landed
+        return step_input.rows not in self.landed
 
     def fetch(self, flight: Flight) -> StepInfo:
         """Wait for a step."""
-        first = self.is_first_of_size(flight.reading)
-        with self.activity.phase(STEP, flight.reading.step, first=first), self.times.waiting():
+        first = self.is_first_of_size(flight.step_input)
+        with self.activity.phase(STEP, flight.step_input.step, first=first), self.times.waiting():
             values = jax.device_get(dict(flight.metrics))
-        self.activity.step = flight.reading.step
-        self.landed.add(flight.reading.rows)
-        since, self.done = max(self.done, flight.dispatched), time.monotonic()
-        if flight.reading.step == self.first:
+        self.activity.step = flight.step_input.step
+        self.landed.add(flight.step_input.rows)
+        since, self.last_end = max(self.last_end, flight.dispatched), time.monotonic()
+        if flight.step_input.step == self.first:
             self.times.forget()
-        extremes, by_process = self.times.received(values.pop(SECONDS, None), flight.reading.fresh)
+        extremes, by_process = self.times.received(values.pop(SECONDS, None), flight.step_input.fresh)
         observed = self.run.program.observed
-        seen = {path: values.pop(path) for path in observed if path in values}
+        observations = {path: values.pop(path) for path in observed if path in values}
         numbers = {name: value.item() for name, value in values.items()}
-        known = {name: numbers.pop(name) for name in KEYS}
+        step_numbers = {name: numbers.pop(name) for name in KEYS}
         return StepInfo(
-            flight.reading.step,
-            **known,
-            consumed_samples=flight.reading.consumed,
-            rows=flight.reading.rows,
-            seconds=self.done - since,
+            flight.step_input.step,
+            **step_numbers,
+            consumed_samples=flight.step_input.consumed,
+            rows=flight.step_input.rows,
+            seconds=self.last_end - since,
             stop=bool(numbers.pop(STOP, False)),
             rerun=bool(numbers.pop(RERUN, False)),
             metrics=numbers,
-            measured=measurements(observed, seen),
-            phases=flight.reading.phases | extremes,
+            measured=measurements(observed, observations),
+            phases=flight.step_input.phases | extremes,
             limits=flight.limits,
             by_process=by_process,
         )

@@ -19,58 +19,61 @@ from megajax.training.step import unit_weight
 
 type NonfiniteGradients = Callable[[Params, Batch, Array, Array], tuple[Mapping[str, Array], Params]]
 """(weights, batch [M, B, ...], loss scale, factor on the gradients, both float32 []) -> ({path: bool [layers] or []},
-what the state would keep of observations that have measures)."""
+updated arrays of the observations that have measures)."""
 
 LISTED = 6
 
 
 def make_nonfinite_gradients(
     grad_fn: GradFn,
-    everywhere: jax.sharding.Sharding,
+    replicated: jax.sharding.Sharding,
     options: Mapping[str, Value] | None = None,
     weight: Callable[[Batch], int] = unit_weight,
     observed: Mapping[str, ParamSpec] = MappingProxyType({}),
 ) -> NonfiniteGradients:
-    """Jitted: whether a gradient has elements that are not finite, by path and, of stacked weights, by row.
+    """Jitted: whether gradients have elements that are not finite, by path and, for stacked weights, by row.
 
-    everywhere: the sharding of a replicated array; options, weight and observed: as in the train step.
+    replicated: the sharding of a replicated array; options, weight and observed: as in the train step.
     """
 
     def nonfinite_gradients(params: Params, batch: Batch, scale: Array, factor: Array) -> tuple[dict, Params]:
         out = grad_fn(params, batch, scale * in_range(weight(batch)))
         grads = {path: g * factor for path, g in out.grads.items()}
-        bad = {path: jnp.any(~jnp.isfinite(g), axis=tuple(range(1, g.ndim))) for path, g in grads.items()}
-        return bad, reported_arrays(observed, updated_arrays(observed, params, out.observed, scale))
+        nonfinite = {path: jnp.any(~jnp.isfinite(g), axis=tuple(range(1, g.ndim))) for path, g in grads.items()}
+        return nonfinite, reported_arrays(observed, updated_arrays(observed, params, out.observed, scale))
 
     return jax.jit(
-        nonfinite_gradients, out_shardings=everywhere, compiler_options=None if options is None else dict(options)
+        nonfinite_gradients, out_shardings=replicated, compiler_options=None if options is None else dict(options)
     )
 
 
-def sentence(
-    nonfinite: Mapping[str, np.ndarray], declared: Mapping[str, ParamSpec], measured: Iterable[Measured] = ()
+def nonfinite_message(
+    nonfinite: Mapping[str, np.ndarray], declared: Mapping[str, ParamSpec], measurements: Iterable[Measured] = ()
 ) -> str:
-    """Whose gradients are not finite, in words. nonfinite: path -> bool [first dimension]; measured: of the step."""
-    faults = [(each.measure.fault, each.faulty()) for each in measured if each.faulty()]
-    faulty = [f"{what} not finite, first in layer {layers[0]} (of {len(layers)})" for what, layers in faults]
+    """The weights with gradients that are not finite, and faults of layers.
+
+    nonfinite: path -> bool [first dimension]; measurements: of the same step.
+    """
+    faults = [(measurement.measure.fault, measurement.faulty()) for measurement in measurements if measurement.faulty()]
+    faulty = [f"{fault} not finite, first in layer {layers[0]} (of {len(layers)})" for fault, layers in faults]
     return "; ".join([*faulty, _gradients(nonfinite, declared)])
 
 
 def _gradients(nonfinite: Mapping[str, np.ndarray], declared: Mapping[str, ParamSpec]) -> str:
-    bad = {path: where for path, where in nonfinite.items() if where.any()}
-    if len(bad) == len(nonfinite):
+    faulty = {path: rows for path, rows in nonfinite.items() if rows.any()}
+    if len(faulty) == len(nonfinite):
         return "the gradients of all weights are not finite"
-    if not bad:
-        return "computed alone, the gradients are finite"
-    named = [path + _layers(where, declared[path].layers) for path, where in bad.items()]
-    more = f" and {len(named) - LISTED} more" if len(named) > LISTED else ""
-    return f"gradients not finite: {', '.join(named[:LISTED])}{more}, of {len(nonfinite)} weights"
+    if not faulty:
+        return "the gradients are finite when computed without an update"
+    texts = [path + _layers(rows, declared[path].layers) for path, rows in faulty.items()]
+    more = f" and {len(texts) - LISTED} more" if len(texts) > LISTED else ""
+    return f"gradients not finite: {', '.join(texts[:LISTED])}{more}, of {len(nonfinite)} weights"
 
 
-def _layers(where: np.ndarray, layers: tuple[int, ...]) -> str:
-    """ " of layers 3, 7" for a stacked weight, numbered in the model from 0; nothing where all its layers are meant."""
-    bad = [layer for layer, wrong in zip(layers, where, strict=False) if wrong and layer >= 0]
-    if not layers or len(bad) == sum(layer >= 0 for layer in layers):
+def _layers(rows: np.ndarray, layers: tuple[int, ...]) -> str:
+    """ " of layers 3, 7" for a stacked weight, numbered in the model from 0; "" if all its layers are faulty."""
+    faulty = [layer for layer, row in zip(layers, rows, strict=False) if row and layer >= 0]
+    if not layers or len(faulty) == sum(layer >= 0 for layer in layers):
         return ""
-    some = ", ".join(map(str, bad[:LISTED])) + ", ..." * (len(bad) > LISTED)
-    return f" of layer{'s' * (len(bad) > 1)} {some}"
+    numbers = ", ".join(map(str, faulty[:LISTED])) + ", ..." * (len(faulty) > LISTED)
+    return f" of layer{'s' * (len(faulty) > 1)} {numbers}"

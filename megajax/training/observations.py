@@ -1,4 +1,4 @@
-"""Observations in the training state: what is kept of them from step to step, see megajax.mesh.observations."""
+"""The arrays of observations in the training state, see megajax.mesh.observations."""
 
 from collections.abc import Mapping
 
@@ -17,14 +17,14 @@ def initial_arrays(declared: Mapping[str, ParamSpec]) -> dict[str, Array]:
 
 
 def reported_arrays(declared: Mapping[str, ParamSpec], state: Params) -> dict[str, Array]:
-    """The arrays of the state's part that have measures, by path."""
+    """The arrays of observations that have measures, by path."""
     return {path: state[path] for path, spec in declared.items() if spec.observed().measures()}
 
 
 def measurements(declared: Mapping[str, ParamSpec], state: Mapping[str, np.ndarray]) -> dict[str, Measured]:
-    """What arrays of the state's part measure, by the name of the measure; layers in their order in the model.
+    """Measurements by the name of the measure; layers in their order in the model.
 
-    state: on the host, by path; rows that are no layer do not count.
+    state: arrays of observations on the host, by path; padding rows are ignored.
     """
     by_name: dict[str, tuple[Measure, dict[Layer, np.ndarray]]] = {}
     for path, array in state.items():
@@ -32,16 +32,16 @@ def measurements(declared: Mapping[str, ParamSpec], state: Mapping[str, np.ndarr
         rows, numbers = (
             (np.asarray(array, np.float64), spec.layers) if spec.layers else (array[None].astype(float), (0,))
         )
-        kept = sorted((number, row) for row, number in enumerate(numbers) if number >= 0)
+        layer_rows = sorted((number, row) for row, number in enumerate(numbers) if number >= 0)
         for measure in spec.observed().measures():
-            values = measure.of(rows[[row for _, row in kept]])
+            values = measure.of(rows[[row for _, row in layer_rows]])
             layers = by_name.setdefault(measure.name, (measure, {}))[1]
-            layers |= {_layer(path, spec, number): value for (number, _), value in zip(kept, values, strict=True)}
+            layers |= {_layer(path, spec, number): value for (number, _), value in zip(layer_rows, values, strict=True)}
     return {name: Measured.of_layers(measure, layers) for name, (measure, layers) in by_name.items()}
 
 
 def _layer(path: str, spec: ParamSpec, number: int) -> Layer:
-    """What a layer is called: its number in the only stack; else what its path begins with, up to a number."""
+    """The name of a layer: its number in the only stack, else the beginning of its path up to a number."""
     before, stack, _ = path.partition("stack.")
     if spec.layers and stack:
         return f"{before}{number}" if before else number
@@ -49,6 +49,8 @@ def _layer(path: str, spec: ParamSpec, number: int) -> Layer:
     return ".".join(parts[: next((place for place, part in enumerate(parts, 1) if part.isdigit()), len(parts) - 1)])
 
 
-def updated_arrays(declared: Mapping[str, ParamSpec], state: Params, seen: Params, scale: Array) -> dict[str, Array]:
-    """The state's part after a step. scale: what its loss was multiplied by, float32 []."""
-    return {path: spec.observed().updated(state[path], seen[path], scale) for path, spec in declared.items()}
+def updated_arrays(
+    declared: Mapping[str, ParamSpec], state: Params, observed: Params, scale: Array
+) -> dict[str, Array]:
+    """The arrays after a step with these observations. scale: factor on its loss, float32 []."""
+    return {path: spec.observed().updated(state[path], observed[path], scale) for path, spec in declared.items()}

@@ -1,4 +1,4 @@
-"""Gradients of a global batch through a pipeline: the same signature as microbatch after microbatch."""
+"""Gradients of a global batch through a pipeline, with the signature of `accumulate`."""
 
 from collections.abc import Callable, Mapping
 
@@ -14,7 +14,7 @@ from megajax.training.grads import GradFn, Sums, Weights, over_replicas
 from megajax.training.staged import SplitWeights
 
 type Schedules = Callable[[int], Schedule]
-"""Microbatches of a step -> what stages do when; steps of another size are compiled apart."""
+"""Number of microbatches -> the schedule of the stages; each number is compiled separately."""
 
 
 def _stage(
@@ -23,10 +23,8 @@ def _stage(
     (section,) = parts.sections
     stacked, shared = SplitWeights.of(in_step, [section.path])
     dtypes = SplitWeights.of(weights.gradient_dtypes(), [section.path]).stacked
-    own = stacked[section.path]
-    return Stage(
-        schedule, partition, parts, weights.layout, own, shared, weights.sharded_over(AXIS), dtypes[section.path], batch
-    )
+    chunks, sharded = stacked[section.path], weights.sharded_over(AXIS)
+    return Stage(schedule, partition, parts, weights.layout, chunks, shared, sharded, dtypes[section.path], batch)
 
 
 def pipelined(
@@ -34,7 +32,7 @@ def pipelined(
 ) -> GradFn:
     """A gradient function that runs a schedule; see megajax.pipeline.executor.
 
-    parts: of chunks; fill: what buffers hold before they are written.
+    parts: divided into chunks; fill: initial value of buffers.
     """
 
     def local(params: Params, batch: Batch, scale: Array) -> tuple:

@@ -1,4 +1,4 @@
-"""Which device holds what: a table of the weights, and a drawing of every way they are cut."""
+"""Shows where weights are placed: a table, and a grid of blocks for each kind of sharding."""
 
 import io
 from collections.abc import Mapping, Sequence
@@ -19,22 +19,22 @@ from megajax.training.session import Run
 
 MEBIBYTE = 2**20
 WIDTH = 150
-"""Characters of a line, whatever the terminal: wrapped tables can't be read."""
+"""Characters of a line on any terminal: wrapped tables are unreadable."""
 
 type Span = tuple[int, int]
 
 
 def visualize(run: Run) -> None:
-    """Print where the weights of a run are at rest, on process 0: the text of `drawing`."""
+    """Print the placement of a run's weights at rest, on process 0: the text of `drawing`."""
     if jax.process_index() == 0:
         print(drawing(run))
 
 
 def drawing(run: Run) -> str:
-    """Where the weights of a run are at rest, as text.
+    """The placement of a run's weights at rest, as text.
 
-    First a table (path, shape, logical axes, partition over the mesh, MiB on each device), then, for every way a weight
-    is cut, one weight as a grid of its blocks with the ids of the devices that hold each.
+    First a table (path, shape, logical axes, partition over the mesh, MiB on each device), then, for each kind of
+    sharding, one weight as a grid of its blocks with the ids of the devices that hold each block.
     """
     declared, arrays = run.program.declared, run.state.params
     sizes = ", ".join(f"{name} {size}" for name, size in run.mesh.shape.items() if size > 1) or "all axes 1"
@@ -50,7 +50,7 @@ def drawing(run: Run) -> str:
         more = f" and {len(alike) - 1} more" if len(alike) > 1 else ""
         parts += [Text(f"\n{alike[0]}{more}: {_cuts(spec, array)}"), _grid(spec, array)]
     text = io.StringIO()
-    # In a notebook rich would show the text itself, and give none to the file.
+    # In a notebook rich would display the text instead of writing it to the file.
     Console(file=text, width=WIDTH, color_system=None, force_jupyter=False).print(Group(*parts))
     return "\n".join(line.rstrip() for line in text.getvalue().rstrip().splitlines())
 
@@ -66,27 +66,27 @@ def _table(declared: Mapping[str, ParamSpec], arrays: Params) -> Table:
 
 
 def _mebibytes(tree: object) -> float:
-    """What one device holds of the arrays."""
-    held = (prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
-    return sum(held) / MEBIBYTE
+    """MiB of the arrays on one device."""
+    leaf_bytes = (prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+    return sum(leaf_bytes) / MEBIBYTE
 
 
 def _partition(array: jax.Array) -> str:
-    """Mesh axes of each dimension, "-" where it is whole."""
+    """Mesh axes of each dimension, "-" for an unsharded one."""
     return ", ".join("+".join(axes) or "-" for axes in _mesh_axes(array))
 
 
 def _mesh_axes(array: jax.Array) -> list[tuple[str, ...]]:
-    """For each dimension the mesh axes with more than one device that cut it."""
+    """For each dimension, the mesh axes with more than one device that shard it."""
     sharding: Any = array.sharding
     spec: PartitionSpec = sharding.spec
     entries = [*spec, *[None] * (array.ndim - len(spec))]
-    named = [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in entries]
-    return [tuple(axis for axis in axes if sharding.mesh.shape[axis] > 1) for axes in named]
+    axes_of_dimensions = [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in entries]
+    return [tuple(axis for axis in axes if sharding.mesh.shape[axis] > 1) for axes in axes_of_dimensions]
 
 
 def _ways(arrays: Params) -> list[list[str]]:
-    """Paths of weights cut alike: over the same mesh axes in the same order, whichever dimensions these cut."""
+    """Groups of paths sharded over the same mesh axes in the same order, in any dimensions."""
     ways: dict[tuple, list[str]] = {}
     for path, array in arrays.items():
         ways.setdefault(tuple(axes for axes in _mesh_axes(array) if axes), []).append(path)
@@ -94,27 +94,27 @@ def _ways(arrays: Params) -> list[list[str]]:
 
 
 def _cuts(spec: ParamSpec, array: jax.Array) -> str:
-    cut = [f"{name} over {' and '.join(axes)}" for name, axes in zip(spec.axes, _mesh_axes(array), strict=True) if axes]
-    return ", ".join(cut) or "whole on every device"
+    pairs = zip(spec.axes, _mesh_axes(array), strict=True)
+    return ", ".join(f"{name} over {' and '.join(axes)}" for name, axes in pairs if axes) or "whole on every device"
 
 
 def _grid(spec: ParamSpec, array: jax.Array) -> RenderableType:
-    """Blocks along the first cut dimension down, along the other cut ones across; in each the ids of its devices."""
+    """A table of blocks with the ids of their devices: the first sharded dimension down, the others across."""
     holders: dict[tuple[Span, ...], list[int]] = {}
     for device, index in array.sharding.devices_indices_map(array.shape).items():
         spans = tuple(part.indices(length)[:2] for part, length in zip(index, array.shape, strict=True))
         holders.setdefault(spans, []).append(device.id)
-    cut = [dimension for dimension, axes in enumerate(_mesh_axes(array)) if axes]
-    down, across = cut[:1], cut[1:]
+    sharded = [dimension for dimension, axes in enumerate(_mesh_axes(array)) if axes]
+    down, across = sharded[:1], sharded[1:]
     rows = sorted({_at(spans, down) for spans in holders})
     columns = sorted({_at(spans, across) for spans in holders})
     cells = {(_at(spans, down), _at(spans, across)): ids for spans, ids in holders.items()}
     table = Table(box=SIMPLE_HEAD, pad_edge=False, show_header=bool(across))
     table.add_column("")
     for column in columns:
-        table.add_column(_named(spec, across, column))
+        table.add_column(_label(spec, across, column))
     for row in rows:
-        table.add_row(_named(spec, down, row) or "all", *[_ids(cells[row, column]) for column in columns])
+        table.add_row(_label(spec, down, row) or "all", *[_ids(cells[row, column]) for column in columns])
     return table
 
 
@@ -122,13 +122,12 @@ def _at(spans: Sequence[Span], dimensions: list[int]) -> tuple[Span, ...]:
     return tuple(spans[dimension] for dimension in dimensions)
 
 
-def _named(spec: ParamSpec, dimensions: list[int], spans: tuple[Span, ...]) -> str:
+def _label(spec: ParamSpec, dimensions: list[int], spans: tuple[Span, ...]) -> str:
     return ", ".join(_part(spec, d, *span) for d, span in zip(dimensions, spans, strict=True))
 
 
 def _part(spec: ParamSpec, dimension: int, first: int, last: int) -> str:
-    """ "embed 0:32"; of stacked rows the numbers of the layers, which a pipeline with virtual stages does not keep in
-    order, "layers 0-1, 4-5"."""
+    """ "embed 0:32"; for stacked rows the numbers of the layers, "layers 0-1, 4-5": virtual stages reorder them."""
     if spec.axes[dimension] != "layer":
         return f"{spec.axes[dimension]} {first}:{last}"
     return f"layers {_runs([layer for layer in spec.layers[first:last] if layer >= 0])}"

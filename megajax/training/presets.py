@@ -1,4 +1,4 @@
-"""RunConfigs with most settings chosen: runs on your own text, and the debug twins of larger configs."""
+"""RunConfigs with most settings chosen: runs on your own text, and debug versions of larger configs."""
 
 from dataclasses import replace
 from typing import Any
@@ -17,9 +17,9 @@ from megajax.training.run_config import RunConfig
 def own_text(
     name: str, model: ModelConfig, *, schedule: ScheduleConfig, rows: int, steps: int, **changes: Any
 ) -> RunConfig:
-    """A run on token files in data/, with the tokenizer they were made with: `rows` rows per step, one per microbatch.
+    """A run on token files in data/ with their tokenizer: `rows` rows per step, one per microbatch.
 
-    Documents do not attend to each other. changes: further fields of the config.
+    Documents do not attend to each other. changes: other fields of the config.
     """
     settings: dict[str, Any] = {
         "data": BlendConfig(paths=("data/corpus_text_document",), split="998,1,1", isolate_documents=True),
@@ -34,9 +34,9 @@ def own_text(
 
 
 def debug_config(cfg: RunConfig, model: ModelConfig, **changes: Any) -> RunConfig:
-    """The debug twin of `cfg`: a small model, mock data, float32 and 20 steps of 8 rows, for a laptop.
+    """The debug version of `cfg`: a small model, mock data, float32 and 20 steps of 8 rows, for a laptop.
 
-    The optimizer, the shape of the schedule and the treatment of documents stay. changes: further fields of the config.
+    Keeps the optimizer, the shape of the schedule and the isolation of documents. changes: other fields of the config.
     """
     settings = {
         "model": model,

@@ -1,4 +1,4 @@
-"""The train and evaluation steps of a config on a mesh: no data, no weights, and the mesh's devices need not exist."""
+"""The train and evaluation steps of a config on a mesh, without data or weights; the devices may be virtual."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -51,12 +51,12 @@ from megajax.training.state import TrainState, fresh_state, parameter_shardings,
 from megajax.training.step import StepParts, TrainStep, compiled, make_eval_step
 
 DROPOUT_STREAM = 1
-"""Tells the random numbers of dropout from those of the initial weights, which derive from the same seed."""
+"""Separates the random numbers of dropout from those of the initial weights, which have the same seed."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """What a config compiles to on one mesh."""
+    """The programs of a config on one mesh."""
 
     cfg: RunConfig
     mesh: Mesh
@@ -64,19 +64,19 @@ class Program:
     abstract: Model
     """The model without values."""
     declared: Mapping[str, ParamSpec]
-    """Its weights by path."""
+    """The model's weights by path."""
     observed: Mapping[str, ParamSpec]
-    """Its observations by path."""
+    """The model's observations by path."""
     optimizer: Optimizer
     schedule: LearningRate
     shardings: Any
-    """Where each leaf of the state is: a TrainState whose leaves are NamedShardings."""
+    """Sharding of each leaf of the state: a TrainState of NamedShardings."""
     sizes: BatchSizes
     """Rows and microbatches of each step."""
     partition: Partition
-    """Which layers each stage holds."""
+    """The layers of each stage."""
     pipeline: Schedule | None
-    """What stages do when, in steps of the last size; None without a pipeline."""
+    """The schedule of the stages in steps of the last batch size; None without a pipeline."""
     options: Mapping[str, Value]
     """Compiler options of every program of the run."""
     schema: Schema
@@ -88,7 +88,7 @@ class Program:
 
     @property
     def microbatches(self) -> int:
-        """Microbatches of a step of the last size, the largest."""
+        """Microbatches of a step of the last batch size, the largest."""
         return self.sizes.sizes()[-1].microbatches
 
     @property
@@ -113,35 +113,35 @@ class Program:
         return {**self.declared, **self.observed}
 
     def used(self, inputs: Params) -> dict[str, Array]:
-        """Weights and what is kept of observations -> weights as they are, observations as layers read them."""
-        one = jnp.ones((), jnp.float32)
+        """Weights and observations of the state -> unchanged weights, and observations as layers read them."""
+        scale = jnp.ones((), jnp.float32)
         return {
-            path: self._weights.gather_for_step(path, x, one) if path in self.observed else x
+            path: self._weights.gather_for_step(path, x, scale) if path in self.observed else x
             for path, x in inputs.items()
         }
 
     @classmethod
     def of(cls, cfg: RunConfig, mesh: Mesh, options: Mapping[str, Value] | None = None) -> "Program":
-        """For a config that passes its checks on this many devices.
+        """The program of a config that passes its checks on the mesh's devices.
 
-        options: of the compiler; None: those of the config that the compiler takes. Raises ConfigError for options
-        given by the user that it refuses.
+        options: compiler options; None: those of the config that the compiler accepts. Raises ConfigError for user
+        options that it refuses.
         """
         plan = Plan.of(cfg.parallel)
         demand_device(cfg.model, mesh.devices.flat[0])
         layout = _layout(cfg, mesh, plan)
         partition = _partition(cfg)
-        built = nnx.eval_shape(lambda: cfg.model.build(layout))
-        demand_model(built)
-        abstract = reordered(built, partition.order_of)
+        model = nnx.eval_shape(lambda: cfg.model.build(layout))
+        demand_model(model)
+        abstract = reordered(model, partition.order_of)
         declared, observed = specs(abstract), specs(abstract, Observation)
         demand_axes(cfg.model.schema(), {**declared, **observed})
         demand_divisible(declared, plan, mesh)
         trained = trainable(cfg.optimizer, declared, {*specs(abstract, Adapter)})
         optimizer = cfg.optimizer.build(trained, plan, cfg.model.width_ratio())
         if not isinstance(optimizer, Optimizer):
-            what = f"{type(cfg.optimizer).__name__}.build returned a {type(optimizer).__name__}"
-            raise UserError(f"{what}, not a megajax.optim.optimizer.Optimizer")
+            message = f"{type(cfg.optimizer).__name__}.build returned a {type(optimizer).__name__}"
+            raise UserError(f"{message}, not a megajax.optim.optimizer.Optimizer")
         sizes = cfg.batch_sizes(mesh.shape["data"] * mesh.shape["expert"])
         return cls(
             cfg,
@@ -161,7 +161,7 @@ class Program:
         )
 
     def fresh_state(self) -> Callable[[], TrainState]:
-        """Jitted: the state before the first step, made in place."""
+        """Jitted: the state before the first step, computed in its shardings."""
         return jax.jit(self._fresh, out_shardings=self.shardings, compiler_options=dict(self.options))
 
     def state_like(self) -> TrainState:
@@ -180,24 +180,24 @@ class Program:
 
     @property
     def batch_shardings(self) -> dict[str, NamedSharding]:
-        """Where the leaves of a batch [M, B, ...] are."""
+        """Shardings of the leaves of a batch [M, B, ...]."""
         specs = batch_specs(self.schema, self.layout)
         return {name: NamedSharding(self.mesh, spec) for name, spec in specs.items()}
 
     def grad_fn(self, *, fill: float = 0.0, weights: Callable[..., Weights] = Weights) -> GradFn:
-        """(weights, batch, loss scale) -> sums of gradients. fill: see `pipelined`; without a pipeline nothing is.
+        """(weights, batch, loss scale) -> sums of gradients.
 
-        weights: what becomes of the gradients of each device.
+        fill: see `pipelined`; unused without a pipeline. weights: subclass of Weights, which reduces the gradients.
         """
         moving = self._weights_as(weights)
         key = jax.random.fold_in(jax.random.key(self.cfg.seed), DROPOUT_STREAM)
         if self.pipeline is None:
-            whole = staged(self.abstract, self.arrays, self._reduction, key)
-            return accumulate(moving, whole, self.mesh)
+            parts = staged(self.abstract, self.arrays, self._reduction, key)
+            return accumulate(moving, parts, self.mesh)
         return pipelined(moving, self._chunks(key), self.mesh, self.schedule_of, self.partition, fill=fill)
 
     def schedule_of(self, microbatches: int) -> Schedule:
-        """What the stages of the pipeline do in a step of that many microbatches."""
+        """The schedule of the stages in a step of that many microbatches."""
         return _pipeline(self.cfg.parallel, microbatches)
 
     @cached_property
@@ -208,7 +208,7 @@ class Program:
 
     @cached_property
     def step_parts(self) -> StepParts:
-        """What the train step is made of; `plain_step` of it is the step without a guard."""
+        """The parts of the train step; `plain_step` of them is the step without a guard."""
         return StepParts(
             grad_fn=self.grad_fn(),
             optimizer=self.optimizer,
@@ -222,7 +222,7 @@ class Program:
 
     @cached_property
     def nonfinite_gradients(self) -> NonfiniteGradients:
-        """(weights, batch, loss scale, factor on gradients) -> which gradients are not finite; compiled when called."""
+        """(weights, batch, loss scale, factor) -> whether gradients are not finite, by path; compiled when called."""
         return make_nonfinite_gradients(self.grad_fn(), self.shardings.step, self.options, self._weight, self.observed)
 
     @cached_property
@@ -272,14 +272,13 @@ class Program:
 def demand_kernels(cfg: RunConfig, device: Device | None = None) -> tuple[Choice[str], ...]:
     """The kernel of each block of the pattern on `device`; () for a model that does not choose kernels.
 
-    device: None for the first that jax finds. Raises UserError if the config names a kernel that is not available on
-    the device.
+    device: None: the first local device. Raises UserError if the config names a kernel that the device lacks.
     """
     if not isinstance(cfg.model, ChoosesKernels):
         return ()
-    cut = ContextSharding.of(cfg.parallel, causal=cfg.model.ignores_later_positions())
-    known = Request(dtype=cfg.precision.compute, documents="segment_ids" in cfg.data.leaves(), sharding=cut)
-    return cfg.model.kernel_choices(known, local_device() if device is None else device)
+    split = ContextSharding.of(cfg.parallel, causal=cfg.model.ignores_later_positions())
+    request = Request(dtype=cfg.precision.compute, documents="segment_ids" in cfg.data.leaves(), sharding=split)
+    return cfg.model.kernel_choices(request, local_device() if device is None else device)
 
 
 def demand_axes(schema: Schema, declared: Mapping[str, ParamSpec]) -> None:
@@ -291,7 +290,7 @@ def demand_axes(schema: Schema, declared: Mapping[str, ParamSpec]) -> None:
 
 
 def demand_divisible(declared: Mapping[str, ParamSpec], plan: Plan, mesh: Mesh) -> None:
-    """Raises UserError for a weight with a dimension that the mesh axes it is cut over do not divide."""
+    """Raises UserError for a weight with a dimension that is not divisible by its mesh axes."""
     for path, spec in declared.items():
         for rules in (plan.compute, plan.params, plan.optimizer):
             for size, name, axes in zip(spec.shape, spec.axes, rules.dimensions(spec.axes), strict=True):
@@ -299,8 +298,8 @@ def demand_divisible(declared: Mapping[str, ParamSpec], plan: Plan, mesh: Mesh) 
                 if size % devices:
                     over = " x ".join(axes)
                     raise UserError(
-                        f"{path} has shape {spec.shape}: its dimension {name} of {size} is cut over {over}, {devices} "
-                        "devices, which do not divide it. Change the size or the layout (parallel)."
+                        f"{path} has shape {spec.shape}: its dimension {name} of {size} is not divisible by the "
+                        f"{devices} devices of {over}. Change the size or the layout (parallel)."
                     )
 
 
@@ -344,7 +343,7 @@ def _pipeline(parallel: ParallelConfig, microbatches: int) -> Schedule:
 
 
 def weight_size(spec: ParamSpec) -> int:
-    """Elements of a weight, without the rows that are no layer."""
+    """Elements of a weight, without padding rows."""
     rows = sum(layer >= 0 for layer in spec.layers)
     return prod(spec.shape) * rows // len(spec.layers) if spec.layers else prod(spec.shape)
 

@@ -16,32 +16,32 @@ def balance_problems(cfg: Any, devices: int | None) -> Iterator[Problem]:
     if balance == "none":
         return
     if not model.ignores_later_positions():
-        what = f"{type(model).__name__} reads later positions too, and rows are balanced by causal attention's work"
-        yield Problem(SETTING, what, "set it to none")
+        message = f"{type(model).__name__} reads later positions too, and rows are balanced by causal attention's work"
+        yield Problem(SETTING, message, "set it to none")
         return
     if "segment_ids" not in cfg.data.leaves() or "segment_ids" not in model.schema():
-        what = f"{balance}, but each row is one document, so all rows have the same work"
-        yield Problem(SETTING, what, "set it to none, or data.isolate_documents=true")
+        message = f"{balance}, but each row is one document, so all rows have the same work"
+        yield Problem(SETTING, message, "set it to none, or data.isolate_documents=true")
     if cfg.batch.loss_average == "microbatches" and cfg.batch.micro_size > 1:
-        what = (
+        message = (
             f"{balance} puts other rows into the microbatch of a device, whose mean loss then changes: "
             f"batch.loss_average=microbatches with batch.micro_size={cfg.batch.micro_size}"
         )
-        yield Problem(SETTING, what, "set it to none, batch.loss_average=tokens, or batch.micro_size=1")
+        yield Problem(SETTING, message, "set it to none, batch.loss_average=tokens, or batch.micro_size=1")
     if cfg.batch.loss_average == "tokens" and cfg.batch.micro_size > 1 and weighs_by_microbatch(model):
-        what = (
+        message = (
             f"{balance} puts other rows into the microbatch of a device, by which "
             f"model.prediction.reweighted=microbatches weighs tokens: batch.micro_size={cfg.batch.micro_size}"
         )
-        yield Problem(SETTING, what, "set it to none, model.prediction.reweighted=rows, or batch.micro_size=1")
-    for where, block in written_blocks(model):
+        yield Problem(SETTING, message, "set it to none, model.prediction.reweighted=rows, or batch.micro_size=1")
+    for block_path, block in written_blocks(model):
         for name, part in block.parts().items():
             compares = part.compares_rows() if isinstance(part, ComparesRows) else {}
             for setting in (setting for setting, kind in compares.items() if balance == "step" or kind == "order"):
-                place = f"{where}.{name}.{setting}"
-                what = f"{balance} changes the losses of {place}, which compares the rows of a microbatch"
-                other = "microbatch or none" if compares[setting] == "rows" else "none"
-                yield Problem(SETTING, what, f"set it to {other}")
+                place = f"{block_path}.{name}.{setting}"
+                message = f"{balance} changes the losses of {place}, which compares the rows of a microbatch"
+                alternative = "microbatch or none" if compares[setting] == "rows" else "none"
+                yield Problem(SETTING, message, f"set it to {alternative}")
                 return
 
 
@@ -53,8 +53,8 @@ def weighs_by_microbatch(model: Any) -> bool:
 def written_blocks(model: Any) -> Iterator[tuple[str, Any]]:
     """(setting, block) of each that is written in the config, those of heads that predict further ahead too."""
     for path, stack in model.stacks().items():
-        for where, block in stack.named_blocks().items():
-            yield ".".join(("model", path or "stack", where)), block
+        for place, block in stack.named_blocks().items():
+            yield ".".join(("model", path or "stack", place)), block
     ahead = getattr(getattr(model, "prediction", None), "block", None)
     if ahead is not None:
         yield "model.prediction.block", ahead

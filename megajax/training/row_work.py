@@ -9,10 +9,10 @@ from megajax.models.facts import count_flops, facts_of
 
 
 def row_work(model: Any) -> RowWork:
-    """FLOPs of a training step on the positions and the scores of a row, as `count_flops` counts them.
+    """FLOPs of a training step per position and per attention score of a row, from `count_flops`.
 
-    A score of a layer with a window counts where the window lets it be. A model without facts is taken by its scores
-    alone: rows have equally many positions, so the order of their work is the same unless windows differ.
+    In a layer with a window, only scores within it count. Of a model without facts, only scores count: all rows have
+    the same number of positions, so the order of their work is the same unless windows differ.
     """
     facts = facts_of(model)
     if facts is None:
@@ -23,9 +23,9 @@ def row_work(model: Any) -> RowWork:
         for block, times in blocks:
             window: int | None = getattr(getattr(block, "mixer", None), "window", None)
             pairs[window] += times * block.multiply_adds(section.hidden, 0.0).per_pair
-    # What the two conventions differ by is half of a whole row's square of scores.
-    each = 2 * (flops.full - flops.causal) / facts.row_positions() / (sum(pairs.values()) or 1)
-    per_score = tuple((window, each * count) for window, count in pairs.items() if count)
+    # The two conventions differ by half of a row's square of scores.
+    flops_per_score = 2 * (flops.full - flops.causal) / facts.row_positions() / (sum(pairs.values()) or 1)
+    per_score = tuple((window, flops_per_score * count) for window, count in pairs.items() if count)
     return RowWork(2 * flops.causal - flops.full, per_score)
 
 

@@ -1,4 +1,4 @@
-"""A whole run as one frozen tree, and the checks that need more than one of its parts."""
+"""The settings of a run as one frozen tree, and the checks that need several of its parts."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -68,7 +68,7 @@ class RunConfig:
     """The run's folder; a run that finds a checkpoint in it goes on from there."""
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        """What IPython shows: the settings that differ from the defaults."""
+        """The text in IPython: the settings that differ from the defaults."""
         del cycle
         defaults = default_leaves(self)
         printer.text("RunConfig, settings that differ from the defaults (all of them: print(cfg))")
@@ -78,19 +78,19 @@ class RunConfig:
                 printer.text(f"  {name}: {scalar_text(value)}")
 
     def problems(self, devices: int | None = None) -> list[Problem]:
-        """Everything the parts cannot see alone; what depends on the number of devices only where that is known.
+        """Problems that no part can check alone. devices: None: skip the checks that need their number.
 
-        With parallel.elastic, the layout is fitted to that number later, see `replan`.
+        With parallel.elastic, the layout is adapted to the number of devices later, see `replan`.
         """
         problems: list[Problem] = []
         devices = None if self.parallel.elastic else devices
         for check in _CHECKS:
-            with suppress(UnknownValue):  # a part that is wrong is reported already; other checks may not need it
+            with suppress(UnknownValue):  # an invalid part is already reported; other checks may not need it
                 problems.extend(check(self, devices))
         return problems
 
     def replicas(self, devices: int) -> int:
-        """Devices that work on different rows."""
+        """Number of data-parallel devices, which hold different rows."""
         sizes = self.parallel.sizes(devices)
         return sizes[BATCH_AXES[0]] * sizes[BATCH_AXES[1]]
 
@@ -112,28 +112,28 @@ COMMON = (
     *("parallel.data", "parallel.tensor", "parallel.pipeline", "parallel.data_sharding"),
     *("evaluation.every", "checkpoint.every", "checkpoint.load", "logging.every"),
 )
-"""The settings that most users change: what --help shows."""
+"""The settings that most users change, shown by --help."""
 
 type Check = Callable[[RunConfig, int | None], Iterator[Problem]]
 
 
 def _under(part: str, problems: Iterable[Problem]) -> Iterator[Problem]:
-    """Problems of a part of the config, with the names of its settings in the whole."""
+    """Problems of a part of the config, with its settings named from the root."""
     return (replace(problem, setting=f"{part}.{problem.setting}".rstrip(".")) for problem in problems)
 
 
 def _known_devices(cfg: RunConfig, devices: int | None) -> int | None:
-    """Devices the mesh will have, where that can be told."""
+    """Devices of the mesh; None if unknown."""
     if cfg.parallel.data is not None:
         return cfg.parallel.without_data() * cfg.parallel.data
     return devices
 
 
 def _has_sizes(cfg: RunConfig, devices: int) -> bool:
-    """Whether the batch sizes of the run can be told."""
+    """Whether the batch sizes of the run are valid."""
     batch = cfg.batch
-    wrong = batch.problems() or (batch.ramp is not None and batch.ramp.problems())
-    return not wrong and not batch.replica_problems(cfg.replicas(devices))
+    invalid = batch.problems() or (batch.ramp is not None and batch.ramp.problems())
+    return not invalid and not batch.replica_problems(cfg.replicas(devices))
 
 
 def _positive(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
@@ -164,23 +164,23 @@ def _pipeline(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
         return
     if len(cfg.model.stacks()) > 1:
         names = ", ".join(path or "stack" for path in cfg.model.stacks())
-        what = f"the model has several sections ({names}), and stages cut the layers of one"
+        message = f"the model has several sections ({names}), and stages cut the layers of one"
         total = _known_devices(cfg, devices)
         data = None if total is None else total * parallel.pipeline // parallel.without_data()
         nearest = f" and parallel.data={data}" if data else ", and its devices for parallel.data"
-        yield Problem("parallel.pipeline", what, f"use 1{nearest}, with parallel.tensor={parallel.tensor} as it is")
+        yield Problem("parallel.pipeline", message, f"use 1{nearest}, with parallel.tensor={parallel.tensor} as it is")
         return
-    what = "repeats" if len(stack.parts()) == 1 else "layers"
+    message = "repeats" if len(stack.parts()) == 1 else "layers"
     if parallel.chunks() > repeats:
         yield Problem(
             "parallel.pipeline",
-            f"{parallel.pipeline} stages x {parallel.virtual_stages} virtual stages need as many {what} of the "
+            f"{parallel.pipeline} stages x {parallel.virtual_stages} virtual stages need as many {message} of the "
             f"model's stack, which has {repeats}",
             f"pipeline x virtual_stages can be at most {repeats}",
         )
     elif parallel.layers is not None and sum(parallel.layers) != repeats:
-        each, more = divmod(repeats, parallel.chunks())
-        even = ",".join(str(each + (chunk < more)) for chunk in range(parallel.chunks()))
+        per_chunk, more = divmod(repeats, parallel.chunks())
+        even = ",".join(str(per_chunk + (chunk < more)) for chunk in range(parallel.chunks()))
         yield Problem(
             "parallel.layers",
             f"{','.join(map(str, parallel.layers))} are {sum(parallel.layers)} in all, the model's stack has {repeats}",
@@ -204,31 +204,31 @@ def _pipeline(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
 
 
 def _model(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
-    """What the model says against the mesh."""
+    """Conflicts between the model and the mesh."""
     total = _known_devices(cfg, devices)
-    known = total is not None and not cfg.parallel.problems()
-    shards = cfg.replicas(total) * cfg.parallel.context if known else None
+    has_mesh = total is not None and not cfg.parallel.problems()
+    shards = cfg.replicas(total) * cfg.parallel.context if has_mesh else None
     yield from _under("model", cfg.model.parallel_problems(cfg.parallel, shards))
 
 
 def _context(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
-    """Devices hold equal parts of each row."""
+    """The devices of `context` need equal parts of each row."""
     del devices
     parallel = cfg.parallel
     if parallel.context == 1 or parallel.problems():
         return
     if not cfg.model.allows_context():
-        others = "parallel.data, parallel.tensor or parallel.pipeline"
+        other_axes = "parallel.data, parallel.tensor or parallel.pipeline"
         mixers: dict[str, Any] = getattr(cfg.model, "mixers_of_whole_rows", dict)()
-        named = [f"{type(mixer).__name__} (model.{where})" for where, mixer in mixers.items()]
-        who = " and ".join(named) or type(cfg.model).__name__
-        what = f"{who} needs whole rows, and parallel.context={parallel.context} cuts them"
-        yield Problem("parallel.context", what, f"set it to 1, and use {others}")
+        mixer_names = [f"{type(mixer).__name__} (model.{place})" for place, mixer in mixers.items()]
+        who = " and ".join(mixer_names) or type(cfg.model).__name__
+        message = f"{who} needs whole rows, and parallel.context={parallel.context} cuts them"
+        yield Problem("parallel.context", message, f"set it to 1, and use {other_axes}")
         return
     if parallel.context_rounds > 1 and not cfg.model.ignores_later_positions():
-        what = f"{parallel.context_rounds} rounds balance the work of causal models; the positions of "
-        what += f"{type(cfg.model).__name__} see later ones, and devices hold one chunk of each row"
-        yield Problem("parallel.context_rounds", what, "set it to 1")
+        message = f"{parallel.context_rounds} rounds balance the work of causal models; the positions of "
+        message += f"{type(cfg.model).__name__} see later ones, and devices hold one chunk of each row"
+        yield Problem("parallel.context_rounds", message, "set it to 1")
         return
     for name, leaf in cfg.model.schema().items():
         length, unit = leaf.positions(), _unit(cfg, parallel.context_rounds)
@@ -238,33 +238,33 @@ def _context(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
 
 
 def _unit(cfg: RunConfig, rounds: int) -> int:
-    """What the positions of a row have to be a multiple of, with so many rounds over `context`."""
+    """Divisor of the positions of a row with this number of rounds over `context`."""
     parallel = cfg.parallel
-    return lcm(_cut(cfg, rounds).unit, parallel.context * (parallel.tensor if parallel.sequence else 1))
+    return lcm(_row_split(cfg, rounds).unit, parallel.context * (parallel.tensor if parallel.sequence else 1))
 
 
-def _cut(cfg: RunConfig, rounds: int) -> ContextSharding:
-    """How rows are cut over `context`, with so many rounds."""
+def _row_split(cfg: RunConfig, rounds: int) -> ContextSharding:
+    """The split of rows over `context` with this number of rounds."""
     return ContextSharding.of(replace(cfg.parallel, context_rounds=rounds), causal=cfg.model.ignores_later_positions())
 
 
 def _uneven_rows(cfg: RunConfig, name: str, length: int) -> Problem:
-    """Rows that devices cannot have equal chunks of, with the nearest lengths and rounds that do."""
+    """Rows that can't be split into equal chunks, with the nearest lengths and rounds that can."""
     parallel, rounds = cfg.parallel, cfg.parallel.context_rounds
-    unit, chunks = _unit(cfg, rounds), _cut(cfg, rounds).chunks
-    words = [f"parallel.context={parallel.context}", f"{chunks} chunks on each" if chunks > 1 else ""]
-    words += [f"parallel.context_rounds={rounds}" if rounds > 1 else ""]
-    words += [f"parallel.tensor={parallel.tensor} with parallel.sequence=true" if parallel.sequence else ""]
-    what = f"rows of {length} positions ({name}) are not divisible by {unit}: {', '.join(filter(None, words))}"
+    unit, chunks = _unit(cfg, rounds), _row_split(cfg, rounds).chunks
+    causes = [f"parallel.context={parallel.context}", f"{chunks} chunks on each" if chunks > 1 else ""]
+    causes += [f"parallel.context_rounds={rounds}" if rounds > 1 else ""]
+    causes += [f"parallel.tensor={parallel.tensor} with parallel.sequence=true" if parallel.sequence else ""]
+    message = f"rows of {length} positions ({name}) are not divisible by {unit}: {', '.join(filter(None, causes))}"
     below = length // unit * unit
     hint = (
-        f"use rows of {either(str(near) for near in (below, below + unit) if near)} positions (model.sequence_length)"
+        f"use rows of {either(str(rows) for rows in (below, below + unit) if rows)} positions (model.sequence_length)"
     )
     legal = [] if rounds == 1 else [n for n in divisors_of(length) if length % _unit(cfg, n) == 0]
     nearest = [*[n for n in legal if n < rounds][-1:], *[n for n in legal if n > rounds][:1]]
     if nearest:
         hint += f", or parallel.context_rounds={either(map(str, nearest))}"
-    return Problem("parallel.context_rounds" if nearest else "parallel.context", what, hint)
+    return Problem("parallel.context_rounds" if nearest else "parallel.context", message, hint)
 
 
 def _batch(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
@@ -292,42 +292,42 @@ def _profile(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
 def _evaluation(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
     for whose, leaves in (("the model reads", cfg.model.schema()), ("the data makes", cfg.data.leaves())):
         if cfg.evaluation.full and "loss_mask" not in leaves:
-            what = f"fills the last batch with rows that do not count; {whose} no loss_mask, which would say so"
-            yield Problem("evaluation.full", what, "use false, with evaluation.batches for all rows")
+            message = f"fills the last batch with rows that do not count; {whose} no loss_mask, which would say so"
+            yield Problem("evaluation.full", message, "use false, with evaluation.batches for all rows")
     for name, data in cfg.evaluation.sets.items():
         if data.leaves() != cfg.data.leaves():
             yield Problem(
                 f"evaluation.sets.{name}",
-                f"makes {_named(data.leaves())}, the run's data {_named(cfg.data.leaves())}",
+                f"makes {_leaf_text(data.leaves())}, the run's data {_leaf_text(cfg.data.leaves())}",
                 "training and evaluation read the same leaves; segment_ids come with isolate_documents=true",
             )
 
 
 def _leaves(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
-    """The model reads what the data makes."""
+    """The data must have the leaves that the model reads."""
     makes, reads = cfg.data.leaves(), cfg.model.schema()
     whose, model = type(cfg.data).__name__, type(cfg.model).__name__
     missing = {name: leaf.dtype for name, leaf in reads.items() if name not in makes and not leaf.optional}
     if missing:
-        needed = _named({name: leaf.dtype for name, leaf in reads.items() if not leaf.optional})
-        what = f"{whose} makes {_named(makes)}; {model} reads {needed}; missing: {', '.join(missing)}"
-        yield Problem("data", what, f"choose data that makes {' and '.join(missing)}, or another model")
+        needed = _leaf_text({name: leaf.dtype for name, leaf in reads.items() if not leaf.optional})
+        message = f"{whose} makes {_leaf_text(makes)}; {model} reads {needed}; missing: {', '.join(missing)}"
+        yield Problem("data", message, f"choose data that makes {' and '.join(missing)}, or another model")
     for name, leaf in reads.items():
         if name in makes and makes[name] != leaf.dtype:
-            what = f"{whose} makes {name} of dtype {makes[name]}, {model} reads {leaf.dtype}"
-            yield Problem("data", what, "use the same dtype in both")
+            message = f"{whose} makes {name} of dtype {makes[name]}, {model} reads {leaf.dtype}"
+            yield Problem("data", message, "use the same dtype in both")
 
 
-def _named(leaves: Mapping[str, str]) -> str:
+def _leaf_text(leaves: Mapping[str, str]) -> str:
     return ", ".join(f"{name} ({dtype})" for name, dtype in leaves.items()) or "nothing"
 
 
 def _fp8(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
-    """Sides of the matrices that one device multiplies; those of latents are refused when they are traced."""
+    """Sides of the matrices on one device must be multiples of 16; those of latents are checked when traced."""
     if cfg.precision.fp8 is not None and len({stack.layers() for stack in cfg.model.stacks().values()}) > 1:
         counts = ", ".join(f"{name or 'stack'} {stack.layers()}" for name, stack in cfg.model.stacks().items())
-        what = f"is for sections of equally many layers, and these differ: {counts}"
-        yield Problem("precision.fp8", what, "use none")
+        message = f"is for sections of equally many layers, and these differ: {counts}"
+        yield Problem("precision.fp8", message, "use none")
     model = facts_of(cfg.model)
     if model is None or cfg.precision.fp8 is None or cfg.parallel.problems():
         return
@@ -341,21 +341,23 @@ def _fp8(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
     for section in model.section_facts():
         rows = f"batch.micro_size={cfg.batch.micro_size} rows of {section.positions}"
         tokens, over = divmod(cfg.batch.micro_size * section.positions, context)
-        named = section.path or "sequence_length"
-        sides += [Side(named, f"{rows} over parallel.context={context} are", tokens)] * (not over)
+        place = section.path or "sequence_length"
+        sides += [Side(place, f"{rows} over parallel.context={context} are", tokens)] * (not over)
     for side in (*sides, *model.matmul_sides(tensor)):
         if side.size % MULTIPLE:
-            what = f"{side.text} {side.size}, no multiple of {MULTIPLE}, which 8-bit matmuls need"
-            yield Problem(f"model.{side.setting}", what.lstrip(), "or set precision.fp8=none")
+            message = f"{side.text} {side.size}, no multiple of {MULTIPLE}, which 8-bit matmuls need"
+            yield Problem(f"model.{side.setting}", message.lstrip(), "or set precision.fp8=none")
 
 
 def _quantized(cfg: RunConfig, devices: int | None) -> Iterator[Problem]:
-    """Quantized weights are used, not trained."""
+    """Quantized weights can't be trained."""
     del devices
     quantization = getattr(cfg.model, "quantization", None)
     if quantization is not None:
-        what = f"the weights are quantized ({quantization.weights}, model.quantization), which no optimizer can train"
-        yield Problem("optimizer", what, "train from the weights they were made of, and quantize the result")
+        message = (
+            f"the weights are quantized ({quantization.weights}, model.quantization), which no optimizer can train"
+        )
+        yield Problem("optimizer", message, "train from the weights they were made of, and quantize the result")
 
 
 _CHECKS: tuple[Check, ...] = (

@@ -1,7 +1,7 @@
-"""Log-probabilities of tokens by the weights of a run, on the mesh and in the dtypes of its training step.
+"""Log-probabilities of tokens under the weights of a run, on the mesh and in the dtypes of its training step.
 
-Windows of tokens are sorted by length and padded to few lengths, so that few programs are compiled. A window stands in
-a row of its own: neither the others of its batch nor the padding behind it change its numbers.
+Windows of tokens are sorted by length and padded to few lengths, so that few programs are compiled. Each window has its
+own row: neither other windows of its batch nor the padding change its numbers.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,45 +24,45 @@ from megajax.training.program import Program
 from megajax.training.staged import Head
 
 SHORTEST = 64
-"""The shortest row that is compiled; longer ones are twice as long each, up to the rows of training."""
+"""Length of the shortest compiled row; others double it, up to the length of training."""
 MOST_TOKENS = 16384
-"""Most tokens of a batch on a device, unless a single row has more."""
+"""Limit of the tokens of a batch on a device, unless a single row has more."""
 READ = ("tokens", "labels", "positions", "loss_mask", "segment_ids")
-"""Leaves of the models that can be asked."""
+"""Leaves of rows that the Scorer can fill."""
 
 
 class Window(NamedTuple):
-    """Tokens in a row of their own."""
+    """Tokens that are scored in their own row."""
 
     tokens: np.ndarray
     """int32 [N]."""
     counted: int
-    """The last tokens, which are scored, each given all before it; fewer than N."""
+    """Number of tokens at the end that are scored, each given all tokens before it; less than N."""
 
 
 class Answer(NamedTuple):
-    """What the model says of a window."""
+    """The scores of a window."""
 
     log_probability: float
-    """Sum over the counted tokens, in nats."""
+    """Sum over the scored tokens, in nats."""
     right: int
-    """Counted tokens that are the likeliest ones."""
+    """Number of scored tokens that the model predicts as likeliest."""
 
 
 class Cache(Protocol):
-    """Answers that are kept from an earlier attempt."""
+    """Answers from an earlier attempt."""
 
     def get(self, windows: Sequence[Window]) -> list[Answer | None]:
-        """Those of these windows."""
+        """The stored answers of these windows; None for the others."""
         ...
 
     def put(self, windows: Sequence[Window], answers: Sequence[Answer]) -> None:
-        """Keep the answers of a batch."""
+        """Store the answers of a batch."""
         ...
 
 
 class Stopped(Exception):
-    """An evaluation was asked to end before it was done."""
+    """An evaluation was stopped before its end."""
 
 
 class Figure(NamedTuple):
@@ -70,30 +70,30 @@ class Figure(NamedTuple):
 
     value: float
     error: float | None = None
-    """Its standard error; None where there is none."""
+    """Standard error; None if it has none."""
     count: int | None = None
-    """What it is a mean over."""
+    """Number of items in the mean."""
 
 
 type Figures = Mapping[str, Figure]
 """Results by name. `loss` is a mean in nats per token."""
 
 type Task = Callable[[], Figures]
-"""Measures the present weights."""
+"""Evaluates the current weights of a Scorer."""
 
 
 class Scorer:
-    """Asks a model with the present `weights`; several processes call the same methods in the same order.
+    """Runs a model with the current `weights`; several processes call the same methods in the same order.
 
-    It scores windows of tokens by a causal language model, and gives the outputs of rows by a model that has some.
+    It scores windows of tokens with a causal language model, or returns the outputs of rows of other models.
 
     Attributes:
         program, tokenizer: of the run.
-        weights: what `Program.eval_step` takes; may be replaced between calls.
+        weights: the weights for `Program.eval_step`; may be replaced between calls.
         cache: answers of earlier attempts with the same weights.
-        stopping: asked before each batch; True ends the evaluation with Stopped.
-        progress: called after each batch with the number of windows or rows done, and of all.
-        folder: where a task leaves files, such as predictions; None: nowhere.
+        stopping: called before each batch; True ends the evaluation with Stopped.
+        progress: called after each batch with the numbers of finished and of all windows or rows.
+        folder: for files that a task writes, for example predictions; None: no files.
     """
 
     def __init__(
@@ -104,10 +104,10 @@ class Scorer:
         *,
         cache: Cache | None = None,
         stopping: Callable[[], bool] = lambda: False,
-        progress: Callable[[int, int], None] = lambda done, total: None,
+        progress: Callable[[int, int], None] = lambda count, total: None,
         folder: Path | None = None,
     ):
-        """Raises UserError for a model that has neither outputs of rows nor probabilities of next tokens."""
+        """Raises UserError for a model without outputs of rows and without probabilities of next tokens."""
         if not hasattr(program.abstract, "outputs"):
             demand_scores(program)
         self.folder = folder
@@ -116,13 +116,13 @@ class Scorer:
         self.length: int = program.cfg.model.row_positions()
         self._tokens_per_replica = program.cfg.batch.micro_size * self.length
         parallel, chunks = program.cfg.parallel, program.layout.rows.chunks
-        # Chunks of even length: cuDNN's attention takes no others.
+        # cuDNN's attention needs chunks of even length.
         even = 2 if parallel.context > 1 else 1
         self._multiple = parallel.context * lcm(even * chunks, parallel.tensor if parallel.sequence else 1)
         self._steps: dict[tuple[int, ...], Any] = {}
 
     def answers(self, windows: Sequence[Window]) -> list[Answer]:
-        """What the model says of each window; of several equal ones, once. Raises ValueError for one too long."""
+        """The answer of each window. Raises ValueError for a window longer than a row."""
         for window in windows:
             if not 0 < window.counted < len(window.tokens) <= self.length + 1:
                 raise ValueError(f"{window.counted} of {len(window.tokens)} tokens counted, rows have {self.length}")
@@ -130,7 +130,8 @@ class Scorer:
         missing = [place for place, answer in enumerate(answers) if answer is None]
         for places in self._batches([windows[place] for place in missing]):
             batch = [windows[missing[place]] for place in places]
-            new = [answered(*one) for one in zip(batch, *self.scores([row(w) for w in batch]), strict=True)]
+            scores = self.scores([row(window) for window in batch])
+            new = [answered(window, *pair) for window, *pair in zip(batch, *scores, strict=True)]
             if self.cache is not None:
                 self.cache.put(batch, new)
             for place, answer in zip(places, new, strict=True):
@@ -152,19 +153,19 @@ class Scorer:
 
         Shorter rows are padded at their ends. At most `rows_at_once` rows. Raises Stopped.
         """
-        length = self.padded(max(len(each["tokens"]) for each in rows))
+        length = self.padded(max(len(leaves["tokens"]) for leaves in rows))
         total = self._rows(len(rows), length)
         names, schema = [name for name in READ if name in rows[0]], self.program.schema
         batch = {name: np.zeros((total, length), schema[name].dtype) for name in names if name in schema}
         for name, leaf in batch.items():
-            for number, each in enumerate(rows):
-                leaf[number, : len(each[name])] = each[name]
+            for number, leaves in enumerate(rows):
+                leaf[number, : len(leaves[name])] = leaves[name]
         sums = self._sums((total, length), batch, partial(scores_of_rows, rows=total, length=length))
         log_p, likeliest = (sums[name][: len(rows)] for name in ("log_p", "likeliest"))
         return log_p, likeliest.astype(np.int32)
 
     def outputs(self, rows: Sequence[Rows]) -> dict[str, np.ndarray]:
-        """Rows of data, with all leaves of the schema -> what the model predicts of them, float32 [rows, ...] by name.
+        """Rows of data with all leaves of the schema -> the model's outputs, float32 [rows, ...] by name.
 
         Raises Stopped.
         """
@@ -172,14 +173,17 @@ class Scorer:
         total, parts = self._rows(len(rows), self.length), list[dict[str, np.ndarray]]()
         for first in range(0, len(rows), total):
             # The last batch repeats its last row.
-            own = [rows[min(place, len(rows) - 1)] for place in range(first, first + total)]
-            batch = {name: np.stack([each[name] for each in own]).astype(leaf.dtype) for name, leaf in schema.items()}
+            batch_rows = [rows[min(place, len(rows) - 1)] for place in range(first, first + total)]
+            batch = {
+                name: np.stack([leaves[name] for leaves in batch_rows]).astype(leaf.dtype)
+                for name, leaf in schema.items()
+            }
             parts.append(self._sums((total,), batch, partial(outputs_of_rows, rows=total)))
             self.progress(min(first + total, len(rows)), len(rows))
         return {name: np.concatenate([part[name] for part in parts])[: len(rows)] for name in parts[0]}
 
     def _sums(self, size: tuple[int, ...], batch: Mapping[str, np.ndarray], head: Head) -> dict[str, np.ndarray]:
-        """What `head` makes of rows [rows, ...], whose numbers are their places; compiled once for each size."""
+        """The sums of `head` over rows [rows, ...], which are numbered from 0; compiled once for each size."""
         if self.stopping():
             raise Stopped
         program, numbers = self.program, np.arange(size[0], dtype=np.uint32)
@@ -200,24 +204,24 @@ class Scorer:
         return {name: np.asarray(total) for name, (total, _) in sums.items()}
 
     def padded(self, tokens: int) -> int:
-        """Length of the row that is compiled for so many tokens; the chunks of a row over devices are equal."""
+        """Compiled row length for this number of tokens; devices have equal chunks of a row."""
         length = SHORTEST + -SHORTEST % self._multiple
         while length < tokens:
             length *= 2
         return min(length, self.length)
 
     def rows_at_once(self, length: int) -> int:
-        """Most rows of a batch: as many tokens on each device as in a microbatch of training, up to MOST_TOKENS."""
+        """Largest number of rows in a batch: each device has the tokens of a training microbatch, up to MOST_TOKENS."""
         most = MOST_TOKENS * self.program.mesh.shape["context"]
         return self._devices() * max(1, min(self._tokens_per_replica, most) // length)
 
     def _devices(self) -> int:
-        """Groups of devices that work on different rows, times the microbatches of a pipeline."""
+        """Number of device groups with different rows, times the microbatches of a pipeline."""
         shape = self.program.mesh.shape
         return shape["data"] * shape["expert"] * shape["pipeline"]
 
     def _rows(self, count: int, length: int) -> int:
-        """Rows that are compiled for so many: all sizes are powers of two times the devices, up to the largest."""
+        """Compiled number of rows for `count` rows: a power of two times the device groups, up to `rows_at_once`."""
         rows = self._devices()
         while rows < count:
             rows *= 2
@@ -244,12 +248,12 @@ def row(window: Window) -> dict[str, np.ndarray]:
 def answered(window: Window, log_p: np.ndarray, likeliest: np.ndarray) -> Answer:
     """The answer from the scores of a row; sums are in float64."""
     last = slice(len(window.tokens) - 1 - window.counted, len(window.tokens) - 1)
-    right = likeliest[last] == window.tokens[-window.counted :]
-    return Answer(float(log_p[last].astype(np.float64).sum()), int(right.sum()))
+    correct = likeliest[last] == window.tokens[-window.counted :]
+    return Answer(float(log_p[last].astype(np.float64).sum()), int(correct.sum()))
 
 
 def scores_of_rows(model: Any, x: Array, batch: Rows, ctx: Any, reduction: Any, *, rows: int, length: int) -> Loss:
-    """The scores of a microbatch as sums over the batch: each at its own place in zeros [rows, length]."""
+    """The scores of a microbatch as sums over the batch: rows at their own places in zeros [rows, length]."""
     del reduction
 
     def placed(values: Array) -> Array:
@@ -258,13 +262,13 @@ def scores_of_rows(model: Any, x: Array, batch: Rows, ctx: Any, reduction: Any, 
 
     log_p, likeliest = model.scores(x, batch["labels"])
     nothing = jnp.zeros((), jnp.float32)
-    # Sums are float32, which has every integer up to 2**24: more than any vocabulary.
+    # float32 represents every integer up to 2**24, which exceeds any vocabulary.
     sums = {"log_p": (placed(log_p), nothing), "likeliest": (placed(likeliest), nothing)}
     return Loss(nothing, nothing, sums)
 
 
 def outputs_of_rows(model: Any, x: Array, batch: Rows, ctx: Any, reduction: Any, *, rows: int) -> Loss:
-    """The outputs of a microbatch as sums over the batch: each row's at its own place in zeros [rows, ...]."""
+    """The outputs of a microbatch as sums over the batch: rows at their own places in zeros [rows, ...]."""
     del reduction
     nothing = jnp.zeros((), jnp.float32)
 
@@ -277,23 +281,23 @@ def outputs_of_rows(model: Any, x: Array, batch: Rows, ctx: Any, reduction: Any,
 
 
 def demand_outputs(program: Program, task: str) -> None:
-    """Raises UserError, which names the task, for a model that predicts nothing of whole rows."""
+    """Raises UserError, which names the task, for a model without outputs of whole rows."""
     if not hasattr(program.abstract, "outputs"):
         model = type(program.cfg.model).__name__
-        raise UserError(f"{task} is for models that predict something of whole rows, such as a class: not {model}")
+        raise UserError(f"{task} needs a model with outputs of whole rows, for example classes; {model} has none")
 
 
 def demand_scores(program: Program) -> None:
-    """Raises UserError for a model that gives no probabilities of next tokens from tokens alone."""
+    """Raises UserError for a model that does not predict next tokens from tokens alone."""
     model, name = program.cfg.model, type(program.cfg.model).__name__
     demand_causal(model)
-    needed = [leaf for leaf, each in model.schema().items() if leaf not in READ and not each.optional]
+    needed = [leaf for leaf, spec in model.schema().items() if leaf not in READ and not spec.optional]
     if needed:
-        raise UserError(f"tasks give a model tokens alone, and {name} reads {', '.join(needed)} as well")
+        raise UserError(f"tasks have only tokens as inputs, and {name} also reads {', '.join(needed)}")
     if not hasattr(program.abstract, "scores"):
         raise UserError(f"{type(program.abstract).__name__} lacks scores(x, labels): see docs/evaluation.md")
 
 
 def _placed(array: np.ndarray, sharding: Any) -> Array:
-    """On the mesh; every process has the whole array."""
+    """The array with this sharding; every process has the whole array."""
     return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])

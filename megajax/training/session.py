@@ -37,7 +37,7 @@ from megajax.training.step import TrainStep
 from megajax.training.summary import plain, run_rows, scalar_value, table
 
 type Start = Callable[["Parts", TrainState], TrainState | None]
-"""(what is known before there are weights, state of jax.ShapeDtypeStruct) -> the state to go on from; None: fresh."""
+"""(parts of the run, state of jax.ShapeDtypeStruct) -> the initial state; None: fresh."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Parts:
     sets: Mapping[str, Any]
     """Additional validation sets: row sources by name."""
     replan: Replan | None = None
-    """How parallel.elastic fitted the layout; `cfg` is the result. None without parallel.elastic."""
+    """How parallel.elastic changed the layout; `cfg` is the result. None without parallel.elastic."""
 
     def __repr__(self) -> str:
         splits: Any = self.splits
@@ -59,14 +59,14 @@ class Parts:
         return f"<Parts: cfg, program, tokenizer {type(self.tokenizer).__name__}, splits of {rows} rows>"
 
     def skipped_rows(self) -> dict[str, dict[str, int]]:
-        """Split -> reason -> rows that the row source has left out so far; without empty splits and reasons."""
+        """Split -> reason -> rows that the row source has skipped so far; without empty splits and reasons."""
         sources = {**self.splits._asdict(), **self.sets}
         counts = {name: getattr(source, "skipped", {}) for name, source in sources.items()}
-        skipped = {name: {why: int(n) for why, n in each.items() if n} for name, each in counts.items()}
-        return {name: each for name, each in skipped.items() if each}
+        skipped = {name: {why: int(n) for why, n in reasons.items() if n} for name, reasons in counts.items()}
+        return {name: reasons for name, reasons in skipped.items() if reasons}
 
     def loader(self, source: Any, consumed: int, *, training: bool = False) -> Loader:
-        """Global batches of `source` from row `consumed` on; of the last size, or in training of the size due."""
+        """Global batches of `source` from row `consumed` on; of the last size, or in training of each step's size."""
         sizes = self.program.sizes
         return Loader(
             source,
@@ -84,7 +84,7 @@ class Parts:
 
 @dataclass
 class Run:
-    """A run that can be stepped, looked at and asked: `for info in run.steps(10): ...`, `run.model(tokens)`."""
+    """A run with its state: train it by `for info in run.steps(10): ...`, call its model by `run.model(tokens)`."""
 
     parts: Parts
     state: TrainState
@@ -118,18 +118,22 @@ class Run:
 
     @property
     def step(self) -> int:
-        """Steps done; waits for the last one."""
+        """Number of finished steps; waits for the last one."""
         return int(self.state.step)
 
-    def model(self, *arrays: Any, **named: Any) -> Array:
-        """The output of the module with the present weights, by jax.jit: `run.model(tokens)` are next-token logits.
+    def model(self, *arrays: Any, **keywords: Any) -> Array:
+        """The output of the jitted module with the current weights: `run.model(tokens)` returns next-token logits.
 
-        arrays: leaves of the model's schema, in the order of the module's `__call__`; named: the same by their names.
-        Any number of rows, and in causal models any number of positions up to what the model allows: both are padded
-        to what the mesh divides, and cut off again. Raises ValueError for other arrays, shapes and kinds of dtypes,
-        and for ids out of range.
+        Any number of rows, and in causal models any number of positions up to the model's limit: inputs are padded to
+        multiples of the mesh axes, and outputs are cut to size.
+
+        Args:
+            arrays: leaves of the model's schema, in the order of the module's `__call__`.
+            keywords: leaves of the model's schema by name.
+
+        Raises ValueError for other arrays, shapes and kinds of dtypes, and for ids out of range.
         """
-        leaves = self._inputs(arrays, named)
+        leaves = self._inputs(arrays, keywords)
         schema, causal = self.cfg.model.schema(), self.cfg.model.ignores_later_positions()
         rows, length = len(next(iter(leaves.values()))), 0
         for name, leaf in leaves.items():
@@ -145,11 +149,11 @@ class Run:
             result = self._forward(self.state.inputs, leaves)[:rows]
         return result[:, :length] if length else result
 
-    def _inputs(self, arrays: Sequence[Any], named: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    def _inputs(self, arrays: Sequence[Any], keywords: Mapping[str, Any]) -> dict[str, np.ndarray]:
         """The arrays of a call by the names of their leaves, checked against the schema."""
         call, schema = signature(self.program.abstract), self.cfg.model.schema()
         try:
-            inputs = call.bind(*arrays, **named).arguments
+            inputs = call.bind(*arrays, **keywords).arguments
         except TypeError as error:
             raise ValueError(f"the model takes {', '.join(call.parameters)}: {error}") from None
         if unknown := [name for name in inputs if name not in schema]:
@@ -165,11 +169,11 @@ class Run:
         return leaves
 
     def _multiple(self, axis: str) -> int:
-        """What the mesh divides a dimension of this logical axis by."""
+        """Number of shards of a dimension with this logical axis."""
         return prod(self.mesh.shape[name] for name in self.program.layout.plan.compute.mesh_axes(axis))
 
     def steps(self, count: int | None = None) -> Iterator[StepInfo]:
-        """Train `count` steps (default: what is left of cfg.steps), yielding what each reported."""
+        """Train `count` steps (default: the rest of cfg.steps), yielding the report of each."""
         last = self.cfg.steps if count is None else self.step + count
         return run_steps(self, last)
 
@@ -181,7 +185,7 @@ class Run:
         batches: int | None = None,
         stopping: Callable[[], bool] = lambda: False,
     ) -> float | None:
-        """Mean loss per counted token; see `metrics`."""
+        """Mean loss per token; see `metrics`."""
         metrics = self.metrics(source, first=first, batches=batches, stopping=stopping)
         return None if metrics is None else metrics["loss"]
 
@@ -194,10 +198,10 @@ class Run:
         stopping: Callable[[], bool] = lambda: False,
         waiting: Callable[[int], AbstractContextManager[Any]] = nullcontext,
     ) -> dict[str, float] | None:
-        """The model's metrics over global batches of `source` from row `first` on; nan where nothing is counted.
+        """The model's metrics over global batches of `source` from row `first` on; nan for a total weight of 0.
 
-        `stopping` is asked before each batch and ends the evaluation, which then is None; so does StopWaiting, raised
-        in `waiting`, in which batches are awaited.
+        stopping: called before each batch; True ends the evaluation, which returns None. waiting: context around the
+        wait for a batch.
         """
         loader = self.parts.loader(source, first)
         totals: dict[str, list[np.ndarray]] = {"loss": [np.zeros(()), np.zeros(())]}
@@ -213,7 +217,7 @@ class Run:
         return {name: float(quotient(*sums, xp=np)) for name, sums in totals.items()}
 
     def close(self) -> None:
-        """Stop reading ahead."""
+        """Stop the prefetch of batches."""
         self.batches.close()
 
     def __post_init__(self) -> None:
@@ -226,7 +230,7 @@ class Run:
 def checked_leaf(name: str, leaf: Leaf, array: Any) -> np.ndarray:
     """The rows of a leaf in its dtype.
 
-    Raises ValueError: a lookup out of a table's range gives meaningless numbers, and so do ids cut out of fractions.
+    Raises ValueError for another shape or kind of dtype, and for ids out of range.
     """
     rows = np.asarray(array)
     if rows.size and np.issubdtype(leaf.dtype, np.integer) and not np.can_cast(rows.dtype, np.int64, "same_kind"):
@@ -235,24 +239,24 @@ def checked_leaf(name: str, leaf: Leaf, array: Any) -> np.ndarray:
     if rows.ndim != 1 + len(leaf.shape):
         example = ": [[1, 2, 3]] is one row" if len(leaf.shape) == 1 else ""
         raise ValueError(
-            f"expected rows of {name}, {1 + len(leaf.shape)} dimensions, got the shape {rows.shape}{example}"
+            f"expected rows of {name} with {1 + len(leaf.shape)} dimensions, got shape {rows.shape}{example}"
         )
     if leaf.below is not None and rows.size and not 0 <= rows.min() <= rows.max() < leaf.below:
         raise ValueError(f"{name} are {rows.min()} to {rows.max()}, the model takes 0 to {leaf.below - 1}")
     integers = np.iinfo(leaf.dtype) if np.issubdtype(leaf.dtype, np.integer) else None
     if integers and rows.size and not integers.min <= rows.min() <= rows.max() <= integers.max:
         raise ValueError(f"{name} are {rows.min()} to {rows.max()}, {leaf.dtype} is {integers.min} to {integers.max}")
-    for size, right, axis in zip(rows.shape[1:], leaf.shape, leaf.axes, strict=True):
-        if axis != "seq" and size != right:
+    for size, expected, axis in zip(rows.shape[1:], leaf.shape, leaf.axes, strict=True):
+        if axis != "seq" and size != expected:
             raise ValueError(f"rows of {name} have the shape {rows.shape[1:]}, the model takes {leaf.shape}")
     return rows.astype(leaf.dtype)
 
 
 def setup(cfg: RunConfig, *, devices: list[jax.Device] | None = None, start: Start | None = None) -> Run:
-    """Everything a run needs, with fresh weights or those `start` brings; writes nothing but data caches.
+    """A run with fresh weights or the state of `start`; writes only data caches.
 
     Raises ConfigError for settings that don't fit together or the devices, UserError for data or a tokenizer that
-    can't be had.
+    can't be loaded.
     """
     if not isinstance(cfg, RunConfig):
         raise UserError(f'setup takes a RunConfig, not {type(cfg).__name__}: setup(load("gpt3.py:debug"))')
@@ -281,31 +285,31 @@ def prepare(cfg: RunConfig, devices: list[jax.Device] | None = None) -> Parts:
     demand_kernels(cfg)
     options = run_options(cfg, mesh)
     shards = mesh.shape["data"] * mesh.shape["expert"]
-    wanted = wanted_rows(cfg, cfg.batch_sizes(shards))
-    splits = cfg.data.build(tokenizer=tokenizer, schema=cfg.model.schema(), rows=wanted, seed=cfg.seed)
+    rows_by_split = rows_to_read(cfg, cfg.batch_sizes(shards))
+    splits = cfg.data.build(tokenizer=tokenizer, schema=cfg.model.schema(), rows=rows_by_split, seed=cfg.seed)
     demand_rows(splits, cfg.data)
-    splits = Splits(*(arranged(cfg, part, rows, shards) for part, rows in zip(splits, wanted, strict=True)))
-    sets = validation_sets(cfg, tokenizer, wanted.valid)
-    sets = {name: arranged(cfg, part, wanted.valid, shards) for name, part in sets.items()}
-    asked = [*zip(splits._fields, splits, wanted, strict=True)]
-    for name, part, rows in asked + [(name, part, wanted.valid) for name, part in sets.items()]:
+    splits = Splits(*(arranged(cfg, part, rows, shards) for part, rows in zip(splits, rows_by_split, strict=True)))
+    sets = validation_sets(cfg, tokenizer, rows_by_split.valid)
+    sets = {name: arranged(cfg, part, rows_by_split.valid, shards) for name, part in sets.items()}
+    parts = [*zip(splits._fields, splits, rows_by_split, strict=True)]
+    for name, part, rows in parts + [(name, part, rows_by_split.valid) for name, part in sets.items()]:
         if part is not None and rows is not None and len(part) < rows:
             raise UserError(
                 f"the {name} split has {len(part)} rows, the run reads {rows}. Several data.paths without weights are "
-                "read once: give weights (data.paths=0.5,A,0.5,B) for more epochs, or lower steps or evaluation.batches"
+                "read once: add weights (data.paths=0.5,A,0.5,B) for more epochs, or lower steps or evaluation.batches"
             )
     if cfg.evaluation.every is not None and splits.valid is None and cfg.evaluation.batches and not sets:
         raise UserError(
-            f"evaluation.every={cfg.evaluation.every}, but the data has no validation split: give it a share "
+            f"evaluation.every={cfg.evaluation.every}, but the data has no validation split: set a share for it "
             "in data.split (or data.valid_paths), or set evaluation.every=none"
         )
     return Parts(cfg, Program.of(cfg, mesh, options), tokenizer, splits, sets, replan)
 
 
 def build_tokenizer(config: TokenizerConfig | TokenizerBuilder, model: ModelConfig, remedy: str = "") -> Tokenizer:
-    """The tokenizer of a model. Raises UserError for one with more tokens than the model has.
+    """The tokenizer of a model. Raises UserError for a tokenizer with more tokens than the model.
 
-    remedy: what to change then; "": the model's vocabulary.
+    remedy: advice in that error; "": to change the model's vocabulary.
     """
     tokenizer = config.build()
     demand_members(tokenizer, sorted(members(Tokenizer)), f"the tokenizer of {type(config).__name__}")
@@ -319,7 +323,7 @@ def build_tokenizer(config: TokenizerConfig | TokenizerBuilder, model: ModelConf
 
 
 def _check_prompt(prompt: str | None, tokenizer: Tokenizer) -> None:
-    """Raises UserError for a prompt that the tokenizer cannot encode: it is first used after the last step."""
+    """Raises UserError for a prompt that the tokenizer can't encode: otherwise it would fail after the last step."""
     if prompt is None:
         return
     try:
@@ -329,7 +333,7 @@ def _check_prompt(prompt: str | None, tokenizer: Tokenizer) -> None:
 
 
 def arranged(cfg: RunConfig, source: Any, rows: int | None, shards: int) -> Any:
-    """A row source in the order of data.loader. A whole pass over it, rows=None, is read in the source's own order."""
+    """A row source in the order of data.loader; with rows=None, a single pass in the source's own order."""
     cyclic = cfg.data.loader.cyclic
     if cyclic is None or source is None or rows is None:
         return source
@@ -347,26 +351,26 @@ def demand_rows(splits: Any, data: Any) -> None:
 
 
 def validation_sets(cfg: RunConfig, tokenizer: Tokenizer, rows: int | None) -> dict[str, Any]:
-    """`rows` rows of the further validation sets. Raises UserError for one without a validation split."""
+    """`rows` rows of the additional validation sets. Raises UserError for a set without a validation split."""
     sets = {}
     for name, data in cfg.evaluation.sets.items() if rows != 0 else ():
-        built = data.build(
+        splits = data.build(
             tokenizer=tokenizer,
             schema=cfg.model.schema(),
             rows=Rows(0, rows),
             seed=cfg.seed,
         )
-        demand_rows(built, data)
-        if built.valid is None:
+        demand_rows(splits, data)
+        if splits.valid is None:
             raise UserError(
-                f"evaluation.sets.{name} has no validation split: give it valid_paths, or a share of its split"
+                f"evaluation.sets.{name} has no validation split: set its valid_paths, or a share in its split"
             )
-        sets[name] = built.valid
+        sets[name] = splits.valid
     return sets
 
 
-def wanted_rows(cfg: RunConfig, sizes: BatchSizes) -> Any:
-    """Rows of each split the run reads, as Megatron-LM asks for them."""
+def rows_to_read(cfg: RunConfig, sizes: BatchSizes) -> Any:
+    """Rows that the run reads of each split, as in Megatron-LM."""
     every, size, steps = cfg.evaluation.every or cfg.steps + 1, sizes.sizes()[-1].rows, max(cfg.steps, 1)
     evaluation = Evaluation(every, cfg.evaluation.batches, size) if cfg.evaluation.batches else None
     rows = requested_rows(steps=steps, global_size=size, evaluation=evaluation, rows=sizes.samples(steps))

@@ -28,7 +28,7 @@ type Head = Callable[[Any, Array, Rows, Any, LossReduction], Loss]
 
 
 def training_loss(model: Model, x: Array, rows: Rows, ctx: Any, reduction: LossReduction) -> Loss:
-    """The model's own loss."""
+    """The loss that the model defines."""
     return model.loss(x, rows, ctx, reduction)
 
 
@@ -57,15 +57,15 @@ def staged(
     def bound(shared: Params) -> Any:
         return bind(model, shapes | dict(shared))
 
-    def cut(path: str) -> StagedSection:
-        section, own = model.sections[path], f"{path}." if path else ""
+    def divide(path: str) -> StagedSection:
+        section, stacked = model.sections[path], f"{path}." if path else ""
 
         def bound_section(shared: Params) -> Any:
             return bound(shared).sections[path]
 
-        def named(unit: Unit) -> Unit:
+        def with_names(unit: Unit) -> Unit:
             def run(weights: Params, common: Params, numbers: Array, x: Array, ctx: Any) -> Array:
-                stack = {name.removeprefix(own + OTHERS): w for name, w in common.items() if name != MEMORY}
+                stack = {name.removeprefix(stacked + OTHERS): w for name, w in common.items() if name != MEMORY}
                 return unit(weights, stack, numbers, x, with_memory(ctx, common.get(MEMORY)))
 
             return run
@@ -73,12 +73,12 @@ def staged(
         stack = section.stack
         spans = stack.spans(stack.repeats, 0) if partition is None else stack.chunk_spans(*partition.layers())
         return StagedSection(
-            path=own + STACK,
+            path=stacked + STACK,
             context=lambda rows: section.context(rows, key),
             embed=lambda shared, rows: bound_section(shared).embed(rows),
             enter=lambda shared, x, ctx, memory: bound_section(shared).enter(x, with_memory(ctx, memory)),
-            spans=[_span(span, named(span.unit)) for span in spans],
-            common=lambda shared: {name: shared[name] for name in shared if name.startswith(own + OTHERS)},
+            spans=[_span(span, with_names(span.unit)) for span in spans],
+            common=lambda shared: {name: shared[name] for name in shared if name.startswith(stacked + OTHERS)},
             leave=None if path == paths[-1] else lambda shared, x, ctx: bound_section(shared).leave(x, ctx),
         )
 
@@ -87,7 +87,7 @@ def staged(
         sums = loss(bound(shared), x, rows, ctx, replace(reduction, scale=scale))
         return sums.loss_sum, tuple(sums)
 
-    return Staged([cut(path) for path in paths], head)
+    return Staged([divide(path) for path in paths], head)
 
 
 def _span(span: StackSpan, unit: Unit) -> Span:
@@ -97,15 +97,15 @@ def _span(span: StackSpan, unit: Unit) -> Span:
 
 
 class SplitWeights(NamedTuple):
-    """Weights, or other values by path, split into those of stacks and the others."""
+    """Weights, or other values by path, split into values of stacks and the others."""
 
     stacked: Mapping[str, Mapping[str, Any]]
-    """Path of a stack -> by their paths in its blocks."""
+    """Path of a stack -> values by path in its blocks."""
     shared: Mapping[str, Any]
 
     @classmethod
     def of(cls, values: Mapping[str, Any], stacks: Sequence[str]) -> "SplitWeights":
-        """From values by path in the model. stacks: `StagedSection.path`s."""
+        """From values by path in the model. stacks: paths of the sections, see `StagedSection.path`."""
         stacked = {
             stack: {path.removeprefix(stack): value for path, value in values.items() if path.startswith(stack)}
             for stack in stacks
@@ -113,6 +113,6 @@ class SplitWeights(NamedTuple):
         return cls(stacked, {path: v for path, v in values.items() if not path.startswith(tuple(stacks))})
 
     def joined(self) -> dict[str, Any]:
-        """By path in the model."""
-        named = {stack + path: value for stack, values in self.stacked.items() for path, value in values.items()}
-        return {**named, **self.shared}
+        """All values by path in the model."""
+        by_path = {stack + path: value for stack, values in self.stacked.items() for path, value in values.items()}
+        return {**by_path, **self.shared}

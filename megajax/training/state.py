@@ -1,4 +1,4 @@
-"""What training changes from step to step: one pytree, saved and restored whole."""
+"""The training state: one pytree, saved and restored as a whole."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -24,10 +24,10 @@ from megajax.training.summary import state_text
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class TrainState:
-    """Everything a step reads and replaces, and all a resume needs besides the config."""
+    """Everything that a step reads and replaces, and that a resume needs besides the config."""
 
     step: Array
-    """int32 []: steps done, skipped ones among them."""
+    """int32 []: finished steps, including skipped ones."""
     params: Params
     """float32 master weights by path, laid out by plan.params."""
     optimizer: OptimizerState
@@ -35,27 +35,27 @@ class TrainState:
     loss_scale: Array
     """float32 []: factor on the loss during the backward pass; 1 in float32 and bfloat16."""
     scale_counters: Array
-    """int32 [2]: what megajax.precision.loss_scale counts to change it."""
+    """int32 [2]: counters of megajax.precision.loss_scale."""
     consumed_samples: Array
-    """uint32 []: rows read since the start of the run; the whole position in the data."""
+    """uint32 []: rows read since the start of the run, which determine the position in the data."""
     scheduled_samples: Array
-    """int32 []: rows of successful steps; what the schedule counts in."""
+    """int32 []: rows of successful steps, which the schedule counts."""
     skipped: Array
     """int32 []: steps whose gradients were not finite and changed nothing."""
     observed: Params = field(default_factory=dict)
-    """float32, by path: what is kept of observations between steps; see megajax.mesh.observations."""
+    """float32 by path: arrays of observations; see megajax.mesh.observations."""
 
     def __repr__(self) -> str:
         return state_text(self)
 
     @property
     def inputs(self) -> Params:
-        """All that a model computes with: weights and what is kept of observations, by path."""
+        """All inputs of a model's computation: weights and arrays of observations by path."""
         return {**self.params, **self.observed}
 
 
 def parameter_shardings(declared: Mapping[str, ParamSpec], rules: Rules, mesh: Mesh) -> dict[str, NamedSharding]:
-    """Path -> where a weight is under `rules`."""
+    """Path -> sharding of a weight under `rules`."""
     return {path: NamedSharding(mesh, rules.spec(spec.axes)) for path, spec in declared.items()}
 
 
@@ -66,9 +66,9 @@ def fresh_state(
     scaler: LossScaler = UNSCALED,
     observed: Mapping[str, ParamSpec] = MappingProxyType({}),
 ) -> TrainState:
-    """State before the first step; traceable, so that it can be made in place on any layout.
+    """State before the first step; traceable, so that it can be computed in any layout.
 
-    observed: observations by path, each with its updater.
+    observed: observations by path.
     """
     params = initial_values(declared, seed)
     scale, counters = scaler.start()
@@ -92,9 +92,9 @@ def state_shardings(
     mesh: Mesh,
     observed: Mapping[str, ParamSpec] = MappingProxyType({}),
 ) -> TrainState:
-    """A TrainState of shardings. Moments of a weight's shape are where it is under plan.optimizer.
+    """A TrainState of shardings. Moments with a weight's shape are sharded by plan.optimizer.
 
-    Of other arrays that belong to a stacked weight, the rows are cut over stages; all else is everywhere.
+    Other arrays that belong to a stacked weight have their rows sharded over stages; all others are replicated.
     """
     # Any: a tree of shardings has the state's structure, not its leaves.
     everywhere: Any = replicated(mesh)

@@ -1,6 +1,6 @@
 """The train step and the evaluation step.
 
-The plain step is all that training needs. A run wraps it: `megajax.training.guarded` applies limits from the host, and
+The plain step is complete by itself. A run wraps it: `megajax.training.guarded` applies limits from the host, and
 `megajax.training.exchange` exchanges stop flags and times between processes.
 """
 
@@ -93,7 +93,7 @@ def compute_update(parts: StepParts, state: TrainState, batch: Batch) -> Update:
     metrics = {name: quotient(total, weight) for name, (total, weight) in out.metrics.items()}
     metrics |= {"grad_norm": norm, "lr": parts.schedule(state.scheduled_samples), "loss_scale": state.loss_scale}
     observed = updated_arrays(parts.observed, state.observed, out.observed, loss_scale)
-    # Also reported for an update that is not applied: observations can explain why.
+    # Also reported for an update that is not applied: observations can explain the reason.
     everywhere = parts.shardings.step
     for path, x in reported_arrays(parts.observed, observed).items():
         metrics[path] = jax.lax.with_sharding_constraint(x, everywhere)
@@ -117,8 +117,8 @@ def apply_update(
         skipped=state.skipped + ~apply,
         observed=select(apply, update.observed, state.observed),
     )
-    measured = parts.optimizer.measures(update.grads, new.params)
-    return new, update.metrics | measured | {"skipped": ~apply}
+    measures = parts.optimizer.measures(update.grads, new.params)
+    return new, update.metrics | measures | {"skipped": ~apply}
 
 
 def plain_step(parts: StepParts) -> TrainStep:
@@ -132,7 +132,7 @@ def plain_step(parts: StepParts) -> TrainStep:
 
 
 def compiled(step: TrainStep, parts: StepParts, options: Mapping[str, Value] | None = None) -> TrainStep:
-    """The step, jitted; donates the state, whose layout stays. options: compiler options."""
+    """The jitted step; donates the state and keeps its layout. options: compiler options."""
     return jax.jit(
         step,
         donate_argnums=0,

@@ -1,4 +1,4 @@
-"""The text that a prompt or a notebook shows for a run and its state."""
+"""The representations of a run and its state in a Python prompt or a notebook."""
 
 import html
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ type Rows = Sequence[tuple[str, str]]
 
 
 def run_rows(program: Any, step: int | None) -> Rows:
-    """Model, layout, batch and step of a run. step: steps done; None if the state was donated to a later step."""
+    """Model, layout, batch and step of a run. step: finished steps; None if a later step took the state."""
     cfg, mesh, batch = program.cfg, program.mesh, program.sizes.sizes()[-1]
     model, parallel, device = cfg.model, cfg.parallel, mesh.devices.flat[0]
     microbatches = f"{batch.microbatches} microbatch" + "es" * (batch.microbatches > 1)
@@ -24,10 +24,10 @@ def run_rows(program: Any, step: int | None) -> Rows:
     devices = f"{mesh.size} {device.device_kind} device" + "s" * (mesh.size > 1)
     kinds = [parallel.data_sharding, *["sequence parallel"] * parallel.sequence]
     rows, length = batch.rows, model.row_positions()
-    each = "" if position_unit(model) == "rows" else f" of {length:,} {position_unit(model)}"
+    per_row = "" if position_unit(model) == "rows" else f" of {length:,} {position_unit(model)}"
     facts, vocabulary = facts_of(model), ids_below(model)
     layers = " + ".join(str(stack.layers()) for stack in model.stacks().values())
-    done = "unknown: its arrays were given to a later step" if step is None else f"{step:,} of {cfg.steps:,}"
+    progress = "unknown: a later step took its arrays" if step is None else f"{step:,} of {cfg.steps:,}"
     return (
         (
             "model",
@@ -36,8 +36,8 @@ def run_rows(program: Any, step: int | None) -> Rows:
             + ("" if vocabulary is None else f", vocabulary {vocabulary:,}"),
         ),
         ("layout", f"{devices}{': ' * bool(used)}{used}; {', '.join(kinds)}"),
-        ("batch", f"{rows:,} rows{each}, {microbatches}"),
-        ("step", done),
+        ("batch", f"{rows:,} rows{per_row}, {microbatches}"),
+        ("step", progress),
     )
 
 
@@ -49,9 +49,11 @@ def plain(title: str, rows: Rows) -> str:
 
 def table(title: str, rows: Rows) -> str:
     """The same as an HTML table."""
-    left = ' style="text-align: left"'
-    cells = [f"<tr><th{left}>{html.escape(name)}</th><td{left}>{html.escape(value)}</td></tr>" for name, value in rows]
-    return f"<table><caption{left}>{html.escape(title)}</caption>{''.join(cells)}</table>"
+    align = ' style="text-align: left"'
+    cells = [
+        f"<tr><th{align}>{html.escape(name)}</th><td{align}>{html.escape(value)}</td></tr>" for name, value in rows
+    ]
+    return f"<table><caption{align}>{html.escape(title)}</caption>{''.join(cells)}</table>"
 
 
 def scalar_value(leaf: Any) -> Any:
@@ -62,13 +64,13 @@ def scalar_value(leaf: Any) -> Any:
 
 
 def state_text(state: Any) -> str:
-    """A TrainState in one line: its numbers, and how many arrays and values the trees have."""
+    """A TrainState in one line: its scalars, and the numbers of arrays and values in its trees."""
 
-    def shown(value: Any) -> str:
+    def text(value: Any) -> str:
         leaves = jax.tree.leaves(value)
         if len(leaves) == 1 and (value_text := scalar_value(leaves[0])) is not None:
             return str(value_text)
         values = sum(getattr(leaf, "size", 0) for leaf in leaves)
         return f"<{len(leaves)} array{'s' * (len(leaves) != 1)}, {values:,} values>"
 
-    return f"{type(state).__name__}({', '.join(f'{name}={shown(value)}' for name, value in vars(state).items())})"
+    return f"{type(state).__name__}({', '.join(f'{name}={text(value)}' for name, value in vars(state).items())})"

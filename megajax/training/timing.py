@@ -1,4 +1,4 @@
-"""The time between steps by phase, and how it differs between processes."""
+"""Measures the time between steps by phase, and its differences between processes."""
 
 import time
 from collections.abc import Callable, Generator
@@ -12,28 +12,28 @@ from megajax.mesh.processes import each_process
 
 DATA_WAIT, EVALUATION, SAVE = "data_wait", "evaluation", "save"
 INTEGRITY = "integrity"
-"""Checks for silent corruption: timed, and not exchanged."""
+"""Checks for silent corruption: timed but not exchanged."""
 PHASES = (DATA_WAIT, EVALUATION, SAVE)
 HOST, STALLED = "host", "stalled"
-"""Time of a process outside of all phases and of waiting for its devices, and time in which it did not run at all. They
-are exchanged to find the process that the others wait for."""
+"""Time of a process outside of all phases and of waits for its devices, and time in which it did not run. They are
+exchanged to find the process that the others wait for."""
 EXCHANGED = (*PHASES, HOST, STALLED)
 PER_STEP = (DATA_WAIT, HOST, STALLED)
-"""Phases of every step: means per step are exchanged for these, sums for others."""
+"""Phases of every step: their means per step are exchanged; of the other phases, the sums."""
 
 
 class PhaseTimes:
     """Seconds by phase, on this process and, every `exchange_every` steps, of all processes.
 
-    They travel with a train step, as stop flags do, so no process waits for another. exchange_every: None for a single
-    process. stalled: total seconds in which this process did not run.
+    The seconds are exchanged within a train step, as stop flags are, so no process waits for another. exchange_every:
+    None for a single process. stalled: total seconds in which this process did not run.
     """
 
     def __init__(self, mesh: Mesh, exchange_every: int | None, stalled: Callable[[], float] = lambda: 0.0):
         self._mesh, self._every, self._stalled_so_far = mesh, exchange_every, stalled
         self._since_step: dict[str, float] = {}
         self.forget()
-        self._sent: Array | None = None if exchange_every is None else self._array()
+        self._account: Array | None = None if exchange_every is None else self._array()
 
     @contextmanager
     def measure(self, phase: str) -> Generator[None]:
@@ -54,12 +54,12 @@ class PhaseTimes:
             self._waited += time.monotonic() - start
 
     def add(self, phase: str, seconds: float) -> None:
-        """Count seconds."""
+        """Add seconds to a phase."""
         self._since_step[phase] = self._since_step.get(phase, 0.0) + seconds
         self._since_exchange[phase] = self._since_exchange.get(phase, 0.0) + seconds
 
     def take_step(self) -> dict[str, float]:
-        """Seconds by phase since the last call; phases without any are omitted."""
+        """Seconds by phase since the last call; phases without time are omitted."""
         seconds, self._since_step = self._since_step, {}
         self._steps += 1
         return seconds
@@ -74,36 +74,37 @@ class PhaseTimes:
         return self._every is not None and step % self._every == 0
 
     def account(self, fresh: bool) -> Array | None:
-        """float32 [devices, exchanged phases], what goes along with a step: a new account if `fresh`, or the one before
-        again."""
+        """float32 [devices, exchanged phases]: the input of a step, a new account if `fresh`, else the last one."""
         if fresh:
-            self._sent = self._array()
+            self._account = self._array()
             self.forget()
-        return self._sent
+        return self._account
 
     def received(self, seconds: np.ndarray | None, fresh: bool) -> tuple[dict[str, float], np.ndarray | None]:
-        """What came back, float32 [devices, exchanged phases], as {"data_wait_min": seconds, ...} and as the seconds
-        [processes][exchanged phases]; ({}, None) for an account known already."""
+        """The exchanged seconds as {"data_wait_min": seconds, ...} and float32 [processes, exchanged phases].
+
+        seconds: float32 [devices, exchanged phases]. ({}, None) unless `fresh`.
+        """
         if seconds is None or not fresh:
             return {}, None
         least, most = seconds.min(0).tolist(), seconds.max(0).tolist()
         extremes = {
             f"{name}_{end}": value
-            for name, *ends in zip(EXCHANGED, least, most, strict=True)
-            if name in PHASES and (ends[1] or name in PER_STEP)
-            for end, value in zip(("min", "max"), ends, strict=True)
+            for name, *bounds in zip(EXCHANGED, least, most, strict=True)
+            if name in PHASES and (bounds[1] or name in PER_STEP)
+            for end, value in zip(("min", "max"), bounds, strict=True)
         }
         owners = [device.process_index for device in self._mesh.devices.flat]
         return extremes, np.stack([seconds[owners.index(process)] for process in sorted(set(owners))])
 
-    def counted(self) -> dict[str, float]:
-        """Seconds by phase in this account."""
+    def totals(self) -> dict[str, float]:
+        """Seconds by phase in the current account."""
         return self._since_exchange | {
             HOST: max(time.monotonic() - self._began - self._waited - sum(self._since_exchange.values()), 0.0),
             STALLED: self._stalled_so_far() - self._stalled_before,
         }
 
     def _array(self) -> Array:
-        counted = self.counted()
-        values = [counted[name] / (max(self._steps, 1) if name in PER_STEP else 1) for name in EXCHANGED]
+        totals = self.totals()
+        values = [totals[name] / (max(self._steps, 1) if name in PER_STEP else 1) for name in EXCHANGED]
         return each_process(self._mesh, np.asarray(values, np.float32))

@@ -40,7 +40,7 @@ def formula(model: DecoderConfig, width: int = FLOAT) -> list[tuple[float, float
 
 def traced(model: DecoderConfig, compute: str = "float32") -> list[tuple[float, float, float]]:
     """The same by tracing the layers' gradients."""
-    trainer = program(model, ONE, microbatches=4, compute=compute)
+    trainer = build_program(model, ONE, microbatches=4, compute=compute)
     stack, actual = trainer.abstract.stack, []
     for span in stack.spans(stack.repeats):
         layers = span.repeats * len(span.segment.blocks)

@@ -27,7 +27,7 @@ def one_by_one(*blocks: BlockConfig) -> SegmentsConfig:
 
 def first_loss(stack: StackConfig | SegmentsConfig) -> list[float]:
     """Training loss with the library's own initial weights, and the norm of its gradients."""
-    trainer = program(replace(llama(), stack=stack, dropout=0.1), ONE, microbatches=4)
+    trainer = build_program(replace(llama(), stack=stack, dropout=0.1), ONE, microbatches=4)
     with within(trainer):
         arguments = trainer.fresh_state()().inputs, place(trainer, rows()), np.float32(1)
         compiled = jax.jit(trainer.grad_fn()).lower(*arguments).compile(compiler_options=dict(QUICK))
@@ -38,7 +38,7 @@ def first_loss(stack: StackConfig | SegmentsConfig) -> list[float]:
 
 def losses(stack: StackConfig | SegmentsConfig, parallel: ParallelConfig = ONE, **settings: Any) -> list[float]:
     """Of three steps, from the library's own initial weights."""
-    trainer = program(replace(llama(), stack=stack, dropout=0.1, **settings), parallel, microbatches=4)
+    trainer = build_program(replace(llama(), stack=stack, dropout=0.1, **settings), parallel, microbatches=4)
     batch, reported = place(trainer, rows()), []
     with within(trainer):
         state = trainer.fresh_state()()
@@ -78,7 +78,7 @@ def test_the_forward_pass_by_plain_jit() -> None:
     """The model as a notebook calls it, without a mesh."""
     models = []
     for stack in (StackConfig(pattern=(A, B), repeats=2), one_by_one(A, B, A, B)):
-        trainer = program(replace(llama(), stack=stack), ONE, microbatches=4)
+        trainer = build_program(replace(llama(), stack=stack), ONE, microbatches=4)
         models.append(bind(trainer.abstract, initial_values(trainer.declared, 3)))
     tokens = np.arange(2 * LENGTH, dtype=np.int32).reshape(2, LENGTH)
     first, second = (np.asarray(jax.jit(model)(tokens)) for model in models)

@@ -37,7 +37,7 @@ def halved(model: DecoderConfig) -> DecoderConfig:
 def test_two_blocks_of_one_sub_layer_are_one_block_of_two() -> None:
     paired = llama()
     tokens = np.arange(ROWS * LENGTH, dtype=np.int32).reshape(ROWS, LENGTH) % VOCABULARY
-    first, second = (program(model, ONE, microbatches=4) for model in (paired, halved(paired)))
+    first, second = (build_program(model, ONE, microbatches=4) for model in (paired, halved(paired)))
     weights = initial_values(first.declared, 3)
     renamed = {path.replace("blocks.0.mlp", "blocks.1.mlp"): weight for path, weight in weights.items()}
     stds = [

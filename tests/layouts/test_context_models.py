@@ -120,7 +120,7 @@ def local_layout_free(x: np.ndarray, segments: np.ndarray) -> tuple[np.ndarray, 
 
 @pytest.mark.parametrize("drop", ["probability", "position"])
 def test_experts_count_tokens_in_the_order_of_the_row(drop: str) -> None:
-    row_cut, rows, experts, k = RowCut(2, 1), 2, 4, 2
+    sequence_sharding, rows, experts, k = SequenceSharding(2, 1), 2, 4, 2
     router, capacity = RouterConfig(force_balance=True), CapacityConfig(factor=0.6, drop=drop)
     logits = np.random.default_rng(0).normal(size=(rows, 12, experts)).astype(np.float32)
 
@@ -133,7 +133,7 @@ def test_experts_count_tokens_in_the_order_of_the_row(drop: str) -> None:
         return [array.reshape(rows, -1, k) for array in (turns.experts, limited.experts, limited.weights)]
 
     expected = jax.jit(partial(local, TokenAxes()))(logits)
-    actual = on_devices(row_cut, partial(local, TokenAxes(seq=("context",), rows=row_cut)), logits)
+    actual = on_devices(sequence_sharding, partial(local, TokenAxes(seq=("context",), rows=sequence_sharding)), logits)
     assert (np.asarray(expected[1]) == experts).any()
     np.testing.assert_array_equal(actual[0], expected[0])
     np.testing.assert_array_equal(actual[1], expected[1])

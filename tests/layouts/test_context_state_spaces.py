@@ -43,9 +43,14 @@ SHORT = 16, ParallelConfig(data=1, context=4)
 ROUNDS = 48, ParallelConfig(data=1, context=2, context_rounds=2)
 DEFAULT = {"mamba 2": ROUNDS, "mamba 1": SHORT}
 CASES = [
-    pytest.param(name, *row_cut, isolated, marks=[] if isolated and DEFAULT.get(name) == row_cut else pytest.mark.slow)
+    pytest.param(
+        name,
+        *layout,
+        isolated,
+        marks=[] if isolated and DEFAULT.get(name) == layout else pytest.mark.slow,
+    )
     for name in LAYERS
-    for row_cut in (SHORT, ROUNDS)
+    for layout in (SHORT, ROUNDS)
     for isolated in (True, False)
 ]
 
@@ -76,9 +81,11 @@ def layer(name: str, parallel: ParallelConfig) -> nnx.Module:
     return bind(abstract, jax.tree.map(lambda leaf: rng.normal(0.3, 0.3, leaf.shape).astype(np.float32), like))
 
 
-def applied(weights: nnx.State, x: Array, ids: Array | None, *, graph: nnx.GraphDef, row_cut: RowCut) -> Array:
+def applied(
+    weights: nnx.State, x: Array, ids: Array | None, *, graph: nnx.GraphDef, sharding: SequenceSharding
+) -> Array:
     """The layer on what a device holds of rows."""
-    index = row_cut.local_index(x.shape[1])
+    index = sharding.local_index(x.shape[1])
     return nnx.merge(graph, weights)(x, Context(jnp.broadcast_to(index[None], x.shape[:2]), index, ids))
 
 
@@ -112,7 +119,7 @@ def on_devices(run, parallel: ParallelConfig):
 def compiled(name: str, parallel: ParallelConfig, length: int, isolated: bool):
     """(weights, x, ids, weighting) -> see `pulled`, on the devices of the layout; rows device by device."""
     graph, weights = nnx.split(layer(name, parallel))
-    run = on_devices(partial(applied, graph=graph, cut=RowCut.of(parallel, causal=True)), parallel)
+    run = on_devices(partial(applied, graph=graph, sharding=SequenceSharding.of(parallel, causal=True)), parallel)
     x, ids = random_values(length), segments(length) if isolated else None
     with jax.default_matmul_precision("highest"):
         return jax.jit(partial(pulled, run)).lower(weights, x, ids, x).compile(compiler_options=dict(QUICK))
@@ -163,7 +170,7 @@ def test_plain_jit_cuts_rows_into_chunks_in_order(name) -> None:
     unsplit = results(name, ONE, x, ids)[0]
     graph, weights = nnx.split(layer(name, parallel))
     with jax.set_mesh(build_mesh(parallel)), jax.default_matmul_precision("highest"):
-        run = jax.jit(partial(applied, graph=graph, cut=SequenceSharding()))
+        run = jax.jit(partial(applied, graph=graph, sharding=SequenceSharding()))
         y = run.lower(weights, x, ids).compile(compiler_options=dict(QUICK))(weights, x, ids)
     alike(y, unsplit, "output")
 
@@ -172,16 +179,16 @@ def test_plain_jit_cuts_rows_into_chunks_in_order(name) -> None:
 def test_devices_send_states_and_no_rows(name) -> None:
     """What a device receives: two or three exchanges of a state a chunk, last inputs, factors, ids of documents."""
     (length, parallel), cfg = ROUNDS, LAYERS[name]
-    row_cut, (graph, weights) = RowCut.of(parallel, causal=True), nnx.split(layer(name, parallel))
-    run = on_devices(partial(applied, graph=graph, row_cut=row_cut), parallel)
+    sharding, (graph, weights) = SequenceSharding.of(parallel, causal=True), nnx.split(layer(name, parallel))
+    run = on_devices(partial(applied, graph=graph, sharding=sharding), parallel)
     text = jax.jit(run).lower(weights, random_values(length), segments(length)).as_text(dialect="hlo")
     traffic = {"all-to-all": 0, "all-gather": 0}
     for shape, operation in re.findall(r"= \w+\[([\d,]+)\]\S* (all-to-all|all-gather)\(", text):
         traffic[operation] += math.prod(map(int, shape.split(",")))
-    mamba1, chunks = name == "mamba 1", row_cut.devices * row_cut.chunks
+    mamba1, chunks = name == "mamba 1", sharding.devices * sharding.chunks
     channels = cfg.inner if mamba1 else cfg.heads * cfg.head_dim
     # The elements of a head's or channel's state are cut over two devices: 5 are padded to 6, 6 x 5 are not.
-    state = ROWS * row_cut.chunks * channels * (6 if mamba1 else cfg.state)
+    state = ROWS * sharding.chunks * channels * (6 if mamba1 else cfg.state)
     convolved = channels if mamba1 else channels + 2 * cfg.groups * cfg.state
     boundary_inputs, ids, factors = chunks * (cfg.conv_kernel - 1) * convolved, length, chunks * cfg.heads
     # Factors of channels differ by element, and are exchanged like states. Mamba reads ids in two islands.

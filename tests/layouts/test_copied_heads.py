@@ -50,7 +50,7 @@ def test_losses_and_gradients_are_those_of_one_device(layout):
 
 
 def collectives(kv_heads: int, parallel: ParallelConfig) -> list[Collective]:
-    trainer = program(model(kv_heads), parallel, microbatches=2)
+    trainer = build_program(model(kv_heads), parallel, microbatches=2)
     with within(trainer):
         step: Any = trainer.train_step
         lowered = step.lower(trainer.state_like(), trainer.batch_like())
@@ -87,7 +87,7 @@ def test_a_model_is_called_with_weights_at_rest(layout):
     tokens = rows()["tokens"][:4]
     actual = []
     for parallel in (ONE, LAYOUTS[layout]):
-        trainer = program(FULL, parallel, microbatches=2)
+        trainer = build_program(FULL, parallel, microbatches=2)
 
         def loss(params, tokens, trainer=trainer):
             logits = bind(trainer.abstract, params)(tokens)

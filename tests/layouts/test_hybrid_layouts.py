@@ -87,7 +87,7 @@ def test_recomputation_on_a_pipeline(recompute: Any) -> None:
 @pytest.mark.slow
 def test_no_result_depends_on_what_buffers_hold() -> None:
     """Rings of stages with fewer layers have places that nothing is written to."""
-    trainer = program(hybrid("M-*"), ParallelConfig(pipeline=2, data=1), microbatches=2)
+    trainer = build_program(hybrid("M-*"), ParallelConfig(pipeline=2, data=1), microbatches=2)
     with within(trainer):
         inputs, batch = start(trainer).inputs, place(trainer, rows())
         lowered = jax.jit(lambda fill: trainer.grad_fn(fill=fill)(inputs, batch, np.float32(1))).lower(0.0)

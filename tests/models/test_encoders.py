@@ -200,7 +200,7 @@ def test_a_decoders_settings_are_refused() -> None:
     causal = replace(bert(), stack=StackConfig(pattern=(replace(READING, mixer=AttentionConfig(heads=4)),), repeats=2))
     plain = replace(t5(), stack=StackConfig(pattern=(READING,), repeats=2))
     for model, expected in ((causal, "set it to false"), (plain, "does not read the encoder")):
-        cfg = replace(program(bert(), ONE, microbatches=1).cfg, model=model)
+        cfg = replace(build_program(bert(), ONE, microbatches=1).cfg, model=model)
         with pytest.raises(ConfigError, match=expected):
             check(cfg, 1)
 
@@ -221,6 +221,6 @@ def test_a_decoders_settings_are_refused() -> None:
     ],
 )
 def test_what_encoders_and_decoders_cannot_see_is_refused(model: DecoderConfig, message: str) -> None:
-    cfg = replace(program(bert(), ONE, microbatches=1).cfg, model=model)
+    cfg = replace(build_program(bert(), ONE, microbatches=1).cfg, model=model)
     with pytest.raises(ConfigError, match=message):
         check(cfg, 1)

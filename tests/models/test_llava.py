@@ -80,7 +80,7 @@ def batches(seed: int) -> Batch:
 
 
 def build_model(model: LlavaConfig) -> Llava:
-    trainer = program(model, ONE, microbatches=1)
+    trainer = build_program(model, ONE, microbatches=1)
     with within(trainer):
         return bind(trainer.abstract, start(trainer).params)
 
@@ -187,7 +187,7 @@ def test_trains_like_one_device(model: LlavaConfig, parallel: ParallelConfig) ->
 
 def test_facts_count_every_weight() -> None:
     model = llava()
-    trainer = program(model, ONE, microbatches=1)
+    trainer = build_program(model, ONE, microbatches=1)
     padding = (model.padded_vocabulary() - VOCABULARY) * 2 * model.hidden
     parameters = sum(int(np.prod(spec.shape)) for spec in trainer.declared.values()) - padding
     assert demand_facts(model).parameter_count().total == parameters
@@ -239,7 +239,7 @@ def test_a_frozen_tower_costs_no_gradient() -> None:
     ],
 )
 def test_what_does_not_fit_is_refused(changes: dict, message: str) -> None:
-    cfg = program(llava(), ONE, microbatches=1).cfg
+    cfg = build_program(llava(), ONE, microbatches=1).cfg
     parallel = changes.pop("parallel", ONE)
     with pytest.raises(ConfigError, match=message):
         check(replace(cfg, model=replace(cfg.model, **changes), parallel=parallel), parallel.tensor * parallel.pipeline)

@@ -245,7 +245,7 @@ def test_iou_is_the_mean_over_classes_that_occur() -> None:
     ],
 )
 def test_settings_that_do_not_fit_are_refused(changes: dict[str, Any], parallel: ParallelConfig, message: str) -> None:
-    cfg = replace(program(vit(), ONE, microbatches=1).cfg, model=replace(vit(), **changes), parallel=parallel)
+    cfg = replace(build_program(vit(), ONE, microbatches=1).cfg, model=replace(vit(), **changes), parallel=parallel)
     with pytest.raises(ConfigError, match=message):
         check(cfg, parallel.sizes(2)["data"] * parallel.without_data() if parallel is not ONE else 1)
 

@@ -21,7 +21,7 @@ from megajax.resilience.config import ResilienceConfig
 from megajax.resilience.spikes import SpikeRule
 from megajax.training.guard import Guard
 from megajax.training.loop import NumericFault, StepInfo, UnrepeatedFault, run_steps
-from megajax.training.nonfinite_gradients import sentence
+from megajax.training.nonfinite_gradients import nonfinite_message
 from megajax.training.program import Program
 from megajax.training.session import Parts, Run, prepare
 
@@ -163,10 +163,10 @@ def test_the_sentence_about_gradients_that_are_not_finite():
     declared["tokens"] = ParamSpec("tokens", (7, 2), ("vocab", "embed"), ONES, "weight", "tokens", ())
     none = {path: np.zeros(spec.shape[0], bool) for path, spec in declared.items()}
     some = none | {"w1": np.array([1, 1, 0, 0], bool), "w3": np.array([1, 1, 1, 0], bool), "tokens": np.ones(7, bool)}
-    assert sentence(some, declared) == "gradients not finite: w1 of layers 0, 2, w3, tokens, of 10 weights"
-    assert sentence(none, declared) == "computed alone, the gradients are finite"
+    assert nonfinite_message(some, declared) == "gradients not finite: w1 of layers 0, 2, w3, tokens, of 10 weights"
+    assert nonfinite_message(none, declared) == "the gradients are finite when computed without an update"
     many = none | {path: np.array([1, 1, 1, 0], bool) for path in declared if path != "tokens"}
-    assert sentence(many, declared).endswith("w4, w5 and 3 more, of 10 weights")
+    assert nonfinite_message(many, declared).endswith("w4, w5 and 3 more, of 10 weights")
 
 
 def test_the_first_layer_with_a_fault_is_named():
@@ -174,8 +174,8 @@ def test_the_first_layer_with_a_fault_is_named():
     measure = Measure(name="wrong", of=lambda state: state, fault="logits of the router")
     of_layers = Measured.of_layers(measure, {1: np.array(0.0), 3: np.array(2.0), 4: np.array(9.0)})
     other = Measured.of_layers(Measure(name="other", of=lambda state: state), {1: np.array(1.0)})
-    told = sentence({"w": np.zeros(1, bool)}, {}, [other, of_layers])
-    assert told == "logits of the router not finite, first in layer 3 (of 2); computed alone, the gradients are finite"
+    message = nonfinite_message({"w": np.zeros(1, bool)}, {}, [other, of_layers])
+    assert message.startswith("logits of the router not finite, first in layer 3 (of 2); the gradients are finite")
 
 
 def test_numbers_that_differ_from_run_to_run_point_at_the_hardware(parts):
