@@ -251,7 +251,7 @@ def report(error: UserError) -> None:
     rank = process_index()
     if rank == 0:
         print(f"\n{error}\n", file=sys.stderr)
-    elif not isinstance(error, ConfigError) and not (isinstance(error, StartError) and error.said):
+    elif not isinstance(error, ConfigError) and not (isinstance(error, StartError) and error.reported):
         print(f"process {rank}: {str(error).splitlines()[0]}", file=sys.stderr)
 
 

@@ -237,7 +237,7 @@ def _obey(line: bytes, world: World) -> None:
         error, code = "", 2
     if not isinstance(error, str) or not error.isprintable() or not error or code not in (1, 2):
         raise StartError(f"the server at {world.coordinator} is not process 0 of a run", code=2)
-    raise StartError(error, code=code, said=True)
+    raise StartError(error, code=code, reported=True)
 
 
 def name_processes(indices: set[int]) -> str:

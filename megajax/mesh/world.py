@@ -27,11 +27,11 @@ _FIRST_PORT, _PORTS = 61440, 4096
 class StartError(UserError):
     """The processes of a run did not connect. Code 1: a retry may succeed; 2: the user must change something."""
 
-    def __init__(self, message: str, *, code: int, said: bool = False):
-        """said: another process prints the same message."""
+    def __init__(self, message: str, *, code: int, reported: bool = False):
+        """reported: another process prints the same message."""
         super().__init__(f"megajax: {message}")
         self.code = code
-        self.said = said
+        self.reported = reported
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,7 +58,7 @@ class Meeting:
             assert word in str(first), str(first)
         assert str(first).startswith("megajax: ") and "\n" not in str(first)
         assert all(error.code == code for _, error in errors)
-        assert [error.said for index, error in errors] == [index != 0 for index, _ in errors]
+        assert [error.reported for index, error in errors] == [index != 0 for index, _ in errors]
         return errors
 
 
@@ -142,7 +142,7 @@ def test_nobody_at_the_coordinator():
     began = time.monotonic()
     with pytest.raises(StartError, match=rf"process 1 found no process 0 at 127.0.0.1:{port} within 1 s") as error:
         meet(World(2, 1, f"127.0.0.1:{port}"), patience=1.0)
-    assert error.value.code == 1 and not error.value.said
+    assert error.value.code == 1 and not error.value.reported
     assert time.monotonic() - began < 30
 
 
