@@ -38,7 +38,7 @@ class Attention(nnx.Module):
         if cfg.bias:
             self.output_bias = param((hidden,), ("embed",), init=ZEROS, role="bias")
         if cfg.qk_norm is not None:
-            # Used where heads are cut over devices: the compiler completes the gains' gradients layer by layer.
+            # Heads are sharded here: the compiler reduces the gradients of the gains layer by layer.
             over = (heads * size, "heads") if cfg.qk_norm_over == "heads" else (size, "head_dim")
             self.query_norm, self.key_norm = (cfg.qk_norm.build(settings, size=over[0], axis=over[1]) for _ in range(2))
         self.rope = None if cfg.rope is None else cfg.rope.build(size)
@@ -69,16 +69,16 @@ class Attention(nnx.Module):
         return self.head_norm("query_norm", q), self.head_norm("key_norm", k)
 
     def head_norm(self, name: str, x: Array) -> Array:
-        """Queries or keys [B, S, N, H] after `qk_norm`. name: of the norm."""
+        """Queries or keys [B, S, N, H] after the norm of this name."""
         if self.cfg.qk_norm is None:
             return x
         norm = getattr(self, name)
         return norm(x) if self.cfg.qk_norm_over == "head" else norm(x.reshape(*x.shape[:2], -1)).reshape(x.shape)
 
     def project_output(self, mixed: Array, x: Array) -> Array:
-        """The kernel's output [B, S, N, H] and the layer's input -> the layer's output [B, S, D].
+        """Output of the kernel [B, S, N, H] and input of the layer -> output of the layer [B, S, D].
 
-        The kernel has named its output "attention", beside what else its backward pass needs.
+        The kernel itself names its output "attention" for the save policy.
         """
         if self.cfg.gate:
             mixed = mixed * jax.nn.sigmoid(self.gate_logits(x).astype("float32")).astype(mixed.dtype)
@@ -95,7 +95,7 @@ class Attention(nnx.Module):
         return _add_head_bias(q, self.query_bias[...]) if self.cfg.has_qkv_bias() else q
 
     def keys_and_values(self, x: Array) -> tuple[Array, Array]:
-        """[B, T, D] -> [B, T, K, H] each; with copies of heads, K counts them."""
+        """[B, T, D] -> [B, T, K, H] each; K includes copies of heads."""
         dot, keyed = self.layout.dot, ("batch", "seq", "kv_heads", "head_dim")
         k, v = dot("bsd,dkh->bskh", x, self.key, *keyed), dot("bsd,dkh->bskh", x, self.value, *keyed)
         if not self.cfg.has_qkv_bias():
@@ -104,7 +104,7 @@ class Attention(nnx.Module):
         return _add_head_bias(k, key_bias), _add_head_bias(v, value_bias)
 
     def gate_logits(self, x: Array) -> Array:
-        """[B, S, D] -> [B, S, N, H], before the sigmoid."""
+        """Logits of the gate: [B, S, D] -> [B, S, N, H]."""
         gate = self.layout.dot("bsd,dnh->bsnh", x, self.gate, "batch", "seq", "heads", "head_dim")
         gate = gate + self.gate_bias[...][None, None] if self.cfg.has_qkv_bias() else gate
         return checkpoint_name(gate, "gate")
@@ -124,22 +124,22 @@ class CrossAttention(Attention):
         return self.project_output(attend_to_memory(self.core, q, cache, ctx), x), cache
 
     def remember(self, cache: Cache, ctx: Context) -> Cache:
-        """The cache with keys and values of `ctx.memory`, [R, L, D] of the rows of the step."""
+        """The cache with keys and values of `ctx.memory` [R, L, D], for the rows of the step."""
         k, v = self.keys_and_values_of(ctx)
         return write_memory(self.layout, {"key": k, "value": v}, cache, ctx)
 
     def keys_and_values_of(self, ctx: Context) -> tuple[Array, Array]:
-        """Of `ctx.memory`, [B, T, K, H] each."""
+        """Keys and values of `ctx.memory`, [B, T, K, H] each."""
         k, v = self.keys_and_values(self.layout.act(self.memory(ctx), "batch", "seq", "embed"))
         return self.head_norm("key_norm", k), v
 
     def memory(self, ctx: Context) -> Array:
-        """The output of the section before. Raises ValueError where there is none."""
+        """The output of the preceding section. Raises ValueError if there is none."""
         if ctx.memory is None:
-            raise ValueError("cross-attention reads the section before, and there is none: ctx.memory is None")
+            raise ValueError("cross-attention needs the output of a preceding section, but ctx.memory is None")
         return ctx.memory
 
 
 def _add_head_bias(x: Array, bias: Array) -> Array:
-    """x [B, S, N, H] + bias [N, H], as one row of numbers: so the compiler adds it where the matmul writes x."""
+    """x [B, S, N, H] + bias [N, H], with the bias flattened so that the compiler fuses the sum into the matmul."""
     return (x.reshape(*x.shape[:2], bias.size) + bias.reshape(1, 1, bias.size)).reshape(x.shape)

@@ -21,11 +21,11 @@ type Apply = Callable[[str, Array], Array]
 
 MIXER_PLACE, MLP_PLACE, CROSS_PLACE = 2, 3, 4
 PLACES = {MIXER_PLACE: "mixer", MLP_PLACE: "mlp", CROSS_PLACE: "cross"}
-"""Number in the random keys of dropout -> the sub-layer whose output it zeroes."""
+"""Number folded into the random keys of dropout -> the sub-layer."""
 
 
 class Residual(nnx.Module):
-    """What the blocks have in common, [B, S, D] -> [B, S, D], laid out (batch, seq_residual, embed)."""
+    """Base of residual blocks, [B, S, D] -> [B, S, D], laid out (batch, seq_residual, embed)."""
 
     def __init__(self, cfg: ResidualBlock, settings: LayerSettings):
         self.rate, self.layout = cfg.dropout, settings.layout
@@ -48,25 +48,25 @@ class Residual(nnx.Module):
         return self.residual(x, ctx, apply), cache
 
     def remember(self, cache: Cache, ctx: Context) -> Cache:
-        """The cache with what the block keeps of `ctx.memory`: nothing, unless it has cross-attention."""
+        """The cache with the block's state from `ctx.memory`; unchanged without cross-attention."""
         del ctx
         return cache
 
     def residual(self, x: Array, ctx: Context, apply: Apply) -> Array:
-        """The residual lines of the block, for training and decoding alike."""
+        """The residual additions of the block, for training and decoding."""
         raise NotImplementedError
 
     def gather_sequence(self, normed: Array) -> Array:
-        """A norm's output, of which every device of `tensor` gets the whole sequence."""
+        """Output of a norm, gathered along the sequence over `tensor`."""
         return self.layout.act(checkpoint_name(normed, "norm"), "batch", "seq", "embed")
 
     def layer_input(self, layer: nnx.Module, normed: Array) -> Array:
-        """A norm's output as the layer takes it: whole, or each device's own positions."""
+        """Output of a norm as the layer takes it: gathered, or sharded along the sequence."""
         takes_local = getattr(layer, "own_positions", False)
         return checkpoint_name(normed, "norm") if takes_local else self.gather_sequence(normed)
 
     def drop(self, y: Array, x: Array, ctx: Context, place: int) -> Array:
-        """Dropout of a sub-layer's output. Raises UserError unless it fits the residual stream x: shape and dtype."""
+        """Dropout of a sub-layer's output. Raises UserError if shape or dtype do not fit the residual stream x."""
         if y.shape != x.shape or jnp.promote_types(x.dtype, y.dtype) != x.dtype:
             layer = type(getattr(self, PLACES[place])).__name__
             raise UserError(
@@ -132,7 +132,7 @@ class PostNormBlock(Block):
 
 
 class CrossBlock(Block):
-    """A block that reads the section before: three residual lines, [B, S, D] -> [B, S, D]."""
+    """Block with cross-attention to the preceding section, [B, S, D] -> [B, S, D]."""
 
     def __init__(self, cfg: CrossBlockConfig, settings: LayerSettings):
         super().__init__(cfg, settings)

@@ -1,4 +1,4 @@
-"""What mixers keep of earlier tokens while text is generated; importing this imports neither jax nor flax."""
+"""Cache leaves of mixers for text generation; importing this imports neither jax nor flax."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,21 +12,21 @@ from megajax.kernels.paged_capability import PagedRequest
 
 @dataclass(frozen=True, slots=True)
 class CacheLeaf:
-    """An array of the cache, as a layer declares it."""
+    """Declaration of an array of the cache."""
 
     name: str
     """Path below the layer: "key"."""
     shape: tuple[int, ...]
-    """Of one token, or of one row."""
+    """Shape for one token, or for one row."""
     axes: tuple[str | None, ...]
     """Logical axes, one for each dimension."""
     per: Literal["token", "row", "memory"] = "token"
-    """A leaf for each token is in blocks of the pool; one for each row is of constant size, in a slot of the row; one
-    for each token of the section before is made one for a row, as long as that section may be."""
+    """token: in blocks of the pool; row: constant size, in the slot of a row; memory: per token of the preceding
+    section, stored as a row leaf of that section's maximum length."""
     dtype: str | None = None
-    """None: that of the cache."""
+    """None: the dtype of the cache."""
     layers: int = 1
-    """Layers that are stacked along a leading dimension."""
+    """Layers stacked along a leading dimension."""
 
     @property
     def size(self) -> int:
@@ -35,18 +35,17 @@ class CacheLeaf:
 
 
 SCALE = "_scale"
-"""What the name of the scales of an 8-bit leaf has beyond that of the leaf."""
+"""Suffix of the name of an 8-bit leaf's scales."""
 MEMORY_BLOCK = 16
-"""Tokens of the section before in a block, as kernels of a paged cache read them."""
+"""Tokens of the preceding section per block of a paged cache."""
 EIGHT_BIT = MappingProxyType({"int8": "int8", "fp8": "float8_e4m3fn"})
 """Dtypes of a cache with scales: setting -> dtype of the numbers."""
 
 
 def stored_leaves(leaves: Sequence[CacheLeaf], dtype: str) -> tuple[CacheLeaf, ...]:
-    """Leaves with the dtypes that they are stored in. dtype: of the cache, or int8 or fp8.
+    """Leaves with their storage dtypes. dtype: of the cache; int8 and fp8 add scales.
 
-    In 8 bits, each leaf of tokens has a float32 scale for each token and head beside it, "key_scale"; what is kept for
-    a row stays in float32.
+    In 8 bits, each token leaf has a float32 scale per token and head, "key_scale"; row leaves stay in float32.
     """
     stored = []
     for leaf in leaves:
@@ -61,23 +60,23 @@ def stored_leaves(leaves: Sequence[CacheLeaf], dtype: str) -> tuple[CacheLeaf, .
 
 
 def cached_heads(groups: int, tensor: int) -> int:
-    """Key-value heads in the cache: copied to the devices of `tensor` where they are fewer."""
+    """Key-value heads in the cache, with copies if there are fewer than devices of `tensor`."""
     return max(groups, tensor)
 
 
 def stack_leaves(stack: Any, hidden: int, tensor: int, memory: int = 0) -> tuple[CacheLeaf, ...]:
-    """Those of all layers of a stack config; names are below the stack's blocks: "0.mixer.key".
+    """The cache leaves of all layers of a stack config, named by block: "0.mixer.key".
 
-    hidden: size of the residual stream; tensor: devices that share the heads; memory: most tokens of the section
-    before. Raises UserError for a mixer that only trains.
+    hidden: width of the residual stream; tensor: devices that share the heads; memory: maximum number of tokens of the
+    preceding section. Raises UserError for a mixer without `cache_leaves`.
     """
     leaves: list[CacheLeaf] = []
     for number, (block, layers) in enumerate(stack.stored()):
         for place, mixer in block.mixers().items():
             if not hasattr(mixer, "cache_leaves"):
                 raise UserError(
-                    f"{type(mixer).__name__} cannot generate text: it has no cache_leaves, which say what it keeps of "
-                    "earlier tokens, and its module no step; see docs/inference.md"
+                    f"{type(mixer).__name__} cannot generate text: its config needs a method cache_leaves, and its "
+                    "module a method step; see docs/inference.md"
                 )
             mixer_leaves: Sequence[CacheLeaf] = [in_row(leaf, memory) for leaf in mixer.cache_leaves(hidden, tensor)]
             leaves += [replace(leaf, name=f"{number}.{place}.{leaf.name}", layers=len(layers)) for leaf in mixer_leaves]
@@ -85,13 +84,13 @@ def stack_leaves(stack: Any, hidden: int, tensor: int, memory: int = 0) -> tuple
 
 
 def paged_requests(stack: Any, hidden: int, request: PagedRequest) -> tuple[PagedRequest, ...]:
-    """The requests of a stack's mixers to a kernel of a paged cache, with their own settings."""
+    """The requests of mixers of a stack to a kernel of a paged cache, with their own settings."""
     mixers = [mixer for block, _ in stack.stored() for mixer in block.mixers().values()]
     return tuple(mixer.paged_request(hidden, request) for mixer in mixers if hasattr(mixer, "paged_request"))
 
 
 def in_row(leaf: CacheLeaf, memory: int) -> CacheLeaf:
-    """A leaf of the section before as one of the row, [blocks, MEMORY_BLOCK, ...]; any other unchanged."""
+    """A memory leaf as a row leaf, [blocks, MEMORY_BLOCK, ...]; any other leaf unchanged."""
     if leaf.per != "memory":
         return leaf
     shape = (-(-memory // MEMORY_BLOCK), MEMORY_BLOCK, *leaf.shape)
@@ -99,6 +98,6 @@ def in_row(leaf: CacheLeaf, memory: int) -> CacheLeaf:
 
 
 def below[V](values: Mapping[str, V], prefix: str) -> dict[str, V]:
-    """Those whose names begin with the prefix and a dot, by the rest of their names."""
+    """The values below a dotted prefix, by the rest of their names."""
     start = f"{prefix}."
     return {name.removeprefix(start): value for name, value in values.items() if name.startswith(start)}

@@ -1,4 +1,4 @@
-"""What layers know about the tokens besides their activations, and dropout derived from it."""
+"""The context of layers: facts about the tokens other than activations; and dropout, which derives from it."""
 
 from typing import Any, NamedTuple
 
@@ -14,9 +14,9 @@ class Context(NamedTuple):
     """Facts about the rows of one microbatch; a pytree, so it passes through scan and recompute."""
 
     positions: Array
-    """int32 [B, S]: position of each token, as learned positions and RoPE see it."""
+    """int32 [B, S]: position of each token, for learned positions and RoPE."""
     index: Array
-    """int32 [S]: place of each token in its row, whatever its position says."""
+    """int32 [S]: index of each token in its row, independent of its position."""
     segments: Array | None = None
     """int32 [B, S]: number of the document; None when a row is one document."""
     row_keys: Array | None = None
@@ -24,14 +24,13 @@ class Context(NamedTuple):
     bias: Array | None = None
     """[buckets, N]: a table of relative biases that all layers share; a weight, set where gradients are taken."""
     memory: Array | None = None
-    """Output of the section before this one, such as [B, T, D] of an encoder; set where gradients are taken."""
+    """Output of the preceding section, such as [B, T, D] of an encoder; set where gradients are taken."""
     memory_segments: Array | None = None
-    """int32 [B, T]: a position sees those of `memory` that have its number in `segments`; None: all."""
-
+    """int32 [B, T]: a position attends to the tokens of `memory` with its number in `segments`; None: to all."""
     splice: Array | None = None
-    """int32 [B, S]: place in `memory` of what stands at a position instead of its token; -1: the token."""
+    """int32 [B, S]: index in `memory` of the state that replaces the token at a position; -1: the token stays."""
     rows: Any = None
-    """In a decoding step, which tokens belong to the same row: a `megajax.layers.decoding.StepRows`."""
+    """In a decoding step, the rows of the tokens: a `megajax.layers.decoding.StepRows`."""
 
     def for_layer(self, layer: Array | int) -> "Context":
         """The context with each row's key folded with the number of the layer."""
@@ -39,7 +38,7 @@ class Context(NamedTuple):
 
 
 def keys_of_rows(key: Array, samples: Array) -> Array:
-    """The random key of a run, and numbers uint32 [B] of rows in its order -> a key for each row, uint32 [B, 2]."""
+    """Random key of a run, sample numbers uint32 [B] -> a key for each row, uint32 [B, 2]."""
     return jax.vmap(lambda sample: jax.random.key_data(jax.random.fold_in(key, sample)))(samples)
 
 

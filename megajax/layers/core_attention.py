@@ -1,4 +1,4 @@
-"""What every kind of attention does with its queries, keys and values."""
+"""Attention of queries to keys and values, shared by all kinds of attention layers."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -28,7 +28,7 @@ def choose_kernel(cfg: SelfAttentionConfig, request: Request) -> Kernel:
 
 
 class CoreAttention(nnx.Module):
-    """The kernel in an island: each device has whole sequences of some heads."""
+    """The attention kernel in an island: each device has some heads of whole sequences."""
 
     def __init__(self, cfg: SelfAttentionConfig, settings: LayerSettings, *, scale: float):
         self.cfg, self.layout, self.scale, self.padded = cfg, settings.layout, scale, settings.padded
@@ -50,7 +50,7 @@ class CoreAttention(nnx.Module):
     ) -> Array:
         """q [B, S, N, H], k [B, T, K, H], v [B, T, K, U] -> [B, S, N, U].
 
-        key_index int32 [T], key_segments int32 [B, T]: of keys of another sequence; None: those of the queries.
+        key_index int32 [T], key_segments int32 [B, T]: of the keys; None: those of the queries.
         """
         if key_index is None:
             key_index, key_segments = ctx.index, ctx.segments
@@ -88,10 +88,10 @@ class CoreAttention(nnx.Module):
             length = k.shape[1] * sequence_sharding.devices
             drop = AttentionDropout(rate, keys, first + jnp.arange(q.shape[2]), index, length) if rate else None
             mask = Mask(index, key_index, *((None, None) if ids is None else ids), cfg.window, causal, self.padded)
-            backend = kernel if sequence_sharding.devices == 1 else over_context(sequence_sharding, kernel)
-            if bias is not None and sequence_sharding.devices > 1:
-                # Only the reference has biases: autodiff makes their gradient, and that of the gather.
-                backend, (k, v, mask) = kernel, whole_keys(sequence_sharding, k, v, mask)
+            backend = kernel if row_cut.devices == 1 else over_context(row_cut, kernel)
+            if bias is not None and row_cut.devices > 1:
+                # Only the reference kernel supports biases; autodiff gives their gradient and that of the gather.
+                backend, (k, v, mask) = kernel, whole_keys(row_cut, k, v, mask)
             return attend(
                 backend,
                 q,
@@ -111,11 +111,11 @@ class CoreAttention(nnx.Module):
         return self.layout.island(local, ins, queries)(q, k, v, (ctx.index, key_index), ids, keys, weights)
 
     def weights(self, ctx: Context) -> dict[str, Array]:
-        """Those of the kernel itself, each cut over devices with the heads."""
+        """Weights of the kernel itself, sharded with the heads."""
         weights = {"sink": self.sink[...]} if self.cfg.sink == "learned" else {}
         if self.bias is None:
             return weights
         table = ctx.bias if self.relative is None else self.relative.table[...]
         if table is None:
-            raise ValueError("the stack has to give the table of biases that its layers share: ctx.bias is None")
+            raise ValueError("ctx.bias is None: the stack must pass the table of biases that its layers share")
         return {**weights, "table": table}

@@ -1,4 +1,4 @@
-"""Facts of layers whose tokens pass some of many experts, which are spread over devices: rows, buffers, what is sent.
+"""Facts of mixtures of experts that are sharded over devices: rows, buffers, collectives.
 
 T tokens of a microbatch on the devices of `tensor` together, k experts of each token; E experts on n devices, D width.
 Importing this imports neither jax nor flax.
@@ -18,61 +18,61 @@ EXCHANGES: Mapping[str, str] = {"ragged": "ragged-all-to-all", "capacity": "all-
 
 
 class ExpertSharding(NamedTuple):
-    """How a layout spreads experts over devices."""
+    """How a layout shards experts over devices."""
 
     expert: int = 1
     tensor: int = 1
     whole_experts: bool = False
-    """`tensor` shards the list of experts; otherwise their matrices."""
+    """`tensor` shards the list of experts; false: it shards their matrices."""
     sequence: bool = False
     """`tensor` shards the tokens too."""
 
     @classmethod
     def of(cls, parallel: ParallelConfig) -> "ExpertSharding":
-        """Of a layout."""
+        """The sharding of a layout."""
         return cls(parallel.expert, parallel.tensor, parallel.expert_tensor == "whole", parallel.sequence)
 
     @property
     def devices(self) -> int:
-        """Parts of the list of experts."""
+        """Shards of the list of experts."""
         return self.expert * self.tensor_shards
 
     @property
     def tensor_shards(self) -> int:
-        """Devices of `tensor` that have different experts."""
+        """Devices of `tensor` with different experts."""
         return self.tensor if self.whole_experts else 1
 
 
 class ExpertCollective(NamedTuple):
-    """Collectives of one kind of a layer, on one device and for one microbatch."""
+    """Calls of one collective in a layer, on one device and for one microbatch."""
 
     kind: str
     axes: tuple[str, ...]
     elements: float
-    """Of the whole side of each."""
+    """Elements of the unsharded side."""
     forward: int
     backward: int
     recompute: int = 0
-    """In the backward pass, to compute the experts' inputs again."""
+    """Calls in the backward pass that recompute the inputs of experts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertFacts:
-    """A layer of experts, whatever the layout."""
+    """A layer of experts, independent of the layout."""
 
     experts: int
     top_k: int
     width: int
-    """Of the rows that are sent."""
+    """Width of the rows that are sent."""
     tensors: Mapping[Part, int]
-    """Elements of the tensors that may be saved, for each row."""
+    """Elements of the tensors that may be saved, per row."""
     way: Way = "auto"
     room: float | None = None
-    """Rows of a buffer over their mean; None: room for all, whatever the router does."""
+    """Rows of a buffer over the mean; None: room for the worst case."""
     chunks: int = 1
-    """Parts of the tokens that go one after another, of which nothing is saved."""
+    """Parts of the tokens that are processed in sequence; nothing of them is saved."""
     has_shared: bool = False
-    """Whether a layer that all tokens pass runs beside the experts."""
+    """Whether there is a shared expert for all tokens."""
 
     def way_on(self, devices: int) -> str:
         """`auto`: gather receives (n - 1) T D elements each way, the others at most k (n - 1) / n T D."""
@@ -95,11 +95,11 @@ class ExpertFacts:
         return buffer_rows(self.mean_rows(tokens, sharding), self.most_rows(tokens, sharding), self.room)
 
     def over_mean(self, sharding: ExpertSharding) -> float:
-        """Room over the mean."""
+        """Rows of the buffer over the mean."""
         return self.rows(1, sharding) / self.mean_rows(1, sharding)
 
     def collectives(self, tokens: float, sharding: ExpertSharding) -> Iterator[ExpertCollective]:
-        """The collectives of tokens and outputs; those of counts and weights are small."""
+        """The collectives of tokens and outputs, without the small ones of counts and weights."""
         way, size = self.way_on(sharding.devices), tokens * self.width
         ffn_sharded = sharding.tensor > 1 and not sharding.whole_experts
         axes = ("expert",) * (sharding.expert > 1) + ("tensor",) * (sharding.whole_experts and sharding.tensor > 1)
@@ -115,7 +115,7 @@ class ExpertFacts:
         yield ExpertCollective(EXCHANGES[way], axes, rows * self.width, 2, 2, 1)
 
     def unused_way(self, sharding: ExpertSharding, *, on_cpu: bool) -> str:
-        """What becomes of a way that was asked for and does not run as its name says; "" where it does."""
+        """Why dispatch.way does not run as its name says; "" if it does."""
         way = self.way_on(sharding.devices)
         if self.way not in ("auto", way):
             return f"all experts are on each device: dispatch.way={self.way} sends nothing"
@@ -124,7 +124,7 @@ class ExpertFacts:
         return ""
 
     def summary(self, tokens: float, sharding: ExpertSharding) -> str:
-        """The way, the rows of the buffer and the worst case, in words."""
+        """Text of the way, the rows of the buffer and the worst case."""
         devices, rows, most = sharding.devices, self.rows(tokens, sharding), self.most_rows(tokens, sharding)
         text = f"{self.experts // devices} of {self.experts} experts on a device, {self.way_on(devices)}"
         if self.chunks > 1:
@@ -134,15 +134,15 @@ class ExpertFacts:
 
 
 def buffer_rows(mean: float, most: float, room: float | None) -> float:
-    """Rows that there is room for. mean: with a balanced router; most: if all tokens choose the same experts.
+    """Rows of a buffer. mean: with a balanced router; most: if all tokens choose the same experts.
 
-    room: rows over the mean; None: for all.
+    room: rows over the mean; None: room for `most`.
     """
     return most if room is None else min(most, room * mean)
 
 
 def _gathered(axes: tuple[str, ...], elements: float) -> Iterator[ExpertCollective]:
-    """Each is the other's transpose; the gather is needed again for gradients of weights."""
+    """An all-gather and its transpose, a reduce-scatter; the gather is repeated for gradients of weights."""
     if axes:
         yield ExpertCollective("all-gather", axes, elements, 1, 1, 1)
         yield ExpertCollective("reduce-scatter", axes, elements, 1, 1)

@@ -1,6 +1,6 @@
 """The feed-forward layers of a mixture of experts, stacked, on rows sorted by expert.
 
-R rows, of which the first sum(sizes) are there; L experts of a device, D width, F ffn of a device.
+R rows, the first sum(sizes) of them in use; L experts of a device, D width, F ffn of a device.
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ class Experts(nnx.Module):
 
     def __init__(self, cfg: MLPConfig, settings: LayerSettings, *, number: int, width: int):
         self.cfg = cfg
-        # The width of latent tokens is no `embed`: it is not spread at rest.
+        # The width of latent tokens is not `embed`: ZeRO and FSDP do not shard it.
         embed = "embed" if width == settings.hidden else None
         for name in cfg.inner:
             axes = ("expert", embed, "expert_mlp")
@@ -43,7 +43,7 @@ class Experts(nnx.Module):
         return leaves | {f"{name}_bias": getattr(self, f"{name}_bias") for name in names if self.cfg.bias}
 
     def weights(self) -> dict[str, Array]:
-        """By name."""
+        """Arrays by name."""
         return {name: leaf[...] for name, leaf in self.leaves().items()}
 
     def axes(self) -> dict[str, tuple[str | None, ...]]:
@@ -57,11 +57,11 @@ class Experts(nnx.Module):
         rows: Array,
         sizes: Array,
         scale: Array,
-        cuts: int,
+        shards: int,
     ) -> Array:
-        """Rows [R, D] -> outputs [R, D] times scale float32 [R, 1]. cuts: devices that the ffn is cut over.
+        """Rows [R, D] -> outputs [R, D] times scale float32 [R, 1]. shards: number of shards of the ffn.
 
-        The factor is on the inner activation: the output is then not needed for the factor's gradient.
+        The factor is applied to the inner activation, so its gradient does not need the output.
         """
         products = ((name, self.product(kernel, weights, name, rows, sizes)) for name in self.cfg.inner)
         inputs = [checkpoint_name(self.biased(x, weights, name, sizes), "mlp") for name, x in products]
@@ -70,15 +70,15 @@ class Experts(nnx.Module):
         y = self.product(kernel, weights, "down", inner, sizes)
         if not self.cfg.bias:
             return y
-        bias = weights["down_bias"][_experts(sizes, rows.shape[0])].astype(jnp.float32) * scale / cuts
+        bias = weights["down_bias"][_experts(sizes, rows.shape[0])].astype(jnp.float32) * scale / shards
         return y + bias.astype(y.dtype)
 
     def product(
         self, kernel: GroupedKernel, weights: Mapping[str, Array], name: str, rows: Array, sizes: Array
     ) -> Array:
-        """Of rows and the matrix with this name, with what its adapter adds.
+        """Product of rows and the matrix of this name, plus the output of its adapter.
 
-        Where the ffn is cut, it is a part of a sum or of the columns, as the product of the matrix alone is.
+        If the ffn is sharded, it is a partial sum or a shard of the columns.
         """
         matrix: Matrix = getattr(self, name)
         array = matrix.multiplied({end: weights[name + end] for end in matrix.leaves()})
@@ -94,5 +94,5 @@ class Experts(nnx.Module):
 
 
 def _experts(sizes: Array, rows: int) -> Array:
-    """Expert of each row, int32 [R]; the last for rows that are not there."""
+    """Expert of each row, int32 [R]; the last expert for unused rows."""
     return jnp.minimum(jnp.sum(jnp.arange(rows)[:, None] >= jnp.cumsum(sizes)[None], axis=1), sizes.size - 1)

@@ -1,8 +1,8 @@
-"""What the config of a layer tells about the layer: weights, matmuls, operations, saved tensors, limits of the mesh.
+"""Facts of a layer that follow from its config: weights, matmuls, operations, saved tensors, legal mesh sizes.
 
-Parameter counts, FLOPs, plans, memory reports, checks of a config and the start banner are made of these facts and of
-nothing else: no other module asks what type a layer has. A new mixer or feed-forward is a config class with the methods
-of `Layer` (and of `Mixer`); planning and training need no change. Importing this imports neither jax nor flax.
+Parameter counts, FLOPs, plans, memory reports, config checks and the start banner use only these facts; no other module
+checks the type of a layer. A new mixer or feed-forward layer is a config class with the methods of `Layer` (and of
+`Mixer`); planning and training need no change. Importing this module imports neither jax nor flax.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +22,7 @@ CUT_AXES = frozenset({"heads", "kv_heads", "mlp"})
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A weight as the layer's module declares it; a test compares the two."""
+    """A weight, as the module of the layer declares it."""
 
     name: str
     """Path below the layer: "query", "query_norm.gain"."""
@@ -30,7 +30,7 @@ class Weight:
     axes: tuple[str | None, ...]
     """Logical axes, one for each dimension."""
     active_share: float = field(default=1.0, compare=False)
-    """Share of it that each token passes: less than 1 of experts, which tokens choose."""
+    """Share of the weight that each token uses: below 1 for experts."""
 
     @property
     def size(self) -> int:
@@ -38,37 +38,37 @@ class Weight:
 
 
 def total_size(weights: Sequence[Weight]) -> int:
-    """Elements of all of them."""
+    """Number of elements of all weights."""
     return sum(weight.size for weight in weights)
 
 
 def idle_size(weights: Sequence[Weight]) -> int:
-    """Those of them that a token does not pass."""
+    """Number of elements that a token does not use."""
     return sum(round(weight.size * (1 - weight.active_share)) for weight in weights)
 
 
 def unsharded(weights: Sequence[Weight]) -> "Elements":
-    """Those of them that are not spread at rest, but over `tensor` and `expert`."""
+    """Elements of the weights that ZeRO-1 and FSDP do not shard, by how `tensor` shards them."""
     selected = [weight for weight in weights if "embed" not in weight.axes and "expert" not in weight.axes]
     sharded = sum(weight.size for weight in selected if CUT_AXES.intersection(weight.axes))
     return Elements(replicated=sum(weight.size for weight in selected) - sharded, sharded=sharded)
 
 
 def prefixed(prefix: str, weights: Sequence[Weight]) -> tuple[Weight, ...]:
-    """The weights of a part of a layer, with the part's name before theirs."""
+    """The weights, with the prefix and a dot before their names."""
     return tuple(replace(weight, name=f"{prefix}.{weight.name}") for weight in weights)
 
 
 @dataclass(frozen=True, slots=True)
 class Elements:
-    """Elements of a tensor for each token, or of one side of a matrix, by how the mesh axis `tensor` divides them."""
+    """Elements of a tensor per token, or of one side of a matrix, by how the mesh axis `tensor` shards them."""
 
     replicated: int = 0
-    """Not divided: every device has all of them."""
+    """On every device."""
     sharded: int = 0
-    """Divided over all devices of `tensor`."""
+    """Sharded over all devices of `tensor`."""
     grouped: int = 0
-    """Divided over at most `groups` devices of `tensor`: key-value heads, of which further devices hold copies."""
+    """Sharded over at most `groups` devices of `tensor`; other devices hold copies. Key-value heads, for example."""
     groups: int = 1
 
     @property
@@ -81,15 +81,15 @@ class Elements:
         return self.sharded + self.grouped
 
     def surplus(self, tensor: int) -> float:
-        """Elements of a device beyond its even share, because groups are fewer than devices."""
+        """Elements on a device beyond an even share, if there are fewer groups than devices."""
         return self.grouped * (1 / min(tensor, self.groups) - 1 / tensor)
 
     def local(self, tensor: int) -> float:
-        """Elements on one of that many devices of `tensor`."""
+        """Elements on one device of `tensor`, the number of devices on that axis."""
         return self.replicated + self.divided / tensor + self.surplus(tensor)
 
     def plus(self, other: "Elements") -> "Elements":
-        """Of both together."""
+        """The sum of both."""
         return Elements(
             replicated=self.replicated + other.replicated,
             sharded=self.sharded + other.sharded,
@@ -108,29 +108,29 @@ class Matmul:
     inputs: Elements
     outputs: Elements
     result: Part | None = None
-    """Name by which the result is saved for the backward pass; None: no gradient needs it."""
+    """The part that the result belongs to if it is saved for the backward pass; None: no gradient needs it."""
     weights: int = 1
-    """Weights it is made of."""
+    """Number of weights."""
     joined: bool = False
-    """XLA concatenates the weights, by copies, and multiplies once in the forward pass; never with one weight."""
+    """XLA copies the weights into one matrix and multiplies once in the forward pass; false for one weight."""
     experts: int = 1
-    """Matrices of this shape, over which tokens are distributed."""
+    """Number of matrices of this shape that tokens are distributed over."""
     per_token: float = 1
-    """Experts that multiply each token; of what reads the section before, its positions for each own one."""
+    """Experts that multiply each token; for cross-attention, tokens of the preceding section per token of its own."""
     expert_shards: int = 1
-    """Devices of the mesh axis `expert` that have other matrices; all others of `SHARDS` have the same."""
+    """Devices of the mesh axis `expert` with different matrices; the devices of other sharding axes have the same."""
 
     @property
     def size(self) -> int:
-        """Elements of its weights."""
+        """Elements of the weights."""
         return self.experts * self.inputs.total * self.outputs.total
 
     def local_size(self, tensor: int) -> float:
-        """Elements of its weights on one device during the step."""
+        """Elements of the weights on one device during a step."""
         return self.experts * self.inputs.local(tensor) * self.outputs.local(tensor)
 
     def on(self, sharding: ExpertSharding) -> "Matmul":
-        """Of one device of `expert`, and of one of `tensor` where that has other experts."""
+        """The matmul of one device under a sharding of experts."""
         if self.experts == 1 or sharding.devices == 1:
             return self
         inputs, outputs = self.inputs, self.outputs
@@ -142,39 +142,39 @@ class Matmul:
         )
 
     def undivided(self, tensor: int) -> int:
-        """Elements of its weights that each device of `tensor` has all of at rest: those of groups too few to cut."""
+        """Elements of weights with too few groups to shard: each device of `tensor` stores them all."""
         return self.inputs.total * self.outputs.grouped * (tensor > self.outputs.groups)
 
     def copies(self, tensor: int) -> float:
-        """Those of them that a device uses during the step: one group."""
+        """The part of `undivided` that a device uses during a step: one group."""
         return self.undivided(tensor) / self.outputs.groups
 
 
 class MultiplyAdds(NamedTuple):
-    """Multiply-adds of a forward pass, as Megatron-LM's throughput counts them: matmuls, no norms, no softmax."""
+    """Multiply-adds of a forward pass, counted as in Megatron-LM's throughput: matmuls without norms and softmax."""
 
     per_token: float
     per_pair: float = 0
-    """For each pair of tokens of a row, half of which a causal mask hides; windows make no difference."""
+    """Per pair of tokens of a row, under a causal mask that hides half of the pairs; windows are ignored."""
     per_full_pair: float = 0
-    """For each pair of tokens of a row, where no mask hides later tokens."""
+    """Per pair of tokens of a row, without a causal mask."""
 
     def plus(self, other: "MultiplyAdds") -> "MultiplyAdds":
         return MultiplyAdds(*(a + b for a, b in zip(self, other, strict=True)))
 
 
 class Side(NamedTuple):
-    """A side of the matrices that one device multiplies."""
+    """One dimension of the matrices that a device multiplies."""
 
     setting: str
-    """Setting that decides it."""
+    """The setting that determines it."""
     text: str
-    """What it is, to be followed by the size."""
+    """Description; the size follows it."""
     size: int
 
 
 class LayerBuilder(Protocol):
-    """A mixer, MLP or norm of your own. Its model has facts if it has the methods of `Mixer`, `Layer` or `Norm`."""
+    """A user's own mixer, MLP or norm. Its model has facts if it has the methods of `Mixer`, `Layer` or `Norm`."""
 
     def build(self, settings: Any) -> Any:
         """The module; settings: `megajax.layers.param.LayerSettings`."""
@@ -183,14 +183,14 @@ class LayerBuilder(Protocol):
 
 @runtime_checkable
 class Layer(Protocol):
-    """Methods of a config that plans, counts and checks call. hidden: width of the residual stream."""
+    """Methods of a config for plans, counts and checks. hidden: width of the residual stream."""
 
     def weights(self, hidden: int) -> tuple[Weight, ...]:
         """Every weight of the layer's module."""
         ...
 
     def matmuls(self, hidden: int) -> tuple[Matmul, ...]:
-        """Products with weights, in the order of the forward pass."""
+        """Matrix products with weights, in the order of the forward pass."""
         ...
 
     def multiply_adds(self, hidden: int) -> MultiplyAdds:
@@ -205,19 +205,19 @@ class Layer(Protocol):
         ...
 
     def megatron_matrices(self, hidden: int, gains: int) -> int:
-        """Parameters that tensor parallelism cuts, by Megatron-LM's memory report. gains: weights of a norm, each."""
+        """Parameters that tensor parallelism shards, in Megatron-LM's memory report. gains: weights of each norm."""
         ...
 
     def tensor_sizes(self) -> list[int]:
-        """Numbers of devices of `tensor` that the layer can be divided over."""
+        """Legal sizes of the mesh axis `tensor`."""
         ...
 
     def mesh_problems(self, sizes: Mapping[str, int]) -> Iterator[Problem]:
-        """What is wrong with the layer on a mesh. sizes: mesh axis -> devices."""
+        """Problems of the layer on a mesh. sizes: mesh axis -> number of devices."""
         ...
 
     def matmul_sides(self, hidden: int, tensor: int) -> Iterator[Side]:
-        """Sides of the matrices on one device; those that `tensor` does not divide are left to `mesh_problems`."""
+        """Sides of the matrices on one device, without those that `tensor` does not divide (see `mesh_problems`)."""
         ...
 
     def summary(self, hidden: int) -> str:
@@ -226,12 +226,12 @@ class Layer(Protocol):
 
 
 class LayerFacts(Builds):
-    """Base of configs of layers: what follows from the matmuls, unless they say otherwise."""
+    """Base class of layer configs: facts that follow from the matmuls by default."""
 
     __slots__ = ()
 
     def matmuls(self, hidden: int) -> tuple[Matmul, ...]:
-        """Products with weights, in the order of the forward pass."""
+        """Matrix products with weights, in the order of the forward pass."""
         raise NotImplementedError
 
     def multiply_adds(self, hidden: int) -> MultiplyAdds:
@@ -251,7 +251,7 @@ class HasKernel(Protocol):
     def kernel_choice(
         self, hidden: int, request: Request, device: Device | None, setting: str = "kernel"
     ) -> Choice[str]:
-        """The kernel that computes it and why not a faster one; device: None for any NVIDIA GPU.
+        """The kernel of the layer, and the reasons against faster ones. device: None for any NVIDIA GPU.
 
         Raises UserError if a kernel chosen by name is not available; `setting` names it.
         """
@@ -268,51 +268,51 @@ class Mixer(Layer, HasKernel, Protocol):
 
     @property
     def heads(self) -> int:
-        """Rows of scores, or of states, that its kernel has for each token."""
+        """Heads of scores, or of states, that the kernel has for each token."""
         ...
 
     def shape_problems(self, *, hidden: int, length: int) -> list[Problem]:
-        """What is wrong with it on rows of `length` tokens."""
+        """Problems on rows of `length` tokens."""
         ...
 
     def kernel_work(self, hidden: int, keys: float) -> "KernelWork":
-        """What the kernel computes for each token, without a fused kernel. keys: positions of the rows it reads."""
+        """Work of the kernel per token, without fusion. keys: positions that each token reads."""
         ...
 
 
 @runtime_checkable
 class SupportsContext(Protocol):
-    """A mixer that says whether devices may hold parts of the rows that it mixes; of others they may not."""
+    """A mixer that may support context parallelism; other mixers need whole rows on each device."""
 
     def allows_context(self) -> bool:
-        """Whether everything in its module that looks along a row reads `Context.index` (`parallel.context`)."""
+        """Whether a device may hold part of a row; if so, the module takes positions from `Context.index`."""
         ...
 
 
 @runtime_checkable
 class DrawsNumbers(Protocol):
-    """A layer that may draw random numbers beside those of dropout."""
+    """A layer that may draw random numbers other than for dropout."""
 
     def draws_numbers(self) -> bool:
-        """Whether it does so in training."""
+        """Whether it draws them in training."""
         ...
 
 
 @runtime_checkable
 class ComparesRows(Protocol):
-    """A layer in which what a token gets, or its loss, may depend on other rows of its microbatch."""
+    """A layer whose outputs or loss may depend on the other rows of a microbatch."""
 
     def compares_rows(self) -> dict[str, Literal["rows", "order"]]:
-        """Settings in use that do so: by which rows they are alone, or by their order and their devices too."""
+        """Setting in use -> "rows": depends on which rows share a microbatch; "order": on their order too."""
         ...
 
 
 @runtime_checkable
 class HasExperts(Protocol):
-    """A layer with experts, which Megatron-LM's memory report counts apart from `megatron_matrices`."""
+    """A layer with experts; Megatron-LM's memory report counts them separately from `megatron_matrices`."""
 
     def expert_facts(self, hidden: int) -> ExpertFacts:
-        """Rows, buffers and what is sent."""
+        """Rows, buffers and collectives of the experts."""
         ...
 
     def megatron_experts(self, hidden: int) -> int:
@@ -320,11 +320,11 @@ class HasExperts(Protocol):
         ...
 
     def megatron_router(self, hidden: int) -> int:
-        """Parameters that no device cuts."""
+        """Parameters that are not sharded."""
         ...
 
     def megatron_ffn(self) -> int:
-        """Width of the layer that the report counts activations of, whatever a token passes."""
+        """Width of the layer whose activations the report counts, independent of top_k."""
         ...
 
 
@@ -338,17 +338,17 @@ class Norm(Protocol):
 
 
 def dense(name: str, inputs: int, outputs: int) -> tuple[Weight, Weight]:
-    """A matrix and a bias that every device of `tensor` has all of."""
+    """A matrix and a bias that are replicated over `tensor`."""
     return Weight(f"{name}.matrix", (inputs, outputs), ("embed", None)), Weight(f"{name}.bias", (outputs,), (None,))
 
 
 def norm_weights(name: str, norm: Any, size: int) -> tuple[Weight, ...]:
-    """Weights of a norm of this name; () without a norm, and for one without facts."""
+    """Weights of a norm with this name; () for no norm and for a norm without facts."""
     return prefixed(name, norm.weights(size)) if isinstance(norm, Norm) else ()
 
 
 def missing_members(config: object, protocol: type) -> list[str]:
-    """Names of the protocol that the config does not have."""
+    """Members of the protocol that the config lacks."""
     protocols = [cls for cls in protocol.__mro__ if cls.__module__ not in ("typing", "builtins")]
     names = {name: None for cls in protocols for name in (*vars(cls), *cls.__annotations__) if not name.startswith("_")}
     return [name for name in names if not hasattr(config, name)]
@@ -359,42 +359,42 @@ class Share:
     """A device's part of a microbatch."""
 
     tokens: int
-    """Of the microbatch, after the sequence is cut over `context`."""
+    """Tokens of the microbatch, after sharding over `context`."""
     width: int
-    """Bytes of an element in compute dtype."""
+    """Bytes per element in the compute dtype."""
     residual_width: int
-    """The same of the residual stream."""
+    """Bytes per element of the residual stream."""
     tensor: int = 1
     sequence: int = 1
-    """Devices that cut the residual stream along the sequence: those of `tensor` with sequence parallelism, else 1."""
+    """Sequence shards of the residual stream: the size of `tensor` with sequence parallelism, else 1."""
 
 
 class KernelWork(NamedTuple):
-    """What a mixer computes between its matmuls, for each token of its queries."""
+    """Work of a mixer between its matmuls, per query token."""
 
     multiply_adds: float
-    """Those on scores that a mask hides included."""
+    """Including masked scores."""
     unmasked: float
-    """Without them."""
+    """Without masked scores."""
     scores: float
-    """Scores of all heads: one for each key. Of a state space, the weights of the other positions of a chunk."""
+    """Scores of all heads, one per key. For a state space: weights of the other positions of a chunk."""
 
 
 class MixerFacts(NamedTuple):
-    """A mixer between its matmuls, for each token of its queries."""
+    """Facts of a mixer between its matmuls, per query token."""
 
     work: KernelWork
     heads: int
-    """See `Mixer`."""
+    """See `Mixer.heads`."""
     fused: bool
-    """Whether a fused kernel computes it, so that scores stay out of memory."""
+    """Whether the kernel is fused, so that scores are not stored in memory."""
     tensors: tuple[Elements, ...]
-    """What it reads and writes."""
+    """Its inputs and outputs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockFacts:
-    """The facts of a residual block's parts together, whatever the layout."""
+    """Facts of a residual block, independent of the layout."""
 
     hidden: int
     weights: int
@@ -403,17 +403,17 @@ class BlockFacts:
     tensors: Mapping[Part, Elements]
     mixers: tuple[MixerFacts, ...]
     parts: int = 2
-    """Sub-layers with a norm each, whose outputs are added to the residual stream."""
+    """Sub-layers, each with a norm and a residual addition."""
     memory_ratio: float = 0.0
-    """Tokens of the section before that the block reads for each token of its own."""
+    """Tokens of the preceding section that the block reads, per token of its own."""
     experts: tuple[ExpertFacts, ...] = ()
-    """Of the parts that have experts."""
+    """Facts of the sub-layers with experts."""
     unsharded: Elements = NO_ELEMENTS
-    """Weights that ZeRO-1 and FSDP leave whole: those without the logical axis `embed`, such as biases and what leads
-    out of latents."""
+    """Weights that ZeRO-1 and FSDP do not shard: those without the logical axis `embed`, such as biases and the
+    up-projections of latents."""
 
     def on(self, sharding: ExpertSharding) -> "BlockFacts":
-        """The same with the experts of one device, and tensors as large as the buffers of their rows."""
+        """The block with the experts of one device and with tensors of the size of their row buffers."""
         if not self.experts:
             return self
         matmuls, tensors = tuple(matmul.on(sharding) for matmul in self.matmuls), dict(self.tensors)
@@ -426,28 +426,28 @@ class BlockFacts:
 
     @property
     def sharded_parts(self) -> int:
-        """Parts whose matrices `tensor` shards, apart from experts."""
+        """Sub-layers whose matrices `tensor` shards, without those of experts."""
         return self.parts - sum(not facts.has_shared for facts in self.experts)
 
     def elements(self, part: Part) -> Elements:
-        """Of a tensor; none where the block has no such tensor."""
+        """Elements of a tensor; `NO_ELEMENTS` if the block has no such tensor."""
         return self.tensors.get(part, NO_ELEMENTS)
 
     @property
     def vectors(self) -> int:
-        """Elements of weights that are no matrices: gains, biases and the like."""
+        """Elements of weights that are not matrices, such as gains and biases."""
         return self.weights - sum(matmul.size for matmul in self.matmuls)
 
     def local_size(self, tensor: int) -> float:
-        """Elements of matrices on one device during the step."""
+        """Elements of matrices on one device during a step."""
         return sum(matmul.local_size(tensor) for matmul in self.matmuls)
 
     def local_expert_size(self, tensor: int) -> float:
-        """Of them, those of matrices that the devices of `expert` do not share."""
+        """The part of `local_size` that differs between devices of `expert`."""
         return sum(matmul.local_size(tensor) for matmul in self.matmuls if matmul.expert_shards > 1)
 
     def tensor_bytes(self, part: Part, share: Share) -> float:
-        """Bytes of the block's tensors of that name, of a microbatch on a device."""
+        """Bytes of a tensor of the block, for a microbatch on a device."""
         if part in ("input", "residual"):
             times = 1 if part == "input" else self.parts - 1
             return times * share.tokens * self.hidden * share.residual_width / share.sequence
@@ -458,23 +458,23 @@ class BlockFacts:
         return share.tokens * (self.elements(part).local(share.tensor) * share.width + 4 * heads / share.tensor)
 
     def saved_bytes(self, policy: SavePolicy, share: Share) -> float:
-        """Bytes on a device that the block saves of a microbatch; what waits in host memory does not count.
+        """Bytes that the block saves on a device for a microbatch, without tensors offloaded to host memory.
 
-        Where nothing is recomputed, norms and activations save their inputs alone: as if all tensors were named.
+        Without recomputation, norms and activations save only their inputs, as if all tensors were named.
         """
         parts = [part for part in (PARTS if policy.parts is None else policy.parts) if part not in policy.offloaded]
         return self._bytes(parts, policy, share)
 
     def host_bytes(self, policy: SavePolicy, share: Share) -> float:
-        """Bytes that the block saves in host memory."""
+        """Bytes that the block offloads to host memory."""
         return self._bytes(policy.offloaded, policy, share)
 
     def _bytes(self, parts: Sequence[Part], policy: SavePolicy, share: Share) -> float:
-        """Of several layers that are recomputed together, only the first saves its input."""
+        """Of layers in one checkpoint, only the first saves its input."""
         shares = {"input": policy.layers_per_checkpoint}
         return sum(self.tensor_bytes(part, share) / shares.get(part, 1) for part in parts)
 
     def recomputed_bytes(self, policy: SavePolicy, share: Share) -> float:
-        """Bytes of tensors that the backward pass computes again."""
+        """Bytes of the tensors that the backward pass recomputes."""
         everything = sum(self.tensor_bytes(part, share) for part in PARTS)
         return everything - self.saved_bytes(policy, share) - self.host_bytes(policy, share)

@@ -32,15 +32,15 @@ from megajax.mesh.observations import Observed, observe
 
 JITTER_PLACE = 5
 TOKENS = ("batch", "seq_residual", "embed")
-"""Layout of the input: each device routes its own positions."""
+"""Layout of the input: each device routes its own tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertLoad:
-    """Keeps the bias that balances experts, and the tokens of each in the last step: an updater."""
+    """Updater: the bias that balances experts, and the tokens of each expert in the last step."""
 
     rate: float | None
-    """What a bias changes by in a step; None: biases stay 0."""
+    """Change of a bias per step; None: biases stay 0."""
 
     def shape(self, observed: tuple[int, ...]) -> tuple[int, ...]:
         """[..., 2, E]: biases, tokens."""
@@ -65,12 +65,12 @@ class ExpertLoad:
 
 @dataclass(frozen=True, slots=True)
 class RouterReport:
-    """Keeps what a router reported of the last step: an updater. Layers read the loss scale."""
+    """Updater: the report of a router for the last step. Layers read the loss scale from it."""
 
     losses: tuple[str, ...] = ()
-    """Those it has, of LOSSES."""
+    """The losses of the router, a subset of LOSSES."""
     setting: str = ""
-    """What to change for fewer dropped tokens; "" where none is dropped."""
+    """The setting to change for fewer dropped tokens; "" if no token is ever dropped."""
 
     def shape(self, observed: tuple[int, ...]) -> tuple[int, ...]:
         """[..., len(REPORTED)]."""
@@ -91,7 +91,7 @@ class MixtureOfExperts(nnx.Module):
     """The weighted sum of the experts that a router chooses for each token, [B, S, D] -> [B, S, D]."""
 
     own_positions = True
-    """It takes each device's own positions of the residual stream."""
+    """Takes the residual stream sharded along the sequence."""
 
     def __init__(self, cfg: MoEConfig, settings: LayerSettings):
         self.cfg, self.layout, self.on_every_stage = cfg, settings.layout, settings.on_every_stage
@@ -121,7 +121,7 @@ class MixtureOfExperts(nnx.Module):
         return y if self.cfg.shared is None else y + self.shared_output(self.cfg.shared, x, ctx)
 
     def shared_output(self, cfg: SharedExpertConfig, x: Array, ctx: Context) -> Array:
-        """Of the layer that all tokens pass."""
+        """Output of the shared expert."""
         y = self.shared(self.layout.act(x, "batch", "seq", "embed"), ctx)
         if cfg.gate:
             gate = jnp.einsum("bsd,dg->bsg", x.astype(jnp.float32), self.shared_gate[...].astype(jnp.float32))
@@ -129,7 +129,7 @@ class MixtureOfExperts(nnx.Module):
         return y
 
     def routed(self, x: Array, ctx: Context) -> Array:
-        """Of the experts."""
+        """Output of the chosen experts."""
         cfg, layout = self.cfg if ctx.rows is None else self.cfg.decoding(), self.layout
         tokens, router_input = x, self.jittered(x, ctx)
         if cfg.latent is not None:
@@ -147,7 +147,7 @@ class MixtureOfExperts(nnx.Module):
         return layout.dot("bsl,ld->bsd", y, self.latent_up, *TOKENS)
 
     def on_device(self, cfg: MoEConfig, *, training: bool) -> Callable[..., Array]:
-        """(tokens, input of the router, positions, the router's arrays, weights of experts) -> outputs of a device."""
+        """(tokens, input of the router, positions, arrays of the router, expert weights) -> outputs on a device."""
         axes, sharding = token_axes(self.layout), expert_axes(self.layout)
         stages = manual_axes().get("pipeline", 1) if self.on_every_stage else 1
         copies, facts = sharding.copies(axes) * stages, cfg.expert_facts(self.router.shape[0])
@@ -159,19 +159,19 @@ class MixtureOfExperts(nnx.Module):
             routing, routed = self.route(cfg, router_input, index, arrays, axes, copies, training=training)
 
             def apply(rows: Array, sizes: Array, scale: Array) -> Array:
-                return self.experts.apply(cfg.kernel, experts, rows, sizes, scale, sharding.cuts())
+                return self.experts.apply(cfg.kernel, experts, rows, sizes, scale, sharding.ffn_shards())
 
             dispatch = Dispatch(
                 experts=cfg.experts,
                 top_k=cfg.top_k,
-                axes=sharding.over,
-                cut=sharding.cut if sharding.tokens_cut else (),
-                partial=() if sharding.tokens_cut else sharding.cut,
+                axes=sharding.experts,
+                token_axes=sharding.ffn if sharding.tokens_sharded else (),
+                partial_axes=() if sharding.tokens_sharded else sharding.ffn,
                 room=cfg.dispatch.room,
                 chunks=cfg.dispatch.chunks,
             )
             y, dropped = dispatched(facts.way_on(sharding.devices()), flat, routing, apply, dispatch)
-            report = routed | {"dropped": routed["dropped"] + dropped / (sharding.cuts() * stages)}
+            report = routed | {"dropped": routed["dropped"] + dropped / (sharding.ffn_shards() * stages)}
             observed = jnp.stack([jnp.asarray(report.get(name, 0), jnp.float32) for name in REPORTED])
             y = observe(y, arrays["report"], observed)
             return y.reshape(rows, -1, y.shape[-1])
@@ -189,9 +189,9 @@ class MixtureOfExperts(nnx.Module):
         *,
         training: bool,
     ) -> tuple[Routing, dict[str, Array]]:
-        """The experts of this device's tokens, and what is reported of them: parts of sums over all devices.
+        """Routing of the tokens of this device, and its report: parts of sums over all devices.
 
-        index: positions int32 [S] in the row; copies: devices that route the same tokens.
+        index: int32 [S], positions in the row; copies: number of devices that route the same tokens.
         """
         rows, flat = x.shape[0], x.reshape(-1, x.shape[-1]).astype(jnp.float32)
         logits = jnp.matmul(flat, arrays["router"].astype(jnp.float32), precision=lax.Precision.HIGHEST)
@@ -214,7 +214,7 @@ class MixtureOfExperts(nnx.Module):
         return routing._replace(weights=observe(routing.weights, arrays["load"], observed)), report
 
     def jittered(self, x: Array, ctx: Context) -> Array:
-        """x times random numbers, for the router alone."""
+        """x times random factors, for the router only."""
         jitter = self.cfg.router.jitter
         if jitter == 0 or ctx.row_keys is None:
             return x
@@ -228,34 +228,34 @@ class MixtureOfExperts(nnx.Module):
 
 
 class ExpertAxes(NamedTuple):
-    """How experts are spread, by the mesh axes that have several devices."""
+    """Mesh axes with several devices that shard experts."""
 
-    over: tuple[str, ...]
-    """Devices along these have different experts."""
-    cut: tuple[str, ...]
-    """The matrices of an expert are cut over these."""
-    tokens_cut: bool
-    """Whether the devices of `cut` have different tokens: with sequence parallelism."""
+    experts: tuple[str, ...]
+    """Axes that shard the list of experts."""
+    ffn: tuple[str, ...]
+    """Axes that shard the matrices of an expert."""
+    tokens_sharded: bool
+    """Whether the `ffn` axes also shard the tokens (sequence parallelism)."""
 
     def devices(self) -> int:
-        """Parts of the list of experts."""
-        return devices_along(self.over)
+        """Shards of the list of experts."""
+        return devices_along(self.experts)
 
-    def cuts(self) -> int:
-        """Parts of an expert's ffn."""
-        return devices_along(self.cut)
+    def ffn_shards(self) -> int:
+        """Shards of the ffn of an expert."""
+        return devices_along(self.ffn)
 
     def copies(self, tokens: TokenAxes) -> int:
-        """Devices that route the same tokens."""
-        return devices_along(tuple(axis for axis in self.cut + self.over if axis not in tokens.every))
+        """Number of devices that route the same tokens."""
+        return devices_along(tuple(axis for axis in self.ffn + self.experts if axis not in tokens.every))
 
 
 def token_axes(layout: Layout) -> TokenAxes:
-    """Axes over which the tokens of the residual stream are cut."""
-    return TokenAxes(layout.sharded_axes("batch"), layout.sharded_axes("seq_residual"), layout.sequence_sharding())
+    """Axes that shard the tokens of the residual stream."""
+    return TokenAxes(layout.sharded_axes("batch"), layout.sharded_axes("seq_residual"), layout.row_cut())
 
 
 def expert_axes(layout: Layout) -> ExpertAxes:
-    """Axes over which experts are."""
+    """Axes that shard experts."""
     ffn = layout.sharded_axes("expert_mlp")
     return ExpertAxes(layout.sharded_axes("expert"), ffn, set(ffn) <= set(layout.sharded_axes("seq_residual")))

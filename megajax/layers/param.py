@@ -37,7 +37,7 @@ class Normal:
 
 @dataclass(frozen=True, slots=True)
 class Uniform:
-    """Between two numbers, each as likely as the others."""
+    """Uniform between two numbers."""
 
     low: float
     high: float
@@ -58,49 +58,47 @@ class Constant:
 
 
 WEIGHTS_STREAM = 0
-"""Tells the random numbers of initial weights from others that derive from the same seed."""
+"""Stream of the random numbers of initial weights, separate from others with the same seed."""
 
 ZEROS, ONES = Constant(0.0), Constant(1.0)
 
 type RowOrder = Callable[[Sequence[int]], tuple[int, ...]]
-"""Numbers of the layers that a stacked weight is of, in their order -> for each row the place among them of the layer
-that it holds, or -1 for a row of zeros that is no layer."""
+"""Layer numbers of a stacked weight, in order -> for each row the index of its layer; -1 for a padding row of zeros."""
 type Role = Literal["weight", "filter", "bias", "gain", "rate", "quantized", "observation"]
-"""What update rules tell apart. A filter is the kernel of a convolution: it decays as matrices do, and is none. A rate
-is of a recurrence: it does not decay, and is computed with in float32. What is quantized, numbers of 8 or 4 bits and
-their scales, is not trained, and computed with as it is."""
+"""Kinds of weights that update rules distinguish. A filter is a convolution kernel and decays like a matrix. A rate
+belongs to a recurrence: no weight decay, used in float32. Quantized values and their scales are not trained or cast."""
 
 
 class Init(Protocol):
-    """Initial values; a frozen dataclass, so that two are compared by their settings."""
+    """Initial values; a frozen dataclass, so two are equal if their settings are."""
 
     def draw(self, key: Array, shape: tuple[int, ...]) -> Array:
-        """Float32 values, from the key alone: that of a weight, and in a stack of the layer."""
+        """Float32 values that depend only on the key of the weight (and layer)."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerSettings:
-    """What every layer of a model shares."""
+    """Settings that all layers of a model share."""
 
     layout: Layout
     hidden: int
     std: float
     """Standard deviation of initial weights."""
     output_std: float
-    """The same for matrices that write to the residual stream."""
+    """Standard deviation for matrices that write to the residual stream."""
     score_scale: Callable[[int], float] = lambda size: size**-0.5
-    """Factor on scores by size of a head, where a layer says none itself."""
+    """Head size -> factor on attention scores, for layers without their own."""
     padded: bool = False
-    """Rows hold one text and padding after it, which has segment 0."""
+    """Rows hold one text followed by padding with segment 0."""
     on_every_stage: bool = False
-    """All stages of a pipeline run the layer on the same tokens, as those behind the stack: gradients and observations
-    that it makes by itself are a share of each."""
+    """All pipeline stages run the layer on the same tokens (layers after the stack): each stage contributes a share of
+    the gradients and observations that the layer makes itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParamSpec:
-    """A weight or an observation as declared: everything its values, layouts and update rules derive from."""
+    """Declaration of a weight or observation: determines its values, layout and update rule."""
 
     path: str
     shape: tuple[int, ...]
@@ -108,42 +106,42 @@ class ParamSpec:
     init: Init
     role: Role
     init_path: str
-    """Path the initial values derive from: the same for a layer wherever it stands in a stack's pattern."""
+    """Path that seeds the initial values, independent of the place of the layer in a pattern."""
     layers: tuple[int, ...]
-    """Numbers of the layers along the leading dimension, -1 for a row that is no layer; () outside a stack."""
+    """Layer numbers along the leading dimension, -1 for a padding row; () outside a stack."""
     updater: Updater | None = None
-    """Of an observation; None for a weight."""
+    """Updater of an observation; None for a weight."""
     dtype: str = "float32"
 
     def keeps_dtype(self) -> bool:
-        """Whether layers take it in its own dtype; others are cast to the compute dtype."""
+        """Whether layers use the stored dtype; other weights are cast to the compute dtype."""
         return self.role in ("rate", "quantized", "observation")
 
     def observed(self) -> Updater:
-        """The updater. Raises TypeError for a weight."""
+        """The updater of an observation. Raises TypeError for a weight."""
         if self.updater is None:
             raise TypeError(f"{self.path} is a weight, not an observation")
         return self.updater
 
 
 def param(shape: tuple[int, ...], axes: LogicalAxes, *, init: Init, role: Role = "weight") -> nnx.Param:
-    """A weight: shape, logical axes and initial values on one line. Zeros until initialised."""
+    """Declare a weight: shape, logical axes, initial values. Zeros until initialised."""
     return _leaf(nnx.Param, shape, axes, init=init, role=role)
 
 
 class Observation(nnx.Variable):
-    """A leaf whose cotangent is what a layer saw; see megajax.mesh.observations."""
+    """A leaf whose cotangent is an observed statistic; see megajax.mesh.observations."""
 
     reduction: Reduction
 
 
 def observation(declared: Observed) -> Observation:
-    """An observation of a layer, to be given to `observe`.
+    """Declare an observation of a layer, an argument of `observe`.
 
-    Raises ValueError for the axis `embed`, along which weights are spread at rest and observations are not.
+    Raises ValueError for the axis `embed`: ZeRO and FSDP shard weights along it, but not observations.
     """
     if "embed" in declared.axes:
-        raise ValueError(f"observations are not spread: use None for embed in the axes {declared.axes}")
+        raise ValueError(f"observations are not sharded over embed: use None in the axes {declared.axes}")
     more: dict[str, Any] = {"reduction": declared.reduction, "updater": declared.updater}
     return _leaf(Observation, declared.shape, declared.axes, init=ZEROS, role="observation", **more)
 
@@ -153,18 +151,18 @@ class Adapter(nnx.Param):
 
 
 class Matrix(nnx.Module):
-    """A weight that `Layout.dot` or a grouped matmul multiplies by, with what belongs to it.
+    """A weight for `Layout.dot` or a grouped matmul, with its recipe state, adapter and quantization.
 
-    The array has the path of the matrix itself (`query`). After it come what the layout's recipe keeps beside it
-    (`query.amax.max`), the two matrices of an adapter (`query.lora_a`, `query.lora_b`) and, where the array is
-    quantized, its scales (`query.scale`).
+    The array has the path of the matrix itself (`query`). Below it are the observations of the recipe
+    (`query.amax.max`), the two matrices of an adapter (`query.lora_a`, `query.lora_b`) and the scales of a quantized
+    array (`query.scale`).
     """
 
     def __init__(
         self, layout: Layout, array: nnx.Param, beside: Mapping[str, Observed] = MappingProxyType({}), inputs: int = 1
     ):
-        """beside: observations by name; inputs: number of dimensions that a product sums over, the first of the array
-        behind those of layers and experts."""
+        """beside: observations by name; inputs: number of contracted dimensions, the first ones after those of layers
+        and experts."""
         self.layout, self.array, self.inputs = layout, array, inputs
         self.low_rank: LowRank | None = None
         self.quantized: Product | None = None
@@ -173,23 +171,23 @@ class Matrix(nnx.Module):
             setattr(self, name, observation(declared))
 
     def __getitem__(self, key: EllipsisType) -> Array:
-        """matrix[...]: the array as it is multiplied by, with a copy of each key-value head on every device that uses
-        it. A training step hands in weights that have them; outside of one, they are made here."""
+        """matrix[...]: the array for products, with a copy of each key-value head on every device that uses it.
+        A training step passes weights with these copies; elsewhere they are made here."""
         del key
         return self.multiplied(self._stored())
 
     def product(self, multiply: Matmul, equation: str, x: Array) -> Array:
-        """Of x and the array, by a recipe for arrays that are not quantized; see `adapted`."""
+        """Product of x and the array; `multiply` is the recipe for arrays that are not quantized. See `adapted`."""
         if self.quantized is not None:
             return self.quantized.product(equation, x, self._stored())
         return multiply(equation, x, self[...], **{name: getattr(self, name)[...] for name in self.names})
 
     def multiplied(self, values: Mapping[str, Array]) -> Array:
-        """The array that inputs are multiplied by, of the values of `leaves`; float32 where it is quantized."""
+        """The array for products, from the values of `leaves`; float32 if it is quantized."""
         return values[""] if self.quantized is None else self.quantized.whole(values)
 
     def adapted(self, y: Array, equation: str, x: Array, *out: str | None) -> Array:
-        """y, the product of x and the array, with what the adapter adds, if there is one. out: logical axes of y."""
+        """y, the product of x and the array, plus the output of the adapter, if any. out: logical axes of y."""
         if self.low_rank is None:
             return y
         a, b = (with_head_copies(self.layout, leaf) for leaf in (self.lora_a, self.lora_b))
@@ -199,22 +197,22 @@ class Matrix(nnx.Module):
         return {end: with_head_copies(self.layout, leaf) for end, leaf in self._own_leaves().items()}
 
     def _own_leaves(self) -> dict[str, nnx.Param]:
-        """Without those of the adapter."""
+        """The leaves without those of the adapter."""
         scales = (SCALE, FACTOR, AMAX)
         return {"": self.array} | {end: getattr(self, end[1:]) for end in scales if hasattr(self, end[1:])}
 
     def leaves(self) -> dict[str, nnx.Param]:
-        """The array and what it is read with, by what their paths have beyond that of the matrix."""
+        """The array, its scales and its adapter, by path suffix after the path of the matrix."""
         adapter = {} if self.low_rank is None else {".lora_a": self.lora_a, ".lora_b": self.lora_b}
         return self._own_leaves() | adapter
 
     def smaller_side(self) -> int:
-        """The smaller of the numbers of inputs and outputs: the largest rank that it can have."""
+        """The smaller of the numbers of inputs and outputs: the maximum rank."""
         shape = self.array.shape[sum(name in ("layer", "expert") for name in self.array.axes) :]
         return min(prod(shape[: self.inputs]), prod(shape[self.inputs :]))
 
     def quantize(self, quantized: Quantized) -> None:
-        """Store the array so; after `adapt`, where there is an adapter."""
+        """Store the array in this form. Call `adapt` before, if there is an adapter."""
         self.quantized = quantized
         array = self.array
         for end, (shape, axes, dtype) in quantized.declared(array.shape, array.axes).items():
@@ -223,9 +221,9 @@ class Matrix(nnx.Module):
             setattr(self, end[1:] or "array", _changed(leaf, leaf[...], layers=array.layers, init_path=origin))
 
     def adapt(self, rank: int, scale: float, rate: float) -> None:
-        """Add an adapter: A from the inputs to `rank`, B from there to the outputs, laid out as the array is.
+        """Add an adapter: A [inputs, rank] and B [rank, outputs], laid out like the array.
 
-        scale: of what it adds; rate: of its input's dropout. Initial values as in PEFT: A uniform up to 1 /
+        scale: factor on its output; rate: dropout rate of its input. Initial values as in PEFT: A uniform up to 1 /
         sqrt(inputs), which is Kaiming's with a = sqrt(5), B zeros.
         """
         shape, axes = self.array.shape, self.array.axes
@@ -252,14 +250,14 @@ def with_head_copies(layout: Layout, leaf: nnx.Param) -> Array:
 def matrix(
     settings: LayerSettings, shape: tuple[int, ...], axes: LogicalAxes, *, init: Init | None = None, inputs: int = 1
 ) -> Matrix:
-    """A weight for `Layout.dot`. init: by default that of matrices that do not write to the residual stream; inputs:
-    the number of its first dimensions that a product sums over."""
+    """Declare a weight for `Layout.dot`. init: by default that of matrices that do not write to the residual stream;
+    inputs: number of leading dimensions that a product contracts."""
     array = param(shape, axes, init=init or Normal(settings.std))
     return Matrix(settings.layout, array, settings.layout.beside(shape, axes), inputs)
 
 
 def matrices_of(module: nnx.Module) -> dict[str, Matrix]:
-    """Those of a module by path."""
+    """The matrices of a module by path."""
     nodes = nnx.iter_graph(module)
     return {".".join(map(str, path)): node for path, node in nodes if isinstance(node, Matrix)}
 
@@ -273,7 +271,7 @@ def _leaf[V: nnx.Variable](
 
 
 def stacked(block: nnx.Module, layers: tuple[int, ...]) -> nnx.Module:
-    """The same module with a leading `layer` dimension on every leaf; `layers` are their numbers in the model."""
+    """The module with a leading `layer` dimension on every leaf. layers: layer numbers in the model."""
     graph, state = nnx.split(block)
     leaves = []
     for parts, leaf in nnx.to_flat_state(state):
@@ -300,7 +298,7 @@ def _changed[V: nnx.Variable](leaf: V, value: Any, **changes: Any) -> V:
 
 
 def path_of(parts: Sequence[object], leaf: nnx.Variable) -> str:
-    """Path of a leaf by its place in a module: that of an observation ends in its reduction, see also `Matrix`."""
+    """Path of a leaf in a module; that of an observation ends in its reduction. See also `Matrix`."""
     names = [str(part) for part in parts]
     if isinstance(leaf, Observation):
         return ".".join([*names, leaf.reduction])
@@ -322,11 +320,11 @@ def specs(model: nnx.Module, kind: type[nnx.Variable] = nnx.Param) -> dict[str, 
 
 
 def initial_values(declared: Mapping[str, ParamSpec], seed: int) -> Params:
-    """Weights from (seed, path, layer number) alone, on whatever layout they are made; float32 unless quantized.
+    """Weights that depend only on (seed, path, layer number), not on the layout; float32 unless quantized.
 
-    The random bits are the same everywhere. Turning them into Gaussian values takes a logarithm, whose last bit a
-    compiler may round otherwise in a vectorised loop: a few percent of the values differ by one unit in the last place
-    (2e-7 relative) between layouts.
+    The random bits are equal on all layouts. The Gaussian transform takes a logarithm, whose last bit may round
+    differently in a vectorised loop: a few percent of the values differ by one unit in the last place (2e-7 relative)
+    between layouts.
     """
     weights = jax.random.fold_in(jax.random.key(seed), WEIGHTS_STREAM)
     return {path: _draw(spec, weights).astype(spec.dtype) for path, spec in declared.items()}

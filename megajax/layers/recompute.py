@@ -8,7 +8,7 @@ from megajax.layers.remat import SavePolicy
 
 
 def checkpointed(layer: Callable, policy: SavePolicy) -> Callable:
-    """A layer function that saves for the backward pass only what the policy says."""
+    """The layer under `jax.checkpoint` with this policy."""
     policies = jax.checkpoint_policies
     if policy.parts is None:
         return layer
@@ -25,9 +25,9 @@ def checkpointed(layer: Callable, policy: SavePolicy) -> Callable:
 
 
 def save_only_inputs[**P, R](f: Callable[P, R]) -> Callable[P, R]:
-    """f, saving only its arguments for the backward pass and recomputing the rest, whatever the layer's policy.
+    """Save only the arguments of f for the backward pass; recompute the rest, whatever the policy of the layer.
 
-    For functions that the compiler fuses: the backward kernel reads the arguments again, where it would otherwise read
-    each intermediate result, written in float32 if f computes in it.
+    For functions that the compiler fuses: the backward kernel reads the arguments again instead of every intermediate
+    result, which would be stored in float32 if f computes in float32.
     """
     return jax.checkpoint(f, prevent_cse=False)

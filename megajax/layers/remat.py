@@ -1,4 +1,4 @@
-"""Which activations of a layer are saved for its backward pass, the others being recomputed.
+"""Which activations of a layer are saved for the backward pass; the others are recomputed.
 
 Importing this imports neither jax nor flax.
 """
@@ -27,28 +27,27 @@ NAMES: Mapping[Part, tuple[str, ...]] = MappingProxyType(
         "input": ("input",),
     }
 )
-"""Names that layers give to the tensors of each part. In order: outputs of norms; inputs of the attention kernel; the
-latents of latent attention; outputs of the attention kernel; the gate on them; the residual stream between attention
-and MLP; inputs of the MLP's activation; its output; the residual stream at the start of a layer, which is always saved.
-Other tensors never are."""
+"""`checkpoint_name` names of the tensors of each part. In order: outputs of norms; inputs of the attention kernel; the
+latents of latent attention; outputs of the attention kernel; their gate; the residual stream between attention and MLP;
+inputs of the MLP's activation; its output; the input of a layer, always saved. No other tensor is."""
 
 PARTS: tuple[Part, ...] = tuple(NAMES)
 SELECTIVE: tuple[Part, ...] = ("norm", "latent", "activation")
-"""Parts that are recomputed without a large matmul."""
+"""Parts that can be recomputed without a large matmul."""
 
 type Recompute = Literal["none", "selective", "full"] | tuple[Part, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SavePolicy:
-    """What a layer function saves for its backward pass."""
+    """What a layer saves for the backward pass."""
 
     parts: tuple[Part, ...] | None
-    """None: everything its gradient needs, without a policy."""
+    """Saved parts; None: everything that gradients need (no jax.checkpoint)."""
     offloaded: tuple[Part, ...] = ()
-    """Of these, the parts that wait in host memory."""
+    """Saved parts that are offloaded to host memory."""
     layers_per_checkpoint: int = 1
-    """Layers of which only the input of the first is saved; they are recomputed together."""
+    """Consecutive layers in one checkpoint: only the input of the first is saved."""
 
     @property
     def saved(self) -> tuple[str, ...]:
@@ -63,7 +62,7 @@ class SavePolicy:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recomputing:
-    """The choice as a config has it."""
+    """The recompute settings of a config."""
 
     recompute: Recompute = "selective"
     layers: int | None = None
@@ -71,7 +70,7 @@ class Recomputing:
     offload: tuple[Part, ...] = ()
 
     def recomputed_parts(self) -> tuple[Part, ...]:
-        """Parts that are recomputed; () for none."""
+        """The recomputed parts."""
         if isinstance(self.recompute, tuple):
             return self.recompute
         return {"none": (), "selective": SELECTIVE, "full": tuple(part for part in PARTS if part != "input")}[
@@ -79,7 +78,7 @@ class Recomputing:
         ]
 
     def policy(self) -> SavePolicy:
-        """Of layers that recompute."""
+        """The policy of layers that recompute."""
         if self.recompute == "none":
             return SavePolicy(parts=None)
         recomputed = self.recomputed_parts()
@@ -90,12 +89,12 @@ class Recomputing:
         )
 
     def lighter_policy(self) -> SavePolicy:
-        """Of the layers beyond `layers`: they recompute one step less."""
+        """The policy of the layers beyond `layers`: the next cheaper one."""
         lighter = "none" if set(self.recomputed_parts()) <= set(SELECTIVE) else "selective"
         return replace(self, recompute=lighter, layers_per_checkpoint=1, offload=()).policy()
 
     def keeps_all(self) -> bool:
-        """Whether some layer saves everything its gradient needs."""
+        """Whether any layer saves everything that gradients need."""
         return self.policy().parts is None or (self.layers is not None and self.lighter_policy().parts is None)
 
     def problems(self) -> list[Problem]:
@@ -134,7 +133,7 @@ class Recomputing:
 
 
 def format_recompute(recompute: Recompute) -> str:
-    """As it is written in a config."""
+    """The setting as a config writes it."""
     return recompute if isinstance(recompute, str) else ",".join(recompute)
 
 

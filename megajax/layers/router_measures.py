@@ -1,6 +1,6 @@
-"""What a run reports of routers: the load of experts, dropped tokens, losses. See megajax.mesh.measures.
+"""Metrics of routers: the load of experts, dropped tokens, losses. See megajax.mesh.measures.
 
-L layers, E experts. All of it is numpy, on the host.
+L layers, E experts. Computed with numpy, on the host.
 """
 
 from functools import partial
@@ -13,7 +13,7 @@ from megajax.mesh.measures import Measure
 
 
 def load_measures() -> tuple[Measure, ...]:
-    """Of the state [L, 2, E] of ExpertLoad."""
+    """Metrics of the state [L, 2, E] of ExpertLoad."""
     return (
         Measure(name="expert_load_max_over_mean", of=max_over_mean, over_layers="max", label="load", shown="{:.2f}x"),
         Measure(name="expert_load_entropy", of=entropy, over_layers="min"),
@@ -22,7 +22,7 @@ def load_measures() -> tuple[Measure, ...]:
 
 
 def report_measures(losses: tuple[str, ...], setting: str) -> tuple[Measure, ...]:
-    """Of the state [L, len(REPORTED)] of RouterReport. losses: those a router has; setting: what drops fewer tokens."""
+    """Metrics of the state [L, len(REPORTED)] of RouterReport. losses: of the router; setting: to drop fewer tokens."""
     warning = f"{{value:.2%}} of what tokens chose was dropped: experts had no room for it; raise {setting}" * bool(
         setting
     )
@@ -46,28 +46,28 @@ def report_measures(losses: tuple[str, ...], setting: str) -> tuple[Measure, ...
 
 
 def losses_of(cfg: MoEConfig) -> tuple[str, ...]:
-    """Those a router has, of LOSSES."""
+    """The losses of a router, a subset of LOSSES."""
     return tuple(name for name in LOSSES if getattr(cfg.router, f"{name}_loss"))
 
 
 def setting_of_room(cfg: MoEConfig) -> str:
-    """The settings that let experts take more tokens; "" where none is dropped."""
+    """The settings that limit the tokens of experts; "" if no token is ever dropped."""
     settings = ["router.capacity.factor"] * (cfg.router.capacity is not None)
     return " and ".join([*settings, *["dispatch.room"] * (cfg.dispatch.room is not None)])
 
 
 def tokens(load: np.ndarray) -> np.ndarray:
-    """[L, E]: of each expert in the last step."""
+    """[L, E]: tokens of each expert in the last step."""
     return load[:, 1]
 
 
 def max_over_mean(load: np.ndarray) -> np.ndarray:
-    """[L]: tokens of the expert with most, over the mean; nan before the first step."""
+    """[L]: maximum over mean of the tokens of experts; nan before the first step."""
     return divided(tokens(load).max(-1), tokens(load).mean(-1))
 
 
 def entropy(load: np.ndarray) -> np.ndarray:
-    """[L]: of the shares of experts, over log E: 1 for equal loads, 0 for all tokens to one expert."""
+    """[L]: entropy of the shares of experts, over log E: 1 for equal loads, 0 if one expert gets all tokens."""
     shares = divided(tokens(load), tokens(load).sum(-1, keepdims=True))
     # 0 log 0 is 0.
     terms = -shares * np.log(np.where(shares == 0, 1, shares))

@@ -1,6 +1,6 @@
-"""Layers in runs: a pattern of blocks, repeated. What is compiled is the patterns. Imports neither jax nor flax.
+"""Layers as runs: patterns of blocks with repeats. Only the patterns are compiled. Imports neither jax nor flax.
 
-Blocks are numbers here: equal blocks have the same one.
+Blocks are numbers here: equal blocks have the same number.
 """
 
 from collections.abc import Collection, Sequence
@@ -17,11 +17,11 @@ class Run(NamedTuple):
 
     pattern: Pattern
     counts: tuple[int, ...]
-    """How often each chunk repeats it there; 0 where the chunk has no such layers."""
+    """Repeats in each chunk; 0: the chunk has no such layers."""
 
 
 def period(numbers: Sequence[int]) -> int:
-    """Length of the shortest sequence whose repeats give this one."""
+    """Length of the shortest sequence that gives this one when repeated."""
     count = len(numbers)
     return next(n for n in range(1, count + 1) if count % n == 0 and all(map(eq, numbers, numbers[n:])))
 
@@ -46,10 +46,10 @@ def split_patterns(numbers: Sequence[int], patterns: Collection[Pattern] | None 
 
 
 def common_runs(chunks: Sequence[Sequence[int]]) -> tuple[Run, ...]:
-    """Runs that give every chunk, each with its own counts: the shortest patterns in all that are found.
+    """Runs that give every chunk with its own counts, with the smallest total length of patterns found.
 
-    The patterns are those of one chunk, or of all chunks together; the runs of all chunks are merged one after another
-    by shortest common supersequences.
+    Candidates are the patterns of each chunk and those of all chunks joined; the runs of the chunks are merged by
+    shortest common supersequences.
     """
     single = {(number,) for chunk in chunks for number in chunk}
     sources = dict.fromkeys([*map(tuple, chunks), tuple(number for chunk in chunks for number in chunk)])
@@ -74,7 +74,7 @@ def _merged(chunks: Sequence[Sequence[tuple[Pattern, int]]]) -> tuple[Run, ...]:
 
 
 def _supersequence(first: Sequence[Pattern], second: Sequence[Pattern]) -> list[Pattern]:
-    """The shortest sequence that has both as subsequences, where patterns count by their lengths."""
+    """The shortest sequence with both as subsequences, measured by the lengths of patterns."""
     # shared[i][j]: the longest subsequence that one[i:] and other[j:] have in common.
     shared = [[0] * (len(second) + 1) for _ in range(len(first) + 1)]
     for i in reversed(range(len(first))):

@@ -14,10 +14,10 @@ from megajax.layers.runs import split_patterns
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SegmentsConfig(Builds):
-    """Stacks one after another, each scanned: hybrids whose layers are not one repeated pattern.
+    """Consecutive stacks, each scanned: hybrids whose layers are not one repeated pattern.
 
-    Layers are numbered through all segments. The weights of equal blocks are stacked together wherever they are, so
-    they are the same arrays however layers are cut into segments and over the stages of a pipeline.
+    Layers are numbered across segments. The weights of equal blocks are stacked together, so the arrays do not depend
+    on how layers are divided into segments and pipeline stages.
     """
 
     target: ClassVar[str] = "megajax.layers.stack:Stack"
@@ -33,7 +33,7 @@ class SegmentsConfig(Builds):
         return self.segments
 
     def with_pattern(self, blocks: Sequence[AnyBlockConfig]) -> "SegmentsConfig":
-        """The same segments of other blocks, one for each layer. Equal layers must become equal ones."""
+        """The same segments with other blocks, one per layer. Equal blocks must be replaced by equal blocks."""
         starts = accumulate((part.layers() for part in self.segments), initial=0)
         parts = [
             part.with_pattern(blocks[start : start + len(part.pattern)])
@@ -43,7 +43,7 @@ class SegmentsConfig(Builds):
 
     @property
     def pattern(self) -> tuple[AnyBlockConfig, ...]:
-        """Every layer's block, as a pattern that occurs once."""
+        """The blocks of all layers, as a pattern that occurs once."""
         return tuple(block for part in self.segments for block in part.pattern * part.repeats)
 
     @property
@@ -52,25 +52,25 @@ class SegmentsConfig(Builds):
 
     @classmethod
     def of(cls, blocks: Sequence[AnyBlockConfig]) -> "SegmentsConfig":
-        """These blocks in the segments that have the fewest blocks in their patterns, which is what is compiled."""
+        """These blocks in segments with the fewest blocks to compile: the smallest total length of patterns."""
         runs = split_patterns([blocks.index(block) for block in blocks])
         stacks = (StackConfig(pattern=tuple(blocks[n] for n in pattern), repeats=repeats) for pattern, repeats in runs)
         return cls(segments=tuple(stacks))
 
     def stored(self) -> tuple[tuple[AnyBlockConfig, tuple[int, ...]], ...]:
-        """Each block whose weights are stacked, and the numbers of the layers they are of."""
+        """Each block with stacked weights, and the numbers of its layers."""
         layers: dict[AnyBlockConfig, list[int]] = {}
         for number, block in enumerate(self.pattern):
             layers.setdefault(block, []).append(number)
         return tuple((block, tuple(numbers)) for block, numbers in layers.items())
 
     def named_blocks(self) -> dict[str, AnyBlockConfig]:
-        """Setting -> block, of each that is in the config."""
+        """Setting -> block, for each block of the config."""
         parts = enumerate(self.segments)
         return {f"segments.{n}.{setting}": block for n, part in parts for setting, block in part.named_blocks().items()}
 
     def cut_unit(self) -> int:
-        """Layers that a pipeline cannot cut apart: one."""
+        """Layers that stay on one pipeline stage: one."""
         return 1
 
     def layers(self) -> int:
@@ -82,16 +82,16 @@ class SegmentsConfig(Builds):
         return sum(part.sub_layers() for part in self.segments)
 
     def repeated_blocks(self) -> tuple[tuple[AnyBlockConfig, int], ...]:
-        """Each block that is written in the config, and how often it is applied."""
+        """Each block of the config and how often it is applied."""
         return tuple(pair for part in self.segments for pair in part.repeated_blocks())
 
     def shared_weights(self) -> tuple[Weight, ...]:
-        """Weights of the stack itself."""
+        """Weights that all layers of the stack share."""
         return table_weights(self.pattern)
 
 
 def stack_of(blocks: Sequence[AnyBlockConfig]) -> StackConfig | SegmentsConfig:
-    """These layers: one pattern that repeats, or else several."""
+    """A stack of these layers: one repeated pattern if possible, otherwise segments."""
     single = StackConfig.of(blocks)
     return single if single.repeats > 1 or len(blocks) == 1 else SegmentsConfig.of(blocks)
 

@@ -1,4 +1,4 @@
-"""A stack of residual blocks: patterns that are scanned, with what the backward pass saves chosen by name."""
+"""A stack of residual blocks: scanned patterns, with saved activations chosen by name."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -26,29 +26,29 @@ from megajax.layers.segments import SegmentsConfig
 from megajax.mesh.layout import Layout
 
 BLOCKS = "blocks."
-"""Where a stack's weights with a leading `layer` dimension are; the others are the same for all layers."""
+"""Path prefix of the weights with a leading `layer` dimension; the other weights are shared by all layers."""
 
 type Unit = Callable[[Params, Params, Array, Array, Context], Array]
-"""(weights, the stack's other weights, numbers, x, ctx) -> x: repeats that are differentiated as one.
+"""(weights, shared weights of the stack, numbers, x, ctx) -> x: repeats that are differentiated together.
 
-weights: of one repeat a row of each, of n [n, ...], by the place of the block in the pattern and the path in it:
-"0.mixer.query"; numbers: int32 [] or [n], of the first layer of each. One row is taken outside: taken within, it would
-be kept as something computed rather than as an argument.
+weights: one row of each for one repeat, [n, ...] for n, by the place of the block in the pattern and the path in it:
+"0.mixer.query"; numbers: int32 [] or [n], the first layer of each repeat. A single row is indexed outside: indexed
+inside, it would be saved as an intermediate result rather than as an argument.
 """
 
 
 type BlockStep = Callable[[Any, Array, Cache, Context], tuple[Array, Cache]]
-"""(block, x, its part of the cache, ctx) -> x and that part."""
+"""(block, x, the cache of the block, ctx) -> x and that cache."""
 
 type Fp8Layers = tuple[tuple[bool, ...], ...]
-"""For each repeat of a unit, for each block of the pattern: whether it multiplies in 8 bits."""
+"""For each repeat of a unit and each block of the pattern: whether it multiplies in 8 bits."""
 
 type PerChunk = int | np.ndarray
-"""The same in every chunk of a pipeline, or int32 [chunks] by their order in the model."""
+"""Equal in all chunks of a pipeline, or int32 [chunks] in the order of the model."""
 
 
 class Segment(NamedTuple):
-    """Layers whose blocks are a pattern, repeated."""
+    """Layers whose blocks repeat a pattern."""
 
     blocks: tuple[int, ...]
     """The pattern: numbers of stacked blocks."""
@@ -58,7 +58,7 @@ class Segment(NamedTuple):
 
 
 class Place(NamedTuple):
-    """The rows that a block of a pattern has of its stacked weights: of unit n those from start + n * stride on."""
+    """Rows of the stacked weights for a block of a pattern: unit n has the rows from start + n * stride."""
 
     block: int
     """Number of the stacked block."""
@@ -66,40 +66,40 @@ class Place(NamedTuple):
     """Counted from the first row of the chunk."""
     stride: int
     rows: int
-    """Of a chunk."""
+    """Rows of a chunk."""
 
 
 class Span(NamedTuple):
-    """Consecutive repeats that save the same for the backward pass."""
+    """Consecutive repeats with one save policy."""
 
     units: int
-    """How often `unit` is applied; the most of any chunk."""
+    """How often `unit` is applied: the maximum over chunks."""
     repeats: int
-    """Repeats it takes."""
+    """Repeats per unit."""
     unit: Unit
     unroll: int
-    """Units written out one after another in the compiled program, in each turn of a loop over them."""
+    """Units per iteration of the compiled loop."""
     segment: Segment
     places: tuple[Place, ...]
     """For each block of the pattern."""
     layer: PerChunk | None
-    """Number of the first layer; None where the row of the first weight tells it."""
+    """Number of the first layer; None: given by the row of the first weight."""
     counts: PerChunk
     """How often each chunk applies `unit`."""
     ring: int
-    """Spans that save the same kind of tensors, in different chunks, may share where they are kept."""
+    """Spans in different chunks with equal rings share the buffer of saved tensors."""
     kept_at: PerChunk = 0
-    """Where those of the first unit are among them."""
+    """Index of the first unit in that buffer."""
 
 
 RECOMPUTING = Recomputing()
-"""What layers save unless the model says otherwise."""
+"""The default save policy of layers."""
 
 
 class Stack(nnx.Module):
-    """Blocks one after another, [B, S, D] -> [B, S, D], in segments of a pattern and its repeats.
+    """Consecutive blocks, [B, S, D] -> [B, S, D], in segments: a pattern and its repeats.
 
-    Each weight of a block has a leading `layer` dimension with a row for each repeat.
+    Each weight of a block has a leading `layer` dimension with one row per repeat.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class Stack(nnx.Module):
             size, shape = len(span.places), (span.units, span.repeats) if span.repeats > 1 else (span.units,)
             rows = {}
             for number, place in enumerate(span.places):
-                # The places of a unit that holds several repeats have all rows; those of one repeat may share them.
+                # The places of a unit with several repeats have all rows; those of one repeat may share rows.
                 unit_rows = slice(place.start, place.start + span.units * place.stride, place.stride // span.repeats)
                 for path, w in weights.items():
                     block, _, rest = path.partition(".")
@@ -143,14 +143,14 @@ class Stack(nnx.Module):
     def step(self, x: Array, cache: Cache, ctx: Context) -> tuple[Array, Cache]:
         """The tokens of a decoding step, [T, 1, D] -> [T, 1, D]; cache: leaves by block, "0.mixer.key".
 
-        The cache is carried through the scans: as their inputs and results it would be copied.
+        The scans carry the cache: as their input and output it would be copied.
         """
         for segment in self.segments:
             x, cache = self.segment_step(segment, lambda block, *inputs: block.step(*inputs), x, dict(cache), ctx)
         return x, cache
 
     def remember(self, cache: Cache, ctx: Context) -> Cache:
-        """The cache with what layers keep of `ctx.memory` for the rows of the step."""
+        """The cache with the state that layers derive from `ctx.memory` for the rows of the step."""
 
         def keep(block: Any, x: Array, cache: Cache, ctx: Context) -> tuple[Array, Cache]:
             return x, block.remember(cache, ctx)
@@ -180,15 +180,15 @@ class Stack(nnx.Module):
                 cache = {**cache, **{f"{place.block}.{name}": leaf for name, leaf in layer_cache.items()}}
             return x, cache
 
-        # On GPUs, cuBLAS reads a row of a stack in place where it is numbered by the loop's own counter.
+        # On GPUs, cuBLAS reads a row of a stack in place if the loop counter indexes it.
         return jax.lax.fori_loop(0, segment.repeats, repeat, (x, cache))
 
     def spans(self, repeats: int, first: int | None = None) -> list[Span]:
-        """How layers are differentiated: all there are, or in a pipeline a chunk of that many repeats.
+        """The spans of all layers, or of a pipeline chunk with that many repeats.
 
-        first: the number of the first repeat, where it is the same on all devices: layers whose recipe differs from
-        their neighbours' are then spans of their own; else each layer looks at its number as it runs.
-        Raises ValueError where layers_per_checkpoint does not divide the repeats.
+        first: number of the first repeat if it is the same on all devices: layers with another recipe than their
+        neighbours then form their own spans; None: each layer checks its number at run time.
+        Raises ValueError if layers_per_checkpoint does not divide the repeats.
         """
         if not self.segmented:
             return self.spans_of(self.segments[0], repeats, first)
@@ -198,9 +198,9 @@ class Stack(nnx.Module):
         return spans
 
     def chunk_spans(self, chunks: Sequence[range], rows: int) -> list[Span]:
-        """How the layers of each chunk of a pipeline are differentiated, by one program for all of them.
+        """The spans of the chunks of a pipeline: one program for all chunks.
 
-        chunks: numbers of the layers of each, in the order of the model; rows: the most repeats of any of them.
+        chunks: layer numbers of each chunk, in the order of the model; rows: maximum number of repeats in a chunk.
         """
         if not self.segmented:
             return self.spans(rows)
@@ -225,7 +225,7 @@ class Stack(nnx.Module):
         return [span._replace(units=int(np.max(offsets[span.segment.blocks]))) for span in spans]
 
     def spans_of(self, segment: Segment, repeats: int, first: int | None, rings: int = 0) -> list[Span]:
-        """Those of that many repeats of a segment. rings: of the spans before."""
+        """The spans of that many repeats of a segment. rings: number of rings of earlier spans."""
         pattern, config = len(segment.blocks), self.recomputing
         recomputing = repeats if config.layers is None else min(config.layers // pattern, repeats)
         spans, start_repeat = [], 0
@@ -246,7 +246,7 @@ class Stack(nnx.Module):
         return spans
 
     def places(self, segment: Segment, begin: int, group: int, repeats: int) -> tuple[Place, ...]:
-        """Where repeats from `begin` on have their weights; as many as `group` are a unit."""
+        """Rows of the weights of repeats from `begin`, with `group` repeats per unit."""
         places = []
         for number, block in enumerate(segment.blocks):
             per_repeat = segment.blocks.count(block)
@@ -256,7 +256,7 @@ class Stack(nnx.Module):
         return tuple(places)
 
     def fp8_layers(self, segment: Segment, start: int, repeats: int, first: int | None) -> Fp8Layers | None:
-        """Of the repeats from `start` on, where they are known and not all the same."""
+        """The 8-bit layers of the repeats from `start`; None if they are unknown or all layers are alike."""
         if first is None or self.layout.fp8_layers is None:
             return None
         pattern = len(segment.blocks)
@@ -264,11 +264,11 @@ class Stack(nnx.Module):
         return tuple(tuple(self.layout.in_fp8(layer + place) for place in range(pattern)) for layer in layers)
 
     def unit(self, segment: Segment, policy: SavePolicy, repeats: int, fp8_layers: Fp8Layers | None = None) -> Unit:
-        """That many repeats of a segment's pattern as one function, which saves what the policy says."""
+        """That many repeats of a segment's pattern as one function under the save policy."""
         name_input = "input" in policy.offloaded
         if repeats == 1:
             return checkpointed(self.repeat(segment, name_input, None if fp8_layers is None else fp8_layers[0]), policy)
-        # Each is computed again and then, while it is differentiated, saves what matmuls need.
+        # Each repeat is recomputed, and saves the inputs of matmuls while it is differentiated.
         inner = [
             checkpointed(self.repeat(segment, name_input, layers), Recomputing().policy())
             for layers in ([None] * repeats if fp8_layers is None else fp8_layers)
@@ -282,7 +282,7 @@ class Stack(nnx.Module):
         return checkpointed(unit, policy)
 
     def repeat(self, segment: Segment, name_input: bool, fp8_layers: tuple[bool, ...] | None) -> Unit:
-        """One repeat of a segment's pattern, under no policy. named: x is saved by its name, not as an argument."""
+        """One repeat of a segment's pattern, without a policy. name_input: save x by name, not as an argument."""
         parts = [nnx.split(self.blocks[block]) for block in segment.blocks]
         axes, abstract = [], []
         for _, state in parts:
@@ -307,23 +307,23 @@ class Stack(nnx.Module):
         return repeat
 
     def select_recipe(self, block: nnx.Module, layer: Array, in_fp8: bool | None) -> Callable:
-        """The block with the recipe or without; where it is not known while tracing, by the layer's number."""
+        """The block with or without the recipe; if in_fp8 is None, by the number of the layer at run time."""
         if in_fp8 or self.layout.fp8_layers is None:
             return block
         plain = _without_recipe(block)
         return self.layout.fp8_or_plain(layer, block, plain) if in_fp8 is None else plain
 
     def in_order(self) -> Params:
-        """The stacked weights by their paths in `self.blocks`, rows in the order of the layers."""
+        """The stacked weights by path in `self.blocks`, with rows in the order of the layers."""
         return {path_of(parts, leaf): _in_order(leaf) for parts, leaf in nnx.to_flat_state(nnx.state(self.blocks))}
 
     def common(self) -> Params:
-        """The weights that all layers share, by their paths in the stack."""
+        """The weights that all layers share, by path in the stack."""
         return {} if self.relative is None else {"relative.table": self.relative.table[...]}
 
 
 def _without_recipe[M: nnx.Module](block: M) -> M:
-    """The same layers with a layout that multiplies by einsum."""
+    """A copy of the layers whose layout multiplies by einsum."""
     plain = nnx.merge(*nnx.split(block))
     for _, node in nnx.iter_graph(plain):
         if isinstance(getattr(node, "layout", None), Layout):
@@ -342,12 +342,12 @@ def _segments(cfg: StackConfig | SegmentsConfig) -> tuple[Segment, ...]:
 
 
 def _blocks(cfg: StackConfig | SegmentsConfig, settings: LayerSettings) -> nnx.List:
-    """The blocks, with their weights stacked over the layers that they are of."""
+    """The blocks, with weights stacked over their layers."""
     return nnx.List([stacked(block.build(settings), layers) for block, layers in cfg.stored()])
 
 
 def _collapse(values: np.ndarray) -> PerChunk:
-    """The number that all of them are, if it is one."""
+    """An int if all values are equal, otherwise the array."""
     return int(values[0]) if (values == values[0]).all() else values.astype(np.int32)
 
 
