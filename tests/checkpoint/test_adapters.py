@@ -259,7 +259,7 @@ def test_settings_that_contradict_the_tensors_are_refused(tmp_path: Path) -> Non
     first = "model.layers.0.self_attn.q_proj"
     assert f"{first} and 1 more: rank 2, but 99 by r and rank_pattern" in refused(tmp_path, r=99)
     assert f"{first}: rank 2, but 3 by" in refused(tmp_path, rank_pattern={"0.self_attn.q_proj": 3, "q_proj": 2})
-    assert f"{first} and 1 more: target_modules=['up_proj'] leaves" in refused(tmp_path, target_modules=["up_proj"])
+    assert f"{first} and 1 more: target_modules=['up_proj'] excludes" in refused(tmp_path, target_modules=["up_proj"])
     assert "target_modules=q_proj excludes it" in refused(tmp_path, target_modules="q_proj")
     assert f"{first}: layers_to_transform=[1] excludes it" in refused(tmp_path, layers_to_transform=[1])
     assert f"{first}: exclude_modules=" in refused(tmp_path, exclude_modules=[first])

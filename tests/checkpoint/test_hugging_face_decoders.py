@@ -259,7 +259,10 @@ REFUSED: Mapping[str, tuple[str, Mapping[str, Any], list[str]]] = {
     "rope": (
         "llama",
         {"rope_scaling": {"type": "linear", "factor": 2, "depth": 1}, "partial_rotary_factor": 0.5},
-        ["rope_parameters.depth=1: rope_type=linear", "partial_rotary_factor=0.5: this family rotates whole heads"],
+        [
+            "rope_parameters.depth=1: this setting of rope_type=linear",
+            "partial_rotary_factor=0.5: this family rotates whole heads",
+        ],
     ),
     "latent": (
         "deepseek_v3",
@@ -267,7 +270,7 @@ REFUSED: Mapping[str, tuple[str, Mapping[str, Any], list[str]]] = {
         ["num_experts_per_tok=1", "topk_method=greedy"],
     ),
     "windows": ("qwen3", {"layer_types": ["chunked_attention"] * 32}, ["layer_types=chunked_attention: only"]),
-    "layers": ("qwen2", {"layer_types": ["full_attention"]}, ["layer_types=(1 of them): num_hidden_layers=32"]),
+    "layers": ("qwen2", {"layer_types": ["full_attention"]}, ["layer_types=(1 layers): num_hidden_layers=32"]),
     "gpt_oss": ("gpt_oss", {"swiglu_alpha": 1.0}, ["swiglu_alpha=1.0: only 1.702"]),
     "soft caps": ("gemma2", {}, ["model_type=gemma2 is not supported"]),
 }
