@@ -76,7 +76,7 @@ class Pulse:
         """Stop watching and writing beats. Does not wait for a file system that does not answer."""
         self._stopped.set()
         self.peers.stop()
-        self._backstop.hold(0.0)
+        self._backstop.reset(0.0)
         if self._writing.acquire(timeout=STUCK_SECONDS):
             self._writing.release()
 
@@ -128,7 +128,7 @@ class Pulse:
         for tick in self.ticks:
             tick()
         if self.watchdog is not None:
-            self._backstop.hold(max(self.watchdog.longest(), 0.0) + BACKSTOP_SECONDS)
+            self._backstop.reset(max(self.watchdog.longest(), 0.0) + BACKSTOP_SECONDS)
 
     def _handle_hang(self, watchdog: Watchdog, hang: Hang) -> None:
         """End the process, unless it waits for another process that is still within its own limit."""

@@ -88,10 +88,10 @@ class CoreAttention(nnx.Module):
             length = k.shape[1] * sequence_sharding.devices
             drop = AttentionDropout(rate, keys, first + jnp.arange(q.shape[2]), index, length) if rate else None
             mask = Mask(index, key_index, *((None, None) if ids is None else ids), cfg.window, causal, self.padded)
-            backend = kernel if row_cut.devices == 1 else over_context(row_cut, kernel)
-            if bias is not None and row_cut.devices > 1:
+            backend = kernel if sequence_sharding.devices == 1 else over_context(sequence_sharding, kernel)
+            if bias is not None and sequence_sharding.devices > 1:
                 # Only the reference kernel supports biases; autodiff gives their gradient and that of the gather.
-                backend, (k, v, mask) = kernel, whole_keys(row_cut, k, v, mask)
+                backend, (k, v, mask) = kernel, whole_keys(sequence_sharding, k, v, mask)
             return attend(
                 backend,
                 q,

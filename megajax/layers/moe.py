@@ -252,7 +252,7 @@ class ExpertAxes(NamedTuple):
 
 def token_axes(layout: Layout) -> TokenAxes:
     """Axes that shard the tokens of the residual stream."""
-    return TokenAxes(layout.sharded_axes("batch"), layout.sharded_axes("seq_residual"), layout.row_cut())
+    return TokenAxes(layout.sharded_axes("batch"), layout.sharded_axes("seq_residual"), layout.sequence_sharding())
 
 
 def expert_axes(layout: Layout) -> ExpertAxes:

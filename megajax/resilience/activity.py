@@ -1,4 +1,4 @@
-"""The phases that the threads of this process are in: for the watchdog, the launcher, and messages about failures."""
+"""The current phases of this process's threads, for the watchdog, the launcher, and messages about failures."""
 
 import statistics
 import threading
@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 SETUP, COMPILE, STEP, BACKGROUND_SAVE, FINISH = "setup", "compile", "step", "background_save", "finish"
 LOGGING = "logging"
-"""Phases beside those of `megajax.training.timing`, which are also timed: data_wait, evaluation, save."""
+"""Phases in addition to the timed ones of `megajax.training.timing`: data_wait, evaluation, save."""
 
 WINDOW = 64
-"""Durations kept of each phase."""
+"""Number of recorded durations of each phase."""
 
 
 _DESCRIPTIONS = {
@@ -41,19 +41,19 @@ class ActivePhase(NamedTuple):
 
     phase: str
     step: int | None
-    """The step that it belongs to; None: no step."""
+    """The step that it belongs to, or None."""
     since: float
     """When it began, by the monotonic clock."""
     thread: int
     """Identifier of the thread."""
     last_progress: float
-    """When it last made progress: at `since`, or later in a phase of many parts."""
+    """When it last made progress: at `since`, or at the end of its last part."""
     first: bool = False
     """Whether this process or another may compile a program in it."""
 
 
 class Activity:
-    """The phases that threads are in, nested: each thread enters and leaves its own, any thread reads all."""
+    """The nested phases of threads. Each thread enters and leaves its own; any thread can read all."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -63,7 +63,7 @@ class Activity:
         self.step = 0
         """The last step whose numbers have arrived."""
         self.committed: int | None = None
-        """The last step with a whole checkpoint; None if no checkpoint has been saved yet."""
+        """The last step with a complete checkpoint; None if no checkpoint has been saved yet."""
 
     @contextmanager
     def phase(self, name: str, step: int | None = None, *, first: bool = False) -> Generator[None]:
@@ -81,8 +81,8 @@ class Activity:
             error.__dict__.setdefault("doing", doing)  # the innermost phase comes first
             raise
         finally:
-            done = self._threads[thread][-1]
-            self._record_duration(done)
+            finished = self._threads[thread][-1]
+            self._record_duration(finished)
             self._set(thread, before)
 
     def progress(self) -> None:
@@ -106,20 +106,20 @@ class Activity:
     def median_seconds(self, phase: str) -> float | None:
         """Median duration of the phase, or of its parts; None if none has finished yet."""
         with self._lock:
-            seconds = [each for _, each in self._seconds.get(phase, ())]
+            seconds = [duration for _, duration in self._seconds.get(phase, ())]
         return statistics.median(seconds) if seconds else None
 
-    def _record_duration(self, done: ActivePhase, *, part: bool = False) -> None:
-        """Keep the duration of a phase or a part of it. A step is dispatched first and fetched later: both count."""
-        seconds, step = self._clock() - done.last_progress, None if part else done.step
+    def _record_duration(self, finished: ActivePhase, *, part: bool = False) -> None:
+        """Record the duration of a phase or a part. Dispatching a step and fetching its results are added up."""
+        seconds, step = self._clock() - finished.last_progress, None if part else finished.step
         with self._lock:
-            known = self._seconds.setdefault(done.phase, deque(maxlen=WINDOW))
+            durations = self._seconds.setdefault(finished.phase, deque(maxlen=WINDOW))
             # Later steps may have been dispatched in between.
-            for place in range(len(known) - 1, max(len(known) - 4, -1), -1):
-                if step is not None and known[place][0] == step:
-                    known[place] = step, known[place][1] + seconds
+            for place in range(len(durations) - 1, max(len(durations) - 4, -1), -1):
+                if step is not None and durations[place][0] == step:
+                    durations[place] = step, durations[place][1] + seconds
                     return
-            known.append((step, seconds))
+            durations.append((step, seconds))
 
     def _set(self, thread: int, phases: tuple[ActivePhase, ...]) -> None:
         with self._lock:

@@ -15,16 +15,16 @@ from megajax.resilience.gang import Member
 from megajax.resilience.gang_watch import GangWatch, handles
 
 GRACE_SECONDS = 7.0
-"""From SIGTERM to SIGKILL after a failure: time for a survivor to keep its state on a local disk, where it can."""
+"""From SIGTERM to SIGKILL after a failure: time for a surviving process to save its state to a local disk."""
 
 HUNG_GRACE_SECONDS = 1.0
-"""The same after a hang: processes that wait for a stuck one do not reach the end of their step either."""
+"""From SIGTERM to SIGKILL after a hang: processes that wait for a stuck one can't finish their step."""
 
 SCHEDULER_GRACE_SECONDS = 30.0
-"""The same for a scheduler's command, which has to end processes on other machines."""
+"""From SIGTERM to SIGKILL for a scheduler's command, which has to end processes on other machines."""
 
 SCHEDULER_SIGNALS = ((1.0, signal.SIGTERM), (10.0, signal.SIGINT), (10.5, signal.SIGINT))
-"""Signals that such a command gets in the meantime: (seconds after the first SIGTERM, signal)."""
+"""Signals to a scheduler's command in the meantime: (seconds after the first SIGTERM, signal)."""
 
 OTHER_ERRORS_SECONDS = 1.0
 """From an exit with an error code to SIGTERM for the others, which may be about to print their own errors."""
@@ -33,35 +33,35 @@ TOGETHER_SECONDS = 0.05
 """Processes that end within this time may have failed in any order."""
 
 STACKS_SECONDS = 2.0
-"""How long processes of a hung gang have to write their stacks."""
+"""Time for the processes of a hung gang to write their stacks."""
 
 TICK_SECONDS = 1.0
 """How often heartbeats are read."""
 
 READS_PER_SECOND = 100
-"""Heartbeats read per second at most: those of a scheduler's thousands of processes are on a shared file system."""
+"""Largest rate of reading heartbeats: with a scheduler, thousands of processes write them to a shared file system."""
 
 FIRST_TICKS, FIRST_SECONDS = 0.1, 60.0
-"""How often heartbeats are read until the run folder is known, to see it as it was when the attempt began; and for how
-long."""
+"""Interval of reading heartbeats until the run folder is known, to see its state at the beginning of the attempt; and
+the limit of that time."""
 
 LATE_SECONDS = 5.0
-"""If heartbeats are read this much too late, the launcher itself did not run: it was stopped by Ctrl-Z or with its
-machine, or a file system did not answer."""
+"""If heartbeats are read this much too late, the launcher itself was not running: it was stopped by Ctrl-Z, its machine
+was suspended, or a file system did not answer."""
 
 DUPLICATE_SECONDS = 0.25
 """A signal this soon after another is the same request, delivered twice."""
 
 
 class Outcome(NamedTuple):
-    """How an attempt ended."""
+    """The end of an attempt."""
 
     code: int
-    """Exit code, 1 for a signal."""
+    """Exit code; 1 for a signal."""
     cause: Cause | None = None
     """The first failure; None if nothing has failed."""
     description: str = ""
-    """The cause, and the failures that followed from it."""
+    """The cause, and the failures after it."""
     failed: float = 0.0
     """When it failed, by the monotonic clock."""
     stop_signal: signal.Signals | None = None
@@ -83,10 +83,10 @@ class Attempt:
         *,
         scheduler: bool = False,
     ):
-        """scheduler: the only member starts the processes, which are known by their beats alone."""
+        """scheduler: the only member starts the processes, which are known only by their beats."""
         self._members, self._events, self._watch, self._scheduler = members, events, watch, scheduler
         self._alive = set(members)
-        self._due: list[tuple[float, Callable[[], None]]] = []
+        self._actions: list[tuple[float, Callable[[], None]]] = []
         self._stop_request: tuple[signal.Signals, float] | None = None
         self._cause: Cause | None = None
         self._failed: float | None = None
@@ -95,37 +95,38 @@ class Attempt:
 
     def supervise(self) -> Outcome:
         """Forward signals until all have ended; at the first failure, stop the others."""
-        began = looked = time.monotonic()
+        began = last_read = time.monotonic()
         while self._alive:
-            first = self._watch.run_dir is None and looked < began + FIRST_SECONDS
-            look = looked + (FIRST_TICKS if first else max(TICK_SECONDS, len(self._watch.seen) / READS_PER_SECOND))
-            event = self._next(look)
+            first = self._watch.run_dir is None and last_read < began + FIRST_SECONDS
+            period = FIRST_TICKS if first else max(TICK_SECONDS, len(self._watch.sightings) / READS_PER_SECOND)
+            next_read = last_read + period
+            event = self._next(next_read)
             if isinstance(event, signal.Signals):
                 self._forward_signal(event)
             elif event is not None:
                 self._alive.discard(event)
                 if event.process.returncode not in (0, REQUEUE, None) and self._failed is None:
                     self._fail(event)
-            for _, action in self._take_due():
+            for action in self._pop_due_actions():
                 action()
-            if (late := time.monotonic() - look) >= 0:
-                if late > LATE_SECONDS:
-                    self._watch.pause(late)
-                looked = time.monotonic()
+            if (delay := time.monotonic() - next_read) >= 0:
+                if delay > LATE_SECONDS:
+                    self._watch.pause(delay)
+                last_read = time.monotonic()
                 self._check_beats()
         return self._outcome()
 
     def _next(self, until: float) -> Member | signal.Signals | None:
-        due = min((moment for moment, _ in self._due), default=until)
+        wake = min((moment for moment, _ in self._actions), default=until)
         try:
-            return self._events.get(timeout=max(min(due, until) - time.monotonic(), 0))
+            return self._events.get(timeout=max(min(wake, until) - time.monotonic(), 0))
         except Empty:
             return None
 
-    def _take_due(self) -> list[tuple[float, Callable[[], None]]]:
+    def _pop_due_actions(self) -> list[Callable[[], None]]:
         now = time.monotonic()
-        due = [entry for entry in self._due if entry[0] <= now]
-        self._due = [entry for entry in self._due if entry[0] > now]
+        due = [action for moment, action in self._actions if moment <= now]
+        self._actions = [entry for entry in self._actions if entry[0] > now]
         return due
 
     def _forward_signal(self, number: signal.Signals) -> None:
@@ -134,21 +135,21 @@ class Attempt:
         if self._stop_request is None:
             self._stop_request = number, now
         elif number in (signal.SIGTERM, signal.SIGINT) and now - self._stop_request[1] > DUPLICATE_SECONDS:
-            # They end at once unless they are stopped or ignore it.
-            self._due.append((now + self._grace(), lambda: self._signal(signal.SIGKILL)))
+            # Processes end at once unless they are stopped or ignore the signal.
+            self._actions.append((now + self._grace(), lambda: self._signal(signal.SIGKILL)))
 
     def _check_beats(self) -> None:
         self._watch.read_beats()
         if self._failed is not None:
             return
         ended = {member.index for member in self._members if member not in self._alive and not self._scheduler}
-        if (why := self._watch.hang(ended)) is not None:
+        if (reason := self._watch.hang(ended)) is not None:
             self._failed = time.monotonic()
-            self._decide(why)
+            self._decide(reason)
             self._ask_for_stacks()
 
     def _fail(self, first: Member) -> None:
-        """A process has ended with a failure; others that end now may have failed before it."""
+        """Handles the failure of a process. Others that end shortly after it may have failed before it."""
         self._failed = now = time.monotonic()
         code = first.process.returncode
         if code == HANG:
@@ -156,7 +157,9 @@ class Attempt:
             self._decide(None)
             self._ask_for_stacks()
         else:
-            self._due.append((now + (TOGETHER_SECONDS if code < 0 else OTHER_ERRORS_SECONDS), self._decide_and_stop))
+            self._actions.append(
+                (now + (TOGETHER_SECONDS if code < 0 else OTHER_ERRORS_SECONDS), self._decide_and_stop)
+            )
 
     def _decide_and_stop(self) -> None:
         self._watch.read_beats()
@@ -164,20 +167,20 @@ class Attempt:
         self._stop()
 
     def _decide(self, hang: str | None) -> None:
-        """Name the first failure while the other processes still exist."""
-        seen = self._seen()
+        """Determine the first failure while the other processes still exist."""
+        states = self._member_states()
         if self._scheduler:
-            self._cause = scheduler_cause(seen, self._members[0].process.returncode, hang)
+            self._cause = scheduler_cause(states, self._members[0].process.returncode, hang)
         else:
-            self._cause = first_cause(seen, hang)
+            self._cause = first_cause(states, hang)
         self._description = self._describe(self._cause)
-        for each in sorted(seen, key=lambda each: each.order):
-            if each.code and each.process != self._cause.process and not self._scheduler:
-                what = f"killed by {signal_name(-each.code)}" if each.code < 0 else f"exited with code {each.code}"
-                self._description += f"; after it, process {each.process} {what}"
+        for state in sorted(states, key=lambda state: state.order):
+            if state.code and state.process != self._cause.process and not self._scheduler:
+                end = f"killed by {signal_name(-state.code)}" if state.code < 0 else f"exited with code {state.code}"
+                self._description += f"; after it, process {state.process} {end}"
 
-    def _seen(self) -> list[MemberState]:
-        sights, silent = self._watch.seen, self._watch.silent
+    def _member_states(self) -> list[MemberState]:
+        sights, silent = self._watch.sightings, self._watch.silent
         if self._scheduler:
             return [
                 MemberState(
@@ -219,25 +222,25 @@ class Attempt:
     def _ask_for_stacks(self) -> None:
         """Make all processes that can do so write their stacks, then stop them."""
         self._dumped = time.time()
-        for sight in self._watch.seen.values():
-            # By the process of the beat: the command may be a script around it, which the signal would end.
+        for sight in self._watch.sightings.values():
+            # Signal the process of the beat: the command may be a wrapper script, which the signal would end.
             if sight.state is not None and handles(sight.beat.pid, signal.SIGUSR2):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(sight.beat.pid, signal.SIGUSR2)
-        if self._scheduler and any(sight.state is None for sight in self._watch.seen.values()):
+        if self._scheduler and any(sight.state is None for sight in self._watch.sightings.values()):
             self._signal(signal.SIGUSR2)  # srun and mpirun pass it on to their processes
-        self._due.append((time.monotonic() + (STACKS_SECONDS if self._alive else 0.0), self._stop))
+        self._actions.append((time.monotonic() + (STACKS_SECONDS if self._alive else 0.0), self._stop))
 
     def _stop(self) -> None:
         """Send SIGTERM to the remaining processes, and SIGKILL after a grace period."""
         now = time.monotonic()
         self._signal(signal.SIGTERM)
         if self._scheduler:
-            # Processes of other machines outlive a command that is killed: it has to end them. Training ends at once
-            # at a second SIGTERM; srun kills its tasks at the second of two SIGINTs.
+            # If the command is killed, its processes on other machines survive, so it has to end them first. Training
+            # ends at once at a second SIGTERM; srun kills its tasks at the second of two SIGINTs.
             for seconds, number in SCHEDULER_SIGNALS:
-                self._due.append((now + seconds, lambda number=number: self._signal(number)))
-        self._due.append((now + self._grace(), lambda: self._signal(signal.SIGKILL)))
+                self._actions.append((now + seconds, lambda number=number: self._signal(number)))
+        self._actions.append((now + self._grace(), lambda: self._signal(signal.SIGKILL)))
 
     def _grace(self) -> float:
         if self._scheduler:
@@ -252,19 +255,19 @@ class Attempt:
         self._watch.read_beats()
         if self._failed is not None and self._cause is None:
             self._decide(None)
-        asked = None if self._stop_request is None else self._stop_request[0]
+        stop_signal = None if self._stop_request is None else self._stop_request[0]
         cause = self._cause
         if cause is None:
-            return Outcome(max(member.process.returncode for member in self._members), stop_signal=asked)
+            return Outcome(max(member.process.returncode for member in self._members), stop_signal=stop_signal)
         member = self._members[0 if self._scheduler else cause.process or 0]
-        # Before it handles signals, a process is ended by what was passed on to it: that is no crash.
-        ended = asked is not None and member.process.returncode == -asked
+        # A process that does not handle signals yet is killed by the forwarded signal, which is not a crash.
+        ended = stop_signal is not None and member.process.returncode == -stop_signal
         return Outcome(
-            128 + asked if ended else cause.code,
+            128 + stop_signal if ended else cause.code,
             cause,
             self._description + "; the others were stopped" * (len(self._members) > 1),
             self._failed or time.monotonic(),
-            asked,
+            stop_signal,
             None if cause.process is None else member.log,
             () if self._dumped is None else tuple(self._watch.stacks_since(self._dumped - STACKS_SECONDS)),
         )

@@ -1,7 +1,7 @@
-"""Ends a process in which no Python thread runs any more, because C code holds the interpreter's lock.
+"""Ends a process in which no Python thread can run, because C code holds the interpreter's lock.
 
-The watchdog is a Python thread and can't see that. Therefore it sets a timer of the operating system again and again.
-When the timer runs out, a thread of the C library calls alarm(GRACE_SECONDS); then SIGALRM writes the stacks of all
+The watchdog is a Python thread, so it can't detect this. Instead, it keeps resetting a timer of the operating system.
+When the timer expires, a thread of the C library calls alarm(GRACE_SECONDS); then SIGALRM writes the stacks of all
 threads and ends the process. A process that was stopped by SIGSTOP for longer than the timer cancels the alarm as soon
 as it continues.
 """
@@ -34,20 +34,20 @@ class _Event(ctypes.Structure):
 
 
 class _Times(ctypes.Structure):
-    """struct itimerspec: interval, then what is left."""
+    """struct itimerspec: interval, then remaining time."""
 
     _fields_ = tuple((name, ctypes.c_long) for name in ("every_s", "every_ns", "left_s", "left_ns"))
 
 
 class Backstop:
-    """Within its `with` block, the process ends by SIGALRM unless `hold` is called again in time. Only on Linux."""
+    """Within its `with` block, SIGALRM ends the process unless `reset` is called in time. Only on Linux."""
 
     def __init__(self) -> None:
         self._c = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
         self._timer: ctypes.c_void_p | None = None
 
     def __enter__(self) -> Self:
-        # SIGALRM may have a handler, of pytest for example: then the process is left alone.
+        # If SIGALRM has a handler, of pytest for example, do nothing.
         free = signal.getsignal(signal.SIGALRM) is signal.SIG_DFL and sys.__stderr__ is not None
         if self._c is None or not free or not hasattr(self._c, "timer_create"):
             return self
@@ -60,14 +60,17 @@ class Backstop:
 
     def __exit__(self, *error: object) -> None:
         if self._c is not None and self._timer is not None:
-            self.hold(0.0)
+            self.reset(0.0)
             self._c.timer_delete(self._timer)
             faulthandler.unregister(signal.SIGALRM)
             self._timer = None
 
-    def hold(self, seconds: float) -> None:
-        """Set the timer again; 0: it does not run. To be called more often than every GRACE_SECONDS: a timer that ran
-        out while the process was stopped may set the alarm just after a call."""
+    def reset(self, seconds: float) -> None:
+        """Reset the timer; 0 turns it off.
+
+        Call it more often than every GRACE_SECONDS: a timer that expired while the process was stopped may set the
+        alarm just after a call.
+        """
         if self._c is None or self._timer is None:
             return
         times = _Times(left_s=int(min(seconds, LONGEST_SECONDS)))

@@ -1,6 +1,6 @@
-"""Heartbeat files, from which the launcher knows the step and the phase of each process.
+"""Heartbeat files, from which the launcher reads the step and the phase of each process.
 
-The launcher names the folder in MEGAJAX_BEATS. Each process replaces its own file there about once a second; a file
+The launcher names their folder in MEGAJAX_BEATS. Each process replaces its own file there about once a second; a file
 that no longer changes belongs to a process that is stopped or dead. A process without a launcher writes none.
 """
 
@@ -19,8 +19,8 @@ from megajax.config.errors import ConfigError, UserError
 from megajax.mesh.world import process_index
 
 BEATS, ATTEMPT, ELASTIC = "MEGAJAX_BEATS", "MEGAJAX_ATTEMPT", "MEGAJAX_ELASTIC"
-"""Environment variables that the launcher sets: the folder, which start of the gang this is (from 1), and whether fewer
-processes than asked for are to fit the layout to their devices, as by parallel.elastic."""
+"""Environment variables that the launcher sets: the folder, the number of this start of the gang (from 1), and whether
+the layout is to be adapted to fewer processes than requested, as by parallel.elastic."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,19 +33,19 @@ class Beat:
     time: float
     """When it was written, in seconds since 1970."""
     run_dir: str | None = None
-    """None: not known yet."""
+    """The run folder; None if it is not known yet."""
     step: int = 0
     """The last step whose numbers have arrived."""
     committed: int | None = None
-    """The last step with a whole checkpoint; None if no checkpoint has been saved yet."""
+    """The last step with a complete checkpoint; None if no checkpoint has been saved yet."""
     phase: str | None = None
     """The phase of the main thread; see `megajax.resilience.activity`."""
     phase_step: int | None = None
     """The step that the phase belongs to."""
     phase_seconds: float = 0.0
-    """How long it has been in it."""
+    """Time since the phase began."""
     failure: str | None = None
-    """Why it is about to end, in one line; None: it is not."""
+    """Why the process is about to end, in one line; None if it is not."""
     code: int | None = None
     """The exit code it is about to end with."""
     stacks: str | None = None
@@ -60,7 +60,7 @@ class Beat:
 
     @classmethod
     def read(cls, folder: Path, process: int) -> Self | None:
-        """The last beat of a process; None if it has written none."""
+        """The last beat of a process, or None."""
         try:
             fields = json.loads(_path(folder, process).read_text(encoding="utf-8"))
             return cls(**fields)
@@ -68,12 +68,12 @@ class Beat:
             return None
 
     def age(self) -> float:
-        """Seconds since it was written."""
+        """Seconds since the beat was written."""
         return time.time() - self.time
 
 
 def last_beat(failure: str, code: int, stacks: str | None = None) -> None:
-    """Tell the launcher, if any, why this process is about to end. Of several calls the first counts."""
+    """Tell the launcher, if any, why this process is about to end. Only the first call has an effect."""
     folder, process = beats_folder(), process_index()
     if folder is None:
         return
@@ -86,7 +86,7 @@ def last_beat(failure: str, code: int, stacks: str | None = None) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """An error in one line, with its class unless it is a message for the user. Of several problems the first."""
+    """An error in one line, with its class unless it is a message for the user. Of several problems, the first."""
     if isinstance(error, ConfigError) and error.problems:
         more = len(error.problems) - 1
         return str(error.problems[0]).splitlines()[0] + f" (and {more} more)" * bool(more)
@@ -118,13 +118,13 @@ def failures_reported() -> Generator[None]:
 
 
 def beats_folder(environment: Mapping[str, str] = os.environ) -> Path | None:
-    """Where the launcher reads beats; None without a launcher."""
+    """The folder of beats; None without a launcher."""
     folder = environment.get(BEATS)
     return Path(folder) if folder else None
 
 
 def attempt_number(environment: Mapping[str, str] = os.environ) -> int:
-    """Which start of the gang this is, from 1."""
+    """Number of this start of the gang, from 1."""
     text: Any = environment.get(ATTEMPT, "1")
     return int(text) if text.isdigit() else 1
 

@@ -31,8 +31,8 @@ class ResilienceConfig:
     """Stop with exit code 17, without saving, at a step whose loss or gradient norm is not finite, unless dynamic loss
     scaling skipped its update. false: skip the updates of such steps and continue."""
     rerun: bool = True
-    """Repeat a step that is not finite or spikes, from the same state and the same rows. If the result is good the
-    second time, it was a transient fault, and training continues with it."""
+    """Repeat a step that is not finite or spikes, from the same state and the same rows. If the second result is good,
+    the fault was transient, and training continues with that result."""
     spike_factor: float | None = None
     """A loss above this multiple of `spike_reference` is a spike; none: spikes are not detected."""
     spike_reference: Literal["largest", "median"] = "largest"
@@ -59,21 +59,21 @@ class ResilienceConfig:
     inject: tuple[str, ...] = ()
     """Faults to inject, for drills. KIND:step=N: the first time that step is run; KIND:step=N:always: every time,
     also after a restart by the launcher; KIND:step=N:attempt=M: in its M-th start. KIND is nan, inf, spike (loss and
-    gradients times 1000) or nan_gradients; or what happens to a process (to all, or to process K:
-    KIND:step=N:process=K): kill (SIGKILL), frozen (SIGSTOP), crash (an exception), stuck (its rows never come),
-    locked (the same, in C code), or slow (0.3 s late from that step on); or to the numbers on the first device of
-    process K: bitflip (a bit of a weight, after the step) or wrong_gradients (what resilience.recompute computes)."""
+    gradients times 1000) or nan_gradients; or a fault of all processes (of process K: KIND:step=N:process=K): kill
+    (SIGKILL), frozen (SIGSTOP), crash (an exception), stuck (its rows never arrive), locked (the same, in C code), or
+    slow (0.3 s late from that step on); or wrong numbers on the first device of process K: bitflip (a bit of a weight,
+    after the step) or wrong_gradients (in the results of resilience.recompute)."""
 
     def drills(self) -> tuple[Drill, ...]:
-        """The faults in the numbers of steps. Raises ValueError for an invalid one, which `problems` lists."""
+        """The faults in the numbers of steps. Raises ValueError for an invalid one, which `problems` reports."""
         return tuple(drill for drill in map(Drill.parse, self.inject) if drill.kind in NUMERIC)
 
     def process_drills(self) -> tuple[Drill, ...]:
-        """The faults of processes. Raises ValueError as `drills`."""
+        """The faults of processes. Raises ValueError like `drills`."""
         return tuple(drill for drill in map(Drill.parse, self.inject) if drill.kind in PROCESS)
 
     def corruption_drills(self) -> tuple[Drill, ...]:
-        """The faults of numbers on one device. Raises ValueError as `drills`."""
+        """The wrong numbers on one device. Raises ValueError like `drills`."""
         return tuple(drill for drill in map(Drill.parse, self.inject) if drill.kind in CORRUPTION)
 
     def problems(self) -> list[Problem]:
@@ -83,11 +83,11 @@ class ResilienceConfig:
             if (value := getattr(self, name)) is not None and not value > 0
         ]
         if not 0 < self.stop_grace <= LONGEST:
-            what = f"must be above 0 and at most {LONGEST:g} seconds, got {self.stop_grace:g}"
-            problems.append(Problem("stop_grace", what))
+            message = f"must be above 0 and at most {LONGEST:g} seconds, got {self.stop_grace:g}"
+            problems.append(Problem("stop_grace", message))
         if not 0 <= self.exit_code_on_signal < 128 or self.exit_code_on_signal in FAILURE_CODES:
-            what = f"must be 0 to 127 and not {', '.join(map(str, FAILURE_CODES))}, which mean failures"
-            problems.append(Problem("exit_code_on_signal", f"{what}; got {self.exit_code_on_signal}", "75 is usual"))
+            message = f"must be 0 to 127 and not {', '.join(map(str, FAILURE_CODES))}, which mean failures"
+            problems.append(Problem("exit_code_on_signal", f"{message}; got {self.exit_code_on_signal}", "75 is usual"))
         if self.spike_factor is not None and not self.spike_factor > 1:
             problems.append(Problem("spike_factor", f"must be above 1, got {self.spike_factor:g}", "none turns it off"))
         if self.spike_window < 1:

@@ -15,8 +15,8 @@ NUMERIC = ("nan", "inf", "spike", "nan_gradients")
 """nan, inf: loss and gradients are multiplied by it; spike: by 1000; nan_gradients: only the gradients, by NaN."""
 
 PROCESS = ("kill", "stuck", "frozen", "locked", "crash", "slow")
-"""Faults of a process, instead of its next rows. kill: SIGKILL; frozen: SIGSTOP; stuck: the rows never come; locked: as
-stuck, in C code that holds the interpreter's lock; crash: an exception; slow: the rows come 0.3 s late from that step
+"""Faults of a process, before its next rows. kill: SIGKILL; frozen: SIGSTOP; stuck: the rows never arrive; locked: like
+stuck, in C code that holds the interpreter's lock; crash: an exception; slow: the rows arrive 0.3 s late from that step
 on."""
 
 CORRUPTION = ("bitflip", "wrong_gradients")
@@ -39,8 +39,8 @@ class DrillFault(Exception):
 class Drill(NamedTuple):
     """A fault: KIND:step=N for the first run of step N, KIND:step=N:always for every run.
 
-    Those of PROCESS may name the process: KIND:step=N:process=K; those of CORRUPTION do. KIND:step=N:attempt=M is for
-    the M-th start by the launcher.
+    Kinds of PROCESS may name the process: KIND:step=N:process=K; kinds of CORRUPTION must. KIND:step=N:attempt=M is
+    for the M-th start by the launcher.
     """
 
     kind: str
@@ -49,7 +49,7 @@ class Drill(NamedTuple):
     process: int | None = None
     """None: all processes."""
     attempt: int = 1
-    """The start by the launcher in which it happens, unless `always`."""
+    """The start by the launcher in which the fault happens, unless `always`."""
 
     @classmethod
     def parse(cls, text: str) -> "Drill":
@@ -59,7 +59,9 @@ class Drill(NamedTuple):
             raise ValueError(f"expected KIND:step=N or KIND:step=N:always with KIND one of {', '.join(KINDS)}")
         kind, process = match["kind"], match["process"]
         if process is not None and kind in NUMERIC:
-            raise ValueError(f"process={process} is for {', '.join(PROCESS + CORRUPTION)}; {kind} is a fault of all")
+            raise ValueError(
+                f"process={process} is for {', '.join(PROCESS + CORRUPTION)}; {kind} affects all processes"
+            )
         if process is None and kind in CORRUPTION:
             raise ValueError(f"{kind} needs :process=K after the step")
         number = None if process is None else int(process)
@@ -93,27 +95,27 @@ class Drill(NamedTuple):
 
 
 def for_this_attempt(drills: Iterable[Drill]) -> tuple[Drill, ...]:
-    """The faults of this start: restarts by the launcher run the same steps again without the first start's faults."""
+    """The faults of this start. Restarts by the launcher repeat steps without the faults of the first start."""
     return tuple(drill for drill in drills if drill.always or attempt_number() == drill.attempt)
 
 
-def factors(drills: tuple[Drill, ...], step: int, *, again: bool) -> tuple[float, float]:
-    """Factors of the loss and of the gradients of a step; again: the step is repeated."""
+def factors(drills: tuple[Drill, ...], step: int, *, repeated: bool) -> tuple[float, float]:
+    """Factors of the loss and of the gradients of a step. repeated: whether this is a repetition of the step."""
     for drill in drills:
-        if drill.kind in KINDS and drill.step == step and (drill.always or not again):
+        if drill.kind in KINDS and drill.step == step and (drill.always or not repeated):
             return drill.factors()
     return 1.0, 1.0
 
 
 def with_process_faults(batches: Any, drills: Sequence[Drill], step: int) -> Any:
-    """Batches of a run from step `step` + 1 on, with the faults of this process before the batches of their steps."""
+    """Batches from step `step` + 1 on, with the faults of this process before the batches of their steps."""
     return _FaultyBatches(batches, drills, step) if drills else batches
 
 
 class _FaultyBatches:
     def __init__(self, batches: Any, drills: Iterable[Drill], step: int):
-        self._batches, self._step, here = batches, step, process_index()
-        self._drills = [each for each in for_this_attempt(drills) if each.process in (None, here)]
+        self._batches, self._step, process = batches, step, process_index()
+        self._drills = [drill for drill in for_this_attempt(drills) if drill.process in (None, process)]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._batches, name)

@@ -7,7 +7,7 @@ REQUEUE, NO_PROGRESS, HANG, INTERRUPTED, ALARM, TERMINATED = 75, 93, 124, 130, 1
 
 
 class ExitCode(NamedTuple):
-    """What a code means, and whether a supervisor starts the same command again after it."""
+    """The meaning of a code, and whether a supervisor starts the same command again after it."""
 
     code: int
     meaning: str
@@ -20,8 +20,8 @@ EXIT_CODES = {
         ExitCode(DONE, "done, or asked to stop and saved", False),
         ExitCode(CRASH, "crash; failed saves; a process killed by a signal (from `megajax.launch`)", True),
         ExitCode(INVALID, "config, data or checkpoint invalid; processes that do not match; a port in use", False),
-        ExitCode(TRANSIENT_FAULT, "numeric fault that did not repeat itself: resume, better elsewhere", True),
-        ExitCode(NUMERIC_FAULT, "numeric fault that repeats itself: loss or gradients not finite", False),
+        ExitCode(TRANSIENT_FAULT, "numeric fault, not reproducible: resume, preferably on other hosts", True),
+        ExitCode(NUMERIC_FAULT, "numeric fault, reproducible: loss or gradients not finite", False),
         ExitCode(REQUEUE, "asked to stop and saved, with `resilience.exit_code_on_signal=75`: requeue", False),
         ExitCode(NO_PROGRESS, "no new checkpoint in three attempts (from `megajax.launch`)", False),
         ExitCode(HANG, "hang: ended by a watchdog", True),
@@ -33,7 +33,7 @@ EXIT_CODES = {
 """By code."""
 
 STOP_ASKED = frozenset({DONE, REQUEUE, INTERRUPTED, TERMINATED})
-"""Ends that somebody asked for."""
+"""Codes of runs that were asked to stop, or are done."""
 
 
 def worth_a_restart(code: int) -> bool:

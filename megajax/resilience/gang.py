@@ -20,16 +20,16 @@ from typing import BinaryIO
 from megajax.config.errors import Problem, UserError
 from megajax.mesh.world import COORDINATOR, COUNT, INDEX, LOCAL_COUNT, LOCAL_INDEX
 from megajax.resilience.beats import ATTEMPT, BEATS, ELASTIC
-from megajax.resilience.output import GONE
+from megajax.resilience.output import GONE, discard_output
 
 DRAIN_SECONDS = 1.0
-"""How long to wait for the remaining output of ended processes: a stray grandchild may keep a pipe open."""
+"""Timeout for the remaining output of ended processes: a stray grandchild may keep a pipe open."""
 
 LINE_BYTES = 1 << 16
-"""A longer line is forwarded in pieces."""
+"""Longer lines are forwarded in pieces."""
 
 LAST_LINES, LAST_BYTES = 50, 1 << 16
-"""How much of the log of the process that failed is shown."""
+"""Part of the log of a failed process to show."""
 
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 _PR_SET_PDEATHSIG = 1
@@ -42,30 +42,30 @@ class Gang:
     command: Sequence[str]
     processes: int
     devices_per_process: int | None = None
-    """CPU devices, or GPUs, of each; None: one CPU device, or an equal share of the GPUs."""
+    """CPU devices or GPUs of each process; None: one CPU device, or an equal share of the GPUs."""
     port: int | None = None
     """Port of the coordinator, on the loopback address; None: a free one."""
     log_dir: Path | None = None
     """Folder for a log file per process; None: output is printed, each line with the index of its process."""
     scheduler: bool = False
     """The command itself (srun, mpirun) starts the processes of the run, perhaps on other machines. It is started once,
-    and its processes find each other through the environment that it gives them."""
+    and its processes find each other through the environment that it sets."""
 
-    def problems(self, asked: int | None) -> list[Problem]:
-        """Problems of the flags. asked: --processes, if given."""
+    def problems(self, processes: int | None) -> list[Problem]:
+        """Problems of the flags. processes: --processes, if given."""
         if self.scheduler:
-            hint = "the command decides how many processes there are, and what each is given"
-            given = (asked, self.devices_per_process, self.port)
+            hint = "the command decides the number of processes and their devices"
+            values = (processes, self.devices_per_process, self.port)
             names = ("processes", "devices-per-process", "coordinator-port")
-            pairs = zip(names, given, strict=True)
+            pairs = zip(names, values, strict=True)
             return [Problem(f"--{name}", "has no meaning with --scheduler", hint) for name, value in pairs if value]
-        counts = (("processes", asked), ("devices-per-process", self.devices_per_process))
+        counts = (("processes", processes), ("devices-per-process", self.devices_per_process))
         problems = [
             Problem(f"--{name}", f"must be at least 1, got {count}")
             for name, count in counts
             if count is not None and count < 1
         ]
-        if asked is None:
+        if processes is None:
             problems.append(Problem("--processes", "must be given", "a whole number"))
         if self.port is not None and not 0 < self.port < 65536:
             problems.append(Problem("--coordinator-port", f"must be a port, 1 to 65535, got {self.port}"))
@@ -74,16 +74,16 @@ class Gang:
     def environment(self, index: int, slot: int, port: int) -> dict[str, str]:
         """Environment variables of process `index`, in addition to the launcher's own.
 
-        slot: its place on the machine, which decides its devices. Without lost places it is the index.
+        slot: its place on the machine, which determines its devices; the index, unless places were dropped.
         """
-        own = {"PYTHONUNBUFFERED": "1"}
+        environment = {"PYTHONUNBUFFERED": "1"}
         if self.scheduler:
-            return own
-        own |= {LOCAL_INDEX: str(slot), LOCAL_COUNT: str(self.processes)}
+            return environment
+        environment |= {LOCAL_INDEX: str(slot), LOCAL_COUNT: str(self.processes)}
         if (count := self.devices_per_process) is not None:
-            own["JAX_NUM_CPU_DEVICES"] = str(count)
-            own["JAX_LOCAL_DEVICE_IDS"] = ",".join(str(slot * count + device) for device in range(count))
-        return own | {COORDINATOR: f"127.0.0.1:{port}", INDEX: str(index)}
+            environment["JAX_NUM_CPU_DEVICES"] = str(count)
+            environment["JAX_LOCAL_DEVICE_IDS"] = ",".join(str(slot * count + device) for device in range(count))
+        return environment | {COORDINATOR: f"127.0.0.1:{port}", INDEX: str(index)}
 
 
 def free_port(port: int | None) -> int:
@@ -93,12 +93,12 @@ def free_port(port: int | None) -> int:
             return server.getsockname()[1]
     except OSError as error:
         raise UserError(
-            f"--coordinator-port={port}: {error.strerror}; give another one, or none for one that is free"
+            f"--coordinator-port={port}: {error.strerror}; give another port, or none for a free one"
         ) from error
 
 
 class CannotStart(UserError):
-    """A process can't be started; `index`: which."""
+    """The process `index` can't be started."""
 
     def __init__(self, message: str, index: int):
         super().__init__(message)
@@ -109,9 +109,9 @@ class CannotStart(UserError):
 def running(
     gang: Gang, slots: Sequence[int], *, beats: Path, attempt: int, events: "SimpleQueue[Member | signal.Signals]"
 ) -> "Generator[list[Member]]":
-    """Within the block, the processes of an attempt run, one in each slot; afterwards none is left.
+    """Runs the processes of an attempt, one in each slot, within the block, and ends them afterwards.
 
-    Their ends go into `events`. Raises UserError where a process can't be started.
+    Puts each process into `events` when it ends. Raises UserError if a process can't be started.
     """
     port = 0 if gang.scheduler else free_port(gang.port)
     common = {BEATS: str(beats), ATTEMPT: str(attempt)}
@@ -121,7 +121,7 @@ def running(
     try:
         for index, slot in enumerate(slots):
             members.append(Member(gang, index, gang.environment(index, slot, port) | common))
-        # Only now, because a process with threads may not be forked safely.
+        # After all starts, because forking a process with threads is not safe.
         for member in members:
             member.watch(events)
         yield members
@@ -137,7 +137,7 @@ def running(
 
 @contextlib.contextmanager
 def forwarding(events: SimpleQueue) -> Generator[None]:
-    """Within the block, signals to this process go into `events`."""
+    """Puts signals to this process into `events` within the block."""
     # nohup ignores SIGHUP, which must stay ignored.
     handled = [number for number in _FORWARDED if signal.getsignal(number) != signal.SIG_IGN]
     former = {number: signal.signal(number, lambda number, _: events.put(signal.Signals(number))) for number in handled}
@@ -149,7 +149,7 @@ def forwarding(events: SimpleQueue) -> Generator[None]:
 
 
 class Member:
-    """One process of the gang. Raises CannotStart where its command can't be run."""
+    """One process of the gang. Raises CannotStart if its command can't be run."""
 
     def __init__(self, gang: Gang, index: int, environment: dict[str, str]):
         self.index, self.started = index, time.monotonic()
@@ -214,17 +214,14 @@ _WRITING = threading.Lock()
 
 def write_or_drop(target: int, text: bytes) -> None:
     """Write a line to standard output or standard error. On a full disk the line is dropped; once the reader is gone
-    (`... | head`), so are all later ones."""
+    (`... | head`), all later lines are dropped."""
     with _WRITING:
         try:
             while text:
                 text = text[os.write(target, text) :]
         except OSError as error:
-            if error.errno not in GONE:
-                return
-            null = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null, target)
-            os.close(null)
+            if error.errno in GONE:
+                discard_output(target)
 
 
 def last_lines(log: Path) -> list[str]:
@@ -238,7 +235,7 @@ def last_lines(log: Path) -> list[str]:
 
 
 class _Prepare:
-    """Runs in a child before its program: makes it die with the launcher, and disables core dumps."""
+    """Runs in a child before its program: makes the child die with the launcher, and disables core dumps."""
 
     def __init__(self, parent: int):
         self._parent = parent

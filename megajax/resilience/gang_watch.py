@@ -1,4 +1,4 @@
-"""The launcher's view of the processes of an attempt: their heartbeats, and whether they hang."""
+"""The launcher's view of the processes of an attempt: heartbeats and hangs."""
 
 import re
 import socket
@@ -15,7 +15,7 @@ STOPPED_SECONDS = 10.0
 """A process in state T (stopped by SIGSTOP) whose beat is this old counts as hung."""
 
 NO_BEATS_DUE = (None, "finish")
-"""Phases in which a process may have stopped its beats as intended: it waits for the others to end."""
+"""Phases in which a process may stop its beats, because it waits for the others to end."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,10 +23,10 @@ class Limits:
     """Seconds after which a gang counts as hung; None: never."""
 
     beat: float | None = 60.0
-    """Without a new heartbeat of a process that has written some."""
+    """Time without a new heartbeat of a process that has written some."""
     progress: float | None = None
-    """Without a change of step or phase in the heartbeats of any process. A training process has a watchdog of its own,
-    which knows the usual duration of each phase; this limit is for runs without it."""
+    """Time without a change of step or phase in any heartbeat. This limit is for runs without the watchdog of training
+    processes, which knows the usual duration of each phase."""
 
     def problems(self) -> list[Problem]:
         """Problems of the flags."""
@@ -43,9 +43,9 @@ class Sighting:
 
     beat: Beat
     changed: float
-    """When the beat last changed, by the launcher's monotonic clock: clocks of machines differ."""
+    """When the beat last changed, by the launcher's monotonic clock, because clocks of machines differ."""
     state: str | None = None
-    """Its state as Linux has it (R, S, D, T, Z), where it runs on this machine."""
+    """Its state in Linux (R, S, D, T, Z), if it runs on this machine."""
 
 
 class GangWatch:
@@ -56,33 +56,33 @@ class GangWatch:
     ):
         self.folder, self.limits, self._clock = folder, limits, clock
         self._host = socket.gethostname() if host is None else host
-        self.seen: dict[int, Sighting] = {}
-        """By process."""
+        self.sightings: dict[int, Sighting] = {}
+        """Process -> its last heartbeat."""
         self.run_dir: Path | None = None
         self.baseline: int | None = None
-        """The newest step with a whole checkpoint when the run folder became known; None if it had no checkpoint."""
+        """The newest step with a complete checkpoint when the run folder became known; None if it had none."""
         self._positions: dict[int, tuple[object, ...]] = {}
         self._moved_at = self._read_at = clock()
 
     def pause(self, seconds: float) -> None:
-        """Do not count the last `seconds`: the launcher did not run, and perhaps the processes did not either."""
-        for sight in self.seen.values():
+        """Do not count the last `seconds`, in which the launcher, and perhaps the processes, were not running."""
+        for sight in self.sightings.values():
             sight.changed += seconds
         self._moved_at += seconds
 
     def read_beats(self) -> None:
         """Read all beats."""
-        # All ages are of this moment: reading a file system that does not answer takes time as well.
+        # All ages refer to this moment, because reading from a slow file system takes time.
         self._read_at = now = self._clock()
         for path in sorted(self.folder.glob("process_*.json")):
             number = re.fullmatch(r"process_(\d+)\.json", path.name)
             beat = Beat.read(self.folder, int(number[1])) if number else None
             if beat is None:
                 continue
-            before = self.seen.get(beat.process)
+            before = self.sightings.get(beat.process)
             changed = now if before is None or before.beat != beat else before.changed
             state = process_state(beat.pid) if beat.host == self._host else None
-            self.seen[beat.process] = Sighting(beat, changed, state)
+            self.sightings[beat.process] = Sighting(beat, changed, state)
             if beat.run_dir is not None and self.run_dir is None:
                 self.run_dir = Path(beat.run_dir)
                 self.baseline = max(committed_steps(self.run_dir), default=None)
@@ -92,20 +92,20 @@ class GangWatch:
 
     def silent(self, process: int) -> float:
         """Seconds since the beat of a process changed; 0.0 without beats."""
-        sight = self.seen.get(process)
+        sight = self.sightings.get(process)
         return 0.0 if sight is None else self._read_at - sight.changed
 
     def hang(self, ended: set[int]) -> str | None:
-        """Why the gang counts as hung; None if it does not. ended: processes that are left out."""
+        """Why the gang counts as hung; None if it does not. ended: processes to ignore."""
         alive = {
-            index: sight for index, sight in self.seen.items() if index not in ended and sight.beat.failure is None
+            index: sight for index, sight in self.sightings.items() if index not in ended and sight.beat.failure is None
         }
         for index, sight in alive.items():
-            if (why := self._silence(index, sight)) is not None:
-                return why
-        limit, still = self.limits.progress, self._read_at - self._moved_at
-        if alive and limit is not None and still > limit:
-            return f"no process has moved for {still:.0f} s (--watchdog-timeout={limit:g})"
+            if (reason := self._silence(index, sight)) is not None:
+                return reason
+        limit, idle = self.limits.progress, self._read_at - self._moved_at
+        if alive and limit is not None and idle > limit:
+            return f"no process has moved for {idle:.0f} s (--watchdog-timeout={limit:g})"
         return None
 
     def _silence(self, index: int, sight: Sighting) -> str | None:
@@ -119,21 +119,21 @@ class GangWatch:
         return None
 
     def committed(self) -> int | None:
-        """The newest step with a whole checkpoint, by the beats and the run folder; None if no checkpoint exists."""
-        steps = [sight.beat.committed for sight in self.seen.values() if sight.beat.committed is not None]
+        """The newest step with a complete checkpoint, by the beats and the run folder; None if there is none."""
+        steps = [sight.beat.committed for sight in self.sightings.values() if sight.beat.committed is not None]
         if self.run_dir is not None:
             steps += committed_steps(self.run_dir)
         return max(steps, default=None)
 
     def stacks_since(self, since: float) -> list[Path]:
         """Files with stacks that were written after `since`, in seconds since 1970."""
-        named = [Path(sight.beat.stacks) for sight in self.seen.values() if sight.beat.stacks]
+        from_beats = [Path(sight.beat.stacks) for sight in self.sightings.values() if sight.beat.stacks]
         folder = [] if self.run_dir is None else sorted((self.run_dir / STACKS_FOLDER).glob("process_*.txt"))
-        return sorted({path for path in (*named, *folder) if _written(path) >= since})
+        return sorted({path for path in (*from_beats, *folder) if _modified_time(path) >= since})
 
 
 def committed_steps(run_dir: Path) -> list[int]:
-    """Steps in its checkpoints folder: a step has its name only when it is whole."""
+    """Steps in its checkpoints folder. A step gets its name when it is complete."""
     try:
         return [int(path.name) for path in (run_dir / "checkpoints").iterdir() if path.name.isdigit()]
     except OSError:
@@ -141,7 +141,7 @@ def committed_steps(run_dir: Path) -> list[int]:
 
 
 def process_state(pid: int) -> str | None:
-    """The state of a process of this machine as Linux has it; None if it is gone."""
+    """The state in Linux of a process of this machine; None if it does not exist."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
     except (OSError, IndexError):
@@ -149,7 +149,7 @@ def process_state(pid: int) -> str | None:
 
 
 def handles(pid: int, number: int) -> bool:
-    """Whether a process of this machine handles a signal, which might end it otherwise."""
+    """Whether a process of this machine has a handler for a signal, which might end it otherwise."""
     try:
         text = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
     except OSError:
@@ -158,7 +158,7 @@ def handles(pid: int, number: int) -> bool:
     return caught is not None and bool(int(caught[1], 16) >> (number - 1) & 1)
 
 
-def _written(path: Path) -> float:
+def _modified_time(path: Path) -> float:
     try:
         return path.stat().st_mtime
     except OSError:

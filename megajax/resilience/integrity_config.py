@@ -7,7 +7,7 @@ from megajax.config.errors import Problem
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicasConfig:
-    """A hash of the state on every device: devices with the same shard must have the same bytes."""
+    """Comparison of hashes of the state on all devices: devices with the same shard must have the same bytes."""
 
     every: int | None = None
     """Compare copies of weights and optimizer state every this many steps, and before every checkpoint; end with exit
@@ -24,12 +24,11 @@ class ReplicasConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecomputeConfig:
-    """The gradients of a step, computed again with every device in the place of another."""
+    """Recomputation of the gradients of a step, with every device in the place of another."""
 
     every: int | None = None
-    """Compute the gradients of the coming step twice every this many steps, and end with exit code 17 if a device
-    reproducibly gives other results than another. none: never. Costs about two steps, and two compilations at the
-    first."""
+    """Compute the gradients of the next step twice every this many steps, and end with exit code 17 if the results of
+    two devices differ reproducibly. none: never. Costs about two steps, and two compilations the first time."""
     tolerance: float = 0.0
     """Largest relative difference between loss and gradient norm of a data-parallel group; 0: all bits of its gradients
     are equal. Kernels that are not deterministic need about 1e-3."""
@@ -43,7 +42,7 @@ class RecomputeConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StragglersConfig:
-    """Which processes keep the others waiting, from times that they exchange with a step every logging.every steps."""
+    """Detection of slow processes, from times that processes exchange every logging.every steps."""
 
     factor: float | None = 2.0
     """A process is a straggler if one of its phases takes more than this multiple of the median of the other
@@ -68,8 +67,8 @@ class HealthConfig:
     """Test devices, links, disk and clocks of every process before anything else; refuse to start, with exit code 1, if
     a test fails."""
     every_seconds: float | None = 60.0
-    """Ask the driver for memory errors, slowdowns, temperature and power of the GPUs this often, where nvidia-ml-py is
-    installed. none: never."""
+    """Interval of querying the driver for memory errors, slowdowns, temperature and power of the GPUs, if nvidia-ml-py
+    is installed. none: never."""
 
     def problems(self) -> list[Problem]:
         seconds = self.every_seconds

@@ -1,7 +1,7 @@
-"""Output of a run that outlives its reader: text that cannot be written is dropped, and the run goes on.
+"""Output streams that never fail: text that cannot be written is dropped, and the run continues.
 
 `python -m megajax.train ... | head`, a terminal that is closed under `nohup`, a full disk behind `> log`, or a program
-started without standard streams: none of them is a reason to stop training, whose results are in files.
+started without standard streams should not stop training, because its results are in files.
 """
 
 import errno
@@ -11,7 +11,7 @@ import sys
 from typing import Any
 
 GONE = (errno.EPIPE, errno.EIO, errno.EBADF)
-"""Errors after which nobody reads the stream any more; others, such as a full disk, may pass."""
+"""Errors of a stream without a reader; others, such as a full disk, may be temporary."""
 NAMES = ("standard input", "standard output", "standard error")
 
 
@@ -20,12 +20,12 @@ class LastingOutput(io.RawIOBase):
 
     Args:
         descriptor: file descriptor; stays open. Once its reader is gone, it is replaced by /dev/null.
-        other: descriptor of the stream that gets one line about the first error.
+        fallback: descriptor of the stream that gets one line about the first error.
     """
 
-    def __init__(self, descriptor: int, other: int):
+    def __init__(self, descriptor: int, fallback: int):
         super().__init__()
-        self._descriptor, self._other, self._reported = descriptor, other, False
+        self._descriptor, self._fallback, self._reported = descriptor, fallback, False
 
     def writable(self) -> bool:
         return True
@@ -42,43 +42,46 @@ class LastingOutput(io.RawIOBase):
         except OSError as error:
             self._report(error)
             if error.errno in GONE:
-                self._drop_the_rest()
+                discard_output(self._descriptor)
             return len(data)
-
-    def _drop_the_rest(self) -> None:
-        null = os.open(os.devnull, os.O_WRONLY)
-        if null != self._descriptor:
-            os.dup2(null, self._descriptor)
-            os.close(null)
 
     def _report(self, error: OSError) -> None:
         if self._reported:
             return
         self._reported = True
         name = NAMES[self._descriptor] if self._descriptor < len(NAMES) else f"descriptor {self._descriptor}"
-        line = f"megajax: {name}: {error.strerror}; what cannot be written there is dropped, and the run goes on\n"
+        line = f"megajax: {name}: {error.strerror}; output that cannot be written is dropped, and the run goes on\n"
         try:
-            os.write(self._other, line.encode())
+            os.write(self._fallback, line.encode())
         except OSError:
             return
 
 
-def keep_writing() -> None:
-    """From now on, `sys.stdout` and `sys.stderr` never raise for a reader that is gone or a disk that is full.
+def discard_output(descriptor: int) -> None:
+    """Replaces a descriptor by /dev/null."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    if null != descriptor:
+        os.dup2(null, descriptor)
+        os.close(null)
 
-    Streams that were closed when the program started are opened on /dev/null: files would take their descriptors.
+
+def keep_writing() -> None:
+    """Makes `sys.stdout` and `sys.stderr` ignore errors of writing.
+
+    Streams that were closed when the program started are opened on /dev/null, because otherwise files would get their
+    descriptors.
     """
     for descriptor in range(len(NAMES)):
         try:
             os.fstat(descriptor)
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # gets the lowest free number
-    for name, descriptor, other in (("stdout", 1, 2), ("stderr", 2, 1)):
+    for name, descriptor, fallback in (("stdout", 1, 2), ("stderr", 2, 1)):
         before = getattr(sys, name)
         if before is not None:
             before.flush()
         stream = io.TextIOWrapper(
-            io.BufferedWriter(LastingOutput(descriptor, other)),
+            io.BufferedWriter(LastingOutput(descriptor, fallback)),
             encoding=getattr(before, "encoding", "utf-8"),
             errors=getattr(before, "errors", "backslashreplace"),
             line_buffering=getattr(before, "line_buffering", True),

@@ -1,4 +1,4 @@
-"""Whether a gang that has failed is started again: when, with which processes, or why not."""
+"""Decides whether, when and with which processes a failed gang is started again."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,14 +14,14 @@ FRUITLESS_ATTEMPTS = 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RestartConfig:
-    """How often a gang is restarted, and how."""
+    """Number, delays and conditions of restarts."""
 
     max_restarts: int = 0
     backoff: float = 1.0
     """Seconds before the first restart; doubled for each further one, until an attempt has saved a new checkpoint."""
     max_backoff: float = 60.0
     min_processes: int | None = None
-    """A process that keeps failing is left out while at least this many remain; None: never."""
+    """A process that keeps failing is dropped as long as at least this many remain; None: never."""
 
     def problems(self, processes: int) -> list[Problem]:
         """Problems of the flags."""
@@ -32,8 +32,8 @@ class RestartConfig:
             if not 0 <= value < float("inf"):
                 problems.append(Problem(f"--{name}", f"must be at least 0 seconds, got {value:g}"))
         if self.min_processes is not None and not 1 <= self.min_processes <= processes:
-            what = f"must be from 1 to --processes={processes}, got {self.min_processes}"
-            problems.append(Problem("--min-processes", what))
+            message = f"must be from 1 to --processes={processes}, got {self.min_processes}"
+            problems.append(Problem("--min-processes", message))
         return problems
 
 
@@ -45,7 +45,7 @@ class Restart(NamedTuple):
     slots: tuple[int, ...]
     """Places on the machine, one for each process."""
     dropped: int | None = None
-    """The place that is left out from now on."""
+    """The place that is dropped from now on."""
 
 
 class Stop(NamedTuple):
@@ -73,7 +73,7 @@ class Restarts:
         """The decision after an attempt that failed.
 
         baseline, committed: the newest step with a checkpoint when it began and when it ended. has_beats: whether its
-        processes wrote heartbeats; a program that never does so is has_beats by the number of restarts alone.
+        processes wrote heartbeats; for a program that never does, only the number of restarts is limited.
         """
         fewer = len(self.slots) < self._all
         slot = None if cause.process is None or cause.process >= len(self.slots) else self.slots[cause.process]
@@ -88,7 +88,7 @@ class Restarts:
             on = f" on {len(self.slots)} of {self._all} processes" if fewer else ""
             return Stop(cause.code, f"exit code {cause.code}{on} is never retried")
         if self.restarts >= self.cfg.max_restarts:
-            return Stop(cause.code, f"no restart is left of --max-restarts={self.cfg.max_restarts}")
+            return Stop(cause.code, f"all --max-restarts={self.cfg.max_restarts} restarts are used up")
         if repeated and self._may_drop():
             return self._restart(slot)
         if self._has_beats and self._fruitless >= FRUITLESS_ATTEMPTS:

@@ -1,4 +1,4 @@
-"""Stop signals: they become a request that the training loop polls, so that it can save a checkpoint first."""
+"""Converts stop signals to a request that the training loop polls, so that it can save a checkpoint first."""
 
 import faulthandler
 import os
@@ -23,7 +23,7 @@ _STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 _EXIT_IF_REPEATED = (signal.SIGTERM, signal.SIGINT)
 _DUMP = signal.SIGUSR2
 _WAKE = signal.SIGURG
-"""Interrupts a wait of the main thread; nothing else uses it, and by default it is ignored."""
+"""Interrupts a wait of the main thread. Nothing else uses this signal, and by default it is ignored."""
 
 # A launcher and the terminal, or two layers of a scheduler, may forward the same request within milliseconds.
 _DUPLICATE_SECONDS = 0.25
@@ -38,7 +38,7 @@ class StopRequest:
     time: float
     """Time of the signal, in seconds since 1970."""
     at: float = field(default_factory=time.monotonic, compare=False)
-    """The same by the monotonic clock."""
+    """Time of the signal by the monotonic clock."""
 
 
 class StopWaiting(Exception):
@@ -54,10 +54,10 @@ class Signals:
     0.25 s of another is a duplicate. SIGUSR1 never ends the process at once. While `polled` is False, because there is
     nothing to save yet, the first SIGTERM or SIGINT ends the process in the same way.
 
-    SIGHUP, of a terminal that is closed, is like SIGUSR1, unless it is ignored: `nohup` starts programs that go on.
+    SIGHUP, sent when a terminal is closed, is like SIGUSR1, unless it is ignored (`nohup`).
 
-    SIGUSR2 stops nothing: the stacks of all threads are written to stderr, also while C code holds the interpreter's
-    lock, and `dump` is called, in another thread.
+    SIGUSR2 does not stop the process. It writes the stacks of all threads to stderr, also while C code holds the
+    interpreter's lock, and calls `dump` in another thread.
 
     Enter it in the main thread, after `jax.distributed.initialize`, which replaces the handler of SIGTERM unless
     jax_enable_preemption_service is off. Leaving the block restores the former handlers.
@@ -72,7 +72,7 @@ class Signals:
         dump: Callable[[], None] | None = None,
         received: Callable[[str, int | None], None] | None = None,
     ):
-        """received: gets the name of each signal, and the exit code if the process ends now because of it."""
+        """received: called with the name of each signal, and the exit code if it ends the process now."""
         self._announce = announce or _to_stderr
         self._before_exit, self._dump = before_exit, dump or (lambda: None)
         self._received = received or (lambda name, code: None)
@@ -85,7 +85,7 @@ class Signals:
         self.polled = polled
         """Whether the program polls `request`."""
         self.when = "after this step"
-        """When the run will stop, for messages."""
+        """Time of the stop, for messages."""
 
     @property
     def request(self) -> StopRequest | None:
@@ -93,14 +93,14 @@ class Signals:
         return self._request
 
     def request_stop(self, name: str) -> None:
-        """Stop as after signal `name`, which another process got."""
+        """Request a stop because another process received signal `name`."""
         self._set_request(signal.Signals[name])
 
     @contextmanager
     def interruptible(self, place: object, *, at_once: bool) -> Generator[None]:
-        """Within the block, in the main thread, a request raises StopWaiting: at once, or else at `wake(place)`.
+        """Within the block, in the main thread, a stop request raises StopWaiting.
 
-        place: names the wait; not None.
+        at_once: whether immediately, or only at `wake(place)`. place: identifies the wait; not None.
         """
         self._at_once, self._place = at_once, place
         try:
@@ -120,12 +120,12 @@ class Signals:
             raise StopWaiting
 
     def __enter__(self) -> Self:
-        # Python runs handlers only between bytecodes of the main thread, which may be in XLA for minutes. Therefore C
-        # code also writes the number of each signal to a socket at once, and a thread reads it.
+        # Python runs handlers only between bytecodes of the main thread, which may be in XLA for minutes. So C code
+        # also writes the number of each signal to a socket immediately, and a thread reads it.
         self._inbox, self._outbox = socket.socketpair()
         self._outbox.setblocking(False)
-        kept = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()
-        handled = (number for number in (*_STOP, _DUMP, _WAKE) if number not in kept)
+        ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()
+        handled = (number for number in (*_STOP, _DUMP, _WAKE) if number not in ignored)
         self._former = {number: signal.signal(number, self._handle) for number in handled}
         if (stderr := _stderr()) is not None:
             faulthandler.register(_DUMP, file=stderr, all_threads=True, chain=True)
@@ -143,7 +143,7 @@ class Signals:
         self._inbox.close()
 
     def _restore(self) -> None:
-        """Restores the former handlers; also in a forked child."""
+        """Restores the former handlers. Also called in a forked child."""
         if not self._former:
             return
         faulthandler.unregister(_DUMP)
@@ -171,7 +171,7 @@ class Signals:
             self._request = StopRequest(which.name, time.time())
 
     def _receive(self, which: signal.Signals) -> None:
-        """Handles a signal; only called in the watcher thread."""
+        """Handles a signal in the watcher thread."""
         self._set_request(which)
         if which not in _EXIT_IF_REPEATED:
             self._received(which.name, None)
@@ -179,12 +179,12 @@ class Signals:
             return
         now = time.monotonic()
         if not self.polled:
-            self._exit_now(f"{which.name}: ended at once, with nothing to save yet", which)
+            self._exit_now(f"{which.name}: exiting at once, with nothing to save yet", which)
         elif self._first_time is None:
             self._first_time = now
             self._received(which.name, None)
-            again = "press Ctrl-C again" if which is signal.SIGINT else "send it again"
-            self._say(f"{which.name} received: stopping {self.when}; {again} to exit at once, unsaved")
+            repeat = "press Ctrl-C again" if which is signal.SIGINT else "send it again"
+            self._say(f"{which.name} received: stopping {self.when}; {repeat} to exit at once, unsaved")
         elif now - self._first_time > _DUPLICATE_SECONDS:
             self._exit_now(f"second {which.name}: exiting at once, unsaved", which)
 

@@ -7,8 +7,8 @@ from math import inf, isfinite
 from typing import Any, Literal
 
 LAG = 2
-"""Steps between a loss and the first step that is compared with it, because results are fetched one step late. The same
-for all steps, so that pauses for saving or a resume do not change results."""
+"""Steps between a loss and the first step that is compared with it, because results are fetched one step late. It is
+the same for all steps, so that pauses for saving and resumes do not change results."""
 
 
 class SpikeRule:
@@ -57,5 +57,5 @@ class SpikeRule:
         self._count, self._largest = int(state["count"]), float(state["largest"])
         self._recent.extend(state["recent"])
         if self._reference == "median" and len(self._recent) < self._window:
-            self._count = len(self._recent)  # the run before had another reference or a shorter window
+            self._count = len(self._recent)  # the saved run had another reference or a shorter window
         self._waiting.extend((int(step), float(loss)) for step, loss in state["waiting"])

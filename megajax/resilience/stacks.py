@@ -17,11 +17,11 @@ STACKS_FOLDER = "hangs"
 
 def stacks(activity: Activity) -> str:
     """The stack of each thread, most recent call last, with the phase it is in; the main thread comes first."""
-    now, doing = time.monotonic(), {each.thread: each for each in activity.now()}
+    now, doing = time.monotonic(), {phase.thread: phase for phase in activity.now()}
     names: Mapping[int | None, str] = {thread.ident: thread.name for thread in threading.enumerate()}
     main, lines = threading.main_thread().ident, []
     frames = sys._current_frames()
-    for thread in sorted(frames, key=lambda each: (each != main, each not in doing)):
+    for thread in sorted(frames, key=lambda thread: (thread != main, thread not in doing)):
         if thread == threading.get_ident():
             continue
         head = f"thread {names.get(thread, 'without a name')} ({thread})"
@@ -32,7 +32,7 @@ def stacks(activity: Activity) -> str:
 
 
 def write_stacks(run_dir: Path, process: int, why: str, text: str) -> Path | None:
-    """Append stacks to RUN_DIR/hangs/process_K.txt; None if it can't be written."""
+    """Append stacks to RUN_DIR/hangs/process_K.txt -> its path; None if it can't be written."""
     path = run_dir / STACKS_FOLDER / f"process_{process}.txt"
     head = f"{time.strftime('%Y-%m-%d %H:%M:%S')}, process {process}, pid {os.getpid()}: {why}\n\n"
     with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Starts the processes of a run, and starts them again after a failure that may not repeat itself."""
+"""Starts the processes of a run, and restarts them after failures that may be transient."""
 
 import contextlib
 import shutil
@@ -18,7 +18,7 @@ from megajax.resilience.gang_watch import GangWatch, Limits
 from megajax.resilience.restarts import Restart, RestartConfig, Restarts, Stop
 
 type Record = Callable[..., None]
-"""(events.jsonl, name, **fields): `megajax.metrics.event_log.append_event`, handed in by the front door."""
+"""(events.jsonl, name, **fields): `megajax.metrics.event_log.append_event`, passed in by the caller."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,21 +28,21 @@ class Supervision:
     restarts: RestartConfig = field(default_factory=RestartConfig)
     limits: Limits = field(default_factory=Limits)
     beats: Path | None = None
-    """Folder for heartbeats, which all machines of the run share; None: a temporary one of this machine."""
+    """Folder for heartbeats, shared by all machines of the run; None: a temporary folder of this machine."""
 
 
 def run(gang: Gang, supervision: Supervision, record: Record) -> int:
-    """Start the gang, restart it where that may help, and wait for its end.
+    """Start the gang, restart it if that may help, and wait for its end.
 
-    -> 0, or the exit code of the process that failed first (1 for a signal), or 93: restarts bring no progress.
-    Raises UserError where a process can't be started.
+    -> 0, or the exit code of the process that failed first (1 for a signal), or 93 if restarts make no progress.
+    Raises UserError if a process can't be started.
     """
     for name, folder in (("log-dir", gang.log_dir), ("beats", supervision.beats)):
         if folder is not None:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
             except OSError as error:
-                raise UserError(f"--{name}={folder} cannot be made: {error.strerror}") from error
+                raise UserError(f"--{name}={folder} cannot be created: {error.strerror}") from error
     events: SimpleQueue[Member | signal.Signals] = SimpleQueue()
     with forwarding(events), _beats_folder(supervision.beats) as beats:
         return Supervisor(gang, supervision, record, beats, events).run()
@@ -84,15 +84,17 @@ class Supervisor:
                 self._run_dir = watch.run_dir or self._run_dir
                 self._record_lost(outcome)
                 decision = self._restarts.after(
-                    outcome.cause, baseline=watch.baseline, committed=watch.committed(), has_beats=bool(watch.seen)
+                    outcome.cause, baseline=watch.baseline, committed=watch.committed(), has_beats=bool(watch.sightings)
                 )
                 if outcome.stop_signal is not None:
                     decision = Stop(outcome.code, f"{outcome.stop_signal.name} asked for the end")
             if isinstance(decision, Stop):
                 return self._stop(outcome, decision)
             self._announce(outcome, decision, watch.committed())
-            if (asked := self._wait(decision.wait)) is not None:
-                return self._stop(outcome, Stop(128 + asked, f"{asked.name} asked for the end before the restart"))
+            if (stop_signal := self._wait(decision.wait)) is not None:
+                return self._stop(
+                    outcome, Stop(128 + stop_signal, f"{stop_signal.name} asked for the end before the restart")
+                )
             self._record_restart(outcome)
 
     def _attempt(self, watch: GangWatch) -> Outcome:
@@ -101,7 +103,7 @@ class Supervisor:
             return Attempt(members, self._events, watch, scheduler=self._gang.scheduler).supervise()
 
     def _fresh_folder(self) -> Path:
-        """An empty folder for the beats of this attempt. On a full disk there is none, and training goes on."""
+        """An empty folder for the beats of this attempt. On a full disk it is not created, and training continues."""
         folder = self._beats / f"attempt_{self._number}"
         shutil.rmtree(folder, ignore_errors=True)
         with contextlib.suppress(OSError):
@@ -109,11 +111,11 @@ class Supervisor:
         return folder
 
     def _wait(self, seconds: float) -> signal.Signals | None:
-        """Wait for the restart; a signal that asks to stop ends the wait and is returned."""
+        """Wait for the restart -> the signal that ended the wait, if any."""
         deadline = time.monotonic() + seconds
-        while (left := deadline - time.monotonic()) > 0:
+        while (remaining := deadline - time.monotonic()) > 0:
             with contextlib.suppress(Empty):
-                event = self._events.get(timeout=left)
+                event = self._events.get(timeout=remaining)
                 if isinstance(event, signal.Signals):
                     return event
         return None
@@ -163,7 +165,7 @@ class Supervisor:
         )
 
     def _record_event(self, name: str, /, **fields: object) -> None:
-        """Record an event in the run folder, if beats have named one."""
+        """Record an event in the run folder, if the beats have named it."""
         if self._run_dir is None or not self._run_dir.is_dir():
             return
         try:

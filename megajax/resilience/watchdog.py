@@ -1,4 +1,4 @@
-"""Decides from the phases that threads are in whether a process hangs, and the limits of the phases."""
+"""Detects a hanging process, by comparing the current phases of its threads with limits."""
 
 import sys
 import time
@@ -11,13 +11,13 @@ from megajax.config.errors import Problem
 from megajax.resilience.activity import COMPILE, ActivePhase, Activity, describe_phase
 
 ASLEEP_SECONDS = 5.0
-"""If checks are this much further apart than intended, the process itself was stopped, or had no processor."""
+"""If checks are this much further apart than intended, the process itself was stopped or not scheduled."""
 
 _COMPILING = tuple(f"jax/_src/{name}.py" for name in ("compiler", "interpreters/partial_eval", "interpreters/mlir"))
 
 
 LONGEST = 1e8
-"""Seconds: three years. Timers of the operating system and of XLA can't wait for ever."""
+"""Seconds (three years). Timers of the operating system and of XLA have a maximum."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,7 +26,7 @@ class WatchdogConfig:
     `factor` times its median in this run, and at least the value below."""
 
     factor: float = 10.0
-    """A phase may take this many times as long as the median of the last 64."""
+    """A phase may take this many times the median of the last 64."""
     step: float = 600.0
     """A train step: computation, and collectives with other processes."""
     data_wait: float = 600.0
@@ -34,11 +34,11 @@ class WatchdogConfig:
     evaluation: float = 1800.0
     """A batch or an answer of an evaluation."""
     save: float = 7200.0
-    """The part of a save that holds training up, including the wait for the save before it."""
+    """The part of a save that blocks training, including the wait for the save before it."""
     background_save: float = 7200.0
     """Writing and committing a checkpoint while training goes on."""
     compile: float = 7200.0
-    """Compiling a program. Also the minimum for the first of each phase, for another process may compile then."""
+    """Compiling a program. Also the minimum for the first of each phase, because another process may compile then."""
     setup: float = 7200.0
     """Everything before the first step: index files, weights, reading a checkpoint."""
     finish: float = 7200.0
@@ -52,7 +52,7 @@ class WatchdogConfig:
         return name, getattr(self, name)
 
     def problems(self) -> list[Problem]:
-        off = f"{LONGEST:g} is never in practice, and resilience.watchdog=none turns the watchdog off"
+        off = f"{LONGEST:g} means never in practice, and resilience.watchdog=none turns the watchdog off"
         problems = [
             Problem(name, f"must be above 0 and at most {LONGEST:g} seconds, got {value:g}", off)
             for name in (*PHASES, "other")
@@ -63,7 +63,7 @@ class WatchdogConfig:
         return problems
 
 
-PHASES = tuple(each.name for each in fields(WatchdogConfig) if each.name not in ("factor", "other"))
+PHASES = tuple(field.name for field in fields(WatchdogConfig) if field.name not in ("factor", "other"))
 """Phases with their own limit."""
 
 
@@ -73,7 +73,7 @@ class Hang(NamedTuple):
     phase: str
     step: int | None
     seconds: float
-    """Since it began, or since its last progress."""
+    """Seconds since it began, or since its last progress."""
     limit: float
     setting: str
     """The setting of `WatchdogConfig` that the limit comes from."""
@@ -85,7 +85,7 @@ class Hang(NamedTuple):
 
 
 class Watchdog:
-    """Compares the phases of an activity with their limits. Time in which the process was stopped does not count."""
+    """Compares the phases of an activity with their limits, not counting time in which the process was stopped."""
 
     def __init__(
         self,
@@ -107,15 +107,15 @@ class Watchdog:
         if self._checked is not None and now - self._checked > period + ASLEEP_SECONDS:
             self._asleep.append((self._checked, now - self._checked - period))
         self._checked, doing = now, self._activity.now()
-        oldest = min((each.last_progress for each in doing), default=now)
-        self._asleep = [each for each in self._asleep if each[0] + each[1] > oldest]
-        return next((hang for each in doing if (hang := self._hang(each, now))), None)
+        oldest = min((phase.last_progress for phase in doing), default=now)
+        self._asleep = [(begin, seconds) for begin, seconds in self._asleep if begin + seconds > oldest]
+        return next((hang for phase in doing if (hang := self._hang(phase, now))), None)
 
     def longest(self) -> float:
-        """Seconds until the last of the present limits; without a phase, a minimum."""
+        """Seconds until the last of the current limits; without a phase, a default."""
         now = self._clock()
-        left = [self.limit(each)[1] - (now - each.last_progress) for each in self._activity.now()]
-        return max(left, default=self._cfg.other)
+        remaining = [self.limit(phase)[1] - (now - phase.last_progress) for phase in self._activity.now()]
+        return max(remaining, default=self._cfg.other)
 
     def limit(self, doing: ActivePhase) -> tuple[str, float]:
         """The setting that limits a phase, and the limit in seconds."""
@@ -126,7 +126,7 @@ class Watchdog:
 
     def awake(self, doing: ActivePhase, now: float) -> float:
         """Seconds since the last progress of a phase, without those in which the process was stopped."""
-        stopped = sum(min(seconds, begun + seconds - doing.last_progress) for begun, seconds in self._asleep)
+        stopped = sum(min(seconds, begin + seconds - doing.last_progress) for begin, seconds in self._asleep)
         return now - doing.last_progress - stopped
 
     def _hang(self, doing: ActivePhase, now: float) -> Hang | None:

@@ -33,13 +33,13 @@ class Guard:
             inf if self.cfg.largest_norm is None else self.cfg.largest_norm,
             float(skip or not self.cfg.rerun),
             self._floor,
-            *factors(self._drills, step, again=False),
+            *factors(self._drills, step, repeated=False),
         )
 
     def rerun_limits(self, step: int, first: GuardLimits) -> GuardLimits:
         """Limits of the second run. first: those of the first run."""
         loss = inf if self.cfg.spike_action == "accept" else first.loss
-        rerun_factors = factors(self._drills, step, again=True)
+        rerun_factors = factors(self._drills, step, repeated=True)
         return first._replace(loss=loss, final=1.0, loss_factor=rerun_factors[0], gradient_factor=rerun_factors[1])
 
     def on_devices(self, limits: GuardLimits) -> Array:

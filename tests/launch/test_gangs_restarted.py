@@ -110,7 +110,7 @@ def test_without_restarts_it_ends_and_records_who_was_lost(start, tmp_path):
 def test_no_restart_left(start, tmp_path):
     gang = train(start, tmp_path, "--max-restarts=1", "--backoff=0.1", FAULTS="1:1@7#*")
     assert gang.wait(30) == 1, gang.text
-    assert last_line(gang).endswith("no restart is left of --max-restarts=1")
+    assert last_line(gang).endswith("all --max-restarts=1 restarts are used up")
 
 
 @pytest.mark.slow

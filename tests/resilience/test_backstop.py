@@ -15,18 +15,18 @@ import ctypes, os, signal, sys, time
 from megajax.resilience import backstop
 backstop.GRACE_SECONDS = 1
 with backstop.Backstop() as held:
-    held.hold(1.0)
+    held.reset(1.0)
     if sys.argv[1] == "locked":
         ctypes.PyDLL(None).sleep(60)
     if sys.argv[1] == "stopped":
         os.kill(os.getpid(), signal.SIGSTOP)
         for _ in range(12):
-            held.hold(60.0)
+            held.reset(60.0)
             time.sleep(0.25)
     if sys.argv[1] == "held":
         for _ in range(12):
             time.sleep(0.25)
-            held.hold(1.0)
+            held.reset(1.0)
 print("went on")
 """
 
@@ -48,7 +48,7 @@ def test_a_process_that_holds_the_lock_ends_with_its_stacks():
 @pytest.mark.parametrize("seconds", [1e300, float("inf")])
 def test_a_limit_above_any_timer_sets_the_longest(seconds):
     with Backstop() as held:
-        held.hold(seconds)
+        held.reset(seconds)
 
 
 @pytest.mark.slow

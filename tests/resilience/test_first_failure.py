@@ -113,7 +113,7 @@ def test_the_cause_behind_the_highest_code_that_srun_returns(case):
 def test_nobody_is_blamed_where_all_were_killed_at_once():
     both = [MemberState(process=index, beat=beat(index), order=10.0 + index) for index in (0, 1)]
     cause = scheduler_cause(both, 137)
-    assert cause.process is None and cause.text == "the command exited with code 137, and no process said why"
+    assert cause.process is None and cause.text == "the command exited with code 137, and no process reported a reason"
 
 
 def test_the_process_whose_beats_ended_first_is_the_lost_one():

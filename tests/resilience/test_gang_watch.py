@@ -166,4 +166,4 @@ def test_half_a_beat_and_other_files_are_passed_over(gang, tmp_path):
     (tmp_path / "process_1.json").write_text('{"process": 1,')
     (tmp_path / "process_x.json").write_text("{}")
     (tmp_path / "process_7.123.writing").write_text("{}")
-    assert gang.after(1.0) is None and set(gang.watch.seen) == {0, 1}
+    assert gang.after(1.0) is None and set(gang.watch.sightings) == {0, 1}

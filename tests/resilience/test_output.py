@@ -47,7 +47,7 @@ def test_what_nobody_reads_is_dropped(tmp_path, shell, says):
     assert ended.returncode == 0, ended
     assert (tmp_path / "done").read_text() == "whole", "and not a line that was printed"
     if says:
-        assert f"megajax: {says}; what cannot be written there is dropped" in ended.stderr
+        assert f"megajax: {says}; output that cannot be written is dropped" in ended.stderr
     assert ended.stderr.count("megajax: ") == bool(says), "once"
     assert "Traceback" not in ended.stderr and "Exception ignored" not in ended.stderr
     if "2>/dev/full" in shell:

@@ -90,7 +90,7 @@ def test_progress_starts_the_count_again():
 def test_a_program_without_beats_is_restarted_as_often_as_asked():
     gang = Failing(max_restarts=6)
     assert all(isinstance(gang.fail(has_beats=False), Restart) for _ in range(6))
-    assert gang.fail(has_beats=False) == Stop(1, "no restart is left of --max-restarts=6")
+    assert gang.fail(has_beats=False) == Stop(1, "all --max-restarts=6 restarts are used up")
 
 
 def test_the_process_that_keeps_failing_is_left_out():

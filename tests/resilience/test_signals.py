@@ -152,7 +152,7 @@ def test_the_first_signal_ends_a_process_without_anything_to_save(start, number,
     process.send_signal(number)
     out, err = process.communicate(timeout=10)
     assert (process.returncode, out) == (code, "terminal in order\n")
-    assert err.endswith(f"megajax: {number.name}: ended at once, with nothing to save yet\n")
+    assert err.endswith(f"megajax: {number.name}: exiting at once, with nothing to save yet\n")
 
 
 def test_a_forked_worker_has_its_own_signals(start):

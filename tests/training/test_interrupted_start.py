@@ -39,5 +39,5 @@ def test_a_start_that_is_interrupted_leaves_the_terminal_usable(tmp_path: Path) 
             reader.join()
             os.close(leader)
     assert code == 130, bytes(shown)
-    assert b"SIGINT: ended at once, with nothing to save yet" in shown and b"Traceback" not in shown
+    assert b"SIGINT: exiting at once, with nothing to save yet" in shown and b"Traceback" not in shown
     assert b"\x1b[?25l" in shown and shown.rfind(b"\x1b[?25h") > shown.rfind(b"\x1b[?25l")
