@@ -9,19 +9,19 @@ class ClosedForm:
     """The cost of one step; P stages, V chunks per stage, M microbatches."""
 
     bubble: Fraction
-    """Time stages are idle over the time they work: (P-1)/(V*M)."""
+    """Idle time of stages relative to their working time: (P-1)/(V*M)."""
     ticks: int
-    """Of the schedule."""
-    alone: int
-    """Ticks with forwards only, and as many with backwards only."""
+    """Ticks of the schedule."""
+    warmup_ticks: int
+    """Number of ticks with forwards only, and of ticks with backwards only."""
     in_flight: tuple[int, ...]
-    """By stage, the most activations in memory, each of a microbatch in one chunk."""
+    """By stage, the maximum number of activations in memory, each of one microbatch and chunk."""
     spare: bool = False
-    """Whether idle forwards need a slot to write to, as all forwards end before the first slot is free again."""
+    """Whether idle forwards need a spare slot, because all forwards end before the first slot is free again."""
 
     @property
     def slots(self) -> int:
-        """Of the ring that keeps activations on each stage."""
+        """Slots of the ring of activations on each stage."""
         return self.in_flight[0] + self.spare
 
     @property
@@ -31,7 +31,7 @@ class ClosedForm:
 
 
 def closed_form(name: str, *, stages: int, chunks: int, microbatches: int, loss_wait: int) -> ClosedForm:
-    """Of a schedule in lockstep (Narayanan et al., 2104.04473).
+    """The cost of a schedule in lockstep (Narayanan et al., 2104.04473).
 
     Forward k (of M*V) runs on stage s at tick k+s, backward k at tick b+k+P-1-s, where b is P*V-1+w if losses wait w
     ticks. When the first backward of stage s starts, the activations of b+P-2s forwards are in memory, or of all M*V if
@@ -47,7 +47,7 @@ def closed_form(name: str, *, stages: int, chunks: int, microbatches: int, loss_
 
 
 def free_running(*, stages: int, chunks: int, microbatches: int) -> ClosedForm:
-    """Of the first stage of a pipeline in which each stage runs as soon as its input has arrived (section 2.2)."""
+    """The cost for the first stage of a pipeline whose stages run as soon as their input arrives (section 2.2)."""
     work = microbatches * chunks
     activations = stages * chunks + stages - 1 if chunks > 1 else stages
     return ClosedForm(Fraction(stages - 1, work), work + stages - 1, stages - 1, (min(work, activations),))

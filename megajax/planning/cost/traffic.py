@@ -302,18 +302,18 @@ def _pipeline(run: Description, layers: Halves) -> Iterator[Traffic]:
         yield replace(_row(run, between, count, size), hidden=max(0, hidden))
         return
     reduction = seconds("all-reduce", size, span, run.device)
-    alone = schedule.alone
-    both = schedule.ticks - 2 * alone
+    warmup_ticks = schedule.warmup_ticks
+    both = schedule.ticks - 2 * warmup_ticks
     # With one chunk all ticks of both kinds have a microbatch that enters and one that leaves, and reductions travel
     # while layers compute. With more, some ticks have: reductions are in branches, where nothing else runs.
     every = chunks == 1
     forward, backward = layers.forward.seconds / chunks, layers.backward.seconds / chunks
     beside_forward = min(1.0, forward / (permute + 3 * reduction * every))
     beside_backward = min(1.0, backward / (permute + reduction * every))
-    count = 2 * schedule.ticks - 2 * alone
+    count = 2 * schedule.ticks - 2 * warmup_ticks
     yield replace(_row(run, between, count, size), hidden=both * permute * (beside_forward + beside_backward))
     # Forwards alone hide the next embedding; backwards alone hide nothing.
-    hidden = reduction * (both * (3 * beside_forward + beside_backward) + alone * min(1.0, forward / reduction))
+    hidden = reduction * (both * (3 * beside_forward + beside_backward) + warmup_ticks * min(1.0, forward / reduction))
     what = "embeddings, outputs and their gradients, to all stages"
     yield _row(run, ("all-reduce", "pipeline", what), 4 * run.microbatches, size).beside(hidden * every)
 

@@ -331,7 +331,11 @@ def optimizer_bytes(run: Description, weights: float) -> float:
 def step_work(run: Description, layers: Halves, head: Halves, once: Work) -> Work:
     """Bytes of a step, from those of a microbatch. Forwards run in idle ticks as well."""
     schedule = run.schedule
-    ticks = (schedule.ticks - schedule.alone) / run.parallel.virtual_stages if run.system.lockstep else run.microbatches
+    ticks = (
+        (schedule.ticks - schedule.warmup_ticks) / run.parallel.virtual_stages
+        if run.system.lockstep
+        else run.microbatches
+    )
     total = once.plus(layers.forward, ticks).plus(layers.backward, run.microbatches)
     total = total.plus(head.forward, run.microbatches).plus(head.backward, run.microbatches)
     return total.plus(tick_work(run), schedule.ticks)
