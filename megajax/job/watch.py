@@ -59,10 +59,10 @@ class Watch:
     def _warn(self, info: StepInfo) -> None:
         """Print the warnings of layers, each once."""
         for name, measurement in info.measured.items():
-            if measurement.measure.warning and measurement.told and name not in self._warned:
+            if measurement.measure.warning and measurement.is_shown and name not in self._warned:
                 self._warned.add(name)
-                why = measurement.measure.warning.format(value=measurement.whole)
-                self._log.event("layer_warning", step=info.step, measure=name, value=measurement.whole, why=why)
+                why = measurement.measure.warning.format(value=measurement.overall)
+                self._log.event("layer_warning", step=info.step, measure=name, value=measurement.overall, why=why)
                 self._say(f"step {info.step}: {why}; {name} in metrics.jsonl counts later ones")
 
     def _fault_fields(self, info: StepInfo, limits: GuardLimits) -> dict[str, object]:

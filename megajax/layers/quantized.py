@@ -71,7 +71,7 @@ class Quantized:
 
     def whole(self, leaves: Leaves) -> Array:
         """The matrix that inputs are multiplied by, float32, before they are rounded."""
-        w = self.form.whole(leaves[ARRAY], leaves[SCALE])
+        w = self.form.dequantized(leaves[ARRAY], leaves[SCALE])
         return w * self._along_inputs(leaves[FACTOR]) if self.balanced else w
 
     def product(self, equation: str, x: Array, leaves: Leaves) -> Array:
@@ -85,7 +85,7 @@ class Quantized:
         if self.activations:
             return self._rounded_product((first, second, result), x, leaves)
         if not isinstance(self.form, Channels):
-            return exact(equation, x, self.form.whole(leaves[ARRAY], leaves[SCALE]).astype(x.dtype))
+            return exact(equation, x, self.form.dequantized(leaves[ARRAY], leaves[SCALE]).astype(x.dtype))
         # Sums of integers may exceed float16, whose largest is 65504.
         dtype = jnp.float32 if x.dtype == jnp.float16 else x.dtype
         y = jnp.einsum(equation, x, leaves[ARRAY].astype(x.dtype), preferred_element_type=dtype)

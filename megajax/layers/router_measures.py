@@ -15,7 +15,7 @@ from megajax.mesh.measures import Measure
 def load_measures() -> tuple[Measure, ...]:
     """Metrics of the state [L, 2, E] of ExpertLoad."""
     return (
-        Measure(name="expert_load_max_over_mean", of=max_over_mean, over_layers="max", label="load", shown="{:.2f}x"),
+        Measure(name="expert_load_max_over_mean", of=max_over_mean, over_layers="max", label="load", format="{:.2f}x"),
         Measure(name="expert_load_entropy", of=entropy, over_layers="min"),
         Measure(name="expert_tokens", of=tokens),
     )
@@ -31,7 +31,7 @@ def report_measures(losses: tuple[str, ...], setting: str) -> tuple[Measure, ...
             name="dropped_share",
             of=partial(over, "dropped", "chosen"),
             label="dropped",
-            shown="{:.1%}",
+            format="{:.1%}",
             above=0.0,
             warning=warning,
         ),

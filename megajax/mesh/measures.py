@@ -28,7 +28,7 @@ class Measure:
     """Reduction over layers to the overall number; not used for lists."""
     label: str = ""
     """Name at the terminal; "": not shown there."""
-    shown: str = "{:.3g}"
+    format: str = "{:.3g}"
     """Format at the terminal."""
     above: float = -np.inf
     """The overall number is shown, and causes the warning, if it is above this."""
@@ -54,19 +54,19 @@ class Measured(NamedTuple):
         return cls(measure, tuple(layers), np.stack([values[layer] for layer in layers]))
 
     @property
-    def whole(self) -> float:
+    def overall(self) -> float:
         """The overall number; NaN if the number of a layer is. Not for lists."""
         return float(getattr(np, self.measure.over_layers)(self.values))
 
     @property
     def text(self) -> str:
         """The overall number as shown at the terminal; "" if it is not shown."""
-        return self.measure.shown.format(self.whole) if self.measure.label and self.told else ""
+        return self.measure.format.format(self.overall) if self.measure.label and self.is_shown else ""
 
     @property
-    def told(self) -> bool:
+    def is_shown(self) -> bool:
         """Whether the overall number is shown."""
-        return self.values.ndim == 1 and self.whole > self.measure.above
+        return self.values.ndim == 1 and self.overall > self.measure.above
 
     def faulty(self) -> list[Layer]:
         """Layers with a fault, in the order of `layers`."""

@@ -80,7 +80,7 @@ class StepRecord:
         }
         scalars = {name: report for name, report in self.measured.items() if report.values.ndim == 1}
         by_layer = {"by_layer": layer_values(scalars.values())} if scalars else {}
-        reduced = {name: report.whole for name, report in scalars.items()}
+        reduced = {name: report.overall for name, report in scalars.items()}
         if clash := (fixed.keys() | by_layer.keys()) & (self.metrics.keys() | reduced.keys()):
             raise ValueError(f"metrics {sorted(clash)} are fixed keys of metrics.jsonl; rename them")
         if clash := self.metrics.keys() & reduced.keys():

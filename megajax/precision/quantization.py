@@ -51,7 +51,7 @@ class Channels:
         values = jnp.clip(w / self._broadcast(scale), -top, top)
         return (jnp.round(values) if integer else values).astype(self.dtype), scale
 
-    def whole(self, values: Array, scale: Array) -> Array:
+    def dequantized(self, values: Array, scale: Array) -> Array:
         """Numbers and scales -> the matrix in float32."""
         return values.astype(jnp.float32) * self._broadcast(scale)
 
@@ -97,7 +97,7 @@ class Groups:
         values = jnp.clip(jnp.round(groups / jnp.expand_dims(scale, axis + 1)), -LARGEST_INT4, LARGEST_INT4)
         return pack(values.astype(jnp.int8).reshape(w.shape), axis), scale
 
-    def whole(self, values: Array, scale: Array) -> Array:
+    def dequantized(self, values: Array, scale: Array) -> Array:
         axis = self._axis(values.ndim)
         unpacked = unpack(values, axis)
         groups = self._grouped(unpacked.astype(jnp.float32), scale.shape[axis])

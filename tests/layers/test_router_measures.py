@@ -32,10 +32,10 @@ def test_load_of_experts_is_that_of_the_layers_in_their_order_without_rows_that_
     )
     assert largest.layers == (3, 4, 5)
     np.testing.assert_allclose(largest.values, [4, 2, 1])
-    assert (largest.whole, largest.text) == (4.0, "4.00x")
+    assert (largest.overall, largest.text) == (4.0, "4.00x")
     # Shares 1/4, 1/4, 1/2: 1.5 bits of the 2 that four experts can have.
     np.testing.assert_allclose(entropy.values, [0, 0.75, 1], atol=1e-15)
-    assert entropy.whole == 0
+    assert entropy.overall == 0
     assert tokens.of(4) == [2, 2, 4, 0] and tokens.of(2) is None and tokens.text == ""
 
 
@@ -49,7 +49,7 @@ def test_losses_are_means_over_microbatches_and_dropped_tokens_shares_of_what_wa
     np.testing.assert_allclose(metrics["router_aux_loss"].values, [2, 1])
     np.testing.assert_allclose(metrics["router_z_loss"].values, [0.5, 1.5])
     np.testing.assert_allclose(metrics["dropped_share"].values, [0, 0.25])
-    assert (metrics["dropped_share"].whole, metrics["dropped_share"].text) == (0.125, "12.5%")
+    assert (metrics["dropped_share"].overall, metrics["dropped_share"].text) == (0.125, "12.5%")
     assert "raise dispatch.room" in metrics["dropped_share"].measure.warning
 
 
@@ -59,8 +59,8 @@ def test_before_the_first_step_numbers_are_unknown_and_nothing_dropped_is_not_sh
         {"a.load.sum": of_load, "a.report.sum": of_report},
         {"a.load.sum": LOADS[:1] * 0, "a.report.sum": np.zeros((1, len(REPORTED)))},
     )
-    assert np.isnan(metrics["expert_load_max_over_mean"].whole) and np.isnan(metrics["router_aux_loss"].whole)
-    assert not metrics["dropped_share"].told and metrics["dropped_share"].text == ""
+    assert np.isnan(metrics["expert_load_max_over_mean"].overall) and np.isnan(metrics["router_aux_loss"].overall)
+    assert not metrics["dropped_share"].is_shown and metrics["dropped_share"].text == ""
 
 
 def test_layers_of_other_stacks_and_outside_of_one_have_names() -> None:

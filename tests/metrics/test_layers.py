@@ -14,8 +14,8 @@ from megajax.metrics.lines import Summary, short_fields, step_line
 from megajax.metrics.record import StepRecord
 from megajax.metrics.writers import JsonlWriter, LayersWriter, Writers, scalars
 
-LOAD = Measure(name="load", of=lambda state: state, over_layers="max", label="load", shown="{:.2f}x")
-DROPPED = Measure(name="dropped", of=lambda state: state, label="dropped", shown="{:.1%}", above=0.0)
+LOAD = Measure(name="load", of=lambda state: state, over_layers="max", label="load", format="{:.2f}x")
+DROPPED = Measure(name="dropped", of=lambda state: state, label="dropped", format="{:.1%}", above=0.0)
 TOKENS = Measure(name="expert_tokens", of=lambda state: state)
 
 

@@ -38,7 +38,7 @@ def test_a_channel_is_off_by_half_a_step_at_most(dtype: str) -> None:
     values, scale = form.quantized(jnp.asarray(w))
     assert scale.shape == (3,)
     np.testing.assert_allclose(scale, np.abs(w).max((0, 1)) / largest(dtype), rtol=1e-6)
-    error, relative = np.abs(form.whole(values, scale) - w), np.abs(w) / np.asarray(scale)
+    error, relative = np.abs(form.dequantized(values, scale) - w), np.abs(w) / np.asarray(scale)
     # e4m3 has steps of 2^-3 of the power of two below a number, and of 2^-9 below 2^-6.
     step = 1.0 if dtype == "int8" else 2.0 ** (np.floor(np.log2(np.maximum(relative, 2.0**-6))) - 3)
     assert (error <= np.asarray(scale) * step / 2 * (1 + 1e-5)).all()
@@ -53,7 +53,7 @@ def test_a_group_is_off_by_half_a_step_at_most() -> None:
     assert scale.shape == (3, 2, 4, 5)
     groups = w.reshape(3, 2, 4, 4, 5)
     np.testing.assert_allclose(scale, np.abs(groups).max(3) / 7, rtol=1e-6)
-    error = np.abs(np.asarray(form.whole(values, scale)).reshape(groups.shape) - groups)
+    error = np.abs(np.asarray(form.dequantized(values, scale)).reshape(groups.shape) - groups)
     assert (error <= np.asarray(scale)[:, :, :, None] / 2 * (1 + 1e-5)).all()
 
 
@@ -62,8 +62,8 @@ def test_zeros_stay_zeros_and_what_is_not_finite_stays_visible(weights: str) -> 
     w, form = at(draw(8, 3), (slice(None), 1), 0), form_of(weights, 4, 1, 1)
     values, scale = form.quantized(jnp.asarray(w))
     assert (np.asarray(scale)[..., 1] == 1).all()
-    assert (np.asarray(form.whole(values, scale))[:, 1] == 0).all()
-    finite = np.isfinite(form.whole(*form.quantized(jnp.asarray(at(w, (0, 2), np.inf)))))
+    assert (np.asarray(form.dequantized(values, scale))[:, 1] == 0).all()
+    finite = np.isfinite(form.dequantized(*form.quantized(jnp.asarray(at(w, (0, 2), np.inf)))))
     assert not finite[:4, 2].any()
     assert finite[:, :2].all()
 

@@ -46,8 +46,8 @@ def test_a_step_reports_each_layer_even_if_its_update_is_not_made() -> None:
     np.testing.assert_array_equal(found["expert_tokens"].values, [TOKENS] * 2)
     np.testing.assert_allclose(found["expert_load_max_over_mean"].values, 44 / (256 / 6))
     np.testing.assert_allclose(found["dropped_share"].values, DROPPED)
-    assert found["router_aux_loss"].whole > 0.9 and "router_z_loss" not in found
-    assert found["router_not_finite"].whole == 0 and "measured" not in repr(info)
+    assert found["router_aux_loss"].overall > 0.9 and "router_z_loss" not in found
+    assert found["router_not_finite"].overall == 0 and "measured" not in repr(info)
     path = "stack.blocks.0.mlp.router"
     broken = run.state.params[path].at[1, 0, 3].set(np.nan)
     run.state = replace(run.state, params={**run.state.params, path: broken})
