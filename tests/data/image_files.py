@@ -35,8 +35,8 @@ def saved(path: Path, image: Image.Image, **options: Any) -> Path:
     return path
 
 
-def class_folders(root: Path, each: int = 10) -> Path:
+def class_folders(root: Path, per_class: int = 10) -> Path:
     for name, colour in COLOURS.items():
-        for number in range(each):
+        for number in range(per_class):
             saved(root / name / f"{number}.png", plain(colour))
     return root

@@ -29,60 +29,58 @@ CUTS = [SequenceSharding(), *(SequenceSharding(devices, rounds) for devices in (
 def mask_of(segments: np.ndarray, window: int | None) -> np.ndarray:
     """bool [S, S]: whether the query of a row sees the key of a column."""
     distance = np.arange(len(segments))[:, None] - np.arange(len(segments))[None]
-    seen = (distance >= 0) & (segments[:, None] == segments[None])
-    return seen if window is None else seen & (distance <= window)
+    visible = (distance >= 0) & (segments[:, None] == segments[None])
+    return visible if window is None else visible & (distance <= window)
 
 
 @pytest.mark.parametrize("window", [None, 0, 3, 40])
-@pytest.mark.parametrize("cut", CUTS, ids=str)
-def test_scores_of_each_device(cut: SequenceSharding, window: int | None) -> None:
+@pytest.mark.parametrize("row_cut", CUTS, ids=str)
+def test_scores_of_each_device(row_cut: SequenceSharding, window: int | None) -> None:
     draw = np.random.default_rng(0)
     for most in (1, 2, 6, 48):
         segments = np.sort(draw.integers(0, most, 48))
-        seen = mask_of(segments, window).sum(1)
-        expected = seen[cut.places(48)].reshape(cut.devices, -1).sum(1)
+        visible = mask_of(segments, window).sum(1)
+        expected = visible[row_cut.places(48)].reshape(row_cut.devices, -1).sum(1)
         lengths = document_lengths(segments)
-        np.testing.assert_array_equal(device_scores(lengths, cut, window), expected)
-        assert scores(lengths, window).sum() == seen.sum() == device_scores(lengths, window=window).item()
+        np.testing.assert_array_equal(device_scores(lengths, row_cut, window), expected)
+        assert scores(lengths, window).sum() == visible.sum() == device_scores(lengths, window=window).item()
 
 
 def test_devices_that_exchange_heads_have_equal_shares() -> None:
     lengths, ring = np.array([30, 2, 16]), SequenceSharding(2, 1)
-    both = SequenceSharding(4, 1, "ring+all_to_all", exchanging=2)
-    np.testing.assert_array_equal(device_scores(lengths, both), np.repeat(device_scores(lengths, ring) / 2, 2))
-    alone = SequenceSharding(4, 1, "all_to_all", exchanging=4)
-    assert imbalance(device_scores(lengths, alone)) == 1
+    combined = SequenceSharding(4, 1, "ring+all_to_all", exchanging=2)
+    np.testing.assert_array_equal(device_scores(lengths, combined), np.repeat(device_scores(lengths, ring) / 2, 2))
+    all_to_all = SequenceSharding(4, 1, "all_to_all", exchanging=4)
+    assert imbalance(device_scores(lengths, all_to_all)) == 1
 
 
 def test_zigzag_balances_rows_of_one_document() -> None:
-    one = np.array([64])
-    assert (
-        imbalance(device_scores(one, SequenceSharding(4, 1)))
-        == 1
-        < imbalance(device_scores(one, SequenceSharding(4, 0)))
-    )
+    length = np.array([64])
+    assert imbalance(device_scores(length, SequenceSharding(4, 1))) == 1 < imbalance(device_scores(length, SequenceSharding(4, 0)))
 
 
 def test_work_is_of_positions_and_of_scores_by_window() -> None:
-    work, lengths, cut = RowWork(10.0, ((None, 2.0), (3, 1.0))), np.array([5, 11]), SequenceSharding(2, 1)
-    expected = 10 * 16 / 2 + 2 * device_scores(lengths, cut) + device_scores(lengths, cut, 3)
-    np.testing.assert_array_equal(work.of_devices(lengths, cut), expected)
-    assert work.of_row(lengths, cut) == expected.max()
+    work, lengths, row_cut = RowWork(10.0, ((None, 2.0), (3, 1.0))), np.array([5, 11]), SequenceSharding(2, 1)
+    expected = 10 * 16 / 2 + 2 * device_scores(lengths, row_cut) + device_scores(lengths, row_cut, 3)
+    np.testing.assert_array_equal(work.of_devices(lengths, row_cut), expected)
+    assert work.of_row(lengths, row_cut) == expected.max()
     # 15 + 66 scores, and 14 + 38 within a window of 3.
     assert work.of_row(lengths) == 10 * 16 + 2 * 81 + 52
 
 
 @pytest.mark.parametrize("across", [False, True])
-@pytest.mark.parametrize(("groups", "microbatches", "each"), [(2, 1, 2), (2, 4, 1), (4, 3, 2), (8, 8, 1), (1, 2, 3)])
-def test_each_row_stands_at_one_place(groups: int, microbatches: int, each: int, across: bool) -> None:
-    work = np.random.default_rng(0).lognormal(0, 1, groups * microbatches * each)
+@pytest.mark.parametrize(
+    ("groups", "microbatches", "group_rows"), [(2, 1, 2), (2, 4, 1), (4, 3, 2), (8, 8, 1), (1, 2, 3)]
+)
+def test_each_row_stands_at_one_place(groups: int, microbatches: int, group_rows: int, across: bool) -> None:
+    work = np.random.default_rng(0).lognormal(0, 1, groups * microbatches * group_rows)
     places = balance_rows(work, groups, microbatches, across=across)
     assert sorted(places.tolist()) == list(range(len(work)))
     in_order, balanced = (Imbalance.of(values, groups, microbatches) for values in (work, work[places]))
     assert 1 <= balanced.step <= in_order.step and balanced.microbatch <= in_order.microbatch + 1e-12
-    kept = [set(micro) == set(range(n * groups * each, (n + 1) * groups * each))
+    same_microbatch = [set(micro) == set(range(n * groups * group_rows, (n + 1) * groups * group_rows))
             for n, micro in enumerate(places.reshape(microbatches, -1).tolist())]  # fmt: skip
-    assert across or all(kept)
+    assert across or all(same_microbatch)
     if across:
         micro = work[places].reshape(microbatches, -1)
         assert (micro[:-1].min(1) >= micro[1:].max(1)).all(), "neighbours have like work"
@@ -129,20 +127,23 @@ SOURCES = {
 
 @pytest.mark.parametrize("name", SOURCES)
 def test_sources_know_their_documents(tmp_path: Path, name: str) -> None:
-    kind, options, read = SOURCES[name]
+    kind, options, positions = SOURCES[name]
     prefixes = [str(write_random(tmp_path / each, documents=60, seed=seed)) for seed, each in enumerate("ab")]
-    made = tokenizer()
-    made.token_id = made.encode = None
+    instance = tokenizer()
+    instance.token_id = instance.encode = None
     if kind is FillInMiddleConfig:
-        made.token_id = "pms".index
-        made.encode, made.decode = (lambda text: np.full(len(text), 7, np.int32)), (lambda tokens: "x" * len(tokens))
+        instance.token_id = "pms".index
+        instance.encode, instance.decode = (
+            (lambda text: np.full(len(text), 7, np.int32)),
+            (lambda tokens: "x" * len(tokens)),
+        )
     for paths in (prefixes[:1], ["0.5", prefixes[0], "0.5", prefixes[1]]):
         config = kind(paths=tuple(paths), split="1", cache_dir=str(tmp_path), **options)
-        rows = config.build(tokenizer=made, schema=text_schema(48, 100), rows=Rows(30), seed=5).train
+        rows = config.build(tokenizer=instance, schema=text_schema(48, 100), rows=Rows(30), seed=5).train
         rows = CyclicConfig(buckets=False).build(source=rows, rows=30, shards=2, micro_rows=4)
         for row in range(30):
             expected = document_lengths(rows[row]["segment_ids"])
-            np.testing.assert_array_equal(lengths_of_row(rows if read else Unread(rows), row), expected)
+            np.testing.assert_array_equal(lengths_of_row(rows if positions else Unread(rows), row), expected)
 
 
 def test_made_up_documents_are_known(monkeypatch: pytest.MonkeyPatch) -> None:

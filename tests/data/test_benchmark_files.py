@@ -25,7 +25,7 @@ def schema(length: int, choices: int = 1, classes: int | None = None) -> dict[st
 
 
 @pytest.fixture(scope="module")
-def words(tmp_path_factory):
+def word_tokenizer(tmp_path_factory):
     pytest.importorskip("tokenizers")
     path = tmp_path_factory.mktemp("words") / "vocab.txt"
     path.write_text("\n".join(WORDS) + "\n")
@@ -36,20 +36,20 @@ def ids(text: str) -> list[int]:
     return [WORDS.index(word) for word in text.split()]
 
 
-def written(path: Path, text: str) -> Path:
+def write_text(path: Path, text: str) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
     return path
 
 
-def test_a_pair_has_berts_marks_types_and_padding(words):
-    row = SequenceBuilder(words, schema(12))(np.array(ids("the cat")), np.array(ids("dog ran .")))
+def test_a_pair_has_berts_marks_types_and_padding(word_tokenizer):
+    row = SequenceBuilder(word_tokenizer, schema(12))(np.array(ids("the cat")), np.array(ids("dog ran .")))
     expected = [CLS, *ids("the cat"), SEP, *ids("dog ran ."), SEP]
     assert row["tokens"].tolist() == [*expected, 0, 0, 0, 0]
     assert row["token_types"].tolist() == [0] * 4 + [1] * 4 + [0] * 4
     assert row["segment_ids"].tolist() == [1] * 8 + [0] * 4
-    alone = SequenceBuilder(words, schema(8))(np.array(ids("the cat sat the cat sat the cat")))
-    assert alone["tokens"].tolist() == [CLS, *ids("the cat sat the cat sat"), SEP] and not alone["token_types"].any()
+    single = SequenceBuilder(word_tokenizer, schema(8))(np.array(ids("the cat sat the cat sat the cat")))
+    assert single["tokens"].tolist() == [CLS, *ids("the cat sat the cat sat"), SEP] and not single["token_types"].any()
 
 
 def test_a_vocabulary_without_marks_has_the_end_of_a_document_there():
@@ -66,8 +66,8 @@ def test_the_longer_text_loses_its_last_tokens():
                 a, b = list(range(first)), list(range(second))
                 while len(a) + len(b) > room:
                     (a if len(a) > len(b) else b).pop()
-                cut = truncate_pair(room, np.arange(first), np.arange(second))
-                assert [each.tolist() for each in cut] == [a, b], (first, second, room)
+                truncated = truncate_pair(room, np.arange(first), np.arange(second))
+                assert [part.tolist() for part in truncated] == [a, b], (first, second, room)
 
 
 def test_texts_are_cleaned_as_by_megatron():
@@ -77,10 +77,16 @@ def test_texts_are_cleaned_as_by_megatron():
 MNLI = "index\tgenre\tsentence1\tsentence2\tlabel1\tgold_label\n"
 
 
-def test_columns_are_those_of_the_header(words, tmp_path):
-    written(tmp_path / "train.tsv", MNLI + '0\tx\t"the cat\tthe dogs\tneutral\tentailment\n1\tx\ta\tcat\tneutral\t-\n')
+def test_columns_are_those_of_the_header(word_tokenizer, tmp_path):
+    write_text(
+        tmp_path / "train.tsv", MNLI + '0\tx\t"the cat\tthe dogs\tneutral\tentailment\n1\tx\ta\tcat\tneutral\t-\n'
+    )
     splits = glue.build_splits(
-        GlueConfig(task="mnli", path=str(tmp_path)), tokenizer=words, schema=schema(12, classes=3), rows=Rows(5), seed=1
+        GlueConfig(task="mnli", path=str(tmp_path)),
+        tokenizer=word_tokenizer,
+        schema=schema(12, classes=3),
+        rows=Rows(5),
+        seed=1,
     )
     row = splits.train[0]
     quote = [WORDS.index("[UNK]")]
@@ -90,35 +96,35 @@ def test_columns_are_those_of_the_header(words, tmp_path):
     assert splits.valid is None and splits.test is None
 
 
-def test_every_task_reads_the_files_of_its_form(words, tmp_path):
+def test_every_task_reads_the_files_of_its_form(word_tokenizer, tmp_path):
     for task, form in GLUE.items():
         config = MockGlueConfig(task=task, path=str(tmp_path))
         makes, reads = config.leaves(), schema(32, classes=len(form.classes) or None)
-        splits = glue.build_splits(config, tokenizer=words, schema=reads, rows=Rows(3, 2, 0), seed=1)
+        splits = glue.build_splits(config, tokenizer=word_tokenizer, schema=reads, rows=Rows(3, 2, 0), seed=1)
         for split in (splits.train, splits.valid):
             assert {name: str(leaf.dtype) for name, leaf in split[0].items()} == dict(makes)
-        assert len(glue.read_split(config, "validation", words, reads)) == len(form.validation)
-        unlabelled = glue.read_split(config, "test", words, reads)[""]
+        assert len(glue.read_split(config, "validation", word_tokenizer, reads)) == len(form.validation)
+        unlabelled = glue.read_split(config, "test", word_tokenizer, reads)[""]
         assert len(unlabelled) == 40 and unlabelled[0]["loss_mask"] == 0
     assert (tmp_path / "cola" / "train.tsv").read_text().count("\t\t\n") == 0
 
 
-def test_acceptability_has_no_header_and_paraphrases_a_byte_order_mark(words, tmp_path):
-    written(tmp_path / "cola/train.tsv", "gj04\t1\t\tthe cat sat .\ngj04\t0\t*\tsat the .\n")
+def test_acceptability_has_no_header_and_paraphrases_a_byte_order_mark(word_tokenizer, tmp_path):
+    write_text(tmp_path / "cola/train.tsv", "gj04\t1\t\tthe cat sat .\ngj04\t0\t*\tsat the .\n")
     config = GlueConfig(task="cola", path=str(tmp_path / "cola"))
-    read = glue.read_file(config, "train.tsv", words, schema(12), labelled=True)
-    assert [(item.first, item.second, item.label) for item in read.items] == [
+    examples = glue.read_file(config, "train.tsv", word_tokenizer, schema(12), labelled=True)
+    assert [(item.first, item.second, item.label) for item in examples.items] == [
         ("the cat sat .", None, 1),
         ("sat the .", None, 0),
     ]
     header = "\ufeffQuality\t#1 ID\t#2 ID\t#1 String\t#2 String\r\n"
-    written(tmp_path / "mrpc/train.tsv", header + "1\t7\t8\tthe cat\ta cat\r\n")
+    write_text(tmp_path / "mrpc/train.tsv", header + "1\t7\t8\tthe cat\ta cat\r\n")
     config = GlueConfig(task="mrpc", path=str(tmp_path / "mrpc"))
-    (item,) = glue.read_file(config, "train.tsv", words, schema(12), labelled=True).items
+    (item,) = glue.read_file(config, "train.tsv", word_tokenizer, schema(12), labelled=True).items
     assert (item.first, item.second, item.label) == ("the cat", "a cat", 1)
 
 
-def test_malformed_rows_of_questions_are_counted(words, tmp_path):
+def test_malformed_rows_of_questions_are_counted(word_tokenizer, tmp_path):
     lines = [
         "id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate",
         "0\t1\t2\twho ?\tthe cat ?\t1",
@@ -126,10 +132,10 @@ def test_malformed_rows_of_questions_are_counted(words, tmp_path):
         "ran?\t0",
     ]
     lines.append("2\t3\t4\t\twho ?\t0")
-    written(tmp_path / "train.tsv", "\n".join(lines))
+    write_text(tmp_path / "train.tsv", "\n".join(lines))
     config = GlueConfig(task="qqp", path=str(tmp_path))
-    read = glue.read_file(config, "train.tsv", words, schema(12), labelled=True)
-    assert len(read) == 1 and dict(read.skipped) == {"malformed": 3}
+    examples = glue.read_file(config, "train.tsv", word_tokenizer, schema(12), labelled=True)
+    assert len(examples) == 1 and dict(examples.skipped) == {"malformed": 3}
 
 
 @pytest.mark.parametrize(
@@ -152,21 +158,23 @@ def test_malformed_rows_of_questions_are_counted(words, tmp_path):
         ("stsb", "index\tsentence1\tsentence2\tscore\n0\ta\tb\tnan\n", r"line 2: score 'nan'"),
     ],
 )
-def test_what_is_wrong_with_a_file_is_said_with_its_line(task, text, message, words, tmp_path):
-    written(tmp_path / "train.tsv", text)
+def test_what_is_wrong_with_a_file_is_said_with_its_line(task, text, message, word_tokenizer, tmp_path):
+    write_text(tmp_path / "train.tsv", text)
     with pytest.raises(UserError, match=message):
-        glue.read_file(GlueConfig(task=task, path=str(tmp_path)), "train.tsv", words, schema(12), labelled=True)
+        glue.read_file(
+            GlueConfig(task=task, path=str(tmp_path)), "train.tsv", word_tokenizer, schema(12), labelled=True
+        )
 
 
-def test_missing_files_and_other_numbers_of_classes_are_refused(words, tmp_path):
+def test_missing_files_and_other_numbers_of_classes_are_refused(word_tokenizer, tmp_path):
     config = GlueConfig(task="rte", path=str(tmp_path))
     with pytest.raises(UserError, match=r"train.tsv: cannot be read: No such file.*data.path"):
-        glue.build_splits(config, tokenizer=words, schema=schema(12, classes=2), rows=Rows(1), seed=1)
+        glue.build_splits(config, tokenizer=word_tokenizer, schema=schema(12, classes=2), rows=Rows(1), seed=1)
     with pytest.raises(UserError, match=r"rte has 2 classes, .*; model.head.classes is 3"):
-        glue.build_splits(config, tokenizer=words, schema=schema(12, classes=3), rows=Rows(1), seed=1)
+        glue.build_splits(config, tokenizer=word_tokenizer, schema=schema(12, classes=3), rows=Rows(1), seed=1)
     (tmp_path / "train.tsv").write_bytes(b"index\xff")
     with pytest.raises(UserError, match=r"train.tsv: byte 5 is not UTF-8"):
-        glue.build_splits(config, tokenizer=words, schema=schema(12, classes=2), rows=Rows(1), seed=1)
+        glue.build_splits(config, tokenizer=word_tokenizer, schema=schema(12, classes=2), rows=Rows(1), seed=1)
 
 
 ARTICLE = {
@@ -177,20 +185,20 @@ ARTICLE = {
 }
 
 
-def test_options_stand_in_the_gap_or_behind_the_question(words, tmp_path):
-    written(tmp_path / "train/high/1.txt", json.dumps(ARTICLE))
-    read = race.read_split(RaceConfig(path=str(tmp_path)), "train", words, schema(20, choices=4))
-    assert [(item.group, item.identifier, item.label) for item in read.items] == [
+def test_options_stand_in_the_gap_or_behind_the_question(word_tokenizer, tmp_path):
+    write_text(tmp_path / "train/high/1.txt", json.dumps(ARTICLE))
+    examples = race.read_split(RaceConfig(path=str(tmp_path)), "train", word_tokenizer, schema(20, choices=4))
+    assert [(item.group, item.identifier, item.label) for item in examples.items] == [
         ("high", "high/1.txt", n) for n in (1, 3)
     ]
-    row = read[0]
+    row = examples[0]
     tail = [SEP, *ids("the cat sat ."), SEP]
     assert row["tokens"].shape == (4, 20)
     assert row["tokens"][2][:12].tolist() == [CLS, *ids("who ran ? a dog"), *tail]
-    assert read[1]["tokens"][3][:12].tolist() == [CLS, *ids("the the sat the ."), *tail]
+    assert examples[1]["tokens"][3][:12].tolist() == [CLS, *ids("the the sat the ."), *tail]
     assert row["labels"] == 1 and row["segment_ids"].sum(-1).tolist() == [11, 11, 12, 13]
     short = RaceConfig(path=str(tmp_path), longest_question=2)
-    assert race.read_split(short, "train", words, schema(20, choices=4))[0]["tokens"][0][:4].tolist() == [
+    assert race.read_split(short, "train", word_tokenizer, schema(20, choices=4))[0]["tokens"][0][:4].tolist() == [
         CLS,
         *ids("who ran"),
         SEP,
@@ -206,50 +214,60 @@ def test_options_stand_in_the_gap_or_behind_the_question(words, tmp_path):
         ({"article": 3}, "article is not a string"),
     ],
 )
-def test_what_is_wrong_with_an_article_is_said(change, message, words, tmp_path):
-    written(tmp_path / "dev/1.txt", json.dumps({**ARTICLE, **change}))
+def test_what_is_wrong_with_an_article_is_said(change, message, word_tokenizer, tmp_path):
+    write_text(tmp_path / "dev/1.txt", json.dumps({**ARTICLE, **change}))
     with pytest.raises(UserError, match=message):
-        race.read_split(RaceConfig(path=str(tmp_path)), "validation", words, schema(20, choices=4))
+        race.read_split(RaceConfig(path=str(tmp_path)), "validation", word_tokenizer, schema(20, choices=4))
 
 
-def test_folders_and_models_that_are_not_for_race_are_refused(words, tmp_path):
+def test_folders_and_models_that_are_not_for_race_are_refused(word_tokenizer, tmp_path):
     config = RaceConfig(path=str(tmp_path))
     with pytest.raises(UserError, match="4 sequences in a row; the model's tokens have the shape"):
-        race.read_split(config, "train", words, schema(20))
+        race.read_split(config, "train", word_tokenizer, schema(20))
     with pytest.raises(UserError, match=r"train: no files NAME.txt"):
-        race.read_split(config, "train", words, schema(20, choices=4))
-    written(tmp_path / "train/1.txt", "{\n")
+        race.read_split(config, "train", word_tokenizer, schema(20, choices=4))
+    write_text(tmp_path / "train/1.txt", "{\n")
     with pytest.raises(UserError, match=r"1.txt, line 1: is not JSON"):
-        race.read_split(config, "train", words, schema(20, choices=4))
-    written(tmp_path / "train/1.txt", '{"article": ""}\n')
+        race.read_split(config, "train", word_tokenizer, schema(20, choices=4))
+    write_text(tmp_path / "train/1.txt", '{"article": ""}\n')
     with pytest.raises(UserError, match="lacks questions, options, answers"):
-        race.read_split(config, "train", words, schema(20, choices=4))
+        race.read_split(config, "train", word_tokenizer, schema(20, choices=4))
 
 
-def questions(*asked: dict, context: str) -> str:
-    return json.dumps({"version": "v2.0", "data": [{"title": "t", "paragraphs": [{"context": context, "qas": asked}]}]})
+def questions(*questions_and_answers: dict, context: str) -> str:
+    return json.dumps(
+        {
+            "version": "v2.0",
+            "data": [{"title": "t", "paragraphs": [{"context": context, "qas": questions_and_answers}]}],
+        }
+    )
 
 
-def ask(identifier: str, answer: str | None, start: int = 0) -> dict:
+def question(identifier: str, answer: str | None, start: int = 0) -> dict:
     answers = [] if answer is None else [{"text": answer, "answer_start": start}]
     return {"id": identifier, "question": "who?", "answers": answers, "is_impossible": answer is None}
 
 
-def test_windows_cover_a_paragraph_and_know_their_answers(words, tmp_path):
+def test_windows_cover_a_paragraph_and_know_their_answers(word_tokenizer, tmp_path):
     context = "the cat. the dogs  ran. the cat sat"
-    text = questions(ask("one", "dogs", 13), ask("two", None), ask("off", "sat", 2), context=context)
-    written(tmp_path / "train-v2.0.json", text)
+    text = questions(question("one", "dogs", 13), question("two", None), question("off", "sat", 2), context=context)
+    write_text(tmp_path / "train-v2.0.json", text)
     config = SquadConfig(path=str(tmp_path), stride=3)
-    read = squad.read_split(config, "train", words, schema(10))
-    own = [window for window in read.items if window.question.identifier == "one"]
-    assert dict(read.skipped) == {"answer not at its place": 1}
+    examples = squad.read_split(config, "train", word_tokenizer, schema(10))
+    windows = [window for window in examples.items if window.question.identifier == "one"]
+    assert dict(examples.skipped) == {"answer not at its place": 1}
     # 11 tokens of the paragraph, 5 beside the question and three marks.
-    assert [(window.first, window.count) for window in own] == [(0, 5), (3, 5), (6, 5)]
-    row = read[1]
+    assert [(window.first, window.count) for window in windows] == [(0, 5), (3, 5), (6, 5)]
+    row = examples[1]
     assert row["tokens"].tolist() == [CLS, *ids("who ?"), SEP, *ids("the dog ##s ran ."), SEP]
     assert row["token_types"].tolist() == [0] * 4 + [1] * 6
-    assert [(int(read[n]["starts"]), int(read[n]["ends"])) for n in range(4)] == [(0, 0), (5, 6), (0, 0), (0, 0)]
-    spans = own[0].question.paragraph.spans
+    assert [(int(examples[n]["starts"]), int(examples[n]["ends"])) for n in range(4)] == [
+        (0, 0),
+        (5, 6),
+        (0, 0),
+        (0, 0),
+    ]
+    spans = windows[0].question.paragraph.spans
     assert context[spans[4][0] : spans[5][1]] == "dogs"
 
 
@@ -258,28 +276,30 @@ def test_windows_cover_a_paragraph_and_know_their_answers(words, tmp_path):
     [
         ("{", "is not JSON"),
         ("{}", "lacks data; it has nothing. This is not the format of SQuAD"),
-        (questions(ask("a", None), ask("a", None), context="a"), "question 2: id a is given twice"),
+        (questions(question("a", None), question("a", None), context="a"), "question 2: id a is given twice"),
         (questions({"id": "a", "question": "?", "answers": []}, context="a"), "lacks is_impossible"),
         (
-            questions({**ask("a", "a"), "answers": [{"text": "a", "answer_start": "0"}]}, context="a"),
+            questions({**question("a", "a"), "answers": [{"text": "a", "answer_start": "0"}]}, context="a"),
             'answer_start is "0"',
         ),
-        (questions({**ask("a", "a"), "answers": []}, context="a"), "has no answers; in version 2.0"),
+        (questions({**question("a", "a"), "answers": []}, context="a"), "has no answers; in version 2.0"),
     ],
 )
-def test_what_is_wrong_with_questions_is_said(text, message, words, tmp_path):
-    written(tmp_path / "dev-v2.0.json", text)
+def test_what_is_wrong_with_questions_is_said(text, message, word_tokenizer, tmp_path):
+    write_text(tmp_path / "dev-v2.0.json", text)
     with pytest.raises(UserError, match=message):
-        squad.read_split(SquadConfig(path=str(tmp_path)), "validation", words, schema(12))
+        squad.read_split(SquadConfig(path=str(tmp_path)), "validation", word_tokenizer, schema(12))
 
 
-def test_synthetic_files_are_written_once_and_read(words, tmp_path):
+def test_synthetic_files_are_written_once_and_read(word_tokenizer, tmp_path):
     config = MockRaceConfig(path=str(tmp_path))
-    assert len(race.read_split(config, "validation", words, schema(40, choices=4))) == 80
+    assert len(race.read_split(config, "validation", word_tokenizer, schema(40, choices=4))) == 80
     assert config.folder() == tmp_path / "race" and not list(tmp_path.glob("tmp*"))
     for version in ("1.1", "2.0"):
-        read = squad.read_split(MockSquadConfig(path=str(tmp_path), version=version), "train", words, schema(40))
-        assert {bool(window.question.answers) for window in read.items} == (
+        examples = squad.read_split(
+            MockSquadConfig(path=str(tmp_path), version=version), "train", word_tokenizer, schema(40)
+        )
+        assert {bool(window.question.answers) for window in examples.items} == (
             {True} if version == "1.1" else {True, False}
         )
-        assert not read.skipped["answer not at its place"]
+        assert not examples.skipped["answer not at its place"]

@@ -59,9 +59,9 @@ def test_paths() -> None:
     assert parse_paths([3, "a", 7, "b"]) == (("a", "b"), (3.0, 7.0))
     assert parse_paths(["a", "1", "b", "2"]) == (("a", "1", "b", "2"), None)
     assert parse_paths(["0.3", "a", "b"]) == (("0.3", "a", "b"), None)
-    for bad in ([], ["0", "a"], ["-1", "a"], ["nan", "a"], ["inf", "a"]):
+    for invalid in ([], ["0", "a"], ["-1", "a"], ["nan", "a"], ["inf", "a"]):
         with pytest.raises(UserError):
-            parse_paths(bad)
+            parse_paths(invalid)
 
 
 def test_split_shares() -> None:
@@ -71,9 +71,9 @@ def test_split_shares() -> None:
     # Halves go to the even number: 2.5 -> 2, 7.5 -> 8.
     assert [split_bounds(share, 10) for share in parse_split("1,2,1")] == [(0, 2), (2, 8), (8, 10)]
     assert split_bounds(None, 10) == (0, 0)
-    for bad in ("", "a", "0,0,0", "1,2,3,4", "1..2", "-", "-90,5,5", "90,x10,0", "nan,1,1", "1e309,1", "1,-0.5"):
+    for invalid in ("", "a", "0,0,0", "1,2,3,4", "1..2", "-", "-90,5,5", "90,x10,0", "nan,1,1", "1e309,1", "1,-0.5"):
         with pytest.raises(UserError, match="one to three numbers"):
-            parse_split(bad)
+            parse_split(invalid)
 
 
 def test_rows_that_a_run_requests() -> None:
@@ -84,12 +84,14 @@ def test_rows_that_a_run_requests() -> None:
 
 
 def test_problems_are_found_without_reading() -> None:
-    def where(**options: Any) -> list[str]:
+    def settings_with_problems(**options: Any) -> list[str]:
         return [problem.setting for problem in BlendConfig(**options).problems()]
 
-    assert where(paths=("a",)) == [] and where(train_paths=("1", "a", "2", "b")) == []
-    assert where() == ["paths"] and where(paths=("a",), valid_paths=("b",)) == ["paths"]
-    assert where(paths=("-1", "a"), split="x", surplus=-1.0) == ["split", "surplus", "paths"]
+    assert settings_with_problems(paths=("a",)) == [] and settings_with_problems(train_paths=("1", "a", "2", "b")) == []
+    assert settings_with_problems() == ["paths"] and settings_with_problems(paths=("a",), valid_paths=("b",)) == [
+        "paths"
+    ]
+    assert settings_with_problems(paths=("-1", "a"), split="x", surplus=-1.0) == ["split", "surplus", "paths"]
 
 
 @pytest.fixture
@@ -111,8 +113,8 @@ def test_a_weighted_blend(tmp_path: Path, pair: list[str]) -> None:
     row = splits.train[3]
     member = splits.train.datasets[row["dataset_id"]][int(splits.train.index.samples[3])]
     assert (row["tokens"] == member["tokens"]).all()
-    other = build(tmp_path, Rows(100, 0, 0), paths=paths, split="80,20", seed=6).train
-    assert any((other[row]["tokens"] != splits.train[row]["tokens"]).any() for row in range(5))
+    reseeded = build(tmp_path, Rows(100, 0, 0), paths=paths, split="80,20", seed=6).train
+    assert any((reseeded[row]["tokens"] != splits.train[row]["tokens"]).any() for row in range(5))
 
 
 def test_a_single_weighted_path_is_a_blend_in_paths_only(tmp_path: Path, pair: list[str]) -> None:
@@ -165,9 +167,9 @@ def test_the_order_of_rows_has_an_identifier(tmp_path: Path, pair: list[str]) ->
     one_epoch = len(build(tmp_path, Rows(None), paths=(pair[0],), split="100,0,0").train)
     assert order(5, paths=(pair[0],)) == order(one_epoch - 1, paths=(pair[0],))
     # The last epoch is shuffled apart from the others or with them by how much of it is used: same length, other order.
-    apart, together = one_epoch + one_epoch // 4, 2 * one_epoch - 2
-    lengths = {len(build(tmp_path, Rows(rows), paths=(pair[0],), split="100,0,0").train) for rows in (apart, together)}
-    assert len(lengths) == 1 and order(apart, paths=(pair[0],)) != order(together, paths=(pair[0],))
+    apart, shared = one_epoch + one_epoch // 4, 2 * one_epoch - 2
+    lengths = {len(build(tmp_path, Rows(rows), paths=(pair[0],), split="100,0,0").train) for rows in (apart, shared)}
+    assert len(lengths) == 1 and order(apart, paths=(pair[0],)) != order(shared, paths=(pair[0],))
 
 
 def test_a_split_smaller_than_a_row_is_repeated_with_a_warning(tmp_path: Path) -> None:
@@ -180,9 +182,9 @@ def test_a_split_smaller_than_a_row_is_repeated_with_a_warning(tmp_path: Path) -
     for _ in range(2):  # built, then from the cache
         with pytest.warns(
             UserWarning, match=r"tiny, split train: has 14 tokens, but a row reads 33: .* repeated"
-        ) as seen:
+        ) as warned:
             rows = build(8)
-        assert len(seen) == 1
+        assert len(warned) == 1
     assert len(rows) >= 8 and rows.passes == 19  # 8 · 32 + 1 tokens
     assert sorted(set(np.concatenate([rows[row]["tokens"] for row in range(8)]).tolist())) == list(range(1, 15))
     with pytest.warns(UserWarning, match="3 times in all"):

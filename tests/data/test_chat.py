@@ -77,14 +77,14 @@ def test_weights_that_float32_cannot_use_are_refused(tmp_path: Path, weight: str
 
 def test_lines_with_nothing_to_learn_are_left_out(tmp_path: Path) -> None:
     """A batch of such lines would divide by 0."""
-    nothing, late = chat("a", "b"), chat("q" * 40, "b")
+    nothing, late_answer = chat("a", "b"), chat("q" * 40, "b")
     nothing["messages"][1]["weight"] = 0
     path = write(tmp_path / "c", [chat("a", "b"), nothing])
     with pytest.raises(UserError, match=r"c, line 2: nothing to learn: no token of an answer has a weight above 0\. F"):
         splits(path)
     rows = splits(path, on_error="skip", packing="lines").train
     assert rows.skipped == {"nothing to learn": 1} and len(rows) == 1
-    path = write(tmp_path / "d", [late, chat("a", "b")])
+    path = write(tmp_path / "d", [late_answer, chat("a", "b")])
     with pytest.raises(UserError, match=r"d, line 1: nothing to learn: .* 0 in its first 40 tokens, to which"):
         splits(path, cut_long=True)
     rows = splits(path, cut_long=True, on_error="skip").train
@@ -95,7 +95,7 @@ def test_lines_with_nothing_to_learn_are_left_out(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("multiple", [1, 16])
 def test_a_cut_line_is_kept_if_an_answer_lies_before_the_cut(tmp_path: Path, multiple: int) -> None:
-    draw, seen = np.random.default_rng(3), Counter[bool]()
+    draw, counts = np.random.default_rng(3), Counter[bool]()
     for number in range(30):
         messages, place, expected = [], 0, False
         for _ in range(int(draw.integers(1, 4))):
@@ -110,8 +110,8 @@ def test_a_cut_line_is_kept_if_an_answer_lies_before_the_cut(tmp_path: Path, mul
         rows = splits(path, 64, **options).train
         assert len(rows) == 1 + expected
         assert all(rows[row]["loss_mask"].any() for row in range(len(rows)))
-        seen[expected] += 1
-    assert min(seen[False], seen[True]) > 3
+        counts[expected] += 1
+    assert min(counts[False], counts[True]) > 3
 
 
 DEEP = '{"messages": ' + "[" * 100_000 + "]" * 100_000 + "}"
@@ -146,24 +146,24 @@ def random_chats(count: int) -> list[dict[str, Any]]:
 def test_each_pass_has_every_conversation_once_in_another_order(tmp_path: Path) -> None:
     lines = random_chats(60)
     rows = splits(write(tmp_path / "c", lines), 256, rows=Rows(50)).train
-    one = len(splits(tmp_path / "c", 256).train)
-    assert rows.passes == -(-50 // one) and len(rows) == 50
-    passes = [[text(rows[n]["tokens"]) for n in range(start, start + one)] for start in (0, one)]
+    pass_rows = len(splits(tmp_path / "c", 256).train)
+    assert rows.passes == -(-50 // pass_rows) and len(rows) == 50
+    passes = [[text(rows[n]["tokens"]) for n in range(start, start + pass_rows)] for start in (0, pass_rows)]
     for texts in passes:
-        seen = Counter(part for whole in texts for part in whole.split("|") if part)
+        counts = Counter(part for row_text in texts for part in row_text.split("|") if part)
         expected = [m["messages"] for m in lines]
-        assert seen == Counter(f"user: {q['content']}\nassistant: {a['content']}\n" for q, a in expected)
+        assert counts == Counter(f"user: {q['content']}\nassistant: {a['content']}\n" for q, a in expected)
     assert passes[0] != passes[1] and sorted(passes[0]) == sorted(passes[1])
     assert rows.packing.fill > 0.95
 
 
 def test_rows_are_a_pure_function_of_their_number(tmp_path: Path) -> None:
     path = write(tmp_path / "c", random_chats(40))
-    rows, again = (splits(path, 256, rows=Rows(60)).train for _ in range(2))
+    rows, repeated = (splits(path, 256, rows=Rows(60)).train for _ in range(2))
     for number in (59, 3, 31, 3):
         for name, values in rows[number].items():
-            np.testing.assert_array_equal(values, again[number][name])
-    assert rows.order() == again.order() != splits(path, 256, seed=4).train.order()
+            np.testing.assert_array_equal(values, repeated[number][name])
+    assert rows.order() == repeated.order() != splits(path, 256, seed=4).train.order()
     with pytest.raises(IndexError):
         rows[60]
 
@@ -224,21 +224,23 @@ def test_lines_longer_than_a_row(tmp_path: Path) -> None:
         splits(path)
     rows = splits(path, on_error="skip").train
     assert rows.skipped == {"longer than a row": 1} and len(rows) == 1
-    cut = splits(path, cut_long=True, packing="lines").train
-    assert text(cut[1]["tokens"]) == ("user: a\nassistant: " + "b" * 30)[:40] and not cut.skipped
-    assert cut[1]["loss_mask"][-1] == 0, "the label of the last token was cut off"
+    truncated = splits(path, cut_long=True, packing="lines").train
+    assert text(truncated[1]["tokens"]) == ("user: a\nassistant: " + "b" * 30)[:40] and not truncated.skipped
+    assert truncated[1]["loss_mask"][-1] == 0, "the label of the last token was cut off"
 
 
 def test_splits_and_files_of_their_own(tmp_path: Path) -> None:
     path = write(tmp_path / "c", [chat(str(n), "b") for n in range(10)] + ["{"])
-    made = splits(path, split="8,2", rows=Rows(None, None, None), on_error="skip")
-    assert (len(made.train), len(made.valid), made.test) == (8, 2, None)
-    assert made.train.skipped == {"not a conversation": 1} and made.valid.skipped == {}, "counted once"
-    assert splits(path, split="8,2", rows=Rows(0, None), on_error="skip").valid.skipped == made.train.skipped
-    other = write(tmp_path / "v", [chat("v", "b"), "{"])
-    made = splits(path, paths=(), train_paths=(str(path),), valid_paths=(str(other),), on_error="skip",
+    row_sources = splits(path, split="8,2", rows=Rows(None, None, None), on_error="skip")
+    assert (len(row_sources.train), len(row_sources.valid), row_sources.test) == (8, 2, None)
+    assert row_sources.train.skipped == {"not a conversation": 1} and row_sources.valid.skipped == {}, "counted once"
+    assert splits(path, split="8,2", rows=Rows(0, None), on_error="skip").valid.skipped == row_sources.train.skipped
+    valid_path = write(tmp_path / "v", [chat("v", "b"), "{"])
+    row_sources = splits(path, paths=(), train_paths=(str(path),), valid_paths=(str(valid_path),), on_error="skip",
                   rows=Rows(None, None))  # fmt: skip
-    assert (len(made.train), len(made.valid)) == (10, 1) and made.valid.skipped == {"not a conversation": 1}
+    assert (len(row_sources.train), len(row_sources.valid)) == (10, 1) and row_sources.valid.skipped == {
+        "not a conversation": 1
+    }
     with pytest.raises(UserError, match="the valid split has none of the 10 conversations"):
         splits(path, split="99,1", rows=Rows(None, None), on_error="skip")
 
@@ -273,10 +275,10 @@ def fewest(lengths: list[int], room: int) -> int:
         return 0
     first, rest = lengths[0], list(range(1, len(lengths)))
     return 1 + min(
-        fewest([lengths[n] for n in rest if n not in others], room)
+        fewest([lengths[n] for n in rest if n not in companions], room)
         for size in range(len(lengths))
-        for others in combinations(rest, size)
-        if first + sum(lengths[n] for n in others) <= room
+        for companions in combinations(rest, size)
+        if first + sum(lengths[n] for n in companions) <= room
     )
 
 
@@ -289,8 +291,8 @@ def test_best_fit() -> None:
         assert all(lengths[row].sum() <= 10 for row in rows)
         assert all(row == sorted(row) for row in rows) and all(a[0] < b[0] for a, b in pairwise(rows))
         assert len(rows) <= 11 / 9 * fewest(lengths.tolist(), 10) + 1
-    many = draw.lognormal(5.5, 0.8, 20_000).clip(10, 2048).astype(int)
-    assert many.sum() / (2048 * len(best_fit(many, 2048))) > 0.995
+    sizes = draw.lognormal(5.5, 0.8, 20_000).clip(10, 2048).astype(int)
+    assert sizes.sum() / (2048 * len(best_fit(sizes, 2048))) > 0.995
     assert best_fit(np.array([3, 7, 5, 5]), 10) == [[0, 1], [2, 3]]
 
 
@@ -337,15 +339,15 @@ def test_documents_of_a_row_are_known(tmp_path: Path, packing: str, multiple: in
         for number in range(len(rows)):
             row = rows[number]
             np.testing.assert_array_equal(rows.document_lengths(number), document_lengths(row["segment_ids"]))
-            begins = np.flatnonzero(np.diff(row["positions"]) < 1) + 1
-            assert set(begins) <= set(np.flatnonzero(np.diff(row["segment_ids"])) + 1), "conversations are documents"
-            assert apart or len(begins) == row["segment_ids"].max()
+            starts = np.flatnonzero(np.diff(row["positions"]) < 1) + 1
+            assert set(starts) <= set(np.flatnonzero(np.diff(row["segment_ids"])) + 1), "conversations are documents"
+            assert apart or len(starts) == row["segment_ids"].max()
 
 
 def test_padding_is_hardly_computed(tmp_path: Path) -> None:
     """It is documents of a block of queries, which take no part in the loss; nothing else of a row changes."""
     path = write(tmp_path / "c", [chat("a" * 50, "b" * 50)])
-    apart, joined = (splits(path, 4096, isolate_padding=each).train for each in (True, False))
+    apart, joined = (splits(path, 4096, isolate_padding=isolate).train for isolate in (True, False))
     for name, values in joined[0].items():
         if name != "segment_ids":
             np.testing.assert_array_equal(apart[0][name], values)

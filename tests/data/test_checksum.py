@@ -53,11 +53,11 @@ def test_every_byte_of_a_small_file_counts(tmp_path: Path) -> None:
 def test_a_sample_of_a_large_file_is_cheap(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (before,), reads, pread = sums(large), list[tuple[int, int]](), os.pread
 
-    def counted(descriptor: int, size: int, at: int) -> bytes:
+    def pread_and_count(descriptor: int, size: int, at: int) -> bytes:
         reads.append((at, size))
         return pread(descriptor, size, at)
 
-    monkeypatch.setattr(checksum.os, "pread", counted)
+    monkeypatch.setattr(checksum.os, "pread", pread_and_count)
     for at in (0, -1, (1 << 29) + (1 << 23)):
         changed(large, at)
         (after,) = sums(large)
@@ -78,8 +78,8 @@ def test_size_and_place_are_named(tmp_path: Path) -> None:
 
 
 def test_files_among_many_have_small_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    few, many = group_files(["a"] * 10), group_files(["a"] * 800)
-    assert (few[0].blocks, many[0].blocks) == (BLOCKS, 5)
+    small, large = group_files(["a"] * 10), group_files(["a"] * 800)
+    assert (small[0].blocks, large[0].blocks) == (BLOCKS, 5)
     assert len(group_files(["/x/a/1", "/x/b/2"] * 800)) == 1
 
 
@@ -109,44 +109,44 @@ def test_whole_files_are_divided_over_processes(
     paths = [tmp_path / name for name in ("a", "b", "empty")]
     for path, content in zip(paths, (bytes(range(95)), b"b" * 20, b""), strict=True):
         path.write_bytes(content)
-    groups, seen = group_files(list(map(str, paths))), list[tuple[int, int]]()
-    alone = full_checksums(groups, report=lambda *each: seen.append(each))
+    groups, progress = group_files(list(map(str, paths))), list[tuple[int, int]]()
+    single = full_checksums(groups, report=lambda *counts: progress.append(counts))
     shares = [full_checksums(groups, process=process, processes=processes) for process in range(processes)]
-    assert [sum(share[number] for share in shares) % checksum.MODULUS for number in range(3)] == alone
-    assert seen[-1][0] == 115 and len(set(alone)) == 3
+    assert [sum(share[number] for share in shares) % checksum.MODULUS for number in range(3)] == single
+    assert progress[-1][0] == 115 and len(set(single)) == 3
     # Parts that change places, or move to another file, are noticed.
     paths[0].write_bytes(bytes([*range(10, 20), *range(10), *range(20, 95)]))
-    other = full_checksums(groups)
-    assert other[0] != alone[0] and other[1:] == alone[1:]
+    changed = full_checksums(groups)
+    assert changed[0] != single[0] and changed[1:] == single[1:]
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    for look in (lambda groups: sample_checksums(groups), lambda groups: full_checksums(groups)):
+    for compute in (lambda groups: sample_checksums(groups), lambda groups: full_checksums(groups)):
         with pytest.raises(UserError, match=r"absent cannot be read: .*absent: No such file"):
-            look(group_files([str(tmp_path / "absent")]))
+            compute(group_files([str(tmp_path / "absent")]))
 
 
 def pair(prefix: Path) -> list[str]:
     return [f"{prefix}.bin", f"{prefix}.idx"]
 
 
-def built(config: Any, rows: int = 4, **more: Any) -> Any:
-    given = {"tokenizer": tokenizer(), "schema": text_schema(8, 2**31), "rows": Rows(rows), "seed": 1}
-    return config.build(**(given | more)).train
+def build(config: Any, rows: int = 4, **more: Any) -> Any:
+    arguments = {"tokenizer": tokenizer(), "schema": text_schema(8, 2**31), "rows": Rows(rows), "seed": 1}
+    return config.build(**(arguments | more)).train
 
 
 def test_rows_of_token_files_name_them(tmp_path: Path) -> None:
     first, second = (write(tmp_path / name, [range(1, 30)] * 9) for name in "ab")
     cache = {"split": "1", "cache_dir": str(tmp_path / "cache")}
-    single = built(BlendConfig(paths=(str(first),), **cache))
+    single = build(BlendConfig(paths=(str(first),), **cache))
     assert files_of(single) == pair(first)
     cyclic = CyclicConfig().build(source=single, rows=9, shards=1, micro_rows=1)
     assert files_of(cyclic) == pair(first)
-    blend = built(BlendConfig(paths=("0.5", str(first), "0.5", str(second)), **cache))
+    blend = build(BlendConfig(paths=("0.5", str(first), "0.5", str(second)), **cache))
     assert files_of(blend) == [*pair(first), *pair(second)]
     twice = BlendedDataset([single, single], BlendIndex(np.zeros(1, np.int16), np.zeros(1, np.int64)), [1, 1])
     assert files_of(twice) == pair(first)
-    assert files_of(built(MockConfig())) == []
+    assert files_of(build(MockConfig())) == []
 
 
 def test_rows_of_two_token_files_name_all(tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_rows_of_conversations_name_their_files(tmp_path: Path) -> None:
     path = tmp_path / "chat.jsonl"
     path.write_text('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n' * 9)
     config = ChatConfig(paths=(str(path),), split="1", cache_dir=str(tmp_path / "cache"))
-    rows = built(config, tokenizer=ByteTokenizerConfig().build(), schema=text_schema(64, 257))
+    rows = build(config, tokenizer=ByteTokenizerConfig().build(), schema=text_schema(64, 257))
     assert files_of(rows) == [str(path)]
 
 

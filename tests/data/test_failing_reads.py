@@ -42,13 +42,13 @@ def read(source: Any, **options: Any) -> Any:
     return read_rows(source, {"tokens": text_schema(16, 2**31)["tokens"]}, 3, np.arange(2), **options)
 
 
-@pytest.mark.parametrize("left", [0, 1, 700])
-def test_a_file_that_is_cut_while_it_is_read_is_named(source: Any, tmp_path: Path, left: int) -> None:
+@pytest.mark.parametrize("remaining", [0, 1, 700])
+def test_a_file_that_is_cut_while_it_is_read_is_named(source: Any, tmp_path: Path, remaining: int) -> None:
     """Read through a memory map, this ends the process with SIGBUS."""
-    whole = os.path.getsize(tokens_path(tmp_path / "text"))
-    os.truncate(tokens_path(tmp_path / "text"), left)
+    size = os.path.getsize(tokens_path(tmp_path / "text"))
+    os.truncate(tokens_path(tmp_path / "text"), remaining)
     with pytest.raises(
-        ChangedFile, match=rf"row \d+ of the data: .*text.bin: {whole:,} bytes .*, {left} now: seq"
+        ChangedFile, match=rf"row \d+ of the data: .*text.bin: {size:,} bytes .*, {remaining} now: seq"
     ) as e:
         read_rows(source, {"tokens": text_schema(16, 2**31)["tokens"]}, 0, np.arange(20))
     assert e.value.code == 2
@@ -63,9 +63,9 @@ def test_an_index_that_is_cut_while_it_is_read_is_named(source: Any, tmp_path: P
 def test_documents_and_whole_files_that_are_cut_are_named(tmp_path: Path) -> None:
     side = IndexedTokens(write(tmp_path / "side", DOCUMENTS))
     os.truncate(tokens_path(side.prefix), 100)
-    for look in (lambda: side.document(19), side.read_all, lambda: side.sequence(7, 30)):
+    for read_item in (lambda: side.document(19), side.read_all, lambda: side.sequence(7, 30)):
         with pytest.raises(ChangedFile, match="100 now"):
-            look()
+            read_item()
     assert side.sequence(0).tolist() == DOCUMENTS[0]
     os.truncate(index_path(side.prefix), 0)
     with pytest.raises(ChangedFile, match="number 19 cannot be looked up"):
@@ -74,17 +74,17 @@ def test_documents_and_whole_files_that_are_cut_are_named(tmp_path: Path) -> Non
 
 def failing(monkeypatch: pytest.MonkeyPatch, code: int, times: int) -> list[int]:
     """Reads by position fail with `code`, then succeed. -> the descriptors asked."""
-    asked: list[int] = []
-    whole: Callable[..., bytes] = os.pread
+    requests: list[int] = []
+    original: Callable[..., bytes] = os.pread
 
     def pread(descriptor: int, *more: Any) -> bytes:
-        asked.append(descriptor)
-        if len(asked) <= times:
+        requests.append(descriptor)
+        if len(requests) <= times:
             raise OSError(code, os.strerror(code))
-        return whole(descriptor, *more)
+        return original(descriptor, *more)
 
     monkeypatch.setattr(reading.os, "pread", pread)
-    return asked
+    return requests
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE, errno.ETIMEDOUT])
@@ -106,22 +106,22 @@ def test_a_stale_handle_is_opened_again(source: Any, tmp_path: Path, waits: list
     content = tokens_path(tmp_path / "text").read_bytes()
     tokens_path(tmp_path / "text").unlink()
     tokens_path(tmp_path / "text").write_bytes(content)
-    asked, before = failing(monkeypatch, errno.ESTALE, times=1), source.tokens._bytes._open
+    requests, before = failing(monkeypatch, errno.ESTALE, times=1), source.tokens._bytes._open
     np.testing.assert_array_equal(read(source)["tokens"], expected["tokens"])
-    assert len(asked) > 1 and source.tokens._bytes._open is not before
+    assert len(requests) > 1 and source.tokens._bytes._open is not before
 
 
 def test_a_stale_handle_stays_open_for_reads_of_other_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its number would otherwise be given to another file, whose bytes such a read would return."""
     path = tmp_path / "text"
     path.write_bytes(b"content")
-    file, whole = ReadFile(path), os.pread
+    file, original = ReadFile(path), os.pread
     former = file._descriptor().number
 
     def stale_elsewhere(descriptor: int, *more: Any) -> bytes:
         """While this thread reads, another one gets ESTALE."""
         file._open = None
-        return whole(descriptor, *more)
+        return original(descriptor, *more)
 
     monkeypatch.setattr(reading.os, "pread", stale_elsewhere)
     assert file.read([(0, 7)], np.dtype(np.uint8), str).tobytes() == b"content"
@@ -130,8 +130,10 @@ def test_a_stale_handle_stays_open_for_reads_of_other_threads(tmp_path: Path, mo
 
 
 def test_a_short_read_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    side, whole = IndexedTokens(write(tmp_path / "side", DOCUMENTS)), os.pread
-    monkeypatch.setattr(reading.os, "pread", lambda descriptor, size, offset: whole(descriptor, min(size, 7), offset))
+    side, original = IndexedTokens(write(tmp_path / "side", DOCUMENTS)), os.pread
+    monkeypatch.setattr(
+        reading.os, "pread", lambda descriptor, size, offset: original(descriptor, min(size, 7), offset)
+    )
     assert side.read_all().tolist() == [token for document in DOCUMENTS for token in document]
 
 
@@ -142,20 +144,20 @@ import os
 from megajax.data.indexed import IndexedTokens
 os.kept = IndexedTokens({str(prefix)!r})  # lives longer than the functions of the module
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stderr == ""
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert process.stderr == ""
 
 
 @pytest.mark.parametrize("retries", [0, 2])
 def test_an_error_that_stays_ends_in_one_message(
     source: Any, waits: list[float], monkeypatch: pytest.MonkeyPatch, retries: int
 ) -> None:
-    asked = failing(monkeypatch, errno.EIO, times=1000)
+    requests = failing(monkeypatch, errno.EIO, times=1000)
     with pytest.raises(
         ReadError, match=r"row 3 of the data cannot be read .*text.bin: .*\(EIO\).*data.loader.retri"
     ) as e:
         read(source, retries=retries)
-    assert e.value.code == 1 and len(asked) == retries + 1 and len(waits) == retries
+    assert e.value.code == 1 and len(requests) == retries + 1 and len(waits) == retries
 
 
 def test_an_error_that_does_not_pass_is_not_tried_again(source: Any, waits: list[float], monkeypatch: Any) -> None:
@@ -188,9 +190,9 @@ def test_a_failing_disk_is_not_the_fault_of_an_image(tmp_path: Path, monkeypatch
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(Path, "open", fails)
-    for look in (lambda: read_bounded(tmp_path / "x.png", 100), lambda: read_at(tmp_path / "x.tar", 0, 10)):
+    for read_item in (lambda: read_bounded(tmp_path / "x.png", 100), lambda: read_at(tmp_path / "x.tar", 0, 10)):
         with pytest.raises(OSError, match="Input/output error"):
-            look()
+            read_item()
 
 
 def test_what_a_source_of_ones_own_raises_is_tried_again(waits: list[float]) -> None:

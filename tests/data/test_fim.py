@@ -69,8 +69,8 @@ def test_documents_hold_the_same_text_in_another_order(tmp_path: Path) -> None:
     plain = build(BlendConfig(paths=(str(tmp_path / "c"),), split="1", cache_dir=str(tmp_path / "k")), 7 * 15 - 1, None)
 
     def split(values: np.ndarray) -> list[list[int]]:
-        ends = [-1, *np.flatnonzero(values == EOD).tolist()]
-        return [values[first + 1 : last].tolist() for first, last in pairwise(ends)]
+        borders = [-1, *np.flatnonzero(values == EOD).tolist()]
+        return [values[first + 1 : last].tolist() for first, last in pairwise(borders)]
 
     changed, before = (split(np.append(row["tokens"], row["labels"][-1])) for row in (dataset[0], plain[0]))
     orders = {tuple(set(document) & {PREFIX, MIDDLE, SUFFIX}) for document in changed}
@@ -79,12 +79,12 @@ def test_documents_hold_the_same_text_in_another_order(tmp_path: Path) -> None:
 
 
 def test_rows_are_a_pure_function_of_their_number(prefix: Path) -> None:
-    dataset, again = build(fill(prefix)), build(fill(prefix))
+    dataset, repeated = build(fill(prefix)), build(fill(prefix))
     for row in (7, 399, 0, 7):
         for name, values in dataset[row].items():
-            np.testing.assert_array_equal(values, again[row][name])
-    other = build(fill(prefix, seed=4))
-    assert any((other[row]["tokens"] != dataset[row]["tokens"]).any() for row in range(3))
+            np.testing.assert_array_equal(values, repeated[row][name])
+    reseeded = build(fill(prefix, seed=4))
+    assert any((reseeded[row]["tokens"] != dataset[row]["tokens"]).any() for row in range(3))
 
 
 def test_one_generator_for_all_rows_gives_the_same_rows_in_any_order(prefix: Path) -> None:
@@ -101,8 +101,8 @@ def test_rates_of_nothing_and_everything(prefix: Path) -> None:
     plain = build(BlendConfig(paths=(str(prefix),), split="1", cache_dir=f"{prefix}-cache"))
     never, always = build(fill(prefix, rate=0.0)), build(fill(prefix, rate=1.0, spm_rate=1.0))
     text = np.append(plain[3]["tokens"], plain[3]["labels"][-1])
-    kept = [token for place, token in enumerate(text) if token != EOD or (place and text[place - 1] != EOD)]
-    assert never[3]["tokens"].tolist()[: len(kept) - 1] == kept[: len(never[3]["tokens"])]
+    remaining = [token for place, token in enumerate(text) if token != EOD or (place and text[place - 1] != EOD)]
+    assert never[3]["tokens"].tolist()[: len(remaining) - 1] == remaining[: len(never[3]["tokens"])]
     for row in range(20):
         tokens = always[row]["tokens"]
         starts = np.flatnonzero(tokens == PREFIX)
@@ -132,11 +132,11 @@ def test_fragments_are_reordered_one_by_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "where"), [({"rate": 1.5}, "rate"), ({"spm_rate": -1.0}, "spm_rate"),
+    ("options", "setting"), [({"rate": 1.5}, "rate"), ({"spm_rate": -1.0}, "spm_rate"),
                            ({"isolate_documents": True}, "isolate_documents")],
 )  # fmt: skip
-def test_settings_that_are_refused(options: dict[str, Any], where: str) -> None:
-    assert [problem.setting for problem in FillInMiddleConfig(paths=("a",), **options).problems()] == [where]
+def test_settings_that_are_refused(options: dict[str, Any], setting: str) -> None:
+    assert [problem.setting for problem in FillInMiddleConfig(paths=("a",), **options).problems()] == [setting]
 
 
 def test_a_token_that_the_tokenizer_lacks(prefix: Path) -> None:

@@ -51,8 +51,8 @@ def test_end_of_document_belongs_to_its_document(tmp_path: Path) -> None:
 
 def test_isolation_follows_stored_borders(tmp_path: Path) -> None:
     """Documents without any end token are kept apart; an end token inside a document is no border."""
-    same = [[5, EOD, 5], [5, EOD, 5], [5, EOD, 5]]
-    row = one_row(tmp_path, same, 8, isolate_documents=True)
+    repeated = [[5, EOD, 5], [5, EOD, 5], [5, EOD, 5]]
+    row = one_row(tmp_path, repeated, 8, isolate_documents=True)
     assert row["tokens"].tolist() == [5, EOD, 5, 5, EOD, 5, 5, EOD]
     assert row["segment_ids"].tolist() == [0, 0, 0, 1, 1, 1, 2, 2]
     assert row["positions"].tolist() == [0, 1, 2, 0, 1, 2, 0, 1]
@@ -86,12 +86,12 @@ def test_pad_token_of_the_tokenizer(tmp_path: Path) -> None:
     assert row["tokens"].tolist() == [1, EOD, 3] and row["loss_mask"].tolist() == [1, 1, 1]
 
 
-@pytest.mark.parametrize(("dtype", "bad"), [(np.uint16, 100), (np.int32, -5), (np.int64, 2**32 + 1)])
-def test_tokens_outside_the_vocabulary(tmp_path: Path, dtype: type, bad: int) -> None:
-    documents = [[1] * 6, [2] * 6, [3, 3, 3, bad, 3, 3]]
+@pytest.mark.parametrize(("dtype", "token"), [(np.uint16, 100), (np.int32, -5), (np.int64, 2**32 + 1)])
+def test_tokens_outside_the_vocabulary(tmp_path: Path, dtype: type, token: int) -> None:
+    documents = [[1] * 6, [2] * 6, [3, 3, 3, token, 3, 3]]
     dataset = build(write(tmp_path / "c", documents, dtype), 5, Rows(None), split="1").train
     with pytest.raises(
-        UserError, match=rf"token {bad} in document 2 \(sequence 2\) at position 3 .* vocabulary of 100"
+        UserError, match=rf"token {token} in document 2 \(sequence 2\) at position 3 .* vocabulary of 100"
     ):
         [dataset[row] for row in range(len(dataset))]
 
@@ -104,10 +104,10 @@ def test_floating_point_files_are_refused(tmp_path: Path) -> None:
 def test_rows_are_a_pure_function_of_their_number(tmp_path: Path) -> None:
     prefix = write_random(tmp_path / "c", documents=30)
     dataset = build(prefix, 16, Rows(100), split="1", isolate_documents=True).train
-    again = build(prefix, 16, Rows(100), split="1", isolate_documents=True).train
+    isolated = build(prefix, 16, Rows(100), split="1", isolate_documents=True).train
     forward = [dataset[row] for row in range(100)]
     for row in reversed(range(100)):
-        assert all((forward[row][name] == values).all() for name, values in again[row].items())
+        assert all((forward[row][name] == values).all() for name, values in isolated[row].items())
     for number in (-1, len(dataset)):
         with pytest.raises(IndexError):
             dataset[number]

@@ -58,15 +58,15 @@ def test_palette_with_transparency() -> None:
 def test_sixteen_bits_keep_the_upper_eight() -> None:
     values = np.arange(600, dtype=np.uint16).reshape(20, 30) * 109
     for format in ("PNG", "TIFF"):
-        found = pixels(stored(Image.fromarray(values), format))
-        assert (found == (values >> 8)[..., None]).all() and found.shape == (20, 30, 3)
+        result = pixels(stored(Image.fromarray(values), format))
+        assert (result == (values >> 8)[..., None]).all() and result.shape == (20, 30, 3)
     with pytest.raises(UnreadableItem, match="floating-point"):
         pixels(stored(Image.fromarray(values.astype(np.float32)), "TIFF"))
 
 
 def test_cmyk() -> None:
-    found = pixels(stored(gradient(64, 64).convert("CMYK"), "JPEG", quality=95))
-    assert abs(found.astype(int) - np.asarray(gradient(64, 64))).mean() < 4
+    result = pixels(stored(gradient(64, 64).convert("CMYK"), "JPEG", quality=95))
+    assert abs(result.astype(int) - np.asarray(gradient(64, 64))).mean() < 4
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
@@ -141,19 +141,19 @@ def test_without_pillow(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_crop_is_that_of_pillow() -> None:
     image = gradient(90, 70)
-    found = crop_image(ArrayPicture(np.asarray(image)), Crop((10, 20, 60, 55), flip=True), (25, 35))
+    result = crop_image(ArrayPicture(np.asarray(image)), Crop((10, 20, 60, 55), flip=True), (25, 35))
     expected = image.crop((10, 20, 60, 55)).resize((25, 35), Image.Resampling.BILINEAR)
     expected = expected.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-    assert np.asarray(found).shape == (35, 25, 3)
-    assert abs(np.asarray(found).astype(int) - np.asarray(expected)).max() <= 3  # the whole image has further pixels
+    assert np.asarray(result).shape == (35, 25, 3)
+    assert abs(np.asarray(result).astype(int) - np.asarray(expected)).max() <= 3  # the whole image has further pixels
 
 
 def test_crop_of_a_jpeg_that_is_decoded_smaller() -> None:
     picture = stored(gradient(800, 600), "JPEG", quality=95)
     crop = Crop((100, 50, 500, 350))
-    found = np.asarray(crop_image(picture, crop, (40, 30))).astype(int)
+    result = np.asarray(crop_image(picture, crop, (40, 30))).astype(int)
     expected = np.asarray(crop_image(ArrayPicture(np.asarray(gradient(800, 600))), crop, (40, 30)))
-    assert picture.size == (800, 600) and abs(found - expected)[..., :2].max() < 4
+    assert picture.size == (800, 600) and abs(result - expected)[..., :2].max() < 4
 
 
 def test_centre() -> None:
@@ -161,8 +161,8 @@ def test_centre() -> None:
     assert inner_box((60, 100), 1.0, 0.5) == (15, 35, 45, 65)
     assert inner_box((100, 60), 2.0) == (0, 5, 100, 55)
     image = np.asarray(gradient(48, 32))
-    found = crop_image(ArrayPicture(image), Crop(inner_box((48, 32), 1.0, 0.5)), (16, 16))
-    assert (np.asarray(found) == image[8:24, 16:32]).all()
+    result = crop_image(ArrayPicture(image), Crop(inner_box((48, 32), 1.0, 0.5)), (16, 16))
+    assert (np.asarray(result) == image[8:24, 16:32]).all()
 
 
 def test_random_crops_have_the_area_and_ratio_asked_for() -> None:
@@ -192,23 +192,23 @@ def test_operations() -> None:
     """Each changes the image at full strength; without strength all keep it but those that have none."""
     draw = np.random.default_rng(0)
     image = Image.fromarray(draw.integers(20, 200, (32, 32, 3), dtype=np.uint8))
-    same = [[(np.asarray(f(image, s, 1.0)) == np.asarray(image)).all() for f in OPERATIONS] for s in (0.0, 1.0)]
-    assert [number for number, kept in enumerate(same[0]) if not kept] == [1, 2]
-    assert [number for number, kept in enumerate(same[1]) if kept] == [0]
+    unchanged = [[(np.asarray(f(image, s, 1.0)) == np.asarray(image)).all() for f in OPERATIONS] for s in (0.0, 1.0)]
+    assert [number for number, is_unchanged in enumerate(unchanged[0]) if not is_unchanged] == [1, 2]
+    assert [number for number, is_unchanged in enumerate(unchanged[1]) if is_unchanged] == [0]
     config = AugmentConfig(operations=2)
-    again = [np.asarray(augment_image(image, config, np.random.default_rng(3))) for _ in range(2)]
-    assert (again[0] == again[1]).all() and again[0].shape == (32, 32, 3)
-    many = {np.asarray(augment_image(image, config, np.random.default_rng(seed))).tobytes() for seed in range(40)}
-    assert len(many) > 30
+    repeated = [np.asarray(augment_image(image, config, np.random.default_rng(3))) for _ in range(2)]
+    assert (repeated[0] == repeated[1]).all() and repeated[0].shape == (32, 32, 3)
+    results = {np.asarray(augment_image(image, config, np.random.default_rng(seed))).tobytes() for seed in range(40)}
+    assert len(results) > 30
 
 
 def test_problems_of_the_settings() -> None:
-    wrong = [
+    invalid = [
         (CropConfig(area=(0.5, 0.2), ratio=(0.0, 1.0), flip=2), ["area", "ratio", "flip"]),
         (AugmentConfig(operations=-1, magnitude=11), ["operations", "magnitude"]),
         (ClassFoldersConfig(path="x", mixup=-1, centre=0, maximum_pixels=0), ["maximum_pixels", "mixup", "centre"]),
         (ClassFoldersConfig(path="x", split="a"), ["split"]),
         (MaskFoldersConfig(path="x", classes=256, split=""), ["classes", "split"]),
     ]
-    for config, places in wrong:
+    for config, places in invalid:
         assert [problem.setting for problem in config.problems()] == places

@@ -35,20 +35,20 @@ def test_classes_are_folders_in_order(tmp_path: Path) -> None:
 
 def test_splits_are_shares_of_each_class_and_disjoint(tmp_path: Path) -> None:
     class_folders(tmp_path)
-    built = classes(tmp_path, Rows(None, None, None), split="80,10,10")
-    names = [[part.items.name(item) for item in range(len(part.items))] for part in built]
+    splits = classes(tmp_path, Rows(None, None, None), split="80,10,10")
+    names = [[part.items.name(item) for item in range(len(part.items))] for part in splits]
     assert [len(part) for part in names] == [24, 3, 3] and len({*names[0], *names[1], *names[2]}) == 30
     assert sorted(Path(name).parent.name for name in names[1]) == ["blue", "green", "red"]
-    other = classes(tmp_path, Rows(None, None, None), split="80,10,10", seed=2)
-    assert [other.test.items.name(item) for item in range(3)] == names[2]
+    reseeded = classes(tmp_path, Rows(None, None, None), split="80,10,10", seed=2)
+    assert [reseeded.test.items.name(item) for item in range(3)] == names[2]
 
 
 def test_folders_of_splits(tmp_path: Path) -> None:
     class_folders(tmp_path / "train", 2)
     saved(tmp_path / "val" / "red" / "deep" / "x.jpg", plain(COLOURS["red"]))
-    built = classes(tmp_path, Rows(None, 4, 1))
-    assert len(built.train) == 6 and built.test is None
-    assert [int(built.valid[row]["labels"]) for row in range(4)] == [2] * 4
+    splits = classes(tmp_path, Rows(None, 4, 1))
+    assert len(splits.train) == 6 and splits.test is None
+    assert [int(splits.valid[row]["labels"]) for row in range(4)] == [2] * 4
     saved(tmp_path / "val" / "pink" / "x.png", plain((9, 9, 9)))
     with pytest.raises(UserError, match=r"pink: no such class in the training data, which has blue, green, red"):
         classes(tmp_path, Rows(1, 1))
@@ -70,27 +70,27 @@ def test_rows_are_pure_functions_of_seed_and_row(tmp_path: Path) -> None:
     reads = schema(classes=1)
     rows = classes(tmp_path, Rows(18), reads=reads, **options).train
     ahead = {row: rows[row] for row in reversed(range(18))}
-    again = classes(tmp_path, Rows(18), reads=reads, **options).train
+    repeated = classes(tmp_path, Rows(18), reads=reads, **options).train
     for row in range(18):
-        assert all((again[row][name] == ahead[row][name]).all() for name in ahead[row])
+        assert all((repeated[row][name] == ahead[row][name]).all() for name in ahead[row])
     assert len({values["images"].tobytes() for values in ahead.values()}) == 18
-    other = classes(tmp_path, Rows(18), reads=reads, seed=2, **options).train
-    assert (other[0]["images"] != ahead[0]["images"]).any()
+    reseeded = classes(tmp_path, Rows(18), reads=reads, seed=2, **options).train
+    assert (reseeded[0]["images"] != ahead[0]["images"]).any()
 
 
 def test_mixed_images(tmp_path: Path) -> None:
     class_folders(tmp_path, 4)
-    built = classes(tmp_path, Rows(40, 3), mixup=0.5, split="75,25")
+    splits = classes(tmp_path, Rows(40, 3), mixup=0.5, split="75,25")
     pairs = set()
     for number in range(40):
-        row = built.train[number]
+        row = splits.train[number]
         assert row["mix"].dtype == np.float32 and row["other_labels"].dtype == np.int32
         first, second = (np.array(list(COLOURS.values())[row[name]]) for name in ("labels", "other_labels"))
         expected = float(row["mix"]) * first + (1 - float(row["mix"])) * second
         assert abs(row["images"] - expected).max() <= 0.51
         pairs.add((int(row["labels"]), int(row["other_labels"])))
     assert len(pairs) == 9
-    row = built.valid[0]
+    row = splits.valid[0]
     assert row["mix"] == 1 and row["labels"] == row["other_labels"]
     assert ClassFoldersConfig(path="x").leaves() == {"images": "uint8", "labels": "int32", "loss_mask": "float32"}
     assert ClassFoldersConfig(path="x", mixup=0.2).leaves().keys() == row.keys()
@@ -98,9 +98,9 @@ def test_mixed_images(tmp_path: Path) -> None:
 
 def broken(folder: Path) -> Path:
     class_folders(folder, 3)
-    whole = saved(folder / "red" / "whole.jpg", gradient(60, 60)).read_bytes()
+    data = saved(folder / "red" / "whole.jpg", gradient(60, 60)).read_bytes()
     (folder / "red" / "whole.jpg").unlink()
-    (folder / "red" / "cut.jpg").write_bytes(whole[: len(whole) // 2])
+    (folder / "red" / "cut.jpg").write_bytes(data[: len(data) // 2])
     (folder / "green" / "text.png").write_text("no image")
     (folder / "blue" / "empty.png").write_bytes(b"")
     saved(folder / "blue" / "giant.png", Image.new("1", (3000, 2000)))
@@ -109,16 +109,16 @@ def broken(folder: Path) -> Path:
 
 def test_an_unreadable_image_stops_with_its_name_and_row(tmp_path: Path) -> None:
     rows = classes(broken(tmp_path), split="1", maximum_pixels=1_000_000).train
-    told = {}
+    messages = {}
     for number in range(len(rows)):
         try:
             rows[number]
         except UserError as error:
-            told[Path(rows.items.name(rows.item(number))).name] = str(error)
+            messages[Path(rows.items.name(rows.item(number))).name] = str(error)
             assert f"row {number}:" in str(error) and "data.on_error=skip" in str(error)
-    assert told.keys() == {"cut.jpg", "text.png", "empty.png", "giant.png"}
-    assert "truncated" in told["cut.jpg"].lower() and "in none of the formats" in told["text.png"]
-    assert "3000 x 2000 = 6,000,000 pixels, data.maximum_pixels is 1,000,000" in told["giant.png"]
+    assert messages.keys() == {"cut.jpg", "text.png", "empty.png", "giant.png"}
+    assert "truncated" in messages["cut.jpg"].lower() and "in none of the formats" in messages["text.png"]
+    assert "3000 x 2000 = 6,000,000 pixels, data.maximum_pixels is 1,000,000" in messages["giant.png"]
 
 
 def test_skipped_rows_are_replaced_the_same_way_and_counted(tmp_path: Path) -> None:
@@ -126,19 +126,19 @@ def test_skipped_rows_are_replaced_the_same_way_and_counted(tmp_path: Path) -> N
     first = [rows[number]["images"] for number in range(len(rows))]
     reasons = {"corrupt image": 1, "not an image": 1, "empty file": 1, "too large": 1}
     assert rows.skipped == reasons
-    again = [rows[number]["images"] for number in range(len(rows))]
-    assert all((a == b).all() for a, b in zip(first, again, strict=True))
+    repeated = [rows[number]["images"] for number in range(len(rows))]
+    assert all((a == b).all() for a, b in zip(first, repeated, strict=True))
     assert rows.skipped == {reason: 2 * count for reason, count in reasons.items()}
 
 
 def test_threads_read_the_same_rows(tmp_path: Path) -> None:
     """Also across many passes, whose orders are made while others are read."""
     options = {"split": "1", "on_error": "skip", "maximum_pixels": 1_000_000, "augment": AugmentConfig(operations=1)}
-    alone, shared = (classes(broken(tmp_path), Rows(130), **options).train for _ in range(2))
+    sequential, shared = (classes(broken(tmp_path), Rows(130), **options).train for _ in range(2))
     with ThreadPoolExecutor(8) as pool:
-        together = list(pool.map(shared.__getitem__, range(130)))
-    assert all((alone[row]["images"] == together[row]["images"]).all() for row in range(130))
-    assert shared.skipped == alone.skipped and shared.skipped["too large"] == 10
+        concurrent = list(pool.map(shared.__getitem__, range(130)))
+    assert all((sequential[row]["images"] == concurrent[row]["images"]).all() for row in range(130))
+    assert shared.skipped == sequential.skipped and shared.skipped["too large"] == 10
 
 
 def test_nothing_can_be_read(tmp_path: Path) -> None:

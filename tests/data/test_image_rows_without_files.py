@@ -22,20 +22,20 @@ def arrays(rows: Any, reads: Any) -> tuple[np.ndarray, np.ndarray]:
 
 
 def test_digits_are_split_by_class_and_disjoint() -> None:
-    whole = load_digits()
-    assert whole.images.shape == (1797, 8, 8, 3) and whole.images.max() == 255
+    digits = load_digits()
+    assert digits.images.shape == (1797, 8, 8, 3) and digits.images.max() == 255
     parts = [part.items.digits for part in build(DigitsConfig(), Rows(None, None, None))]
     assert sum(len(part.labels) for part in parts) == 1797
     for part, share in zip(parts, (0.8, 0.1, 0.1), strict=True):
-        assert abs(np.bincount(part.labels) / np.bincount(whole.labels) - share).max() < 0.01
+        assert abs(np.bincount(part.labels) / np.bincount(digits.labels) - share).max() < 0.01
     images = [{image.tobytes() for image in part.images} for part in parts]
     assert sum(map(len, images)) == len(set.union(*images))
 
 
 def test_digits_can_be_told_apart() -> None:
     neighbours = pytest.importorskip("sklearn.neighbors")
-    built = build(DigitsConfig(augment=None), Rows(None, None, None))
-    train, test = arrays(built.train, schema(16, 10)), arrays(built.test, schema(16, 10))
+    splits = build(DigitsConfig(augment=None), Rows(None, None, None))
+    train, test = arrays(splits.train, schema(16, 10)), arrays(splits.test, schema(16, 10))
     assert neighbours.KNeighborsClassifier(3).fit(*train).score(*test) > 0.97
     augmented = build(DigitsConfig(), Rows(2000), 24).train
     assert augmented[0]["images"].shape == (24, 24, 3) and augmented.passes == 2
@@ -47,10 +47,10 @@ def test_digits_need_ten_classes() -> None:
 
 
 def test_stripes_show_their_class() -> None:
-    built = build(MockImagesConfig(), Rows(400, 100))
-    assert (build(MockImagesConfig(), Rows(400)).train[7]["images"] == built.train[7]["images"]).all()
+    splits = build(MockImagesConfig(), Rows(400, 100))
+    assert (build(MockImagesConfig(), Rows(400)).train[7]["images"] == splits.train[7]["images"]).all()
     neighbours = pytest.importorskip("sklearn.neighbors")
-    train, valid = arrays(built.train, schema(16, 10)), arrays(built.valid, schema(16, 10))
+    train, valid = arrays(splits.train, schema(16, 10)), arrays(splits.valid, schema(16, 10))
     assert neighbours.KNeighborsClassifier(1).fit(*train).score(*valid) > 0.8
     row = build(MockImagesConfig(mixup=0.2), Rows(10)).train[0]
     assert row.keys() == MockImagesConfig(mixup=0.2).leaves().keys()

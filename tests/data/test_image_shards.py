@@ -70,9 +70,9 @@ def test_members_are_those_of_tarfile(tmp_path: Path, format: int, seconds: floa
             member.size, member.mtime = number * 200, seconds
             archive.addfile(member, io.BytesIO(bytes([number]) * member.size))
             for kind in (tarfile.DIRTYPE, tarfile.SYMTYPE):
-                other = tarfile.TarInfo(f"other{number}")
-                other.type, other.linkname = kind, "a.jpg"
-                archive.addfile(other)
+                extra = tarfile.TarInfo(f"other{number}")
+                extra.type, extra.linkname = kind, "a.jpg"
+                archive.addfile(extra)
     with tarfile.open(tmp_path / "a.tar") as archive, (tmp_path / "a.tar").open("rb") as file:
         expected = [(m.name, m.offset_data, m.size) for m in archive if m.isfile()]
         assert [*image_shards.tar_members(file)] == expected and len(expected) >= 4
@@ -111,8 +111,8 @@ def test_splits(tmp_path: Path) -> None:
     assert [len(part) for part in shares] == [9, 3, 3]
     assert [sorted(int(part[row]["labels"]) for row in range(3)) for part in shares[1:]] == [[0, 1, 2]] * 2
     first, second = (str(tmp_path / f"train-00{number}.tar") for number in range(2))
-    own = build(tmp_path, Rows(10, None, 5), train_paths=(first,), valid_paths=(second,))
-    assert len(own.train) == 10 and own.train.passes == 3 and len(own.valid) == 5 and own.test is None
+    splits = build(tmp_path, Rows(10, None, 5), train_paths=(first,), valid_paths=(second,))
+    assert len(splits.train) == 10 and splits.train.passes == 3 and len(splits.valid) == 5 and splits.test is None
 
 
 def test_patterns(tmp_path: Path) -> None:
@@ -162,10 +162,10 @@ def test_corrupt_images_name_tar_file_and_member(tmp_path: Path) -> None:
 
 
 def test_tar_files_that_cannot_be_read(tmp_path: Path) -> None:
-    whole = write(tmp_path / "whole.tar", samples(0, 3)).read_bytes()
+    data = write(tmp_path / "whole.tar", samples(0, 3)).read_bytes()
     with tarfile.open(tmp_path / "packed.tar", "w:gz") as archive:
         archive.add(tmp_path / "whole.tar", "x.png")
-    (tmp_path / "cut.tar").write_bytes(whole[: whole.index(b"a.b/000002.png") + 600])
+    (tmp_path / "cut.tar").write_bytes(data[: data.index(b"a.b/000002.png") + 600])
     (tmp_path / "text.tar").write_text("hello" * 1000)
     for name, message in [("packed", "must not be compressed"), ("cut", "cannot be read"), ("text", "cannot be read")]:
         with pytest.raises(UserError, match=rf"{name}\.tar: .*{message}"):
@@ -190,6 +190,6 @@ def test_more_classes_than_the_model_has(tmp_path: Path) -> None:
 
 def test_settings_that_do_not_go_together() -> None:
     assert [p.setting for p in ImageShardsConfig().problems()] == ["paths"]
-    both = ImageShardsConfig(paths=("a",), valid_paths=("b",))
-    assert "valid_paths" in both.problems()[0].message
+    config = ImageShardsConfig(paths=("a",), valid_paths=("b",))
+    assert "valid_paths" in config.problems()[0].message
     assert np.all([not ImageShardsConfig(**{name: ("a",)}).problems() for name in ("paths", "train_paths")])

@@ -58,14 +58,14 @@ def ids(*parts: Any) -> list[int]:
     return [token for part in parts for token in (part.encode() if isinstance(part, str) else [part])]
 
 
-def check(row: Any, whole: list[int], counted: Iterable[Any]) -> None:
+def check(row: Any, expected_ids: list[int], weighted: Iterable[Any]) -> None:
     """The row is this text, shifted by one for the labels, and the loss is on these parts."""
     length = len(row["tokens"])
-    padded = np.array([*whole, *[0] * (length + 1)], np.int32)
+    padded = np.array([*expected_ids, *[0] * (length + 1)], np.int32)
     assert row["tokens"].tolist() == padded[:length].tolist()
-    assert row["labels"].tolist() == [*whole[1:], *[0] * length][:length]
+    assert row["labels"].tolist() == [*expected_ids[1:], *[0] * length][:length]
     marked = row["labels"][row["loss_mask"] == 1].tolist()
-    assert marked == ids(*counted)
+    assert marked == ids(*weighted)
     assert row["positions"].tolist() == list(range(length))
 
 
@@ -74,12 +74,12 @@ def test_captions(tmp_path: Path) -> None:
         tmp_path, {"image": "red.png", "caption": "é!"}, "", {"image": ["blue.png", "red.png"], "caption": "b"}
     )
     rows = build(config).train
-    shown = {rows.items.name(rows.item(row)).rpartition(" ")[2]: rows[row] for row in range(2)}
-    assert shown.keys() == {"1", "3"}
-    check(shown["1"], ids(TOKEN, TOKEN, "é!", EOD), ["é!", EOD])
-    check(shown["3"], ids(*[TOKEN] * 4, "b", EOD), ["b", EOD])
-    assert (shown["3"]["images"][0] == BLUE).all() and (shown["3"]["images"][1] == RED).all()
-    assert not shown["3"]["images"][2].any() and shown["3"]["images"].dtype == np.uint8
+    rows_by_line = {rows.items.name(rows.item(row)).rpartition(" ")[2]: rows[row] for row in range(2)}
+    assert rows_by_line.keys() == {"1", "3"}
+    check(rows_by_line["1"], ids(TOKEN, TOKEN, "é!", EOD), ["é!", EOD])
+    check(rows_by_line["3"], ids(*[TOKEN] * 4, "b", EOD), ["b", EOD])
+    assert (rows_by_line["3"]["images"][0] == BLUE).all() and (rows_by_line["3"]["images"][1] == RED).all()
+    assert not rows_by_line["3"]["images"][2].any() and rows_by_line["3"]["images"].dtype == np.uint8
     assert read_rows(rows, schema(), 0, np.arange(2))["images"].shape == (2, 3, 8, 8, 3)
     prompted = build(lines(tmp_path, {"image": "red.png", "caption": "x"}, prompt="a: ")).train[0]
     check(prompted, ids(TOKEN, TOKEN, "a: x", EOD), ["x", EOD])
@@ -91,12 +91,12 @@ def test_conversations(tmp_path: Path) -> None:
     first = ids("user: ", TOKEN, TOKEN, "\nand ", TOKEN, TOKEN, " same?\nassistant: no\nuser: sure?\n")
     check(row, [*first, *ids("assistant: yes\n", EOD)], ["no\n", "yes\n", EOD])
     roles = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
-    said = {"messages": [*roles, {"role": "assistant", "content": "Ho"}]}
+    line = {"messages": [*roles, {"role": "assistant", "content": "Ho"}]}
     options = {"template": "{% for m in messages %}{{ m.role[0] }}: {{ m.content }};{% endfor %}"}
-    row = build(lines(tmp_path, said, **options)).train[0]
+    row = build(lines(tmp_path, line, **options)).train[0]
     check(row, ids("s: Be brief.;u: Hi;a: Ho;", EOD), ["a: Ho;", EOD])
     assert not row["images"].any()
-    row = build(lines(tmp_path, said | {"image": "red.png"}, **options)).train[0]
+    row = build(lines(tmp_path, line | {"image": "red.png"}, **options)).train[0]
     check(row, ids("s: Be brief.;u: ", TOKEN, TOKEN, "\nHi;a: Ho;", EOD), ["a: Ho;", EOD])
 
 
@@ -106,9 +106,9 @@ def test_the_tokenizer_gives_the_image_token(tmp_path: Path) -> None:
     talk = turns("<image>a<more>", "b")
     config = lines(tmp_path, {"image": "red.png", "conversations": talk})
     row = build(config, tokenizer=tokenizer, vocabulary=259).train[0]
-    whole = tokenizer.encode("user: <image>a<more>\nassistant: b\n").tolist()
-    assert whole.count(257) == 1
-    check(row, [*whole[:6], 257, 257, *whole[7:], EOD], ["b\n", EOD])
+    ids = tokenizer.encode("user: <image>a<more>\nassistant: b\n").tolist()
+    assert ids.count(257) == 1
+    check(row, [*ids[:6], 257, 257, *ids[7:], EOD], ["b\n", EOD])
     with pytest.raises(UserError, match=r"is 257, model.image_token is 256: set model.image_token=257"):
         build(config, tokenizer=tokenizer, vocabulary=259, token=256)
     with pytest.raises(UserError, match=r"model.image_token=256 is a token of the text: .* 0 to 256"):
@@ -188,15 +188,15 @@ def test_files_that_do_not_fit(tmp_path: Path) -> None:
 
 
 def test_splits_and_order(tmp_path: Path) -> None:
-    many = [{"image": "red.png", "caption": str(number)} for number in range(20)]
-    built = build(lines(tmp_path, *many, split="80,20"), Rows(40, None))
-    assert built.train.passes == 3 and len(built.valid) == 4
-    seen = [bytes(built.train[row]["tokens"][2:4].astype(np.uint8)) for row in range(16)]
-    seen += [bytes(built.valid[row]["tokens"][2:4].astype(np.uint8)) for row in range(4)]
-    assert len(set(seen)) == 20
-    config = lines(tmp_path, *many)
-    own = ImageTextConfig(train_paths=config.paths, valid_paths=config.paths)
-    assert len(build(own, Rows(3, None)).valid) == 20
+    records = [{"image": "red.png", "caption": str(number)} for number in range(20)]
+    splits = build(lines(tmp_path, *records, split="80,20"), Rows(40, None))
+    assert splits.train.passes == 3 and len(splits.valid) == 4
+    captions = [bytes(splits.train[row]["tokens"][2:4].astype(np.uint8)) for row in range(16)]
+    captions += [bytes(splits.valid[row]["tokens"][2:4].astype(np.uint8)) for row in range(4)]
+    assert len(set(captions)) == 20
+    config = lines(tmp_path, *records)
+    separate = ImageTextConfig(train_paths=config.paths, valid_paths=config.paths)
+    assert len(build(separate, Rows(3, None)).valid) == 20
 
 
 def internvl(width: int, height: int, most: int, size: int) -> tuple[int, int]:
@@ -243,25 +243,25 @@ def test_tiles_in_rows(tmp_path: Path) -> None:
 
 def test_images_of_another_shape() -> None:
     picture = ArrayPicture(np.asarray(gradient(32, 16)))
-    padded, cut, stretched = (fit_image(picture, (8, 8), fit) for fit in ("pad", "crop", "stretch"))
+    padded, cropped, resized = (fit_image(picture, (8, 8), fit) for fit in ("pad", "crop", "stretch"))
     assert (padded[:2] == (122, 116, 104)).all() and (padded[6:] == (122, 116, 104)).all()
     assert padded[2, 0, 0] < 30 and padded[5, -1, 0] > 220
-    assert cut[0, 0, 0] > 60 and cut[0, -1, 0] < 200 and stretched[0, 0, 0] < 30 and stretched[0, -1, 0] > 220
-    assert padded.shape == cut.shape == stretched.shape == (8, 8, 3)
+    assert cropped[0, 0, 0] > 60 and cropped[0, -1, 0] < 200 and resized[0, 0, 0] < 30 and resized[0, -1, 0] > 220
+    assert padded.shape == cropped.shape == resized.shape == (8, 8, 3)
 
 
 def test_digits_with_captions() -> None:
     config = DigitCaptionsConfig(digits=2)
-    built = build(config, Rows(60, None, None), slots=2, size=16, count=4)
-    assert len(built.test) == len(built.valid) - 1 == 179
+    splits = build(config, Rows(60, None, None), slots=2, size=16, count=4)
+    assert len(splits.test) == len(splits.valid) - 1 == 179
     tokenizer, texts = ByteTokenizerConfig().build(), set()
     for number in range(60):
-        row = built.train[number]
+        row = splits.train[number]
         count = int((row["tokens"] == TOKEN).sum()) // 4
         text = tokenizer.decode(row["labels"][row["loss_mask"] == 1][:-1])
-        words = [word for word in text.replace(",", "").split() if word in NAMES]
-        assert len(words) == count and sum(image.any() for image in row["images"]) == count
-        assert NAMES.index(words[0]) == built.train.items._images.label(built.train.item(number))
+        names = [word for word in text.replace(",", "").split() if word in NAMES]
+        assert len(names) == count and sum(image.any() for image in row["images"]) == count
+        assert NAMES.index(names[0]) == splits.train.items._images.label(splits.train.item(number))
         texts.add(text)
     assert len(texts) > 30
     with pytest.raises(UserError, match=r"data.digits=2, and the model's rows have 1 slots"):
@@ -280,8 +280,8 @@ def test_shapes_with_captions() -> None:
 
 
 def test_settings() -> None:
-    wrong = ImageTextConfig(tiles=0, marker="")
-    assert [problem.setting for problem in wrong.problems()] == ["tiles", "paths", "marker"]
+    config = ImageTextConfig(tiles=0, marker="")
+    assert [problem.setting for problem in config.problems()] == ["tiles", "paths", "marker"]
 
 
 def test_training_needs_files_of_its_own_where_splits_have_them(tmp_path: Path) -> None:

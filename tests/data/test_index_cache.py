@@ -62,9 +62,9 @@ def test_a_damaged_file_is_built_again(tmp_path: Path, harm: str) -> None:
     elif harm in ("flip", "header"):
         content[20 if harm == "header" else 200] ^= 1
     path.write_bytes({"cut": content[:-40], "empty": b""}.get(harm, bytes(content)))
-    with pytest.warns(UserWarning, match=rf"{path}: damaged, .* built again") as seen:
+    with pytest.warns(UserWarning, match=rf"{path}: damaged, .* built again") as warned:
         check(load_or_build(tmp_path, {"seed": 1}, build))
-    assert len(seen) == 1
+    assert len(warned) == 1
     assert build.calls == 2
     check(load_or_build(tmp_path, {"seed": 1}, build))
     assert build.calls == 2
@@ -86,8 +86,8 @@ cache.load_or_build(pathlib.Path(sys.argv[1]), {"seed": 1}, lambda: arrays)
 
 @pytest.mark.parametrize("before", ["written", "renamed"])
 def test_a_job_that_is_killed_while_it_writes_leaves_nothing_under_the_name(tmp_path: Path, before: str) -> None:
-    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), before], check=False)
-    assert done.returncode == -9 and not list(tmp_path.glob("*.arrays"))
+    process = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), before], check=False)
+    assert process.returncode == -9 and not list(tmp_path.glob("*.arrays"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         build = Builder()
@@ -97,10 +97,10 @@ def test_a_job_that_is_killed_while_it_writes_leaves_nothing_under_the_name(tmp_
 
 
 def test_two_jobs_build_at_once(tmp_path: Path) -> None:
-    both = threading.Barrier(2, timeout=30)
+    barrier = threading.Barrier(2, timeout=30)
 
     def build() -> dict[str, np.ndarray]:
-        both.wait()  # both have missed the file
+        barrier.wait()  # both have missed the file
         return Builder()()
 
     with ThreadPoolExecutor(2) as pool:
@@ -113,26 +113,26 @@ def test_two_jobs_build_at_once(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    with pytest.warns(UserWarning, match=r"cannot be written .* kept in memory") as seen:
+    with pytest.warns(UserWarning, match=r"cannot be written .* kept in memory") as warned:
         check(load_or_build(tmp_path / "file" / "cache", {"seed": 1}, Builder()))
-    assert len(seen) == 1
+    assert len(warned) == 1
 
 
 @pytest.fixture
-def built(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def builds(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the indices built, in order."""
     names: list[str] = []
     original = blend.build_index
 
-    def counted(lengths: np.ndarray, request: Any, name: str) -> Any:
+    def build_and_count(lengths: np.ndarray, request: Any, name: str) -> Any:
         names.append(name)
         return original(lengths, request, name)
 
-    monkeypatch.setattr(blend, "build_index", counted)
+    monkeypatch.setattr(blend, "build_index", build_and_count)
     return names
 
 
-def test_every_option_and_the_data_are_in_the_key(tmp_path: Path, built: list[str]) -> None:
+def test_every_option_and_the_data_are_in_the_key(tmp_path: Path, builds: list[str]) -> None:
     prefix = write(tmp_path / "c", [[1] * 30, [2] * 30])
 
     def build(rows: int = 5, length: int = 8, seed: int = 1, **options: Any) -> None:
@@ -146,16 +146,16 @@ def test_every_option_and_the_data_are_in_the_key(tmp_path: Path, built: list[st
         build(**change)
         build(**change)
     build(drop_last=False)  # of validation alone
-    assert len(built) == len(changes)
+    assert len(builds) == len(changes)
     times = os.stat(f"{prefix}.idx")
     write(tmp_path / "c", [[1] * 30, [2] * 30])
     os.utime(f"{prefix}.idx", ns=(times.st_atime_ns, times.st_mtime_ns + 10**9))
     build()
-    assert len(built) == len(changes)  # the same content, written later
+    assert len(builds) == len(changes)  # the same content, written later
     write(tmp_path / "c", [[1] * 29, [2] * 31])
     os.utime(f"{prefix}.idx", ns=(times.st_atime_ns, times.st_mtime_ns))
     build()
-    assert len(built) == len(changes) + 1  # other content, of the same size and date
+    assert len(builds) == len(changes) + 1  # other content, of the same size and date
 
 
 def test_names_of_arrays_need_no_order(tmp_path):

@@ -133,8 +133,8 @@ def test_damage_is_named_by_an_optimised_python_too(tmp_path: Path) -> None:
     write(tmp_path / "a", [[1, 2], [3]])
     damage(index_path(tmp_path / "a"), *FAULTS["last document"][:2])
     code = f"from megajax.data.indexed import IndexedTokens; IndexedTokens({str(tmp_path / 'a')!r})"
-    done = subprocess.run([sys.executable, "-O", "-c", code], capture_output=True, text=True, check=False)
-    assert "last entry of the document table at byte 74: expected 2, found 3" in done.stderr
+    process = subprocess.run([sys.executable, "-O", "-c", code], capture_output=True, text=True, check=False)
+    assert "last entry of the document table at byte 74: expected 2, found 3" in process.stderr
 
 
 @pytest.mark.parametrize("suffix", ["bin", "idx"])

@@ -43,7 +43,7 @@ def test_sentences_are_english_and_code_is_left_out():
     assert list(sentences(SOURCE)) == expected
 
 
-def built(folder: Path) -> tuple[str, int, bytes]:
+def build_corpus(folder: Path) -> tuple[str, int, bytes]:
     """What a start makes in an empty folder: the tokenizer, its size, and the token file."""
     tokenizer = LibraryWordPieceConfig(size=400, megabytes=0.5, cache_dir=str(folder)).build()
     file = corpus(LibrarySentencesConfig(megabytes=0.5, cache_dir=str(folder)), tokenizer, seed=1)
@@ -52,8 +52,8 @@ def built(folder: Path) -> tuple[str, int, bytes]:
 
 def test_two_that_start_at_once_make_the_same(tmp_path: Path):
     with ThreadPoolExecutor(2) as pool:
-        first, second = pool.map(built, [tmp_path / "same"] * 2)
-    assert first == second == built(tmp_path / "other")
+        first, second = pool.map(build_corpus, [tmp_path / "same"] * 2)
+    assert first == second == build_corpus(tmp_path / "other")
     assert first[1] == 402 and len(first[2]) > 5_000
     names = [path.name for path in (tmp_path / "same").iterdir()]
     assert len(names) == 3 and not [name for name in names if name.endswith(".tmp")]
@@ -75,8 +75,8 @@ def test_rows_are_masked_text_of_both_kinds(config: Any, model: Any, tmp_path: P
     row = splits.train[3]
     assert {name: str(row[name].dtype) for name in data.leaves()} == data.leaves()
     assert all(row[name].shape == leaf.shape for name, leaf in schema.items())
-    again = data.build(tokenizer=tokenizer, schema=schema, rows=Rows(50, 5, 0), seed=1).train[3]
-    assert all(np.array_equal(row[name], again[name]) for name in row)
+    repeated = data.build(tokenizer=tokenizer, schema=schema, rows=Rows(50, 5, 0), seed=1).train[3]
+    assert all(np.array_equal(row[name], repeated[name]) for name in row)
 
 
 def test_other_tokenizers_are_refused(tmp_path: Path):

@@ -34,13 +34,13 @@ class Numbers:
     """Row i holds i·S + position in every leaf, and remembers who asked for it."""
 
     def __init__(self, length: int = 200):
-        self.length, self.read = length, []
+        self.length, self.rows_read = length, []
 
     def __len__(self) -> int:
         return self.length
 
     def __getitem__(self, row: int) -> dict[str, np.ndarray]:
-        self.read.append(row)
+        self.rows_read.append(row)
         return {name: (row * S + np.arange(S)).astype(dtype) for name, dtype in LEAVES.items()}
 
 
@@ -56,8 +56,8 @@ def expected(first: int) -> np.ndarray:
 
 def load(sharding: NamedSharding, consumed: int = 0, source: Any = None, **options: Any) -> Loader:
     shardings = dict.fromkeys(LEAVES, sharding) | {"sample": NamedSharding(sharding.mesh, PartitionSpec(*SPEC[:2]))}
-    given = {"global_size": G, "microbatches": M, "schema": SCHEMA, "shardings": shardings, "consumed": consumed}
-    return Loader(source or Numbers(), **(given | options))
+    arguments = {"global_size": G, "microbatches": M, "schema": SCHEMA, "shardings": shardings, "consumed": consumed}
+    return Loader(source or Numbers(), **(arguments | options))
 
 
 @pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
@@ -77,26 +77,26 @@ def test_every_layout_gets_the_same_batches(sizes: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("processes", [1, 2, 4, 8])
 @pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
-@pytest.mark.parametrize("spread", [False, True])
-def test_processes_read_the_rows_of_their_devices(sizes: tuple[int, ...], processes: int, spread: bool) -> None:
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_processes_read_the_rows_of_their_devices(sizes: tuple[int, ...], processes: int, interleaved: bool) -> None:
     """Each process has a run of the devices, or every n-th: their blocks make up the batch, none reads more."""
-    sharding, whole = layout(sizes), expected(32)
-    numbers = whole[..., 0] // S
-    indices = list(sharding.devices_indices_map(whole.shape).values())
-    seen = np.zeros(whole.shape, np.int32)
+    sharding, full = layout(sizes), expected(32)
+    numbers = full[..., 0] // S
+    indices = list(sharding.devices_indices_map(full.shape).values())
+    counts = np.zeros(full.shape, np.int32)
     for process in range(processes):
         size = len(indices) // processes
-        mine = indices[process::processes] if spread else indices[process * size : (process + 1) * size]
+        local_indices = indices[process::processes] if interleaved else indices[process * size : (process + 1) * size]
         source = Numbers()
-        rows = LocalRows(mine, *whole.shape[:2])
+        rows = LocalRows(local_indices, *full.shape[:2])
         block = read_rows(source, SCHEMA, 32, rows.offsets)
-        for index in mine:
-            np.testing.assert_array_equal(rows.block(block["tokens"], index), whole[index])
+        for index in local_indices:
+            np.testing.assert_array_equal(rows.block(block["tokens"], index), full[index])
             np.testing.assert_array_equal(rows.block(block["sample"], index[:2]), numbers[index[:2]])
-            seen[index] += 1
-        held = {row for index in mine for row in numbers[index[:2]].ravel().tolist()}
-        assert sorted(source.read) == sorted(held)
-    assert (seen > 0).all()
+            counts[index] += 1
+        local_rows = {row for index in local_indices for row in numbers[index[:2]].ravel().tolist()}
+        assert sorted(source.rows_read) == sorted(local_rows)
+    assert (counts > 0).all()
 
 
 def test_resuming_and_another_batch_size() -> None:
@@ -106,9 +106,9 @@ def test_resuming_and_another_batch_size() -> None:
         batches = [next(loader) for _ in range(3)]
     with load(sharding, consumed=batches[0][1]) as loader:
         for batch, consumed in batches[1:]:
-            again, after = next(loader)
+            repeated, after = next(loader)
             assert after == consumed
-            np.testing.assert_array_equal(again["tokens"], batch["tokens"])
+            np.testing.assert_array_equal(repeated["tokens"], batch["tokens"])
     larger = load(sharding, consumed=48, global_size=2 * G, microbatches=4)
     with larger:
         batch, after = next(larger)
@@ -159,17 +159,17 @@ def test_bad_rows_arrive_as_they_are() -> None:
 
 def test_reading_runs_ahead() -> None:
     """Rows of later batches are read before they are asked for."""
-    later = threading.Event()
+    release = threading.Event()
 
     class Watched(Numbers):
         def __getitem__(self, row: int) -> dict[str, np.ndarray]:
             if row >= 3 * G:
-                later.set()
+                release.set()
             return super().__getitem__(row)
 
     with load(layout((1, 8, 1, 1, 1)), source=Watched(), config=LoaderConfig(threads=1, prefetch=4)) as loader:
         next(loader)
-        assert later.wait(10)
+        assert release.wait(10)
 
 
 def test_sample_numbers_wrap_at_32_bits() -> None:
@@ -218,7 +218,7 @@ def test_growing_steps() -> None:
     sizes = {0: 8, 8: 8, 16: 16, 32: 24, 56: 24}
     sharding = layout((1, 8, 1, 1, 1))
 
-    def some(consumed: int, count: int) -> list[tuple[tuple[int, int], list[int], int]]:
+    def batches(consumed: int, count: int) -> list[tuple[tuple[int, int], list[int], int]]:
         with load(sharding, consumed=consumed, size_at=sizes.__getitem__) as loader:
             batches = [next(loader) for _ in range(count)]
         return [
@@ -231,8 +231,8 @@ def test_growing_steps() -> None:
         ((2, 8), list(range(16, 32)), 32),
         ((3, 8), list(range(32, 56)), 56),
     ]
-    assert some(0, 4) == every
-    assert some(16, 2) == every[2:]
+    assert batches(0, 4) == every
+    assert batches(16, 2) == every[2:]
 
 
 class Documents(Numbers):
@@ -283,23 +283,23 @@ def test_dealt_rows_of_growing_steps() -> None:
 @pytest.mark.parametrize("rounds", [0, 1])
 def test_processes_hold_parts_of_the_same_rows(sizes: tuple[int, ...], rounds: int, processes: int) -> None:
     """Context cut over processes: each reads whole rows, and its devices' blocks are those of one process."""
-    sharding, cut = layout(sizes), SequenceSharding(4, rounds)
+    sharding, row_cut = layout(sizes), SequenceSharding(4, rounds)
     schema = batch_schema(text_schema(16, 10_000), LEAVES)
     rows = [{name: (row * 16 + np.arange(16)).astype(dtype) for name, dtype in LEAVES.items()} for row in range(G)]
-    whole = np.stack([row["tokens"] for row in rows]).reshape(M, G // M, 16)
-    whole = whole[..., cut.places(16)]
-    indices = list(sharding.devices_indices_map(whole.shape).values())
-    size, seen = len(indices) // processes, np.zeros(whole.shape, np.int32)
+    full = np.stack([row["tokens"] for row in rows]).reshape(M, G // M, 16)
+    full = full[..., row_cut.places(16)]
+    indices = list(sharding.devices_indices_map(full.shape).values())
+    size, counts = len(indices) // processes, np.zeros(full.shape, np.int32)
     for process in range(processes):
-        mine = indices[process * size : (process + 1) * size]
-        local = LocalRows(mine, M, G // M)
-        block = read_rows(rows, schema, 0, local.offsets, cut)
-        for index in mine:
-            np.testing.assert_array_equal(local.block(block["tokens"], index), whole[index])
-            seen[index] += 1
-    assert (seen == sizes[4]).all()
+        local_indices = indices[process * size : (process + 1) * size]
+        local = LocalRows(local_indices, M, G // M)
+        block = read_rows(rows, schema, 0, local.offsets, row_cut)
+        for index in local_indices:
+            np.testing.assert_array_equal(local.block(block["tokens"], index), full[index])
+            counts[index] += 1
+    assert (counts == sizes[4]).all()
     if rounds and processes == 4 and sizes == (1, 1, 1, 4, 1):
-        assert local.block(block["tokens"], mine[0])[0, 0].tolist() == [6, 7, 8, 9], "chunks 3 and 4 of 8"
+        assert local.block(block["tokens"], local_indices[0])[0, 0].tolist() == [6, 7, 8, 9], "chunks 3 and 4 of 8"
 
 
 class Broken(Numbers):

@@ -22,14 +22,14 @@ CONTINUES = np.arange(VOCABULARY) % 3 == 0
 
 def tokenizer(**changes):
     special = {"pad": 7, "specials": {"cls": 1, "sep": 2, "mask": 4}}
-    named = {"vocabulary_size": VOCABULARY, "continues": CONTINUES, "identity": "pieces", "eod": 5}
-    return SimpleNamespace(**named | special | changes)
+    attributes = {"vocabulary_size": VOCABULARY, "continues": CONTINUES, "identity": "pieces", "eod": 5}
+    return SimpleNamespace(**attributes | special | changes)
 
 
 def write(prefix, documents):
     with IndexedWriter(prefix, np.dtype("<u2")) as writer:
         for sentences in documents:
-            writer.add_document([np.array(sentence) for sentence in sentences])
+            writer.add_document([np.array(ids) for ids in sentences])
     return str(prefix)
 
 
@@ -68,16 +68,16 @@ def plain_map(lengths, documents, request, draws):
     samples = []
     while len(samples) < request.rows:
         for start, end in itertools.pairwise(documents):
-            own = lengths[start:end]
-            if len(own) < request.sentences or not len(own) or (len(own) > 1 and max(own) > 512):
+            sizes = lengths[start:end]
+            if len(sizes) < request.sentences or not len(sizes) or (len(sizes) > 1 and max(sizes) > 512):
                 continue
             target, total, first = draw(), 0, start
-            for sentence in range(start, end):
-                total += lengths[sentence]
-                left = end - sentence - 1
-                if left == 0 or (total >= target and left > 1 and sentence + 1 - first >= request.sentences):
-                    samples.append((first, sentence + 1, target))
-                    target, total, first = draw(), 0, sentence + 1
+            for position in range(start, end):
+                total += lengths[position]
+                remaining = end - position - 1
+                if remaining == 0 or (total >= target and remaining > 1 and position + 1 - first >= request.sentences):
+                    samples.append((first, position + 1, target))
+                    target, total, first = draw(), 0, position + 1
     return samples
 
 
@@ -107,23 +107,23 @@ def test_truncation(first, second, target):
     while len(expected[0]) + len(expected[1]) > target:
         part = expected[0] if len(expected[0]) > len(expected[1]) else expected[1]
         del part[0 if draws.random_sample() < 0.5 else -1]
-    cut, truncated = truncate([np.array(part) for part in parts], target, np.random.RandomState(5))
-    assert [part.tolist() for part in cut] == expected and truncated == (first + second > target)
+    result, truncated = truncate([np.array(part) for part in parts], target, np.random.RandomState(5))
+    assert [part.tolist() for part in result] == expected and truncated == (first + second > target)
 
 
 def plain_spans(tokens, masking, target, draws):
     """Spans as the definition says, candidate by candidate."""
-    words = []
+    word_groups = []
     for place, token in enumerate(tokens):
         if token not in (1, 2):
-            if masking.full_words and CONTINUES[token] and words:
-                words[-1].append(place)
+            if masking.full_words and CONTINUES[token] and word_groups:
+                word_groups[-1].append(place)
             else:
-                words.append([place])
+                word_groups.append([place])
     limit = min(masking.probability * target, max(1, round(masking.probability * len(tokens))))
     shares = 1.0 / np.arange(1, masking.largest + 1)
     shares = (shares / shares.sum())[:: -1 if masking.longer else 1]
-    order = list(range(len(words)))
+    order = list(range(len(word_groups)))
     draws.shuffle(order)
     masked, spans = set(), []
     for word in order:
@@ -134,7 +134,7 @@ def plain_spans(tokens, masking, target, draws):
         else:
             number = draws.choice(np.arange(1, masking.largest + 1), p=shares / shares.sum())
         for size in range(number, 0, -1):
-            span = [place for own in words[word : word + size] for place in own]
+            span = [place for word_positions in word_groups[word : word + size] for place in word_positions]
             if len(masked) + len(span) <= limit:
                 if not masked & set(span):
                     masked |= set(span)
@@ -159,33 +159,33 @@ def test_spans(masking):
     for seed in range(30):
         tokens = draw.integers(1, VOCABULARY, draw.integers(1, 80))
         target = int(draw.integers(2, 90))
-        ours, theirs = np.random.RandomState(seed), np.random.RandomState(seed)
-        spans = [(span, ours.random_sample()) for span in ngrams.spans(tokens, target, ours)]
+        state, theirs = np.random.RandomState(seed), np.random.RandomState(seed)
+        spans = [(span, state.random_sample()) for span in ngrams.spans(tokens, target, state)]
         assert spans == plain_spans(tokens.tolist(), masking, target, theirs)
 
 
 def test_rows_are_what_their_arrays_say(tmp_path):
     data = build(write(tmp_path / "text", corpus(np.random.default_rng(2))), tmp_path)
-    flat, seen = data.tokens.read_all(), set()
+    flat, outcomes = data.tokens.read_all(), set()
     for number in range(len(data)):
         row = data[number]
         length = int(row["segment_ids"].sum())
         text = np.where(row["loss_mask"] == 1, row["labels"], row["tokens"])
         assert text[0] == 1 and text[length - 1] == 2 and (text[length:] == 7).all()
-        ends = np.flatnonzero(text[:length] == 2)
-        assert len(ends) == 2 and row["token_types"].tolist() == [0] * (ends[0] + 1) + [1] * (length - ends[0] - 1) + [
-            0
-        ] * (48 - length)
+        separators = np.flatnonzero(text[:length] == 2)
+        assert len(separators) == 2 and row["token_types"].tolist() == [0] * (separators[0] + 1) + [1] * (
+            length - separators[0] - 1
+        ) + [0] * (48 - length)
         first, last, target = data.index[number].tolist()
         begin, stop = (int(data.tokens.lengths[:edge].sum()) for edge in (first, last))
         assert row["truncated"] == (stop - begin > target) and length == min(stop - begin, target) + 3
         if not row["truncated"]:
-            parts = [text[1 : ends[0]], text[ends[0] + 1 : length - 1]]
+            parts = [text[1 : separators[0]], text[separators[0] + 1 : length - 1]]
             np.testing.assert_array_equal(np.concatenate(parts[::-1] if row["is_random"] else parts), flat[begin:stop])
         assert row["loss_mask"].sum() <= max(1, round(0.15 * length))
         assert not row["loss_mask"][length:].any() and not row["labels"][row["loss_mask"] == 0].any()
-        seen |= {(int(row["is_random"]), int(row["truncated"]))}
-    assert len(seen) == 4
+        outcomes |= {(int(row["is_random"]), int(row["truncated"]))}
+    assert len(outcomes) == 4
 
 
 def test_replacements_are_80_10_10(tmp_path):
@@ -205,12 +205,12 @@ def test_one_part_without_next_sentence(tmp_path):
 
 def test_rows_depend_on_number_and_seed_only_and_the_index_is_cached(tmp_path):
     prefix = write(tmp_path / "text", corpus(np.random.default_rng(4)))
-    first, again, other = (build(prefix, tmp_path / "cache", seed=seed) for seed in (3, 3, 4))
+    first, repeated, reseeded = (build(prefix, tmp_path / "cache", seed=seed) for seed in (3, 3, 4))
     assert len(list((tmp_path / "cache").iterdir())) == 2
     for name, values in first[9].items():
-        np.testing.assert_array_equal(values, again[9][name])
-    assert first.order() == again.order() != other.order() and first.passes == again.passes
-    assert not np.array_equal(first[9]["tokens"], other[9]["tokens"])
+        np.testing.assert_array_equal(values, repeated[9][name])
+    assert first.order() == repeated.order() != reseeded.order() and first.passes == repeated.passes
+    assert not np.array_equal(first[9]["tokens"], reseeded[9]["tokens"])
 
 
 def test_blend(tmp_path):

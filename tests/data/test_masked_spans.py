@@ -21,9 +21,9 @@ SENTINELS = [99, 98, 97, 96, 95, 94, 93]
 
 
 def tokenizer(**changes):
-    named = {"vocabulary_size": VOCABULARY, "continues": np.arange(VOCABULARY) % 3 == 0, "identity": "pieces"}
+    attributes = {"vocabulary_size": VOCABULARY, "continues": np.arange(VOCABULARY) % 3 == 0, "identity": "pieces"}
     special = {"pad": PAD, "specials": {"bos": BOS, "eos": EOS}, "sentinels": SENTINELS}
-    return SimpleNamespace(**named | special | changes)
+    return SimpleNamespace(**attributes | special | changes)
 
 
 @pytest.fixture
@@ -60,18 +60,18 @@ def test_rows_fill_their_own_blanks(prefix):
         row = data[number]
         first, last, target = data.index[number].tolist()
         begin, stop = (int(data.tokens.lengths[:edge].sum()) for edge in (first, last))
-        written, read = row["labels"][row["loss_mask"] == 1].tolist(), int(row["encoder_segment_ids"].sum())
-        assert written[-1] == EOS and row["tokens"][: len(written)].tolist() == [BOS, *written[:-1]]
-        assert (row["tokens"][len(written) :] == PAD).all() and (row["encoder_tokens"][read:] == PAD).all()
+        labels, input_length = row["labels"][row["loss_mask"] == 1].tolist(), int(row["encoder_segment_ids"].sum())
+        assert labels[-1] == EOS and row["tokens"][: len(labels)].tolist() == [BOS, *labels[:-1]]
+        assert (row["tokens"][len(labels) :] == PAD).all() and (row["encoder_tokens"][input_length:] == PAD).all()
         np.testing.assert_array_equal(row["segment_ids"], row["loss_mask"])
         spans, filled = {}, []
-        for token in written[:-1]:
+        for token in labels[:-1]:
             if token in SENTINELS:
                 spans[token] = last_span = []
             else:
                 last_span.append(token)
         assert list(spans) == SENTINELS[: len(spans)]
-        for token in row["encoder_tokens"][:read].tolist():
+        for token in row["encoder_tokens"][:input_length].tolist():
             filled += spans.get(token, [token])
         assert filled == data.tokens.read_all()[begin : min(stop, begin + target)].tolist()
         assert row["truncated"] == (stop - begin > target)
@@ -97,9 +97,9 @@ def test_tokenizers_that_do_not_fit(prefix):
 def test_t5_reads_these_rows(prefix):
     sizes = {"hidden": 8, "vocabulary_size": VOCABULARY, "sequence_length": 30, "encoder_length": 48}
     mlp, attention = DenseMLPConfig(ffn=8), AttentionConfig(heads=2)
-    read = BlockConfig(mixer=AttentionConfig(heads=2, causal=False), mlp=mlp)
+    block = BlockConfig(mixer=AttentionConfig(heads=2, causal=False), mlp=mlp)
     write = CrossBlockConfig(mixer=attention, cross=CrossAttentionConfig(heads=2), mlp=mlp)
-    stacks = {"encoder": StackConfig(pattern=(read,), repeats=1), "stack": StackConfig(pattern=(write,), repeats=1)}
+    stacks = {"encoder": StackConfig(pattern=(block,), repeats=1), "stack": StackConfig(pattern=(write,), repeats=1)}
     model = T5Config(**sizes, **stacks)
     assert model.schema().keys() == MaskedSpansConfig().leaves().keys()
     config = MaskedSpansConfig(paths=(prefix,), split="1", cache_dir=f"{prefix}-cache")

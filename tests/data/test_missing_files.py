@@ -49,11 +49,11 @@ def test_files_of_sentences_are_written_by_another_option(tmp_path):
 def test_only_what_is_missing_is_named(tmp_path):
     for suffix in (".bin", ".idx"):
         (tmp_path / f"a_text_document{suffix}").touch()
-    here, gone = f"{tmp_path}/a_text_document", f"{tmp_path}/b_title_document"
-    demand_files(BlendConfig(paths=(here,)), GPT2)
+    existing, absent = f"{tmp_path}/a_text_document", f"{tmp_path}/b_title_document"
+    demand_files(BlendConfig(paths=(existing,)), GPT2)
     demand_files(MockConfig(), GPT2)
-    text = refusal(BlendConfig(paths=("0.3", here, "0.7", gone)), ByteTokenizerConfig())
-    assert f"{here}.bin" not in text and f"{gone}.bin" in text and "tokenizer:" not in text
+    text = refusal(BlendConfig(paths=("0.3", existing, "0.7", absent)), ByteTokenizerConfig())
+    assert f"{existing}.bin" not in text and f"{absent}.bin" in text and "tokenizer:" not in text
     assert f"--output-prefix {tmp_path}/b --tokenizer=byte --json-keys=title --append-eod" in text
     assert "PREFIX.bin and PREFIX.idx" in refusal(BlendConfig(train_paths=(f"{tmp_path}/c",)), ByteTokenizerConfig())
 
@@ -71,8 +71,8 @@ def test_tokenizer_options_round_trip(tmp_path):
         SentencePieceTokenizerConfig(path="m.model", special_tokens=("<a>", "<b>"), prepend_bos=True, eod="<a>"),
         TiktokenTokenizerConfig(path="r.json", pattern="v1", vocabulary_size=5000, special_tokens_in_text=False),
     ):
-        words = ["--input=x", "--output-prefix=y", *tokenizer_options(config)]
-        assert parse(words)[0].tokenizer == config
+        arguments = ["--input=x", "--output-prefix=y", *tokenizer_options(config)]
+        assert parse(arguments)[0].tokenizer == config
 
 
 def test_both_files_of_pairs(tmp_path):

@@ -38,26 +38,26 @@ def prefix(tmp_path):
     return str(tmp_path / "x")
 
 
-def build(prefix, rows=ROWS, words=None, **settings):
+def build(prefix, rows=ROWS, special_tokenizer=None, **settings):
     config = PairsConfig(paths=(prefix,), **{"split": "1", "cache_dir": f"{prefix}-cache", **settings})
     assert not config.problems()
     leaves = zip(("encoder_tokens", "tokens"), LENGTHS, strict=True)
     schema = {name: Leaf("int32", (length,), ("seq",)) for name, length in leaves}
-    return config.build(tokenizer=words or tokenizer(), schema=schema, rows=rows, seed=3)
+    return config.build(tokenizer=special_tokenizer or tokenizer(), schema=schema, rows=rows, seed=3)
 
 
 def test_the_encoder_reads_one_text_and_the_decoder_writes_the_other(prefix):
     data = build(prefix).train
     assert sorted(data.numbers.tolist()) == list(range(20)) and data.numbers.tolist() != list(range(20))
     for number, row in zip(data.numbers.tolist(), (data[n] for n in range(20)), strict=True):
-        read, written = PAIRS[number][0][:4], [*PAIRS[number][1], EOS][:6]
-        assert row["encoder_tokens"].tolist() == read + [PAD] * (4 - len(read))
-        assert row["encoder_segment_ids"].tolist() == [1] * len(read) + [0] * (4 - len(read))
-        assert row["labels"].tolist() == written + [0] * (6 - len(written))
-        assert row["tokens"].tolist() == ([BOS, *PAIRS[number][1]] + [PAD] * 6)[: len(written)] + [PAD] * (
-            6 - len(written)
+        source, target = PAIRS[number][0][:4], [*PAIRS[number][1], EOS][:6]
+        assert row["encoder_tokens"].tolist() == source + [PAD] * (4 - len(source))
+        assert row["encoder_segment_ids"].tolist() == [1] * len(source) + [0] * (4 - len(source))
+        assert row["labels"].tolist() == target + [0] * (6 - len(target))
+        assert row["tokens"].tolist() == ([BOS, *PAIRS[number][1]] + [PAD] * 6)[: len(target)] + [PAD] * (
+            6 - len(target)
         )
-        assert row["loss_mask"].tolist() == [1.0] * len(written) + [0.0] * (6 - len(written))
+        assert row["loss_mask"].tolist() == [1.0] * len(target) + [0.0] * (6 - len(target))
         np.testing.assert_array_equal(row["segment_ids"], row["loss_mask"])
         assert row["truncated"] == (len(PAIRS[number][0]) > 4 or len(PAIRS[number][1]) > 5)
         assert all(row[name].dtype == dtype for name, dtype in PairsConfig().leaves().items())
@@ -66,9 +66,9 @@ def test_the_encoder_reads_one_text_and_the_decoder_writes_the_other(prefix):
 
 def test_each_pass_has_an_order_of_its_own():
     once = shuffled_passes((5, 12), None, seed=1)
-    many = shuffled_passes((5, 12), 15, seed=1)
-    assert len(many) == 21 and (many[:7] == once).all() and (many[7:14] != once).any()
-    assert all(sorted(many[start : start + 7]) == list(range(5, 12)) for start in (0, 7, 14))
+    numbers = shuffled_passes((5, 12), 15, seed=1)
+    assert len(numbers) == 21 and (numbers[:7] == once).all() and (numbers[7:14] != once).any()
+    assert all(sorted(numbers[start : start + 7]) == list(range(5, 12)) for start in (0, 7, 14))
     assert (shuffled_passes((5, 12), None, seed=2) != once).any()
 
 
@@ -94,18 +94,18 @@ def test_files_that_do_not_belong_together(prefix, tmp_path):
     with pytest.raises(UserError, match=r"x_gone_document\.idx: no such file"):
         build(prefix, keys=("gone", "target"))
     with pytest.raises(UserError, match=r"x_target_document: token \d+ in document \d+ lies outside the vocabulary"):
-        data = build(prefix, words=tokenizer(vocabulary_size=30)).train
+        data = build(prefix, special_tokenizer=tokenizer(vocabulary_size=30)).train
         [data[row] for row in range(20)]
     with pytest.raises(UserError, match=r"pairs of texts need .* has no bos token"):
-        build(prefix, words=tokenizer(specials={"eos": 5}))
+        build(prefix, special_tokenizer=tokenizer(specials={"eos": 5}))
 
 
 def test_from_two_files_of_text_to_rows_of_a_batch(tmp_path):
     (tmp_path / "de.txt").write_text("eins\nzwei\ndrei\n")
     (tmp_path / "en.txt").write_text("one\ntwo\nthree\n")
-    words = ["--input", f"{tmp_path}/de.txt", "--target", f"{tmp_path}/en.txt", "--tokenizer=byte", "--workers=1"]
-    done = preprocess(parse([*words, "--output-prefix", f"{tmp_path}/x"])[0])
-    assert f"to train on it: --data.type=PairsConfig --data.paths={tmp_path}/x" in done.summary()
+    arguments = ["--input", f"{tmp_path}/de.txt", "--target", f"{tmp_path}/en.txt", "--tokenizer=byte", "--workers=1"]
+    result = preprocess(parse([*arguments, "--output-prefix", f"{tmp_path}/x"])[0])
+    assert f"to train on it: --data.type=PairsConfig --data.paths={tmp_path}/x" in result.summary()
     config = PairsConfig(paths=(f"{tmp_path}/x",), split="1", cache_dir=str(tmp_path))
     reads = {name: Leaf(dtype, (8,), ("seq",)) for name, dtype in config.leaves().items()}
     special = tokenizer(vocabulary_size=260, specials={"bos": 257, "eos": 258}, pad=259)

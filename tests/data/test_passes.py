@@ -16,6 +16,6 @@ def test_passes_over_a_corpus_of_50_rows(rows: int | None, passes: int, tmp_path
     tokenizer = ByteTokenizerConfig().build()
     preprocess_text(["x" * 40] * 40, tmp_path / "corpus", tokenizer)
     config = BlendConfig(paths=(str(tmp_path / "corpus"),), split="1,0,0", cache_dir=str(tmp_path / "cache"))
-    made = config.build(tokenizer=tokenizer, schema=text_schema(32, 2**31), rows=Rows(rows), seed=1)
-    assert made.train.passes == passes
-    assert len(made.train) >= (rows or 49)
+    splits = config.build(tokenizer=tokenizer, schema=text_schema(32, 2**31), rows=Rows(rows), seed=1)
+    assert splits.train.passes == passes
+    assert len(splits.train) >= (rows or 49)

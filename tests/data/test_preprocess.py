@@ -33,21 +33,21 @@ ROOT = Path(__file__).parents[2]
 
 def test_an_empty_document_is_only_a_boundary(tmp_path):
     source = lines(tmp_path / "a.jsonl", [{"text": "ab"}, {"text": ""}, {"text": "c"}, {"text": ""}])
-    done = preprocess(job(tmp_path, source))
-    assert read(done.prefixes[0]) == [[[97, 98, EOD]], [], [[99, EOD]], []]
-    assert done.counts == Counts(stored=source.stat().st_size, text=3, documents=4, empty=2, tokens=5)
+    result = preprocess(job(tmp_path, source))
+    assert read(result.prefixes[0]) == [[[97, 98, EOD]], [], [[99, EOD]], []]
+    assert result.counts == Counts(stored=source.stat().st_size, text=3, documents=4, empty=2, tokens=5)
     preprocess(job(tmp_path, source, append_eod=False, overwrite=True))
-    assert read(done.prefixes[0]) == [[[97, 98]], [], [[99]], []]
+    assert read(result.prefixes[0]) == [[[97, 98]], [], [[99]], []]
     assert only_output(tmp_path) == ["corpus_text_document.bin", "corpus_text_document.idx"]
 
 
 @pytest.mark.parametrize("append_eod", [False, True])
 def test_a_sequence_for_each_sentence(tmp_path, append_eod):
     source = lines(tmp_path / "a.jsonl", [{"text": "One. Two!\n\nThree"}, {"text": " A"}])
-    done = preprocess(job(tmp_path, source, append_eod=append_eod, split_sentences=True))
+    result = preprocess(job(tmp_path, source, append_eod=append_eod, split_sentences=True))
     end = [EOD] if append_eod else []
-    assert read(done.prefixes[0]) == [[[*b"One."], [*b"Two!"], [*b"Three", *end]], [[*b"A", *end]]]
-    assert done.counts.documents == 2 and done.counts.empty == 0
+    assert read(result.prefixes[0]) == [[[*b"One."], [*b"Two!"], [*b"Three", *end]], [[*b"A", *end]]]
+    assert result.counts.documents == 2 and result.counts.empty == 0
     assert only_output(tmp_path) == ["corpus_text_sentence.bin", "corpus_text_sentence.idx"]
 
 
@@ -56,8 +56,8 @@ def test_sentences_of_a_whole_file_are_refused(tmp_path):
     source.write_text("One. Two.\n\nThree.")
     with pytest.raises(UserError, match=r"a\.txt: sentences are split within documents: say with --document"):
         preprocess(job(tmp_path, source, split_sentences=True))
-    done = preprocess(job(tmp_path, source, split_sentences=True, rule=EachParagraph(), append_eod=False))
-    assert read(done.prefixes[0]) == [[[*b"One."], [*b"Two."]], [[*b"Three."]]]
+    result = preprocess(job(tmp_path, source, split_sentences=True, rule=EachParagraph(), append_eod=False))
+    assert read(result.prefixes[0]) == [[[*b"One."], [*b"Two."]], [[*b"Three."]]]
 
 
 def test_sentences_by_a_rule_of_your_own(tmp_path):
@@ -76,17 +76,17 @@ def test_in_one_process_from_any_iterable(tmp_path):
 @pytest.mark.parametrize(("vocabulary", "size"), [(65499, 2), (65500, 4)])
 def test_dtype_follows_the_vocabulary(tmp_path, vocabulary, size):
     source = lines(tmp_path / "a.jsonl", [{"text": f"0 5 {vocabulary - 1}"}])
-    done = preprocess(job(tmp_path, source, tokenizer=NullTokenizerConfig(vocabulary_size=vocabulary)))
-    assert read(done.prefixes[0]) == [[[0, 5, vocabulary - 1, vocabulary - 1]]]
-    assert Path(f"{done.prefixes[0]}.bin").stat().st_size == 4 * size
+    result = preprocess(job(tmp_path, source, tokenizer=NullTokenizerConfig(vocabulary_size=vocabulary)))
+    assert read(result.prefixes[0]) == [[[0, 5, vocabulary - 1, vocabulary - 1]]]
+    assert Path(f"{result.prefixes[0]}.bin").stat().st_size == 4 * size
 
 
 def test_several_keys(tmp_path):
     source = lines(tmp_path / "a.jsonl", [{"title": "t", "text": "ab", "n": 3}, {"title": "", "text": "猫"}])
-    done = preprocess(job(tmp_path, source, keys=("text", "title")))
-    assert [Path(prefix).name for prefix in done.prefixes] == ["corpus_text_document", "corpus_title_document"]
-    assert [texts(prefix) for prefix in done.prefixes] == [["ab", "猫"], ["t", None]]
-    assert done.counts.documents == 2 and done.counts.empty == 0
+    result = preprocess(job(tmp_path, source, keys=("text", "title")))
+    assert [Path(prefix).name for prefix in result.prefixes] == ["corpus_text_document", "corpus_title_document"]
+    assert [texts(prefix) for prefix in result.prefixes] == [["ab", "猫"], ["t", None]]
+    assert result.counts.documents == 2 and result.counts.empty == 0
 
 
 def test_documents_of_plain_text(tmp_path):
@@ -110,17 +110,17 @@ def mixed(tmp_path_factory) -> list[Path]:
     """Files of several kinds whose documents are longer and shorter than a chunk of 300 bytes."""
     folder = tmp_path_factory.mktemp("mixed")
     random = np.random.default_rng(0)
-    words = ["alpha", "béta", "猫", "12", "…"]
-    documents = [" ".join(random.choice(words, n)) for n in random.integers(0, 60, 150)] + ["x" * 2000, ""]
+    vocabulary = ["alpha", "béta", "猫", "12", "…"]
+    documents = [" ".join(random.choice(vocabulary, n)) for n in random.integers(0, 60, 150)] + ["x" * 2000, ""]
     plain = lines(folder / "a.jsonl", [{"text": document} for document in documents])
     packed = folder / "b.jsonl.gz"
     packed.write_bytes(gzip.compress(plain.read_bytes()))
-    whole = folder / "c.txt"
-    whole.write_text("\n".join(documents))
-    again = folder / "d.txt.gz"
-    again.write_bytes(gzip.compress(whole.read_bytes()) + gzip.compress(b"more"))
+    path = folder / "c.txt"
+    path.write_text("\n".join(documents))
+    compressed = folder / "d.txt.gz"
+    compressed.write_bytes(gzip.compress(path.read_bytes()) + gzip.compress(b"more"))
     (folder / "e.txt").write_bytes(b"")
-    return [plain, packed, whole, again, folder / "e.txt"]
+    return [plain, packed, path, compressed, folder / "e.txt"]
 
 
 @pytest.fixture(scope="module")
@@ -130,16 +130,16 @@ def one_worker(mixed, tmp_path_factory) -> tuple[bytes, bytes]:
 
 def test_mixed_inputs_are_read_in_order(mixed, tmp_path, one_worker):
     records = [json.loads(line)["text"] or None for line in mixed[0].read_text().splitlines()]
-    whole = mixed[2].read_text()
+    text = mixed[2].read_text()
     actual = texts(preprocess(job(tmp_path, *mixed)).prefixes[0])
-    assert actual == [*records, *records, whole, whole + "more", None]
+    assert actual == [*records, *records, text, text + "more", None]
 
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_same_bytes_for_any_number_of_workers(mixed, tmp_path, one_worker, workers):
-    done = preprocess(job(tmp_path, *mixed, workers=workers, chunk_bytes=1500))
-    assert done.workers == workers
-    assert content(done.prefixes[0]) == one_worker
+    result = preprocess(job(tmp_path, *mixed, workers=workers, chunk_bytes=1500))
+    assert result.workers == workers
+    assert content(result.prefixes[0]) == one_worker
     assert only_output(tmp_path) == ["corpus_text_document.bin", "corpus_text_document.idx"]
 
 
@@ -163,8 +163,8 @@ def test_chunks_consist_of_complete_documents(tmp_path, data, size, rule, packed
     assert b"".join(chunk.data for chunk in chunks) == data
     assert [chunk.start for chunk in chunks] == [sum(len(c.data) for c in chunks[:i]) for i in range(len(chunks))]
     if not isinstance(rule, WholeFile):
-        together = [document for chunk in chunks for _, document in plain.rows(chunk)]
-        assert together == [document for _, document in plain.rows(Chunk(file, 0, data, 0))]
+        documents = [document for chunk in chunks for _, document in plain.rows(chunk)]
+        assert documents == [document for _, document in plain.rows(Chunk(file, 0, data, 0))]
     else:
         assert [chunk.is_last for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
 
@@ -174,8 +174,8 @@ def test_zstandard(tmp_path):
     text = "".join(f'{{"text": "line {number}"}}\n' for number in range(5000)).encode()
     frames = [zstandard.ZstdCompressor().compress(part) for part in (text[:40_000], text[40_000:])]
     (tmp_path / "a.jsonl.zst").write_bytes(b"".join(frames))
-    done = preprocess(job(tmp_path, tmp_path / "a.jsonl.zst", chunk_bytes=3000))
-    assert texts(done.prefixes[0]) == [f"line {number}" for number in range(5000)]
+    result = preprocess(job(tmp_path, tmp_path / "a.jsonl.zst", chunk_bytes=3000))
+    assert texts(result.prefixes[0]) == [f"line {number}" for number in range(5000)]
     (tmp_path / "short.jsonl.zst").write_bytes(b"".join(frames)[:-9])
     with pytest.raises(UserError, match=r"short\.jsonl\.zst: damaged after .* its end is missing"):
         preprocess(job(tmp_path, tmp_path / "short.jsonl.zst", overwrite=True))
@@ -195,18 +195,18 @@ def test_folders_and_patterns(tmp_path):
     (tmp_path / "in" / "deep").mkdir(parents=True)
     for name in ("in/b.txt", "in/a.txt", "in/deep/c.jsonl", "in/ignored.csv", "z.txt"):
         (tmp_path / name).write_text('{"text": "c"}' if name.endswith("jsonl") else Path(name).stem)
-    done = preprocess(job(tmp_path, tmp_path / "z.txt", tmp_path / "in"))
-    assert texts(done.prefixes[0]) == ["z", "a", "b", "c"]
-    done = preprocess(job(tmp_path, tmp_path / "in" / "[ab].txt", overwrite=True))
-    assert texts(done.prefixes[0]) == ["a", "b"]
-    done = preprocess(job(tmp_path, tmp_path / "in" / "ignored.csv", overwrite=True, format="text"))
-    assert texts(done.prefixes[0]) == ["ignored"]
+    result = preprocess(job(tmp_path, tmp_path / "z.txt", tmp_path / "in"))
+    assert texts(result.prefixes[0]) == ["z", "a", "b", "c"]
+    result = preprocess(job(tmp_path, tmp_path / "in" / "[ab].txt", overwrite=True))
+    assert texts(result.prefixes[0]) == ["a", "b"]
+    result = preprocess(job(tmp_path, tmp_path / "in" / "ignored.csv", overwrite=True, format="text"))
+    assert texts(result.prefixes[0]) == ["ignored"]
 
 
 def test_byte_order_mark_blank_lines_and_half_surrogates_in_json(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "a"}\n\n  \r\n{"text": "\\ud83d"}\r\n')
-    done = preprocess(job(tmp_path, tmp_path / "a.jsonl", append_eod=False))
-    assert read(done.prefixes[0]) == [[[97]], [[0xED, 0xA0, 0xBD]]]
+    result = preprocess(job(tmp_path, tmp_path / "a.jsonl", append_eod=False))
+    assert read(result.prefixes[0]) == [[[97]], [[0xED, 0xA0, 0xBD]]]
 
 
 @pytest.mark.parametrize(
@@ -338,9 +338,9 @@ def test_command_line(tmp_path, capsys, own_signals):
 
 def test_any_tokenizer_by_its_settings(tmp_path, own_signals):
     (tmp_path / "a.txt").write_text("a<image><t>b")
-    words = ["--tokenizer.type=MultimodalTokenizer", "--tokenizer.base.type", "ByteTokenizer"]
-    words += ["--tokenizer.added={tile: <t>}", "--input", f"{tmp_path}/a.txt", "--output-prefix", f"{tmp_path}/x"]
-    main(words)
+    arguments = ["--tokenizer.type=MultimodalTokenizer", "--tokenizer.base.type", "ByteTokenizer"]
+    arguments += ["--tokenizer.added={tile: <t>}", "--input", f"{tmp_path}/a.txt", "--output-prefix", f"{tmp_path}/x"]
+    main(arguments)
     assert read(tmp_path / "x_text_document") == [[[97, 257, 258, 98]]]
 
 
@@ -358,9 +358,9 @@ class Mine:
 def test_a_tokenizer_of_your_own_file(tmp_path):
     (tmp_path / "mine.py").write_text(OWN)
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n' * 50)
-    words = [f"--tokenizer.type={tmp_path}/mine.py:Mine", "--input", f"{tmp_path}/a.jsonl", "--output-prefix"]
-    done = replace(parse([*words, f"{tmp_path}/x", "--workers=2"])[0], chunk_bytes=20).build()
-    assert done.counts.documents == 50 and done.workers == 1
+    arguments = [f"--tokenizer.type={tmp_path}/mine.py:Mine", "--input", f"{tmp_path}/a.jsonl", "--output-prefix"]
+    result = replace(parse([*arguments, f"{tmp_path}/x", "--workers=2"])[0], chunk_bytes=20).build()
+    assert result.counts.documents == 50 and result.workers == 1
 
 
 @pytest.mark.parametrize(
@@ -384,7 +384,7 @@ def test_a_tokenizer_of_your_own_file(tmp_path):
         (["--tokenizer.type=Multimodal"], "did you mean MultimodalTokenizerConfig?"),
         (["--tokenizer=byte", "--partitions=0"], "--partitions=0: give at least 1"),
         (["--tokenizer=byte", "--target=x", "--document=line"], "--target pairs lines; --document and"),
-        (["--tokenizer=byte", "--workers=0"], "--workers=0: at least 1"),
+        (["--tokenizer=byte", "--workers=0"], "--workers=0: give at least 1"),
         (["--tokenizer=byte", "--document-regex=("], "is not a regular expression"),
         (["--tokenizer=byte", "--document-regex=a", "--document=line"], "give one of them"),
         (["--tokenizer=byte"], "gone.jsonl: no such file"),
@@ -397,22 +397,22 @@ def test_command_line_mistakes(tmp_path, own_signals, arguments, message):
 
 
 def test_mistakes_exit_with_2_and_one_message(tmp_path):
-    done = command("--input", "gone.txt", "--output-prefix", f"{tmp_path}/x", "--tokenizer=byte")
-    assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr == "\n--input gone.txt: no such file, folder or match. Check the path.\n\n"
+    result = command("--input", "gone.txt", "--output-prefix", f"{tmp_path}/x", "--tokenizer=byte")
+    assert result.returncode == 2 and result.stdout == ""
+    assert result.stderr == "\n--input gone.txt: no such file, folder or match. Check the path.\n\n"
     assert command("--tokenizer=byte").returncode == 2
 
 
 def test_help_imports_nothing_heavy():
     code = "import sys, megajax.preprocess; print({'jax', 'numpy', 'tiktoken', 'tokenizers'} & {*sys.modules})"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout == "set()\n"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert result.stdout == "set()\n"
 
 
 def test_workers_import_no_jax():
     code = "import sys, megajax.data.preprocessing; print('jax' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout == "False\n"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert result.stdout == "False\n"
 
 
 @pytest.mark.parametrize(("number", "code", "workers"), [(signal.SIGINT, 130, 2), (signal.SIGTERM, 143, 1)])
@@ -463,10 +463,10 @@ def test_an_interrupt_inside_a_lock_of_the_pool_ends_it(tmp_path, at):
     program.write_text(f"AT = {at}\n{INTERRUPTED_IN_A_LOCK}")
     call = [sys.executable, str(program), "--input", str(source), "--workers=2", "--tokenizer=byte"]
     call += ["--output-prefix", str(tmp_path / "out" / "x")]
-    done = subprocess.run(
+    result = subprocess.run(
         call, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60
     )
-    assert (done.returncode, done.stderr) == (130, "interrupted; nothing was written\n")
+    assert (result.returncode, result.stderr) == (130, "interrupted; nothing was written\n")
     assert only_output(tmp_path) == []
 
 

@@ -31,8 +31,8 @@ RULES = {
 def corpus(tmp_path_factory) -> list[Path]:
     """Plain text, JSON lines and compressed ones, of lines of different lengths, some blank."""
     folder, draw = tmp_path_factory.mktemp("corpus"), np.random.default_rng(0)
-    words = ["= one", "béta", "猫", "", " ", "x" * 70, "two\r"]
-    text = "\n".join(" ".join(draw.choice(words, n)) for n in draw.integers(0, 5, 200))
+    lines = ["= one", "béta", "猫", "", " ", "x" * 70, "two\r"]
+    text = "\n".join(" ".join(draw.choice(lines, n)) for n in draw.integers(0, 5, 200))
     (folder / "a.txt").write_text(text)
     (folder / "b.txt.gz").write_bytes(gzip.compress(text[:500].encode()))
     (folder / "c.txt").write_text("no end of line")
@@ -43,33 +43,35 @@ def corpus(tmp_path_factory) -> list[Path]:
 
 @pytest.mark.parametrize("rule", RULES)
 def test_partitions_write_what_one_does(corpus, tmp_path, rule):
-    whole = content(preprocess(job(tmp_path, *corpus, rule=RULES[rule])).prefixes[0])
+    expected = content(preprocess(job(tmp_path, *corpus, rule=RULES[rule])).prefixes[0])
     for count in (3, 17):
-        cut = job(tmp_path, *corpus, rule=RULES[rule], partitions=count, overwrite=True, chunk_bytes=3000)
-        assert content(preprocess(cut).prefixes[0]) == whole
+        partitioned = job(tmp_path, *corpus, rule=RULES[rule], partitions=count, overwrite=True, chunk_bytes=3000)
+        assert content(preprocess(partitioned).prefixes[0]) == expected
     assert only_output(tmp_path) == ["corpus_text_document.bin", "corpus_text_document.idx"]
 
 
 def test_partitions_of_json_lines_in_processes(tmp_path):
     records = [{"text": "a" * (n % 90), "title": str(n)} for n in range(300)]
     source = lines(tmp_path / "a.jsonl", records)
-    whole = preprocess(job(tmp_path, source, keys=("text", "title")))
-    files = [content(prefix) for prefix in whole.prefixes]
-    cut = job(tmp_path, source, keys=("text", "title"), partitions=5, workers=2, chunk_bytes=500, overwrite=True)
-    done = preprocess(cut)
-    assert [content(prefix) for prefix in done.prefixes] == files
-    assert done.workers == 2 and done.counts == whole.counts
+    expected = preprocess(job(tmp_path, source, keys=("text", "title")))
+    files = [content(prefix) for prefix in expected.prefixes]
+    partitioned = job(
+        tmp_path, source, keys=("text", "title"), partitions=5, workers=2, chunk_bytes=500, overwrite=True
+    )
+    result = preprocess(partitioned)
+    assert [content(prefix) for prefix in result.prefixes] == files
+    assert result.workers == 2 and result.counts == expected.counts
 
 
 def test_partitions_are_of_about_the_same_size(tmp_path):
     for name, count in (("a", 900), ("b", 100), ("c", 500)):
         lines(tmp_path / f"{name}.jsonl", [{"text": "x" * 80}] * count)
     files = find_files([str(tmp_path)])
-    made = partitions(files, 4, lambda file: format_of(file.format, WholeFile(), ("text",)))
-    sizes = [sum(file.size for file in part) for part in made]
+    base_job = partitions(files, 4, lambda file: format_of(file.format, WholeFile(), ("text",)))
+    sizes = [sum(file.size for file in part) for part in base_job]
     assert len(sizes) == 4 and sum(sizes) == sum(file.size for file in files)
     assert max(sizes) - min(sizes) < 5 * 93  # a line has 93 bytes
-    assert [Path(file.path).stem for part in made for file in part] == ["a", "a", "a", "b", "c", "c"]
+    assert [Path(file.path).stem for part in base_job for file in part] == ["a", "a", "a", "b", "c", "c"]
 
 
 def test_an_error_of_a_partition_names_file_and_line(tmp_path):
@@ -85,16 +87,16 @@ BAD = ['{"text": "a"', "[]", '{"text": 5}', '{"other": "x"}', '{"text": "\\ud83d
 
 @pytest.mark.parametrize("options", [{}, {"chunk_bytes": 40}, {"partitions": 3, "workers": 2}])
 def test_rows_that_are_wrong_are_left_out_and_counted(tmp_path, options):
-    good = [json.dumps({"text": f"line {number}"}) for number in range(40)]
-    rows = [*good[:11], *BAD, *good[11:], BAD[0]]
+    records = [json.dumps({"text": f"line {number}"}) for number in range(40)]
+    rows = [*records[:11], *BAD, *records[11:], BAD[0]]
     (tmp_path / "a.jsonl").write_text("".join(f"{row}\n" for row in rows))
-    done = preprocess(job(tmp_path, tmp_path / "a.jsonl", on_error="skip", append_eod=True, **options))
-    tokens = [bytes(ids[:-1]) for (ids,) in read(done.prefixes[0])]
+    result = preprocess(job(tmp_path, tmp_path / "a.jsonl", on_error="skip", append_eod=True, **options))
+    tokens = [bytes(ids[:-1]) for (ids,) in read(result.prefixes[0])]
     assert tokens == [*(f"line {n}".encode() for n in range(11)), b"\xed\xa0\xbd",
                       *(f"line {n}".encode() for n in range(11, 40))]  # fmt: skip
-    assert (done.counts.documents, done.counts.skipped) == (41, 5)
-    assert done.fault.startswith(f"{tmp_path}/a.jsonl, line 12: not valid JSON")
-    assert f"5 skipped (--on-error=skip); the first: {done.fault}" in done.summary()
+    assert (result.counts.documents, result.counts.skipped) == (41, 5)
+    assert result.fault.startswith(f"{tmp_path}/a.jsonl, line 12: not valid JSON")
+    assert f"5 skipped (--on-error=skip); the first: {result.fault}" in result.summary()
 
 
 def test_nothing_but_wrong_rows(tmp_path):
@@ -106,9 +108,9 @@ def test_nothing_but_wrong_rows(tmp_path):
 def test_text_that_the_tokenizer_refuses_is_left_out_under_every_key(tmp_path):
     source = lines(tmp_path / "a.jsonl", [{"a": "1", "b": "2"}, {"a": "3", "b": "x"}, {"a": "4", "b": "5"}])
     numbers = NullTokenizerConfig(vocabulary_size=9)
-    done = preprocess(job(tmp_path, source, keys=("a", "b"), tokenizer=numbers, on_error="skip", append_eod=False))
-    assert [read(prefix) for prefix in done.prefixes] == [[[[1]], [[4]]], [[[2]], [[5]]]]
-    assert "line 2: The null tokenizer reads numbers" in done.fault
+    result = preprocess(job(tmp_path, source, keys=("a", "b"), tokenizer=numbers, on_error="skip", append_eod=False))
+    assert [read(prefix) for prefix in result.prefixes] == [[[[1]], [[4]]], [[[2]], [[5]]]]
+    assert "line 2: The null tokenizer reads numbers" in result.fault
 
 
 def test_a_document_without_sentences(tmp_path):
@@ -117,8 +119,8 @@ def test_a_document_without_sentences(tmp_path):
     message = r"a\.jsonl, line 2: the document has no sentence: there is no text under 'text'. .* --on-error=skip"
     with pytest.raises(UserError, match=message):
         preprocess(sentences)
-    done = preprocess(replace(sentences, on_error="skip"))
-    assert read(done.prefixes[0]) == [[[*b"One."], [*b"Two."]], [[*b"Three."]]] and done.counts.skipped == 2
+    result = preprocess(replace(sentences, on_error="skip"))
+    assert read(result.prefixes[0]) == [[[*b"One."], [*b"Two."]], [[*b"Three."]]] and result.counts.skipped == 2
 
 
 def table(path, columns, rows_per_group=None):
@@ -135,18 +137,18 @@ def test_parquet_is_read_as_json_lines_are(tmp_path, options):
     expected = preprocess(job(tmp_path, source, keys=("title", "text")))
     files = [content(prefix) for prefix in expected.prefixes]
     columns = {key: [record[key] for record in records] for key in records[0]}
-    other = table(tmp_path / "b.parquet", columns, rows_per_group=13)
-    done = preprocess(job(tmp_path, other, keys=("title", "text"), overwrite=True, **options))
-    assert [content(prefix) for prefix in done.prefixes] == files
-    assert done.counts == replace(expected.counts, stored=other.stat().st_size)
+    grouped = table(tmp_path / "b.parquet", columns, rows_per_group=13)
+    result = preprocess(job(tmp_path, grouped, keys=("title", "text"), overwrite=True, **options))
+    assert [content(prefix) for prefix in result.prefixes] == files
+    assert result.counts == replace(expected.counts, stored=grouped.stat().st_size)
 
 
 def test_kinds_of_text_columns(tmp_path):
     pyarrow = pytest.importorskip("pyarrow", reason="needs the extra `data`")
     for kind in (pyarrow.large_string(), pyarrow.string_view(), pyarrow.dictionary(pyarrow.int32(), pyarrow.string())):
         source = table(tmp_path / "a.parquet", {"text": pyarrow.array(["a", "猫", "a"], pyarrow.string()).cast(kind)})
-        done = preprocess(job(tmp_path, source, overwrite=True))
-        assert texts(done.prefixes[0]) == ["a", "猫", "a"]
+        result = preprocess(job(tmp_path, source, overwrite=True))
+        assert texts(result.prefixes[0]) == ["a", "猫", "a"]
 
 
 def test_parquet_that_is_wrong(tmp_path):
@@ -165,8 +167,8 @@ def test_parquet_that_is_wrong(tmp_path):
     with pytest.raises(UserError, match=r"a\.parquet: damaged, or not a Parquet file"):
         preprocess(job(tmp_path, tmp_path / "a.parquet"))
     source = table(tmp_path / "a.parquet", {"text": ["a", None, "c"]}, rows_per_group=2)
-    done = preprocess(job(tmp_path, source, on_error="skip"))
-    assert texts(done.prefixes[0]) == ["a", "c"] and "row 2: column 'text' is empty" in done.fault
+    result = preprocess(job(tmp_path, source, on_error="skip"))
+    assert texts(result.prefixes[0]) == ["a", "c"] and "row 2: column 'text' is empty" in result.fault
 
 
 def test_parquet_without_its_package(tmp_path, monkeypatch):
@@ -177,55 +179,55 @@ def test_parquet_without_its_package(tmp_path, monkeypatch):
         preprocess(job(tmp_path, tmp_path / "a.parquet"))
 
 
-def sides(tmp_path, left: str, right: str):
-    (tmp_path / "de.txt").write_text(left)
-    (tmp_path / "en.txt").write_text(right)
-    words = ["--input", f"{tmp_path}/de.txt", "--target", f"{tmp_path}/en.txt", "--tokenizer=byte", "--workers=1"]
-    return parse([*words, "--output-prefix", f"{tmp_path}/out/corpus"])[0]
+def sides(tmp_path, sources: str, targets: str):
+    (tmp_path / "de.txt").write_text(sources)
+    (tmp_path / "en.txt").write_text(targets)
+    arguments = ["--input", f"{tmp_path}/de.txt", "--target", f"{tmp_path}/en.txt", "--tokenizer=byte", "--workers=1"]
+    return parse([*arguments, "--output-prefix", f"{tmp_path}/out/corpus"])[0]
 
 
 @pytest.mark.parametrize("options", [{}, {"chunk_bytes": 8}, {"partitions": 4}])
 def test_lines_of_two_files_belong_together(tmp_path, options):
-    made = sides(tmp_path, "eins\nzwei\r\ndrei vier", "one\ntwo\nthree four\n")
-    done = preprocess(replace(made, **options))
-    assert [Path(prefix).name for prefix in done.prefixes] == ["corpus_source_document", "corpus_target_document"]
-    assert [[bytes(ids) for (ids,) in read(prefix)] for prefix in done.prefixes] == [
+    base_job = sides(tmp_path, "eins\nzwei\r\ndrei vier", "one\ntwo\nthree four\n")
+    result = preprocess(replace(base_job, **options))
+    assert [Path(prefix).name for prefix in result.prefixes] == ["corpus_source_document", "corpus_target_document"]
+    assert [[bytes(ids) for (ids,) in read(prefix)] for prefix in result.prefixes] == [
         [b"eins", b"zwei", b"drei vier"],
         [b"one", b"two", b"three four"],
     ]
-    assert done.counts.documents == 3 and done.counts.stored == sum(
+    assert result.counts.documents == 3 and result.counts.stored == sum(
         (tmp_path / name).stat().st_size for name in ("de.txt", "en.txt")
     )
 
 
 def test_pairs_that_are_wrong(tmp_path):
-    for left, right, longer, shorter in (("a\nb\nc\n", "1\n2\n", "de", "en"), ("a\n", "1\n2\n", "en", "de")):
-        line = min(left.count("\n"), right.count("\n")) + 1
+    for sources, targets, longer, shorter in (("a\nb\nc\n", "1\n2\n", "de", "en"), ("a\n", "1\n2\n", "en", "de")):
+        line = min(sources.count("\n"), targets.count("\n")) + 1
         with pytest.raises(UserError, match=rf"{shorter}\.txt has no line {line}, but .*{longer}\.txt has"):
-            preprocess(replace(sides(tmp_path, left, right), chunk_bytes=1))
-    made = sides(tmp_path, "a\n\nc\n", "1\n2\n3\n")
+            preprocess(replace(sides(tmp_path, sources, targets), chunk_bytes=1))
+    base_job = sides(tmp_path, "a\n\nc\n", "1\n2\n3\n")
     with pytest.raises(UserError, match=r"de\.txt, line 2: one side of the pair is empty: .* under 'source'"):
-        preprocess(made)
-    done = preprocess(replace(made, on_error="skip"))
-    assert [len(read(prefix)) for prefix in done.prefixes] == [2, 2] and done.counts.skipped == 1
+        preprocess(base_job)
+    result = preprocess(replace(base_job, on_error="skip"))
+    assert [len(read(prefix)) for prefix in result.prefixes] == [2, 2] and result.counts.skipped == 1
     with pytest.raises(UserError, match=r"a\.jsonl: is jsonl, but --target pairs the lines of plain text"):
-        preprocess(replace(made, inputs=(str(lines(tmp_path / "a.jsonl", [])),)))
+        preprocess(replace(base_job, inputs=(str(lines(tmp_path / "a.jsonl", [])),)))
     with pytest.raises(UserError, match=r"2 file\(s\) of --input and 1 of --target"):
         (tmp_path / "x.txt").touch()
-        preprocess(replace(made, inputs=(*made.inputs, f"{tmp_path}/x.txt")))
+        preprocess(replace(base_job, inputs=(*base_job.inputs, f"{tmp_path}/x.txt")))
     with pytest.raises(UserError, match=r"--target .*gone\.txt: no such file"):
-        preprocess(replace(made, targets=(f"{tmp_path}/gone.txt",)))
+        preprocess(replace(base_job, targets=(f"{tmp_path}/gone.txt",)))
     with pytest.raises(UserError, match=r"a pair has two texts. Name two keys"):
-        preprocess(replace(made, keys=("a",)))
+        preprocess(replace(base_job, keys=("a",)))
     with pytest.raises(UserError, match="sentences of a pair would not correspond"):
-        preprocess(replace(made, split_sentences=True))
+        preprocess(replace(base_job, split_sentences=True))
 
 
 def test_pairs_of_keys(tmp_path):
     source = lines(tmp_path / "a.jsonl", [{"de": "a", "en": "1"}, {"de": "b", "en": ""}])
-    made = job(tmp_path, source, keys=("de", "en"), append_eod=True, overwrite=True)
-    assert [texts(prefix) for prefix in preprocess(made).prefixes] == [["a", "b"], ["1", None]]
+    base_job = job(tmp_path, source, keys=("de", "en"), append_eod=True, overwrite=True)
+    assert [texts(prefix) for prefix in preprocess(base_job).prefixes] == [["a", "b"], ["1", None]]
     with pytest.raises(UserError, match=r"a\.jsonl, line 2: one side of the pair is empty: .* under 'en'"):
-        preprocess(replace(made, pairs=True))
-    done = preprocess(replace(made, pairs=True, on_error="skip"))
-    assert [read(prefix) for prefix in done.prefixes] == [[[[97, EOD]]], [[[49, EOD]]]]
+        preprocess(replace(base_job, pairs=True))
+    result = preprocess(replace(base_job, pairs=True, on_error="skip"))
+    assert [read(prefix) for prefix in result.prefixes] == [[[[97, EOD]]], [[[49, EOD]]]]

@@ -17,11 +17,11 @@ def test_progress(monkeypatch: pytest.MonkeyPatch, stream: io.StringIO) -> None:
     now = [100.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(progress.sys, "stderr", stream)
-    shown = progress.Progress("images", "listing x")
+    progress_line = progress.Progress("images", "listing x")
     for second in range(30):
         now[0] = 100.0 + second
-        shown(second * 1000, second / 30)
-    shown.clear()
+        progress_line(second * 1000, second / 30)
+    progress_line.clear()
     live = stream.isatty()
     lines = stream.getvalue().replace("\r", "\n").split("\n")
     assert [line for line in lines if ": 2,000 images" in line] == [
@@ -32,7 +32,7 @@ def test_progress(monkeypatch: pytest.MonkeyPatch, stream: io.StringIO) -> None:
 
 
 def test_nothing_is_shown_of_what_is_done_at_once(capsys: pytest.CaptureFixture[str]) -> None:
-    shown = progress.Progress("images", "listing")
-    shown(10, 1.0)
-    shown.clear()
+    line = progress.Progress("images", "listing")
+    line(10, 1.0)
+    line.clear()
     assert capsys.readouterr() == ("", "")

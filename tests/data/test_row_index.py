@@ -17,10 +17,10 @@ def walk(lengths: list[int], sequence_length: int, extra: int, rows: int) -> lis
     for _ in range(rows):
         need = sequence_length + extra
         while True:
-            left = lengths[document] - offset
-            need -= left
+            remaining = lengths[document] - offset
+            need -= remaining
             if need <= 0:
-                offset += need + left - extra
+                offset += need + remaining - extra
                 break
             if document == len(lengths) - 1:
                 offset = lengths[document] - extra
@@ -81,17 +81,17 @@ def test_a_separate_last_epoch_stays_last() -> None:
 
 def test_exact_fit_starts_on_the_last_token() -> None:
     """Two documents of 5 tokens, rows of 4 + 1: the first row fits the first document, the second starts in it."""
-    one = IndexRequest(first=0, last=2, rows=None, sequence_length=4, seed=0)
-    assert build_index(np.array([5, 5], np.int32), one, "x").samples.tolist() == [[0, 0], [0, 4], [1, 3]]
+    request = IndexRequest(first=0, last=2, rows=None, sequence_length=4, seed=0)
+    assert build_index(np.array([5, 5], np.int32), request, "x").samples.tolist() == [[0, 0], [0, 4], [1, 3]]
 
 
 def test_errors_name_split_and_numbers(tmp_path: Path) -> None:
     empty = IndexRequest(first=5, last=5, rows=40, sequence_length=8, seed=0)
     with pytest.raises(UserError, match=r"corpus, split test: 0 of 10 sequences .* 0 tokens: there is nothing"):
         build_index(np.full(10, 4, np.int32), empty, "corpus, split test")
-    one = IndexRequest(first=0, last=1, rows=1_000_000, sequence_length=8192, seed=0)
+    request = IndexRequest(first=0, last=1, rows=1_000_000, sequence_length=8192, seed=0)
     with pytest.raises(UserError, match=r"its 1 tokens would be repeated 8192000001 times for 1000000 rows of 8192"):
-        build_index(np.array([1], np.int32), one, "x")
+        build_index(np.array([1], np.int32), request, "x")
 
 
 def megatron_index(lengths: list[int], rows: int, length: int, seed: int, extra: int) -> list[list[int]]:
@@ -105,10 +105,10 @@ def megatron_index(lengths: list[int], rows: int, length: int, seed: int, extra:
         per_epoch = (tokens - extra) // length
         assert 0 <= rows - before <= per_epoch + 1
         separate = rows - before < int(0.80 * per_epoch)
-    generator, own = np.random.RandomState(seed), np.arange(len(lengths))
-    order = np.concatenate([own] * epochs)
+    generator, sequences = np.random.RandomState(seed), np.arange(len(lengths))
+    order = np.concatenate([sequences] * epochs)
     if separate:
-        order, last = np.concatenate([own] * (epochs - 1)), own.copy()
+        order, last = np.concatenate([sequences] * (epochs - 1)), sequences.copy()
         generator.shuffle(order)
         generator.shuffle(last)
         order = np.concatenate([order, last])
@@ -130,11 +130,11 @@ def megatron_index(lengths: list[int], rows: int, length: int, seed: int, extra:
 def test_a_split_smaller_than_a_row_is_repeated_as_by_megatron(lengths: list[int], rows: int, extra: int) -> None:
     request = IndexRequest(first=0, last=len(lengths), rows=rows, sequence_length=33, seed=5, extra=extra)
     index = build_index(np.array(lengths, np.int32), request, "x")
-    first, read = np.cumsum([0, *lengths]), []
+    first, tokens = np.cumsum([0, *lengths]), []
     for row in index.shuffle.tolist():
         (begin, offset), (end, stop) = index.samples[row : row + 2].tolist()
         pieces = [range(first[n], first[n + 1]) for n in index.documents[begin : end + 1].tolist()]
         pieces[-1] = pieces[-1][: stop + extra]
         pieces[0] = pieces[0][offset:]
-        read.append([token for piece in pieces for token in piece])
-    assert read == megatron_index(lengths, rows, 33, 5, extra)
+        tokens.append([token for piece in pieces for token in piece])
+    assert tokens == megatron_index(lengths, rows, 33, 5, extra)

@@ -20,7 +20,7 @@ from megajax.data.sentences import split_sentences
 )
 def test_sentences(sentences):
     gap = "" if sentences[0].startswith("これ") else " "
-    assert [sentence.decode() for sentence in split_sentences(gap.join(sentences).encode())] == sentences
+    assert [text.decode() for text in split_sentences(gap.join(sentences).encode())] == sentences
 
 
 def test_blank_lines_end_sentences_and_line_ends_do_not():

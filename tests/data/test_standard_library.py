@@ -36,8 +36,8 @@ def test_the_same_every_time(tmp_path: Path) -> None:
     first, second = build(tmp_path / "a"), build(tmp_path / "b")
     assert all((first.train[row]["tokens"] == second.train[row]["tokens"]).all() for row in range(100))
     assert first.test is None and len(first.train) >= 100 and len(first.valid) >= 10
-    other = build(tmp_path / "a", seed=2)
-    assert any((first.train[row]["tokens"] != other.train[row]["tokens"]).any() for row in range(5))
+    reseeded = build(tmp_path / "a", seed=2)
+    assert any((first.train[row]["tokens"] != reseeded.train[row]["tokens"]).any() for row in range(5))
 
 
 def test_reused_and_repaired(tmp_path: Path) -> None:

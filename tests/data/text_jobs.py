@@ -22,8 +22,8 @@ def read(prefix: Path | str) -> list[list[list[int]]]:
     flat = np.frombuffer(tokens, {4: "<i4", 8: "<u2"}[code])
     lengths = np.frombuffer(index, "<i4", sequences, 34)
     table = np.frombuffer(index, "<i8", entries, 34 + 12 * sequences)
-    ends = np.cumsum(lengths)
-    rows = [flat[end - length : end].tolist() for end, length in zip(ends, lengths, strict=True)]
+    offsets = np.cumsum(lengths)
+    rows = [flat[end - length : end].tolist() for end, length in zip(offsets, lengths, strict=True)]
     assert len(flat) == lengths.sum()
     return [rows[first:last] for first, last in pairwise(table)]
 
@@ -48,13 +48,13 @@ def lines(path: Path, records: list) -> Path:
 
 
 def job(tmp_path: Path, *inputs: Path | str, **more) -> Preprocessing:
-    made = Preprocessing(
+    arguments = Preprocessing(
         inputs=tuple(map(str, inputs)),
         prefix=str(tmp_path / "out" / "corpus"),
         tokenizer=ByteTokenizerConfig(),
         append_eod=True,
     )
-    return replace(made, **more)
+    return replace(arguments, **more)
 
 
 def only_output(tmp_path: Path) -> list[str]:

@@ -24,10 +24,10 @@ def data_dir() -> Path:
 def trained():
     """A byte-level BPE of 400 tokens by Hugging Face's trainer: the independent implementation."""
     tokenizers = pytest.importorskip("tokenizers")
-    made = tokenizers.ByteLevelBPETokenizer()
+    trainer = tokenizers.ByteLevelBPETokenizer()
     # The special token comes first, so ids and merge ranks differ, unlike in GPT-2's own files.
-    made.train_from_iterator([TEXT], vocab_size=400, min_frequency=1, special_tokens=["<|endoftext|>"])
-    return made
+    trainer.train_from_iterator([TEXT], vocab_size=400, min_frequency=1, special_tokens=["<|endoftext|>"])
+    return trainer
 
 
 @pytest.fixture(scope="session")

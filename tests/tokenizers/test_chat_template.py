@@ -11,13 +11,13 @@ from megajax.data.chat_files import tokenize_parts
 from megajax.tokenizers.chat_template import ChatTemplate, Part, TemplateMisfit
 
 
-def said(*contents: str) -> list[dict[str, str]]:
+def messages_of(*contents: str) -> list[dict[str, str]]:
     """A system message, then questions and answers in turn."""
     roles = ("system", *("user", "assistant") * len(contents))
     return [{"role": role, "content": text} for role, text in zip(roles, contents, strict=False)]
 
 
-TALK = said("Be brief.", "1+1?", "2", "2+2?", " 4 ")
+TALK = messages_of("Be brief.", "1+1?", "2", "2+2?", " 4 ")
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_templates_mark_answers_themselves() -> None:
         "{% for m in messages %}{% if m.role == 'user' %}U:{{ m.content }}{% else %}A:{% generation %}"
         "{{ m.content if loop.last else m.content.split('!')[1] }};{% endgeneration %}{% endif %}{% endfor %}"
     )
-    talk = said("", "a", "x!b", "c", "y!d")[1:]
+    talk = messages_of("", "a", "x!b", "c", "y!d")[1:]
     template = ChatTemplate(dropping)
     assert template.parts(talk) == [
         Part("U:aA:", 0), Part("b;", 1), Part("U:cA:", 0), Part("y!d;", 1), Part("", 0)
@@ -68,7 +68,7 @@ def test_templates_mark_answers_themselves() -> None:
     with pytest.raises(TemplateMisfit, match=r"differently from the whole.*\{% generation %\}"):
         unmarked.parts(talk)
     with pytest.raises(TemplateMisfit, match=r"U\+FDD0"):
-        template.parts(said("", "a", "\ufdd0!b")[1:])
+        template.parts(messages_of("", "a", "\ufdd0!b")[1:])
 
 
 def test_what_a_template_may_do() -> None:

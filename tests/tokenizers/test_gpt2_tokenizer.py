@@ -92,12 +92,12 @@ def test_identity_is_of_content_not_of_place(tokenizer, small_bpe, tmp_path):
     for path in small_bpe:
         copies.append(tmp_path / path.rpartition("/")[2])
         copies[-1].write_bytes(Path(path).read_bytes())
-    again = GPT2TokenizerConfig(vocabulary=str(copies[0]), merges=str(copies[1])).build()
-    assert again.identity == tokenizer.identity
+    copy = GPT2TokenizerConfig(vocabulary=str(copies[0]), merges=str(copies[1])).build()
+    assert copy.identity == tokenizer.identity
     merges = copies[1].read_text().rstrip("\n").rpartition("\n")[0]
     copies[1].write_text(merges)
-    other = GPT2TokenizerConfig(vocabulary=str(copies[0]), merges=str(copies[1])).build()
-    assert other.identity != tokenizer.identity
+    token = GPT2TokenizerConfig(vocabulary=str(copies[0]), merges=str(copies[1])).build()
+    assert token.identity != tokenizer.identity
 
 
 def test_bad_files(small_bpe, tmp_path):
@@ -106,23 +106,27 @@ def test_bad_files(small_bpe, tmp_path):
             GPT2TokenizerConfig(vocabulary=str(vocabulary), merges=str(merges), **more).build()
         return str(caught.value)
 
-    def written(name, content):
+    def write_file(name, content):
         path = tmp_path / name
         path.write_text(content)
         return path
 
     assert "gone.json: cannot read this GPT-2 vocabulary: No such file" in message(tmp_path / "gone.json")
     assert "gone.txt: cannot read this list of GPT-2 merges" in message(merges=tmp_path / "gone.txt")
-    assert "not JSON" in message(written("broken.json", '{"a": 1'))
-    assert "maps each token to its id" in message(written("list.json", "[1]"))
+    assert "not JSON" in message(write_file("broken.json", '{"a": 1'))
+    assert "maps each token to its id" in message(write_file("list.json", "[1]"))
     vocabulary = json.loads(Path(small_bpe[0]).read_text())
-    other = next(token for token, number in vocabulary.items() if number == 7)
-    assert f"the id 7 of {other!r} is also that of 'a'" in message(written("s.json", json.dumps(vocabulary | {"a": 7})))
-    assert "the id -1 of 'a' is negative" in message(written("low.json", json.dumps(vocabulary | {"a": -1})))
-    assert "a is given twice" in message(written("twice.json", '{"a": 1, "a": 2}'))
+    other_files = next(token for token, number in vocabulary.items() if number == 7)
+    assert f"the id 7 of {other_files!r} is also that of 'a'" in message(
+        write_file("s.json", json.dumps(vocabulary | {"a": 7}))
+    )
+    assert "the id -1 of 'a' is negative" in message(write_file("low.json", json.dumps(vocabulary | {"a": -1})))
+    assert "a is given twice" in message(write_file("twice.json", '{"a": 1, "a": 2}'))
     del vocabulary["Ġ"]
-    assert "no token 'Ġ' for byte 0x20" in message(written("hole.json", json.dumps(vocabulary)))
-    assert "merges.txt, line 2: 'zz zz' is not two tokens" in message(merges=written("merges.txt", "#version\nzz zz\n"))
+    assert "no token 'Ġ' for byte 0x20" in message(write_file("hole.json", json.dumps(vocabulary)))
+    assert "merges.txt, line 2: 'zz zz' is not two tokens" in message(
+        merges=write_file("merges.txt", "#version\nzz zz\n")
+    )
     assert "no token '<eod>'" in message(eod="<eod>")
 
 
@@ -135,15 +139,15 @@ def test_missing_package_names_the_extra(small_bpe, monkeypatch):
 def test_real_vocabulary_on_real_text(data_dir):
     tokenizers = pytest.importorskip("tokenizers")
     files = [str(data_dir / "gpt2_bpe" / name) for name in ("vocab.json", "merges.txt")]
-    ours = GPT2TokenizerConfig(vocabulary=files[0], merges=files[1]).build()
+    tokenizer = GPT2TokenizerConfig(vocabulary=files[0], merges=files[1]).build()
     theirs = tokenizers.ByteLevelBPETokenizer(*files)
-    assert (ours.vocabulary_size, ours.eod) == (50257, 50256)
-    assert ours.encode("Hello world").tolist() == [15496, 995]
+    assert (tokenizer.vocabulary_size, tokenizer.eod) == (50257, 50256)
+    assert tokenizer.encode("Hello world").tolist() == [15496, 995]
     for name, tokens in (
         ("wikitext2/valid.txt", 258659),
         ("tinyshakespeare/input.txt", 338025),
     ):
         data = (data_dir / name).read_bytes()
-        ids = ours.encode_bytes(data)
+        ids = tokenizer.encode_bytes(data)
         assert ids.tolist() == theirs.encode(data.decode()).ids and len(ids) == tokens
-        assert join_tokens(ids, ours.table) == data
+        assert join_tokens(ids, tokenizer.table) == data

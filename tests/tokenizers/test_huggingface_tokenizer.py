@@ -33,24 +33,24 @@ def path(trained, tmp_path):
 
 
 def test_same_ids_as_the_two_files(path, small_bpe):
-    ours = HuggingFaceTokenizerConfig(path=path).build()
-    other = GPT2TokenizerConfig(vocabulary=small_bpe[0], merges=small_bpe[1]).build()
+    tokenizer = HuggingFaceTokenizerConfig(path=path).build()
+    gpt2 = GPT2TokenizerConfig(vocabulary=small_bpe[0], merges=small_bpe[1]).build()
     text = "In the beginning, 猫 and\n\n  don't 12 – more than four tokens"
-    assert ours.encode(text).tolist() == other.encode(text).tolist()
-    assert ours.decode(ours.encode(text)) == text
-    assert ours.encode_bytes(text.encode()).tolist() == ours.encode(text).tolist()
-    assert ours.encode("").tolist() == []
-    assert (ours.vocabulary_size, ours.eod) == (other.vocabulary_size, other.eod)
+    assert tokenizer.encode(text).tolist() == gpt2.encode(text).tolist()
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.encode_bytes(text.encode()).tolist() == tokenizer.encode(text).tolist()
+    assert tokenizer.encode("").tolist() == []
+    assert (tokenizer.vocabulary_size, tokenizer.eod) == (gpt2.vocabulary_size, gpt2.eod)
 
 
 def test_awkward_text_as_by_the_library(path, trained):
-    ours = HuggingFaceTokenizerConfig(path=path).build()
+    tokenizer = HuggingFaceTokenizerConfig(path=path).build()
     for data in (*map(encoded, TEXTS), *NOT_UTF8):
         text = data.decode("utf-8", errors="replace")
-        ids = ours.encode_bytes(data).tolist()
+        ids = tokenizer.encode_bytes(data).tolist()
         assert ids == trained.encode(text, add_special_tokens=False).ids
-        assert ours.decode(ids) == trained.decode(ids, skip_special_tokens=False)
-    assert safe_to_cut(ours, b"the quick  brown\n fox")
+        assert tokenizer.decode(ids) == trained.decode(ids, skip_special_tokens=False)
+    assert safe_to_cut(tokenizer, b"the quick  brown\n fox")
 
 
 def test_special_tokens_by_role(path):
@@ -69,8 +69,8 @@ def test_special_tokens_by_role(path):
 def test_words_of_a_wordpiece(tmp_path):
     tokenizers = pytest.importorskip("tokenizers")
     vocabulary = {"[UNK]": 0, "[CLS]": 1, "[SEP]": 2, "un": 3, "##able": 4, "##s": 5, "[EOS]": 6}
-    made = tokenizers.Tokenizer(tokenizers.models.WordPiece(vocabulary, unk_token="[UNK]"))
-    made.save(str(tmp_path / "tokenizer.json"))
+    library = tokenizers.Tokenizer(tokenizers.models.WordPiece(vocabulary, unk_token="[UNK]"))
+    library.save(str(tmp_path / "tokenizer.json"))
     tokenizer = HuggingFaceTokenizerConfig(path=str(tmp_path)).build()
     assert tokenizer.continues.nonzero()[0].tolist() == [4, 5]
     assert tokenizer.specials == {"cls": 1, "sep": 2, "eos": 6}
@@ -101,8 +101,8 @@ def test_usual_names(path, tmp_path):
     file = tmp_path / "other.json"
     file.write_text(json.dumps(content))
     assert HuggingFaceTokenizerConfig(path=str(file)).build().eod == content["model"]["vocab"]["</s>"]
-    named = HuggingFaceTokenizerConfig(path=str(file), eod="a").build()
-    assert named.eod == content["model"]["vocab"]["a"]
+    with_eod = HuggingFaceTokenizerConfig(path=str(file), eod="a").build()
+    assert with_eod.eod == content["model"]["vocab"]["a"]
     file.write_text(json.dumps(content).replace("</s>", "<other>"))
     with pytest.raises(UserError, match="none of the usual tokens"):
         HuggingFaceTokenizerConfig(path=str(file)).build()
@@ -127,9 +127,9 @@ def test_two_tokens_with_one_id_are_named(path, tmp_path, kind):
         vocabulary |= {token: 100_000 + n for n, (token, number) in enumerate(vocabulary.items()) if number == 7}
         vocabulary |= {"a": 7, "b": 7}
     elif kind == "added":
-        taken = next(token for token, number in vocabulary.items() if number == 9)
+        duplicate = next(token for token, number in vocabulary.items() if number == 9)
         added.append({**added[0], "content": "<x>", "id": 9})
-        expected = f"the tokens {taken!r} and '<x>' both have the id 9"
+        expected = f"the tokens {duplicate!r} and '<x>' both have the id 9"
     elif kind == "both added":
         added += [{**added[0], "content": text, "id": 90_000} for text in ("<x>", "<y>")]
         expected = "the tokens '<x>' and '<y>' both have the id 90000"
@@ -165,9 +165,9 @@ def test_what_it_puts_before_a_text_is_told(trained, tmp_path):
     file.write_text(json.dumps(content))
 
     def prefix() -> list[int]:
-        ours = HuggingFaceTokenizerConfig(path=str(tmp_path)).build()
-        assert ours.encode("it is").tolist() == trained.encode("it is", add_special_tokens=False).ids
-        return list(ours.prefix)
+        tokenizer = HuggingFaceTokenizerConfig(path=str(tmp_path)).build()
+        assert tokenizer.encode("it is").tolist() == trained.encode("it is", add_special_tokens=False).ids
+        return list(tokenizer.prefix)
 
     assert prefix() == []
     content["post_processor"] = {
@@ -178,12 +178,12 @@ def test_what_it_puts_before_a_text_is_told(trained, tmp_path):
     }
     file.write_text(json.dumps(content))
     assert prefix() == [size]
-    for written, expected in (
+    for json_text, expected in (
         ({"bos_token": "<s>"}, [size]),
         ({"bos_token": "<s>", "add_bos_token": False}, []),
         ({"bos_token": {"content": "<t>"}, "add_bos_token": True}, [size + 1]),
     ):
-        settings.write_text(json.dumps(written))
+        settings.write_text(json.dumps(json_text))
         assert prefix() == expected
     settings.write_text('{"bos_token": "<none>", "add_bos_token": true}')
     with pytest.raises(UserError, match=r"tokenizer_config\.json: add_bos_token is set, and bos_token, '<none>', is"):

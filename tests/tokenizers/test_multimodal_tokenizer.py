@@ -73,7 +73,7 @@ def test_a_token_of_the_vocabulary_keeps_its_id(trained, small_bpe, tmp_path):
 
 def test_names_of_tokens():
     for image, added in (("", {}), ("an image", {}), ("<i>", {"x": "<i>"})):
-        with pytest.raises(ConfigError, match=r"empty or has a blank|given twice"):
+        with pytest.raises(ConfigError, match=r"empty or contains a blank|given twice"):
             MultimodalTokenizerConfig(base=ByteTokenizerConfig(), image=image, added=added).build()
 
 

@@ -46,67 +46,70 @@ def library(path):
 
 @pytest.mark.parametrize("name", ["unigram", "llama", "with pad"])
 def test_same_ids_and_text_as_the_library(paths, name):
-    ours, theirs = SentencePieceTokenizerConfig(path=paths[name]).build(), library(paths[name])
+    tokenizer, theirs = SentencePieceTokenizerConfig(path=paths[name]).build(), library(paths[name])
     for text in TEXTS:
         data = text.encode("utf-8", errors="surrogatepass")
-        ids = ours.encode(text)
+        ids = tokenizer.encode(text)
         assert ids.dtype == np.int32 and ids.tolist() == theirs.encode(data), text
-        assert ours.decode(ids) == theirs.decode(ids.tolist())
+        assert tokenizer.decode(ids) == theirs.decode(ids.tolist())
     for data in NOT_UTF8:
-        assert ours.encode_bytes(data).tolist() == theirs.encode(data)
-    assert ours.vocabulary_size == theirs.get_piece_size()
-    assert safe_to_cut(ours, b"the quick  brown\n fox")
+        assert tokenizer.encode_bytes(data).tolist() == theirs.encode(data)
+    assert tokenizer.vocabulary_size == theirs.get_piece_size()
+    assert safe_to_cut(tokenizer, b"the quick  brown\n fox")
 
 
 def test_special_tokens_of_the_model(paths):
-    ours = SentencePieceTokenizerConfig(path=paths["with pad"]).build()
-    assert (ours.pad, ours.eod) == (3, 2)
-    assert ours.specials == {"bos": 1, "eos": 2, "mask": 4, "image": 5}
-    assert ours.token_id("<image>") == 5 and ours.token_id("<other>") is None and ours.sentinels == ()
+    tokenizer = SentencePieceTokenizerConfig(path=paths["with pad"]).build()
+    assert (tokenizer.pad, tokenizer.eod) == (3, 2)
+    assert tokenizer.specials == {"bos": 1, "eos": 2, "mask": 4, "image": 5}
+    assert tokenizer.token_id("<image>") == 5 and tokenizer.token_id("<other>") is None and tokenizer.sentinels == ()
     llama = SentencePieceTokenizerConfig(path=paths["llama"]).build()
     assert llama.pad is None and llama.specials == {"bos": 1, "eos": 2}
-    begins = SentencePieceTokenizerConfig(path=paths["llama"], prepend_bos=True).build()
-    assert begins.encode("the fox").tolist() == [1, *llama.encode("the fox")]
-    assert begins.identity != llama.identity
+    with_bos = SentencePieceTokenizerConfig(path=paths["llama"], prepend_bos=True).build()
+    assert with_bos.encode("the fox").tolist() == [1, *llama.encode("the fox")]
+    assert with_bos.identity != llama.identity
 
 
 def test_words_begin_at_the_mark_of_a_space(paths):
-    ours, theirs = SentencePieceTokenizerConfig(path=paths["unigram"]).build(), library(paths["unigram"])
-    ids = ours.encode("the affable fox").tolist()
-    assert [bool(ours.continues[number]) for number in ids] == [
+    tokenizer, theirs = SentencePieceTokenizerConfig(path=paths["unigram"]).build(), library(paths["unigram"])
+    ids = tokenizer.encode("the affable fox").tolist()
+    assert [bool(tokenizer.continues[number]) for number in ids] == [
         not theirs.id_to_piece(number).startswith("▁") for number in ids
     ]
-    assert len(ours.continues) == ours.vocabulary_size and not ours.continues[:3].any()
+    assert len(tokenizer.continues) == tokenizer.vocabulary_size and not tokenizer.continues[:3].any()
 
 
 def by_the_rules(theirs, added, text):
     """Megatron-LM's legacy encoding: the earliest token is looked for again and again."""
     ids, place, was_token = [], 0, False
-    while found := re.search("|".join(map(re.escape, added)), text[place:]):
-        part = theirs.encode(text[place : place + found.start()])
+    while match := re.search("|".join(map(re.escape, added)), text[place:]):
+        part = theirs.encode(text[place : place + match.start()])
         if was_token and part and part[0] == theirs.piece_to_id("▁"):
             part.pop(0)
-        ids += [*part, added[found[0]]]
-        place, was_token = place + found.end(), True
+        ids += [*part, added[match[0]]]
+        place, was_token = place + match.end(), True
     return ids + theirs.encode(text[place:])
 
 
 @pytest.mark.parametrize("name", ["unigram", "llama", "with pad"])
 def test_added_tokens(paths, name):
     names = ("<CLS>", "<SEP>", "<EOD>", "<mask>", "<s>")
-    ours = SentencePieceTokenizerConfig(path=paths[name], special_tokens=names, extra_ids=2, eod="<EOD>").build()
+    tokenizer = SentencePieceTokenizerConfig(path=paths[name], special_tokens=names, extra_ids=2, eod="<EOD>").build()
     theirs = library(paths[name])
     size = theirs.get_piece_size()
     fresh = [token for token in (*names, "<extra_id_0>", "<extra_id_1>") if theirs.piece_to_id(token) == 0]
     added = {token: size + fresh.index(token) if token in fresh else theirs.piece_to_id(token)
              for token in (*names, "<extra_id_0>", "<extra_id_1>")}  # fmt: skip
-    assert ours.vocabulary_size == size + len(fresh) and ours.eod == added["<EOD>"]
-    assert ours.specials["cls"] == added["<CLS>"] and ours.sentinels == (added["<extra_id_0>"], added["<extra_id_1>"])
+    assert tokenizer.vocabulary_size == size + len(fresh) and tokenizer.eod == added["<EOD>"]
+    assert tokenizer.specials["cls"] == added["<CLS>"] and tokenizer.sentinels == (
+        added["<extra_id_0>"],
+        added["<extra_id_1>"],
+    )
     cases = ["<CLS>the fox<SEP>", "<CLS> the <SEP> <EOD> <mask>x <extra_id_1>", "a <extra_id_0>  b", "<CL<CLS>S>", ""]
     for text in cases:
-        assert ours.encode(text).tolist() == by_the_rules(theirs, added, text), text
-    assert ours.decode(ours.encode("the<CLS>fox<SEP>")) == "the <CLS> fox <SEP>"
-    assert len(ours.continues) == ours.vocabulary_size and not ours.continues[size:].any()
+        assert tokenizer.encode(text).tolist() == by_the_rules(theirs, added, text), text
+    assert tokenizer.decode(tokenizer.encode("the<CLS>fox<SEP>")) == "the <CLS> fox <SEP>"
+    assert len(tokenizer.continues) == tokenizer.vocabulary_size and not tokenizer.continues[size:].any()
 
 
 def test_end_of_a_document(paths):
@@ -129,15 +132,15 @@ def test_damaged_files(paths, tmp_path, content):
 
 
 def test_ids_outside_the_vocabulary(paths):
-    ours = SentencePieceTokenizerConfig(path=paths["llama"], extra_ids=1).build()
-    assert ours.decode([ours.vocabulary_size - 1]) == "<extra_id_0>"
+    tokenizer = SentencePieceTokenizerConfig(path=paths["llama"], extra_ids=1).build()
+    assert tokenizer.decode([tokenizer.vocabulary_size - 1]) == "<extra_id_0>"
     with pytest.raises(UserError, match="outside the vocabulary"):
-        ours.decode([ours.vocabulary_size])
+        tokenizer.decode([tokenizer.vocabulary_size])
 
 
 def test_settings_and_a_missing_package(paths, monkeypatch):
-    wrong = SentencePieceTokenizerConfig(path="x", special_tokens=("a", "a", "b c"), extra_ids=-1)
-    assert [problem.setting for problem in wrong.problems()] == ["special_tokens", "special_tokens", "extra_ids"]
+    config = SentencePieceTokenizerConfig(path="x", special_tokens=("a", "a", "b c"), extra_ids=-1)
+    assert [problem.setting for problem in config.problems()] == ["special_tokens", "special_tokens", "extra_ids"]
     monkeypatch.setitem(sys.modules, "sentencepiece", None)
     with pytest.raises(UserError, match="uv sync --extra tokenizers"):
         SentencePieceTokenizerConfig(path=paths["llama"]).build()

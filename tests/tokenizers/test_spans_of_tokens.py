@@ -62,8 +62,8 @@ def test_sentence_pieces_have_the_blank_before_them(tmp_path):
     )
     (tmp_path / "a.model").write_bytes(model.getvalue())
     tokenizer = SentencePieceTokenizerConfig(path=str(tmp_path / "a.model")).build()
-    said = parts(tokenizer, "the quick Grün 猫 fox")
-    assert "".join(said) == "the quick Grün 猫 fox"
+    spans = parts(tokenizer, "the quick Grün 猫 fox")
+    assert "".join(spans) == "the quick Grün 猫 fox"
 
 
 def test_other_tokenizers_have_spans_of_words():

@@ -45,34 +45,41 @@ def library(pattern):
 
 @pytest.mark.parametrize("pattern", ["v1", "v2", r"\w+|\W"])
 def test_same_ids_and_text_as_the_library(path, pattern):
-    ours, theirs = build(path, pattern=pattern), library(PATTERNS.get(pattern, pattern))
+    tokenizer, theirs = build(path, pattern=pattern), library(PATTERNS.get(pattern, pattern))
     for text in (*TEXTS[:-1], "a<SPECIAL_8>b<SPECIAL_11>", "the,\n\nfox ABc//\n"):
-        ids = ours.encode(text)
+        ids = tokenizer.encode(text)
         assert ids.dtype == np.int32 and ids.tolist() == theirs.encode(text, allowed_special="all"), text
-        assert ours.decode(ids) == theirs.decode(ids.tolist()) == text
+        assert tokenizer.decode(ids) == theirs.decode(ids.tolist()) == text
     for data in (*NOT_UTF8, TEXTS[-1].encode("utf-8", errors="surrogatepass")):
-        assert b"".join(ours.table[number] for number in ours.encode_bytes(data)) == data
-    assert ours.vocabulary_size == theirs.n_vocab
-    assert safe_to_cut(ours, b"the fox,\n\n the  end <s> <pad>\xff x!\n the")
+        assert b"".join(tokenizer.table[number] for number in tokenizer.encode_bytes(data)) == data
+    assert tokenizer.vocabulary_size == theirs.n_vocab
+    assert safe_to_cut(tokenizer, b"the fox,\n\n the  end <s> <pad>\xff x!\n the")
 
 
 def test_special_tokens(path):
-    ours = build(path)
-    assert ours.specials == {"bos": 1, "eos": 2, "mask": 3, "cls": 5, "sep": 6}
-    assert (ours.eod, ours.pad, ours.token_id("<SPECIAL_9>"), ours.token_id("the")) == (2, 4, 9, None)
+    tokenizer = build(path)
+    assert tokenizer.specials == {"bos": 1, "eos": 2, "mask": 3, "cls": 5, "sep": 6}
+    assert (tokenizer.eod, tokenizer.pad, tokenizer.token_id("<SPECIAL_9>"), tokenizer.token_id("the")) == (
+        2,
+        4,
+        9,
+        None,
+    )
     plain = build(path, special_tokens_in_text=False)
-    assert ours.encode("a</s>").tolist()[-1] == 2 and 2 not in plain.encode("a</s>")
-    assert plain.identity != ours.identity != build(path, pattern="v1").identity
+    assert tokenizer.encode("a</s>").tolist()[-1] == 2 and 2 not in plain.encode("a</s>")
+    assert plain.identity != tokenizer.identity != build(path, pattern="v1").identity
     with pytest.raises(UserError, match=r"ranks\.json: no token <end> to end a document"):
         build(path, eod="<end>")
-    named = build(path, special_tokens=("<end>", "<extra_id_0>", "<extra_id_1>"), eod="<end>")
-    assert named.eod == 0 and named.pad is None and named.specials == {} and named.sentinels == (1, 2)
+    with_names = build(path, special_tokens=("<end>", "<extra_id_0>", "<extra_id_1>"), eod="<end>")
+    assert (
+        with_names.eod == 0 and with_names.pad is None and with_names.specials == {} and with_names.sentinels == (1, 2)
+    )
 
 
 def test_vocabulary_is_cut(path):
-    ours = build(path, vocabulary_size=FIRST + 258)
-    assert ours.vocabulary_size == FIRST + 258 and ours.encode("the").tolist() == [FIRST + 257]
-    assert ours.encode(" fox").tolist() == [FIRST + value for value in b" fox"]
+    tokenizer = build(path, vocabulary_size=FIRST + 258)
+    assert tokenizer.vocabulary_size == FIRST + 258 and tokenizer.encode("the").tolist() == [FIRST + 257]
+    assert tokenizer.encode(" fox").tolist() == [FIRST + value for value in b" fox"]
     with pytest.raises(UserError, match=r"268 tokens and 10 special ids make 278, tokenizer\.vocabulary_size is 300"):
         build(path, vocabulary_size=300)
 
@@ -80,8 +87,8 @@ def test_vocabulary_is_cut(path):
 def test_lines_of_ranks(path, tmp_path):
     lines = [f"{base64.b64encode(token).decode()} {rank}" for rank, token in enumerate(TOKENS)]
     (tmp_path / "x.tiktoken").write_text("\n".join(lines) + "\n")
-    ours = build(str(tmp_path / "x.tiktoken"))
-    assert ours.encode("the fox").tolist() == build(path).encode("the fox").tolist()
+    tokenizer = build(str(tmp_path / "x.tiktoken"))
+    assert tokenizer.encode("the fox").tolist() == build(path).encode("the fox").tolist()
 
 
 def test_damaged_files(tmp_path):

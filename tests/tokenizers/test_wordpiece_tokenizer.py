@@ -60,15 +60,15 @@ def test_special_tokens_and_pieces(vocabulary):
 def test_same_ids_and_text_as_hugging_face(vocabulary, lower):
     """Its own way to BERT's tokenizer: the class that reads vocab.txt."""
     tokenizers = pytest.importorskip("tokenizers")
-    made = tokenizers.BertWordPieceTokenizer(vocabulary, lowercase=lower)
-    ours = WordPieceTokenizerConfig(vocabulary=vocabulary, lower=lower).build()
-    assert ours.encode("[MASK]").tolist() != made.encode("[MASK]", add_special_tokens=False).ids
-    whole = [data.decode("utf-8", errors="replace") for data in (*map(encoded, TEXTS), *NOT_UTF8)]
+    library = tokenizers.BertWordPieceTokenizer(vocabulary, lowercase=lower)
+    tokenizer = WordPieceTokenizerConfig(vocabulary=vocabulary, lower=lower).build()
+    assert tokenizer.encode("[MASK]").tolist() != library.encode("[MASK]", add_special_tokens=False).ids
+    texts = [data.decode("utf-8", errors="replace") for data in (*map(encoded, TEXTS), *NOT_UTF8)]
     # That class reads [MASK] in a text as the mask token.
-    for text in (text.replace("[", " ") for text in ("The unaffable, cafés 猫 masked\tthe the", *whole)):
-        assert ours.encode(text).tolist() == made.encode(text, add_special_tokens=False).ids
-    for text, data in zip(whole, (*map(encoded, TEXTS), *NOT_UTF8), strict=True):
-        assert ours.encode_bytes(data).tolist() == ours.encode(text).tolist()
+    for text in (text.replace("[", " ") for text in ("The unaffable, cafés 猫 masked\tthe the", *texts)):
+        assert tokenizer.encode(text).tolist() == library.encode(text, add_special_tokens=False).ids
+    for text, data in zip(texts, (*map(encoded, TEXTS), *NOT_UTF8), strict=True):
+        assert tokenizer.encode_bytes(data).tolist() == tokenizer.encode(text).tolist()
 
 
 @pytest.mark.parametrize(
