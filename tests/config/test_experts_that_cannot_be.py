@@ -50,7 +50,7 @@ ALONE = {
     ),
     "scores of no groups": (
         RouterConfig(group_scores=1),
-        "group_scores: compares groups, and groups=none; set groups, or this to none",
+        "group_scores: is for groups of experts, and groups=none; set groups, or set this to none",
     ),
     "groups alone": (RouterConfig(groups=2), "groups: and chosen_groups go together; set both, or neither"),
     "no capacity": (CapacityConfig(factor=0.0), "factor: must be a number above 0, got 0.0"),
@@ -64,12 +64,12 @@ ALONE = {
     "jitter of all": (RouterConfig(jitter=1.0), "jitter: must be at least 0 and below 1, got 1.0"),
     "bias on what has no scores": (
         RouterConfig(balance_rate=0.1),
-        "balance_rate: biases scores, and a softmax over the chosen logits has none before the choice; "
+        "balance_rate: needs scores before the choice of experts, and normalise=chosen with softmax has none; "
         "use score=sigmoid, or normalise=all",
     ),
     "two ways to balance at once": (
         RouterConfig(sinkhorn=True, aux_loss=0.1),
-        "sinkhorn: balances by itself, beside losses, groups or balance_rate; "
+        "sinkhorn: balances experts itself and excludes losses, groups and balance_rate; "
         "set these losses to 0, the others to none",
     ),
 }
@@ -88,12 +88,12 @@ def test_settings_that_cannot_be(case):
 ON_MESHES = {
     "experts the axis does not divide": (
         ParallelConfig(data=1, expert=4),
-        "experts: experts=6 is not divisible by parallel.expert=4; they can be spread over 1, 2, 3, 6 devices",
+        "experts: experts=6 is not divisible by parallel.expert=4; they can be distributed over 1, 2, 3, 6 devices",
     ),
     "whole experts over both axes": (
         ParallelConfig(data=1, expert=2, tensor=2, sequence=True, expert_tensor="whole"),
         "experts: experts=6 is not divisible by parallel.expert=2 x parallel.tensor=2; "
-        "they can be spread over 1, 2, 3, 6 devices",
+        "they can be distributed over 1, 2, 3, 6 devices",
     ),
     "a width that tensor does not divide": (
         ParallelConfig(data=1, expert=2, tensor=4),

@@ -212,7 +212,7 @@ def test_a_decoders_settings_are_refused() -> None:
         (replace(t5(), stack=StackConfig(pattern=(replace(WRITING, mixer=READING.mixer),), repeats=2)), "it predicts"),
         (
             replace(bert(), stack=StackConfig(pattern=(replace(READING, mixer=WINDOW),), repeats=2)),
-            "window: looks back alone",
+            "window: is for causal attention",
         ),
         (
             replace(bert(), stack=StackConfig(pattern=(replace(READING, mixer=ONE_SIDED),), repeats=2)),

@@ -20,7 +20,7 @@ PER_GROUP = ("kv_heads", "head_dim")
 
 
 class MultiHeadConfig(LayerFacts):
-    """What every kind of attention has: heads that `tensor` divides, and a kernel that mixes their values."""
+    """Base of attention configs: heads that `tensor` shards, and a kernel."""
 
     __slots__ = ()
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
@@ -48,11 +48,11 @@ class MultiHeadConfig(LayerFacts):
         raise NotImplementedError
 
     def allows_context(self) -> bool:
-        """Devices may hold parts of rows."""
+        """Supports context parallelism."""
         return True
 
     def core_problems(self) -> list[Problem]:
-        """What is wrong with the settings that all kinds of attention have."""
+        """Problems of the settings that all attention layers share."""
         problems = below_one(dropout=self.dropout)
         if self.window is not None and self.window < 0:
             message = f"must be at least 0, got {self.window}"
@@ -65,7 +65,7 @@ class MultiHeadConfig(LayerFacts):
         return problems
 
     def window_problems(self, length: int) -> list[Problem]:
-        """What is wrong with the window on rows of `length` tokens."""
+        """Problems of the window on rows of `length` tokens."""
         if self.window is None or self.window < length:
             return []
         message = f"{self.window} reaches beyond sequence_length={length}"
@@ -85,40 +85,40 @@ class MultiHeadConfig(LayerFacts):
         return replace(self, kernel=name)
 
     def kernel_work(self, hidden: int, keys: float) -> KernelWork:
-        """Scores and values. keys: positions of the rows that queries read."""
+        """Work of scores and values. keys: positions that each query reads."""
         pairs = self.multiply_adds(hidden)
         all_pairs = pairs.per_pair + pairs.per_full_pair
         return KernelWork(keys * all_pairs, keys * (pairs.per_pair / 2 + pairs.per_full_pair), keys * self.heads)
 
     def kernel_weights(self) -> tuple[Weight, ...]:
-        """Weights that the kernel itself reads."""
+        """Weights of the kernel itself."""
         return (Weight("core.sink", (self.heads,), ("heads",)),) if self.sink == "learned" else ()
 
     def per_pair(self, hidden: int) -> int:
-        """Multiply-adds for each pair of tokens: a score and a value of each head."""
+        """Multiply-adds per pair of tokens: a score and a value of each head."""
         return self.heads * (self.size(hidden) + self.value_size(hidden))
 
     def tensors(self, hidden: int) -> Mapping[Part, Elements]:
-        """What the kernel reads and writes."""
+        """Inputs and outputs of the kernel."""
         size, values = self.size(hidden), self.value_size(hidden)
         keys = Elements(sharded=self.heads * size, grouped=self.groups() * (size + values), groups=self.groups())
         return {"query_key_value": keys, "core_attention": Elements(sharded=self.heads * values)}
 
     def tensor_sizes(self) -> list[int]:
-        """Numbers of devices of `tensor` that heads can be divided over."""
+        """Legal sizes of `tensor`."""
         return head_devices(self.heads, self.groups())
 
     def mesh_problems(self, sizes: Mapping[str, int]) -> Iterator[Problem]:
-        """`tensor` has to divide heads, and to divide key-value heads or to be a multiple of them."""
+        """`tensor` must divide heads, and must divide key-value heads or be a multiple of them."""
         problems = list(head_problems(self.heads, self.groups(), sizes["tensor"], "kv_heads"))
         if not problems and sizes.get("context", 1) > 1:
             problems += self.context_problems(sizes)
         yield from problems
 
     def context_problems(self, sizes: Mapping[str, int]) -> Iterator[Problem]:
-        """What is wrong where rows are cut over devices: those that exchange heads have to divide a device's heads.
+        """Problems with context parallelism: the devices that exchange heads must divide the heads of a device.
 
-        Also key-value heads, or each is copied to as many of them as share it. sizes: as `mesh_problems`.
+        They must also divide its key-value heads or be a multiple of them. sizes: as in `mesh_problems`.
         """
         tensor, exchanging = sizes["tensor"], sizes.get("exchanging", 1)
         heads, groups = max(1, self.heads // tensor), max(1, self.groups() // tensor)
@@ -139,7 +139,7 @@ class MultiHeadConfig(LayerFacts):
         yield Problem("heads", f"{message} (parallel.context_strategy)", hint)
 
     def matmul_sides(self, hidden: int, tensor: int) -> Iterator[Side]:
-        """A device's query heads, and its key-value heads."""
+        """The query heads and key-value heads of a device."""
         size = self.size(hidden)
         return head_sides((self.heads, size), (self.groups(), size), tensor, "kv_heads")
 
@@ -172,25 +172,25 @@ class AttentionConfig(MultiHeadConfig):
     qkv_bias: bool | None = None
     """Biases on query, key and value; none: as bias says."""
     qk_norm: NormConfig | None = None
-    """Normalisation of each query and key head, before rotary positions (Henry et al. 2020); none: no normalisation."""
+    """Normalisation of query and key heads, before rotary positions (Henry et al. 2020); none: no normalisation."""
     qk_norm_over: Literal["head", "heads"] = "head"
-    """What qk_norm takes the mean over: each head, or all heads of a position together, as in InternViT and OLMo 2."""
+    """Dimensions of the mean in qk_norm: one head, or all heads of a position, as in InternViT and OLMo 2."""
     rope: RopeConfig | None = None
-    """Rotary positions; none: this layer rotates nothing."""
+    """Rotary positions; none: no rotation."""
     relative: RelativeBiasConfig | None = None
-    """Learned bias of scores by distance; none: no bias."""
+    """Learned bias on scores by distance; none: no bias."""
     causal: bool = True
-    """A query attends to no later tokens; false in encoders."""
+    """Causal mask: queries do not attend to later tokens; false in encoders."""
     window: int | None = None
-    """Number of previous tokens a query attends to beside its own; none: all."""
+    """Number of previous tokens that a query attends to, besides its own; none: all."""
     sink: Literal["none", "zero", "learned"] = "none"
-    """An extra score in the softmax that has no value: 0 (softmax off by one), or learned for each head."""
+    """Extra score in the softmax without a value: 0 (softmax off by one), or learned per head."""
     gate: bool = False
-    """The kernel's output is multiplied by the sigmoid of a projection of the input, before the output matrix."""
+    """Multiply the output of the kernel by the sigmoid of a projection of the input, before the output matrix."""
     scale: float | None = None
     """Factor on scores; none: 1 / sqrt(head size). The softmax is always in float32."""
     dropout: float = 0.0
-    """Share of attention weights zeroed in training."""
+    """Dropout rate of attention weights."""
     kernel: Kernel = "auto"
     """auto: the fastest available (docs/attention.md); cudnn, pallas, cudnn_mask or reference: that one or an error."""
 
@@ -210,13 +210,13 @@ class AttentionConfig(MultiHeadConfig):
             message = f"takes as many key heads as query heads, not kv_heads={groups} of heads={self.heads}"
             problems.append(Problem("qk_norm_over", message, "use head"))
         if not self.causal and self.window is not None:
-            problems.append(Problem("window", "looks back alone, and tokens see later ones here", "set it to none"))
+            problems.append(Problem("window", "is for causal attention, and causal=false", "set it to none"))
         if not self.causal and self.relative is not None and not self.relative.both_ways:
             problems.append(Problem("relative.both_ways", "is needed where tokens see later ones", "set it to true"))
         return problems + self.core_problems()
 
     def shape_problems(self, *, hidden: int, length: int) -> list[Problem]:
-        """What is wrong on rows of `length` tokens with `hidden` elements each."""
+        """Problems on rows of `length` tokens and width `hidden`."""
         problems = self.window_problems(length)
         if self.head_dim is None and self.heads > 0 and hidden > 0 and hidden % self.heads:
             divisors = sorted(divisors_of(hidden), key=lambda n: abs(n - self.heads))
@@ -232,7 +232,7 @@ class AttentionConfig(MultiHeadConfig):
         return problems
 
     def context_problems(self, sizes: Mapping[str, int]) -> Iterator[Problem]:
-        """What is wrong where rows are cut over devices."""
+        """Problems with context parallelism."""
         yield from MultiHeadConfig.context_problems(self, sizes)
         if self.relative is not None:
             yield from gathering_problems("relative", "biases need the keys of whole rows", sizes)
@@ -265,7 +265,7 @@ class AttentionConfig(MultiHeadConfig):
         )
 
     def weights(self, hidden: int) -> tuple[Weight, ...]:
-        """Every weight of the module; a table of relative biases that layers share is the stack's."""
+        """Every weight of the module; a shared table of relative biases belongs to the stack."""
         size, heads, groups = self.size(hidden), self.heads, self.groups()
         gated = [("gate", heads, PER_HEAD)] if self.gate else []
         inner = [("query", heads, PER_HEAD), ("key", groups, PER_GROUP), ("value", groups, PER_GROUP), *gated]
@@ -284,7 +284,7 @@ class AttentionConfig(MultiHeadConfig):
         return (*weights, *self.kernel_weights())
 
     def matmuls(self, hidden: int) -> tuple[Matmul, ...]:
-        """Queries, keys, values and gates; the output."""
+        """One matmul for queries, keys, values and gates, and one for the output."""
         hidden_side, queries = Elements(replicated=hidden), self.heads * self.size(hidden)
         keys = 2 * self.groups() * self.size(hidden)
         outputs = Elements(sharded=queries * (1 + self.gate), grouped=keys, groups=self.groups())
@@ -310,12 +310,12 @@ class AttentionConfig(MultiHeadConfig):
         return LayerFacts.multiply_adds(self, hidden)._replace(per_pair=masked, per_full_pair=full)
 
     def megatron_matrices(self, hidden: int, gains: int) -> int:
-        """Queries, keys, values and the output: the report knows no gate."""
+        """Queries, keys, values and the output; the report ignores gates."""
         del gains
         return 2 * hidden * self.size(hidden) * (self.heads + self.groups())
 
     def tensors(self, hidden: int) -> Mapping[Part, Elements]:
-        """What the kernel reads and writes, and the gate."""
+        """Inputs and outputs of the kernel, and the gate."""
         # `super()` without arguments does not find the class that slots=True makes.
         kernel = MultiHeadConfig.tensors(self, hidden)
         return {**kernel, "gate": Elements(sharded=self.heads * self.size(hidden))} if self.gate else kernel
@@ -330,7 +330,7 @@ class LatentAttentionConfig(MultiHeadConfig):
     heads: int
     """Heads of queries, keys and values."""
     query_rank: int | None = None
-    """Width of the queries' latent; none: queries are projected from the input."""
+    """Width of the latent of queries; none: queries are projected from the input."""
     key_value_rank: int = 512
     """Width of the latent of keys and values."""
     content_dim: int = 128
@@ -348,13 +348,13 @@ class LatentAttentionConfig(MultiHeadConfig):
     rope: RopeConfig = field(default_factory=lambda: RopeConfig(interleaved=True))
     """Rotation of the position parts."""
     window: int | None = None
-    """Number of previous tokens a query attends to beside its own; none: all."""
+    """Number of previous tokens that a query attends to, besides its own; none: all."""
     sink: Literal["none", "zero", "learned"] = "none"
-    """An extra score in the softmax that has no value: 0 (softmax off by one), or learned for each head."""
+    """Extra score in the softmax without a value: 0 (softmax off by one), or learned per head."""
     scale: float | None = None
     """Factor on scores; none: 1 / sqrt(head size), times YaRN's mscale_all squared."""
     dropout: float = 0.0
-    """Share of attention weights zeroed in training."""
+    """Dropout rate of attention weights."""
     kernel: Kernel = "auto"
     """auto: the fastest available (docs/attention.md); cudnn, pallas, cudnn_mask or reference: that one or an error."""
 
@@ -366,12 +366,12 @@ class LatentAttentionConfig(MultiHeadConfig):
         return above_zero(**sizes) + self.core_problems()
 
     def shape_problems(self, *, hidden: int, length: int) -> list[Problem]:
-        """What is wrong on rows of `length` tokens with `hidden` elements each."""
+        """Problems on rows of `length` tokens and width `hidden`."""
         del hidden
         return self.window_problems(length) + self.rope.head_problems(self.position_dim)
 
     def groups(self) -> int:
-        """Number of key-value heads: all have keys and values of their own."""
+        """Number of key-value heads: one per query head."""
         return self.heads
 
     def size(self, hidden: int) -> int:
@@ -421,17 +421,17 @@ class LatentAttentionConfig(MultiHeadConfig):
         return (*weights, *self.kernel_weights())
 
     def cache_leaves(self, hidden: int, tensor: int) -> tuple[CacheLeaf, ...]:
-        """The latent of earlier tokens and the part of their keys with positions, whole on every device."""
+        """Latents of earlier tokens and the rotary part of their keys, replicated on all devices."""
         del hidden, tensor
         return (CacheLeaf("key", (1, self.key_value_rank + self.position_dim), (None, None)),)
 
     def paged_request(self, hidden: int, request: PagedRequest) -> PagedRequest:
-        """Of the latent, whose first part is the values."""
+        """The request for the latent; its first part is the values."""
         del hidden
         return replace(request, key_dim=self.key_value_rank + self.position_dim, value_dim=self.key_value_rank)
 
     def matmuls(self, hidden: int) -> tuple[Matmul, ...]:
-        """All that leads to queries, keys and values, as one matrix with as many elements; the output."""
+        """One matmul with as many elements as all projections to queries, keys and values, and one for the output."""
         values = self.heads * self.value_dim
         inner = round(self.multiply_adds(hidden).per_token / hidden) - values
         return (
@@ -446,18 +446,18 @@ class LatentAttentionConfig(MultiHeadConfig):
         )
 
     def multiply_adds(self, hidden: int) -> MultiplyAdds:
-        """Of matrices, of scores and values, and of one gain for each element of latents, as Megatron-LM counts."""
+        """Matrices, scores and values, and one gain per element of latents, as Megatron-LM counts."""
         return MultiplyAdds(self.megatron_matrices(hidden, gains=1), self.per_pair(hidden))
 
     def megatron_matrices(self, hidden: int, gains: int) -> int:
-        """Matrices, and the weights of the latents' norms, whether there are norms or not."""
+        """Matrices, and the weights of the norms of latents even if there are no norms."""
         query, heads, size = self.query_rank, self.heads, self.size(hidden)
         queries = hidden * heads * size if query is None else query * (hidden + heads * size + gains)
         latents = self.key_value_rank * (hidden + heads * (self.content_dim + self.value_dim) + gains)
         return queries + latents + hidden * self.position_dim + heads * self.value_dim * hidden
 
     def tensors(self, hidden: int) -> Mapping[Part, Elements]:
-        """What the kernel reads and writes, and the latents."""
+        """Inputs and outputs of the kernel, and the latents."""
         latents = self.key_value_rank + (self.query_rank or 0)
         return {**MultiHeadConfig.tensors(self, hidden), "latent": Elements(replicated=latents)}
 

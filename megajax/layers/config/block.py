@@ -23,13 +23,13 @@ class BlockConfig(ResidualBlock):
     target: ClassVar[str] = "megajax.layers.block:Block"
     sub_layers: ClassVar[Mapping[str, type]] = MappingProxyType({"mixer": Mixer, "mlp": Layer})
     mixer: MixerConfig | LayerBuilder
-    """What mixes along the sequence."""
+    """Layer that mixes tokens along the sequence."""
     mlp: FeedForwardConfig | LayerBuilder
-    """What works on each position."""
+    """Layer that transforms each token separately."""
     norm: NormConfig | LayerBuilder = field(default_factory=RMSNormConfig)
-    """Normalisation before each of the two."""
+    """Normalisation before each sub-layer."""
     dropout: float = 0.0
-    """Share of each sub-layer's output zeroed in training."""
+    """Dropout rate of the output of each sub-layer."""
     layer_scale: LayerScaleConfig | None = None
     """Learned factors on the channels of each sub-layer's output; none: no scaling."""
 
@@ -56,11 +56,11 @@ class MixerBlockConfig(ResidualBlock):
     target: ClassVar[str] = "megajax.layers.block:MixerBlock"
     sub_layers: ClassVar[Mapping[str, type]] = MappingProxyType({"mixer": Mixer})
     mixer: MixerConfig | LayerBuilder
-    """What mixes along the sequence."""
+    """Layer that mixes tokens along the sequence."""
     norm: NormConfig | LayerBuilder = field(default_factory=RMSNormConfig)
     """Normalisation before it."""
     dropout: float = 0.0
-    """Share of its output zeroed in training."""
+    """Dropout rate of its output."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,11 +70,11 @@ class FeedForwardBlockConfig(ResidualBlock):
     target: ClassVar[str] = "megajax.layers.block:FeedForwardBlock"
     sub_layers: ClassVar[Mapping[str, type]] = MappingProxyType({"mlp": Layer})
     mlp: FeedForwardConfig | LayerBuilder
-    """What works on each position."""
+    """Layer that transforms each token separately."""
     norm: NormConfig | LayerBuilder = field(default_factory=RMSNormConfig)
     """Normalisation before it."""
     dropout: float = 0.0
-    """Share of its output zeroed in training."""
+    """Dropout rate of its output."""
 
 
 type AnyBlockConfig = BlockConfig | MixerBlockConfig | FeedForwardBlockConfig
@@ -92,7 +92,7 @@ class RelativelyBiased(Protocol):
 
 
 def shared_bias(block: AnyBlockConfig) -> tuple[int, RelativeBiasConfig] | None:
-    """Heads and settings of the table a block shares with others of its stack."""
+    """Heads and settings of the table that a block shares with others of its stack."""
     for mixer in block.own_mixers().values():
         if isinstance(mixer, RelativelyBiased) and mixer.relative is not None and mixer.relative.shared:
             return mixer.heads, mixer.relative
@@ -122,42 +122,42 @@ class StackConfig(Builds):
         return (self,)
 
     def with_pattern(self, blocks: Sequence[AnyBlockConfig]) -> "StackConfig":
-        """The same stack of other blocks."""
+        """The same stack with other blocks."""
         return replace(self, pattern=tuple(blocks))
 
     @classmethod
     def of(cls, blocks: Sequence[AnyBlockConfig]) -> "StackConfig":
-        """A stack of these blocks, with the shortest pattern whose repeats give them."""
+        """A stack of these blocks with the shortest repeating pattern."""
         length = period([blocks.index(block) for block in blocks])
         return cls(pattern=tuple(blocks[:length]), repeats=len(blocks) // length)
 
     def layers(self) -> int:
-        """Number of blocks a token passes."""
+        """Number of layers."""
         return len(self.pattern) * self.repeats
 
     def stored(self) -> tuple[tuple[AnyBlockConfig, tuple[int, ...]], ...]:
-        """Each block whose weights are stacked, and the numbers of the layers they are of."""
+        """Each block with stacked weights, and the numbers of its layers."""
         size = len(self.pattern)
         return tuple((block, tuple(range(place, self.layers(), size))) for place, block in enumerate(self.pattern))
 
     def named_blocks(self) -> dict[str, AnyBlockConfig]:
-        """Setting -> block, of each that is in the config."""
+        """Setting -> block, for each block of the config."""
         return {f"pattern.{place}": block for place, block in enumerate(self.pattern)}
 
     def cut_unit(self) -> int:
-        """Layers that a pipeline cannot cut apart: a repeat of the pattern."""
+        """Layers that stay on one pipeline stage: a repeat of the pattern."""
         return len(self.pattern)
 
     def sub_layers(self) -> int:
-        """Outputs that are added to the residual stream, from the first block to the last."""
+        """Number of sub-layers: outputs that are added to the residual stream."""
         return self.repeats * sum(len(block.sub_layers) for block in self.pattern)
 
     def repeated_blocks(self) -> tuple[tuple[AnyBlockConfig, int], ...]:
-        """Each block that is written in the config, and how often it is applied."""
+        """Each block of the config and how often it is applied."""
         return tuple((block, self.repeats) for block in self.pattern)
 
     def shared_weights(self) -> tuple[Weight, ...]:
-        """Weights of the stack itself."""
+        """Weights that all layers of the stack share."""
         return table_weights(self.pattern)
 
 
@@ -167,9 +167,9 @@ def shared_tables(blocks: Sequence[AnyBlockConfig]) -> set[tuple[int, RelativeBi
 
 
 def table_problems(setting: str, blocks: Sequence[AnyBlockConfig]) -> list[Problem]:
-    """What is wrong with the tables that blocks of a stack share."""
-    message = "blocks that share a table of relative biases differ in it, or in heads"
-    return [Problem(setting, message, "make them alike")] if len(shared_tables(blocks)) > 1 else []
+    """Problems of the tables that blocks of a stack share."""
+    message = "blocks that share a table of relative biases differ in its settings or in heads"
+    return [Problem(setting, message, "use the same settings")] if len(shared_tables(blocks)) > 1 else []
 
 
 def table_weights(blocks: Sequence[AnyBlockConfig]) -> tuple[Weight, ...]:

@@ -12,7 +12,7 @@ LARGEST = 2**31 - 1
 
 
 def above_zero(**settings: float | None) -> list[Problem]:
-    """A problem for each setting that is given and is not a finite number above 0, or is an integer above LARGEST."""
+    """A problem for each setting that is not None and not a finite number above 0, or an integer above LARGEST."""
     problems = []
     for name, value in settings.items():
         if value is not None and not 0 < value < inf:
@@ -29,16 +29,16 @@ def below_one(**settings: float) -> list[Problem]:
 
 
 def head_devices(heads: int, groups: int) -> list[int]:
-    """Numbers of devices of `tensor` that heads can be divided over.
+    """Legal sizes of `tensor` for these heads.
 
-    Groups of heads are divided too, or each is copied to as many devices as share it.
+    It divides the groups of heads too, or is a multiple of them and each group is copied.
     """
     heads, groups = max(heads, 1), max(groups, 1)
     return [n for n in divisors_of(heads) if groups % n == 0 or n % groups == 0]
 
 
 def head_problems(heads: int, groups: int, tensor: int, setting: str) -> Iterator[Problem]:
-    """`tensor` has to divide heads, and to divide groups or to be a multiple of them. setting: that of the groups."""
+    """`tensor` must divide heads, and must divide groups or be a multiple of them. setting: name of the groups."""
     if heads % tensor:
         yield Problem("heads", f"heads={heads} is not divisible by parallel.tensor={tensor}")
     elif tensor not in head_devices(heads, groups):
@@ -47,7 +47,7 @@ def head_problems(heads: int, groups: int, tensor: int, setting: str) -> Iterato
 
 
 def head_sides(heads: tuple[int, int], groups: tuple[int, int], tensor: int, setting: str) -> Iterator[Side]:
-    """Sides of a device's heads, and of its groups: numbers and sizes of both. setting: that of the groups."""
+    """Sides of the heads and groups of a device: (number, size) of both. setting: name of the groups."""
     copied = tensor in head_devices(heads[0], groups[0])
     for name, (count, size) in {"heads": heads, setting: groups}.items():
         on_all = max(count, tensor) if copied else count

@@ -23,7 +23,7 @@ from megajax.layers.remat import Part
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CrossAttentionConfig(AttentionConfig):
-    """Attention whose keys and values are made of the output of the section before."""
+    """Attention with keys and values from the output of the preceding section."""
 
     target: ClassVar[str] = "megajax.layers.attention:CrossAttention"
     causal: bool = False
@@ -33,22 +33,22 @@ class CrossAttentionConfig(AttentionConfig):
         problems = AttentionConfig.problems(self)
         for name in ("rope", "relative", "window", "causal"):
             if getattr(self, name):
-                problems.append(Problem(name, "is about distances, and two sequences have none", "leave it out"))
+                problems.append(Problem(name, "is about distances within one sequence", "leave it out"))
         return problems
 
     def context_problems(self, sizes: Mapping[str, int]) -> Iterator[Problem]:
-        """Keys of another section are of another length than queries."""
+        """Problems with context parallelism: keys and queries differ in length."""
         yield from AttentionConfig.context_problems(self, sizes)
         yield from gathering_problems("kernel", "cross-attention needs the keys of whole rows", sizes)
 
     def cache_leaves(self, hidden: int, tensor: int) -> tuple[CacheLeaf, ...]:
-        """Keys and values of the section before, and its length."""
+        """Keys and values of the preceding section, and its length."""
         keyed = AttentionConfig.cache_leaves(self, hidden, tensor)
         length = CacheLeaf("length", (), (), per="row", dtype="int32")
         return (*(replace(leaf, per="memory") for leaf in keyed), length)
 
     def request(self, request: Request) -> Request:
-        """What an attention backend is asked for."""
+        """The request to an attention backend."""
         return replace(AttentionConfig.request(self, request), key_length=request.key_length, cross=True)
 
     def matmuls_reading(self, hidden: int, memory_ratio: float) -> tuple[Matmul, ...]:
@@ -63,7 +63,7 @@ class CrossAttentionConfig(AttentionConfig):
         )
 
     def tensors_reading(self, hidden: int, memory_ratio: float) -> Mapping[Part, Elements]:
-        """What the kernel reads and writes for each query."""
+        """Inputs and outputs of the kernel per query."""
         tensors = AttentionConfig.tensors(self, hidden)
         kernel = tensors["query_key_value"]
         return {**tensors, "query_key_value": replace(kernel, grouped=round(memory_ratio * kernel.grouped))}
@@ -71,11 +71,11 @@ class CrossAttentionConfig(AttentionConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CrossBlockConfig(BlockConfig):
-    """A block with a third part between mixer and MLP: x + cross(norm(x))."""
+    """A block with cross-attention between mixer and MLP: x + cross(norm(x))."""
 
     target: ClassVar[str] = "megajax.layers.block:CrossBlock"
     cross: CrossAttentionConfig
-    """What reads the output of the section before."""
+    """Cross-attention to the output of the preceding section."""
 
     def problems(self) -> list[Problem]:
         problems = BlockConfig.problems(self)
@@ -97,7 +97,7 @@ class CrossBlockConfig(BlockConfig):
     def facts(self, *, hidden: int, length: int, dtype: str, memory_length: int = 0) -> BlockFacts:
         """What the block costs on rows of `length` tokens that read `memory_length` tokens of the preceding section.
 
-        Tensors of its two attentions count as one.
+        The tensors of both attention layers are added up.
         """
         block, ratio = BlockConfig.facts(self, hidden=hidden, length=length, dtype=dtype), memory_length / length
         tensors = self.cross.tensors_reading(hidden, ratio)

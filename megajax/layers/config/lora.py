@@ -33,19 +33,21 @@ class LoRAConfig(Builds):
     def problems(self) -> list[Problem]:
         problems = above_zero(rank=self.rank, alpha=self.alpha) + below_one(dropout=self.dropout)
         if not self.targets:
-            problems.append(Problem("targets", "names no matrix", "the default, *.blocks.*, adapts all of all blocks"))
+            problems.append(
+                Problem("targets", "names no matrix", "the default *.blocks.* adapts all matrices of blocks")
+            )
         return problems
 
     def scale(self) -> float:
-        """Factor on what an adapter adds."""
+        """Factor on the output of an adapter."""
         return self.alpha / (self.rank**0.5 if self.rank_stabilized else self.rank)
 
     def size(self, shape: Sequence[int], axes: Sequence[str | None]) -> int:
-        """Elements of the adapter of a matrix with these logical axes, maybe one for each expert; 0 of a vector."""
+        """Elements of the adapter of a matrix with these logical axes, including one per expert; 0 for a vector."""
         experts = [size for size, axis in zip(shape, axes, strict=True) if axis == "expert"]
         sides = [size for size, axis in zip(shape, axes, strict=True) if axis != "expert"]
         if len(sides) < 2:
             return 0
-        # What writes to the residual stream sums over all dimensions but the last, other matrices over the first.
+        # Matrices that write to the residual stream contract all dimensions but the last, others only the first.
         end = len(sides) - 1 if axes[-1] == "embed" else 1
         return prod(experts) * self.rank * (prod(sides[:end]) + prod(sides[end:]))

@@ -15,7 +15,7 @@ from megajax.layers.remat import Part
 
 
 class StateSpaceConfig(LayerFacts):
-    """What Mamba 1 and 2 have: a short convolution, steps that depend on the input, states that decay."""
+    """Base of the configs of Mamba 1 and 2: a short convolution, input-dependent steps, decaying states."""
 
     __slots__ = ()
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
@@ -30,7 +30,7 @@ class StateSpaceConfig(LayerFacts):
     dt_floor: float
 
     def shared_problems(self) -> list[Problem]:
-        """What is wrong with the settings that both have."""
+        """Problems of the settings that both share."""
         names = ("state", "conv_kernel", "chunk", "dt_min", "dt_max", "dt_floor")
         problems = above_zero(**{name: getattr(self, name) for name in names})
         if not problems and self.dt_min > self.dt_max:
@@ -38,12 +38,12 @@ class StateSpaceConfig(LayerFacts):
         return problems
 
     def shape_problems(self, *, hidden: int, length: int) -> list[Problem]:
-        """None: rows of any length do."""
+        """No problems: rows may have any length."""
         del hidden, length
         return []
 
     def allows_context(self) -> bool:
-        """Devices may hold parts of rows."""
+        """Supports context parallelism."""
         return True
 
     def kernel_choice(
@@ -71,9 +71,9 @@ class Mamba2Config(StateSpaceConfig):
     state: int = 128
     """Size of the state of each channel of a head."""
     groups: int = 1
-    """Groups of heads that share what they write to the state (b) and read from it (c), and are normalised together."""
+    """Groups of heads that share the input (b) and output (c) projections of the state and one normalisation."""
     conv_kernel: int = 4
-    """Positions that the causal convolution sees."""
+    """Width of the causal convolution, in positions."""
     conv_bias: bool = True
     """Bias of the convolution."""
     bias: bool = False
@@ -83,19 +83,19 @@ class Mamba2Config(StateSpaceConfig):
     norm_epsilon: float = 1e-5
     """Added to the mean square."""
     dt_min: float = 0.001
-    """Initial steps are spread between this, evenly in their logarithm,"""
+    """Lower bound of initial steps, which are log-uniform."""
     dt_max: float = 0.1
-    """and this."""
+    """Upper bound of initial steps."""
     dt_floor: float = 1e-4
     """Initial steps are at least this."""
     dt_limit: tuple[float, float] = (0.0, inf)
-    """Steps are kept between these."""
+    """Steps are clipped to this interval."""
     decay_min: float = 1.0
-    """Initial rates of decay are spread between this"""
+    """Lower bound of initial decay rates, which are uniform."""
     decay_max: float = 16.0
-    """and this."""
+    """Upper bound of initial decay rates."""
     chunk: int = 128
-    """Positions that are computed together by matmuls; results are the same up to rounding."""
+    """Positions per chunk of the matmul form; results are equal up to rounding."""
 
     def problems(self) -> list[Problem]:
         names = ("heads", "head_dim", "groups", "norm_epsilon", "decay_min", "decay_max")
@@ -149,7 +149,7 @@ class Mamba2Config(StateSpaceConfig):
         )
 
     def matmuls(self, hidden: int) -> tuple[Matmul, ...]:
-        """The gate, what convolutions read, and steps; the output."""
+        """One matmul for the gate, convolution inputs and steps, and one for the output."""
         hidden_side = Elements(replicated=hidden)
         shared = 2 * self.groups * self.state
         outputs = Elements(sharded=2 * self.inner + self.heads, grouped=shared, groups=self.groups)
@@ -159,7 +159,7 @@ class Mamba2Config(StateSpaceConfig):
         )
 
     def multiply_adds(self, hidden: int) -> MultiplyAdds:
-        """Those of the matmuls, and 3.5 for each element of the state, as Megatron-LM counts."""
+        """The matmuls, and 3.5 per element of the state, as Megatron-LM counts."""
         return MultiplyAdds(LayerFacts.multiply_adds(self, hidden).per_token + 3.5 * self.inner * self.state)
 
     def kernel_work(self, hidden: int, keys: float) -> KernelWork:
@@ -171,7 +171,7 @@ class Mamba2Config(StateSpaceConfig):
         return KernelWork(pairs + states, pairs / 2 + states, chunk * self.heads)
 
     def tensors(self, hidden: int) -> Mapping[Part, Elements]:
-        """What the kernel reads and writes, and the gate."""
+        """Inputs and outputs of the kernel, and the gate."""
         del hidden
         shared = 2 * self.groups * self.state
         return {
@@ -185,11 +185,11 @@ class Mamba2Config(StateSpaceConfig):
         return head_devices(self.heads, self.groups)
 
     def mesh_problems(self, sizes: Mapping[str, int]) -> Iterator[Problem]:
-        """`tensor` has to divide heads, and to divide groups or to be a multiple of them."""
+        """`tensor` must divide heads, and must divide groups or be a multiple of them."""
         return head_problems(self.heads, self.groups, sizes["tensor"], "groups")
 
     def matmul_sides(self, hidden: int, tensor: int) -> Iterator[Side]:
-        """A device's heads, and its groups. Steps are never in 8 bits."""
+        """The heads and groups of a device. Steps are never in 8 bits."""
         del hidden
         return head_sides((self.heads, self.head_dim), (self.groups, self.state), tensor, "groups")
 
@@ -207,30 +207,30 @@ class Mamba1Config(StateSpaceConfig):
     inner: int
     """Channels, each with a state. Mamba: 2 x hidden."""
     rank: int
-    """Width that steps are made of. Mamba: hidden / 16, rounded up."""
+    """Rank of the projection to steps. Mamba: hidden / 16, rounded up."""
     state: int = 16
     """Size of the state of a channel."""
     conv_kernel: int = 4
-    """Positions that the causal convolution sees."""
+    """Width of the causal convolution, in positions."""
     conv_bias: bool = True
     """Bias of the convolution."""
     bias: bool = False
     """Biases of the first and the last projection."""
     dt_min: float = 0.001
-    """Initial steps are spread between this, evenly in their logarithm,"""
+    """Lower bound of initial steps, which are log-uniform."""
     dt_max: float = 0.1
-    """and this."""
+    """Upper bound of initial steps."""
     dt_floor: float = 1e-4
     """Initial steps are at least this."""
     chunk: int = 64
-    """Positions whose states exist at once; results are the same up to rounding."""
+    """Positions whose states exist at once; results are equal up to rounding."""
 
     def problems(self) -> list[Problem]:
         return self.shared_problems() + above_zero(inner=self.inner, rank=self.rank)
 
     @property
     def heads(self) -> int:
-        """Each channel is one."""
+        """Each channel counts as a head."""
         return self.inner
 
     def weights(self, hidden: int) -> tuple[Weight, ...]:
@@ -260,7 +260,7 @@ class Mamba1Config(StateSpaceConfig):
         return last_inputs(self, "x", (self.inner,), ("heads",)), state_leaf((self.inner, self.state))
 
     def matmuls(self, hidden: int) -> tuple[Matmul, ...]:
-        """Gate and input; steps, b and c; the output."""
+        """Matmuls of gate and input; of steps, b and c; of the output."""
         hidden_side, channels = Elements(replicated=hidden), Elements(sharded=self.inner)
         gated, narrow = Elements(sharded=2 * self.inner), Elements(replicated=self.rank + 2 * self.state)
         return (
@@ -271,7 +271,7 @@ class Mamba1Config(StateSpaceConfig):
         )
 
     def multiply_adds(self, hidden: int) -> MultiplyAdds:
-        """Those of the matmuls, and 3.5 for each element of the state, as Megatron-LM counts Mamba-2."""
+        """The matmuls, and 3.5 per element of the state, as Megatron-LM counts for Mamba-2."""
         return MultiplyAdds(LayerFacts.multiply_adds(self, hidden).per_token + 3.5 * self.inner * self.state)
 
     def kernel_work(self, hidden: int, keys: float) -> KernelWork:
@@ -280,7 +280,7 @@ class Mamba1Config(StateSpaceConfig):
         return KernelWork(3.0 * self.inner * self.state, 3.0 * self.inner * self.state, self.inner * self.state)
 
     def tensors(self, hidden: int) -> Mapping[Part, Elements]:
-        """What the convolution reads, steps, what these and b and c are made of, the kernel's output, and the gate."""
+        """Convolution input and steps; the narrow projections; the output of the kernel; the gate."""
         del hidden
         channels, narrow = Elements(sharded=self.inner), Elements(replicated=self.rank + 2 * self.state)
         kernel_inputs = Elements(sharded=2 * self.inner)
@@ -291,12 +291,12 @@ class Mamba1Config(StateSpaceConfig):
         return divisors_of(max(self.inner, 1))
 
     def mesh_problems(self, sizes: Mapping[str, int]) -> Iterator[Problem]:
-        """`tensor` has to divide the channels."""
+        """`tensor` must divide the channels."""
         if self.inner % sizes["tensor"]:
             yield Problem("inner", f"inner={self.inner} is not divisible by parallel.tensor={sizes['tensor']}")
 
     def matmul_sides(self, hidden: int, tensor: int) -> Iterator[Side]:
-        """A device's channels, and what steps, b and c are made of."""
+        """The channels of a device, and the narrow projections."""
         del hidden
         if self.inner % tensor == 0:
             yield Side("inner", f"{self.inner} over parallel.tensor={tensor} are", self.inner // tensor)
@@ -310,10 +310,10 @@ class Mamba1Config(StateSpaceConfig):
 
 
 def last_inputs(cfg: StateSpaceConfig, name: str, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> CacheLeaf:
-    """Those of a convolution, in float32: they are few beside the state."""
+    """Cache leaf of the last inputs of a convolution, in float32: small compared with the state."""
     return CacheLeaf(name, (cfg.conv_kernel - 1, *shape), (None, *axes), per="row", dtype="float32")
 
 
 def state_leaf(shape: tuple[int, ...]) -> CacheLeaf:
-    """The state of heads or channels."""
+    """Cache leaf of the state of heads or channels."""
     return CacheLeaf("state", shape, ("heads", *[None] * (len(shape) - 1)), per="row", dtype="float32")

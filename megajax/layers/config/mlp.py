@@ -12,7 +12,7 @@ from megajax.layers.remat import Part
 
 
 class FeedForward(LayerFacts):
-    """Facts of an MLP whose matrices `inner` lead to ffn and whose matrix `down` leads back."""
+    """Facts of an MLP with the matrices `inner` to the width ffn and `down` back."""
 
     __slots__ = ()
     target: ClassVar[str] = "megajax.layers.mlp:MLP"
@@ -31,22 +31,22 @@ class FeedForward(LayerFacts):
         return (*matrices, *biases, Weight("down_bias", (hidden,), ("embed",)))
 
     def matmuls(self, hidden: int) -> tuple[Matmul, ...]:
-        """Into ffn and back."""
+        """The matmuls to ffn and back."""
         hidden_side, count = Elements(replicated=hidden), len(self.inner)
         up = Matmul(inputs=hidden_side, outputs=Elements(sharded=count * self.ffn), result="mlp", weights=count)
         return up, Matmul(inputs=Elements(sharded=self.ffn), outputs=hidden_side)
 
     def tensors(self, hidden: int) -> Mapping[Part, Elements]:
-        """Inputs of the activation function, and what leads into `down`."""
+        """Inputs of the activation function, and input of `down`."""
         del hidden
         return {"mlp": Elements(sharded=len(self.inner) * self.ffn), "activation": Elements(sharded=self.ffn)}
 
     def tensor_sizes(self) -> list[int]:
-        """Numbers of devices of `tensor` that ffn can be divided over."""
+        """Legal sizes of `tensor`."""
         return divisors_of(max(self.ffn, 1))
 
     def mesh_problems(self, sizes: Mapping[str, int]) -> Iterator[Problem]:
-        """`tensor` has to divide ffn."""
+        """`tensor` must divide ffn."""
         tensor = sizes["tensor"]
         if self.ffn % tensor:
             below = self.ffn // tensor * tensor
@@ -54,13 +54,13 @@ class FeedForward(LayerFacts):
             yield Problem("ffn", f"ffn={self.ffn} is not divisible by parallel.tensor={tensor}", f"use ffn={widths}")
 
     def matmul_sides(self, hidden: int, tensor: int) -> Iterator[Side]:
-        """A device's part of ffn."""
+        """The shard of ffn on a device."""
         del hidden
         if self.ffn % tensor == 0:
             yield Side("ffn", f"{self.ffn} over parallel.tensor={tensor} is", self.ffn // tensor)
 
     def summary(self, hidden: int) -> str:
-        """Its width."""
+        """Text of the width."""
         del hidden
         return f"ffn {self.ffn}"
 
@@ -93,7 +93,7 @@ class GatedMLPConfig(FeedForward):
     bias: bool = False
     """Biases on all three matrices."""
     clamp: float | None = None
-    """x gate is clipped to at most this, x up to between this and its negative; none: neither."""
+    """x gate is clipped to at most this, x up to [-clamp, clamp]; none: no clipping."""
     offset: float = 0.0
     """Added to x up."""
 

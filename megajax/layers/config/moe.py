@@ -23,7 +23,7 @@ class CapacityConfig:
     factor: float = 1.0
     """Capacity over the mean number of tokens of an expert."""
     drop: Literal["probability", "position"] = "probability"
-    """Which tokens an expert keeps: those that weigh it most, or the first."""
+    """Tokens that an expert keeps: those with the largest weights, or the first ones."""
 
     def problems(self) -> list[Problem]:
         return above_zero(factor=self.factor)
@@ -31,47 +31,49 @@ class CapacityConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RouterConfig:
-    """Chooses the experts of each token, and what they weigh. Computes in float32."""
+    """Chooses the experts of each token and their weights. Computes in float32."""
 
     score: Literal["softmax", "sigmoid", "sqrt_softplus"] = "softmax"
     """Scores of the experts from the router's logits."""
     normalise: Literal["chosen", "all"] = "chosen"
     """chosen: the weights of a token's experts add up to 1 (softmax over the chosen logits; sigmoid: divided by the
-    sum); all: they are the scores among all experts, as they are."""
+    sum); all: the weights are the scores among all experts."""
     scale: float = 1.0
     """Factor on the weights."""
     groups: int | None = None
-    """Experts are in this many groups, of which a token chooses `chosen_groups` first; none: no groups."""
+    """Number of groups of experts; a token first chooses `chosen_groups` of them; none: no groups."""
     chosen_groups: int | None = None
-    """Groups a token's experts are from: those with the largest sums of their best scores."""
+    """Groups that a token chooses: those with the largest sums of their best scores."""
     group_scores: int | None = None
-    """How many best scores of a group are summed; none: top_k / chosen_groups."""
+    """Number of best scores of a group that are summed; none: top_k / chosen_groups."""
     bias: bool = False
     """A trained bias on the logits."""
     balance_rate: float | None = None
-    """Balances without a loss: scores have a bias for the choice alone, which after each step goes up by this for
-    experts with fewer tokens than the mean, and down for the others (Wang et al. 2024); none: no such bias."""
+    """Balancing without a loss: a bias on scores, used only for the choice of experts. Each step raises it by this
+    value for experts with fewer tokens than the mean and lowers it for others (Wang et al. 2024); none: no bias."""
     aux_loss: float = 0.0
     """Coefficient of the load-balancing loss over the tokens of a microbatch (Fedus et al. 2021, equation 4)."""
     row_loss: float = 0.0
     """Coefficient of the same loss over each row, averaged over rows."""
     global_loss: float = 0.0
-    """Coefficient of the same loss with the tokens of the last step's batch counted too (Qiu et al. 2025)."""
+    """Coefficient of the same loss with token counts that include the batch of the last step (Qiu et al. 2025)."""
     z_loss: float = 0.0
     """Coefficient of the mean squared logarithm of the partition function of the logits (Zoph et al. 2022)."""
     sinkhorn: bool = False
     """In training, experts are chosen by logits that Sinkhorn's algorithm balances (Clark et al. 2022)."""
     jitter: float = 0.0
-    """In training, the router's input is multiplied by random numbers from 1 - jitter to 1 + jitter."""
+    """In training, the input of the router is multiplied by random factors from 1 - jitter to 1 + jitter."""
     force_balance: bool = False
-    """Tokens go to experts by turns, whatever the scores: for benchmarks."""
+    """Assign tokens to experts round-robin, ignoring scores: for benchmarks."""
     capacity: CapacityConfig | None = None
     """A limit on the tokens of each expert; none: no token is dropped."""
 
     def problems(self) -> list[Problem]:
         problems = above_zero(scale=self.scale, balance_rate=self.balance_rate)
         if self.group_scores is not None and self.groups is None:
-            problems.append(Problem("group_scores", "compares groups, and groups=none", "set groups, or this to none"))
+            problems.append(
+                Problem("group_scores", "is for groups of experts, and groups=none", "set groups, or set this to none")
+            )
         for name in ("aux_loss", "row_loss", "global_loss", "z_loss"):
             if not 0 <= (value := getattr(self, name)) < float("inf"):
                 problems.append(Problem(name, f"must be a number of at least 0, got {value}"))
@@ -79,16 +81,16 @@ class RouterConfig:
         if (self.groups is None) != (self.chosen_groups is None):
             problems.append(Problem("groups", "and chosen_groups go together", "set both, or neither"))
         if self.balance_rate is not None and self.score == "softmax" and self.normalise == "chosen":
-            message = "biases scores, and a softmax over the chosen logits has none before the choice"
+            message = "needs scores before the choice of experts, and normalise=chosen with softmax has none"
             problems.append(Problem("balance_rate", message, "use score=sigmoid, or normalise=all"))
         balancing = self.aux_loss or self.row_loss or self.global_loss or self.balance_rate is not None
         if self.sinkhorn and (balancing or self.groups is not None):
-            message = "balances by itself, beside losses, groups or balance_rate"
+            message = "balances experts itself and excludes losses, groups and balance_rate"
             problems.append(Problem("sinkhorn", message, "set these losses to 0, the others to none"))
         return problems
 
     def expert_problems(self, experts: int, top_k: int) -> Iterator[Problem]:
-        """What is wrong with it for this many experts, top_k of which a token chooses."""
+        """Problems of the router with this number of experts and top_k."""
         groups, chosen_groups = self.groups, self.chosen_groups
         if groups is None or chosen_groups is None:
             return
@@ -110,27 +112,27 @@ class RouterConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SharedExpertConfig:
-    """A feed-forward layer that all tokens pass, beside those they choose."""
+    """A feed-forward layer for all tokens, in addition to the chosen experts."""
 
     mlp: MLPConfig
     """The layer."""
     gate: bool = False
-    """Its output is multiplied by the sigmoid of a projection of the input to one number."""
+    """Multiply its output by the sigmoid of a projection of the input to one number."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DispatchConfig:
-    """How tokens get to experts on other devices; see docs/moe.md."""
+    """How tokens are sent to experts on other devices; see docs/moe.md."""
 
     way: Way = "auto"
     """gather: all tokens to all devices of `expert`; ragged: each token to the devices of its experts; capacity: the
     same in parts of equal size; auto: whichever sends fewer bytes."""
     room: float | None = None
-    """Rows that a device has room for, over the mean; further tokens are dropped, from the experts with most, and are
-    counted in the metrics. none: room for all, whatever the router does."""
+    """Buffer rows of a device over the mean. Tokens beyond that are dropped, from the experts with most tokens, and
+    counted in the metrics. none: room for the worst case; no token is dropped."""
     chunks: int = 1
-    """Parts of a device's tokens that are sent and computed one after another, each recomputed in the backward pass:
-    memory for one part at a time."""
+    """Parts of the tokens of a device that are sent and computed in sequence, each recomputed in the backward pass, so
+    that only one part is in memory."""
 
     def problems(self) -> list[Problem]:
         problems = [] if self.chunks >= 1 else [Problem("chunks", f"must be at least 1, got {self.chunks}")]
@@ -141,25 +143,25 @@ class DispatchConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MoEConfig(Builds):
-    """A mixture of experts: each token passes the top_k feed-forward layers that a router chooses for it."""
+    """A mixture of experts: a router chooses top_k feed-forward layers for each token."""
 
     target: ClassVar[str] = "megajax.layers.moe:MixtureOfExperts"
     experts: int
     """Number of experts."""
     top_k: int = 2
-    """Experts of a token."""
+    """Number of experts per token."""
     expert: MLPConfig
     """The layer of each expert."""
     router: RouterConfig = field(default_factory=RouterConfig)
     """How experts are chosen."""
     shared: SharedExpertConfig | None = None
-    """A layer for all tokens beside them; none: no such layer."""
+    """Shared expert for all tokens; none: no such layer."""
     latent: int | None = None
-    """Width that tokens are projected to for the experts, and back from; none: experts have the hidden size."""
+    """Width that tokens are projected to for the experts; none: experts have the hidden size."""
     dispatch: DispatchConfig = field(default_factory=DispatchConfig)
-    """How tokens get to experts on other devices."""
+    """How tokens are sent to experts on other devices."""
     kernel: GroupedKernel = "auto"
-    """Grouped matmul of the experts: the fastest available, or that one or an error."""
+    """Kernel of the grouped matmul. auto: the fastest available; otherwise this one or an error."""
 
     def problems(self) -> list[Problem]:
         problems = above_zero(experts=self.experts, top_k=self.top_k, latent=self.latent)
@@ -174,11 +176,11 @@ class MoEConfig(Builds):
         ]
 
     def draws_numbers(self) -> bool:
-        """Whether training does."""
+        """Whether training draws random numbers."""
         return self.router.jitter > 0 or self.router.sinkhorn
 
     def compares_rows(self) -> dict[str, Literal["rows", "order"]]:
-        """Settings by which tokens depend on other rows of their microbatch, or on the order of these."""
+        """Settings that make tokens depend on the other rows of a microbatch, or on their order."""
         router = self.router
         by_rows = {"router.aux_loss": router.aux_loss, "router.global_loss": router.global_loss}
         by_order = {"router.sinkhorn": router.sinkhorn, "router.capacity": router.capacity is not None}
@@ -195,13 +197,13 @@ class MoEConfig(Builds):
 
         Raises UserError if a kernel chosen by name is not available; `setting` names it.
         """
-        # The number of rows is the layout's; here it only has to be one that kernels take.
+        # The number of rows depends on the layout; any legal number does here.
         sizes = GroupedSizes(4096, self.experts, self.width(hidden), self.expert.ffn)
         choice = choose_grouped(self.kernel, request.dtype, device, setting, sizes)
         return Choice(choice.kernel, choice.reasons, "experts")
 
     def decoding(self) -> Self:
-        """Without what makes a token depend on the others of its batch: capacities, and forced balance."""
+        """The layer without settings that make a token depend on others: capacity, room and forced balance."""
         router = replace(self.router, capacity=None, force_balance=False)
         return replace(self, router=router, dispatch=replace(self.dispatch, room=None))
 
@@ -214,7 +216,7 @@ class MoEConfig(Builds):
         return self.latent or hidden
 
     def inner_weights(self, hidden: int) -> tuple[Weight, ...]:
-        """Those of the experts, stacked."""
+        """The stacked weights of the experts."""
         names = {"mlp": "expert_mlp", "embed": "embed" if self.latent is None else None}
         return tuple(
             Weight(
@@ -242,7 +244,7 @@ class MoEConfig(Builds):
         return tuple(weights)
 
     def matmuls(self, hidden: int) -> tuple[Matmul, ...]:
-        """Of the router, of the experts on their tokens, of what all tokens pass."""
+        """Matmuls of the router, the experts and the shared expert."""
         hidden_side = Elements(replicated=hidden)
         every = [Matmul(inputs=hidden_side, outputs=Elements(replicated=self.experts))]
         if self.latent is not None:
@@ -258,13 +260,13 @@ class MoEConfig(Builds):
         return tuple(every)
 
     def multiply_adds(self, hidden: int) -> MultiplyAdds:
-        """Of the experts a token passes, as Megatron-LM counts: neither the router nor gates."""
+        """The experts of a token, as Megatron-LM counts: without router and gates."""
         experts = self.top_k * self.expert.multiply_adds(self.width(hidden)).per_token
         shared = 0 if self.shared is None else self.shared.mlp.multiply_adds(hidden).per_token
         return MultiplyAdds(experts + shared + 2 * hidden * (self.latent or 0))
 
     def tensors(self, hidden: int) -> Mapping[Part, Elements]:
-        """Those of top_k experts and of the shared one."""
+        """Tensors of top_k experts and of the shared expert."""
         inner, total = self.expert.tensors(self.width(hidden)), {}
         shared = {} if self.shared is None else self.shared.mlp.tensors(hidden)
         for part, elements in inner.items():
@@ -273,7 +275,7 @@ class MoEConfig(Builds):
         return total
 
     def expert_facts(self, hidden: int) -> ExpertFacts:
-        """How the experts are reached."""
+        """Rows, buffers and collectives of the experts."""
         width, dispatch = self.width(hidden), self.dispatch
         return ExpertFacts(
             experts=self.experts,
@@ -287,35 +289,35 @@ class MoEConfig(Builds):
         )
 
     def megatron_matrices(self, hidden: int, gains: int) -> int:
-        """Of the layer that all tokens pass."""
+        """Parameters of the shared expert."""
         return 0 if self.shared is None else self.shared.mlp.megatron_matrices(hidden, gains)
 
     def megatron_experts(self, hidden: int) -> int:
-        """Their matrices."""
+        """Parameters of the matrices of experts."""
         return self.experts * self.expert.megatron_matrices(self.width(hidden), gains=1)
 
     def megatron_router(self, hidden: int) -> int:
-        """The router, and the gate of the shared layer."""
+        """Parameters of the router and of the gate of the shared expert."""
         gate = self.shared is not None and self.shared.gate
         return hidden * self.experts + self.experts * self.router.bias + hidden * gate
 
     def megatron_ffn(self) -> int:
-        """That of an expert."""
+        """The ffn of an expert."""
         return self.expert.ffn
 
     def tensor_sizes(self) -> list[int]:
-        """Numbers of devices of `tensor` that every ffn can be divided over."""
+        """Legal sizes of `tensor`: divisors of every ffn."""
         sizes = set(self.expert.tensor_sizes())
         return sorted(sizes if self.shared is None else sizes & set(self.shared.mlp.tensor_sizes()))
 
     def mesh_problems(self, sizes: Mapping[str, int]) -> Iterator[Problem]:
-        """The devices that experts are spread over have to divide them, and `tensor` every ffn that it cuts."""
+        """The devices of experts must divide their number, and `tensor` must divide every ffn that it shards."""
         expert_devices, ffn_devices = sizes.get("experts", sizes["expert"]), sizes.get("expert_mlp", sizes["tensor"])
         if self.experts % expert_devices:
             over = "" if expert_devices == sizes["expert"] else f" x parallel.tensor={sizes['tensor']}"
             legal = ", ".join(map(str, divisors_of(self.experts)))
             message = f"experts={self.experts} is not divisible by parallel.expert={sizes['expert']}{over}"
-            yield Problem("experts", message, f"they can be spread over {legal} devices")
+            yield Problem("experts", message, f"they can be distributed over {legal} devices")
         layers = {"expert": (self.expert, ffn_devices)}
         if self.shared is not None:
             layers["shared.mlp"] = self.shared.mlp, sizes["tensor"]
@@ -324,7 +326,7 @@ class MoEConfig(Builds):
                 yield replace(problem, setting=f"{name}.{problem.setting}")
 
     def matmul_sides(self, hidden: int, tensor: int) -> Iterator[Side]:
-        """Of what all tokens pass. Grouped matmuls of experts have no recipe: their sides may be any."""
+        """Sides of the shared expert and latents. Grouped matmuls have no recipe, so experts may have any size."""
         if self.latent is not None:
             yield Side("latent", "is", self.latent)
         if self.shared is not None:

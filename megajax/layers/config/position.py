@@ -14,7 +14,7 @@ class Llama3ScalingConfig:
     """Llama 3.1's scaling of low RoPE frequencies for longer sequences (Llama team 2024)."""
 
     factor: float = 8.0
-    """What the lowest frequencies are divided by."""
+    """Divisor of the lowest frequencies."""
     low: float = 1.0
     """Frequencies with wavelengths above original/low are scaled by the whole factor."""
     high: float = 4.0
@@ -38,7 +38,7 @@ class YarnScalingConfig:
     """YaRN: interpolates low frequencies, keeps high ones, and scales rotated heads (Peng et al. 2023)."""
 
     factor: float
-    """What the lowest frequencies are divided by."""
+    """Divisor of the lowest frequencies."""
     original: int = 4096
     """Sequence length of the training before the extension."""
     fast: float = 32.0
@@ -50,7 +50,8 @@ class YarnScalingConfig:
     mscale: float | None = None
     """Coefficient of ln(factor) in the scale of rotated heads, none: 1; needs mscale_all."""
     mscale_all: float | None = None
-    """The same, divided out again: latent attention has its square in the scale of all scores instead."""
+    """The scale of rotated heads is divided by the expression with this coefficient; latent attention multiplies all
+    scores by its square instead."""
 
     def problems(self) -> list[Problem]:
         problems = above_zero(factor=self.factor, original=self.original, fast=self.fast, slow=self.slow)
@@ -61,7 +62,7 @@ class YarnScalingConfig:
         return problems
 
     def mscale_factor(self, weight: float) -> float:
-        """0.1 weight ln(factor) + 1, the paper's fit with weight 1."""
+        """0.1 weight ln(factor) + 1; the paper has weight 1."""
         return 0.1 * weight * log(self.factor) + 1 if self.factor > 1 else 1.0
 
     def magnitude(self) -> float:
@@ -98,7 +99,7 @@ class RopeConfig(Builds):
         return int(size * self.fraction)
 
     def head_problems(self, size: int) -> list[Problem]:
-        """What is wrong with rotating heads of this size."""
+        """Problems of rotating heads of this size."""
         if 0 < self.fraction <= 1 and (self.rotated(size) % 2 or self.rotated(size) < 2):
             share = "" if self.fraction == 1 else f", {self.fraction:g} of {size}"
             message = f"rotary positions need an even head size, got {self.rotated(size)}{share}"
@@ -108,17 +109,17 @@ class RopeConfig(Builds):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RelativeBiasConfig(Builds):
-    """A learned bias of scores by head and distance (T5, Raffel et al. 2020, section 2.1)."""
+    """A learned bias on scores by head and distance (T5, Raffel et al. 2020, section 2.1)."""
 
     target: ClassVar[str] = "megajax.layers.position:RelativeBias"
     buckets: int = 32
-    """Buckets of distances: half of them hold one distance each, the others logarithmically wider ranges."""
+    """Number of buckets: half of them hold one distance each, the others logarithmically growing ranges."""
     distance: int = 128
     """Distances from this one on share the last bucket."""
     both_ways: bool = False
     """Half of the buckets are for keys after the query."""
     shared: bool = False
-    """One table for all layers of a stack, as in T5, rather than one for each."""
+    """One table for all layers of a stack, as in T5; false: one table per layer."""
 
     def problems(self) -> list[Problem]:
         buckets = self.buckets // 2 if self.both_ways else self.buckets

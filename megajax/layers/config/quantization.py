@@ -9,7 +9,7 @@ from megajax.config.errors import Problem
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QuantizationConfig(Builds):
-    """Matrices of weights in 8 or 4 bits, made by `python -m megajax.convert --quantize`; they are not trained.
+    """Weight matrices in 8 or 4 bits, from `python -m megajax.convert --quantize`; they are not trained.
 
     Embeddings, the head, norms, routers and biases stay as they are. `build(model)` changes the matrices of a model.
     """
@@ -37,5 +37,7 @@ class QuantizationConfig(Builds):
             message = f"{self.activations} goes with weights=fp8, not with {self.weights}"
             problems.append(Problem("activations", message, "set weights=fp8, or activations=none"))
         if self.static and self.activations == "none":
-            problems.append(Problem("static", "true is about the scales of activations", "set activations=fp8"))
+            problems.append(
+                Problem("static", "sets the scales of activations, and activations=none", "set activations=fp8")
+            )
         return problems

@@ -1,4 +1,4 @@
-"""Facts of residual blocks, made of those of their sub-layers; imports neither jax nor flax."""
+"""Facts of residual blocks, from those of their sub-layers; imports neither jax nor flax."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import Field
@@ -38,21 +38,21 @@ type MixerConfig = AttentionConfig | LatentAttentionConfig | Mamba2Config | Mamb
 """Layers that mix tokens of a row."""
 
 KERNEL_TENSORS: tuple[Part, ...] = ("query_key_value", "core_attention")
-"""What a kernel between matmuls reads and writes."""
+"""Inputs and outputs of a kernel between matmuls."""
 
 
 class ResidualBlock(Builds):
-    """Base of the configs of blocks: sub-layers one after another, each of which adds to the residual stream.
+    """Base of block configs: consecutive sub-layers that each add to the residual stream.
 
-    Stacks, plans, counts and checks know no block beyond these methods. Every subclass is a frozen dataclass with a
-    field for each name in `sub_layers`, `norm` and `dropout`.
+    Stacks, plans, counts and checks use only these methods. Every subclass is a frozen dataclass with a field for each
+    name in `sub_layers`, `norm` and `dropout`.
     """
 
     __slots__ = ()
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
     sub_layers: ClassVar[Mapping[str, type]]
-    """Field -> the protocol of its layer: `Mixer` for what mixes along the sequence, else `Layer`. Its norm is a weight
-    with the name of the field and `_norm`."""
+    """Field -> protocol of its layer: `Mixer` for layers that mix along the sequence, else `Layer`. The norm of a
+    sub-layer is named after the field, with the suffix `_norm`."""
     norm: NormConfig | LayerBuilder
     dropout: float
 
@@ -64,34 +64,34 @@ class ResidualBlock(Builds):
         return {name: getattr(self, name) for name in self.sub_layers}
 
     def layers(self) -> dict[str, Any]:
-        """Setting -> config of each sub-layer, with cross-attention, which is none of `sub_layers`."""
+        """Setting -> config of each sub-layer, including cross-attention, which is not in `sub_layers`."""
         return {**self.mixers(), **self.parts()}
 
     def mixers(self) -> dict[str, MixerConfig | LayerBuilder]:
-        """Setting -> config, of each part that mixes along a sequence."""
+        """Setting -> config of each layer that mixes along a sequence."""
         return self.own_mixers()
 
     def with_kernels(self) -> dict[str, HasKernel]:
-        """Setting -> config, of each part with a kernel that depends on the device."""
+        """Setting -> config of each layer with a kernel that depends on the device."""
         return {name: layer for name, layer in self.layers().items() if isinstance(layer, HasKernel)}
 
     def own_mixers(self) -> dict[str, MixerConfig | LayerBuilder]:
-        """Those of `mixers` that read the block's own sequence."""
+        """The `mixers` that read the sequence of the block itself."""
         return {name: part for name, part in self.parts().items() if self.sub_layers[name] is Mixer}
 
     def missing_facts(self) -> dict[str, list[str]]:
-        """Setting -> what its config lacks of the protocol of such layers, for each that lacks any."""
+        """Setting -> missing members of the protocol, for each layer that lacks any."""
         protocols = {**self.sub_layers, "norm": Norm}
         missing = {name: missing_members(getattr(self, name), protocol) for name, protocol in protocols.items()}
         return {name: lacking for name, lacking in missing.items() if lacking}
 
     def summary(self, hidden: int) -> str:
-        """Sizes of the sub-layers, in words."""
+        """Text of the sizes of the sub-layers."""
         return ", ".join(part.summary(hidden) for part in self.parts().values())
 
     def has_dropout(self) -> bool:
         """Whether training draws random numbers."""
-        # A mixer that does not say may do so.
+        # A mixer without `dropout` may use it.
         dropping = any(getattr(mixer, "dropout", 1.0) > 0 for mixer in self.mixers().values())
         drawing = any(isinstance(part, DrawsNumbers) and part.draws_numbers() for part in self.parts().values())
         return self.dropout > 0 or dropping or drawing
@@ -109,7 +109,7 @@ class ResidualBlock(Builds):
         return norm.weights(hidden)
 
     def matmuls(self, hidden: int) -> tuple[Matmul, ...]:
-        """Those of the sub-layers."""
+        """The matmuls of the sub-layers."""
         return tuple(matmul for part in self.parts().values() for matmul in part.matmuls(hidden))
 
     def multiply_adds(self, hidden: int, memory_ratio: float = 0.0) -> MultiplyAdds:
@@ -121,7 +121,7 @@ class ResidualBlock(Builds):
         return total
 
     def tensors(self, hidden: int) -> Mapping[Part, Elements]:
-        """Tensors within the sub-layers that may be saved; those of one name count as one."""
+        """Tensors of the sub-layers that may be saved, added up by name."""
         total: dict[Part, Elements] = {}
         for part in self.parts().values():
             for name, elements in part.tensors(hidden).items():
@@ -129,26 +129,26 @@ class ResidualBlock(Builds):
         return total
 
     def megatron_matrices(self, hidden: int) -> int:
-        """Parameters that tensor parallelism cuts, by Megatron-LM's memory report."""
+        """Parameters that tensor parallelism shards, in Megatron-LM's memory report."""
         gains = total_size(self.norm_weights(hidden)) // hidden
         return sum(part.megatron_matrices(hidden, gains) for part in self.parts().values())
 
     def with_experts(self) -> list[HasExperts]:
-        """The sub-layers that have experts."""
+        """The sub-layers with experts."""
         return [part for part in self.parts().values() if isinstance(part, HasExperts)]
 
     def megatron_experts(self, hidden: int) -> int:
-        """Parameters of experts, by the same report."""
+        """Parameters of experts, in the same report."""
         return sum(part.megatron_experts(hidden) for part in self.with_experts())
 
     def megatron_ffn(self, hidden: int) -> int:
-        """Width between the matrices of the feed-forward layer, by the same report."""
+        """Width between the matrices of the feed-forward layer, in the same report."""
         for part in self.with_experts():
             return part.megatron_ffn()
         return self.tensors(hidden).get("activation", NO_ELEMENTS).total
 
     def megatron_replicated(self, hidden: int) -> int:
-        """Parameters that it has on all devices: norms and routers."""
+        """Parameters that the report replicates on all devices: norms and routers."""
         norms = len(self.layers()) * total_size(self.norm_weights(hidden))
         return norms + sum(part.megatron_router(hidden) for part in self.with_experts())
 
@@ -171,7 +171,7 @@ class ResidualBlock(Builds):
         )
 
     def mesh_problems(self, sizes: Mapping[str, int]) -> Iterator[Problem]:
-        """What is wrong with the sub-layers on a mesh, as far as they tell. sizes: mesh axis -> devices."""
+        """Problems of the sub-layers on a mesh, as far as known. sizes: mesh axis -> number of devices."""
         layers = {name: layer for name, layer in self.layers().items() if isinstance(layer, Layer)}
         problems = [(name, problem) for name, layer in layers.items() for problem in layer.mesh_problems(sizes)]
         if problems:
@@ -182,7 +182,7 @@ class ResidualBlock(Builds):
                 yield Problem(f"{name}.{problem.setting}", problem.message, "; ".join(hints))
 
     def matmul_sides(self, hidden: int, tensor: int) -> Iterator[Side]:
-        """Sides of the matrices on one device, beside the hidden size."""
+        """Sides of the matrices on one device, except the hidden size."""
         for name, layer in self.layers().items():
             for side in layer.matmul_sides(hidden, tensor):
                 yield side._replace(setting=f"{name}.{side.setting}")
