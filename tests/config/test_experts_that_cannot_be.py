@@ -167,5 +167,5 @@ def test_the_banner_has_a_line_about_experts(experts):
         assert "no ragged all-to-all" in lines[1]
         assert _fp8(PrecisionConfig(fp8=Fp8Config()), mixtures=True)[0][1].endswith("; experts multiply in bfloat16")
     else:
-        assert lines == ["none: the 4 devices of expert share rows, as those of data do"]
+        assert lines == ["none: the 4 devices of expert split the rows, like those of data"]
         assert "experts" not in _fp8(PrecisionConfig(fp8=Fp8Config()), mixtures=False)[0][1]

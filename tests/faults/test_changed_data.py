@@ -69,7 +69,7 @@ def test_other_content_of_the_same_size_is_refused(attempt: Attempts, file: Path
     attempt(file)
     before = attempt.meta
     file.write_bytes(bytes(range(1, 201)))
-    with pytest.raises(UserError, match=r"RUN holds step 7 of a run with other data \(stored -> asked for\)") as error:
+    with pytest.raises(UserError, match=r"RUN has step 7 of a run with other data \(stored -> requested\)") as error:
         attempt(file)
     text = str(error.value)
     assert f"data: {file}: checksum of a sample of its content: " in text and "-> " in text
@@ -82,7 +82,7 @@ def test_a_change_is_accepted_where_that_is_asked_for(attempt: Attempts, file: P
     file.write_bytes(b"other")
     attempt.checkpoint = CheckpointConfig(changed_data="accept")
     attempt(file, **{"data: order": "b", "data.seed": 2})
-    assert len(attempt.said) == 1 and "other data from step 7 on" in attempt.said[0]
+    assert len(attempt.said) == 1 and "changed data from step 7 on" in attempt.said[0]
     for text in ("data: order: a -> b", "data.seed: 1 -> 2", f"data: {file}: bytes: 200 -> 5"):
         assert text in attempt.said[0]
     attempt.checkpoint = CheckpointConfig()
@@ -178,7 +178,7 @@ def test_a_run_whose_data_changed_ends_with_one_message(run: Callable[..., Start
     assert second.wait() == 2 and "Traceback" not in second.text
     assert f"data: {tmp_path / 'text'}.bin: checksum of a sample of its content" in second.text
     third = run("--steps=6", "--schedule.decay_steps=3", "--checkpoint.changed_data=accept", "--verify-data")
-    assert third.wait() == 0 and "other data from step 3 on" in third.text and "every byte of 2 files" in third.text
+    assert third.wait() == 0 and "changed data from step 3 on" in third.text and "every byte of 2 files" in third.text
 
 
 @pytest.mark.slow

@@ -93,7 +93,7 @@ def test_failed_saves(fake_run: Callable) -> None:
     run = fake_run()
     run.attempt(0, 30, save=10)
     for failures, step in enumerate((40, 50), 1):
-        run.event("save_failed", step=step, why=FULL, failures=failures, next="training goes on until the next save")
+        run.event("save_failed", step=step, why=FULL, failures=failures, next="training continues until the next save")
     run.event("save_failed", step=60, why=FULL, failures=3, next="the run ends with exit code 1", exit_code=1)
     assert endings(run) == [f"3 saves failed in a row: {FULL}"], "the page that the run itself writes"
     error = f"CheckpointError: step 60 was not saved: {FULL}"

@@ -339,7 +339,7 @@ def test_a_hugging_face_folder_is_evaluated(tmp_path):
     assert results(tmp_path)["lambada"]["loss"]["value"] == pytest.approx(total / 3, rel=1e-5)
     with pytest.raises(UserError, match="there is no folder"):
         main([f"--hf={tmp_path / 'none'}", "--tasks=split:validation"])
-    with pytest.raises(UserError, match=rf"but a config\.json as of a Hugging Face model: --hf={tmp_path}"):
+    with pytest.raises(UserError, match=rf"but a config\.json as of a Hugging Face model: use --hf={tmp_path}"):
         main([f"--run={tmp_path}", "--tasks=split:validation"])
     (tmp_path / "tokenizer.json").unlink()
     with pytest.raises(

@@ -125,7 +125,7 @@ def test_out_of_memory_says_what_arrays_can_have_of_a_gpu(there, monkeypatch):
     monkeypatch.setenv(MEMORY_FRACTION[0], "0.92")
     text = out_of_memory(runtime_error(EXHAUSTED), run_config())
     assert f"out of memory on {KIND if there == 'gpu' else 'cpu'}" in text
-    expected = "arrays can have 72.00 GiB of the device (share 0.92)" if there == "gpu" else "limit is unknown\n"
+    expected = "the limit for arrays is 72.00 GiB a device (share 0.92)" if there == "gpu" else "limit is unknown\n"
     assert expected in text
 
 
@@ -233,4 +233,4 @@ def test_other_errors_are_left_alone(tmp_path):
 
 
 def test_a_machine_out_of_memory_is_not_called_a_device(tmp_path):
-    assert "the host is out of memory" in str(device_fault(MemoryError(), run_config(), tmp_path))
+    assert "the host, not a device, is out of memory" in str(device_fault(MemoryError(), run_config(), tmp_path))

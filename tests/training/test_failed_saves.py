@@ -74,7 +74,7 @@ def test_failed_saves_are_retried_counted_and_end_the_run(tmp_path, monkeypatch,
     assert names(tmp_path) == ["begun", "committed", *2 * ["begun", "retried", "begun", "failed"]]
     events = [event for event in saves(tmp_path) if event["event"] == "save_failed"]
     assert [event["failures"] for event in events] == [1, 2] and re.fullmatch(full, events[0]["why"])
-    assert "goes on" in events[0]["next"] and "ends with exit code 1" in events[1]["next"]
+    assert "continues" in events[0]["next"] and "ends with exit code 1" in events[1]["next"]
     done = lines(tmp_path)
     assert "save_failed" not in done[4] and done[-1]["save_failed"] is True and len(done) < 60
     said = capfd.readouterr().out

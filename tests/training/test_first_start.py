@@ -106,7 +106,7 @@ def test_a_job_on_gpus_from_its_first_start_to_an_evaluation_alone(tmp_path, mon
     assert f"4 x {KIND} (4 of 8 used), 1 process" in text
     assert "attention cudnn" in text and "xla_gpu_enable_latency_hiding_scheduler=True" in text
     single_spaced = " ".join(text.split())
-    assert "GPU memory a share of 0.92 for arrays" in single_spaced and "start step 2 of" in single_spaced
+    assert "GPU memory 0.92 of it for arrays" in single_spaced and "start step 2 of" in single_spaced
     assert "peak memory of a device 2.0 MiB of 72.00 GiB" in single_spaced
     assert len(list((tmp_path / "compiled").glob("jax-*-gpu/jit_train_step-*-cache"))) == 1
     first = lines(cfg)[0]

@@ -107,7 +107,10 @@ def test_a_run_does_not_fail_for_want_of_a_report(halted, copied, capsys):
         raise OSError("no space left on device")
 
     assert train(run_config(copied), reporter=broken) == 0
-    assert f"no report: no space left on device; python -m megajax.report {copied}" in capsys.readouterr().out
+    assert (
+        f"no report: no space left on device; to try again, run python -m megajax.report {copied}"
+        in capsys.readouterr().out
+    )
     assert not (halted / "report.html").exists() and not (copied / "report.html").exists()
 
 
@@ -163,11 +166,11 @@ def test_going_on_with_other_settings_is_refused_and_nothing_is_touched(halted, 
         train(run_config(halted, **changes))
     for line in listed:
         assert line in str(refused.value)
-    assert "holds step 4" in str(refused.value)
+    assert "has step 4" in str(refused.value)
     assert "Continue with the old settings; " in str(refused.value)
     assert "or set another run_dir" in str(refused.value)
     rates = any(f"\n  {name}" in str(refused.value) for name in ("schedule", "optimizer.weight_decay"))
-    assert ("set schedule.on_resume=config to let rates change" in str(refused.value)) == rates
+    assert ("set schedule.on_resume=config to change the rates" in str(refused.value)) == rates
     assert contents(halted) == before
 
 
@@ -183,7 +186,7 @@ def test_another_schedule_takes_over_where_the_config_says_so(whole, copied, cap
     assert "schedule.lr" not in str(refused.value)
     assert train(run_config(copied, **rates)) == 0
     told = capsys.readouterr().out
-    assert "other rates from step 4 on (schedule.on_resume=config)" in told
+    assert "changed rates from step 4 on (schedule.on_resume=config)" in told
     assert "schedule.lr: 0.01 -> 0.001" in told and "optimizer.weight_decay: 0.01 -> 0.2" in told
     assert [steps(copied)[step]["lr"] for step in (5, 6)] == pytest.approx([1e-3 * 2 / 6, 1e-3 / 6], rel=1e-6)
     assert [steps(copied)[step]["lr"] for step in range(1, 5)] == [steps(whole)[step]["lr"] for step in range(1, 5)]
@@ -201,7 +204,7 @@ def test_a_finished_run_has_nothing_to_do_and_can_be_evaluated_alone(whole, tmp_
     capsys.readouterr()
     assert train(run_config(folder)) == 0
     assert (
-        f"nothing to train: --run_dir={folder} is at step 6 of --steps=6. Give more --steps" in capsys.readouterr().out
+        f"nothing to train: --run_dir={folder} is at step 6 of --steps=6. Increase --steps" in capsys.readouterr().out
     )
     assert lines(folder) == lines(whole)
 

@@ -103,4 +103,4 @@ def test_people_are_warned_once() -> None:
         info: Any = SimpleNamespace(step=step, measured={"lost": Measured(measure, (0,), np.array([share]))})
         watch.warn_of(info)
     assert told == [("layer_warning", {"step": 2, "measure": "lost", "value": 0.25, "why": "25% lost"})]
-    assert said == ["step 2: 25% lost; lost in metrics.jsonl counts further ones"]
+    assert said == ["step 2: 25% lost; lost in metrics.jsonl counts later ones"]

@@ -18,8 +18,8 @@ from megajax.resilience.integrity_config import HealthConfig
 
 @pytest.fixture
 def small(monkeypatch):
-    monkeypatch.setattr(preflight, "CHUNK", 2**16)
-    monkeypatch.setattr(preflight, "TRANSFER", 2**20)
+    monkeypatch.setattr(preflight, "CHUNK_BYTES", 2**16)
+    monkeypatch.setattr(preflight, "TRANSFER_BYTES", 2**20)
 
 
 @pytest.mark.usefixtures("small")
@@ -69,7 +69,7 @@ def test_an_error_is_a_failure_of_its_test(monkeypatch, tmp_path):
 
 
 def test_a_slow_link_and_clocks_apart_are_warned_of(monkeypatch):
-    monkeypatch.setattr(preflight, "TRANSFER", 2**20)
+    monkeypatch.setattr(preflight, "TRANSFER_BYTES", 2**20)
     monkeypatch.setattr(preflight, "gathered", lambda value: np.array([value, 100 * value, 100 * value]))
     assert preflight.transfer()[0] == "warn"
     monkeypatch.setattr(jax, "process_count", lambda: 3)
@@ -103,7 +103,7 @@ def test_memory_errors_of_gpus_are_failures(monkeypatch):
 
 @pytest.mark.usefixtures("small")
 def test_no_run_starts_on_a_machine_that_fails(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(preflight, "SPACE", 2**60)
+    monkeypatch.setattr(preflight, "MIN_FREE_BYTES", 2**60)
     cfg = run_config(tmp_path, resilience=ResilienceConfig(health=HealthConfig(before_run=True)))
     with pytest.raises(Unfit, match=r"process 0 of 1 failed a test before the run \(disk: .* free\)") as caught:
         train(cfg)

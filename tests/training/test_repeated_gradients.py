@@ -117,7 +117,7 @@ def test_a_run_that_goes_on_with_a_single_group_is_not_ended_by_the_check():
 
     said = []
     check = CheckGradients(RecomputeConfig(every=5), Left(), print, said.append, ())
-    assert not check.due(5) and "gradients are not computed again" in said[0]
+    assert not check.due(5) and "gradients are not recomputed" in said[0]
 
 
 def test_drills_that_can_not_happen_are_named():
@@ -125,4 +125,4 @@ def test_drills_that_can_not_happen_are_named():
     cfg = ResilienceConfig(inject=(*asked, "wrong_gradients:step=5:process=1", "nan:step=6"))
     lines = [*idle_drills(cfg, 6, 2, lambda step: step % 5 == 0)]
     assert [line.partition(" ")[0] for line in lines] == [f"resilience.inject={each}" for each in asked[1:]]
-    assert "has 6 steps" in lines[0] and "process 1" in lines[1] and "at step 4" in lines[2]
+    assert "has 6 steps" in lines[0] and "process 1" in lines[1] and "step 4" in lines[2]

@@ -126,8 +126,8 @@ def test_a_fault_that_stays_ends_the_run(parts):
     assert raised.value.code == 17
     text = str(raised.value)
     assert "step 4: gradient norm (nan) is not finite; loss 3." in text
-    assert "; the gradients of all weights are not finite; the same to the last bit" in text
-    assert "the same to the last bit when the step was run again" in text
+    assert "; the gradients of all weights are not finite; identical when" in text
+    assert "identical when the step was run again" in text
 
 
 @pytest.mark.slow
@@ -151,7 +151,7 @@ def test_the_weights_are_named_whose_gradients_are_not_finite(monkeypatch):
     assert [info.nonfinite is not None for info in infos] == [step == 4 for step in range(1, STEPS + 1)]
     told = rf"gradients not finite: {re.escape(path)} of layer 1, of \d+ weights"
     assert re.fullmatch(told, dict(events)["persistent_fault"]["blame"])
-    with pytest.raises(NumericFault, match=rf"nan; {told}; the same to the last bit"):
+    with pytest.raises(NumericFault, match=rf"nan; {told}; identical when the step"):
         finished(again)
     assert again.program.nonfinite_gradients._cache_size() == 1
 
@@ -180,7 +180,7 @@ def test_the_first_layer_with_a_fault_is_named():
 
 def test_numbers_that_differ_from_run_to_run_point_at_the_hardware(parts):
     """Exit code 16: a restart may help, on other machines above all."""
-    told = r"with other numbers when it was first run .loss nan.*suspect the hardware"
+    told = r"gave other numbers .loss nan.*suspect the hardware"
     with pytest.raises(UnrepeatedFault, match=told) as raised:
         finished(parts, inject=("nan:step=4", "nan_gradients:step=4:always"))
     assert raised.value.code == 16

@@ -60,7 +60,7 @@ def started(folder: Path, moe: DecoderConfig, parallel: ParallelConfig | None = 
 
 def test_copies_of_a_dense_layer_compute_what_it_does(dense: tuple[Path, np.ndarray]) -> None:
     run, said = started(dense[0], experts(4, 2, 32))
-    assert said[0].endswith("step 1, 3 of them experts made from dense layers")
+    assert said[0].endswith("step 1, 3 of them experts from dense layers")
     np.testing.assert_allclose(np.asarray(run.model(TOKENS)), dense[1], rtol=0, atol=1e-5)
     router = np.asarray(run.state.params["stack.blocks.0.mlp.router"])
     assert router.std() > 0 and len(np.unique(router)) == router.size

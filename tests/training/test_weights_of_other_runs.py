@@ -127,7 +127,7 @@ def test_interpolation_keeps_what_is_linear() -> None:
     ("model", "source", "words"),
     [
         (vit(classes=12), {}, r"head.linear.matrix: stored shape \[16, 10\], this model has \[16, 12\]"),
-        (vit(), {"into": "tower"}, "into=tower is no part of the model"),
+        (vit(), {"into": "tower"}, "into=tower is not a part of the model"),
         (vit(), {"fresh": ("neck.*",)}, "neck.* names none of the weights"),
         (replace(vit(), stack=StackConfig(pattern=(BLOCK,), repeats=3)), {}, "has 2 layers with stack"),
     ],
