@@ -1,7 +1,7 @@
 """Run by test_crash.py: a process that saves in a loop is killed at random moments, many times over.
 
 Every trial is a fork of a process that has imported JAX but not started it, so that a trial takes a second. Each starts
-from the newest whole checkpoint, checks every element of what it restored, and saves on until it is killed. Prints
+from the newest intact checkpoint, checks every element of what it restored, and saves on until it is killed. Prints
 a JSON line per trial.
 
 Modes: asynchronous and synchronous saves; `failing`, whose saves fail now and then in any of their stages; `retention`,
@@ -38,29 +38,29 @@ def fail_now_and_then(draw: random.Random) -> None:
     """A full disk at a stage of about every third save."""
     stages = {"hash_files": integrity, "write_manifest": integrity, "write_durably": disk, "flush_to_disk": disk}
     for name, module in stages.items():
-        whole = getattr(module, name)
+        original = getattr(module, name)
 
-        def failing(*arguments, whole=whole, **named):
+        def failing(*arguments, original=original, **options):
             if draw.random() < 0.03:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            return whole(*arguments, **named)
+            return original(*arguments, **options)
 
         setattr(module, name, failing)
 
 
 def die_in_a_deletion(draw: random.Random, ready: int) -> None:
     """SIGKILL in the middle of the deletion of an old step, now and then."""
-    whole = shutil.rmtree
+    original = shutil.rmtree
 
-    def dying(path: Path, *arguments, **named):
+    def dying(path: Path, *arguments, **options):
         # Not when remains are removed at the start.
-        if str(path).endswith(".deleting") and not named and draw.random() < 0.5:
+        if str(path).endswith(".deleting") and not options and draw.random() < 0.5:
             files = [file for file in sorted(Path(path).rglob("*")) if file.is_file()]
             for file in draw.sample(files, draw.randrange(len(files) + 1)):
                 file.unlink()
             os.write(ready, b"dying\n")
             os.kill(os.getpid(), signal.SIGKILL)
-        whole(path, *arguments, **named)
+        original(path, *arguments, **options)
 
     checkpoint_folder.shutil.rmtree = dying
 
@@ -77,8 +77,8 @@ def attempt(folder: Path, mode: str, ready: int, draw: random.Random) -> None:
             source, step = actual
             state, meta = source.restore(step, jax.eval_shape(lambda: state_of(0)))
             assert meta == {"step": step}
-            for name, wanted in state_of(step).items():
-                np.testing.assert_array_equal(np.asarray(state[name]), np.asarray(wanted))
+            for name, expected in state_of(step).items():
+                np.testing.assert_array_equal(np.asarray(state[name]), np.asarray(expected))
         os.write(ready, f"{step}\n".encode())
         while True:
             step += 1
@@ -93,7 +93,7 @@ def attempt(folder: Path, mode: str, ready: int, draw: random.Random) -> None:
 def trial(folder: Path, mode: str, commits: int, delay: float, draw: random.Random) -> dict:
     """One attempt, killed `delay` seconds after it had restored what it found and committed that many steps."""
     seed = draw.random()
-    reading, writing = os.pipe()
+    reader, writing = os.pipe()
     child = os.fork()
     if child == 0:
         try:
@@ -101,7 +101,7 @@ def trial(folder: Path, mode: str, commits: int, delay: float, draw: random.Rand
         finally:
             os._exit(1)
     os.close(writing)
-    with os.fdopen(reading) as pipe:
+    with os.fdopen(reader) as pipe:
         started_from = pipe.readline()
         if mode == "retention" and commits:
             while pipe.readline() not in ("dying\n", ""):

@@ -49,7 +49,7 @@ def base(kind: str) -> ForeignModel:
 
 
 @dataclass(frozen=True)
-class Given:
+class ArraySource:
     """Weights in memory."""
 
     weights: Mapping[str, np.ndarray]
@@ -62,13 +62,13 @@ class Given:
         return self.weights[path][box]
 
 
-def drawn(model: Any, seed: int = 0) -> Given:
+def random_weights(model: Any, seed: int = 0) -> ArraySource:
     rng = np.random.default_rng(seed)
     declared = declared_by(model)
-    return Given({path: rng.normal(size=spec.shape).astype(np.float32) for path, spec in declared.items()})
+    return ArraySource({path: rng.normal(size=spec.shape).astype(np.float32) for path, spec in declared.items()})
 
 
-def whole(source: Any, path: str) -> np.ndarray:
+def read_weight(source: Any, path: str) -> np.ndarray:
     return source.read(path, tuple(slice(0, size) for size in source.shapes()[path]))
 
 
@@ -77,7 +77,7 @@ def theirs(kind: str, source: Any, paths: set[str]) -> dict[str, np.ndarray]:
     declared, tensors = declared_by(base(kind).model), {}
     for tensor in tensors_of(base(kind).rows, declared):
         if paths.intersection(piece.path for piece in tensor.pieces):
-            parts = [whole(source, piece.path)[piece.index] for piece in tensor.pieces]
+            parts = [read_weight(source, piece.path)[piece.index] for piece in tensor.pieces]
             tensors[tensor.name.removesuffix(".weight")] = tensor.from_weights(parts)
     return tensors
 
@@ -109,7 +109,7 @@ def of_peft(config: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> dic
 )
 def test_what_files_add_in_their_layout_is_what_adapters_add_in_ours(kind: str, lora: LoRAConfig) -> None:
     model = replace(base(kind).model, lora=lora)
-    weights, declared = drawn(model), declared_by(model)
+    weights, declared = random_weights(model), declared_by(model)
     config, tensors = adapter_files(model, base(kind).rows, weights, "base")
     deltas = {
         path.removesuffix(LORA_A): merge(
@@ -123,7 +123,7 @@ def test_what_files_add_in_their_layout_is_what_adapters_add_in_ours(kind: str, 
         if path.endswith(LORA_A)
     }
     zeros = {path: np.zeros(spec.shape, np.float32) for path, spec in declared.items()}
-    expected, actual = theirs(kind, Given({**zeros, **deltas}), {*deltas}), of_peft(config, tensors)
+    expected, actual = theirs(kind, ArraySource({**zeros, **deltas}), {*deltas}), of_peft(config, tensors)
     assert expected.keys() == actual.keys()
     for module, delta in expected.items():
         np.testing.assert_allclose(actual[module], delta, rtol=1e-5, atol=1e-5, err_msg=module)
@@ -132,7 +132,7 @@ def test_what_files_add_in_their_layout_is_what_adapters_add_in_ours(kind: str, 
 def test_names_are_those_of_peft() -> None:
     """As PEFT 0.21 writes them for q_proj, o_proj and gate_proj of LlamaForCausalLM."""
     model = replace(base("llama").model, lora=replace(LORA, targets=("*.mixer.query", "*.mixer.output", "*.mlp.gate")))
-    config, tensors = adapter_files(model, base("llama").rows, drawn(model), None)
+    config, tensors = adapter_files(model, base("llama").rows, random_weights(model), None)
     modules = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj")
     names = {
         f"base_model.model.model.layers.{n}.{name}.lora_{x}.weight" for n in (0, 1) for name in modules for x in "AB"
@@ -148,7 +148,7 @@ def adapter_of(folder: Path, kind: str) -> PeftAdapter:
     return read_adapter(folder, base(kind).model, base(kind).rows)
 
 
-def written(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> Path:
+def write_adapter(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> Path:
     folder.mkdir(exist_ok=True)
     (folder / CONFIG).write_text(json.dumps(config))
     save_file(dict(tensors), folder / TENSORS)
@@ -159,17 +159,19 @@ def written(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, np.nd
 def test_a_folder_is_read_as_it_was_written(kind: str, tmp_path: Path) -> None:
     lora = replace(LORA, targets=("*.mixer.*",) if kind == "llama" else ("*.output", "*.up"), dropout=0.1)
     model = replace(base(kind).model, lora=lora)
-    weights = drawn(model)
+    weights = random_weights(model)
     config, tensors = adapter_files(model, base(kind).rows, weights, None)
-    adapter = adapter_of(written(tmp_path / "adapter", config, tensors), kind)
+    adapter = adapter_of(write_adapter(tmp_path / "adapter", config, tensors), kind)
     assert replace(adapter.model.lora, targets=lora.targets) == lora
     assert set(adapter.shapes()) == {path for path in weights.shapes() if ".lora_" in path}
     for path in adapter.shapes():
-        np.testing.assert_array_equal(whole(adapter, path), weights.weights[path])
+        np.testing.assert_array_equal(read_weight(adapter, path), weights.weights[path])
     joined = JoinedWeights(weights, adapter)
     assert set(joined.shapes()) == set(weights.shapes())
-    again = adapter_files(adapter.model, base(kind).rows, joined, None)
-    assert again[0] == config and all(np.array_equal(again[1][name], tensor) for name, tensor in tensors.items())
+    converted = adapter_files(adapter.model, base(kind).rows, joined, None)
+    assert converted[0] == config and all(
+        np.array_equal(converted[1][name], tensor) for name, tensor in tensors.items()
+    )
 
 
 def test_ranks_scales_and_layers_may_differ(tmp_path: Path) -> None:
@@ -184,9 +186,11 @@ def test_ranks_scales_and_layers_may_differ(tmp_path: Path) -> None:
     alphas = {r"1\..*\.q_proj": 5, "1.self_attn.q_proj": 7}
     patterns = {"rank_pattern": {"0.self_attn.q_proj": 3, "q_proj": 2}, "alpha_pattern": alphas}
     config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, **patterns}
-    adapter = adapter_of(written(tmp_path / "adapter", config, tensors), "llama")
+    adapter = adapter_of(write_adapter(tmp_path / "adapter", config, tensors), "llama")
     assert adapter.model.lora.rank == 3
-    zeros = Given({path: np.zeros(spec.shape, np.float32) for path, spec in declared_by(base("llama").model).items()})
+    zeros = ArraySource(
+        {path: np.zeros(spec.shape, np.float32) for path, spec in declared_by(base("llama").model).items()}
+    )
     merged = MergedWeights(JoinedWeights(zeros, adapter), adapter.declared, adapter.model.lora.scale())
     actual = theirs("llama", merged, {"stack.blocks.0.mixer.query", "stack.blocks.0.mlp.down"})
     for module, scale in zip(shapes, (4 / 3, 5 / 2, 4 / 2), strict=True):
@@ -197,21 +201,21 @@ def test_ranks_scales_and_layers_may_differ(tmp_path: Path) -> None:
 
 def test_a_box_of_merged_weights_is_that_part_of_the_whole() -> None:
     model = replace(base("mixtral").model, lora=LORA)
-    weights, declared = drawn(model), declared_by(model)
+    weights, declared = random_weights(model), declared_by(model)
     merged = MergedWeights(weights, declared, LORA.scale())
     assert set(merged.shapes()) == set(declared_by(base("mixtral").model))
     for path, shape in merged.shapes().items():
         box = tuple(slice(size // 3, max(1, size - size // 4)) for size in shape)
-        np.testing.assert_allclose(merged.read(path, box), whole(merged, path)[box], rtol=0, atol=1e-6)
+        np.testing.assert_allclose(merged.read(path, box), read_weight(merged, path)[box], rtol=0, atol=1e-6)
     up = "stack.blocks.0.mlp.experts.up"
     product = weights.weights[up + LORA_A] @ weights.weights[up + LORA_B]
-    np.testing.assert_allclose(whole(merged, up), weights.weights[up] + 3 * product, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(read_weight(merged, up), weights.weights[up] + 3 * product, rtol=1e-5, atol=1e-5)
 
 
 def refused(tmp_path: Path, **changes: Any) -> str:
     """The message for a folder with these changes of settings, and of tensors (None: it is absent)."""
     model = replace(base("llama").model, lora=replace(LORA, targets=("*.query",)))
-    config, tensors = adapter_files(model, base("llama").rows, drawn(model), None)
+    config, tensors = adapter_files(model, base("llama").rows, random_weights(model), None)
     for name, value in changes.items():
         if "." in name and value is None:
             del tensors[name]
@@ -220,7 +224,7 @@ def refused(tmp_path: Path, **changes: Any) -> str:
         else:
             config[name] = value
     with pytest.raises(UserError) as caught:
-        adapter_of(written(tmp_path / "adapter", config, tensors), "llama")
+        adapter_of(write_adapter(tmp_path / "adapter", config, tensors), "llama")
     return str(caught.value)
 
 
@@ -240,11 +244,11 @@ def test_what_can_not_be_had_is_refused_all_at_once(tmp_path: Path) -> None:
 
 
 def test_settings_with_wrong_values_are_refused_all_at_once(tmp_path: Path) -> None:
-    wrong = {
+    values = {
         "r": True, "lora_alpha": None, "lora_dropout": 1, "use_rslora": "yes", "target_modules": "(",
         "rank_pattern": [], "layers_to_transform": ["0"], "alpha_pattern": {"q_proj": None, "*": 3},
     }  # fmt: skip
-    lines = refused(tmp_path, **wrong).splitlines()[1:]
+    lines = refused(tmp_path, **values).splitlines()[1:]
     assert [line.split("=")[0].split(":")[0].strip() for line in lines] == [
         "r", "lora_alpha", "lora_dropout", "use_rslora", "target_modules", "layers_to_transform", "rank_pattern",
         "alpha_pattern.q_proj", "alpha_pattern",
@@ -275,18 +279,18 @@ def test_adapters_of_heads_and_tables_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_folder_is_deleted_though_files_are_still_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    late, delete = ["late"], shutil.rmtree
+    remaining, delete = ["late"], shutil.rmtree
 
     def written_meanwhile(folder: Path, **settings: Any) -> None:
         delete(folder, **settings)
-        if late:
+        if remaining:
             folder.mkdir()
-            (folder / late.pop()).touch()
+            (folder / remaining.pop()).touch()
 
     monkeypatch.setattr(shutil, "rmtree", written_meanwhile)
     with pytest.raises(ValueError, match="stopped"), new_folder(tmp_path / "new"):
         raise ValueError("stopped")
-    assert not late and not [*tmp_path.iterdir()]
+    assert not remaining and not [*tmp_path.iterdir()]
 
 
 def test_the_folder_of_a_killed_process_is_deleted_by_the_next(tmp_path: Path, capsys) -> None:
@@ -302,8 +306,8 @@ with new_folder(Path({str(tmp_path / "new")!r})) as folder:
 """
     process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
-    folder, other = Path(process.stdout.readline().strip()), tmp_path / "new.backup.converting"
-    other.mkdir()
+    folder, unrelated = Path(process.stdout.readline().strip()), tmp_path / "new.backup.converting"
+    unrelated.mkdir()
     with pytest.raises(UserError, match=f"another process is writing .* as {folder.name}: wait for it"):
         new_folder(tmp_path / "new").__enter__()
     process.kill()
@@ -312,7 +316,7 @@ with new_folder(Path({str(tmp_path / "new")!r})) as folder:
     with new_folder(tmp_path / "new") as made:
         (made / "weights").write_text("all of them")
     assert f"deleted {folder}, left by a killed process" in capsys.readouterr().err
-    assert {path.name for path in tmp_path.iterdir()} == {"new", other.name}
+    assert {path.name for path in tmp_path.iterdir()} == {"new", unrelated.name}
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["weights"]
 
 
@@ -334,7 +338,7 @@ def test_matrices_that_are_not_linear_layers_in_peft_cannot_be_written() -> None
     model = replace(base("mixtral").model, lora=replace(LORA, targets=("*.experts.up",)))
     rows = [row for row in base("mixtral").rows if ".up" not in str(row.paths)]
     with pytest.raises(UserError, match=r"no adapter for stack\.blocks\.0\.mlp\.experts\.up"):
-        adapter_files(model, rows, drawn(model), None)
+        adapter_files(model, rows, random_weights(model), None)
 
 
 def test_convert_gives_adapters_to_a_run_and_back_and_merges_them(
@@ -342,26 +346,28 @@ def test_convert_gives_adapters_to_a_run_and_back_and_merges_them(
 ) -> None:
     hf, adapter, run = tmp_path / "hf", tmp_path / "adapter", tmp_path / "run"
     model = replace(base("llama").model, lora=replace(LORA, targets=("*.mixer.*",)))
-    weights = drawn(model)
+    weights = random_weights(model)
     table = tensors_of(base("llama").rows, declared_by(base("llama").model))
     tensors = {one.name: one.from_weights([weights.weights[p.path][p.index] for p in one.pieces]) for one in table}
     hf.mkdir()
     (hf / "config.json").write_text(json.dumps(LLAMA))
     save_file({name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}, hf / "model.safetensors")
-    config, given = adapter_files(model, base("llama").rows, weights, str(hf))
-    written(adapter, config, given)
+    config, adapter_tensors = adapter_files(model, base("llama").rows, weights, str(hf))
+    write_adapter(adapter, config, adapter_tensors)
 
     assert main([f"--from=peft:{adapter}", f"--to={run}", "--verify"]) == 0
     assert main([f"--from={run}", f"--to=peft:{tmp_path / 'back'}", "--verify"]) == 0
     back = load_file(tmp_path / "back" / TENSORS)
-    assert back.keys() == given.keys() and all(np.array_equal(back[name], given[name]) for name in given)
+    assert back.keys() == adapter_tensors.keys() and all(
+        np.array_equal(back[name], adapter_tensors[name]) for name in adapter_tensors
+    )
     assert main([f"--from={run}", "--merge", f"--to=hf:{tmp_path / 'merged'}", "--verify"]) == 0
     merged = load_file(tmp_path / "merged" / "model.safetensors")
-    for module, delta in of_peft(config, given).items():
+    for module, delta in of_peft(config, adapter_tensors).items():
         expected = tensors[f"{module}.weight"] + delta
         np.testing.assert_allclose(merged[f"{module}.weight"], expected, rtol=1e-5, atol=1e-5)
-    said = capsys.readouterr().out
-    assert "16 adapters" not in said and "8 adapters of rank 2 on k_proj, o_proj, q_proj, v_proj, float32" in said
+    output = capsys.readouterr().out
+    assert "16 adapters" not in output and "8 adapters of rank 2 on k_proj, o_proj, q_proj, v_proj, float32" in output
 
     with pytest.raises(UserError, match=r"--merge adds them to the weights, --to=peft:DIR writes only them"):
         main([f"--from={run}", f"--to=hf:{tmp_path / 'other'}"])

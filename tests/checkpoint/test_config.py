@@ -10,7 +10,7 @@ from megajax.checkpoint.config import CheckpointConfig
 
 
 @pytest.mark.parametrize(
-    ("settings", "where"),
+    ("settings", "setting"),
     [
         ({"every": 0}, "every"),
         ({"keep_last": 0}, "keep_last"),
@@ -20,9 +20,9 @@ from megajax.checkpoint.config import CheckpointConfig
         ({"step": 5, "load": Path("runs/a"), "parts": "weights"}, "step"),
     ],
 )
-def test_bad_settings_are_named(settings, where):
+def test_bad_settings_are_named(settings, setting):
     (problem,) = CheckpointConfig(**settings).problems()
-    assert problem.setting == where and str(next(iter(settings.values()))) in str(problem)
+    assert problem.setting == setting and str(next(iter(settings.values()))) in str(problem)
 
 
 def test_good_settings_have_no_problems():
@@ -35,5 +35,5 @@ def test_importing_the_config_imports_nothing_heavy():
     script = (
         "import sys, megajax.checkpoint.config; print({'jax', 'numpy', 'orbax', 'flax', 'grain'} & sys.modules.keys())"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "set()"
+    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert process.stdout.strip() == "set()"

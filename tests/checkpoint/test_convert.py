@@ -63,11 +63,11 @@ def tensors_of(folder: Path) -> dict[str, np.ndarray]:
     return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
 
 
-def demand_same(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> None:
-    assert one.keys() == other.keys()
-    for name, tensor in one.items():
-        assert (tensor.dtype, tensor.shape) == (other[name].dtype, other[name].shape), name
-        assert tensor.tobytes() == other[name].tobytes(), name
+def demand_same(first: dict[str, np.ndarray], second: dict[str, np.ndarray]) -> None:
+    assert first.keys() == second.keys()
+    for name, tensor in first.items():
+        assert (tensor.dtype, tensor.shape) == (second[name].dtype, second[name].shape), name
+        assert tensor.tobytes() == second[name].tobytes(), name
 
 
 def nothing_but(folder: Path, *names: str) -> bool:
@@ -79,8 +79,8 @@ def test_a_round_trip_gives_back_every_byte(folder, tmp_path, capsys) -> None:
     assert convert.main([f"--from=hf:{folder}", f"--to={run}", "--verify"]) == 0
     assert "verified: 30 arrays, 7,152 elements, all equal" in capsys.readouterr().out
     assert convert.main([f"--from={run}", f"--to=hf:{back}", "--verify", "--shard-size=0.000002"]) == 0
-    said = capsys.readouterr().out
-    assert "23 in float16, 7 in float32" in said and "verified: 12 arrays" in said
+    output = capsys.readouterr().out
+    assert "23 in float16, 7 in float32" in output and "verified: 12 arrays" in output
     demand_same(tensors_of(back), tensors_of(folder))
     assert json.loads((back / "config.json").read_text()) == json.loads((folder / "config.json").read_text())
     assert (back / "tokenizer_config.json").is_file()
@@ -93,25 +93,25 @@ def test_a_round_trip_gives_back_every_byte(folder, tmp_path, capsys) -> None:
         header = json.loads((back / shard).read_bytes()[8 : 8 + int(length)])
         assert length % 8 == 0 and header.pop("__metadata__") == {"format": "pt"}
         sizes = {"F16": 2, "F32": 4}
-        assert all(each["data_offsets"][0] % sizes[each["dtype"]] == 0 for each in header.values())
+        assert all(entry["data_offsets"][0] % sizes[entry["dtype"]] == 0 for entry in header.values())
         assert all(index["weight_map"][name] == shard for name in header)
     assert nothing_but(tmp_path, "runs", "back")
 
 
 def test_plain_orbax_reads_a_run_with_layers_in_natural_order(folder, run) -> None:
     """Without a module of ours: names are `params.` and the path of a weight."""
-    tensors, here = load_file(folder / "model.safetensors"), jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    tensors, sharding = load_file(folder / "model.safetensors"), jax.sharding.SingleDeviceSharding(jax.devices()[0])
     step = str(run / "checkpoints/00000000/arrays")
     like = {
-        name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here)
+        name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
         for name, leaf in ocp.metadata(step).metadata.items()
     }
     stored = ocp.load(step, like)
     query = stored["params.stack.blocks.0.mixer.query"]
     assert query.dtype == np.float32
     for layer in range(3):
-        given = tensors[f"model.layers.{layer}.self_attn.q_proj.weight"].astype(np.float32)
-        np.testing.assert_array_equal(query[layer], given.T.reshape(16, 4, 4))
+        theirs = tensors[f"model.layers.{layer}.self_attn.q_proj.weight"].astype(np.float32)
+        np.testing.assert_array_equal(query[layer], theirs.T.reshape(16, 4, 4))
     np.testing.assert_array_equal(stored["params.tokens"][:40], tensors["model.embed_tokens.weight"])
     assert not np.asarray(stored["params.tokens"][40:]).any()
 
@@ -157,7 +157,7 @@ def test_values_that_a_dtype_cannot_hold_are_refused(tmp_path) -> None:
 
 
 def test_the_mean_of_steps(tmp_path) -> None:
-    each = [write_llama(tmp_path / f"theirs{seed}", np.float32, seed) for seed in range(3)]
+    folders = [write_llama(tmp_path / f"theirs{seed}", np.float32, seed) for seed in range(3)]
     for seed in range(3):
         convert.main([f"--from=hf:{tmp_path}/theirs{seed}", f"--to={tmp_path}/run{seed}"])
         if seed:
@@ -166,11 +166,11 @@ def test_the_mean_of_steps(tmp_path) -> None:
     assert convert.main([f"--average={steps}", f"--to=hf:{tmp_path}/mean", "--verify"]) == 0
     mean = tensors_of(tmp_path / "mean")
     for name, tensor in mean.items():
-        np.testing.assert_allclose(tensor, np.mean([tensors[name] for tensors in each], 0), rtol=1e-6, atol=1e-7)
+        np.testing.assert_allclose(tensor, np.mean([tensors[name] for tensors in folders], 0), rtol=1e-6, atol=1e-7)
     assert convert.main([f"--from={tmp_path}/run0", "--average-last=2", f"--to={tmp_path}/last", "--verify"]) == 0
     assert convert.main([f"--from={tmp_path}/last", f"--to=hf:{tmp_path}/last_two"]) == 0
     for name, tensor in tensors_of(tmp_path / "last_two").items():
-        np.testing.assert_allclose(tensor, (each[1][name] + each[2][name]) / 2, rtol=1e-6, atol=1e-7)
+        np.testing.assert_allclose(tensor, (folders[1][name] + folders[2][name]) / 2, rtol=1e-6, atol=1e-7)
     with pytest.raises(UserError, match="has 3 steps: 0, 1, 2"):
         convert.main([f"--from={tmp_path}/run0", "--average-last=4", f"--to={tmp_path}/more"])
 
@@ -204,8 +204,8 @@ def test_rows_of_pipelines_are_read_in_natural_order(folder, tmp_path, stages, c
     for path, array in natural.items():
         assert weights.shapes()[path] == array.shape
         for _ in range(4):
-            ends = [sorted(draw.choice(size + 1, 2, replace=False)) for size in array.shape]
-            box = tuple(slice(int(start), int(stop)) for start, stop in ends)
+            bounds = [sorted(draw.choice(size + 1, 2, replace=False)) for size in array.shape]
+            box = tuple(slice(int(start), int(stop)) for start, stop in bounds)
             np.testing.assert_array_equal(weights.read(path, box), array[box])
 
 
@@ -214,10 +214,10 @@ def test_chunks_cover_an_array_once_and_are_small(monkeypatch) -> None:
     draw = np.random.default_rng(0)
     for _ in range(50):
         shape = tuple(int(size) for size in draw.integers(1, 12, draw.integers(0, 5)))
-        chunk, seen = chunk_shape(shape, 4), np.zeros(shape, int)
+        chunk, covered = chunk_shape(shape, 4), np.zeros(shape, int)
         for box in chunks_of(box_of((), shape), chunk):
-            seen[box] += 1
-        assert (seen == 1).all() and np.prod(chunk) * 4 <= 200
+            covered[box] += 1
+        assert (covered == 1).all() and np.prod(chunk) * 4 <= 200
 
 
 def test_a_target_that_exists_is_refused(folder, run, tmp_path) -> None:
@@ -285,8 +285,8 @@ def test_rows_behind_a_vocabulary_are_not_compared(run, tmp_path, form, capsys) 
 
 
 def test_a_folder_that_differs_loses_its_name(run, tmp_path, monkeypatch) -> None:
-    def changed(*given):
-        lines = write(*given)
+    def changed(*arguments):
+        lines = write(*arguments)
         path = tmp_path / "back/model.safetensors"
         path.write_bytes(path.read_bytes()[:-1] + b"!")
         return lines
@@ -335,7 +335,7 @@ def test_a_model_that_no_family_has_lists_what_would_be_lost(folder) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "what"),
+    ("arguments", "message"),
     [
         (["--to=x"], "--from: must be given"),
         (["--from=a", "--to=x", "--dtype=int8"], "--dtype: is int8"),
@@ -354,9 +354,9 @@ def test_a_model_that_no_family_has_lists_what_would_be_lost(folder) -> None:
         (["--from=hf:nowhere", "--to=x"], "there is no folder nowhere"),
     ],
 )
-def test_wrong_command_lines(words, what) -> None:
-    with pytest.raises(UserError, match=what):
-        convert.main(words)
+def test_wrong_command_lines(arguments, message) -> None:
+    with pytest.raises(UserError, match=message):
+        convert.main(arguments)
 
 
 def test_a_folder_of_theirs_without_its_format(folder) -> None:
@@ -365,7 +365,7 @@ def test_a_folder_of_theirs_without_its_format(folder) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "what"),
+    ("changes", "message"),
     [
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}, "hidden_act": "relu6", "new_kind_of_gate": 3},
          r"(?=(.|\n)*longrope)(?=(.|\n)*relu6)(?=(.|\n)*new_kind_of_gate)"),
@@ -375,10 +375,10 @@ def test_a_folder_of_theirs_without_its_format(folder) -> None:
         ({"intermediate_size": 25}, r"model.layers.0.mlp.up_proj.weight: shape \[24, 16\], but \[25, 16\] by the"),
     ],
 )  # fmt: skip
-def test_folders_that_do_not_fit_write_nothing(folder, tmp_path, changes, what) -> None:
+def test_folders_that_do_not_fit_write_nothing(folder, tmp_path, changes, message) -> None:
     shutil.copytree(folder, tmp_path / "theirs")
     (tmp_path / "theirs/config.json").write_text(json.dumps({**LLAMA, **changes}))
-    with pytest.raises(UserError, match=what):
+    with pytest.raises(UserError, match=message):
         convert.main([f"--from=hf:{tmp_path / 'theirs'}", f"--to={tmp_path}/run"])
     assert nothing_but(tmp_path, "theirs")
 
@@ -403,17 +403,17 @@ def test_transposed_copies_are_copies() -> None:
 def test_parts_of_large_chunks_are_read_by_themselves(tmp_path, monkeypatch, dtype) -> None:
     """Of chunks as a run writes them: the shards of its devices."""
     mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2, devices=jax.devices()[:4])
-    whole = np.arange(4 * 6 * 10).reshape(4, 6, 10).astype(dtype)
+    values = np.arange(4 * 6 * 10).reshape(4, 6, 10).astype(dtype)
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "a", "b"))
-    arrays.start_writing(tmp_path / "arrays", {"w": jax.device_put(whole, sharding)}).result()
+    arrays.start_writing(tmp_path / "arrays", {"w": jax.device_put(values, sharding)}).result()
     monkeypatch.setattr(stored_arrays, "PART_BYTES", 0)
     stored, draw = StoredArrays(tmp_path / "arrays"), np.random.default_rng(0)
     assert stored.arrays["w"].pieces == (1, 2, 2)
     monkeypatch.setattr(stored, "_open", {"w": None})  # nothing is read through TensorStore's arrays
     for _ in range(20):
-        ends = [sorted(draw.choice(size + 1, 2, replace=False)) for size in whole.shape]
-        box = tuple(slice(int(start), int(stop)) for start, stop in ends)
-        np.testing.assert_array_equal(stored.read("w", box), whole[box])
+        bounds = [sorted(draw.choice(size + 1, 2, replace=False)) for size in values.shape]
+        box = tuple(slice(int(start), int(stop)) for start, stop in bounds)
+        np.testing.assert_array_equal(stored.read("w", box), values[box])
 
 
 def test_special_tokens_are_those_of_the_tokenizer() -> None:

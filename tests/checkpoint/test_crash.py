@@ -11,13 +11,13 @@ import pytest
 def run_trials(folder, trials, mode, seed):
     folder.mkdir()
     script = Path(__file__).with_name("kill_trials.py")
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, script, folder, str(trials), mode, str(seed)], capture_output=True, text=True
     )
-    assert done.returncode == 0, done.stderr
-    results = [json.loads(line) for line in done.stdout.splitlines()]
+    assert process.returncode == 0, process.stderr
+    results = [json.loads(line) for line in process.stdout.splitlines()]
     assert len(results) == trials + 1
-    assert all(result["ok"] for result in results), done.stderr
+    assert all(result["ok"] for result in results), process.stderr
     assert not any(result["damaged"] for result in results)
     starts = [result["started_from"] for result in results]
     assert starts == sorted(starts) and starts[-1] > trials // (

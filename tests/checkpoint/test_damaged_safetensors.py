@@ -22,7 +22,7 @@ from megajax.config.errors import UserError
 ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 
 
-def written(path: Path, header: object, data: bytes = bytes(8), length: int | None = None) -> Path:
+def write_file(path: Path, header: object, data: bytes = bytes(8), length: int | None = None) -> Path:
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     path.write_bytes((len(text) if length is None else length).to_bytes(8, "little") + text + data)
     return path
@@ -72,7 +72,7 @@ def written(path: Path, header: object, data: bytes = bytes(8), length: int | No
 )
 def test_headers_that_lie_are_refused(tmp_path, header) -> None:
     """By the reference implementation as well."""
-    path = written(tmp_path / "model.safetensors", header)
+    path = write_file(tmp_path / "model.safetensors", header)
     with pytest.raises(UserError, match=r"model\.safetensors"):
         SafetensorsFile(path)
     with pytest.raises((SafetensorError, ValueError, KeyError, TypeError, OverflowError)):
@@ -82,21 +82,21 @@ def test_headers_that_lie_are_refused(tmp_path, header) -> None:
 def test_a_name_that_a_header_has_twice_is_refused(tmp_path) -> None:
     header = b'{"a": %b, "a": %b}' % (2 * (json.dumps(ENTRY).encode(),))
     with pytest.raises(UserError, match="'a' is there twice"):
-        SafetensorsFile(written(tmp_path / "model.safetensors", header))
+        SafetensorsFile(write_file(tmp_path / "model.safetensors", header))
 
 
 @pytest.mark.parametrize("length", [0, 1, 7, 2**31, 2**63, 2**64 - 1])
 def test_lengths_of_headers_that_lie_are_refused(tmp_path, length) -> None:
     with pytest.raises(UserError, match=r"model\.safetensors"):
-        SafetensorsFile(written(tmp_path / "model.safetensors", {"a": ENTRY}, length=length))
+        SafetensorsFile(write_file(tmp_path / "model.safetensors", {"a": ENTRY}, length=length))
 
 
 def test_a_file_cut_off_anywhere_is_refused(tmp_path) -> None:
     """At each byte of the header, and at bytes of the tensors."""
-    whole = tmp_path / "whole"
-    save_file({"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.ones(3, np.float16)}, whole)
-    content = whole.read_bytes()
-    assert SafetensorsFile(whole).read("a").tolist() == [[0, 1, 2], [3, 4, 5]]
+    intact = tmp_path / "whole"
+    save_file({"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.ones(3, np.float16)}, intact)
+    content = intact.read_bytes()
+    assert SafetensorsFile(intact).read("a").tolist() == [[0, 1, 2], [3, 4, 5]]
     for length in range(len(content)):
         path = tmp_path / "cut"
         path.write_bytes(content[:length])
@@ -131,13 +131,13 @@ def test_tensors_off_their_alignment_and_without_elements_are_read(tmp_path) -> 
         "b": {"dtype": "F32", "shape": [], "data_offsets": [3, 7]},
     }
     data = bytes([1, 2, 3]) + np.float32(2.5).tobytes()
-    file = SafetensorsFile(written(tmp_path / "model.safetensors", header, data))
+    file = SafetensorsFile(write_file(tmp_path / "model.safetensors", header, data))
     assert file.read("b") == 2.5 and file.read("b").shape == () and file.read("none").shape == (0, 4)
     assert file.read("a").tolist() == [1, 2, 3]
 
 
 @pytest.mark.parametrize(
-    ("index", "what"),
+    ("index", "message"),
     [
         ({"a": "../model.safetensors"}, "outside of its folder"),
         ({"a": "/etc/passwd"}, "outside of its folder"),
@@ -159,19 +159,19 @@ def test_tensors_off_their_alignment_and_without_elements_are_read(tmp_path) -> 
         ({}, "holds no .safetensors files"),
     ],
 )
-def test_indices_that_lie_are_refused(tmp_path, index, what) -> None:
+def test_indices_that_lie_are_refused(tmp_path, index, message) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
-    written(tmp_path / "model.safetensors", {"a": ENTRY})
-    written(folder / "model.safetensors", {"a": ENTRY})
+    write_file(tmp_path / "model.safetensors", {"a": ENTRY})
+    write_file(folder / "model.safetensors", {"a": ENTRY})
     text = index if isinstance(index, bytes) else json.dumps({"weight_map": index}).encode()
     (folder / "model.safetensors.index.json").write_bytes(text)
-    with pytest.raises(UserError, match=what):
+    with pytest.raises(UserError, match=message):
         SafetensorsFolder(folder)
 
 
 def test_links_out_of_a_folder_are_refused_but_within_the_cache(tmp_path) -> None:
-    written(tmp_path / "secret", {"a": ENTRY})
+    write_file(tmp_path / "secret", {"a": ENTRY})
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder/model.safetensors").symlink_to(tmp_path / "secret")
     with pytest.raises(UserError, match="link out of its folder"):
@@ -179,7 +179,7 @@ def test_links_out_of_a_folder_are_refused_but_within_the_cache(tmp_path) -> Non
     # As huggingface_hub lays out its cache.
     for name in ("blobs", "snapshots/1a2b"):
         (tmp_path / "cache/models--me--tiny" / name).mkdir(parents=True)
-    written(tmp_path / "cache/models--me--tiny/blobs/4f", {"a": ENTRY})
+    write_file(tmp_path / "cache/models--me--tiny/blobs/4f", {"a": ENTRY})
     link = tmp_path / "cache/models--me--tiny/snapshots/1a2b/model.safetensors"
     link.symlink_to("../../blobs/4f")
     assert [*SafetensorsFolder(link.parent).entries()] == ["a"]
@@ -208,7 +208,7 @@ def test_what_is_no_file_is_not_read(tmp_path) -> None:
 
 def test_a_tensor_in_two_files_is_refused(tmp_path) -> None:
     for name in ("one", "two"):
-        written(tmp_path / f"{name}.safetensors", {"a": ENTRY})
+        write_file(tmp_path / f"{name}.safetensors", {"a": ENTRY})
     with pytest.raises(UserError, match=r"a is both in .*one.safetensors and in .*two.safetensors"):
         SafetensorsFolder(tmp_path)
 

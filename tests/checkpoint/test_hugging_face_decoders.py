@@ -57,8 +57,8 @@ MLP = matrices(f"{LAYER}.mlp", F)
 
 
 def experts(names: str = "gate_proj up_proj down_proj", prefix: str = f"{LAYER}.mlp") -> Shapes:
-    each = [matrices(f"{prefix}.experts.{number}", 6, names) for number in range(E)]
-    return {f"{prefix}.gate.weight": (E, D)} | {name: shape for one in each for name, shape in one.items()}
+    experts = [matrices(f"{prefix}.experts.{number}", 6, names) for number in range(E)]
+    return {f"{prefix}.gate.weight": (E, D)} | {name: shape for expert in experts for name, shape in expert.items()}
 
 
 LATENT: Shapes = {
@@ -124,10 +124,10 @@ CASES: Mapping[str, tuple[Mapping[str, Any], Shapes]] = {
 
 def read(kind: str, **settings: Any) -> Any:
     """The model of a config.json. Raises one UserError that lists every unsupported setting."""
-    given = Settings({"model_type": kind, **settings})
-    family = family_of(given)
-    model = family.read(given)
-    given.finish(family.unused)
+    json_settings = Settings({"model_type": kind, **settings})
+    family = family_of(json_settings)
+    model = family.read(json_settings)
+    json_settings.finish(family.unused)
     return model
 
 
@@ -135,8 +135,8 @@ def read(kind: str, **settings: Any) -> Any:
 def case(request: pytest.FixtureRequest) -> tuple[str, Any, Shapes]:
     settings, layer = CASES[request.param]
     model = read(request.param, **{**TINY, **settings})
-    ends: Shapes = {"model.embed_tokens.weight": (V, D), "model.norm.weight": (D,)}
-    return request.param, model, layer | ends | ({} if model.tied else {"lm_head.weight": (V, D)})
+    shapes: Shapes = {"model.embed_tokens.weight": (V, D), "model.norm.weight": (D,)}
+    return request.param, model, layer | shapes | ({} if model.tied else {"lm_head.weight": (V, D)})
 
 
 def test_names_and_shapes_are_those_of_transformers(case: tuple[str, Any, Shapes]) -> None:
@@ -155,9 +155,9 @@ def test_config_and_bytes_come_back(case: tuple[str, Any, Shapes]) -> None:
     theirs = Arrays({tensor.name: draw.normal(size=tensor.shape()).astype(np.float16) for tensor in table})
     demand_fit(theirs, table, family.ignored)
     weights = ForeignWeights(theirs, table, declared)
-    ours = {path: weights.read(path, tuple(slice(0, n) for n in shape)) for path, shape in weights.shapes().items()}
+    values = {path: weights.read(path, tuple(slice(0, n) for n in shape)) for path, shape in weights.shapes().items()}
     for tensor in table:
-        back = tensor.from_weights([ours[piece.path][piece.index] for piece in tensor.pieces])
+        back = tensor.from_weights([values[piece.path][piece.index] for piece in tensor.pieces])
         assert (back.dtype, back.tobytes()) == (np.float16, theirs.read(tensor.name).tobytes()), tensor.name
 
 
@@ -179,7 +179,7 @@ def test_our_sizes_have_a_config(kind: str) -> None:
     models = [make(size) for size in sizes]
     models += [llama.llama3("8b", llama3_scaling=True)] if kind == "llama" else []
     models += [make(sizes[-1], yarn=True)] if kind.startswith("deepseek") else []
-    assert {family: lost for model in models if (lost := lost_settings(model, family := families()[kind]))} == {}
+    assert {family: losses for model in models if (losses := lost_settings(model, family := families()[kind]))} == {}
 
 
 @pytest.mark.parametrize(
@@ -244,8 +244,10 @@ def test_blocks_that_predict_further_tokens_are_numbered_behind_the_layers() -> 
     assert [piece.path for piece in names["model.layers.2.eh_proj.weight"]] == halves
     assert names["model.layers.2.mlp.gate.e_score_correction_bias"][0].path == "predictions.0.block.mlp.load.sum"
     behind = {name.replace(".2.", ".1.", 1) for name in names if ".layers.2." in name}
-    own = {"enorm", "hnorm", "eh_proj", "shared_head.norm"}
-    assert behind == {name for name in names if ".layers.1." in name} | {f"{LAYER}.{name}.weight" for name in own}
+    prediction_names = {"enorm", "hnorm", "eh_proj", "shared_head.norm"}
+    assert behind == {name for name in names if ".layers.1." in name} | {
+        f"{LAYER}.{name}.weight" for name in prediction_names
+    }
     assert family.adjusted(model, names) == model
     assert family.adjusted(model, {"model.norm.weight"}) == replace(model, prediction=None)
 
@@ -286,5 +288,5 @@ def test_all_that_is_lacking_is_listed(case: str) -> None:
 
 def test_models_that_a_family_lacks_are_said_to_be_so() -> None:
     assert "no layer has experts" in lost_settings(llama.llama3("debug"), families()["mixtral"])[0]
-    lost = lost_settings(qwen.qwen2("debug"), families()["llama"])
-    assert lost == ["layers 0 to 1: mixer.qkv_bias: True here, None there"]
+    losses = lost_settings(qwen.qwen2("debug"), families()["llama"])
+    assert losses == ["layers 0 to 1: mixer.qkv_bias: True here, None there"]

@@ -142,10 +142,10 @@ class Described(NamedTuple):
 
 
 def described(config: Mapping[str, Any]) -> Described:
-    given = Settings(config)
-    family = family_of(given)
-    model = family.read(given)
-    given.finish(family.unused)
+    json_settings = Settings(config)
+    family = family_of(json_settings)
+    model = family.read(json_settings)
+    json_settings.finish(family.unused)
     assert model.problems() == []
     assert lost_settings(model, family) == []
     return Described(model, resolved(family.rows(model), declared_by(model)))
@@ -308,11 +308,11 @@ def test_names_are_those_of_transformers(case: str) -> None:
 
 def opened(config: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> tuple[Any, set[str]]:
     """The model of a config.json with these tensors, which must fit, and the names of its table."""
-    given = Settings(config)
-    family = family_of(given)
-    named, model = rename_tensors(Arrays(tensors), family, family.read(given))
+    json_settings = Settings(config)
+    family = family_of(json_settings)
+    tensors_by_name, model = rename_tensors(Arrays(tensors), family, family.read(json_settings))
     table = resolved(family.rows(model), declared_by(model))
-    demand_fit(named, table, family.ignored)
+    demand_fit(tensors_by_name, table, family.ignored)
     return model, {tensor.name for tensor in table}
 
 
@@ -339,22 +339,22 @@ def test_copies_of_t5() -> None:
     tensors = random(described(T5).table)
     shared, names = tensors["shared.weight"], ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
     assert opened(T5, {**tensors, **dict.fromkeys(names, shared)})[0].tied
-    alone = {name: w for name, w in tensors.items() if name != "shared.weight"}
-    assert opened(T5, {**alone, **dict.fromkeys(names, shared), "lm_head.weight": shared})[0].tied
+    without_table = {name: w for name, w in tensors.items() if name != "shared.weight"}
+    assert opened(T5, {**without_table, **dict.fromkeys(names, shared), "lm_head.weight": shared})[0].tied
     with pytest.raises(UserError, match=r"encoder\.embed_tokens\.weight: the model has no such weight"):
         opened(T5, {**tensors, names[0]: shared + 1})
 
 
 def test_older_names_and_copies_of_bert() -> None:
     tensors = random(described(BERT).table)
-    old = {name.replace("LayerNorm.weight", "LayerNorm.gamma"): w for name, w in tensors.items()}
-    old = {name.replace("LayerNorm.bias", "LayerNorm.beta"): w for name, w in old.items()}
-    old["cls.predictions.decoder.weight"] = tensors["bert.embeddings.word_embeddings.weight"]
-    old["cls.predictions.decoder.bias"] = tensors["cls.predictions.bias"]
-    old["bert.embeddings.position_ids"] = np.arange(16)[None]
-    assert opened(BERT, old)[0].tied
+    renamed = {name.replace("LayerNorm.weight", "LayerNorm.gamma"): w for name, w in tensors.items()}
+    renamed = {name.replace("LayerNorm.bias", "LayerNorm.beta"): w for name, w in renamed.items()}
+    renamed["cls.predictions.decoder.weight"] = tensors["bert.embeddings.word_embeddings.weight"]
+    renamed["cls.predictions.decoder.bias"] = tensors["cls.predictions.bias"]
+    renamed["bert.embeddings.position_ids"] = np.arange(16)[None]
+    assert opened(BERT, renamed)[0].tied
     # BertForMaskedLM leaves out what reads the first token.
-    assert not opened({**BERT, "architectures": ["BertForMaskedLM"]}, old)[0].next_sentence
+    assert not opened({**BERT, "architectures": ["BertForMaskedLM"]}, renamed)[0].next_sentence
 
 
 def test_newer_names_of_llava_and_layers_that_are_not_read() -> None:
@@ -399,17 +399,17 @@ REFUSED: Mapping[str, tuple[Mapping[str, Any], list[str]]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_features_that_we_lack_are_listed_together(case: str) -> None:
     config, expected = REFUSED[case]
-    given = Settings(config)
-    family = family_of(given)
-    family.read(given)
+    json_settings = Settings(config)
+    family = family_of(json_settings)
+    family.read(json_settings)
     for each in expected:
         with pytest.raises(UserError, match=each):
-            given.finish(family.unused)
+            json_settings.finish(family.unused)
 
 
 def test_presets_can_be_written() -> None:
     tower = vit.clip("l14-336")
-    seen = replace(tower, norm=IdentityNormConfig(), stack=replace(tower.stack, repeats=23))
+    expected_tower = replace(tower, norm=IdentityNormConfig(), stack=replace(tower.stack, repeats=23))
     presets = {
         "gpt2": (gpt.gpt2("124m"), gpt.gpt3("175b")),
         "mamba2": (mamba.mamba2("130m"),),
@@ -417,7 +417,7 @@ def test_presets_can_be_written() -> None:
         "vit": (vit.vit("b16"), vit.vit_tower("l14")),
         "clip": (tower,),
         "siglip": (vit.siglip("so400m14"),),
-        "llava": (llava(llama.llama2("7b", vocabulary_size=32064), seen, image_token=32000),),
+        "llava": (llava(llama.llama2("7b", vocabulary_size=32064), expected_tower, image_token=32000),),
     }
     for name, models in presets.items():
         assert [lost_settings(model, families()[name]) for model in models] == [[]] * len(models)

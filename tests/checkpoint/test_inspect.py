@@ -40,13 +40,13 @@ META = {
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory):
+def checkpoints(tmp_path_factory):
     """Steps 1 and 2 of a run, the array `params.stack.w` cut over eight devices."""
     run = tmp_path_factory.mktemp("a run, 100%")
     mesh = jax.make_mesh((8,), ("all",), axis_types=(jax.sharding.AxisType.Auto,))
-    cut = jax.device_put(VALUES, NamedSharding(mesh, PartitionSpec(None, "all")))
+    sharded = jax.device_put(VALUES, NamedSharding(mesh, PartitionSpec(None, "all")))
     state = {
-        "params": {"stack": {"w": cut}, "w": HOLED},
+        "params": {"stack": {"w": sharded}, "w": HOLED},
         "optimizer": {"first_moment": {"stack": {"w": jnp.zeros((64, 32))}}, "none": jnp.zeros((0, 4))},
         "consumed_samples": jnp.uint32(40),
         "loss_scale": jnp.float32(jnp.inf),
@@ -58,9 +58,9 @@ def written(tmp_path_factory):
 
 
 @pytest.fixture
-def run(written, tmp_path):
+def run(checkpoints, tmp_path):
     """A copy that a test may damage."""
-    shutil.copytree(written, tmp_path / "run")
+    shutil.copytree(checkpoints, tmp_path / "run")
     return tmp_path / "run"
 
 
@@ -88,9 +88,9 @@ def largest(step: Path) -> Path:
     return max((path for path in step.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
 
 
-def test_a_step_is_described(written, capsys):
-    actual = as_json(capsys, written)
-    assert [(each["step"], each["state"], each["verified"]) for each in actual["steps"]] == [
+def test_a_step_is_described(checkpoints, capsys):
+    actual = as_json(capsys, checkpoints)
+    assert [(step["step"], step["state"], step["verified"]) for step in actual["steps"]] == [
         (1, "whole", False),
         (2, "whole", False),
     ]
@@ -120,8 +120,8 @@ def test_a_step_is_described(written, capsys):
     }
 
 
-def test_the_text_shows_the_schedule(written, capsys, tmp_path):
-    assert tool.main([str(written / "checkpoints/00000001"), f"--json={tmp_path / 'out.json'}"]) == 0
+def test_the_text_shows_the_schedule(checkpoints, capsys, tmp_path):
+    assert tool.main([str(checkpoints / "checkpoints/00000001"), f"--json={tmp_path / 'out.json'}"]) == 0
     text = capsys.readouterr().out
     for line in (
         "step 1\n",
@@ -145,15 +145,15 @@ def test_a_step_without_a_config_is_described(tmp_path, capsys):
     assert "w     4      float32" in text and "axes" not in text and "seed" not in text
 
 
-def test_statistics_of_an_array_in_blocks(written, capsys, monkeypatch):
+def test_statistics_of_an_array_in_blocks(checkpoints, capsys, monkeypatch):
     monkeypatch.setattr(stored_arrays, "BLOCK", 37)
-    actual = as_json(capsys, written, "--array=params.stack.w")["array"]
+    actual = as_json(capsys, checkpoints, "--array=params.stack.w")["array"]
     exact = VALUES.astype(np.float64)
     assert (actual["count"], actual["nonfinite"]) == (2048, 0)
     assert (actual["min"], actual["max"]) == (exact.min(), exact.max())
     np.testing.assert_allclose([actual["mean"], actual["rms"]], [exact.mean(), np.sqrt((exact**2).mean())], rtol=1e-12)
 
-    holed = as_json(capsys, written, "--array=params.w")["array"]
+    holed = as_json(capsys, checkpoints, "--array=params.w")["array"]
     assert (holed["dtype"], holed["count"], holed["nonfinite"]) == ("bfloat16", 5, 2)
     assert (holed["min"], holed["max"], holed["mean"]) == (-3.0, 1.5, -0.5)
     np.testing.assert_allclose(holed["rms"], np.sqrt((1.5**2 + 3**2) / 3))
@@ -171,13 +171,13 @@ def test_verify_names_the_file_and_both_values(run, capsys):
     assert tool.main([str(run), "--verify"]) == 0
     assert capsys.readouterr().out.count("whole, every file verified") == 2
     path = largest(run / "checkpoints/00000002")
-    wanted = hashlib.sha256(path.read_bytes()).hexdigest()
+    expected = hashlib.sha256(path.read_bytes()).hexdigest()
     flip(path)
     actual = hashlib.sha256(path.read_bytes()).hexdigest()
     name = path.relative_to(run / "checkpoints/00000002").as_posix()
     assert tool.main([str(run), "--verify"]) == 2
     text = capsys.readouterr().out
-    assert f"{name}: sha256 {actual}, the manifest says {wanted}" in text
+    assert f"{name}: sha256 {actual}, the manifest says {expected}" in text
     assert "\nstep 1\n" in text  # the newest whole one
     with pytest.raises(UserError, match=f"step 2 .* is damaged:\n  {name}: sha256 {actual}") as caught:
         tool.main([str(run), "--verify", "--step=2"])
@@ -226,7 +226,7 @@ def test_folders_beside_the_steps_are_named(run, capsys):
     (steps / "00000003.5f0c9a1e0002.saving").mkdir()
     (steps / "00000003.5f0c9a1e0002.saving/part").write_bytes(b"12345")
     (steps / "00000001").rename(steps / "00000001.damaged2")
-    actual = {each["name"]: each for each in as_json(capsys, run)["steps"]}
+    actual = {step["name"]: step for step in as_json(capsys, run)["steps"]}
     assert actual["00000003.5f0c9a1e0002.saving"]["state"].startswith("being written")
     assert actual["00000003.5f0c9a1e0002.saving"]["bytes"] == 5
     assert actual["00000001.damaged2"]["state"] == "damaged, set aside"
@@ -234,39 +234,39 @@ def test_folders_beside_the_steps_are_named(run, capsys):
         tool.main([str(run), "--step=1"])
 
 
-def test_a_path_may_contain_parent_folders(written, capsys, monkeypatch):
-    monkeypatch.chdir(written.parent)
-    assert tool.main([f"../{written.parent.name}/{written.name}"]) == 0
+def test_a_path_may_contain_parent_folders(checkpoints, capsys, monkeypatch):
+    monkeypatch.chdir(checkpoints.parent)
+    assert tool.main([f"../{checkpoints.parent.name}/{checkpoints.name}"]) == 0
 
 
-def test_impossible_requests(written, tmp_path):
-    (written.parent / "a_file").touch()
+def test_impossible_requests(checkpoints, tmp_path):
+    (checkpoints.parent / "a_file").touch()
     for words, message in (
         ([tmp_path / "typo"], "does not exist"),
         ([tmp_path], "no checkpoints in"),
-        ([written, "--step=9"], r"no checkpoint of step 9 .*\nIntact steps: 1, 2"),
-        ([written, "--array="], "no array"),
-        ([written, "--verify", "--array=params.w"], "give one of them"),
-        ([written.parent / "a_file"], "it is a file, not a folder"),
-        ([written, "--array=param.stack.w"], r"no array param\.stack\.w\n +did you mean params\.stack\.w"),
+        ([checkpoints, "--step=9"], r"no checkpoint of step 9 .*\nIntact steps: 1, 2"),
+        ([checkpoints, "--array="], "no array"),
+        ([checkpoints, "--verify", "--array=params.w"], "give one of them"),
+        ([checkpoints.parent / "a_file"], "it is a file, not a folder"),
+        ([checkpoints, "--array=param.stack.w"], r"no array param\.stack\.w\n +did you mean params\.stack\.w"),
         (["--step=1"], "first argument must be"),
-        ([written, f"--json={tmp_path}"], "can't be written"),
+        ([checkpoints, f"--json={tmp_path}"], "can't be written"),
     ):
         with pytest.raises(UserError, match=message):
             tool.main([str(word) for word in words])
 
 
-def test_nothing_changes_and_jax_stays_away(written):
+def test_nothing_changes_and_jax_stays_away(checkpoints):
     """Also while the folder can't be written."""
-    before = files_of(written)
+    before = files_of(checkpoints)
     program = f"""
 import sys
 from megajax.tools.inspect import main
 for words in ([], ["--verify"], ["--array=params.w"], ["--json"]):
-    assert main([{str(written)!r}, *words]) == 0
+    assert main([{str(checkpoints)!r}, *words]) == 0
 assert not {{"jax", "orbax", "flax", "rich"}} & set(sys.modules)
 """
-    folders = [written, *(path for path in written.rglob("*") if path.is_dir())]
+    folders = [checkpoints, *(path for path in checkpoints.rglob("*") if path.is_dir())]
     for folder in folders:
         folder.chmod(0o555)
     try:
@@ -274,4 +274,4 @@ assert not {{"jax", "orbax", "flax", "rich"}} & set(sys.modules)
     finally:
         for folder in folders:
             folder.chmod(0o755)
-    assert files_of(written) == before
+    assert files_of(checkpoints) == before

@@ -49,17 +49,17 @@ def test_damage_of_any_file_falls_back_to_the_previous_step(folder, capfd, damag
     names = [name for name in disk.files_below(newest) if (newest / name).stat().st_size > 1 or damage is delete]
     assert len(names) >= 8
     for name in names:
-        whole = (newest / name).read_bytes()
+        content = (newest / name).read_bytes()
         damage(newest / name)
         with CheckpointConfig().build(folder) as manager:
             assert manager.newest() == 2
             source, step = manager.start()
             assert (source, step) == (manager, 1), name
             assert source.meta(step) == {"step": 1}
-        said = capfd.readouterr().err
-        assert "checkpoint step 2" in said and name.rsplit("/", 1)[-1] in said
+        output = capfd.readouterr().err
+        assert "checkpoint step 2" in output and name.rsplit("/", 1)[-1] in output
         (folder / "00000002.damaged").rename(newest)
-        (newest / name).write_bytes(whole)
+        (newest / name).write_bytes(content)
     assert CheckpointReader(folder).newest_intact() == 2
 
 
@@ -75,11 +75,11 @@ def test_a_fallback_and_steps_set_aside_are_events(folder):
         manager.save(5, STATE)
         manager.wait()
         manager.go_back(1)
-    (damaged, fields), fallback, (abandoned, other) = events
+    (damaged, fields), fallback, (abandoned, abandoned_fields) = events
     assert damaged == "checkpoint_damaged" and "meta.json" in fields.pop("why")
     assert fields == {"step": 2, "kept_as": str(folder / "00000002.damaged")}
     assert fallback == ("checkpoint_fallback", {"from_step": 2, "to_step": 1})
-    assert abandoned == "checkpoint_abandoned" and other["step"] == 5 and other["back_to"] == 1
+    assert abandoned == "checkpoint_abandoned" and abandoned_fields["step"] == 5 and abandoned_fields["back_to"] == 1
 
 
 def test_the_background_of_a_save_is_watched(folder):

@@ -66,15 +66,15 @@ def loaded(origin: Origin, tensor: int = 1, data: int = 1, **settings: Any) -> L
     return load(replace(config, inference=engine, parallel=parallel), origin)
 
 
-def same(one: Loaded, other: Loaded, tolerance: float = 0.0) -> None:
-    assert one.model.weights.keys() == other.model.weights.keys()
-    for path, weight in one.model.weights.items():
-        np.testing.assert_allclose(weight, other.model.weights[path], rtol=0, atol=tolerance, err_msg=path)
+def assert_same_weights(first: Loaded, second: Loaded, tolerance: float = 0.0) -> None:
+    assert first.model.weights.keys() == second.model.weights.keys()
+    for path, weight in first.model.weights.items():
+        np.testing.assert_allclose(weight, second.model.weights[path], rtol=0, atol=tolerance, err_msg=path)
 
 
 def test_a_run_is_loaded_as_the_folder_it_was_made_of(folder: Path) -> None:
     of_folder, of_run = loaded(Origin(hf=folder / "base")), loaded(Origin(run=folder / "run"))
-    same(of_folder, of_run)
+    assert_same_weights(of_folder, of_run)
     assert of_run.model.cfg == of_folder.model.cfg
     assert of_run.where == str(folder / "run/checkpoints/00000000")
 
@@ -91,7 +91,7 @@ def test_a_run_is_loaded_as_the_folder_it_was_made_of(folder: Path) -> None:
 )
 def test_adapters_are_added_to_the_weights(folder: Path, origin: Origin) -> None:
     merged = loaded(Origin(run=folder / "merged"))
-    same(loaded(Origin(*[path and folder / path for path in origin])), merged, 1e-6)
+    assert_same_weights(loaded(Origin(*[path and folder / path for path in origin])), merged, 1e-6)
     base = loaded(Origin(hf=folder / "base"))
     assert not np.array_equal(base.model.weights[QUERY], merged.model.weights[QUERY])
 
@@ -105,8 +105,8 @@ def test_weights_are_on_their_devices_in_the_dtype_of_the_computation(folder: Pa
     # Two key-value heads on four devices: each has the one that its queries use.
     np.testing.assert_array_equal(key, np.repeat(one.model.weights["stack.blocks.0.mixer.key"], 2, axis=2))
     for path, weight in four.model.weights.items():
-        cut = not path.endswith("norm.gain") and "norm" not in path
-        assert weight.addressable_shards[0].data.size == weight.size // (4 if cut else 1), path
+        is_sharded = not path.endswith("norm.gain") and "norm" not in path
+        assert weight.addressable_shards[0].data.size == weight.size // (4 if is_sharded else 1), path
     half = loaded(Origin(hf=folder / "base"), compute="bfloat16", tensor=2, data=2)
     assert {weight.dtype for weight in half.model.weights.values()} == {jnp.dtype(jnp.bfloat16)}
     tokens = np.arange(24, dtype=np.int32).reshape(2, 12)
@@ -126,18 +126,18 @@ def test_settings_of_the_model_are_checked_against_its_weights(folder: Path) -> 
     origin = Origin(run=folder / "run")
     with pytest.raises(UserError, match="are for 40 tokens, this model has 41"):
         load(replace(config, model=replace(config.model, vocabulary_size=41)), origin)
-    wrong = replace(config, inference=InferenceConfig(length=64))
+    too_short = replace(config, inference=InferenceConfig(length=64))
     with pytest.raises(ConfigError, match=r"inference.length: 64 is more than model.sequence_length=32"):
-        load(wrong, origin)
+        load(too_short, origin)
     with pytest.raises(UserError, match=r"its run has no adapters \(model.lora\)"):
         loaded(Origin(hf=folder / "base", adapter=folder / "run"))
 
 
 def test_origins(folder: Path) -> None:
-    given = {"run": None, "hf": None, "adapter": folder / "adapter"}
-    assert origin_of(given) == Origin(hf=folder / "base", adapter=folder / "adapter")
-    assert origin_of({**given, "adapter": folder / "lora"}) == Origin(run=folder / "lora")
-    assert origin_of({**given, "run": folder / "run"}).hf is None
+    origin = {"run": None, "hf": None, "adapter": folder / "adapter"}
+    assert origin_of(origin) == Origin(hf=folder / "base", adapter=folder / "adapter")
+    assert origin_of({**origin, "adapter": folder / "lora"}) == Origin(run=folder / "lora")
+    assert origin_of({**origin, "run": folder / "run"}).hf is None
 
 
 def test_what_a_folder_says_of_chats(folder: Path, tmp_path: Path) -> None:
@@ -151,8 +151,8 @@ def test_what_a_folder_says_of_chats(folder: Path, tmp_path: Path) -> None:
         folder_stop_tokens(tmp_path / "chat") == {3, 5}
         and folder_stop_tokens(None) == folder_stop_tokens(tmp_path) == frozenset()
     )
-    written = (folder / "run/config.yaml").read_text()
-    assert "template" not in written
+    config_text = (folder / "run/config.yaml").read_text()
+    assert "template" not in config_text
     chat = ChatConfig(paths=("a",), template="chatml")
     assert chat.template == "chatml"
 
@@ -160,8 +160,8 @@ def test_what_a_folder_says_of_chats(folder: Path, tmp_path: Path) -> None:
 def test_room_of_the_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = loaded(Origin(hf=folder / "base"), tensor=2, data=2)
     config = replace(model.config.inference, cache_tokens=None, rows=3)
-    whole = cache_size(config, 32, model.model, "float32")
-    assert (whole.blocks, whole.block, whole.slots) == (3 * 2, 16, 3)
+    expected = cache_size(config, 32, model.model, "float32")
+    assert (expected.blocks, expected.block, expected.slots) == (3 * 2, 16, 3)
     memory = "megajax.inference.assembly.free_memory"
     # A token: 3 layers x keys and values x 1 of 2 heads x 4 elements x 4 bytes.
     of_block = 16 * 3 * 2 * 4 * 4

@@ -45,18 +45,18 @@ def newest(folder: Path) -> tuple[int | None, list[int], float | None]:
         reader = LocalReader(local)
         step = reader.newest_intact()
         value = None if step is None else float(reader.restore(step, like(small(0)))[0]["w"][0, 0])
-        return step, [each.step for each in reader.skipped], value
+        return step, [skipped.step for skipped in reader.skipped], value
 
 
 def laid_out(mesh: jax.sharding.Mesh, state: Any) -> Any:
     """The first dimension over `tensor` and the second over `data`, where they divide: not as it was saved."""
 
-    def one(leaf: jax.Array) -> jax.ShapeDtypeStruct:
+    def spec_of(leaf: jax.Array) -> jax.ShapeDtypeStruct:
         pairs = zip(leaf.shape, ("tensor", "data"), strict=False)
         spec = jax.sharding.PartitionSpec(*(axis if size % mesh.shape[axis] == 0 else None for size, axis in pairs))
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=jax.sharding.NamedSharding(mesh, spec))
 
-    return jax.tree.map(one, state)
+    return jax.tree.map(spec_of, state)
 
 
 @pytest.mark.smoke
@@ -69,13 +69,14 @@ def test_every_bit_comes_back_on_the_same_layout_and_on_others(tmp_path, data, t
     with opened(tmp_path) as local:
         reader = LocalReader(local)
         assert reader.newest_intact() == 7 and reader.meta(7) == META
-        same, _ = reader.restore(7, like(state))
+        unchanged, _ = reader.restore(7, like(state))
         restored, meta = reader.restore(7, laid_out(mesh_of(data, tensor), state))
     assert meta == META
-    leaves = (jax.tree.leaves(tree) for tree in (state, same, restored))
-    for one, here, other in zip(*leaves, strict=True):
-        assert bits(one) == bits(here) == bits(other) and here.sharding == one.sharding and one.dtype == other.dtype
-        assert dict(other.sharding.mesh.shape) == {"data": data, "tensor": tensor}
+    leaves = (jax.tree.leaves(tree) for tree in (state, unchanged, restored))
+    for saved, same_layout, new_layout in zip(*leaves, strict=True):
+        assert bits(saved) == bits(same_layout) == bits(new_layout)
+        assert same_layout.sharding == saved.sharding and saved.dtype == new_layout.dtype
+        assert dict(new_layout.sharding.mesh.shape) == {"data": data, "tensor": tensor}
 
 
 def test_the_saved_values_are_those_before_the_arrays_were_donated(tmp_path):
@@ -88,10 +89,10 @@ def test_the_saved_values_are_those_before_the_arrays_were_donated(tmp_path):
             local.save(step, state, META)
             for _ in range(5):
                 state = change(state)
-    for each in sets(tmp_path):
-        values = np.frombuffer((each / "own.bin").read_bytes(), np.float32)
-        assert set(values) == {6 * int(each.name) - 5}
-    assert [int(each.name) for each in sets(tmp_path)] == [1, 2, 3]
+    for path in sets(tmp_path):
+        values = np.frombuffer((path / "own.bin").read_bytes(), np.float32)
+        assert set(values) == {6 * int(path.name) - 5}
+    assert [int(path.name) for path in sets(tmp_path)] == [1, 2, 3]
 
 
 def test_a_state_of_other_shapes_is_refused_with_a_table(tmp_path):
@@ -193,8 +194,8 @@ def test_failed_saves_leave_the_older_ones_and_stop_after_some(tmp_path):
             local.wait()
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        good, bad = local.poll()
-        assert good.failure is None and "File too large" in str(bad.failure) and not local.stopped
+        first, second = local.poll()
+        assert first.failure is None and "File too large" in str(second.failure) and not local.stopped
         assert [path.name for path in sets(tmp_path)] == ["00000001"]
         assert not list((tmp_path / "node").rglob("*.saving"))
         local.save(3, big, META)  # there is room again

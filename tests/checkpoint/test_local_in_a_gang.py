@@ -48,24 +48,24 @@ def test_one_lost_disk_loses_nothing_and_the_newest_whole_checkpoint_wins(tmp_pa
         (folder,) = node.iterdir()
         shutil.copytree(folder, tmp_path / "copy")
         # Both processes have both parts, of which each wrote one; the machine of process 1 is another now.
-        assert all((folder / f"process_{each}" / f"{newest:08d}/replicas.bin").stat().st_size for each in (0, 1))
+        assert all((folder / f"process_{process}" / f"{newest:08d}/replicas.bin").stat().st_size for process in (0, 1))
         shutil.rmtree(folder / "process_1")
 
-        again = start(*settings, *local, f"--run_dir={run}", "--resilience.exit_after_steps=10", name="three")
-        assert again.wait() == 0, again.text
-        begun = events(run, "start")[-1]["step"]
-        assert begun >= newest and f"starting from step {begun} in local checkpoints" in again.text
+        restarted = start(*settings, *local, f"--run_dir={run}", "--resilience.exit_after_steps=10", name="three")
+        assert restarted.wait() == 0, restarted.text
+        first_step = events(run, "start")[-1]["step"]
+        assert first_step >= newest and f"starting from step {first_step} in local checkpoints" in restarted.text
         after, expected = hexes(run), hexes(tmp_path / "control")
-        assert max(after) == begun + 10 <= 80
+        assert max(after) == first_step + 10 <= 80
         assert after == {step: expected[step] for step in after}
         # It was stopped and saved in the shared folder: nothing is left on the machine.
-        assert gangs.saved(run) == [begun + 10] and not folder.exists()
+        assert gangs.saved(run) == [first_step + 10] and not folder.exists()
 
         # Older sets that turn up again do not count, though the run they belong to is this one.
         shutil.copytree(tmp_path / "copy", folder)
         shared = start(*settings, *local, f"--run_dir={run}", "--resilience.exit_after_steps=2", name="four")
         assert shared.wait() == 0, shared.text
-        assert events(run, "start")[-1]["step"] == begun + 10 and "in local checkpoints" not in shared.text
+        assert events(run, "start")[-1]["step"] == first_step + 10 and "in local checkpoints" not in shared.text
 
 
 @pytest.mark.slow
@@ -82,13 +82,13 @@ def test_without_a_replica_a_lost_disk_falls_back_to_the_shared_folder(tmp_path)
         shared = gangs.saved(run)[-1]
         (folder,) = node.iterdir()
         shutil.rmtree(folder / "process_0")
-        again = start(*settings, "--resilience.exit_after_steps=2", name="two")
-        assert again.wait() == 0, again.text
+        restarted = start(*settings, "--resilience.exit_after_steps=2", name="two")
+        assert restarted.wait() == 0, restarted.text
         assert events(run, "start")[-1]["step"] == shared
         passed_over = events(run, "checkpoint_fallback")
         assert passed_over[0]["kind"] == "local" and passed_over[0]["from_step"] > shared
         assert "the shards of process 0 are lost" in passed_over[0]["why"]
-        assert "is not complete" in again.text
+        assert "is not complete" in restarted.text
 
 
 def lose_process_1(gang: gangs.Started) -> str:
@@ -123,8 +123,8 @@ def test_the_last_process_saves_its_state_if_it_is_whole_and_says_so_if_not(tmp_
         (saved,) = [event for event in events(run, "save_committed") if event.get("kind") == "emergency"]
         assert (saved["step"], saved["parts"], saved["whole"]) == (4, [0, 1], True)
 
-        again = start(*settings, "--resilience.exit_after_steps=3", name="c")
-        assert again.wait() == 0, again.text
+        restarted = start(*settings, "--resilience.exit_after_steps=3", name="c")
+        assert restarted.wait() == 0, restarted.text
         assert events(run, "start")[-1]["step"] == 4 and gangs.saved(run) == [7]
         control = tmp_path / "control"
         undisturbed = start(*settings, f"--run_dir={control}", "--resilience.exit_after_steps=7", name="d")

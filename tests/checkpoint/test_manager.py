@@ -44,7 +44,7 @@ def test_due_follows_the_policy(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("settings", "kept"),
+    ("settings", "remaining"),
     [
         ({"keep_last": 2}, [5, 6]),
         ({"keep_last": 1}, [6]),
@@ -52,11 +52,11 @@ def test_due_follows_the_policy(tmp_path):
         ({"every": 1, "keep_last": 1, "keep_every": 2}, [2, 4, 6]),
     ],
 )
-def test_old_steps_are_deleted_except_kept_ones(tmp_path, settings, kept):
+def test_old_steps_are_deleted_except_kept_ones(tmp_path, settings, remaining):
     with CheckpointConfig(**settings).build(tmp_path) as manager:
         save_all(manager, range(1, 7))
-        assert manager.steps() == kept
-    assert folders(tmp_path) == [f"{step:08d}" for step in kept]
+        assert manager.steps() == remaining
+    assert folders(tmp_path) == [f"{step:08d}" for step in remaining]
 
 
 def test_nothing_is_deleted_when_the_new_step_fails(tmp_path, monkeypatch):
@@ -77,17 +77,17 @@ class FailsLater:
         raise RuntimeError("wrapped") from OSError(errno.EROFS, os.strerror(errno.EROFS), "/some/file")
 
 
-@pytest.mark.parametrize("how", ["save", "wait", "close", "exit"])
-def test_a_background_failure_is_raised(tmp_path, monkeypatch, how):
+@pytest.mark.parametrize("method", ["save", "wait", "close", "exit"])
+def test_a_background_failure_is_raised(tmp_path, monkeypatch, method):
     manager = CheckpointConfig().build(tmp_path)
-    monkeypatch.setattr(arrays, "start_writing", lambda path, named: FailsLater())
+    monkeypatch.setattr(arrays, "start_writing", lambda path, leaves: FailsLater())
     with pytest.raises(CheckpointError, match=r"step 3 not saved: /some/file: Read-only file system$"):
-        if how == "exit":
+        if method == "exit":
             with manager:
                 manager.save(3, state_of(3))
         else:
             manager.save(3, state_of(3))
-            {"save": lambda: manager.save(4, state_of(4)), "wait": manager.wait, "close": manager.close}[how]()
+            {"save": lambda: manager.save(4, state_of(4)), "wait": manager.wait, "close": manager.close}[method]()
     assert folders(tmp_path) == []
 
 
@@ -98,7 +98,7 @@ def test_poll_reports_and_raises_without_waiting(tmp_path, monkeypatch):
         (report,) = manager.poll()
         assert report.step == 1 and 0 < report.blocking_seconds <= report.total_seconds and report.bytes > 64
         assert manager.poll() == []
-        monkeypatch.setattr(arrays, "start_writing", lambda path, named: FailsLater())
+        monkeypatch.setattr(arrays, "start_writing", lambda path, leaves: FailsLater())
         manager.save(2, state_of(2))
         futures.wait([manager._pending.result])
         with pytest.raises(CheckpointError, match="step 2"):
@@ -107,7 +107,7 @@ def test_poll_reports_and_raises_without_waiting(tmp_path, monkeypatch):
 
 
 def test_a_failed_save_does_not_hide_an_error(tmp_path, monkeypatch):
-    monkeypatch.setattr(arrays, "start_writing", lambda path, named: FailsLater())
+    monkeypatch.setattr(arrays, "start_writing", lambda path, leaves: FailsLater())
     with pytest.raises(ZeroDivisionError) as caught, CheckpointConfig().build(tmp_path) as manager:
         manager.save(3, state_of(3))
         raise ZeroDivisionError
@@ -152,13 +152,13 @@ def test_start_from_another_run_and_then_from_its_own(tmp_path):
         assert manager.start() == (manager, 5)
 
 
-@pytest.mark.parametrize("what", ["typo", "empty", "only_unfinished", "missing_step"])
-def test_loading_from_an_empty_folder_is_an_error(tmp_path, what):
+@pytest.mark.parametrize("case", ["typo", "empty", "only_unfinished", "missing_step"])
+def test_loading_from_an_empty_folder_is_an_error(tmp_path, case):
     (tmp_path / "empty").mkdir()
     (tmp_path / "only_unfinished" / "00000003.0123abcd.saving").mkdir(parents=True)
     with CheckpointConfig().build(tmp_path / "missing_step") as manager:
         save_all(manager, [1])
-    cfg = CheckpointConfig(load=tmp_path / what, step=9 if what == "missing_step" else None)
+    cfg = CheckpointConfig(load=tmp_path / case, step=9 if case == "missing_step" else None)
     with cfg.build(tmp_path / "own") as manager, pytest.raises(UserError, match=r"no checkpoint"):
         manager.start()
 
@@ -184,8 +184,8 @@ def test_only_unfinished_steps_of_dead_attempts_are_removed(tmp_path, capfd):
         (tmp_path / name / "inside").mkdir(parents=True)
     with CheckpointConfig().build(tmp_path):
         assert folders(tmp_path) == ["00000002.damaged", "notes"]
-    said = capfd.readouterr().err
-    assert all(name in said for name in remains)
+    output = capfd.readouterr().err
+    assert all(name in output for name in remains)
 
 
 def test_the_folder_of_a_running_writer_is_left_alone(tmp_path, monkeypatch):
@@ -254,10 +254,10 @@ with CheckpointConfig(keep_last=1).build(sys.argv[1]) as manager:
     manager.wait()
     assert manager.newest_intact() == 3
 """
-    done = subprocess.run([sys.executable, "-c", script, tmp_path], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("checkpoint step 2 not saved: ") and "File too large" in done.stdout
-    assert done.stdout.count("\n") == 1 and done.stderr == ""
+    process = subprocess.run([sys.executable, "-c", script, tmp_path], capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.startswith("checkpoint step 2 not saved: ") and "File too large" in process.stdout
+    assert process.stdout.count("\n") == 1 and process.stderr == ""
     assert folders(tmp_path) == ["00000003"]
 
 

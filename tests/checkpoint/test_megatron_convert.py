@@ -31,9 +31,9 @@ def test_there_and_back(family: str, tmp_path: Path, capsys: pytest.CaptureFixtu
     write_sharded(tmp_path / "theirs", weights, MODELS[name][0], Shares(tensor=2))
     main([f"--from=megatron:{tmp_path}/theirs", f"--to={tmp_path}/run", "--verify"])
     main([f"--from={tmp_path}/run", f"--to=megatron:{tmp_path}/back", f"--family={family}", "--verify"])
-    shown = capsys.readouterr().out
-    assert shown.count("all equal") == 2
-    assert "layers of plain torch" in shown if family else "layers of Transformer Engine" in shown
+    output = capsys.readouterr().out
+    assert output.count("all equal") == 2
+    assert "layers of plain torch" in output if family else "layers of Transformer Engine" in output
     back = read_model(tmp_path / "back").tensors
     for name, array in weights.items():
         # Tables come back without padding.
@@ -48,11 +48,11 @@ def test_a_run_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
         "exp_avg": drawn("llama", 1),
         "exp_avg_sq": {k: np.abs(v) for k, v in drawn("llama", 2).items()},
     }
-    given = {**args, **TRAINED, "num_layers": 4}
-    write_ranks(tmp_path / "theirs", drawn("llama"), given, Shares(tensor=2, pipeline=2), moments=moments)
+    arguments = {**args, **TRAINED, "num_layers": 4}
+    write_ranks(tmp_path / "theirs", drawn("llama"), arguments, Shares(tensor=2, pipeline=2), moments=moments)
     main([f"--from=megatron:{tmp_path}/theirs", f"--to={tmp_path}/run"])
-    shown = capsys.readouterr().out
-    assert "optimizer: 7 steps with their moments" in shown
+    output = capsys.readouterr().out
+    assert "optimizer: 7 steps with their moments" in output
     cfg = load(f"{tmp_path}/run/config.yaml", "data.type=MockConfig", "tokenizer.type=NullTokenizerConfig")
     assert (cfg.optimizer.beta2, cfg.schedule.lr, cfg.batch.global_size, cfg.steps) == (0.97, 3e-3, 8, 20)
     stored = CheckpointReader(tmp_path / "run" / "checkpoints")

@@ -70,35 +70,35 @@ MODELS: Mapping[str, tuple[dict[str, Any], str]] = {
 def shapes(name: str) -> dict[str, tuple[int, ...]]:
     """Of a model's weights, by their names; tables have padding."""
     args, script = MODELS[name]
-    model, made = model_config(args, script), {}
+    model, tensors = model_config(args, script), {}
     for tensor in resolved(table(model), declared_by(model)):
         shape = tensor.shape()
         padded = tensor.name.endswith(("word_embeddings.weight", "output_layer.weight", "output_layer.bias"))
-        made[tensor.name] = (32, *shape[1:]) if padded else shape
-    return made
+        tensors[tensor.name] = (32, *shape[1:]) if padded else shape
+    return tensors
 
 
-def drawn(name: str, seed: int = 0) -> dict[str, np.ndarray]:
+def random_tensors(name: str, seed: int = 0) -> dict[str, np.ndarray]:
     """Weights of a model."""
     draw = np.random.default_rng(seed)
     return {name: draw.standard_normal(shape).astype(np.float32) for name, shape in shapes(name).items()}
 
 
-def whole(opened: MegatronModel, source: Any = None) -> dict[str, np.ndarray]:
-    """Weights of ours, by path."""
+def all_weights(opened: MegatronModel, source: Any = None) -> dict[str, np.ndarray]:
+    """All weights, by path."""
     source = source or opened.weights
     return {path: source.read(path, tuple(slice(0, n) for n in shape)) for path, shape in source.shapes().items()}
 
 
 def demand_equal(opened: MegatronModel, weights: Mapping[str, np.ndarray], source: Any = None) -> None:
-    """Our weights are those that these make up."""
-    ours, seen = whole(opened, source), 0
+    """Asserts that the weights equal those in the tensors."""
+    values, elements = all_weights(opened, source), 0
     for tensor in opened.table:
         theirs = weights[tensor.name][: tensor.shape()[0]]
         for piece, part in zip(tensor.pieces, tensor.to_weights(theirs), strict=True):
-            np.testing.assert_array_equal(ours[piece.path][piece.index], part, err_msg=tensor.name)
-            seen += part.size
-    assert seen == sum(
+            np.testing.assert_array_equal(values[piece.path][piece.index], part, err_msg=tensor.name)
+            elements += part.size
+    assert elements == sum(
         array[: tensor.shape()[0]].size
         for tensor, array in zip(opened.table, (weights[t.name] for t in opened.table), strict=True)
     )
@@ -130,7 +130,7 @@ CASES = [
 @pytest.mark.parametrize(("name", "layout", "engine"), CASES)
 def test_files_of_ranks(name: str, layout: str, engine: bool, tmp_path: Path) -> None:
     args, script = MODELS[name]
-    weights, shares = drawn(name), LAYOUTS[layout]
+    weights, shares = random_tensors(name), LAYOUTS[layout]
     shares = Shares(shares.tensor, shares.pipeline, shares.virtual, gated=bool(args.get("swiglu")))
     write_ranks(tmp_path, weights, args, shares, engine=engine)
     assert MegatronCheckpoint(tmp_path).script() == script
@@ -139,10 +139,12 @@ def test_files_of_ranks(name: str, layout: str, engine: bool, tmp_path: Path) ->
     demand_equal(opened, weights)
 
 
-@pytest.mark.parametrize("experts", ["", *[pytest.param(one, marks=pytest.mark.slow) for one in ("engine", "packed")]])
+@pytest.mark.parametrize(
+    "experts", ["", *[pytest.param(kind, marks=pytest.mark.slow) for kind in ("engine", "packed")]]
+)
 def test_ranks_of_experts(experts: str, tmp_path: Path) -> None:
     args = MODELS["mixtral"][0]
-    weights = drawn("mixtral")
+    weights = random_tensors("mixtral")
     write_ranks(tmp_path, weights, args, Shares(tensor=1, pipeline=2, expert=2), experts=experts)
     demand_equal(open_model(tmp_path), weights)
 
@@ -161,7 +163,7 @@ def test_ranks_of_experts(experts: str, tmp_path: Path) -> None:
 )
 def test_shards(name: str, stacked: bool, tmp_path: Path) -> None:
     args = MODELS[name][0]
-    weights = drawn(name)
+    weights = random_tensors(name)
     write_sharded(tmp_path, weights, args, Shares(tensor=2, gated=bool(args.get("swiglu"))), stacked=stacked)
     opened = open_model(tmp_path)
     assert opened.updates == 7
@@ -171,10 +173,10 @@ def test_shards(name: str, stacked: bool, tmp_path: Path) -> None:
 @pytest.mark.parametrize("write", [write_ranks, write_sharded])
 def test_moments_and_masters(write: Any, tmp_path: Path) -> None:
     args = MODELS["llama"][0]
-    weights = drawn("llama")
-    moments = {"exp_avg": drawn("llama", 1), "exp_avg_sq": drawn("llama", 2)}
+    weights = random_tensors("llama")
+    moments = {"exp_avg": random_tensors("llama", 1), "exp_avg_sq": random_tensors("llama", 2)}
     if write is write_sharded:
-        moments["fp32_param"] = drawn("llama", 3)
+        moments["fp32_param"] = random_tensors("llama", 3)
     write(tmp_path, weights, args, Shares(tensor=2, pipeline=2 if write is write_ranks else 1), moments=moments)
     opened = open_model(tmp_path)
     demand_equal(opened, moments.get("fp32_param", weights))
@@ -186,18 +188,18 @@ def test_moments_and_masters(write: Any, tmp_path: Path) -> None:
 
 def test_what_is_lost_is_told(tmp_path: Path) -> None:
     args = MODELS["llama"][0]
-    write_ranks(tmp_path / "ranks", drawn("llama"), args, Shares())
-    lost = open_model(tmp_path / "ranks").dropped
-    assert lost[0] == "the optimizer's state: the checkpoint has none"
-    assert any("schedule" in line for line in lost)
-    write_sharded(tmp_path / "shards", drawn("llama"), args, Shares(), flat=True)
-    lost = open_model(tmp_path / "shards").dropped
-    assert "--dist-ckpt-optim-fully-reshardable" in lost[0]
+    write_ranks(tmp_path / "ranks", random_tensors("llama"), args, Shares())
+    dropped = open_model(tmp_path / "ranks").dropped
+    assert dropped[0] == "the optimizer's state: the checkpoint has none"
+    assert any("schedule" in line for line in dropped)
+    write_sharded(tmp_path / "shards", random_tensors("llama"), args, Shares(), flat=True)
+    dropped = open_model(tmp_path / "shards").dropped
+    assert "--dist-ckpt-optim-fully-reshardable" in dropped[0]
 
 
 def test_a_layer_is_read_without_the_others(tmp_path: Path) -> None:
     args = MODELS["llama"][0]
-    weights = drawn("llama")
+    weights = random_tensors("llama")
     write_sharded(tmp_path, weights, args, Shares(tensor=2))
     read = read_model(tmp_path)
     entries = read.tensors.entries()
@@ -210,7 +212,7 @@ def test_a_layer_is_read_without_the_others(tmp_path: Path) -> None:
 
 def test_the_iteration(tmp_path: Path) -> None:
     args = MODELS["gpt"][0]
-    weights = drawn("gpt")
+    weights = random_tensors("gpt")
     for iteration in (7, 12):
         write_ranks(tmp_path, weights, args, Shares(), iteration=iteration)
     assert iteration_folder(tmp_path).name == "iter_0000012"
@@ -229,7 +231,7 @@ def test_the_iteration(tmp_path: Path) -> None:
 
 def test_a_path_in_the_metadata_of_shards_is_refused(tmp_path: Path) -> None:
     args = MODELS["llama"][0]
-    write_sharded(tmp_path, drawn("llama"), args, Shares())
+    write_sharded(tmp_path, random_tensors("llama"), args, Shares())
     metadata = tmp_path / "iter_0000007" / ".metadata"
     data = metadata.read_bytes()
     for name, message in (
@@ -244,17 +246,17 @@ def test_a_path_in_the_metadata_of_shards_is_refused(tmp_path: Path) -> None:
 
 def test_shards_that_are_cut_off_are_refused(tmp_path: Path) -> None:
     args = MODELS["llama"][0]
-    write_sharded(tmp_path, drawn("llama"), args, Shares())
+    write_sharded(tmp_path, random_tensors("llama"), args, Shares())
     path = tmp_path / "iter_0000007" / "__0_0.distcp"
     path.write_bytes(path.read_bytes()[:-100])
     opened = open_model(tmp_path)
     with pytest.raises(UserError, match="cut off"):
-        whole(opened)
+        all_weights(opened)
 
 
 def test_ranks_that_are_missing_are_named(tmp_path: Path) -> None:
     args = MODELS["llama"][0]
-    weights = drawn("llama")
+    weights = random_tensors("llama")
     write_ranks(tmp_path, weights, args, Shares(tensor=2, pipeline=2))
     folder = tmp_path / "iter_0000007"
     (folder / "mp_rank_01_001" / "model_optim_rng.pt").unlink()
@@ -267,7 +269,7 @@ def test_ranks_that_are_missing_are_named(tmp_path: Path) -> None:
 
 def test_a_model_that_the_arguments_are_not_of(tmp_path: Path) -> None:
     args = MODELS["llama"][0]
-    write_ranks(tmp_path, drawn("llama"), {**args, "ffn_hidden_size": 32, "num_layers": 2}, Shares())
+    write_ranks(tmp_path, random_tensors("llama"), {**args, "ffn_hidden_size": 32, "num_layers": 2}, Shares())
     with pytest.raises(UserError) as caught:
         open_model(tmp_path)
     text = str(caught.value)
@@ -278,7 +280,7 @@ def test_a_model_that_the_arguments_are_not_of(tmp_path: Path) -> None:
 def test_features_that_we_lack_are_named_together(tmp_path: Path) -> None:
     args = MODELS["llama"][0]
     lacking = {"qk_clip": True, "position_embedding_type": "mrope"}
-    write_ranks(tmp_path, drawn("llama"), {**args, **lacking}, Shares())
+    write_ranks(tmp_path, random_tensors("llama"), {**args, **lacking}, Shares())
     with pytest.raises(UserError, match=r"features that MegaJAX lacks:\n.*position-embedding-type"):
         open_model(tmp_path)
 
@@ -286,7 +288,7 @@ def test_features_that_we_lack_are_named_together(tmp_path: Path) -> None:
 def test_the_vocabulary(tmp_path: Path) -> None:
     args = MODELS["llama"][0]
     without = {name: value for name, value in args.items() if name != "vocab_size"}
-    write_ranks(tmp_path, drawn("llama"), without, Shares())
+    write_ranks(tmp_path, random_tensors("llama"), without, Shares())
     assert open_model(tmp_path).model.vocabulary_size == 32
     assert open_model(tmp_path, vocabulary=30).weights.shapes()["tokens"][0] >= 30
     with pytest.raises(UserError, match="32 rows of embeddings, fewer than 33 tokens"):

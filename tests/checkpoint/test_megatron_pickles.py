@@ -130,15 +130,15 @@ def arrays() -> dict[str, np.ndarray]:
 
 
 def test_an_archive_gives_back_what_was_written(tmp_path: Path) -> None:
-    path, given = tmp_path / "model_optim_rng.pt", arrays()
+    path, expected = tmp_path / "model_optim_rng.pt", arrays()
     args = Record("argparse.Namespace", (), {"layers": 2, "dtype": Name("torch.bfloat16"), "window": (127, 0)})
     lazy = LazyTensor((2, 2), np.dtype(np.float32), lambda: np.eye(2, dtype=np.float32))
-    write_archive(path, {"args": args, "iteration": 7, "model": {**given, "lazy": lazy}})
+    write_archive(path, {"args": args, "iteration": 7, "model": {**expected, "lazy": lazy}})
     archive = TorchArchive(memory_map(path), str(path))
     assert archive.content["iteration"] == 7
     assert archive.content["args"].fields == args.fields
     model = archive.content["model"]
-    for name, array in given.items():
+    for name, array in expected.items():
         view = archive.view(model[name])
         assert (view.dtype, view.shape) == (array.dtype, array.shape)
         np.testing.assert_array_equal(view, array)
@@ -222,7 +222,7 @@ def test_a_tensor_outside_of_its_storage_is_refused(offset: int, shape: tuple[in
     storage = (
         b"(X\x07\x00\x00\x00storage" + global_("torch", "FloatStorage") + b"X\x01\x00\x00\x000X\x00\x00\x00\x00K\x06tQ"
     )
-    numbers = b"".join(pickle.dumps(one, 2)[2:-1] for one in (offset, shape, strides))
+    numbers = b"".join(pickle.dumps(number, 2)[2:-1] for number in (offset, shape, strides))
     data = b"\x80\x02" + global_("torch._utils", "_rebuild_tensor_v2") + b"(" + storage + numbers + b"tR."
     with pytest.raises(UserError, match="with odd arguments"):
         read_pickle(data, "a.pt")

@@ -95,12 +95,12 @@ def stored(run: Path) -> dict[str, np.ndarray]:
     return {path: weights.read(path, tuple(map(slice, shape))) for path, shape in weights.shapes().items()}
 
 
-def whole(model: Any, values: Mapping[str, Any]) -> dict[str, np.ndarray]:
+def dequantized(model: Any, values: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """The float weights that a run's stand for, by the reference: numbers times scales, spread over their inputs."""
     result = {path: np.asarray(value) for path, value in values.items()}
-    for path, how in quantized_matrices(model).items():
-        leaves = {end: jnp.asarray(result.pop(path + end)) for end in how.declared(*_like(path))}
-        result[path] = np.asarray(how.whole(leaves))
+    for path, quantized in quantized_matrices(model).items():
+        leaves = {end: jnp.asarray(result.pop(path + end)) for end in quantized.declared(*_like(path))}
+        result[path] = np.asarray(quantized.whole(leaves))
     return result
 
 
@@ -128,17 +128,19 @@ def test_a_quantized_run(
     model = open_step(run).config.model
     assert model.quantization.weights == words[0].partition("=")[2]
     assert model == replace(MODEL, quantization=model.quantization)
-    right, made = Drawn(MODEL).values, whole(model, values)
-    for path, value in right.items():
-        assert np.abs(made[path].astype(np.float32) - value).max() <= np.abs(value).max() * max(error, 2.0**-9), path
+    original, quantized = Drawn(MODEL).values, dequantized(model, values)
+    for path, value in original.items():
+        assert np.abs(quantized[path].astype(np.float32) - value).max() <= np.abs(value).max() * max(error, 2.0**-9), (
+            path
+        )
     assert "all equal" in capsys.readouterr().out
 
 
 @pytest.mark.slow
 def test_factors_are_those_with_the_least_error_of_outputs(source: Path) -> None:
     weights, tokens = open_step(source).weights(), np.random.default_rng(0).integers(0, 256, (6, 16)).astype(np.int32)
-    made = replace(MODEL, quantization=QuantizationConfig(weights="int4", group=16, balanced=True))
-    matrices = quantized_matrices(made)
+    quantized_model = replace(MODEL, quantization=QuantizationConfig(weights="int4", group=16, balanced=True))
+    matrices = quantized_matrices(quantized_model)
     calibration = calibrate(MODEL, weights, matrices, tokens, rows=2)
     assert set(calibration.matrices) == set(matrices)
     for path, (plain, calibrated) in calibration.errors.items():
@@ -150,9 +152,9 @@ def test_factors_are_those_with_the_least_error_of_outputs(source: Path) -> None
     assert np.mean(gained) < 0.9
     quantized = [
         QuantizedWeights(weights, declared_by(model), quantized_matrices(model), known)
-        for model, known in ((made, calibration.matrices), (made, {}))
+        for model, known in ((quantized_model, calibration.matrices), (quantized_model, {}))
     ]
-    models = [LayerByLayer(MODEL, weights), *(LayerByLayer(made, each) for each in quantized)]
+    models = [LayerByLayer(MODEL, weights), *(LayerByLayer(quantized_model, each) for each in quantized)]
     with_it, without = (compare(models[0], model, tokens, rows=4) for model in models[1:])
     assert with_it.kl_divergence < without.kl_divergence
     assert with_it.tokens == 6 * 15
@@ -166,8 +168,10 @@ def inputs_of(path: str) -> tuple[int, ...]:
 
 def test_static_scales_cover_the_text(source: Path) -> None:
     weights, tokens = open_step(source).weights(), np.random.default_rng(0).integers(0, 256, (4, 16)).astype(np.int32)
-    how = QuantizationConfig(weights="fp8", activations="fp8", static=True)
-    calibration = calibrate(MODEL, weights, quantized_matrices(replace(MODEL, quantization=how)), tokens, rows=2)
+    quantization = QuantizationConfig(weights="fp8", activations="fp8", static=True)
+    calibration = calibrate(
+        MODEL, weights, quantized_matrices(replace(MODEL, quantization=quantization)), tokens, rows=2
+    )
     seen: dict[tuple[str, int], float] = {}
 
     def watch(layer: Any, values: Any, inputs: Mapping[str, jax.Array]) -> None:
@@ -189,8 +193,8 @@ def test_layers_one_by_one_give_the_logits_of_the_model(source: Path) -> None:
     runner = LayerByLayer(MODEL, weights)
     parts = [np.asarray(runner.logits(x)) for x in runner.states(tokens, rows=2)]
     values = {path: jnp.asarray(value) for path, value in Drawn(MODEL).values.items()}
-    right = jax.jit(lambda values: bind(one_device(MODEL)(), values)(tokens))(values)
-    np.testing.assert_allclose(np.concatenate(parts), right, atol=1e-5 * np.abs(right).max())
+    expected = jax.jit(lambda values: bind(one_device(MODEL)(), values)(tokens))(values)
+    np.testing.assert_allclose(np.concatenate(parts), expected, atol=1e-5 * np.abs(expected).max())
 
 
 def test_differences_by_numpy(source: Path) -> None:
@@ -220,7 +224,7 @@ def test_rows_of_a_text() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "what"),
+    ("arguments", "message"),
     [
         (["--quantize=int3"], "--quantize: is int3"),
         (["--group=64"], "--group: applies to quantized weights"),
@@ -233,10 +237,10 @@ def test_rows_of_a_text() -> None:
         (["--quantize=int4", "--group=20"], "32 inputs are not a multiple of the group, 20"),
     ],
 )
-def test_wrong_command_lines_write_nothing(words: list[str], what: str, source: Path, tmp_path: Path) -> None:
+def test_wrong_command_lines_write_nothing(arguments: list[str], message: str, source: Path, tmp_path: Path) -> None:
     with pytest.raises((ConfigError, UserError)) as raised:
-        convert.main([f"--from={source}", f"--to={tmp_path / 'new'}", *words])
-    assert what in str(raised.value)
+        convert.main([f"--from={source}", f"--to={tmp_path / 'new'}", *arguments])
+    assert message in str(raised.value)
     assert [*tmp_path.iterdir()] == []
 
 
@@ -262,15 +266,15 @@ def test_what_quantized_weights_are_not_for(source: Path, tmp_path: Path) -> Non
 
 
 def test_weights_are_quantized_while_they_are_loaded(source: Path, tmp_path: Path) -> None:
-    run, how = tmp_path / "quantized", QuantizationConfig(weights="int4", group=16)
-    model, origin = replace(MODEL, quantization=how), Origin(run=source)
+    run, quantization = tmp_path / "quantized", QuantizationConfig(weights="int4", group=16)
+    model, origin = replace(MODEL, quantization=quantization), Origin(run=source)
     assert convert.main([f"--from={source}", f"--to={run}", "--quantize=int4", "--group=16"]) == 0
     loaded = quantized_weights(origin, model)
     for path, value in stored(run).items():
         box = tuple(slice(0, size) for size in value.shape)
         np.testing.assert_array_equal(loaded.read(path, box), value)
-    again = quantized_weights(Origin(run=run), model)
-    assert again.shapes() == loaded.shapes()
+    reloaded = quantized_weights(Origin(run=run), model)
+    assert reloaded.shapes() == loaded.shapes()
     static = replace(MODEL, quantization=QuantizationConfig(weights="fp8", activations="fp8", static=True))
     with pytest.raises(UserError, match=r"the calibration has no inputs of .*stack.blocks.0.mixer.query,"):
         quantized_weights(origin, static)
@@ -280,8 +284,8 @@ def test_weights_are_quantized_while_they_are_loaded(source: Path, tmp_path: Pat
 def test_evaluation_and_generation_read_a_quantized_run(source: Path, tmp_path: Path) -> None:
     run = tmp_path / "quantized"
     text = source / "text.txt"
-    words = ["--quantize=int4", "--group=16", f"--calibration={text}", f"--compare={text}"]
-    assert convert.main([f"--from={source}", f"--to={run}", *words]) == 0
+    flags = ["--quantize=int4", "--group=16", f"--calibration={text}", f"--compare={text}"]
+    assert convert.main([f"--from={source}", f"--to={run}", *flags]) == 0
     assert json.loads((run / "quantization.json").read_text())["kl_divergence"] > 0
     step, tokens = open_step(run), np.arange(40, 56, dtype=np.int32)
     runner = LayerByLayer(step.config.model, step.weights())

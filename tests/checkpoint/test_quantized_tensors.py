@@ -26,8 +26,8 @@ def test_fp8_in_blocks_with_parts_of_blocks_at_the_ends() -> None:
         "weight": ((10, 7), BFLOAT16),
         "norm": ((3,), BFLOAT16),
     }
-    each = np.repeat(np.repeat(scales, 4, 0), 3, 1)[:10, :7]
-    np.testing.assert_array_equal(tensors.read("weight"), (numbers.astype(np.float32) * each).astype(BFLOAT16))
+    factors = np.repeat(np.repeat(scales, 4, 0), 3, 1)[:10, :7]
+    np.testing.assert_array_equal(tensors.read("weight"), (numbers.astype(np.float32) * factors).astype(BFLOAT16))
     assert tensors.read("norm") is norm
 
 
@@ -64,7 +64,7 @@ def test_scales_that_do_not_fit_are_all_told() -> None:
     ],
 )
 def test_other_formats_are_refused(config: dict) -> None:
-    given = Settings({"quantization_config": config})
-    dequantizer(given)
+    settings = Settings({"quantization_config": config})
+    dequantizer(settings)
     with pytest.raises(UserError, match=f"quantization_config=quant_method={config['quant_method']}"):
-        given.finish()
+        settings.finish()

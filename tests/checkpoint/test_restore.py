@@ -31,27 +31,30 @@ def bits(array) -> bytes:
 
 
 def state_on(mesh):
-    def put(seed, dtype, shape, *spec):
+    def random_array(seed, dtype, shape, *spec):
         return jax.device_put(random_bits(shape, dtype, seed), NamedSharding(mesh, PartitionSpec(*spec)))
 
     return {
         "params": {
-            "matrix": put(0, np.float32, (16, 24), "data", "tensor"),
-            "replicated": put(1, np.float32, (5, 3)),
-            "half": put(2, jnp.bfloat16, (8, 16), "tensor", None),
+            "matrix": random_array(0, np.float32, (16, 24), "data", "tensor"),
+            "replicated": random_array(1, np.float32, (5, 3)),
+            "half": random_array(2, jnp.bfloat16, (8, 16), "tensor", None),
         },
-        "optimizer": {"counts": put(3, np.int32, (8,), "data"), "keys": put(4, np.uint32, (8, 2), ("data", "tensor"))},
-        "step": put(5, np.int32, ()),
+        "optimizer": {
+            "counts": random_array(3, np.int32, (8,), "data"),
+            "keys": random_array(4, np.uint32, (8, 2), ("data", "tensor")),
+        },
+        "step": random_array(5, np.int32, ()),
     }
 
 
 def like_on(mesh, state, *spec):
-    def one(leaf):
+    def spec_of(leaf):
         return jax.ShapeDtypeStruct(
             leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, PartitionSpec(*spec[: leaf.ndim]))
         )
 
-    return jax.tree.map(one, state)
+    return jax.tree.map(spec_of, state)
 
 
 def saved(folder, state, meta=None, step=7):
@@ -76,8 +79,8 @@ def test_restores_are_bit_exact_on_any_layout(tmp_path, shape, spec):
         )
     restored, _ = reader.restore(7, like)
     assert jax.tree.structure(restored) == jax.tree.structure(state)
-    for before, wanted, after in zip(*map(jax.tree.leaves, (state, like, restored)), strict=True):
-        assert after.dtype == before.dtype and after.sharding == wanted.sharding
+    for before, expected, after in zip(*map(jax.tree.leaves, (state, like, restored)), strict=True):
+        assert after.dtype == before.dtype and after.sharding == expected.sharding
         assert bits(after) == bits(before)
 
 

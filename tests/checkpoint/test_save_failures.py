@@ -144,9 +144,9 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (1000, -1))
 manager.save(1, {{"w": jnp.ones((512, 512))}})
 {ending}
 """
-    done = subprocess.run([sys.executable, "-c", script, tmp_path], capture_output=True, text=True)
-    assert "megajax: checkpoint step 1 not saved: " in done.stderr, done.stderr
-    assert done.returncode == (0 if ending else 1)
+    process = subprocess.run([sys.executable, "-c", script, tmp_path], capture_output=True, text=True)
+    assert "megajax: checkpoint step 1 not saved: " in process.stderr, process.stderr
+    assert process.returncode == (0 if ending else 1)
 
 
 def test_the_last_save_of_a_program_without_close_is_finished_at_its_end(tmp_path, capfd):
@@ -167,14 +167,14 @@ def test_callbacks_that_come_after_a_failed_save_print_nothing(tmp_path, capsys,
     def from_python():
         loop.call_soon_threadsafe(print)
 
-    with pytest.raises(RuntimeError) as late:
+    with pytest.raises(RuntimeError) as first_error:
         loop.call_soon_threadsafe(print)
-    trace = late.value.__traceback__
+    trace = first_error.value.__traceback__
     while trace.tb_frame.f_code.co_name != "call_soon_threadsafe":
         trace = trace.tb_next  # as from C++, where there is no caller
-    sys.excepthook(RuntimeError, late.value, trace)
+    sys.excepthook(RuntimeError, first_error.value, trace)
     assert capsys.readouterr().err == ""
-    with pytest.raises(RuntimeError) as own:
+    with pytest.raises(RuntimeError) as second_error:
         from_python()
-    sys.excepthook(RuntimeError, own.value, own.value.__traceback__)
+    sys.excepthook(RuntimeError, second_error.value, second_error.value.__traceback__)
     assert "Event loop is closed" in capsys.readouterr().err

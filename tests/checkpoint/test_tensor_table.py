@@ -69,26 +69,26 @@ def tensors(table: list[Mapped]) -> Arrays:
     return Arrays({tensor.name: draw.normal(size=tensor.shape()).astype(np.float32) for tensor in table})
 
 
-def whole(weights: ForeignWeights, path: str) -> np.ndarray:
+def read_weight(weights: ForeignWeights, path: str) -> np.ndarray:
     return weights.read(path, tuple(slice(0, size) for size in weights.shapes()[path]))
 
 
 def test_pieces_of_a_fused_tensor_are_where_they_belong(model, table, tensors) -> None:
     """Query heads 2g and 2g+1 of group g come before its key and its value."""
     weights = ForeignWeights(tensors, table, declared_by(model))
-    query, key, value = (whole(weights, f"stack.blocks.0.mixer.{name}") for name in ("query", "key", "value"))
-    given = tensors.arrays["layers.1.qkv"].reshape(2, 4, 4, 6)
+    query, key, value = (read_weight(weights, f"stack.blocks.0.mixer.{name}") for name in ("query", "key", "value"))
+    fused = tensors.arrays["layers.1.qkv"].reshape(2, 4, 4, 6)
     for group in range(2):
         for head in range(2):
-            np.testing.assert_array_equal(query[1, :, 2 * group + head], given[group, head].T)
-        np.testing.assert_array_equal(key[1, :, group], given[group, 2].T)
-        np.testing.assert_array_equal(value[1, :, group], given[group, 3].T)
+            np.testing.assert_array_equal(query[1, :, 2 * group + head], fused[group, head].T)
+        np.testing.assert_array_equal(key[1, :, group], fused[group, 2].T)
+        np.testing.assert_array_equal(value[1, :, group], fused[group, 3].T)
 
 
 def test_tensors_come_back_from_our_weights(model, table, tensors) -> None:
     weights = ForeignWeights(tensors, table, declared_by(model))
     for tensor in table:
-        back = tensor.from_weights([whole(weights, piece.path)[piece.index] for piece in tensor.pieces])
+        back = tensor.from_weights([read_weight(weights, piece.path)[piece.index] for piece in tensor.pieces])
         np.testing.assert_array_equal(back, tensors.arrays[tensor.name])
 
 
@@ -96,35 +96,35 @@ def test_boxes_are_cut_out_of_whole_weights(model, table, tensors) -> None:
     weights, draw = ForeignWeights(tensors, table, declared_by(model)), np.random.default_rng(1)
     for path, shape in weights.shapes().items():
         for _ in range(5):
-            ends = [sorted(draw.choice(size + 1, 2, replace=False)) for size in shape]
-            box = tuple(slice(int(start), int(stop)) for start, stop in ends)
-            np.testing.assert_array_equal(weights.read(path, box), whole(weights, path)[box])
+            bounds = [sorted(draw.choice(size + 1, 2, replace=False)) for size in shape]
+            box = tuple(slice(int(start), int(stop)) for start, stop in bounds)
+            np.testing.assert_array_equal(weights.read(path, box), read_weight(weights, path)[box])
 
 
 def test_layers_of_several_dtypes_lose_no_digits(model, table, tensors) -> None:
     """Layer 0 in bfloat16 and layer 1 in float32, as of a checkpoint that was quantized in part."""
     arrays = dict(tensors.arrays)
     arrays["layers.0.norm_1"] = arrays["layers.0.norm_1"].astype(jnp.bfloat16)
-    gains = whole(ForeignWeights(Arrays(arrays), table, declared_by(model)), "stack.blocks.0.mixer_norm.gain")
+    gains = read_weight(ForeignWeights(Arrays(arrays), table, declared_by(model)), "stack.blocks.0.mixer_norm.gain")
     for layer in range(2):
         np.testing.assert_array_equal(gains[layer], arrays[f"layers.{layer}.norm_1"].astype(np.float32))
 
 
 def test_rows_past_the_vocabulary_are_zeros(model, table, tensors) -> None:
     weights = ForeignWeights(tensors, table, declared_by(model))
-    np.testing.assert_array_equal(whole(weights, "tokens")[:10], tensors.arrays["table"])
-    assert whole(weights, "tokens").shape == (128, 6) and not whole(weights, "tokens")[10:].any()
+    np.testing.assert_array_equal(read_weight(weights, "tokens")[:10], tensors.arrays["table"])
+    assert read_weight(weights, "tokens").shape == (128, 6) and not read_weight(weights, "tokens")[10:].any()
 
 
 @pytest.mark.parametrize(
-    ("rows", "what"),
+    ("rows", "message"),
     [
         ([row for row in TABLE if row not in REST], "no row of the table holds stack.blocks.0.mixer.output"),
         ([*TABLE, Row("again", "norm.gain")], r"two rows for norm.gain\(\)"),
     ],
 )
-def test_a_table_holds_each_weight_once(model, rows, what) -> None:
-    with pytest.raises(ValueError, match=what):
+def test_a_table_holds_each_weight_once(model, rows, message) -> None:
+    with pytest.raises(ValueError, match=message):
         resolved(rows, declared_by(model))
 
 

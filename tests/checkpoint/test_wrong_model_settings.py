@@ -64,7 +64,7 @@ def message(folder: Path, settings: dict[str, Any]) -> str:
         ({"model_type": "qwen3", "layer_types": ["full_attention"]}, "num_hidden_layers=3"),
         ({"model_type": "qwen3", "layer_types": "full_attention"}, "layer_types=\"full_attention\": must be a list"),
         *[
-            ({"rope_scaling": {other: LLAMA3[other] for other in LLAMA3 if other != name}}, f"{name}: must be given")
+            ({"rope_scaling": {n: LLAMA3[n] for n in LLAMA3 if n != name}}, f"{name}: must be given")
             for name in ("low_freq_factor", "high_freq_factor")
         ],
         ({"rope_scaling": {**LLAMA3, "factor": "8"}}, 'factor="8": must be a finite number'),
@@ -77,9 +77,9 @@ def test_a_wrong_setting_is_named(tmp_path: Path, changes: dict[str, Any], what:
 
 
 def test_all_wrong_settings_are_listed(tmp_path: Path) -> None:
-    wrong = {"vocab_size": "96", "attention_bias": 1, "rope_theta": "10000", "hidden_size": None, "new_gate": 3}
-    text = message(tmp_path, {**LLAMA, **wrong})
-    assert all(f"  {name}" in text for name in wrong) and text.count("\n") == len(wrong)
+    values = {"vocab_size": "96", "attention_bias": 1, "rope_theta": "10000", "hidden_size": None, "new_gate": 3}
+    text = message(tmp_path, {**LLAMA, **values})
+    assert all(f"  {name}" in text for name in values) and text.count("\n") == len(values)
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "bert", "t5", "vit", "mamba", "mamba2", "nemotron_h", "clip_vision_model"])

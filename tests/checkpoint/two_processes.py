@@ -15,7 +15,7 @@ from megajax.checkpoint.manager import CheckpointError
 from megajax.config.errors import UserError
 
 
-def put(values, mesh, *spec):
+def put_on_mesh(values, mesh, *spec):
     sharding = NamedSharding(mesh, PartitionSpec(*spec))
     return jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
 
@@ -38,13 +38,15 @@ def main() -> None:
     jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(f"127.0.0.1:{port}", 2, index, coordinator_bind_address=f"127.0.0.1:{port}")
     mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("data", "tensor"))
-    other = Mesh(np.array(jax.devices()).reshape(4, 1), ("data", "tensor"))
+    other_mesh = Mesh(np.array(jax.devices()).reshape(4, 1), ("data", "tensor"))
     rng = np.random.default_rng(0)
     values = {"w": rng.standard_normal((64, 32)).astype(np.float32), "r": rng.integers(0, 9, (3,), np.int32)}
-    state = {"w": put(values["w"], mesh, "data", "tensor"), "r": put(values["r"], mesh)}
+    state = {"w": put_on_mesh(values["w"], mesh, "data", "tensor"), "r": put_on_mesh(values["r"], mesh)}
     like = {
-        "w": jax.ShapeDtypeStruct((64, 32), np.float32, sharding=NamedSharding(other, PartitionSpec(None, "data"))),
-        "r": jax.ShapeDtypeStruct((3,), np.int32, sharding=NamedSharding(other, PartitionSpec())),
+        "w": jax.ShapeDtypeStruct(
+            (64, 32), np.float32, sharding=NamedSharding(other_mesh, PartitionSpec(None, "data"))
+        ),
+        "r": jax.ShapeDtypeStruct((3,), np.int32, sharding=NamedSharding(other_mesh, PartitionSpec())),
     }
     with CheckpointConfig(keep_last=2).build(path) as manager:
         assert manager.start() is None

@@ -34,15 +34,15 @@ def mask_of(segments: np.ndarray, window: int | None) -> np.ndarray:
 
 
 @pytest.mark.parametrize("window", [None, 0, 3, 40])
-@pytest.mark.parametrize("row_cut", CUTS, ids=str)
-def test_scores_of_each_device(row_cut: SequenceSharding, window: int | None) -> None:
+@pytest.mark.parametrize("sequence_sharding", CUTS, ids=str)
+def test_scores_of_each_device(sequence_sharding: SequenceSharding, window: int | None) -> None:
     draw = np.random.default_rng(0)
     for most in (1, 2, 6, 48):
         segments = np.sort(draw.integers(0, most, 48))
         visible = mask_of(segments, window).sum(1)
-        expected = visible[row_cut.places(48)].reshape(row_cut.devices, -1).sum(1)
+        expected = visible[sequence_sharding.places(48)].reshape(sequence_sharding.devices, -1).sum(1)
         lengths = document_lengths(segments)
-        np.testing.assert_array_equal(device_scores(lengths, row_cut, window), expected)
+        np.testing.assert_array_equal(device_scores(lengths, sequence_sharding, window), expected)
         assert scores(lengths, window).sum() == visible.sum() == device_scores(lengths, window=window).item()
 
 
@@ -56,14 +56,20 @@ def test_devices_that_exchange_heads_have_equal_shares() -> None:
 
 def test_zigzag_balances_rows_of_one_document() -> None:
     length = np.array([64])
-    assert imbalance(device_scores(length, SequenceSharding(4, 1))) == 1 < imbalance(device_scores(length, SequenceSharding(4, 0)))
+    assert (
+        imbalance(device_scores(length, SequenceSharding(4, 1)))
+        == 1
+        < imbalance(device_scores(length, SequenceSharding(4, 0)))
+    )
 
 
 def test_work_is_of_positions_and_of_scores_by_window() -> None:
-    work, lengths, row_cut = RowWork(10.0, ((None, 2.0), (3, 1.0))), np.array([5, 11]), SequenceSharding(2, 1)
-    expected = 10 * 16 / 2 + 2 * device_scores(lengths, row_cut) + device_scores(lengths, row_cut, 3)
-    np.testing.assert_array_equal(work.of_devices(lengths, row_cut), expected)
-    assert work.of_row(lengths, row_cut) == expected.max()
+    work, lengths, sequence_sharding = RowWork(10.0, ((None, 2.0), (3, 1.0))), np.array([5, 11]), SequenceSharding(2, 1)
+    expected = (
+        10 * 16 / 2 + 2 * device_scores(lengths, sequence_sharding) + device_scores(lengths, sequence_sharding, 3)
+    )
+    np.testing.assert_array_equal(work.of_devices(lengths, sequence_sharding), expected)
+    assert work.of_row(lengths, sequence_sharding) == expected.max()
     # 15 + 66 scores, and 14 + 38 within a window of 3.
     assert work.of_row(lengths) == 10 * 16 + 2 * 81 + 52
 

@@ -47,8 +47,8 @@ def test_a_process_that_holds_the_lock_ends_with_its_stacks():
 
 @pytest.mark.parametrize("seconds", [1e300, float("inf")])
 def test_a_limit_above_any_timer_sets_the_longest(seconds):
-    with Backstop() as held:
-        held.reset(seconds)
+    with Backstop() as backstop:
+        backstop.reset(seconds)
 
 
 @pytest.mark.slow

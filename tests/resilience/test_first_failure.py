@@ -71,8 +71,8 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_first_cause(case):
-    seen, process, code, text = CASES[case]
-    for order in (seen, seen[::-1]):
+    states, process, code, text = CASES[case]
+    for order in (states, states[::-1]):
         cause = first_cause(order)
         assert (cause.process, cause.code, cause.text) == (process, code, text)
 
@@ -87,8 +87,8 @@ def test_a_hang_that_only_the_launcher_sees():
 
 def test_all_beats_are_old():
     """A file system that stood still for all is nobody's fault: positions decide."""
-    seen = [alive(0, silent=50.0), alive(1, silent=50.5, phase="data_wait")]
-    assert first_cause(seen, hang="…").text.startswith("holds up the others")
+    states = [alive(0, silent=50.0), alive(1, silent=50.5, phase="data_wait")]
+    assert first_cause(states, hang="…").text.startswith("holds up the others")
 
 
 SCHEDULER = {
@@ -105,19 +105,19 @@ SCHEDULER = {
 
 @pytest.mark.parametrize("case", SCHEDULER)
 def test_the_cause_behind_the_highest_code_that_srun_returns(case):
-    seen, code, process, expected = SCHEDULER[case]
-    cause = scheduler_cause(seen, code)
+    states, code, process, expected = SCHEDULER[case]
+    cause = scheduler_cause(states, code)
     assert (cause.process, cause.code) == (process, expected)
 
 
 def test_nobody_is_blamed_where_all_were_killed_at_once():
-    both = [MemberState(process=index, beat=beat(index), order=10.0 + index) for index in (0, 1)]
-    cause = scheduler_cause(both, 137)
+    states = [MemberState(process=index, beat=beat(index), order=10.0 + index) for index in (0, 1)]
+    cause = scheduler_cause(states, 137)
     assert cause.process is None and cause.text == "the command exited with code 137, and no process reported a reason"
 
 
 def test_the_process_whose_beats_ended_first_is_the_lost_one():
     early = MemberState(process=3, beat=beat(3), order=10.0)
-    late = MemberState(process=2, beat=beat(2), order=12.0)
-    cause = scheduler_cause([late, early, ended(0, 1, 13.0, GLOO)], 137)
+    third = MemberState(process=2, beat=beat(2), order=12.0)
+    cause = scheduler_cause([third, early, ended(0, 1, 13.0, GLOO)], 137)
     assert cause.process == 3 and cause.text.startswith("was lost on host3") and cause.unrecorded

@@ -22,8 +22,8 @@ class Clocked:
 
     def beat(self, process: int, *, host: str = "elsewhere", pid: int = 1, **fields) -> None:
         self.written += 1
-        known = {"phase": "step", "phase_step": 7, "step": 6}
-        Beat(process=process, pid=pid, host=host, time=self.written, **(known | fields)).write(self.folder)
+        defaults = {"phase": "step", "phase_step": 7, "step": 6}
+        Beat(process=process, pid=pid, host=host, time=self.written, **(defaults | fields)).write(self.folder)
 
     def after(self, seconds: float, ended: tuple[int, ...] = ()) -> str | None:
         self.now += seconds
@@ -33,11 +33,11 @@ class Clocked:
 
 @pytest.fixture
 def gang(tmp_path):
-    one = Clocked(tmp_path)
+    gang_watch = Clocked(tmp_path)
     for process in (0, 1):
-        one.beat(process)
-    assert one.after(0.0) is None
-    return one
+        gang_watch.beat(process)
+    assert gang_watch.after(0.0) is None
+    return gang_watch
 
 
 def test_a_process_that_falls_silent(gang):
@@ -152,14 +152,14 @@ def test_checkpoints_count_from_the_beats_and_from_the_run_folder(gang, tmp_path
 def test_stacks_of_this_hang(gang, tmp_path):
     run = tmp_path / "run"
     (run / "hangs").mkdir(parents=True)
-    old, new, named = (run / "hangs" / f"process_{n}.txt" for n in range(3))
-    for path in (old, new, named):
+    stale, new, from_beat = (run / "hangs" / f"process_{n}.txt" for n in range(3))
+    for path in (stale, new, from_beat):
         path.touch()
-    os.utime(old, (1000, 1000))
+    os.utime(stale, (1000, 1000))
     gang.beat(0, run_dir=str(run))
-    gang.beat(1, run_dir=str(run), stacks=str(named))
+    gang.beat(1, run_dir=str(run), stacks=str(from_beat))
     gang.after(1.0)
-    assert gang.watch.stacks_since(2000) == [new, named]
+    assert gang.watch.stacks_since(2000) == [new, from_beat]
 
 
 def test_half_a_beat_and_other_files_are_passed_over(gang, tmp_path):

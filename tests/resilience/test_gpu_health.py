@@ -92,8 +92,8 @@ def test_only_changes_are_told():
     assert health.poll() == []
     nvml.reasons[1], nvml.temperature[1], nvml.limit[0], nvml.rows[0] = 0, 60, 500_000, (1, 2, 1, 0)
     nvml.xids = [79]
-    told = health.poll()
-    assert told == [
+    symptoms = health.poll()
+    assert symptoms == [
         Symptom(0, "retired_pages", 2),
         Symptom(0, "remap_pending", True),
         Symptom(0, "power_limit", "500 W, usually 700 W"),
@@ -101,9 +101,9 @@ def test_only_changes_are_told():
         Symptom(1, "temperature", ""),
         Symptom(1, "xid", 79),
     ]
-    assert message(told[2]) == "GPU 0: power limited: 500 W, usually 700 W"
-    assert message(told[1]) == "GPU 0: a memory row that the next reset replaces"
-    assert message(told[3]) == "GPU 1: no longer clocks slowed down"
+    assert message(symptoms[2]) == "GPU 0: power limited: 500 W, usually 700 W"
+    assert message(symptoms[1]) == "GPU 0: a memory row that the next reset replaces"
+    assert message(symptoms[3]) == "GPU 1: no longer clocks slowed down"
 
 
 def test_what_a_gpu_does_not_support_is_left_out(monkeypatch):
@@ -128,7 +128,7 @@ def test_the_gpus_of_this_process():
 
 
 def test_a_thread_that_outlives_a_driver_that_fails():
-    answers, told, heard = iter([RuntimeError("lost"), [Symptom(0, "xid", 79)]]), [], threading.Event()
+    answers, symptoms, heard = iter([RuntimeError("lost"), [Symptom(0, "xid", 79)]]), [], threading.Event()
 
     def poll() -> list[Symptom]:
         answer = next(answers, [])
@@ -136,13 +136,13 @@ def test_a_thread_that_outlives_a_driver_that_fails():
             raise answer
         return answer
 
-    def tell(symptom: Symptom) -> None:
-        told.append(symptom)
+    def on_change(symptom: Symptom) -> None:
+        symptoms.append(symptom)
         heard.set()
 
-    with HealthThread(poll, 0.01, tell):
+    with HealthThread(poll, 0.01, on_change):
         assert heard.wait(30)
-    assert told == [Symptom(0, "xid", 79)]
+    assert symptoms == [Symptom(0, "xid", 79)]
 
 
 @pytest.mark.parametrize("process", [0, 1])
@@ -156,14 +156,14 @@ def test_a_run_on_gpus_writes_events(process, tmp_path: Path, monkeypatch, capfd
     monkeypatch.setattr(jax, "process_index", lambda: process)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    written = threading.Event()
+    changed = threading.Event()
     monkeypatch.setattr(
         "megajax.job.health.append_event",
-        lambda path, name, **fields: (path.write_text(json.dumps({"event": name} | fields)), written.set()),
+        lambda path, name, **fields: (path.write_text(json.dumps({"event": name} | fields)), changed.set()),
     )
     with ExitStack() as stack:
         assert watch_gpus(HealthConfig(), mesh, stack, lines.append, file) == "health of GPUs: checked every 60 s"
-        assert written.wait(30)
+        assert changed.wait(30)
     event = json.loads(file.read_text())
     assert event == {"event": "health", "process": process, "gpu": 0, "what": "uncorrected_errors", "value": 2}
     line = f"process {process}, GPU 0: uncorrected memory errors: 2"

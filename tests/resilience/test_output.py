@@ -32,7 +32,7 @@ def run(tmp_path: Path, shell: str, *, wait: bool = False) -> subprocess.Complet
 
 
 @pytest.mark.parametrize(
-    ("shell", "says"),
+    ("shell", "message"),
     [
         ("PRINTS | head -2", "standard output: Broken pipe"),
         ("PRINTS > /dev/full", "standard output: No space left on device"),
@@ -42,13 +42,13 @@ def run(tmp_path: Path, shell: str, *, wait: bool = False) -> subprocess.Complet
         ("PRINTS <&- >&- 2>&-", ""),
     ],
 )
-def test_what_nobody_reads_is_dropped(tmp_path, shell, says):
+def test_what_nobody_reads_is_dropped(tmp_path, shell, message):
     ended = run(tmp_path, shell)
     assert ended.returncode == 0, ended
     assert (tmp_path / "done").read_text() == "whole", "and not a line that was printed"
-    if says:
-        assert f"megajax: {says}; output that cannot be written is dropped" in ended.stderr
-    assert ended.stderr.count("megajax: ") == bool(says), "once"
+    if message:
+        assert f"megajax: {message}; output that cannot be written is dropped" in ended.stderr
+    assert ended.stderr.count("megajax: ") == bool(message), "once"
     assert "Traceback" not in ended.stderr and "Exception ignored" not in ended.stderr
     if "2>/dev/full" in shell:
         assert ended.stdout.count("megajax: standard error: No space left on device") == 1
@@ -89,12 +89,14 @@ with Signals() as signals:
 """
 
 
-@pytest.mark.parametrize(("before", "asked"), [("", "SIGHUP"), ("trap '' HUP; ", "None")], ids=["terminal", "nohup"])
-def test_a_closed_terminal_stops_a_run_and_nohup_keeps_it(tmp_path, before, asked):
+@pytest.mark.parametrize(
+    ("before", "stop_signal"), [("", "SIGHUP"), ("trap '' HUP; ", "None")], ids=["terminal", "nohup"]
+)
+def test_a_closed_terminal_stops_a_run_and_nohup_keeps_it(tmp_path, before, stop_signal):
     (tmp_path / "hangs_up.py").write_text(HANGS_UP)
     environment = os.environ | {"PYTHONPATH": str(gangs.REPOSITORY), "JAX_PLATFORMS": "cpu"}
     command = ["bash", "-c", f"{before}exec {sys.executable} hangs_up.py"]
     ended = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=100
     )
-    assert (ended.returncode, ended.stdout.strip()) == (0, asked), ended.stderr
+    assert (ended.returncode, ended.stdout.strip()) == (0, stop_signal), ended.stderr

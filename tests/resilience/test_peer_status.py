@@ -64,7 +64,7 @@ def test_nobody_is_blamed_where_all_are_equally_far():
 
 
 @pytest.mark.parametrize(
-    ("earlier", "later"),
+    ("first", "second"),
     [
         (Status(1, "setup"), Status(1, "data_wait", 1)),
         (Status(1, "data_wait", 7), Status(1, "step", 7)),
@@ -73,8 +73,8 @@ def test_nobody_is_blamed_where_all_are_equally_far():
         (Status(1, "step", 8), Status(1, "finish")),
     ],
 )
-def test_places_of_a_run_in_order(earlier, later):
-    assert earlier.position() < later.position()
+def test_places_of_a_run_in_order(first, second):
+    assert first.position() < second.position()
 
 
 class Service:
@@ -91,35 +91,35 @@ class Service:
 
 
 def peers(index: int, service: Service, dumps: list[str]) -> PeerStatus:
-    made = PeerStatus(lambda beat: Status(beat, "step", 7), dumps.append)
-    made._client, made.index, made.count = service, index, 2
-    return made
+    status = PeerStatus(lambda beat: Status(beat, "step", 7), dumps.append)
+    status._client, status.index, status.count = service, index, 2
+    return status
 
 
 def test_processes_know_of_each_other(monkeypatch):
     monkeypatch.setattr(peer_status, "PERIOD_SECONDS", 0.05)
     service, dumps = Service(), []
-    here, there = (peers(index, service, dumps) for index in (0, 1))
-    here.period = there.period = 0.05
-    assert here.failed() is None
-    here.start()
-    there.start()
-    there.ask_for_stacks()
+    first, second = (peers(index, service, dumps) for index in (0, 1))
+    first.period = second.period = 0.05
+    assert first.failed() is None
+    first.start()
+    second.start()
+    second.ask_for_stacks()
     assert dumps == ["process 1 hangs"] * 2
-    assert here.verdict().process is None
-    there.stop()
-    verdict = here.verdict()
+    assert first.verdict().process is None
+    second.stop()
+    verdict = first.verdict()
     assert verdict.process == 1 and not verdict.reported
-    there.publish_failure("ValueError: odd")
-    assert here.failed() == here.verdict() and here.verdict().reported
-    here.stop()
+    second.publish_failure("ValueError: odd")
+    assert first.failed() == first.verdict() and first.verdict().reported
+    first.stop()
 
 
 def test_alone_nothing_is_published():
-    alone = PeerStatus(Status, lambda why: None)
-    alone.start()
-    alone.publish_failure("odd")
-    assert alone.single_process and alone.failed() is None and alone.verdict().process is None
+    single = PeerStatus(Status, lambda why: None)
+    single.start()
+    single.publish_failure("odd")
+    assert single.single_process and single.failed() is None and single.verdict().process is None
 
 
 @pytest.mark.parametrize(

@@ -96,8 +96,8 @@ def test_a_program_without_beats_is_restarted_as_often_as_asked():
 def test_the_process_that_keeps_failing_is_left_out():
     gang = Failing(min_processes=2)
     assert gang.fail(process=1).slots == (0, 1, 2, 3)
-    left = gang.fail(process=1)
-    assert left.slots == (0, 2, 3) and left.dropped == 1
+    decision = gang.fail(process=1)
+    assert decision.slots == (0, 2, 3) and decision.dropped == 1
     # Process 2 is now the one in place 3.
     assert gang.fail(process=2).slots == (0, 2, 3)
     assert gang.fail(process=2).slots == (0, 2)

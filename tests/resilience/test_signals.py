@@ -198,9 +198,9 @@ def test_two_processes_stop_at_the_same_step_after_one_signal(start):
     outs = [process.communicate(timeout=60) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outs
     # The collectives' library writes lines of its own.
-    words = [next(line.split() for line in out.splitlines() if line.startswith("stopped at")) for out, _ in outs]
-    assert words[0][:3] == words[1][:3] != []
-    assert [word[3] for word in words] == ["None", "SIGTERM"]
+    stops = [next(line.split() for line in out.splitlines() if line.startswith("stopped at")) for out, _ in outs]
+    assert stops[0][:3] == stops[1][:3] != []
+    assert [word[3] for word in stops] == ["None", "SIGTERM"]
 
 
 def test_defaults_save_and_stop():
@@ -224,5 +224,5 @@ def test_ctrl_c_before_the_handlers_are_installed_is_not_lost(tmp_path: Path) ->
     # Raised in __del__, as in callbacks of libraries while they are imported, KeyboardInterrupt would be ignored.
     (tmp_path / "deaf.py").write_text(DEAF, encoding="utf-8")
     command = [sys.executable, "-m", "megajax.train", f"--config={tmp_path / 'deaf.py'}", "--print-config"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
+    process = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (process.returncode, process.stdout, process.stderr) == (-signal.SIGINT, "", "")

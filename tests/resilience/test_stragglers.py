@@ -29,7 +29,7 @@ def test_a_straggler_is_reported_once():
 
 
 @pytest.mark.parametrize(
-    ("own", "others", "step", "slow"),
+    ("seconds", "other_seconds", "step", "slow"),
     [
         (0.09, 0.001, 1.0, False),  # ninety times as long, and nobody notices
         (0.11, 0.001, 1.0, True),
@@ -39,10 +39,10 @@ def test_a_straggler_is_reported_once():
         (0.009, 0.002, 0.04, False),  # a share of a short step, but what any scheduler of processes takes
     ],
 )
-def test_both_a_factor_and_a_share_of_the_step(own, others, step, slow):
-    stragglers, _ = StragglerRule(RULE, ("host",))(1, step, [[others], [own]])
+def test_both_a_factor_and_a_share_of_the_step(seconds, other_seconds, step, slow):
+    stragglers, _ = StragglerRule(RULE, ("host",))(1, step, [[other_seconds], [seconds]])
     assert [straggler.process for straggler in stragglers] == [1] * slow
-    assert StragglerRule(StragglersConfig(factor=None), ("host",))(1, step, [[others], [own]]) == ([], [])
+    assert StragglerRule(StragglersConfig(factor=None), ("host",))(1, step, [[other_seconds], [seconds]]) == ([], [])
 
 
 def test_a_straggler_and_its_recovery_are_events_and_lines():

@@ -38,17 +38,17 @@ def waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Wa
 def hangs(pulse: Waiting) -> None:
     with pulse.activity.phase("step", 7):
         time.sleep(0.2)
-        found = pulse.watchdog and pulse.watchdog.check(1.0)
-        assert pulse.watchdog is not None and found is not None
-        pulse._hangs(pulse.watchdog, found)
+        hang = pulse.watchdog and pulse.watchdog.check(1.0)
+        assert pulse.watchdog is not None and hang is not None
+        pulse._hangs(pulse.watchdog, hang)
 
 
 def test_meanwhile_the_backstop_is_held_and_requests_are_seen(waiting: Callable[..., Waiting]) -> None:
     pulse = waiting(LATE, SAID)
-    looks: list[None] = []
-    pulse.ticks.append(lambda: looks.append(None))
+    checks: list[None] = []
+    pulse.ticks.append(lambda: checks.append(None))
     hangs(pulse)
-    assert len(looks) >= 5, "a request to stop would be seen"
+    assert len(checks) >= 5, "a request to stop would be seen"
     assert len(pulse.held) >= 5 and min(pulse.held) >= 60, "else SIGALRM ends the process, which runs"
 
 

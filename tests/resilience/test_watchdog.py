@@ -136,16 +136,16 @@ def test_a_phase_after_the_stop_has_its_whole_limit_and_no_more():
 def test_other_threads_are_watched_too():
     hands = Hands(background_save=40.0)
     hands.lasts("background_save", 1.0)
-    begun, over = threading.Event(), threading.Event()
+    started, over = threading.Event(), threading.Event()
 
     def save() -> None:
         with hands.activity.phase("background_save", 5):
-            begun.set()
+            started.set()
             over.wait()
 
     thread = threading.Thread(target=save)
     thread.start()
-    begun.wait()
+    started.wait()
     hang = hands.wait(100.0)
     over.set()
     thread.join()
@@ -185,26 +185,26 @@ def test_settings_that_can_not_be():
 
 
 def test_a_thread_that_compiles_is_known_by_its_stack():
-    seen = []
-    here = threading.get_ident()
+    texts_seen = []
+    main_thread = threading.get_ident()
 
     @jax.jit
     def traced(x: jax.Array) -> jax.Array:
-        seen.append(is_compiling(here))
+        texts_seen.append(is_compiling(main_thread))
         return x + 1
 
-    assert not is_compiling(here)
+    assert not is_compiling(main_thread)
     traced(jnp.zeros(3))
-    assert seen == [True]
+    assert texts_seen == [True]
     assert not is_compiling(0)
 
 
 def test_stacks_name_threads_and_phases(tmp_path: Path):
     activity = Activity()
     with activity.phase("data_wait", 7):
-        other = threading.Thread(target=lambda: texts.append(stacks(activity)), name="other")
+        thread = threading.Thread(target=lambda: texts.append(stacks(activity)), name="other")
         texts: list[str] = []
-        other.start()
-        other.join()
+        thread.start()
+        thread.join()
     assert texts[0].startswith("thread MainThread") and "waiting for the rows of step 7 for 0.0 s" in texts[0]
     assert "test_stacks_name_threads_and_phases" in texts[0]
