@@ -1,4 +1,4 @@
-"""Checks of pipeline schedules, and their costs, measured and by formula; no devices needed."""
+"""Checks of pipeline schedules, and their costs, measured and by formula. Needs no devices."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ KINDS = ("forward", "input_gradient", "weight_gradient")
 
 
 class Violation(NamedTuple):
-    """A rule that a schedule violates, and where."""
+    """A violated rule of a schedule, and the place of the violation."""
 
     rule: str
     """form, phases, once, order, arrival, slots, outputs, borders or figures: see `violations`."""
@@ -26,7 +26,7 @@ class Violation(NamedTuple):
 
 
 class InvalidSchedule(ValueError):
-    """An invalid schedule: an error in the code that made it, not of the user."""
+    """An invalid schedule: an error in the code that built it, not a user error."""
 
     def __init__(self, name: str, violations: list[Violation]):
         self.violations = tuple(violations)
@@ -40,9 +40,9 @@ class Figures:
 
     ticks: int
     pipeline_bubble: Fraction
-    """Time above the ideal (all stages always busy), relative to the ideal: (P-1)/(V·M)."""
+    """Extra time relative to the ideal, in which all stages are always busy: (P-1)/(V·M)."""
     in_flight: tuple[int, ...]
-    """By stage, the maximum number of activations in memory, each of a microbatch in 1/V of the stage's layers."""
+    """By stage, the maximum number of activations in memory, each of one microbatch and chunk."""
     slots: int
     """Ring slots per stage, without the spare one."""
 
@@ -53,7 +53,7 @@ class Figures:
 
 
 def formulas(schedule: Schedule) -> Figures | None:
-    """Closed form for the schedule's name and sizes; None if unknown."""
+    """The cost by closed form for the schedule's name and sizes; None if there is none."""
     if schedule.name not in ("gpipe", "1f1b", "interleaved"):
         return None
     sizes = {"stages": schedule.stages, "chunks": schedule.chunks, "microbatches": schedule.microbatches}
@@ -62,7 +62,7 @@ def formulas(schedule: Schedule) -> Figures | None:
 
 
 def measure(schedule: Schedule) -> Figures:
-    """Cost measured on the table. A tick costs the kinds of work in its phase, which take equally long."""
+    """The cost measured on the table. A tick costs the kinds of work in its phase, each of the same duration."""
     time = sum(phase.ticks * sum(phase[2:]) for phase in schedule.phases)
     ideal = 3 * schedule.microbatches * schedule.chunks
     started = np.cumsum(schedule.forward.microbatch >= 0, axis=0)
@@ -72,7 +72,7 @@ def measure(schedule: Schedule) -> Figures:
 
 
 def check(schedule: Schedule) -> None:
-    """Raises InvalidSchedule, which names every violated rule."""
+    """Raises InvalidSchedule, which lists the violations."""
     if broken := violations(schedule):
         raise InvalidSchedule(schedule.name, broken)
 
@@ -80,15 +80,15 @@ def check(schedule: Schedule) -> None:
 def violations(schedule: Schedule) -> list[Violation]:
     """All violations of a schedule, by rule.
 
-    - form: arrays have the right types, shapes and ranges; otherwise, nothing else is checked.
+    - form: arrays have the right types, shapes and ranges; otherwise no other rule is checked.
     - phases: phases cover all ticks in order, and contain only their kinds of work.
     - once: each (microbatch, chunk, stage) has each kind of work once.
     - order: a forward comes after the previous chunk's forward; a backward after the next chunk's backward, and not
       before its own forward; a weight gradient not before its input gradient.
-    - arrival: a value from a neighbour is used in the next tick, because another one arrives in the tick after.
+    - arrival: a value from a neighbour is used in the next tick, because the next value arrives after it.
     - slots: no forward, including idle ones, overwrites activations that are still needed; gradients read the slot of
       their own forward.
-    - outputs: the same for outputs that wait for their loss.
+    - outputs: no output overwrites one that still waits for its loss, and each loss reads its own output.
     - borders: embed, head and embed_gradient are the microbatches that enter and leave the pipeline in a tick.
     - figures: ticks, bubble, activations in flight and slots agree with the formulas, if there are any.
     """
@@ -163,7 +163,7 @@ def _once(schedule: Schedule) -> Iterator[Violation]:
         np.add.at(count, (work.microbatch[tick, stage], work.chunk[tick, stage], stage), 1)
         for i, c, s in np.argwhere(count != 1):
             times = "never" if count[i, c, s] == 0 else f"{count[i, c, s]} times"
-            yield Violation("once", f"{kind} of {_item(i, c, s)} is done {times}")
+            yield Violation("once", f"{kind} of {_item(i, c, s)} runs {times}")
 
 
 def _item(microbatch: int, chunk: int, stage: int) -> str:
@@ -171,7 +171,7 @@ def _item(microbatch: int, chunk: int, stage: int) -> str:
 
 
 def _when(schedule: Schedule, kind: str) -> np.ndarray:
-    """Tick of each piece of work, int [M, V, P]; for schedules in which each is done once."""
+    """Tick of each piece of work, int [M, V, P]; for schedules with each piece of work once."""
     work = getattr(schedule, kind)
     when = np.zeros((schedule.microbatches, schedule.chunks, schedule.stages), np.int64)
     tick, stage = np.nonzero(work.microbatch >= 0)
@@ -190,7 +190,7 @@ def _times(schedule: Schedule) -> Iterator[Violation]:
         for i, place in np.argwhere(wait != 1):
             item, ticks = _item(i, *divmod(place + user, schedule.stages)), wait[i, place]
             if ticks < 1:
-                yield Violation("order", f"{kind} of {item} begins before its input is there")
+                yield Violation("order", f"{kind} of {item} starts before its input arrives")
             else:
                 yield Violation("arrival", f"input of {kind} of {item} came {ticks} ticks before, must be 1")
     for (first, before), (second, after) in pairwise(zip(KINDS, ticks_of, strict=True)):
@@ -232,4 +232,7 @@ def _outputs(schedule: Schedule) -> Iterator[Violation]:
             stored[into] = int(output[tick])
         if microbatch >= 0 and (output[tick] if out < 0 else stored.pop(out, -1)) != microbatch:
             source = "the output of that tick" if out < 0 else f"output slot {out}"
-            yield Violation("outputs", f"head of microbatch {microbatch} at tick {tick} reads {source}, another's")
+            yield Violation(
+                "outputs",
+                f"head of microbatch {microbatch} at tick {tick} reads {source}, which is of another microbatch",
+            )

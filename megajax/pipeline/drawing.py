@@ -14,15 +14,15 @@ from megajax.pipeline.check import check, measure
 from megajax.pipeline.schedule import Phase, Schedule, Work, build, problems
 
 LABEL = 6
-"""Columns of a row's name, for stages of one digit."""
+"""Width of a row's name for stages of one digit."""
 END = " |"
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 MOST_ENTRIES = 1_000_000
-"""Of a schedule that is printed."""
+"""Maximum number of table entries to print."""
 PICTURE_CELLS = 50_000
-"""A picture of more pieces of work would be unreadable, and would take minutes."""
+"""Maximum number of pieces of work in a picture; more would be unreadable and take minutes."""
 NUMBERED_CELLS = 3_000
-"""Up to this many, pieces of work in a picture are numbered."""
+"""Maximum number of pieces of work in a picture for them to be numbered."""
 
 
 def draw(flags: Mapping[str, Any]) -> None:

@@ -158,7 +158,7 @@ class Ticks(NamedTuple):
         return jnp.asarray(self.microbatches)[self.tick]
 
     def marked(self) -> AbstractContextManager:
-        """Names operations after how often they run, which a compiled program does not show otherwise."""
+        """Names operations by how often they run, because the compiled program does not show it."""
         return jax.named_scope(runs(self.microbatches[self.start : self.stop] >= 0))
 
 
@@ -195,7 +195,7 @@ class Stage:
 
     @property
     def section(self) -> StagedSection:
-        """The model's only section: a schedule cuts one stack."""
+        """The model's only section: a schedule partitions one stack."""
         (section,) = self.staged.sections
         return section
 
@@ -210,7 +210,7 @@ class Stage:
     @property
     def layers(self) -> LayerLoop:
         """This stage's layers."""
-        # Spans that know the numbers of their layers go over no more rows than there are layers.
+        # Spans with layer numbers run over no more rows than there are layers.
         rows_tell = any(span.layer is None for span in self.section.spans)
         return LayerLoop(
             self.section.spans,
@@ -318,7 +318,7 @@ class Stage:
         if segment.forward:
             embedded = self.next_embedded(segment, tick, c.embedded)
             y, rings = self.forward(segment, tick, c)
-            # The barrier delays the use of what is communicated until after the forward, so that they overlap.
+            # The barrier delays the use of communicated values until after the forward, so that they overlap.
             communicated = from_next, from_loss, stage0_gradient, embedded
             (from_next, from_loss, stage0_gradient, embedded), y = lax.optimization_barrier((communicated, y))
             c = c._replace(rings=rings, x=self.shift(y, 1), embedded=embedded, outputs=self.store_output(tick, y, c))

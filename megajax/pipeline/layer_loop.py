@@ -1,16 +1,16 @@
 """Loops over the layers of a chunk: the forward pass saves residuals, the backward pass accumulates gradients.
 
 Nothing differentiates through a loop: `jax.vjp` is called for each layer where it runs. The residuals are written to
-ring buffers at [slot, layer]. The buffers contain no weights: `jax.vjp` keeps the inputs it needs separately, and they
-are put back for the backward pass.
+ring buffers at [slot, layer]. The buffers contain no weights: they are removed from the inputs that `jax.vjp` saves,
+and restored for the backward pass.
 
 Weight gradients are accumulated in place. A matrix enters its layer in the dtype of its accumulator, so its gradient is
 computed in that dtype (see `Layout.dot`), and the compiler fuses "slice, matmul, add, update" into one matmul that
 adds to the accumulator. It can do so only if the row is a function of the loop index, so callers pass a chunk's
 number as a Python integer where possible.
 
-Chunks whose layers differ run one program all the same: each span is a loop with as many turns as the chunk has such
-layers, possibly none, and where their weights are is data as well.
+Chunks with different layers run one program: each span is a loop whose number of iterations, possibly 0, is data, and
+so are the rows of its weights.
 
 B rows, S positions, D hidden.
 """
@@ -62,7 +62,7 @@ def add(total: Params, new: Mapping[str, Array]) -> Params:
 
 
 def differentiated(unit: Callable[..., Array], *inputs: Any) -> tuple[Array, Any]:
-    """A unit's output and its vjp, without its saved inputs except x. inputs: weights, common, numbers, x, ctx."""
+    """A unit's output and its vjp, with no saved inputs but x. inputs: weights, common, numbers, x, ctx."""
     y, pullback = jax.vjp(unit, *inputs)
     saved = pullback.args_res  # ty: ignore[missing-attribute]  # jax annotates its VJP object as a plain callable
     saved[:3], saved[4] = [None] * 3, None
@@ -70,14 +70,14 @@ def differentiated(unit: Callable[..., Array], *inputs: Any) -> tuple[Array, Any
 
 
 def _rows[T](tree: T, first: Array, count: int) -> T:
-    """Row `first` of every array; for count > 1, that many rows from there on."""
+    """Row `first` of every array; for count > 1, `count` rows from `first` on."""
     if count == 1:
         return entry(tree, first)
     return jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, first, count, allow_negative_indices=False), tree)
 
 
 def _put_rows(array: Array, value: Array, first: Array, count: int) -> Array:
-    """The array with the rows that `_rows` reads replaced."""
+    """The array with the rows of `_rows` replaced."""
     value = value if count > 1 else value[None]
     return lax.dynamic_update_slice_in_dim(array, value, first, 0, allow_negative_indices=False)
 
@@ -87,11 +87,11 @@ class Turn(NamedTuple):
 
     span: Span
     count: Array | int
-    """Units."""
+    """Number of units."""
     rows: tuple[Array | int, ...]
-    """For each place of a unit, the row that the first unit has."""
+    """For each place of a unit, the row of the first unit."""
     kept_at: Array | int
-    """Of the first unit's residuals in the ring."""
+    """Index of the first unit's residuals in the ring."""
     layer: Array | int | None
     """Number of the first layer, see `Span`."""
 
@@ -109,7 +109,7 @@ class Turn(NamedTuple):
         return f"{self.span.places[int(place)].block}.{rest}", int(place)
 
     def used(self, stacked: Mapping[str, Any]) -> dict[str, tuple[Any, int]]:
-        """Path in a unit -> the stacked weight, and place, for each that a unit uses."""
+        """Path in a unit -> (stacked weight, place) for each weight that a unit uses."""
         by_place = {}
         for path, w in stacked.items():
             block, _, rest = path.partition(".")
@@ -131,14 +131,13 @@ class LayerLoop:
     common: Params
     """Weights that every layer uses, by their paths in the model."""
     numbers: Array | np.ndarray | None
-    """Int32 [chunks * rows]: number of the first layer of each repeat of a stack, -1 for padding; None where spans
-    tell the numbers."""
+    """Int32 [chunks * rows]: number of the first layer of each repeat, -1 for padding; None if spans have them."""
     padded: bool
-    """Whether there are padding rows that loops go over."""
+    """Whether loops run over padding rows."""
     gradient_dtypes: Mapping[str, Any]
     """Path in `stacked` -> dtype of the gradient of a matrix; other gradients have the dtype of their weight."""
     stage: Array | int = 0
-    """That of the device."""
+    """Index of the device's stage."""
     stages: int = 1
 
     def forward(self, chunk: Array | int, x: Array, ctx: Any, rings: Rings, slot: Array | int) -> tuple[Array, Rings]:
@@ -215,22 +214,22 @@ class LayerLoop:
         return {path: jnp.where(real.reshape(-1, *[1] * (g.ndim - 1)), g, 0) for path, g in totals.items()}
 
     def _loop[T](self, turn: Turn, step: Callable[[Array, T], T], carry: T) -> T:
-        """All units; only where they are as many in every chunk can some be written out one after another."""
+        """Runs all units; the loop is unrolled only if all chunks have the same number of units."""
         unroll = turn.span.unroll if isinstance(turn.count, int) else None
         return lax.fori_loop(0, turn.count, step, carry, unroll=unroll)
 
     def _ring(self, turn: Turn, slots: int, saved: Any, fill: float, before: int) -> list[Array]:
-        """Rings of a unit's residuals: its input has a given layout, the compiler chooses those of the others.
+        """Rings of a unit's residuals. Its input has the layout RESIDUAL; the compiler chooses the other layouts.
 
-        before: number of earlier rings. Every ring has a different initial value, because the compiler would make one
-        buffer of equal ones and copy it, which is slow in host memory.
+        before: number of earlier rings. Every ring has a different initial value: the compiler would merge equal ones
+        into one buffer and copy it, which is slow in host memory.
         """
         inputs = len(jax.tree.leaves(saved.args_res))
         rings = []
         for number, leaf in enumerate(jax.tree.leaves(saved)):
             value = fill + before + number if jnp.issubdtype(leaf.dtype, jnp.floating) else 0
             ring = jnp.full((slots, turn.span.units, *leaf.shape), value, leaf.dtype)
-            # The first leaves of a vjp are its saved inputs, of which only x is left.
+            # The first leaves of a vjp are its saved inputs; only x remains of them.
             ring = self.layout.act(ring, None, None, *RESIDUAL) if number < inputs else ring
             on_host = leaf.memory_space == jax.memory.Space.Host
             rings.append(jax.device_put(ring, jax.memory.Space.Host) if on_host else ring)
@@ -248,7 +247,7 @@ class LayerLoop:
     def _backward_step(
         self, turn: Turn, ring: list[Array], slot: Array | int, ctx: Any
     ) -> Callable[[Array, tuple], tuple]:
-        """(units done, (gradient of the output, totals)) -> (gradient, totals) after one more unit."""
+        """(number of units done, (gradient of the output, totals)) -> the same after one more unit."""
 
         def step(count: Array, carry: tuple) -> tuple:
             dy, stacked, common = carry
@@ -288,7 +287,7 @@ class LayerLoop:
         return cast, self.common, first if count == 1 else first + size * jnp.arange(count)
 
     def _is_layer(self, turn: Turn, n: Array) -> Array:
-        """False for a padding row, bool []."""
+        """bool []: False for a padding row."""
         return jnp.asarray(self.numbers)[turn.row(0, n)] >= 0
 
     def _skip_padding(self, turn: Turn, n: Array, y: Array, x: Array) -> Array:

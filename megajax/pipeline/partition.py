@@ -1,8 +1,8 @@
 """The layers of each stage, and the order in which they are stored.
 
 A stack of R repeats is divided into P·V chunks of consecutive repeats; stage s has chunks s, P+s, 2P+s, ...
-Every chunk is stored with as many rows of each weight as the one with the most. The extra rows are zeros, which the
-executor skips. All stages run each tick together, so a chunk with fewer layers waits for the largest one anyway.
+Every chunk stores as many rows of each weight as the largest chunk. The padding rows are zeros, which the executor
+skips. All stages run each tick together, so a chunk with fewer layers waits for the largest one anyway.
 """
 
 from collections.abc import Sequence
@@ -13,9 +13,9 @@ import numpy as np
 
 
 def row_order(chunks: Sequence[range], layers: Sequence[int]) -> tuple[int, ...]:
-    """For each row of a stacked weight, the place in `layers` of the layer that it holds; -1 for padding.
+    """For each row of a stacked weight, the index of its layer in `layers`; -1 for padding.
 
-    chunks: numbers of the layers of each, in the order in which they are stored; layers: those that have the weight.
+    chunks: layer numbers of each chunk, in the order of storage; layers: numbers of the layers that have the weight.
     """
     if len(chunks) == 1:
         return tuple(range(len(layers)))
@@ -32,9 +32,9 @@ class Partition:
     chunks: int
     """V, chunks per stage."""
     repeats: tuple[int, ...]
-    """Repeats in each of the P·V chunks; their sum is that of the stack."""
+    """Repeats in each of the P·V chunks; they sum to the repeats of the stack."""
     size: int = 1
-    """Layers of a repeat."""
+    """Layers per repeat."""
 
     @classmethod
     def even(cls, repeats: int, stages: int, chunks: int, size: int = 1) -> "Partition":
@@ -44,21 +44,21 @@ class Partition:
 
     @property
     def rows(self) -> int:
-        """Stored rows per chunk, of a weight that every repeat has."""
+        """Stored rows per chunk of a weight that every repeat has."""
         return max(self.repeats)
 
     def layers(self) -> tuple[tuple[range, ...], int]:
-        """Numbers of the layers of each chunk, in the order of the model; and `rows`."""
+        """Layer numbers of each chunk in the order of the model, and `rows`."""
         bounds = np.cumsum([0, *self.repeats]) * self.size
         return tuple(range(int(a), int(b)) for a, b in pairwise(bounds)), self.rows
 
     def stored(self) -> tuple[range, ...]:
-        """Numbers of the layers of each chunk, stage by stage."""
+        """Layer numbers of each chunk, stage by stage."""
         chunks = self.layers()[0]
         return tuple(chunks[chunk * self.stages + s] for s in range(self.stages) for chunk in range(self.chunks))
 
     def order_of(self, layers: Sequence[int]) -> tuple[int, ...]:
-        """Order of the rows of a weight that these layers have: see `row_order`."""
+        """Order of the rows of a weight in these layers: see `row_order`."""
         return row_order(self.stored(), layers)
 
     def order(self) -> tuple[int, ...]:
@@ -75,5 +75,5 @@ class Partition:
         return by_stage.reshape(self.stages, self.chunks * self.rows)
 
     def padded(self) -> bool:
-        """Whether there are padding rows."""
+        """Whether any rows are padding."""
         return min(self.repeats) < self.rows

@@ -25,8 +25,8 @@ from megajax.config.nearest import did_you_mean, either
 class Work(NamedTuple):
     """One kind of work, three int32 [T, P] arrays.
 
-    An idle entry has microbatch -1, chunk 0 and a slot that is not in use. So an executor may run it like any other,
-    if it does not accumulate the result.
+    An idle entry has microbatch -1, chunk 0 and a slot that is not in use. An executor may therefore run it like any
+    other entry, if it does not accumulate the result.
     """
 
     microbatch: np.ndarray
@@ -69,14 +69,14 @@ class Schedule:
     name: str
     stages: int
     chunks: int
-    """Of each stage: V."""
+    """Chunks per stage, V."""
     microbatches: int
     slots: int
-    """Of a stage's ring: the most chunk activations alive at once, over all stages."""
+    """Slots of a stage's ring: the maximum number of live chunk activations over all stages."""
     spare_slot: bool
-    """Whether idle forwards need one more slot, number `slots`, to write to because all others are taken."""
+    """Whether idle forwards need one more slot, number `slots`, because all others are in use."""
     loss_wait: int
-    """Ticks that were added between a microbatch's last forward and its loss: see `one_f_one_b`."""
+    """Ticks added between a microbatch's last forward and its loss: see `one_f_one_b`."""
     output_slots: int
     """Maximum number of outputs of the last chunk that wait for their loss; 0 if each loss follows its forward."""
     phases: tuple[Phase, ...]

@@ -1,4 +1,4 @@
-"""The interface of a model to gradient functions: for each section what is before the layers and they; and the loss.
+"""The interface of a model to gradient functions: embedding, layers and output of each section, and the loss.
 
 B rows, S positions, D hidden.
 """
@@ -12,32 +12,31 @@ from jax import Array
 from megajax.batch import Params
 
 type Rows = Any
-"""The leaves of a microbatch: those of a batch without the leading dimension."""
+"""The leaves of a microbatch: a batch's leaves without the leading dimension."""
 type Sums = Any
-"""The sums that a head returns, over microbatches."""
-
+"""The sums over microbatches that a head returns."""
 
 type PerChunk = int | np.ndarray
-"""The same in every chunk, or int32 [chunks] by their order in the model."""
+"""One value for all chunks, or int32 [chunks] in the order of the model."""
 
 
 class Place(NamedTuple):
-    """The rows that a block of a unit has of its stacked weights: of unit n those from start + n * stride on."""
+    """The rows of a block's stacked weights in each unit: unit n has those from start + n * stride on."""
 
     block: int
-    """Number of the stacked block, which the paths of its weights begin with."""
+    """Number of the stacked block; the paths of its weights start with it."""
     start: PerChunk
     """Counted from the first row of the chunk."""
     stride: int
     rows: int
-    """Stored rows of each chunk."""
+    """Stored rows per chunk."""
 
 
 class Span(NamedTuple):
     """Consecutive rows of stacked weights with the same recomputation policy."""
 
     units: int
-    """Number of calls of `unit`; the most of any chunk, of all spans of the same ring together."""
+    """Maximum number of calls of `unit` per chunk, summed over the spans of the same ring."""
     rows_per_unit: int
     """Rows per call: n."""
     unit: Callable[[Params, Params, Array, Array, Any], Array]
@@ -49,40 +48,40 @@ class Span(NamedTuple):
     """Units per iteration of a loop over them."""
     places: Sequence[Place]
     layer: PerChunk | None
-    """Number of the first layer; None where `LayerLoop.numbers` has those of the rows."""
+    """Number of the first layer; None if `LayerLoop.numbers` has the numbers of the rows."""
     counts: PerChunk
-    """Number of calls of `unit` here."""
+    """Number of calls of `unit` in this span."""
     ring: int
-    """Spans with the same one save the same kind of residuals, and keep them one after another."""
+    """Spans with the same ring save residuals of the same kind, one after another."""
     kept_at: PerChunk
-    """Place of the first unit's residuals in the ring."""
+    """Index of the first unit's residuals in the ring."""
 
 
 MEMORY = "memory"
-"""Among the values that all layers of a section use: the output of the section before it, which is no weight."""
+"""Key of the previous section's output among the values that all layers of a section use."""
 
 
 class StagedSection(NamedTuple):
-    """A section divided at its stack. `shared`: the model's weights outside stacks; a pipeline shards some of them."""
+    """A section split at its stack. `shared`: the model's weights outside stacks; a pipeline shards some of them."""
 
     path: str
-    """Of its stacked weights in the model, ending with a dot."""
+    """Path of its stacked weights in the model, ending with a dot."""
     context: Callable[[Rows], Any]
-    """rows -> the inputs of layers besides activations; not differentiated."""
+    """rows -> the inputs of layers other than activations; not differentiated."""
     embed: Callable[[Params, Rows], Array]
-    """(shared, rows) -> embeddings [B, S, D], computed by all stages jointly; equal on all, as is the cotangent."""
+    """(shared, rows) -> embeddings [B, S, D], computed jointly by all stages; equal on all, as is the cotangent."""
     enter: Callable[[Params, Array, Any, Array | None], Array]
-    """(shared, embeddings, context, output of the section before it, if any) -> input of the first layer [B, S, D]."""
+    """(shared, embeddings, context, output of the previous section, if any) -> input of the first layer [B, S, D]."""
     spans: Sequence[Span]
     """The layers of a chunk."""
     common: Callable[[Params], Params]
-    """shared -> the weights among them that every layer uses, by their paths in `shared`."""
+    """shared -> the weights that every layer uses, by their paths in `shared`."""
     leave: Callable[[Params, Array, Any], Array] | None
-    """(shared, output of the last layer, context) -> what the next section reads; None for the last section."""
+    """(shared, output of the last layer, context) -> input of the next section; None for the last section."""
 
 
 class Staged(NamedTuple):
-    """A model divided at its stacks."""
+    """A model split at its stacks."""
 
     sections: Sequence[StagedSection]
     """In the order in which they run."""

@@ -236,4 +236,4 @@ def test_the_message_names_schedule_rule_and_place() -> None:
     with pytest.raises(InvalidSchedule) as caught:
         check(forward_left_out())
     assert "schedule 1f1b:" in str(caught.value)
-    assert "once: forward of microbatch 4, chunk 0, stage 1 is done never" in str(caught.value)
+    assert "once: forward of microbatch 4, chunk 0, stage 1 runs never" in str(caught.value)
