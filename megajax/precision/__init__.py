@@ -1,1 +1,1 @@
-"""Which dtype computes and which stores."""
+"""Dtypes for computation and storage: casts, loss scaling, fp8 matmuls and quantized weights."""

@@ -1,6 +1,6 @@
-"""Delayed scaling: scales of 8-bit tensors from their largest magnitudes (amax) in the steps before.
+"""Delayed scaling: scales of 8-bit tensors from their largest magnitudes (amax) in previous steps.
 
-Of each matrix product three magnitudes are observed: of x, w and the gradient of the result.
+Each matrix product observes three magnitudes: of x, w and the gradient of the result.
 """
 
 from dataclasses import dataclass
@@ -12,8 +12,8 @@ from megajax.mesh.measures import Measure
 from megajax.precision.config import DelayedScalingConfig
 
 STARTS = (32.0, 4.0, 32.0)
-"""Expected before there is a history: amax of activations, weights, and gradients of one token's loss. Several times
-those of an untrained model: 8-bit floats have range to spare below, and are clipped above."""
+"""Initial amax of activations, weights and gradients of one token's loss, used until there is a history. Several times
+that of an untrained model: 8-bit floats have range to spare below, and larger values are clipped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class AmaxHistory:
 
     cfg: DelayedScalingConfig
     token_share: float
-    """About what a token's loss weighs in the loss that is differentiated."""
+    """Approximate weight of one token's loss in the differentiated loss."""
 
     def shape(self, observed: tuple[int, ...]) -> tuple[int, ...]:
         """[..., 3] -> [..., 3, history], the latest step first."""
@@ -36,10 +36,10 @@ class AmaxHistory:
         return jnp.where(amax > 0, amax, start) * _units(scale, amax.shape)
 
     def updated(self, state: Array, observed: Array, scale: Array) -> Array:
-        """[..., 3, history] after a step that saw [..., 3]; scale: as above.
+        """[..., 3, history] after a step that observed [..., 3]; scale: the loss scale.
 
-        The history of gradients is that of an unscaled loss. Products that were not computed in 8 bits, and tensors
-        of zeros, leave their history as it was.
+        The history of gradients is for the unscaled loss. Products not computed in 8 bits and tensors of zeros leave
+        their history unchanged.
         """
         observed = (observed / _units(scale, observed.shape))[..., None]
         return jnp.where(observed > 0, jnp.concatenate([observed, state[..., :-1]], axis=-1), state)

@@ -1,4 +1,4 @@
-"""The casts between stored and computing weights, gradients and moments."""
+"""The casts of weights, gradients and moments between storage and computation."""
 
 import jax.numpy as jnp
 from jax import Array
@@ -7,21 +7,21 @@ from megajax.precision.config import PrecisionConfig
 
 SMALLEST_FLOAT16 = 2.0**-24
 LARGEST_SHIFT = 100
-"""Below 2^-100 elements of float16 arrays get smaller, so that neither the scale nor its inverse leaves float32."""
+"""Arrays below 2^-100 are scaled as if their largest element were 2^-100: scale and inverse stay within float32."""
 
 
 def to_compute(w: Array, cfg: PrecisionConfig) -> Array:
-    """A master weight -> the dtype it computes in."""
+    """A master weight -> the dtype of computation."""
     return w.astype(jnp.dtype(cfg.compute))
 
 
 def to_reduce(g: Array, cfg: PrecisionConfig) -> Array:
-    """A device's accumulated gradient -> the dtype it crosses the network in."""
+    """A device's accumulated gradient -> the dtype of communication."""
     return g.astype(jnp.dtype(cfg.reduced_in()))
 
 
 def to_optimizer(g: Array) -> Array:
-    """A reduced gradient -> float32, in which it is unscaled, clipped and used."""
+    """A reduced gradient -> float32, for unscaling, clipping and the update."""
     return g.astype(jnp.float32)
 
 
@@ -29,8 +29,8 @@ def to_float16(x: Array, *, divisor: bool = False) -> tuple[Array, Array]:
     """float32 -> (float16 of the same shape, its scale float32 []), to be read by `from_float16`.
 
     The scale is a power of two that brings the largest element to between 2^14 and 2^15: elements down to 2^-28 of it
-    keep 11 bits, down to 2^-39 fewer, and what was rounded once is not rounded again by another scale. divisor: x has
-    no negative elements, and what is above 0 stays so.
+    keep 11 bits, down to 2^-39 fewer, and rounded values are not rounded again under another scale. divisor: x has no
+    negative elements, and positive elements stay positive.
     """
     exponent = jnp.maximum(jnp.frexp(jnp.max(jnp.abs(x)))[1], -LARGEST_SHIFT)
     scaled = x * jnp.ldexp(jnp.float32(1), 15 - exponent)

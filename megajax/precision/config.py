@@ -26,7 +26,7 @@ class DynamicScaleConfig(Builds):
     """Factor on the scale at an overflow."""
 
     def build(self) -> Any:
-        """The object that counts."""
+        """The scaler."""
         return resolve(self.target)(self.initial, self.floor, self.window, self.hysteresis, self.growth, self.backoff)
 
     def problems(self) -> list[Problem]:
@@ -55,7 +55,7 @@ class ConstantScaleConfig(Builds):
     """The scale; 1 turns loss scaling off."""
 
     def build(self) -> Any:
-        """The object that holds it."""
+        """The scaler."""
         return resolve(self.target)(self.value)
 
     def problems(self) -> list[Problem]:
@@ -65,7 +65,7 @@ class ConstantScaleConfig(Builds):
 type LossScaleConfig = DynamicScaleConfig | ConstantScaleConfig
 
 MULTIPLE = 16
-"""What 8-bit matmuls need the sides of matrices to be multiples of (cuBLAS, "8-bit floating point")."""
+"""The sides of matrices in 8-bit matmuls must be multiples of this (cuBLAS, "8-bit floating point")."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,12 +1,12 @@
 """Matrix products in 8-bit floating point (Micikevicius et al. 2022, "FP8 formats for deep learning").
 
-Operands go to e4m3 (4 bits of precision, largest 448), gradients to e5m2 (3 bits, largest 57344) or, by choice, e4m3
-too. One scale for a tensor brings its largest magnitude, taken from the tensor itself or from the steps before, just
-below the format's largest.
+Operands are cast to e4m3 (4 bits of precision, largest 448), gradients to e5m2 (3 bits, largest 57344) or optionally
+e4m3. One scale per tensor maps its largest magnitude, taken from the tensor itself or from previous steps, to just
+below the format's largest number.
 
-Scales are powers of two. So numbers are scaled back without being rounded again, and the same number becomes the same 8
-bits under any scale, unless it is so much smaller than the tensor's largest that it falls below the format's normal
-numbers. Devices that scale their own parts of a tensor therefore agree on nearly everything.
+Scales are powers of two. Numbers are therefore scaled back without rounding, and a number becomes the same 8 bits under
+any scale, unless it is so small relative to the tensor's largest that it falls below the format's normal numbers.
+Devices that scale their own parts of a tensor agree on nearly all numbers.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,7 @@ from megajax.precision.config import MULTIPLE, Fp8Config
 OLDEST = (8, 9)
 """Compute capability of the first GPUs that multiply 8-bit floats."""
 SMALLEST = 2.0**-100
-"""Tensors whose largest magnitude is below this are scaled as if it were this: scales stay within float32."""
+"""Tensors with a smaller amax are scaled as if their amax were this, so that scales stay within float32."""
 _EXPONENT = 0x7F800000
 
 type Letters = tuple[str, str, str]
@@ -39,7 +39,7 @@ class Fp8Matmul:
 
     cfg: Fp8Config
     history: AmaxHistory | None = None
-    """With delayed scaling: where the amax that scales are computed for comes from."""
+    """With delayed scaling: the source of the amax for the scales."""
 
     def __call__(self, equation: str, x: Array, w: Array, amax: Array | None = None) -> Array:
         """einsum of an activation and a weight, in x's dtype, accumulated in float32; w's gradient has w's dtype.
@@ -56,29 +56,29 @@ class Fp8Matmul:
         return _multiply(self, terms(equation), x, w, amax)
 
     def beside(self, shape: tuple[int, ...], axes: Sequence[str | None]) -> Mapping[str, Observed]:
-        """What a weight carries: with delayed scaling the amax of its products."""
+        """The auxiliary arrays of a weight: with delayed scaling, the amax of its products."""
         del shape, axes
         if self.history is None:
             return {}
         return {"amax": Observed(shape=(3,), axes=(None,), reduction="max", updater=self.history)}
 
     def formats(self) -> tuple[jnp.dtype, jnp.dtype]:
-        """Of activations and weights, and of gradients."""
+        """The format of activations and weights, and that of gradients."""
         gradients = jnp.float8_e5m2 if self.cfg.format == "hybrid" else jnp.float8_e4m3fn
         return jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(gradients)
 
     def scaling(self, amax: Array | None, tensor: Literal[0, 1, 2]) -> "Scaling":
-        """Of x, w or the result's gradient; amax: as above."""
+        """The scaling of x, w or the result's gradient; amax: as in `__call__`."""
         if amax is None:
             return ITS_OWN
         return Scaling(amax[tensor], 0 if self.cfg.delayed is None else self.cfg.delayed.margin)
 
 
 class Scaling(NamedTuple):
-    """What the scale of a tensor is computed from."""
+    """The inputs of a tensor's scale."""
 
     expected: Array | None = None
-    """Largest magnitude it is expected to have, float32 []; None: the one it has."""
+    """Expected largest magnitude, float32 []; None: the actual one."""
     margin: int = 0
     """The scale is divided by 2^margin."""
 
@@ -127,7 +127,7 @@ _multiply.defvjp(_forward, _backward)
 
 
 def terms(equation: str) -> Letters:
-    """ "bsd,df->bsf" -> ("bsd", "df", "bsf"). Raises ValueError for what isn't a product of two tensors."""
+    """ "bsd,df->bsf" -> ("bsd", "df", "bsf"). Raises ValueError if it is not a product of two tensors."""
     inputs, arrow, out = equation.partition("->")
     first, comma, second = inputs.partition(",")
     letters = first, second, out
@@ -139,7 +139,7 @@ def terms(equation: str) -> Letters:
 
 
 def refuse_odd_sides(equation: str, x: Array, w: Array) -> None:
-    """A matrix of weights has a side for what is summed over and one for what results: both multiples of 16."""
+    """Raises UserError unless both sides of a weight matrix, contracted and output, are multiples of 16."""
     first, second, out = terms(equation)
     sizes = dict(zip(second, w.shape, strict=True))
     sides = {"in": 1, "out": 1}
@@ -157,7 +157,7 @@ def refuse_odd_sides(equation: str, x: Array, w: Array) -> None:
 
 
 def quantize(x: Array, form: jnp.dtype, scaling: Scaling = ITS_OWN) -> Quantized:
-    """x in 8 bits. Values beyond what the scale allows for are clipped.
+    """x in 8 bits. Values beyond the range of the scale are clipped.
 
     Infinities and NaNs are not: an infinity clipped to a finite number would be hidden from the guard. With a scale
     from the tensor itself all of it becomes NaN, with an expected one the elements that are not finite do.

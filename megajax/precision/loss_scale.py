@@ -27,10 +27,10 @@ class ConstantScale:
 
 @dataclass(frozen=True, slots=True)
 class DynamicScale:
-    """A factor that falls when gradients overflow and grows after `window` steps without.
+    """A factor that falls when gradients overflow and grows after `window` steps without overflow.
 
-    Megatron-LM's rule: after the last growth, the first `hysteresis` - 1 overflows are let pass, and every one after
-    them lowers the scale; only growth refills them. Counters: steps without overflow, overflows left to let pass.
+    Megatron-LM's rule: the first `hysteresis` - 1 overflows after the last growth are ignored, and each further one
+    lowers the scale; only growth resets the count. Counters: steps without overflow, remaining hysteresis.
     """
 
     initial: float
@@ -62,8 +62,8 @@ UNSCALED = ConstantScale()
 
 
 def in_range(weight: int) -> float:
-    """A power of two by which gradients of a sum of losses are about those of their mean, which loss scales are for.
+    """A power of two that scales gradients of a sum of losses to about those of their mean, as loss scales assume.
 
-    Otherwise float16 would overflow at scales that are lower by the number of tokens; in other dtypes nothing changes.
+    Without it, float16 would overflow at scales lower by the number of tokens; other dtypes are not affected.
     """
     return 2.0 ** -(weight.bit_length() - 1)

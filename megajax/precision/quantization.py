@@ -1,7 +1,7 @@
-"""Weights in 8 and 4 bits: rounding to nearest under a scale, packing, and back.
+"""Weights in 8 and 4 bits: rounding to nearest under a scale, packing, and dequantization.
 
-A matrix has dimensions [..., inputs, outputs]: maybe layers and experts, then those that a product sums over, then
-those that it makes. Both sides may have several.
+A matrix has dimensions [..., inputs, outputs]: optional layers and experts, then the contracted dimensions of a
+product, then its output dimensions. Inputs and outputs may have several dimensions.
 """
 
 from dataclasses import dataclass
@@ -13,25 +13,25 @@ from jax import Array, lax
 from megajax.mesh.rules import LogicalAxes
 
 LARGEST_INT4 = 7
-"""-8 is not used, so that numbers of either sign have the same error."""
+"""-8 is unused, so that positive and negative numbers have the same error."""
 BITS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Channels:
-    """A scale for each output: w is about values * scale."""
+    """One scale per output: w is approximately values * scale."""
 
     dtype: Literal["int8", "float8_e4m3fn"]
     inputs: int
     outputs: int
 
     def misfit(self, shape: tuple[int, ...]) -> str:
-        """Why a matrix of this shape can't be stored so; "" if it can."""
+        """Why a matrix of this shape can't be stored in this form; "" if it can."""
         del shape
         return ""
 
     def stored(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], str]:
-        """Shape and dtype of the numbers."""
+        """Shape and dtype of the stored numbers."""
         return shape, self.dtype
 
     def scales(self, shape: tuple[int, ...], axes: LogicalAxes) -> tuple[tuple[int, ...], LogicalAxes]:
@@ -41,9 +41,9 @@ class Channels:
         return (*shape[:first], *shape[end:]), _whole_at_rest((*axes[:first], *axes[end:]))
 
     def quantized(self, w: Array) -> tuple[Array, Array]:
-        """A float matrix -> its numbers and scales.
+        """A float matrix -> (stored numbers, scales).
 
-        The scale brings the largest magnitude of an output to the largest number; it is 1 for an output of zeros.
+        The scale maps the largest magnitude of an output to the largest number; it is 1 for an output of zeros.
         """
         w = w.astype(jnp.float32)
         integer, top = self.dtype == "int8", largest(self.dtype)
@@ -65,20 +65,20 @@ class Channels:
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """Integers of 4 bits, -7 to 7, two to a byte; a scale for each output and each group of inputs.
+    """Integers of 4 bits, -7 to 7, two per byte; one scale per output and group of inputs.
 
     Groups and pairs are along the last dimension of the inputs. The first of a pair is in the low bits.
     """
 
     size: int
-    """Inputs of a group; all where the dimension is shorter."""
+    """Inputs per group; all inputs if there are fewer."""
     inputs: int
     outputs: int
 
     def misfit(self, shape: tuple[int, ...]) -> str:
         size = shape[self._axis(len(shape))]
         if size % 2:
-            return f"{size} inputs are odd, and int4 packs two to a byte"
+            return f"{size} inputs are odd, and int4 packs two per byte"
         if size % min(self.size, size):
             return f"{size} inputs are not a multiple of the group, {self.size}"
         return ""
@@ -90,7 +90,7 @@ class Groups:
         return self._divided(shape, min(self.size, shape[self._axis(len(shape))])), _whole_at_rest(axes)
 
     def quantized(self, w: Array) -> tuple[Array, Array]:
-        """The scale brings the largest magnitude of a group to 7; it is 1 for a group of zeros."""
+        """The scale maps the largest magnitude of a group to 7; it is 1 for a group of zeros."""
         axis = self._axis(w.ndim)
         groups = self._grouped(w.astype(jnp.float32), w.shape[axis] // min(self.size, w.shape[axis]))
         scale = _scale(jnp.max(jnp.abs(groups), axis=axis + 1), LARGEST_INT4)
@@ -116,7 +116,7 @@ class Groups:
 
 
 type Form = Channels | Groups
-"""How a matrix is stored; both have the same methods."""
+"""How a matrix is stored. Both have the same methods."""
 
 
 def pack(values: Array, axis: int) -> Array:
@@ -127,7 +127,7 @@ def pack(values: Array, axis: int) -> Array:
 
 
 def unpack(packed: Array, axis: int) -> Array:
-    """What `pack` packed, int8."""
+    """The inverse of `pack`; int8."""
     signed = lax.bitcast_convert_type(packed, jnp.int8)
     pairs = jnp.stack([(signed << BITS) >> BITS, signed >> BITS], axis + 1)
     return pairs.reshape(*packed.shape[:axis], -1, *packed.shape[axis + 1 :])
@@ -139,7 +139,7 @@ def largest(dtype: str) -> float:
 
 
 def rounded(x: Array, dtype: str, axes: int) -> tuple[Array, Array]:
-    """x -> 8-bit numbers, and their scales float32 without the last `axes` dimensions, over which they are shared."""
+    """x -> 8-bit numbers and float32 scales; elements along the last `axes` dimensions share a scale."""
     x, top = x.astype(jnp.float32), largest(dtype)
     scale = _scale(jnp.max(jnp.abs(x), axis=tuple(range(-axes, 0))), top)
     values = jnp.clip(x / scale.reshape(*scale.shape, *[1] * axes), -top, top)
@@ -147,10 +147,10 @@ def rounded(x: Array, dtype: str, axes: int) -> tuple[Array, Array]:
 
 
 def _scale(amax: Array, top: float) -> Array:
-    """NaN and infinity stay, so that they are seen in what is multiplied."""
+    """NaN and infinity stay, so that products show them."""
     return jnp.where(amax == 0, 1.0, amax / top)
 
 
 def _whole_at_rest(axes: LogicalAxes) -> LogicalAxes:
-    """Scales are small: they are not spread over data-parallel devices, which weights are along `embed`."""
+    """Scales are small, so they are not sharded over data-parallel devices, as weights are along `embed`."""
     return tuple(None if name == "embed" else name for name in axes)

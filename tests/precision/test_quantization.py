@@ -129,4 +129,4 @@ def test_bytes_of_a_matrix() -> None:
         assert sum(prod(size) * jnp.dtype(dtype).itemsize for size, _, dtype in leaves.values()) == expected
     assert form_of("int4", 128, 1, 1).misfit((100, 3)) == ""
     assert form_of("int4", 128, 1, 1).misfit((200, 3)) == "200 inputs are not a multiple of the group, 128"
-    assert form_of("int4", 128, 1, 1).misfit((33, 3)) == "33 inputs are odd, and int4 packs two to a byte"
+    assert form_of("int4", 128, 1, 1).misfit((33, 3)) == "33 inputs are odd, and int4 packs two per byte"
