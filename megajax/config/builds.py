@@ -17,9 +17,9 @@ USER_FILE = "megajax_config_file "
 
 
 def resolve(reference: str) -> Any:
-    """ "package.module:Name" or "folder/file.py:Name" -> the thing itself; imports the module or runs the file.
+    """ "package.module:Name" or "folder/file.py:Name" -> the object; imports the module or runs the file.
 
-    A file that has been run already and has not changed since is not run again.
+    A file that ran before and has not changed is not run again.
     """
     module, _, name = reference.rpartition(":")
     owner = _loaded(Path(module).expanduser().resolve()) if module.endswith(".py") else importlib.import_module(module)
@@ -27,12 +27,12 @@ def resolve(reference: str) -> Any:
 
 
 def reference(cls: type) -> str:
-    """The text by which `resolve` finds the class. Files are written with their absolute paths."""
+    """The reference of a class for `resolve`, with the absolute path of a file."""
     return f"{cls.__module__.removeprefix(USER_FILE)}:{cls.__qualname__}"
 
 
 def run_file(path: Path) -> ModuleType:
-    """Run a Python file as a module; it may import the files beside it. Raises OSError and whatever the file raises.
+    """Run a Python file as a module; it may import files of its folder. Raises OSError, and errors of the file.
 
     The module stays in sys.modules, where dataclasses look up their annotations.
     """
@@ -41,24 +41,24 @@ def run_file(path: Path) -> ModuleType:
     module.__file__ = str(path)
     module.__dict__["__text__"] = path.read_bytes()
     sys.modules[name] = module
-    # Not through the import system: its bytecode cache compares whole seconds, and a file may be edited twice in one.
+    # Not through the import system: its bytecode cache compares times in seconds, too coarse for quick edits.
     exec(compile(module.__dict__["__text__"], str(path), "exec"), module.__dict__)
     return module
 
 
 def _loaded(path: Path) -> ModuleType:
-    there = sys.modules.get(f"{USER_FILE}{path}")
-    if there is not None and there.__dict__["__text__"] == path.read_bytes():
-        return there
+    module = sys.modules.get(f"{USER_FILE}{path}")
+    if module is not None and module.__dict__["__text__"] == path.read_bytes():
+        return module
     with siblings_importable(path.parent):
         return run_file(path)
 
 
 @contextmanager
 def siblings_importable(folder: Path) -> Generator[None]:
-    """The files in the folder can be imported by name.
+    """Inside the context, files of the folder can be imported by name.
 
-    Afterwards they are known by their paths only, since files in other folders may have the same names.
+    Afterwards sys.modules has them by path, because files of other folders may have the same names.
     """
     before = set(sys.modules)
     sys.path.append(str(folder))
@@ -77,29 +77,28 @@ def siblings_importable(folder: Path) -> Generator[None]:
 def _rename(name: str, new: str) -> None:
     module = sys.modules[new] = sys.modules.pop(name)
     module.__dict__["__text__"] = Path(str(module.__file__)).read_bytes()
-    for thing in vars(module).values():
-        if isinstance(thing, type) and thing.__module__ == name:
-            thing.__module__ = new
+    for value in vars(module).values():
+        if isinstance(value, type) and value.__module__ == name:
+            value.__module__ = new
 
 
 class Builds:
-    """Base of the configs that build something: `target` names the class or function as "package.module:Name".
+    """Base of configs with a `build` method: `target` names the class or function as "package.module:Name".
 
     The target is imported at the first `build`, so that configs can be written, checked and printed in a fraction
-    of a second, before jax is imported. tests/architecture checks that every target exists and lies in the
-    config's own package.
+    of a second, without jax. tests/architecture checks that every target exists in the package of its config.
     """
 
     __slots__ = ()
     target: ClassVar[str]
 
     def build(self, *args: Any, **kwargs: Any) -> Any:
-        """Raises UserError for a target of a user's file that cannot be loaded."""
+        """Call the target with this config. Raises UserError for a user's target that cannot be loaded."""
         return demand_target(type(self))(self, *args, **kwargs)
 
 
 def demand_target(cls: type[Builds]) -> Any:
-    """What `target` names. Raises UserError for one outside of MegaJAX that cannot be loaded."""
+    """The object that `target` names. Raises UserError for a user's target that cannot be loaded."""
     target = getattr(cls, "target", None)
     if not isinstance(target, str):
         raise UserError(f'{cls.__name__} has no target: write target: ClassVar[str] = "file.py:Class" in it')
@@ -110,19 +109,19 @@ def demand_target(cls: type[Builds]) -> Any:
     except UserError:
         raise
     except Exception as error:
-        raise UserError(f"{cls.__name__} has target {target!r}, which cannot be loaded\n{told(error)}") from error
+        raise UserError(f"{cls.__name__} has target {target!r}, which cannot be loaded\n{error_text(error)}") from error
 
 
-def told(error: Exception) -> str:
-    """An error of a user's file in a line, and the innermost line of a user's file that it comes from."""
-    what = f"{type(error).__name__}: {error}".replace(USER_FILE, "")
-    own = [module.__file__ for name, module in list(sys.modules.items()) if name.startswith(USER_FILE)]
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename in own]
-    return what + (f"\n{frames[-1].filename}, line {frames[-1].lineno}: {frames[-1].line}" if frames else "")
+def error_text(error: Exception) -> str:
+    """An error of a user's file in one line, and the innermost line of the user's files in its traceback."""
+    message = f"{type(error).__name__}: {error}".replace(USER_FILE, "")
+    user_files = [module.__file__ for name, module in list(sys.modules.items()) if name.startswith(USER_FILE)]
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename in user_files]
+    return message + (f"\n{frames[-1].filename}, line {frames[-1].lineno}: {frames[-1].line}" if frames else "")
 
 
 def beside(cls: type, reference: str) -> str:
-    """The reference with the path of a file, if it names one, taken from the folder of the file that defines `cls`."""
+    """The reference; a file's path in it is relative to the folder of the file that defines `cls`."""
     module, _, name = reference.rpartition(":")
     if not module.endswith(".py"):
         return reference

@@ -20,27 +20,27 @@ SUFFIXES = types.MappingProxyType(
 
 
 class Text(str):
-    """A value typed on the command line, where everything is text: `none` there means None."""
+    """A value from the command line, where everything is text: `none` means None."""
 
     __slots__ = ()
 
 
 class Mismatch(Exception):
-    """The value is not of this kind. The message is a hint; it may be empty."""
+    """The value does not fit the annotation. The message is a hint, possibly empty."""
 
 
 def scalar(raw: Any, kind: Any) -> Any:
-    """raw as `kind` (None, bool, int, float, str, Path or a Literal). Raises Mismatch."""
+    """The value of `raw` as `kind` (None, bool, int, float, str, Path or a Literal). Raises Mismatch."""
     if get_origin(kind) is Literal:
         return _literal(raw, get_args(kind))
-    readers = {types.NoneType: _none, bool: _boolean, int: _whole, float: _number, str: _text, Path: _path}
+    readers = {types.NoneType: _none, bool: _boolean, int: _integer, float: _number, str: _text, Path: _path}
     if kind not in readers:
         raise Mismatch("")
     return readers[kind](raw)
 
 
 def precedence(kind: Any) -> int:
-    """The order in which the members of a union are tried: the most specific first."""
+    """Sort key of the members of a union: the most specific is tried first."""
     order = (types.NoneType, bool, int, float, Path, str)
     return order.index(kind) if kind in order else -1
 
@@ -71,7 +71,7 @@ def _decimal(raw: str) -> Decimal:
     return Decimal(match["digits"].replace("_", "")) * SUFFIXES[match["suffix"]]
 
 
-def _whole(raw: Any) -> int:
+def _integer(raw: Any) -> int:
     if isinstance(raw, bool) or not isinstance(raw, int | float | str):
         raise Mismatch("")
     if isinstance(raw, int):
@@ -91,14 +91,14 @@ def _number(raw: Any) -> float:
     if isinstance(raw, bool) or not isinstance(raw, int | float | str):
         raise Mismatch("")
     if isinstance(raw, str) and raw.strip().lower().lstrip("+-") not in ("inf", "nan"):
-        # float() of the text itself rounds once; only a suffix needs the detour.
+        # float() of the text rounds only once; a suffix needs Decimal first.
         raw = raw if raw.strip()[-1:].isdigit() and NUMBER.fullmatch(raw.strip()) else _decimal(raw)
     try:
         number = float(raw)
     except OverflowError:
         raise Mismatch("too large for a float") from None
     if math.isnan(number):
-        raise Mismatch("nan compares unequal to itself; leave the setting out, or use none where it may be none")
+        raise Mismatch("nan compares unequal to itself; leave the setting out, or use none if it is allowed")
     return number
 
 
@@ -114,7 +114,7 @@ def _text(raw: Any) -> str:
 
 def _path(raw: Any) -> Path:
     if isinstance(raw, Text):
-        return Path(raw).expanduser()  # the shell leaves the ~ of --name=~/x alone
+        return Path(raw).expanduser()  # shells do not expand the ~ of --name=~/x
     if isinstance(raw, str | Path):
         return Path(raw)
     raise Mismatch("")

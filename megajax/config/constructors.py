@@ -1,6 +1,6 @@
 """Find the wrong constructor calls in a config file.
 
-Python ends a file at the first call with an unknown or a missing argument. The others are found in its text.
+Python stops at the first call with an unknown or missing argument. The others are found in the source.
 """
 
 import ast
@@ -16,7 +16,7 @@ from megajax.config.nearest import did_you_mean, either
 
 
 def config_classes(root: type) -> tuple[type, ...]:
-    """Every config class that a tree may hold, `root` first, each before the classes of its own fields."""
+    """Every config class that a tree may hold, `root` first, each before the classes of its fields."""
     classes: dict[type, None] = {}
     _collect(root, classes)
     return tuple(classes)
@@ -36,9 +36,9 @@ def _collect(cls: type, classes: dict[type, None]) -> None:
 
 
 def wrong_calls(path: Path, place: str, root: type) -> Iterator[Problem]:
-    """Calls of config classes with unknown or missing settings, or with settings that are not named.
+    """Calls of config classes with unknown, missing or positional settings.
 
-    place: the file, as it is shown to people.
+    place: the file's name in messages.
     """
     classes = {cls.__name__: cls for cls in config_classes(root)}
     for call in ast.walk(ast.parse(path.read_bytes())):
@@ -47,27 +47,27 @@ def wrong_calls(path: Path, place: str, root: type) -> Iterator[Problem]:
         cls = classes.get(ast.unparse(call.func).rpartition(".")[2])
         if cls is None:
             continue
-        where, own = f"{place}, line {call.lineno}", schema.hints(cls)
-        given = [keyword.arg for keyword in call.keywords]
-        for key in given:
-            if key is not None and key not in own:
-                yield Problem(where, f"{cls.__name__} has no setting {key}", _instead(key, cls, root))
+        line, settings = f"{place}, line {call.lineno}", schema.hints(cls)
+        arguments = [keyword.arg for keyword in call.keywords]
+        for key in arguments:
+            if key is not None and key not in settings:
+                yield Problem(line, f"{cls.__name__} has no setting {key}", _instead(key, cls, root))
         if call.args:
-            what = f"{cls.__name__} takes its settings by name, {len(call.args)} given without"
-            names = ", ".join(f"{name}=..." for name in [*own][: len(call.args)])
-            yield Problem(where, what, f"write {cls.__name__}({names})")
+            message = f"{cls.__name__} takes its settings by name, {len(call.args)} given without"
+            names = ", ".join(f"{name}=..." for name in [*settings][: len(call.args)])
+            yield Problem(line, message, f"write {cls.__name__}({names})")
         needed = [field.name for field in schema.fields(cls) if field.init and schema.default(field) is MISSING]
         for key in needed:
-            if key not in given and None not in given:  # None: **settings
-                yield Problem(where, f"{cls.__name__} needs {key}", schema.example(key, own[key]))
+            if key not in arguments and None not in arguments:  # None: **settings
+                yield Problem(line, f"{cls.__name__} needs {key}", schema.example(key, settings[key]))
 
 
 def _instead(key: str, cls: type, root: type) -> str:
-    """The setting that was meant, in the same class or elsewhere in the tree; otherwise all settings of the class."""
-    own = list(schema.hints(cls))
-    if near := did_you_mean(key, own):
-        return near
+    """The probably intended setting, of this class or elsewhere in the tree; otherwise all settings of the class."""
+    settings = list(schema.hints(cls))
+    if similar := did_you_mean(key, settings):
+        return similar
     elsewhere = sorted((name for name in schema.names(root) if name.endswith(f".{key}")), key=lambda n: n.count("."))
     if elsewhere:
         return f"there is {either(elsewhere[:3])}"
-    return "\n".join(textwrap.wrap(f"{cls.__name__} has {', '.join(own)}", 100))
+    return "\n".join(textwrap.wrap(f"{cls.__name__} has {', '.join(settings)}", 100))

@@ -1,4 +1,4 @@
-"""Config trees as plain values, as YAML that loads back to an equal tree, and as dotted names; differences of two."""
+"""Config trees as plain values, as YAML that loads back to an equal tree, and as dotted names; differences of trees."""
 
 import dataclasses
 import re
@@ -13,10 +13,10 @@ from megajax.config.patch import join
 
 
 def plain(value: Any, annotation: Any = None, where: str = "") -> Any:
-    """The tree in dict, list, str, int, float, bool and None; a member of a union carries its class as `type`.
+    """The tree as dict, list, str, int, float, bool and None; a member of a union has its class as `type`.
 
-    `annotation` is that of the field (default: the value's own class). Raises ConfigError for a value that cannot
-    be written down, such as a function.
+    `annotation` is that of the field (default: the value's class). Raises ConfigError for a value without a text form,
+    such as a function.
     """
     if schema.is_config(value):
         tag = schema.tag(type(value), annotation) if annotation is not None else ""
@@ -37,7 +37,7 @@ def plain(value: Any, annotation: Any = None, where: str = "") -> Any:
 
 
 def to_yaml(config: Any, notes: Mapping[str, str] | None = None) -> str:
-    """The text of config.yaml; `notes` (dotted name -> text) become comments at the ends of the lines."""
+    """The text of config.yaml; `notes` (dotted name -> text) become comments at the ends of lines."""
     return "\n".join(_lines(plain(config), "", notes or {})) + "\n"
 
 
@@ -67,22 +67,26 @@ def _defaults(value: Any, default: Any, where: str) -> Iterator[tuple[str, Any]]
     for field in dataclasses.fields(value):
         if not field.init:
             continue
-        path, here = join(where, field.name), getattr(value, field.name)
-        # Below a node whose class was chosen by hand, its own class's defaults count.
-        there = getattr(default, field.name) if type(default) is type(value) else schema.default(field)
+        path, current = join(where, field.name), getattr(value, field.name)
+        # If the class of a node differs from the default's, compare with the defaults of its class.
+        default_value = getattr(default, field.name) if type(default) is type(value) else schema.default(field)
         hint = schema.hints(type(value))[field.name]
-        nodes = [(path, hint, here, there)]
-        if isinstance(here, tuple | list) and any(schema.is_config(item) for item in here):
-            those = there if isinstance(there, tuple | list) and len(there) == len(here) else [MISSING] * len(here)
-            pairs = enumerate(zip(here, those, strict=True))
+        nodes = [(path, hint, current, default_value)]
+        if isinstance(current, tuple | list) and any(schema.is_config(item) for item in current):
+            default_items = (
+                default_value
+                if isinstance(default_value, tuple | list) and len(default_value) == len(current)
+                else [MISSING] * len(current)
+            )
+            pairs = enumerate(zip(current, default_items, strict=True))
             nodes = [(join(path, str(i)), schema.entry(hint, i), *pair) for i, pair in pairs]
         if all(schema.is_config(node) for _, _, node, _ in nodes):
             for place, annotation, node, default_node in nodes:
                 tag = schema.tag(type(default_node), annotation) if schema.is_config(default_node) else ""
                 yield from [(f"{place}.type", tag)] if tag else []
                 yield from _defaults(node, default_node, place)
-        elif there is not MISSING:
-            yield from _leaves(plain(there, hint), path)
+        elif default_value is not MISSING:
+            yield from _leaves(plain(default_value, hint), path)
 
 
 def _differences(old: dict[str, Any], new: dict[str, Any], missing: str) -> list[str]:
@@ -128,7 +132,7 @@ def _lines(value: Any, where: str, notes: Mapping[str, str]) -> Iterator[str]:
 
 
 def scalar_text(value: Any) -> str:
-    """One value on one line, in YAML that any reader types as we do."""
+    """One value on one line, in YAML that any reader parses to the same type."""
     if isinstance(value, list):
         return f"[{', '.join(scalar_text(item) for item in value)}]"
     if isinstance(value, dict):
@@ -138,7 +142,7 @@ def scalar_text(value: Any) -> str:
     import yaml  # here, so that the front doors start without it and can report a missing package
 
     if isinstance(value, str):
-        # Letters alone are as they are, but for words such as yes, null and 1e3 that YAML or people take for more.
+        # Quote words such as yes and null, which YAML reads as other types.
         if re.fullmatch(r"[A-Za-z/][\w./-]*", value, re.ASCII) and isinstance(yaml.safe_load(value), str):
             return value
         return yaml.safe_dump(value, default_style='"', width=10**9, allow_unicode=True).removesuffix("\n")

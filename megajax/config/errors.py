@@ -6,26 +6,23 @@ from typing import Any
 
 
 class UserError(Exception):
-    """Bad config, data, checkpoint or request: never worth a retry.
+    """Bad config, data, checkpoint or request: a retry does not help.
 
-    The message is for the person at the terminal: what is wrong, the two values, what to change.
-    Front doors print it without a traceback and exit with its code.
+    The message is for the user: the error, the two values, and what to change. Front doors print it without a traceback
+    and exit with its code.
     """
 
     code: int = 2
-    """1 for errors that may not occur at another time or on another machine."""
+    """Exit code; 1 for errors that may not occur at another time or on another machine."""
 
     def _render_traceback_(self) -> list[str]:
-        """What IPython and Jupyter show in place of a traceback."""
+        """The text that IPython and Jupyter show instead of a traceback."""
         return f"{type(self).__name__}: {self}".splitlines()
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One error: the dotted setting, a message with both values, and the remedy as `hint`.
-
-    A hint may have several lines.
-    """
+    """One error: the dotted setting, a message with both values, and the remedy as `hint`, possibly several lines."""
 
     setting: str
     message: str
@@ -37,7 +34,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class TooFewDevices(Problem):
-    """The layout needs more devices than there are."""
+    """The layout needs more devices than are present."""
 
     wanted: int = 0
     """Devices that the layout needs."""
@@ -55,7 +52,7 @@ class ConfigError(UserError):
         super().__init__(text)
 
 
-def demand_members(thing: Any, names: Iterable[str], whose: str, hint: str = "") -> None:
-    """Raises UserError for an object of a user's that lacks attributes or methods. whose: what it is in the message."""
-    if lacking := [name for name in names if not hasattr(thing, name)]:
-        raise UserError(f"{whose} lacks {', '.join(lacking)}" + f"\n{hint}" * bool(hint))
+def demand_members(value: Any, names: Iterable[str], owner: str, hint: str = "") -> None:
+    """Raises UserError if a user's object lacks attributes or methods. owner: its name in the message."""
+    if missing := [name for name in names if not hasattr(value, name)]:
+        raise UserError(f"{owner} lacks {', '.join(missing)}" + f"\n{hint}" * bool(hint))

@@ -11,36 +11,40 @@ from megajax.config.builds import resolve
 from megajax.config.errors import ConfigError, Problem, UserError
 from megajax.config.nearest import either, nearest_names
 from megajax.config.patch import Over, patch_of, setting
-from megajax.config.python_file import run, shown
+from megajax.config.python_file import display_path, run
 from megajax.config.tree import assemble
 
 ROOT = "megajax.training.run_config:RunConfig"
 PACKAGE = Path(__file__).resolve().parents[1]
 SHIPPED = folder if (folder := PACKAGE / "configs").is_dir() else PACKAGE.parent / "configs"
-"""The configs that come with MegaJAX: inside an installed package, or beside the package in a checkout."""
+"""The configs shipped with MegaJAX: inside an installed package, or next to the package in a checkout."""
 SUFFIXES = (".py", ".yaml", ".yml", ".json")
 
 
 @dataclass(frozen=True)
 class Source:
-    """What a config file says: a config built by Python (None: the defaults), settings over it, and who said what."""
+    """The contents of a config file: a config built by Python (None: the defaults), and settings over it.
+
+    settings: None if Python built the whole config. layers: (file, its settings), lowest first, to report the source of
+    each setting; the file of the base has no settings.
+    """
 
     name: str
     base: Any
-    written: Any = None  # None where Python said it all
-    layers: tuple[tuple[str, Any], ...] = ()  # (file, its settings), lowest first; the base's file has no settings
+    settings: Any = None
+    layers: tuple[tuple[str, Any], ...] = ()
 
     def over(self, upper: Any) -> Any:
         """The file's settings with others over them."""
-        return upper if self.written is None else Over(self.written, upper)
+        return upper if self.settings is None else Over(self.settings, upper)
 
 
 def load(source: str | Path, *settings: str, devices: int | None = None, root: str | type = ROOT) -> Any:
     """The config of a file with "dotted.name=value" settings over it, checked.
 
-    `source` is a path, or a name in configs/, with ":function" behind it for another function than `config`.
-    `devices` (the number in all) lets the layout be checked too. Raises ConfigError listing all that is wrong and
-    UserError where the file cannot be found or run.
+    `source` is a path or a name in configs/, followed by ":function" for another function than `config`. With
+    `devices`, their total number, the layout is checked too. Raises ConfigError with all problems, and UserError if the
+    file cannot be found or run.
     """
     try:
         file = read(str(source), root)
@@ -49,34 +53,36 @@ def load(source: str | Path, *settings: str, devices: int | None = None, root: s
         if problems:
             raise ConfigError(problems, file.name + (" + settings" if settings else ""))
     except UserError as error:
-        # In a notebook, what led to the error inside of MegaJAX is pages that help nobody.
+        # In a notebook, the frames inside of MegaJAX would be pages of no help.
         raise error.with_traceback(None) from None
     return config
 
 
 def assembled(file: Source, root: str | type, settings: Any, devices: int | None = None) -> tuple[Any, list[Problem]]:
-    """The config of a file with settings over it, and everything that is wrong with it; see `assemble`."""
+    """The config of a file with settings over it, and all its problems; see `assemble`."""
     return assemble(root_type(root), file.base, file.over(settings), devices)
 
 
 def root_type(root: str | type) -> type:
-    """The class at the root of the tree, imported now if it is given as "module:Class"."""
+    """The class at the root of the tree, imported if it is given as "module:Class"."""
     return resolve(root) if isinstance(root, str) else root
 
 
 def read(source: str, root: str | type = ROOT, above: tuple[Path, ...] = ()) -> Source:
-    """Find a config file and run or read it; `above` are the files that are based on it. Raises UserError."""
+    """Find a config file and run or read it; `above`: the files based on it. Raises UserError."""
     name, function = split_source(source)
     path = find(name, above[-1].parent if above else None, function)
     if path in above:
-        raise UserError(f"{shown(path)}: is based on itself, through {', '.join(shown(file) for file in above)}")
-    label = shown(path)
+        raise UserError(
+            f"{display_path(path)}: is based on itself, through {', '.join(display_path(file) for file in above)}"
+        )
+    label = display_path(path)
     if path.suffix == ".py":
         config = run(path, function or "config", root_type(root))
         return Source(label, config, layers=((label + (f":{function}" if function else ""), None),))
     if function:
-        raise UserError(f"{source}: only Python files have functions; {label} is read whole")
-    # Imported by name: a Python config is read without yaml, so that a missing package can be reported.
+        raise UserError(f"{source}: only Python files have functions; write {label} without one")
+    # Imported by name: Python configs need no yaml, so a missing package can be reported.
     settings = dict(resolve("megajax.config.markup:parse")(path, label))
     based_on = settings.pop("config", None)
     lower = read(str(based_on), root, (*above, path)) if based_on is not None else Source(label, None)
@@ -84,30 +90,30 @@ def read(source: str, root: str | type = ROOT, above: tuple[Path, ...] = ()) -> 
 
 
 def find(name: str, beside: Path | None = None, function: str = "") -> Path:
-    """The file at the path `name`, or called that in the folder `beside`, ".", "configs" or among the shipped configs.
+    """The file at the path `name`, relative to the folder `beside`, ".", "configs" or the shipped configs.
 
-    `function` is what is to be called there; it serves the hint. Raises UserError naming the nearest config.
+    `function`: its function to call, only for the hint. Raises UserError with the nearest config.
     """
     folders = [folder for folder in (beside, Path(), Path("configs"), SHIPPED) if folder is not None]
-    wanted = Path(name).expanduser()
+    path_given = Path(name).expanduser()
     for folder in folders:
-        place = folder / wanted
-        # The suffix may be left out in configs/. In the working folder that would match any script.
-        named = [place.with_name(place.name + ".py")] if place.name and folder != Path() else []
-        for path in (place, *named, place / "config.yaml"):
+        place = folder / path_given
+        # In configs/ the suffix may be omitted. In the working folder that would match any script.
+        candidates = [place.with_name(place.name + ".py")] if place.name and folder != Path() else []
+        for path in (place, *candidates, place / "config.yaml"):
             if path.is_file():
                 if path.suffix not in SUFFIXES:
                     raise UserError(f"{name}: a config file ends in {', '.join(SUFFIXES)}")
                 return path.resolve()
-    places = ", ".join(str(folder) for folder in ([wanted.parent] if wanted.is_absolute() else folders))
-    hint = _instead(wanted, function, (wanted.parent, *folders[-2:]))
+    places = ", ".join(str(folder) for folder in ([path_given.parent] if path_given.is_absolute() else folders))
+    hint = _instead(path_given, function, (path_given.parent, *folders[-2:]))
     raise UserError(f"no config file {name} in {places}\n    {hint}")
 
 
 def functions_of(path: Path) -> list[str]:
-    """Public functions without arguments in a Python file, in its order; [] where it has none or cannot be parsed.
+    """Public functions without arguments in a Python file, in order; [] if it has none or cannot be parsed.
 
-    The file is parsed and not run.
+    The file is parsed, not run.
     """
     try:
         tree = ast.parse(path.read_bytes()) if path.suffix == ".py" else ast.Module([], [])
@@ -118,7 +124,7 @@ def functions_of(path: Path) -> list[str]:
 
 
 def split_source(source: str) -> tuple[str, str]:
-    """ "gpt3.py:debug" -> ("gpt3.py", "debug"); the function is "" where none is named."""
+    """ "gpt3.py:debug" -> ("gpt3.py", "debug"); "" if no function is named."""
     match = re.fullmatch(r"(.+):([A-Za-z_]\w*)", source)
     return (match[1], match[2]) if match else (source, "")
 
@@ -133,22 +139,22 @@ def _config_files(folder: Path) -> list[Path]:
     )
 
 
-def _instead(wanted: Path, function: str, folders: Iterable[Path]) -> str:
-    """What to write where there is no file `wanted`: the nearest file, or function of a file, in the folders."""
+def _instead(missing: Path, function: str, folders: Iterable[Path]) -> str:
+    """A hint for a missing file: the nearest file, or function of a file, in the folders."""
     files = {file.name: file for folder in folders for file in _config_files(folder)}
     if not files:
-        return "there are no config files in these folders"
-    named = {
+        return "these folders have no config files"
+    functions = {
         name: f"{file.name}:{name}"
         for file in files.values()
         for name in functions_of(file)
         if name not in ("config", "debug")
     }
-    # Suffixes are left out: all names would be alike by them.
-    choices = {file.rpartition(".")[0]: file for file in files} | named
-    stem = wanted.stem if wanted.suffix in SUFFIXES else wanted.name
-    if both := named.get(f"{stem}_{function}"):
-        return f"did you mean {both}?"
-    if near := nearest_names(stem, choices):
-        return f"did you mean {either(choices[name] for name in near)}?"
-    return f"there are {', '.join(sorted(files))}; FILE:FUNCTION calls another function than config()"
+    # Without suffixes, which would make all names similar.
+    choices = {file.rpartition(".")[0]: file for file in files} | functions
+    stem = missing.stem if missing.suffix in SUFFIXES else missing.name
+    if joined := functions.get(f"{stem}_{function}"):
+        return f"did you mean {joined}?"
+    if similar := nearest_names(stem, choices):
+        return f"did you mean {either(choices[name] for name in similar)}?"
+    return f"the configs are {', '.join(sorted(files))}; FILE:FUNCTION calls another function than config()"

@@ -1,4 +1,4 @@
-"""The text of --help: every setting with its dotted name, what may be written, its value and its docstring."""
+"""The text of --help: every setting with its dotted name, type, value and docstring."""
 
 import ast
 import dataclasses
@@ -21,27 +21,30 @@ WIDTH = 110
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One setting: its dotted name, what may be written, its value ("" where it must be given), what it is for."""
+    """One setting: its dotted name, type in words, value ("": must be given) and docstring.
+
+    member: its class, if that is a member of a union other than the current one.
+    """
 
     name: str
-    words: str
+    kind: str
     value: str
     text: str
-    member: str = ""  # the class it belongs to, where that is another member of a union than the present one
+    member: str = ""
 
 
 def settings_help(cls: type, config: Any = None, only: str = "") -> str:
-    """All settings below a config class, with the values of `config` (None: the defaults); `only` names a part of them.
+    """All settings below a config class, with the values of `config` (None: the defaults); `only`: one part of them.
 
-    Raises ConfigError where nothing is called `only`.
+    Raises ConfigError for an unknown part.
     """
     entries = list(_Walk().config(cls, config))
     if only:
-        wanted = plain_name(only)
-        matches = [entry for entry in entries if f"{entry.name}.".startswith(f"{wanted}.")]
-        matches = matches or [entry for entry in entries if wanted in entry.name]
+        topic = plain_name(only)
+        matches = [entry for entry in entries if f"{entry.name}.".startswith(f"{topic}.")]
+        matches = matches or [entry for entry in entries if topic in entry.name]
         if not matches:
-            hint = did_you_mean(wanted, [*schema.hints(cls), *(entry.name for entry in entries)])
+            hint = did_you_mean(topic, [*schema.hints(cls), *(entry.name for entry in entries)])
             raise ConfigError([Problem(f"--help={only}", "no such setting", hint)])
         entries = matches
     parts: dict[str, list[str]] = {}
@@ -51,7 +54,7 @@ def settings_help(cls: type, config: Any = None, only: str = "") -> str:
 
 
 def common_help(cls: type, config: Any, names: Sequence[str]) -> str:
-    """Those settings of `names` that exist, in this order; where members of a union share a name, the present's."""
+    """The settings in `names` that exist, in this order. If union members share a name, the current member's."""
     entries: dict[str, Entry] = {}
     for entry in _Walk().config(cls, config):
         if entry.name not in entries or (entries[entry.name].member and not entry.member):
@@ -60,21 +63,21 @@ def common_help(cls: type, config: Any, names: Sequence[str]) -> str:
 
 
 def field_texts(cls: type) -> dict[str, str]:
-    """Field -> the text below it in the source."""
+    """Field -> its docstring, the string below it in the source."""
     return _Walk().texts(cls)
 
 
-def entry_text(name: str, words: str, text: str) -> str:
-    """One flag as --help shows it."""
+def entry_text(name: str, kind: str, text: str) -> str:
+    """The entry of one flag in --help."""
     body = textwrap.fill(" ".join(text.split()), WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
-    return f"  --{name}  {words}".rstrip() + (f"\n{body}" if text else "")
+    return f"  --{name}  {kind}".rstrip() + (f"\n{body}" if text else "")
 
 
 def _block(entry: Entry) -> str:
     value = f"= {entry.value}" if entry.value else "(must be given)"
     only = f"  [{entry.member}]" if entry.member else ""
     # A long list of values wraps under its name.
-    head = textwrap.wrap(f"{entry.words} {value}{only}", WIDTH - 6) if entry.words else [value + only]
+    head = textwrap.wrap(f"{entry.kind} {value}{only}", WIDTH - 6) if entry.kind else [value + only]
     name = f"  --{entry.name}  "
     if len(name) + len(head[0]) <= WIDTH and len(head) == 1:
         return entry_text(entry.name, head[0], entry.text)
@@ -84,49 +87,49 @@ def _block(entry: Entry) -> str:
 
 
 class _Walk:
-    """Entries of a tree; docstrings of fields are the string literals below them, each source file parsed once."""
+    """Entries of a tree. The docstring of a field is the string literal below it; each source file is parsed once."""
 
     def __init__(self) -> None:
         self.modules: dict[str, dict[str, dict[str, str]]] = {}
         self.above: list[type] = []
 
     def config(self, cls: type, value: Any, prefix: str = "", member: str = "") -> Iterator[Entry]:
-        """The entries below one config; `value` None stands for its defaults."""
+        """The entries below one config. value: None for its defaults."""
         if cls in self.above:
             return
         self.above.append(cls)
         texts, annotations = self.texts(cls), schema.hints(cls)
         for field in schema.fields(cls):
             if field.init:
-                here = schema.default(field) if value is None else getattr(value, field.name)
+                current = schema.default(field) if value is None else getattr(value, field.name)
                 top = Entry(
-                    join(prefix, field.name), schema.words(annotations[field.name]), "", texts.get(field.name, "")
+                    join(prefix, field.name), schema.kind_text(annotations[field.name]), "", texts.get(field.name, "")
                 )
-                yield from self._field(dataclasses.replace(top, member=member), annotations[field.name], here)
+                yield from self._field(dataclasses.replace(top, member=member), annotations[field.name], current)
         self.above.pop()
 
-    def _field(self, top: Entry, annotation: Any, here: Any) -> Iterator[Entry]:
+    def _field(self, top: Entry, annotation: Any, current: Any) -> Iterator[Entry]:
         members = schema.configs(annotation)
-        if schema.is_config(here) and type(here) not in members:
-            members = (type(here), *members)
-        items = here if isinstance(here, tuple | list) else ()
+        if schema.is_config(current) and type(current) not in members:
+            members = (type(current), *members)
+        items = current if isinstance(current, tuple | list) else ()
         if not members:
             nodes = [(index, item) for index, item in enumerate(items) if schema.is_config(item)]
-            yield dataclasses.replace(top, value=_shown(here, annotation, top.name))
+            yield dataclasses.replace(top, value=_value_text(current, annotation, top.name))
             for index, item in nodes:
                 yield from self.config(type(item), item, f"{top.name}.{index}", top.member)
             return
         choice = len(schema.kinds(annotation)) > 1
         if choice:
             name = f"{top.name}.type" if len(members) > 1 or schema.protocols(annotation) else top.name
-            yield dataclasses.replace(top, name=name, value=_shown(here, annotation, top.name))
-        for cls in sorted(members, key=lambda cls: cls is not type(here)):
-            present = cls is type(here)
+            yield dataclasses.replace(top, name=name, value=_value_text(current, annotation, top.name))
+        for cls in sorted(members, key=lambda cls: cls is not type(current)):
+            present = cls is type(current)
             member = cls.__name__ if choice and not present else top.member
-            yield from self.config(cls, here if present else None, top.name, member)
+            yield from self.config(cls, current if present else None, top.name, member)
 
     def texts(self, cls: type) -> dict[str, str]:
-        """Field -> its text, inherited fields too."""
+        """Field -> its docstring, including inherited fields."""
         texts = {}
         for base in reversed(cls.__mro__):
             if dataclasses.is_dataclass(base):
@@ -141,8 +144,8 @@ class _Walk:
         return self.modules[name]
 
 
-def _shown(value: Any, annotation: Any, name: str) -> str:
-    """A value in few words: configs by their names."""
+def _value_text(value: Any, annotation: Any, name: str) -> str:
+    """A short text of a value: configs by class name."""
     if value is MISSING:
         return ""
     if schema.is_config(value):
@@ -168,6 +171,6 @@ def _class_texts(tree: ast.AST, prefix: str) -> Iterator[tuple[str, dict[str, st
 
 
 def _text(node: ast.stmt) -> str | None:
-    """The string that a statement consists of, or None."""
+    """The string of a statement that is only a string, otherwise None."""
     value = node.value.value if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) else None
     return value if isinstance(value, str) else None

@@ -12,7 +12,7 @@ from megajax.config.errors import UserError
 REQUIRED = frozenset(
     ("absl", "flax", "grain", "jax", "jaxlib", "ml_dtypes", "numpy", "optax", "orbax", "rich", "tensorstore", "yaml")
 )
-"""Names under which the packages of every installation are imported."""
+"""Import names of packages that every installation has."""
 EXTRAS = {
     "PIL": "images",
     "jinja2": "tokenizers",
@@ -29,15 +29,15 @@ EXTRAS = {
     "wandb": "wandb",
     "zstandard": "data",
 }
-"""Name under which a package is imported -> the extra of MegaJAX that installs it."""
+"""Import name of a package -> the extra of MegaJAX that installs it."""
 CHECKOUT = Path(__file__).resolve().parents[2]
 
 
-def require(module: str, what: str, otherwise: str = "") -> ModuleType:
-    """Import a module of an extra's package for `what`, such as a flag.
+def require(module: str, feature: str, otherwise: str = "") -> ModuleType:
+    """Import a module of an extra's package for a feature, such as a flag.
 
     Raises:
-        UserError: the package is not installed; says how to install it, or to do `otherwise`.
+        UserError: the package is not installed. The message says how to install it, or to do `otherwise`.
     """
     package = module.partition(".")[0]
     try:
@@ -46,34 +46,35 @@ def require(module: str, what: str, otherwise: str = "") -> ModuleType:
         if error.name != package:
             raise
         instead = f", or {otherwise}" if otherwise else ""
-        how = f"{install(EXTRAS[package])}{instead}"
-        raise UserError(f"{what} needs the package {package}, which is not installed. Install it: {how}.") from error
+        remedy = f"{install(EXTRAS[package])}{instead}"
+        raise UserError(
+            f"{feature} needs the package {package}, which is not installed. Install it: {remedy}."
+        ) from error
 
 
 def install(extra: str) -> str:
-    """The commands that install an extra, within a sentence."""
+    """The commands that install an extra, as part of a sentence."""
     return f"uv sync --extra {extra}, or pip install 'megajax[{extra}]'"
 
 
 def remedy(error: ModuleNotFoundError, argv: Sequence[str], checkout: Path = CHECKOUT) -> str | None:
-    """The package, the interpreter that lacks it, and how to get it; None for a module that MegaJAX does not ask for.
+    """The package, the interpreter that lacks it, and how to install it; None for a module that MegaJAX does not need.
 
-    argv: the command with its interpreter, as sys.orig_argv has it. checkout: folder of a pyproject.toml, if this is
-    a checkout.
+    argv: the command with its interpreter, as in sys.orig_argv. checkout: the folder of pyproject.toml in a checkout.
     """
     name = (error.name or "").partition(".")[0]
     if name not in REQUIRED and name not in EXTRAS:
         return None
     checked_out = (checkout / "pyproject.toml").is_file()
     extra = EXTRAS.get(name)
-    of_extra = f"[{extra}]" if extra else ""
+    extra_suffix = f"[{extra}]" if extra else ""
     lines = [f"No module named {name!r} in {sys.executable}, which runs this command."]
     if extra is not None:
         lines += [f"It comes with the extra {extra}:", *[f"  uv sync --extra {extra}"] * checked_out]
     elif checked_out:
-        made = (checkout / ".venv").is_dir()
+        has_environment = (checkout / ".venv").is_dir()
         lines += ["Activate the environment of the checkout first:"]
-        lines += [f"  {'' if made else f'cd {checkout} && uv sync && '}source {checkout}/.venv/bin/activate"]
+        lines += [f"  {'' if has_environment else f'cd {checkout} && uv sync && '}source {checkout}/.venv/bin/activate"]
         lines += ["or run the command through uv:", f"  uv run python {shlex.join(argv[1:])}"]
-    package = f"-e '{checkout}{of_extra}'" if checked_out else f"'megajax{of_extra}'"
+    package = f"-e '{checkout}{extra_suffix}'" if checked_out else f"'megajax{extra_suffix}'"
     return "\n".join([*lines, "Or install MegaJAX into this Python:", f"  {sys.executable} -m pip install {package}"])

@@ -1,4 +1,4 @@
-"""Settings before they are typed: trees of dotted names, and one set of settings over another."""
+"""Settings before conversion to their types: trees of dotted names, and one set of settings over another."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -16,11 +16,11 @@ class Mark(Enum):
 
 
 class Patch(dict):
-    """Settings by dotted name, as a tree: it changes what it names, where a plain dict may be a whole new value."""
+    """Settings by dotted name, as a tree. It changes only the settings it names; a plain dict may be a new value."""
 
 
 class Additions(Patch):
-    """A patch of a mapping that may also name entries that are not there yet."""
+    """A patch of a mapping that may also add entries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,27 +66,27 @@ def _insert(node: Patch, parts: list[str], value: Any) -> None:
     if not rest:
         node[name] = value
         return
-    there = node.setdefault(name, Patch())
-    if not isinstance(there, Patch | Over):
-        there = node[name] = Over(there, Patch())
-    _insert(there.upper if isinstance(there, Over) else there, rest, value)
+    child = node.setdefault(name, Patch())
+    if not isinstance(child, Patch | Over):
+        child = node[name] = Over(child, Patch())
+    _insert(child.upper if isinstance(child, Over) else child, rest, value)
 
 
-def leaves(written: Any, prefix: str = "") -> Iterator[str]:
-    """The dotted names that were written."""
-    if isinstance(written, Over):
-        yield from leaves(written.lower, prefix)
-        yield from leaves(written.upper, prefix)
-    elif isinstance(written, Mapping) and written:
-        for key, value in written.items():
+def leaves(settings: Any, prefix: str = "") -> Iterator[str]:
+    """The dotted names of settings that a patch gives."""
+    if isinstance(settings, Over):
+        yield from leaves(settings.lower, prefix)
+        yield from leaves(settings.upper, prefix)
+    elif isinstance(settings, Mapping) and settings:
+        for key, value in settings.items():
             yield from leaves(value, join(prefix, plain_name(key)))
     else:
         yield prefix
 
 
-def join(where: str, name: str) -> str:
+def join(parent: str, name: str) -> str:
     """Two parts of a dotted name; either may be empty."""
-    return f"{where}.{name}" if where and name else where or name
+    return f"{parent}.{name}" if parent and name else parent or name
 
 
 def plain_name(name: Any) -> str:

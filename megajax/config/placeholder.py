@@ -4,11 +4,11 @@ from typing import Any, NoReturn
 
 
 class UnknownValue(Exception):
-    """A missing or wrong value was used. The value itself is reported elsewhere."""
+    """Use of a missing or wrong value, which is reported elsewhere."""
 
 
 class Placeholder:
-    """An unknown value: it can be stored and passed on, and any use of it raises UnknownValue."""
+    """An unknown value: it can be stored and passed on; any other use raises UnknownValue."""
 
     __slots__ = ()
 

@@ -18,45 +18,45 @@ from megajax.config.errors import ConfigError, Problem, UserError
 from megajax.config.nearest import did_you_mean
 
 MOST_OF_AN_ERROR = 300
-"""Characters of an error of the user's code that are shown."""
+"""Maximum characters of a user's error in messages."""
 
 
-def shown(path: Path) -> str:
-    """The path as people want to read it: relative where it lies below the working directory."""
+def display_path(path: Path) -> str:
+    """The path for messages: relative if it is below the working directory."""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def run(path: Path, function: str, root: type) -> Any:
-    """Call a function of the file that returns a `root` -> what it returned. Raises ConfigError."""
+    """The config that a function of the file returns, an instance of `root`. Raises ConfigError."""
     try:
         path.read_bytes()
     except OSError as error:
-        raise ConfigError([Problem(shown(path), f"cannot be read: {error.strerror}")]) from error
-    with siblings_importable(path.parent), _faults_named(path, root):
+        raise ConfigError([Problem(display_path(path), f"cannot be read: {error.strerror}")]) from error
+    with siblings_importable(path.parent), _errors_as_problems(path, root):
         config = _function(path, function, run_file(path), root)()
     if not schema.is_config(config) or not isinstance(config, root):
-        what = f"{function}() must return a {root.__name__}, and returns {schema.described(config)}"
-        raise ConfigError([Problem(shown(path), what, _return_hint(config, root))])
+        message = f"{function}() must return a {root.__name__}, got {schema.described(config)}"
+        raise ConfigError([Problem(display_path(path), message, _return_hint(config, root))])
     return config
 
 
 def _function(path: Path, function: str, module: ModuleType, root: type) -> Any:
-    """Raises ConfigError unless the file has such a function."""
-    made = getattr(module, function, None)
-    if not callable(made):
+    """The function of a file. Raises ConfigError if the file has no such function."""
+    value = getattr(module, function, None)
+    if not callable(value):
         functions = [
             name
-            for name, thing in vars(module).items()
-            if callable(thing) and not isinstance(thing, type) and not name.startswith("_")
-            if getattr(thing, "__module__", "") == module.__name__
+            for name, member in vars(module).items()
+            if callable(member) and not isinstance(member, type) and not name.startswith("_")
+            if getattr(member, "__module__", "") == module.__name__
         ]
-        there = f" (it has {', '.join(functions)})" if functions else ""
+        listing = f" (it has {', '.join(functions)})" if functions else ""
         hint = did_you_mean(function, functions) or f"write def {function}(): return {root.__name__}(...)"
-        what = f"has no function {function}{there}"
-        if made is not None:
-            what = f"{function} is {schema.described(made)}, not a function"
-        raise ConfigError([Problem(shown(path), what, hint)])
-    return made
+        message = f"has no function {function}{listing}"
+        if value is not None:
+            message = f"{function} is {schema.described(value)}, not a function"
+        raise ConfigError([Problem(display_path(path), message, hint)])
+    return value
 
 
 def _return_hint(config: Any, root: type) -> str:
@@ -65,36 +65,36 @@ def _return_hint(config: Any, root: type) -> str:
     if config is root:
         return f"write {root.__name__}(...)"
     if isinstance(config, tuple) and any(isinstance(item, root) for item in config):
-        return "a comma behind the closing bracket makes a tuple: take it away"
+        return "the comma after the closing bracket makes it a tuple: remove the comma"
     return ""
 
 
 @contextmanager
-def _faults_named(path: Path, root: type) -> Generator[None]:
-    """An error in a user's file becomes a ConfigError with the file, the line and the fault."""
+def _errors_as_problems(path: Path, root: type) -> Generator[None]:
+    """Turn an error in a user's file into a ConfigError with the file, line and error."""
     try:
         yield
     except ConfigError:
         raise
     except SyntaxError as error:
-        file = shown(Path(error.filename)) if error.filename else shown(path)
+        file = display_path(Path(error.filename)) if error.filename else display_path(path)
         line = "" if error.lineno is None else f", line {error.lineno}"
         raise ConfigError([Problem(file + line, error.msg, (error.text or "").strip())]) from error
     except (Exception, SystemExit) as error:
         frames = traceback.extract_tb(error.__traceback__)
-        # The innermost line of the user's own files is the one to look at.
-        own = [frame for frame in frames if Path(frame.filename).parent == path.parent]
-        file = Path(own[-1].filename) if own else path
-        called = isinstance(error, TypeError) and "__init__() " in str(error)
-        if called and (problems := list(wrong_calls(file, shown(file), root))):
-            raise ConfigError(problems, shown(path)) from error
-        where = f"{shown(file)}, line {own[-1].lineno}" if own else shown(path)
-        hints = [own[-1].line] if own and own[-1].line else []
+        # Report the innermost line in the user's files.
+        user_frames = [frame for frame in frames if Path(frame.filename).parent == path.parent]
+        file = Path(user_frames[-1].filename) if user_frames else path
+        is_constructor_call = isinstance(error, TypeError) and "__init__() " in str(error)
+        if is_constructor_call and (problems := list(wrong_calls(file, display_path(file), root))):
+            raise ConfigError(problems, display_path(path)) from error
+        place = f"{display_path(file)}, line {user_frames[-1].lineno}" if user_frames else display_path(path)
+        hints = [user_frames[-1].line] if user_frames and user_frames[-1].line else []
         hints += [hint] if (hint := _hint(error, sys.modules.get(f"{USER_FILE}{path}"), root)) else []
-        raise ConfigError([Problem(where, _told(error), "\n".join(hints))]) from error
+        raise ConfigError([Problem(place, _error_text(error), "\n".join(hints))]) from error
 
 
-def _told(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     """The error in one or two lines."""
     if isinstance(error, SystemExit):
         return f"the file ends the program (exit code {error.code}) instead of returning a config"
@@ -104,7 +104,7 @@ def _told(error: BaseException) -> str:
 
 
 def _hint(error: BaseException, module: ModuleType | None, root: type) -> str:
-    """What to write instead, where that can be told; `module` is what the file has defined so far."""
+    """A suggested correction, or ""; `module` holds the definitions of the file so far."""
     defined = vars(module) if module else {}
     if isinstance(error, FrozenInstanceError):
         return "configs cannot be changed: dataclasses.replace(config, name=value) makes a changed copy"
@@ -117,7 +117,7 @@ def _hint(error: BaseException, module: ModuleType | None, root: type) -> str:
             return f"write from {places[name]} import {name}"
         return did_you_mean(name, [*places, *defined])
     match = re.search(r"(\w+?)(?:\.__init__)?\(\) got an unexpected keyword argument '(\w+)'", str(error))
-    called = defined.get(match[1]) if match else None
+    callee = defined.get(match[1]) if match else None
     with suppress(ValueError, TypeError):
-        return did_you_mean(match[2], inspect.signature(called).parameters) if match and callable(called) else ""
+        return did_you_mean(match[2], inspect.signature(callee).parameters) if match and callable(callee) else ""
     return ""

@@ -9,7 +9,7 @@ from dataclasses import MISSING
 from typing import Any, get_args, get_origin
 
 import megajax.config.schema as schema
-from megajax.config.builds import reference, resolve, told
+from megajax.config.builds import error_text, reference, resolve
 from megajax.config.coerce import Mismatch, Text, precedence, scalar
 from megajax.config.errors import ConfigError, Problem
 from megajax.config.nearest import did_you_mean, either
@@ -27,27 +27,27 @@ def override(config: Any, *settings: str, devices: int | None = None, place: str
 
 
 def read_value(raw: Any, annotation: Any, where: str) -> tuple[Any, list[Problem]]:
-    """One value by annotation, for flags that belong to no config; Mark.INVALID where it cannot be."""
+    """One value by annotation, for flags that belong to no config, and its problems; Mark.INVALID if it has any."""
     builder = _Builder(object)
     return builder.value(raw, annotation, where, None), builder.problems
 
 
 def check(config: Any, devices: int | None = None) -> None:
-    """Check types and cross-field rules again, e.g. once the number of devices is known. Raises ConfigError."""
+    """Check types and cross-field rules again, such as when the number of devices is known. Raises ConfigError."""
     override(config, devices=devices, place=type(config).__name__)
 
 
-def assemble(cls: type, base: Any, written: Any, devices: int | None = None) -> tuple[Any, list[Problem]]:
-    """The config of type cls from `base` (None: the defaults alone) and settings over it, and all that is wrong.
+def assemble(cls: type, base: Any, settings: Any, devices: int | None = None) -> tuple[Any, list[Problem]]:
+    """The config of type cls from `base` (None: the defaults) and settings over it, and all its problems.
 
-    The config is None where it could not be built. Cross-field checks (`problems`) run on every part that could
-    be; the root's is given `devices`, the number of devices in all, or None where not known. Placeholders stand for
-    values that are wrong or missing, so parts with such values are checked too.
+    The config is None if it could not be built. Cross-field checks (`problems`) run on every part that was built; the
+    root's gets `devices`, the total number of devices, or None if it is unknown. Placeholders replace wrong and missing
+    values, so that parts with such values are checked too.
     """
     builder = _Builder(cls)
-    config = builder.value(written, cls, "", base)
+    config = builder.value(settings, cls, "", base)
     problems, failures = list(builder.problems), []
-    for where, node in builder.built.items():
+    for where, node in builder.nodes.items():
         try:
             problems += _cross_checks(node, where, devices)
         except Exception as error:
@@ -58,12 +58,12 @@ def assemble(cls: type, base: Any, written: Any, devices: int | None = None) -> 
 
 
 def _cross_checks(node: Any, where: str, devices: int | None) -> list[Problem]:
-    """The problems that a config reports about itself."""
-    ask = getattr(node, "problems", None)
-    if not callable(ask):
+    """The problems that a config reports on its settings."""
+    check_problems = getattr(node, "problems", None)
+    if not callable(check_problems):
         return []
     try:
-        problems = ask(devices) if inspect.signature(ask).parameters else ask()
+        problems = check_problems(devices) if inspect.signature(check_problems).parameters else check_problems()
         return [dataclasses.replace(problem, setting=join(where, problem.setting) or "config") for problem in problems]
     except UnknownValue:
         return _cross_checks_of_the_rest(node, where, devices)
@@ -73,19 +73,19 @@ def _failure(error: Exception, where: str) -> Problem:
     if isinstance(error, ArithmeticError):
         return Problem(where or "config", f"its settings do not fit together: {error}", "is one of them zero?")
     line = traceback.extract_tb(error.__traceback__)[-1]
-    what = f"its settings cannot be checked: {type(error).__name__}: {error}"
-    return Problem(where or "config", what, f"{line.filename}, line {line.lineno}: {line.line}")
+    message = f"its settings cannot be checked: {type(error).__name__}: {error}"
+    return Problem(where or "config", message, f"{line.filename}, line {line.lineno}: {line.line}")
 
 
 def _cross_checks_of_the_rest(node: Any, where: str, devices: int | None) -> list[Problem]:
-    """Problems of the known settings. Defaults replace the unknown ones; problems that mention these are left out."""
+    """Problems of the known settings. Defaults replace unknown ones; problems that mention these are dropped."""
     fields = {field.name: schema.default(field) for field in dataclasses.fields(node) if field.init}
     unknown = [name for name in fields if isinstance(getattr(node, name), Placeholder)]
     if not unknown or any(fields[name] is MISSING for name in unknown):
         return []
-    whole = dataclasses.replace(node, **{name: fields[name] for name in unknown})
+    completed = dataclasses.replace(node, **{name: fields[name] for name in unknown})
     mention = re.compile(rf"\b({'|'.join(unknown)})\b")
-    problems = _cross_checks(whole, where, devices)
+    problems = _cross_checks(completed, where, devices)
     return [
         problem for problem in problems if not mention.search(f"{problem.setting.rpartition('.')[2]} {problem.message}")
     ]
@@ -104,7 +104,7 @@ def _python_hint(where: str, annotation: Any, raw: Any) -> str:
     if nodes and callable(raw) and hasattr(raw, "__name__"):
         return f"this is the function: write {raw.__name__}(...)"
     if members and isinstance(raw, tuple | list) and any(isinstance(item, members) for item in raw):
-        return "a comma behind the closing bracket makes a tuple: take it away"
+        return "the comma after the closing bracket makes it a tuple: remove the comma"
     listed = any(schema.holds_configs(schema.entry(kind, 0)) for kind in schema.lists(annotation))
     if raw is Ellipsis or (raw is None and (nodes or listed)) or (listed and schema.is_config(raw)):
         return _example(where, annotation)
@@ -117,74 +117,74 @@ class _Builder:
     def __init__(self, root: type):
         self.root = root
         self.problems: list[Problem] = []
-        self.built: dict[str, Any] = {}
+        self.nodes: dict[str, Any] = {}
 
-    def fault(self, where: str, what: str, hint: str = "") -> Mark:
-        self.problems.append(Problem(where or "config", what, hint))
+    def fault(self, where: str, message: str, hint: str = "") -> Mark:
+        self.problems.append(Problem(where or "config", message, hint))
         return Mark.INVALID
 
     def expected(self, where: str, annotation: Any, raw: Any, hint: str = "") -> Mark:
-        shown = schema.described(str(raw) if isinstance(raw, Text) else raw)
-        what = f"expected {schema.words(annotation)}, got {shown}"
-        return self.fault(where, what, hint or _python_hint(where, annotation, raw))
+        actual = schema.described(str(raw) if isinstance(raw, Text) else raw)
+        message = f"expected {schema.kind_text(annotation)}, got {actual}"
+        return self.fault(where, message, hint or _python_hint(where, annotation, raw))
 
-    def value(self, raw: Any, annotation: Any, where: str, old: Any) -> Any:
-        """The value of one field by its annotation, from a setting or from `old`, the present value."""
+    def value(self, raw: Any, annotation: Any, where: str, current: Any) -> Any:
+        """The value of one field by its annotation, from a setting or from the current value."""
         if isinstance(raw, Over):
-            return self._over(raw, annotation, where, old)
+            return self._over(raw, annotation, where, current)
         if raw is Mark.BARE:
             if bool in schema.kinds(annotation):
                 return True
-            return self.fault(where, "needs a value", f"write --{where}=..., {schema.words(annotation)}")
+            return self.fault(where, "needs a value", f"write --{where}=..., {schema.kind_text(annotation)}")
         if isinstance(raw, Text) and raw[:1] in ("[", "{") and self._branches(annotation):
             try:
                 raw = _read_yaml(raw)
             except ValueError as error:
                 return self.expected(where, annotation, raw, str(error).partition(";")[0])
         if isinstance(raw, Mapping) or schema.is_config(raw):
-            return self._branch(raw, annotation, where, old)
+            return self._branch(raw, annotation, where, current)
         if isinstance(raw, list | tuple) and schema.lists(annotation):
-            return self._list(raw, annotation, where, old)
-        return self._scalar(raw, annotation, where, old)
+            return self._list(raw, annotation, where, current)
+        return self._scalar(raw, annotation, where, current)
 
-    def _over(self, raw: Over, annotation: Any, where: str, old: Any) -> Any:
+    def _over(self, raw: Over, annotation: Any, where: str, current: Any) -> Any:
         if schema.holds_configs(annotation) and (settings := raw.merged()) is not None:
-            return self.value(settings, annotation, where, old)
+            return self.value(settings, annotation, where, current)
         if not isinstance(raw.upper, Patch):
-            return self.value(raw.upper, annotation, where, old)
-        before = self.value(raw.lower, annotation, where, old)
-        return before if before is Mark.INVALID else self.value(raw.upper, annotation, where, before)
+            return self.value(raw.upper, annotation, where, current)
+        lower = self.value(raw.lower, annotation, where, current)
+        return lower if lower is Mark.INVALID else self.value(raw.upper, annotation, where, lower)
 
     def _branches(self, annotation: Any) -> bool:
         return bool(schema.holds_configs(annotation) or schema.lists(annotation) or schema.mappings(annotation))
 
-    def _branch(self, raw: Any, annotation: Any, where: str, old: Any) -> Any:
-        if isinstance(raw, Mapping) and schema.lists(annotation) and isinstance(old, tuple | list):
-            return self._list(raw, annotation, where, old)
+    def _branch(self, raw: Any, annotation: Any, where: str, current: Any) -> Any:
+        if isinstance(raw, Mapping) and schema.lists(annotation) and isinstance(current, tuple | list):
+            return self._list(raw, annotation, where, current)
         if schema.holds_configs(annotation):
-            return self.node(raw, annotation, where, old)
+            return self.node(raw, annotation, where, current)
         if isinstance(raw, Mapping) and schema.mappings(annotation):
-            return self._mapping(raw, annotation, where, old)
+            return self._mapping(raw, annotation, where, current)
         if Any in schema.kinds(annotation) and not isinstance(raw, Patch):
             return raw
         if isinstance(raw, Patch):
             for leaf in leaves(raw, where):
-                self.fault(leaf, "no such setting", f"{where} is one value: {schema.words(annotation)}")
+                self.fault(leaf, "no such setting", f"{where} is one value: {schema.kind_text(annotation)}")
             return Mark.INVALID
         return self.expected(where, annotation, raw)
 
-    def _scalar(self, raw: Any, annotation: Any, where: str, old: Any) -> Any:
+    def _scalar(self, raw: Any, annotation: Any, where: str, current: Any) -> Any:
         options = schema.kinds(annotation)
         if type(raw) in options and raw == raw:
             return raw
-        written = type(raw) is str and any(kind in options for kind in schema.WRITTEN)
+        is_text = type(raw) is str and any(kind in options for kind in schema.TEXT_KINDS)
         hint = ""
         for kind in sorted(options, key=precedence):
-            # In a file null is None, and the text none is text where text is allowed.
-            if kind is type(None) and written:
+            # In a file null is None, and the text none is text if text is allowed.
+            if kind is type(None) and is_text:
                 continue
-            if kind in schema.WRITTEN and (unfolded := self._unfolded(raw, annotation, ",=")) is not None:
-                return self.value(unfolded, annotation, where, old)
+            if kind in schema.TEXT_KINDS and (unfolded := self._unfolded(raw, annotation, ",=")) is not None:
+                return self.value(unfolded, annotation, where, current)
             try:
                 return scalar(raw, kind)
             except Mismatch as mismatch:
@@ -197,11 +197,11 @@ class _Builder:
         if (unfolded := self._unfolded(raw, annotation)) is not None:
             return self._one_or_list(raw, unfolded, annotation, where, hint)
         if isinstance(raw, str) and schema.holds_configs(annotation):
-            return self.node({"type": raw}, annotation, where, old)
+            return self.node({"type": raw}, annotation, where, current)
         return self.expected(where, annotation, raw, hint)
 
     def _one_or_list(self, raw: str, unfolded: list | dict, annotation: Any, where: str, hint: str) -> Any:
-        """The unfolded value. If one word is neither a word of the field nor an entry, the error names both."""
+        """The unfolded value. If a word is neither a choice of the field nor a valid entry, the error names both."""
         before = len(self.problems)
         value = self.value(unfolded, annotation, where, None)
         if value is not Mark.INVALID or len(unfolded) > 1 or not schema.choosable(annotation):
@@ -211,146 +211,147 @@ class _Builder:
         return self.expected(where, annotation, raw, hint or fault.hint)
 
     def _unfolded(self, raw: Any, annotation: Any, only_with: str = "") -> list | dict | None:
-        """ "0.9,0.95" as a list, "web=0.7,code=0.3" as a mapping, None where the field or the text is neither."""
+        """ "0.9,0.95" as a list, "web=0.7,code=0.3" as a mapping; None if the field or the text is neither."""
         if not isinstance(raw, str) or (only_with and not any(mark in raw for mark in only_with)):
             return None
         parts = [type(raw)(part.strip()) for part in raw.split(",")] if raw.strip() else []
         for kind in schema.mappings(annotation):
             numbers = str not in schema.kinds((*get_args(kind), str, str)[1])
-            # A path may hold "=", so may a text: split a pair at the end that cannot.
+            # Paths and texts may contain "=": split a pair at the side that can't.
             pairs = [part.rpartition("=") if numbers else part.partition("=") for part in parts]
             if all(equals for _, equals, _ in pairs):
                 return {str(name).strip(): type(raw)(value.strip()) for name, _, value in pairs}
         return parts if schema.lists(annotation) and (not only_with or "," in raw) else None
 
-    def _list(self, raw: Any, annotation: Any, where: str, old: Any) -> Any:
+    def _list(self, raw: Any, annotation: Any, where: str, current: Any) -> Any:
         kind = schema.lists(annotation)[0]
         _, count = schema.entries(kind)
-        # Numbered entries change the present list; a list replaces it and starts from the defaults.
-        items = list(old if isinstance(raw, Mapping) else raw)
-        before = list(old) if isinstance(raw, Mapping) else [None] * len(items)
+        # Numbered entries change the current list; a list replaces it and starts from the defaults.
+        items = list(current if isinstance(raw, Mapping) else raw)
+        before = list(current) if isinstance(raw, Mapping) else [None] * len(items)
         for key, value in raw.items() if isinstance(raw, Mapping) else ():
             if str(key).isdigit() and int(key) < len(items):
                 items[int(key)] = value
             else:
-                there = f"its entries are 0 to {len(items) - 1}" if items else "it is empty"
-                self.fault(join(where, str(key)), "no such entry", there)
+                hint = f"its entries are 0 to {len(items) - 1}" if items else "it is empty"
+                self.fault(join(where, str(key)), "no such entry", hint)
         if count is not None and count != len(items):
-            return self.fault(where, f"expected {schema.words(kind)}, got {len(items)}")
-        built = [
+            return self.fault(where, f"expected {schema.kind_text(kind)}, got {len(items)}")
+        values = [
             self.value(item, schema.entry(kind, index), f"{where}.{index}", before[index])
             for index, item in enumerate(items)
         ]
-        if any(item is Mark.INVALID for item in built):
+        if any(item is Mark.INVALID for item in values):
             return Mark.INVALID
-        return built if (get_origin(kind) or kind) is list else tuple(built)
+        return values if (get_origin(kind) or kind) is list else tuple(values)
 
-    def _mapping(self, raw: Mapping, annotation: Any, where: str, old: Any) -> Any:
+    def _mapping(self, raw: Mapping, annotation: Any, where: str, current: Any) -> Any:
         key_kind, value_kind = (*get_args(schema.mappings(annotation)[0]), Any, Any)[:2]
-        old = old if isinstance(old, Mapping) and isinstance(raw, Patch) else {}
+        current = current if isinstance(current, Mapping) and isinstance(raw, Patch) else {}
         items = dict(raw)
         if isinstance(raw, Patch):
-            known = {plain_name(name): name for name in old}
+            names = {plain_name(name): name for name in current}
             if isinstance(raw, Additions):
-                known |= {key: key for key in raw}
-            elif value_kind is Any:  # arguments of a user's function, which knows their names
-                known = {key: key for key in raw} | known
-            for key in [key for key in raw if key not in known]:
-                hint = did_you_mean(key, known) or f"to add entries give it whole: --{where}=name=value,name=value"
+                names |= {key: key for key in raw}
+            elif value_kind is Any:  # arguments of a user's function: any name is allowed
+                names = {key: key for key in raw} | names
+            for key in [key for key in raw if key not in names]:
+                hint = did_you_mean(key, names) or f"to add entries give all of them: --{where}=name=value,name=value"
                 self.fault(join(where, key), "no such entry", hint)
-            items = dict(old) | {known[key]: value for key, value in raw.items() if key in known}
+            items = dict(current) | {names[key]: value for key, value in raw.items() if key in names}
         result = {}
         for key, value in items.items():
             path = join(where, str(key))
             name = self.value(Text(key) if isinstance(key, str) else key, key_kind, path, None)
-            result[name] = self.value(value, value_kind, path, old.get(key))
+            result[name] = self.value(value, value_kind, path, current.get(key))
         return Mark.INVALID if any(Mark.INVALID in pair for pair in result.items()) else result
 
-    def node(self, raw: Any, annotation: Any, where: str, old: Any) -> Any:
-        """A config: `raw` is one already, or the settings to change, with `type` to choose its class."""
+    def node(self, raw: Any, annotation: Any, where: str, current: Any) -> Any:
+        """A config: `raw` is a config or settings to change, with `type` to choose its class."""
         members = schema.configs(annotation)
         if schema.is_config(raw):
-            if not (wrong := schema.misfit(type(raw), annotation)):
+            if not (message := schema.misfit(type(raw), annotation)):
                 return self._fill(type(raw), {}, where, raw, annotation)
             if not schema.protocols(annotation):
-                wrong = f"expected {schema.choices(annotation)}, got {schema.described(raw)}"
-            ours = type(raw).__module__.startswith("megajax.")
-            return self.fault(where, wrong, _example(where, annotation) if ours or " got " in wrong else "")
+                message = f"expected {schema.choices(annotation)}, got {schema.described(raw)}"
+            is_megajax = type(raw).__module__.startswith("megajax.")
+            return self.fault(where, message, _example(where, annotation) if is_megajax or " got " in message else "")
         if "type" in raw and not any("type" in schema.hints(cls) for cls in members):
-            cls = self._chosen(raw["type"], annotation, where, old)
+            cls = self._class_named(raw["type"], annotation, where, current)
             raw = {key: value for key, value in raw.items() if key != "type"}
-        elif schema.is_config(old) and not schema.misfit(type(old), annotation):
-            cls = type(old)
+        elif schema.is_config(current) and not schema.misfit(type(current), annotation):
+            cls = type(current)
         elif len(members) == 1:
             cls = members[0]
         else:
-            cls = self.fault(where, "which one?", f"add --{where}.type={schema.choices(annotation)}")
+            cls = self.fault(where, "has no type", f"add --{where}.type={schema.choices(annotation)}")
         if isinstance(cls, Mark):
             return cls
-        return self._fill(cls, raw, where, old if type(old) is cls else None, annotation)
+        return self._fill(cls, raw, where, current if type(current) is cls else None, annotation)
 
-    def _chosen(self, name: Any, annotation: Any, where: str, old: Any) -> type | Mark:
+    def _class_named(self, name: Any, annotation: Any, where: str, current: Any) -> type | Mark:
         if not isinstance(name, str):
             return self.fault(join(where, "type"), "needs a value", f"one of {schema.choices(annotation)}")
         members = schema.configs(annotation)
-        for same in (str, short_type):
-            matches = [cls for cls in members if same(name) == same(cls.__name__)]
+        for normalize in (str, short_type):
+            matches = [cls for cls in members if normalize(name) == normalize(cls.__name__)]
             if len(matches) == 1:
                 return matches[0]
-        if schema.is_config(old) and name == reference(type(old)):
-            return type(old)
+        if schema.is_config(current) and name == reference(type(current)):
+            return type(current)
         if ":" in name:
             try:
                 cls = resolve(name)
             except Exception as error:  # of a file of the user's
-                what = f"cannot find {name}: {told(error)}"
-                return self.fault(join(where, "type"), what, "write module:Class or file.py:Class")
+                message = f"cannot find {name}: {error_text(error)}"
+                return self.fault(join(where, "type"), message, "write module:Class or file.py:Class")
             wrong = schema.misfit(cls, annotation)
             return self.fault(join(where, "type"), wrong) if wrong else cls
-        known = [cls.__name__ for cls in members]
-        begin = [cls for cls in known if cls.lower().startswith(name.lower())]
-        hint = f"did you mean {either(begin)}?" if begin and name else did_you_mean(name, known)
+        class_names = [cls.__name__ for cls in members]
+        completions = [cls for cls in class_names if cls.lower().startswith(name.lower())]
+        hint = f"did you mean {either(completions)}?" if completions and name else did_you_mean(name, class_names)
         return self.fault(join(where, "type"), f"expected {schema.choices(annotation)}, got {str(name)!r}", hint)
 
     def _fill(self, cls: type, raw: Mapping, where: str, base: Any, annotation: Any) -> Any:
         annotations = schema.hints(cls)
-        given = {plain_name(key): value for key, value in raw.items()}
-        for key in [key for key in given if key not in annotations]:
-            self._unknown(key, given.pop(key), where, cls, annotation)
+        settings = {plain_name(key): value for key, value in raw.items()}
+        for key in [key for key in settings if key not in annotations]:
+            self._unknown(key, settings.pop(key), where, cls, annotation)
         values = {}
         for field in schema.fields(cls):
             if not field.init:
                 continue
             path = join(where, field.name)
-            there = getattr(base, field.name) if base is not None else schema.default(field)
-            if there is MISSING:
-                if field.name not in given:
-                    words = schema.words(annotations[field.name])
-                    self.fault(path, "has no default and is not given", f"give it: {words}")
+            current = getattr(base, field.name) if base is not None else schema.default(field)
+            if current is MISSING:
+                if field.name not in settings:
+                    kind = schema.kind_text(annotations[field.name])
+                    self.fault(path, "has no default and is not given", f"give it: {kind}")
                     values[field.name] = Placeholder()
                     continue
-                there = None
-            value = self.value(given.get(field.name, there), annotations[field.name], path, there)
-            # A wrong setting is reported already; the others are still checked.
+                current = None
+            value = self.value(settings.get(field.name, current), annotations[field.name], path, current)
+            # The wrong setting is already reported; the others are still checked.
             values[field.name] = Placeholder() if value is Mark.INVALID else value
         try:
-            self.built[where] = cls(**values)
+            self.nodes[where] = cls(**values)
         except Exception as error:
             if self.problems:
                 return Mark.INVALID
             return self.fault(where, f"{cls.__name__} refuses these settings: {error}")
-        return self.built[where]
+        return self.nodes[where]
 
     def _unknown(self, key: str, value: Any, where: str, cls: type, annotation: Any) -> None:
-        others = [c.__name__ for c in schema.configs(annotation) if c is not cls and key in schema.hints(c)]
-        # Not the settings of other classes that may stand in the same place.
+        other_classes = [c.__name__ for c in schema.configs(annotation) if c is not cls and key in schema.hints(c)]
+        # Without the settings of other classes for the same field.
         elsewhere = (name for name in schema.names(self.root) if not name.startswith(f"{where}."))
-        near = [*(join(where, name) for name in schema.names(cls)), *elsewhere]
-        there = join(where, key)
-        for leaf in leaves(value, there) if isinstance(value, Patch) else [there]:
-            hint = did_you_mean(leaf, near)
-            if others:
-                hint = f"a setting of {either(others)}, and this is {cls.__name__}; add --{where}.type={others[0]}"
+        candidates = [*(join(where, name) for name in schema.names(cls)), *elsewhere]
+        path = join(where, key)
+        for leaf in leaves(value, path) if isinstance(value, Patch) else [path]:
+            hint = did_you_mean(leaf, candidates)
+            if other_classes:
+                owners = either(other_classes)
+                hint = f"a setting of {owners}, but this is {cls.__name__}; add --{where}.type={other_classes[0]}"
             self.fault(leaf, "no such setting", hint)
 
 

@@ -10,7 +10,7 @@ from megajax.config.files import find, functions_of, split_source
 
 
 def twin_of(source: str) -> str | None:
-    """ "gpt3.py" -> "gpt3.py:debug", "gpt3.py:gpt3_175b" -> "gpt3.py:gpt3_175b_debug"; None where there is none."""
+    """ "gpt3.py" -> "gpt3.py:debug", "gpt3.py:gpt3_175b" -> "gpt3.py:gpt3_175b_debug"; None: no debug twin."""
     name, function = split_source(source)
     twin = f"{function}_debug" if function not in ("", "config") else "debug"
     try:
@@ -20,7 +20,7 @@ def twin_of(source: str) -> str | None:
 
 
 def advised(error: ConfigError, source: str | None, verb: str) -> ConfigError:
-    """The error; a lack of devices gets the command of the twin, if there is one, as its first hint."""
+    """The error; if devices are lacking, its first hint is the command of the debug twin, if one exists."""
     if not any(isinstance(problem, TooFewDevices) for problem in error.problems):
         return error
     twin = twin_of(source) if source else None

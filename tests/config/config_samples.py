@@ -48,12 +48,12 @@ class ModelConfig:
         for index, block in enumerate(self.pattern):
             if isinstance(block, BlockConfig) and self.hidden_size % block.attention.heads:
                 heads = block.attention.heads
-                near = ", ".join(map(str, nearest_divisors(self.hidden_size, heads)))
+                divisors = ", ".join(map(str, nearest_divisors(self.hidden_size, heads)))
                 problems.append(
                     Problem(
                         f"pattern.{index}.attention.heads",
                         f"hidden_size={self.hidden_size} is not divisible by heads={heads}",
-                        f"divisors near {heads}: {near}",
+                        f"divisors near {heads}: {divisors}",
                     )
                 )
         return problems

@@ -56,17 +56,17 @@ def test_forms(capsys):
 
 def test_repeated_flags_warn_and_the_last_wins(capsys):
     assert parse("--config=tiny", "--data.paths=a", "--data.paths", "b").config.data.paths == ("b",)
-    assert capsys.readouterr().err == "warning: --data.paths is given more than once; the last counts (b)\n"
+    assert capsys.readouterr().err == "warning: --data.paths is given more than once; the last one counts (b)\n"
 
 
 def test_flags_of_the_verb():
     assert parse("--config=tiny").flags == {"skip_train": False, "prompt": None, "count": 3}
     flags = parse("--config=tiny", "--skip_train", "--prompt", "hello", "--count=none").flags
     assert flags == {"skip_train": True, "prompt": "hello", "count": None}
-    wrong = problems("--config=tiny", "--skip-trian", "--count=x", "--prompt")
-    assert "did you mean skip-train?" in wrong["--skip-trian"]
-    assert "expected a whole number or none, got 'x'" in wrong["--count"]
-    assert "needs a value" in wrong["--prompt"]
+    errors = problems("--config=tiny", "--skip-trian", "--count=x", "--prompt")
+    assert "did you mean skip-train?" in errors["--skip-trian"]
+    assert "expected a whole number or none, got 'x'" in errors["--count"]
+    assert "needs a value" in errors["--prompt"]
 
 
 def test_verbs_without_a_config():
@@ -79,20 +79,26 @@ def test_verbs_without_a_config():
     assert "--input: must be given" in str(error.value)
 
 
-def test_everything_wrong_is_in_one_error():
+def test_all_problems_are_in_one_error():
     with pytest.raises(ConfigError) as error:
         parse("--config=tiny", "--paralel.tensor=2", "--steps=abc", "foo", "-steps=3", "--devices=gpu:4")
     message = str(error.value)
     assert message.startswith("5 problems in configs/tiny.py + command line:\n  paralel.tensor: no such setting\n")
-    for words in ("did you mean parallel.tensor?", "got 'abc'", "foo: unexpected word", "--steps=3?", "CUDA_VISIBLE"):
-        assert words in message
+    for text in (
+        "did you mean parallel.tensor?",
+        "got 'abc'",
+        "foo: unexpected argument",
+        "--steps=3?",
+        "CUDA_VISIBLE",
+    ):
+        assert text in message
     assert set(problems("--devices=x", "--config=toi")) == {"--devices", "--config"}
     assert set(problems("--steps=1")) == {"--config"}
     assert problems("--confg=tiny")["--confg"] == "no such flag or setting\ndid you mean --config?"
 
 
 @pytest.mark.parametrize("devices", ["cpu:0", "cpu:", "cpu:x", "cpu:-1", "cpu:99999", "tpu", "8", "", "gpu:4", "CPU:8"])
-def test_devices_that_cannot_be(devices):
+def test_invalid_devices(devices):
     assert "expected cpu:N" in problems("--config=tiny", f"--devices={devices}")["--devices"]
 
 
@@ -104,10 +110,10 @@ def test_devices_are_set_before_jax_is_imported():
         "assert not heavy, heavy\nimport jax\n"
         "print(len(jax.devices()), jax.devices()[0].platform)"
     )
-    done = program(code, "--config=tiny", "--devices=cpu:3", "--parallel.tensor=3")
-    assert (done.stdout, done.stderr) == ("3 cpu\n", "")
-    done = program(code, "--config=tiny", "--devices=cpu:3", "--parallel.tensor=2")
-    assert "2 does not divide 3 devices" in done.stderr
+    process = program(code, "--config=tiny", "--devices=cpu:3", "--parallel.tensor=3")
+    assert (process.stdout, process.stderr) == ("3 cpu\n", "")
+    process = program(code, "--config=tiny", "--devices=cpu:3", "--parallel.tensor=2")
+    assert "2 does not divide 3 devices" in process.stderr
 
 
 def program(code, *argv, **environment):
@@ -116,13 +122,13 @@ def program(code, *argv, **environment):
     return subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, env=env, timeout=60)
 
 
-def test_too_late_for_devices():
-    # The test session has imported jax with eight devices: the same is fine, another number is not.
+def test_devices_after_the_import_of_jax():
+    # The test session has imported jax with eight devices: only the same number is accepted.
     assert parse("--config=tiny", "--devices=cpu:8").devices == "cpu:8"
     assert "too late" in problems("--config=tiny", "--devices=cpu:4")["--devices"]
 
 
-def test_the_device_count_is_that_of_one_process(monkeypatch):
+def test_the_device_count_is_per_process(monkeypatch):
     monkeypatch.setenv("SLURM_PROCID", "0")
     assert parse("--config=tiny", "--devices=cpu:8", "--parallel.tensor=3").config.parallel.tensor == 3
     monkeypatch.delenv("SLURM_PROCID")
@@ -131,7 +137,7 @@ def test_the_device_count_is_that_of_one_process(monkeypatch):
     )
 
 
-def test_print_config_names_who_set_what(capsys, folder):
+def test_print_config_names_the_source_of_each_setting(capsys, folder):
     (folder / "configs" / "over.yaml").write_text("config: tiny.py\nseed: 5\noptimizer: {type: Muon}\n")
     with pytest.raises(SystemExit) as end:
         parse("--config=over.yaml", "--optimizer.lr=1", "--parallel.tensor=1", "--print-config")
@@ -158,7 +164,7 @@ def shown(capsys, *argv):
 
 def test_help(capsys):
     text = shown(capsys, "--help")
-    for words in (
+    for line in (
         "python -m megajax.train --config=FILE",
         "Trains a model.",
         "  --skip-train  true or false\n      Only evaluate.",
@@ -170,11 +176,11 @@ def test_help(capsys):
         "  --guard.window  a whole number = 100  [GuardConfig]",
         "  --model.pattern.0.attention.heads  a whole number = 12\n      Number of query heads.",
     ):
-        assert words in text
+        assert line in text
     assert "--steps  a whole number = 500" in shown(capsys, "--config=tiny", "-h")
 
 
-def test_help_for_a_part(capsys):
+def test_help_of_one_part(capsys):
     text = shown(capsys, "--help=parallel")
     assert [line.split()[0] for line in text.splitlines() if line.startswith("  --")] == [
         "--parallel.tensor",
@@ -187,12 +193,12 @@ def test_help_for_a_part(capsys):
         parse("--help=paralel.tensr")
 
 
-def test_help_shows_the_common_settings_and_all_of_them_where_asked(capsys):
+def test_help_shows_common_settings_and_help_all_every_setting(capsys):
     common = ("steps", "optimizer.momentum", "data.paths")
 
-    def names(*words):
+    def names(*arguments):
         with pytest.raises(SystemExit):
-            cli.parse(words, verb="train", root=RunConfig, common=common)
+            cli.parse(arguments, verb="train", root=RunConfig, common=common)
         text = capsys.readouterr().out
         return text, [line.split()[0][2:] for line in text.splitlines() if re.match("  --[a-z.]+  ", line)]
 
@@ -227,7 +233,7 @@ def test_ctrl_c_ends_a_verb_with_one_line(capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("variable", cli.RANKS)
-def test_one_process_speaks_for_all(capsys, monkeypatch, variable):
+def test_one_process_reports_errors_for_all(capsys, monkeypatch, variable):
     monkeypatch.setenv(variable, "3")
     cli.report(ConfigError([], "x"))
     assert capsys.readouterr().err == ""
@@ -238,7 +244,7 @@ def test_one_process_speaks_for_all(capsys, monkeypatch, variable):
     assert "more" in capsys.readouterr().err
 
 
-def test_output_that_nobody_reads_ends_a_verb_quietly():
+def test_closed_output_ends_a_verb_quietly():
     code = (
         "import megajax.command_line as cli\ncli.front_door(lambda argv: [print('x' * 99) for _ in range(9999)] and 0)"
     )
@@ -247,26 +253,26 @@ def test_output_that_nobody_reads_ends_a_verb_quietly():
     )
     process.stdout.readline()
     process.stdout.close()
-    assert (process.wait(timeout=60), process.stderr.read()) == (cli.UNREAD, "")
+    assert (process.wait(timeout=60), process.stderr.read()) == (cli.OUTPUT_CLOSED, "")
     process.stderr.close()
 
 
-def test_an_interrupt_while_modules_are_imported_is_one_line(tmp_path):
+def test_an_interrupt_during_imports_prints_one_line(tmp_path):
     (tmp_path / "hashlib.py").write_text("raise KeyboardInterrupt")
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(HERE.parents[1])])}
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "megajax.train"], capture_output=True, text=True, env=environment, timeout=60
     )
-    assert (done.returncode, done.stderr) == (-signal.SIGINT, "interrupted\n"), "a shell shows 130"
+    assert (process.returncode, process.stderr) == (-signal.SIGINT, "interrupted\n"), "a shell shows 130"
 
 
-def test_warnings_are_for_people(capfd):
-    """Those of others keep the place that they come from."""
-    own = str(Path(command_line.__file__).with_name("data"))
+def test_warnings_have_no_line_of_code(capfd):
+    """Warnings of other packages keep their file and line."""
+    package_file = str(Path(command_line.__file__).with_name("data"))
     program = (
         "import sys, warnings; from megajax.command_line import front_door\n"
         "def main(argv):\n"
-        f"    warnings.warn_explicit('ours', UserWarning, {own!r}, 7)\n"
+        f"    warnings.warn_explicit('ours', UserWarning, {package_file!r}, 7)\n"
         "    warnings.warn_explicit('theirs', UserWarning, '/elsewhere.py', 8)\n"
         "front_door(main)"
     )

@@ -1,4 +1,4 @@
-"""What is written loads back equal; differences and defaults by dotted name."""
+"""Dumps load back equal; differences and defaults by dotted name."""
 
 from pathlib import Path
 
@@ -56,8 +56,8 @@ runs = st.builds(
 def test_yaml_loads_back_equal(run, tmp_path_factory):
     file = tmp_path_factory.getbasetemp() / "round_trip.yaml"
     notes = dict.fromkeys(flatten(run), "# said: by a test")
-    for written in (to_yaml(run), to_yaml(run, notes)):
-        file.write_text(written, encoding="utf-8")
+    for text in (to_yaml(run), to_yaml(run, notes)):
+        file.write_text(text, encoding="utf-8")
         back = load(str(file), root=RunConfig)
         assert back == run
         assert diff(back, run) == []
@@ -68,11 +68,11 @@ RUN = RunConfig(model=ModelConfig(hidden_size=768))
 
 
 def test_flatten_and_diff():
-    other = override(RUN, "optimizer.type=Muon", "parallel.tensor=2", "guard.window=9", "data.blend=a=0.5")
+    changed = override(RUN, "optimizer.type=Muon", "parallel.tensor=2", "guard.window=9", "data.blend=a=0.5")
     assert flatten(RUN)["model.pattern.0.attention.heads"] == 12
     assert flatten(RUN)["optimizer.type"] == "AdamWConfig"
     assert diff(RUN, RUN) == []
-    assert diff(RUN, other) == [
+    assert diff(RUN, changed) == [
         "parallel.tensor: 1 -> 2",
         "optimizer.type: AdamWConfig -> MuonConfig",
         "optimizer.lr: 0.0003 -> 0.02",
@@ -91,6 +91,6 @@ def test_diff_from_defaults():
     assert diff_from_defaults(changed)[1:] == ["optimizer.type: AdamWConfig -> MuonConfig", "steps: 1000 -> 7"]
 
 
-def test_a_value_that_cannot_be_written_is_named():
+def test_a_value_without_a_text_form_is_named():
     with pytest.raises(ConfigError, match=r"data\.limit: a function cannot be written"):
         flatten(RunConfig(model=ModelConfig(hidden_size=1), data=DataConfig(limit=test_flatten_and_diff)))

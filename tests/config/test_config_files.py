@@ -1,4 +1,4 @@
-"""Config files: how they are found, run and read, and what is said when they cannot be."""
+"""Config files: how they are found, run and read, and the errors if they can't be."""
 
 from itertools import pairwise
 
@@ -49,7 +49,7 @@ def test_found_by_name_and_by_path(folder, monkeypatch):
     assert run("mini_124m").steps == 500
 
 
-def test_a_script_here_is_not_taken_for_a_config_of_the_name(folder):
+def test_a_script_in_the_working_folder_is_not_a_config(folder):
     (folder / "mini_124m.py").write_text("raise RuntimeError")
     assert run("mini_124m").steps == 500
 
@@ -61,7 +61,7 @@ def test_settings_over_a_file(folder):
     assert str(error.value).startswith("2 problems in configs/mini_124m.py + settings:\n  paralel.tensor: no such")
 
 
-def test_a_missing_file_or_function_names_the_near_ones(folder):
+def test_a_missing_file_or_function_names_similar_ones(folder):
     assert "did you mean mini_124m.py?" in refusal("mini_125m.py")
     assert "did you mean mini_124m.py?" in refusal("mini_12m")
     (folder / "folder.yaml").mkdir()
@@ -73,18 +73,18 @@ def test_a_missing_file_or_function_names_the_near_ones(folder):
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "message"),
     [
         ("x = 1\ny = x +\n", "configs/bad.py, line 2: invalid syntax\n    y = x +"),
         ("def config():\n    return nothing\n", "configs/bad.py, line 2: NameError: name 'nothing' is not defined"),
         ("import no_such_module_at_all\n", "configs/bad.py, line 1: ModuleNotFoundError"),
-        ("def config():\n    return 3\n", "configs/bad.py: config() must return a RunConfig, and returns 3"),
+        ("def config():\n    return 3\n", "configs/bad.py: config() must return a RunConfig, got 3"),
         ("from config_samples import *\ndef config():\n    return RunConfig(step=1)\n", "did you mean steps?"),
     ],
 )
-def test_a_fault_in_the_file_is_named_with_its_line(folder, text, words):
+def test_an_error_in_the_file_has_its_line(folder, text, message):
     (folder / "configs" / "bad.py").write_text(text)
-    assert words in refusal("bad.py")
+    assert message in refusal("bad.py")
 
 
 def test_an_edited_file_is_read_again(folder):
@@ -93,7 +93,7 @@ def test_an_edited_file_is_read_again(folder):
     assert run("mini_124m").steps == 600
 
 
-def test_a_file_may_import_those_beside_it(folder):
+def test_a_file_may_import_files_of_its_folder(folder):
     child = (
         "import mini_124m as base\nfrom dataclasses import replace\n"
         "def config():\n    return replace(base.config(), seed=3)\n"
@@ -106,7 +106,7 @@ def test_a_file_may_import_those_beside_it(folder):
     assert run("other/child.py").steps == 600
 
 
-def test_a_config_class_of_the_file_itself(folder):
+def test_a_config_class_defined_in_the_file(folder):
     (folder / "configs" / "own.py").write_text(
         "from __future__ import annotations\nfrom config_samples import *\nfrom dataclasses import dataclass\n"
         "@dataclass(frozen=True, kw_only=True, slots=True)\nclass Own(RunConfig):\n    extra: int | None = 1\n"
@@ -126,7 +126,7 @@ run_dir: none
 """
 
 
-def test_yaml_and_json_read_numbers_as_the_fields_say(folder):
+def test_yaml_and_json_read_numbers_by_the_fields_types(folder):
     (folder / "configs" / "a.yaml").write_text(YAML)
     config = run("a.yaml")
     assert config.optimizer == MuonConfig(lr=1e-4)
@@ -135,7 +135,7 @@ def test_yaml_and_json_read_numbers_as_the_fields_say(folder):
     assert run("b.json").optimizer == AdamWConfig(betas=(0.8, 0.9))
 
 
-def test_what_a_file_lacks_may_come_with_the_settings(folder):
+def test_settings_may_add_what_a_file_lacks(folder):
     (folder / "a.yaml").write_text("steps: 5\n")
     assert "model: has no default and is not given" in refusal("a.yaml")
     assert run("a.yaml", "model.hidden_size=12").model.hidden_size == 12
@@ -167,7 +167,7 @@ ALIASES = "a: &a [1, 1]\n" + "".join(f"{y}: &{y} [*{x}, *{x}]\n" for x, y in pai
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "message"),
     [
         ("steps: 1\nstep: 2\nmodel: {hidden_size: 4}\n", "step: no such setting\n      did you mean steps?"),
         ("steps: 1\nsteps: 2\n", "line 2: steps is given twice"),
@@ -178,20 +178,20 @@ ALIASES = "a: &a [1, 1]\n" + "".join(f"{y}: &{y} [*{x}, *{x}]\n" for x, y in pai
         ("- 1\n", "expected settings, name: value; got list"),
         ("steps: !!python/object/apply:os.system [exit]\n", "could not determine a constructor for the tag"),
         ("steps: ${HOME}\n", "steps: expected a whole number, got '${HOME}'"),
-        ("# " + "x" * (1 << 23), "has 8,388,610 bytes, and a file of settings has at most 8,388,608"),
+        ("# " + "x" * (1 << 23), "has 8,388,610 bytes, but a file of settings may have at most 8,388,608"),
         ("model: {hidden_size: 4}\nsteps:\n", "steps: expected a whole number, got None"),
         ("model: 4\n", "model: expected ModelConfig, got 4"),
         ("model: {hidden_size: 4, pattern: [{norm: no}]}\n", "add --model.pattern.0.type="),
         ("model: {hidden_size: 4}\nparallel: {data_sharding: on}\n", "put it in quotes"),
     ],
 )
-def test_faults_in_yaml(folder, text, words):
+def test_faults_in_yaml(folder, text, message):
     (folder / "bad.yaml").write_text(text)
-    assert words in refusal("bad.yaml")
+    assert message in refusal("bad.yaml")
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "message"),
     [
         ('{"steps": 1, "steps": 2}', "bad.json: steps is given twice"),
         ('{"steps": ' + "[" * 3000 + "]" * 3000 + "}", "nested too deeply"),
@@ -199,6 +199,6 @@ def test_faults_in_yaml(folder, text, words):
         ('{"steps": 1,\n', "bad.json, line 2: "),
     ],
 )
-def test_faults_in_json(folder, text, words):
+def test_faults_in_json(folder, text, message):
     (folder / "bad.json").write_text(text)
-    assert words in refusal("bad.json")
+    assert message in refusal("bad.json")

@@ -1,4 +1,4 @@
-"""Overrides on a tree: nested names, unions, list entries; every problem in one error."""
+"""Overrides on a tree: nested names, unions, list entries; all problems in one error."""
 
 from dataclasses import FrozenInstanceError
 
@@ -31,10 +31,10 @@ def test_entries_of_a_list_by_number():
     changed = override(RUN, "model.pattern=BlockConfig,Mamba", "model.pattern.0.attention.heads=8")
     assert changed.model.pattern[0].attention.heads == 8
     assert changed.model.pattern[1] == MambaConfig()
-    again = override(changed, "model.pattern.1.state=16")
-    assert again.model.pattern[0] == changed.model.pattern[0]
-    assert again.model.pattern[1].state == 16
-    assert "0 to 1" in problems("model.pattern.2.state=3", config=again)["model.pattern.2"].hint
+    result = override(changed, "model.pattern.1.state=16")
+    assert result.model.pattern[0] == changed.model.pattern[0]
+    assert result.model.pattern[1].state == 16
+    assert "0 to 1" in problems("model.pattern.2.state=3", config=result)["model.pattern.2"].hint
 
 
 def test_entries_of_a_mapping_by_name():
@@ -56,11 +56,11 @@ def test_switching_a_union_starts_from_the_new_members_defaults_in_any_order(nam
     assert override(run, "optimizer={type: muon, lr: 1e-4}").optimizer == MuonConfig(lr=1e-4)
 
 
-def test_naming_the_present_member_keeps_its_settings():
+def test_naming_the_current_member_keeps_its_settings():
     assert override(override(RUN, "optimizer.lr=1"), "optimizer.type=AdamW").optimizer == AdamWConfig(lr=1.0)
 
 
-def test_a_setting_of_another_member_says_how_to_get_it():
+def test_a_setting_of_another_member_names_that_member():
     assert "add --optimizer.type=MuonConfig" in problems("optimizer.momentum=0.5")["optimizer.momentum"].hint
 
 
@@ -72,7 +72,7 @@ def test_optional_config():
 
 
 def test_all_problems_at_once_with_the_nearest_names():
-    wrong = problems(
+    actual = problems(
         "paralel.tensor=2",
         "steps=abc",
         "tensor=2",
@@ -82,32 +82,32 @@ def test_all_problems_at_once_with_the_nearest_names():
         "model.pattern.0.attention.heads=7",
         "seed",
     )
-    assert wrong["paralel.tensor"].message == "no such setting"
-    assert wrong["paralel.tensor"].hint == wrong["tensor"].hint == "did you mean parallel.tensor?"
-    assert wrong["steps"].message == "expected a whole number, got 'abc'"
-    assert wrong["model.pattern.0.atention.heads"].hint == "did you mean model.pattern.0.attention.heads?"
-    assert wrong["parallel.data_sharding"].hint == "did you mean zero1?"
-    assert wrong["optimizer.type"].message == "expected AdamWConfig or MuonConfig, got 'Lion'"
-    assert wrong["model.pattern.0.attention.heads"].message == "hidden_size=768 is not divisible by heads=7"
-    assert wrong["model.pattern.0.attention.heads"].hint == "divisors near 7: 6, 8"
-    assert wrong["seed"].message == "needs a value"
-    assert len(wrong) == 8
+    assert actual["paralel.tensor"].message == "no such setting"
+    assert actual["paralel.tensor"].hint == actual["tensor"].hint == "did you mean parallel.tensor?"
+    assert actual["steps"].message == "expected a whole number, got 'abc'"
+    assert actual["model.pattern.0.atention.heads"].hint == "did you mean model.pattern.0.attention.heads?"
+    assert actual["parallel.data_sharding"].hint == "did you mean zero1?"
+    assert actual["optimizer.type"].message == "expected AdamWConfig or MuonConfig, got 'Lion'"
+    assert actual["model.pattern.0.attention.heads"].message == "hidden_size=768 is not divisible by heads=7"
+    assert actual["model.pattern.0.attention.heads"].hint == "divisors near 7: 6, 8"
+    assert actual["seed"].message == "needs a value"
+    assert len(actual) == 8
 
 
 def test_cross_checks_of_root_and_parts():
-    wrong = problems("parallel.tensor=3", "model.pattern.0.attention.heads=0", devices=8)
-    assert wrong["parallel.tensor"].message == "3 does not divide 8 devices"
-    assert wrong["model.pattern.0.attention.heads"].message == "must be at least 1, got 0"
-    assert "model" not in wrong  # the division by it is no crash, and has its reason listed already
+    actual = problems("parallel.tensor=3", "model.pattern.0.attention.heads=0", devices=8)
+    assert actual["parallel.tensor"].message == "3 does not divide 8 devices"
+    assert actual["model.pattern.0.attention.heads"].message == "must be at least 1, got 0"
+    assert "model" not in actual  # the division by it is no crash, and has its reason listed already
     check(RUN, 8)
     with pytest.raises(ConfigError, match="does not divide 7"):
         check(override(RUN, "parallel.tensor=2"), 7)
 
 
-def test_settings_of_another_class_in_the_same_place_are_no_hint():
-    """AdamW has betas; Muon, which was chosen, has nothing like it."""
-    wrong = problems("optimizer.type=Muon", "optimizer.beta=0.9")["optimizer.beta"]
-    assert wrong.message == "no such setting" and "optimizer.betas" not in wrong.hint
+def test_hints_skip_settings_of_other_union_members():
+    """AdamW has betas; the chosen Muon has no similar setting."""
+    problem = problems("optimizer.type=Muon", "optimizer.beta=0.9")["optimizer.beta"]
+    assert problem.message == "no such setting" and "optimizer.betas" not in problem.hint
 
 
 def test_the_message():

@@ -1,4 +1,4 @@
-"""Values by annotation: what may be written for each kind of field, and what is refused."""
+"""Values by annotation: accepted and refused values for each kind of field."""
 
 import math
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from megajax.config.nearest import did_you_mean, nearest_divisors, nearest_names
 from megajax.config.tree import override
 
 ALIASES = "[&a [x, x], " + ", ".join(f"&{n} [*{p}, *{p}, *{p}, *{p}, *{p}]" for p, n in pairwise("abcdefghij")) + "]"
-"""A line that stands for ten million values."""
+"""A line whose aliases expand to ten million values."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,13 +105,13 @@ class Values:
     ],
 )
 def test_reads(setting, value):
-    read = getattr(override(Values(), setting), setting.partition("=")[0])
-    assert read == value
-    assert type(read) is type(value)
+    actual = getattr(override(Values(), setting), setting.partition("=")[0])
+    assert actual == value
+    assert type(actual) is type(value)
 
 
 @pytest.mark.parametrize(
-    ("setting", "words"),
+    ("setting", "message"),
     [
         ("parts=al", "one of none, all or a list (each one of first, second), got 'al'"),
         ("parts=secnd", "did you mean second?"),
@@ -142,14 +142,14 @@ def test_reads(setting, value):
         ("whole.x=3", "whole is one value: a whole number"),
     ],
 )
-def test_refuses(setting, words):
+def test_refuses(setting, message):
     with pytest.raises(ConfigError) as error:
         override(Values(), setting)
-    assert words in str(error.value)
+    assert message in str(error.value)
     assert len(error.value.problems) == 1
 
 
-def test_values_set_in_python_are_checked_and_made_what_the_field_says():
+def test_values_set_in_python_are_checked_and_converted():
     fixed = override(Values(names=["a", "b"], path="x", number=1))
     assert (fixed.names, fixed.path, fixed.number) == (("a", "b"), Path("x"), 1.0)
     with pytest.raises(ConfigError) as error:
@@ -165,9 +165,9 @@ def test_nearest_divisors():
     assert nearest_divisors(1, 0) == [1]
     for n in range(1, 60):
         divisors = [d for d in range(1, n + 1) if n % d == 0]
-        for near in range(0, n + 3):
-            below, above = [d for d in divisors if d <= near], [d for d in divisors if d >= near]
-            assert nearest_divisors(n, near) == sorted({*below[-1:], *above[:1]})
+        for target in range(0, n + 3):
+            below, above = [d for d in divisors if d <= target], [d for d in divisors if d >= target]
+            assert nearest_divisors(n, target) == sorted({*below[-1:], *above[:1]})
 
 
 def test_nearest_names():
@@ -179,6 +179,6 @@ def test_nearest_names():
     assert did_you_mean("step", names) == "did you mean steps?"
 
 
-def test_a_tuple_in_place_of_text_is_told_as_the_text_it_would_be():
+def test_a_tuple_instead_of_text_gets_the_text_as_hint():
     with pytest.raises(ConfigError, match='write "90,5,5"'):
         override(Values(text=(90, 5, 5)))

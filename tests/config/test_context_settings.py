@@ -1,4 +1,4 @@
-"""Rows over `context` that cannot be, said with both values and the nearest that can; see also test_run_config.py."""
+"""Invalid settings of context parallelism, with both values and the nearest valid ones; see also test_run_config.py."""
 
 import re
 import subprocess
@@ -30,7 +30,7 @@ def said(cfg: RunConfig) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("length", "sizes", "where", "what", "hint"),
+    ("length", "sizes", "setting", "message", "hint"),
     [
         (126, {"context": 2}, "context", "are not divisible by 4: parallel.context=2, 2 chunks", "124 or 128 pos"),
         (3, {"context": 2}, "context", "rows of 3 positions (tokens)", "use rows of 4 positions"),
@@ -51,10 +51,10 @@ def said(cfg: RunConfig) -> dict[str, str]:
         (128, {"context": 2, "context_rounds": 100}, "context_rounds", "by 400", "or parallel.context_rounds=32"),
     ],
 )
-def test_rows_that_cannot_be_cut_into_equal_chunks(length, sizes, where, what, hint) -> None:
+def test_rows_without_equal_chunks(length, sizes, setting, message, hint) -> None:
     ((name, text),) = said(of_length(length, **sizes)).items()
-    assert name == f"parallel.{where}"
-    assert what in text.partition(" | ")[0] and hint in text.partition(" | ")[2]
+    assert name == f"parallel.{setting}"
+    assert message in text.partition(" | ")[0] and hint in text.partition(" | ")[2]
 
 
 @pytest.mark.parametrize(
@@ -65,12 +65,12 @@ def test_rows_that_cannot_be_cut_into_equal_chunks(length, sizes, where, what, h
         (126, {"context": 1, "context_rounds": 5, "context_strategy": "ring+all_to_all"}),
     ],
 )
-def test_rows_that_can_be_cut(length, sizes) -> None:
+def test_rows_with_equal_chunks(length, sizes) -> None:
     assert said(of_length(length, **sizes)) == {}
 
 
 @pytest.mark.parametrize(
-    ("sizes", "where", "what"),
+    ("sizes", "setting", "message"),
     [
         ({"context": 0}, "context", "must be at least 1, got 0"),
         ({"context": 4, "context_rounds": 0}, "context_rounds", "must be at least 1, got 0"),
@@ -83,15 +83,15 @@ def test_rows_that_can_be_cut(length, sizes) -> None:
         ({"context": 2, "context_heads": 3}, "context_heads", "use context_strategy=ring or all_to_all"),
     ],
 )
-def test_settings_of_context_that_cannot_be(sizes, where, what) -> None:
+def test_invalid_context_settings(sizes, setting, message) -> None:
     (problem,) = ParallelConfig(context_strategy="ring+all_to_all", **sizes).problems()
-    assert problem.setting == where
-    assert re.search(what, f"{problem.message} | {problem.hint}")
+    assert problem.setting == setting
+    assert re.search(message, f"{problem.message} | {problem.hint}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SeesLater(DecoderConfig):
-    """A model whose positions see later ones, and whose rows may be cut all the same."""
+    """A bidirectional model whose rows may be sharded."""
 
     def ignores_later_positions(self) -> bool:
         return False
@@ -100,11 +100,11 @@ class SeesLater(DecoderConfig):
         return True
 
 
-def test_models_that_see_later_positions() -> None:
-    """They have plain chunks, which no rounds balance."""
+def test_bidirectional_models() -> None:
+    """They have plain chunks without balancing rounds."""
     cfg = of_length(126, context=2)
-    given = [each.name for each in fields(DecoderConfig)]
-    model = SeesLater(**{name: getattr(cfg.model, name) for name in given})
+    names = [field.name for field in fields(DecoderConfig)]
+    model = SeesLater(**{name: getattr(cfg.model, name) for name in names})
     assert said(cfg.but(model=model)) == {}
     cfg = cfg.but(model=model, parallel=replace(cfg.parallel, context_rounds=4))
     (text,) = said(cfg).values()
@@ -119,13 +119,13 @@ def test_a_model_that_needs_whole_rows() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class OwnMixerConfig(Builds):
-    """A user's, which may read other positions by itself."""
+    """A user's mixer, which may read other positions."""
 
     target: ClassVar[str] = "own.py:OwnMixer"
 
 
-def test_a_mixer_of_ones_own_in_a_decoder() -> None:
-    """It needs whole rows unless it says otherwise: it would train wrongly in silence."""
+def test_a_users_mixer_in_a_decoder() -> None:
+    """It needs whole rows unless it declares otherwise; otherwise it could silently train wrongly."""
 
     class Allowing(OwnMixerConfig):
         def allows_context(self) -> bool:
@@ -145,7 +145,7 @@ def test_a_mixer_of_ones_own_in_a_decoder() -> None:
 def test_the_command_lists_all_problems() -> None:
     settings = ["--parallel.context=2", "--model.sequence_length=126", "--batch.global_size=5", "--parallel.data=1"]
     command = [sys.executable, "-m", "megajax.train", "--config=quickstart.py", "--devices=cpu:2", *settings]
-    done = subprocess.run([*command, "--print-config"], capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert "rows of 126 positions (tokens) are not divisible by 4" in done.stderr
-    assert "use rows of 124 or 128 positions" in done.stderr and "batch.global_size" in done.stderr
+    process = subprocess.run([*command, "--print-config"], capture_output=True, text=True, timeout=120, check=False)
+    assert process.returncode == 2 and "Traceback" not in process.stderr
+    assert "rows of 126 positions (tokens) are not divisible by 4" in process.stderr
+    assert "use rows of 124 or 128 positions" in process.stderr and "batch.global_size" in process.stderr

@@ -1,4 +1,4 @@
-"""Settings of mixtures of experts that cannot be: one message each, with both values and what to change."""
+"""Invalid settings of mixtures of experts: one message each, with both values and what to change."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -75,14 +75,14 @@ ALONE = {
 }
 
 
-def words(problem: Problem) -> str:
+def text_of(problem: Problem) -> str:
     return f"{problem.setting}: {problem.message}" + (f"; {problem.hint}" if problem.hint else "")
 
 
 @pytest.mark.parametrize("case", ALONE)
-def test_settings_that_cannot_be(case):
+def test_invalid_settings(case):
     config, expected = ALONE[case]
-    assert [words(problem) for problem in config.problems()] == [expected]
+    assert [text_of(problem) for problem in config.problems()] == [expected]
 
 
 ON_MESHES = {
@@ -103,13 +103,13 @@ ON_MESHES = {
 
 
 @pytest.mark.parametrize("case", ON_MESHES)
-def test_layouts_that_cannot_be(case):
+def test_invalid_layouts(case):
     parallel, expected = ON_MESHES[case]
     model = llama()
     (block,) = model.stack.pattern
     model = replace(model, stack=replace(model.stack, pattern=(replace(block, mlp=moe()),)))
     problems = [replace(p, setting=p.setting.partition(".mlp.")[2]) for p in model.parallel_problems(parallel, 1)]
-    assert [words(problem) for problem in problems] == [expected]
+    assert [text_of(problem) for problem in problems] == [expected]
 
 
 def test_whole_experts_need_sequence_parallelism():
@@ -127,26 +127,26 @@ FROM_THE_COMMAND_LINE = {
 def test_the_command_line_names_the_setting(case):
     """A UserError ends a verb with code 2."""
     settings, expected = FROM_THE_COMMAND_LINE[case]
-    given = [f"--model.stack.pattern.0.mlp.{setting}" for setting in settings]
+    arguments = [f"--model.stack.pattern.0.mlp.{setting}" for setting in settings]
     with pytest.raises(UserError) as raised:
-        parse(["--config=mixtral.py:debug", "--devices=cpu:8", *given], verb="train")
+        parse(["--config=mixtral.py:debug", "--devices=cpu:8", *arguments], verb="train")
     for text in expected:
         assert text in str(raised.value), str(raised.value)
 
 
-def test_the_banner_says_what_becomes_of_a_way():
-    """Where ragged is a stand-in, where a way has nothing to send, and where it is what its name says."""
+def test_the_banner_shows_the_effective_dispatcher():
+    """If ragged is emulated, if nothing is sent, and if the dispatcher is the configured one."""
     facts = moe(dispatch=DispatchConfig(way="ragged")).expert_facts(32)
-    spread, alone = ExpertSharding(expert=2), ExpertSharding()
-    assert "no ragged all-to-all" in facts.unused_way(spread, on_cpu=True)
-    assert facts.unused_way(spread, on_cpu=False) == ""
-    assert facts.unused_way(alone, on_cpu=False) == "all experts are on each device: dispatch.way=ragged sends nothing"
-    assert moe().expert_facts(32).unused_way(alone, on_cpu=True) == ""
+    sharded, single = ExpertSharding(expert=2), ExpertSharding()
+    assert "no ragged all-to-all" in facts.unused_way(sharded, on_cpu=True)
+    assert facts.unused_way(sharded, on_cpu=False) == ""
+    assert facts.unused_way(single, on_cpu=False) == "all experts are on each device: dispatch.way=ragged sends nothing"
+    assert moe().expert_facts(32).unused_way(single, on_cpu=True) == ""
 
 
 @dataclass
 class Started:
-    """What the banner's line about experts reads of a run."""
+    """The parts of a run that the banner's line about experts reads."""
 
     cfg: RunConfig
     mesh: Any

@@ -1,4 +1,4 @@
-"""A package that is not installed: what every front door says, and that it can say so without any package."""
+"""Missing packages: every front door reports them, and needs no package to do so."""
 
 import ast
 import os
@@ -18,7 +18,7 @@ SHELL = ("python", "-m", "megajax.train", "--config=quickstart.py")
 
 
 def front_doors() -> list[str]:
-    """Modules that are run by `python -m`: those that end in `front_door(main)`."""
+    """Modules to run with `python -m`: those that end in `front_door(main)`."""
     doors = []
     for path in sorted((REPOSITORY / "megajax").rglob("*.py")):
         module = ".".join(path.relative_to(REPOSITORY).with_suffix("").parts)
@@ -27,9 +27,9 @@ def front_doors() -> list[str]:
     return doors
 
 
-def bare(*words: str) -> subprocess.CompletedProcess[str]:
+def bare(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Python without site-packages, in the repository."""
-    command = [sys.executable, "-S", *words]
+    command = [sys.executable, "-S", *arguments]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     return subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False)
 
@@ -37,16 +37,16 @@ def bare(*words: str) -> subprocess.CompletedProcess[str]:
 def test_front_doors_are_imported_without_any_package():
     doors = front_doors()
     assert {"megajax.train", "megajax.plan", "megajax.preprocess", "megajax.doctor"} <= set(doors)
-    done = bare("-c", f"import importlib\nfor name in {doors}: importlib.import_module(name)")
-    assert (done.returncode, done.stderr) == (0, "")
+    process = bare("-c", f"import importlib\nfor name in {doors}: importlib.import_module(name)")
+    assert (process.returncode, process.stderr) == (0, "")
 
 
-def test_a_bare_interpreter_is_told_what_to_do():
-    done = bare("-m", "megajax.train", "--config=quickstart.py", "--steps=1")
-    assert done.returncode == 2 and "Traceback" not in done.stderr and done.stdout == ""
-    assert f"No module named 'jax' in {sys.executable}" in done.stderr
-    assert f"{REPOSITORY}/.venv/bin/activate" in done.stderr
-    assert "uv run python -S -m megajax.train --config=quickstart.py --steps=1" in done.stderr
+def test_a_bare_interpreter_gets_a_remedy():
+    process = bare("-m", "megajax.train", "--config=quickstart.py", "--steps=1")
+    assert process.returncode == 2 and "Traceback" not in process.stderr and process.stdout == ""
+    assert f"No module named 'jax' in {sys.executable}" in process.stderr
+    assert f"{REPOSITORY}/.venv/bin/activate" in process.stderr
+    assert "uv run python -S -m megajax.train --config=quickstart.py --steps=1" in process.stderr
 
 
 def missing(name: str) -> ModuleNotFoundError:
@@ -69,23 +69,23 @@ def test_a_package_of_an_extra_names_it(module, extra, tmp_path):
     assert f"pip install 'megajax[{extra}]'" in (remedy(missing(f"{module}.inner"), SHELL, tmp_path) or "")
 
 
-def test_other_modules_are_not_ours_to_explain():
+def test_other_modules_get_no_remedy():
     assert remedy(missing("megajax.nothing"), SHELL) is remedy(missing("mine"), SHELL) is None
 
 
-def test_the_names_are_those_of_the_project():
+def test_the_names_match_pyproject():
     """Each is imported from a package that pyproject.toml lists; jax brings ml_dtypes and jaxlib, flax brings optax."""
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     listed = {None: project["dependencies"], **project["optional-dependencies"]}
     packages = {extra: {re.split(r"[^\w-]", line)[0].lower() for line in lines} for extra, lines in listed.items()}
     provided = packages_distributions()
-    asked = EXTRAS | dict.fromkeys(REQUIRED - {"ml_dtypes", "jaxlib", "optax"})
-    for module, extra in asked.items():
+    imported = EXTRAS | dict.fromkeys(REQUIRED - {"ml_dtypes", "jaxlib", "optax"})
+    for module, extra in imported.items():
         if module in provided:
             names = {name.lower().replace("_", "-") for name in provided[module]}
             assert {name.replace("_", "-") for name in packages[extra]} & names, module
 
 
-def test_an_old_python_reads_the_package_far_enough_to_be_refused():
+def test_an_old_python_is_refused_before_newer_syntax():
     """No syntax newer than 3.8 comes before the refusal."""
     ast.parse((REPOSITORY / "megajax" / "__init__.py").read_text(), feature_version=(3, 8))

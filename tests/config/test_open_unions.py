@@ -34,11 +34,11 @@ class DecoderConfig:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpenRun:
     model: DecoderConfig | ModelProtocol = DecoderConfig()
-    """Open, with one member of ours."""
+    """Open, with one member of MegaJAX."""
     blocks: tuple[AdamWConfig | MuonConfig | ModelProtocol, ...] = ()
     """A list with open entries."""
     only: ModelProtocol | None = None
-    """Open, with no member of ours."""
+    """Open, without a member of MegaJAX."""
     named: Mapping[str, GuardConfig | ModelProtocol] = field(default_factory=dict)
     """A mapping with open values."""
     closed: AdamWConfig | MuonConfig = field(default_factory=AdamWConfig)
@@ -107,17 +107,17 @@ def problems(*settings, config=None):
     return {problem.setting: problem for problem in error.value.problems}
 
 
-def test_overrides_go_by_the_fields_of_the_users_class(own):
+def test_overrides_follow_the_fields_of_the_users_class(own):
     cfg = run("own.py", "model.hidden=1_0", "blocks.1.sizes=3,4", "model.tail={hidden: 6}")
     assert (cfg.model.hidden, cfg.model.tail.hidden, cfg.blocks[1].sizes) == (10, 6, (3, 4))
     assert cfg.model.build() == "tiny"
-    wrong = problems("model.hiden=1", "model.tail.hidden=x", config=run("own.py", "model.tail={}"))
-    assert wrong["model.hiden"].hint.startswith("did you mean model.hidden")
-    assert wrong["model.tail.hidden"].message == "expected a whole number, got 'x'"
+    errors = problems("model.hiden=1", "model.tail.hidden=x", config=run("own.py", "model.tail={}"))
+    assert errors["model.hiden"].hint.startswith("did you mean model.hidden")
+    assert errors["model.tail.hidden"].message == "expected a whole number, got 'x'"
     assert problems("model.hidden=3", config=run()) == {"model.hidden": Problem("model.hidden", "must be even, got 3")}
 
 
-def test_a_dump_names_the_class_and_loads_back_equal_wherever_it_is_read(own, monkeypatch):
+def test_a_dump_names_the_class_and_loads_back_equal_in_any_folder(own, monkeypatch):
     cfg = run()
     assert flatten(cfg)["model.type"] == f"{own}/own.py:TinyConfig"
     assert "model.hidden: 8 -> 16" in diff_from_defaults(cfg)
@@ -125,9 +125,9 @@ def test_a_dump_names_the_class_and_loads_back_equal_wherever_it_is_read(own, mo
     elsewhere.mkdir()
     (elsewhere / "config.yaml").write_text(to_yaml(cfg))
     monkeypatch.chdir(elsewhere)
-    again = run("config.yaml")
-    assert to_yaml(again) == to_yaml(cfg)
-    assert again == cfg and type(again.model) is type(cfg.model), "an unchanged file is not run a second time"
+    reloaded = run("config.yaml")
+    assert to_yaml(reloaded) == to_yaml(cfg)
+    assert reloaded == cfg and type(reloaded.model) is type(cfg.model), "an unchanged file is not run a second time"
     (own / "own.py").write_text(OWN.replace("hidden: int = 8", "hidden: int = 12\n    depth: int = 2"))
     assert run("config.yaml").model.depth == 2
     (own / "own.py").unlink()
@@ -136,8 +136,8 @@ def test_a_dump_names_the_class_and_loads_back_equal_wherever_it_is_read(own, mo
 
 
 def test_the_class_is_chosen_by_its_file_or_module(own):
-    for chosen in ("own.py:TinyConfig", "own.py:Place.InnerConfig"):
-        cfg = override(OpenRun(), f"model.type={chosen}", "model.hidden=4", f"only={chosen}")
+    for reference in ("own.py:TinyConfig", "own.py:Place.InnerConfig"):
+        cfg = override(OpenRun(), f"model.type={reference}", "model.hidden=4", f"only={reference}")
         assert (cfg.model.build(), cfg.model.hidden, cfg.only.hidden) == ("tiny", 4, 8)
     (own / "config.yaml").write_text(
         "model: {type: own.py:TinyConfig, hidden: 6}\nnamed: {a: {type: own.py:TinyConfig}}"
@@ -173,21 +173,21 @@ class WithType(DecoderConfig):
     type: str = ""
 
 
-def test_what_is_not_accepted_says_why():
-    here = sys.modules[__name__].__name__
-    wrong = problems(
-        f"model.type={here}:Changeable",
-        f"only.type={here}:WithoutBuild",
-        f"closed.type={here}:WithoutBuild",
-        f"blocks={here}:WithType,{here}:nothing",
+def test_refusals_give_the_reason():
+    module = sys.modules[__name__].__name__
+    errors = problems(
+        f"model.type={module}:Changeable",
+        f"only.type={module}:WithoutBuild",
+        f"closed.type={module}:WithoutBuild",
+        f"blocks={module}:WithType,{module}:nothing",
     )
-    assert wrong["model.type"].message == "Changeable can be changed after it is checked: write @dataclass(frozen=True)"
-    assert wrong["only.type"].message == "WithoutBuild lacks build"
-    assert wrong["closed.type"].message.startswith("expected AdamWConfig or MuonConfig, got the class WithoutBuild")
-    assert wrong["blocks.0.type"].message.startswith("WithType has a field 'type'")
-    assert "has no attribute 'nothing'" in wrong["blocks.1.type"].message
+    assert errors["model.type"].message == "Changeable could be changed after its check: write @dataclass(frozen=True)"
+    assert errors["only.type"].message == "WithoutBuild lacks build"
+    assert errors["closed.type"].message.startswith("expected AdamWConfig or MuonConfig, got the class WithoutBuild")
+    assert errors["blocks.0.type"].message.startswith("WithType has a field 'type'")
+    assert "has no attribute 'nothing'" in errors["blocks.1.type"].message
     assert problems(config=OpenRun(model=WithoutBuild()))["model"] == Problem("model", "WithoutBuild lacks build")
     assert example("0", AdamWConfig).startswith("write AdamWConfig("), "an entry of a list has no name to write"
-    words = problems("only.type=Tiny")["only.type"].message
-    assert words == "expected module:Class of your own frozen dataclass with build, hidden, got 'Tiny'"
+    message = problems("only.type=Tiny")["only.type"].message
+    assert message == "expected module:Class of your own frozen dataclass with build, hidden, got 'Tiny'"
     assert "add --only.type=module:Class" in problems("only.hidden=2")["only"].hint

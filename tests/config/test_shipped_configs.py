@@ -1,4 +1,4 @@
-"""The shipped configs: how they are found, their debug twins, and their place in the wheel."""
+"""The shipped configs: how they are found, their debug twins, and their folder in the wheel."""
 
 import os
 import subprocess
@@ -25,7 +25,7 @@ def sizes(file: str) -> list[str]:
     return [name for name in functions_of(SHIPPED / file) if name.startswith(file[:-3]) and not name.endswith("_debug")]
 
 
-def test_a_name_is_looked_for_here_then_in_configs_then_among_the_shipped(tmp_path, monkeypatch):
+def test_names_are_searched_here_then_in_configs_then_in_shipped_configs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert find("gpt3.py") == SHIPPED / "gpt3.py" == REPOSITORY / "configs" / "gpt3.py"
     assert find("gpt3") == SHIPPED / "gpt3.py"
@@ -37,7 +37,7 @@ def test_a_name_is_looked_for_here_then_in_configs_then_among_the_shipped(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("asked", "hint"),
+    ("source", "hint"),
     [
         ("llama3_8b.py", "did you mean llama3.py:llama3_8b?"),
         ("llama3_8b", "did you mean llama3.py:llama3_8b?"),
@@ -52,15 +52,15 @@ def test_a_name_is_looked_for_here_then_in_configs_then_among_the_shipped(tmp_pa
         ("gpt3.py:small", "(it has config, debug, gpt3_50m, gpt3_160m, gpt3_1_3b, gpt3_6_7b, gpt3_175b, "),
     ],
 )
-def test_what_is_not_there_is_answered_with_what_is(asked, hint, tmp_path, monkeypatch):
+def test_a_missing_config_gets_a_hint(source, hint, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError) as refused:
-        load(asked)
+        load(source)
     assert hint in str(refused.value)
 
 
 @pytest.mark.parametrize("file", FAMILIES)
-def test_every_size_has_a_twin_and_a_run_folder_of_its_own(file):
+def test_every_size_has_its_own_twin_and_run_folder(file):
     names = sizes(file)
     assert names and {f"{name}_debug" for name in names} <= set(functions_of(SHIPPED / file))
     configs = {name: load(f"{file}:{name}") for name in [*names, *(f"{name}_debug" for name in names)]}
@@ -74,7 +74,7 @@ def default(file: str) -> str:
     return load(file).run_dir.removeprefix("runs/")
 
 
-def test_gpt3_needs_nothing_prepared():
+def test_gpt3_needs_no_prepared_data():
     cfg = load("gpt3.py")
     assert (type(cfg.data).__name__, type(cfg.tokenizer).__name__) == ("StandardLibraryConfig", "ByteTokenizerConfig")
     for devices in (1, 2, 4, 8):
@@ -90,15 +90,15 @@ def test_twins_of_a_file():
 def test_a_layout_too_large_for_the_machine_names_the_twin_first():
     with pytest.raises(ConfigError) as refused:
         parse(["--config=gpt3.py:gpt3_175b", "--devices=cpu:8"], verb="train")
-    what, twin, smaller, virtual = str(refused.value).splitlines()[1:]
-    assert what.strip() == "parallel: the axes multiply to 128 devices (pipeline 16 x tensor 8), there are 8"
+    problem, twin, smaller, virtual = str(refused.value).splitlines()[1:]
+    assert problem.strip() == "parallel: the axes multiply to 128 devices (pipeline 16 x tensor 8), there are 8"
     assert "python -m megajax.train --config=gpt3.py:gpt3_175b_debug --devices=cpu:8" in twin
     assert smaller.strip() == "make parallel.pipeline or parallel.tensor smaller, or give more devices"
     assert "for a small model, --devices=cpu:128" in virtual
     assert parse(twin.split()[-2:], verb="train").config.run_dir == "runs/gpt3_175b_debug"
 
 
-def test_other_errors_are_left_alone():
+def test_other_errors_are_unchanged():
     with pytest.raises(ConfigError) as refused:
         load("gpt3.py:gpt3_175b", "parallel.tensor=7")
     assert advised(refused.value, "gpt3.py:gpt3_175b", "train") is refused.value
@@ -115,5 +115,7 @@ def test_an_installed_wheel_has_the_configs(tmp_path):
     code = "from megajax.config import load; from megajax.config.files import SHIPPED; load('gpt3.py'); print(SHIPPED)"
     environment = os.environ | {"PYTHONPATH": str(tmp_path / "site")}
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=tmp_path / "empty", env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == str(tmp_path / "site" / "megajax" / "configs")
+    process = subprocess.run(
+        command, cwd=tmp_path / "empty", env=environment, capture_output=True, text=True, check=True
+    )
+    assert process.stdout.strip() == str(tmp_path / "site" / "megajax" / "configs")

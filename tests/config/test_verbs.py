@@ -1,4 +1,4 @@
-"""`megajax` and `python -m megajax`: the list of verbs, and a verb run under its name."""
+"""`megajax` and `python -m megajax`: the list of verbs, and running a verb by name."""
 
 import re
 import subprocess
@@ -14,9 +14,9 @@ from megajax.__main__ import main, verbs
 REPOSITORY = Path(megajax.__file__).parents[1]
 
 
-def run(monkeypatch, capsys, *words):
+def run(monkeypatch, capsys, *arguments):
     """Exit code, output, error output."""
-    monkeypatch.setattr(sys, "argv", ["megajax", *words])
+    monkeypatch.setattr(sys, "argv", ["megajax", *arguments])
     with pytest.raises(SystemExit) as ended:
         main()
     return ended.value.code, *capsys.readouterr()
@@ -33,7 +33,7 @@ def test_the_list_names_every_verb_with_one_line(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "hint"),
+    ("arguments", "hint"),
     [
         (["trian"], "no verb trian\n    did you mean train?"),
         (["megatron_args"], "did you mean tools.megatron_args?"),
@@ -41,8 +41,8 @@ def test_the_list_names_every_verb_with_one_line(monkeypatch, capsys):
         (["--steps=3"], "no verb --steps=3\n    the verbs are train, "),
     ],
 )
-def test_an_unknown_verb_ends_with_2_and_the_nearest_name(monkeypatch, capsys, words, hint):
-    code, _, message = run(monkeypatch, capsys, *words)
+def test_an_unknown_verb_exits_with_2_and_the_nearest_name(monkeypatch, capsys, arguments, hint):
+    code, _, message = run(monkeypatch, capsys, *arguments)
     assert code == 2
     assert hint in message
 
@@ -51,7 +51,7 @@ def test_the_version(monkeypatch, capsys):
     assert run(monkeypatch, capsys, "--version") == (0, f"megajax {megajax.__version__}\n", "")
 
 
-def test_a_verb_gets_the_rest_of_the_line(monkeypatch, capsys):
+def test_a_verb_gets_the_other_arguments(monkeypatch, capsys):
     code, _, message = run(monkeypatch, capsys, "tools.trace", "--top=3")
     assert code == 2
     assert "the first argument must be a folder or a file, got --top=3" in message
@@ -62,13 +62,13 @@ def test_the_list_imports_nothing_heavy():
         "import sys; from megajax.__main__ import main\ntry: main()\n"
         "except SystemExit: print(sorted({'jax', 'numpy', 'megajax.training'} & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "[]"
+    process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert process.stdout.splitlines()[-1] == "[]"
 
 
-def test_the_console_script_and_the_folders_that_git_leaves_out():
+def test_the_console_script_and_the_folders_that_git_ignores():
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     assert project["scripts"] == {"megajax": f"{main.__module__}:main"}
     ignored = (REPOSITORY / ".gitignore").read_text().splitlines()
-    # With its slash in front: megajax/data is code.
+    # With a leading slash, because megajax/data is code.
     assert {"/data/", "/runs/"} <= set(ignored) and "data/" not in ignored

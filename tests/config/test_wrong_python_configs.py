@@ -1,4 +1,4 @@
-"""Wrong values in a config written in Python: all of them are listed by their dotted names, and nothing is raised."""
+"""Wrong values in Python configs: all are listed by dotted name, and no check raises."""
 
 import dataclasses
 import itertools
@@ -35,7 +35,7 @@ LINE = HEAD.count("\n") + 1
 
 @pytest.fixture
 def refusal(tmp_path, monkeypatch):
-    """The message for a file that ends with `text`, of which the first line is LINE."""
+    """The message for a file that ends with `text`, whose first line is LINE."""
     monkeypatch.chdir(tmp_path)
 
     def of(text):
@@ -55,7 +55,7 @@ def test_every_missing_and_unknown_argument_is_listed(refusal):
         "    return RunConfig(model=model, schedule=ScheduleConfig(warmup=3), optimizer=AdamWConfig(lr=1), steps='x')"
     )
     assert text.startswith("6 problems in mine.py:\n")
-    for words in (
+    for line in (
         f"mine.py, line {LINE + 3}: ScheduleConfig has no setting warmup",
         f"mine.py, line {LINE + 3}: AdamWConfig has no setting lr\n      there is schedule.lr",
         f"mine.py, line {LINE + 2}: DecoderConfig needs sequence_length\n",
@@ -64,11 +64,11 @@ def test_every_missing_and_unknown_argument_is_listed(refusal):
         "write data=BlendConfig(...), ChatConfig(...), ",
         "or StandardLibraryConfig(...), from megajax.data.config\n",
     ):
-        assert words in text
+        assert line in text
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "expected"),
     [
         (
             "def config(): return RunConfig(model=..., steps=10_000)",
@@ -81,7 +81,7 @@ def test_every_missing_and_unknown_argument_is_listed(refusal):
         ("def config(): return RunConfig(1, 2)", [f"line {LINE}: RunConfig takes its settings by name, 2 given"]),
         ("def config(): return good(optimizer=AdamWConfig)", ["this is the class: write AdamWConfig(...)"]),
         ("def config(): return good(model=llama3)", ["this is the function: write llama3(...)"]),
-        ("def config(): return good(data=(MockConfig(),))", ["makes a tuple: take it away"]),
+        ("def config(): return good(data=(MockConfig(),))", ["makes it a tuple: remove the comma"]),
         ("def config(): return good(optimizer='adam')", ["did you mean AdamWConfig?"]),
         (
             "def config(): return good(optimizer=ScheduleConfig())",
@@ -105,28 +105,28 @@ def test_every_missing_and_unknown_argument_is_listed(refusal):
         ("raise SystemExit(3)", ["the file ends the program (exit code 3)"]),
         ("config = good()", ["config is a RunConfig, not a function\n    write def config(): return RunConfig(...)"]),
         ("def config(size): pass", ["TypeError: config() missing 1 required positional argument: 'size'"]),
-        ("def config(): good()", ["config() must return a RunConfig, and returns None\n    end it with return"]),
-        ("def config(): return good(),", ["a comma behind the closing bracket makes a tuple"]),
+        ("def config(): good()", ["config() must return a RunConfig, got None\n    end it with return"]),
+        ("def config(): return good(),", ["the comma after the closing bracket makes it a tuple"]),
         ("x = '\0'", ["mine.py: source code string cannot contain null bytes"]),
     ],
 )
-def test_what_is_said_of_a_wrong_file(refusal, text, words):
+def test_what_is_said_of_a_wrong_file(refusal, text, expected):
     message = refusal(text)
-    for part in words:
+    for part in expected:
         assert part in message
 
 
-def test_a_check_that_fails_is_told_only_where_nothing_else_is_wrong(refusal):
-    own = (
+def test_a_failing_check_is_reported_only_without_other_problems(refusal):
+    text = (
         "from dataclasses import dataclass\n@dataclass(frozen=True, kw_only=True)\nclass Own(RunConfig):\n"
         "    def problems(self, devices=None):\n        return self.nothing\n"
         "def config(): return Own(data=MockConfig(), "
     )
-    assert "AttributeError: 'Own' object has no attribute 'nothing'" in refusal(f"{own}model=good().model)")
-    assert "cannot be checked" not in refusal(f"{own}model=good().model, steps='x')")
+    assert "AttributeError: 'Own' object has no attribute 'nothing'" in refusal(f"{text}model=good().model)")
+    assert "cannot be checked" not in refusal(f"{text}model=good().model, steps='x')")
 
 
-def test_the_command_ends_with_2_and_a_notebook_shows_the_message_alone(refusal, monkeypatch, capsys):
+def test_the_command_exits_with_2_and_a_notebook_shows_only_the_message(refusal, monkeypatch, capsys):
     message = refusal("def config(): return good(steps='x')")
     monkeypatch.setattr(sys, "argv", ["train", "--config=mine.py"])
     with pytest.raises(SystemExit) as end:
@@ -145,19 +145,19 @@ def places(node, rebuild):
     for field in dataclasses.fields(node):
         value = getattr(node, field.name)
 
-        def put(new, node=node, name=field.name):
+        def set_field(new, node=node, name=field.name):
             return rebuild(replace(node, **{name: new}))
 
-        yield f"{type(node).__name__}.{field.name}", put
+        yield f"{type(node).__name__}.{field.name}", set_field
         if schema.is_config(value):
-            yield from places(value, put)
+            yield from places(value, set_field)
         for index, item in enumerate(value if isinstance(value, tuple) else ()):
             if schema.is_config(item):
 
-                def put_in(new, value=value, index=index, put=put):
-                    return put((*value[:index], new, *value[index + 1 :]))
+                def set_item(new, value=value, index=index, set_field=set_field):
+                    return set_field((*value[:index], new, *value[index + 1 :]))
 
-                yield from places(item, put_in)
+                yield from places(item, set_item)
 
 
 WRONG = (
@@ -184,17 +184,17 @@ WRONG = (
 
 
 def test_no_value_at_any_place_raises():
-    """Each place is tried with another two of the values."""
+    """Each place is tried with the next two values."""
     base = load("quickstart.py")
     ramp = BatchConfig(global_size=16, micro_size=2, ramp=LinearRampConfig(start=8, increment=4, samples=100))
     values = itertools.cycle(WRONG)
     failures = {}
-    for name, put in places(replace(base, optimizer=MuonConfig(), batch=ramp), lambda config: config):
+    for name, set_value in places(replace(base, optimizer=MuonConfig(), batch=ramp), lambda config: config):
         for _ in range(2):
             value = next(values)
-            config, problems = assemble(RunConfig, put(value), {}, 8)
+            config, problems = assemble(RunConfig, set_value(value), {}, 8)
             assert (config is None) <= bool(problems), name
             failures[name, repr(value)[:20]] = [
                 problem for problem in problems if "cannot be checked" in problem.message
             ]
-    assert not any(failures.values()), {place: told for place, told in failures.items() if told}
+    assert not any(failures.values()), {place: errors for place, errors in failures.items() if errors}
