@@ -16,43 +16,42 @@ from megajax.job.origin import MODEL_FLAGS, generation_config, origin_of
 from megajax.mesh.world import find_world
 from megajax.mesh.xla import set_process
 
-DESCRIPTION = """Generate text with the model of a run or of a Hugging Face folder, with a cache of earlier tokens.
+DESCRIPTION = """Generate text with the model of a run or of a Hugging Face folder, with a key-value cache.
 
   python -m megajax.generate --run=runs/a --prompt='Once upon a time' --max-tokens=100
   python -m megajax.generate --hf=DIR --adapter=DIR --chat --temperature=0.7
   python -m megajax.generate --run=runs/a --prompts=FILE --output=answers.jsonl --temperature=0
 
-Flags that follow --stats say how tokens are chosen and where an answer ends. docs/generate.md has the formats of the
-files."""
+The flags after --stats control sampling and the end of an answer. docs/generate.md describes the file formats."""
 
 FLAGS = (
     *MODEL_FLAGS,
-    Flag("prompt", str | None, help="a text to go on with"),
-    Flag("prompts", Path | None, help="a file with a prompt in each line, or .jsonl with prompt or messages"),
-    Flag("output", Path | None, help="of --prompts: a .jsonl file of answers; goes on where it stopped. The terminal "
-         "unless given"),
-    Flag("chat", help="talk to the model, by its chat template"),
+    Flag("prompt", str | None, help="a text to continue"),
+    Flag("prompts", Path | None, help="a file with one prompt per line, or .jsonl with prompt or messages"),
+    Flag("output", Path | None, help="with --prompts: a .jsonl file of answers; resumes where it stopped. Default: the "
+         "terminal"),
+    Flag("chat", help="chat with the model, using its chat template"),
     Flag("stats", help="print counts and speed at the end"),
     *sampling_flags(),
 )  # fmt: skip
 
 
 def main(argv: list[str]) -> int:
-    """Read the command line, then (and only then) import jax, load the model and generate."""
+    """Parse the command line, then import jax, load the model and generate."""
     command = parse(argv, verb="generate", flags=FLAGS, description=DESCRIPTION, root=GenerationConfig, base=base)
     flags, config = command.flags, command.config
     sampling = sampling_of(flags)
     world = find_world()
     if world is not None and world.count > 1:
-        raise UserError(f"generate runs in one process, and this is one of {world.count}: start it without a launcher")
+        raise UserError(f"generate runs in one process, but this is one of {world.count}: start it without a launcher")
     prompts = resolve("megajax.inference.prompts:read_prompts")(flags["prompts"]) if flags["prompts"] else None
     set_process(config.xla)
     resolve("megajax.job.compile_cache:use_cache")(config.xla)
-    # More rows than requests would be compiled for nothing.
+    # Do not compile for more rows than requests.
     rows = min(config.inference.rows, len(prompts or [1]) * max(sampling.choices(), sampling.beams))
     config = replace(config, inference=replace(config.inference, rows=rows))
-    # Programs that it does not record are deleted by the next start.
-    with resolve("megajax.job.compile_log:CompileLog")(lambda sentence: None):
+    # Compiled programs that the log does not record are deleted at the next start.
+    with resolve("megajax.job.compile_log:CompileLog")(lambda message: None):
         loaded = resolve("megajax.job.inference:load")(config, origin_of(flags))
         engine = resolve("megajax.job.inference:start_engine")(loaded, queue=rows)
         session = resolve("megajax.inference.terminal:Session")(
@@ -61,7 +60,7 @@ def main(argv: list[str]) -> int:
         if flags["chat"]:
             session.chat(input, live=sys.stdin.isatty())
         elif prompts is not None:
-            progress = resolve("megajax.tasks.progress:Progress")(shown=flags["output"] is not None)
+            progress = resolve("megajax.tasks.progress:Progress")(visible=flags["output"] is not None)
             progress.start("prompts")
             session.answer_all(prompts, flags["output"], progress)
             progress.clear()
@@ -73,20 +72,20 @@ def main(argv: list[str]) -> int:
 
 
 def base(flags: Mapping[str, Any]) -> Source:
-    """The settings of the model. Raises ConfigError where the flags do not say what to do."""
-    asked = [name for name in ("prompt", "prompts", "chat") if flags[name] not in (None, False)]
+    """The settings of the model. Raises ConfigError for missing or contradictory flags."""
+    actions = [name for name in ("prompt", "prompts", "chat") if flags[name] not in (None, False)]
     problems = []
-    if len(asked) != 1:
-        what = f"--{' and --'.join(asked)} are given" if asked else "there is nothing to generate"
-        problems.append(Problem("--prompt", what, "give one of --prompt=TEXT, --prompts=FILE and --chat"))
+    if len(actions) != 1:
+        message = f"--{' and --'.join(actions)} are given" if actions else "there is nothing to generate"
+        problems.append(Problem("--prompt", message, "give one of --prompt=TEXT, --prompts=FILE and --chat"))
     if flags["output"] is not None and flags["prompts"] is None:
-        problems.append(Problem("--output", "goes with --prompts=FILE"))
+        problems.append(Problem("--output", "needs --prompts=FILE"))
     sampling = sampling_of(flags)
     for name in ("logprobs", "prompt_logprobs") if flags["output"] is None else ():
         if getattr(sampling, name) is not None:
-            problems.append(Problem(f"--{name.replace('_', '-')}", "is written to files only", "set --output as well"))
+            problems.append(Problem(f"--{name.replace('_', '-')}", "is only written to files", "set --output as well"))
     if flags["chat"] and sampling.choices() > 1:
-        problems.append(Problem("--chat", f"a turn has one answer, and {sampling.choices()} are asked for"))
+        problems.append(Problem("--chat", f"a turn has one answer, but {sampling.choices()} are requested"))
     if problems:
         raise ConfigError(problems, "command line")
     return generation_config(origin_of(flags), GenerationConfig)

@@ -1,4 +1,4 @@
-"""What the tasks of benchmarks share: the data they need, and the files of predictions."""
+"""Shared parts of benchmark tasks: a check of the data, and files of predictions."""
 
 import json
 from collections.abc import Sequence
@@ -15,22 +15,22 @@ from megajax.training.scoring import Scorer, demand_outputs
 
 
 def demand_data[C: BenchmarkConfig](config: BenchmarkTaskConfig, scorer: Scorer, kind: type[C]) -> C:
-    """The data config of the run. Raises UserError for one of another benchmark, or a model without outputs."""
+    """The data config of the run. Raises UserError for another benchmark's data, or a model without outputs."""
     demand_outputs(scorer.program, config.name)
     data = scorer.program.cfg.data
     if not isinstance(data, kind):
-        raise UserError(f"{config.name} evaluates a run on {kind.__name__}; this run's data is {type(data).__name__}.")
+        raise UserError(f"{config.name} evaluates runs on {kind.__name__}, but this run's is {type(data).__name__}.")
     return data
 
 
 def scores_and_losses(scorer: Scorer, rows: Any) -> tuple[np.ndarray, np.ndarray]:
-    """What the model predicts for rows of the run's data: scores [rows, ...] and losses [rows]."""
+    """The model's predictions for rows of the run's data: scores [rows, ...] and losses [rows]."""
     outputs = scorer.outputs(rows)
     return outputs["scores"], outputs["losses"]
 
 
 def write_predictions(scorer: Scorer, config: BenchmarkTaskConfig, name: str, text: str) -> None:
-    """Write a file of predictions, in place of that of an earlier evaluation; the first process alone does."""
+    """Write a file of predictions on the first process, replacing an earlier evaluation's."""
     if scorer.folder is None or jax.process_index():
         return
     folder = RunFolder.create(scorer.folder / "predictions" / config.split).path
@@ -38,10 +38,10 @@ def write_predictions(scorer: Scorer, config: BenchmarkTaskConfig, name: str, te
 
 
 def as_table(predictions: Sequence[Any]) -> str:
-    """Predictions in the order of the examples, as the server of GLUE takes them."""
-    return "index\tprediction\n" + "".join(f"{number}\t{each}\n" for number, each in enumerate(predictions))
+    """Predictions in the order of the examples, in the format of GLUE's server."""
+    return "index\tprediction\n" + "".join(f"{number}\t{prediction}\n" for number, prediction in enumerate(predictions))
 
 
 def as_lines(content: Any) -> str:
-    """JSON with an entry in each line."""
+    """JSON with one entry per line."""
     return json.dumps(content, indent=0, ensure_ascii=False) + "\n"

@@ -1,4 +1,4 @@
-"""Answers of a model on disk, so that an interrupted evaluation goes on where it stopped."""
+"""A model's answers on disk, so that an interrupted evaluation can resume."""
 
 import hashlib
 import json
@@ -15,14 +15,14 @@ from megajax.training.scoring import Answer, Window
 
 
 class RequestCache:
-    """A line for each window in a file of its own for each model: digest, log-probability, right tokens.
+    """One file per model with one line per window: digest, log-probability, number of correct tokens.
 
-    A line that an interruption cut short is ignored. With several processes, the first reads and writes the file, and
-    all have what it read.
+    Lines truncated by an interruption are ignored. The first process reads and writes the file; all processes have its
+    content.
     """
 
     def __init__(self, folder: Path, key: str):
-        """key: of the weights and all settings that change an answer. Raises UserError for an unwritable folder."""
+        """key: identifies the weights and all settings of answers. Raises UserError for an unwritable folder."""
         self.path = folder / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.jsonl"
         self._first = jax.process_index() == 0
         self._answers: dict[str, Answer] = {}
@@ -33,25 +33,25 @@ class RequestCache:
                 text = self.path.read_bytes() if self.path.exists() else b""
                 self._file = self.path.open("ab")
             except OSError as error:
-                what = f"{self.path}: cannot be written: {error.strerror}"
-                raise UserError(f"{what}. Set --output or --cache=false.") from error
+                problem = f"{self.path}: cannot be written: {error.strerror}"
+                raise UserError(f"{problem}. Set --output or --cache=false.") from error
             if text and not text.endswith(b"\n"):
                 self._file.write(b"\n")
         for line in _everywhere(text).split(b"\n"):
             try:
-                digest, value, right = json.loads(line)
-                self._answers[digest] = Answer(float.fromhex(value), right)
+                digest, value, correct = json.loads(line)
+                self._answers[digest] = Answer(float.fromhex(value), correct)
             except (ValueError, TypeError):
                 continue
-        self.read = len(self._answers)
-        """Answers that an earlier attempt left."""
+        self.loaded = len(self._answers)
+        """Number of answers from earlier attempts."""
 
     def get(self, windows: Sequence[Window]) -> list[Answer | None]:
-        """Those of these windows, None for a new one."""
+        """The answers of these windows, None for new ones."""
         return [self._answers.get(_digest(window)) for window in windows]
 
     def put(self, windows: Sequence[Window], answers: Sequence[Answer]) -> None:
-        """Keep the answers of a batch: on disk when this returns."""
+        """Write the answers of a batch to the file before returning."""
         for window, answer in zip(windows, answers, strict=True):
             self._answers[_digest(window)] = answer
             if self._first:
@@ -73,7 +73,7 @@ class RequestCache:
 
 
 def _digest(window: Window) -> str:
-    """Of its tokens and how many of them count."""
+    """Digest of a window's tokens and the number that counts."""
     tokens = np.ascontiguousarray(window.tokens, "<i4").tobytes()
     return hashlib.sha256(tokens + window.counted.to_bytes(8, "little")).hexdigest()[:24]
 

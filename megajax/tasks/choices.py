@@ -14,50 +14,50 @@ from megajax.training.scoring import Figures, Scorer
 
 
 class Question(NamedTuple):
-    """A line of the file."""
+    """One line of the file."""
 
     requests: Sequence[Request]
     """One for each choice."""
     sizes: np.ndarray
-    """Bytes of each choice, UTF-8."""
+    """UTF-8 bytes of each choice."""
     answer: int
 
 
 class Choices:
     """`accuracy`: by log-likelihood; `accuracy_norm`: by log-likelihood over the bytes of the choice.
 
-    `loss` is of the tokens of the right choices. Of equally likely choices the first is taken, as lm-eval does.
+    `loss` is the mean over tokens of the correct choices. Of equally likely choices the first is taken, as in lm-eval.
     """
 
     def __init__(self, config: ChoicesConfig, scorer: Scorer):
-        """Raises UserError for a line that is no question."""
+        """Raises UserError for an invalid line."""
         self._scorer, self._questions = scorer, list[Question]()
         for number, line in read_lines(config.path, {"context": str, "choices": list, "answer": int}):
-            where, choices = f"{config.path}, line {number}:", line["choices"]
+            place, choices = f"{config.path}, line {number}:", line["choices"]
             if len(choices) < 2 or not all(isinstance(choice, str) and choice for choice in choices):
-                raise UserError(f"{where} choices must be two texts or more, got {choices}.")
+                raise UserError(f"{place} choices must be two texts or more, got {choices}.")
             if not 0 <= line["answer"] < len(choices):
-                raise UserError(f"{where} answer is {line['answer']}, the choices are 0 to {len(choices) - 1}.")
-            requests = [encode_pair(scorer.tokenizer, line["context"], config.delimiter + each) for each in choices]
+                raise UserError(f"{place} answer is {line['answer']}, the choices are 0 to {len(choices) - 1}.")
+            requests = [encode_pair(scorer.tokenizer, line["context"], config.delimiter + choice) for choice in choices]
             for request in requests:
                 if not 0 < len(request.continuation) <= scorer.length:
                     sizes = f"a choice of {len(request.continuation)} tokens; rows of the model have {scorer.length}"
-                    raise UserError(f"{where} has {sizes}.")
-                demand_ids(np.concatenate(request), scorer, where)
+                    raise UserError(f"{place} has {sizes}.")
+                demand_ids(np.concatenate(request), scorer, place)
             sizes = np.array([len(choice.encode("utf-8", errors="surrogatepass")) for choice in choices])
             self._questions.append(Question(requests, sizes, line["answer"]))
 
     def __call__(self) -> Figures:
         requests = [request for question in self._questions for request in question.requests]
-        answers, contexts = iter(log_likelihoods(self._scorer, requests)), 0
-        right, right_norm, losses, tokens = list[float](), list[float](), list[float](), list[int]()
+        answers, truncated = iter(log_likelihoods(self._scorer, requests)), 0
+        correct, correct_norm, losses, tokens = list[float](), list[float](), list[float](), list[int]()
         for question in self._questions:
-            own = [next(answers) for _ in question.requests]
-            values = np.array([answer.value for answer in own])
-            right.append(int(values.argmax()) == question.answer)
-            right_norm.append(int((values / question.sizes).argmax()) == question.answer)
-            losses.append(-own[question.answer].value)
-            tokens.append(own[question.answer].tokens)
-            contexts += any(answer.truncated for answer in own)
-        figures = {"accuracy": mean(right), "accuracy_norm": mean(right_norm), "loss": ratio(losses, tokens)}
-        return figures | truncated_contexts(contexts)
+            question_answers = [next(answers) for _ in question.requests]
+            values = np.array([answer.value for answer in question_answers])
+            correct.append(int(values.argmax()) == question.answer)
+            correct_norm.append(int((values / question.sizes).argmax()) == question.answer)
+            losses.append(-question_answers[question.answer].value)
+            tokens.append(question_answers[question.answer].tokens)
+            truncated += any(answer.truncated for answer in question_answers)
+        figures = {"accuracy": mean(correct), "accuracy_norm": mean(correct_norm), "loss": ratio(losses, tokens)}
+        return figures | truncated_contexts(truncated)

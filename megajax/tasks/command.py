@@ -1,4 +1,4 @@
-"""What `python -m megajax.evaluate` does: the model of a run or a folder, the tasks, a table, and results.json."""
+"""The work of `python -m megajax.evaluate`: load a model, run tasks, print a table, write results.json."""
 
 import re
 import sys
@@ -39,11 +39,11 @@ from megajax.training.scoring import Figures, Scorer
 from megajax.training.session import build_tokenizer
 
 type Load = Callable[[Path, Program], tuple[Params, str]]
-"""(path, program) -> weights and where they are from; `megajax.job.stored_weights.all_weights` by the front door."""
+"""(path, program) -> weights and their origin. The front door passes `megajax.job.stored_weights.all_weights`."""
 
 
 class Evaluation(NamedTuple):
-    """What is evaluated, on what, and where the results go."""
+    """The model, the tasks, and the folder of the results."""
 
     source: Path
     """The run, a step of it, or FORMAT:DIR."""
@@ -52,30 +52,30 @@ class Evaluation(NamedTuple):
     output: Path
     """The folder of results.json."""
     cache: bool = True
-    """Keep answers on disk."""
+    """Whether answers are cached on disk."""
     rows: int | None = None
-    """Full rows on each device at a time; None: batch.micro_size of the run."""
+    """Full rows per device at a time; None: batch.micro_size of the run."""
 
 
 def parse_tasks(text: str, include_path: Path | None = None) -> list[Any]:
-    """NAME:VALUE[:setting=value...], several with commas between -> configs of tasks.
+    """NAME:VALUE[:setting=value...], separated by commas -> configs of tasks.
 
-    VALUE is the setting that is always given, such as a path. Raises one ConfigError that lists every problem.
+    VALUE is the task's main setting, such as a path. Raises one ConfigError with all problems.
     """
     tasks, problems, names = list[Any](), list[Problem](), list[str]()
-    for written in filter(None, (part.strip() for part in text.split(","))):
-        kind, *settings = written.split(":")
+    for task_text in filter(None, (part.strip() for part in text.split(","))):
+        kind, *settings = task_text.split(":")
         if kind not in KINDS:
-            near = did_you_mean(kind, KINDS) or f"there are {either(KINDS)}"
-            problems.append(Problem("--tasks", f"there is no task {kind}", near))
+            hint = did_you_mean(kind, KINDS) or f"use {either(KINDS)}"
+            problems.append(Problem("--tasks", f"{kind} is not a task", hint))
             continue
         cls, first = KINDS[kind]
-        given = [setting(each) for each in settings if re.match(r"\w+=", each)]
-        plain = ":".join(each for each in settings if not re.match(r"\w+=", each))
-        patch = patch_of([*[setting(f"{first}={plain}")] * bool(plain), *given])
-        config, wrong = assemble(cls, None, patch)
-        problems += [replace(problem, setting=f"--tasks={kind}: {problem.setting}") for problem in wrong]
-        if config is None or wrong:
+        named_settings = [setting(item) for item in settings if re.match(r"\w+=", item)]
+        value = ":".join(item for item in settings if not re.match(r"\w+=", item))
+        patch = patch_of([*[setting(f"{first}={value}")] * bool(value), *named_settings])
+        config, task_problems = assemble(cls, None, patch)
+        problems += [replace(problem, setting=f"--tasks={kind}: {problem.setting}") for problem in task_problems]
+        if config is None or task_problems:
             continue
         if isinstance(config, HarnessConfig) and include_path is not None and config.include_path is None:
             config = replace(config, include_path=str(include_path))
@@ -94,21 +94,21 @@ def evaluate(cfg: RunConfig, evaluation: Evaluation, load: Load) -> int:
     started, primary = time.monotonic(), jax.process_index() == 0
     program, tokenizer = prepare(cfg, evaluation.rows)
     with jax.set_mesh(program.mesh):
-        weights, where = load(evaluation.source, program)
-    progress = Progress(shown=primary)
+        weights, origin = load(evaluation.source, program)
+    progress = Progress(visible=primary)
     scorer = Scorer(program, tokenizer, weights, progress=progress, folder=evaluation.output)
     tasks = {task.name: task.build(scorer) for task in evaluation.tasks}
     results: dict[str, Figures] = {}
-    with kept_answers(cfg, evaluation, where, tokenizer.identity) as scorer.cache:
+    with cached_answers(cfg, evaluation, origin, tokenizer.identity) as scorer.cache:
         for name, task in tasks.items():
             progress.start(name)
             results[name] = task()
             progress.clear()
     if not primary:
         return 0
-    show(results, f"{where}, {program.mesh.size} devices, {duration(time.monotonic() - started)}")
+    show(results, f"{origin}, {program.mesh.size} devices, {duration(time.monotonic() - started)}")
     path = RunFolder.create(evaluation.output).path / "results.json"
-    content = description(cfg, evaluation, where, program)
+    content = description(cfg, evaluation, origin, program)
     content["results"] = {name: as_json(figures) for name, figures in results.items()}
     write_atomically(path, to_json(content))
     print(f"results: {path}")
@@ -116,22 +116,24 @@ def evaluate(cfg: RunConfig, evaluation: Evaluation, load: Load) -> int:
 
 
 @contextmanager
-def kept_answers(cfg: RunConfig, evaluation: Evaluation, where: str, tokenizer: str) -> Generator[RequestCache | None]:
-    """The answers of earlier attempts, beside the results; None where none are to be kept."""
+def cached_answers(
+    cfg: RunConfig, evaluation: Evaluation, origin: str, tokenizer: str
+) -> Generator[RequestCache | None]:
+    """The cache with answers of earlier attempts, next to the results; None without a cache."""
     if not evaluation.cache:
         yield None
         return
-    key = cache_key(cfg, evaluation.source, where, tokenizer)
+    key = cache_key(cfg, evaluation.source, origin, tokenizer)
     with RequestCache(evaluation.output / "evaluation_cache", key) as cache:
-        if cache.read and jax.process_index() == 0:
-            print(f"{cache.read:,} answers of an earlier attempt in {cache.path}", file=sys.stderr)
+        if cache.loaded and jax.process_index() == 0:
+            print(f"{cache.loaded:,} answers of an earlier attempt in {cache.path}", file=sys.stderr)
         yield cache
 
 
 def prepare(cfg: RunConfig, rows: int | None = None) -> tuple[Program, Any]:
-    """The program and the tokenizer of a config on the devices that there are; no data, no weights.
+    """The program and tokenizer of a config on the present devices, without data or weights.
 
-    rows: of full length on each device at a time; None: batch.micro_size.
+    rows: full rows per device at a time; None: batch.micro_size.
     """
     if rows is not None and rows < 1:
         raise ConfigError([Problem("--rows", f"must be at least 1, got {rows}")], "command line")
@@ -144,7 +146,7 @@ def prepare(cfg: RunConfig, rows: int | None = None) -> tuple[Program, Any]:
         null = f"--tokenizer.type=NullTokenizerConfig --tokenizer.vocabulary_size={ids_below(cfg.model)}"
         raise UserError(f"{error}\nperplexity:PREFIX reads tokens and needs no tokenizer: {null}") from error
     demand_kernels(cfg)
-    # Batches of training need not fit these devices: those of an evaluation are made to.
+    # The training batch may not fit these devices, so choose one that does.
     micro_size, shape = rows or cfg.batch.micro_size, mesh.shape
     batch = BatchConfig(
         global_size=shape["data"] * shape["expert"] * shape["pipeline"] * micro_size, micro_size=micro_size
@@ -152,8 +154,8 @@ def prepare(cfg: RunConfig, rows: int | None = None) -> tuple[Program, Any]:
     return Program.of(cfg.but(batch=batch), mesh), tokenizer
 
 
-def cache_key(cfg: RunConfig, source: Path, where: str, tokenizer: str) -> str:
-    """What an answer depends on: the content of the weights, the model, the dtypes and the tokenizer."""
+def cache_key(cfg: RunConfig, source: Path, origin: str, tokenizer: str) -> str:
+    """A text of everything that answers depend on: the weights, the model, the dtypes and the tokenizer."""
     if foreign_format(source) is not None:
         files = sorted(Path(str(source).partition(":")[2]).iterdir())
         content = repr([(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files])
@@ -162,11 +164,11 @@ def cache_key(cfg: RunConfig, source: Path, where: str, tokenizer: str) -> str:
         step = max(steps_in(folder), default=0) if step is None else step
         content = (folder / step_name(step) / MANIFEST).read_text(encoding="utf-8")
     settings = {name: value for name, value in flatten(cfg).items() if name.startswith(("model.", "precision."))}
-    return repr((where, content, settings, tokenizer))
+    return repr((origin, content, settings, tokenizer))
 
 
 def show(results: Mapping[str, Figures], title: str) -> None:
-    """A table of all figures."""
+    """Print a table of all figures."""
     table = Table(title=title, title_justify="left", title_style="bold")
     for heading in ("task", "figure", "value", "standard error", "count"):
         table.add_column(heading, justify="left" if heading in ("task", "figure") else "right")
@@ -178,11 +180,11 @@ def show(results: Mapping[str, Figures], title: str) -> None:
     Console().print(table)
 
 
-def description(cfg: RunConfig, evaluation: Evaluation, where: str, program: Program) -> dict[str, Any]:
-    """What results.json says beside the results."""
+def description(cfg: RunConfig, evaluation: Evaluation, origin: str, program: Program) -> dict[str, Any]:
+    """The content of results.json except the results."""
     packages = ("jax", "jaxlib", "numpy", *["lm-eval"] * any(isinstance(t, HarnessConfig) for t in evaluation.tasks))
     return {
-        "weights": where,
+        "weights": origin,
         "tasks": {task.name: {"type": type(task).__name__, **flatten(task)} for task in evaluation.tasks},
         "config": flatten(cfg),
         "mesh": dict(program.mesh.shape),
@@ -195,5 +197,6 @@ def description(cfg: RunConfig, evaluation: Evaluation, where: str, program: Pro
 def as_json(figures: Figures) -> dict[str, dict[str, float | int | None]]:
     """Figures by name, for results.json."""
     return {
-        name: {"value": each.value, "standard_error": each.error, "count": each.count} for name, each in figures.items()
+        name: {"value": figure.value, "standard_error": figure.error, "count": figure.count}
+        for name, figure in figures.items()
     }

@@ -16,7 +16,7 @@ class LanguageTask(Builds):
     __slots__ = ()
 
     def build(self, scorer: Any) -> Any:
-        """Raises UserError for another model, and for data that cannot be had."""
+        """Raises UserError for other kinds of models, and for missing data."""
         resolve("megajax.training.scoring:demand_scores")(scorer.program)
         return Builds.build(self, scorer)
 
@@ -30,7 +30,7 @@ class PerplexityConfig(LanguageTask):
     """Prefixes of .bin and .idx files."""
     stride: int | None = None
     """Tokens between the starts of windows. Each token is scored once, given the tokens before it in the window that
-    ends at most `stride` tokens later. none: the length of a row, windows that do not overlap."""
+    ends at most `stride` tokens later. None: the length of a row, windows that do not overlap."""
     name: str = "perplexity"
     """Under which the figures are reported."""
 
@@ -40,12 +40,12 @@ class PerplexityConfig(LanguageTask):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextConfig(LanguageTask):
-    """Perplexity of raw text for each token, word and byte. Every document is scored after a token that begins a
-    sequence, or ends a document where the vocabulary has no such token."""
+    """Perplexity of raw text per token, word and byte. Every document is scored after a beginning-of-sequence token, or
+    an end-of-document token if the vocabulary has no such token."""
 
     target: ClassVar[str] = "megajax.tasks.perplexity:Text"
     path: str
-    """A text file, which is one document, or a .jsonl file with a document in `key` of each line."""
+    """A text file (one document), or a .jsonl file with one document in `key` of each line."""
     key: str = "text"
     """Key of a document in a .jsonl file."""
     stride: int | None = None
@@ -56,25 +56,25 @@ class TextConfig(LanguageTask):
     def problems(self) -> list[Problem]:
         problems = _stride_problems(self.stride) + _path_problems("path", (self.path,))
         if self.key != "text" and not self.has_lines():
-            problems.append(Problem("key", f"is {self.key}, and {self.path} is not a .jsonl file", "leave it out"))
+            problems.append(Problem("key", f"is {self.key}, but {self.path} is not a .jsonl file", "leave it out"))
         return problems
 
     def has_lines(self) -> bool:
-        """Whether each line of the file is an object with a document."""
+        """Whether each line of the file is a JSON object with a document."""
         return self.path.endswith((".jsonl", ".ndjson"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WikitextConfig(LanguageTask):
-    """Perplexity of a word-tokenised text for each original word: the task WIKITEXT103 of Megatron-LM."""
+    """Perplexity of a word-tokenised text per original word: the task WIKITEXT103 of Megatron-LM."""
 
     target: ClassVar[str] = "megajax.tasks.perplexity:Wikitext"
     path: str
     """The text, such as wiki.test.tokens."""
     stride: int | None = 32
-    """Tokens between the starts of windows, Megatron-LM's --overlapping-eval; none: the length of a row."""
+    """Tokens between the starts of windows, Megatron-LM's --overlapping-eval. None: the length of a row."""
     detokenizer: Literal["wikitext", "ptb", "none"] = "wikitext"
-    """How blanks between words and punctuation are taken back; ptb is of the Penn Treebank."""
+    """Rules that remove the spaces between words and punctuation; ptb: of the Penn Treebank."""
     name: str = "wikitext"
     """Under which the figures are reported."""
 
@@ -88,9 +88,9 @@ class LambadaConfig(LanguageTask):
 
     target: ClassVar[str] = "megajax.tasks.lambada:Lambada"
     path: str
-    """A .jsonl file with a `text` in each line."""
+    """A .jsonl file with `text` in each line."""
     strict: bool = False
-    """Score the whole last word, however many tokens it has; without it, the last token of the text."""
+    """Whether to score the whole last word, with all its tokens, instead of the last token of the text."""
     name: str = "lambada"
     """Under which the figures are reported."""
 
@@ -104,9 +104,9 @@ class ChoicesConfig(LanguageTask):
 
     target: ClassVar[str] = "megajax.tasks.choices:Choices"
     path: str
-    """A .jsonl file with `context`, `choices` and `answer`, the number of the right choice from 0, in each line."""
+    """A .jsonl file with `context`, `choices` and `answer`, the index of the correct choice from 0, in each line."""
     delimiter: str = " "
-    """Between the context and a choice."""
+    """Text between the context and a choice."""
     name: str = "choices"
     """Under which the figures are reported."""
 
@@ -116,7 +116,7 @@ class ChoicesConfig(LanguageTask):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SplitConfig(LanguageTask):
-    """Loss on all rows of a split of the run's own data, as with evaluation.full."""
+    """Loss on all rows of a split of the run's data, as with evaluation.full."""
 
     target: ClassVar[str] = "megajax.tasks.perplexity:Split"
     split: Literal["validation", "test"] = "validation"
@@ -127,19 +127,19 @@ class SplitConfig(LanguageTask):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HarnessConfig(LanguageTask):
-    """Tasks of lm-evaluation-harness on data of this machine (extra eval)."""
+    """Tasks of lm-evaluation-harness on local data (extra eval)."""
 
     target: ClassVar[str] = "megajax.tasks.harness:Harness"
     tasks: tuple[str, ...]
     """Names of tasks, groups or tags."""
     include_path: str | None = None
-    """A folder with YAML files of tasks, which come before those of lm-eval."""
+    """A folder with YAML files of tasks, which take precedence over those of lm-eval."""
     fewshot: int | None = None
-    """Examples before each question; none: what the task says."""
+    """Examples before each question. None: the task's default."""
     limit: int | None = None
-    """Documents of each task; none: all."""
+    """Maximum documents of each task. None: no limit."""
     generated: int = 256
-    """Most tokens of a generated answer, where the task does not say it."""
+    """Maximum tokens of a generated answer, if the task does not set it."""
     name: str = "lm_eval"
     """Under which the figures are reported."""
 
@@ -154,9 +154,9 @@ class HarnessConfig(LanguageTask):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BenchmarkTaskConfig(Builds):
-    """What the tasks of benchmarks share: figures of a split of the run's own data, and a file of predictions.
+    """Base of benchmark tasks: figures on a split of the run's data, and a file of predictions.
 
-    The files are in predictions/SPLIT of the run's folder, or of --output.
+    The files are in predictions/SPLIT of the run's folder or --output.
     """
 
     split: Literal["validation", "test"] = "validation"
@@ -167,7 +167,7 @@ class BenchmarkTaskConfig(Builds):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GlueTaskConfig(BenchmarkTaskConfig):
-    """The metrics of the run's task of GLUE, and predictions in the form that its server takes."""
+    """The metrics of the run's GLUE task, and predictions in the format of GLUE's server."""
 
     target: ClassVar[str] = "megajax.tasks.glue:Glue"
     name: str = "glue"
@@ -176,7 +176,7 @@ class GlueTaskConfig(BenchmarkTaskConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RaceTaskConfig(BenchmarkTaskConfig):
-    """The accuracy on RACE, of all questions and of those of middle schools and of high schools."""
+    """The accuracy on RACE, on all questions and on those of middle and high schools."""
 
     target: ClassVar[str] = "megajax.tasks.race:Race"
     name: str = "race"
@@ -185,17 +185,17 @@ class RaceTaskConfig(BenchmarkTaskConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SquadTaskConfig(BenchmarkTaskConfig):
-    """Exact match and F1 on SQuAD in percent, as the official evaluation has them, and the files that it reads."""
+    """Exact match and F1 on SQuAD in percent, as in the official evaluation, and the files that it reads."""
 
     target: ClassVar[str] = "megajax.tasks.squad:Squad"
     name: str = "squad"
     """Under which the figures are reported."""
     longest_answer: int = 30
-    """Tokens of an answer."""
+    """Maximum tokens of an answer."""
     best: int = 20
-    """Likeliest first and last tokens that are combined, and answers of a question in nbest_predictions.json."""
+    """Number of most likely first and last tokens to combine, and of answers per question in nbest_predictions.json."""
     threshold: float = 0.0
-    """In version 2.0, no answer is given where its score exceeds that of the best answer by more than this."""
+    """In version 2.0, no answer is given if its score exceeds that of the best answer by more than this."""
 
     def problems(self) -> list[Problem]:
         counts = {"longest_answer": self.longest_answer, "best": self.best}
@@ -219,17 +219,16 @@ KINDS: Mapping[str, tuple[type, str]] = {
 }
 """Name on the command line -> config, and the setting that follows the name."""
 
-
 TRAINING_ONLY = ("batch", "checkpoint", "evaluation", "optimizer", "profile", "schedule", "steps")
 """Parts of a run's config that an evaluation does not use."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluatedConfig(RunConfig):
-    """The config of a run that is evaluated, perhaps on other devices than it was trained on."""
+    """The config of a run for evaluation, possibly on other devices than in training."""
 
     def problems(self, devices: int | None = None) -> list[Problem]:
-        """Those of training, except for settings that only training uses, such as the batch size."""
+        """The problems of training, except for settings that only training uses, such as the batch size."""
         problems = RunConfig.problems(self, devices)
         parts = (*TRAINING_ONLY, "parallel.virtual_stages")
         return [p for p in problems if not any(p.setting == part or p.setting.startswith(f"{part}.") for part in parts)]
@@ -241,11 +240,9 @@ def _stride_problems(stride: int | None) -> list[Problem]:
     return [Problem("stride", f"must be at least 1, got {stride}", "none: windows that do not overlap")]
 
 
-def _path_problems(where: str, paths: tuple[str, ...]) -> list[Problem]:
-    """Empty paths, and files that do not exist; token files are looked for where they are opened."""
+def _path_problems(setting: str, paths: tuple[str, ...]) -> list[Problem]:
+    """Empty paths, and files that do not exist. Token files are checked when they are opened."""
     if not paths or not all(paths):
-        return [Problem(where, "is empty")]
-    missing = [path for path in paths if where == "path" and not Path(path).expanduser().is_file()]
-    return [
-        Problem(where, f"there is no file {path}", "nothing is ever fetched: give a local file") for path in missing
-    ]
+        return [Problem(setting, "is empty")]
+    missing = [path for path in paths if setting == "path" and not Path(path).expanduser().is_file()]
+    return [Problem(setting, f"{path} does not exist", "nothing is downloaded: give a local file") for path in missing]

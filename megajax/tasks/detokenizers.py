@@ -1,6 +1,6 @@
-"""Taking back the blanks of word-tokenised texts, as Megatron-LM's tasks/zeroshot_gpt does before it scores them.
+"""Remove the spaces of word-tokenised texts, like Megatron-LM's tasks/zeroshot_gpt before scoring.
 
-The replacements and their order are Megatron-LM's, for its figures: some of them change nothing in any text.
+The replacements and their order are Megatron-LM's, to get its figures; some never match any text.
 """
 
 import re
@@ -39,11 +39,11 @@ PENN_TREEBANK: Sequence[Replacement] = (
     ("# 1", "#1"),
 )
 REPLACEMENTS = {"wikitext": WIKITEXT, "ptb": PENN_TREEBANK, "none": ()}
-"""By the names of `megajax.tasks.config.WikitextConfig.detokenizer`."""
+"""By the values of `megajax.tasks.config.WikitextConfig.detokenizer`."""
 
 
 def detokenize(text: str, kind: str) -> str:
-    """The text after the replacements of this kind, one after another."""
-    for old, new in REPLACEMENTS[kind]:
-        text = text.replace(old, new) if isinstance(old, str) else old.sub(new, text)
+    """The text after all replacements of this kind, in order."""
+    for pattern, replacement in REPLACEMENTS[kind]:
+        text = text.replace(pattern, replacement) if isinstance(pattern, str) else pattern.sub(replacement, text)
     return text

@@ -1,4 +1,4 @@
-"""Reading the local files of tasks, with errors that name file and line."""
+"""Read the local files of tasks. Errors name the file and line."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -10,7 +10,7 @@ from megajax.config.nearest import did_you_mean
 
 
 def read_text(path: str) -> str:
-    """A file of UTF-8 text, its newlines as they are. Raises UserError."""
+    """The text of a UTF-8 file with its original newlines. Raises UserError."""
     try:
         return Path(path).expanduser().read_bytes().decode("utf-8")
     except OSError as error:
@@ -20,10 +20,10 @@ def read_text(path: str) -> str:
 
 
 def read_lines(path: str, fields: Mapping[str, type]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(line number from 1, object) for each line of a .jsonl file but empty ones.
+    """(line number from 1, object) for each line of a .jsonl file except empty ones.
 
-    fields: name -> type of what every line has. Raises UserError for a line that is no object or lacks a field, and
-    for a file without lines.
+    fields: name -> type of the fields that every line must have. Raises UserError for a line that is not an object or
+    lacks a field, and for a file without lines.
     """
     empty = True
     for number, line in enumerate(read_text(path).split("\n"), start=1):
@@ -35,22 +35,26 @@ def read_lines(path: str, fields: Mapping[str, type]) -> Iterator[tuple[int, dic
         except (ValueError, RecursionError) as error:
             raise UserError(f"{path}, line {number}: is not JSON: {error}. Give one object in each line.") from error
         if not isinstance(value, dict):
-            raise UserError(f"{path}, line {number}: is {json.dumps(value)[:60]}, not an object with {_named(fields)}.")
+            raise UserError(
+                f"{path}, line {number}: is {json.dumps(value)[:60]}, not an object with {_field_list(fields)}."
+            )
         for name, kind in fields.items():
             if name not in value:
-                near = did_you_mean(name, value)
-                there = ", ".join(map(str, value)) or "nothing"
-                raise UserError(f"{path}, line {number}: lacks {name}; it has {there}.{' ' * bool(near)}{near}")
+                hint = did_you_mean(name, value)
+                fields_present = ", ".join(map(str, value)) or "nothing"
+                raise UserError(
+                    f"{path}, line {number}: lacks {name}; it has {fields_present}.{' ' * bool(hint)}{hint}"
+                )
             if not isinstance(value[name], kind) or (kind is int and isinstance(value[name], bool)):
-                shown = json.dumps(value[name])[:60]
-                raise UserError(f"{path}, line {number}: {name} is {shown}, not {_NAMES[kind]}.")
+                value_text = json.dumps(value[name])[:60]
+                raise UserError(f"{path}, line {number}: {name} is {value_text}, not {_NAMES[kind]}.")
         yield number, value
     if empty:
-        raise UserError(f"{path}: has no lines. Give one object with {_named(fields)} in each line.")
+        raise UserError(f"{path}: has no lines. Give one object with {_field_list(fields)} in each line.")
 
 
 _NAMES: Mapping[type, str] = {str: "text", list: "a list", int: "a whole number"}
 
 
-def _named(fields: Mapping[str, type]) -> str:
+def _field_list(fields: Mapping[str, type]) -> str:
     return ", ".join(f"{name} ({_NAMES[kind]})" for name, kind in fields.items())

@@ -1,4 +1,4 @@
-"""Greedy generation: by an engine with a cache; on layouts that engines do not have, by recomputation."""
+"""Greedy generation: by an engine with a cache, or by recomputation on layouts that engines do not support."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,47 +19,44 @@ from megajax.training.program import Program
 from megajax.training.scoring import Scorer, Stopped
 
 ROWS, BLOCK = 16, 16
-"""Most texts that an engine writes at the same time on each replica, and tokens of a block of its cache."""
+"""Maximum texts that an engine generates at once on each replica, and tokens of a block of its cache."""
 
 
 @dataclass
 class Generation:
-    """A text that is being written."""
+    """A text in generation."""
 
     prompt: np.ndarray
-    """int32 [N], at least one token; its last tokens are read if it does not fit."""
+    """int32 [N], at least one token; only its last tokens are used if it does not fit."""
     most: int
-    """Most new tokens."""
+    """Maximum new tokens."""
     until: Sequence[str] = ()
-    """The text ends before the first of these."""
+    """Stop texts; the generated text ends before the first of them."""
     tokens: list[int] = field(default_factory=list)
-    done: bool = False
+    finished: bool = False
 
     def sampling(self) -> Sampling:
         """The settings of a request to an engine."""
         return Sampling(max_tokens=self.most, temperature=0.0, stop=tuple(filter(None, self.until)))
 
-    def take(self, token: int, tokenizer: Tokenizer) -> None:
-        """One token more; the end-of-document token ends the text and does not belong to it."""
+    def append(self, token: int, tokenizer: Tokenizer) -> None:
+        """Add a token. The end-of-document token ends the text and is not part of it."""
         if token == tokenizer.eod:
-            self.done = True
+            self.finished = True
             return
         self.tokens.append(token)
         text = tokenizer.decode(self.tokens)
-        self.done = len(self.tokens) >= self.most or any(stop in text for stop in self.until if stop)
+        self.finished = len(self.tokens) >= self.most or any(stop in text for stop in self.until if stop)
 
     def text(self, tokenizer: Tokenizer) -> str:
-        """What was written, without what stands from a stop on."""
+        """The generated text up to the first stop text."""
         text = tokenizer.decode(self.tokens) if self.tokens else ""
-        ends = [text.index(stop) for stop in self.until if stop and stop in text]
-        return text[: min(ends, default=len(text))]
+        stop_places = [text.index(stop) for stop in self.until if stop and stop in text]
+        return text[: min(stop_places, default=len(text))]
 
 
 def generate(scorer: Scorer, texts: Sequence[Generation]) -> list[str]:
-    """The likeliest token after each text, again and again, until all are done -> what was written.
-
-    Raises UserError where the new tokens leave no room for a prompt.
-    """
+    """The greedy continuation of each text. Raises UserError if the new tokens leave no room for a prompt."""
     for text in texts:
         if not 0 < text.most < scorer.length:
             raise UserError(f"{text.most} tokens to generate: a row of the model has {scorer.length}, prompt included")
@@ -69,7 +66,7 @@ def generate(scorer: Scorer, texts: Sequence[Generation]) -> list[str]:
 
 
 def has_engine(program: Program) -> bool:
-    """Whether an engine can take the weights where they are: no pipeline, one process, a model that generates."""
+    """Whether an engine can use the weights in this layout: no pipeline, one process, a model with a cache."""
     shape = program.mesh.shape
     if jax.process_count() > 1 or shape["pipeline"] * shape["expert"] * shape["context"] > 1:
         return False
@@ -81,7 +78,7 @@ def has_engine(program: Program) -> bool:
 
 
 def by_engine(scorer: Scorer, texts: Sequence[Generation]) -> list[str]:
-    """`generate` with a cache of earlier tokens. Raises Stopped."""
+    """`generate` with a key-value cache. Raises Stopped."""
     program, eod = scorer.program, scorer.tokenizer.eod
     cfg, shape = program.cfg, program.mesh.shape
     parallel = ParallelConfig(tensor=shape["tensor"], data=shape["data"], data_sharding="replicate")
@@ -94,23 +91,25 @@ def by_engine(scorer: Scorer, texts: Sequence[Generation]) -> list[str]:
     )
     engine = make_engine(model, config, scorer.tokenizer, ends={eod}, length=scorer.length, queue=len(texts))
     requests = [(tuple(prompt), text.sampling()) for prompt, text in zip(prompts, texts, strict=True)]
-    written = list[str]()
+    results = list[str]()
     answers = complete(engine, requests, interrupted=scorer.stopping)
     for text, (answer,) in zip(texts, answers, strict=True):
         if answer.finish == "cancelled":
             raise Stopped
-        # Decoded by itself, as by recomputation: engines decode an answer as what follows its prompt.
+        # Decode the answer alone, as by recomputation: engines decode it as the continuation of its prompt.
         text.tokens = [token for token in answer.tokens if token != eod]
-        written.append(text.text(scorer.tokenizer) if answer.text else "")
-        scorer.progress(len(written), len(texts))
-    return written
+        results.append(text.text(scorer.tokenizer) if answer.text else "")
+        scorer.progress(len(results), len(texts))
+    return results
 
 
 def by_recomputation(scorer: Scorer, texts: Sequence[Generation]) -> list[str]:
-    """`generate` by a forward pass over whole texts for each token."""
-    while active := [text for text in texts if not text.done]:
-        seen = [np.append(text.prompt[text.most - scorer.length :], text.tokens).astype(np.int32) for text in active]
-        for text, token in zip(active, scorer.next_tokens(seen), strict=True):
-            text.take(token, scorer.tokenizer)
-        scorer.progress(sum(text.done for text in texts), len(texts))
+    """`generate` with a forward pass over the whole texts for each token."""
+    while active := [text for text in texts if not text.finished]:
+        sequences = [
+            np.append(text.prompt[text.most - scorer.length :], text.tokens).astype(np.int32) for text in active
+        ]
+        for text, token in zip(active, scorer.next_tokens(sequences), strict=True):
+            text.append(token, scorer.tokenizer)
+        scorer.progress(sum(text.finished for text in texts), len(texts))
     return [text.text(scorer.tokenizer) for text in texts]

@@ -1,4 +1,4 @@
-"""GLUE (Wang et al. 2019): the metrics of each task, and predictions as its server takes them."""
+"""GLUE (Wang et al. 2019): the metrics of each task, and predictions in the format of its server."""
 
 from collections.abc import Callable, Mapping
 
@@ -15,14 +15,14 @@ from megajax.training.scoring import Figure, Figures, Scorer
 type Metric = Callable[[np.ndarray, np.ndarray], Figure]
 
 
-def accuracy(values: np.ndarray, right: np.ndarray) -> Figure:
-    """Share of the examples with the right class."""
-    return mean((values == right).tolist())
+def accuracy(values: np.ndarray, labels: np.ndarray) -> Figure:
+    """Share of the examples with the correct class."""
+    return mean((values == labels).tolist())
 
 
 def plain(metric: Callable[[np.ndarray, np.ndarray], float]) -> Metric:
     """A metric without a standard error."""
-    return lambda values, right: Figure(metric(values, right), None, len(right))
+    return lambda values, labels: Figure(metric(values, labels), None, len(labels))
 
 
 ACCURACY = {"accuracy": accuracy}
@@ -32,7 +32,7 @@ METRICS: Mapping[str, Mapping[str, Metric]] = {
     "qqp": {"f1": plain(f1), **ACCURACY},
     "stsb": {"pearson": plain(pearson), "spearman": plain(spearman)},
 }
-"""Tasks whose metric is not the accuracy alone."""
+"""Tasks with other metrics than only accuracy."""
 FILES = {
     "cola": "CoLA", "sst2": "SST-2", "mrpc": "MRPC", "stsb": "STS-B", "qqp": "QQP", "mnli": "MNLI-m",
     "mnli_mismatched": "MNLI-mm", "qnli": "QNLI", "rte": "RTE", "wnli": "WNLI",
@@ -41,10 +41,10 @@ FILES = {
 
 
 class Glue:
-    """Metrics of the files of a split; of `test`, whose labels are not public, predictions alone."""
+    """Metrics of the files of a split; only predictions for `test`, whose labels are not public."""
 
     def __init__(self, config: GlueTaskConfig, scorer: Scorer):
-        """Raises UserError for a run on other data, and for files that are not of the format."""
+        """Raises UserError for a run on other data, and for files in another format."""
         self._config, self._scorer = config, scorer
         self._data = demand_data(config, scorer, GlueConfig)
         schema = scorer.program.cfg.model.schema()
@@ -57,9 +57,9 @@ class Glue:
             values = scores.argmax(-1) if GLUE[self._data.task].classes else np.clip(scores, 0, LARGEST_SCORE)
             self._write(suffix, values)
             if self._config.split == VALIDATION:
-                right = np.array([item.label for item in examples.items])
+                labels = np.array([item.label for item in examples.items])
                 metrics = METRICS.get(self._data.task, ACCURACY)
-                figures |= {f"{name}{suffix}": metric(values, right) for name, metric in metrics.items()}
+                figures |= {f"{name}{suffix}": metric(values, labels) for name, metric in metrics.items()}
                 figures[f"loss{suffix}"] = mean(losses.tolist())
             else:
                 figures[f"predictions{suffix}"] = Figure(len(values))

@@ -1,4 +1,4 @@
-"""Tasks of lm-evaluation-harness (Gao et al. 2021) in this process, on data of this machine."""
+"""Tasks of lm-evaluation-harness (Gao et al. 2021), run in this process on local data."""
 
 import logging
 import os
@@ -18,31 +18,30 @@ ENVIRONMENT = {
     **dict.fromkeys(("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_EVALUATE_OFFLINE", "TRANSFORMERS_OFFLINE"), "1"),
     **dict.fromkeys(("HF_HUB_DISABLE_TELEMETRY", "TQDM_DISABLE", "DISABLE_MULTIPROC"), "1"),
 }
-"""For lm-eval and the libraries that it reads data with: nothing is fetched, and nothing forks beside JAX's threads.
-Read when they are imported."""
+"""For lm-eval and its data libraries, which read it at import: no downloads, and no forks next to JAX's threads."""
 RESAMPLES = 1000
-"""For standard errors that lm-eval finds by bootstrapping."""
+"""Resamples for standard errors that lm-eval computes by bootstrapping."""
 
 
 class Harness:
-    """The metrics of the tasks as TASK/METRIC, with the standard errors that lm-eval gives."""
+    """The metrics of the tasks as TASK/METRIC, with lm-eval's standard errors."""
 
     def __init__(self, config: HarnessConfig, scorer: Scorer):
-        """Raises UserError for unknown tasks, and for those whose data is not on this machine."""
+        """Raises UserError for unknown tasks, and for tasks without local data."""
         self._config, self._scorer = config, scorer
         os.environ.update(ENVIRONMENT)
         self._library = require("lm_eval", "a task lm-eval:NAME")
-        # It warns of every default that a task leaves to it.
+        # lm-eval warns about every default that a task does not set.
         logging.getLogger("lm_eval").setLevel(logging.ERROR)
         if config.include_path is not None and not Path(config.include_path).is_dir():
-            raise UserError(f"include_path={config.include_path}: there is no such folder")
+            raise UserError(f"include_path={config.include_path}: not a folder")
         manager = self._manager()
         names = [name for name in config.tasks if name not in manager.all_tasks]
         if names:
-            near = did_you_mean(names[0], manager.all_tasks)
-            where = f"lm-eval or {config.include_path}" if config.include_path else "lm-eval"
-            raise UserError(f"lm-eval:{names[0]}: no task of {where} has this name" + f"; {near}" * bool(near))
-        # Loaded once: in a training run, what is wrong with the data shows before the first step.
+            hint = did_you_mean(names[0], manager.all_tasks)
+            places = f"lm-eval or {config.include_path}" if config.include_path else "lm-eval"
+            raise UserError(f"lm-eval:{names[0]}: no task of {places} has this name" + f"; {hint}" * bool(hint))
+        # Loaded here, so that a training run reports wrong data before its first step.
         self._tasks = [self._load(manager, name) for name in config.tasks]
 
     def __call__(self) -> Figures:
@@ -65,22 +64,22 @@ class Harness:
         return figures | truncated_contexts(model.truncated)
 
     def _manager(self) -> Any:
-        """The task manager of the include path; with lm-eval's own tasks too where one of these is asked for."""
+        """The task manager of the include path, with lm-eval's tasks if one of these is requested."""
         make = resolve("lm_eval.tasks:TaskManager")
         if self._config.include_path is not None:
-            own = make(include_path=self._config.include_path, include_defaults=False)
-            if set(self._config.tasks) <= set(own.all_tasks):
-                return own
+            manager = make(include_path=self._config.include_path, include_defaults=False)
+            if set(self._config.tasks) <= set(manager.all_tasks):
+                return manager
         return make(include_path=self._config.include_path)
 
     def _load(self, manager: Any, name: str) -> Any:
-        """A task or group with its data. Raises UserError where the data is not there."""
+        """A task or group with its data. Raises UserError if the data is missing."""
         try:
             loaded = manager.load([name])
         except Exception as error:  # of lm-eval, of datasets, of a task's own code
             first = next((line for line in str(error).splitlines() if line.strip()), "")[:300]
             raise UserError(
-                f"lm-eval:{name}: its data cannot be read on this machine, and nothing is fetched "
+                f"lm-eval:{name}: its data cannot be read on this machine, and nothing is downloaded "
                 f"({type(error).__name__}: {first})\n"
                 "Give --include-path with a task whose dataset_path is json or parquet and whose data_files are local."
             ) from error
@@ -88,14 +87,14 @@ class Harness:
 
 
 def _figures(results: Mapping[str, Any]) -> Iterator[tuple[str, Figure]]:
-    """The metrics of lm-eval's results; of several filters, the filter behind the metric's name."""
+    """The metrics of lm-eval's results. The name of a filter is appended to the metric's name."""
     for task, values in results["results"].items():
         metrics = [key for key in values if "," in key and not key.split(",")[0].endswith("_stderr")]
         for key in metrics:
-            metric, _, chosen = key.partition(",")
+            metric, _, filter_name = key.partition(",")
             if not isinstance(values[key], int | float):
                 continue
-            error = values.get(f"{metric}_stderr,{chosen}")
+            error = values.get(f"{metric}_stderr,{filter_name}")
             count = results.get("n-samples", {}).get(task, {}).get("effective")
-            label = f"{task}/{metric}" + f"_{chosen}" * (chosen != "none")
+            label = f"{task}/{metric}" + f"_{filter_name}" * (filter_name != "none")
             yield label, Figure(float(values[key]), error if isinstance(error, float) else None, count)

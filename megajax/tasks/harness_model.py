@@ -1,4 +1,4 @@
-"""A model of ours as lm-evaluation-harness asks for one. Imports lm_eval: see `megajax.tasks.harness`."""
+"""A model with lm-evaluation-harness's interface. Imports lm_eval: see `megajax.tasks.harness`."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,19 +14,19 @@ from megajax.tokenizers.base import start_token, with_prefix
 from megajax.training.scoring import Scorer
 
 LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-"""Names of the number of tokens to generate, the first that is given counts."""
+"""Names of the maximum number of new tokens; the first one that is given counts."""
 
 
 class HarnessModel(TemplateLM):
     """Answers lm-eval's three kinds of requests; every process answers all of them.
 
     Attributes:
-        truncated: contexts that were longer than a row, whose beginning was left out; one that several choices follow
-            counts once.
+        truncated: number of contexts whose beginning was cut because they were longer than a row; a context of several
+            choices counts once.
     """
 
     def __init__(self, scorer: Scorer, generated: int):
-        """generated: most tokens of a text where the task does not say it."""
+        """generated: maximum tokens of a text, if the task does not set it."""
         super().__init__()
         self._scorer, self._generated, self.truncated = scorer, generated, 0
 
@@ -47,13 +47,13 @@ class HarnessModel(TemplateLM):
         return self._generated
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Ids after those that the tokenizer puts before a text, as lm-eval's HFLM; False: without them."""
+        """Ids of a text after the tokenizer's prefix, as in lm-eval's HFLM. add_special_tokens: False for no prefix."""
         del kwargs
         tokenizer = self._scorer.tokenizer
         return (tokenizer.encode(string) if add_special_tokens is False else with_prefix(tokenizer, string)).tolist()
 
     def loglikelihood(self, requests: Any, disable_tqdm: bool = True) -> list[tuple[float, bool]]:
-        """Without lm-eval's own progress, of tokenisation."""
+        """Without lm-eval's progress bar of tokenisation."""
         del disable_tqdm
         return super().loglikelihood(requests, disable_tqdm=True)
 
@@ -62,26 +62,26 @@ class HarnessModel(TemplateLM):
     ) -> list[tuple[float, bool]]:
         """[(texts, context, continuation)] -> [(log-probability, whether it is greedy)]."""
         del kwargs
-        pairs = [Request(np.array(before), np.array(after)) for _, before, after in requests]
+        pairs = [Request(np.array(context), np.array(continuation)) for _, context, continuation in requests]
         answers = log_likelihoods(self._scorer, pairs)
         texts = [text for (text, _, _), answer in zip(requests, answers, strict=True) if answer.truncated]
         self.truncated += len({text[0] for text in texts})
         return [(answer.value, answer.greedy) for answer in answers]
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """Log-probability of each whole text, in windows that count every token once."""
+        """Log-probability of each text, with windows that count every token once."""
         texts: list[tuple[Any, Any, Any]] = []
         counts: list[int] = []
         for (text,) in (request.args for request in requests):
             pairs = utils.get_rolling_token_windows(
                 self.tok_encode(text), prefix_token=self.prefix_token_id, max_seq_len=self.max_length, context_len=1
             )
-            own = [(None, *utils.make_disjoint_window(pair)) for pair in pairs]
-            texts += own
-            counts.append(len(own))
+            windows = [(None, *utils.make_disjoint_window(pair)) for pair in pairs]
+            texts += windows
+            counts.append(len(windows))
         values = [value for value, _ in self._loglikelihood_tokens(texts)]
-        ends = np.cumsum(counts)
-        return [float(sum(values[end - count : end])) for end, count in zip(ends, counts, strict=True)]
+        stops = np.cumsum(counts)
+        return [float(sum(values[stop - count : stop])) for stop, count in zip(stops, counts, strict=True)]
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Greedy texts. Raises UserError for a task that samples."""
@@ -89,7 +89,8 @@ class HarnessModel(TemplateLM):
 
     def _generation(self, context: str, settings: Mapping[str, Any]) -> Generation:
         if settings.get("do_sample") and settings.get("temperature", 1.0) > 0:
-            raise UserError(f"a task asks for samples at temperature {settings.get('temperature', 1.0)}: only greedy")
+            temperature = settings.get("temperature", 1.0)
+            raise UserError(f"a task samples at temperature {temperature}, but only greedy decoding is supported")
         most = next((settings[name] for name in LIMITS if settings.get(name) is not None), self._generated)
         until = settings.get("until") or []
         prompt = self.tok_encode(context) or [self.prefix_token_id]

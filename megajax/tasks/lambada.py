@@ -13,9 +13,9 @@ from megajax.training.scoring import Figures, Scorer
 
 
 def cloze(tokenizer: Any, text: str, *, strict: bool) -> Request:
-    """The text before its end, and its end: the last word if `strict`, else the last token. As Megatron-LM cuts it.
+    """A text split before its last word if `strict`, else before its last token, as in Megatron-LM.
 
-    The last word is encoded with a blank before it, the text before it without blanks around it.
+    The last word is encoded with a space before it, the text before it without spaces around it.
     """
     if not strict:
         tokens = tokenizer.encode(text)
@@ -26,9 +26,9 @@ def cloze(tokenizer: Any, text: str, *, strict: bool) -> Request:
 
 
 class Lambada:
-    """`accuracy`: the share of texts whose last word, all its tokens, is what the model finds likeliest.
+    """`accuracy`: the share of texts whose last word is predicted greedily, with all its tokens.
 
-    `perplexity` is of a last word, `loss` of its tokens.
+    `perplexity` is per last word, `loss` per token of it.
     """
 
     def __init__(self, config: LambadaConfig, scorer: Scorer):
@@ -36,7 +36,7 @@ class Lambada:
         self._scorer, self._requests = scorer, list[Request]()
         for number, line in read_lines(config.path, {"text": str}):
             if len(line["text"].split()) < 2:
-                raise UserError(f"{config.path}, line {number}: text is {line['text']!r}, two words are needed.")
+                raise UserError(f"{config.path}, line {number}: text is {line['text']!r}, but needs two words.")
             request = cloze(scorer.tokenizer, line["text"], strict=config.strict)
             if not 0 < len(request.continuation) <= scorer.length or not len(request.context):
                 sizes = f"{len(request.context)} tokens and an end of {len(request.continuation)}"

@@ -18,35 +18,35 @@ class Request(NamedTuple):
 
 
 class LogLikelihood(NamedTuple):
-    """What a model says of a continuation."""
+    """The log-likelihood of a continuation."""
 
     value: float
     """Its log-probability, in nats."""
     greedy: bool
-    """Whether each of its tokens is the likeliest one."""
+    """Whether each of its tokens is the most likely one."""
     tokens: int
     truncated: bool
     """Whether the context lost tokens."""
 
 
 def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> Request:
-    """The ids of both texts, as lm-eval cuts them apart.
+    """The ids of both texts, split as in lm-eval.
 
-    The texts are encoded together, so that a token may begin with the blank before it; blanks at the end of the context
-    belong to the continuation. The tokenizer's prefix comes first; without a context, `start_token` alone.
+    The texts are encoded together, so that a token may include the space before a word; spaces at the end of the
+    context belong to the continuation. The tokenizer's prefix comes first; an empty context becomes `start_token`.
     """
-    kept = context.rstrip()
-    if not kept:
-        whole = tokenizer.encode(context + continuation)
-        return Request(np.array([start_token(tokenizer)], np.int32), whole)
-    whole, before = with_prefix(tokenizer, context + continuation), with_prefix(tokenizer, kept)
-    return Request(whole[: len(before)], whole[len(before) :])
+    stripped = context.rstrip()
+    if not stripped:
+        tokens = tokenizer.encode(context + continuation)
+        return Request(np.array([start_token(tokenizer)], np.int32), tokens)
+    tokens, prefix = with_prefix(tokenizer, context + continuation), with_prefix(tokenizer, stripped)
+    return Request(tokens[: len(prefix)], tokens[len(prefix) :])
 
 
 def log_likelihoods(scorer: Scorer, requests: Sequence[Request]) -> list[LogLikelihood]:
-    """In the order of the requests. Contexts that do not fit lose tokens at their beginning.
+    """The log-likelihoods in the order of the requests. Contexts that do not fit are truncated at their beginning.
 
-    Raises UserError for an empty continuation or one that is longer than a row.
+    Raises UserError for a continuation that is empty or longer than a row.
     """
     windows = [_window(request, scorer.length) for request in requests]
     return [
@@ -62,11 +62,11 @@ def log_likelihoods(scorer: Scorer, requests: Sequence[Request]) -> list[LogLike
 
 def _window(request: Request, length: int) -> Window:
     """The last `length` + 1 tokens of a request."""
-    counted = len(request.continuation)
-    if not 0 < counted <= length:
-        raise UserError(f"a continuation has {counted} tokens, the model scores 1 to {length}")
+    count = len(request.continuation)
+    if not 0 < count <= length:
+        raise UserError(f"a continuation has {count} tokens, but the model scores 1 to {length}")
     tokens = np.concatenate([request.context, request.continuation]).astype(np.int32)
-    return Window(tokens[-(length + 1) :], counted)
+    return Window(tokens[-(length + 1) :], count)
 
 
 def truncated_contexts(count: int) -> dict[str, Figure]:
@@ -74,13 +74,13 @@ def truncated_contexts(count: int) -> dict[str, Figure]:
     return {"truncated_contexts": Figure(count)} if count else {}
 
 
-def demand_ids(tokens: np.ndarray, scorer: Scorer, what: str) -> None:
+def demand_ids(tokens: np.ndarray, scorer: Scorer, owner: str) -> None:
     """Raises UserError for an id of `tokens`, int [N], that the model does not have."""
     below = scorer.program.cfg.model.schema()["tokens"].below
     least, largest = int(tokens.min()), int(tokens.max())
     if least < 0 or (below is not None and largest >= below):
         ids = "0 or more" if below is None else f"0 to {below - 1}"
         raise UserError(
-            f"{what} has token {least if least < 0 else largest}, the model's ids are {ids}: it was made with another "
-            "tokenizer. Prepare it with the run's tokenizer."
+            f"{owner} has token {least if least < 0 else largest}, but the model's ids are {ids}: it comes from "
+            "another tokenizer. Prepare it with the run's tokenizer."
         )

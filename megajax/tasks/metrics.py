@@ -1,32 +1,32 @@
-"""Metrics of predictions: numpy arrays [N] of what was predicted and of what is right."""
+"""Metrics of predictions: numpy arrays [N] of predictions and labels."""
 
 import numpy as np
 
 
-def f1(predicted: np.ndarray, right: np.ndarray, positive: int = 1) -> float:
-    """Harmonic mean of precision and recall of the class `positive`; 0 where nothing is predicted rightly as it."""
-    both = np.sum((predicted == positive) & (right == positive))
-    either = np.sum(predicted == positive) + np.sum(right == positive)
-    return float(2 * both / either) if either else 0.0
+def f1(predicted: np.ndarray, labels: np.ndarray, positive: int = 1) -> float:
+    """Harmonic mean of precision and recall of the class `positive`; 0 without true positives."""
+    true_positives = np.sum((predicted == positive) & (labels == positive))
+    positives = np.sum(predicted == positive) + np.sum(labels == positive)
+    return float(2 * true_positives / positives) if positives else 0.0
 
 
-def matthews(predicted: np.ndarray, right: np.ndarray) -> float:
-    """Correlation of two classes 0 and 1 (Matthews 1975); 0 where only one class is predicted or right."""
-    x, y = predicted.astype(np.float64), right.astype(np.float64)
-    spread = x.std() * y.std()
-    return float(np.mean((x - x.mean()) * (y - y.mean())) / spread) if spread else 0.0
+def matthews(predicted: np.ndarray, labels: np.ndarray) -> float:
+    """Correlation of two classes 0 and 1 (Matthews 1975); 0 if all predictions or all labels are equal."""
+    x, y = predicted.astype(np.float64), labels.astype(np.float64)
+    deviations = x.std() * y.std()
+    return float(np.mean((x - x.mean()) * (y - y.mean())) / deviations) if deviations else 0.0
 
 
-def pearson(predicted: np.ndarray, right: np.ndarray) -> float:
-    """Linear correlation; nan where one of both is constant."""
-    x, y = (each.astype(np.float64) - each.astype(np.float64).mean() for each in (predicted, right))
-    spread = np.sqrt(np.sum(x * x) * np.sum(y * y))
-    return float(np.sum(x * y) / spread) if spread else float("nan")
+def pearson(predicted: np.ndarray, labels: np.ndarray) -> float:
+    """Linear correlation; nan if an argument is constant."""
+    x, y = (values.astype(np.float64) - values.astype(np.float64).mean() for values in (predicted, labels))
+    norms = np.sqrt(np.sum(x * x) * np.sum(y * y))
+    return float(np.sum(x * y) / norms) if norms else float("nan")
 
 
-def spearman(predicted: np.ndarray, right: np.ndarray) -> float:
+def spearman(predicted: np.ndarray, labels: np.ndarray) -> float:
     """Linear correlation of ranks; equal values share the mean of their ranks."""
-    return pearson(_ranks(predicted), _ranks(right))
+    return pearson(_ranks(predicted), _ranks(labels))
 
 
 def _ranks(values: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Perplexity of token files, of raw text, and of the splits of a run's own data."""
+"""Perplexity of token files, raw text, and splits of a run's data."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -18,15 +18,15 @@ from megajax.tokenizers.base import start_token
 from megajax.training.scoring import Answer, Figure, Figures, Scorer, Window
 
 LARGEST_EXPONENT = 20.0
-"""Megatron-LM's perplexities of WIKITEXT103 are exp of at most this."""
+"""Megatron-LM limits the exponents of WIKITEXT103's perplexities to this."""
 
 
 def windows(tokens: np.ndarray, length: int, stride: int | None) -> Iterator[Window]:
-    """Windows of up to length + 1 tokens in which every token of the stream but the first is counted once.
+    """Windows of up to length + 1 tokens that count every token of the stream once, except the first.
 
     The first window counts all its tokens. Each later one starts `stride` tokens after the one before and counts its
     last `stride` tokens, so that every counted token has at least length - stride tokens before it. These are the
-    windows of Megatron-LM's zero-shot tasks, without those at the end that count nothing.
+    windows of Megatron-LM's zero-shot tasks, without those at the end that count no tokens.
 
     tokens int [N]; stride None: `length`, windows that do not overlap. Raises UserError for a stride above the length.
     """
@@ -41,16 +41,16 @@ def windows(tokens: np.ndarray, length: int, stride: int | None) -> Iterator[Win
         yield Window(tokens[first + stride - length : end + 1], end - first)
 
 
-def loss_figures(asked: Sequence[Window], answers: Sequence[Answer]) -> dict[str, Figure]:
-    """`loss`, `perplexity` and `accuracy`, the share of counted tokens that are the likeliest ones."""
-    counts = [window.counted for window in asked]
+def loss_figures(windows: Sequence[Window], answers: Sequence[Answer]) -> dict[str, Figure]:
+    """`loss`, `perplexity` and `accuracy`, the share of counted tokens that are the most likely ones."""
+    counts = [window.counted for window in windows]
     loss = ratio([-answer.log_probability for answer in answers], counts)
     accuracy = ratio([answer.right for answer in answers], counts)
     return {"loss": loss, "perplexity": exponential(loss), "accuracy": accuracy}
 
 
 class TokenFiles:
-    """The figures of all tokens of some token files but the first, one file after another."""
+    """The figures over all tokens of token files, except the first token of each file."""
 
     def __init__(self, config: PerplexityConfig, scorer: Scorer):
         """Raises UserError for files that cannot be read, or with ids that the model does not have."""
@@ -61,7 +61,7 @@ class TokenFiles:
             if len(tokens) < 2:
                 raise UserError(f"{path}: has {len(tokens)} tokens; perplexity needs two or more")
             if not np.issubdtype(tokens.dtype, np.integer):
-                raise UserError(f"{path}: holds {tokens.dtype}, not ids of tokens")
+                raise UserError(f"{path}: holds {tokens.dtype}, not token ids")
             demand_ids(tokens, scorer, path)
             self._windows += windows(tokens.astype(np.int32), scorer.length, config.stride)
 
@@ -70,11 +70,10 @@ class TokenFiles:
 
 
 class Text:
-    """The figures of all tokens of some documents, and their loss for each word and byte.
+    """The figures over all tokens of documents, and their loss per word and byte.
 
-    A word is what stands between white space, a byte one of UTF-8; both are counted in the documents as they are. This
-    is lm-eval's loglikelihood_rolling, with windows that may overlap, and with one beginning-of-sequence token where
-    lm-eval scores a second.
+    Words are separated by white space, bytes are of UTF-8; both are counted in the original documents. This is
+    lm-eval's loglikelihood_rolling, but windows may overlap, and no second beginning-of-sequence token is scored.
     """
 
     def __init__(self, config: TextConfig, scorer: Scorer):
@@ -84,9 +83,9 @@ class Text:
             documents = [line[config.key] for _, line in read_lines(path, {config.key: str})]
         else:
             documents = [read_text(path)]
-        self._words = sum(len(document.split()) for document in documents)
-        self._bytes = sum(len(document.encode("utf-8", errors="surrogatepass")) for document in documents)
-        if not self._words:
+        self._word_count = sum(len(document.split()) for document in documents)
+        self._byte_count = sum(len(document.encode("utf-8", errors="surrogatepass")) for document in documents)
+        if not self._word_count:
             raise UserError(f"{path}: has no words")
         self._windows = list[Window]()
         for document in documents:
@@ -98,36 +97,38 @@ class Text:
         figures = loss_figures(self._windows, self._scorer.answers(self._windows))
         loss = figures["loss"]
         tokens = loss.count or 0
-        byte = scaled(loss, tokens / self._bytes, self._bytes)
+        byte = scaled(loss, tokens / self._byte_count, self._byte_count)
         return figures | {
-            "word_perplexity": exponential(scaled(loss, tokens / self._words, self._words)),
+            "word_perplexity": exponential(scaled(loss, tokens / self._word_count, self._word_count)),
             "byte_perplexity": exponential(byte),
             "bits_per_byte": scaled(byte, 1 / math.log(2)),
         }
 
 
 class Wikitext:
-    """Megatron-LM's WIKITEXT103: the loss of a detokenised text for each of its tokens and each original word.
+    """Megatron-LM's WIKITEXT103: the loss of a detokenised text per token and per original word.
 
-    T tokens after tokenisation and W words, split at blanks, before: the ratio of tokens is (T - 1) / (W - 1), and the
-    adjusted perplexity exp(loss x ratio). Both perplexities are cut off at exp(20).
+    With T tokens and W original words, separated by spaces, the token ratio is (T - 1) / (W - 1), and the adjusted
+    perplexity exp(loss x ratio). Both perplexities are limited to exp(20).
     """
 
     def __init__(self, config: WikitextConfig, scorer: Scorer):
         """Raises UserError for a file without two words."""
         text, self._scorer = read_text(config.path), scorer
-        self._words = len(text.strip().split(" "))
+        self._word_count = len(text.strip().split(" "))
         tokens = scorer.tokenizer.encode(detokenize(text, config.detokenizer))
-        if self._words < 2 or len(tokens) < 2:
-            raise UserError(f"{config.path}: has {self._words} words and {len(tokens)} tokens, two of both are needed")
+        if self._word_count < 2 or len(tokens) < 2:
+            raise UserError(
+                f"{config.path}: has {self._word_count} words and {len(tokens)} tokens, but needs two of both"
+            )
         demand_ids(tokens, scorer, config.path)
-        self._ratio = (len(tokens) - 1) / (self._words - 1)
+        self._ratio = (len(tokens) - 1) / (self._word_count - 1)
         self._windows = list(windows(tokens, scorer.length, config.stride))
 
     def __call__(self) -> Figures:
         figures = loss_figures(self._windows, self._scorer.answers(self._windows))
         loss = figures["loss"]
-        word = scaled(loss, self._ratio, self._words - 1)
+        word = scaled(loss, self._ratio, self._word_count - 1)
         return figures | {
             "perplexity": exponential(loss._replace(value=min(LARGEST_EXPONENT, loss.value))),
             "adjusted_perplexity": exponential(word._replace(value=min(LARGEST_EXPONENT, word.value))),
@@ -136,7 +137,7 @@ class Wikitext:
 
 
 class Split:
-    """The loss on all rows of a split of the run's own data, with the weights that the rows give their labels."""
+    """The loss on all rows of a split of the run's data, weighted by the rows' loss masks."""
 
     def __init__(self, config: SplitConfig, scorer: Scorer):
         """Raises UserError for data without this split."""
@@ -149,15 +150,15 @@ class Split:
             raise UserError(f"the data has no {config.split} split: give it a share in data.split")
 
     def __call__(self) -> Figures:
-        scorer, sums, right, counts = self._scorer, list[float](), list[float](), list[float]()
-        at_once, total = scorer.rows_at_once(scorer.length), len(self._rows)
-        for first in range(0, total, at_once):
-            rows = [self._rows[number] for number in range(first, min(first + at_once, total))]
+        scorer, sums, correct, counts = self._scorer, list[float](), list[float](), list[float]()
+        batch_rows, total = scorer.rows_at_once(scorer.length), len(self._rows)
+        for first in range(0, total, batch_rows):
+            rows = [self._rows[number] for number in range(first, min(first + batch_rows, total))]
             for row, log_p, likeliest in zip(rows, *scorer.scores(rows), strict=True):
                 weight = np.asarray(row["loss_mask"], np.float64)
                 sums.append(-float(np.where(weight > 0, log_p[: len(weight)] * weight, 0).sum()))
-                right.append(float(((likeliest[: len(weight)] == row["labels"]) * weight).sum()))
+                correct.append(float(((likeliest[: len(weight)] == row["labels"]) * weight).sum()))
                 counts.append(float(weight.sum()))
-            scorer.progress(min(first + at_once, total), total)
+            scorer.progress(min(first + batch_rows, total), total)
         loss = ratio(sums, counts)
-        return {"loss": loss, "perplexity": exponential(loss), "accuracy": ratio(right, counts)}
+        return {"loss": loss, "perplexity": exponential(loss), "accuracy": ratio(correct, counts)}

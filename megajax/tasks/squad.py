@@ -1,4 +1,4 @@
-"""SQuAD (Rajpurkar et al. 2016, 2018): answers from windows, and the official evaluation of them."""
+"""SQuAD (Rajpurkar et al. 2016, 2018): answers from windows, and the official evaluation."""
 
 import re
 import string
@@ -19,7 +19,7 @@ from megajax.training.scoring import Figure, Figures, Scorer
 
 
 class Answer(NamedTuple):
-    """An answer of a question; the empty text is none."""
+    """An answer to a question; the empty text means no answer."""
 
     text: str
     score: float
@@ -27,50 +27,53 @@ class Answer(NamedTuple):
 
 
 class Squad:
-    """Exact match and F1 in percent; with version 2.0 also of questions with and without an answer.
+    """Exact match and F1 in percent; in version 2.0 also on questions with and without an answer.
 
-    predictions.json and, with version 2.0, null_odds.json are what the official evaluation reads.
+    The official evaluation reads predictions.json and, in version 2.0, null_odds.json.
     """
 
     def __init__(self, config: SquadTaskConfig, scorer: Scorer):
-        """Raises UserError for a run on other data, and for a file that is not SQuAD's."""
+        """Raises UserError for a run on other data, and for a file in another format."""
         self._config, self._scorer = config, scorer
         self._data = demand_data(config, scorer, SquadConfig)
         if config.threshold and self._data.version != "2.0":
-            what = f"threshold={config.threshold:g} is for version 2.0, and the run's data is of {self._data.version}"
-            raise UserError(f"{config.name}: {what}: leave it out")
+            problem = (
+                f"threshold={config.threshold:g} is for version 2.0, but the run's data is of {self._data.version}"
+            )
+            raise UserError(f"{config.name}: {problem}: leave it out")
         schema = scorer.program.cfg.model.schema()
         self._examples = read_split(self._data, config.split, scorer.tokenizer, schema)
 
     def __call__(self) -> Figures:
         scores, losses = scores_and_losses(self._scorer, self._examples)
-        answers, odds, kept = dict[str, str](), dict[str, float](), dict[str, list[dict]]()
+        answers, odds, nbest = dict[str, str](), dict[str, float](), dict[str, list[dict]]()
         places = groupby(range(len(scores)), key=lambda place: self._examples.items[place].question.identifier)
         for identifier, group in places:
-            own = list(group)
-            windows = [self._examples.items[place] for place in own]
-            best, none = best_answers(windows, scores[own], self._config)
+            rows = list(group)
+            windows = [self._examples.items[place] for place in rows]
+            best, none = best_answers(windows, scores[rows], self._config)
             odds[identifier] = none - (best[0].score if best else 0.0)
             unanswered = not best or (self._data.version == "2.0" and odds[identifier] > self._config.threshold)
             answers[identifier] = "" if unanswered else best[0].text
-            kept[identifier] = _with_probabilities(best + [Answer("", none)] * (self._data.version == "2.0"))
+            nbest[identifier] = _with_probabilities(best + [Answer("", none)] * (self._data.version == "2.0"))
         write_predictions(self._scorer, self._config, "predictions.json", as_lines(answers))
-        write_predictions(self._scorer, self._config, "nbest_predictions.json", as_lines(kept))
+        write_predictions(self._scorer, self._config, "nbest_predictions.json", as_lines(nbest))
         if self._data.version == "2.0":
             write_predictions(self._scorer, self._config, "null_odds.json", as_lines(odds))
-        asked = {window.question.identifier: window.question for window in self._examples.items}
-        return evaluation(asked, answers, odds, self._data.version) | {"loss": mean(losses.tolist())}
+        questions = {window.question.identifier: window.question for window in self._examples.items}
+        return evaluation(questions, answers, odds, self._data.version) | {"loss": mean(losses.tolist())}
 
 
 def best_answers(windows: Sequence[Window], scores: np.ndarray, config: SquadTaskConfig) -> tuple[list[Answer], float]:
-    """The best answers of a question from its windows, each text once, and the score of no answer.
+    """The best answers to a question from its windows, without duplicate texts, and the score of no answer.
 
-    scores: [windows, S, 2] of first and last tokens. A first token counts in the window where it has most context; no
-    answer has the least score of both heads at the first token of a row (Devlin et al. 2019, run_squad).
+    scores: [windows, S, 2] of first and last tokens. A first token counts only in the window where it has the most
+    context. The score of no answer is the least sum of both heads at the first token of a row (Devlin et al. 2019,
+    run_squad).
     """
     answers, paragraph = list[Answer](), windows[0].question.paragraph
-    for number, (window, own) in enumerate(zip(windows, scores, strict=True)):
-        inside = own[window.offset : window.offset + window.count].astype(np.float64)
+    for number, (window, window_scores) in enumerate(zip(windows, scores, strict=True)):
+        inside = window_scores[window.offset : window.offset + window.count].astype(np.float64)
         firsts, lasts = (np.argsort(-inside[:, head], kind="stable")[: config.best].tolist() for head in (0, 1))
         for first in firsts:
             if most_context(windows, window.first + first) != number:
@@ -87,14 +90,14 @@ def best_answers(windows: Sequence[Window], scores: np.ndarray, config: SquadTas
 
 
 def most_context(windows: Sequence[Window], token: int) -> int:
-    """Which window has most tokens on the shorter side of a token of the paragraph; of equal ones the first."""
-    within = [
-        min(token - each.first, each.first + each.count - 1 - token) + 0.01 * each.count
-        if each.first <= token < each.first + each.count
+    """Index of the window with the most tokens on the shorter side of a paragraph's token; ties go to the first."""
+    context_sizes = [
+        min(token - window.first, window.first + window.count - 1 - token) + 0.01 * window.count
+        if window.first <= token < window.first + window.count
         else -1.0
-        for each in windows
+        for window in windows
     ]
-    return int(np.argmax(within))
+    return int(np.argmax(context_sizes))
 
 
 def _with_probabilities(answers: Sequence[Answer]) -> list[dict]:
@@ -108,63 +111,63 @@ def _with_probabilities(answers: Sequence[Answer]) -> list[dict]:
 
 
 def evaluation(
-    asked: Mapping[str, Question], answers: Mapping[str, str], odds: Mapping[str, float], version: str
+    questions: Mapping[str, Question], answers: Mapping[str, str], odds: Mapping[str, float], version: str
 ) -> dict[str, Figure]:
     """The figures of the official evaluation, in percent."""
     exact, overlap = dict[str, float](), dict[str, float]()
-    for identifier, question in asked.items():
-        right = right_answers(question, version)
-        exact[identifier] = max(float(normalized(answers[identifier]) == normalized(each)) for each in right)
-        overlap[identifier] = max(f1(answers[identifier], each, version) for each in right)
+    for identifier, question in questions.items():
+        references = right_answers(question, version)
+        exact[identifier] = max(float(normalized(answers[identifier]) == normalized(text)) for text in references)
+        overlap[identifier] = max(f1(answers[identifier], text, version) for text in references)
     figures = {"exact": _percent(exact.values()), "f1": _percent(overlap.values())}
     if version != "2.0":
         return figures
-    for name, wanted in (("has_answer", True), ("no_answer", False)):
-        own = [identifier for identifier, question in asked.items() if bool(question.answers) == wanted]
-        if own:
-            figures[f"{name}_exact"] = _percent([exact[each] for each in own])
-            figures[f"{name}_f1"] = _percent([overlap[each] for each in own])
+    for name, has_answer in (("has_answer", True), ("no_answer", False)):
+        identifiers = [identifier for identifier, question in questions.items() if bool(question.answers) == has_answer]
+        if identifiers:
+            figures[f"{name}_exact"] = _percent([exact[text] for text in identifiers])
+            figures[f"{name}_f1"] = _percent([overlap[text] for text in identifiers])
     for name, values in (("exact", exact), ("f1", overlap)):
-        best, threshold = best_threshold(asked, answers, values, odds)
+        best, threshold = best_threshold(questions, answers, values, odds)
         figures |= {f"best_{name}": Figure(best), f"best_{name}_threshold": Figure(threshold)}
     return figures
 
 
 def best_threshold(
-    asked: Mapping[str, Question], answers: Mapping[str, str], values: Mapping[str, float], odds: Mapping[str, float]
+    questions: Mapping[str, Question], answers: Mapping[str, str], values: Mapping[str, float], odds: Mapping[str, float]
 ) -> tuple[float, float]:
     """The largest mean of the scores `values` in percent over thresholds of the odds of no answer, and the threshold.
 
-    As by the official evaluation, from the answers as they are given.
+    As in the official evaluation, from the final answers.
     """
-    current = best = float(sum(not question.answers for question in asked.values()))
+    current = best = float(sum(not question.answers for question in questions.values()))
     threshold = 0.0
     for identifier in sorted(odds, key=odds.__getitem__):
-        current += values[identifier] if asked[identifier].answers else -float(bool(answers[identifier]))
+        current += values[identifier] if questions[identifier].answers else -float(bool(answers[identifier]))
         if current > best:
             best, threshold = current, odds[identifier]
-    return 100 * best / len(asked), threshold
+    return 100 * best / len(questions), threshold
 
 
 def right_answers(question: Question, version: str) -> list[str]:
-    """Texts of the answers; in version 2.0 those that are nothing but articles and punctuation do not count."""
+    """Texts of the answers; in version 2.0 without those that have only articles and punctuation."""
     texts = [text for text, _ in question.answers]
     return texts if version != "2.0" else [text for text in texts if normalized(text)] or [""]
 
 
 def normalized(text: str) -> str:
-    """Lower case, without punctuation, articles and double blanks."""
+    """The text in lower case, without punctuation, articles and repeated spaces."""
     plain = "".join(letter for letter in text.lower() if letter not in string.punctuation)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", plain).split())
 
 
-def f1(answer: str, right: str, version: str = "2.0") -> float:
-    """Of the words that two answers share; in version 2.0, 1 for two answers without words, and 0 for one."""
-    ours, theirs = normalized(answer).split(), normalized(right).split()
-    if version == "2.0" and not (ours and theirs):
-        return float(ours == theirs)
-    same = sum((Counter(ours) & Counter(theirs)).values())
-    return 2 * same / (len(ours) + len(theirs)) if same else 0.0
+def f1(answer: str, reference: str, version: str = "2.0") -> float:
+    """F1 of the words that two answers share. In version 2.0, 1 if both have no words, and 0 if one has none."""
+    answer_words, reference_words = normalized(answer).split(), normalized(reference).split()
+    if version == "2.0" and not (answer_words and reference_words):
+        return float(answer_words == reference_words)
+    common = sum((Counter(answer_words) & Counter(reference_words)).values())
+    return 2 * common / (len(answer_words) + len(reference_words)) if common else 0.0
 
 
 def _percent(values: Iterable[float]) -> Figure:

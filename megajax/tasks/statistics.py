@@ -1,4 +1,4 @@
-"""Means over scored items, with standard errors."""
+"""Means over scored items, and their standard errors."""
 
 import math
 from collections.abc import Sequence
@@ -8,14 +8,14 @@ import numpy as np
 from megajax.training.scoring import Figure
 
 LARGEST_EXPONENT = 700.0
-"""exp of more overflows."""
+"""exp overflows above this."""
 
 
 def ratio(sums: Sequence[float], counts: Sequence[float]) -> Figure:
     """sum(sums) / sum(counts), such as a loss over windows of tokens.
 
-    Its standard error is that of a ratio estimator with the items as clusters (Cochran 1977, chapter 6); None for one
-    item. The count is sum(counts).
+    The standard error is that of a ratio estimator with items as clusters (Cochran 1977, chapter 6); None for one item.
+    The count is sum(counts).
     """
     x, n = np.asarray(sums, np.float64), np.asarray(counts, np.float64)
     total = n.sum()
@@ -42,6 +42,6 @@ def exponential(figure: Figure, factor: float = 1.0) -> Figure:
 
 
 def scaled(figure: Figure, factor: float, count: int | None = None) -> Figure:
-    """The figure in another unit. count: what it is a mean over then."""
+    """The figure in another unit. count: the number of those units, by default unchanged."""
     error = None if figure.error is None else figure.error * factor
     return Figure(figure.value * factor, error, figure.count if count is None else count)

@@ -1,4 +1,4 @@
-"""Metrics of GLUE and SQuAD against scikit-learn, scipy and cases by hand."""
+"""Metrics of GLUE and SQuAD against scikit-learn, scipy and hand-computed cases."""
 
 import warnings
 from types import SimpleNamespace
@@ -19,32 +19,32 @@ from megajax.tasks.squad import Squad, best_answers, evaluation, most_context, n
 from megajax.tasks.squad import f1 as word_f1
 
 
-def test_a_threshold_is_for_version_2_alone(monkeypatch):
+def test_a_threshold_needs_version_2(monkeypatch):
     monkeypatch.setattr("megajax.tasks.benchmark.demand_outputs", lambda program, name: None)
     scorer: Any = SimpleNamespace(
         program=SimpleNamespace(cfg=SimpleNamespace(data=SquadConfig(path="", version="1.1")))
     )
-    with pytest.raises(UserError, match=r"threshold=1 is for version 2\.0, and the run's data is of 1\.1"):
+    with pytest.raises(UserError, match=r"threshold=1 is for version 2\.0, but the run's data is of 1\.1"):
         Squad(SquadTaskConfig(threshold=1.0), scorer)
 
 
-def test_metrics_of_classes_are_those_of_scikit_learn():
+def test_class_metrics_match_scikit_learn():
     rng = np.random.default_rng(0)
     for share in (0.0, 0.2, 0.5, 1.0):
-        predicted, right = rng.random(50) < share, rng.random(50) < 0.4
-        predicted, right = predicted.astype(int), right.astype(int)
-        np.testing.assert_allclose(f1(predicted, right), sklearn_metrics.f1_score(right, predicted, zero_division=0))
+        predicted, labels = rng.random(50) < share, rng.random(50) < 0.4
+        predicted, labels = predicted.astype(int), labels.astype(int)
+        np.testing.assert_allclose(f1(predicted, labels), sklearn_metrics.f1_score(labels, predicted, zero_division=0))
         np.testing.assert_allclose(
-            matthews(predicted, right), sklearn_metrics.matthews_corrcoef(right, predicted), atol=1e-12
+            matthews(predicted, labels), sklearn_metrics.matthews_corrcoef(labels, predicted), atol=1e-12
         )
     assert f1(np.zeros(3), np.zeros(3)) == matthews(np.zeros(3), np.zeros(3)) == 0
 
 
-def test_correlations_are_those_of_scipy_with_ties():
+def test_correlations_with_ties_match_scipy():
     rng = np.random.default_rng(0)
-    predicted, right = rng.normal(size=40).round(1), rng.integers(0, 6, 40).astype(float)
-    np.testing.assert_allclose(pearson(predicted, right), stats.pearsonr(predicted, right).statistic)
-    np.testing.assert_allclose(spearman(predicted, right), stats.spearmanr(predicted, right).statistic)
+    predicted, labels = rng.normal(size=40).round(1), rng.integers(0, 6, 40).astype(float)
+    np.testing.assert_allclose(pearson(predicted, labels), stats.pearsonr(predicted, labels).statistic)
+    np.testing.assert_allclose(spearman(predicted, labels), stats.spearmanr(predicted, labels).statistic)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert np.isnan(pearson(np.ones(3), np.arange(3.0)))
@@ -70,7 +70,7 @@ def test_evaluation_of_version_2_by_hand():
     assert figures["exact"] == 50 and figures["f1"] == pytest.approx((1 + 2 / 3 + 1 + 0) * 25)
     assert (figures["has_answer_exact"], figures["no_answer_exact"]) == (50, 50)
     assert figures["has_answer_f1"] == pytest.approx(50 * (1 + 2 / 3)) and figures["no_answer_f1"] == 50
-    # Two without an answer are right at first; then a, d, b are given in this order, and c stays empty.
+    # The two without an answer are correct at first; then a, d, b get answers in this order, and c stays empty.
     assert (figures["best_exact"], figures["best_exact_threshold"]) == (75, -3)
     assert (figures["best_f1"], figures["best_f1_threshold"]) == (75, -3)
 
@@ -82,31 +82,31 @@ def test_evaluation_of_version_1_takes_the_best_of_the_answers():
     assert figures["f1"].value == pytest.approx(100 * (0 + 2 * 2 / 5) / 2)
 
 
-def paragraph_of(words: int) -> Question:
-    text = " ".join(f"w{number}" for number in range(words))
-    starts = [text.index(f"w{number}") for number in range(words)]
+def paragraph_of(word_count: int) -> Question:
+    text = " ".join(f"w{number}" for number in range(word_count))
+    starts = [text.index(f"w{number}") for number in range(word_count)]
     spans = np.array([(start, start + len(f"w{number}")) for number, start in enumerate(starts)])
-    return Question("", "q", np.zeros(2, np.int32), Paragraph(text, np.zeros(words, np.int32), spans), ())
+    return Question("", "q", np.zeros(2, np.int32), Paragraph(text, np.zeros(word_count, np.int32), spans), ())
 
 
 def test_a_token_counts_in_the_window_with_most_context():
     windows = list(paragraph_windows(paragraph_of(9), 5, 2))
-    assert [(each.first, each.count) for each in windows] == [(0, 5), (2, 5), (4, 5)]
+    assert [(window.first, window.count) for window in windows] == [(0, 5), (2, 5), (4, 5)]
     assert [most_context(windows, token) for token in range(9)] == [0, 0, 0, 0, 1, 1, 2, 2, 2]
 
 
-def test_the_best_spans_are_those_of_every_combination():
+def test_the_best_spans_match_an_exhaustive_search():
     windows = list(paragraph_windows(paragraph_of(9), 5, 2))
     scores = np.random.default_rng(0).normal(size=(3, 12, 2)).astype(np.float32)
     config = SquadTaskConfig(longest_answer=3)
     best, none = best_answers(windows, scores, config)
-    words = windows[0].question.paragraph.text.split()
+    texts = windows[0].question.paragraph.text.split()
     expected: dict[str, float] = {}
     for number, window in enumerate(windows):
         for first in range(window.count):
             for last in range(first, min(first + 3, window.count)):
                 if most_context(windows, window.first + first) == number:
-                    text = " ".join(words[window.first + first : window.first + last + 1])
+                    text = " ".join(texts[window.first + first : window.first + last + 1])
                     score = float(scores[number, 4 + first, 0]) + float(scores[number, 4 + last, 1])
                     expected[text] = max(score, expected.get(text, -np.inf))
     ordered = sorted(expected, key=lambda text: -expected[text])[:20]

@@ -42,7 +42,7 @@ class MaskedRows:
     def leaves(self) -> dict[str, str]:
         return {name: leaf.dtype for name, leaf in pretraining().schema().items()}
 
-    def build(self, **given: Any) -> Splits:
+    def build(self, **parts: Any) -> Splits:
         rng, schema = np.random.default_rng(0), pretraining().schema()
         row = {name: rng.integers(0, 2, leaf.shape).astype(leaf.dtype) for name, leaf in schema.items()}
         return Splits([row] * 8, None, None)
@@ -91,24 +91,24 @@ def test_a_classifier_starts_from_a_pretrained_bert_with_a_fresh_head(pretrained
 
 
 def test_only_the_head_differs_from_the_model_of_another_library():
-    names = [each.name for each in differences(tuning().model, pretraining())]
+    names = [difference.name for difference in differences(tuning().model, pretraining())]
     assert all(fnmatchcase(name, "head.*") or name == "sequence_length" for name in names) and len(names) > 1
 
 
 def test_outputs_of_rows_do_not_depend_on_their_batches(tuned, tmp_path):
     scorer = Scorer(tuned.program, tuned.parts.tokenizer, tuned.state.inputs, folder=tmp_path)
     rows = [tuned.parts.splits.train[number] for number in range(8)]
-    whole, single = scorer.outputs(rows), scorer.outputs(rows[7:])
-    assert whole["scores"].shape == (8, 2) and whole["losses"].shape == (8,)
-    np.testing.assert_allclose(whole["scores"][7:], single["scores"], atol=1e-6)
-    given = {name: np.stack([row[name] for row in rows]) for name in ("tokens", "segment_ids", "token_types")}
-    np.testing.assert_allclose(whole["scores"], tuned.model(**given), atol=1e-5)
+    batch, single = scorer.outputs(rows), scorer.outputs(rows[7:])
+    assert batch["scores"].shape == (8, 2) and batch["losses"].shape == (8,)
+    np.testing.assert_allclose(batch["scores"][7:], single["scores"], atol=1e-6)
+    leaves = {name: np.stack([row[name] for row in rows]) for name in ("tokens", "segment_ids", "token_types")}
+    np.testing.assert_allclose(batch["scores"], tuned.model(**leaves), atol=1e-5)
     figures = GlueTaskConfig().build(scorer)()
     table = (tmp_path / "predictions/validation/RTE.tsv").read_text().splitlines()
     assert table[0] == "index\tprediction" and len(table) == 81 == 1 + figures["accuracy"].count
-    right = [line.split("\t")[-1] for line in (Path(tuned.cfg.data.folder()) / "dev.tsv").read_text().splitlines()[1:]]
+    labels = [line.split("\t")[-1] for line in (Path(tuned.cfg.data.folder()) / "dev.tsv").read_text().splitlines()[1:]]
     predicted = [line.split("\t")[1] for line in table[1:]]
-    assert figures["accuracy"].value == np.mean([a == b for a, b in zip(right, predicted, strict=True)])
+    assert figures["accuracy"].value == np.mean([a == b for a, b in zip(labels, predicted, strict=True)])
     test = GlueTaskConfig(split="test").build(scorer)()
     assert test["predictions"].value == 40 and (tmp_path / "predictions/test/RTE.tsv").is_file()
 
@@ -116,12 +116,12 @@ def test_outputs_of_rows_do_not_depend_on_their_batches(tuned, tmp_path):
 def test_tasks_for_other_data_or_other_models_are_refused(tuned, tmp_path):
     scorer = Scorer(tuned.program, tuned.parts.tokenizer, tuned.state.inputs)
     for task, kind in ((RaceTaskConfig(), "RaceConfig"), (SquadTaskConfig(), "SquadConfig")):
-        with pytest.raises(UserError, match=f"evaluates a run on {kind}; this run's data is MockGlueConfig"):
+        with pytest.raises(UserError, match=f"evaluates runs on {kind}, but this run's is MockGlueConfig"):
             task.build(scorer)
     with pytest.raises(UserError, match="BertClassifierConfig is not a causal language model"):
         LambadaConfig(path=str(tmp_path)).build(scorer)
-    wrong = tuning(data=GlueConfig(task="stsb", path="x"))
-    assert any("makes labels of dtype float32" in problem.message for problem in wrong.problems())
+    regression = tuning(data=GlueConfig(task="stsb", path="x"))
+    assert any("makes labels of dtype float32" in problem.message for problem in regression.problems())
 
 
 def lines_of(folder: Path, split: str) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Evaluations of a tiny run: in training, afterwards, resumed, by lm-eval, on other devices; and what is refused."""
+"""Evaluations of a tiny run: in training, afterwards, resumed, by lm-eval, on other devices; and refusals."""
 
 import json
 import math
@@ -88,8 +88,8 @@ def config(folder: Path, *settings: str) -> EvaluatedConfig:
 def scorer(folder) -> Scorer:
     program, tokenizer = prepare(config(folder))
     with jax.set_mesh(program.mesh):
-        weights, where = all_weights(folder / "run", program)
-    assert where == f"{folder / 'run'}, step {STEPS}"
+        weights, origin = all_weights(folder / "run", program)
+    assert origin == f"{folder / 'run'}, step {STEPS}"
     return Scorer(program, tokenizer, weights)
 
 
@@ -110,10 +110,10 @@ def test_a_run_is_evaluated_on_its_tasks_every_n_steps(folder):
     assert lines(folder, "split")[-1]["loss"] == pytest.approx(lines(folder, "validation")[-1]["loss"], rel=1e-6)
 
 
-def test_figures_are_those_of_the_run_itself(folder):
+def test_figures_match_those_of_the_run(folder):
     prefix, texts = folder / "valid", folder / "texts.jsonl"
-    words = f"split:validation,perplexity:{prefix},lambada:{texts}"
-    assert main([f"--run={folder / 'run'}", f"--tasks={words}", f"--output={folder}"]) == 0
+    tasks = f"split:validation,perplexity:{prefix},lambada:{texts}"
+    assert main([f"--run={folder / 'run'}", f"--tasks={tasks}", f"--output={folder}"]) == 0
     expected = lines(folder, "validation")[-1]["loss"]
     for name in ("split", "perplexity"):
         figures = results(folder)[name]
@@ -122,45 +122,45 @@ def test_figures_are_those_of_the_run_itself(folder):
         assert figures["loss"]["count"] == 10 * LENGTH
     assert results(folder)["lambada"]["loss"]["value"] == pytest.approx(lines(folder, "lambada")[-1]["loss"], rel=1e-6)
     assert results(folder)["lambada"]["truncated_contexts"]["value"] == 1
-    kept = json.loads((folder / "results.json").read_text())
-    assert kept["weights"] == f"{folder / 'run'}, step {STEPS}"
-    assert {"jax", "numpy"} <= kept["versions"].keys()
+    stored = json.loads((folder / "results.json").read_text())
+    assert stored["weights"] == f"{folder / 'run'}, step {STEPS}"
+    assert {"jax", "numpy"} <= stored["versions"].keys()
 
 
-def test_an_interrupted_evaluation_goes_on(folder, tmp_path, monkeypatch, capsys):
-    """The second attempt asks the model only what the first one did not."""
+def test_an_interrupted_evaluation_resumes(folder, tmp_path, monkeypatch, capsys):
+    """The second attempt scores only what the first one did not."""
     evaluation = Evaluation(folder / "run", [ChoicesConfig(path=str(folder / "questions.jsonl"))], tmp_path)
-    calls, whole = [], Scorer.scores
+    calls, scores = [], Scorer.scores
 
     def interrupted(self, rows):
         if len(calls) == 2:
             raise KeyboardInterrupt
         calls.append(len(rows))
-        return whole(self, rows)
+        return scores(self, rows)
 
     monkeypatch.setattr(Scorer, "scores", interrupted)
     with pytest.raises(KeyboardInterrupt):
         evaluate(config(folder), evaluation, all_weights)
     assert not (tmp_path / "results.json").exists()
-    (kept,) = (tmp_path / "evaluation_cache").iterdir()
-    kept.write_bytes(kept.read_bytes()[:-9])  # the last line was cut short
-    done = sum(calls) - 1
+    (cache_file,) = (tmp_path / "evaluation_cache").iterdir()
+    cache_file.write_bytes(cache_file.read_bytes()[:-9])  # the last line was cut short
+    scored = sum(calls) - 1
     rest = []
-    monkeypatch.setattr(Scorer, "scores", lambda self, rows: (rest.append(len(rows)), whole(self, rows))[1])
+    monkeypatch.setattr(Scorer, "scores", lambda self, rows: (rest.append(len(rows)), scores(self, rows))[1])
     assert evaluate(config(folder), evaluation, all_weights) == 0
-    assert (done, sum(rest)) == (7, 36 - 7)
-    assert f"{done} answers of an earlier attempt" in capsys.readouterr().err
+    assert (scored, sum(rest)) == (7, 36 - 7)
+    assert f"{scored} answers of an earlier attempt" in capsys.readouterr().err
     first = results(tmp_path)
     monkeypatch.setattr(Scorer, "scores", None)
     evaluate(config(folder), evaluation, all_weights)
     assert results(tmp_path) == first
-    monkeypatch.setattr(Scorer, "scores", whole)
+    monkeypatch.setattr(Scorer, "scores", scores)
     evaluate(config(folder), evaluation._replace(output=tmp_path / "new", cache=False), all_weights)
     for name, figure in results(tmp_path / "new")["choices"].items():
         assert figure["value"] == pytest.approx(first["choices"][name]["value"], abs=1e-5)
 
 
-def test_answers_of_other_weights_are_not_taken(tmp_path):
+def test_answers_of_other_weights_are_not_reused(tmp_path):
     window = Window(np.arange(5, dtype=np.int32), 2)
     with RequestCache(tmp_path, "one") as cache:
         cache.put([window], [Answer(-1.5, 1)])
@@ -211,14 +211,14 @@ def test_lm_eval_agrees_with_counts_by_hand(folder, scorer, tmp_path, monkeypatc
     task = HarnessConfig(tasks=("own_choices", "own_texts", "own_written"), include_path=str(tmp_path)).build(scorer)
     figures = task()
     mine = ChoicesConfig(path=str(folder / "questions.jsonl")).build(scorer)()
-    right = by_hand(folder, scorer)
-    assert figures["own_choices/acc"].value == mine["accuracy"].value == right / 12
+    correct = by_hand(folder, scorer)
+    assert figures["own_choices/acc"].value == mine["accuracy"].value == correct / 12
     assert figures["own_choices/acc"].count == 12
     assert figures["own_choices/acc"].error == pytest.approx(mine["accuracy"].error)
     texts = [json.loads(line)["text"] for line in (folder / "texts.jsonl").read_text().splitlines()]
     total = sum(rolling(scorer, text) for text in texts)
-    words = sum(len(text.split()) for text in texts)
-    assert figures["own_texts/word_perplexity"].value == pytest.approx(math.exp(-total / words), rel=1e-5)
+    word_count = sum(len(text.split()) for text in texts)
+    assert figures["own_texts/word_perplexity"].value == pytest.approx(math.exp(-total / word_count), rel=1e-5)
     assert figures["own_written/exact_match"].value == 0
     with pytest.raises(UserError, match=r"lm-eval:own_choises: no task of lm-eval or .*; did you mean own_choices"):
         HarnessConfig(tasks=("own_choises",), include_path=str(tmp_path)).build(scorer)
@@ -228,26 +228,26 @@ def test_lm_eval_agrees_with_counts_by_hand(folder, scorer, tmp_path, monkeypatc
 
 
 def log_p(scorer: Scorer, tokens: list[int]) -> np.ndarray:
-    """Log-probability of each of the tokens but the first, by the model's scores of one row."""
+    """Log-probability of each token except the first, from the model's scores of one row."""
     row = np.array(tokens, np.int32)
     leaves = {"tokens": row[:-1], "labels": row[1:], "positions": np.arange(len(row) - 1)}
     return scorer.scores([leaves] * 4)[0][0]  # four rows, as everywhere else: no further program
 
 
 def by_hand(folder: Path, scorer: Scorer) -> int:
-    """Right answers."""
-    right = 0
+    """The number of correct answers."""
+    correct = 0
     for line in map(json.loads, (folder / "questions.jsonl").read_text().splitlines()):
         context, values = [int(word) for word in line["context"].split()], []
         for choice in line["choices"]:
             end = [int(word) for word in choice.split()]
             values.append(log_p(scorer, context + end)[len(context) - 1 : len(context) + len(end) - 1].sum())
-        right += int(np.argmax(values)) == line["answer"]
-    return right
+        correct += int(np.argmax(values)) == line["answer"]
+    return correct
 
 
 def rolling(scorer: Scorer, text: str) -> float:
-    """Log-probability of a text: the first row from the end of another, what follows with a full row before it."""
+    """Log-probability of a text: the first row after an end-of-document token, the rest with a full row of context."""
     tokens = [scorer.tokenizer.eod, *map(int, text.split())]
     total = log_p(scorer, tokens[: LENGTH + 1])[: min(LENGTH, len(tokens) - 1)].sum()
     if (rest := len(tokens) - 1 - LENGTH) > 0:
@@ -273,20 +273,20 @@ def test_other_devices_give_the_same_figures(folder, tmp_path, settings):
             *more,
         )
         output.mkdir()
-        done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=400)
-        assert done.returncode == 0, done.stderr
-    one, four = results(tmp_path / "one"), results(tmp_path / "four")
-    for task, figures in one.items():
+        process = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=400)
+        assert process.returncode == 0, process.stderr
+    single, four = results(tmp_path / "one"), results(tmp_path / "four")
+    for task, figures in single.items():
         for name, figure in figures.items():
             assert four[task][name]["value"] == pytest.approx(figure["value"], rel=1e-5), f"{task} {name}"
 
 
-def test_what_is_wrong_is_said_before_anything_runs(folder, tmp_path):
+def test_errors_are_reported_before_anything_runs(folder, tmp_path):
     with pytest.raises(ConfigError, match="--run: must be given, or --hf=DIR"):
         main(["--tasks=split:validation"])
     with pytest.raises(UserError, match=r"there is no .*config\.yaml\nGive the folder of a run"):
         main([f"--run={tmp_path}", "--tasks=split:validation"])
-    with pytest.raises(ConfigError, match=r"there is no task perplexty\n.*did you mean perplexity"):
+    with pytest.raises(ConfigError, match=r"perplexty is not a task\n.*did you mean perplexity"):
         main([f"--run={folder / 'run'}", "--tasks=perplexty:a"])
     with pytest.raises(ConfigError, match="--config: evaluate takes no config"):
         main([f"--run={folder / 'run'}", "--config=quickstart.py"])
@@ -297,14 +297,16 @@ def test_what_is_wrong_is_said_before_anything_runs(folder, tmp_path):
             main([f"--run={folder / 'run'}", f"--include-path={tmp_path}", *tasks])
 
 
-def test_a_run_without_checkpoints_and_a_tokenizer_that_does_not_fit(folder, tmp_path):
+def test_a_run_without_checkpoints_and_a_tokenizer_of_another_size(folder, tmp_path):
     (tmp_path / "config.yaml").write_text((folder / "run/config.yaml").read_text())
     evaluation = Evaluation(tmp_path, [SplitConfig()], tmp_path)
     with pytest.raises(UserError, match=f"no checkpoints to load weights from in {tmp_path}"):
         evaluate(config(folder), evaluation, all_weights)
     cfg = replace(config(folder), tokenizer=NullTokenizerConfig(vocabulary_size=VOCABULARY + 1))
-    what = f"the tokenizer has {VOCABULARY + 1} tokens, model.vocabulary_size is {VOCABULARY}: give the tokenizer that"
-    with pytest.raises(UserError, match=what):
+    message = (
+        f"the tokenizer has {VOCABULARY + 1} tokens, model.vocabulary_size is {VOCABULARY}: give the tokenizer that"
+    )
+    with pytest.raises(UserError, match=message):
         evaluate(cfg, evaluation, all_weights)
     other = config(folder, f"model.hidden={64}")
     with pytest.raises(UserError, match=r"do not fit this model:[^$]*  tokens: .*32., this model has .*64."):
@@ -319,10 +321,10 @@ def test_a_hugging_face_folder_is_evaluated(tmp_path):
     tensors = {tensor.name: 0.1 * draw.normal(size=tensor.shape()).astype(np.float32) for tensor in table}
     safetensors.save_file(tensors, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(family.config_json(model)))
-    words = {"<eos>": 0} | {f"w{number}": number for number in range(1, VOCABULARY)}
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<eos>"))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    made.save(str(tmp_path / "tokenizer.json"))
+    vocabulary = {"<eos>": 0} | {f"w{number}": number for number in range(1, VOCABULARY)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<eos>"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
     lines = [" ".join(f"w{n}" for n in draw.integers(1, VOCABULARY, size)) for size in (3, 9, 14)]
     texts = write_lines(tmp_path / "texts.jsonl", [{"text": text} for text in lines])
     common = [f"--hf={tmp_path}", "--precision.compute=float32"]
@@ -333,7 +335,7 @@ def test_a_hugging_face_folder_is_evaluated(tmp_path):
     total = 0.0
     with jax.default_matmul_precision("highest"):
         for text in lines:
-            ids = np.array([words[word] for word in text.split()])
+            ids = np.array([vocabulary[word] for word in text.split()])
             log_p = jax.nn.log_softmax(bind(program.abstract, weights)(ids[None, :-1]))
             total -= float(log_p[0, -1, ids[-1]])
     assert results(tmp_path)["lambada"]["loss"]["value"] == pytest.approx(total / 3, rel=1e-5)

@@ -1,4 +1,4 @@
-"""Two processes with a device each evaluate as one does: one of them writes, and both have what was kept."""
+"""Two processes with one device each evaluate like one process: one writes, and both have the cached answers."""
 
 import json
 import sys
@@ -34,7 +34,7 @@ def keep(cfg: RunConfig, folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_processes_leave_the_predictions_of_one(tmp_path: Path) -> None:
+def test_two_processes_write_the_predictions_of_one(tmp_path: Path) -> None:
     keep(load("glue.py:debug", f"data.path={tmp_path / 'files'}", f"run_dir={tmp_path / 'run'}"), tmp_path / "run")
     command = [sys.executable, "-m", "megajax.evaluate", f"--run={tmp_path / 'run'}", "--tasks=glue:validation"]
     with started(tmp_path) as start:
@@ -42,8 +42,8 @@ def test_two_processes_leave_the_predictions_of_one(tmp_path: Path) -> None:
             run = start(*before, *command, "--devices=cpu:1", f"--output={tmp_path / name}", name=name)
             assert run.wait(400) == 0, run.text
     for file in ("MNLI-m.tsv", "MNLI-mm.tsv"):
-        one, two = ((tmp_path / name / "predictions/validation" / file).read_text() for name in ("one", "two"))
-        assert one == two and len(one.splitlines()) == 81
+        single, two = ((tmp_path / name / "predictions/validation" / file).read_text() for name in ("one", "two"))
+        assert single == two and len(single.splitlines()) == 81
 
 
 @pytest.mark.slow
@@ -65,11 +65,11 @@ def test_two_processes_evaluate_as_one(tmp_path: Path) -> None:
         for name, before in (("one", module), ("two", [*launcher(), *module])):
             run = start(*before, *command, "--devices=cpu:1", f"--output={tmp_path / name}", name=name)
             assert run.wait(400) == 0, run.text
-        again = start(*launcher(), *module, *command, "--devices=cpu:1", f"--output={tmp_path / 'two'}", name="3")
-        assert again.wait(400) == 0, again.text
-    assert "20 answers of an earlier attempt" in again.text
-    one, two = (json.loads((tmp_path / name / "results.json").read_text()) for name in ("one", "two"))
-    assert (one["devices"], two["devices"]) == (1, 2)
-    for name, figure in one["results"]["lambada"].items():
+        second = start(*launcher(), *module, *command, "--devices=cpu:1", f"--output={tmp_path / 'two'}", name="3")
+        assert second.wait(400) == 0, second.text
+    assert "20 answers of an earlier attempt" in second.text
+    single, two = (json.loads((tmp_path / name / "results.json").read_text()) for name in ("one", "two"))
+    assert (single["devices"], two["devices"]) == (1, 2)
+    for name, figure in single["results"]["lambada"].items():
         assert two["results"]["lambada"][name]["value"] == pytest.approx(figure["value"], rel=1e-5), name
-    assert again.text.count("results: ") == 1
+    assert second.text.count("results: ") == 1

@@ -31,7 +31,7 @@ SIZES = ((5, 2), (17, 16), (9, 1), (3, 1), (12, 11), (7, 3), (17, 4), (2, 1))
 
 def windows() -> list[Window]:
     draw = np.random.default_rng(0)
-    return [Window(draw.integers(0, VOCABULARY, size).astype(np.int32), counted) for size, counted in SIZES]
+    return [Window(draw.integers(0, VOCABULARY, size).astype(np.int32), count) for size, count in SIZES]
 
 
 @cache
@@ -55,8 +55,8 @@ def scorer(parallel: ParallelConfig = ONE, micro_size: int = 4) -> Scorer:
 @cache
 def model():
     """The module on one device, without a mesh: int32 [1, LENGTH] -> logits."""
-    one, weights = scorer(), jax.device_put(jax.device_get(scorer().weights), jax.devices()[0])
-    return jax.jit(lambda row: bind(one.program.abstract, weights)(row))
+    single, weights = scorer(), jax.device_put(jax.device_get(scorer().weights), jax.devices()[0])
+    return jax.jit(lambda row: bind(single.program.abstract, weights)(row))
 
 
 @cache
@@ -73,8 +73,8 @@ def log_softmax(tokens: bytes) -> np.ndarray:
 def by_hand(window: Window) -> Answer:
     log_p, labels = log_softmax(window.tokens[:-1].tobytes()), window.tokens[1:]
     places = range(len(labels) - window.counted, len(labels))
-    right = sum(int(log_p[place].argmax()) == labels[place] for place in places)
-    return Answer(sum(float(log_p[place, labels[place]]) for place in places), right)
+    correct = sum(int(log_p[place].argmax()) == labels[place] for place in places)
+    return Answer(sum(float(log_p[place, labels[place]]) for place in places), correct)
 
 
 def close(actual: list[Answer], expected: list[Answer]) -> None:
@@ -116,41 +116,41 @@ def test_layouts_agree_with_one_device(parallel):
     close(scorer(parallel, 2).answers(windows()), scorer().answers(windows()))
 
 
-def test_rows_that_are_cut_over_devices_are_scored_as_whole_ones():
+def test_sharded_rows_get_the_scores_of_whole_rows():
     close(scorer(ParallelConfig(data=1, context=2)).answers(windows()), scorer().answers(windows()))
 
 
 @pytest.mark.parametrize(("context", "rounds", "tensor", "length"), [(3, 1, 1, 72), (4, 1, 3, 96), (8, 4, 1, 128)])
 def test_compiled_rows_have_equal_chunks(context, rounds, tensor, length):
-    """Even ones, as cuDNN takes: 72 = 3 devices x 2 chunks x 12, 96 = 4 x 3 of tensor x 8, 128 = 8 x 8 x 2."""
+    """Even sizes, as cuDNN requires: 72 = 3 devices x 2 chunks x 12, 96 = 4 x 3 of tensor x 8, 128 = 8 x 8 x 2."""
     parallel = ParallelConfig(data=1, context=context, context_rounds=rounds, tensor=tensor, sequence=tensor > 1)
-    cut = SequenceSharding.of(parallel, causal=True)
+    row_cut = SequenceSharding.of(parallel, causal=True)
     cfg = replace(scorer().program.cfg, parallel=parallel, model=replace(llama(), sequence_length=144))
-    known = replace(scorer().program, cfg=cfg, layout=replace(scorer().program.layout, rows=cut))
-    asked = Scorer(known, scorer().tokenizer, {})
-    assert [asked.padded(tokens) for tokens in (1, 64, length, 144)] == [length, length, length, 144]
+    program = replace(scorer().program, cfg=cfg, layout=replace(scorer().program.layout, rows=row_cut))
+    instance = Scorer(program, scorer().tokenizer, {})
+    assert [instance.padded(tokens) for tokens in (1, 64, length, 144)] == [length, length, length, 144]
 
 
-def test_a_context_that_does_not_fit_loses_its_beginning():
+def test_long_contexts_are_truncated_at_the_beginning():
     draw = np.random.default_rng(1)
     context, end = draw.integers(0, VOCABULARY, 30).astype(np.int32), np.array([3, 4], np.int32)
     short, long = log_likelihoods(scorer(), [Request(context[-15:], end), Request(context, end)])
     assert (short.truncated, long.truncated) == (False, True)
     assert short == long._replace(truncated=False)
-    with pytest.raises(UserError, match="a continuation has 17 tokens, the model scores 1 to 16"):
+    with pytest.raises(UserError, match="a continuation has 17 tokens, but the model scores 1 to 16"):
         log_likelihoods(scorer(), [Request(end, context[:17])])
 
 
-def test_generation_is_the_likeliest_token_again_and_again():
+def test_generation_is_greedy():
     prompt = windows()[3].tokens
-    written, tokens = [], prompt
+    generated, tokens = [], prompt
     for _ in range(4):
-        written.append(int(log_softmax(tokens.tobytes())[-1].argmax()))
-        tokens = np.append(tokens, written[-1]).astype(np.int32)
-    # The tokenizer writes ids with blanks between them.
-    assert generate(scorer(), [Generation(prompt, 4)]) == [" ".join(map(str, written))]
-    assert generate(scorer(), [Generation(prompt, 4, [f" {written[2]}"])])[0] == " ".join(map(str, written[:2]))
-    assert by_recomputation(scorer(), [Generation(prompt, 4)]) == [" ".join(map(str, written))]
+        generated.append(int(log_softmax(tokens.tobytes())[-1].argmax()))
+        tokens = np.append(tokens, generated[-1]).astype(np.int32)
+    # The tokenizer writes ids with spaces between them.
+    assert generate(scorer(), [Generation(prompt, 4)]) == [" ".join(map(str, generated))]
+    assert generate(scorer(), [Generation(prompt, 4, [f" {generated[2]}"])])[0] == " ".join(map(str, generated[:2]))
+    assert by_recomputation(scorer(), [Generation(prompt, 4)]) == [" ".join(map(str, generated))]
     with pytest.raises(UserError, match="16 tokens to generate: a row of the model has 16"):
         generate(scorer(), [Generation(prompt, 16)])
 
@@ -165,7 +165,7 @@ def test_generation_is_the_likeliest_token_again_and_again():
     ],
     ids=["fsdp2-tensor2-sequence", "data2-pipeline2", "context2"],
 )
-def test_generation_on_layouts_is_that_of_one_device(parallel, engine):
+def test_generation_on_layouts_matches_one_device(parallel, engine):
     def texts():
         return [Generation(window.tokens[:size], 4) for window, size in zip(windows(), (5, 9, 3), strict=False)]
 
@@ -174,13 +174,13 @@ def test_generation_on_layouts_is_that_of_one_device(parallel, engine):
 
 
 def test_an_evaluation_can_be_stopped():
-    asked = scorer()
-    asked.stopping = lambda: True
+    instance = scorer()
+    instance.stopping = lambda: True
     try:
         with pytest.raises(Stopped):
-            asked.answers(windows())
+            instance.answers(windows())
     finally:
-        asked.stopping = lambda: False
+        instance.stopping = lambda: False
 
 
 def test_models_that_are_not_causal_are_refused():

@@ -1,4 +1,4 @@
-"""Windows of streams, detokenizers, last words and pairs as Megatron-LM and lm-eval have them; damaged files."""
+"""Windows, detokenizers, last words and pairs as in Megatron-LM and lm-eval; damaged files."""
 
 import json
 import math
@@ -27,17 +27,17 @@ LENGTH = 16
 
 
 class Made:
-    """A scorer whose log-probabilities are a function of the tokens; it counts what it is asked."""
+    """A scorer whose log-probabilities are a function of the tokens; it records its windows."""
 
     def __init__(self, vocabulary: int = 257):
-        self.tokenizer, self.length, self.asked = ByteTokenizerConfig().build(), LENGTH, list[Window]()
+        self.tokenizer, self.length, self.windows = ByteTokenizerConfig().build(), LENGTH, list[Window]()
         leaf = SimpleNamespace(below=vocabulary)
         model = SimpleNamespace(schema=lambda: {"tokens": leaf})
         self.program = SimpleNamespace(cfg=SimpleNamespace(model=model))
 
-    def answers(self, asked: list[Window]) -> list[Answer]:
-        self.asked += asked
-        return [Answer(-sum(loss(int(token)) for token in w.tokens[-w.counted :]), 0) for w in asked]
+    def answers(self, windows: list[Window]) -> list[Answer]:
+        self.windows += windows
+        return [Answer(-sum(loss(int(token)) for token in w.tokens[-w.counted :]), 0) for w in windows]
 
 
 def loss(token: int) -> float:
@@ -50,7 +50,7 @@ def write(path: Path, *lines: Any) -> str:
 
 
 def brute_force(tokens: list[int], length: int, stride: int) -> list[tuple[list[int], list[int]]]:
-    """Megatron-LM's windows, counted as its `pad_mask` does: (tokens, positions in the stream that count)."""
+    """Megatron-LM's windows with its `pad_mask`: (tokens, positions in the stream that count)."""
     targets = len(tokens) - 1
     count = max(math.ceil(max(targets - stride, 0) / stride) + 1, 1)
     result = []
@@ -60,7 +60,7 @@ def brute_force(tokens: list[int], length: int, stride: int) -> list[tuple[list[
         mask = [1] * (len(window) - 1) + [0] * (length + 1 - len(window))
         if stride != length and number:
             mask = [0] * (length - stride) + mask[length - stride :]
-        result.append((window, [start + 1 + place for place, one in enumerate(mask) if one]))
+        result.append((window, [start + 1 + place for place, counts in enumerate(mask) if counts]))
     return result
 
 
@@ -68,14 +68,14 @@ def brute_force(tokens: list[int], length: int, stride: int) -> list[tuple[list[
 @pytest.mark.parametrize("stride", [1, 4, 15, 16])
 def test_windows_are_megatrons(size, stride):
     tokens = np.arange(100, 100 + size)
-    expected = [(window, counted) for window, counted in brute_force(tokens.tolist(), LENGTH, stride) if counted]
+    expected = [(window, positions) for window, positions in brute_force(tokens.tolist(), LENGTH, stride) if positions]
     actual = list(windows(tokens, LENGTH, stride))
     assert [window.tokens[-window.counted :].tolist() for window in actual] == [
-        [int(tokens[place]) for place in counted] for _, counted in expected
+        [int(tokens[place]) for place in positions] for _, positions in expected
     ]
     # The context of each is the same: the window up to its last counted token.
     assert [window.tokens.tolist() for window in actual] == [
-        [int(token) for token in window if token <= tokens[counted[-1]]] for window, counted in expected
+        [int(token) for token in window if token <= tokens[positions[-1]]] for window, positions in expected
     ]
     assert sum(window.counted for window in actual) == size - 1
 
@@ -92,13 +92,13 @@ def test_wikitext_figures_are_megatrons(tmp_path):
     figures = Wikitext(WikitextConfig(path=str(path), stride=4), Made())()
     tokens = detokenize(text, "wikitext").encode()
     total = sum(loss(token) for token in tokens[1:])
-    words = len(text.strip().split(" "))
+    word_count = len(text.strip().split(" "))
     average = total / (len(tokens) - 1)
     assert figures["loss"].value == pytest.approx(average, rel=1e-12)
     assert figures["loss"].count == len(tokens) - 1
     assert figures["perplexity"].value == pytest.approx(math.exp(min(20, average)))
-    assert figures["token_ratio"].value == (len(tokens) - 1) / (words - 1)
-    expected = math.exp(min(20, average * (len(tokens) - 1) / (words - 1)))
+    assert figures["token_ratio"].value == (len(tokens) - 1) / (word_count - 1)
+    expected = math.exp(min(20, average * (len(tokens) - 1) / (word_count - 1)))
     assert figures["adjusted_perplexity"].value == pytest.approx(expected)
 
 
@@ -122,12 +122,12 @@ def test_text_is_counted_by_tokens_words_and_bytes(tmp_path):
     scorer = Made()
     figures = Text(TextConfig(path=path, key="body"), scorer)()
     data = [text.encode() for text in documents]
-    total = sum(loss(token) for each in data for token in each)
-    bytes_, words = sum(map(len, data)), sum(len(text.split()) for text in documents)
-    # Of a tokenizer of bytes, every byte is a token and each document begins after the end of another.
+    total = sum(loss(token) for document in data for token in document)
+    bytes_, word_count = sum(map(len, data)), sum(len(text.split()) for text in documents)
+    # With the byte tokenizer, every byte is a token, and each document follows an end-of-document token.
     assert figures["loss"].value == pytest.approx(total / bytes_)
-    assert [int(window.tokens[0]) for window in scorer.asked[:2]] == [256, 256]
-    assert figures["word_perplexity"].value == pytest.approx(math.exp(total / words))
+    assert [int(window.tokens[0]) for window in scorer.windows[:2]] == [256, 256]
+    assert figures["word_perplexity"].value == pytest.approx(math.exp(total / word_count))
     assert figures["byte_perplexity"].value == pytest.approx(math.exp(total / bytes_))
     assert figures["bits_per_byte"].value == pytest.approx(total / bytes_ / math.log(2))
 
@@ -141,15 +141,15 @@ def test_token_files_are_one_stream(tmp_path):
     figures = TokenFiles(PerplexityConfig(paths=(str(tmp_path / "a"),)), Made())()
     stream = np.concatenate(documents)
     assert figures["loss"].value == pytest.approx(np.mean([loss(int(token)) for token in stream[1:]]))
-    with pytest.raises(UserError, match=r"a has token \d+, the model's ids are 0 to 99: it was made with another"):
+    with pytest.raises(UserError, match=r"a has token \d+, but the model's ids are 0 to 99: it comes from another"):
         TokenFiles(PerplexityConfig(paths=(str(tmp_path / "a"),)), Made(vocabulary=100))
     with IndexedWriter(tmp_path / "b", np.dtype("<i4")) as writer:
         writer.add_document([np.array([5, -3, 7], np.int32)])
-    with pytest.raises(UserError, match=r"b has token -3, the model's ids are 0 to 256: it was made with another"):
+    with pytest.raises(UserError, match=r"b has token -3, but the model's ids are 0 to 256: it comes from another"):
         TokenFiles(PerplexityConfig(paths=(str(tmp_path / "b"),)), Made())
 
 
-def test_lambada_cuts_as_megatron_does():
+def test_lambada_splits_texts_like_megatron():
     tokenizer = ByteTokenizerConfig().build()
     context, end = cloze(tokenizer, "A cat sat on the mat", strict=True)
     assert (tokenizer.decode(context), tokenizer.decode(end)) == ("A cat sat on the", " mat")
@@ -161,7 +161,7 @@ def test_lambada_cuts_as_megatron_does():
     ("context", "continuation", "expected"),
     [("a b", " c", ("a b", " c")), ("a b ", "c", ("a b", " c")), ("", "c", (None, "c"))],
 )
-def test_pairs_are_cut_as_lm_eval_does(context, continuation, expected):
+def test_pairs_are_split_like_lm_eval(context, continuation, expected):
     tokenizer = ByteTokenizerConfig().build()
     request = encode_pair(tokenizer, context, continuation)
     before = None if request.context.tolist() == [tokenizer.eod] else tokenizer.decode(request.context)
@@ -174,25 +174,25 @@ def with_bos(prefix: tuple[int, ...] = (1,)) -> Made:
     return scorer
 
 
-def test_the_beginning_of_a_sequence_comes_first_where_the_tokenizer_puts_it(tmp_path):
+def test_the_tokenizers_prefix_comes_first(tmp_path):
     tokenizer = with_bos().tokenizer
     assert with_prefix(tokenizer, "ab").tolist() == with_prefix(tokenizer, "\x01ab").tolist() == [1, 97, 98]
     assert [part.tolist() for part in encode_pair(tokenizer, "a", " b")] == [[1, 97], [32, 98]]
     assert [part.tolist() for part in encode_pair(tokenizer, "", " b")] == [[1], [32, 98]]
-    # Without a prefix, only a text without a context begins with it.
+    # Without a prefix, only a text without a context starts with the token.
     other = with_bos(()).tokenizer
     assert [part.tolist() for part in encode_pair(other, "a", " b")] == [[97], [32, 98]]
     assert [part.tolist() for part in encode_pair(other, "", " b")] == [[1], [32, 98]]
     scorer, path = with_bos(), write(tmp_path / "a.jsonl", {"text": "a text"})
     Text(TextConfig(path=path), scorer)()
-    assert scorer.asked[0].tokens.tolist() == [1, *b"a text"] and scorer.asked[0].counted == 6
-    # Megatron-LM's tasks put nothing there.
+    assert scorer.windows[0].tokens.tolist() == [1, *b"a text"] and scorer.windows[0].counted == 6
+    # Megatron-LM's tasks have no prefix.
     Lambada(LambadaConfig(path=path, strict=True), scorer)()
     Wikitext(WikitextConfig(path=path, stride=None), scorer)()
-    assert scorer.asked[1].tokens.tolist() == list(b"a text") and scorer.asked[2].tokens[0] == ord("{")
+    assert scorer.windows[1].tokens.tolist() == list(b"a text") and scorer.windows[2].tokens[0] == ord("{")
 
 
-def test_lm_eval_sees_the_tokens_of_its_own_models():
+def test_lm_eval_gets_the_tokens_of_its_models():
     """HFLM with add_bos_token=None: the tokenizer's default for texts, BOS, else EOS, before empty contexts."""
     pytest.importorskip("lm_eval", reason="needs the extra eval")
     model = resolve("megajax.tasks.harness_model:HarnessModel")
@@ -201,16 +201,16 @@ def test_lm_eval_sees_the_tokens_of_its_own_models():
         return SimpleNamespace(args=texts)
 
     scorer = with_bos()
-    ours = model(scorer, 4)
-    assert (ours.tok_encode("ab"), ours.tok_encode("ab", add_special_tokens=False)) == ([1, 97, 98], [97, 98])
-    ours.loglikelihood([request("a", " b"), request("", "b")])
-    ours.loglikelihood_rolling([request("ab")])
-    seen = [(window.tokens.tolist(), window.counted) for window in scorer.asked]
-    # A rolling text is scored after BOS, the tokenizer's own one included.
-    assert seen == [([1, 97, 32, 98], 2), ([1, 98], 1), ([1, 1, 97, 98], 3)]
+    actual = model(scorer, 4)
+    assert (actual.tok_encode("ab"), actual.tok_encode("ab", add_special_tokens=False)) == ([1, 97, 98], [97, 98])
+    actual.loglikelihood([request("a", " b"), request("", "b")])
+    actual.loglikelihood_rolling([request("ab")])
+    windows = [(window.tokens.tolist(), window.counted) for window in scorer.windows]
+    # A rolling text is scored after BOS, even if the tokenizer adds one too.
+    assert windows == [([1, 97, 32, 98], 2), ([1, 98], 1), ([1, 1, 97, 98], 3)]
     long = "a" * 2 * LENGTH
-    ours.loglikelihood([request(long, " b"), request(long, " c"), request("a", " b")])
-    assert ours.truncated == 1
+    actual.loglikelihood([request(long, " b"), request(long, " c"), request("a", " b")])
+    assert actual.truncated == 1
     assert model(with_bos(()), 4).prefix_token_id == 1
     assert model(Made(), 4).prefix_token_id == 256
 
@@ -269,19 +269,19 @@ def test_standard_errors():
     ],
 )
 def test_bad_lines_are_named(tmp_path, line, message):
-    good = {"context": "q", "choices": ["a", "b"], "answer": 1}
+    valid = {"context": "q", "choices": ["a", "b"], "answer": 1}
     with pytest.raises(UserError, match=message):
-        Choices(ChoicesConfig(path=write(tmp_path / "a.jsonl", good, line)), Made())
+        Choices(ChoicesConfig(path=write(tmp_path / "a.jsonl", valid, line)), Made())
 
 
-def test_texts_of_one_word_have_no_last_word(tmp_path):
-    with pytest.raises(UserError, match="line 1: text is 'alone', two words are needed"):
+def test_texts_of_one_word_are_refused(tmp_path):
+    with pytest.raises(UserError, match="line 1: text is 'alone', but needs two words"):
         Lambada(LambadaConfig(path=write(tmp_path / "a.jsonl", {"text": "alone"})), Made())
     with pytest.raises(UserError, match=r"a\.jsonl: has no lines"):
         Lambada(LambadaConfig(path=write(tmp_path / "a.jsonl", "")), Made())
 
 
-def test_tasks_are_read_from_the_command_line(tmp_path):
+def test_tasks_are_parsed_from_the_command_line(tmp_path):
     path = write(tmp_path / "a.jsonl", {"text": "two words"})
     tasks = parse_tasks(f"lambada:{path}:strict=true, lambada:{path},perplexity:a/b,wikitext:{path}:stride=none")
     assert [task.name for task in tasks] == ["lambada", "lambada_2", "perplexity", "wikitext"]
@@ -294,12 +294,12 @@ def test_tasks_are_read_from_the_command_line(tmp_path):
     ("text", "message"),
     [
         ("", "--tasks: must be given"),
-        ("lambda:x", "there is no task lambda\n.*did you mean lambada"),
+        ("lambda:x", "lambda is not a task\n.*did you mean lambada"),
         ("lambada", "--tasks=lambada: path: has no default and is not given"),
-        ("lambada:/no/file", "--tasks=lambada: path: there is no file /no/file\n.*nothing is ever fetched"),
+        ("lambada:/no/file", "--tasks=lambada: path: /no/file does not exist\n.*nothing is downloaded"),
         ("perplexity:a:strid=3", "--tasks=perplexity: strid: no such setting"),
         ("perplexity:a:stride=0", "stride: must be at least 1, got 0"),
-        ("text:a.txt:key=body", r"key: is body, and a\.txt is not a \.jsonl file"),
+        ("text:a.txt:key=body", r"key: is body, but a\.txt is not a \.jsonl file"),
     ],
 )
 def test_wrong_tasks_are_named(text, message):
