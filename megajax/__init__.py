@@ -13,7 +13,7 @@ if sys.version_info < (3, 12):  # noqa: UP036 - a checkout runs without being in
 
 
 def _interrupted(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Ctrl-C while a command imports its modules is no error to trace."""
+    """Print no traceback for Ctrl-C while a command imports its modules."""
     if issubclass(kind, KeyboardInterrupt):
         print("interrupted", file=sys.stderr)
     else:

@@ -1,7 +1,7 @@
 """The command `megajax`: `megajax VERB ...` is `python -m megajax.VERB ...`, and `megajax` alone lists the verbs.
 
-A verb is a module of megajax/ or megajax/tools/ that runs as a program; the first words of its docstring describe it.
-The modules are read and not imported, so the list takes no time and needs no other package.
+A verb is a module of megajax/ or megajax/tools/ that runs as a program; the start of its docstring describes it. The
+modules are parsed, not imported, so the list is quick and needs no other package.
 """
 
 import ast
@@ -20,26 +20,26 @@ from megajax.config.patch import plain_name
 HOME = Path(__file__).parent
 FOLDERS = ("", "tools")
 PROGRAM = '\nif __name__ == "__main__":\n'
-"""What a module that runs as a program has."""
+"""Text in every module that runs as a program."""
 ORDER = ("train", "evaluate", "preprocess", "plan", "launch", "report", "doctor")
-"""Verbs that are listed first."""
+"""Verbs listed first."""
 
 
 def main() -> None:
-    """Run the verb that is named first, in this process, as `python -m megajax.VERB` does; otherwise list the verbs."""
+    """Run the verb of the first argument in this process, like `python -m megajax.VERB`; otherwise list the verbs."""
     name, *rest = sys.argv[1:] or [""]
     verb = plain_name(name)
     if verb not in verbs():
         front_door(_answer)
-    here = str(Path.cwd())
-    if here not in sys.path and "" not in sys.path and not sys.flags.safe_path:
-        sys.path.insert(0, here)  # as `python -m` does: a config may name classes of modules in this folder
+    folder = str(Path.cwd())
+    if folder not in sys.path and "" not in sys.path and not sys.flags.safe_path:
+        sys.path.insert(0, folder)  # as `python -m` does: configs may name classes of modules in this folder
     sys.argv[1:] = rest
     runpy.run_module(f"megajax.{verb}", run_name="__main__", alter_sys=True)
 
 
 def verbs() -> Mapping[str, str]:
-    """Verb -> what it does, in a few words; those of megajax/ first, then `tools.NAME`."""
+    """Verb -> a short description; verbs of megajax/ first, then `tools.NAME`."""
     summaries = {}
     for folder in FOLDERS:
         for path in sorted((HOME / folder).glob("*.py")):
@@ -52,28 +52,28 @@ def verbs() -> Mapping[str, str]:
 
 
 def _answer(argv: list[str]) -> int:
-    """The list of verbs, or the version.
+    """Print the list of verbs or the version.
 
     Raises:
-        UserError: for a verb that does not exist.
+        UserError: an unknown verb.
     """
-    known = verbs()
+    summaries = verbs()
     match argv:
         case [] | ["-h" | "--help" | "help"]:
-            print(_listing(known))
+            print(_listing(summaries))
         case ["--version" | "-V"]:
             print(f"megajax {__version__}")
         case [name, *rest]:
             joined = ".".join(map(plain_name, (name, *rest[:1])))
-            hint = f"did you mean {joined}?" if joined in known else did_you_mean(name, known)
-            raise UserError(f"megajax: no verb {name}\n    {hint or 'the verbs are ' + ', '.join(known)}")
+            hint = f"did you mean {joined}?" if joined in summaries else did_you_mean(name, summaries)
+            raise UserError(f"megajax: no verb {name}\n    {hint or 'the verbs are ' + ', '.join(summaries)}")
     return 0
 
 
-def _listing(known: Mapping[str, str]) -> str:
-    width = max(map(len, known))
+def _listing(summaries: Mapping[str, str]) -> str:
+    width = max(map(len, summaries))
     lines = ["megajax VERB [--flag=value ...]      the same as python -m megajax.VERB [--flag=value ...]", ""]
-    lines += [f"  {name:<{width}}  {text}" for name, text in known.items()]
+    lines += [f"  {name:<{width}}  {text}" for name, text in summaries.items()]
     lines += ["", "megajax VERB --help shows the flags of a verb, megajax --version the version."]
     return "\n".join(lines)
 

@@ -1,6 +1,6 @@
 """Charts: lines, stacked bars and timelines as SVG for HTML pages; lines, timelines and matrices as PNG by matplotlib.
 
-Colours in SVG are classes of pages.css, so that a chart follows the page's light or dark scheme. P: points.
+Colours in SVG are CSS classes of pages.css, so that charts follow the page's light or dark scheme. P: points.
 """
 
 import importlib
@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 
 class Values(Protocol):
-    """Numbers [P]: a sequence of them, or an array of numpy, which this module does not import."""
+    """Numbers [P]: a sequence or a numpy array; this module does not import numpy."""
 
     def __len__(self) -> int: ...
     def __iter__(self) -> Iterator[Any]: ...
@@ -25,13 +25,13 @@ LEFT, RIGHT, TOP, BOTTOM = 70, 14, 12, 26
 """Margins around a line chart, in units of its viewBox."""
 
 LOG_RATIO = 50.0
-"""With scale="auto", an axis is logarithmic where the largest value is more than this many times the smallest."""
+"""With scale="auto", an axis is logarithmic if the ratio of the largest to the smallest value exceeds this."""
 
 LOG_RANGE = 1e6
-"""Most that a logarithmic axis spans; smaller values are drawn at its lower edge."""
+"""Maximum ratio of values on a logarithmic axis; smaller values are drawn at its lower edge."""
 
 MAX_DOTS = 60
-"""Curves of at most this many points show each as a dot."""
+"""Curves with at most this number of points show each as a dot."""
 
 PNG_COLORS = ("tab:blue", "tab:orange", "tab:green", "tab:purple", "tab:red", "tab:olive")
 
@@ -49,7 +49,7 @@ class Series:
     y: Values
     """[P]; nan leaves a gap."""
     color: int = 0
-    """Place in the palette."""
+    """Index in the palette."""
     style: Literal["line", "faint", "dots"] = "line"
     """faint: raw values behind their running mean. dots: a line with a dot at every point."""
 
@@ -77,37 +77,37 @@ class LineChart:
     height: int = 230
     marks: Sequence[Mark] = ()
     crosses: Sequence[tuple[float, str]] = ()
-    """x and text of values that can't be drawn, such as a loss that was not finite: crosses at the upper edge."""
+    """x and text of values that can't be drawn, such as a non-finite loss: crosses at the upper edge."""
     level: tuple[float, str] | None = None
     """A horizontal reference line and its name (PNG only)."""
     percent: bool = False
-    """Values are fractions and shown as percentages."""
+    """Whether values are fractions that are shown as percentages."""
     scale: Literal["auto", "linear", "log"] = "auto"
     log_x: bool = False
-    """A logarithmic x axis with ticks at the points, as for numbers of devices."""
+    """Whether the x axis is logarithmic with ticks at the points, such as for numbers of devices."""
     first: float = 0.0
     last: float = 1.0
 
     @property
     def logarithmic(self) -> bool:
         """Whether the y axis is logarithmic."""
-        values = [value for one in self.series for value in _finite(one.y)]
+        values = [value for series in self.series for value in _finite(series.y)]
         if self.scale != "auto" or not values:
             return self.scale == "log"
         return max(values) > LOG_RATIO * min(values) > 0
 
     def svg(self) -> str:
         """The chart as an <svg>, of the thinned series; every dot, mark and cross has a tooltip."""
-        if any(len(one.x) > 4 * self.width for one in self.series):
+        if any(len(series.x) > 4 * self.width for series in self.series):
             return self.thinned().svg()
-        right, lower = self.width - RIGHT, self.height - BOTTOM
+        right_edge, lower = self.width - RIGHT, self.height - BOTTOM
         x, y = self._x_axis(), self._y_axis()
         label = escape(f"{self.title}{f', {self.unit}' if self.unit else ''}")
         parts = [
             f'<svg class="chart" viewBox="0 0 {self.width} {self.height}" role="img" aria-label="{label}">',
-            *self._grid(x, y, lower, right),
+            *self._grid(x, y, lower, right_edge),
             *_marks(self.marks, x, lower),
-            *(piece for one in self.series for piece in self._curve(one, x, y)),
+            *(piece for series in self.series for piece in self._curve(series, x, y)),
             *_crosses(self.crosses, x),
             f'<line class="cursor" x1="0" x2="0" y1="{TOP}" y2="{lower}"/>',
             "</svg>",
@@ -115,15 +115,20 @@ class LineChart:
         return "".join(parts)
 
     def data(self) -> dict[str, Any]:
-        """What is drawn, as JSON values, for a page's script."""
+        """The drawn values as JSON values, for a page's script."""
         x = self._x_axis()
         return {
             **{"left": LEFT, "right": self.width - RIGHT, "width": self.width, "first": x.low, "last": x.high},
             "percent": self.percent,
             "series": [
-                {"name": one.name, "color": one.color, "x": [*map(_short, one.x)], "y": [*map(_short, one.y)]}
-                for one in self.series
-                if len(one.x)
+                {
+                    "name": series.name,
+                    "color": series.color,
+                    "x": [*map(_short, series.x)],
+                    "y": [*map(_short, series.y)],
+                }
+                for series in self.series
+                if len(series.x)
             ],
             "crosses": [[int(at), text] for at, text in self.crosses[:1000]],
             "marks": [[mark.x, mark.text] for mark in self.marks if mark.line][:1000],
@@ -131,17 +136,17 @@ class LineChart:
 
     def plot(self, axes: Any) -> None:
         """Draw on matplotlib axes."""
-        for one in self.series:
-            faint, dots = one.style == "faint", one.style == "dots"
+        for series in self.series:
+            faint, dots = series.style == "faint", series.style == "dots"
             axes.plot(
-                one.x,
-                one.y,
-                color=PNG_COLORS[one.color % len(PNG_COLORS)],
+                series.x,
+                series.y,
+                color=PNG_COLORS[series.color % len(PNG_COLORS)],
                 linewidth=0.7 if faint else 1.2 if dots else 1.8,
                 alpha=0.45 if faint else 1.0,
-                marker="o" if dots else "." if len(one.x) < MAX_DOTS // 2 else None,
+                marker="o" if dots else "." if len(series.x) < MAX_DOTS // 2 else None,
                 markersize=4 if dots else None,
-                label=one.name,
+                label=series.name,
             )
         if self.level is not None:
             axes.axhline(self.level[0], color="gray", linestyle=":", linewidth=1.2, label=self.level[1])
@@ -153,9 +158,9 @@ class LineChart:
         axes.legend(frameon=False)
 
     def thinned(self) -> "LineChart":
-        """The same chart with at most four points a pixel."""
+        """The same chart with at most four points per pixel."""
         x = self._x_axis()
-        return replace(self, series=[thin(one, x.low, x.high, int(x.end - x.begin)) for one in self.series])
+        return replace(self, series=[thin(series, x.low, x.high, int(x.end - x.begin)) for series in self.series])
 
     def _x_axis(self) -> "_Axis":
         high = self.last if self.log_x and self.last > self.first else max(self.last, self.first + 1)
@@ -163,7 +168,7 @@ class LineChart:
 
     def _y_axis(self) -> "_Axis":
         lower = self.height - BOTTOM
-        values = [value for one in self.series for value in _finite(one.y)] or [0.0, 1.0]
+        values = [value for series in self.series for value in _finite(series.y)] or [0.0, 1.0]
         low, high = min(values), max(values)
         if self.logarithmic:
             return _Axis(max(low / 1.15, high / LOG_RANGE), high * 1.15, lower, TOP, True)
@@ -172,34 +177,34 @@ class LineChart:
             return _Axis(0.0, high + margin, lower, TOP)
         return _Axis(low - margin, high + margin, lower, TOP)
 
-    def _grid(self, x: "_Axis", y: "_Axis", lower: int, right: int) -> Iterator[str]:
+    def _grid(self, x: "_Axis", y: "_Axis", lower: int, right_edge: int) -> Iterator[str]:
         for value in ticks(y.low, y.high, logarithmic=y.logarithmic, most=max(self.height // 45, 3)):
             at = y(value)
-            yield f'<line class="grid" x1="{LEFT}" x2="{right}" y1="{at:.1f}" y2="{at:.1f}"/>'
+            yield f'<line class="grid" x1="{LEFT}" x2="{right_edge}" y1="{at:.1f}" y2="{at:.1f}"/>'
             yield _text(tick_text(value, percent=self.percent), LEFT - 7, at + 3.5, "end")
         for value in self._x_ticks(x):
             at = x(value)
             yield f'<line class="grid axis" x1="{at:.1f}" x2="{at:.1f}" y1="{lower}" y2="{lower + 4}"/>'
             yield _text(tick_text(value), at, lower + 16)
-        yield f'<line class="grid axis" x1="{LEFT}" x2="{right}" y1="{lower}" y2="{lower}"/>'
+        yield f'<line class="grid axis" x1="{LEFT}" x2="{right_edge}" y1="{lower}" y2="{lower}"/>'
 
     def _x_ticks(self, x: "_Axis") -> list[float]:
         if self.log_x:
-            points = sorted({value for one in self.series for value in one.x})
+            points = sorted({value for series in self.series for value in series.x})
             return points[:: max(1, len(points) // 9)]
         return [value for value in ticks(x.low, x.high, most=max(self.width // 95, 3)) if value == int(value)]
 
     def _curve(self, series: Series, x: "_Axis", y: "_Axis") -> Iterator[str]:
         drawable = [math.isfinite(value) and (value > 0 or not y.logarithmic) for value in series.y]
-        few = sum(drawable) <= MAX_DOTS and series.style != "faint"
+        shows_dots = sum(drawable) <= MAX_DOTS and series.style != "faint"
         path, dots = [], []
         for place, (at, value) in enumerate(zip(series.x, series.y, strict=True)):
             if not drawable[place]:
                 continue
-            begins = place == 0 or not drawable[place - 1]
-            ends = place + 1 == len(drawable) or not drawable[place + 1]
-            path.append(f"{'M' if begins else 'L'}{x(at):.1f} {y(value):.1f}")
-            if few or (begins and ends):
+            starts_segment = place == 0 or not drawable[place - 1]
+            ends_segment = place + 1 == len(drawable) or not drawable[place + 1]
+            path.append(f"{'M' if starts_segment else 'L'}{x(at):.1f} {y(value):.1f}")
+            if shows_dots or (starts_segment and ends_segment):
                 text = escape(f"{series.name}, {at:,.0f}: {f'{value:.1%}' if self.percent else f'{value:,.5g}'}")
                 radius = 3 if series.style == "dots" else 2
                 circle = f'<circle class="dot c{series.color}" cx="{x(at):.1f}" cy="{y(value):.1f}" r="{radius}">'
@@ -210,7 +215,7 @@ class LineChart:
 
 
 class _Axis(NamedTuple):
-    """Maps values to places in the picture."""
+    """Maps values to positions in the picture."""
 
     low: float
     high: float
@@ -228,7 +233,7 @@ class _Axis(NamedTuple):
 def thin(series: Series, first: float, last: float, pixels: int) -> Series:
     """Keep the first, smallest, largest and last point of each pixel column, so that no spike is lost.
 
-    A column of nothing but nan keeps one of them, and so stays a gap.
+    A column with only nan keeps one of them, and so remains a gap.
     """
     if len(series.x) <= 2 * pixels:
         return series
@@ -262,7 +267,7 @@ def ticks(low: float, high: float, *, logarithmic: bool = False, most: int = 6) 
 
 
 def tick_text(value: float, *, percent: bool = False) -> str:
-    """A number in few characters: 0, 2.5, 40k, 3e-4, 12%."""
+    """A short text of a number: 0, 2.5, 40k, 3e-4, 12%."""
     if percent:
         return f"{value * 100:g}%"
     size = abs(value)
@@ -290,13 +295,13 @@ def _text(text: str, x: float, y: float, anchor: str = "middle", kind: str = "ti
 
 
 def _marks(marks: Sequence[Mark], x: _Axis, lower: int, upper: int = TOP) -> Iterator[str]:
-    """At most one mark of a kind per pixel: a long run saves many times."""
-    drawn = set()
+    """At most one mark of a kind per pixel, because long runs save many times."""
+    drawn_keys = set()
     for mark in marks:
         key = round(x(mark.x)), mark.kind, mark.line
-        if key in drawn or not x.low <= mark.x <= x.high:
+        if key in drawn_keys or not x.low <= mark.x <= x.high:
             continue
-        drawn.add(key)
+        drawn_keys.add(key)
         at, top = f"{x(mark.x):.1f}", upper if mark.line else lower - 7
         line = (
             f'<line class="mark{" small" * (not mark.line)} {mark.kind}" x1="{at}" x2="{at}" y1="{top}" y2="{lower}">'
@@ -314,7 +319,7 @@ def _crosses(crosses: Sequence[tuple[float, str]], x: _Axis) -> Iterator[str]:
 
 
 def legend(entries: Iterable[tuple[str, str, str]]) -> str:
-    """One key per (CSS class, name, value as text or "")."""
+    """A legend with one key per (CSS class, name, value as text or "")."""
     keys = "".join(
         f'<span><i class="key {color}"></i>{escape(name)}{f" <b>{escape(text)}</b>" if text else ""}</span>'
         for color, name, text in entries
@@ -356,21 +361,21 @@ def stacked_bar(segments: Sequence[Segment], *, limit: tuple[float, str] | None 
 
 
 class Box(NamedTuple):
-    """A piece of work: from `start` on, for `length`."""
+    """A piece of work from `start` to `start + length`."""
 
     row: int
     start: float
     length: float
     text: str = ""
-    """Written on it (PNG only)."""
+    """The text on the box (PNG only)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timeline:
-    """What each row (a stage, a device) does when."""
+    """The work of each row, such as a stage or a device, over time."""
 
     rows: Sequence[str]
-    """Names."""
+    """Names of the rows."""
     boxes: Mapping[str, Sequence[Box]]
     """CSS class -> its boxes."""
     end: float
@@ -380,26 +385,26 @@ class Timeline:
     x_label: str = ""
     y_label: str = ""
     breaks: Sequence[tuple[float, str]] = ()
-    """Vertical lines, such as where something is left out, and the text above each."""
+    """x and text of vertical lines, such as for omitted time."""
     marks: Sequence[Mark] = ()
     """Events, with tooltips (SVG only)."""
     time_text: Callable[[float], str] = tick_text
-    """How a tick of the time axis is written."""
+    """Text of a tick of the time axis."""
 
     def svg(self, width: int = 1180) -> str:
-        """As an <svg>: one path per class, rows of 26 units or, where there are many, 14."""
-        left, top, many = 74, 26, len(self.rows) > 24
-        row = 14 if many else 26
-        lower, unit = top + len(self.rows) * row, (width - left - 12) / (self.end or 1.0)
+        """The timeline as an <svg> with one path per class; rows are 26 units high, or 14 if there are many."""
+        left_edge, top, is_dense = 74, 26, len(self.rows) > 24
+        row = 14 if is_dense else 26
+        lower, unit = top + len(self.rows) * row, (width - left_edge - 12) / (self.end or 1.0)
         parts = [
             f'<svg viewBox="0 0 {width} {lower + 30}" role="img" aria-label="{escape(self.title or "timeline")}">',
-            f'<rect class="idle" x="{left}" y="{top}" width="{self.end * unit:.1f}" height="{lower - top}"/>',
+            f'<rect class="idle" x="{left_edge}" y="{top}" width="{self.end * unit:.1f}" height="{lower - top}"/>',
         ]
-        shown = range(0, len(self.rows), 4 if many else 1)
-        parts += [_text(self.rows[place], left - 8, top + (place + 0.62) * row, "end") for place in shown]
+        labelled_rows = range(0, len(self.rows), 4 if is_dense else 1)
+        parts += [_text(self.rows[place], left_edge - 8, top + (place + 0.62) * row, "end") for place in labelled_rows]
         for color, boxes in self.boxes.items():
             path = "".join(
-                f"M{left + box.start * unit:.2f} {top + box.row * row + 1}"
+                f"M{left_edge + box.start * unit:.2f} {top + box.row * row + 1}"
                 f"h{box.length * unit:.2f}v{row - 2}h{-box.length * unit:.2f}z"
                 for box in boxes
             )
@@ -407,14 +412,14 @@ class Timeline:
                 f'<path class="{color}" d="{path}"><title>{escape(self.names.get(color, color))}</title></path>'
             )
         for time in ticks(0.0, self.end or 1.0, most=12):
-            at = left + time * unit
+            at = left_edge + time * unit
             parts.append(f'<line class="grid" x1="{at:.1f}" x2="{at:.1f}" y1="{lower}" y2="{lower + 5}"/>')
             parts.append(_text(self.time_text(time), at, lower + 19))
         for time, text in self.breaks:
-            at = left + time * unit
+            at = left_edge + time * unit
             parts.append(f'<line class="break" x1="{at:.1f}" x2="{at:.1f}" y1="{top - 6}" y2="{lower + 4}"/>')
             parts.append(_text(text, at, top - 10, kind="tick strong"))
-        parts += _marks(self.marks, _Axis(0.0, self.end or 1.0, left, width - 12), lower + 5, top - 7)
+        parts += _marks(self.marks, _Axis(0.0, self.end or 1.0, left_edge, width - 12), lower + 5, top - 7)
         return "".join([*parts, "</svg>"])
 
     def plot(self, axes: Any, colors: Mapping[str, Any]) -> None:
@@ -436,7 +441,7 @@ class Timeline:
         axes.set_ylabel(self.y_label)
         axes.set_xlim(0, self.end)
         axes.set_ylim(rows - 0.5, -0.5)
-        axes.set_yticks(shown := range(0, rows, max(1, rows // 32)), [self.rows[row] for row in shown])
+        axes.set_yticks(labelled_rows := range(0, rows, max(1, rows // 32)), [self.rows[row] for row in labelled_rows])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -447,7 +452,7 @@ class Matrix:
     x_label: str
     y_label: str
     names: Sequence[str]
-    """Of rows and columns alike."""
+    """Names of both rows and columns."""
     counts: Sequence[Sequence[int]]
     """[K, K]."""
 
@@ -455,9 +460,10 @@ class Matrix:
         """Draw on matplotlib axes."""
         shares = [[count / max(sum(row), 1) for count in row] for row in self.counts]
         axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
-        shown = range(0, len(self.names), max(1, len(self.names) // 40))
-        axes.set_xticks(shown, [self.names[place] for place in shown], rotation=90 if len(self.names) > 12 else 45)
-        axes.set_yticks(shown, [self.names[place] for place in shown])
+        labelled = range(0, len(self.names), max(1, len(self.names) // 40))
+        labels = [self.names[place] for place in labelled]
+        axes.set_xticks(labelled, labels, rotation=90 if len(self.names) > 12 else 45)
+        axes.set_yticks(labelled, labels)
         axes.set_title(self.title)
         axes.set_xlabel(self.x_label)
         axes.set_ylabel(self.y_label)
@@ -473,9 +479,9 @@ class Matrix:
 def save_png(
     draw: Callable[[Any], None], path: Path, *, inches: tuple[float, float], dpi: int, panels: int = 1
 ) -> None:
-    """Let `draw` fill matplotlib axes of this size, and write them to `path` under a temporary name first.
+    """Let `draw` fill matplotlib axes of this size, and write them to `path`, under a temporary name first.
 
-    panels: one below the other; `draw` gets a list of axes if there are several.
+    panels: number of axes, one below the other; `draw` gets a list of axes if there are several.
 
     Raises ModuleNotFoundError, with a message for the user, without matplotlib; OSError if the file can't be written.
     """
@@ -486,7 +492,7 @@ def save_png(
             raise
         message = "matplotlib is not installed (pip install 'megajax[plot]')"
         raise ModuleNotFoundError(message, name=error.name) from error
-    # A bare Figure: pyplot would keep it, and look for a display.
+    # A bare Figure: pyplot would keep a reference to it, and look for a display.
     figure = figures.Figure(figsize=inches, dpi=dpi, layout="constrained")
     draw(figure.subplots(panels))
     temporary = path.with_name(f".{path.name}.tmp")

@@ -10,59 +10,57 @@ from megajax.config.errors import ConfigError
 from megajax.tools.conversion_flags import flag_problems
 from megajax.tools.conversion_progress import Progress
 
-DESCRIPTION = """Convert weights between formats, a part at a time: memory need not hold them.
+DESCRIPTION = """Convert weights between formats. They are streamed: memory need not hold them.
 
   python -m megajax.convert --from=hf:DIR --to=runs/llama           a Hugging Face folder to a run
   python -m megajax.convert --from=runs/llama --to=hf:DIR           and back, from its newest checkpoint
   python -m megajax.convert --from=runs/llama/checkpoints/00000100 --to=hf:DIR --dtype=bfloat16
-  python -m megajax.convert --from=runs/lora --to=peft:DIR          adapters alone; --merge adds them to the weights
+  python -m megajax.convert --from=runs/lora --to=peft:DIR          only the adapters; --merge adds them to the weights
   python -m megajax.convert --from=peft:DIR --base=hf:DIR --to=runs/lora
-  python -m megajax.convert --from=megatron:DIR --to=runs/gpt       a checkpoint of Megatron-LM, also the other way
+  python -m megajax.convert --from=megatron:DIR --to=runs/gpt       a Megatron-LM checkpoint to a run, or the reverse
   python -m megajax.convert --average=runs/llama/100,runs/llama/200 --to=runs/mean
   python -m megajax.convert --from=runs/llama --to=runs/int8 --quantize=int8 --compare=FILE
 
-A folder is written under a temporary name and renamed when it is complete. Nothing is fetched."""
+A folder is written under a temporary name and renamed when it is complete. Nothing is downloaded."""
 FLAGS = (
     Flag("from", str | None, help="hf:DIR, megatron:DIR, peft:DIR, a run's folder or one of its steps"),
-    Flag("to", str, required=True, help="a new folder: of a run, or hf:DIR, megatron:DIR, peft:DIR"),
-    Flag("dtype", str | None, help="of the weights: float32, bfloat16, float16; none: float32 in runs, else as before"),
+    Flag("to", str, required=True, help="a new folder: a run's, hf:DIR, megatron:DIR or peft:DIR"),
+    Flag("dtype", str | None, help="float32, bfloat16 or float16; default: float32 for runs, otherwise unchanged"),
     Flag("verify", help="read the result back and compare all of it"),
-    Flag("base", str | None, help="model of --from=peft:DIR: hf:DIR or a run; none: the folder that the adapter names"),
+    Flag("base", str | None, help="model of --from=peft:DIR: hf:DIR or a run; default: the folder the adapter names"),
     Flag("merge", help="add low-rank adapters to the weights"),
-    Flag("average", tuple[str, ...], (), help="steps of runs, the mean of whose weights is taken, in place of --from"),
-    Flag("average-last", int | None, help="take the mean of that many of the newest steps of --from"),
-    Flag(
-        "family", str | None, help="table of names to write with: llama, …; of megatron:, local; none: a lossless one"
-    ),
-    Flag("shard-size", float, 5.0, help="GB of a safetensors file, at most"),
-    Flag("vocabulary", int | None, help="tokens of a Megatron-LM checkpoint whose arguments have the padded number"),
-    Flag("quantize", str | None, help="store matrices of weights in int8, fp8 or int4"),
-    Flag("group", int | None, help="inputs that share a scale in int4; 128 unless given"),
+    Flag("average", tuple[str, ...], (), help="average the weights of these steps of runs, instead of --from"),
+    Flag("average-last", int | None, help="average this number of the newest steps of --from"),
+    Flag("family", str | None, help="model family to write: llama, …; local for megatron:; default: a lossless one"),
+    Flag("shard-size", float, 5.0, help="maximum GB of a safetensors file"),
+    Flag("vocabulary", int | None, help="number of tokens, if a Megatron-LM checkpoint has only the padded number"),
+    Flag("quantize", str | None, help="store weight matrices in int8, fp8 or int4"),
+    Flag("group", int | None, help="inputs per scale in int4; default: 128"),
     Flag("exclude", tuple[str, ...], (), help="patterns of matrices that are not quantized, such as *.mixer.output"),
     Flag("activations", str | None, help="fp8: round the inputs of matrices too, with --quantize=fp8"),
-    Flag("calibration", Path | None, help="a file of text to choose factors and scales by"),
-    Flag("compare", Path | None, help="a file of text to compare the logits on, before and after"),
+    Flag("calibration", Path | None, help="a text file to choose factors and scales with"),
+    Flag("compare", Path | None, help="a text file to compare the logits on, before and after"),
 )
 
 
 def main(argv: list[str]) -> int:
-    """Exit codes: 0 done, 2 something to change, 130 and 143 interrupted, 1 crash. All but 0 leave no output.
+    """Exit codes: 0 done, 2 user error, 130 and 143 interrupted, 1 crash. All except 0 leave no output.
 
     Raises:
-        UserError: for what the user has to change.
+        UserError: for anything the user has to change.
     """
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     flags = parse(argv, verb="convert", flags=FLAGS, with_config=False, description=DESCRIPTION).flags
     if problems := flag_problems(flags):
         raise ConfigError(problems, "command line")
     use_devices("cpu:1")
-    # By name, so that jax is imported now, and the front door can report a package that is not installed.
+    # By name: jax is imported only now, and the front door can report a missing package.
     open_source, write, verify = (
         resolve(f"megajax.tools.adapter_conversion:{name}") for name in ("open_source", "write", "verify")
     )
     options, elements = (resolve(f"megajax.tools.conversion:{name}") for name in ("options", "elements"))
-    given = (flags["average"], flags["average_last"], flags["base"])
-    stored = open_source(flags["from"], *given, merge=flags["merge"], vocabulary=flags["vocabulary"])
+    model_flags = (flags["average"], flags["average_last"], flags["base"])
+    stored = open_source(flags["from"], *model_flags, merge=flags["merge"], vocabulary=flags["vocabulary"])
     settings = options(flags["dtype"], flags["family"] or "", flags["shard_size"])
     before, calibration = stored, None
     if flags["quantize"]:

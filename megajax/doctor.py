@@ -6,13 +6,13 @@ from pathlib import Path
 from megajax.command_line import PROCESS_FLAGS, Flag, front_door, parse
 from megajax.config.builds import resolve
 
-DESCRIPTION = """Check an installation and a machine: a line for each check, ok, warn or fail, and what to do. Takes
+DESCRIPTION = """Check an installation and a machine. Prints ok, warn or fail for each check, and what to do. Takes
 seconds without a GPU; every check has a time limit. On a cluster:
 srun --ntasks-per-node=1 python -m megajax.doctor --before-run"""
 FLAGS = (
-    Flag("run-dir", Path | None, help="where runs will be written; none: the current folder"),
+    Flag("run-dir", Path | None, help="the folder for runs; default: the current folder"),
     Flag("json", help="print JSON instead of lines"),
-    Flag("before-run", help="then test all devices of all processes together, as a run would use them"),
+    Flag("before-run", help="also test all devices of all processes together, as a run uses them"),
     *PROCESS_FLAGS,
 )
 
@@ -21,7 +21,7 @@ def main(argv: list[str]) -> int:
     """Exit codes: 0 nothing failed (there may be warnings), 1 a check failed, 2 a wrong command line, 130 interrupted.
 
     Raises:
-        UserError: for errors that the user can mend.
+        UserError: for anything the user has to change.
     """
     flags = parse(argv, verb="doctor", flags=FLAGS, with_config=False, description=DESCRIPTION).flags
     joint = resolve("megajax.reporting.machine.gang:joint_checks")(flags["init_timeout"]) if flags["before_run"] else ()

@@ -18,29 +18,29 @@ from megajax.models.protocol import demand_causal
 from megajax.tasks.config import EvaluatedConfig
 from megajax.tokenizers.config import HuggingFaceTokenizerConfig
 
-DESCRIPTION = """Evaluate a model on tasks over local files, on any mesh; settings are those of its run or its folder.
+DESCRIPTION = """Evaluate a model on tasks over local files, on any mesh, with the settings of its run or folder.
 
   python -m megajax.evaluate --run=runs/a --tasks=text:FILE,lambada:FILE:strict=true
   python -m megajax.evaluate --run=runs/a/checkpoints/00000100 --tasks=split:validation --devices=cpu:8
   python -m megajax.evaluate --hf=DIR --tasks=lm-eval:my_task --include-path=FOLDER
 
-Tasks are written NAME:VALUE, with commas between them and :setting=value behind: perplexity:PREFIX of token files,
-text:FILE, wikitext:FILE[:stride=32], lambada:FILE[:strict=true], choices:FILE, split:validation or split:test of the
-run's own data, lm-eval:NAME; of runs on these benchmarks glue:SPLIT, race:SPLIT, squad:validation. Nothing is ever
-fetched. docs/evaluation.md and docs/tasks.md have the formats of the files."""
+Tasks are NAME:VALUE[:setting=value], separated by commas: perplexity:PREFIX of token files, text:FILE,
+wikitext:FILE[:stride=32], lambada:FILE[:strict=true], choices:FILE, split:validation or split:test of the run's data,
+lm-eval:NAME; for runs fine-tuned on these benchmarks, glue:SPLIT, race:SPLIT, squad:validation. Nothing is downloaded.
+docs/evaluation.md and docs/tasks.md describe the file formats."""
 FLAGS = (
     *MODEL_FLAGS[:2],
-    Flag("tasks", str | None, help="tasks; unless given, those of the run's evaluation.tasks"),
+    Flag("tasks", str | None, help="tasks; default: the run's evaluation.tasks"),
     Flag("include-path", Path | None, help="a folder with YAML files of lm-eval's tasks"),
-    Flag("output", Path | None, help="folder of results.json and of kept answers; the run's folder unless given"),
-    Flag("cache", bool, True, help="keep answers, so that an interrupted evaluation goes on where it stopped"),
-    Flag("rows", int | None, help="full rows on each device at a time; the run's batch.micro_size unless given"),
+    Flag("output", Path | None, help="folder of results.json and cached answers; default: the run's folder"),
+    Flag("cache", bool, True, help="cache answers, so that an interrupted evaluation can resume"),
+    Flag("rows", int | None, help="full rows per device at a time; default: the run's batch.micro_size"),
     *PROCESS_FLAGS,
 )
 
 
 def main(argv: list[str]) -> int:
-    """Read the command line, then (and only then) import jax, meet the other processes, and evaluate."""
+    """Parse the command line, then import jax, connect the processes, and evaluate."""
     command = parse(argv, verb="evaluate", flags=FLAGS, description=DESCRIPTION, root=EvaluatedConfig, base=base)
     flags, config = command.flags, command.config
     set_process(config.xla)
@@ -53,8 +53,8 @@ def main(argv: list[str]) -> int:
     source = flags["run"] or Path(f"hf:{flags['hf']}")
     output = flags["output"] or (run_folder(flags["run"]) if flags["run"] else Path())
     evaluation = resolve("megajax.tasks.command:Evaluation")(source, tasks, output, flags["cache"], flags["rows"])
-    # Programs that it does not record are deleted by the next start.
-    with resolve("megajax.job.compile_log:CompileLog")(lambda sentence: None):
+    # Compiled programs that the log does not record are deleted at the next start.
+    with resolve("megajax.job.compile_log:CompileLog")(lambda message: None):
         weights = resolve("megajax.job.stored_weights:all_weights")
         code = resolve("megajax.tasks.command:evaluate")(config, evaluation, weights)
     finish()
@@ -62,14 +62,14 @@ def main(argv: list[str]) -> int:
 
 
 def base(flags: Mapping[str, Any]) -> Source:
-    """The config of the run or of the folder. Raises UserError where there is none."""
+    """The config of the run or folder. Raises UserError if there is none."""
     run, folder = flags["run"], flags["hf"]
     if (run is None) == (folder is None):
-        what = "must be given, or --hf=DIR" if run is None else f"is given, and --hf={folder} as well"
-        raise ConfigError([Problem("--run", what, "name one model")], "command line")
+        message = "must be given, or --hf=DIR" if run is None else f"is given, and --hf={folder} as well"
+        raise ConfigError([Problem("--run", message, "name one model")], "command line")
     if flags["include_path"] is not None and "lm-eval:" not in (flags["tasks"] or ""):
         raise ConfigError(
-            [Problem("--include-path", "is for tasks lm-eval:NAME, and --tasks has none")], "command line"
+            [Problem("--include-path", "needs a task lm-eval:NAME, but --tasks has none")], "command line"
         )
     if folder is not None:
         return Source(f"hf:{folder}", folder_config(folder))
@@ -77,9 +77,9 @@ def base(flags: Mapping[str, Any]) -> Source:
 
 
 def folder_config(folder: Path) -> EvaluatedConfig:
-    """The model of a Hugging Face folder and its tokenizer.json. No task but split reads the data, which is synthetic.
+    """The model of a Hugging Face folder and its tokenizer.json. Only the task split reads the synthetic data.
 
-    Raises UserError for a folder that is no model, one with settings that we lack, or no causal language model.
+    Raises UserError for a folder without a model, unsupported settings, or a model that is not a causal language model.
     """
     model = read_foreign(f"hf:{folder}").model
     demand_causal(model, f"--hf={folder}: ")
@@ -87,7 +87,7 @@ def folder_config(folder: Path) -> EvaluatedConfig:
 
 
 def fingerprint(command: Command) -> str:
-    """Hexadecimal digest of what must be the same for all processes."""
+    """Hexadecimal digest of the settings and flags that must be equal on all processes."""
     settings = {name: value for name, value in flatten(command.config).items() if not name.endswith("cache_dir")}
     flags = {name: command.flags[name] for name in ("run", "hf", "tasks", "include_path", "cache", "rows")}
     return hashlib.sha256(repr((settings, flags)).encode()).hexdigest()

@@ -15,17 +15,17 @@ from megajax.charts import tick_text, ticks
 type Color = tuple[int, int, int]
 
 SEQUENTIAL: tuple[Color, ...] = ((68, 1, 84), (59, 82, 139), (33, 145, 140), (94, 201, 98), (253, 231, 37))
-"""From low to high: viridis."""
+"""Colours from low to high: viridis."""
 DIVERGING: tuple[Color, ...] = ((33, 102, 172), (146, 197, 222), (247, 247, 247), (244, 165, 130), (178, 24, 43))
-"""From below the middle to above it: blue to red."""
+"""Colours from below the middle to above it: blue to red."""
 UNKNOWN: Color = (140, 140, 140)
 
 LEFT, TOP, BOTTOM = 110, 26, 26
 """Margins in units of the viewBox."""
 HEIGHT, LOWEST, HIGHEST = 420, 6.0, 34.0
-"""Of all rows together, and of one."""
-WRITTEN = 46.0
-"""Cells of this width, and of height 16, show their numbers."""
+"""Height of all rows together, and the limits for one row."""
+LABEL_WIDTH = 46.0
+"""Cells of at least this width, and of height 16, show their numbers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,9 +34,9 @@ class HeatMap:
 
     title: str
     rows: Sequence[str]
-    """Names."""
+    """Names of the rows."""
     values: Sequence[Sequence[float]]
-    """[R][C]; nan where unknown."""
+    """[R][C]; nan if unknown."""
     x_label: str
     y_label: str
     first: float = 0.0
@@ -44,16 +44,16 @@ class HeatMap:
     last: float | None = None
     """x of the last column's right edge; None: columns are numbered, and ticks are at their centres."""
     middle: float | None = None
-    """Colours tell which values are above it and which below; None: they tell low from high."""
+    """Colours show whether values are above or below it. None: colours show low to high."""
 
     @property
     def range(self) -> tuple[float, float]:
-        """The least and the largest value."""
-        known = [value for row in self.values for value in row if math.isfinite(value)]
-        return (min(known), max(known)) if known else (0.0, 0.0)
+        """The smallest and largest value."""
+        finite = [value for row in self.values for value in row if math.isfinite(value)]
+        return (min(finite), max(finite)) if finite else (0.0, 0.0)
 
     def color(self, value: float, limits: tuple[float, float]) -> Color:
-        """Of a cell; limits: as below, computed once for all cells."""
+        """The colour of a cell. limits: of `limits()`, computed once for all cells."""
         if not math.isfinite(value):
             return UNKNOWN
         low, high = limits
@@ -64,12 +64,12 @@ class HeatMap:
         low, high = self.range
         if self.middle is None:
             return low, high
-        # Small differences stay pale: the darkest colours are at least half of the middle away.
-        far = max(high - self.middle, self.middle - low, abs(self.middle) / 2)
-        return self.middle - far, self.middle + far
+        # The darkest colours are at least half of the middle away from it, so that small differences stay pale.
+        distance = max(high - self.middle, self.middle - low, abs(self.middle) / 2)
+        return self.middle - distance, self.middle + distance
 
     def svg(self, width: int = 1180) -> str:
-        """As an <svg>; each row has a tooltip with its range, and cells that have room show their numbers."""
+        """The heat map as an <svg>; each row has a tooltip with its range, and large cells show their numbers."""
         count, columns = len(self.rows), len(self.values[0])
         height = min(max(HEIGHT / count, LOWEST), HIGHEST)
         wide, lower = (width - LEFT - 14) / columns, TOP + height * count
@@ -83,7 +83,7 @@ class HeatMap:
             *self._row_names(height, width),
             *self._column_ticks(width, lower),
         ]
-        if wide >= WRITTEN and height >= 16:
+        if wide >= LABEL_WIDTH and height >= 16:
             parts += self._numbers(pixels, wide, height)
         return "".join([*parts, "</svg>"])
 
@@ -105,8 +105,8 @@ class HeatMap:
         axes.set_title(self.title)
         axes.set_xlabel(self.x_label)
         axes.set_ylabel(self.y_label)
-        shown = range(0, count, -(-count // 20))
-        axes.set_yticks(shown, [self.rows[place] for place in shown])
+        labelled_rows = range(0, count, -(-count // 20))
+        axes.set_yticks(labelled_rows, [self.rows[place] for place in labelled_rows])
         if self.last is None:
             axes.xaxis.get_major_locator().set_params(integer=True)
         if self.last is None and columns <= 16 and count <= 12:
@@ -116,7 +116,7 @@ class HeatMap:
                     axes.text(column, row, f"{value:.3g}", ha="center", va="center", color=color, fontsize=8)
 
     def _scale(self, width: int) -> Iterator[str]:
-        """The colours from the least to the largest value, above the right end."""
+        """The colour scale from the smallest to the largest value, at the upper right."""
         (low, high), limits = self.range, self.limits()
         colors = [self.color(low + (high - low) * place / 63, limits) for place in range(64)]
         yield _picture([colors], width - 14 - 220, 6, 160, 10)
@@ -127,14 +127,14 @@ class HeatMap:
         every = math.ceil(13 / height)
         yield f'<text class="tick" x="{LEFT - 8}" y="15" text-anchor="end">{escape(self.y_label)}</text>'
         for place, (name, values) in enumerate(zip(self.rows, self.values, strict=True)):
-            top, known = TOP + place * height, [value for value in values if math.isfinite(value)]
+            top, finite = TOP + place * height, [value for value in values if math.isfinite(value)]
             if place % every == 0:
                 middle = top + height / 2 + 4
                 yield f'<text class="tick" x="{LEFT - 8}" y="{middle:.1f}" text-anchor="end">{escape(name)}</text>'
-            told = f"{min(known):.4g} to {max(known):.4g}, last {values[-1]:.4g}" if known else "unknown"
+            summary = f"{min(finite):.4g} to {max(finite):.4g}, last {values[-1]:.4g}" if finite else "unknown"
             box = f"M{LEFT} {top:.1f}h{width - LEFT - 14}v{height:.1f}H{LEFT}z"
             yield f'<path fill="none" pointer-events="all" d="{box}">'
-            yield f"<title>{escape(f'{self.y_label} {name}: {told}')}</title></path>"
+            yield f"<title>{escape(f'{self.y_label} {name}: {summary}')}</title></path>"
 
     def _column_ticks(self, width: int, lower: float) -> Iterator[str]:
         columns, room = len(self.values[0]), width - LEFT - 14
@@ -156,7 +156,7 @@ class HeatMap:
 
 
 def mixed(stops: Sequence[Color], place: float) -> Color:
-    """The colour at `place`, 0 to 1, between equidistant ones."""
+    """The colour at `place` in [0, 1], interpolated between equidistant stops."""
     place = min(max(place, 0.0), 1.0) * (len(stops) - 1)
     before, after = [*pairwise(stops)][min(int(place), len(stops) - 2)]
     part = place - min(int(place), len(stops) - 2)
@@ -173,14 +173,14 @@ def _short(value: float) -> float:
 
 
 def _picture(pixels: Sequence[Sequence[Color]], x: float, y: float, width: float, height: float) -> str:
-    """Coloured cells as an <image> whose file is in the page."""
+    """Coloured cells as an <image> with embedded data."""
     data = base64.b64encode(png(pixels)).decode()
     box = f'x="{x}" y="{y}" width="{width:.1f}" height="{height:.1f}" preserveAspectRatio="none"'
     return f'<image {box} style="image-rendering:pixelated" href="data:image/png;base64,{data}"></image>'
 
 
 def png(pixels: Sequence[Sequence[Color]]) -> bytes:
-    """[R][C] colours -> a PNG file of one pixel each (ISO/IEC 15948), 8 bits a channel."""
+    """[R][C] colours -> a PNG file with one pixel each (ISO/IEC 15948), 8 bits per channel."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))

@@ -13,34 +13,32 @@ from megajax.resilience.gang_watch import Limits
 from megajax.resilience.restarts import RestartConfig
 from megajax.resilience.supervisor import Supervision, run
 
-DESCRIPTION = """Start several processes of one program on this machine, connected over its loopback address. When one
-fails, the others are stopped, and what it ended with is the exit code; with --max-restarts, all are started again if
-that may help. Everything after -- is the command; `python` there means the interpreter that runs the launcher. SIGTERM
-and Ctrl-C are passed on to all: a training run saves and ends."""
+DESCRIPTION = """Start several processes of one program on this machine, connected over its loopback address. If one
+fails, the others are stopped, and its exit code is returned; with --max-restarts, all are restarted if that may help.
+Everything after -- is the command; `python` in it is replaced by the launcher's interpreter. SIGTERM and Ctrl-C are
+forwarded to all processes: a training run saves and exits."""
 
 FILES_PER_PROCESS = 4
-"""Open files of the launcher for each process: its two pipes, while it starts also their other ends."""
+"""Open files of the launcher for each process: two pipes, and their other ends while the process starts."""
 
 FLAGS = (
-    Flag("processes", int | None, help="how many; must be given without --scheduler"),
-    Flag("devices-per-process", int | None, help="devices of each; none: one CPU device, or a share of the GPUs"),
-    Flag("log-dir", Path | None, help="write each process's output to process_N.log there instead of showing it"),
-    Flag("coordinator-port", int | None, help="port at which the processes meet; none: one that is free"),
-    Flag("max-restarts", int, 0, help="start all again so many times after failures that a restart may mend"),
+    Flag("processes", int | None, help="number of processes; must be given without --scheduler"),
+    Flag("devices-per-process", int | None, help="default: one CPU device, or an equal share of the GPUs"),
+    Flag("log-dir", Path | None, help="write the output of each process to process_N.log in this folder, not here"),
+    Flag("coordinator-port", int | None, help="port at which the processes connect; default: a free port"),
+    Flag("max-restarts", int, 0, help="maximum number of restarts after failures that a restart may fix"),
     Flag("backoff", float, 1.0, help="seconds before a restart, doubled each time until a new checkpoint is saved"),
-    Flag("max-backoff", float, 60.0, help="the longest of these waits"),
-    Flag("min-processes", int | None, help="leave out a process that keeps failing, while so many remain; none: never"),
-    Flag("watchdog-timeout", float | None, help="seconds without progress of any process: a hang; none: never"),
+    Flag("max-backoff", float, 60.0, help="maximum seconds before a restart"),
+    Flag("min-processes", int | None, help="drop processes that keep failing, down to this number; default: never"),
+    Flag("watchdog-timeout", float | None, help="seconds without progress of any process: a hang; default: no limit"),
     Flag(
         "beat-timeout",
         float | Literal["auto"] | None,
         "auto",
-        help="seconds without a heartbeat of a process: a hang; auto: 60, 300 with --scheduler; none: never",
+        help="seconds without a heartbeat of a process: a hang; auto: 60, 300 with --scheduler; none: no limit",
     ),
-    Flag("scheduler", help="COMMAND starts the processes itself, e.g. srun or mpirun: start it once, restart it"),
-    Flag(
-        "beats", Path | None, help="folder for heartbeats that all machines share; none: a temporary one, of this one"
-    ),
+    Flag("scheduler", help="COMMAND starts the processes itself, such as srun or mpirun: start and restart it once"),
+    Flag("beats", Path | None, help="folder for heartbeats, shared by all machines; default: a local temporary folder"),
 )
 
 FIELDS = ("max_restarts", "backoff", "max_backoff", "min_processes")
@@ -48,51 +46,51 @@ FIELDS = ("max_restarts", "backoff", "max_backoff", "min_processes")
 
 
 def main(argv: list[str]) -> int:
-    """Exit codes: 0 if all ended with 0, else that of the first to fail (1 for a signal); 2 for bad arguments.
+    """Exit codes: 0 if all processes exit with 0, else that of the first failure (1 for a signal); 2: bad arguments.
 
     Raises:
         UserError: invalid arguments, or a process that can't be started.
     """
-    own, command = _split(argv)
-    asked = parse(own, verb="launch", flags=FLAGS, with_config=False, description=DESCRIPTION).flags
-    scheduler, processes = asked["scheduler"], asked["processes"]
+    own_arguments, command = _split(argv)
+    flags = parse(own_arguments, verb="launch", flags=FLAGS, with_config=False, description=DESCRIPTION).flags
+    scheduler, processes = flags["scheduler"], flags["processes"]
     gang = Gang(
         command=command,
         processes=processes or 1,
-        devices_per_process=asked["devices_per_process"],
-        port=asked["coordinator_port"],
-        log_dir=asked["log_dir"],
+        devices_per_process=flags["devices_per_process"],
+        port=flags["coordinator_port"],
+        log_dir=flags["log_dir"],
         scheduler=scheduler,
     )
-    restarts = RestartConfig(**{name: asked[name] for name in FIELDS})
-    beat = (300.0 if scheduler else 60.0) if asked["beat_timeout"] == "auto" else asked["beat_timeout"]
-    limits = Limits(beat=beat, progress=asked["watchdog_timeout"])
+    restarts = RestartConfig(**{name: flags[name] for name in FIELDS})
+    beat = (300.0 if scheduler else 60.0) if flags["beat_timeout"] == "auto" else flags["beat_timeout"]
+    limits = Limits(beat=beat, progress=flags["watchdog_timeout"])
     problems = [*gang.problems(processes), *restarts.problems(gang.processes), *limits.problems()]
     if scheduler and restarts.min_processes is not None:
-        problems.append(Problem("--min-processes", "has no meaning with --scheduler"))
+        problems.append(Problem("--min-processes", "has no effect with --scheduler"))
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if gang.processes * FILES_PER_PROCESS > limit:
-        what = f"{processes} processes need {FILES_PER_PROCESS} open files each, the limit of this shell is"
+        message = f"{processes} processes need {FILES_PER_PROCESS} open files each, but the limit of this shell is"
         hint = f"use at most {limit // FILES_PER_PROCESS} on a machine, or raise the limit with ulimit -n"
-        problems.append(Problem("--processes", f"{what} {limit}", hint))
+        problems.append(Problem("--processes", f"{message} {limit}", hint))
     if not command:
         hint = "e.g. python -m megajax.launch --processes=2 -- python -m megajax.train --config=quickstart.py"
         problems.append(Problem("--", "no command to start", hint))
     if problems:
         raise ConfigError(problems, "command line")
-    return run(gang, Supervision(restarts=restarts, limits=limits, beats=asked["beats"]), _record)
+    return run(gang, Supervision(restarts=restarts, limits=limits, beats=flags["beats"]), _record)
 
 
 def _record(path: Path, name: str, **fields: Any) -> None:
-    """Append to events.jsonl; what that needs is imported only when something has failed."""
+    """Append to events.jsonl. Its module is imported only after a failure."""
     resolve("megajax.metrics.event_log:append_event")(path, name, **fields)
 
 
 def _split(argv: list[str]) -> tuple[list[str], list[str]]:
-    """The launcher's own arguments, and the command after the dashes, in which `python` is this interpreter."""
+    """The launcher's arguments, and the command after --, with this interpreter in place of `python`."""
     split = argv.index("--") if "--" in argv else len(argv)
-    own, command = argv[:split], argv[split + 1 :]
-    return own, [sys.executable, *command[1:]] if command[:1] in (["python"], ["python3"]) else command
+    own_arguments, command = argv[:split], argv[split + 1 :]
+    return own_arguments, [sys.executable, *command[1:]] if command[:1] in (["python"], ["python3"]) else command
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def page(title: str, body: Iterable[str], *, style: str = "", script: str = "") -> str:
-    """A self-contained HTML page: no network, no other files. style: CSS besides pages.css."""
+    """A self-contained HTML page: no network, no other files. style: CSS in addition to pages.css."""
     common = Path(__file__).with_suffix(".css").read_text(encoding="utf-8")
     parts = [
         '<!doctype html><html lang="en"><head><meta charset="utf-8">',
@@ -27,7 +27,7 @@ def header(title: str, remark: str = "", verdict: tuple[str, str] | None = None)
 
 
 def figures(rows: Sequence[tuple[str, str, str]]) -> str:
-    """Name, value and remark of the numbers to see first."""
+    """Cards with name, value and remark of the most important numbers."""
     cards = (f"<div><span>{escape(n)}</span><b>{escape(v)}</b><span>{escape(r)}</span></div>" for n, v, r in rows)
     return f'<div class="figures">{"".join(cards)}</div>' if rows else ""
 
@@ -41,7 +41,7 @@ def section(title: str, body: str, remark: str = "") -> str:
 def table(
     headings: Sequence[str], rows: Iterable[Sequence[str]], numbers: Collection[int] = (), kinds: Sequence[str] = ()
 ) -> str:
-    """A table; `numbers`: columns set flush right; `kinds`: CSS class of each row. No head without headings."""
+    """A table. numbers: right-aligned columns; kinds: CSS class of each row. Without headings, no head."""
     rows = [*rows]
     flush = [' class="n"' if place in numbers else "" for place in range(max(map(len, rows), default=0))]
     head = "".join(f"<th{kind}>{escape(text)}</th>" for kind, text in zip(flush, headings, strict=False))
@@ -49,5 +49,5 @@ def table(
     for row, kind in zip_longest(rows, kinds, fillvalue=""):
         cells = "".join(f"<td{side}>{escape(text)}</td>" for side, text in zip(flush, row, strict=True))
         lines.append(f"<tr{f' class="{kind}"' if kind else ''}>{cells}</tr>")
-    shown = f"<thead><tr>{head}</tr></thead>" if head else ""
-    return f'<div class="scroll"><table>{shown}<tbody>{"".join(lines)}</tbody></table></div>'
+    header_row = f"<thead><tr>{head}</tr></thead>" if head else ""
+    return f'<div class="scroll"><table>{header_row}<tbody>{"".join(lines)}</tbody></table></div>'

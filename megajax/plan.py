@@ -30,19 +30,19 @@ FLAGS = (
     Flag("serve", help="text generation: tokens of cache beside the weights, and bounds of its speed"),
     Flag("context", int | None, help="with --serve: tokens of a request; the model's sequence_length unless given"),
     Flag("compare", str | None, help="another plan, in quotes: OTHER.py, GPU:N, --setting=value ..., or several"),
-    Flag("device-file", Path | None, help="by formula: YAML that describes another device"),
-    Flag("calibration", Path | None, help="constants measured by benchmarks/calibrate.py, in place of the known ones"),
+    Flag("device-file", Path | None, help="with --formula: YAML file that describes another device"),
+    Flag("calibration", Path | None, help="constants measured by benchmarks/calibrate.py, instead of the defaults"),
     Flag("nvlink", float | None, help="GB/s from a GPU to others of its node, one direction"),
     Flag("network", float | None, help="GB/s from a GPU to other nodes, one direction"),
-    Flag("json", Path | None, help="also write it into this file"),
+    Flag("json", Path | None, help="also write the plan to this file"),
 )
 SCHEDULE_FLAGS = (
-    Flag("schedule", str, required=True, help="gpipe: all forwards, then all backwards; 1f1b: backwards as early as "
-         "they can be; interleaved: 1f1b over several virtual stages"),
+    Flag("schedule", str, required=True, help="gpipe: all forwards, then all backwards; 1f1b: backwards as early "
+         "as possible; interleaved: 1f1b over several virtual stages"),
     Flag("stages", int, required=True, help="pipeline stages, one device (or group of devices) each"),
     Flag("microbatches", int, required=True, help="microbatches of a step; with virtual stages, a multiple of stages"),
-    Flag("virtual-stages", int, 1, help="chunks of layers each stage holds: shorter bubbles, more traffic"),
-    Flag("loss-wait", Literal[0, 1], 0, help="ticks between an output and its loss: 0 unless given here, 1 in training "
+    Flag("virtual-stages", int, 1, help="chunks of layers per stage: shorter bubbles, more traffic"),
+    Flag("loss-wait", Literal[0, 1], 0, help="ticks between an output and its loss: default 0 here, 1 in training "
          "(parallel.loss_wait)"),
     Flag("png", Path | None, help="also draw the schedule into this file (extra plot)"),
 )  # fmt: skip
@@ -53,10 +53,10 @@ USAGE = """
 
 
 def main(argv: list[str]) -> int:
-    """Compile or draw, as the flags ask for.
+    """Compile or draw, depending on the flags.
 
     Raises:
-        UserError: for what the user has to change.
+        UserError: for anything the user has to change.
     """
     names = {plain_name(word.lstrip("-").partition("=")[0]) for word in argv if word.startswith("-")}
     if names & {"h", "help"}:
@@ -66,7 +66,7 @@ def main(argv: list[str]) -> int:
         case True, False:
             for flag in SCHEDULE_FLAGS:
                 if plain_name(flag.name) in names:
-                    raise UserError(f"--{flag.name} goes with --schedule, not with --config{USAGE}")
+                    raise UserError(f"--{flag.name} needs --schedule, not --config{USAGE}")
             words, fixed = resolve("megajax.planning.command:take_searched")(argv)
             count = resolve("megajax.planning.command:count_devices")
             command = parse(words, verb="plan", flags=FLAGS, description=DESCRIPTION, count_devices=count)
@@ -75,7 +75,7 @@ def main(argv: list[str]) -> int:
             command = parse(argv, verb="plan", flags=SCHEDULE_FLAGS, with_config=False, description=DESCRIPTION)
             resolve("megajax.pipeline.drawing:draw")(command.flags)
         case True, True:
-            raise UserError(f"--config and --schedule ask for two plans: give one of them{USAGE}")
+            raise UserError(f"--config and --schedule exclude each other: give one of them{USAGE}")
         case _:
             raise UserError(f"nothing to plan: give --config or --schedule{USAGE}")
     return 0

@@ -9,22 +9,22 @@ from megajax.data.preprocessing_report import Progress
 
 
 def main(argv: list[str]) -> int:
-    """Exit codes: 0 done, 2 something to change, 130 and 143 interrupted, 1 crash. All but 0 leave no output.
+    """Exit codes: 0 done, 2 user error, 130 and 143 interrupted, 1 crash. All except 0 leave no output.
 
     Raises:
-        UserError: for what the user has to change.
+        UserError: for anything the user has to change.
     """
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     job, interval = parse(argv)
     progress = Progress(sys.stderr, interval)
     try:
-        done = job.build(progress)
+        result = job.build(progress)
     except KeyboardInterrupt:
         print("interrupted; nothing was written", file=sys.stderr)
         return 130
     finally:
         progress.clear()
-    print(done.summary())
+    print(result.summary())
     return 0
 
 

@@ -15,21 +15,21 @@ from megajax.job.origin import MODEL_FLAGS, generation_config, origin_of
 from megajax.mesh.world import find_world
 from megajax.mesh.xla import set_process
 
-DESCRIPTION = """Answer requests over HTTP with the model of a run or of a Hugging Face folder: OpenAI's routes, the
-route of Megatron-LM, and a page to try prompts at the address itself.
+DESCRIPTION = """Serve the model of a run or of a Hugging Face folder over HTTP: OpenAI's routes, Megatron-LM's route,
+and a web page to try prompts.
 
   python -m megajax.serve --run=runs/a
   python -m megajax.serve --hf=DIR --adapter=DIR --port=8000 --inference.rows=64
   python -m megajax.serve --run=runs/a --host=0.0.0.0 --api-key-file=keys.txt
 
-SIGTERM lets running requests end. docs/serving.md has the routes, the limits and what is measured."""
+On SIGTERM, the server finishes running requests first. docs/serving.md describes routes, limits and metrics."""
 FLAGS = (
     *MODEL_FLAGS,
-    Flag("host", str, "127.0.0.1", help="address to listen on; others than this machine's need --api-key-file"),
-    Flag("port", int, 5000, help="0: any that is free"),
-    Flag("api-key-file", Path | None, help="file with a key in each line, which every route but /health asks for"),
+    Flag("host", str, "127.0.0.1", help="address to listen on; other than loopback addresses need --api-key-file"),
+    Flag("port", int, 5000, help="0: any free port"),
+    Flag("api-key-file", Path | None, help="file with one key per line, required by all routes except /health"),
     Flag("insecure", help="listen on any address without keys"),
-    Flag("log-prompts", help="log prompts and answers too; without it, neither is written anywhere"),
+    Flag("log-prompts", help="log prompts and answers too; by default neither is logged"),
 )
 COMMON = ("inference.rows", "inference.length", "inference.cache_tokens", "inference.template", "parallel.tensor",
           "server.name", "server.queue", "server.drain_seconds")  # fmt: skip
@@ -37,22 +37,22 @@ COMMON = ("inference.rows", "inference.length", "inference.cache_tokens", "infer
 
 
 def main(argv: list[str]) -> int:
-    """Read the command line, take the address, then (and only then) import jax, load the model and serve."""
+    """Parse the command line, bind the address, then import jax, load the model and serve."""
     command = parse(
         argv, verb="serve", flags=FLAGS, description=DESCRIPTION, root=ServingConfig, common=COMMON, base=base
     )
     flags, config = command.flags, command.config
     world = find_world()
     if world is not None and world.count > 1:
-        raise UserError(f"serve runs in one process, and this is one of {world.count}: start it without a launcher")
+        raise UserError(f"serve runs in one process, but this is one of {world.count}: start it without a launcher")
     for package in ("starlette", "uvicorn"):
         require(package, "The server")
     set_process(config.xla)
-    access = Access(**{each.name: flags[each.name] for each in fields(Access)})
+    access = Access(**{field.name: flags[field.name] for field in fields(Access)})
     serving = resolve("megajax.inference.server.run:Serving")(config.server, access)
     resolve("megajax.job.compile_cache:use_cache")(config.xla)
-    # Programs that it does not record are deleted by the next start.
-    with resolve("megajax.job.compile_log:CompileLog")(lambda sentence: None):
+    # Compiled programs that the log does not record are deleted at the next start.
+    with resolve("megajax.job.compile_log:CompileLog")(lambda message: None):
         origin = origin_of(flags)
         loaded = resolve("megajax.job.inference:load")(config, origin)
         engine = resolve("megajax.job.inference:start_engine")(loaded, queue=config.server.queue)
@@ -69,7 +69,7 @@ def main(argv: list[str]) -> int:
 
 
 def base(flags: Mapping[str, Any]) -> Source:
-    """The settings of the model. Raises ConfigError where the flags name none, or two."""
+    """The settings of the model. Raises ConfigError if the flags name no model, or two."""
     return generation_config(origin_of(flags), ServingConfig)
 
 

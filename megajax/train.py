@@ -15,21 +15,21 @@ from megajax.resilience.output import keep_writing
 from megajax.training.replan import elastic_hint
 from megajax.training.run_config import COMMON
 
-DESCRIPTION = """Train a model; resumes by itself from its run folder. With several processes, each is started with the
-same command: by srun, mpirun, a Kubernetes job, `python -m megajax.launch`, or by hand with the flags below.
+DESCRIPTION = """Train a model, resuming from its run folder if it has checkpoints. Several processes are started with
+the same command each: by srun, mpirun, a Kubernetes job, `python -m megajax.launch`, or by hand with the flags below.
 
-  python -m megajax.train --config=quickstart.py                    trains what the file describes
+  python -m megajax.train --config=quickstart.py                    trains the config of the file
   python -m megajax.train --config=quickstart.py --steps=100 --run_dir=runs/short    with other settings"""
 FLAGS = (
     Flag("skip-train", help="only evaluate the newest checkpoint on the validation and test splits"),
-    Flag("verify-data", help="read every byte of the data files first, and compare with what the run had before"),
+    Flag("verify-data", help="read all bytes of the data files first, and compare them with those of earlier attempts"),
     *PROCESS_FLAGS,
 )
 
 
 @failures_reported()
 def main(argv: list[str]) -> int:
-    """Read the command line, then (and only then) import jax, meet the other processes, and run the job."""
+    """Parse the command line, then import jax, connect the processes, and run the job."""
     argv = [*argv, "--parallel.elastic=true"] if os.environ.get(ELASTIC, "") not in ("", "0") else argv
     command = parse(argv, verb="train", flags=FLAGS, description=DESCRIPTION, common=COMMON, hint=elastic_hint)
     set_process(command.config.xla)
@@ -56,7 +56,7 @@ def main(argv: list[str]) -> int:
 
 
 def fingerprint(command: Command) -> str:
-    """Hexadecimal digest of what must be the same for all processes: all but folders that may lie on local disks."""
+    """Hexadecimal digest of settings and flags that must be equal on all processes: all except local cache folders."""
     settings = {name: value for name, value in flatten(command.config).items() if not name.endswith("cache_dir")}
     flags = [command.flags[name] for name in ("skip_train", "verify_data")]
     return hashlib.sha256(repr((settings, flags)).encode()).hexdigest()
@@ -64,8 +64,8 @@ def fingerprint(command: Command) -> str:
 
 if __name__ == "__main__":
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        # As SIGTERM, until the run listens: raised while libraries are imported, KeyboardInterrupt may be lost in them,
-        # and the run would go on.
+        # Until the run handles signals, SIGINT ends the program like SIGTERM: a KeyboardInterrupt during imports may be
+        # lost in libraries, and the run would continue.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     keep_writing()
     front_door(main)

@@ -67,7 +67,7 @@ def _row(field: dataclasses.Field, annotation: object, text: str) -> str:
 
 def _type(annotation: object) -> str:
     """The type as in --help, with links to config classes."""
-    text = schema.words(annotation)
+    text = schema.kind_text(annotation)
     list_members = tuple(
         member for kind in schema.lists(annotation) for member in schema.configs(schema.entry(kind, 0))
     )

@@ -26,7 +26,7 @@ LOCKED = "0.12.0.1"
 """The version in uv.lock."""
 MICROBATCHES, ROWS, LENGTH = 3, 1, 64
 STEP, MICROBATCH, LAYER = 0, 1, 2
-"""Loops around a place: none, that over microbatches, that over layers (or over chunks of the loss) within it."""
+"""Loops around a collective: none, over microbatches, and within it over layers (or chunks of the loss)."""
 
 
 def _parts(layout: str) -> Parts:
@@ -49,10 +49,10 @@ def _compiled(parts: Parts) -> str:
 def _over_data(actual: list[Collective]) -> dict[tuple[int, str], int]:
     """(loops, kind) -> arrays moved over the data axis."""
     moved: dict[tuple[int, str], int] = {}
-    for one in actual:
-        if "data" in one.groups.axes:
-            place = len(one.place.path), one.kind
-            moved[place] = moved.get(place, 0) + one.arrays
+    for collective in actual:
+        if "data" in collective.groups.axes:
+            place = len(collective.place.path), collective.kind
+            moved[place] = moved.get(place, 0) + collective.arrays
     return moved
 
 
@@ -60,24 +60,28 @@ def _over_data(actual: list[Collective]) -> dict[tuple[int, str], int]:
 def test_collectives_of_a_step(layout: str, golden: Callable[[str, str], None]) -> None:
     parts = _parts(layout)
     every = read(_compiled(parts), parts.program.mesh.shape).collectives
-    actual = [one for one in every if len(one.place.path) > STEP or one.elements > one.arrays]
-    # Of the stacked weights, gains are too small to be gathered layer by layer.
+    actual = [
+        collective
+        for collective in every
+        if len(collective.place.path) > STEP or collective.elements > collective.arrays
+    ]
+    # Stacked gains are too small to be gathered layer by layer.
     stacked = sum("layer" in spec.axes and len(spec.axes) > 2 for spec in parts.program.declared.values())
-    alone = len(parts.program.declared) - stacked
+    unstacked = len(parts.program.declared) - stacked
     if layout == "zero1":
-        # One gather and one reduction of each weight a step, whatever the number of microbatches.
-        weights = stacked + alone
+        # One gather and one reduction of each weight per step, for any number of microbatches.
+        weights = stacked + unstacked
         assert _over_data(actual) == {(STEP, "all-gather"): weights, (STEP, "reduce-scatter"): weights}
     else:
-        # A layer's matrices twice a microbatch (the backward pass gathers them again), the others once a step.
+        # A layer's matrices twice per microbatch (the backward pass gathers them again), the others once per step.
         assert _over_data(actual) == {
-            (STEP, "all-gather"): alone,
-            (STEP, "reduce-scatter"): alone,
+            (STEP, "all-gather"): unstacked,
+            (STEP, "reduce-scatter"): unstacked,
             (LAYER, "all-gather"): 2 * stacked,
             (LAYER, "reduce-scatter"): stacked,
         }
-    assert all(len(one.groups.axes) == 1 for one in actual), "a collective over data and tensor at once"
-    assert not {"all-to-all", "collective-permute"} & {one.kind for one in actual}
+    assert all(len(collective.groups.axes) == 1 for collective in actual), "a collective over data and tensor at once"
+    assert not {"all-to-all", "collective-permute"} & {collective.kind for collective in actual}
     if jax.__version__ != LOCKED:
         pytest.skip(f"the whole list is kept for jax {LOCKED}; this is {jax.__version__}")
     lines = [f"data 2 x tensor 2, sequence parallel, {layout}; sums of scalars once a step left out", *counts(actual)]

@@ -20,7 +20,7 @@ CONFIGS = FOLDER.parents[1] / "configs"
 
 
 def _runs() -> list[str]:
-    """ "file:function" of every run in configs/, without those that only return another one of the file."""
+    """ "file:function" of every run in configs/, except functions that only return another run of the file."""
     actual = []
     for file in sorted(CONFIGS.glob("*.py")):
         bodies = {node.name: node.body[-1] for node in ast.parse(file.read_text()).body if hasattr(node, "name")}
@@ -41,8 +41,8 @@ def _table(rows: list[tuple[str, ...]]) -> list[str]:
 
 def _axes(entries: tuple) -> str:
     """The entries of a PartitionSpec, or logical axes: "vocab, embed", "-, data+expert+context"."""
-    words = ["-" if entry is None else "+".join(entry) if isinstance(entry, tuple) else entry for entry in entries]
-    return ", ".join(words)
+    names = ["-" if entry is None else "+".join(entry) if isinstance(entry, tuple) else entry for entry in entries]
+    return ", ".join(names)
 
 
 def _weight(spec: ParamSpec, plan: Plan) -> tuple[str, ...]:
@@ -62,10 +62,10 @@ def _text(run: str, cfg: RunConfig) -> str:
 
 
 @pytest.mark.parametrize("run", _runs())
-def test_config_is_as_it_was(run: str, golden: Callable[[str, str], None]) -> None:
+def test_config_is_unchanged(run: str, golden: Callable[[str, str], None]) -> None:
     golden(_name(run), _text(run, load(str(CONFIGS / run))))
 
 
-def test_every_text_has_its_config() -> None:
-    kept = {file.name.removesuffix(".txt") for file in FOLDER.glob("*.*.txt")}
-    assert kept == {_name(run) for run in _runs()}
+def test_every_golden_file_has_a_config() -> None:
+    stored = {file.name.removesuffix(".txt") for file in FOLDER.glob("*.*.txt")}
+    assert stored == {_name(run) for run in _runs()}

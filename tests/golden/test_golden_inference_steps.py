@@ -1,4 +1,4 @@
-"""The compiled steps of text generation on virtual H100s: collectives, and that neither weights nor the pool move."""
+"""The compiled steps of text generation on virtual H100s: collectives, and no copies of weights or the cache pool."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -48,7 +48,7 @@ class Greedy(NamedTuple):
 
 
 def programs(name: str, tensor: int, bucket: Bucket) -> Programs:
-    """Steps of a model whose weights are in bfloat16, on that many H100s."""
+    """Steps of a model with bfloat16 weights on this number of H100s."""
     cfg, parallel = load(name).model, ParallelConfig(tensor=tensor, data=1, data_sharding="replicate", sequence=False)
     mesh = build_mesh(parallel, devices.virtual_devices(Cluster(GPUS["h100"], tensor, 8)))
     layout = Layout(Plan.of(parallel))
@@ -92,8 +92,12 @@ def test_a_step_moves_neither_weights_nor_pool(step: str, golden: Callable[[str,
     pool = sum(prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
     assert memory.alias_size_in_bytes == pool, "the whole cache is updated in place"
     plans = servings(replace(describe(load(name), GPUS["h100"], tensor), compute="bfloat16"), tensor, 8192)
-    plan = next(one for one in plans if (one.tensor, one.weights, one.cache) == (tensor, "bfloat16", "bfloat16"))
-    # The plan leaves out the tokens' ids beside their keys, and the numbers that a step is given.
+    plan = next(
+        collective
+        for collective in plans
+        if (collective.tensor, collective.weights, collective.cache) == (tensor, "bfloat16", "bfloat16")
+    )
+    # The plan omits token ids in the cache and the scalar inputs of a step.
     arguments = plan.weight_bytes + SIZE.tokens() * plan.token_bytes
     assert 0 <= memory.argument_size_in_bytes - arguments < 4 * MIB
     copied = audit(text).by_class()["copies"]
@@ -101,7 +105,10 @@ def test_a_step_moves_neither_weights_nor_pool(step: str, golden: Callable[[str,
     actual = read(text, {"tensor": tensor}).collectives
     if tensor > 1:
         layers = load(name).model.stack.layers()
-        assert sum(one.place.runs() or 0 for one in actual if one.kind == "all-reduce") == 2 * layers + 1
+        assert (
+            sum(collective.place.runs() or 0 for collective in actual if collective.kind == "all-reduce")
+            == 2 * layers + 1
+        )
     lines = [
         f"{name}, tensor {tensor}, {bucket}, on H100",
         f"temporary: {memory.temp_size_in_bytes / MIB:.0f} MiB; copied: {copied / MIB:.0f} MiB",
@@ -110,8 +117,8 @@ def test_a_step_moves_neither_weights_nor_pool(step: str, golden: Callable[[str,
     golden(f"inference_{step}", "\n".join(lines) + "\n")
 
 
-def test_options_of_inference_follow_from_the_platform() -> None:
+def test_inference_options_depend_on_the_platform() -> None:
     device = jax.devices()[0]
-    given = inference_options(XlaConfig(options={"xla_cpu_enable_fast_math": True}), device)
-    assert given == {"xla_cpu_enable_fast_math": True}
+    options = inference_options(XlaConfig(options={"xla_cpu_enable_fast_math": True}), device)
+    assert options == {"xla_cpu_enable_fast_math": True}
     assert inference_options(XlaConfig(), device) == {"xla_cpu_enable_fast_math": False}

@@ -32,7 +32,7 @@ REFUSED = {
     "an audit of no program": ([DEBUG, "--devices=h100:8", "--audit", "--formula"], "--audit: goes with no --formula"),
     "a flag of the other plan": (
         [DEBUG, "--devices=h100:8", "--stages=4"],
-        "--stages goes with --schedule, not with --config",
+        "--stages needs --schedule, not --config",
     ),
 }
 
