@@ -163,5 +163,5 @@ def test_sections_of_t5() -> None:
     cfg = facts_of(t5())
     assert cfg is not None and [section.path for section in cfg.section_facts()] == ["encoder", ""]
     encoder, decoder = cfg.section_facts()
-    assert (encoder.read, decoder.read, decoder.positions) == (0, READ, LENGTH)
+    assert (encoder.memory_length, decoder.memory_length, decoder.positions) == (0, READ, LENGTH)
     assert memory_report(cfg, MemorySetting()) is None, "Megatron-LM's report knows one section"
