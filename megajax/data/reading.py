@@ -22,27 +22,12 @@ RETRIES = 6
 FIRST_WAIT = 0.25
 """Seconds before the first retry; doubled before each further one."""
 LONGEST_WAIT = 30.0
-TRANSIENT_ERRORS = frozenset(
-    {
-        errno.EIO,
-        errno.ESTALE,
-        errno.ETIMEDOUT,
-        errno.EAGAIN,
-        errno.EBUSY,
-        errno.EREMOTEIO,
-        errno.ENOTCONN,
-        errno.ECONNRESET,
-        errno.ECONNABORTED,
-        errno.ECONNREFUSED,
-        errno.EHOSTDOWN,
-        errno.EHOSTUNREACH,
-        errno.ENETDOWN,
-        errno.ENETRESET,
-        errno.ENETUNREACH,
-        errno.ESHUTDOWN,
-    }
+TRANSIENT_NAMES = (
+    "EIO ESTALE ETIMEDOUT EAGAIN EBUSY EREMOTEIO ENOTCONN ECONNRESET ECONNABORTED ECONNREFUSED EHOSTDOWN EHOSTUNREACH "
+    "ENETDOWN ENETRESET ENETUNREACH ESHUTDOWN"
 )
-"""Errors of disks and file servers that a retry may not meet."""
+TRANSIENT_ERRORS = frozenset(getattr(errno, name) for name in TRANSIENT_NAMES.split() if hasattr(errno, name))
+"""Errors of disks and file servers that a retry may not meet; not all systems have all of them."""
 PERMANENT_ERRORS = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
 """Errors that only the user can fix."""
 

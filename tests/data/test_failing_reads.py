@@ -2,6 +2,7 @@
 
 import errno
 import os
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable
@@ -219,3 +220,9 @@ def test_waits_double_up_to_a_limit(waits: list[float]) -> None:
     with pytest.raises(ReadError, match="in 11 tries"):
         with_retries(fails, "it", 10)
     assert waits == [0.25, 0.5, 1, 2, 4, 8, 16, 30, 30, 30]
+
+
+def test_reading_works_on_systems_without_some_of_the_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """macOS has no EREMOTEIO."""
+    monkeypatch.delattr(errno, "EREMOTEIO")
+    assert reading.TRANSIENT_ERRORS - runpy.run_path(reading.__file__)["TRANSIENT_ERRORS"] == {121}
