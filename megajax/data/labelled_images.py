@@ -8,14 +8,7 @@ import numpy as np
 from megajax.batch import Schema
 from megajax.config.errors import UserError
 from megajax.data.config import AugmentConfig, ClassImagesConfig, CropConfig
-from megajax.data.image_augmentation import (
-    Crop,
-    augment_image,
-    crop_classes,
-    crop_image,
-    inner_box,
-    random_crop,
-)
+from megajax.data.image_augmentation import Crop, augment_image, crop_classes, crop_image, inner_box, random_crop
 from megajax.data.image_decoding import Picture
 from megajax.data.item_rows import ItemRows, Items, MakeRows, RowOrder, UnreadableItem
 

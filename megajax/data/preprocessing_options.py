@@ -114,7 +114,7 @@ def command_line() -> argparse.ArgumentParser:
     add("--append-eod", action="store_true", help="end each document that is not empty with that token")
     add("--split-sentences", action="store_true", help="a sequence for each sentence, for BERT and T5; the files are "
         "PREFIX_KEY_sentence.bin and .idx")  # fmt: skip
-    add("--json-keys", nargs="+", metavar="KEY", help="keys of JSON lines, or columns of Parquet, to tokenise, each "
+    add("--json-keys", nargs="+", metavar="KEY", help="keys of JSON lines, or columns of Parquet, to tokenize, each "
         "into files of its own (default: text)")  # fmt: skip
     add("--pairs", action="store_true", help="the keys of a row belong together: each needs text")
     add("--on-error", choices=("stop", "skip"), default="stop", help="what to do with a row that is wrong: end, or "

@@ -1,1 +1,1 @@
-"""Text to token ids and back: `config.py` says which, `base.py` what every tokenizer offers."""
+"""Text to token ids and back: `config.py` has the settings, `base.py` the interface."""

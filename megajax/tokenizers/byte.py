@@ -13,7 +13,7 @@ TABLE = (*(bytes((value,)) for value in range(EOD)), b"")
 
 
 class ByteTokenizer(Tokenizer):
-    """Ids 0 to 255 are byte values, 256 ends a document. Exact for any bytes; a half surrogate is three of them."""
+    """Ids 0 to 255 are byte values, 256 ends a document. Exact for any bytes; a lone surrogate is three bytes."""
 
     def __init__(self, config: ByteTokenizerConfig):
         self.vocabulary_size = len(TABLE)

@@ -1,4 +1,4 @@
-"""Byte-pair encodings that the tiktoken library runs."""
+"""Byte-pair encodings of the tiktoken library."""
 
 import re
 from collections.abc import Sequence
@@ -8,13 +8,13 @@ import numpy as np
 from megajax.tokenizers.base import Tokenizer, join_tokens, spans_of_bytes
 
 NOT_UTF8 = re.compile("([\udc80-\udcff]+)")
-"""Bytes that are no UTF-8, as `surrogateescape` shows them."""
+"""Invalid UTF-8, as decoded by `surrogateescape`."""
 
 
 class BytePairTokenizer(Tokenizer):
     """A vocabulary with a token for each byte, so any bytes survive a round trip.
 
-    A stretch that is no UTF-8 ends the text before it and becomes a token per byte.
+    Invalid UTF-8 ends the text before it and becomes a token per byte.
     """
 
     byte_ids: np.ndarray

@@ -1,4 +1,4 @@
-"""Tokenizers of the `tokenizers` library: those that Hugging Face saves as tokenizer.json."""
+"""Tokenizers of the `tokenizers` library, which Hugging Face saves as tokenizer.json."""
 
 import hashlib
 import json
@@ -20,7 +20,7 @@ from megajax.tokenizers.gpt2 import printable_bytes
 
 
 class LibraryTokenizer(Tokenizer):
-    """A tokenizer that the `tokenizers` library runs. Bytes that are no UTF-8 become U+FFFD."""
+    """A tokenizer of the `tokenizers` library. Invalid UTF-8 becomes U+FFFD."""
 
     engine: Any
     """The library's own `Tokenizer`."""
@@ -31,7 +31,7 @@ class LibraryTokenizer(Tokenizer):
         return np.array(encoding.ids, np.int32)
 
     def encode_spans(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        if any("\ud800" <= letter <= "\udfff" for letter in text):  # the library takes no half surrogates
+        if any("\ud800" <= letter <= "\udfff" for letter in text):  # the library rejects lone surrogates
             return super().encode_spans(text)
         encoding = self.engine.encode(text, add_special_tokens=False)
         return np.array(encoding.ids, np.int32), np.array(encoding.offsets, np.int64).reshape(-1, 2)
@@ -44,10 +44,10 @@ class LibraryTokenizer(Tokenizer):
 
 
 class HuggingFaceTokenizer(LibraryTokenizer):
-    """A tokenizer.json as it is, without the truncation, padding and added tokens that the file may ask for.
+    """A tokenizer.json, without the truncation, padding and added tokens that the file may request.
 
-    Bytes that are no UTF-8 become U+FFFD before they are tokenised, and whether text survives a round trip is up to the
-    file's normalizer and decoder. Words are known where the file holds WordPiece.
+    Invalid UTF-8 becomes U+FFFD before it is tokenized. Whether text survives a round trip depends on the file's
+    normalizer and decoder. Words are known for WordPiece.
 
     Raises:
         UserError: a file that is missing or not a tokenizer.json, two tokens with one id, no token for the end of a
@@ -60,7 +60,7 @@ class HuggingFaceTokenizer(LibraryTokenizer):
         data = read_file(path, "tokenizer.json")
         try:
             self.engine = tokenizers.Tokenizer.from_str(data.decode("utf-8"))
-        # The package raises bare Exceptions, whatever is wrong with the file.
+        # The package raises bare Exceptions for all problems of the file.
         except Exception as error:
             raise UserError(f"{path}: not a tokenizer.json that this version of tokenizers reads: {error}.") from error
         demand_distinct_ids(path, data)
@@ -92,10 +92,10 @@ class HuggingFaceTokenizer(LibraryTokenizer):
         return HuggingFaceTokenizer(replace(self._config, special_tokens_in_text=False))
 
     def _prefix(self, path: str) -> tuple[int, ...]:
-        """What `add_bos_token` of the tokenizer_config.json says, as transformers reads it; else what the
+        """The prefix by `add_bos_token` of tokenizer_config.json, as in transformers, or else the ids that the
         post-processor of tokenizer.json puts before a text.
 
-        Raises UserError for a file that is no JSON object, or a bos_token that the vocabulary lacks.
+        Raises UserError for a file that is not a JSON object, or a bos_token that the vocabulary lacks.
         """
         settings: Any = {}
         if os.path.isfile(path):
@@ -118,11 +118,11 @@ class HuggingFaceTokenizer(LibraryTokenizer):
 
 
 def demand_distinct_ids(path: str, data: bytes) -> None:
-    """Raises UserError where two tokens of a tokenizer.json have the same id; the library takes one of them."""
+    """Raises UserError if two tokens of a tokenizer.json have the same id; the library would keep one of them."""
     try:
         content = read_json(data.decode("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: {error}. Get the file again from where it came from.") from error
+        raise UserError(f"{path}: {error}. Download the file again.") from error
     vocabulary = content["model"].get("vocab", {})
     pairs = list(vocabulary.items()) if isinstance(vocabulary, dict) else []
     pairs += [(token["content"], token["id"]) for token in content.get("added_tokens") or ()]
@@ -136,7 +136,7 @@ def demand_distinct_ids(path: str, data: bytes) -> None:
 
 
 def byte_level_table(vocabulary: Mapping[str, int], size: int) -> list[bytes | None]:
-    """Bytes of each id below `size`, where a token's characters stand for bytes; of others their own UTF-8."""
+    """Bytes of each id below `size`: those that its characters stand for, or their UTF-8 for other tokens."""
     byte_of, table = printable_bytes(), list[bytes | None]([None] * size)
     for token, number in vocabulary.items():
         is_byte_level = byte_of.keys() >= set(token)

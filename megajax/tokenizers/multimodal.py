@@ -1,4 +1,4 @@
-"""Tokens for images and the like, beside those of a text's tokenizer."""
+"""Tokens for images and other inputs, added to a tokenizer of text."""
 
 import hashlib
 import re
@@ -13,10 +13,10 @@ from megajax.tokenizers.config import MultimodalTokenizerConfig
 
 
 class MultimodalTokenizer(Tokenizer):
-    """A tokenizer of text and special tokens, which follow its vocabulary unless they are in it.
+    """A tokenizer of text with special tokens, which follow its vocabulary unless they are in it.
 
-    Text is cut at the tokens, and the parts between them are encoded by themselves. `specials` has the roles of the
-    text's tokenizer and those of the config.
+    Text is cut at the tokens, and the parts between them are encoded separately. `specials` has the roles of the
+    tokenizer of the text and those of the config.
 
     Raises:
         ConfigError: tokens that are empty, have blanks in them, or are given twice.
@@ -39,7 +39,7 @@ class MultimodalTokenizer(Tokenizer):
         if self.continues is not None:
             self.continues = np.append(self.continues, np.zeros(self.vocabulary_size - len(self.continues), bool))
         self._ids = {token.encode(): number for number, token in self._names.items()}
-        # Of two tokens that begin alike, the longer one is looked for first.
+        # Longer tokens first, since a token may be a prefix of another.
         self._cuts = re.compile(b"(" + b"|".join(map(re.escape, sorted(self._ids, key=len, reverse=True))) + b")")
         digest = hashlib.sha256(repr(sorted(self._ids.items())).encode()).hexdigest()
         self.identity = f"{self.base.identity}:multimodal={digest[:8]}"
@@ -64,11 +64,11 @@ class MultimodalTokenizer(Tokenizer):
         return {**self.base.controls(), **{name: number for number, name in self._names.items()}}
 
     def plain(self) -> Tokenizer:
-        """The tokenizer of the text: its ids are a part of these."""
+        """The tokenizer of the text, whose ids are a subset of these."""
         return self.base.plain()
 
     def split_point(self, data: bytes) -> int:
-        """That of the text's tokenizer, or an earlier one where a token may stand across it."""
+        """That of the tokenizer of the text, or an earlier one if a token may cross it."""
         place = self.base.split_point(data)
         longest = max(map(len, self._ids))
         for start in range(max(0, place - longest + 1), place):

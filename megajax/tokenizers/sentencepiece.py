@@ -13,16 +13,16 @@ from megajax.tokenizers.base import Tokenizer, check_ids, end_of_document, read_
 from megajax.tokenizers.config import SentencePieceTokenizerConfig
 
 SPACE = "▁"
-"""Begins the pieces that begin a word."""
+"""Prefix of pieces that begin a word."""
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A SentencePiece model (Kudo and Richardson 2018) as the library runs it, with special tokens of one's own.
+    """A SentencePiece model (Kudo and Richardson 2018) as the library runs it, with optional special tokens.
 
     With special tokens, text is cut at them as in Megatron-LM's legacy mode: each part is encoded by itself, and a
-    space alone between two of them is dropped; `decode` puts spaces around them. What becomes of bytes that are no
-    UTF-8 is up to the model: U+FFFD, its bytes where the model falls back to them, or the unknown token. No split
-    point is known: models may join words, and most put a space before a text.
+    space alone between two of them is dropped; `decode` puts spaces around them. Invalid UTF-8
+    becomes, depending on the model, U+FFFD, its bytes, or the unknown token. No split point is known: models may join
+    words, and most put a space before a text.
 
     Raises:
         UserError: a file that is missing or not a model, no token for the end of a document, or the extra `tokenizers`
@@ -63,7 +63,7 @@ class SentencePieceTokenizer(Tokenizer):
         self.identity = f"sentencepiece:{digest[:16]}:eod={self.eod}:{hashlib.sha256(rest.encode()).hexdigest()[:8]}"
 
     def _continues(self, number: int) -> bool:
-        """An ordinary piece that does not begin a word."""
+        """Whether a token is an ordinary piece that does not begin a word."""
         engine = self._engine
         if number >= len(engine) or number in self._names or engine.is_control(number) or engine.is_unknown(number):
             return False
@@ -76,13 +76,13 @@ class SentencePieceTokenizer(Tokenizer):
         ids = list(self._first)
         for place in range(0, len(parts), 2):
             part = self._engine.encode(parts[place])
-            # Megatron-LM drops it there, not before the last part.
+            # Megatron-LM drops it there, but not before the last part.
             is_lone_space = place > 0 and part[:1] == [self._engine.piece_to_id(SPACE)]
             ids += [*part[is_lone_space:], self._added[parts[place + 1]]]
         return np.array(ids + self._engine.encode(rest), np.int32)
 
     def encode_spans(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """Added tokens written out in the text are plain text. Needs sentencepiece 0.2.3."""
+        """Names of added tokens in the text are plain text. Needs sentencepiece 0.2.3."""
         encoded = self._engine.encode(text, return_type="offset_mapping")
         return np.array(encoded["ids"], np.int32), np.array(encoded["offsets"], np.int64).reshape(-1, 2)
 

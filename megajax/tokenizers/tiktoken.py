@@ -26,7 +26,7 @@ PATTERNS = {
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|"
     r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 }
-"""Megatron-LM's patterns. A blank is always the first of what it is with, but for line ends after other signs."""
+"""Megatron-LM's patterns. A blank always begins its pretoken, except line ends after other signs."""
 
 
 class TiktokenTokenizer(BytePairTokenizer):
@@ -34,8 +34,8 @@ class TiktokenTokenizer(BytePairTokenizer):
 
     Raises:
         ConfigError: settings that contradict each other.
-        UserError: a file that is missing or damaged or has fewer tokens than the settings ask for, a pattern that is
-            none, no token for the end of a document, or the extra `tokenizers` not installed.
+        UserError: a file that is missing or damaged or has fewer tokens than the settings request, an invalid pattern,
+            no token for the end of a document, or the extra `tokenizers` not installed.
     """
 
     def __init__(self, config: TiktokenTokenizerConfig):
@@ -69,7 +69,9 @@ class TiktokenTokenizer(BytePairTokenizer):
                 self.identity, pat_str=pattern, mergeable_ranks=ranks, special_tokens=self._special
             )
         except ValueError as error:
-            raise UserError(f"tokenizer.pattern {config.pattern!r} is no pattern: {error}. Give v1 or v2.") from error
+            raise UserError(
+                f"tokenizer.pattern {config.pattern!r} is not a pattern: {error}. Give v1 or v2."
+            ) from error
         self._allowed = self._engine.special_tokens_set if config.special_tokens_in_text else set()
 
     def encode_text(self, text: str) -> np.ndarray:
@@ -96,7 +98,7 @@ class TiktokenTokenizer(BytePairTokenizer):
         return twin
 
     def split_point(self, data: bytes) -> int:
-        """Before a blank that is no line end: line ends belong to signs before them. None is known for own patterns."""
+        """Before a blank other than a line end, which belongs to the signs before it. Unknown for custom patterns."""
         return before_last_blank(data, blanks=b" ") if self._split else 0
 
 
@@ -120,7 +122,7 @@ def _read_tokens(path: str, data: bytes) -> list[bytes]:
             raise UserError(f"{path}: entry {place} has rank {rank}: the ranks go from 0 on without gaps.")
     tokens = [token for token, _ in entries]
     if len(set(tokens)) < len(tokens):
-        raise UserError(f"{path}: a token is there twice; the file is damaged.")
+        raise UserError(f"{path}: duplicate tokens; the file is damaged.")
     if missing := sorted({bytes((value,)) for value in range(256)}.difference(tokens[:256])):
         raise UserError(f"{path}: byte 0x{missing[0].hex()} is not among the first 256 tokens; the file is damaged.")
     return tokens

@@ -25,8 +25,8 @@ class WordPieceTokenizer(LibraryTokenizer):
     """WordPiece (Devlin et al. 2019): words and marks, each cut into the longest pieces of the vocabulary.
 
     As in Megatron-LM, [BOS], [EOS] and `extra_ids` sentinels follow the tokens of the file unless it has them, and
-    [EOS] ends a document. Bytes that are no UTF-8 are dropped. `decode` joins pieces, puts a space between words, and
-    cannot restore case. Special tokens written out in the text are plain text.
+    [EOS] ends a document. Invalid UTF-8 is dropped. `decode` joins pieces, puts a space between words, and cannot
+    restore case. Special tokens that appear in the text are plain text.
 
     Raises:
         UserError: a file that is missing or not a vocabulary, or lacks a special token; the extra `tokenizers` not
@@ -51,7 +51,7 @@ class WordPieceTokenizer(LibraryTokenizer):
         self.sentinels = tuple(ids[token] for token in sentinels)
         self.vocabulary_size = len(ids)
         self.continues = np.array([token.startswith(CONTINUATION) for token in ids])
-        # No tokens are added to the engine, so those written out in the text are words like others.
+        # No tokens are added to the engine, so names of special tokens in the text are ordinary words.
         self.engine = tokenizers.Tokenizer(tokenizers.models.WordPiece(ids, unk_token="[UNK]"))
         self.engine.normalizer = tokenizers.normalizers.BertNormalizer(lowercase=config.lower)
         self.engine.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
@@ -74,7 +74,7 @@ def _read_vocabulary(path: str, data: bytes) -> list[str]:
     for number, line in enumerate(lines, start=1):
         first = numbers.setdefault(line.rstrip("\r"), number)
         if first != number:
-            raise UserError(f"{path}, line {number}: token {line[:60]!r} is in line {first}, too.")
+            raise UserError(f"{path}, line {number}: token {line[:60]!r} is also in line {first}.")
     return list(numbers)
 
 
@@ -84,8 +84,8 @@ def train_vocabulary(texts: Callable[[], Iterable[str]], *, size: int, lower: bo
     Merges of the most frequent pairs of pieces (byte pair encoding), by the tokenizers library.
 
     Args:
-        texts: gives the texts, twice.
-        size: fewer come out if the texts have fewer.
+        texts: returns the texts; called twice.
+        size: maximum number of tokens.
         lower: lower-case the text and strip accents.
 
     Raises:
@@ -102,14 +102,14 @@ def train_vocabulary(texts: Callable[[], Iterable[str]], *, size: int, lower: bo
             for place, letter in enumerate(piece):
                 letters[CONTINUATION + letter if place else letter] += count
     frequent = sorted(letters, key=lambda letter: (-letters[letter], letter))[:MOST_CHARACTERS]
-    # A letter inside of words needs the same at their start: the trainer drops it otherwise.
+    # The trainer drops a letter inside words unless the same letter can begin a word.
     alphabet = sorted({letter.removeprefix(CONTINUATION) for letter in frequent} | set(frequent))
     tokens = [*NEEDED, *alphabet]
     if not alphabet:
         raise UserError("the text for a vocabulary has no word in it")
     if size < len(tokens):
         raise UserError(f"a vocabulary of {size} tokens: its characters and special tokens alone are {len(tokens)}")
-    # The trainer numbers letters in an order that differs from run to run, but for those it is given.
+    # The order in which the trainer numbers letters is not deterministic, unless they are given as special tokens.
     trainer = tokenizers.trainers.WordPieceTrainer(
         vocab_size=size, special_tokens=tokens, limit_alphabet=0, show_progress=False
     )

@@ -100,7 +100,7 @@ def test_damaged_files(tmp_path):
         ("[", "not a file of ranks"),
         ("not base64", "not a file of ranks"),
         (json.dumps(gap), "entry 267 has rank 999: the ranks go from 0 on"),
-        (json.dumps(entries(twice)), "a token is there twice"),
+        (json.dumps(entries(twice)), "duplicate tokens"),
         (json.dumps(entries(TOKENS[1:])), "byte 0x00 is not among the first 256"),
         ("", "byte 0x00 is not among the first 256"),
     ):
@@ -112,7 +112,7 @@ def test_damaged_files(tmp_path):
 
 
 def test_wrong_settings(path, monkeypatch):
-    with pytest.raises(UserError, match=r"tokenizer\.pattern 'v\(' is no pattern"):
+    with pytest.raises(UserError, match=r"tokenizer\.pattern 'v\(' is not a pattern"):
         build(path, pattern="v(")
     with pytest.raises(ConfigError, match=r"special_ids: is 3, below the 7 special_tokens"):
         build(path, special_ids=3)

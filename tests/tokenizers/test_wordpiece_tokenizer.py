@@ -75,7 +75,7 @@ def test_same_ids_and_text_as_hugging_face(vocabulary, lower):
     ("lines", "message"),
     [
         ([*SPECIAL[:4], *WORDS], r"no token \[MASK\]"),
-        ([*SPECIAL, "a", "b", "a"], "line 8: token 'a' is in line 6, too"),
+        ([*SPECIAL, "a", "b", "a"], "line 8: token 'a' is also in line 6"),
     ],
 )
 def test_wrong_vocabularies(lines, message, tmp_path):
