@@ -146,7 +146,7 @@ def engine_of(model: LoadedModel, rows: int) -> Engine:
     )
     for _ in steps.compile():
         pass
-    return Engine(ModelDevice(steps, SIZES["vocab_size"]), ends=(), queue=10_000)
+    return Engine(ModelDevice(steps, SIZES["vocab_size"]), end_tokens=(), queue=10_000)
 
 
 def submit(engine: Engine, name: object, prompt: Sequence[int], answer: int) -> Listener:

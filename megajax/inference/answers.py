@@ -1,7 +1,7 @@
-"""The answers of a request while they are generated: results of the device become pieces of text.
+"""The answers of a request during generation: results of the device become pieces of text.
 
-How the next tokens of its rows are chosen is the kind of object that a request gets: `Answers` takes what the device
-sampled, `BestAnswers` keeps the pieces until all have ended, and `BeamAnswers` searches.
+`Answers` delivers the sampled tokens, `BestAnswers` keeps them until all answers have ended, and `BeamAnswers` runs a
+beam search.
 """
 
 from collections.abc import Sequence
@@ -16,12 +16,12 @@ from megajax.inference.scheduler import Row, Scheduler
 
 
 class ActiveRequest:
-    """A request that is not finished.
+    """An unfinished request.
 
     Attributes:
-        prompt_scores: of the prompt, as far as it was computed; the first token has none.
-        tokens: generated so far, in all answers.
-        faults: of this request alone.
+        prompt_scores: scores of the prompt tokens computed so far; None for the first token.
+        tokens: number of tokens generated so far, in all answers.
+        faults: number of faults of this request.
     """
 
     def __init__(self, request: Request, scheduler: Scheduler):
@@ -29,23 +29,23 @@ class ActiveRequest:
         self.prompt_scores: list[TokenScore | None] = [None]
 
     def rows(self) -> list[Row]:
-        """Those that are not finished; empty when all answers were delivered."""
+        """The unfinished rows; empty when all answers were delivered."""
         raise NotImplementedError
 
     def unfinished(self) -> list[int]:
-        """Numbers of the answers whose ends were not delivered."""
+        """Numbers of the answers whose end was not delivered."""
         raise NotImplementedError
 
     def grow(self, row: Row, result: Sampled) -> None:
-        """The row was computed up to its last token: chooses what follows."""
+        """Choose the next token of a row that was computed up to its last token."""
         raise NotImplementedError
 
     def end(self, row: Row, finish: Finish) -> None:
-        """Ends the row without another token."""
+        """End the row without another token."""
         raise NotImplementedError
 
-    def take(self, row: Row, computed: int, result: Sampled) -> None:
-        """A result of the device. computed: tokens of the row up to the end of the step."""
+    def receive(self, row: Row, computed: int, result: Sampled) -> None:
+        """Handle a result of the device. computed: number of the row's tokens computed by the end of the step."""
         if row.unscored:
             last = min(computed + 1, row.prompt)
             self.prompt_scores[last - len(result.prompt) :] = result.prompt
@@ -60,17 +60,17 @@ class ActiveRequest:
             self.grow(row, result)
 
     def end_all(self, finish: Finish) -> None:
-        """Ends what is not finished."""
+        """End all unfinished answers."""
         while rows := self.rows():
             self.end(rows[0], finish)
 
     def free(self) -> None:
-        """Nothing is computed for the request any more."""
+        """Remove the rows of the request from the scheduler."""
         for row in self.rows():
             self.scheduler.remove(row)
 
     def fail(self) -> None:
-        """Ends the request after an exception, whatever state it is in."""
+        """End the request after an exception, in any state."""
         self.faults += 1
         self.free()
         for number in self.unfinished():
@@ -86,17 +86,17 @@ class ActiveRequest:
 
 @dataclass(eq=False)
 class Choice:
-    """One answer that is not finished."""
+    """An unfinished answer."""
 
     number: int
     row: Row
     text: TextStream
     logprob: float = 0.0
-    """Sum over its tokens."""
+    """Sum of the log-probabilities of its tokens."""
 
 
 class Answers(ActiveRequest):
-    """Answers that do not depend on each other, which are delivered token by token."""
+    """Independent answers, delivered token by token."""
 
     def __init__(self, request: Request, rows: Sequence[Row], texts: Sequence[TextStream], scheduler: Scheduler):
         """rows and texts: one for each answer."""
@@ -121,11 +121,11 @@ class Answers(ActiveRequest):
             row.guide = row.guide.after(token)
         if row.generated == max(1, sampling.min_tokens):
             choice.text.watch(sampling.stop)
-        text = "" if token in row.ends else choice.text.add(token)
-        ended = token in row.ends or choice.text.stopped or len(row.tokens) >= row.limit
+        text = "" if token in row.end_tokens else choice.text.add(token)
+        ended = token in row.end_tokens or choice.text.stopped or len(row.tokens) >= row.limit
         text += choice.text.end() if ended else ""
-        # What was kept back may have been a stop string.
-        stopped = token in row.ends or choice.text.stopped
+        # The end of the text may have completed a stop string.
+        stopped = token in row.end_tokens or choice.text.stopped
         scores = () if sampling.logprobs is None else (score_of(token, result, sampling.logprobs),)
         self._deliver(choice, text, (token,), scores, "stop" if stopped else "length" if ended else None)
 
@@ -146,7 +146,7 @@ class Answers(ActiveRequest):
 
 
 class BestAnswers(Answers):
-    """The n answers with the largest mean log-probability of a token, of `best_of`; delivered when all have ended."""
+    """The n of `best_of` answers with the largest mean log-probability per token, delivered when all have ended."""
 
     def __init__(self, request: Request, rows: Sequence[Row], texts: Sequence[TextStream], scheduler: Scheduler):
         super().__init__(request, rows, texts, scheduler)
@@ -163,7 +163,7 @@ class BestAnswers(Answers):
             deliver_best(self.request, self._ranked(), self._answers[0].prompt_scores)
 
     def _ranked(self) -> list[Answer]:
-        """Those with a fault last."""
+        """Answers by descending mean log-probability; those with a fault last."""
 
         def order(number: int) -> tuple[bool, float]:
             return self._answers[number].finish not in ("stop", "length"), -self._logprobs[number]
@@ -172,10 +172,10 @@ class BestAnswers(Answers):
 
 
 class BeamAnswers(ActiveRequest):
-    """A beam search, whose answers are delivered at its end.
+    """A beam search; its answers are delivered at the end.
 
-    Each running beam is a row. A beam that was computed waits for the others, however the scheduler interleaves or
-    preempts them; then beams are extended, copied and dropped together.
+    Each running beam is a row. A computed beam waits until all beams are computed, in whatever order the scheduler
+    runs them; then beams are extended, copied and dropped together.
     """
 
     def __init__(self, request: Request, row: Row, texts: Sequence[TextStream], scheduler: Scheduler):
@@ -183,8 +183,8 @@ class BeamAnswers(ActiveRequest):
         super().__init__(request, scheduler)
         sampling, self._texts, self._copies = request.sampling, texts, 0
         limit, penalty = row.limit - row.prompt, sampling.length_penalty
-        self._search = BeamSearch(beams=sampling.beams, limit=limit, ends=row.ends, length_penalty=penalty)
-        row.top = max(self._search.wanted, sampling.logprobs or 0)
+        self._search = BeamSearch(beams=sampling.beams, limit=limit, end_tokens=row.end_tokens, length_penalty=penalty)
+        row.top = max(self._search.candidate_count, sampling.logprobs or 0)
         self._beams, self._results = [row], dict[Row, Sampled]()
         self._scores: dict[tuple[int, ...], tuple[TokenScore, ...]] = {(): ()}
         scheduler.add(row)
@@ -210,9 +210,9 @@ class BeamAnswers(ActiveRequest):
         if self.request.sampling.logprobs is not None:
             self._note_scores(parents, results, running)
         rows: list[Row] = []
-        # Copies are made first: they begin with the tokens that their parent has now.
+        # Copies are made before their parents grow.
         for number, beam in enumerate(running):
-            first = all(other.parent != beam.parent for other in running[:number])
+            first = all(earlier_beam.parent != beam.parent for earlier_beam in running[:number])
             rows.append(parents[beam.parent] if first else self._copy(parents[beam.parent]))
         for row, beam in zip(rows, running, strict=True):
             row.tokens.append(beam.tokens[-1])
@@ -222,7 +222,7 @@ class BeamAnswers(ActiveRequest):
                 self.scheduler.remove(row)
         self._beams, self._results = rows, {}
         self.tokens += len(rows)
-        if self._search.done:
+        if self._search.complete:
             best = self._search.best(len(self._texts))
             self._finish([self._answer(beam, text) for beam, text in zip(best, self._texts, strict=False)])
 
@@ -231,7 +231,7 @@ class BeamAnswers(ActiveRequest):
         return self.scheduler.fork(row, (row.order[0], self._copies))
 
     def _note_scores(self, parents: Sequence[Row], results: Sequence[Sampled], running: Sequence[Beam]) -> None:
-        """Keeps the scores of the running and finished beams, by their tokens."""
+        """Store the scores of the running and finished beams, by their tokens."""
         by_tokens = {tuple(row.tokens[row.prompt :]): result for row, result in zip(parents, results, strict=True)}
         scores = {}
         for tokens in [*(beam.tokens for beam in running), *(answer.tokens for answer in self._search.finished)]:
@@ -250,7 +250,7 @@ class BeamAnswers(ActiveRequest):
         for number, token in enumerate(beam.tokens, start=1):
             if number == max(1, sampling.min_tokens):
                 text.watch(sampling.stop)
-            last = token in self._search.ends
+            last = token in self._search.end_tokens
             answer.text += "" if last else text.add(token)
             answer.tokens = beam.tokens[:number]
             if last or text.stopped:
@@ -263,24 +263,24 @@ class BeamAnswers(ActiveRequest):
     def _finish(self, answers: Sequence[Answer]) -> None:
         self.free()
         self._beams = []
-        # A vocabulary smaller than the number of beams may give fewer answers.
+        # With a vocabulary smaller than the number of beams, there may be fewer answers.
         lacking = self.request.sampling.n - len(answers)
         deliver_best(self.request, [*answers, *[Answer(finish="error")] * lacking], self.prompt_part(0))
 
 
 def deliver_best(request: Request, answers: Sequence[Answer], prompt: tuple[TokenScore | None, ...]) -> None:
-    """The first n answers, a piece each. prompt: its scores."""
+    """Deliver the first n answers, a piece each. prompt: scores of the prompt."""
     for number, answer in enumerate(answers[: request.sampling.n]):
-        own = prompt if number == 0 else ()
-        request.deliver(Piece(number, answer.text, answer.tokens, answer.scores, answer.finish, own))
+        prompt_scores = prompt if number == 0 else ()
+        request.deliver(Piece(number, answer.text, answer.tokens, answer.scores, answer.finish, prompt_scores))
 
 
 def score_of(token: int, result: Sampled, count: int) -> TokenScore:
-    """Of the chosen token, with the `count` most likely ones."""
+    """The score of the chosen token, with the `count` most likely tokens."""
     return TokenScore(token, result.logprob, result.rank, result.top[:count])
 
 
 def seed_of(seed: int, choice: int) -> int:
-    """The seed of one of a request's answers."""
+    """The seed of an answer, from the seed of its request."""
     digest = blake2b(seed.to_bytes(8, "big") + choice.to_bytes(8, "big"), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1

@@ -26,18 +26,24 @@ from megajax.text import byte_size
 from megajax.tokenizers.base import Tokenizer
 
 CPU_SHARE = 0.25
-"""Share of the free memory of the host that the cache takes at most, where devices do not count their memory."""
+"""Maximum share of the host's free memory for the cache, if devices do not report their memory."""
 LARGEST_POOL = 2**30
-"""Tokens of a replica's pool; `megajax.inference.pack` has larger numbers for places past it."""
+"""Maximum number of tokens in a replica's pool; `megajax.inference.pack` uses larger numbers for invalid slots."""
 HOST = Path("/proc/meminfo")
 
 
 def make_engine(
-    model: LoadedModel, config: InferenceConfig, tokenizer: Tokenizer, *, ends: Collection[int], length: int, queue: int
+    model: LoadedModel,
+    config: InferenceConfig,
+    tokenizer: Tokenizer,
+    *,
+    end_tokens: Collection[int],
+    length: int,
+    queue: int,
 ) -> Engine:
     """Steps are compiled when they are first needed; see `ModelDevice.programs`.
 
-    ends: tokens that end an answer; length: most tokens of a row; queue: most requests that wait.
+    end_tokens: tokens that end an answer; length: most tokens of a row; queue: most requests that wait.
     Raises UserError where the cache has no room.
     """
     dtype = config.cache_dtype or config.compute
@@ -51,8 +57,10 @@ def make_engine(
         dtype=dtype,
         kernel=choose_kernel(config.kernel, model.cfg, config.compute, dtype),
     )
-    guides = Guides(lambda: token_pieces(tokenizer, vocabulary), ends)
-    return Engine(ModelDevice(programs, vocabulary), tokenizer=tokenizer, ends=ends, queue=queue, guide=guides)
+    guides = Guides(lambda: token_pieces(tokenizer, vocabulary), end_tokens)
+    return Engine(
+        ModelDevice(programs, vocabulary), tokenizer=tokenizer, end_tokens=end_tokens, queue=queue, guide=guides
+    )
 
 
 def choose_kernel(kernel: PagedKernel, model: ModelConfig, compute: str, stored: str) -> PagedKernel:
@@ -66,7 +74,7 @@ def choose_kernel(kernel: PagedKernel, model: ModelConfig, compute: str, stored:
 
 
 def cache_size(config: InferenceConfig, length: int, model: LoadedModel, dtype: str) -> CacheSize:
-    """Blocks of each replica: those of the settings, or what the devices have room for beside the weights.
+    """The cache of each replica: as configured, or as large as fits beside the weights.
 
     length: most tokens of a row. Raises UserError where that is less than a block.
     """
@@ -83,11 +91,13 @@ def cache_size(config: InferenceConfig, length: int, model: LoadedModel, dtype: 
     if not of_block:
         return size
     free = free_memory(list(model.mesh.devices.flat))
-    blocks = int((free.bytes * (config.memory_share if free.counted else CPU_SHARE) - of_rows) // of_block)
+    blocks = int((free.bytes * (config.memory_share if free.from_devices else CPU_SHARE) - of_rows) // of_block)
     if blocks < 1:
-        what = f"{byte_size(free.bytes)} are free on a device, and a block of {config.block} tokens takes"
-        raise UserError(f"the cache has no room: {what} {byte_size(of_block)}. Use more devices (parallel.tensor)")
-    return replace(size, blocks=min(blocks, LARGEST_POOL // config.block if free.counted else needed))
+        available_text = f"{byte_size(free.bytes)} are free on a device, and a block of {config.block} tokens takes"
+        raise UserError(
+            f"the cache has no room: {available_text} {byte_size(of_block)}. Use more devices (parallel.tensor)"
+        )
+    return replace(size, blocks=min(blocks, LARGEST_POOL // config.block if free.from_devices else needed))
 
 
 def shard_bytes(like: jax.ShapeDtypeStruct) -> int:
@@ -97,19 +107,21 @@ def shard_bytes(like: jax.ShapeDtypeStruct) -> int:
 
 
 class FreeMemory(NamedTuple):
-    """What arrays may still take."""
+    """Memory available for arrays."""
 
     bytes: int
-    """On one device."""
-    counted: bool
-    """By the devices; else they share the memory of the host."""
+    """Bytes on one device."""
+    from_devices: bool
+    """Whether the devices report their memory; else they share the memory of the host."""
 
 
 def free_memory(devices: Sequence[jax.Device]) -> FreeMemory:
-    """Of the device with the least; of CPUs an equal share of what the host has."""
+    """Free memory of the fullest device; for CPUs, an equal share of the host's free memory."""
     stats = [device.memory_stats() or {} for device in devices]
-    if all({"bytes_in_use", "bytes_limit"} <= each.keys() for each in stats):
-        return FreeMemory(min(each["bytes_limit"] - each["bytes_in_use"] for each in stats), True)
+    if all({"bytes_in_use", "bytes_limit"} <= device_stats.keys() for device_stats in stats):
+        return FreeMemory(
+            min(device_stats["bytes_limit"] - device_stats["bytes_in_use"] for device_stats in stats), True
+        )
     available = re.search(r"MemAvailable:\s+(\d+) kB", HOST.read_text() if HOST.exists() else "")
     free = int(available[1]) * 1024 if available else os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return FreeMemory(free // len(devices), False)

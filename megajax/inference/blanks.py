@@ -1,4 +1,4 @@
-"""Text with blanks, and what a trained model puts into them: for BERT one token each, for T5 spans of tokens."""
+"""Blanks in a text, filled by a trained model: a token each for BERT, spans of tokens for T5."""
 
 import re
 import textwrap
@@ -9,17 +9,17 @@ from typing import Any
 
 import numpy as np
 
-from megajax.inference.sample import Trained
+from megajax.inference.sample import TrainedRun
 from megajax.text import visible
 
 SHOWN = 128
-"""Tokens of a row that are shown, from its start."""
+"""Number of tokens printed of a row."""
 TRIED = 8
-"""Rows that are looked at for one with a blank."""
+"""Number of rows searched for a blank."""
 GUESSES = 3
-"""Most likely tokens that are shown for a blank."""
+"""Number of likely tokens printed for a blank."""
 SECONDS = 20.0
-"""Time for generating spans."""
+"""Time limit of generating spans."""
 WIDTH = 110
 SENTINEL = re.compile(r"<extra_id_(\d+)>")
 MASK = re.compile(re.escape("[MASK]"))
@@ -28,8 +28,8 @@ type Model = Callable[..., Any]
 """Leaves of rows by name, each [1, ...] -> logits [1, S, V]."""
 
 
-def sample_blanks(run: Trained, folder: Path) -> str | None:
-    """Fills the blanks, written [MASK], of the config's prompt or else of a validation row; None without either."""
+def sample_blanks(run: TrainedRun, folder: Path) -> str | None:
+    """Fill the blanks, written [MASK], of the config's prompt, or else of a validation row; None without either."""
     del folder
     tokenizer, valid, schema = run.parts.tokenizer, run.parts.splits.valid, run.cfg.model.schema()
     prompt, mask = run.cfg.logging.prompt, tokenizer.specials.get("mask")
@@ -51,13 +51,13 @@ def sample_blanks(run: Trained, folder: Path) -> str | None:
 
 
 def _first_with(valid: Any, name: str, blanks: Sequence[int]) -> Mapping[str, np.ndarray]:
-    """The first of a few rows with a blank, since short ones have none; else the first row."""
+    """The first of a few rows that has a blank; else the first row."""
     rows = map(valid.__getitem__, range(min(len(valid), TRIED)))
     return next((row for row in rows if np.isin(row[name], list(blanks)).any()), valid[0])
 
 
 def padded_row(tokens: Sequence[int], pad: int, length: int) -> dict[str, np.ndarray]:
-    """A row of one part for BERT, cut off at `length`."""
+    """A row with a single segment for BERT, truncated to `length`."""
     tokens, row = tokens[:length], np.full(length, pad, np.int32)
     row[: len(tokens)] = tokens
     segments = (np.arange(length) < len(tokens)).astype(np.int32)
@@ -65,10 +65,9 @@ def padded_row(tokens: Sequence[int], pad: int, length: int) -> dict[str, np.nda
 
 
 def blanks_text(model: Model, tokenizer: Any, leaves: Mapping[str, np.ndarray], truth: Mapping[int, int]) -> str | None:
-    """The text of a row, and for each blank the likeliest tokens with their probabilities and the true one.
+    """The text of a row, and for each blank the likeliest tokens with their probabilities, and the true token.
 
-    leaves: `tokens` and others, int32 [1, S]; truth: position -> token, where it is known. None for a tokenizer without
-    text; a line that says so for a text without blanks.
+    leaves: `tokens` and others, int32 [1, S]; truth: position -> token, if known. For a text without blanks, a note.
     """
     tokens = leaves["tokens"][0]
     places = np.flatnonzero(tokens[:SHOWN] == tokenizer.specials["mask"])
@@ -84,15 +83,15 @@ def blanks_text(model: Model, tokenizer: Any, leaves: Mapping[str, np.ndarray], 
         rows.append((guesses, tokenizer.decode([truth[place]]) if place in truth else ""))
     hidden = {tokenizer.specials["cls"], tokenizer.pad}
     numbers = {place: number for number, place in enumerate(places.tolist(), start=1)}
-    kept = [place for place, token in enumerate(tokens[:SHOWN].tolist()) if token not in hidden]
-    text = _with_numbers([(int(tokens[place]), numbers.get(place)) for place in kept], tokenizer)
-    return _shown(text, rows)
+    shown_tokens = [place for place, token in enumerate(tokens[:SHOWN].tolist()) if token not in hidden]
+    text = _with_numbers([(int(tokens[place]), numbers.get(place)) for place in shown_tokens], tokenizer)
+    return _blanks_report(text, rows)
 
 
-def sample_spans(run: Trained, folder: Path) -> str | None:
-    """Fills the blanks, <extra_id_0> and so on, of the config's prompt or else of a validation row; None without.
+def sample_spans(run: TrainedRun, folder: Path) -> str | None:
+    """Fill the blanks, <extra_id_0> etc., of the config's prompt, or else of a validation row; None without either.
 
-    A text without blanks is answered as a whole, as translations are.
+    For a text without blanks, generate an answer, for example a translation.
     """
     del folder
     tokenizer, valid, schema = run.parts.tokenizer, run.parts.splits.valid, run.cfg.model.schema()
@@ -105,21 +104,21 @@ def sample_spans(run: Trained, folder: Path) -> str | None:
         row = padded_row(
             [token for piece in pieces for token in piece], tokenizer.pad, schema["encoder_tokens"].shape[0]
         )
-        read = {"encoder_tokens": row["tokens"], "encoder_segment_ids": row["segment_ids"]}
+        encoder_input = {"encoder_tokens": row["tokens"], "encoder_segment_ids": row["segment_ids"]}
     elif valid is not None:
         row = _first_with(valid, "encoder_tokens", sentinels)
-        read = {name: row[name] for name in ("encoder_tokens", "encoder_segment_ids")}
+        encoder_input = {name: row[name] for name in ("encoder_tokens", "encoder_segment_ids")}
         truth = row["labels"][row["loss_mask"] > 0].tolist()
     else:
         return None
-    leaves = {name: leaf[None] for name, leaf in read.items()}
+    leaves = {name: leaf[None] for name, leaf in encoder_input.items()}
     return spans_text(run.model, tokenizer, leaves, truth, length=schema["tokens"].shape[0])
 
 
 def spans_text(
     model: Model, tokenizer: Any, leaves: Mapping[str, np.ndarray], truth: Sequence[int], *, length: int
 ) -> str | None:
-    """The text of a row of the encoder, and for each blank what the decoder writes, with the true words.
+    """The encoder's text, and for each blank the text generated by the decoder, with the true text.
 
     leaves: of the encoder, int32 [1, T]; truth: sentinels and their spans, if known; length: positions of the decoder.
     """
@@ -127,21 +126,21 @@ def spans_text(
     numbers = {token: sentinels.index(token) + 1 for token in text if token in sentinels}
     answer = greedy(model, tokenizer, leaves, length=length)
     if not numbers:
-        what = "what the model writes" + (", then the true text" if truth else "")
+        content = "what the model writes" + (", then the true text" if truth else "")
         texts = (f"  {textwrap.fill(_plain(tokens, tokenizer), WIDTH)}" for tokens in [answer, *[truth] * bool(truth)])
-        read = textwrap.fill(_plain(text, tokenizer), WIDTH)
-        return visible("\n".join([f"sample (a text; {what}):", read, *texts])) + "\n"
-    written = split_spans(answer, sentinels)
+        encoder_input = textwrap.fill(_plain(text, tokenizer), WIDTH)
+        return visible("\n".join([f"sample (a text; {content}):", encoder_input, *texts])) + "\n"
+    predicted = split_spans(answer, sentinels)
     expected = split_spans(truth, sentinels)
-    rows = [(_plain(written.get(blank), tokenizer), _plain(expected.get(blank), tokenizer)) for blank in numbers]
-    kept = [(token, numbers.get(token)) for token in text if token != tokenizer.pad]
-    return _shown(_with_numbers(kept, tokenizer), rows, [str(number) for number in numbers.values()])
+    rows = [(_plain(predicted.get(blank), tokenizer), _plain(expected.get(blank), tokenizer)) for blank in numbers]
+    shown_tokens = [(token, numbers.get(token)) for token in text if token != tokenizer.pad]
+    return _blanks_report(_with_numbers(shown_tokens, tokenizer), rows, [str(number) for number in numbers.values()])
 
 
 def greedy(
     model: Model, tokenizer: Any, leaves: Mapping[str, np.ndarray], *, length: int, seconds: float = SECONDS
 ) -> list[int]:
-    """The likeliest token after each, by full forward passes, up to [EOS], `length` tokens or the time."""
+    """Greedy decoding by full forward passes, up to [EOS], `length` tokens or the time limit."""
     deadline, tokens, ones = time.monotonic() + seconds, [tokenizer.specials["bos"]], np.ones((1, length), np.int32)
     while len(tokens) < length and time.monotonic() < deadline:
         row = np.full((1, length), tokenizer.pad, np.int32)
@@ -155,7 +154,7 @@ def greedy(
 
 
 def split_spans(tokens: Sequence[int], sentinels: Sequence[int]) -> dict[int, list[int]]:
-    """Sentinel -> the tokens behind it; of a sentinel that comes twice, those of the first time."""
+    """Sentinel -> the tokens after it; if a sentinel is repeated, after its first occurrence."""
     spans: dict[int, list[int]] = {}
     span: list[int] = []
     for token in tokens:
@@ -170,7 +169,7 @@ def split_spans(tokens: Sequence[int], sentinels: Sequence[int]) -> dict[int, li
 def _pieces(
     prompt: str, blank: re.Pattern[str], tokenizer: Any, token_of: Callable[[re.Match[str]], int]
 ) -> Iterator[list[int]]:
-    """The tokens of a text between its blanks, and of the blanks, which tokenizers read as plain text."""
+    """The tokens of a text between its blanks, and those of the blanks, which tokenizers would encode as plain text."""
     start = 0
     for match in blank.finditer(prompt):
         yield tokenizer.encode(prompt[start : match.start()]).tolist()
@@ -180,31 +179,31 @@ def _pieces(
 
 
 def _with_numbers(tokens: Sequence[tuple[int, int | None]], tokenizer: Any) -> str:
-    """The text of tokens, with the numbers of those that are blanks."""
-    words, run = [], []
+    """The text of tokens, with numbers in place of blanks."""
+    parts, run = [], []
     for token, number in tokens:
         if number is None:
             run.append(token)
             continue
-        words += [tokenizer.decode(run), f"__{number}__"]
+        parts += [tokenizer.decode(run), f"__{number}__"]
         run = []
-    return " ".join(word for word in [*words, tokenizer.decode(run)] if word)
+    return " ".join(word for word in [*parts, tokenizer.decode(run)] if word)
 
 
 def _plain(tokens: Sequence[int] | None, tokenizer: Any) -> str:
     if tokens is None:
         return "-"
-    known = [token for token in tokens if token not in (tokenizer.specials["eos"], tokenizer.pad)]
-    return tokenizer.decode(known) or "nothing"
+    text = [token for token in tokens if token not in (tokenizer.specials["eos"], tokenizer.pad)]
+    return tokenizer.decode(text) or "nothing"
 
 
-def _shown(text: str, rows: Sequence[tuple[str, str]], numbers: Sequence[str] | None = None) -> str:
-    """The text, and a line for each blank: its number, what the model puts there, what belongs there if known."""
-    known = any(truth and truth != "-" for _, truth in rows)
+def _blanks_report(text: str, rows: Sequence[tuple[str, str]], numbers: Sequence[str] | None = None) -> str:
+    """The text, and a line for each blank: its number, the model's text, and the true text if known."""
+    has_truth = any(truth and truth != "-" for _, truth in rows)
     labels = numbers or [str(number) for number in range(1, len(rows) + 1)]
     width = max(len(guess) for guess, _ in rows)
-    what = "the model's words, then the true ones" if known else "the model's words"
-    lines = [f"sample (a text with blanks; {what}):", textwrap.fill(text, WIDTH)]
+    content = "the model's words, then the true ones" if has_truth else "the model's words"
+    lines = [f"sample (a text with blanks; {content}):", textwrap.fill(text, WIDTH)]
     for label, (guess, truth) in zip(labels, rows, strict=True):
-        lines.append(f"  {label:>3}  {guess:<{width}}  {truth if known else ''}".rstrip())
+        lines.append(f"  {label:>3}  {guess:<{width}}  {truth if has_truth else ''}".rstrip())
     return visible("\n".join(lines)) + "\n"

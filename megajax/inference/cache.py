@@ -19,13 +19,13 @@ from megajax.mesh.layout import Layout
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheSize:
-    """What a replica has room for."""
+    """Size of a replica's cache."""
 
     blocks: int
     block: int
     """Tokens of a block."""
     slots: int
-    """Rows that run at the same time."""
+    """Maximum number of rows that run at the same time."""
 
     def tokens(self) -> int:
         """Tokens in all blocks."""
@@ -53,5 +53,5 @@ def like_cache(
 
 
 def empty_cache(like: dict[str, jax.ShapeDtypeStruct]) -> dict[str, Array]:
-    """Zeros, each device its own part."""
+    """Zeros with the shardings of `like`."""
     return {name: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding) for name, leaf in like.items()}

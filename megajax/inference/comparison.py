@@ -1,4 +1,4 @@
-"""How far the answers of two versions of a model are apart on a text, such as before and after quantization."""
+"""Comparison of two versions of a model on a text, for example before and after quantization."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,17 +16,17 @@ from megajax.tokenizers.base import Tokenizer
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """Between a model and one that was made of it, over the tokens of a text."""
+    """Difference between a model and a version derived from it, over the tokens of a text."""
 
     tokens: int
-    """Predicted ones."""
+    """Number of predicted tokens."""
     largest_logit_difference: float
     mean_logit_difference: float
-    """Of magnitudes, over tokens and vocabulary."""
+    """Mean magnitude over tokens and vocabulary."""
     kl_divergence: float
     """Mean of KL(before || after) over tokens, in nats."""
     same_likeliest: float
-    """Share of tokens whose likeliest next token is the same."""
+    """Share of tokens for which both have the same most likely next token."""
     loss_before: float
     """Mean negative log-likelihood of the text's tokens, in nats."""
     loss_after: float
@@ -48,7 +48,7 @@ def text_rows(tokenizer: Tokenizer, text: str, *, length: int, most: int) -> np.
     tokens = np.asarray(tokenizer.encode(text[: 16 * most]), np.int32)[:most]
     length = min(length, len(tokens))
     if length < 2:
-        raise UserError(f"a text of {len(tokens)} tokens is too short: give one of a few thousand")
+        raise UserError(f"a text of {len(tokens)} tokens is too short: give a few thousand tokens")
     rows = len(tokens) // length
     return tokens[: rows * length].reshape(rows, length)
 
@@ -60,17 +60,17 @@ def compare(before: LayerByLayer, after: LayerByLayer, tokens: np.ndarray, *, ro
     for place, (x, y) in enumerate(zip(*states, strict=True)):
         part = tokens[place * rows : (place + 1) * rows]
         for row in range(len(part)):  # logits of one row at a time
-            ends = slice(row, row + 1)
-            sums.append(_sums(before.logits(x[ends]), after.logits(y[ends]), jnp.asarray(part[ends])))
-    largest, *totals = (np.asarray(each, np.float64) for each in zip(*sums, strict=True))
+            row_slice = slice(row, row + 1)
+            sums.append(_sums(before.logits(x[row_slice]), after.logits(y[row_slice]), jnp.asarray(part[row_slice])))
+    largest, *totals = (np.asarray(values, np.float64) for values in zip(*sums, strict=True))
     count = tokens.shape[0] * (tokens.shape[1] - 1)
-    mean, kl, same, first, second = (float(each.sum() / count) for each in totals)
+    mean, kl, agreements, first, second = (float(values.sum() / count) for values in totals)
     return Difference(
         tokens=count,
         largest_logit_difference=float(largest.max()),
         mean_logit_difference=mean,
         kl_divergence=kl,
-        same_likeliest=same,
+        same_likeliest=agreements,
         loss_before=first,
         loss_after=second,
     )
@@ -78,13 +78,13 @@ def compare(before: LayerByLayer, after: LayerByLayer, tokens: np.ndarray, *, ro
 
 @jax.jit
 def _sums(before: Array, after: Array, tokens: Array) -> tuple[Array, ...]:
-    """Of logits [B, S, V] at all but the last position."""
+    """Sums of the differences of logits [B, S, V], over all but the last position."""
     before, after, labels = before[:, :-1], after[:, :-1], tokens[:, 1:, None]
-    distance, (p, q) = jnp.abs(before - after), (jax.nn.log_softmax(each) for each in (before, after))
+    distance, (p, q) = jnp.abs(before - after), (jax.nn.log_softmax(values) for values in (before, after))
     return (
         distance.max(),
         distance.mean(-1).sum(),
         (jnp.exp(p) * (p - q)).sum(),
         (before.argmax(-1) == after.argmax(-1)).sum(),
-        *(-jnp.take_along_axis(each, labels, -1).sum() for each in (p, q)),
+        *(-jnp.take_along_axis(values, labels, -1).sum() for values in (p, q)),
     )

@@ -1,4 +1,4 @@
-"""Complete answers from an engine that runs on the caller's thread."""
+"""Complete answers of an engine that runs on the caller's thread."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -14,10 +14,10 @@ def complete(
     show: Callable[[Piece], None] = lambda piece: None,
     interrupted: Callable[[], bool] = lambda: False,
 ) -> Iterator[list[Answer]]:
-    """The answers to prompts, in their order, each when it is complete and those before it are.
+    """Yield the answers to prompts in order, as soon as they and all earlier ones are complete.
 
-    requests: prompts and their settings, taken as the engine has room. show: called with each piece; interrupted: asked
-    before each step, True ends the answers where they are. Raises Refused.
+    requests: prompts and their settings, consumed as the engine has capacity. show: called with each piece;
+    interrupted: called before each step, True ends all answers at once. Raises Refused.
     """
     waiting, running, number, more = iter(requests), deque[tuple[str, list[Answer]]](), 0, True
 
@@ -27,13 +27,13 @@ def complete(
 
     while more or running:
         while more and engine.requests < engine.capacity:
-            asked = next(waiting, None)
-            more = asked is not None
-            if asked is not None:
-                prompt, sampling = asked
+            following = next(waiting, None)
+            more = following is not None
+            if following is not None:
+                prompt, sampling = following
                 name, answers = f"complete {number}", [Answer() for _ in range(sampling.n)]
-                own = partial(deliver, answers)
-                engine.submit(Request(identifier=name, prompt=prompt, sampling=sampling, deliver=own))
+                collect = partial(deliver, answers)
+                engine.submit(Request(identifier=name, prompt=prompt, sampling=sampling, deliver=collect))
                 running.append((name, answers))
                 number += 1
         if interrupted():

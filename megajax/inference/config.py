@@ -20,33 +20,33 @@ class InferenceConfig:
     """The engine: its cache, the sizes of its steps, dtypes and kernels."""
 
     rows: int = 32
-    """Most requests that generate at the same time, on each replica."""
+    """Maximum number of requests that generate at the same time, on each replica."""
     length: int | None = None
-    """Most tokens of a request, prompt and answer; none: the model's sequence_length."""
+    """Maximum number of tokens of a request, prompt and answer. None: the model's sequence_length."""
     chunk: int = 512
-    """Most tokens of a prompt in a step. Longer prompts take several steps, beside which others go on generating."""
+    """Maximum number of prompt tokens in a step. Longer prompts take several steps, while other requests continue."""
     block: int = 16
     """Tokens of a block of the cache."""
     cache_tokens: int | None = None
-    """Tokens in the cache of each replica; none: what fits, see memory_share."""
+    """Tokens in the cache of each replica. None: as many as fit, see memory_share."""
     memory_share: float = 0.9
-    """Share of the device memory left by the weights that the cache takes, where cache_tokens is none. On CPUs the
-    cache has room for `rows` requests of `length` tokens, within a quarter of the free memory."""
+    """Share of the device memory left by the weights that the cache takes if cache_tokens is None. On CPUs, the cache
+    has room for `rows` requests of `length` tokens, within a quarter of the free memory."""
     compute: Dtype = "bfloat16"
-    """Dtype of weights and activations; of a run, its precision.compute unless given."""
+    """Dtype of weights and activations. With --run, the default is the run's precision.compute."""
     cache_dtype: Dtype | Literal["int8", "fp8"] | None = None
-    """Dtype of the cache; none: that of compute. int8 and fp8 (e4m3) have a scale for each token and head."""
+    """Dtype of the cache. None: the dtype `compute`. int8 and fp8 (e4m3) have a scale for each token and head."""
     kernel: PagedKernel = "auto"
-    """Attention to the cache. auto: the fastest that the devices have; triton: on NVIDIA GPUs; tiled: a tile of keys at
-    a time; reference: gathers the keys and values of whole rows."""
+    """Attention to the cache. auto: the fastest on the devices. triton: on NVIDIA GPUs. tiled: a tile of keys at a
+    time. reference: gathers the keys and values of whole rows."""
     batch_invariant: bool = False
-    """Every token is computed in steps of one shape, so that a request's tokens do not depend on what else runs.
-    Steps with few requests take as long as full ones then."""
+    """Compute every token in steps of one shape, so that a request's tokens do not depend on other requests. Steps
+    with few requests then take as long as full ones."""
     warm_up: bool = True
-    """`serve` compiles every step before its first request; false: a step when it is first needed, as in `generate`."""
+    """`serve` compiles all steps before its first request. False: compile a step when first needed, as `generate`."""
     template: str | None = None
-    """Makes text of a conversation: a Jinja2 template, a file with one, or a name such as chatml (see
-    data.template); none: that of the run's data or of the tokenizer's files."""
+    """Chat template: Jinja2 text, a file with a template, or a name such as chatml (see data.template). None: the
+    template of the run's data or of the tokenizer's files."""
 
     def problems(self) -> list[Problem]:
         problems = [
@@ -57,8 +57,8 @@ class InferenceConfig:
         if not 0 < self.memory_share <= 1:
             problems.append(Problem("memory_share", f"must be above 0 and at most 1, got {self.memory_share:g}"))
         if self.cache_tokens is not None and self.cache_tokens < self.block:
-            what = f"{self.cache_tokens} is less than a block of {self.block} tokens"
-            problems.append(Problem("cache_tokens", what, "raise it, or lower block"))
+            message = f"{self.cache_tokens} is less than a block of {self.block} tokens"
+            problems.append(Problem("cache_tokens", message, "raise it, or lower block"))
         return problems
 
 
@@ -67,9 +67,9 @@ class InferenceParallelConfig:
     """How the devices share the work."""
 
     tensor: int = 1
-    """Devices that each matrix is sharded over."""
+    """Number of devices over which each matrix is sharded."""
     data: int | None = None
-    """Replicas of the model, each with requests of its own; none: all devices that `tensor` leaves."""
+    """Replicas of the model, each with separate requests. None: all devices / `tensor`."""
 
     def layout(self) -> ParallelConfig:
         """The settings of the mesh."""
@@ -81,10 +81,10 @@ class InferenceParallelConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerationConfig:
-    """Everything that generated text depends on but the weights and the requests."""
+    """Everything that generated text depends on, except the weights and the requests."""
 
     model: DecoderConfig | ModelConfig
-    """The network, as the weights belong to it."""
+    """The model of the weights."""
     tokenizer: TokenizerConfig | TokenizerBuilder = field(default_factory=ByteTokenizerConfig)
     """Text to token ids and back."""
     parallel: InferenceParallelConfig = field(default_factory=InferenceParallelConfig)
@@ -92,14 +92,14 @@ class GenerationConfig:
     inference: InferenceConfig = field(default_factory=InferenceConfig)
     """The engine."""
     xla: XlaConfig = field(default_factory=XlaConfig)
-    """How programs are compiled and kept."""
+    """How programs are compiled and cached."""
 
     def problems(self, devices: int | None = None) -> list[Problem]:
-        """What does not fit the model, or the devices where their number is known."""
+        """Settings that do not fit the model, or the devices if their number is known."""
         return list(self._problems(devices))
 
     def length(self) -> int:
-        """Most tokens of a request."""
+        """Maximum number of tokens of a request."""
         return self.inference.length or self.model.row_positions()
 
     def _problems(self, devices: int | None) -> Iterator[Problem]:
@@ -112,5 +112,5 @@ class GenerationConfig:
         for problem in self.model.parallel_problems(layout, None):
             yield replace(problem, setting=f"model.{problem.setting}")
         if self.length() > (trained := self.model.row_positions()):
-            what = f"{self.length()} is more than model.sequence_length={trained}"
-            yield Problem("inference.length", what, f"use at most {trained}, or set model.sequence_length as well")
+            message = f"{self.length()} is more than model.sequence_length={trained}"
+            yield Problem("inference.length", message, f"use at most {trained}, or set model.sequence_length as well")

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from megajax.config.errors import UserError
-from megajax.inference.sample import Trained
+from megajax.inference.sample import TrainedRun
 from megajax.text import visible
 from megajax.tokenizers.base import Tokenizer
 
@@ -16,11 +16,11 @@ PROMPT, SAMPLE = 32, 256
 WINDOW = 256
 """Maximum number of tokens in a forward pass."""
 TEMPERATURE, SECONDS = 0.7, 20.0
-"""Of the samples, and the time limit."""
+"""Sampling temperature, and the time limit in seconds."""
 
 
-def sample(run: Trained, folder: Path) -> str | None:
-    """Continues the config's prompt or else the beginning of a validation row; None without either."""
+def sample(run: TrainedRun, folder: Path) -> str | None:
+    """Continue the config's prompt, or else the start of a validation row; None without either."""
     del folder
     cfg, tokenizer, valid = run.cfg, run.parts.tokenizer, run.parts.splits.valid
     if not cfg.logging.prompt and valid is None:

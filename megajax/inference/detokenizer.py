@@ -1,4 +1,4 @@
-"""Text of tokens as they come: whole characters only, and nothing of a stop string."""
+"""Incremental text of tokens: whole characters only, without any part of a stop string."""
 
 from codecs import getincrementaldecoder
 from collections.abc import Collection, Sequence
@@ -7,30 +7,30 @@ from typing import Protocol
 from megajax.tokenizers.base import Tokenizer
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-"""Of bytes that are not UTF-8, or not yet."""
+"""Decoded from invalid or incomplete UTF-8."""
 TAIL, WINDOW = 12, 24
-"""Tokens of a prompt that are decoded before an answer, and after how many a window is cut."""
+"""Number of prompt tokens decoded before an answer, and number of tokens after which a window is shortened."""
 
 
 class Decoding(Protocol):
-    """Text of one answer: joined, what `add` and `rest` return is the answer's part of the text of all tokens."""
+    """Incremental text of an answer: joined, `add` and `rest` return the answer's part of the text of all tokens."""
 
     def add(self, token: int) -> str:
-        """Text that no later token can change."""
+        """Add a token -> new text that no later token can change."""
         ...
 
     def rest(self) -> str:
-        """What was kept back."""
+        """The rest of the text."""
         ...
 
 
 class ByteDecoding:
-    """For tokenizers whose tokens are bytes."""
+    """Incremental text for tokenizers with a table of bytes."""
 
     def __init__(self, table: Sequence[bytes | None], prompt: Sequence[int]):
         """table: bytes of each id, None for gaps."""
         self._table, self._decoder = table, getincrementaldecoder("utf-8")("replace")
-        # A character that the prompt begins may be completed by the answer.
+        # The answer may complete a character that starts in the prompt.
         for token in prompt[-TAIL:]:
             self.add(token)
 
@@ -42,10 +42,10 @@ class ByteDecoding:
 
 
 class WindowDecoding:
-    """For any tokenizer: decodes a window of the last tokens, and returns what was added at its end.
+    """Incremental text for any tokenizer: decodes a window of the last tokens, and returns the text added at its end.
 
-    The window begins in the prompt, and always has visible text that was returned: what a tokenizer does at the
-    beginning of a text, such as dropping a space, it does to that.
+    The window starts in the prompt, with visible text that was returned before. Tokenizers treat the start of a text
+    specially, for example drop a space; this affects only that text.
     """
 
     def __init__(self, tokenizer: Tokenizer, single_bytes: Collection[int], prompt: Sequence[int]):
@@ -56,28 +56,28 @@ class WindowDecoding:
         while not self._decoded().strip() and count < len(prompt):
             count *= 4
             self._window = list(prompt[-count:])
-        self._sent = len(self._decoded().rstrip(REPLACEMENT))
+        self._emitted = len(self._decoded().rstrip(REPLACEMENT))
         self._part = 0
 
     def add(self, token: int) -> str:
         self._window.append(token)
-        # Some tokenizers replace a whole run of bytes if one of them is wrong.
+        # Some tokenizers replace a whole run of bytes if one of them is invalid.
         if token in self._bytes:
             return ""
         text = self._decoded()
-        if len(text) <= self._sent or text.endswith(REPLACEMENT):
+        if len(text) <= self._emitted or text.endswith(REPLACEMENT):
             return ""
-        new, self._sent = text[self._sent :], len(text)
+        new, self._emitted = text[self._emitted :], len(text)
         if len(self._window) > WINDOW and new.strip():
             self._window = self._window[self._part :]
-            self._sent = len(self._decoded())
-        # Where the tokens of the next text begin.
+            self._emitted = len(self._decoded())
+        # Index of the first token of the next text.
         self._part = len(self._window)
         return new
 
     def rest(self) -> str:
-        text = self._decoded()[self._sent :]
-        self._sent += len(text)
+        text = self._decoded()[self._emitted :]
+        self._emitted += len(text)
         return text
 
     def _decoded(self) -> str:
@@ -85,7 +85,7 @@ class WindowDecoding:
 
 
 class NoText:
-    """Without a tokenizer."""
+    """Answers without a tokenizer have no text."""
 
     def add(self, token: int) -> str:
         return ""
@@ -95,47 +95,47 @@ class NoText:
 
 
 class TextStream:
-    """The text of one answer, which ends before the first stop string.
+    """The text of an answer, which ends before the first stop string.
 
-    The first is the one that is complete first, of those the longest, so that it does not matter how the text was cut
-    into tokens.
+    The first stop string is the one whose end comes first; among equal ends, the longest. So the result does not depend
+    on how the text is divided into tokens.
     """
 
     def __init__(self, decoding: Decoding):
-        self._decoding, self._stops, self._kept = decoding, (), ""
+        self._decoding, self._stops, self._held_back = decoding, (), ""
         self.stopped = False
-        """A stop string was complete: no text follows."""
+        """Whether a stop string was complete; no text follows."""
 
     def watch(self, stops: Sequence[str]) -> None:
-        """From now on these end the text; text that was returned before is no part of them."""
+        """Set the stop strings. They match only text that was not returned yet."""
         self._stops = stops
 
     def add(self, token: int) -> str:
-        """Text that can neither change nor become part of a stop string."""
+        """Add a token -> text that can neither change nor become part of a stop string."""
         text = self._before_stop(self._decoding.add(token))
         if not self.stopped:
             count = max((_overlap(text, stop) for stop in self._stops), default=0)
-            text, self._kept = text[: len(text) - count], text[len(text) - count :]
+            text, self._held_back = text[: len(text) - count], text[len(text) - count :]
         return text
 
     def end(self) -> str:
-        """What was kept back, when no token follows."""
-        text, self._kept = self._before_stop(self._decoding.rest()), ""
+        """The rest of the text, when no token follows."""
+        text, self._held_back = self._before_stop(self._decoding.rest()), ""
         return text
 
     def _before_stop(self, new: str) -> str:
         if self.stopped:
             return ""
-        text = self._kept + new
-        ends = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
-        if ends:
+        text = self._held_back + new
+        matches = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if matches:
             self.stopped = True
-            return text[: min(ends)[1]]
+            return text[: min(matches)[1]]
         return text
 
 
 class Detokenizer:
-    """Begins the texts of answers."""
+    """Creates the text streams of answers."""
 
     def __init__(self, tokenizer: Tokenizer | None):
         """None: answers have no text."""
@@ -154,6 +154,6 @@ class Detokenizer:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Characters of the longest end of the text that begins a stop string."""
+    """Length of the longest suffix of the text that is a prefix of the stop string."""
     longest = min(len(text), len(stop) - 1)
     return next((count for count in range(longest, 0, -1) if text.endswith(stop[:count])), 0)

@@ -1,4 +1,4 @@
-"""The forward pass of a language model whose weights are read a layer at a time, for models larger than memory.
+"""The forward pass of a language model, reading its weights layer by layer, for models larger than memory.
 
 B rows, S positions, D hidden, V vocabulary.
 """
@@ -24,9 +24,9 @@ from megajax.mesh.layout import exact
 from megajax.models.protocol import demand_causal
 
 STACK = "stack."
-type Seen = Mapping[str, Array]
+type MatrixInputs = Mapping[str, Array]
 """Path of a matrix in its block -> its inputs, [B, S, *inputs]."""
-type Watch = Callable[["Layer", Params, Seen], None]
+type Watch = Callable[["Layer", Params, MatrixInputs], None]
 """Called with a layer, its weights by path in the block, and the inputs of its matrices."""
 
 
@@ -34,21 +34,23 @@ class Layer(NamedTuple):
     """A layer of the stack."""
 
     block: int
-    """Number of the stacked block whose weights it has."""
+    """Number of the stacked block with its weights."""
     row: int
-    """Of these weights."""
+    """Row of the stacked weights."""
     number: int
-    """In the model."""
+    """Number of the layer in the model."""
 
 
 class LayerByLayer:
-    """A causal model of one stack, in float32 on one device."""
+    """A causal model with a single stack, in float32 on one device."""
 
     def __init__(self, model: Any, weights: WeightSource):
-        """Raises UserError for a model of another kind."""
+        """Raises UserError for another kind of model."""
         demand_causal(model)
         if len(model.stacks()) > 1:
-            raise UserError(f"{type(model).__name__} has several stacks: only models of one can be read layer by layer")
+            raise UserError(
+                f"{type(model).__name__} has several stacks: only models with one can be read layer by layer"
+            )
         self.model, self._weights, self._declared = model, weights, declared_by(model)
         self._abstract: Any = nnx.eval_shape(one_device(model))
 
@@ -59,9 +61,11 @@ class LayerByLayer:
         for layer in self.layers():
             values = dict(self._values(f"{STACK}{BLOCKS}{layer.block}.", layer.row))
             for place, x in enumerate(states):
-                states[place], seen = self._block(layer.block, watch is not None)(values, self._shared, x, layer.number)
+                states[place], inputs = self._block(layer.block, watch is not None)(
+                    values, self._shared, x, layer.number
+                )
                 if watch is not None:
-                    watch(layer, values, seen)
+                    watch(layer, values, inputs)
         return states
 
     def logits(self, x: Array) -> Array:
@@ -69,30 +73,32 @@ class LayerByLayer:
         return self._leave(self._outer, x)
 
     def layers(self) -> list[Layer]:
-        """In the order of the model."""
+        """The layers in the order of the model."""
         numbers = enumerate(self._abstract.stack.numbers)
-        layers = [Layer(block, row, layer) for block, own in numbers for row, layer in enumerate(own)]
+        layers = [
+            Layer(block, row, layer) for block, layer_numbers in numbers for row, layer in enumerate(layer_numbers)
+        ]
         return sorted(layers, key=lambda layer: layer.number)
 
     @cached_property
     def _outer(self) -> Params:
-        """Weights that are of no layer."""
+        """Weights that do not belong to a layer."""
         outer = [path for path in self._declared if not path.startswith((STACK, "predictions."))]
-        return {path: self._read(path, None) for path in outer}
+        return {path: self._read_weight(path, None) for path in outer}
 
     @cached_property
     def _shared(self) -> Params:
         """Weights that all layers share, by path in the stack."""
         paths = [path for path in self._declared if path.startswith(STACK) and not self._declared[path].layers]
-        return {path.removeprefix(STACK): self._read(path, None) for path in paths}
+        return {path.removeprefix(STACK): self._read_weight(path, None) for path in paths}
 
     def _values(self, prefix: str, row: int) -> Iterator[tuple[str, Array]]:
         for path in self._declared:
             if path.startswith(prefix):
-                yield path.removeprefix(prefix), self._read(path, row)
+                yield path.removeprefix(prefix), self._read_weight(path, row)
 
-    def _read(self, path: str, row: int | None) -> Array:
-        """A weight, or a row of it; zeros for an observation that is not stored."""
+    def _read_weight(self, path: str, row: int | None) -> Array:
+        """Read a weight, or a row of it; zeros for an observation that is not stored."""
         spec: ParamSpec = self._declared[path]
         sides = [slice(0, size) for size in spec.shape]
         box: Box = tuple(sides) if row is None else (slice(row, row + 1), *sides[1:])
@@ -116,32 +122,32 @@ class LayerByLayer:
 
         return jax.jit(leave)
 
-    def _block(self, number: int, watched: bool) -> Callable[..., tuple[Array, Seen]]:
+    def _block(self, number: int, watched: bool) -> Callable[..., tuple[Array, MatrixInputs]]:
         return self._blocks.setdefault((number, watched), jax.jit(partial(self._run_block, number, watched)))
 
     @cached_property
-    def _blocks(self) -> dict[tuple[int, bool], Callable[..., tuple[Array, Seen]]]:
+    def _blocks(self) -> dict[tuple[int, bool], Callable[..., tuple[Array, MatrixInputs]]]:
         return {}
 
     def _run_block(
         self, number: int, watched: bool, values: Params, shared: Params, x: Array, layer: Array
-    ) -> tuple[Array, Seen]:
+    ) -> tuple[Array, MatrixInputs]:
         graph, state = nnx.split(self._abstract.stack.blocks[number])
-        block, seen = bind(nnx.merge(graph, state), values), dict[str, Array]()
+        block, inputs = bind(nnx.merge(graph, state), values), dict[str, Array]()
         for path, matrix in matrices_of(block).items() if watched else ():
-            matrix.quantized = Watching(path, seen)
+            matrix.quantized = InputRecorder(path, inputs)
         ctx = _context(x.shape[:2])._replace(bias=shared.get("relative.table"))
-        return block(x, ctx.for_layer(layer)), seen
+        return block(x, ctx.for_layer(layer)), inputs
 
 
-class Watching:
-    """Stands for how a matrix is stored, and keeps what it is multiplied by. The array is a float one."""
+class InputRecorder:
+    """Takes the place of a matrix's `Quantized` and records the matrix's inputs. The matrix is stored as floats."""
 
-    def __init__(self, path: str, seen: dict[str, Array]):
-        self._path, self._seen = path, seen
+    def __init__(self, path: str, inputs: dict[str, Array]):
+        self._path, self._inputs = path, inputs
 
     def product(self, equation: str, x: Array, leaves: Mapping[str, Array]) -> Array:
-        self._seen[self._path] = x
+        self._inputs[self._path] = x
         return exact(equation, x, leaves[""])
 
     def whole(self, leaves: Mapping[str, Array]) -> Array:

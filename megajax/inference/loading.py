@@ -1,7 +1,7 @@
-"""The weights of a model on the mesh, as the steps of an engine take them.
+"""Loading of a model's weights onto the mesh for the steps of an engine.
 
-Each device reads the boxes that it holds, in the dtype of the computation: neither the host nor a device has more than
-about one weight beside the model.
+Each device reads its own shards, in the compute dtype: beyond the model, neither the host nor a device needs memory for
+more than about one weight.
 """
 
 from collections.abc import Mapping
@@ -35,10 +35,10 @@ def load_weights(
     precision: PrecisionConfig,
     options: Mapping[str, Any],
 ) -> LoadedModel:
-    """A model with the weights of a source, and with what layers read of its observations.
+    """A model with the weights of a source, and with its observations as layers use them.
 
-    cfg: a `megajax.models.protocol.ModelConfig`; options: of the compiler, for the steps of the model.
-    Raises UserError for a model that does not generate, and with every weight that is missing or of another shape.
+    cfg: a `megajax.models.protocol.ModelConfig`; options: compiler options of the model's steps.
+    Raises UserError for a model that cannot generate, and for missing weights or wrong shapes, listing all of them.
     """
     layout = Layout(Plan.of(parallel))
     demand_device(cfg, mesh.devices.flat[0])
@@ -52,15 +52,15 @@ def load_weights(
 
     with jax.set_mesh(mesh):
         for path, spec in declared.items():
-            wanted = like(spec, spec.shape, spec.dtype if spec.keeps_dtype() else precision.compute)
-            stored = placed(source, path, wanted, _rows(spec))
+            target = like(spec, spec.shape, spec.dtype if spec.keeps_dtype() else precision.compute)
+            stored = placed(source, path, target, _rows(spec))
             weights[path] = jax.block_until_ready(copy_heads(layout, stored, spec.axes))
         for path, spec in observed.items():
             updater = spec.observed()
-            wanted = like(spec, updater.shape(spec.shape), jnp.float32)
+            target = like(spec, updater.shape(spec.shape), jnp.float32)
             present = path in source.shapes()
-            kept = placed(source, path, wanted, _rows(spec)) if present else jnp.zeros(wanted.shape, jnp.float32)
-            weights[path] = jax.device_put(updater.used(kept, jnp.ones((), jnp.float32)), wanted.sharding)
+            kept = placed(source, path, target, _rows(spec)) if present else jnp.zeros(target.shape, jnp.float32)
+            weights[path] = jax.device_put(updater.used(kept, jnp.ones((), jnp.float32)), target.sharding)
     return LoadedModel(cfg, abstract, weights, mesh, layout, precision.matmul_precision(), options)
 
 
@@ -72,7 +72,7 @@ def model_on_mesh(
     precision: PrecisionConfig,
     options: Mapping[str, Any],
 ) -> LoadedModel:
-    """As `load_weights`, from the weights and observations of a training state on the same mesh, without a pipeline."""
+    """Like `load_weights`, from the weights and observations of a training state on the same mesh, without pipeline."""
     layout = Layout(Plan.of(parallel))
     cfg.cache_leaves(mesh.shape["tensor"])
     abstract: nnx.Module = nnx.eval_shape(lambda: cfg.build(layout))
@@ -87,21 +87,23 @@ def model_on_mesh(
     rules, axes = layout.plan.compute, layout.plan.axes_in_step
     shardings = {path: NamedSharding(mesh, rules.spec(axes(spec.axes))) for path, spec in declared.items()}
     with jax.set_mesh(mesh):
-        make = jax.jit(lambda given: {path: used(path, w) for path, w in given.items()}, out_shardings=shardings)
+        make = jax.jit(lambda arrays: {path: used(path, w) for path, w in arrays.items()}, out_shardings=shardings)
         weights = make({path: arrays[path] for path in declared})
     return LoadedModel(cfg, abstract, weights, mesh, layout, precision.matmul_precision(), options)
 
 
 def demand_shapes(source: WeightSource, declared: Mapping[str, ParamSpec]) -> None:
-    """Raises UserError with every weight that the source lacks, or has in another shape."""
-    stored, wrong = source.shapes(), list[str]()
+    """Raises UserError that lists all weights that are missing in the source or have another shape."""
+    stored, problems = source.shapes(), list[str]()
     for path, spec in declared.items():
         if path not in stored:
-            wrong.append(f"{path}: missing")
+            problems.append(f"{path}: missing")
         elif stored[path] != spec.shape:
-            wrong.append(f"{path}: {list(stored[path])} stored, {list(spec.shape)} in the model")
-    if wrong:
-        raise UserError(f"the weights of {source.where} are not this model's:\n" + "\n".join(f"  {w}" for w in wrong))
+            problems.append(f"{path}: {list(stored[path])} stored, {list(spec.shape)} in the model")
+    if problems:
+        raise UserError(
+            f"the weights of {source.where} are not this model's:\n" + "\n".join(f"  {w}" for w in problems)
+        )
 
 
 def _rows(spec: ParamSpec) -> range | None:

@@ -14,24 +14,26 @@ from megajax.inference.scheduler import Row, Step
 
 
 class ModelDevice:
-    """A `megajax.inference.device.Device`."""
+    """A `megajax.inference.device.Device` that runs a model's compiled steps."""
 
     top = TOP
-    """Largest `Row.top`."""
+    """Maximum of `Row.top`."""
 
     def __init__(self, programs: Programs, vocabulary: int):
         """programs: with `chooser.choosers(vocabulary)`; vocabulary: ids in use."""
         self.programs, self.vocabulary = programs, vocabulary
-        self.choosers: Sequence[RowChooser] = [each for each in programs.choosers if isinstance(each, RowChooser)]
+        self.choosers: Sequence[RowChooser] = [
+            chooser for chooser in programs.choosers if isinstance(chooser, RowChooser)
+        ]
         self.rows, self.chunk, self.length = programs.rows, programs.chunk, programs.length
         self.block, self.blocks, self.replicas = programs.size.block, programs.size.blocks, programs.replicas
         self.prefix_sharing, self.memory = programs.prefix_sharing, max(programs.text_lengths, default=0)
 
     def run(self, work: Sequence[Step | None]) -> list[list[Sampled]]:
-        """One step of each replica; its results in the order of `Step.parts`."""
+        """Run a step of each replica -> results in the order of `Step.parts`."""
         rows = [row for step in work if step is not None for row, _ in step.parts()]
         needed = max(map(program_of, rows))
-        chooser = next(each for each in self.choosers if each.program >= needed)
+        chooser = next(item for item in self.choosers if item.program >= needed)
         steps: Sequence[Any] = work
         result = self.programs.run(steps, chooser, lambda bucket: chooser.inputs(work, bucket))
         chosen: StepChosen = jax.device_get(result.chosen)

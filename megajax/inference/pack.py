@@ -8,15 +8,15 @@ import numpy as np
 
 
 class Bucket(NamedTuple):
-    """The shapes of a compiled step, of one replica."""
+    """Shapes of a compiled step, for one replica."""
 
     rows: int
-    """Rows with one token each."""
+    """Number of rows with one token each."""
     chunk: int
-    """Tokens of one prompt; 0: none."""
+    """Number of tokens of a prompt; 0: no prompt."""
 
     def groups(self) -> tuple[tuple[int, int], ...]:
-        """Rows and tokens of each, as `megajax.layers.decoding.StepRows` has them."""
+        """(rows, tokens of a row) of each group, as in `megajax.layers.decoding.StepRows`."""
         return ((self.rows, 1), (1, self.chunk)) if self.chunk else ((self.rows, 1),)
 
     @property
@@ -25,7 +25,7 @@ class Bucket(NamedTuple):
 
     @property
     def sampled(self) -> int:
-        """Rows of the logits: one for each that decodes, then the prompt's."""
+        """Rows of the logits: one for each decoding row, then the prompt's."""
         return self.rows + bool(self.chunk)
 
     def __str__(self) -> str:
@@ -40,40 +40,40 @@ class Row(Protocol):
     blocks: Sequence[int]
     """Blocks of the pool, in order."""
     slot: int
-    """Where leaves of rows are."""
+    """Index into the cache leaves per row."""
 
 
 class Step(Protocol):
-    """What a replica does in one step."""
+    """The work of a replica in a step."""
 
     decode: Sequence[tuple[Any, int]]
-    """Rows, and the position of the one token of each."""
+    """Rows, and the position of the single token of each."""
     prompts: Sequence[tuple[Any, int, int]]
-    """At most one: a row, the first position, and how many."""
+    """At most one: a row, its first position, and the number of tokens."""
 
 
 class StepArrays(NamedTuple):
-    """The input of a compiled step; replicas one after another along the first dimension of each array."""
+    """The input of a compiled step; replicas are concatenated along the first dimension of each array."""
 
     tokens: Any
     """int32 [T, 1]."""
     positions: Any
     """int32 [T, 1]."""
     slots: Any
-    """int32 [T]; see `megajax.layers.decoding.StepRows` for this and those that follow."""
+    """int32 [T]; see `megajax.layers.decoding.StepRows` for this and the following arrays."""
     tables: tuple[Any, ...]
     counts: tuple[Any, ...]
     states: tuple[Any, ...]
     last: Any
-    """int32 [sampled rows]: the tokens whose logits are computed, counted within the replica."""
+    """int32 [sampled rows]: indices, within the replica, of the tokens whose logits are computed."""
 
 
 NOWHERE = 2**30
-"""A slot past every pool: what is written there is dropped."""
+"""A slot past every pool: writes to it are dropped."""
 
 
 def bucket_for(work: Sequence[Step | None], buckets: Sequence[Bucket]) -> Bucket:
-    """The smallest that every replica's step fits into. Raises ValueError where none is."""
+    """The smallest bucket that fits the steps of all replicas. Raises ValueError if there is none."""
     rows = max((len(step.decode) for step in work if step is not None), default=0)
     chunk = max((count for step in work if step is not None for _, _, count in step.prompts), default=0)
     fitting = [bucket for bucket in buckets if bucket.rows >= rows and bucket.chunk >= chunk]
@@ -83,14 +83,14 @@ def bucket_for(work: Sequence[Step | None], buckets: Sequence[Bucket]) -> Bucket
 
 
 def pack(step: Step | None, bucket: Bucket, *, block: int, width: int) -> StepArrays:
-    """One replica's arrays. block: tokens of a block; width: blocks of the longest row, as the tables have them.
+    """Arrays of a replica's step. block: tokens of a block; width: maximum blocks of a row, the width of the tables.
 
-    The rows of the logits are in the order of `Step.decode`; the prompt's is the last.
+    The rows of the logits are in the order of `Step.decode`, the prompt's row last.
     """
     groups, total = bucket.groups(), bucket.tokens
     tokens, positions = np.zeros((total, 1), np.int32), np.zeros((total, 1), np.int32)
     slots, last = np.full(total, NOWHERE, np.int32), np.zeros(bucket.sampled, np.int32)
-    # Slots and states have to be unique: those past the pool too.
+    # Slots and states must be unique, also past the pool.
     slots += np.arange(total, dtype=np.int32)
     tables = tuple(np.zeros((rows, width), np.int32) for rows, _ in groups)
     counts = tuple(np.zeros(rows, np.int32) for rows, _ in groups)
@@ -98,22 +98,22 @@ def pack(step: Step | None, bucket: Bucket, *, block: int, width: int) -> StepAr
     states = (nowhere[: bucket.rows], nowhere[bucket.rows :])[: len(groups)]
     last[:] = np.arange(bucket.sampled)
     decode, prompts = ([], []) if step is None else (step.decode, step.prompts)
-    # All rows at once where it is possible: the device waits for this.
-    own = slice(len(decode))
-    tokens[own, 0], positions[own, 0] = [row.tokens[at] for row, at in decode], [at for _, at in decode]
-    slots[own] = [row.blocks[at // block] * block + at % block for row, at in decode]
-    counts[0][own], states[0][own] = 1, [row.slot for row, _ in decode]
+    # Vectorized over rows, because the device waits for this.
+    span = slice(len(decode))
+    tokens[span, 0], positions[span, 0] = [row.tokens[at] for row, at in decode], [at for _, at in decode]
+    slots[span] = [row.blocks[at // block] * block + at % block for row, at in decode]
+    counts[0][span], states[0][span] = 1, [row.slot for row, _ in decode]
     for number, (row, _) in enumerate(decode):
         tables[0][number, : len(row.blocks)] = row.blocks
     for row, start, count in prompts:
-        at, own = np.arange(start, start + count), slice(bucket.rows, bucket.rows + count)
-        tokens[own, 0], positions[own, 0] = row.tokens[start : start + count], at
-        slots[own] = np.asarray(row.blocks, np.int32)[at // block] * block + at % block
+        at, span = np.arange(start, start + count), slice(bucket.rows, bucket.rows + count)
+        tokens[span, 0], positions[span, 0] = row.tokens[start : start + count], at
+        slots[span] = np.asarray(row.blocks, np.int32)[at // block] * block + at % block
         tables[1][0, : len(row.blocks)] = row.blocks
         counts[1][0], states[1][0], last[bucket.rows] = count, row.slot, bucket.rows + count - 1
     return StepArrays(tokens, positions, slots, tables, counts, states, last)
 
 
 def joined(replicas: Sequence[StepArrays]) -> StepArrays:
-    """The arrays of several replicas, one after another."""
+    """The arrays of several replicas, concatenated."""
     return replicas[0] if len(replicas) == 1 else jax.tree.map(lambda *parts: np.concatenate(parts), *replicas)

@@ -1,7 +1,7 @@
-"""Blocks of the cache: who owns them, and which tokens they have, so that equal prompts are computed once.
+"""Blocks of the cache: their owners and their tokens, so that equal prefixes of prompts are computed once.
 
-A full block is identified by a hash of all tokens up to its end. Only full blocks are shared, so a shared block is
-never written, and there is no copy on write.
+A full block is identified by a hash of all tokens up to its end. Only full blocks are shared. A shared block is never
+written, so copy-on-write is not needed.
 """
 
 import os
@@ -15,10 +15,10 @@ DIGEST = 16
 
 
 class Pool:
-    """The blocks of a replica, with a count of owners each.
+    """The blocks of a replica, with reference counts.
 
-    A block without owners whose tokens are known is idle: it is shared again, or overwritten when no empty block is
-    left, the least recently used first.
+    A block without owners but with known tokens is idle: it can be shared again. When no empty block is left, idle
+    blocks are overwritten, the least recently used first.
     """
 
     def __init__(self, blocks: int, size: int):
@@ -29,37 +29,37 @@ class Pool:
         self._idle: OrderedDict[int, None] = OrderedDict()
         self._block_of: dict[bytes, int] = {}
         self._digest_of: dict[int, bytes] = {}
-        # A secret key: nobody can construct a prompt that takes the blocks of another.
+        # A secret key: clients cannot construct a prompt with the hashes of another prompt's blocks.
         self._key = os.urandom(32)
 
     @property
     def available(self) -> int:
-        """Blocks that `take` can give."""
+        """Number of blocks that can be allocated."""
         return len(self._empty) + len(self._idle)
 
     @property
     def used(self) -> int:
-        """Blocks with owners."""
+        """Number of blocks with owners."""
         return self.blocks - self.available
 
     def digest(self, before: bytes, tokens: Sequence[int]) -> bytes:
-        """The hash of a full block, from that of the block before it (empty for the first) and its tokens."""
+        """The hash of a full block, from the hash of the previous block (empty for the first) and its tokens."""
         return blake2b(before + array("q", tokens).tobytes(), digest_size=DIGEST, key=self._key).digest()
 
-    def take(self) -> int:
-        """A block to write to, with one owner. Raises IndexError if none is available."""
+    def allocate(self) -> int:
+        """Allocate a block with one owner, to be written. Raises IndexError if none is available."""
         if self._empty:
             block = self._empty.popleft()
         elif self._idle:
             block = self._idle.popitem(last=False)[0]
             del self._block_of[self._digest_of.pop(block)]
         else:
-            raise IndexError("no block is available: ask `available` first")
+            raise IndexError("no block is available: check `available` first")
         self.owners[block] = 1
         return block
 
     def share(self, digest: bytes) -> int | None:
-        """The block with these tokens, with one more owner; None if there is none."""
+        """Add an owner to the block with these tokens -> the block, or None if there is none."""
         block = self._block_of.get(digest)
         if block is not None:
             self._idle.pop(block, None)
@@ -67,12 +67,12 @@ class Pool:
         return block
 
     def publish(self, block: int, digest: bytes) -> None:
-        """From now on the block may be shared: the step that fills it comes before any step that reads it."""
+        """Allow sharing of a block. The step that fills it must run before any step that reads it."""
         if digest not in self._block_of:
             self._block_of[digest], self._digest_of[block] = block, digest
 
     def release(self, block: int) -> None:
-        """One owner less."""
+        """Remove an owner."""
         if self.owners[block] < 1:
             raise ValueError(f"block {block} has no owner")
         self.owners[block] -= 1
@@ -82,7 +82,7 @@ class Pool:
             self._empty.append(block)
 
     def check(self, owners: Sequence[int]) -> None:
-        """Raises AssertionError unless every block is in exactly one state. owners: the counts that rows have."""
+        """Raises AssertionError unless every block is in exactly one state. owners: counts according to the rows."""
         assert list(owners) == self.owners, "a block was lost, or has an owner too many"
         free = [*self._empty, *self._idle]
         assert len(set(free)) == len(free), "a block is free twice"

@@ -1,7 +1,7 @@
 """The compiled steps of an engine: the model on tokens of many rows, with its cache, and the choice of next tokens.
 
-Every step that the engine may run is compiled before the first request, one program for each bucket of shapes and each
-way to choose tokens.
+There is a program for each bucket of shapes and each chooser of tokens. All of them can be compiled before the first
+request.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from megajax.batch import Params
 from megajax.inference.cache import CacheSize, empty_cache, like_cache
-from megajax.inference.memory import ReadingRow, Texts, lengths_up_to, starting_rows, texts_of
+from megajax.inference.memory import EncoderRow, Texts, lengths_up_to, starting_rows, texts_of
 from megajax.inference.pack import Bucket, Step, StepArrays, bucket_for, joined, pack
 from megajax.kernels.paged_capability import PagedKernel
 from megajax.layers.cache_facts import CacheLeaf
@@ -42,29 +42,29 @@ class LoadedModel:
     matmul_precision: str | None = None
     """jax_default_matmul_precision of its steps."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Of the compiler."""
+    """Compiler options."""
 
 
 class StepOutput(NamedTuple):
-    """What a step computes, for the choice of tokens; what a chooser does not read is not computed."""
+    """Output of the model in a step, for the choice of tokens. Unused outputs are not computed."""
 
     logits: Array
     """float32 [sampled rows, V], of the tokens that follow; laid out (batch, vocab), with columns for padding."""
     tokens: Array
-    """int32 [sampled rows, L]: the tokens of each row, as the cache has them; past the row's end, any."""
+    """int32 [sampled rows, L]: the tokens of each row from the cache; undefined past the row's end."""
     prompt: Array
-    """[chunk, 1, D]: output of the stack for the tokens of the prompt; no tokens in steps without one."""
+    """[chunk, 1, D]: output of the stack for the prompt's tokens; empty in steps without a prompt."""
     logits_of: Callable[[Array], Array]
-    """Such outputs [T, 1, D] -> logits float32 [T, V]."""
+    """Outputs of the stack [T, 1, D] -> logits float32 [T, V]."""
 
 
 class Chooser(Protocol):
     """A way to choose the next tokens; hashable."""
 
     def like(self, rows: int, chunk: int) -> Any:
-        """A pytree of the arrays that it needs, as jax.ShapeDtypeStruct.
+        """A pytree of its input arrays, as jax.ShapeDtypeStruct.
 
-        Each is [rows, ...], or [chunk, ...] of the prompt's tokens; both count those of all replicas.
+        Shapes are [rows, ...], or [chunk, ...] for the prompt's tokens, over all replicas.
         """
         ...
 
@@ -74,36 +74,36 @@ class Chooser(Protocol):
 
 
 TOKENS = CacheLeaf("tokens", (), (), dtype="int32")
-"""The ids of the tokens in the cache. So rows that share blocks, or are computed again, need no state for penalties."""
+"""Token ids in the cache, so that penalties need no other state for rows that share blocks or are recomputed."""
 
 
 class StepResult(NamedTuple):
-    """A step that was handed to the device."""
+    """A step that was dispatched to the device."""
 
     bucket: Bucket
     chosen: Any
-    """What the chooser gave, arrays on the device; replica after replica, `bucket.sampled` rows of each."""
+    """Output of the chooser, arrays on the device: `bucket.sampled` rows of each replica, concatenated."""
 
     def row(self, replica: int, place: int, *, prompt: bool = False) -> int:
-        """The row of `chosen` of a row that decodes, by its place in `Step.decode`, or of the prompt."""
+        """The index in `chosen` of a decoding row, by its index in `Step.decode`, or of the prompt."""
         return replica * self.bucket.sampled + (self.bucket.rows if prompt else place)
 
 
 def buckets_up_to(rows: int, chunk: int, *, invariant: bool = False) -> tuple[Bucket, ...]:
     """Powers of 2 up to `rows`, each with and without a prompt of `chunk` tokens.
 
-    invariant: the largest with a prompt alone, so that every token is computed in the same shapes whatever else runs.
+    invariant: only the largest bucket with a prompt, so that every token is computed in the same shapes.
     """
     counts = [rows]
-    # A step of one token would copy the pool: XLA makes a dynamic-update-slice of a scatter of one row.
+    # A step of one token would copy the pool: XLA turns a scatter of one row into a dynamic-update-slice.
     while counts[-1] > 2 and not invariant:
         counts.append(max(2, 1 << (counts[-1] - 1).bit_length() - 1))
     chunks = (chunk,) if invariant else (0, chunk)
-    return tuple(sorted(Bucket(count, own) for count in counts for own in chunks))
+    return tuple(sorted(Bucket(count, step_rows) for count in counts for step_rows in chunks))
 
 
 class Programs:
-    """The device's side of an engine: what `megajax.inference.engine.Engine` runs its steps on."""
+    """The compiled programs of a model and the arrays of its cache."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class Programs:
         dtype: str,
         kernel: PagedKernel,
     ):
-        """length: most tokens of a row, prompt and answer; dtype: of the cache."""
+        """length: maximum number of tokens of a row, prompt and answer; dtype: of the cache."""
         self.loaded, self.size, self.buckets, self.length, self.kernel = loaded, size, tuple(buckets), length, kernel
         self.choosers = tuple(choosers)
         shape = loaded.mesh.shape
@@ -126,48 +126,48 @@ class Programs:
         self.cache_like = like_cache(self.leaves, size, dtype, loaded.mesh, loaded.layout, self.replicas)
         self.text_lengths = lengths_up_to(loaded.cfg.memory_length())
         self.compiled: dict[tuple[Bucket, Chooser] | int, Callable[..., Any]] = {}
-        """Steps, and by their lengths the programs that read texts."""
+        """Steps, and encoder programs by length."""
 
     @cached_property
     def cache(self) -> Cache:
-        """The arrays of the cache; made when a step first needs them, so that steps can be compiled without devices."""
+        """The arrays of the cache; created when first used, so that steps can be compiled without devices."""
         return empty_cache(self.cache_like)
 
     @property
     def rows(self) -> int:
-        """Most rows of a replica that decode in a step."""
+        """Maximum number of decoding rows of a replica in a step."""
         return max(bucket.rows for bucket in self.buckets)
 
     @property
     def chunk(self) -> int:
-        """Most tokens of a prompt in a step."""
+        """Maximum number of prompt tokens in a step."""
         return max(bucket.chunk for bucket in self.buckets)
 
     @property
     def prefix_sharing(self) -> bool:
-        """Whether rows may share blocks: not where layers keep a state per row."""
+        """Whether rows may share blocks; false if layers keep a state per row."""
         return all(leaf.per == "token" for leaf in self.leaves)
 
     def compile(self) -> Iterator[tuple[Bucket, Chooser]]:
-        """Compiles every program; gives each step after it was compiled."""
+        """Compile all programs; yields each step after its compilation."""
         for length in self.text_lengths:
             self._program(length)
         for bucket in self.buckets:
             for chooser in self.choosers:
                 self._program((bucket, chooser))
                 yield bucket, chooser
-        # Made now: the first request neither waits for it nor finds too little memory.
+        # Created now, so that the first request does not wait for it or run out of memory.
         jax.block_until_ready(self.cache)
 
     def _program(self, key: tuple[Bucket, Chooser] | int) -> Callable[..., Any]:
-        """A step, or the program that reads texts of a length; compiled when it is first needed."""
+        """A step, or the encoder program of a length; compiled when first needed."""
         if key not in self.compiled:
-            lowered = self.reading_lowered(key) if isinstance(key, int) else self.lowered(*key)
+            lowered = self.lowered_encoder(key) if isinstance(key, int) else self.lowered(*key)
             self.compiled[key] = lowered.compile(compiler_options=dict(self.loaded.options))
         return self.compiled[key]
 
     def lowered(self, bucket: Bucket, chooser: Chooser) -> jax.stages.Lowered:
-        """The step of a bucket, before it is compiled."""
+        """The lowered step of a bucket."""
         loaded = self.loaded
 
         def step(weights: Params, cache: Cache, arrays: StepArrays, inputs: Any) -> tuple[Any, Cache]:
@@ -182,30 +182,30 @@ class Programs:
             return jax.jit(step, donate_argnums=1).lower(weights, self.cache_like, self.like(bucket), inputs)
 
     def run(self, work: Sequence[Step | None], chooser: Chooser, inputs: Callable[[Bucket], Any]) -> StepResult:
-        """One step of each replica.
+        """Run a step of each replica.
 
-        inputs: bucket -> the chooser's arrays, replica after replica, `bucket.sampled` rows or `bucket.chunk` tokens
-        of each.
+        inputs: bucket -> the chooser's arrays: `bucket.sampled` rows or `bucket.chunk` tokens of each replica,
+        concatenated.
         """
         starting = starting_rows(work) if self.text_lengths else None
         if starting is not None:
-            self.read(starting)
+            self.encode_texts(starting)
         bucket = bucket_for(work, self.buckets)
         arrays = joined([pack(step, bucket, block=self.size.block, width=self.width) for step in work])
         chosen, self.cache = self._program((bucket, chooser))(self.loaded.weights, self.cache, arrays, inputs(bucket))
         return StepResult(bucket, chosen)
 
-    def read(self, rows: Sequence[ReadingRow | None]) -> None:
-        """Reads the texts of rows, one of each replica, with the section before, into the slots of the rows."""
+    def encode_texts(self, rows: Sequence[EncoderRow | None]) -> None:
+        """Run the encoder on the texts of rows, one of each replica, and write its output into their slots."""
         texts = texts_of(rows, self.text_lengths)
         self.cache = self._program(texts.tokens.shape[1])(self.loaded.weights, self.cache, texts)
 
-    def reading_lowered(self, length: int) -> jax.stages.Lowered:
-        """The program that reads texts of this length, before it is compiled."""
+    def lowered_encoder(self, length: int) -> jax.stages.Lowered:
+        """The lowered encoder program of a text length."""
         loaded, rows = self.loaded, self.replicas
 
-        def read(weights: Params, cache: Cache, texts: Texts) -> Cache:
-            own = StepRows(
+        def encode(weights: Params, cache: Cache, texts: Texts) -> Cache:
+            step_rows = StepRows(
                 groups=((1, length),),
                 kernel=self.kernel,
                 slots=jnp.zeros(rows, jnp.int32),
@@ -214,21 +214,21 @@ class Programs:
                 states=(texts.states,),
                 layer=jnp.int32(0),
             )
-            ctx = Context(jnp.zeros((rows, 1), jnp.int32), jnp.zeros(1, jnp.int32), rows=own)
+            ctx = Context(jnp.zeros((rows, 1), jnp.int32), jnp.zeros(1, jnp.int32), rows=step_rows)
             model: Any = bind(loaded.model, weights)
             return {**cache, **model.remember(texts.tokens, of_layers(cache), ctx)}
 
         with jax.set_mesh(loaded.mesh), jax.default_matmul_precision(loaded.matmul_precision):
             weights, cache = (jax.tree.map(_like, tree) for tree in (loaded.weights, self.cache))
             texts = Texts(self._like((rows, length)), self._like((rows,)), self._like((rows,)))
-            return jax.jit(read, donate_argnums=1).lower(weights, cache, texts)
+            return jax.jit(encode, donate_argnums=1).lower(weights, cache, texts)
 
     def like(self, bucket: Bucket) -> StepArrays:
         """Shapes and shardings of the arrays of a step."""
         tokens, groups = self.replicas * bucket.tokens, bucket.groups()
-        column, each = self._like((tokens, 1)), [self.replicas * rows for rows, _ in groups]
-        tables = tuple(self._like((rows, self.width)) for rows in each)
-        counts = tuple(self._like((rows,)) for rows in each)
+        column, group_rows = self._like((tokens, 1)), [self.replicas * rows for rows, _ in groups]
+        tables = tuple(self._like((rows, self.width)) for rows in group_rows)
+        counts = tuple(self._like((rows,)) for rows in group_rows)
         last = self._like((self.replicas * bucket.sampled,))
         return StepArrays(column, column, self._like((tokens,)), tables, counts, counts, last)
 
@@ -263,16 +263,16 @@ def step_output(
     def parts(x: Array, last: Array) -> tuple[Array, Array]:
         return x[last], x[rows.parts()[1]] if len(groups) > 1 else x[:0]
 
-    own, prompt = layout.island(parts, (token, ("batch",)), (token, token))(x, arrays.last)
+    step_rows, prompt = layout.island(parts, (token, ("batch",)), (token, token))(x, arrays.last)
 
     def logits_of(x: Array) -> Array:
         return model.next_logits(x)[:, 0]
 
-    return StepOutput(logits_of(own), tokens, prompt, logits_of), {**cache, TOKENS.name: ids}
+    return StepOutput(logits_of(step_rows), tokens, prompt, logits_of), {**cache, TOKENS.name: ids}
 
 
 def of_layers(cache: Cache) -> Cache:
-    """The cache without what is not of a layer."""
+    """The cache leaves of layers."""
     return {name: leaf for name, leaf in cache.items() if name != TOKENS.name}
 
 
@@ -281,8 +281,8 @@ def _row_tokens(layout: Layout, leaf: Array, new: Array, rows: StepRows) -> tupl
 
     def local(leaf: Array, new: Array, rows: StepRows) -> tuple[Array, Array]:
         leaf = write(leaf, new[:, 0], rows)
-        own = [leaf[0][table] for table in rows.tables]
-        return leaf, jnp.concatenate([blocks.reshape(blocks.shape[0], -1) for blocks in own])
+        step_rows = [leaf[0][table] for table in rows.tables]
+        return leaf, jnp.concatenate([blocks.reshape(blocks.shape[0], -1) for blocks in step_rows])
 
     pool, row = (None, "batch", None), ("batch", None)
     return layout.island(local, (pool, row, rows.axes()), (pool, row))(leaf, new, rows)

@@ -32,10 +32,10 @@ class Prompt(NamedTuple):
 def read_prompts(path: Path) -> list[Prompt]:
     """Each line is a prompt; in .jsonl files an object with `prompt`, a text or token ids, or `messages`.
 
-    Blank lines are left out. Raises UserError that names the line.
+    Blank lines are skipped. Raises UserError that names the line.
     """
     try:
-        # A byte order mark, which other systems write, is no part of the first prompt.
+        # Skip a byte order mark, which some systems write.
         lines = path.read_bytes().removeprefix(BOM_UTF8).decode("utf-8").split("\n")
     except OSError as error:
         raise UserError(f"--prompts={path}: cannot be read: {error.strerror or error}") from error
@@ -49,24 +49,26 @@ def read_prompts(path: Path) -> list[Prompt]:
 
 
 def _content(line: str, where: str) -> Any:
-    """What an object holds. Raises UserError for one that is no prompt."""
-    wanted = 'expected {"prompt": "text"}, {"prompt": [1, 2, 3]} or {"messages": [{"role": "user", "content": "text"}]}'
+    """The prompt of a line. Raises UserError if the line is not a prompt."""
+    expected = (
+        'expected {"prompt": "text"}, {"prompt": [1, 2, 3]} or {"messages": [{"role": "user", "content": "text"}]}'
+    )
     try:
         value = read_json(line)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{where}: is not JSON as it is read here: {error}; {wanted}") from error
+        raise UserError(f"{where}: is not valid JSON: {error}; {expected}") from error
     if not isinstance(value, dict) or len(value.keys() & {"prompt", "messages"}) != 1:
-        raise UserError(f"{where}: {wanted}")
+        raise UserError(f"{where}: {expected}")
     if unknown := value.keys() - {"prompt", "messages"}:
-        raise UserError(f"{where}: unknown field {min(unknown)!r}; {wanted}")
+        raise UserError(f"{where}: unknown field {min(unknown)!r}; {expected}")
     content = value.get("prompt", value.get("messages"))
     if "prompt" in value:
         ids = isinstance(content, list) and content and all(type(token) is int and token >= 0 for token in content)
-        right = isinstance(content, str) or ids
+        valid = isinstance(content, str) or ids
     else:
-        right = isinstance(content, list) and bool(content) and all(map(_is_message, content))
-    if not right:
-        raise UserError(f"{where}: {wanted}; roles are {', '.join(ROLES)}")
+        valid = isinstance(content, list) and bool(content) and all(map(_is_message, content))
+    if not valid:
+        raise UserError(f"{where}: {expected}; roles are {', '.join(ROLES)}")
     return content
 
 
@@ -75,7 +77,7 @@ def _is_message(message: Any) -> bool:
 
 
 def encode(prompt: Prompt, tokenizer: Tokenizer, conversation: Conversation | None) -> tuple[int, ...]:
-    """The ids of a prompt. Raises UserError for a conversation without a chat template, or that it refuses."""
+    """Token ids of a prompt. Raises UserError for a conversation without a chat template, or rejected by it."""
     content: Any = prompt.content
     if isinstance(content, str):
         return tuple(with_prefix(tokenizer, content).tolist()) or (start_token(tokenizer),)
@@ -88,7 +90,7 @@ def encode(prompt: Prompt, tokenizer: Tokenizer, conversation: Conversation | No
 
 
 def demand_conversation(conversation: Conversation | None, where: str) -> Conversation:
-    """Raises UserError for a model without a chat template. where: what needs it."""
+    """Raises UserError for a model without a chat template. where: the flag or line that needs it."""
     if conversation is None:
         raise UserError(
             f"{where}: the model has no chat template. Set inference.template to a file with one, or to a name: "
@@ -98,32 +100,32 @@ def demand_conversation(conversation: Conversation | None, where: str) -> Conver
 
 
 def as_json(answer: Answer) -> dict[str, Any]:
-    """text, tokens, finish; with scores `logprobs` and `top_logprobs`, and those of the prompt."""
-    made: dict[str, Any] = {"text": answer.text, "tokens": answer.tokens, "finish": answer.finish}
-    made |= _scores("", answer.scores) if answer.scores else {}
-    return made | (_scores("prompt_", answer.prompt_scores) if answer.prompt_scores else {})
+    """text, tokens, finish; with scores also `logprobs` and `top_logprobs`, and those of the prompt."""
+    fields: dict[str, Any] = {"text": answer.text, "tokens": answer.tokens, "finish": answer.finish}
+    fields |= _scores("", answer.scores) if answer.scores else {}
+    return fields | (_scores("prompt_", answer.prompt_scores) if answer.prompt_scores else {})
 
 
 def _scores(before: str, scores: Sequence[TokenScore | None]) -> dict[str, Any]:
-    """Log-probabilities of the tokens and of the most likely ones."""
-    given = {f"{before}logprobs": [score and score.logprob for score in scores]}
+    """Log-probabilities of the tokens and of the most likely tokens."""
+    fields = {f"{before}logprobs": [score and score.logprob for score in scores]}
     if any(score and score.top for score in scores):
-        given[f"{before}top_logprobs"] = [score and [list(pair) for pair in score.top] for score in scores]
-    return given
+        fields[f"{before}top_logprobs"] = [score and [list(pair) for pair in score.top] for score in scores]
+    return fields
 
 
 class AnswerFile:
     """A .jsonl file of answers in the order of the prompts, a line for each: `index`, `choice`, the answer, `key`.
 
-    What an interrupted attempt wrote of whole prompts stays; `done` says of how many.
+    Answers to complete prompts from an interrupted attempt are kept; `completed` is their number.
     """
 
     def __init__(self, path: Path, choices: int, keys: Sequence[str]):
-        """choices: answers of a prompt; keys: for each prompt a digest of all that its answers depend on.
+        """choices: answers of a prompt; keys: for each prompt, a digest of everything that its answers depend on.
 
-        Raises UserError for a file of other answers, and one that cannot be written.
+        Raises UserError for a file with other answers, or one that cannot be written.
         """
-        self._keys, self.done = keys, 0
+        self._keys, self.completed = keys, 0
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("a+b")
@@ -131,35 +133,35 @@ class AnswerFile:
             end = 0
             while lines := [line for _ in range(choices) if (line := self._file.readline())]:
                 if not all(self._is_answer(line, choice) for choice, line in enumerate(lines)):
-                    what = f"{path} has answers to other prompts, by other settings or of another model"
-                    raise UserError(f"--output={path}: {what}, from prompt {self.done} on: name another file")
+                    message = f"{path} has answers to other prompts, by other settings or of another model"
+                    raise UserError(f"--output={path}: {message}, from prompt {self.completed} on: name another file")
                 if len(lines) < choices or not lines[-1].endswith(b"\n"):
                     break
-                self.done, end = self.done + 1, self._file.tell()
+                self.completed, end = self.completed + 1, self._file.tell()
             self._file.truncate(end)
         except OSError as error:
             raise UserError(f"--output={path}: cannot be written: {error.strerror or error}") from error
 
     def _is_answer(self, line: bytes, choice: int) -> bool:
-        """Whether a line is of the prompt behind those that are done. A line without its end may be the last one that
-        was being written: what it begins with has to be right, or the file is not ours to cut."""
+        """Whether a line is an answer to the next prompt. For an incomplete last line, only its start is compared; a
+        file with another start must not be truncated."""
         if not line.endswith(b"\n"):
-            begins = b'{"index": %d, "choice": %d, "text": "' % (self.done, choice)
-            return self.done < len(self._keys) and line[: len(begins)] == begins[: len(line)]
+            start = b'{"index": %d, "choice": %d, "text": "' % (self.completed, choice)
+            return self.completed < len(self._keys) and line[: len(start)] == start[: len(line)]
         try:
             value = json.loads(line)
         except (ValueError, RecursionError):
             return False
-        key = self._keys[self.done] if self.done < len(self._keys) else None
+        key = self._keys[self.completed] if self.completed < len(self._keys) else None
         return isinstance(value, dict) and (value.get("choice"), value.get("key")) == (choice, key)
 
     def write(self, answers: Sequence[Answer]) -> None:
-        """The answers to the next prompt."""
+        """Write the answers to the next prompt."""
         for choice, answer in enumerate(answers):
-            line = {"index": self.done, "choice": choice, **as_json(answer), "key": self._keys[self.done]}
+            line = {"index": self.completed, "choice": choice, **as_json(answer), "key": self._keys[self.completed]}
             self._file.write(json.dumps(line, ensure_ascii=False).encode("utf-8", errors="replace") + b"\n")
         self._file.flush()
-        self.done += 1
+        self.completed += 1
 
     def __enter__(self) -> Self:
         return self

@@ -1,7 +1,7 @@
-"""What a trained model shows at the end of its run.
+"""Sample output of a trained model at the end of its run.
 
-A model's config names a function (`ModelConfig.sampler`) of the run and its folder, which gives a text to print; it may
-leave a picture in the folder.
+A model's config names a function (`ModelConfig.sampler`) of the run and its folder. It returns a text to print, and may
+write a picture into the folder.
 """
 
 from pathlib import Path
@@ -16,11 +16,11 @@ SAMPLERS = {
     "continuation": "megajax.inference.continuation:sample",
     "spans": "megajax.inference.blanks:sample_spans",
 }
-"""Ours by their names."""
+"""Name -> sampler of this package."""
 
 
-class Trained(Protocol):
-    """A run, as `megajax.training.session.Run` is one.
+class TrainedRun(Protocol):
+    """A run, for example `megajax.training.session.Run`.
 
     Attributes:
         cfg: the config of the run.
@@ -30,12 +30,12 @@ class Trained(Protocol):
     cfg: Any
     parts: Any
 
-    def model(self, *arrays: Any, **named: Any) -> Any:
-        """Rows of leaves -> what the model gives for them, with the present weights."""
+    def model(self, *arrays: Any, **leaves: Any) -> Any:
+        """Leaves of rows -> output of the model with the present weights."""
         ...
 
 
-def sample(run: Trained, folder: Path) -> str | None:
-    """What the model's own sampler says; None where it has none, or nothing to start from."""
+def sample(run: TrainedRun, folder: Path) -> str | None:
+    """The text of the model's sampler; None without a sampler, or without a prompt and validation rows."""
     sampler = run.cfg.model.sampler()
     return None if sampler is None else resolve(SAMPLERS.get(sampler, sampler))(run, folder)

@@ -13,30 +13,35 @@ from megajax.config.schema import hints
 from megajax.inference.request import Sampling
 
 MAX_TOKENS = 256
-"""Most tokens of an answer, unless the flag says it."""
+"""Default of the flag --max-tokens."""
 
 
 def sampling_flags() -> tuple[Flag, ...]:
-    """One for each field of `Sampling`."""
+    """A flag for each field of `Sampling`."""
     kinds, texts, usual = hints(Sampling), field_texts(Sampling), Sampling(max_tokens=MAX_TOKENS)
     kinds["guide"] = Path | None
     texts["guide"] = "A file with the JSON schema that the answer has to match."
     return tuple(
-        Flag(each.name.replace("_", "-"), kinds[each.name], getattr(usual, each.name), texts.get(each.name, ""))
-        for each in fields(Sampling)
+        Flag(
+            setting.name.replace("_", "-"),
+            kinds[setting.name],
+            getattr(usual, setting.name),
+            texts.get(setting.name, ""),
+        )
+        for setting in fields(Sampling)
     )
 
 
 def sampling_of(flags: Mapping[str, Any]) -> Sampling:
-    """The settings of the flags. Raises ConfigError for values that cannot be."""
-    given = {each.name: flags[each.name] for each in fields(Sampling)}
-    if given["guide"] is not None:
+    """The settings of the flags. Raises ConfigError for invalid values."""
+    settings = {setting.name: flags[setting.name] for setting in fields(Sampling)}
+    if settings["guide"] is not None:
         try:
-            given["guide"] = json.loads(given["guide"].read_bytes())
+            settings["guide"] = json.loads(settings["guide"].read_bytes())
         except (OSError, ValueError, RecursionError) as error:
             raise UserError(f"--guide={flags['guide']}: is not a file with a JSON schema: {error}") from error
-    sampling = Sampling(**given)
+    sampling = Sampling(**settings)
     if problems := sampling.problems():
-        named = [replace(problem, setting=f"--{problem.setting.replace('_', '-')}") for problem in problems]
-        raise ConfigError(named, "command line")
+        problems_by_flag = [replace(problem, setting=f"--{problem.setting.replace('_', '-')}") for problem in problems]
+        raise ConfigError(problems_by_flag, "command line")
     return sampling

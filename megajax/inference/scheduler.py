@@ -1,8 +1,8 @@
-"""Which rows run in the next step of a replica, and which blocks of the pool they own. Plain Python.
+"""Scheduling of rows: the work of a replica's next step, and the blocks of the pool that rows own. Plain Python.
 
-A row is one unfinished answer: its prompt and the tokens so far. A step computes one token of each row that decodes,
-and one chunk of one prompt. Rows are admitted in the order in which they came. If no block is left, the youngest
-running row gives its blocks up, waits in front of those that came later, and is computed again.
+A row is an unfinished answer: its prompt and the tokens so far. A step computes a token of each decoding row, and a
+chunk of one prompt. Rows are admitted in order of arrival. If no block is left, the youngest running row is preempted:
+it releases its blocks, waits ahead of later arrivals, and is recomputed.
 """
 
 from array import array
@@ -16,42 +16,42 @@ from megajax.inference.request import Sampling
 
 @dataclass(eq=False, kw_only=True)
 class Row:
-    """An unfinished answer, as scheduler and device see it."""
+    """An unfinished answer, for scheduler and device."""
 
     order: tuple[int, int]
-    """Requests in the order in which they came, then the choice: the smallest is never preempted for another."""
+    """(arrival of the request, choice): the row with the smallest is never preempted for another."""
     tokens: list[int]
-    """Prompt, then the answer. Grows only at its end; the last token has no keys yet."""
+    """Prompt and answer. Grows only at its end; the last token has no keys yet."""
     limit: int
-    """Most tokens, prompt included."""
+    """Maximum number of tokens, including the prompt."""
     sampling: Sampling = field(default_factory=Sampling)
     seed: int = 0
-    """Of this answer: sampling depends on it and on the number of tokens, not on the step."""
-    ends: frozenset[int] = frozenset()
+    """Seed of this answer. Sampling depends on it and on the number of tokens, not on the step."""
+    end_tokens: frozenset[int] = frozenset()
     """Tokens that end the answer; they may not be chosen before `sampling.min_tokens`."""
     memory: tuple[int, ...] = ()
-    """The text that an encoder reads when the row begins."""
+    """Tokens for the encoder, which reads them when the row starts."""
     unscored: bool = False
-    """Scores of the prompt are wanted and incomplete: all of it is computed, and no block of others is shared."""
+    """Scores of the prompt are requested and incomplete: the whole prompt is computed, without sharing blocks."""
     top: int | None = None
-    """How many of the most likely tokens to report with each one. None: neither these nor ranks."""
+    """Number of most likely tokens to report with each token; None for neither these nor ranks."""
     guide: Any = None
-    """State of what constrains the text."""
+    """State of the constraint of the text."""
     paused: bool = False
-    """It waits for other rows of its request: it is neither computed nor admitted."""
+    """Whether it waits for other rows of its request: it is neither computed nor admitted."""
     prompt: int = 0
     """Tokens of the prompt."""
     computed: int = 0
-    """Tokens whose keys are in the row's blocks once the last step that was scheduled has run."""
+    """Number of tokens whose keys are in the row's blocks after the last scheduled step."""
     blocks: array[int] = field(default_factory=lambda: array("i"))
     slot: int = -1
-    """Of what the layers keep per row; -1: the row does not run."""
+    """Index into the cache leaves per row; -1 if the row does not run."""
     published: int = 0
-    """Blocks that others may share."""
+    """Number of blocks that other rows may share."""
     digests: list[bytes] = field(default_factory=list)
-    """Hashes of the full blocks of `tokens`, as far as they were needed."""
+    """Hashes of the full blocks of `tokens`, computed when needed."""
     preempted: int = 0
-    """How often the row gave up its blocks."""
+    """Number of preemptions."""
 
     def __post_init__(self) -> None:
         self.prompt = self.prompt or len(self.tokens)
@@ -64,19 +64,19 @@ class Row:
     @property
     def forbidden(self) -> frozenset[int]:
         """Tokens that may not be chosen next."""
-        return self.ends if self.generated < self.sampling.min_tokens else frozenset()
+        return self.end_tokens if self.generated < self.sampling.min_tokens else frozenset()
 
 
 class Step(NamedTuple):
-    """What a replica computes in one step."""
+    """The work of a replica in a step."""
 
     decode: list[tuple[Row, int]]
-    """Rows, and the position of the one token of each."""
+    """Rows, and the position of the single token of each."""
     prompts: list[tuple[Row, int, int]]
-    """At most one: a row, its first position, and how many."""
+    """At most one: a row, its first position, and the number of tokens."""
 
     def parts(self) -> list[tuple[Row, int]]:
-        """Rows in the order of the device's results, and the number of tokens that each has after the step."""
+        """Rows in the order of the device's results, and the number of computed tokens of each after the step."""
         return [(row, at + 1) for row, at in self.decode] + [(row, at + count) for row, at, count in self.prompts]
 
 
@@ -84,7 +84,7 @@ class Scheduler:
     """The rows of a replica."""
 
     def __init__(self, pool: Pool, *, rows: int, chunk: int, prefix_sharing: bool = True):
-        """rows: most that run at the same time; chunk: most tokens of a prompt in a step."""
+        """rows: maximum number of running rows; chunk: maximum number of prompt tokens in a step."""
         self.pool, self.rows, self.chunk, self.prefix_sharing = pool, rows, chunk, prefix_sharing
         self.waiting: list[Row] = []
         self.running: list[Row] = []
@@ -92,18 +92,18 @@ class Scheduler:
         self.preemptions = self.prompt_tokens = self.shared_tokens = 0
 
     def fits(self, tokens: int) -> bool:
-        """Whether a row of this many tokens can ever run: alone, in all blocks."""
+        """Whether all blocks together are enough for a row of this many tokens."""
         return self._blocks(tokens) <= self.pool.blocks
 
     def add(self, row: Row) -> None:
-        """The row waits. Raises ValueError if it could wait forever."""
+        """Queue a row. Raises ValueError if it could wait forever."""
         if not self.fits(row.limit):
             blocks = f"{self._blocks(row.limit)} blocks for {row.limit} tokens"
             raise ValueError(f"a row needs {blocks}, the pool has {self.pool.blocks}")
         insort(self.waiting, row, key=_order)
 
     def remove(self, row: Row) -> None:
-        """Finished or cancelled, at any time between two calls of `next`."""
+        """Remove a finished or cancelled row; allowed at any time between two calls of `next`."""
         if row in self.running:
             self.running.remove(row)
             self._drop(row)
@@ -111,30 +111,30 @@ class Scheduler:
             self.waiting.remove(row)
 
     def fork(self, row: Row, order: tuple[int, int]) -> Row:
-        """A copy of a row, which waits; it will share the row's full blocks."""
+        """Queue a copy of a row; it will share the row's full blocks."""
         copy = Row(order=order, tokens=list(row.tokens), limit=row.limit, sampling=row.sampling, seed=row.seed)
-        copy.ends, copy.prompt, copy.top = row.ends, row.prompt, row.top
+        copy.end_tokens, copy.prompt, copy.top = row.end_tokens, row.prompt, row.top
         copy.digests, copy.memory = list(row.digests), row.memory
         self.add(copy)
         return copy
 
     def next(self) -> Step | None:
-        """Decides, reserves blocks and advances the rows; None if no row can run."""
+        """Schedule a step: reserve blocks and advance the rows. None if no row can run."""
         while True:
             self._admit()
             step = self._step()
             if step is not None or not self.running or all(row.paused for row in self.waiting):
                 return step
-            # Every running row is paused, and no other fits beside them.
+            # All running rows are paused, and no other row fits.
             self._preempt()
 
     def _step(self) -> Step | None:
         step = Step([], [])
-        # Rows are preempted for older ones only: none of those that were already given a part.
+        # Rows are preempted only for older rows, so never after they are part of this step.
         for row in list(self.running):
-            left = len(row.tokens) - row.computed
-            single = left == 1 and row.computed > 0
-            count = left if single else 0 if step.prompts else min(left, self.chunk)
+            remaining = len(row.tokens) - row.computed
+            single = remaining == 1 and row.computed > 0
+            count = remaining if single else 0 if step.prompts else min(remaining, self.chunk)
             if row.paused or row.slot < 0 or count < 1 or not self._reserve(row, row.computed + count):
                 continue
             if single:
@@ -147,14 +147,14 @@ class Scheduler:
         return step if step.decode or step.prompts else None
 
     def _admit(self) -> None:
-        """Oldest first, one prompt at a time, while the next chunk fits beside what is running."""
+        """Admit rows, oldest first, one prompt at a time, while the next chunk fits beside the running rows."""
         while self._slots and not any(_in_prompt(row) for row in self.running):
             row = next((row for row in self.waiting if not row.paused), None)
             if row is None:
                 return
             self._share(row)
             need = self._blocks(min(len(row.tokens), row.computed + self.chunk)) - len(row.blocks)
-            # One block for each running row: else the next steps would preempt what was just admitted.
+            # Keep a block for each running row, or the next steps would preempt the admitted row.
             if self.running and need + len(self.running) > self.pool.available:
                 self._release(row)
                 return
@@ -164,7 +164,7 @@ class Scheduler:
             insort(self.running, row, key=_order)
 
     def _share(self, row: Row) -> None:
-        """Takes the blocks that have the beginning of the row. At least one token is left to compute."""
+        """Share existing blocks with a prefix of the row. At least one token remains to be computed."""
         if not self.prefix_sharing or row.unscored:
             return
         for number in range((len(row.tokens) - 1) // self.pool.size):
@@ -176,7 +176,7 @@ class Scheduler:
         row.computed = row.published * self.pool.size
 
     def _publish(self, row: Row) -> None:
-        """The full blocks of the row may be shared."""
+        """Allow sharing of the row's full blocks."""
         if self.prefix_sharing:
             for number in range(row.published, row.computed // self.pool.size):
                 self.pool.publish(row.blocks[number], self._digest(row, number))
@@ -191,16 +191,16 @@ class Scheduler:
         return row.digests[number]
 
     def _reserve(self, row: Row, until: int) -> bool:
-        """Blocks for the tokens before `until`; False: the row itself had to give way."""
+        """Allocate blocks for the tokens before `until` -> False if the row itself was preempted."""
         while len(row.blocks) < self._blocks(until):
             if self.pool.available:
-                row.blocks.append(self.pool.take())
+                row.blocks.append(self.pool.allocate())
             elif self._preempt() is row:
                 return False
         return True
 
     def _preempt(self) -> Row:
-        """The youngest running row gives way."""
+        """Preempt the youngest running row -> that row."""
         row = self.running.pop()
         self._drop(row)
         row.preempted += 1
@@ -214,7 +214,7 @@ class Scheduler:
         row.slot = -1
 
     def _release(self, row: Row) -> None:
-        # The ends of prompts are overwritten before their beginnings.
+        # So that blocks at the ends of prompts are overwritten before those at their starts.
         for block in reversed(row.blocks):
             self.pool.release(block)
         row.blocks, row.computed, row.published = array("i"), 0, 0
@@ -244,6 +244,6 @@ def _order(row: Row) -> tuple[int, int]:
 
 
 def _in_prompt(row: Row) -> bool:
-    """The row needs a chunk of its own."""
-    left = len(row.tokens) - row.computed
-    return not row.paused and (left > 1 or (left == 1 and row.computed == 0))
+    """Whether the row needs a chunk of prompt tokens."""
+    remaining = len(row.tokens) - row.computed
+    return not row.paused and (remaining > 1 or (remaining == 1 and row.computed == 0))

@@ -1,4 +1,4 @@
-"""Text generation at a terminal: answers to prompts, and conversations. Runs the engine on the caller's thread."""
+"""Text generation at a terminal: answers to prompts, and conversations. The engine runs on the caller's thread."""
 
 import hashlib
 import signal
@@ -22,13 +22,13 @@ from megajax.tokenizers.conversation import Conversation
 
 HELP = "/reset forgets the conversation, /system TEXT sets a system message, /exit or Ctrl-D ends"
 NOTES = {"cancelled": " (stopped)", "length": " (cut off: raise --max-tokens)", "error": " (logits are not finite)"}
-"""Finish -> what is shown behind an answer of a conversation."""
+"""Finish -> note printed after an answer of a conversation."""
 
 
 @contextmanager
 def interrupts() -> Generator[Callable[[], bool]]:
-    """Gives a function that tells whether Ctrl-C was pressed since it was asked last. Within a step of the engine,
-    KeyboardInterrupt would lose the cache."""
+    """Yields a function that tells whether Ctrl-C was pressed since its last call. A KeyboardInterrupt within a step
+    of the engine would lose the cache."""
     pressed = list[bool]()
     before = signal.signal(signal.SIGINT, lambda *_: pressed.append(True))
 
@@ -44,22 +44,22 @@ def interrupts() -> Generator[Callable[[], bool]]:
 
 
 class Screen:
-    """Shows text as it comes: at a terminal with control characters escaped, elsewhere as it is."""
+    """Prints text immediately; control characters are escaped at a terminal."""
 
     def __init__(self, stream: TextIO | None = None):
-        """stream: None: the standard output."""
+        """stream: None for standard output."""
         self._stream = sys.stdout if stream is None else stream
         self._safe = self._stream.isatty()
 
     def write(self, text: str) -> None:
-        """Show text at once."""
+        """Print text and flush."""
         if text:
             self._stream.write(visible(text) if self._safe else text.encode(errors="replace").decode())
             self._stream.flush()
 
 
 class Session:
-    """What `python -m megajax.generate` does with a model."""
+    """The actions of `python -m megajax.generate` with a loaded model."""
 
     def __init__(
         self,
@@ -70,24 +70,24 @@ class Session:
         where: str,
         screen: Screen | None = None,
     ):
-        """conversation: None without a chat template; where: of the weights."""
+        """conversation: None without a chat template; where: path of the weights."""
         self._engine, self._tokenizer, self._conversation = engine, tokenizer, conversation
         self._sampling, self._where, self._screen = sampling, where, screen or Screen()
         self._started = time.monotonic()
         self._first_seconds: float | None = None
 
     def answer(self, text: str) -> None:
-        """Shows the answers to a prompt: a single one as it comes, several one after another when all are complete."""
+        """Print the answers to a prompt: a single answer while it is generated, several when all are complete."""
         prompt, single = encode(Prompt("--prompt", text), self._tokenizer, None), self._sampling.n == 1
         answers = self.answers(prompt, self._sampling, lambda piece: self._screen.write(piece.text * single))
-        self._screen.write("\n" if single else "".join(f"[{n}] {each.text}\n" for n, each in enumerate(answers, 1)))
+        self._screen.write("\n" if single else "".join(f"[{n}] {answer.text}\n" for n, answer in enumerate(answers, 1)))
 
     def answer_all(
         self, prompts: Sequence[Prompt], output: Path | None, progress: Callable[[int, int], None] = lambda *_: None
     ) -> None:
-        """Writes the answers to many prompts, in their order. output: a .jsonl file; None: texts are shown.
+        """Write the answers to many prompts, in order. output: a .jsonl file; None to print the texts.
 
-        progress: called with the number of prompts that are done, and of all. Raises UserError.
+        progress: called with the number of completed prompts and the number of all prompts. Raises UserError.
         """
         encoded = [encode(prompt, self._tokenizer, self._conversation) for prompt in prompts]
         chat = None if self._conversation is None else self.of_chat()
@@ -108,34 +108,36 @@ class Session:
             return
         keys = [self._key(*request) for request in requests]
         with AnswerFile(output, self._sampling.n, keys) as file:
-            for answers in complete(self._engine, requests[file.done :], self._timed):
+            for answers in complete(self._engine, requests[file.completed :], self._timed):
                 file.write(answers)
-                progress(file.done, len(requests))
+                progress(file.completed, len(requests))
 
-    def chat(self, read: Callable[[str], str], *, live: bool) -> None:
-        """A conversation. read: shows a text and gives a line, or raises EOFError; live: a person types."""
+    def chat(self, read_line: Callable[[str], str], *, live: bool) -> None:
+        """Run a conversation. read_line: prints a prompt and returns a line, or raises EOFError; live: interactive."""
         conversation = demand_conversation(self._conversation, "--chat")
         sampling = self.of_chat()
-        Chat(lambda prompt, show: self.answers(prompt, sampling, show)[0], conversation, self._screen, live).run(read)
+        Chat(lambda prompt, show: self.answers(prompt, sampling, show)[0], conversation, self._screen, live).run(
+            read_line
+        )
 
     def answers(self, prompt: tuple[int, ...], sampling: Sampling, show: Callable[[Piece], None]) -> list[Answer]:
-        """All answers to one prompt; Ctrl-C ends them where they are. show: called with each piece. Raises Refused."""
+        """All answers to a prompt; Ctrl-C stops them. show: called with each piece. Raises Refused."""
 
-        def shown(piece: Piece) -> None:
+        def show_piece(piece: Piece) -> None:
             self._timed(piece)
             show(piece)
 
         with interrupts() as interrupted:
-            (answers,) = complete(self._engine, [(prompt, sampling)], shown, interrupted)
+            (answers,) = complete(self._engine, [(prompt, sampling)], show_piece, interrupted)
         return answers
 
     def of_chat(self) -> Sampling:
-        """The settings of an answer in a conversation, which also ends where the template ends one."""
+        """The settings of an answer in a conversation: the template's ends of a message are stop strings too."""
         conversation = demand_conversation(self._conversation, "--chat")
         return replace(self._sampling, stop=tuple(dict.fromkeys((*self._sampling.stop, *conversation.stop_texts()))))
 
     def statistics(self) -> str:
-        """Lines on what was computed since the model was loaded."""
+        """Lines with the counts since the model was loaded."""
         counts, seconds = self._engine.statistics(), time.monotonic() - self._started
         first = self._first_seconds
         first = "" if first is None else f", the first token after {first:.2f} s"
@@ -148,18 +150,18 @@ class Session:
         )
 
     def _timed(self, piece: Piece) -> None:
-        """Measures the time to the first piece."""
+        """Measure the time to the first piece."""
         del piece
         if self._first_seconds is None:
             self._first_seconds = time.monotonic() - self._started
 
     def _key(self, prompt: tuple[int, ...], sampling: Sampling) -> str:
-        """Digest of all that the answers to a prompt depend on."""
+        """Digest of everything that the answers to a prompt depend on."""
         return hashlib.sha256(repr((prompt, astuple(sampling), self._where)).encode()).hexdigest()[:16]
 
 
 class Chat:
-    """A conversation: reads lines, and shows answers as they come."""
+    """A conversation: reads lines, and prints answers while they are generated."""
 
     def __init__(
         self,
@@ -168,16 +170,16 @@ class Chat:
         screen: Screen,
         live: bool,
     ):
-        """answer: a prompt, and what to call with each piece -> the whole answer; live: a person types."""
+        """answer: (prompt, function called with each piece) -> complete answer; live: whether a person types."""
         self._answer, self._conversation, self._screen, self._live = answer, conversation, screen, live
         self.messages: list[dict[str, str]] = []
 
-    def run(self, read: Callable[[str], str]) -> None:
-        """Until the lines end, or /exit."""
+    def run(self, read_line: Callable[[str], str]) -> None:
+        """Run until the end of the lines or /exit."""
         self._screen.write(f"{HELP}. Ctrl-C stops an answer.\n" * self._live)
         while True:
             try:
-                line = read("> " if self._live else "").strip()
+                line = read_line("> " if self._live else "").strip()
             except EOFError:
                 self._screen.write("\n" * self._live)
                 return
@@ -204,13 +206,13 @@ class Chat:
         return f"(there is no {name}: {HELP})\n"
 
     def _turn(self, line: str) -> None:
-        """A question and its answer, which are part of the conversation afterwards, unless it cannot be answered."""
-        asked = [*self.messages, {"role": "user", "content": line}]
+        """Answer a question, and add both to the conversation, unless the template or the engine rejects it."""
+        messages = [*self.messages, {"role": "user", "content": line}]
         try:
-            prompt = tuple(self._conversation.encode(asked))
+            prompt = tuple(self._conversation.encode(messages))
             answer = self._answer(prompt, lambda piece: self._screen.write(piece.text))
         except (TemplateMisfit, Refused) as error:
             self._screen.write(f"({error})\n")
             return
         self._screen.write(NOTES.get(answer.finish or "", "") + "\n")
-        self.messages = [*asked, {"role": "assistant", "content": answer.text}]
+        self.messages = [*messages, {"role": "assistant", "content": answer.text}]

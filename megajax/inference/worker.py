@@ -1,7 +1,7 @@
-"""The thread of an engine: others submit and cancel, it alone runs steps.
+"""The thread of an engine: other threads submit and cancel requests, and only this thread runs steps.
 
-A fault of the device ends the engine: every request ends with an error, and `failure` says what it was. The process
-should end then, so that a supervisor starts another.
+A fault of the device ends the engine: all requests end with an error, and `failure` is the exception. The process
+should then exit, so that a supervisor restarts it.
 """
 
 import logging
@@ -17,13 +17,13 @@ LOG = logging.getLogger(__name__)
 
 
 class Worker:
-    """Safe for threads. Pieces are delivered on the engine's thread."""
+    """A thread-safe engine. Pieces are delivered on the engine's thread."""
 
     def __init__(self, engine: Engine, *, patience: float = 60.0):
-        """patience: seconds without a step, while requests wait for one, after which `healthy` is false."""
+        """patience: seconds without a step, while there are requests, after which `healthy` is false."""
         self.engine = engine
         self.failure: BaseException | None = None
-        """What ended the engine; it does not start again."""
+        """The exception that ended the engine, which does not restart."""
         self._patience = patience
         self._inbox: deque[Request] = deque()
         self._cancelled: deque[str] = deque()
@@ -33,33 +33,33 @@ class Worker:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
-        """Begins to run steps."""
+        """Start running steps."""
         self._thread.start()
 
     def submit(self, request: Request) -> None:
-        """Raises Refused, before anything is delivered."""
+        """Queue a request. Raises Refused."""
         self.engine.check(request)
         with self._changed:
             if self._closing or self.failure is not None:
                 raise Refused("draining", "the engine takes no more requests")
-            # Read while the engine's thread may step: a request counts twice for a moment, never not at all.
+            # The engine's thread may move a request meanwhile: it may count twice for a moment, but is never missed.
             open_requests = self.engine.requests + len(self._inbox)
             if open_requests >= self.engine.capacity:
                 message = f"{open_requests} requests are not finished; {self.engine.capacity} may be"
                 raise Refused("queue_full", message)
-            if any(other.identifier == request.identifier for other in self._inbox):
+            if any(waiting.identifier == request.identifier for waiting in self._inbox):
                 raise Refused("invalid", f"identifier {request.identifier!r} is in use", "identifier")
             self._inbox.append(request)
             self._changed.notify()
 
     def cancel(self, identifier: str) -> None:
-        """Ends a request before the next step, with the finish "cancelled". Nothing happens if it has ended."""
+        """End a request before the next step, with the finish "cancelled". Does nothing if it has ended."""
         with self._changed:
             self._cancelled.append(identifier)
             self._changed.notify()
 
     def close(self) -> None:
-        """Cancels what is not finished, and ends the thread."""
+        """Cancel unfinished requests, and end the thread."""
         with self._changed:
             self._closing = True
             self._changed.notify()
@@ -67,13 +67,13 @@ class Worker:
             self._thread.join()
 
     def healthy(self) -> bool:
-        """The thread advances, and the last step gave finite logits."""
+        """Whether the thread makes progress and the last step gave finite logits."""
         if self.failure is not None or not self._thread.is_alive():
             return False
         return self.engine.finite and (not self._busy() or time.monotonic() - self._beat < self._patience)
 
     def statistics(self) -> Statistics:
-        """Counts of the engine, as of about now."""
+        """Counts of the engine; approximate while a step runs."""
         return self.engine.statistics()
 
     def _busy(self) -> bool:
@@ -105,13 +105,13 @@ class Worker:
         self._inbox.clear()
 
     def _accept(self) -> None:
-        """Requests and cancellations since the last step."""
+        """Process requests and cancellations since the last step."""
         while self._inbox:
             request = self._inbox[0]
             try:
                 self.engine.submit(request)
             except Refused as refusal:
-                LOG.error("request %s was taken, then refused: %s", request.identifier, refusal)
+                LOG.error("request %s was accepted, then rejected: %s", request.identifier, refusal)
                 _end(request)
             self._inbox.popleft()
         while self._cancelled:
@@ -119,7 +119,7 @@ class Worker:
 
 
 def _end(request: Request) -> None:
-    """An error for each answer of a request that never ran."""
+    """Deliver an error for each answer of a request that never ran."""
     with suppress(Exception):
         for number in range(request.sampling.n):
             request.deliver(Piece(number, "", (), (), "error"))

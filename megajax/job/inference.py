@@ -19,7 +19,7 @@ from megajax.config.errors import UserError
 from megajax.config.tree import check
 from megajax.inference.assembly import make_engine
 from megajax.inference.config import GenerationConfig
-from megajax.inference.engine import Engine, ends_of
+from megajax.inference.engine import Engine, end_tokens_of
 from megajax.inference.loading import load_weights
 from megajax.inference.programs import LoadedModel
 from megajax.job.origin import Origin, folder_stop_tokens, tokenizer_folder, without_adapters
@@ -70,7 +70,7 @@ def load(config: GenerationConfig, origin: Origin) -> Loaded:
         config,
         load_weights(config.model, weights, parallel, mesh, precision, options),
         tokenizer,
-        ends_of(tokenizer) | folder_stop_tokens(tokenizer_folder(config.tokenizer)),
+        end_tokens_of(tokenizer) | folder_stop_tokens(tokenizer_folder(config.tokenizer)),
         None if template is None else Conversation(template, tokenizer),
         weights.where,
     )
@@ -148,4 +148,6 @@ def start_engine(loaded: Loaded, *, queue: int) -> Engine:
     """An engine for a model; see `megajax.inference.assembly.make_engine`."""
     config = loaded.config
     stop_tokens, length = loaded.stop_tokens, config.length()
-    return make_engine(loaded.model, config.inference, loaded.tokenizer, ends=stop_tokens, length=length, queue=queue)
+    return make_engine(
+        loaded.model, config.inference, loaded.tokenizer, end_tokens=stop_tokens, length=length, queue=queue
+    )

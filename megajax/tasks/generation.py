@@ -89,7 +89,7 @@ def by_engine(scorer: Scorer, texts: Sequence[Generation]) -> list[str]:
     config = InferenceConfig(
         rows=rows, compute=cfg.precision.compute, cache_tokens=rows * (longest + BLOCK), block=BLOCK
     )
-    engine = make_engine(model, config, scorer.tokenizer, ends={eod}, length=scorer.length, queue=len(texts))
+    engine = make_engine(model, config, scorer.tokenizer, end_tokens={eod}, length=scorer.length, queue=len(texts))
     requests = [(tuple(prompt), text.sampling()) for prompt, text in zip(prompts, texts, strict=True)]
     results = list[str]()
     answers = complete(engine, requests, interrupted=scorer.stopping)

@@ -134,7 +134,10 @@ def evaluation(
 
 
 def best_threshold(
-    questions: Mapping[str, Question], answers: Mapping[str, str], values: Mapping[str, float], odds: Mapping[str, float]
+    questions: Mapping[str, Question],
+    answers: Mapping[str, str],
+    values: Mapping[str, float],
+    odds: Mapping[str, float],
 ) -> tuple[float, float]:
     """The largest mean of the scores `values` in percent over thresholds of the odds of no answer, and the threshold.
 

@@ -165,10 +165,10 @@ def test_room_of_the_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     memory = "megajax.inference.assembly.free_memory"
     # A token: 3 layers x keys and values x 1 of 2 heads x 4 elements x 4 bytes.
     of_block = 16 * 3 * 2 * 4 * 4
-    monkeypatch.setattr(memory, lambda devices: FreeMemory(of_block * 100 + 7, counted=True))
+    monkeypatch.setattr(memory, lambda devices: FreeMemory(of_block * 100 + 7, from_devices=True))
     assert cache_size(config, 32, model.model, "float32").blocks == 90
     assert cache_size(config, 32, model.model, "bfloat16").blocks == 180
-    monkeypatch.setattr(memory, lambda devices: FreeMemory(of_block - 1, counted=True))
+    monkeypatch.setattr(memory, lambda devices: FreeMemory(of_block - 1, from_devices=True))
     with pytest.raises(UserError, match=r"the cache has no room: 1\.5 KiB are free on a device, and a block of 16"):
         cache_size(config, 32, model.model, "float32")
     assert start_engine(model, queue=4).capacity == 2 * 2 + 4

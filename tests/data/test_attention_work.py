@@ -57,12 +57,10 @@ def test_zigzag_balances_rows_of_one_document() -> None:
 
 
 def test_work_is_of_positions_and_of_scores_by_window() -> None:
-    work, lengths, sequence_sharding = RowWork(10.0, ((None, 2.0), (3, 1.0))), np.array([5, 11]), SequenceSharding(2, 1)
-    expected = (
-        10 * 16 / 2 + 2 * device_scores(lengths, sequence_sharding) + device_scores(lengths, sequence_sharding, 3)
-    )
-    np.testing.assert_array_equal(work.of_devices(lengths, sequence_sharding), expected)
-    assert work.of_row(lengths, sequence_sharding) == expected.max()
+    work, lengths, sharding = RowWork(10.0, ((None, 2.0), (3, 1.0))), np.array([5, 11]), SequenceSharding(2, 1)
+    expected = 10 * 16 / 2 + 2 * device_scores(lengths, sharding) + device_scores(lengths, sharding, 3)
+    np.testing.assert_array_equal(work.of_devices(lengths, sharding), expected)
+    assert work.of_row(lengths, sharding) == expected.max()
     # 15 + 66 scores, and 14 + 38 within a window of 3.
     assert work.of_row(lengths) == 10 * 16 + 2 * 81 + 52
 

@@ -29,10 +29,10 @@ class Table:
 
 
 def search(model: Table, search: BeamSearch, forbidden_until: int = 0) -> BeamSearch:
-    while not search.done:
-        forbidden = search.ends if len(search.running[0].tokens) < forbidden_until else ()
+    while not search.complete:
+        forbidden = search.end_tokens if len(search.running[0].tokens) < forbidden_until else ()
         before = search.running
-        after = search.advance([model.top(beam.tokens, search.wanted) for beam in before], forbidden)
+        after = search.advance([model.top(beam.tokens, search.candidate_count) for beam in before], forbidden)
         assert all(beam.tokens[:-1] == before[beam.parent].tokens for beam in after)
     return search
 
@@ -54,7 +54,7 @@ def test_a_beam_of_all_answers_finds_the_best_ones(length_penalty: float) -> Non
     """With as many beams as there are texts nothing is ever dropped."""
     for seed in range(10):
         model = Table(seed)
-        wide = BeamSearch(beams=IDS**LIMIT, limit=LIMIT, ends=frozenset({END}), length_penalty=length_penalty)
+        wide = BeamSearch(beams=IDS**LIMIT, limit=LIMIT, end_tokens=frozenset({END}), length_penalty=length_penalty)
         best = search(model, wide).best(3)
         for answer, (score, tokens) in zip(best, answers(model, length_penalty), strict=False):
             assert answer.tokens == tokens
@@ -66,13 +66,13 @@ def test_one_beam_is_greedy() -> None:
         model, tokens = Table(seed), ()
         while len(tokens) < LIMIT and END not in tokens:
             tokens = (*tokens, int(model(tokens).argmax()))
-        best = search(model, BeamSearch(beams=1, limit=LIMIT, ends=frozenset({END}))).best(1)
+        best = search(model, BeamSearch(beams=1, limit=LIMIT, end_tokens=frozenset({END}))).best(1)
         assert best[0].tokens == tokens
 
 
 def test_forbidden_ends_are_not_taken() -> None:
     for seed in range(10):
-        done = search(Table(seed), BeamSearch(beams=2, limit=LIMIT, ends=frozenset({END})), forbidden_until=2)
+        done = search(Table(seed), BeamSearch(beams=2, limit=LIMIT, end_tokens=frozenset({END})), forbidden_until=2)
         assert all(len(answer.tokens) > 2 and END not in answer.tokens[:2] for answer in done.finished)
 
 
@@ -98,14 +98,14 @@ def test_answers_as_in_transformers() -> None:
             return {"input_ids": input_ids}
 
     settings = itertools.product((2, 4), (0.0, 0.6, 1.0, 2.0), ((0,), (0, 5)), (0, 3))
-    for number, (beams, penalty, ends, least) in enumerate(settings):
+    for number, (beams, penalty, end_tokens, least) in enumerate(settings):
         table = np.random.default_rng(number).normal(size=(ids, ids)) * 1.3
-        table[:, list(ends)] += 1.5
+        table[:, list(end_tokens)] += 1.5
         model = Model(table)
         prompt = torch.tensor([[3, 7]])
         out = model.generate(
             prompt, num_beams=beams, num_return_sequences=beams, max_new_tokens=limit, do_sample=False, use_cache=False,
-            length_penalty=penalty, early_stopping=False, eos_token_id=list(ends), pad_token_id=ends[0],
+            length_penalty=penalty, early_stopping=False, eos_token_id=list(end_tokens), pad_token_id=end_tokens[0],
             min_new_tokens=least or None, return_dict_in_generate=True, output_scores=True,
         )  # fmt: skip
 
@@ -115,10 +115,10 @@ def test_answers_as_in_transformers() -> None:
             values, order = torch.log_softmax(logits, -1).topk(count)
             return list(zip(order.tolist(), values.tolist(), strict=True))
 
-        ours = BeamSearch(beams=beams, limit=limit, ends=frozenset(ends), length_penalty=penalty)
-        while not ours.done:
-            forbidden = ours.ends if len(ours.running[0].tokens) < least else ()
-            ours.advance([top(beam.tokens, ours.wanted) for beam in ours.running], forbidden)
+        ours = BeamSearch(beams=beams, limit=limit, end_tokens=frozenset(end_tokens), length_penalty=penalty)
+        while not ours.complete:
+            forbidden = ours.end_tokens if len(ours.running[0].tokens) < least else ()
+            ours.advance([top(beam.tokens, ours.candidate_count) for beam in ours.running], forbidden)
         for row, score, answer in zip(out.sequences, out.sequences_scores, ours.best(beams), strict=True):
             theirs = row[2:].tolist()
             assert tuple(theirs[: len(answer.tokens)]) == answer.tokens, (number, theirs, answer)

@@ -103,10 +103,10 @@ def test_end_of_text_and_stop_tokens() -> None:
     tokens = expected([7], 10)
     for settings in ({"stop_tokens": (tokens[4],)}, {"ignore_eos": False}):
         client = Client([7], max_tokens=10, **settings)
-        serve(Engine(StandIn(), ends=(tokens[4],)), client)
+        serve(Engine(StandIn(), end_tokens=(tokens[4],)), client)
         assert client.answer.tokens == tuple(tokens[:5]) and client.answer.finish == "stop"
     client = Client([7], max_tokens=10)
-    serve(Engine(StandIn(), ends=(tokens[4],)), client)
+    serve(Engine(StandIn(), end_tokens=(tokens[4],)), client)
     assert client.answer.tokens == tuple(tokens) and client.answer.finish == "length"
 
 
@@ -408,19 +408,19 @@ def test_a_fault_of_the_device_ends_all_and_the_engine() -> None:
         engine.submit(Client([1]).request)
 
 
-def beams_of(prompt: Sequence[int], beams: int, length: int, ends: Sequence[int] = ()) -> list[tuple[int, ...]]:
+def beams_of(prompt: Sequence[int], beams: int, length: int, end_tokens: Sequence[int] = ()) -> list[tuple[int, ...]]:
     """By extending whole sequences, without rows and blocks; scores as of `StandIn`."""
     device, running, finished = StandIn(), [((), 0.0)], []
     for made in range(1, length + 1):
         options = []
         for tokens, logprob in running:
             first = hashed([*prompt, *tokens], device.vocabulary)
-            for place in range(max(2, 1 + len(ends)) * beams):
+            for place in range(max(2, 1 + len(end_tokens)) * beams):
                 options.append(((*tokens, (first + place) % device.vocabulary), logprob - 0.5 - place / 8))
-        options = sorted(options, key=lambda option: -option[1])[: max(2, 1 + len(ends)) * beams]
-        done = [option for option in options[:beams] if option[0][-1] in ends or made == length]
+        options = sorted(options, key=lambda option: -option[1])[: max(2, 1 + len(end_tokens)) * beams]
+        done = [option for option in options[:beams] if option[0][-1] in end_tokens or made == length]
         finished = sorted([*finished, *((t, s / len(t)) for t, s in done)], key=lambda each: -each[1])[:beams]
-        running = [option for option in options if option[0][-1] not in ends and made < length][:beams]
+        running = [option for option in options if option[0][-1] not in end_tokens and made < length][:beams]
         if not running or (len(finished) == beams and running[0][1] / made <= finished[-1][1]):
             break
     return [tokens for tokens, _ in finished]

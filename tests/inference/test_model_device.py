@@ -71,7 +71,7 @@ def row(order: int, tokens: Sequence[int], made: int, seed: int = 0, **settings:
         limit=len(tokens) + made,
         sampling=own,
         seed=seed,
-        ends=frozenset({END}),
+        end_tokens=frozenset({END}),
         unscored=own.prompt_logprobs is not None,
         top=own.logprobs,
     )
@@ -92,7 +92,7 @@ def generate(programs: Programs, rows: Sequence[Row], blocks: int = 18) -> dict[
             results[own.order[0]].append(result)
             own.tokens.append(result.token)
             own.unscored = False
-            if len(own.tokens) >= own.limit or result.token in own.ends:
+            if len(own.tokens) >= own.limit or result.token in own.end_tokens:
                 scheduler.remove(own)
     return results
 
@@ -178,7 +178,7 @@ def test_a_guided_request_writes_a_document(programs: Programs) -> None:
     values = {"a": {"enum": [1, 22]}, "b": {"type": "boolean"}}
     schema = {"type": "object", "properties": values, "required": ["a", "b"], "additionalProperties": False}
     guides = Guides(lambda: PIECES, [END])
-    engine = Engine(ModelDevice(programs, VOCABULARY), ends=[END], guide=guides, seed=1)
+    engine = Engine(ModelDevice(programs, VOCABULARY), end_tokens=[END], guide=guides, seed=1)
     # Blanks are as likely as anything else to this model: they are made unlikely.
     bias = dict.fromkeys(b" \n\t\r", -30.0)
     settings = {"guide": schema, "temperature": 1, "logit_bias": bias, "max_tokens": 22, "ignore_eos": False}
@@ -215,8 +215,8 @@ def test_replicas_and_a_cut_vocabulary_change_nothing(programs: Programs) -> Non
         kernel="tiled",
     )
     one, four = requests(), requests()
-    serve(Engine(ModelDevice(programs, VOCABULARY), ends=[END]), *one)
-    serve(Engine(ModelDevice(spread, VOCABULARY), ends=[END]), *four)
+    serve(Engine(ModelDevice(programs, VOCABULARY), end_tokens=[END]), *one)
+    serve(Engine(ModelDevice(spread, VOCABULARY), end_tokens=[END]), *four)
     for first, second in zip(one, four, strict=True):
         assert first.answer.tokens == second.answer.tokens
         for mine, other in zip(
@@ -258,7 +258,7 @@ def test_one_program_for_all_rows_where_steps_are_invariant() -> None:
 def test_largest_requests_fit_the_arrays() -> None:
     """512 biases and 64 stop tokens that may not come yet."""
     own = row(0, [1], 4, min_tokens=2, logit_bias=dict.fromkeys(range(512), 1.0))
-    own.ends = frozenset(range(1000, 1066))
+    own.end_tokens = frozenset(range(1000, 1066))
     inputs = RowChooser(Program.FULL, 2000).inputs(
         [type("Step", (), {"decode": [(own, 0)], "prompts": []})], Bucket(2, 0)
     )

@@ -8,7 +8,7 @@ import pytest
 
 from megajax.config import load
 from megajax.config.builds import resolve
-from megajax.inference.sample import SAMPLERS, Trained, sample
+from megajax.inference.sample import SAMPLERS, TrainedRun, sample
 
 pytestmark = pytest.mark.smoke
 
@@ -27,7 +27,7 @@ def run_of(model: Named) -> SimpleNamespace:
     return SimpleNamespace(cfg=SimpleNamespace(model=model), parts=None)
 
 
-def shown(run: Trained, folder: Path) -> str:
+def shown(run: TrainedRun, folder: Path) -> str:
     return f"{run.cfg.model.function.rpartition(':')[2]} in {folder.name}"
 
 

@@ -139,23 +139,23 @@ def test_the_least_recently_used_contents_are_overwritten() -> None:
     pool = Pool(2, 4)
     first, second = (pool.digest(b"", tokens) for tokens in ([1, 2, 3, 4], [5, 6, 7, 8]))
     for digest in (first, second):
-        block = pool.take()
+        block = pool.allocate()
         pool.publish(block, digest)
         pool.release(block)
     assert pool.available == 2
     used = pool.share(first)
     assert used is not None
     pool.release(used)
-    pool.take()
+    pool.allocate()
     assert pool.share(second) is None and pool.share(first) == used
     pool.check([1, 1])
 
 
 def test_a_block_has_no_more_owners_than_it_was_given() -> None:
     pool = Pool(1, 4)
-    block = pool.take()
+    block = pool.allocate()
     with pytest.raises(IndexError):
-        pool.take()
+        pool.allocate()
     pool.release(block)
     with pytest.raises(ValueError, match="no owner"):
         pool.release(block)

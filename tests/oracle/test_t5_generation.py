@@ -85,7 +85,7 @@ def test_checkpoint(case: str, oracle_dir: Path) -> None:
 
     pieces: list[Piece] = []
     engine = Engine(
-        ModelDevice(programs_of(model, length, choosers(cfg.vocabulary_size)), cfg.vocabulary_size), ends=()
+        ModelDevice(programs_of(model, length, choosers(cfg.vocabulary_size)), cfg.vocabulary_size), end_tokens=()
     )
     sampling = Sampling(max_tokens=length - 1, temperature=0.0)
     for number, text in enumerate(texts):

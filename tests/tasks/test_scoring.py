@@ -124,9 +124,9 @@ def test_sharded_rows_get_the_scores_of_whole_rows():
 def test_compiled_rows_have_equal_chunks(context, rounds, tensor, length):
     """Even sizes, as cuDNN requires: 72 = 3 devices x 2 chunks x 12, 96 = 4 x 3 of tensor x 8, 128 = 8 x 8 x 2."""
     parallel = ParallelConfig(data=1, context=context, context_rounds=rounds, tensor=tensor, sequence=tensor > 1)
-    row_cut = SequenceSharding.of(parallel, causal=True)
+    sequence_sharding = SequenceSharding.of(parallel, causal=True)
     cfg = replace(scorer().program.cfg, parallel=parallel, model=replace(llama(), sequence_length=144))
-    program = replace(scorer().program, cfg=cfg, layout=replace(scorer().program.layout, rows=row_cut))
+    program = replace(scorer().program, cfg=cfg, layout=replace(scorer().program.layout, rows=sequence_sharding))
     instance = Scorer(program, scorer().tokenizer, {})
     assert [instance.padded(tokens) for tokens in (1, 64, length, 144)] == [length, length, length, 144]
 

@@ -1,1 +1,1 @@
-"""How the next token of a row is chosen: sampling on the device, beam search, and documents that follow a grammar."""
+"""The choice of the next token of a row: sampling on the device, beam search, and texts constrained by a grammar."""

@@ -1,8 +1,8 @@
 """Beam search over the most likely continuations of each row, on the host.
 
-The rules are those of `transformers` 5 (GenerationMixin._beam_search with early_stopping=False): which continuations go
-on, which finish, and when to stop. The device gives the most likely tokens of each running row. Rows are copied by
-sharing the full blocks of the cache, so a copy computes at most one block again.
+It follows `transformers` 5 (GenerationMixin._beam_search with early_stopping=False): which continuations are kept,
+which finish, and when to stop. The device gives the most likely tokens of each running row. Rows are copied by
+sharing the full blocks of the cache, so a copy recomputes at most one block.
 """
 
 from collections.abc import Collection, Sequence
@@ -17,14 +17,14 @@ class Beam(NamedTuple):
     logprob: float
     """Sum over its tokens."""
     parent: int
-    """Number of the running answer of the step before that it extends."""
+    """Number of the running answer of the previous step that it extends."""
 
 
 class Finished(NamedTuple):
     """An answer that has ended."""
 
     tokens: tuple[int, ...]
-    """Includes the token that ended it, unless the length did."""
+    """Includes the token that ended it, if any."""
     logprob: float
     """Sum over its tokens."""
     score: float
@@ -35,14 +35,14 @@ class Finished(NamedTuple):
 class BeamSearch:
     """The beam search of one prompt.
 
-    It starts with one running answer without tokens. `advance` takes what the device says of the running ones, until
-    `done`. The answers are `best(count)`.
+    It starts with a running answer without tokens. `advance` extends the running answers by the most likely tokens,
+    until `complete`. The answers are `best(count)`.
     """
 
     beams: int
     limit: int
-    """Most tokens of an answer."""
-    ends: frozenset[int]
+    """Maximum number of tokens of an answer."""
+    end_tokens: frozenset[int]
     """Tokens that end an answer."""
     length_penalty: float = 1.0
     """Above 0, longer answers score higher."""
@@ -50,17 +50,17 @@ class BeamSearch:
     """The most likely first."""
     finished: list[Finished] = field(default_factory=list)
     """At most `beams`, the highest score first."""
-    done: bool = False
+    complete: bool = False
 
     @property
-    def wanted(self) -> int:
+    def candidate_count(self) -> int:
         """Most likely tokens that `advance` needs of each row."""
-        return candidates_of(self.beams, self.ends)
+        return candidates_of(self.beams, self.end_tokens)
 
     def advance(self, tops: Sequence[Sequence[tuple[int, float]]], forbidden: Collection[int] = ()) -> list[Beam]:
-        """Extends the running answers by a token each, and returns them; empty when the search is done.
+        """Extend the running answers by a token each, and return them; empty when the search is complete.
 
-        tops: for each of `running`, at least `wanted` of its most likely tokens, or all of the vocabulary, and their
+        tops: for each of `running`, at least `candidate_count` of its most likely tokens, or the whole vocabulary, with
         log-probabilities, in descending order; forbidden: tokens that may not be chosen now.
         """
         candidates = [
@@ -70,20 +70,20 @@ class BeamSearch:
             if token not in forbidden
         ]
         candidates.sort(key=lambda beam: -beam.logprob)
-        candidates = candidates[: self.wanted]
-        # Those behind the first `beams` only replace the ones that ended: they may not finish themselves.
-        self._finish([beam for beam in candidates[: self.beams] if self._ends(beam)])
-        self.running = [beam for beam in candidates if not self._ends(beam)][: self.beams]
-        self.done = not self.running or not self._can_improve()
-        self.running = [] if self.done else self.running
+        candidates = candidates[: self.candidate_count]
+        # Candidates after the first `beams` only replace ended ones; they may not finish themselves.
+        self._finish([beam for beam in candidates[: self.beams] if self._has_ended(beam)])
+        self.running = [beam for beam in candidates if not self._has_ended(beam)][: self.beams]
+        self.complete = not self.running or not self._can_improve()
+        self.running = [] if self.complete else self.running
         return self.running
 
     def best(self, count: int) -> list[Finished]:
         """The finished answers with the highest scores; at most `beams`."""
         return self.finished[:count]
 
-    def _ends(self, beam: Beam) -> bool:
-        return beam.tokens[-1] in self.ends or len(beam.tokens) >= self.limit
+    def _has_ended(self, beam: Beam) -> bool:
+        return beam.tokens[-1] in self.end_tokens or len(beam.tokens) >= self.limit
 
     def _score(self, logprob: float, length: int) -> float:
         return logprob / length**self.length_penalty
@@ -93,13 +93,13 @@ class BeamSearch:
         self.finished = sorted([*self.finished, *ended], key=lambda answer: -answer.score)[: self.beams]
 
     def _can_improve(self) -> bool:
-        """Whether fewer than `beams` answers have finished, or the best running one scores above the worst of them."""
+        """Whether fewer than `beams` answers have finished, or the best running one beats the worst finished one."""
         if len(self.finished) < self.beams:
             return True
         best = self.running[0]
         return self._score(best.logprob, len(best.tokens)) > self.finished[-1].score
 
 
-def candidates_of(beams: int, ends: Collection[int]) -> int:
-    """Continuations of a step that are looked at: enough to go on even if each end is among them."""
-    return max(2, 1 + len(ends)) * beams
+def candidates_of(beams: int, end_tokens: Collection[int]) -> int:
+    """Number of continuations considered in a step: enough to continue even if all end tokens are among them."""
+    return max(2, 1 + len(end_tokens)) * beams

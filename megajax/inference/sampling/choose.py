@@ -1,4 +1,4 @@
-"""The next token of each row, chosen on the device from logits whose vocabulary may be cut over devices."""
+"""The choice of the next token of each row, on the device, from logits whose vocabulary may be sharded."""
 
 from functools import partial
 from typing import Any
@@ -22,13 +22,13 @@ def choose(
 ) -> Chosen:
     """The next token of each row and its log-probability; for Program.FULL, its rank and the k most likely tokens.
 
-    size: ids in use, columns at or above it are padding. logits: float32 [R, V], laid out (batch, vocab), V divisible
-    by the devices of `vocab`. rows: what `program` reads is required; so are, for Program.FULL, tokens: int32 [R, L],
-    those of prompt and answer.
+    size: number of ids in use; later columns are padding. logits: float32 [R, V], laid out (batch, vocab), V divisible
+    by the devices of `vocab`. rows: must have what `program` reads. tokens: int32 [R, L], prompt and answer of each
+    row, required for Program.FULL.
 
-    Random numbers are drawn by the Gumbel-max method: a token is the argmax of logits / temperature + noise, where the
-    noise depends on the row's seed, the number of the token and the id alone. So a row's token is the same whatever the
-    other rows are and however the vocabulary is cut.
+    Sampling uses the Gumbel-max method: a token is the argmax of logits / temperature + noise. The noise depends only
+    on the row's seed, the number of the token and the id, so a row's token does not depend on other rows or on the
+    sharding of the vocabulary.
     """
     noise = None if rows.drawing is None else layout.act(_noise(rows.drawing, logits.shape[1]), *LOGITS)
     axes = layout.free_axes("vocab")
@@ -48,8 +48,8 @@ def shard_of(logits: Array, size: int, axes: tuple[str, ...]) -> VocabularyShard
     return VocabularyShard(lax.axis_index(axes) * logits.shape[1] if axes else 0, size, axes)
 
 
-def _axes(each: Array) -> tuple[str | None, ...]:
-    return ("batch", *[None] * (each.ndim - 1))
+def _axes(array: Array) -> tuple[str | None, ...]:
+    return ("batch", *[None] * (array.ndim - 1))
 
 
 def _choose(
@@ -75,7 +75,7 @@ def _choose(
     if program >= Program.SAMPLED:
         if rows.drawing is None or noise is None:
             raise ValueError(f"Program.{program.name} needs to know how the rows draw")
-        token = jnp.where(rows.drawing.temperature > 0, _drawn(x, top, noise, rows.drawing, shard), token)
+        token = jnp.where(rows.drawing.temperature > 0, _sample_tokens(x, top, noise, rows.drawing, shard), token)
     normaliser = log_sum_exp(raw, shard)
     logit = shard.sum(entries(raw, token, shard))
     scores = scores_of(raw, logit, normaliser, k, shard) if program == Program.FULL else None
@@ -83,10 +83,10 @@ def _choose(
     return Chosen(jnp.where(usable, token, -1), logit - normaliser, finite, scores)
 
 
-def _drawn(x: Array, top: Array, noise: Array, drawing: Drawing, shard: VocabularyShard) -> Array:
-    """Tokens int32 [R] drawn from softmax(x / temperature) over the kept ones. top: float32 [R, 1], the largest x."""
+def _sample_tokens(x: Array, top: Array, noise: Array, drawing: Drawing, shard: VocabularyShard) -> Array:
+    """Tokens int32 [R] sampled from softmax(x / temperature) over the kept tokens. top: float32 [R, 1], max of x."""
     temperature = jnp.where(drawing.temperature > 0, drawing.temperature, 1)[:, None]
-    # The largest is subtracted first: at a tiny temperature the quotients of the others become -inf, not its own inf.
+    # Subtract the maximum first: at a tiny temperature, the other quotients become -inf, and the maximum stays 0.
     scaled = jnp.where(x > -jnp.inf, (x - top) / temperature, -jnp.inf)
     _, ids = best(jnp.where(keep_mask(scaled, drawing, shard), scaled + noise, -jnp.inf), 1, shard)
     return ids[:, 0]
@@ -95,28 +95,28 @@ def _drawn(x: Array, top: Array, noise: Array, drawing: Drawing, shard: Vocabula
 def _noise(drawing: Drawing, count: int) -> Array:
     """Standard Gumbel noise, float32 [R, V], a function of the key fold_in(seed, number) of each row and the id.
 
-    The bits of an id are a keyed hash of it, with the finalizer of MurmurHash3 as its rounds: threefry for every id
-    takes four times as long. They become -log(-log(1 - v)) of v in (0, 1), which is exact to float32 for small v,
-    where the largest noise comes from.
+    The bits of an id are a keyed hash, with the finalizer of MurmurHash3 as its rounds; threefry for every id takes
+    four times as long. They are mapped to -log(-log(1 - v)) of v in (0, 1), which is accurate in float32 for small v,
+    where the noise is largest.
     """
     keys = jax.vmap(partial(jax.random.wrap_key_data, impl="threefry2x32"))(drawing.seed)
     data = jax.vmap(lambda key, number: jax.random.key_data(jax.random.fold_in(key, number)))(keys, drawing.number)
     ids = jnp.arange(count, dtype=jnp.uint32)[None]
     bits = _mixed(_mixed(ids ^ data[:, :1]) + data[:, 1:])
     v = jnp.minimum((bits.astype(jnp.float32) + 0.5) * 2.0**-32, 1 - 2.0**-24)
-    # XLA:CPU would compute it inside of the argmax, where it is not vectorized: 60 instead of 20 ms for 2^20 ids.
+    # XLA:CPU would fuse it into the argmax, where it is not vectorized: 60 instead of 20 ms for 2^20 ids.
     return lax.optimization_barrier(-jnp.log(-jnp.log1p(-v)))
 
 
 def _mixed(x: Array) -> Array:
-    """A bijection of uint32 in which every bit of x decides about every bit of the result."""
+    """A bijection of uint32 in which every bit of x affects every bit of the result."""
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         x = (x ^ (x >> shift)) * jnp.uint32(factor)
     return x ^ (x >> 16)
 
 
 def log_sum_exp(x: Array, shard: VocabularyShard) -> Array:
-    """Of each row of x [R, V] over all devices, float32 [R]."""
+    """logsumexp of each row of x [R, V] over all devices, float32 [R]."""
     maximum = shard.max(x.max(-1))
     return maximum + jnp.log(shard.sum(jnp.exp(x - maximum[:, None]).sum(-1)))
 

@@ -1,4 +1,4 @@
-"""The ways to choose tokens that an engine compiles, and their arrays made from the rows of a step."""
+"""The choosers of tokens that an engine compiles, and their input arrays from the rows of a step."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -16,9 +16,9 @@ from megajax.inference.scheduler import Row
 from megajax.mesh.layout import Layout
 
 TOP, PROMPT_TOP = 64, 20
-"""Most likely tokens that are computed for a row, as beam searches need, and for a token of a prompt."""
+"""Number of most likely tokens computed for a row, as beam searches need, and for a token of a prompt."""
 EDITED = BIASES + STOP_TOKENS + 8
-"""Most tokens of a row with a bias or forbidden; 8: ends of the model's own."""
+"""Maximum number of tokens of a row with a bias or forbidden; 8 for the model's end tokens."""
 WORD = 32
 
 
@@ -27,7 +27,7 @@ class ChooserInputs(NamedTuple):
 
     rows: RowSampling
     targets: Any = None
-    """int32 [chunk]: the tokens that follow those of the prompt, -1 where their scores are not wanted."""
+    """int32 [chunk]: the tokens that follow those of the prompt; -1 where no score is requested."""
 
 
 class StepChosen(NamedTuple):
@@ -38,11 +38,11 @@ class StepChosen(NamedTuple):
 
 
 class RowChooser(NamedTuple):
-    """A compiled way to choose tokens, by the settings of each row."""
+    """Chooses tokens by the settings of each row, in a compiled step."""
 
     program: Program
     size: int
-    """Ids in use."""
+    """Number of ids in use."""
 
     def __str__(self) -> str:
         return self.program.name.lower()
@@ -50,7 +50,9 @@ class RowChooser(NamedTuple):
     def like(self, rows: int, chunk: int) -> ChooserInputs:
         targets = jax.ShapeDtypeStruct((chunk,), np.int32) if self.program == Program.FULL and chunk else None
         neutral = row_sampling([], self.program, rows, self.size)
-        return ChooserInputs(jax.tree.map(lambda each: jax.ShapeDtypeStruct(each.shape, each.dtype), neutral), targets)
+        return ChooserInputs(
+            jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), neutral), targets
+        )
 
     def __call__(self, layout: Layout, out: StepOutput, inputs: ChooserInputs) -> StepChosen:
         chosen = choose(layout, self.size, self.program, TOP, out.logits, inputs.rows, out.tokens)
@@ -75,25 +77,25 @@ class RowChooser(NamedTuple):
 
 
 def choosers(size: int, *, invariant: bool = False) -> tuple[RowChooser, ...]:
-    """One for each program, in their order; size: ids in use.
+    """A chooser for each program, in order. size: number of ids in use.
 
-    invariant: the last alone, so that the compiled step of a row does not depend on what the rows beside it ask for.
+    invariant: only the last one, so that the compiled step of a row does not depend on other rows' settings.
     """
     return tuple(RowChooser(program, size) for program in Program if program == Program.FULL or not invariant)
 
 
 def program_of(row: Row) -> Program:
     """The first program that serves a row."""
-    own = row.sampling
-    penalties = own.repetition_penalty != 1 or own.presence_penalty != 0 or own.frequency_penalty != 0
+    settings = row.sampling
+    penalties = settings.repetition_penalty != 1 or settings.presence_penalty != 0 or settings.frequency_penalty != 0
     scores = row.top is not None or row.unscored
-    if scores or penalties or own.logit_bias or row.forbidden or row.guide is not None:
+    if scores or penalties or settings.logit_bias or row.forbidden or row.guide is not None:
         return Program.FULL
-    return Program.SAMPLED if own.temperature > 0 else Program.GREEDY
+    return Program.SAMPLED if settings.temperature > 0 else Program.GREEDY
 
 
 def row_sampling(placed: Sequence[tuple[int, Row]], program: Program, count: int, size: int) -> RowSampling:
-    """Numpy arrays with `count` rows. placed: pairs of a place in them and the row there; other places are neutral."""
+    """Numpy arrays with `count` rows. placed: pairs (index, row); other indices have neutral settings."""
     drawing = _drawing(placed, count) if program >= Program.SAMPLED else None
     return RowSampling(drawing, _edits(placed, count, size) if program == Program.FULL else None)
 

@@ -19,8 +19,8 @@ WORD = 32
 def mask_disallowed(x: Array, allowed: Array, shard: VocabularyShard) -> Array:
     """x float32 [R, V], -inf for ids whose bit is not set in allowed, uint32 [R, W]."""
     ids = ids_of(shard, x.shape[1])
-    words = allowed[:, jnp.minimum(ids // WORD, allowed.shape[1] - 1)]
-    bits = (words >> (ids % WORD).astype(jnp.uint32)[None]) & 1
+    mask_words = allowed[:, jnp.minimum(ids // WORD, allowed.shape[1] - 1)]
+    bits = (mask_words >> (ids % WORD).astype(jnp.uint32)[None]) & 1
     return jnp.where((bits == 1) & (ids < allowed.shape[1] * WORD)[None], x, -jnp.inf)
 
 
@@ -41,8 +41,8 @@ def apply_penalties(x: Array, edits: Edits, tokens: Array, shard: VocabularyShar
 
     Skipped if no row has a penalty.
     """
-    some = (edits.repetition != 1) | (edits.presence != 0) | (edits.frequency != 0)
-    return jax.lax.cond(some.any(), lambda: _with_penalties(x, edits, tokens, shard), lambda: x)
+    penalized = (edits.repetition != 1) | (edits.presence != 0) | (edits.frequency != 0)
+    return jax.lax.cond(penalized.any(), lambda: _with_penalties(x, edits, tokens, shard), lambda: x)
 
 
 def _with_penalties(x: Array, edits: Edits, tokens: Array, shard: VocabularyShard) -> Array:
@@ -50,10 +50,10 @@ def _with_penalties(x: Array, edits: Edits, tokens: Array, shard: VocabularyShar
     present = place < edits.length[:, None]
     columns = _columns(jnp.where(present, tokens, -1), shard, x.shape[1])
     answer = present & (place >= edits.prompt[:, None])
-    seen = jnp.zeros(x.shape, bool).at[_rows(x), columns].set(True, mode="drop")
+    occurs = jnp.zeros(x.shape, bool).at[_rows(x), columns].set(True, mode="drop")
     counts = jnp.zeros(x.shape, jnp.int32).at[_rows(x), columns].add(answer.astype(jnp.int32), mode="drop")
     repetition = edits.repetition[:, None]
-    x = jnp.where(seen, jnp.where(x > 0, x / repetition, x * repetition), x)
+    x = jnp.where(occurs, jnp.where(x > 0, x / repetition, x * repetition), x)
     x = x - edits.frequency[:, None] * counts.astype(x.dtype)
     return x - edits.presence[:, None] * (counts > 0).astype(x.dtype)
 

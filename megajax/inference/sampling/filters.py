@@ -1,9 +1,9 @@
 """min_p, top_k and top_p: which tokens may be drawn.
 
-Each keeps the tokens whose logit reaches a threshold of the row. The thresholds of top_k and top_p are found by
-bisection over the 32 bits of a float: 32 passes over the row that count or sum, instead of a sort. So they are exact
-for any k and p, devices exchange one number per row and pass, and a sharded vocabulary is never gathered. Of equal
-logits either all are kept or none.
+Each keeps the tokens with a logit of at least a threshold per row. The thresholds of top_k and top_p are found by
+bisection over the 32 bits of a float: 32 passes over the row that count or sum, instead of a sort. This is exact for
+any k and p, devices exchange one number per row and pass, and a sharded vocabulary is never gathered. Of equal logits,
+either all are kept or none.
 
 The order is that of vLLM (vllm/v1/sample/sampler.py, `Sampler`): temperature, min_p, top_k, top_p. `transformers`
 applies min_p last; the two differ only where min_p and top_p are combined.
@@ -25,16 +25,16 @@ def keep_mask(x: Array, drawing: Drawing, shard: VocabularyShard) -> Array:
 
     - min_p (Nguyen et al. 2024): tokens at least min_p times as likely as the most likely one.
     - top_k: the k most likely of these; with more tokens equal to the k-th, those as well (as `transformers` does).
-    - top_p (Holtzman et al. 2019): the fewest most likely of these whose probabilities, relative to all of these, sum
-      to at least p.
+    - top_p (Holtzman et al. 2019): the smallest set of the most likely of these whose probabilities, renormalized over
+      these, sum to at least p.
 
-    A pass that no row needs is skipped.
+    A filter that no row needs is skipped.
     """
-    drawn = drawing.temperature > 0
+    sampled = drawing.temperature > 0
     keep = (x >= jnp.log(drawing.min_p)[:, None]) & (x > -jnp.inf)
-    few = drawn & (drawing.top_k > 0) & (drawing.top_k < shard.size)
-    keep = jax.lax.cond(few.any(), lambda: _top_k(x, keep, few, drawing.top_k, shard), lambda: keep)
-    nucleus = drawn & (drawing.top_p < 1)
+    top_k_rows = sampled & (drawing.top_k > 0) & (drawing.top_k < shard.size)
+    keep = jax.lax.cond(top_k_rows.any(), lambda: _top_k(x, keep, top_k_rows, drawing.top_k, shard), lambda: keep)
+    nucleus = sampled & (drawing.top_p < 1)
     return jax.lax.cond(nucleus.any(), lambda: _top_p(x, keep, nucleus, drawing.top_p, shard), lambda: keep)
 
 

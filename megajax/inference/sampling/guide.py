@@ -1,7 +1,7 @@
-"""Which tokens may follow in a text that has to match a JSON schema or a regular expression.
+"""Masks of allowed next tokens for a text that has to match a JSON schema or a regular expression.
 
 llguidance (https://github.com/guidance-ai/llguidance) parses the text and computes the masks. It works on the bytes of
-tokens, so it does not matter how a tokenizer divides the text.
+tokens, so the tokenizer's division of the text does not matter.
 """
 
 import json
@@ -18,9 +18,9 @@ from megajax.config.nearest import did_you_mean
 from megajax.tokenizers.base import Tokenizer
 
 GUIDES = 32
-"""Guides whose first state is kept, those used last."""
+"""Number of recently used guides whose first state is cached."""
 WHITESPACE = "[ \n]{0,24}"
-"""Between the parts of a JSON document: without a limit a model may write whitespace until max_tokens."""
+"""Between the parts of a JSON document. Without a limit, a model may write whitespace until max_tokens."""
 IN_ONE = ("items", "additionalProperties", "contains", "propertyNames", "not", "if", "then", "else")
 IN_LIST = ("allOf", "anyOf", "oneOf", "prefixItems")
 IN_MAPPING = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
@@ -32,15 +32,15 @@ PLAIN = (
     "title type uniqueItems unevaluatedItems unevaluatedProperties writeOnly"
 )
 KEYWORDS = frozenset((*PLAIN.split(), *IN_ONE, *IN_LIST, *IN_MAPPING))
-"""Keywords of JSON Schema. A schema may hold others without effect, so a misspelled one would go unnoticed."""
+"""Keywords of JSON Schema. A validator ignores others, so a misspelled keyword would go unnoticed."""
 
 
 class Guided:
     """The state of a text under its guide. Immutable, so that copies of a row share it."""
 
-    def __init__(self, matcher: Any, ends: Collection[int]):
-        """matcher: an LLMatcher, not changed any more. Raises UserError if the guide is too large for its limits."""
-        self._matcher, self._ends = matcher, ends
+    def __init__(self, matcher: Any, end_tokens: Collection[int]):
+        """matcher: an LLMatcher, which must not change. Raises UserError if the guide exceeds its limits."""
+        self._matcher, self._end_tokens = matcher, end_tokens
         self.mask = np.frombuffer(matcher.compute_bitmask(), "<u4")
         """The tokens that may follow, uint32 [ceil(V / 32)]: bit i % 32 of word i // 32 stands for token i."""
         if matcher.is_error():
@@ -48,51 +48,51 @@ class Guided:
 
     @property
     def complete(self) -> bool:
-        """Whether the text matches as it is."""
+        """Whether the text matches now."""
         return self._matcher.is_accepting()
 
     def after(self, token: int) -> Self:
-        """The state after one more token; a token that ends texts changes nothing.
+        """The state after another token; end tokens do not change it.
 
-        Raises ValueError for a token that the mask excludes, UserError as the constructor.
+        Raises ValueError for a token that the mask excludes, UserError like the constructor.
         """
-        if token in self._ends:
+        if token in self._end_tokens:
             return self
         if not self.mask[token // 32] >> (token % 32) & 1:
             raise ValueError(f"token {token} does not follow the guide")
         matcher = self._matcher.deep_copy()
         matcher.consume_token(token)
-        return type(self)(matcher, self._ends)
+        return type(self)(matcher, self._end_tokens)
 
 
 class Guides:
     """Makes the first states of guided texts: `Engine(guide=Guides(...))`."""
 
-    def __init__(self, pieces: Callable[[], Sequence[bytes | None]], ends: Collection[int]):
-        """pieces: returns those of the vocabulary; see `token_pieces`. ends: tokens that end a text."""
-        self._pieces, self._ends = pieces, frozenset(ends)
+    def __init__(self, pieces: Callable[[], Sequence[bytes | None]], end_tokens: Collection[int]):
+        """pieces: returns the bytes of all tokens, see `token_pieces`. end_tokens: tokens that end a text."""
+        self._pieces, self._end_tokens = pieces, frozenset(end_tokens)
         self._first = lru_cache(GUIDES)(self._new)
 
     @cached_property
     def _tokenizer(self) -> Any:
-        # Tokens that begin with the byte ff stand for no text.
+        # Tokens that start with the byte ff have no text.
         pieces = [
-            piece if piece and token not in self._ends else b"\xff[%d]" % token
+            piece if piece and token not in self._end_tokens else b"\xff[%d]" % token
             for token, piece in enumerate(self._pieces())
         ]
         vocabulary = SimpleNamespace(
             tokens=pieces,
             special_token_ids=(),
             bos_token_id=None,
-            eos_token_id=min(self._ends),
+            eos_token_id=min(self._end_tokens),
             is_tokenizer_wrapper=True,
         )
-        return _library().LLTokenizer(vocabulary, n_vocab=len(pieces), eos_token=sorted(self._ends))
+        return _library().LLTokenizer(vocabulary, n_vocab=len(pieces), eos_token=sorted(self._end_tokens))
 
     def __call__(self, guide: Any) -> Guided:
         """The state of an empty text. guide: a JSON schema, or a regular expression as a string.
 
-        Raises UserError for one that is malformed, not supported, or too large.
+        Raises UserError if the guide is malformed, not supported, or too large.
         """
         try:
             return self._first(json.dumps(guide))
@@ -102,7 +102,7 @@ class Guides:
             raise UserError(f"the guide is neither a JSON schema nor a regular expression: {error}") from None
 
     def _new(self, guide: str) -> Guided:
-        """guide: as JSON, so that equal guides share a state."""
+        """The state of an empty text. guide: as JSON text, so that equal guides share a state."""
         matching, value = _library().LLMatcher, json.loads(guide)
         if isinstance(value, str):
             if (len(value) - len(value.rstrip("\\"))) % 2:
@@ -114,13 +114,13 @@ class Guides:
             schema = value if isinstance(value, dict) else {"allOf": [value]}
             options = {"whitespace_pattern": WHITESPACE}
             start = f"start: %json {json.dumps(schema | {'x-guidance': options})}"
-        # Without forcing, a mask has every token that may follow, not only the usual one where the text is determined.
+        # Without forcing, a mask allows every tokenization of determined text, not only the usual one.
         grammar = f'%llguidance {{"no_forcing": true}}\n{start}'
         limits = _library().LLParserLimits(verbose_errors=False)
         matcher = matching(self._tokenizer, grammar, limits=limits, log_level=0)
         if error := matcher.get_error():
             raise UserError(f"{'regular expression' if isinstance(value, str) else 'JSON schema'}: {error}")
-        return Guided(matcher, self._ends)
+        return Guided(matcher, self._end_tokens)
 
 
 def _library() -> ModuleType:
@@ -128,37 +128,37 @@ def _library() -> ModuleType:
 
 
 def _misspelled(schema: Any, place: str = "") -> Iterator[str]:
-    """Keywords that JSON Schema does not have, each in a sentence with its place."""
+    """A sentence for each keyword that JSON Schema does not have, with its location."""
     if not isinstance(schema, dict):
         return
     for keyword, value in schema.items():
-        here = f"{place}/{keyword}"
+        location = f"{place}/{keyword}"
         if keyword not in KEYWORDS:
-            near = did_you_mean(keyword, KEYWORDS)
-            yield f"{here} is no keyword{f': {near}' if near else ''}"
+            suggestion = did_you_mean(keyword, KEYWORDS)
+            yield f"{location} is no keyword{f': {suggestion}' if suggestion else ''}"
         elif keyword in IN_ONE:
-            yield from _misspelled(value, here)
+            yield from _misspelled(value, location)
         elif keyword in IN_LIST and isinstance(value, list):
             for number, part in enumerate(value):
-                yield from _misspelled(part, f"{here}/{number}")
+                yield from _misspelled(part, f"{location}/{number}")
         elif keyword in IN_MAPPING and isinstance(value, dict):
             for name, part in value.items():
-                yield from _misspelled(part, f"{here}/{name}")
+                yield from _misspelled(part, f"{location}/{name}")
 
 
 def token_pieces(tokenizer: Tokenizer, vocabulary: int) -> list[bytes | None]:
-    """The bytes of each token below `vocabulary`; None for those that stand for no text, or not for whole characters.
+    """The bytes of each token below `vocabulary`; None for tokens without text, or with incomplete characters.
 
-    Of a tokenizer without a table of bytes, a token's text is what it adds behind a letter.
+    For a tokenizer without a table of bytes, a token's text is the text that it adds after a letter.
     """
     special = {tokenizer.eod, tokenizer.pad, *tokenizer.specials.values(), *tokenizer.sentinels}
-    known = range(min(vocabulary, tokenizer.vocabulary_size))
+    ids = range(min(vocabulary, tokenizer.vocabulary_size))
     if tokenizer.table:
-        pieces = [None if token in special else tokenizer.table[token] for token in known]
+        pieces = [None if token in special else tokenizer.table[token] for token in ids]
     else:
         before = tokenizer.encode("a").tolist()
         start = tokenizer.decode(before)
-        pieces = [None if token in special else _added(tokenizer, before, start, token) for token in known]
+        pieces = [None if token in special else _added(tokenizer, before, start, token) for token in ids]
     return [*pieces, *[None] * (vocabulary - len(pieces))]
 
 

@@ -1,4 +1,4 @@
-"""Scores of the tokens of a prompt, a few rows of logits at a time."""
+"""Scores of the tokens of a prompt, computed in pieces to limit the memory of logits."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -14,23 +14,23 @@ from megajax.mesh.layout import Layout
 from megajax.mesh.mesh import devices_along
 
 PIECE = 64
-"""Most tokens whose logits exist at once, on each replica."""
+"""Maximum number of tokens of each replica whose logits exist at the same time."""
 STATES = ("batch", None, None)
 
 
 class PromptScores(NamedTuple):
-    """Of C given tokens of each replica, in pieces of P = min(C, PIECE) that `place` finds."""
+    """Scores of C tokens of each replica, in pieces of P = min(C, PIECE); see `place`."""
 
     logprob: Array
-    """float32 [pieces, replicas * P]: under the model, before any setting."""
+    """float32 [pieces, replicas * P]: log-probability under the model, before any setting."""
     scores: Scores
     """Arrays [pieces, replicas * P, ...]."""
 
 
 def place(token: int, replica: int, count: int) -> tuple[int, int]:
-    """Where `PromptScores` has the token of a replica, of `count` each: the piece, and the place in it.
+    """(piece, index in the piece) of a token of a replica in `PromptScores`. count: tokens of each replica.
 
-    The last piece ends with the last token, so it may overlap the one before.
+    The last piece ends with the last token, so it may overlap the previous one.
     """
     size = min(count, PIECE)
     piece = token // size
@@ -40,19 +40,17 @@ def place(token: int, replica: int, count: int) -> tuple[int, int]:
 def prompt_scores(
     layout: Layout, size: int, k: int, logits_of: Callable[[Array], Array], states: Array, targets: Array
 ) -> PromptScores:
-    """Scores of the tokens that follow the given ones, and the k most likely ones at each place.
+    """Scores of the next tokens, and the k most likely tokens at each position.
 
-    logits_of: states [T, 1, D] -> logits float32 [T, V], laid out (batch, vocab); states [replicas * C, 1, D] of the
-    given tokens; targets: int32 [replicas * C], the ids that follow, -1 where the scores are not wanted. Of no target
-    at all the scores are 0, and nothing is computed. size: ids in use.
-
-    The logits of at most PIECE tokens exist at once.
+    logits_of: states [T, 1, D] -> logits float32 [T, V], laid out (batch, vocab); states: [replicas * C, 1, D];
+    targets: int32 [replicas * C], the next tokens, -1 where no score is requested. Without any target, nothing is
+    computed, and the scores are 0. size: number of ids in use.
     """
     axes, replicas = layout.free_axes("vocab"), devices_along(layout.free_axes("batch"))
     count = targets.shape[0] // replicas
     length = min(count, PIECE)
 
-    def cut(states: Array, targets: Array, first: Array) -> tuple[Array, Array]:
+    def slice_piece(states: Array, targets: Array, first: Array) -> tuple[Array, Array]:
         return lax.dynamic_slice_in_dim(states, first, length), lax.dynamic_slice_in_dim(targets, first, length)
 
     def score(logits: Array, targets: Array) -> PromptScores:
@@ -62,11 +60,13 @@ def prompt_scores(
         return PromptScores(logit - normaliser, scores_of(raw, logit, normaliser, k, shard))
 
     def piece(first: Array) -> PromptScores:
-        own, wanted = layout.island(cut, (STATES, ROW, ()), (STATES, ROW))(states, targets, first)
+        piece_states, piece_targets = layout.island(slice_piece, (STATES, ROW, ()), (STATES, ROW))(
+            states, targets, first
+        )
         row: Any = ROW
         several: Any = ROWS
         out: Any = PromptScores(row, Scores(row, several, several))
-        return layout.island(score, (LOGITS, ROW), out)(logits_of(own), wanted)
+        return layout.island(score, (LOGITS, ROW), out)(logits_of(piece_states), piece_targets)
 
     def every() -> PromptScores:
         firsts = [min(first, count - length) for first in range(0, count, length)]

@@ -1,4 +1,4 @@
-"""What the sampler reads of each row of a step, and what it returns.
+"""Input and output of the sampler for the rows of a step.
 
 R rows, V ids of the vocabulary with padding, B edited ids of a row, W = ceil(V / 32) words of a mask, L tokens of the
 longest row, k most likely tokens.
@@ -11,13 +11,13 @@ from jax import Array
 
 
 class Program(IntEnum):
-    """The compiled ways to choose tokens. Each does what the ones before it do, so the largest of the rows' serves all.
+    """The compiled programs that choose tokens. Each includes the previous ones: a step runs the largest of its rows'.
 
-    A row's token does not depend on which of them serves it.
+    A row's token does not depend on the program.
     """
 
     GREEDY = 0
-    """The first most likely token, and its log-probability: neither random numbers nor passes that filter."""
+    """The first most likely token and its log-probability, without random numbers or filters."""
     SAMPLED = 1
     """Temperature, min_p, top_k, top_p."""
     FULL = 2
@@ -25,11 +25,11 @@ class Program(IntEnum):
 
 
 type Values = Any
-"""An array; numpy's where a step is packed."""
+"""An array; a numpy array while a step is packed."""
 
 
 class Drawing(NamedTuple):
-    """How rows draw."""
+    """Sampling settings of rows."""
 
     temperature: Values
     """float32 [R]; 0: the first most likely token."""
@@ -42,18 +42,18 @@ class Drawing(NamedTuple):
     seed: Values
     """uint32 [R, 2]: upper and lower half of the seed."""
     number: Values
-    """int32 [R]: how many tokens the row has generated."""
+    """int32 [R]: number of generated tokens of the row."""
 
 
 class Edits(NamedTuple):
-    """What is changed about rows' logits before a token is chosen."""
+    """Changes of rows' logits before a token is chosen."""
 
     allowed: Values
     """uint32 [R, W]: bit i % 32 of word i // 32 is set where id i is allowed."""
     tokens: Values
-    """int32 [R, B]: ids with a bias; -1: none."""
+    """int32 [R, B]: ids with a bias; -1: unused."""
     biases: Values
-    """float32 [R, B]: what is added to their logits; -inf forbids a token."""
+    """float32 [R, B]: added to their logits; -inf forbids a token."""
     repetition: Values
     """float32 [R]; 1: no penalty."""
     presence: Values
@@ -67,7 +67,7 @@ class Edits(NamedTuple):
 
 
 class RowSampling(NamedTuple):
-    """The settings of the rows of a step; None for what the program does not read."""
+    """The settings of the rows of a step; None for those that the program does not read."""
 
     drawing: Drawing | None = None
     """From Program.SAMPLED on."""
@@ -79,7 +79,7 @@ class Chosen(NamedTuple):
     """The next tokens of rows."""
 
     token: Array
-    """int32 [R]; -1 for a row whose logits are not finite, or of which no token is allowed."""
+    """int32 [R]; -1 for a row with non-finite logits or without an allowed token."""
     logprob: Array
     """float32 [R]: its log-probability under the model, before any setting."""
     finite: Array
@@ -89,11 +89,11 @@ class Chosen(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """Where a given token stands among all, and the most likely ones, under the model, before any setting."""
+    """Rank of a given token, and the most likely tokens, under the model, before any setting."""
 
     rank: Array
-    """int32 [R]: 1 + number of ids that are more likely."""
+    """int32 [R]: 1 + number of more likely ids."""
     top: Array
-    """int32 [R, k]: ids of the most likely tokens; of equal ones the lowest id comes first."""
+    """int32 [R, k]: ids of the most likely tokens; equally likely ones by ascending id."""
     logprobs: Array
     """float32 [R, k]: their log-probabilities."""

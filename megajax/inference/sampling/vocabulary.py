@@ -1,6 +1,6 @@
-"""Orders and sums over a vocabulary that is cut over devices, inside an island.
+"""Orders and sums over a sharded vocabulary, inside an island.
 
-Devices exchange sums and their own best few entries, never logits. R rows, V ids of this device's shard.
+Devices exchange sums and their few largest entries, never all logits. R rows, V ids of this device's shard.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ def ids_of(shard: VocabularyShard, count: int) -> Array:
 def best(x: Array, k: int, shard: VocabularyShard) -> tuple[Array, Array]:
     """The k largest entries of each row of x [R, V] over all devices, and their ids, int32: both [R, k].
 
-    In descending order; of equal entries the lowest id comes first, as with numpy.argmax.
+    In descending order; equal entries by ascending id, like numpy.argmax.
     """
     if k == 1:
         places = jnp.argmax(x, -1).astype(jnp.int32)[:, None]
@@ -31,7 +31,7 @@ def best(x: Array, k: int, shard: VocabularyShard) -> tuple[Array, Array]:
         values, places = lax.top_k(x, min(k, x.shape[1]))
     ids = ids_of(shard, x.shape[1])[places]
     if shard.axes:
-        values, ids = (lax.all_gather(each, shard.axes, axis=1, tiled=True) for each in (values, ids))
+        values, ids = (lax.all_gather(part, shard.axes, axis=1, tiled=True) for part in (values, ids))
         values, places = lax.top_k(values, min(k, values.shape[1]))
         ids = jnp.take_along_axis(ids, places, -1)
     return values, ids
@@ -40,8 +40,8 @@ def best(x: Array, k: int, shard: VocabularyShard) -> tuple[Array, Array]:
 def entries(x: Array, ids: Array, shard: VocabularyShard) -> Array:
     """x [R, V] at ids int32 [R], float32 [R]. 0 for ids of other devices, so the sum over devices is the entry."""
     place = ids - shard.first
-    here = (place >= 0) & (place < x.shape[1])
-    return jnp.where(here, jnp.take_along_axis(x, jnp.where(here, place, 0)[:, None], -1)[:, 0], 0)
+    local = (place >= 0) & (place < x.shape[1])
+    return jnp.where(local, jnp.take_along_axis(x, jnp.where(local, place, 0)[:, None], -1)[:, 0], 0)
 
 
 def order_of(x: Array) -> Array:
@@ -51,9 +51,9 @@ def order_of(x: Array) -> Array:
 
 
 def threshold(order: Array, enough: Callable[[Array], Array]) -> Array:
-    """The largest t for which `enough(order >= t)`, uint32 [R], 0 where it never is; a binary search without a sort.
+    """The largest t with `enough(order >= t)`, uint32 [R]; 0 if there is none. A binary search, without a sort.
 
-    order: uint32 [R, V]; enough: bool [R, V], the entries kept -> bool [R], which stays true as entries are added.
+    order: uint32 [R, V]; enough: kept entries bool [R, V] -> bool [R], monotonic in the kept entries.
     """
 
     def step(bit: Array, t: Array) -> Array:

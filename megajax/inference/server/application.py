@@ -1,4 +1,4 @@
-"""The application: the routes behind their gate."""
+"""The ASGI application: the routes behind the gate."""
 
 from collections.abc import Callable
 from typing import Any
@@ -25,7 +25,7 @@ def build_application(
     readiness: Readiness,
     log: Callable[[str], None],
 ) -> Gate:
-    """The ASGI application of a model. Raises UserError for a file of keys that is wrong."""
+    """The ASGI application of a model. Raises UserError for an invalid file of keys."""
     metrics = ServerMetrics()
     routes = Routes(model, config, metrics, readiness, log_prompts=access.log_prompts).table()
     handlers: dict[Any, Any] = {
@@ -47,15 +47,15 @@ async def _error(request: Request, error: RequestError) -> Response:
 
 
 async def _user_error(request: Request, error: UserError) -> Response:
-    """What a tokenizer says of tokens or text."""
+    """An error of a tokenizer about tokens or text."""
     del request
     return error_response(RequestError(400, str(error)))
 
 
 async def _fault(request: Request, error: Exception) -> Response:
-    """A fault of ours: the client learns nothing of it. Starlette raises it again, for the gate to log."""
+    """An internal error, without details for the client. Starlette raises it again, and the gate logs it."""
     del request, error
-    return error_response(RequestError(500, "the server failed on this request; its log says why"))
+    return error_response(RequestError(500, "the server failed on this request; see its log"))
 
 
 async def _http_error(request: Request, error: HTTPException) -> Response:

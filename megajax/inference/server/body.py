@@ -1,4 +1,4 @@
-"""Bodies of requests: read within bounds, then JSON without exceptions to its rules."""
+"""Bodies of requests: read within limits, and parsed as strict JSON."""
 
 import asyncio
 import json
@@ -11,14 +11,14 @@ from megajax.inference.server.config import ServerConfig
 from megajax.inference.server.errors import RequestError, invalid
 
 DEPTH = 32
-"""Most objects and lists that are inside each other."""
+"""Maximum nesting of objects and lists."""
 
 
 async def read_object(request: Request, config: ServerConfig) -> dict[str, Any]:
     """The JSON object of a request.
 
-    Raises RequestError: 413 for a body that is too large, 408 for one that takes too long, 400 for another content type
-    or what is no JSON object.
+    Raises RequestError: 413 if the body is too large, 408 if it takes too long, 400 for another content type or if it
+    is not a JSON object.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
@@ -27,7 +27,7 @@ async def read_object(request: Request, config: ServerConfig) -> dict[str, Any]:
 
 
 async def read_body(request: Request, config: ServerConfig) -> bytes:
-    """At most `body_bytes`, whatever the headers say. Raises RequestError, and ClientDisconnect of starlette."""
+    """Read at most `body_bytes`, regardless of the headers. Raises RequestError, and starlette's ClientDisconnect."""
     most = config.body_bytes
     too_large = RequestError(413, f"the body must have at most {most:,} bytes")
     length = request.headers.get("content-length", "0")
@@ -46,13 +46,13 @@ async def read_body(request: Request, config: ServerConfig) -> bytes:
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
-    """Raises RequestError for what is not UTF-8, not JSON, no object, too deep, or has a key twice."""
+    """Raises RequestError unless the body is UTF-8 and a JSON object, without duplicate keys or deep nesting."""
     try:
         text = body.decode("utf-8")
     except UnicodeDecodeError as error:
         raise invalid(None, f"the body is not UTF-8: byte {error.start}") from None
     try:
-        # Numbers with thousands of digits are refused by Python with a ValueError.
+        # Python raises ValueError for numbers with thousands of digits.
         value = json.loads(text, parse_constant=_no_number, object_pairs_hook=_without_duplicates)
     except RequestError:
         raise
@@ -73,27 +73,27 @@ def _no_number(word: str) -> NoReturn:
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) < len(pairs):
+    values = dict(pairs)
+    if len(values) < len(pairs):
         name = Counter(name for name, _ in pairs).most_common(1)[0][0]
         raise invalid(name[:60], f"{name[:60]!r} is given twice")
-    return made
+    return values
 
 
 def _check(value: dict[str, Any], *, escapes: bool) -> None:
-    """Raises RequestError for a deep value, or text with half a surrogate pair: JSON can write it, UTF-8 cannot."""
-    left = [(1, name, part) for name, part in value.items()]
-    left += [(1, name, name) for name in value]
-    while left:
-        depth, name, part = left.pop()
+    """Raises RequestError for deep nesting, or half a surrogate pair, which JSON can express but UTF-8 cannot."""
+    pending = [(1, name, part) for name, part in value.items()]
+    pending += [(1, name, name) for name in value]
+    while pending:
+        depth, name, part = pending.pop()
         if isinstance(part, str) and escapes and not _is_text(part):
-            shown = name.encode("utf-8", errors="replace").decode()
-            raise invalid(shown[:60], f"{shown[:60]!r} has half of a surrogate pair, which is not a character")
+            printable = name.encode("utf-8", errors="replace").decode()
+            raise invalid(printable[:60], f"{printable[:60]!r} has half of a surrogate pair, which is not a character")
         if isinstance(part, (dict, list)):
             if depth == DEPTH:
                 raise invalid(name[:60], f"{name[:60]!r} has more than {DEPTH} levels of objects and lists")
             parts = [*part, *part.values()] if isinstance(part, dict) else part
-            left += [(depth + 1, name, inner) for inner in parts]
+            pending += [(depth + 1, name, inner) for inner in parts]
 
 
 def _is_text(text: str) -> bool:

@@ -1,4 +1,4 @@
-"""The requests to the engine that one HTTP request makes, and what their answers grow by."""
+"""The engine requests of an HTTP request, and the pieces of their answers."""
 
 import asyncio
 import contextlib
@@ -15,8 +15,8 @@ from megajax.inference.worker import Worker
 class Call:
     """Prompts that are answered together: choice c of prompt p is answer p x n + c.
 
-    The engine's thread puts pieces into a queue of the event loop and never waits. A slow reader costs its own answer
-    in memory, no more.
+    The engine's thread puts pieces into a queue of the event loop and never waits. A slow reader only delays itself,
+    and its answers stay in memory.
     """
 
     def __init__(self, worker: Worker, metrics: ServerMetrics, names: dict[str, str]):
@@ -32,7 +32,7 @@ class Call:
         """Tokens of all answers."""
 
     def submit(self, prompts: Sequence[tuple[int, ...]], sampling: Sampling) -> None:
-        """Raises RequestError if the engine refuses one of the prompts; none of them runs then."""
+        """Submit all prompts. Raises RequestError if the engine rejects one of them; then none runs."""
         for number, prompt in enumerate(prompts):
             identifier = uuid4().hex
             request = Request(
@@ -52,25 +52,25 @@ class Call:
             self._unfinished += sampling.n
 
     def _deliver(self, piece: Piece) -> None:
-        """On the engine's thread."""
-        with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody waits
+        """Called on the engine's thread."""
+        with contextlib.suppress(RuntimeError):  # The event loop is closed: nothing waits.
             self._loop.call_soon_threadsafe(self._pieces.put_nowait, piece)
 
     def cancel(self) -> None:
-        """Frees what the answers that are not finished take; at any time."""
+        """Cancel unfinished answers; allowed at any time."""
         while self._running:
             self._worker.cancel(self._running.pop())
 
     async def pieces(self) -> AsyncIterator[list[Piece]]:
-        """What answers grew by since the last time, a piece of each that did, until all are finished.
+        """Yield the new text of answers, at most a piece of each, until all are finished.
 
-        Raises RequestError: 500 where the engine failed, 503 where it was told to end.
+        Raises RequestError: 500 if the engine failed, 503 if it was shut down.
         """
         try:
             while self._unfinished:
                 grown: dict[int, Piece] = {}
                 pending = [await self._pieces.get()]
-                while not self._pieces.empty():  # a slow reader gets several tokens in one event
+                while not self._pieces.empty():  # A slow reader gets several tokens in one event.
                     pending.append(self._pieces.get_nowait())
                 for piece in pending:
                     _append(grown, piece)
@@ -101,9 +101,9 @@ class Call:
 
 
 async def complete_answers(call: Call, disconnected: asyncio.Task[None]) -> list[Piece] | None:
-    """All answers of a call in their order, each as one piece; None if the client has gone, which cancels the call.
+    """All answers of a call in order, each as one piece; None if the client disconnects, which cancels the call.
 
-    disconnected: ends when the client has closed the connection. Raises RequestError.
+    disconnected: ends when the client closes the connection. Raises RequestError.
     """
     answers: dict[int, Piece] = {}
 
@@ -127,4 +127,4 @@ async def complete_answers(call: Call, disconnected: asyncio.Task[None]) -> list
 
 def _append(answers: dict[int, Piece], piece: Piece) -> None:
     before = answers.get(piece.choice)
-    answers[piece.choice] = piece if before is None else before.then(piece)
+    answers[piece.choice] = piece if before is None else before.merge(piece)

@@ -10,33 +10,33 @@ from megajax.inference.config import GenerationConfig
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerConfig:
-    """How much of everything the server takes."""
+    """Limits of the server."""
 
     name: str | None = None
-    """Name of the model in requests and answers; none: that of its folder."""
+    """Name of the model in requests and answers. None: the name of its folder."""
     queue: int = 128
-    """Most requests that wait; with more, the answer is status 429. Each prompt of a call is one."""
+    """Maximum number of waiting requests; further ones get status 429. Each prompt of a call counts."""
     prompts: int = 128
-    """Most answers of a call: prompts x n, or prompts x best_of."""
+    """Maximum number of answers of a call: prompts x n, or prompts x best_of."""
     body_bytes: int = 2 * 2**20
-    """Most bytes of a body."""
+    """Maximum number of bytes of a body."""
     header_bytes: int = 16 * 2**10
-    """Most bytes of the first line and the headers of a request."""
+    """Maximum number of bytes of the first line and the headers of a request."""
     connections: int = 512
-    """Most connections at the same time; further ones are closed."""
+    """Maximum number of simultaneous connections; further ones are closed."""
     header_seconds: float = 10.0
-    """For the headers of a request to arrive, and for a connection without a request to stay open."""
+    """Time limit for the headers of a request, and for a connection without a request."""
     body_seconds: float = 30.0
-    """For a body to arrive."""
+    """Time limit for a body."""
     write_seconds: float = 60.0
-    """For a client to take what was sent; its request is cancelled then."""
+    """Time limit for a client to read sent data, after which its request is cancelled."""
     stall_seconds: float = 60.0
-    """Without a step while requests run, until /health answers 503."""
+    """Time without a step, while requests run, after which /health answers 503."""
     hosts: tuple[str, ...] = ()
     """Host names by which clients reach a server without keys, beside localhost, IP addresses and --host. Other names
     in the Host header get status 403, so that no web page can reach the server by DNS rebinding."""
     drain_seconds: float = 60.0
-    """For running requests to end after SIGTERM; those left are ended with status 503."""
+    """Time limit for running requests after SIGTERM; the remaining ones end with status 503."""
 
     def problems(self) -> list[Problem]:
         least = {"queue": 1, "prompts": 1, "body_bytes": 1024, "header_bytes": 1024, "connections": 1}
@@ -45,8 +45,8 @@ class ServerConfig:
             for name, bound in least.items()
             if (value := getattr(self, name)) < bound
         ]
-        if wrong := [name for name in self.hosts if host_of(name) != name]:
-            problems.append(Problem("hosts", f"{wrong[0]!r} is not a host name in lower case without a port"))
+        if invalid_hosts := [name for name in self.hosts if host_of(name) != name]:
+            problems.append(Problem("hosts", f"{invalid_hosts[0]!r} is not a host name in lower case without a port"))
         for name in ("header_seconds", "body_seconds", "write_seconds", "stall_seconds", "drain_seconds"):
             if not 0 < (value := getattr(self, name)) < 1e6:
                 problems.append(Problem(name, f"must be above 0 and below a million, got {value:g}"))
@@ -55,7 +55,7 @@ class ServerConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServingConfig(GenerationConfig):
-    """Everything that `serve` depends on but the weights and the address."""
+    """Everything that `serve` depends on, except the weights and the address."""
 
     server: ServerConfig = field(default_factory=ServerConfig)
     """Limits of the server."""
@@ -63,14 +63,14 @@ class ServingConfig(GenerationConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Access:
-    """Who reaches the server, and what is written down of it."""
+    """Access to the server, and its log."""
 
     host: str = "127.0.0.1"
     """Address to listen on."""
     port: int = 5000
-    """0: any that is free."""
+    """Port; 0: any free port."""
     api_key_file: Path | None = None
-    """File with a key in each line. Every route but /health asks for one."""
+    """File with a key in each line. All routes except /health require one of them."""
     insecure: bool = False
     """Listen on any address without keys."""
     log_prompts: bool = False
@@ -81,19 +81,17 @@ class Access:
         if not 0 <= self.port <= 65535:
             problems.append(Problem("--port", f"must be between 0 and 65535, got {self.port}"))
         if not (self.api_key_file or self.insecure or is_loopback(self.host)):
-            what = f"{self.host} can be reached from other machines, and there is no --api-key-file"
-            problems.append(Problem("--host", what, "give one, or --insecure for a server that is open to all"))
+            message = f"{self.host} can be reached from other machines, but there is no --api-key-file"
+            problems.append(Problem("--host", message, "give one, or --insecure for a server that is open to all"))
         if self.api_key_file and self.insecure:
-            problems.append(
-                Problem("--insecure", "no key would be needed, and --api-key-file is given", "leave one out")
-            )
+            problems.append(Problem("--insecure", "disables keys, but --api-key-file is given", "remove one of them"))
         return problems
 
     def keys(self) -> tuple[bytes, ...]:
-        """Those of `api_key_file`; none without it.
+        """The keys of `api_key_file`; empty without a file.
 
         Raises:
-            UserError: a file that cannot be read, or has no key, or one of less than 16 characters.
+            UserError: the file cannot be read, has no key, or has a key of less than 16 characters.
         """
         if self.api_key_file is None:
             return ()
@@ -105,8 +103,8 @@ class Access:
         if not keys:
             raise UserError(f"--api-key-file={self.api_key_file}: the file is empty: write a key into it")
         if short := [key for key in keys if len(key) < 16]:
-            what = f"a key has {len(short[0])} characters, fewer than 16"
-            raise UserError(f"--api-key-file={self.api_key_file}: {what}: `openssl rand -hex 32` makes a good one")
+            message = f"a key has {len(short[0])} characters, fewer than 16"
+            raise UserError(f"--api-key-file={self.api_key_file}: {message}: `openssl rand -hex 32` makes a good one")
         return keys
 
 
@@ -117,7 +115,7 @@ def host_of(header: str) -> str:
 
 
 def is_ip_address(host: str) -> bool:
-    """A web page reaches another server by DNS rebinding through a name, never through an address."""
+    """Whether a host is an IP address. DNS rebinding needs a name."""
     try:
         ip_address(host)
     except ValueError:

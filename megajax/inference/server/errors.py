@@ -1,4 +1,4 @@
-"""Errors that a client sees: a status and {"error": {"type", "message", "param"}}."""
+"""Errors for clients: a status and {"error": {"type", "message", "param"}}."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,21 +14,21 @@ TYPES: Mapping[int, str] = {
     500: "server_error",
     503: "unavailable_error",
 }
-"""Of the errors by status; for the others, invalid_request_error."""
+"""Status -> type of the error; invalid_request_error for others."""
 
 REFUSALS: Mapping[str, int] = {"queue_full": 429, "too_long": 400, "invalid": 400, "draining": 503}
-"""Status by the engine's reason to refuse a request."""
+"""The engine's reason for rejecting a request -> status."""
 RETRY_SECONDS: Mapping[int, int] = {429: 1, 503: 5}
-"""What the header Retry-After says."""
+"""Status -> value of the header Retry-After."""
 
 
 class RequestError(Exception):
     """Ends a request with an error response.
 
     Args:
-        status: of HTTP.
-        message: what is wrong, in a sentence.
-        param: name of the field that is wrong; None: of no field.
+        status: HTTP status.
+        message: the problem, in a sentence.
+        param: name of the invalid field; None if it is not about a field.
     """
 
     def __init__(self, status: int, message: str, param: str | None = None):
@@ -41,9 +41,9 @@ class RequestError(Exception):
         return {"error": {"type": kind, "message": self.message, "param": self.param, "code": self.status}}
 
     def headers(self) -> dict[str, str]:
-        """Those that the status asks for."""
-        own = {"Retry-After": str(RETRY_SECONDS[self.status])} if self.status in RETRY_SECONDS else {}
-        return own | ({"WWW-Authenticate": 'Basic realm="the key is the password"'} if self.status == 401 else {})
+        """Headers that the status requires."""
+        headers = {"Retry-After": str(RETRY_SECONDS[self.status])} if self.status in RETRY_SECONDS else {}
+        return headers | ({"WWW-Authenticate": 'Basic realm="the key is the password"'} if self.status == 401 else {})
 
 
 def invalid(param: str | None, message: str) -> RequestError:
@@ -52,16 +52,16 @@ def invalid(param: str | None, message: str) -> RequestError:
 
 
 def refused(refusal: Refused, names: Mapping[str, str]) -> RequestError:
-    """What the engine refused. names: a setting of `Sampling` -> the field of the request."""
+    """The error of a request that the engine rejected. names: setting of `Sampling` -> field of the request."""
     param = None if refusal.field is None else names.get(refusal.field, refusal.field)
     return RequestError(REFUSALS[refusal.reason], refusal.message, param)
 
 
 def failed() -> RequestError:
-    """The engine had a fault; what it was is in the server's log."""
-    return RequestError(500, "the engine failed on this request; the server's log says why")
+    """A fault of the engine, which the server's log describes."""
+    return RequestError(500, "the engine failed on this request; see the server's log")
 
 
 def shutting_down() -> RequestError:
-    """A request that came, or did not end, while the server shuts down."""
+    """A request that arrives, or is unfinished, while the server shuts down."""
     return RequestError(503, "the server is shutting down")

@@ -1,6 +1,6 @@
-"""The fields of requests: which a route takes, of what kind they are, and which setting of `Sampling` they give.
+"""The fields of requests: the fields of each route, their types, and their settings of `Sampling`.
 
-Numbers have their bounds in `request.LIMITS`; what is checked here is the shape of the others.
+Limits of numbers are in `request.LIMITS`; other fields are checked here.
 """
 
 import re
@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from megajax.config.nearest import did_you_mean
-from megajax.inference.request import LIMITS, Sampling
+from megajax.inference.request import LIMITS, Sampling, abbreviated
 from megajax.inference.server.errors import invalid
 
 
@@ -17,17 +17,17 @@ class Field(NamedTuple):
     """A field that a request may have."""
 
     kind: str
-    """In words, for messages and documentation."""
+    """Description of the type, for messages and documentation."""
     read: Callable[[Any], Any]
-    """The value as we use it. Raises ValueError for one of another kind."""
+    """JSON value -> Python value. Raises ValueError for a value of another type."""
     setting: str | None = None
-    """Of `Sampling`, which checks the bounds."""
+    """Setting of `Sampling`, which checks the limits."""
     null: bool = False
-    """null means: not given."""
+    """Whether null means that the field is missing."""
 
 
 class Unsupported(NamedTuple):
-    """A field that others have: refused with a reason."""
+    """A field of other servers, rejected with a reason."""
 
     reason: str
 
@@ -35,7 +35,7 @@ class Unsupported(NamedTuple):
 type Fields = Mapping[str, Field | Unsupported]
 
 
-def _any(value: Any) -> Any:
+def _identity(value: Any) -> Any:
     return value
 
 
@@ -62,7 +62,7 @@ def _tokens(value: Any) -> tuple[int, ...]:
 
 
 def _bias(value: Any) -> dict[int, float]:
-    """JSON's keys are strings."""
+    """Token -> bias; the keys of JSON objects are strings."""
     if not isinstance(value, dict) or not all(re.fullmatch("[0-9]{1,10}", name) for name in value):
         raise ValueError
     return {int(name): bias for name, bias in value.items()}
@@ -76,10 +76,10 @@ def _stream_options(value: Any) -> bool:
 
 
 def number(setting: str) -> Field:
-    """A number with its bounds in LIMITS."""
+    """A number with limits in LIMITS."""
     limit = LIMITS[setting]
     kind = "an integer" if limit.kind is int else "a number"
-    return Field(kind, _any, setting, limit.optional)
+    return Field(kind, _identity, setting, limit.optional)
 
 
 FLAG = Field("true or false", _instance(bool))
@@ -98,7 +98,7 @@ SAMPLING: Fields = {
     "stop_token_ids": Field("a list of token ids", _tokens, "stop_tokens", null=True),
     "ignore_eos": FLAG._replace(setting="ignore_eos"),
 }
-"""Of both routes of OpenAI's; those that it lacks are named as elsewhere."""
+"""Fields of both OpenAI routes, with the usual names for settings that OpenAI lacks."""
 
 COMMON: Fields = {
     **SAMPLING,
@@ -111,47 +111,47 @@ COMMON: Fields = {
 
 COMPLETIONS: Fields = {
     **COMMON,
-    "prompt": Field("a string, a list of strings, a list of token ids, or a list of such lists", _any),
+    "prompt": Field("a string, a list of strings, a list of token ids, or a list of such lists", _identity),
     "echo": FLAG._replace(null=True),
     "logprobs": number("logprobs"),
     "special_tokens": FLAG,
     "add_special_tokens": FLAG,
     "suffix": Unsupported("text is not inserted before a suffix: leave it out"),
 }
-"""Of /v1/completions."""
+"""Fields of /v1/completions."""
 
 NO_TOOLS = Unsupported("tools are not supported: describe them in a message, and ask for response_format json_schema")
 CHAT: Fields = {
     **COMMON,
-    "messages": Field("a list of messages", _any),
+    "messages": Field("a list of messages", _identity),
     "max_completion_tokens": number("max_tokens"),
     "logprobs": FLAG._replace(null=True),
     "top_logprobs": number("logprobs"),
     **dict.fromkeys(("tools", "tool_choice", "functions", "function_call", "parallel_tool_calls"), NO_TOOLS),
     "chat_template": Unsupported("templates are chosen when the server starts (inference.template)"),
 }
-"""Of /v1/chat/completions."""
+"""Fields of /v1/chat/completions."""
 
 TOKENIZE: Fields = {
     "model": STRING,
     "prompt": STRING,
-    "messages": Field("a list of messages", _any),
+    "messages": Field("a list of messages", _identity),
     "special_tokens": FLAG,
     "add_special_tokens": FLAG,
 }
-"""Of /tokenize: one of prompt and messages."""
+"""Fields of /tokenize, which takes either prompt or messages."""
 DETOKENIZE: Fields = {"model": STRING, "tokens": Field("a list of token ids", _tokens)}
-"""Of /detokenize."""
+"""Fields of /detokenize."""
 
 
 def check(body: Mapping[str, Any], fields: Fields) -> dict[str, Any]:
-    """The fields that are given, each of its kind. Raises RequestError for others, and for an unknown name."""
+    """Check names and types of the fields of a body -> Python values. Raises RequestError."""
     values = {}
     for name, value in body.items():
         field = fields.get(name)
         if field is None:
-            near = did_you_mean(name[:60], [name for name, field in fields.items() if isinstance(field, Field)])
-            raise invalid(name[:60], f"unknown field {name[:60]!r}" + f": {near}" * bool(near))
+            suggestion = did_you_mean(name[:60], [name for name, field in fields.items() if isinstance(field, Field)])
+            raise invalid(name[:60], f"unknown field {name[:60]!r}" + f": {suggestion}" * bool(suggestion))
         if isinstance(field, Unsupported):
             raise invalid(name, f"{name}: {field.reason}")
         if value is None and field.null:
@@ -159,47 +159,41 @@ def check(body: Mapping[str, Any], fields: Fields) -> dict[str, Any]:
         try:
             values[name] = field.read(value)
         except ValueError:
-            raise invalid(name, f"{name} must be {field.kind}, got {shown(value)}") from None
+            raise invalid(name, f"{name} must be {field.kind}, got {abbreviated(value)}") from None
     return values
 
 
 def sampling(values: Mapping[str, Any], fields: Fields, base: Sampling) -> Sampling:
-    """The settings that fields give, over those of `base`. Raises RequestError for one that is out of bounds."""
+    """The settings of `base`, replaced by those of the fields. Raises RequestError for values beyond the limits."""
     settings = {}
     for name, value in values.items():
         field = fields[name]
         if isinstance(field, Field) and field.setting is not None:
             settings[field.setting] = value
-    made = replace(base, **settings)
+    settings_with_defaults = replace(base, **settings)
     names = names_by_setting(fields, values)
-    for problem in made.problems():
+    for problem in settings_with_defaults.problems():
         param = names.get(problem.setting, problem.setting)
         raise invalid(param, f"{param} {problem.message}")
-    return made
+    return settings_with_defaults
 
 
-def names_by_setting(fields: Fields, given: Mapping[str, Any]) -> dict[str, str]:
-    """A setting of `Sampling` -> the field that gives it; of two, the one that is given."""
+def names_by_setting(fields: Fields, values: Mapping[str, Any]) -> dict[str, str]:
+    """Setting of `Sampling` -> its field; of two fields, the one in the request."""
     settings = {name: field.setting for name, field in fields.items() if isinstance(field, Field) and field.setting}
-    order = sorted(settings, key=lambda name: name in given)
+    order = sorted(settings, key=lambda name: name in values)
     return {settings[name]: name for name in order}
 
 
 def one_of(values: Mapping[str, Any], first: str, second: str) -> None:
-    """Raises RequestError where two names of one thing differ."""
+    """Raises RequestError if two names of the same setting have different values."""
     if first in values and second in values and values[first] != values[second]:
-        what = f"{second} is {shown(values[second])} and {first} is {shown(values[first])}, which say the same"
-        raise invalid(second, f"{what}: give one of them")
-
-
-def shown(value: Any) -> str:
-    """At most 60 characters of a value."""
-    text = type(value).__name__ if isinstance(value, (dict, list)) else repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+        texts = f"{second} is {abbreviated(values[second])}, {first} is {abbreviated(values[first])}"
+        raise invalid(second, f"{texts}: both are the same setting, give one of them")
 
 
 def demand(values: Mapping[str, Any], name: str) -> Any:
-    """A field that must be given. Raises RequestError without it."""
+    """The value of a required field. Raises RequestError if it is missing."""
     if name not in values:
         raise invalid(name, f"{name} must be given")
     return values[name]

@@ -1,4 +1,4 @@
-"""Around every route: keys, host names, counts, one line of log, and JSON for whatever goes wrong."""
+"""The gate around all routes: keys, host names, counts, a line of log, and errors as JSON."""
 
 import json
 import time
@@ -19,9 +19,9 @@ from megajax.inference.server.metrics import ServerMetrics
 from megajax.inference.server.state import Readiness
 
 OPEN = ("/health",)
-"""Routes that need neither a key nor a known host name."""
+"""Routes that require neither a key nor a known host name."""
 CLIENT_GONE = 499
-"""In the log, where a client closed the connection before the answer."""
+"""Status in the log if a client closed the connection before the answer."""
 READING = ("GET", "HEAD")
 
 
@@ -30,10 +30,10 @@ class Gate:
 
     Args:
         app: the routes.
-        keys: one of them has to be given; empty: no key is needed.
-        hosts: without keys, the names that the Host header may have. An IP address is always allowed.
-        paths: of the routes, for the counts.
-        log: takes a line for each request.
+        keys: requests must have one of them; empty: no key is required.
+        hosts: without keys, the allowed names in the Host header. IP addresses are always allowed.
+        paths: paths of the routes, for the counts.
+        log: called with a line for each request.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Gate:
         except RequestError as error:
             await error_response(error)(scope, receive, record)
         except Exception:
-            # The client has an answer already, or the connection ends before its last part.
+            # The client has its answer already, or the connection ends with a part of it.
             self._log(traceback.format_exc())
         finally:
             self._readiness.active -= writes
@@ -79,8 +79,8 @@ class Gate:
             self._log(line(scope, status, time.monotonic() - began, notes))
 
     def _demand_access(self, scope: Scope) -> None:
-        """Raises RequestError without a key, and of a server without keys for an unknown host name: after DNS rebinding
-        a browser sends requests of a web page to this address, with the page's host name and without a key."""
+        """Raises RequestError without a key or, on a server without keys, for an unknown host name: after DNS
+        rebinding, a browser sends requests of a web page to this address, with the page's host name, without a key."""
         if scope["path"] in OPEN:
             return
         headers = dict(scope["headers"])
@@ -91,19 +91,19 @@ class Gate:
                     403, f"the Host header names {host[:60]!r}: add the name to server.hosts to allow it"
                 )
             return
-        given = _key(headers.get(b"authorization", b""))
-        # All are compared, so that the time says nothing about which one is near.
-        if not sum([compare_digest(key, given) for key in self._keys]):
-            raise RequestError(401, "a key is needed: the header Authorization: Bearer KEY")
+        key_sent = _key(headers.get(b"authorization", b""))
+        # Compare all keys, so that the time does not reveal which key is similar.
+        if not sum([compare_digest(key, key_sent) for key in self._keys]):
+            raise RequestError(401, "a key is required: send the header Authorization: Bearer KEY")
 
 
 def error_response(error: RequestError) -> JSONResponse:
-    """As JSON, with the headers that its status asks for."""
+    """The error as JSON, with the headers that its status requires."""
     return JSONResponse(error.body(), error.status, headers=error.headers())
 
 
 def line(scope: Scope, status: int, seconds: float, notes: Mapping[str, Any]) -> str:
-    """The log of a request: neither its prompt nor its headers, unless the notes have them."""
+    """The log line of a request, without its headers; prompts only if they are in the notes."""
     client = scope.get("client") or ("-",)
     path = scope.get("raw_path", b"").decode("ascii", errors="replace")[:200]
     more = "".join(f" {name}={json.dumps(value)}" for name, value in notes.items())
@@ -112,7 +112,7 @@ def line(scope: Scope, status: int, seconds: float, notes: Mapping[str, Any]) ->
 
 
 def _key(header: bytes) -> bytes:
-    """Of Authorization: Bearer KEY, or Basic with the key as password, which browsers ask for."""
+    """The key of Authorization: Bearer KEY, or of Basic with the key as password, which browsers prompt for."""
     scheme, _, value = header.strip().partition(b" ")
     if scheme.lower() == b"bearer":
         return value.strip()

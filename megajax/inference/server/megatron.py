@@ -1,4 +1,4 @@
-"""Megatron-LM's route, PUT /api: its fields, its defaults and its answers; errors have their status."""
+"""Megatron-LM's route PUT /api: fields, defaults and answers; errors have their proper status."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -35,9 +35,9 @@ def _within(limit: Limit) -> Callable[[Any], Any]:
     return read
 
 
-def _only(wanted: Any) -> Callable[[Any], Any]:
+def _only(only_value: Any) -> Callable[[Any], Any]:
     def read(value: Any) -> Any:
-        if isinstance(value, bool) != isinstance(wanted, bool) or value != wanted:
+        if isinstance(value, bool) != isinstance(only_value, bool) or value != only_value:
             raise ValueError
         return value
 
@@ -66,17 +66,17 @@ FIELDS: Fields = {
     "max_len": Unsupported("replaced by tokens_to_generate"),
     "sentences": Unsupported("replaced by prompts"),
 }
-"""Of PUT /api. Those of Megatron-LM, and `model`."""
+"""Fields of PUT /api: those of Megatron-LM, and `model`."""
 
 
 class MegatronForm:
-    """Texts with their prompts, tokens, segments (the text of each token) and log-probabilities."""
+    """Texts including prompts, tokens, segments (the text of each token) and log-probabilities."""
 
     def __init__(self, model: ServedModel, prompts: Sequence[Sequence[int]], settings: Sampling, *, scored: bool):
         self._tokenizer, self._texts = model.tokenizer, TokenTexts(model.tokenizer)
         self._prompts, self._settings, self._scored = prompts, settings, scored
 
-    def whole(self, answers: Sequence[Piece]) -> dict[str, Any]:
+    def response(self, answers: Sequence[Piece]) -> dict[str, Any]:
         prompts = [self._prompts[answer.choice // self._settings.n] for answer in answers]
         pairs = list(zip(prompts, answers, strict=True))
         tokens = [[*prompt, *answer.tokens] for prompt, answer in pairs]
@@ -88,19 +88,19 @@ class MegatronForm:
         if self._settings.beams > 1:
             body["scores"] = [self._score(answer) for answer in answers]
         if self._scored:
-            # Of all tokens but the first, which nothing predicts.
-            both = [(*answer.prompt_scores[1:], *answer.scores) for answer in answers]
-            body["logprobs"] = [[finite(score.logprob) for score in scores if score] for scores in both]
+            # All tokens except the first, which has no prediction.
+            scores_by_answer = [(*answer.prompt_scores[1:], *answer.scores) for answer in answers]
+            body["logprobs"] = [[finite(score.logprob) for score in scores if score] for scores in scores_by_answer]
         return body
 
     def _score(self, answer: Piece) -> float:
-        """Of a beam: its log-probability by its length to the power of length_penalty."""
+        """Score of a beam: its log-probability divided by its length to the power of length_penalty."""
         length = max(len(answer.tokens), 1) ** self._settings.length_penalty
         return finite(math.fsum(score.logprob for score in answer.scores) / length)
 
 
 async def megatron_job(body: Mapping[str, Any], model: ServedModel, config: ServerConfig) -> Job:
-    """What a body of PUT /api asks for. Raises RequestError."""
+    """The job of a body of PUT /api. Raises RequestError."""
     values = check(body, FIELDS)
     model.demand_name(values)
     settings, scored = _settings(values), values.get("logprobs", False)
@@ -109,13 +109,13 @@ async def megatron_job(body: Mapping[str, Any], model: ServedModel, config: Serv
         raise invalid("prompts", "prompts must be a list of strings")
     if settings.beams > 1 and len(texts) > 1:
         raise invalid("prompts", f"a beam search takes one prompt, got {len(texts)}")
-    begins = values.get("add_BOS", False)
-    if not begins or len(texts) > config.prompts:
+    add_bos = values.get("add_BOS", False)
+    if not add_bos or len(texts) > config.prompts:
         if not all(texts):
             raise invalid("prompts", "an empty prompt needs add_BOS=true")
         split_prompts(texts, config.prompts, "prompts")
     tokenizer = model.tokenizer
-    first = [tokenizer.specials.get("bos", tokenizer.eod)] if begins else []
+    first = [tokenizer.specials.get("bos", tokenizer.eod)] if add_bos else []
     prompts = [first + await model.encode(text, special_tokens=False, prefix=False) for text in texts]
     form = MegatronForm(model, prompts, settings, scored=scored)
     names = names_by_setting(FIELDS, values) | {"prompt": "prompts", "top_p": "top_p", "n": "beam_width"}
@@ -130,10 +130,10 @@ def _settings(values: Mapping[str, Any]) -> Sampling:
     settings = read_sampling(values, FIELDS, Sampling(max_tokens=64))
     if settings.max_tokens == 0 and not values.get("logprobs", False):
         raise invalid("tokens_to_generate", "tokens_to_generate=0 needs logprobs=true")
-    ends = ("\n\n",) * values.get("stop_on_double_eol", False) + ("\n",) * values.get("stop_on_eol", False)
-    settings = replace(settings, top_p=top_p or 1.0, stop=ends, n=settings.beams)
+    stop = ("\n\n",) * values.get("stop_on_double_eol", False) + ("\n",) * values.get("stop_on_eol", False)
+    settings = replace(settings, top_p=top_p or 1.0, stop=stop, n=settings.beams)
     if "stop_token" in values:
-        # In place of the token that ends a document.
+        # Replaces the end-of-document token.
         settings = replace(settings, stop_tokens=(values["stop_token"],), ignore_eos=True)
     if settings.beams > 1 or values.get("logprobs", False):
         settings = replace(settings, logprobs=0)

@@ -1,17 +1,17 @@
-"""Counts and times of the server, in the text format of Prometheus."""
+"""Counts and times of the server, in Prometheus's text format."""
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 
 PREFIX = "megajax_"
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
-"""Upper bounds of the histograms of requests."""
+"""Upper bounds of the histograms of request times."""
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
-"""Likewise, between two tokens."""
+"""Upper bounds of the histogram of times between tokens."""
 
 
 class Counter:
-    """A sum for each set of labels. It is used on one thread, as the histograms are."""
+    """A sum for each set of labels. Not thread-safe, like the histograms."""
 
     def __init__(self, name: str, text: str):
         self.name, self.text = name, text
@@ -28,7 +28,7 @@ class Counter:
 
 
 class Histogram:
-    """How many values are at most each bound."""
+    """Counts of values by upper bound."""
 
     def __init__(self, name: str, text: str, bounds: Sequence[float]):
         self.name, self.text, self._bounds = name, text, bounds
@@ -43,14 +43,14 @@ class Histogram:
         total = 0
         for bound, count in zip((*self._bounds, float("inf")), self._counts, strict=True):
             total += count
-            shown = "+Inf" if bound == float("inf") else f"{bound:g}"
-            yield f'{PREFIX}{self.name}_bucket{{le="{shown}"}} {total}'
+            bound_text = "+Inf" if bound == float("inf") else f"{bound:g}"
+            yield f'{PREFIX}{self.name}_bucket{{le="{bound_text}"}} {total}'
         yield f"{PREFIX}{self.name}_sum {self._sum!r}"
         yield f"{PREFIX}{self.name}_count {total}"
 
 
 class ServerMetrics:
-    """Of what the server itself sees; the engine counts the rest."""
+    """Metrics of the server; those of the engine are `Statistics`."""
 
     def __init__(self) -> None:
         self.requests = Counter("requests_total", "HTTP requests by route and status.")
@@ -65,7 +65,7 @@ class ServerMetrics:
 
 
 def gauge(name: str, text: str, value: float, **labels: str) -> Iterator[str]:
-    """A number that only grows if its name ends in _total."""
+    """Lines of a gauge, or of a counter if its name ends in _total."""
     yield from _head(name, text, "counter" if name.endswith("_total") else "gauge")
     yield f"{PREFIX}{name}{_labels(labels.items())} {_number(value)}"
 

@@ -1,4 +1,4 @@
-"""OpenAI's two routes: what requests ask for, and the form of answers and events."""
+"""OpenAI's two routes: requests, and the formats of answers and events."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -16,38 +16,38 @@ from megajax.inference.server.scores import TokenTexts, chat_scores, completion_
 
 
 class Form(Protocol):
-    """How the answers of a job are written."""
+    """The format of a job's answers."""
 
-    def whole(self, answers: Sequence[Piece]) -> dict[str, Any]:
+    def response(self, answers: Sequence[Piece]) -> dict[str, Any]:
         """The body of a response."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A request that was understood."""
+    """A parsed request."""
 
     prompts: Sequence[Sequence[int]]
     sampling: Sampling
     form: Form
     stream: "OpenAIForm | None" = None
-    """The form of events; None: one response."""
+    """The format of events; None for a single response."""
     names: dict[str, str]
     """Settings of `Sampling` -> fields of the request."""
 
 
 class OpenAIForm:
-    """What the forms of both routes share."""
+    """Base class of the formats of both routes."""
 
     kind: str
     """`object` of a response."""
     chunk: str
     """`object` of an event."""
     prefix: str
-    """Of identifiers."""
+    """Prefix of identifiers."""
 
     def __init__(self, model: ServedModel, prompts: Sequence[Sequence[int]], *, with_usage: bool):
-        """with_usage: the last event has the usage."""
+        """with_usage: whether the last event has the usage."""
         self.texts, self._with_usage = TokenTexts(model.tokenizer), with_usage
         self._prompt_tokens, self._generated = sum(map(len, prompts)), 0
         self._head = {"id": f"{self.prefix}{uuid4().hex}", "created": int(time.time()), "model": model.name}
@@ -56,7 +56,7 @@ class OpenAIForm:
         """An entry of `choices`."""
         raise NotImplementedError
 
-    def whole(self, answers: Sequence[Piece]) -> dict[str, Any]:
+    def response(self, answers: Sequence[Piece]) -> dict[str, Any]:
         choices = [self.choice(answer, event=False) for answer in answers]
         self._generated = sum(len(answer.tokens) for answer in answers)
         return {**self._head, "object": self.kind, "choices": choices, "usage": self._usage()}
@@ -84,7 +84,7 @@ class OpenAIForm:
 
 
 class CompletionForm(OpenAIForm):
-    """Of /v1/completions."""
+    """Format of /v1/completions."""
 
     kind = chunk = "text_completion"
     prefix = "cmpl-"
@@ -103,11 +103,11 @@ class CompletionForm(OpenAIForm):
         self._lengths: dict[int, int] = {}
         self._prompt_scores: dict[int, tuple[Any, ...]] = {}
 
-    def whole(self, answers: Sequence[Piece]) -> dict[str, Any]:
-        # The first answer to a prompt has the scores of the prompt, for all of them.
+    def response(self, answers: Sequence[Piece]) -> dict[str, Any]:
+        # The first answer to a prompt has the scores of the prompt for all answers.
         n = self._settings.n
         self._prompt_scores = {answer.choice // n: answer.prompt_scores for answer in answers[::n]}
-        return super().whole(answers)
+        return super().response(answers)
 
     def choice(self, piece: Piece, *, event: bool) -> dict[str, Any]:
         number, echoes = piece.choice // self._settings.n, self._echo and piece.choice not in self._lengths
@@ -124,7 +124,7 @@ class CompletionForm(OpenAIForm):
 
 
 class ChatForm(OpenAIForm):
-    """Of /v1/chat/completions."""
+    """Format of /v1/chat/completions."""
 
     kind, chunk = "chat.completion", "chat.completion.chunk"
     prefix = "chatcmpl-"
@@ -150,7 +150,7 @@ class ChatForm(OpenAIForm):
 
 
 async def completion_job(body: Mapping[str, Any], model: ServedModel, config: ServerConfig) -> Job:
-    """What a body of /v1/completions asks for. Raises RequestError."""
+    """The job of a body of /v1/completions. Raises RequestError."""
     values = check(body, COMPLETIONS)
     model.demand_name(values)
     demand(values, "prompt")
@@ -169,7 +169,7 @@ async def completion_job(body: Mapping[str, Any], model: ServedModel, config: Se
 
 
 async def chat_job(body: Mapping[str, Any], model: ServedModel, config: ServerConfig) -> Job:
-    """What a body of /v1/chat/completions asks for. Raises RequestError."""
+    """The job of a body of /v1/chat/completions. Raises RequestError."""
     values = check(body, CHAT)
     model.demand_name(values)
     messages = demand(values, "messages")
@@ -179,7 +179,7 @@ async def chat_job(body: Mapping[str, Any], model: ServedModel, config: ServerCo
         raise invalid("top_logprobs", "top_logprobs needs logprobs=true")
     if scored:
         values["top_logprobs"] = top or 0
-    # Without a limit, an answer may have all of the row that its prompt leaves.
+    # By default, an answer may fill the row.
     base = replace(Sampling(), max_tokens=model.length, guide=_guide(values))
     settings = sampling(values, CHAT, base)
     _check_stream(values, settings)
@@ -200,33 +200,33 @@ def _check_stream(values: Mapping[str, Any], settings: Sampling) -> None:
     if "stream_options" in values and not stream:
         raise invalid("stream_options", "stream_options needs stream=true")
     if stream and settings.choices() > settings.n:
-        what = f"best_of={settings.choices()} is above n={settings.n}"
-        raise invalid("best_of", f"{what}: the best are known at the end, so they cannot be streamed")
+        message = f"best_of={settings.choices()} is above n={settings.n}"
+        raise invalid("best_of", f"{message}: the best answers are known only at the end, so they cannot be streamed")
 
 
 def _check_answers(prompts: Sequence[Any], settings: Sampling, config: ServerConfig, param: str) -> None:
     if (answers := len(prompts) * settings.choices()) > config.prompts:
         param = "best_of" if settings.choices() > settings.n else "n" if settings.n > 1 else param
-        what = f"{len(prompts)} prompts with {settings.choices()} answers each make {answers:,} answers"
-        raise invalid(param, f"{what}, at most {config.prompts} are allowed")
+        message = f"{len(prompts)} prompts with {settings.choices()} answers each make {answers:,} answers"
+        raise invalid(param, f"{message}, at most {config.prompts} are allowed")
 
 
 def _guide(values: Mapping[str, Any]) -> Any:
-    """The JSON schema that `response_format` asks for; None for any text. Raises RequestError."""
-    asked = values.get("response_format")
-    if asked is None:
+    """The JSON schema of `response_format`; None for any text. Raises RequestError."""
+    response_format = values.get("response_format")
+    if response_format is None:
         return None
     name, kinds = "response_format", "text, json_object or json_schema"
-    kind, wrong = asked.get("type"), asked.keys() - {"type", "json_schema"}
+    kind, unknown_keys = response_format.get("type"), response_format.keys() - {"type", "json_schema"}
     if (
         kind not in ("text", "json_object", "json_schema")
-        or wrong
-        or ("json_schema" in asked) != (kind == "json_schema")
+        or unknown_keys
+        or ("json_schema" in response_format) != (kind == "json_schema")
     ):
         raise invalid(name, f"{name} must have a type, {kinds}, the last with a json_schema, and nothing else")
     if kind != "json_schema":
         return {"type": "object"} if kind == "json_object" else None
-    described = asked["json_schema"]
+    described = response_format["json_schema"]
     if not isinstance(described, dict) or not isinstance(described.get("schema"), dict):
         raise invalid(f"{name}.json_schema", f"{name}.json_schema must be an object with an object `schema`")
     if unknown := described.keys() - {"name", "description", "schema", "strict"}:

@@ -1,10 +1,10 @@
-"""The field `prompt` of /v1/completions to prompts of tokens."""
+"""Prompts of tokens from the field `prompt` of /v1/completions."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megajax.inference.request import abbreviated
 from megajax.inference.server.errors import invalid
-from megajax.inference.server.fields import shown
 from megajax.inference.server.models import ServedModel
 
 WANTED = "a string, a list of strings, a list of token ids, or a list of lists of token ids"
@@ -13,7 +13,7 @@ WANTED = "a string, a list of strings, a list of token ids, or a list of lists o
 async def read_prompts(values: Mapping[str, Any], model: ServedModel, most: int) -> list[list[int]]:
     """Tokens of each prompt.
 
-    Raises RequestError for another kind of value, an empty prompt, more than `most` of them, or tokens outside the
+    Raises RequestError for a value of another type, an empty prompt, more than `most` prompts, or tokens outside the
     vocabulary.
     """
     prompts = split_prompts(values.get("prompt", None), most)
@@ -28,10 +28,10 @@ def split_prompts(value: Any, most: int, name: str = "prompt") -> list[str | lis
         raise invalid(name, f"{name} has {len(prompts):,} prompts, at most {most} are allowed")
     for prompt in prompts:
         if isinstance(prompt, list) and not all(map(_is_token, prompt)):
-            wrong = next(part for part in prompt if not _is_token(part))
-            raise invalid(name, f"{name} must be {WANTED}, got {shown(wrong)} in a list")
+            invalid_part = next(part for part in prompt if not _is_token(part))
+            raise invalid(name, f"{name} must be {WANTED}, got {abbreviated(invalid_part)} in a list")
         if not isinstance(prompt, (str, list)):
-            raise invalid(name, f"{name} must be {WANTED}, got {shown(prompt)}")
+            raise invalid(name, f"{name} must be {WANTED}, got {abbreviated(prompt)}")
     kinds = {type(prompt) for prompt in prompts}
     if len(kinds) > 1:
         raise invalid(name, f"{name} must be {WANTED}, got strings and lists")

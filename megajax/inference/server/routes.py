@@ -28,7 +28,7 @@ type Reader = Callable[[Mapping[str, Any], ServedModel, ServerConfig], Awaitable
 
 
 class Routes:
-    """What the routes do."""
+    """The handlers of the routes."""
 
     def __init__(
         self,
@@ -61,34 +61,34 @@ class Routes:
         ]
 
     async def page(self, request: Request) -> Response:
-        """The page to try prompts."""
+        """The page for trying prompts."""
         del request
         return HTMLResponse(self._page, headers=page_headers(self._page))
 
     async def health(self, request: Request) -> Response:
-        """200 while requests are answered."""
+        """Status 200 while the server answers requests, else 503."""
         del request
         status = self._readiness.status()
         return JSONResponse({"status": status}, 200 if status == "ok" else 503)
 
     async def metrics(self, request: Request) -> Response:
-        """In the text format of Prometheus."""
+        """Metrics in Prometheus's text format."""
         del request
         lines = [*self._metrics.lines(), *self._readiness.lines()]
         return Response("\n".join([*lines, ""]), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def models(self, request: Request) -> Response:
-        """The name that the field `model` may have."""
+        """The list of models, with a single entry."""
         del request
         return JSONResponse({"object": "list", "data": [self._model.card()]})
 
     async def model(self, request: Request) -> Response:
-        """Raises RequestError 404 for another name."""
+        """The model's entry. Raises RequestError 404 for another name."""
         self._model.demand_name({"model": request.path_params["name"]})
         return JSONResponse(self._model.card())
 
     async def tokenize(self, request: Request) -> Response:
-        """Tokens of a prompt, or of messages with the header of an answer."""
+        """Tokens of a prompt, or of messages followed by the header of an answer."""
         values = check(await read_object(request, self._config), TOKENIZE)
         model = self._model
         model.demand_name(values)
@@ -107,12 +107,12 @@ class Routes:
         self._model.demand_name(values)
         return JSONResponse({"prompt": self._model.decode(demand(values, "tokens"))})
 
-    def _generate(self, read: Reader) -> Callable[[Request], Awaitable[Response]]:
+    def _generate(self, read_job: Reader) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
             body = await read_object(request, self._config)
             if self._readiness.draining or self._readiness.failed():
                 raise shutting_down()
-            job = await read(body, self._model, self._config)
+            job = await read_job(body, self._model, self._config)
             log = request.state.log
             log.update(model=self._model.name, prompt_tokens=sum(map(len, job.prompts)))
             logged = self._log_prompts and not body.get("no_log", False)
@@ -122,7 +122,7 @@ class Routes:
             prompts = [tuple(prompt) for prompt in job.prompts]
             if job.sampling.guide is None:
                 call.submit(prompts, job.sampling)
-            else:  # its schema is compiled first
+            else:  # Compiles the schema, which takes time.
                 await asyncio.to_thread(call.submit, prompts, job.sampling)
             if job.stream is not None:
                 return EventStream(_events(call, job.stream, log, logged=logged))
@@ -132,13 +132,13 @@ class Routes:
                 raise ClientDisconnect
             if logged:
                 log.update(answer=[answer.text for answer in answers])
-            return JSONResponse(job.form.whole(answers))
+            return JSONResponse(job.form.response(answers))
 
         return answer
 
 
 async def _events(call: Call, form: OpenAIForm, log: dict[str, Any], *, logged: bool) -> AsyncGenerator[str]:
-    """Server-sent events. Closed when the client has gone, which cancels the call. logged: log the answers."""
+    """Server-sent events. Closed when the client disconnects, which cancels the call. logged: log the answers."""
     texts: dict[int, str] = {}
     try:
         for event in form.opening():
@@ -161,7 +161,7 @@ async def _events(call: Call, form: OpenAIForm, log: dict[str, Any], *, logged: 
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events, which end when the client has gone."""
+    """Server-sent events, which end when the client disconnects."""
 
     media_type = "text/event-stream"
 
@@ -177,7 +177,7 @@ class EventStream(StreamingResponse):
 
 
 def page_headers(page: str) -> dict[str, str]:
-    """Only the script and the style that are in the page run, and they reach this server alone."""
+    """Headers that allow only the page's own script and style, and connections only to this server."""
     hashes = {}
     for tag in ("script", "style"):
         text = page.partition(f"<{tag}>")[2].partition(f"</{tag}>")[0]
@@ -196,7 +196,7 @@ def page_headers(page: str) -> dict[str, str]:
 
 
 async def _megatron_completions(body: Mapping[str, Any], model: ServedModel, config: ServerConfig) -> Job:
-    """Megatron-LM's /completions always has log-probabilities."""
+    """The job of Megatron-LM's /completions, which always has log-probabilities."""
     return await completion_job({"logprobs": 0, **body}, model, config)
 
 

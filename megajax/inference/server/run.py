@@ -1,4 +1,4 @@
-"""Runs the server of a model until a signal stops it."""
+"""Run the server of a model until a signal stops it."""
 
 import time
 from collections.abc import Iterator
@@ -21,13 +21,13 @@ from megajax.tokenizers.conversation import Conversation
 
 
 class Serving:
-    """A server that is about to run.
+    """A server that is ready to run.
 
-    Its address is taken when it is made, before a model is loaded, so that an address in use is an error at once.
+    The constructor binds the address, before a model is loaded, so that an address in use is an immediate error.
     """
 
     def __init__(self, config: ServerConfig, access: Access):
-        """Raises UserError for an address that cannot be had or is not safe, and for a file of keys that is wrong."""
+        """Raises UserError for an address that is not available or not safe, and for an invalid file of keys."""
         if problems := access.problems():
             raise ConfigError(problems, "command line")
         access.keys()
@@ -44,10 +44,10 @@ class Serving:
         where: str,
         warm_up: bool,
     ) -> int:
-        """Returns the exit code when the server has ended.
+        """Run until the server ends -> exit code.
 
-        device: of the engine. name: of the model in requests; where: its weights came from; warm_up: compile all steps
-        before the first request.
+        device: device of the engine. name: name of the model in requests; where: path of the weights; warm_up: whether
+        to compile all steps before the first request.
         """
         compiled = list(_compiled(device.programs)) if warm_up else []
         worker = Worker(engine, patience=self._config.stall_seconds)
@@ -65,7 +65,7 @@ class Serving:
 
     def _section(self) -> Section:
         keys = len(self._access.keys())
-        needed = f"one of {keys} keys, on every route but /health" if keys else "no key is needed"
+        needed = f"one of {keys} keys, on all routes except /health" if keys else "no key required"
         logged = "with prompts and answers" if self._access.log_prompts else "without prompts"
         rows = [("address", address(self._socket)), ("access", needed), ("log", f"a line for each request, {logged}")]
         return ("server", [*rows, ("queue", f"{self._config.queue} requests")])
@@ -81,12 +81,12 @@ def _compiled(programs: Programs) -> Iterator[str]:
 
 def _banner(programs: Programs, model: ServedModel, where: str, compiled: list[str]) -> list[Section]:
     loaded, size = programs.loaded, programs.size
-    weights = sum(prod(each.shape) for each in loaded.weights.values())
-    dtypes = ", ".join(sorted({each.dtype.name for each in loaded.weights.values()}))
+    weights = sum(prod(array.shape) for array in loaded.weights.values())
+    dtypes = ", ".join(sorted({array.dtype.name for array in loaded.weights.values()}))
     mesh = [f"{axis} {devices}" for axis, devices in loaded.mesh.shape.items() if devices > 1]
     devices = loaded.mesh.devices.size
     shapes = ", ".join(dict.fromkeys(compiled))
-    steps = f"{len(compiled)} compiled: {shapes}" if compiled else "each is compiled when it is first needed"
+    steps = f"{len(compiled)} compiled: {shapes}" if compiled else "compiled when first needed"
     pool = f"{size.tokens():,} tokens, {size.blocks:,} blocks of {size.block}, on each of {programs.replicas} replicas"
     return [
         ("model", [("name", model.name), ("weights", f"{count(weights)} in {dtypes}, of {where}")]),

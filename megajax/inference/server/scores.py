@@ -1,4 +1,4 @@
-"""Log-probabilities in the forms of OpenAI's two routes."""
+"""Log-probabilities in the formats of OpenAI's two routes."""
 
 from codecs import getincrementaldecoder
 from collections.abc import Iterable, Sequence
@@ -8,23 +8,23 @@ from megajax.inference.request import TokenScore
 from megajax.tokenizers.base import Tokenizer
 
 LEAST = -9999.0
-"""In place of minus infinity, which JSON lacks."""
+"""Replaces minus infinity, which JSON cannot express."""
 
 
 class TokenTexts:
-    """What single tokens look like."""
+    """Text and bytes of single tokens."""
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer, self._table = tokenizer, tokenizer.table
 
     def data(self, token: int) -> bytes:
-        """Bytes of a token; those of its text where the tokenizer has no table of them."""
+        """Bytes of a token; those of its text if the tokenizer has no table of bytes."""
         if self._table is not None:
             return (self._table[token] if token < len(self._table) else None) or b""
         return self._tokenizer.decode([token]).encode("utf-8") if token < self._tokenizer.vocabulary_size else b""
 
     def text(self, token: int) -> str:
-        """`bytes:` and hexadecimal escapes for a token that is no whole character, as OpenAI has it."""
+        """Text of a token; `bytes:` and hexadecimal escapes for incomplete characters, like OpenAI."""
         data = self.data(token)
         try:
             return data.decode("utf-8")
@@ -32,7 +32,7 @@ class TokenTexts:
             return "bytes:" + "".join(f"\\x{value:02x}" for value in data)
 
     def offsets(self, tokens: Iterable[int], start: int = 0) -> list[int]:
-        """Characters before each token: those that are complete."""
+        """Number of complete characters before each token."""
         decoder, offsets, at = getincrementaldecoder("utf-8")("replace"), [], start
         for token in tokens:
             offsets.append(at)
@@ -41,16 +41,16 @@ class TokenTexts:
 
 
 def finite(logprob: float) -> float:
-    """A number that JSON has."""
+    """A log-probability as a number that JSON can express."""
     return max(logprob, LEAST)
 
 
 def completion_scores(
     texts: TokenTexts, tokens: Sequence[int], scores: Sequence[TokenScore | None], offset: int
 ) -> dict[str, Any]:
-    """`logprobs` of /v1/completions. None: the first token of a text, which is not predicted.
+    """`logprobs` of /v1/completions. None is the score of the first token of a text, which has no prediction.
 
-    Each entry of top_logprobs has the token itself too; of tokens with the same text the most likely one.
+    Each entry of top_logprobs includes the token itself; of tokens with the same text, it has the most likely one.
     """
     tops: list[dict[str, float] | None] = []
     for score in scores:

@@ -1,4 +1,4 @@
-"""The process: sockets with limits, signals, and the end."""
+"""The server process: sockets with limits, signals and shutdown."""
 
 import asyncio
 import json
@@ -19,17 +19,17 @@ from megajax.inference.server.gate import Gate
 from megajax.inference.server.state import Readiness
 
 CLOSING_SECONDS = 5
-"""For the last bytes of responses to be sent."""
+"""Time limit for sending the last bytes of responses."""
 
 UNSENT = 128 * 1024
-"""Bytes that the kernel keeps for a client that does not read; Linux doubles it."""
+"""Size of the kernel's send buffer for a client that does not read; Linux doubles it."""
 
 
 class Server(uvicorn.Server):
     """Serves until SIGTERM or SIGINT, or until the engine ends.
 
-    At the first signal /health and new requests are answered with 503, running ones end, and so does the server; at
-    the second signal the process ends at once. `exit_code` is 0 for an end that was asked for, else 1.
+    After the first signal, /health and new requests get status 503, and the server ends when the running requests have
+    ended. At the second signal, the process exits immediately. `exit_code` is 0 after a signal, else 1.
     """
 
     def __init__(self, app: Gate, config: ServerConfig, readiness: Readiness, log: Callable[[str], None]):
@@ -53,7 +53,7 @@ class Server(uvicorn.Server):
         self.exit_code = 0
 
     def handle_exit(self, sig: int, frame: Any) -> None:
-        """uvicorn's own would raise the signal again at the end, and the process would end by it."""
+        """Start to shut down. uvicorn's handler would raise the signal again at the end and kill the process."""
         del frame
         if self._readiness.draining:
             os._exit(128 + sig)
@@ -61,47 +61,46 @@ class Server(uvicorn.Server):
         self._deadline = time.monotonic() + self._limits.drain_seconds
 
     async def on_tick(self, counter: int) -> bool:
-        """Ten times a second."""
+        """Called ten times a second."""
         if self._readiness.failed() and self._deadline == float("inf"):
-            self._log("the engine has ended by an error: the server ends")
+            self._log("the engine has failed: the server ends")
             self.exit_code, self._deadline = 1, time.monotonic() + CLOSING_SECONDS
-        late = time.monotonic() > self._deadline
-        if late and self._readiness.active:
-            self._log(f"{self._readiness.active} requests are cut off")
+        deadline_passed = time.monotonic() > self._deadline
+        if deadline_passed and self._readiness.active:
+            self._log(f"{self._readiness.active} requests are cancelled")
             await asyncio.to_thread(self._readiness.close)
-        if self._deadline < float("inf") and (late or not self._readiness.active):
+        if self._deadline < float("inf") and (deadline_passed or not self._readiness.active):
             self.should_exit = True
         return await super().on_tick(counter)
 
 
 def listening_socket(access: Access) -> socket.socket:
-    """Bound to the address; it takes connections once the server runs. Raises UserError for an address in use."""
+    """A socket bound to the address. Raises UserError if the address is not available."""
     family = socket.AF_INET6 if ":" in access.host else socket.AF_INET
-    made = socket.socket(family)
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener = socket.socket(family)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        made.bind((access.host, access.port))
+        listener.bind((access.host, access.port))
     except OSError as error:
-        made.close()
-        where = f"--host={access.host} --port={access.port}"
+        listener.close()
+        flags = f"--host={access.host} --port={access.port}"
         raise UserError(
-            f"{where}: cannot listen on this address: {error.strerror or error}. Choose another port."
+            f"{flags}: cannot listen on this address: {error.strerror or error}. Choose another port."
         ) from error
-    return made
+    return listener
 
 
 def address(bound: socket.socket) -> str:
-    """Where a server on this socket is reached."""
+    """URL of a server on this socket."""
     host, port = bound.getsockname()[:2]
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 class BoundedProtocol(H11Protocol):
-    """A connection whose requests have to arrive in time, and whose responses have to be taken in time; one of a
-    bounded number.
+    """A connection with time limits for receiving requests and sending responses, among a limited number.
 
-    uvicorn limits the time between two requests alone: a connection that sends nothing, or a byte of a header now and
-    then, or reads nothing, would stay open.
+    uvicorn limits only the time between two requests: a connection that sends nothing, sends headers byte by byte, or
+    reads nothing would stay open.
     """
 
     limits: ServerConfig
@@ -110,7 +109,7 @@ class BoundedProtocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        # Unsent bytes count against a client soon, not after the megabytes that the kernel would take.
+        # A small buffer, so that a slow reader is detected before the kernel has buffered megabytes.
         transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNSENT)
         if len(self.connections) > self.limits.connections:
             self._end(RequestError(503, f"all {self.limits.connections} connections are in use"))
@@ -134,7 +133,7 @@ class BoundedProtocol(H11Protocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        # What is still to be sent is dropped, so the connection ends at once; the request is cancelled by it.
+        # Drops unsent data and closes the connection, which cancels the request.
         self._writing = self.loop.call_later(self.limits.write_seconds, self.transport.abort)
 
     def resume_writing(self) -> None:
@@ -146,28 +145,28 @@ class BoundedProtocol(H11Protocol):
         self._end(RequestError(400, msg))
 
     def _watch(self) -> None:
-        """Starts the time for the headers of the next request, unless it runs or a request is being answered."""
+        """Start the time limit for the next request's headers, unless it runs or a request is being answered."""
         if self.cycle is not None and not self.cycle.response_complete:
             self._unwatch()
         elif self._timer is None and not self.transport.is_closing():
-            self._timer = self.loop.call_later(self.limits.header_seconds, self._late)
+            self._timer = self.loop.call_later(self.limits.header_seconds, self._header_timeout)
 
     def _unwatch(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def _late(self) -> None:
+    def _header_timeout(self) -> None:
         self._timer = None
         if not self.transport.is_closing():
-            if self.conn.trailing_data[0]:  # a part of a head
+            if self.conn.trailing_data[0]:  # Incomplete headers.
                 message = f"the headers must arrive within {self.limits.header_seconds:g} seconds"
                 self._end(RequestError(408, message))
             else:
                 self.transport.close()
 
     def _end(self, error: RequestError) -> None:
-        """Answers without the application, and closes."""
+        """Answer with an error, without the application, and close the connection."""
         body = json.dumps(error.body()).encode()
         head = f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\ncontent-type: application/json\r\n"
         more = "".join(f"{name}: {value}\r\n" for name, value in error.headers().items())
@@ -176,5 +175,5 @@ class BoundedProtocol(H11Protocol):
 
 
 def bounded_protocol(limits: ServerConfig) -> type[BoundedProtocol]:
-    """uvicorn makes a protocol for each connection from a class."""
+    """A protocol class with these limits; uvicorn creates an instance for each connection."""
     return type("Connection", (BoundedProtocol,), {"limits": limits})

@@ -1,4 +1,4 @@
-"""Whether the server answers requests, and what its engine does."""
+"""State of the server and its engine."""
 
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -13,14 +13,14 @@ type Status = Literal["ok", "draining", "stalled", "failed"]
 
 
 class Readiness:
-    """What /health says."""
+    """The state reported by /health."""
 
     def __init__(self, name: str, worker: Worker):
-        """name: of the model."""
+        """name: name of the model."""
         self._name, self._worker, self._texts = name, worker, field_texts(Statistics)
         self.draining = False
         self.active = 0
-        """Requests that are being answered, but those that only read."""
+        """Number of requests being answered, without GET and HEAD."""
 
     def status(self) -> Status:
         if self.failed():
@@ -30,14 +30,14 @@ class Readiness:
         return "ok" if self._worker.healthy() else "stalled"
 
     def failed(self) -> bool:
-        """Whether the engine has ended by an error."""
+        """Whether the engine has failed."""
         return self._worker.failure is not None
 
     def close(self) -> None:
-        """Ends the engine."""
+        """Stop the engine."""
         self._worker.close()
 
     def lines(self) -> Iterator[str]:
-        """Statistics of the engine in the text format of Prometheus."""
+        """Statistics of the engine in Prometheus's text format."""
         for name, value in asdict(self._worker.statistics()).items():
             yield from gauge(name, self._texts[name], value, model=self._name)

@@ -115,7 +115,7 @@ def test_command_lines_that_are_wrong(tmp_path: Path) -> None:
         main([])
     with pytest.raises(UserError, match="is given, and --hf="):
         main([f"--run={tmp_path}", f"--hf={tmp_path}"])
-    with pytest.raises(UserError, match="there is no"):
+    with pytest.raises(UserError, match=r"no .*config\.yaml"):
         main([f"--run={tmp_path}"])
 
 
