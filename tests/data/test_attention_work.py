@@ -69,7 +69,7 @@ def test_work_is_of_positions_and_of_scores_by_window() -> None:
 @pytest.mark.parametrize(
     ("groups", "microbatches", "group_rows"), [(2, 1, 2), (2, 4, 1), (4, 3, 2), (8, 8, 1), (1, 2, 3)]
 )
-def test_each_row_stands_at_one_place(groups: int, microbatches: int, group_rows: int, across: bool) -> None:
+def test_each_row_has_one_place(groups: int, microbatches: int, group_rows: int, across: bool) -> None:
     work = np.random.default_rng(0).lognormal(0, 1, groups * microbatches * group_rows)
     places = balance_rows(work, groups, microbatches, across=across)
     assert sorted(places.tolist()) == list(range(len(work)))

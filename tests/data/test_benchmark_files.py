@@ -52,7 +52,7 @@ def test_a_pair_has_berts_marks_types_and_padding(word_tokenizer):
     assert single["tokens"].tolist() == [CLS, *ids("the cat sat the cat sat"), SEP] and not single["token_types"].any()
 
 
-def test_a_vocabulary_without_marks_has_the_end_of_a_document_there():
+def test_without_cls_and_sep_the_end_of_document_is_used():
     row = SequenceBuilder(ByteTokenizerConfig().build(), schema(8))(np.array([5, 6]), np.array([7]))
     assert row["tokens"].tolist() == [256, 5, 6, 256, 7, 256, 256, 256]
     with pytest.raises(UserError, match="sequences of 8 tokens or more, the model reads 7"):
@@ -158,7 +158,7 @@ def test_malformed_rows_of_questions_are_counted(word_tokenizer, tmp_path):
         ("stsb", "index\tsentence1\tsentence2\tscore\n0\ta\tb\tnan\n", r"line 2: score 'nan'"),
     ],
 )
-def test_what_is_wrong_with_a_file_is_said_with_its_line(task, text, message, word_tokenizer, tmp_path):
+def test_errors_name_the_file_and_line(task, text, message, word_tokenizer, tmp_path):
     write_text(tmp_path / "train.tsv", text)
     with pytest.raises(UserError, match=message):
         glue.read_file(
@@ -185,7 +185,7 @@ ARTICLE = {
 }
 
 
-def test_options_stand_in_the_gap_or_behind_the_question(word_tokenizer, tmp_path):
+def test_options_fill_the_gap_or_follow_the_question(word_tokenizer, tmp_path):
     write_text(tmp_path / "train/high/1.txt", json.dumps(ARTICLE))
     examples = race.read_split(RaceConfig(path=str(tmp_path)), "train", word_tokenizer, schema(20, choices=4))
     assert [(item.group, item.identifier, item.label) for item in examples.items] == [
@@ -214,13 +214,13 @@ def test_options_stand_in_the_gap_or_behind_the_question(word_tokenizer, tmp_pat
         ({"article": 3}, "article is not a string"),
     ],
 )
-def test_what_is_wrong_with_an_article_is_said(change, message, word_tokenizer, tmp_path):
+def test_errors_in_articles(change, message, word_tokenizer, tmp_path):
     write_text(tmp_path / "dev/1.txt", json.dumps({**ARTICLE, **change}))
     with pytest.raises(UserError, match=message):
         race.read_split(RaceConfig(path=str(tmp_path)), "validation", word_tokenizer, schema(20, choices=4))
 
 
-def test_folders_and_models_that_are_not_for_race_are_refused(word_tokenizer, tmp_path):
+def test_unsuitable_folders_and_models(word_tokenizer, tmp_path):
     config = RaceConfig(path=str(tmp_path))
     with pytest.raises(UserError, match="4 sequences in a row; the model's tokens have the shape"):
         race.read_split(config, "train", word_tokenizer, schema(20))
@@ -285,7 +285,7 @@ def test_windows_cover_a_paragraph_and_know_their_answers(word_tokenizer, tmp_pa
         (questions({**question("a", "a"), "answers": []}, context="a"), "has no answers; in version 2.0"),
     ],
 )
-def test_what_is_wrong_with_questions_is_said(text, message, word_tokenizer, tmp_path):
+def test_errors_in_questions(text, message, word_tokenizer, tmp_path):
     write_text(tmp_path / "dev-v2.0.json", text)
     with pytest.raises(UserError, match=message):
         squad.read_split(SquadConfig(path=str(tmp_path)), "validation", word_tokenizer, schema(12))

@@ -75,7 +75,7 @@ def test_weights_that_float32_cannot_use_are_refused(tmp_path: Path, weight: str
         splits(write(tmp_path / "c", [line]), 60)
 
 
-def test_lines_with_nothing_to_learn_are_left_out(tmp_path: Path) -> None:
+def test_lines_without_loss_are_skipped(tmp_path: Path) -> None:
     """A batch of such lines would divide by 0."""
     nothing, late_answer = chat("a", "b"), chat("q" * 40, "b")
     nothing["messages"][1]["weight"] = 0
@@ -197,7 +197,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("line", "reason", "message"), BAD)
-def test_lines_that_are_no_conversations(tmp_path: Path, line: Any, reason: str, message: str) -> None:
+def test_invalid_conversations(tmp_path: Path, line: Any, reason: str, message: str) -> None:
     path = write(tmp_path / "c.jsonl", [chat("a", "b"), "", line, chat("c", "d")])
     with pytest.raises(UserError, match=rf"c\.jsonl, line 3: .*{message}.*data\.on_error=skip"):
         splits(path)

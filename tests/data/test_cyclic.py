@@ -55,7 +55,7 @@ def test_a_pass_reads_every_row_once(buckets: bool) -> None:
         assert sorted(shard.reshape(-1)) == list(range(24))
 
 
-def test_what_is_said_of_the_source() -> None:
+def test_attributes_of_the_source_are_reported() -> None:
     class Source:
         passes, skipped = 2, MappingProxyType({"corrupt": 3})
 

@@ -61,7 +61,7 @@ def test_an_index_that_is_cut_while_it_is_read_is_named(source: Any, tmp_path: P
         read(source)
 
 
-def test_documents_and_whole_files_that_are_cut_are_named(tmp_path: Path) -> None:
+def test_truncated_documents_and_files_are_named(tmp_path: Path) -> None:
     side = IndexedTokens(write(tmp_path / "side", DOCUMENTS))
     os.truncate(tokens_path(side.prefix), 100)
     for read_item in (lambda: side.document(19), side.read_all, lambda: side.sequence(7, 30)):
@@ -89,7 +89,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, code: int, times: int) -> list[int]
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE, errno.ETIMEDOUT])
-def test_an_error_that_passes_is_tried_again(
+def test_transient_errors_are_retried(
     source: Any, waits: list[float], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], code: int
 ) -> None:
     expected = read(source)
@@ -161,14 +161,14 @@ def test_an_error_that_stays_ends_in_one_message(
     assert e.value.code == 1 and len(requests) == retries + 1 and len(waits) == retries
 
 
-def test_an_error_that_does_not_pass_is_not_tried_again(source: Any, waits: list[float], monkeypatch: Any) -> None:
+def test_permanent_errors_are_not_retried(source: Any, waits: list[float], monkeypatch: Any) -> None:
     failing(monkeypatch, errno.EMFILE, times=1000)
     with pytest.raises(ReadError, match=r"row 3 of the data cannot be read: .*text.bin: .*\(EMFILE\)"):
         read(source)
     assert not waits
 
 
-def test_opening_is_tried_again(tmp_path: Path, waits: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_opening_is_retried(tmp_path: Path, waits: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / "text", DOCUMENTS)
     calls, opened = [], os.open
 
@@ -196,7 +196,7 @@ def test_a_failing_disk_is_not_the_fault_of_an_image(tmp_path: Path, monkeypatch
             read_item()
 
 
-def test_what_a_source_of_ones_own_raises_is_tried_again(waits: list[float]) -> None:
+def test_errors_of_custom_sources_are_retried(waits: list[float]) -> None:
     answers: list[Any] = [OSError(errno.EIO, "Input/output error"), {"tokens": np.zeros(16, np.int32)}]
 
     class Own:

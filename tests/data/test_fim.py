@@ -97,7 +97,7 @@ def test_one_generator_for_all_rows_gives_the_same_rows_in_any_order(prefix: Pat
     assert any((apart[row]["tokens"] != in_order[row]).any() for row in range(3))
 
 
-def test_rates_of_nothing_and_everything(prefix: Path) -> None:
+def test_rates_of_zero_and_one(prefix: Path) -> None:
     plain = build(BlendConfig(paths=(str(prefix),), split="1", cache_dir=f"{prefix}-cache"))
     never, always = build(fill(prefix, rate=0.0)), build(fill(prefix, rate=1.0, spm_rate=1.0))
     text = np.append(plain[3]["tokens"], plain[3]["labels"][-1])
@@ -135,7 +135,7 @@ def test_fragments_are_reordered_one_by_one(tmp_path: Path) -> None:
     ("options", "setting"), [({"rate": 1.5}, "rate"), ({"spm_rate": -1.0}, "spm_rate"),
                            ({"isolate_documents": True}, "isolate_documents")],
 )  # fmt: skip
-def test_settings_that_are_refused(options: dict[str, Any], setting: str) -> None:
+def test_invalid_settings(options: dict[str, Any], setting: str) -> None:
     assert [problem.setting for problem in FillInMiddleConfig(paths=("a",), **options).problems()] == [setting]
 
 

@@ -141,7 +141,7 @@ def test_threads_read_the_same_rows(tmp_path: Path) -> None:
     assert shared.skipped == sequential.skipped and shared.skipped["too large"] == 10
 
 
-def test_nothing_can_be_read(tmp_path: Path) -> None:
+def test_no_item_can_be_read(tmp_path: Path) -> None:
     for number in range(3):
         (tmp_path / "a").mkdir(exist_ok=True)
         (tmp_path / "a" / f"{number}.png").write_text("no image")

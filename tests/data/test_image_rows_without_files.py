@@ -32,7 +32,7 @@ def test_digits_are_split_by_class_and_disjoint() -> None:
     assert sum(map(len, images)) == len(set.union(*images))
 
 
-def test_digits_can_be_told_apart() -> None:
+def test_digits_are_distinguishable() -> None:
     neighbours = pytest.importorskip("sklearn.neighbors")
     splits = build(DigitsConfig(augment=None), Rows(None, None, None))
     train, test = arrays(splits.train, schema(16, 10)), arrays(splits.test, schema(16, 10))

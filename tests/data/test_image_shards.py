@@ -188,7 +188,7 @@ def test_more_classes_than_the_model_has(tmp_path: Path) -> None:
         build(tmp_path, classes=2, paths=(shards(tmp_path),))
 
 
-def test_settings_that_do_not_go_together() -> None:
+def test_incompatible_settings() -> None:
     assert [p.setting for p in ImageShardsConfig().problems()] == ["paths"]
     config = ImageShardsConfig(paths=("a",), valid_paths=("b",))
     assert "valid_paths" in config.problems()[0].message

@@ -43,7 +43,7 @@ def build(prefix, encoder=48, decoder=30, pieces=None, **options):
     return config.build(tokenizer=pieces or tokenizer(), schema=schema, rows=Rows(100), seed=3).train
 
 
-def test_sentinels_stand_for_spans():
+def test_sentinels_replace_spans():
     text = list(range(10, 20))
     assert with_sentinels(text, [[1, 2], [3], [9]], [99, 98, 97]) == (
         [10, 99, 98, 14, 15, 16, 17, 18, 97],

@@ -46,7 +46,7 @@ def test_files_of_sentences_are_written_by_another_option(tmp_path):
     assert command in text and f"tokenizer: no such file: {tmp_path}/vocab.txt" in text
 
 
-def test_only_what_is_missing_is_named(tmp_path):
+def test_only_missing_files_are_named(tmp_path):
     for suffix in (".bin", ".idx"):
         (tmp_path / f"a_text_document{suffix}").touch()
     existing, absent = f"{tmp_path}/a_text_document", f"{tmp_path}/b_title_document"

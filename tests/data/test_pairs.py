@@ -84,7 +84,7 @@ def test_splits_and_blends(prefix, tmp_path):
         build(prefix, rows=Rows(10, 5, 0), split="999,1")
 
 
-def test_files_that_do_not_belong_together(prefix, tmp_path):
+def test_files_that_are_not_pairs(prefix, tmp_path):
     write(tmp_path / "x_other_document", [[1]] * 19)
     with pytest.raises(UserError, match=r"x_source_document has 20 and .*x_other_document has 19 documents"):
         build(prefix, keys=("source", "other"))

@@ -416,7 +416,7 @@ def test_workers_import_no_jax():
 
 
 @pytest.mark.parametrize(("number", "code", "workers"), [(signal.SIGINT, 130, 2), (signal.SIGTERM, 143, 1)])
-def test_an_interrupt_leaves_nothing(tmp_path, number, code, workers):
+def test_an_interrupt_leaves_no_files(tmp_path, number, code, workers):
     source = tmp_path / "a.jsonl"
     source.write_text('{"text": "some words to keep it busy"}\n' * 1_000_000)
     (tmp_path / "out").mkdir()

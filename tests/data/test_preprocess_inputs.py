@@ -86,7 +86,7 @@ BAD = ['{"text": "a"', "[]", '{"text": 5}', '{"other": "x"}', '{"text": "\\ud83d
 
 
 @pytest.mark.parametrize("options", [{}, {"chunk_bytes": 40}, {"partitions": 3, "workers": 2}])
-def test_rows_that_are_wrong_are_left_out_and_counted(tmp_path, options):
+def test_invalid_rows_are_skipped_and_counted(tmp_path, options):
     records = [json.dumps({"text": f"line {number}"}) for number in range(40)]
     rows = [*records[:11], *BAD, *records[11:], BAD[0]]
     (tmp_path / "a.jsonl").write_text("".join(f"{row}\n" for row in rows))
@@ -99,7 +99,7 @@ def test_rows_that_are_wrong_are_left_out_and_counted(tmp_path, options):
     assert f"5 skipped (--on-error=skip); the first: {result.fault}" in result.summary()
 
 
-def test_nothing_but_wrong_rows(tmp_path):
+def test_only_invalid_rows(tmp_path):
     (tmp_path / "a.jsonl").write_text("[]\n[]\n")
     with pytest.raises(UserError, match=r"nothing was written\. 2 rows were skipped, the first: .*line 1: a JSON list"):
         preprocess(job(tmp_path, tmp_path / "a.jsonl", on_error="skip"))
@@ -187,7 +187,7 @@ def sides(tmp_path, sources: str, targets: str):
 
 
 @pytest.mark.parametrize("options", [{}, {"chunk_bytes": 8}, {"partitions": 4}])
-def test_lines_of_two_files_belong_together(tmp_path, options):
+def test_lines_of_two_files_form_pairs(tmp_path, options):
     base_job = sides(tmp_path, "eins\nzwei\r\ndrei vier", "one\ntwo\nthree four\n")
     result = preprocess(replace(base_job, **options))
     assert [Path(prefix).name for prefix in result.prefixes] == ["corpus_source_document", "corpus_target_document"]
@@ -200,7 +200,7 @@ def test_lines_of_two_files_belong_together(tmp_path, options):
     )
 
 
-def test_pairs_that_are_wrong(tmp_path):
+def test_invalid_pairs(tmp_path):
     for sources, targets, longer, shorter in (("a\nb\nc\n", "1\n2\n", "de", "en"), ("a\n", "1\n2\n", "en", "de")):
         line = min(sources.count("\n"), targets.count("\n")) + 1
         with pytest.raises(UserError, match=rf"{shorter}\.txt has no line {line}, but .*{longer}\.txt has"):

@@ -31,7 +31,7 @@ def test_progress(monkeypatch: pytest.MonkeyPatch, stream: io.StringIO) -> None:
     assert stream.getvalue().endswith("\r\x1b[K" if live else "\n")
 
 
-def test_nothing_is_shown_of_what_is_done_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_quick_work_shows_no_progress(capsys: pytest.CaptureFixture[str]) -> None:
     line = progress.Progress("images", "listing")
     line(10, 1.0)
     line.clear()

@@ -32,7 +32,7 @@ def test_documents_are_source_files(tmp_path: Path) -> None:
         assert file.sequence(number)[:-1].astype(np.uint8).tobytes() == (root / name).read_bytes()
 
 
-def test_the_same_every_time(tmp_path: Path) -> None:
+def test_the_corpus_is_deterministic(tmp_path: Path) -> None:
     first, second = build(tmp_path / "a"), build(tmp_path / "b")
     assert all((first.train[row]["tokens"] == second.train[row]["tokens"]).all() for row in range(100))
     assert first.test is None and len(first.train) >= 100 and len(first.valid) >= 10

@@ -56,7 +56,7 @@ def test_null_vocabulary_ends_with_the_end_of_documents():
 @pytest.mark.parametrize(
     ("text", "message"), [("1 two", "'two'"), ("1 -2", "'-2'"), ("512", "512 is outside"), ("1.5", r"'1\.5'")]
 )
-def test_null_names_what_is_no_id(text, message):
+def test_null_names_invalid_ids(text, message):
     with pytest.raises(UserError, match=message):
         NullTokenizerConfig(vocabulary_size=512).build().encode(text)
 

@@ -104,7 +104,7 @@ def test_templates_in_files(tmp_path: Path) -> None:
     ("source", "message"),
     [("chatlm", "'chatlm' is neither plain, chatml"), ("{% for %}", "not a Jinja2 template: line 1")],
 )
-def test_templates_that_are_none(source: str, message: str) -> None:
+def test_invalid_templates(source: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         ChatTemplate(source)
 

@@ -154,7 +154,7 @@ def test_missing_package_names_the_extra(path, monkeypatch):
         HuggingFaceTokenizerConfig(path=path).build()
 
 
-def test_what_it_puts_before_a_text_is_told(trained, tmp_path):
+def test_prefix(trained, tmp_path):
     """By the post-processor, unless add_bos_token of tokenizer_config.json says it; `encode` leaves it out."""
     file, settings = tmp_path / "tokenizer.json", tmp_path / "tokenizer_config.json"
     trained.save(str(file))

@@ -27,7 +27,7 @@ def parts(tokenizer: Tokenizer, text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_a_byte_stands_for_its_character(text):
+def test_bytes_have_the_span_of_their_character(text):
     tokenizer = ByteTokenizerConfig().build()
     expected = [letter for letter in text for _ in letter.encode("utf-8", errors="surrogatepass")]
     assert parts(tokenizer, text) == expected
@@ -45,7 +45,7 @@ def test_tokens_of_byte_pairs_cover_the_text(text, small_bpe):
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_pieces_of_words_stand_for_the_text_before_it_is_lower_cased(text, tmp_path):
+def test_pieces_have_spans_in_the_original_text(text, tmp_path):
     pytest.importorskip("tokenizers")
     path = tmp_path / "vocab.txt"
     path.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "un", "##aff", "##able", "cafe", ","]))
