@@ -1,1 +1,1 @@
-"""What a network is, its formulas, and the families as presets."""
+"""Models, their formulas, and families of models as presets."""

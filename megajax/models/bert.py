@@ -1,4 +1,4 @@
-"""BERT (Devlin et al. 2019), Megatron-LM's or the first. B rows, S positions, D hidden, V padded vocabulary."""
+"""BERT (Devlin et al. 2019), original or as in Megatron-LM. B rows, S positions, D hidden, V padded vocabulary."""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ RESIDUAL = ("batch", "seq_residual", "embed")
 
 
 class Bert(DecoderLM):
-    """Masked tokens in, loss or logits of the original ones out."""
+    """Takes masked tokens; gives the loss or logits of the original tokens."""
 
     def __init__(self, cfg: BertConfig, layout: Layout):
         super().__init__(cfg, layout)
@@ -49,7 +49,7 @@ class Bert(DecoderLM):
     ) -> Array:
         """tokens int32 [B, S] -> logits of the original tokens, float32 [B, S, vocabulary_size]; by plain jax.jit.
 
-        positions, segment_ids (0 for padding), token_types: int32 [B, S]; none: in order, no padding, all 0.
+        positions, segment_ids (0 for padding), token_types: int32 [B, S]; None: in order, no padding, all 0.
         """
         leaves = {"tokens": tokens, "positions": positions, "segment_ids": segment_ids}
         batch = {name: leaf for name, leaf in leaves.items() if leaf is not None}
@@ -59,7 +59,7 @@ class Bert(DecoderLM):
         return self.logits(self.masked_states(x))
 
     def context(self, batch: Rows, key: Array | None = None) -> Context:
-        """The context of a microbatch [B, S]: tokens see all that are not padding."""
+        """The context of a microbatch [B, S]: tokens attend to all tokens except padding."""
         positions = in_order(self.layout, batch["tokens"])
         return super().context({"positions": positions, **batch}, key)
 
@@ -69,7 +69,7 @@ class Bert(DecoderLM):
         return x + self.layout.act(self.types[...][batch["token_types"]], *RESIDUAL) if self.cfg.token_types else x
 
     def embedded(self, x: Array) -> Array:
-        """The sum of all embeddings, normalised where the config says so."""
+        """The sum of all embeddings, after `embedding_norm` if there is one."""
         return x if self.cfg.embedding_norm is None else self.layout.act(self.embedding_norm(x), *RESIDUAL)
 
     def masked_states(self, x: Array) -> Array:
@@ -87,11 +87,11 @@ class Bert(DecoderLM):
         return (pooled @ self.order[...]).astype(jnp.float32) + self.order_bias[...][None]
 
     def loss(self, x: Array, batch: Rows, ctx: Context, reduction: LossReduction) -> Loss:
-        """Cross-entropy of the masked tokens, plus that of the order of sentences.
+        """Cross-entropy of the masked tokens, plus that of the sentence order.
 
-        The order counts as much as the masked tokens of its row (loss_average=tokens) or as a row among those of its
-        microbatch (loss_average=microbatches, as in Megatron-LM). Where rows are cut over devices, the one that holds
-        the first position of a row counts it.
+        The order of a row has the weight of its masked tokens (loss_average=tokens), or rows have equal weights within
+        the microbatch (loss_average=microbatches, as in Megatron-LM). With context parallelism, the device with the
+        first position of a row counts it.
         """
         mask, scale = batch["loss_mask"], reduction.scale
         count = jnp.sum(mask)
@@ -110,7 +110,7 @@ class Bert(DecoderLM):
 
 
 class Dense(nnx.Module):
-    """x matrix + bias, [B, S, D] -> [B, S, D], whole on every device of `tensor`."""
+    """x matrix + bias, [B, S, D] -> [B, S, D], replicated over `tensor`."""
 
     def __init__(self, settings: LayerSettings):
         hidden = settings.hidden

@@ -23,9 +23,9 @@ from megajax.models.reduction import LossReduction
 from megajax.models.vit import Linear, reported, scored
 
 HEAD_PLACE = EMBEDDING_PLACE - 1
-"""A row's key is folded with this for the head's dropout; classifiers have no heads that predict further tokens."""
+"""A row's key is folded with this for the head's dropout; classifiers have no multi-token prediction."""
 MASKED = -1e9
-"""Score of what is padding."""
+"""Score of padding."""
 
 
 def _first(x: Array, segments: Array) -> Array:
@@ -49,7 +49,7 @@ POOLINGS = {"first": _first, "last": _last, "mean": _mean}
 
 
 class TextClassifier(DecoderLM):
-    """What BERT and a decoder with a head of texts share."""
+    """Base of BERT and decoders with a text classification head."""
 
     cfg: Any
     """A `TextClassifierConfig`."""
@@ -70,8 +70,8 @@ class TextClassifier(DecoderLM):
         """int32 [B, S], or [B, K, S] for choices -> float32 logits [B, C], numbers [B], scores of choices [B, K], or of
         first and last tokens [B, S, 2]; by plain jax.jit.
 
-        positions: none, in order; segment_ids: 1 for tokens, 0 for padding after them, none: no padding; token_types,
-        none: all 0.
+        positions: None: in order; segment_ids: 1 for tokens, 0 for padding after them, None: no padding; token_types:
+        None: all 0.
         """
         batch = {"tokens": tokens, "segment_ids": jnp.ones_like(tokens) if segment_ids is None else segment_ids}
         batch["token_types"] = jnp.zeros_like(tokens) if token_types is None else token_types
@@ -80,11 +80,11 @@ class TextClassifier(DecoderLM):
         return self.head_scores(self.stack(self.enter(self.embed(batch), ctx), ctx), batch, ctx)
 
     def context(self, batch: Rows, key: Array | None = None) -> Context:
-        """The context of the sequences of a microbatch: positions in order, padding unseen."""
+        """The context of the sequences of a microbatch: positions in order, padding masked."""
         rows = self.sequences(batch)
         in_order = jnp.broadcast_to(jnp.arange(rows["tokens"].shape[1])[None], rows["tokens"].shape)
         rows.setdefault("positions", in_order)
-        if not self.cfg.pads_rows():  # behind a causal mask, padding at the end is never seen
+        if not self.cfg.pads_rows():  # a causal mask hides padding at the end
             del rows["segment_ids"]
         if SAMPLE in batch:
             count = self.cfg.head.sequences()
@@ -102,7 +102,7 @@ class TextClassifier(DecoderLM):
         return {name: batch[name].reshape(-1, batch[name].shape[-1]) for name in names if name in batch}
 
     def head_scores(self, x: Array, batch: Rows, ctx: Context) -> Array:
-        """What the head makes of the output of the layers [N, S, D], float32, with B rows first."""
+        """Scores of the head from the output of the layers [N, S, D], float32, with B rows first."""
         cfg, x = self.cfg.head, self.layout.act(self.final_norm(x), "batch", "seq", "embed")
         segments = self.sequences(batch)["segment_ids"]
         if cfg.pools():
@@ -113,7 +113,7 @@ class TextClassifier(DecoderLM):
         return self.head(x, segments)
 
     def loss(self, x: Array, batch: Rows, ctx: Context, reduction: LossReduction) -> Loss:
-        """The loss of the head; a row weighs 1, or what loss_mask says."""
+        """The loss of the head; the weight of a row is 1, or its loss_mask."""
         rows = batch[self.head.labels[0]].shape
         weights = batch.get("loss_mask", jnp.ones(rows, jnp.float32))
         return self.head.loss(self.head_scores(x, batch, ctx), batch, weights, reduction)
@@ -125,11 +125,11 @@ class TextClassifier(DecoderLM):
 
 
 class BertClassifier(TextClassifier, Bert):
-    """BERT whose states one of these heads reads."""
+    """BERT with one of these heads."""
 
 
 class DecoderClassifier(TextClassifier):
-    """A decoder whose states one of these heads reads."""
+    """A decoder with one of these heads."""
 
 
 class ClassHead(nnx.Module):
@@ -150,7 +150,7 @@ class ClassHead(nnx.Module):
         return scored(scores, batch["labels"], 0.0)[0]
 
     def loss(self, scores: Array, batch: Rows, weights: Array, reduction: LossReduction) -> Loss:
-        """Cross-entropy with smoothed labels; reported without, with the accuracy."""
+        """Cross-entropy with smoothed labels; reports it without smoothing, and the accuracy."""
         return reported(*scored(scores, batch["labels"], self.smoothing), weights, reduction)
 
 
@@ -190,7 +190,7 @@ class ChoiceHead(ClassHead):
 
 
 class SpanHead(nnx.Module):
-    """The mean of the cross-entropies of the first and the last token, over tokens that are no padding."""
+    """Mean of the cross-entropies of the first and the last token of an answer, over tokens without padding."""
 
     labels = ("starts", "ends")
 
@@ -206,7 +206,7 @@ class SpanHead(nnx.Module):
         return self._losses_and_hits(scores, batch)[0]
 
     def loss(self, scores: Array, batch: Rows, weights: Array, reduction: LossReduction) -> Loss:
-        """Accuracy is of rows whose first and last token are the likeliest ones."""
+        """The loss; accuracy counts rows where both the first and the last token have the highest scores."""
         losses, correct = self._losses_and_hits(scores, batch)
         return reported(losses, losses, correct, weights, reduction)
 

@@ -31,7 +31,7 @@ EMBEDDING_PLACE = 2**31 - 1
 
 
 class DecoderLM(nnx.Module):
-    """Tokens in, loss or logits out. It is its own only section: see megajax.models.protocol."""
+    """Takes tokens; gives the loss or logits. The model is its own section, see megajax.models.protocol."""
 
     def __init__(self, cfg: DecoderConfig, layout: Layout):
         settings = layer_settings(cfg, layout)
@@ -91,11 +91,11 @@ class DecoderLM(nnx.Module):
         return self.stack.step(self.enter(self.embed_tokens(tokens), ctx), cache, ctx)
 
     def embed(self, batch: Rows) -> Array:
-        """The tokens' rows of the table [B, S, D], the part of the way in that is cut over devices."""
+        """Token embeddings [B, S, D]: the part of the input layers that is sharded over pipeline stages."""
         return self.embed_tokens(batch["tokens"])
 
     def embed_tokens(self, tokens: Array) -> Array:
-        """tokens int32 [B, S] -> their rows of the table [B, S, D]."""
+        """tokens int32 [B, S] -> embeddings [B, S, D]."""
         return embed(self.layout, self.tokens[...], tokens)
 
     def enter(self, x: Array, ctx: Context) -> Array:
@@ -107,7 +107,7 @@ class DecoderLM(nnx.Module):
         return dropout(x, self.cfg.dropout, ctx, EMBEDDING_PLACE, self.layout)
 
     def embedded(self, x: Array) -> Array:
-        """The sum of all embeddings [B, S, D] -> the same before dropout; a decoder changes nothing."""
+        """Hook on the sum of all embeddings [B, S, D], before dropout; the identity in a decoder."""
         return x
 
     def final_norm(self, x: Array) -> Array:
@@ -115,10 +115,10 @@ class DecoderLM(nnx.Module):
         return self.layout.act(self.norm(x), "batch", "seq_residual", "embed")
 
     def mtp_states(self, x: Array, tokens: Array, ctx: Context) -> list[Array]:
-        """States that predict the token after next, the one after that, and so on, each [B, S, D] like `final_norm`'s.
+        """States that predict the second next token, the third next, and so on, each [B, S, D] like `final_norm`'s.
 
-        x [B, S, D]: from `final_norm`; tokens int32 [B, S]. A head sees the token before the one it predicts, as
-        embedded at its own position; past the end of a row or, where documents are isolated, of a document, zeros.
+        x [B, S, D]: from `final_norm`; tokens int32 [B, S]. A head reads the embedding of the token before the one it
+        predicts, at that token's position; zeros beyond the end of a row or of an isolated document.
         """
         states, positions = [], ctx.positions
         for depth, head in enumerate(self.predictions, start=1):
@@ -135,14 +135,14 @@ class DecoderLM(nnx.Module):
         return self.tokens[...] if self.cfg.tied else self.head[...]
 
     def logit_bias(self) -> Array | None:
-        """A bias of the head [V]; a decoder has none."""
+        """A bias of the head [V]; None in a decoder."""
         return None
 
     def loss(self, x: Array, batch: Rows, ctx: Context, reduction: LossReduction) -> Loss:
-        """Next-token loss of the tokens that `loss_mask` counts, from the output of the stack [B, S, D] on.
+        """Next-token loss of the tokens in `loss_mask`, from the output of the stack [B, S, D].
 
-        Cross-entropy, with smoothed labels and a z-loss if the config has them; the metric `loss` is the cross-entropy
-        alone. Heads that predict further ahead add a loss each.
+        Cross-entropy, with label smoothing and z-loss if configured; the metric `loss` is the cross-entropy without
+        them. Each head of multi-token prediction adds a loss.
         """
         mask, scale = batch["loss_mask"], reduction.scale
         count = jnp.sum(mask)
@@ -161,9 +161,9 @@ class DecoderLM(nnx.Module):
         return Loss(total, weight, metrics)
 
     def vocabulary_loss(self, x: Array, labels: Array, weights: Array) -> VocabularyLoss:
-        """Weighted sums of token losses over the rows that are here: what is minimised, and what to report.
+        """Weighted sums of token losses over the local rows: the minimised loss and the reported ones.
 
-        x [B, S, D]: from `final_norm`. The loss scale belongs into the weights, see `layers.embedding.vocabulary_loss`.
+        x [B, S, D]: from `final_norm`. Apply the loss scale to the weights, see `layers.embedding.vocabulary_loss`.
         """
         cfg, x = self.cfg, scaled(x, self.cfg.logit_factor())
         objective = Objective(cfg.label_smoothing, cfg.z_loss)
@@ -191,7 +191,7 @@ class DecoderLM(nnx.Module):
         )
 
     def scores(self, x: Array, labels: Array) -> tuple[Array, Array]:
-        """`token_scores` from the output of the stack [B, S, D] on; see `megajax.models.protocol.ScoringModel`."""
+        """`token_scores` from the output of the stack [B, S, D]; see `megajax.models.protocol.ScoringModel`."""
         return self.token_scores(self.final_norm(x), labels)
 
     def next_logits(self, x: Array) -> Array:
@@ -212,7 +212,7 @@ class DecoderLM(nnx.Module):
 
 
 def layer_settings(cfg: DecoderConfig, layout: Layout) -> LayerSettings:
-    """What the layers of the model share."""
+    """Settings that the layers of the model share."""
     std, scaling = cfg.matrix_std(), cfg.width_scaling
     output_std = std / cfg.stack.sub_layers() ** 0.5
     settings = LayerSettings(layout=layout, hidden=cfg.hidden, std=std, output_std=output_std, padded=cfg.pads_rows())

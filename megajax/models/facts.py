@@ -1,8 +1,8 @@
-"""What the config of a model tells about the model: counts, and what plans by formula are made of.
+"""Facts of a model that follow from its config: parameter counts, FLOPs, and the input of plans by formula.
 
-Everything is a sum over the model's sections, so a plan needs to know no model. A model need not have facts. Where it
-has none, FLOPs are unknown (null in metrics, left out of the banner), and plans are made by the compiler alone, without
-the time of a step. Importing this imports neither jax nor flax.
+All facts are sums over the sections of a model, so plans need no code per model. Facts are optional. Without them,
+FLOPs are unknown (null in metrics, omitted in the banner), and plans use only the compiler, without step times.
+Importing this imports neither jax nor flax.
 """
 
 from collections.abc import Iterator, Sequence
@@ -34,26 +34,26 @@ from megajax.models.protocol import ModelConfig, ids_below
 
 @dataclass(frozen=True, slots=True)
 class Flops:
-    """Operations of one training step per position of a row, by how core attention is counted."""
+    """Operations of one training step per position of a row, with two conventions for core attention."""
 
     causal: float
-    """Half the square of scores where a mask hides later tokens: what is needed."""
+    """Half of the scores where a mask hides later tokens: the necessary operations."""
     full: float
-    """The whole square: the older convention."""
+    """All scores: the older convention."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterCount:
-    """Weights of a model; of the vocabulary's tables the ids in use count, not the padding."""
+    """Number of weights of a model, without the padding of vocabulary tables."""
 
     layers: int
-    """In the blocks, the norms behind them, and the heads that predict further ahead."""
+    """In blocks, final norms, and heads of multi-token prediction."""
     embedding: int
     """Token and position tables."""
     head: int
     """0 when tied."""
     idle: int = 0
-    """Of `layers`, those in experts that a token does not choose."""
+    """The part of `layers` in experts that a token does not use."""
 
     @property
     def total(self) -> int:
@@ -61,57 +61,57 @@ class ParameterCount:
 
     @property
     def active(self) -> int:
-        """Those that a token passes; tables count whole."""
+        """Weights that a token uses; tables count in full."""
         return self.total - self.idle
 
 
 def matrices(weights: Sequence[Weight]) -> tuple[Weight, ...]:
-    """Those that are not gains or biases."""
+    """The weights that are not gains or biases."""
     return tuple(weight for weight in weights if len(weight.shape) > 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SectionFacts:
-    """A section: its rows, its layers, and the way in. Weights have the names that the module declares them by."""
+    """A section: its rows, its layers and its input layers. Weights are named as in the module."""
 
     path: str
-    """In the model, as in `ModelConfig.stacks`."""
+    """Path in the model, as in `ModelConfig.stacks`."""
     hidden: int
     """Width of the residual stream."""
     length: int
-    """Positions that attend to each other: of a text, of an image."""
+    """Positions of a sequence: of a text, of an image."""
     padding: int = 0
-    """Of them, those at the end that only fill up."""
+    """Padding positions at the end of a sequence."""
     sequences: int = 1
-    """As many of them in a row: the images of a row of text."""
+    """Sequences per row, such as the images of a row of text."""
     memory_length: int = 0
-    """Positions of the section before that cross-attention reads from each of them."""
+    """Positions of the preceding section that cross-attention reads."""
     stack: StackConfig | SegmentsConfig
     norm: Norm | LayerBuilder
-    """Normalisation behind the layers."""
+    """Normalisation after the layers."""
     residual: str = "compute"
     """Dtype of the residual stream: compute or float32."""
     recomputing: Recomputing
-    """What each layer saves for the backward pass."""
+    """The recompute settings of the layers."""
     weights: tuple[Weight, ...] = ()
-    """Of the way in. Tables with the axis "vocab" are cut over pipeline and tensor."""
+    """Weights of the input layers. Tables with the axis "vocab" are sharded over pipeline and tensor."""
     matmuls: tuple[Matmul, ...] = ()
-    """Products of the way in on each position: of patches, of what a projector maps."""
+    """Matmuls of the input layers per position: of patches, of a projector."""
     adds_positions: bool = False
     """Whether learned positions are added to each position."""
 
     @property
     def positions(self) -> int:
-        """Of a row."""
+        """Positions of a row."""
         return self.sequences * self.length
 
     @property
     def tables(self) -> tuple[Weight, ...]:
-        """Matrices and tables of the way in."""
+        """Matrices and tables of the input layers."""
         return matrices(self.weights)
 
     def stack_weights(self, place: int) -> tuple[Weight, ...]:
-        """Of a block of the pattern, by the module's names."""
+        """Weights of a block of the pattern, by their names in the module."""
         number = next(number for number, (_, layers) in enumerate(self.stack.stored()) if place in layers)
         inside = f"{self.path}.stack.blocks.{number}" if self.path else f"stack.blocks.{number}"
         return prefixed(inside, self.stack.pattern[place].weights(self.hidden))
@@ -119,26 +119,26 @@ class SectionFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeadFacts:
-    """What makes a loss of the last section's output."""
+    """The head: computes the loss from the output of the last section."""
 
     columns: int
-    """Scores of a position: the padded vocabulary, or the classes."""
+    """Scores per position: the padded vocabulary, or the classes."""
     replicated: bool = False
-    """Every device makes all scores; otherwise they are cut over pipeline and tensor."""
+    """Every device computes all scores; false: they are sharded over pipeline and tensor."""
     upsampled: int = 1
-    """Scores that each becomes: pixels of a patch."""
+    """Upsampling factor of scores: pixels per patch."""
     positions: int
-    """Of a row, that are scored."""
+    """Scored positions per row."""
     chunk: int
     """Positions whose float32 scores exist at once."""
     weights: tuple[Weight, ...] = ()
-    """Those that are not the way in's, nor of `ahead`."""
+    """Weights of the head, without those of the input layers and of `ahead`."""
     matmuls: tuple[Matmul, ...] = ()
-    """Products on each scored position before the scores."""
+    """Matmuls per scored position before the scores."""
     pairs: int = 0
-    """Multiply-adds of attention on each scored position."""
+    """Multiply-adds of attention per scored position."""
     ahead: tuple[AnyBlockConfig, ...] = ()
-    """Blocks that predict further tokens, each with a matrix of 2 x hidden x hidden, three norms, and scores."""
+    """Blocks of multi-token prediction, each with a matrix of 2 x hidden x hidden, three norms, and scores."""
 
     @property
     def tables(self) -> tuple[Weight, ...]:
@@ -148,30 +148,30 @@ class HeadFacts:
 
 @runtime_checkable
 class ChoosesKernels(Protocol):
-    """A model whose kernels can be told before it is built: those of layers that are a `HasKernel`."""
+    """A model whose kernels are known before it is built: those of layers with `HasKernel`."""
 
     def kernel_choices(self, request: Request, device: Device | None) -> tuple[Choice[str], ...]:
-        """The kernel of each such layer of the pattern's blocks.
+        """The kernel of each such layer of the pattern.
 
-        Raises UserError for one that is asked for and not available.
+        Raises UserError for a kernel chosen by name that is not available.
         """
         ...
 
     def with_kernels(self, names: Sequence[str]) -> "ModelConfig":
-        """The same model with these kernels in these layers."""
+        """The same model with these kernels, in the order of `kernel_choices`."""
         ...
 
 
 @runtime_checkable
 class Facts(ModelConfig, ChoosesKernels, Protocol):
-    """A model whose sections and head tell their sizes."""
+    """A model whose sections and head have facts."""
 
     def section_facts(self) -> tuple[SectionFacts, ...]:
-        """In the order in which they run."""
+        """The sections, in the order in which they run."""
         ...
 
     def head_facts(self) -> HeadFacts:
-        """Behind the last section."""
+        """The head after the last section."""
         ...
 
     def parameter_count(self) -> ParameterCount:
@@ -179,11 +179,11 @@ class Facts(ModelConfig, ChoosesKernels, Protocol):
         ...
 
     def recomputing(self) -> Recomputing:
-        """What each layer saves for the backward pass."""
+        """The recompute settings of the layers."""
         ...
 
     def with_recomputing(self, recomputing: Recomputing) -> "Facts":
-        """The same model, whose layers save this."""
+        """The same model with these recompute settings."""
         ...
 
     def matmul_sides(self, tensor: int) -> Iterator[Side]:
@@ -192,7 +192,7 @@ class Facts(ModelConfig, ChoosesKernels, Protocol):
 
 
 def missing_facts(model: Any) -> dict[str, str]:
-    """Setting -> what its config lacks, for each part of the config of a model that has no facts."""
+    """Setting -> missing members, for each part of a model config without facts."""
     lacking: dict[str, tuple[Any, list[str]]] = {"model": (model, missing_members(model, Facts))}
     if hasattr(model, "norm"):
         lacking["model.norm"] = (model.norm, missing_members(model.norm, Norm))
@@ -203,13 +203,13 @@ def missing_facts(model: Any) -> dict[str, str]:
                 lacking[f"model.{path or 'stack'}.{place}.{name}"] = (getattr(block, name), members)
     first_settings: dict[str, str] = {}
     for setting, (part, names) in lacking.items():
-        if names:  # of equal layers, the first
+        if names:  # report the first of equal layers
             first_settings.setdefault(f"{type(part).__name__} has no {', '.join(names)}", setting)
     return {setting: message for message, setting in first_settings.items()}
 
 
 def facts_of(model: Any) -> Facts | None:
-    """The config itself, where it and all its layers have facts."""
+    """The config itself if it and all its layers have facts, else None."""
     if not isinstance(model, Facts):
         return None
     sections = model.section_facts()
@@ -219,20 +219,20 @@ def facts_of(model: Any) -> Facts | None:
 
 
 def demand_facts(model: Any) -> Facts:
-    """The config itself. Raises UserError where it has no facts, which names what is missing."""
+    """The config itself. Raises UserError, with the missing members, if it has no facts."""
     facts = facts_of(model)
     if facts is None:
         lines = "\n".join(f"  {setting}: {message}" for setting, message in missing_facts(model).items())
         raise UserError(
-            f"{type(model).__name__} has no facts, which formulas, searches and comparisons are made of.\n"
-            f"Missing are methods and fields of megajax.models.facts.Facts and megajax.layers.facts.Layer:\n{lines}\n"
-            "The compiler needs none of them: plan without --formula, --search and --compare."
+            f"{type(model).__name__} has no facts, which formulas, searches, comparisons and sweeps need.\n"
+            f"Missing members of megajax.models.facts.Facts and megajax.layers.facts.Layer:\n{lines}\n"
+            "The compiler does not need them: plan without --formula, --search, --compare and --sweep."
         )
     return facts
 
 
 def flops_of(model: Any) -> Flops | None:
-    """Operations per position; None where the config does not tell. A model without facts may have `flops()`."""
+    """Operations per position; None if unknown. A model without facts may have `flops()`."""
     if isinstance(model, Facts):
         return None if facts_of(model) is None else count_flops(model)
     count = getattr(model, "flops", None)
@@ -240,7 +240,7 @@ def flops_of(model: Any) -> Flops | None:
 
 
 def count_parameters(model: Any) -> ParameterCount:
-    """Number of weights, from those that the config states. Raises UserError where it has no facts."""
+    """Number of weights. Raises UserError if the config has no facts."""
     facts = demand_facts(model)
     sections, head, ids = facts.section_facts(), facts.head_facts(), ids_below(model)
     layers = idle = 0
@@ -255,26 +255,26 @@ def count_parameters(model: Any) -> ParameterCount:
 
 
 def _blocks(sections: Sequence[SectionFacts], head: HeadFacts) -> list[tuple[SectionFacts, AnyBlockConfig, int]]:
-    """Every block that is written in the config or follows from it, and how often it is applied."""
+    """Every block of the sections and the head, and how often it is applied."""
     blocks = [(section, block, times) for section in sections for block, times in section.stack.repeated_blocks()]
     return blocks + [(sections[-1], block, 1) for block in head.ahead]
 
 
 def _used_size(weight: Weight, ids: int | None) -> int:
-    """Elements, without the padding of a vocabulary of `ids`."""
+    """Number of elements, without the padding of a vocabulary of `ids`."""
     if ids is None or "vocab" not in weight.axes:
         return weight.size
     return weight.size // weight.shape[weight.axes.index("vocab")] * ids
 
 
 def count_flops(model: Facts) -> Flops:
-    """Forward and backward pass for each of `row_positions()`, of whole rows, as if all weights were trained.
+    """Forward and backward pass per position of `row_positions()`, as if all weights were trained.
 
-    Counted as Megatron-LM's throughput line does: a multiply-add is two operations, the backward pass costs twice the
-    forward; matmuls of mixers, MLPs, ways in and heads count, looking up tables, norms, softmax and recomputation do
-    not, nor does a window make a difference. Of heads that predict further ahead, blocks, two matrices, three norms and
-    logits count. Megatron-LM has no count of its own for encoders with a decoder: what it counts of a layer is added up
-    over both sections, keys and values of cross-attention over the encoder's positions.
+    Counted as in Megatron-LM's throughput line: a multiply-add is two operations, and the backward pass costs twice the
+    forward pass. Matmuls of mixers, MLPs, input layers and heads count; table lookups, norms, softmax and recomputation
+    do not, and windows are ignored. For multi-token prediction, blocks, two matrices, three norms and logits count.
+    Megatron-LM has no formula for encoder-decoder models: its counts per layer are added up over both sections, with
+    keys and values of cross-attention over the encoder's positions.
     """
     sections, head = model.section_facts(), model.head_facts()
     last, ahead = sections[-1], len(head.ahead)
@@ -299,7 +299,7 @@ def count_flops(model: Facts) -> Flops:
 
 
 def block_facts(section: SectionFacts, blocks: Sequence[AnyBlockConfig], dtype: str) -> tuple[BlockFacts, ...]:
-    """Facts of blocks that work as those of a section do, in a model that computes in this dtype."""
+    """Facts of blocks in a section, in a model with this compute dtype."""
     shape = section.hidden, section.length, dtype, section.memory_length
     return tuple(_block_facts(block, *shape) for block in blocks)
 
@@ -311,7 +311,7 @@ def _block_facts(block: AnyBlockConfig, hidden: int, length: int, dtype: str, me
 
 @lru_cache(maxsize=4096)
 def trained_share(weights: tuple[Weight, ...], patterns: tuple[str, ...]) -> float:
-    """Share of these weights' elements that is trained. patterns: of their names, as optimizer.trainable has them."""
+    """Trained share of the elements of these weights. patterns: of names, as in optimizer.trainable."""
     if patterns == ("*",):
         return 1.0
     trained = [weight for weight in weights if any(fnmatchcase(weight.name, pattern) for pattern in patterns)]
@@ -320,6 +320,6 @@ def trained_share(weights: tuple[Weight, ...], patterns: tuple[str, ...]) -> flo
 
 @lru_cache(maxsize=4096)
 def adapter_share(weights: tuple[Weight, ...], lora: LoRAConfig) -> float:
-    """Elements of the adapters of these weights, over those of the weights."""
+    """Elements of the adapters of these weights, over elements of the weights."""
     adapted = [weight for weight in weights if any(fnmatchcase(weight.name, target) for target in lora.targets)]
     return sum(lora.size(weight.shape, weight.axes) for weight in adapted) / max(1, total_size(weights))

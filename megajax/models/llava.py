@@ -24,11 +24,11 @@ from megajax.models.sections import last_output
 from megajax.models.vision import VisionTower
 
 VISION = 2
-"""Tells the random numbers of the tower from those of the decoder."""
+"""Folded into the random key of the tower, so it differs from that of the decoder."""
 
 
 class Llava(DecoderLM):
-    """Text with images in, loss or logits of its next tokens out. Itself the section of the decoder."""
+    """Takes text with images; gives the loss or logits of next tokens. The model itself is the decoder section."""
 
     def __init__(self, cfg: LlavaConfig, layout: Layout):
         super().__init__(cfg, layout)
@@ -49,7 +49,7 @@ class Llava(DecoderLM):
     ) -> Array:
         """tokens int32 [B, S] with images uint8 [B, N, height, width, 3] -> logits float32 [B, S, vocabulary_size].
 
-        Where tokens are `image_token`, positions of images stand, in order. Without images: plain text.
+        Tokens `image_token` are replaced by the positions of images, in order. Without images: plain text.
         """
         if images is None:
             return super().__call__(tokens, positions, segment_ids)
@@ -59,13 +59,13 @@ class Llava(DecoderLM):
         return self.logits(self.final_norm(x))
 
     def context(self, batch: Rows, key: Array | None = None) -> Context:
-        """The context of the decoder, with the place in the images of each position that stands for one."""
+        """The context of the decoder, with the index of the image position at each `image_token`."""
         of_image = batch["tokens"] == self.cfg.image_token
         place = jnp.cumsum(of_image, axis=1) - 1
         return super().context(batch, key)._replace(splice=jnp.where(of_image, place, -1).astype(jnp.int32))
 
     def enter(self, x: Array, ctx: Context) -> Array:
-        """The tokens' embeddings [B, S, D], with the projected images in their places, and what a decoder adds."""
+        """Token embeddings [B, S, D] with projected images inserted, then as in a decoder."""
         if ctx.memory is not None and ctx.splice is not None:
             places = jnp.clip(ctx.splice, 0, ctx.memory.shape[1] - 1)
             image_states = jnp.take_along_axis(ctx.memory, places[..., None], axis=1).astype(x.dtype)
@@ -75,13 +75,13 @@ class Llava(DecoderLM):
 
 
 class VisionSection:
-    """The vision tower as a section: it reads the images of all rows, and leaves their projected states."""
+    """The vision tower as a section: reads the images of all rows and outputs their projected states."""
 
     def __init__(self, model: Llava):
         self.model, self.tower, self.stack = model, model.vision, model.vision.stack
 
     def context(self, batch: Rows, key: Array | None) -> Context:
-        """Every patch sees every other one of its image."""
+        """Every patch attends to all patches of its image."""
         rows, slots = batch["images"].shape[:2]
         keys = None
         if key is not None and (self.tower.cfg.has_dropout() or self.model.cfg.drops_inputs()):
@@ -99,7 +99,7 @@ class VisionSection:
         return self.tower.enter(x, ctx)
 
     def leave(self, x: Array, ctx: Context) -> Array:
-        """Output of the blocks [B * N, P, C] -> positions of the decoder [B, N * P', D]."""
+        """Output of the blocks [B * N, P, C] -> states for positions of the decoder [B, N * P', D]."""
         cfg = self.model.cfg
         first = cfg.vision.class_tokens - cfg.kept_class_tokens()
         states = self.tower.leave(x, ctx)[:, first : cfg.vision.used_positions()]
@@ -139,7 +139,7 @@ class Projector(nnx.Module):
         return y + getattr(self, f"{name}_bias")[...][None, None] if self.cfg.bias else y
 
     def shuffled(self, x: Array) -> Array:
-        """Patches [B, P, C], a square of which becomes one position [B, P / side^2, side^2 * C]."""
+        """Merge squares of patches [B, P, C] into positions [B, P / side^2, side^2 * C]."""
         side, (rows, columns) = self.cfg.pixel_shuffle, self.grid
         if side == 1:
             return x

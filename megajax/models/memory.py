@@ -1,9 +1,9 @@
-"""Memory from the facts of a model: what its layers save for the backward pass, and Megatron-LM's memory report.
+"""Memory from the facts of a model: saved activations of its layers, and Megatron-LM's memory report.
 
-The report is there to compare layouts with each other and with Megatron-LM's own; `python -m megajax.plan` compiles the
-real program and tells its memory. Activations follow Korthikanti et al. 2022, 2 bytes each; a parameter takes 18 bytes:
-a weight of 2 bytes, and gradient, master weight and two moments of 4. As in the report, grouped queries and gated MLPs
-do not enter the activations, biases and learned positions are not parameters.
+The report compares layouts with each other and with Megatron-LM's report; `python -m megajax.plan` compiles the real
+program and gives its memory. Activations follow Korthikanti et al. 2022, 2 bytes each. A parameter takes 18 bytes: a
+weight of 2 bytes, and gradient, master weight and two moments of 4 bytes each. As in the report, activations ignore
+grouped queries and gated MLPs, and biases and learned positions are not counted as parameters.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,10 +19,10 @@ from megajax.models.protocol import ids_below
 
 @dataclass(frozen=True, slots=True)
 class SavedBytes:
-    """What a layer saves of a microbatch for its backward pass; the mean over a stack's pattern."""
+    """Bytes that a layer saves for the backward pass of a microbatch: the mean over the pattern."""
 
     layers: float
-    """Layers of a chunk of a stage that do so."""
+    """Number of such layers in a chunk of a stage."""
     device: float
     host: float
     recomputed: float
@@ -31,7 +31,7 @@ class SavedBytes:
 def saved_bytes(
     recomputing: Recomputing, pattern: Sequence[BlockFacts], share: Share, repeats: float
 ) -> Iterator[SavedBytes]:
-    """For each way in which layers of a chunk save. repeats: of the pattern, in the chunk."""
+    """Saved bytes for each save policy in a chunk. repeats: of the pattern in the chunk."""
     layers = repeats * len(pattern)
     first = layers if recomputing.layers is None else min(recomputing.layers, layers)
     for count, policy in ((first, recomputing.policy()), (layers - first, recomputing.lighter_policy())):
@@ -45,7 +45,7 @@ def saved_bytes(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemorySetting:
-    """How the devices share a model, as far as the report knows."""
+    """The layout of a model, as far as the report uses it."""
 
     tensor: int = 1
     pipeline: int = 1
@@ -53,27 +53,27 @@ class MemorySetting:
     """Data-parallel devices."""
     virtual_stages: int = 1
     experts: int | None = None
-    """Devices that experts are spread or cut over; None: those of `tensor`."""
+    """Devices that shard the experts; None: those of `tensor`."""
     micro_size: int = 1
     """Rows of a microbatch."""
     microbatches: int | None = None
-    """Of a step; None: enough to fill the pipeline."""
+    """Microbatches per step; None: enough to fill the pipeline."""
     zero1: bool = False
-    """The optimizer's state is cut over the data-parallel devices."""
+    """The optimizer state is sharded over the data-parallel devices."""
     sequence: bool = False
-    """Sequence parallelism with selective recomputation; otherwise the report's other formula holds."""
+    """Sequence parallelism with selective recomputation; false: the report's other formula."""
 
     def parameter_bytes(self, replicas: float) -> float:
-        """Of a parameter, with its gradient and optimizer state. replicas: devices that have it."""
+        """Bytes of a parameter with its gradient and optimizer state. replicas: devices that store it."""
         return 6 + 12 / replicas if self.zero1 else 18
 
     @classmethod
     def of(
         cls, parallel: ParallelConfig, recompute: Recompute, *, data: int, micro_size: int, microbatches: int
     ) -> "MemorySetting":
-        """Of a layout; recomputation of tensors given by name is selective, as Megatron-LM's --recompute-modules is.
+        """The setting of a layout. Recomputation of named tensors counts as selective, as in Megatron-LM.
 
-        data: devices that hold the same weights.
+        data: number of devices with the same weights.
         """
         return cls(
             tensor=parallel.tensor,
@@ -90,15 +90,15 @@ class MemorySetting:
 
 @dataclass(frozen=True, slots=True)
 class MemoryReport:
-    """Bytes of the most loaded device, and the parameters behind them."""
+    """Bytes of the most loaded device, and parameter counts."""
 
     weights: float
     """Weights, gradients and optimizer state."""
     activations: float
     layer_parameters: int
-    """In all blocks, those behind the stack too, and the final norm."""
+    """Parameters of all blocks, including those of multi-token prediction, and of the final norm."""
     embedding_parameters: int
-    """In token tables, of padded size."""
+    """Parameters of token tables, with padding."""
     most_loaded: float
     """Parameters of the most loaded device."""
     middle_stage: float
@@ -110,7 +110,7 @@ class MemoryReport:
 
 
 def memory_report(model: Facts, setting: MemorySetting) -> MemoryReport | None:
-    """None for a model that the report does not know: of several sections, without a vocabulary, or a hybrid."""
+    """The report; None for models that it does not cover: several sections, no vocabulary, hybrids."""
     (cfg, *more), head = model.section_facts(), model.head_facts()
     if more or ids_below(model) is None or not isinstance(cfg.norm, Norm):
         return None
@@ -148,12 +148,12 @@ def _parameters(blocks: Sequence[AnyBlockConfig], hidden: int) -> tuple[int, int
 
 
 def activation_bytes(cfg: SectionFacts, vocabulary: int, setting: MemorySetting) -> float:
-    """Of the first stage, which holds most microbatches at once. vocabulary: scores of a token."""
-    # The width is that of layers without experts, where there are any.
+    """Activation bytes of the first stage, which holds the most microbatches. vocabulary: scores per token."""
+    # The width of layers without experts, if there are any.
     dense = [block for block in cfg.stack.pattern if not block.megatron_experts(cfg.hidden)]
     block, stages = (dense or cfg.stack.pattern)[0], setting.pipeline
     tokens, hidden, layers = cfg.positions * setting.micro_size, cfg.hidden, cfg.stack.layers()
-    # Token and position ids of 8 bytes for each microbatch that is under way, and dropout's mask of the embedding.
+    # For each microbatch in flight: token and position ids of 8 bytes, and the dropout mask of the embedding.
     entering = (8 * tokens + tokens * hidden) * stages
     if setting.sequence:
         per_layer = tokens * hidden * (18 + 4 * block.megatron_ffn(hidden) / hidden)
@@ -165,7 +165,7 @@ def activation_bytes(cfg: SectionFacts, vocabulary: int, setting: MemorySetting)
 
 
 def _in_flight(setting: MemorySetting) -> float:
-    """Share of a whole pipeline's microbatches that the first stage holds."""
+    """Microbatches that the first stage holds, over the number of stages."""
     stages, virtual = setting.pipeline, setting.virtual_stages
     if virtual > 1:
         return 1 + (stages - 1) / (stages * virtual)

@@ -26,9 +26,9 @@ TOKENS = ("batch", "seq")
 
 
 class Prediction(nnx.Module):
-    """One of them: merges the state before it with the embedding of the token it may see, then a block.
+    """One head: merges the previous state with the embedding of the next known token, followed by a block.
 
-    number: of its block, counted on from the stack's, for dropout.
+    number: layer number of its block, continuing those of the stack, for dropout.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Prediction(nnx.Module):
         self.norm = norm.build(settings)
 
     def __call__(self, x: Array, embedded: Array, ctx: Context) -> Array:
-        """State before [B, S, D] and embeddings [B, S, D] -> normalised state [B, S, D]."""
+        """Previous state [B, S, D] and embeddings [B, S, D] -> normalised state [B, S, D]."""
         merged = self.part(self.embedding_norm(embedded), self.from_embedding)
         merged = merged + self.part(self.state_norm(x), self.from_state)
         x = self.block(self.layout.act(merged, "batch", "seq_residual", "embed"), ctx.for_layer(self.number))
@@ -56,7 +56,7 @@ class Prediction(nnx.Module):
 
 
 class Target(NamedTuple):
-    """What the states of one head are to predict."""
+    """Targets of one head."""
 
     labels: Array
     """int32 [B, S]."""
@@ -73,10 +73,10 @@ class Target(NamedTuple):
 def mtp_targets(
     cfg: PredictionConfig, layout: Layout, batch: Rows, segments: Array | None, reduction: LossReduction
 ) -> Iterator[Target]:
-    """The targets of heads 1, 2, and so on without end: each loss is a mean of the same kind as the main one.
+    """The targets of heads 1, 2, ... (unbounded); each loss is averaged like the main loss.
 
-    Average "tokens": a row's last tokens have nothing to predict, and those that do weigh more, so that the row (or
-    microbatch, see `PredictionConfig.reweighted`) weighs as much as in the main loss.
+    Average "tokens": the last tokens of a row have no target, and the others get larger weights, so that the row (or
+    microbatch, see `PredictionConfig.reweighted`) has the same weight as in the main loss.
     """
     labels, mask = batch["labels"], batch["loss_mask"]
     while True:
@@ -88,11 +88,11 @@ def mtp_targets(
 
 
 DIMENSIONS = MappingProxyType({"rows": (1,), "microbatches": (0, 1)})
-"""Dimensions of [B, S] over which weights of tokens are kept the same."""
+"""Dimensions of [B, S] over which the sum of token weights is preserved."""
 
 
 def reweighted(mask: Array, reference: Array, over: tuple[int, ...]) -> Array:
-    """float32 [B, S]: `mask` times a factor for which its sum over some dimensions is that of `whole`."""
+    """float32 [B, S]: `mask`, scaled to the sums of `reference` over some dimensions."""
     inside, target = (jnp.sum(array, axis=over, keepdims=True) for array in (mask, reference))
     if manual_axes().get("context", 1) > 1:
         inside, target = lax.psum((inside, target), "context")
@@ -100,10 +100,10 @@ def reweighted(mask: Array, reference: Array, over: tuple[int, ...]) -> Array:
 
 
 def shifted(layout: Layout, x: Array, segments: Array | None) -> Array:
-    """[B, S] -> the next position's value, within the document where they are apart; zero at the end of the row.
+    """[B, S] -> the value at the next position; zero at the end of a row and, with segments, of a document.
 
-    Where rows are cut, the value after a chunk is the first of the chunk that follows it in the row. So a device sends
-    one number of each of its chunks, B x chunks x 4 bytes, for x and for the segments.
+    With context parallelism, the value after a chunk is the first of the next chunk of the row. A device sends one
+    number per chunk, B x chunks x 4 bytes, for x and for the segments.
     """
     sequence_sharding = layout.sequence_sharding()
     if sequence_sharding.devices == 1:
@@ -120,10 +120,10 @@ def shifted(layout: Layout, x: Array, segments: Array | None) -> Array:
 
 
 def _shifted(x: Array) -> Array:
-    """[B, S] -> the next value of a whole row; zero at the end."""
+    """[B, S] -> the next value in an unsharded row; zero at the end."""
     return jnp.pad(x[:, 1:], ((0, 0), (0, 1)))
 
 
 def _within(x: Array, segments: Array | None, following: Array | None) -> Array:
-    """Zero where the next position is of another document."""
+    """x, with zeros where the next position belongs to another document."""
     return x if segments is None else jnp.where(segments == following, x, jnp.zeros_like(x))

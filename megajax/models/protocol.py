@@ -1,9 +1,9 @@
-"""What training, pipeline, evaluation and planning ask of a model. They know no model beyond these questions.
+"""The protocol of models: all that training, pipeline, evaluation and planning use of a model.
 
-A model is two things in a user's file or in this folder: a config (`ModelConfig`), which says without jax which arrays
-a row has, and a module (`Model`), which computes. docs/own_model.md builds one of each.
+A model has two classes, in a user's file or in this folder: a config (`ModelConfig`), which describes the arrays of a
+row without jax, and a module (`Model`), which computes. docs/own_model.md builds both.
 
-Shapes: B rows, and whatever a model makes of them.
+Shapes: B rows; other dimensions depend on the model.
 """
 
 from abc import abstractmethod
@@ -21,17 +21,17 @@ from megajax.mesh.config import ParallelConfig
 
 
 class ModelConfig(Protocol):
-    """Base of the configs of models. A model of your own has `stack`, `schema` and `build`; the rest has defaults."""
+    """Base of model configs. Your own model needs `stack`, `schema` and `build`; the other methods have defaults."""
 
     __slots__ = ()
 
     stack: StackConfig | SegmentsConfig
-    """The layers, which pipelines cut into stages; a field of the config, which may be frozen. Of several sections the
-    last one's."""
+    """The layers, which pipelines split into stages; a field of the config, which may be frozen. With several sections:
+    those of the last one."""
 
     @abstractmethod
     def build(self, layout: Any) -> Any:
-        """The module (`Model`) on this `megajax.mesh.layout.Layout`; its values are made elsewhere."""
+        """The module (`Model`) on this `megajax.mesh.layout.Layout`; weights are initialised elsewhere."""
         ...
 
     def stacks(self) -> Mapping[str, StackConfig | SegmentsConfig]:
@@ -44,19 +44,19 @@ class ModelConfig(Protocol):
         ...
 
     def problems(self) -> list[Problem]:
-        """What is wrong with the settings of the model itself."""
+        """Problems of the settings of the model."""
         return []
 
     def row_positions(self) -> int:
-        """Positions of a row: what throughput is counted in, and what a loss is averaged over. 1 without a sequence."""
+        """Positions of a row, the unit of throughput and of the loss average. 1 without a sequence."""
         return max((leaf.positions() for leaf in self.schema().values()), default=1)
 
     def width_ratio(self) -> float:
-        """How much wider this model is than the one its learning rates were found on (muP); 1 for none."""
+        """Width of this model over that of the muP base model; 1 without muP."""
         return 1.0
 
     def ignores_later_positions(self) -> bool:
-        """Whether what stands behind a position never changes what `Model.__call__` gives for it, as in causal models.
+        """Whether later positions never change the output of `Model.__call__` at a position, as in causal models.
 
         Then a row may be padded at its end.
         """
@@ -65,14 +65,14 @@ class ModelConfig(Protocol):
     def allows_context(self) -> bool:
         """Whether devices may hold parts of rows (`parallel.context`).
 
-        Then everything that looks along a row reads `Context.index`, or is attention of megajax.layers.
+        If so, layers that mix positions use `Context.index`, or are attention layers of megajax.layers.
         """
         return False
 
     def cache_leaves(self, tensor: int) -> tuple[CacheLeaf, ...]:
-        """What layers keep of earlier tokens while text is generated, by block: "0.mixer.key".
+        """Cache leaves of the layers for text generation, by block: "0.mixer.key".
 
-        tensor: devices that share the heads. Raises UserError for a model that does not generate.
+        tensor: devices that share the heads. Raises UserError for a model that does not generate text.
         """
         del tensor
         raise UserError(f"{type(self).__name__} does not generate text: see docs/inference.md")
@@ -83,21 +83,21 @@ class ModelConfig(Protocol):
         return ()
 
     def memory_length(self) -> int:
-        """Most tokens that the section before the last one reads of a row, where text is generated from them; 0: none.
+        """Maximum input tokens of the preceding section, if text is generated from its output; 0: no such section.
 
-        The module then has `remember`, see `RememberingModel`.
+        If above 0, the module has `remember`, see `RememberingModel`.
         """
         return 0
 
     def sampler(self) -> str | None:
-        """What shows the work of a trained model: a name in `megajax.inference.sample.SAMPLERS`; none: nothing.
+        """Sample output of a trained model: a name in `megajax.inference.sample.SAMPLERS`; None: no sample.
 
-        Or "module:function" of your own: (run, folder) -> a text to print; it may leave pictures in the folder.
+        Or "module:function" of your own: (run, folder) -> a text to print; it may write pictures to the folder.
         """
         return None
 
     def refit(self, path: str, weight: Any, settings: Mapping[str, Any]) -> Any | None:
-        """A weight of another run, for this model; None where it does not fit. Only asked for other shapes.
+        """A weight of another run, converted to the shape in this model; None if that is not possible.
 
         path: in this model; weight: float32 numpy array; settings: of that run, by names such as model.height.
         """
@@ -105,8 +105,8 @@ class ModelConfig(Protocol):
         return None
 
     def derived(self, path: str, stored: Mapping[str, tuple[int, ...]]) -> Any | None:
-        """How a weight that another run lacks is made from one it has, a `megajax.layers.upcycling.Derived`; None: it
-        is not. By default layers say so whose configs have `derived(name, shapes by name)`.
+        """How to derive a weight that another run lacks, a `megajax.layers.upcycling.Derived`; None: not possible. By
+        default, layer configs with `derived(name, shapes by name)` decide.
 
         path: in this model; stored: shapes of the other run's weights, by path.
         """
@@ -126,7 +126,7 @@ class ModelConfig(Protocol):
         return None
 
     def parallel_problems(self, parallel: ParallelConfig, shards: int | None) -> Iterator[Problem]:
-        """What does not fit these settings. shards: devices that ZeRO and FSDP spread a weight over, if known."""
+        """Problems of the model with these settings. shards: devices of ZeRO and FSDP, if known."""
         yield from ()
 
 
@@ -140,37 +140,37 @@ def demand_causal(model: ModelConfig, prefix: str = "") -> None:
     """Raises UserError, beginning with `prefix`, for a model without probabilities of next tokens."""
     if not model.ignores_later_positions() or "tokens" not in model.schema():
         raise UserError(
-            f"{prefix}{type(model).__name__} is not a causal language model, and tasks are for causal language models: "
-            "its validation loss is what it has"
+            f"{prefix}{type(model).__name__} is not a causal language model, which tasks require: "
+            "evaluate its validation loss instead"
         )
 
 
 def position_unit(model: ModelConfig) -> Literal["tokens", "positions", "rows"]:
-    """What `row_positions` counts: tokens where the model reads them, else positions of a sequence, or whole rows."""
+    """Unit of `row_positions`: tokens if the model reads them, else positions of a sequence, else rows."""
     if ids_below(model) is not None:
         return "tokens"
     return "positions" if any("seq" in leaf.axes for leaf in model.schema().values()) else "rows"
 
 
 class Section(Protocol):
-    """One tower: a way in and a stack of layers."""
+    """A tower: input layers and a stack of layers."""
 
     stack: Any
     """A `megajax.layers.stack.Stack`."""
 
     def context(self, batch: Rows, key: Array | None) -> Any:
-        """What layers know of a microbatch besides activations. key: of the run, None for a deterministic forward."""
+        """Context of the layers for a microbatch. key: random key of the run, None for a deterministic forward pass."""
         ...
 
     def embed(self, batch: Rows) -> Array:
-        """The start of the way in, made by all stages of a pipeline together: its tables may be cut over stages.
+        """First part of the input layers, computed by all pipeline stages: its tables may be sharded over stages.
 
-        Its result is the same on all stages, and so is its cotangent.
+        Its result and its cotangent are the same on all stages.
         """
         ...
 
     def enter(self, x: Array, ctx: Any) -> Array:
-        """The rest of the way in, from `embed`'s result to the input of the first layer."""
+        """Rest of the input layers: result of `embed` -> input of the first layer."""
         ...
 
 
@@ -178,40 +178,40 @@ class EarlierSection(Section, Protocol):
     """A section before the last."""
 
     def leave(self, x: Array, ctx: Any) -> Array:
-        """What the next section reads, from the output of the layers.
+        """Output of the layers -> input of the next section.
 
-        The next section and its layers find it as `ctx.memory`, a field that its context must have then.
+        The next section and its layers read it as `ctx.memory`; its context must have this field.
         """
         ...
 
 
 class Model(Protocol):
-    """An nnx.Module whose weights are made by `megajax.layers.param.param`."""
+    """An nnx.Module with weights declared by `megajax.layers.param.param`."""
 
     sections: Mapping[str, Section]
-    """By path in the model, "" for itself, in the order in which they run; all but the last are `EarlierSection`s."""
+    """Sections by path in the model ("": the model itself), in order; all but the last are `EarlierSection`s."""
 
     def loss(self, x: Array, batch: Rows, ctx: Any, reduction: Any) -> Loss:
-        """From the last section's output on.
+        """Loss from the output x of the last section.
 
-        In a pipeline all stages call it with the same x, and the gradients that they make are added up: each gets its
-        share of the cotangent, so that what is not cut over stages needs no care.
+        In a pipeline all stages call it with the same x, and their gradients are added up: each stage gets a share of
+        the cotangent, so computation that is not sharded over stages needs no special treatment.
         """
         ...
 
     def __call__(self, *arrays: Array) -> Array:
-        """Plain use by `jax.jit`, as in a notebook; the arguments have the names of leaves."""
+        """Forward pass under plain `jax.jit`, as in a notebook; the arguments are named like leaves."""
         ...
 
 
 class ScoringModel(Model, Protocol):
-    """A causal language model that evaluation can ask for the probabilities of tokens."""
+    """A causal language model with token probabilities for evaluation."""
 
     def scores(self, x: Array, labels: Array) -> tuple[Array, Array]:
         """Log-probability of each label, float32 [B, S], and the likeliest token, int32 [B, S].
 
-        x: from the last section's output on, as for `loss`; labels int32 [B, S]. Called by all stages of a pipeline
-        with the same x; the results are the same on all.
+        x: output of the last section, as for `loss`; labels int32 [B, S]. All pipeline stages call it with the
+        same x and get the same results.
         """
         ...
 
@@ -235,21 +235,21 @@ class GeneratingModel(Model, Protocol):
 
 
 class PredictingModel(Model, Protocol):
-    """A model that evaluation can ask for what it predicts of whole rows, such as their classes."""
+    """A model with predictions for whole rows, such as classes, for evaluation."""
 
     def outputs(self, x: Array, batch: Rows, ctx: Any) -> Mapping[str, Array]:
-        """Float32 arrays [B, ...] by name, a row's own in each row, from the last section's output on, as for `loss`.
+        """Float32 arrays [B, ...] by name, one entry per row, from the output x of the last section, as for `loss`.
 
-        Called by all stages of a pipeline with the same x; the results are the same on all.
+        All pipeline stages call it with the same x and get the same results.
         """
         ...
 
 
 class RememberingModel(GeneratingModel, Protocol):
-    """One whose layers read what an earlier section makes of another text, as decoders read an encoder."""
+    """A generating model that reads the output of an earlier section, as a decoder reads an encoder."""
 
     def remember(self, tokens: Array, cache: Mapping[str, Array], ctx: Any) -> Mapping[str, Array]:
-        """The texts of some rows, int32 [R, L] -> the cache, with what the layers read of them in the rows' slots.
+        """Input texts of rows, int32 [R, L] -> the cache, with the state of these texts in the slots of the rows.
 
         ctx: a `megajax.layers.context.Context` whose `rows` has one group, of R rows with L tokens each.
         """
@@ -257,13 +257,13 @@ class RememberingModel(GeneratingModel, Protocol):
 
 
 NEEDED = ("context", "embed", "enter", "stack")
-"""Of a section; one before the last also has `leave`."""
+"""Required members of a section; earlier sections also need `leave`."""
 
 
 def demand_model(model: Any) -> None:
-    """Raises UserError for a module that lacks what training asks of a `Model`."""
+    """Raises UserError for a module that lacks members of `Model` that training needs."""
     module = type(model).__name__
-    hint = "training asks for it: see docs/own_model.md"
+    hint = "training needs it: see docs/own_model.md"
     demand_members(model, ("sections", "loss"), module, hint)
     if not isinstance(model.sections, Mapping) or not model.sections:
         raise UserError(f'{module}.sections must be a mapping from path to section, such as {{"": self}}')

@@ -1,4 +1,4 @@
-"""How the losses of a microbatch become the sums that are minimised and reported: sums, never means."""
+"""Reduction of the losses of a microbatch to the minimised and reported sums."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -11,7 +11,7 @@ from megajax.mesh.mesh import manual_axes
 
 
 def quotient(total: Any, weight: Any, xp: Any = jnp) -> Any:
-    """Sum and weight of a metric, [] or [K] -> their quotient, or the mean of those with a weight; nan for none.
+    """Sum and weight of a metric, [] or [K] -> the quotient, or the mean of quotients with a weight; nan for none.
 
     xp: the library of the arrays, jax.numpy or numpy.
     """
@@ -22,16 +22,16 @@ def quotient(total: Any, weight: Any, xp: Any = jnp) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class LossReduction:
-    """What a loss weighs.
+    """Weights of losses.
 
-    average "tokens": everything that is counted weighs 1. "microbatches": what is counted in a device's microbatch
-    shares a weight of 1 (Megatron-LM's default), which makes the gradient the mean of microbatch means.
+    average "tokens": every counted loss has weight 1. "microbatches": the losses of a microbatch on a device share a
+    weight of 1 (Megatron-LM's default), so the gradient is the mean of microbatch means.
     """
 
     average: Literal["tokens", "microbatches"] = "tokens"
     scale: Array | float = 1.0
-    """The loss scale, float32 []. It changes no value of a `Loss`. A model that makes gradients in its forward pass
-    makes them with this factor, before they are rounded to the compute dtype."""
+    """The loss scale, float32 []. It does not change a `Loss`. A model that computes gradients in its forward pass
+    applies this factor before rounding them to the compute dtype."""
 
     def __call__(self, losses: Array, weights: Array) -> Loss:
         """The weighted sum of `losses`, an array like `weights` (0 where nothing is counted), float32."""
@@ -40,9 +40,9 @@ class LossReduction:
         return Loss(total * share, weight, {"loss": (total, count)})
 
     def row_weights(self, weights: Array) -> Array:
-        """Weights [B] of a loss of each row beside one of its positions, whose weights [B, S] they add up to.
+        """Weights [B] of a loss per row, equal to the sums of the position weights [B, S].
 
-        Where rows are cut over devices, of whole rows: one of these devices counts the loss.
+        With context parallelism, sums over whole rows: one of the devices counts the loss.
         """
         if self.average == "microbatches":
             return jnp.full(weights.shape[:1], 1 / weights.shape[0])
@@ -56,5 +56,5 @@ class LossReduction:
 
 
 def _over_context(x: Array) -> Array:
-    """Summed over the devices that hold parts of the same rows."""
+    """The sum over the devices that hold parts of the same rows."""
     return lax.psum(x, "context") if manual_axes().get("context", 1) > 1 else x

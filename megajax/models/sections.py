@@ -1,4 +1,4 @@
-"""Running the sections of a model one after another, each on whole rows."""
+"""Runs the sections of a model in sequence, each on whole rows."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,10 +8,10 @@ from megajax.models.protocol import Section
 
 
 def last_output(sections: Mapping[str, Any], rows: Rows, key: Array | None = None) -> tuple[Array, Any]:
-    """Output of the last section's layers on a microbatch [B, ...], and the context they had.
+    """Output of the layers of the last section on a microbatch [B, ...], and their context.
 
-    sections: of a `Model`; key: random key of the run, None for a deterministic forward. Not to be differentiated: for
-    that, training cuts the model.
+    sections: of a `Model`; key: random key of the run, None for a deterministic forward pass. Not for differentiation:
+    training differentiates section by section.
     """
     *earlier, last = sections.values()
     memory = None
@@ -22,7 +22,7 @@ def last_output(sections: Mapping[str, Any], rows: Rows, key: Array | None = Non
 
 
 def with_memory(ctx: Any, memory: Array | None) -> Any:
-    """A context with the output of the section before."""
+    """The context with the output of the preceding section."""
     return ctx if memory is None else ctx._replace(memory=memory)
 
 

@@ -1,7 +1,7 @@
 """T5 (Raffel et al. 2020), as Megatron-LM has it. B rows, S positions of the decoder, T of the encoder, D hidden.
 
-Where rows are cut over devices, both sections have them in plain chunks: the encoder sees both ways, and every position
-of the decoder reads the whole encoder, which is as much work for each.
+With context parallelism, both sections shard rows into contiguous chunks: the encoder has no causal mask, and every
+position of the decoder reads the whole encoder output, so the work is even.
 """
 
 from collections.abc import Mapping
@@ -23,11 +23,11 @@ from megajax.models.protocol import Section
 from megajax.models.sections import last_output
 
 ENCODER = 1
-"""Tells the random numbers of the encoder from those of the decoder."""
+"""Folded into the random key of the encoder, so it differs from that of the decoder."""
 
 
 class T5(DecoderLM):
-    """A text with blanks in, loss or logits of what belongs there out. Itself the section of the decoder."""
+    """Takes a text with masked spans; gives the loss or logits of the spans. The model is the decoder section."""
 
     def __init__(self, cfg: T5Config, layout: Layout):
         super().__init__(cfg, layout)
@@ -50,10 +50,10 @@ class T5(DecoderLM):
     ) -> Array:
         """tokens int32 [B, S] after encoder_tokens int32 [B, T] -> logits float32 [B, S, vocabulary_size].
 
-        segment_ids: 0 for padding; none: there is none. Raises ValueError without encoder_tokens.
+        segment_ids: 0 for padding; None: no padding. Raises ValueError without encoder_tokens.
         """
         if encoder_tokens is None:
-            raise ValueError("T5 needs encoder_tokens: what its encoder reads")
+            raise ValueError("T5 needs encoder_tokens, the input of its encoder")
         leaves = {"tokens": tokens, "positions": positions, "segment_ids": segment_ids}
         leaves |= {"encoder_tokens": encoder_tokens, "encoder_segment_ids": encoder_segment_ids}
         batch = {name: leaf for name, leaf in leaves.items() if leaf is not None}
@@ -61,12 +61,12 @@ class T5(DecoderLM):
         return self.logits(self.final_norm(x))
 
     def context(self, batch: Rows, key: Array | None = None) -> Context:
-        """The context of the decoder, but for the encoder's output."""
+        """The context of the decoder, without the output of the encoder."""
         ctx = super().context({"positions": in_order(self.layout, batch["tokens"]), **batch}, key)
         return ctx._replace(memory_segments=batch.get("encoder_segment_ids"))
 
     def remember(self, tokens: Array, cache: Cache, ctx: Context) -> Cache:
-        """What the encoder makes of tokens int32 [R, L], in the slots of its rows."""
+        """The cache with the encoder output for tokens int32 [R, L], in the slots of their rows."""
         (counts,), index = rows_of(ctx).counts, jnp.arange(tokens.shape[1])
         present = (index[None] < counts[:, None]).astype(jnp.int32)
         encoder, batch = EncoderSection(self), {"encoder_tokens": tokens, "encoder_segment_ids": present}
@@ -88,13 +88,13 @@ class Encoder(nnx.Module):
 
 
 class EncoderSection:
-    """The encoder as a section: it shares the tables of tokens and positions with the decoder."""
+    """The encoder as a section; it shares the tables of tokens and positions with the decoder."""
 
     def __init__(self, model: T5):
         self.model, self.stack = model, model.encoder.stack
 
     def context(self, batch: Rows, key: Array | None) -> Context:
-        """Every token sees every other one of its row that is no padding."""
+        """Every token attends to all tokens of its row except padding."""
         tokens = batch["encoder_tokens"]
         rows: dict[str, Any] = {"tokens": tokens, "positions": in_order(self.model.layout, tokens)}
         rows |= {SAMPLE: batch[SAMPLE]} if SAMPLE in batch else {}
@@ -103,7 +103,7 @@ class EncoderSection:
         return DecoderLM.context(self.model, rows, encoder_key)
 
     def embed(self, batch: Rows) -> Array:
-        """The tokens' rows of the table [B, T, D]."""
+        """Token embeddings [B, T, D]."""
         return self.model.embed_tokens(batch["encoder_tokens"])
 
     def enter(self, x: Array, ctx: Context) -> Array:

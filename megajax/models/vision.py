@@ -1,4 +1,4 @@
-"""A tower that reads images. B images, S positions (class tokens, patches, padding), D hidden."""
+"""Vision towers. B images, S positions (class tokens, patches, padding), D hidden."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,9 +15,9 @@ RESIDUAL = ("batch", "seq_residual", "embed")
 
 
 class VisionTower(nnx.Module):
-    """Images in, states of patches out. A model has it as a section or is one.
+    """Takes images; gives states of patches. A model uses it as a section, or is a tower itself.
 
-    Of a section, `embed_images` and `enter` are the way in, `image_context` the context, `leave` the way out.
+    As a section: `embed_images` and `enter` are the input layers, `image_context` the context, `leave` the output.
     """
 
     def __init__(self, cfg: VisionTowerConfig, layout: Layout):
@@ -40,7 +40,7 @@ class VisionTower(nnx.Module):
         return x[:, : self.cfg.used_positions()]
 
     def image_context(self, images: int, row_keys: Array | None = None) -> Context:
-        """What layers know of that many images. row_keys: see `Context`."""
+        """The context of that many images. row_keys: see `Context`."""
         index = jnp.arange(self.cfg.positions())
         positions = jnp.broadcast_to(index[None], (images, index.size))
         segments = (positions < self.cfg.used_positions()).astype(jnp.int32) if self.cfg.padding() else None
@@ -76,7 +76,7 @@ class VisionTower(nnx.Module):
 
 
 def tower_settings(cfg: VisionTowerConfig, layout: Layout) -> LayerSettings:
-    """What the layers of the tower share."""
+    """Settings that the layers of the tower share."""
     output_std = cfg.init_std / cfg.stack.sub_layers() ** 0.5
     return LayerSettings(
         layout=layout, hidden=cfg.hidden, std=cfg.init_std, output_std=output_std, padded=cfg.pads_rows()

@@ -27,7 +27,7 @@ from megajax.models.vision import VisionTower, tower_settings
 
 
 class ViT(VisionTower):
-    """Images in, loss or logits of classes out. It is its own only section."""
+    """Takes images; gives the loss or logits of classes. The model is its own section."""
 
     def __init__(self, cfg: ViTConfig, layout: Layout):
         super().__init__(cfg, layout)
@@ -53,7 +53,7 @@ class ViT(VisionTower):
         return self.embed_images(batch["images"])
 
     def loss(self, x: Array, batch: Rows, ctx: Context, reduction: LossReduction) -> Loss:
-        """Cross-entropy of the classes, from the output of the blocks [B, S, D] on."""
+        """Cross-entropy of the classes, from the output of the blocks [B, S, D]."""
         return self.head.loss(self.head(self.leave(x, ctx), ctx), batch, reduction)
 
 
@@ -85,7 +85,7 @@ class AttentionPooling(nnx.Module):
 
     def __init__(self, cfg: AttentionPoolingConfig, settings: LayerSettings, *, tower: VisionTowerConfig):
         del tower
-        # The one position of the query is not cut along the sequence.
+        # The single query position is not sharded along the sequence.
         plan = settings.layout.plan
         compute = replace(plan.compute, seq_residual=plan.compute.seq)
         settings = replace(settings, layout=replace(settings.layout, plan=replace(plan, compute=compute)))
@@ -106,7 +106,7 @@ class AttentionPooling(nnx.Module):
 
 
 class Linear(nnx.Module):
-    """x matrix + bias, [..., D] -> [..., C] in float32, whole on every device."""
+    """x matrix + bias, [..., D] -> [..., C] in float32, replicated on every device."""
 
     def __init__(self, settings: LayerSettings, classes: int):
         self.matrix = param((settings.hidden, classes), ("embed", None), init=Normal(settings.std))
@@ -130,7 +130,7 @@ class Classifier(nnx.Module):
         return self.linear(self.pooling(x, ctx))
 
     def loss(self, logits: Array, batch: Rows, reduction: LossReduction) -> Loss:
-        """Cross-entropy with smoothed labels and, where the data mixes images, of both labels by their shares."""
+        """Cross-entropy with smoothed labels; for mixed images, of both labels, weighted by their shares."""
         labels = batch["labels"]
         weights = batch.get("loss_mask", jnp.ones(labels.shape, jnp.float32))
         losses, smoothed, correct = token = scored(logits, labels, self.cfg.label_smoothing)
@@ -155,9 +155,9 @@ class Segmenter(nnx.Module):
         return jax.image.resize(logits, (x.shape[0], *self.size, self.cfg.classes), "bilinear")
 
     def loss(self, logits: Array, batch: Rows, reduction: LossReduction) -> Loss:
-        """Cross-entropy of the pixels that count; an image weighs by their share in it.
+        """Cross-entropy of the counted pixels; the weight of an image is their share in it.
 
-        The metric `iou` is of each class: pixels of it that were found, over pixels of it or taken for it.
+        The metric `iou` is the intersection over union of each class.
         """
         labels = batch["labels"]
         weights = (labels != IGNORED).astype(jnp.float32)
@@ -172,7 +172,7 @@ class Segmenter(nnx.Module):
 
 
 def scored(logits: Array, labels: Array, smoothing: float) -> tuple[Array, Array, Array]:
-    """logits [..., C], labels int32 [...] -> cross-entropy, that of smoothed labels, 1 where it is likeliest."""
+    """logits [..., C], labels int32 [...] -> cross-entropy, with smoothed labels, 1 for correct predictions."""
     log_p = jax.nn.log_softmax(logits)
     losses = -jnp.take_along_axis(log_p, labels[..., None], axis=-1)[..., 0]
     smoothed = (1 - smoothing) * losses - smoothing * log_p.mean(-1) if smoothing else losses
@@ -180,7 +180,7 @@ def scored(logits: Array, labels: Array, smoothing: float) -> tuple[Array, Array
 
 
 def reported(losses: Array, smoothed: Array, correct: Array, weights: Array, reduction: LossReduction) -> Loss:
-    """Minimises the smoothed losses, reports those without smoothing and the share of what is right."""
+    """Minimises the smoothed losses; reports the losses without smoothing and the accuracy."""
     count = jnp.sum(weights)
     metrics = {"loss": (jnp.sum(losses * weights), count), "accuracy": (jnp.sum(correct * weights), count)}
     return reduction(smoothed, weights)._replace(metrics=metrics)

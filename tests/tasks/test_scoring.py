@@ -186,5 +186,5 @@ def test_an_evaluation_can_be_stopped():
 def test_models_that_are_not_causal_are_refused():
     cfg = RunConfig(model=bert("debug"), data=MockConfig())
     program = scorer().program
-    with pytest.raises(UserError, match="tasks are for causal language models"):
+    with pytest.raises(UserError, match="which tasks require"):
         Scorer(type(program)(**{**vars(program), "cfg": cfg}), scorer().tokenizer, {})

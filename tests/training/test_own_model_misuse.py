@@ -71,7 +71,7 @@ def refusal(tmp_path: Path, files: dict[str, str], *settings: str) -> str:
             "import nosuchpackage\n",
             r"nosuchpackage.*\n.*my_modules.py, line 3: import nosuch",
         ),
-        ("def sections(self)", "def parts(self)", "Classifier lacks sections\ntraining asks for it"),
+        ("def sections(self)", "def parts(self)", "Classifier lacks sections\ntraining needs it"),
         ('{"": self}', "{}", "Classifier.sections must be a mapping from path to section"),
         ("def loss(self", "def losses(self", "Classifier lacks loss\n"),
         ("def embed(self, batch)", "def embedding(self, batch)", "Classifier lacks embed\n"),

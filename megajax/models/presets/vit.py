@@ -17,10 +17,9 @@ from megajax.layers.config import (
     RMSNormConfig,
     StackConfig,
 )
-from megajax.layers.config.cross import CrossAttentionConfig
 from megajax.models.config import ViTConfig
 from megajax.models.config.vision import CLIP_DEVIATION, CLIP_MEAN, VisionTowerConfig
-from megajax.models.config.vit import AttentionPoolingConfig, ClassifierConfig, with_head
+from megajax.models.config.vit import ClassifierConfig, with_head
 from megajax.models.presets.sizes import Size, pick
 
 VIT = {
@@ -65,15 +64,6 @@ def siglip(size: str, *, image: int = 224) -> VisionTowerConfig:
     row, norm = pick("siglip", SIGLIP, size), LayerNormConfig(epsilon=1e-6)
     tower = _tower(row, _block(row, norm, activation="gelu_tanh"), image, _patch(size))
     return replace(tower, class_tokens=0)
-
-
-def siglip_pooling(size: str) -> AttentionPoolingConfig:
-    """The pooling of SigLIP: a learned query attends to all patches."""
-    row, norm = pick("siglip", SIGLIP, size), LayerNormConfig(epsilon=1e-6)
-    attention = CrossAttentionConfig(heads=row.heads, bias=True)
-    return AttentionPoolingConfig(
-        attention=attention, mlp=DenseMLPConfig(ffn=row.ffn, activation="gelu_tanh"), norm=norm
-    )
 
 
 def internvit(size: str) -> VisionTowerConfig:
