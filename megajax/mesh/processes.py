@@ -19,10 +19,10 @@ _CONNECT_SECONDS = 60.0
 
 
 def start(*, patience: float = 300.0, settings: str = "") -> World | None:
-    """Connects this process with the others of its run; call it before anything else asks jax for devices.
+    """Connects this process with the others of its run. Call it before any other use of jax's devices.
 
     Returns None for a single process. patience: timeout in seconds for all processes to start. settings: a value that
-    must be the same for all, such as a digest of the config. Raises StartError, which names missing processes.
+    must be equal in all processes, such as a digest of the config. Raises StartError, which names missing processes.
     """
     world = find_world()
     if world is None:
@@ -38,7 +38,7 @@ def start(*, patience: float = 300.0, settings: str = "") -> World | None:
         world.count,
         world.index,
         local_device_ids=local_devices(world),
-        # jax's cluster detection gives every process one device, even if a process has a machine of its own.
+        # jax's cluster detection gives every process one device, even if it is the only process of its machine.
         cluster_detection_method="deactivate",
         coordinator_bind_address=bind or None,
         initialization_timeout=int(max(patience, _CONNECT_SECONDS)),
@@ -47,9 +47,9 @@ def start(*, patience: float = 300.0, settings: str = "") -> World | None:
 
 
 def finish() -> None:
-    """Waits for all processes, then disconnects them. Call it when all logs are closed.
+    """Waits for all processes, then disconnects them. Call it after closing all logs.
 
-    Without it, the first process to exit ends the others.
+    Otherwise the first process to exit terminates the others.
     """
     if jax.distributed.is_initialized():
         jax.distributed.shutdown()
@@ -74,14 +74,14 @@ def local_devices(world: World, environment: Mapping[str, str] = os.environ, dev
 
 
 class StopFlags:
-    """The flags by which processes tell each other, in a step, whether they were asked to stop.
+    """The flags that tell all processes, within a step, whether one of them was asked to stop.
 
     One int32 per device; the run stops if the maximum over all devices is 1.
     """
 
     def __init__(self, mesh: Mesh):
         self._mesh = mesh
-        # Created once: nearly all steps use the same array.
+        # Created once, because nearly all steps use the same array.
         self._no = self._flags(False)
 
     def __call__(self, stop_requested: bool) -> Array:

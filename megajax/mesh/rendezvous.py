@@ -1,9 +1,9 @@
-"""A rendezvous of all processes of a run before jax connects them: names missing, duplicate and foreign processes.
+"""A rendezvous of all processes of a run before jax connects them, to report missing, duplicate and foreign processes.
 
 jax's own initialisation aborts every process without naming the missing ones, lets two processes with the same index
 replace each other, and accepts processes of another run on its port. So process 0 first listens on that port itself.
-Each other process sends a line of JSON about itself, and process 0 answers all of them when all have connected. Then
-it closes the port, and jax uses it.
+Each other process sends a line of JSON about itself, and process 0 answers when all have connected. It then closes the
+port, which jax uses afterwards.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ def meet(world: World, *, patience: float, settings: str = "") -> str:
     """Waits until all processes have connected. -> the address that jax's service binds in process 0, "" in others.
 
     patience: timeout in seconds.
-    settings: a value that must be the same for all, such as a digest of the config.
+    settings: a value that must be equal in all processes, such as a digest of the config.
 
     Raises StartError, which names missing processes or the mismatch.
     """
@@ -98,7 +98,7 @@ def _resolve(host: str, port: int, deadline: float) -> list[tuple[socket.Address
             return list(dict.fromkeys((family, address) for family, _, _, _, address in results))
         except OSError as error:
             if time.monotonic() + RETRY_SECONDS > deadline:
-                message = f"the coordinator's host name {host!r} is not known here ({error.strerror})"
+                message = f"the coordinator's host name {host!r} cannot be resolved ({error.strerror})"
                 raise StartError(f"{message}: correct --coordinator or MEGAJAX_COORDINATOR", code=2) from error
         time.sleep(RETRY_SECONDS)
 
@@ -153,17 +153,17 @@ def _hellos(listener: socket.socket, deadline: float) -> Iterator[tuple[socket.s
 
 
 def _objection(hello: Hello, root: Hello, arrived: Mapping[int, tuple[socket.socket, Hello]]) -> str | None:
-    """Why a process does not belong to the run, or None. root: the message of process 0."""
+    """Why a process does not belong to the run; None if it does. root: the message of process 0."""
     index, count, place, root_place = hello["index"], hello["count"], hello["at"], root["at"]
     if count != root["count"]:
         counts = f"{count} processes, process 0 ({root_place}) of {root['count']}"
         return f"process {index} ({place}) was started as one of {counts}"
     if not 0 <= index < count:
-        return f"a process ({place}) says it is number {index} of {count}"
-    # A process that is gone may have been started again by its launcher.
+        return f"a process ({place}) claims index {index} of {count} processes"
+    # A launcher may have restarted a process that has ended.
     if index == 0 or (index in arrived and not _closed(arrived[index][0])):
         other_place = root_place if index == 0 else arrived[index][1]["at"]
-        return f"two processes say they are process {index}: on {other_place} and on {place}"
+        return f"two processes claim to be process {index}: on {other_place} and on {place}"
     if hello["settings"] != root["settings"]:
         return (
             f"process {index} ({place}) and process 0 ({root_place}) have different settings: give all processes the "
@@ -197,7 +197,7 @@ def _parse(line: bytes) -> Hello | None:
         return None
     kinds = {"megajax": int, "index": int, "count": int, "settings": str, "at": str}
     valid = isinstance(hello, dict) and all(type(hello.get(name)) is kind for name, kind in kinds.items())
-    # It may be printed on a terminal.
+    # The place may be printed on a terminal.
     return hello if valid and hello["at"].isprintable() else None
 
 
@@ -207,7 +207,7 @@ def _announce(world: World, hello: Hello, deadline: float, patience: float) -> N
     assert address is not None, "find_world gives no other"
     host, port = address
     _resolve(host, port, deadline)
-    reason = "it does not answer"
+    reason = "no answer"
     while (remaining := deadline - time.monotonic()) > 0:
         try:
             with socket.create_connection((host, port), timeout=min(remaining, 10.0)) as connection:
@@ -218,7 +218,7 @@ def _announce(world: World, hello: Hello, deadline: float, patience: float) -> N
                     answer = answers.readline(MESSAGE_BYTES)
                 if answer.endswith(b"\n"):
                     return _obey(answer, world)
-                reason = "something else than process 0 of this run listens there"
+                reason = "another program listens there"
         except OSError as error:
             reason = error.strerror or str(error)
         time.sleep(min(RETRY_SECONDS, max(deadline - time.monotonic(), 0)))

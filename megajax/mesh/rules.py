@@ -33,14 +33,14 @@ class Rules:
     heads: MeshAxes = ("tensor",)
     kv_heads: MeshAxes = ("tensor",)
     kv_heads_copied: MeshAxes = ()
-    """Fewer key-value heads than devices of `tensor`: unsharded at rest, copied to the devices that use them."""
+    """For fewer key-value heads than devices of `tensor`: unsharded at rest, copied to the devices during the step."""
     head_dim: MeshAxes = ()
     vocab: MeshAxes = ("pipeline", "tensor")
-    """Every pipeline stage computes a part of each microbatch's embedding and loss, so all stages are alike."""
+    """Every pipeline stage computes a part of each microbatch's embedding and loss."""
     expert: MeshAxes = ("expert",)
-    """The experts of a mixture; ("expert", "tensor") where each is whole."""
+    """The experts of a mixture; ("expert", "tensor") with expert_tensor=whole."""
     expert_mlp: MeshAxes = ("tensor",)
-    """The ffn of an expert; () where each is whole."""
+    """The ffn of an expert; () with expert_tensor=whole."""
     state: MeshAxes = ()
     rank: MeshAxes = ()
     """The inner dimension of a low-rank adapter."""
@@ -90,7 +90,7 @@ def demand_known(axes: LogicalAxes, whose: str) -> None:
         hint = did_you_mean(str(unknown[0]), KNOWN)
         hint = f"{hint}\n" if hint else ""
         raise UserError(
-            f"{prefix}there is no logical axis {unknown[0]!r}\n{hint}choose one of {', '.join(KNOWN)}, or None for a "
+            f"{prefix}unknown logical axis {unknown[0]!r}\n{hint}choose one of {', '.join(KNOWN)}, or None for a "
             "dimension that is never sharded"
         )
 
@@ -114,7 +114,7 @@ class Plan:
 
     @classmethod
     def of(cls, cfg: ParallelConfig) -> "Plan":
-        """The plan of a ParallelConfig: replicate, zero1 and fsdp differ in the rules only, not in code."""
+        """The plan of a ParallelConfig. replicate, zero1 and fsdp differ in their rules only."""
         compute = Rules(seq_residual=("context", "tensor")) if cfg.sequence else Rules()
         if cfg.expert_tensor == "whole":
             compute = replace(compute, expert=("expert", "tensor"), expert_mlp=())
@@ -137,15 +137,15 @@ class Plan:
         return tuple("kv_heads" if name == "kv_heads_copied" else name for name in axes)
 
     def rules_in_step(self, axes: LogicalAxes) -> Rules:
-        """Rules of a weight during the step: only stacked matrices are worth gathering layer by layer."""
+        """Rules of a weight during the step. Only stacked matrices are gathered layer by layer."""
         return self.step_layout if "layer" in axes and len(axes) > 2 else self.compute
 
     def replicated_per_tensor_rank(self, axes: LogicalAxes) -> bool:
         """Whether a weight has one copy per device of `tensor` during the step, along an axis `copies`.
 
-        True for gains and biases of the residual stream under sequence parallelism, which each device uses on its own
-        positions. With a copy each, their gradients are summed over `tensor` once per step. With a shared weight, the
-        compiler would sum them in every layer of every microbatch.
+        True for gains and biases of the residual stream under sequence parallelism; each device applies them to its own
+        positions. With one copy per device, their gradients are summed over `tensor` once per step. With a shared
+        weight, the compiler would sum them in every layer of every microbatch.
         """
         sequence_parallel = set(self.compute.mesh_axes("seq_residual")) >= set(self.compute.mesh_axes("copies"))
         return sequence_parallel and tuple(axes) in (("embed",), ("layer", "embed"))

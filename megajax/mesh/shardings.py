@@ -1,4 +1,4 @@
-"""Functions of the sharding of an array."""
+"""Functions of array shardings."""
 
 from collections.abc import Sequence
 from math import prod
@@ -9,8 +9,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 def unsharded_rows(sharding: NamedSharding, shape: Sequence[int]) -> NamedSharding:
     """A sharding with dimension 0 unsharded: its mesh axes move to other dimensions.
 
-    Each moves to the first dimension whose size it divides, after the mesh axes of that dimension. If there is none,
-    the array is replicated over the axis. The memory kind stays.
+    Each axis moves to the first dimension that it divides evenly, after the mesh axes of that dimension. If there is no
+    such dimension, the array is replicated over the axis. The memory kind stays.
     """
     spec = [axes_of(sharding, dimension) for dimension in range(len(shape))]
     freed, spec[0] = spec[0], ()
@@ -35,22 +35,22 @@ def shard_count(sharding: NamedSharding, dimension: int) -> int:
 
 
 def without_dimension(sharding: NamedSharding, dimensions: int, left_out: int) -> NamedSharding:
-    """The sharding of an array that has one dimension less; devices along that one's mesh axes have copies."""
+    """The sharding of an array without one of the dimensions; it is replicated over that dimension's mesh axes."""
     spec = [*sharding.spec, *[None] * (dimensions - len(sharding.spec))]
     entries = *spec[:left_out], *spec[left_out + 1 :]
     return NamedSharding(sharding.mesh, PartitionSpec(*entries), memory_kind=sharding.memory_kind)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """The sharding of an array that every device has."""
+    """The sharding of a fully replicated array."""
     return NamedSharding(mesh, PartitionSpec())
 
 
 def one_for_each_device(mesh: Mesh) -> PartitionSpec:
-    """Of an array [devices of the mesh, ...] with one row on each device."""
+    """The spec of an array [devices of the mesh, ...] with one row per device."""
     return PartitionSpec(mesh.axis_names)
 
 
 def one_for_each_group(axes: Sequence[str]) -> PartitionSpec:
-    """Of an array with one row for each place along these mesh axes."""
+    """The spec of an array with one row per index along these mesh axes."""
     return PartitionSpec(tuple(axes))

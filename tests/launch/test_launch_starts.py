@@ -31,7 +31,7 @@ def test_duplicate_process_ids(start, tmp_path):
     port = free_port()
     members = [member(start, tmp_path, index, port, name=f"m{n}", count=3) for n, index in enumerate((0, 1, 1))]
     assert {member.wait(60) for member in members[:2]} == {2}
-    assert "megajax: two processes say they are process 1: on " in members[0].text
+    assert "megajax: two processes claim to be process 1: on " in members[0].text
     assert not (tmp_path / "run").exists()
 
 

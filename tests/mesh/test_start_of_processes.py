@@ -87,7 +87,7 @@ def test_duplicate_process_ids():
     meeting = Meeting()
     for index in (0, 1, 1):
         meeting.join(index, 3)
-    meeting.errors(2, "two processes say they are process 1: on ", f"{socket.gethostname()}, pid {os.getpid()}")
+    meeting.errors(2, "two processes claim to be process 1: on ", f"{socket.gethostname()}, pid {os.getpid()}")
 
 
 def test_a_wrong_number_of_processes():
@@ -110,7 +110,7 @@ def test_late_processes_get_the_error_too():
         meeting.join(index, 4)
     time.sleep(0.5)
     meeting.join(3, 4)
-    meeting.errors(2, "two processes say they are process 1")
+    meeting.errors(2, "two processes claim to be process 1")
 
 
 def test_a_port_in_use():
@@ -132,7 +132,7 @@ def test_an_unknown_host(index, monkeypatch):
         raise socket.gaierror(-2, "Name or service not known")
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
-    with pytest.raises(StartError, match=r"'nowhere' is not known here .*Name or service not known") as error:
+    with pytest.raises(StartError, match=r"'nowhere' cannot be resolved .*Name or service not known") as error:
         meet(World(2, index, "nowhere:4000"), patience=0.5)
     assert error.value.code == 2
 

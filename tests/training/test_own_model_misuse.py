@@ -32,13 +32,13 @@ def refusal(tmp_path: Path, files: dict[str, str], *settings: str) -> str:
         (
             '(self.patches, self.pixels), ("seq", None)',
             '(self.patches, self.pixels), ("sequence", None)',
-            r"image, a leaf .* logical axes \('sequence', None\): there is no logical axis 'sequence'\n(did .*\n)?"
+            r"image, a leaf .* logical axes \('sequence', None\): unknown logical axis 'sequence'\n(did .*\n)?"
             "choose one of batch, seq, seq_residual",
         ),
         (
             '(cfg.classes, cfg.hidden), (None, "embed")',
             '(cfg.classes, cfg.hidden), ("vocabulary", "embed")',
-            r"the weight head has logical axes \('vocabulary', 'embed'\): there is no logical axis 'vocabulary'",
+            r"the weight head has logical axes \('vocabulary', 'embed'\): unknown logical axis 'vocabulary'",
         ),
         (
             "(cfg.patches, cfg.patches), (None, None)",
