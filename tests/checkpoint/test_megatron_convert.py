@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import yaml
 from megatron_folders import Shares, write_ranks, write_sharded
-from test_megatron_folders import MODELS, drawn
+from test_megatron_folders import MODELS, random_tensors
 
 from megajax.checkpoint.reader import CheckpointReader
 from megajax.checkpoint.stored_arrays import StoredArrays
@@ -27,7 +27,7 @@ TRAINED: dict[str, Any] = {
 @pytest.mark.parametrize("family", ["local", pytest.param("", marks=pytest.mark.slow)])
 def test_there_and_back(family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     name = "mixtral" if family else "llama"
-    weights = drawn(name)
+    weights = random_tensors(name)
     write_sharded(tmp_path / "theirs", weights, MODELS[name][0], Shares(tensor=2))
     main([f"--from=megatron:{tmp_path}/theirs", f"--to={tmp_path}/run", "--verify"])
     main([f"--from={tmp_path}/run", f"--to=megatron:{tmp_path}/back", f"--family={family}", "--verify"])
@@ -45,11 +45,11 @@ def test_there_and_back(family: str, tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_a_run_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     args = MODELS["llama"][0]
     moments = {
-        "exp_avg": drawn("llama", 1),
-        "exp_avg_sq": {k: np.abs(v) for k, v in drawn("llama", 2).items()},
+        "exp_avg": random_tensors("llama", 1),
+        "exp_avg_sq": {k: np.abs(v) for k, v in random_tensors("llama", 2).items()},
     }
     arguments = {**args, **TRAINED, "num_layers": 4}
-    write_ranks(tmp_path / "theirs", drawn("llama"), arguments, Shares(tensor=2, pipeline=2), moments=moments)
+    write_ranks(tmp_path / "theirs", random_tensors("llama"), arguments, Shares(tensor=2, pipeline=2), moments=moments)
     main([f"--from=megatron:{tmp_path}/theirs", f"--to={tmp_path}/run"])
     output = capsys.readouterr().out
     assert "optimizer: 7 steps with their moments" in output
