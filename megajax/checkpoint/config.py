@@ -1,4 +1,4 @@
-"""Settings for saving, keeping and loading checkpoints."""
+"""Settings of saving, keeping and loading checkpoints."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,72 +12,72 @@ from megajax.config.errors import Problem
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightsConfig:
-    """Weights of another run, for the start of this one."""
+    """Weights of another run to start from."""
 
     run: Path
-    """Its run folder, its checkpoints folder or one step in it; or hf:DIR, a Hugging Face model folder."""
+    """A run folder, its checkpoints folder or one step in it; or hf:DIR, a Hugging Face model folder."""
     into: str = ""
-    """Path of the part of this model that takes them, such as a tower; empty: the whole model."""
+    """Path of the part of this model that receives the weights, such as a tower; empty: the whole model."""
     fresh: tuple[str, ...] = ()
-    """Weights by path in this model, with * for any text, that are not taken: head.* for other classes."""
+    """Patterns of paths of weights to initialize randomly, with * for any text: head.* for other classes."""
     new_tokens: Literal["drawn", "mean"] | None = None
-    """Rows of tables for tokens that the other model lacks: drawn like a fresh model's, or the mean of the rows that
-    are there; none: another number of tokens is an error."""
+    """Embeddings of tokens that the other model lacks: drawn (initialized randomly) or mean (the mean of the others);
+    none: another number of tokens is an error."""
     changed: tuple[str, ...] = ()
-    """Settings of this model, with * for any text, that may differ from the config.json of hf:DIR, such as
-    *.rope.base; others that differ are an error."""
+    """Patterns of settings that may differ from the config.json of hf:DIR, with * for any text, such as *.rope.base;
+    other differences are errors."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointConfig(Builds):
-    """Saving, keeping and loading of checkpoints; `build(folder)` gives the `CheckpointManager` of a run's folder."""
+    """Saving, keeping and loading of checkpoints; `build(folder)` returns the `CheckpointManager` of a folder."""
 
     target: ClassVar[str] = "megajax.checkpoint.manager:CheckpointManager"
 
     every: int | None = 1000
     """Steps between checkpoints; none: only at the end and when the run is asked to stop."""
     keep_last: int | None = 3
-    """How many of the newest checkpoints to keep; none: all."""
+    """Number of newest checkpoints to keep; none: all."""
     keep_every: int | None = None
-    """Checkpoints whose step is a multiple of this are kept for good; none: no such checkpoints."""
+    """Never delete checkpoints of steps that are a multiple of this; none: no such checkpoints."""
     asynchronous: bool = True
-    """Write in the background: training waits for the copy to host memory only."""
+    """Write in the background: training waits only for the copy to host memory."""
     at_end: bool = True
     """Write a checkpoint after the last step."""
     retries: int = 2
-    """How often a failed save is retried, between steps, before it counts as failed."""
+    """Number of retries of a failed save, between steps, before it counts as failed."""
     retry_seconds: float = 10.0
-    """Seconds from a failed save to its first retry; doubled for each further one."""
+    """Seconds from a failed save to its first retry; doubled for each further retry."""
     failed_saves: int | None = 2
-    """End with exit code 1 after this many failed saves in a row, retries included; none: train on to the end."""
+    """Exit with code 1 after this many failed saves in a row, each with its retries; none: train on to the end."""
     load: Path | None = None
     """Start from another run's state: its run folder, its checkpoints folder or one step in it; or from the weights of
     hf:DIR, a Hugging Face model folder.
-    Ignored by a run that has checkpoints of its own: it resumes from its newest."""
+    Ignored by a run with checkpoints of its own, which resumes from its newest one."""
     parts: Literal["all", "weights"] = "all"
-    """What `load` takes: weights leaves optimizer, schedule and order of rows fresh, like checkpoint.weights."""
+    """Parts of `load` to use. weights: start with a fresh optimizer, schedule and order of rows, like
+    checkpoint.weights."""
     weights: tuple[WeightsConfig, ...] = ()
     """Start from weights of other runs, with a fresh optimizer, schedule and order of rows, as for fine-tuning.
-    Ignored by a run that has checkpoints of its own. On the command line: --checkpoint.weights='[{run: runs/a}]'."""
+    Ignored by a run with checkpoints of its own. On the command line: --checkpoint.weights='[{run: runs/a}]'."""
     changed_data: Literal["refuse", "accept"] = "refuse"
-    """What to do when the run resumes and data files have another content than before, or other settings of `data`:
-    refuse, or accept, and compare with the new ones from then on. The rows of the steps to come are those of the new
-    data, from the row that is due."""
+    """What to do if the contents of data files or settings of `data` have changed when the run resumes: refuse, or
+    accept, and compare with the new data from then on. The run continues at the next row of the new data."""
     step: int | None = None
     """The step to start from, in `load` or else in the run's own folder; none: the newest intact one.
-    Going back in the run's own folder sets the later steps aside."""
+    Going back in the run's own folder sets later steps aside."""
 
     local: LocalConfig | None = None
     """Checkpoints on local disks or in host memory, saved between those in the shared folder; none: turned off."""
 
     def sources(self) -> tuple[WeightsConfig, ...]:
-        """Where a fresh run takes weights from."""
+        """The sources of weights of a fresh run."""
         if self.load is not None and (self.parts == "weights" or foreign_format(self.load) is not None):
             return (WeightsConfig(run=self.load),)
         return self.weights
 
-    def whole_state(self) -> Path | None:
-        """The run whose state a fresh run starts from."""
+    def state_source(self) -> Path | None:
+        """The run from which a fresh run loads its full state."""
         return None if self.sources() else self.load
 
     def problems(self) -> list[Problem]:
@@ -90,19 +90,19 @@ class CheckpointConfig(Builds):
                 ("keep_every", self.keep_every, 1, "use none to keep no step for good"),
                 ("retries", self.retries, 0, "use 0 for no retries"),
                 ("retry_seconds", self.retry_seconds, 0, "use 0 to retry at once"),
-                ("failed_saves", self.failed_saves, 1, "use none to train on whatever fails"),
+                ("failed_saves", self.failed_saves, 1, "use none to ignore failed saves"),
                 ("step", self.step, 0, "use none for the newest"),
             )
             if value is not None and value < minimum
         ]
         if self.load is not None and self.weights:
-            message = "says where weights come from, and so does load"
-            problems.append(Problem("weights", message, "set one of the two to none"))
+            message = "names sources of weights, and so does load"
+            problems.append(Problem("weights", message, "set only one of the two"))
         if self.load is not None and self.sources() and self.step is not None:
-            message = f"is {self.step}, but weights come from what load names"
+            message = f"is {self.step}, but only weights are loaded, from load"
             problems.append(Problem("step", message, "set load to one step, such as runs/a/checkpoints/00000100"))
         if self.load is None and self.parts == "weights":
-            problems.append(Problem("parts", "is weights, but load names no run to take them from", "set load"))
+            problems.append(Problem("parts", "is weights, but load is none", "set load"))
         if not problems and self.every and self.keep_every and self.keep_every % self.every:
             message = f"is {self.keep_every}, which is not a multiple of every = {self.every}"
             problems.append(Problem("keep_every", message, "only steps that are saved can be kept"))

@@ -157,7 +157,7 @@ class CheckpointManager(CheckpointReader):
         checkpoint is missing or damaged.
         """
         has_checkpoints = self._peers.broadcast(bool(self.steps() or folder.damaged_in(self.folder)))
-        if (load := self.cfg.whole_state()) is not None and not has_checkpoints:
+        if (load := self.cfg.state_source()) is not None and not has_checkpoints:
             reader, step = open_checkpoints(load)
             step = self.cfg.step if step is None else step
             if step is None and (step := reader.newest_intact()) is None:

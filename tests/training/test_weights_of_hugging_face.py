@@ -128,6 +128,6 @@ def test_intended_changes_are_named(folder: Path, tmp_path: Path) -> None:
 def test_load_takes_weights_alone_where_it_says_so(folder: Path) -> None:
     assert CheckpointConfig(load=Path(f"hf:{folder}")).sources() == (WeightsConfig(run=Path(f"hf:{folder}")),)
     run = CheckpointConfig(load=Path("runs/a"), parts="weights")
-    assert run.sources() == (WeightsConfig(run=Path("runs/a")),) and run.whole_state() is None
-    assert CheckpointConfig(load=Path("runs/a")).whole_state() == Path("runs/a")
+    assert run.sources() == (WeightsConfig(run=Path("runs/a")),) and run.state_source() is None
+    assert CheckpointConfig(load=Path("runs/a")).state_source() == Path("runs/a")
     assert [problem.setting for problem in CheckpointConfig(parts="weights").problems()] == ["parts"]
