@@ -319,8 +319,8 @@ def _cpu_count(devices: str) -> int | None:
 
 def _all_devices(devices: str | None) -> int | None:
     """Number of devices of all processes, if both counts are known."""
-    local_devices, processes = _cpu_count(devices or ""), _process_count()
-    return local_devices * processes if local_devices and processes else None
+    per_process, processes = _cpu_count(devices or ""), _process_count()
+    return per_process * processes if per_process and processes else None
 
 
 def _process_count() -> int | None:
