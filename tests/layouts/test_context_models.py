@@ -75,35 +75,35 @@ def same_run(model: DecoderConfig, parallel: ParallelConfig, **settings: object)
     return actual, expected
 
 
-def on_devices(cut: SequenceSharding, local: Callable, *arrays: np.ndarray) -> list[np.ndarray]:
+def on_devices(sharding: SequenceSharding, local: Callable, *arrays: np.ndarray) -> list[np.ndarray]:
     """`local` of each device's part of arrays [B, T, ...] -> its results as whole rows."""
     mesh = jax.make_mesh(
-        (cut.devices,), ("context",), axis_types=(AxisType.Auto,), devices=jax.devices()[: cut.devices]
+        (sharding.devices,), ("context",), axis_types=(AxisType.Auto,), devices=jax.devices()[: sharding.devices]
     )
     spec = PartitionSpec(None, "context")
     mapped = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
     axes = (None, "seq")
     with jax.set_mesh(mesh):
-        results = mapped(*(cut.arranged(array, (*axes, *[None] * (array.ndim - 2))) for array in arrays))
-    places = np.argsort(cut.places(arrays[0].shape[1]))
+        results = mapped(*(sharding.arranged(array, (*axes, *[None] * (array.ndim - 2))) for array in arrays))
+    places = np.argsort(sharding.places(arrays[0].shape[1]))
     return [np.asarray(result)[:, places] for result in results]
 
 
 @pytest.mark.parametrize(
-    "cut", [SequenceSharding(4), SequenceSharding(2, 1), SequenceSharding(4, 2)], ids=["plain", "zigzag", "rounds"]
+    "sharding", [SequenceSharding(4), SequenceSharding(2, 1), SequenceSharding(4, 2)], ids=["plain", "zigzag", "rounds"]
 )
-def test_the_next_position_is_that_of_the_row(cut: SequenceSharding) -> None:
+def test_the_next_position_is_that_of_the_row(sharding: SequenceSharding) -> None:
     draw = np.random.default_rng(0)
     x, segments = draw.integers(1, 9, (2, 32)), np.sort(draw.integers(0, 6, (2, 32)), axis=1)
     segments[:, 16:] += segments[:, 15:16] - segments[:, 16:17] + np.array([[0], [1]])  # on a border, and across it
-    layout = Layout(Plan.of(ParallelConfig(context=cut.devices)), rows=cut)
+    layout = Layout(Plan.of(ParallelConfig(context=sharding.devices)), rows=sharding)
 
     def local(x: jax.Array, segments: jax.Array) -> tuple[jax.Array, ...]:
         once = shifted(layout, x, segments)
         return once, shifted(layout, once, segments), shifted(layout, x, None)
 
     expected = local_layout_free(x, segments)
-    for actual, reference in zip(on_devices(cut, local, x, segments), expected, strict=True):
+    for actual, reference in zip(on_devices(sharding, local, x, segments), expected, strict=True):
         np.testing.assert_array_equal(actual, reference)
 
 
@@ -120,7 +120,7 @@ def local_layout_free(x: np.ndarray, segments: np.ndarray) -> tuple[np.ndarray, 
 
 @pytest.mark.parametrize("drop", ["probability", "position"])
 def test_experts_count_tokens_in_the_order_of_the_row(drop: str) -> None:
-    sequence_sharding, rows, experts, k = SequenceSharding(2, 1), 2, 4, 2
+    sharding, rows, experts, k = SequenceSharding(2, 1), 2, 4, 2
     router, capacity = RouterConfig(force_balance=True), CapacityConfig(factor=0.6, drop=drop)
     logits = np.random.default_rng(0).normal(size=(rows, 12, experts)).astype(np.float32)
 
@@ -133,7 +133,7 @@ def test_experts_count_tokens_in_the_order_of_the_row(drop: str) -> None:
         return [array.reshape(rows, -1, k) for array in (turns.experts, limited.experts, limited.weights)]
 
     expected = jax.jit(partial(local, TokenAxes()))(logits)
-    actual = on_devices(sequence_sharding, partial(local, TokenAxes(seq=("context",), rows=sequence_sharding)), logits)
+    actual = on_devices(sharding, partial(local, TokenAxes(seq=("context",), rows=sharding)), logits)
     assert (np.asarray(expected[1]) == experts).any()
     np.testing.assert_array_equal(actual[0], expected[0])
     np.testing.assert_array_equal(actual[1], expected[1])

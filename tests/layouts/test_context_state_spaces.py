@@ -44,13 +44,10 @@ ROUNDS = 48, ParallelConfig(data=1, context=2, context_rounds=2)
 DEFAULT = {"mamba 2": ROUNDS, "mamba 1": SHORT}
 CASES = [
     pytest.param(
-        name,
-        *layout,
-        isolated,
-        marks=[] if isolated and DEFAULT.get(name) == layout else pytest.mark.slow,
+        name, *sharding, isolated, marks=[] if isolated and DEFAULT.get(name) == sharding else pytest.mark.slow
     )
     for name in LAYERS
-    for layout in (SHORT, ROUNDS)
+    for sharding in (SHORT, ROUNDS)
     for isolated in (True, False)
 ]
 
