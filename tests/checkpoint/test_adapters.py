@@ -268,7 +268,7 @@ def test_settings_that_contradict_the_tensors_are_refused(tmp_path: Path) -> Non
     assert f"{first}: layers_to_transform=[1] excludes it" in refused(tmp_path, layers_to_transform=[1])
     assert f"{first}: exclude_modules=" in refused(tmp_path, exclude_modules=[first])
     whole_numbers = {f"base_model.model.{first}.lora_A.weight": np.zeros((2, 12), np.int32)}
-    assert "its dtype is int32, which is not a floating-point one" in refused(tmp_path, **whole_numbers)
+    assert "dtype int32 is not a floating-point dtype" in refused(tmp_path, **whole_numbers)
 
 
 def test_adapters_of_heads_and_tables_are_refused(tmp_path: Path) -> None:

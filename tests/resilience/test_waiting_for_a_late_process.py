@@ -25,7 +25,7 @@ class Waiting(Pulse):
         self.held: list[float] = []
         self.ended: list[tuple[float, Verdict]] = []
         monkeypatch.setattr(self.peers, "verdict", lambda: verdicts.pop(0))
-        monkeypatch.setattr(self._backstop, "hold", self.held.append)
+        monkeypatch.setattr(self._backstop, "reset", self.held.append)
         monkeypatch.setattr(self, "_end", lambda hang, verdict: self.ended.append((hang.seconds, verdict)))
 
 
