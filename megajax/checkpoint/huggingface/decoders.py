@@ -137,7 +137,7 @@ def _router_settings(moe: MoEConfig) -> dict[str, Any]:
     return {"num_experts_per_tok": moe.top_k, "router_aux_loss_coef": loss, "output_router_logits": loss > 0}
 
 
-def embedding_and_head(cfg: DecoderConfig) -> list[Row]:
+def outer_rows(cfg: DecoderConfig) -> list[Row]:
     """The embedding table, the head and the last norm."""
     return [*tokens(cfg, "model.embed_tokens.weight", "lm_head.weight"), *norm("model.norm", "norm")]
 

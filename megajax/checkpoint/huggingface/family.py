@@ -99,7 +99,7 @@ type Names = Mapping[str, tuple[str, Any]]
 """Field of a layer config -> setting in config.json, and its default."""
 
 
-def fields_to_settings(layer: Any, names: Names) -> dict[str, Any]:
+def to_settings(layer: Any, names: Names) -> dict[str, Any]:
     """The settings in config.json of a layer config; the reverse of `Settings.fields`."""
     return {setting: getattr(layer, field) for field, (setting, _) in names.items()}
 

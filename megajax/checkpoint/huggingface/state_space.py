@@ -79,7 +79,7 @@ def model_settings(cfg: Any) -> dict[str, Any]:
     }
 
 
-def embedding_and_head(cfg: DecoderConfig) -> list[Row]:
+def outer_rows(cfg: DecoderConfig) -> list[Row]:
     """The embedding table, the head and all norms outside of mixers."""
     return [
         *tokens(cfg, "backbone.embeddings.weight", "lm_head.weight"),

@@ -49,12 +49,8 @@ def write_model(
             content[f"{match[1]}._extra_state"] = None
     rank = folder / "release" / "mp_rank_00"
     rank.mkdir(parents=True)
-    checkpoint = {
-        "args": Record(NAMESPACE, (), dict(args)),
-        "checkpoint_version": VERSION,
-        "iteration": 0,
-        "model": content,
-    }
+    record = Record(NAMESPACE, (), dict(args))
+    checkpoint = {"args": record, "checkpoint_version": VERSION, "iteration": 0, "model": content}
     write_archive(rank / FILE, checkpoint)
     (folder / TRACKER).write_text("release", encoding="utf-8")
     return tensors

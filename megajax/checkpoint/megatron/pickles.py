@@ -259,14 +259,11 @@ class _Machine:
     def persistent(self, _: Any) -> None:
         """A storage: ("storage", class, key, device, number of elements)."""
         reference = self._pop()
-        if (
-            not isinstance(reference, tuple)
-            or len(reference) != 5
-            or reference[0] != "storage"
-            or not isinstance(reference[1], Name)
-        ):
+        if not isinstance(reference, tuple) or len(reference) != 5:
             raise ValueError("a reference to something other than a storage")
-        _, kind, key, _, numel = reference
+        type_name, kind, key, _, numel = reference
+        if type_name != "storage" or not isinstance(kind, Name):
+            raise ValueError("a reference to something other than a storage")
         if kind.dotted not in DTYPES or not isinstance(key, str) or not _are_sizes((numel,)):
             raise ValueError(f"the storage {key!r} of {kind.dotted} has no known dtype or size")
         self.push(Storage(key, DTYPES[kind.dotted], numel))

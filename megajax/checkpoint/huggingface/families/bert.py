@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from megajax.checkpoint.huggingface.family import Family, Names, Settings, activation_name, fields_to_settings
+from megajax.checkpoint.huggingface.family import Family, Names, Settings, activation_name, to_settings
 from megajax.checkpoint.huggingface.rows import attention, dense, linear, norm, tokens
 from megajax.checkpoint.weights.tensor_table import Row
 from megajax.layers import config as layers
@@ -52,7 +52,7 @@ def _write(cfg: Any) -> dict[str, Any]:
     name = "MegatronBert" if cfg.embedding_norm is None else "Bert"
     return {
         "architectures": [f"{name}ForPreTraining" if cfg.next_sentence else f"{name}ForMaskedLM"],
-        **fields_to_settings(cfg, MODEL),
+        **to_settings(cfg, MODEL),
         "num_hidden_layers": cfg.stack.layers(),
         "num_attention_heads": block.mixer.heads,
         "intermediate_size": block.mlp.ffn,

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from megajax.checkpoint.huggingface import decoders
-from megajax.checkpoint.huggingface.decoders import LAYER, NORMS, embedding_and_head, experts, gated
+from megajax.checkpoint.huggingface.decoders import LAYER, NORMS, experts, gated, outer_rows
 from megajax.checkpoint.huggingface.family import Settings, layers_of
 from megajax.checkpoint.huggingface.rotary import rope, rope_settings
 from megajax.checkpoint.huggingface.rows import linear
@@ -200,7 +200,7 @@ def _rows_v2(cfg: DecoderConfig) -> list[Row]:
     query = "q_proj" if mixer.query_rank is None else "q_b_proj"
     keys = (f"{path}.down", f"{path}.position_key"), (f"{path}.key", f"{path}.value")
     return [
-        *embedding_and_head(cfg),
+        *outer_rows(cfg),
         Row(f"{tensor}.{query}.weight", f"{path}.query", "(n h) r -> r n h"),
         *linear(f"{tensor}.q_a_proj", f"{path}.query_down"),
         Row(f"{tensor}.q_a_layernorm.weight", f"{path}.query_norm.gain"),

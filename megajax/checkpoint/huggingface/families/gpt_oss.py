@@ -3,7 +3,7 @@
 from typing import Any
 
 from megajax.checkpoint.huggingface import decoders
-from megajax.checkpoint.huggingface.decoders import ATTENTION, LAYER, embedding_and_head
+from megajax.checkpoint.huggingface.decoders import ATTENTION, LAYER, outer_rows
 from megajax.checkpoint.huggingface.family import Settings, layers_of
 from megajax.checkpoint.weights.tensor_table import Row
 from megajax.layers.config import GatedMLPConfig, MoEConfig
@@ -67,7 +67,7 @@ def _rows(cfg: DecoderConfig) -> list[Row]:
     biases = tuple(f"{matrix}_bias" for matrix in gate_up)
     up = f"{tensor}.experts.gate_up_proj"
     return [
-        *embedding_and_head(cfg),
+        *outer_rows(cfg),
         *ATTENTION,
         Row(f"{LAYER}.self_attn.sinks", "stack.*.mixer.core.sink"),
         Row(f"{tensor}.router.weight", f"{path}.router", "e d -> d e"),

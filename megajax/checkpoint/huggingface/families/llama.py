@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from megajax.checkpoint.huggingface import decoders
-from megajax.checkpoint.huggingface.decoders import ATTENTION, LAYER, embedding_and_head, gated
+from megajax.checkpoint.huggingface.decoders import ATTENTION, LAYER, gated, outer_rows
 from megajax.checkpoint.huggingface.family import Settings, layers_of
 from megajax.checkpoint.weights.tensor_table import Row
 from megajax.layers.config import RMSNormConfig
@@ -76,7 +76,7 @@ def _write(name: str, cfg: Any) -> dict[str, Any]:
 
 def rows(cfg: DecoderConfig) -> list[Row]:
     """The table, which Gemma and LLaVA have too."""
-    return [*embedding_and_head(cfg), *ATTENTION, *gated(f"{LAYER}.mlp", "stack.*.mlp")]
+    return [*outer_rows(cfg), *ATTENTION, *gated(f"{LAYER}.mlp", "stack.*.mlp")]
 
 
 FAMILIES = [

@@ -6,15 +6,15 @@ In Mamba, in_proj computes x and the gate, x_proj the low-rank input of dt, b an
 from math import ceil
 from typing import Any
 
-from megajax.checkpoint.huggingface.family import Family, Names, Settings, fields_to_settings
+from megajax.checkpoint.huggingface.family import Family, Names, Settings, to_settings
 from megajax.checkpoint.huggingface.state_space import (
     LAYER,
     MAMBA2,
     MAMBA2_ROWS,
     RENAMED,
     UNUSED,
-    embedding_and_head,
     model_settings,
+    outer_rows,
     step_limit,
 )
 from megajax.checkpoint.weights.tensor_table import Row
@@ -75,23 +75,19 @@ def _write(cfg: Any) -> dict[str, Any]:
 
 def _write_mamba(cfg: Any) -> dict[str, Any]:
     mixer = cfg.stack.pattern[0].mixer
-    return {
-        **_write(cfg),
-        "intermediate_size": mixer.inner,
-        "time_step_rank": mixer.rank,
-        **fields_to_settings(mixer, MAMBA),
-    }
+    sizes = {"intermediate_size": mixer.inner, "time_step_rank": mixer.rank}
+    return {**_write(cfg), **sizes, **to_settings(mixer, MAMBA)}
 
 
 def _write_mamba2(cfg: Any) -> dict[str, Any]:
     mixer = cfg.stack.pattern[0].mixer
-    return {**_write(cfg), **fields_to_settings(mixer, MAMBA2), "time_step_limit": list(mixer.dt_limit)}
+    return {**_write(cfg), **to_settings(mixer, MAMBA2), "time_step_limit": list(mixer.dt_limit)}
 
 
 def _rows_mamba(cfg: DecoderConfig) -> list[Row]:
     tensor, path = f"{LAYER}.mixer", "stack.*.mixer"
     return [
-        *embedding_and_head(cfg),
+        *outer_rows(cfg),
         Row(f"{tensor}.in_proj.weight", (f"{path}.in_x", f"{path}.in_z"), "o i -> i o"),
         Row(f"{tensor}.in_proj.bias", (f"{path}.in_x_bias", f"{path}.in_z_bias")),
         Row(f"{tensor}.conv1d.weight", f"{path}.conv_x.kernel", "i 1 k -> k i"),
@@ -107,7 +103,7 @@ def _rows_mamba(cfg: DecoderConfig) -> list[Row]:
 
 
 def _rows_mamba2(cfg: DecoderConfig) -> list[Row]:
-    return [*embedding_and_head(cfg), *MAMBA2_ROWS]
+    return [*outer_rows(cfg), *MAMBA2_ROWS]
 
 
 FAMILIES = [

@@ -3,7 +3,7 @@
 from typing import Any
 
 from megajax.checkpoint.huggingface import decoders
-from megajax.checkpoint.huggingface.decoders import ATTENTION, LAYER, embedding_and_head, experts
+from megajax.checkpoint.huggingface.decoders import ATTENTION, LAYER, experts, outer_rows
 from megajax.checkpoint.huggingface.family import Settings
 from megajax.checkpoint.weights.tensor_table import Row
 from megajax.layers.config import MoEConfig
@@ -40,7 +40,7 @@ def _write(cfg: Any) -> dict[str, Any]:
 
 
 def _rows(cfg: DecoderConfig) -> list[Row]:
-    return [*embedding_and_head(cfg), *ATTENTION, *experts(f"{LAYER}.block_sparse_moe", ("w1", "w3", "w2"))]
+    return [*outer_rows(cfg), *ATTENTION, *experts(f"{LAYER}.block_sparse_moe", ("w1", "w3", "w2"))]
 
 
 FAMILIES = [

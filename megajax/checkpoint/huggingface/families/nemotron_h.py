@@ -4,14 +4,7 @@ from dataclasses import replace
 from math import inf
 from typing import Any
 
-from megajax.checkpoint.huggingface.family import (
-    Family,
-    Names,
-    Settings,
-    activation_name,
-    fields_to_settings,
-    layers_of,
-)
+from megajax.checkpoint.huggingface.family import Family, Names, Settings, activation_name, layers_of, to_settings
 from megajax.checkpoint.huggingface.rows import attention, linear, norm
 from megajax.checkpoint.huggingface.state_space import (
     KINDS,
@@ -19,9 +12,9 @@ from megajax.checkpoint.huggingface.state_space import (
     MAMBA2,
     MAMBA2_ROWS,
     RENAMED,
-    embedding_and_head,
     letter,
     model_settings,
+    outer_rows,
     pattern,
 )
 from megajax.checkpoint.weights.tensor_table import Row
@@ -83,13 +76,13 @@ def _write(cfg: Any) -> dict[str, Any]:
     parts: dict[str, Any] = {}
     if "M" in kinds:
         mamba = kinds["M"].mixer
-        parts |= {**fields_to_settings(mamba, MAMBA), "time_step_min": max(mamba.dt_limit[0], LEAST_STEP)}
+        parts |= {**to_settings(mamba, MAMBA), "time_step_min": max(mamba.dt_limit[0], LEAST_STEP)}
     if "*" in kinds:
         mixer = kinds["*"].mixer
-        parts |= fields_to_settings(replace(mixer, kv_heads=mixer.groups(), head_dim=mixer.size(cfg.hidden)), ATTENTION)
+        parts |= to_settings(replace(mixer, kv_heads=mixer.groups(), head_dim=mixer.size(cfg.hidden)), ATTENTION)
     if "-" in kinds:
         mlp = kinds["-"].mlp
-        parts |= {**fields_to_settings(mlp, MLP), "mlp_hidden_act": activation_name(mlp.activation)}
+        parts |= {**to_settings(mlp, MLP), "mlp_hidden_act": activation_name(mlp.activation)}
     return {
         **model_settings(cfg),
         "hybrid_override_pattern": letters,
@@ -101,7 +94,7 @@ def _write(cfg: Any) -> dict[str, Any]:
 def _rows(cfg: DecoderConfig) -> list[Row]:
     heads = attention(f"{LAYER}.mixer", "stack.*.mixer", ("q_proj", "k_proj", "v_proj", "o_proj"))
     return [
-        *embedding_and_head(cfg),
+        *outer_rows(cfg),
         *norm(f"{LAYER}.norm", "stack.*.mlp_norm"),
         *[replace(row, requires="stack.*.mixer.a_log") for row in MAMBA2_ROWS],
         *[replace(row, requires="stack.*.mixer.query") for row in heads],

@@ -3,7 +3,7 @@
 from typing import Any
 
 from megajax.checkpoint.huggingface import decoders
-from megajax.checkpoint.huggingface.decoders import LAYER, NORMS, embedding_and_head
+from megajax.checkpoint.huggingface.decoders import LAYER, NORMS, outer_rows
 from megajax.checkpoint.huggingface.family import Settings
 from megajax.checkpoint.weights.tensor_table import Row
 from megajax.models.config import DecoderConfig
@@ -32,7 +32,7 @@ def _write(cfg: Any) -> dict[str, Any]:
 def _rows(cfg: DecoderConfig) -> list[Row]:
     inner = tuple(f"stack.*.mixer.{name}" for name in ("query", "key", "value"))
     return [
-        *embedding_and_head(cfg),
+        *outer_rows(cfg),
         Row(f"{LAYER}.self_attn.qkv_proj.weight", inner, "(n h) d -> d n h"),
         Row(f"{LAYER}.self_attn.o_proj.weight", "stack.*.mixer.output", "d (n h) -> n h d"),
         *NORMS,

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from megajax.checkpoint.huggingface import decoders
-from megajax.checkpoint.huggingface.decoders import ATTENTION, LAYER, embedding_and_head, experts, gated
+from megajax.checkpoint.huggingface.decoders import ATTENTION, LAYER, experts, gated, outer_rows
 from megajax.checkpoint.huggingface.family import Settings, layers_of
 from megajax.checkpoint.weights.tensor_table import Row
 from megajax.layers.config import FeedForwardConfig, MoEConfig, RMSNormConfig, SharedExpertConfig
@@ -86,7 +86,7 @@ def _rows(cfg: DecoderConfig) -> list[Row]:
     shared = gated(f"{LAYER}.mlp.shared_expert", "stack.*.mlp.shared")
     gate = Row(f"{LAYER}.mlp.shared_expert_gate.weight", "stack.*.mlp.shared_gate", "g d -> d g")
     return [
-        *embedding_and_head(cfg),
+        *outer_rows(cfg),
         *ATTENTION,
         *gated(f"{LAYER}.mlp", "stack.*.mlp"),
         *experts(f"{LAYER}.mlp"),

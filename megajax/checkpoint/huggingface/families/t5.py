@@ -3,14 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from megajax.checkpoint.huggingface.family import (
-    ACTIVATIONS,
-    Family,
-    Names,
-    Settings,
-    activation_name,
-    fields_to_settings,
-)
+from megajax.checkpoint.huggingface.family import ACTIVATIONS, Family, Names, Settings, activation_name, to_settings
 from megajax.checkpoint.huggingface.rows import attention, linear, norm, tokens
 from megajax.checkpoint.weights.tensor_table import Row
 from megajax.layers import config as layers
@@ -21,8 +14,7 @@ UNUSED = frozenset({"classifier_dropout", "dense_act_fn", "dropout_rate", "is_ga
 SIZES: Names = {
     "hidden": ("d_model", 512),
     "vocabulary_size": ("vocab_size", 32128),
-    # T5 of transformers has no length settings. n_positions is from the first checkpoints; only MegaJAX writes
-    # decoder_positions.
+    # n_positions is in the first checkpoints only; decoder_positions is MegaJAX's.
     "encoder_length": ("n_positions", 512),
     "sequence_length": ("decoder_positions", 512),
     "tied": ("tie_word_embeddings", True),
@@ -80,15 +72,15 @@ def feed_forward_name(mlp: layers.DenseMLPConfig | layers.GatedMLPConfig) -> str
 def _write(cfg: Any) -> dict[str, Any]:
     block = cfg.stack.pattern[0]
     return {
-        **fields_to_settings(cfg, SIZES),
+        **to_settings(cfg, SIZES),
         "is_encoder_decoder": True,
         "decoder_start_token_id": 0,
         "num_layers": cfg.encoder.layers(),
         "num_decoder_layers": cfg.stack.layers(),
-        **fields_to_settings(block.mixer, HEADS),
+        **to_settings(block.mixer, HEADS),
         "d_ff": block.mlp.ffn,
         "feed_forward_proj": feed_forward_name(block.mlp),
-        **fields_to_settings(block.mixer.relative, BUCKETS),
+        **to_settings(block.mixer.relative, BUCKETS),
         "layer_norm_epsilon": cfg.norm.epsilon,
         "scale_decoder_outputs": cfg.width_scaling is not None,
     }
