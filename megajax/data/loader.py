@@ -1,4 +1,4 @@
-"""From rows on the host to batches on the devices: each process reads the rows that its own devices hold.
+"""From rows on the host to batches on the devices: each process reads the rows of its devices.
 
 The global batch of a step is rows consumed .. consumed + G - 1, laid out as [M, B]: microbatch m is the m-th run of
 B = G / M rows, and a data shard holds a run of each. So the batch is the same for every number of processes, and the

@@ -97,10 +97,9 @@ def command_line() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--input", nargs="+", required=True, metavar="PATH", help="files, patterns or folders of .jsonl, .txt, also "
         ".gz and .zst, or .parquet; their order is the order of the documents")  # fmt: skip
-    add("--target", nargs="+", default=[], metavar="PATH", help="files of plain text, one for each of --input: line n "
-        "of one belongs to line n of the other (translations); the files are PREFIX_source_document and "
-        "PREFIX_target_document")  # fmt: skip
-    add("--output-prefix", required=True, metavar="PREFIX", help="where to write, without _KEY_document and suffix")
+    add("--target", nargs="+", default=[], metavar="PATH", help="files of plain text whose lines correspond to "
+        "those of --input, as translations; writes PREFIX_source_document and PREFIX_target_document")  # fmt: skip
+    add("--output-prefix", required=True, metavar="PREFIX", help="path of the output, without _KEY_document and suffix")
     add("--tokenizer", metavar="KIND", help="byte; gpt2 (needs --vocab-file, --merge-file); null (text is numbers, "
         "needs --vocab-size); wordpiece, wordpiece-cased, sentencepiece or tiktoken (need --vocab-file); or the path "
         "of a Hugging Face tokenizer.json or a SentencePiece .model")  # fmt: skip
@@ -111,26 +110,30 @@ def command_line() -> argparse.ArgumentParser:
     add("--merge-file", metavar="FILE", help="merges.txt of --tokenizer=gpt2")
     add("--vocab-size", type=int, metavar="N", help="vocabulary of --tokenizer=null; its last id ends a document")
     add("--eod-token", metavar="TOKEN", help="token that ends a document (default: gpt2's, or the usual ones)")
-    add("--append-eod", action="store_true", help="end each document that is not empty with that token")
-    add("--split-sentences", action="store_true", help="a sequence for each sentence, for BERT and T5; the files are "
+    add("--append-eod", action="store_true", help="end each nonempty document with that token")
+    add("--split-sentences", action="store_true", help="a sequence for each sentence, for BERT and T5; the output is "
         "PREFIX_KEY_sentence.bin and .idx")  # fmt: skip
     add("--json-keys", nargs="+", metavar="KEY", help="keys of JSON lines, or columns of Parquet, to tokenize, each "
-        "into files of its own (default: text)")  # fmt: skip
-    add("--pairs", action="store_true", help="the keys of a row belong together: each needs text")
-    add("--on-error", choices=("stop", "skip"), default="stop", help="what to do with a row that is wrong: end, or "
-        "leave it out and count it (default: stop)")  # fmt: skip
-    add("--format", choices=FORMATS, default="auto", help="what the inputs are (default: by their names)")
-    add("--document", choices=RULES, help="plain text: what one document is (default: file); paragraphs are separated "
-        "by blank lines, blank lines are no documents")  # fmt: skip
-    add("--document-regex", metavar="REGEX", help="plain text: a document begins at each line in which this is found")
+        "into separate files (default: text)")  # fmt: skip
+    add("--pairs", action="store_true", help="the texts of a row form a pair: none may be empty")
+    add("--on-error", choices=("stop", "skip"), default="stop", help="what to do with an invalid row: end the job, "
+        "or skip and count it (default: stop)")  # fmt: skip
+    add("--format", choices=FORMATS, default="auto", help="format of the inputs (default: by their names)")
+    add("--document", choices=RULES, help="plain text: the unit of a document (default: file); paragraphs are "
+        "separated by blank lines, blank lines are not documents")  # fmt: skip
+    add(
+        "--document-regex",
+        metavar="REGEX",
+        help="plain text: a document begins at each line that contains this pattern",
+    )
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    add("--workers", type=int, default=cores, metavar="N", help=f"processes at most (default: {cores}, the cores "
-        "here); the output is the same for any number")  # fmt: skip
-    add("--partitions", type=int, default=1, metavar="N", help="parts of the input that processes read by themselves; "
-        "without, one process reads for all; the output is the same (default: 1)")  # fmt: skip
-    add("--log-interval", type=float, default=10.0, metavar="SECONDS", help="time between lines of progress when the "
-        "output is no terminal (default: 10)")  # fmt: skip
-    add("--overwrite", action="store_true", help="replace output that exists")
+    add("--workers", type=int, default=cores, metavar="N", help=f"maximum number of processes (default: {cores}, the "
+        "available cores); does not affect the output")  # fmt: skip
+    add("--partitions", type=int, default=1, metavar="N", help="parts of the input, each read by a separate process; "
+        "1: a single process reads everything; does not affect the output (default: 1)")  # fmt: skip
+    add("--log-interval", type=float, default=10.0, metavar="SECONDS", help="time between lines of progress if the "
+        "output is not a terminal (default: 10)")  # fmt: skip
+    add("--overwrite", action="store_true", help="replace existing output")
     return parser
 
 

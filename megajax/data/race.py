@@ -1,4 +1,4 @@
-"""RACE (Lai et al. 2017): questions about articles, each with four options, in the same rows as by Megatron-LM."""
+"""RACE (Lai et al. 2017): questions about articles, each with four options, in the same rows as in Megatron-LM."""
 
 import json
 from collections.abc import Iterator

@@ -25,7 +25,7 @@ NOT_PYTHON_ITSELF = ("site-packages", "dist-packages", "__pycache__")
 
 
 def source_files(root: Path) -> list[tuple[str, int]]:
-    """(path relative to root, bytes) of the library's Python files, sorted by path; empty files are left out."""
+    """(path relative to root, bytes) of the library's Python files, sorted by path, without empty files."""
     files = []
     for folder, folders, names in os.walk(root):
         folders[:] = sorted(name for name in folders if name not in NOT_PYTHON_ITSELF)

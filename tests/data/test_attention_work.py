@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from megajax.mesh.sharding import SequenceSharding
 from token_files import tokenizer, write_random
 
 from megajax.data.attention_work import RowWork, device_scores, document_lengths, imbalance, lengths_of_row, scores
 from megajax.data.balancing import Imbalance, balance_rows
 from megajax.data.config import BlendConfig, CyclicConfig, FillInMiddleConfig, MockConfig, Rows
-from megajax.mesh.sequence_sharding import SequenceSharding
 from megajax.models.config import text_schema
 
 pytestmark = pytest.mark.smoke
@@ -27,15 +27,15 @@ def mask_of(segments: np.ndarray, window: int | None) -> np.ndarray:
 
 
 @pytest.mark.parametrize("window", [None, 0, 3, 40])
-@pytest.mark.parametrize("sequence_sharding", CUTS, ids=str)
-def test_scores_of_each_device(sequence_sharding: SequenceSharding, window: int | None) -> None:
+@pytest.mark.parametrize("sharding", CUTS, ids=str)
+def test_scores_of_each_device(sharding: SequenceSharding, window: int | None) -> None:
     draw = np.random.default_rng(0)
     for most in (1, 2, 6, 48):
         segments = np.sort(draw.integers(0, most, 48))
         visible = mask_of(segments, window).sum(1)
-        expected = visible[sequence_sharding.places(48)].reshape(sequence_sharding.devices, -1).sum(1)
+        expected = visible[sharding.places(48)].reshape(sharding.devices, -1).sum(1)
         lengths = document_lengths(segments)
-        np.testing.assert_array_equal(device_scores(lengths, sequence_sharding, window), expected)
+        np.testing.assert_array_equal(device_scores(lengths, sharding, window), expected)
         assert scores(lengths, window).sum() == visible.sum() == device_scores(lengths, window=window).item()
 
 
@@ -49,11 +49,8 @@ def test_devices_that_exchange_heads_have_equal_shares() -> None:
 
 def test_zigzag_balances_rows_of_one_document() -> None:
     length = np.array([64])
-    assert (
-        imbalance(device_scores(length, SequenceSharding(4, 1)))
-        == 1
-        < imbalance(device_scores(length, SequenceSharding(4, 0)))
-    )
+    zigzag, contiguous = (device_scores(length, SequenceSharding(4, rounds)) for rounds in (1, 0))
+    assert imbalance(zigzag) == 1 < imbalance(contiguous)
 
 
 def test_work_is_of_positions_and_of_scores_by_window() -> None:

@@ -1,4 +1,4 @@
-"""GLUE, RACE and SQuAD: rows of hand-made files, and what is said of files that are wrong."""
+"""GLUE, RACE and SQuAD: rows of hand-written files, and errors for invalid files."""
 
 import json
 from pathlib import Path

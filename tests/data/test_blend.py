@@ -134,7 +134,7 @@ def test_a_zero_share_is_no_split_and_an_empty_one_is_an_error(tmp_path: Path, p
 
 
 def test_blends_without_weights(tmp_path: Path, pair: list[str]) -> None:
-    """One epoch of each, in proportion to length: all of it, or the part asked for."""
+    """One epoch of each dataset, in proportion to length: all rows, or the requested number."""
     everything = build(tmp_path, Rows(None), paths=tuple(pair), split="1").train
     lengths = [len(member) for member in everything.datasets]
     assert len(everything) == sum(lengths) and np.bincount(everything.index.datasets).tolist() == lengths

@@ -1,4 +1,4 @@
-"""Rows of conversations: what is learned, how rows are filled, and lines that are no conversations."""
+"""Rows of conversations: loss, packing, and invalid lines."""
 
 import json
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Checksums of data files: what a sample notices, whole files in shares, and the files of row sources."""
+"""Checksums of data files: changes that a sample detects, full content over processes, and files of row sources."""
 
 import os
 from pathlib import Path

@@ -74,7 +74,7 @@ def test_truncated_documents_and_files_are_named(tmp_path: Path) -> None:
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, code: int, times: int) -> list[int]:
-    """Reads by position fail with `code`, then succeed. -> the descriptors asked."""
+    """Reads by position fail with `code`, then succeed. -> the descriptors that were read."""
     requests: list[int] = []
     original: Callable[..., bytes] = os.pread
 
@@ -183,7 +183,7 @@ def test_opening_is_retried(tmp_path: Path, waits: list[float], monkeypatch: pyt
 
 
 def test_a_failing_disk_is_not_the_fault_of_an_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An unreadable image may be left out by data.on_error=skip; a failing disk must not leave out all of them."""
+    """data.on_error=skip skips an unreadable image, but a failing disk must not skip all images."""
     with pytest.raises(UnreadableItem, match="No such file"):
         read_bounded(tmp_path / "absent.png", 100)
 

@@ -1,4 +1,4 @@
-"""Rows: what they hold, where loss, positions and segments change, and what is refused."""
+"""Rows of language models: content, loss masks, positions, segments, and errors."""
 
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,7 @@ def test_end_of_document_belongs_to_its_document(tmp_path: Path) -> None:
 
 
 def test_isolation_follows_stored_borders(tmp_path: Path) -> None:
-    """Documents without any end token are kept apart; an end token inside a document is no border."""
+    """Documents without end tokens are isolated; an end token inside a document is not a border."""
     repeated = [[5, EOD, 5], [5, EOD, 5], [5, EOD, 5]]
     row = one_row(tmp_path, repeated, 8, isolate_documents=True)
     assert row["tokens"].tolist() == [5, EOD, 5, 5, EOD, 5, 5, EOD]

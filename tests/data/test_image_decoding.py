@@ -1,4 +1,4 @@
-"""Image files of every kind become the same RGB pixels as by Pillow, and what is damaged or too large is refused."""
+"""Image files of all formats have the same RGB pixels as in Pillow; damaged or too large ones are errors."""
 
 import io
 import struct

@@ -1,4 +1,4 @@
-"""Digits and made-up images: the same rows every time, and something can be learned from them."""
+"""Digits and synthetic images: rows are deterministic and can be learned."""
 
 from typing import Any
 

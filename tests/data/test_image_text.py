@@ -1,4 +1,4 @@
-"""Rows of text with images: where image tokens stand, what the loss is on, tiles, and lines that are refused."""
+"""Rows of text with images: image tokens, loss, tiles, and invalid lines."""
 
 import base64
 import gzip
@@ -101,7 +101,7 @@ def test_conversations(tmp_path: Path) -> None:
 
 
 def test_the_tokenizer_gives_the_image_token(tmp_path: Path) -> None:
-    """Conversations are the same tokens as by the tokenizer, but for the number of image tokens."""
+    """Conversations have the tokenizer's tokens, except for the number of image tokens."""
     tokenizer = MultimodalTokenizerConfig(base=ByteTokenizerConfig(), added={"more": "<more>"}).build()
     talk = turns("<image>a<more>", "b")
     config = lines(tmp_path, {"image": "red.png", "conversations": talk})

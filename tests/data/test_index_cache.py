@@ -1,4 +1,4 @@
-"""Index files: reused when whole and of the same content, else built again; never in the way."""
+"""Index files: reused if intact and of the same content, else rebuilt."""
 
 import os
 import subprocess

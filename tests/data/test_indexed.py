@@ -1,4 +1,4 @@
-"""Token files: what is written is read, and every kind of damage is named."""
+"""Token files: writing and reading, and errors for every kind of damage."""
 
 import struct
 import subprocess

@@ -1,4 +1,4 @@
-"""English of the standard library as rows for BERT and T5, and the vocabulary that is trained from it."""
+"""English of the standard library as rows for BERT and T5, and the vocabulary trained on it."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Batches: the same for every layout, every number of processes, and after every resume."""
+"""Batches are the same for every layout and number of processes, and after every resume."""
 
 import errno
 import threading
@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from megajax.mesh.sharding import SequenceSharding
 
 from megajax.batch import Leaf, batch_schema
 from megajax.config.errors import UserError
@@ -17,7 +18,6 @@ from megajax.data.balancing import Balancing, balance_rows
 from megajax.data.config import LoaderConfig
 from megajax.data.loader import Loader, LocalRows, read_rows
 from megajax.data.reading import ReadError
-from megajax.mesh.sequence_sharding import SequenceSharding
 from megajax.models.config import text_schema
 
 pytestmark = pytest.mark.smoke
@@ -31,7 +31,7 @@ LAYOUTS = [(1, 8, 1, 1, 1), (1, 2, 2, 1, 2), (2, 2, 1, 2, 1), (1, 1, 1, 1, 8), (
 
 
 class Numbers:
-    """Row i holds i·S + position in every leaf, and remembers who asked for it."""
+    """Row i has i·S + position in every leaf; records the rows that are read."""
 
     def __init__(self, length: int = 200):
         self.length, self.rows_read = length, []
@@ -158,7 +158,7 @@ def test_bad_rows_arrive_as_they_are() -> None:
 
 
 def test_reading_runs_ahead() -> None:
-    """Rows of later batches are read before they are asked for."""
+    """Rows of later batches are read before they are requested."""
     release = threading.Event()
 
     class Watched(Numbers):
@@ -214,7 +214,7 @@ def test_integers_of_any_size_are_read_and_a_row_must_be_a_mapping() -> None:
 
 
 def test_growing_steps() -> None:
-    """Every size is a whole number of microbatches of 8 rows; the position says which one is next."""
+    """Every size is a multiple of microbatches of 8 rows; the position determines the next size."""
     sizes = {0: 8, 8: 8, 16: 16, 32: 24, 56: 24}
     sharding = layout((1, 8, 1, 1, 1))
 
@@ -282,18 +282,18 @@ def test_dealt_rows_of_growing_steps() -> None:
 @pytest.mark.parametrize("sizes", [(1, 1, 1, 4, 1), (1, 2, 1, 4, 1), (1, 1, 1, 4, 2)], ids=str)
 @pytest.mark.parametrize("rounds", [0, 1])
 def test_processes_hold_parts_of_the_same_rows(sizes: tuple[int, ...], rounds: int, processes: int) -> None:
-    """Context cut over processes: each reads whole rows, and its devices' blocks are those of one process."""
-    sharding, sequence_sharding = layout(sizes), SequenceSharding(4, rounds)
+    """With context over processes, each reads full rows, and the blocks of devices equal those of one process."""
+    sharding, sharding = layout(sizes), SequenceSharding(4, rounds)
     schema = batch_schema(text_schema(16, 10_000), LEAVES)
     rows = [{name: (row * 16 + np.arange(16)).astype(dtype) for name, dtype in LEAVES.items()} for row in range(G)]
     full = np.stack([row["tokens"] for row in rows]).reshape(M, G // M, 16)
-    full = full[..., sequence_sharding.places(16)]
+    full = full[..., sharding.places(16)]
     indices = list(sharding.devices_indices_map(full.shape).values())
     size, counts = len(indices) // processes, np.zeros(full.shape, np.int32)
     for process in range(processes):
         local_indices = indices[process * size : (process + 1) * size]
         local = LocalRows(local_indices, M, G // M)
-        block = read_rows(rows, schema, 0, local.offsets, sequence_sharding)
+        block = read_rows(rows, schema, 0, local.offsets, sharding)
         for index in local_indices:
             np.testing.assert_array_equal(local.block(block["tokens"], index), full[index])
             counts[index] += 1
@@ -325,7 +325,7 @@ def test_what_a_reading_thread_meets_is_raised_where_its_batch_is_asked_for(thre
 
 
 def test_a_loader_whose_disk_fails_is_closed_at_once() -> None:
-    """The thread that waits for its next try does not hold up a run that is asked to stop."""
+    """A thread that waits for a retry does not delay a run that is asked to stop."""
     source = Broken()
     with load(layout((1, 8, 1, 1, 1)), source=source, config=LoaderConfig(retries=20)) as loader:
         next(loader)

@@ -1,4 +1,4 @@
-"""Masked sentences against the definition written out in plain loops, and against themselves."""
+"""Masked sentences compared with the definition in plain loops, and with repeated reads."""
 
 import itertools
 from types import SimpleNamespace
@@ -112,7 +112,7 @@ def test_truncation(first, second, target):
 
 
 def plain_spans(tokens, masking, target, draws):
-    """Spans as the definition says, candidate by candidate."""
+    """Spans by the definition, candidate by candidate."""
     word_groups = []
     for place, token in enumerate(tokens):
         if token not in (1, 2):

@@ -1,4 +1,4 @@
-"""Text with blanks: what the encoder and the decoder of T5 read."""
+"""Text with masked spans: the rows of T5's encoder and decoder."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""Token files that are not there: the error names them and the command that writes them."""
+"""Missing token files: the error names them and the command that writes them."""
 
 import shlex
 

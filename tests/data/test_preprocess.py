@@ -1,4 +1,4 @@
-"""python -m megajax.preprocess: what it writes, that it is the same for any number of workers, and what it refuses."""
+"""python -m megajax.preprocess: its output, which is the same for any number of workers, and its errors."""
 
 import gzip
 import io

@@ -1,4 +1,4 @@
-"""Parquet, pairs of texts, partitions, and rows that are left out."""
+"""Parquet, pairs of texts, partitions, and skipped rows."""
 
 import gzip
 import json

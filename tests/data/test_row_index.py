@@ -63,7 +63,7 @@ def request(rows: int | None, **changes: int) -> IndexRequest:
 
 
 def test_epochs() -> None:
-    """100 tokens an epoch, rows of 10: 9 fit into one, 19 into two; below int(0.8 · 9) = 7 the last is apart."""
+    """100 tokens an epoch, rows of 10: 9 fit into one, 19 into two; below int(0.8 · 9) = 7 the last is separate."""
     assert plan_epochs(100, request(None)) == Epochs(1, 0, False)
     assert plan_epochs(100, request(9)) == Epochs(1, 0, False)
     assert plan_epochs(100, request(10)) == Epochs(2, 9, True)

@@ -1,4 +1,4 @@
-"""The corpus of standard library sources: the same every time, real text, made again when it has to be."""
+"""The corpus of standard library sources: deterministic, real text, rebuilt if necessary."""
 
 import sysconfig
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Small jobs of preprocessing, and what they wrote."""
+"""Small jobs of preprocessing, and their output."""
 
 import json
 import struct

@@ -28,7 +28,7 @@ def encoded(text: str) -> bytes:
 
 
 def safe_to_cut(tokenizer, data: bytes) -> bool:
-    """Whether the ids are the same when the data is cut at the split point, and likewise for every beginning of it."""
+    """Whether the ids are the same if the data, or any prefix of it, is cut at its split point."""
     for size in range(len(data) + 1):
         place = tokenizer.split_point(data[:size])
         parts = [*tokenizer.encode_bytes(data[:place]), *tokenizer.encode_bytes(data[place:])]

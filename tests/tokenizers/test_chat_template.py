@@ -53,7 +53,7 @@ def test_templates_by_name(name: str, text: str, answers: list[str]) -> None:
 
 
 def test_templates_mark_answers_themselves() -> None:
-    """Earlier thoughts are dropped, so that the text of the first messages is not the beginning of the whole."""
+    """Earlier thoughts are dropped, so the text of the first messages is not a prefix of the whole text."""
     dropping = (
         "{% for m in messages %}{% if m.role == 'user' %}U:{{ m.content }}{% else %}A:{% generation %}"
         "{{ m.content if loop.last else m.content.split('!')[1] }};{% endgeneration %}{% endif %}{% endfor %}"

@@ -1,4 +1,4 @@
-"""Which characters of a text its tokens stand for."""
+"""Spans of characters of tokens."""
 
 import io
 
@@ -17,7 +17,7 @@ from megajax.tokenizers.config import (
 
 
 def parts(tokenizer: Tokenizer, text: str) -> list[str]:
-    """What each token stands for; ids are those of `encode`."""
+    """The text of each token's span; ids equal those of `encode`."""
     ids, spans = tokenizer.encode_spans(text)
     np.testing.assert_array_equal(ids, tokenizer.encode(text))
     assert ids.dtype == np.int32 and spans.shape == (len(ids), 2)

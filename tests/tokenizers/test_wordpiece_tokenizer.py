@@ -58,7 +58,7 @@ def test_special_tokens_and_pieces(vocabulary):
 
 @pytest.mark.parametrize("lower", [True, False])
 def test_same_ids_and_text_as_hugging_face(vocabulary, lower):
-    """Its own way to BERT's tokenizer: the class that reads vocab.txt."""
+    """BERT's tokenizer by the library's class that reads vocab.txt."""
     tokenizers = pytest.importorskip("tokenizers")
     library = tokenizers.BertWordPieceTokenizer(vocabulary, lowercase=lower)
     tokenizer = WordPieceTokenizerConfig(vocabulary=vocabulary, lower=lower).build()

@@ -1,4 +1,4 @@
-"""Training of a WordPiece vocabulary: special tokens first, the same every time, and words of the text whole."""
+"""Training of a WordPiece vocabulary: special tokens first, deterministic, and frequent words as single tokens."""
 
 from pathlib import Path
 

@@ -42,7 +42,7 @@ class ChatConfig(Builds):
     """Divide the padding after the last conversation into short documents, which cost attention little. False: it
     belongs to the last conversation, as in Megatron-LM."""
     cut_long: bool = False
-    """Cut a line that is longer than a row; false: an error, as `on_error` says."""
+    """Cut a line that is longer than a row; false: an invalid line, see `on_error`."""
     pad_multiple: int = 1
     """Pad each conversation to a multiple of this many tokens."""
     mask_pad: bool = False

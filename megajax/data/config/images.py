@@ -116,7 +116,7 @@ class ClassFoldersConfig(ClassImagesConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImageShardsConfig(ClassImagesConfig):
-    """Images with classes in tar files, laid out as by webdataset: NAME.jpg and NAME.cls or NAME.json are a sample."""
+    """Images with classes in tar files, laid out as in webdataset: NAME.jpg and NAME.cls or NAME.json are a sample."""
 
     target: ClassVar[str] = "megajax.data.image_shards:build_splits"
 
