@@ -41,10 +41,10 @@ def make_engine(
     length: int,
     queue: int,
 ) -> Engine:
-    """Steps are compiled when they are first needed; see `ModelDevice.programs`.
+    """Steps are compiled when first needed; see `ModelDevice.programs`.
 
-    end_tokens: tokens that end an answer; length: most tokens of a row; queue: most requests that wait.
-    Raises UserError where the cache has no room.
+    end_tokens: tokens that end an answer; length: maximum number of tokens of a row; queue: maximum number of waiting
+    requests. Raises UserError if there is no memory for the cache.
     """
     dtype = config.cache_dtype or config.compute
     vocabulary = min(ids_below(model.cfg) or 0, tokenizer.vocabulary_size)
@@ -93,10 +93,8 @@ def cache_size(config: InferenceConfig, length: int, model: LoadedModel, dtype: 
     free = free_memory(list(model.mesh.devices.flat))
     blocks = int((free.bytes * (config.memory_share if free.from_devices else CPU_SHARE) - of_rows) // of_block)
     if blocks < 1:
-        available_text = f"{byte_size(free.bytes)} are free on a device, and a block of {config.block} tokens takes"
-        raise UserError(
-            f"the cache has no room: {available_text} {byte_size(of_block)}. Use more devices (parallel.tensor)"
-        )
+        sizes = f"{byte_size(free.bytes)} are free on a device, and a block of {config.block} tokens takes"
+        raise UserError(f"the cache has no room: {sizes} {byte_size(of_block)}. Use more devices (parallel.tensor)")
     return replace(size, blocks=min(blocks, LARGEST_POOL // config.block if free.from_devices else needed))
 
 
@@ -118,10 +116,8 @@ class FreeMemory(NamedTuple):
 def free_memory(devices: Sequence[jax.Device]) -> FreeMemory:
     """Free memory of the fullest device; for CPUs, an equal share of the host's free memory."""
     stats = [device.memory_stats() or {} for device in devices]
-    if all({"bytes_in_use", "bytes_limit"} <= device_stats.keys() for device_stats in stats):
-        return FreeMemory(
-            min(device_stats["bytes_limit"] - device_stats["bytes_in_use"] for device_stats in stats), True
-        )
+    if all({"bytes_in_use", "bytes_limit"} <= counts.keys() for counts in stats):
+        return FreeMemory(min(counts["bytes_limit"] - counts["bytes_in_use"] for counts in stats), True)
     available = re.search(r"MemAvailable:\s+(\d+) kB", HOST.read_text() if HOST.exists() else "")
     free = int(available[1]) * 1024 if available else os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return FreeMemory(free // len(devices), False)

@@ -94,9 +94,8 @@ class Engine:
             )
             for _ in range(device.replicas)
         ]
-        self.end_tokens = (
-            (end_tokens_of(tokenizer) if tokenizer else frozenset()) if end_tokens is None else frozenset(end_tokens)
-        )
+        default = end_tokens_of(tokenizer) if tokenizer else frozenset()
+        self.end_tokens = default if end_tokens is None else frozenset(end_tokens)
         self.finite = True
         """Whether any row of the last step had finite logits."""
         self.failed = False
@@ -225,10 +224,8 @@ class Engine:
             )
         if sampling.stop and self.tokenizer is None:
             problems.append(Problem("stop", "needs a tokenizer, and the engine has none"))
-        if (
-            sampling.beams > 1
-            and (candidates := candidates_of(sampling.beams, self._end_tokens_of(sampling))) > self.device.top
-        ):
+        candidates = candidates_of(sampling.beams, self._end_tokens_of(sampling))
+        if sampling.beams > 1 and candidates > self.device.top:
             message = f"{sampling.beams} and the tokens that end a text need {candidates} candidates of each beam"
             problems.append(Problem("beams", f"{message}; the device gives {self.device.top}"))
         try:

@@ -61,9 +61,8 @@ class LayerByLayer:
         for layer in self.layers():
             values = dict(self._values(f"{STACK}{BLOCKS}{layer.block}.", layer.row))
             for place, x in enumerate(states):
-                states[place], inputs = self._block(layer.block, watch is not None)(
-                    values, self._shared, x, layer.number
-                )
+                run_block = self._block(layer.block, watch is not None)
+                states[place], inputs = run_block(values, self._shared, x, layer.number)
                 if watch is not None:
                     watch(layer, values, inputs)
         return states
@@ -75,9 +74,7 @@ class LayerByLayer:
     def layers(self) -> list[Layer]:
         """The layers in the order of the model."""
         numbers = enumerate(self._abstract.stack.numbers)
-        layers = [
-            Layer(block, row, layer) for block, layer_numbers in numbers for row, layer in enumerate(layer_numbers)
-        ]
+        layers = [Layer(block, row, number) for block, rows in numbers for row, number in enumerate(rows)]
         return sorted(layers, key=lambda layer: layer.number)
 
     @cached_property

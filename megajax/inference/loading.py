@@ -101,9 +101,7 @@ def demand_shapes(source: WeightSource, declared: Mapping[str, ParamSpec]) -> No
         elif stored[path] != spec.shape:
             problems.append(f"{path}: {list(stored[path])} stored, {list(spec.shape)} in the model")
     if problems:
-        raise UserError(
-            f"the weights of {source.where} are not this model's:\n" + "\n".join(f"  {w}" for w in problems)
-        )
+        raise UserError("\n  ".join([f"the weights of {source.where} are not this model's:", *problems]))
 
 
 def _rows(spec: ParamSpec) -> range | None:

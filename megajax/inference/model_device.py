@@ -22,9 +22,7 @@ class ModelDevice:
     def __init__(self, programs: Programs, vocabulary: int):
         """programs: with `chooser.choosers(vocabulary)`; vocabulary: ids in use."""
         self.programs, self.vocabulary = programs, vocabulary
-        self.choosers: Sequence[RowChooser] = [
-            chooser for chooser in programs.choosers if isinstance(chooser, RowChooser)
-        ]
+        self.choosers: Sequence[RowChooser] = [item for item in programs.choosers if isinstance(item, RowChooser)]
         self.rows, self.chunk, self.length = programs.rows, programs.chunk, programs.length
         self.block, self.blocks, self.replicas = programs.size.block, programs.size.blocks, programs.replicas
         self.prefix_sharing, self.memory = programs.prefix_sharing, max(programs.text_lengths, default=0)

@@ -50,17 +50,15 @@ def read_prompts(path: Path) -> list[Prompt]:
 
 def _content(line: str, where: str) -> Any:
     """The prompt of a line. Raises UserError if the line is not a prompt."""
-    expected = (
-        'expected {"prompt": "text"}, {"prompt": [1, 2, 3]} or {"messages": [{"role": "user", "content": "text"}]}'
-    )
+    forms = 'expected {"prompt": "text"}, {"prompt": [1, 2, 3]} or {"messages": [{"role": "user", "content": "text"}]}'
     try:
         value = read_json(line)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{where}: is not valid JSON: {error}; {expected}") from error
+        raise UserError(f"{where}: is not valid JSON: {error}; {forms}") from error
     if not isinstance(value, dict) or len(value.keys() & {"prompt", "messages"}) != 1:
-        raise UserError(f"{where}: {expected}")
+        raise UserError(f"{where}: {forms}")
     if unknown := value.keys() - {"prompt", "messages"}:
-        raise UserError(f"{where}: unknown field {min(unknown)!r}; {expected}")
+        raise UserError(f"{where}: unknown field {min(unknown)!r}; {forms}")
     content = value.get("prompt", value.get("messages"))
     if "prompt" in value:
         ids = isinstance(content, list) and content and all(type(token) is int and token >= 0 for token in content)
@@ -68,7 +66,7 @@ def _content(line: str, where: str) -> Any:
     else:
         valid = isinstance(content, list) and bool(content) and all(map(_is_message, content))
     if not valid:
-        raise UserError(f"{where}: {expected}; roles are {', '.join(ROLES)}")
+        raise UserError(f"{where}: {forms}; roles are {', '.join(ROLES)}")
     return content
 
 

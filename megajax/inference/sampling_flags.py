@@ -21,15 +21,8 @@ def sampling_flags() -> tuple[Flag, ...]:
     kinds, texts, usual = hints(Sampling), field_texts(Sampling), Sampling(max_tokens=MAX_TOKENS)
     kinds["guide"] = Path | None
     texts["guide"] = "A file with the JSON schema that the answer has to match."
-    return tuple(
-        Flag(
-            setting.name.replace("_", "-"),
-            kinds[setting.name],
-            getattr(usual, setting.name),
-            texts.get(setting.name, ""),
-        )
-        for setting in fields(Sampling)
-    )
+    names = [setting.name for setting in fields(Sampling)]
+    return tuple(Flag(name.replace("_", "-"), kinds[name], getattr(usual, name), texts.get(name, "")) for name in names)
 
 
 def sampling_of(flags: Mapping[str, Any]) -> Sampling:

@@ -63,8 +63,8 @@ class StandIn:
 
     def _result(self, row: Row, first: int, count: int, cells: dict[tuple[int, int], tuple[int, int]]) -> Sampled:
         self.computed.append((row, first, count))
-        seen = [cells[row.blocks[at // self.block], at % self.block] for at in range(first + count)]
-        assert seen == [(at, row.tokens[at]) for at in range(first + count)], f"{row.order}: other keys"
+        cached_tokens = [cells[row.blocks[at // self.block], at % self.block] for at in range(first + count)]
+        assert cached_tokens == [(at, row.tokens[at]) for at in range(first + count)], f"{row.order}: other keys"
         if self.bad.intersection(row.tokens[: first + count]):
             return Sampled(-1, float("nan"), finite=False)
         tokens = self.candidates(row, row.tokens[: first + count])

@@ -72,8 +72,8 @@ def test_one_beam_is_greedy() -> None:
 
 def test_forbidden_ends_are_not_taken() -> None:
     for seed in range(10):
-        done = search(Table(seed), BeamSearch(beams=2, limit=LIMIT, end_tokens=frozenset({END})), forbidden_until=2)
-        assert all(len(answer.tokens) > 2 and END not in answer.tokens[:2] for answer in done.finished)
+        result = search(Table(seed), BeamSearch(beams=2, limit=LIMIT, end_tokens=frozenset({END})), forbidden_until=2)
+        assert all(len(answer.tokens) > 2 and END not in answer.tokens[:2] for answer in result.finished)
 
 
 def test_answers_as_in_transformers() -> None:
@@ -115,11 +115,11 @@ def test_answers_as_in_transformers() -> None:
             values, order = torch.log_softmax(logits, -1).topk(count)
             return list(zip(order.tolist(), values.tolist(), strict=True))
 
-        ours = BeamSearch(beams=beams, limit=limit, end_tokens=frozenset(end_tokens), length_penalty=penalty)
-        while not ours.complete:
-            forbidden = ours.end_tokens if len(ours.running[0].tokens) < least else ()
-            ours.advance([top(beam.tokens, ours.candidate_count) for beam in ours.running], forbidden)
-        for row, score, answer in zip(out.sequences, out.sequences_scores, ours.best(beams), strict=True):
+        search = BeamSearch(beams=beams, limit=limit, end_tokens=frozenset(end_tokens), length_penalty=penalty)
+        while not search.complete:
+            forbidden = search.end_tokens if len(search.running[0].tokens) < least else ()
+            search.advance([top(beam.tokens, search.candidate_count) for beam in search.running], forbidden)
+        for row, score, answer in zip(out.sequences, out.sequences_scores, search.best(beams), strict=True):
             theirs = row[2:].tolist()
             assert tuple(theirs[: len(answer.tokens)]) == answer.tokens, (number, theirs, answer)
             assert math.isclose(float(score), answer.score, rel_tol=1e-4)

@@ -36,13 +36,13 @@ def logits_of(tokens: np.ndarray, size: int) -> np.ndarray:
     return logits
 
 
-def bert_of(tokenizer: Any, says: int) -> Any:
+def bert_of(tokenizer: Any, token: int) -> Any:
     """A BERT that puts one token everywhere, if it is given what its rows have."""
 
     def model(*, tokens: np.ndarray, segment_ids: np.ndarray, token_types: np.ndarray) -> np.ndarray:
         assert tokens.shape == segment_ids.shape == token_types.shape == (1, LENGTH)
         assert ((tokens != tokenizer.pad) == segment_ids).all()
-        return logits_of(np.full(tokens.shape, says), tokenizer.vocabulary_size)
+        return logits_of(np.full(tokens.shape, token), tokenizer.vocabulary_size)
 
     return model
 

@@ -102,7 +102,7 @@ def by_hand(logits: np.ndarray, rows: RowSampling, history: np.ndarray) -> np.nd
             x[token] = x[token] / rows.edits.repetition[row] if x[token] > 0 else x[token] * rows.edits.repetition[row]
         for token in set(answer):
             x[token] -= rows.edits.frequency[row] * answer.count(token) + rows.edits.presence[row]
-        out[row] = probabilities(x, *(each[row] for each in rows.drawing[:4]))
+        out[row] = probabilities(x, *(array[row] for array in rows.drawing[:4]))
     return out
 
 
@@ -135,7 +135,7 @@ def test_kept_tokens_are_those_of_a_sort() -> None:
     )
     scaled = (logits - logits.max(1, keepdims=True)) / settings.temperature[:, None]
     keep = np.asarray(jax.jit(keep_mask)(scaled, settings, VocabularyShard(0, SIZE, ())))
-    expected = [probabilities(x, *(each[row] for each in settings[:4])) > 0 for row, x in enumerate(logits)]
+    expected = [probabilities(x, *(array[row] for array in settings[:4])) > 0 for row, x in enumerate(logits)]
     np.testing.assert_array_equal(keep, expected)
     assert 1 == keep.sum(1).min() < keep.sum(1).max() == SIZE
 
@@ -149,15 +149,17 @@ def test_equal_logits_at_the_border_are_kept_together() -> None:
 def test_frequencies_are_the_probabilities() -> None:
     """Chi-square over 1500 draws of each kind of row, with seeds that never change."""
     logits, rows, tokens = everything(np.random.default_rng(2))
-    drawn = draws(1500, logits, rows, tokens)
-    expected = by_hand(logits, rows, tokens) * len(drawn)
+    samples = draws(1500, logits, rows, tokens)
+    expected = by_hand(logits, rows, tokens) * len(samples)
     for row in range(ROWS):
-        counts = np.bincount(drawn[:, row], minlength=SIZE)
+        counts = np.bincount(samples[:, row], minlength=SIZE)
         assert not counts[expected[row] == 0].any()
         often = expected[row] >= 5
-        seen = np.append(counts[often], counts[~often].sum())
-        wanted = np.append(expected[row, often], expected[row, ~often].sum())
-        statistic = ((seen - wanted)[wanted > 0] ** 2 / wanted[wanted > 0]).sum()
+        observed = np.append(counts[often], counts[~often].sum())
+        expected_counts = np.append(expected[row, often], expected[row, ~often].sum())
+        statistic = (
+            (observed - expected_counts)[expected_counts > 0] ** 2 / expected_counts[expected_counts > 0]
+        ).sum()
         freedom = max(often.sum(), 1)
         # The mean of chi-square is its degrees of freedom, the variance twice that.
         assert statistic < freedom + 4 * np.sqrt(2 * freedom), (row, statistic, freedom)
@@ -165,26 +167,26 @@ def test_frequencies_are_the_probabilities() -> None:
 
 def draws(count: int, logits: np.ndarray, rows: RowSampling, tokens: np.ndarray) -> np.ndarray:
     """The first tokens of each row under so many seeds, int [count, ROWS]."""
-    drawn = []
+    samples = []
     for number in range(count):
         seed = np.stack([np.full(ROWS, number), np.arange(ROWS)], -1).astype(np.uint32)
-        own = rows._replace(drawing=rows.drawing._replace(seed=seed))
-        drawn.append(CHOOSE(LAYOUT, SIZE, Program.FULL, TOP, logits, own, tokens).token)
-    return np.asarray(drawn)
+        first = rows._replace(drawing=rows.drawing._replace(seed=seed))
+        samples.append(CHOOSE(LAYOUT, SIZE, Program.FULL, TOP, logits, first, tokens).token)
+    return np.asarray(samples)
 
 
 def test_scores_are_those_of_the_model_alone() -> None:
     logits, rows, tokens = everything(np.random.default_rng(3))
-    chosen = CHOOSE(LAYOUT, SIZE, Program.FULL, TOP, logits, rows, tokens)
+    result = CHOOSE(LAYOUT, SIZE, Program.FULL, TOP, logits, rows, tokens)
     x = logits[:, :SIZE].astype(np.float64)
     logprobs = x - np.log(np.exp(x).sum(1, keepdims=True))
-    token = np.asarray(chosen.token)
-    own = np.take_along_axis(logprobs, token[:, None], 1)
-    np.testing.assert_allclose(chosen.logprob, own[:, 0], atol=1e-5)
-    np.testing.assert_array_equal(chosen.scores.rank, 1 + (logprobs > own).sum(1))
+    token = np.asarray(result.token)
+    first = np.take_along_axis(logprobs, token[:, None], 1)
+    np.testing.assert_allclose(result.logprob, first[:, 0], atol=1e-5)
+    np.testing.assert_array_equal(result.scores.rank, 1 + (logprobs > first).sum(1))
     order = np.argsort(-logprobs, 1, kind="stable")[:, :TOP]
-    np.testing.assert_array_equal(chosen.scores.top, order)
-    np.testing.assert_allclose(chosen.scores.logprobs, np.take_along_axis(logprobs, order, 1), atol=1e-5)
+    np.testing.assert_array_equal(result.scores.top, order)
+    np.testing.assert_allclose(result.scores.logprobs, np.take_along_axis(logprobs, order, 1), atol=1e-5)
 
 
 @pytest.mark.parametrize("setting", [{"top_p": 1e-9}, {"top_k": 1}, {"min_p": 1.0}, {"temperature": 1e-6}])
@@ -192,17 +194,17 @@ def test_settings_that_leave_one_token_are_greedy(setting: dict[str, float]) -> 
     logits, rows, tokens = everything(np.random.default_rng(4))
     allowed = rows.edits.allowed
     rows = RowSampling(drawing(**setting), edits(allowed=allowed))
-    chosen = CHOOSE(LAYOUT, SIZE, Program.FULL, TOP, logits, rows, tokens)
+    result = CHOOSE(LAYOUT, SIZE, Program.FULL, TOP, logits, rows, tokens)
     bits = (allowed[:, np.arange(IDS) // 32] >> (np.arange(IDS, dtype=np.uint32) % 32) & 1).astype(bool)
     greedy = np.where(bits, logits, -np.inf)[:, :SIZE].argmax(1)
-    np.testing.assert_array_equal(chosen.token, greedy)
+    np.testing.assert_array_equal(result.token, greedy)
 
 
 def test_a_huge_temperature_draws_evenly() -> None:
     logits, _, tokens = everything(np.random.default_rng(5))
-    drawn = draws(200, logits, RowSampling(drawing(temperature=1e6), edits()), tokens)
-    counts = np.bincount(drawn.reshape(-1), minlength=SIZE)
-    expected = drawn.size / SIZE
+    samples = draws(200, logits, RowSampling(drawing(temperature=1e6), edits()), tokens)
+    counts = np.bincount(samples.reshape(-1), minlength=SIZE)
+    expected = samples.size / SIZE
     assert len(counts) == SIZE
     assert ((counts - expected) ** 2 / expected).sum() < SIZE + 4 * np.sqrt(2 * SIZE)
 
@@ -214,32 +216,32 @@ def test_seeds_and_numbers_of_tokens_draw_anew() -> None:
 
     def token(seed: tuple[int, int], number: int) -> list[int]:
         settings = drawing(seed=np.full((ROWS, 2), seed), number=number)
-        own = RowSampling(settings, edits())
-        return np.asarray(CHOOSE(LAYOUT, SIZE, Program.FULL, TOP, logits, own, tokens * 0).token).tolist()
+        first = RowSampling(settings, edits())
+        return np.asarray(CHOOSE(LAYOUT, SIZE, Program.FULL, TOP, logits, first, tokens * 0).token).tolist()
 
     every = [token((high, low), number)[0] for high in range(4) for low in range(4) for number in range(4)]
     assert len(set(every)) > 25
     assert len(set(token((1, 2), 3))) == 1
 
 
-def same(one: Chosen, other: Chosen) -> None:
-    jax.tree.map(np.testing.assert_array_equal, one, other)
+def same(first: Chosen, second: Chosen) -> None:
+    jax.tree.map(np.testing.assert_array_equal, first, second)
 
 
 def test_rows_do_not_depend_on_their_neighbours() -> None:
     generator = np.random.default_rng(6)
-    own, others = everything(generator), everything(generator)
-    alone = CHOOSE(LAYOUT, SIZE, Program.FULL, TOP, *own)
+    first, second = everything(generator), everything(generator)
+    expected = CHOOSE(LAYOUT, SIZE, Program.FULL, TOP, *first)
     order = generator.permutation(ROWS)
 
-    def mixed(own: np.ndarray, other: np.ndarray) -> np.ndarray:
+    def mixed(first: np.ndarray, second: np.ndarray) -> np.ndarray:
         """Half of the rows, in another order, among other rows."""
-        out = np.array(other)
-        out[order[:4]] = own[:4]
+        out = np.array(second)
+        out[order[:4]] = first[:4]
         return out
 
-    among = CHOOSE(LAYOUT, SIZE, Program.FULL, TOP, *jax.tree.map(mixed, own, others))
-    same(jax.tree.map(lambda x: x[:4], alone), jax.tree.map(lambda x: x[order[:4]], among))
+    among = CHOOSE(LAYOUT, SIZE, Program.FULL, TOP, *jax.tree.map(mixed, first, second))
+    same(jax.tree.map(lambda x: x[:4], expected), jax.tree.map(lambda x: x[order[:4]], among))
 
 
 @pytest.mark.slow
@@ -276,17 +278,17 @@ def test_devices_change_nothing(tensor: int, data: int) -> None:
     logits, rows, tokens = everything(np.random.default_rng(8))
     if data == 2:
         rows = rows._replace(drawing=rows.drawing._replace(top_p=np.where(np.arange(ROWS) < 4, rows.drawing.top_p, 1)))
-    whole = CHOOSE(LAYOUT, SIZE, Program.FULL, TOP, logits, rows, tokens)
+    unsharded = CHOOSE(LAYOUT, SIZE, Program.FULL, TOP, logits, rows, tokens)
     cfg = ParallelConfig(tensor=tensor, data=data, data_sharding="replicate", sequence=False)
     layout = Layout(Plan.of(cfg))
     with jax.set_mesh(build_mesh(cfg, jax.devices()[: tensor * data])):
         compiled = CHOOSE.lower(layout, SIZE, Program.FULL, TOP, logits, rows, tokens).compile()
-        cut = compiled(logits, rows, tokens)
-    np.testing.assert_array_equal(cut.token, whole.token)
-    np.testing.assert_array_equal(cut.scores.rank, whole.scores.rank)
-    np.testing.assert_array_equal(cut.scores.top, whole.scores.top)
-    np.testing.assert_allclose(cut.logprob, whole.logprob, atol=1e-5)
-    np.testing.assert_allclose(cut.scores.logprobs, whole.scores.logprobs, atol=1e-5)
+        sharded = compiled(logits, rows, tokens)
+    np.testing.assert_array_equal(sharded.token, unsharded.token)
+    np.testing.assert_array_equal(sharded.scores.rank, unsharded.scores.rank)
+    np.testing.assert_array_equal(sharded.scores.top, unsharded.scores.top)
+    np.testing.assert_allclose(sharded.logprob, unsharded.logprob, atol=1e-5)
+    np.testing.assert_allclose(sharded.scores.logprobs, unsharded.scores.logprobs, atol=1e-5)
     # No device has the logits, or the noise, of more than its part of the vocabulary.
     text = compiled.as_text()
     assert f"f32[{ROWS // data},{IDS // tensor}]" in text
@@ -297,9 +299,9 @@ def test_logits_that_are_not_finite_give_no_token() -> None:
     logits, rows, tokens = everything(np.random.default_rng(9))
     logits[1, 5], logits[2, 6], logits[3, 7], logits[4, SIZE] = np.nan, np.inf, -np.inf, np.nan
     rows.edits.allowed[5] = 0
-    chosen = CHOOSE(LAYOUT, SIZE, Program.FULL, TOP, logits, rows, tokens)
-    assert np.asarray(chosen.finite).tolist() == [True, False, False, False, True, True, True, True]
-    assert (np.asarray(chosen.token) < 0).tolist() == [False, True, True, True, False, True, False, False]
+    result = CHOOSE(LAYOUT, SIZE, Program.FULL, TOP, logits, rows, tokens)
+    assert np.asarray(result.finite).tolist() == [True, False, False, False, True, True, True, True]
+    assert (np.asarray(result.token) < 0).tolist() == [False, True, True, True, False, True, False, False]
 
 
 @pytest.mark.slow
@@ -307,10 +309,10 @@ def test_noise_does_not_depend_on_padding() -> None:
     """The same tokens whatever the vocabulary is padded to."""
     logits, rows, _ = everything(np.random.default_rng(10))
     wide = np.pad(logits, ((0, 0), (0, 64)))
-    one, other = (
-        CHOOSE(LAYOUT, SIZE, Program.SAMPLED, TOP, each, RowSampling(rows.drawing)).token for each in (logits, wide)
+    first, second = (
+        CHOOSE(LAYOUT, SIZE, Program.SAMPLED, TOP, array, RowSampling(rows.drawing)).token for array in (logits, wide)
     )
-    np.testing.assert_array_equal(one, other)
+    np.testing.assert_array_equal(first, second)
 
 
 def test_masks_reach_over_ids_without_a_bit() -> None:

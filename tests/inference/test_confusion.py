@@ -17,23 +17,23 @@ from megajax.models.presets.vit import vit
 class Rows:
     """Images whose first pixel is what `Model` takes them for."""
 
-    def __init__(self, labels: np.ndarray, taken: np.ndarray):
-        self.labels, self.taken = labels, taken
+    def __init__(self, labels: np.ndarray, predictions: np.ndarray):
+        self.labels, self.taken = labels, predictions
         self.items = SimpleNamespace(classes=("cat", "dog", "cow"))
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def __getitem__(self, row: int) -> dict[str, np.ndarray]:
-        taken = np.asarray(self.taken[row], np.uint8)
-        images = np.broadcast_to(taken.reshape(*(taken.shape or (1, 1)), 1), (2, 2, 3))
+        predictions = np.asarray(self.taken[row], np.uint8)
+        images = np.broadcast_to(predictions.reshape(*(predictions.shape or (1, 1)), 1), (2, 2, 3))
         return {"images": images, "labels": self.labels[row]}
 
 
 def run_of(rows: Rows, pixels: bool = False, **splits: Any) -> Any:
     def model(*, images: np.ndarray) -> np.ndarray:
-        taken = images[..., 0] if pixels else images[:, 0, 0, 0]
-        return np.eye(3, dtype=np.float32)[taken]
+        predictions = images[..., 0] if pixels else images[:, 0, 0, 0]
+        return np.eye(3, dtype=np.float32)[predictions]
 
     parts = SimpleNamespace(splits=SimpleNamespace(**{"test": rows, "valid": None, **splits}))
     config = vit("debug", image=8)
@@ -43,11 +43,11 @@ def run_of(rows: Rows, pixels: bool = False, **splits: Any) -> Any:
 
 def test_counts_are_those_of_a_loop() -> None:
     rng = np.random.default_rng(0)
-    labels, taken = rng.integers(0, 3, (2, 150))
+    labels, predictions = rng.integers(0, 3, (2, 150))
     expected = np.zeros((3, 3), int)
-    for label, other in zip(labels, taken, strict=True):
-        expected[label, other] += 1
-    rows = Rows(labels, taken)
+    for label, prediction in zip(labels, predictions, strict=True):
+        expected[label, prediction] += 1
+    rows = Rows(labels, predictions)
     np.testing.assert_array_equal(confusion(run_of(rows), rows), expected)
 
 

@@ -53,13 +53,13 @@ def byte_fallback(folder: Path) -> Tokenizer:
     library = pytest.importorskip("tokenizers")
     words = ["<unk>", "<s>", "</s>", *BYTES, "▁", "▁the", "▁▁", "fox", ",", "猫", "\n", "\N{REPLACEMENT CHARACTER}"]
     vocabulary = {word: number for number, word in enumerate(words)}
-    own = library.Tokenizer(library.models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
+    fast_tokenizer = library.Tokenizer(library.models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
     decoders = library.decoders
-    own.decoder = decoders.Sequence(
+    fast_tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
-    own.add_special_tokens(["<s>", "</s>"])
-    own.save(str(folder / "tokenizer.json"))
+    fast_tokenizer.add_special_tokens(["<s>", "</s>"])
+    fast_tokenizer.save(str(folder / "tokenizer.json"))
     return HuggingFaceTokenizerConfig(path=str(folder)).build()
 
 
@@ -67,16 +67,16 @@ def suffixes(folder: Path) -> Tokenizer:
     """Words end in </w>, which becomes a space once another word follows."""
     library = pytest.importorskip("tokenizers")
     vocabulary = {word: n for n, word in enumerate(["<unk>", "</s>", "the</w>", "fo", "x</w>", ",</w>", "s"])}
-    own = library.Tokenizer(library.models.BPE(vocabulary, [], unk_token="<unk>", end_of_word_suffix="</w>"))
-    own.decoder = library.decoders.BPEDecoder()
-    own.save(str(folder / "tokenizer.json"))
+    fast_tokenizer = library.Tokenizer(library.models.BPE(vocabulary, [], unk_token="<unk>", end_of_word_suffix="</w>"))
+    fast_tokenizer.decoder = library.decoders.BPEDecoder()
+    fast_tokenizer.save(str(folder / "tokenizer.json"))
     return HuggingFaceTokenizerConfig(path=str(folder)).build()
 
 
 def wordpiece(folder: Path) -> Tokenizer:
     pytest.importorskip("tokenizers")
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "un", "##aff", "##able", "the", "café", ",", "##s"]
-    (folder / "vocab.txt").write_text("\n".join(words) + "\n", encoding="utf-8")
+    vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "un", "##aff", "##able", "the", "café", ",", "##s"]
+    (folder / "vocab.txt").write_text("\n".join(vocabulary) + "\n", encoding="utf-8")
     return WordPieceTokenizerConfig(vocabulary=str(folder / "vocab.txt")).build()
 
 
@@ -121,8 +121,8 @@ def random_tokens(draw: random.Random, tokenizer: Tokenizer) -> list[int]:
     tokens: list[int] = []
     for _ in range(draw.randint(1, 8)):
         first = draw.randrange(tokenizer.vocabulary_size)
-        near = range(first, min(first + 30, tokenizer.vocabulary_size))
-        tokens += draw.choices(near, k=draw.randint(1, 12))
+        ids = range(first, min(first + 30, tokenizer.vocabulary_size))
+        tokens += draw.choices(ids, k=draw.randint(1, 12))
         if draw.random() < 0.4 and "null" not in tokenizer.identity:
             start = draw.randrange(len(TEXT) - 8)
             tokens += tokenizer.encode(TEXT[start : start + draw.randint(1, 8)]).tolist()
@@ -205,8 +205,8 @@ def test_stop_strings_end_the_text_however_it_is_cut() -> None:
         text = "".join(draw.choices("abé", k=draw.randint(0, 14)))
         stops = tuple("".join(draw.choices("abé", k=draw.randint(1, 4))) for _ in range(draw.randint(1, 3)))
         cuts = [draw.randint(0, len(text)) for _ in range(draw.randint(0, 14))]
-        sent, _, stopped = streamed(text, stops, cuts)
-        assert (sent, stopped) == until_stop(text, stops), (text, stops, cuts)
+        text_sent, _, stopped = streamed(text, stops, cuts)
+        assert (text_sent, stopped) == until_stop(text, stops), (text, stops, cuts)
 
 
 def test_only_what_may_begin_a_stop_string_is_kept_back() -> None:

@@ -115,10 +115,10 @@ def test_the_token_that_ends_a_text_has_none() -> None:
     client = Client(b"abc", max_tokens=3)
     serve(engine, client)
     last = client.answer.tokens[2]
-    other = Client(b"abc", max_tokens=9, stop_tokens=(last,))
-    serve(engine, other)
-    assert other.answer.tokens == client.answer.tokens
-    assert other.answer.text == bytes(client.answer.tokens[:2]).decode(errors="replace")
+    unstopped = Client(b"abc", max_tokens=9, stop_tokens=(last,))
+    serve(engine, unstopped)
+    assert unstopped.answer.tokens == client.answer.tokens
+    assert unstopped.answer.text == bytes(client.answer.tokens[:2]).decode(errors="replace")
 
 
 def test_min_tokens_bars_what_would_end_the_answer() -> None:
@@ -130,16 +130,16 @@ def test_min_tokens_bars_what_would_end_the_answer() -> None:
 
 
 def test_stop_strings_end_the_text_before_them() -> None:
-    whole = Client(b"ab", max_tokens=40)
-    serve(byte_engine(), whole)
-    text = whole.answer.text
+    reference = Client(b"ab", max_tokens=40)
+    serve(byte_engine(), reference)
+    text = reference.answer.text
     stop = text[12:15]
     client = Client(b"ab", max_tokens=40, stop=(stop,))
     serve(byte_engine(), client)
     assert client.answer.text == text[: text.index(stop)] and client.answer.finish == "stop"
-    late = Client(b"ab", max_tokens=40, min_tokens=39, stop=(stop,))
-    serve(byte_engine(), late)
-    assert late.answer.text == text
+    delayed = Client(b"ab", max_tokens=40, min_tokens=39, stop=(stop,))
+    serve(byte_engine(), delayed)
+    assert delayed.answer.text == text
 
 
 def test_texts_are_those_of_the_tokens() -> None:
@@ -155,8 +155,8 @@ def test_seeds() -> None:
 
     def answers(seed: int | None, engine_seed: int = 5, beside: int = 0, n: int = 3) -> list[tuple[int, ...]]:
         client = Client([1, 2], max_tokens=8, temperature=1, seed=seed, n=n)
-        others = [Client([9, number], max_tokens=8, temperature=1) for number in range(beside)]
-        serve(Engine(StandIn(), seed=engine_seed), *others, client)
+        clients = [Client([9, number], max_tokens=8, temperature=1) for number in range(beside)]
+        serve(Engine(StandIn(), seed=engine_seed), *clients, client)
         return [tuple(answer.tokens) for answer in client.answers()]
 
     assert answers(11) == answers(11, engine_seed=6, beside=5)
@@ -276,8 +276,8 @@ def test_texts_that_no_encoder_can_read_are_refused(longest: int, text: tuple[in
 class ThreeTokens:
     """A constraint that allows three tokens."""
 
-    def __init__(self, made: int = 0):
-        self.made = made
+    def __init__(self, extra: int = 0):
+        self.made = extra
 
     def after(self, token: int) -> "ThreeTokens":
         if self.made == 3:
@@ -292,12 +292,12 @@ def test_constraints_are_made_once_for_a_row_and_follow_its_tokens() -> None:
         return ThreeTokens()
 
     engine = Engine(StandIn(), guide=guide)
-    good = [
+    unaffected = [
         Client([1], max_tokens=3, guide="good", n=2, ignore_eos=False),
         Client([1], max_tokens=4, guide="good", ignore_eos=False),
     ]
-    serve(engine, *good)
-    assert [answer.finish for client in good for answer in client.answers()] == ["length", "length", "error"]
+    serve(engine, *unaffected)
+    assert [answer.finish for client in unaffected for answer in client.answers()] == ["length", "length", "error"]
     with pytest.raises(Refused, match="'bad' is no constraint") as refused:
         engine.submit(Client([1], guide="bad", ignore_eos=False).request)
     assert refused.value.field == "guide"
@@ -342,11 +342,11 @@ def test_cancelled_requests_free_their_blocks_at_once() -> None:
 
 def test_a_row_with_bad_logits_ends_alone() -> None:
     engine = Engine(StandIn(bad=(13,)))
-    good, bad = Client([1, 2, 3], max_tokens=12), Client([1, 13], max_tokens=5, n=2)
-    serve(engine, good, bad)
-    assert [answer.finish for answer in bad.answers()] == ["error", "error"]
-    assert all(answer.text == "" and answer.tokens == () for answer in bad.answers())
-    assert good.answer.tokens == tuple(expected([1, 2, 3], 12))
+    unaffected, failing = Client([1, 2, 3], max_tokens=12), Client([1, 13], max_tokens=5, n=2)
+    serve(engine, unaffected, failing)
+    assert [answer.finish for answer in failing.answers()] == ["error", "error"]
+    assert all(answer.text == "" and answer.tokens == () for answer in failing.answers())
+    assert unaffected.answer.tokens == tuple(expected([1, 2, 3], 12))
     assert engine.statistics().errors_total == 2 and not engine.failed
 
 
@@ -371,10 +371,10 @@ def test_a_fault_of_one_request_ends_no_other() -> None:
                 raise OSError("gone")
 
     engine = Engine(StandIn())
-    good = Client([1, 2, 3], max_tokens=12)
+    unaffected = Client([1, 2, 3], max_tokens=12)
     broken = [Broken(0), Broken(3), Broken(3, n=2), Broken(0, beams=2), Broken(0, n=1, best_of=3, temperature=1)]
-    serve(engine, *broken, good)
-    assert good.answer.tokens == tuple(expected([1, 2, 3], 12))
+    serve(engine, *broken, unaffected)
+    assert unaffected.answer.tokens == tuple(expected([1, 2, 3], 12))
     assert engine.statistics().errors_total == len(broken)
 
 
@@ -411,17 +411,19 @@ def test_a_fault_of_the_device_ends_all_and_the_engine() -> None:
 def beams_of(prompt: Sequence[int], beams: int, length: int, end_tokens: Sequence[int] = ()) -> list[tuple[int, ...]]:
     """By extending whole sequences, without rows and blocks; scores as of `StandIn`."""
     device, running, finished = StandIn(), [((), 0.0)], []
-    for made in range(1, length + 1):
+    for extra in range(1, length + 1):
         options = []
         for tokens, logprob in running:
             first = hashed([*prompt, *tokens], device.vocabulary)
             for place in range(max(2, 1 + len(end_tokens)) * beams):
                 options.append(((*tokens, (first + place) % device.vocabulary), logprob - 0.5 - place / 8))
         options = sorted(options, key=lambda option: -option[1])[: max(2, 1 + len(end_tokens)) * beams]
-        done = [option for option in options[:beams] if option[0][-1] in end_tokens or made == length]
-        finished = sorted([*finished, *((t, s / len(t)) for t, s in done)], key=lambda each: -each[1])[:beams]
-        running = [option for option in options if option[0][-1] not in end_tokens and made < length][:beams]
-        if not running or (len(finished) == beams and running[0][1] / made <= finished[-1][1]):
+        ended = [option for option in options[:beams] if option[0][-1] in end_tokens or extra == length]
+        finished = sorted([*finished, *((t, s / len(t)) for t, s in ended)], key=lambda candidate: -candidate[1])[
+            :beams
+        ]
+        running = [option for option in options if option[0][-1] not in end_tokens and extra < length][:beams]
+        if not running or (len(finished) == beams and running[0][1] / extra <= finished[-1][1]):
             break
     return [tokens for tokens, _ in finished]
 
@@ -430,11 +432,11 @@ def beams_of(prompt: Sequence[int], beams: int, length: int, end_tokens: Sequenc
 def test_beam_search_through_rows(blocks: int) -> None:
     """Beams are copied, dropped, preempted; others run beside them. In 7 blocks no two beams fit."""
     engine = Engine(StandIn(rows=3, blocks=blocks))
-    prompt, other = list(range(13)), Client([4, 5], max_tokens=9)
+    prompt, unstopped = list(range(13)), Client([4, 5], max_tokens=9)
     client = Client(prompt, max_tokens=12, beams=4, n=3, logprobs=1)
-    serve(engine, client, other)
+    serve(engine, client, unstopped)
     assert [tuple(answer.tokens) for answer in client.answers()] == beams_of(prompt, 4, 12)[:3]
-    assert list(other.answer.tokens) == expected([4, 5], 9)
+    assert list(unstopped.answer.tokens) == expected([4, 5], 9)
     for answer in client.answers():
         assert [score.token for score in answer.scores] == list(answer.tokens)
         for place, score in enumerate(answer.scores):
@@ -454,9 +456,9 @@ def test_beam_search_ends_at_ends_and_stop_strings() -> None:
     serve(engine, ended)
     assert ended.answer.finish == "stop" and ended.answer.tokens[-1] == token
     stop = plain.answer.text[2:4]
-    cut = Client(b"abcd", max_tokens=10, beams=3, stop=(stop,))
-    serve(engine, cut)
-    assert cut.answer.finish == "stop" and cut.answer.text == plain.answer.text[: plain.answer.text.index(stop)]
+    stopped = Client(b"abcd", max_tokens=10, beams=3, stop=(stop,))
+    serve(engine, stopped)
+    assert stopped.answer.finish == "stop" and stopped.answer.text == plain.answer.text[: plain.answer.text.index(stop)]
 
 
 def test_beam_search_of_models_with_a_state_per_row() -> None:

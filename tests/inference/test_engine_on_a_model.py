@@ -108,19 +108,19 @@ def test_requests_of_all_kinds_join_running_ones(compiled: list[str]) -> None:
     def client(kind: dict[str, Any], number: int) -> Client:
         return Client([number, 17, 200, 31, 5, 77], max_tokens=12, **kind)
 
-    device, alone = device_of(loaded(LLAMA, {}), 20, Program.FULL), []
+    device, expected = device_of(loaded(LLAMA, {}), 20, Program.FULL), []
     compiled.clear()
     for number, kind in enumerate(kinds):
-        alone.append(client(kind, number))
-        serve(Engine(device), alone[-1])
-    engine, together = Engine(device), []
+        expected.append(client(kind, number))
+        serve(Engine(device), expected[-1])
+    engine, clients = Engine(device), []
     for number, kind in enumerate(kinds):
-        together.append(client(kind, number))
-        engine.submit(together[-1].request)
+        clients.append(client(kind, number))
+        engine.submit(clients[-1].request)
         for _ in range(2):
             engine.step()
     serve(engine)
-    for first, second in zip(alone, together, strict=True):
+    for first, second in zip(expected, clients, strict=True):
         assert [answer.tokens for answer in first.answers()] == [answer.tokens for answer in second.answers()]
         assert all(answer.finish in ("length", "stop") for answer in second.answers())
     assert compiled == []

@@ -43,37 +43,37 @@ def written(path: Path, text: str) -> Path:
 
 
 def test_an_answer_is_shown() -> None:
-    one, text = session()
-    one.answer("abc")
+    generator, text = session()
+    generator.answer("abc")
     assert text.getvalue() == answer_to("abc") + "\n"
-    assert "6 tokens of answers" in one.statistics()
+    assert "6 tokens of answers" in generator.statistics()
 
 
 def test_several_answers_are_shown_one_after_another() -> None:
-    one, text = session(Sampling(max_tokens=3, n=2, seed=1, ignore_eos=True))
-    one.answer("abc")
+    generator, text = session(Sampling(max_tokens=3, n=2, seed=1, ignore_eos=True))
+    generator.answer("abc")
     assert text.getvalue().startswith("[1] ") and "\n[2] " in text.getvalue()
 
 
 def test_prompts_of_a_file_are_answered_in_order(tmp_path: Path) -> None:
     prompts = read_prompts(written(tmp_path / "p.txt", "first\n\nsecond\nthe third\n"))
-    one, text = session(queue=0)
-    one.answer_all(prompts, None)
-    assert text.getvalue() == "".join(answer_to(each) + "\n" for each in ("first", "second", "the third"))
+    generator, text = session(queue=0)
+    generator.answer_all(prompts, None)
+    assert text.getvalue() == "".join(answer_to(prompt) + "\n" for prompt in ("first", "second", "the third"))
 
 
 def test_an_interrupted_file_of_answers_is_completed(tmp_path: Path) -> None:
     prompts = [Prompt("", f"prompt {number}") for number in range(5)]
     out, sampling = tmp_path / "a.jsonl", Sampling(max_tokens=4, n=2, seed=3, ignore_eos=True, logprobs=1)
     session(sampling)[0].answer_all(prompts, out)
-    whole = out.read_bytes()
-    lines = [json.loads(line) for line in whole.splitlines()]
+    complete_file = out.read_bytes()
+    lines = [json.loads(line) for line in complete_file.splitlines()]
     assert [(line["index"], line["choice"]) for line in lines] == [(n, c) for n in range(5) for c in range(2)]
     assert {"text", "tokens", "finish", "logprobs", "top_logprobs"} < lines[0].keys()
-    out.write_bytes(whole[: len(whole) // 2])
+    out.write_bytes(complete_file[: len(complete_file) // 2])
     device, progress = StandIn(vocabulary=257, length=256, blocks=256), []
-    session(sampling, device)[0].answer_all(prompts, out, lambda done, total: progress.append((done, total)))
-    assert out.read_bytes() == whole
+    session(sampling, device)[0].answer_all(prompts, out, lambda completed, total: progress.append((completed, total)))
+    assert out.read_bytes() == complete_file
     assert progress == [(number, 5) for number in range(3, 6)]
     with pytest.raises(UserError, match="from prompt 0 on: name another file"):
         session(GREEDY)[0].answer_all(prompts, out)
@@ -105,9 +105,9 @@ def test_a_byte_order_mark_is_no_part_of_a_prompt(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", "is not JSON"),
+        ("{", "is not valid JSON"),
         ('{"prompt": "a", "prompt": "b"}', "prompt is given twice"),
-        ("[" * 100_000, "is not JSON .* recursion"),
+        ("[" * 100_000, "is not valid JSON.* recursion"),
         ("[]", "expected"),
         ('{"prompt": "a", "messages": []}', "expected"),
         ('{"prompt": [1, true]}', "expected"),
@@ -117,7 +117,7 @@ def test_a_byte_order_mark_is_no_part_of_a_prompt(tmp_path: Path) -> None:
         ('{"messages": []}', "expected"),
     ],
 )
-def test_lines_that_are_no_prompts_are_refused(tmp_path: Path, line: str, message: str) -> None:
+def test_lines_that_are_not_prompts_are_rejected(tmp_path: Path, line: str, message: str) -> None:
     path = written(tmp_path / "p.jsonl", f'{{"prompt": "fine"}}\n{line}\n')
     with pytest.raises(UserError, match=f"line 2: .*{message}"):
         read_prompts(path)
@@ -135,31 +135,31 @@ def test_kinds_of_prompts(tmp_path: Path) -> None:
 
 
 def test_a_conversation() -> None:
-    one, text = session()
+    generator, text = session()
     lines = iter(["hello", "/reset", "again", "/system be brief", "more", "/nothing", "/exit", "not read"])
-    one.chat(lambda shown: next(lines), live=False)
+    generator.chat(lambda output: next(lines), live=False)
     first = answer_to("user: hello\nassistant: ")
-    again = "user: again\nassistant: "
-    second = answer_to(again)
-    third = answer_to(f"system: be brief\n{again}{second}\nuser: more\nassistant: ")
+    second_turn = "user: again\nassistant: "
+    second = answer_to(second_turn)
+    third = answer_to(f"system: be brief\n{second_turn}{second}\nuser: more\nassistant: ")
     note = " (cut off: raise --max-tokens)\n"
-    shown = text.getvalue()
-    assert shown.startswith(
+    output = text.getvalue()
+    assert output.startswith(
         f"{first}{note}(the conversation is forgotten)\n{second}{note}(the system message is set)\n"
     )
-    assert f"{third}{note}(there is no /nothing" in shown
+    assert f"{third}{note}(there is no /nothing" in output
     assert next(lines) == "not read"
 
 
 def test_a_conversation_ends_where_the_lines_end_and_goes_on_after_one_that_is_too_long() -> None:
-    one, text = session(device=StandIn(vocabulary=257, length=64, blocks=64))
+    generator, text = session(device=StandIn(vocabulary=257, length=64, blocks=64))
 
-    def lines(shown: str, given: list[str] = ["x" * 99, "ok"]) -> str:  # noqa: B006 read once
-        if not given:
+    def lines(output: str, inputs: list[str] = ["x" * 99, "ok"]) -> str:  # noqa: B006 read once
+        if not inputs:
             raise EOFError
-        return given.pop(0)
+        return inputs.pop(0)
 
-    one.chat(lines, live=False)
+    generator.chat(lines, live=False)
     assert text.getvalue().startswith("(the prompt has ") and answer_to("user: ok\nassistant: ") in text.getvalue()
 
 
@@ -171,11 +171,13 @@ def test_control_c_stops_an_answer_between_steps() -> None:
             return super().run(work)
 
     before = signal.getsignal(signal.SIGINT)
-    one, _ = session(device=Interrupted(vocabulary=257, length=256, blocks=256))
-    (answer,) = one.answers((1, 2, 3), Sampling(max_tokens=99, temperature=0.0, ignore_eos=True), lambda piece: None)
+    generator, _ = session(device=Interrupted(vocabulary=257, length=256, blocks=256))
+    (answer,) = generator.answers(
+        (1, 2, 3), Sampling(max_tokens=99, temperature=0.0, ignore_eos=True), lambda piece: None
+    )
     assert answer.finish == "cancelled" and 2 <= len(answer.tokens) < 8
     assert signal.getsignal(signal.SIGINT) is before
-    (answer,) = one.answers((1, 2, 3), GREEDY, lambda piece: None)
+    (answer,) = generator.answers((1, 2, 3), GREEDY, lambda piece: None)
     assert list(answer.tokens) == expected([1, 2, 3], 6, 257)
 
 
@@ -193,14 +195,14 @@ def test_text_at_a_terminal_is_made_visible() -> None:
 def test_completions_are_limited_by_what_the_engine_takes() -> None:
     engine = Engine(StandIn(rows=2), queue=1)
     answers = [
-        [list(answer.tokens) for answer in each] for each in complete(engine, [((n,), GREEDY) for n in range(9)])
+        [list(answer.tokens) for answer in prompt] for prompt in complete(engine, [((n,), GREEDY) for n in range(9)])
     ]
     assert answers == [[expected([n], 6)] for n in range(9)]
 
 
 def test_ends_of_answers_by_the_template() -> None:
-    ends = {name: Conversation(ChatTemplate(name), BYTES).stop_texts() for name in ("plain", "chatml", "identity")}
-    assert ends == {"plain": ("\nuser: ",), "chatml": ("<|im_end|>", "<|im_end|>\n<|im_start|>user\n"), "identity": ()}
+    stops = {name: Conversation(ChatTemplate(name), BYTES).stop_texts() for name in ("plain", "chatml", "identity")}
+    assert stops == {"plain": ("\nuser: ",), "chatml": ("<|im_end|>", "<|im_end|>\n<|im_start|>user\n"), "identity": ()}
 
 
 def test_flags_follow_from_the_settings() -> None:
@@ -212,7 +214,7 @@ def test_flags_follow_from_the_settings() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("arguments", "message"),
     [
         ([], "there is nothing to generate"),
         (["--prompt=a", "--chat"], "--prompt and --chat are given"),
@@ -228,6 +230,6 @@ def test_flags_follow_from_the_settings() -> None:
         (["--prompt=a", "--run=a", "--max-tokns=3"], "there are no checkpoints"),
     ],
 )
-def test_wrong_command_lines(words: list[str], message: str) -> None:
+def test_invalid_command_lines(arguments: list[str], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        main(words)
+        main(arguments)

@@ -78,8 +78,8 @@ def walk(state: Guided, generator: np.random.Generator, most: int = 400) -> byte
             return text
         tokens = [token for token in tokens if token != END]
         # Late in a text, what closes something is preferred.
-        ends = [token for token in tokens if PIECES[token] and closing & {PIECES[token][0]}]
-        token = int(generator.choice(ends if ends and generator.random() < step / 100 else tokens))
+        closing_tokens = [token for token in tokens if PIECES[token] and closing & {PIECES[token][0]}]
+        token = int(generator.choice(closing_tokens if closing_tokens and generator.random() < step / 100 else tokens))
         text += PIECES[token] or b""
         state = state.after(token)
     return None
@@ -190,7 +190,7 @@ def test_texts(schema: Any, text: str, *, valid: bool) -> None:
         ("\ud800", "neither a JSON schema nor a regular expression"),
     ],
 )
-def test_guides_that_are_refused(guide: Any, words: str) -> None:
+def test_rejected_guides(guide: Any, words: str) -> None:
     with pytest.raises(UserError) as error:
         GUIDES(guide)
     assert words in str(error.value)
@@ -225,9 +225,9 @@ def test_regular_expressions_match_as_those_of_python() -> None:
 
 
 def test_equal_guides_share_a_state() -> None:
-    schema, other = {"type": "boolean"}, {"type": "null"}
+    schema, second_schema = {"type": "boolean"}, {"type": "null"}
     assert GUIDES(schema) is GUIDES(dict(schema))
-    assert GUIDES(other) is not GUIDES(schema)
+    assert GUIDES(second_schema) is not GUIDES(schema)
     assert allowed(GUIDES("[ab]|1")) == [*b"1ab", END + 1 + WORDS.index("ab")][:3]
 
 

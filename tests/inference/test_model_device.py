@@ -63,17 +63,17 @@ def programs(model: LoadedModel) -> Programs:
     )
 
 
-def row(order: int, tokens: Sequence[int], made: int, seed: int = 0, **settings: Any) -> Row:
-    own = Sampling(max_tokens=made, **settings)
+def row(order: int, tokens: Sequence[int], answer_tokens: int, seed: int = 0, **settings: Any) -> Row:
+    item = Sampling(max_tokens=answer_tokens, **settings)
     return Row(
         order=(order, 0),
         tokens=list(tokens),
-        limit=len(tokens) + made,
-        sampling=own,
+        limit=len(tokens) + answer_tokens,
+        sampling=item,
         seed=seed,
         end_tokens=frozenset({END}),
-        unscored=own.prompt_logprobs is not None,
-        top=own.logprobs,
+        unscored=item.prompt_logprobs is not None,
+        top=item.logprobs,
     )
 
 
@@ -81,19 +81,19 @@ def generate(programs: Programs, rows: Sequence[Row], blocks: int = 18) -> dict[
     """Runs the rows to their limits; results of each answer's tokens, by the row's order."""
     device = ModelDevice(programs, VOCABULARY)
     scheduler = Scheduler(Pool(blocks, BLOCK), rows=ROWS, chunk=CHUNK, prefix_sharing=True)
-    results: dict[int, list[Sampled]] = {own.order[0]: [] for own in rows}
-    for own in rows:
-        scheduler.add(own)
+    results: dict[int, list[Sampled]] = {item.order[0]: [] for item in rows}
+    for item in rows:
+        scheduler.add(item)
     while (step := scheduler.next()) is not None:
-        for (own, done), result in zip(step.parts(), device.run([step])[0], strict=True):
-            if done < len(own.tokens):
-                results[own.order[0]] += [result] if result.prompt else []
+        for (item, computed), result in zip(step.parts(), device.run([step])[0], strict=True):
+            if computed < len(item.tokens):
+                results[item.order[0]] += [result] if result.prompt else []
                 continue
-            results[own.order[0]].append(result)
-            own.tokens.append(result.token)
-            own.unscored = False
-            if len(own.tokens) >= own.limit or result.token in own.end_tokens:
-                scheduler.remove(own)
+            results[item.order[0]].append(result)
+            item.tokens.append(result.token)
+            item.unscored = False
+            if len(item.tokens) >= item.limit or result.token in item.end_tokens:
+                scheduler.remove(item)
     return results
 
 
@@ -101,14 +101,14 @@ def log_softmax(x: np.ndarray) -> np.ndarray:
     return x - np.log(np.exp(x - x.max(-1, keepdims=True)).sum(-1, keepdims=True)) - x.max(-1, keepdims=True)
 
 
-def penalised(x: np.ndarray, tokens: Sequence[int], prompt: int, own: Sampling) -> np.ndarray:
+def penalised(x: np.ndarray, tokens: Sequence[int], prompt: int, item: Sampling) -> np.ndarray:
     x = x.copy()
     for token in set(tokens):
-        x[token] = x[token] / own.repetition_penalty if x[token] > 0 else x[token] * own.repetition_penalty
+        x[token] = x[token] / item.repetition_penalty if x[token] > 0 else x[token] * item.repetition_penalty
     for token in tokens[prompt:]:
-        x[token] -= own.frequency_penalty
+        x[token] -= item.frequency_penalty
     for token in set(tokens[prompt:]):
-        x[token] -= own.presence_penalty
+        x[token] -= item.presence_penalty
     return x
 
 
@@ -128,22 +128,22 @@ SETTINGS: tuple[dict[str, Any], ...] = (
 
 def test_rows_follow_their_settings(programs: Programs, forward: Any) -> None:
     """Greedy rows with penalties and biases, against the trainer's forward; prompts' scores beside them."""
-    rows = [row(number, *each) for number, each in enumerate(zip(prompts(), (10, 6, 9), strict=True))]
-    for own, settings in zip(rows, SETTINGS, strict=True):
-        fresh = row(own.order[0], own.tokens, own.limit - len(own.tokens), seed=11, **settings)
-        own.sampling, own.top, own.unscored, own.seed = fresh.sampling, fresh.top, fresh.unscored, fresh.seed
+    rows = [row(number, *chooser) for number, chooser in enumerate(zip(prompts(), (10, 6, 9), strict=True))]
+    for item, settings in zip(rows, SETTINGS, strict=True):
+        fresh = row(item.order[0], item.tokens, item.limit - len(item.tokens), seed=11, **settings)
+        item.sampling, item.top, item.unscored, item.seed = fresh.sampling, fresh.top, fresh.unscored, fresh.seed
     results = generate(programs, rows)
-    for own, settings in zip(rows[:2], SETTINGS, strict=False):
-        logits = forward(own.tokens)
-        answers = [result for result in results[own.order[0]] if result.token >= 0][-own.generated :]
-        for place, result in zip(range(own.prompt, len(own.tokens)), answers, strict=True):
+    for item, settings in zip(rows[:2], SETTINGS, strict=False):
+        logits = forward(item.tokens)
+        answers = [result for result in results[item.order[0]] if result.token >= 0][-item.generated :]
+        for place, result in zip(range(item.prompt, len(item.tokens)), answers, strict=True):
             x = logits[place - 1].copy()
             scores = log_softmax(x)
-            for token, bias in own.sampling.logit_bias.items():
+            for token, bias in item.sampling.logit_bias.items():
                 x[token] += bias
-            x[END] = -np.inf if place - own.prompt < own.sampling.min_tokens else x[END]
-            token = int(penalised(x, own.tokens[:place], own.prompt, own.sampling).argmax())
-            assert own.tokens[place] == result.token == token
+            x[END] = -np.inf if place - item.prompt < item.sampling.min_tokens else x[END]
+            token = int(penalised(x, item.tokens[:place], item.prompt, item.sampling).argmax())
+            assert item.tokens[place] == result.token == token
             np.testing.assert_allclose(result.logprob, scores[token], atol=1e-4)
             if settings.get("logprobs"):
                 assert result.rank == 1 + (scores > scores[token]).sum()
@@ -159,18 +159,18 @@ def test_rows_follow_their_settings(programs: Programs, forward: Any) -> None:
 
 def test_preempted_rows_have_the_tokens_of_rows_alone(programs: Programs) -> None:
     """Few blocks: rows are computed again, with their penalties and random numbers."""
-    alone = []
+    expected = []
     for number, prompt in enumerate(prompts()):
-        own = row(number, prompt, 12, seed=number, temperature=0.8, presence_penalty=1.5, repetition_penalty=1.2)
-        generate(programs, [own])
-        alone.append(own.tokens)
+        item = row(number, prompt, 12, seed=number, temperature=0.8, presence_penalty=1.5, repetition_penalty=1.2)
+        generate(programs, [item])
+        expected.append(item.tokens)
     rows = [
         row(number, prompt, 12, seed=number, temperature=0.8, presence_penalty=1.5, repetition_penalty=1.2)
         for number, prompt in enumerate(prompts())
     ]
     generate(programs, rows, blocks=9)
-    assert sum(own.preempted for own in rows) > 0
-    assert [own.tokens for own in rows] == alone
+    assert sum(item.preempted for item in rows) > 0
+    assert [item.tokens for item in rows] == expected
 
 
 def test_a_guided_request_writes_a_document(programs: Programs) -> None:
@@ -183,9 +183,9 @@ def test_a_guided_request_writes_a_document(programs: Programs) -> None:
     bias = dict.fromkeys(b" \n\t\r", -30.0)
     settings = {"guide": schema, "temperature": 1, "logit_bias": bias, "max_tokens": 22, "ignore_eos": False}
     guided = [Client(prompts()[0], **settings) for _ in range(3)]
-    other = Client(prompts()[1], max_tokens=8, logprobs=0)
-    serve(engine, *guided, other)
-    assert len(other.answer.tokens) == 8
+    second_client = Client(prompts()[1], max_tokens=8, logprobs=0)
+    serve(engine, *guided, second_client)
+    assert len(second_client.answer.tokens) == 8
     for client in guided:
         text = bytes(client.answer.tokens[:-1])
         document = json.loads(text)
@@ -203,10 +203,10 @@ def test_replicas_and_a_cut_vocabulary_change_nothing(programs: Programs) -> Non
             for number, (prompt, settings) in enumerate(zip(prompts() * 2, SETTINGS * 2, strict=True))
         ]
 
-    cut = loaded(decoder(replace(HEADS, rope=ROPE)), {"data": 2, "tensor": 2})
+    sharded_model = loaded(decoder(replace(HEADS, rope=ROPE)), {"data": 2, "tensor": 2})
     size = CacheSize(blocks=18, block=BLOCK, slots=ROWS)
-    spread = Programs(
-        cut,
+    sharded = Programs(
+        sharded_model,
         size,
         buckets=[Bucket(ROWS, CHUNK)],
         choosers=choosers(VOCABULARY),
@@ -214,21 +214,21 @@ def test_replicas_and_a_cut_vocabulary_change_nothing(programs: Programs) -> Non
         dtype="float32",
         kernel="tiled",
     )
-    one, four = requests(), requests()
-    serve(Engine(ModelDevice(programs, VOCABULARY), end_tokens=[END]), *one)
-    serve(Engine(ModelDevice(spread, VOCABULARY), end_tokens=[END]), *four)
-    for first, second in zip(one, four, strict=True):
+    unsharded_clients, four = requests(), requests()
+    serve(Engine(ModelDevice(programs, VOCABULARY), end_tokens=[END]), *unsharded_clients)
+    serve(Engine(ModelDevice(sharded, VOCABULARY), end_tokens=[END]), *four)
+    for first, second in zip(unsharded_clients, four, strict=True):
         assert first.answer.tokens == second.answer.tokens
-        for mine, other in zip(
+        for expected, second_client in zip(
             [*first.answer.scores, *first.answer.prompt_scores[1:]],
             [*second.answer.scores, *second.answer.prompt_scores[1:]],
             strict=True,
         ):
-            assert mine is not None and other is not None
-            assert (mine.token, mine.rank) == (other.token, other.rank)
-            np.testing.assert_allclose(mine.logprob, other.logprob, atol=1e-4)
-            assert [token for token, _ in mine.top] == [token for token, _ in other.top]
-    assert any(client.answer.prompt_scores for client in one)
+            assert expected is not None and second_client is not None
+            assert (expected.token, expected.rank) == (second_client.token, second_client.rank)
+            np.testing.assert_allclose(expected.logprob, second_client.logprob, atol=1e-4)
+            assert [token for token, _ in expected.top] == [token for token, _ in second_client.top]
+    assert any(client.answer.prompt_scores for client in unsharded_clients)
 
 
 @pytest.mark.parametrize(
@@ -251,16 +251,16 @@ def test_the_first_program_that_serves_a_row(settings: dict[str, Any], program: 
 
 
 def test_one_program_for_all_rows_where_steps_are_invariant() -> None:
-    assert [each.program for each in choosers(9)] == [Program.GREEDY, Program.SAMPLED, Program.FULL]
-    assert [each.program for each in choosers(9, invariant=True)] == [Program.FULL]
+    assert [chooser.program for chooser in choosers(9)] == [Program.GREEDY, Program.SAMPLED, Program.FULL]
+    assert [chooser.program for chooser in choosers(9, invariant=True)] == [Program.FULL]
 
 
 def test_largest_requests_fit_the_arrays() -> None:
     """512 biases and 64 stop tokens that may not come yet."""
-    own = row(0, [1], 4, min_tokens=2, logit_bias=dict.fromkeys(range(512), 1.0))
-    own.end_tokens = frozenset(range(1000, 1066))
+    item = row(0, [1], 4, min_tokens=2, logit_bias=dict.fromkeys(range(512), 1.0))
+    item.end_tokens = frozenset(range(1000, 1066))
     inputs = RowChooser(Program.FULL, 2000).inputs(
-        [type("Step", (), {"decode": [(own, 0)], "prompts": []})], Bucket(2, 0)
+        [type("Step", (), {"decode": [(item, 0)], "prompts": []})], Bucket(2, 0)
     )
     assert inputs.rows.edits is not None
     assert (inputs.rows.edits.tokens[0] >= 0).sum() == 512 + 66

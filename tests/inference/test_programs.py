@@ -52,8 +52,8 @@ def decoder(*mixers: Any, repeats: int = 1, **more: Any) -> DecoderConfig:
 
 def hybrid() -> DecoderConfig:
     """Layers that are no repeated pattern."""
-    whole = decoder(replace(HEADS, rope=ROPE), replace(HEADS, rope=ROPE, window=5), replace(HEADS, rope=ROPE))
-    return replace(whole, stack=SegmentsConfig.of(whole.stack.pattern))
+    cfg = decoder(replace(HEADS, rope=ROPE), replace(HEADS, rope=ROPE, window=5), replace(HEADS, rope=ROPE))
+    return replace(cfg, stack=SegmentsConfig.of(cfg.stack.pattern))
 
 
 MAMBA = Mamba2Config(heads=8, head_dim=6, state=5, groups=2, chunk=8, bias=True)
@@ -134,17 +134,17 @@ def whole_logits(model: LoadedModel, tokens: np.ndarray) -> np.ndarray:
 
 def work_of(rows: list[Row], prompts: list[int]) -> list[Step]:
     """Prompts in chunks, one a step, while rows before decode; then all decode to their ends."""
-    done, steps = [0] * len(rows), []
-    while any(count < len(row.tokens) for count, row in zip(done, rows, strict=True)):
+    computed, steps = [0] * len(rows), []
+    while any(count < len(row.tokens) for count, row in zip(computed, rows, strict=True)):
         step = Step()
         for number, row in enumerate(rows):
-            left, first = prompts[number] - done[number], done[number]
-            if left > 0 and not step.prompts:
-                step.prompts.append((row, first, min(left, CHUNK)))
-                done[number] += min(left, CHUNK)
-            elif left <= 0 and first < len(row.tokens):
+            remaining, first = prompts[number] - computed[number], computed[number]
+            if remaining > 0 and not step.prompts:
+                step.prompts.append((row, first, min(remaining, CHUNK)))
+                computed[number] += min(remaining, CHUNK)
+            elif remaining <= 0 and first < len(row.tokens):
                 step.decode.append((row, first))
-                done[number] += 1
+                computed[number] += 1
         steps.append(step)
     return steps
 
@@ -177,18 +177,18 @@ def steps_of(model: LoadedModel, dtype: str = "float32") -> Iterator[tuple[tuple
     lengths, prompts, schedules, owners, tokens = [LENGTH, 21, 9], [19, 3, 8], [], [], tokens_of(model)
     for replica in range(replicas(model)):
         blocks = draw.permutation(programs.size.blocks).reshape(3, -1)
-        own = tokens[3 * replica : 3 * replica + 3]
-        rows = [Row(own[n, : lengths[n]].tolist(), blocks[n].tolist(), n) for n in range(3)]
+        row_tokens = tokens[3 * replica : 3 * replica + 3]
+        rows = [Row(row_tokens[n, : lengths[n]].tolist(), blocks[n].tolist(), n) for n in range(3)]
         schedules.append(work_of(rows, prompts))
         owners += rows
     for work in zip(*schedules, strict=True):
-        ran = programs.run(work, Logits(), lambda _: ())
-        logits = np.asarray(ran.chosen)
+        result = programs.run(work, Logits(), lambda _: ())
+        logits = np.asarray(result.chosen)
         for replica, step in enumerate(work):
             for number, (row, at) in enumerate(step.decode):
-                yield (owners.index(row), at), logits[ran.row(replica, number)]
+                yield (owners.index(row), at), logits[result.row(replica, number)]
             for row, at, count in step.prompts:
-                yield (owners.index(row), at + count - 1), logits[ran.row(replica, 0, prompt=True)]
+                yield (owners.index(row), at + count - 1), logits[result.row(replica, 0, prompt=True)]
     assert set(programs.compiled) <= {(bucket, Logits()) for bucket in programs.buckets}
 
 

@@ -25,9 +25,9 @@ def test_a_head_is_off_by_half_a_step_of_its_largest_number(dtype: str, bound: f
     stored = in_cache("key", jnp.asarray(x), cache)
     assert stored["key"].dtype == dtype
     assert stored["key_scale"].shape == (6, 2)
-    whole = np.asarray(stored["key"], np.float32) * np.asarray(stored["key_scale"])[..., None]
+    dequantized = np.asarray(stored["key"], np.float32) * np.asarray(stored["key_scale"])[..., None]
     # In e4m3 the largest step, 32 of 448, is that of numbers above 256.
-    assert (np.abs(whole - x) <= np.abs(x).max(-1, keepdims=True) * bound * (1 + 1e-5)).all()
+    assert (np.abs(dequantized - x) <= np.abs(x).max(-1, keepdims=True) * bound * (1 + 1e-5)).all()
     assert list(in_cache("key", jnp.asarray(x), {"key": cache["key"]})) == ["key"]
 
 
@@ -50,8 +50,8 @@ def logits(model: LoadedModel, tokens: np.ndarray, dtype: str, kernel: str) -> n
     )
     row, results = Row(tokens.tolist(), [5, 1, 2, 3, 4, 0, 6, 7], 0), []
     for step in (Step(prompts=[(row, 0, 8)]), Step(prompts=[(row, 8, 5)]), Step(decode=[(row, 13)])):
-        ran = programs.run([step], Logits(), lambda _: ())
-        results.append(np.asarray(ran.chosen)[ran.row(0, 0, prompt=bool(step.prompts)), :VOCABULARY])
+        result = programs.run([step], Logits(), lambda _: ())
+        results.append(np.asarray(result.chosen)[result.row(0, 0, prompt=bool(step.prompts)), :VOCABULARY])
     return np.stack(results)
 
 
@@ -66,7 +66,7 @@ def logits(model: LoadedModel, tokens: np.ndarray, dtype: str, kernel: str) -> n
 def test_logits_are_near_those_of_a_float_cache(dtype: str, kernel: str, tensor: int) -> None:
     model = loaded(decoder(replace(HEADS, rope=ROPE), LATENT), {"tensor": tensor})
     tokens = np.random.default_rng(2).integers(0, VOCABULARY, 14).astype(np.int32)
-    right = whole_logits(model, tokens[None])[0, [7, 12, 13]]
+    expected = whole_logits(model, tokens[None])[0, [7, 12, 13]]
     small = logits(model, tokens, dtype, kernel)
-    error = np.abs(small - right).max() / np.abs(right).max()
+    error = np.abs(small - expected).max() / np.abs(expected).max()
     assert 1e-5 < error < (0.03 if dtype == "int8" else 0.15)

@@ -93,28 +93,36 @@ def test_rows_read_their_texts(sizes: dict[str, int]) -> None:
 
     def rows(text: int, tokens: int, blocks: list[int], slot: int) -> list[Row]:
         new = [[draw.integers(1, VOCABULARY, n).tolist() for n in (text, tokens)] for _ in range(replicas)]
-        return [Row(*each, blocks, slot) for each in new]
+        return [Row(*arguments, blocks, slot) for arguments in new]
 
     # The third rows take the slots and blocks of the first, as rows that were admitted later do.
     first, second, third = rows(TEXT, 3, [0], 1), rows(5, 7, [3, 1], 0), rows(9, 3, [0], 1)
     work = [
         [Step(prompts=[(row, 0, 2)]) for row in first],
-        [Step(decode=[(one, 2)], prompts=[(other, 0, 5)]) for one, other in zip(first, second, strict=True)],
-        [Step(decode=[(other, 5)], prompts=[(one, 0, 1)]) for one, other in zip(third, second, strict=True)],
-        [Step(decode=[(other, 6), (one, 1)]) for one, other in zip(third, second, strict=True)],
-        [Step(decode=[(one, 2)]) for one in third],
+        [
+            Step(decode=[(short_row, 2)], prompts=[(long_row, 0, 5)])
+            for short_row, long_row in zip(first, second, strict=True)
+        ],
+        [
+            Step(decode=[(long_row, 5)], prompts=[(short_row, 0, 1)])
+            for short_row, long_row in zip(third, second, strict=True)
+        ],
+        [Step(decode=[(long_row, 6), (short_row, 1)]) for short_row, long_row in zip(third, second, strict=True)],
+        [Step(decode=[(short_row, 2)]) for short_row in third],
     ]
     every = [*first, *second, *third]
-    wanted = dict(zip(every, forward(model, every), strict=True))
+    expected = dict(zip(every, forward(model, every), strict=True))
     for step in work:
-        ran = programs.run(step, Logits(), lambda _: ())
-        logits = np.asarray(ran.chosen)
-        for replica, own in enumerate(step):
-            places = [(row, at, ran.row(replica, number)) for number, (row, at) in enumerate(own.decode)]
-            places += [(row, at + count - 1, ran.row(replica, 0, prompt=True)) for row, at, count in own.prompts]
+        result = programs.run(step, Logits(), lambda _: ())
+        logits = np.asarray(result.chosen)
+        for replica, replica_step in enumerate(step):
+            places = [(row, at, result.row(replica, number)) for number, (row, at) in enumerate(replica_step.decode)]
+            places += [
+                (row, at + count - 1, result.row(replica, 0, prompt=True)) for row, at, count in replica_step.prompts
+            ]
             for row, at, place in places:
-                scale = np.abs(wanted[row]).max()
-                np.testing.assert_allclose(logits[place, :VOCABULARY], wanted[row][at], atol=1e-5 * scale)
+                scale = np.abs(expected[row]).max()
+                np.testing.assert_allclose(logits[place, :VOCABULARY], expected[row][at], atol=1e-5 * scale)
 
 
 def test_lengths_of_texts() -> None:

@@ -54,7 +54,7 @@ def test_integers_are_not_fractions() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "good", "bad"),
+    ("name", "valid_value", "invalid_value"),
     [
         ("stop", ("a",) * STOPS, ("a",) * (STOPS + 1)),
         ("stop", ("a" * STOP_CHARACTERS,), ("a" * (STOP_CHARACTERS + 1),)),
@@ -72,9 +72,9 @@ def test_integers_are_not_fractions() -> None:
         ("ignore_eos", True, 1),
     ],
 )
-def test_what_is_no_number(name: str, good: Any, bad: Any) -> None:
-    assert wrong(**{name: good}) == []
-    assert wrong(**{name: bad}) == [name]
+def test_invalid_numbers(name: str, valid_value: Any, invalid_value: Any) -> None:
+    assert wrong(**{name: valid_value}) == []
+    assert wrong(**{name: invalid_value}) == [name]
 
 
 def test_settings_that_contradict_each_other() -> None:

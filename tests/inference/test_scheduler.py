@@ -20,18 +20,18 @@ def row(order: int, tokens: Sequence[int], limit: int, **more: object) -> Row:
 
 def made(scheduler: Scheduler, device: StandIn, rows: Sequence[Row], steps: int = 10_000) -> None:
     """Runs until all rows have reached their limits."""
-    for each in rows:
-        scheduler.add(each)
+    for row in rows:
+        scheduler.add(row)
     for _ in range(steps):
         step = scheduler.next()
         scheduler.check()
         if step is None:
             break
-        for (each, done), result in zip(step.parts(), device.run([step])[0], strict=True):
-            if done == len(each.tokens):
-                each.tokens.append(result.token)
-            if len(each.tokens) == each.limit:
-                scheduler.remove(each)
+        for (row, computed), result in zip(step.parts(), device.run([step])[0], strict=True):
+            if computed == len(row.tokens):
+                row.tokens.append(result.token)
+            if len(row.tokens) == row.limit:
+                scheduler.remove(row)
                 scheduler.check()
     assert not scheduler.running and not scheduler.waiting, "no progress"
 
@@ -59,24 +59,24 @@ class Load:
         self.live.append(new)
 
     def step(self) -> None:
-        for each in self.live:
-            each.paused = each.paused and self.draw.random() < 0.7
+        for row in self.live:
+            row.paused = row.paused and self.draw.random() < 0.7
         if self.live and self.draw.random() < 0.03:
             self.scheduler.remove(self.live.pop(self.draw.randrange(len(self.live))))
         step = self.scheduler.next()
         self.scheduler.check()
         if step is None:
-            assert all(each.paused for each in self.live)
+            assert all(row.paused for row in self.live)
             return
-        for (each, done), result in zip(step.parts(), self.device.run([step])[0], strict=True):
-            each.unscored = each.unscored and done < each.prompt
-            if done == len(each.tokens):
-                each.tokens.append(result.token)
-                each.paused = self.draw.random() < 0.1
-            if len(each.tokens) == each.limit:
-                assert each.tokens[each.prompt :] == expected(each.tokens[: each.prompt], each.generated)
-                self.scheduler.remove(each)
-                self.live.remove(each)
+        for (row, computed), result in zip(step.parts(), self.device.run([step])[0], strict=True):
+            row.unscored = row.unscored and computed < row.prompt
+            if computed == len(row.tokens):
+                row.tokens.append(result.token)
+                row.paused = self.draw.random() < 0.1
+            if len(row.tokens) == row.limit:
+                assert row.tokens[row.prompt :] == expected(row.tokens[: row.prompt], row.generated)
+                self.scheduler.remove(row)
+                self.live.remove(row)
                 self.finished += 1
 
 
@@ -104,8 +104,8 @@ def test_few_blocks_many_long_rows() -> None:
     scheduler = Scheduler(Pool(12, 4), rows=8, chunk=8)
     rows = [row(number, [number, 1, 2], 48) for number in range(8)]
     made(scheduler, device, rows)
-    for number, each in enumerate(rows):
-        assert each.tokens[3:] == expected([number, 1, 2], 45)
+    for number, item in enumerate(rows):
+        assert item.tokens[3:] == expected([number, 1, 2], 45)
     assert rows[0].preempted == 0 < scheduler.preemptions
 
 
@@ -172,21 +172,21 @@ def test_paused_rows_give_way_and_are_not_admitted_for_nothing() -> None:
     """Two rows of one request that need each other's tokens, and a pool for one of them."""
     device, scheduler = StandIn(rows=2, chunk=8, block=4), Scheduler(Pool(4, 4), rows=2, chunk=8)
     rows = [row(0, [1, 2, 3], 16), row(1, [4, 5, 6], 16)]
-    for each in rows:
-        scheduler.add(each)
+    for item in rows:
+        scheduler.add(item)
     for _ in range(1000):
         step = scheduler.next()
         scheduler.check()
         assert step is not None
-        for (each, done), _ in zip(step.parts(), device.run([step])[0], strict=True):
-            each.paused = done == len(each.tokens)
-        if all(each.paused for each in rows):
-            for each in rows:
-                each.tokens.append(expected(each.tokens, 1)[0])
-                each.paused = False
+        for (item, computed), _ in zip(step.parts(), device.run([step])[0], strict=True):
+            item.paused = computed == len(item.tokens)
+        if all(item.paused for item in rows):
+            for item in rows:
+                item.tokens.append(expected(item.tokens, 1)[0])
+                item.paused = False
         if len(rows[0].tokens) == 16:
             break
-    assert [each.tokens[3:] for each in rows] == [expected([1, 2, 3], 13), expected([4, 5, 6], 13)]
+    assert [item.tokens[3:] for item in rows] == [expected([1, 2, 3], 13), expected([4, 5, 6], 13)]
 
 
 def test_a_copy_shares_the_full_blocks() -> None:

@@ -50,9 +50,7 @@ class RowChooser(NamedTuple):
     def like(self, rows: int, chunk: int) -> ChooserInputs:
         targets = jax.ShapeDtypeStruct((chunk,), np.int32) if self.program == Program.FULL and chunk else None
         neutral = row_sampling([], self.program, rows, self.size)
-        return ChooserInputs(
-            jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), neutral), targets
-        )
+        return ChooserInputs(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), neutral), targets)
 
     def __call__(self, layout: Layout, out: StepOutput, inputs: ChooserInputs) -> StepChosen:
         chosen = choose(layout, self.size, self.program, TOP, out.logits, inputs.rows, out.tokens)

@@ -78,9 +78,9 @@ class ServedModel:
     def demand_tokens(self, tokens: Sequence[int], param: str) -> None:
         """Raises RequestError for a token outside the vocabulary."""
         size = self.tokenizer.vocabulary_size
-        if invalid_tokens := [token for token in tokens if not 0 <= token < size]:
+        if unknown := [token for token in tokens if not 0 <= token < size]:
             raise invalid(
-                param, f"token {abbreviated(invalid_tokens[0])} is outside the vocabulary: ids go from 0 to {size - 1}"
+                param, f"token {abbreviated(unknown[0])} is outside the vocabulary: ids go from 0 to {size - 1}"
             )
 
 

@@ -30,16 +30,16 @@ class EchoDevice:
         (step,) = work
         assert step is not None
         self.seen = [row for row, _ in step.parts()]
-        return [[self._next(row, done) for row, done in step.parts()]]
+        return [[self._next(row, computed) for row, computed in step.parts()]]
 
-    def _next(self, row: Row, done: int) -> Sampled:
+    def _next(self, row: Row, computed: int) -> Sampled:
         prompt = tuple(row.tokens[: row.prompt])
         if prompt == DEATH:
             raise RuntimeError("the device is lost")
         if prompt == BAD:
             return Sampled(-1, float("nan"), finite=False)
-        token = prompt[max(0, done - row.prompt) % row.prompt]
-        scores = tuple(_score(each) for each in prompt[1:]) if row.unscored and done == row.prompt else ()
+        token = prompt[max(0, computed - row.prompt) % row.prompt]
+        scores = tuple(_score(item) for item in prompt[1:]) if row.unscored and computed == row.prompt else ()
         return Sampled(token, -0.5, 1, _score(token).top, prompt=scores)
 
 

@@ -70,19 +70,19 @@ def test_streams_are_the_answers_in_pieces(client: openai.OpenAI) -> None:
     # A slow server puts several tokens into one event.
     offsets = [offset for choice in choices if choice.logprobs for offset in choice.logprobs.text_offset or ()]
     assert offsets == [0, 1, 2, 3]
-    counted = client.completions.create(
+    usage_stream = client.completions.create(
         model="tiny", prompt="ab", max_tokens=4, stream=True, stream_options={"include_usage": True}
     )
-    *_, last = counted
+    *_, last = usage_stream
     assert not last.choices and last.usage and last.usage.total_tokens == 6
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_stop_strings_across_tokens(client: openai.OpenAI, stream: bool) -> None:
-    asked = client.completions.create(
+    body = client.completions.create(
         model="tiny", prompt="a\u2713b", max_tokens=50, stop=["x", "\u2713ba"], stream=stream
     )
-    events = list(asked) if stream else [asked]
+    events = list(body) if stream else [body]
     choices = [event.choices[0] for event in events]
     assert "".join(choice.text for choice in choices) == "a" and choices[-1].finish_reason == "stop"
 
@@ -106,27 +106,27 @@ def test_chats(client: openai.OpenAI) -> None:
 
 def test_names_of_special_tokens_are_text(served: Running) -> None:
     """The byte tokenizer has none; what counts is that the plain twin is asked unless the field says otherwise."""
-    asked = {"prompt": "</s>"}
-    tokens = served.ask("/tokenize", asked).json()
+    body = {"prompt": "</s>"}
+    tokens = served.ask("/tokenize", body).json()
     assert tokens == {"tokens": list(b"</s>"), "count": 4, "max_model_len": 4096}
-    assert served.ask("/tokenize", asked | {"special_tokens": True, "add_special_tokens": False}).json() == tokens
+    assert served.ask("/tokenize", body | {"special_tokens": True, "add_special_tokens": False}).json() == tokens
     assert served.ask("/detokenize", {"tokens": tokens["tokens"]}).json() == {"prompt": "</s>"}
     chat = served.ask("/tokenize", {"messages": CHATS}).json()["tokens"]
     assert bytes(chat) == b"user: hi\nassistant: "
-    for wrong in ({}, {"prompt": "a", "messages": CHATS}, {"prompt": 1}, {"prompt": "a", "x": 1}):
-        assert served.ask("/tokenize", wrong).status_code == 400
+    for invalid_body in ({}, {"prompt": "a", "messages": CHATS}, {"prompt": 1}, {"prompt": "a", "x": 1}):
+        assert served.ask("/tokenize", invalid_body).status_code == 400
     for tokens in ([257], [-1], ["a"], [True], None):
         assert served.ask("/detokenize", {"tokens": tokens}).status_code == 400
 
 
 def test_the_route_of_megatron(served: Running) -> None:
-    asked = {"prompts": ["ab", "c"], "tokens_to_generate": 3, "logprobs": True, "top_k": 1, "random_seed": 5}
-    answer = served.ask("/api", asked, "PUT").json()
+    body = {"prompts": ["ab", "c"], "tokens_to_generate": 3, "logprobs": True, "top_k": 1, "random_seed": 5}
+    answer = served.ask("/api", body, "PUT").json()
     assert answer["text"] == ["ababa", "cccc"] and answer["segments"][1] == ["c"] * 4
     assert answer["tokens"][0] == list(b"ababa")
     assert [len(row) for row in answer["logprobs"]] == [4, 3]
-    begun = served.ask("/api", {"prompts": ["", "a"], "add_BOS": True, "tokens_to_generate": 2}, "PUT").json()
-    assert begun["tokens"] == [[256, 256], [256, 97, 256]] and "logprobs" not in begun
+    with_bos = served.ask("/api", {"prompts": ["", "a"], "add_BOS": True, "tokens_to_generate": 2}, "PUT").json()
+    assert with_bos["tokens"] == [[256, 256], [256, 97, 256]] and "logprobs" not in with_bos
     only = served.ask("/api", {"prompts": ["abc"], "tokens_to_generate": 0, "logprobs": True}, "PUT").json()
     assert only["text"] == ["abc"] and len(only["logprobs"][0]) == 2
     line = served.ask("/api", {"prompts": ["a\nb"], "stop_on_eol": True}, "PUT").json()
@@ -180,8 +180,8 @@ def test_the_log_has_no_prompts(served: Running) -> None:
     served.log.clear()
     served.complete(prompt="secret", max_tokens=2, stop=["quiet"])
     served.complete(prompt="secret", bad="quiet")
-    asked = {"messages": CHATS, "max_tokens": 1}
-    served.ask("/v1/chat/completions", asked, headers={"authorization": "Bearer hidden"})
+    body = {"messages": CHATS, "max_tokens": 1}
+    served.ask("/v1/chat/completions", body, headers={"authorization": "Bearer hidden"})
     # The line of the request before this test may be written after the log was cleared.
     assert wait_until(lambda: "/v1/chat/completions" in "".join(served.log))
     lines = served.log[-3:]

@@ -198,18 +198,18 @@ def test_both_edges_of_each_limit(name: str) -> None:
     base = Sampling(max_tokens=2**20, beams=2 if name == "length_penalty" else 1)
     step = 1 if limit.kind is int else 1e-6
     for value in (limit.least + step * limit.above, limit.most):
-        given = check({field: limit.kind(value)}, fields)
-        assert getattr(sampling(given, fields, base), name) == value
+        checked = check({field: limit.kind(value)}, fields)
+        assert getattr(sampling(checked, fields, base), name) == value
     for value in (limit.least if limit.above else limit.least - step, limit.most + max(step, limit.most * 1e-9), True):
-        given = check({field: value if value is True else limit.kind(value)}, fields)
+        checked = check({field: value if value is True else limit.kind(value)}, fields)
         with pytest.raises(RequestError) as caught:
-            sampling(given, fields, base)
+            sampling(checked, fields, base)
         assert caught.value.param == field
 
 
 def test_unknown_models_and_routes(served: Running) -> None:
-    wrong = served.complete(prompt="a", model="gpt-5")
-    assert (wrong.status_code, error_of(wrong)["param"]) == (404, "model")
+    response = served.complete(prompt="a", model="gpt-5")
+    assert (response.status_code, error_of(response)["param"]) == (404, "model")
     assert served.ask("/v1/models/none", method="GET").status_code == 404
     assert error_of(served.ask("/nowhere", {}))["type"] == "not_found_error"
     assert served.ask("/../../etc/passwd", method="GET").status_code == 404
@@ -225,8 +225,8 @@ def test_other_content_types(served: Running, kind: str) -> None:
 
 
 def test_prompts_that_are_too_long(served: Running) -> None:
-    for asked in ({"prompt": "a" * 4096}, {"prompt": [[97], [97] * 4096]}):
-        answer = served.complete(**asked, max_tokens=1)
+    for body in ({"prompt": "a" * 4096}, {"prompt": [[97], [97] * 4096]}):
+        answer = served.complete(**body, max_tokens=1)
         assert answer.status_code == 400 and error_of(answer)["param"] == "prompt"
     answer = served.ask("/v1/chat/completions", {"messages": [{"role": "user", "content": "a" * 5000}]})
     assert error_of(answer)["param"] == "messages"
@@ -263,9 +263,9 @@ def test_headers_that_are_too_large_or_no_http(served: Running) -> None:
 def test_more_connections_than_allowed(served: Running) -> None:
     port = int(served.url.rpartition(":")[2])
     connections = [socket.create_connection(("127.0.0.1", port)) for _ in range(110)]
-    assert any(each.recv(100).startswith(b"HTTP/1.1 503") for each in connections[100:])
-    for each in connections:
-        each.close()
+    assert any(connection.recv(100).startswith(b"HTTP/1.1 503") for connection in connections[100:])
+    for connection in connections:
+        connection.close()
     time.sleep(0.1)
     assert served.complete(prompt="a", max_tokens=1).status_code == 200
 

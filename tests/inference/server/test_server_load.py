@@ -26,13 +26,13 @@ def small() -> Iterator[Running]:
 def test_more_requests_than_the_queue_takes(small: Running) -> None:
     small.device.open.clear()
     with ThreadPoolExecutor(40) as pool:
-        asked = [pool.submit(small.complete, prompt=f"p{number:02d}", max_tokens=60) for number in range(40)]
+        futures = [pool.submit(small.complete, prompt=f"p{number:02d}", max_tokens=60) for number in range(40)]
         end = time.monotonic() + 20
-        while sum(future.done() for future in asked) < 40 - 12 and time.monotonic() < end:
+        while sum(future.done() for future in futures) < 40 - 12 and time.monotonic() < end:
             time.sleep(0.01)
         assert small.ask("/metrics", method="GET").status_code == 200
         small.device.open.set()
-        answers = [future.result() for future in asked]
+        answers = [future.result() for future in futures]
     assert sum(answer.status_code == 200 for answer in answers) == 12
     for number, answer in enumerate(answers):
         if answer.status_code == 200:
@@ -110,14 +110,14 @@ def test_a_reader_that_does_not_read_is_cut_off(small: Running) -> None:
 
 
 def test_a_fault_of_one_request_ends_that_request(small: Running) -> None:
-    bad = bytes(BAD).decode()
+    failing_prompt = bytes(BAD).decode()
     with ThreadPoolExecutor(4) as pool:
-        good = [pool.submit(small.complete, prompt="ab", max_tokens=100) for _ in range(3)]
-        wrong = small.complete(prompt=bad, max_tokens=5)
-        assert wrong.status_code == 500 and wrong.json()["error"]["type"] == "server_error"
-        assert "choices" not in wrong.text
-        assert all(future.result().json()["choices"][0]["text"] == "ab" * 50 for future in good)
-    events = small.complete(prompt=bad, max_tokens=5, stream=True).text.strip().split("\n\n")
+        unaffected = [pool.submit(small.complete, prompt="ab", max_tokens=100) for _ in range(3)]
+        failure = small.complete(prompt=failing_prompt, max_tokens=5)
+        assert failure.status_code == 500 and failure.json()["error"]["type"] == "server_error"
+        assert "choices" not in failure.text
+        assert all(future.result().json()["choices"][0]["text"] == "ab" * 50 for future in unaffected)
+    events = small.complete(prompt=failing_prompt, max_tokens=5, stream=True).text.strip().split("\n\n")
     assert json.loads(events[-1][6:])["error"]["type"] == "server_error" and "[DONE]" not in events[-1]
     # Health needs a step with finite numbers, and requests are taken that make one.
     assert small.ask("/health", method="GET").status_code == 503
@@ -141,11 +141,11 @@ def test_health_says_that_the_engine_hangs(small: Running) -> None:
 def test_the_death_of_the_engine_ends_the_server() -> None:
     running = start(ServerConfig(), EchoDevice(seconds=0.002))
     with ThreadPoolExecutor(3) as pool:
-        others = [pool.submit(running.complete, prompt="ab", max_tokens=4000) for _ in range(2)]
+        futures = [pool.submit(running.complete, prompt="ab", max_tokens=4000) for _ in range(2)]
         while running.worker.statistics().running < 2:
             time.sleep(0.002)
         assert running.complete(prompt=bytes(DEATH).decode(), max_tokens=5).status_code == 500
-        assert [future.result().status_code for future in others] == [500, 500]
+        assert [future.result().status_code for future in futures] == [500, 500]
     running.thread.join(10)
     assert running.server.exit_code == 1 and not running.thread.is_alive()
     assert any("the server ends" in line for line in running.log)
@@ -158,8 +158,8 @@ def test_keys_on_every_route_but_health(tmp_path: Any) -> None:
     routes = [("GET", "/"), ("GET", "/metrics"), ("GET", "/v1/models"), ("POST", "/v1/completions"), ("PUT", "/api"),
               ("POST", "/tokenize"), ("GET", "/none"), ("GET", "/health/")]  # fmt: skip
     for method, path in routes:
-        for given in ({}, {"authorization": "Bearer 0123456789abcde"}, {"authorization": "0123456789abcdef"}):
-            answer = running.ask(path, {} if method != "GET" else None, method, headers=given)
+        for headers in ({}, {"authorization": "Bearer 0123456789abcde"}, {"authorization": "0123456789abcdef"}):
+            answer = running.ask(path, {} if method != "GET" else None, method, headers=headers)
             assert answer.status_code == 401 and answer.json()["error"]["type"] == "authentication_error"
             assert answer.headers["www-authenticate"].startswith("Basic ")
     assert running.ask("/health", method="GET").status_code == 200
@@ -221,14 +221,14 @@ def test_prompts_and_answers_are_logged_unless_the_request_forbids_it() -> None:
 def test_requests_that_are_being_answered_end_after_the_first_signal() -> None:
     running = start(ServerConfig(drain_seconds=10), EchoDevice(seconds=0.002))
     with ThreadPoolExecutor(4) as pool:
-        asked = [pool.submit(running.complete, prompt="ab", max_tokens=200) for _ in range(4)]
+        futures = [pool.submit(running.complete, prompt="ab", max_tokens=200) for _ in range(4)]
         while running.worker.statistics().running < 4:
             time.sleep(0.002)
         running.server.handle_exit(15, None)
         refused, health = running.complete(prompt="ab"), running.ask("/health", method="GET")
         assert (refused.status_code, health.status_code, health.json()["status"]) == (503, 503, "draining")
         assert refused.headers["retry-after"]
-        assert all(future.result().json()["choices"][0]["text"] == "ab" * 100 for future in asked)
+        assert all(future.result().json()["choices"][0]["text"] == "ab" * 100 for future in futures)
     running.thread.join(10)
     assert running.server.exit_code == 0 and not running.thread.is_alive()
     running.worker.close()
@@ -237,10 +237,10 @@ def test_requests_that_are_being_answered_end_after_the_first_signal() -> None:
 def test_what_does_not_end_in_time_is_cut_off() -> None:
     running = start(ServerConfig(drain_seconds=0.3), EchoDevice(seconds=0.005))
     with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(running.complete, prompt="ab", max_tokens=4000)
+        futures = pool.submit(running.complete, prompt="ab", max_tokens=4000)
         while not running.worker.statistics().running:
             time.sleep(0.002)
         running.server.handle_exit(15, None)
-        assert asked.result().status_code == 503
+        assert futures.result().status_code == 503
     running.thread.join(10)
     assert running.server.exit_code == 0 and not running.thread.is_alive()

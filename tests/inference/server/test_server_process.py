@@ -26,11 +26,11 @@ from megajax.serve import main
 def process() -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A server's process and its address."""
     program = Path(__file__).with_name("served.py")
-    made = subprocess.Popen([sys.executable, str(program)], stdout=subprocess.PIPE, text=True)
-    assert made.stdout
-    yield made, made.stdout.readline().strip()
-    made.kill()
-    made.communicate()
+    server = subprocess.Popen([sys.executable, str(program)], stdout=subprocess.PIPE, text=True)
+    assert server.stdout
+    yield server, server.stdout.readline().strip()
+    server.kill()
+    server.communicate()
 
 
 def ask(url: str, prompt: str, max_tokens: int) -> Any:
@@ -40,42 +40,42 @@ def ask(url: str, prompt: str, max_tokens: int) -> Any:
 
 def running(pool: ThreadPoolExecutor, url: str, max_tokens: int) -> list[Future[Any]]:
     """Four requests that the engine works on."""
-    asked = [pool.submit(ask, url, "ab", max_tokens) for _ in range(4)]
+    futures = [pool.submit(ask, url, "ab", max_tokens) for _ in range(4)]
     while 'megajax_running{model="tiny"} 4' not in httpx2.get(f"{url}/metrics", verify=False).text:
         time.sleep(0.01)
-    return asked
+    return futures
 
 
 def test_signals_and_exit_codes(process: tuple[subprocess.Popen[str], str]) -> None:
-    made, url = process
+    server, url = process
     with ThreadPoolExecutor(4) as pool:
-        asked = running(pool, url, 300)
-        made.send_signal(signal.SIGTERM)
+        futures = running(pool, url, 300)
+        server.send_signal(signal.SIGTERM)
         while httpx2.get(f"{url}/health", verify=False).status_code == 200:
             time.sleep(0.01)
         assert ask(url, "ab", 1).status_code == 503
-        assert [future.result().json()["choices"][0]["text"] for future in asked] == ["ab" * 150] * 4
-    assert made.wait(10) == 0
+        assert [future.result().json()["choices"][0]["text"] for future in futures] == ["ab" * 150] * 4
+    assert server.wait(10) == 0
 
 
 @pytest.mark.slow
 def test_the_second_signal_ends_at_once(process: tuple[subprocess.Popen[str], str]) -> None:
-    made, url = process
+    server, url = process
     with ThreadPoolExecutor(4) as pool:
-        asked = running(pool, url, 4000)
-        made.send_signal(signal.SIGTERM)
+        futures = running(pool, url, 4000)
+        server.send_signal(signal.SIGTERM)
         time.sleep(0.2)
-        assert made.poll() is None
-        made.send_signal(signal.SIGTERM)
-        assert made.wait(10) == 128 + signal.SIGTERM
-        assert all(isinstance(future.exception(), httpx2.HTTPError) for future in asked)
+        assert server.poll() is None
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(10) == 128 + signal.SIGTERM
+        assert all(isinstance(future.exception(), httpx2.HTTPError) for future in futures)
 
 
 @pytest.mark.slow
 def test_a_lost_device_ends_the_process(process: tuple[subprocess.Popen[str], str]) -> None:
-    made, url = process
+    server, url = process
     assert ask(url, bytes(DEATH).decode(), 5).status_code == 500
-    assert made.wait(10) == 1
+    assert server.wait(10) == 1
 
 
 @pytest.mark.parametrize(
@@ -88,24 +88,26 @@ def test_addresses_that_others_reach_need_keys(host: str, loopback: bool, tmp_pa
     keys = tmp_path / "keys"
     assert not Access(host=host, api_key_file=keys).problems()
     assert not Access(host=host, insecure=True).problems()
-    assert [each.setting for each in Access(host=host, insecure=True, api_key_file=keys).problems()] == ["--insecure"]
+    assert [problem.setting for problem in Access(host=host, insecure=True, api_key_file=keys).problems()] == [
+        "--insecure"
+    ]
 
 
 def test_servers_that_do_not_start(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"--host: 0\.0\.0\.0 can be reached from other machines.*\n.*--insecure"):
         Serving(ServerConfig(), Access(host="0.0.0.0"))
-    for text, what in (("", "is empty"), ("short\n", "fewer than 16")):
+    for text, message in (("", "is empty"), ("short\n", "fewer than 16")):
         (tmp_path / "keys").write_text(text)
-        with pytest.raises(UserError, match=what):
+        with pytest.raises(UserError, match=message):
             Serving(ServerConfig(), Access(api_key_file=tmp_path / "keys"))
     with pytest.raises(UserError, match="cannot be read"):
         Serving(ServerConfig(), Access(api_key_file=tmp_path / "none"))
-    other = socket.create_server(("127.0.0.1", 0))
-    with other, pytest.raises(UserError, match="cannot listen on this address: Address already in use"):
-        Serving(ServerConfig(), Access(port=other.getsockname()[1]))
+    listener = socket.create_server(("127.0.0.1", 0))
+    with listener, pytest.raises(UserError, match="cannot listen on this address: Address already in use"):
+        Serving(ServerConfig(), Access(port=listener.getsockname()[1]))
     assert [problem.setting for problem in Access(port=70_000).problems()] == ["--port"]
-    wrong = ServerConfig(queue=0, prompts=0, body_bytes=1, body_seconds=0.0, drain_seconds=float("nan"))
-    assert {problem.setting for problem in wrong.problems()} == {
+    config = ServerConfig(queue=0, prompts=0, body_bytes=1, body_seconds=0.0, drain_seconds=float("nan"))
+    assert {problem.setting for problem in config.problems()} == {
         *("queue", "prompts", "body_bytes", "body_seconds", "drain_seconds"),
     }
 
@@ -125,9 +127,9 @@ def test_sixty_four_clients_for_a_minute() -> None:
     served = start(ServerConfig(), EchoDevice(rows=32, seconds=0.001))
     serving_load.load(served.url, clients=64, seconds=5)
     before = resident()
-    seen = serving_load.load(served.url, clients=64, seconds=60)
-    print(*seen.lines(), sep="\n")
-    assert set(seen.statuses) == {200} and not seen.errors and len(seen.latencies) > 500
+    report = serving_load.load(served.url, clients=64, seconds=60)
+    print(*report.lines(), sep="\n")
+    assert set(report.statuses) == {200} and not report.errors and len(report.latencies) > 500
     assert served.all_free()
     assert resident() - before < 30
     stop(served)
