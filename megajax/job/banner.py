@@ -143,8 +143,9 @@ def _mixtures(run: Run) -> list[tuple[ExpertFacts, float]]:
         tokens = run.cfg.batch.micro_size * section.positions / run.mesh.shape["context"]
         sizes = {"hidden": section.hidden, "length": section.length, "memory_length": section.memory_length}
         blocks = (block.facts(dtype=run.cfg.precision.compute, **sizes) for block in section.stack.pattern)
-        layers += [(experts, tokens) for block in blocks for experts in block.experts]
-    return list(dict.fromkeys(layers))
+        mixtures = [(experts, tokens) for block in blocks for experts in block.experts]
+        layers += [layer for number, layer in enumerate(mixtures) if layer not in layers + mixtures[:number]]
+    return layers
 
 
 def _experts(run: Run) -> list[tuple[str, str]]:

@@ -9,7 +9,6 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from megajax.mesh.sharding import SequenceSharding
 
 from megajax.batch import Leaf, batch_schema
 from megajax.config.errors import UserError
@@ -18,6 +17,7 @@ from megajax.data.balancing import Balancing, balance_rows
 from megajax.data.config import LoaderConfig
 from megajax.data.loader import Loader, LocalRows, read_rows
 from megajax.data.reading import ReadError
+from megajax.mesh.sequence_sharding import SequenceSharding
 from megajax.models.config import text_schema
 
 pytestmark = pytest.mark.smoke
