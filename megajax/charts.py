@@ -121,14 +121,9 @@ class LineChart:
             **{"left": LEFT, "right": self.width - RIGHT, "width": self.width, "first": x.low, "last": x.high},
             "percent": self.percent,
             "series": [
-                {
-                    "name": series.name,
-                    "color": series.color,
-                    "x": [*map(_short, series.x)],
-                    "y": [*map(_short, series.y)],
-                }
-                for series in self.series
-                if len(series.x)
+                {"name": line.name, "color": line.color, "x": [*map(_short, line.x)], "y": [*map(_short, line.y)]}
+                for line in self.series
+                if len(line.x)
             ],
             "crosses": [[int(at), text] for at, text in self.crosses[:1000]],
             "marks": [[mark.x, mark.text] for mark in self.marks if mark.line][:1000],

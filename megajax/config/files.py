@@ -23,16 +23,12 @@ SUFFIXES = (".py", ".yaml", ".yml", ".json")
 
 @dataclass(frozen=True)
 class Source:
-    """The contents of a config file: a config built by Python (None: the defaults), and settings over it.
-
-    settings: None if Python built the whole config. layers: (file, its settings), lowest first, to report the source of
-    each setting; the file of the base has no settings.
-    """
+    """The contents of a config file: a config built by Python (None: the defaults), settings over it, and sources."""
 
     name: str
     base: Any
-    settings: Any = None
-    layers: tuple[tuple[str, Any], ...] = ()
+    settings: Any = None  # None: Python built the whole config
+    layers: tuple[tuple[str, Any], ...] = ()  # (file, its settings), lowest first; the base's file has no settings
 
     def over(self, upper: Any) -> Any:
         """The file's settings with others over them."""

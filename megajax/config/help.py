@@ -21,16 +21,13 @@ WIDTH = 110
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One setting: its dotted name, type in words, value ("": must be given) and docstring.
-
-    member: its class, if that is a member of a union other than the current one.
-    """
+    """One setting: its dotted name, type in words, value ("": must be given) and docstring."""
 
     name: str
     kind: str
     value: str
     text: str
-    member: str = ""
+    member: str = ""  # its class, if that is another member of a union than the current one
 
 
 def settings_help(cls: type, config: Any = None, only: str = "") -> str:

@@ -342,16 +342,15 @@ class _Builder:
         return self.nodes[where]
 
     def _unknown(self, key: str, value: Any, where: str, cls: type, annotation: Any) -> None:
-        other_classes = [c.__name__ for c in schema.configs(annotation) if c is not cls and key in schema.hints(c)]
+        owners = [c.__name__ for c in schema.configs(annotation) if c is not cls and key in schema.hints(c)]
         # Without the settings of other classes for the same field.
         elsewhere = (name for name in schema.names(self.root) if not name.startswith(f"{where}."))
         candidates = [*(join(where, name) for name in schema.names(cls)), *elsewhere]
         path = join(where, key)
         for leaf in leaves(value, path) if isinstance(value, Patch) else [path]:
             hint = did_you_mean(leaf, candidates)
-            if other_classes:
-                owners = either(other_classes)
-                hint = f"a setting of {owners}, but this is {cls.__name__}; add --{where}.type={other_classes[0]}"
+            if owners:
+                hint = f"a setting of {either(owners)}, but this is {cls.__name__}; add --{where}.type={owners[0]}"
             self.fault(leaf, "no such setting", hint)
 
 

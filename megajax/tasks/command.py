@@ -99,7 +99,7 @@ def evaluate(cfg: RunConfig, evaluation: Evaluation, load: Load) -> int:
     scorer = Scorer(program, tokenizer, weights, progress=progress, folder=evaluation.output)
     tasks = {task.name: task.build(scorer) for task in evaluation.tasks}
     results: dict[str, Figures] = {}
-    with cached_answers(cfg, evaluation, origin, tokenizer.identity) as scorer.cache:
+    with open_cache(cfg, evaluation, origin, tokenizer.identity) as scorer.cache:
         for name, task in tasks.items():
             progress.start(name)
             results[name] = task()
@@ -116,9 +116,7 @@ def evaluate(cfg: RunConfig, evaluation: Evaluation, load: Load) -> int:
 
 
 @contextmanager
-def cached_answers(
-    cfg: RunConfig, evaluation: Evaluation, origin: str, tokenizer: str
-) -> Generator[RequestCache | None]:
+def open_cache(cfg: RunConfig, evaluation: Evaluation, origin: str, tokenizer: str) -> Generator[RequestCache | None]:
     """The cache with answers of earlier attempts, next to the results; None without a cache."""
     if not evaluation.cache:
         yield None

@@ -35,16 +35,13 @@ def read_lines(path: str, fields: Mapping[str, type]) -> Iterator[tuple[int, dic
         except (ValueError, RecursionError) as error:
             raise UserError(f"{path}, line {number}: is not JSON: {error}. Give one object in each line.") from error
         if not isinstance(value, dict):
-            raise UserError(
-                f"{path}, line {number}: is {json.dumps(value)[:60]}, not an object with {_field_list(fields)}."
-            )
+            text = json.dumps(value)[:60]
+            raise UserError(f"{path}, line {number}: is {text}, not an object with {_field_list(fields)}.")
         for name, kind in fields.items():
             if name not in value:
                 hint = did_you_mean(name, value)
-                fields_present = ", ".join(map(str, value)) or "nothing"
-                raise UserError(
-                    f"{path}, line {number}: lacks {name}; it has {fields_present}.{' ' * bool(hint)}{hint}"
-                )
+                names = ", ".join(map(str, value)) or "nothing"
+                raise UserError(f"{path}, line {number}: lacks {name}; it has {names}.{' ' * bool(hint)}{hint}")
             if not isinstance(value[name], kind) or (kind is int and isinstance(value[name], bool)):
                 value_text = json.dumps(value[name])[:60]
                 raise UserError(f"{path}, line {number}: {name} is {value_text}, not {_NAMES[kind]}.")

@@ -67,9 +67,8 @@ class Squad:
 def best_answers(windows: Sequence[Window], scores: np.ndarray, config: SquadTaskConfig) -> tuple[list[Answer], float]:
     """The best answers to a question from its windows, without duplicate texts, and the score of no answer.
 
-    scores: [windows, S, 2] of first and last tokens. A first token counts only in the window where it has the most
-    context. The score of no answer is the least sum of both heads at the first token of a row (Devlin et al. 2019,
-    run_squad).
+    scores: [windows, S, 2] of first and last tokens. A first token counts in the window with the most context. The
+    score of no answer is the least sum of both heads at the first token of a row (Devlin et al. 2019, run_squad).
     """
     answers, paragraph = list[Answer](), windows[0].question.paragraph
     for number, (window, window_scores) in enumerate(zip(windows, scores, strict=True)):
@@ -125,8 +124,8 @@ def evaluation(
     for name, has_answer in (("has_answer", True), ("no_answer", False)):
         identifiers = [identifier for identifier, question in questions.items() if bool(question.answers) == has_answer]
         if identifiers:
-            figures[f"{name}_exact"] = _percent([exact[text] for text in identifiers])
-            figures[f"{name}_f1"] = _percent([overlap[text] for text in identifiers])
+            figures[f"{name}_exact"] = _percent(map(exact.__getitem__, identifiers))
+            figures[f"{name}_f1"] = _percent(map(overlap.__getitem__, identifiers))
     for name, values in (("exact", exact), ("f1", overlap)):
         best, threshold = best_threshold(questions, answers, values, odds)
         figures |= {f"best_{name}": Figure(best), f"best_{name}_threshold": Figure(threshold)}
