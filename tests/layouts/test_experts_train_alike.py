@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_layouts_train_alike import same
+from test_layouts_train_alike import assert_same_training
 from tiny_runs import ONE, Trained, llama, train
 
 from megajax.layers.config import (
@@ -55,7 +55,7 @@ def check(model: DecoderConfig, parallel: ParallelConfig) -> None:
     # Losses that balance are of a microbatch; ROWS are 24.
     count = 2 if parallel.pipeline > 1 else 3
     expected, actual = train(plain, ONE, microbatches=count), train(model, parallel, microbatches=count)
-    same(actual, expected)
+    assert_same_training(actual, expected)
     for path, gradient in expected.gradients.items():
         scale = np.abs(gradient).max()
         np.testing.assert_allclose(actual.gradients[path], gradient, atol=1e-5 * scale, rtol=1e-4, err_msg=path)

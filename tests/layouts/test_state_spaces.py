@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from test_hybrid_layouts import same
+from test_hybrid_layouts import assert_same_training
 from tiny_runs import ONE, llama, train
 
 from megajax.layers.config import FeedForwardBlockConfig, Mamba2Config, MixerBlockConfig, StackConfig
@@ -25,4 +25,4 @@ LAYOUTS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel", LAYOUTS.values(), ids=LAYOUTS)
 def test_as_on_one_device(parallel: ParallelConfig) -> None:
-    same(train(MODEL, parallel, microbatches=4), train(MODEL, ONE, microbatches=4))
+    assert_same_training(train(MODEL, parallel, microbatches=4), train(MODEL, ONE, microbatches=4))
