@@ -18,13 +18,13 @@ LATE_SECONDS = 6.0
 
 def fail_at(step: int, error: Exception) -> None:
     """Make the loader raise instead of giving the batch of `step`."""
-    given = iter(range(1, 1 << 30))
-    whole = Loader.__next__
+    numbers = iter(range(1, 1 << 30))
+    next_batch = Loader.__next__
 
     def faulty(loader: Loader) -> tuple:
-        if next(given) == step:
+        if next(numbers) == step:
             raise error
-        return whole(loader)
+        return next_batch(loader)
 
     Loader.__next__ = faulty
 

@@ -76,8 +76,8 @@ class Process:
         """What FAULTS has for this process at this step of this attempt."""
         for fault in filter(None, os.environ.get("FAULTS", "").split(",")):
             kind, _, rest = fault.partition(":")
-            where, _, attempt = rest.partition("#")
-            if where == f"{self.slot}@{step}" and attempt in ("*", str(self.attempt)):
+            place, _, attempt = rest.partition("#")
+            if place == f"{self.slot}@{step}" and attempt in ("*", str(self.attempt)):
                 self.inject(kind)
 
     def inject(self, kind: str) -> None:

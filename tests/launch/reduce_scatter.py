@@ -20,7 +20,7 @@ def main() -> int:
         return jax.lax.psum_scatter(x[0], "data", scatter_dimension=0, tiled=True)[None]
 
     scattered = jax.jit(jax.shard_map(scatter, mesh=mesh, in_specs=split, out_specs=split, check_vma=False))
-    rng, wrong = np.random.default_rng(0), 0
+    rng, failures = np.random.default_rng(0), 0
     for _ in range(ROUNDS):
         values = rng.integers(0, 1000, (2, 2 * CHUNK)).astype(np.float32)
         placed = jax.make_array_from_callback(
@@ -28,10 +28,10 @@ def main() -> int:
         )
         expected = values.sum(0).reshape(2, CHUNK)
         shards = scattered(placed).addressable_shards
-        wrong += sum(not np.array_equal(shard.data, expected[shard.index]) for shard in shards)
-    print(f"{wrong} of {ROUNDS} wrong", flush=True)
+        failures += sum(not np.array_equal(shard.data, expected[shard.index]) for shard in shards)
+    print(f"{failures} of {ROUNDS} wrong", flush=True)
     finish()
-    return 1 if wrong else 0
+    return 1 if failures else 0
 
 
 if __name__ == "__main__":

@@ -50,8 +50,8 @@ def test_a_killed_process_is_named_and_the_gang_goes_on_from_its_checkpoint(star
     assert losses(tmp_path) == whole({1: range(1, 7), 2: range(6, 11)})
     lost, restart = events(tmp_path)
     assert (lost["event"], lost["process"], lost["cause"], lost["step"]) == ("lost", 1, "killed by SIGKILL", 7)
-    named = {name: restart[name] for name in ("event", "attempt", "after_code", "process", "step", "processes")}
-    assert named == {"event": "restart", "attempt": 2, "after_code": 1, "process": 1, "step": 7, "processes": 2}
+    fields = {name: restart[name] for name in ("event", "attempt", "after_code", "process", "step", "processes")}
+    assert fields == {"event": "restart", "attempt": 2, "after_code": 1, "process": 1, "step": 7, "processes": 2}
     assert restart["cause"].startswith("process 1 killed by SIGKILL after ") and 0 < restart["seconds_down"] < 20
     lines = [line for line in gang.text.splitlines() if line.startswith("megajax.launch")]
     assert len(lines) == 1 and lines[0].startswith("megajax.launch: attempt 1: process 1 killed by SIGKILL after ")
@@ -283,8 +283,8 @@ def test_a_scheduler_is_asked_to_end_its_own_processes(start, tmp_path):
 @pytest.mark.slow
 def test_a_gang_that_was_stopped_with_its_launcher_goes_on(start, tmp_path):
     """As by Ctrl-Z, a paused container or a machine that sleeps: beats are old, and nobody hangs."""
-    late = ",".join(f"late:0@{step}#1" for step in range(1, 11))
-    gang = train(start, tmp_path, "--beat-timeout=3", FAULTS=late)
+    schedule = ",".join(f"late:0@{step}#1" for step in range(1, 11))
+    gang = train(start, tmp_path, "--beat-timeout=3", FAULTS=schedule)
     gang.until(lambda: (tmp_path / "losses.txt").exists())
     everyone = (gang.process.pid, *gang.children())
     for pid in everyone:

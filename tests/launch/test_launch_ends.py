@@ -70,9 +70,9 @@ def test_an_error_in_one_process_ends_all_at_once(start, tmp_path, kind, code):
     gang = start(*launcher(), *train, *TINY, *LONG, f"--run_dir={run_dir}")
     gang.until(lambda: "raised on purpose" in gang.text)
     check_end(gang, code, 5, f"process 1 exited with code {code} after ")
-    said = [line for line in gang.text.splitlines() if line.startswith("[1]")]
-    assert sum("raised on purpose" in line for line in said) == 1
-    assert any("Traceback" in line for line in said) == (code == 1)
+    lines = [line for line in gang.text.splitlines() if line.startswith("[1]")]
+    assert sum("raised on purpose" in line for line in lines) == 1
+    assert any("Traceback" in line for line in lines) == (code == 1)
 
 
 @pytest.mark.slow
@@ -139,10 +139,10 @@ SCRIPTS = {
 @pytest.mark.smoke
 @pytest.mark.parametrize("case", SCRIPTS)
 def test_the_first_failure_is_named_and_gives_the_exit_code(start, case):
-    script, code, words = SCRIPTS[case]
+    script, code, expected = SCRIPTS[case]
     gang = start(*launcher(processes=3), sys.executable, "-c", script)
     assert gang.wait(20) == code, gang.text
-    assert words in gang.text.splitlines()[-1]
+    assert expected in gang.text.splitlines()[-1]
     below = [int(line.split()[-1]) for line in gang.text.splitlines() if " below " in line]
     assert gone(below)
 

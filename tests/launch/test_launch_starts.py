@@ -45,14 +45,14 @@ def test_other_settings(start, tmp_path):
 
 
 def test_a_number_too_high(start, tmp_path):
-    one = member(start, tmp_path, 2, free_port())
-    assert one.wait(20) == 2
-    assert one.text == "process 2: megajax: --process-id=2 is not one of 2 processes: they are 0 to 1\n"
+    first = member(start, tmp_path, 2, free_port())
+    assert first.wait(20) == 2
+    assert first.text == "process 2: megajax: --process-id=2 is not one of 2 processes: they are 0 to 1\n"
 
 
 def test_the_port_of_process_0_is_in_use(start, tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        port = other.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
         first = member(start, tmp_path, 0, port)
         assert first.wait(40) == 2
     assert f"megajax: port {port} of 127.0.0.1 is in use" in first.text
@@ -75,14 +75,14 @@ LAUNCHES = {
 def test_a_wrong_launch(case):
     arguments, message = LAUNCHES[case]
     command = [sys.executable, "-m", "megajax.launch", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30, cwd=REPOSITORY, check=False)
-    assert done.returncode == 2 and message in done.stderr, done.stderr
-    assert "Traceback" not in done.stderr and done.stdout == ""
+    process = subprocess.run(command, capture_output=True, text=True, timeout=30, cwd=REPOSITORY, check=False)
+    assert process.returncode == 2 and message in process.stderr, process.stderr
+    assert "Traceback" not in process.stderr and process.stdout == ""
 
 
 def test_the_launchers_port_is_in_use(start):
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        port = other.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
         gang = start(*launcher(f"--coordinator-port={port}"), "true")
         assert gang.wait(20) == 2
     assert f"--coordinator-port={port}: Address already in use" in gang.text

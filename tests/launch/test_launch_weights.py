@@ -25,15 +25,15 @@ def test_losses_are_those_of_one_process(start, tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(family.config_json(model)))
     table, draw = resolved(family.rows(model), declared_by(model)), np.random.default_rng(0)
-    tensors = {one.name: (0.05 * draw.normal(size=one.shape())).astype(np.float16) for one in table}
+    tensors = {entry.name: (0.05 * draw.normal(size=entry.shape())).astype(np.float16) for entry in table}
     save_file(tensors, folder / "model.safetensors")
     source = f"--checkpoint.load=hf:{folder}"
     command = (*TRAIN, *TINY, *SETTINGS, source)
     gang = start(*launcher("--devices-per-process=1"), *command, f"--run_dir={tmp_path / 'two'}", name="two")
     assert gang.wait(200) == 0, gang.text
     assert f"12 weights of hf:{folder}" in gang.text
-    alone = start(*command, f"--run_dir={tmp_path / 'one'}", "--devices=cpu:2", name="one")
-    assert alone.wait(200) == 0, alone.text
-    two, one = steps(tmp_path / "two"), steps(tmp_path / "one")
-    assert two.keys() == one.keys() == {1, 2, 3}
-    np.testing.assert_allclose(list(two.values()), list(one.values()), rtol=1e-5)
+    single = start(*command, f"--run_dir={tmp_path / 'one'}", "--devices=cpu:2", name="one")
+    assert single.wait(200) == 0, single.text
+    two, entry = steps(tmp_path / "two"), steps(tmp_path / "one")
+    assert two.keys() == entry.keys() == {1, 2, 3}
+    np.testing.assert_allclose(list(two.values()), list(entry.values()), rtol=1e-5)

@@ -66,13 +66,13 @@ def test_jobset_counts_machines_alike():
 def sbatch(folder: Path, code: int, **environment: str) -> tuple[int, list[str]]:
     """Run the script with stand-ins for what it calls -> its exit code, and their command lines."""
     log, state = folder / "log", environment.pop("STATE", "RUNNING")
-    for name, ends in {"python": f"exit {code}", "scontrol": "true", "squeue": f"echo {state}"}.items():
+    for name, body in {"python": f"exit {code}", "scontrol": "true", "squeue": f"echo {state}"}.items():
         path = folder / name
-        path.write_text(f'#!/usr/bin/env bash\necho "{name} $*" >> {log}\n{ends}\n')
+        path.write_text(f'#!/usr/bin/env bash\necho "{name} $*" >> {log}\n{body}\n')
         path.chmod(0o755)
     slurm = {"PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "42"}
-    done = subprocess.run(["bash", SLURM, "gpt2.py", "--seed=1 2"], env=slurm | environment, cwd=folder, check=False)
-    return done.returncode, log.read_text().splitlines()
+    process = subprocess.run(["bash", SLURM, "gpt2.py", "--seed=1 2"], env=slurm | environment, cwd=folder, check=False)
+    return process.returncode, log.read_text().splitlines()
 
 
 def test_slurm_passes_cpus_and_settings_on(tmp_path):

@@ -114,11 +114,11 @@ def test_without_gradient_only_matrices_shrink():
 def test_tables_decay_and_biases_and_gains_do_not():
     layout = Layout(Plan.of(ParallelConfig()))
     declared = specs(nnx.eval_shape(lambda: gpt2("debug").build(layout)))
-    kept = {path for path, spec in declared.items() if not has_decay(spec)}
+    undecayed = {path for path, spec in declared.items() if not has_decay(spec)}
     assert has_decay(declared["tokens"])
     assert has_decay(declared["positions"])
-    assert kept == {path for path in declared if path.endswith(("bias", "gain"))}
-    assert "stack.blocks.0.mixer.query_bias" in kept
+    assert undecayed == {path for path in declared if path.endswith(("bias", "gain"))}
+    assert "stack.blocks.0.mixer.query_bias" in undecayed
 
 
 def test_moments_start_at_zero_in_the_weights_shapes():
@@ -149,7 +149,7 @@ def test_clipping_scales_the_global_norm_down_to_the_limit():
 
 
 @pytest.mark.parametrize(
-    ("changes", "where", "what"),
+    ("changes", "setting", "message"),
     [
         ({"beta1": 1.0}, "beta1", "must be at least 0 and below 1, got 1.0"),
         ({"beta2": -0.1}, "beta2", "must be at least 0 and below 1, got -0.1"),
@@ -158,7 +158,7 @@ def test_clipping_scales_the_global_norm_down_to_the_limit():
         ({"weight_decay": -1.0}, "weight_decay", "must be a number from 0 up, got -1.0"),
     ],
 )
-def test_problems(changes, where, what):
+def test_problems(changes, setting, message):
     (problem,) = AdamWConfig(**changes).problems()
-    assert (problem.setting, problem.message) == (where, what)
+    assert (problem.setting, problem.message) == (setting, message)
     assert AdamWConfig(clip=None).problems() == []

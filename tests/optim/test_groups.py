@@ -55,8 +55,8 @@ def test_query_and_key_norms_may_decay():
 
 def test_token_embedding_and_head_have_rates_of_their_own(declared):
     by_path = groups(AdamWConfig(embedding_lr=1e-4, embedding_min_lr=1e-6), declared)
-    own = {path for path, group in by_path.items() if group.lr is not None}
-    assert own == {path for path, spec in declared.items() if "vocab" in spec.axes}
+    with_rate = {path for path, group in by_path.items() if group.lr is not None}
+    assert with_rate == {path for path, spec in declared.items() if "vocab" in spec.axes}
     assert by_path["tokens"] == Group(lr=1e-4, min_lr=1e-6)
 
 
@@ -127,7 +127,7 @@ def test_the_table_names_rule_rates_and_weights(declared):
 
 
 @pytest.mark.parametrize(
-    ("settings", "where"),
+    ("settings", "setting"),
     [
         ({"match": ""}, "match"),
         ({"match": "a", "lr": -1.0}, "lr"),
@@ -135,5 +135,5 @@ def test_the_table_names_rule_rates_and_weights(declared):
         ({"match": "a", "decay": -1.0}, "decay"),
     ],
 )
-def test_problems(settings, where):
-    assert [problem.setting for problem in GroupConfig(**settings).problems()] == [where]
+def test_problems(settings, setting):
+    assert [problem.setting for problem in GroupConfig(**settings).problems()] == [setting]

@@ -65,24 +65,24 @@ def test_what_is_kept_is_the_moment_and_the_root_of_the_second():
     for place, path in enumerate(sorted(SHAPES)):
         first = np.asarray(from_float16(state["first_moment"][path], state["first_moment_scale"][place]))
         second = np.asarray(from_float16(state["second_moment"][path], state["second_moment_scale"][place])) ** 2
-        for moment, wanted in ((first, exact["first_moment"][path]), (second, exact["second_moment"][path])):
-            wanted = np.asarray(wanted)
-            large = np.abs(wanted) > np.abs(wanted).max() * 2**-28
-            np.testing.assert_allclose(moment[large], wanted[large], rtol=2**-10)
+        for moment, target in ((first, exact["first_moment"][path]), (second, exact["second_moment"][path])):
+            target = np.asarray(target)
+            large = np.abs(target) > np.abs(target).max() * 2**-28
+            np.testing.assert_allclose(moment[large], target[large], rtol=2**-10)
 
 
 def test_float16_holds_twelve_orders_of_magnitude_and_any_size():
     x = np.float32([1.0, -3.3e-12, 2.7e-5, 0.0])
     for size in (1e-20, 1e-8, 1.0, 6e4, 1e30):
-        kept, scale = jax.jit(to_float16)(x * np.float32(size))
-        assert kept.dtype == jnp.float16 and 2**14 <= float(kept.max()) < 2**15
-        back = np.asarray(from_float16(kept, scale)) / np.float32(size)
+        packed_values, scale = jax.jit(to_float16)(x * np.float32(size))
+        assert packed_values.dtype == jnp.float16 and 2**14 <= float(packed_values.max()) < 2**15
+        back = np.asarray(from_float16(packed_values, scale)) / np.float32(size)
         np.testing.assert_allclose(back, x, rtol=2**-11, atol=2**-39)
         # Powers of two: another round changes nothing, whatever the largest is.
-        again, other = to_float16(jnp.asarray(back[1:] * np.float32(size)))
-        assert float(other) < float(scale)
+        repacked, other_scale = to_float16(jnp.asarray(back[1:] * np.float32(size)))
+        assert float(other_scale) < float(scale)
         if size == 1.0:
-            np.testing.assert_array_equal(from_float16(again, other), back[1:])
+            np.testing.assert_array_equal(from_float16(repacked, other_scale), back[1:])
     zero, scale = to_float16(jnp.zeros(3))
     assert not zero.any() and 0 < float(scale) < np.inf
 

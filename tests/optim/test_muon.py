@@ -81,12 +81,12 @@ def test_singular_values_come_near_one(shape, settings, low, high):
     orthogonal = np.asarray(orthogonalise(jnp.asarray(x), MuonConfig(**settings)))
     assert orthogonal.dtype == np.float32
     for before, after in zip(x, orthogonal, strict=True):
-        left, values, right = np.linalg.svd(before.astype(np.float64), full_matrices=False)
+        u, values, vt = np.linalg.svd(before.astype(np.float64), full_matrices=False)
         # The iteration is an odd polynomial of the singular values: only those that are not tiny get near 1.
-        core = left.T @ after @ right.T
-        kept = values > 0.02 * np.linalg.norm(values)
-        assert kept.sum() >= 14
-        assert low < np.diag(core)[kept].min() and np.diag(core)[kept].max() < high
+        core = u.T @ after @ vt.T
+        significant = values > 0.02 * np.linalg.norm(values)
+        assert significant.sum() >= 14
+        assert low < np.diag(core)[significant].min() and np.diag(core)[significant].max() < high
         np.testing.assert_allclose(core - np.diag(np.diag(core)), 0, atol=0.03 if "dtype" in settings else 1e-3)
 
 

@@ -18,8 +18,8 @@ PARALLEL = ParallelConfig(data=2, tensor=2, data_sharding="zero1")
 
 
 def made(optimizer: OptimizerConfig) -> Program:
-    whole = build_program(llama(), PARALLEL, microbatches=2)
-    return Program.of(replace(whole.cfg, optimizer=optimizer), whole.mesh)
+    program = build_program(llama(), PARALLEL, microbatches=2)
+    return Program.of(replace(program.cfg, optimizer=optimizer), program.mesh)
 
 
 def trained(run: Program) -> TrainState:
@@ -46,13 +46,13 @@ def test_the_largest_moments_move_until_the_share_is_reached():
 
 @pytest.mark.slow
 def test_training_is_the_same_to_the_last_bit():
-    alone, away = (trained(made(AdamWConfig(offload=share))) for share in (0.0, 1.0))
+    on_device, away = (trained(made(AdamWConfig(offload=share))) for share in (0.0, 1.0))
     kinds = {
         leaf.sharding.memory_kind for name, part in away.optimizer.items() if name != "count" for leaf in part.values()
     }
     assert kinds == {HOST}
     assert {leaf.sharding.memory_kind for leaf in away.params.values()} == {"device"}
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(away), jax.device_get(alone))
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(away), jax.device_get(on_device))
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.5])

@@ -85,11 +85,11 @@ def clipped(learning_rate: Any) -> optax.GradientTransformation:
 
 def arrays(seed: int) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(seed)
-    drawn = {path: rng.normal(size=shape).astype(np.float32) for path, (shape, _) in SHAPES.items()}
+    values = {path: rng.normal(size=shape).astype(np.float32) for path, (shape, _) in SHAPES.items()}
     for path, spec in DECLARED.items():
         if -1 in spec.layers:
-            drawn[path][-1] = 0  # a row that is no layer
-    return drawn
+            values[path][-1] = 0  # a row that is no layer
+    return values
 
 
 def two_updates(optimizer: Any, place: Any) -> tuple[Any, Any]:
@@ -109,25 +109,25 @@ def by_layer(values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         for row, layer in enumerate(spec.layers)
         if layer >= 0
     }
-    whole = {(path, None): values[path] for path, spec in DECLARED.items() if not spec.layers}
-    return {f"{path}/{row}": x for (path, row), x in (split | whole).items()}
+    unstacked = {(path, None): values[path] for path, spec in DECLARED.items() if not spec.layers}
+    return {f"{path}/{row}": x for (path, row), x in (split | unstacked).items()}
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "muon")) for name in EVERY])
 def test_layers_are_arrays_of_their_own_on_any_layout(name: str) -> None:
     """As optax treats a list of layers' weights, on one device and on pipeline 2 x data 2 x tensor 2."""
     cfg = EVERY[name]
-    wanted = by_layer(arrays(0))
+    expected = by_layer(arrays(0))
     tx = {"adafactor": partial(optax.adafactor, min_dim_size_to_factor=4), "muon": muon}
     tx = tx.get(name, {"a user's": partial(of_a_user, momentum=0.8), "stacked": clipped}.get(name))(0.01)
     if name == "muon":
-        numbers = {path: heads_joined({path.split("/")[0]: x})[path.split("/")[0]] for path, x in wanted.items()}
+        numbers = {path: heads_joined({path.split("/")[0]: x})[path.split("/")[0]] for path, x in expected.items()}
         tx = optax.contrib.muon(0.01, muon_weight_dimension_numbers=lambda _: numbers, weight_decay=0.1, ns_steps=2)
-    state = tx.init(wanted)
+    state = tx.init(expected)
     for seed in (1, 2):
-        updates, state = jax.jit(tx.update)(by_layer(arrays(seed)), state, wanted)
-        decay = {path: 0.01 * cfg.weight_decay * x * (np.ndim(x) > 1) for path, x in wanted.items()}
-        wanted = {path: x + updates[path] - decay[path] for path, x in wanted.items()}
+        updates, state = jax.jit(tx.update)(by_layer(arrays(seed)), state, expected)
+        decay = {path: 0.01 * cfg.weight_decay * x * (np.ndim(x) > 1) for path, x in expected.items()}
+        expected = {path: x + updates[path] - decay[path] for path, x in expected.items()}
 
     plan, mesh = Plan.of(PARALLEL), build_mesh(PARALLEL)
     single = two_updates(cfg.build(DECLARED), lambda values: values)
@@ -136,10 +136,10 @@ def test_layers_are_arrays_of_their_own_on_any_layout(name: str) -> None:
         return {p: jax.device_put(x, NamedSharding(mesh, plan.optimizer.spec(SHAPES[p][1]))) for p, x in values.items()}
 
     with jax.set_mesh(mesh):
-        spread = two_updates(cfg.build(DECLARED, plan), place)
-    for params, kept in (single, spread):
+        sharded = two_updates(cfg.build(DECLARED, plan), place)
+    for params, kept in (single, sharded):
         for path, x in by_layer(params).items():
-            np.testing.assert_allclose(x, wanted[path], rtol=1e-5, atol=1e-5, err_msg=path)
+            np.testing.assert_allclose(x, expected[path], rtol=1e-5, atol=1e-5, err_msg=path)
         for part in (params, *(part for part in kept.values() if isinstance(part, dict))):
             for path, x in part.items():
                 assert np.isfinite(x).all(), path
@@ -218,20 +218,20 @@ def test_state_without_rows_is_refused_where_layers_are_stacked() -> None:
     for make in (f"{HERE}:flat", "optax:adafactor"):
         with pytest.raises(UserError, match=r"per_layer=false keeps .* whose rows do not correspond to layers"):
             OptaxConfig(make=make, per_layer=False).build(DECLARED)
-    kept = jax.eval_shape(OptaxConfig(make=f"{HERE}:prodigy", per_layer=False).build(DECLARED).init, arrays(0))
-    assert kept["estim_lr"].shape == () and kept["exp_avg"]["up"].shape == SHAPES["up"][0]
+    state = jax.eval_shape(OptaxConfig(make=f"{HERE}:prodigy", per_layer=False).build(DECLARED).init, arrays(0))
+    assert state["estim_lr"].shape == () and state["exp_avg"]["up"].shape == SHAPES["up"][0]
 
 
 def test_rates_that_are_not_the_schedules_are_refused() -> None:
-    wrong = OptaxConfig(
+    invalid = OptaxConfig(
         make="adafactor",
         settings={"learning_rate": 1},
         moments="bfloat16",
         embedding_lr=1e-3,
         groups=(GroupConfig(match="tokens", decay=2.0), GroupConfig(match="up", lr_multiplier=0.5)),
     )
-    where = [problem.setting for problem in wrong.problems()]
-    assert where == ["make", "settings.learning_rate", "moments", "embedding_lr", "groups.1"]
+    settings = [problem.setting for problem in invalid.problems()]
+    assert settings == ["make", "settings.learning_rate", "moments", "embedding_lr", "groups.1"]
     assert not ADAFACTOR.problems()
     with pytest.raises(UserError, match=r"model\.width_scaling with optimizer\.type=Optax"):
         ADAFACTOR.build(DECLARED, None, 2.0)
@@ -248,15 +248,15 @@ PAIRS = {
 @pytest.mark.parametrize("name", PAIRS)
 def test_rules_as_transformations_agree_with_optax(name: str) -> None:
     """Directions of twenty updates of a tree of any shape."""
-    ours, theirs, tolerance = PAIRS[name]
+    rule, theirs, tolerance = PAIRS[name]
     rng = np.random.default_rng(0)
     params = {"a": jnp.zeros((3, 4)), "b": [jnp.zeros(5)]}
-    states = [ours().init(params), theirs().init(params)]
+    states = [rule().init(params), theirs().init(params)]
     for _ in range(20):
         grads = jax.tree.map(lambda p: jnp.asarray(rng.normal(size=p.shape), jnp.float32), params)
-        updates, states[0] = ours().update(grads, states[0])
-        wanted, states[1] = theirs().update(grads, states[1])
-        jax.tree.map(partial(np.testing.assert_allclose, rtol=tolerance, atol=0), updates, wanted)
+        updates, states[0] = rule().update(grads, states[0])
+        expected, states[1] = theirs().update(grads, states[1])
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=tolerance, atol=0), updates, expected)
 
 
 @pytest.mark.parametrize(
@@ -268,11 +268,11 @@ def test_an_optimizer_is_a_transformation(cfg: Any) -> None:
     """What it adds to the weights is what its own update does to them."""
     optimizer, params = cfg.build(DECLARED), arrays(0)
     tx = transformation(optimizer, constant_rates(0.01, 0.1))
-    wanted, _ = optimizer.update(arrays(1), optimizer.init(params), params, rates=constant_rates(0.01, 0.1))
+    expected, _ = optimizer.update(arrays(1), optimizer.init(params), params, rates=constant_rates(0.01, 0.1))
     updates, _ = tx.update(arrays(1), tx.init(params), params)
     updated = optax.apply_updates(params, updates)
     for path in params:
-        np.testing.assert_allclose(updated[path], wanted[path], rtol=1e-6, atol=1e-7, err_msg=path)
+        np.testing.assert_allclose(updated[path], expected[path], rtol=1e-6, atol=1e-7, err_msg=path)
 
 
 def own_sgd(learning_rate: Any) -> optax.GradientTransformation:
@@ -280,9 +280,9 @@ def own_sgd(learning_rate: Any) -> optax.GradientTransformation:
 
 
 def test_our_rule_by_way_of_optax_is_our_optimizer() -> None:
-    own, _ = two_updates(SGDConfig(weight_decay=0).build(DECLARED), lambda values: values)
+    own_params, _ = two_updates(SGDConfig(weight_decay=0).build(DECLARED), lambda values: values)
     by_optax, _ = two_updates(OptaxConfig(make=f"{HERE}:own_sgd").build(DECLARED), lambda values: values)
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-7), by_optax, own)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-7), by_optax, own_params)
 
 
 def test_settings_of_the_function_are_given_one_by_one():

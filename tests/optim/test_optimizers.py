@@ -42,12 +42,12 @@ def test_momentum():
     params, gradients = random(rng), [random(rng) for _ in range(5)]
     weights, state = run(cfg, params, gradients, 0.01)
     for path, p in params.items():
-        p, kept = p.astype(np.float64), 0.0
+        p, momentum = p.astype(np.float64), 0.0
         for grads in gradients:
-            kept = 0.9 * kept + grads[path] + (0.1 * p if path in ("stack.matrix", "tokens") else 0)
-            p = p - 0.01 * kept
+            momentum = 0.9 * momentum + grads[path] + (0.1 * p if path in ("stack.matrix", "tokens") else 0)
+            p = p - 0.01 * momentum
         np.testing.assert_allclose(weights[path], p, rtol=1e-6, atol=1e-6, err_msg=path)
-        np.testing.assert_allclose(state["momentum"][path], kept, rtol=1e-5, atol=1e-5, err_msg=path)
+        np.testing.assert_allclose(state["momentum"][path], momentum, rtol=1e-5, atol=1e-5, err_msg=path)
 
 
 def test_lion():
@@ -114,8 +114,10 @@ def test_moments_in_bfloat16_are_kept_so_and_computed_in_float32(cfg):
         for path, moment in part.items():
             assert moment.dtype == jnp.bfloat16
             assert long_state[name][path].dtype == jnp.float32
-            wanted = np.asarray(long_state[name][path])
-            np.testing.assert_allclose(moment.astype(jnp.float32), wanted, rtol=0.02, atol=0.02 * np.abs(wanted).max())
+            expected = np.asarray(long_state[name][path])
+            np.testing.assert_allclose(
+                moment.astype(jnp.float32), expected, rtol=0.02, atol=0.02 * np.abs(expected).max()
+            )
     for path, p in exact.items():
         assert weights[path].dtype == jnp.float32
         # Newton-Schulz on a matrix this small turns small singular values by more.
@@ -150,7 +152,7 @@ def test_zeros_of_rows_that_are_no_layer_do_not_count():
 
 
 @pytest.mark.parametrize(
-    ("cfg", "where", "what"),
+    ("cfg", "setting", "message"),
     [
         (SGDConfig(momentum=1.0), "momentum", "below 1"),
         (LionConfig(beta1=-0.1), "beta1", "at least 0"),
@@ -163,7 +165,7 @@ def test_zeros_of_rows_that_are_no_layer_do_not_count():
         (AdamWConfig(embedding_lr=1e-3, embedding_min_lr=1e-2), "embedding_min_lr", "above embedding_lr"),
     ],
 )
-def test_problems(cfg, where, what):
+def test_problems(cfg, setting, message):
     (problem,) = cfg.problems()
-    assert problem.setting == where
-    assert what in problem.message
+    assert problem.setting == setting
+    assert message in problem.message

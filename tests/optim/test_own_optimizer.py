@@ -32,9 +32,9 @@ class SignConfig(UpdateConfig):
 
 def test_a_config_names_a_class_of_its_own() -> None:
     cfg = load("quickstart.py", f"optimizer.type={FILE}:SignConfig", "optimizer.beta=0.8", "parallel.data=1")
-    made = Program.of(cfg, build_mesh(cfg.parallel))
+    program = Program.of(cfg, build_mesh(cfg.parallel))
     assert cfg.optimizer.name() == "Sign" and cfg.optimizer.beta == 0.8
-    assert set(made.state_like().optimizer["momentum"]) == set(made.declared)
+    assert set(program.state_like().optimizer["momentum"]) == set(program.declared)
 
 
 def test_its_settings_are_checked() -> None:

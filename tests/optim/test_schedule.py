@@ -89,8 +89,8 @@ def test_on_the_device_as_on_the_host(settings, steps):
         steps=steps, global_size=SIZE
     )
     end, edges = steps * SIZE, [round(lr.warmup), round(lr.falls_from)]
-    near = [edge + by for edge in (*edges, end) for by in (-2, -1, 0, 1, 2)]
-    samples = np.array([n for n in [0, 1, 55, 57, end // 2, end * 5, *near] if 0 <= n < 2**31], np.int32)
+    neighbours = [edge + by for edge in (*edges, end) for by in (-2, -1, 0, 1, 2)]
+    samples = np.array([n for n in [0, 1, 55, 57, end // 2, end * 5, *neighbours] if 0 <= n < 2**31], np.int32)
     rates = np.asarray(jax.jit(jax.vmap(lr))(samples))
     assert rates.dtype == np.float32
     exact = np.array([exactly(lr, n) for n in samples.tolist()])
@@ -109,12 +109,12 @@ def exactly(schedule: Schedule, n: int) -> float:
     if cfg.style == "inverse_square_root":
         return max(cfg.min_lr, cfg.lr * sqrt(max(warmup, 1) / max(n, 1)))
     first = Fraction(schedule.falls_from) if cfg.style == "wsd" else warmup
-    left = min(1 - (n - first) / (decay - first), Fraction(1))
+    remaining = min(1 - (n - first) / (decay - first), Fraction(1))
     share = {
-        "linear": float(left),
-        "cosine": sin(pi / 2 * float(left)) ** 2,
-        "exponential": expm1(float(left) * log(2)),
-        "minus_sqrt": float(left) / (1 + sqrt(1 - left)),
+        "linear": float(remaining),
+        "cosine": sin(pi / 2 * float(remaining)) ** 2,
+        "exponential": expm1(float(remaining) * log(2)),
+        "minus_sqrt": float(remaining) / (1 + sqrt(1 - remaining)),
     }[cfg.anneal_style if cfg.style == "wsd" else cfg.style]
     return cfg.min_lr + share * (cfg.lr - cfg.min_lr)
 
@@ -182,7 +182,7 @@ def test_no_length_divides_by_zero():
 
 
 @pytest.mark.parametrize(
-    ("settings", "where", "what"),
+    ("settings", "setting", "message"),
     [
         ({"warmup_steps": 1, "warmup_samples": 1}, "warmup_samples", "warmup_steps and warmup_samples are both set"),
         ({"decay_steps": 9, "decay_samples": 9}, "decay_samples", "decay_steps and decay_samples are both set"),
@@ -198,14 +198,14 @@ def test_no_length_divides_by_zero():
         ({"weight_decay_start": -1.0}, "weight_decay_start", "must be a number from 0 up"),
     ],
 )
-def test_problems(settings, where, what):
+def test_problems(settings, setting, message):
     problem = ScheduleConfig(**settings).problems()[0]
-    assert problem.setting == where
-    assert what in problem.message
+    assert problem.setting == setting
+    assert message in problem.message
 
 
 @pytest.mark.parametrize(
-    ("settings", "what", "hint"),
+    ("settings", "message", "hint"),
     [
         (
             {"warmup_steps": 100},
@@ -239,9 +239,9 @@ def test_problems(settings, where, what):
         ),
     ],
 )
-def test_a_warm_up_or_anneal_that_does_not_fit(settings, what, hint):
+def test_a_warm_up_or_anneal_that_does_not_fit(settings, message, hint):
     (problem,) = ScheduleConfig(**settings).run_problems(steps=STEPS, global_size=SIZE)
-    assert (problem.message, problem.hint) == (what, hint)
+    assert (problem.message, problem.hint) == (message, hint)
 
 
 def test_the_warm_up_that_is_proposed_is_the_longest_that_fits():

@@ -65,7 +65,7 @@ def two_updates(optimizer, place):
 )
 def test_as_on_one_device(cfg):
     plan, mesh = Plan.of(PARALLEL), build_mesh(PARALLEL)
-    alone = two_updates(cfg.build(DECLARED), lambda values: values)
+    unsharded = two_updates(cfg.build(DECLARED), lambda values: values)
 
     def place(values):
         return {p: jax.device_put(x, NamedSharding(mesh, plan.optimizer.spec(SHAPES[p][1]))) for p, x in values.items()}
@@ -73,8 +73,8 @@ def test_as_on_one_device(cfg):
     with jax.set_mesh(mesh):
         weights = two_updates(cfg.build(DECLARED, plan), place)
         norm = jax.jit(global_norm)(place(arrays(1)))
-    for path, wanted in alone.items():
-        np.testing.assert_allclose(weights[path], wanted, rtol=1e-5, atol=1e-6, err_msg=path)
+    for path, expected in unsharded.items():
+        np.testing.assert_allclose(weights[path], expected, rtol=1e-5, atol=1e-6, err_msg=path)
         if DECLARED[path].layers:
             np.testing.assert_array_equal(np.asarray(weights[path])[-1], 0)
     # Cut over data, tensor and pipeline or whole everywhere: an element counts once.
@@ -87,13 +87,13 @@ def test_muon_moves_one_matrix_at_a_time():
     """Over data two swaps for each weight; over tensor sums of the small side, and gathers of the narrow ones."""
     plan, mesh = Plan.of(PARALLEL), build_mesh(PARALLEL)
     optimizer = MuonConfig().build(DECLARED, plan)
-    where = {p: NamedSharding(mesh, plan.optimizer.spec(axes)) for p, (_, axes) in SHAPES.items()}
-    like = {p: jax.ShapeDtypeStruct(s, jnp.float32, sharding=where[p]) for p, (s, _) in SHAPES.items()}
+    shardings = {p: NamedSharding(mesh, plan.optimizer.spec(axes)) for p, (_, axes) in SHAPES.items()}
+    like = {p: jax.ShapeDtypeStruct(s, jnp.float32, sharding=shardings[p]) for p, (s, _) in SHAPES.items()}
     state = jax.eval_shape(optimizer.init, like)
     state = {name: {p: like[p] for p in part} if isinstance(part, dict) else part for name, part in state.items()}
     with jax.set_mesh(mesh):
         update = partial(optimizer.update, rates=constant_rates(0.01, 0.1))
-        text = jax.jit(update, out_shardings=(where, None)).lower(like, state, like).compile().as_text()
+        text = jax.jit(update, out_shardings=(shardings, None)).lower(like, state, like).compile().as_text()
     counts = {
         kind: len(re.findall(rf"= \S.* {kind}(?:-start)?\(", text))
         for kind in ("all-to-all", "all-gather", "all-reduce", "reduce-scatter")

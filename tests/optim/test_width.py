@@ -62,8 +62,8 @@ def test_which_weights_get_which_rates(cfg, matrices, others):
 
 def test_muon_keeps_its_own_matrices_as_they_are():
     factors = widths(MuonConfig())
-    own = {path for path in MATRICES if EVERYTHING[path].layers}
-    assert {path for path in factors if factors[path] != 1} == MATRICES - own
+    stacked = {path for path in MATRICES if EVERYTHING[path].layers}
+    assert {path for path in factors if factors[path] != 1} == MATRICES - stacked
     assert factors["head"] == 1 / 4
 
 
@@ -85,8 +85,8 @@ def test_the_highest_and_the_lowest_rate_are_divided_and_the_start_of_the_warm_u
     schedule = cfg.build(steps=110, global_size=1)
     wide = AdamWConfig().build(EVERYTHING, None, 4.0).groups
     for n in (0, 5, 10, 60, 110, 200):
-        done = max(n - 10, 0) / 100
-        exact = 4e-4 + (2.5e-3 - 4e-4) * n / 10 if n <= 10 else 2.5e-4 + max(1 - done, 0) * (2.5e-3 - 2.5e-4)
+        decayed = max(n - 10, 0) / 100
+        exact = 4e-4 + (2.5e-3 - 4e-4) * n / 10 if n <= 10 else 2.5e-4 + max(1 - decayed, 0) * (2.5e-3 - 2.5e-4)
         lr, decay = schedule.rates(jnp.int32(n), 0.1, wide["head"])
         assert float(lr) == pytest.approx(exact, rel=1e-6)
         assert float(decay) == pytest.approx(0.1)

@@ -80,10 +80,10 @@ def compared(text: Path, parallel: ParallelConfig, micro_size: int, expected: li
         plain = losses(under(run, text, "none"), 4)
         assert losses(run, 4) == pytest.approx(plain, rel=1e-5)
         first = under(run, text, "microbatch")
-        begun = losses(first, 2)
-        again = under(run, text, "step", state=first.state)
-        assert again.batches.consumed == 32
-        assert begun + losses(again, 2) == pytest.approx(plain, rel=1e-5)
+        first_losses = losses(first, 2)
+        resumed = under(run, text, "step", state=first.state)
+        assert resumed.batches.consumed == 32
+        assert first_losses + losses(resumed, 2) == pytest.approx(plain, rel=1e-5)
     assert run.train_step._cache_size() == 1, "one program"
     assert expected is None or plain == pytest.approx(expected, rel=1e-5)
     return plain
@@ -123,8 +123,8 @@ def test_processes_train_alike(text: Path, tmp_path: Path, processes: int) -> No
 def test_the_banner_reports_balanced_rows(text: Path) -> None:
     cfg = config(text, "step", parallel=ParallelConfig(data=4), batch=BatchConfig(global_size=16, micro_size=1))
     run = setup(cfg, devices=jax.devices()[:4])
-    said = {name: text for _, rows in banner(run, None) for name, text in rows}
-    assert said["balanced rows"].startswith("by step; busiest group over mean at the next step: step 1.0")
+    lines = {name: text for _, rows in banner(run, None) for name, text in rows}
+    assert lines["balanced rows"].startswith("by step; busiest group over mean at the next step: step 1.0")
     rows = np.ravel(next(run.batches)[0]["sample"]).tolist()
     run.close()
     assert rows != sorted(rows) == list(range(16)), "the run reads them so"
@@ -227,8 +227,8 @@ def test_work_of_rows_is_that_of_the_throughput() -> None:
     ((window, each),) = work.per_score
     assert window is None and work.per_position + each * 64 / 2 == pytest.approx(flops.causal)
     (block,) = small.stack.pattern
-    near = replace(block, mixer=replace(block.mixer, window=7))
-    mixed = replace(small, stack=replace(small.stack, pattern=(block, near), repeats=1))
+    windowed = replace(block, mixer=replace(block.mixer, window=7))
+    mixed = replace(small, stack=replace(small.stack, pattern=(block, windowed), repeats=1))
     assert row_work(mixed) == RowWork(work.per_position, ((None, each / 2), (7, each / 2)))
 
 

@@ -32,8 +32,8 @@ def test_linear_ramp_is_the_rule_at_every_sample(start, increment, samples, fina
         LinearRampConfig(start=start, increment=increment, samples=samples), 1, global_size=final, decrease=True
     )
     per = samples / ((final - start) // increment)
-    near = [first + by for first, _ in actual.thresholds for by in (-2, -1, 0, 1, 2)]
-    for n in [n for n in (*range(50), *near, samples, samples + 1, 10 * samples) if n >= 0]:
+    neighbours = [first + by for first, _ in actual.thresholds for by in (-2, -1, 0, 1, 2)]
+    for n in [n for n in (*range(50), *neighbours, samples, samples + 1, 10 * samples) if n >= 0]:
         expected = final if n > samples else start + int(n / per) * increment
         assert actual.nominal(n) == expected, n
 
@@ -41,18 +41,18 @@ def test_linear_ramp_is_the_rule_at_every_sample(start, increment, samples, fina
 def test_steps_of_a_ramp_add_up():
     for ramp in (LINEAR, STEPS):
         actual = sizes(ramp)
-        consumed, read = 0, [0]
+        consumed, rows_read = 0, [0]
         for _ in range(400):
             consumed += actual.at(consumed).rows
-            read.append(consumed)
-        assert [actual.samples(n) for n in range(401)] == read
+            rows_read.append(consumed)
+        assert [actual.samples(n) for n in range(401)] == rows_read
         for begin in (0, 3, 100, 250):
-            assert [actual.samples(n, start=read[begin]) for n in range(50)] == [
-                read[begin + n] - read[begin] for n in range(50)
+            assert [actual.samples(n, start=rows_read[begin]) for n in range(50)] == [
+                rows_read[begin + n] - rows_read[begin] for n in range(50)
             ]
-        assert [actual.steps(total) for total in read] == list(range(401))
-        assert actual.steps(read[10] + 1) == 11
-        assert actual.steps(read[20] - read[10], start=read[10]) == 10
+        assert [actual.steps(total) for total in rows_read] == list(range(401))
+        assert actual.steps(rows_read[10] + 1) == 11
+        assert actual.steps(rows_read[20] - rows_read[10], start=rows_read[10]) == 10
 
 
 def test_thresholds_and_rows_are_numbers_with_a_suffix():
@@ -108,21 +108,21 @@ def test_every_size_of_a_ramp_is_checked_before_the_run():
 
 
 @pytest.mark.parametrize(
-    ("ramp", "where", "what"),
+    ("ramp", "setting", "message"),
     [
         (LinearRampConfig(start=72, increment=8, samples=9), "ramp.start", "start=72 is above global_size=64"),
         (LinearRampConfig(start=16, increment=7, samples=9), "ramp.increment", "= 48"),
         (StepRampConfig(sizes="0:16 9:32"), "ramp.sizes", "ends at 32 rows, global_size=64"),
     ],
 )
-def test_a_ramp_ends_at_global_size(ramp, where, what):
+def test_a_ramp_ends_at_global_size(ramp, setting, message):
     (problem,) = BatchConfig(global_size=64, ramp=ramp).problems()
-    assert problem.setting == where
-    assert what in problem.message
+    assert problem.setting == setting
+    assert message in problem.message
 
 
 @pytest.mark.parametrize(
-    ("ramp", "where", "what"),
+    ("ramp", "setting", "message"),
     [
         (LinearRampConfig(start=0, increment=1, samples=1), "start", "between 1 and"),
         (LinearRampConfig(start=1, increment=1, samples=0), "samples", "between 1 and"),
@@ -134,7 +134,7 @@ def test_a_ramp_ends_at_global_size(ramp, where, what):
         (StepRampConfig(sizes="0:0 5:16"), "sizes", "at least 1, got 0"),
     ],
 )
-def test_problems(ramp, where, what):
+def test_problems(ramp, setting, message):
     (problem,) = ramp.problems()
-    assert problem.setting == where
-    assert what in problem.message
+    assert problem.setting == setting
+    assert message in problem.message

@@ -36,9 +36,9 @@ def test_a_run_whose_clock_jumps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     limits = ResilienceConfig(exit_after_steps=4, exit_after_minutes=30.0)
     assert train(run_config(jumping, checkpoint=every, resilience=limits)) == 0
     assert train(run_config(jumping, checkpoint=every)) == 0
-    lasted = time.monotonic() - began
+    seconds = time.monotonic() - began
     assert losses(jumping) == losses(steady)
     first, second = attempts(read_history(jumping))
     assert (first.last_step, second.first_step, second.last_step) == (4, 4, 6)
     assert first.ending.startswith("stopped (resilience.exit_after_steps=4)") and second.ending == "done"
-    assert second.begin - first.end >= 0 and second.end - first.begin <= lasted + 1.0
+    assert second.begin - first.end >= 0 and second.end - first.begin <= seconds + 1.0

@@ -26,12 +26,12 @@ from megajax.metrics.console import PlainConsole
 PATIENCE = 300
 
 
-def start(folder: Path, run: str, *words: str) -> tuple[str, list[dict]]:
+def start(folder: Path, run: str, *arguments: str) -> tuple[str, list[dict]]:
     """Two steps in a new process, its cache in `folder`: what it printed, and its events about programs."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_"))}
     command = [sys.executable, "-m", "megajax.train", f"--config={CONFIG}", "--devices=cpu:1", "--steps=2"]
-    command += [f"--run_dir={folder / run}", "--schedule.warmup_steps=1", "--evaluation.batches=0", *words]
-    done = subprocess.run(
+    command += [f"--run_dir={folder / run}", "--schedule.warmup_steps=1", "--evaluation.batches=0", *arguments]
+    process = subprocess.run(
         command,
         capture_output=True,
         text=True,
@@ -39,9 +39,9 @@ def start(folder: Path, run: str, *words: str) -> tuple[str, list[dict]]:
         cwd=REPOSITORY,
         env=environment | {"PYTHONPATH": str(REPOSITORY), "XDG_CACHE_HOME": str(folder / "cache")},
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert process.returncode == 0, process.stdout + process.stderr
     lines = map(json.loads, (folder / run / "events.jsonl").read_text().splitlines())
-    return done.stdout + done.stderr, [line for line in lines if line["event"] == "compile"]
+    return process.stdout + process.stderr, [line for line in lines if line["event"] == "compile"]
 
 
 def step_of(programs: list[dict]) -> dict:
@@ -71,10 +71,10 @@ def test_generation_finds_its_programs_again(tmp_path):
     command += ["--devices=cpu:1"]
     folder = tmp_path / "cache/megajax/compile" / machine()
     for _ in range(2):
-        done = subprocess.run(
+        process = subprocess.run(
             command, capture_output=True, text=True, timeout=PATIENCE, cwd=REPOSITORY, env=environment
         )
-        assert done.returncode == 0 and "damaged" not in done.stderr, done.stderr
+        assert process.returncode == 0 and "damaged" not in process.stderr, process.stderr
         assert len(list(folder.glob("jit_step-*-cache.sha256"))) == len(list(folder.glob("jit_step-*-cache"))) > 0
 
 
@@ -82,8 +82,8 @@ def test_generation_finds_its_programs_again(tmp_path):
 def test_damaged_programs_are_compiled_again(tmp_path):
     start(tmp_path, "first")
     (entry,) = (tmp_path / "cache/megajax/compile" / machine()).glob("jit_train_step-*-cache")
-    whole = entry.read_bytes()
-    for number, damaged in enumerate([whole[: len(whole) // 2], b"", whole[:-9] + b"\1" * 9]):
+    content = entry.read_bytes()
+    for number, damaged in enumerate([content[: len(content) // 2], b"", content[:-9] + b"\1" * 9]):
         entry.write_bytes(damaged)
         text, programs = start(tmp_path, f"damaged-{number}")
         assert not step_of(programs)["cached"] and "1 damaged entries deleted" in text
@@ -99,10 +99,10 @@ def test_programs_are_not_kept_where_that_is_off(tmp_path):
 
 @pytest.mark.slow
 def test_several_processes_take_programs_from_one_folder(tmp_path):
-    own = {"JAX_COMPILATION_CACHE_DIR": "", "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    environment = {"JAX_COMPILATION_CACHE_DIR": "", "XDG_CACHE_HOME": str(tmp_path / "cache")}
     for attempt in ("first", "second"):
         with started(tmp_path) as gang:
-            run = gang(*launcher(), *TRAIN, *TINY, f"--run_dir={tmp_path / attempt}", name=attempt, **own)
+            run = gang(*launcher(), *TRAIN, *TINY, f"--run_dir={tmp_path / attempt}", name=attempt, **environment)
             assert run.wait() == 0, run.text
         lines = map(json.loads, (tmp_path / attempt / "events.jsonl").read_text().splitlines())
         actual = step_of([line for line in lines if line["event"] == "compile"])
@@ -110,7 +110,7 @@ def test_several_processes_take_programs_from_one_folder(tmp_path):
 
 
 @pytest.fixture
-def kept(tmp_path):
+def cache(tmp_path):
     """A cache folder for this process, forgotten afterwards."""
     names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs", "jax_enable_compilation_cache")
     names += ("jax_compilation_cache_max_size",)
@@ -133,30 +133,32 @@ def compile_something() -> None:
     train_step(jnp.ones(7)).block_until_ready()
 
 
-def test_each_program_is_told_of_once(kept, monkeypatch):
+def test_each_program_is_told_of_once(cache, monkeypatch):
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
     monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-    use_cache(XlaConfig(compile_cache_dir=str(kept)))
-    assert cache_in_use() == kept / machine()
+    use_cache(XlaConfig(compile_cache_dir=str(cache)))
+    assert cache_in_use() == cache / machine()
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    said, events = [], []
-    with CompileLog(said.append, lambda event, **fields: events.append((event, fields["name"], fields["cached"]))):
+    messages, events = [], []
+    with CompileLog(messages.append, lambda event, **fields: events.append((event, fields["name"], fields["cached"]))):
         compile_something()
-        assert len(said) == 1
+        assert len(messages) == 1
         compile_something()
     compile_something()
     assert events == [("compile", "train_step", False), ("compile", "train_step", True)]
-    assert "cached" not in said[0] and "compiled the train step: cached, read in" in said[1] and len(said) == 2
+    assert (
+        "cached" not in messages[0] and "compiled the train step: cached, read in" in messages[1] and len(messages) == 2
+    )
 
 
 def test_people_see_that_the_step_compiles_and_then_that_it_runs():
-    shown, waits = [], []
+    messages, waits = [], []
     console = PlainConsole(total_steps=1, stream=StringIO())
 
     @contextmanager
     def ticker(message, **options):
-        shown.append((message, signals.when))
-        yield lambda renamed: shown.append((renamed, signals.when))
+        messages.append((message, signals.when))
+        yield lambda renamed: messages.append((renamed, signals.when))
 
     console.ticker = ticker
     signals = SimpleNamespace(when="")
@@ -170,31 +172,31 @@ def test_people_see_that_the_step_compiles_and_then_that_it_runs():
         job = SimpleNamespace(signals=signals, console=console, compiles=log)
         assert first_step(job, infos()) == "the first step"
     compiling = "after the first step, which is being compiled"
-    assert shown == [("compiling the train step", compiling), ("first step", compiling)]
+    assert messages == [("compiling the train step", compiling), ("first step", compiling)]
     assert waits == ["after this step"]
 
 
-def test_a_cache_that_cannot_be_written_is_no_error(kept, monkeypatch, capsys):
+def test_a_cache_that_cannot_be_written_is_no_error(cache, monkeypatch, capsys):
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
-    (kept / "file").write_text("")
-    use_cache(XlaConfig(compile_cache_dir=str(kept / "file")))
+    (cache / "file").write_text("")
+    use_cache(XlaConfig(compile_cache_dir=str(cache / "file")))
     assert cache_in_use() is None
     assert "can't be written" in capsys.readouterr().err
 
 
-def test_a_folder_of_the_users_own_is_left_to_jax(kept, monkeypatch):
-    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(kept))
-    use_cache(XlaConfig(compile_cache_dir=str(kept / "other")))
-    assert not (kept / "other").exists()
+def test_a_folder_of_the_users_own_is_left_to_jax(cache, monkeypatch):
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(cache))
+    use_cache(XlaConfig(compile_cache_dir=str(cache / "other")))
+    assert not (cache / "other").exists()
 
 
-def test_jax_evicts_the_least_recently_used_programs(kept, monkeypatch):
+def test_jax_evicts_the_least_recently_used_programs(cache, monkeypatch):
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
     monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     limit = 2**15
-    use_cache(XlaConfig(compile_cache_dir=str(kept), compile_cache_gib=limit / 2**30))
+    use_cache(XlaConfig(compile_cache_dir=str(cache), compile_cache_gib=limit / 2**30))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    folder = kept / machine()
+    folder = cache / machine()
     with CompileLog(lambda text: None):
         for number in range(1, 12):
             jax.jit(lambda x, number=number: jnp.sin(x) * number)(jnp.ones(number)).block_until_ready()
@@ -226,11 +228,11 @@ def test_what_does_not_match_its_checksum_or_has_none_goes(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a-cache", "a-cache.sha256"]
 
 
-def test_results_of_autotuning_are_kept_with_the_programs(kept, monkeypatch):
+def test_results_of_autotuning_are_kept_with_the_programs(cache, monkeypatch):
     """XLA writes them below the folder, on GPUs: they are no damaged programs."""
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
-    use_cache(XlaConfig(compile_cache_dir=str(kept)))
-    folder = kept / machine()
+    use_cache(XlaConfig(compile_cache_dir=str(cache)))
+    folder = cache / machine()
     results = folder / "xla_gpu_per_fusion_autotune_cache_dir"
     results.mkdir()
     with CompileLog(lambda text: None):
@@ -243,18 +245,18 @@ def test_results_of_autotuning_are_kept_with_the_programs(kept, monkeypatch):
 
 def test_programs_of_gpus_and_of_each_processor_lie_apart(monkeypatch):
     monkeypatch.setattr(compile_cache, "_processor", lambda: "one")
-    here = machine()
+    this_machine = machine()
     monkeypatch.setattr(compile_cache, "_processor", lambda: "another")
-    assert machine() != here and "-cpu-" in here
+    assert machine() != this_machine and "-cpu-" in this_machine
     stand_in(monkeypatch)
     assert machine().endswith("-gpu")
 
 
 @pytest.mark.parametrize(("index", "seen", "used"), [(0, True, True), (1, True, True), (1, False, False)])
-def test_several_processes_use_one_folder_or_none(index, seen, used, kept, monkeypatch, capsys):
+def test_several_processes_use_one_folder_or_none(index, seen, used, cache, monkeypatch, capsys):
     """Process 0 makes and sweeps it; another looks for the file that process 0 has made there."""
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
-    folder = kept / machine()
+    folder = cache / machine()
     if index and seen:
         folder.mkdir()
         (folder / ".seen-7").write_text("")
@@ -265,7 +267,7 @@ def test_several_processes_use_one_folder_or_none(index, seen, used, kept, monke
     monkeypatch.setattr(compile_cache, "agree", lambda answer: answer)
     monkeypatch.setattr(compile_cache.time, "sleep", lambda seconds: None)
     monkeypatch.setattr(compile_cache.time, "monotonic", iter(range(100)).__next__)
-    use_cache(XlaConfig(compile_cache_dir=str(kept)))
+    use_cache(XlaConfig(compile_cache_dir=str(cache)))
     assert (cache_in_use() == folder) == used
     assert ("is not the same folder for all processes" in capsys.readouterr().err) == (not used)
     assert (folder / ".writable").exists() == (index == 0)

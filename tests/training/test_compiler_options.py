@@ -31,10 +31,10 @@ def test_the_installed_compiler_knows_every_option_of_ours():
 
 
 def test_defaults_it_does_not_take_are_left_out_with_a_warning():
-    wanted = {"xla_gpu_gone_since": True, "xla_gpu_enable_triton_gemm": True, "xla_gpu_autotune_level": "high"}
+    requested = {"xla_gpu_gone_since": True, "xla_gpu_enable_triton_gemm": True, "xla_gpu_autotune_level": "high"}
     with pytest.warns(UserWarning, match="xla_gpu_") as warned:
-        assert accepted_options(wanted, {}, device()) == {"xla_gpu_enable_triton_gemm": True}
-    texts = "\n".join(str(one.message) for one in warned)
+        assert accepted_options(requested, {}, device()) == {"xla_gpu_enable_triton_gemm": True}
+    texts = "\n".join(str(warning.message) for warning in warned)
     assert "does not know the option xla_gpu_gone_since" in texts
     assert "takes no 'high' for the option xla_gpu_autotune_level" in texts
 
@@ -128,14 +128,14 @@ def test_options_are_settled_inside_a_mesh_of_several_devices(platform, monkeypa
 
 
 def test_the_options_of_a_process_are_asked_for_a_device_of_its_own(monkeypatch):
-    asked = []
-    monkeypatch.setattr("megajax.training.compiler_options.accepted_options", lambda *_: asked.append(_[-1]) or {})
+    calls = []
+    monkeypatch.setattr("megajax.training.compiler_options.accepted_options", lambda *_: calls.append(_[-1]) or {})
     devices = [SimpleNamespace(platform="gpu", process_index=number) for number in (1, 0)]
     run_options(run_config(), SimpleNamespace(devices=np.array(devices)))
-    assert asked == [devices[1]]
+    assert calls == [devices[1]]
     # Virtual devices of other processes alone.
     run_options(run_config(), SimpleNamespace(devices=np.array(devices[:1])))
-    assert asked[1:] == [devices[0]]
+    assert calls[1:] == [devices[0]]
 
 
 def test_options_reach_every_program_of_a_run(monkeypatch):

@@ -53,9 +53,9 @@ def test_out_of_memory_ends_a_run_with_what_to_change_and_code_1(tmp_path, monke
     assert "micro_size 4, data_sharding zero1" in text
     changes = [line.split()[0] for line in text.splitlines() if line.startswith("    --")]
     assert changes == ["--batch.micro_size=2", "--model.recompute=selective", "--model.recompute=full"]
-    written = tmp_path / "run/traceback.txt"
-    assert str(written) in text and "Traceback" not in text
-    assert "Traceback" in written.read_text() and EXHAUSTED in written.read_text()
+    traceback_file = tmp_path / "run/traceback.txt"
+    assert str(traceback_file) in text and "Traceback" not in text
+    assert "Traceback" in traceback_file.read_text() and EXHAUSTED in traceback_file.read_text()
 
     def main(argv: list[str]) -> int:
         raise fault.value
@@ -177,8 +177,8 @@ def test_where_the_state_is_large_it_is_spread_first():
     state = state_bytes(cfg, jax.devices())
     first = cheapest(cfg, 8, state, mostly_state=True)[0]
     assert first.setting == "parallel.data_sharding=zero1"
-    spread = state_bytes(override(cfg, first.setting), jax.devices())
-    assert state is not None and spread is not None and spread < 0.4 * state
+    sharded = state_bytes(override(cfg, first.setting), jax.devices())
+    assert state is not None and sharded is not None and sharded < 0.4 * state
     assert cheapest(cfg, 8, state, mostly_state=False)[0].setting == "batch.micro_size=1"
 
 

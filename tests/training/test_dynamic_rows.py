@@ -47,12 +47,12 @@ def test_one_program_for_rows_of_all_lengths(tmp_path: Path) -> None:
     assert sum(filled[3]) > 3 * sum(filled[0])
     joined = replace(run.parts, splits=setup(config(tmp_path, False), devices=jax.devices()[:1]).parts.splits)
     with jax.set_mesh(run.mesh):
-        other = Run(joined, run.program.fresh_state()(), joined.loader(joined.splits.train, 0, training=True))
-        ours, theirs = ([info.loss for info in each.steps(4)] for each in (run, other))
-    assert ours == pytest.approx(theirs, rel=1e-6) and len(set(ours)) == 4
+        joined_run = Run(joined, run.program.fresh_state()(), joined.loader(joined.splits.train, 0, training=True))
+        losses, theirs = ([info.loss for info in each.steps(4)] for each in (run, joined_run))
+    assert losses == pytest.approx(theirs, rel=1e-6) and len(set(losses)) == 4
     assert run.train_step._cache_size() == 1
     run.close()
-    other.close()
+    joined_run.close()
 
 
 def computed(segments: np.ndarray, blocks: Blocks) -> int:
@@ -71,12 +71,12 @@ def test_padding_costs_few_blocks(tmp_path: Path, size: int) -> None:
     cfg = replace(config(tmp_path, True).data, paths=(str(tmp_path / "chat"),))
     schema = model(vocabulary_size=257, sequence_length=length).schema()
     for apart in (True, False):
-        made = replace(cfg, isolate_padding=apart)
-        rows = made.build(tokenizer=ByteTokenizerConfig().build(), schema=schema, rows=Rows(1), seed=1).train
+        changed = replace(cfg, isolate_padding=apart)
+        rows = changed.build(tokenizer=ByteTokenizerConfig().build(), schema=schema, rows=Rows(1), seed=1).train
         counts[apart] = computed(rows[0]["segment_ids"], blocks)
-    queries, each = length // blocks.queries, blocks.queries // blocks.keys
+    queries, key_blocks = length // blocks.queries, blocks.queries // blocks.keys
     text = -(-320 // blocks.queries)
     assert rows[0]["loss_mask"].nonzero()[0].max() < 330
-    assert counts[False] == computed(np.zeros(length, np.int32), blocks) == each * queries * (queries + 1) // 2
-    assert counts[True] <= each * text * (text + 1) // 2 + queries * (each + 128 // blocks.keys)
+    assert counts[False] == computed(np.zeros(length, np.int32), blocks) == key_blocks * queries * (queries + 1) // 2
+    assert counts[True] <= key_blocks * text * (text + 1) // 2 + queries * (key_blocks + 128 // blocks.keys)
     assert counts[False] > 4 * counts[True]

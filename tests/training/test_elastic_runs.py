@@ -88,8 +88,8 @@ def events(folder: Path, name: str) -> list[dict]:
 def check(folder: Path, legs: Sequence[int], undisturbed: Sequence[float]) -> None:
     """The losses of the run, and what its events say of its legs."""
     assert losses(folder) == pytest.approx(undisturbed, rel=1e-4)
-    told = [event["devices"] for event in events(folder, "start")]
-    assert told == list(legs)
+    device_counts = [event["devices"] for event in events(folder, "start")]
+    assert device_counts == list(legs)
 
 
 @pytest.mark.slow
@@ -118,8 +118,8 @@ def test_idle_devices_are_named(tmp_path, present, capsys):
     assert "8 devices wanted, 6 present, 2 idle: data 8 -> 4, microbatches 1 -> 2" in text
     assert "4 x cpu (4 of 8 used)" in text and f"{jax.devices()[4]} of process 0" in text
     assert [(event["devices"], event["used"]) for event in events(tmp_path, "replan")] == [(6, 4)]
-    written = (tmp_path / "config.yaml").read_text()
-    assert "elastic: true" in written and "data: 4  # parallel.elastic" in written
+    config_text = (tmp_path / "config.yaml").read_text()
+    assert "elastic: true" in config_text and "data: 4  # parallel.elastic" in config_text
 
 
 def test_a_notebook_has_the_layout_that_fits(tmp_path):
@@ -157,8 +157,8 @@ def test_a_gang_goes_on_with_fewer_processes(start, tmp_path):
     settings = ["--model.hidden=48", "--batch.global_size=24", "--batch.micro_size=1", "--parallel.data=4"]
     settings += ["--schedule.decay_steps=6", "--evaluation.at_end=false", "--checkpoint.every=none"]
     command = [*gangs.TRAIN, f"--config={gangs.CONFIG}", *settings]
-    whole = start(*command, "--devices=cpu:4", f"--run_dir={tmp_path / 'whole'}", name="whole")
-    assert whole.wait(400.0) == 0, whole.text
+    undisturbed = start(*command, "--devices=cpu:4", f"--run_dir={tmp_path / 'whole'}", name="whole")
+    assert undisturbed.wait(400.0) == 0, undisturbed.text
     for leg, (processes, devices) in enumerate(((4, 1), (3, 1), (2, 2)), start=1):
         more = [f"--devices=cpu:{devices}", f"--steps={2 * leg}", f"--run_dir={tmp_path / 'legs'}"]
         gang = start(*gangs.launcher(processes=processes), *command, *more, name=f"leg{leg}", MEGAJAX_ELASTIC="1")
@@ -172,8 +172,8 @@ def test_a_gang_leaves_devices_idle(start, tmp_path):
     """Three processes with two devices each, of which eight rows need four."""
     settings = ["--batch.micro_size=1", "--parallel.data=4", "--parallel.elastic", "--evaluation.at_end=false"]
     command = [*gangs.TRAIN, f"--config={gangs.CONFIG}", *settings]
-    whole = start(*command, "--devices=cpu:4", f"--run_dir={tmp_path / 'whole'}", name="whole")
-    assert whole.wait(400.0) == 0, whole.text
+    undisturbed = start(*command, "--devices=cpu:4", f"--run_dir={tmp_path / 'whole'}", name="whole")
+    assert undisturbed.wait(400.0) == 0, undisturbed.text
     gang = start(*gangs.launcher(processes=3), *command, "--devices=cpu:2", f"--run_dir={tmp_path / 'gang'}")
     assert gang.wait(400.0) == 0, gang.text
     assert "4 of 6 used" in gang.text and "of process 1" in gang.text and "of process 2" in gang.text

@@ -29,7 +29,7 @@ def losses(folder: Path) -> dict[int, str]:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory) -> Path:
+def uninterrupted(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("whole") / "run"
     assert train(run_config(folder)) == 0
     return folder
@@ -39,7 +39,7 @@ def stopped(folder: Path) -> dict:
     return next(event for event in reversed(lines(folder, "events")) if event["event"] == "stopped")
 
 
-def test_attempts_of_so_many_steps_make_up_the_run(whole, tmp_path, capsys):
+def test_attempts_of_so_many_steps_make_up_the_run(uninterrupted, tmp_path, capsys):
     cfg = run_config(tmp_path, resilience=ResilienceConfig(exit_after_steps=4, save_on_signal=False))
     assert train(cfg) == 0
     assert list(losses(tmp_path)) == [1, 2, 3, 4]
@@ -47,11 +47,11 @@ def test_attempts_of_so_many_steps_make_up_the_run(whole, tmp_path, capsys):
     assert stopped(tmp_path)["saved"] == 4
     assert "stopped after step 4 of 6 (resilience.exit_after_steps=4); step 4 saved" in capsys.readouterr().out
     assert train(cfg) == 0
-    assert losses(tmp_path) == losses(whole)
+    assert losses(tmp_path) == losses(uninterrupted)
     assert [line["split"] for line in lines(tmp_path) if "split" in line] == ["validation", "test"]
 
 
-def test_an_attempt_ends_when_its_time_is_up(whole, tmp_path, monkeypatch):
+def test_an_attempt_ends_when_its_time_is_up(uninterrupted, tmp_path, monkeypatch):
     cfg = run_config(
         tmp_path, resilience=ResilienceConfig(exit_after_minutes=1e-6), evaluation=EvaluationConfig(batches=0)
     )
@@ -59,7 +59,7 @@ def test_an_attempt_ends_when_its_time_is_up(whole, tmp_path, monkeypatch):
     assert list(losses(tmp_path)) == [1]
     assert (stopped(tmp_path)["reason"], stopped(tmp_path)["saved"]) == ("resilience.exit_after_minutes=1e-06", 1)
     assert train(cfg.but(resilience=ResilienceConfig(exit_after_minutes=60.0))) == 0
-    assert losses(tmp_path) == losses(whole)
+    assert losses(tmp_path) == losses(uninterrupted)
 
 
 def test_a_run_whose_sample_fails_is_done_all_the_same(tmp_path, capsys):

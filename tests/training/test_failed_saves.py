@@ -75,16 +75,16 @@ def test_failed_saves_are_retried_counted_and_end_the_run(tmp_path, monkeypatch,
     events = [event for event in saves(tmp_path) if event["event"] == "save_failed"]
     assert [event["failures"] for event in events] == [1, 2] and re.fullmatch(full, events[0]["why"])
     assert "continues" in events[0]["next"] and "ends with exit code 1" in events[1]["next"]
-    done = lines(tmp_path)
-    assert "save_failed" not in done[4] and done[-1]["save_failed"] is True and len(done) < 60
-    said = capfd.readouterr().out
-    assert said.count("WARNING: checkpoint step") == 1 and "| ckpt: FAILED |" in said
+    records = lines(tmp_path)
+    assert "save_failed" not in records[4] and records[-1]["save_failed"] is True and len(records) < 60
+    output = capfd.readouterr().out
+    assert output.count("WARNING: checkpoint step") == 1 and "| ckpt: FAILED |" in output
     assert [path.name for path in (tmp_path / "checkpoints").iterdir() if path.is_dir()] == ["00000004"]
 
 
 def test_an_error_of_the_background_shows_at_the_next_step_and_a_retry_saves(tmp_path, monkeypatch, capfd):
-    whole, count = arrays.start_writing, iter(range(1, 1 << 30))
-    failing = lambda path, named: FailsLater() if next(count) in (1, 2) else whole(path, named)  # noqa: E731
+    start_writing, count = arrays.start_writing, iter(range(1, 1 << 30))
+    failing = lambda path, array_names: FailsLater() if next(count) in (1, 2) else start_writing(path, array_names)  # noqa: E731
     monkeypatch.setattr(arrays, "start_writing", failing)
     assert train(job(tmp_path, 40)) == 0
     assert names(tmp_path)[:7] == ["begun", "retried", "begun", "retried", "begun", "committed", "begun"]

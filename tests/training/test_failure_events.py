@@ -84,13 +84,13 @@ def test_a_killed_process_and_a_crash(tmp_path: Path, start: Callable[..., Start
     command = (*TRAIN, *TINY, f"--run_dir={run}", "--steps=12", "--checkpoint.every=2", faults)
     assert start(*launcher("--max-restarts=3"), *command).wait(3 * PATIENCE) == 0
     assert [line["cause"] for line in lines(run, "lost")] == ["killed by SIGKILL"]
-    killed, crashed, done = attempts(read_history(run))
+    killed, crashed, finished_attempt = attempts(read_history(run))
     assert killed.ending.startswith("process 1 killed by SIGKILL at step ") and killed.exit_code == 1
     assert (
         crashed.ending.startswith("process 1 crashed in data wait of step 8: DrillFault: ") and crashed.exit_code == 1
     )
     assert killed.ending.endswith(" (restarted)") and crashed.ending.endswith(" (restarted)")
-    assert (done.ending, done.exit_code, done.last_step) == ("done", 0, 12)
+    assert (finished_attempt.ending, finished_attempt.exit_code, finished_attempt.last_step) == ("done", 0, 12)
     (goodput,) = lines(run, "goodput")
     assert goodput["attempts"] == 3 and {"setup", "compiling", "between attempts"} <= goodput["lost_seconds"].keys()
     assert sum(goodput["lost_seconds"].values()) + goodput["effective_seconds"] == pytest.approx(

@@ -54,7 +54,7 @@ def config(folder: Path, **changes: Any) -> RunConfig:
 
 
 @pytest.fixture
-def told(monkeypatch) -> list[dict[str, Any]]:
+def programs(monkeypatch) -> list[dict[str, Any]]:
     """The options of every program that is jitted with options."""
     actual, plain = [], jax.jit
 
@@ -95,13 +95,13 @@ def walk(cfg: RunConfig) -> None:
     assert [line["split"] for line in actual if "split" in line] == ["validation", "validation", "test"]
 
 
-def test_a_job_on_gpus_from_its_first_start_to_an_evaluation_alone(tmp_path, monkeypatch, capsys, told, cached):
+def test_a_job_on_gpus_from_its_first_start_to_an_evaluation_alone(tmp_path, monkeypatch, capsys, programs, cached):
     stand_in(monkeypatch)
     cfg = config(tmp_path)
     walk(cfg)
     wanted = compiler_options(*default_options(cfg, "gpu")) | {**GIVEN, "xla_llvm_disable_expensive_passes": True}
     assert {"xla_gpu_pipeline_all_gather", "xla_gpu_deterministic_ops"} <= wanted.keys()
-    assert told and all(options == wanted for options in told)
+    assert programs and all(options == wanted for options in programs)
     text = capsys.readouterr().out
     assert f"4 x {KIND} (4 of 8 used), 1 process" in text
     assert "attention cudnn" in text and "xla_gpu_enable_latency_hiding_scheduler=True" in text
@@ -125,7 +125,7 @@ LAYOUTS = {
 @pytest.mark.parametrize(
     ("layout", "platform"), [*((layout, "gpu") for layout in LAYOUTS), (next(iter(LAYOUTS)), "cpu")]
 )
-def test_a_job_on_other_layouts(layout, platform, tmp_path, monkeypatch, told, cached):
+def test_a_job_on_other_layouts(layout, platform, tmp_path, monkeypatch, programs, cached):
     if platform == "gpu":
         stand_in(monkeypatch)
     shape = {"heads": 2, "kv_heads": 2, "hidden": 32, "repeats": 4, "dropout": 0.0, "recompute": "full"}
@@ -133,7 +133,7 @@ def test_a_job_on_other_layouts(layout, platform, tmp_path, monkeypatch, told, c
     cfg = config(tmp_path, parallel=LAYOUTS[layout], model=model(**shape), batch=batch)
     walk(cfg)
     wanted = compiler_options(*default_options(cfg, platform))
-    assert wanted and all(wanted.items() <= options.items() for options in told)
+    assert wanted and all(wanted.items() <= options.items() for options in programs)
 
 
 COMMAND = ("--config=llama3.py:debug", "--xla=xla_cpu_enable_fast_math=false", "--parallel.tensor=2", "--steps=2")

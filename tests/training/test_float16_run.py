@@ -40,14 +40,14 @@ def test_overflows_are_skipped_by_optimizer_and_schedule_but_not_by_the_data(tmp
     scales = [line["loss_scale"] for line in steps]
     assert skipped[0] and not all(skipped)
     assert [line["consumed_samples"] for line in steps] == [8 * n for n in range(1, 25)]
-    expected, good, left = 2.0**28, 0, 2
-    for bad, scale in zip(skipped, scales, strict=True):
+    expected, good_steps, remaining = 2.0**28, 0, 2
+    for overflow, scale in zip(skipped, scales, strict=True):
         assert scale == expected
-        good, left = (0, left - 1) if bad else (good + 1, left)
-        if bad and left <= 0:
+        good_steps, remaining = (0, remaining - 1) if overflow else (good_steps + 1, remaining)
+        if overflow and remaining <= 0:
             expected /= 2
-        if good == 2:
-            expected, good, left = expected * 2, 0, 2
+        if good_steps == 2:
+            expected, good_steps, remaining = expected * 2, 0, 2
     assert steps[-1]["loss"] < steps[0]["loss"]
 
 

@@ -38,17 +38,17 @@ def state(folder: Path, cfg: RunConfig) -> Run:
 
 @pytest.mark.slow
 def test_going_on_from_a_checkpoint_is_exact_and_another_layout_gets_the_same_histories(tmp_path: Path) -> None:
-    whole, halved = tmp_path / "whole", tmp_path / "halved"
-    assert train(job(whole)) == 0
+    uninterrupted, halved = tmp_path / "whole", tmp_path / "halved"
+    assert train(job(uninterrupted)) == 0
     assert train(job(halved, resilience=ResilienceConfig(exit_after_steps=2))) == 0
     assert train(job(halved)) == 0
-    assert losses(halved) == losses(whole)
-    first, second = (state(folder, job()) for folder in (whole, halved))
+    assert losses(halved) == losses(uninterrupted)
+    first, second = (state(folder, job()) for folder in (uninterrupted, halved))
     assert all((np.asarray(history) > 0).all() for history in first.state.observed.values())
     jax.tree.map(np.testing.assert_array_equal, first.state, second.state)
 
     pipeline = ParallelConfig(data=1, pipeline=2)
-    elsewhere = state(whole, job(parallel=pipeline))
+    elsewhere = state(uninterrupted, job(parallel=pipeline))
     for path, history in elsewhere.state.observed.items():
         np.testing.assert_array_equal(history, first.state.observed[path])
     assert STACK in elsewhere.state.observed and "predictions.0.from_state.amax.max" in elsewhere.state.observed

@@ -59,14 +59,14 @@ def one_run(folder: Path, legs: tuple[ParallelConfig, ...]) -> dict[int, float]:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory) -> dict[int, float]:
+def uninterrupted(tmp_path_factory) -> dict[int, float]:
     return one_run(tmp_path_factory.mktemp("whole"), (ParallelConfig(data=1),))
 
 
 @pytest.mark.slow  # test_job.py goes on in a pipeline by default
 @pytest.mark.parametrize("legs", LEGS.values(), ids=LEGS)
-def test_a_run_goes_on_in_another_pipeline(tmp_path, whole, legs):
-    assert one_run(tmp_path, legs) == pytest.approx(whole, rel=1e-5)
+def test_a_run_goes_on_in_another_pipeline(tmp_path, uninterrupted, legs):
+    assert one_run(tmp_path, legs) == pytest.approx(uninterrupted, rel=1e-5)
 
 
 @pytest.mark.slow

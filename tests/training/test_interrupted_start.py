@@ -17,27 +17,27 @@ def test_a_start_that_is_interrupted_leaves_the_terminal_usable(tmp_path: Path) 
     call.append("--devices=cpu:1")
     with subprocess.Popen(call, cwd=ROOT, stdin=follower, stdout=follower, stderr=follower) as process:
         os.close(follower)
-        shown, begun = bytearray(), threading.Event()
+        output, started = bytearray(), threading.Event()
 
         def read() -> None:
             try:
                 while chunk := os.read(leader, 1000):
-                    shown.extend(chunk)
-                    if b"setting up" in shown:
-                        begun.set()
+                    output.extend(chunk)
+                    if b"setting up" in output:
+                        started.set()
             except OSError:  # how a terminal ends
-                begun.set()
+                started.set()
 
         reader = threading.Thread(target=read)
         reader.start()
         try:
-            begun.wait(60)
+            started.wait(60)
             process.send_signal(signal.SIGINT)
             code = process.wait(60)
         finally:
             process.kill()
             reader.join()
             os.close(leader)
-    assert code == 130, bytes(shown)
-    assert b"SIGINT: exiting at once, with nothing to save yet" in shown and b"Traceback" not in shown
-    assert b"\x1b[?25l" in shown and shown.rfind(b"\x1b[?25h") > shown.rfind(b"\x1b[?25l")
+    assert code == 130, bytes(output)
+    assert b"SIGINT: exiting at once, with nothing to save yet" in output and b"Traceback" not in output
+    assert b"\x1b[?25l" in output and output.rfind(b"\x1b[?25h") > output.rfind(b"\x1b[?25l")

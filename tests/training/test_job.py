@@ -50,7 +50,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory) -> Path:
+def uninterrupted(tmp_path_factory) -> Path:
     """Six steps without a pause."""
     folder = tmp_path_factory.mktemp("whole") / "run"
     assert train(run_config(folder), reporter=close_run) == 0
@@ -71,32 +71,32 @@ def copied(halted, tmp_path) -> Path:
 
 
 @pytest.mark.smoke
-def test_a_whole_run_leaves_every_step_and_its_evaluations(whole):
-    assert list(steps(whole)) == [1, 2, 3, 4, 5, 6]
-    assert steps(whole)[1]["lr"] == 0
-    assert [line["consumed_samples"] for line in steps(whole).values()] == [8, 16, 24, 32, 40, 48]
-    assert steps(whole)[6]["consumed_tokens"] == 6 * 8 * 16
-    assert set(losses(whole)) == {"validation", "test"}
-    assert saved(whole) == [3, 6]
+def test_a_whole_run_leaves_every_step_and_its_evaluations(uninterrupted):
+    assert list(steps(uninterrupted)) == [1, 2, 3, 4, 5, 6]
+    assert steps(uninterrupted)[1]["lr"] == 0
+    assert [line["consumed_samples"] for line in steps(uninterrupted).values()] == [8, 16, 24, 32, 40, 48]
+    assert steps(uninterrupted)[6]["consumed_tokens"] == 6 * 8 * 16
+    assert set(losses(uninterrupted)) == {"validation", "test"}
+    assert saved(uninterrupted) == [3, 6]
 
 
-def test_a_checkpoint_says_where_the_run_was_and_how_it_was_laid_out(whole):
-    content, _ = describe(whole / "checkpoints", 6)
+def test_a_checkpoint_says_where_the_run_was_and_how_it_was_laid_out(uninterrupted):
+    content, _ = describe(uninterrupted / "checkpoints", 6)
     counters = content["counters"]
     assert (counters["step"], counters["consumed_samples"], content["consumed_tokens"]) == (6, 48, 48 * 16)
     assert math.prod(content["mesh"].values()) == 1 == content["processes"]
     assert content["config"]["steps"] == 6 and content["seed"] == content["config"]["seed"]
-    cut = [array for array in content["arrays"] if array["name"].startswith(("params.", "optimizer."))]
-    assert cut and all(len(array["axes"] or ()) == len(array["shape"]) for array in cut)
+    stacked_arrays = [array for array in content["arrays"] if array["name"].startswith(("params.", "optimizer."))]
+    assert stacked_arrays and all(len(array["axes"] or ()) == len(array["shape"]) for array in stacked_arrays)
 
 
-def test_a_run_leaves_a_page_that_knows_how_it_ended(whole):
-    page = (whole / "report.html").read_text(encoding="utf-8")
+def test_a_run_leaves_a_page_that_knows_how_it_ended(uninterrupted):
+    page = (uninterrupted / "report.html").read_text(encoding="utf-8")
     assert "step 6 of 6: done; exit code 0" in page and "Host memory" in page
 
 
-def test_memory_of_the_process_is_in_every_line(whole):
-    sizes = [line["memory_host"] for line in steps(whole).values()]
+def test_memory_of_the_process_is_in_every_line(uninterrupted):
+    sizes = [line["memory_host"] for line in steps(uninterrupted).values()]
     # Linux keeps both counts per processor and adds them up now and then: at its peak a process may read a little more.
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 * 1.05
     assert all(most / 100 < size <= most for size in sizes) and len(sizes) == 6
@@ -122,25 +122,25 @@ def test_a_stopped_run_has_saved_and_not_evaluated(halted):
 
 
 @pytest.mark.smoke
-def test_going_on_is_as_if_it_had_never_stopped(whole, copied):
+def test_going_on_is_as_if_it_had_never_stopped(uninterrupted, copied):
     """Bit for bit, with dropout: the state, the place in the data and the random numbers are all there."""
     assert train(run_config(copied)) == 0
     assert list(steps(copied)) == [1, 2, 3, 4, 5, 6]
-    for step, line in steps(whole).items():
+    for step, line in steps(uninterrupted).items():
         assert steps(copied)[step]["loss_hex"] == line["loss_hex"], step
         assert steps(copied)[step]["grad_norm"] == line["grad_norm"], step
-    assert losses(copied) == losses(whole)
+    assert losses(copied) == losses(uninterrupted)
 
 
 @pytest.mark.slow
-def test_going_on_with_another_layout_is_the_same_run(whole, copied):
+def test_going_on_with_another_layout_is_the_same_run(uninterrupted, copied):
     """In a pipeline; test_going_on_in_another_pipeline.py has more of them."""
     layout = ParallelConfig(pipeline=2, data=1)
     cfg = run_config(copied, parallel=layout, batch=BatchConfig(global_size=8, micro_size=2))
     assert train(cfg) == 0
     for step in (5, 6):
-        assert steps(copied)[step]["loss"] == pytest.approx(steps(whole)[step]["loss"], rel=1e-5)
-    assert losses(copied) == pytest.approx(losses(whole), rel=1e-5)
+        assert steps(copied)[step]["loss"] == pytest.approx(steps(uninterrupted)[step]["loss"], rel=1e-5)
+    assert losses(copied) == pytest.approx(losses(uninterrupted), rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_going_on_with_other_settings_is_refused_and_nothing_is_touched(halted, 
 
 
 @pytest.mark.slow
-def test_another_schedule_takes_over_where_the_config_says_so(whole, copied, capsys):
+def test_another_schedule_takes_over_where_the_config_says_so(uninterrupted, copied, capsys):
     """At the rows the run has come to, as if it had been the schedule from the start; nothing else may change."""
     rates = {
         "schedule": ScheduleConfig(lr=1e-3, style="linear", on_resume="config"),
@@ -185,28 +185,30 @@ def test_another_schedule_takes_over_where_the_config_says_so(whole, copied, cap
         train(run_config(copied, seed=7, **rates))
     assert "schedule.lr" not in str(refused.value)
     assert train(run_config(copied, **rates)) == 0
-    told = capsys.readouterr().out
-    assert "changed rates from step 4 on (schedule.on_resume=config)" in told
-    assert "schedule.lr: 0.01 -> 0.001" in told and "optimizer.weight_decay: 0.01 -> 0.2" in told
+    output = capsys.readouterr().out
+    assert "changed rates from step 4 on (schedule.on_resume=config)" in output
+    assert "schedule.lr: 0.01 -> 0.001" in output and "optimizer.weight_decay: 0.01 -> 0.2" in output
     assert [steps(copied)[step]["lr"] for step in (5, 6)] == pytest.approx([1e-3 * 2 / 6, 1e-3 / 6], rel=1e-6)
-    assert [steps(copied)[step]["lr"] for step in range(1, 5)] == [steps(whole)[step]["lr"] for step in range(1, 5)]
-    assert steps(copied)[5]["loss_hex"] == steps(whole)[5]["loss_hex"]
-    assert steps(copied)[6]["loss"] != steps(whole)[6]["loss"]
+    assert [steps(copied)[step]["lr"] for step in range(1, 5)] == [
+        steps(uninterrupted)[step]["lr"] for step in range(1, 5)
+    ]
+    assert steps(copied)[5]["loss_hex"] == steps(uninterrupted)[5]["loss_hex"]
+    assert steps(copied)[6]["loss"] != steps(uninterrupted)[6]["loss"]
     # What it was changed to is from now on what may not change.
     assert train(run_config(copied, **rates | {"schedule": ScheduleConfig(lr=1e-3, style="linear")})) == 0
 
 
-def test_a_finished_run_has_nothing_to_do_and_can_be_evaluated_alone(whole, tmp_path, capsys):
-    folder = Path(shutil.copytree(whole, tmp_path / "run"))
+def test_a_finished_run_has_nothing_to_do_and_can_be_evaluated_alone(uninterrupted, tmp_path, capsys):
+    folder = Path(shutil.copytree(uninterrupted, tmp_path / "run"))
     assert train(run_config(folder), skip_train=True) == 0
-    assert list(steps(folder)) == list(steps(whole))
-    assert losses(folder) == losses(whole)
+    assert list(steps(folder)) == list(steps(uninterrupted))
+    assert losses(folder) == losses(uninterrupted)
     capsys.readouterr()
     assert train(run_config(folder)) == 0
     assert (
         f"nothing to train: --run_dir={folder} is at step 6 of --steps=6. Increase --steps" in capsys.readouterr().out
     )
-    assert lines(folder) == lines(whole)
+    assert lines(folder) == lines(uninterrupted)
 
 
 def too_fast(folder: Path) -> RunConfig:

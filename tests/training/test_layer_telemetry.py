@@ -42,20 +42,20 @@ def mixture(layers: int = 2) -> DecoderConfig:
 def test_a_step_reports_each_layer_even_if_its_update_is_not_made() -> None:
     run = setup(run_config(model=mixture()), devices=jax.devices()[:1])
     (info,) = run.steps(1)
-    found = info.measured
-    np.testing.assert_array_equal(found["expert_tokens"].values, [TOKENS] * 2)
-    np.testing.assert_allclose(found["expert_load_max_over_mean"].values, 44 / (256 / 6))
-    np.testing.assert_allclose(found["dropped_share"].values, DROPPED)
-    assert found["router_aux_loss"].overall > 0.9 and "router_z_loss" not in found
-    assert found["router_not_finite"].overall == 0 and "measured" not in repr(info)
+    measurements = info.measured
+    np.testing.assert_array_equal(measurements["expert_tokens"].values, [TOKENS] * 2)
+    np.testing.assert_allclose(measurements["expert_load_max_over_mean"].values, 44 / (256 / 6))
+    np.testing.assert_allclose(measurements["dropped_share"].values, DROPPED)
+    assert measurements["router_aux_loss"].overall > 0.9 and "router_z_loss" not in measurements
+    assert measurements["router_not_finite"].overall == 0 and "measured" not in repr(info)
     path = "stack.blocks.0.mlp.router"
     broken = run.state.params[path].at[1, 0, 3].set(np.nan)
     run.state = replace(run.state, params={**run.state.params, path: broken})
-    kept = np.asarray(run.state.observed["stack.blocks.0.mlp.report.sum"])
+    sums = np.asarray(run.state.observed["stack.blocks.0.mlp.report.sum"])
     (info,) = run.steps(1)
     assert info.skipped and np.isnan(info.loss)
     np.testing.assert_array_equal(info.measured["router_not_finite"].values, [0, 128])
-    np.testing.assert_array_equal(np.asarray(run.state.observed["stack.blocks.0.mlp.report.sum"]), kept)
+    np.testing.assert_array_equal(np.asarray(run.state.observed["stack.blocks.0.mlp.report.sum"]), sums)
 
 
 @pytest.mark.slow
@@ -93,14 +93,14 @@ def test_a_run_writes_what_layers_report_and_goes_on_doing_so(tmp_path: Path, pa
 
 
 def test_people_are_warned_once() -> None:
-    said: list[str] = []
-    told: list[tuple[str, dict[str, Any]]] = []
-    log: Any = SimpleNamespace(event=lambda name, **fields: told.append((name, fields)))
+    messages: list[str] = []
+    logged: list[tuple[str, dict[str, Any]]] = []
+    log: Any = SimpleNamespace(event=lambda name, **fields: logged.append((name, fields)))
     guard: Any = None
-    watch = Watch(guard, None, log, said.append)
+    watch = Watch(guard, None, log, messages.append)
     measure = Measure(name="lost", of=lambda x: x, above=0.0, warning="{value:.0%} lost")
     for step, share in enumerate((0.0, 0.25, 0.5), 1):
         info: Any = SimpleNamespace(step=step, measured={"lost": Measured(measure, (0,), np.array([share]))})
         watch.warn_of(info)
-    assert told == [("layer_warning", {"step": 2, "measure": "lost", "value": 0.25, "why": "25% lost"})]
-    assert said == ["step 2: 25% lost; lost in metrics.jsonl counts later ones"]
+    assert logged == [("layer_warning", {"step": 2, "measure": "lost", "value": 0.25, "why": "25% lost"})]
+    assert messages == ["step 2: 25% lost; lost in metrics.jsonl counts later ones"]

@@ -88,8 +88,8 @@ def test_the_newest_wins(tmp_path, shared, local, kind, step):
     second = attempt(tmp_path, config(tmp_path))
     assert (second.kind, second.step) == (kind, step)
     assert second.value == (None if step is None else step if kind == "local" else 100 + step)
-    told = [each for each in second.events if each["event"] == "start_source"]
-    assert told == ([{"event": "start_source", "step": step, "kind": "local"}] if kind == "local" else [])
+    sources = [event for event in second.events if event["event"] == "start_source"]
+    assert sources == ([{"event": "start_source", "step": step, "kind": "local"}] if kind == "local" else [])
 
 
 def test_a_damaged_local_checkpoint_falls_back_to_the_next_newest(tmp_path, capfd):
@@ -97,12 +97,12 @@ def test_a_damaged_local_checkpoint_falls_back_to_the_next_newest(tmp_path, capf
     damage(sets(tmp_path)[-1] / "own.bin")
     second = attempt(tmp_path, config(tmp_path))
     assert (second.kind, second.step) == ("shared", 3)
-    (passed_over,) = [each for each in second.events if each["event"] == "checkpoint_fallback"]
+    (passed_over,) = [event for event in second.events if event["event"] == "checkpoint_fallback"]
     assert (passed_over["from_step"], passed_over["to_step"], passed_over["kind"]) == (4, 3, "local")
     assert "sha256" in passed_over["why"]
-    told = capfd.readouterr().err
-    assert "the local checkpoint of step 4 is not complete: the shards of process 0 are lost" in told
-    assert "trying the shared folder's checkpoints" in told
+    stderr = capfd.readouterr().err
+    assert "the local checkpoint of step 4 is not complete: the shards of process 0 are lost" in stderr
+    assert "trying the shared folder's checkpoints" in stderr
 
 
 def test_a_damaged_local_checkpoint_that_is_older_than_the_shared_one_is_no_fallback(tmp_path):
@@ -110,7 +110,7 @@ def test_a_damaged_local_checkpoint_that_is_older_than_the_shared_one_is_no_fall
     damage(sets(tmp_path)[-1] / "own.bin")
     second = attempt(tmp_path, config(tmp_path))
     assert (second.kind, second.step) == ("shared", 6)
-    assert not [each for each in second.events if each["event"] == "checkpoint_fallback"]
+    assert not [event for event in second.events if event["event"] == "checkpoint_fallback"]
 
 
 def test_a_damaged_shared_checkpoint_falls_back_to_a_local_one(tmp_path, capfd):
@@ -131,7 +131,7 @@ def test_another_mesh_starts_from_the_shared_folder_and_says_so(tmp_path, capfd)
     assert "local checkpoint of step 4 is not used: it is of the mesh 1 device, this run has data 2" in (
         capfd.readouterr().err
     )
-    assert [each["from_step"] for each in second.events if each["event"] == "checkpoint_fallback"] == [4]
+    assert [event["from_step"] for event in second.events if event["event"] == "checkpoint_fallback"] == [4]
 
 
 def test_a_layout_that_is_fitted_to_the_devices_is_compared_as_fitted(tmp_path):
@@ -139,8 +139,8 @@ def test_a_layout_that_is_fitted_to_the_devices_is_compared_as_fitted(tmp_path):
     batch = BatchConfig(global_size=16, micro_size=1)
     cfg = config(tmp_path, parallel=ParallelConfig(data=16), batch=batch)
     assert mesh_sizes(cfg) is None and attempt(tmp_path, cfg)[:2] == ("shared", 3)
-    fitted = mesh_sizes(replace(cfg, parallel=replace(cfg.parallel, elastic=True)))
-    assert fitted is not None and fitted == ONE | {"data": 8}
+    elastic_mesh = mesh_sizes(replace(cfg, parallel=replace(cfg.parallel, elastic=True)))
+    assert elastic_mesh is not None and elastic_mesh == ONE | {"data": 8}
 
 
 def test_a_step_asked_for_by_number_is_the_shared_one(tmp_path):
@@ -186,8 +186,8 @@ def test_a_failed_local_save_is_an_event_and_no_error(tmp_path, monkeypatch, cap
                 saves.local.wait()
                 saves.committed()
             assert not saves.due(10)
-    failed = [each for each in events if each["event"] == "save_failed"]
-    assert [each["failures"] for each in failed] == [1, 2, 3] and {each["kind"] for each in failed} == {"local"}
+    failed = [event for event in events if event["event"] == "save_failed"]
+    assert [event["failures"] for event in failed] == [1, 2, 3] and {event["kind"] for event in failed} == {"local"}
     assert failed[-1]["next"] == "no more local checkpoints in this attempt"
     assert "needs 64 B, 1 B are free (No space left on device); 3 in a row: no more local" in capfd.readouterr().err
 
@@ -199,7 +199,7 @@ class State(NamedTuple):
 
 def test_what_is_saved_when_another_process_is_lost(tmp_path, capfd):
     """One process in the place of the first of two, whose state has no shards of the other."""
-    cfg, lost, activity = config(tmp_path), jax.errors.JaxRuntimeError("Gloo: Connection closed by peer"), Activity()
+    cfg, error, activity = config(tmp_path), jax.errors.JaxRuntimeError("Gloo: Connection closed by peer"), Activity()
     with (
         cfg.checkpoint.build(tmp_path / "run" / "checkpoints") as manager,
         LocalSaves(cfg, manager, activity, lambda name, **fields: None) as saves,
@@ -208,20 +208,20 @@ def test_what_is_saved_when_another_process_is_lost(tmp_path, capfd):
         run: Any = SimpleNamespace(state=State(jnp.asarray(4), jnp.ones((4, 4))))
         saves.local.begin(0, run.state)
         activity.step = 4
-        saves.rescue(run, lost)  # a run of one process has lost none
+        saves.rescue(run, error)  # a run of one process has lost none
         assert sets(tmp_path) == []
         saves.local.peers.count = 2
         saves.rescue(run, ValueError("of something else"))
         assert sets(tmp_path) == []
-        saves.rescue(run, lost)
-        assert "process 0 saved step 4 in" in (said := capfd.readouterr().err) and "1 of 2 processes" in said
+        saves.rescue(run, error)
+        assert "process 0 saved step 4 in" in (stderr := capfd.readouterr().err) and "1 of 2 processes" in stderr
         assert [path.name for path in sets(tmp_path)] == ["00000004"]
         (line,) = map(json.loads, (tmp_path / "run" / "events.jsonl").read_text().splitlines())
         assert (line["kind"], line["parts"], line["whole"]) == ("emergency", [0], False)
         activity.step = 3  # the numbers of step 4 have not arrived: it may be the one that failed
-        saves.rescue(run, lost)
+        saves.rescue(run, error)
         run.state.w.delete()
-        saves.rescue(run, lost)
+        saves.rescue(run, error)
         assert capfd.readouterr().err.count("this state is incomplete and not saved; there is none yet") == 2
         saves.local.peers.count = 1
     assert attempt(tmp_path, cfg).kind is None  # the shards of process 1 are nowhere

@@ -26,17 +26,17 @@ from megajax.training.program import Program
 LORA = LoRAConfig(rank=2, alpha=4.0)
 
 
-def compiled(made: DecoderConfig, trainable: tuple[str, ...] = ("*",)) -> tuple[Program, Any]:
+def compiled(config: DecoderConfig, trainable: tuple[str, ...] = ("*",)) -> tuple[Program, Any]:
     """The train step on one device."""
-    plain = build_program(made, ONE, microbatches=2)
-    whole = Program.of(plain.cfg.but(optimizer=AdamWConfig(trainable=trainable)), plain.mesh)
-    with within(whole):
-        step: Any = whole.train_step
-        return whole, step.lower(whole.state_like(), whole.batch_like()).compile(compiler_options=dict(QUICK))
+    plain = build_program(config, ONE, microbatches=2)
+    full = Program.of(plain.cfg.but(optimizer=AdamWConfig(trainable=trainable)), plain.mesh)
+    with within(full):
+        step: Any = full.train_step
+        return full, step.lower(full.state_like(), full.batch_like()).compile(compiler_options=dict(QUICK))
 
 
-def state_bytes(made: Program) -> int:
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(made.state_like().optimizer))
+def state_bytes(program: Program) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(program.state_like().optimizer))
 
 
 @pytest.mark.slow
@@ -47,31 +47,31 @@ def test_the_compiled_step_has_no_work_for_frozen_weights() -> None:
     assert state_bytes(adapted) < 8 * elements + 100 < 0.2 * state_bytes(full)
     # Of the seven matrices of a layer and the head's table none has a gradient. Each adapter has two products forward,
     # the first of them once more where it is recomputed, two for its gradients and two on the way back.
-    dots, whole_dots = (each.as_text().count(" dot(") for each in (step, whole_step))
+    dots, whole_dots = (compiled_step.as_text().count(" dot(") for compiled_step in (step, whole_step))
     assert dots - whole_dots == 7 * 7 - 8
     arguments, temporaries = (
-        [getattr(each.memory_analysis(), name) for each in (step, whole_step)]
+        [getattr(compiled_step.memory_analysis(), name) for compiled_step in (step, whole_step)]
         for name in ("argument_size_in_bytes", "temp_size_in_bytes")
     )
     assert arguments[0] < 0.55 * arguments[1] and temporaries[0] < temporaries[1]
 
 
 def test_adapters_alone_have_gradients_and_moments() -> None:
-    made = build_program(replace(llama(), lora=LORA), ONE, microbatches=2)
-    trained, moments = {path for path in made.declared if ".lora_" in path}, made.state_like().optimizer
-    assert set(moments["first_moment"]) == set(moments["second_moment"]) == trained == set(made.adapters)
-    assert set(made.step_parts.gradient_shardings) == trained
+    lora = build_program(replace(llama(), lora=LORA), ONE, microbatches=2)
+    trained, moments = {path for path in lora.declared if ".lora_" in path}, lora.state_like().optimizer
+    assert set(moments["first_moment"]) == set(moments["second_moment"]) == trained == set(lora.adapters)
+    assert set(lora.step_parts.gradient_shardings) == trained
     assert (
-        set(jax.eval_shape(made.grad_fn(), made.state_like().inputs, made.batch_like(), np.float32(1)).grads) == trained
+        set(jax.eval_shape(lora.grad_fn(), lora.state_like().inputs, lora.batch_like(), np.float32(1)).grads) == trained
     )
 
 
 def test_weights_named_beside_adapters_are_trained_too() -> None:
     cfg = build_program(replace(llama(), lora=LORA), ONE, microbatches=2).cfg
-    made = Program.of(
+    frozen_program = Program.of(
         cfg.but(optimizer=AdamWConfig(trainable=("norm.gain",))), build_program(llama(), ONE, microbatches=2).mesh
     )
-    assert set(made.optimizer.declared) == {*made.adapters, "norm.gain"}
+    assert set(frozen_program.optimizer.declared) == {*frozen_program.adapters, "norm.gain"}
 
 
 def test_a_run_without_a_source_says_that_frozen_weights_are_fresh() -> None:
@@ -82,27 +82,27 @@ def test_a_run_without_a_source_says_that_frozen_weights_are_fresh() -> None:
 
 @pytest.mark.slow
 def test_a_run_starts_from_a_base_and_resumes_exactly(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    base, whole, halved = (tmp_path / name for name in ("base", "whole", "halved"))
+    base, uninterrupted, halved = (tmp_path / name for name in ("base", "whole", "halved"))
     assert train(run_config(base, model=model(dropout=0.0), steps=3)) == 0
     settings = {
         "model": replace(model(dropout=0.0), lora=replace(LORA, dropout=0.2)),
         "checkpoint": CheckpointConfig(load=base, parts="weights", every=2),
         "steps": 4,
     }
-    assert train(run_config(whole, **settings)) == 0
-    said = capsys.readouterr()
-    assert "in 7 adapters of rank 2, scale 2" in said.out + said.err
+    assert train(run_config(uninterrupted, **settings)) == 0
+    output = capsys.readouterr()
+    assert "in 7 adapters of rank 2, scale 2" in output.out + output.err
     assert train(run_config(halved, **settings, resilience=ResilienceConfig(exit_after_steps=2))) == 0
     assert train(run_config(halved, **settings)) == 0
-    assert exact(halved) == exact(whole)
-    one, other = open_step(whole).weights(), open_step(halved).weights()
+    assert exact(halved) == exact(uninterrupted)
+    weights, resumed_weights = open_step(uninterrupted).weights(), open_step(halved).weights()
     started = open_step(base).weights()
-    for path, shape in one.shapes().items():
+    for path, shape in weights.shapes().items():
         box = tuple(slice(0, size) for size in shape)
-        np.testing.assert_array_equal(one.read(path, box), other.read(path, box), err_msg=path)
+        np.testing.assert_array_equal(weights.read(path, box), resumed_weights.read(path, box), err_msg=path)
         if ".lora_" not in path:
-            np.testing.assert_array_equal(one.read(path, box), started.read(path, box), err_msg=path)
-    assert losses(whole)[-1] != losses(whole)[0]
+            np.testing.assert_array_equal(weights.read(path, box), started.read(path, box), err_msg=path)
+    assert losses(uninterrupted)[-1] != losses(uninterrupted)[0]
 
 
 def exact(folder: Path) -> list[str]:
@@ -112,10 +112,10 @@ def exact(folder: Path) -> list[str]:
 
 
 def test_formulas_count_the_adapters_of_the_program() -> None:
-    made = replace(llama(), lora=LORA)
-    declared = build_program(made, ONE, microbatches=2).declared
+    config = replace(llama(), lora=LORA)
+    declared = build_program(config, ONE, microbatches=2).declared
     (section,), elements = (
-        made.section_facts(),
+        config.section_facts(),
         sum(np.prod(declared[path].shape[1:]) for path in declared if ".lora_" in path),
     )
     weights = section.stack_weights(0)

@@ -27,23 +27,23 @@ def token_terms(logits: jax.Array, labels: jax.Array) -> dict[str, jax.Array]:
 
 @pytest.mark.parametrize("average", ["tokens", pytest.param("microbatches", marks=pytest.mark.slow)])
 def test_gradients_and_metrics_are_those_of_a_plain_log_softmax(average):
-    made = build_program(MODEL, ONE, microbatches=2, average=average, isolated=False)
+    program = build_program(MODEL, ONE, microbatches=2, average=average, isolated=False)
 
     def plain(params, piece):
-        model = bind(made.abstract, params)
+        model = bind(program.abstract, params)
         logits = model.logits(model.hidden_states(piece["tokens"], model.context(piece)))
         terms = {name: jnp.sum(x * piece["loss_mask"]) for name, x in token_terms(logits, piece["labels"]).items()}
         share = 1 / jnp.sum(piece["loss_mask"]) if average == "microbatches" else 1.0
         return (terms["smoothed_loss"] + terms["z_loss"]) * share, terms
 
-    with within(made):
-        params, batch = start(made).params, place(made, rows())
-        actual = jax.jit(made.grad_fn(), compiler_options=dict(QUICK))(params, batch, np.float32(4))
+    with within(program):
+        params, batch = start(program).params, place(program, rows())
+        actual = jax.jit(program.grad_fn(), compiler_options=dict(QUICK))(params, batch, np.float32(4))
         differentiated = jax.jit(jax.value_and_grad(plain, has_aux=True), compiler_options=dict(QUICK))
         pieces = (jax.tree.map(lambda leaf, number=number: leaf[number], batch) for number in range(2))
         of_pieces = [differentiated(params, piece) for piece in pieces]
         (total, sums), gradients = jax.tree.map(lambda one, other: np.asarray(one) + np.asarray(other), *of_pieces)
-        evaluated = jax.device_get(made.eval_step(params, batch)["loss"])
+        evaluated = jax.device_get(program.eval_step(params, batch)["loss"])
     np.testing.assert_allclose(actual.loss_sum, total, rtol=1e-5)
     assert actual.metrics.keys() == sums.keys()
     for name, expected in sums.items():
@@ -68,7 +68,7 @@ def test_gradients_and_metrics_are_those_of_a_plain_log_softmax(average):
     ids=["one head", "further ahead"],
 )
 def test_layouts_that_cut_the_vocabulary_train_alike(model, parallel):
-    expected, actual = (train(model, each, microbatches=3, steps=1, evaluated=False) for each in (ONE, parallel))
+    expected, actual = (train(model, layout, microbatches=3, steps=1, evaluated=False) for layout in (ONE, parallel))
     np.testing.assert_allclose(actual.losses, expected.losses, rtol=1e-5)
     np.testing.assert_allclose(actual.norms, expected.norms, rtol=1e-5)
     top = max(np.abs(g).max() for g in expected.gradients.values())
@@ -78,7 +78,7 @@ def test_layouts_that_cut_the_vocabulary_train_alike(model, parallel):
 
 
 @pytest.mark.parametrize(
-    ("changes", "where"),
+    ("changes", "setting"),
     [
         ({"label_smoothing": 1.0}, "label_smoothing"),
         ({"label_smoothing": -0.1}, "label_smoothing"),
@@ -87,5 +87,5 @@ def test_layouts_that_cut_the_vocabulary_train_alike(model, parallel):
         ({"z_loss": float("inf")}, "z_loss"),
     ],
 )
-def test_problems(changes, where):
-    assert [problem.setting for problem in replace(llama(), **changes).problems()] == [where]
+def test_problems(changes, setting):
+    assert [problem.setting for problem in replace(llama(), **changes).problems()] == [setting]

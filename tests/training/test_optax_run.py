@@ -32,7 +32,7 @@ LAYOUTS = {
 
 
 printed: dict[str, Any] = {}
-exec(next(each.text for each in blocks(ROOT / "docs/optimizers.md") if "my_optimizer.py" in each.text[:20]), printed)
+exec(next(block.text for block in blocks(ROOT / "docs/optimizers.md") if "my_optimizer.py" in block.text[:20]), printed)
 muon = printed["muon"]
 """That of the docs."""
 
@@ -64,13 +64,13 @@ def trained(name: str, parallel: ParallelConfig) -> tuple[list[float], dict[str,
     Rows that are no layer stay zeros, and a fourth step without a finite loss changes nothing.
     """
     cfg = build_program(llama(repeats=3), parallel, microbatches=2).cfg.but(optimizer=OPTIMIZERS[name])
-    made = Program.of(cfg, build_mesh(parallel))
-    with within(made):
-        state = start(made)
-        first = made.optimizer.init({path: state.params[path] for path in made.optimizer.declared})
-        state = replace(state, optimizer=jax.device_put(first, made.shardings.optimizer))
-        batch = place(made, rows())
-        step: Any = made.train_step
+    program = Program.of(cfg, build_mesh(parallel))
+    with within(program):
+        state = start(program)
+        first = program.optimizer.init({path: state.params[path] for path in program.optimizer.declared})
+        state = replace(state, optimizer=jax.device_put(first, program.shardings.optimizer))
+        batch = place(program, rows())
+        step: Any = program.train_step
         step = step.lower(state, batch).compile(compiler_options=dict(QUICK))
         reported = []
         for _ in range(3):
@@ -80,8 +80,8 @@ def trained(name: str, parallel: ParallelConfig) -> tuple[list[float], dict[str,
         state, metrics = step(state, {**batch, "loss_mask": batch["loss_mask"] * np.nan})
     assert metrics["skipped"]
     jax.tree.map(np.testing.assert_array_equal, jax.device_get((state.params, state.optimizer)), before)
-    assert all(in_order(made, part)[1] == 0 for part in state.optimizer.values() if isinstance(part, dict))
-    weights, padding = in_order(made, state.params)
+    assert all(in_order(program, part)[1] == 0 for part in state.optimizer.values() if isinstance(part, dict))
+    weights, padding = in_order(program, state.params)
     assert padding == 0
     return reported, weights
 
@@ -90,22 +90,22 @@ def trained(name: str, parallel: ParallelConfig) -> tuple[list[float], dict[str,
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_training_is_the_same_on_any_layout(name: str, layout: str) -> None:
-    (wanted, expected), (actual, weights) = trained(name, ONE), trained(name, LAYOUTS[layout])
-    np.testing.assert_allclose(actual, wanted, rtol=1e-5)
+    (expected_losses, expected), (actual, weights) = trained(name, ONE), trained(name, LAYOUTS[layout])
+    np.testing.assert_allclose(actual, expected_losses, rtol=1e-5)
     assert len(set(actual)) == 3
     for path, x in weights.items():
         np.testing.assert_allclose(x, expected[path], rtol=0, atol=1e-5 * np.abs(expected[path]).max(), err_msg=path)
 
 
 def test_factored_state_is_cut_over_stages_and_moments_as_their_weights() -> None:
-    made = build_program(llama(repeats=3), LAYOUTS["uneven pipeline"], microbatches=2)
+    program = build_program(llama(repeats=3), LAYOUTS["uneven pipeline"], microbatches=2)
     cfg = replace(OPTIMIZERS["adafactor"], settings={"min_dim_size_to_factor": 4, "momentum": 0.9})
-    made = Program.of(made.cfg.but(optimizer=cfg), made.mesh)
-    like, weights = made.state_like().optimizer, made.state_like().params
+    program = Program.of(program.cfg.but(optimizer=cfg), program.mesh)
+    like, weights = program.state_like().optimizer, program.state_like().params
     (row,), (moment,) = ([part for name, part in like.items() if name.endswith(end)] for end in ("v_row", "ema"))
     up = "stack.blocks.0.mlp.up"
     assert row[up].shape == (4, 32) and tuple(row[up].sharding.spec) == ("pipeline", None)
-    assert all(moment[path].sharding == made.step_parts.gradient_shardings[path] for path in weights)
+    assert all(moment[path].sharding == program.step_parts.gradient_shardings[path] for path in weights)
     assert tuple(moment[up].sharding.spec) == ("pipeline", ("data", "expert", "context"), "tensor")
 
 
@@ -128,10 +128,10 @@ def test_a_resumed_run_goes_on(tmp_path: Path, name: str, legs: str) -> None:
         return train(run_config(folder, **settings | {"parallel": parallel} | changes))
 
     first, second = LEGS[legs]
-    whole, halved = tmp_path / "whole", tmp_path / "halved"
-    assert job(whole, second) == 0
+    uninterrupted, halved = tmp_path / "whole", tmp_path / "halved"
+    assert job(uninterrupted, second) == 0
     assert job(halved, first, resilience=ResilienceConfig(exit_after_steps=2)) == 0
     assert job(halved, second) == 0
     if first == second:
-        assert losses(halved) == losses(whole)
-    np.testing.assert_allclose(losses(halved), losses(whole), rtol=1e-5)
+        assert losses(halved) == losses(uninterrupted)
+    np.testing.assert_allclose(losses(halved), losses(uninterrupted), rtol=1e-5)

@@ -14,8 +14,8 @@ from tests.docs.blocks import ROOT, blocks
 def files(tmp_path: Path) -> dict[str, str]:
     """The files of docs/own_model.md by name."""
     pages = [block.text for block in blocks(ROOT / "docs/own_model.md")]
-    named = {text.splitlines()[0].removeprefix("# "): text for text in pages}
-    return {name: text for name, text in named.items() if name.endswith(".py")}
+    by_name = {text.splitlines()[0].removeprefix("# "): text for text in pages}
+    return {name: text for name, text in by_name.items() if name.endswith(".py")}
 
 
 def refusal(tmp_path: Path, files: dict[str, str], *settings: str) -> str:
@@ -124,8 +124,10 @@ def config"""
     ],
 )
 def test_what_a_part_of_the_users_builds(tmp_path, files, part, words):
-    own = OWN.format(optimizer=part == "optimizer")
-    text = files["my_model.py"].replace("\n\ndef config", own).replace("steps=20", f"steps=20, {part}=WordsConfig()")
+    part_code = OWN.format(optimizer=part == "optimizer")
+    text = (
+        files["my_model.py"].replace("\n\ndef config", part_code).replace("steps=20", f"steps=20, {part}=WordsConfig()")
+    )
     files["my_model.py"] = text.replace("import numpy", "from megajax.optim.config import OptaxConfig\nimport numpy")
     message = refusal(tmp_path, files)
     assert re.search(words, message), message

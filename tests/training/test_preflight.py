@@ -35,12 +35,12 @@ def test_this_machine_is_fit(tmp_path):
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("wrong", ["reduce-scatter", "all-reduce"])
 def test_wrong_sums_are_named_with_their_device(wrong, monkeypatch):
-    right = preflight.reduce_shards
+    correct_sum = preflight.reduce_shards
 
     def reduce_shards(x, moves, also=()):
-        out = right(x, moves, also)
-        bad = (jax.lax.axis_index("devices") == 3) & (bool(moves) == (wrong == "reduce-scatter"))
-        return out.at[7].add(bad.astype(out.dtype))
+        out = correct_sum(x, moves, also)
+        faulty = (jax.lax.axis_index("devices") == 3) & (bool(moves) == (wrong == "reduce-scatter"))
+        return out.at[7].add(faulty.astype(out.dtype))
 
     monkeypatch.setattr(preflight, "reduce_shards", reduce_shards)
     status, state = preflight.all_reduce()
@@ -48,10 +48,10 @@ def test_wrong_sums_are_named_with_their_device(wrong, monkeypatch):
 
 
 def test_wrong_products_are_named_with_their_device(monkeypatch):
-    put = jax.device_put
+    device_put_before = jax.device_put
 
     def device_put(x, device):
-        return put(x.at[0, 0].add(1), device) if device.id == 2 else put(x, device)
+        return device_put_before(x.at[0, 0].add(1), device) if device.id == 2 else device_put_before(x, device)
 
     monkeypatch.setattr(preflight.jax, "device_put", device_put)
     assert preflight.matmul() == ("fail", "wrong products on devices 2 (float32), 2 (bfloat16)")

@@ -34,10 +34,10 @@ def test_the_window_is_traced_and_summed_up(tmp_path, capsys):
     assert answer["busy"] > 0 and answer["communication"] > 0
     assert answer["exposed"] <= answer["communication"] <= answer["busy"]
     assert sum(kernel["share"] for kernel in answer["kernels"]) <= 1
-    assert "profile of 3:4" in (shown := capsys.readouterr().out) and "exposed communication" in shown
+    assert "profile of 3:4" in (output := capsys.readouterr().out) and "exposed communication" in output
     compiled = next(e for e in map(json.loads, (tmp_path / "events.jsonl").open()) if e["event"] == "compiled")
     assert compiled["arguments"] > 3 * 4 * 1000 and compiled["temporary"] > 0
-    assert "memory of the compiled step: " in shown and "Megatron-LM's formula" in shown
+    assert "memory of the compiled step: " in output and "Megatron-LM's formula" in output
     assert train(cfg.but(resilience=ResilienceConfig())) == 0  # goes on after the window
     assert len(list((tmp_path / "profile").rglob("*.xplane.pb"))) == 1
 
@@ -52,15 +52,15 @@ def test_a_window_beyond_the_run_is_refused():
     ("first", "starts", "stops"), [(0, [0], [2]), (1, [1], [2]), (2, [], []), (9, [], [])], ids=str
 )
 def test_a_resumed_attempt_traces_what_is_left_of_the_window(first, starts, stops, tmp_path, monkeypatch):
-    seen = {"start": [], "stop": []}
-    monkeypatch.setattr("jax.profiler.start_trace", lambda *_, **__: seen["start"].append(step))
-    monkeypatch.setattr("jax.profiler.stop_trace", lambda: seen["stop"].append(step))
+    calls = {"start": [], "stop": []}
+    monkeypatch.setattr("jax.profiler.start_trace", lambda *_, **__: calls["start"].append(step))
+    monkeypatch.setattr("jax.profiler.stop_trace", lambda: calls["stop"].append(step))
     step = first
     profile = Profile(ProfileConfig(steps="1:2"), tmp_path, first, lambda summary: None)
     for step in range(first + 1, 12):
         for hook in (profile.stop_hook(), profile.start_hook()):
             if hook.due(step):
                 hook(None, step)
-    assert (seen["start"], seen["stop"]) == (starts, stops)
+    assert (calls["start"], calls["stop"]) == (starts, stops)
     profile.close()
-    assert len(seen["stop"]) == len(stops)
+    assert len(calls["stop"]) == len(stops)

@@ -32,11 +32,11 @@ SLOW = ("replicate", "fsdp", "pipeline")
 def recompute(layout: str):
     """(scale, tolerance) -> verdict, and the mesh."""
     of = replace(build_program(llama("none"), LAYOUTS[layout], microbatches=2), options=QUICK)
-    state, batch, again = start(of), place(of, rows()), Recompute(of)
+    state, batch, recompute = start(of), place(of, rows()), Recompute(of)
 
     def run(scale, tolerance: float = 0.0) -> Verdict | None:
         with within(of):
-            found = again(state.inputs, batch, scale, tolerance)
+            found = recompute(state.inputs, batch, scale, tolerance)
         assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state)), "the state of the run stays"
         return found
 
@@ -93,11 +93,11 @@ def test_messages():
 
 def test_devices_change_places():
     mesh = build_mesh(ParallelConfig(data=4, tensor=2))
-    other = rotated_mesh(mesh, "data")
-    assert other.axis_names == mesh.axis_names and other.axis_types == mesh.axis_types
+    rotated = rotated_mesh(mesh, "data")
+    assert rotated.axis_names == mesh.axis_names and rotated.axis_types == mesh.axis_types
     ids = np.vectorize(lambda device: device.id)
-    assert (ids(other.devices)[0, :3] == ids(mesh.devices)[0, 1:]).all()
-    assert (ids(other.devices)[0, 3] == ids(mesh.devices)[0, 0]).all()
+    assert (ids(rotated.devices)[0, :3] == ids(mesh.devices)[0, 1:]).all()
+    assert (ids(rotated.devices)[0, 3] == ids(mesh.devices)[0, 0]).all()
 
 
 def test_a_single_group_is_refused():
@@ -124,5 +124,5 @@ def test_drills_that_can_not_happen_are_named():
     asked = ("kill:step=3", "kill:step=9", "frozen:step=3:process=2", "wrong_gradients:step=4:process=0")
     cfg = ResilienceConfig(inject=(*asked, "wrong_gradients:step=5:process=1", "nan:step=6"))
     lines = [*idle_drills(cfg, 6, 2, lambda step: step % 5 == 0)]
-    assert [line.partition(" ")[0] for line in lines] == [f"resilience.inject={each}" for each in asked[1:]]
+    assert [line.partition(" ")[0] for line in lines] == [f"resilience.inject={drill}" for drill in asked[1:]]
     assert "has 6 steps" in lines[0] and "process 1" in lines[1] and "step 4" in lines[2]

@@ -98,32 +98,32 @@ class TwoTowers(nnx.Module):
 
     def loss(self, x: jax.Array, batch: Mapping[str, Any], ctx: Context, reduction: LossReduction) -> Any:
         logits = jnp.einsum("bsd,vd->bsv", x @ self.writer.out[...], self.writer.table[...]).astype(jnp.float32)
-        chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), batch["labels"][..., None], axis=-1)[..., 0]
-        return reduction(-chosen, batch["loss_mask"])
+        log_probabilities = jnp.take_along_axis(jax.nn.log_softmax(logits), batch["labels"][..., None], axis=-1)[..., 0]
+        return reduction(-log_probabilities, batch["loss_mask"])
 
 
 def two_towers(recompute: Recompute = "selective") -> TwoTowersConfig:
     reader = llama().stack
     (block,) = reader.pattern
-    reading = replace(block, mixer=ReadingConfig(heads=8, kv_heads=4))
-    return TwoTowersConfig(reader=reader, stack=replace(reader, pattern=(reading,)), recompute=recompute)
+    cross_block = replace(block, mixer=ReadingConfig(heads=8, kv_heads=4))
+    return TwoTowersConfig(reader=reader, stack=replace(reader, pattern=(cross_block,)), recompute=recompute)
 
 
 @pytest.mark.parametrize("recompute", [pytest.param(name, marks=pytest.mark.slow) for name in ("full", "none")])
 def test_gradients_and_evaluation_are_those_of_plain_differentiation(recompute):
-    made = build_program(two_towers(recompute), ONE, microbatches=2)
+    program = build_program(two_towers(recompute), ONE, microbatches=2)
 
     def plain(params: Any, piece: Any) -> jax.Array:
-        return forward(bind(made.abstract, params), piece, None, LossReduction()).loss_sum
+        return forward(bind(program.abstract, params), piece, None, LossReduction()).loss_sum
 
-    with within(made):
-        params, batch = start(made).params, place(made, rows())
-        actual = jax.jit(made.grad_fn(), compiler_options=dict(QUICK))(params, batch, np.float32(1))
+    with within(program):
+        params, batch = start(program).params, place(program, rows())
+        actual = jax.jit(program.grad_fn(), compiler_options=dict(QUICK))(params, batch, np.float32(1))
         differentiated = jax.jit(jax.value_and_grad(plain), compiler_options=dict(QUICK))
         pieces = (jax.tree.map(lambda leaf, number=number: leaf[number], batch) for number in range(2))
         of_pieces = [differentiated(params, piece) for piece in pieces]
         total, gradients = jax.tree.map(lambda one, other: np.asarray(one) + np.asarray(other), *of_pieces)
-        evaluated = jax.device_get(made.eval_step(params, batch)["loss"])
+        evaluated = jax.device_get(program.eval_step(params, batch)["loss"])
     np.testing.assert_allclose([actual.loss_sum, evaluated[0]], [total, total], rtol=1e-6)
     assert actual.grads.keys() == gradients.keys()
     for path, expected in gradients.items():
@@ -143,11 +143,11 @@ def test_gradients_and_evaluation_are_those_of_plain_differentiation(recompute):
     ids=["data, tensor, sequence, zero1", "fsdp", "data, tensor"],
 )
 def test_as_on_one_device(parallel):
-    one, many = (differentiate(two_towers(), layout, microbatches=3) for layout in (ONE, parallel))
-    np.testing.assert_allclose(many.loss, one.loss, rtol=1e-5)
+    one, actual = (differentiate(two_towers(), layout, microbatches=3) for layout in (ONE, parallel))
+    np.testing.assert_allclose(actual.loss, one.loss, rtol=1e-5)
     for path, expected in one.gradients.items():
         scale = np.abs(expected).max()
-        np.testing.assert_allclose(many.gradients[path], expected, atol=1e-4 * scale, err_msg=path)
+        np.testing.assert_allclose(actual.gradients[path], expected, atol=1e-4 * scale, err_msg=path)
 
 
 def test_a_pipeline_is_refused_and_the_nearest_layout_named():

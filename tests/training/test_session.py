@@ -31,9 +31,9 @@ CONFIG = run_config(
 
 @pytest.fixture(scope="module")
 def run() -> Run:
-    made = setup(CONFIG)
-    yield made
-    made.close()
+    run = setup(CONFIG)
+    yield run
+    run.close()
 
 
 def test_steps_of_a_notebook_go_on_where_they_stopped(run):
@@ -52,14 +52,14 @@ def test_the_model_answers_with_the_present_weights(run):
     actual = run.model(tokens)
     assert actual.shape == (3, 7, VOCABULARY)
     np.testing.assert_array_equal(run.model(tokens=tokens), actual)
-    alone = jax.device_put(jax.device_get(run.state.params), jax.devices()[0])
+    params = jax.device_put(jax.device_get(run.state.params), jax.devices()[0])
     with jax.default_matmul_precision("highest"):
-        expected = bind(run.program.abstract, alone)(np.asarray(tokens, np.int32))
+        expected = bind(run.program.abstract, params)(np.asarray(tokens, np.int32))
     np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_the_model_refuses_arrays_that_its_call_does_not_take(run):
-    for arrays, named, message in (
+    for arrays, keywords, message in (
         ([], {}, "missing a required argument: 'tokens'"),
         ([[[1]]] * 9, {}, "too many positional arguments"),
         ([[[1]]], {"tokens": [[1]]}, "multiple values for argument 'tokens'"),
@@ -67,7 +67,7 @@ def test_the_model_refuses_arrays_that_its_call_does_not_take(run):
         ([], {"positions": [[0]]}, "missing a required argument: 'tokens'"),
     ):
         with pytest.raises(ValueError, match=f"the model takes tokens.*: .*{message}"):
-            run.model(*arrays, **named)
+            run.model(*arrays, **keywords)
     for positions in ([[0], [1]], [[0, 1]]):
         with pytest.raises(ValueError, match="equally many rows and positions"):
             run.model([[1]], positions)
@@ -100,11 +100,11 @@ def test_evaluation_is_the_mean_over_the_counted_tokens(run):
     tokens, labels, positions, segments, mask = (
         np.stack([row[name] for row in rows]) for name in ("tokens", "labels", "positions", "segment_ids", "loss_mask")
     )
-    alone = jax.device_put(jax.device_get(run.state.params), jax.devices()[0])
+    params = jax.device_put(jax.device_get(run.state.params), jax.devices()[0])
     with jax.default_matmul_precision("highest"):
-        logits = bind(run.program.abstract, alone)(tokens, positions, segments)
-    each = -np.take_along_axis(np.asarray(jax.nn.log_softmax(logits)), labels[..., None], -1)[..., 0]
-    expected = (each * mask).sum() / mask.sum()
+        logits = bind(run.program.abstract, params)(tokens, positions, segments)
+    losses = -np.take_along_axis(np.asarray(jax.nn.log_softmax(logits)), labels[..., None], -1)[..., 0]
+    expected = (losses * mask).sum() / mask.sum()
     assert run.evaluate(source, first=8, batches=2) == pytest.approx(expected, rel=1e-5)
     assert np.isnan(run.evaluate(source, batches=0))
     assert run.evaluate(source, batches=2, stopping=lambda: True) is None
@@ -114,16 +114,16 @@ def test_evaluation_is_the_mean_over_the_counted_tokens(run):
 def test_a_step_that_is_not_finite_changes_no_weight(run, poison):
     before = jax.device_get(run.state)
     batch, _ = next(run.parts.loader(run.parts.splits.train, 0))
-    bad = {**batch, "loss_mask": batch["loss_mask"] * poison}
+    poisoned = {**batch, "loss_mask": batch["loss_mask"] * poison}
     with jax.set_mesh(run.mesh), jax.default_matmul_precision("highest"):
-        run.state, metrics = run.train_step(run.state, bad)
+        run.state, metrics = run.train_step(run.state, poisoned)
     assert bool(metrics["skipped"])
     after = jax.device_get(run.state)
-    same = dataclasses.replace(
+    restored = dataclasses.replace(
         after, step=before.step, consumed_samples=before.consumed_samples, skipped=before.skipped
     )
-    for one, other in zip(jax.tree.leaves(before), jax.tree.leaves(same), strict=True):
-        np.testing.assert_array_equal(one, other)
+    for leaf, restored_leaf in zip(jax.tree.leaves(before), jax.tree.leaves(restored), strict=True):
+        np.testing.assert_array_equal(leaf, restored_leaf)
     assert (after.step, after.skipped) == (before.step + 1, before.skipped + 1)
     assert after.consumed_samples == before.consumed_samples + 8
 
@@ -144,8 +144,8 @@ def test_visualize_shows_every_weight_and_who_holds_what(run, capsys, monkeypatc
     assert head.split("  ")[-1].strip() == f"{128 * 16 * 4 / 4 / 2**20:.3f}"
     assert "vocab embed" in head
     assert "tensor, data" in head
-    held = {shard.device.id: shard.index for shard in run.state.params["head"].addressable_shards}
-    assert held[1] == (slice(64, 128), slice(0, 8))
+    blocks = {shard.device.id: shard.index for shard in run.state.params["head"].addressable_shards}
+    assert blocks[1] == (slice(64, 128), slice(0, 8))
     drawn = lines[next(n for n, line in enumerate(lines) if line.startswith("head and")) :]
     assert drawn[0].endswith(": vocab over tensor, embed over data")
     grid = [line.split("  ") for line in drawn if line.lstrip().startswith("vocab ")][:2]
@@ -160,13 +160,13 @@ def test_visualize_shows_every_weight_and_who_holds_what(run, capsys, monkeypatc
 
 def test_what_a_prompt_shows_is_short(run):
     """Of each object that a notebook meets, `pretty` being what IPython prints."""
-    old = run.state
+    donated = run.state
     (info,) = run.steps(1)  # takes the old state's arrays
-    seen = {"run": run, "state": run.state, "model": run.model, "batches": run.batches, "info": info, "cfg": run.cfg}
-    seen |= {"mesh": run.mesh, "parts": run.parts, "program": run.program, "old": old}
-    shown = {name: pretty(thing) for name, thing in seen.items()}
-    assert {name: len(text) for name, text in shown.items() if len(text) > 1000} == {}
-    assert shown["run"].splitlines() == [
+    values = {"run": run, "state": run.state, "model": run.model, "batches": run.batches, "info": info, "cfg": run.cfg}
+    values |= {"mesh": run.mesh, "parts": run.parts, "program": run.program, "old": donated}
+    texts = {name: pretty(value) for name, value in values.items()}
+    assert {name: len(text) for name, text in texts.items() if len(text) > 1000} == {}
+    assert texts["run"].splitlines() == [
         "<Run",
         "  model   DecoderLM, 6,736 parameters: 2 layers, hidden 16, vocabulary 64",
         "  layout  4 cpu devices: data 2, tensor 2; zero1",
@@ -174,11 +174,11 @@ def test_what_a_prompt_shows_is_short(run):
         f"  step    {run.step} of {run.cfg.steps}>",
     ]
     assert run._repr_html_().count("<tr>") == 4
-    assert f"step={run.step}, params=<{len(run.state.params)} arrays, " in shown["state"]
-    assert shown["old"].startswith("TrainState(step=<1 array, 1 values>, ")
-    assert shown["info"].startswith(f"StepInfo(step={run.step}, loss={info.loss:.6g}, ")
-    assert shown["batches"].startswith(f"<Loader: batches of 8 rows, {run.batches.consumed} of ")
-    settings = shown["cfg"].splitlines()
+    assert f"step={run.step}, params=<{len(run.state.params)} arrays, " in texts["state"]
+    assert texts["old"].startswith("TrainState(step=<1 array, 1 values>, ")
+    assert texts["info"].startswith(f"StepInfo(step={run.step}, loss={info.loss:.6g}, ")
+    assert texts["batches"].startswith(f"<Loader: batches of 8 rows, {run.batches.consumed} of ")
+    settings = texts["cfg"].splitlines()
     assert "  parallel.tensor: 2" in settings and not any("parallel.pipeline" in line for line in settings)
 
 

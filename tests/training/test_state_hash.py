@@ -53,7 +53,7 @@ def test_the_hash_of_a_part_does_not_depend_on_the_layout():
     for layout in LAYOUTS:
         of, state_hash = hashed(layout)
         sums[layout] = group_hashes(state_hash(start(of)), state_hash.leaves, of.mesh)
-    assert all(each == sums["replicate"] for each in sums.values())
+    assert all(total == sums["replicate"] for total in sums.values())
     assert sums["fsdp"].keys() == {
         "counters",
         "params",
@@ -69,17 +69,17 @@ def test_every_bit_and_every_place_counts():
     def digest(array: np.ndarray) -> bytes:
         return np.asarray(array_hash(jnp.asarray(array), [jnp.uint32(0)] * array.ndim)).tobytes()
 
-    same = digest(values)
-    seen = {same}
+    unchanged = digest(values)
+    digests = {unchanged}
     for bit in range(32):
         flipped = values.copy()
         flipped.view(np.uint32)[2, 3] ^= np.uint32(1 << bit)
-        seen.add(digest(flipped))
-    assert len(seen) == 33
+        digests.add(digest(flipped))
+    assert len(digests) == 33
     swapped = values.copy()
     swapped[1, 2], swapped[2, 1] = values[2, 1], values[1, 2]
-    assert digest(swapped) != same, "a sum of floats would be the same"
-    assert digest(values[::-1].copy()) != same and digest(np.negative(values)) != same
+    assert digest(swapped) != unchanged, "a sum of floats would be the same"
+    assert digest(values[::-1].copy()) != unchanged and digest(np.negative(values)) != unchanged
     zero = np.zeros((3,), np.float32)
     assert digest(zero) != digest(-zero), "equal numbers of other bytes"
 
@@ -87,9 +87,9 @@ def test_every_bit_and_every_place_counts():
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.int8, jnp.float8_e4m3fn, jnp.int4, jnp.bool_])
 def test_narrow_dtypes(dtype):
     values = jnp.asarray([[0, 1, 1], [1, 0, 0]], dtype)
-    other = jnp.asarray([[0, 1, 1], [1, 0, 1]], dtype)
+    permuted = jnp.asarray([[0, 1, 1], [1, 0, 1]], dtype)
     first = [jnp.uint32(0)] * 2
-    assert np.any(np.asarray(array_hash(values, first)) != np.asarray(array_hash(other, first)))
+    assert np.any(np.asarray(array_hash(values, first)) != np.asarray(array_hash(permuted, first)))
 
 
 def test_the_majority_is_right():

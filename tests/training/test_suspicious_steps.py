@@ -140,20 +140,20 @@ def test_the_weights_are_named_whose_gradients_are_not_finite(monkeypatch):
 
         def grads(params, batch, scale):
             out = grad_fn(params, batch, scale)
-            wrong = jnp.where((batch["sample"] == 8 * 3).any(), jnp.nan, 0.0)  # a row of step 4
-            return out._replace(grads={**out.grads, path: out.grads[path].at[1, 2, 3].add(wrong)})
+            poison = jnp.where((batch["sample"] == 8 * 3).any(), jnp.nan, 0.0)  # a row of step 4
+            return out._replace(grads={**out.grads, path: out.grads[path].at[1, 2, 3].add(poison)})
 
         return grads
 
     monkeypatch.setattr(Program, "grad_fn", poisoned)
-    again = prepare(run_config(steps=STEPS, model=model(repeats=2)))
-    infos, events = finished(again, stop_on_nonfinite=False)
+    fresh_parts = prepare(run_config(steps=STEPS, model=model(repeats=2)))
+    infos, events = finished(fresh_parts, stop_on_nonfinite=False)
     assert [info.nonfinite is not None for info in infos] == [step == 4 for step in range(1, STEPS + 1)]
-    told = rf"gradients not finite: {re.escape(path)} of layer 1, of \d+ weights"
-    assert re.fullmatch(told, dict(events)["persistent_fault"]["blame"])
-    with pytest.raises(NumericFault, match=rf"nan; {told}; identical when the step"):
-        finished(again)
-    assert again.program.nonfinite_gradients._cache_size() == 1
+    expected = rf"gradients not finite: {re.escape(path)} of layer 1, of \d+ weights"
+    assert re.fullmatch(expected, dict(events)["persistent_fault"]["blame"])
+    with pytest.raises(NumericFault, match=rf"nan; {expected}; identical when the step"):
+        finished(fresh_parts)
+    assert fresh_parts.program.nonfinite_gradients._cache_size() == 1
 
 
 def test_the_sentence_about_gradients_that_are_not_finite():
@@ -162,11 +162,11 @@ def test_the_sentence_about_gradients_that_are_not_finite():
     }
     declared["tokens"] = ParamSpec("tokens", (7, 2), ("vocab", "embed"), ONES, "weight", "tokens", ())
     none = {path: np.zeros(spec.shape[0], bool) for path, spec in declared.items()}
-    some = none | {"w1": np.array([1, 1, 0, 0], bool), "w3": np.array([1, 1, 1, 0], bool), "tokens": np.ones(7, bool)}
-    assert nonfinite_message(some, declared) == "gradients not finite: w1 of layers 0, 2, w3, tokens, of 10 weights"
+    three = none | {"w1": np.array([1, 1, 0, 0], bool), "w3": np.array([1, 1, 1, 0], bool), "tokens": np.ones(7, bool)}
+    assert nonfinite_message(three, declared) == "gradients not finite: w1 of layers 0, 2, w3, tokens, of 10 weights"
     assert nonfinite_message(none, declared) == "the gradients are finite when computed without an update"
-    many = none | {path: np.array([1, 1, 1, 0], bool) for path in declared if path != "tokens"}
-    assert nonfinite_message(many, declared).endswith("w4, w5 and 3 more, of 10 weights")
+    most = none | {path: np.array([1, 1, 1, 0], bool) for path in declared if path != "tokens"}
+    assert nonfinite_message(most, declared).endswith("w4, w5 and 3 more, of 10 weights")
 
 
 def test_the_first_layer_with_a_fault_is_named():
@@ -180,8 +180,8 @@ def test_the_first_layer_with_a_fault_is_named():
 
 def test_numbers_that_differ_from_run_to_run_point_at_the_hardware(parts):
     """Exit code 16: a restart may help, on other machines above all."""
-    told = r"gave other numbers .loss nan.*suspect the hardware"
-    with pytest.raises(UnrepeatedFault, match=told) as raised:
+    expected = r"gave other numbers .loss nan.*suspect the hardware"
+    with pytest.raises(UnrepeatedFault, match=expected) as raised:
         finished(parts, inject=("nan:step=4", "nan_gradients:step=4:always"))
     assert raised.value.code == 16
 
@@ -200,8 +200,8 @@ def test_three_ways_not_to_make_an_update_are_the_same(parts, undisturbed):
     )
     assert events[0][0] == "persistent_fault" and events[0][1]["same_again"] and not events[0][1]["made"]
     norm, _ = finished(parts, inject=("spike:step=5:always",), largest_norm=100.0)
-    for other in (gone_on, spike, norm):
-        assert numbers(other)[5:] == numbers(skipped)[5:]
+    for other_run in (gone_on, spike, norm):
+        assert numbers(other_run)[5:] == numbers(skipped)[5:]
 
 
 def test_a_spike_that_passes_and_one_that_stays(parts, undisturbed):
@@ -252,16 +252,16 @@ def losses(folder: Path) -> dict[int, str]:
 def test_after_exit_code_17_the_last_checkpoint_goes_on(tmp_path, capsys):
     cfg = run_config(tmp_path / "run", model=model(repeats=1), checkpoint=CheckpointConfig(every=2))
     rule = {"spike_factor": 3.0, "spike_window": 3, "spike_reference": "median"}
-    bad = ResilienceConfig(inject=("nan:step=5:always",), **rule)
-    assert train(cfg.but(resilience=bad)) == 17
+    nan_config = ResilienceConfig(inject=("nan:step=5:always",), **rule)
+    assert train(cfg.but(resilience=nan_config)) == 17
     assert "step 5: loss (nan) and gradient norm (nan) are not finite" in capsys.readouterr().out
     assert [e["event"] for e in lines(tmp_path / "run", "events")][-2:] == ["persistent_fault", "numeric_fault"]
     # The spike at 6 is one only by what the first attempt saw.
-    good = ResilienceConfig(inject=("spike:step=6",), **rule)
-    assert train(cfg.but(resilience=good)) == 0
+    spike_config = ResilienceConfig(inject=("spike:step=6",), **rule)
+    assert train(cfg.but(resilience=spike_config)) == 0
     assert [e["step"] for e in lines(tmp_path / "run", "events") if e["event"] == "transient_fault"] == [6]
-    whole = run_config(tmp_path / "whole", model=model(repeats=1))
-    assert train(whole) == 0
+    run_cfg = run_config(tmp_path / "whole", model=model(repeats=1))
+    assert train(run_cfg) == 0
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
     assert list(losses(tmp_path / "run")) == [1, 2, 3, 4, 5, 6]
 

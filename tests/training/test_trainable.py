@@ -40,51 +40,53 @@ class Compiled(NamedTuple):
 @cache
 def compiled(trainable: tuple[str, ...]) -> Compiled:
     """The train step on FSDP over two devices."""
-    made = training(FSDP, trainable)
-    with within(made):
-        step: Any = made.train_step
-        return Compiled(made, step.lower(made.state_like(), made.batch_like()).compile(compiler_options=dict(QUICK)))
+    program = training(FSDP, trainable)
+    with within(program):
+        step: Any = program.train_step
+        return Compiled(
+            program, step.lower(program.state_like(), program.batch_like()).compile(compiler_options=dict(QUICK))
+        )
 
 
-def reductions(made: Compiled) -> list[Collective]:
+def reductions(program: Compiled) -> list[Collective]:
     """Of arrays over data."""
-    every = read(made.step.as_text(), made.program.mesh.shape).collectives
-    return [one for one in every if one.kind in ("reduce-scatter", "all-reduce") and one.elements > one.arrays]
+    every = read(program.step.as_text(), program.program.mesh.shape).collectives
+    return [op for op in every if op.kind in ("reduce-scatter", "all-reduce") and op.elements > op.arrays]
 
 
-def matmuls(made: Compiled) -> int:
-    return made.step.as_text().count(" dot(")
+def matmuls(program: Compiled) -> int:
+    return program.step.as_text().count(" dot(")
 
 
 @pytest.mark.slow
 def test_the_compiled_step_has_no_work_for_frozen_weights() -> None:
-    every, some = compiled(("*",)), compiled(TRAINED)
-    assert sum(one.arrays for one in reductions(some)) == len(PATHS)
-    assert sum(one.arrays for one in reductions(every)) == len(every.program.declared)
+    every, partial = compiled(("*",)), compiled(TRAINED)
+    assert sum(op.arrays for op in reductions(partial)) == len(PATHS)
+    assert sum(op.arrays for op in reductions(every)) == len(every.program.declared)
     # Of the seven matrices of a layer six have no gradient, nor has the head's table.
-    assert matmuls(every) - matmuls(some) == 6 + 1
-    assert some.step.cost_analysis()["flops"] < 0.75 * every.step.cost_analysis()["flops"]
-    moments = some.program.state_like().optimizer
+    assert matmuls(every) - matmuls(partial) == 6 + 1
+    assert partial.step.cost_analysis()["flops"] < 0.75 * every.step.cost_analysis()["flops"]
+    moments = partial.program.state_like().optimizer
     assert set(moments["first_moment"]) == set(moments["second_moment"]) == PATHS
 
 
 def test_a_step_leaves_frozen_weights_as_they_are() -> None:
-    made, step = compiled(TRAINED)
-    with within(made):
-        before = start(made)
-        wanted = jax.device_get(before.params)
-        after, metrics = step(before, place(made, rows()))
-    changed = {path for path, w in jax.device_get(after.params).items() if not np.array_equal(w, wanted[path])}
+    program, step = compiled(TRAINED)
+    with within(program):
+        before = start(program)
+        expected = jax.device_get(before.params)
+        after, metrics = step(before, place(program, rows()))
+    changed = {path for path, w in jax.device_get(after.params).items() if not np.array_equal(w, expected[path])}
     assert changed == PATHS and metrics["grad_norm"] > 0
 
 
 def test_gradients_over_fsdp_are_those_without_frozen_weights() -> None:
     moments = {}
     for trainable in (TRAINED, ("*",)):
-        made, step = compiled(trainable)
-        with within(made):
-            after, metrics = step(start(made), place(made, rows()))
-        moments[trainable] = gradients_of(made, after, float(metrics["grad_norm"]))
+        program, step = compiled(trainable)
+        with within(program):
+            after, metrics = step(start(program), place(program, rows()))
+        moments[trainable] = gradients_of(program, after, float(metrics["grad_norm"]))
     assert set(moments[TRAINED]) == PATHS
     for path in PATHS:
         expected = moments["*",][path]
@@ -94,11 +96,11 @@ def test_gradients_over_fsdp_are_those_without_frozen_weights() -> None:
 @cache
 def gradients(parallel: ParallelConfig, trainable: tuple[str, ...], microbatches: int = 2) -> dict[str, np.ndarray]:
     """Of a step, rows in the order of the layers."""
-    made = training(parallel, trainable, microbatches)
-    with within(made):
-        inputs, batch = start(made).inputs, place(made, rows())
-        lowered = jax.jit(lambda: made.grad_fn()(inputs, batch, np.float32(1)).grads).lower()
-        return in_order(made, jax.device_get(lowered.compile(compiler_options=dict(QUICK))()))[0]
+    compiled_run = training(parallel, trainable, microbatches)
+    with within(compiled_run):
+        inputs, batch = start(compiled_run).inputs, place(compiled_run, rows())
+        lowered = jax.jit(lambda: compiled_run.grad_fn()(inputs, batch, np.float32(1)).grads).lower()
+        return in_order(compiled_run, jax.device_get(lowered.compile(compiler_options=dict(QUICK))()))[0]
 
 
 @pytest.mark.parametrize(
@@ -113,20 +115,20 @@ def gradients(parallel: ParallelConfig, trainable: tuple[str, ...], microbatches
     ids=["uneven pipeline", "tensor", "gpipe"],
 )
 def test_gradients_of_the_others_are_those_without_frozen_weights(parallel: ParallelConfig) -> None:
-    every, some = gradients(ONE, ("*",)), gradients(parallel, TRAINED)
-    assert set(some) == PATHS
+    every, partial = gradients(ONE, ("*",)), gradients(parallel, TRAINED)
+    assert set(partial) == PATHS
     for path in PATHS:
-        np.testing.assert_allclose(some[path], every[path], rtol=0, atol=1e-5 * np.abs(every[path]).max())
+        np.testing.assert_allclose(partial[path], every[path], rtol=0, atol=1e-5 * np.abs(every[path]).max())
 
 
 @pytest.mark.slow
 def test_a_resumed_run_goes_on_exactly_and_on_another_layout(tmp_path: Path) -> None:
     settings = {"optimizer": AdamWConfig(trainable=TRAINED), "checkpoint": CheckpointConfig(every=2), "steps": 4}
-    whole, halved = tmp_path / "whole", tmp_path / "halved"
-    assert train(run_config(whole, **settings)) == 0
+    uninterrupted, halved = tmp_path / "whole", tmp_path / "halved"
+    assert train(run_config(uninterrupted, **settings)) == 0
     assert train(run_config(halved, **settings, resilience=ResilienceConfig(exit_after_steps=2))) == 0
     assert train(run_config(halved, **settings, parallel=ParallelConfig(data=2, pipeline=2))) == 0
-    np.testing.assert_allclose(losses(halved), losses(whole), rtol=1e-4)
+    np.testing.assert_allclose(losses(halved), losses(uninterrupted), rtol=1e-4)
 
 
 def test_a_pattern_that_matches_nothing_is_refused() -> None:

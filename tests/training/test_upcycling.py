@@ -53,14 +53,14 @@ def started(folder: Path, moe: DecoderConfig, parallel: ParallelConfig | None = 
     if parallel is not None:
         moe, changes["batch"] = replace(moe, recompute="selective"), BatchConfig(global_size=8, micro_size=2)
     cfg: RunConfig = run_config(model=moe, **changes)
-    said: list[str] = []
+    messages: list[str] = []
     devices = jax.devices()[: 1 if parallel is None else 4]
-    return setup(cfg, devices=devices, start=InitialWeights(cfg.checkpoint.weights, said.append)), said
+    return setup(cfg, devices=devices, start=InitialWeights(cfg.checkpoint.weights, messages.append)), messages
 
 
 def test_copies_of_a_dense_layer_compute_what_it_does(dense: tuple[Path, np.ndarray]) -> None:
-    run, said = started(dense[0], experts(4, 2, 32))
-    assert said[0].endswith("step 1, 3 of them experts from dense layers")
+    run, messages = started(dense[0], experts(4, 2, 32))
+    assert messages[0].endswith("step 1, 3 of them experts from dense layers")
     np.testing.assert_allclose(np.asarray(run.model(TOKENS)), dense[1], rtol=0, atol=1e-5)
     router = np.asarray(run.state.params["stack.blocks.0.mlp.router"])
     assert router.std() > 0 and len(np.unique(router)) == router.size
@@ -88,9 +88,9 @@ def test_parts_of_a_dense_layer_together_compute_what_it_does(dense: tuple[Path,
     ],
 )
 def test_on_several_devices_they_are_the_same_weights(dense: tuple[Path, np.ndarray], parallel: ParallelConfig) -> None:
-    one, other = (started(dense[0], GRANULAR, layout)[0].state.params for layout in (None, parallel))
-    for path, weight in one.items():
-        np.testing.assert_array_equal(np.asarray(other[path]), np.asarray(weight), err_msg=path)
+    single, sharded = (started(dense[0], GRANULAR, layout)[0].state.params for layout in (None, parallel))
+    for path, weight in single.items():
+        np.testing.assert_array_equal(np.asarray(sharded[path]), np.asarray(weight), err_msg=path)
 
 
 def test_sizes_that_do_not_fit_are_named_both(dense: tuple[Path, np.ndarray]) -> None:
@@ -101,8 +101,8 @@ def test_sizes_that_do_not_fit_are_named_both(dense: tuple[Path, np.ndarray]) ->
         experts(8, 3, 16): "top_k=3 is no multiple of the 2 experts that make a dense layer: ffn=32 there, 16 here",
         experts(5, 2, 16): "experts=5 is no multiple of the 2 experts that make a dense layer: ffn=32 there, 16 here",
     }.items():
-        how = derived(cfg.stack.pattern[0].mlp, "experts.up", stored)
-        assert how is not None and how.problem == problem
+        rule = derived(cfg.stack.pattern[0].mlp, "experts.up", stored)
+        assert rule is not None and rule.problem == problem
 
 
 def dense_layer(x: np.ndarray, weights: dict[str, np.ndarray]) -> np.ndarray:
@@ -123,14 +123,16 @@ def test_biases_and_all_scores_are_made_up_for(normalise: str) -> None:
     rng = np.random.default_rng(0)
     shapes = {"up": (1, 5, 12), "up_bias": (1, 12), "down": (1, 12, 5), "down_bias": (1, 5)}
     weights = {name: rng.normal(size=shape) for name, shape in shapes.items()}
-    made = {}
+    copies = {}
     for name in shapes:
-        how = derived(cfg, f"experts.{name}", shapes)
-        assert how is not None and how.source == name and how.made_shape(1)[:2] == (1, 6)
-        made[name] = np.asarray(how.make(jax.numpy.asarray(weights[name], "float32")))[0]
+        rule = derived(cfg, f"experts.{name}", shapes)
+        assert rule is not None and rule.source == name and rule.made_shape(1)[:2] == (1, 6)
+        copies[name] = np.asarray(rule.make(jax.numpy.asarray(weights[name], "float32")))[0]
     x = rng.normal(size=(7, 5))
-    each = weight_sum(cfg) / cfg.top_k
-    outputs = sum(each * dense_layer(x, {name: w[expert] for name, w in made.items()}) for expert in (3, 4, 5))
+    expected_weight = weight_sum(cfg) / cfg.top_k
+    outputs = sum(
+        expected_weight * dense_layer(x, {name: w[expert] for name, w in copies.items()}) for expert in (3, 4, 5)
+    )
     np.testing.assert_allclose(
         outputs, dense_layer(x, {name: w[0] for name, w in weights.items()}), rtol=1e-5, atol=1e-5
     )

@@ -77,12 +77,12 @@ def test_devices_hold_the_layers_and_shards_of_the_files(folder: Path, tmp_path:
     layout = ParallelConfig(pipeline=2, tensor=2, data=2, data_sharding="fsdp", sequence=True)
     run, weights = started(tmp_path, hf(folder), parallel=layout), open_model(folder).weights
     for path, spec in run.parts.program.declared.items():
-        whole = weights.read(path, tuple(slice(0, size) for size in weights.shapes()[path])).astype(np.float32)
+        array = weights.read(path, tuple(slice(0, size) for size in weights.shapes()[path])).astype(np.float32)
         if spec.layers:
             order = run.parts.program.partition.order_of(layers_of(spec))
             assert len(order) == 4 and -1 in order
-            whole = np.stack([np.zeros_like(whole[0]) if row < 0 else whole[row] for row in order])
-        np.testing.assert_array_equal(np.asarray(run.state.params[path]), whole, err_msg=path)
+            array = np.stack([np.zeros_like(array[0]) if row < 0 else array[row] for row in order])
+        np.testing.assert_array_equal(np.asarray(run.state.params[path]), array, err_msg=path)
 
 
 @pytest.mark.parametrize("way", [pytest.param("drawn", marks=pytest.mark.slow), "mean"])
@@ -92,10 +92,10 @@ def test_tables_grow_to_more_tokens(folder: Path, tmp_path: Path, way: Any) -> N
     run, weights = started(tmp_path, hf(folder, new_tokens=way), model), open_model(folder).weights
     for path in ("tokens", "head"):
         actual = np.asarray(run.state.params[path])
-        there = weights.read(path, (slice(0, 96), slice(0, 16))).astype(np.float32)
-        np.testing.assert_array_equal(actual[:96], there)
+        stored = weights.read(path, (slice(0, 96), slice(0, 16))).astype(np.float32)
+        np.testing.assert_array_equal(actual[:96], stored)
         if way == "mean":
-            np.testing.assert_allclose(actual[96:200], np.broadcast_to(there.mean(0), (104, 16)), rtol=1e-5, atol=1e-7)
+            np.testing.assert_allclose(actual[96:200], np.broadcast_to(stored.mean(0), (104, 16)), rtol=1e-5, atol=1e-7)
         else:
             assert 0.01 < actual[96:200].std() < 0.03
 

@@ -72,8 +72,10 @@ def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def started(cfg: RunConfig) -> tuple[Run, list[str]]:
     """A run before its first step, and what it says."""
-    said: list[str] = []
-    return setup(cfg, devices=jax.devices()[:1], start=InitialWeights(cfg.checkpoint.weights, said.append)), said
+    messages: list[str] = []
+    return setup(
+        cfg, devices=jax.devices()[:1], start=InitialWeights(cfg.checkpoint.weights, messages.append)
+    ), messages
 
 
 def stored(folder: Path, step: int) -> dict[str, np.ndarray]:
@@ -96,20 +98,20 @@ def test_a_linear_probe_trains_a_new_head_alone(pretrained: Path, tmp_path: Path
     parallel = ParallelConfig(data=2, data_sharding="fsdp")
     probe = job(tmp_path, vit(classes=12), checkpoint=weights(pretrained, "head.*"), parallel=parallel, steps=2)
     assert train(replace(probe, optimizer=AdamWConfig(trainable=("head.*",)))) == 0
-    there, end = stored(pretrained, 1), stored(tmp_path, 2)
+    start, end = stored(pretrained, 1), stored(tmp_path, 2)
     assert end["head.linear.matrix"].shape == (16, 12) and np.abs(end["head.linear.bias"]).max() > 0
-    for path in there:
+    for path in start:
         if not path.startswith("head."):
-            np.testing.assert_array_equal(end[path], there[path], err_msg=path)
+            np.testing.assert_array_equal(end[path], start[path], err_msg=path)
 
 
 @pytest.mark.slow
 def test_positions_are_interpolated_for_larger_images(pretrained: Path, tmp_path: Path) -> None:
     """As jax.image.resize does it; the class token keeps its own. All else is taken, and training begins."""
     small = stored(pretrained, 1)["positions"]
-    run, said = started(job(tmp_path, vit(size=20), checkpoint=weights(pretrained)))
+    run, messages = started(job(tmp_path, vit(size=20), checkpoint=weights(pretrained)))
     large = np.asarray(run.state.params["positions"])
-    assert said == [f"24 weights of {pretrained}, step 1, positions resized"]
+    assert messages == [f"24 weights of {pretrained}, step 1, positions resized"]
     assert int(run.state.step) == int(run.state.consumed_samples) == 0
     np.testing.assert_array_equal(large[0], small[0])
     expected = jax.image.resize(small[1:].reshape(2, 2, 16), (5, 5, 16), "bilinear").reshape(25, 16)
