@@ -426,7 +426,7 @@ def test_presets_can_be_written() -> None:
 def test_a_tower_alone_is_no_run(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CLIP), encoding="utf-8")
     save_file(random(described(CLIP).table), tmp_path / "model.safetensors")
-    with pytest.raises(UserError, match=r"VisionTower alone.* into: vision"):
+    with pytest.raises(UserError, match=r"only a VisionTower.* into: vision"):
         conversion.open_source(f"hf:{tmp_path}")
 
 

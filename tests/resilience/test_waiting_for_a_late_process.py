@@ -40,7 +40,7 @@ def hangs(pulse: Waiting) -> None:
         time.sleep(0.2)
         hang = pulse.watchdog and pulse.watchdog.check(1.0)
         assert pulse.watchdog is not None and hang is not None
-        pulse._hangs(pulse.watchdog, hang)
+        pulse._handle_hang(pulse.watchdog, hang)
 
 
 def test_meanwhile_the_backstop_is_held_and_requests_are_seen(waiting: Callable[..., Waiting]) -> None:
