@@ -293,7 +293,7 @@ def test_errors_are_reported_before_anything_runs(folder, tmp_path):
     with pytest.raises(ConfigError, match=r"parallel\.tensr: no such setting"):
         main([f"--run={folder / 'run'}", "--parallel.tensr=2"])
     for tasks in ([], ["--tasks=split:validation"]):
-        with pytest.raises(ConfigError, match="--include-path: is for tasks lm-eval:NAME, and --tasks has none"):
+        with pytest.raises(ConfigError, match="--include-path: needs a task lm-eval:NAME, but --tasks has none"):
             main([f"--run={folder / 'run'}", f"--include-path={tmp_path}", *tasks])
 
 
