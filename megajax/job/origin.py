@@ -64,7 +64,7 @@ def run_config(run: Path, root: str | type = ROOT) -> Source:
     config = run_folder(run) / "config.yaml"
     if not config.is_file() and (run / "config.json").is_file():
         raise UserError(
-            f"--run={run}: there is no {config}, but the config.json of a Hugging Face model: use --hf={run}"
+            f"--run={run}: there is no {config}, but a config.json as of a Hugging Face model: use --hf={run}"
         )
     if not config.is_file():
         raise UserError(

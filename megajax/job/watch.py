@@ -23,7 +23,7 @@ class Watch:
     def __call__(self, info: StepInfo) -> None:
         """Report a suspicious step. Raises NumericFault if the run has to end."""
         self._skipped += info.skipped
-        self._warn(info)
+        self.warn(info)
         cfg, first = self._guard.cfg, info.first_try
         limits = (info if first is None else first).limits or GuardLimits()
         why = self._guard.suspicion(limits, info.loss, info.grad_norm)
@@ -56,7 +56,7 @@ class Watch:
             raise kind(self._message(info, str(why)))
         self._say(f"{self._message(info, str(why))}; training goes on with{'out' * info.skipped} its update")
 
-    def _warn(self, info: StepInfo) -> None:
+    def warn(self, info: StepInfo) -> None:
         """Print the warnings of layers, each once."""
         for name, measurement in info.measured.items():
             if measurement.measure.warning and measurement.is_shown and name not in self._warned:

@@ -284,7 +284,7 @@ def test_other_devices_give_the_same_figures(folder, tmp_path, settings):
 def test_errors_are_reported_before_anything_runs(folder, tmp_path):
     with pytest.raises(ConfigError, match="--run: must be given, or --hf=DIR"):
         main(["--tasks=split:validation"])
-    with pytest.raises(UserError, match=r"there is no .*config\.yaml\nGive the folder of a run"):
+    with pytest.raises(UserError, match=r"no .*config\.yaml\nGive the folder of a run"):
         main([f"--run={tmp_path}", "--tasks=split:validation"])
     with pytest.raises(ConfigError, match=r"perplexty is not a task\n.*did you mean perplexity"):
         main([f"--run={folder / 'run'}", "--tasks=perplexty:a"])
