@@ -35,9 +35,9 @@ def test_checkpoint(case: str, oracle_dir: Path) -> None:
 
     def forward(params: Any, rows: Any) -> Any:
         t5 = bind(model.abstract, params)
-        reading = EncoderSection(t5)
-        ctx = reading.context(rows, None)
-        memory = reading.leave(reading.stack(reading.enter(reading.embed(rows), ctx), ctx), ctx)
+        section = EncoderSection(t5)
+        ctx = section.context(rows, None)
+        memory = section.leave(section.stack(section.enter(section.embed(rows), ctx), ctx), ctx)
         names = ("tokens", "segment_ids", "encoder_tokens", "encoder_segment_ids")
         return t5(**{name: rows[name] for name in names}), memory
 
