@@ -80,7 +80,7 @@ def observe(x: Array, leaf: Array, observed: Array) -> Array:
     return x
 
 
-observe.defvjp(lambda x, leaf, seen: (x, seen.astype(leaf.dtype)), lambda observed, dx: (dx, observed, None))
+observe.defvjp(lambda x, leaf, observed: (x, observed.astype(leaf.dtype)), lambda observed, dx: (dx, observed, None))
 
 
 def reduction_of(path: str) -> Reduction | None:

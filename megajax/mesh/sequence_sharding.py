@@ -75,8 +75,8 @@ class SequenceSharding(ContextSharding):
         if (order == np.arange(len(order))).all():
             return x
         size = x.shape[1] // len(order)
-        cut = partial(lax.slice_in_dim, x, axis=1)
-        return jnp.concatenate([cut(i * size, (i + 1) * size) for i in order.tolist()], axis=1)
+        piece = partial(lax.slice_in_dim, x, axis=1)
+        return jnp.concatenate([piece(i * size, (i + 1) * size) for i in order.tolist()], axis=1)
 
     def plain(self) -> "SequenceSharding":
         """The same devices with plain chunks: the layout of arrays if the mesh axis is not manual.

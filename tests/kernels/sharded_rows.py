@@ -1,4 +1,4 @@
-"""Attention over rows that are sharding over fake devices, beside the reference on one device."""
+"""Attention over rows that are sharded over fake devices, beside the reference on one device."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -92,7 +92,7 @@ def on_one_device(case: Case) -> list[np.ndarray]:
 
 
 def on_devices(case: Case, kernel: str | Passes = "reference", rectangles: Passes | None = None) -> list[np.ndarray]:
-    """The same, of rows that are sharding, put back in order."""
+    """The same, of rows that are sharded, put back in order."""
     sharding, shape = case.sharding(), (case.context, case.tensor)
     mesh = Mesh(np.array(jax.devices()[: case.context * case.tensor]).reshape(shape), ("context", "tensor"))
     passes = over_context(sharding, kernel) if isinstance(kernel, str) else over_devices(sharding, kernel, rectangles)

@@ -1,4 +1,4 @@
-"""cuDNN over rows that are sharding: triangles, rectangles and squares, with its calls in plain jax."""
+"""cuDNN over rows that are sharded: triangles, rectangles and squares, with its calls in plain jax."""
 
 import re
 from collections.abc import Callable

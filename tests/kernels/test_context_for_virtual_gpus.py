@@ -1,4 +1,4 @@
-"""Attention over rows that are sharding, forward and backward in a loop over layers, compiled for virtual H100s.
+"""Attention over rows that are sharded, forward and backward in a loop over layers, compiled for virtual H100s.
 
 Within a loop, as in a model: alone, forward and backward pass would share what they gather.
 """

@@ -1,4 +1,4 @@
-"""Attention over rows that are sharding over devices, by each strategy, against the reference on one device."""
+"""Attention over rows that are sharded over devices, by each strategy, against the reference on one device."""
 
 from dataclasses import replace
 from functools import partial

@@ -73,14 +73,12 @@ def chunks_with_gathered_keys(sharding: SequenceSharding, passes: Passes, rectan
         keys, values, everywhere = whole_keys(sharding, k, v, mask)
         rows = (_as_rows(x, count) for x in (q, k, v))
         out, lse = passes.forward(*rows, _inside(mask, count), scale=scale)
-        parts = []
-        for part, part_mask, triangle in zip(
-            jnp.split(q, count, axis=1),
-            _before(mask, everywhere, count),
-            zip(jnp.split(out, count), jnp.split(lse, count), strict=True),
-            strict=True,
-        ):
-            parts.append(merge_parts(triangle, rectangles.forward(part, keys, values, part_mask, scale=scale)))
+        triangles = zip(jnp.split(out, count), jnp.split(lse, count), strict=True)
+        chunks = zip(jnp.split(q, count, axis=1), _before(mask, everywhere, count), triangles, strict=True)
+        parts = [
+            merge_parts(triangle, rectangles.forward(part, keys, values, part_mask, scale=scale))
+            for part, part_mask, triangle in chunks
+        ]
         outs, sums = zip(*parts, strict=True)
         return jnp.concatenate(outs, axis=1).astype(q.dtype), jnp.concatenate(sums, axis=2)
 
@@ -107,11 +105,8 @@ def chunks_with_gathered_keys(sharding: SequenceSharding, passes: Passes, rectan
             queries.append(new[0])
             sums = [x + y.astype(jnp.float32) for x, y in zip(sums, new[1:], strict=True)]
         dq = dq + jnp.concatenate(queries, axis=1).astype(jnp.float32)
-        dk, dv = (
-            x + reduce_rows(sharding, y.astype(k.dtype)).astype(jnp.float32)
-            for x, y in zip((dk, dv), sums, strict=True)
-        )
-        return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
+        rest_dk, rest_dv = (reduce_rows(sharding, y.astype(k.dtype)).astype(jnp.float32) for y in sums)
+        return dq.astype(q.dtype), (dk + rest_dk).astype(k.dtype), (dv + rest_dv).astype(v.dtype)
 
     return Passes(forward, backward)
 
@@ -124,19 +119,19 @@ def two_squares(passes: Passes) -> Passes:
     supports rows without a mask, and computes bidirectional attention directly. Results and gradients are float32.
     """
 
-    def source_is_earlier(mask: Mask) -> Array:
+    def keys_are_earlier(mask: Mask) -> Array:
         _demand_chunks(mask)
         if mask.query_segments is not None:
             raise ValueError("squares have no documents: kernels.capability refuses them earlier")
         return mask.key_index[0] < mask.query_index[0]
 
-    def queries(is_earlier: Array, x: Array, axis: int = 1) -> Array:
+    def queries(early: Array, x: Array, axis: int = 1) -> Array:
         low, high = jnp.split(x, 2, axis=axis)
-        return jnp.concatenate([jnp.where(is_earlier, low, high), high])
+        return jnp.concatenate([jnp.where(early, low, high), high])
 
-    def keys(is_earlier: Array, x: Array) -> Array:
+    def keys(early: Array, x: Array) -> Array:
         low, high = jnp.split(x, 2, axis=1)
-        return jnp.concatenate([low, jnp.where(is_earlier, low, high)])
+        return jnp.concatenate([low, jnp.where(early, low, high)])
 
     def unmasked(mask: Mask) -> Mask:
         index = jnp.arange(mask.query_index.shape[0] // 2, dtype=jnp.int32)
@@ -145,14 +140,12 @@ def two_squares(passes: Passes) -> Passes:
     def forward(q: Array, k: Array, v: Array, mask: Mask, *, scale: float) -> tuple[Array, Array]:
         if not mask.causal:
             return passes.forward(q, k, v, mask, scale=scale)
-        is_earlier = source_is_earlier(mask)
-        squares = passes.forward(
-            queries(is_earlier, q), keys(is_earlier, k), keys(is_earlier, v), unmasked(mask), scale=scale
-        )
+        early = keys_are_earlier(mask)
+        squares = passes.forward(queries(early, q), keys(early, k), keys(early, v), unmasked(mask), scale=scale)
         (out1, out2), (lse, other_lse) = (jnp.split(x, 2) for x in squares)
         # The first square has the lower or the upper queries, the second one always the upper queries.
-        low, low_lse = jnp.where(is_earlier, out1, 0).astype(jnp.float32), jnp.where(is_earlier, lse, -jnp.inf)
-        high, high_lse = merge_parts((out1, jnp.where(is_earlier, -jnp.inf, lse)), (out2, other_lse))
+        low, low_lse = jnp.where(early, out1, 0).astype(jnp.float32), jnp.where(early, lse, -jnp.inf)
+        high, high_lse = merge_parts((out1, jnp.where(early, -jnp.inf, lse)), (out2, other_lse))
         return jnp.concatenate([low, high], axis=1), jnp.concatenate([low_lse, high_lse], axis=2)
 
     def backward(
@@ -160,15 +153,13 @@ def two_squares(passes: Passes) -> Passes:
     ) -> tuple[Array, Array, Array]:
         if not mask.causal:
             return passes.backward(q, k, v, mask, out, lse, dout, scale=scale)
-        is_earlier = source_is_earlier(mask)
-        rows = queries(is_earlier, q), keys(is_earlier, k), keys(is_earlier, v)
-        saved = queries(is_earlier, out), queries(is_earlier, lse, 2), queries(is_earlier, dout)
+        early = keys_are_earlier(mask)
+        rows = queries(early, q), keys(early, k), keys(early, v)
+        saved = queries(early, out), queries(early, lse, 2), queries(early, dout)
         squares = passes.backward(*rows, unmasked(mask), *saved, scale=scale)
         (dq1, dq2), *keyed = (jnp.split(x.astype(jnp.float32), 2) for x in squares)
-        dq = jnp.concatenate([jnp.where(is_earlier, dq1, 0), jnp.where(is_earlier, 0, dq1) + dq2], axis=1)
-        dk, dv = (
-            jnp.concatenate([x + jnp.where(is_earlier, y, 0), jnp.where(is_earlier, 0, y)], axis=1) for x, y in keyed
-        )
+        dq = jnp.concatenate([jnp.where(early, dq1, 0), jnp.where(early, 0, dq1) + dq2], axis=1)
+        dk, dv = (jnp.concatenate([x + jnp.where(early, y, 0), jnp.where(early, 0, y)], axis=1) for x, y in keyed)
         return dq, dk, dv
 
     return Passes(forward, backward)
