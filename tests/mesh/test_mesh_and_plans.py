@@ -97,7 +97,7 @@ def test_specs_from_logical_axes():
     assert rules.spec(("batch", "heads"), keep=()) == P(None, None)
     with pytest.raises(ValueError, match="mesh axis on two dimensions"):
         rules.spec(("heads", "mlp"))
-    with pytest.raises(UserError, match="no logical axis 'hedas'\ndid you mean heads"):
+    with pytest.raises(UserError, match="unknown logical axis 'hedas'\ndid you mean heads"):
         rules.spec(("hedas",))
 
 
