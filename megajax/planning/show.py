@@ -7,7 +7,7 @@ from megajax.config.dump import diff
 from megajax.metrics.banner import Report, Section, Table
 from megajax.models.protocol import position_unit
 from megajax.planning.cost.estimate import SPEED, Case, Estimate, bytes_per_step, to_dict
-from megajax.planning.cost.serving import Serving, batches
+from megajax.planning.cost.serving import Serving
 from megajax.planning.program.devices import GIB, MIB, Device
 from megajax.text import byte_size, count, duration
 
@@ -29,8 +29,6 @@ FIGURES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "fits": lambda plan: "yes" if plan["fits"] else "NO",
 }
 """Columns of tables that list plans, from the figures of a plan's JSON."""
-type Part = tuple[str, float, str]
-"""Name, bytes and remark of a part of a device's memory."""
 
 
 def cells(plan: Mapping[str, Any]) -> list[str]:
@@ -41,10 +39,18 @@ def cells(plan: Mapping[str, Any]) -> list[str]:
 def plan_report(plan: Estimate) -> Report:
     """Layout, memory, collectives, memory traffic and times of a plan by formula."""
     run, device = plan.run, plan.run.device
-    usable = ("usable", device.usable_gib * GIB, f"of {device.memory_gib:g}")
-    memory = memory_rows([*memory_parts(plan), ("peak", plan.memory.peak, ""), usable])
-    if plan.report is not None:
-        memory.append(("Megatron-LM says", f"{plan.report.total / GIB:8.2f}  by its own report"))
+    memory = plan.memory
+    sizes = [
+        ("weights", memory.parameters, "master weights"),
+        ("optimizer", memory.optimizer, "its state"),
+        ("weights in use", memory.weights, "in compute dtype"),
+        ("gradients", memory.gradients, "added up over microbatches"),
+        ("activations", memory.activations, "kept for the backward pass"),
+        ("working", memory.working, "temporaries of a layer or the loss, and collectives"),
+        ("peak", memory.peak, ""),
+        ("usable", device.usable_gib * GIB, f"of {device.memory_gib:g}"),
+    ]
+    memory = memory_rows(sizes)
     collectives = [
         (
             f"{row.axis}: {row.kind}",
@@ -65,21 +71,8 @@ def plan_report(plan: Estimate) -> Report:
     )
 
 
-def memory_parts(plan: Estimate) -> list[Part]:
-    """The parts of a device's memory by formula."""
-    memory = plan.memory
-    return [
-        ("weights", memory.parameters, "master weights"),
-        ("optimizer", memory.optimizer, "its state"),
-        ("weights in use", memory.weights, "in compute dtype"),
-        ("gradients", memory.gradients, "added up over microbatches"),
-        ("activations", memory.activations, "kept for the backward pass"),
-        ("working", memory.working, "temporaries of a layer or the loss, and collectives"),
-    ]
-
-
-def memory_rows(parts: Sequence[Part]) -> list[tuple[str, str]]:
-    """Parts, among them `peak` and `usable`, and whether these fit."""
+def memory_rows(parts: Sequence[tuple[str, float, str]]) -> list[tuple[str, str]]:
+    """Parts of a device's memory (name, bytes, remark), among them `peak` and `usable`; and whether the peak fits."""
     sizes = {name: size for name, size, _ in parts}
     room = sizes["usable"] - sizes["peak"]
     fits = f"{'yes' if room >= 0 else 'NO':>8}  {abs(room) / GIB:.2f} {'to spare' if room >= 0 else 'too much'}"
@@ -113,8 +106,9 @@ def layout(plan: Estimate) -> list[tuple[str, str]]:
         chunks = f"{run.parallel.virtual_stages} chunks a stage, {run.schedule.slots} ring slots"
         rows.append(("schedule", f"{run.parallel.schedule}, {chunks}"))
         rows.append(("bubble", f"{run.schedule.fraction:.2%} over ideal time"))
-    experts = (one.summary(tower.tokens, run.spread) for tower in run.towers for b in tower.blocks for one in b.experts)
-    return rows + [("experts", text) for text in dict.fromkeys(experts)]
+    layers = ((tower, layer) for tower in run.towers for block in tower.blocks for layer in block.experts)
+    experts = dict.fromkeys(layer.summary(tower.tokens, run.spread) for tower, layer in layers)
+    return rows + [("experts", text) for text in experts]
 
 
 def times(plan: Estimate) -> list[tuple[str, str]]:
@@ -136,8 +130,8 @@ def times(plan: Estimate) -> list[tuple[str, str]]:
         ("MFU", f"{plan.mfu_causal:9.1%} with causal attention, {plan.mfu_full:.1%} with full{peak}"),
     ]
     if run.steps:
-        whole = f"{run.steps:,} steps, {count(plan.tokens)} {unit}: {duration(plan.days * 86_400)}"
-        rows.append(("whole run", f"{whole}, {plan.device_hours:,.0f} GPU hours"))
+        tokens = f"{run.steps:,} steps, {count(plan.tokens)} {unit}: {duration(plan.days * 86_400)}"
+        rows.append(("whole run", f"{tokens}, {plan.device_hours:,.0f} GPU hours"))
     return rows
 
 
@@ -146,10 +140,10 @@ def traffic_by_class(
 ) -> Section:
     """Bytes by class, counted or by formula.
 
-    predicted: what the formula says, beside what is counted; workspace: counted bytes of cuBLAS's scratch arrays.
+    predicted: bytes by formula, for comparison; workspace: counted bytes of cuBLAS's scratch arrays.
     """
     total = sums["total"]
-    name, unit = next((each for each in (("TiB", 2**40), ("GiB", GIB)) if total >= each[1]), ("MiB", MIB))
+    name, unit = ("TiB", 2**40) if total >= 2**40 else ("GiB", GIB) if total >= GIB else ("MiB", MIB)
     seconds = f"{total / device.bandwidth:.3g} s at the data sheet's {device.bandwidth / 1e12:.3g} TB/s"
     lines = []
     for kind, about in {"total": seconds, **BYTE_CLASSES}.items():
@@ -162,7 +156,7 @@ def traffic_by_class(
 
 
 def serving_report(plans: Sequence[Serving]) -> Report:
-    """The room of each layout and dtype, and bounds of the speed of the fastest, unquantized if one has room."""
+    """Weights and cache of each layout and dtype."""
     run, context = plans[0].run, plans[0].context
     rows = [
         (
@@ -174,38 +168,13 @@ def serving_report(plans: Sequence[Serving]) -> Report:
             byte_size(plan.token_bytes) if plan.token_bytes else "none",
             "any" if plan.tokens is None else f"{plan.tokens:,}",
             f"{plan.rows:,}",
-            f"{plan.first_token_seconds * 1e3:,.1f}",
         )
         for plan in plans
     ]
-    headings = ("tensor", "replicas", "weights", "cache", "weights, GiB", "token", "tokens", "rows", "first token, ms")
+    headings = ("tensor", "replicas", "weights", "cache", "weights, GiB", "token", "tokens", "rows")
     room = Table("a replica; weights and bytes of a token are of one device", headings, rows, (2, 3))
-    blocks: list[Section | Table] = [("rows", [("of", f"{context:,} tokens, prompt and answer")]), room]
-    fitting = [plan for plan in plans if plan.rows]
-    if fitting:
-        whole = [plan for plan in fitting if plan.weights == plan.cache == run.dtype]
-        blocks.append(_serving_speed(max(whole or fitting, key=lambda plan: plan.tokens_per_second(plan.rows))))
+    blocks = [("rows", [("of", f"{context:,} tokens, prompt and answer")]), room]
     return Report(f"text generation on {run.devices} x {run.device.name}, by formula", blocks)
-
-
-def _serving_speed(plan: Serving) -> Table:
-    rows = [
-        [
-            f"{rows:,}",
-            *(f"{1e3 * seconds:.2f}" for seconds in plan.step_seconds(rows)),
-            f"{plan.tokens_per_second(rows):,.0f}",
-        ]
-        for rows in batches(plan.rows)
-    ]
-    headings = ("rows", "bandwidth, ms", "compute, ms", "collectives, ms", "tokens/s of all devices")
-    title = f"bounds of a step: tensor {plan.tensor}, weights {plan.weights}, cache {plan.cache}"
-    return Table(title, headings, rows, ())
-
-
-# Plans beside each other
-
-MAX_DIFFERENCES = 12
-"""Differing settings that a comparison lists."""
 
 
 def comparison(names: tuple[str, str], cases: tuple[Case, Case]) -> tuple[Report, dict[str, Any]]:
@@ -221,12 +190,9 @@ def comparison(names: tuple[str, str], cases: tuple[Case, Case]) -> tuple[Report
         "whole run": lambda plan: duration(plan.days * 86_400) if plan.run.steps else "",
     }
     rows = [[name, *(fact(case.estimate) for case in cases), ""] for name, fact in facts.items()]
-    rows += [
-        [name.replace("_", " "), f"{first[name]:.4g}", f"{second[name]:.4g}", f"{ratio:.3f}"]
-        for name, ratio in ratios.items()
-    ]
+    for name, ratio in ratios.items():
+        rows.append([name.replace("_", " "), f"{first[name]:.4g}", f"{second[name]:.4g}", f"{ratio:.3f}"])
     blocks: list[Section | Table] = [Table("side by side", ("", *names, "ratio"), rows)]
     if changed := diff(cases[0].cfg, cases[1].cfg):
-        more = [f"and {len(changed) - MAX_DIFFERENCES} more"] if len(changed) > MAX_DIFFERENCES else []
-        blocks.append(("settings that differ", [("", line) for line in [*changed[:MAX_DIFFERENCES], *more]]))
+        blocks.append(("settings that differ", [("", line) for line in changed]))
     return Report(" and ".join(names), blocks), {"first": first, "second": second, "ratios": ratios}

@@ -8,7 +8,6 @@ from functools import cached_property
 from typing import Any
 
 from megajax.models.facts import Flops, count_flops
-from megajax.models.memory import MemoryReport, MemorySetting, memory_report
 from megajax.planning.cost import work
 from megajax.planning.cost.description import Description, describe
 from megajax.planning.cost.traffic import Traffic, memory_bytes, traffic
@@ -22,25 +21,20 @@ LAYER_AXES = frozenset({"tensor", "context", "expert"})
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Estimate:
-    """Of one step and one device. Compute, exposed communication, bubble and optimizer add up to the step."""
+    """Figures of one step and one device. Seconds of compute, exposed collectives, bubble and optimizer add up."""
 
     run: Description
     memory: work.Footprint
-    report: MemoryReport | None
-    """Megatron-LM's memory report for the same model and layout; None for a model that it does not know."""
     flops: Flops
-    """Model operations for each token."""
     traffic: tuple[Traffic, ...]
     work: work.Work
-    """Bytes through memory."""
     matmul_seconds: float
     attention_seconds: float
     stream_seconds: float
-    """Of memory-bound kernels: norms, activations, casts, logits, additions and copies."""
+    """Memory-bound kernels: norms, activations, casts, logits, additions and copies."""
     exposed_seconds: float
-    """Of collectives that nothing hides."""
     hidden_seconds: float
-    """Of collectives that overlap with computing; not part of the step."""
+    """Collectives that overlap with computing; not part of the step."""
     bubble_seconds: float
     optimizer_seconds: float
 
@@ -63,12 +57,11 @@ class Estimate:
 
     @property
     def mfu_full(self) -> float:
-        """The same with the whole square of attention."""
         return self.flops.full * self.tokens_per_second_per_device / self.run.device.peak
 
     @property
     def days(self) -> float:
-        """Of all steps, without interruptions."""
+        """Days of all steps, without interruptions."""
         return self.run.steps * self.step_seconds / DAY
 
     @property
@@ -77,12 +70,11 @@ class Estimate:
 
     @property
     def tokens(self) -> int:
-        """Of all steps."""
+        """Tokens of all steps."""
         return self.run.steps * self.run.step_tokens
 
     @property
     def fits(self) -> bool:
-        """Whether the peak is within what a device has for arrays."""
         return self.memory.peak <= self.run.device.usable_gib * GIB
 
 
@@ -93,29 +85,25 @@ def estimate(run: Description) -> Estimate:
     """
     layers, microbatches = work.layers_work(run), run.microbatches
     rows, memory = traffic(run, layers), work.footprint(run)
-    each = layers.forward.plus(layers.backward)
+    microbatch = layers.forward.plus(layers.backward)
     # The layers' own collectives run in idle ticks as well; losses do not.
     inside = sum(row.exposed for row in rows if LAYER_AXES.issuperset(row.axis.split("+")))
-    bubble_seconds = run.schedule.fraction * (microbatches * each.seconds + inside)
+    bubble_seconds = run.schedule.fraction * (microbatches * microbatch.seconds + inside)
     head = work.head_work(run)
-    each = each.plus(head.forward).plus(head.backward)
-    each.stream_seconds += run.parallel.virtual_stages * work.tick_work(run).stream_seconds
+    microbatch = microbatch.plus(head.forward).plus(head.backward)
+    microbatch.stream_seconds += run.parallel.virtual_stages * work.tick_work(run).stream_seconds
     once = work.once_work(run, sum(work.held_weights(run, trained=True)), memory.updated)
     # Moments in host memory are fetched and sent back, and nothing overlaps with that.
     away = run.offload * run.moment_bytes * memory.updated
-    counts = {"data": run.shards, "micro_size": run.micro_size, "microbatches": run.microbatches}
-    setting = MemorySetting.of(run.parallel, run.model.recomputing().recompute, **counts)
     return Estimate(
         run=run,
         memory=memory,
-        # The report counts activations of whole rows.
-        report=memory_report(run.model, setting) if run.parallel.context == 1 else None,
         flops=count_flops(run.model),
         traffic=tuple(rows),
         work=work.step_work(run, layers, head, once),
-        matmul_seconds=microbatches * each.matmul_seconds,
-        attention_seconds=microbatches * each.attention_seconds,
-        stream_seconds=microbatches * each.stream_seconds,
+        matmul_seconds=microbatches * microbatch.matmul_seconds,
+        attention_seconds=microbatches * microbatch.attention_seconds,
+        stream_seconds=microbatches * microbatch.stream_seconds,
         exposed_seconds=sum(row.exposed for row in rows),
         hidden_seconds=sum(row.seconds - row.exposed for row in rows),
         bubble_seconds=bubble_seconds,
@@ -151,7 +139,6 @@ def to_dict(step: Estimate) -> dict[str, Any]:
         "usable_gib": run.device.usable_gib,
         "device_gib": run.device.memory_gib,
         "fits": step.fits,
-        "megatron_report_gib": None if step.report is None else step.report.total / GIB,
         "flops_per_token_causal": step.flops.causal,
         "flops_per_token_full": step.flops.full,
         "bubble_fraction": run.schedule.fraction,
