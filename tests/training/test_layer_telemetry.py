@@ -101,6 +101,6 @@ def test_people_are_warned_once() -> None:
     measure = Measure(name="lost", of=lambda x: x, above=0.0, warning="{value:.0%} lost")
     for step, share in enumerate((0.0, 0.25, 0.5), 1):
         info: Any = SimpleNamespace(step=step, measured={"lost": Measured(measure, (0,), np.array([share]))})
-        watch._warn(info)
+        watch.warn(info)
     assert logged == [("layer_warning", {"step": 2, "measure": "lost", "value": 0.25, "why": "25% lost"})]
     assert messages == ["step 2: 25% lost; lost in metrics.jsonl counts later ones"]
