@@ -109,12 +109,12 @@ def audited(cfg: RunConfig, devices: str) -> dict[str, Any]:
         "float32_in_loops": short(rows(kernel for kernel in wide if kernel.place.path), 12),
         "largest": [
             {
-                "mib": round(kernel.written / MIB, 1),
+                "mib": round(kernel.bytes_written / MIB, 1),
                 "result": kernel.shape[:90],
                 "loop": kernel.place.name,
                 "work": kernel.work,
             }
-            for kernel in sorted(contents.kernels, key=lambda kernel: -kernel.written)[:10]
+            for kernel in sorted(contents.kernels, key=lambda kernel: -kernel.bytes_written)[:10]
         ],
     }
 

@@ -1,4 +1,4 @@
-"""What `python -m megajax.plan --config` does: a plan, a search, a comparison, or text generation."""
+"""`python -m megajax.plan --config`: a plan, a search, a comparison, or the memory of text generation."""
 
 import json
 import re
@@ -55,20 +55,20 @@ def count_devices(flags: Mapping[str, Any]) -> tuple[int | None, list[Problem]]:
 
 
 def read_target(flags: Mapping[str, Any]) -> tuple[devices.Cluster | None, list[Problem]]:
-    """Cluster that --devices asks for, its device with the constants of other flags.
+    """The cluster of --devices with the constants of other flags; None and problems for wrong values of --devices.
 
-    None and problems for wrong values of --devices. Raises UserError for a file that can't be read or is of another
-    device.
+    Raises UserError for a file that can't be read or is of another device.
     """
     described = None if flags["device_file"] is None else devices.read_device(flags["device_file"])
     cluster, problems = devices.read_cluster(flags["devices"], flags["gpus_per_node"], described)
     rates = {name: flags[name] * 1e9 for name in ("nvlink", "network") if flags[name] is not None}
-    wrong = [name for name, rate in rates.items() if not 0 < rate < float("inf")]
-    problems += [Problem(f"--{name}", f"must be above 0 GB/s, got {flags[name]:g}") for name in wrong]
+    invalid = [name for name, rate in rates.items() if not 0 < rate < float("inf")]
+    problems += [Problem(f"--{name}", f"must be above 0 GB/s, got {flags[name]:g}") for name in invalid]
     if cluster is None:
         return None, problems
-    device, measured = cluster.device, flags["calibration"]
-    device = device if measured is None else devices.read_device(measured, device)
+    device = cluster.device
+    if flags["calibration"] is not None:
+        device = devices.read_device(flags["calibration"], device)
     return cluster._replace(device=replace(device, **rates)), problems
 
 
@@ -89,8 +89,8 @@ def take_searched(argv: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
             continue
         if value is Mark.BARE and words and not words[0].startswith("--"):
             _, value = setting(f"--{name}={words.pop(0)}")
-        fixed[SEARCHED[name]], wrong = read_value(value, types[SEARCHED[name]], name)
-        problems += wrong
+        fixed[SEARCHED[name]], errors = read_value(value, types[SEARCHED[name]], name)
+        problems += errors
     if problems:
         raise ConfigError(problems, "command line")
     return rest, {name: value for name, value in fixed.items() if name != "data" or value is not None}
@@ -108,8 +108,8 @@ def plan(command: Command, fixed: Mapping[str, Any], program: Sequence[str]) -> 
     mode = mode or ("by_formula" if flags["formula"] else "compiled")
     if mode != "compiled":
         demand_facts(command.config.model)
-    if (count := count_devices(flags)[0]) is not None and (wrong := problems(command.config, count)):
-        raise ConfigError(wrong, command.source or "")  # of a layout that parallel.elastic would change
+    if (count := count_devices(flags)[0]) is not None and (errors := problems(command.config, count)):
+        raise ConfigError(errors, command.source or "")  # of a layout that parallel.elastic would change
     request = Request(Case(command.config, cluster), command.source or "", flags, fixed, program)
     report, figures = getattr(request, mode)()
     print(report.text())
@@ -119,14 +119,14 @@ def plan(command: Command, fixed: Mapping[str, Any], program: Sequence[str]) -> 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A plan, as the command line asks for it. Each mode gives its report and the figures for --json."""
+    """A plan as the command line describes it. Each mode returns its report and the figures for --json."""
 
     case: Case
     source: str
     """The value of --config."""
     flags: Mapping[str, Any]
     fixed: Mapping[str, Any]
-    """Fields of a Choice that a search keeps."""
+    """Fields of a Choice that a search does not change."""
     program: Sequence[str]
     """Words that start this command in another process."""
 
@@ -155,12 +155,14 @@ class Request:
         return report, figures
 
     def compare(self) -> tuple[Report, Any]:
-        asked = self.flags["compare"]
-        return comparison((self.source, asked), (self.case, other(self.case, asked, self.flags["gpus_per_node"])))
+        target = self.flags["compare"]
+        return comparison(
+            (self.source, target), (self.case, second_case(self.case, target, self.flags["gpus_per_node"]))
+        )
 
     def serve(self) -> tuple[Report, Any]:
-        run, asked = self.case.described, self.flags["context"]
-        context = run.sections[-1].length if asked is None else asked
+        run, tokens = self.case.described, self.flags["context"]
+        context = run.sections[-1].length if tokens is None else tokens
         if context < 1:
             raise UserError(f"--context must be at least 1 token, got {context}")
         plans = servings(run, self.case.cluster.devices, context)
@@ -176,12 +178,12 @@ class Request:
         result = find_best(task, cache, wanted, partial(compile_layout, self.program))
         # Over the file without the settings of the command line, whether or not it passes its checks.
         file = read(self.source, ROOT)
-        base, wrong = assembled(file, ROOT, {})
+        base, errors = assembled(file, ROOT, {})
         if base is None:
-            raise UserError(f"{file.name} can't be read without settings: {wrong[0]}")
+            raise UserError(f"{file.name} can't be read without settings: {errors[0]}")
         changed = changes(base, task.config(result.best))
-        words = [f"--config={self.source}", *(f"--{one}" for one in settings(changed))]
-        lines = [f"python -m megajax.train {shlex.join(words)}"]
+        arguments = [f"--config={self.source}", *(f"--{change}" for change in settings(changed))]
+        lines = [f"python -m megajax.train {shlex.join(arguments)}"]
         if out is not None:
             device, number, _ = self.case.cluster
             title = f"{Path(self.source).name} on {number} x {device.name}: {result.best.layout}."
@@ -192,38 +194,35 @@ class Request:
         return result.report(lines), result.to_dict(settings(changed))
 
     def _layouts_to_compile(self) -> int:
-        name, wanted = self.case.cluster.device.name, self.flags["compile"]
+        name, number = self.case.cluster.device.name, self.flags["compile"]
         unknown = f"a device the compiler knows, which {name} is not"
         missing = devices.missing_packages() if name in devices.GPUS else [unknown]
-        if wanted is None:
+        if number is None:
             return 0 if missing or self.flags["formula"] else COMPILED
-        if wanted < 0:
-            raise UserError(f"--compile must be 0 or more layouts, got {wanted}")
-        if wanted and missing:
+        if number < 0:
+            raise UserError(f"--compile must be 0 or more layouts, got {number}")
+        if number and missing:
             raise UserError(
-                f"--compile={wanted} needs {' and '.join(missing)}.\nInstall the extra aot (uv sync --extra aot), or "
+                f"--compile={number} needs {' and '.join(missing)}.\nInstall the extra aot (uv sync --extra aot), or "
                 "give --compile=0: a search by formulas alone."
             )
-        return wanted
+        return number
 
 
-# --compare
+def second_case(case: Case, asked: str, per_node: int | None) -> Case:
+    """The plan of --compare: at most one config and one device, and settings; the rest is that of `case`.
 
-
-def other(case: Case, asked: str, per_node: int | None) -> Case:
-    """What --compare describes: words as on a command line, a config and a device each at most once.
-
-    What they don't name is that of `case`. Raises UserError for other words, and for none.
+    Raises UserError for other words, and for none.
     """
     try:
         words = shlex.split(asked)
     except ValueError as error:
         raise UserError(f"--compare={asked!r}: {error}") from error
     overrides = [word.removeprefix("--") for word in words if word.startswith("--")]
-    named = [word for word in words if not word.startswith("--")]
-    known = {*devices.GPUS, *devices.OTHER_NAMES}
-    targets = [word for word in named if word.partition(":")[0].lower() in known or re.fullmatch(r"[\w-]+:\d+", word)]
-    configs = [word for word in named if word not in targets]
+    names = [word for word in words if not word.startswith("--")]
+    gpus = {*devices.GPUS, *devices.OTHER_NAMES}
+    targets = [word for word in names if word.partition(":")[0].lower() in gpus or re.fullmatch(r"[\w-]+:\d+", word)]
+    configs = [word for word in names if word not in targets]
     if not words or len(targets) > 1 or len(configs) > 1:
         raise UserError(
             f"--compare={asked!r} names {'nothing' if not words else 'more than one of a kind'} to compare with.\n"
@@ -233,10 +232,10 @@ def other(case: Case, asked: str, per_node: int | None) -> Case:
     cluster = case.cluster
     for word in targets:
         text = word if ":" in word else f"{word}:{cluster.devices}"
-        there, wrong = devices.read_cluster(text, per_node, cluster.device)
-        if there is None:
-            raise ConfigError([replace(one, setting="--compare") for one in wrong], "command line")
-        cluster = there
+        second, errors = devices.read_cluster(text, per_node, cluster.device)
+        if second is None:
+            raise ConfigError([replace(problem, setting="--compare") for problem in errors], "command line")
+        cluster = second
     if configs:
         return Case(load(configs[0], *overrides, devices=cluster.devices), cluster)
     return Case(override(case.cfg, *overrides, devices=cluster.devices, place=f"--compare={asked}"), cluster)

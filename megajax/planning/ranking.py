@@ -1,4 +1,4 @@
-"""What a search lists: the best layouts, compiled ones first; and changes that make a plan fit."""
+"""Rank the layouts of a search, compiled ones first; and find changes that make a plan fit."""
 
 import contextlib
 import json
@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
 from itertools import combinations
+from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 from rich.console import Console
@@ -57,12 +58,12 @@ def compile_layout(program: Sequence[str], case: Case) -> Figures:
         config.write_text(to_yaml(case.cfg), encoding="utf-8")
         device, devices, per_node = case.cluster
         constants.write_text(json.dumps(asdict(device)), encoding="utf-8")
-        words = [f"--devices={device.name}:{devices}", f"--gpus-per-node={per_node}", f"--calibration={constants}"]
-        command = [*program, f"--config={config}", *words, f"--json={out}"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            lines = [line for line in done.stderr.splitlines() if line.strip()]
-            return {"fits": False, "error": lines[-1].strip() if lines else f"ended with code {done.returncode}"}
+        arguments = [f"--devices={device.name}:{devices}", f"--gpus-per-node={per_node}", f"--calibration={constants}"]
+        command = [*program, f"--config={config}", *arguments, f"--json={out}"]
+        process = subprocess.run(command, capture_output=True, text=True, check=False)
+        if process.returncode:
+            lines = [line for line in process.stderr.splitlines() if line.strip()]
+            return {"fits": False, "error": lines[-1].strip() if lines else f"ended with code {process.returncode}"}
         plan = json.loads(out.read_text(encoding="utf-8"))
         return {key: plan[key] for key in ("peak_gib", "fits", *SPEED)}
 
@@ -77,9 +78,9 @@ class Cache:
         if path is None:
             return
         with contextlib.suppress(FileNotFoundError, ValueError):
-            written = json.loads(path.read_text(encoding="utf-8"))
-            if isinstance(written, dict) and written.get("search") == fingerprint:
-                self.layouts = written["layouts"]
+            content = json.loads(path.read_text(encoding="utf-8"))
+            if isinstance(content, dict) and content.get("search") == fingerprint:
+                self.layouts = content["layouts"]
         self._save()
 
     def get(self, choice: Choice) -> Figures | None:
@@ -97,16 +98,16 @@ class Cache:
 def compile_best(
     task: Task,
     choices: Iterable[Choice],
-    wanted: int,
+    number: int,
     cache: Cache,
     compiler: Callable[[Case], Figures],
     advance: Callable[[], None] = lambda: None,
 ) -> None:
-    """Compile layouts until `wanted` of them fit, at most MAX_TRIES times as many; none that is in the cache."""
-    waiting, fitting = list(choices)[: MAX_TRIES * wanted], 0
-    with ThreadPoolExecutor(max(1, min(wanted, os.cpu_count() or 1))) as pool:
-        while waiting and fitting < wanted:
-            batch, waiting = waiting[: wanted - fitting], waiting[wanted - fitting :]
+    """Compile layouts until `number` of them fit, at most MAX_TRIES times as many; none that is in the cache."""
+    waiting, fitting = list(choices)[: MAX_TRIES * number], 0
+    with ThreadPoolExecutor(max(1, min(number, os.cpu_count() or 1))) as pool:
+        while waiting and fitting < number:
+            batch, waiting = waiting[: number - fitting], waiting[number - fitting :]
             jobs = {pool.submit(compiler, task.with_choice(one)): one for one in batch if cache.get(one) is None}
             for job in as_completed(jobs):
                 cache.add(jobs[job], job.result())
@@ -114,26 +115,24 @@ def compile_best(
             fitting += sum((cache.get(choice) or {"fits": False})["fits"] for choice in batch)
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """A layout in the table."""
+class Row(NamedTuple):
+    """A layout in the table; its figures are those of the compiled program, or by formula."""
 
     entry: Entry
     figures: Figures
-    """Of its compiled program, if it was compiled; else by formula."""
     compiled: bool
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What a search has found."""
+    """The result of a search."""
 
     task: Task
     groups: Sequence[Group]
     rows: Sequence[Row]
     """The best SHOWN layouts."""
     rejected: Sequence[tuple[Choice, Figures]]
-    """Promising by formula, but the compiled program does not fit or there is none."""
+    """Layouts whose compiled program does not fit, or that the compiler refused."""
     seconds: float
     compile_seconds: float
 
@@ -141,14 +140,13 @@ class Result:
     def best(self) -> Choice:
         return self.rows[0].entry.choice
 
-    def slower(self, row: Row) -> float:
-        """Step time over that of the best, less 1."""
+    def slowdown(self, row: Row) -> float:
         return row.figures["step_seconds"] / self.rows[0].figures["step_seconds"] - 1
 
     def tally(self) -> dict[str, int]:
-        """How many layouts were tried, and what became of them."""
+        """Numbers of layouts: tried, refused by rules, too large, estimated."""
         counts = {"refused": sum(group.refusals.total() for group in self.groups)}
-        counts |= {name: sum(getattr(one, name) for one in self.groups) for name in ("too_large", "estimated")}
+        counts |= {name: sum(getattr(group, name) for group in self.groups) for name in ("too_large", "estimated")}
         return {"tried": sum(counts.values()), **counts}
 
     def to_dict(self, settings: list[str]) -> dict[str, Any]:
@@ -171,7 +169,7 @@ class Result:
                     "usable_gib": device.usable_gib,
                     "formula_peak_gib": row.entry.peak / GIB,
                     "formula_step_seconds": row.entry.step_seconds,
-                    "slower": self.slower(row),
+                    "slower": self.slowdown(row),
                 }
                 for row in self.rows
             ],
@@ -180,36 +178,25 @@ class Result:
 
     def report(self, commands: Sequence[str]) -> Report:
         """The best layouts, those that the compiler rejected, and how to use the best."""
-        tally, device = self.tally(), self.task.case.cluster.device
-        compiled = sum(row.compiled for row in self.rows) + len(self.rejected)
-        counts = f"{tally['refused']:,} against the config's rules, {tally['too_large']:,} too large"
+        device, compiled = self.task.case.cluster.device, sum(row.compiled for row in self.rows) + len(self.rejected)
+        counts = ", ".join(f"{name.replace('_', ' ')} {number:,}" for name, number in self.tally().items())
         searched = [
-            ("layouts", f"{tally['tried']:,} in {self.seconds:.1f} s: {counts}, {tally['estimated']:,} estimated"),
+            ("layouts", f"{counts}, in {self.seconds:.1f} s"),
             ("compiled", f"{compiled} in {duration(self.compile_seconds)}" if compiled else "none"),
             *[("fixed", self.task.fixed_text())] * bool(self.task.fixed),
         ]
-        rejected = [
-            (
-                f"{choice.layout}, {choice.details}",
-                one.get("error") or f"compiled: {one['peak_gib']:.1f} of {device.usable_gib:.1f} GiB",
-            )
-            for choice, one in self.rejected
-        ]
+        rejected = []
+        for choice, figures in self.rejected:
+            reason = figures.get("error") or f"compiled: {figures['peak_gib']:.1f} of {device.usable_gib:.1f} GiB"
+            rejected.append((f"{choice.layout}, {choice.details}", reason))
         columns = ("", "layout", "data sharding", "sequence", "micro", "recompute", "by", "slower", *FIGURES)
-        rows = [
-            [
-                str(place),
-                (choice := row.entry.choice).layout,
-                choice.sharding,
-                "yes" if choice.sequence else "no",
-                str(choice.micro_size),
-                choice.recomputing,
-                "compiler" if row.compiled else "formula",
-                "" if place == 1 else f"{round(self.slower(row), 3) + 0.0:+.1%}",  # never -0.0%
-                *cells(row.figures),
-            ]
-            for place, row in enumerate(self.rows, 1)
-        ]
+        rows = []
+        for place, row in enumerate(self.rows, 1):
+            choice, sequence = row.entry.choice, "yes" if row.entry.choice.sequence else "no"
+            settings = [choice.layout, choice.sharding, sequence, str(choice.micro_size), choice.recomputing]
+            slowdown = "" if place == 1 else f"{round(self.slowdown(row), 3) + 0.0:+.1%}"  # never -0.0%
+            source = "compiler" if row.compiled else "formula"
+            rows.append([str(place), *settings, source, slowdown, *cells(row.figures)])
         return Report(
             f"search for {self.task.devices} x {device.name}",
             [
@@ -221,20 +208,20 @@ class Result:
         )
 
 
-def find_best(task: Task, cache: Cache, wanted: int, compiler: Callable[[Case], Figures]) -> Result:
-    """Search, compile `wanted` of the best layouts, and rank them. Raises UserError if nothing fits."""
+def find_best(task: Task, cache: Cache, number: int, compiler: Callable[[Case], Figures]) -> Result:
+    """Search, compile `number` of the best layouts, and rank them. Raises UserError if nothing fits."""
     started, console, groups = time.monotonic(), Console(stderr=True), []
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         for group in bar.track(search(task), total=len(task.groups()), description="layouts"):
             groups.append(group)
         seconds = time.monotonic() - started
         entries = ranked(groups)
-        if wanted and entries:
-            done = bar.add_task("compiled", total=wanted)
+        if number and entries:
+            progress = bar.add_task("compiled", total=number)
             # Programs for virtual GPU devices have no host memory to offload moments to.
             choices = (entry.choice for entry in entries if not entry.choice.offload)
-            compile_best(task, choices, wanted, cache, compiler, lambda: bar.advance(done))
-    rows, rejected = rank_rows(task, entries, cache if wanted else Cache())
+            compile_best(task, choices, number, cache, compiler, lambda: bar.advance(progress))
+    rows, rejected = rank_rows(task, entries, cache if number else Cache())
     if not rows:
         raise UserError(_nothing_fits(task, groups))
     times = {"seconds": seconds, "compile_seconds": time.monotonic() - started - seconds}
@@ -261,19 +248,19 @@ def rank_rows(task: Task, entries: Sequence[Entry], cache: Cache) -> tuple[list[
 
 def _nothing_fits(task: Task, groups: Sequence[Group]) -> str:
     """The error message where no layout fits."""
-    given, fewer = (f" with {task.fixed_text()}", ", or fix fewer settings") if task.fixed else ("", "")
-    where = f"{task.devices} x {task.case.cluster.device.name}{given}"
+    fixed, fewer = (f" with {task.fixed_text()}", ", or fix fewer settings") if task.fixed else ("", "")
+    target = f"{task.devices} x {task.case.cluster.device.name}{fixed}"
     smallest = [group.smallest for group in groups if group.smallest is not None]
     if smallest:
-        least = min(smallest, key=lambda entry: entry.peak)
+        peak, choice = min(((entry.peak, entry.choice) for entry in smallest), key=itemgetter(0))
         return (
-            f"nothing fits on {where}: the smallest layout ({least.choice.layout}, {least.choice.details}) takes "
-            f"{least.peak / GIB:.1f} GiB, and {task.limit / GIB:.1f} may be taken.\n"
+            f"nothing fits on {target}: the smallest layout ({choice.layout}, {choice.details}) takes "
+            f"{peak / GIB:.1f} GiB, and {task.limit / GIB:.1f} may be taken.\n"
             f"Give more devices or larger ones{fewer}."
         )
     refusals = sum((group.refusals for group in groups), Counter[str]())
     reasons = "\n".join(f"  {text}" for text, _ in refusals.most_common(3))
-    return f"no layout of {where} passes the config's rules:\n{reasons}\nChange what they name{fewer}."
+    return f"no layout of {target} passes the config's rules:\n{reasons}\nChange what they name{fewer}."
 
 
 def check_config_path(path: Path, source: str) -> None:
@@ -290,8 +277,8 @@ def write_config(path: Path, source: str, changed: Mapping[str, Any], title: str
     """Write a config file of settings over those of `source`. Raises UserError if it can't be written."""
     name, function = split_source(source)
     base = find(name)
-    based_on = base.name if base.parent == SHIPPED else os.path.relpath(base, path.resolve().parent)
-    tree: dict[str | int, Any] = {"config": f"{based_on}:{function}" if function else based_on}
+    file = base.name if base.parent == SHIPPED else os.path.relpath(base, path.resolve().parent)
+    tree: dict[str | int, Any] = {"config": f"{file}:{function}" if function else file}
     for dotted, value in changed.items():
         node, (*parents, last) = tree, [int(part) if part.isdigit() else part for part in dotted.split(".")]
         for parent in parents:
@@ -299,8 +286,6 @@ def write_config(path: Path, source: str, changed: Mapping[str, Any], title: str
         node[last] = value
     write_output_file(path, f"# {title}\n{yaml.safe_dump(tree, sort_keys=False)}")
 
-
-# Changes that make a plan fit
 
 MOST_CHANGES = 3
 """Changes that are shown."""
@@ -318,42 +303,39 @@ KINDS = (
 """Fields of a Choice that are changed together."""
 
 
-def cheapest(here: Case, limit_gib: float) -> list[Case]:
+def cheapest(case: Case, limit_gib: float) -> list[Case]:
     """Changed configs with a peak of at most `limit_gib` by formula, fastest first.
 
-    The best that a search finds where it may set one kind of fields alone; if these are too few, pairs of kinds that
-    are not enough alone, and further layouts of one.
+    Each is the best of a search that may set fields of one kind; if these are too few, of two kinds that are not
+    enough alone, or another layout of one kind.
     """
-    now = asdict(Choice.of(here.cfg, here.cluster.devices))
+    now = asdict(Choice.of(case.cfg, case.cluster.devices))
 
     def entries_with(*kind: str) -> list[Entry]:
         fixed = {name: value for name, value in now.items() if name not in kind}
-        return ranked(search(Task(here, fixed, limit_gib)))
+        return ranked(search(Task(case, fixed, limit_gib)))
 
     single = {kind: entries_with(*kind) for kind in KINDS}
     best = sorted((entries[0] for entries in single.values() if entries), key=rank)
     if len(best) < MOST_CHANGES:
         pairs = combinations([kind for kind, entries in single.items() if not entries], 2)
-        best += sorted((entry for one, two in pairs for entry in entries_with(*one, *two)[:1]), key=rank)
+        best += sorted((entry for first, two in pairs for entry in entries_with(*first, *two)[:1]), key=rank)
         best += sorted((entry for entries in single.values() for entry in entries[1:]), key=rank)
     chosen = list({entry.choice: entry for entry in best}.values())[:MOST_CHANGES]
-    return [replace(here, cfg=Task(here).config(entry.choice)) for entry in sorted(chosen, key=rank)]
+    return [replace(case, cfg=Task(case).config(entry.choice)) for entry in sorted(chosen, key=rank)]
 
 
-def advice(here: Case, *, excess_gib: float = 0.0, margin: float = HEADROOM) -> Table:
+def advice(case: Case, *, excess_gib: float = 0.0, margin: float = HEADROOM) -> Table:
     """The cheapest changes that make a plan fit.
 
     Of a compiled plan, excess_gib: by how much it is larger than the formula says, assumed to be the same for every
     change. margin: fraction of usable memory that a change must leave.
     """
-    now = here.estimate
-    fixes = [
-        (
-            " ".join(f"--{one}" for one in settings(changes(here.cfg, change.cfg))),
-            f"{change.estimate.memory.peak_gib + excess_gib:.2f}",
-            f"{change.estimate.step_seconds:.3f}",
-            f"{change.estimate.step_seconds / now.step_seconds - 1:+.1%}",
-        )
-        for change in cheapest(here, here.cluster.device.usable_gib * (1 - margin) - excess_gib)
-    ] or [("none of those tried; --search tries all layouts, more devices make room", "", "", "")]
-    return Table("cheapest changes that make it fit", ("change", "peak, GiB", "step, s", "slower"), fixes)
+    rows = []
+    for change in cheapest(case, case.cluster.device.usable_gib * (1 - margin) - excess_gib):
+        names, step = settings(changes(case.cfg, change.cfg)), change.estimate
+        figures = f"{step.memory.peak_gib + excess_gib:.2f}", f"{step.step_seconds:.3f}"
+        slowdown = f"{step.step_seconds / case.estimate.step_seconds - 1:+.1%}"
+        rows.append((" ".join(f"--{word}" for word in names), *figures, slowdown))
+    rows = rows or [("none of those tried; --search tries all layouts, more devices make room", "", "", "")]
+    return Table("cheapest changes that make it fit", ("change", "peak, GiB", "step, s", "slower"), rows)

@@ -1,6 +1,6 @@
 """The fastest layout of a config on a cluster, by formulas: every combination that the rules and the memory allow.
 
-A layout is a Choice of settings. `apply` puts it into a config, and the config's own rules say whether it is valid.
+A layout is a Choice of settings. `apply` puts it into a config, whose own rules check it.
 Groups of (tensor, pipeline) are searched one after another, so that a search can report progress. Of each layout the
 recompute policies are tried from the cheapest on.
 """
@@ -20,7 +20,7 @@ from megajax.config.dump import flatten, plain
 from megajax.config.errors import Problem, UserError
 from megajax.config.nearest import divisors_of
 from megajax.layers.remat import Recompute, Recomputing, format_recompute
-from megajax.models.facts import SectionFacts, block_facts, demand_facts
+from megajax.models.facts import demand_facts
 from megajax.planning.cost.estimate import Case
 from megajax.planning.cost.work import footprint
 from megajax.planning.program.devices import GIB
@@ -36,7 +36,7 @@ OFFLOADS = (0.5, 1.0)
 MAX_TOKENS = 65_536
 """Tokens of a microbatch on a device, unless a single row has more: matmuls reach their full rate long before."""
 LEAST_POSITIONS = 8192
-"""Of a row on a device of `context`, unless the config has fewer: shorter parts are for other axes to divide."""
+"""Fewest positions of a row on a device of `context`, unless the config has fewer: other axes divide shorter rows."""
 PARTIAL: tuple[Recompute, ...] = (
     ("activation",),
     ("norm", "activation"),
@@ -51,7 +51,7 @@ PARTIAL: tuple[Recompute, ...] = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """What a search sets, by the names of `SEARCHED`."""
+    """The settings that a search chooses, by the names of `SEARCHED`."""
 
     tensor: int
     pipeline: int
@@ -68,27 +68,26 @@ class Choice:
 
     @property
     def layout(self) -> str:
-        """Such as "tensor 4, pipeline 4 x 5, data 4"."""
+        """For example "tensor 4, pipeline 4 x 5, data 4"."""
         chunks = f" x {self.virtual_stages}" if self.virtual_stages > 1 else ""
-        further = {"expert": self.expert, "context": self.context}
-        more = "".join(f", {axis} {size}" for axis, size in further.items() if size > 1)
-        return f"tensor {self.tensor}, pipeline {self.pipeline}{chunks}, data {self.data}{more}"
+        axes = "".join(f", {axis} {getattr(self, axis)}" for axis in ("expert", "context") if getattr(self, axis) > 1)
+        return f"tensor {self.tensor}, pipeline {self.pipeline}{chunks}, data {self.data}{axes}"
 
     @property
     def sharding(self) -> str:
-        """Such as "zero1, 50% of moments in host memory"."""
+        """For example "zero1, 50% of moments in host memory"."""
         return self.data_sharding + (f", {self.offload:.0%} of moments in host memory" if self.offload else "")
 
     @property
     def recomputing(self) -> str:
-        """Such as "full, 3 layers"."""
+        """For example "full, 3 layers"."""
         return format_recompute(self.recompute) + (
             "" if self.recompute_layers is None else f", {self.recompute_layers} layers"
         )
 
     @property
     def details(self) -> str:
-        """What `layout` does not say: "zero1, 2 rows, recompute full"."""
+        """For example "zero1, 2 rows, recompute full"."""
         return f"{self.sharding}, {self.micro_size} row{'s' * (self.micro_size > 1)}, recompute {self.recomputing}"
 
     @property
@@ -100,15 +99,10 @@ class Choice:
     def of(cls, cfg: RunConfig, devices: int) -> "Choice":
         """The settings that a config has. Raises UserError for a model without facts."""
         recomputing = demand_facts(cfg.model).recomputing()
-        parallel: dict[str, Any] = {name: getattr(cfg.parallel, name) for name in _PARALLEL}
-        parallel["data"] = cfg.parallel.data_size(devices)
-        return cls(
-            **parallel,
-            micro_size=cfg.batch.micro_size,
-            recompute=recomputing.recompute,
-            recompute_layers=recomputing.layers,
-            offload=cfg.optimizer.offload,
-        )
+        fields: dict[str, Any] = {name: getattr(cfg.parallel, name) for name in _PARALLEL}
+        fields |= {"data": cfg.parallel.data_size(devices), "micro_size": cfg.batch.micro_size}
+        fields |= {"recompute": recomputing.recompute, "recompute_layers": recomputing.layers}
+        return cls(**fields, offload=cfg.optimizer.offload)
 
 
 _PARALLEL = ("tensor", "pipeline", "virtual_stages", "data", "expert", "context", "data_sharding", "sequence")
@@ -123,44 +117,40 @@ SEARCHED: Mapping[str, str] = MappingProxyType(
 def apply(choice: Choice, cfg: RunConfig) -> RunConfig:
     """The config with a choice in it, without settings that belong to its previous layout only."""
     old, model = cfg.parallel, demand_facts(cfg.model)
-    chunks = choice.pipeline * choice.virtual_stages
     schedule = old.schedule
     if choice.virtual_stages > 1 or schedule == "interleaved":
         schedule = "interleaved" if choice.virtual_stages > 1 else "1f1b"
-    parallel = replace(
-        old,
-        **{name: getattr(choice, name) for name in _PARALLEL},
-        schedule=schedule,
-        layers=old.layers if chunks == old.chunks() and choice.pipeline == old.pipeline else None,
-    )
+    alike = (choice.pipeline, choice.virtual_stages) == (old.pipeline, old.virtual_stages)
+    fields = {name: getattr(choice, name) for name in _PARALLEL}
+    parallel = replace(old, **fields, schedule=schedule, layers=old.layers if alike else None)
     before = model.recomputing()
     recomputing = Recomputing(
         recompute=choice.recompute,
         layers=choice.recompute_layers,
         layers_per_checkpoint=before.layers_per_checkpoint if choice.recompute == "full" else 1,
     )
-    again = recomputing.recomputed_parts()
-    offload = () if choice.recompute == "none" else tuple(part for part in before.offload if part not in again)
+    recomputed = recomputing.recomputed_parts()
+    offload = () if choice.recompute == "none" else tuple(part for part in before.offload if part not in recomputed)
     return cfg.but(
         parallel=parallel,
         model=model.with_recomputing(replace(recomputing, offload=offload)),
         batch=replace(cfg.batch, micro_size=choice.micro_size),
-        # Every config is a dataclass, which its Protocol cannot say.
+        # Every config is a dataclass; a Protocol cannot express that.
         optimizer=replace(cfg.optimizer, offload=choice.offload),  # ty: ignore[invalid-argument-type]
     )
 
 
 def problems(cfg: RunConfig, devices: int) -> list[Problem]:
     """Problems of a config with a choice in it; only the parts that a choice changes are checked."""
-    parallel = [Problem(f"parallel.{one.setting}", one.message, one.hint) for one in cfg.parallel.problems()]
-    model = [Problem(f"model.{one.setting}", one.message, one.hint) for one in cfg.model.problems()]
+    parallel = [replace(problem, setting=f"parallel.{problem.setting}") for problem in cfg.parallel.problems()]
+    model = [replace(problem, setting=f"model.{problem.setting}") for problem in cfg.model.problems()]
     # The layout as it is written, not what parallel.elastic would make of it.
     return parallel or model or cfg.but(parallel=replace(cfg.parallel, elastic=False)).problems(devices)
 
 
 def refusal(case: Case) -> str:
     """The first of the `problems`, in one line; empty if there are none."""
-    return "".join(f"{one.setting}: {one.message}" for one in problems(case.cfg, case.cluster.devices)[:1])
+    return "".join(f"{problem.setting}: {problem.message}" for problem in problems(case.cfg, case.cluster.devices)[:1])
 
 
 def changes(old: RunConfig, new: RunConfig) -> dict[str, Any]:
@@ -186,13 +176,13 @@ type Place = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What to search: all layouts of a config on a cluster."""
+    """A search over all layouts of a config on a cluster."""
 
     case: Case
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Fields of a Choice that the user has given."""
     limit_gib: float | None = None
-    """What a layout may take by formula; None: usable memory but for HEADROOM."""
+    """Largest peak of a layout by formula; None: usable memory less HEADROOM."""
 
     @property
     def devices(self) -> int:
@@ -204,18 +194,14 @@ class Task:
         usable = self.case.cluster.device.usable_gib * (1 - HEADROOM)
         return GIB * (usable if self.limit_gib is None else self.limit_gib)
 
-    @property
-    def sections(self) -> tuple[SectionFacts, ...]:
-        return self.case.described.sections
-
     def with_choice(self, choice: Choice) -> Case:
         return replace(self.case, cfg=apply(choice, self.case.cfg))
 
     def config(self, choice: Choice) -> RunConfig:
         """With a choice, for users; `data` is left open, unless it was given or is in the config already."""
         cfg, data = apply(choice, self.case.cfg), self.case.cfg.parallel.data
-        given = "data" in self.fixed or data == choice.data
-        return cfg if given else cfg.but(parallel=replace(cfg.parallel, data=None))
+        keep = "data" in self.fixed or data == choice.data
+        return cfg if keep else cfg.but(parallel=replace(cfg.parallel, data=None))
 
     def fixed_text(self) -> str:
         """The settings that the user has given: "tensor=4, micro_size=2"."""
@@ -229,9 +215,10 @@ class Task:
 
     def groups(self) -> list[Place]:
         """(tensor, pipeline) of the layouts that use all devices."""
-        stages = self.case.cfg.model.stack.repeats if len(self.sections) == 1 else 1  # no pipeline of several sections
-        tensors = self._given("tensor", divisors(self.devices, self.case.cluster.per_node))
-        places = product(tensors, self._given("pipeline", divisors(self.devices, stages)))
+        # No pipeline of several sections.
+        stages = self.case.cfg.model.stack.repeats if len(self.case.described.sections) == 1 else 1
+        tensors = self._values("tensor", divisors(self.devices, self.case.cluster.per_node))
+        places = product(tensors, self._values("pipeline", divisors(self.devices, stages)))
         return [place for place in places if self.devices % prod(place) == 0 and any(map(bool, self.layouts(place)))]
 
     def layouts(self, place: Place) -> Iterator[Choice]:
@@ -240,7 +227,7 @@ class Task:
         size, sharding = self.devices // prod(place), cfg.parallel.data_sharding
         # With one replica all are equal.
         shardings = ("zero1", "fsdp", "replicate") if size > 1 else ("zero1" if sharding == "fsdp" else sharding,)
-        longest = max(section.positions for section in self.sections)
+        longest = max(section.positions for section in self.case.described.sections)
         policy = {"recompute": self.recomputes()[-1], "recompute_layers": None, "offload": 0.0}
         for context in self._contexts(size):
             replicas = size // context
@@ -253,41 +240,40 @@ class Task:
                 "virtual_stages": self._chunks(pipeline),
                 "micro_size": divisors(rows, tokens),
             }
-            for values in product(*(self._given(name, those) for name, those in options.items())):
-                chosen: dict[str, Any] = policy | dict(self.fixed) | dict(zip(options, values, strict=True))
-                chosen |= {"tensor": tensor, "pipeline": pipeline, "context": context}
-                chosen["data"] = replicas // chosen["expert"]
-                if chosen["data"] == self.fixed.get("data", chosen["data"]):
-                    yield Choice(**chosen)
+            for values in product(*(self._values(name, choices) for name, choices in options.items())):
+                fields: dict[str, Any] = policy | dict(self.fixed) | dict(zip(options, values, strict=True))
+                fields |= {"tensor": tensor, "pipeline": pipeline, "context": context}
+                fields["data"] = replicas // fields["expert"]
+                if fields["data"] == self.fixed.get("data", fields["data"]):
+                    yield Choice(**fields)
 
     def recomputes(self) -> list[Recompute]:
         """Recompute policies, least recomputing first; those with latents only for models that have any."""
         if "recompute" in self.fixed:
             return [self.fixed["recompute"]]
         policies: list[Recompute] = ["none", *PARTIAL, "full"]
-        blocks = ((section, block) for section in self.sections for block in section.stack.pattern)
-        if any("latent" in block.tensors(section.hidden) for section, block in blocks):
+        if any("latent" in block.tensors for tower in self.case.described.towers for block in tower.blocks):
             return policies
         # Without latents, norm and activation are what "selective" recomputes.
-        named = (one if isinstance(one, str) else tuple(part for part in one if part != "latent") for one in policies)
-        return [one for one in named if one != ("norm", "activation")]
+        without_latents = (p if isinstance(p, str) else tuple(part for part in p if part != "latent") for p in policies)
+        return [policy for policy in without_latents if policy != ("norm", "activation")]
 
-    def _given(self, name: str, others: Sequence[Any]) -> Sequence[Any]:
-        return [self.fixed[name]] if name in self.fixed else others
+    def _values(self, name: str, values: Sequence[Any]) -> Sequence[Any]:
+        return [self.fixed[name]] if name in self.fixed else values
 
     def _experts(self, most: int) -> list[int]:
         """Sizes of `expert` that divide the devices and the experts of every layer."""
-        dtype = self.case.cfg.precision.compute
-        blocks = (block for section in self.sections for block in block_facts(section, section.stack.pattern, dtype))
-        experts = gcd(*(one.experts for block in blocks for one in block.experts))
+        blocks = (block for tower in self.case.described.towers for block in tower.blocks)
+        experts = gcd(*(layer.experts for block in blocks for layer in block.experts))
         return [n for n in divisors(experts, most) if most % n == 0] or [1]
 
     def _contexts(self, most: int) -> list[int]:
         """Sizes of `context` that divide the devices, where the model allows it and rows are long."""
         cfg = self.case.cfg
-        longest = max(cfg.parallel.context, max(section.positions for section in self.sections) // LEAST_POSITIONS)
+        positions = max(section.positions for section in self.case.described.sections)
+        longest = max(cfg.parallel.context, positions // LEAST_POSITIONS)
         sizes = divisors(most, longest) if cfg.model.allows_context() else [1]
-        return [n for n in self._given("context", sizes) if most % n == 0]
+        return [n for n in self._values("context", sizes) if most % n == 0]
 
     def _chunks(self, pipeline: int) -> list[int]:
         """Numbers of virtual stages that give chunks of different sizes; of equal ones, the smallest number."""
@@ -322,28 +308,27 @@ class Group:
 
     place: Place
     best: list[Entry] = field(default_factory=list)
-    """That fit, fastest first; layouts of one kind once."""
+    """Fastest first; layouts of one kind appear once."""
     smallest: Entry | None = None
-    """Whether or not it fits."""
     refusals: Counter[str] = field(default_factory=Counter)
     """Reason -> number of layouts."""
     too_large: int = 0
     estimated: int = 0
 
-    def entries(self, task: Task, choice: Choice, *, timed: bool = True) -> Iterator[Entry]:
+    def entries(self, task: Task, choice: Choice, *, timed: bool = True) -> list[Entry]:
         """The choice with its figures, if the rules allow it and it fits; otherwise it is only counted."""
         case = task.with_choice(choice)
         if reason := refusal(case):
             self.refusals[reason] += 1
-            return
+            return []
         peak = footprint(case.described).peak
         if self.smallest is None or peak < self.smallest.peak:
             self.smallest = Entry(choice, 0.0, peak)
         if peak > task.limit:
             self.too_large += 1
-            return
+            return []
         self.estimated += timed
-        yield Entry(choice, case.estimate.step_seconds if timed else 0.0, peak)
+        return [Entry(choice, case.estimate.step_seconds if timed else 0.0, peak)]
 
 
 def search(task: Task) -> Iterator[Group]:
@@ -371,12 +356,12 @@ def explore(task: Task, place: Place) -> Group:
 
 
 def rank(entry: Entry) -> tuple[float, int, float]:
-    """Sort key: step time in three digits, the model's precision; then the shorter pipeline; then less memory."""
+    """Sort key: rounded step time; then the shorter pipeline; then less memory."""
     return rounded(entry.step_seconds), entry.choice.pipeline * entry.choice.virtual_stages, entry.peak
 
 
 def rounded(seconds: float) -> float:
-    """To three digits."""
+    """To three digits, the precision of the cost model."""
     return float(f"{seconds:.2e}")
 
 
@@ -384,11 +369,11 @@ def _fitting(task: Task, group: Group, offloads: Sequence[float]) -> Iterator[En
     """Layouts of a group that fit, with each recompute policy that fits; nothing is faster than no recomputing."""
     for offload, layout in product(offloads, task.layouts(group.place)):
         least = replace(layout, offload=offload)
-        if not [*group.entries(task, least, timed=False)]:
+        if not group.entries(task, least, timed=False):
             continue
         for recompute in task.recomputes():
             choice = replace(least, recompute=recompute)
-            entries = [*group.entries(task, choice)]
+            entries = group.entries(task, choice)
             yield from entries
             if entries and recompute == "none":
                 break
@@ -396,20 +381,18 @@ def _fitting(task: Task, group: Group, offloads: Sequence[float]) -> Iterator[En
                 yield from _some_layers(task, choice, group)
 
 
-def _some_layers(task: Task, choice: Choice, group: Group) -> Iterator[Entry]:
+def _some_layers(task: Task, choice: Choice, group: Group) -> list[Entry]:
     """The policy on the fewest layers of each chunk with which it fits, by bisection."""
     stack = task.case.cfg.model.stack
-    if len(stack.parts()) > 1:
-        return  # a number of layers is one of the repeats of one pattern
     size, rows = len(stack.pattern), task.with_choice(choice).described.towers[-1].rows
 
     def fits(repeats: int) -> bool:
-        some = task.with_choice(replace(choice, recompute_layers=repeats * size))
-        return footprint(some.described).peak <= task.limit
+        case = task.with_choice(replace(choice, recompute_layers=repeats * size))
+        return footprint(case.described).peak <= task.limit
 
-    enough = bisect_left(range(1, int(rows)), True, key=fits) + 1
-    if enough < rows:
-        yield from group.entries(task, replace(choice, recompute_layers=enough * size))
+    # A number of layers is one of the repeats of one pattern.
+    enough = bisect_left(range(1, int(rows)), True, key=fits) + 1 if len(stack.parts()) == 1 else rows
+    return group.entries(task, replace(choice, recompute_layers=enough * size)) if enough < rows else []
 
 
 def ranked(groups: Iterable[Group]) -> list[Entry]:

@@ -10,5 +10,5 @@ from megajax.planning.program.devices import GPUS
 
 def llama3_8b(parallel: ParallelConfig, global_size: int, **changes: Any) -> Description:
     """Llama-3 8B on nodes of 8 H100s."""
-    given = {"model": llama3("8b"), "device": GPUS["h100"], "per_node": 8}
-    return Description(**{**given, "parallel": parallel, "global_size": global_size, **changes})
+    defaults = {"model": llama3("8b"), "device": GPUS["h100"], "per_node": 8}
+    return Description(**{**defaults, "parallel": parallel, "global_size": global_size, **changes})

@@ -110,13 +110,13 @@ def test_fsdp_gathers_in_compute_dtype_and_reduces_in_that_of_gradients(reduce: 
 
 def test_what_changes_what() -> None:
     base = estimate(run())
-    slower = estimate(run(device=replace(H100, nvlink=H100.nvlink / 4)))
-    assert slower.exposed_seconds > 3 * base.exposed_seconds and slower.compute_seconds == base.compute_seconds
+    slow_links = estimate(run(device=replace(H100, nvlink=H100.nvlink / 4)))
+    assert slow_links.exposed_seconds > 3 * base.exposed_seconds and slow_links.compute_seconds == base.compute_seconds
     full = estimate(run(model=replace(llama3("8b"), recompute="full")))
     assert full.memory.activations < base.memory.activations / 3
     assert full.matmul_seconds / base.matmul_seconds == pytest.approx(1.25, abs=0.05), "all but the last matmul again"
-    some = estimate(run(model=replace(llama3("8b"), recompute="full", recompute_layers=16)))
-    assert full.memory.activations < some.memory.activations and base.compute_seconds < some.compute_seconds
+    partial = estimate(run(model=replace(llama3("8b"), recompute="full", recompute_layers=16)))
+    assert full.memory.activations < partial.memory.activations and base.compute_seconds < partial.compute_seconds
     eight = estimate(run(compute="fp8"))
     assert base.matmul_seconds / 2.2 < eight.matmul_seconds < base.matmul_seconds / 1.5
     assert eight.stream_seconds > base.stream_seconds, "casts"
@@ -124,13 +124,13 @@ def test_what_changes_what() -> None:
 
 def test_heads_that_predict_further_ahead_count() -> None:
     model = llama3("8b")
-    further = estimate(run(model=replace(model, prediction=PredictionConfig(depth=2))))
+    ahead = estimate(run(model=replace(model, prediction=PredictionConfig(depth=2))))
     base = estimate(run(model=model))
-    flops = further.flops.full / base.flops.full
-    assert further.compute_seconds / base.compute_seconds == pytest.approx(flops, rel=0.04), (
+    flops = ahead.flops.full / base.flops.full
+    assert ahead.compute_seconds / base.compute_seconds == pytest.approx(flops, rel=0.04), (
         "logits go through memory as well"
     )
-    assert hash(further.run) != hash(base.run)
+    assert hash(ahead.run) != hash(base.run)
 
 
 def test_copies_of_key_value_heads_count() -> None:
@@ -142,29 +142,29 @@ def test_copies_of_key_value_heads_count() -> None:
         block = replace(block, mixer=replace(block.mixer, kv_heads=heads))
         return estimate(run(model=replace(model, stack=replace(model.stack, pattern=(block,)))))
 
-    cut, copied = with_heads(8), with_heads(2)
+    sharded, copied = with_heads(8), with_heads(2)
     for name in ("weights", "gradients", "activations", "working"):
-        assert getattr(copied.memory, name) == getattr(cut.memory, name), name
-    assert copied.matmul_seconds == cut.matmul_seconds and copied.stream_seconds == cut.stream_seconds
+        assert getattr(copied.memory, name) == getattr(sharded.memory, name), name
+    assert copied.matmul_seconds == sharded.matmul_seconds and copied.stream_seconds == sharded.stream_seconds
     head = 32 * 4096 * 2 * 128
-    assert copied.memory.parameters - cut.memory.parameters == 4 * head
-    assert copied.memory.optimizer - cut.memory.optimizer == 8 * head
+    assert copied.memory.parameters - sharded.memory.parameters == 4 * head
+    assert copied.memory.optimizer - sharded.memory.optimizer == 8 * head
     (row,) = [row for row in copied.traffic if "copied heads" in row.what]
-    assert (row.count, row.bytes, len(copied.traffic)) == (1, 4 * 2 * head, len(cut.traffic) + 1)
+    assert (row.count, row.bytes, len(copied.traffic)) == (1, 4 * 2 * head, len(sharded.traffic) + 1)
 
 
 def test_a_layout_that_a_config_may_not_ask_for() -> None:
-    cut = estimate(run(parallel=ParallelConfig(tensor=4, context=2, sequence=True, data=1)))
-    assert cut.run.devices == 8 and cut.run.towers[0].tokens == 4096
-    assert [row for row in cut.traffic if row.axis == "context"]
+    sharded = estimate(run(parallel=ParallelConfig(tensor=4, context=2, sequence=True, data=1)))
+    assert sharded.run.devices == 8 and sharded.run.towers[0].tokens == 4096
+    assert [row for row in sharded.traffic if row.axis == "context"]
 
 
 def test_a_free_running_pipeline_keeps_fewer_and_its_last_stage_has_the_head() -> None:
     layout = ParallelConfig(pipeline=8, data=1)
     ours = estimate(run(parallel=layout, global_size=64))
-    other = estimate(run(parallel=layout, global_size=64, system=replace(OURS, lockstep=False)))
-    assert other.memory.activations == pytest.approx(ours.memory.activations * 8 / ours.run.schedule.slots)
-    assert other.matmul_seconds > 1.2 * ours.matmul_seconds
+    free_running = estimate(run(parallel=layout, global_size=64, system=replace(OURS, lockstep=False)))
+    assert free_running.memory.activations == pytest.approx(ours.memory.activations * 8 / ours.run.schedule.slots)
+    assert free_running.matmul_seconds > 1.2 * ours.matmul_seconds
 
 
 def test_mfu_is_of_the_same_peak_whatever_is_multiplied_in() -> None:
@@ -186,11 +186,11 @@ def test_an_estimate_is_quick_and_the_same_every_time() -> None:
     assert best < 2e-3
 
 
-def _timed(described: Description, wanted: Estimate) -> float:
+def _timed(described: Description, expected: Estimate) -> float:
     started = time.perf_counter()
-    again = estimate(described)
+    repeated = estimate(described)
     seconds = time.perf_counter() - started
-    assert again == wanted
+    assert repeated == expected
     return seconds
 
 
@@ -200,9 +200,9 @@ def test_no_jax_and_no_numpy() -> None:
         "main(['--config=gpt3.py:gpt3_1_3b', '--devices=h100:8', '--formula']);"
         "assert not {'jax', 'numpy', 'flax'} & set(sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "fits" in done.stdout and "tokens/s" in done.stdout
+    process = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
+    assert "fits" in process.stdout and "tokens/s" in process.stdout
 
 
 def test_every_layout_of_a_gpt_has_an_estimate() -> None:

@@ -65,8 +65,8 @@ def test_all_devices_together_hold_every_weight_once(name: str, segments: bool) 
     # Gains and the router are whole on every device of `tensor`.
     vectors = sum(tower.vectors for tower in run.towers) + HIDDEN * EXPERTS * 4
     copies = (run.parallel.tensor - 1) * (vectors + HIDDEN)
-    held = footprint(run).parameters / 4 * run.devices
-    assert held == pytest.approx(count + 2 * padding + copies, rel=5e-3)
+    matrices = footprint(run).parameters / 4 * run.devices
+    assert matrices == pytest.approx(count + 2 * padding + copies, rel=5e-3)
 
 
 def test_a_device_holds_its_own_experts_in_compute_dtype_and_their_gradients() -> None:
@@ -84,22 +84,22 @@ def test_rows_are_those_of_the_dispatcher(name: str, room: float | None) -> None
     facts, spread = moe.expert_facts(HIDDEN), ExpertSharding.of(parallel)
     buffer = Dispatch(experts=EXPERTS, top_k=TOP_K, room=room)
     # As `gather` does, of the tokens of all devices.
-    tokens, own = TOKENS * spread.expert, EXPERTS // spread.devices
-    rows = buffer.rows(tokens * TOP_K / spread.devices, tokens * min(TOP_K, own))
+    tokens, local = TOKENS * spread.expert, EXPERTS // spread.devices
+    rows = buffer.rows(tokens * TOP_K / spread.devices, tokens * min(TOP_K, local))
     assert rows - 8 < facts.rows(TOKENS, spread) <= rows
     assert facts.mean_rows(TOKENS, spread) == tokens * TOP_K / spread.devices
 
 
 def test_what_is_sent_is_what_compiled_programs_send() -> None:
     """The table in docs/moe.md: five times all tokens by gather, five times k of n - 1 by ragged."""
-    found = {}
+    actual = {}
     for way in ("gather", "ragged", "capacity"):
         run = described(ParallelConfig(expert=8), way=way, room=1.25)
         rows = [row for row in estimate(run).traffic if "expert" in row.axis and "once a step" not in row.what]
         layers = run.microbatches * 4
-        found[way] = sum(row.bytes for row in rows) / layers / 2 / HIDDEN / TOKENS
+        actual[way] = sum(row.bytes for row in rows) / layers / 2 / HIDDEN / TOKENS
         assert {row.axis for row in rows} == {"expert"}
-    assert found == {"gather": 5 * 8, "ragged": 5 * TOP_K, "capacity": 5 * TOP_K * 1.25}
+    assert actual == {"gather": 5 * 8, "ragged": 5 * TOP_K, "capacity": 5 * TOP_K * 1.25}
 
 
 def test_auto_is_gather_where_it_moves_no_more() -> None:
@@ -150,9 +150,9 @@ def test_what_leads_out_of_latents_is_whole_at_rest() -> None:
     """As compiled for 1024 H100s with jax 0.12.0.1: 15.07 GiB of weights, where 1/1024 of all would be 2.5."""
     layout = ("pipeline=1", "expert=64", "tensor=1", "sequence=false", "data_sharding=fsdp")
     cfg: Any = load("deepseek.py:deepseek_v3", *[f"parallel.{setting}" for setting in layout])
-    found = footprint(describe(cfg, GPUS["h100"], 1024))
-    assert found.parameters / 2**30 == pytest.approx(15.07, rel=0.01)
-    assert found.optimizer / 2**30 == pytest.approx(30.13, rel=0.01)
+    actual = footprint(describe(cfg, GPUS["h100"], 1024))
+    assert actual.parameters / 2**30 == pytest.approx(15.07, rel=0.01)
+    assert actual.optimizer / 2**30 == pytest.approx(30.13, rel=0.01)
 
 
 def test_operations_are_those_that_megatron_counts() -> None:

@@ -88,28 +88,28 @@ def wide(cfg: RunConfig) -> RunConfig:
 
 
 def over(axis: str, found: Contents) -> list[Collective]:
-    return [one for one in found.collectives if axis in one.groups.axes]
+    return [op for op in found.collectives if axis in op.groups.axes]
 
 
 def permuting(found: Contents) -> list[Place]:
     """Loops that send something to the next or to the stage before, once each."""
-    return [one.place for one in found.collectives if one.kind == "collective-permute" and one.place.path]
+    return [op.place for op in found.collectives if op.kind == "collective-permute" and op.place.path]
 
 
 def exposed(found: Contents) -> list[Collective]:
     """What the stages wait for in the loop that computes forwards and backwards: travels there without company."""
     (steady,) = (place for place, permutes in Counter(permuting(found)).items() if permutes == 2)
-    among = [one for one in found.collectives if one.place == steady and one.groups.axes == ("pipeline",)]
-    assert "collective-permute" in {one.kind for one in among}
-    return [one for one in among if not one.overlapped]
+    among = [op for op in found.collectives if op.place == steady and op.groups.axes == ("pipeline",)]
+    assert "collective-permute" in {op.kind for op in among}
+    return [op for op in among if not op.overlapped]
 
 
 def in_loop(found: Contents, path: tuple[int, ...], axis: str) -> Counter[str]:
     """Kind -> arrays moved along an axis in one round of a loop."""
     return Counter(
         {
-            kind: sum(one.arrays for one in over(axis, found) if one.place.path == path and one.kind == kind)
-            for kind in {one.kind for one in over(axis, found) if one.place.path == path}
+            kind: sum(op.arrays for op in over(axis, found) if op.place.path == path and op.kind == kind)
+            for kind in {op.kind for op in over(axis, found) if op.place.path == path}
         }
     )
 
@@ -117,17 +117,17 @@ def in_loop(found: Contents, path: tuple[int, ...], axis: str) -> Counter[str]:
 def check_axes(step: Compiled) -> None:
     """What no pipeline's program may move, whatever the devices."""
     between = over("pipeline", step.contents)
-    assert {one.kind for one in between} == {"collective-permute", "all-reduce"}
-    ticks = [one for one in between if one.place.path]
-    assert max(one.bytes / one.arrays for one in ticks) <= step.residual, "no weight, nor its gradient, goes anywhere"
+    assert {op.kind for op in between} == {"collective-permute", "all-reduce"}
+    ticks = [op for op in between if op.place.path]
+    assert max(op.bytes / op.arrays for op in ticks) <= step.residual, "no weight, nor its gradient, goes anywhere"
     # Once a step, gradients of the weights that all stages have: gains, and learned positions.
-    assert max(one.bytes / one.arrays for one in between) <= max(step.residual, step.positions)
-    assert all(one.arrays == 1 for one in between if one.kind == "collective-permute")
-    assert all(len(one.place.path) <= 1 for one in between if one.kind == "collective-permute"), "not for each layer"
+    assert max(op.bytes / op.arrays for op in between) <= max(step.residual, step.positions)
+    assert all(op.arrays == 1 for op in between if op.kind == "collective-permute")
+    assert all(len(op.place.path) <= 1 for op in between if op.kind == "collective-permute"), "not for each layer"
     # zero1: weights are gathered, and their gradients summed, once a step.
     data = over("data", step.contents)
-    assert not [one for one in data if one.place.path]
-    assert {"all-gather", "reduce-scatter"} <= {one.kind for one in data}
+    assert not [op for op in data if op.place.path]
+    assert {"all-gather", "reduce-scatter"} <= {op.kind for op in data}
 
 
 MICROBATCHES, MORE = 8, 32
@@ -174,9 +174,9 @@ def deviceless() -> Iterator[Deviceless]:
             2 * numbers,
             positions,
             ticks * rows,
-            tuple(one for one in found.kernels if one.work in ("fill", "move") and one.written >= MIB),
-            tuple(one for one in found.kernels if one.work == "matmul" and one.shape.startswith("(f32[")),
-            tuple(one for one in found.kernels if "fmha" in (one.target or "")),
+            tuple(op for op in found.kernels if op.work in ("fill", "move") and op.bytes_written >= MIB),
+            tuple(op for op in found.kernels if op.work == "matmul" and op.shape.startswith("(f32[")),
+            tuple(op for op in found.kernels if "fmha" in (op.target or "")),
         )
 
     with pytest.MonkeyPatch.context() as patch:
@@ -218,16 +218,16 @@ def test_sums_over_stages_are_made_where_a_microbatch_enters_or_leaves(
     found = deviceless(family, schedule).contents
     (steady,) = (place for place, permutes in Counter(permuting(found)).items() if permutes == 2)
     sums = [
-        one
-        for one in found.collectives
-        if one.kind == "all-reduce" and one.groups.axes == ("pipeline",) and one.place.path == steady.path
+        op
+        for op in found.collectives
+        if op.kind == "all-reduce" and op.groups.axes == ("pipeline",) and op.place.path == steady.path
     ]
     chunks, (ticks,) = 2 if schedule == "interleaved" else 1, steady.trips
-    assert sum(one.arrays for one in sums) == 4
-    for one in sums:
+    assert sum(op.arrays for op in sums) == 4
+    for op in sums:
         # The steady loop is cut where losses begin and end: a few ticks at its edges lack the one or the other.
-        assert one.place.runs() == pytest.approx(ticks / chunks, abs=STAGES)
-        assert (one.place.runs() == ticks) == (chunks == 1)
+        assert op.place.runs() == pytest.approx(ticks / chunks, abs=STAGES)
+        assert (op.place.runs() == ticks) == (chunks == 1)
 
 
 @KINDS
@@ -236,9 +236,9 @@ def test_weight_gradients_are_added_in_place(family: str, schedule: str, devicel
     step = deviceless(family, schedule)
     # [rows, ...] is a stack of accumulators, [1, ...] a row of one; attention's statistics have more leading ones.
     stack = re.compile(rf"f32\[({LAYERS // STAGES}|1),(?!1,)")
-    copied = [one for one in step.moved if one.place.path and stack.match(one.shape)]
-    assert [(one.shape, one.place.name) for one in copied] == []
-    stacks = {one.shape for one in step.products if one.shape.startswith(f"(f32[{LAYERS // STAGES},")}
+    copied = [op for op in step.moved if op.place.path and stack.match(op.shape)]
+    assert [(op.shape, op.place.name) for op in copied] == []
+    stacks = {op.shape for op in step.products if op.shape.startswith(f"(f32[{LAYERS // STAGES},")}
     assert len(stacks) >= 2
 
 
@@ -247,8 +247,8 @@ def test_a_layer_gathers_and_scatters_and_sums_nothing_for_all(
     family: str, schedule: str, deviceless: Deviceless
 ) -> None:
     step = deviceless(family, schedule)
-    forwards = {one.place.path for one in step.attention if "Backward" not in (one.target or "")}
-    backwards = {one.place.path for one in step.attention if "Backward" in (one.target or "")}
+    forwards = {op.place.path for op in step.attention if "Backward" not in (op.target or "")}
+    backwards = {op.place.path for op in step.attention if "Backward" in (op.target or "")}
     assert forwards and backwards and not forwards & backwards
     for path in forwards:
         assert in_loop(step.contents, path, "tensor") == {"all-gather": 2, "reduce-scatter": 2}
@@ -260,27 +260,27 @@ def test_a_layer_gathers_and_scatters_and_sums_nothing_for_all(
 @KINDS
 def test_attention_is_computed_once_forward_and_never_again(family: str, schedule: str, deviceless: Deviceless) -> None:
     step = deviceless(family, schedule)
-    runs = sum(one.rounds * one.share for one in step.attention if "Backward" not in (one.target or ""))
+    runs = sum(op.rounds * op.share for op in step.attention if "Backward" not in (op.target or ""))
     assert runs == pytest.approx(step.forwards)
 
 
 @pytest.mark.slow  # on CPU devices the default suite does the same
 def test_memory_does_not_grow_with_microbatches(deviceless: Deviceless) -> None:
-    few, many = (deviceless("llama", "1f1b", microbatches).temporary for microbatches in (MICROBATCHES, MORE))
-    assert many == pytest.approx(few, rel=0.02)
+    short, long = (deviceless("llama", "1f1b", microbatches).temporary for microbatches in (MICROBATCHES, MORE))
+    assert long == pytest.approx(short, rel=0.02)
 
 
 @pytest.mark.slow
 def test_memory_of_gpipe_grows_and_that_of_interleaved_does_not(deviceless: Deviceless) -> None:
-    few, many = (deviceless("llama", "interleaved", microbatches).temporary for microbatches in (MICROBATCHES, MORE))
-    assert many == pytest.approx(few, rel=0.02)
-    few, many = (deviceless("llama", "gpipe", microbatches).temporary for microbatches in (MICROBATCHES, MORE))
-    assert many > 1.5 * few
+    short, long = (deviceless("llama", "interleaved", microbatches).temporary for microbatches in (MICROBATCHES, MORE))
+    assert long == pytest.approx(short, rel=0.02)
+    short, long = (deviceless("llama", "gpipe", microbatches).temporary for microbatches in (MICROBATCHES, MORE))
+    assert long > 1.5 * short
 
 
 @pytest.mark.slow
 def test_a_loss_that_does_not_wait_is_waited_for(deviceless: Deviceless) -> None:
-    found = {one.kind for one in exposed(deviceless("llama", "1f1b", wait=0).contents)}
+    found = {op.kind for op in exposed(deviceless("llama", "1f1b", wait=0).contents)}
     assert found == {"all-reduce"}, "output to all for the loss, and its gradient back"
 
 
@@ -295,7 +295,7 @@ def test_reductions_joined_are_waited_for(deviceless: Any, monkeypatch: pytest.M
     monkeypatch.setattr(compiler_options, "DEFAULTS", {**DEFAULTS, "cuda": options, "gpu": options})
     step = deviceless.__wrapped__("llama", "1f1b")
     found = exposed(step.contents)
-    assert {one.kind for one in found} == {"all-reduce"} and max(one.bytes for one in found) > step.residual
+    assert {op.kind for op in found} == {"all-reduce"} and max(op.bytes for op in found) > step.residual
 
 
 @cache
@@ -332,11 +332,11 @@ def test_on_cpu_devices_a_layer_gathers_what_it_must() -> None:
 
 @pytest.mark.slow
 def test_on_cpu_devices_memory_does_not_grow_with_microbatches() -> None:
-    few, many = (on_cpu("1f1b", microbatches).temporary for microbatches in (MICROBATCHES, MORE))
-    assert many == pytest.approx(few, rel=0.02)
+    short, long = (on_cpu("1f1b", microbatches).temporary for microbatches in (MICROBATCHES, MORE))
+    assert long == pytest.approx(short, rel=0.02)
 
 
 @pytest.mark.slow
 def test_on_cpu_devices_memory_of_gpipe_grows() -> None:
-    few, many = (on_cpu("gpipe", microbatches).temporary for microbatches in (MICROBATCHES, MORE))
-    assert many > 1.5 * few
+    short, long = (on_cpu("gpipe", microbatches).temporary for microbatches in (MICROBATCHES, MORE))
+    assert long > 1.5 * short

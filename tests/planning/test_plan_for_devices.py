@@ -104,13 +104,13 @@ def plan(folder: Path, *arguments: str, config: Sequence[str] = (DEBUG, *TINY)) 
     file = folder / "plan.json"
     command = [sys.executable, "-m", "megajax.plan", *config, f"--json={file}", *arguments]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [ROOT, *filter(None, sys.path)]))}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(file.read_text()), done.stdout
+    process = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
+    return json.loads(file.read_text()), process.stdout
 
 
-def row(figures: dict[str, Any], **wanted: Any) -> list[dict[str, Any]]:
-    return [one for one in figures["collectives"] if all(one[key] == value for key, value in wanted.items())]
+def row(figures: dict[str, Any], **keys: Any) -> list[dict[str, Any]]:
+    return [item for item in figures["collectives"] if all(item[key] == value for key, value in keys.items())]
 
 
 @needs_compiler
@@ -126,26 +126,28 @@ def test_a_train_step_for_virtual_gpus(tmp_path: Path) -> None:
     # Two float32 moments for each float32 weight.
     assert figures["optimizer_gib"] == pytest.approx(2 * figures["parameters_gib"], rel=1e-3)
     # Per layer: attention and MLP each gather their input along the sequence and scatter their output.
-    layers = [one for one in row(figures, kind="all-gather", axis="tensor") if one["trips"] == [4, 3]]
+    layers = [item for item in row(figures, kind="all-gather", axis="tensor") if item["trips"] == [4, 3]]
     rows = 128 * 64 * 2
-    assert {one["bytes_once"] // one["arrays"] for one in layers} == {rows}
-    loops = {one["loop"]: one["matmuls"] for one in figures["loops"] if one["trips"] == [4, 3]}
+    assert {item["bytes_once"] // item["arrays"] for item in layers} == {rows}
+    loops = {item["loop"]: item["matmuls"] for item in figures["loops"] if item["trips"] == [4, 3]}
     forward_loop, backward_loop = sorted(loops, key=lambda loop: loops[loop])
     for loop, gathers in ((forward_loop, 2), (backward_loop, 4)):
-        assert sum(one["arrays"] for one in row(figures, kind="all-gather", loop=loop)) == gathers
-        assert sum(one["arrays"] for one in row(figures, kind="reduce-scatter", loop=loop)) == 2
+        assert sum(item["arrays"] for item in row(figures, kind="all-gather", loop=loop)) == gathers
+        assert sum(item["arrays"] for item in row(figures, kind="reduce-scatter", loop=loop)) == 2
         assert not row(figures, kind="all-reduce", loop=loop), "nothing is summed for all in a layer"
     data = row(figures, axis="data", kind="all-gather")
-    assert data and not any(one["inside_loop"] for one in data), "zero1 gathers weights once a step"
+    assert data and not any(item["inside_loop"] for item in data), "zero1 gathers weights once a step"
     for text in ("plan for 8 x NVIDIA H100", "fits", "yes", "1: 4 times", "1.1: 4 x 3 times", "all-gather"):
         assert text in printed
     parts = ("compute_seconds", "exposed_seconds", "bubble_seconds", "optimizer_seconds")
     assert figures["step_seconds"] == pytest.approx(sum(figures[name] for name in parts))
     assert 0 < figures["mfu_causal"] < figures["mfu_full"] < 1
     assert figures["tokens_per_second_per_device"] == pytest.approx(16 * 128 / figures["step_seconds"] / 8)
-    whole = sum(one["seconds"] for one in figures["collectives"])
-    assert whole == pytest.approx(figures["exposed_seconds"] + figures["hidden_seconds"])
-    assert 0 < figures["hidden_seconds"] <= sum(one["seconds"] for one in figures["collectives"] if one["overlapped"])
+    total = sum(item["seconds"] for item in figures["collectives"])
+    assert total == pytest.approx(figures["exposed_seconds"] + figures["hidden_seconds"])
+    assert (
+        0 < figures["hidden_seconds"] <= sum(item["seconds"] for item in figures["collectives"] if item["overlapped"])
+    )
     for text in ("time of a step, by the cost model", "exposed communication", "MFU"):
         assert text in printed
 
@@ -185,18 +187,18 @@ def test_a_pipeline_has_permutes_in_its_ticks_and_a_bubble(tmp_path: Path) -> No
     assert figures["microbatches"] == 8 and figures["schedule"] == "1f1b"
     assert figures["bubble_fraction"] == pytest.approx(1 / 8), "(P-1)/M"
     permutes = row(figures, kind="collective-permute", axis="pipeline")
-    assert sum(one["count"] for one in permutes) >= 2 * 8, "each microbatch's activations there, its gradients back"
-    assert all(len(one["trips"]) <= 1 for one in permutes), "not in the loops over layers"
+    assert sum(item["count"] for item in permutes) >= 2 * 8, "each microbatch's activations there, its gradients back"
+    assert all(len(item["trips"]) <= 1 for item in permutes), "not in the loops over layers"
     assert "12.50% over ideal time" in printed
     moved = figures["bytes_per_step"]
     assert moved["total"] == sum(moved.values()) - moved["total"] and min(moved.values()) > 0
-    assert all(one["count"] is not None for one in figures["loops"])
+    assert all(item["count"] is not None for item in figures["loops"])
     for text in ("memory traffic of one device and step", "by formula"):
         assert text in printed
     main([*config, "--formula", f"--json={tmp_path / 'formula.json'}"])
     predicted = json.loads((tmp_path / "formula.json").read_text())["bytes_per_step"]
-    counted = moved["total"] - figures["bytes_of_workspace"]
-    assert predicted["total"] == pytest.approx(counted, rel=0.15)
+    actual = moved["total"] - figures["bytes_of_workspace"]
+    assert predicted["total"] == pytest.approx(actual, rel=0.15)
     assert predicted["copies"] + predicted["elementwise"] == pytest.approx(
         moved["copies"] + moved["elementwise"], rel=0.25
     )

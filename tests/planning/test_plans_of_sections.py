@@ -57,21 +57,21 @@ def test_every_model_has_a_plan_by_formula(model: Any) -> None:
 
 @pytest.mark.parametrize("patterns", [("stack.*",), ("encoder.*", "tokens"), ("*.cross.*",)])
 def test_frozen_weights_have_neither_gradients_nor_moments(patterns: tuple[str, ...]) -> None:
-    every, some, held = planned(t5()), planned(t5(), patterns), matrices(t5())
+    every, partial, held = planned(t5()), planned(t5(), patterns), matrices(t5())
     trained = {path: n for path, n in held.items() if any(fnmatchcase(path, pattern) for pattern in patterns)}
     share = sum(trained.values()) / sum(held.values())
     assert 0.1 < share < 0.9
-    assert some.memory.parameters == every.memory.parameters
+    assert partial.memory.parameters == every.memory.parameters
     for name in ("optimizer", "gradients"):
-        assert getattr(some.memory, name) == pytest.approx(share * getattr(every.memory, name))
-    assert some.optimizer_seconds < every.optimizer_seconds
+        assert getattr(partial.memory, name) == pytest.approx(share * getattr(every.memory, name))
+    assert partial.optimizer_seconds < every.optimizer_seconds
 
 
 def test_a_section_that_is_frozen_makes_no_gradients_of_weights() -> None:
     parallel = ParallelConfig(data=8, data_sharding="fsdp")
-    some, every = (case(t5(), parallel, 8, trainable).estimate for trainable in (("stack.*",), ("*",)))
-    assert some.matmul_seconds < every.matmul_seconds
-    scatters = [row.what for row in some.traffic if row.kind == "reduce-scatter"]
+    partial, every = (case(t5(), parallel, 8, trainable).estimate for trainable in (("stack.*",), ("*",)))
+    assert partial.matmul_seconds < every.matmul_seconds
+    scatters = [row.what for row in partial.traffic if row.kind == "reduce-scatter"]
     assert "a layer's gradients" in scatters and "encoder: a layer's gradients" not in scatters
 
 

@@ -57,10 +57,10 @@ def test_a_compiled_plan_has_memory_and_no_times(config_file: Path, peak_gib: in
         compile_seconds=1.0,
         text="ENTRY %main (a: f32[]) -> f32[] {\n}\n",
     )
-    shown, figures = report(plan)
+    report_page, figures = report(plan)
     assert figures["parameters"] == 9_696 and figures["peak_gib"] == peak_gib
     assert figures["step_seconds"] is None and figures["mfu_causal"] is None
-    assert "needs facts of the model" in shown.text()
+    assert "needs facts of the model" in report_page.text()
 
 
 def test_kernels_are_those_of_the_planned_gpu_beside_a_layer_without_facts_and_in_segments() -> None:

@@ -80,13 +80,13 @@ ROW = 4 * 256
 
 
 @pytest.fixture(scope="module")
-def found():
+def program():
     return audit(TEXT)
 
 
-def test_bytes_of_each_kernel(found) -> None:
-    told = {one.name: (one.work, one.place.name, one.read, one.written) for one in found.kernels}
-    assert told == {
+def test_bytes_of_each_kernel(program) -> None:
+    table = {one.name: (one.work, one.place.name, one.bytes_read, one.bytes_written) for one in program.kernels}
+    assert table == {
         "filled": ("fill", "", 0, 4 * ROW),
         "thin": ("cast", "", 4 * ROW, 2 * ROW),
         "turned": ("move", "", 2 * ROW, 2 * ROW),
@@ -98,27 +98,27 @@ def test_bytes_of_each_kernel(found) -> None:
     }
 
 
-def test_kernels_in_loops_count_as_often_as_these_run(found) -> None:
-    assert found.by_work()["attention"] == 4 * (ROW + 16)
-    (pair,) = (one for one in found.kernels if one.name == "pair")
+def test_kernels_in_loops_count_as_often_as_these_run(program) -> None:
+    assert program.by_work()["attention"] == 4 * (ROW + 16)
+    (pair,) = (one for one in program.kernels if one.name == "pair")
     assert pair.total == 4 * pair.bytes == 4 * (3 * ROW + ROW // 2)
     assert (pair.place.name, pair.rounds, pair.origin) == ("1", 4, "jit(step)/mul")
 
 
-def test_selections_of_kernels(found) -> None:
-    assert [one.name for one in found.kernels if one.work in ("fill", "move") and one.written >= 2 * ROW] == [
+def test_selections_of_kernels(program) -> None:
+    assert [one.name for one in program.kernels if one.work in ("fill", "move") and one.bytes_written >= 2 * ROW] == [
         "filled",
         "turned",
     ]
-    large = (one.name for one in found.kernels if any(k == "f32" and n >= 4 * 256 for k, n in arrays(one.shape)))
+    large = (one.name for one in program.kernels if any(k == "f32" and n >= 4 * 256 for k, n in arrays(one.shape)))
     assert [*large] == ["filled", "put"]
-    assert next(one for one in found.kernels if one.name == "turned").opcodes == {"transpose"}
+    assert next(one for one in program.kernels if one.name == "turned").opcodes == {"transpose"}
 
 
-def test_classes_sum_to_the_total(found) -> None:
-    sums = found.by_class()
+def test_classes_sum_to_the_total(program) -> None:
+    sums = program.by_class()
     assert set(sums) == {"total", "copies", "elementwise", "matmul", "attention", "collective"}
-    assert sums["total"] == sum(one.total for one in found.kernels) == sum(sums.values()) - sums["total"]
+    assert sums["total"] == sum(one.total for one in program.kernels) == sum(sums.values()) - sums["total"]
     # zeros, a transpose, and in a loop of 4 a row out of the stack and back into it
     assert sums["copies"] == 4 * ROW + 4 * ROW + 4 * 2 * (2 * ROW + 4)
     assert sums["elementwise"] == 6 * ROW + 4 * (3 * ROW + ROW // 2)
@@ -126,8 +126,8 @@ def test_classes_sum_to_the_total(found) -> None:
 
 def test_workspace_of_cublas_calls() -> None:
     text = TEXT.replace('"__cudnn$fmhaSoftmax"', '"__cublas$lt$matmul"').replace("u8[0]", "s8[64]")
-    found = audit(text)
-    assert found.workspace() == 4 * 64 and found.by_class()["matmul"] == 4 * (ROW + 16 + 64)
+    program = audit(text)
+    assert program.workspace() == 4 * 64 and program.by_class()["matmul"] == 4 * (ROW + 16 + 64)
 
 
 BRANCHES = """\

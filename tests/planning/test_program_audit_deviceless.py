@@ -70,13 +70,13 @@ class Case:
 
     def in_layers(self) -> list[Kernel]:
         """Kernels in the loops over layers: those that have attention in them."""
-        loops = {one.place.path for one in self.found.kernels if one.work == "attention"}
+        loops = {op.place.path for op in self.found.kernels if op.work == "attention"}
         assert len(loops) == 2  # forward and backward
-        return [one for one in self.found.kernels if one.place.path in loops]
+        return [op for op in self.found.kernels if op.place.path in loops]
 
     def in_microbatches(self) -> list[Kernel]:
         """Kernels that run once a microbatch, outside of further loops."""
-        return [one for one in self.found.kernels if len(one.place.path) == 1]
+        return [op for op in self.found.kernels if len(op.place.path) == 1]
 
 
 @pytest.fixture(scope="module", params=["gpt on one", "gpt on eight", "llama on eight"])
@@ -103,33 +103,35 @@ def compiled(name: str) -> Case:
 
 def calls(case: Case) -> list[Kernel]:
     """Of cuDNN's attention."""
-    return [one for one in case.found.kernels if "fmha" in (one.target or "")]
+    return [op for op in case.found.kernels if "fmha" in (op.target or "")]
 
 
 def test_attention_is_cudnns_once_a_layer_and_direction(case: Case) -> None:
-    forward = [one for one in calls(case) if not one.target.endswith("Backward")]
-    backward = [one for one in calls(case) if one.target.endswith("Backward")]
-    assert sum(one.place.runs() for one in forward) == sum(one.place.runs() for one in backward) == case.runs
+    forward = [op for op in calls(case) if not op.target.endswith("Backward")]
+    backward = [op for op in calls(case) if op.target.endswith("Backward")]
+    assert sum(op.place.runs() for op in forward) == sum(op.place.runs() for op in backward) == case.runs
     # Rows of more documents than cuDNN is laid out for go another way, in the other branch: docs/attention.md.
-    others = [one for one in case.found.kernels if one.work == "attention" and "fmha" not in (one.target or "")]
+    rest = [op for op in case.found.kernels if op.work == "attention" and "fmha" not in (op.target or "")]
     isolated = "segment_ids" in case.plan.cfg.data.leaves()
-    assert bool(others) == isolated and all(one.place.conditional == isolated for one in [*others, *forward])
+    assert bool(rest) == isolated and all(op.place.conditional == isolated for op in [*rest, *forward])
 
 
 def test_no_scores_are_written(case: Case) -> None:
     heads, rows = case.model.stack.pattern[0].mixer.heads // case.tensor, case.plan.cfg.batch.micro_size
     scores = 2 * rows * heads * case.model.sequence_length**2
-    assert max(one.written for one in case.in_layers()) < scores
+    assert max(op.bytes_written for op in case.in_layers()) < scores
 
 
 def test_layers_copy_no_activation_beyond_these(case: Case) -> None:
     """Rows of stacked weights, gradients and kept tensors go in and out of the stacks. All else is listed here."""
     bare = {"slice", "broadcast"}
     stacks = {"dynamic-slice", "dynamic-update-slice"}
-    copies = [one for one in case.in_layers() if one.work == "move" and one.written >= MIB and not one.opcodes & stacks]
-    copied = sum(one.written for one in copies if one.opcodes & {"copy", "transpose"})
-    sliced = sum(one.written for one in copies if one.opcodes <= bare)
-    others = [one for one in copies if not (one.opcodes & {"copy", "transpose"} or one.opcodes <= bare)]
+    copies = [
+        op for op in case.in_layers() if op.work == "move" and op.bytes_written >= MIB and not op.opcodes & stacks
+    ]
+    copied = sum(op.bytes_written for op in copies if op.opcodes & {"copy", "transpose"})
+    sliced = sum(op.bytes_written for op in copies if op.opcodes <= bare)
+    rest = [op for op in copies if not (op.opcodes & {"copy", "transpose"} or op.opcodes <= bare)]
     mixer = case.model.stack.pattern[0].mixer
     one_head = 2 * case.tokens * mixer.size(case.model.hidden)
     groups = mixer.groups() // case.tensor
@@ -138,26 +140,24 @@ def test_layers_copy_no_activation_beyond_these(case: Case) -> None:
     # and a copy of the residual stream, where the collective beside it runs on.
     assert copied <= (2 * case.residual if gated else 0)
     assert sliced <= (groups * one_head if gated else 0)
-    assert not others
+    assert not rest
 
 
 def test_layers_write_no_float32_activations_beyond_these(case: Case) -> None:
     found = [
-        one
-        for one in case.in_layers()
-        if any(kind == "f32" and n >= case.residual // 2 for kind, n in arrays(one.shape))
+        op for op in case.in_layers() if any(kind == "f32" and n >= case.residual // 2 for kind, n in arrays(op.shape))
     ]
-    wide = [one for one in found if one.work != "attention" and not one.place.conditional]
+    wide = [op for op in found if op.work != "attention" and not op.place.conditional]
     # Under sequence parallelism each of the two RMSNorms writes what its gain's gradient sums: the compiler would
     # rather share the reading with two other results.
     assert len(wide) == (2 if case.plan.cfg.parallel.sequence else 0)
-    assert all(("f32", case.residual) in arrays(one.shape) and len(arrays(one.shape)) == 3 for one in wide)
+    assert all(("f32", case.residual) in arrays(op.shape) and len(arrays(op.shape)) == 3 for op in wide)
 
 
 def test_logits_exist_for_one_chunk(case: Case) -> None:
     vocabulary = case.model.padded_vocabulary() // case.tensor
     legal = max(case.model.loss_chunk, case.model.hidden)
-    written = {text for one in case.found.kernels for text in re.findall(r"(?:f32|bf16)\[([\d,]+)\]", one.shape)}
+    written = {text for op in case.found.kernels for text in re.findall(r"(?:f32|bf16)\[([\d,]+)\]", op.shape)}
     of_logits = [shape for shape in (tuple(map(int, text.split(","))) for text in written) if vocabulary in shape]
     assert (case.model.loss_chunk, vocabulary) in of_logits
     assert max(prod(shape) for shape in of_logits) <= legal * vocabulary
@@ -170,10 +170,10 @@ def test_the_whole_state_is_updated_in_place(case: Case) -> None:
 
 
 def test_weights_are_cast_once_a_step(case: Case) -> None:
-    casts = [one for one in case.found.kernels if one.work == "cast" and one.written >= MIB]
-    assert casts and not [one for one in casts if one.place.path]
+    casts = [op for op in case.found.kernels if op.work == "cast" and op.bytes_written >= MIB]
+    assert casts and not [op for op in casts if op.place.path]
     vectors = 4 * case.model.stack.layers() * case.model.hidden * 4
-    cast = sum(n for one in casts for kind, n in arrays(one.shape) if kind == "bf16")
+    cast = sum(n for op in casts for kind, n in arrays(op.shape) if kind == "bf16")
     assert abs(cast * 4 - case.plan.memory.parameters) < vectors + case.plan.memory.parameters // 100
 
 
@@ -181,20 +181,20 @@ def test_accumulators_are_added_to_in_place(case: Case) -> None:
     """A microbatch copies nothing in float32 but the zeros that the table's gradients begin with."""
     table = case.model.padded_vocabulary() // case.tensor * case.model.hidden
     copies = [
-        one
-        for one in case.in_microbatches()
-        if one.work == "move" and any(kind == "f32" and n >= case.residual for kind, n in arrays(one.shape))
+        op
+        for op in case.in_microbatches()
+        if op.work == "move" and any(kind == "f32" and n >= case.residual for kind, n in arrays(op.shape))
     ]
-    assert len(copies) <= 1 and all(arrays(one.shape) == [("f32", table)] for one in copies)
+    assert len(copies) <= 1 and all(arrays(op.shape) == [("f32", table)] for op in copies)
 
 
 def test_the_optimizer_passes_over_a_weight_twice(case: Case) -> None:
     """Once for the norm of all gradients, once for everything else: a kernel that writes weight and two moments."""
-    outside = [one for one in case.found.kernels if not one.place.path and one.work == "compute"]
-    large = [one for one in outside if one.read >= 16 * MIB]
-    updates = [one for one in large if [kind for kind, _ in arrays(one.shape)] == ["f32"] * 3]
-    norms = [one for one in large if one.written < MIB]
+    outside = [op for op in case.found.kernels if not op.place.path and op.work == "compute"]
+    large = [op for op in outside if op.bytes_read >= 16 * MIB]
+    updates = [op for op in large if [kind for kind, _ in arrays(op.shape)] == ["f32"] * 3]
+    norms = [op for op in large if op.bytes_written < MIB]
     state = case.plan.memory.parameters + case.plan.memory.optimizer
-    assert abs(sum(one.written for one in updates) - state) < state // 50
-    assert abs(sum(one.read for one in norms) - case.plan.memory.parameters) < case.plan.memory.parameters // 50
-    assert {one.name for one in large} == {one.name for one in [*updates, *norms]}
+    assert abs(sum(op.bytes_written for op in updates) - state) < state // 50
+    assert abs(sum(op.bytes_read for op in norms) - case.plan.memory.parameters) < case.plan.memory.parameters // 50
+    assert {op.name for op in large} == {op.name for op in [*updates, *norms]}

@@ -26,8 +26,8 @@ def nested(x: Array, n: Array) -> Array:
         x = lax.fori_loop(0, 5, inner, x)
         x = lax.ppermute(x, "pipeline", [(0, 1), (1, 0)])
         x = lax.cond(n > 3, lambda x: lax.psum(x, ("data", "tensor")), lambda x: x, x)
-        again = lax.while_loop(lambda c: c[0] < n, lambda c: (c[0] + 1, jnp.sin(lax.psum(c[1], "data"))), (0, x))
-        return again[1] @ jnp.ones((32, 32))
+        repeated = lax.while_loop(lambda c: c[0] < n, lambda c: (c[0] + 1, jnp.sin(lax.psum(c[1], "data"))), (0, x))
+        return repeated[1] @ jnp.ones((32, 32))
 
     x = lax.fori_loop(0, 3, outer, x)
     x = lax.all_to_all(x, "data", 0, 0, tiled=True)
@@ -37,20 +37,20 @@ def nested(x: Array, n: Array) -> Array:
 @pytest.fixture(scope="module")
 def contents() -> Contents:
     mesh = jax.make_mesh(tuple(AXES.values()), tuple(AXES), axis_types=(AxisType.Auto,) * 3)
-    everywhere, cut = PartitionSpec(), PartitionSpec(("pipeline", "tensor"))
-    mapped = jax.shard_map(nested, mesh=mesh, in_specs=(everywhere, everywhere), out_specs=cut, check_vma=False)
+    everywhere, prefix = PartitionSpec(), PartitionSpec(("pipeline", "tensor"))
+    mapped = jax.shard_map(nested, mesh=mesh, in_specs=(everywhere, everywhere), out_specs=prefix, check_vma=False)
     x, n = jax.ShapeDtypeStruct((16, 32), jnp.float32), jax.ShapeDtypeStruct((), jnp.int32)
     return read(jax.jit(mapped).lower(x, n).compile().as_text(), AXES)
 
 
 def test_every_collective_with_axis_bytes_count_and_place(contents: Contents) -> None:
-    found = {
+    actual = {
         (row["kind"], row["axis"]): tuple(
             row[key] for key in ("trips", "count", "bytes_once", "bytes", "inside_loop", "conditional")
         )
         for row in grouped(contents.collectives)
     }
-    assert found == {
+    assert actual == {
         ("all-to-all", "data"): ([], 1, BOX, BOX, False, False),
         ("reduce-scatter", "pipeline+tensor"): ([], 1, BOX, BOX, False, False),
         ("all-gather", "tensor"): ([3, 5], 15, 2 * BOX, 30 * BOX, True, False),
@@ -58,7 +58,7 @@ def test_every_collective_with_axis_bytes_count_and_place(contents: Contents) ->
         ("all-reduce", "data+tensor"): ([3], 3, BOX, 3 * BOX, True, True),
         ("all-reduce", "data"): ([3, None], None, BOX, None, True, False),
     }
-    assert not any(one.overlapped for one in contents.collectives), "nothing is asynchronous on CPU devices"
+    assert not any(op.overlapped for op in contents.collectives), "nothing is asynchronous on CPU devices"
     assert len(contents.collectives) == 6
 
 
@@ -72,10 +72,10 @@ def test_loops_by_number_with_their_matmuls(contents: Contents) -> None:
 
 
 def test_elements_of_results(contents: Contents) -> None:
-    found = {one.kind: (one.arrays, one.elements) for one in contents.collectives}
-    assert found["all-gather"] == (1, 2 * 16 * 32)
-    assert found["reduce-scatter"] == (1, 16 * 32 // 4)
-    assert found["all-to-all"] == (2, 16 * 32), "a piece for each device"
+    actual = {op.kind: (op.arrays, op.elements) for op in contents.collectives}
+    assert actual["all-gather"] == (1, 2 * 16 * 32)
+    assert actual["reduce-scatter"] == (1, 16 * 32 // 4)
+    assert actual["all-to-all"] == (2, 16 * 32), "a piece for each device"
 
 
 def test_combined_collectives_are_one_with_the_bytes_of_all() -> None:
@@ -105,10 +105,10 @@ ROWS = 8 * 64 * 2
 
 
 def test_overlap_with_matmuls() -> None:
-    found = read(ASYNCHRONOUS, {"pipeline": 4, "tensor": 2})
+    actual = read(ASYNCHRONOUS, {"pipeline": 4, "tensor": 2})
     rows = [
         tuple(row[key] for key in ("kind", "axis", "loop", "overlapped", "count", "bytes_once"))
-        for row in grouped(found.collectives)
+        for row in grouped(actual.collectives)
     ]
     assert rows == [
         ("ragged-all-to-all", "pipeline+tensor", "", False, 1, ROWS),
@@ -117,7 +117,7 @@ def test_overlap_with_matmuls() -> None:
         ("all-gather", "tensor", "1.1", False, 60, 2 * ROWS),
         ("all-reduce", "tensor", "1.1", False, 60, ROWS),
     ], "around the loop over layers; around the fused matmul; run in one piece; nothing but a negation in between"
-    assert [(loop.place.name, loop.matmuls) for loop in found.loops] == [("", 0), ("1", 1), ("1.1", 1)]
+    assert [(loop.place.name, loop.matmuls) for loop in actual.loops] == [("", 0), ("1", 1), ("1.1", 1)]
 
 
 def test_shapes() -> None:

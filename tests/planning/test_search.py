@@ -37,17 +37,17 @@ H100 = GPUS["h100"]
 
 def task(name: str, devices: int, *overrides: str, device: str = "h100", **fixed: Any) -> Task:
     cfg: Any = load(f"{name.split('_')[0]}.py:{name}", *overrides)
-    chosen = GPUS[device]
-    return Task(Case(cfg, Cluster(chosen, devices, chosen.per_node)), fixed)
+    gpu = GPUS[device]
+    return Task(Case(cfg, Cluster(gpu, devices, gpu.per_node)), fixed)
 
 
-def best_of(asked: Task) -> list[Entry]:
-    return ranked(search(asked))
+def best_of(request: Task) -> list[Entry]:
+    return ranked(search(request))
 
 
-def published(asked: Task, devices: int, layout: ParallelConfig, **model: Any) -> Estimate:
+def published(request: Task, devices: int, layout: ParallelConfig, **model: Any) -> Estimate:
     """Of a published layout, in our own system."""
-    described = describe(asked.case.cfg, H100, devices)
+    described = describe(request.case.cfg, H100, devices)
     return estimate(replace(described, parallel=layout, micro_size=1, model=replace(described.model, **model)))
 
 
@@ -69,8 +69,8 @@ LIGHT = ("norm", "activation", "query_key_value")
 
 @cache
 def best_zero1(name: str, devices: int) -> tuple[Task, Entry]:
-    asked = task(name, devices, data_sharding="zero1")
-    return asked, best_of(asked)[0]
+    request = task(name, devices, data_sharding="zero1")
+    return request, best_of(request)[0]
 
 
 @pytest.mark.parametrize(
@@ -82,18 +82,18 @@ def best_zero1(name: str, devices: int) -> tuple[Task, Entry]:
 )
 def test_it_finds_a_layout_no_slower_than_the_published_one(case: str) -> None:
     name, devices, sizes = PUBLISHED[case]
-    asked, best = best_zero1(name, devices)
+    request, best = best_zero1(name, devices)
     data = devices // (sizes["tensor"] * sizes["pipeline"] * sizes.get("context", 1))
     base = ParallelConfig(data=data, sequence=True, schedule="interleaved", data_sharding="zero1")
     layout = replace(base, **sizes)
-    kept = [published(asked, devices, layout, recompute=word) for word in ("none", "selective", LIGHT, "full")]
-    fastest = min(other.step_seconds for other in kept if other.memory.peak <= asked.limit)
+    kept = [published(request, devices, layout, recompute=word) for word in ("none", "selective", LIGHT, "full")]
+    fastest = min(another.step_seconds for another in kept if another.memory.peak <= request.limit)
     # Steps that differ in the fourth digit rank as alike. A context axis, which a search tries for longer rows only,
     # would be 3 % faster: docs/planning.md.
     assert best.step_seconds <= fastest * (1.04 if "context" in sizes else 1.001)
-    assert best.peak <= asked.limit
+    assert best.peak <= request.limit
     # What it found is a config that training takes, and takes as long as it said.
-    cfg = apply(best.choice, asked.case.cfg)
+    cfg = apply(best.choice, request.case.cfg)
     assert not problems(cfg, devices)
     assert estimate(describe(cfg, H100, devices)).step_seconds == pytest.approx(best.step_seconds)
 
@@ -101,18 +101,18 @@ def test_it_finds_a_layout_no_slower_than_the_published_one(case: str) -> None:
 @cache
 def eight_gpus() -> tuple[Task, list[Entry]]:
     """A search for Llama-3 8B on 8 H100s, and what it lists."""
-    asked = task("llama3_8b", 8)
-    return asked, best_of(asked)
+    request = task("llama3_8b", 8)
+    return request, best_of(request)
 
 
 def test_nothing_it_lists_is_refused_or_too_large_and_none_is_listed_twice() -> None:
-    asked, entries = eight_gpus()
+    request, entries = eight_gpus()
     assert len({entry.choice.kind for entry in entries}) == len(entries)
     for entry in entries:
-        assert not refusal(asked.with_choice(entry.choice))
+        assert not refusal(request.with_choice(entry.choice))
         assert (
-            asked.with_choice(entry.choice).estimate.memory.peak == pytest.approx(entry.peak)
-            and entry.peak <= asked.limit
+            request.with_choice(entry.choice).estimate.memory.peak == pytest.approx(entry.peak)
+            and entry.peak <= request.limit
         )
     assert [entry.step_seconds for entry in entries] == pytest.approx(
         sorted(entry.step_seconds for entry in entries), rel=1e-2
@@ -121,8 +121,8 @@ def test_nothing_it_lists_is_refused_or_too_large_and_none_is_listed_twice() -> 
 
 def test_the_best_is_that_of_an_exhaustive_search() -> None:
     """By brute force over a small corner."""
-    asked = task("llama3_8b", 8, device="h100", data_sharding="zero1", recompute="selective", micro_size=1)
-    entries = best_of(asked)
+    request = task("llama3_8b", 8, device="h100", data_sharding="zero1", recompute="selective", micro_size=1)
+    entries = best_of(request)
     best = float("inf")
     for tensor in (1, 2, 4, 8):
         for pipeline in (1, 2, 4, 8):
@@ -135,80 +135,80 @@ def test_the_best_is_that_of_an_exhaustive_search() -> None:
                         data_sharding="zero1", sequence=sequence, micro_size=1,
                     )  # fmt: skip
                     if (
-                        problems(asked.with_choice(choice).cfg, 8)
-                        or asked.with_choice(choice).estimate.memory.peak > asked.limit
+                        problems(request.with_choice(choice).cfg, 8)
+                        or request.with_choice(choice).estimate.memory.peak > request.limit
                     ):
                         continue
-                    best = min(best, asked.with_choice(choice).estimate.step_seconds)
+                    best = min(best, request.with_choice(choice).estimate.step_seconds)
     assert entries[0].step_seconds == pytest.approx(best, rel=5e-3)
 
 
 def test_the_fewest_layers_that_fit_recompute() -> None:
-    asked = task("llama3_70b", 64, tensor=1, pipeline=1, data_sharding="fsdp", micro_size=1)
-    (entry,) = explore(asked, (1, 1)).best
+    request = task("llama3_70b", 64, tensor=1, pipeline=1, data_sharding="fsdp", micro_size=1)
+    (entry,) = explore(request, (1, 1)).best
     assert entry.choice.recompute == "full" and entry.choice.recompute_layers is not None
     one_less = replace(entry.choice, recompute_layers=entry.choice.recompute_layers - 1)
-    assert entry.peak <= asked.limit < asked.with_choice(one_less).estimate.memory.peak
+    assert entry.peak <= request.limit < request.with_choice(one_less).estimate.memory.peak
 
 
 def test_long_rows_are_cut_where_they_do_not_fit_whole() -> None:
     """A row of 131,072 tokens of Llama-3 8B does not fit on one H100, nor on one with all that it may save."""
     few = {"data_sharding": "fsdp", "pipeline": 1, "tensor": 1, "micro_size": 1, "recompute": "full"}
-    asked = task("llama3_8b_128k", 16, "parallel.context=1", **few)
-    best = best_of(asked)[0]
-    assert best.choice.context > 1 and best.choice.data * best.choice.context == 16 and best.peak <= asked.limit
-    whole = explore(replace(asked, fixed={**few, "context": 1, "data": 16}), (1, 1))
-    assert not whole.best and whole.smallest is not None and whole.smallest.peak > asked.limit
+    request = task("llama3_8b_128k", 16, "parallel.context=1", **few)
+    best = best_of(request)[0]
+    assert best.choice.context > 1 and best.choice.data * best.choice.context == 16 and best.peak <= request.limit
+    uncut = explore(replace(request, fixed={**few, "context": 1, "data": 16}), (1, 1))
+    assert not uncut.best and uncut.smallest is not None and uncut.smallest.peak > request.limit
     # What it found is a config that training takes.
-    assert not problems(asked.config(best.choice), 16)
-    assert "parallel.context=" in " ".join(settings(changes(asked.case.cfg, asked.config(best.choice))))
+    assert not problems(request.config(best.choice), 16)
+    assert "parallel.context=" in " ".join(settings(changes(request.case.cfg, request.config(best.choice))))
 
 
 def test_contexts_that_the_rules_refuse_are_not_found() -> None:
     """3 chunks of zigzag do not divide 131,072 positions; rows of a T5 are short."""
-    asked = task("llama3_8b_128k", 48, "parallel.context=1", pipeline=1, tensor=1, context=3, micro_size=1)
-    group = explore(asked, (1, 1))
+    request = task("llama3_8b_128k", 48, "parallel.context=1", pipeline=1, tensor=1, context=3, micro_size=1)
+    group = explore(request, (1, 1))
     assert not group.best and any("131072 positions" in reason for reason in group.refusals)
     assert {choice.context for choice in task("t5_base", 8).layouts((1, 1))} == {1}
 
 
 def test_moments_go_to_host_memory_only_where_nothing_fits_otherwise() -> None:
     tight = replace(H100, memory_gib=40.0)
-    asked = task("gpt3_6_7b", 8)
-    group = explore(Task(replace(asked.case, cluster=asked.case.cluster._replace(device=tight))), (8, 1))
+    request = task("gpt3_6_7b", 8)
+    group = explore(Task(replace(request.case, cluster=request.case.cluster._replace(device=tight))), (8, 1))
     assert group.best and all(entry.choice.offload == 0 for entry in group.best)
-    tighter = asked.case.cluster._replace(device=replace(H100, memory_gib=17.5))
-    tighter = explore(Task(replace(asked.case, cluster=tighter)), (8, 1))
+    tighter = request.case.cluster._replace(device=replace(H100, memory_gib=17.5))
+    tighter = explore(Task(replace(request.case, cluster=tighter)), (8, 1))
     assert tighter.best and all(entry.choice.offload > 0 for entry in tighter.best)
     first = tighter.best[0].choice
-    slow, quick = (asked.with_choice(replace(first, offload=share)).estimate for share in (first.offload, 0.0))
+    slow, quick = (request.with_choice(replace(first, offload=share)).estimate for share in (first.offload, 0.0))
     assert slow.optimizer_seconds > 10 * quick.optimizer_seconds and slow.memory.optimizer < quick.memory.optimizer
 
 
-def planned(
+def search_json(
     folder: Path, *arguments: str, config: str = "llama3.py:llama3_70b", devices: str = "h100:64"
 ) -> dict[str, Any]:
     file = folder / "found.json"
-    asked = [f"--config={config}", f"--devices={devices}", "--search", "--compile=0", f"--json={file}", *arguments]
-    assert main(asked) == 0
+    request = [f"--config={config}", f"--devices={devices}", "--search", "--compile=0", f"--json={file}", *arguments]
+    assert main(request) == 0
     return json.loads(file.read_text())
 
 
 def test_printed_table_json_and_config_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "best.yaml"
-    written = planned(tmp_path, f"--out={out}", "--batch.global_size=256", "--parallel.tensor=8")
+    figures = search_json(tmp_path, f"--out={out}", "--batch.global_size=256", "--parallel.tensor=8")
     printed = capsys.readouterr().out
     for text in ("best layouts", "tensor 8, pipeline", "slower", "exposed"):
         assert text in printed
     assert f"--config={out}" in printed
-    assert len(written["best"]) == 5 and written["tried"] > 500
-    steps = [rounded(row["step_seconds"]) for row in written["best"]]
-    assert steps == sorted(steps) and written["best"][0]["slower"] == 0
+    assert len(figures["best"]) == 5 and figures["tried"] > 500
+    steps = [rounded(row["step_seconds"]) for row in figures["best"]]
+    assert steps == sorted(steps) and figures["best"][0]["slower"] == 0
     # The file is a config; so is the command line. Both are what was found.
     best: Any = load(str(out), devices=64)
-    again: Any = load("llama3.py:llama3_70b", *written["settings"], devices=64)
-    assert best == again and best.batch.global_size == 256
-    assert estimate(describe(best, H100, 64)).step_seconds == pytest.approx(written["best"][0]["step_seconds"])
+    repeated: Any = load("llama3.py:llama3_70b", *figures["settings"], devices=64)
+    assert best == repeated and best.batch.global_size == 256
+    assert estimate(describe(best, H100, 64)).step_seconds == pytest.approx(figures["best"][0]["step_seconds"])
     assert "--batch.global_size=256" in printed
 
 
@@ -216,44 +216,46 @@ def test_a_written_config_loads_its_base_by_relative_path(tmp_path: Path) -> Non
     (tmp_path / "mine.py").write_text((ROOT / "configs" / "llama3.py").read_text())
     out = tmp_path / "runs" / "best.yaml"
     out.parent.mkdir()
-    planned(tmp_path, f"--out={out}", config=f"{tmp_path}/mine.py:debug", devices="h100:8")
+    search_json(tmp_path, f"--out={out}", config=f"{tmp_path}/mine.py:debug", devices="h100:8")
     assert load(str(out), devices=8) is not None and "../mine.py" in out.read_text()
 
 
 def test_fixed_settings_are_kept(tmp_path: Path) -> None:
-    written = planned(tmp_path, "--parallel.tensor=8", "--model.recompute", "full", "--batch.micro-size=2")
-    for row in written["best"]:
+    figures = search_json(tmp_path, "--parallel.tensor=8", "--model.recompute", "full", "--batch.micro-size=2")
+    for row in figures["best"]:
         assert (row["tensor"], row["recompute"], row["recompute_layers"], row["micro_size"]) == (8, "full", None, 2)
-    assert written["fixed"] == {"tensor": 8, "recompute": "full", "micro_size": 2}
+    assert figures["fixed"] == {"tensor": 8, "recompute": "full", "micro_size": 2}
 
 
 @pytest.mark.slow
 def test_it_searches_where_the_config_itself_does_not_fit(tmp_path: Path) -> None:
     """GPT-3 175B's own layout takes 128 devices; for 64 there is another."""
-    written = planned(tmp_path, config="gpt3.py:gpt3_175b")
-    assert written["best"][0]["tensor"] > 1
+    figures = search_json(tmp_path, config="gpt3.py:gpt3_175b")
+    assert figures["best"][0]["tensor"] > 1
 
 
 def test_compiled_layouts_rank_by_their_programs_and_are_kept(tmp_path: Path) -> None:
     """The first is too large, the second has no program, the third is slow."""
-    (asked, entries), file = eight_gpus(), tmp_path / "search.json"
+    (request, entries), file = eight_gpus(), tmp_path / "search.json"
 
     def compiled(case: Case) -> dict[str, Any]:
-        (place,) = (n for n, one in enumerate(entries) if apply(one.choice, asked.case.cfg) == case.cfg)
+        (place,) = (n for n, one in enumerate(entries) if apply(one.choice, request.case.cfg) == case.cfg)
         if place == 1:
             return {"fits": False, "error": "no such kernel"}
         seconds = entries[place].step_seconds * (1.2 if place == 2 else 1.01)
         return {"fits": place > 0, "peak_gib": 50.0 if place else H100.usable_gib + 1, "step_seconds": seconds}
 
-    cache = Cache(file, asked.fingerprint())
-    compile_best(asked, (entry.choice for entry in entries), 2, cache, compiled)
+    cache = Cache(file, request.fingerprint())
+    compile_best(request, (entry.choice for entry in entries), 2, cache, compiled)
     assert [cache.get(entry.choice) is not None for entry in entries[:5]] == [True] * 4 + [False]
-    rows, rejected = rank_rows(asked, entries, cache)
+    rows, rejected = rank_rows(request, entries, cache)
     assert [row.entry for row in rows[:2]] == [entries[3], entries[2]], "confirmed ones first, by their own time"
     assert all(not row.compiled and row.entry in entries[4:] for row in rows[2:])
     assert [choice for choice, _ in rejected] == [entry.choice for entry in entries[:2]]
-    other = task("llama3_8b", 8, "steps=400_000")
-    assert Cache(file, asked.fingerprint()).layouts == cache.layouts and not Cache(file, other.fingerprint()).layouts
+    another = task("llama3_8b", 8, "steps=400_000")
+    assert (
+        Cache(file, request.fingerprint()).layouts == cache.layouts and not Cache(file, another.fingerprint()).layouts
+    )
 
 
 REFUSED = {

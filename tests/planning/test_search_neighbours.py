@@ -25,24 +25,24 @@ def case_of(*overrides: str) -> Case:
     return Case(load("llama3.py:llama3_70b", *overrides), Cluster(GPUS["h100"], 64, 8))
 
 
-def written(folder: Path, *arguments: str) -> Any:
+def plan_json(folder: Path, *arguments: str) -> Any:
     file = folder / "plan.json"
     assert main([*ASKED, f"--json={file}", *arguments]) == 0
     return json.loads(file.read_text())
 
 
 def test_compare_devices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = written(tmp_path, "--compare=h200:128")
-    assert found["first"]["device"] == "h100" and found["second"]["device"] == "h200"
-    assert found["second"]["devices"] == 128 and 0.45 < found["ratios"]["step_seconds"] < 0.55
+    figures = plan_json(tmp_path, "--compare=h200:128")
+    assert figures["first"]["device"] == "h100" and figures["second"]["device"] == "h200"
+    assert figures["second"]["devices"] == 128 and 0.45 < figures["ratios"]["step_seconds"] < 0.55
     assert "ratio" in capsys.readouterr().out
 
 
 def test_compare_configs_and_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = written(tmp_path, "--compare=llama3.py --parallel.tensor=8")
-    assert found["second"]["mesh"]["tensor"] == 8 and found["ratios"]["step_seconds"] < 0.3
-    found = written(tmp_path, "--compare=--parallel.tensor=4")
-    assert found["second"]["mesh"]["tensor"] == 4
+    figures = plan_json(tmp_path, "--compare=llama3.py --parallel.tensor=8")
+    assert figures["second"]["mesh"]["tensor"] == 8 and figures["ratios"]["step_seconds"] < 0.3
+    figures = plan_json(tmp_path, "--compare=--parallel.tensor=4")
+    assert figures["second"]["mesh"]["tensor"] == 4
     assert "parallel.tensor: 8 -> 4" in capsys.readouterr().out
 
 
@@ -65,26 +65,26 @@ def test_errors(case: str) -> None:
 
 
 def test_the_cheapest_changes_fit() -> None:
-    here = case_of("parallel.tensor=2")
-    assert not here.estimate.fits
-    cases = cheapest(here, 0.95 * here.cluster.device.usable_gib)
-    words = [settings(changes(here.cfg, case.cfg)) for case in cases]
-    assert len(words) == 3 and len(set(map(str, words))) == 3
-    for case, changed in zip(cases, words, strict=True):
+    base = case_of("parallel.tensor=2")
+    assert not base.estimate.fits
+    cases = cheapest(base, 0.95 * base.cluster.device.usable_gib)
+    flags = [settings(changes(base.cfg, case.cfg)) for case in cases]
+    assert len(flags) == 3 and len(set(map(str, flags))) == 3
+    for case, changed in zip(cases, flags, strict=True):
         cfg: Any = load("llama3.py:llama3_70b", "parallel.tensor=2", *changed, devices=64)
-        again = estimate(describe(cfg, *here.cluster))
-        assert again.memory.peak_gib == pytest.approx(case.estimate.memory.peak_gib)
+        repeated = estimate(describe(cfg, *base.cluster))
+        assert repeated.memory.peak_gib == pytest.approx(case.estimate.memory.peak_gib)
         # A compiled plan may be 3 % larger.
-        assert again.memory.peak_gib <= 0.95 * here.cluster.device.usable_gib
-        assert again.step_seconds == pytest.approx(case.estimate.step_seconds)
+        assert repeated.memory.peak_gib <= 0.95 * base.cluster.device.usable_gib
+        assert repeated.step_seconds == pytest.approx(case.estimate.step_seconds)
 
 
 def test_changes_of_a_compiled_plan_start_from_its_peak() -> None:
-    here = case_of()
-    peaks = [[float(row[1]) for row in advice(here, excess_gib=excess).rows] for excess in (0.0, 32.0)]
+    base = case_of()
+    peaks = [[float(row[1]) for row in advice(base, excess_gib=excess).rows] for excess in (0.0, 32.0)]
     assert (
         peaks[1]
-        and max(peaks[1]) <= 0.95 * here.cluster.device.usable_gib
+        and max(peaks[1]) <= 0.95 * base.cluster.device.usable_gib
         and min(peaks[1]) > 32
         and peaks[0] != peaks[1]
     )
@@ -126,16 +126,18 @@ def test_largest_arrays_of_a_program() -> None:
 
 def test_saved_norms_are_whole_along_the_sequence() -> None:
     """As compiled for 64 H100s with jax 0.12.0.1: they are gathered before the matmuls that read them."""
-    here = case_of("parallel.tensor=4", "parallel.pipeline=8", "model.recompute=activation")
-    assert here.estimate.memory.peak_gib == pytest.approx(83.71, rel=0.02)
+    base = case_of("parallel.tensor=4", "parallel.pipeline=8", "model.recompute=activation")
+    assert base.estimate.memory.peak_gib == pytest.approx(83.71, rel=0.02)
 
 
 def test_the_scheduler_has_as_much_memory_as_on_a_gpu() -> None:
     cfg: Any = load("llama3.py:llama3_70b")
-    held = 12 * GIB
-    name, factor, _ = scheduler_memory(cfg, GPUS["h100"], held)
+    argument_bytes = 12 * GIB
+    name, factor, _ = scheduler_memory(cfg, GPUS["h100"], argument_bytes)
     assert name == "xla_gpu_memory_limit_slop_factor" and isinstance(factor, int)
-    assert (0.8 * 80 * GIB - held) * factor / 100 == pytest.approx((0.92 * 80 * GIB - held) * 0.95, rel=0.01)
+    assert (0.8 * 80 * GIB - argument_bytes) * factor / 100 == pytest.approx(
+        (0.92 * 80 * GIB - argument_bytes) * 0.95, rel=0.01
+    )
 
 
 @pytest.mark.slow

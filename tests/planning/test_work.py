@@ -19,7 +19,7 @@ from megajax.planning.cost.work import (
     block_work,
     head_work,
     layers_work,
-    optimizer_bytes,
+    once_work,
     products,
     step_work,
     table_work,
@@ -83,33 +83,35 @@ def test_a_product_reads_both_and_writes_the_third() -> None:
 
 
 def test_gradients_in_bfloat16_go_through_memory_in_half_as_many_bytes() -> None:
-    whole, half = of_block(run()), of_block(run(gradients="bfloat16"))
-    assert whole[1].matmul - half[1].matmul == pytest.approx((8 - 4) * whole[2])
+    float32, half = of_block(run()), of_block(run(gradients="bfloat16"))
+    assert float32[1].matmul - half[1].matmul == pytest.approx((8 - 4) * float32[2])
 
 
 def test_rows_of_stacks_that_are_copied_go_through_memory_twice() -> None:
     """Weights in both passes, sums of gradients out and in: with more chunks than have loops of their own."""
     layouts = (ParallelConfig(pipeline=2, virtual_stages=chunks, data=1) for chunks in (8, 16))
     in_place, copied = (of_block(run(parallel=layout)) for layout in layouts)
-    more = sum(there.copies - here.copies for here, there in zip(in_place[:2], copied[:2], strict=True))
+    more = sum(there.copies - in_place.copies for in_place, there in zip(in_place[:2], copied[:2], strict=True))
     assert more == pytest.approx((2 * (2 + 2) + 2 * (4 + 4)) * in_place[2])
     assert OURS.most_in_place == MOST_LOOPS
 
 
 def test_fsdp_adds_its_shard_of_a_gradient() -> None:
-    whole, shards = (
+    float32, shards = (
         of_block(run(parallel=ParallelConfig(data=8, data_sharding=kind)))[1] for kind in ("zero1", "fsdp")
     )
     weights = of_block(run(parallel=ParallelConfig(data=8)))[2]
-    assert whole.matmul - shards.matmul == pytest.approx((8 - 4) * weights), "a microbatch's gradient, for the scatter"
-    assert shards.elementwise - whole.elementwise == pytest.approx((4 + 8) * weights / 8)
+    assert float32.matmul - shards.matmul == pytest.approx((8 - 4) * weights), (
+        "a microbatch's gradient, for the scatter"
+    )
+    assert shards.elementwise - float32.elementwise == pytest.approx((4 + 8) * weights / 8)
 
 
 def test_what_is_kept_is_copied_where_loops_stack_it() -> None:
-    some, full = run(), run(model=replace(llama3("8b"), recompute="full"))
-    (tower,) = some.towers
+    saved, full = run(), run(model=replace(llama3("8b"), recompute="full"))
+    (tower,) = saved.towers
     (block,) = tower.blocks
-    more = of_block(some)[0].copies - of_block(full)[0].copies
+    more = of_block(saved)[0].copies - of_block(full)[0].copies
     assert more == 2 * (block.saved_bytes(tower.section.recomputing.policy(), tower.share) - 8192 * 4096 / 4 * 2), (
         "all but the layer's input, read and written"
     )
@@ -123,32 +125,32 @@ def test_other_systems_copy_nothing_in_layers() -> None:
 def test_the_loss_passes_over_its_table_chunk_by_chunk() -> None:
     one = replace(llama3("8b"), loss_chunk=8192)
     table = 128_256 / 4 * 4096
-    few, many = (table_work(run(model=model)) for model in (one, replace(one, loss_chunk=1024)))
-    assert many[0].matmul - few[0].matmul == pytest.approx(7 * 2 * table)
-    assert many[1].matmul - few[1].matmul == pytest.approx(7 * (2 + 8) * table)
-    assert many[0].elementwise == few[0].elementwise
+    small, large = (table_work(run(model=model)) for model in (one, replace(one, loss_chunk=1024)))
+    assert large[0].matmul - small[0].matmul == pytest.approx(7 * 2 * table)
+    assert large[1].matmul - small[1].matmul == pytest.approx(7 * (2 + 8) * table)
+    assert large[0].elementwise == small[0].elementwise
     # cuBLAS wants multiples of 8: 32,003 columns are padded by copies.
     uneven = table_work(run(model=replace(one, vocabulary_size=4 * 32_003, vocabulary_multiple=4)))[1]
-    assert uneven.copies - few[1].copies == pytest.approx(20 * table, rel=0.01)
+    assert uneven.copies - small[1].copies == pytest.approx(20 * table, rel=0.01)
 
 
 def test_ticks_and_idle_forwards_count_in_a_pipeline() -> None:
     layout = ParallelConfig(pipeline=4, data=1)
     pipelined = run(parallel=layout, global_size=4)
     assert tick_work(run()).stream == 0 < tick_work(pipelined).stream
-    few, many = (
+    small, large = (
         step_work(each, layers_work(each), head_work(each), Work())
         for each in (run(parallel=layout, global_size=count) for count in (4, 8))
     )
     # Twice the microbatches run fewer than twice the forwards: 4 + 3 ticks and 8 + 3.
-    assert many.matmul < 2 * few.matmul
-    assert optimizer_bytes(pipelined, 10.0) == 10 * (16 + 16 + 2)
+    assert large.matmul < 2 * small.matmul
+    assert once_work(pipelined, 0.0, 10.0).elementwise == 10 * (16 + 16 + 2)
 
 
 def test_copies_make_a_step_longer_and_plans_tell_the_bytes() -> None:
     """What searches compare: a program that copies weights out of their stack takes the time of these copies."""
-    here, there = run(), run(system=replace(OURS, most_in_place=0))
-    quick, slow = estimate(here), estimate(there)
+    in_place, there = run(), run(system=replace(OURS, most_in_place=0))
+    quick, slow = estimate(in_place), estimate(there)
     kinds = ("copies", "elementwise")
     more = sum(bytes_per_step(slow)[kind] - bytes_per_step(quick)[kind] for kind in kinds)
     assert more > 0

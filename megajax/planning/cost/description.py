@@ -1,8 +1,8 @@
-"""The input of the cost model: a small description of a run, made from a RunConfig or by hand.
+"""The input of the cost model: a description of a run, made from a RunConfig or by hand.
 
-By hand it may describe the programs of other systems, whose published speeds test the cost model
-(benchmarks/planner_accuracy.py). Each row counts as one document: of packed documents attention does less, and
-`context` divides it less evenly (docs/context.md).
+benchmarks/planner_accuracy.py describes programs of other systems by hand, whose published speeds test the cost model.
+Each row counts as one document: packed documents need less attention, and `context` divides it less evenly
+(docs/context.md).
 """
 
 from dataclasses import dataclass, replace
@@ -26,7 +26,7 @@ from megajax.training.run_config import RunConfig
 type Compute = Literal["bfloat16", "float16", "float32", "fp8"]
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 2}
-"""Of an activation, a weight in use or a gradient; with fp8, matmuls alone are in fp8."""
+"""Bytes of an element of activations, weights in use and gradients; with fp8, only matmuls are in fp8."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,31 +66,26 @@ class Description:
     """`data` is given. Its problems() are not asked."""
     device: Device
     per_node: int
-    """Devices that NVLink connects."""
     global_size: int
-    """Rows of a step."""
     micro_size: int = 1
-    """Rows of a microbatch on each data-parallel device."""
     compute: Compute = "bfloat16"
     gradients: str = "float32"
     """Dtype in which gradients are accumulated over microbatches."""
     reduce: str | None = None
     """Dtype in which they are reduced over devices; None: as they were accumulated."""
     moment_bytes: int = 8
-    """Of the optimizer's moments for each weight."""
+    """Bytes of the optimizer's moments per weight."""
     offload: float = 0.0
     """Share of the moments that is in host memory between updates."""
     trainable: tuple[str, ...] = ("*",)
-    """Patterns of the weights that are trained; the others have neither gradients nor moments."""
     lora: LoRAConfig | None = None
     """Adapters; with them the default, *, of `trainable` stands for no weight."""
     steps: int = 0
-    """Of the whole run; 0: not known."""
+    """Steps of the run; 0: unknown."""
     system: System = OURS
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Mesh axis -> size, outermost first."""
         return self.parallel.sizes(0)
 
     @property
@@ -129,7 +124,6 @@ class Description:
 
     @property
     def in_place(self) -> bool:
-        """Whether matmuls use weights and gradient accumulators in place, see `System.most_in_place`."""
         most = self.system.most_in_place
         return most is None or self.parallel.virtual_stages <= most
 
@@ -144,7 +138,7 @@ class Description:
         return BYTES[self.reduce or self.gradients]
 
     @property
-    def cut(self) -> int:
+    def sequence_shards(self) -> int:
         """Devices that cut the residual stream along the sequence."""
         return self.parallel.tensor if self.parallel.sequence else 1
 
@@ -155,12 +149,10 @@ class Description:
 
     @property
     def spread(self) -> ExpertSharding:
-        """Of experts over devices."""
         return ExpertSharding.of(self.parallel)
 
     @cached_property
     def sections(self) -> tuple[SectionFacts, ...]:
-        """The model's, in the order in which they run."""
         return self.model.section_facts()
 
     @cached_property
@@ -190,19 +182,19 @@ class Description:
 
     @cached_property
     def predicting_blocks(self) -> tuple[BlockFacts, ...]:
-        """Of the heads that predict further ahead."""
+        """Blocks of multi-token prediction."""
         blocks = block_facts(self.towers[-1].section, self.head.ahead, self.dtype)
         return tuple(block.on(self.spread) for block in blocks)
 
     def held_tables(self, axis: str | None = None, *, trained: bool = False) -> float:
-        """Weights of ways in and head on one device; of tables with this logical axis alone.
+        """Weights of the sections' tables and of the head on one device; axis: only of tables with this logical axis.
 
-        trained: without those that are frozen.
+        trained: without frozen ones.
         """
         tables = [table for section in self.sections for table in section.tables] + [*self.head.tables]
-        cut = self.parallel.tensor * self.parallel.pipeline
+        shards = self.parallel.tensor * self.parallel.pipeline
         return sum(
-            table.size / (cut if "vocab" in table.axes else 1) * (self.trained((table,)) if trained else 1.0)
+            table.size / (shards if "vocab" in table.axes else 1) * (self.trained((table,)) if trained else 1.0)
             for table in tables
             if axis is None or axis in table.axes
         )
@@ -210,8 +202,8 @@ class Description:
     def trained(self, weights: tuple[Weight, ...], *, adapters: bool = True) -> float:
         """Share of these weights that is trained. adapters: theirs count as such."""
         lora = self.lora
-        own = 0.0 if lora is not None and self.trainable == ("*",) else trained_share(weights, self.trainable)
-        return own if lora is None or not adapters else own + adapter_share(weights, lora)
+        share = 0.0 if lora is not None and self.trainable == ("*",) else trained_share(weights, self.trainable)
+        return share if lora is None or not adapters else share + adapter_share(weights, lora)
 
 
 @dataclass(frozen=True)
@@ -221,7 +213,7 @@ class Tower:
     run: Description
     section: SectionFacts
     """Whose stack is the segment."""
-    whole: SectionFacts
+    unsplit: SectionFacts
     """The same with all its segments."""
     before: int
     """Layers of the segments before."""
@@ -232,17 +224,16 @@ class Tower:
 
     @property
     def prefix(self) -> str:
-        """Names the section where there are several; "" for the last."""
         return f"{self.section.path}: " if self.section.path else ""
 
     @property
-    def read(self) -> int:
+    def source_tokens(self) -> int:
         """Tokens of a microbatch, of the section before, that each layer reads on a device of `context`."""
         return self.run.micro_size * self.section.sequences * self.section.memory_length // self.run.parallel.context
 
     @property
     def tokens(self) -> int:
-        """Of a microbatch, on each device of `context`."""
+        """Tokens of a microbatch on each device of `context`."""
         return self.run.micro_size * self.section.positions // self.run.parallel.context
 
     @property
@@ -251,8 +242,8 @@ class Tower:
 
         Of several segments, their shares of a chunk: as if each chunk had layers of all kinds.
         """
-        parallel, several = self.run.parallel, len(self.whole.stack.parts()) > 1
-        layers = self.whole.stack.layers() if several else self.section.stack.repeats
+        parallel, several = self.run.parallel, len(self.unsplit.stack.parts()) > 1
+        layers = self.unsplit.stack.layers() if several else self.section.stack.repeats
         most = -(-layers // parallel.chunks())
         if parallel.layers is not None and parallel.pipeline > 1:
             most = max(parallel.layers)
@@ -265,36 +256,31 @@ class Tower:
 
     @property
     def policies(self) -> list[tuple[SavePolicy, float]]:
-        """What layers save, with the repeats on a device that do so: beyond `layers`, they recompute one step less."""
-        chosen = self.section.recomputing
+        """Save policies with their repeats on a device: layers beyond `layers` recompute one step less."""
+        recomputing = self.section.recomputing
         most = len(self.section.stack.pattern) * self.rows
-        share = 1.0 if chosen.layers is None else min(1.0, chosen.layers / most)
-        lighter = [(chosen.lighter_policy(), (1 - share) * self.repeats)] * (share < 1)
-        return [(chosen.policy(), share * self.repeats), *lighter]
+        share = 1.0 if recomputing.layers is None else min(1.0, recomputing.layers / most)
+        lighter = [(recomputing.lighter_policy(), (1 - share) * self.repeats)] * (share < 1)
+        return [(recomputing.policy(), share * self.repeats), *lighter]
 
     @cached_property
     def blocks(self) -> tuple[BlockFacts, ...]:
-        """Of the stack's pattern, in order."""
         blocks = block_facts(self.section, self.section.stack.pattern, self.run.dtype)
         return tuple(block.on(self.run.spread) for block in blocks)
 
     @cached_property
     def share(self) -> Share:
         """A device's part of a microbatch."""
-        width = self.run.width
-        return Share(
-            tokens=self.tokens,
-            width=width,
-            residual_width=4 if self.section.residual == "float32" else width,
-            tensor=self.run.parallel.tensor,
-            sequence=self.run.cut,
-        )
+        run, width = self.run, self.run.width
+        residual = 4 if self.section.residual == "float32" else width
+        sizes = {"tensor": run.parallel.tensor, "sequence": run.sequence_shards}
+        return Share(tokens=self.tokens, width=width, residual_width=residual, **sizes)
 
     @cached_property
     def attention_bytes(self) -> tuple[float, float, float]:
         """Queries, keys with values, and outputs on a device, of one repeat of the pattern and one microbatch.
 
-        Of mixers whose tokens attend to all tokens of their row; keys with the copies of heads that devices exchange.
+        Only of full attention; keys with the copies of heads that devices exchange.
         """
         tensor, apart = self.run.parallel.tensor, self.run.parallel.exchanging()
         queries = keys = outputs = 0.0
@@ -305,20 +291,17 @@ class Tower:
                 queries += kernel.sharded / tensor
                 keys += copies * (kernel.grouped / tensor + kernel.surplus(tensor))
                 outputs += result.local(tensor)
-        each = self.tokens * self.run.width
-        return each * queries, each * keys, each * outputs
+        size = self.tokens * self.run.width
+        return size * queries, size * keys, size * outputs
 
     @cached_property
-    def held(self) -> float:
-        """Weights of the stack's matrices on one device, whole over data, as held during the step.
-
-        Of key-value heads fewer than the devices of `tensor`, one.
-        """
+    def matrices(self) -> float:
+        """Elements of the stack's matrices on a device during the step; of fewer key-value heads than `tensor`, one."""
         return self.repeats * sum(block.local_size(self.run.parallel.tensor) for block in self.blocks)
 
     @cached_property
-    def held_experts(self) -> float:
-        """Of `held`, the matrices that the devices of `expert` do not share."""
+    def expert_matrices(self) -> float:
+        """Elements of `matrices` that belong to experts."""
         return self.repeats * sum(block.local_expert_size(self.run.parallel.tensor) for block in self.blocks)
 
     @cached_property
@@ -336,9 +319,9 @@ class Tower:
         """Share of the stack's weights that is trained. adapters: theirs count as such."""
         if self.run.trainable == ("*",) and self.run.lora is None:
             return 1.0
-        places = range(len(self.section.stack.pattern))
-        weights = (self.whole.stack_weights(self.before + place) for place in places)
-        return self.run.trained(tuple(weight for each in weights for weight in each), adapters=adapters)
+        layers = range(self.before, self.before + len(self.section.stack.pattern))
+        weights = (weight for layer in layers for weight in self.unsplit.stack_weights(layer))
+        return self.run.trained(tuple(weights), adapters=adapters)
 
 
 def describe(cfg: RunConfig, device: Device, devices: int, per_node: int | None = None) -> Description:
@@ -347,16 +330,15 @@ def describe(cfg: RunConfig, device: Device, devices: int, per_node: int | None 
     Raises UserError for a model or a layer without facts, and for an optimizer that is not one of the library's.
     """
     model = demand_facts(cfg.model)
-    few = isinstance(cfg.optimizer, SGDConfig | LionConfig)
-    if not few and not isinstance(cfg.optimizer, AdamWConfig | MuonConfig):
+    single = isinstance(cfg.optimizer, SGDConfig | LionConfig)
+    if not single and not isinstance(cfg.optimizer, AdamWConfig | MuonConfig):
         raise UserError(
             f"no formulas for the state of the optimizer {cfg.optimizer.name()}.\n"
             "Plan without --formula: the compiler needs none."
         )
-    parallel = replace(cfg.parallel, data=cfg.parallel.data_size(devices))
     return Description(
         model=model,
-        parallel=parallel,
+        parallel=replace(cfg.parallel, data=cfg.parallel.data_size(devices)),
         device=device,
         per_node=per_node or device.per_node,
         global_size=cfg.batch.global_size,
@@ -364,7 +346,7 @@ def describe(cfg: RunConfig, device: Device, devices: int, per_node: int | None 
         compute=cfg.precision.compute if cfg.precision.fp8 is None else "fp8",
         gradients=cfg.precision.gradients,
         reduce=cfg.precision.reduce,
-        moment_bytes=(1 if few else 2) * BYTES[cfg.optimizer.moments],
+        moment_bytes=(1 if single else 2) * BYTES[cfg.optimizer.moments],
         offload=cfg.optimizer.offload,
         trainable=cfg.optimizer.trainable,
         lora=getattr(cfg.model, "lora", None),

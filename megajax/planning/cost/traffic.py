@@ -31,7 +31,7 @@ class Span:
 
     size: int
     inside: int
-    """How many of them are in one node."""
+    """Devices of the group in one node."""
 
     @classmethod
     def of(cls, size: int, stride: int, per_node: int) -> "Span":
@@ -40,18 +40,14 @@ class Span:
 
     @classmethod
     def along(cls, axes: Sequence[str], mesh: Mapping[str, int], per_node: int) -> "Span":
-        """Of groups along mesh axes, outermost first; mesh: axis -> size. Of several axes, their product's devices."""
-        size = inside = 1
-        for axis in reversed(axes):
-            names = list(mesh)
-            stride = prod(mesh[name] for name in names[names.index(axis) + 1 :])
-            size *= mesh[axis]
-            inside *= cls.of(mesh[axis], stride, per_node).inside
-        return cls(size, inside)
+        """The span of groups along mesh axes; mesh: axis -> size, outermost first."""
+        names = list(mesh)
+        strides = (prod(mesh[name] for name in names[names.index(axis) + 1 :]) for axis in axes)
+        spans = [cls.of(mesh[axis], stride, per_node) for axis, stride in zip(axes, strides, strict=True)]
+        return cls(prod(span.size for span in spans), prod(span.inside for span in spans))
 
     @property
     def nodes(self) -> int:
-        """Nodes it reaches."""
         return ceil(self.size / self.inside)
 
 
@@ -64,7 +60,7 @@ def ring_rate(device: Device, span: Span) -> float:
 
 
 def seconds(kind: str, size: float, span: Span, device: Device) -> float:
-    """Of one collective. size: bytes of its whole side (gathered, unreduced; of a permute, what each device sends)."""
+    """Seconds of one collective. size: bytes of the full side (gathered, unreduced; of a permute, per device)."""
     if span.size < 2:
         return 0.0
     if kind == "collective-permute":
@@ -74,8 +70,8 @@ def seconds(kind: str, size: float, span: Span, device: Device) -> float:
         return device.launch + size / speed + (device.network_latency if between else device.nvlink_latency)
     if kind.endswith("all-to-all"):
         # Each pair of devices has a part of its own; between nodes each device has its own network link.
-        near, far = ((span.inside - 1) / span.size, 1 - span.inside / span.size)
-        inside = size * near / (device.nvlink * device.nvlink_share) + device.nvlink_latency
+        within, far = ((span.inside - 1) / span.size, 1 - span.inside / span.size)
+        inside = size * within / (device.nvlink * device.nvlink_share) + device.nvlink_latency
         outside = size * far / (device.network * device.network_share) + device.network_latency
         return device.launch + max(inside, outside * (far > 0))
     twice = 2 if kind == "all-reduce" else 1
@@ -95,14 +91,13 @@ class Traffic:
     kind: str
     axis: str
     what: str
-    """What moves, in words."""
     count: float
     bytes: float
-    """Of the whole side of all of them."""
+    """Bytes of the full side, summed over all of them."""
     seconds: float
     """If nothing were hidden."""
     hidden: float
-    """Of the seconds, what overlaps with computing."""
+    """Seconds that overlap with computing."""
 
     @property
     def exposed(self) -> float:
@@ -110,46 +105,36 @@ class Traffic:
         return max(0.0, self.seconds - self.hidden)
 
     def beside(self, computing: float) -> "Traffic":
-        """The same, hidden by so many seconds of computing at most."""
+        """The same, hidden by at most so many seconds of computing."""
         return replace(self, hidden=min(self.seconds, computing))
 
 
 def traffic(run: Description, layers: Halves) -> list[Traffic]:
-    """Every kind of collective of a step.
-
-    layers: computing of all layers of a device and microbatch.
-    """
+    """Every kind of collective of a step. layers: computing of all layers of a device and microbatch."""
     rows = (*_tensor(run), *_experts(run), *_context(run, layers), *_pipeline(run, layers), *_loss(run))
     return [row for row in (*rows, *_data(run, layers)) if row.count]
 
 
 def memory_bytes(run: Description, row: Traffic) -> float:
-    """What its kernels read and write in memory: the whole side and a device's part, or the whole twice."""
+    """Bytes that its kernels read and write: the full side and a device's part, or the full side twice."""
     axes = row.axis.partition(" ")[0].split("+")  # a program's may be of a part of an axis
     devices = _span(run, "data").size if axes == ["data"] else prod(run.sizes[axis] for axis in axes)
     return row.bytes * (1 + 1 / devices if row.kind in ("all-gather", "reduce-scatter") else 2)
 
 
 def _span(run: Description, axis: str) -> Span:
-    """Of the groups along mesh axes; `data` takes the devices of `context` too."""
-    expert, axes = run.parallel.expert, axis.split("+")
-    if axis == "data":
+    """The span of groups along mesh axes; `data` includes the devices of `context`."""
+    if axis in ("data", "data+expert"):
+        expert = run.parallel.expert if axis == "data" else 1
         return Span.of(run.shards // expert, run.sizes["tensor"] * expert, run.per_node)
-    if axes == ["data", "expert"]:
-        return Span.of(run.shards, run.sizes["tensor"], run.per_node)
-    return Span.along(axes, run.sizes, run.per_node)
+    return Span.along(axis.split("+"), run.sizes, run.per_node)
 
 
 def _row(
-    run: Description,
-    named: tuple[str, str, str],
-    count: float,
-    size: float,
-    hidden: float = 0.0,
-    span: Span | None = None,
+    run: Description, label: tuple[str, ...], count: float, size: float, hidden: float = 0.0, span: Span | None = None
 ) -> Traffic:
-    """named: kind, axis, what; size: bytes of each; hidden: share of the seconds; span: None for all of the axis."""
-    kind, axis, what = named
+    """label: kind, axis, what; size: bytes of each; hidden: share of the seconds; span: None for all of the axis."""
+    kind, axis, what = label
     total = count * seconds(kind, size, span or _span(run, axis), run.device)
     return Traffic(kind, axis, what, count, count * size, total, hidden * total)
 
@@ -160,56 +145,57 @@ def _tensor(run: Description) -> Iterator[Traffic]:
     copied = copied_weights(run)[0] / (1 if run.parallel.data_sharding == "replicate" else run.shards)
     yield _row(run, ("all-reduce", "tensor", "gradients of copied heads, once a step"), float(copied > 0), 4 * copied)
     for tower in run.towers:
-        yield from _tensor_of(tower)
+        yield from _tower_tensor(tower)
 
 
-def _tensor_of(tower: Tower) -> Iterator[Traffic]:
-    """Of one section: around each part of each block, and of what its blocks read of the section before."""
-    run, kept, given = tower.run, tower.section.recomputing.policy(), tower.run.system.tensor_hidden
-    size, read = (tokens * tower.hidden * run.width for tokens in (tower.tokens, tower.read))
+def _tower_tensor(tower: Tower) -> Iterator[Traffic]:
+    """Collectives of one section: around each part of each block, and of inputs from the section before."""
+    run, policy, overlap = tower.run, tower.section.recomputing.policy(), tower.run.system.tensor_hidden
+    size, source = (tokens * tower.hidden * run.width for tokens in (tower.tokens, tower.source_tokens))
     passes = run.microbatches * tower.repeats
-    parts, reading = (
+    parts, readers = (
         sum(block.sharded_parts for block in tower.blocks),
         sum(block.memory_ratio > 0 for block in tower.blocks),
     )
     back = passes * tower.differentiated
-    once_more = recomputed(kept, "residual") * max(0, parts - len(tower.blocks))
-    forward = 0.0 if given is None else given
+    once_more = recomputed(policy, "residual") * max(0, parts - len(tower.blocks))
+    forward, backward = (0.0, 1.0) if overlap is None else (overlap, overlap)
 
     def row(kind: str, what: str, count: float, size: float, hidden: float = 0.0) -> Traffic:
         return _row(run, (kind, "tensor", f"{tower.prefix}{what}"), count, size, hidden)
 
-    if run.cut == 1:
-        beside = 1.0 if given is None else given
+    if run.sequence_shards == 1:
         yield row("all-reduce", "activations, forward", parts * passes, size, forward)
-        yield row("all-reduce", "gradients, backward", parts * back, size, beside)
-        yield row("all-reduce", "gradients of what is read", reading * back, read, beside)
+        yield row("all-reduce", "gradients, backward", parts * back, size, backward)
+        yield row("all-reduce", "gradients of what is read", readers * back, source, backward)
         yield row("all-reduce", "activations, again", once_more * back, size, forward)
         return
-    again = kept.parts is not None
-    # Shares that are hidden, counted in compiled programs: of all that is recomputed, of norms and activations, of
-    # nothing.
-    gathers, scatters = (1 / 4, 1 / 3) if once_more else (1 / 2, 0) if again else (0, 1 / 2)
-    counts = {"all-gather": (parts * (1 + again), gathers), "reduce-scatter": (parts + once_more, scatters)}
+    recomputes = policy.parts is not None
+    # Hidden shares in compiled programs that recompute everything, norms and activations, or nothing.
+    gathers, scatters = (1 / 4, 1 / 3) if once_more else (1 / 2, 0) if recomputes else (0, 1 / 2)
+    counts = {"all-gather": (parts * (1 + recomputes), gathers), "reduce-scatter": (parts + once_more, scatters)}
     for kind, (count, share) in counts.items():
+        share, twice = share if overlap is None else overlap, 2 if kind == "all-gather" else 1
         yield row(kind, "activations, forward", parts * passes, size, forward)
-        share = share if given is None else given
         yield row(kind, "activations and gradients, backward", count * back, size, share)
-        yield row(kind, "what is read, both ways", reading * passes * (2 if kind == "all-gather" else 1), read, forward)
+        yield row(kind, "what is read, both ways", readers * passes * twice, source, forward)
         yield row(kind, "embeddings and outputs", 2 * run.microbatches * (tower.before == 0), size)
 
 
 def _experts(run: Description) -> Iterator[Traffic]:
     """Tokens to their experts and back. Nothing is beside them: compiled programs wait at once."""
     for tower in run.towers:
-        again = tower.section.recomputing.policy().parts is not None
-        for one in (one for block in tower.blocks for one in block.experts):
-            for each in one.collectives(tower.tokens, run.spread):
-                behind = (each.backward + each.recompute * (again or one.chunks > 1)) * tower.differentiated
-                count = run.microbatches * tower.repeats * one.chunks
-                named, size = (each.kind, "+".join(each.axes)), each.elements * run.width / one.chunks
-                yield _row(run, (*named, f"{tower.prefix}experts, forward"), count * each.forward, size)
-                yield _row(run, (*named, f"{tower.prefix}experts, backward"), count * behind, size)
+        recomputes = tower.section.recomputing.policy().parts is not None
+        for experts in (experts for block in tower.blocks for experts in block.experts):
+            count = run.microbatches * tower.repeats * experts.chunks
+            for message in experts.collectives(tower.tokens, run.spread):
+                backward = (
+                    message.backward + message.recompute * (recomputes or experts.chunks > 1)
+                ) * tower.differentiated
+                size = message.elements * run.width / experts.chunks
+                for what, times in (("forward", message.forward), ("backward", backward)):
+                    label = message.kind, "+".join(message.axes), f"{tower.prefix}experts, {what}"
+                    yield _row(run, label, count * times, size)
 
 
 class Sent(NamedTuple):
@@ -220,52 +206,49 @@ class Sent(NamedTuple):
     parts: list[float]
     """Bytes of each, as a device has them; of a gather, before it."""
     beside: str = ""
-    """What the compiler runs at the same time."""
+    """Kernels that the compiler runs at the same time."""
     share: float = 1.0
     """Share of the collectives that run beside it."""
     members: int | None = None
     """Devices of a group; None: all of `context` that the strategy groups."""
 
     def size(self, devices: int) -> float:
-        """Mean bytes on the full side of one, in groups of so many devices."""
+        """Mean bytes on the full side, in groups of so many devices."""
         full = devices if self.kind in ("all-gather", "reduce-scatter") else 1
         return full * sum(self.parts) / len(self.parts)
 
 
 def sent_by_attention(tower: Tower) -> Iterator[Sent]:
-    """What the strategy of `context` sends, see megajax.kernels.context."""
+    """Collectives of the `context` strategy, see megajax.kernels.context."""
     run, parallel = tower.run, tower.run.parallel
     times = 1 + recomputed(tower.section.recomputing.policy(), "core_attention")
     queries, keys, outputs = tower.attention_bytes
-    both, sums = [keys / 2] * 2, [keys / 2 * 4 / run.width] * 2
-    apart = parallel.exchanging()
-    if apart > 1:
-        heads = [queries, *both, outputs]
+    tensors, sums = [keys / 2] * 2, [keys / 2 * 4 / run.width] * 2
+    if parallel.exchanging() > 1:
+        heads = [queries, *tensors, outputs]
         yield Sent("all-to-all", "heads, forward", heads * times)
         # Gradients of the outputs are exchanged beside matmuls.
         yield Sent("all-to-all", "heads, backward", 2 * heads, "matmuls", 1 / 4)
-    steps = parallel.context // apart - 1
+    steps = parallel.context // parallel.exchanging() - 1
     if parallel.context_strategy == "all_gather":
-        yield Sent("all-gather", "keys and values, forward", both * times)
-        yield Sent("all-gather", "keys and values, backward", both, "matmuls")
-        yield Sent("reduce-scatter", "their gradients, backward", both, "matmuls")
+        yield Sent("all-gather", "keys and values, forward", tensors * times)
+        yield Sent("all-gather", "keys and values, backward", tensors, "matmuls")
+        yield Sent("reduce-scatter", "their gradients, backward", tensors, "matmuls")
     elif steps:
         for what, parts, beside in (
-            ("keys and values, forward", both * steps * times, "forward kernels"),
-            ("both and gradients, backward", (both + sums) * steps, "backward kernels"),
-            ("last gradients, backward", both, "matmuls"),
+            ("keys and values, forward", tensors * steps * times, "forward kernels"),
+            ("both and gradients, backward", (tensors + sums) * steps, "backward kernels"),
+            ("last gradients, backward", tensors, "matmuls"),
         ):
             if parallel.pipeline == 1 or not run.system.lockstep:
                 yield Sent("collective-permute", what, parts, beside)
                 continue
-            # By gathers of two devices, two of them where the ring has more: one runs beside kernels. An odd number of
-            # devices gathers at once.
+            # Gathers of two devices, two where the ring has more: one runs beside kernels. Odd rings gather at once.
             hops = 1 if steps == 1 or steps % 2 == 0 else 2
             yield Sent("all-gather", what, parts * hops, beside, 1 / hops, 2 if steps % 2 else steps + 1)
 
 
 def _context(run: Description, layers: Halves) -> Iterator[Traffic]:
-    """What attention's strategies send."""
     parallel, apart = run.parallel, run.parallel.exchanging()
     for tower in run.towers if parallel.context > 1 else ():
         part = run.microbatches / len(run.towers)
@@ -274,16 +257,16 @@ def _context(run: Description, layers: Halves) -> Iterator[Traffic]:
             "backward kernels": layers.backward.attention_seconds * part,
             "matmuls": layers.backward.matmul_seconds * part / 2,
         }
-        for sent in sent_by_attention(tower):
-            runs = run.microbatches * (sent.what.endswith("forward") or tower.differentiated)
+        for message in sent_by_attention(tower):
+            runs = run.microbatches * (message.what.endswith("forward") or tower.differentiated)
             span = Span.of(parallel.context // apart, parallel.tensor * apart, run.per_node)
-            if sent.kind == "all-to-all":
+            if message.kind == "all-to-all":
                 span = Span.of(apart, parallel.tensor, run.per_node)
-            elif sent.members is not None and sent.members < span.size:
-                span = Span(sent.members, sent.members if span.nodes == 1 else 1)
-            named = sent.kind, "context", f"{tower.prefix}{sent.what}"
-            row = _row(run, named, len(sent.parts) * tower.repeats * runs, sent.size(span.size), span=span)
-            yield row.beside(min(rooms.get(sent.beside, 0.0), sent.share * row.seconds))
+            elif message.members is not None and message.members < span.size:
+                span = Span(message.members, message.members if span.nodes == 1 else 1)
+            label = message.kind, "context", f"{tower.prefix}{message.what}"
+            row = _row(run, label, len(message.parts) * tower.repeats * runs, message.size(span.size), span=span)
+            yield row.beside(min(rooms.get(message.beside, 0.0), message.share * row.seconds))
 
 
 def _pipeline(run: Description, layers: Halves) -> Iterator[Traffic]:
@@ -291,9 +274,9 @@ def _pipeline(run: Description, layers: Halves) -> Iterator[Traffic]:
     if stages == 1:
         return
     tower = run.towers[-1]
-    size = tower.tokens * tower.hidden * run.width / run.cut
+    size = tower.tokens * tower.hidden * run.width / run.sequence_shards
     schedule, span = run.schedule, _span(run, "pipeline")
-    permute = seconds("collective-permute", size, span, run.device)
+    permute, reduction = (seconds(kind, size, span, run.device) for kind in ("collective-permute", "all-reduce"))
     between = ("collective-permute", "pipeline", "between stages")
     if not run.system.lockstep:
         count = 2 * run.microbatches * chunks
@@ -301,42 +284,38 @@ def _pipeline(run: Description, layers: Halves) -> Iterator[Traffic]:
         hidden = permute * (count - 2 * (stages - 1))
         yield replace(_row(run, between, count, size), hidden=max(0, hidden))
         return
-    reduction = seconds("all-reduce", size, span, run.device)
-    warmup_ticks = schedule.warmup_ticks
-    both = schedule.ticks - 2 * warmup_ticks
+    warmup, steady = schedule.warmup_ticks, schedule.ticks - 2 * schedule.warmup_ticks
     # With one chunk all ticks of both kinds have a microbatch that enters and one that leaves, and reductions travel
     # while layers compute. With more, some ticks have: reductions are in branches, where nothing else runs.
     every = chunks == 1
     forward, backward = layers.forward.seconds / chunks, layers.backward.seconds / chunks
     beside_forward = min(1.0, forward / (permute + 3 * reduction * every))
     beside_backward = min(1.0, backward / (permute + reduction * every))
-    count = 2 * schedule.ticks - 2 * warmup_ticks
-    yield replace(_row(run, between, count, size), hidden=both * permute * (beside_forward + beside_backward))
+    count = 2 * schedule.ticks - 2 * warmup
+    yield replace(_row(run, between, count, size), hidden=steady * permute * (beside_forward + beside_backward))
     # Forwards alone hide the next embedding; backwards alone hide nothing.
-    hidden = reduction * (both * (3 * beside_forward + beside_backward) + warmup_ticks * min(1.0, forward / reduction))
+    hidden = reduction * (steady * (3 * beside_forward + beside_backward) + warmup * min(1.0, forward / reduction))
     what = "embeddings, outputs and their gradients, to all stages"
     yield _row(run, ("all-reduce", "pipeline", what), 4 * run.microbatches, size).beside(hidden * every)
 
 
 def _loss(run: Description) -> Iterator[Traffic]:
     """Sums over the vocabulary: small, and nothing overlaps with them."""
-    spread = run.parallel.pipeline if run.system.lockstep else 1
-    devices = spread * run.parallel.tensor
+    stages, tensor = run.parallel.pipeline if run.system.lockstep else 1, run.parallel.tensor
+    devices = stages * tensor
     if devices == 1 or run.head.replicated:
         return
     rows = min(run.scored, run.head.chunk)
     count = 2 * ceil(run.scored / rows) * run.microbatches
     # Groups reach from stage to stage: as many devices of a node as `tensor` has.
-    inside = min(run.parallel.tensor, run.per_node) if spread > 1 else min(devices, run.per_node)
-    once = seconds("all-reduce", 6 * rows, Span(devices, inside), run.device)
-    axis = "pipeline+tensor" if spread > 1 and run.parallel.tensor > 1 else "pipeline" if spread > 1 else "tensor"
-    yield Traffic("all-reduce", axis, "sums of the loss", count, count * 6 * rows, count * once, 0.0)
+    span = Span(devices, min(tensor, run.per_node))
+    axis = "+".join(["pipeline"] * (stages > 1) + ["tensor"] * (tensor > 1))
+    yield _row(run, ("all-reduce", axis, "sums of the loss"), count, 6 * rows, span=span)
 
 
 def _data(run: Description, layers: Halves) -> Iterator[Traffic]:
     if run.shards == 1:
         return
-    reduced, beside = run.reduced_width, run.system.data_hidden
     sharding = run.parallel.data_sharding
     once, trained = (
         rest if sharding == "fsdp" else stack + rest
@@ -348,22 +327,21 @@ def _data(run: Description, layers: Halves) -> Iterator[Traffic]:
             yield from _gathers(tower, before, after / 2)
     # The last (first) microbatches of an interleaved pipeline leave (enter) chunk after chunk, in groups of its stages.
     group = min(run.microbatches, run.parallel.pipeline) if run.parallel.virtual_stages > 1 else 1
-    kinds = [
-        ("all-gather", "weights", once * run.width, before),
-        ("reduce-scatter", "gradients", trained * reduced, after),
-    ]
+    reduced = trained * run.reduced_width
     if sharding == "replicate":
-        kinds = [("all-reduce", "gradients", trained * reduced, after)]
-    experts = sum(tower.held_experts for tower in run.towers) * (sharding != "fsdp")
+        kinds = [("all-reduce", "gradients", reduced, after)]
+    else:
+        kinds = [("all-gather", "weights", once * run.width, before), ("reduce-scatter", "gradients", reduced, after)]
+    experts = sum(tower.expert_matrices for tower in run.towers) * (sharding != "fsdp")
     parts = [("data", "experts' ", experts / once), ("data+expert", "", 1 - experts / once)]
     for kind, what, size, room in kinds:
         for axis, whose, share in parts if experts else [(_shared_axis(run), "", 1.0)]:
             row = _row(run, (kind, axis, f"{whose}{what}, once a step"), 1, share * size)
-            yield row.beside(room * group) if beside else row
+            yield row.beside(room * group) if run.system.data_hidden else row
 
 
 def _shared_axis(run: Description) -> str:
-    """Of weights that are no experts'."""
+    """Axes over which weights outside of experts are replicated."""
     return "data+expert" if run.parallel.expert > 1 else "data"
 
 
@@ -371,17 +349,16 @@ def _gathers(tower: Tower, before: float, after: float) -> Iterator[Traffic]:
     """FSDP of one section. before, after: seconds of the layers' forward pass, and of a half of the backward pass."""
     run = tower.run
     forward, backward = (1.0, 1.0) if run.system.data_hidden else GATHERED_BESIDE
-    experts = tower.held_experts
-    sizes = {"data": experts, _shared_axis(run): tower.held - experts}
-    for kind, what, width, share, room in (
-        ("all-gather", "weights, forward", run.width, forward, before),
-        ("all-gather", "weights, backward", run.width, backward, after),
-        ("reduce-scatter", "gradients", run.reduced_width, 1.0, after),
+    experts = tower.expert_matrices
+    sizes = {"data": experts, _shared_axis(run): tower.matrices - experts}
+    for kind, what, width, share, room, needed in (
+        ("all-gather", "weights, forward", run.width, forward, before, True),
+        ("all-gather", "weights, backward", run.width, backward, after, tower.differentiated),
+        ("reduce-scatter", "gradients", run.reduced_width, 1.0, after, tower.trained() > 0),
     ):
-        needed = {"weights, backward": tower.differentiated, "gradients": tower.trained() > 0}
         for axis, size in sizes.items():
-            count = run.microbatches * tower.repeats * needed.get(what, True) * (size > 0)
-            named = kind, axis, f"{tower.prefix}a layer's {what}"
-            row = _row(run, named, count, size * width / tower.repeats)
-            part = room * run.microbatches / len(run.towers) * size / tower.held
+            count = run.microbatches * tower.repeats * needed * (size > 0)
+            label = kind, axis, f"{tower.prefix}a layer's {what}"
+            row = _row(run, label, count, size * width / tower.repeats)
+            part = room * run.microbatches / len(run.towers) * size / tower.matrices
             yield row.beside(share * min(row.seconds, part))

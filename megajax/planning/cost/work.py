@@ -1,4 +1,4 @@
-"""What one device computes and holds: seconds of kernels, bytes through memory, peak memory.
+"""Work and memory of one device: seconds of kernels, bytes through memory, peak memory.
 
 Kernels read each operand once and write each result once. The numbers of passes over activations are counted in
 compiled programs of GPT-3 175B and of Llama-3 8B, 70B and 405B; benchmarks/traffic.py compares the sums with those
@@ -7,13 +7,12 @@ programs. Bytes come in the classes of `plan --audit`; collectives are in megaja
 T tokens of a microbatch on a device of `context`, D hidden, F ffn. Times are of one microbatch.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import ceil
 from typing import NamedTuple
 
-from megajax.layers.expert_facts import ExpertFacts
 from megajax.layers.facts import BlockFacts, Matmul
 from megajax.layers.remat import NAMES, Part, SavePolicy
 from megajax.models.memory import saved_bytes
@@ -37,32 +36,32 @@ LIGHT: tuple[Part, ...] = ("norm", "activation", "residual", "mlp")
 ROW_BUFFERS = 3
 """Arrays of as many rows and their width that exist at once in a layer's backward pass."""
 CAST_BYTES = 4
-"""Of casting one element to fp8: read in bfloat16, written twice, as it is and transposed."""
+"""Bytes of casting one element to fp8: read in bfloat16, written twice, as it is and transposed."""
 SCORE_BYTES = 24
-"""Of one attention score, forward and backward, where scores are kept: softmax, mask and gradients."""
+"""Bytes of one attention score, forward and backward, where scores are kept: softmax, mask and gradients."""
 LOGIT_BYTES = 14
-"""Of one logit, beside the matmuls, where the loss works in chunks: read in float32 for maximum, sum and gradient,
+"""Bytes of one logit, beside the matmuls, in a loss by chunks: read in float32 for maximum, sum and gradient,
 which is written in bfloat16."""
 UNFUSED_LOGIT_BYTES = 36
 """The same with a loss of separate steps, each of which reads and writes all logits in float32."""
 EMBEDDING_PASSES = 6
-"""Of T x D, by looking up embeddings and accumulating their gradients, once a microbatch."""
+"""Passes over T x D by looking up embeddings and accumulating their gradients, once a microbatch."""
 ENTRY_PASSES = 12
 """The same of what is cut along the sequence: the last norm, the loss's input and its gradient."""
 TICK_PASSES = {"elementwise": 9, "copies": 10}
-"""Of T x D along the sequence, by what goes between stages: selected, kept, sent; once a tick."""
+"""Passes over T x D along the sequence by tensors between stages: selected, kept, sent; once a tick."""
 ALIGNED = 8
 """cuBLAS wants matrices with multiples of so many columns; others are padded by copies."""
 
 
 @dataclass(slots=True)
 class Work:
-    """Of one device: seconds by what bounds them, bytes through memory by class of kernel."""
+    """Seconds of one device by bound, and bytes through memory by class of kernel."""
 
     matmul_seconds: float = 0.0
     attention_seconds: float = 0.0
     stream_seconds: float = 0.0
-    """Of memory-bound kernels."""
+    """Memory-bound kernels."""
     copies: float = 0.0
     elementwise: float = 0.0
     matmul: float = 0.0
@@ -94,7 +93,7 @@ class Halves(NamedTuple):
     backward: Work
 
     def plus(self, other: "Halves", times: float = 1.0) -> "Halves":
-        return Halves(self.forward.plus(other.forward, times), self.backward.plus(other.backward, times))
+        return Halves(*(work.plus(added, times) for work, added in zip(self, other, strict=True)))
 
 
 def memory_rate(run: Description) -> float:
@@ -102,9 +101,9 @@ def memory_rate(run: Description) -> float:
     return run.device.bandwidth * run.device.stream
 
 
-def recomputed(kept: SavePolicy, part: Part | None) -> bool:
+def recomputed(policy: SavePolicy, part: Part | None) -> bool:
     """Whether the backward pass recomputes a named tensor."""
-    return kept.parts is not None and part in NAMES and part not in kept.parts
+    return policy.parts is not None and part in NAMES and part not in policy.parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +114,7 @@ class Product:
     contracted: float
     columns: float
     bytes: float
-    """Of all experts."""
+    """Bytes of all experts."""
     backward: bool = False
     experts: int = 1
 
@@ -127,7 +126,7 @@ class Product:
 
 
 def products(
-    run: Description, matmuls: Sequence[Matmul], all_tokens: int, kept: SavePolicy, *, trained: bool = True
+    run: Description, matmuls: Sequence[Matmul], all_tokens: int, policy: SavePolicy, *, trained: bool = True
 ) -> Iterator[Product]:
     """Forward and backward pass of matmuls of so many tokens; those that are recomputed are in both."""
     width, tensor = run.width, run.parallel.tensor
@@ -140,53 +139,55 @@ def products(
         rows = tokens / experts
         forward = (tokens * (ahead * inner + outer) + weights) * width
         yield Product(rows, inner, outer, forward, False, experts)
-        if recomputed(kept, matmul.result):
+        if recomputed(policy, matmul.result):
             yield Product(rows, inner, outer, forward, True, experts)
         # Results of further weights are added to the first one's: read once more.
-        given = (tokens * (outer + (2 * behind - 1) * inner) + weights) * width
-        yield Product(rows, outer, inner, given, True, experts)
-        made = tokens * (behind * inner + outer) * width + weights * accumulated
+        input_gradient = (tokens * (outer + (2 * behind - 1) * inner) + weights) * width
+        yield Product(rows, outer, inner, input_gradient, True, experts)
+        weight_gradient = tokens * (behind * inner + outer) * width + weights * accumulated
         if trained:
-            yield Product(inner, rows, outer, made, True, experts)
+            yield Product(inner, rows, outer, weight_gradient, True, experts)
 
 
-def matmul_work(
-    run: Description, matmuls: Sequence[Matmul], tokens: int, kept: SavePolicy, *, trained: bool = True
-) -> Halves:
-    """Of `products`."""
+def matmul_work(run: Description, matmuls: Iterable[Product]) -> Halves:
+    """Work of `products`."""
     halves = Halves(Work(), Work())
-    for one in products(run, matmuls, tokens, kept, trained=trained):
-        half = halves[one.backward]
-        half.matmul += one.bytes
-        half.matmul_seconds += one.seconds(run)
+    for matmul in matmuls:
+        half = halves[matmul.backward]
+        half.matmul += matmul.bytes
+        half.matmul_seconds += matmul.seconds(run)
     return halves
 
 
-def block_work(tower: Tower, block: BlockFacts, kept: SavePolicy) -> Halves:
-    """Of a block that saves these tensors for its backward pass, without collectives."""
+def block_work(tower: Tower, block: BlockFacts, policy: SavePolicy) -> Halves:
+    """Work of a block that saves these tensors for its backward pass, without collectives."""
     run, trained = tower.run, tower.trained(adapters=False) > 0
-    halves = forward, backward = matmul_work(run, block.matmuls, tower.tokens, kept, trained=trained)
+    halves = forward, backward = matmul_work(run, products(run, block.matmuls, tower.tokens, policy, trained=trained))
     tensor, bytes_per_element = run.parallel.tensor, tower.tokens * run.width
-    _attention(tower, block, kept, halves)
+    _attention(tower, block, policy, halves)
     hidden = bytes_per_element * tower.hidden
     heads, core = (
         bytes_per_element * block.elements(part).local(tensor) for part in ("query_key_value", "core_attention")
     )
     inner = sum(passes * block.elements(part).local(tensor) for part, passes in PASSES.items())
-    passes = RESIDUAL_PASSES * block.parts / 2 * hidden / run.cut + bytes_per_element * inner
-    again = sum(recomputed(kept, part) for part in LIGHT) / len(LIGHT)
+    passes = RESIDUAL_PASSES * block.parts / 2 * hidden / run.sequence_shards + bytes_per_element * inner
+    repeat = sum(recomputed(policy, part) for part in LIGHT) / len(LIGHT)
     forward.elementwise += passes / 3
-    backward.elementwise += (2 + again) * passes / 3
+    backward.elementwise += (2 + repeat) * passes / 3
     if run.system.xla:
         # XLA joins the matmuls of queries, keys and values itself, by copies of the weights and of their gradients.
         forward.copies += 2 * run.width * sum(matmul.local_size(tensor) for matmul in block.matmuls if matmul.joined)
         backward.copies += 2 * heads
         backward.elementwise += JOINING_PASSES * hidden
-        # What is saved goes into a stacked array, and what attention reads comes out of it; matmuls read it there.
-        forward.copies += 2 * block.saved_bytes(kept, tower.share) * tower.differentiated
+        # Saved tensors go into a stacked array; attention reads copies of them, matmuls read them in place.
+        forward.copies += 2 * block.saved_bytes(policy, tower.share) * tower.differentiated
         backward.copies += 2 * (heads + core)
-    if trained:
-        _accumulate(run, block.local_size(tensor), backward)
+    gradient, weights = BYTES[run.gradients], block.local_size(tensor) * trained
+    # The layer's gradients are added to those of the microbatches before.
+    if run.parallel.data_sharding == "fsdp":
+        backward.elementwise += weights / run.shards * (run.reduced_width + 2 * gradient)
+    elif not run.in_place:
+        backward.copies += 4 * gradient * weights + 4 * run.width * weights
     _experts(tower, block, halves)
     if run.compute == "fp8":
         for matmul in block.matmuls:
@@ -198,54 +199,45 @@ def block_work(tower: Tower, block: BlockFacts, kept: SavePolicy) -> Halves:
     return Halves(forward.streamed(run), backward.streamed(run) if tower.differentiated else Work())
 
 
-def _attention(tower: Tower, block: BlockFacts, kept: SavePolicy, halves: Halves) -> None:
+def _attention(tower: Tower, block: BlockFacts, policy: SavePolicy, halves: Halves) -> None:
     """The kernels between a mixer's matmuls."""
     run, (forward, backward) = tower.run, halves
     device, tensor = run.device, run.parallel.tensor
     for mixer in block.mixers:
-        each = 2.0 * tower.tokens / tensor
+        queries = 2.0 * tower.tokens / tensor
         once = tower.tokens * run.width * sum(elements.local(tensor) for elements in mixer.tensors)
         if mixer.fused:
-            again = recomputed(kept, "core_attention")
-            seconds = each * mixer.work.unmasked / (device.peak * device.attention_forward)
-            behind = ATTENTION_BACKWARD * each * mixer.work.unmasked / (device.peak * device.attention_backward)
+            repeat = recomputed(policy, "core_attention")
+            seconds = queries * mixer.work.unmasked / (device.peak * device.attention_forward)
+            behind = ATTENTION_BACKWARD * queries * mixer.work.unmasked / (device.peak * device.attention_backward)
         else:
-            again = kept.parts is not None  # scores have no name: only recompute=none saves them
+            repeat = policy.parts is not None  # scores have no name: only recompute=none saves them
             scores = tower.tokens * mixer.work.scores / tensor * SCORE_BYTES * run.width / 2
-            seconds = each * mixer.work.multiply_adds / device.matmul_rate(run.dtype) + scores / 3 / memory_rate(run)
+            seconds = queries * mixer.work.multiply_adds / device.matmul_rate(run.dtype) + scores / 3 / memory_rate(run)
             behind, once = 2 * seconds, once + scores / 3
         forward.attention_seconds += seconds
-        backward.attention_seconds += behind + again * seconds
+        backward.attention_seconds += behind + repeat * seconds
         forward.attention += once
-        backward.attention += (2 + again) * once
+        backward.attention += (2 + repeat) * once
 
 
 def _experts(tower: Tower, block: BlockFacts, halves: Halves) -> None:
-    """Rows of experts, made of tokens and added up to tokens; kernels skip rows that are not there, copies do not."""
+    """Dispatch of tokens to rows of experts, and their sum; kernels skip unused rows, copies do not."""
     run, (forward, backward) = tower.run, halves
-    for one in block.experts:
-        rows, mean = (run.width * count(tower.tokens, run.spread) for count in (one.rows, one.mean_rows))
-        inner = sum(PASSES.get(part, 0) * elements for part, elements in one.tensors.items())
-        again = rows * inner * (one.chunks > 1)  # those of one chunk are among the block's tensors
+    for experts in block.experts:
+        rows, mean = (run.width * count(tower.tokens, run.spread) for count in (experts.rows, experts.mean_rows))
+        inner = sum(PASSES.get(part, 0) * elements for part, elements in experts.tensors.items())
+        inner_bytes = rows * inner * (experts.chunks > 1)  # those of one chunk are among the block's tensors
         # Tokens become rows, in the backward pass again, as do gradients; rows become tokens, and inputs' gradients.
-        copied = (rows + 2 * mean) * one.width
+        copied = (rows + 2 * mean) * experts.width
         forward.copies += copied
         backward.copies += 2 * copied
-        forward.elementwise += again / 3
-        backward.elementwise += again + 3 * rows * one.width
-
-
-def _accumulate(run: Description, weights: float, backward: Work) -> None:
-    """Add a layer's gradients to those of the microbatches before, and take weights out of their stack."""
-    gradient = BYTES[run.gradients]
-    if run.parallel.data_sharding == "fsdp":
-        backward.elementwise += weights / run.shards * (run.reduced_width + 2 * gradient)
-    elif not run.in_place:
-        backward.copies += 4 * gradient * weights + 4 * run.width * weights
+        forward.elementwise += inner_bytes / 3
+        backward.elementwise += inner_bytes + 3 * rows * experts.width
 
 
 def table_work(run: Description) -> Halves:
-    """Of the loss of one microbatch on one of the devices that compute it, and of looking up embeddings."""
+    """Work of the loss of one microbatch on one of the devices that compute it, and of looking up embeddings."""
     head, width, device, last = run.head, run.width, run.device, run.towers[-1]
     stages = run.parallel.pipeline if run.system.lockstep else 1
     columns, scored = run.columns * (1 if head.replicated else run.parallel.pipeline / stages), run.scored
@@ -260,7 +252,9 @@ def table_work(run: Description) -> Halves:
     streamed = times * (LOGIT_BYTES if run.system.fused_loss else UNFUSED_LOGIT_BYTES) * logits
     for tower in (tower for tower in run.towers if tower.before == 0):
         row = tower.tokens * tower.hidden
-        streamed += width * row * (EMBEDDING_PASSES + ENTRY_PASSES / run.cut) + 12 * row * tower.section.adds_positions
+        streamed += width * row * (EMBEDDING_PASSES + ENTRY_PASSES / run.sequence_shards) + (
+            12 * row * tower.section.adds_positions
+        )
     forward.elementwise += streamed / 3
     tables = run.held_tables("vocab") * run.parallel.pipeline / stages
     # Zeros for a microbatch's gradients of the tables, added to those before.
@@ -274,22 +268,20 @@ def table_work(run: Description) -> Halves:
 
 
 def tick_work(run: Description) -> Work:
-    """Of a tick of a pipeline in lockstep, beside layers and loss; nothing without one."""
+    """Work of a tick of a pipeline in lockstep, beside layers and loss; nothing without a pipeline."""
     if run.parallel.pipeline == 1 or not run.system.lockstep:
         return Work()
     tower = run.towers[-1]
-    row = tower.tokens * tower.hidden / run.cut * run.width
+    row = tower.tokens * tower.hidden / run.sequence_shards * run.width
     return Work(**{name: passes * row for name, passes in TICK_PASSES.items()}).streamed(run)
 
 
 def head_work(run: Description) -> Halves:
-    """Of loss and ways in of one microbatch, and of the heads that predict further ahead."""
+    """Work of the loss and the inputs of one microbatch, and of multi-token prediction."""
     head, last = table_work(run), run.towers[-1]
-    for matmuls, tokens in [
-        (run.head.matmuls, run.scored),
-        *((each.section.matmuls, each.tokens) for each in run.towers if each.before == 0),
-    ]:
-        head = head.plus(matmul_work(run, matmuls, tokens, SavePolicy(parts=None)))
+    entries = [(tower.section.matmuls, tower.tokens) for tower in run.towers if tower.before == 0]
+    for matmuls, tokens in [(run.head.matmuls, run.scored), *entries]:
+        head = head.plus(matmul_work(run, products(run, matmuls, tokens, SavePolicy(parts=None))))
     for block in run.predicting_blocks:
         merging = Product(last.tokens, 2 * last.hidden, last.hidden / run.parallel.tensor, 0.0).seconds(run)
         head = head.plus(block_work(last, block, last.section.recomputing.policy()))
@@ -298,7 +290,7 @@ def head_work(run: Description) -> Halves:
 
 
 def layers_work(run: Description) -> Halves:
-    """Of all layers of one device and one microbatch."""
+    """Work of all layers of one device and one microbatch."""
     total = Halves(Work(), Work())
     for tower in run.towers:
         for block, (policy, repeats) in product(tower.blocks, tower.policies):
@@ -306,9 +298,8 @@ def layers_work(run: Description) -> Halves:
     return total
 
 
-def once_work(run: Description, held: float, weights: float) -> Work:
-    """Bytes of the optimizer and of what a step begins with. held: weights in use on a device; weights: those it
-    updates."""
+def once_work(run: Description, weights_in_use: float, weights: float) -> Work:
+    """Bytes of the optimizer and of the start of a step. weights: those that it updates."""
     ring = run.schedule.slots * sum(
         tower.rows * block.saved_bytes(tower.section.recomputing.policy(), tower.share)
         for tower in run.towers
@@ -317,15 +308,10 @@ def once_work(run: Description, held: float, weights: float) -> Work:
     )
     gradient = BYTES[run.gradients]
     # Zeros, and the transpose before what is reduced over devices is cut.
-    turned = 2 * gradient * held * (run.shards > 1)
-    copies = gradient * held + (ring + turned) * run.system.xla
-    return Work(copies=copies, elementwise=optimizer_bytes(run, weights))
-
-
-def optimizer_bytes(run: Description, weights: float) -> float:
-    """Of so many weights: gradient read twice, for the norm and the update; weights and moments read and written; a
-    copy in compute dtype made."""
-    return weights * (8 + 8 + 2 * run.moment_bytes + run.width)
+    turned = 2 * gradient * weights_in_use * (run.shards > 1)
+    copies = gradient * weights_in_use + (ring + turned) * run.system.xla
+    # Gradients are read twice, for the norm and the update; weights and moments read and written; a copy is made.
+    return Work(copies=copies, elementwise=weights * (8 + 8 + 2 * run.moment_bytes + run.width))
 
 
 def step_work(run: Description, layers: Halves, head: Halves, once: Work) -> Work:
@@ -339,9 +325,6 @@ def step_work(run: Description, layers: Halves, head: Halves, once: Work) -> Wor
     total = once.plus(layers.forward, ticks).plus(layers.backward, run.microbatches)
     total = total.plus(head.forward, run.microbatches).plus(head.backward, run.microbatches)
     return total.plus(tick_work(run), schedule.ticks)
-
-
-# Memory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -359,9 +342,9 @@ class Footprint:
     activations: float
     """Saved for the backward pass: of a microbatch, or in the ring of a pipeline."""
     working: float
-    """What a layer or the loss uses while it runs, and what travels between stages."""
+    """Temporaries of a layer or of the loss, and tensors sent between stages."""
     updated: float
-    """Weights that it updates."""
+    """Number of trained weights at rest."""
 
     @property
     def peak(self) -> float:
@@ -381,39 +364,35 @@ def held_weights(run: Description, *, trained: bool = False) -> tuple[float, flo
     ahead = sum(block.local_size(tensor) + 2 * hidden**2 / tensor for block in run.predicting_blocks)
     shares = [(tower, tower.trained() if trained else 1.0) for tower in run.towers]
     rest = sum(share * tower.vectors for tower, share in shares) + ahead + run.held_tables(trained=trained)
-    return sum(share * tower.held for tower, share in shares), rest
+    return sum(share * tower.matrices for tower, share in shares), rest
 
 
 def footprint(run: Description) -> Footprint:
-    """Memory of the most loaded device; with OURS as the system all are loaded alike.
-
-    By formulas that follow the program: its accumulators, its ring, its recomputation. docs/planning.md compares them
-    with compiled plans.
-    """
+    """Memory of the most loaded device; with OURS as the system all are loaded alike."""
     parallel = run.parallel
     (stack, rest), (stack_trained, rest_trained) = held_weights(run), held_weights(run, trained=True)
-    held, trained = stack + rest, stack_trained + rest_trained
-    spread = 1 if parallel.data_sharding == "replicate" else run.shards
+    total, trained = stack + rest, stack_trained + rest_trained
+    shards = 1 if parallel.data_sharding == "replicate" else run.shards
     # The devices of `expert` share no expert: as much more of these is at rest on each.
-    more = (parallel.expert - 1) * (spread > 1)
-    experts = more * sum(tower.held_experts for tower in run.towers)
-    experts_trained = more * sum(tower.trained() * tower.held_experts for tower in run.towers)
+    more = (parallel.expert - 1) * (shards > 1)
+    experts = more * sum(tower.expert_matrices for tower in run.towers)
+    experts_trained = more * sum(tower.trained() * tower.expert_matrices for tower in run.towers)
     # FSDP holds the stack's matrices in shards; what is outside of the stack is gathered once a step.
     if parallel.data_sharding == "fsdp":
-        stack, stack_trained = (stack + experts) / spread, (stack_trained + experts_trained) / spread
+        stack, stack_trained = (stack + experts) / shards, (stack_trained + experts_trained) / shards
     within, gradients = stack + rest, stack_trained + rest_trained
     saved = (
-        each.layers * each.device
+        saved_tensor.layers * saved_tensor.device
         for tower in run.towers
         if tower.differentiated
-        for each in saved_bytes(tower.section.recomputing, tower.blocks, tower.share, tower.rows)
+        for saved_tensor in saved_bytes(tower.section.recomputing, tower.blocks, tower.share, tower.rows)
     )
     all_heads, own_heads = copied_weights(run)
     blocks = [(t.repeats, block) for t in run.towers for block in t.blocks] + [(1, b) for b in run.predicting_blocks]
-    whole = sum(times * block.unsharded.local(parallel.tensor) for times, block in blocks)
-    at_rest = (held + experts + all_heads - own_heads - whole) / spread + whole
-    updated = at_rest * (trained + experts_trained) / (held + experts)
-    copies = 0.0 if run.compute == "float32" and spread == 1 else within * run.width
+    replicated = sum(times * block.unsharded.local(parallel.tensor) for times, block in blocks)
+    at_rest = (total + experts + all_heads - own_heads - replicated) / shards + replicated
+    updated = at_rest * (trained + experts_trained) / (total + experts)
+    copies = 0.0 if run.compute == "float32" and shards == 1 else within * run.width
     return Footprint(
         parameters=4 * at_rest,
         optimizer=(1 - run.offload) * run.moment_bytes * updated,
@@ -426,11 +405,10 @@ def footprint(run: Description) -> Footprint:
 
 
 def _working(run: Description) -> float:
-    parallel, hidden = run.parallel, run.towers[-1].hidden
-    pipelined = parallel.pipeline > 1
+    parallel, hidden, pipelined = run.parallel, run.towers[-1].hidden, run.parallel.pipeline > 1
     # A layer's backward pass: what is recomputed, gradients, and whole rows of the residual stream.
     layer = max(
-        tower.tokens * run.width * (3 * tower.hidden / run.cut + 2 * tower.hidden + _largest_layer(tower))
+        tower.tokens * run.width * (3 * tower.hidden / run.sequence_shards + 2 * tower.hidden + _largest_layer(tower))
         for tower in run.towers
     )
     if parallel.context > 1 and parallel.context_strategy == "all_gather":
@@ -441,44 +419,40 @@ def _working(run: Description) -> float:
     loss = 12 * scores + 4 * run.columns * hidden * pipelined
     # Without one, gradients of the vocabulary's tables are held through a microbatch's layers.
     tables = 0.0 if pipelined else 4 * run.held_tables("vocab", trained=True)
-    # What a section reads of the one before, and its gradient, which all layers add to in float32.
-    moved = max(tower.read * tower.hidden for tower in run.towers) / run.cut * (run.width + 4)
-    # Between stages, and a row's gradients before they are accumulated; under FSDP weights of two layers, gradients of
-    # one.
-    row = max(tower.held / tower.repeats for tower in run.towers)
+    # Inputs from the section before, and their gradient, which all layers add to in float32.
+    moved = max(tower.source_tokens * tower.hidden for tower in run.towers) / run.sequence_shards * (run.width + 4)
+    # Between stages, and a row's gradients before they are accumulated; under FSDP weights of 2 layers, gradients of 1.
+    row = max(tower.matrices / tower.repeats for tower in run.towers)
     if run.parallel.data_sharding == "fsdp":
         moved += row * (2 * run.width + run.reduced_width)
     if pipelined:
-        moved += (10 * run.towers[-1].tokens * hidden / run.cut + row) * run.width
+        moved += (10 * run.towers[-1].tokens * hidden / run.sequence_shards + row) * run.width
     return max(layer, loss) + tables + moved
 
 
 def _largest_layer(tower: Tower) -> float:
     """Elements for each token that the backward pass of the pattern's largest layer recomputes and differentiates."""
-    kept, tensor, largest = tower.section.recomputing.policy(), tower.run.parallel.tensor, 0.0
+    policy, tensor, spread = tower.section.recomputing.policy(), tower.run.parallel.tensor, tower.run.spread
+    largest = 0.0
     for block in tower.blocks:
         divided = {part: elements.divided for part, elements in block.tensors.items()}
-        again = sum(count for part, count in divided.items() if kept.parts is not None and part not in kept.parts)
+        again = sum(count for part, count in divided.items() if policy.parts is not None and part not in policy.parts)
         copied = sum(elements.surplus(tensor) for elements in block.tensors.values())
-        copied += sum(_row_elements(tower, one) for one in block.experts)
-        largest = max(largest, (sum(divided.values()) + again * kept.layers_per_checkpoint) / tensor + copied)
+        for experts in block.experts:
+            # Buffers of rows: inputs, outputs and their gradients, of one chunk.
+            inner = 2 * sum(experts.tensors.values()) * (experts.chunks > 1)
+            gathered = 2 * spread.expert * experts.width * (experts.way_on(spread.devices) == "gather") / experts.chunks
+            copied += experts.rows(1, spread) * (ROW_BUFFERS * experts.width + inner) / experts.chunks + gathered
+        largest = max(largest, (sum(divided.values()) + again * policy.layers_per_checkpoint) / tensor + copied)
     return largest
 
 
-def _row_elements(tower: Tower, one: ExpertFacts) -> float:
-    """Elements for each token of buffers of rows: inputs, outputs and their gradients, of one chunk."""
-    spread = tower.run.spread
-    inner = 2 * sum(one.tensors.values()) * (one.chunks > 1)
-    everywhere = spread.expert * one.width * (one.way_on(spread.devices) == "gather") / one.chunks
-    return one.rows(1, spread) * (ROW_BUFFERS * one.width + inner) / one.chunks + 2 * everywhere
-
-
 def copied_weights(run: Description) -> tuple[float, float]:
-    """Weights of key-value heads fewer than the devices of `tensor`: all that a device has at rest, and those copies
-    that it holds during the step."""
+    """Weights of key-value heads fewer than the devices of `tensor`: at rest on a device, and in use."""
     tensor = run.parallel.tensor
-    matmuls = [(tower.repeats, one) for tower in run.towers for block in tower.blocks for one in block.matmuls]
+    matmuls = [(tower.repeats, matmul) for tower in run.towers for block in tower.blocks for matmul in block.matmuls]
     rest, used = (
-        sum(times * measure(one, tensor) for times, one in matmuls) for measure in (Matmul.undivided, Matmul.copies)
+        sum(times * measure(matmul, tensor) for times, matmul in matmuls)
+        for measure in (Matmul.undivided, Matmul.copies)
     )
     return rest, used

@@ -10,6 +10,7 @@ named in benchmarks/planner_accuracy.py. benchmarks/calibrate.py measures them o
 `read_device` reads its file.
 """
 
+import contextlib
 import os
 import re
 from dataclasses import dataclass, fields
@@ -45,19 +46,19 @@ class Device:
 
     name: str
     memory_gib: float
-    """Of the data sheet."""
+    """Memory by the data sheet."""
     bandwidth: float
-    """Of its memory."""
+    """Bandwidth of device memory."""
     peak: float
-    """Of dense bfloat16 or float16 matmuls."""
+    """Rate of dense bfloat16 or float16 matmuls."""
     nvlink: float
     """To other devices of the node, one direction."""
     network: float
     """To other nodes, one direction, each device's share."""
     peak_fp8: float | None = None
-    """Of dense fp8 matmuls; None where there are none."""
+    """Rate of dense fp8 matmuls; None: not supported."""
     peak_float32: float | None = None
-    """Of float32 matmuls without TF32; None: a thirtieth of `peak`."""
+    """Rate of float32 matmuls without TF32; None: a thirtieth of `peak`."""
     per_node: int = 8
     """Devices that NVLink connects, unless said otherwise."""
     matmul: float = 0.75
@@ -69,7 +70,7 @@ class Device:
     attention_forward: float = 0.60
     """Share of `peak` that a fused causal attention reaches, operations on masked scores not counted."""
     attention_backward: float = 0.50
-    """The same backward, where five matmuls stand against two forward."""
+    """The same for the backward pass, which has five matmuls where the forward pass has two."""
     stream: float = 0.80
     """Share of `bandwidth` that norms, activations and the optimizer reach."""
     nvlink_share: float = 0.75
@@ -91,7 +92,7 @@ class Device:
 
     @property
     def usable_gib(self) -> float:
-        """What a program's arrays may use: less CONTEXT_GIB, NCCL_GIB and LOST_SHARE."""
+        """Memory for a program's arrays: less CONTEXT_GIB, NCCL_GIB and LOST_SHARE."""
         return self.memory_gib * (1 - LOST_SHARE) - CONTEXT_GIB - NCCL_GIB
 
     def peak_of(self, compute: str) -> float:
@@ -99,14 +100,9 @@ class Device:
 
         Raises UserError where it has no such matmuls.
         """
-        match compute:
-            case "fp8":
-                if self.peak_fp8 is None:
-                    raise UserError(f"{self.name} has no fp8 matmuls.\nPlan for bfloat16, or for another device.")
-                return self.peak_fp8
-            case "float32":
-                return self.peak_float32 or self.peak / 30
-        return self.peak
+        if compute == "fp8" and self.peak_fp8 is None:
+            raise UserError(f"{self.name} has no fp8 matmuls.\nPlan for bfloat16, or for another device.")
+        return {"fp8": self.peak_fp8, "float32": self.peak_float32 or self.peak / 30}.get(compute) or self.peak
 
     def matmul_rate(self, compute: str) -> float:
         """Operations per second of large matmuls."""
@@ -115,9 +111,8 @@ class Device:
     def matmul_share(self, *sizes: float) -> float:
         """Rate of a matmul of these sizes (rows, contracted, columns) over that of a large one.
 
-        The product of n / (n + matmul_half) over the dimensions: tiles that are not full, and pipelines that fill and
-        drain, cost the same whatever the size. Alike for the forward and both backward matmuls, which turn the same
-        three numbers around.
+        n / (n + matmul_half) for each dimension: partial tiles, and pipelines that fill and drain, cost the same
+        whatever the size.
         """
         return prod(size / (size + self.matmul_half) for size in sizes)
 
@@ -238,12 +233,7 @@ GPUS = {
 OTHER_NAMES = {"a100": "a100-80gb"}
 
 REQUIRED = ("name", "memory_gib", "bandwidth", "peak", "nvlink", "network")
-OTHERS = f"any other one: --formula --device-file=FILE, YAML with {', '.join(REQUIRED)}"
-HOW = (
-    f"give a YAML file with {', '.join(REQUIRED)}, in GiB, bytes/s and operations/s (docs/planning.md has one),\n"
-    f"and, if known: {', '.join(field.name for field in fields(Device) if field.name not in REQUIRED)}"
-)
-"""How to plan for a device that is not known."""
+"""Keys of a YAML file that describes a device, in GiB, bytes/s and operations/s."""
 
 
 def read_device(path: Path, base: Device | None = None) -> Device:
@@ -252,18 +242,19 @@ def read_device(path: Path, base: Device | None = None) -> Device:
     Raises UserError with everything that is missing or wrong, and for constants of another device than `base`.
     """
     try:
-        given: Any = parse(path, str(path))
+        tree: Any = parse(path, str(path))
     except OSError as error:
         raise UserError(f"{path} can't be read: {error.strerror}") from error
-    given = given.get("figures", given).get("constants", given)  # of a calibration
-    if base is not None and (measured := given.get("name", base.name)) != base.name:
+    tree = tree.get("figures", tree).get("constants", tree)  # of a calibration
+    if base is not None and (name := tree.get("name", base.name)) != base.name:
         raise UserError(
-            f"{path} was measured on {measured}, the plan is for {base.name}.\n"
-            f"Plan for {measured}, or give a file measured on {base.name}."
+            f"{path} was measured on {name}, the plan is for {base.name}.\n"
+            f"Plan for {name}, or give a file measured on {base.name}."
         )
-    device, problems = assemble(type(base) if base else Device, base, given)
+    device, problems = assemble(type(base) if base else Device, base, tree)
     if problems:
-        raise UserError(f"{ConfigError(problems, str(path))}\nTo plan for a device, {HOW}")
+        keys = f"A device needs {', '.join(REQUIRED)}, in GiB, bytes/s and operations/s: see docs/planning.md"
+        raise UserError(f"{ConfigError(problems, str(path))}\n{keys}")
     return device
 
 
@@ -295,24 +286,26 @@ def read_cluster(
 
     per_node: None for the GPU's default; described: a further device.
     """
-    known = GPUS | ({} if described is None else {described.name.lower(): described})
-    names = ", ".join([*OTHER_NAMES, *known])
+    gpus = GPUS | ({} if described is None else {described.name.lower(): described})
+    names = ", ".join([*OTHER_NAMES, *gpus])
 
-    def problem(what: str, hint: str = "", flag: str = "--devices") -> tuple[None, list[Problem]]:
-        return None, [Problem(flag, what, hint)]
+    def problem(message: str, hint: str = "", flag: str = "--devices") -> tuple[None, list[Problem]]:
+        return None, [Problem(flag, message, hint)]
 
     if text is None:
         return problem("must be given", f"GPU:N, e.g. h100:128; known: {names}")
     if per_node is not None and per_node < 1:
         return problem(f"must be at least 1, got {per_node}", flag="--gpus-per-node")
-    written, colon, count = text.partition(":")
-    name = OTHER_NAMES.get(written.lower(), written.lower())
-    if name not in known:
-        near = did_you_mean(name, known)
-        return problem(f"unknown device {written!r}", f"{near + '; ' if near else ''}known: {names}; {OTHERS}")
+    device_name, colon, count = text.partition(":")
+    name = OTHER_NAMES.get(device_name.lower(), device_name.lower())
+    if name not in gpus:
+        suggestion = did_you_mean(name, gpus)
+        hint = f"any other one: --formula --device-file=FILE, YAML with {', '.join(REQUIRED)}"
+        hints = [suggestion] * bool(suggestion) + [f"known: {names}", hint]
+        return problem(f"unknown device {device_name!r}", "; ".join(hints))
     if colon and not re.fullmatch(r"[1-9]\d{0,5}", count):
         return problem(f"expected GPU:N with N from 1 to 999999, got {text!r}")
-    per_node = per_node or known[name].per_node
+    per_node = per_node or gpus[name].per_node
     devices = int(count) if colon else per_node
     if devices > MOST_DEVICES:
         return problem(
@@ -323,27 +316,24 @@ def read_cluster(
         below = devices // per_node * per_node
         hint = f"give {below} or {below + per_node}, or another --gpus-per-node"
         return problem(f"{devices} GPUs don't fill nodes of {per_node}", hint)
-    return Cluster(known[name], devices, per_node), []
+    return Cluster(gpus[name], devices, per_node), []
 
 
 def missing_packages() -> list[str]:
-    """What deviceless compilation needs and is not installed: the compiler for GPUs, cuDNN."""
-    plugin = any(_installed(name) for name in ("jax_cuda12_plugin", "jax_cuda13_plugin"))
-    needed = (("the CUDA plugin of jax", plugin), ("cuDNN", _installed("nvidia.cudnn")))
-    return [name for name, installed in needed if not installed]
+    """Packages that deviceless compilation needs and that are not installed: the compiler for GPUs, cuDNN."""
 
-
-def _installed(module: str) -> bool:
-    try:
-        return find_spec(module) is not None
-    except ModuleNotFoundError:  # of the parent package
+    def installed(module: str) -> bool:
+        with contextlib.suppress(ModuleNotFoundError):  # of the parent package
+            return find_spec(module) is not None
         return False
+
+    plugin = installed("jax_cuda12_plugin") or installed("jax_cuda13_plugin")
+    return ["the CUDA plugin of jax"] * (not plugin) + ["cuDNN"] * (not installed("nvidia.cudnn"))
 
 
 def prepare() -> None:
     """Set what jax reads at import for deviceless compilation. Raises UserError if the extra aot is not installed."""
-    missing = missing_packages()
-    if missing:
+    if missing := missing_packages():
         raise UserError(
             f"compiling for virtual GPU devices needs {' and '.join(missing)}: install the extra aot with\n"
             "  uv sync --extra aot\nor\n  pip install 'megajax[aot]'"

@@ -6,7 +6,7 @@ Of each collective: kind, mesh axes, bytes, the loops around it, and whether mat
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import count
 from math import prod
 
@@ -64,13 +64,12 @@ def elements(shape: str) -> int:
 
 def size(shape: str) -> int:
     """Bytes of all arrays of a shape."""
-    return sum(-(-elements * _bits(kind) // 8) for kind, elements in arrays(shape))
-
-
-def _bits(kind: str) -> int:
-    """f32 -> 32, f8e4m3fn -> 8, pred -> 8; tokens and other opaque types have none."""
-    width = re.match(r"[a-z]+(\d+)", kind)
-    return int(width[1]) if width else 8 * (kind == "pred")
+    total = 0
+    for kind, elements in arrays(shape):
+        # f32 -> 32 bits, f8e4m3fn -> 8, pred -> 8; tokens and other opaque types have none.
+        width = re.match(r"[a-z]+(\d+)", kind)
+        total += -(-elements * (int(width[1]) if width else 8 * (kind == "pred")) // 8)
+    return total
 
 
 @dataclass(frozen=True)
@@ -83,11 +82,11 @@ class Instruction:
     operands: tuple[str, ...]
     """Names of instructions of the same computation."""
     attributes: str
-    """What follows the operands."""
+    """The text after the operands."""
 
     @property
     def callees(self) -> dict[str, list[str]]:
-        """Computations it runs: under calls, to_apply, body, condition, branches."""
+        """Names of computations by role: calls, to_apply, body, condition, branches."""
         callees: dict[str, list[str]] = {}
         for role, name in _CALLEES.findall(self.attributes):
             callees.setdefault("branches" if role.endswith("_computation") else role, []).append(name)
@@ -95,35 +94,33 @@ class Instruction:
             callees.setdefault("branches", []).extend(name.strip(" %") for name in names.split(","))
         return callees
 
-    def _attribute(self, pattern: re.Pattern[str]) -> str | None:
-        match = pattern.search(self.attributes)
-        return match[1] if match else None
-
     @property
     def trips(self) -> int | None:
         """Trip count of a while loop; None where the compiler does not know it."""
-        known = self._attribute(_TRIPS)
-        return int(known) if known else None
+        count = _TRIPS.search(self.attributes)
+        return int(count[1]) if count else None
 
     @property
     def share(self) -> float | None:
         """Share of the ticks in which a conditional or a loop of at most one trip runs; None if its name has none."""
-        named = _RUNS.search(self.origin)
-        return int(named[1]) / int(named[2]) if named else None
+        ticks = _RUNS.search(self.origin)
+        return int(ticks[1]) / int(ticks[2]) if ticks else None
 
     @property
     def origin(self) -> str:
         """Path of the operation in the traced program; may be empty."""
-        return self._attribute(_ORIGIN) or ""
+        path = _ORIGIN.search(self.attributes)
+        return path[1] if path else ""
 
     @property
     def target(self) -> str | None:
         """Target of a custom call."""
-        return self._attribute(_TARGET) if self.opcode == "custom-call" else None
+        target = _TARGET.search(self.attributes) if self.opcode == "custom-call" else None
+        return target[1] if target else None
 
     @property
     def is_matmul(self) -> bool:
-        """Whether it is a matrix product, without what it calls."""
+        """Whether it is a matrix product itself; its callees do not count."""
         return self.opcode in MATMULS or bool(self.target and MATMUL_KERNELS.search(self.target))
 
 
@@ -150,30 +147,29 @@ class Program:
             elif current is None and (head := _HEAD.match(line)):
                 current = computations[head[2]] = {}
                 entry = head[2] if head[1] else entry
-            elif current is not None and (instruction := _instruction(line)):
-                current[instruction.name] = instruction
+            elif current is not None and (op := _instruction(line)):
+                current[op.name] = op
         if not entry:
             raise ValueError("not the text of a compiled program: it has no ENTRY computation")
         return cls(computations, entry)
 
-    def called(self, instruction: Instruction, *roles: str) -> Iterator[str]:
-        """Names of the computations an instruction calls, in the given roles (default: all)."""
-        for role, names in instruction.callees.items():
-            if not roles or role in roles:
-                yield from (name for name in names if name in self.computations)
+    def callees_of(self, op: Instruction, role: str | None = None) -> Iterator[str]:
+        """Names of the computations that an instruction calls, in one role or in all."""
+        callees = op.callees
+        roles = callees.values() if role is None else [callees.get(role, [])]
+        return (name for names in roles for name in names if name in self.computations)
 
-    def matmuls(self, instruction: Instruction) -> int:
+    def matmuls(self, op: Instruction) -> int:
         """Matrix products in it and in all it calls; a loop's body counts once."""
-        return instruction.is_matmul + sum(self._matmuls_of[name] for name in self.called(instruction))
+        return op.is_matmul + sum(self._matmuls_of[name] for name in self.callees_of(op))
 
     @cached_property
     def _matmuls_of(self) -> dict[str, int]:
         counts: dict[str, int] = {}
         for name, computation in self.computations.items():
-            counts[name] = sum(
-                one.is_matmul + sum(counts.get(callee, 0) for callee in self.called(one))
-                for one in computation.values()
-            )
+            calls = (callee for op in computation.values() for callee in self.callees_of(op))
+            products = sum(op.is_matmul for op in computation.values())
+            counts[name] = products + sum(counts.get(callee, 0) for callee in calls)
         return counts
 
 
@@ -186,19 +182,19 @@ class Place:
     trips: tuple[int | None, ...] = ()
     """Trip count of each loop, per run of the loop around it; None where the compiler does not know it."""
     conditional: bool = False
-    """Whether it is in a branch of unknown frequency: it then runs at most `times` times."""
+    """Whether it is in a branch of unknown frequency: `runs` is then an upper bound."""
     share: float = 1.0
-    """Fraction of those runs that is not skipped, as the names of conditionals and loops say."""
+    """Fraction of those runs that is not skipped, by the names of conditionals and loops."""
 
     def inside(self, loop: Instruction, number: int) -> "Place":
         """In the body of a while loop, the `number`th one here."""
-        known = loop.trips is not None or loop.share is None
-        trips, share = (loop.trips, 1.0) if known else (1, loop.share or 1.0)
+        counted = loop.trips is not None or loop.share is None
+        trips, share = (loop.trips, 1.0) if counted else (1, loop.share or 1.0)
         return Place((*self.path, number), (*self.trips, trips), self.conditional, self.share * share)
 
-    def branch(self, one: Instruction) -> "Place":
+    def branch(self, op: Instruction) -> "Place":
         """In the branches of a conditional."""
-        return Place(self.path, self.trips, self.conditional or one.share is None, self.share * (one.share or 1.0))
+        return Place(self.path, self.trips, self.conditional or op.share is None, self.share * (op.share or 1.0))
 
     @property
     def name(self) -> str:
@@ -221,17 +217,17 @@ def rounds(trips: Sequence[int | None], unknown_trips: int = 1) -> int:
 
 
 def _instruction(line: str) -> Instruction | None:
-    named = _LINE.match(line)
-    if not named:
+    name = _LINE.match(line)
+    if not name:
         return None
-    start = named.end()
+    start = name.end()
     end = closing(line, start) if line[start] == "(" else line.find(" ", start)
     opcode = _OPCODE.match(line, end)
     if not opcode:
         return None
     last = closing(line, opcode.end() - 1)
     operands = tuple(_NAME.findall(line[opcode.end() : last]))
-    return Instruction(named[1], line[start:end], opcode[1], operands, line[last:])
+    return Instruction(name[1], line[start:end], opcode[1], operands, line[last:])
 
 
 def closing(line: str, start: int) -> int:
@@ -242,9 +238,6 @@ def closing(line: str, start: int) -> int:
         if depth == 0:
             return place + 1
     return len(line)
-
-
-# Collectives and loops
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,8 +265,7 @@ class Collective:
     groups: Groups
     place: Place
     bytes: int
-    """Of one device and one run, on the full (gathered, unreduced) side: the result of an all-gather, the operands of
-    all others."""
+    """Bytes of one device and one run: the result of an all-gather, the operands of other kinds."""
     arrays: int
     """Arrays it moves at once."""
     elements: int
@@ -293,7 +285,7 @@ class Loop:
 
 @dataclass(frozen=True)
 class Contents:
-    """What a program runs, in execution order."""
+    """Collectives and loops of a program, in execution order."""
 
     collectives: tuple[Collective, ...]
     loops: tuple[Loop, ...]
@@ -305,7 +297,7 @@ def read(text: str, mesh: Mapping[str, int]) -> Contents:
     Collectives over groups of one device, which move nothing, are left out. Raises ValueError for other text.
     """
     reader = _Reader(Program.read(text), mesh)
-    reader.body(reader.program.entry, Place())
+    reader.body(Place(), reader.program.entry)
     return Contents(tuple(reader.collectives), tuple(reader.loops))
 
 
@@ -317,32 +309,30 @@ class _Reader:
         self.collectives: list[Collective] = []
         self.loops: list[Loop] = []
 
-    def body(self, name: str, place: Place, *more: str) -> None:
-        """Read the body of a loop, or the whole program; more: computations that run with it (a loop's condition)."""
-        index = len(self.loops)
-        self.loops.append(Loop(place, 0))
-        numbers = count(1)
-        matmuls = sum(self.computation(each, place, numbers) for each in (name, *more))
-        self.loops[index] = Loop(place, matmuls)
+    def body(self, place: Place, *names: str) -> None:
+        """Read the whole program, or the body and the condition of a loop."""
+        index, numbers = len(self.loops), count(1)
+        matmuls = sum(self.computation(name, place, numbers) for name in names)
+        self.loops.insert(index, Loop(place, matmuls))
 
     def computation(self, name: str, place: Place, numbers: Iterator[int]) -> int:
         """Read one computation; gives its number of matmuls outside inner loops."""
         computation = self.program.computations[name]
-        done = _ends(computation)
-        work = [self.program.matmuls(one) for one in computation.values()]
+        ends = _end_indices(computation)
+        work = [self.program.matmuls(op) for op in computation.values()]
         total = 0
-        for index, one in enumerate(computation.values()):
-            if (collective := self.collective(one, computation)) is not None:
-                last = done.get(one.name, len(work)) if one.opcode.endswith(START) else index
+        for index, op in enumerate(computation.values()):
+            if (collective := self.collective(op, computation)) is not None:
+                last = ends.get(op.name, len(work)) if op.opcode.endswith(START) else index
                 # A start and end with is_sync run as one blocking operation.
-                overlapped = any(work[index + 1 : last]) and '"is_sync":true' not in one.attributes
+                overlapped = any(work[index + 1 : last]) and '"is_sync":true' not in op.attributes
                 self.add(*collective, place, overlapped)
-            elif one.opcode == "while":
-                inner = place.inside(one, next(numbers))
-                self.body(one.callees["body"][0], inner, *one.callees.get("condition", ()))
-            elif one.opcode in ("conditional", "call") or one.opcode.endswith(START):
-                where = place.branch(one) if one.opcode == "conditional" else place
-                total += sum(self.computation(each, where, numbers) for each in self.program.called(one))
+            elif op.opcode == "while":
+                names = *op.callees["body"], *op.callees.get("condition", ())
+                self.body(place.inside(op, next(numbers)), *names)
+            elif op.opcode in ("conditional", "call") or op.opcode.endswith(START):
+                inner = place.branch(op) if op.opcode == "conditional" else place
+                total += sum(self.computation(callee, inner, numbers) for callee in self.program.callees_of(op))
             else:
                 total += work[index]
         return total
@@ -352,24 +342,23 @@ class _Reader:
         if one.opcode.removesuffix(START) in COLLECTIVES:
             return one, home
         if one.opcode == "fusion" or one.opcode.endswith(START):
-            for name in self.program.called(one, "calls"):
+            for name in self.program.callees_of(one, "calls"):
                 inner = self.program.computations[name]
-                for each in inner.values():
-                    if (wrapped := self.collective(each, inner)) is not None:
+                for op in inner.values():
+                    if (wrapped := self.collective(op, inner)) is not None:
                         return wrapped
         return None
 
-    def add(self, one: Instruction, home: Computation, place: Place, overlapped: bool) -> None:
-        kind = one.opcode.removesuffix(START)
-        groups = groups_of(one.attributes, self.mesh)
+    def add(self, op: Instruction, home: Computation, place: Place, overlapped: bool) -> None:
+        kind = op.opcode.removesuffix(START)
+        groups = groups_of(op.attributes, self.mesh)
         if not groups.axes:
             return
-        shapes = [home[name].shape for name in one.operands]
+        shapes = [home[name].shape for name in op.operands]
         if kind == "ragged-all-to-all":
             # Of rows, buffer, offsets and sizes: no more is sent than both of the first hold.
             shapes = [min(shapes[:2], key=size)]
-        total = sum(size(shape) for shape in shapes)
-        numbers = sum(map(elements, shapes))
+        total, numbers = sum(map(size, shapes)), sum(map(elements, shapes))
         if kind == "all-gather":
             total, numbers = total * groups.size, numbers * groups.size
         elif kind == "reduce-scatter":
@@ -377,17 +366,16 @@ class _Reader:
         self.collectives.append(Collective(kind, groups, place, total, len(shapes), numbers, overlapped))
 
 
-def _ends(computation: Computation) -> dict[str, int]:
+def _end_indices(computation: Computation) -> dict[str, int]:
     """Name of each asynchronous start -> index of its end in the computation."""
-    started = {}
-    ends = {}
-    for index, one in enumerate(computation.values()):
-        origin = started.get(one.operands[0], one.operands[0]) if one.operands else ""
-        if one.opcode == "async-update":
-            started[one.name] = origin
-        elif one.opcode.endswith(DONE):
-            ends[origin] = index
-    return ends
+    started, indices = {}, {}
+    for index, op in enumerate(computation.values()):
+        origin = started.get(op.operands[0], op.operands[0]) if op.operands else ""
+        if op.opcode == "async-update":
+            started[op.name] = origin
+        elif op.opcode.endswith(DONE):
+            indices[origin] = index
+    return indices
 
 
 def groups_of(attributes: str, mesh: Mapping[str, int]) -> Groups:
@@ -395,21 +383,15 @@ def groups_of(attributes: str, mesh: Mapping[str, int]) -> Groups:
 
     The compiler numbers devices by their position in the mesh. Raises ValueError for an unknown form.
     """
-    return _groups(attributes, tuple(mesh.items()))
-
-
-@lru_cache(maxsize=1024)
-def _groups(attributes: str, mesh: tuple[tuple[str, int], ...]) -> Groups:
-    names, sizes = zip(*mesh, strict=True)
-    pairs = _PAIRS.search(attributes)
-    if pairs:
+    names, sizes = zip(*mesh.items(), strict=True)
+    if pairs := _PAIRS.search(attributes):
         groups = _listed(pairs[1])
     elif listed := _LISTED.search(attributes):
         groups = _listed(listed[1]) if listed[1] else np.arange(prod(sizes))[None]
     elif tiled := _TILED.search(attributes):
         groups = _order(tiled).reshape(-1, int(tiled[2]))
-    elif named := _NAMED.search(attributes):
-        groups = _by_name(*named.groups())
+    elif mesh_form := _NAMED.search(attributes):
+        groups = _by_name(*mesh_form.groups())
     else:
         raise ValueError(f"a collective whose groups can't be read: {attributes[:300]}")
     places = np.stack(np.unravel_index(groups, sizes))  # [axes, groups, members]
@@ -440,15 +422,15 @@ def _by_name(axes: str, order: str | None, used: str) -> np.ndarray:
     """Groups along the used axes, or sub-axes 'name':(stride)size, of a mesh written out in the text."""
     split: list[tuple[int, bool]] = []
     for name, text in _AXIS.findall(axes):
-        whole, done = int(text), 1
+        whole, stride = int(text), 1
         parts = [(int(before or 1), int(part or whole)) for axis, before, part in _USED.findall(used) if axis == name]
         for before, part in sorted(parts):
-            split += [(before // done, False), (part, True)]
-            done = before * part
-        split.append((whole // done, False))
-    sizes, taken = zip(*split, strict=True)
+            split += [(before // stride, False), (part, True)]
+            stride = before * part
+        split.append((whole // stride, False))
+    sizes, is_used = zip(*split, strict=True)
     # The used axes last: each group is a run of these.
-    places = np.arange(prod(sizes)).reshape(sizes).transpose(np.argsort(taken, kind="stable")).ravel()
+    places = np.arange(prod(sizes)).reshape(sizes).transpose(np.argsort(is_used, kind="stable")).ravel()
     if order is not None and (tiles := _TILES.search(order)):
         places = _order(tiles)[places]
     return places.reshape(-1, prod(size for size, use in split if use))

@@ -64,9 +64,9 @@ class TrainPlan:
     mesh: dict[str, int]
     microbatches: int
     parameters: int
-    """Of the model."""
+    """Parameters of the model."""
     kernels: Mapping[str, list[str]]
-    """Kind of layer -> kernels of such layers of the pattern, with the reason if it is not the fastest."""
+    """Kind of layer -> kernels of these layers, with the reason if one is not the fastest."""
     memory: Memory
     contents: Contents
     schedule: Schedule | None
@@ -91,7 +91,6 @@ class TrainPlan:
 
     @property
     def fits(self) -> bool:
-        """Whether the peak is within the usable memory."""
         return self.memory.peak <= self.cluster.gpu.usable_gib * GIB
 
 
@@ -156,15 +155,15 @@ def with_kernels(cfg: RunConfig, gpu: GPU) -> tuple[RunConfig, dict[str, list[st
 
     Raises UserError for a kernel that is named in the config and not supported there.
     """
-    chosen = demand_kernels(cfg, KernelDevice(name=gpu.description, capability=gpu.capability, cudnn=devices.CUDNN))
+    choices = demand_kernels(cfg, KernelDevice(name=gpu.description, capability=gpu.capability, cudnn=devices.CUDNN))
     model = cfg.model
     if isinstance(model, ChoosesKernels):
-        model = model.with_kernels([choice.kernel for choice in chosen])
+        model = model.with_kernels([choice.kernel for choice in choices])
     described: dict[str, list[str]] = {}
-    for choice in chosen:
+    for choice in choices:
         reasons = f" ({'; '.join(choice.reasons)})" if choice.reasons else ""
-        named = f"{choice.place} {choice.kernel}{reasons}".removeprefix(choice.layer).strip()
-        described.setdefault(choice.layer, []).append(named)
+        label = f"{choice.place} {choice.kernel}{reasons}".removeprefix(choice.layer).strip()
+        described.setdefault(choice.layer, []).append(label)
     return cfg.but(model=model), described
 
 
@@ -177,44 +176,38 @@ def bytes_per_device(tree: Any) -> int:
 def grouped(collectives: Iterable[Collective], unknown_trips: int | None = None) -> list[dict[str, Any]]:
     """Collectives with the same place, kind, axes and overlap, summed: rows of a table, in the order of places.
 
-    kind; axis: "tensor", "data+context"; members: devices of a group; loop: "1.2" is the second loop in the first, ""
-    outside all loops; trips: of the loops around, outermost first; inside_loop; conditional; share: fraction of the
-    runs that is not skipped; overlapped; instructions: their number in the program; arrays: how many these move; count:
-    runs per step; bytes_once: of one device, each run once; bytes: of one device per step. count, bytes: None as in
+    docs/planning.md lists the keys. share: fraction of the runs that is not skipped; count and bytes: None as in
     `Place.runs`.
     """
 
-    def key(one: Collective) -> tuple:
-        place, groups = one.place, one.groups
-        return place.path, one.kind, groups.name, groups.size, not one.overlapped, place.conditional, place.share
+    def key(item: Collective) -> tuple:
+        place, groups = item.place, item.groups
+        return place.path, item.kind, groups.name, groups.size, not item.overlapped, place.conditional, place.share
 
     rows = []
     for _, group in groupby(sorted(collectives, key=key), key):
-        same = list(group)
-        place, once = same[0].place, sum(one.bytes for one in same)
+        members = list(group)
+        place, once = members[0].place, sum(collective.bytes for collective in members)
         times = place.runs(unknown_trips)
         rows.append(
             {
-                "kind": same[0].kind,
-                "axis": same[0].groups.name,
-                "members": same[0].groups.size,
+                "kind": members[0].kind,
+                "axis": members[0].groups.name,
+                "members": members[0].groups.size,
                 "loop": place.name,
                 "trips": list(place.trips),
                 "inside_loop": bool(place.path),
                 "conditional": place.conditional,
                 "share": place.share,
-                "overlapped": same[0].overlapped,
-                "instructions": len(same),
-                "arrays": sum(one.arrays for one in same),
-                "count": None if times is None else times * len(same),
+                "overlapped": members[0].overlapped,
+                "instructions": len(members),
+                "arrays": sum(collective.arrays for collective in members),
+                "count": None if times is None else times * len(members),
                 "bytes_once": once,
                 "bytes": None if times is None else times * once,
             }
         )
     return rows
-
-
-# The time of a step
 
 
 def timed(plan: TrainPlan) -> list[dict[str, Any]]:
@@ -223,19 +216,18 @@ def timed(plan: TrainPlan) -> list[dict[str, Any]]:
     for row in rows:
         axes = row["axis"].partition(" ")[0].split("+")  # without "(part)"
         count = row["instructions"] * row["share"] * rounds(row["trips"], plan.unknown_trips)
-        whole = Span.along(axes, plan.mesh, plan.cluster.per_node)
-        span = Span(row["members"], min(row["members"], whole.inside))  # of a part of an axis: neighbours
-        each = row["bytes_once"] / row["instructions"]
-        row["seconds"] = count * seconds(row["kind"], each, span, plan.cluster.device)
+        group = Span.along(axes, plan.mesh, plan.cluster.per_node)
+        span = Span(row["members"], min(row["members"], group.inside))  # of a part of an axis: neighbours
+        size = row["bytes_once"] / row["instructions"]
+        row["seconds"] = count * seconds(row["kind"], size, span, plan.cluster.device)
     return rows
 
 
 def with_program(formula: Estimate, rows: Iterable[Mapping[str, Any]]) -> Estimate:
-    """An estimate with the collectives of the compiled program, which are rows of `timed`.
+    """An estimate with the collectives of the compiled program; rows: of `timed`.
 
-    What the compiler put beside matmuls counts as hidden, as far as there is computing to hide it. Ticks of a pipeline
-    in which a stage is idle have collectives like all others, so the bubble is of computing alone. For an outermost
-    loop of unknown trip count see `TrainPlan.unknown_trips`.
+    Collectives beside matmuls are hidden, at most for as long as there is computing. Idle ticks of a pipeline have
+    collectives like all others, so the bubble is of computing alone.
     """
     hidden = min(sum(row["seconds"] for row in rows if row["overlapped"]), formula.compute_seconds)
     return replace(
@@ -246,33 +238,50 @@ def with_program(formula: Estimate, rows: Iterable[Mapping[str, Any]]) -> Estima
     )
 
 
-# JSON and tables
-
-
 def report(plan: TrainPlan, *, audited: bool = False) -> tuple[Report, dict[str, Any]]:
     """The report of a compiled plan, and its JSON: memory, bytes and seconds are of one device.
 
     audited: with the bytes through memory. The time of a step is unknown where the formulas do not hold for the model.
     """
-    rows, device, options = timed(plan), plan.cluster.device, plan.cfg.xla.options
+    rows, cluster, memory, options = timed(plan), plan.cluster, plan.memory, plan.cfg.xla.options
+    reserve = f"{devices.LOST_SHARE:.0%} lost, CUDA {devices.CONTEXT_GIB:g}, NCCL {devices.NCCL_GIB:g}"
+    parts = [
+        ("weights", memory.parameters, "master weights"),
+        ("optimizer", memory.optimizer, "its state"),
+        ("temporary", memory.temporary, "weights in compute dtype, gradients, activations"),
+        ("batch and rest", memory.arguments - memory.parameters - memory.optimizer, "other arguments of the step"),
+        ("outputs", memory.outputs - memory.aliased, "not in the place of arguments"),
+        ("peak", memory.peak, ""),
+        ("usable", cluster.gpu.usable_gib * GIB, f"of {cluster.gpu.memory_gib:g}: {reserve}"),
+        *[("in host memory", memory.host, "beside that")] * bool(memory.host),
+    ]
+    cut = ContextSharding.of(plan.cfg.parallel, causal=plan.cfg.model.ignores_later_positions())
+    layers = {"attention": f" {cut.label()}"} if cut.devices > 1 else {}
+    kernels = [f"{layer} {name}{layers.get(layer, '')}" for layer, names in plan.kernels.items() for name in names]
     formula = None if facts_of(plan.cfg.model) is None else Case(plan.cfg, plan.cluster).estimate
-    step = None if formula is None else with_program(formula, rows)
+    if formula is None:
+        step, seconds = None, [("unknown", "the cost model needs facts of the model (megajax.models.facts)")]
+        sizes = placement(cluster.devices, cluster.per_node, plan.mesh, plan.parameters)
+        sizes += [("microbatches", f"{plan.microbatches} of {plan.cfg.batch.micro_size} rows")]
+    else:
+        step = with_program(formula, rows)
+        sizes, seconds = layout(step), times(step)
     blocks: list[Section | Table] = [
-        ("layout", [*(_layout(plan) if step is None else layout(step)), *_kernels(plan)]),
-        _memory(plan),
-        ("time of a step, by the cost model", [UNKNOWN_TIME] if step is None else times(step)),
+        ("layout", [*sizes, *[("kernels", "; ".join(dict.fromkeys(kernels)))] * bool(kernels)]),
+        ("memory of one device, GiB", memory_rows(parts)),
+        ("time of a step, by the cost model", seconds),
     ]
     figures = _figures(plan, rows) | speed(step)
     if audited:
-        kernels = audit(plan.text, plan.unknown_trips)
+        program = audit(plan.text, plan.unknown_trips)
         predicted = None if formula is None else bytes_per_step(formula)
-        blocks.append(traffic_by_class(kernels.by_class(), device, predicted, kernels.workspace()))
-        figures |= kernels.to_dict()
+        blocks.append(traffic_by_class(program.by_class(), cluster.device, predicted, program.workspace()))
+        figures |= program.to_dict()
     compiled = [("time", duration(plan.compile_seconds)), ("jax", jax.__version__)]
     if options:
         compiled.append(("XLA, as asked", ", ".join(f"{name}={value}" for name, value in options.items())))
     blocks += [("compile", compiled), _collectives(plan, rows), *([] if plan.fits else [largest_arrays(plan.text)])]
-    return Report(f"plan for {plan.cluster.devices} x {plan.cluster.gpu.description}", blocks), figures
+    return Report(f"plan for {cluster.devices} x {cluster.gpu.description}", blocks), figures
 
 
 def _figures(plan: TrainPlan, rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -305,45 +314,6 @@ def _figures(plan: TrainPlan, rows: list[dict[str, Any]]) -> dict[str, Any]:
         **{name: getattr(plan, name) for name in names},
         "jax_version": jax.__version__,
     }
-
-
-def _memory(plan: TrainPlan) -> Section:
-    memory, gpu = plan.memory, plan.cluster.gpu
-    reserve = f"{devices.LOST_SHARE:.0%} lost, CUDA {devices.CONTEXT_GIB:g}, NCCL {devices.NCCL_GIB:g}"
-    parts = [
-        ("weights", memory.parameters, "master weights"),
-        ("optimizer", memory.optimizer, "its state"),
-        ("temporary", memory.temporary, "weights in compute dtype, gradients, activations"),
-        ("batch and rest", memory.arguments - memory.parameters - memory.optimizer, "other arguments of the step"),
-        ("outputs", memory.outputs - memory.aliased, "not in the place of arguments"),
-        ("peak", memory.peak, ""),
-        ("usable", gpu.usable_gib * GIB, f"of {gpu.memory_gib:g}: {reserve}"),
-        *([("in host memory", memory.host, "beside that")] if memory.host else []),
-    ]
-    return "memory of one device, GiB", memory_rows(parts)
-
-
-UNKNOWN_TIME = ("unknown", "the cost model needs facts of the model (megajax.models.facts)")
-
-
-def _layout(plan: TrainPlan) -> list[tuple[str, str]]:
-    """Of a model without facts."""
-    rows = placement(plan.cluster.devices, plan.cluster.per_node, plan.mesh, plan.parameters)
-    return [*rows, ("microbatches", f"{plan.microbatches} of {plan.cfg.batch.micro_size} rows")]
-
-
-def _kernels(plan: TrainPlan) -> list[tuple[str, str]]:
-    if plan.kernels:
-        cut = ContextSharding.of(plan.cfg.parallel, causal=plan.cfg.model.ignores_later_positions())
-        over = {"attention": f" {cut.label()}"} if cut.devices > 1 else {}
-        named = (f"{layer} {kernel}{over.get(layer, '')}" for layer, each in plan.kernels.items() for kernel in each)
-        return [("kernels", "; ".join(dict.fromkeys(named)))]
-    auto = any(
-        getattr(mixer, "kernel", None) == "auto"
-        for block in plan.cfg.model.stack.pattern
-        for mixer in block.mixers().values()
-    )
-    return [("kernels", "kernel=auto is what this machine would take: name one in the config")] if auto else []
 
 
 def _collectives(plan: TrainPlan, rows: Iterable[Mapping[str, Any]]) -> Table:
