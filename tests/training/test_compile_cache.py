@@ -142,13 +142,13 @@ def test_each_program_is_told_of_once(cache, monkeypatch):
     messages, events = [], []
     with CompileLog(messages.append, lambda event, **fields: events.append((event, fields["name"], fields["cached"]))):
         compile_something()
-        assert len(messages) == 1
+        assert len(messages) >= 1
         compile_something()
     compile_something()
     assert events == [("compile", "train_step", False), ("compile", "train_step", True)]
-    assert (
-        "cached" not in messages[0] and "compiled the train step: cached, read in" in messages[1] and len(messages) == 2
-    )
+    # On a slow machine, small programs of jax's own take long enough to be reported too.
+    first, second = (message for message in messages if "the train step" in message)
+    assert "cached" not in first and "compiled the train step: cached, read in" in second
 
 
 def test_people_see_that_the_step_compiles_and_then_that_it_runs():
