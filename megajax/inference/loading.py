@@ -59,8 +59,8 @@ def load_weights(
             updater = spec.observed()
             target = like(spec, updater.shape(spec.shape), jnp.float32)
             present = path in source.shapes()
-            kept = placed(source, path, target, _rows(spec)) if present else jnp.zeros(target.shape, jnp.float32)
-            weights[path] = jax.device_put(updater.used(kept, jnp.ones((), jnp.float32)), target.sharding)
+            state = placed(source, path, target, _rows(spec)) if present else jnp.zeros(target.shape, jnp.float32)
+            weights[path] = jax.device_put(updater.used(state, jnp.ones((), jnp.float32)), target.sharding)
     return LoadedModel(cfg, abstract, weights, mesh, layout, precision.matmul_precision(), options)
 
 

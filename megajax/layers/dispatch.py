@@ -263,8 +263,8 @@ def _gathered_exchange(x: Array, offsets: ExchangeOffsets, room: int, axes: tupl
     for device in range(everything.shape[0]):
         row = jnp.arange(room) - target[device, me]
         is_local = (row >= 0) & (row < count[device, me])
-        picked = jnp.take(everything[device], jnp.where(is_local, row + start[device, me], 0), axis=0)
-        out = jnp.where(is_local[:, None], picked, out)
+        rows = jnp.take(everything[device], jnp.where(is_local, row + start[device, me], 0), axis=0)
+        out = jnp.where(is_local[:, None], rows, out)
     return out
 
 

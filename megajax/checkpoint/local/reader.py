@@ -71,7 +71,7 @@ class LocalReader:
                 if local_set.index.info.save == save
             ]
             answers = self._peers.gather((own_holders, faults))
-            holders = [Holder(process, name, tuple(parts)) for held, _ in answers for process, name, parts in held]
+            holders = [Holder(process, name, tuple(parts)) for of_process, _ in answers for process, name, parts in of_process]
             missing = set(range(processes)).difference(*(holder.parts for holder in holders))
             if not missing:
                 self._step, self._holders, self._meta = step, holders, None
@@ -145,9 +145,9 @@ class _Sources:
 
     def __init__(self, local: LocalCheckpoints, holders: list[Holder]):
         self._local, self._members = local, local.members
-        this = self._members.process
+        local_process = self._members.process
         # First the sets of this process, then those with the shards of its own devices.
-        self._holders = sorted(holders, key=lambda holder: (holder.process != this, this not in holder.parts))
+        self._holders = sorted(holders, key=lambda holder: (holder.process != local_process, local_process not in holder.parts))
         self._opened: dict[str, LocalSet | RemoteSet] = {}
         self._stack = ExitStack()
 

@@ -77,9 +77,9 @@ def _pickled(value: Any, tensors: list[LazyTensor]) -> bytes:
             module, _, name = dotted.rpartition(".")
             return f"c{module}\n{name}\n".encode()
         case Record(kind, arguments, fields):
-            call = b"\x81" if kind == NAMESPACE else b"R"
-            made = _pickled(Name(kind), tensors) + _pickled(arguments, tensors) + call
-            return made + (_pickled(fields, tensors) + b"b" if fields else b"")
+            opcode = b"\x81" if kind == NAMESPACE else b"R"
+            pickled = _pickled(Name(kind), tensors) + _pickled(arguments, tensors) + opcode
+            return pickled + (_pickled(fields, tensors) + b"b" if fields else b"")
         case tuple():
             return b"(" + b"".join(_pickled(item, tensors) for item in value) + b"t"
         case list():

@@ -63,7 +63,7 @@ def _read(settings: Settings) -> DecoderConfig:
         hidden=settings.take("hidden_size", 4096),
         vocabulary_size=settings.take("vocab_size", 131072),
         sequence_length=settings.take("max_position_embeddings", 4096),
-        stack=stack_of([blocks[each] for each in pattern(settings)]),
+        stack=stack_of([blocks[letter] for letter in pattern(settings)]),
         norm=norm,
         residual="float32" if settings.take("residual_in_fp32", False) else "compute",
     )
@@ -86,7 +86,7 @@ def _write(cfg: Any) -> dict[str, Any]:
     return {
         **model_settings(cfg),
         "hybrid_override_pattern": letters,
-        "layers_block_type": [KINDS[each] for each in letters],
+        "layers_block_type": [KINDS[letter] for letter in letters],
         **parts,
     }
 
