@@ -9,7 +9,7 @@ from megajax.checkpoint import disk
 from megajax.config.errors import UserError
 from megajax.text import byte_size
 
-_KNOWN = (*disk.FULL, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS, errno.ESTALE, errno.EIO)
+_FILE_ERRORS = (*disk.FULL, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS, errno.ESTALE, errno.EIO)
 """Errors that are recognised in the messages of libraries that raise no OSError."""
 MAX_REASON_LENGTH = 500
 
@@ -50,7 +50,7 @@ def _error_number(error: BaseException, text: str) -> int | None:
         return error.errno
     if match := re.search(r"OS error (\d+)", text):
         return int(match[1])
-    return next((number for number in _KNOWN if os.strerror(number).lower() in text.lower()), None)
+    return next((number for number in _FILE_ERRORS if os.strerror(number).lower() in text.lower()), None)
 
 
 def _file_of_error(error: BaseException, text: str) -> str | None:

@@ -76,8 +76,8 @@ class DigitImages:
         return DigitImages(Digits(self.digits.images[items], self.digits.labels[items]))
 
 
-ONE = ("the digit {}", "a handwritten {}", "this is a {}", "the number {}")
-SEVERAL = ("the digits {}", "from left to right {}", "the numbers {}")
+DIGIT_TEXTS = ("the digit {}", "a handwritten {}", "this is a {}", "the number {}")
+NUMBER_TEXTS = ("the digits {}", "from left to right {}", "the numbers {}")
 """Phrasings of captions; {} are the digits in words."""
 
 
@@ -107,7 +107,7 @@ class DigitCaptions:
         count = int(generator.integers(1, self._config.digits + 1))
         digits = [item, *generator.integers(len(self), size=count - 1).tolist()]
         names = [NAMES[self._images.label(digit)] for digit in digits]
-        phrasings = (ONE if count == 1 else SEVERAL)[: self._config.phrasings]
+        phrasings = (DIGIT_TEXTS if count == 1 else NUMBER_TEXTS)[: self._config.phrasings]
         listed = " and ".join([", ".join(names[:-1]), names[-1]] if count > 1 else names)
         caption = phrasings[int(generator.integers(len(phrasings)))].format(listed)
         return caption_sample([self._images.picture(digit) for digit in digits], self._config.prompt, caption)

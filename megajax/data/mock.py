@@ -14,7 +14,7 @@ from megajax.data.indexed import Piece
 from megajax.data.splits import Rows, Splits, parse_split
 
 DOCUMENTS = 100_000
-LONGEST = 4096
+MAX_DOCUMENT_LENGTH = 4096
 SPLIT = "1,1,1"
 
 
@@ -27,10 +27,10 @@ class MockTokens:
     def __init__(self, *, vocabulary_size: int, eod: int):
         self.prefix = Path("mock")
         self.dtype = np.dtype(np.int32)
-        self.lengths = np.random.default_rng(0).integers(1, LONGEST, size=DOCUMENTS, dtype=np.int32)
+        self.lengths = np.random.default_rng(0).integers(1, MAX_DOCUMENT_LENGTH, size=DOCUMENTS, dtype=np.int32)
         self._eod = eod
         self._vocabulary_size = vocabulary_size
-        self._counting = (np.arange(1, LONGEST + 1) % vocabulary_size).astype(np.int32)
+        self._counting = (np.arange(1, MAX_DOCUMENT_LENGTH + 1) % vocabulary_size).astype(np.int32)
 
     def sequence(self, number: int, start: int = 0, stop: int | None = None) -> np.ndarray:
         """Tokens [start, stop) of a document (to its end when stop is None), int32."""

@@ -12,9 +12,9 @@ import numpy as np
 from megajax.inference.sample import TrainedRun
 from megajax.text import visible
 
-SHOWN = 128
+PRINTED_TOKENS = 128
 """Number of tokens printed of a row."""
-TRIED = 8
+MAX_ROWS = 8
 """Number of rows searched for a blank."""
 GUESSES = 3
 """Number of likely tokens printed for a blank."""
@@ -52,7 +52,7 @@ def sample_blanks(run: TrainedRun, folder: Path) -> str | None:
 
 def _first_with(valid: Any, name: str, blanks: Sequence[int]) -> Mapping[str, np.ndarray]:
     """The first of a few rows that has a blank; else the first row."""
-    rows = map(valid.__getitem__, range(min(len(valid), TRIED)))
+    rows = map(valid.__getitem__, range(min(len(valid), MAX_ROWS)))
     return next((row for row in rows if np.isin(row[name], list(blanks)).any()), valid[0])
 
 
@@ -70,7 +70,7 @@ def blanks_text(model: Model, tokenizer: Any, leaves: Mapping[str, np.ndarray], 
     leaves: `tokens` and others, int32 [1, S]; truth: position -> token, if known. For a text without blanks, a note.
     """
     tokens = leaves["tokens"][0]
-    places = np.flatnonzero(tokens[:SHOWN] == tokenizer.specials["mask"])
+    places = np.flatnonzero(tokens[:PRINTED_TOKENS] == tokenizer.specials["mask"])
     if not len(places):
         return "no blanks are shown: the text has no [MASK]"
     logits = np.asarray(model(**leaves)[0], np.float64)[places, : tokenizer.vocabulary_size]
@@ -83,7 +83,7 @@ def blanks_text(model: Model, tokenizer: Any, leaves: Mapping[str, np.ndarray], 
         rows.append((guesses, tokenizer.decode([truth[place]]) if place in truth else ""))
     hidden = {tokenizer.specials["cls"], tokenizer.pad}
     numbers = {place: number for number, place in enumerate(places.tolist(), start=1)}
-    shown_tokens = [place for place, token in enumerate(tokens[:SHOWN].tolist()) if token not in hidden]
+    shown_tokens = [place for place, token in enumerate(tokens[:PRINTED_TOKENS].tolist()) if token not in hidden]
     text = _with_numbers([(int(tokens[place]), numbers.get(place)) for place in shown_tokens], tokenizer)
     return _blanks_report(text, rows)
 
@@ -122,7 +122,7 @@ def spans_text(
 
     leaves: of the encoder, int32 [1, T]; truth: sentinels and their spans, if known; length: positions of the decoder.
     """
-    text, sentinels = leaves["encoder_tokens"][0][:SHOWN].tolist(), np.asarray(tokenizer.sentinels).tolist()
+    text, sentinels = leaves["encoder_tokens"][0][:PRINTED_TOKENS].tolist(), np.asarray(tokenizer.sentinels).tolist()
     numbers = {token: sentinels.index(token) + 1 for token in text if token in sentinels}
     answer = greedy(model, tokenizer, leaves, length=length)
     if not numbers:

@@ -9,7 +9,7 @@ from megajax.inference.sample import TrainedRun
 from megajax.text import visible
 from megajax.tokenizers.base import Tokenizer
 
-ROWS, SHOWN, BATCH = 256, 5, 32
+ROWS, PRINTED_CAPTIONS, BATCH = 256, 5, 32
 """Maximum number of validation rows, number of printed captions, and rows of a forward pass."""
 
 
@@ -29,7 +29,7 @@ def sample(run: TrainedRun, folder: Path) -> str | None:
         for row, predicted in zip(part, likeliest(run, part, tokenizer.vocabulary_size), strict=True):
             scored = np.asarray(row["loss_mask"]) > 0
             correct += bool((predicted == row["labels"])[scored].all())
-            if len(lines) < SHOWN:
+            if len(lines) < PRINTED_CAPTIONS:
                 predicted_text, true = (_text(tokenizer, ids[scored]) for ids in (predicted, row["labels"]))
                 lines.append(f"  {predicted_text}   (data: {true})")
     share = f"captions right: {correct} of {len(rows)} validation rows ({correct / len(rows):.1%})"

@@ -11,7 +11,7 @@ from megajax.inference.sample import TrainedRun
 
 ROWS, BATCH = 2048, 64
 """Maximum number of rows, and rows of a forward pass."""
-SHOWN, PAIRS = 20, 8
+MAX_TABLE_CLASSES, PAIRS = 20, 8
 """Maximum number of classes in a table; number of pairs in the list for more classes."""
 PICTURE = "confusion.png"
 
@@ -32,7 +32,7 @@ def sample(run: TrainedRun, folder: Path) -> str | None:
         picture = f"confusion of classes: {folder / PICTURE}"
     except ModuleNotFoundError as error:
         picture = f"{PICTURE} not drawn: {error}"
-    return f"{title}\n{table(counts, names) if len(names) <= SHOWN else pairs(counts, names)}\n{picture}"
+    return f"{title}\n{table(counts, names) if len(names) <= MAX_TABLE_CLASSES else pairs(counts, names)}\n{picture}"
 
 
 def confusion(run: TrainedRun, source: Any) -> np.ndarray:

@@ -26,7 +26,7 @@ from megajax.mesh.xla import XlaConfig
 from megajax.metrics.runfolder import write_atomically
 from megajax.resilience.signals import agree
 
-OWN = "JAX_COMPILATION_CACHE_DIR"
+JAX_CACHE_VARIABLE = "JAX_COMPILATION_CACHE_DIR"
 """If a user sets this variable, jax alone manages the cache, in that folder."""
 MIN_COMPILE_SECONDS = 0.25
 """Programs that compile faster are not cached: they would be many files."""
@@ -47,7 +47,7 @@ def use_cache(xla: XlaConfig) -> None:
     if not xla.compile_cache:
         jax.config.update("jax_enable_compilation_cache", False)
         return
-    if os.environ.get(OWN):
+    if os.environ.get(JAX_CACHE_VARIABLE):
         return
     base = Path(xla.compile_cache_dir).expanduser() if xla.compile_cache_dir else user_cache() / "compile"
     folder = base / machine()

@@ -14,7 +14,7 @@ from megajax.text import duration
 COMPILED = "/jax/core/compile/backend_compile_duration"
 HIT = "/jax/compilation_cache/cache_hits"
 SAVED = "/jax/compilation_cache/compile_time_saved_sec"
-WRITTEN = "/jax/compilation_cache/cache_misses"
+CACHE_WRITE = "/jax/compilation_cache/cache_misses"
 """Events of jax.monitoring. The other three come from the compiling thread, before COMPILED."""
 
 NAMES = {
@@ -79,7 +79,7 @@ class CompileLog:
             record(folder)  # autotuning results, which exist even for programs that are not cached
 
     def _on_event(self, event: str, **_: Any) -> None:
-        if event in (HIT, WRITTEN):
+        if event in (HIT, CACHE_WRITE):
             self._noted[event] = True
 
     def _on_duration(self, event: str, duration_secs: float, **fields: Any) -> None:
@@ -90,7 +90,7 @@ class CompileLog:
             return
         name = str(fields.get("fun_name", "?")).removeprefix("jit(").removesuffix(")")
         program = Compile(name, duration_secs, HIT in noted, noted.get(SAVED))
-        new_entry = WRITTEN in noted
+        new_entry = CACHE_WRITE in noted
         noted.clear()
         if new_entry and (folder := cache_in_use()) is not None:
             record(folder)

@@ -12,7 +12,7 @@ from megajax.metrics.line_file import LinesLost
 from megajax.resilience.activity import SETUP, ActivePhase, Activity
 from megajax.resilience.beats import exit_code
 
-LONGEST = 400
+MAX_ERROR_LENGTH = 400
 """Characters of an error in the log."""
 
 
@@ -79,7 +79,7 @@ def one_line(error: BaseException) -> str:
         text = " ".join(lines)
     else:
         text = f"{type(error).__name__}{': ' * bool(lines[0])}{lines[0]}"
-    return text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…"
+    return text if len(text) <= MAX_ERROR_LENGTH else f"{text[: MAX_ERROR_LENGTH - 1]}…"
 
 
 def _doing(error: BaseException) -> ActivePhase | None:

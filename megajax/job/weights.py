@@ -25,7 +25,7 @@ from megajax.training.program import Program
 from megajax.training.session import Parts
 from megajax.training.state import TrainState
 
-FREE = ("sequence_length", "vocabulary_size", "prediction*", "lora*")
+IGNORED_SETTINGS = ("sequence_length", "vocabulary_size", "prediction*", "lora*")
 """Settings that may differ from the source's: rows may be shorter, tables may grow, and parts may be added."""
 
 
@@ -153,7 +153,7 @@ class SourceWeights:
         if (stored_model := self.stored.model()) is None or own_model is None:
             return
         # Weights that start fresh may have other settings.
-        allowed = (*FREE, *self.source.changed, *self.source.fresh)
+        allowed = (*IGNORED_SETTINGS, *self.source.changed, *self.source.fresh)
         pairs = differences(own_model, stored_model)
         pairs = [pair for pair in pairs if not any(fnmatchcase(pair.name, pattern) for pattern in allowed)]
         if pairs:

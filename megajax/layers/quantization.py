@@ -14,7 +14,7 @@ from megajax.layers.quantized import Quantized, form_of
 from megajax.precision.fp8 import refuse_old
 
 SETTING = "model.quantization"
-SHOWN = 10
+MAX_LISTED = 10
 
 
 def quantize[M: nnx.Module](cfg: QuantizationConfig, model: M) -> M:
@@ -31,9 +31,9 @@ def quantize[M: nnx.Module](cfg: QuantizationConfig, model: M) -> M:
     forms = {path: _quantized(cfg, matrix) for path, matrix in selected.items()}
     misfits = {path: forms[path].form.misfit(tuple(matrix.array.shape)) for path, matrix in selected.items()}
     if problems := [f"  {path}: {misfit}" for path, misfit in misfits.items() if misfit]:
-        more = [f"  and {len(problems) - SHOWN} more"] * (len(problems) > SHOWN)
+        more = [f"  and {len(problems) - MAX_LISTED} more"] * (len(problems) > MAX_LISTED)
         raise UserError(
-            "\n".join([f"these matrices can't be stored in {cfg.weights}:", *problems[:SHOWN], *more])
+            "\n".join([f"these matrices can't be stored in {cfg.weights}:", *problems[:MAX_LISTED], *more])
             + f"\nChange {SETTING}.group, or leave them out with {SETTING}.exclude."
         )
     for path, matrix in selected.items():

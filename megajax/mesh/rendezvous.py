@@ -26,7 +26,7 @@ HELLO_SECONDS = 2.0
 LATE_SECONDS = 1.0
 """How long process 0 keeps reporting the error to processes that connect late."""
 
-NAMED = 8
+MAX_NAMED = 8
 """Maximum number of processes that a message names; the rest are counted."""
 
 type Hello = dict[str, Any]
@@ -245,6 +245,6 @@ def name_processes(indices: set[int]) -> str:
     numbers = [str(index) for index in sorted(indices)]
     if len(numbers) == 1:
         return f"process {numbers[0]}"
-    if len(numbers) > NAMED:
-        return f"processes {', '.join(numbers[:NAMED])} and {len(numbers) - NAMED} more"
+    if len(numbers) > MAX_NAMED:
+        return f"processes {', '.join(numbers[:MAX_NAMED])} and {len(numbers) - MAX_NAMED} more"
     return f"processes {', '.join(numbers[:-1])} and {numbers[-1]}"

@@ -78,20 +78,20 @@ class Rules:
         return PartitionSpec(*[(entry if len(entry) > 1 else entry[0]) if entry else None for entry in entries])
 
 
-KNOWN = tuple(field.name for field in fields(Rules))
+LOGICAL_AXES = tuple(field.name for field in fields(Rules))
 """The logical axes."""
 
 
 def demand_known(axes: LogicalAxes, whose: str) -> None:
     """Raises UserError for a logical axis that the rules lack. whose: the array that has them, for the message."""
-    unknown = [name for name in axes if name is not None and name not in KNOWN]
+    unknown = [name for name in axes if name is not None and name not in LOGICAL_AXES]
     if unknown:
         prefix = f"{whose} has logical axes {tuple(axes)}: " if whose else ""
-        hint = did_you_mean(str(unknown[0]), KNOWN)
+        hint = did_you_mean(str(unknown[0]), LOGICAL_AXES)
         hint = f"{hint}\n" if hint else ""
         raise UserError(
-            f"{prefix}unknown logical axis {unknown[0]!r}\n{hint}choose one of {', '.join(KNOWN)}, or None for a "
-            "dimension that is never sharded"
+            f"{prefix}unknown logical axis {unknown[0]!r}\n{hint}choose one of {', '.join(LOGICAL_AXES)}, or None for "
+            "a dimension that is never sharded"
         )
 
 

@@ -27,7 +27,7 @@ COMMUNICATION = re.compile(
 )
 WRAPPERS = re.compile(r"(while|call|conditional|async-\w+)(\.|$)")
 """Operations that contain others, so that their time would be counted twice."""
-LONGEST = 10
+LISTED_GAPS = 10
 """Number of idle gaps in a summary."""
 
 type Interval = tuple[float, float]
@@ -200,7 +200,7 @@ def summarize(devices: Sequence[list[Event]], *, steps: int, top: int) -> TraceS
         last, first = {e.end: e.name for e in events}, {e.begin: e.name for e in events}
         gaps += [(b[0] - a[1], last[a[1]], first[b[0]]) for a, b in pairwise(kernels_run)]
     kernels = _kernels(devices, steps)
-    longest = sorted(gaps, key=lambda gap: -gap[0])[:LONGEST]
+    longest = sorted(gaps, key=lambda gap: -gap[0])[:LISTED_GAPS]
     return TraceSummary(
         devices=len(devices),
         steps=steps,

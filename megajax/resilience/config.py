@@ -7,7 +7,7 @@ from megajax.config.errors import Problem
 from megajax.resilience.drills import CORRUPTION, NUMERIC, PROCESS, Drill
 from megajax.resilience.exit_codes import EXIT_CODES, STOP_ASKED
 from megajax.resilience.integrity_config import HealthConfig, RecomputeConfig, ReplicasConfig, StragglersConfig
-from megajax.resilience.watchdog import LONGEST, WatchdogConfig
+from megajax.resilience.watchdog import MAX_SECONDS, WatchdogConfig
 
 FAILURE_CODES = tuple(code for code in sorted(EXIT_CODES.keys() - STOP_ASKED) if code < 128)
 
@@ -82,8 +82,8 @@ class ResilienceConfig:
             for name in ("exit_after_steps", "exit_after_minutes", "largest_norm")
             if (value := getattr(self, name)) is not None and not value > 0
         ]
-        if not 0 < self.stop_grace <= LONGEST:
-            message = f"must be above 0 and at most {LONGEST:g} seconds, got {self.stop_grace:g}"
+        if not 0 < self.stop_grace <= MAX_SECONDS:
+            message = f"must be above 0 and at most {MAX_SECONDS:g} seconds, got {self.stop_grace:g}"
             problems.append(Problem("stop_grace", message))
         if not 0 <= self.exit_code_on_signal < 128 or self.exit_code_on_signal in FAILURE_CODES:
             message = f"must be 0 to 127 and not {', '.join(map(str, FAILURE_CODES))}, which mean failures"

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-DONE, CRASH, INVALID, TRANSIENT_FAULT, NUMERIC_FAULT = 0, 1, 2, 16, 17
+SUCCESS, CRASH, INVALID, TRANSIENT_FAULT, NUMERIC_FAULT = 0, 1, 2, 16, 17
 REQUEUE, NO_PROGRESS, HANG, INTERRUPTED, ALARM, TERMINATED = 75, 93, 124, 130, 142, 143
 
 
@@ -17,7 +17,7 @@ class ExitCode(NamedTuple):
 EXIT_CODES = {
     row.code: row
     for row in (
-        ExitCode(DONE, "done, or asked to stop and saved", False),
+        ExitCode(SUCCESS, "done, or asked to stop and saved", False),
         ExitCode(CRASH, "crash; failed saves; a process killed by a signal (from `megajax.launch`)", True),
         ExitCode(INVALID, "config, data or checkpoint invalid; processes that do not match; a port in use", False),
         ExitCode(TRANSIENT_FAULT, "numeric fault, not reproducible: resume, preferably on other hosts", True),
@@ -32,7 +32,7 @@ EXIT_CODES = {
 }
 """By code."""
 
-STOP_ASKED = frozenset({DONE, REQUEUE, INTERRUPTED, TERMINATED})
+STOP_ASKED = frozenset({SUCCESS, REQUEUE, INTERRUPTED, TERMINATED})
 """Codes of runs that were asked to stop, or are done."""
 
 

@@ -20,7 +20,7 @@ from typing import BinaryIO
 from megajax.config.errors import Problem, UserError
 from megajax.mesh.world import COORDINATOR, COUNT, INDEX, LOCAL_COUNT, LOCAL_INDEX
 from megajax.resilience.beats import ATTEMPT, BEATS, ELASTIC
-from megajax.resilience.output import GONE, discard_output
+from megajax.resilience.output import CLOSED_STREAM_ERRORS, discard_output
 
 DRAIN_SECONDS = 1.0
 """Timeout for the remaining output of ended processes: a stray grandchild may keep a pipe open."""
@@ -220,7 +220,7 @@ def write_or_drop(target: int, text: bytes) -> None:
             while text:
                 text = text[os.write(target, text) :]
         except OSError as error:
-            if error.errno in GONE:
+            if error.errno in CLOSED_STREAM_ERRORS:
                 discard_output(target)
 
 

@@ -10,7 +10,7 @@ import os
 import sys
 from typing import Any
 
-GONE = (errno.EPIPE, errno.EIO, errno.EBADF)
+CLOSED_STREAM_ERRORS = (errno.EPIPE, errno.EIO, errno.EBADF)
 """Errors of a stream without a reader; others, such as a full disk, may be temporary."""
 NAMES = ("standard input", "standard output", "standard error")
 
@@ -41,7 +41,7 @@ class LastingOutput(io.RawIOBase):
             return os.write(self._descriptor, data)
         except OSError as error:
             self._report(error)
-            if error.errno in GONE:
+            if error.errno in CLOSED_STREAM_ERRORS:
                 discard_output(self._descriptor)
             return len(data)
 

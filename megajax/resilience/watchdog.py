@@ -16,7 +16,7 @@ ASLEEP_SECONDS = 5.0
 _COMPILING = tuple(f"jax/_src/{name}.py" for name in ("compiler", "interpreters/partial_eval", "interpreters/mlir"))
 
 
-LONGEST = 1e8
+MAX_SECONDS = 1e8
 """Seconds (three years). Timers of the operating system and of XLA have a maximum."""
 
 
@@ -52,14 +52,14 @@ class WatchdogConfig:
         return name, getattr(self, name)
 
     def problems(self) -> list[Problem]:
-        off = f"{LONGEST:g} means never in practice, and resilience.watchdog=none turns the watchdog off"
+        off = f"{MAX_SECONDS:g} means never in practice, and resilience.watchdog=none turns the watchdog off"
         problems = [
-            Problem(name, f"must be above 0 and at most {LONGEST:g} seconds, got {value:g}", off)
+            Problem(name, f"must be above 0 and at most {MAX_SECONDS:g} seconds, got {value:g}", off)
             for name in (*PHASES, "other")
-            if not 0 < (value := getattr(self, name)) <= LONGEST
+            if not 0 < (value := getattr(self, name)) <= MAX_SECONDS
         ]
-        if not 1 <= self.factor <= LONGEST:
-            problems.append(Problem("factor", f"must be from 1 to {LONGEST:g}, got {self.factor:g}"))
+        if not 1 <= self.factor <= MAX_SECONDS:
+            problems.append(Problem("factor", f"must be from 1 to {MAX_SECONDS:g}, got {self.factor:g}"))
         return problems
 
 

@@ -26,7 +26,7 @@ LENGTH = 512
 """Maximum tokens of a row of text."""
 ROWS = 4
 """Rows computed at once."""
-MOST = 2**15
+MAX_TOKENS = 2**15
 """Maximum tokens read from a text."""
 
 
@@ -44,7 +44,9 @@ def quantize(stored: StoredModel, flags: Mapping[str, Any]) -> tuple[StoredModel
     quantized = replace(model, quantization=cfg)
     matrices, calibration = quantized_matrices(quantized), None
     if flags["calibration"] is not None:
-        tokens = text_rows(_tokenizer(stored), read_text(str(flags["calibration"])), length=_length(stored), most=MOST)
+        tokens = text_rows(
+            _tokenizer(stored), read_text(str(flags["calibration"])), length=_length(stored), most=MAX_TOKENS
+        )
         calibration = calibrate(model, stored.weights, matrices, tokens, rows=ROWS)
     calibrated: Mapping[str, Calibrated] = {} if calibration is None else calibration.matrices
     weights = QuantizedWeights(stored.weights, declared_by(quantized), matrices, calibrated)
@@ -67,7 +69,7 @@ def report(before: StoredModel, calibration: Calibration | None, target: str, te
         title = "mean relative error of a matrix's outputs on the calibration text"
         lines.append(f"{title}: {plain:.3%} without calibration, {calibrated:.3%} with it")
     if text is not None:
-        rows = text_rows(_tokenizer(before), read_text(str(text)), length=_length(before), most=MOST)
+        rows = text_rows(_tokenizer(before), read_text(str(text)), length=_length(before), most=MAX_TOKENS)
         models = [LayerByLayer(path_errors.model, path_errors.weights) for path_errors in (before, quantized)]
         difference = compare(*models, rows, rows=ROWS)
         content |= {"text": str(text), **asdict(difference)}

@@ -13,7 +13,7 @@ from megajax.mesh.config import MESH_AXES, ParallelConfig
 from megajax.training.row_balance import weighs_by_microbatch, written_blocks
 from megajax.training.run_config import RunConfig
 
-MOST = 512
+MAX_AXIS_SIZE = 512
 """Limit of the size of an axis, unless the config's is larger: it bounds the time of the search."""
 
 MODEL_AXES = tuple(axis for axis in MESH_AXES if axis != "data")
@@ -140,7 +140,7 @@ class _Search:
         """Sizes of the data axis that keep the rows of every step."""
         unit = micro_size * expert
         if self.common is None:
-            sizes = list(range(1, min(most, MOST) + 1))
+            sizes = list(range(1, min(most, MAX_AXIS_SIZE) + 1))
         else:
             sizes = [] if self.common % unit else [size for size in divisors_of(self.common // unit) if size <= most]
         return (size for size in sizes if self.replicas in (None, size * expert))
@@ -153,7 +153,7 @@ class _Search:
         sizes_of_one = dict.fromkeys(MODEL_AXES, 1)
         return [
             size
-            for size in range(1, min(self.devices, max(MOST, now)) + 1)
+            for size in range(1, min(self.devices, max(MAX_AXIS_SIZE, now)) + 1)
             if size in (1, now) or self._possible(sizes_of_one | {axis: size})
         ]
 

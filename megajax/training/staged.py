@@ -17,9 +17,9 @@ from megajax.models.sections import last_output, with_memory
 from megajax.pipeline.partition import Partition
 from megajax.pipeline.staged import MEMORY, Place, Span, Staged, StagedSection
 
-OTHERS = "stack."
+STACK_PREFIX = "stack."
 """Path prefix of the stack's weights in a section."""
-STACK = OTHERS + BLOCKS
+STACK = STACK_PREFIX + BLOCKS
 """Path prefix of the stacked weights in a section."""
 
 
@@ -65,7 +65,7 @@ def staged(
 
         def with_names(unit: Unit) -> Unit:
             def run(weights: Params, common: Params, numbers: Array, x: Array, ctx: Any) -> Array:
-                stack = {name.removeprefix(stacked + OTHERS): w for name, w in common.items() if name != MEMORY}
+                stack = {name.removeprefix(stacked + STACK_PREFIX): w for name, w in common.items() if name != MEMORY}
                 return unit(weights, stack, numbers, x, with_memory(ctx, common.get(MEMORY)))
 
             return run
@@ -78,7 +78,7 @@ def staged(
             embed=lambda shared, rows: bound_section(shared).embed(rows),
             enter=lambda shared, x, ctx, memory: bound_section(shared).enter(x, with_memory(ctx, memory)),
             spans=[_span(span, with_names(span.unit)) for span in spans],
-            common=lambda shared: {name: shared[name] for name in shared if name.startswith(stacked + OTHERS)},
+            common=lambda shared: {name: shared[name] for name in shared if name.startswith(stacked + STACK_PREFIX)},
             leave=None if path == paths[-1] else lambda shared, x, ctx: bound_section(shared).leave(x, ctx),
         )
 

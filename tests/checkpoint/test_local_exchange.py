@@ -12,7 +12,7 @@ import pytest
 from megajax.checkpoint.integrity import Damaged
 from megajax.checkpoint.local.exchange import REQUEST_BYTES, RemoteSet, SetServer, own_address
 from megajax.checkpoint.local.members import Members
-from megajax.checkpoint.local.sets import OWN, HostCopy, LocalSet, SetIndex, SetInfo, SetWriter
+from megajax.checkpoint.local.sets import OWN_FILE, HostCopy, LocalSet, SetIndex, SetInfo, SetWriter
 from megajax.checkpoint.local.shards import as_bytes, complete_parts, shards_of_processes
 from megajax.config.errors import UserError
 
@@ -24,8 +24,8 @@ VALUES = np.arange(12, dtype=np.float32).reshape(3, 4)
 @pytest.fixture
 def a_set(tmp_path) -> LocalSet:
     writer = SetWriter(tmp_path / "00000007.saving")
-    writer.append(OWN, HostCopy("w", (3, 8), "float32", BOX, as_bytes(VALUES)))
-    writer.append(OWN, HostCopy("n", (), "int32", (), as_bytes(np.array(5, np.int32))))
+    writer.append(OWN_FILE, HostCopy("w", (3, 8), "float32", BOX, as_bytes(VALUES)))
+    writer.append(OWN_FILE, HostCopy("n", (), "int32", (), as_bytes(np.array(5, np.int32))))
     info = SetInfo(step=7, save="a-1", process=0, attempt="a", processes=2, parts=(0,), meta={"rows": [[0, 2]]})
     return writer.rename(writer.finish(info), tmp_path / "00000007")
 
@@ -71,9 +71,9 @@ def test_an_endless_request_ends_the_connection(server):
 
 
 def test_damage_at_the_sender_is_found_by_the_receiver(server, a_set):
-    content = bytearray((a_set.path / OWN).read_bytes())
+    content = bytearray((a_set.path / OWN_FILE).read_bytes())
     content[5] ^= 128
-    (a_set.path / OWN).write_bytes(content)
+    (a_set.path / OWN_FILE).write_bytes(content)
     with RemoteSet(server.address, SECRET, "a-1/0") as remote, pytest.raises(Damaged, match="w: sha256"):
         remote.read(remote.index.pieces["w", BOX])
 

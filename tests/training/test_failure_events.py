@@ -12,7 +12,7 @@ from small_jobs import run_config
 
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.config.errors import UserError
-from megajax.job.failure import LONGEST, one_line, report_lost_lines
+from megajax.job.failure import MAX_ERROR_LENGTH, one_line, report_lost_lines
 from megajax.job.job import train
 from megajax.metrics.line_file import LinesLost
 from megajax.reporting.attempts import attempts
@@ -67,7 +67,7 @@ def test_errors_in_one_line() -> None:
     assert one_line(ValueError("first\nsecond")) == "ValueError: first"
     assert one_line(KeyError()) == "KeyError"
     assert one_line(UserError("two values differ:\n  a: 1 -> 2\n")) == "two values differ: a: 1 -> 2"
-    assert len(one_line(ValueError("x" * 10_000))) == LONGEST
+    assert len(one_line(ValueError("x" * 10_000))) == MAX_ERROR_LENGTH
 
 
 def test_an_error_knows_the_innermost_phase_it_left() -> None:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from megajax.checkpoint.disk import write_durably
 
 FILE = "local.json"
-KEPT = 1000
+MAX_ATTEMPTS = 1000
 """Attempts in the file: far more than the ones that still have local checkpoints."""
 
 
@@ -29,7 +29,7 @@ class RunHistory(NamedTuple):
 
     def write(self, shared: Path) -> None:
         """Replaces the file."""
-        write_durably(shared / FILE, json.dumps({"run": self.run, "attempts": self.attempts[-KEPT:]}))
+        write_durably(shared / FILE, json.dumps({"run": self.run, "attempts": self.attempts[-MAX_ATTEMPTS:]}))
 
     def begin(self, attempt: str, first: int) -> "RunHistory":
         """Returns the history with another attempt, which begins from step `first`."""

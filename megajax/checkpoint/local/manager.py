@@ -26,7 +26,7 @@ from megajax.checkpoint.local.config import LocalConfig
 from megajax.checkpoint.local.folder import LocalFolder
 from megajax.checkpoint.local.history import RunHistory
 from megajax.checkpoint.local.members import Members
-from megajax.checkpoint.local.sets import OWN, REPLICAS, HostCopy, LocalSet, SetInfo, SetWriter, set_id
+from megajax.checkpoint.local.sets import OWN_FILE, REPLICAS_FILE, HostCopy, LocalSet, SetInfo, SetWriter, set_id
 from megajax.checkpoint.local.shards import (
     Shards,
     as_bytes,
@@ -191,7 +191,7 @@ class LocalCheckpoints:
         disk.demand_space(self.folder.process_folder, self.need)
         writer = SetWriter(path)
         while save.copies:
-            writer.append(OWN, save.copies.pop(0))  # and release it
+            writer.append(OWN_FILE, save.copies.pop(0))  # and release it
         self.serve(writer.snapshot(self._info(save, writer)))
         return writer
 
@@ -204,7 +204,7 @@ class LocalCheckpoints:
             with self.members.read_from(source, set_id(save.name, source)) as remote:
                 for shard in sorted(missing):
                     name, shape, dtype, box, *_ = piece = remote.index.pieces[shard]
-                    writer.append(REPLICAS, HostCopy(name, shape, dtype, box, as_bytes(remote.read(piece))))
+                    writer.append(REPLICAS_FILE, HostCopy(name, shape, dtype, box, as_bytes(remote.read(piece))))
 
     def _info(self, save: _Save, writer: SetWriter) -> SetInfo:
         return SetInfo(
@@ -259,7 +259,7 @@ class LocalCheckpoints:
         try:
             writer = SetWriter(path)
             for copy in copies:
-                writer.append(OWN, copy)
+                writer.append(OWN_FILE, copy)
             writer.rename(writer.finish(info), self.folder.process_folder / step_name(step))
         except OSError as error:
             raise CheckpointError(step, failures.reason(error, path, self.need)) from error

@@ -71,7 +71,9 @@ class LocalReader:
                 if local_set.index.info.save == save
             ]
             answers = self._peers.gather((own_holders, faults))
-            holders = [Holder(process, name, tuple(parts)) for of_process, _ in answers for process, name, parts in of_process]
+            holders = [
+                Holder(process, name, tuple(parts)) for of_process, _ in answers for process, name, parts in of_process
+            ]
             missing = set(range(processes)).difference(*(holder.parts for holder in holders))
             if not missing:
                 self._step, self._holders, self._meta = step, holders, None
@@ -147,7 +149,9 @@ class _Sources:
         self._local, self._members = local, local.members
         local_process = self._members.process
         # First the sets of this process, then those with the shards of its own devices.
-        self._holders = sorted(holders, key=lambda holder: (holder.process != local_process, local_process not in holder.parts))
+        self._holders = sorted(
+            holders, key=lambda holder: (holder.process != local_process, local_process not in holder.parts)
+        )
         self._opened: dict[str, LocalSet | RemoteSet] = {}
         self._stack = ExitStack()
 

@@ -23,7 +23,7 @@ from megajax.checkpoint.disk import flush_to_disk, write_durably
 from megajax.checkpoint.integrity import Damaged, in_threads, seal
 
 SET = "set.json"
-OWN, REPLICAS = "own.bin", "replicas.bin"
+OWN_FILE, REPLICAS_FILE = "own.bin", "replicas.bin"
 FORMAT = 1
 
 type Shard = tuple[str, Box]

@@ -80,10 +80,10 @@ def namespace(archive: TorchArchive) -> dict[str, Any]:
 
 
 def _rank(name: str, stages: Any) -> Rank:
-    tensor, *further = map(int, name.split("_")[2:])
-    if len(further) == 2:
-        return Rank(tensor, *further)
-    last = further[0] if further else 0
+    tensor, *model_ranks = map(int, name.split("_")[2:])
+    if len(model_ranks) == 2:
+        return Rank(tensor, *model_ranks)
+    last = model_ranks[0] if model_ranks else 0
     return Rank(tensor, last, 0) if stages != 1 else Rank(tensor, 0, last)
 
 

@@ -18,11 +18,11 @@ from megajax.inference.server.errors import RequestError
 from megajax.inference.server.metrics import ServerMetrics
 from megajax.inference.server.state import Readiness
 
-OPEN = ("/health",)
+PUBLIC_ROUTES = ("/health",)
 """Routes that require neither a key nor a known host name."""
 CLIENT_GONE = 499
 """Status in the log if a client closed the connection before the answer."""
-READING = ("GET", "HEAD")
+SAFE_METHODS = ("GET", "HEAD")
 
 
 class Gate:
@@ -53,7 +53,7 @@ class Gate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         notes: dict[str, Any] = {}
         scope["state"] = {"log": notes}
-        began, status, writes = time.monotonic(), CLIENT_GONE, scope["method"] not in READING
+        began, status, writes = time.monotonic(), CLIENT_GONE, scope["method"] not in SAFE_METHODS
 
         async def record(message: Message) -> None:
             nonlocal status
@@ -81,7 +81,7 @@ class Gate:
     def _demand_access(self, scope: Scope) -> None:
         """Raises RequestError without a key or, on a server without keys, for an unknown host name: after DNS
         rebinding, a browser sends requests of a web page to this address, with the page's host name, without a key."""
-        if scope["path"] in OPEN:
+        if scope["path"] in PUBLIC_ROUTES:
             return
         headers = dict(scope["headers"])
         if not self._keys:

@@ -7,7 +7,7 @@ from megajax.inference.request import abbreviated
 from megajax.inference.server.errors import invalid
 from megajax.inference.server.models import ServedModel
 
-WANTED = "a string, a list of strings, a list of token ids, or a list of lists of token ids"
+PROMPT_TYPES = "a string, a list of strings, a list of token ids, or a list of lists of token ids"
 
 
 async def read_prompts(values: Mapping[str, Any], model: ServedModel, most: int) -> list[list[int]]:
@@ -29,12 +29,12 @@ def split_prompts(value: Any, most: int, name: str = "prompt") -> list[str | lis
     for prompt in prompts:
         if isinstance(prompt, list) and not all(map(_is_token, prompt)):
             invalid_part = next(part for part in prompt if not _is_token(part))
-            raise invalid(name, f"{name} must be {WANTED}, got {abbreviated(invalid_part)} in a list")
+            raise invalid(name, f"{name} must be {PROMPT_TYPES}, got {abbreviated(invalid_part)} in a list")
         if not isinstance(prompt, (str, list)):
-            raise invalid(name, f"{name} must be {WANTED}, got {abbreviated(prompt)}")
+            raise invalid(name, f"{name} must be {PROMPT_TYPES}, got {abbreviated(prompt)}")
     kinds = {type(prompt) for prompt in prompts}
     if len(kinds) > 1:
-        raise invalid(name, f"{name} must be {WANTED}, got strings and lists")
+        raise invalid(name, f"{name} must be {PROMPT_TYPES}, got strings and lists")
     if any(len(prompt) == 0 for prompt in prompts):
         raise invalid(name, f"{name} is empty: a model continues at least one token")
     return prompts

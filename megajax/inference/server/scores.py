@@ -7,7 +7,7 @@ from typing import Any
 from megajax.inference.request import TokenScore
 from megajax.tokenizers.base import Tokenizer
 
-LEAST = -9999.0
+MIN_LOGPROB = -9999.0
 """Replaces minus infinity, which JSON cannot express."""
 
 
@@ -42,7 +42,7 @@ class TokenTexts:
 
 def finite(logprob: float) -> float:
     """A log-probability as a number that JSON can express."""
-    return max(logprob, LEAST)
+    return max(logprob, MIN_LOGPROB)
 
 
 def completion_scores(
@@ -60,7 +60,7 @@ def completion_scores(
         top: dict[str, float] = {}
         for token, logprob in (*score.top, (score.token, score.logprob)):
             text = texts.text(token)
-            top[text] = max(finite(logprob), top.get(text, LEAST))
+            top[text] = max(finite(logprob), top.get(text, MIN_LOGPROB))
         tops.append(top)
     return {
         "tokens": [texts.text(token) for token in tokens],

@@ -22,7 +22,7 @@ SLOW_DISK = 100 * MIB
 """Bytes per second: a checkpoint of 10 GiB takes minutes."""
 DISK_SECONDS = 30.0
 
-SHOWN = ("jax", "jaxlib", "flax", "orbax-checkpoint", "grain", "numpy")
+LISTED_PACKAGES = ("jax", "jaxlib", "flax", "orbax-checkpoint", "grain", "numpy")
 
 HARMFUL = {
     "JAX_DISABLE_JIT": ("1|true", "nothing is compiled: runs are extremely slow"),
@@ -64,8 +64,8 @@ def packages(machine: Machine) -> Finding:
         return fail("; ".join(dict.fromkeys(problems)), "uv sync, or pip install --upgrade megajax")
     if not _requirements("megajax"):
         return warn("megajax is not installed, so its requirements are unknown", "uv sync, or pip install -e .")
-    visible_gpus = [f"{name} {installed}" for name in SHOWN if (installed := _version(name))]
-    return ok(f"Python {platform.python_version()}, {', '.join(visible_gpus)}")
+    versions = [f"{name} {installed}" for name in LISTED_PACKAGES if (installed := _version(name))]
+    return ok(f"Python {platform.python_version()}, {', '.join(versions)}")
 
 
 def _requirements(package: str) -> list[str]:

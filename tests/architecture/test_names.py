@@ -1,0 +1,55 @@
+"""Names of the package are nouns and verbs that say what is bound, see docs/development.md."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "megajax"
+VAGUE = frozenset({
+    "again", "alone", "asked", "begun", "both", "done", "each", "found", "further", "given", "gone", "got", "held",
+    "here", "kept", "made", "mine", "one", "ours", "own", "said", "same", "seen", "shown", "taken", "that", "them", "there",
+    "they", "thing", "things", "this", "those", "told", "whatever",
+})  # fmt: skip
+"""Participles, adverbs and pronouns: they say how something came to be, and not what it is."""
+
+
+def bound_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Line and name of each definition, argument, variable and attribute that a module binds."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                yield node.lineno, name
+            case ast.arg(arg=name) | ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
+                yield node.lineno, name
+
+
+def vague_names(source: str) -> list[tuple[int, str]]:
+    """Line and name of each vague name that is bound in the source of a module."""
+    return [(line, name) for line, name in bound_names(ast.parse(source)) if name.strip("_").lower() in VAGUE]
+
+
+def test_names_say_what_they_bind() -> None:
+    files = sorted(PACKAGE.rglob("*.py"))
+    problems = [
+        f"{file.relative_to(PACKAGE)}:{line}: {name}"
+        for file in files
+        for line, name in vague_names(file.read_text(encoding="utf-8"))
+    ]
+    assert files and not problems, "name what it is:\n" + "\n".join(problems)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def told(): ...",
+        "def f(given): ...",
+        "for each in rows: ...",
+        "self._seen = 1",
+        "class Whatever: ...",
+        "a, one = b",
+    ],
+)
+def test_each_kind_of_binding_is_checked(source: str) -> None:
+    assert len(vague_names(source)) == 1
