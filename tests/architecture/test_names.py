@@ -8,9 +8,9 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "megajax"
 VAGUE = frozenset({
-    "again", "alone", "asked", "begun", "both", "done", "each", "found", "further", "given", "gone", "got", "held",
-    "here", "kept", "made", "mine", "one", "ours", "own", "said", "same", "seen", "shown", "taken", "that", "them", "there",
-    "they", "thing", "things", "this", "those", "told", "whatever",
+    "again", "alone", "asked", "begun", "both", "done", "each", "found", "further", "given", "gone", "got",
+    "held", "here", "kept", "made", "mine", "one", "ours", "own", "said", "same", "seen", "shown",
+    "taken", "that", "them", "there", "they", "thing", "things", "this", "those", "told", "whatever",
 })  # fmt: skip
 """Participles, adverbs and pronouns: they say how something came to be, and not what it is."""
 
