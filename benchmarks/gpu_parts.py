@@ -24,7 +24,7 @@ class Part:
 
     name: str
     kind: Kind
-    """Which figures it has: see `comparison.measured`."""
+    """Which figures it has: see `comparison.measured_figures`."""
     limit: int
     """Seconds after which it is interrupted, and ten seconds later killed."""
     program: tuple[str, ...]

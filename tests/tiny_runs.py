@@ -345,7 +345,7 @@ def train(
                 gradients, padding = in_order(program, gradients_of(program, state, reported[0][1]))
         if evaluated:
             total, tokens = (float(part) for part in evaluate(state.inputs, other_batch)["loss"])
-            evaluations = {"before": before, "evaluation": total / tokens, "counted": tokens}
+            evaluations = {"before": before, "evaluation": total / tokens, "tokens": tokens}
     for arrays in (state.params, *(part for part in state.optimizer.values() if isinstance(part, dict))):
         padding = max(padding, in_order(program, arrays)[1], key=_nan_first)
     losses, norms = np.array(reported).reshape(steps, 2).T

@@ -74,7 +74,7 @@ def texts(files: Sequence[Any], key: str) -> Iterator[str]:
                 try:
                     yield kind.texts(row)[0].decode("utf-8", errors="replace")
                 except UserError as error:
-                    raise UserError(f"{file.path}, {kind.where(chunk, place)}: {error}") from error
+                    raise UserError(f"{file.path}, {kind.location(chunk, place)}: {error}") from error
 
 
 if __name__ == "__main__":

@@ -65,7 +65,7 @@ def test_both_multiplications_of_the_same_model_stand_side_by_side() -> None:
     plain, triton = (
         next(part for part in ALL if part.name == name) for name in ("mfu_llama_3b_4096", "mfu_llama_3b_4096_triton")
     )
-    more = set(triton.words(tiny=False)) ^ set(plain.words(tiny=False))
+    more = set(triton.arguments(tiny=False)) ^ set(plain.arguments(tiny=False))
     assert {word.partition("=")[0] for word in more} == {"--xla", "--trace"}
     assert "--xla=xla_gpu_enable_triton_gemm=true" in more
 
@@ -178,8 +178,8 @@ def test_a_whole_call(gpu: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 
 def test_unknown_lists_are_refused() -> None:
     with pytest.raises(SystemExit, match="PARTS=fourth: there are first, second, third, more, layers and all"):
-        gpu_check.chosen("first,fourth", ".")
-    assert [part.name for part in gpu_check.chosen("all", "norm|device")] == ["device", "kernels_norm"]
+        gpu_check.select_parts("first,fourth", ".")
+    assert [part.name for part in gpu_check.select_parts("all", "norm|device")] == ["device", "kernels_norm"]
 
 
 def test_measured_beside_predicted(tmp_path: Path) -> None:
@@ -193,20 +193,20 @@ def test_measured_beside_predicted(tmp_path: Path) -> None:
     passes = {name: {"seconds": {"median": 3e-3}} for name in ("forward", "both")}
     loss = {"name": "loss, plain", "sizes": {"tokens": 4}, "seconds": {"median": 5e-3}}
     parts = {"norm": [kernel | passes, {"name": "LayerNorm", "sizes": {}, "fault": "no"}], "loss": [loss]}
-    assert comparison.measured("mfu", step) == {
+    assert comparison.measured_figures("mfu", step) == {
         "step s": 2.0,
         "tokens/s": 300.0,
         "MFU causal": None,
         "MFU full": 0.5,
         "peak GiB": 2.0,
     }
-    assert comparison.measured("kernels", {"parts": parts}) == {
+    assert comparison.measured_figures("kernels", {"parts": parts}) == {
         "RMSNorm tokens=4: forward ms": 3.0,
         "RMSNorm tokens=4: both ms": 3.0,
         "LayerNorm": None,
         "loss, plain tokens=4: both ms": 5.0,
     }
-    assert comparison.measured("mfu", None) == {}
+    assert comparison.measured_figures("mfu", None) == {}
     rows = comparison.rows({"one": {"step s": 1.6, "peak GiB": 4.0, "new": 1.0}}, "mfu", "one", step)
     by_name = {row["figure"]: row for row in rows}
     assert by_name["step s"]["measured_over_predicted"] == 1.25
@@ -221,7 +221,7 @@ def test_results_of_pytest(tmp_path: Path) -> None:
     file.write_text(f"<testsuites><testsuite>{cases}</testsuite></testsuites>")
     actual = comparison.tests_of(file)
     assert actual == {"failed": 1, "passed": 1, "skipped": 1, "which_failed": ["b"]}
-    assert comparison.measured("tests", actual) == {"failed": 1, "passed": 1, "skipped": 1}
+    assert comparison.measured_figures("tests", actual) == {"failed": 1, "passed": 1, "skipped": 1}
 
 
 def arrays(jaxpr: Any) -> Iterator[int]:

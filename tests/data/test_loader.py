@@ -283,17 +283,17 @@ def test_dealt_rows_of_growing_steps() -> None:
 @pytest.mark.parametrize("rounds", [0, 1])
 def test_processes_hold_parts_of_the_same_rows(sizes: tuple[int, ...], rounds: int, processes: int) -> None:
     """With context over processes, each reads full rows, and the blocks of devices equal those of one process."""
-    sharding, sharding = layout(sizes), SequenceSharding(4, rounds)
+    sharding, rows_sharding = layout(sizes), SequenceSharding(4, rounds)
     schema = batch_schema(text_schema(16, 10_000), LEAVES)
     rows = [{name: (row * 16 + np.arange(16)).astype(dtype) for name, dtype in LEAVES.items()} for row in range(G)]
     full = np.stack([row["tokens"] for row in rows]).reshape(M, G // M, 16)
-    full = full[..., sharding.places(16)]
+    full = full[..., rows_sharding.places(16)]
     indices = list(sharding.devices_indices_map(full.shape).values())
     size, counts = len(indices) // processes, np.zeros(full.shape, np.int32)
     for process in range(processes):
         local_indices = indices[process * size : (process + 1) * size]
         local = LocalRows(local_indices, M, G // M)
-        block = read_rows(rows, schema, 0, local.offsets, sharding)
+        block = read_rows(rows, schema, 0, local.offsets, rows_sharding)
         for index in local_indices:
             np.testing.assert_array_equal(local.block(block["tokens"], index), full[index])
             counts[index] += 1

@@ -70,7 +70,7 @@ def same_run(model: DecoderConfig, parallel: ParallelConfig, **settings: object)
     np.testing.assert_allclose(actual.losses, expected.losses, rtol=1e-4)
     np.testing.assert_allclose(actual.before, expected.before, rtol=1e-5)
     np.testing.assert_allclose(actual.evaluation, expected.evaluation, rtol=1e-4)
-    assert actual.counted == expected.counted
+    assert actual.tokens == expected.tokens
     assert_close(actual.gradients, expected.gradients)
     return actual, expected
 

@@ -22,7 +22,7 @@ def small_memory():
 
 
 def compare(combination: Combination) -> None:
-    actual = difference(combination.run(), combination.alone())
+    actual = difference(combination.run(), combination.on_one_device())
     assert max(actual.loss, actual.norm, actual.gradient) <= TOLERANCE, actual
     assert actual.padding == 0, actual
 
@@ -83,13 +83,13 @@ def test_training_drops_and_evaluation_does_not() -> None:
     """On one device, on the rows of the first step; test_layouts_train_alike.py has that evaluation has no dropout."""
     combination = next(combination for combination in QUICKEST if combination.model == "gpt")
     evaluated = train(gpt(repeats=combination.repeats), microbatches=4, steps=0, isolated=combination.isolated)
-    assert combination.average == "tokens" and abs(evaluated.before / combination.alone().losses[0] - 1) > 1e-5
+    assert combination.average == "tokens" and abs(evaluated.before / combination.on_one_device().losses[0] - 1) > 1e-5
 
 
 def test_a_difference_is_seen() -> None:
     """The comparison above means something: of one gradient's element, of one loss, of a row that is no layer."""
     combination = next(combination for combination in QUICKEST if combination.model == "gpt")
-    expected = combination.alone()
+    expected = combination.on_one_device()
 
     def but(**changes: object) -> Trained:
         return Trained(**{name: getattr(expected, name) for name in expected.__dataclass_fields__} | changes)
@@ -129,7 +129,7 @@ def test_evaluates_as_one_device_does(model, parallel, microbatches) -> None:
     actual, expected = (
         train(model, on, microbatches=count, steps=0) for on, count in ((parallel, microbatches), (ONE, 4))
     )
-    assert actual.counted == expected.counted
+    assert actual.tokens == expected.tokens
     np.testing.assert_allclose([actual.before, actual.evaluation], [expected.before, expected.evaluation], rtol=1e-6)
 
 

@@ -35,7 +35,7 @@ def name(value: object) -> str:
 
 def assert_same_training(actual: Trained, expected: Trained, *, rtol: float = 1e-4, first: float = 1e-5) -> None:
     """Losses and gradient norms of every step, more closely those of the first, and the evaluation after the last."""
-    assert actual.counted == expected.counted
+    assert actual.tokens == expected.tokens
     for one, second in ((actual.losses, expected.losses), (actual.norms, expected.norms)):
         np.testing.assert_allclose(one[0], second[0], rtol=first)
         np.testing.assert_allclose(one, second, rtol=rtol)
@@ -70,7 +70,7 @@ def test_the_run_learns_and_starts_where_it_should():
     actual = train(llama(), ONE, microbatches=4)
     assert abs(actual.losses[0] - np.log(VOCABULARY)) < 0.1
     assert actual.losses[2] < actual.losses[1] < actual.losses[0] - 0.05
-    assert actual.counted == rows(1)["loss_mask"].sum() < ROWS * LENGTH
+    assert actual.tokens == rows(1)["loss_mask"].sum() < ROWS * LENGTH
 
 
 @pytest.mark.slow

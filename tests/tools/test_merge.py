@@ -74,7 +74,7 @@ def test_what_cannot_be_joined(tmp_path):
         merge([tmp_path / "empty"], tmp_path / "out")
     with pytest.raises(UserError, match=r"a\.bin: exists already"):
         merge([wide], a)
-    with pytest.raises(UserError, match="a: is one of the inputs"):
+    with pytest.raises(UserError, match="a: is also one of the inputs"):
         merge([a], a, overwrite=True)
     assert not list(tmp_path.glob("out*")) and read(IndexedTokens(a)) == A
     assert read(merge([wide], a, overwrite=True)) == B

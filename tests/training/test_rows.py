@@ -121,7 +121,7 @@ def test_one_array_is_never_whole_on_a_device():
     source, none = np.arange(8, dtype=np.int32)[::-1], np.zeros(8, bool)
     place = NamedSharding(run.mesh, target.sharding.spec)
     take = jax.jit(
-        lambda leaf: layer_order._take(leaf, source, none, layer_order.unsharded_rows(place, shape)),
+        lambda leaf: layer_order._gather_rows(leaf, source, none, layer_order.unsharded_rows(place, shape)),
         in_shardings=place,
         out_shardings=place,
     )
