@@ -14,11 +14,12 @@ from megajax.training.run_config import COMMON
 DESCRIPTION = """With --config and --devices: compile the config's train step for virtual GPU devices, and print
 the memory of each, whether it fits, every collective, and the predicted time of a step. With --formula, the same by
 formulas, in a second and without a compiler. Overrides are as in training; data need not exist. --search finds the
-fastest layout, --compare shows two plans side by side.
+fastest layout, --compare shows two plans side by side, --sweep scales the number of devices or a setting.
 
 With --schedule, --stages and --microbatches: draw a pipeline schedule: which stage works on which microbatch at each
 tick, what share of the time stages wait (the bubble), and how many activations each stage keeps."""
 
+PNG = Flag("png", Path | None, help="of a schedule or a sweep: also draw it into this file (extra plot)")
 FLAGS = (
     Flag("devices", str | None, help="GPUs to plan for, as GPU:N: a100-40gb, a100 (80 GB), h100, h200, b200 or gb200"),
     Flag("gpus-per-node", int | None, help="GPUs that NVLink connects; 8, of gb200 72, unless given"),
@@ -30,11 +31,13 @@ FLAGS = (
     Flag("serve", help="text generation: tokens of cache beside the weights, and bounds of its speed"),
     Flag("context", int | None, help="with --serve: tokens of a request; the model's sequence_length unless given"),
     Flag("compare", str | None, help="another plan, in quotes: OTHER.py, GPU:N, --setting=value ..., or several"),
+    Flag("sweep", str | None, help="curves over devices:64,128,...,16384, or over a setting: NAME:1,2,4"),
     Flag("device-file", Path | None, help="with --formula: YAML file that describes another device"),
     Flag("calibration", Path | None, help="constants measured by benchmarks/calibrate.py, instead of the defaults"),
     Flag("nvlink", float | None, help="GB/s from a GPU to others of its node, one direction"),
     Flag("network", float | None, help="GB/s from a GPU to other nodes, one direction"),
     Flag("json", Path | None, help="also write the plan to this file"),
+    PNG,
 )
 SCHEDULE_FLAGS = (
     Flag("schedule", str, required=True, help="gpipe: all forwards, then all backwards; 1f1b: backwards as early "
@@ -44,7 +47,7 @@ SCHEDULE_FLAGS = (
     Flag("virtual-stages", int, 1, help="chunks of layers per stage: shorter bubbles, more traffic"),
     Flag("loss-wait", Literal[0, 1], 0, help="ticks between an output and its loss: default 0 here, 1 in training "
          "(parallel.loss_wait)"),
-    Flag("png", Path | None, help="also draw the schedule into this file (extra plot)"),
+    PNG,
 )  # fmt: skip
 USAGE = """
   python -m megajax.plan --config=FILE --devices=h100:128          compiles the config for 128 GPUs (or --formula)
@@ -60,12 +63,12 @@ def main(argv: list[str]) -> int:
     """
     names = {plain_name(word.lstrip("-").partition("=")[0]) for word in argv if word.startswith("-")}
     if names & {"h", "help"}:
-        optional = tuple(replace(flag, required=False) for flag in SCHEDULE_FLAGS)
+        optional = tuple(replace(flag, required=False) for flag in SCHEDULE_FLAGS if flag not in FLAGS)
         parse(argv, verb="plan", flags=(*FLAGS, *optional), description=DESCRIPTION, common=COMMON)
     match "config" in names, "schedule" in names:
         case True, False:
             for flag in SCHEDULE_FLAGS:
-                if plain_name(flag.name) in names:
+                if plain_name(flag.name) in names and flag not in FLAGS:
                     raise UserError(f"--{flag.name} needs --schedule, not --config{USAGE}")
             words, fixed = resolve("megajax.planning.command:take_searched")(argv)
             count = resolve("megajax.planning.command:count_devices")

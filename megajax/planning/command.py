@@ -1,4 +1,4 @@
-"""`python -m megajax.plan --config`: a plan, a search, a comparison, or the memory of text generation."""
+"""`python -m megajax.plan --config`: a plan, a search, a comparison, a sweep, or text generation."""
 
 import json
 import re
@@ -26,20 +26,21 @@ from megajax.planning.program import devices
 from megajax.planning.ranking import Cache, advice, check_config_path, compile_layout, find_best, write_config
 from megajax.planning.search import SEARCHED, Choice, Task, changes, problems, settings
 from megajax.planning.show import comparison, plan_report, serving_report
+from megajax.planning.sweep import draw_sweep, read_axis, sweep_points, sweep_report
 
 COMPILED = 3
 """Layouts of a search that are compiled by default, if the compiler is installed."""
 MARGIN = 0.03
 """Fraction of usable memory that a change of a compiled plan must leave: its excess over the formula may change."""
-MODES = ("search", "compare", "serve")
-NEEDS = {"context": "serve", "compile": "search", "out": "search"}
+MODES = ("search", "compare", "sweep", "serve")
+NEEDS = {"context": "serve", "compile": "search", "out": "search", "png": "sweep"}
 """Flags that need another flag."""
 
 
 def count_devices(flags: Mapping[str, Any]) -> tuple[int | None, list[Problem]]:
     """Number of devices that the flags ask for, and problems of the flags. Raises UserError for an unreadable file.
 
-    None if the config's own layout need not match them: a search tries others.
+    None if the config's own layout need not match them: a search tries others, a sweep takes other numbers.
     """
     cluster, problems = read_target(flags)
     modes = [mode for mode in MODES if flags[mode] not in (None, False)]
@@ -50,7 +51,7 @@ def count_devices(flags: Mapping[str, Any]) -> tuple[int | None, list[Problem]]:
     for name, mode in NEEDS.items():
         if flags[name] is not None and not flags[mode]:
             problems.append(Problem(f"--{name}", f"goes with --{mode}, which is not given"))
-    free = cluster is None or {"search", "serve"} & {*modes}
+    free = cluster is None or {"search", "serve", "sweep"} & {*modes}
     return None if free else cluster.devices, problems
 
 
@@ -113,6 +114,8 @@ def plan(command: Command, fixed: Mapping[str, Any], program: Sequence[str]) -> 
     request = Request(Case(command.config, cluster), command.source or "", flags, fixed, program)
     report, figures = getattr(request, mode)()
     print(report.text())
+    if flags["png"] is not None:
+        print(f"\npicture {flags['png']}")
     if flags["json"] is not None:
         write_output_file(flags["json"], json.dumps(figures, indent=1) + "\n")
 
@@ -159,6 +162,17 @@ class Request:
         return comparison(
             (self.source, target), (self.case, second_case(self.case, target, self.flags["gpus_per_node"]))
         )
+
+    def sweep(self) -> tuple[Report, Any]:
+        text, picture = self.flags["sweep"], self.flags["png"]
+        axis, values = read_axis(text, self.case.cfg)
+        points = sweep_points(self.case, axis, values)
+        if all("refusal" in point for point in points):
+            raise UserError(f"--sweep={text}: no point passes the checks; the first: {points[0]['refusal']}")
+        if picture is not None:
+            save = resolve("megajax.pipeline.drawing:save_as_asked")
+            save(partial(draw_sweep, axis, points), picture, inches=(8, 4.5))
+        return sweep_report(self.source, axis, points), points
 
     def serve(self) -> tuple[Report, Any]:
         run, tokens = self.case.described, self.flags["context"]

@@ -27,7 +27,9 @@ def config_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "my_model.py"
 
 
-@pytest.mark.parametrize("mode", ["--formula", "--search", "--compare=--parallel.tensor=2"])
+@pytest.mark.parametrize(
+    "mode", ["--formula", "--search", "--compare=--parallel.tensor=2", "--sweep=devices:8,16", "--sweep=steps:1,2"]
+)
 def test_modes_made_of_formulas_say_what_is_missing(config_file: Path, mode: str) -> None:
     with pytest.raises(
         UserError, match=r"ClassifierConfig has no facts.*\n.*\n.*section_facts.*\n.*mixer.*\n.*compiler"

@@ -267,7 +267,7 @@ REFUSED = {
     "out": (["--out=best.py"], "must end in .yaml"),
     "no folder": (["--out=nowhere/best.yaml"], "there is no folder nowhere"),
     "compile": (["--compile=-1"], "--compile must be 0 or more"),
-    "two": (["--compare=h200:64"], "goes with no --search"),
+    "two": (["--sweep=devices:64"], "goes with no --search"),
 }
 
 

@@ -1,4 +1,4 @@
-"""Comparisons, and changes that make a plan fit."""
+"""Comparisons, sweeps, and changes that make a plan fit."""
 
 import json
 from pathlib import Path
@@ -46,13 +46,44 @@ def test_compare_configs_and_settings(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "parallel.tensor: 8 -> 4" in capsys.readouterr().out
 
 
+def test_weak_and_strong_scaling(tmp_path: Path) -> None:
+    points = plan_json(tmp_path, "--sweep=devices:64,128,...,16384")
+    weak, strong = ([point for point in points if point["mode"] == mode] for mode in ("weak", "strong"))
+    assert [point["devices"] for point in weak] == [64 * 2**n for n in range(9)]
+    assert [point["global_size"] for point in weak] == [512 * 2**n for n in range(9)]
+    assert weak[-1]["mesh"] == {"pipeline": 4, "data": 512, "expert": 1, "context": 1, "tensor": 8}
+    assert weak[0]["step_seconds"] == pytest.approx(weak[-1]["step_seconds"], rel=0.01)
+    assert strong[-1]["refusal"].startswith("parallel.virtual_stages") and strong[3]["global_size"] == 512
+    speeds = [point["tokens_per_second_per_device"] for point in strong if "refusal" not in point]
+    assert speeds == sorted(speeds, reverse=True)
+    assert strong[0] | {"mode": "weak"} == weak[0] | {"days": strong[0]["days"]}
+
+
+def test_sweep_over_a_setting(tmp_path: Path) -> None:
+    points = plan_json(tmp_path, "--sweep=batch.micro_size:1,2,3,4")
+    assert [point["value"] for point in points] == ["1", "2", "3", "4"] and "refusal" in points[2]
+    assert points[1]["activations_gib"] == pytest.approx(2 * points[0]["activations_gib"])
+
+
+def test_the_picture_of_a_sweep(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    plan_json(tmp_path, "--sweep=devices:64,128", f"--png={tmp_path}/sweep.png")
+    assert (tmp_path / "sweep.png").read_bytes()[:4] == b"\x89PNG"
+
+
 REFUSED = {
+    "axis": (["--sweep=device:1,2"], "unknown axis 'device'; did you mean devices?"),
+    "no values": (["--sweep=devices:"], "must be AXIS:VALUE"),
+    "dots": (["--sweep=devices:64,100,...,129"], "does not lead to 129"),
+    "words": (["--sweep=devices:many"], "is no number of devices"),
+    "no point": (["--sweep=devices:8,16"], "no point passes the checks"),
     "nothing": (["--compare="], "names nothing"),
     "two": (["--compare=h100:8 h200:8"], "more than one of a kind"),
     "device": (["--compare=h300:64"], "did you mean h100 or h200?"),
     "file": (["--compare=llama3_80b.py"], "did you mean llama3.py:llama3_8b"),
     "setting": (["--compare=--parallel.tensr=2"], "did you mean parallel.tensor"),
     "layout": (["--compare=--parallel.tensor=3"], "parallel.tensor"),
+    "png": (["--formula", "--png=x.png"], "goes with --sweep"),
 }
 
 
