@@ -1,4 +1,4 @@
-"""Rank the layouts of a search, compiled ones first; and find changes that make a plan fit."""
+"""Rank the layouts of a search, compiled ones first; judge well-known ones; and find changes that make a plan fit."""
 
 import contextlib
 import json
@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from itertools import combinations
 from operator import itemgetter
 from pathlib import Path
@@ -33,8 +34,10 @@ from megajax.planning.search import (
     Group,
     Task,
     changes,
+    explore,
     rank,
     ranked,
+    refusal,
     rounded,
     search,
     settings,
@@ -174,10 +177,50 @@ class Result:
                 for row in self.rows
             ],
             "rejected_by_compiler": [{**asdict(choice), **compiled} for choice, compiled in self.rejected],
+            "well_known": [{"choice": name, "verdict": verdict} for name, verdict in self.well_known],
         }
 
+    @cached_property
+    def well_known(self) -> list[tuple[str, str]]:
+        """Name and verdict of pure FSDP, tensor parallelism without a pipeline, and the config as given."""
+        task, groups = self.task, {group.place: group for group in self.groups}
+        pure, fsdp = {"data_sharding": "fsdp", "expert": 1, "context": 1}, None
+        if (1, 1) in groups and all(task.fixed.get(name, value) == value for name, value in pure.items()):
+            fsdp = explore(replace(task, fixed={**task.fixed, **pure}), (1, 1))
+        tensor = max((tensor for tensor, pipeline in groups if pipeline == 1), default=task.case.cluster.per_node)
+        initial = replace(Choice.of(task.case.cfg, task.devices), **task.fixed)
+        if "data" not in task.fixed and task.case.cfg.parallel.data is None:
+            replica = initial.tensor * initial.pipeline * initial.expert * initial.context
+            initial = replace(initial, data=max(1, task.devices // replica))
+        return [
+            ("pure FSDP", self._group_verdict(fsdp)),
+            (f"tensor {tensor} without a pipeline", self._group_verdict(groups.get((tensor, 1)))),
+            (f"the config as given ({initial.layout})", self._verdict(initial)),
+        ]
+
+    def _group_verdict(self, group: Group | None) -> str:
+        """The verdict on the best layout of a group, or on its smallest if none fits."""
+        if group is None:
+            fixed = self.task.fixed_text()
+            return f"not tried: {fixed} is given" if fixed else "not tried: does not match these devices"
+        if entry := next(iter(group.best), group.smallest):
+            return self._verdict(entry.choice)
+        return f"refused: {group.refusals.most_common(1)[0][0]}" if group.refusals else "not tried"
+
+    def _verdict(self, choice: Choice) -> str:
+        """How much slower a layout is than the best, by formula, or why it can't be used."""
+        task, case = self.task, self.task.with_choice(choice)
+        if choice == self.best:
+            return "is the best"
+        if reason := refusal(case):
+            return f"refused: {reason}"
+        if (memory := case.estimate.memory).peak > task.limit:
+            return f"does not fit: {memory.peak_gib:.1f} of {task.limit / GIB:.1f} GiB ({choice.details})"
+        slowdown = case.estimate.step_seconds / task.with_choice(self.best).estimate.step_seconds - 1
+        return f"{abs(slowdown):.1%} {'slower' if slowdown >= 0 else 'faster by formula'} ({choice.details})"
+
     def report(self, commands: Sequence[str]) -> Report:
-        """The best layouts, those that the compiler rejected, and how to use the best."""
+        """The best layouts, the well-known and the rejected ones, and how to use the best."""
         device, compiled = self.task.case.cluster.device, sum(row.compiled for row in self.rows) + len(self.rejected)
         counts = ", ".join(f"{name.replace('_', ' ')} {number:,}" for name, number in self.tally().items())
         searched = [
@@ -185,10 +228,10 @@ class Result:
             ("compiled", f"{compiled} in {duration(self.compile_seconds)}" if compiled else "none"),
             *[("fixed", self.task.fixed_text())] * bool(self.task.fixed),
         ]
-        rejected = []
+        verdicts = list(self.well_known)
         for choice, figures in self.rejected:
             reason = figures.get("error") or f"compiled: {figures['peak_gib']:.1f} of {device.usable_gib:.1f} GiB"
-            rejected.append((f"{choice.layout}, {choice.details}", reason))
+            verdicts.append((f"{choice.layout}, {choice.details}", reason))
         columns = ("", "layout", "data sharding", "sequence", "micro", "recompute", "by", "slower", *FIGURES)
         rows = []
         for place, row in enumerate(self.rows, 1):
@@ -202,7 +245,7 @@ class Result:
             [
                 ("searched", searched),
                 Table("best layouts", columns, rows, (1, 2, 3, 5, 6)),
-                *[Table("rejected by the compiler", ("layout", "reason"), rejected, (0, 1))] * bool(rejected),
+                Table("not chosen", ("layout", "verdict"), verdicts, (0, 1)),
                 ("to use the best", [("", line) for line in commands]),
             ],
         )

@@ -198,10 +198,11 @@ def test_printed_table_json_and_config_file(tmp_path: Path, capsys: pytest.Captu
     out = tmp_path / "best.yaml"
     figures = search_json(tmp_path, f"--out={out}", "--batch.global_size=256", "--parallel.tensor=8")
     printed = capsys.readouterr().out
-    for text in ("best layouts", "tensor 8, pipeline", "slower", "exposed"):
+    for text in ("not chosen", "pure FSDP", "tensor 8 without a pipeline", "the config as given", "slower", "exposed"):
         assert text in printed
     assert f"--config={out}" in printed
     assert len(figures["best"]) == 5 and figures["tried"] > 500
+    assert figures["well_known"][0] == {"choice": "pure FSDP", "verdict": "not tried: tensor=8 is given"}
     steps = [rounded(row["step_seconds"]) for row in figures["best"]]
     assert steps == sorted(steps) and figures["best"][0]["slower"] == 0
     # The file is a config; so is the command line. Both are what was found.
@@ -232,6 +233,8 @@ def test_it_searches_where_the_config_itself_does_not_fit(tmp_path: Path) -> Non
     """GPT-3 175B's own layout takes 128 devices; for 64 there is another."""
     figures = search_json(tmp_path, config="gpt3.py:gpt3_175b")
     assert figures["best"][0]["tensor"] > 1
+    (initial,) = [layout for layout in figures["well_known"] if layout["choice"].startswith("the config")]
+    assert initial["verdict"].startswith("refused: parallel")
 
 
 def test_compiled_layouts_rank_by_their_programs_and_are_kept(tmp_path: Path) -> None:
