@@ -7,7 +7,7 @@ from megajax.config.dump import diff
 from megajax.metrics.banner import Report, Section, Table
 from megajax.models.protocol import position_unit
 from megajax.planning.cost.estimate import SPEED, Case, Estimate, bytes_per_step, to_dict
-from megajax.planning.cost.serving import Serving
+from megajax.planning.cost.serving import Serving, row_counts
 from megajax.planning.program.devices import GIB, MIB, Device
 from megajax.text import byte_size, count, duration
 
@@ -156,7 +156,7 @@ def traffic_by_class(
 
 
 def serving_report(plans: Sequence[Serving]) -> Report:
-    """Weights and cache of each layout and dtype."""
+    """Weights, cache and first token of each layout and dtype; bounds of a step of the fastest unquantized one."""
     run, context = plans[0].run, plans[0].context
     rows = [
         (
@@ -168,12 +168,23 @@ def serving_report(plans: Sequence[Serving]) -> Report:
             byte_size(plan.token_bytes) if plan.token_bytes else "none",
             "any" if plan.tokens is None else f"{plan.tokens:,}",
             f"{plan.rows:,}",
+            f"{plan.first_token_seconds * 1e3:,.1f}",
         )
         for plan in plans
     ]
-    headings = ("tensor", "replicas", "weights", "cache", "weights, GiB", "token", "tokens", "rows")
+    headings = ("tensor", "replicas", "weights", "cache", "weights, GiB", "token", "tokens", "rows", "first token, ms")
     room = Table("a replica; weights and bytes of a token are of one device", headings, rows, (2, 3))
-    blocks = [("rows", [("of", f"{context:,} tokens, prompt and answer")]), room]
+    blocks: list[Section | Table] = [("rows", [("of", f"{context:,} tokens, prompt and answer")]), room]
+    if fitting := [plan for plan in plans if plan.rows]:
+        unquantized = [plan for plan in fitting if plan.weights == plan.cache == run.dtype]
+        fastest = max(unquantized or fitting, key=lambda plan: plan.tokens_per_second(plan.rows))
+        bounds = []
+        for number in row_counts(fastest.rows):
+            times = (f"{1e3 * seconds:.2f}" for seconds in fastest.step_seconds(number))
+            bounds.append([f"{number:,}", *times, f"{fastest.tokens_per_second(number):,.0f}"])
+        headings = ("rows", "bandwidth, ms", "compute, ms", "collectives, ms", "tokens/s of all devices")
+        name = f"tensor {fastest.tensor}, weights {fastest.weights}, cache {fastest.cache}"
+        blocks.append(Table(f"bounds of a step: {name}", headings, bounds, ()))
     return Report(f"text generation on {run.devices} x {run.device.name}, by formula", blocks)
 
 

@@ -1,4 +1,4 @@
-"""Plans of text generation: weights and cache are those of the arrays."""
+"""Plans of text generation: weights and cache are those of the arrays, and bounds are of what a step reads."""
 
 from math import prod
 
@@ -16,7 +16,7 @@ from megajax.mesh.mesh import build_mesh
 from megajax.mesh.rules import Plan
 from megajax.plan import main
 from megajax.planning.cost.description import describe
-from megajax.planning.cost.serving import CACHE_SHARE, Serving, servings
+from megajax.planning.cost.serving import CACHE_SHARE, Serving, row_counts, servings
 from megajax.planning.program.devices import GIB, GPUS
 
 SIZE = CacheSize(blocks=2, block=16, slots=3)
@@ -74,11 +74,37 @@ def test_tokens_fill_what_weights_leave() -> None:
     assert plan("mamba2.py:mamba2_130m").tokens is None and plan("mamba2.py:mamba2_130m").rows > 1000
 
 
-def test_the_command_prints_weights_and_cache(capsys: pytest.CaptureFixture[str], tmp_path) -> None:
+def test_bounds_of_a_step() -> None:
+    """Llama-3 8B: all weights but the embedding, and the cache of each row, at 3.35 TB/s; two operations a weight."""
+    serving, table = plan("llama3.py:llama3_8b"), 128_256 * 4096
+    bandwidth, compute, collectives = serving.step_seconds(16)
+    vectors = 65 * 4096
+    step_bytes = 2 * (8_030_261_248 - table - vectors) + 16 * 8192 * serving.token_bytes
+    assert bandwidth == pytest.approx(step_bytes / 3.35e12) and collectives == 0
+    scores = 32 * 2 * 32 * 128 * 8192
+    assert compute == pytest.approx(16 * 2 * (8_030_261_248 - table - vectors + scores) / 989.4e12)
+    assert serving.tokens_per_second(16) == pytest.approx(8 * 16 / bandwidth)
+    assert serving.first_token_seconds == pytest.approx(8192 * serving.token_flops(4096) / 989.4e12)
+    sharded = plan("llama3.py:llama3_8b", 8)
+    assert sharded.step_seconds(16)[2] > 0 and sharded.step_bytes(16) == pytest.approx(serving.step_bytes(16) / 8)
+
+
+def test_few_rows_read_the_experts_they_choose() -> None:
+    serving = plan("mixtral.py:mixtral_8x7b", 2)
+    experts, cache = 32 * 8 * 3 * 4096 * 14336 / 2 * 2, 255 * 8192 * serving.token_bytes
+    assert serving.step_bytes(256) - serving.step_bytes(1) - cache == pytest.approx(experts * 0.75)
+
+
+def test_row_counts() -> None:
+    assert row_counts(0) == [] and row_counts(1) == [1] and row_counts(52) == [1, 4, 16, 52]
+    assert row_counts(64) == [1, 4, 16, 64] and row_counts(9999) == [1, 4, 16, 64, 256, 1024, 4096]
+
+
+def test_the_command_prints_room_and_bounds(capsys: pytest.CaptureFixture[str], tmp_path) -> None:
     arguments = ["--config=llama3.py:llama3_8b", "--devices=h100:8", "--serve", "--context=2k"]
     assert main([*arguments, f"--json={tmp_path / 'plan.json'}"]) == 0
     text = capsys.readouterr().out
-    assert "2,000 tokens" in text and "433,833" in text
+    assert "2,000 tokens" in text and "433,833" in text and "bounds of a step" in text
     assert '"tokens": 433833' in (tmp_path / "plan.json").read_text()
 
 

@@ -1,4 +1,8 @@
-"""The memory of text generation by formulas: weights on a device, and the tokens of cache beside them."""
+"""Text generation by formulas: weights on a device, the tokens of cache beside them, and bounds of the speed.
+
+A bound is what the memory bandwidth or the matmul peak of the data sheet allows at most. A step reads each weight once,
+whatever the number of rows; of experts, those that the rows choose in the mean.
+"""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -6,8 +10,9 @@ from typing import Any
 
 from megajax.config.errors import UserError
 from megajax.layers.cache_facts import stored_leaves
-from megajax.layers.facts import CUT_AXES, Norm, total_size
+from megajax.layers.facts import CUT_AXES, Matmul, Norm, total_size
 from megajax.planning.cost.description import BYTES, Description
+from megajax.planning.cost.traffic import Span, seconds
 from megajax.planning.program.devices import GIB
 
 CACHE_SHARE = 0.9
@@ -36,6 +41,11 @@ class Serving:
     def tensor(self) -> int:
         return self.run.parallel.tensor
 
+    @property
+    def weight_width(self) -> float:
+        """Bytes of an element of the layers' matrices."""
+        return WEIGHT_WIDTHS.get(self.weights, self.run.width)
+
     @cached_property
     def weight_bytes(self) -> float:
         run, ahead, hidden = self.run, self.run.head.ahead, self.run.sections[-1].hidden
@@ -51,7 +61,7 @@ class Serving:
                 sharded = any(size % self.tensor == 0 for size, axis in sizes if axis in CUT_AXES | {"expert_mlp"})
                 # model.quantization leaves gains, biases and filters as they are.
                 matrix = len(weight.shape) > 2 or (len(weight.shape) == 2 and "embed" in weight.axes)
-                element = WEIGHT_WIDTHS.get(self.weights, run.width) if matrix else run.width
+                element = self.weight_width if matrix else run.width
                 total += layers * element * (weight.size / (self.tensor if sharded else 1))
         # Before a block that predicts further ahead: a matrix of two parts and three norms.
         return total + len(ahead) * (2 * hidden**2 / self.tensor + 3 * hidden) * run.width
@@ -92,10 +102,64 @@ class Serving:
         """Rows of `context` tokens that fit into a replica."""
         return int(self.room // (self.context * self.token_bytes + self.row_bytes))
 
+    @cached_property
+    def matmuls(self) -> list[tuple[Matmul, float]]:
+        """Matmuls of the layers, with the number of layers that have them."""
+        blocks = ((block, tower.repeats) for tower in self.run.towers for block in tower.blocks)
+        return [(matmul, layers) for block, layers in blocks for matmul in block.matmuls]
+
+    def step_bytes(self, rows: int) -> float:
+        """Bytes that a step reads in which each row generates one token."""
+        total = self.run.columns * self.run.towers[-1].hidden * self.run.width
+        for matmul, layers in self.matmuls:
+            chosen = 1 - (1 - min(1.0, matmul.per_token / matmul.experts)) ** rows
+            total += layers * matmul.local_size(self.tensor) * chosen * self.weight_width
+        for mixer, layers in self.mixers:
+            window = getattr(mixer, "window", None)
+            keys = self.context if window is None else min(self.context, window + 1)
+            total += rows * layers * (keys * self.cached(mixer, "token") + self.cached(mixer, "row"))
+        return total
+
+    def token_flops(self, keys: float) -> float:
+        """Operations of the layers on a token that attends to so many keys."""
+        hidden, total = self.run.towers[-1].hidden, 0.0
+        for matmul, layers in self.matmuls:
+            total += layers * matmul.local_size(self.tensor) * matmul.per_token / matmul.experts
+        for mixer, layers in self.mixers:
+            total += layers * mixer.kernel_work(hidden, keys).multiply_adds / self.tensor
+        return 2 * total
+
+    def step_seconds(self, rows: int) -> tuple[float, float, float]:
+        """Seconds of a step: by bandwidth, by compute, and in collectives."""
+        run, device, hidden = self.run, self.run.device, self.run.towers[-1].hidden
+        compute = rows * (self.token_flops(self.context) + 2 * run.columns * hidden)
+        parts = sum(tower.repeats * block.parts for tower in run.towers for block in tower.blocks)
+        span = Span.along(["tensor"], run.sizes, run.per_node)
+        collectives = (parts + 1) * seconds("all-reduce", rows * hidden * run.width, span, device)
+        return self.step_bytes(rows) / device.bandwidth, compute / device.peak_of(run.dtype), collectives
+
+    def tokens_per_second(self, rows: int) -> float:
+        """Bound of all replicas, with so many rows in each."""
+        bandwidth, compute, collectives = self.step_seconds(rows)
+        return self.run.replicas * rows / (max(bandwidth, compute) + collectives)
+
+    @property
+    def first_token_seconds(self) -> float:
+        """Bound of a prompt of `context` tokens."""
+        compute = self.context * self.token_flops(self.context / 2) / self.run.device.peak_of(self.run.dtype)
+        return max(compute, self.step_bytes(1) / self.run.device.bandwidth)
+
     def to_dict(self) -> dict[str, Any]:
         """For --json."""
         names = ("tensor", "weights", "cache", "context", "weight_bytes", "token_bytes", "row_bytes", "tokens", "rows")
-        return {name: getattr(self, name) for name in names} | {"replicas": self.run.replicas}
+        speeds = {rows: self.tokens_per_second(rows) for rows in row_counts(self.rows)}
+        figures = {name: getattr(self, name) for name in (*names, "first_token_seconds")}
+        return figures | {"replicas": self.run.replicas, "tokens_per_second": speeds}
+
+
+def row_counts(most: int) -> list[int]:
+    """Powers of 4 below `most`, and `most`; at most 4096."""
+    return sorted({*(4**n for n in range(6) if 4**n < most), min(most, 4**6)} - {0})
 
 
 def servings(run: Description, devices: int, context: int) -> list[Serving]:
