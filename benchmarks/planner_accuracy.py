@@ -24,7 +24,7 @@ from megajax.models.config import DecoderConfig
 from megajax.models.facts import count_flops
 from megajax.models.presets.gpt import gpt3
 from megajax.models.presets.llama import llama2, llama3
-from megajax.planning.cost.description import OURS, Description, System
+from megajax.planning.cost.description import MEGAJAX, Description, System
 from megajax.planning.cost.estimate import estimate
 from megajax.planning.program.devices import GPUS
 
@@ -407,7 +407,7 @@ def main() -> int:
     comparisons, bounds, long = (
         lines(),
         lines(BOUNDS),
-        lines((LONG, replace(LONG, name=f"{LONG.name}: ours", system=OURS))),
+        lines((LONG, replace(LONG, name=f"{LONG.name}: ours", system=MEGAJAX))),
     )
     accuracy = summary(comparisons)
     text = (

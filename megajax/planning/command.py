@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ import megajax.config.schema as schema
 from megajax.command_line import Command
 from megajax.config import load
 from megajax.config.builds import resolve
+from megajax.config.dump import flatten
 from megajax.config.errors import ConfigError, Problem, UserError
 from megajax.config.files import ROOT, assembled, read
-from megajax.config.patch import Mark, plain_name, setting
-from megajax.config.tree import override, read_value
+from megajax.config.nearest import did_you_mean
+from megajax.config.patch import Mark, patch_of, plain_name, setting
+from megajax.config.tree import assemble, override, read_value
 from megajax.metrics.banner import Report
 from megajax.metrics.runfolder import write_output_file
 from megajax.models.facts import demand_facts, facts_of
@@ -25,8 +28,7 @@ from megajax.planning.cost.serving import servings
 from megajax.planning.program import devices
 from megajax.planning.ranking import Cache, advice, check_config_path, compile_layout, find_best, write_config
 from megajax.planning.search import SEARCHED, Choice, Task, changes, problems, settings
-from megajax.planning.show import comparison, plan_report, serving_report
-from megajax.planning.sweep import draw_sweep, read_axis, sweep_points, sweep_report
+from megajax.planning.show import DEVICES_AXIS, Point, comparison, draw_sweep, plan_report, serving_report, sweep_report
 
 COMPILED = 3
 """Layouts of a search that are compiled by default, if the compiler is installed."""
@@ -35,6 +37,9 @@ MARGIN = 0.03
 MODES = ("search", "compare", "sweep", "serve")
 NEEDS = {"context": "serve", "compile": "search", "out": "search", "png": "sweep"}
 """Flags that need another flag."""
+MAX_POINTS = 64
+STEP_SETTINGS = ("steps", "schedule.", "profile.", "optimizer.")
+"""Problems with these settings do not concern the layout; a larger batch in fewer steps may cause them."""
 
 
 def count_devices(flags: Mapping[str, Any]) -> tuple[int | None, list[Problem]]:
@@ -223,15 +228,15 @@ class Request:
         return number
 
 
-def second_case(case: Case, asked: str, per_node: int | None) -> Case:
+def second_case(case: Case, text: str, per_node: int | None) -> Case:
     """The plan of --compare: at most one config and one device, and settings; the rest is that of `case`.
 
     Raises UserError for other words, and for none.
     """
     try:
-        words = shlex.split(asked)
+        words = shlex.split(text)
     except ValueError as error:
-        raise UserError(f"--compare={asked!r}: {error}") from error
+        raise UserError(f"--compare={text!r}: {error}") from error
     overrides = [word.removeprefix("--") for word in words if word.startswith("--")]
     names = [word for word in words if not word.startswith("--")]
     gpus = {*devices.GPUS, *devices.OTHER_NAMES}
@@ -239,7 +244,7 @@ def second_case(case: Case, asked: str, per_node: int | None) -> Case:
     configs = [word for word in names if word not in targets]
     if not words or len(targets) > 1 or len(configs) > 1:
         raise UserError(
-            f"--compare={asked!r} names {'nothing' if not words else 'more than one of a kind'} to compare with.\n"
+            f"--compare={text!r} names {'nothing' if not words else 'more than one of a kind'} to compare with.\n"
             "Give another config, another device, or settings: --compare=OTHER.py, --compare=h200:64, "
             '--compare="--parallel.tensor=4", or several in one pair of quotes.'
         )
@@ -252,4 +257,73 @@ def second_case(case: Case, asked: str, per_node: int | None) -> Case:
         cluster = second
     if configs:
         return Case(load(configs[0], *overrides, devices=cluster.devices), cluster)
-    return Case(override(case.cfg, *overrides, devices=cluster.devices, place=f"--compare={asked}"), cluster)
+    return Case(override(case.cfg, *overrides, devices=cluster.devices, place=f"--compare={text}"), cluster)
+
+
+def read_axis(text: str, cfg: Any) -> tuple[str, list[str]]:
+    """ "devices:64,128,...,512" -> ("devices", ["64", "128", "256", "512"]).
+
+    Raises UserError for an unknown axis and for other values.
+    """
+    axis, _, listed = text.partition(":")
+    values = [value.strip() for value in listed.split(",") if value.strip()]
+    if not values:
+        raise UserError(
+            f"--sweep={text!r} must be AXIS:VALUE,VALUE,...\nE.g. devices:64,128,...,16384 or batch.micro_size:1,2,4"
+        )
+    names = [DEVICES_AXIS, *flatten(cfg)]
+    if axis not in names:
+        hint = did_you_mean(axis, names) or "devices, or a setting such as batch.micro_size"
+        raise UserError(f"--sweep: unknown axis {axis!r}; {hint}")
+    if "..." in values:
+        values = _continued(text, values)
+    for value in values:
+        if axis == DEVICES_AXIS and not re.fullmatch(r"[1-9]\d{0,5}", value):
+            raise UserError(f"--sweep={text!r}: {value!r} is no number of devices")
+    return axis, values
+
+
+def _continued(text: str, values: list[str]) -> list[str]:
+    """The values with "..." filled in, by a constant factor."""
+    place = values.index("...")
+    before, after = values[:place], values[place + 1 :]
+    if len(before) < 2 or len(after) != 1 or not all(value.isdigit() for value in (*before, *after)):
+        raise UserError(f"--sweep={text!r}: '...' stands between two or more numbers and the last one: 64,128,...,1024")
+    start, second, last = int(before[-2]), int(before[-1]), int(after[0])
+    filled = [second]
+    while 0 < start < second and filled[-1] < last and len(filled) < MAX_POINTS:
+        filled.append(filled[-1] * second // start)
+    if filled[-1] != last:
+        raise UserError(f"--sweep={text!r}: {start}, {second}, ... does not lead to {last} by a constant factor")
+    return [*before[:-1], *map(str, filled)]
+
+
+def sweep_points(case: Case, axis: str, values: Sequence[str]) -> list[Point]:
+    """A plan for each value. Over devices, `data` grows, for weak and for strong scaling."""
+    if axis != DEVICES_AXIS:
+        return [_point(case, "", value, [f"{axis}={value}"]) for value in values]
+    cluster, rows, first, points = case.cluster, case.cfg.batch.global_size, int(values[0]), []
+    for mode, value in product(("weak", "strong"), values):
+        count, words = int(value), ["parallel.data=none"]
+        _, refused = devices.read_cluster(f"{cluster.device.name}:{value}", cluster.per_node, cluster.device)
+        if mode == "weak":
+            weak_rows, remainder = divmod(rows * count, first)
+            if remainder:
+                refused = [Problem(f"{rows} rows on {first}", f"no whole number of rows on {count}")]
+            # As many tokens in all.
+            words += [f"batch.global_size={weak_rows}", f"steps={case.cfg.steps * first // count}"]
+        scaled = replace(case, cluster=cluster._replace(devices=count))
+        points.append(_point(scaled, mode, value, words, refused))
+    return points
+
+
+def _point(case: Case, mode: str, value: str, words: list[str], refused: Sequence[Problem] = ()) -> Point:
+    """A plan of the case with other settings. refused: problems of its devices."""
+    count = case.cluster.devices
+    cfg, rules = assemble(type(case.cfg), case.cfg, patch_of(map(setting, words)), count)
+    refusals = [*refused, *(rule for rule in rules if not (mode and rule.setting.startswith(STEP_SETTINGS)))]
+    rows = (cfg or case.cfg).batch.global_size
+    point = {"value": value, "mode": mode, "devices": count, "global_size": rows}
+    if refusals:
+        return point | {"refusal": f"{refusals[0].setting}: {refusals[0].message}"}
+    return point | to_dict(replace(case, cfg=cfg).estimate)

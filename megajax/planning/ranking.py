@@ -47,7 +47,7 @@ from megajax.text import duration
 
 MAX_TRIES = 2
 """Layouts that are compiled at most, as a multiple of those asked for: some turn out not to fit."""
-SHOWN = 5
+LISTED = 5
 """Layouts in the table."""
 
 type Figures = dict[str, Any]
@@ -111,7 +111,9 @@ def compile_best(
     with ThreadPoolExecutor(max(1, min(number, os.cpu_count() or 1))) as pool:
         while waiting and fitting < number:
             batch, waiting = waiting[: number - fitting], waiting[number - fitting :]
-            jobs = {pool.submit(compiler, task.with_choice(one)): one for one in batch if cache.get(one) is None}
+            jobs = {
+                pool.submit(compiler, task.with_choice(choice)): choice for choice in batch if cache.get(choice) is None
+            }
             for job in as_completed(jobs):
                 cache.add(jobs[job], job.result())
                 advance()
@@ -133,7 +135,7 @@ class Result:
     task: Task
     groups: Sequence[Group]
     rows: Sequence[Row]
-    """The best SHOWN layouts."""
+    """The best LISTED layouts."""
     rejected: Sequence[tuple[Choice, Figures]]
     """Layouts whose compiled program does not fit, or that the compiler refused."""
     seconds: float
@@ -272,13 +274,13 @@ def find_best(task: Task, cache: Cache, number: int, compiler: Callable[[Case], 
 
 
 def rank_rows(task: Task, entries: Sequence[Entry], cache: Cache) -> tuple[list[Row], list[tuple[Choice, Figures]]]:
-    """The best SHOWN layouts, compiled ones first and by their programs; and those whose program does not fit."""
+    """The best LISTED layouts, compiled ones first and by their programs; and those whose program does not fit."""
     rows, rejected, by_formula = [], [], 0
     for entry in entries:
         compiled = cache.get(entry.choice)
         if compiled is not None and not compiled["fits"]:
             rejected.append((entry.choice, compiled))
-        elif compiled is not None or by_formula < SHOWN:
+        elif compiled is not None or by_formula < LISTED:
             by_formula += compiled is None
             figures = compiled or to_dict(task.with_choice(entry.choice).estimate)
             rows.append(Row(entry, figures, compiled is not None))
@@ -286,7 +288,7 @@ def rank_rows(task: Task, entries: Sequence[Entry], cache: Cache) -> tuple[list[
     def order(row: Row) -> tuple:
         return not row.compiled, rounded(row.figures["step_seconds"]), rank(row.entry)[1], row.figures["peak_gib"]
 
-    return sorted(rows, key=order)[:SHOWN], rejected
+    return sorted(rows, key=order)[:LISTED], rejected
 
 
 def _nothing_fits(task: Task, groups: Sequence[Group]) -> str:

@@ -29,6 +29,15 @@ FIGURES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "fits": lambda plan: "yes" if plan["fits"] else "NO",
 }
 """Columns of tables that list plans, from the figures of a plan's JSON."""
+DEVICES_AXIS = "devices"
+SCALING = {
+    "weak": "weak scaling: the batch grows with the devices",
+    "strong": "strong scaling: the batch stays the same",
+    "": "one setting at several values",
+}
+"""Modes of the points of a sweep, and their titles."""
+type Point = dict[str, Any]
+"""JSON of a plan: `value`, `mode`, `devices`, `global_size`, and its figures or the `refusal` of the rules."""
 
 
 def cells(plan: Mapping[str, Any]) -> list[str]:
@@ -207,3 +216,41 @@ def comparison(names: tuple[str, str], cases: tuple[Case, Case]) -> tuple[Report
     if changed := diff(cases[0].cfg, cases[1].cfg):
         blocks.append(("settings that differ", [("", line) for line in changed]))
     return Report(" and ".join(names), blocks), {"first": first, "second": second, "ratios": ratios}
+
+
+def tokens_per_second(point: Point) -> float:
+    """Of all devices."""
+    return point["tokens_per_second_per_device"] * point["devices"]
+
+
+def sweep_report(source: str, axis: str, points: Sequence[Point]) -> Report:
+    """A table of each mode, and the points that the rules refuse."""
+    columns = (axis, "data", "rows", "microbatches", "efficiency", "tokens/s", *FIGURES)
+    blocks: list[Section | Table] = []
+    for mode, title in SCALING.items():
+        rows, base = [], 0.0
+        for point in points:
+            if point["mode"] != mode:
+                continue
+            texts = ["refused", "", "", "", ""]
+            if "refusal" not in point:
+                speed = point["tokens_per_second_per_device"]
+                base = base or speed
+                counts = point["mesh"]["data"], point["global_size"], point["microbatches"]
+                texts = [*(f"{n:,}" for n in counts), f"{speed / base:.1%}", f"{tokens_per_second(point):,.0f}"]
+            rows.append([point["value"], *texts, *cells(point)])
+        if rows:
+            blocks.append(Table(title, columns, rows, ()))
+    refused = [f"{point['mode']} {point['value']}: {point['refusal']}" for point in points if "refusal" in point]
+    if refused:
+        blocks.append(("refused", [("", line.strip()) for line in refused]))
+    return Report(f"{source} by {axis}", blocks)
+
+
+def draw_sweep(axis: str, points: Sequence[Point], axes: Any) -> None:
+    """Tokens per second, a curve of each mode, on matplotlib axes."""
+    for mode, title in SCALING.items():
+        if curve := [point for point in points if point["mode"] == mode and "refusal" not in point]:
+            axes.plot([point["value"] for point in curve], [*map(tokens_per_second, curve)], marker="o", label=title)
+    axes.set(title="Tokens per second", xlabel=axis, yscale="log" if axis == DEVICES_AXIS else "linear")
+    axes.legend()

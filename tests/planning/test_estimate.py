@@ -19,7 +19,7 @@ from megajax.models.presets.gpt import gpt3
 from megajax.models.presets.llama import llama3
 from megajax.pipeline.check import measure
 from megajax.pipeline.schedule import build
-from megajax.planning.cost.description import OURS, Description, describe
+from megajax.planning.cost.description import MEGAJAX, Description, describe
 from megajax.planning.cost.estimate import Estimate, estimate, to_dict
 from megajax.planning.program.devices import GPUS
 
@@ -162,7 +162,7 @@ def test_a_layout_that_a_config_may_not_ask_for() -> None:
 def test_a_free_running_pipeline_keeps_fewer_and_its_last_stage_has_the_head() -> None:
     layout = ParallelConfig(pipeline=8, data=1)
     ours = estimate(run(parallel=layout, global_size=64))
-    free_running = estimate(run(parallel=layout, global_size=64, system=replace(OURS, lockstep=False)))
+    free_running = estimate(run(parallel=layout, global_size=64, system=replace(MEGAJAX, lockstep=False)))
     assert free_running.memory.activations == pytest.approx(ours.memory.activations * 8 / ours.run.schedule.slots)
     assert free_running.matmul_seconds > 1.2 * ours.matmul_seconds
 

@@ -11,7 +11,7 @@ from megajax.layers.remat import SavePolicy
 from megajax.mesh.config import ParallelConfig
 from megajax.models.presets.llama import llama3
 from megajax.pipeline.executor import MOST_LOOPS
-from megajax.planning.cost.description import OURS, Description, System, describe
+from megajax.planning.cost.description import MEGAJAX, Description, System, describe
 from megajax.planning.cost.estimate import bytes_per_step, estimate, to_dict
 from megajax.planning.cost.traffic import Traffic, memory_bytes
 from megajax.planning.cost.work import (
@@ -70,7 +70,7 @@ def of_block(described: Description, kept: SavePolicy | None = None) -> tuple[An
 
 
 def test_a_product_reads_both_and_writes_the_third() -> None:
-    joined = run(system=replace(OURS, xla=False))
+    joined = run(system=replace(MEGAJAX, xla=False))
     (block,) = joined.towers[0].blocks
     every = list(products(joined, block.matmuls, 8192, SavePolicy(parts=None)))
     assert len(every) == 3 * len(block.matmuls) and sum(one.backward for one in every) == 2 * len(block.matmuls)
@@ -93,7 +93,7 @@ def test_rows_of_stacks_that_are_copied_go_through_memory_twice() -> None:
     in_place, copied = (of_block(run(parallel=layout)) for layout in layouts)
     more = sum(there.copies - in_place.copies for in_place, there in zip(in_place[:2], copied[:2], strict=True))
     assert more == pytest.approx((2 * (2 + 2) + 2 * (4 + 4)) * in_place[2])
-    assert OURS.most_in_place == MOST_LOOPS
+    assert MEGAJAX.most_in_place == MOST_LOOPS
 
 
 def test_fsdp_adds_its_shard_of_a_gradient() -> None:
@@ -149,7 +149,7 @@ def test_ticks_and_idle_forwards_count_in_a_pipeline() -> None:
 
 def test_copies_make_a_step_longer_and_plans_tell_the_bytes() -> None:
     """What searches compare: a program that copies weights out of their stack takes the time of these copies."""
-    in_place, there = run(), run(system=replace(OURS, most_in_place=0))
+    in_place, there = run(), run(system=replace(MEGAJAX, most_in_place=0))
     quick, slow = estimate(in_place), estimate(there)
     kinds = ("copies", "elementwise")
     more = sum(bytes_per_step(slow)[kind] - bytes_per_step(quick)[kind] for kind in kinds)

@@ -53,7 +53,7 @@ class System:
     """Factor on the time of matmuls and of memory-bound kernels, for an older or a newer generation of kernels."""
 
 
-OURS = System(name="MegaJAX", lockstep=True, data_hidden=False, most_in_place=8, xla=True)
+MEGAJAX = System(name="MegaJAX", lockstep=True, data_hidden=False, most_in_place=8, xla=True)
 """As counted in compiled programs, see megajax.planning.cost.work; most_in_place is MOST_LOOPS of pipeline.executor."""
 
 
@@ -82,7 +82,7 @@ class Description:
     """Adapters; with them the default, *, of `trainable` stands for no weight."""
     steps: int = 0
     """Steps of the run; 0: unknown."""
-    system: System = OURS
+    system: System = MEGAJAX
 
     @property
     def sizes(self) -> dict[str, int]:

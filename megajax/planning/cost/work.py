@@ -368,7 +368,7 @@ def held_weights(run: Description, *, trained: bool = False) -> tuple[float, flo
 
 
 def footprint(run: Description) -> Footprint:
-    """Memory of the most loaded device; with OURS as the system all are loaded alike."""
+    """Memory of the most loaded device; with MEGAJAX as the system all are loaded alike."""
     parallel = run.parallel
     (stack, rest), (stack_trained, rest_trained) = held_weights(run), held_weights(run, trained=True)
     total, trained = stack + rest, stack_trained + rest_trained
@@ -436,14 +436,16 @@ def _largest_layer(tower: Tower) -> float:
     largest = 0.0
     for block in tower.blocks:
         divided = {part: elements.divided for part, elements in block.tensors.items()}
-        again = sum(count for part, count in divided.items() if policy.parts is not None and part not in policy.parts)
+        recomputed = sum(
+            count for part, count in divided.items() if policy.parts is not None and part not in policy.parts
+        )
         copied = sum(elements.surplus(tensor) for elements in block.tensors.values())
         for experts in block.experts:
             # Buffers of rows: inputs, outputs and their gradients, of one chunk.
             inner = 2 * sum(experts.tensors.values()) * (experts.chunks > 1)
             gathered = 2 * spread.expert * experts.width * (experts.way_on(spread.devices) == "gather") / experts.chunks
             copied += experts.rows(1, spread) * (ROW_BUFFERS * experts.width + inner) / experts.chunks + gathered
-        largest = max(largest, (sum(divided.values()) + again * policy.layers_per_checkpoint) / tensor + copied)
+        largest = max(largest, (sum(divided.values()) + recomputed * policy.layers_per_checkpoint) / tensor + copied)
     return largest
 
 

@@ -134,7 +134,7 @@ def _kernels(
         elif op.opcode == "call":
             for callee in program.callees_of(op):
                 yield from _kernels(program, callee, context, numbers)
-        elif op.opcode not in FREE and not op.opcode.endswith(hlo.DONE):
+        elif op.opcode not in FREE and not op.opcode.endswith(hlo.FINISH):
             yield _kernel(program, op, computation, context)
 
 

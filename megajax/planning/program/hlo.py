@@ -24,7 +24,7 @@ COLLECTIVES = (
     "collective-permute",
     "collective-broadcast",
 )
-START, DONE = "-start", "-done"
+START, FINISH = "-start", "-done"
 """Suffixes of the two halves of an asynchronous operation."""
 
 _HEAD = re.compile(r"(ENTRY )?%?([\w.-]+) \(.*\{$")
@@ -337,12 +337,12 @@ class _Reader:
                 total += work[index]
         return total
 
-    def collective(self, one: Instruction, home: Computation) -> tuple[Instruction, Computation] | None:
+    def collective(self, instruction: Instruction, home: Computation) -> tuple[Instruction, Computation] | None:
         """The collective that an instruction is, starts or wraps (fusion, async-start), and its computation."""
-        if one.opcode.removesuffix(START) in COLLECTIVES:
-            return one, home
-        if one.opcode == "fusion" or one.opcode.endswith(START):
-            for name in self.program.callees_of(one, "calls"):
+        if instruction.opcode.removesuffix(START) in COLLECTIVES:
+            return instruction, home
+        if instruction.opcode == "fusion" or instruction.opcode.endswith(START):
+            for name in self.program.callees_of(instruction, "calls"):
                 inner = self.program.computations[name]
                 for op in inner.values():
                     if (wrapped := self.collective(op, inner)) is not None:
@@ -373,7 +373,7 @@ def _end_indices(computation: Computation) -> dict[str, int]:
         origin = started.get(op.operands[0], op.operands[0]) if op.operands else ""
         if op.opcode == "async-update":
             started[op.name] = origin
-        elif op.opcode.endswith(DONE):
+        elif op.opcode.endswith(FINISH):
             indices[origin] = index
     return indices
 
