@@ -1,14 +1,14 @@
 """The rows of a decoding step, and attention to a paged cache.
 
 A step is flat: T tokens, each a row of the batch with one position, [T, 1]. Embedding, norms, projections and
-feed-forwards need to know nothing more. Mixers read from `StepRows` which tokens belong to the same row.
+feed-forwards need no other information. Mixers read from `StepRows` which tokens belong to the same row.
 
-A step has groups of rows, each with the same number of tokens: rows that decode have one, a prompt has several. Cache
-leaves are stacked over layers: [layers, blocks, block, ...] of tokens and [layers, slots, ...] of rows. With several
-replicas along the mesh axes of `batch`, every array holds them one after another, and numbers of tokens, blocks and
-slots count within a replica.
+A step consists of groups of rows with equal numbers of tokens: decoding rows have one token, prompts have several.
+Cache leaves are stacked over layers: [layers, blocks, block, ...] for tokens and [layers, slots, ...] for rows. With
+several replicas along the mesh axes of `batch`, every array concatenates them, and token, block and slot numbers are
+local to a replica.
 
-R rows of a group, W tokens of each, M blocks of a table, N query heads, K key-value heads, H head size.
+R rows per group, W tokens per row, M blocks per table, N query heads, K key-value heads, H head size.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -36,7 +36,7 @@ type Cache = Mapping[str, Array]
 
 type Advance = Callable[[Any, Any, Cache, Array], tuple[Array, Cache]]
 """(inputs [R, W, ...], weights, leaves of the rows before their first tokens [R, ...], counts int32 [R]) -> outputs
-[R, W, ...] and the leaves after the last. Tokens from a row's count on change no leaf."""
+[R, W, ...] and the leaves after the last tokens. Only the first `counts` tokens of a row change its leaves."""
 
 
 @partial(
@@ -46,24 +46,24 @@ type Advance = Callable[[Any, Any, Cache, Array], tuple[Array, Cache]]
 )
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRows:
-    """Where the tokens of a step belong. A pytree; shapes are those of one replica."""
+    """The rows, cache blocks and slots of the tokens of a step. A pytree; shapes are those of one replica."""
 
     groups: tuple[tuple[int, int], ...]
-    """Of each group its rows and the tokens of each; their tokens stand one after another."""
+    """(rows, tokens per row) of each group. The tokens of the groups are concatenated."""
     kernel: PagedKernel
     slots: Array
-    """int32 [T]: block * block size + place, where a token's keys are written; past the pool for no token."""
+    """int32 [T]: block * block size + offset, where a token's keys are written; past the pool for padding."""
     tables: tuple[Array, ...]
     """For each group int32 [R, M]: the row's blocks."""
     counts: tuple[Array, ...]
-    """For each group int32 [R]: tokens that the row has in this step, at most W; 0: no row."""
+    """For each group int32 [R]: tokens of the row in this step, at most W; 0 for a padding row."""
     states: tuple[Array, ...]
-    """For each group int32 [R]: the row's slot in leaves of rows; past the last slot for no row."""
+    """For each group int32 [R]: the row's slot in the leaves of rows; past the last slot for a padding row."""
     layer: Array
-    """int32 []: number of the layer along the leading dimension of the cache."""
+    """int32 []: index of the layer along the leading dimension of the cache."""
 
     def parts(self) -> list[slice]:
-        """The tokens of each group."""
+        """The slice of the tokens of each group."""
         parts, first = [], 0
         for rows, width in self.groups:
             parts.append(slice(first, first + rows * width))
@@ -71,14 +71,14 @@ class StepRows:
         return parts
 
     def axes(self) -> Any:
-        """The same pytree with the logical axes of each array."""
+        """This pytree with the logical axes of each array in its place."""
         row, count = (("batch", None),) * len(self.groups), (("batch",),) * len(self.groups)
         axes: dict[str, Any] = {"slots": ("batch",), "tables": row, "counts": count, "states": count, "layer": ()}
         return StepRows(groups=self.groups, kernel=self.kernel, **axes)
 
 
 def rows_of(ctx: Context) -> StepRows:
-    """The rows of the step. Raises ValueError outside of one."""
+    """The rows of the current step. Raises ValueError outside a step."""
     if ctx.rows is None:
         raise ValueError("ctx.rows is None: `step` of a layer runs inside the step of its model")
     return ctx.rows
@@ -87,11 +87,11 @@ def rows_of(ctx: Context) -> StepRows:
 def attend_to_cache(
     core: CoreAttention, q: Array, new: Cache, cache: Cache, ctx: Context, kv_axis: str | None, value_size: int
 ) -> tuple[Array, Cache]:
-    """Writes the keys and values of this step's tokens, then attends to the rows: an island, without collectives.
+    """Writes the keys and values of this step's tokens, then attends to their rows, in an island without collectives.
 
-    q [T, 1, N, H]; new: leaves "key" and, unless values are the first `value_size` elements of keys, "value", each
-    [T, 1, K, .]; cache: the same leaves in blocks, in 8 bits with "key_scale" and "value_scale" [layers, blocks, block,
-    K]. Returns [T, 1, N, value_size] and the cache.
+    q [T, 1, N, H]; new: "key" and, unless values are the first `value_size` elements of keys, "value", each
+    [T, 1, K, .]; cache: these leaves in blocks; an 8-bit cache also has "key_scale" and "value_scale" [layers, blocks,
+    block, K]. Returns [T, 1, N, value_size] and the cache.
     """
     step, weights = rows_of(ctx), core.weights(ctx)
     axes = {name: (*[None] * (w.ndim - 1), "heads") for name, w in weights.items()}
@@ -148,7 +148,7 @@ def attend_by_groups(
 
 
 def attend_to_memory(core: CoreAttention, q: Array, cache: Cache, ctx: Context) -> Array:
-    """Attention of the tokens q [T, 1, N, H] to what `write_memory` wrote for their rows, [T, 1, N, H]: an island."""
+    """Attention of the tokens q [T, 1, N, H] to the memory of their rows (`write_memory`), [T, 1, N, H]; an island."""
     weights = core.weights(ctx)
     axes = {name: (*[None] * (w.ndim - 1), "heads") for name, w in weights.items()}
 
@@ -168,7 +168,7 @@ def attend_to_memory(core: CoreAttention, q: Array, cache: Cache, ctx: Context) 
 
 
 def write_memory(layout: Layout, new: Cache, cache: Cache, ctx: Context) -> Cache:
-    """The cache with keys and values [R, L, K, H] of the rows of the step, the first `counts` of each, and the counts.
+    """Writes the step's rows of `new`, keys and values [R, L, K, H], to the cache, and their lengths `counts`.
 
     cache: "key" and "value" [layers, slots, blocks, block, K, H], "length" int32 [layers, slots].
     """
@@ -197,7 +197,7 @@ def memory_axes(cache: Cache) -> dict[str, LogicalAxes]:
 
 
 def in_cache(name: str, x: Array, cache: Cache) -> dict[str, Array]:
-    """x [T, K, .] as the leaves that it is stored in: itself, or 8-bit numbers and a scale for each token and head."""
+    """The cache leaves that store x [T, K, .]: x itself, or 8-bit values and a scale for each token and head."""
     if name + SCALE not in cache:
         return {name: x}
     values, scale = rounded(x, cache[name].dtype.name, 1)
@@ -205,7 +205,7 @@ def in_cache(name: str, x: Array, cache: Cache) -> dict[str, Array]:
 
 
 def write(leaf: Array, x: Array, step: StepRows) -> Array:
-    """leaf [layers, blocks, block, ...] with x [T, ...] at the step's slots. In place, where the leaf is donated."""
+    """Writes x [T, ...] to a leaf [layers, blocks, block, ...] at the step's slots; in place if the leaf is donated."""
     size = leaf.shape[2]
     at = leaf.at[step.layer, step.slots // size, step.slots % size]
     return at.set(x.astype(leaf.dtype), mode="drop", unique_indices=True)
@@ -222,9 +222,9 @@ def advance_rows(
 ) -> tuple[Array, Cache]:
     """A recurrence over the tokens of each row, from the row's leaves on: an island.
 
-    inputs: arrays [T, 1, ...], weights and the leaves of rows, each with their logical axes; those of a leaf are its
-    axes in one row. out: axes of the outputs [T, 1, ...]. A row that begins with position 0 has leaves of zeros before:
-    its slot may have been that of another row.
+    inputs, weights, cache: arrays [T, 1, ...], weights and leaves of rows, each with their logical axes; those of a
+    leaf are its axes in one row. out: axes of the outputs [T, 1, ...]. A row that begins at position 0 starts with
+    zeros in its leaves, because its slot may have belonged to another row.
     """
 
     def local(inputs: Any, weights: Any, cache: Cache, step: StepRows, positions: Array) -> tuple[Array, Cache]:
@@ -245,7 +245,7 @@ def advance_rows(
             outputs.append(y.reshape(rows * width, 1, *y.shape[2:]))
             after.append(leaves)
             first += rows
-        # One scatter for all groups: of one for a single row XLA makes a dynamic-update-slice, which may copy the leaf.
+        # One scatter for all groups: XLA turns the scatter of a single row into a dynamic-update-slice, which may copy.
         joined = {name: jnp.concatenate([leaves[name] for leaves in after]) for name in cache}
         new_cache = {
             name: leaf.at[step.layer, slots].set(joined[name].astype(leaf.dtype), mode="drop", unique_indices=True)
@@ -262,7 +262,8 @@ def advance_rows(
 def last_inputs(x: Array, before: Array, counts: Array) -> Array:
     """The last K - 1 inputs of a convolution, in before's dtype, [R, K - 1, ...].
 
-    x [R, W, ...], of which `counts` int32 [R] count; before [R, K - 1, ...]: the last inputs before.
+    x [R, W, ...]: only the first `counts` int32 [R] inputs of each row are real; before [R, K - 1, ...]: the inputs
+    before x.
     """
     every = jnp.concatenate([before, x.astype(before.dtype)], axis=1)
     at = counts[:, None] + jnp.arange(before.shape[1])[None]

@@ -1,12 +1,11 @@
-"""The vocabulary at both ends of the model: token embedding, and the loss or logits of the head.
+"""The token embedding, and the loss or logits of the head.
 
-The table [V, D] is cut along the vocabulary, over the pipeline too: every device looks up, or scores, its own rows.
-Gradients through the sums over devices are written by hand (see Layout.island).
+The table [V, D] is sharded along the vocabulary, over pipeline stages too: every device looks up, or scores, its own
+rows. Gradients through the sums over devices are written by hand (see Layout.island).
 
-Within a pipeline the stages call these together, each with its own copy of the other arrays: `embed` takes the same
-cotangent on all of them, `vocabulary_loss` a P-th of it on each of P, and each stage gets its part of the gradient with
-respect to x.
-`embedded_beside_loss` leads from the one to the other.
+In a pipeline, all stages call these functions together, each with its own copy of the other arrays. `embed` expects the
+same cotangent on all P stages. `vocabulary_loss` expects 1 / P of the cotangent on each stage, and returns each stage's
+part of the gradient with respect to x; `embedded_beside_loss` sums these parts.
 """
 
 from functools import partial
@@ -30,27 +29,27 @@ TABLE, BIAS, TOKENS, RESIDUAL = ("vocab", "embed"), ("vocab",), ("batch", "seq")
 
 
 def _shard(table: Array, size: int, axes: tuple[str, ...]) -> VocabularyShard:
-    """The rows of this device, inside an island; `axes` are the mesh axes the vocabulary is cut over."""
+    """The rows of this device, inside an island; `axes` are the mesh axes that shard the vocabulary."""
     return VocabularyShard(lax.axis_index(axes) * table.shape[0] if axes else 0, size, axes)
 
 
 def _vocabulary_axes(layout: Layout) -> tuple[str, ...]:
-    """Mesh axes the vocabulary is cut over, outermost first."""
+    """Mesh axes that shard the vocabulary, outermost first."""
     return (*layout.manual_axes("vocab"), *layout.free_axes("vocab"))
 
 
 def _sequence_axes(layout: Layout) -> tuple[str, ...]:
-    """Mesh axes free here over which seq_residual is cut and seq is not: sequence parallelism's."""
+    """Free mesh axes that shard seq_residual but not seq, as in sequence parallelism."""
     return tuple(axis for axis in layout.free_axes("seq_residual") if axis not in layout.free_axes("seq"))
 
 
 def _gather_sequence(x: Array, extra: tuple[str, ...]) -> Array:
-    """Inside an island: [B, part of S, D] -> [B, S, D]."""
+    """Inside an island: [B, local S, D] -> [B, S, D]."""
     return lax.all_gather(x, extra, axis=1, tiled=True) if extra else x
 
 
 def _reduce(x: Array, axes: tuple[str, ...], extra: tuple[str, ...]) -> Array:
-    """Inside an island: [B, S, D] summed over the vocabulary's mesh axes -> [B, part of S, D]."""
+    """Inside an island: [B, S, D] summed over the vocabulary's mesh axes -> [B, local S, D]."""
     rest = tuple(axis for axis in axes if axis not in extra)
     x = lax.psum_scatter(x, extra, scatter_dimension=1, tiled=True) if extra else x
     return lax.psum(x, rest) if rest else x
@@ -95,7 +94,7 @@ embed.defvjp(_embed_forward, _embed_backward)
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def embedded_beside_loss(layout: Layout, x: Array) -> Array:
-    """x [B, S, D] from `embed` where a loss follows on all stages: what each has of its gradient goes to all."""
+    """x [B, S, D] from `embed`, for a loss on all stages: the backward pass sums the gradients of the stages."""
     del layout
     return x
 
@@ -110,12 +109,12 @@ embedded_beside_loss.defvjp(lambda layout, x: (x, None), _beside_loss_backward)
 
 
 class VocabularyLoss(NamedTuple):
-    """Weighted sums over the rows that are here, float32 []."""
+    """Weighted sums over the rows of this call, float32 []."""
 
     minimised: Array
     """Differentiable."""
     losses: dict[str, Array]
-    """Those of `Objective.losses`, for reporting: their gradients are not computed and count as 0."""
+    """The losses of `Objective.losses`, for reporting; their gradients are taken as 0."""
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
@@ -132,12 +131,12 @@ def vocabulary_loss(
 ) -> VocabularyLoss:
     """Loss of the head, summed over tokens.
 
-    size: ids in use, the rest of the table is padding; chunk: tokens whose logits exist at once.
+    size: ids in use, the rest of the table is padding; chunk: tokens per chunk of logits.
     x [B, S, D] laid out (batch, seq_residual, embed), table [V, D], labels int32 [B, S], weights float32 [B, S], bias
-    [V] of logits.
+    [V] of the logits.
 
-    Gradients are made in the forward pass, for a cotangent of 1, and rounded to the dtypes of x and table. So a loss
-    scale belongs into the weights: applied to the result it would come after the rounding.
+    Gradients are computed in the forward pass, for a cotangent of 1, and rounded to the dtypes of x and table. Apply a
+    loss scale to the weights, so that it acts before the rounding.
     """
     rows, axes, extra = layout.free_axes("batch", "seq"), _vocabulary_axes(layout), _sequence_axes(layout)
 
@@ -203,7 +202,7 @@ vocabulary_loss.defvjp(_loss_forward, _loss_backward)
 def vocabulary_token_scores(
     layout: Layout, size: int, chunk: int, x: Array, table: Array, labels: Array, bias: Array | None = None
 ) -> tuple[Array, Array]:
-    """Log-probability of each label, float32 [B, S], and the likeliest id, int32 [B, S].
+    """Log-probability of each label, float32 [B, S], and the most likely id, int32 [B, S].
 
     For evaluation, not differentiable over several devices. Arguments as for `vocabulary_loss`.
     """
@@ -219,5 +218,5 @@ def vocabulary_token_scores(
 
 
 def _flat(x: Array) -> Array:
-    """[B, S, ...] -> [B * S, ...]; legal only where this device has whole rows, as in an island."""
+    """[B, S, ...] -> [B * S, ...]; only valid where a device holds whole rows, as in an island."""
     return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])

@@ -1,7 +1,7 @@
 """Multi-head latent attention (DeepSeek-AI 2024, DeepSeek-V2, section 2.1).
 
-B rows, S positions, D hidden, N heads, R rank of a latent; C content part, P position part and U values of a head.
-Latents are the same on all devices of `tensor`, which cut the heads made of them.
+B rows, S positions, D hidden, N heads, R rank of a latent; a head has C content and P position elements in queries and
+keys, and U in values. Latents are replicated over `tensor`, which shards the heads computed from them.
 """
 
 import jax.numpy as jnp
@@ -55,10 +55,10 @@ class LatentAttention(nnx.Module):
         return self.project_output(self.core(q, k, v, ctx))
 
     def step(self, x: Array, cache: Cache, ctx: Context) -> tuple[Array, Cache]:
-        """The tokens of a decoding step, [T, 1, D] -> [T, 1, D]; cache: "key" of all rows, latent and position part.
+        """A decoding step, [T, 1, D] -> [T, 1, D]. The cache leaf "key" holds the latent and the position part of keys.
 
-        The latent is the one key-value head: the keys' matrix multiplies queries, and the values' matrix the result
-        (DeepSeek-AI 2024, section 2.1.2).
+        The latent acts as a single key-value head: the key matrix is absorbed into the queries, and the value matrix is
+        applied after attention (DeepSeek-AI 2024, section 2.1.2).
         """
         heads, content = ("batch", "seq", "heads", "head_dim"), self.cfg.content_dim
         q = self.queries(x, ctx)
@@ -89,19 +89,19 @@ class LatentAttention(nnx.Module):
         return jnp.concatenate([q[..., :content], self.rope(q[..., content:], ctx.positions)], axis=-1)
 
     def position_part(self, x: Array, ctx: Context) -> Array:
-        """[B, S, D] -> the part of keys with positions [B, S, 1, P], rotated, the same for all heads."""
+        """[B, S, D] -> the position part of the keys [B, S, 1, P], rotated and shared by all heads."""
         place = self.layout.dot("bsd,dp->bsp", x, self.position_key, "batch", "seq", None)
         place = (place + self.position_key_bias[...][None, None] if self.cfg.latent_bias else place)[:, :, None]
         return self.rope(place, ctx.positions)
 
     def latent(self, x: Array) -> Array:
-        """[B, S, D] -> what keys and values are made of [B, S, R]."""
+        """[B, S, D] -> the latent of keys and values [B, S, R]."""
         latent = self.layout.dot("bsd,dr->bsr", x, self.down, "batch", "seq", None)
         latent = latent + self.down_bias[...][None, None] if self.cfg.latent_bias else latent
         return checkpoint_name(latent if self.cfg.norm is None else self.norm(latent), "latent")
 
     def query_latent(self, x: Array) -> Array:
-        """[B, S, D] -> what queries are made of [B, S, R], or x itself."""
+        """[B, S, D] -> the latent of queries [B, S, R], or x itself without `query_rank`."""
         if self.cfg.query_rank is None:
             return x
         latent = self.layout.dot("bsd,dr->bsr", x, self.query_down, "batch", "seq", None)
@@ -110,7 +110,7 @@ class LatentAttention(nnx.Module):
 
 
 def score_scale(cfg: LatentAttentionConfig, settings: LayerSettings) -> float:
-    """As the model has it; where YaRN has an mscale_all, it lengthens queries and keys here, content and all."""
+    """Factor on scores. YaRN's mscale_all scales both queries and keys, including their content parts."""
     if cfg.scale is not None:
         return cfg.scale
     yarn = cfg.rope.scaling

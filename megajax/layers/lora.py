@@ -1,4 +1,4 @@
-"""Low-rank adapters of a model that is built already: which matrices have one, and dropout of their inputs."""
+"""Adding low-rank adapters to a built model, and dropout of their inputs."""
 
 import zlib
 from dataclasses import replace
@@ -19,10 +19,10 @@ SETTING = "model.lora.targets"
 
 
 def adapt[M: nnx.Module](cfg: LoRAConfig, model: M) -> M:
-    """The model, with an adapter on each matrix that a target names.
+    """The model with an adapter on each matrix that matches a target.
 
-    Raises UserError for a target that names none, for a rank that no chosen matrix can have, and for dropout where it
-    is not possible. A rank may exceed the sides of some matrices, such as those of key-value heads and routers.
+    Raises UserError for a target that matches no matrix, for a rank above the smaller side of every adapted matrix, and
+    for dropout where it is not possible. The rank may exceed the sides of some matrices, such as routers.
     """
     matrices = matrices_of(model)
     targeted = {path for target in cfg.targets for path in matching(SETTING, target, matrices, "matrix")}
@@ -30,26 +30,26 @@ def adapt[M: nnx.Module](cfg: LoRAConfig, model: M) -> M:
     if cfg.rank > (side := matrices[widest].smaller_side()):
         raise UserError(
             f"model.lora.rank={cfg.rank} is more than the smaller side of every matrix that has an adapter; the "
-            f"largest of those sides is {side}, of {widest}\n"
+            f"largest smaller side is {side}, of {widest}\n"
             f"Use a rank of at most {side}, or train the matrices themselves (optimizer.trainable)."
         )
     for path, matrix in matrices.items():
         if path not in targeted:
             continue
         if cfg.dropout and ("expert" in matrix.array.axes or not matrix.array.layers):
-            why = "experts see rows that are no longer in order" if matrix.array.layers else "it is in no stack"
+            why = "rows are reordered for experts" if matrix.array.layers else "it is not in a stack"
             raise UserError(
                 f"model.lora.dropout={cfg.dropout:g} is not possible for {path}: {why}\n"
-                f"Set it to 0, or name matrices of stacks other than those of experts in {SETTING}."
+                f"Set it to 0, or name only matrices inside a stack, outside experts, in {SETTING}."
             )
         matrix.adapt(cfg.rank, cfg.scale(), cfg.dropout)
     return model
 
 
 def drop_inputs(block: nnx.Module, ctx: Context) -> None:
-    """Lets the adapters of a block zero a share of their inputs, by the keys of these rows, if there are any.
+    """Turns on input dropout in the adapters of a block, if the context has row keys.
 
-    Each has a mask of its own, from its path in the block.
+    Each adapter has its own mask, seeded by its path in the block.
     """
     if ctx.row_keys is None:
         return
@@ -60,6 +60,6 @@ def drop_inputs(block: nnx.Module, ctx: Context) -> None:
 
 
 def _dropped(ctx: Context, place: int, layout: Layout, x: Array, rate: float, axes: LogicalAxes) -> Array:
-    """x [B, S, ...]. Of another section, whose length differs, the positions are its own."""
+    """Dropout of x [B, S, ...], which may come from another section with its own length and positions."""
     local_ctx = ctx if x.shape[1] == ctx.index.shape[0] else ctx._replace(index=layout.row_index(x.shape[1]))
     return dropout(x, rate, local_ctx, place, layout, axes)

@@ -1,4 +1,4 @@
-"""What an adapter adds to a matrix product: LoRA (Hu et al. 2021), scale * (x A) B. B zeros at the start: nothing."""
+"""LoRA (Hu et al. 2021): an adapter adds scale * (x A) B to the product with a matrix. B starts at zero."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from megajax.mesh.layout import Layout, exact
 from megajax.mesh.rules import LogicalAxes
 
 RANK = "R"
-"""The letter of the rank in equations, whose own letters are small."""
+"""The letter of the rank in einsum equations, which otherwise have lower-case letters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,14 +24,14 @@ class LowRank:
     rate: float = 0.0
     """Dropout rate of the adapter's input."""
     drop: Callable[..., Array] | None = field(default=None, compare=False)
-    """(x, rate, its logical axes) -> x with that share of it zeroed; None for a deterministic forward."""
+    """(x, rate, logical axes of x) -> x after dropout; None for a deterministic forward pass."""
 
     def __call__(self, layout: Layout, equation: str, x: Array, a: Array, b: Array, *out: str | None) -> Array:
-        """What is added to einsum(equation, x, w), in x's dtype, without a recipe for 8 bits.
+        """The adapter's term for einsum(equation, x, w), in x's dtype; never computed in 8 bits.
 
-        a: [*inputs, rank]; b: [rank, *outputs]; out: logical axes of the result. The inner product is whole along the
-        sequence, so that of its three gradients none is a sum over devices of `tensor`.
-        Raises ValueError where the equation does not sum over exactly the inputs.
+        a: [*inputs, rank]; b: [rank, *outputs]; out: logical axes of the result. The product of x and a is not sharded
+        along the sequence by `tensor`, so none of the three gradients needs a sum over `tensor`.
+        Raises ValueError if the equation does not sum over exactly the inputs.
         """
         first, second, result = equation.replace("->", ",").split(",")
         inputs, outputs = second[: len(self.inputs)], second[len(self.inputs) :]
@@ -46,9 +46,9 @@ class LowRank:
         return exact(f"{''.join(middle)}{RANK},{RANK}{outputs}->{result}", inner, b)
 
     def grouped(self, x: Array, a: Array, b: Array, sizes: Array, kernel: GroupedKernel) -> Array:
-        """What is added to grouped_matmul(x, w, sizes, kernel): x [T, K], a [E, K, rank], b [E, rank, N] -> [T, N].
+        """The adapter's term for grouped_matmul(x, w, ...): x [T, K], a [E, K, rank], b [E, rank, N] -> [T, N].
 
-        Where the kernel does not take the rank, by the next one that does.
+        If the kernel does not support the rank, the next one that does is used.
         """
         for w in (a, b):
             kernel = capable_grouped(kernel, x.dtype.name, GroupedSizes(x.shape[0], *w.shape))

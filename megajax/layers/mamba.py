@@ -28,7 +28,7 @@ GROUPS = ("batch", "seq", "kv_heads", "state")
 
 @dataclass(frozen=True, slots=True)
 class LogOfUniform:
-    """Logarithms of numbers between two, each number as likely as the others: `a_log`."""
+    """Logarithms of numbers drawn uniformly between low and high: `a_log`."""
 
     low: float
     high: float
@@ -39,7 +39,7 @@ class LogOfUniform:
 
 @dataclass(frozen=True, slots=True)
 class StepBias:
-    """What softplus makes steps of, which are spread evenly in their logarithm between low and high: `dt_bias`."""
+    """Inverse softplus of step sizes, log-uniform between low and high and at least `floor`: `dt_bias`."""
 
     low: float
     high: float
@@ -52,7 +52,7 @@ class StepBias:
 
 
 class Filter(nnx.Module):
-    """The weights of a causal depthwise convolution: kernel [K, ...], bias [...]. Initial values as PyTorch's."""
+    """The weights of a causal depthwise convolution: kernel [K, ...], bias [...]. Initialised as in PyTorch."""
 
     def __init__(
         self,
@@ -67,18 +67,18 @@ class Filter(nnx.Module):
         self.bias = param(shape, axes, init=init, role="bias") if cfg.conv_bias else None
 
     def weights(self) -> dict[str, Array]:
-        """By name, with the copies of groups that more devices than groups need."""
+        """Weights by name, with groups copied where there are more devices than groups."""
         params = {"kernel": self.kernel} if self.bias is None else {"kernel": self.kernel, "bias": self.bias}
         return {name: with_head_copies(self.layout, w) for name, w in params.items()}
 
 
 def silu_conv(x: Array, weights: Mapping[str, Array], runs: Array | None, before: Array | None) -> Array:
-    """silu of the convolution of x [B, S, ...], in x's dtype; before [B, K - 1, ...]: what stood before the first."""
+    """silu of the convolution of x [B, S, ...], in x's dtype; before [B, K - 1, ...]: the inputs before x."""
     return jax.nn.silu(causal_conv(x, weights["kernel"], weights.get("bias"), runs, before)).astype(x.dtype)
 
 
 type Inputs = Mapping[str, Array]
-"""What a layer makes of the residual stream: x [B, S, N, P], b and c [B, S, G, Z] before convolutions, dt [B, S, N]."""
+"""Projections of the residual stream: x [B, S, N, P], b and c [B, S, G, Z] before convolutions, dt [B, S, N]."""
 
 INPUT_AXES: Mapping[str, LogicalAxes] = {"x": HEADS, "b": GROUPS, "c": GROUPS, "dt": ("batch", "seq", "heads")}
 
@@ -130,7 +130,7 @@ class Mamba2(nnx.Module):
         return self.project_output(checkpoint_name(y, "attention"), z)
 
     def step(self, x: Array, cache: Cache, ctx: Context) -> tuple[Array, Cache]:
-        """The tokens of a decoding step, [T, 1, D] -> [T, 1, D]; cache: see `Mamba2Config.cache_leaves`."""
+        """A decoding step, [T, 1, D] -> [T, 1, D]; cache: see `Mamba2Config.cache_leaves`."""
 
         def advance(inputs: Inputs, weights: Any, before: Cache, counts: Array) -> tuple[Array, Cache]:
             y, state = self.recurrence(inputs, weights, None, before, counts)
@@ -143,11 +143,11 @@ class Mamba2(nnx.Module):
         return self.project_output(y, z), cache
 
     def project(self, x: Array) -> tuple[Inputs, Array]:
-        """[B, S, D] -> what the convolutions and steps are made of, and the gate [B, S, N, P]."""
+        """[B, S, D] -> the inputs of the convolutions and the recurrence, and the gate [B, S, N, P]."""
         dot = self.layout.dot
         z, y = dot("bsd,dnp->bsnp", x, self.in_z, *HEADS), dot("bsd,dnp->bsnp", x, self.in_x, *HEADS)
         b, c = dot("bsd,dgz->bsgz", x, self.in_b, *GROUPS), dot("bsd,dgz->bsgz", x, self.in_c, *GROUPS)
-        # Heads are too few for 8-bit matmuls, which need multiples of 16.
+        # Not in 8 bits: those matmuls need dimensions that are multiples of 16.
         dt = self.layout.plain().dot("bsd,dn->bsn", x, self.in_dt[...], "batch", "seq", "heads")
         if self.cfg.bias:
             z, y = z + self.in_z_bias[...][None, None], y + self.in_x_bias[...][None, None]
@@ -166,9 +166,10 @@ class Mamba2(nnx.Module):
         counts: Array | None = None,
         row_chunks: RowChunks | None = None,
     ) -> tuple[Array, Array]:
-        """Convolutions and recurrence of a device's heads: y [B, S, N, P], and the last state [B, N, P, Z].
+        """Convolutions and recurrence of the local heads: y [B, S, N, P], and the last state [B, N, P, Z].
 
-        counts: int32 [B], positions that change the state; None: all. row_chunks: of what the inputs are chunks.
+        counts: int32 [B], number of leading positions that update the state, None for all; row_chunks: how rows are
+        split into the chunks in the inputs.
         """
         rates, names = weights["rates"], ("x", "b", "c")
         x, b, c = (save_only_inputs(silu_conv)(inputs[name], weights[name], runs, before.get(name)) for name in names)
@@ -191,7 +192,7 @@ class Mamba2(nnx.Module):
         return self.layout.add_bias(y, self.output_bias[...]) if cfg.bias else y
 
     def weights(self) -> dict[str, dict[str, Array]]:
-        """Those of convolutions and recurrence."""
+        """Weights of the convolutions and the recurrence."""
         convs = {"x": self.conv_x, "b": self.conv_b, "c": self.conv_c}
         rates = {"dt_bias": self.dt_bias[...], "a_log": self.a_log[...], "skip": self.skip[...]}
         return {**{name: conv.weights() for name, conv in convs.items()}, "rates": rates}
@@ -205,7 +206,7 @@ class Mamba2(nnx.Module):
 
 
 def masked_steps(dt: Array, counts: Array | None) -> Array:
-    """Steps [B, S, ...], 0 from position `counts` int32 [B] on: those change no state. None: all steps."""
+    """Steps [B, S, ...], set to 0 from position `counts` int32 [B] on, which keeps the state. None: unchanged."""
     if counts is None:
         return dt
     present = jnp.arange(dt.shape[1])[None] < counts[:, None]

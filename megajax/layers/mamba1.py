@@ -1,4 +1,4 @@
-"""Mamba (Gu and Dao 2023), for checkpoints that have it. B rows, S positions, D hidden, I channels, Z state size."""
+"""Mamba (Gu and Dao 2023), for existing checkpoints. B rows, S positions, D hidden, I channels, Z state size."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -83,7 +83,7 @@ class Mamba1(nnx.Module):
         return self.project_output(checkpoint_name(y, "attention"), z)
 
     def step(self, x: Array, cache: Cache, ctx: Context) -> tuple[Array, Cache]:
-        """The tokens of a decoding step, [T, 1, D] -> [T, 1, D]; cache: see `Mamba1Config.cache_leaves`."""
+        """A decoding step, [T, 1, D] -> [T, 1, D]; cache: see `Mamba1Config.cache_leaves`."""
         axes = {leaf.name: leaf.axes for leaf in self.cfg.cache_leaves(0, 1)}
 
         def convolve(x: Array, weights: Mapping[str, Array], before: Cache, counts: Array) -> tuple[Array, Cache]:
@@ -106,7 +106,7 @@ class Mamba1(nnx.Module):
         return self.project_output(y, z), {**inputs, **state}
 
     def project(self, x: Array) -> tuple[Array, Array]:
-        """[B, S, D] -> what the convolution reads, and the gate, [B, S, I] each."""
+        """[B, S, D] -> the input of the convolution, and the gate, [B, S, I] each."""
         dot = self.layout.dot
         z, x = dot("bsd,di->bsi", x, self.in_z, *CHANNELS), dot("bsd,di->bsi", x, self.in_x, *CHANNELS)
         if self.cfg.bias:
@@ -122,7 +122,7 @@ class Mamba1(nnx.Module):
         return x, checkpoint_name(dot("bsr,ri->bsi", dt, self.up_dt, *CHANNELS), "value"), b, c
 
     def rates(self) -> dict[str, Array]:
-        """Those of the recurrence."""
+        """Weights of the recurrence."""
         return {"dt_bias": self.dt_bias[...], "a_log": self.a_log[...], "skip": self.skip[...]}
 
     def recurrence(
@@ -134,9 +134,10 @@ class Mamba1(nnx.Module):
         counts: Array | None = None,
         row_chunks: RowChunks | None = None,
     ) -> tuple[Array, Array]:
-        """The recurrence of a device's channels: [B, S, I], and the last state [B, I, Z].
+        """The recurrence of the local channels: [B, S, I], and the last state [B, I, Z].
 
-        counts: int32 [B], positions that change the state; None: all. row_chunks: of what the inputs are chunks.
+        counts: int32 [B], number of leading positions that update the state, None for all; row_chunks: how rows are
+        split into the chunks in the inputs.
         """
         x, dt, b, c = inputs
         full = {name: w.astype(jnp.float32) for name, w in rates.items()}

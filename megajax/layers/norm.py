@@ -1,6 +1,6 @@
-"""Normalisation over the last dimension, computed in float32; the result is in the weights' dtype, whatever x has.
+"""Normalisation over the last dimension, computed in float32. The result has the dtype of the weights.
 
-On the residual stream weights are [D] with the axis "embed"; `size` and `axis` say otherwise, for heads and latents.
+Weights are [D] with the axis "embed", as on the residual stream; `size` and `axis` override both for heads and latents.
 """
 
 from functools import partial
@@ -116,8 +116,8 @@ def _forward(epsilon: float, dtype: Any, x: Array, factor: Array, bias: Array) -
 
 
 def _backward(epsilon: float, dtype: Any, saved: tuple[Array, ...], dy: Array) -> tuple[Array, Array, Array]:
-    """From the statistics of rows, which are kept apart: left to fuse them with what they normalise, the compiler
-    writes that in float32 for the sums over rows."""
+    """The barrier keeps the compiler from fusing the statistics with the normalised values, which it would then write
+    to memory in float32 for the sums over rows."""
     del epsilon, dtype
     x, factor, *statistics = saved
     mean, scale = lax.optimization_barrier(statistics)

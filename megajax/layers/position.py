@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al. 2021), and learned biases of scores by distance (T5, Raffel et al. 2020)."""
+"""Rotary position embedding (Su et al. 2021), and learned relative biases on scores (T5, Raffel et al. 2020)."""
 
 from dataclasses import dataclass
 from math import ceil, floor, log, pi
@@ -16,7 +16,7 @@ from megajax.layers.param import LayerSettings, Normal, param
 class Rope:
     """Rotates pairs of the first R dimensions of each head by position * frequency; pair i is (x[i], x[i + R/2]).
 
-    Interleaved, pair i is (x[2i], x[2i + 1]) and stays there.
+    If interleaved, pair i is (x[2i], x[2i + 1]), in the output too.
     """
 
     cfg: RopeConfig
@@ -39,9 +39,9 @@ class Rope:
         """positions int32 [B, S] -> position * frequency modulo 2 pi, in [-pi, pi], float32 [B, S, R/2].
 
         A float32 product of position and frequency loses the fraction of a turn at large positions. Here a frequency is
-        a fixed-point number of turns per position with 32 bits after the point; the int32 product wraps around once a
-        turn, so it is exact modulo one turn. What rounding cut off each frequency is at most half a unit, and is
-        multiplied by the position in float32. The error is at most 3e-7 radians for every int32 position.
+        a fixed-point number of turns per position with 32 fractional bits; the int32 product wraps around once a turn,
+        so it is exact modulo one turn. The rounding error of each frequency, at most half a unit, is multiplied by the
+        position in float32 and added. The total error is at most 3e-7 radians for every int32 position.
         """
         units = self.frequencies()[None, None] / (2 * pi) * 2.0**32
         rounded = np.rint(units)
@@ -77,14 +77,14 @@ def llama3_scaling(frequencies: np.ndarray, cfg: Llama3ScalingConfig) -> np.ndar
 
 
 def yarn_scaling(frequencies: np.ndarray, cfg: YarnScalingConfig, base: float) -> np.ndarray:
-    """YaRN's rule (Peng et al. 2023, section 3.2), with a transition that is linear in the number of the pair.
+    """YaRN's rule (Peng et al. 2023, section 3.2), with a transition that is linear in the index of the pair.
 
-    As in the released code, its upper end is limited to the number of dimensions, not of pairs.
+    As in the released code, the end of the transition is limited by the number of dimensions, not of pairs.
     """
     size = 2 * len(frequencies)
 
     def pair(turns: float) -> float:
-        """Which pair, as a real number, turns so often over the original length."""
+        """Index (a real number) of the pair that makes this many turns over the original length."""
         return size * log(cfg.original / (turns * 2 * pi)) / (2 * log(base))
 
     first, last = pair(cfg.fast), pair(cfg.slow)
@@ -97,22 +97,22 @@ def yarn_scaling(frequencies: np.ndarray, cfg: YarnScalingConfig, base: float) -
 
 
 class RelativeBias(nnx.Module):
-    """A table [buckets, N] that is cut over devices with the heads."""
+    """A table [buckets, N], sharded over heads."""
 
     def __init__(self, cfg: RelativeBiasConfig, settings: LayerSettings, *, heads: int):
         self.table = param((cfg.buckets, heads), (None, "heads"), init=Normal(settings.std))
 
 
 def biases(cfg: RelativeBiasConfig, table: Array, query_index: Array, key_index: Array) -> Array:
-    """table [buckets, heads here], places in the row int32 [S] and [T] -> [heads here, S, T]."""
+    """table [buckets, local heads], positions in the row int32 [S] and [T] -> [local heads, S, T]."""
     values = table[bucket(cfg, key_index[None, :] - query_index[:, None])]
     return jnp.moveaxis(values, -1, 0)
 
 
 def bucket(cfg: RelativeBiasConfig, after: Array) -> Array:
-    """Bucket of each distance; `after` is the key's place minus the query's, int32.
+    """Bucket of each distance; `after` is the key's position minus the query's, int32.
 
-    Half the buckets of a direction are of one distance each, the others grow by a constant factor up to cfg.distance.
+    Half the buckets of a direction hold one distance each; the others grow by a constant factor up to cfg.distance.
     """
     buckets = cfg.buckets // 2 if cfg.both_ways else cfg.buckets
     away = jnp.abs(after) if cfg.both_ways else jnp.maximum(-after, 0)

@@ -1,4 +1,4 @@
-"""Quantized weights of a model that is built already: which matrices, and how each is stored."""
+"""Replacing matrices of a built model by quantized ones."""
 
 from fnmatch import fnmatchcase
 from typing import Any
@@ -18,9 +18,10 @@ MAX_LISTED = 10
 
 
 def quantize[M: nnx.Module](cfg: QuantizationConfig, model: M) -> M:
-    """The model, with matrices that are stored as the config says. Their values are zeros until they are loaded.
+    """The model with quantized matrices, as the config says. Their values are zeros until they are loaded.
 
-    Raises UserError for a pattern that names no matrix, for a model without matrices, and for those that do not fit.
+    Raises UserError for a pattern that matches no matrix, if there is nothing to quantize, and for matrices whose shape
+    does not fit the format.
     """
     matrices = matrices_of(model)
     for pattern in cfg.exclude:
@@ -42,7 +43,7 @@ def quantize[M: nnx.Module](cfg: QuantizationConfig, model: M) -> M:
 
 
 def demand_device(model: Any, device: jax.Device) -> None:
-    """Raises UserError for a GPU that can't multiply what a model config has in 8 bits. CPUs do it slowly."""
+    """Raises UserError for a GPU without 8-bit matmuls if the model config needs them. CPUs emulate them slowly."""
     cfg = getattr(model, "quantization", None)
     if cfg is not None and cfg.activations == "fp8":
         refuse_old(device, f"{SETTING}.activations")
@@ -52,7 +53,7 @@ def _quantized(cfg: QuantizationConfig, matrix: Matrix) -> Quantized:
     axes = matrix.array.axes
     leading = sum(name in ("layer", "expert") for name in axes)
     form = form_of(cfg.weights, cfg.group, matrix.inputs, len(axes) - leading - matrix.inputs)
-    # Rows of experts are multiplied by another kernel, and no calibration sees them.
+    # Experts use a grouped matmul kernel, and calibration does not observe their inputs.
     plain = "expert" in axes
     eight = cfg.activations == "fp8" and not plain
     return Quantized(form, balanced=cfg.balanced and not plain, activations=eight, static=cfg.static and eight)

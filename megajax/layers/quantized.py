@@ -1,4 +1,4 @@
-"""Products with a quantized matrix; the matrix as a whole is made for one layer at a time, if at all."""
+"""Products with quantized matrices. A matrix is dequantized for at most one layer at a time."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,15 +13,15 @@ from megajax.precision import fp8
 from megajax.precision.quantization import Channels, Form, Groups, largest, rounded
 
 ARRAY, SCALE, FACTOR, AMAX = "", ".scale", ".input_factor", ".input_amax"
-"""Leaves of a quantized matrix, by what their paths have beyond that of the matrix: numbers, scales, factors on inputs,
-and the largest magnitude of inputs that is expected."""
+"""Path suffixes of a quantized matrix's leaves: quantized values, scales, factors on inputs, and the expected largest
+magnitude of inputs."""
 E4M3 = "float8_e4m3fn"
 
 type Leaves = Mapping[str, Array]
 
 
 class Product(Protocol):
-    """What a `Matrix` may have in place of the product with a float array. leaves: its arrays, by name."""
+    """How a `Matrix` that is not a float array is multiplied by. leaves: its arrays by name."""
 
     def whole(self, leaves: Leaves) -> Array:
         """The matrix that inputs are multiplied by."""
@@ -42,12 +42,12 @@ class Quantized:
     activations: bool = False
     """Inputs are rounded to 8 bits; the form is Channels in e4m3."""
     static: bool = False
-    """Inputs have one scale, from the magnitude that is expected."""
+    """Inputs have one scale, from their expected largest magnitude."""
 
     def declared(
         self, shape: tuple[int, ...], axes: LogicalAxes
     ) -> dict[str, tuple[tuple[int, ...], LogicalAxes, str]]:
-        """Shape, logical axes and dtype of each leaf, by its name, of a matrix of this shape."""
+        """Leaf name -> shape, logical axes and dtype, for a matrix of this shape."""
         form, end = self.form, len(shape) - self.form.outputs
         numbers, dtype = form.stored(shape)
         leaves = {ARRAY: (numbers, axes, dtype), SCALE: (*form.scales(shape, axes), "float32")}
@@ -59,7 +59,7 @@ class Quantized:
         return leaves
 
     def quantized(self, w: Array, factor: Array | None = None, amax: Array | None = None) -> dict[str, Array]:
-        """The leaves of a float matrix. factor [..., inputs]: on inputs; amax [...]: of inputs. None: 1 and no leaf."""
+        """The leaves of a float matrix. factor [..., inputs]: on inputs, amax [...]: of inputs: leaves if given."""
         leaves = {}
         if factor is not None:
             leaves[FACTOR] = factor
@@ -86,19 +86,19 @@ class Quantized:
             return self._rounded_product((first, second, result), x, leaves)
         if not isinstance(self.form, Channels):
             return exact(equation, x, self.form.dequantized(leaves[ARRAY], leaves[SCALE]).astype(x.dtype))
-        # Sums of integers may exceed float16, whose largest is 65504.
+        # Sums of integers may exceed 65504, the maximum of float16.
         dtype = jnp.float32 if x.dtype == jnp.float16 else x.dtype
         y = jnp.einsum(equation, x, leaves[ARRAY].astype(x.dtype), preferred_element_type=dtype)
         return (y * _behind(y.ndim, leaves[SCALE])).astype(x.dtype)
 
     def _rounded_product(self, letters: fp8.Letters, x: Array, leaves: Leaves) -> Array:
-        """Both in e4m3: numbers of 8 bits are multiplied, and both scales are applied to the product."""
+        """Product of 8-bit values, inputs and matrix in e4m3; both scales are applied to the result."""
         if self.static:
             scale = leaves[AMAX] / largest(E4M3)
             values = jnp.clip(x.astype(jnp.float32) / scale, -largest(E4M3), largest(E4M3)).astype(E4M3)
         else:
             values, scale = rounded(x, E4M3, self.form.inputs)
-            # The dimensions of x that are left, then outputs: [B, S] -> [B, S, 1, 1] for "bsnh".
+            # The remaining dimensions of x, then outputs: [B, S] -> [B, S, 1, 1] for "bsnh".
             scale = scale.reshape(*scale.shape, *[1] * (len(letters[2]) - scale.ndim))
         unit_scale = jnp.float32(1)
         small, matrix = (fp8.Quantized(x, unit_scale, unit_scale) for x in (values, leaves[ARRAY]))
@@ -111,12 +111,12 @@ class Quantized:
 
 
 def _behind(ndim: int, x: Array) -> Array:
-    """x with as many dimensions, its own the last ones."""
+    """x with leading dimensions of 1 added, `ndim` in total."""
     return x.reshape(*[1] * (ndim - x.ndim), *x.shape)
 
 
 def form_of(weights: str, group: int, inputs: int, outputs: int) -> Form:
-    """By the name that the config has for it."""
+    """The storage format that the config calls `weights`."""
     if weights == "int4":
         return Groups(group, inputs, outputs)
     return Channels("int8" if weights == "int8" else E4M3, inputs, outputs)

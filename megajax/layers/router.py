@@ -1,7 +1,7 @@
-"""Routers of mixtures of experts: which experts a token passes, what they weigh, and losses that balance them.
+"""Routers of mixtures of experts: the choice of experts for each token, their weights, and load-balancing losses.
 
-Functions here run within an island: arrays are those of one device, `axes` name the mesh axes over which tokens are
-cut. B rows, S positions, T = B S tokens of a device; E experts, of which a token chooses k. All of it is float32.
+Functions here run within an island: arrays are local to a device, and `axes` are the mesh axes that shard tokens.
+B rows, S positions, T = B S tokens of a device; E experts, k chosen by each token. Computation is in float32.
 """
 
 from math import ceil
@@ -16,31 +16,30 @@ from megajax.mesh.sequence_sharding import UNSHARDED_ROWS, SequenceSharding
 
 SINKHORN_TOLERANCE, SINKHORN_EPSILON = 1e-4, 1e-8
 SINKHORN_ROUNDS = 1000
-"""At most; Megatron-LM's loop has no limit."""
+"""Maximum number of iterations; Megatron-LM has no limit."""
 
 LOSSES = ("aux", "row", "global", "z")
 REPORTED = (*LOSSES, "dropped", "chosen", "not_finite", "parts")
-"""What a layer reports of a microbatch: losses without their coefficients; how often a token chose an expert and was
-not computed by it, and how often one chose an expert at all; logits that are not finite; `parts` is what losses are
-divided by, one a microbatch."""
+"""A layer's report for a microbatch: losses without their coefficients; numbers of choices of experts that were dropped
+and of all choices; number of logits that are not finite; `parts`, 1 per microbatch, is the divisor of losses."""
 
 
 class TokenAxes(NamedTuple):
-    """Mesh axes over which tokens are cut, as far as there are several devices along them."""
+    """Mesh axes with several devices that shard tokens."""
 
     batch: tuple[str, ...] = ()
-    """Over which rows are."""
+    """Axes that shard rows."""
     seq: tuple[str, ...] = ()
-    """Over which positions are."""
+    """Axes that shard positions."""
     rows: SequenceSharding = UNSHARDED_ROWS
-    """Which positions of a row a device holds."""
+    """The positions of a row that each device holds."""
 
     @property
     def every(self) -> tuple[str, ...]:
         return self.batch + self.seq
 
     def summed[T](self, x: T) -> T:
-        """Over all devices."""
+        """The sum of x over all devices."""
         return lax.psum(x, self.every) if self.every else x
 
     def devices(self) -> int:
@@ -51,23 +50,23 @@ class Routing(NamedTuple):
     """The experts of each token."""
 
     weights: Array
-    """[T, k], in any order; 0 for a token that an expert has no capacity for."""
+    """[T, k], in any order; 0 where the expert has no capacity left."""
     experts: Array
-    """int32 [T, k]; E for a token that an expert has no capacity for."""
+    """int32 [T, k]; E where the expert has no capacity left."""
 
 
 class State(NamedTuple):
-    """What a router knows of the steps before."""
+    """State of a router from earlier steps."""
 
     bias: Array
-    """[E]: on scores, for the choice of experts."""
+    """[E]: added to scores when experts are chosen."""
     tokens: Array
-    """[E]: of each expert in the last step; zeros before the first."""
+    """[E]: number of tokens of each expert in the last step; zeros before the first step."""
 
 
 @jax.custom_vjp
 def add_gradient(x: Array, gradient: Array) -> Array:
-    """x, to whose cotangent `gradient` is added: the gradient of a loss that has no output of its own."""
+    """x; the backward pass adds `gradient`, that of a loss that is not an output, to the cotangent."""
     del gradient
     return x
 
@@ -76,14 +75,14 @@ add_gradient.defvjp(lambda x, gradient: (x, gradient), lambda gradient, dx: (dx 
 
 
 def scores(cfg: RouterConfig, logits: Array) -> Array:
-    """[..., E] among all experts."""
+    """Scores [..., E] over all experts."""
     if cfg.score == "softmax":
         return jax.nn.softmax(logits)
     return jax.nn.sigmoid(logits) if cfg.score == "sigmoid" else jnp.sqrt(jax.nn.softplus(logits))
 
 
 def shares(cfg: RouterConfig, logits: Array) -> Array:
-    """Scores [..., E] that add up to 1, which balancing losses take."""
+    """Scores [..., E] normalised to sum to 1, for balancing losses."""
     values = scores(cfg, logits)
     return values if cfg.score == "softmax" else values / (values.sum(-1, keepdims=True) + 1e-20)
 
@@ -100,7 +99,7 @@ def choose(
 ) -> Routing:
     """The experts of tokens with these logits [T, E]. bias: of `State`.
 
-    index: int32 [S], positions in the row of those of this device, for a balance that is forced; None: of whole rows.
+    index: int32 [S], the device's positions within the row, used by force_balance; None if it holds whole rows.
     """
     if cfg.force_balance:
         index = jnp.arange(logits.shape[0]) if index is None else index
@@ -134,7 +133,7 @@ def _weighed(cfg: RouterConfig, logits: Array, experts: Array) -> Routing:
 
 
 def _in_chosen_groups(cfg: RouterConfig, compared: Array, k: int) -> Array:
-    """Scores [T, E], minus infinity outside of the chosen groups."""
+    """Scores [T, E], minus infinity outside the chosen groups."""
     if cfg.groups is None or cfg.chosen_groups is None:
         return compared
     groups = compared.reshape(-1, cfg.groups, compared.shape[1] // cfg.groups)
@@ -163,25 +162,25 @@ def sinkhorn(logits: Array, axes: TokenAxes) -> Array:
 
 
 def counts(experts: Array, number: int) -> Array:
-    """int32 [..., T, k] -> float32 [..., E]: tokens of each expert; those of none do not count."""
+    """int32 [..., T, k] -> float32 [..., E]: number of tokens of each expert; dropped choices (E) are not counted."""
     return jnp.sum(jax.nn.one_hot(experts, number, dtype=bool), axis=(-3, -2), dtype=jnp.float32)
 
 
 class Balanced(NamedTuple):
-    """The losses that balance a router."""
+    """Load-balancing losses of a router."""
 
     gradient: Array
-    """[T, E]: of the weighted sum of the losses by the logits."""
+    """[T, E]: gradient of the weighted sum of the losses with respect to the logits."""
     values: dict[str, Array]
-    """By name in LOSSES, without coefficients: this device's part of a sum over all devices."""
+    """Values by name in LOSSES, without coefficients: the local part of a sum over all devices."""
 
 
 def balance(cfg: RouterConfig, logits: Array, rows: int, k: int, before: Array, axes: TokenAxes) -> Balanced | None:
-    """The losses of tokens with these logits [T, E], of `rows` rows; None for none.
+    """The balancing losses for logits [T, E] of `rows` rows; None without any such loss.
 
-    Each loss is E / k sum_e f_e P_e: f_e the share of tokens that have e among their k best scores, P_e the mean of the
-    scores of e. f is counted, so the gradient goes through P alone. before: tokens [E] of the last step.
-    Gradients are of the sum over tokens, as those of a language model's loss are: the mean times the number of tokens.
+    Each loss is E / k sum_e f_e P_e: f_e is the share of tokens with e among their k best scores, P_e the mean score of
+    e. f is a count, so gradients flow through P only. before: tokens [E] of the last step.
+    Gradients are those of a sum over tokens, like the language model's loss: of the mean times the number of tokens.
     """
     coefficients = {"aux": cfg.aux_loss, "row": cfg.row_loss, "global": cfg.global_loss, "z": cfg.z_loss}
     if not any(coefficients.values()):
@@ -214,7 +213,7 @@ def balance(cfg: RouterConfig, logits: Array, rows: int, k: int, before: Array, 
 def within_capacity(cfg: CapacityConfig, routing: Routing, rows: int, number: int, axes: TokenAxes) -> Routing:
     """The routing without tokens beyond the capacity of each expert, counted over all devices.
 
-    Positions count first, in the order of the row, then rows, as Megatron-LM's tokens are in that order.
+    Tokens are ordered by position, then by row, as in Megatron-LM.
     """
     k = routing.experts.shape[1]
 

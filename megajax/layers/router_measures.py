@@ -22,10 +22,11 @@ def load_measures() -> tuple[Measure, ...]:
 
 
 def report_measures(losses: tuple[str, ...], setting: str) -> tuple[Measure, ...]:
-    """Metrics of the state [L, len(REPORTED)] of RouterReport. losses: of the router; setting: to drop fewer tokens."""
-    warning = f"{{value:.2%}} of what tokens chose was dropped: experts had no room for it; raise {setting}" * bool(
-        setting
-    )
+    """Metrics of the state [L, len(REPORTED)] of RouterReport.
+
+    losses: names of the router's losses; setting: raised to drop fewer tokens, "" if none is dropped.
+    """
+    warning = f"{{value:.2%}} of token-expert assignments were dropped: the experts were full; raise {setting}"
     return (
         Measure(
             name="dropped_share",
@@ -33,7 +34,7 @@ def report_measures(losses: tuple[str, ...], setting: str) -> tuple[Measure, ...
             label="dropped",
             format="{:.1%}",
             above=0.0,
-            warning=warning,
+            warning=warning if setting else "",
         ),
         *(Measure(name=f"router_{name}_loss", of=partial(over, name, "parts")) for name in losses),
         Measure(
@@ -62,12 +63,12 @@ def tokens(load: np.ndarray) -> np.ndarray:
 
 
 def max_over_mean(load: np.ndarray) -> np.ndarray:
-    """[L]: maximum over mean of the tokens of experts; nan before the first step."""
+    """[L]: maximum over mean number of tokens per expert; nan before the first step."""
     return divided(tokens(load).max(-1), tokens(load).mean(-1))
 
 
 def entropy(load: np.ndarray) -> np.ndarray:
-    """[L]: entropy of the shares of experts, over log E: 1 for equal loads, 0 if one expert gets all tokens."""
+    """[L]: entropy of the experts' shares of tokens, over log E: 1 for equal loads, 0 if one expert gets all tokens."""
     shares = divided(tokens(load), tokens(load).sum(-1, keepdims=True))
     # 0 log 0 is 0.
     terms = -shares * np.log(np.where(shares == 0, 1, shares))

@@ -1,11 +1,11 @@
 """Mixtures of experts from dense feed-forward layers (He et al. 2024, "Upcycling large language models into mixture
 of experts").
 
-Each expert is a copy of the dense layer, or where its ffn is smaller one of G parts of it, G = dense ffn / expert ffn.
-Experts then stand in groups of G that are a dense layer together, and start with the same router logits within a group
-("virtual group initialisation"): a token chooses whole groups.
+Each expert is a copy of the dense layer. If its ffn is smaller, it is one of G = dense ffn / expert ffn parts of the
+dense layer. Experts then form groups of G that together make up a dense layer and start with equal router logits
+("virtual group initialisation"), so that a token chooses whole groups.
 
-L layers, D hidden, F ffn of the dense layer, f of an expert; E experts, of which a token chooses k.
+L layers, D hidden, F ffn of the dense layer, f of an expert; E experts, k chosen by each token.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,24 +23,24 @@ from megajax.layers.config.moe import MoEConfig
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Derived:
-    """How a weight is made from one of another run, or why it cannot be."""
+    """How to compute a weight from a weight of another run, or why that is impossible."""
 
     source: str | None = None
-    """Path of that weight; None: made from the fresh weight."""
+    """Path of the other run's weight; None if the weight is computed from its own initial value."""
     shape: tuple[int, ...] = ()
-    """Of that weight without its layers."""
+    """Shape of the source weight, without the layer dimension."""
     make: Callable[[Array], Array] = lambda x: x
     """Array [L, ...] -> array [L, ...]."""
     problem: str = ""
-    """What does not fit; then there is nothing to make."""
+    """Why the weight cannot be computed; "" if it can."""
 
     def made_shape(self, layers: int) -> tuple[int, ...]:
-        """Of what is made of that many layers of the other weight."""
+        """Shape of the result of `make` for this many layers of the source weight."""
         return jax.eval_shape(self.make, jax.ShapeDtypeStruct((layers, *self.shape), jnp.float32)).shape
 
 
 def derived(cfg: MoEConfig, name: str, stored: Mapping[str, tuple[int, ...]]) -> Derived | None:
-    """Weight `name` of a mixture of experts; None where a dense layer has nothing for it.
+    """How to compute weight `name` of a mixture of experts; None if a dense layer has no counterpart.
 
     stored: shapes [L, ...] of the dense layer's weights by name.
     """
@@ -67,9 +67,10 @@ def derived(cfg: MoEConfig, name: str, stored: Mapping[str, tuple[int, ...]]) ->
 def _maker(cfg: MoEConfig, name: str, parts: int) -> Callable[[Array], Array]:
     """[L, shape of the dense weight] -> [L, E, shape of an expert's].
 
-    The outputs of the parts are multiplied by weights, which are small: matrices make up for it. Where the layer is
-    linear in `up`, half of the factor is on it and half on `down`, else all of it is on `down`, so that the mixture
-    computes what the dense layer did. Megatron-LM's has a third on the gate, which changes what it computes.
+    The router multiplies the outputs of the parts by small weights, for which a factor on the matrices compensates, so
+    that the mixture computes the same function as the dense layer. If the layer is linear in `up`, `up` and `down` each
+    get the square root of the factor; otherwise `down` gets all of it. Megatron-LM also puts a third of it on the gate,
+    which changes the function.
     """
     scale = 1 / weight_sum(cfg)
     linear = isinstance(cfg.expert, GatedMLPConfig) and cfg.expert.clamp is None and cfg.expert.offset == 0
@@ -80,20 +81,20 @@ def _maker(cfg: MoEConfig, name: str, parts: int) -> Callable[[Array], Array]:
 
 
 def copied(x: Array, *, experts: int, parts: int, dimension: int | None, factor: float) -> Array:
-    """A weight [L, ...] of dense layers -> [L, E, ...]: expert e has part e modulo `parts` of a dimension, all of it
-    without one."""
+    """A weight [L, ...] of dense layers -> [L, E, ...]: expert e gets part e modulo `parts` along `dimension`, or the
+    whole weight if that is None."""
     pieces = [x] * parts if dimension is None else jnp.split(x, parts, axis=dimension)
     stacked = jnp.stack(pieces, axis=1) * jnp.asarray(factor, x.dtype)
     return jnp.tile(stacked, (1, experts // parts, *[1] * (stacked.ndim - 2)))
 
 
 def grouped(x: Array, *, parts: int) -> Array:
-    """Fresh logits' weights [..., E] -> the same within groups of `parts`: those of the first E / parts experts."""
+    """Initial router weights [..., E] -> equal weights within groups of `parts`, from the first E / parts."""
     return jnp.repeat(x[..., : x.shape[-1] // parts], parts, axis=-1)
 
 
 def weight_sum(cfg: MoEConfig) -> float:
-    """What the weights of a token's experts add up to, where all logits are 0: always, if normalised to the chosen."""
+    """Sum of the weights of a token's experts if all logits are 0; for any logits if normalised over the chosen."""
     router, k = cfg.router, cfg.top_k
     if router.sinkhorn:
         weight = 0.5 if k == 1 else 1 / cfg.experts
