@@ -177,7 +177,7 @@ def test_facts_count_the_weights_that_the_module_declares(name):
 def test_what_does_not_fit_is_said():
     decoder: DecoderConfig = tiny_runs.llama()
     messages = [str(problem) for problem in with_head(decoder, CLASSES).problems()]
-    assert len(messages) == 1 and "the first token sees no other one" in messages[0]
+    assert len(messages) == 1 and "the first token of a causal model sees no other token" in messages[0]
     assert not with_head(decoder, LAST).problems()
     assert not small_bert(CLASSES).allows_context() and not with_head(decoder, LAST).allows_context()
     for head, place in ((replace(CLASSES, classes=1), "classes"), (replace(CLASSES, dropout=1.0), "dropout")):

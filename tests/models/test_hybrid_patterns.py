@@ -52,11 +52,11 @@ def test_repeats_are_a_stack_and_others_segments() -> None:
         ("|", "chunk 1 of 2 has no layers"),
         ("M-||M-", "chunk 2 of 3 has no layers"),
         ("/*-", "has no layers"),
-        ("M-*/", "the layers after each /"),
-        ("M-*/*-/*", "all heads have the same; got '\\*-' and '\\*'"),
+        ("M-*/", "each / starts the layers of one head"),
+        ("M-*/*-/*", "all heads must have the same layers; got '\\*-' and '\\*'"),
         (
             "M-G*",
-            r"no block for 'G' \(gated delta net\) at position 3; letters with one: M \(Mamba-2\), \* \(attention",
+            r"no block for 'G' \(gated delta net\) at position 3; known letters: M \(Mamba-2\), \* \(attention",
         ),
         ("M-x", r"no block for 'x' at position 3"),
         ("M- M", r"no block for ' ' at position 3"),
@@ -93,5 +93,5 @@ def test_heads_that_predict_further() -> None:
     two = hybrid_prediction("M-M*/*-/*-", BLOCKS)
     assert two is not None and two.depth == 2
     assert two.block == BlockConfig(mixer=AttentionConfig(heads=4), mlp=GatedMLPConfig(ffn=32))
-    with pytest.raises(UserError, match=r"a head that predicts further has one block here.*got 'MM'"):
+    with pytest.raises(UserError, match=r"a head that predicts further must be one block.*got 'MM'"):
         hybrid_prediction("M-M*/MM", BLOCKS)

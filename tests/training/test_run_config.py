@@ -209,7 +209,7 @@ def test_spreading_weights_needs_a_hidden_size_that_divides(sharding):
         batch=BatchConfig(global_size=8),
     )
     message = problems(cfg)["model.hidden"]
-    assert message.startswith(f"parallel.data_sharding={sharding} cuts hidden=20 over 8 data-parallel devices")
+    assert message.startswith(f"parallel.data_sharding={sharding} shards hidden=20 over 8 data-parallel devices")
     assert "data_sharding=replicate" in message
     assert problems(cfg.but(parallel=on(data=8, data_sharding="replicate"))) == {}
 

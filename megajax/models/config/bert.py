@@ -13,11 +13,11 @@ from megajax.models.facts import HeadFacts, SectionFacts
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BertConfig(DecoderConfig):
-    """BERT (Devlin et al. 2019): a stack whose tokens see each other in both directions.
+    """BERT (Devlin et al. 2019): an encoder with bidirectional attention.
 
     It predicts the masked tokens of a row and, with `next_sentence`, whether its second part follows the first.
-    By default it is pre-normalised, as in Megatron-LM. Its first form has PostNormBlocks, `embedding_norm`, no norm
-    after the stack (`norm=IdentityNorm`) and therefore a `head_norm`.
+    The default is pre-norm, as in Megatron-LM. The original BERT has PostNormBlocks, `embedding_norm`, no norm after
+    the stack (`norm=IdentityNorm`) and therefore a `head_norm`.
     """
 
     target: ClassVar[str] = "megajax.models.bert:Bert"
@@ -28,15 +28,15 @@ class BertConfig(DecoderConfig):
     embedding_norm: NormConfig | LayerBuilder | None = None
     """Normalisation of the sum of embeddings; none: no normalisation."""
     head_norm: NormConfig | LayerBuilder | None = None
-    """Normalisation within the head of masked tokens; none: as after the stack."""
+    """Normalisation in the masked-token head; none: the same as `norm`."""
     head_activation: Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "squared_relu", "silu"] = "gelu"
-    """Activation function within the head of masked tokens, as in DenseMLPConfig."""
+    """Activation function in the masked-token head, as in DenseMLPConfig."""
     tied: bool = True
     """The head uses the token embedding's table."""
     token_types: int = 2
-    """Kinds of tokens with an embedding each: the parts of a pair of sentences. 0: none."""
+    """Number of token types, each with an embedding: the parts of a pair of sentences. 0: none."""
     next_sentence: bool = True
-    """A second head: from the first token, whether the second part follows the first in the text."""
+    """A second head predicts, from the first token, whether the second part follows the first in the text."""
 
     def problems(self) -> list[Problem]:
         problems = DecoderConfig.problems(self)
@@ -46,12 +46,12 @@ class BertConfig(DecoderConfig):
             problems.append(Problem("prediction", "predicts further tokens of a causal model", "set it to none"))
         for setting, block in self.named_blocks().items():
             if isinstance(block, PostNormBlockConfig) and self.residual == "float32":
-                message = "needs blocks that normalise what they multiply"
+                message = "needs blocks that normalise their inputs"
                 problems.append(Problem("residual", f"float32 {message}, and {setting} does not", "set it to compute"))
         return problems
 
     def causal_problems(self) -> list[Problem]:
-        """Blocks whose tokens do not see later ones."""
+        """Problems with causal blocks."""
         return [
             Problem(f"{setting}.causal", "hides later tokens from BERT", "set it to false")
             for setting, mixer in self.own_mixers().items()
@@ -59,11 +59,11 @@ class BertConfig(DecoderConfig):
         ]
 
     def schema(self) -> dict[str, Leaf]:
-        """Masked tokens, the original ones, which of them count, the parts, and what is padding."""
+        """Masked and original tokens, loss mask, padding, token types, and the label of the sentence pair."""
         ids = Leaf("int32", (self.sequence_length,), ("seq",), below=self.vocabulary_size)
         kinds = {"token_types": replace(ids, below=self.token_types)} if self.token_types else {}
         order = {"is_random": Leaf("int32", below=2)} if self.next_sentence else {}
-        # segment_ids: 1 for tokens, 0 for the padding after them, which nothing attends to.
+        # segment_ids: 1 for tokens, 0 for the padding after them, which is not attended to.
         return {
             "tokens": ids,
             "labels": ids,
@@ -74,30 +74,30 @@ class BertConfig(DecoderConfig):
         }
 
     def pads_rows(self) -> bool:
-        """Pairs of sentences are padded."""
+        """True: pairs of sentences are padded."""
         return True
 
     def allows_context(self) -> bool:
-        """Rows are in plain chunks; the head of sentences works where the first position is."""
+        """Rows are cut into plain chunks; the next-sentence head runs on the device with the first position."""
         return not self.mixers_of_whole_rows()
 
     def sampler(self) -> str | None:
-        """It fills in blanks."""
+        """Samples fill in masked tokens."""
         return "blanks"
 
     def masked_norm(self) -> NormConfig | LayerBuilder:
-        """Normalisation within the head of masked tokens."""
+        """Normalisation in the masked-token head."""
         return self.norm if self.head_norm is None else self.head_norm
 
     def section_facts(self) -> tuple[SectionFacts, ...]:
-        """As of a decoder, with a table of token types and a norm."""
+        """The section of a decoder, with a table of token types and a norm of the embeddings."""
         (section,) = DecoderConfig.section_facts(self)
         types = Weight("types", (self.token_types, self.hidden), (None, "embed"))
         norm = norm_weights("embedding_norm", self.embedding_norm, self.hidden)
         return (replace(section, weights=(*section.weights, *[types] * (self.token_types > 0), *norm)),)
 
     def head_facts(self) -> HeadFacts:
-        """The head of masked tokens has a matrix more than a decoder's; that of sentences works on one position."""
+        """The masked-token head has one more matrix than a decoder's; the next-sentence head reads one position."""
         head, hidden, hidden_side = DecoderConfig.head_facts(self), self.hidden, Elements(replicated=self.hidden)
         weights = [
             *head.weights,

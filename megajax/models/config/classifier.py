@@ -16,7 +16,7 @@ from megajax.models.facts import HeadFacts, SectionFacts
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextHeadConfig(Builds):
-    """What heads of texts share."""
+    """Settings and facts common to heads for texts."""
 
     dropout: float = 0.1
     """Dropout rate of the states that the head reads."""
@@ -25,15 +25,15 @@ class TextHeadConfig(Builds):
         return below_one(dropout=self.dropout)
 
     def columns(self) -> int:
-        """Numbers that the head makes of a state."""
+        """Number of outputs of the head per state."""
         raise NotImplementedError
 
     def sequences(self) -> int:
-        """Sequences of a row."""
+        """Number of sequences in a row."""
         return 1
 
     def pools(self) -> bool:
-        """Whether the head reads one state of a sequence, not all of them."""
+        """Whether the head reads one pooled state per sequence instead of all states."""
         return False
 
     def dense(self) -> bool:
@@ -41,26 +41,26 @@ class TextHeadConfig(Builds):
         return False
 
     def leaves(self, length: int) -> dict[str, Leaf]:
-        """Labels of a row whose sequences have this length."""
+        """Label leaves of a row; length: positions in a sequence."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PooledHeadConfig(TextHeadConfig):
-    """What heads that read one state of a sequence share."""
+    """Settings common to heads that read one state per sequence."""
 
     pooling: Literal["first", "last", "mean"] = "first"
-    """The state that stands for a sequence: that of the first token, [CLS] in BERT; of the last token, which sees the
-    others in a decoder; or the mean over tokens."""
+    """The state that represents a sequence: first: that of the first token, [CLS] in BERT; last: that of the last,
+    which sees all other tokens in a decoder; mean: the mean over tokens."""
     pooler: bool = True
-    """A square matrix and tanh on that state, as in BERT: the weights `pooler`, those of BERT's next_sentence."""
+    """A square matrix and tanh on that state: the weights `pooler`, as in BERT's next-sentence head."""
 
     def pools(self) -> bool:
-        """It does."""
+        """True."""
         return True
 
     def dense(self) -> bool:
-        """The pooler."""
+        """Whether there is a pooler."""
         return self.pooler
 
 
@@ -85,22 +85,22 @@ class ClassHeadConfig(PooledHeadConfig):
         return self.classes
 
     def leaves(self, length: int) -> dict[str, Leaf]:
-        """The class."""
+        """The label is a class."""
         return {"labels": Leaf("int32", below=self.classes)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RegressionHeadConfig(PooledHeadConfig):
-    """One number for each text or pair of texts, by the mean squared error."""
+    """One number for each text or pair of texts, trained with the mean squared error."""
 
     target: ClassVar[str] = "megajax.models.classifier:RegressionHead"
 
     def columns(self) -> int:
-        """The number."""
+        """One: the predicted number."""
         return 1
 
     def leaves(self, length: int) -> dict[str, Leaf]:
-        """The number."""
+        """The label is a number."""
         return {"labels": Leaf("float32")}
 
 
@@ -110,7 +110,7 @@ class ChoiceHeadConfig(PooledHeadConfig):
 
     target: ClassVar[str] = "megajax.models.classifier:ChoiceHead"
     choices: int = 4
-    """Sequences of a row."""
+    """Number of sequences in a row."""
 
     def problems(self) -> list[Problem]:
         problems = PooledHeadConfig.problems(self)
@@ -119,15 +119,15 @@ class ChoiceHeadConfig(PooledHeadConfig):
         return problems
 
     def columns(self) -> int:
-        """The score of a sequence."""
+        """One: the score of a sequence."""
         return 1
 
     def sequences(self) -> int:
-        """The choices."""
+        """One per choice."""
         return self.choices
 
     def leaves(self, length: int) -> dict[str, Leaf]:
-        """The right one."""
+        """The label is the index of the correct choice."""
         return {"labels": Leaf("int32", below=self.choices)}
 
 
@@ -140,11 +140,11 @@ class SpanHeadConfig(TextHeadConfig):
     """Dropout rate of the states that the head reads."""
 
     def columns(self) -> int:
-        """Scores of a first and a last token."""
+        """Two: scores as the first and as the last token of the answer."""
         return 2
 
     def leaves(self, length: int) -> dict[str, Leaf]:
-        """Places of both; 0 where the sequence has no answer."""
+        """Positions of the first and last token; 0 if the sequence has no answer."""
         place = Leaf("int32", below=length)
         return {"starts": place, "ends": place}
 
@@ -153,10 +153,10 @@ type TextHead = ClassHeadConfig | RegressionHeadConfig | ChoiceHeadConfig | Span
 
 
 class TextClassifierConfig:
-    """What BERT and a decoder with such a head share: a mixin before the config of the model.
+    """Mixin for BERT and decoders with a classification head; list it before the config of the model.
 
-    The weights of the layers have the names that they have in the model without it, so that a run starts from weights
-    of that one with fresh=head.*, or fresh=head.*,pooler.* where it has no pooler.
+    Layer weights keep their names, so a run can start from the weights of the model without this head: with
+    fresh=head.*, or fresh=head.*,pooler.* if that model has no pooler.
     """
 
     __slots__ = ()
@@ -165,15 +165,15 @@ class TextClassifierConfig:
     def problems(self: Any) -> list[Problem]:
         problems = super().problems()
         if self.prediction is not None:
-            problems.append(Problem("prediction", "predicts further tokens, and a classifier none", "set it to none"))
+            problems.append(Problem("prediction", "a classifier does not predict tokens", "set it to none"))
         causal = any(getattr(mixer, "causal", True) for mixer in self.own_mixers().values())
         if causal and getattr(self.head, "pooling", "") == "first":
-            message = "first: the first token sees no other one in a causal model"
+            message = "first: the first token of a causal model sees no other token"
             problems.append(Problem("head.pooling", message, "use last or mean"))
         return problems
 
     def schema(self: Any) -> dict[str, Leaf]:
-        """Sequences, their padding and parts, and the labels."""
+        """Sequences, their padding and token types, and the labels."""
         count, length = self.head.sequences(), self.sequence_length
         shape, axes = ((length,), ("seq",)) if count == 1 else ((count, length), (None, "seq"))
         ids = Leaf("int32", shape, axes, below=self.vocabulary_size)
@@ -187,34 +187,34 @@ class TextClassifierConfig:
         }
 
     def row_positions(self: Any) -> int:
-        """Tokens of a row, of all its sequences."""
+        """Tokens in all sequences of a row."""
         return self.head.sequences() * self.sequence_length
 
     def ignores_later_positions(self) -> bool:
-        """It reads whole rows."""
+        """False: the head reads whole rows."""
         return False
 
     def sampler(self) -> str | None:
-        """It shows nothing."""
+        """None: no samples."""
         return None
 
     def has_dropout(self: Any) -> bool:
-        """That of the head too."""
+        """Whether the model or the head has dropout."""
         return super().has_dropout() or self.head.dropout > 0
 
     def refit(self: Any, path: str, weight: Any, settings: Mapping[str, Any]) -> Any | None:
-        """Learned positions of longer sequences: the first of them."""
+        """Truncates learned positions of longer sequences to the first `position_count()`."""
         if path == "positions" and weight.shape[1:] == (self.hidden,) and len(weight) >= self.position_count():
             return weight[: self.position_count()]
         return super().refit(path, weight, settings)
 
     def section_facts(self: Any) -> tuple[SectionFacts, ...]:
-        """That of the model, for each sequence of a row."""
+        """The section of the model, run for each sequence of a row."""
         (section,) = super().section_facts()
         return (replace(section, sequences=self.head.sequences()),)
 
     def head_facts(self: Any) -> HeadFacts:
-        """A few scores of one position of each sequence, or of all positions."""
+        """The linear layer, on one position of each sequence or on all positions, and the pooler."""
         columns, hidden = self.head.columns(), self.hidden
         pooler = dense("pooler", hidden, hidden) if self.head.dense() else ()
         return HeadFacts(
@@ -226,7 +226,7 @@ class TextClassifierConfig:
         )
 
     def allows_context(self) -> bool:
-        """Its head reads whole sequences."""
+        """False: the head reads whole sequences."""
         return False
 
 
@@ -249,7 +249,7 @@ class DecoderClassifierConfig(TextClassifierConfig, DecoderConfig):
 
 
 def with_head(model: BertConfig | DecoderConfig, head: TextHead) -> BertClassifierConfig | DecoderClassifierConfig:
-    """A model of the other classes with this head."""
+    """The model with this head in place of its own."""
     settings = {field.name: getattr(model, field.name) for field in fields(model)}
     if isinstance(model, BertConfig):
         return BertClassifierConfig(head=head, **settings)

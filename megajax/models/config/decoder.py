@@ -37,8 +37,8 @@ class PredictionConfig(Builds):
     depth: int = 1
     """Number of tokens predicted beyond the next one, each by its own block; the blocks run in sequence."""
     reweighted: Literal["rows", "microbatches"] = "rows"
-    """With batch.loss_average=tokens, the last tokens of a row have no target and the others get larger weights, so
-    that their sum stays the same: over a row (the same on every layout) or over a microbatch (as Megatron-LM)."""
+    """With batch.loss_average=tokens, the last tokens of a row have no target, and the others get larger weights, so
+    that their sum is unchanged: over a row (the same on every layout) or over a microbatch (as in Megatron-LM)."""
     weight: float = 0.1
     """Weight of the sum of their losses, relative to the main loss. The reported loss is the main loss."""
     block: AnyBlockConfig | None = None
@@ -51,7 +51,7 @@ class PredictionConfig(Builds):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WidthScalingConfig:
-    """Maximal update parametrization (muP, Yang et al. 2022): settings tuned on a narrow base model, for a wide one.
+    """Maximal update parametrization (muP, Yang et al. 2022) transfers settings from a narrow base model to a wide one.
 
     W is the ratio of the widths. Initial standard deviations of matrices inside blocks are divided by sqrt(W), logits
     by W. Adam divides the learning rate and epsilon of these matrices and of an untied head by W.
@@ -98,7 +98,7 @@ def text_schema(length: int, vocabulary_size: int) -> dict[str, Leaf]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecoderConfig(AdaptedConfig, TransformerConfig, ModelConfig):
-    """A decoder language model: GPT and Llama are configs of it."""
+    """A decoder language model, such as GPT and Llama."""
 
     target: ClassVar[str] = "megajax.models.decoder:DecoderLM"
     hidden: int
@@ -122,8 +122,8 @@ class DecoderConfig(AdaptedConfig, TransformerConfig, ModelConfig):
     residual: Literal["compute", "float32"] = "compute"
     """Dtype of the residual stream: precision.compute or float32."""
     init_std: float = 0.02
-    """Standard deviation of initial weights, over the square root of the number of sub-layers where they
-    write to the residual stream: of 2 * layers with two in each block."""
+    """Standard deviation of initial weights. Matrices that write to the residual stream have init_std / sqrt(number of
+    sub-layers): sqrt(2 * layers) with two sub-layers in each block."""
     embedding_std: float | None = None
     """Standard deviation of token and position embeddings (and of a tied head); none: init_std."""
     prediction: PredictionConfig | None = None
@@ -142,9 +142,9 @@ class DecoderConfig(AdaptedConfig, TransformerConfig, ModelConfig):
     """Apply recompute to this many layers, the first of each chunk of a pipeline stage; the other layers use the next
     cheaper setting (selective, or none). none: all layers."""
     layers_per_checkpoint: int = 1
-    """With recompute=full, consecutive layers that save one input, that of the first, and are recomputed together."""
+    """With recompute=full, number of consecutive layers recomputed together from the saved input of the first."""
     offload: tuple[Part, ...] = ()
-    """Saved tensors that are offloaded to host memory until the backward pass; input is the input of a layer."""
+    """Saved tensors to offload to host memory until the backward pass; input is the input of a layer."""
     unroll: int | None = 1
     """Layers per iteration of the compiled loop over layers (the unroll of jax.lax.scan); none: all, without a loop.
     Unrolling takes longer to compile and lets the compiler optimize across layers."""
@@ -175,7 +175,7 @@ class DecoderConfig(AdaptedConfig, TransformerConfig, ModelConfig):
         return problems + self.shape_problems() + self.causal_problems()
 
     def causal_problems(self) -> list[Problem]:
-        """Blocks that see the tokens they predict."""
+        """Problems with blocks that see the tokens they predict."""
         return [
             Problem(f"{setting}.causal", "shows a decoder the tokens it predicts", "set it to true")
             for setting, mixer in self.own_mixers("stack").items()
@@ -183,27 +183,27 @@ class DecoderConfig(AdaptedConfig, TransformerConfig, ModelConfig):
         ]
 
     def schema(self) -> dict[str, Leaf]:
-        """Tokens, their labels, and where documents begin."""
+        """Tokens, labels, positions, and the documents of the tokens."""
         return text_schema(self.sequence_length, self.vocabulary_size)
 
     def named_blocks(self) -> dict[str, AnyBlockConfig]:
-        """Setting -> block, of each that is written in the config."""
+        """Setting -> block, for each block in the config."""
         blocks = TransformerConfig.named_blocks(self)
         block = None if self.prediction is None else self.prediction.block
         return blocks if block is None else {**blocks, "prediction.block": block}
 
     def predicting_blocks(self) -> tuple[AnyBlockConfig, ...]:
-        """The blocks behind the stack, one for each further token."""
+        """The blocks after the stack, one for each further token."""
         if self.prediction is None:
             return ()
         return (self.prediction.block or self.stack.pattern[-1],) * self.prediction.depth
 
     def width_ratio(self) -> float:
-        """How much wider this is than the model its settings were found on."""
+        """Hidden size over that of the muP base model."""
         return 1.0 if self.width_scaling is None else self.hidden / self.width_scaling.base_hidden
 
     def logit_factor(self) -> float:
-        """What logits are multiplied by."""
+        """Factor on logits."""
         factor = None if self.width_scaling is None else self.width_scaling.output
         return 1 / self.width_ratio() if factor is None else factor
 
@@ -225,7 +225,7 @@ class DecoderConfig(AdaptedConfig, TransformerConfig, ModelConfig):
         return count_flops(self)  # ty: ignore[invalid-argument-type] its fields are frozen
 
     def section_facts(self) -> tuple[SectionFacts, ...]:
-        """One, which reads the tables of tokens and positions."""
+        """One section, which reads the token and position embeddings."""
         weights = [Weight("tokens", (self.padded_vocabulary(), self.hidden), ("vocab", "embed"))]
         if self.learned_positions:
             weights.append(Weight("positions", (self.position_count(), self.hidden), (None, "embed")))
@@ -243,7 +243,7 @@ class DecoderConfig(AdaptedConfig, TransformerConfig, ModelConfig):
         return (section,)
 
     def head_facts(self) -> HeadFacts:
-        """Scores of the vocabulary, by the table of tokens where it is tied."""
+        """The vocabulary head; without weights of its own if tied."""
         table = Weight("head", (self.padded_vocabulary(), self.hidden), ("vocab", "embed"))
         return HeadFacts(
             columns=self.padded_vocabulary(),
@@ -258,42 +258,42 @@ class DecoderConfig(AdaptedConfig, TransformerConfig, ModelConfig):
         return self.sequence_length
 
     def positions(self) -> int:
-        """Tokens of a row."""
+        """Tokens in a row."""
         return self.sequence_length
 
     def row_positions(self) -> int:
-        """Tokens of a row."""
+        """Tokens in a row."""
         return self.sequence_length
 
     def ignores_later_positions(self) -> bool:
-        """Whether all its blocks are causal."""
+        """Whether all blocks are causal."""
         return all(getattr(mixer, "causal", True) for mixer in self.own_mixers().values())
 
     def allows_context(self) -> bool:
-        """Whether devices may hold parts of its rows: where no position sees later ones, and all mixers allow it."""
+        """Whether rows may be cut over devices: if no position sees later ones, and all mixers allow it."""
         return self.ignores_later_positions() and not self.mixers_of_whole_rows()
 
     def cache_leaves(self, tensor: int) -> tuple[CacheLeaf, ...]:
-        """What its layers keep. Raises UserError unless all its blocks are causal."""
+        """Cache leaves of all layers. Raises UserError unless all blocks are causal."""
         if not all(getattr(mixer, "causal", True) for mixer in self.own_mixers("stack").values()):
             raise UserError(f"{type(self).__name__} does not generate text: its layers read later tokens too")
         return stack_leaves(self.stack, self.hidden, tensor, self.memory_length())
 
     def paged_requests(self, request: PagedRequest) -> tuple[PagedRequest, ...]:
-        """Of its attention layers."""
+        """Paged-attention requests of the attention layers."""
         return paged_requests(self.stack, self.hidden, request)
 
     def sampler(self) -> str | None:
-        """It continues a text."""
+        """Samples continue a text."""
         return "continuation"
 
     def mesh_problems(self, sizes: Mapping[str, int], *, sequence: bool) -> Iterator[Problem]:
-        """What is wrong with the model on a mesh. sizes: mesh axis -> devices; sequence: sequence parallelism."""
+        """Problems of the model on a mesh. sizes: mesh axis -> devices; sequence: sequence parallelism."""
         tensor, cuts = sizes["tensor"], sizes["pipeline"] * sizes["tensor"]
         yield from TransformerConfig.mesh_problems(self, sizes, sequence=sequence)
         if tensor > 1:
             if self.prediction is not None and self.hidden % tensor:
-                message = f"{self.hidden} is not divisible by parallel.tensor={tensor}, which cuts the matrices of "
+                message = f"{self.hidden} is not divisible by parallel.tensor={tensor}, which shards the matrices of "
                 yield Problem("hidden", f"{message}model.prediction")
             if sequence and sizes["context"] == 1 and self.sequence_length % tensor:
                 message = f"{self.sequence_length} is not divisible by parallel.tensor={tensor}"
@@ -301,7 +301,7 @@ class DecoderConfig(AdaptedConfig, TransformerConfig, ModelConfig):
         if cuts > 0 and self.padded_vocabulary() % cuts:
             yield Problem(
                 "vocabulary_multiple",
-                f"the vocabulary, padded to {self.padded_vocabulary()}, is cut over parallel.pipeline="
+                f"the vocabulary, padded to {self.padded_vocabulary()}, is sharded over parallel.pipeline="
                 f"{sizes['pipeline']} x parallel.tensor={tensor} = {cuts} devices, which do not divide it",
                 f"set model.vocabulary_multiple={lcm(self.vocabulary_multiple, cuts)}",
             )

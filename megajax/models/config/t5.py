@@ -17,13 +17,13 @@ from megajax.models.facts import HeadFacts, SectionFacts
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class T5Config(DecoderConfig):
-    """T5 (Raffel et al. 2020), as Megatron-LM has it: an encoder, and a decoder whose blocks read its output."""
+    """T5 (Raffel et al. 2020), as in Megatron-LM: an encoder, and a decoder whose blocks read its output."""
 
     target: ClassVar[str] = "megajax.models.t5:T5"
     encoder: StackConfig
-    """The blocks of the encoder; those of the decoder are `stack`."""
+    """The blocks of the encoder; the decoder's are `stack`."""
     encoder_length: int
-    """Tokens of a row of the encoder; sequence_length is the decoder's."""
+    """Tokens in a row of the encoder; sequence_length is the decoder's."""
     norm: NormConfig | LayerBuilder = field(default_factory=LayerNormConfig)
     """Normalisation after the encoder, and before the head."""
     tied: bool = True
@@ -47,12 +47,12 @@ class T5Config(DecoderConfig):
         return problems + self._relative_problems()
 
     def _relative_problems(self) -> list[Problem]:
-        """Relative biases tell later keys from earlier ones in the encoder alone."""
+        """Relative biases must have buckets for later keys in the encoder, and none in the decoder."""
         problems = []
         for setting, mixer in self.own_mixers("encoder", "stack").items():
             relative, reads = getattr(mixer, "relative", None), setting.startswith("encoder")
             if relative is not None and relative.both_ways != reads:
-                message = "is needed where tokens see later ones" if reads else "has buckets for later tokens, unseen"
+                message = "is needed in an encoder" if reads else "has buckets for later tokens, which are masked"
                 problems.append(Problem(f"{setting}.relative.both_ways", message, f"set it to {str(reads).lower()}"))
         return problems
 
@@ -61,29 +61,29 @@ class T5Config(DecoderConfig):
         return {"encoder": self.encoder, "": self.stack}
 
     def named_blocks(self) -> dict[str, AnyBlockConfig]:
-        """Those of the encoder too."""
+        """Blocks of the decoder and of the encoder, by setting."""
         encoder = {f"encoder.{setting}": block for setting, block in self.encoder.named_blocks().items()}
         return DecoderConfig.named_blocks(self) | encoder
 
     def named_stacks(self) -> dict[str, StackConfig | SegmentsConfig]:
-        """The encoder's layers too."""
+        """The layers of the encoder and of the decoder, by setting."""
         return {"encoder": self.encoder, "stack": self.stack}
 
     def length_of(self, setting: str) -> int:
-        """Tokens of a row of the encoder or of the decoder."""
+        """Tokens in a row of the encoder or of the decoder."""
         return self.encoder_length if setting.startswith("encoder") else self.sequence_length
 
     def known_rows(self, stack: str, request: Request) -> Request:
-        """Keys of another sequence are the encoder's."""
+        """Adds that keys of another sequence are the encoder's."""
         return replace(DecoderConfig.known_rows(self, stack, request), key_length=self.encoder_length)
 
     def attention_name(self, stack: str, part: str) -> str:
-        """Of three kinds."""
+        """Encoder self-attention, decoder self-attention or decoder cross-attention."""
         section = "decoder" if stack == "stack" else stack
         return f"{section} {'cross' if part == 'cross' else 'self'}-attention"
 
     def pads_rows(self) -> bool:
-        """Both what is read and what is written."""
+        """True: rows of the encoder and of the decoder are padded."""
         return True
 
     def has_dropout(self) -> bool:
@@ -91,10 +91,10 @@ class T5Config(DecoderConfig):
         return DecoderConfig.has_dropout(self) or any(block.has_dropout() for block in self.encoder.pattern)
 
     def schema(self) -> dict[str, Leaf]:
-        """What the encoder reads, and the tokens that the decoder continues."""
+        """Tokens and padding of the encoder and of the decoder, and the decoder's labels."""
         ids = Leaf("int32", (self.sequence_length,), ("seq",), below=self.vocabulary_size)
         encoder_ids = replace(ids, shape=(self.encoder_length,))
-        # segment_ids: 1 for tokens, 0 for the padding after them, which nothing attends to.
+        # segment_ids: 1 for tokens, 0 for the padding after them, which is not attended to.
         return {
             "encoder_tokens": encoder_ids,
             "encoder_segment_ids": replace(encoder_ids, below=None),
@@ -105,35 +105,35 @@ class T5Config(DecoderConfig):
         }
 
     def mesh_problems(self, sizes: Mapping[str, int], *, sequence: bool) -> Iterator[Problem]:
-        """What is wrong with both sections on a mesh. sizes: mesh axis -> devices; sequence: sequence parallelism."""
+        """Problems of both sections on a mesh. sizes: mesh axis -> devices; sequence: sequence parallelism."""
         yield from DecoderConfig.mesh_problems(self, sizes, sequence=sequence)
         if sequence and self.encoder_length % sizes["tensor"]:
             message = f"{self.encoder_length} is not divisible by parallel.tensor={sizes['tensor']}"
             yield Problem("encoder_length", message, "needed with parallel.sequence=true")
 
     def head_facts(self) -> HeadFacts:
-        """As of a decoder, with a bias for each token."""
+        """The head of a decoder, with a bias for each token."""
         head, bias = DecoderConfig.head_facts(self), Weight("head_bias", (self.padded_vocabulary(),), ("vocab",))
         return replace(head, weights=(*head.weights, *[bias] * self.head_bias))
 
     def section_facts(self) -> tuple[SectionFacts, ...]:
-        """The encoder, and the decoder that reads its output; they share the tables, which the first one has here."""
+        """The encoder, and the decoder that reads its output. They share tables, which are counted for the encoder."""
         (decoder,) = DecoderConfig.section_facts(self)
         encoder = replace(decoder, path="encoder", length=self.encoder_length, stack=self.encoder)
         return encoder, replace(decoder, memory_length=self.encoder_length, weights=())
 
     def allows_context(self) -> bool:
-        """Rows of both sections are in plain chunks."""
+        """Rows of both sections are cut into plain chunks."""
         return not self.mixers_of_whole_rows()
 
     def memory_length(self) -> int:
-        """Tokens that the encoder reads."""
+        """Tokens in a row of the encoder."""
         return self.encoder_length
 
     def position_count(self) -> int:
-        """Rows of the table of positions, which both sections read."""
+        """Rows of the table of positions, which both sections share."""
         return max(self.sequence_length, self.encoder_length)
 
     def sampler(self) -> str | None:
-        """It says what belongs in the blanks of a text."""
+        """Samples fill in the masked spans of a text."""
         return "spans"

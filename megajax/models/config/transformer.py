@@ -1,4 +1,4 @@
-"""What configs of models with a width and one stack of layers have; importing this imports neither jax nor flax."""
+"""Base classes for configs of models with one width; importing this imports neither jax nor flax."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import Field, replace
@@ -24,13 +24,13 @@ class AdaptedConfig(Builds):
     quantization: QuantizationConfig | None
 
     def build(self, layout: Any) -> Any:
-        """The module on this layout, with its adapters and its quantized matrices."""
+        """The module on this layout, with adapters and quantized matrices."""
         model = Builds.build(self, layout)
         model = model if self.lora is None else self.lora.build(model)
         return model if self.quantization is None else self.quantization.build(model)
 
     def drops_inputs(self) -> bool:
-        """Whether training draws random numbers for adapters."""
+        """Whether adapters have dropout."""
         return self.lora is not None and self.lora.dropout > 0
 
 
@@ -51,15 +51,15 @@ class TransformerConfig:
     unroll: int | None
 
     def positions(self) -> int:
-        """Positions of a row, as attention sees them."""
+        """Positions in a row, as attention sees them."""
         raise NotImplementedError
 
     def named_blocks(self) -> dict[str, AnyBlockConfig]:
-        """Setting -> block, of each that is written in the config."""
+        """Setting -> block, for each block in the config."""
         return {f"stack.{setting}": block for setting, block in self.stack.named_blocks().items()}
 
     def own_mixers(self, *below: str) -> dict[str, Any]:
-        """Setting -> config, of each mixer that reads its block's own sequence. below: settings; none: everywhere."""
+        """Setting -> config of each mixer that reads its block's own sequence. below: its settings; default: all."""
         blocks = {setting: block for setting, block in self.named_blocks().items() if setting.startswith(below or "")}
         return {
             f"{setting}.{name}": mixer
@@ -68,7 +68,7 @@ class TransformerConfig:
         }
 
     def mixers_of_whole_rows(self) -> dict[str, Any]:
-        """Setting -> config, of each mixer that does not say that devices may hold parts of its rows."""
+        """Setting -> config of each mixer that needs whole rows on a device."""
         return {
             setting: mixer
             for setting, mixer in self.own_mixers().items()
@@ -80,7 +80,7 @@ class TransformerConfig:
         return self.dropout > 0 or any(block.has_dropout() for block in self.stack.pattern)
 
     def shape_problems(self) -> list[Problem]:
-        """What is wrong with the mixers of the blocks on rows of this length and width."""
+        """Problems of the mixers with the length and width of rows."""
         problems = []
         for setting, block in self.named_blocks().items():
             for part, mixer in block.mixers().items():
@@ -111,7 +111,7 @@ class TransformerConfig:
         return problems
 
     def recomputing(self) -> Recomputing:
-        """What each layer saves for the backward pass."""
+        """The recompute settings."""
         return Recomputing(
             recompute=self.recompute,
             layers=self.recompute_layers,
@@ -120,7 +120,7 @@ class TransformerConfig:
         )
 
     def with_recomputing(self, recomputing: Recomputing) -> Self:
-        """The same model, whose layers save this."""
+        """A copy with these recompute settings."""
         return replace(
             self,
             recompute=recomputing.recompute,
@@ -130,18 +130,18 @@ class TransformerConfig:
         )
 
     def parameter_count(self) -> ParameterCount:
-        """Number of weights. Raises UserError where a layer has no facts."""
+        """Number of weights. Raises UserError if a layer has no facts."""
         return count_parameters(self)
 
     def kernel_choices(self, request: Request, device: Device | None) -> tuple[Choice[str], ...]:
-        """The kernel of each layer that has one, and why not a faster one. device: None for any NVIDIA GPU.
+        """The kernel of each layer that has one, and why faster ones were not chosen. device: None for any NVIDIA GPU.
 
         request: facts of the run. Raises UserError for a kernel chosen by name that is not available.
         """
         choices = []
         for name, stack in self.named_stacks().items():
             rows = self.known_rows(name, request)
-            # Of equal blocks, the first.
+            # The first of equal blocks.
             settings = {block: setting for setting, block in reversed(stack.named_blocks().items())}
             for block in stack.pattern:
                 for part, layer in block.with_kernels().items():
@@ -151,7 +151,7 @@ class TransformerConfig:
         return tuple(choices)
 
     def with_kernels(self, names: Sequence[str]) -> Self:
-        """The same model with these kernels in the layers of `kernel_choices`."""
+        """A copy with these kernels, one for each of `kernel_choices`."""
         remaining, stacks = iter(names), {}
         for name, stack in self.named_stacks().items():
             blocks = []
@@ -162,31 +162,31 @@ class TransformerConfig:
         return replace(self, **stacks)
 
     def named_stacks(self) -> dict[str, StackConfig | SegmentsConfig]:
-        """Setting -> the layers of a section."""
+        """Setting -> stack of each section."""
         return {"stack": self.stack}
 
     def length_of(self, setting: str) -> int:
-        """Positions of a row of these layers: a setting that begins with a name of `named_stacks`."""
+        """Positions in a row of these layers. setting: begins with a name in `named_stacks`."""
         del setting
         return self.positions()
 
     def known_rows(self, stack: str, request: Request) -> Request:
-        """The request, with the facts of rows of these layers. stack: a name of `named_stacks`."""
+        """The request with the facts of this stack's rows. stack: a name in `named_stacks`."""
         padded = self.pads_rows()
         documents = request.documents and not padded
         return replace(request, length=self.length_of(stack), documents=documents, padded=padded)
 
     def attention_name(self, stack: str, part: str) -> str:
-        """What the banner calls this part of the blocks of a stack; "" for a model with one kind of attention."""
+        """Name in the banner for this part of a stack's blocks; "" for a model with one kind of attention."""
         del stack, part
         return ""
 
     def pads_rows(self) -> bool:
-        """Whether `segment_ids` tell one text from the padding after it, rather than documents from each other."""
+        """Whether `segment_ids` separate a text from the padding after it, rather than documents from each other."""
         return False
 
     def parallel_problems(self, parallel: ParallelConfig, shards: int | None) -> Iterator[Problem]:
-        """Sizes that the mesh does not divide, and recomputation that does not fit it."""
+        """Sizes that the mesh does not divide, and recompute settings that it does not allow."""
         sizes = {axis: getattr(parallel, axis) or 1 for axis in MESH_AXES}
         list_shards = sizes["tensor"] if parallel.expert_tensor == "whole" else 1
         sizes |= {"experts": sizes["expert"] * list_shards, "expert_mlp": sizes["tensor"] // list_shards}
@@ -204,13 +204,13 @@ class TransformerConfig:
         if shards is not None and parallel.data_sharding != "replicate" and self.hidden % shards:
             yield Problem(
                 "hidden",
-                f"parallel.data_sharding={parallel.data_sharding} cuts hidden={self.hidden} over {shards} "
+                f"parallel.data_sharding={parallel.data_sharding} shards hidden={self.hidden} over {shards} "
                 "data-parallel devices, which do not divide it",
                 "use data_sharding=replicate or another parallel.data",
             )
 
     def _group_problems(self, parallel: ParallelConfig) -> Iterator[Problem]:
-        """Layers of one checkpoint are in one chunk of a stage, and chunks are alike."""
+        """Layers of one checkpoint must be in one chunk of a stage, and chunks must be alike."""
         group, size, repeats = self.layers_per_checkpoint, len(self.stack.pattern), self.stack.repeats
         if group < 2 or not size or group % size or parallel.problems() or parallel.chunks() > repeats:
             return
@@ -228,14 +228,14 @@ class TransformerConfig:
             )
 
     def matmul_sides(self, tensor: int) -> Iterator[Side]:
-        """Sides of the matrices of the stack on one device."""
+        """Sides of the stack's matrices on one device."""
         yield Side("hidden", "", self.hidden)
         for setting, block in self.stack.named_blocks().items():
             for side in block.matmul_sides(self.hidden, tensor):
                 yield side._replace(setting=f"stack.{setting}.{side.setting}")
 
     def mesh_problems(self, sizes: Mapping[str, int], *, sequence: bool) -> Iterator[Problem]:
-        """What is wrong with the blocks on a mesh. sizes: mesh axis -> devices; sequence: sequence parallelism."""
+        """Problems of the blocks on a mesh. sizes: mesh axis -> devices; sequence: sequence parallelism."""
         del sequence
         if max(sizes["tensor"], sizes["expert"], sizes["context"]) > 1:
             for setting, block in self.named_blocks().items():

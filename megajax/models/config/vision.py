@@ -1,4 +1,4 @@
-"""The config of a tower that reads images; importing this imports neither jax nor flax."""
+"""The config of a vision tower; importing this imports neither jax nor flax."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -19,14 +19,14 @@ from megajax.models.facts import SectionFacts
 CHANNELS = 3
 """Red, green, blue."""
 CLIP_MEAN, CLIP_DEVIATION = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-"""Of the pixels of CLIP's training."""
+"""Mean and standard deviation of the pixels in CLIP's training data."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VisionTowerConfig(Builds, TransformerConfig):
-    """A vision transformer without a head (Dosovitskiy et al. 2021): patches, positions, blocks, a norm.
+    """A vision transformer without a head (Dosovitskiy et al. 2021): patch and position embedding, blocks, norm.
 
-    Its module is part of a model: of ViT, or of one that reads images and text.
+    It is part of a model: of ViT, or of a model for images and text.
     """
 
     target: ClassVar[str] = "megajax.models.vision:VisionTower"
@@ -35,22 +35,22 @@ class VisionTowerConfig(Builds, TransformerConfig):
     stack: StackConfig | SegmentsConfig
     """The blocks."""
     height: int = 224
-    """Pixels of an image from top to bottom."""
+    """Height of an image in pixels."""
     width: int = 224
-    """Pixels of an image from left to right."""
+    """Width of an image in pixels."""
     patch: int = 16
-    """Pixels of a side of a patch; each patch is a position."""
+    """Side of a square patch in pixels; each patch is a position."""
     patch_bias: bool = True
-    """The embedding of patches has a bias; not in CLIP."""
+    """The patch embedding has a bias. CLIP has none."""
     class_tokens: int = 1
     """Learned positions before the patches; 0: none, as in SigLIP."""
     mean: tuple[float, ...] = (0.5, 0.5, 0.5)
-    """Of red, green and blue, between 0 and 1; the device normalises pixels to (pixel / 255 - mean) / deviation."""
+    """Means of red, green and blue, between 0 and 1. Pixels become (pixel / 255 - mean) / deviation on the device."""
     deviation: tuple[float, ...] = (0.5, 0.5, 0.5)
     """Standard deviations of red, green and blue."""
     positions_multiple: int = 8
-    """Rows are padded to a multiple of this many positions, which nothing attends to. cuDNN's attention needs even
-    rows, and sequence parallelism rows that parallel.tensor divides."""
+    """Rows are padded to a multiple of this many positions; padding is not attended to. cuDNN's attention needs rows of
+    even length, and sequence parallelism needs a length that parallel.tensor divides."""
     entry_norm: NormConfig | LayerBuilder | None = None
     """Normalisation after the embedding, before the first block, as in CLIP; none: no normalisation."""
     norm: NormConfig | LayerBuilder = field(default_factory=LayerNormConfig)
@@ -60,18 +60,18 @@ class VisionTowerConfig(Builds, TransformerConfig):
     residual: Literal["compute", "float32"] = "compute"
     """Dtype of the residual stream: precision.compute or float32."""
     init_std: float = 0.02
-    """Standard deviation of initial weights, over the square root of the number of sub-layers where they
-    write to the residual stream: of 2 * layers with two in each block."""
+    """Standard deviation of initial weights. Matrices that write to the residual stream have init_std / sqrt(number of
+    sub-layers): sqrt(2 * layers) with two sub-layers in each block."""
     recompute: Recompute = "selective"
-    """What the backward pass recomputes instead of saving: none; a list of names such as norm,activation,mlp;
+    """Tensors that the backward pass recomputes instead of saving: none; a list of names such as norm,activation,mlp;
     selective, which is norm,latent,activation; or full, everything but the inputs of layers."""
     recompute_layers: int | None = None
     """Apply recompute to this many layers, the first of each chunk of a pipeline stage; the other layers use the next
     cheaper setting (selective, or none). none: all layers."""
     layers_per_checkpoint: int = 1
-    """With recompute=full, consecutive layers that save one input, that of the first, and are recomputed together."""
+    """With recompute=full, number of consecutive layers recomputed together from the saved input of the first."""
     offload: tuple[Part, ...] = ()
-    """Saved tensors that are offloaded to host memory until the backward pass; input is the input of a layer."""
+    """Saved tensors to offload to host memory until the backward pass; input is the input of a layer."""
     unroll: int | None = 1
     """Layers per iteration of the compiled loop over layers (the unroll of jax.lax.scan); none: all, without a loop."""
 
@@ -107,32 +107,32 @@ class VisionTowerConfig(Builds, TransformerConfig):
         return problems
 
     def image_leaf(self) -> Leaf:
-        """One image in bytes: red, green and blue of each pixel."""
+        """One image: red, green and blue bytes of each pixel."""
         return Leaf("uint8", (self.height, self.width, CHANNELS), (None, None, None))
 
     def grid(self) -> tuple[int, int]:
-        """Patches from top to bottom, and from left to right."""
+        """Rows and columns of patches."""
         return self.height // self.patch, self.width // self.patch
 
     def patches(self) -> int:
-        """Patches of an image."""
+        """Number of patches in an image."""
         rows, columns = self.grid()
         return rows * columns
 
     def used_positions(self) -> int:
-        """Class tokens and patches: rows of the table of positions."""
+        """Number of class tokens and patches: rows of the table of positions."""
         return self.class_tokens + self.patches()
 
     def positions(self) -> int:
-        """Positions of a row, padding included."""
+        """Positions in a row, padding included."""
         return -(-self.used_positions() // self.positions_multiple) * self.positions_multiple
 
     def padding(self) -> int:
-        """Positions at the end of a row that are padding."""
+        """Number of padding positions at the end of a row."""
         return self.positions() - self.used_positions()
 
     def pads_rows(self) -> bool:
-        """Whether there are such positions."""
+        """Whether rows have padding."""
         return self.padding() > 0
 
     def known_rows(self, stack: str, request: Request) -> Request:
@@ -140,11 +140,11 @@ class VisionTowerConfig(Builds, TransformerConfig):
         return replace(TransformerConfig.known_rows(self, stack, request), documents=False)
 
     def patch_size(self) -> int:
-        """Numbers in a patch."""
+        """Number of values in a patch."""
         return self.patch**2 * CHANNELS
 
     def section_facts(self) -> tuple[SectionFacts, ...]:
-        """The tower, as a section of its own."""
+        """The tower as one section."""
         hidden, used = self.hidden, self.used_positions()
         weights = [Weight("patches", (self.patch_size(), hidden), (None, "embed"))]
         weights += [Weight("patch_bias", (hidden,), (None,))] * self.patch_bias
@@ -173,7 +173,7 @@ class VisionTowerConfig(Builds, TransformerConfig):
         return (section,)
 
     def refit(self, path: str, weight: Any, settings: Mapping[str, Any]) -> Any | None:
-        """The table of positions of images of another size, interpolated bilinearly (Dosovitskiy et al. 2021)."""
+        """Interpolates position embeddings of another image size bilinearly (Dosovitskiy et al. 2021)."""
         sizes = {
             name: settings.get(f"model.{name}", 0) for name in ("height", "width", "patch", "class_tokens", "hidden")
         }
@@ -184,7 +184,7 @@ class VisionTowerConfig(Builds, TransformerConfig):
         return resolve("megajax.models.vision:resized_positions")(weight, tokens, grid, self.grid())
 
     def mesh_problems(self, sizes: Mapping[str, int], *, sequence: bool) -> Iterator[Problem]:
-        """What is wrong with the tower on a mesh. sizes: mesh axis -> devices; sequence: sequence parallelism."""
+        """Problems of the tower on a mesh. sizes: mesh axis -> devices; sequence: sequence parallelism."""
         yield from TransformerConfig.mesh_problems(self, sizes, sequence=sequence)
         tensor = sizes["tensor"]
         if sequence and self.positions() % tensor:

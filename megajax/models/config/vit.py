@@ -24,39 +24,39 @@ from megajax.models.facts import HeadFacts
 from megajax.models.protocol import ModelConfig
 
 IGNORED = 255
-"""The class of pixels that do not count."""
+"""Class of pixels that are ignored."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClassTokenConfig(Builds):
-    """The state of the first class token stands for the image."""
+    """The state of the first class token represents the image."""
 
     target: ClassVar[str] = "megajax.models.vit:ClassToken"
 
     def tower_problems(self, tower: VisionTowerConfig) -> Iterator[Problem]:
-        """What is wrong with it on this tower."""
+        """Problems of this pooling on the tower."""
         if not tower.class_tokens:
-            yield Problem("pooling", "reads a class token, and class_tokens=0", "use mean or attention pooling")
+            yield Problem("pooling", "reads a class token, but class_tokens=0", "use mean or attention pooling")
 
     def weights(self, hidden: int) -> tuple[Weight, ...]:
-        """None."""
+        """No weights."""
         del hidden
         return ()
 
     def matmuls(self, tower: VisionTowerConfig) -> tuple[Matmul, ...]:
-        """Products for each image."""
+        """No matmuls."""
         del tower
         return ()
 
     def pairs(self, tower: VisionTowerConfig) -> int:
-        """Multiply-adds of scores and values."""
+        """Multiply-adds of scores and values: 0."""
         del tower
         return 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeanPoolingConfig(ClassTokenConfig):
-    """The mean of the states of all patches stands for the image."""
+    """The mean of the states of all patches represents the image."""
 
     target: ClassVar[str] = "megajax.models.vit:MeanPooling"
 
@@ -74,12 +74,12 @@ class AttentionPoolingConfig(Builds):
     attention: CrossAttentionConfig
     """Reads the states of the tower."""
     mlp: DenseMLPConfig
-    """After it."""
+    """MLP after the attention."""
     norm: LayerNormConfig = field(default_factory=LayerNormConfig)
-    """Before the MLP."""
+    """Normalisation before the MLP."""
 
     def tower_problems(self, tower: VisionTowerConfig) -> Iterator[Problem]:
-        """Heads that do not divide the width."""
+        """Problems of the attention on this width and length."""
         for problem in self.attention.shape_problems(hidden=tower.hidden, length=tower.positions()):
             yield replace(problem, setting=f"pooling.attention.{problem.setting}")
 
@@ -90,12 +90,12 @@ class AttentionPoolingConfig(Builds):
         return Weight("query", (hidden,), (None,)), *inner
 
     def matmuls(self, tower: VisionTowerConfig) -> tuple[Matmul, ...]:
-        """Products for each image: keys and values of all positions, the rest of one."""
+        """Matmuls per image: keys and values of all positions, the rest of one position."""
         hidden, positions = tower.hidden, tower.used_positions()
         return (*self.attention.matmuls_reading(hidden, positions), *self.mlp.matmuls(hidden))
 
     def pairs(self, tower: VisionTowerConfig) -> int:
-        """Multiply-adds of scores and values of all positions."""
+        """Multiply-adds per image of scores and values."""
         return tower.used_positions() * self.attention.per_pair(tower.hidden)
 
 
@@ -110,7 +110,7 @@ class ClassifierConfig(Builds):
     classes: int
     """Number of classes."""
     pooling: PoolingConfig = field(default_factory=ClassTokenConfig)
-    """How the states of an image become one."""
+    """How the states of an image are reduced to one."""
     label_smoothing: float = 0.0
     """Probability mass spread evenly over all classes (Szegedy et al. 2016). Not in the reported loss."""
 
@@ -118,7 +118,7 @@ class ClassifierConfig(Builds):
         return above_zero(classes=self.classes) + below_one(label_smoothing=self.label_smoothing)
 
     def tower_problems(self, tower: VisionTowerConfig) -> Iterator[Problem]:
-        """What is wrong with it on this tower."""
+        """Problems of the pooling on this tower."""
         yield from self.pooling.tower_problems(tower)
 
     def leaves(self, tower: VisionTowerConfig) -> dict[str, Leaf]:
@@ -127,14 +127,14 @@ class ClassifierConfig(Builds):
         label = Leaf("int32", below=self.classes)
         return {
             "labels": label,
-            # Of a mixture of two images (mixup, Zhang et al. 2018): the class of the other one, and the share of this.
+            # For mixup (Zhang et al. 2018): the class of the second image, and the share of the first.
             "other_labels": replace(label, optional=True),
             "mix": Leaf("float32", optional=True),
             "loss_mask": Leaf("float32", optional=True),  # weight of the row in the loss: 0 or 1
         }
 
     def facts(self, tower: VisionTowerConfig) -> HeadFacts:
-        """One position of each image is scored."""
+        """The classifier scores one pooled state per image."""
         weights = (
             *prefixed("pooling", self.pooling.weights(tower.hidden)),
             *dense("linear", tower.hidden, self.classes),
@@ -156,14 +156,14 @@ class SegmenterConfig(Builds):
 
     target: ClassVar[str] = "megajax.models.vit:Segmenter"
     classes: int
-    """Number of classes; pixels of class 255 do not count."""
+    """Number of classes; pixels of class 255 are ignored."""
     label_smoothing: float = 0.0
     """Probability mass spread evenly over all classes. Not in the reported loss."""
 
     def problems(self) -> list[Problem]:
         problems = above_zero(classes=self.classes) + below_one(label_smoothing=self.label_smoothing)
         if self.classes > IGNORED:
-            message = f"{self.classes} are too many: {IGNORED} is the class of pixels that do not count"
+            message = f"{self.classes} is too many: {IGNORED} is the class of ignored pixels"
             problems.append(Problem("classes", message, f"use at most {IGNORED}"))
         return problems
 
@@ -180,7 +180,7 @@ class SegmenterConfig(Builds):
         }
 
     def facts(self, tower: VisionTowerConfig) -> HeadFacts:
-        """All patches are scored, and their scores become those of pixels."""
+        """The linear layer scores all patches; scores are upsampled to pixels."""
         return HeadFacts(
             columns=self.classes,
             positions=tower.patches(),
@@ -221,15 +221,15 @@ class ViTConfig(AdaptedConfig, VisionTowerConfig, ModelConfig):  # ty: ignore[in
         return {"images": self.image_leaf(), **self.head.leaves(self)}
 
     def sampler(self) -> str | None:
-        """It shows which classes it takes for which."""
+        """Samples show a confusion matrix of the classes."""
         return "confusion"
 
     def head_facts(self) -> HeadFacts:
-        """Of classes."""
+        """Facts of the head."""
         return self.head.facts(self)
 
 
 def with_head(tower: VisionTowerConfig, head: HeadConfig) -> ViTConfig:
-    """A tower with a head."""
+    """A ViT of this tower and head."""
     settings = {field.name: getattr(tower, field.name) for field in fields(VisionTowerConfig)}
     return ViTConfig(head=head, **settings)

@@ -1,1 +1,1 @@
-"""Model families: functions from a size to a model config."""
+"""Model families: functions that return the model config of a size."""

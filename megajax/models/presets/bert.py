@@ -1,11 +1,11 @@
-"""BERT (Devlin et al. 2019, section 3), and the larger ones of Megatron-LM (Shoeybi et al. 2019, table 4)."""
+"""BERT (Devlin et al. 2019, section 3), and Megatron-LM's larger sizes (Shoeybi et al. 2019, table 4)."""
 
 from megajax.layers.config import AttentionConfig, BlockConfig, DenseMLPConfig, LayerNormConfig, StackConfig
 from megajax.models.config import BertConfig
 from megajax.models.presets.sizes import Size, pick
 
 BERT_VOCABULARY = 30524
-"""Tokens of the vocabulary of bert-base-uncased, [BOS] and [EOS]."""
+"""Size of the vocabulary of bert-base-uncased with [BOS] and [EOS]."""
 
 BERT = {
     "debug": Size(2, 64, 4),
@@ -15,7 +15,7 @@ BERT = {
     "1.3b": Size(24, 2048, 32),
     "3.9b": Size(48, 2560, 40),
 }
-"""`text` is for texts of megabytes."""
+"""`text` is for a few megabytes of text."""
 
 
 def bert(
@@ -26,7 +26,7 @@ def bert(
     dropout: float = 0.1,
     next_sentence: bool = True,
 ) -> BertConfig:
-    """BERT with its norms before the sub-layers, as Megatron-LM trains it: learned positions, tanh GELU, biases.
+    """Pre-norm BERT, as trained by Megatron-LM: learned positions, tanh GELU, biases.
 
     Raises UserError for an unknown size.
     """

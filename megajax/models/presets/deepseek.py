@@ -1,4 +1,4 @@
-"""DeepSeek-V2-Lite (DeepSeek-AI 2024, DeepSeek-V2, appendix B) and V3 (2024, section 4.2), as the released configs."""
+"""DeepSeek-V2-Lite (DeepSeek-AI 2024, DeepSeek-V2, appendix B) and V3 (2024, section 4.2), as in released configs."""
 
 from dataclasses import replace
 from typing import NamedTuple
@@ -22,26 +22,26 @@ from megajax.models.presets.sizes import pick
 
 
 class Row(NamedTuple):
-    """A size, its latent attention and its experts."""
+    """Dimensions of a size, its latent attention and its experts."""
 
     layers: int
     hidden: int
     dense: int
-    """The first layers, which have no experts."""
+    """Number of dense layers at the start."""
     ffn: int
-    """Of these."""
+    """Width of their feed-forwards."""
     mixer: LatentAttentionConfig
     experts: int
     top_k: int
     expert_ffn: int
     shared: int
-    """Shared experts: one layer as wide as these together."""
+    """Number of shared experts, computed as one layer of their total width."""
     router: RouterConfig
     vocabulary: int = 0
     mscale: float = 1.0
-    """YaRN's, for rows of 160 k tokens."""
+    """mscale of YaRN, for rows of 160 k tokens."""
     ahead: bool = False
-    """Whether it predicts the token after the next one too."""
+    """Whether a second head predicts the token after the next one."""
 
 
 NORM = RMSNormConfig(epsilon=1e-6)
@@ -74,10 +74,10 @@ def deepseek(
     yarn: bool = False,
     dispatch: DispatchConfig | None = None,
 ) -> DecoderConfig:
-    """Latent attention, shared experts, the first layers without experts. Raises UserError for an unknown size.
+    """DeepSeek: latent attention, shared experts, dense layers first. Raises UserError for an unknown size.
 
-    V2-Lite balances experts by a loss over each row; V3 by a bias for their choice, with a small loss, and predicts the
-    token after the next one. yarn: RoPE stretched from 4096 tokens to 40 times as many, as after pretraining.
+    V2-Lite balances experts with a loss over each row. V3 uses a bias on scores and a small loss, and also predicts the
+    token after the next one. yarn: RoPE extended 40 times from 4096 tokens, as after pretraining.
     """
     row = pick("deepseek", DEEPSEEK, size)
     mixer = row.mixer

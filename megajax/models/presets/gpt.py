@@ -28,8 +28,8 @@ GPT3 = {
     "175b": Size(96, 12288, 96),
 }
 """50m and 160m are not in the paper: 50.4 M parameters in the layers, and 162 M with a table of 50257 tokens.
-The paper's 1.3B and 13B rows list 24 heads of 128 and a width of 5140, which do not multiply; as trained by others:
-16 heads of 128 and a width of 5120."""
+The paper lists 24 heads of 128 for 1.3B and a width of 5140 for 13B, which do not fit its other columns; as trained by
+others: 16 heads of 128 and a width of 5120."""
 
 
 def gpt2(

@@ -1,4 +1,4 @@
-"""gpt-oss (OpenAI 2025, model card, section 2), sizes of the released configs."""
+"""gpt-oss (OpenAI 2025, model card, section 2), as in the released configs."""
 
 from dataclasses import replace
 
@@ -25,11 +25,12 @@ GPT_OSS = {
 def gpt_oss(
     size: str, *, sequence_length: int = 131072, vocabulary_size: int = 201088, window: int = 128
 ) -> DecoderConfig:
-    """gpt-oss: every other layer sees `window` tokens, its own among them, and each head has a learned sink.
+    """gpt-oss: in every other layer a token sees only the last `window` tokens, including itself; heads have a learned
+    sink.
 
-    Biases everywhere, in the router too; experts compute (x up + 1) * x gate * sigmoid(1.702 x gate), both clipped at
-    7. RoPE is stretched by YaRN from 4096 tokens to 131072. The model card does not say how experts were balanced: by a
-    loss here. Raises UserError for an unknown size.
+    All layers and the router have biases. Experts compute (x up + 1) * x gate * sigmoid(1.702 x gate), with both
+    products clipped at 7. YaRN extends RoPE from 4096 tokens to 131072. The model card does not say how experts were
+    balanced; a loss is used here. Raises UserError for an unknown size.
     """
     row = pick("gpt_oss", GPT_OSS, size)
     yarn = YarnScalingConfig(factor=32.0, original=4096, fast=32.0, slow=1.0, rounded=False)

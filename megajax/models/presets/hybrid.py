@@ -1,7 +1,7 @@
-"""Hybrids by Megatron-LM's patterns: a letter for each layer, "M-M*M-|M-M*M-/*-".
+"""Hybrid models from Megatron-LM's patterns, with a letter for each layer: "M-M*M-|M-M*M-/*-".
 
-Between "|" are the layers of a chunk of a pipeline, in the order of the model: chunk 0 of all stages, then chunk 1.
-After each "/" are the layers of a head that predicts one token further; all such heads are alike.
+"|" separates the layers of pipeline chunks, in the order of the model: chunk 0 of all stages, then chunk 1. Each "/"
+starts the layers of a head that predicts one token further; all such heads are alike.
 """
 
 from collections.abc import Mapping
@@ -27,19 +27,19 @@ SYMBOLS: Mapping[str, str] = MappingProxyType(
         "D": "sparse attention",
     }
 )
-"""What Megatron-LM's letters mean."""
+"""Megatron-LM's letters -> layers."""
 
 
 class HybridPattern(NamedTuple):
-    """A pattern apart."""
+    """A parsed pattern."""
 
     text: str
     chunks: tuple[str, ...]
-    """Layers of each chunk; one where the pattern says nothing of a pipeline."""
+    """Layers of each pipeline chunk; a single chunk for a pattern without "|"."""
     ahead: str
-    """Layers of a head that predicts one token further; "" for none."""
+    """Layers of each further prediction head; "" without such heads."""
     depth: int
-    """Such heads."""
+    """Number of further prediction heads."""
 
     @classmethod
     def parse(cls, text: str) -> "HybridPattern":
@@ -51,7 +51,7 @@ class HybridPattern(NamedTuple):
         if "" in chunks:
             raise UserError(f"the hybrid pattern {text!r}: chunk {chunks.index('') + 1} of {len(chunks)} has no layers")
         if ahead and (len(set(ahead)) > 1 or not ahead[0] or CHUNK in ahead[0]):
-            message = "the layers after each / are those of one head, without |, and all heads have the same"
+            message = "each / starts the layers of one head, without |, and all heads must have the same layers"
             raise UserError(
                 f"the hybrid pattern {text!r}: {message}; got {' and '.join(map(repr, dict.fromkeys(ahead)))}"
             )
@@ -59,7 +59,7 @@ class HybridPattern(NamedTuple):
 
     @property
     def layers(self) -> str:
-        """All of the stack."""
+        """All layers of the stack."""
         return "".join(self.chunks)
 
     def demand_known(self, blocks: Mapping[str, Any]) -> None:
@@ -70,14 +70,14 @@ class HybridPattern(NamedTuple):
                 legal = ", ".join(f"{symbol} ({SYMBOLS[symbol]})" if symbol in SYMBOLS else symbol for symbol in blocks)
                 raise UserError(
                     f"the hybrid pattern {self.text!r}: there is no block for {letter!r}{meaning} at position {place}; "
-                    f"letters with one: {legal}; | ends a chunk of a pipeline, / begins a head that predicts further"
+                    f"known letters: {legal}; | ends a pipeline chunk, / starts a head that predicts further"
                 )
 
 
 def hybrid_stack(pattern: str, blocks: Mapping[str, AnyBlockConfig]) -> StackConfig | SegmentsConfig:
-    """The layers of a pattern: repeats of a shorter one where there is such a one, segments otherwise.
+    """The stack of a pattern: repeats of a shorter pattern if possible, otherwise segments.
 
-    blocks: letter -> block, usually of one sub-layer. Raises UserError for a pattern that is none, see `HybridPattern`.
+    blocks: letter -> block, usually of one sub-layer. Raises UserError for an invalid pattern, see `HybridPattern`.
     """
     parsed = HybridPattern.parse(pattern)
     parsed.demand_known(blocks)
@@ -89,10 +89,10 @@ def hybrid_stack(pattern: str, blocks: Mapping[str, AnyBlockConfig]) -> StackCon
 
 
 def hybrid_pipeline(pattern: str, stack: StackConfig | SegmentsConfig, stages: int) -> dict[str, Any]:
-    """Settings of ParallelConfig that cut the layers where the pattern has "|": `pipeline`, `virtual_stages`, `layers`.
+    """Settings of ParallelConfig that cut the layers at "|": `pipeline`, `virtual_stages`, `layers`, `schedule`.
 
-    stack: of `hybrid_stack`; stages: of the pipeline. Only the stages for a pattern without "|".
-    Raises UserError where the chunks cannot be distributed evenly over the stages.
+    stack: from `hybrid_stack`; stages: number of pipeline stages. Only `pipeline` for a pattern without "|".
+    Raises UserError if the chunks cannot be distributed evenly over the stages.
     """
     chunks = HybridPattern.parse(pattern).chunks
     if len(chunks) == 1:
@@ -101,7 +101,7 @@ def hybrid_pipeline(pattern: str, stack: StackConfig | SegmentsConfig, stages: i
         legal = [count for count in range(2, len(chunks) + 1) if len(chunks) % count == 0]
         raise UserError(
             f"the hybrid pattern {pattern!r} has {len(chunks)} chunks, separated by |, and parallel.pipeline={stages} "
-            f"does not divide them: use {' or '.join(map(str, legal))}, or leave out | for chunks as even as can be"
+            f"does not divide them: use {' or '.join(map(str, legal))}, or leave out | for chunks of nearly equal size"
         )
     unit, virtual = stack.cut_unit(), len(chunks) // stages
     settings = {"pipeline": stages, "virtual_stages": virtual, "layers": tuple(len(chunk) // unit for chunk in chunks)}
@@ -109,9 +109,9 @@ def hybrid_pipeline(pattern: str, stack: StackConfig | SegmentsConfig, stages: i
 
 
 def hybrid_prediction(pattern: str, blocks: Mapping[str, AnyBlockConfig], **settings: Any) -> PredictionConfig | None:
-    """Heads that predict further tokens, of the layers after "/"; None where there are none.
+    """Heads that predict further tokens, from the layers after "/"; None for a pattern without "/".
 
-    settings: of PredictionConfig. Raises UserError for heads that are no single block: one letter, or a mixer and then
+    settings: of PredictionConfig. Raises UserError unless a head is a single block: one letter, or a mixer followed by
     a feed-forward with the same norm and dropout.
     """
     parsed = HybridPattern.parse(pattern)
@@ -125,7 +125,7 @@ def hybrid_prediction(pattern: str, blocks: Mapping[str, AnyBlockConfig], **sett
             block, more = BlockConfig(mixer=block.mixer, mlp=mlp.mlp, norm=block.norm, dropout=block.dropout), []
     if more:
         raise UserError(
-            f"the hybrid pattern {pattern!r}: a head that predicts further has one block here, one letter or a mixer "
+            f"the hybrid pattern {pattern!r}: a head that predicts further must be one block: one letter, or a mixer "
             f"and a feed-forward with the same norm and dropout; got {parsed.ahead!r}"
         )
     return PredictionConfig(depth=parsed.depth, block=block, **settings)

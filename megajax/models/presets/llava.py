@@ -1,4 +1,4 @@
-"""LLaVA (Liu et al. 2023) and LLaVA 1.5: a decoder and a vision tower of ours, joined."""
+"""LLaVA (Liu et al. 2023) and LLaVA 1.5: a decoder combined with a vision tower."""
 
 from dataclasses import fields
 from typing import Any
@@ -8,9 +8,9 @@ from megajax.models.config.vision import VisionTowerConfig
 
 
 def llava(language: DecoderConfig, vision: VisionTowerConfig, *, image_token: int, **more: Any) -> LlavaConfig:
-    """The decoder `language`, which reads images by the tower `vision`; `more` are other settings of LlavaConfig.
+    """LLaVA with the decoder `language` and the tower `vision`; `more` are other settings of LlavaConfig.
 
-    image_token: id that stands for positions of images, below language.vocabulary_size.
+    image_token: id that marks positions of images, below language.vocabulary_size.
     """
     settings = {field.name: getattr(language, field.name) for field in fields(language)}
     return LlavaConfig(**settings | more, vision=vision, image_token=image_token)

@@ -1,4 +1,4 @@
-"""Mamba-2 (Dao and Gu 2024, section 9.1) and Nemotron-H (NVIDIA 2025, table 1), sizes of the released configs."""
+"""Mamba-2 (Dao and Gu 2024, section 9.1) and Nemotron-H (NVIDIA 2025, table 1), as in the released configs."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -25,7 +25,7 @@ MAMBA2 = {
     "1.3b": Size(48, 2048, 64),
     "2.7b": Size(64, 2560, 80),
 }
-"""Heads of 64, on 2 x hidden channels."""
+"""Heads of size 64 over 2 * hidden channels."""
 
 
 class Hybrid(NamedTuple):
@@ -54,7 +54,7 @@ NEMOTRON_VOCABULARY = 131072
 
 
 def mamba2(size: str, *, sequence_length: int = 2048, vocabulary_size: int = 50288) -> DecoderConfig:
-    """Mamba-2 layers alone, with a float32 residual stream, on GPT-NeoX's tokens.
+    """Only Mamba-2 layers, with a float32 residual stream and the vocabulary of GPT-NeoX.
 
     Raises UserError for an unknown size.
     """
@@ -66,7 +66,7 @@ def mamba2(size: str, *, sequence_length: int = 2048, vocabulary_size: int = 502
 
 
 def nemotron_blocks(row: Hybrid) -> Mapping[str, AnyBlockConfig]:
-    """Letter of the pattern -> its layer: one sub-layer, no biases but those of convolutions, no positions."""
+    """Letter of the pattern -> layer with one sub-layer; no biases except in convolutions, no positions."""
     mamba = Mamba2Config(heads=row.mamba_heads, head_dim=row.mamba_head_dim, state=row.state, groups=row.groups)
     attention = AttentionConfig(heads=row.heads, kv_heads=row.kv_heads, head_dim=row.head_dim)
     mlp = DenseMLPConfig(ffn=row.ffn, activation="squared_relu", bias=False)
@@ -80,7 +80,7 @@ def nemotron_blocks(row: Hybrid) -> Mapping[str, AnyBlockConfig]:
 
 
 def nemotron_h(size: str, *, sequence_length: int = 8192, vocabulary_size: int = NEMOTRON_VOCABULARY) -> DecoderConfig:
-    """Mamba-2 and MLPs by turns, and between them a few layers of attention. Raises UserError for an unknown size."""
+    """Alternating Mamba-2 and MLP layers, with a few attention layers. Raises UserError for an unknown size."""
     row = pick("nemotron_h", NEMOTRON_H, size)
     return DecoderConfig(
         hidden=row.hidden,

@@ -1,4 +1,4 @@
-"""Mixtral (Jiang et al. 2024, table 1; 8x22B: Mistral AI's release of April 2024), sizes of the released configs."""
+"""Mixtral (Jiang et al. 2024, table 1; 8x22B: Mistral AI's release of April 2024), as in the released configs."""
 
 from megajax.layers.config import (
     AttentionConfig,
@@ -20,7 +20,7 @@ MIXTRAL = {
 
 
 def mixtral(size: str, *, sequence_length: int = 4096, vocabulary_size: int = 32000) -> DecoderConfig:
-    """Llama with 8 experts, of which a token passes 2. Raises UserError for an unknown size.
+    """Llama with 8 experts, 2 per token. Raises UserError for an unknown size.
 
     The balancing loss has the coefficient of the released configs.
     """

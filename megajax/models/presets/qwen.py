@@ -1,4 +1,4 @@
-"""Qwen 2.5 (Qwen team 2024, table 1) and Qwen 3 (Qwen team 2025, tables 1 and 2), sizes of the released configs."""
+"""Qwen 2.5 (Qwen team 2024, table 1) and Qwen 3 (Qwen team 2025, tables 1 and 2), as in the released configs."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from megajax.models.config import DecoderConfig
 from megajax.models.presets.sizes import Size, decoder, pick
 
 RELEASED = 151936
-"""Rows of the embedding tables as released; the larger sizes of Qwen 2.5 have more."""
+"""Rows of the released embedding tables; the larger sizes of Qwen 2.5 have more."""
 
 QWEN2 = {
     "debug": Size(2, 64, 4, 2, 192, True, RELEASED),
@@ -53,15 +53,15 @@ def qwen2(size: str, *, sequence_length: int = 32768, vocabulary_size: int | Non
 
 
 def qwen3(size: str, *, sequence_length: int = 32768, vocabulary_size: int | None = None) -> DecoderConfig:
-    """Qwen 3: normalised queries and keys, heads of 128 for every width. Raises UserError for an unknown size."""
+    """Qwen 3: normalised queries and keys, head size 128 for every width. Raises UserError for an unknown size."""
     head_dim = 16 if size == "debug" else 128
     return _qwen(pick("qwen3", QWEN3, size), sequence_length, vocabulary_size, head_dim=head_dim, qk_norm=NORM)
 
 
 def qwen3_moe(size: str, *, sequence_length: int = 32768, vocabulary_size: int = RELEASED) -> DecoderConfig:
-    """Qwen 3 with experts instead of MLPs, and no shared one. Raises UserError for an unknown size.
+    """Qwen 3 with experts instead of MLPs, without shared experts. Raises UserError for an unknown size.
 
-    Balanced by a loss over the whole batch, as the report says, with the coefficient of the released configs.
+    The balancing loss is over the whole batch, as in the report, with the coefficient of the released configs.
     """
     row = pick("qwen3_moe", QWEN3_MOE, size)
     rope = RopeConfig(base=1000000.0)

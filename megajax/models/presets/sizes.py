@@ -1,4 +1,4 @@
-"""Rows of the papers' tables, and the decoder that a row and a block describe."""
+"""Sizes from the tables of papers, and the decoder of a size and its blocks."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -9,7 +9,7 @@ from megajax.models.config import DecoderConfig
 
 
 class Size(NamedTuple):
-    """A row of a table; what a family does not have is 0."""
+    """Dimensions of a model size; 0 where they do not apply to a family."""
 
     layers: int
     hidden: int
@@ -24,7 +24,7 @@ class Size(NamedTuple):
 
 
 def pick[Row](family: str, sizes: Mapping[str, Row], size: str) -> Row:
-    """The row called `size`. Raises UserError for an unknown one."""
+    """The row of this size. Raises UserError for an unknown size."""
     if size not in sizes:
         raise UserError(f"{family} has no size {size!r}; sizes: {', '.join(sizes)}")
     return sizes[size]
@@ -33,7 +33,7 @@ def pick[Row](family: str, sizes: Mapping[str, Row], size: str) -> Row:
 def decoder(
     size: Size, *blocks: AnyBlockConfig, sequence_length: int, vocabulary_size: int, **more: Any
 ) -> DecoderConfig:
-    """A stack that repeats these blocks, whose norm is also the final norm; `more` are other settings of the model."""
+    """A decoder that repeats these blocks; their norm is also the final norm. more: other settings of the model."""
     return DecoderConfig(
         hidden=size.hidden,
         vocabulary_size=vocabulary_size,

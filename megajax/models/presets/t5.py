@@ -18,7 +18,7 @@ from megajax.models.config import T5Config
 from megajax.models.presets.sizes import Size, pick
 
 T5_VOCABULARY = 30624
-"""Tokens of the vocabulary of bert-base-uncased, [BOS], [EOS] and 100 sentinels."""
+"""Size of the vocabulary of bert-base-uncased with [BOS], [EOS] and 100 sentinels."""
 
 T5 = {
     "debug": Size(2, 64, 4, ffn=256, head_dim=16),
@@ -29,7 +29,7 @@ T5 = {
     "3b": Size(24, 1024, 32, ffn=16384, head_dim=128),
     "11b": Size(24, 1024, 128, ffn=65536, head_dim=128),
 }
-"""Layers of the encoder, and as many of the decoder; `text` is for texts of megabytes."""
+"""Encoder and decoder have the same number of layers. `text` is for a few megabytes of text."""
 
 T5_V1_1 = {
     "debug": Size(2, 64, 4, ffn=128, head_dim=16),
@@ -49,9 +49,9 @@ def t5(
     vocabulary_size: int = T5_VOCABULARY,
     dropout: float = 0.1,
 ) -> T5Config:
-    """T5 in the sizes of the paper, as Megatron-LM trains it: learned positions, LayerNorm, tanh GELU, biases, tied.
+    """T5 in the sizes of the paper, as trained by Megatron-LM: learned positions, LayerNorm, tanh GELU, biases, tied.
 
-    The paper's own has RMSNorm, ReLU, no biases and relative positions. Raises UserError for an unknown size.
+    The paper's T5 has RMSNorm, ReLU, no biases and relative positions. Raises UserError for an unknown size.
     """
     row = pick("t5", T5, size)
     mlp, norm = DenseMLPConfig(ffn=row.ffn, activation="gelu_tanh", bias=True), LayerNormConfig()
@@ -66,7 +66,7 @@ def t5_v1_1(
     vocabulary_size: int = T5_VOCABULARY,
     dropout: float = 0.0,
 ) -> T5Config:
-    """T5 v1.1: GeGLU, RMSNorm, no biases, an untied head; learned positions in place of relative ones.
+    """T5 v1.1: GeGLU, RMSNorm, no biases, an untied head; learned positions instead of relative ones.
 
     Raises UserError for an unknown size.
     """
@@ -80,7 +80,7 @@ def t5_v1_1(
 def _t5(
     row: Size, mlp: MLPConfig, norm: NormConfig, encoder_length: int, length: int, *, dropout: float, **more: Any
 ) -> T5Config:
-    """Both sections of a size, with biases where the MLP has them; `more` are other settings of the model."""
+    """Encoder and decoder of a size, with biases if the MLP has them. `more` are other settings of the model."""
     heads: dict[str, Any] = {"heads": row.heads, "head_dim": row.head_dim, "bias": mlp.bias, "dropout": dropout}
     parts: dict[str, Any] = {"mlp": mlp, "norm": norm, "dropout": dropout}
     reads = BlockConfig(mixer=AttentionConfig(**heads, causal=False), **parts)

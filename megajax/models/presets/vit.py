@@ -1,6 +1,6 @@
 """Vision transformers: ViT (Dosovitskiy et al. 2021), CLIP (Radford et al. 2021), SigLIP (Zhai et al. 2023), InternViT.
 
-Sizes are those of the papers and of the released configs; InternViT is of Chen et al. 2023.
+Sizes are those of the papers and the released configs; InternViT is from Chen et al. 2023.
 """
 
 from collections.abc import Callable, Mapping
@@ -46,13 +46,13 @@ def vit(size: str, *, classes: int = 1000, image: int = 224) -> ViTConfig:
 
 
 def vit_tower(size: str, *, image: int = 224) -> VisionTowerConfig:
-    """The tower of `vit`."""
+    """The tower of `vit`. Raises UserError for an unknown size."""
     row, norm = pick("vit", VIT, size), LayerNormConfig(epsilon=1e-6)
     return _tower(row, _block(row, norm), image, _patch(size))
 
 
 def clip(size: str) -> VisionTowerConfig:
-    """CLIP's tower: a norm before the blocks too, quick GELU. Raises UserError for an unknown size."""
+    """CLIP's tower: an additional norm before the blocks, quick GELU. Raises UserError for an unknown size."""
     row, norm = pick("clip", CLIP, size), LayerNormConfig()
     image = 336 if size.endswith("336") else 224
     tower = _tower(row, _block(row, norm, activation="quick_gelu"), image, _patch(size))
@@ -67,9 +67,9 @@ def siglip(size: str, *, image: int = 224) -> VisionTowerConfig:
 
 
 def internvit(size: str) -> VisionTowerConfig:
-    """InternViT's tower at 448: layer scale, no norm after the blocks. Raises UserError for an unknown size.
+    """InternViT's tower at 448 pixels: layer scale, no norm after the blocks. Raises UserError for an unknown size.
 
-    That of 6 B weights has RMSNorm, on queries and keys too.
+    The 6 B size has RMSNorm, also on queries and keys.
     """
     row = pick("internvit", INTERN, size)
     large = size == "6b"
@@ -86,11 +86,11 @@ TOWERS: Mapping[str, Callable[..., VisionTowerConfig]] = {
     "siglip": siglip,
     "internvit": internvit,
 }
-"""Families by name."""
+"""Tower functions by family."""
 
 
 def _patch(size: str) -> int:
-    """Pixels of a side of a patch, by the number in the name of a size; 2 for debug."""
+    """Side of a patch in pixels, from the number in the name of a size; 2 for debug."""
     return 2 if size == "debug" else int(size.partition("-")[0][-2:])
 
 
